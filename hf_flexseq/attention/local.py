@@ -1,0 +1,29 @@
+"""Attention over sequences that this rank holds whole: one varlen kernel call."""
+
+import torch
+
+from hf_flexseq.kernels import Kernel
+from hf_flexseq.kernels.segments import Segments
+from hf_flexseq.shard import Zone
+
+Tensors = tuple[torch.Tensor, ...]
+
+
+class LocalZone:
+    """The group of this rank alone."""
+
+    __slots__ = ("kernel", "rows", "segments")
+
+    def __init__(self, zone: Zone, kernel: Kernel, device: torch.device) -> None:
+        self.rows = slice(zone.start, zone.stop)
+        self.kernel = kernel
+        self.segments = Segments(zone.lengths, zone.lengths, causal=True, device=device)
+
+    def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> tuple[torch.Tensor, Tensors]:
+        """q [t, H, D], k, v [t, Hkv, D] -> out [t, H, D], and what `backward` needs."""
+        out, lse = self.kernel.forward(q, k, v, self.segments, scale=scale)
+        return out, (q, k, v, out, lse)
+
+    def backward(self, dout: torch.Tensor, saved: Tensors, scale: float) -> Tensors:
+        q, k, v, out, lse = saved
+        return self.kernel.backward(dout, q, k, v, out, lse, self.segments, scale=scale)

@@ -1,0 +1,85 @@
+"""What a user may choose: one dataclass, usable alone or mixed into `TrainingArguments`."""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+PLANNERS = ("auto", "static")
+PLANNERS_TO_COME = ("flexsp", "zeppelin")
+USER_STRATEGIES = ("auto", "ulysses", "zigzag", "local")
+STRATEGIES_TO_COME = ("balanced", "allgather", "hybrid")
+SYNCS = ("auto", "lockstep", "free")
+
+
+@dataclass
+class FlexSeqArguments:
+    """Options of hf_flexseq. Raises ValueError or NotImplementedError for values that make no sense, when created."""
+
+    planner: str = field(
+        default="auto",
+        metadata={"help": "Who decides the groups of a step: `auto` (per step) or `static` (one degree for the run)."},
+    )
+    strategy: str = field(
+        default="auto",
+        metadata={
+            "help": "How a group shares attention: `auto` (the cheaper one per group), `ulysses`, `zigzag`, or `local` "
+            "(no sequence is ever split)."
+        },
+    )
+    sp_degree: int | None = field(
+        default=None, metadata={"help": "Ranks per sequence; needed by planner='static' and refused otherwise."}
+    )
+    max_tokens_per_rank: int | None = field(
+        default=None,
+        metadata={"help": "Most tokens one rank may hold in a micro-batch. Default: what the memory model says."},
+    )
+    cost_model: str = field(
+        default="auto",
+        metadata={"help": "`auto` (estimated from the model and the device), the name of a preset, or a JSON file."},
+    )
+    lookahead: int = field(
+        default=4,
+        metadata={"help": "How many optimizer steps are planned ahead of the one that runs; 0 plans in place."},
+    )
+    sync: str = field(
+        default="auto",
+        metadata={
+            "help": "`lockstep`: all ranks run every micro-batch together (FSDP, ZeRO-2/3); `free`: ranks meet only in "
+            "their groups and at the step's end (DDP, ZeRO-1). `auto` picks by the sharding in use."
+        },
+    )
+    plan_trace: str | None = field(
+        default=None, metadata={"help": "JSONL file that receives every step's plan with its measured seconds."}
+    )
+
+    def __post_init__(self) -> None:
+        _one_of("planner", self.planner, PLANNERS, PLANNERS_TO_COME)
+        _one_of("strategy", self.strategy, USER_STRATEGIES, STRATEGIES_TO_COME)
+        _one_of("sync", self.sync, SYNCS)
+        self._check_degree()
+        if self.max_tokens_per_rank is not None and self.max_tokens_per_rank < 1:
+            raise ValueError(f"max_tokens_per_rank={self.max_tokens_per_rank}: give at least 1, or None")
+        if self.lookahead < 0:
+            raise ValueError(f"lookahead={self.lookahead}: give 0 or more steps")
+        # Mixed into another dataclass (TrainingArguments), the next one in line has its own checks to run.
+        following: Any = getattr(super(), "__post_init__", None)
+        if following is not None:
+            following()
+
+    def _check_degree(self) -> None:
+        if self.planner == "static" and self.sp_degree is None:
+            raise ValueError("planner='static' needs sp_degree, the number of ranks per sequence")
+        if self.planner != "static" and self.sp_degree is not None:
+            raise ValueError(
+                f"sp_degree={self.sp_degree} is for planner='static'; planner={self.planner!r} chooses it"
+            )
+        if self.sp_degree is not None and self.sp_degree < 1:
+            raise ValueError(f"sp_degree={self.sp_degree}: give at least 1")
+
+
+def _one_of(name: str, value: str, allowed: tuple[str, ...], to_come: tuple[str, ...] = ()) -> None:
+    if value in to_come:
+        raise NotImplementedError(
+            f"{name}={value!r} is not available in this version; choose from {', '.join(allowed)}"
+        )
+    if value not in allowed:
+        raise ValueError(f"{name}={value!r} is none of {', '.join(allowed)}")

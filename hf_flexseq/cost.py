@@ -1,0 +1,262 @@
+"""Seconds and bytes of sequences on groups of ranks: the one model every decision is scored by.
+
+A sequence of s tokens on a group of d ranks takes, with a1, a2 and b1 measured and v_d the group's bandwidth,
+
+    local     a1 s^2 + a2 s
+    ulysses   (a1 s^2 stretch + a2 s) / d + all-to-all bytes s / (d v_d)
+    zigzag    max(a1 s^2 / d, ring bytes s (d - 1) / (d v_d)) + a2 s / d
+
+* A group takes the sum over its sequences, a rank the sum over its groups, a micro-batch in lockstep the maximum over
+  ranks plus b1. Ranks in free synchronisation meet only inside groups: see `free_ns`.
+* `stretch` is ceil(H/d) d / H: the rank with the most of H query heads sets Ulysses' pace, and ranks beyond H idle.
+* Ring transfers run beside the attention they feed (LightSeq, arXiv 2310.03294, section 3.2), so the longer counts.
+* A rank holds token_bytes x tokens + state_bytes + sharded_state_bytes / ranks, at most budget_bytes.
+
+The formula is FlexSP's (arXiv 2412.01523, equations 11 to 14), with heads, rings and unsharded states added. Rejected:
+the factor (d - 1)/d on all-to-all bytes, which the published constants were fitted without, and a latency per group,
+published as zero. All decisions use whole nanoseconds, so that sums do not depend on their order or on the machine.
+"""
+
+import hashlib
+import json
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hf_flexseq.plan import Group, MicroBatch
+from hf_flexseq.topology import Topology
+
+Int64Array = NDArray[np.int64]
+
+WIDEST_WITHIN_A_NODE = 8  # groups of so few ranks that nevertheless span nodes pay the next wider group's bandwidth
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CostModel:
+    """Measured or estimated constants of one model on one machine.
+
+    name: a label. attention_s: seconds per squared token (a1). linear_s: seconds per token (a2).
+    micro_batch_s: seconds per micro-batch, whatever is in it (b1).
+    all_to_all_bytes, ring_bytes: bytes per token that Ulysses and a ring move, forward and backward, all layers.
+    ring_bytes None: not known, so zigzag cannot be planned.
+    bandwidths: (degree, bytes/s) pairs, ascending. heads: query heads; None: any degree divides them.
+    token_bytes: activation bytes per token. state_bytes: bytes of model state that every rank holds.
+    sharded_state_bytes: bytes of model state that all ranks hold together. budget_bytes: memory of one rank.
+    """
+
+    name: str
+    attention_s: float
+    linear_s: float
+    micro_batch_s: float
+    all_to_all_bytes: float
+    ring_bytes: float | None
+    bandwidths: tuple[tuple[int, float], ...]
+    heads: int | None
+    token_bytes: float
+    state_bytes: float
+    sharded_state_bytes: float
+    budget_bytes: float
+
+    def __post_init__(self) -> None:
+        for name in ("linear_s", "token_bytes", "budget_bytes"):
+            _require(getattr(self, name) > 0, f"{name}={getattr(self, name)}: must be positive")
+        for name in ("attention_s", "micro_batch_s", "all_to_all_bytes", "state_bytes", "sharded_state_bytes"):
+            _require(getattr(self, name) >= 0, f"{name}={getattr(self, name)}: must not be negative")
+        _require(
+            self.ring_bytes is None or self.ring_bytes >= 0, f"ring_bytes={self.ring_bytes}: must not be negative"
+        )
+        _require(self.heads is None or self.heads >= 1, f"heads={self.heads}: must be at least 1, or null")
+        degrees = [degree for degree, _ in self.bandwidths]
+        _require(bool(degrees), "bandwidths: give at least one (degree, bytes/s) pair")
+        _require(
+            degrees == sorted(set(degrees)) and degrees[0] >= 1, f"bandwidths: degrees {degrees} must ascend from 1"
+        )
+        _require(all(v > 0 for _, v in self.bandwidths), "bandwidths: bytes/s must be positive")
+
+    # ---- seconds
+
+    def bandwidth(self, degree: int, spans_nodes: bool) -> float:
+        """Bytes/s of a group: as measured, or the next power of two's (the widest measured one beyond the table)."""
+        wanted = 2 * WIDEST_WITHIN_A_NODE if spans_nodes and degree <= WIDEST_WITHIN_A_NODE else degree
+        measured = dict(self.bandwidths)
+        if wanted in measured:
+            return measured[wanted]
+        power_of_two = 1 << (wanted - 1).bit_length()
+        return next((speed for d, speed in self.bandwidths if d >= power_of_two), self.bandwidths[-1][1])
+
+    def head_stretch(self, degree: int) -> float:
+        """How much longer Ulysses' attention takes than an even split of the heads over `degree` ranks would."""
+        return 1.0 if self.heads is None else -(-self.heads // degree) * degree / self.heads
+
+    def sequences_ns(self, lengths: Int64Array, degree: int, strategy: str, spans_nodes: bool) -> Int64Array:
+        """Nanoseconds of each of `lengths` on its own on a group of `degree` ranks."""
+        s = lengths.astype(np.float64)
+        attention = self.attention_s * s * s / degree
+        linear = self.linear_s * s / degree
+        if strategy == "local":
+            seconds = attention + linear
+        elif strategy == "ulysses":
+            moved = self.all_to_all_bytes * s / degree / self.bandwidth(degree, spans_nodes)
+            seconds = attention * self.head_stretch(degree) + linear + moved
+        elif strategy == "zigzag":
+            moved = self._ring_bytes() * s * (degree - 1) / degree / self.bandwidth(degree, spans_nodes)
+            seconds = np.maximum(attention, moved) + linear
+        else:
+            raise ValueError(f"strategy {strategy!r} has no cost formula")
+        return np.floor(seconds * 1e9 + 0.5).astype(np.int64)
+
+    def sequence_ns(self, length: int, degree: int, strategy: str, spans_nodes: bool) -> int:
+        """Nanoseconds of one sequence of `length` tokens on a group of `degree` ranks."""
+        return int(self.sequences_ns(np.array([length]), degree, strategy, spans_nodes)[0])
+
+    @property
+    def micro_batch_ns(self) -> int:
+        """Nanoseconds every micro-batch costs, whatever is in it."""
+        return int(self.micro_batch_s * 1e9 + 0.5)
+
+    def strategies(self, strategy: str) -> tuple[str, ...]:
+        """The strategies that groups of two ranks and more may use when the user asks for `strategy`."""
+        if strategy == "auto":
+            return ("ulysses",) if self.ring_bytes is None else ("ulysses", "zigzag")
+        if strategy == "zigzag":
+            self._ring_bytes()
+        return () if strategy == "local" else (strategy,)
+
+    def _ring_bytes(self) -> float:
+        if self.ring_bytes is None:
+            raise ValueError(f"cost model {self.name!r} has no ring_bytes, so zigzag has no cost: use ulysses or auto")
+        return self.ring_bytes
+
+    # ---- bytes
+
+    def max_tokens_per_rank(self, world_size: int) -> int:
+        """The most tokens a rank can hold in one micro-batch beside its model states."""
+        states = self.state_bytes + self.sharded_state_bytes / world_size
+        tokens = int((self.budget_bytes - states) // self.token_bytes)
+        if tokens < 1:
+            raise ValueError(
+                f"cost model {self.name!r}: model states take {states / 2**30:.1f} of {self.budget_bytes / 2**30:.1f} "
+                f"GiB on {world_size} ranks, which leaves no room for a token: shard them (FSDP, ZeRO-3), use more "
+                "ranks, or set max_tokens_per_rank"
+            )
+        return tokens
+
+    # ---- JSON
+
+    def to_record(self) -> dict[str, Any]:
+        """The model as plain JSON values."""
+        whole = {"name": self.name, "heads": self.heads, "ring_bytes": self.ring_bytes}
+        return (
+            {name: float(value) for name, value in asdict(self).items() if name not in (*whole, "bandwidths")}
+            | whole
+            | {"bandwidths": [[degree, float(speed)] for degree, speed in self.bandwidths]}
+        )
+
+    @classmethod
+    def from_record(cls, record: Any) -> "CostModel":
+        """The inverse of `to_record`. Raises ValueError, naming the key, for anything that is no cost model."""
+        _require(isinstance(record, dict), f"a cost model is a JSON object, got {type(record).__name__}")
+        known = {f.name for f in fields(cls)}
+        _require(set(record) <= known, f"unknown keys {sorted(set(record) - known)}")
+        _require(known <= set(record), f"missing keys {sorted(known - set(record))}")
+        for name in known - {"name", "bandwidths"}:
+            optional = name in ("ring_bytes", "heads") and record[name] is None
+            _require(optional or _is_number(record[name]), f"{name}={record[name]!r}: must be a finite number")
+        _require(isinstance(record["name"], str), f"name={record['name']!r}: must be a string")
+        _require(
+            record["heads"] is None or isinstance(record["heads"], int), f"heads={record['heads']!r}: not an integer"
+        )
+        return cls(**record | {"bandwidths": _bandwidths(record["bandwidths"])})
+
+    def save(self, path: str | Path) -> None:
+        Path(path).write_text(json.dumps(self.to_record(), indent=1) + "\n", encoding="utf-8")
+
+    @classmethod
+    def load(cls, path: str | Path) -> "CostModel":
+        """The model that `save` wrote. Raises ValueError naming the file and what is wrong with it."""
+        try:
+            return cls.from_record(json.loads(Path(path).read_text(encoding="utf-8")))
+        except (OSError, ValueError) as error:
+            raise ValueError(f"cost model file {path}: {error}") from error
+
+    def digest(self) -> str:
+        """Hex digest of every constant: part of a plan's input."""
+        record = json.dumps(self.to_record(), sort_keys=True, separators=(",", ":"))
+        return hashlib.sha256(record.encode()).hexdigest()[:16]
+
+
+def group_ns(cost: CostModel, group: Group, lengths: Sequence[int], topology: Topology) -> int:
+    """Nanoseconds of a group: the sum over its sequences."""
+    members = np.array([lengths[i] for i in group.sequences], dtype=np.int64)
+    spans = topology.spans_nodes(group.start, group.stop)
+    return int(cost.sequences_ns(members, group.degree, group.strategy, spans).sum())
+
+
+def rank_ns(cost: CostModel, groups: Iterable[Group], lengths: Sequence[int], topology: Topology) -> tuple[int, ...]:
+    """Nanoseconds each rank works in a micro-batch of `groups`, without the constant of the micro-batch."""
+    busy = np.zeros(topology.world_size, dtype=np.int64)
+    for group in groups:
+        busy[group.start : group.stop] += group_ns(cost, group, lengths, topology)
+    return tuple(busy.tolist())
+
+
+def lockstep_ns(
+    cost: CostModel, micro_batches: Iterable[MicroBatch], lengths: Sequence[int], topology: Topology
+) -> tuple[int, ...]:
+    """Nanoseconds of each micro-batch when all ranks run it together: its slowest rank plus the constant."""
+    return tuple(
+        max(rank_ns(cost, micro_batch.groups, lengths, topology)) + cost.micro_batch_ns
+        for micro_batch in micro_batches
+    )
+
+
+def free_ns(
+    cost: CostModel, micro_batches: Iterable[MicroBatch], lengths: Sequence[int], topology: Topology
+) -> tuple[int, ...]:
+    """Each rank's clock, in nanoseconds, at the end of a step whose ranks meet only inside groups.
+
+    Micro-batch by micro-batch and widest first, a group starts when the last of its ranks is free. A rank pays the
+    constant once for every micro-batch it works in, before its first group there.
+    """
+    clock = np.zeros(topology.world_size, dtype=np.int64)
+    for micro_batch in micro_batches:
+        works = np.zeros(topology.world_size, dtype=bool)
+        for group in micro_batch.groups:
+            works[group.start : group.stop] = True
+        clock[works] += cost.micro_batch_ns
+        for group in micro_batch.groups:
+            ranks = slice(group.start, group.stop)
+            clock[ranks] = clock[ranks].max() + group_ns(cost, group, lengths, topology)
+    return tuple(clock.tolist())
+
+
+def step_ns(
+    cost: CostModel, micro_batches: Iterable[MicroBatch], lengths: Sequence[int], topology: Topology, *, sync: str
+) -> int:
+    """Nanoseconds of an optimizer step under `sync`, `lockstep` or `free`. A step without micro-batches takes none."""
+    if sync == "free":
+        return max(free_ns(cost, micro_batches, lengths, topology))
+    return sum(lockstep_ns(cost, micro_batches, lengths, topology))
+
+
+def _bandwidths(value: Any) -> tuple[tuple[int, float], ...]:
+    pairs = isinstance(value, list) and all(isinstance(pair, list) and len(pair) == 2 for pair in value)
+    _require(pairs, f"bandwidths={value!r}: must be a list of [degree, bytes/s] pairs")
+    _require(
+        all(isinstance(degree, int) and _is_number(speed) for degree, speed in value),
+        f"bandwidths={value!r}: degrees must be integers, speeds finite numbers",
+    )
+    return tuple((degree, speed) for degree, speed in value)
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < float("inf")
+
+
+def _require(condition: bool, problem: str) -> None:
+    if not condition:
+        raise ValueError(problem)

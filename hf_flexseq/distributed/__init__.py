@@ -1,0 +1,1 @@
+"""The only place that creates process groups or moves bytes between ranks."""

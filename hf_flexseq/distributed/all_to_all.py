@@ -1,0 +1,61 @@
+"""All-to-all with uneven parts, over a contiguous range of ranks."""
+
+from collections.abc import Sequence
+from itertools import accumulate
+
+import torch
+import torch.distributed as dist
+
+from hf_flexseq.distributed.communicator import Communicator, Transfers
+
+
+def all_to_all(
+    communicator: Communicator, ranks: Sequence[int], parts: Sequence[torch.Tensor], numels: Sequence[int]
+) -> list[torch.Tensor]:
+    """Send `parts[i]` to `ranks[i]` and return what each of them sent to this rank.
+
+    parts: one flat tensor per rank, all of one dtype. numels: how many elements to expect from each rank.
+    One collective where the topology has a process group for these ranks, point-to-point transfers elsewhere.
+    """
+    received = parts[0].new_empty(sum(numels))
+    outgoing = torch.cat(list(parts))
+    block = communicator.blocks.get((ranks[0], ranks[-1] + 1))
+    if block is not None:
+        dist.all_to_all_single(received, outgoing, list(numels), [p.numel() for p in parts], group=block)
+    else:
+        _point_to_point(communicator, ranks, outgoing.split([p.numel() for p in parts]), received.split(list(numels)))
+    return list(received.split(list(numels)))
+
+
+def _point_to_point(
+    communicator: Communicator, ranks: Sequence[int], parts: Sequence[torch.Tensor], results: Sequence[torch.Tensor]
+) -> None:
+    own = communicator.rank - ranks[0]
+    results[own].copy_(parts[own])
+    others = [i for i in range(len(ranks)) if i != own]
+    Transfers(
+        communicator,
+        sends=[(parts[i], ranks[i]) for i in others],
+        recvs=[(results[i], ranks[i]) for i in others],
+    ).wait()
+
+
+def exchange_rows(communicator: Communicator, rows: torch.Tensor, sizes: Sequence[int]) -> list[torch.Tensor]:
+    """Exchange columns of a CPU tensor over the whole world, by the control group.
+
+    rows: [fields, columns]; the first sizes[0] columns go to rank 0, the next sizes[1] to rank 1, and so on.
+    Returns one [fields, columns_from_that_rank] tensor per rank.
+    """
+    if communicator.control is None:
+        return [rows]
+    fields = rows.shape[0]
+    incoming = torch.empty(communicator.world_size, dtype=torch.int64)
+    dist.all_to_all_single(incoming, torch.tensor(sizes, dtype=torch.int64), group=communicator.control)
+    received = rows.new_empty(int(incoming.sum()) * fields)
+    outgoing = torch.cat([part.reshape(-1) for part in rows.split(list(sizes), dim=1)])
+    counts = [fields * n for n in incoming.tolist()]
+    dist.all_to_all_single(received, outgoing, counts, [fields * n for n in sizes], group=communicator.control)
+    stops = list(accumulate(counts))
+    return [received[stop - n : stop].view(fields, -1) for stop, n in zip(stops, counts, strict=True)]
+
+

@@ -1,0 +1,88 @@
+"""The process groups of a job, all made once, in one order, before the first step.
+
+* `parent`: every rank; groups of any shape move their bytes by point-to-point transfers on it, so a plan never needs
+  a new communicator (one NCCL communicator per group costs gigabytes, and creating one lazily can hang a job);
+* `blocks`: a process group for each aligned block of the topology, where one collective is faster than many
+  point-to-point transfers;
+* `control`: every rank, gloo, for lengths, plans and token ids, which never touch an accelerator.
+
+With one process there is no process group, and every exchange below is with oneself.
+"""
+
+import os
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+
+from hf_flexseq.topology import Topology
+
+
+class Communicator:
+    """This rank's place in the job and the groups it communicates in."""
+
+    __slots__ = ("blocks", "control", "parent", "rank", "topology")
+
+    def __init__(self, topology: Topology | None = None, *, use_blocks: bool = True) -> None:
+        """Create the groups; collective over the world. `topology` defaults to what the launcher says.
+
+        use_blocks=False leaves all traffic to point-to-point transfers.
+        Raises ValueError when `topology` does not have as many ranks as the job.
+        """
+        world_size = dist.get_world_size() if dist.is_initialized() else 1
+        self.rank = dist.get_rank() if dist.is_initialized() else 0
+        self.topology = topology or Topology.from_world(world_size, local_world_size(world_size))
+        if self.topology.world_size != world_size:
+            raise ValueError(f"the topology has {self.topology.world_size} ranks, the job {world_size}")
+        self.parent = self.control = None
+        self.blocks: dict[tuple[int, int], dist.ProcessGroup] = {}
+        if world_size > 1:
+            self.parent = dist.new_group()
+            self.control = dist.new_group(backend="gloo")
+            for start, stop in self.topology.aligned_blocks() if use_blocks else ():
+                self.blocks[start, stop] = dist.new_group(ranks=list(range(start, stop)))
+
+    @property
+    def world_size(self) -> int:
+        return self.topology.world_size
+
+    def close(self) -> None:
+        """Destroy the groups. The default group, which is not ours, stays."""
+        for group in (*self.blocks.values(), self.control, self.parent):
+            if isinstance(group, dist.ProcessGroup):
+                dist.destroy_process_group(group)
+        self.blocks, self.control, self.parent = {}, None, None
+
+
+def local_world_size(world_size: int) -> int:
+    """Ranks on this node, from the launcher; all of them when it does not say."""
+    return int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
+
+
+class Transfers:
+    """Point-to-point transfers that have been posted together; `wait` ends them, exactly once."""
+
+    __slots__ = ("_buffers", "_works")
+
+    def __init__(
+        self,
+        communicator: Communicator,
+        *,
+        sends: Sequence[tuple[torch.Tensor, int]],
+        recvs: Sequence[tuple[torch.Tensor, int]],
+        tag: int = 0,
+    ) -> None:
+        """Post contiguous tensors to and from global ranks. Receives are posted first: on a slow link gloo otherwise
+        serialises the two directions. Nothing is posted for tensors without elements, which both sides know."""
+        group = communicator.parent
+        ops = [dist.P2POp(dist.irecv, t, peer, group, tag) for t, peer in recvs if t.numel()]
+        ops += [dist.P2POp(dist.isend, t, peer, group, tag) for t, peer in sends if t.numel()]
+        self._buffers = [op.tensor for op in ops]  # alive until the transfers are over
+        self._works = dist.batch_isend_irecv(ops) if ops else []
+
+    def wait(self) -> None:
+        assert self._works is not None, "these transfers were already waited for"
+        for work in self._works:
+            work.wait()
+        self._works = None
+        self._buffers = None

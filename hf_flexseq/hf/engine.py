@@ -1,0 +1,264 @@
+"""What turns a dataloader into planned steps and runs them: the one code path of the trainer and of a plain loop.
+
+    engine = FlexSeqEngine(accelerator, FlexSeqArguments(...))
+    engine.attach(model)                                   # before accelerator.prepare
+    model, optimizer, dataloader = accelerator.prepare(model, optimizer, dataloader)
+    for step in engine.steps(dataloader, accumulation=4):
+        loss = step.backward(model)
+        optimizer.step()
+        optimizer.zero_grad()
+    engine.detach()
+"""
+
+import logging
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from torch import nn
+from transformers import PreTrainedModel
+
+from hf_flexseq.config import FlexSeqArguments
+from hf_flexseq.cost import CostModel
+from hf_flexseq.distributed.communicator import Communicator
+from hf_flexseq.hf.attention import NAME, check_model
+from hf_flexseq.hf.checks import check_accelerator
+from hf_flexseq.hf.estimate import is_fully_sharded, resolve_cost_model, zero_stage
+from hf_flexseq.hf.lookahead import DrawnStep, InlinePlanner, Lookahead
+from hf_flexseq.hf.loss import ChunkedLoss, attach_chunked_loss
+from hf_flexseq.hf.rows import RowExchange
+from hf_flexseq.hf.step import Inputs, Step, model_inputs, shards_of
+from hf_flexseq.hf.trace import PlanTrace
+from hf_flexseq.kernels import Kernel
+from hf_flexseq.kernels.choose import choose_kernel
+from hf_flexseq.plan import Plan
+from hf_flexseq.planner.client import PlannerWorker
+
+logger = logging.getLogger(__name__)
+
+
+class FlexSeqEngine:
+    """Plans and runs optimizer steps of an unmodified HF model under accelerate."""
+
+    def __init__(self, accelerator: Accelerator, args: FlexSeqArguments, *, communicator: Communicator | None = None) -> None:
+        """Raises ValueError or NotImplementedError when the accelerator is set up in a way that cannot work."""
+        check_accelerator(accelerator, args)
+        # Streams are dispatched from rank 0 by default, which breaks on rows of different lengths.
+        accelerator.dataloader_config.dispatch_batches = False
+        self.accelerator, self.args = accelerator, args
+        self.communicator = communicator or Communicator()
+        self.model: PreTrainedModel | None = None
+        self.cost: CostModel | None = None
+        self.lockstep = False
+        self._kernel: Kernel | None = None
+        self._chunked_loss: ChunkedLoss | None = None
+        self._former_attention: str | None = None
+        self._exchange = RowExchange(self.communicator)
+        self._training: Lookahead | None = None
+        self._trace = PlanTrace(args.plan_trace, self.communicator)
+
+    # ---- the model
+
+    def attach(self, model: nn.Module, *, lockstep: bool = False) -> None:
+        """Make `model` run on planned batches: its attention implementation and its loss. Undone by `detach`.
+
+        lockstep: whether something outside of the engine's sight makes all ranks run every micro-batch together.
+        Raises NotImplementedError when the model cannot be trained exactly.
+        """
+        base = base_model(model)
+        check_model(base)
+        self.model = base
+        self.lockstep = self._resolve_sync(base, lockstep)
+        checkpointing = bool(getattr(base, "is_gradient_checkpointing", False))
+        self.cost = resolve_cost_model(
+            self.args.cost_model, base, self.accelerator, self.communicator.topology, checkpointing=checkpointing
+        )
+        self._former_attention = base.config._attn_implementation
+        base.set_attn_implementation(NAME)
+        self._chunked_loss = attach_chunked_loss(model)
+
+    def detach(self) -> None:
+        """Give the model its own attention and loss back, and end the planner."""
+        if self.model is not None:
+            assert self._former_attention is not None, "attached without a former attention implementation"
+            self.model.set_attn_implementation(self._former_attention)
+            if self._chunked_loss is not None:
+                self._chunked_loss.detach()
+        self.model = self._chunked_loss = None
+        if self._training is not None:
+            self._training.close()
+            self._training = None
+
+    @contextmanager
+    def attached(self, model: nn.Module, *, lockstep: bool = False) -> Iterator[None]:
+        """`attach` and `detach` around a block; nothing happens when the model is attached already."""
+        if self.model is not None:
+            yield
+            return
+        self.attach(model, lockstep=lockstep)
+        try:
+            yield
+        finally:
+            self.detach()
+
+    def _resolve_sync(self, model: nn.Module, lockstep: bool) -> bool:
+        """Whether all ranks run every micro-batch together."""
+        sharded = is_fully_sharded(model, self.accelerator) or zero_stage(model, self.accelerator) >= 2
+        each = self.accelerator.gradient_state.plugin_kwargs.get("sync_each_batch", False)
+        if (sharded or each or lockstep) and self.args.sync == "free":
+            raise ValueError(
+                "sync='free' needs ranks that run different numbers of micro-batches, but here they meet in every one "
+                "(FSDP, ZeRO-2/3, sync_each_batch, or a compute_loss of your own): use sync='auto'"
+            )
+        return bool(sharded or each or lockstep or self.args.sync == "lockstep")
+
+    # ---- steps
+
+    def next_step(self, iterator: Iterator[Mapping[str, Any]], num_batches: int) -> Step | None:
+        """The next training step, of `num_batches` batches per rank; None when no rank has data left."""
+        if self._training is None:
+            self._training = self._lookahead(self.args.lookahead)
+        return self._step(self._training, iterator, num_batches)
+
+    def evaluation_steps(self, batches: Iterable[Mapping[str, Any]]) -> Iterator[Step]:
+        """Every batch as a step, until no rank has data left. Planned in place."""
+        lookahead = self._lookahead(0)
+        iterator = iter(batches)
+        while (step := self._step(lookahead, iterator, 1)) is not None:
+            yield step
+
+    def steps(self, dataloader: Iterable[Mapping[str, Any]], accumulation: int = 1) -> Iterator["EngineStep"]:
+        """One pass over a prepared dataloader, `accumulation` batches per rank and optimizer step."""
+        iterator = iter(dataloader)
+        while (step := self.next_step(iterator, accumulation)) is not None:
+            yield EngineStep(self, step)
+            self.finish(step)
+
+    def _lookahead(self, steps: int) -> Lookahead:
+        planner = None
+        if self.communicator.rank == 0:
+            assert self.cost is not None, "attach the model before drawing steps"
+            make = PlannerWorker if steps else InlinePlanner
+            planner = make(
+                self.communicator.topology,
+                self.cost,
+                planner=self.args.planner,
+                strategy=self.args.strategy,
+                sp_degree=self.args.sp_degree,
+                max_tokens_per_rank=self.args.max_tokens_per_rank,
+                sync="lockstep" if self.lockstep else "free",
+            )
+        return Lookahead(self.communicator, planner, steps)
+
+    def _step(self, lookahead: Lookahead, iterator: Iterator[Mapping[str, Any]], num_batches: int) -> Step | None:
+        drawn = lookahead.next(iterator, num_batches)
+        return None if drawn is None else self._deal(*drawn, waited_s=lookahead.waited_s)
+
+    def _deal(self, drawn: DrawnStep, plan: Plan, *, waited_s: float) -> Step:
+        """Bring the tokens to the ranks that the plan names."""
+        shards = shards_of(plan, self.communicator.rank)
+        columns = self._exchange(drawn.row, plan, drawn.sources, shards)
+        micro_batches = model_inputs(
+            shards,
+            columns,
+            lockstep=self.lockstep,
+            communicator=self.communicator,
+            kernel=self._chosen_kernel(),
+            device=self.accelerator.device,
+        )
+        return Step(
+            number=drawn.number,
+            plan=plan,
+            row=drawn.row,
+            targets=drawn.targets,
+            micro_batches=micro_batches,
+            waited_s=waited_s,
+        )
+
+    def _chosen_kernel(self) -> Kernel:
+        if self._kernel is None:
+            assert self.model is not None, "attach the model before drawing steps"
+            config = self.model.config.get_text_config()
+            head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+            self._kernel = choose_kernel(self.accelerator.device, self._compute_dtype(), head_dim)
+        return self._kernel
+
+    def _compute_dtype(self) -> torch.dtype:
+        assert self.model is not None, "attach the model before drawing steps"
+        autocast = {"bf16": torch.bfloat16, "fp16": torch.float16}
+        return autocast.get(self.accelerator.mixed_precision, next(self.model.parameters()).dtype)
+
+    # ---- running
+
+    def run(self, step: Step, model: nn.Module, forward_backward: Callable[[Inputs], torch.Tensor]) -> torch.Tensor:
+        """Forward and backward of every micro-batch; gradients are reduced with the last one (in lockstep under a
+        sharded model with each). Returns the sum of the losses, detached."""
+
+        @contextmanager
+        def accumulating() -> Iterator[None]:
+            state = self.accelerator.gradient_state
+            syncs = state.sync_gradients
+            state._set_sync_gradients(False)  # DeepSpeed would step its optimizer otherwise
+            try:
+                with self._no_reduction(model):
+                    yield
+            finally:
+                state._set_sync_gradients(syncs)
+
+        return step.run(forward_backward, accumulating).detach()
+
+    def _no_reduction(self, model: nn.Module) -> AbstractContextManager[None]:
+        """DDP keeps gradients local until the last micro-batch. FSDP and DeepSpeed reduce into their shards each time:
+        waiting would hold the whole model's gradients on every rank."""
+        each = self.accelerator.gradient_state.plugin_kwargs.get("sync_each_batch", False)
+        if each or not isinstance(model, nn.parallel.DistributedDataParallel):
+            return nullcontext()
+        return self.accelerator.no_sync(model)  # type: ignore[no-any-return]
+
+    def finish(self, step: Step) -> dict[str, float]:
+        """Record a step that has run: the plan trace, and its figures for the log. Collective over the world."""
+        assert self.cost is not None, "attach the model before running steps"
+        return self._trace.record(step, self.cost)
+
+    @contextmanager
+    def own_loss(self) -> Iterator[None]:
+        """The model computes logits and its own loss inside this block."""
+        with self._chunked_loss.disabled() if self._chunked_loss is not None else nullcontext():
+            yield
+
+
+class EngineStep:
+    """A step of a hand-written loop."""
+
+    __slots__ = ("_engine", "step")
+
+    def __init__(self, engine: FlexSeqEngine, step: Step) -> None:
+        self._engine, self.step = engine, step
+
+    @property
+    def plan(self) -> Plan:
+        return self.step.plan
+
+    def backward(self, model: nn.Module) -> torch.Tensor:
+        """Forward and backward of the whole step. Returns this rank's share of the loss: the mean over ranks is the
+        mean over the step's target tokens. Gradients are those of that mean, over all ranks."""
+        accelerator = self._engine.accelerator
+
+        def forward_backward(inputs: Inputs) -> torch.Tensor:
+            outputs = model(**inputs, use_cache=False, num_items_in_batch=max(self.step.targets, 1))
+            # DDP, FSDP and DeepSpeed average gradients over ranks; the step's gradient is their sum.
+            loss = outputs.loss * accelerator.num_processes
+            accelerator.backward(loss)
+            return loss.detach()
+
+        return self._engine.run(self.step, model, forward_backward)
+
+
+def base_model(model: nn.Module) -> PreTrainedModel:
+    """The transformers model under PEFT's wrapper, if there is one."""
+    base = model.get_base_model() if hasattr(model, "get_base_model") else model
+    if not isinstance(base, PreTrainedModel):
+        raise NotImplementedError(f"hf_flexseq trains transformers models; {type(base).__name__} is none")
+    return base

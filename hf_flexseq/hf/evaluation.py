@@ -1,0 +1,91 @@
+"""Evaluation on planned batches: what the Trainer's loop iterates over, and a loss that means something.
+
+The Trainer averages the means of its batches, which changes with batch size and world size. Here the loss is summed
+over target tokens, and samples that the loader repeats to fill its last batch are dropped before planning.
+"""
+
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from accelerate.utils import DistributedType
+
+from hf_flexseq.distributed.communicator import Communicator
+from hf_flexseq.hf.collator import LENGTHS
+from hf_flexseq.hf.engine import FlexSeqEngine
+from hf_flexseq.hf.loaders import LoaderProxy
+from hf_flexseq.hf.step import step_items
+
+
+
+class PlannedBatches(LoaderProxy):
+    """A dataloader whose batches are planned steps."""
+
+    def __init__(self, engine: FlexSeqEngine, dataloader: Any) -> None:
+        super().__init__(dataloader)
+        self._engine = engine
+
+    def __iter__(self) -> Iterator[Any]:
+        for step in self._engine.evaluation_steps(without_repeats(self.dataloader, self._engine)):
+            yield from step_items(step, 1)
+
+
+class EvaluationLoss:
+    """Sums the losses of evaluation steps over their target tokens."""
+
+    def __init__(self) -> None:
+        self._sum = torch.zeros((), dtype=torch.float64)
+        self._targets = 0
+
+    def add(self, loss: torch.Tensor, targets: int) -> None:
+        """`loss`: this rank's share of a step, scaled so that the mean over ranks is the mean over `targets`."""
+        self._sum += loss.double().cpu() * targets
+        self._targets += targets
+
+    def mean(self, communicator: Communicator) -> float:
+        """The mean over all target tokens of all ranks; nan without any. Collective."""
+        if communicator.control is not None:
+            dist.all_reduce(self._sum, group=communicator.control)
+        return float(self._sum) / communicator.world_size / self._targets if self._targets else math.nan
+
+
+def without_repeats(dataloader: Any, engine: FlexSeqEngine) -> Iterator[Any]:
+    """The loader's batches, the last one without the samples that were repeated to fill it.
+
+    The last round of batches holds the samples that are left, in the order of ranks, and then repeats; accelerate
+    says how many are left (`remainder`, -1 when it does not know).
+    """
+    state = engine.accelerator.gradient_state
+    rank = engine.communicator.rank
+    for batch in dataloader:
+        if state.end_of_dataloader and state.remainder > 0:
+            size = dataloader.total_batch_size // engine.communicator.world_size
+            yield first_examples(batch, state.remainder - rank * size)
+        else:
+            yield batch
+
+
+def first_examples(batch: dict[str, Any], count: int) -> dict[str, Any]:
+    """The first `count` examples of a flattened batch, none when it is negative."""
+    lengths = batch.get(LENGTHS, [])[: max(count, 0)]
+    tokens = sum(lengths)
+    return {name: lengths if name == LENGTHS else value[:, :tokens] for name, value in batch.items()}
+
+
+@contextmanager
+def left_unprepared(trainer: Any) -> Iterator[None]:
+    """Evaluation before training must not leave its mark on the model: accelerate would take it for prepared and
+    never wrap it in DDP, so that every rank would train a model of its own."""
+    accelerator = trainer.accelerator
+    sharded = accelerator.distributed_type in (DistributedType.FSDP, DistributedType.DEEPSPEED)
+    mine = not sharded and not accelerator._models
+    try:
+        yield
+    finally:
+        if mine and not trainer.is_in_train:
+            accelerator.unwrap_model(trainer.model, keep_fp32_wrapper=False)
+            accelerator._models.clear()
+            trainer.model.__dict__.pop("_is_accelerate_prepared", None)

@@ -1,0 +1,123 @@
+"""One planned optimizer step, ready to run on this rank."""
+
+import time
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+
+from hf_flexseq.attention import SequenceContext
+from hf_flexseq.distributed.communicator import Communicator
+from hf_flexseq.hf.collator import IGNORE
+from hf_flexseq.hf.rows import Columns, SourceRow
+from hf_flexseq.kernels import Kernel
+from hf_flexseq.plan import Group, MicroBatch, Plan
+from hf_flexseq.shard import Shard, make_shard
+
+Inputs = dict[str, Any]
+
+
+class Step:
+    """The micro-batches of one plan that this rank runs, with the tokens it holds in each.
+
+    plan: the whole step. row: what this rank itself drew. targets: tokens with a label in the whole step, over all
+    ranks. micro_batches: (index in the plan, inputs of the model) pairs, in order, never empty.
+    """
+
+    __slots__ = ("measured_s", "micro_batches", "number", "plan", "row", "targets", "waited_s")
+
+    def __init__(
+        self,
+        *,
+        number: int,
+        plan: Plan,
+        row: SourceRow,
+        targets: int,
+        micro_batches: Sequence[tuple[int, Inputs]],
+        waited_s: float,
+    ) -> None:
+        self.number, self.plan, self.row, self.targets, self.waited_s = number, plan, row, targets, waited_s
+        self.micro_batches = tuple(micro_batches)
+        self.measured_s = [0.0] * len(plan.micro_batches)
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of the whole step, over all ranks."""
+        return sum(self.plan.lengths)
+
+    def run(
+        self,
+        forward_backward: Callable[[Inputs], torch.Tensor],
+        before_last: Callable[[], AbstractContextManager[Any]] = nullcontext,
+    ) -> torch.Tensor:
+        """Run every micro-batch and return the sum of their losses. `before_last` surrounds all but the last one."""
+        total: torch.Tensor | None = None
+        for place, (index, inputs) in enumerate(self.micro_batches):
+            last = place == len(self.micro_batches) - 1
+            started = time.perf_counter()
+            with nullcontext() if last else before_last():
+                loss = forward_backward(inputs)
+            self.measured_s[index] += time.perf_counter() - started
+            total = loss if total is None else total + loss
+        assert total is not None, "a step has at least one micro-batch on every rank"
+        return total
+
+
+class StepItem(dict[str, Any]):
+    """One of the items that the Trainer counts. `step` is the whole step on the last item, None on the empty ones."""
+
+    step: Step | None = None
+
+
+def step_items(step: Step, num_batches: int) -> list[StepItem]:
+    """`num_batches` items; the last holds the step and this rank's own tokens, for the Trainer's token counters."""
+    items = [StepItem(input_ids=torch.empty(1, 0, dtype=torch.int64)) for _ in range(num_batches)]
+    own = step.row.columns.get("input_ids", torch.empty(0, dtype=torch.int64))
+    items[-1]["input_ids"] = own.unsqueeze(0)
+    items[-1].step = step
+    return items
+
+
+def shards_of(plan: Plan, rank: int) -> list[Shard]:
+    """What `rank` holds, by micro-batch."""
+    return [make_shard(micro_batch, plan.lengths, rank) for micro_batch in plan.micro_batches]
+
+
+def model_inputs(
+    shards: Sequence[Shard],
+    columns: Sequence[Columns],
+    *,
+    lockstep: bool,
+    communicator: Communicator,
+    kernel: Kernel,
+    device: torch.device,
+) -> list[tuple[int, Inputs]]:
+    """(index, inputs) of the micro-batches that this rank runs, its tensors on `device`.
+
+    In lockstep it runs all of them, a dummy token where it has nothing to do. Otherwise it runs those that hold work
+    for it, and when none does a dummy after all: every rank takes part in the last gradient reduction.
+    """
+
+    def inputs(index: int) -> tuple[int, Inputs]:
+        shard, found = shards[index], columns[index]
+        if not shard.tokens:
+            shard, found = _with_dummy(shard), _dummy_columns(found)
+        tensors = {name: value.unsqueeze(0).to(device, non_blocking=True) for name, value in found.items()}
+        tensors["shift_labels"] = tensors["labels"]
+        return index, {**tensors, "seq_ctx": SequenceContext(shard, communicator, kernel, device)}
+
+    busy = [index for index, shard in enumerate(shards) if lockstep or shard.zones]
+    return [inputs(index) for index in busy or [len(shards) - 1]]
+
+
+def _with_dummy(shard: Shard) -> Shard:
+    """A shard without tokens, and one token on this rank alone: it makes every collective of the model happen and
+    adds nothing to the loss or the gradients. The zones stay: a rank may compute for a group and hold none of it."""
+    alone = MicroBatch(groups=(Group(ranks=(shard.rank,), sequences=(0,), strategy="local"),))
+    return Shard(rank=shard.rank, zones=(*shard.zones, *make_shard(alone, [1], shard.rank).zones))
+
+
+def _dummy_columns(like: Columns) -> Columns:
+    columns = {name: value.new_zeros(1) for name, value in like.items()}
+    return columns | {"labels": columns["labels"].new_full((1,), IGNORE)}

@@ -1,0 +1,72 @@
+"""What a step was planned to cost and what it cost, for the log and the plan trace."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from hf_flexseq.cost import CostModel
+from hf_flexseq.distributed.communicator import Communicator
+from hf_flexseq.distributed.control import gather_objects
+from hf_flexseq.hf.step import Step
+from hf_flexseq.plan import Plan
+
+PREFIX = "flexseq/"
+
+
+class PlanTrace:
+    """A JSONL file with one line per step: the plan, the cost model's digest, and the measured seconds."""
+
+    def __init__(self, path: str | None, communicator: Communicator) -> None:
+        self.communicator = communicator
+        self.path = Path(path) if path and communicator.rank == 0 else None
+
+    def record(self, step: Step, cost: CostModel) -> dict[str, float]:
+        """Gather the ranks' measurements, write the trace, and return the figures to log. Collective."""
+        by_rank = gather_objects(self.communicator, step.measured_s)
+        measured = [max(seconds) for seconds in zip(*by_rank, strict=True)]
+        slowest = max(sum(seconds) for seconds in by_rank)
+        if self.path is not None:
+            line = {"step": step.number, "cost_model": cost.digest(), "measured_s": measured, **step.plan.to_record()}
+            self._append(line)
+        return step_figures(step, slowest, self.communicator.world_size)
+
+    def _append(self, line: dict[str, Any]) -> None:
+        assert self.path is not None, "only rank 0 writes the trace"
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        with self.path.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(line) + "\n")
+
+
+def step_figures(step: Step, measured_s: float, world_size: int) -> dict[str, float]:
+    """The figures of one step under their names in the log."""
+    figures = {
+        "micro_batches": len(step.plan.micro_batches),
+        "imbalance": imbalance(step.plan, world_size),
+        "predicted_s": step.plan.objective_s,
+        "lower_bound_s": step.plan.lower_bound_s,
+        "measured_s": measured_s,
+        "planning_ms_exposed": 1e3 * step.waited_s,
+        "tokens_per_s": step.tokens / measured_s if measured_s else 0.0,
+    }
+    figures |= {f"groups_of_{degree}": count for degree, count in step.plan.degrees().items()}
+    return {PREFIX + name: float(value) for name, value in figures.items()}
+
+
+def imbalance(plan: Plan, world_size: int) -> float:
+    """Tokens of the fullest rank over those of the mean rank, summed over micro-batches; 1 is perfect."""
+    fullest = sum(max(mb.tokens_per_rank(plan.lengths, world_size)) for mb in plan.micro_batches)
+    return fullest * world_size / sum(plan.lengths)
+
+
+def plan_line(figures: dict[str, float]) -> str:
+    """One step in one line, for people."""
+    value = {name.removeprefix(PREFIX): figure for name, figure in figures.items() if name.startswith(PREFIX)}
+    groups = " + ".join(
+        f"{int(count)} x degree {name.removeprefix('groups_of_')}"
+        for name, count in value.items()
+        if name.startswith("groups_of_")
+    )
+    return (
+        f"{groups} in {int(value['micro_batches'])} micro-batch(es), predicted {value['predicted_s']:.3f} s, "
+        f"measured {value['measured_s']:.3f} s, {value['tokens_per_s']:,.0f} tokens/s"
+    )

@@ -1,0 +1,171 @@
+"""The Trainer on planned steps.
+
+`FlexSeqMixin` goes in front of any Trainer. What it changes, method by method:
+
+* `get_batch_samples`, where the Trainer draws the batches of an optimizer step: plans the step and brings the tokens
+  to their ranks. It still returns as many items as it was asked for, because the Trainer counts them; all but the
+  last are empty.
+* `training_step`: runs the micro-batches of the plan, each through the Trainer's own `training_step`.
+* `evaluation_loop`, `prediction_step`: the same for evaluation, with a loss over all target tokens.
+* `_inner_training_loop`: the model has our attention and loss while it trains, and its own afterwards.
+* `log`: adds the figures of the step.
+
+Data order, gradient accumulation, clipping, schedules, saving and resuming stay the Trainer's own.
+"""
+
+import logging
+from collections.abc import Iterator
+from dataclasses import dataclass, fields
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import Trainer, TrainingArguments
+from transformers.data.data_collator import DataCollatorWithPadding, default_data_collator
+
+from hf_flexseq.config import FlexSeqArguments
+from hf_flexseq.hf.checks import check_trainer
+from hf_flexseq.hf.collator import DataCollatorForFlexSeq
+from hf_flexseq.hf.attention import check_model
+from hf_flexseq.hf.engine import FlexSeqEngine, base_model
+from hf_flexseq.hf.evaluation import EvaluationLoss, PlannedBatches, left_unprepared
+from hf_flexseq.hf.loaders import LongestLoader
+from hf_flexseq.hf.resume import StepSizeCallback, check_step_size
+from hf_flexseq.hf.step import Inputs, StepItem, step_items
+from hf_flexseq.hf.trace import plan_line
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass
+class FlexSeqConfig(FlexSeqArguments, TrainingArguments):
+    """`TrainingArguments` with the options of hf_flexseq."""
+
+
+class FlexSeqMixin:
+    """Put in front of `Trainer` or a subclass of it: `class MyTrainer(FlexSeqMixin, SFTTrainer)`.
+
+    Args:
+        flexseq_args (`FlexSeqArguments`, *optional*):
+            The options. Taken from `args` when that is a `FlexSeqConfig`, or another class with the same fields.
+    """
+
+    flexseq: FlexSeqEngine
+
+    def __init__(self, *args: Any, flexseq_args: FlexSeqArguments | None = None, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._setup_flexseq(flexseq_args)
+
+    def _setup_flexseq(self, flexseq_args: FlexSeqArguments | None) -> None:
+        """All that must happen after the Trainer's own constructor."""
+        options = flexseq_args or arguments_on(self.args)
+        check_trainer(self, options)
+        self.data_collator = _flexseq_collator(self.data_collator)
+        self.flexseq = FlexSeqEngine(self.accelerator, options)
+        check_model(base_model(self.model))
+        self._flexseq_figures: dict[str, float] = {}
+        self._flexseq_eval: EvaluationLoss | None = None
+        # Ranks may run different numbers of micro-batches, unless a subclass computes its loss with collectives.
+        self._flexseq_lockstep = type(self).compute_loss is not Trainer.compute_loss
+        self.add_callback(StepSizeCallback(self._flexseq_step_size()))
+
+    def _flexseq_step_size(self) -> int:
+        return self.get_total_train_batch_size(self.args)
+
+    # ---- training
+
+    def _inner_training_loop(self, *args: Any, **kwargs: Any) -> Any:
+        check_step_size(kwargs.get("resume_from_checkpoint"), self._flexseq_step_size())
+        with self.flexseq.attached(self.model, lockstep=self._flexseq_lockstep):
+            return super()._inner_training_loop(*args, **kwargs)
+
+    def set_initial_training_values(self, args: TrainingArguments, dataloader: Any) -> Any:
+        """Without `even_batches` ranks draw different numbers of batches; all go on until the last one is done."""
+        return super().set_initial_training_values(args, LongestLoader.over(dataloader, self.flexseq.communicator))
+
+    def get_batch_samples(self, epoch_iterator: Iterator[Any], num_batches: int, device: torch.device) -> Any:
+        step = self.flexseq.next_step(epoch_iterator, num_batches)
+        if step is None:
+            return [], None
+        return step_items(step, num_batches), torch.tensor(max(step.targets, 1), device=device)
+
+    def training_step(self, model: nn.Module, inputs: Any, num_items_in_batch: Any = None) -> torch.Tensor:
+        if not isinstance(inputs, StepItem):
+            return super().training_step(model, inputs, num_items_in_batch)
+        if inputs.step is None:
+            return torch.zeros((), device=self.args.device)
+
+        def forward_backward(micro_batch: Inputs) -> torch.Tensor:
+            return super(FlexSeqMixin, self).training_step(model, micro_batch, num_items_in_batch)
+
+        loss = self.flexseq.run(inputs.step, model, forward_backward)
+        self._flexseq_figures = self.flexseq.finish(inputs.step)
+        logger.info("step %d: %s", inputs.step.number, plan_line(self._flexseq_figures))
+        return loss
+
+    def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
+        if "loss" in logs:
+            logs = logs | self._flexseq_figures
+        super().log(logs, *args, **kwargs)
+
+    # ---- evaluation
+
+    def evaluation_loop(
+        self,
+        dataloader: Any,
+        description: str,
+        prediction_loss_only: bool | None = None,
+        ignore_keys: list[str] | None = None,
+        metric_key_prefix: str = "eval",
+    ) -> Any:
+        """The Trainer's loop over planned batches. The loss is summed over all target tokens of the set, so that it
+        does not depend on batch size or world size; samples repeated to fill the last batch do not count."""
+        if prediction_loss_only is False or (prediction_loss_only is None and not self.args.prediction_loss_only):
+            raise NotImplementedError(
+                "predict() would return logits of tokens that are spread over ranks; evaluate() gives the loss, and for "
+                "logits call the model after model.set_attn_implementation('sdpa')"
+            )
+        self._flexseq_eval = EvaluationLoss()
+        with self.flexseq.attached(self.model, lockstep=self._flexseq_lockstep), left_unprepared(self):
+            output = super().evaluation_loop(
+                PlannedBatches(self.flexseq, dataloader), description, True, ignore_keys, metric_key_prefix
+            )
+        loss = self._flexseq_eval.mean(self.flexseq.communicator)
+        return output._replace(metrics=output.metrics | {f"{metric_key_prefix}_loss": loss})
+
+    def prediction_step(self, model: nn.Module, inputs: Any, prediction_loss_only: bool, ignore_keys: Any = None) -> Any:
+        if not isinstance(inputs, StepItem):
+            return super().prediction_step(model, inputs, prediction_loss_only, ignore_keys=ignore_keys)
+        assert inputs.step is not None, "an evaluation batch without its step"
+        count = torch.tensor(max(inputs.step.targets, 1), device=self.args.device)
+
+        def forward(micro_batch: Inputs) -> torch.Tensor:
+            with torch.no_grad(), self.compute_loss_context_manager():
+                return self.compute_loss(model, self._prepare_inputs(micro_batch), num_items_in_batch=count)
+
+        loss = inputs.step.run(forward).detach()
+        self._flexseq_eval.add(loss, inputs.step.targets)
+        return loss, None, None
+
+
+class FlexSeqTrainer(FlexSeqMixin, Trainer):
+    """`Trainer` with flexible sequence parallelism; takes the same arguments, and a `FlexSeqConfig` as `args`."""
+
+
+def arguments_on(args: Any) -> FlexSeqArguments:
+    """The options found on training arguments. Raises ValueError when they carry none."""
+    names = [field.name for field in fields(FlexSeqArguments)]
+    if not all(hasattr(args, name) for name in names):
+        raise ValueError(
+            f"{type(args).__name__} has no hf_flexseq options: pass a FlexSeqConfig, or flexseq_args=FlexSeqArguments(...)"
+        )
+    return FlexSeqArguments(**{name: getattr(args, name) for name in names})
+
+
+def _flexseq_collator(collator: Any) -> DataCollatorForFlexSeq:
+    """Ours as it is; the Trainer's defaults, which only pad, replaced; any other one wrapped."""
+    if isinstance(collator, DataCollatorForFlexSeq):
+        return collator
+    if collator is default_data_collator or type(collator) is DataCollatorWithPadding:
+        return DataCollatorForFlexSeq()
+    return DataCollatorForFlexSeq(collator)

@@ -1,0 +1,113 @@
+"""The flash-attn package (FlashAttention-2, arXiv 2307.08691) on packed sequences.
+
+Its low-level varlen functions are called, because the public ones belong to autograd and take no merged output and
+log-sum-exp in the backward. Their Python signature and the [heads, tokens] layout of the log-sum-exp date from 2.7;
+older releases are refused by name instead of being told apart by guesses. FlashAttention-3 and -4 are other packages.
+
+The edges are those of `torch_varlen`, which is a build of the same kernels.
+"""
+
+import functools
+from types import ModuleType
+
+import torch
+
+from hf_flexseq.kernels import Segments
+from hf_flexseq.kernels.torch_varlen import (
+    flash2_limits,
+    flash2_lse,
+    nothing_to_read,
+    query_bound,
+    rows_contiguous,
+)
+
+_OLDEST = (2, 7)
+_NO_WINDOW = {"window_size_left": -1, "window_size_right": -1}
+
+
+class FlashAttn:
+    """FlashAttention-2 from the flash-attn package."""
+
+    name = "flash_attn"
+
+    def why_not(self, device: torch.device, dtype: torch.dtype, head_dim: int) -> str | None:
+        """Why this kernel cannot serve such inputs; None when it can."""
+        return package_problem() or flash2_limits(device, dtype, head_dim)
+
+    def forward(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, segments: Segments, *, scale: float
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """See `Kernel.forward`."""
+        segments.check(q, k, v)
+        if not segments.has_work():
+            return nothing_to_read(q)
+        out, lse, *_ = _interface()._flash_attn_varlen_forward(
+            *map(rows_contiguous, (q, k, v)),
+            **_launch(segments, scale),
+            return_softmax=False,
+        )
+        return out, flash2_lse(lse, q, segments)
+
+    def backward(
+        self,
+        dout: torch.Tensor,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        out: torch.Tensor,
+        lse: torch.Tensor,
+        segments: Segments,
+        *,
+        scale: float,
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """See `Kernel.backward`. Deterministic under `torch.use_deterministic_algorithms(True)`."""
+        segments.check(q, k, v)
+        if not segments.has_work():
+            return torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
+        dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
+        _interface()._flash_attn_varlen_backward(
+            dout.contiguous(),
+            *map(rows_contiguous, (q, k, v, out)),
+            lse.contiguous(),
+            dq=dq,
+            dk=dk,
+            dv=dv,
+            **_launch(segments, scale),
+            deterministic=torch.are_deterministic_algorithms_enabled(),
+        )
+        return dq, dk, dv
+
+
+def _launch(segments: Segments, scale: float) -> dict[str, object]:
+    """The arguments that forward and backward share, by the package's names."""
+    return {
+        "cu_seqlens_q": segments.cu_seqlens_q,
+        "cu_seqlens_k": segments.cu_seqlens_k,
+        "max_seqlen_q": query_bound(segments),
+        "max_seqlen_k": segments.max_k,
+        "dropout_p": 0.0,
+        "softmax_scale": scale,
+        "causal": segments.causal,
+        "softcap": 0.0,
+        "alibi_slopes": None,
+        **_NO_WINDOW,
+    }
+
+
+@functools.cache
+def package_problem() -> str | None:
+    """Why the package cannot be used at all; None when it can."""
+    try:
+        import flash_attn
+
+        _interface()
+    except ImportError as error:  # also what a build for another torch raises, with the missing symbol
+        return f"the flash-attn package cannot be imported ({error})"
+    version = tuple(int(part) for part in flash_attn.__version__.split(".")[:2])
+    return None if version >= _OLDEST else f"flash-attn {flash_attn.__version__} is older than 2.7"
+
+
+def _interface() -> ModuleType:
+    from flash_attn import flash_attn_interface
+
+    return flash_attn_interface

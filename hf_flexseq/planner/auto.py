@@ -1,0 +1,101 @@
+"""The default planner: groups of every degree on one rank tree, micro-batches with unequal time targets.
+
+1. As few micro-batches as memory allows; one more only when that fails or is nearly full.
+2. Many candidates of targets at once (`targets.py`), their long sequences placed on the tree (`place.py`).
+3. The candidates with the lowest water level get their short sequences and are repaired (`fill.py`).
+4. A few rounds with the best candidates' targets slightly changed.
+5. One degree for everything (`static.py`) is always among the candidates: it cannot lose to that, and cannot fail.
+
+The problem and the idea of groups of different degrees per step are FlexSP's (arXiv 2412.01523, section 4). Rejected:
+its time-limited MILP (seconds per micro-batch, mostly stopped by the limit, not reproducible), cutting micro-batches
+by tokens only, and annealing from a cold start. Work is bounded by counts, never by the clock.
+"""
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from hf_flexseq.cost import CostModel, Int64Array, step_ns
+from hf_flexseq.plan import MicroBatch
+from hf_flexseq.planner.fill import Filled, fill_short, repair, water_levels
+from hf_flexseq.planner.place import Candidates, place_long
+from hf_flexseq.planner.problem import NEVER, Problem, make_problem, micro_batches_of
+from hf_flexseq.planner.static import static_degrees, static_micro_batches
+from hf_flexseq.planner.targets import PERMILLE, starting_candidates
+from hf_flexseq.topology import Topology
+
+FILLED = 4  # candidates that get their short sequences
+KEPT = 3  # candidates whose targets the next round changes
+CHANGES = (40, 20, 10)  # per mille, one round each
+COPIES = 6
+NEARLY_FULL = 950  # per mille
+
+
+def auto_micro_batches(
+    lengths: Sequence[int], topology: Topology, cost: CostModel, *, strategy: str, cap: int, sync: str
+) -> tuple[MicroBatch, ...]:
+    """The micro-batches of the best plan found. Every sequence must fit on all ranks together."""
+    problem = make_problem(lengths, topology, cost, strategy=strategy, cap=cap)
+    plans = [micro_batches_of(problem, f.block.tolist(), f.batch.tolist()) for f in _searched(problem)]
+    for degree in static_degrees(topology):
+        if (strategy == "local" and degree > 1) or max(lengths) > cap * degree:
+            continue
+        plans.append(static_micro_batches(lengths, topology, cost, degree=degree, strategy=strategy, cap=cap))
+    return min(plans, key=lambda plan: step_ns(cost, plan, lengths, topology, sync=sync))
+
+
+def _searched(problem: Problem) -> list[Filled]:
+    """The best candidates for the fewest micro-batches, and for one more where that may pay."""
+    fewest = problem.fewest_micro_batches
+    found = search(problem, fewest)
+    full = int(problem.lengths.sum()) * PERMILLE > NEARLY_FULL * fewest * problem.cap * problem.world
+    if full or not found:
+        found += search(problem, fewest + 1)
+    return found
+
+
+def search(problem: Problem, batches: int) -> list[Filled]:
+    """The best complete candidates with `batches` micro-batches, best first."""
+    candidates = starting_candidates(problem, batches)
+    best: list[tuple[Filled, Candidates]] = []
+    for change in (*CHANGES, 0):
+        best = sorted(best + _tried(problem, candidates), key=lambda pair: pair[0].objective)[:KEPT]
+        if not best or not change:
+            break
+        candidates = _changed([kept for _, kept in best], change)
+    return [repair(problem, filled) for filled, _ in best]
+
+
+def _tried(problem: Problem, candidates: Candidates) -> list[tuple[Filled, Candidates]]:
+    """The candidates with the lowest water level, completed."""
+    placed = place_long(problem, candidates)
+    rises = water_levels(problem, candidates, placed)
+    promise = np.where(rises < NEVER, placed.targets.sum(axis=1) + rises * candidates.targets.shape[1], NEVER)
+    tried = []
+    for which in np.argsort(promise, kind="stable")[:FILLED].tolist():
+        if promise[which] == NEVER:
+            break
+        filled = fill_short(problem, placed, which, int(candidates.long[which]), int(rises[which]))
+        if filled is not None:
+            tried.append((filled, candidates.take(np.array([which]))))
+    return tried
+
+
+def _changed(kept: list[Candidates], change: int) -> Candidates:
+    """COPIES of each kept candidate with every target changed by up to `change` per mille."""
+    kept = sorted(kept, key=lambda c: -int(c.long[0]))
+    targets = np.concatenate([np.repeat(c.targets, COPIES, axis=0) for c in kept])
+    return Candidates(
+        targets=targets + targets * _noise(targets.shape, change) // PERMILLE,
+        fit=np.concatenate([np.repeat(c.fit, COPIES) for c in kept]),
+        long=np.concatenate([np.repeat(c.long, COPIES) for c in kept]),
+    )
+
+
+def _noise(shape: tuple[int, ...], change: int) -> Int64Array:
+    """Fixed pseudo-random integers in [-change, change]: a linear congruential generator's high bits."""
+    state, values = 12345 + change, []
+    for _ in range(int(np.prod(shape))):
+        state = (1103515245 * state + 12345) % 2**31
+        values.append((state >> 8) % (2 * change + 1) - change)
+    return np.array(values, dtype=np.int64).reshape(shape)

@@ -1,0 +1,73 @@
+"""The rank ranges a planner may make groups of.
+
+* Up to eight ranks: every range that `Topology.allows`. Two of them may partly overlap, and only one of such a pair can
+  be used in a micro-batch.
+* More ranks: the nodes of one binary tree. Inside a machine ranks are halved recursively (3 = 2 + 1), machines are
+  halved recursively above, and any two of its ranges are disjoint or nested.
+
+Rejected: all ranges for any number of ranks. On 64 ranks other sizes than the tree's gained nothing and cost time.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hf_flexseq.cost import Int64Array
+from hf_flexseq.topology import Topology
+
+ALL_RANGES = 8  # ranks
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Blocks:
+    """Arrays over B rank ranges; block r < W is rank r alone.
+
+    start, stop: [B] ranks. shapes: the distinct (degree, spans nodes), ascending; the first is one rank alone.
+    shape_of: [B] index into `shapes`. inside, around, crossing: [B, B], whether the second block lies inside the first
+    or equals it, contains it and is larger, or partly overlaps it.
+    """
+
+    start: Int64Array
+    stop: Int64Array
+    shapes: tuple[tuple[int, bool], ...]
+    shape_of: Int64Array
+    inside: NDArray[np.bool_]
+    around: NDArray[np.bool_]
+    crossing: NDArray[np.bool_]
+
+
+def blocks_of(topology: Topology) -> Blocks:
+    """The blocks of `topology`, narrow ones first."""
+    world = topology.world_size
+    if world <= ALL_RANGES:
+        ranges = {(a, b) for a in range(world) for b in range(a + 1, world + 1) if topology.allows(a, b)}
+    else:
+        ranges = set()
+        _halve(0, world, topology, ranges)
+    ordered = sorted(ranges, key=lambda r: (r[1] - r[0], r))
+    shape = {(a, b): (b - a, topology.spans_nodes(a, b)) for a, b in ordered}
+    shapes = sorted(set(shape.values()))
+    start, stop = np.array(ordered, dtype=np.int64).T
+    inside = (start[:, None] <= start) & (stop <= stop[:, None])
+    around = inside.T & ~inside
+    disjoint = (stop <= start[:, None]) | (stop[:, None] <= start)
+    return Blocks(
+        start=start,
+        stop=stop,
+        shapes=tuple(shapes),
+        shape_of=np.array([shapes.index(shape[block]) for block in ordered]),
+        inside=inside,
+        around=around,
+        crossing=~(inside | around | disjoint),
+    )
+
+
+def _halve(start: int, stop: int, topology: Topology, ranges: set[tuple[int, int]]) -> None:
+    """Add [start, stop) and its recursive halves, the first the wider one."""
+    ranges.add((start, stop))
+    if stop - start > 1:
+        unit = topology.ranks_per_node if topology.spans_nodes(start, stop) else 1
+        cut = start + -(-(stop - start) // unit // 2) * unit
+        _halve(start, cut, topology, ranges)
+        _halve(cut, stop, topology, ranges)

@@ -1,0 +1,35 @@
+"""What no plan can beat: every rank busy all the time at each sequence's cheapest degree.
+
+    bound = (sum over sequences of the least degree x time) / ranks + fewest micro-batches x constant
+
+Free ranks may run fewer micro-batches than their neighbours, so for them the constant counts once: the rank that works
+longest works in at least one.
+"""
+
+import numpy as np
+
+from hf_flexseq.cost import CostModel, Int64Array
+from hf_flexseq.planner.problem import NEVER, cheapest
+from hf_flexseq.topology import Topology
+
+
+def lower_bound_ns(
+    lengths: Int64Array, topology: Topology, cost: CostModel, *, strategy: str, cap: int, sync: str
+) -> int:
+    """Nanoseconds that no step on these sequences can undercut. Every sequence must fit on some degree."""
+    if not len(lengths):
+        return 0
+    least = np.full(len(lengths), NEVER)
+    for degree, spans in shapes_of(topology):
+        ns, names = cheapest(cost, lengths, (degree, spans), strategy)
+        fits = (-(-lengths // degree) <= cap) & (names != ())
+        least = np.minimum(least, np.where(fits, ns * degree, NEVER))
+    micro_batches = 1 if sync == "free" else -(-int(lengths.sum()) // (cap * topology.world_size))
+    total: int = sum(least.tolist())
+    return -(-total // topology.world_size) + micro_batches * cost.micro_batch_ns
+
+
+def shapes_of(topology: Topology) -> list[tuple[int, bool]]:
+    """Every (degree, spans nodes) a group can have: a part of one node, or whole nodes."""
+    inside = [(degree, False) for degree in range(1, topology.ranks_per_node + 1)]
+    return inside + [(nodes * topology.ranks_per_node, True) for nodes in range(2, topology.nodes + 1)]

@@ -1,0 +1,105 @@
+"""Placing the long sequences of many candidate plans at once, as arrays over (candidate, micro-batch, block).
+
+A candidate is a time target per micro-batch. Its long sequences go, longest first, to the block with the least
+
+    max(nanoseconds above the target, fit x nanoseconds below it) + device-nanoseconds wasted / ranks
+
+among those with memory left. Both terms are nanoseconds of objective, so they add; `fit` is a small fraction, positive
+for best fit and negative for worst fit. A sequence that ends above a micro-batch's target raises that target, because
+all ranks wait for it anyway. A block's load is its fullest rank's.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hf_flexseq.cost import Int64Array
+from hf_flexseq.planner.problem import NEVER, Problem
+
+FIT_UNIT = 1024
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Candidates:
+    """C ways to start. targets: [C, M] nanoseconds. fit: [C] in 1/1024. long: [C], how many rows count as long,
+    falling."""
+
+    targets: Int64Array
+    fit: Int64Array
+    long: Int64Array
+
+    def take(self, rows: Int64Array) -> "Candidates":
+        return Candidates(targets=self.targets[rows], fit=self.fit[rows], long=self.long[rows])
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Placement:
+    """Where the long rows stand. targets: [C, M], as raised. ok: [C], whether memory sufficed.
+
+    state: [2, C, M, blocks] nanoseconds and tokens of each block's fullest rank; tokens are NEVER where a block partly
+    overlaps one in use. block, batch: [C, most long rows], of each long row.
+    """
+
+    targets: Int64Array
+    state: Int64Array
+    block: Int64Array
+    batch: Int64Array
+    ok: NDArray[np.bool_]
+
+    def rank_state(self, world: int) -> Int64Array:
+        """[2, C, M, ranks] nanoseconds and tokens of each rank."""
+        return self.state[:, :, :, :world]
+
+
+def place_long(problem: Problem, candidates: Candidates) -> Placement:
+    """All candidates' long sequences on the blocks."""
+    (count, batches), blocks = candidates.targets.shape, problem.blocks
+    rows = int(candidates.long.max(initial=0))
+    placed = Placement(
+        targets=candidates.targets.copy(),
+        state=np.zeros((2, count, batches, len(blocks.start)), dtype=np.int64),
+        block=np.zeros((count, rows), dtype=np.int64),
+        batch=np.zeros((count, rows), dtype=np.int64),
+        ok=np.ones(count, dtype=np.bool_),
+    )
+    degrees = np.array([degree for degree, _ in blocks.shapes])
+    fits = problem.needs < NEVER
+    areas = np.where(fits, problem.times, 0) * degrees
+    waste = np.where(fits, areas - problem.least_area[:, None], 0) // problem.world
+    for row in range(rows):
+        active = int((candidates.long > row).sum())  # a prefix, since `long` falls
+        score = _scores(problem, placed, candidates.fit[:active], row, waste[row])
+        best = score.argmin(axis=1)
+        placed.ok[:active] &= score[np.arange(active), best] < NEVER
+        _put(problem, placed, row, best)
+    return placed
+
+
+def _scores(problem: Problem, placed: Placement, fit: Int64Array, row: int, waste: Int64Array) -> Int64Array:
+    """[C, M x blocks] nanoseconds of objective that putting a row there costs, NEVER where memory is short."""
+    shape_of, count = problem.blocks.shape_of, len(fit)
+    load, held = placed.state[:, :count]
+    slack = (placed.targets[:count, :, None] - problem.times[row][shape_of]) - load
+    score = np.maximum(-slack, slack * fit[:, None, None] // FIT_UNIT)
+    score += waste[shape_of]
+    score[held > problem.cap - problem.needs[row][shape_of]] = NEVER
+    flat: Int64Array = score.reshape(count, -1)
+    return flat
+
+
+def _put(problem: Problem, placed: Placement, row: int, best: Int64Array) -> None:
+    """Add a row to the block and micro-batch `best` of each of the first candidates, as far as they are still ok."""
+    blocks, which = problem.blocks, np.arange(len(best))
+    batch, block = np.divmod(best, len(blocks.start))
+    placed.batch[which, row], placed.block[which, row] = batch, block
+    shape = blocks.shape_of[block]
+    amounts = np.stack([problem.times[row][shape], problem.needs[row][shape]]) * placed.ok[: len(best)]
+    state = placed.state[:, which, batch]  # [2, C, blocks]
+    state += amounts[:, :, None] * blocks.inside[block]
+    reached = state[:, which, block]
+    # A larger block's fullest rank is its own or the fullest in here: nothing outside has changed.
+    np.maximum(state, reached[:, :, None], out=state, where=blocks.around[block])
+    state[1][blocks.crossing[block]] = NEVER
+    placed.state[:, which, batch] = state
+    placed.targets[which, batch] = np.maximum(placed.targets[which, batch], reached[0])

@@ -1,0 +1,112 @@
+"""One step's sequences with everything a planner asks about them, as integer tables.
+
+Sequences stand longest first (equal ones by id), so that "longest first" is a walk by row and "the long ones" are a
+prefix. Columns are the shapes of groups that the blocks offer: degree, and whether it spans nodes.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from hf_flexseq.cost import CostModel, Int64Array
+from hf_flexseq.plan import Group, MicroBatch, widest_first
+from hf_flexseq.planner.blocks import Blocks, blocks_of
+from hf_flexseq.topology import Topology
+
+NEVER = 2**60  # nanoseconds or tokens of what is not possible; four of them still fit 64 bits
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Problem:
+    """K sequences, longest first, on W ranks.
+
+    ids: [K] the sequences' ids. lengths: [K] tokens. cap: most tokens of a rank in a micro-batch.
+    times: [K, shapes] nanoseconds, NEVER where a sequence does not fit. needs: [K, shapes] tokens per rank, likewise.
+    strategies: per shape and sequence the name of the cheapest strategy.
+    least_area: [K] the cheapest device-nanoseconds. constant: nanoseconds of a micro-batch, whatever is in it.
+    """
+
+    topology: Topology
+    blocks: Blocks
+    ids: Int64Array
+    lengths: Int64Array
+    cap: int
+    times: Int64Array
+    needs: Int64Array
+    strategies: tuple[tuple[str, ...], ...]
+    least_area: Int64Array
+    constant: int
+
+    @property
+    def world(self) -> int:
+        return self.topology.world_size
+
+    @property
+    def fewest_micro_batches(self) -> int:
+        return -(-int(self.lengths.sum()) // (self.cap * self.world))
+
+
+def make_problem(lengths: Sequence[int], topology: Topology, cost: CostModel, *, strategy: str, cap: int) -> Problem:
+    """The tables of `lengths` when groups of two ranks and more may use what `strategy` allows."""
+    ids = np.array(sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)), dtype=np.int64)
+    tokens = np.array([lengths[i] for i in ids], dtype=np.int64)
+    blocks = blocks_of(topology)
+    degrees = np.array([degree for degree, _ in blocks.shapes])
+    columns = [cheapest(cost, tokens, shape, strategy) for shape in blocks.shapes]
+    needs = -(-tokens[:, None] // degrees)
+    fits = (needs <= cap) & np.array([names != () for _, names in columns])
+    times = np.where(fits, np.stack([ns for ns, _ in columns], axis=1), NEVER)
+    return Problem(
+        topology=topology,
+        blocks=blocks,
+        ids=ids,
+        lengths=tokens,
+        cap=cap,
+        times=times,
+        needs=np.where(fits, needs, NEVER),
+        strategies=tuple(names for _, names in columns),
+        least_area=np.where(fits, times * np.where(fits, degrees, 1), NEVER).min(axis=1),
+        constant=cost.micro_batch_ns,
+    )
+
+
+def cheapest(
+    cost: CostModel, lengths: Int64Array, shape: tuple[int, bool], strategy: str
+) -> tuple[Int64Array, tuple[str, ...]]:
+    """Nanoseconds and name of the cheapest allowed strategy for each of `lengths` on a group of `shape`.
+
+    No names when no strategy is allowed there.
+    """
+    degree, spans = shape
+    names = ("local",) if degree == 1 else cost.strategies(strategy)
+    if not names:
+        return np.full(len(lengths), NEVER), ()
+    options = np.stack([cost.sequences_ns(lengths, degree, name, spans) for name in names])
+    return options.min(axis=0), tuple(names[i] for i in options.argmin(axis=0))
+
+
+def micro_batches_of(problem: Problem, where: Sequence[int], batches: Sequence[int]) -> tuple[MicroBatch, ...]:
+    """The micro-batches in which row k of the problem stands on block where[k] in micro-batch batches[k].
+
+    Sequences of a block that differ in strategy make one group each. Micro-batches without sequences are left out.
+    """
+    members: dict[int, dict[tuple[int, str], list[int]]] = {}
+    for row, (block, batch) in enumerate(zip(where, batches, strict=True)):
+        name = problem.strategies[problem.blocks.shape_of[block]][row]
+        members.setdefault(batch, {}).setdefault((block, name), []).append(int(problem.ids[row]))
+    return tuple(
+        MicroBatch(
+            groups=widest_first(
+                [
+                    Group(
+                        ranks=tuple(range(int(problem.blocks.start[block]), int(problem.blocks.stop[block]))),
+                        sequences=tuple(sorted(ids)),
+                        strategy=name,
+                    )
+                    for (block, name), ids in sorted(members[batch].items())
+                ]
+            )
+        )
+        for batch in sorted(members)
+    )

@@ -1,0 +1,137 @@
+"""What each rank holds of a micro-batch: integers only, so that layouts are tested without processes.
+
+A rank's row is the concatenation of its *zones*, one per group it works in, in the micro-batch's order (widest
+first). Inside a zone the layout depends on the strategy:
+
+* local: the group's sequences one after the other;
+* ulysses: the group's sequences concatenated and cut into `degree` contiguous parts, so that a rank's part may begin
+  and end in the middle of a sequence;
+* zigzag: every sequence is cut into 2 x degree chunks and the rank of index i holds chunks i and 2 x degree - 1 - i,
+  which gives all ranks the same causal work (Megatron-LM's and ring-flash-attention's layout, here for any length).
+
+No layout pads: parts differ by at most one token, and no rank holds more than ceil(tokens / degree) for a group.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+
+from hf_flexseq.plan import Group, MicroBatch
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Slice:
+    """Tokens [start, stop) of one sequence."""
+
+    sequence: int
+    start: int
+    stop: int
+
+    @property
+    def tokens(self) -> int:
+        return self.stop - self.start
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Zone:
+    """A rank's part in one group: its slices in the order of the row, and rows [start, stop) that they fill.
+
+    index: the rank's place in the group, 0..degree-1. lengths: tokens of each sequence of the group.
+    """
+
+    group: Group
+    index: int
+    lengths: tuple[int, ...]
+    slices: tuple[Slice, ...]
+    start: int
+    stop: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Shard:
+    """What `rank` holds of one micro-batch; no zone at all when it has nothing to do."""
+
+    rank: int
+    zones: tuple[Zone, ...]
+
+    @property
+    def tokens(self) -> int:
+        return self.zones[-1].stop if self.zones else 0
+
+    @property
+    def slices(self) -> Iterator[Slice]:
+        """All slices in row order."""
+        return (piece for zone in self.zones for piece in zone.slices)
+
+
+def make_shard(micro_batch: MicroBatch, lengths: Sequence[int], rank: int) -> Shard:
+    """The shard of `rank`. `lengths` are those of the whole plan, indexed by sequence id."""
+    zones: list[Zone] = []
+    row = 0
+    for group in micro_batch.groups_of(rank):
+        index = rank - group.start
+        slices = group_slices(group, lengths, index)
+        tokens = sum(piece.tokens for piece in slices)
+        group_lengths = tuple(lengths[i] for i in group.sequences)
+        zones.append(
+            Zone(group=group, index=index, lengths=group_lengths, slices=slices, start=row, stop=row + tokens)
+        )
+        row += tokens
+    return Shard(rank=rank, zones=tuple(zones))
+
+
+def group_slices(group: Group, lengths: Sequence[int], index: int) -> tuple[Slice, ...]:
+    """What the rank of `index` in `group` holds of its sequences, in the order of its row."""
+    group_lengths = [lengths[i] for i in group.sequences]
+    return tuple(
+        Slice(sequence=group.sequences[place], start=start, stop=stop)
+        for place, start, stop in _pieces(group.strategy, group_lengths, index, group.degree)
+        if stop > start
+    )
+
+
+def _pieces(strategy: str, lengths: Sequence[int], index: int, degree: int) -> Iterator[tuple[int, int, int]]:
+    """(place of the sequence in the group, start, stop) of every piece the rank of `index` holds, in row order."""
+    if strategy == "zigzag":
+        for place, bounds in enumerate(zigzag_bounds(lengths, degree)):
+            for chunk in zigzag_chunks(index, degree):
+                yield place, bounds[chunk], bounds[chunk + 1]
+    else:
+        part_start, part_stop = contiguous_part(sum(lengths), index, degree)
+        offset = 0
+        for place, length in enumerate(lengths):
+            start, stop = max(part_start - offset, 0), min(part_stop - offset, length)
+            yield place, start, max(start, stop)
+            offset += length
+
+
+def contiguous_part(tokens: int, index: int, degree: int) -> tuple[int, int]:
+    """[start, stop) of part `index` when `tokens` are cut into `degree` parts that differ by at most one."""
+    return index * tokens // degree, (index + 1) * tokens // degree
+
+
+def zigzag_chunks(index: int, degree: int) -> tuple[int, int]:
+    """The two chunks, of 2 x degree, that the rank of `index` holds."""
+    return index, 2 * degree - 1 - index
+
+
+def zigzag_bounds(lengths: Sequence[int], degree: int) -> tuple[tuple[int, ...], ...]:
+    """For each sequence the 2 x degree + 1 positions that bound its chunks.
+
+    Tokens are dealt to ranks as cards are, one sequence after the other without a new start, so that the rounding of
+    many short sequences does not pile up on one rank: over the whole group every rank holds its fair share to within
+    one token. A rank's share of a sequence is then halved into its front and its back chunk.
+    """
+    bounds = []
+    dealt = 0
+    for length in lengths:
+        shares = [_dealt_to(dealt + length, i, degree) - _dealt_to(dealt, i, degree) for i in range(degree)]
+        sizes = [share - share // 2 for share in shares] + [share // 2 for share in reversed(shares)]
+        bounds.append((0, *accumulate(sizes)))
+        dealt += length
+    return tuple(bounds)
+
+
+def _dealt_to(tokens: int, index: int, degree: int) -> int:
+    """How many of `tokens`, dealt round robin to `degree` ranks, the rank of `index` has got."""
+    return (tokens + degree - 1 - index) // degree

@@ -1,0 +1,97 @@
+"""Where documents come from: a hub dataset, local files, or the running Python's standard library.
+
+A document is a row in one of three forms:
+
+    text                      one column (`text_column`); every token is a target
+    messages                  a conversation, through the chat template; the assistant's turns are targets
+    prompt, completion        two columns; only the completion is a target
+"""
+
+import hashlib
+import json
+import sys
+import sysconfig
+from collections.abc import Iterator
+from pathlib import Path
+
+from datasets import Dataset, load_dataset, load_from_disk
+
+from arguments import DataArguments
+
+STDLIB = "python-stdlib"
+FILE_TYPES = {".jsonl": "json", ".json": "json", ".parquet": "parquet", ".csv": "csv", ".txt": "text"}
+
+
+def load_documents(args: DataArguments) -> tuple[Dataset, Dataset]:
+    """(train, held out), still as text, in an order that is always the same."""
+    train = _load_split(args, args.dataset_split)
+    columns = document_columns(train, args)
+    if args.held_out_split:
+        held_out = _load_split(args, args.held_out_split)
+    else:
+        train, held_out = set_aside(train, columns, args.held_out_fraction)
+    return _spread(train, args.max_train_documents), _spread(held_out, args.max_held_out_documents)
+
+
+def document_columns(documents: Dataset, args: DataArguments) -> tuple[str, ...]:
+    """The columns that make up a document."""
+    for columns in ((args.text_column,), ("messages",), ("prompt", "completion")):
+        if set(columns) <= set(documents.column_names):
+            return columns
+    raise ValueError(
+        f"{args.dataset} has neither a column {args.text_column!r} (text_column) nor messages, nor prompt and "
+        f"completion: its columns are {', '.join(documents.column_names)}"
+    )
+
+
+def _load_split(args: DataArguments, split: str) -> Dataset:
+    if args.dataset == STDLIB:
+        where = {"root": sysconfig.get_paths()["stdlib"], "version": sys.version}
+        return Dataset.from_generator(stdlib_files, gen_kwargs=where)
+    path = Path(args.dataset)
+    if path.is_file():
+        return _load_file(path, split)
+    if (path / "dataset_dict.json").exists():
+        return load_from_disk(str(path))[split]
+    if (path / "state.json").exists():
+        return load_from_disk(str(path))
+    return load_dataset(args.dataset, args.dataset_config, split=split)
+
+
+def _load_file(path: Path, split: str) -> Dataset:
+    if path.suffix not in FILE_TYPES:
+        raise ValueError(f"{path}: a local file must be one of {', '.join(FILE_TYPES)}")
+    whole = {"sample_by": "document"} if path.suffix == ".txt" else {}
+    return load_dataset(FILE_TYPES[path.suffix], data_files={split: str(path)}, split=split, **whole)
+
+
+def stdlib_files(root: str, version: str) -> Iterator[dict[str, str]]:
+    """The standard library's own modules, without its tests and what was installed into it. `version` is here because
+    `datasets` caches by the arguments: another Python under the same path is another corpus."""
+    skipped = {"site-packages", "dist-packages", "test", "tests", "idle_test"}
+    for path in sorted(Path(root).rglob("*.py")):
+        name = path.relative_to(root)
+        text = path.read_bytes().decode("utf-8", errors="replace")
+        if text.strip() and skipped.isdisjoint(name.parts):
+            yield {"path": str(name), "text": text}
+
+
+def set_aside(documents: Dataset, columns: tuple[str, ...], fraction: float) -> tuple[Dataset, Dataset]:
+    """(kept, held out) by a hash of the content: a document's side depends on nothing else, and two copies of one are
+    on the same side."""
+    kept = documents.filter(_on_side, fn_kwargs={"columns": columns, "fraction": fraction, "held_out": False})
+    held_out = documents.filter(_on_side, fn_kwargs={"columns": columns, "fraction": fraction, "held_out": True})
+    return kept, held_out
+
+
+def _on_side(row: dict, columns: tuple[str, ...], fraction: float, held_out: bool) -> bool:
+    content = json.dumps([row[column] for column in columns], sort_keys=True).encode()
+    place = int.from_bytes(hashlib.sha256(content).digest()[:8]) / 2**64
+    return (place < fraction) == held_out
+
+
+def _spread(documents: Dataset, limit: int | None) -> Dataset:
+    """At most `limit` documents, evenly spread over the corpus (neighbours are often alike)."""
+    if limit is None or limit >= len(documents):
+        return documents
+    return documents.select([i * len(documents) // limit for i in range(limit)])

@@ -1,0 +1,54 @@
+"""The model: a trained one by hub id or path, or a new one from a config, with LoRA adapters where asked."""
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+
+from arguments import ModelArguments
+
+
+def load_tokenizer(args: ModelArguments) -> PreTrainedTokenizerBase | None:
+    """The tokenizer that was named, or the named model's. None: train one on the corpus."""
+    name = args.tokenizer_name_or_path or args.model_name_or_path
+    if name is None:
+        return None
+    revision = None if args.tokenizer_name_or_path else args.model_revision
+    options = {"revision": revision} if revision else {}
+    return AutoTokenizer.from_pretrained(name, trust_remote_code=args.trust_remote_code, **options)
+
+
+def load_model(args: ModelArguments, tokenizer: PreTrainedTokenizerBase) -> PreTrainedModel:
+    if args.model_name_or_path:
+        model = AutoModelForCausalLM.from_pretrained(
+            args.model_name_or_path,
+            revision=args.model_revision or "main",
+            dtype=args.dtype,
+            trust_remote_code=args.trust_remote_code,
+        )
+    else:
+        model = _new_model(args, tokenizer)
+    return _with_adapters(model, args) if args.lora_r else model
+
+
+def _new_model(args: ModelArguments, tokenizer: PreTrainedTokenizerBase) -> PreTrainedModel:
+    special = {name: getattr(tokenizer, name) for name in ("bos_token_id", "eos_token_id")}
+    special["vocab_size"] = len(tokenizer)
+    if isinstance(args.model_config, dict):
+        config = AutoConfig.for_model(**(special | args.model_config))
+    else:
+        config = AutoConfig.from_pretrained(args.model_config, trust_remote_code=args.trust_remote_code, **special)
+    dtype = torch.float32 if args.dtype == "auto" else getattr(torch, args.dtype)
+    return AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=args.trust_remote_code)
+
+
+def _with_adapters(model: PreTrainedModel, args: ModelArguments) -> PreTrainedModel:
+    from peft import LoraConfig, get_peft_model
+
+    all_linear = args.lora_target_modules == ["all-linear"]
+    config = LoraConfig(
+        task_type="CAUSAL_LM",
+        r=args.lora_r,
+        lora_alpha=args.lora_alpha,
+        lora_dropout=args.lora_dropout,
+        target_modules="all-linear" if all_linear else args.lora_target_modules,
+    )
+    return get_peft_model(model, config)

@@ -1,0 +1,128 @@
+"""Fine-tune a causal language model on documents of very different lengths.
+
+    # a small Llama on the Python standard library's own source, two CPU processes
+    accelerate launch --config_file recipes/accelerate_configs/cpu.yaml recipes/sft.py \\
+        --config recipes/quickstart/small_llama.yaml
+
+    # Llama-3.1-8B on eight GPUs
+    accelerate launch --config_file recipes/accelerate_configs/fsdp2.yaml recipes/sft.py \\
+        --config recipes/llama-3.1-8b/long_context.yaml
+
+    # your own model and data: any option of the YAML file can be given here too, and wins
+    accelerate launch --config_file recipes/accelerate_configs/ddp.yaml recipes/sft.py \\
+        --config recipes/llama-3.1-8b/long_context_lora.yaml --model_name_or_path ./my-model --dataset ./my-data.jsonl
+
+The options are those of arguments.py here, of `FlexSeqArguments`, and of `TrainingArguments`. A run goes on from the
+last checkpoint in its output_dir; `--resume_from_checkpoint false` starts anew, a path starts from there. Every step's
+plan is written to output_dir/plan_trace.jsonl.
+"""
+
+import sys
+from pathlib import Path
+
+import datasets
+from datasets import Dataset
+from transformers import PreTrainedTokenizerBase, set_seed
+from transformers.trainer_callback import ProgressCallback
+from transformers.trainer_utils import get_last_checkpoint
+
+from arguments import DataArguments, ModelArguments, parse
+from bpe import cached_bpe
+from corpus import load_documents
+from data import to_sequences
+from hf_flexseq import DataCollatorForFlexSeq, FlexSeqConfig, FlexSeqTrainer
+from launch import check_world, device_defaults
+from model import load_model, load_tokenizer
+from progress import PlanProgress
+
+
+def main(argv: list[str]) -> None:
+    model_args, data_args, training_args = parse(argv, FlexSeqConfig, device_defaults())
+    check_world(training_args)
+    training_args.plan_trace = training_args.plan_trace or f"{training_args.output_dir}/plan_trace.jsonl"
+    set_seed(training_args.seed)
+    tokenizer, train, held_out = prepare(model_args, data_args, training_args)
+    trainer = FlexSeqTrainer(
+        model=load_model(model_args, tokenizer),
+        args=training_args,
+        train_dataset=train,
+        eval_dataset=held_out,
+        processing_class=tokenizer,
+        data_collator=DataCollatorForFlexSeq(),
+    )
+    if not training_args.disable_tqdm:
+        trainer.remove_callback(ProgressCallback)
+        trainer.add_callback(PlanProgress)
+    trainer.train(resume_from_checkpoint=checkpoint_to_resume(training_args))
+    if held_out is not None:
+        trainer.evaluate()
+    save(trainer)
+    if trainer.is_world_process_zero():
+        print(summary(trainer))
+    trainer.end()
+
+
+def prepare(
+    model_args: ModelArguments, data_args: DataArguments, training_args: FlexSeqConfig
+) -> tuple[PreTrainedTokenizerBase, Dataset, Dataset | None]:
+    """(tokenizer, sequences to train on, held-out sequences). The first process of a node works, the others read its
+    cache."""
+    if training_args.process_index:
+        datasets.disable_progress_bars()
+    with training_args.main_process_first():
+        documents, held_out_documents = load_documents(data_args)
+        tokenizer = choose_tokenizer(model_args, data_args, documents)
+        train, report = to_sequences(documents, tokenizer, data_args)
+        held_out, held_out_report = None, "nothing"
+        if len(held_out_documents):
+            held_out, held_out_report = to_sequences(held_out_documents, tokenizer, data_args)
+    if training_args.process_index == 0:
+        print(f"train on: {report}\nheld out: {held_out_report}")
+    return tokenizer, train, held_out
+
+
+def choose_tokenizer(
+    model_args: ModelArguments, data_args: DataArguments, documents: Dataset
+) -> PreTrainedTokenizerBase:
+    """The one that was named, or one trained on these documents."""
+    named = load_tokenizer(model_args)
+    if named is not None:
+        return named
+    if data_args.text_column not in documents.column_names:
+        raise ValueError(f"a tokenizer is trained on text only: name a tokenizer_name_or_path for {data_args.dataset}")
+    texts = documents[data_args.text_column]
+    return cached_bpe(texts, model_args.tokenizer_vocab_size, data_args.tokenizer_cache)
+
+
+def checkpoint_to_resume(args: FlexSeqConfig) -> str | None:
+    """What was asked for; if nothing was, the last checkpoint of this output_dir."""
+    asked = args.resume_from_checkpoint
+    if str(asked).lower() == "false":
+        return None
+    if asked is not None and str(asked).lower() != "true":
+        return asked
+    last = get_last_checkpoint(args.output_dir) if Path(args.output_dir).is_dir() else None
+    if asked is not None and last is None:
+        raise ValueError(f"resume_from_checkpoint={asked}, but there is no checkpoint in {args.output_dir}")
+    return last
+
+
+def save(trainer: FlexSeqTrainer) -> None:
+    """The whole model in one place, however it was sharded."""
+    if trainer.is_fsdp_enabled:
+        trainer.accelerator.state.fsdp_plugin.set_state_dict_type("FULL_STATE_DICT")
+    trainer.save_model()
+
+
+def summary(trainer: FlexSeqTrainer) -> str:
+    args = trainer.args
+    losses = [log["eval_loss"] for log in trainer.state.log_history if "eval_loss" in log]
+    lines = [f"held-out loss: {losses[0]:.2f} -> {losses[-1]:.2f}"] if losses else []
+    if args.plan_trace:
+        lines.append(f"plan trace:    {args.plan_trace}")
+    lines.append(f'checkpoint:    {args.output_dir}  (AutoModelForCausalLM.from_pretrained("{args.output_dir}"))')
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,49 @@
+"""Random legal plans, for tests that must hold under any of them."""
+
+import random
+from collections.abc import Sequence
+
+from hf_flexseq.plan import Group, MicroBatch, Plan, check, widest_first
+from hf_flexseq.topology import Topology
+
+
+def random_plan(lengths: Sequence[int], world_size: int, rng: random.Random, *, micro_batches: int | None = None) -> Plan:
+    """Any sequences on any laminar family of contiguous groups of one node, in any number of micro-batches."""
+    count = micro_batches or rng.randint(1, 3)
+    bins: list[list[int]] = [[] for _ in range(count)]
+    for sequence in range(len(lengths)):
+        rng.choice(bins).append(sequence)
+    plan = Plan(
+        lengths=tuple(lengths),
+        micro_batches=tuple(_random_micro_batch(members, world_size, rng) for members in bins if members),
+        objective_s=0.0,
+        lower_bound_s=0.0,
+        planner="random",
+        planning_s=0.0,
+    )
+    check(plan, Topology(nodes=1, ranks_per_node=world_size))
+    return plan
+
+
+def _random_micro_batch(members: list[int], world_size: int, rng: random.Random) -> MicroBatch:
+    ranges = _random_laminar(0, world_size, rng)
+    held: dict[tuple[int, int], list[int]] = {}
+    for sequence in members:
+        held.setdefault(rng.choice(ranges), []).append(sequence)
+    groups = [
+        Group(
+            ranks=tuple(range(start, stop)),
+            sequences=tuple(sequences),
+            strategy="local" if stop - start == 1 else rng.choice(["ulysses", "zigzag"]),
+        )
+        for (start, stop), sequences in held.items()
+    ]
+    return MicroBatch(groups=widest_first(groups))
+
+
+def _random_laminar(start: int, stop: int, rng: random.Random) -> list[tuple[int, int]]:
+    """[start, stop) and random nested parts of it."""
+    if stop - start == 1:
+        return [(start, stop)]
+    cut = rng.randint(start + 1, stop - 1)
+    return [(start, stop), *_random_laminar(start, cut, rng), *_random_laminar(cut, stop, rng)]

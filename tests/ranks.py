@@ -1,0 +1,80 @@
+"""Run a function on several gloo ranks: forked, one thread each, float64 by default, under a watchdog.
+
+Forking costs a fifth of a second where spawning costs ten. The parent must not have touched CUDA.
+"""
+
+import multiprocessing
+import os
+import tempfile
+import time
+import traceback
+from datetime import timedelta
+from multiprocessing.connection import Connection
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+
+def run_ranks(function: Any, world_size: int, *args: Any, seconds: float = 60) -> list[Any]:
+    """`function(rank, world_size, *args)` on every rank; the results by rank.
+
+    Raises AssertionError with the traceback of the first rank that failed, or naming the ranks that were still
+    running after `seconds`.
+    """
+    torch.set_num_threads(1)  # a forked child of a multi-threaded parent hangs in its first parallel region
+    context = multiprocessing.get_context("fork")
+    with tempfile.TemporaryDirectory() as folder:
+        pipes, processes = [], []
+        for rank in range(world_size):
+            here, there = context.Pipe(duplex=False)
+            process = context.Process(target=_main, args=(there, folder, function, rank, world_size, args), daemon=True)
+            process.start()
+            there.close()
+            pipes.append(here)
+            processes.append(process)
+        try:
+            return _collect(pipes, time.monotonic() + seconds)
+        finally:
+            for process in processes:
+                process.kill()
+                process.join()
+
+
+def _collect(pipes: list[Connection], deadline: float) -> list[Any]:
+    results: dict[int, Any] = {}
+    while len(results) < len(pipes):
+        waiting = {pipe: rank for rank, pipe in enumerate(pipes) if rank not in results}
+        ready = multiprocessing.connection.wait(list(waiting), timeout=max(deadline - time.monotonic(), 0))
+        assert ready, f"ranks {sorted(waiting.values())} did not finish in time"
+        for pipe in ready:
+            rank = waiting[pipe]
+            try:
+                ok, value = pipe.recv()
+            except EOFError:
+                ok, value = False, "the process died"
+            assert ok, f"rank {rank} failed:\n{value}"
+            results[rank] = value
+    return [results[rank] for rank in range(len(pipes))]
+
+
+def _main(pipe: Connection, folder: str, function: Any, rank: int, world_size: int, args: tuple[Any, ...]) -> None:
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size))
+    os.environ.update(LOCAL_WORLD_SIZE=str(world_size), MASTER_ADDR="127.0.0.1", MASTER_PORT="0")
+    torch.manual_seed(0)
+    try:
+        dist.init_process_group(
+            "gloo",
+            init_method=f"file://{folder}/rendezvous",
+            rank=rank,
+            world_size=world_size,
+            timeout=timedelta(seconds=120),
+        )
+        pipe.send((True, function(rank, world_size, *args)))
+        dist.barrier()
+        dist.destroy_process_group()
+    except BaseException:
+        pipe.send((False, traceback.format_exc()))
+    finally:
+        pipe.close()
+        os._exit(0)  # no interpreter exit: gloo's threads sometimes abort it
