@@ -1,20 +1,34 @@
 """The progress bar, with one line per step: the loss, the plan, and how long it took."""
 
+from typing import Any
+
 from transformers import TrainerControl, TrainerState, TrainingArguments
 from transformers.trainer_callback import ProgressCallback
 
+from hf_flexseq.hf.trace import plan_line
+
 
 class PlanProgress(ProgressCallback):
-    """Stands in for the Trainer's own progress callback, which writes each log as a dict."""
+    """Stands in for the Trainer's own progress callback, which writes every log as a dict."""
 
     def on_log(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, logs: dict | None = None, **kwargs
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        logs: dict[str, Any] | None = None,
+        **kwargs: Any,
     ) -> None:
-        if state.is_world_process_zero and self.training_bar is not None and logs:
-            self.training_bar.write(log_line(state.global_step, logs))
+        line = log_line(state.global_step, logs or {})
+        if line and state.is_world_process_zero and self.training_bar is not None:
+            self.training_bar.write(line)
 
 
-def log_line(step: int, logs: dict) -> str:
+def log_line(step: int, logs: dict[str, Any]) -> str | None:
+    """A log in one line; None for those that are not about a step."""
     if "eval_loss" in logs:
-        return f"step {step}: held-out loss {logs['eval_loss']:.3f}"
-    return f"step {step}: {logs}"
+        return f"step {step:>4}  held-out loss {logs['eval_loss']:.3f}"
+    if "loss" not in logs:
+        return None
+    plan = f"  {plan_line(logs)}" if "flexseq/micro_batches" in logs else ""
+    return f"step {step:>4}  loss {logs['loss']:.3f}{plan}"

@@ -39,7 +39,8 @@ from progress import PlanProgress
 def main(argv: list[str]) -> None:
     model_args, data_args, training_args = parse(argv, FlexSeqConfig, device_defaults())
     check_world(training_args)
-    training_args.plan_trace = training_args.plan_trace or f"{training_args.output_dir}/plan_trace.jsonl"
+    checkpoint = checkpoint_to_resume(training_args)
+    start_trace(training_args, anew=checkpoint is None)
     set_seed(training_args.seed)
     tokenizer, train, held_out = prepare(model_args, data_args, training_args)
     trainer = FlexSeqTrainer(
@@ -53,13 +54,13 @@ def main(argv: list[str]) -> None:
     if not training_args.disable_tqdm:
         trainer.remove_callback(ProgressCallback)
         trainer.add_callback(PlanProgress)
-    trainer.train(resume_from_checkpoint=checkpoint_to_resume(training_args))
+    trainer.train(resume_from_checkpoint=checkpoint)
     if held_out is not None:
         trainer.evaluate()
     save(trainer)
     if trainer.is_world_process_zero():
         print(summary(trainer))
-    trainer.end()
+    end(trainer)
 
 
 def prepare(
@@ -107,6 +108,13 @@ def checkpoint_to_resume(args: FlexSeqConfig) -> str | None:
     return last
 
 
+def start_trace(args: FlexSeqConfig, anew: bool) -> None:
+    """Name the plan trace; a run that starts anew does not go on in the file of an earlier one."""
+    args.plan_trace = args.plan_trace or f"{args.output_dir}/plan_trace.jsonl"
+    if anew and args.process_index == 0:
+        Path(args.plan_trace).unlink(missing_ok=True)
+
+
 def save(trainer: FlexSeqTrainer) -> None:
     """The whole model in one place, however it was sharded."""
     if trainer.is_fsdp_enabled:
@@ -122,6 +130,12 @@ def summary(trainer: FlexSeqTrainer) -> str:
         lines.append(f"plan trace:    {args.plan_trace}")
     lines.append(f'checkpoint:    {args.output_dir}  (AutoModelForCausalLM.from_pretrained("{args.output_dir}"))')
     return "\n".join(lines)
+
+
+def end(trainer: FlexSeqTrainer) -> None:
+    """Leave together: a process that is torn down while another still talks to it may abort after all is done."""
+    trainer.accelerator.wait_for_everyone()
+    trainer.accelerator.end_training()
 
 
 if __name__ == "__main__":

@@ -26,7 +26,7 @@ from hf_flexseq.distributed.communicator import Communicator
 from hf_flexseq.hf.attention import NAME, check_model
 from hf_flexseq.hf.checks import check_accelerator
 from hf_flexseq.hf.estimate import is_fully_sharded, resolve_cost_model, zero_stage
-from hf_flexseq.hf.lookahead import DrawnStep, InlinePlanner, Lookahead
+from hf_flexseq.hf.lookahead import DrawnStep, InlinePlanner, Lookahead, Planner
 from hf_flexseq.hf.loss import ChunkedLoss, attach_chunked_loss
 from hf_flexseq.hf.rows import RowExchange
 from hf_flexseq.hf.step import Inputs, Step, model_inputs, shards_of
@@ -71,10 +71,7 @@ class FlexSeqEngine:
         check_model(base)
         self.model = base
         self.lockstep = self._resolve_sync(base, lockstep)
-        checkpointing = bool(getattr(base, "is_gradient_checkpointing", False))
-        self.cost = resolve_cost_model(
-            self.args.cost_model, base, self.accelerator, self.communicator.topology, checkpointing=checkpointing
-        )
+        self.cost = resolve_cost_model(self.args.cost_model, base, self.accelerator, self.communicator.topology)
         self._former_attention = base.config._attn_implementation
         base.set_attn_implementation(NAME)
         self._chunked_loss = attach_chunked_loss(model)
@@ -137,20 +134,22 @@ class FlexSeqEngine:
             self.finish(step)
 
     def _lookahead(self, steps: int) -> Lookahead:
-        planner = None
-        if self.communicator.rank == 0:
-            assert self.cost is not None, "attach the model before drawing steps"
-            make = PlannerWorker if steps else InlinePlanner
-            planner = make(
-                self.communicator.topology,
-                self.cost,
-                planner=self.args.planner,
-                strategy=self.args.strategy,
-                sp_degree=self.args.sp_degree,
-                max_tokens_per_rank=self.args.max_tokens_per_rank,
-                sync="lockstep" if self.lockstep else "free",
-            )
+        planner = self.make_planner(ahead=steps > 0) if self.communicator.rank == 0 else None
         return Lookahead(self.communicator, planner, steps)
+
+    def make_planner(self, *, ahead: bool) -> Planner:
+        """The planner of rank 0: in a process of its own when steps are planned ahead of the one that runs."""
+        assert self.cost is not None, "attach the model before drawing steps"
+        make = PlannerWorker if ahead else InlinePlanner
+        return make(
+            self.communicator.topology,
+            self.cost,
+            planner=self.args.planner,
+            strategy=self.args.strategy,
+            sp_degree=self.args.sp_degree,
+            max_tokens_per_rank=self.args.max_tokens_per_rank,
+            sync="lockstep" if self.lockstep else "free",
+        )
 
     def _step(self, lookahead: Lookahead, iterator: Iterator[Mapping[str, Any]], num_batches: int) -> Step | None:
         drawn = lookahead.next(iterator, num_batches)

@@ -15,17 +15,23 @@ from hf_flexseq.topology import Topology
 logger = logging.getLogger(__name__)
 
 
-def resolve_cost_model(
-    name: str, model: nn.Module, accelerator: Accelerator, topology: Topology, *, checkpointing: bool
-) -> CostModel:
+def resolve_cost_model(name: str, model: nn.Module, accelerator: Accelerator, topology: Topology) -> CostModel:
     """The cost model called `name`; "auto" estimates one. Raises ValueError for a name or file that gives none."""
     if name != "auto":
         return load_cost_model(name)
     device = device_spec(accelerator.device, topology.ranks_per_node)
     stage = zero_stage(model, accelerator)
-    cost = analytic_cost_model(model_shape(model), device, topology, checkpointing=checkpointing, zero_stage=stage)
+    cost = analytic_cost_model(
+        model_shape(model), device, topology, checkpointing=is_checkpointed(model), zero_stage=stage
+    )
     logger.info("cost model estimated for %s with parameters sharded as in ZeRO stage %d", device.name, stage)
     return cost
+
+
+def is_checkpointed(model: nn.Module) -> bool:
+    """Whether activation checkpointing is on. Layers carry the flag in every version of transformers; the model's own
+    property changes its name."""
+    return any(getattr(module, "gradient_checkpointing", False) for module in model.modules())
 
 
 def model_shape(model: nn.Module) -> ModelShape:

@@ -15,9 +15,9 @@ ZeRO-3. The head divides by the number of items itself, though the loss function
 unit's outputs, and their gradients, to 16 bits, and 1/items would be off by up to 0.4 % in every gradient. The loss's
 value goes around that cast, too.
 
-A model is suitable when nothing else happens to its logits. That is read from its `forward`: `logits` is assigned once,
-from a head that is a plain nn.Linear, and then only handed to `self.loss_function` and to the output. A loss added
-afterwards, as the router loss of a mixture of experts, does no harm.
+A model is suitable when nothing else happens to its logits. That is read from its `forward`: `logits` is assigned
+once, from a head that is a plain nn.Linear, and then only handed to `self.loss_function` and to the output. A loss
+added afterwards, as the router loss of a mixture of experts, does no harm.
 
 Rejected: a list of known models, which ages; replacing the model's `forward`, which differs from model to model and
 fights with accelerate, which replaces it as well; and calling the base model and the head from outside, where the
@@ -47,12 +47,16 @@ logger = logging.getLogger(__name__)
 def attach_chunked_loss(model: nn.Module) -> "ChunkedLoss | None":
     """Let `model`, a causal language model of transformers or a PEFT model of one, compute its loss in chunks.
 
-    To be called before the model is wrapped (DDP, DeepSpeed). Returns the handle, the same one if called again, or None
-    when the model is not suitable: then one INFO line names the reason and the model keeps its own loss. While attached,
-    a call with labels has no logits in its outputs; where they are wanted, use `handle.disabled()`.
+    To be called before the model is wrapped (DDP, DeepSpeed). Returns the handle, the same one if called again, or
+    None when the model is not suitable: then one INFO line names the reason and the model keeps its own loss. While
+    attached, a call with labels has no logits in its outputs; where they are wanted, use `handle.disabled()`.
     """
-    # A PEFT model's base_model passes arguments on as they are; its own forward may still lengthen the labels.
-    entry, model = (model.base_model, model.get_base_model()) if hasattr(model, "get_base_model") else (model, model)
+    entries = {model}
+    if hasattr(model, "get_base_model"):
+        # PEFT. Some adapters call the model past its hooks, some past those of the adapter around it, and what is
+        # around that may still lengthen the labels. Where both run they note the same.
+        adapter, model = model.base_model, model.get_base_model()
+        entries = {adapter, model}
     attached = getattr(vars(model).get("_loss_function"), "__self__", None)
     if isinstance(attached, ChunkedLoss):
         return attached
@@ -61,7 +65,7 @@ def attach_chunked_loss(model: nn.Module) -> "ChunkedLoss | None":
     except _Unsuitable as reason:
         logger.info("%s keeps its own loss: %s", type(model).__name__, reason)
         return None
-    return ChunkedLoss(entry, model, head)
+    return ChunkedLoss(entries, model, head)
 
 
 @dataclass(slots=True)
@@ -76,16 +80,15 @@ class _Call:
 class ChunkedLoss:
     """The chunked loss attached to one model; see `attach_chunked_loss`."""
 
-    def __init__(self, entry: nn.Module, model: nn.Module, head: nn.Linear):
+    def __init__(self, entries: set[nn.Module], model: nn.Module, head: nn.Linear):
         self._model, self._head = model, head
         self._own_loss, self._had_own = model.loss_function, "_loss_function" in vars(model)
         self._labels_at = list(inspect.signature(model.forward).parameters).index("labels")
         self._call: _Call | None = None
         self._enabled, self._said = True, ""
-        self._hooks = (
-            entry.register_forward_pre_hook(self._begin, with_kwargs=True),
-            entry.register_forward_hook(self._end, always_call=True),  # always: an exception leaves no targets behind
-        )
+        self._hooks = [entry.register_forward_pre_hook(self._begin, with_kwargs=True) for entry in entries]
+        # always_call: an exception leaves no targets behind.
+        self._hooks += [entry.register_forward_hook(self._end, always_call=True) for entry in entries]
         head.forward = self._head_forward
         model.loss_function = self._loss_function
 
@@ -95,7 +98,7 @@ class ChunkedLoss:
             return
         for hook in self._hooks:
             hook.remove()
-        self._hooks, self._enabled = (), False
+        self._hooks, self._enabled = [], False
         del self._head.forward
         if self._had_own:
             self._model.loss_function = self._own_loss
@@ -128,8 +131,8 @@ class ChunkedLoss:
         rows = hidden.reshape(-1, hidden.shape[-1])  # [B * S, C]
         if rows.shape[0] != call.targets.shape[0]:
             raise ValueError(
-                f"{rows.shape[0]} hidden states but {call.targets.shape[0]} labels reach the head; every token needs a "
-                f"label (use {IGNORED} for those without a target), and `logits_to_keep` cannot be given with labels"
+                f"{rows.shape[0]} hidden states but {call.targets.shape[0]} labels reach the head; give every token a "
+                f"label ({IGNORED} for those without a target), and do not give `logits_to_keep` together with labels"
             )
         targets = call.targets.to(hidden.device)
         items = (targets != IGNORED).sum() if call.items is None else call.items
@@ -190,7 +193,7 @@ def _suitable_head(model: nn.Module) -> nn.Linear:
 
 
 def _head_name(cls: type[nn.Module]) -> str:
-    """The attribute that makes the logits in the forward of `cls`. Raises _Unsuitable if they are more than passed on."""
+    """The attribute that makes the logits in the forward of `cls`; _Unsuitable if they are not just passed on."""
     try:
         tree = ast.parse(textwrap.dedent(inspect.getsource(inspect.unwrap(cls.forward))))
     except (OSError, TypeError, SyntaxError) as error:

@@ -100,7 +100,8 @@ class FlexSeqMixin:
 
         loss = self.flexseq.run(inputs.step, model, forward_backward)
         self._flexseq_figures = self.flexseq.finish(inputs.step)
-        logger.info("step %d: %s", inputs.step.number, plan_line(self._flexseq_figures))
+        if self.is_world_process_zero():
+            logger.info("step %d: %s", inputs.step.number, plan_line(self._flexseq_figures))
         return loss
 
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:

@@ -80,7 +80,8 @@ class Segments:
         """Assert that q [total_q, H, D], k and v [total_k, Hkv, D] fit these lengths and each other."""
         assert q.shape[0] == self.total_q, f"{q.shape[0]} query rows for sequences of {self.total_q} tokens"
         assert k.shape[0] == self.total_k, f"{k.shape[0]} key rows for sequences of {self.total_k} tokens"
-        assert k.shape == v.shape and k.shape[2] == q.shape[2], f"q {q.shape}, k {k.shape} and v {v.shape} do not fit"
+        fit = k.shape == v.shape and k.shape[2] == q.shape[2]
+        assert fit, f"q {tuple(q.shape)}, k {tuple(k.shape)} and v {tuple(v.shape)} do not fit each other"
         assert q.shape[1] % k.shape[1] == 0, f"{q.shape[1]} query heads cannot share {k.shape[1]} key heads"
 
     def __repr__(self) -> str:

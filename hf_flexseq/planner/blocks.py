@@ -1,7 +1,7 @@
 """The rank ranges a planner may make groups of.
 
-* Up to eight ranks: every range that `Topology.allows`. Two of them may partly overlap, and only one of such a pair can
-  be used in a micro-batch.
+* Up to eight ranks: every range that `Topology.allows`. Two of them may partly overlap; a micro-batch uses only one of
+  such a pair.
 * More ranks: the nodes of one binary tree. Inside a machine ranks are halved recursively (3 = 2 + 1), machines are
   halved recursively above, and any two of its ranges are disjoint or nested.
 

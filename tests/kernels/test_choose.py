@@ -1,30 +1,43 @@
 """Which kernel is chosen, and what is said about the others."""
 
 import logging
+import sys
+import types
 
 import pytest
 import torch
 
 from hf_flexseq.kernels import flash_attn
 from hf_flexseq.kernels.choose import choose_kernel, explain
-from tests.kernels.test_cuda_kernels import flash_attn_package  # noqa: F401
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
 
 
 @pytest.fixture(autouse=True)
 def fresh_choices():
-    choose_kernel.cache_clear()
+    for function in (choose_kernel, flash_attn.package_problem):
+        function.cache_clear()
     yield
-    choose_kernel.cache_clear()
+    for function in (choose_kernel, flash_attn.package_problem):
+        function.cache_clear()
 
 
 @pytest.fixture
 def hopper(monkeypatch):
     """A torch that believes it has a Hopper GPU, and no flash-attn package."""
+    monkeypatch.setitem(sys.modules, "flash_attn", None)
     monkeypatch.setattr(torch.backends.cuda, "is_flash_attention_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "some GPU")
+
+
+@pytest.fixture
+def package(monkeypatch, hopper):
+    """The flash-attn package beside it, as far as choosing looks at it."""
+    module = types.ModuleType("flash_attn")
+    module.__version__, module.flash_attn_interface = "2.8.3", types.ModuleType("flash_attn.flash_attn_interface")
+    monkeypatch.setitem(sys.modules, "flash_attn", module)
+    return module
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16], ids=str)
@@ -38,26 +51,20 @@ def test_choice_is_logged_once(caplog):
     assert [r.message for r in caplog.records] == ["attention kernel: cpu_flash: chosen"]
 
 
-def test_torch_varlen_without_the_package(hopper, monkeypatch):
-    monkeypatch.setattr(flash_attn, "package_problem", lambda: "not installed")
+def test_torch_varlen_without_the_package(hopper):
     assert choose_kernel(CUDA, torch.bfloat16, 128).name == "torch_varlen"
-    assert explain(CUDA, torch.bfloat16, 128) == ["flash_attn: not installed", "torch_varlen: chosen"]
+    missing, chosen = explain(CUDA, torch.bfloat16, 128)
+    assert missing.startswith("flash_attn: the flash-attn package cannot be imported")
+    assert chosen == "torch_varlen: chosen"
 
 
-def test_a_missing_package_is_named(monkeypatch):
-    monkeypatch.setitem(__import__("sys").modules, "flash_attn", None)
-    flash_attn.package_problem.cache_clear()
-    assert "flash-attn package cannot be imported" in flash_attn.package_problem()
-    flash_attn.package_problem.cache_clear()
-
-
-def test_the_package_comes_first(hopper, flash_attn_package):  # noqa: F811
+def test_the_package_comes_first(package):
     assert choose_kernel(CUDA, torch.float16, 64).name == "flash_attn"
     assert explain(CUDA, torch.float16, 64) == ["flash_attn: chosen", "torch_varlen: not needed"]
 
 
-def test_an_old_package_is_refused(hopper, flash_attn_package):  # noqa: F811
-    flash_attn_package.__version__ = "2.6.3"
+def test_an_old_package_is_refused(package):
+    package.__version__ = "2.6.3"
     assert explain(CUDA, torch.float16, 64)[0] == "flash_attn: flash-attn 2.6.3 is older than 2.7"
 
 

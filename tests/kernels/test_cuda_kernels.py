@@ -21,10 +21,15 @@ from tests.kernels.test_kernels import CPU, HEADS, random_inputs, random_segment
 
 def launched(q, k, cu_q, cu_k, max_q, max_k, causal):
     """The segments that a launch describes, after the checks of FlashAttention-2."""
-    assert cu_q.dtype == cu_k.dtype == torch.int32 and cu_q.is_contiguous() and cu_k.is_contiguous()
-    assert q.stride(-1) == k.stride(-1) == 1 and q.shape[2] % 8 == 0 and cu_q.numel() > 1
+    assert cu_q.dtype == cu_k.dtype == torch.int32
+    assert cu_q.is_contiguous()
+    assert cu_k.is_contiguous()
+    assert q.stride(-1) == k.stride(-1) == 1
+    assert q.shape[2] % 8 == 0
+    assert cu_q.numel() > 1
     q_lens, k_lens = cu_q.diff().tolist(), cu_k.diff().tolist()
-    assert max_q >= max(q_lens) and max_k == max(k_lens) > 0, "an empty or a wrong bound"
+    assert max_q >= max(q_lens), "the bound on queries is too low"
+    assert max_k == max(k_lens) > 0, "the bound on keys is wrong, or the launch empty"
     if max_q == 1 and q.shape[1] > k.shape[1]:
         assert q.shape[0] == len(q_lens), "the path for decoding needs exactly one query per sequence"
     return Segments(q_lens, k_lens, causal=causal, device=q.device)
@@ -37,7 +42,9 @@ def flash2_forward(q, k, v, cu_q, cu_k, max_q, max_k, causal, scale):
 
 
 def flash2_backward(dout, q, k, v, out, lse, cu_q, cu_k, max_q, max_k, causal, scale):
-    assert dout.dtype == out.dtype == q.dtype and lse.dtype == torch.float32 and lse.is_contiguous()
+    assert dout.dtype == out.dtype == q.dtype
+    assert lse.dtype == torch.float32
+    assert lse.is_contiguous()
     segments = launched(q, k, cu_q, cu_k, max_q, max_k, causal)
     return Reference().backward(dout, q, k, v, out, lse, segments, scale=scale)
 
@@ -47,14 +54,18 @@ def torch_varlen():
     """The kernel on aten ops whose CPU implementation is the stand-in."""
 
     def forward(q, k, v, cu_q, cu_k, max_q, max_k, dropout, causal, debug, *, scale=None, **unset):
-        assert dropout == 0.0 and not debug and not any(x is not None for x in unset.values())
+        assert dropout == 0.0
+        assert not debug
+        assert not any(x is not None for x in unset.values())
         out, lse = flash2_forward(q, k, v, cu_q, cu_k, max_q, max_k, causal, scale)
         return out, lse, torch.empty(2, dtype=torch.uint64), torch.empty(0), torch.empty(0)
 
     def backward(
         dout, q, k, v, out, lse, cu_q, cu_k, max_q, max_k, dropout, causal, rng_state, unused, *, scale=None, **unset
     ):
-        assert dropout == 0.0 and rng_state.dtype == torch.uint64 and not unused.numel()
+        assert dropout == 0.0
+        assert rng_state.dtype == torch.uint64
+        assert not unused.numel()
         assert not any(x is not None for x in unset.values())
         return flash2_backward(dout, q, k, v, out, lse, cu_q, cu_k, max_q, max_k, causal, scale)
 
@@ -73,7 +84,9 @@ def flash_attn_package(monkeypatch):
         window_size_left=-1, window_size_right=-1, softcap=0.0, alibi_slopes=None, return_softmax=False,
         block_table=None, leftpad_k=None, seqused_k=None, zero_tensors=False,
     ):  # fmt: skip
-        assert dropout_p == softcap == 0.0 and window_size_left == window_size_right == -1 and not return_softmax
+        assert dropout_p == softcap == 0.0
+        assert window_size_left == window_size_right == -1
+        assert not return_softmax
         launch = (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, causal, softmax_scale)
         return *flash2_forward(q, k, v, *launch), torch.empty(0), torch.empty(2, dtype=torch.int64)
 
@@ -82,7 +95,8 @@ def flash_attn_package(monkeypatch):
         dropout_p, softmax_scale, causal, window_size_left, window_size_right, softcap, alibi_slopes, deterministic,
         rng_state=None, zero_tensors=False,
     ):  # fmt: skip
-        assert dropout_p == softcap == 0.0 and window_size_left == window_size_right == -1
+        assert dropout_p == softcap == 0.0
+        assert window_size_left == window_size_right == -1
         assert deterministic == torch.are_deterministic_algorithms_enabled()
         launch = (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, causal, softmax_scale)
         grads = flash2_backward(dout, q, k, v, out, softmax_lse, *launch)
@@ -112,7 +126,9 @@ def kernel(request):
 def assert_like_the_reference(kernel, inputs, segments):
     got, want = run(kernel, *inputs, segments), run(Reference(), *inputs, segments)
     for x, y in zip(got, want, strict=True):
-        assert x.shape == y.shape and x.dtype == y.dtype and torch.equal(x, y)
+        assert x.shape == y.shape
+        assert x.dtype == y.dtype
+        assert torch.equal(x, y)
 
 
 @pytest.mark.parametrize("heads", HEADS)
@@ -161,5 +177,7 @@ def test_shapes_of_torchs_own_meta_kernels():
     segments = Segments([3, 4], [3, 4], causal=True, device=meta)
     q, k, _, _ = (x.to(meta) for x in random_inputs(segments, (4, 2), dtype=torch.bfloat16))
     out, lse, dq, dk, dv = run(TorchVarlen(), q, k, k, q, segments)
-    assert out.shape == dq.shape == q.shape and dk.shape == dv.shape == k.shape
-    assert lse.shape == (4, 7) and lse.dtype == torch.float32
+    assert out.shape == dq.shape == q.shape
+    assert dk.shape == dv.shape == k.shape
+    assert lse.shape == (4, 7)
+    assert lse.dtype == torch.float32

@@ -69,9 +69,11 @@ def run(kernel, q, k, v, dout, segments):
 
 
 def assert_close(got, want, tolerance=1e-12):
-    assert got.shape == want.shape and got.dtype == want.dtype
+    assert got.shape == want.shape
+    assert got.dtype == want.dtype
     finite = want.isfinite()
-    assert torch.equal(got.isfinite(), finite) and torch.equal(got[~finite], want[~finite])
+    assert torch.equal(got.isfinite(), finite)
+    assert torch.equal(got[~finite], want[~finite])
     got, want = got[finite], want[finite]
     error = (got - want).norm() / want.norm().clamp_min(1e-3)
     assert error <= tolerance, f"relative error {error:.2e}"
@@ -106,8 +108,11 @@ def test_cpu_flash_agrees_with_the_reference_on_longer_sequences(heads, causal):
 def test_query_without_keys_gets_zero_and_minus_infinity(kernel):
     segments = Segments([2, 3], [0, 4], causal=False, device=CPU)
     out, lse, dq, _, _ = run(kernel, *random_inputs(segments, (2, 1)), segments)
-    assert not out[:2].any() and not dq[:2].any() and out[2:].all()
-    assert (lse[:, :2] == -torch.inf).all() and lse[:, 2:].isfinite().all()
+    assert not out[:2].any()
+    assert not dq[:2].any()
+    assert out[2:].all()
+    assert (lse[:, :2] == -torch.inf).all()
+    assert lse[:, 2:].isfinite().all()
 
 
 @every_kernel
@@ -115,8 +120,10 @@ def test_query_without_keys_gets_zero_and_minus_infinity(kernel):
 def test_calls_with_nothing_to_do(kernel, lengths):
     segments = Segments(*lengths, causal=False, device=CPU)
     out, lse, dq, dk, dv = run(kernel, *random_inputs(segments, (4, 2)), segments)
-    assert lse.shape == (4, segments.total_q) and (lse == -torch.inf).all()
-    assert not any(x.any() for x in (out, dq, dk, dv)) and dk.shape == (segments.total_k, 2, 8)
+    assert lse.shape == (4, segments.total_q)
+    assert (lse == -torch.inf).all()
+    assert not any(x.any() for x in (out, dq, dk, dv))
+    assert dk.shape == (segments.total_k, 2, 8)
 
 
 def merge(parts):

@@ -10,7 +10,8 @@ CPU = torch.device("cpu")
 
 def test_offsets_and_totals():
     segments = Segments([3, 0, 5], [2, 7, 0], causal=False, device=CPU)
-    assert segments.cu_seqlens_q.tolist() == [0, 3, 3, 8] and segments.cu_seqlens_k.tolist() == [0, 2, 9, 9]
+    assert segments.cu_seqlens_q.tolist() == [0, 3, 3, 8]
+    assert segments.cu_seqlens_k.tolist() == [0, 2, 9, 9]
     assert segments.cu_seqlens_q.dtype == segments.cu_seqlens_k.dtype == torch.int32
     assert (segments.max_q, segments.max_k, segments.total_q, segments.total_k) == (5, 7, 8, 9)
 
@@ -23,13 +24,17 @@ def test_offsets_are_made_once_and_shared():
 def test_blocks_skip_sequences_without_queries_or_keys():
     segments = Segments([3, 0, 5, 1], [2, 7, 0, 4], causal=False, device=CPU)
     assert list(segments.blocks()) == [(slice(0, 3), slice(0, 2)), (slice(8, 9), slice(9, 13))]
-    assert segments.has_work() and segments.has_keyless()
+    assert segments.has_work()
+    assert segments.has_keyless()
 
 
 def test_no_sequences_at_all():
     segments = Segments([], [], causal=True, device=CPU)
-    assert segments.cu_seqlens_q.tolist() == [0] and segments.max_q == segments.total_k == 0
-    assert not list(segments.blocks()) and not segments.has_work() and not segments.has_keyless()
+    assert segments.cu_seqlens_q.tolist() == [0]
+    assert segments.max_q == segments.total_k == 0
+    assert not list(segments.blocks())
+    assert not segments.has_work()
+    assert not segments.has_keyless()
 
 
 @pytest.mark.parametrize(

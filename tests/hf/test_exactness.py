@@ -1,0 +1,72 @@
+"""The same batch gives the same loss and gradients under any plan, to rounding: float64, random legal plans of mixed
+degrees, strategies, packing and micro-batch counts, against one process that takes one document at a time."""
+
+import pytest
+import torch
+from accelerate import Accelerator
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+from hf_flexseq import DataCollatorForFlexSeq
+from tests.hf.tiny import RandomPlanEngine, documents, reference_gradients, relative_errors, tiny_llama
+from tests.ranks import run_ranks
+
+LENGTHS = [1, 2, 17, 5, 31, 3, 1, 40, 11, 2, 13, 23]
+
+
+def own_batches(examples, rank, world_size):
+    """What a rank's dataloader gives: every world_size-th example, two batches of them."""
+    mine = examples[rank::world_size]
+    half = len(mine) // 2
+    collate = DataCollatorForFlexSeq()
+    return [collate(part) for part in (mine[:half], mine[half:]) if part]
+
+
+def whole(gradient):
+    return gradient.full_tensor() if hasattr(gradient, "full_tensor") else gradient
+
+
+def gradients_under_random_plans(rank, world_size, sharding, checkpointing, dtype, plans):
+    """The largest relative errors of loss, gradient norm and parameter gradients over `plans` random plans."""
+    examples = documents(LENGTHS)
+    wanted_loss, wanted = reference_gradients(tiny_llama(torch.float64), examples)
+    model = tiny_llama(torch.float64).to(dtype)
+    if checkpointing:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    if sharding == "fsdp2":
+        for layer in model.model.layers:
+            fully_shard(layer)
+        fully_shard(model)
+    model.train()
+    engine = RandomPlanEngine(Accelerator(cpu=True), seed=world_size * 100 + checkpointing)
+    engine.attach(model)
+    wrapped = DistributedDataParallel(model) if sharding == "ddp" else model
+    worst = {"loss": 0.0, "norm": 0.0, "gradients": 0.0}
+    for _ in range(plans):
+        (loss,) = [step.backward(wrapped) for step in engine.steps(own_batches(examples, rank, world_size), 2)]
+        torch.distributed.all_reduce(loss)
+        found = {name: whole(p.grad).double() for name, p in model.named_parameters()}
+        model.zero_grad()
+        norms = [torch.cat([g.flatten() for g in each.values()]).norm() for each in (found, wanted)]
+        errors = relative_errors(found, wanted)
+        worst["loss"] = max(worst["loss"], abs(float(loss) / world_size - wanted_loss) / wanted_loss)
+        worst["norm"] = max(worst["norm"], float((norms[0] - norms[1]).abs() / norms[1]))
+        worst["gradients"] = max(worst["gradients"], *errors.values())
+    return worst
+
+
+@pytest.mark.parametrize("world_size", [2, 3, 4])
+@pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.parametrize("sharding", ["ddp", "fsdp2"])
+def test_float64_gradients_equal_one_process(world_size, sharding, checkpointing):
+    plans = 20 if sharding == "ddp" and not checkpointing else 6
+    for worst in run_ranks(gradients_under_random_plans, world_size, sharding, checkpointing, torch.float64, plans):
+        assert worst["loss"] < 1e-12
+        assert worst["norm"] < 1e-10
+        assert worst["gradients"] < 1e-10
+
+
+def test_float32_gradients_are_close_to_one_process():
+    for worst in run_ranks(gradients_under_random_plans, 3, "ddp", False, torch.float32, 6):
+        assert worst["loss"] < 1e-6
+        assert worst["gradients"] < 1e-5

@@ -1,0 +1,101 @@
+"""A model, documents, and what one process makes of them."""
+
+import random
+
+import torch
+from torch.nn import functional as F
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from hf_flexseq import FlexSeqArguments, FlexSeqEngine
+from hf_flexseq.plan import Plan
+from tests.plans import random_plan
+
+VOCAB = 61
+
+
+def tiny_llama(dtype=torch.float64, seed=0, **config):
+    """Two layers, grouped-query attention; different seeds are different weights.
+
+    transformers' RMSNorm computes in float32 whatever the dtype, so that a loss scaled by 3 (ranks) has gradients that
+    round differently; torch's own computes in the dtype of its input.
+    """
+    torch.manual_seed(seed)
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": VOCAB}
+    model = LlamaForCausalLM(LlamaConfig(**{**sizes, **heads, **config}))
+    for layer in model.model.layers:
+        layer.input_layernorm = torch_norm(layer.input_layernorm)
+        layer.post_attention_layernorm = torch_norm(layer.post_attention_layernorm)
+    model.model.norm = torch_norm(model.model.norm)
+    return model.to(dtype)
+
+
+def torch_norm(norm):
+    return torch.nn.RMSNorm(norm.weight.shape, eps=norm.variance_epsilon)
+
+
+def documents(lengths, seed=0):
+    """Examples as a dataset would hold them: some labels are masked, and not all documents equally."""
+    rng = random.Random(seed)
+    examples = []
+    for length in lengths:
+        tokens = [rng.randrange(VOCAB) for _ in range(length)]
+        prompt = rng.randrange(length)
+        examples.append({"input_ids": tokens, "labels": [-100] * prompt + tokens[prompt:]})
+    return examples
+
+
+def reference_loss(model, examples):
+    """The mean loss over all target tokens, in float64, one document at a time through the model's own attention."""
+    total, targets = 0.0, 0
+    for example in examples:
+        logits = model(input_ids=torch.tensor([example["input_ids"]]), use_cache=False).logits[0].double()
+        labels = torch.tensor([*example["labels"][1:], -100])
+        total = total + F.cross_entropy(logits, labels, ignore_index=-100, reduction="sum")
+        targets += int((labels != -100).sum())
+    return total / targets
+
+
+def reference_gradients(model, examples):
+    """Loss and gradients, by parameter name, of one process."""
+    model.set_attn_implementation("sdpa")
+    model.zero_grad()
+    loss = reference_loss(model, examples)
+    loss.backward()
+    gradients = {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
+    model.zero_grad()
+    return float(loss.detach()), gradients
+
+
+def relative_errors(found, wanted):
+    """||a - b|| / ||b|| per parameter, with 1e-3 of the largest norm as floor."""
+    floor = 1e-3 * max(float(g.norm()) for g in wanted.values())
+    assert found.keys() == wanted.keys()
+    return {name: float((found[name] - g).norm()) / max(float(g.norm()), floor) for name, g in wanted.items()}
+
+
+class RandomPlanner:
+    """Any legal plan, another one each step."""
+
+    def __init__(self, world_size, seed):
+        self.world_size, self.rng, self.submitted = world_size, random.Random(seed), {}
+
+    def submit(self, step, lengths):
+        self.submitted[step] = lengths
+
+    def result(self, step) -> Plan:
+        return random_plan(self.submitted.pop(step), self.world_size, self.rng)
+
+    def close(self):
+        pass
+
+
+class RandomPlanEngine(FlexSeqEngine):
+    """An engine whose plans are random."""
+
+    def __init__(self, accelerator, seed, **options):
+        super().__init__(accelerator, FlexSeqArguments(**{"lookahead": 0, "cost_model": "flexsp-gpt-7b-a100", **options}))
+        self.seed = seed
+
+    def make_planner(self, *, ahead):
+        return RandomPlanner(self.communicator.world_size, self.seed)

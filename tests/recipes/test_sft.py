@@ -1,0 +1,93 @@
+"""What sft.py does around the training; the last test is a whole run on two processes."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from progress import log_line
+from sft import checkpoint_to_resume, start_trace, summary
+
+ROOT = Path(__file__).parents[2]
+FIGURES = {
+    "flexseq/micro_batches": 2.0,
+    "flexseq/groups_of_1": 3.0,
+    "flexseq/groups_of_2": 1.0,
+    "flexseq/predicted_s": 1.0,
+    "flexseq/measured_s": 1.25,
+    "flexseq/tokens_per_s": 8000.0,
+}
+
+
+def args_for(folder, asked=None) -> SimpleNamespace:
+    return SimpleNamespace(output_dir=str(folder), resume_from_checkpoint=asked, plan_trace=None, process_index=0)
+
+
+def test_a_run_goes_on_from_its_last_checkpoint_unless_told_otherwise(tmp_path):
+    assert checkpoint_to_resume(args_for(tmp_path / "not-there")) is None
+    assert checkpoint_to_resume(args_for(tmp_path)) is None
+    for step in (5, 10):
+        (tmp_path / f"checkpoint-{step}").mkdir()
+    last = str(tmp_path / "checkpoint-10")
+    assert checkpoint_to_resume(args_for(tmp_path)) == last
+    assert checkpoint_to_resume(args_for(tmp_path, "true")) == last
+    assert checkpoint_to_resume(args_for(tmp_path, "false")) is None
+    assert checkpoint_to_resume(args_for(tmp_path, "some/where")) == "some/where"
+
+
+def test_resuming_from_nothing_is_an_error(tmp_path):
+    with pytest.raises(ValueError, match="there is no checkpoint in"):
+        checkpoint_to_resume(args_for(tmp_path, "true"))
+
+
+def test_only_a_new_run_starts_a_new_trace(tmp_path):
+    trace = tmp_path / "plan_trace.jsonl"
+    trace.write_text("{}\n")
+    args = args_for(tmp_path)
+    start_trace(args, anew=False)
+    assert (args.plan_trace, trace.exists()) == (str(trace), True)
+    start_trace(args, anew=True)
+    assert not trace.exists()
+
+
+def test_a_step_is_one_line():
+    line = log_line(7, {"loss": 5.4321, "learning_rate": 1e-3} | FIGURES)
+    assert line.startswith("step    7  loss 5.432  3 x degree 1 + 1 x degree 2 in 2 micro-batch")
+    assert "\n" not in line
+    assert log_line(0, {"eval_loss": 8.3}) == "step    0  held-out loss 8.300"
+    assert log_line(9, {"train_runtime": 1.0}) is None
+
+
+def test_the_summary_ends_with_what_a_user_looks_for(tmp_path):
+    logs = [{"eval_loss": 8.314}, {"loss": 7.0}, {"eval_loss": 6.02}]
+    args = SimpleNamespace(output_dir="runs/x", plan_trace="runs/x/plan_trace.jsonl")
+    trainer = SimpleNamespace(args=args, state=SimpleNamespace(log_history=logs))
+    first, second, third = summary(trainer).splitlines()
+    assert first == "held-out loss: 8.31 -> 6.02"
+    assert second.endswith("runs/x/plan_trace.jsonl")
+    assert 'AutoModelForCausalLM.from_pretrained("runs/x")' in third
+
+
+@pytest.mark.timeout(300)
+def test_a_whole_run_on_two_processes(tmp_path):
+    corpus = tmp_path / "corpus"
+    corpus.mkdir()
+    for i in range(24):
+        (corpus / f"{i}.txt").write_text(f"line {i} of a file\n" * (1 + 60 * (i % 8 == 0)))
+    command = [sys.executable, "-m", "accelerate.commands.launch"]
+    command += ["--config_file", "recipes/accelerate_configs/cpu.yaml", "--main_process_port", "0", "recipes/sft.py"]
+    command += ["--config", "recipes/quickstart/small_llama.yaml", "--output_dir", str(tmp_path / "out")]
+    command += ["--dataset", str(corpus), "--tokenizer_vocab_size", "300", "--tokenizer_cache", str(tmp_path / "bpe")]
+    command += ["--held_out_fraction", "0.3", "--max_length", "256", "--max_tokens_per_rank", "200"]
+    command += ["--max_steps", "3", "--per_device_train_batch_size", "2"]
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "HF_HOME": str(tmp_path / "hf"), "PYTHONPATH": str(ROOT)}
+    run = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=280, check=False)
+    assert run.returncode == 0, run.stderr
+    assert "held-out loss: 5." in run.stdout
+    assert len((tmp_path / "out" / "plan_trace.jsonl").read_text().splitlines()) == 3
+    AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    assert len(AutoTokenizer.from_pretrained(tmp_path / "out")) <= 300

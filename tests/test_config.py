@@ -1,0 +1,57 @@
+"""FlexSeqArguments: defaults, nonsense refused when created, and mixing with another dataclass."""
+
+from dataclasses import dataclass, fields
+
+import pytest
+
+from hf_flexseq.config import FlexSeqArguments
+
+
+def test_defaults_are_valid_and_documented() -> None:
+    arguments = FlexSeqArguments()
+    assert (arguments.planner, arguments.strategy, arguments.sync, arguments.lookahead) == ("auto", "auto", "auto", 4)
+    assert all(f.metadata["help"] for f in fields(FlexSeqArguments))
+
+
+@pytest.mark.parametrize(
+    "chosen, message",
+    [
+        ({"planner": "fastest"}, "planner='fastest'"),
+        ({"strategy": "ring"}, "strategy='ring'"),
+        ({"sync": "loose"}, "sync='loose'"),
+        ({"planner": "static"}, "needs sp_degree"),
+        ({"sp_degree": 2}, "is for planner='static'"),
+        ({"planner": "static", "sp_degree": 0}, "sp_degree=0"),
+        ({"max_tokens_per_rank": 0}, "max_tokens_per_rank=0"),
+        ({"lookahead": -1}, "lookahead=-1"),
+    ],
+)
+def test_refuses_nonsense(chosen: dict, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        FlexSeqArguments(**chosen)
+
+
+@pytest.mark.parametrize("chosen", [{"planner": "flexsp"}, {"planner": "zeppelin"}, {"strategy": "hybrid"}])
+def test_says_what_is_not_there_yet(chosen: dict) -> None:
+    with pytest.raises(NotImplementedError, match="choose from"):
+        FlexSeqArguments(**chosen)
+
+
+@dataclass
+class Following:
+    batch: int = 1
+
+    def __post_init__(self) -> None:
+        if self.batch < 1:
+            raise ValueError("batch")
+
+
+@dataclass
+class Mixed(FlexSeqArguments, Following):
+    pass
+
+
+def test_runs_the_checks_of_the_dataclass_it_is_mixed_with() -> None:
+    assert Mixed(batch=2, lookahead=0).batch == 2
+    with pytest.raises(ValueError, match="batch"):
+        Mixed(batch=0)
