@@ -28,7 +28,7 @@ def run_ranks(function: Any, world_size: int, *args: Any, seconds: float = 60) -
         pipes, processes = [], []
         for rank in range(world_size):
             here, there = context.Pipe(duplex=False)
-            process = context.Process(target=_main, args=(there, folder, function, rank, world_size, args), daemon=True)
+            process = context.Process(target=_main, args=(there, folder, function, rank, world_size, args))
             process.start()
             there.close()
             pipes.append(here)

@@ -51,7 +51,10 @@ def chunked_cross_entropy_sum(
 
     hidden [T, C], weight [V, C] and bias [V] of one dtype; targets [T] int64, those equal to IGNORED count nothing.
     The result is float32, float64 for float64 inputs. Its backward works once: a second one raises RuntimeError.
+    Raises ValueError when the dtypes differ, as the head by itself would.
     """
+    if hidden.dtype != weight.dtype:
+        raise ValueError(f"hidden states in {hidden.dtype} meet a head in {weight.dtype}; cast one, or use autocast")
     if not torch.is_grad_enabled():
         # Autograd functions see requires_grad alone, and would compute all gradients for an evaluation.
         hidden, weight, bias = hidden.detach(), weight.detach(), None if bias is None else bias.detach()

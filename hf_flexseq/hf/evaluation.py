@@ -1,7 +1,7 @@
 """Evaluation on planned batches: what the Trainer's loop iterates over, and a loss that means something.
 
 The Trainer averages the means of its batches, which changes with batch size and world size. Here the loss is summed
-over target tokens, and samples that the loader repeats to fill its last batch are dropped before planning.
+over target tokens, and the loader does not repeat samples to fill its last batch.
 """
 
 import math
@@ -14,9 +14,8 @@ import torch.distributed as dist
 from accelerate.utils import DistributedType
 
 from hf_flexseq.distributed.communicator import Communicator
-from hf_flexseq.hf.collator import LENGTHS
 from hf_flexseq.hf.engine import FlexSeqEngine
-from hf_flexseq.hf.loaders import LoaderProxy
+from hf_flexseq.hf.loaders import LoaderProxy, without_repeats
 from hf_flexseq.hf.step import step_items
 
 
@@ -29,8 +28,9 @@ class PlannedBatches(LoaderProxy):
         self._engine = engine
 
     def __iter__(self) -> Iterator[Any]:
-        for step in self._engine.evaluation_steps(without_repeats(self.dataloader, self._engine)):
-            yield from step_items(step, 1)
+        with without_repeats(self.dataloader):
+            for step in self._engine.evaluation_steps(self.dataloader):
+                yield from step_items(step, 1)
 
 
 class EvaluationLoss:
@@ -50,29 +50,6 @@ class EvaluationLoss:
         if communicator.control is not None:
             dist.all_reduce(self._sum, group=communicator.control)
         return float(self._sum) / communicator.world_size / self._targets if self._targets else math.nan
-
-
-def without_repeats(dataloader: Any, engine: FlexSeqEngine) -> Iterator[Any]:
-    """The loader's batches, the last one without the samples that were repeated to fill it.
-
-    The last round of batches holds the samples that are left, in the order of ranks, and then repeats; accelerate
-    says how many are left (`remainder`, -1 when it does not know).
-    """
-    state = engine.accelerator.gradient_state
-    rank = engine.communicator.rank
-    for batch in dataloader:
-        if state.end_of_dataloader and state.remainder > 0:
-            size = dataloader.total_batch_size // engine.communicator.world_size
-            yield first_examples(batch, state.remainder - rank * size)
-        else:
-            yield batch
-
-
-def first_examples(batch: dict[str, Any], count: int) -> dict[str, Any]:
-    """The first `count` examples of a flattened batch, none when it is negative."""
-    lengths = batch.get(LENGTHS, [])[: max(count, 0)]
-    tokens = sum(lengths)
-    return {name: lengths if name == LENGTHS else value[:, :tokens] for name, value in batch.items()}
 
 
 @contextmanager

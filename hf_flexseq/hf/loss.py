@@ -85,7 +85,8 @@ class ChunkedLoss:
         self._own_loss, self._had_own = model.loss_function, "_loss_function" in vars(model)
         self._labels_at = list(inspect.signature(model.forward).parameters).index("labels")
         self._call: _Call | None = None
-        self._enabled, self._said = True, ""
+        self._enabled = True
+        self._said: set[str] = set()  # backends that have been logged
         self._hooks = [entry.register_forward_pre_hook(self._begin, with_kwargs=True) for entry in entries]
         # always_call: an exception leaves no targets behind.
         self._hooks += [entry.register_forward_hook(self._end, always_call=True) for entry in entries]
@@ -147,8 +148,8 @@ class ChunkedLoss:
             dtype = torch.get_autocast_dtype(device)
             operands = tuple(None if x is None else x.to(dtype) for x in operands)
         backend = choose_backend(*operands[:2])
-        if backend.name != self._said:
-            self._said = backend.name
+        if backend.name not in self._said:
+            self._said.add(backend.name)
             logger.info("chunked loss of %s by %s: %s", type(self._model).__name__, backend.name, backend.why)
         with torch.autocast(device, enabled=False):
             return chunked_cross_entropy_sum(*operands, targets)

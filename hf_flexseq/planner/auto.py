@@ -17,9 +17,10 @@ import numpy as np
 
 from hf_flexseq.cost import CostModel, Int64Array, step_ns
 from hf_flexseq.plan import MicroBatch
-from hf_flexseq.planner.fill import Filled, fill_short, repair, water_levels
+from hf_flexseq.planner.fill import Filled, fill_short, water_levels
 from hf_flexseq.planner.place import Candidates, place_long
 from hf_flexseq.planner.problem import NEVER, Problem, make_problem, micro_batches_of
+from hf_flexseq.planner.repair import repair
 from hf_flexseq.planner.static import static_degrees, static_micro_batches
 from hf_flexseq.planner.targets import PERMILLE, starting_candidates
 from hf_flexseq.topology import Topology
@@ -29,6 +30,7 @@ KEPT = 3  # candidates whose targets the next round changes
 CHANGES = (40, 20, 10)  # per mille, one round each
 COPIES = 6
 NEARLY_FULL = 950  # per mille
+HOPELESS = 1030  # per mille of the best objective, above which no more rounds are spent
 
 
 def auto_micro_batches(
@@ -36,34 +38,50 @@ def auto_micro_batches(
 ) -> tuple[MicroBatch, ...]:
     """The micro-batches of the best plan found. Every sequence must fit on all ranks together."""
     problem = make_problem(lengths, topology, cost, strategy=strategy, cap=cap)
-    plans = [micro_batches_of(problem, f.block.tolist(), f.batch.tolist()) for f in _searched(problem)]
+    found = _searched(problem)
+    best = micro_batches_of(problem, found.block.tolist(), found.batch.tolist()) if found else ()
+    best_ns = step_ns(cost, best, lengths, topology, sync=sync) if found else NEVER
     for degree in static_degrees(topology):
-        if (strategy == "local" and degree > 1) or max(lengths) > cap * degree:
-            continue
-        plans.append(static_micro_batches(lengths, topology, cost, degree=degree, strategy=strategy, cap=cap))
-    return min(plans, key=lambda plan: step_ns(cost, plan, lengths, topology, sync=sync))
+        if static_bound_ns(problem, degree) < best_ns:
+            fixed = static_micro_batches(lengths, topology, cost, degree=degree, strategy=strategy, cap=cap)
+            fixed_ns = step_ns(cost, fixed, lengths, topology, sync=sync)
+            best, best_ns = (fixed, fixed_ns) if fixed_ns < best_ns else (best, best_ns)
+    return best
 
 
-def _searched(problem: Problem) -> list[Filled]:
-    """The best candidates for the fewest micro-batches, and for one more where that may pay."""
+def static_bound_ns(problem: Problem, degree: int) -> int:
+    """Nanoseconds that one degree for everything cannot undercut; NEVER when a sequence does not fit it."""
+    degrees = [d for d, _ in problem.blocks.shapes]
+    if degree not in degrees:
+        fits = -(-int(problem.lengths[0]) // degree) <= problem.cap
+        return int(problem.least_area.sum()) // problem.world + problem.constant if fits else NEVER
+    column = degrees.index(degree)
+    if problem.times[0, column] == NEVER:
+        return NEVER
+    return int(problem.times[:, column].sum()) * degree // problem.world + problem.constant
+
+
+def _searched(problem: Problem) -> Filled | None:
+    """The best candidate for the fewest micro-batches, or for one more where that may pay."""
     fewest = problem.fewest_micro_batches
-    found = search(problem, fewest)
+    found = search(problem, fewest, NEVER)
     full = int(problem.lengths.sum()) * PERMILLE > NEARLY_FULL * fewest * problem.cap * problem.world
     if full or not found:
-        found += search(problem, fewest + 1)
+        more = search(problem, fewest + 1, found.objective if found else NEVER)
+        return min((f for f in (found, more) if f), key=lambda f: f.objective, default=None)
     return found
 
 
-def search(problem: Problem, batches: int) -> list[Filled]:
-    """The best complete candidates with `batches` micro-batches, best first."""
+def search(problem: Problem, batches: int, beat: int) -> Filled | None:
+    """The best complete candidate with `batches` micro-batches; `beat` is an objective in hand."""
     candidates = starting_candidates(problem, batches)
     best: list[tuple[Filled, Candidates]] = []
     for change in (*CHANGES, 0):
         best = sorted(best + _tried(problem, candidates), key=lambda pair: pair[0].objective)[:KEPT]
-        if not best or not change:
+        if not best or not change or best[0][0].objective * PERMILLE > beat * HOPELESS:
             break
         candidates = _changed([kept for _, kept in best], change)
-    return [repair(problem, filled) for filled, _ in best]
+    return min((repair(problem, filled) for filled, _ in best), key=lambda f: f.objective, default=None)
 
 
 def _tried(problem: Problem, candidates: Candidates) -> list[tuple[Filled, Candidates]]:
@@ -75,7 +93,7 @@ def _tried(problem: Problem, candidates: Candidates) -> list[tuple[Filled, Candi
     for which in np.argsort(promise, kind="stable")[:FILLED].tolist():
         if promise[which] == NEVER:
             break
-        filled = fill_short(problem, placed, which, int(candidates.long[which]), int(rises[which]))
+        filled = fill_short(problem, placed, which, long=int(candidates.long[which]), rise=int(rises[which]))
         if filled is not None:
             tried.append((filled, candidates.take(np.array([which]))))
     return tried

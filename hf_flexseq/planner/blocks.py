@@ -25,7 +25,7 @@ class Blocks:
 
     start, stop: [B] ranks. shapes: the distinct (degree, spans nodes), ascending; the first is one rank alone.
     shape_of: [B] index into `shapes`. inside, around, crossing: [B, B], whether the second block lies inside the first
-    or equals it, contains it and is larger, or partly overlaps it.
+    or equals it, contains it and is larger, or partly overlaps it. overlap: whether any two blocks do that.
     """
 
     start: Int64Array
@@ -35,6 +35,7 @@ class Blocks:
     inside: NDArray[np.bool_]
     around: NDArray[np.bool_]
     crossing: NDArray[np.bool_]
+    overlap: bool
 
 
 def blocks_of(topology: Topology) -> Blocks:
@@ -52,6 +53,7 @@ def blocks_of(topology: Topology) -> Blocks:
     inside = (start[:, None] <= start) & (stop <= stop[:, None])
     around = inside.T & ~inside
     disjoint = (stop <= start[:, None]) | (stop[:, None] <= start)
+    crossing = ~(inside | around | disjoint)
     return Blocks(
         start=start,
         stop=stop,
@@ -59,7 +61,8 @@ def blocks_of(topology: Topology) -> Blocks:
         shape_of=np.array([shapes.index(shape[block]) for block in ordered]),
         inside=inside,
         around=around,
-        crossing=~(inside | around | disjoint),
+        crossing=crossing,
+        overlap=bool(crossing.any()),
     )
 
 

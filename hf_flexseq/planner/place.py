@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from hf_flexseq.cost import Int64Array
 from hf_flexseq.planner.problem import NEVER, Problem
 
-FIT_UNIT = 1024
+FIT_BITS = 10  # `fit` is in units of 2**-10
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -81,9 +81,9 @@ def _scores(problem: Problem, placed: Placement, fit: Int64Array, row: int, wast
     shape_of, count = problem.blocks.shape_of, len(fit)
     load, held = placed.state[:, :count]
     slack = (placed.targets[:count, :, None] - problem.times[row][shape_of]) - load
-    score = np.maximum(-slack, slack * fit[:, None, None] // FIT_UNIT)
+    score = np.maximum(-slack, slack * fit[:, None, None] >> FIT_BITS)
     score += waste[shape_of]
-    score[held > problem.cap - problem.needs[row][shape_of]] = NEVER
+    np.copyto(score, NEVER, where=held > problem.cap - problem.needs[row][shape_of])
     flat: Int64Array = score.reshape(count, -1)
     return flat
 
@@ -99,7 +99,8 @@ def _put(problem: Problem, placed: Placement, row: int, best: Int64Array) -> Non
     state += amounts[:, :, None] * blocks.inside[block]
     reached = state[:, which, block]
     # A larger block's fullest rank is its own or the fullest in here: nothing outside has changed.
-    np.maximum(state, reached[:, :, None], out=state, where=blocks.around[block])
-    state[1][blocks.crossing[block]] = NEVER
+    np.maximum(state, reached[:, :, None] * blocks.around[block], out=state)
+    if blocks.overlap:
+        state[1][blocks.crossing[block]] = NEVER
     placed.state[:, which, batch] = state
     placed.targets[which, batch] = np.maximum(placed.targets[which, batch], reached[0])

@@ -9,6 +9,8 @@
 4. Long are the sequences above one rank's memory, or whose time on one rank exceeds a fraction of the mean target.
 """
 
+from dataclasses import dataclass
+
 import numpy as np
 
 from hf_flexseq.cost import Int64Array
@@ -16,35 +18,65 @@ from hf_flexseq.planner.place import Candidates
 from hf_flexseq.planner.problem import NEVER, Problem
 
 PERMILLE = 1000
-# (share of the chunk in the mix, factor on all targets), per mille
-MIXES = ((1000, 1000), (1000, 1030), (800, 1000), (800, 1030), (600, 1010), (0, 1020))
-BEST_FIT, WORST_FIT = 16, -16
 FULL = 960  # per mille of a micro-batch's memory that a full chunk takes
-FRACTIONS_CROWDED = (600, 400)  # of the mean target, per mille, when a rank holds many sequences
-FRACTIONS_SPARSE = (350, 120)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Recipe:
+    """What a density of sequences calls for; tuned on batches of 512 on 64 ranks, all numbers per mille but `fit`.
+
+    mixes: (chunks as full as memory allows?, share of the chunk in the mix, factor on all targets).
+    settings: (`fit` of place.py, fraction of the mean target above which a sequence is long).
+    """
+
+    mixes: tuple[tuple[bool, int, int], ...]
+    settings: tuple[tuple[int, int], ...]
+    breakpoint_settings: tuple[tuple[int, int], ...]
+
+
+CROWDED = Recipe(
+    mixes=(
+        (True, 900, 1040),
+        (True, 700, 1020),
+        (False, 800, 1040),
+        (True, 1000, 1000),
+        (False, 1000, 1040),
+        (True, 300, 1000),
+    ),
+    settings=((16, 600), (-16, 400), (16, 250)),
+    breakpoint_settings=((16, 600), (-16, 400)),
+)
+SPARSE = Recipe(
+    mixes=(
+        (True, 800, 1060),
+        (True, 300, 1060),
+        (False, 0, 1060),
+        (False, 600, 1060),
+        (True, 900, 1060),
+        (False, 300, 1040),
+    ),
+    settings=((-16, 120), (16, 120)),
+    breakpoint_settings=((16, 120),),
+)
+CROWDED_FROM = 2.5  # sequences per rank and micro-batch
 
 
 def starting_candidates(problem: Problem, batches: int) -> Candidates:
     """The candidates for `batches` micro-batches."""
-    targets = [_mixed(problem, shares, mix) for shares in _shares(problem, batches) for mix in MIXES]
-    targets += _breakpoints(problem, batches)
-    unique = sorted({tuple(t) for t in targets})
-    return _with_settings(problem, np.array(unique, dtype=np.int64))
-
-
-def _with_settings(problem: Problem, targets: Int64Array) -> Candidates:
-    """Targets with every setting of `fit` and of what counts as long, in turn."""
-    crowded = len(problem.lengths) >= 4 * problem.world * targets.shape[1]
-    fractions = FRACTIONS_CROWDED if crowded else FRACTIONS_SPARSE
-    settings = [(fit, fraction) for fraction in fractions for fit in (BEST_FIT, WORST_FIT)]
-    chosen = [(t, *s) for t in targets for s in settings]
-    mean = max(1, int(problem.least_area.sum()) // problem.world // targets.shape[1])
-    long = {fraction: long_rows(problem, mean * fraction // PERMILLE) for fraction in fractions}
-    chosen.sort(key=lambda c: -long[c[2]])
+    crowded = len(problem.lengths) >= CROWDED_FROM * problem.world * batches
+    recipe = CROWDED if crowded else SPARSE
+    shares = {full: _shares(problem, batches, full) for full in (False, True)}
+    mixed = {_mixed(problem, shares[full], own, factor) for full, own, factor in recipe.mixes}
+    chosen = {(t, setting) for t in mixed for setting in recipe.settings}
+    chosen |= {(t, setting) for t in _breakpoints(problem, batches) for setting in recipe.breakpoint_settings}
+    mean = max(1, int(problem.least_area.sum()) // problem.world // batches)
+    limits = {fraction: mean * fraction // PERMILLE for _, (_, fraction) in chosen}
+    long = {fraction: long_rows(problem, limit) for fraction, limit in limits.items()}
+    ordered = sorted(chosen, key=lambda c: (-long[c[1][1]], c))
     return Candidates(
-        targets=np.array([c[0] for c in chosen]),
-        fit=np.array([c[1] for c in chosen]),
-        long=np.array([long[c[2]] for c in chosen]),
+        targets=np.array([t for t, _ in ordered], dtype=np.int64),
+        fit=np.array([fit for _, (fit, _) in ordered], dtype=np.int64),
+        long=np.array([long[fraction] for _, (_, fraction) in ordered], dtype=np.int64),
     )
 
 
@@ -53,26 +85,32 @@ def long_rows(problem: Problem, limit: int) -> int:
     return int((problem.times[:, 0] > limit).sum())
 
 
-def _shares(problem: Problem, batches: int) -> list[Int64Array]:
-    """Device-nanoseconds of each chunk, for both ways to cut."""
+def _shares(problem: Problem, batches: int, full: bool) -> Int64Array:
+    """Device-nanoseconds of each chunk of the sequences, longest first."""
     ends = np.cumsum(problem.lengths)
-    total, room = int(ends[-1]), problem.cap * problem.world * FULL // PERMILLE
-    full = np.minimum(np.arange(1, batches + 1) * room, total)
-    equal = np.arange(1, batches + 1) * total // batches
+    total, steps = int(ends[-1]), np.arange(1, batches + 1)
+    cuts = (
+        np.minimum(steps * (problem.cap * problem.world * FULL // PERMILLE), total)
+        if full
+        else steps * total // batches
+    )
     areas = np.concatenate([[0], np.cumsum(problem.least_area)])
-    return [np.diff(areas[np.searchsorted(ends, cuts, side="right")], prepend=0) for cuts in (equal, full)]
+    cut_areas: Int64Array = areas[np.searchsorted(ends, cuts, side="right")]
+    cut_areas[-1] = areas[-1]
+    return np.diff(cut_areas, prepend=0)
 
 
-def _mixed(problem: Problem, shares: Int64Array, mix: tuple[int, int]) -> list[int]:
-    own, factor = mix
-    total, batches = int(problem.least_area.sum()), len(shares)
-    mixed = (own * shares + (PERMILLE - own) * (total // batches)) // PERMILLE // problem.world
-    return [int(t) for t in mixed * factor // PERMILLE]
+def _mixed(problem: Problem, shares: Int64Array, own: int, factor: int) -> tuple[int, ...]:
+    """Targets of which `own` per mille follow the chunks' shares and the rest is equal, all times `factor`."""
+    equal = int(problem.least_area.sum()) // len(shares)
+    mixed = (own * shares + (PERMILLE - own) * equal) // PERMILLE // problem.world
+    return tuple((mixed * factor // PERMILLE).tolist())
 
 
-def _breakpoints(problem: Problem, batches: int) -> list[list[int]]:
-    total = int(problem.least_area.sum()) // problem.world
-    times = sorted({int(t) for row in problem.times[:4] for t in row[row < NEVER][:3] if t < total})
+def _breakpoints(problem: Problem, batches: int) -> set[tuple[int, ...]]:
+    """Targets whose first one is the time of one of the longest sequences at one of its smallest degrees."""
     if batches == 1:
-        return []
-    return [[t] + [(total - t) // (batches - 1)] * (batches - 1) for t in times]
+        return set()
+    total = int(problem.least_area.sum()) // problem.world
+    times = {int(t) for row in problem.times[:4] for t in row[row < NEVER][:3] if t < total}
+    return {(t, *[(total - t) // (batches - 1)] * (batches - 1)) for t in times}

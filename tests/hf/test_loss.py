@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 import transformers
+from accelerate.utils.operations import convert_outputs_to_fp32
 from peft import AdaLoraConfig, LoraConfig, PromptTuningConfig, get_peft_model
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -110,6 +111,12 @@ def test_only_what_requires_a_gradient_gets_one(backend, frozen, monkeypatch):
         inputs[i] = inputs[i].detach()
     for chunked, full in zip(loss_and_grads(backend, inputs), loss_and_grads(full_sum, inputs), strict=True):
         assert difference(chunked, full) < 1e-12
+
+
+def test_mixed_dtypes_raise():
+    hidden, weight, bias, targets = operands(5, 33, torch.float32)
+    with pytest.raises(ValueError, match="cast one"):
+        chunked_cross_entropy_sum(hidden.bfloat16(), weight, bias, targets)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -342,6 +349,14 @@ def test_changed_models_keep_their_loss(change, reason, caplog):
     assert reason in caplog.text
 
 
+def test_a_forward_wrapped_by_accelerate_is_looked_through():
+    model, batch = make_model(), make_batch()
+    model._original_forward, model.forward = model.forward, convert_outputs_to_fp32(model.forward)
+    assert attach_chunked_loss(model) is not None
+    assert model(**batch).logits is None
+    assert difference(model(**batch).loss, full_loss(make_model(), batch)) < 1e-6
+
+
 class Twice(transformers.LlamaForCausalLM):
     def forward(self, input_ids, labels=None, **kwargs):
         logits = self.lm_head(self.model(input_ids).last_hidden_state)
@@ -530,14 +545,16 @@ def test_adapters_that_call_the_model_their_own_way():
 
 
 def sharded_gradients(rank: int, world_size: int, policy: MixedPrecisionPolicy) -> dict[str, np.ndarray]:
-    """Of rank 0's and rank 1's batches over 29 items, with the units that accelerate makes."""
+    """Of the ranks' batches over 29 items: in the units that accelerate makes, or with a policy for the head alone."""
     mesh = init_device_mesh("cpu", (world_size,))
-    model = make_model()
-    assert attach_chunked_loss(model) is not None
+    model, shared = make_model(), policy == MixedPrecisionPolicy()
+    if shared:
+        assert attach_chunked_loss(model) is not None
     for layer in model.model.layers:
         fully_shard(layer, mesh=mesh)
-    fully_shard([model.model.norm, model.lm_head], mesh=mesh, mp_policy=policy)
-    fully_shard(model, mesh=mesh, mp_policy=policy)
+    fully_shard([model.model.norm, model.lm_head] if shared else model.lm_head, mesh=mesh, mp_policy=policy)
+    fully_shard(model, mesh=mesh)
+    assert attach_chunked_loss(model) is not None  # the classes of model and head are other ones by now
     outputs = model(**make_batch(length=5 + 3 * rank), num_items_in_batch=29)
     assert outputs.logits is None
     (outputs.loss * world_size).backward()

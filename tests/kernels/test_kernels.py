@@ -190,6 +190,17 @@ def test_16_bit_error_is_at_most_twice_that_of_plain_softmax(kernel, dtype, caus
         assert (got.double() - true).abs().max() <= 2 * (rough.double() - true).abs().max()
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_16_bit_gradients_do_not_lose_accuracy_with_length_or_shared_heads(dtype):
+    """1,409 tokens and four query heads to a key head: as good as float32 math that is rounded once."""
+    segments = Segments([1409], [1409], causal=True, device=CPU)
+    inputs = random_inputs(segments, (4, 1), head_dim=64, dtype=dtype)
+    true = run(Reference(), *(x.double() for x in inputs), segments)[2:]
+    rounded_once = run(Reference(), *inputs, segments)[2:]
+    for got, good, want in zip(run(CpuFlash(), *inputs, segments)[2:], rounded_once, true, strict=True):
+        assert (got.double() - want).norm() <= 1.5 * (good.double() - want).norm()
+
+
 @every_kernel
 @pytest.mark.parametrize("causal", [True, False], ids=["causal", "rectangles"])
 def test_float32_stays_float32(kernel, causal):
