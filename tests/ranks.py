@@ -3,8 +3,10 @@
 Forking costs a fifth of a second where spawning costs ten. The parent must not have touched CUDA.
 """
 
+import faulthandler
 import multiprocessing
 import os
+import sys
 import tempfile
 import time
 import traceback
@@ -28,7 +30,7 @@ def run_ranks(function: Any, world_size: int, *args: Any, seconds: float = 60) -
         pipes, processes = [], []
         for rank in range(world_size):
             here, there = context.Pipe(duplex=False)
-            process = context.Process(target=_main, args=(there, folder, function, rank, world_size, args))
+            process = context.Process(target=_main, args=(there, folder, seconds, function, rank, world_size, args))
             process.start()
             there.close()
             pipes.append(here)
@@ -58,7 +60,10 @@ def _collect(pipes: list[Connection], deadline: float) -> list[Any]:
     return [results[rank] for rank in range(len(pipes))]
 
 
-def _main(pipe: Connection, folder: str, function: Any, rank: int, world_size: int, args: tuple[Any, ...]) -> None:
+def _main(
+    pipe: Connection, folder: str, seconds: float, function: Any, rank: int, world_size: int, args: tuple[Any, ...]
+) -> None:
+    faulthandler.dump_traceback_later(max(seconds - 2, 1), file=sys.__stderr__)  # where a rank hangs
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size))
     os.environ.update(LOCAL_WORLD_SIZE=str(world_size), MASTER_ADDR="127.0.0.1", MASTER_PORT="0")
     torch.manual_seed(0)

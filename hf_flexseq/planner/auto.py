@@ -22,7 +22,7 @@ from hf_flexseq.planner.place import Candidates, place_long
 from hf_flexseq.planner.problem import NEVER, Problem, make_problem, micro_batches_of
 from hf_flexseq.planner.repair import repair
 from hf_flexseq.planner.static import static_degrees, static_micro_batches
-from hf_flexseq.planner.targets import PERMILLE, starting_candidates
+from hf_flexseq.planner.targets import PERMILLE, affordable, starting_candidates
 from hf_flexseq.topology import Topology
 
 FILLED = 4  # candidates that get their short sequences
@@ -80,7 +80,7 @@ def search(problem: Problem, batches: int, beat: int) -> Filled | None:
         best = sorted(best + _tried(problem, candidates), key=lambda pair: pair[0].objective)[:KEPT]
         if not best or not change or best[0][0].objective * PERMILLE > beat * HOPELESS:
             break
-        candidates = _changed([kept for _, kept in best], change)
+        candidates = _changed(problem, [kept for _, kept in best], change)
     return min((repair(problem, filled) for filled, _ in best), key=lambda f: f.objective, default=None)
 
 
@@ -99,14 +99,15 @@ def _tried(problem: Problem, candidates: Candidates) -> list[tuple[Filled, Candi
     return tried
 
 
-def _changed(kept: list[Candidates], change: int) -> Candidates:
-    """COPIES of each kept candidate with every target changed by up to `change` per mille."""
+def _changed(problem: Problem, kept: list[Candidates], change: int) -> Candidates:
+    """Up to COPIES of each kept candidate with every target changed by up to `change` per mille."""
     kept = sorted(kept, key=lambda c: -int(c.long[0]))
-    targets = np.concatenate([np.repeat(c.targets, COPIES, axis=0) for c in kept])
+    copies = min(COPIES, max(1, affordable(problem, kept[0].targets.shape[1], int(kept[0].long[0])) // len(kept)))
+    targets = np.concatenate([np.repeat(c.targets, copies, axis=0) for c in kept])
     return Candidates(
         targets=targets + targets * _noise(targets.shape, change) // PERMILLE,
-        fit=np.concatenate([np.repeat(c.fit, COPIES) for c in kept]),
-        long=np.concatenate([np.repeat(c.long, COPIES) for c in kept]),
+        fit=np.concatenate([np.repeat(c.fit, copies) for c in kept]),
+        long=np.concatenate([np.repeat(c.long, copies) for c in kept]),
     )
 
 

@@ -2,10 +2,10 @@
 
 A candidate is a time target per micro-batch. Its long sequences go, longest first, to the block with the least
 
-    max(nanoseconds above the target, fit x nanoseconds below it) + device-nanoseconds wasted / ranks
+    max(nanoseconds above the target, fit / ranks x nanoseconds below it) + device-nanoseconds wasted / ranks
 
-among those with memory left. Both terms are nanoseconds of objective, so they add; `fit` is a small fraction, positive
-for best fit and negative for worst fit. A sequence that ends above a micro-batch's target raises that target, because
+among those with memory left. Both terms are nanoseconds of objective, so they add; `fit` is 1 for best fit and -1 for
+worst fit. A sequence that ends above a micro-batch's target raises that target, because
 all ranks wait for it anyway. A block's load is its fullest rank's.
 """
 
@@ -17,12 +17,12 @@ from numpy.typing import NDArray
 from hf_flexseq.cost import Int64Array
 from hf_flexseq.planner.problem import NEVER, Problem
 
-FIT_BITS = 10  # `fit` is in units of 2**-10
+FIT_RANKS = 256  # at least: on few ranks a whole rank's share would outweigh what is wasted
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Candidates:
-    """C ways to start. targets: [C, M] nanoseconds. fit: [C] in 1/1024. long: [C], how many rows count as long,
+    """C ways to start. targets: [C, M] nanoseconds. fit: [C]. long: [C], how many rows count as long,
     falling."""
 
     targets: Int64Array
@@ -81,7 +81,7 @@ def _scores(problem: Problem, placed: Placement, fit: Int64Array, row: int, wast
     shape_of, count = problem.blocks.shape_of, len(fit)
     load, held = placed.state[:, :count]
     slack = (placed.targets[:count, :, None] - problem.times[row][shape_of]) - load
-    score = np.maximum(-slack, slack * fit[:, None, None] >> FIT_BITS)
+    score = np.maximum(-slack, slack * fit[:, None, None] // max(problem.world, FIT_RANKS))
     score += waste[shape_of]
     np.copyto(score, NEVER, where=held > problem.cap - problem.needs[row][shape_of])
     flat: Int64Array = score.reshape(count, -1)

@@ -43,8 +43,8 @@ CROWDED = Recipe(
         (False, 1000, 1040),
         (True, 300, 1000),
     ),
-    settings=((16, 600), (-16, 400), (16, 250)),
-    breakpoint_settings=((16, 600), (-16, 400)),
+    settings=((1, 600), (-1, 400), (1, 250)),
+    breakpoint_settings=((1, 600), (-1, 400)),
 )
 SPARSE = Recipe(
     mixes=(
@@ -55,29 +55,36 @@ SPARSE = Recipe(
         (True, 900, 1060),
         (False, 300, 1040),
     ),
-    settings=((-16, 120), (16, 120)),
-    breakpoint_settings=((16, 120),),
+    settings=((-1, 120), (1, 120)),
+    breakpoint_settings=((1, 120),),
 )
+WORK = 40_000_000  # (candidate, micro-batch, block, long row) quadruples of one round
+FEWEST = 4  # candidates of a round, however much work
 CROWDED_FROM = 2.5  # sequences per rank and micro-batch
 
 
 def starting_candidates(problem: Problem, batches: int) -> Candidates:
-    """The candidates for `batches` micro-batches."""
+    """The candidates for `batches` micro-batches; fewer where each of them means much work."""
     crowded = len(problem.lengths) >= CROWDED_FROM * problem.world * batches
     recipe = CROWDED if crowded else SPARSE
     shares = {full: _shares(problem, batches, full) for full in (False, True)}
-    mixed = {_mixed(problem, shares[full], own, factor) for full, own, factor in recipe.mixes}
-    chosen = {(t, setting) for t in mixed for setting in recipe.settings}
-    chosen |= {(t, setting) for t in _breakpoints(problem, batches) for setting in recipe.breakpoint_settings}
+    mixed = [_mixed(problem, shares[full], own, factor) for full, own, factor in recipe.mixes]
+    chosen = [(t, setting) for t in mixed for setting in recipe.settings]
+    chosen += [(t, setting) for t in _breakpoints(problem, batches) for setting in recipe.breakpoint_settings]
     mean = max(1, int(problem.least_area.sum()) // problem.world // batches)
-    limits = {fraction: mean * fraction // PERMILLE for _, (_, fraction) in chosen}
-    long = {fraction: long_rows(problem, limit) for fraction, limit in limits.items()}
-    ordered = sorted(chosen, key=lambda c: (-long[c[1][1]], c))
+    long = {fraction: long_rows(problem, mean * fraction // PERMILLE) for _, (_, fraction) in chosen}
+    chosen = list(dict.fromkeys(chosen))[: affordable(problem, batches, max(long.values()))]
+    chosen.sort(key=lambda c: -long[c[1][1]])
     return Candidates(
-        targets=np.array([t for t, _ in ordered], dtype=np.int64),
-        fit=np.array([fit for _, (fit, _) in ordered], dtype=np.int64),
-        long=np.array([long[fraction] for _, (_, fraction) in ordered], dtype=np.int64),
+        targets=np.array([t for t, _ in chosen], dtype=np.int64),
+        fit=np.array([fit for _, (fit, _) in chosen], dtype=np.int64),
+        long=np.array([long[fraction] for _, (_, fraction) in chosen], dtype=np.int64),
     )
+
+
+def affordable(problem: Problem, batches: int, long: int) -> int:
+    """How many candidates with `long` long rows a round may place."""
+    return max(FEWEST, WORK // max(1, batches * len(problem.blocks.start) * long))
 
 
 def long_rows(problem: Problem, limit: int) -> int:
@@ -107,10 +114,9 @@ def _mixed(problem: Problem, shares: Int64Array, own: int, factor: int) -> tuple
     return tuple((mixed * factor // PERMILLE).tolist())
 
 
-def _breakpoints(problem: Problem, batches: int) -> set[tuple[int, ...]]:
-    """Targets whose first one is the time of one of the longest sequences at one of its smallest degrees."""
-    if batches == 1:
-        return set()
+def _breakpoints(problem: Problem, batches: int) -> list[tuple[int, ...]]:
+    """Targets whose first one is the time of one of the longest sequences at one of its smallest degrees, where that is
+    above the mean."""
     total = int(problem.least_area.sum()) // problem.world
-    times = {int(t) for row in problem.times[:4] for t in row[row < NEVER][:3] if t < total}
-    return {(t, *[(total - t) // (batches - 1)] * (batches - 1)) for t in times}
+    times = {int(t) for row in problem.times[:4] for t in row[row < NEVER][:3] if total // batches < t < total}
+    return [(t, *[(total - t) // (batches - 1)] * (batches - 1)) for t in sorted(times)]

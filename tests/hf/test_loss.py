@@ -431,16 +431,21 @@ def test_without_gradients():
     assert difference(outputs.loss, full_loss(model, batch)) < 1e-12
 
 
-def test_under_autocast():
-    model, batch = make_model(dtype=torch.float32), make_batch()
-    twin = full_loss(model, batch)
-    twin_grads = gradients(model, twin)
+def test_under_autocast_only_the_operands_are_rounded():
+    model, seen = make_model(dtype=torch.float32), []
     attach_chunked_loss(model)
+    model.lm_head.register_forward_pre_hook(lambda module, args: seen.append(args[0]) or args[0].retain_grad())
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        loss = model(**batch).loss
+        loss = model(**make_batch()).loss
+    loss.backward()
+    hidden, weight = (x.detach().bfloat16().requires_grad_() for x in (seen[0], model.lm_head.weight))
+    targets = make_batch()["labels"].flatten()
+    twin = chunked_cross_entropy_sum(hidden.flatten(0, 1), weight, None, targets) / (targets != IGNORED).sum()
+    twin.backward()
     assert loss.dtype == torch.float32
-    assert difference(loss, twin) < 2e-2
-    assert_same_gradients(gradients(model, loss), twin_grads, 1e-1)
+    assert torch.equal(loss, twin)
+    assert torch.equal(seen[0].grad, hidden.grad)
+    assert torch.equal(model.lm_head.weight.grad, weight.grad.float())
 
 
 def test_calls_without_labels_and_disabled_ones_run_as_before():
@@ -555,8 +560,10 @@ def sharded_gradients(rank: int, world_size: int, policy: MixedPrecisionPolicy) 
     fully_shard([model.model.norm, model.lm_head] if shared else model.lm_head, mesh=mesh, mp_policy=policy)
     fully_shard(model, mesh=mesh)
     assert attach_chunked_loss(model) is not None  # the classes of model and head are other ones by now
-    outputs = model(**make_batch(length=5 + 3 * rank), num_items_in_batch=29)
+    batch = make_batch(length=5 + 3 * rank)
+    outputs = model(**batch, num_items_in_batch=29)
     assert outputs.logits is None
+    assert difference(outputs.loss, full_loss(make_model(), batch, 29)) < 1e-12
     (outputs.loss * world_size).backward()
     return {name: p.grad.full_tensor().numpy() for name, p in model.named_parameters()}
 
