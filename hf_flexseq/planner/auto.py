@@ -30,7 +30,7 @@ KEPT = 3  # candidates whose targets the next round changes
 CHANGES = (40, 20, 10)  # per mille, one round each
 COPIES = 6
 NEARLY_FULL = 950  # per mille
-HOPELESS = 1030  # per mille of the best objective, above which no more rounds are spent
+HOPELESS = 1015  # per mille of the best objective, above which no more rounds are spent
 
 
 def auto_micro_batches(

@@ -26,6 +26,7 @@ class Blocks:
     start, stop: [B] ranks. shapes: the distinct (degree, spans nodes), ascending; the first is one rank alone.
     shape_of: [B] index into `shapes`. inside, around, crossing: [B, B], whether the second block lies inside the first
     or equals it, contains it and is larger, or partly overlaps it. overlap: whether any two blocks do that.
+    ranks: the ranks of all blocks, one block after the other. first: [B] where each block's begin in `ranks`.
     """
 
     start: Int64Array
@@ -36,6 +37,8 @@ class Blocks:
     around: NDArray[np.bool_]
     crossing: NDArray[np.bool_]
     overlap: bool
+    ranks: Int64Array
+    first: Int64Array
 
 
 def blocks_of(topology: Topology) -> Blocks:
@@ -63,6 +66,8 @@ def blocks_of(topology: Topology) -> Blocks:
         around=around,
         crossing=crossing,
         overlap=bool(crossing.any()),
+        ranks=np.concatenate([np.arange(a, b) for a, b in ordered]),
+        first=np.cumsum(stop - start) - (stop - start),
     )
 
 

@@ -95,13 +95,17 @@ def _pour(
     times, lengths = problem.times[long:, 0].tolist(), problem.lengths[long:].tolist()
     rate = sum(times) // max(1, sum(lengths)) + 1
     slack, room = below.ravel().tolist(), left.ravel().tolist()
-    heap = _heap(slack, room, rate)
+    heap = [(-min(time, tokens * rate), slot) for slot, (time, tokens) in enumerate(zip(slack, room, strict=True))]
+    heapq.heapify(heap)
     tight: list[tuple[int, int]] = []  # (-tokens left, slot) of slots too full for the row before, roomiest on top
     spots = []
     for row, (time, length) in enumerate(zip(times, lengths, strict=True), start=long):
         while tight and -tight[0][0] >= length:
             slot = heapq.heappop(tight)[1]
-            heapq.heappush(heap, (-min(slack[slot], room[slot] * rate), slot))
+            if room[slot] >= length:
+                heapq.heappush(heap, (-min(slack[slot], room[slot] * rate), slot))
+            else:  # a spread sequence has taken some
+                heapq.heappush(tight, (-room[slot], slot))
         while heap and room[heap[0][1]] < length:
             slot = heapq.heappop(heap)[1]
             heapq.heappush(tight, (-room[slot], slot))
@@ -115,16 +119,8 @@ def _pour(
             spot = _spread(problem, slack, room, closed, row)
             if spot is None:
                 return None
-            heap, tight = _heap(slack, room, rate), []
             spots.append(spot)
     return spots
-
-
-def _heap(slack: list[int], room: list[int], rate: int) -> list[tuple[int, int]]:
-    """Slots, the one with the most usable time on top."""
-    heap = [(-min(time, tokens * rate), slot) for slot, (time, tokens) in enumerate(zip(slack, room, strict=True))]
-    heapq.heapify(heap)
-    return heap
 
 
 def _spread(
@@ -132,9 +128,8 @@ def _spread(
 ) -> tuple[int, int] | None:
     """Put a row that fits no rank on the block with memory where the least slack is lost; update all three."""
     blocks, world = problem.blocks, problem.world
-    members = blocks.inside[:, :world]
-    state = np.array([slack, room]).reshape(2, -1, 1, world)
-    least_slack, least_room = np.where(members, state, NEVER).min(axis=3)  # [M, B] each
+    state = np.array([slack, room]).reshape(2, -1, world)
+    least_slack, least_room = np.minimum.reduceat(state[:, :, blocks.ranks], blocks.first, axis=2)  # [M, B] each
     time, need = problem.times[row][blocks.shape_of], problem.needs[row][blocks.shape_of]
     value = np.where((least_room >= need) & ~closed, least_slack - time, -NEVER)
     batch, block = divmod(int(value.argmax()), len(blocks.start))

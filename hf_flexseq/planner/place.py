@@ -80,8 +80,9 @@ def _scores(problem: Problem, placed: Placement, fit: Int64Array, row: int, wast
     """[C, M x blocks] nanoseconds of objective that putting a row there costs, NEVER where memory is short."""
     shape_of, count = problem.blocks.shape_of, len(fit)
     load, held = placed.state[:, :count]
-    slack = (placed.targets[:count, :, None] - problem.times[row][shape_of]) - load
-    score = np.maximum(-slack, slack * fit[:, None, None] // max(problem.world, FIT_RANKS))
+    free = placed.targets[:count, :, None] - load
+    over = problem.times[row][shape_of] - free
+    score = np.maximum(over, free * fit[:, None, None] // max(problem.world, FIT_RANKS))
     score += waste[shape_of]
     np.copyto(score, NEVER, where=held > problem.cap - problem.needs[row][shape_of])
     flat: Int64Array = score.reshape(count, -1)

@@ -5,4 +5,7 @@ import importlib.util
 import hf_flexseq.hf.trainer  # noqa: F401
 
 if importlib.util.find_spec("deepspeed"):
-    import deepspeed  # noqa: F401
+    import deepspeed
+
+    # A shared-memory collective that DeepSpeed would compile on the spot, for minutes; gloo does without.
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False

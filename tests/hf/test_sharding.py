@@ -1,4 +1,8 @@
-"""Ten Trainer steps under DeepSpeed ZeRO-2 and ZeRO-3 and under FSDP2 give the plain Trainer's weights."""
+"""Ten Trainer steps under DeepSpeed ZeRO-2 and ZeRO-3 and under FSDP2 give the plain Trainer's weights.
+
+DeepSpeed takes no float64 parameters, so both sides are float32; the larger learning rate keeps the rounding of the
+weights themselves, which both sides have, small beside the update.
+"""
 
 import copy
 
@@ -13,7 +17,6 @@ from tests.hf.test_trainer import (
     OPTIONS,
     STEPS,
     dataset,
-    float64_loss,
     logged,
     plain_run,
     training_arguments,
@@ -21,6 +24,8 @@ from tests.hf.test_trainer import (
 )
 from tests.hf.tiny import tiny_llama
 from tests.ranks import run_ranks
+
+LEARNING_RATE = 0.1
 
 ZERO = {
     "train_micro_batch_size_per_gpu": "auto",
@@ -42,6 +47,7 @@ def zero_run(rank, world_size, folder, stage, accumulation, checkpointing):
         batch=2,
         accumulation=accumulation,
         optim="sgd",
+        learning_rate=LEARNING_RATE,
         deepspeed=config,
         gradient_checkpointing=checkpointing,
         **OPTIONS,
@@ -49,7 +55,6 @@ def zero_run(rank, world_size, folder, stage, accumulation, checkpointing):
     model = tiny_llama(torch.float32)
     trainer = FlexSeqTrainer(model=model, args=args, train_dataset=dataset())
     trainer.train()
-    assert trainer.flexseq.args.sync == "auto"
     with deepspeed.zero.GatheredParameters(list(model.parameters())):
         weights = {name: p.detach().clone().numpy() for name, p in model.named_parameters()}
     return weights, trainer.state.log_history, trainer.model_wrapped.global_steps
@@ -57,10 +62,10 @@ def zero_run(rank, world_size, folder, stage, accumulation, checkpointing):
 
 @pytest.mark.parametrize(("stage", "accumulation", "checkpointing"), [(2, 1, False), (3, 3, False), (3, 1, True)])
 def test_zero_equals_the_plain_trainer(tmp_path, stage, accumulation, checkpointing):
-    before, wanted, history = plain_run(tmp_path, batch=4 * accumulation, loss=float64_loss)
-    for found, log, steps in run_ranks(zero_run, 2, tmp_path, stage, accumulation, checkpointing, seconds=40):
+    before, wanted, history = plain_run(tmp_path, batch=4 * accumulation, dtype=torch.float32, learning_rate=LEARNING_RATE)
+    for found, log, steps in run_ranks(zero_run, 2, tmp_path, stage, accumulation, checkpointing, seconds=120):
         assert steps == STEPS
-        assert update_error(before, wanted, found) < 1e-5
+        assert update_error(before, wanted, found) < 2e-6
         assert logged(log, "loss") == pytest.approx(logged(history, "loss"), rel=1e-5)
         assert logged(log, "grad_norm") == pytest.approx(logged(history, "grad_norm"), rel=1e-4)
 
@@ -76,6 +81,7 @@ def fsdp2_run(rank, world_size, folder, checkpointing):
         batch=2,
         accumulation=1,
         optim="sgd",
+        learning_rate=LEARNING_RATE,
         gradient_checkpointing=checkpointing,
         **OPTIONS,
     )
@@ -88,8 +94,8 @@ def fsdp2_run(rank, world_size, folder, checkpointing):
 @pytest.mark.parametrize("checkpointing", [False, True])
 def test_fsdp2_equals_the_plain_trainer(tmp_path, checkpointing):
     tiny_llama(torch.float32).save_pretrained(tmp_path / "model")
-    before, wanted, history = plain_run(tmp_path, batch=4, loss=float64_loss)
-    for found, log in run_ranks(fsdp2_run, 2, tmp_path, checkpointing, seconds=40):
-        assert update_error(before, wanted, found) < 1e-5
+    before, wanted, history = plain_run(tmp_path, batch=4, dtype=torch.float32, learning_rate=LEARNING_RATE)
+    for found, log in run_ranks(fsdp2_run, 2, tmp_path, checkpointing, seconds=120):
+        assert update_error(before, wanted, found) < 2e-6
         assert logged(log, "loss") == pytest.approx(logged(history, "loss"), rel=1e-5)
         assert logged(log, "grad_norm") == pytest.approx(logged(history, "grad_norm"), rel=1e-4)

@@ -21,7 +21,6 @@ def training_arguments(cls, folder, *, batch, accumulation, **options):
         per_device_train_batch_size=batch,
         gradient_accumulation_steps=accumulation,
         max_steps=STEPS,
-        learning_rate=1e-2,
         lr_scheduler_type="linear",
         max_grad_norm=0.5,
         logging_steps=1,
@@ -29,7 +28,7 @@ def training_arguments(cls, folder, *, batch, accumulation, **options):
         disable_tqdm=True,
         save_strategy="no",
         use_cpu=True,
-        **options,
+        **{"learning_rate": 1e-2, **options},
     )
 
 
@@ -55,13 +54,13 @@ def dataset(size=72):
     return documents([1 + (i * i * 7) % 60 for i in range(size)])
 
 
-def plain_run(folder, *, batch, accumulation=1, optim="sgd", loss=None, size=72):
+def plain_run(folder, *, batch, accumulation=1, optim="sgd", loss=None, size=72, dtype=torch.float64, **options):
     """Weights before and after, and the log, of the plain Trainer in this process."""
-    model = tiny_llama()
+    model = tiny_llama(dtype)
     if loss is not None:
         model.loss_function = loss
     before = {n: p.detach().clone() for n, p in model.named_parameters()}
-    args = training_arguments(TrainingArguments, folder, batch=batch, accumulation=accumulation, optim=optim)
+    args = training_arguments(TrainingArguments, folder, batch=batch, accumulation=accumulation, optim=optim, **options)
     trainer = Trainer(model=model, args=args, train_dataset=dataset(size), data_collator=padded)
     trainer.train()
     return before, {n: p.detach() for n, p in model.named_parameters()}, trainer.state.log_history
