@@ -25,10 +25,10 @@ from hf_flexseq.planner.static import static_degrees, static_micro_batches
 from hf_flexseq.planner.targets import PERMILLE, affordable, starting_candidates
 from hf_flexseq.topology import Topology
 
-FILLED = 4  # candidates that get their short sequences
+FILLED = 6  # candidates that get their short sequences
 KEPT = 3  # candidates whose targets the next round changes
-CHANGES = (40, 20, 10)  # per mille, one round each
-COPIES = 6
+CHANGES = (100, 50, 20)  # per mille, one round each
+COPIES = 5
 NEARLY_FULL = 950  # per mille
 HOPELESS = 1015  # per mille of the best objective, above which no more rounds are spent
 
