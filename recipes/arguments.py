@@ -21,12 +21,12 @@ class ModelArguments:
     """The model, its tokenizer, and LoRA."""
 
     model_name_or_path: str | None = field(
-        default=None, metadata={"help": "Hub id or local path of a causal language model. None: see model_config."}
+        default=None, metadata={"help": "Hub id or local path of a causal language model."}
     )
     model_revision: str | None = field(default=None, metadata={"help": "Branch, tag or commit of the model."})
     model_config: dict | str | None = field(
         default=None,
-        metadata={"help": "A new model instead: its config as a mapping (model_type and sizes), or a config's path."},
+        metadata={"help": "Without one, the config of a new model: a mapping (model_type, sizes) or a path."},
     )
     tokenizer_name_or_path: str | None = field(
         default=None, metadata={"help": "Hub id or local path of a tokenizer. Default: the model's."}
@@ -48,12 +48,14 @@ class ModelArguments:
     )
 
     def __post_init__(self) -> None:
-        if (self.model_name_or_path is None) == (self.model_config is None):
-            raise ValueError("give either model_name_or_path (a trained model) or model_config (a new one)")
+        if self.model_name_or_path is None and self.model_config is None:
+            raise ValueError("give model_name_or_path (a trained model) or model_config (a new one)")
         if isinstance(self.model_config, str) and self.model_config.startswith("{"):
             self.model_config = json.loads(self.model_config)
         if self.lora_r < 0:
             raise ValueError(f"lora_r={self.lora_r}: give a rank, or 0 to train all parameters")
+        if self.lora_r and self.model_name_or_path is None:
+            raise ValueError("lora_r needs model_name_or_path: adapters are saved without the model they belong to")
 
 
 @dataclass

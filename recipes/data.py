@@ -31,10 +31,11 @@ def to_sequences(documents: Dataset, tokenizer: PreTrainedTokenizerBase, args: D
     sequences = _map(tokens, fit, args, max_length=args.max_length, how=args.long_sequences)
     if not len(sequences):
         raise ValueError(f"no sequence is left of {len(documents):,} documents of {args.dataset}")
-    outcome = {None: "", "split": f" ({longer:,} longer ones split)", "drop": f" ({longer:,} longer ones dropped)"}
+    done = {"split": "split", "drop": "dropped", None: ""}[args.long_sequences]
+    became = f" ({longer:,} longer ones {done})" if longer else ""
     return sequences, (
         f"{len(sequences):,} sequences of at most {args.max_length:,} tokens from {len(documents):,} documents"
-        f"{outcome[args.long_sequences]}, {sum(sequences['length']):,} tokens"
+        f"{became}, {sum(sequences['length']):,} tokens"
     )
 
 

@@ -52,6 +52,9 @@ def check_trainer(trainer: object, args: FlexSeqArguments) -> None:
         "use_liger_kernel: it replaces the model's forward; hf_flexseq computes the loss in chunks by itself": (
             training.use_liger_kernel
         ),
+        "packing=True: rows that are packed already would be taken for single sequences; set packing=False": (
+            getattr(training, "packing", False) or getattr(training, "eval_packing", False)
+        ),
         "neftune_noise_alpha: its noise depends on how sequences are packed": training.neftune_noise_alpha is not None,
     }
     for what, found in refused.items():

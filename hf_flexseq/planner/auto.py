@@ -37,16 +37,25 @@ def auto_micro_batches(
     lengths: Sequence[int], topology: Topology, cost: CostModel, *, strategy: str, cap: int, sync: str
 ) -> tuple[MicroBatch, ...]:
     """The micro-batches of the best plan found. Every sequence must fit on all ranks together."""
-    problem = make_problem(lengths, topology, cost, strategy=strategy, cap=cap)
-    found = _searched(problem)
-    best = micro_batches_of(problem, found.block.tolist(), found.batch.tolist()) if found else ()
-    best_ns = step_ns(cost, best, lengths, topology, sync=sync) if found else NEVER
+    best: tuple[MicroBatch, ...] = ()
+    best_ns = NEVER
+    for assumed in dict.fromkeys(("lockstep", sync)):  # plans made for lockstep are good free ones, too
+        problem = make_problem(lengths, topology, cost, strategy=strategy, cap=cap, sync=assumed)
+        found = _searched(problem)
+        if found:
+            plan = micro_batches_of(problem, found.block.tolist(), found.batch.tolist())
+            best, best_ns = min((best, best_ns), (plan, step_ns(cost, plan, lengths, topology, sync=sync)), key=_time)
     for degree in static_degrees(topology):
         if static_bound_ns(problem, degree) < best_ns:
             fixed = static_micro_batches(lengths, topology, cost, degree=degree, strategy=strategy, cap=cap)
-            fixed_ns = step_ns(cost, fixed, lengths, topology, sync=sync)
-            best, best_ns = (fixed, fixed_ns) if fixed_ns < best_ns else (best, best_ns)
+            best, best_ns = min(
+                (best, best_ns), (fixed, step_ns(cost, fixed, lengths, topology, sync=sync)), key=_time
+            )
     return best
+
+
+def _time(scored: tuple[tuple[MicroBatch, ...], int]) -> int:
+    return scored[1]
 
 
 def static_bound_ns(problem: Problem, degree: int) -> int:
@@ -62,8 +71,13 @@ def static_bound_ns(problem: Problem, degree: int) -> int:
 
 
 def _searched(problem: Problem) -> Filled | None:
-    """The best candidate for the fewest micro-batches, or for one more where that may pay."""
+    """The best candidate for the fewest micro-batches, or for one more where that may pay.
+
+    To free ranks one more costs nothing unless they use it.
+    """
     fewest = problem.fewest_micro_batches
+    if problem.free:
+        return search(problem, fewest + 1, NEVER)
     found = search(problem, fewest, NEVER)
     full = int(problem.lengths.sum()) * PERMILLE > NEARLY_FULL * fewest * problem.cap * problem.world
     if full or not found:
@@ -81,7 +95,8 @@ def search(problem: Problem, batches: int, beat: int) -> Filled | None:
         if not best or not change or best[0][0].objective * PERMILLE > beat * HOPELESS:
             break
         candidates = _changed(problem, [kept for _, kept in best], change)
-    return min((repair(problem, filled) for filled, _ in best), key=lambda f: f.objective, default=None)
+    done = [filled if problem.free else repair(problem, filled) for filled, _ in best]
+    return min(done, key=lambda f: f.objective, default=None)
 
 
 def _tried(problem: Problem, candidates: Candidates) -> list[tuple[Filled, Candidates]]:

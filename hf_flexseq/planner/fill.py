@@ -43,6 +43,8 @@ def water_levels(problem: Problem, candidates: Candidates, placed: Placement) ->
     rate = (time_from // np.maximum(tokens_from, 1) + 1)[:, None, None]
     memory = (problem.cap - held) * rate
     slack = placed.targets[:, :, None] - load
+    if problem.free:  # a rank's clock is the same in all micro-batches
+        memory, slack = memory.sum(axis=1, keepdims=True), slack[:, :1]
     low, high = np.zeros_like(time_from), np.full_like(time_from, int(time_from.max(initial=0)))
     for _ in range(WATER_STEPS):
         middle = (low + high) // 2
@@ -57,7 +59,8 @@ def fill_short(problem: Problem, placed: Placement, which: int, *, long: int, ri
     load, held = placed.rank_state(problem.world)[:, which]
     below = placed.targets[which][:, None] + rise - load
     closed = placed.state[1, which] >= NEVER
-    spots = _pour(problem, below, problem.cap - held, closed, long)
+    pour = _pour_free if problem.free else _pour
+    spots = pour(problem, below, problem.cap - held, closed, long)
     if spots is None:
         return None
     return completed(
@@ -76,13 +79,25 @@ def completed(problem: Problem, block: Int64Array, batch: Int64Array, batches: i
     for total, amount in zip(sums, (problem.times, problem.needs), strict=True):
         np.add.at(total, (batch, block), amount[rows, shape])
     load, held = sums @ blocks.inside[:, : problem.world].astype(np.int64)
-    return Filled(objective=lockstep_objective(problem, load), block=block, batch=batch, load=load, held=held)
+    objective = free_objective(problem, sums[0], load) if problem.free else lockstep_objective(problem, load)
+    return Filled(objective=objective, block=block, batch=batch, load=load, held=held)
 
 
 def lockstep_objective(problem: Problem, load: Int64Array) -> int:
     """Nanoseconds of [M, W] loads when all ranks wait for each other in every micro-batch. Empty ones cost nothing."""
     slowest = load.max(axis=1)
     return int(slowest.sum()) + int((slowest > 0).sum()) * problem.constant
+
+
+def free_objective(problem: Problem, sums: Int64Array, load: Int64Array) -> int:
+    """Nanoseconds of [M, B] group times and their [M, W] loads when ranks meet only in groups; see `cost.free_ns`."""
+    blocks, clock = problem.blocks, np.zeros(problem.world, dtype=np.int64)
+    for times, worked in zip(sums, load, strict=True):
+        clock += (worked > 0) * problem.constant
+        for block in np.flatnonzero(times)[::-1].tolist():  # blocks ascend in width, so this is widest first
+            ranks = slice(int(blocks.start[block]), int(blocks.stop[block]))
+            clock[ranks] = clock[ranks].max() + times[block]
+    return int(clock.max())
 
 
 def _pour(
@@ -121,6 +136,46 @@ def _pour(
                 return None
             spots.append(spot)
     return spots
+
+
+def _pour_free(
+    problem: Problem, below: Int64Array, left: Int64Array, closed: NDArray[np.bool_], long: int
+) -> list[tuple[int, int]] | None:
+    """`_pour` for ranks whose clocks run on: each row goes to the rank with most time below the target, there to the
+    last micro-batch it works in with memory for it, or to the first it does not work in yet."""
+    times, lengths = problem.times[long:, 0].tolist(), problem.lengths[long:].tolist()
+    room, slack = left.tolist(), below[0].tolist()
+    heap = [(-time, rank) for rank, time in enumerate(slack)]
+    heapq.heapify(heap)
+    spots = []
+    for time, length in zip(times, lengths, strict=True):
+        full = []
+        opening = 0
+        while heap:
+            lost, rank = heap[0]
+            batch = _last_with_room(room, rank, length, problem.cap)
+            if batch is None:
+                full.append(heapq.heappop(heap))
+                continue
+            opening = (room[batch][rank] == problem.cap) * problem.constant
+            if opening - slack[rank] <= lost:
+                break
+            heapq.heapreplace(heap, (opening - slack[rank], rank))  # others may have room without another micro-batch
+        if not heap or batch is None:
+            return None
+        slack[rank] -= time + opening
+        room[batch][rank] -= length
+        heapq.heapreplace(heap, (-slack[rank], rank))
+        for entry in full:
+            heapq.heappush(heap, entry)
+        spots.append((batch, rank))
+    return spots
+
+
+def _last_with_room(room: list[list[int]], rank: int, length: int, cap: int) -> int | None:
+    fitting = [batch for batch, there in enumerate(room) if there[rank] >= length]
+    working = [batch for batch in fitting if room[batch][rank] < cap]
+    return working[-1] if working else fitting[0] if fitting else None
 
 
 def _spread(

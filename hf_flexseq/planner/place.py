@@ -82,6 +82,8 @@ def _scores(problem: Problem, placed: Placement, fit: Int64Array, row: int, wast
     load, held = placed.state[:, :count]
     free = placed.targets[:count, :, None] - load
     over = problem.times[row][shape_of] - free
+    if problem.free:
+        over += (held == 0) * problem.constant
     score = np.maximum(over, free * fit[:, None, None] // max(problem.world, FIT_RANKS))
     score += waste[shape_of]
     np.copyto(score, NEVER, where=held > problem.cap - problem.needs[row][shape_of])
@@ -94,14 +96,35 @@ def _put(problem: Problem, placed: Placement, row: int, best: Int64Array) -> Non
     blocks, which = problem.blocks, np.arange(len(best))
     batch, block = np.divmod(best, len(blocks.start))
     placed.batch[which, row], placed.block[which, row] = batch, block
-    shape = blocks.shape_of[block]
-    amounts = np.stack([problem.times[row][shape], problem.needs[row][shape]]) * placed.ok[: len(best)]
-    state = placed.state[:, which, batch]  # [2, C, blocks]
-    state += amounts[:, :, None] * blocks.inside[block]
-    reached = state[:, which, block]
-    # A larger block's fullest rank is its own or the fullest in here: nothing outside has changed.
-    np.maximum(state, reached[:, :, None] * blocks.around[block], out=state)
+    shape, ok = blocks.shape_of[block], placed.ok[: len(best)]
+    if problem.free:
+        opened = (placed.state[1, which, batch, block] == 0) * problem.constant
+        _meet(problem, placed, block, (problem.times[row][shape] + opened) * ok)
+    else:
+        load, reached = _added(problem, placed.state[0, which, batch], block, problem.times[row][shape] * ok)
+        placed.state[0, which, batch] = load
+        placed.targets[which, batch] = np.maximum(placed.targets[which, batch], reached)
+    held, _ = _added(problem, placed.state[1, which, batch], block, problem.needs[row][shape] * ok)
     if blocks.overlap:
-        state[1][blocks.crossing[block]] = NEVER
-    placed.state[:, which, batch] = state
-    placed.targets[which, batch] = np.maximum(placed.targets[which, batch], reached[0])
+        held[blocks.crossing[block]] = NEVER
+    placed.state[1, which, batch] = held
+
+
+def _added(
+    problem: Problem, state: Int64Array, block: Int64Array, amount: Int64Array
+) -> tuple[Int64Array, Int64Array]:
+    """[C, blocks] with `amount` [C] more on every rank of `block` [C], and what the fullest of them has then."""
+    state = state + amount[:, None] * problem.blocks.inside[block]
+    reached = state[np.arange(len(block)), block]
+    # A larger block's fullest rank is its own or the fullest in here: nothing outside has changed.
+    return np.maximum(state, reached[:, None] * problem.blocks.around[block]), reached
+
+
+def _meet(problem: Problem, placed: Placement, block: Int64Array, amount: Int64Array) -> None:
+    """The ranks of `block` [C] wait for the last of them, then work `amount`: clocks that all micro-batches share."""
+    which = np.arange(len(block))
+    clock = placed.state[0, which, 0]
+    reached = (clock[which, block] + amount)[:, None]
+    clock = np.where(problem.blocks.inside[block], reached, np.maximum(clock, reached * problem.blocks.around[block]))
+    placed.state[0, which] = clock[:, None]
+    placed.targets[which] = np.maximum(placed.targets[which], reached)

@@ -25,6 +25,7 @@ class Problem:
     times: [K, shapes] nanoseconds, NEVER where a sequence does not fit. needs: [K, shapes] tokens per rank, likewise.
     strategies: per shape and sequence the name of the cheapest strategy.
     least_area: [K] the cheapest device-nanoseconds. constant: nanoseconds of a micro-batch, whatever is in it.
+    free: whether ranks meet only in their groups, so that their clocks run on from micro-batch to micro-batch.
     """
 
     topology: Topology
@@ -37,6 +38,7 @@ class Problem:
     strategies: tuple[tuple[str, ...], ...]
     least_area: Int64Array
     constant: int
+    free: bool
 
     @property
     def world(self) -> int:
@@ -47,7 +49,9 @@ class Problem:
         return -(-int(self.lengths.sum()) // (self.cap * self.world))
 
 
-def make_problem(lengths: Sequence[int], topology: Topology, cost: CostModel, *, strategy: str, cap: int) -> Problem:
+def make_problem(
+    lengths: Sequence[int], topology: Topology, cost: CostModel, *, strategy: str, cap: int, sync: str
+) -> Problem:
     """The tables of `lengths` when groups of two ranks and more may use what `strategy` allows."""
     ids = np.array(sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)), dtype=np.int64)
     tokens = np.array([lengths[i] for i in ids], dtype=np.int64)
@@ -68,6 +72,7 @@ def make_problem(lengths: Sequence[int], topology: Topology, cost: CostModel, *,
         strategies=tuple(names for _, names in columns),
         least_area=np.where(fits, times * np.where(fits, degrees, 1), NEVER).min(axis=1),
         constant=cost.micro_batch_ns,
+        free=sync == "free",
     )
 
 

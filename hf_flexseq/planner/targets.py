@@ -60,6 +60,7 @@ SPARSE = Recipe(
 )
 WORK = 40_000_000  # (candidate, micro-batch, block, long row) quadruples of one round
 FEWEST = 4  # candidates of a round, however much work
+FREE_FACTORS = (1000, 1020, 1050, 1100)  # per mille, on the end of a free step
 CROWDED_FROM = 2.5  # sequences per rank and micro-batch
 
 
@@ -69,8 +70,11 @@ def starting_candidates(problem: Problem, batches: int) -> Candidates:
     recipe = CROWDED if crowded else SPARSE
     shares = {full: _shares(problem, batches, full) for full in (False, True)}
     mixed = [_mixed(problem, shares[full], own, factor) for full, own, factor in recipe.mixes]
+    breakpoints = _breakpoints(problem, batches)
+    if problem.free:
+        mixed, breakpoints = [_clocks(problem, batches, factor) for factor in FREE_FACTORS], []
     chosen = [(t, setting) for t in mixed for setting in recipe.settings]
-    chosen += [(t, setting) for t in _breakpoints(problem, batches) for setting in recipe.breakpoint_settings]
+    chosen += [(t, setting) for t in breakpoints for setting in recipe.breakpoint_settings]
     mean = max(1, int(problem.least_area.sum()) // problem.world // batches)
     long = {fraction: long_rows(problem, mean * fraction // PERMILLE) for _, (_, fraction) in chosen}
     chosen = list(dict.fromkeys(chosen))[: affordable(problem, batches, max(long.values()))]
@@ -114,9 +118,15 @@ def _mixed(problem: Problem, shares: Int64Array, own: int, factor: int) -> tuple
     return tuple((mixed * factor // PERMILLE).tolist())
 
 
+def _clocks(problem: Problem, batches: int, factor: int) -> tuple[int, ...]:
+    """The same end of the step for all micro-batches of free ranks."""
+    end = int(problem.least_area.sum()) // problem.world * factor // PERMILLE + batches * problem.constant
+    return (end,) * batches
+
+
 def _breakpoints(problem: Problem, batches: int) -> list[tuple[int, ...]]:
-    """Targets whose first one is the time of one of the longest sequences at one of its smallest degrees, where that is
-    above the mean."""
+    """Targets whose first one is the time of one of the longest sequences at one of its smallest degrees,
+    where that is above the mean."""
     total = int(problem.least_area.sum()) // problem.world
     times = {int(t) for row in problem.times[:4] for t in row[row < NEVER][:3] if total // batches < t < total}
     return [(t, *[(total - t) // (batches - 1)] * (batches - 1)) for t in sorted(times)]

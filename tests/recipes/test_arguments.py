@@ -59,6 +59,14 @@ def test_mappings_lists_and_null_become_arguments():
     ]
 
 
+def test_a_named_model_wins_over_a_config_and_one_is_needed(tmp_path, capsys):
+    model, _, _ = parsed(tmp_path, "--model_name_or_path", "some/model", "--lora_r", "8")
+    assert (model.model_name_or_path, model.lora_r) == ("some/model", 8)
+    with pytest.raises(SystemExit):
+        parsed(tmp_path, defaults={"use_cpu": True})
+    assert "give model_name_or_path (a trained model) or model_config" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("path", TASKS, ids=lambda p: f"{p.parent.name}/{p.stem}")
 def test_every_task_file_parses(path, tmp_path):
     argv = ["--config", str(path), "--output_dir", str(tmp_path)]
@@ -87,7 +95,7 @@ def test_every_accelerate_config_is_one(path):
         (["--max_length", "1"], "", "a sequence needs two tokens"),
         (["--held_out_fraction", "1"], "", "give a share"),
         (["--lora_r", "-1"], "", "give a rank"),
-        (["--model_name_or_path", "some/model"], "", "give either model_name_or_path"),
+        (["--lora_r", "8"], "", "lora_r needs model_name_or_path"),
         (["--planner", "static"], "", "needs sp_degree"),
         (["--planner", "flexsp"], "", "not available in this version"),
         (["--no_such_option", "1"], "", "no_such_option"),

@@ -1,0 +1,53 @@
+"""A training loop of your own on planned steps: HuggingFace Accelerate and hf_flexseq, without the Trainer.
+
+    accelerate launch --config_file recipes/accelerate_configs/cpu.yaml recipes/accelerate_loop.py
+
+Only four lines differ from a plain Accelerate loop; they are marked.
+"""
+
+import torch
+from accelerate import Accelerator
+from torch.utils.data import DataLoader
+from transformers import LlamaConfig, LlamaForCausalLM, set_seed
+
+from hf_flexseq import DataCollatorForFlexSeq, FlexSeqArguments, FlexSeqEngine
+
+STEPS, BATCH, ACCUMULATION = 20, 4, 2
+
+
+def documents(count: int = 320, vocab: int = 128) -> list[dict[str, list[int]]]:
+    """Counting sequences with long-tailed lengths: a small model learns them quickly."""
+    lengths = torch.empty(count).log_normal_(mean=4.0, std=1.2).clamp(2, 2000).int().tolist()
+    rows = [[(start + i) % vocab for i in range(n)] for start, n in enumerate(lengths)]
+    return [{"input_ids": row, "labels": row} for row in rows]
+
+
+def main() -> None:
+    set_seed(0)
+    accelerator = Accelerator(cpu=not torch.cuda.is_available())
+    model = LlamaForCausalLM(
+        LlamaConfig(vocab_size=128, hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4)
+    )
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    dataloader = DataLoader(documents(), BATCH, shuffle=True, collate_fn=DataCollatorForFlexSeq())  # (1) our collator
+
+    engine = FlexSeqEngine(accelerator, FlexSeqArguments(max_tokens_per_rank=1500))  # (2) an engine
+    engine.attach(model)
+    model, optimizer, dataloader = accelerator.prepare(model, optimizer, dataloader)
+
+    model.train()
+    for index, step in enumerate(engine.steps(dataloader, accumulation=ACCUMULATION)):  # (3) steps, not batches
+        loss = step.backward(model)  # (4) forward and backward of the whole step
+        accelerator.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        mean = accelerator.reduce(loss, "mean")
+        accelerator.print(f"step {index:2d}  loss {mean:.3f}  groups by degree {step.plan.degrees()}")
+        if index + 1 == STEPS:
+            break
+    engine.detach()
+    accelerator.end_training()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,78 @@
+"""FlexSeqMixin on TRL's SFTTrainer, whose own fused head stays, and LoRA through PEFT."""
+
+import pytest
+import torch
+from datasets import Dataset
+from peft import LoraConfig, get_peft_model
+from transformers import PreTrainedTokenizerFast, Trainer, TrainingArguments
+from tokenizers import Tokenizer, models
+from trl import SFTConfig, SFTTrainer
+
+from hf_flexseq import FlexSeqArguments, FlexSeqConfig, FlexSeqMixin, FlexSeqTrainer
+from tests.hf.test_trainer import OPTIONS, dataset, float64_loss, logged, padded, training_arguments, update_error
+from tests.hf.tiny import VOCAB, tiny_llama
+from tests.ranks import run_ranks
+
+
+class FlexSeqSFTTrainer(FlexSeqMixin, SFTTrainer):
+    pass
+
+
+def tokenizer():
+    vocabulary = {f"t{i}": i for i in range(VOCAB)}
+    return PreTrainedTokenizerFast(
+        tokenizer_object=Tokenizer(models.WordLevel(vocabulary, unk_token="t0")), pad_token="t0", eos_token="t1"
+    )
+
+
+def sft_trainer(cls, folder, batch, **flexseq):
+    args = training_arguments(
+        SFTConfig, folder, batch=batch, accumulation=1, optim="sgd", max_length=None, gradient_checkpointing=False,
+        dataset_kwargs={"skip_prepare_dataset": True}, bf16=False,
+    )
+    data = Dataset.from_list(dataset())
+    return cls(model=tiny_llama(), args=args, train_dataset=data, processing_class=tokenizer(), **flexseq)
+
+
+def sft_run(rank, world_size, folder):
+    trainer = sft_trainer(FlexSeqSFTTrainer, folder, 2, flexseq_args=FlexSeqArguments(**OPTIONS))
+    trainer.train()
+    return {n: p.detach().numpy() for n, p in trainer.model.named_parameters()}, trainer.state.log_history
+
+
+def test_sft_trainer_with_its_own_head(tmp_path):
+    plain = sft_trainer(SFTTrainer, tmp_path, 4)
+    before = {n: p.detach().clone() for n, p in plain.model.named_parameters()}
+    plain.train()
+    wanted = {n: p.detach() for n, p in plain.model.named_parameters()}
+    for found, log in run_ranks(sft_run, 2, tmp_path, seconds=120):
+        assert update_error(before, wanted, found) < 2e-6
+        for key in ("loss", "grad_norm", "num_tokens"):
+            assert logged(log, key) == pytest.approx(logged(plain.state.log_history, key), rel=1e-5), key
+        assert logged(log, "flexseq/micro_batches")
+
+
+def lora_llama():
+    torch.manual_seed(3)
+    config = LoraConfig(r=4, target_modules=["q_proj", "v_proj", "down_proj"], init_lora_weights=False)
+    return get_peft_model(tiny_llama(), config)
+
+
+def lora_run(rank, world_size, folder):
+    model = lora_llama()
+    args = training_arguments(FlexSeqConfig, folder, batch=2, accumulation=1, optim="sgd", **OPTIONS)
+    trainer = FlexSeqTrainer(model=model, args=args, train_dataset=dataset())
+    trainer.train()
+    return {n: p.detach().numpy() for n, p in model.named_parameters() if p.requires_grad}
+
+
+def test_lora(tmp_path):
+    model = lora_llama()
+    model.get_base_model().loss_function = float64_loss
+    trained = {n: p for n, p in model.named_parameters() if p.requires_grad}
+    before = {n: p.detach().clone() for n, p in trained.items()}
+    args = training_arguments(TrainingArguments, tmp_path, batch=4, accumulation=1, optim="sgd")
+    Trainer(model=model, args=args, train_dataset=dataset(), data_collator=padded).train()
+    wanted = {n: p.detach() for n, p in trained.items()}
+    for found in run_ranks(lora_run, 2, tmp_path, seconds=120):
+        assert update_error(before, wanted, found) < 1e-8
