@@ -109,7 +109,7 @@ def _pour(
     """
     times, lengths = problem.times[long:, 0].tolist(), problem.lengths[long:].tolist()
     rate = sum(times) // max(1, sum(lengths)) + 1
-    slack, room = below.ravel().tolist(), left.ravel().tolist()
+    world, slack, room = problem.world, below.ravel().tolist(), left.ravel().tolist()
     heap = [(-min(time, tokens * rate), slot) for slot, (time, tokens) in enumerate(zip(slack, room, strict=True))]
     heapq.heapify(heap)
     tight: list[tuple[int, int]] = []  # (-tokens left, slot) of slots too full for the row before, roomiest on top
@@ -126,10 +126,11 @@ def _pour(
             heapq.heappush(tight, (-room[slot], slot))
         if heap:
             slot = heap[0][1]
-            slack[slot] -= time
-            room[slot] -= length
-            heapq.heapreplace(heap, (-min(slack[slot], room[slot] * rate), slot))
-            spots.append(divmod(slot, problem.world))
+            slack[slot] = now = slack[slot] - time
+            room[slot] = left_there = room[slot] - length
+            memory = left_there * rate
+            heapq.heapreplace(heap, (-now if now < memory else -memory, slot))
+            spots.append(divmod(slot, world))
         else:
             spot = _spread(problem, slack, room, closed, row)
             if spot is None:

@@ -1,0 +1,98 @@
+"""Whatever draws the samples, an optimizer step holds those that the plain Trainer would have used on as many ranks."""
+
+import pytest
+import torch
+from torch.utils.data import IterableDataset
+from transformers import Trainer, TrainingArguments
+
+from hf_flexseq import FlexSeqConfig, FlexSeqTrainer
+from tests.hf.test_trainer import OPTIONS, float64_loss, logged, padded, training_arguments, update_error
+from tests.hf.tiny import documents, tiny_llama
+from tests.ranks import run_ranks
+
+LENGTHS = [1 + (i * i * 7) % 60 for i in range(50)]
+
+CASES = {
+    "group_by_length": {"train_sampling_strategy": "group_by_length"},
+    "batch_rebalance": {"train_sampling_strategy": "batch_rebalance"},
+    "sequential": {"train_sampling_strategy": "sequential"},
+    "workers": {"dataloader_num_workers": 2},
+    "drop_last": {"dataloader_drop_last": True},
+    "reduced in every micro-batch": {"accelerator_config": {"gradient_accumulation_kwargs": {"sync_each_batch": True}}},
+    "stream": {},
+}
+
+
+class Stream(IterableDataset):
+    """48 samples are whole steps; what the plain Trainer does with a rest of a stream is to add it to the next step."""
+
+    def __iter__(self):
+        return iter(documents(LENGTHS[:48]))
+
+
+class Examples(list):
+    """A dataset that also answers for a column, as the length-aware samplers ask."""
+
+    def __getitem__(self, key):
+        return LENGTHS if key == "length" else super().__getitem__(key)
+
+
+def train(rank, world_size, folder, case, planned):
+    model = tiny_llama()
+    before = {n: p.detach().clone().numpy() for n, p in model.named_parameters()}
+    common = {
+        "batch": 2,
+        "accumulation": 3,
+        "optim": "sgd",
+        "include_num_input_tokens_seen": "non_padding" if not planned else "all",
+        **CASES[case],
+    }
+    data = Stream() if case == "stream" else Examples(documents(LENGTHS))
+    if planned:
+        args = training_arguments(FlexSeqConfig, folder, **common, **OPTIONS)
+        trainer = FlexSeqTrainer(model=model, args=args, train_dataset=data)
+    else:
+        if case == "stream":
+            common["accelerator_config"] = {"dispatch_batches": False}  # ours does so by itself
+        model.loss_function = float64_loss
+        args = training_arguments(TrainingArguments, folder, **common)
+        trainer = Trainer(model=model, args=args, train_dataset=data, data_collator=padded)
+    trainer.train()
+    after = {n: p.detach().numpy() for n, p in model.named_parameters()}
+    return before, after, trainer.state.log_history
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_same_weights_as_the_plain_trainer_on_two_ranks(tmp_path, case):
+    before, wanted, history = run_ranks(train, 2, tmp_path, case, False, seconds=120)[0]
+    before, wanted = ({n: torch.as_tensor(p) for n, p in x.items()} for x in (before, wanted))
+    for _, found, log in run_ranks(train, 2, tmp_path, case, True, seconds=120):
+        assert update_error(before, wanted, found) < 1e-8
+        assert logged(log, "num_input_tokens_seen") == logged(history, "num_input_tokens_seen")
+
+
+def drawn_lengths(rank, world_size, folder):
+    """Lengths of all sequences of one epoch when no sample is repeated, and the steps that the run took."""
+    args = training_arguments(
+        FlexSeqConfig,
+        folder,
+        batch=2,
+        accumulation=1,
+        accelerator_config={"even_batches": False},
+        num_train_epochs=1,
+        **OPTIONS,
+    )
+    args.max_steps = -1
+    trainer = FlexSeqTrainer(model=tiny_llama(), args=args, train_dataset=documents(LENGTHS[:21]))
+    seen = []
+    finish = trainer.flexseq.finish
+    trainer.flexseq.finish = lambda step: (seen.extend(step.plan.lengths), finish(step))[1]
+    trainer.train()
+    return sorted(seen), trainer.state.global_step
+
+
+def test_without_even_batches_every_sample_is_used_once(tmp_path):
+    """21 samples in batches of 2 on 3 ranks: in the last step one rank draws one sample and one draws nothing."""
+    for seen, steps in run_ranks(drawn_lengths, 3, tmp_path, seconds=120):
+        assert seen == sorted(LENGTHS[:21])
+        assert steps == 4

@@ -1,0 +1,66 @@
+"""Sequences that fit on no single rank are split; one that fits nowhere stops the run before any compute."""
+
+import pytest
+from accelerate import Accelerator
+from transformers import TrainerCallback
+
+from hf_flexseq import DataCollatorForFlexSeq, FlexSeqArguments, FlexSeqConfig, FlexSeqEngine, FlexSeqTrainer, PlanInfeasible
+from tests.hf.test_trainer import training_arguments
+from tests.hf.tiny import documents, tiny_llama
+from tests.ranks import run_ranks
+
+
+class CountForwards(TrainerCallback):
+    def __init__(self, model):
+        self.calls = 0
+        model.register_forward_pre_hook(lambda *_: setattr(self, "calls", self.calls + 1))
+
+
+def train_on_outlier(rank, world_size, folder, longest, cap):
+    """What was raised, and how often the model had run by then."""
+    model = tiny_llama()
+    counter = CountForwards(model)
+    args = training_arguments(
+        FlexSeqConfig, folder, batch=1, accumulation=1, max_tokens_per_rank=cap, train_sampling_strategy="sequential"
+    )
+    trainer = FlexSeqTrainer(model=model, args=args, train_dataset=documents([longest, 3] * 10))
+    try:
+        trainer.train()
+    except PlanInfeasible as error:
+        return str(error), counter.calls
+    return trainer.state.log_history[0], counter.calls
+
+
+def test_an_outlier_is_split(tmp_path):
+    for first, calls in run_ranks(train_on_outlier, 2, tmp_path, 101, 51):
+        assert first["flexseq/groups_of_2"] >= 1
+        assert calls >= 10
+
+
+def test_what_fits_nowhere_is_refused_on_every_rank_before_any_compute(tmp_path):
+    for message, calls in run_ranks(train_on_outlier, 2, tmp_path, 103, 51):
+        assert calls == 0
+        for part in ("103 tokens", "max_tokens_per_rank=51", "Raise max_tokens_per_rank to 52"):
+            assert part in message
+
+
+def kill_the_planner(rank, world_size):
+    engine = FlexSeqEngine(
+        Accelerator(cpu=True), FlexSeqArguments(lookahead=1, max_tokens_per_rank=64, cost_model="flexsp-gpt-7b-a100")
+    )
+    engine.attach(tiny_llama())
+    batches = iter([DataCollatorForFlexSeq()(documents([5, 9])) for _ in range(20)])
+    engine.next_step(batches, 1)
+    if rank == 0:
+        engine._training.planner._process.kill()
+        engine._training.planner._process.wait()
+    with pytest.raises(RuntimeError, match="planning process ended with code") as raised:
+        for _ in range(18):
+            engine.next_step(batches, 1)
+    engine.detach()
+    return str(raised.value)
+
+
+def test_a_dead_planner_raises_on_all_ranks():
+    messages = run_ranks(kill_the_planner, 3)
+    assert messages[0] == messages[1] == messages[2]
