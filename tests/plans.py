@@ -7,7 +7,9 @@ from hf_flexseq.plan import Group, MicroBatch, Plan, check, widest_first
 from hf_flexseq.topology import Topology
 
 
-def random_plan(lengths: Sequence[int], world_size: int, rng: random.Random, *, micro_batches: int | None = None) -> Plan:
+def random_plan(
+    lengths: Sequence[int], world_size: int, rng: random.Random, *, micro_batches: int | None = None
+) -> Plan:
     """Any sequences on any laminar family of contiguous groups of one node, in any number of micro-batches."""
     count = micro_batches or rng.randint(1, 3)
     bins: list[list[int]] = [[] for _ in range(count)]

@@ -32,9 +32,7 @@ class SequenceContext:
         return self.shard.tokens
 
 
-def _zone_attention(
-    zone: Zone, communicator: Communicator, kernel: Kernel, device: torch.device
-) -> ZoneAttention:
+def _zone_attention(zone: Zone, communicator: Communicator, kernel: Kernel, device: torch.device) -> ZoneAttention:
     match zone.group.strategy:
         case "local":
             return LocalZone(zone, kernel, device)

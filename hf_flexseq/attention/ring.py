@@ -21,7 +21,7 @@ from hf_flexseq.attention.local import Tensors
 from hf_flexseq.distributed.communicator import Communicator, Transfers
 from hf_flexseq.kernels import Kernel
 from hf_flexseq.kernels.segments import Segments
-from hf_flexseq.schedule.attention import Step, zigzag
+from hf_flexseq.schedule.attention import zigzag
 from hf_flexseq.shard import Zone, zigzag_bounds, zigzag_chunks
 
 
@@ -42,7 +42,7 @@ class Rows(NamedTuple):
 
 
 class StepCall(NamedTuple):
-    """A step made concrete for one micro-batch: which rows attend to which, from whom, and what others read of ours."""
+    """A step made concrete for one micro-batch: which rows attend to which, whose, and what others read of ours."""
 
     queries: Rows
     segments: Segments
@@ -187,9 +187,7 @@ def _lengths(bounds: Sequence[Sequence[int]], chunks: Sequence[int]) -> tuple[in
     return tuple(sum(b[c + 1] - b[c] for c in chunks) for b in bounds)
 
 
-def _rows(
-    bounds: Sequence[Sequence[int]], owned: Sequence[int], chunks: Sequence[int], device: torch.device
-) -> Rows:
+def _rows(bounds: Sequence[Sequence[int]], owned: Sequence[int], chunks: Sequence[int], device: torch.device) -> Rows:
     """Where `chunks` of every sequence lie among the rows of a rank that owns the chunks `owned`."""
     lengths = _lengths(bounds, chunks)
     if tuple(chunks) == tuple(owned):

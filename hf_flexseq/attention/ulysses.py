@@ -107,9 +107,13 @@ class UlyssesZone:
         parts = [_flat_cat([x[:, span[i]] for x, span in zip(tensors, spans, strict=True)]) for i in self._indices]
         widths = [_width(x, span[self.index]) for x, span in zip(tensors, spans, strict=True)]
         received = all_to_all(self.communicator, self.ranks, parts, [t * sum(widths) for t in self.tokens])
-        columns = zip(*(r.split([t * w for w in widths]) for r, t in zip(received, self.tokens, strict=True)), strict=True)
+        columns = zip(
+            *(r.split([t * w for w in widths]) for r, t in zip(received, self.tokens, strict=True)), strict=True
+        )
         return [
-            torch.cat(column).view(sum(self.tokens), -1, x.shape[2]) if width else x.new_empty(sum(self.tokens), 0, x.shape[2])
+            torch.cat(column).view(sum(self.tokens), -1, x.shape[2])
+            if width
+            else x.new_empty(sum(self.tokens), 0, x.shape[2])
             for column, width, x in zip(columns, widths, tensors, strict=True)
         ]
 
@@ -121,7 +125,9 @@ class UlyssesZone:
         head_dim = tensors[0].shape[2]
         sizes = [[mine * (span[i].stop - span[i].start) * head_dim for span in spans] for i in self._indices]
         received = all_to_all(self.communicator, self.ranks, parts, [sum(s) for s in sizes])
-        results = [x.new_zeros(mine, max(s.stop for s in span), head_dim) for x, span in zip(tensors, spans, strict=True)]
+        results = [
+            x.new_zeros(mine, max(s.stop for s in span), head_dim) for x, span in zip(tensors, spans, strict=True)
+        ]
         for i, flat in enumerate(received):
             for result, span, piece in zip(results, spans, flat.split(sizes[i]), strict=True):
                 if piece.numel():

@@ -57,5 +57,3 @@ def exchange_rows(communicator: Communicator, rows: torch.Tensor, sizes: Sequenc
     dist.all_to_all_single(received, outgoing, counts, [fields * n for n in sizes], group=communicator.control)
     stops = list(accumulate(counts))
     return [received[stop - n : stop].view(fields, -1) for stop, n in zip(stops, counts, strict=True)]
-
-

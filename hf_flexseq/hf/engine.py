@@ -1,13 +1,13 @@
 """What turns a dataloader into planned steps and runs them: the one code path of the trainer and of a plain loop.
 
-    engine = FlexSeqEngine(accelerator, FlexSeqArguments(...))
-    engine.attach(model)                                   # before accelerator.prepare
-    model, optimizer, dataloader = accelerator.prepare(model, optimizer, dataloader)
-    for step in engine.steps(dataloader, accumulation=4):
-        loss = step.backward(model)
-        optimizer.step()
-        optimizer.zero_grad()
-    engine.detach()
+engine = FlexSeqEngine(accelerator, FlexSeqArguments(...))
+engine.attach(model)                                   # before accelerator.prepare
+model, optimizer, dataloader = accelerator.prepare(model, optimizer, dataloader)
+for step in engine.steps(dataloader, accumulation=4):
+    loss = step.backward(model)
+    optimizer.step()
+    optimizer.zero_grad()
+engine.detach()
 """
 
 import logging
@@ -42,7 +42,9 @@ logger = logging.getLogger(__name__)
 class FlexSeqEngine:
     """Plans and runs optimizer steps of an unmodified HF model under accelerate."""
 
-    def __init__(self, accelerator: Accelerator, args: FlexSeqArguments, *, communicator: Communicator | None = None) -> None:
+    def __init__(
+        self, accelerator: Accelerator, args: FlexSeqArguments, *, communicator: Communicator | None = None
+    ) -> None:
         """Raises ValueError or NotImplementedError when the accelerator is set up in a way that cannot work."""
         check_accelerator(accelerator, args)
         # Streams are dispatched from rank 0 by default, which breaks on rows of different lengths.

@@ -65,7 +65,9 @@ def device_spec(device: torch.device, ranks_per_node: int) -> DeviceSpec:
     properties = torch.cuda.get_device_properties(device)
     known = next((spec for name, spec in DEVICES.items() if name in properties.name.replace(" ", "-")), None)
     if known is None:
-        logger.warning("no figures for %s; its speed is taken to be an A100's (calibrate a cost model)", properties.name)
+        logger.warning(
+            "no figures for %s; its speed is taken to be an A100's (calibrate a cost model)", properties.name
+        )
     return _with_memory(known or DEVICES["A100-80GB"], properties.name, properties.total_memory)
 
 

@@ -19,7 +19,6 @@ from hf_flexseq.hf.loaders import LoaderProxy, without_repeats
 from hf_flexseq.hf.step import step_items
 
 
-
 class PlannedBatches(LoaderProxy):
     """A dataloader whose batches are planned steps."""
 

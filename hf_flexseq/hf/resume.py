@@ -34,6 +34,6 @@ def check_step_size(checkpoint: str | os.PathLike[str] | None, sequences_per_ste
     former = json.loads(path.read_text(encoding="utf-8"))[KEY]
     if former != sequences_per_step:
         raise ValueError(
-            f"{checkpoint} was trained with {former} sequences per optimizer step, this run draws {sequences_per_step} "
-            "(per_device_train_batch_size x gradient_accumulation_steps x processes): the data order would change"
+            f"{checkpoint} was trained with {former} sequences per optimizer step, this run draws {sequences_per_step}"
+            " (per_device_train_batch_size x gradient_accumulation_steps x processes): the data order would change"
         )

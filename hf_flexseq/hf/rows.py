@@ -60,9 +60,7 @@ class RowExchange:
         self.communicator = communicator
         self._dtypes: dict[str, torch.dtype] | None = None
 
-    def __call__(
-        self, row: SourceRow, plan: Plan, sources: Sequence[int], shards: Sequence[Shard]
-    ) -> list[Columns]:
+    def __call__(self, row: SourceRow, plan: Plan, sources: Sequence[int], shards: Sequence[Shard]) -> list[Columns]:
         """This rank's columns, each [tokens], for every micro-batch.
 
         sources: the rank that drew each sequence. shards: this rank's, by micro-batch.
@@ -110,9 +108,7 @@ class RowExchange:
         return wanted, [sum(p.numel() for p in parts) for parts in places]
 
 
-def _arrange(
-    received: Sequence[torch.Tensor], shards: Sequence[Shard], sources: Sequence[int]
-) -> list[torch.Tensor]:
+def _arrange(received: Sequence[torch.Tensor], shards: Sequence[Shard], sources: Sequence[int]) -> list[torch.Tensor]:
     """The exchanged tokens in the order of this rank's rows: one [fields, tokens] per micro-batch. Every source sent
     its slices in that same order, so each is read from front to back."""
     cursors = [0] * len(received)

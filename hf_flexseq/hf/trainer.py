@@ -24,9 +24,9 @@ from transformers import Trainer, TrainingArguments
 from transformers.data.data_collator import DataCollatorWithPadding, default_data_collator
 
 from hf_flexseq.config import FlexSeqArguments
+from hf_flexseq.hf.attention import check_model
 from hf_flexseq.hf.checks import check_trainer
 from hf_flexseq.hf.collator import DataCollatorForFlexSeq
-from hf_flexseq.hf.attention import check_model
 from hf_flexseq.hf.engine import FlexSeqEngine, base_model
 from hf_flexseq.hf.evaluation import EvaluationLoss, PlannedBatches, left_unprepared
 from hf_flexseq.hf.loaders import LongestLoader
@@ -123,8 +123,8 @@ class FlexSeqMixin:
         does not depend on batch size or world size; samples repeated to fill the last batch do not count."""
         if prediction_loss_only is False or (prediction_loss_only is None and not self.args.prediction_loss_only):
             raise NotImplementedError(
-                "predict() would return logits of tokens that are spread over ranks; evaluate() gives the loss, and for "
-                "logits call the model after model.set_attn_implementation('sdpa')"
+                "predict() would return logits of tokens that are spread over ranks; evaluate() gives the loss, and "
+                "for logits call the model after model.set_attn_implementation('sdpa')"
             )
         self._flexseq_eval = EvaluationLoss()
         with self.flexseq.attached(self.model, lockstep=self._flexseq_lockstep), left_unprepared(self):
@@ -134,7 +134,9 @@ class FlexSeqMixin:
         loss = self._flexseq_eval.mean(self.flexseq.communicator)
         return output._replace(metrics=output.metrics | {f"{metric_key_prefix}_loss": loss})
 
-    def prediction_step(self, model: nn.Module, inputs: Any, prediction_loss_only: bool, ignore_keys: Any = None) -> Any:
+    def prediction_step(
+        self, model: nn.Module, inputs: Any, prediction_loss_only: bool, ignore_keys: Any = None
+    ) -> Any:
         if not isinstance(inputs, StepItem):
             return super().prediction_step(model, inputs, prediction_loss_only, ignore_keys=ignore_keys)
         assert inputs.step is not None, "an evaluation batch without its step"
@@ -158,7 +160,8 @@ def arguments_on(args: Any) -> FlexSeqArguments:
     names = [field.name for field in fields(FlexSeqArguments)]
     if not all(hasattr(args, name) for name in names):
         raise ValueError(
-            f"{type(args).__name__} has no hf_flexseq options: pass a FlexSeqConfig, or flexseq_args=FlexSeqArguments(...)"
+            f"{type(args).__name__} has no hf_flexseq options: "
+            "pass a FlexSeqConfig, or flexseq_args=FlexSeqArguments(...)"
         )
     return FlexSeqArguments(**{name: getattr(args, name) for name in names})
 

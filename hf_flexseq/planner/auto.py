@@ -26,9 +26,9 @@ from hf_flexseq.planner.targets import PERMILLE, affordable, starting_candidates
 from hf_flexseq.topology import Topology
 
 FILLED = 6  # candidates that get their short sequences
-KEPT = 3  # candidates whose targets the next round changes
+KEPT = 2  # candidates whose targets the next round changes
 CHANGES = (100, 50, 20)  # per mille, one round each
-COPIES = 5
+COPIES = 8
 NEARLY_FULL = 950  # per mille
 HOPELESS = 1015  # per mille of the best objective, above which no more rounds are spent
 

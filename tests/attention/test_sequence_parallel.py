@@ -42,7 +42,7 @@ def reference(length: int, heads: int, kv_heads: int, seed: int) -> list[torch.T
 
 
 def on_shard(tensors, which, shard):
-    """Tensor `which` of every slice of the shard, in row order; a rank may work for a group and hold no token of it."""
+    """Tensor `which` of every slice of the shard, in row order; a rank may work for a group and hold none of it."""
     return torch.cat([tensors[0][which][:0], *(tensors[s.sequence][which][s.start : s.stop] for s in shard.slices)])
 
 

@@ -33,7 +33,9 @@ def logits_and_gradient(rank, world_size, strategy, tokens):
     return rows[:, 0].tolist(), logits[0].detach().numpy(), embeddings.grad[0].numpy()
 
 
-@pytest.mark.parametrize(("world_size", "strategy"), [(1, "local"), (2, "ulysses"), (3, "ulysses"), (2, "zigzag"), (3, "zigzag")])
+@pytest.mark.parametrize(
+    ("world_size", "strategy"), [(1, "local"), (2, "ulysses"), (3, "ulysses"), (2, "zigzag"), (3, "zigzag")]
+)
 def test_a_changed_document_changes_no_other(world_size, strategy):
     generator = torch.Generator().manual_seed(0)
     tokens = [torch.randint(VOCAB, (n,), generator=generator).tolist() for n in LENGTHS]

@@ -1,4 +1,4 @@
-"""Whatever draws the samples, an optimizer step holds those that the plain Trainer would have used on as many ranks."""
+"""Whatever draws the samples, an optimizer step holds those that the plain Trainer would have used."""
 
 import pytest
 import torch
@@ -18,13 +18,15 @@ CASES = {
     "sequential": {"train_sampling_strategy": "sequential"},
     "workers": {"dataloader_num_workers": 2},
     "drop_last": {"dataloader_drop_last": True},
-    "reduced in every micro-batch": {"accelerator_config": {"gradient_accumulation_kwargs": {"sync_each_batch": True}}},
+    "reduced in every micro-batch": {
+        "accelerator_config": {"gradient_accumulation_kwargs": {"sync_each_batch": True}}
+    },
     "stream": {},
 }
 
 
 class Stream(IterableDataset):
-    """48 samples are whole steps; what the plain Trainer does with a rest of a stream is to add it to the next step."""
+    """48 samples are whole steps; what is left at the end of a stream the plain Trainer adds to the next step."""
 
     def __iter__(self):
         return iter(documents(LENGTHS[:48]))

@@ -4,8 +4,8 @@ import pytest
 import torch
 from datasets import Dataset
 from peft import LoraConfig, get_peft_model
-from transformers import PreTrainedTokenizerFast, Trainer, TrainingArguments
 from tokenizers import Tokenizer, models
+from transformers import PreTrainedTokenizerFast, Trainer, TrainingArguments
 from trl import SFTConfig, SFTTrainer
 
 from hf_flexseq import FlexSeqArguments, FlexSeqConfig, FlexSeqMixin, FlexSeqTrainer
@@ -27,8 +27,15 @@ def tokenizer():
 
 def sft_trainer(cls, folder, batch, **flexseq):
     args = training_arguments(
-        SFTConfig, folder, batch=batch, accumulation=1, optim="sgd", max_length=None, gradient_checkpointing=False,
-        dataset_kwargs={"skip_prepare_dataset": True}, bf16=False,
+        SFTConfig,
+        folder,
+        batch=batch,
+        accumulation=1,
+        optim="sgd",
+        max_length=None,
+        gradient_checkpointing=False,
+        dataset_kwargs={"skip_prepare_dataset": True},
+        bf16=False,
     )
     data = Dataset.from_list(dataset())
     return cls(model=tiny_llama(), args=args, train_dataset=data, processing_class=tokenizer(), **flexseq)

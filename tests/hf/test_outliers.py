@@ -4,7 +4,14 @@ import pytest
 from accelerate import Accelerator
 from transformers import TrainerCallback
 
-from hf_flexseq import DataCollatorForFlexSeq, FlexSeqArguments, FlexSeqConfig, FlexSeqEngine, FlexSeqTrainer, PlanInfeasible
+from hf_flexseq import (
+    DataCollatorForFlexSeq,
+    FlexSeqArguments,
+    FlexSeqConfig,
+    FlexSeqEngine,
+    FlexSeqTrainer,
+    PlanInfeasible,
+)
 from tests.hf.test_trainer import training_arguments
 from tests.hf.tiny import documents, tiny_llama
 from tests.ranks import run_ranks
@@ -55,8 +62,7 @@ def kill_the_planner(rank, world_size):
         engine._training.planner._process.kill()
         engine._training.planner._process.wait()
     with pytest.raises(RuntimeError, match="planning process ended with code") as raised:
-        for _ in range(18):
-            engine.next_step(batches, 1)
+        list(iter(lambda: engine.next_step(batches, 1), None))
     engine.detach()
     return str(raised.value)
 

@@ -62,7 +62,9 @@ def zero_run(rank, world_size, folder, stage, accumulation, checkpointing):
 
 @pytest.mark.parametrize(("stage", "accumulation", "checkpointing"), [(2, 1, False), (3, 3, False), (3, 1, True)])
 def test_zero_equals_the_plain_trainer(tmp_path, stage, accumulation, checkpointing):
-    before, wanted, history = plain_run(tmp_path, batch=4 * accumulation, dtype=torch.float32, learning_rate=LEARNING_RATE)
+    before, wanted, history = plain_run(
+        tmp_path, batch=4 * accumulation, dtype=torch.float32, learning_rate=LEARNING_RATE
+    )
     for found, log, steps in run_ranks(zero_run, 2, tmp_path, stage, accumulation, checkpointing, seconds=120):
         assert steps == STEPS
         assert update_error(before, wanted, found) < 2e-6

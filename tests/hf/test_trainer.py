@@ -60,7 +60,9 @@ def plain_run(folder, *, batch, accumulation=1, optim="sgd", loss=None, size=72,
     if loss is not None:
         model.loss_function = loss
     before = {n: p.detach().clone() for n, p in model.named_parameters()}
-    args = training_arguments(TrainingArguments, folder, batch=batch, accumulation=accumulation, optim=optim, **options)
+    args = training_arguments(
+        TrainingArguments, folder, batch=batch, accumulation=accumulation, optim=optim, **options
+    )
     trainer = Trainer(model=model, args=args, train_dataset=dataset(size), data_collator=padded)
     trainer.train()
     return before, {n: p.detach() for n, p in model.named_parameters()}, trainer.state.log_history

@@ -94,7 +94,9 @@ class RandomPlanEngine(FlexSeqEngine):
     """An engine whose plans are random."""
 
     def __init__(self, accelerator, seed, **options):
-        super().__init__(accelerator, FlexSeqArguments(**{"lookahead": 0, "cost_model": "flexsp-gpt-7b-a100", **options}))
+        super().__init__(
+            accelerator, FlexSeqArguments(**{"lookahead": 0, "cost_model": "flexsp-gpt-7b-a100", **options})
+        )
         self.seed = seed
 
     def make_planner(self, *, ahead):
