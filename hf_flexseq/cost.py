@@ -107,7 +107,7 @@ class CostModel:
             seconds = np.maximum(attention, moved) + linear
         else:
             raise ValueError(f"strategy {strategy!r} has no cost formula")
-        return np.floor(seconds * 1e9 + 0.5).astype(np.int64)
+        return np.maximum(1, np.floor(seconds * 1e9 + 0.5)).astype(np.int64)  # work is never free
 
     def sequence_ns(self, length: int, degree: int, strategy: str, spans_nodes: bool) -> int:
         """Nanoseconds of one sequence of `length` tokens on a group of `degree` ranks."""

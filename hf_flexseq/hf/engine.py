@@ -176,6 +176,7 @@ class FlexSeqEngine:
             targets=drawn.targets,
             micro_batches=micro_batches,
             waited_s=waited_s,
+            device=self.accelerator.device,
         )
 
     def _chosen_kernel(self) -> Kernel:

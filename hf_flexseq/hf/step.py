@@ -1,6 +1,5 @@
 """One planned optimizer step, ready to run on this rank."""
 
-import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -11,6 +10,7 @@ from hf_flexseq.attention import SequenceContext
 from hf_flexseq.distributed.communicator import Communicator
 from hf_flexseq.hf.collator import IGNORE
 from hf_flexseq.hf.rows import Columns, SourceRow
+from hf_flexseq.hf.stopwatch import Stopwatch
 from hf_flexseq.kernels import Kernel
 from hf_flexseq.plan import Group, MicroBatch, Plan
 from hf_flexseq.shard import Shard, make_shard
@@ -25,7 +25,7 @@ class Step:
     ranks. micro_batches: (index in the plan, inputs of the model) pairs, in order, never empty.
     """
 
-    __slots__ = ("measured_s", "micro_batches", "number", "plan", "row", "targets", "waited_s")
+    __slots__ = ("_stopwatch", "micro_batches", "number", "plan", "row", "targets", "waited_s")
 
     def __init__(
         self,
@@ -36,10 +36,11 @@ class Step:
         targets: int,
         micro_batches: Sequence[tuple[int, Inputs]],
         waited_s: float,
+        device: torch.device,
     ) -> None:
         self.number, self.plan, self.row, self.targets, self.waited_s = number, plan, row, targets, waited_s
         self.micro_batches = tuple(micro_batches)
-        self.measured_s = [0.0] * len(plan.micro_batches)
+        self._stopwatch = Stopwatch(device)
 
     @property
     def tokens(self) -> int:
@@ -55,13 +56,16 @@ class Step:
         total: torch.Tensor | None = None
         for place, (index, inputs) in enumerate(self.micro_batches):
             last = place == len(self.micro_batches) - 1
-            started = time.perf_counter()
-            with nullcontext() if last else before_last():
+            with self._stopwatch.timing(index), nullcontext() if last else before_last():
                 loss = forward_backward(inputs)
-            self.measured_s[index] += time.perf_counter() - started
             total = loss if total is None else total + loss
         assert total is not None, "a step has at least one micro-batch on every rank"
         return total
+
+    def measured_s(self) -> list[float]:
+        """Seconds of every micro-batch on this rank, 0 where it had none; waits for the device."""
+        seconds = self._stopwatch.seconds()
+        return [seconds.get(index, 0.0) for index in range(len(self.plan.micro_batches))]
 
 
 class StepItem(dict[str, Any]):

@@ -1,6 +1,7 @@
 """What a step was planned to cost and what it cost, for the log and the plan trace."""
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ class PlanTrace:
 
     def record(self, step: Step, cost: CostModel) -> dict[str, float]:
         """Gather the ranks' measurements, write the trace, and return the figures to log. Collective."""
-        by_rank = gather_objects(self.communicator, step.measured_s)
+        by_rank = gather_objects(self.communicator, step.measured_s())
         measured = [max(seconds) for seconds in zip(*by_rank, strict=True)]
         slowest = max(sum(seconds) for seconds in by_rank)
         if self.path is not None:
@@ -52,6 +53,12 @@ def step_figures(step: Step, measured_s: float, world_size: int) -> dict[str, fl
     return {PREFIX + name: float(value) for name, value in figures.items()}
 
 
+def mean_figures(steps: Sequence[dict[str, float]]) -> dict[str, float]:
+    """The mean of every figure over some steps; a degree that a step does not use counts as 0 groups."""
+    names = dict.fromkeys(name for figures in steps for name in figures)
+    return {name: sum(figures.get(name, 0.0) for figures in steps) / len(steps) for name in names}
+
+
 def imbalance(plan: Plan, world_size: int) -> float:
     """Tokens of the fullest rank over those of the mean rank, summed over micro-batches; 1 is perfect."""
     fullest = sum(max(mb.tokens_per_rank(plan.lengths, world_size)) for mb in plan.micro_batches)
@@ -62,11 +69,11 @@ def plan_line(figures: dict[str, float]) -> str:
     """One step in one line, for people."""
     value = {name.removeprefix(PREFIX): figure for name, figure in figures.items() if name.startswith(PREFIX)}
     groups = " + ".join(
-        f"{int(count)} x degree {name.removeprefix('groups_of_')}"
+        f"{count:g} x degree {name.removeprefix('groups_of_')}"
         for name, count in value.items()
         if name.startswith("groups_of_")
     )
     return (
-        f"{groups} in {int(value['micro_batches'])} micro-batch(es), predicted {value['predicted_s']:.3f} s, "
+        f"{groups} in {value['micro_batches']:g} micro-batch(es), predicted {value['predicted_s']:.3f} s, "
         f"measured {value['measured_s']:.3f} s, {value['tokens_per_s']:,.0f} tokens/s"
     )

@@ -32,7 +32,7 @@ from hf_flexseq.hf.evaluation import EvaluationLoss, PlannedBatches, left_unprep
 from hf_flexseq.hf.loaders import LongestLoader
 from hf_flexseq.hf.resume import StepSizeCallback, check_step_size
 from hf_flexseq.hf.step import Inputs, StepItem, step_items
-from hf_flexseq.hf.trace import plan_line
+from hf_flexseq.hf.trace import mean_figures, plan_line
 
 logger = logging.getLogger(__name__)
 
@@ -63,7 +63,7 @@ class FlexSeqMixin:
         self.data_collator = _flexseq_collator(self.data_collator)
         self.flexseq = FlexSeqEngine(self.accelerator, options)
         check_model(base_model(self.model))
-        self._flexseq_figures: dict[str, float] = {}
+        self._flexseq_figures: list[dict[str, float]] = []  # of the steps since the last log
         self._flexseq_eval: EvaluationLoss | None = None
         # Ranks may run different numbers of micro-batches, unless a subclass computes its loss with collectives.
         self._flexseq_lockstep = type(self).compute_loss is not Trainer.compute_loss
@@ -99,14 +99,16 @@ class FlexSeqMixin:
             return super(FlexSeqMixin, self).training_step(model, micro_batch, num_items_in_batch)
 
         loss = self.flexseq.run(inputs.step, model, forward_backward)
-        self._flexseq_figures = self.flexseq.finish(inputs.step)
+        figures = self.flexseq.finish(inputs.step)
+        self._flexseq_figures.append(figures)
         if self.is_world_process_zero():
-            logger.info("step %d: %s", inputs.step.number, plan_line(self._flexseq_figures))
+            logger.info("step %d: %s", inputs.step.number, plan_line(figures))
         return loss
 
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
         if "loss" in logs:
-            logs = logs | self._flexseq_figures
+            logs = logs | mean_figures(self._flexseq_figures)
+            self._flexseq_figures.clear()
         super().log(logs, *args, **kwargs)
 
     # ---- evaluation

@@ -1,10 +1,11 @@
-"""The default planner: groups of every degree on one rank tree, micro-batches with unequal time targets.
+"""The default planner: groups of every degree, micro-batches with unequal time targets.
 
 1. As few micro-batches as memory allows; one more only when that fails or is nearly full.
-2. Many candidates of targets at once (`targets.py`), their long sequences placed on the tree (`place.py`).
-3. The candidates with the lowest water level get their short sequences and are repaired (`fill.py`).
-4. A few rounds with the best candidates' targets slightly changed.
-5. One degree for everything (`static.py`) is always among the candidates: it cannot lose to that, and cannot fail.
+2. Many candidates of targets at once (`targets.py`), their long sequences placed on blocks of ranks (`place.py`).
+3. The candidates with the lowest water level get their short sequences (`fill.py`).
+4. A few rounds with the best candidates' targets slightly changed; then repairs (`repair.py`).
+5. For free synchronisation the same with one clock per rank that all micro-batches share, beside the lockstep plan.
+6. One degree for everything (`static.py`) is always among the candidates: it cannot lose to that, and cannot fail.
 
 The problem and the idea of groups of different degrees per step are FlexSP's (arXiv 2412.01523, section 4). Rejected:
 its time-limited MILP (seconds per micro-batch, mostly stopped by the limit, not reproducible), cutting micro-batches
@@ -25,11 +26,11 @@ from hf_flexseq.planner.static import static_degrees, static_micro_batches
 from hf_flexseq.planner.targets import PERMILLE, affordable, starting_candidates
 from hf_flexseq.topology import Topology
 
-FILLED = 6  # candidates that get their short sequences
+FILLED = 6  # candidates of a round that get their short sequences
 KEPT = 2  # candidates whose targets the next round changes
+COPIES = 8  # changed copies of each
 CHANGES = (100, 50, 20)  # per mille, one round each
-COPIES = 8
-NEARLY_FULL = 950  # per mille
+NEARLY_FULL = 950  # per mille of the memory, above which one more micro-batch is tried
 HOPELESS = 1015  # per mille of the best objective, above which no more rounds are spent
 
 
@@ -37,25 +38,22 @@ def auto_micro_batches(
     lengths: Sequence[int], topology: Topology, cost: CostModel, *, strategy: str, cap: int, sync: str
 ) -> tuple[MicroBatch, ...]:
     """The micro-batches of the best plan found. Every sequence must fit on all ranks together."""
-    best: tuple[MicroBatch, ...] = ()
-    best_ns = NEVER
-    for assumed in dict.fromkeys(("lockstep", sync)):  # plans made for lockstep are good free ones, too
+
+    def scored(plan: tuple[MicroBatch, ...]) -> tuple[int, tuple[MicroBatch, ...]]:
+        return step_ns(cost, plan, lengths, topology, sync=sync), plan
+
+    plans = []
+    for assumed in dict.fromkeys((sync, "lockstep")):  # plans made for lockstep are good free ones, too
         problem = make_problem(lengths, topology, cost, strategy=strategy, cap=cap, sync=assumed)
         found = _searched(problem)
         if found:
-            plan = micro_batches_of(problem, found.block.tolist(), found.batch.tolist())
-            best, best_ns = min((best, best_ns), (plan, step_ns(cost, plan, lengths, topology, sync=sync)), key=_time)
-    for degree in static_degrees(topology):
-        if static_bound_ns(problem, degree) < best_ns:
+            plans.append(scored(micro_batches_of(problem, found.block.tolist(), found.batch.tolist())))
+    to_beat = min((ns for ns, _ in plans), default=NEVER)
+    for degree in static_degrees(topology) if strategy != "local" else (1,):
+        if static_bound_ns(problem, degree) < to_beat:
             fixed = static_micro_batches(lengths, topology, cost, degree=degree, strategy=strategy, cap=cap)
-            best, best_ns = min(
-                (best, best_ns), (fixed, step_ns(cost, fixed, lengths, topology, sync=sync)), key=_time
-            )
-    return best
-
-
-def _time(scored: tuple[tuple[MicroBatch, ...], int]) -> int:
-    return scored[1]
+            plans.append(scored(fixed))
+    return min(plans, key=lambda pair: pair[0])[1]
 
 
 def static_bound_ns(problem: Problem, degree: int) -> int:

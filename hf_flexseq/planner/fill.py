@@ -22,7 +22,7 @@ WATER_STEPS = 24
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Filled:
-    """One complete candidate. objective: nanoseconds in lockstep. block, batch: [K] per row of the problem.
+    """One complete candidate. objective: nanoseconds of the step. block, batch: [K] per row of the problem.
 
     load, held: [M, W] nanoseconds and tokens of each rank.
     """
@@ -150,8 +150,7 @@ def _pour_free(
     heapq.heapify(heap)
     spots = []
     for time, length in zip(times, lengths, strict=True):
-        full = []
-        opening = 0
+        full, batch, opening = [], None, 0
         while heap:
             lost, rank = heap[0]
             batch = _last_with_room(room, rank, length, problem.cap)
@@ -162,7 +161,7 @@ def _pour_free(
             if opening - slack[rank] <= lost:
                 break
             heapq.heapreplace(heap, (opening - slack[rank], rank))  # others may have room without another micro-batch
-        if not heap or batch is None:
+        if batch is None:
             return None
         slack[rank] -= time + opening
         room[batch][rank] -= length

@@ -66,7 +66,7 @@ def make_problem(
         blocks=blocks,
         ids=ids,
         lengths=tokens,
-        cap=cap,
+        cap=min(cap, 2 * sum(lengths)),  # more is never used, and would overflow when counted in nanoseconds
         times=times,
         needs=np.where(fits, needs, NEVER),
         strategies=tuple(names for _, names in columns),

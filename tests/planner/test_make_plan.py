@@ -22,7 +22,22 @@ from planner.brute import best_lockstep_ns
 
 FLEXSP = PRESETS["flexsp-gpt-7b-a100"]
 CLUSTER = Topology(nodes=8, ranks_per_node=8)
-TOPOLOGIES = [(1, 1), (1, 2), (1, 3), (1, 5), (1, 6), (1, 7), (1, 8), (2, 1), (2, 2), (3, 2), (2, 6), (3, 4), (4, 8)]
+TOPOLOGIES = [
+    (1, 1),
+    (1, 2),
+    (1, 3),
+    (1, 5),
+    (1, 6),
+    (1, 7),
+    (1, 8),
+    (1, 12),
+    (2, 1),
+    (2, 2),
+    (3, 2),
+    (2, 6),
+    (3, 4),
+    (4, 8),
+]
 SMALL = ModelShape(
     layers=4, hidden=256, heads=8, kv_heads=2, head_dim=32, intermediate=1024, vocab=4096, params=6_000_000
 )
