@@ -84,7 +84,7 @@ class RingZone:
         dq = torch.zeros(q.shape, dtype=_accumulator(q.dtype), device=q.device)
         dkv = torch.zeros(kv.shape, dtype=dq.dtype, device=q.device)
         fetch = self._fetch(0, kv)
-        returns: list[tuple[Transfers, Rows, torch.Tensor]] = []
+        returning: tuple[Transfers, Rows, torch.Tensor] | None = None
         for t, call in enumerate(self.calls):
             block_kv = fetch.result()
             fetch = self._fetch(t + 1, kv)
@@ -94,13 +94,12 @@ class RingZone:
                 block_dkv = torch.stack(dkv_block, dim=1).to(dkv.dtype)
             else:
                 block_dkv = torch.zeros(block_kv.shape, dtype=dkv.dtype, device=q.device)
+            _add_returned(returning, dkv)  # of the step before: it travelled while this one computed
             if t == 0:
                 dkv += block_dkv
             else:
-                returns.append(self._return(t, block_dkv, kv))
-        for transfers, lent, part in returns:
-            transfers.wait()
-            lent.add_to(dkv, part)
+                returning = self._return(t, block_dkv, kv)
+        _add_returned(returning, dkv)
         dk, dv = dkv.to(q.dtype).unbind(1)
         return dq.to(q.dtype), dk, dv
 
@@ -143,6 +142,14 @@ class RingZone:
             self.communicator, sends=[(block_dkv, call.source)], recvs=[(part, call.reader)], tag=2 * t + 1
         )
         return transfers, call.lent, part
+
+
+def _add_returned(returning: tuple[Transfers, Rows, torch.Tensor] | None, dkv: torch.Tensor) -> None:
+    """Wait for gradients that a reader of our keys and values sends back, and add them."""
+    if returning is not None:
+        transfers, lent, part = returning
+        transfers.wait()
+        lent.add_to(dkv, part)
 
 
 class _Fetch:

@@ -41,6 +41,8 @@ class Communicator:
             self.control = dist.new_group(backend="gloo")
             for start, stop in self.topology.aligned_blocks() if use_blocks else ():
                 self.blocks[start, stop] = dist.new_group(ranks=list(range(start, stop)))
+            for group in (self.parent, *self.blocks.values()):
+                _connect(group)
 
     @property
     def world_size(self) -> int:
@@ -52,6 +54,14 @@ class Communicator:
             if isinstance(group, dist.ProcessGroup):
                 dist.destroy_process_group(group)
         self.blocks, self.control, self.parent = {}, None, None
+
+
+def _connect(group: "dist.ProcessGroup | int") -> None:
+    """Use `group` once, with all its ranks. NCCL connects a group at its first use, and hangs if that is a transfer
+    between two ranks of it alone."""
+    if isinstance(group, dist.ProcessGroup):  # an int where this rank is no member
+        device = torch.device("cuda", torch.cuda.current_device()) if dist.get_backend(group) == "nccl" else "cpu"
+        dist.all_reduce(torch.zeros(1, device=device), group=group)
 
 
 def local_world_size(world_size: int) -> int:

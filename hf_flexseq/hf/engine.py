@@ -25,7 +25,7 @@ from hf_flexseq.cost import CostModel
 from hf_flexseq.distributed.communicator import Communicator
 from hf_flexseq.hf.attention import NAME, check_model
 from hf_flexseq.hf.checks import check_accelerator
-from hf_flexseq.hf.estimate import is_fully_sharded, resolve_cost_model, zero_stage
+from hf_flexseq.hf.estimate import is_fully_sharded, estimated_cost_model, zero_stage
 from hf_flexseq.hf.lookahead import DrawnStep, InlinePlanner, Lookahead, Planner
 from hf_flexseq.hf.loss import ChunkedLoss, attach_chunked_loss
 from hf_flexseq.hf.rows import RowExchange
@@ -35,6 +35,8 @@ from hf_flexseq.kernels import Kernel
 from hf_flexseq.kernels.choose import choose_kernel
 from hf_flexseq.plan import Plan
 from hf_flexseq.planner.client import PlannerWorker
+from hf_flexseq.planner.static import check_degree
+from hf_flexseq.presets import load_cost_model
 
 logger = logging.getLogger(__name__)
 
@@ -45,12 +47,15 @@ class FlexSeqEngine:
     def __init__(
         self, accelerator: Accelerator, args: FlexSeqArguments, *, communicator: Communicator | None = None
     ) -> None:
-        """Raises ValueError or NotImplementedError when the accelerator is set up in a way that cannot work."""
+        """Raises ValueError or NotImplementedError for an accelerator, a cost model or a degree that cannot work."""
         check_accelerator(accelerator, args)
         # Streams are dispatched from rank 0 by default, which breaks on rows of different lengths.
         accelerator.dataloader_config.dispatch_batches = False
         self.accelerator, self.args = accelerator, args
+        self._named_cost = None if args.cost_model == "auto" else load_cost_model(args.cost_model)
         self.communicator = communicator or Communicator()
+        if args.sp_degree is not None:
+            check_degree(args.sp_degree, self.communicator.topology)
         self.model: PreTrainedModel | None = None
         self.cost: CostModel | None = None
         self.lockstep = False
@@ -73,7 +78,8 @@ class FlexSeqEngine:
         check_model(base)
         self.model = base
         self.lockstep = self._resolve_sync(base, lockstep)
-        self.cost = resolve_cost_model(self.args.cost_model, base, self.accelerator, self.communicator.topology)
+        topology = self.communicator.topology
+        self.cost = self._named_cost or estimated_cost_model(base, self.accelerator, topology)
         self._former_attention = base.config._attn_implementation
         base.set_attn_implementation(NAME)
         self._chunked_loss = attach_chunked_loss(model)
@@ -223,12 +229,6 @@ class FlexSeqEngine:
         """Record a step that has run: the plan trace, and its figures for the log. Collective over the world."""
         assert self.cost is not None, "attach the model before running steps"
         return self._trace.record(step, self.cost)
-
-    @contextmanager
-    def own_loss(self) -> Iterator[None]:
-        """The model computes logits and its own loss inside this block."""
-        with self._chunked_loss.disabled() if self._chunked_loss is not None else nullcontext():
-            yield
 
 
 class EngineStep:

@@ -9,16 +9,14 @@ from accelerate.utils import DistributedType
 from torch import nn
 
 from hf_flexseq.cost import CostModel
-from hf_flexseq.presets import DEVICES, DeviceSpec, ModelShape, analytic_cost_model, load_cost_model
+from hf_flexseq.presets import DEVICES, DeviceSpec, ModelShape, analytic_cost_model
 from hf_flexseq.topology import Topology
 
 logger = logging.getLogger(__name__)
 
 
-def resolve_cost_model(name: str, model: nn.Module, accelerator: Accelerator, topology: Topology) -> CostModel:
-    """The cost model called `name`; "auto" estimates one. Raises ValueError for a name or file that gives none."""
-    if name != "auto":
-        return load_cost_model(name)
+def estimated_cost_model(model: nn.Module, accelerator: Accelerator, topology: Topology) -> CostModel:
+    """An estimate of what steps of `model` cost on this device, sharded as accelerate is set up to do."""
     device = device_spec(accelerator.device, topology.ranks_per_node)
     stage = zero_stage(model, accelerator)
     cost = analytic_cost_model(

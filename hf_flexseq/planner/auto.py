@@ -26,10 +26,10 @@ from hf_flexseq.planner.static import static_degrees, static_micro_batches
 from hf_flexseq.planner.targets import PERMILLE, affordable, starting_candidates
 from hf_flexseq.topology import Topology
 
-FILLED = 6  # candidates of a round that get their short sequences
+FILLED = (6, 3, 3, 3)  # candidates of each round that get their short sequences
 KEPT = 2  # candidates whose targets the next round changes
 COPIES = 8  # changed copies of each
-CHANGES = (100, 50, 20)  # per mille, one round each
+CHANGES = (100, 50, 20, 0)  # per mille, after each round; 0 ends the search
 NEARLY_FULL = 950  # per mille of the memory, above which one more micro-batch is tried
 HOPELESS = 1015  # per mille of the best objective, above which no more rounds are spent
 
@@ -88,22 +88,23 @@ def search(problem: Problem, batches: int, beat: int) -> Filled | None:
     """The best complete candidate with `batches` micro-batches; `beat` is an objective in hand."""
     candidates = starting_candidates(problem, batches)
     best: list[tuple[Filled, Candidates]] = []
-    for change in (*CHANGES, 0):
-        best = sorted(best + _tried(problem, candidates), key=lambda pair: pair[0].objective)[:KEPT]
+    for count, change in zip(FILLED, CHANGES, strict=True):
+        best = sorted(best + _tried(problem, candidates, count), key=lambda pair: pair[0].objective)[:KEPT]
         if not best or not change or best[0][0].objective * PERMILLE > beat * HOPELESS:
             break
         candidates = _changed(problem, [kept for _, kept in best], change)
-    done = [filled if problem.free else repair(problem, filled) for filled, _ in best]
-    return min(done, key=lambda f: f.objective, default=None)
+    if not best:
+        return None
+    return best[0][0] if problem.free else repair(problem, best[0][0])
 
 
-def _tried(problem: Problem, candidates: Candidates) -> list[tuple[Filled, Candidates]]:
-    """The candidates with the lowest water level, completed."""
+def _tried(problem: Problem, candidates: Candidates, count: int) -> list[tuple[Filled, Candidates]]:
+    """The `count` candidates with the lowest water levels, completed."""
     placed = place_long(problem, candidates)
     rises = water_levels(problem, candidates, placed)
     promise = np.where(rises < NEVER, placed.targets.sum(axis=1) + rises * candidates.targets.shape[1], NEVER)
     tried = []
-    for which in np.argsort(promise, kind="stable")[:FILLED].tolist():
+    for which in np.argsort(promise, kind="stable")[:count].tolist():
         if promise[which] == NEVER:
             break
         filled = fill_short(problem, placed, which, long=int(candidates.long[which]), rise=int(rises[which]))
