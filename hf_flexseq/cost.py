@@ -42,7 +42,8 @@ class CostModel:
     name: a label. attention_s: seconds per squared token (a1). linear_s: seconds per token (a2).
     micro_batch_s: seconds per micro-batch, whatever is in it (b1).
     all_to_all_bytes, ring_bytes: bytes per token that Ulysses and a ring move, forward and backward, all layers.
-    ring_bytes None: not known, so zigzag cannot be planned.
+    ring_bytes None: not known, so zigzag cannot be planned. ring_overlap: share of a ring's transfers that can travel
+    while attention computes: 1 where they need none of the processor's time, 0 where they take it.
     bandwidths: (degree, bytes/s) pairs, ascending. heads: query heads; None: any degree divides them.
     token_bytes: activation bytes per token. state_bytes: bytes of model state that every rank holds.
     sharded_state_bytes: bytes of model state that all ranks hold together. budget_bytes: memory of one rank.
@@ -54,6 +55,7 @@ class CostModel:
     micro_batch_s: float
     all_to_all_bytes: float
     ring_bytes: float | None
+    ring_overlap: float
     bandwidths: tuple[tuple[int, float], ...]
     heads: int | None
     token_bytes: float
@@ -69,6 +71,7 @@ class CostModel:
         _require(
             self.ring_bytes is None or self.ring_bytes >= 0, f"ring_bytes={self.ring_bytes}: must not be negative"
         )
+        _require(0 <= self.ring_overlap <= 1, f"ring_overlap={self.ring_overlap}: must be between 0 and 1")
         _require(self.heads is None or self.heads >= 1, f"heads={self.heads}: must be at least 1, or null")
         degrees = [degree for degree, _ in self.bandwidths]
         _require(bool(degrees), "bandwidths: give at least one (degree, bytes/s) pair")
@@ -104,7 +107,8 @@ class CostModel:
             seconds = attention * self.head_stretch(degree) + linear + moved
         elif strategy == "zigzag":
             moved = self._ring_bytes() * s * (degree - 1) / degree / self.bandwidth(degree, spans_nodes)
-            seconds = np.maximum(attention, moved) + linear
+            hidden = self.ring_overlap * moved
+            seconds = np.maximum(attention, hidden) + (moved - hidden) + linear
         else:
             raise ValueError(f"strategy {strategy!r} has no cost formula")
         return np.maximum(1, np.floor(seconds * 1e9 + 0.5)).astype(np.int64)  # work is never free

@@ -34,6 +34,7 @@ def _flexsp(
         micro_batch_s=ms[2] / 1e3,
         all_to_all_bytes=4 * 2 * layers * hidden * 2.0,  # 4 tensors, forward and backward, 2 bytes each
         ring_bytes=None,
+        ring_overlap=1.0,
         bandwidths=tuple((degree, speed * 1000 * MIB) for degree, speed in FLEXSP_BANDWIDTHS),
         heads=None,
         token_bytes=token_mib * MIB,
@@ -75,6 +76,7 @@ class DeviceSpec:
     flops: FLOP/s in training kernels. memory_bytes: what one rank can use.
     intra_bytes, inter_bytes: bytes/s a rank moves to ranks of its own node and of others.
     layer_s: seconds a layer's forward and backward cost beside their arithmetic (launches).
+    overlap: share of a transfer that costs no arithmetic meanwhile: a CPU core moves its bytes itself.
     """
 
     name: str
@@ -83,6 +85,7 @@ class DeviceSpec:
     intra_bytes: float
     inter_bytes: float
     layer_s: float
+    overlap: float = 1.0
 
 
 # Achieved rates: about 45 % of the dense bf16 peak, 70 % of NVLink one way, one 400 (A100: 200) Gb/s NIC per rank.
@@ -101,7 +104,9 @@ DEVICES = {
         DeviceSpec(
             name="A100-40GB", flops=1.4e14, memory_bytes=39 * 2**30, intra_bytes=2e11, inter_bytes=2e10, layer_s=5e-4
         ),
-        DeviceSpec(name="CPU", flops=3e10, memory_bytes=4 * 2**30, intra_bytes=1e9, inter_bytes=1e8, layer_s=1e-3),
+        DeviceSpec(
+            name="CPU", flops=3e10, memory_bytes=4 * 2**30, intra_bytes=1e9, inter_bytes=1e8, layer_s=1e-3, overlap=0.0
+        ),
     )
 }
 
@@ -136,6 +141,7 @@ def analytic_cost_model(
         micro_batch_s=shape.layers * device.layer_s + gathered / _bandwidth(device, topology),
         all_to_all_bytes=moved * 2.0 * (2 * query + key_value),  # q, k, v and the output, then their gradients
         ring_bytes=moved * 3.0 * key_value,  # keys and values in both directions, and their gradients
+        ring_overlap=device.overlap,
         bandwidths=_bandwidths(device, topology),
         heads=shape.heads,
         token_bytes=_token_bytes(shape, checkpointing),

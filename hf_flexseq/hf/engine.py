@@ -25,7 +25,7 @@ from hf_flexseq.cost import CostModel
 from hf_flexseq.distributed.communicator import Communicator
 from hf_flexseq.hf.attention import NAME, check_model
 from hf_flexseq.hf.checks import check_accelerator
-from hf_flexseq.hf.estimate import is_fully_sharded, estimated_cost_model, zero_stage
+from hf_flexseq.hf.estimate import estimated_cost_model, is_fully_sharded, zero_stage
 from hf_flexseq.hf.lookahead import DrawnStep, InlinePlanner, Lookahead, Planner
 from hf_flexseq.hf.loss import ChunkedLoss, attach_chunked_loss
 from hf_flexseq.hf.rows import RowExchange

@@ -2,6 +2,7 @@
 
 import logging
 import os
+from dataclasses import replace
 
 import torch
 from accelerate import Accelerator
@@ -70,14 +71,7 @@ def device_spec(device: torch.device, ranks_per_node: int) -> DeviceSpec:
 
 
 def _with_memory(spec: DeviceSpec, name: str, memory_bytes: float) -> DeviceSpec:
-    return DeviceSpec(
-        name=name,
-        flops=spec.flops,
-        memory_bytes=memory_bytes,
-        intra_bytes=spec.intra_bytes,
-        inter_bytes=spec.inter_bytes,
-        layer_s=spec.layer_s,
-    )
+    return replace(spec, name=name, memory_bytes=memory_bytes)
 
 
 def zero_stage(model: nn.Module, accelerator: Accelerator) -> int:
