@@ -176,7 +176,9 @@ def test_json_round_trip(tmp_path: Path) -> None:
 def test_digest_sees_every_constant() -> None:
     digests = {FLEXSP.digest()}
     for name, value in FLEXSP.to_record().items():
-        changed = {"heads": 64, "ring_bytes": 1.0, "ring_overlap": 0.5, "name": "x", "bandwidths": [[2, 1.0]]}.get(name) or value + 1
+        changed = {"heads": 64, "ring_bytes": 1.0, "ring_overlap": 0.5, "name": "x", "bandwidths": [[2, 1.0]]}.get(
+            name
+        ) or value + 1
         digests.add(CostModel.from_record(FLEXSP.to_record() | {name: changed}).digest())
     assert len(digests) == 1 + len(FLEXSP.to_record())
 

@@ -19,7 +19,7 @@ import torch
 
 from hf_flexseq.attention.local import Tensors
 from hf_flexseq.distributed.communicator import Communicator, Transfers
-from hf_flexseq.kernels import Kernel
+from hf_flexseq.kernels import Kernel, lse_dtype
 from hf_flexseq.kernels.segments import Segments
 from hf_flexseq.schedule.attention import zigzag
 from hf_flexseq.shard import Zone, zigzag_bounds, zigzag_chunks
@@ -66,13 +66,13 @@ class RingZone:
     def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> tuple[torch.Tensor, Tensors]:
         """q [t, H, D], k, v [t, Hkv, D] of this rank's chunks -> out [t, H, D], and what `backward` needs."""
         kv = torch.stack((k, v), dim=1)  # [t, 2, Hkv, D]
-        out = torch.zeros(q.shape, dtype=_accumulator(q.dtype), device=q.device)
+        out = torch.zeros(q.shape, dtype=lse_dtype(q.dtype), device=q.device)
         lse = out.new_full((q.shape[1], q.shape[0]), -torch.inf)  # [H, t]
         fetch = self._fetch(0, kv)
         for t, call in enumerate(self.calls):
             block_kv = fetch.result()
             fetch = self._fetch(t + 1, kv)  # travels while this step computes
-            if _has_work(call):
+            if call.segments.has_work():
                 block_k, block_v = block_kv.unbind(1)
                 block = self.kernel.forward(call.queries.take(q), block_k, block_v, call.segments, scale=scale)
                 _merge(out, lse, *block, call.queries)
@@ -81,14 +81,14 @@ class RingZone:
 
     def backward(self, dout: torch.Tensor, saved: Tensors, scale: float) -> Tensors:
         q, kv, out, lse = saved
-        dq = torch.zeros(q.shape, dtype=_accumulator(q.dtype), device=q.device)
+        dq = torch.zeros(q.shape, dtype=lse_dtype(q.dtype), device=q.device)
         dkv = torch.zeros(kv.shape, dtype=dq.dtype, device=q.device)
         fetch = self._fetch(0, kv)
         returning: tuple[Transfers, Rows, torch.Tensor] | None = None
         for t, call in enumerate(self.calls):
             block_kv = fetch.result()
             fetch = self._fetch(t + 1, kv)
-            if _has_work(call):
+            if call.segments.has_work():
                 dq_block, *dkv_block = self._block_backward(call, dout, q, block_kv, out, lse, scale)
                 call.queries.add_to(dq, dq_block)
                 block_dkv = torch.stack(dkv_block, dim=1).to(dkv.dtype)
@@ -210,11 +210,6 @@ def _rows(bounds: Sequence[Sequence[int]], owned: Sequence[int], chunks: Sequenc
     return Rows(lengths, torch.tensor(places, dtype=torch.int64, device=device))
 
 
-def _has_work(call: StepCall) -> bool:
-    """Whether any query of the step has a key to read: with sequences shorter than the degree it may not."""
-    return any(q and k for q, k in zip(call.segments.q_lens, call.segments.k_lens, strict=True))
-
-
 def _merge(out: torch.Tensor, lse: torch.Tensor, block_out: torch.Tensor, block_lse: torch.Tensor, rows: Rows) -> None:
     """Merge a partial result, normalised over its own keys, into the running one, in place.
 
@@ -230,7 +225,3 @@ def _merge(out: torch.Tensor, lse: torch.Tensor, block_out: torch.Tensor, block_
     add = torch.where(empty, 0.0, (block_lse - merged).exp()).t().unsqueeze(-1)
     out[index] = running * keep + block_out.to(out.dtype) * add
     lse[:, index] = merged
-
-
-def _accumulator(dtype: torch.dtype) -> torch.dtype:
-    return torch.float64 if dtype == torch.float64 else torch.float32
