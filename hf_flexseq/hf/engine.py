@@ -24,8 +24,8 @@ from hf_flexseq.config import FlexSeqArguments
 from hf_flexseq.cost import CostModel
 from hf_flexseq.distributed.communicator import Communicator
 from hf_flexseq.hf.attention import NAME, check_model
-from hf_flexseq.hf.checks import check_accelerator
-from hf_flexseq.hf.estimate import estimated_cost_model, is_fully_sharded, zero_stage
+from hf_flexseq.hf.checks import check_accelerator, resolve_sync
+from hf_flexseq.hf.estimate import estimated_cost_model
 from hf_flexseq.hf.lookahead import DrawnStep, InlinePlanner, Lookahead, Planner
 from hf_flexseq.hf.loss import ChunkedLoss, attach_chunked_loss
 from hf_flexseq.hf.rows import RowExchange
@@ -77,7 +77,7 @@ class FlexSeqEngine:
         base = base_model(model)
         check_model(base)
         self.model = base
-        self.lockstep = self._resolve_sync(base, lockstep)
+        self.lockstep = resolve_sync(self.args, base, self.accelerator, lockstep=lockstep)
         topology = self.communicator.topology
         self.cost = self._named_cost or estimated_cost_model(base, self.accelerator, topology)
         self._former_attention = base.config._attn_implementation
@@ -107,17 +107,6 @@ class FlexSeqEngine:
             yield
         finally:
             self.detach()
-
-    def _resolve_sync(self, model: nn.Module, lockstep: bool) -> bool:
-        """Whether all ranks run every micro-batch together."""
-        sharded = is_fully_sharded(model, self.accelerator) or zero_stage(model, self.accelerator) >= 2
-        each = self.accelerator.gradient_state.plugin_kwargs.get("sync_each_batch", False)
-        if (sharded or each or lockstep) and self.args.sync == "free":
-            raise ValueError(
-                "sync='free' needs ranks that run different numbers of micro-batches, but here they meet in every one "
-                "(FSDP, ZeRO-2/3, sync_each_batch, or a compute_loss of your own): use sync='auto'"
-            )
-        return bool(sharded or each or lockstep or self.args.sync == "lockstep")
 
     # ---- steps
 
