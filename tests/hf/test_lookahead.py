@@ -1,0 +1,44 @@
+"""Planning ahead changes nothing but when the planning happens: losses, evaluation and checkpoints stay as they are."""
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from hf_flexseq import FlexSeqConfig, FlexSeqTrainer
+from tests.hf.tiny import documents, tiny_llama
+from tests.ranks import run_ranks
+
+
+def run(rank, world_size, folder, lookahead):
+    """The log without its timings, and the checkpoint after two steps."""
+    args = FlexSeqConfig(
+        output_dir=str(folder),
+        per_device_train_batch_size=2,
+        gradient_accumulation_steps=2,
+        num_train_epochs=2,
+        learning_rate=1e-2,
+        eval_strategy="steps",
+        eval_steps=2,
+        save_steps=2,
+        logging_steps=1,
+        report_to="none",
+        disable_tqdm=True,
+        use_cpu=True,
+        max_tokens_per_rank=40,
+        lookahead=lookahead,
+    )
+    examples = documents([1 + (i * i * 7) % 60 for i in range(21)])
+    trainer = FlexSeqTrainer(model=tiny_llama(), args=args, train_dataset=examples[:14], eval_dataset=examples[14:])
+    trainer.train()
+    kept = ("loss", "grad_norm", "learning_rate", "eval_loss", "step", "flexseq/micro_batches", "flexseq/predicted_s")
+    log = [{key: entry[key] for key in kept if key in entry} for entry in trainer.state.log_history]
+    return log, {k: v.numpy() for k, v in load_file(folder / "checkpoint-2" / "model.safetensors").items()}
+
+
+@pytest.mark.parametrize("lookahead", [1, 4, 50])
+def test_lookahead_changes_no_result(tmp_path, lookahead):
+    wanted_log, wanted = run_ranks(run, 2, tmp_path / "in place", 0)[0]
+    log, weights = run_ranks(run, 2, tmp_path / "ahead", lookahead)[0]
+    assert any("eval_loss" in entry for entry in log)
+    assert log == wanted_log
+    assert all(torch.equal(torch.as_tensor(weights[name]), torch.as_tensor(w)) for name, w in wanted.items())

@@ -1,0 +1,25 @@
+"""The hand-written loop of the README runs as it is, on two processes, and learns."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def test_the_loop_learns():
+    command = ["accelerate", "launch", "--config_file", "recipes/accelerate_configs/cpu.yaml", "--main_process_port", "0"]
+    environment = os.environ | {
+        "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
+        "PYTHONPATH": str(ROOT),
+        "OMP_NUM_THREADS": "1",
+    }
+    done = subprocess.run(
+        [*command, "recipes/accelerate_loop.py"], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=240
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    losses = [float(loss) for loss in re.findall(r"loss (\d+\.\d+)", done.stdout)]
+    assert len(losses) == 20
+    assert losses[-1] < losses[0] - 2
