@@ -21,8 +21,8 @@ class FlexSeqArguments:
     strategy: str = field(
         default="auto",
         metadata={
-            "help": "How a group shares attention: `auto` (the cheaper one per group), `ulysses`, `zigzag`, or `local` "
-            "(no sequence is ever split)."
+            "help": "How a group shares attention: `auto` (the cheaper one per group), `ulysses`, `zigzag`, or "
+            "`local` (no sequence is ever split)."
         },
     )
     sp_degree: int | None = field(
@@ -43,8 +43,8 @@ class FlexSeqArguments:
     sync: str = field(
         default="auto",
         metadata={
-            "help": "`lockstep`: all ranks run every micro-batch together (FSDP, ZeRO-2/3); `free`: ranks meet only in "
-            "their groups and at the step's end (DDP, ZeRO-1). `auto` picks by the sharding in use."
+            "help": "`lockstep`: all ranks run every micro-batch together (FSDP, ZeRO-2/3); `free`: ranks meet only "
+            "in their groups and at the step's end (DDP, ZeRO-1). `auto` picks by the sharding in use."
         },
     )
     plan_trace: str | None = field(
@@ -55,11 +55,10 @@ class FlexSeqArguments:
         _one_of("planner", self.planner, PLANNERS, PLANNERS_TO_COME)
         _one_of("strategy", self.strategy, USER_STRATEGIES, STRATEGIES_TO_COME)
         _one_of("sync", self.sync, SYNCS)
+        _whole("lookahead", self.lookahead, least=0)
+        if self.max_tokens_per_rank is not None:
+            _whole("max_tokens_per_rank", self.max_tokens_per_rank, least=1)
         self._check_degree()
-        if self.max_tokens_per_rank is not None and self.max_tokens_per_rank < 1:
-            raise ValueError(f"max_tokens_per_rank={self.max_tokens_per_rank}: give at least 1, or None")
-        if self.lookahead < 0:
-            raise ValueError(f"lookahead={self.lookahead}: give 0 or more steps")
         # Mixed into another dataclass (TrainingArguments), the next one in line has its own checks to run.
         following: Any = getattr(super(), "__post_init__", None)
         if following is not None:
@@ -72,8 +71,11 @@ class FlexSeqArguments:
             raise ValueError(
                 f"sp_degree={self.sp_degree} is for planner='static'; planner={self.planner!r} chooses it"
             )
-        if self.sp_degree is not None and self.sp_degree < 1:
-            raise ValueError(f"sp_degree={self.sp_degree}: give at least 1")
+        if self.sp_degree is None:
+            return
+        _whole("sp_degree", self.sp_degree, least=1)
+        if self.strategy == "local" and self.sp_degree > 1:
+            raise ValueError(f"sp_degree={self.sp_degree}: strategy='local' never splits a sequence; set sp_degree=1")
 
 
 def _one_of(name: str, value: str, allowed: tuple[str, ...], to_come: tuple[str, ...] = ()) -> None:
@@ -83,3 +85,8 @@ def _one_of(name: str, value: str, allowed: tuple[str, ...], to_come: tuple[str,
         )
     if value not in allowed:
         raise ValueError(f"{name}={value!r} is none of {', '.join(allowed)}")
+
+
+def _whole(name: str, value: object, *, least: int) -> None:
+    if not isinstance(value, int) or isinstance(value, bool) or value < least:
+        raise ValueError(f"{name}={value!r}: give a whole number, at least {least}")

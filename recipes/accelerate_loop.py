@@ -46,6 +46,7 @@ def main() -> None:
         if index + 1 == STEPS:
             break
     engine.detach()
+    accelerator.wait_for_everyone()
     accelerator.end_training()
 
 

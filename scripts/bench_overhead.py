@@ -1,14 +1,15 @@
 """What FlexSeqTrainer costs where there is nothing to split: one process, against the plain Trainer.
 
     python scripts/bench_overhead.py
+    python scripts/bench_overhead.py --lengths $(yes 32 | head -128)     # short documents: the most calls per token
 
 Four lanes train the same model on the same documents, and take turns step by step, so that a noisy machine is noisy
 for all of them:
 
-    packed      the plain Trainer on one packed row, sdpa. transformers gives packed rows a mask of tokens x tokens, and
-                so pays for attention between documents, too
-    same work   the plain Trainer on the same row with the attention kernel and the chunked loss that FlexSeqTrainer
-                uses, one document at a time: what is left to differ is our own bookkeeping
+    packed      the plain Trainer on one packed row, sdpa. transformers gives packed rows a mask of tokens x tokens,
+                and so pays for attention between documents, too
+    same work   the plain Trainer on the same row, with the attention kernel that FlexSeqTrainer uses, one document
+                at a time, and its chunked loss: what is left to differ is our own bookkeeping
     bare loop   that again without a Trainer: forward, backward, clip, optimizer step
     flexseq     FlexSeqTrainer, with look-ahead and a plan trace
 
@@ -29,11 +30,12 @@ import statistics
 import tempfile
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 from unittest import mock
 
 import torch
@@ -44,6 +46,7 @@ from transformers import (
     DataCollatorWithFlattening,
     LlamaConfig,
     LlamaForCausalLM,
+    PrinterCallback,
     Trainer,
     TrainerCallback,
     TrainingArguments,
@@ -54,10 +57,11 @@ from hf_flexseq.hf import engine, lookahead, rows, trace
 from hf_flexseq.hf.chunked_loss import choose_backend
 from hf_flexseq.hf.loss import attach_chunked_loss
 
-# Drawn from a log-normal with mu = ln 950 and sigma = 1.75, as CommonCrawl's documents are.
-LENGTHS = (2087, 718, 630, 320, 190, 181, 56, 21)
+# Drawn from a log-normal with mu = ln 950 and sigma = 1.75, like CommonCrawl's documents.
+LONG_TAILED = (2087, 718, 630, 320, 190, 181, 56, 21)
 VOCAB, HIDDEN, LAYERS, HEADS, KV_HEADS = 2048, 256, 2, 4, 2
 OURS = "flexseq"
+Clocks = tuple[list[float], list[float]]  # seconds: by the wall clock, and on the processor
 PARTS = {  # where our own time goes: what is timed in the flexseq lane
     "planning, exposed": [(lookahead.Lookahead, "_plan")],
     "gather of lengths": [(lookahead, "gather_ints")],
@@ -72,54 +76,83 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--steps", type=int, default=30, help="measured steps of every lane")
     parser.add_argument("--warmup", type=int, default=5, help="steps before them")
+    parser.add_argument("--lengths", type=int, nargs="+", default=LONG_TAILED, help="tokens of a step's documents")
     args = parser.parse_args()
+    work = Work(lengths=tuple(args.lengths), steps=args.warmup + args.steps)
     lanes = {"packed": packed, "same work": same_work, "bare loop": bare_loop, OURS: flexseq}
     relay = Relay(list(lanes))
     with timed_parts() as parts, tempfile.TemporaryDirectory() as folder:
-        losses = relay.run(lanes, args.warmup + args.steps, Path(folder))
-    wall, cpu = (relay.medians(kind, args.warmup) for kind in ("wall", "cpu"))
-    print("\n".join([*heading(args), *table(wall, cpu, losses), *split(parts, args.warmup, wall["same work"])]))
+        losses = relay.run(lanes, work, Path(folder))
+    measured = {name: tuple(clock[args.warmup :] for clock in relay.seconds[name]) for name in lanes}
+    print("\n".join([*heading(args), *table(measured, losses), *split(parts, args.warmup, measured["same work"])]))
+
+
+class Work(NamedTuple):
+    """What every lane trains on: documents of `lengths` tokens in each of `steps` steps."""
+
+    lengths: tuple[int, ...]
+    steps: int
+
+
+# ---- taking turns
+
+
+def now() -> tuple[float, float]:
+    """Seconds by the wall clock, and of this thread on the processor."""
+    return time.perf_counter(), time.thread_time()
+
+
+def add(clocks: Clocks, started: tuple[float, float]) -> None:
+    for seconds, start, stop in zip(clocks, started, now(), strict=True):
+        seconds.append(stop - start)
 
 
 class Relay:
-    """Lanes that take turns. `seconds` holds what every turn took, by lane and clock."""
+    """Lanes that take turns, in a new order every round. `seconds` holds what every turn took."""
 
     def __init__(self, names: Sequence[str]) -> None:
-        self.names = list(names)
-        self.turns = {name: threading.Semaphore(0) for name in names}
-        self.seconds: dict[str, dict[str, list[float]]] = {name: {"wall": [], "cpu": []} for name in names}
-        self._started: tuple[float, float] = (0.0, 0.0)
+        self.seconds: dict[str, Clocks] = {name: ([], []) for name in names}
+        self._turns = {name: threading.Semaphore(0) for name in names}
+        self._running = list(names)
+        self._order = self._rounds()
+        self._started = (0.0, 0.0)
 
-    def run(self, lanes: dict[str, Callable[..., float]], steps: int, folder: Path) -> dict[str, float]:
+    def run(self, lanes: dict[str, Callable[..., float]], work: Work, folder: Path) -> dict[str, float]:
         """Run every lane to its end; returns their mean losses."""
 
         def lane(name: str) -> float:
             torch.set_num_threads(1)
             self.wait(name)  # setting up changes the seeds and accelerate's state, which all lanes share
             try:
-                return lanes[name](Turn(self, name), steps, folder / name)
+                return lanes[name](Turn(self, name), work, folder / name)
             finally:
-                self.hand_on(name)
+                self._running.remove(name)
+                self.hand_on()
 
         with ThreadPoolExecutor(len(lanes)) as pool:
             found = {name: pool.submit(lane, name) for name in lanes}
-            self.turns[self.names[0]].release()
+            self.hand_on()
             return {name: future.result() for name, future in found.items()}
 
+    def _rounds(self) -> Iterator[str]:
+        """Whose turn it is, for as long as any lane runs."""
+        rng = random.Random(0)
+        while self._running:
+            for name in rng.sample(self._running, len(self._running)):
+                if name in self._running:
+                    yield name
+
+    def hand_on(self) -> None:
+        following = next(self._order, None)
+        if following is not None:
+            self._turns[following].release()
+
     def wait(self, name: str) -> None:
-        self.turns[name].acquire()
-        self._started = time.perf_counter(), time.thread_time()
+        self._turns[name].acquire()
+        self._started = now()
 
     def stop(self, name: str) -> None:
-        wall, cpu = self._started
-        self.seconds[name]["wall"].append(time.perf_counter() - wall)
-        self.seconds[name]["cpu"].append(time.thread_time() - cpu)
-
-    def hand_on(self, name: str) -> None:
-        self.turns[self.names[(self.names.index(name) + 1) % len(self.names)]].release()
-
-    def medians(self, clock: str, warmup: int) -> dict[str, float]:
-        return {name: statistics.median(seconds[clock][warmup:]) for name, seconds in self.seconds.items()}
+        add(self.seconds[name], self._started)
 
 
 class Turn(TrainerCallback):
@@ -129,7 +162,7 @@ class Turn(TrainerCallback):
         self.relay, self.name = relay, name
 
     def on_train_begin(self, *args: Any, **kwargs: Any) -> None:
-        self.relay.hand_on(self.name)
+        self.relay.hand_on()
         self.relay.wait(self.name)
 
     def on_step_end(self, *args: Any, **kwargs: Any) -> None:
@@ -140,20 +173,21 @@ class Turn(TrainerCallback):
 # ---- the lanes
 
 
-def packed(turn: Turn, steps: int, folder: Path) -> float:
-    return train(Trainer, TrainingArguments, llama("sdpa"), DataCollatorWithFlattening(), turn, steps, folder)
+def packed(turn: Turn, work: Work, folder: Path) -> float:
+    return train(Trainer, TrainingArguments, llama("sdpa"), DataCollatorWithFlattening(), turn, work, folder)
 
 
-def same_work(turn: Turn, steps: int, folder: Path) -> float:
+def same_work(turn: Turn, work: Work, folder: Path) -> float:
     model = llama("per_document")
     attach_chunked_loss(model)
     collator = DataCollatorWithFlattening(return_flash_attn_kwargs=True)
-    return train(Trainer, TrainingArguments, model, collator, turn, steps, folder)
+    return train(Trainer, TrainingArguments, model, collator, turn, work, folder)
 
 
-def flexseq(turn: Turn, steps: int, folder: Path) -> float:
+def flexseq(turn: Turn, work: Work, folder: Path) -> float:
     options = {"plan_trace": str(folder / "plans.jsonl")}
-    return train(FlexSeqTrainer, FlexSeqConfig, llama("sdpa"), DataCollatorForFlexSeq(), turn, steps, folder, **options)
+    model, collator = llama("sdpa"), DataCollatorForFlexSeq()
+    return train(FlexSeqTrainer, FlexSeqConfig, model, collator, turn, work, folder, **options)
 
 
 def train(
@@ -162,32 +196,33 @@ def train(
     model: LlamaForCausalLM,
     collator: Callable[..., Any],
     turn: Turn,
-    steps: int,
+    work: Work,
     folder: Path,
     **options: Any,
 ) -> float:
     args = arguments(
         output_dir=str(folder),
-        per_device_train_batch_size=len(LENGTHS),
+        per_device_train_batch_size=len(work.lengths),
         train_sampling_strategy="sequential",
-        max_steps=steps,
+        max_steps=work.steps,
         use_cpu=True,
         save_strategy="no",
         report_to="none",
         disable_tqdm=True,
         **options,
     )
-    run = trainer(model=model, args=args, train_dataset=documents(steps), data_collator=collator, callbacks=[turn])
+    run = trainer(model=model, args=args, train_dataset=documents(work), data_collator=collator, callbacks=[turn])
+    run.remove_callback(PrinterCallback)
     return run.train().training_loss
 
 
-def bare_loop(turn: Turn, steps: int, folder: Path) -> float:
+def bare_loop(turn: Turn, work: Work, folder: Path) -> float:
     model = llama("per_document").train()
     attach_chunked_loss(model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=5e-5, weight_decay=0.0, fused=True)
-    schedule = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.0, total_iters=steps)
+    schedule = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.0, total_iters=work.steps)
     collator = DataCollatorWithFlattening(return_flash_attn_kwargs=True)
-    loader = torch.utils.data.DataLoader(documents(steps), batch_size=len(LENGTHS), collate_fn=collator)
+    loader = torch.utils.data.DataLoader(documents(work), batch_size=len(work.lengths), collate_fn=collator)
     total = 0.0
     turn.on_train_begin()
     for batch in loader:
@@ -199,7 +234,7 @@ def bare_loop(turn: Turn, steps: int, folder: Path) -> float:
         optimizer.zero_grad()
         total += float(loss.detach())
         turn.on_step_end()
-    return total / steps
+    return total / work.steps
 
 
 def llama(attention: str) -> LlamaForCausalLM:
@@ -211,16 +246,16 @@ def llama(attention: str) -> LlamaForCausalLM:
         num_hidden_layers=LAYERS,
         num_attention_heads=HEADS,
         num_key_value_heads=KV_HEADS,
-        max_position_embeddings=max(LENGTHS),
+        max_position_embeddings=max(LONG_TAILED),
         attn_implementation=attention,
     )
     return LlamaForCausalLM(config)
 
 
-def documents(steps: int) -> list[dict[str, list[int]]]:
+def documents(work: Work) -> list[dict[str, list[int]]]:
     """Random tokens; every step has documents of the same lengths."""
     rng = random.Random(0)
-    rows = [rng.choices(range(VOCAB), k=length) for _ in range(steps) for length in LENGTHS]
+    rows = [rng.choices(range(VOCAB), k=length) for _ in range(work.steps) for length in work.lengths]
     return [{"input_ids": row, "labels": row} for row in rows]
 
 
@@ -250,24 +285,24 @@ AttentionInterface.register("per_document", per_document_attention)
 
 
 @contextmanager
-def timed_parts() -> Iterator[dict[str, list[list[float]]]]:
-    """Inside this block every call of the functions in `PARTS` is timed: a list of seconds for each function."""
-    found: dict[str, list[list[float]]] = {part: [] for part in PARTS}
+def timed_parts() -> Iterator[dict[str, list[Clocks]]]:
+    """Inside this block every call of the functions in `PARTS` is timed: the seconds of each function."""
+    found: dict[str, list[Clocks]] = {part: [] for part in PARTS}
 
-    def timed(function: Callable[..., Any], seconds: list[float]) -> Callable[..., Any]:
+    def timed(function: Callable[..., Any], clocks: Clocks) -> Callable[..., Any]:
         def call(*args: Any, **kwargs: Any) -> Any:
-            started = time.perf_counter()
+            started = now()
             try:
                 return function(*args, **kwargs)
             finally:
-                seconds.append(time.perf_counter() - started)
+                add(clocks, started)
 
         return call
 
     with ExitStack() as stack:
         for part, functions in PARTS.items():
             for owner, name in functions:
-                found[part].append([])
+                found[part].append(([], []))
                 stack.enter_context(mock.patch.object(owner, name, timed(getattr(owner, name), found[part][-1])))
         yield found
 
@@ -275,12 +310,16 @@ def timed_parts() -> Iterator[dict[str, list[list[float]]]]:
 def heading(args: argparse.Namespace) -> list[str]:
     weight = torch.empty(VOCAB, HIDDEN)
     loss = choose_backend(weight, weight).name
+    lengths = Counter(args.lengths).items()
+    tokens = ", ".join(f"{count} x {length}" if count > 1 else str(length) for length, count in lengths)
     return [
         f"{cpu_model()}, {os.cpu_count()} cores, one thread; python {platform.python_version()}, "
         f"torch {torch.__version__}, transformers {transformers.__version__}",
-        f"Llama of {LAYERS} layers, {HIDDEN} wide, {VOCAB} words, float32, AdamW; {len(LENGTHS)} documents of "
-        f"{', '.join(map(str, LENGTHS))} tokens a step, {sum(LENGTHS):,} in all; chunked loss by {loss}",
-        f"{args.steps} steps of every lane in turn, after {args.warmup}; medians",
+        "",
+        f"Llama of {LAYERS} layers, {HIDDEN} wide, {VOCAB} words, float32, AdamW, chunked loss by {loss}; "
+        f"{len(args.lengths)} documents a step, {sum(args.lengths):,} tokens: {tokens}",
+        "",
+        f"{args.steps} steps of every lane in turn, after {args.warmup}: medians (and quartiles) in milliseconds",
         "",
     ]
 
@@ -291,23 +330,31 @@ def cpu_model() -> str:
     return names[0] if names else platform.processor()
 
 
-def table(wall: dict[str, float], cpu: dict[str, float], losses: dict[str, float]) -> list[str]:
+def table(measured: dict[str, Clocks], losses: dict[str, float]) -> list[str]:
     reference = losses["packed"]
     assert all(math.isclose(loss, reference, rel_tol=1e-3) for loss in losses.values()), f"losses differ: {losses}"
-    lines = ["| lane | ms per step | flexseq / lane | ms on the processor | flexseq / lane | mean loss |"]
+    lines = ["| lane | wall clock | flexseq / lane | on the processor | flexseq / lane | mean loss |"]
     lines += ["|---|---:|---:|---:|---:|---:|"]
-    for name in wall:
-        cells = [f"{1e3 * clock[name]:.1f} | {clock[OURS] / clock[name]:.3f}" for clock in (wall, cpu)]
-        lines.append(f"| {name} | {' | '.join(cells)} | {losses[name]:.5f} |")
+    for name in measured:
+        clocks = zip(measured[name], measured[OURS], strict=True)
+        cells = " | ".join(cell(seconds, ours) for seconds, ours in clocks)
+        lines.append(f"| {name} | {cells} | {losses[name]:.5f} |")
     return lines
 
 
-def split(parts: dict[str, list[list[float]]], warmup: int, step_s: float) -> list[str]:
+def cell(seconds: list[float], ours: list[float]) -> str:
+    first, median, third = (1e3 * quartile for quartile in statistics.quantiles(seconds, n=4))
+    return f"{median:.1f} ({first:.1f} to {third:.1f}) | {1e3 * statistics.median(ours) / median:.3f}"
+
+
+def split(parts: dict[str, list[Clocks]], warmup: int, whole: Clocks) -> list[str]:
     """Our own time per step, by part."""
-    lines = ["", "| part of flexseq | ms per step | % of a step of `same work` |", "|---|---:|---:|"]
-    for part, calls in parts.items():
-        seconds = sum(statistics.median(function[warmup:]) for function in calls)
-        lines.append(f"| {part} | {1e3 * seconds:.3f} | {100 * seconds / step_s:.3f} |")
+    lines = ["", "| part of flexseq | wall clock | on the processor | % of `same work` |", "|---|---:|---:|---:|"]
+    step_s = statistics.median(whole[1])
+    for part, functions in parts.items():
+        by_clock = zip(*functions, strict=True)
+        wall, cpu = (sum(statistics.median(seconds[warmup:]) for seconds in clock) for clock in by_clock)
+        lines.append(f"| {part} | {1e3 * wall:.3f} | {1e3 * cpu:.3f} | {100 * cpu / step_s:.2f} |")
     return lines
 
 

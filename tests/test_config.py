@@ -22,13 +22,31 @@ def test_defaults_are_valid_and_documented() -> None:
         ({"planner": "static"}, "needs sp_degree"),
         ({"sp_degree": 2}, "is for planner='static'"),
         ({"planner": "static", "sp_degree": 0}, "sp_degree=0"),
-        ({"max_tokens_per_rank": 0}, "max_tokens_per_rank=0"),
-        ({"lookahead": -1}, "lookahead=-1"),
+        ({"planner": "static", "sp_degree": 2, "strategy": "local"}, "sp_degree=2: strategy='local'"),
+        ({"planner": "static", "sp_degree": "2"}, "sp_degree='2': give a whole number"),
+        ({"planner": None}, "planner=None is none of auto"),
+        ({"max_tokens_per_rank": 0}, "max_tokens_per_rank=0: give a whole number, at least 1"),
+        ({"max_tokens_per_rank": 1e5}, "max_tokens_per_rank=100000.0"),
+        ({"lookahead": -1}, "lookahead=-1: give a whole number, at least 0"),
+        ({"lookahead": True}, "lookahead=True"),
     ],
 )
 def test_refuses_nonsense(chosen: dict, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         FlexSeqArguments(**chosen)
+
+
+@pytest.mark.parametrize(
+    "chosen",
+    [
+        {},
+        {"planner": "static", "sp_degree": 1, "strategy": "local"},
+        {"planner": "static", "sp_degree": 4, "strategy": "zigzag", "sync": "free", "lookahead": 0},
+        {"strategy": "local", "max_tokens_per_rank": 1, "sync": "lockstep"},
+    ],
+)
+def test_takes_what_makes_sense(chosen: dict) -> None:
+    assert all(getattr(FlexSeqArguments(**chosen), name) == value for name, value in chosen.items())
 
 
 @pytest.mark.parametrize("chosen", [{"planner": "flexsp"}, {"planner": "zeppelin"}, {"strategy": "hybrid"}])

@@ -14,6 +14,8 @@ import torch
 
 IGNORE = -100
 LENGTHS = "lengths"
+# What collators add for attention implementations that read the limits of sequences from their batch.
+_MADE_FOR_OTHERS = ("seq_lengths", "seq_idx", "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
 
 
 class DataCollatorForFlexSeq:
@@ -22,7 +24,9 @@ class DataCollatorForFlexSeq:
     Args:
         example_collator (`Callable`, *optional*):
             Another collator that turns one example into a batch of one, for tasks whose labels are made while
-            collating (a completion mask, say). It is called once per example; what it pads is cut off again.
+            collating (a completion mask, say). It is called once per example.
+
+    Padding, on either side, is cut off where an `attention_mask` marks it.
     """
 
     def __init__(self, example_collator: Callable[[list[Any]], Mapping[str, Any]] | None = None) -> None:
@@ -31,7 +35,7 @@ class DataCollatorForFlexSeq:
     def __call__(self, examples: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         """A dict of [1, tokens] tensors and `lengths`, a list of int.
 
-        Raises ValueError for an example without labels, without tokens, or with a column that is not per token.
+        Raises ValueError for an example without labels or tokens, a packed one, or a column that is not per token.
         """
         columns = [self._columns(example, place) for place, example in enumerate(examples)]
         names = list(columns[0])
@@ -44,22 +48,18 @@ class DataCollatorForFlexSeq:
     def _columns(self, example: Mapping[str, Any], place: int) -> dict[str, torch.Tensor]:
         """The per-token columns of one example, each [tokens], with the labels shifted."""
         if self.example_collator is not None:
-            example = _unpadded(self.example_collator([example]))
-        if example.get("labels") is None:
-            raise ValueError(f"example {place} has no labels: give `labels` (for plain language modelling, input_ids)")
-        found = {name: torch.as_tensor(value) for name, value in example.items() if value is not None}
-        found.pop("attention_mask", None)
+            example = _only_row(self.example_collator([example]), place)
+        found = _without_padding(_tensors(example, place), place)
         tokens = found["input_ids"].numel()
         if tokens == 0:
             raise ValueError(f"example {place} has no tokens: filter empty examples out of the dataset")
-        for name, value in found.items():
-            if value.shape != (tokens,):
-                raise ValueError(
-                    f"column {name!r} of example {place} has shape {tuple(value.shape)}, not one value for each of its "
-                    f"{tokens} tokens; drop the column, or set remove_unused_columns=True"
-                )
+        positions = found.setdefault("position_ids", torch.arange(tokens))
+        if (positions.diff() < 1).any():
+            raise ValueError(
+                f"position_ids of example {place} start over: it is packed, and its sequences would attend to each "
+                "other; give every sequence as an example of its own"
+            )
         found["labels"] = found["shift_labels"] = shifted(found["labels"])
-        found.setdefault("position_ids", torch.arange(tokens))
         return found
 
 
@@ -68,16 +68,58 @@ def shifted(labels: torch.Tensor) -> torch.Tensor:
     return torch.cat((labels[1:], labels.new_full((1,), IGNORE)))
 
 
-def _unpadded(batch: Mapping[str, Any]) -> dict[str, torch.Tensor]:
-    """A batch of one example as columns of its real tokens; `seq_lengths` and the like, made for other attention
-    implementations, are dropped together with the mask."""
-    mask = batch.get("attention_mask")
-    tokens = batch["input_ids"].shape[-1]
-    rows = {
-        name: value[0]
-        for name, value in batch.items()
-        if isinstance(value, torch.Tensor) and value.shape == (1, tokens)
-    }
-    if mask is not None:
-        rows = {name: value[mask[0].bool()] for name, value in rows.items()}
-    return rows
+def _only_row(batch: Mapping[str, Any], place: int) -> dict[str, Any]:
+    """The columns of a batch of one example, without those made for other attention implementations."""
+    columns = {name: value for name, value in batch.items() if name not in _MADE_FOR_OTHERS}
+    tokens = columns["input_ids"].shape[-1] if "input_ids" in columns else 0
+    for name, value in columns.items():
+        shape = getattr(value, "shape", None)
+        if shape != (1, tokens):
+            raise ValueError(
+                f"the collator made column {name!r} of example {place}, given alone, with shape "
+                f"{shape and tuple(shape)} instead of {(1, tokens)}; hf_flexseq moves one value per token and column"
+            )
+    return {name: value[0] for name, value in columns.items()}
+
+
+def _tensors(example: Mapping[str, Any], place: int) -> dict[str, torch.Tensor]:
+    """The columns of an example, each [tokens]; text is left out, as by the Trainer's own collator."""
+    for name, what in (("input_ids", "tokenize it"), ("labels", "for plain language modelling, give input_ids")):
+        if example.get(name) is None:
+            raise ValueError(f"example {place} has no {name}: {what}")
+    names = [name for name, value in example.items() if value is not None and not isinstance(value, str)]
+    columns = {name: _tensor(name, example[name], place) for name in names}
+    tokens = columns["input_ids"].numel()
+    for name, value in columns.items():
+        if value.shape != (tokens,):
+            raise ValueError(
+                f"column {name!r} of example {place} has shape {tuple(value.shape)}, not one value for each of its "
+                f"{tokens} tokens; drop the column, or set remove_unused_columns=True"
+            )
+    # Whatever integers a dataset stores: embeddings and losses take int64.
+    return columns | {name: columns[name].long() for name in ("input_ids", "labels")}
+
+
+def _tensor(name: str, value: Any, place: int) -> torch.Tensor:
+    try:
+        return torch.as_tensor(value)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise ValueError(
+            f"column {name!r} of example {place} cannot be a tensor ({error}); drop the column, or set "
+            "remove_unused_columns=True"
+        ) from error
+
+
+def _without_padding(columns: dict[str, torch.Tensor], place: int) -> dict[str, torch.Tensor]:
+    """The columns without `attention_mask` and without the padding that it marks, on either side."""
+    mask = columns.pop("attention_mask", None)
+    if mask is None:
+        return columns
+    real = mask.nonzero().flatten()
+    start, stop = (int(real[0]), int(real[-1]) + 1) if real.numel() else (0, 0)
+    if stop - start != real.numel() or (mask > 1).any():
+        raise ValueError(
+            f"attention_mask of example {place} does more than to mark padding (1 for tokens, 0 around them): give "
+            "every sequence as an example of its own, without other masks"
+        )
+    return {name: value[start:stop] for name, value in columns.items()}

@@ -17,17 +17,19 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator
+from accelerate.utils import DistributedType
 from torch import nn
 from transformers import PreTrainedModel
 
 from hf_flexseq.config import FlexSeqArguments
 from hf_flexseq.cost import CostModel
 from hf_flexseq.distributed.communicator import Communicator
-from hf_flexseq.hf.attention import NAME, check_model
+from hf_flexseq.hf.attention import NAME
 from hf_flexseq.hf.checks import check_accelerator, resolve_sync
 from hf_flexseq.hf.estimate import estimated_cost_model
 from hf_flexseq.hf.lookahead import DrawnStep, InlinePlanner, Lookahead, Planner
 from hf_flexseq.hf.loss import ChunkedLoss, attach_chunked_loss
+from hf_flexseq.hf.model_checks import check_model
 from hf_flexseq.hf.rows import RowExchange
 from hf_flexseq.hf.step import Inputs, Step, model_inputs, shards_of
 from hf_flexseq.hf.trace import PlanTrace
@@ -76,13 +78,16 @@ class FlexSeqEngine:
         """
         base = base_model(model)
         check_model(base)
-        self.model = base
         self.lockstep = resolve_sync(self.args, base, self.accelerator, lockstep=lockstep)
         topology = self.communicator.topology
         self.cost = self._named_cost or estimated_cost_model(base, self.accelerator, topology)
+        self.cost.strategies(self.args.strategy)  # raises for one that it has no figures for
+        if self.args.max_tokens_per_rank is None:
+            self.cost.max_tokens_per_rank(topology.world_size)  # raises when the model's state alone is too large
         self._former_attention = base.config._attn_implementation
         base.set_attn_implementation(NAME)
         self._chunked_loss = attach_chunked_loss(model)
+        self.model = base
 
     def detach(self) -> None:
         """Give the model its own attention and loss back, and end the planner."""
@@ -241,14 +246,20 @@ class EngineStep:
             outputs = model(**inputs, use_cache=False, num_items_in_batch=max(self.step.targets, 1))
             # DDP, FSDP and DeepSpeed average gradients over ranks; the step's gradient is their sum.
             loss = outputs.loss * accelerator.num_processes
-            accelerator.backward(loss)
+            deepspeed = accelerator.distributed_type == DistributedType.DEEPSPEED
+            accelerator.backward(loss, **({"scale_wrt_gas": False} if deepspeed else {}))
             return loss.detach()
 
         return self._engine.run(self.step, model, forward_backward)
 
 
 def base_model(model: nn.Module) -> PreTrainedModel:
-    """The transformers model under PEFT's wrapper, if there is one."""
+    """The transformers model under PEFT's wrapper, if there is one.
+
+    Raises ValueError for a model that accelerate has wrapped, NotImplementedError for one that is not transformers'.
+    """
+    if isinstance(getattr(model, "module", None), nn.Module) and not isinstance(model, PreTrainedModel):
+        raise ValueError(f"attach the model before accelerator.prepare wraps it in {type(model).__name__}")
     base = model.get_base_model() if hasattr(model, "get_base_model") else model
     if not isinstance(base, PreTrainedModel):
         raise NotImplementedError(f"hf_flexseq trains transformers models; {type(base).__name__} is none")

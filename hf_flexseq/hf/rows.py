@@ -67,12 +67,15 @@ class RowExchange:
         Raises ValueError on every rank when the ranks' columns differ.
         """
         dtypes = self._agreed_dtypes(row)
-        wanted, counts = self._outgoing(row, plan, sources)
+        outgoing = self._outgoing(row, plan, sources)
+        pieces = [piece for parts in outgoing for piece in parts]
+        counts = [sum(piece.stop - piece.start for piece in parts) for parts in outgoing]
         results: list[Columns] = [{} for _ in shards]
         for dtype in dict.fromkeys(dtypes.values()):
             names = [name for name, other in dtypes.items() if other == dtype]
             empty = torch.empty(0, dtype=dtype)
-            rows = torch.stack([row.columns.get(name, empty)[wanted] for name in names])  # [fields, tokens to send]
+            drawn = torch.stack([row.columns.get(name, empty) for name in names])  # [fields, tokens]
+            rows = torch.cat([drawn[:, :0], *(drawn[:, piece] for piece in pieces)], dim=1)  # in the order of sending
             received = exchange_rows(self.communicator, rows, counts)
             for result, arranged in zip(results, _arrange(received, shards, sources), strict=True):
                 result.update(zip(names, arranged.unbind(0), strict=True))
@@ -90,11 +93,11 @@ class RowExchange:
             raise ValueError(f"this step's columns {own} are not the first step's {self._dtypes}")
         return self._dtypes
 
-    def _outgoing(self, row: SourceRow, plan: Plan, sources: Sequence[int]) -> tuple[torch.Tensor, list[int]]:
-        """Places of the tokens to send, by destination, then micro-batch, group and slice; and how many to each."""
+    def _outgoing(self, row: SourceRow, plan: Plan, sources: Sequence[int]) -> list[list[slice]]:
+        """Tokens of this rank's row to send to each rank, by micro-batch, group and slice of the shard."""
         first = sources.index(self.communicator.rank) if self.communicator.rank in sources else 0
         offsets = [0, *accumulate(row.lengths)]
-        places: list[list[torch.Tensor]] = [[] for _ in range(self.communicator.world_size)]
+        outgoing: list[list[slice]] = [[] for _ in range(self.communicator.world_size)]
         for micro_batch in plan.micro_batches:
             for group in micro_batch.groups:
                 if not any(sources[i] == self.communicator.rank for i in group.sequences):
@@ -103,9 +106,8 @@ class RowExchange:
                     for piece in group_slices(group, plan.lengths, index):
                         if sources[piece.sequence] == self.communicator.rank:
                             offset = offsets[piece.sequence - first]
-                            places[rank].append(torch.arange(offset + piece.start, offset + piece.stop))
-        wanted = torch.cat([torch.empty(0, dtype=torch.int64), *(p for parts in places for p in parts)])
-        return wanted, [sum(p.numel() for p in parts) for parts in places]
+                            outgoing[rank].append(slice(offset + piece.start, offset + piece.stop))
+        return outgoing
 
 
 def _arrange(received: Sequence[torch.Tensor], shards: Sequence[Shard], sources: Sequence[int]) -> list[torch.Tensor]:

@@ -1,5 +1,6 @@
 """What a step was planned to cost and what it cost, for the log and the plan trace."""
 
+import functools
 import json
 from collections.abc import Sequence
 from pathlib import Path
@@ -20,6 +21,7 @@ class PlanTrace:
     def __init__(self, path: str | None, communicator: Communicator) -> None:
         self.communicator = communicator
         self.path = Path(path) if path and communicator.rank == 0 else None
+        self._digest = functools.lru_cache(maxsize=1)(CostModel.digest)  # of the one model that all steps share
 
     def record(self, step: Step, cost: CostModel) -> dict[str, float]:
         """Gather the ranks' measurements, write the trace, and return the figures to log. Collective."""
@@ -27,8 +29,8 @@ class PlanTrace:
         measured = [max(seconds) for seconds in zip(*by_rank, strict=True)]
         slowest = max(sum(seconds) for seconds in by_rank)
         if self.path is not None:
-            line = {"step": step.number, "cost_model": cost.digest(), "measured_s": measured, **step.plan.to_record()}
-            self._append(line)
+            line = {"step": step.number, "cost_model": self._digest(cost), "measured_s": measured}
+            self._append(line | step.plan.to_record())
         return step_figures(step, slowest, self.communicator.world_size)
 
     def _append(self, line: dict[str, Any]) -> None:

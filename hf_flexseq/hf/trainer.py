@@ -24,12 +24,12 @@ from transformers import Trainer, TrainingArguments
 from transformers.data.data_collator import DataCollatorWithPadding, default_data_collator
 
 from hf_flexseq.config import FlexSeqArguments
-from hf_flexseq.hf.attention import check_model
 from hf_flexseq.hf.checks import check_trainer
 from hf_flexseq.hf.collator import DataCollatorForFlexSeq
 from hf_flexseq.hf.engine import FlexSeqEngine, base_model
 from hf_flexseq.hf.evaluation import EvaluationLoss, PlannedBatches, left_unprepared
 from hf_flexseq.hf.loaders import LongestLoader
+from hf_flexseq.hf.model_checks import check_model
 from hf_flexseq.hf.resume import StepSizeCallback, check_step_size
 from hf_flexseq.hf.step import Inputs, StepItem, step_items
 from hf_flexseq.hf.trace import mean_figures, plan_line
@@ -60,9 +60,9 @@ class FlexSeqMixin:
         """All that must happen after the Trainer's own constructor."""
         options = flexseq_args or arguments_on(self.args)
         check_trainer(self, options)
-        self.data_collator = _flexseq_collator(self.data_collator)
-        self.flexseq = FlexSeqEngine(self.accelerator, options)
         check_model(base_model(self.model))
+        self.flexseq = FlexSeqEngine(self.accelerator, options)
+        self.data_collator = _flexseq_collator(self.data_collator)
         self._flexseq_figures: list[dict[str, float]] = []  # of the steps since the last log
         self._flexseq_eval: EvaluationLoss | None = None
         # Ranks may run different numbers of micro-batches, unless a subclass computes its loss with collectives.

@@ -9,14 +9,21 @@ heads than query heads, a merged output and log-sum-exp, and every floating dtyp
   key head, which at 2,000 tokens has up to five times the error of a plain softmax. So the backward runs in float32,
   for about 1.4 times the time.
 
+Every short sequence pays for the calls around its kernel, so all tensors are cut into sequences by one call each, and
+the results go straight to their places.
+
 Rejected: one padded batch of all sequences, which for long-tailed lengths computes mostly padding; and a softmax
 written in Python, which is several times slower and keeps the whole score matrix.
 """
+
+from collections.abc import Iterator, Sequence
 
 import torch
 
 from hf_flexseq.kernels import Segments, lse_dtype
 
+_FORWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
+_BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
 _DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 
 
@@ -36,14 +43,17 @@ class CpuFlash:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """See `Kernel.forward`."""
         segments.check(q, k, v)
-        out = q.new_zeros(q.shape)
-        lse = q.new_full((q.shape[1], q.shape[0]), -torch.inf, dtype=lse_dtype(q.dtype))  # [H, Tq]
-        for rows, keys in segments.blocks():
-            block_out, block_lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-                _batched(q[rows]), _batched(k[keys]), _batched(v[keys]), 0.0, segments.causal, scale=scale
-            )
-            out[rows] = _packed(block_out)
-            lse[:, rows] = block_lse.squeeze(0)  # [1, H, n] -> [H, n]
+        out = q.new_empty(q.shape)
+        lse = q.new_empty((q.shape[1], q.shape[0]), dtype=lse_dtype(q.dtype))  # [H, Tq]
+        parts = _parts(segments, of_queries=(q, out), of_keys=(k, v))
+        for (q_i, out_i, k_i, v_i), lse_i in zip(parts, _lse_parts(segments, lse), strict=True):
+            if q_i.numel() and k_i.numel():
+                block_out, block_lse = _FORWARD(q_i, k_i, v_i, 0.0, segments.causal, scale=scale)
+                out_i.copy_(block_out)
+                lse_i.copy_(block_lse)
+            else:
+                out_i.zero_()
+                lse_i.fill_(-torch.inf)
         return out, lse
 
     def backward(
@@ -60,26 +70,34 @@ class CpuFlash:
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """See `Kernel.backward`."""
         segments.check(q, k, v)
-        dq, dk, dv = q.new_zeros(q.shape), k.new_zeros(k.shape), v.new_zeros(v.shape)
-        exact = lse_dtype(q.dtype)
-        for rows, keys in segments.blocks():
-            block = dout[rows], q[rows], k[keys], v[keys], out[rows]
-            grads = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
-                *(_batched(x.to(exact)) for x in block),
-                lse[:, rows].unsqueeze(0),  # [1, H, n]
-                0.0,
-                segments.causal,
-                scale=scale,
-            )
-            dq[rows], dk[keys], dv[keys] = map(_packed, grads)
+        dq, dk, dv = q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
+        dout, q, k, v, out = (x.to(lse_dtype(x.dtype)) for x in (dout, q, k, v, out))
+        parts = _parts(segments, of_queries=(dout, q, out, dq), of_keys=(k, v, dk, dv))
+        for (dout_i, q_i, out_i, dq_i, k_i, v_i, *dkv_i), lse_i in zip(parts, _lse_parts(segments, lse), strict=True):
+            if q_i.numel() and k_i.numel():
+                block = _BACKWARD(dout_i, q_i, k_i, v_i, out_i, lse_i, 0.0, segments.causal, scale=scale)
+                for gradient, of_block in zip((dq_i, *dkv_i), block, strict=True):
+                    gradient.copy_(of_block)
+            else:
+                for gradient in (dq_i, *dkv_i):
+                    gradient.zero_()
         return dq, dk, dv
 
 
+def _parts(
+    segments: Segments, *, of_queries: Sequence[torch.Tensor], of_keys: Sequence[torch.Tensor]
+) -> Iterator[tuple[torch.Tensor, ...]]:
+    """For every sequence its part of each tensor, [1, heads, n, D] of [tokens, heads, D], as views."""
+    views = [_batched(x).split(segments.q_lens, dim=2) for x in of_queries]
+    views += [_batched(x).split(segments.k_lens, dim=2) for x in of_keys]
+    return zip(*views, strict=True)
+
+
+def _lse_parts(segments: Segments, lse: torch.Tensor) -> Sequence[torch.Tensor]:
+    """[1, H, n] of lse [H, Tq], for every sequence."""
+    return lse.unsqueeze(0).split(segments.q_lens, dim=2)
+
+
 def _batched(x: torch.Tensor) -> torch.Tensor:
-    """[n, heads, D] -> [1, heads, n, D], with the last dimension contiguous."""
+    """[tokens, heads, D] -> [1, heads, tokens, D], with the last dimension contiguous."""
     return (x if x.stride(-1) == 1 else x.contiguous()).transpose(0, 1).unsqueeze(0)
-
-
-def _packed(x: torch.Tensor) -> torch.Tensor:
-    """[1, heads, n, D] -> [n, heads, D]"""
-    return x.squeeze(0).transpose(0, 1)

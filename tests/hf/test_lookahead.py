@@ -1,4 +1,4 @@
-"""Planning ahead changes nothing but when the planning happens: losses, evaluation and checkpoints stay as they are."""
+"""Planning ahead changes when the planning happens and no result: losses, evaluation, checkpoints."""
 
 import pytest
 import torch

@@ -1,0 +1,434 @@
+"""Wrong settings raise one clear line when a trainer, an engine or a callback is made; what works is let through."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+import transformers
+from accelerate import Accelerator, DistributedDataParallelKwargs
+from accelerate.state import AcceleratorState, GradientState, PartialState
+from datasets import Dataset
+from peft import PrefixTuningConfig, get_peft_model
+from torch.utils.data import IterableDataset
+from transformers import Trainer, TrainingArguments
+from trl import SFTConfig
+
+from hf_flexseq import FlexSeqArguments, FlexSeqCallback, FlexSeqConfig, FlexSeqEngine, FlexSeqTrainer
+from hf_flexseq.hf.model_checks import check_model
+from tests.hf.test_trainer import OPTIONS, dataset, float64_loss, padded, training_arguments, update_error
+from tests.hf.tiny import VOCAB, documents, tiny_llama
+from tests.ranks import run_ranks
+
+DATA = documents([5, 3, 8])
+
+
+@pytest.fixture(autouse=True)
+def fresh_accelerate():
+    """accelerate's state outlives its accelerators."""
+    yield
+    for state in (AcceleratorState, GradientState, PartialState):
+        state._reset_state()
+
+
+def one_line(raised):
+    assert "\n" not in str(raised.value)
+
+
+def arguments(folder, cls=FlexSeqConfig, **settings):
+    return cls(output_dir=str(folder), report_to="none", use_cpu=True, bf16=False, **settings)
+
+
+def make_trainer(folder, *, model=None, data=DATA, collator=None, trainer=None, **settings):
+    return FlexSeqTrainer(
+        model=model or tiny_llama(torch.float32),
+        args=arguments(folder, **settings),
+        train_dataset=data,
+        data_collator=collator,
+        **(trainer or {}),
+    )
+
+
+# ---- arguments of the Trainer
+
+
+@pytest.mark.parametrize(
+    "settings, kind, message",
+    [
+        ({"average_tokens_across_devices": False}, ValueError, "average_tokens_across_devices=False"),
+        ({"auto_find_batch_size": True}, ValueError, "auto_find_batch_size=True: max_tokens_per_rank"),
+        ({"gradient_checkpointing_kwargs": {"use_reentrant": True}}, ValueError, "'use_reentrant': False"),
+        ({"gradient_checkpointing_kwargs": {"preserve_rng_state": False}}, ValueError, "torch's default"),
+        ({"accelerator_config": {"dispatch_batches": True}}, ValueError, "dispatch_batches=True .* leave it at None"),
+        ({"accelerator_config": {"split_batches": True}}, ValueError, "split_batches=True"),
+        ({"cost_model": "no-such-model"}, ValueError, "cost_model='no-such-model' is neither a file nor one of"),
+        ({"planner": "static", "sp_degree": 2}, ValueError, "sp_degree=2 does not divide 1 ranks"),
+        ({"plan_trace": "/"}, ValueError, "plan_trace='/' is a folder"),
+        ({"label_smoothing_factor": 0.1}, NotImplementedError, "label_smoothing_factor=0.1.*set it to 0"),
+        ({"torch_compile": True}, NotImplementedError, "torch_compile=True"),
+        ({"neftune_noise_alpha": 5.0}, NotImplementedError, "neftune_noise_alpha=5.0"),
+        ({"optim": "lomo"}, NotImplementedError, "optim='lomo'.*use adamw_torch"),
+        ({"optim": "galore_adamw_layerwise"}, NotImplementedError, "optim='galore_adamw_layerwise'"),
+        ({"ddp_static_graph": True}, NotImplementedError, "ddp_static_graph=True"),
+    ],
+)
+def test_training_arguments(tmp_path, settings, kind, message):
+    with pytest.raises(kind, match=message) as raised:
+        make_trainer(tmp_path, **settings)
+    one_line(raised)
+
+
+@pytest.mark.skipif(not hasattr(TrainingArguments, "activation_checkpointing_kwargs"), reason="transformers < 5.23")
+def test_the_other_spelling_of_checkpointing(tmp_path):
+    with pytest.raises(ValueError, match="'use_reentrant': False"):
+        make_trainer(tmp_path, activation_checkpointing_kwargs={"use_reentrant": True})
+    make_trainer(tmp_path, activation_checkpointing=True, activation_checkpointing_kwargs={"every_n_layers": 2})
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"gradient_checkpointing": True},
+        {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": False}},
+        {"train_sampling_strategy": "group_by_length", "dataloader_drop_last": True},
+        {"optim": "sgd", "gradient_accumulation_steps": 4, "sync": "free"},
+        {"accelerator_config": {"even_batches": False}},
+        {"planner": "static", "sp_degree": 1},
+        {"cost_model": "flexsp-gpt-7b-a100"},
+    ],
+)
+def test_settings_that_work(tmp_path, settings):
+    assert make_trainer(tmp_path, **settings).flexseq.args.lookahead == 4
+
+
+def weights_and_tokens(trainer):
+    trainer.train()
+    return {n: p.detach() for n, p in trainer.model.named_parameters()}, trainer.state.num_input_tokens_seen
+
+
+def both_runs(rank, world_size, folder, settings):
+    """How far ours is from the plain Trainer, and the tokens both counted. A trainer sets the seed when it is made."""
+    common = {"batch": 2, "accumulation": 2, "optim": "sgd", **settings}
+    plain, data = tiny_llama(), dataset(27)
+    before = {n: p.detach().clone() for n, p in plain.named_parameters()}
+    plain.loss_function = float64_loss
+    args = training_arguments(TrainingArguments, folder, **common)
+    trainer = Trainer(model=plain, args=args, train_dataset=data, data_collator=padded)
+    wanted, plain_tokens = weights_and_tokens(trainer)
+    args = training_arguments(FlexSeqConfig, folder, **common, **OPTIONS)
+    found, tokens = weights_and_tokens(FlexSeqTrainer(model=tiny_llama(), args=args, train_dataset=data))
+    return update_error(before, wanted, found), (plain_tokens, tokens)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"train_sampling_strategy": "group_by_length"},
+        {"train_sampling_strategy": "batch_rebalance"},
+        {"dataloader_drop_last": True, "include_num_input_tokens_seen": "non_padding"},
+    ],
+)
+def test_settings_that_leave_the_result_alone(tmp_path, settings):
+    for error, (plain, ours) in run_ranks(both_runs, 2, tmp_path, settings, seconds=120):
+        assert error < 1e-8
+        assert ours == plain
+
+
+def test_several_gpus_in_one_process(tmp_path):
+    trainer = Trainer(model=tiny_llama(), args=arguments(tmp_path, TrainingArguments), train_dataset=DATA)
+    trainer.args._n_gpu = 2
+    with pytest.raises(ValueError, match="n_gpu=2 .*accelerate launch"):
+        FlexSeqCallback(trainer)
+    assert type(trainer) is Trainer, "a trainer that was refused stays what it was"
+
+
+def test_packing_of_trl(tmp_path):
+    trainer = Trainer(model=tiny_llama(), args=arguments(tmp_path, TrainingArguments), train_dataset=DATA)
+    trainer.args = arguments(tmp_path, SFTConfig, packing=True)
+    with pytest.raises(ValueError, match="set packing=False"):
+        FlexSeqCallback(trainer)
+
+
+@pytest.mark.parametrize(
+    "given, message",
+    [
+        ({"compute_loss_func": lambda outputs, labels, num_items_in_batch: None}, "compute_loss_func"),
+        ({"compute_metrics": lambda predictions: {}}, "compute_metrics"),
+    ],
+)
+def test_functions_of_the_user(tmp_path, given, message):
+    with pytest.raises(NotImplementedError, match=message) as raised:
+        make_trainer(tmp_path, trainer=given)
+    one_line(raised)
+
+
+class OwnLoss(FlexSeqTrainer):
+    def compute_loss(self, *args, **kwargs):
+        return super().compute_loss(*args, **kwargs)
+
+
+class MeanLoss(OwnLoss):
+    loss_is_scaled_for_ga = False
+
+
+def test_a_mean_over_a_rank(tmp_path):
+    with pytest.raises(NotImplementedError, match="loss_is_scaled_for_ga=False.*num_items_in_batch"):
+        MeanLoss(model=tiny_llama(), args=arguments(tmp_path), train_dataset=DATA)
+
+
+def test_free_synchronisation_where_ranks_meet(tmp_path):
+    message = "sync='free' needs ranks .* use sync='auto'"
+    with pytest.raises(ValueError, match=message):
+        OwnLoss(model=tiny_llama(), args=arguments(tmp_path, sync="free"), train_dataset=DATA)
+    each = {"gradient_accumulation_kwargs": {"sync_each_batch": True}}
+    with pytest.raises(ValueError, match=message):
+        make_trainer(tmp_path, sync="free", accelerator_config=each)
+
+
+def free_under_zero(rank, world_size, folder, stage):
+    import deepspeed
+
+    deepspeed.init_distributed("gloo")
+    zero = {"zero_optimization": {"stage": stage}, "train_micro_batch_size_per_gpu": "auto"}
+    make_trainer(folder, sync="free", deepspeed=zero)
+
+
+def test_free_synchronisation_under_zero(tmp_path):
+    run_ranks(free_under_zero, 2, tmp_path, 1)
+    with pytest.raises(AssertionError, match="ValueError: sync='free' needs ranks"):
+        run_ranks(free_under_zero, 2, tmp_path, 2)
+
+
+def test_a_cost_model_that_does_not_parse(tmp_path):
+    path = tmp_path / "cost.json"
+    path.write_text("{", encoding="utf-8")
+    with pytest.raises(ValueError, match=f"cost model file {path}: ") as raised:
+        make_trainer(tmp_path, cost_model=str(path))
+    one_line(raised)
+
+
+def degree_of_three(rank, world_size, folder):
+    make_trainer(folder, planner="static", sp_degree=3)
+
+
+def test_a_degree_that_does_not_divide_the_ranks(tmp_path):
+    with pytest.raises(AssertionError, match="ValueError: sp_degree=3 does not divide 2 ranks"):
+        run_ranks(degree_of_three, 2, tmp_path)
+
+
+# ---- the accelerator of a loop of one's own
+
+
+@pytest.mark.parametrize(
+    "given, kind, message",
+    [
+        ({"gradient_accumulation_steps": 4}, ValueError, "gradient_accumulation_steps=4.*accumulation=4"),
+        ({"dynamo_backend": "inductor"}, NotImplementedError, "dynamo_backend"),
+        ({"kwargs_handlers": [DistributedDataParallelKwargs(static_graph=True)]}, NotImplementedError, "static_graph"),
+    ],
+)
+def test_accelerators(given, kind, message):
+    with pytest.raises(kind, match=message):
+        FlexSeqEngine(Accelerator(cpu=True, **given), FlexSeqArguments())
+
+
+@pytest.mark.parametrize("size", ["cp_size", "sp_size", "tp_size"])
+def test_other_parallelism_over_the_same_ranks(size):
+    accelerator = Accelerator(cpu=True)
+    # accelerate itself refuses it where there is no accelerator
+    accelerator.state.parallelism_config = SimpleNamespace(**{"cp_size": 1, "sp_size": 1, "tp_size": 1, size: 2})
+    with pytest.raises(ValueError, match=f"{size}=2: .* leave parallelism_config out"):
+        FlexSeqEngine(accelerator, FlexSeqArguments())
+
+
+def test_a_stateful_dataloader_with_lookahead():
+    accelerator = Accelerator(cpu=True)
+    accelerator.dataloader_config.use_stateful_dataloader = True
+    with pytest.raises(ValueError, match="lookahead=4 has read past: set lookahead=0"):
+        FlexSeqEngine(accelerator, FlexSeqArguments())
+    FlexSeqEngine(accelerator, FlexSeqArguments(lookahead=0))
+
+
+# ---- datasets
+
+
+def unlabelled(examples):
+    return [{"input_ids": e["input_ids"], "text": "abc"} for e in examples]
+
+
+class Stream(IterableDataset):
+    column_names = None
+
+    def __iter__(self):
+        raise AssertionError("a stream was read before training")
+
+
+def with_names(names):
+    stream = Stream()
+    stream.column_names = names
+    return stream
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        unlabelled(DATA),
+        with_names(["input_ids", "text"]),
+        Dataset.from_list(unlabelled(DATA)),
+        Dataset.from_list(unlabelled(DATA)).to_iterable_dataset(),
+    ],
+)
+def test_missing_labels(tmp_path, data):
+    message = r"train_dataset has the columns \['input_ids', 'text'\] but no labels"
+    with pytest.raises(ValueError, match=message) as raised:
+        make_trainer(tmp_path, data=data, max_steps=1)
+    one_line(raised)
+    with pytest.raises(ValueError, match=r"eval_dataset\['b'\] has the columns .* no labels"):
+        make_trainer(tmp_path, trainer={"eval_dataset": {"a": DATA, "b": data}})
+
+
+@pytest.mark.parametrize("data", [DATA, [], with_names(None), with_names(["input_ids", "labels"])])
+def test_labels_that_are_there_or_may_be(tmp_path, data):
+    make_trainer(tmp_path, data=data, max_steps=1)
+
+
+def test_labels_that_a_collator_makes(tmp_path):
+    make_trainer(tmp_path, data=unlabelled(DATA), collator=padded)
+
+
+def test_looking_at_an_example_leaves_the_run_as_it_was(tmp_path):
+    class Random:
+        def __len__(self):
+            return 4
+
+        def __getitem__(self, index):
+            tokens = torch.randint(VOCAB, (5,))
+            return {"input_ids": tokens, "labels": tokens}
+
+    make_trainer(tmp_path, data=Random())
+    after = torch.get_rng_state()
+    torch.manual_seed(TrainingArguments.seed)
+    assert torch.equal(after, torch.get_rng_state())
+
+
+# ---- models
+
+SIZES = {
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": VOCAB,
+    "pad_token_id": 0,
+}
+EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2}
+ROPE = {"rope_theta": 1e4, "original_max_position_embeddings": 64}
+LONGROPE = ROPE | {"rope_type": "longrope", "short_factor": [1.0] * 4, "long_factor": [2.0] * 4}
+
+
+def meta_model(name, kind="ForCausalLM", **config):
+    cls = getattr(transformers, name + kind)
+    with torch.device("meta"):
+        return cls(cls.config_class(**{**SIZES, **config}))
+
+
+@pytest.mark.parametrize(
+    "name, config",
+    [
+        ("Llama", {}),
+        ("Llama", {"rope_parameters": ROPE | {"rope_type": "yarn", "factor": 4.0}}),
+        ("Qwen2", {}),
+        ("Qwen2", {"use_sliding_window": False, "sliding_window": 4}),
+        ("Qwen3", {}),
+        ("Mistral", {"sliding_window": None}),
+        ("Gemma", {}),
+        ("Gemma3", {"layer_types": ["full_attention"] * 2}),
+        ("Olmo2", {}),
+        ("Olmo3", {"layer_types": ["full_attention"] * 2}),
+        ("Phi3", {}),
+        ("SmolLM3", {}),
+        ("Mixtral", EXPERTS),
+        ("Qwen3Moe", {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}),
+        ("Glm4", {}),
+        ("Granite", {}),
+        ("Cohere2", {"layer_types": ["full_attention"] * 2}),
+        ("OPT", {"ffn_dim": 48, "word_embed_proj_dim": 32}),
+    ],
+)
+def test_models_that_can_be_trained(name, config):
+    check_model(meta_model(name, **config))
+
+
+NO_DROPOUT = {"attention_probs_dropout_prob": 0.0}
+WINDOW = r"sliding_window=4 is not available; set config.sliding_window=None"
+NO_INTERFACE = "does not use transformers' attention interface"
+
+
+@pytest.mark.parametrize(
+    "name, config, message",
+    [
+        ("Mistral", {"sliding_window": 4}, WINDOW),
+        ("Phi3", {"sliding_window": 4}, WINDOW),
+        ("Qwen2", {"use_sliding_window": True, "max_window_layers": 1}, "layers of the kinds sliding_attention"),
+        ("Gemma3", {"layer_types": ["sliding_attention", "full_attention"]}, "layers of the kinds sliding_attention"),
+        ("MiniMax", {"layer_types": ["linear_attention", "full_attention"]}, "layers of the kinds linear_attention"),
+        ("Gemma2", {"layer_types": ["full_attention"] * 2}, "attn_logit_softcapping=50.0: softcapped"),
+        ("GptOss", {"layer_types": ["full_attention"] * 2, **EXPERTS}, "layers.0.self_attn has attention sinks"),
+        ("Falcon", {}, NO_INTERFACE),
+        ("Bloom", {}, NO_INTERFACE),
+        ("Doge", {}, "DogeAttention asks for a mask of its own"),
+        ("Nemotron", {"head_dim": 8}, "NemotronAttention is not given the keyword arguments of the model"),
+        ("Llama", {"attention_dropout": 0.1}, "attention_dropout=0.1: .* set config.attention_dropout=0"),
+        ("GPT2", {"kind": "LMHeadModel", "n_embd": 32, "n_head": 4}, "attn_pdrop=0.1"),
+        ("Mixtral", {"output_router_logits": True, **EXPERTS}, "output_router_logits=True: a router loss"),
+        ("Llama", {"rope_parameters": LONGROPE}, "rope_type='longrope' takes its frequencies from the longest"),
+        ("Llama", {"rope_parameters": ROPE | {"rope_type": "dynamic", "factor": 2.0}}, "rope_type='dynamic'"),
+        ("Roberta", {"is_decoder": True, **NO_DROPOUT}, "counts positions from its padding_idx"),
+        ("Bert", {"kind": "LMHeadModel", **NO_DROPOUT}, "asks for attention in both directions"),
+        ("DeepseekV3", {"kv_lora_rank": 16, "num_key_value_heads": 4}, "queries of 192 and values of 128 dimensions"),
+        ("Llama", {"kind": "ForTokenClassification"}, "its loss is ForTokenClassification"),
+        ("Qwen2_5_VL", {"kind": "ForConditionalGeneration"}, "does not take num_items_in_batch"),
+        ("T5Gemma", {"kind": "ForConditionalGeneration"}, "it is an encoder-decoder"),
+    ],
+)
+def test_models_that_cannot_be_trained(name, config, message):
+    with pytest.raises(NotImplementedError, match=message) as raised:
+        check_model(meta_model(name, **config))
+    one_line(raised)
+    assert type(raised.value) is NotImplementedError
+
+
+def test_the_trial_of_a_model_leaves_no_trace():
+    model, state = tiny_llama(), torch.get_rng_state()
+    check_model(model)
+    assert torch.equal(state, torch.get_rng_state())
+    assert model.config._attn_implementation == "sdpa"
+
+
+def test_reentrant_checkpointing_of_the_model(tmp_path):
+    model = tiny_llama()
+    model.gradient_checkpointing_enable({"use_reentrant": True})
+    with pytest.raises(NotImplementedError, match="enable it with use_reentrant=False"):
+        make_trainer(tmp_path, model=model)
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    make_trainer(tmp_path, model=model)
+
+
+def test_a_compiled_model(tmp_path):
+    model = tiny_llama()
+    model.compile()
+    with pytest.raises(NotImplementedError, match="leave out model.compile"):
+        make_trainer(tmp_path, model=model)
+
+
+def test_prompt_learning(tmp_path):
+    config = PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=2)
+    with pytest.raises(NotImplementedError, match="prompt learning .* use LoRA"):
+        make_trainer(tmp_path, model=get_peft_model(tiny_llama(), config))
+
+
+def test_the_attention_by_itself_names_the_way_back():
+    model = tiny_llama()
+    model.set_attn_implementation("flexseq")
+    with pytest.raises(ValueError, match=r"set_attn_implementation\('sdpa'\)"):
+        model(input_ids=torch.tensor([[1, 2]]))

@@ -1,0 +1,109 @@
+"""DataCollatorForFlexSeq: flat rows with shifted labels, padding cut off, and examples it refuses."""
+
+import numpy as np
+import pytest
+import torch
+from transformers import DataCollatorWithFlattening
+
+from hf_flexseq import DataCollatorForFlexSeq
+
+THREE = {"input_ids": [5, 6, 7], "labels": [-100, 6, 7]}
+TWO = {"input_ids": [8, 9], "labels": [8, 9]}
+
+
+def test_flattens_and_shifts_inside_each_sequence():
+    batch = DataCollatorForFlexSeq()([THREE, TWO])
+    assert batch.pop("lengths") == [3, 2]
+    assert {name: column.tolist() for name, column in batch.items()} == {
+        "input_ids": [[5, 6, 7, 8, 9]],
+        "labels": [[6, 7, -100, 9, -100]],
+        "shift_labels": [[6, 7, -100, 9, -100]],
+        "position_ids": [[0, 1, 2, 0, 1]],
+    }
+
+
+def pad(example, left, right):
+    tokens = len(example["input_ids"])
+    padded = {name: [0] * left + list(value) + [0] * right for name, value in example.items()}
+    return padded | {"attention_mask": [0] * left + [1] * tokens + [0] * right}
+
+
+def padding_collator(left):
+    """A collator that pads to five tokens on one side."""
+
+    def collate(examples):
+        rows = []
+        for example in examples:
+            room = 5 - len(example["input_ids"])
+            rows.append(pad(example, room if left else 0, 0 if left else room))
+        return {name: torch.tensor([row[name] for row in rows]) for name in rows[0]}
+
+    return collate
+
+
+@pytest.mark.parametrize(
+    "collator, examples",
+    [
+        (DataCollatorForFlexSeq(), [pad(THREE, 0, 4), pad(TWO, 0, 0)]),
+        (DataCollatorForFlexSeq(), [pad(THREE, 2, 0), pad(TWO, 1, 1)]),
+        (DataCollatorForFlexSeq(padding_collator(left=True)), [THREE, TWO]),
+        (DataCollatorForFlexSeq(padding_collator(left=False)), [THREE, TWO]),
+        (DataCollatorForFlexSeq(DataCollatorWithFlattening(return_flash_attn_kwargs=True)), [THREE, TWO]),
+        (DataCollatorForFlexSeq(DataCollatorWithFlattening(return_seq_idx=True)), [THREE, TWO]),
+        (DataCollatorForFlexSeq(), [{k: np.array(v, np.int32) for k, v in e.items()} for e in (THREE, TWO)]),
+        (DataCollatorForFlexSeq(), [THREE | {"text": "abc", "other": None}, TWO | {"text": "", "other": None}]),
+    ],
+)
+def test_all_forms_of_the_same_examples_give_the_same_row(collator, examples):
+    wanted = DataCollatorForFlexSeq()([THREE, TWO])
+    found = collator(examples)
+    assert found.pop("lengths") == wanted.pop("lengths")
+    assert found.keys() == wanted.keys()
+    assert all(torch.equal(found[name], wanted[name]) and found[name].dtype == torch.int64 for name in wanted)
+
+
+def test_keeps_positions_and_other_columns_of_one_value_per_token():
+    batch = DataCollatorForFlexSeq()([THREE | {"position_ids": [4, 5, 9], "weights": [0.5, 1.0, 0.0]}])
+    assert batch["position_ids"].tolist() == [[4, 5, 9]]
+    assert batch["weights"].tolist() == [[0.5, 1.0, 0.0]]
+
+
+@pytest.mark.parametrize(
+    "example, message",
+    [
+        ({"input_ids": [1, 2]}, "example 1 has no labels"),
+        ({"input_ids": [1, 2], "labels": None}, "example 1 has no labels"),
+        ({"text": "abc", "labels": [1]}, "example 1 has no input_ids: tokenize it"),
+        ({"input_ids": [], "labels": []}, "example 1 has no tokens: filter empty examples out"),
+        (pad({"input_ids": [], "labels": []}, 0, 3), "example 1 has no tokens"),
+        (THREE | {"labels": [6, 7]}, r"column 'labels' of example 1 has shape \(2,\)"),
+        (THREE | {"weight": 3}, r"column 'weight' of example 1 has shape \(\), not one value for each"),
+        ({name: [value] for name, value in THREE.items()}, r"column 'input_ids' of example 1 has shape \(1, 3\)"),
+        (THREE | {"messages": [{"role": "user"}]}, "column 'messages' of example 1 cannot be a tensor"),
+        (THREE | {"spans": [[1], [1, 2]]}, "column 'spans' of example 1 cannot be a tensor.*drop the column"),
+        (THREE | {"position_ids": [0, 1, 0]}, "position_ids of example 1 start over: it is packed"),
+        (THREE | {"attention_mask": [1, 0, 1]}, "attention_mask of example 1 does more than to mark padding"),
+        (THREE | {"attention_mask": [1, 1, 2]}, "attention_mask of example 1 does more than to mark padding"),
+        (THREE | {"weights": [1, 1, 1]}, "example 1 has the columns .*'weights'.*, the first one"),
+    ],
+)
+def test_refuses_examples_that_cannot_be_moved(example, message):
+    with pytest.raises(ValueError, match=message):
+        DataCollatorForFlexSeq()([TWO, example])
+
+
+@pytest.mark.parametrize(
+    "made, message",
+    [
+        ({"pixel_values": torch.zeros(1, 3, 4)}, r"column 'pixel_values' .* shape \(1, 3, 4\) instead of \(1, 2\)"),
+        ({"names": ["abc"]}, "column 'names' .* shape None"),
+        ({"input_ids": torch.zeros(2, 2)}, r"column 'input_ids' .* shape \(2, 2\) instead of \(1, 2\)"),
+        ({"attention_mask": torch.ones(1, 1, 2, 2)}, "column 'attention_mask'"),
+    ],
+)
+def test_refuses_what_another_collator_makes_by_name(made, message):
+    def collate(examples):
+        return {"input_ids": torch.tensor([[1, 2]]), "labels": torch.tensor([[1, 2]]), **made}
+
+    with pytest.raises(ValueError, match=message):
+        DataCollatorForFlexSeq(collate)([TWO])
