@@ -25,10 +25,11 @@ from hf_flexseq.cost import CostModel
 from hf_flexseq.distributed.communicator import Communicator
 from hf_flexseq.hf.attention import NAME, check_model
 from hf_flexseq.hf.checks import check_accelerator
-from hf_flexseq.hf.estimate import estimated_cost_model, is_fully_sharded, zero_stage
+from hf_flexseq.hf.estimate import is_fully_sharded, zero_stage
 from hf_flexseq.hf.lookahead import DrawnStep, InlinePlanner, Lookahead, Planner
 from hf_flexseq.hf.loss import ChunkedLoss, attach_chunked_loss
 from hf_flexseq.hf.rows import RowExchange
+from hf_flexseq.hf.run_cost import UNNAMED, unnamed_cost_model
 from hf_flexseq.hf.step import Inputs, Step, model_inputs, shards_of
 from hf_flexseq.hf.trace import PlanTrace
 from hf_flexseq.kernels import Kernel
@@ -52,7 +53,7 @@ class FlexSeqEngine:
         # Streams are dispatched from rank 0 by default, which breaks on rows of different lengths.
         accelerator.dataloader_config.dispatch_batches = False
         self.accelerator, self.args = accelerator, args
-        self._named_cost = None if args.cost_model == "auto" else load_cost_model(args.cost_model)
+        self._named_cost = None if args.cost_model in UNNAMED else load_cost_model(args.cost_model)
         self.communicator = communicator or Communicator()
         if args.sp_degree is not None:
             check_degree(args.sp_degree, self.communicator.topology)
@@ -78,8 +79,9 @@ class FlexSeqEngine:
         check_model(base)
         self.model = base
         self.lockstep = self._resolve_sync(base, lockstep)
-        topology = self.communicator.topology
-        self.cost = self._named_cost or estimated_cost_model(base, self.accelerator, topology)
+        self.cost = self._named_cost or unnamed_cost_model(
+            self.args.cost_model, base, self.accelerator, self.communicator
+        )
         self._former_attention = base.config._attn_implementation
         base.set_attn_implementation(NAME)
         self._chunked_loss = attach_chunked_loss(model)
