@@ -142,6 +142,26 @@ def test_env_names_versions_and_kernels(capsys: pytest.CaptureFixture[str]) -> N
     assert "kernel cpu_flash: chosen" in shown
 
 
+def test_calibrate_passes_its_options_on_and_reports(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    measuring = pytest.importorskip("hf_flexseq.hf.calibrate")
+    asked: list[tuple[str, dict[str, object]]] = []
+
+    def measured(model: str, **options: object) -> dict[str, object]:
+        asked.append((model, options))
+        hold_out = {"mean": 0.031, "p95": 0.08, "micro_batches": 16}
+        machine = {"device": "cpu", "topology": [1, 1], "model": "Llama", "dtype": "float32", "torch": "2"}
+        return {"cost_model": FLEXSP.to_record(), "hold_out": hold_out, **machine}
+
+    monkeypatch.setattr(measuring, "calibrate", measured)
+    path = str(tmp_path / "cost.json")
+    assert main(["calibrate", "some/model", "--json", path, "--zero-stage", "3", "--no-checkpointing"]) == 0
+    assert asked == [("some/model", {"dtype": "auto", "output": path, "checkpointing": False, "zero_stage": 3})]
+    assert "off by 3.1 % on average" in capsys.readouterr().out
+    assert "--json" in failed(["calibrate", "some/model"], capsys)
+
+
 BAD: list[tuple[str, Callable[[str], list[str]], str]] = [
     ("no file", lambda file: ["plan", "--lengths", "missing.txt", *MACHINE], "missing.txt"),
     ("no preset", lambda file: ["plan", "--lengths", file, "--topology", "1x2", "--cost-model", "x"], "presets"),

@@ -5,6 +5,7 @@ import re
 from collections.abc import Callable
 from typing import NoReturn
 
+from hf_flexseq.cli.calibrate import calibrate
 from hf_flexseq.cli.commands import plan, simulate, view
 from hf_flexseq.cli.compare import compare
 from hf_flexseq.cli.environment import env
@@ -27,6 +28,7 @@ def make_parser() -> argparse.ArgumentParser:
     _simulate_options(_command(commands, "simulate", simulate, "run a plan without running it"))
     _compare_options(_command(commands, "compare", compare, "a table of all planners on your lengths"))
     _view_options(_command(commands, "view", view, "draw a plan or a plan trace"))
+    _calibrate_options(_command(commands, "calibrate", calibrate, "measure a cost model on this machine"))
     _command(commands, "env", env, "versions, devices and kernels, and why a kernel is not available")
     return parser
 
@@ -116,3 +118,13 @@ def _view_options(parser: argparse.ArgumentParser) -> None:
     _machine_options(parser, required=False)
     for name, what in (("png", "a picture"), ("svg", "a picture"), ("chrome", "a trace that ui.perfetto.dev opens")):
         parser.add_argument(f"--{name}", metavar="FILE", help=f"write {what}")
+
+
+def _calibrate_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("model", metavar="MODEL", help="name or folder of a model, or a config.json")
+    parser.add_argument("--json", required=True, metavar="FILE", help="write the cost model, for --cost-model")
+    parser.add_argument("--dtype", default="auto", help="of the parameters; default: bfloat16 on a GPU, else float32")
+    parser.add_argument("--zero-stage", type=int, choices=range(4), default=0, help="how training is sharded; FSDP: 3")
+    parser.add_argument(
+        "--no-checkpointing", dest="checkpointing", action="store_false", help="training keeps all activations"
+    )
