@@ -37,6 +37,7 @@ logger = logging.getLogger(__name__)
 
 SMALL = 50_000_000  # parameters of a model that is timed whole: a copy of it costs nothing
 DEPTHS = (1, 3)  # layers of the copies of a larger one
+EFFICIENT_HEAD_DIM = 64  # from which on attention takes as long as its arithmetic
 MAX_ERROR = 0.5  # mean relative error on other micro-batches above which a fit makes no sense
 
 
@@ -107,7 +108,7 @@ def measure(
     rings = estimate.ring_bytes is not None
     depths = (shape.layers,) if shape.params <= SMALL or shape.layers <= max(DEPTHS) else DEPTHS
     tokens = choose_tokens(
-        estimate,
+        _counted(estimate, shape),
         communicator.topology,
         layers=shape.layers,
         depths=depths,
@@ -193,6 +194,11 @@ def _sample(shape: Shape, layers: int, by_rank: Sequence[float], topology: Topol
     starts = disjoint_blocks(topology, shape.degree)
     seconds = mean(s for start in starts for s in by_rank[start : start + shape.degree])
     return Sample(strategy=shape.strategy, degree=shape.degree, layers=layers, lengths=shape.lengths, seconds=seconds)
+
+
+def _counted(estimate: CostModel, shape: ModelShape) -> CostModel:
+    """The estimate by which work is counted: small heads take as long as larger ones, exponentials being the most."""
+    return replace(estimate, attention_s=estimate.attention_s * max(1.0, EFFICIENT_HEAD_DIM / shape.head_dim))
 
 
 def _of_depth(estimate: CostModel, layers: int, depth: int) -> CostModel:
