@@ -18,19 +18,23 @@ from hf_flexseq.cost import Int64Array
 from hf_flexseq.planner.problem import NEVER, Problem
 
 FIT_RANKS = 256  # at least: on few ranks a whole rank's share would outweigh what is wasted; a power of two
+ANY_SHAPE = -1
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Candidates:
-    """C ways to start. targets: [C, M] nanoseconds. fit: [C]. long: [C], how many rows count as long,
-    falling."""
+    """C ways to start. targets: [C, M] nanoseconds. fit: [C]. long: [C], how many rows count as long, falling.
+    shapes: [C, F] the shape of block that each of the first F rows must take; ANY_SHAPE leaves it open."""
 
     targets: Int64Array
     fit: Int64Array
     long: Int64Array
+    shapes: Int64Array
 
     def take(self, rows: Int64Array) -> "Candidates":
-        return Candidates(targets=self.targets[rows], fit=self.fit[rows], long=self.long[rows])
+        return Candidates(
+            targets=self.targets[rows], fit=self.fit[rows], long=self.long[rows], shapes=self.shapes[rows]
+        )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -71,6 +75,8 @@ def place_long(problem: Problem, candidates: Candidates) -> Placement:
         active = int((candidates.long > row).sum())  # a prefix, since `long` falls
         first = int(problem.first_fit[row])
         score = _scores(problem, placed, candidates.fit[:active], row, waste[row])
+        if row < candidates.shapes.shape[1]:
+            _only(problem, score, candidates.shapes[:active, row], first)
         best = score.argmin(axis=1)
         placed.ok[:active] &= score[np.arange(active), best] < NEVER
         batch, block = np.divmod(best, len(blocks.start) - first)
@@ -97,6 +103,12 @@ def _scores(problem: Problem, placed: Placement, fit: Int64Array, row: int, wast
     np.copyto(score, NEVER, where=held > problem.cap - problem.needs[row][shape_of])
     flat: Int64Array = score.reshape(count, -1)
     return flat
+
+
+def _only(problem: Problem, score: Int64Array, shape: Int64Array, first: int) -> None:
+    """Make the blocks from `first` on impossible that have not the shape [C] asked for."""
+    other = (shape[:, None] != ANY_SHAPE) & (shape[:, None] != problem.blocks.shape_of[first:])  # [C, blocks]
+    np.copyto(score, NEVER, where=np.tile(other, score.shape[1] // other.shape[1]))
 
 
 def _put(problem: Problem, placed: Placement, row: int, batch: Int64Array, block: Int64Array) -> None:
