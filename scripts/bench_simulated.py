@@ -2,10 +2,12 @@
 
     torchrun --nproc_per_node 2 scripts/bench_simulated.py
 
-The model, the corpus and the plans are the quickstart's. The cost model is calibrated first, on the same ranks; then
-the micro-batches of some optimizer steps are planned with it and executed, forward and backward, each several times,
-all ranks starting together. Predicted is the closed form: the slowest rank plus the constant. Executed is the slowest
-rank's median. The reduction of gradients at a step's end, which no plan changes, is in neither.
+The model, the corpus and the plans are the quickstart's. The cost model is calibrated on the same ranks; then the
+micro-batches of some optimizer steps are planned with it and executed, forward and backward, all ranks starting
+together. Both are done in turns, so that a machine that others use as well is as busy for the one as for the other.
+
+Predicted is the closed form: the slowest rank plus the constant. Executed is the slowest rank's median. The reduction
+of gradients at a step's end, which no plan changes, is in neither.
 """
 
 import os
@@ -63,15 +65,10 @@ class Pair:
 def main() -> None:
     args = arguments()
     torch.set_num_threads(1)
-    accelerator = Accelerator(cpu=True)
     model_args, data_args, training = parse(["--config", str(QUICKSTART)], FlexSeqConfig, device_defaults())
     tokenizer, sequences, _ = prepare(model_args, data_args, training)
+    accelerator = Accelerator(cpu=True)  # after the training arguments, which reset accelerate's state
     model = load_model(model_args, tokenizer)
-    began = time.perf_counter()
-    effort = Effort(budget_s=args.budget, rounds=args.rounds, held_out=8)
-    record = calibrate(model.config.to_dict(), dtype="float32", checkpointing=False, effort=effort)
-    calibration_s = time.perf_counter() - began
-    engine = calibrated_engine(accelerator, record, args.strategy, training.max_tokens_per_rank)
     loader = torch.utils.data.DataLoader(
         sequences.select_columns(["input_ids", "labels"]),
         batch_size=training.per_device_train_batch_size,
@@ -79,17 +76,30 @@ def main() -> None:
         generator=torch.Generator().manual_seed(training.seed),
         collate_fn=DataCollatorForFlexSeq(),
     )
-    pairs = list(execute(engine, model, accelerator.prepare(loader), args))
+    batches = iter(accelerator.prepare(loader))
+    pairs: list[Pair] = []
+    for turn in range(args.turns):
+        began = time.perf_counter()
+        effort = Effort(budget_s=args.budget, rounds=args.rounds, held_out=8)
+        record = calibrate(model.config.to_dict(), dtype="float32", checkpointing=False, effort=effort)
+        lines = calibration_lines(turn, record, time.perf_counter() - began)
+        engine = calibrated_engine(accelerator, record, args.strategy, training.max_tokens_per_rank)
+        pairs += execute(engine, model, batches, args)
+        if accelerator.is_main_process:
+            print("\n".join(lines if turn else [*heading(args, record), *lines]))
     if accelerator.is_main_process:
-        print("\n".join([*heading(args, record, calibration_s), "", *table(pairs)]))
+        print("\n".join(["", *table(pairs)]))
     accelerator.end_training()
 
 
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--steps", type=int, default=16, help="optimizer steps whose micro-batches are executed")
-    parser.add_argument("--rounds", type=int, default=3, help="times that each is timed, after one that is not")
-    parser.add_argument("--budget", type=float, default=10.0, help="estimated seconds of the calibration")
+    parser.add_argument("--turns", type=int, default=4, help="calibrations, each followed by some steps")
+    parser.add_argument(
+        "--steps", type=int, default=2, help="optimizer steps of a turn whose micro-batches are executed"
+    )
+    parser.add_argument("--rounds", type=int, default=3, help="times that each run is timed, after one that is not")
+    parser.add_argument("--budget", type=float, default=4.0, help="estimated seconds of the calibration")
     parser.add_argument("--strategy", default="auto", help="as in FlexSeqArguments")
     return parser.parse_args()
 
@@ -100,15 +110,22 @@ def calibrated_engine(
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "cost.json"
         CostModel.from_record(record["cost_model"]).save(path)
-        options = {"sync": "lockstep", "strategy": strategy, "max_tokens_per_rank": max_tokens_per_rank}
+        options = {
+            "sync": "lockstep",
+            "lookahead": 0,
+            "strategy": strategy,
+            "max_tokens_per_rank": max_tokens_per_rank,
+        }
         return FlexSeqEngine(accelerator, FlexSeqArguments(cost_model=str(path), **options))
 
 
-def execute(engine: FlexSeqEngine, model: nn.Module, loader: Any, args: argparse.Namespace) -> Iterator[Pair]:
-    """Every micro-batch of the first steps. Collective."""
+def execute(
+    engine: FlexSeqEngine, model: nn.Module, batches: Iterator[Any], args: argparse.Namespace
+) -> Iterator[Pair]:
+    """Every micro-batch of the next steps. Collective."""
     with engine.attached(model.train()):
         assert engine.cost is not None, "an attached engine has a cost model"
-        for step in islice(engine.steps(loader), args.steps):
+        for step in islice(engine.steps(batches), args.steps):
             for index, inputs in step.step.micro_batches:
                 run = partial(forward_backward, model, inputs, step.step.targets)
                 (by_rank,) = median_seconds([run], engine.communicator, engine.accelerator.device, args.rounds)
@@ -130,21 +147,29 @@ def kind(micro_batch: MicroBatch) -> str:
     return f"{widest.strategy} of {widest.degree}{beside}"
 
 
-def heading(args: argparse.Namespace, record: dict[str, Any], calibration_s: float) -> list[str]:
-    cost, held_out = record["cost_model"], record["hold_out"]
+def heading(args: argparse.Namespace, record: dict[str, Any]) -> list[str]:
     return [
-        f"{record['device']}, {os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}; "
-        f"{record['topology'][1]} ranks, {record['threads']} thread each; "
+        f"{record['device']}, {os.cpu_count()} cores; {record['topology'][1]} ranks, {record['threads']} thread each; "
         f"torch {record['torch']}, {record['dtype']}",
-        f"calibration: {calibration_s:.1f} s, at most {record['tokens']} tokens a rank; held out "
-        f"{held_out['micro_batches']} micro-batches: {held_out['mean']:.1%} off on average, p95 {held_out['p95']:.1%}",
-        f"attention {cost['attention_s']:.3g} s/token^2, linear {cost['linear_s']:.3g} s/token, micro-batch "
-        f"{1e3 * cost['micro_batch_s']:.3g} ms, MB/s by degree "
-        + ", ".join(f"{degree}: {speed / 1e6:.3g}" for degree, speed in cost["bandwidths"])
-        + f", ring {cost['ring_bytes'] / 2**10:.3g} KiB/token, overlap {cost['ring_overlap']:.2f}; a group takes "
-        + ", ".join(f"{1e3 * seconds:.2g} ms a layer (degree {degree})" for degree, seconds in record["latencies_s"])
-        + " beyond the model",
-        f"{args.steps} steps, strategy {args.strategy}, median of {args.rounds} runs of each micro-batch",
+        f"{args.turns} turns of a calibration and {args.steps} steps, strategy {args.strategy}; medians of "
+        f"{args.rounds} runs",
+        "",
+    ]
+
+
+def calibration_lines(turn: int, record: dict[str, Any], seconds: float) -> list[str]:
+    cost, held_out = record["cost_model"], record["hold_out"]
+    links = ", ".join(
+        f"degree {degree}: {speed / 1e6:.3g} MB/s and {1e3 * wait:.2g} ms a layer"
+        for (degree, speed), (_, wait) in zip(cost["bandwidths"], record["latencies_s"], strict=True)
+    )
+    return [
+        f"* calibration {turn + 1}, load {os.getloadavg()[0]:.1f}: {seconds:.1f} s, at most {record['tokens']} tokens "
+        f"a rank; {held_out['micro_batches']} micro-batches held out: {held_out['mean']:.1%} off, p95 "
+        f"{held_out['p95']:.1%}",
+        f"  attention {1e9 * cost['attention_s']:.3g} ns/token^2, linear {1e6 * cost['linear_s']:.3g} us/token, "
+        f"micro-batch {1e3 * cost['micro_batch_s']:.3g} ms; {links}; ring {cost['ring_bytes'] / 2**10:.3g} KiB/token, "
+        f"overlap {cost['ring_overlap']:.2f}",
     ]
 
 

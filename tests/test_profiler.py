@@ -20,7 +20,14 @@ from hf_flexseq.hf.run_cost import fit_key, probe_spec, unnamed_cost_model
 from hf_flexseq.plan import Plan, check
 from hf_flexseq.presets import DEVICES, ModelShape, analytic_cost_model
 from hf_flexseq.profiler.cache import cache_path, load_cached, save_whole
-from hf_flexseq.profiler.design import choose_tokens, fitting_shapes, hold_out_layouts, measured_degrees
+from hf_flexseq.profiler.design import (
+    Shape,
+    alone,
+    choose_tokens,
+    fitting_shapes,
+    hold_out_layouts,
+    measured_degrees,
+)
 from hf_flexseq.profiler.fit import Sample, fit_compute, fit_links, nnls
 from hf_flexseq.topology import Topology
 from tests.hf.tiny import tiny_llama
@@ -69,23 +76,29 @@ def synthetic_samples(depths: tuple[int, ...], noise: float, latency_s: float = 
     rng = random.Random(3)
     samples = []
     for shape in fitting_shapes(8192, TOPOLOGY, rings=True):
-        for layers in depths[:1] if shape.strategy == "kernel" else depths:
-            if shape.strategy == "kernel":
-                (tokens,) = shape.lengths
-                layers, seconds = 1, 2e-10 * tokens * tokens + 1e-8 * tokens + 1e-5
-            else:
-                layout = shape.layout(TOPOLOGY)
-                check_layout(layout.micro_batch, layout.lengths)
-                cost = of_depth(TRUTH, layers)
-                seconds = lockstep_ns(cost, [layout.micro_batch], layout.lengths, TOPOLOGY)[0] / 1e9
-                seconds += layers * latency_s * (shape.degree > 1)
-            seconds *= 1 + noise * rng.uniform(-1, 1)
+        for layers in depths if shape.strategy == "local" else (1,):
+            seconds = synthetic_seconds(shape, layers, latency_s) * (1 + noise * rng.uniform(-1, 1))
             samples.append(
                 Sample(
-                    strategy=shape.strategy, degree=shape.degree, layers=layers, lengths=shape.lengths, seconds=seconds
+                    strategy=shape.strategy,
+                    degree=shape.degree,
+                    layers=layers,
+                    lengths=shape.lengths,
+                    seconds=seconds,
                 )
             )
     return samples
+
+
+def synthetic_seconds(shape: Shape, layers: int, latency_s: float) -> float:
+    if shape.strategy == "local":
+        layout = alone(shape.lengths, TOPOLOGY)
+        return lockstep_ns(of_depth(TRUTH, layers), [layout.micro_batch], layout.lengths, TOPOLOGY)[0] / 1e9
+    (tokens,) = shape.lengths
+    if shape.strategy == "kernel":
+        return 2e-10 * tokens * tokens + 1e-8 * tokens + 1e-5
+    whole = TRUTH.all_to_all_bytes if shape.strategy == "ulysses" else TRUTH.ring_bytes * (shape.degree - 1)
+    return whole / SHAPE.layers * tokens / shape.degree / TRUTH.bandwidth(shape.degree, False) + latency_s
 
 
 def check_layout(micro_batch, lengths, topology=TOPOLOGY) -> None:
@@ -108,38 +121,35 @@ def check_layout(micro_batch, lengths, topology=TOPOLOGY) -> None:
 def test_a_fit_recovers_the_constants(depths: tuple[int, ...], noise: float, tolerance: float) -> None:
     samples = synthetic_samples(depths, noise, latency_s=1e-4)
     compute = fit_compute(samples)
-    links = fit_links(samples, compute, ESTIMATE, layers=8, overlap=0.6)
+    links = fit_links(samples, ESTIMATE, layers=8, overlap=0.6)
     found = links.fill(compute.fill(ESTIMATE, 8))
     assert found.attention_s == pytest.approx(TRUTH.attention_s, rel=tolerance)
     assert found.linear_s == pytest.approx(TRUTH.linear_s, rel=tolerance)
     assert found.micro_batch_s == pytest.approx(TRUTH.micro_batch_s, rel=10 * tolerance)
     for (degree, speed), (wanted_degree, wanted) in zip(found.bandwidths, TRUTH.bandwidths, strict=True):
         assert (degree, speed) == (wanted_degree, pytest.approx(wanted, rel=3 * tolerance))
-    assert found.ring_bytes == pytest.approx(TRUTH.ring_bytes, rel=0.05 + 4 * tolerance)
+    assert found.ring_bytes == pytest.approx(TRUTH.ring_bytes, rel=3 * tolerance)
     assert found.ring_overlap == 0.6
 
 
 def test_bytes_and_memory_are_the_estimate_s() -> None:
     samples = synthetic_samples((8,), noise=0.0)
     compute = fit_compute(samples)
-    found = fit_links(samples, compute, ESTIMATE, layers=8, overlap=1.0).fill(compute.fill(ESTIMATE, 8))
+    found = fit_links(samples, ESTIMATE, layers=8, overlap=1.0).fill(compute.fill(ESTIMATE, 8))
     for name in ("all_to_all_bytes", "token_bytes", "state_bytes", "sharded_state_bytes", "budget_bytes", "heads"):
         assert getattr(found, name) == getattr(ESTIMATE, name)
 
 
 def test_one_rank_keeps_the_estimate_s_transfers() -> None:
     samples = [sample for sample in synthetic_samples((8,), noise=0.0) if sample.degree == 1]
-    links = fit_links(samples, fit_compute(samples), ESTIMATE, layers=8, overlap=0.3)
+    links = fit_links(samples, ESTIMATE, layers=8, overlap=0.3)
     found = links.fill(ESTIMATE)
     assert (found.bandwidths, found.ring_bytes) == (ESTIMATE.bandwidths, ESTIMATE.ring_bytes)
 
 
 def test_transfers_too_fast_to_be_seen_stay_finite() -> None:
-    samples = [
-        dataclasses.replace(sample, seconds=sample.seconds / 2) if sample.degree > 1 else sample
-        for sample in synthetic_samples((8,), noise=0.0)
-    ]
-    found = fit_links(samples, fit_compute(samples), ESTIMATE, layers=8, overlap=0.0)
+    samples = [dataclasses.replace(s, seconds=1e-6) for s in synthetic_samples((8,), noise=0.0) if s.degree > 1]
+    found = fit_links(samples, ESTIMATE, layers=8, overlap=0.0)
     assert all(0 < speed < float("inf") for _, speed in found.bandwidths)
 
 
@@ -165,7 +175,9 @@ def test_nnls_is_the_best_of_the_non_negative() -> None:
 @pytest.mark.parametrize("nodes, ranks_per_node", [(1, 1), (1, 2), (1, 3), (2, 3), (2, 8), (4, 2)])
 def test_every_timed_micro_batch_is_legal(nodes: int, ranks_per_node: int) -> None:
     topology = Topology(nodes=nodes, ranks_per_node=ranks_per_node)
-    layouts = [s.layout(topology) for s in fitting_shapes(256, topology, rings=True) if s.strategy != "kernel"]
+    shapes = fitting_shapes(256, topology, rings=True)
+    layouts = [alone(shape.lengths, topology) for shape in shapes if shape.strategy == "local"]
+    assert {shape.degree for shape in shapes} == {1, *measured_degrees(topology)}
     mixes = hold_out_layouts(256, topology, rings=True, count=9)
     for layout in (*layouts, *mixes):
         check_layout(layout.micro_batch, layout.lengths, topology)

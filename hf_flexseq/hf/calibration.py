@@ -24,13 +24,14 @@ from hf_flexseq.presets import ModelShape
 from hf_flexseq.profiler.design import (
     Layout,
     Shape,
+    alone,
     choose_tokens,
     disjoint_blocks,
     fitting_shapes,
     hold_out_layouts,
 )
 from hf_flexseq.profiler.fit import Sample, fit_compute, fit_links
-from hf_flexseq.profiler.measure import CountingKernel, KernelRun, median_seconds, ring_overlap
+from hf_flexseq.profiler.measure import AllToAllRun, CountingKernel, KernelRun, RingRun, median_seconds, ring_overlap
 from hf_flexseq.topology import Topology
 
 logger = logging.getLogger(__name__)
@@ -57,8 +58,9 @@ THOROUGH = Effort(budget_s=30.0, rounds=5, held_out=16)
 class Calibration:
     """A fitted model and how well it holds.
 
-    errors: |predicted - measured| / measured of each micro-batch held out. latencies_s: (degree, seconds) that a group
-    takes in one layer whatever it moves, which the cost model leaves out. tokens: the most a rank had in one run.
+    errors: |predicted - measured| / measured of each micro-batch held out. latencies_s: (degree, seconds) that the
+    all-to-alls of one layer take whatever they move, which the cost model leaves out. tokens: the most that a rank had
+    in one run.
     """
 
     cost: CostModel
@@ -106,7 +108,7 @@ def measure(
     Raises ValueError, on all ranks, when the timings allow no fit at all.
     """
     rings = estimate.ring_bytes is not None
-    depths = (shape.layers,) if shape.params <= SMALL or shape.layers <= max(DEPTHS) else DEPTHS
+    depths = probe_depths(shape)
     tokens = choose_tokens(
         _counted(estimate, shape),
         communicator.topology,
@@ -116,13 +118,13 @@ def measure(
         budget_s=effort.budget_s,
     )
     mixes = hold_out_layouts(tokens, communicator.topology, rings, effort.held_out)
-    bench = _Bench(spec, shape, depths, communicator, device)
+    bench = _Bench(spec, shape, estimate, communicator, device)
     samples, held_out_s = bench.time(fitting_shapes(tokens, communicator.topology, rings), mixes, effort.rounds)
-    overlap = bench.overlap(tokens, effort.rounds) if communicator.world_size > 1 else estimate.ring_overlap
+    overlap = bench.overlap(tokens, effort.rounds) if rings and communicator.world_size > 1 else estimate.ring_overlap
 
     def fit() -> Calibration:
         compute = fit_compute(samples)
-        links = fit_links(samples, compute, estimate, layers=shape.layers, overlap=overlap)
+        links = fit_links(samples, estimate, layers=shape.layers, overlap=overlap)
         part = links.fill(compute.fill(_of_depth(estimate, shape.layers, max(depths)), max(depths)))
         return Calibration(
             cost=replace(links.fill(compute.fill(estimate, shape.layers)), name=f"measured-{device_name(device)}"),
@@ -134,6 +136,11 @@ def measure(
     return _on_rank_0(fit, communicator)
 
 
+def probe_depths(shape: ModelShape) -> tuple[int, ...]:
+    """How many layers the timed copies of a model have."""
+    return (shape.layers,) if shape.params <= SMALL or shape.layers <= max(DEPTHS) else DEPTHS
+
+
 class _Bench:
     """Copies of the model of some depths, and everything that is timed with them."""
 
@@ -141,19 +148,24 @@ class _Bench:
         self,
         spec: ProbeSpec,
         shape: ModelShape,
-        depths: tuple[int, ...],
+        estimate: CostModel,
         communicator: Communicator,
         device: torch.device,
     ) -> None:
         self.spec, self.shape, self.communicator, self.device = spec, shape, communicator, device
-        self.probes = {layers: Probe(spec, layers, communicator, device) for layers in depths}
+        self.probes = {layers: Probe(spec, layers, communicator, device) for layers in probe_depths(shape)}
+        ring_bytes = estimate.ring_bytes or 0.0
+        self.bytes_per_token = {
+            "ulysses": estimate.all_to_all_bytes / shape.layers,
+            "zigzag": ring_bytes / shape.layers,
+        }
         self.kernel = choose_kernel(device, spec.compute_dtype, shape.head_dim)
         self.forwards = self._forwards_per_backward()
 
     def _forwards_per_backward(self) -> int:
         """How often attention runs forward for one backward: checkpointing may repeat it."""
         counting = CountingKernel(self.kernel)
-        layout = Shape(strategy="local", degree=1, lengths=(8,)).layout(self.communicator.topology)
+        layout = alone((8,), self.communicator.topology)
         next(iter(self.probes.values())).run(layout, counting)()
         return counting.forwards // counting.backwards
 
@@ -162,16 +174,28 @@ class _Bench:
         options = {"forwards": self.forwards, "dtype": self.spec.compute_dtype, "device": self.device}
         return KernelRun(self.kernel, tokens, heads=heads, **options)
 
+    def _layer_run(self, shape: Shape) -> Callable[[], None]:
+        """One layer's attention, or its transfers."""
+        if shape.strategy == "kernel":
+            return self._kernel_run(*shape.lengths)
+        starts, share = disjoint_blocks(self.communicator.topology, shape.degree), shape.lengths[0] / shape.degree
+        bytes_per_token = self.bytes_per_token[shape.strategy]
+        if shape.strategy == "ulysses":
+            moved = int(bytes_per_token * share)
+            return AllToAllRun(self.communicator, starts, shape.degree, bytes_moved=moved, device=self.device)
+        moved = int(bytes_per_token * share * (shape.degree - 1))
+        return RingRun(self.communicator, starts, shape.degree, bytes_moved=moved, device=self.device)
+
     def time(
         self, shapes: Sequence[Shape], mixes: Sequence[Layout], rounds: int
     ) -> tuple[list[Sample], list[list[float]]]:
         """The timed samples of `shapes`, by every depth, and [mix][rank] seconds of `mixes` by the deepest copy."""
-        todo = [(shape, 1, self._kernel_run(*shape.lengths)) for shape in shapes if shape.strategy == "kernel"]
+        local = [shape for shape in shapes if shape.strategy == "local"]
+        todo = [(shape, 1, self._layer_run(shape)) for shape in shapes if shape.strategy != "local"]
         for layers, probe in self.probes.items():
-            for shape in shapes:
-                if shape.strategy != "kernel":
-                    layout = shape.layout(self.communicator.topology)
-                    todo.append((shape, layers, probe.run(layout, self.kernel)))
+            for shape in local:
+                layout = alone(shape.lengths, self.communicator.topology)
+                todo.append((shape, layers, probe.run(layout, self.kernel)))
         deepest = self.probes[max(self.probes)]
         runs = [run for _, _, run in todo] + [deepest.run(mix, self.kernel) for mix in mixes]
         seconds = median_seconds(runs, self.communicator, self.device, rounds)
@@ -183,8 +207,7 @@ class _Bench:
 
     def overlap(self, tokens: int, rounds: int) -> float:
         """See `ring_overlap`: one layer's attention beside the keys and values of as many tokens."""
-        element = torch.empty(0, dtype=self.spec.compute_dtype).element_size()
-        moved = tokens * 2 * self.shape.kv_heads * self.shape.head_dim * element
+        moved = int(self.bytes_per_token["zigzag"] * tokens) * (self.communicator.world_size - 1)
         compute = self._kernel_run(tokens)
         return ring_overlap(self.communicator, compute, bytes_moved=moved, device=self.device, rounds=rounds)
 

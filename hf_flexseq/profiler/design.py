@@ -5,8 +5,8 @@ the estimated seconds of the whole measurement stay below a budget: counted work
 how busy the machine is. The kernel alone is also run on sequences of twice that size: at its lengths the square must
 be told from the rest.
 
-Groups of every measured degree get d sequences for Ulysses, whose attention then takes as long as one rank's with one
-of them, and a single long one for a ring, whose parts would otherwise be too short to hide any transfer.
+Transfers are run bare, one layer's of a group at a time. The mixed micro-batches are whole ones, with groups of every
+measured degree in turn: they show what the parts leave out.
 """
 
 import random
@@ -30,28 +30,21 @@ class Layout:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Shape:
-    """What every group of a fitting micro-batch is: its strategy, its ranks and its sequences' tokens.
-
-    The strategy `kernel` stands for one call of the attention kernel on each rank, without a model.
-    """
+    """What is run at the same time on all ranks, in groups of `degree`. See `Sample`; lengths: of each group."""
 
     strategy: str
     degree: int
     lengths: tuple[int, ...]
 
-    def layout(self, topology: Topology) -> Layout:
-        """As many such groups as the topology has disjoint places for."""
-        blocks = disjoint_blocks(topology, self.degree)
-        count = len(self.lengths)
-        groups = tuple(
-            Group(
-                ranks=tuple(range(start, start + self.degree)),
-                sequences=tuple(range(place * count, (place + 1) * count)),
-                strategy=self.strategy,
-            )
-            for place, start in enumerate(blocks)
-        )
-        return Layout(micro_batch=MicroBatch(groups=groups), lengths=self.lengths * len(blocks))
+
+def alone(lengths: tuple[int, ...], topology: Topology) -> Layout:
+    """Sequences of these lengths on each rank."""
+    count = len(lengths)
+    groups = tuple(
+        Group(ranks=(rank,), sequences=tuple(range(rank * count, (rank + 1) * count)), strategy="local")
+        for rank in range(topology.world_size)
+    )
+    return Layout(micro_batch=MicroBatch(groups=groups), lengths=lengths * topology.world_size)
 
 
 def measured_degrees(topology: Topology) -> tuple[int, ...]:
@@ -72,12 +65,12 @@ def disjoint_blocks(topology: Topology, degree: int) -> tuple[int, ...]:
 
 def fitting_shapes(tokens: int, topology: Topology, rings: bool) -> tuple[Shape, ...]:
     """What is timed for the fit. rings: whether the model's rings are of interest."""
-    alone = [(tokens,), (tokens // 4,), (tokens // 8,) * 4, (tokens // 32,) * 8, (tokens // 16,)]
+    packs = [(tokens,), (tokens // 4,), (tokens // 8,) * 4, (tokens // 32,) * 8, (tokens // 16,)]
     shapes = [Shape(strategy="kernel", degree=1, lengths=(n,)) for n in (tokens // 4, tokens, 2 * tokens)]
-    shapes += [Shape(strategy="local", degree=1, lengths=lengths) for lengths in alone]
+    shapes += [Shape(strategy="local", degree=1, lengths=lengths) for lengths in packs]
     for degree in measured_degrees(topology):
-        for share in (tokens // 16, tokens // 2):
-            shapes.append(Shape(strategy="ulysses", degree=degree, lengths=(share,) * degree))
+        for share in (tokens // 8, tokens // 2, tokens):
+            shapes.append(Shape(strategy="ulysses", degree=degree, lengths=(share * degree,)))
             if rings:
                 shapes.append(Shape(strategy="zigzag", degree=degree, lengths=(share * degree,)))
     return tuple(shapes)
@@ -137,6 +130,9 @@ def choose_tokens(
 def _estimated_s(shape: Shape, estimate: CostModel, topology: Topology, layers: int, depths: tuple[int, ...]) -> float:
     if shape.strategy == "kernel":
         return estimate.attention_s / layers * sum(length * length for length in shape.lengths)
-    layout = shape.layout(topology)
-    whole = sum(lockstep_ns(estimate, [layout.micro_batch], layout.lengths, topology)) / 1e9
-    return whole * sum(depths) / layers
+    if shape.strategy == "local":
+        layout = alone(shape.lengths, topology)
+        return lockstep_ns(estimate, [layout.micro_batch], layout.lengths, topology)[0] / 1e9 * sum(depths) / layers
+    ring_bytes = (estimate.ring_bytes or 0.0) * (shape.degree - 1)
+    moved = (ring_bytes if shape.strategy == "zigzag" else estimate.all_to_all_bytes) / layers * shape.lengths[0]
+    return moved / shape.degree / estimate.bandwidth(shape.degree, shape.degree > topology.ranks_per_node)

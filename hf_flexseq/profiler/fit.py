@@ -7,13 +7,13 @@
        seconds(kernel) =   a1 S2 + k1 S1 + k0                         k1, k0: the kernel's share of a2 and c
 
    so that models too large to be run whole are measured with two depths and priced at any other.
-2. Bandwidth of each degree, from what Ulysses groups take beyond their share of (1): bytes / v + latency.
-3. What a ring's bytes are worth at those bandwidths, from zigzag groups; its overlap is measured by itself.
+2. Bandwidth of each degree, from a layer's all-to-alls alone: bytes / v + latency; and what a ring's bytes are worth
+   at that bandwidth, from a layer's ring transfers alone. How much of them attention hides is measured by itself.
 
 Every equation is divided by its measured seconds: relative errors count, and a short run as much as a long one. The
 best of all subsets of unknowns is taken, the others being zero: there are few, so this is exact and obvious.
-Rejected: iterating over active sets (Lawson and Hanson), which pays from dozens of unknowns on; and fitting bandwidths
-from bare transfers, which leave out the copies around them.
+Rejected: iterating over active sets (Lawson and Hanson), which pays from dozens of unknowns on; and taking transfers
+from what whole micro-batches in groups take beyond their arithmetic: a small difference of two large, noisy numbers.
 """
 
 from collections.abc import Sequence
@@ -28,15 +28,16 @@ from hf_flexseq.cost import CostModel
 Floats = NDArray[np.float64]
 
 FASTEST = 1e13  # bytes/s that stand for transfers too fast to be measured
-RING_FACTORS = np.geomspace(0.02, 50, 300)  # how much slower than an all-to-all a ring may move a byte
+RING_FACTORS = (0.1, 10.0)  # how much slower than an all-to-all a ring can be believed to move a byte
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Sample:
     """A timed run in which every working rank does the same.
 
-    strategy: of its groups; `kernel` for one call of the attention kernel. degree: ranks of a group. layers: of the
-    model that ran. lengths: tokens of each sequence of one group. seconds: of forward and backward.
+    strategy: `local`, a model on each rank; `kernel`, one layer's attention on each; `ulysses` or `zigzag`, the bare
+    transfers of one layer in groups of `degree` ranks. layers: of the model, else 1. lengths: tokens of each sequence
+    of one group. seconds: of forward and backward.
     """
 
     strategy: str
@@ -80,8 +81,11 @@ class Compute:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Links:
-    """Transfers between ranks. bandwidths: (degree, bytes/s). latencies_s: (degree, seconds) of a group of one layer,
-    whatever it moves. ring_factor: how much longer a byte takes in a ring. ring_overlap: as in `CostModel`."""
+    """Transfers between ranks.
+
+    bandwidths: (degree, bytes/s). latencies_s: (degree, seconds) of one layer's all-to-alls whatever they move.
+    ring_factor: how much longer a byte takes in a ring. ring_overlap: as in `CostModel`.
+    """
 
     bandwidths: tuple[tuple[int, float], ...]
     latencies_s: tuple[tuple[int, float], ...]
@@ -131,10 +135,8 @@ def _relative(rows: Sequence[Sequence[float]], seconds: Sequence[float]) -> tupl
     return np.array(rows, dtype=np.float64) / wanted[:, None], np.ones_like(wanted)
 
 
-def fit_links(
-    samples: Sequence[Sample], compute: Compute, estimate: CostModel, *, layers: int, overlap: float
-) -> Links:
-    """Steps 2 and 3. estimate: the model, with `layers` layers, whose bytes are right. overlap: measured by itself.
+def fit_links(samples: Sequence[Sample], estimate: CostModel, *, layers: int, overlap: float) -> Links:
+    """Step 2. estimate: the model, with `layers` layers, whose bytes are right. overlap: measured by itself.
 
     Without groups of two ranks and more the estimate's own transfers are kept.
     """
@@ -142,59 +144,25 @@ def fit_links(
     if not degrees:
         kept = estimate.bandwidths
         return Links(bandwidths=kept, latencies_s=(), ring_factor=1.0, ring_overlap=estimate.ring_overlap)
-    bandwidths, latencies = [], []
-    for degree in degrees:
-        mine = [sample for sample in samples if sample.strategy == "ulysses" and sample.degree == degree]
-        per_byte_s, latency_s = _fit_all_to_all(mine, compute, estimate, layers)
-        bandwidths.append((degree, 1 / max(per_byte_s, 1 / FASTEST)))
-        latencies.append((degree, latency_s))
-    links = Links(bandwidths=tuple(bandwidths), latencies_s=tuple(latencies), ring_factor=1.0, ring_overlap=overlap)
-    rings = [sample for sample in samples if sample.strategy == "zigzag"]
-    return replace(links, ring_factor=_fit_ring(rings, compute, links.fill(estimate), layers)) if rings else links
+    found = [
+        (degree, *_fit_transfers(samples, "ulysses", degree, estimate.all_to_all_bytes / layers)) for degree in degrees
+    ]
+    factors = [1.0]
+    if estimate.ring_bytes is not None:
+        ring_bytes = estimate.ring_bytes / layers
+        rings = [_fit_transfers(samples, "zigzag", degree, ring_bytes * (degree - 1)) for degree in degrees]
+        factors = [ring[0] / per_byte_s for ring, (_, per_byte_s, _) in zip(rings, found, strict=True)]
+    return Links(
+        bandwidths=tuple((degree, 1 / per_byte_s) for degree, per_byte_s, _ in found),
+        latencies_s=tuple((degree, latency_s) for degree, _, latency_s in found),
+        ring_factor=float(np.clip(np.mean(factors), *RING_FACTORS)),
+        ring_overlap=overlap,
+    )
 
 
-def _fit_all_to_all(
-    samples: Sequence[Sample], compute: Compute, estimate: CostModel, layers: int
-) -> tuple[float, float]:
-    """Seconds per byte, and per layer whatever it moves."""
-    byte_share = estimate.all_to_all_bytes / layers
-    rows = [[sample.layers * byte_share * sample.tokens / sample.degree, sample.layers] for sample in samples]
-    beyond = []
-    for sample in samples:
-        stretch = estimate.head_stretch(sample.degree)
-        attention, rest = _shares(sample, compute)
-        beyond.append(sample.seconds - attention * stretch - rest)
-    measured = np.array([sample.seconds for sample in samples])
-    per_byte_s, latency_s = nnls(np.array(rows) / measured[:, None], np.array(beyond) / measured).tolist()
-    return per_byte_s, latency_s
-
-
-def _shares(sample: Sample, compute: Compute) -> tuple[float, float]:
-    """Seconds of one rank's attention in a group, and of all else but transfers."""
-    attention = sample.layers * compute.attention_s * sample.squares / sample.degree
-    linear = (sample.layers * compute.linear_s + compute.head_s) * sample.tokens / sample.degree
-    return attention, linear + sample.layers * compute.layer_s + compute.base_s
-
-
-def _fit_ring(samples: Sequence[Sample], compute: Compute, model: CostModel, layers: int) -> float:
-    """The factor on the ring's bytes under which the closed form fits best, with a latency of its own left aside."""
-    measured = np.array([sample.seconds for sample in samples])
-    attention, rest = np.array([_shares(sample, compute) for sample in samples]).T
-    moved = np.array([_ring_s(sample, model, layers) for sample in samples])
-    depth = np.array([float(sample.layers) for sample in samples])
-
-    def error(factor: float) -> float:
-        hidden = model.ring_overlap * factor * moved
-        seconds = np.maximum(attention, hidden) + factor * moved - hidden + rest
-        beyond = (measured - seconds) / measured
-        latency = nnls((depth / measured)[:, None], beyond)
-        return float(np.square(beyond - depth / measured * latency).sum())
-
-    return float(min(RING_FACTORS, key=error))
-
-
-def _ring_s(sample: Sample, model: CostModel, layers: int) -> float:
-    """Seconds of the ring's transfers at the all-to-all's bandwidth."""
-    assert model.ring_bytes is not None, "a ring was timed whose bytes are not known"
-    moved = model.ring_bytes / layers * sample.layers * sample.tokens * (sample.degree - 1) / sample.degree
-    return moved / dict(model.bandwidths)[sample.degree]
+def _fit_transfers(samples: Sequence[Sample], strategy: str, degree: int, token_bytes: float) -> tuple[float, float]:
+    """Seconds per byte, and whatever is moved. token_bytes: that a group moves for each of its tokens."""
+    mine = [sample for sample in samples if (sample.strategy, sample.degree) == (strategy, degree)]
+    rows = [[token_bytes * sample.tokens / degree, 1] for sample in mine]
+    per_byte_s, latency_s = nnls(*_relative(rows, [sample.seconds for sample in mine])).tolist()
+    return max(per_byte_s, 1 / FASTEST), latency_s

@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
+from hf_flexseq.distributed.all_to_all import all_to_all
 from hf_flexseq.distributed.communicator import Communicator, Transfers
 from hf_flexseq.distributed.control import gather_ints, gather_objects
 from hf_flexseq.kernels import Kernel
@@ -70,6 +71,52 @@ class KernelRun:
         self.kernel.backward(self.q, self.q, self.k, self.k, out, lse, self.segments, scale=self.scale)
 
 
+class AllToAllRun:
+    """One layer's exchanges of a Ulysses group: to heads and back, forward and backward. Other ranks look on."""
+
+    def __init__(
+        self, communicator: Communicator, starts: Sequence[int], degree: int, *, bytes_moved: int, device: torch.device
+    ) -> None:
+        """starts: first ranks of the groups. bytes_moved: by a rank in all its exchanges."""
+        self.communicator = communicator
+        self.ranks = own_group(communicator, starts, degree)
+        self.parts = [torch.zeros(bytes_moved // 4 // degree, dtype=torch.uint8, device=device) for _ in self.ranks]
+
+    def __call__(self) -> None:
+        for _ in range(4 if self.ranks else 0):
+            all_to_all(self.communicator, self.ranks, self.parts, [part.numel() for part in self.parts])
+
+
+class RingRun:
+    """One layer's transfers of a ring: keys and values in the forward and again in the backward, and their gradients,
+    each to the next rank of the group `degree` - 1 times. Other ranks look on."""
+
+    def __init__(
+        self, communicator: Communicator, starts: Sequence[int], degree: int, *, bytes_moved: int, device: torch.device
+    ) -> None:
+        """starts: first ranks of the groups. bytes_moved: by a rank in all its transfers."""
+        self.communicator, self.times = communicator, 3 * (degree - 1)
+        self.ranks = own_group(communicator, starts, degree)
+        self.outgoing = torch.zeros(bytes_moved // self.times, dtype=torch.uint8, device=device)
+        self.incoming = torch.empty_like(self.outgoing)
+
+    def __call__(self) -> None:
+        for _ in range(self.times if self.ranks else 0):
+            self.post().wait()
+
+    def post(self) -> Transfers:
+        """One transfer on its way."""
+        place, degree = self.communicator.rank - self.ranks[0], len(self.ranks)
+        ahead, behind = self.ranks[(place + 1) % degree], self.ranks[(place - 1) % degree]
+        return Transfers(self.communicator, sends=[(self.outgoing, ahead)], recvs=[(self.incoming, behind)])
+
+
+def own_group(communicator: Communicator, starts: Sequence[int], degree: int) -> list[int]:
+    """The ranks of the group that this rank is in; none when it is in none of those that begin at `starts`."""
+    start = next((start for start in starts if start <= communicator.rank < start + degree), None)
+    return [] if start is None else list(range(start, start + degree))
+
+
 class CountingKernel:
     """A kernel that counts its calls, to see how often a checkpointed layer repeats its attention."""
 
@@ -89,21 +136,16 @@ class CountingKernel:
 def ring_overlap(
     communicator: Communicator, compute: Run, *, bytes_moved: int, device: torch.device, rounds: int
 ) -> float:
-    """How much of the shorter one, of `compute` and of a transfer between neighbours, takes no time of its own when
-    both run together: 0 to 1. Collective."""
-
-    def transfer() -> Transfers:
-        world, rank = communicator.world_size, communicator.rank
-        return Transfers(communicator, sends=[(outgoing, (rank + 1) % world)], recvs=[(incoming, (rank - 1) % world)])
+    """How much of the shorter one, of `compute` and of a transfer to the next rank, takes no time of its own when both
+    run together: 0 to 1. Collective."""
+    ring = RingRun(communicator, (0,), communicator.world_size, bytes_moved=bytes_moved, device=device)
 
     def both() -> None:
-        transfers = transfer()
+        transfers = ring.post()
         compute()
         transfers.wait()
 
-    outgoing = torch.zeros(bytes_moved, dtype=torch.uint8, device=device)
-    incoming = torch.empty_like(outgoing)
-    by_run = median_seconds([compute, lambda: transfer().wait(), both], communicator, device, rounds)
+    by_run = median_seconds([compute, lambda: ring.post().wait(), both], communicator, device, rounds)
     compute_s, transfer_s, both_s = (statistics.mean(seconds) for seconds in by_run)
     hidden = (compute_s + transfer_s - both_s) / min(compute_s, transfer_s)
     return min(max(hidden, 0.0), 1.0)
