@@ -1,10 +1,10 @@
 """What a user may choose: one dataclass, usable alone or mixed into `TrainingArguments`."""
 
 from dataclasses import dataclass, field
+from importlib.util import find_spec
 from typing import Any
 
-PLANNERS = ("auto", "static")
-PLANNERS_TO_COME = ("flexsp", "zeppelin")
+PLANNERS = ("auto", "static", "flexsp", "zeppelin")
 USER_STRATEGIES = ("auto", "ulysses", "zigzag", "local")
 STRATEGIES_TO_COME = ("balanced", "allgather", "hybrid")
 SYNCS = ("auto", "lockstep", "free")
@@ -16,7 +16,11 @@ class FlexSeqArguments:
 
     planner: str = field(
         default="auto",
-        metadata={"help": "Who decides the groups of a step: `auto` (per step) or `static` (one degree for the run)."},
+        metadata={
+            "help": "Who decides the groups of a step: `auto` (per step), `flexsp` (a MILP per micro-batch: takes "
+            'seconds, and needs `pip install "hf_flexseq[planner]"`), `zeppelin` (zones of nodes and ranks), or '
+            "`static` (one degree for the run)."
+        },
     )
     strategy: str = field(
         default="auto",
@@ -34,7 +38,10 @@ class FlexSeqArguments:
     )
     cost_model: str = field(
         default="auto",
-        metadata={"help": "`auto` (estimated from the model and the device), the name of a preset, or a JSON file."},
+        metadata={
+            "help": "`auto` (measured here once, which takes seconds, and kept), `estimate` (computed from the sizes "
+            "of the model and the device), the name of a preset, or a JSON file."
+        },
     )
     lookahead: int = field(
         default=4,
@@ -52,7 +59,9 @@ class FlexSeqArguments:
     )
 
     def __post_init__(self) -> None:
-        _one_of("planner", self.planner, PLANNERS, PLANNERS_TO_COME)
+        _one_of("planner", self.planner, PLANNERS)
+        if self.planner == "flexsp":
+            require_solver()
         _one_of("strategy", self.strategy, USER_STRATEGIES, STRATEGIES_TO_COME)
         _one_of("sync", self.sync, SYNCS)
         _whole("lookahead", self.lookahead, least=0)
@@ -76,6 +85,16 @@ class FlexSeqArguments:
         _whole("sp_degree", self.sp_degree, least=1)
         if self.strategy == "local" and self.sp_degree > 1:
             raise ValueError(f"sp_degree={self.sp_degree}: strategy='local' never splits a sequence; set sp_degree=1")
+
+
+def require_solver() -> None:
+    """Raise ValueError, naming what to install, unless planner='flexsp' has its MILP solver. Imports nothing."""
+    missing = [module for module in ("pulp", "highspy") if find_spec(module) is None]
+    if missing:
+        raise ValueError(
+            f"planner='flexsp' needs {' and '.join(missing)}, which cannot be imported here: "
+            'pip install "hf_flexseq[planner]", or choose another planner'
+        )
 
 
 def _one_of(name: str, value: str, allowed: tuple[str, ...], to_come: tuple[str, ...] = ()) -> None:

@@ -49,7 +49,24 @@ def test_takes_what_makes_sense(chosen: dict) -> None:
     assert all(getattr(FlexSeqArguments(**chosen), name) == value for name, value in chosen.items())
 
 
-@pytest.mark.parametrize("chosen", [{"planner": "flexsp"}, {"planner": "zeppelin"}, {"strategy": "hybrid"}])
+@pytest.mark.parametrize("planner", ["auto", "flexsp", "zeppelin"])
+def test_planners_to_choose(planner: str) -> None:
+    assert FlexSeqArguments(planner=planner).planner == planner
+
+
+@pytest.mark.parametrize("planner", ["megatron", "batch-ada", "batch-rebalance"])
+def test_baselines_are_not_for_training(planner: str) -> None:
+    with pytest.raises(ValueError, match="is none of auto, static, flexsp, zeppelin"):
+        FlexSeqArguments(planner=planner)
+
+
+def test_flexsp_without_its_solver_is_refused_when_configured(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("hf_flexseq.config.find_spec", lambda module: None if module == "highspy" else object())
+    with pytest.raises(ValueError, match=r'needs highspy.*pip install "hf_flexseq\[planner\]"'):
+        FlexSeqArguments(planner="flexsp")
+
+
+@pytest.mark.parametrize("chosen", [{"strategy": "balanced"}, {"strategy": "hybrid"}])
 def test_says_what_is_not_there_yet(chosen: dict) -> None:
     with pytest.raises(NotImplementedError, match="choose from"):
         FlexSeqArguments(**chosen)

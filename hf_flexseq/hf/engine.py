@@ -26,11 +26,11 @@ from hf_flexseq.cost import CostModel
 from hf_flexseq.distributed.communicator import Communicator
 from hf_flexseq.hf.attention import NAME
 from hf_flexseq.hf.checks import check_accelerator, resolve_sync
-from hf_flexseq.hf.estimate import estimated_cost_model
 from hf_flexseq.hf.lookahead import DrawnStep, InlinePlanner, Lookahead, Planner
 from hf_flexseq.hf.loss import ChunkedLoss, attach_chunked_loss
 from hf_flexseq.hf.model_checks import check_model
 from hf_flexseq.hf.rows import RowExchange
+from hf_flexseq.hf.run_cost import UNNAMED, unnamed_cost_model
 from hf_flexseq.hf.step import Inputs, Step, model_inputs, shards_of
 from hf_flexseq.hf.trace import PlanTrace
 from hf_flexseq.kernels import Kernel
@@ -54,7 +54,7 @@ class FlexSeqEngine:
         # Streams are dispatched from rank 0 by default, which breaks on rows of different lengths.
         accelerator.dataloader_config.dispatch_batches = False
         self.accelerator, self.args = accelerator, args
-        self._named_cost = None if args.cost_model == "auto" else load_cost_model(args.cost_model)
+        self._named_cost = None if args.cost_model in UNNAMED else load_cost_model(args.cost_model)
         self.communicator = communicator or Communicator()
         if args.sp_degree is not None:
             check_degree(args.sp_degree, self.communicator.topology)
@@ -79,11 +79,13 @@ class FlexSeqEngine:
         base = base_model(model)
         check_model(base)
         self.lockstep = resolve_sync(self.args, base, self.accelerator, lockstep=lockstep)
-        topology = self.communicator.topology
-        self.cost = self._named_cost or estimated_cost_model(base, self.accelerator, topology)
+        self.cost = self._named_cost or unnamed_cost_model(
+            self.args.cost_model, base, self.accelerator, self.communicator
+        )
         self.cost.strategies(self.args.strategy)  # raises for one that it has no figures for
         if self.args.max_tokens_per_rank is None:
-            self.cost.max_tokens_per_rank(topology.world_size)  # raises when the model's state alone is too large
+            # Raises when the model's state alone is too large.
+            self.cost.max_tokens_per_rank(self.communicator.world_size)
         self._former_attention = base.config._attn_implementation
         base.set_attn_implementation(NAME)
         self._chunked_loss = attach_chunked_loss(model)

@@ -2,6 +2,9 @@
 
     make_plan(lengths, topology, cost)                                 the default planner
     make_plan(lengths, topology, cost, planner="static", sp_degree=8)  one degree for everything
+    make_plan(lengths, topology, cost, planner="flexsp")               FlexSP's, needs pulp and highspy
+    make_plan(lengths, topology, cost, planner="zeppelin")             Zeppelin's
+    ... planner="batch-ada", "megatron", "batch-rebalance"             baselines to compare with
 
 The same arguments give the same plan, but for `planning_s`, on any machine: planners decide by integers and are
 bounded by counted work. `worker.py` and `client.py` run this function beside the training process.
@@ -9,21 +12,32 @@ bounded by counted work. `worker.py` and `client.py` run this function beside th
 
 import operator
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 
 import numpy as np
 
+from hf_flexseq.config import require_solver
 from hf_flexseq.cost import CostModel, step_ns
 from hf_flexseq.plan import MicroBatch, Plan, PlanInfeasible, check
 from hf_flexseq.planner.auto import auto_micro_batches
+from hf_flexseq.planner.batch_ada import batch_ada_micro_batches
+from hf_flexseq.planner.batch_rebalance import batch_rebalance_micro_batches
 from hf_flexseq.planner.bound import lower_bound_ns
+from hf_flexseq.planner.megatron import megatron_micro_batches
 from hf_flexseq.planner.static import check_degree, static_micro_batches
+from hf_flexseq.planner.zeppelin import zeppelin_micro_batches
 from hf_flexseq.topology import Topology
 
 __all__ = ["make_plan"]
 
+LOCKSTEP_PLANNERS = {  # decide for ranks that run every micro-batch together, whatever they are scored by
+    "zeppelin": zeppelin_micro_batches,
+    "megatron": megatron_micro_batches,
+    "batch-rebalance": batch_rebalance_micro_batches,
+}
 CHOICES = {
-    "planner": ("auto", "static"),
+    "planner": ("auto", "static", "flexsp", "batch-ada", *LOCKSTEP_PLANNERS),
     "strategy": ("auto", "ulysses", "zigzag", "local"),
     "sync": ("lockstep", "free"),
 }
@@ -49,6 +63,8 @@ def make_plan(
     """
     began = time.perf_counter()
     _check_choices(planner=planner, strategy=strategy, sync=sync)
+    if planner == "flexsp":
+        require_solver()
     tokens = _checked_lengths(lengths)
     widest = _widest_degree(topology, planner=planner, strategy=strategy, sp_degree=sp_degree)
     if strategy == "zigzag":
@@ -58,10 +74,9 @@ def make_plan(
         raise ValueError(f"max_tokens_per_rank={cap}: give at least 1")
     _check_fits(tokens, widest, cap, world=topology.world_size)
     micro_batches: tuple[MicroBatch, ...] = ()
-    if tokens and sp_degree is not None:
-        micro_batches = static_micro_batches(tokens, topology, cost, degree=sp_degree, strategy=strategy, cap=cap)
-    elif tokens:
-        micro_batches = auto_micro_batches(tokens, topology, cost, strategy=strategy, cap=cap, sync=sync)
+    if tokens:
+        make = _maker(planner, sp_degree=sp_degree, sync=sync)
+        micro_batches = make(tokens, topology, cost, strategy=strategy, cap=cap)
     bound = lower_bound_ns(np.array(tokens, dtype=np.int64), topology, cost, strategy=strategy, cap=cap, sync=sync)
     plan = Plan(
         lengths=tokens,
@@ -73,6 +88,21 @@ def make_plan(
     )
     check(plan, topology, cap)
     return plan
+
+
+def _maker(planner: str, *, sp_degree: int | None, sync: str) -> Callable[..., tuple[MicroBatch, ...]]:
+    """What makes the micro-batches of `planner` from lengths, topology, cost model, strategy and cap."""
+    if sp_degree is not None:
+        return partial(static_micro_batches, degree=sp_degree)
+    if planner == "auto":
+        return partial(auto_micro_batches, sync=sync)
+    if planner == "batch-ada":
+        return partial(batch_ada_micro_batches, sync=sync)
+    if planner == "flexsp":
+        from hf_flexseq.planner.flexsp import flexsp_micro_batches  # its solver is an optional dependency
+
+        return flexsp_micro_batches
+    return LOCKSTEP_PLANNERS[planner]
 
 
 def _check_choices(**chosen: str) -> None:
@@ -100,7 +130,7 @@ def _widest_degree(topology: Topology, *, planner: str, strategy: str, sp_degree
         return sp_degree
     if sp_degree is not None:
         raise ValueError(f"sp_degree={sp_degree} is for planner='static'; planner={planner!r} chooses degrees itself")
-    return 1 if strategy == "local" else topology.world_size
+    return 1 if strategy == "local" or planner == "batch-rebalance" else topology.world_size
 
 
 def _check_fits(lengths: tuple[int, ...], widest: int, cap: int, *, world: int) -> None:

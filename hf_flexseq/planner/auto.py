@@ -3,7 +3,8 @@
 1. As few micro-batches as memory allows; one more only when that fails or is nearly full.
 2. Many candidates of targets at once (`targets.py`), their long sequences placed on blocks of ranks (`place.py`).
 3. The candidates with the lowest water level get their short sequences (`fill.py`).
-4. A few rounds with the best candidates' targets slightly changed; then repairs (`repair.py`).
+4. A few rounds with the best candidates' targets slightly changed; then repairs (`repair.py`), and for few sequences
+   a walk over single moves (`tabu.py`).
 5. For free synchronisation the same with one clock per rank that all micro-batches share, beside the lockstep plan.
 6. One degree for everything (`static.py`) is always among the candidates: it cannot lose to that, and cannot fail.
 
@@ -23,13 +24,14 @@ from hf_flexseq.planner.place import Candidates, place_long
 from hf_flexseq.planner.problem import NEVER, Problem, make_problem, micro_batches_of
 from hf_flexseq.planner.repair import repair
 from hf_flexseq.planner.static import static_degrees, static_micro_batches
-from hf_flexseq.planner.targets import PERMILLE, affordable, starting_candidates
+from hf_flexseq.planner.tabu import improved
+from hf_flexseq.planner.targets import FEWEST, PERMILLE, affordable, starting_candidates
 from hf_flexseq.topology import Topology
 
 FILLED = (6, 3, 3, 3)  # candidates of each round that get their short sequences
 KEPT = 2  # candidates whose targets the next round changes
 COPIES = 8  # changed copies of each
-CHANGES = (100, 50, 20, 0)  # per mille, after each round; 0 ends the search
+CHANGES = (100, 60, 20, 0)  # per mille, after each round; 0 ends the search
 NEARLY_FULL = 950  # per mille of the memory, above which one more micro-batch is tried
 HOPELESS = 1015  # per mille of the best objective, above which no more rounds are spent
 
@@ -88,14 +90,15 @@ def search(problem: Problem, batches: int, beat: int) -> Filled | None:
     """The best complete candidate with `batches` micro-batches; `beat` is an objective in hand."""
     candidates = starting_candidates(problem, batches)
     best: list[tuple[Filled, Candidates]] = []
-    for count, change in zip(FILLED, CHANGES, strict=True):
+    changes = CHANGES[len(candidates.fit) <= FEWEST :]  # one round less where each of them is much work
+    for count, change in zip(FILLED, changes, strict=False):
         best = sorted(best + _tried(problem, candidates, count), key=lambda pair: pair[0].objective)[:KEPT]
         if not best or not change or best[0][0].objective * PERMILLE > beat * HOPELESS:
             break
         candidates = _changed(problem, [kept for _, kept in best], change)
     if not best:
         return None
-    return best[0][0] if problem.free else repair(problem, best[0][0])
+    return best[0][0] if problem.free else improved(problem, repair(problem, best[0][0]))
 
 
 def _tried(problem: Problem, candidates: Candidates, count: int) -> list[tuple[Filled, Candidates]]:
@@ -122,6 +125,7 @@ def _changed(problem: Problem, kept: list[Candidates], change: int) -> Candidate
         targets=targets + targets * _noise(targets.shape, change) // PERMILLE,
         fit=np.concatenate([np.repeat(c.fit, copies) for c in kept]),
         long=np.concatenate([np.repeat(c.long, copies) for c in kept]),
+        shapes=np.concatenate([np.repeat(c.shapes, copies, axis=0) for c in kept]),
     )
 
 

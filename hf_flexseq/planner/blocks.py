@@ -47,8 +47,7 @@ def blocks_of(topology: Topology) -> Blocks:
     if world <= ALL_RANGES:
         ranges = {(a, b) for a in range(world) for b in range(a + 1, world + 1) if topology.allows(a, b)}
     else:
-        ranges = set()
-        _halve(0, world, topology, ranges)
+        ranges = tree_ranges(topology)
     ordered = sorted(ranges, key=lambda r: (r[1] - r[0], r))
     shape = {(a, b): (b - a, topology.spans_nodes(a, b)) for a, b in ordered}
     shapes = sorted(set(shape.values()))
@@ -69,6 +68,13 @@ def blocks_of(topology: Topology) -> Blocks:
         ranks=np.concatenate([np.arange(a, b) for a, b in ordered]),
         first=np.cumsum(stop - start) - (stop - start),
     )
+
+
+def tree_ranges(topology: Topology) -> set[tuple[int, int]]:
+    """(start, stop) of the binary tree's nodes: any two of them are disjoint or nested."""
+    ranges: set[tuple[int, int]] = set()
+    _halve(0, topology.world_size, topology, ranges)
+    return ranges
 
 
 def _halve(start: int, stop: int, topology: Topology, ranges: set[tuple[int, int]]) -> None:

@@ -21,8 +21,8 @@ def lower_bound_ns(
         return 0
     least = np.full(len(lengths), NEVER)
     for degree, spans in shapes_of(topology):
-        ns, names = cheapest(cost, lengths, (degree, spans), strategy)
-        fits = (-(-lengths // degree) <= cap) & (names != ())
+        ns, _ = cheapest(cost, lengths, (degree, spans), strategy)
+        fits = (-(-lengths // degree) <= cap) & (ns < NEVER)
         least = np.minimum(least, np.where(fits, ns * degree, NEVER))
     micro_batches = 1 if sync == "free" else -(-int(lengths.sum()) // (cap * topology.world_size))
     total: int = sum(least.tolist())

@@ -75,11 +75,12 @@ def completed(problem: Problem, block: Int64Array, batch: Int64Array, batches: i
     """The candidate in which every row stands where `block` and `batch` say."""
     blocks, rows = problem.blocks, np.arange(len(block))
     shape = blocks.shape_of[block]
-    sums = np.zeros((2, batches, len(blocks.start)), dtype=np.int64)
-    for total, amount in zip(sums, (problem.times, problem.needs), strict=True):
-        np.add.at(total, (batch, block), amount[rows, shape])
-    load, held = sums @ blocks.inside[:, : problem.world].astype(np.int64)
-    objective = free_objective(problem, sums[0], load) if problem.free else lockstep_objective(problem, load)
+    edges = np.zeros((2, batches, problem.world + 1), dtype=np.int64)  # what begins less what ends at each rank
+    for edge, amount in zip(edges, (problem.times[rows, shape], problem.needs[rows, shape]), strict=True):
+        np.add.at(edge, (batch, blocks.start[block]), amount)
+        np.subtract.at(edge, (batch, blocks.stop[block]), amount)
+    load, held = edges.cumsum(axis=2)[:, :, :-1]
+    objective = free_objective(problem, block, batch, load) if problem.free else lockstep_objective(problem, load)
     return Filled(objective=objective, block=block, batch=batch, load=load, held=held)
 
 
@@ -89,14 +90,17 @@ def lockstep_objective(problem: Problem, load: Int64Array) -> int:
     return int(slowest.sum()) + int((slowest > 0).sum()) * problem.constant
 
 
-def free_objective(problem: Problem, sums: Int64Array, load: Int64Array) -> int:
-    """Nanoseconds of [M, B] group times and their [M, W] loads when ranks meet only in groups; see `cost.free_ns`."""
+def free_objective(problem: Problem, block: Int64Array, batch: Int64Array, load: Int64Array) -> int:
+    """Nanoseconds of the rows on their blocks, with [M, W] loads, when ranks meet only in groups; see
+    `cost.free_ns`."""
     blocks, clock = problem.blocks, np.zeros(problem.world, dtype=np.int64)
+    sums = np.zeros((len(load), len(blocks.start)), dtype=np.int64)
+    np.add.at(sums, (batch, block), problem.times[np.arange(len(block)), blocks.shape_of[block]])
     for times, worked in zip(sums, load, strict=True):
         clock += (worked > 0) * problem.constant
-        for block in np.flatnonzero(times)[::-1].tolist():  # blocks ascend in width, so this is widest first
-            ranks = slice(int(blocks.start[block]), int(blocks.stop[block]))
-            clock[ranks] = clock[ranks].max() + times[block]
+        for b in np.flatnonzero(times)[::-1].tolist():  # blocks ascend in width, so this is widest first
+            ranks = slice(int(blocks.start[b]), int(blocks.stop[b]))
+            clock[ranks] = clock[ranks].max() + times[b]
     return int(clock.max())
 
 

@@ -17,20 +17,24 @@ from numpy.typing import NDArray
 from hf_flexseq.cost import Int64Array
 from hf_flexseq.planner.problem import NEVER, Problem
 
-FIT_RANKS = 256  # at least: on few ranks a whole rank's share would outweigh what is wasted
+FIT_RANKS = 256  # at least: on few ranks a whole rank's share would outweigh what is wasted; a power of two
+ANY_SHAPE = -1
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Candidates:
-    """C ways to start. targets: [C, M] nanoseconds. fit: [C]. long: [C], how many rows count as long,
-    falling."""
+    """C ways to start. targets: [C, M] nanoseconds. fit: [C]. long: [C], how many rows count as long, falling.
+    shapes: [C, F] the shape of block that each of the first F rows must take; ANY_SHAPE leaves it open."""
 
     targets: Int64Array
     fit: Int64Array
     long: Int64Array
+    shapes: Int64Array
 
     def take(self, rows: Int64Array) -> "Candidates":
-        return Candidates(targets=self.targets[rows], fit=self.fit[rows], long=self.long[rows])
+        return Candidates(
+            targets=self.targets[rows], fit=self.fit[rows], long=self.long[rows], shapes=self.shapes[rows]
+        )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -69,34 +73,49 @@ def place_long(problem: Problem, candidates: Candidates) -> Placement:
     waste = np.where(fits, areas - problem.least_area[:, None], 0) // problem.world
     for row in range(rows):
         active = int((candidates.long > row).sum())  # a prefix, since `long` falls
+        first = int(problem.first_fit[row])
         score = _scores(problem, placed, candidates.fit[:active], row, waste[row])
+        if row < candidates.shapes.shape[1]:
+            _only(problem, score, candidates.shapes[:active, row], first)
         best = score.argmin(axis=1)
         placed.ok[:active] &= score[np.arange(active), best] < NEVER
-        _put(problem, placed, row, best)
+        batch, block = np.divmod(best, len(blocks.start) - first)
+        _put(problem, placed, row, batch, block + first)
     return placed
 
 
 def _scores(problem: Problem, placed: Placement, fit: Int64Array, row: int, waste: Int64Array) -> Int64Array:
-    """[C, M x blocks] nanoseconds of objective that putting a row there costs, NEVER where memory is short."""
-    shape_of, count = problem.blocks.shape_of, len(fit)
-    load, held = placed.state[:, :count]
+    """[C, M x blocks] nanoseconds of objective that putting a row there costs, NEVER where memory is short.
+
+    Of the blocks, those that are wide enough for the row.
+    """
+    first, count = int(problem.first_fit[row]), len(fit)
+    shape_of = problem.blocks.shape_of[first:]
+    load, held = placed.state[:, :count, :, first:]
     free = placed.targets[:count, :, None] - load
-    over = problem.times[row][shape_of] - free
+    score = problem.times[row][shape_of] - free
     if problem.free:
-        over += (held == 0) * problem.constant
-    score = np.maximum(over, free * fit[:, None, None] // max(problem.world, FIT_RANKS))
+        score += (held == 0) * problem.constant
+    free *= fit[:, None, None]
+    free >>= (max(problem.world, FIT_RANKS) - 1).bit_length()
+    np.maximum(score, free, out=score)
     score += waste[shape_of]
     np.copyto(score, NEVER, where=held > problem.cap - problem.needs[row][shape_of])
     flat: Int64Array = score.reshape(count, -1)
     return flat
 
 
-def _put(problem: Problem, placed: Placement, row: int, best: Int64Array) -> None:
-    """Add a row to the block and micro-batch `best` of each of the first candidates, as far as they are still ok."""
-    blocks, which = problem.blocks, np.arange(len(best))
-    batch, block = np.divmod(best, len(blocks.start))
+def _only(problem: Problem, score: Int64Array, shape: Int64Array, first: int) -> None:
+    """Make the blocks from `first` on impossible that have not the shape [C] asked for."""
+    other = (shape[:, None] != ANY_SHAPE) & (shape[:, None] != problem.blocks.shape_of[first:])  # [C, blocks]
+    np.copyto(score, NEVER, where=np.tile(other, score.shape[1] // other.shape[1]))
+
+
+def _put(problem: Problem, placed: Placement, row: int, batch: Int64Array, block: Int64Array) -> None:
+    """Add a row to one micro-batch's block in each of the first candidates, as far as they are still ok."""
+    blocks, which = problem.blocks, np.arange(len(block))
     placed.batch[which, row], placed.block[which, row] = batch, block
-    shape, ok = blocks.shape_of[block], placed.ok[: len(best)]
+    shape, ok = blocks.shape_of[block], placed.ok[: len(block)]
     if problem.free:
         opened = (placed.state[1, which, batch, block] == 0) * problem.constant
         _meet(problem, placed, block, (problem.times[row][shape] + opened) * ok)

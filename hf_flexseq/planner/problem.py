@@ -23,7 +23,8 @@ class Problem:
 
     ids: [K] the sequences' ids. lengths: [K] tokens. cap: most tokens of a rank in a micro-batch.
     times: [K, shapes] nanoseconds, NEVER where a sequence does not fit. needs: [K, shapes] tokens per rank, likewise.
-    strategies: per shape and sequence the name of the cheapest strategy.
+    first_fit: [K] the narrowest block that each sequence fits; no narrower one has memory for it.
+    strategies: the names that groups of two ranks and more may use. cheapest: [K, shapes] index of the cheapest one.
     least_area: [K] the cheapest device-nanoseconds. constant: nanoseconds of a micro-batch, whatever is in it.
     free: whether ranks meet only in their groups, so that their clocks run on from micro-batch to micro-batch.
     """
@@ -35,7 +36,9 @@ class Problem:
     cap: int
     times: Int64Array
     needs: Int64Array
-    strategies: tuple[tuple[str, ...], ...]
+    first_fit: Int64Array
+    strategies: tuple[str, ...]
+    cheapest: Int64Array
     least_area: Int64Array
     constant: int
     free: bool
@@ -59,8 +62,9 @@ def make_problem(
     degrees = np.array([degree for degree, _ in blocks.shapes])
     columns = [cheapest(cost, tokens, shape, strategy) for shape in blocks.shapes]
     needs = -(-tokens[:, None] // degrees)
-    fits = (needs <= cap) & np.array([names != () for _, names in columns])
-    times = np.where(fits, np.stack([ns for ns, _ in columns], axis=1), NEVER)
+    times, names = (np.stack(column, axis=1) for column in zip(*columns, strict=True))
+    fits = (needs <= cap) & (times < NEVER)
+    times = np.where(fits, times, NEVER)
     return Problem(
         topology=topology,
         blocks=blocks,
@@ -69,7 +73,9 @@ def make_problem(
         cap=min(cap, 2 * sum(lengths)),  # more is never used, and would overflow when counted in nanoseconds
         times=times,
         needs=np.where(fits, needs, NEVER),
-        strategies=tuple(names for _, names in columns),
+        first_fit=np.searchsorted(blocks.shape_of, fits.argmax(axis=1)),
+        strategies=cost.strategies(strategy),
+        cheapest=names,
         least_area=np.where(fits, times * np.where(fits, degrees, 1), NEVER).min(axis=1),
         constant=cost.micro_batch_ns,
         free=sync == "free",
@@ -78,17 +84,16 @@ def make_problem(
 
 def cheapest(
     cost: CostModel, lengths: Int64Array, shape: tuple[int, bool], strategy: str
-) -> tuple[Int64Array, tuple[str, ...]]:
-    """Nanoseconds and name of the cheapest allowed strategy for each of `lengths` on a group of `shape`.
-
-    No names when no strategy is allowed there.
+) -> tuple[Int64Array, Int64Array]:
+    """Nanoseconds of the cheapest allowed strategy for each of `lengths` on a group of `shape`, and its index in
+    `cost.strategies`. NEVER where no strategy is allowed.
     """
     degree, spans = shape
     names = ("local",) if degree == 1 else cost.strategies(strategy)
     if not names:
-        return np.full(len(lengths), NEVER), ()
+        return np.full(len(lengths), NEVER), np.zeros(len(lengths), dtype=np.int64)
     options = np.stack([cost.sequences_ns(lengths, degree, name, spans) for name in names])
-    return options.min(axis=0), tuple(names[i] for i in options.argmin(axis=0))
+    return options.min(axis=0), options.argmin(axis=0)
 
 
 def micro_batches_of(problem: Problem, where: Sequence[int], batches: Sequence[int]) -> tuple[MicroBatch, ...]:
@@ -98,7 +103,8 @@ def micro_batches_of(problem: Problem, where: Sequence[int], batches: Sequence[i
     """
     members: dict[int, dict[tuple[int, str], list[int]]] = {}
     for row, (block, batch) in enumerate(zip(where, batches, strict=True)):
-        name = problem.strategies[problem.blocks.shape_of[block]][row]
+        alone = block < problem.world
+        name = "local" if alone else problem.strategies[problem.cheapest[row, problem.blocks.shape_of[block]]]
         members.setdefault(batch, {}).setdefault((block, name), []).append(int(problem.ids[row]))
     return tuple(
         MicroBatch(

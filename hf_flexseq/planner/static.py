@@ -28,14 +28,18 @@ def static_micro_batches(
     ordered = np.array([lengths[i] for i in order], dtype=np.int64)
     starts = range(0, topology.world_size, degree)
     times = cheapest(cost, ordered, (degree, topology.spans_nodes(0, degree)), strategy)[0].tolist()
-    packed = _best_fit(ordered.tolist(), cap * degree)
+    packed = best_fit(ordered.tolist(), cap * degree)
     groups = -(-len(packed) // len(starts)) * len(starts)
-    bins = _least_loaded(ordered.tolist(), times, groups, cap * degree) or packed
+    bins = least_loaded(ordered.tolist(), times, groups, cap * degree) or packed
     bins.sort(key=lambda rows: -sum(times[row] for row in rows))
     return tuple(
         MicroBatch(
             groups=tuple(
-                _group(start, degree, [order[row] for row in rows], (lengths, topology, cost, strategy))
+                one_strategy_group(
+                    range(start, start + degree),
+                    [order[row] for row in rows],
+                    (lengths, topology, cost, strategy),
+                )
                 for start, rows in zip(starts, bins[first : first + len(starts)], strict=False)
             )
         )
@@ -61,7 +65,7 @@ def static_degrees(topology: Topology) -> list[int]:
     return [d for d in range(1, world + 1) if world % d == 0 and (node % d == 0 or d % node == 0)]
 
 
-def _best_fit(lengths: list[int], room: int) -> list[list[int]]:
+def best_fit(lengths: list[int], room: int) -> list[list[int]]:
     """Rows of `lengths`, longest first, each in the bin it fills best."""
     bins: list[list[int]] = []
     left: list[tuple[int, int]] = []  # (tokens left, bin), ascending
@@ -77,7 +81,7 @@ def _best_fit(lengths: list[int], room: int) -> list[list[int]]:
     return bins
 
 
-def _least_loaded(lengths: list[int], times: list[int], count: int, room: int) -> list[list[int]]:
+def least_loaded(lengths: list[int], times: list[int], count: int, room: int) -> list[list[int]]:
     """Rows, longest first, each in the least loaded of `count` bins with room; no bins at all when one has none."""
     bins: list[list[int]] = [[] for _ in range(count)]
     left = [room] * count
@@ -97,15 +101,14 @@ def _least_loaded(lengths: list[int], times: list[int], count: int, room: int) -
     return [rows for rows in bins if rows]
 
 
-def _group(start: int, degree: int, ids: list[int], scoring: tuple[Sequence[int], Topology, CostModel, str]) -> Group:
-    """A group whose strategy is the cheapest one for its sequences together."""
+def one_strategy_group(ranks: range, ids: list[int], scoring: tuple[Sequence[int], Topology, CostModel, str]) -> Group:
+    """A group whose strategy is the cheapest one for its sequences together.
+
+    scoring: lengths, topology, cost model and what groups of two ranks and more may use.
+    """
     lengths, topology, cost, strategy = scoring
-    names = ("local",) if degree == 1 else cost.strategies(strategy)
+    names = ("local",) if len(ranks) == 1 else cost.strategies(strategy)
     members: Int64Array = np.array([lengths[i] for i in ids], dtype=np.int64)
-    spans = topology.spans_nodes(start, start + degree)
-    totals = [int(cost.sequences_ns(members, degree, name, spans).sum()) for name in names]
-    return Group(
-        ranks=tuple(range(start, start + degree)),
-        sequences=tuple(sorted(ids)),
-        strategy=names[totals.index(min(totals))],
-    )
+    spans = topology.spans_nodes(ranks.start, ranks.stop)
+    totals = [int(cost.sequences_ns(members, len(ranks), name, spans).sum()) for name in names]
+    return Group(ranks=tuple(ranks), sequences=tuple(sorted(ids)), strategy=names[totals.index(min(totals))])

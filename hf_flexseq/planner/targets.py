@@ -6,15 +6,18 @@
    targets make every micro-batch alike; unequal ones let one hold the sequences that need many ranks.
 3. A few candidates give the first micro-batch the time of one of the longest sequences at one of its smallest degrees
    (a breakpoint) and share out the rest: that suits batches with a giant.
-4. Long are the sequences above one rank's memory, or whose time on one rank exceeds a fraction of the mean target.
+4. Where sequences are few, every combination of degrees for the longest ones is a candidate.
+5. Long are the sequences above one rank's memory, or whose time on one rank exceeds a fraction of the mean target.
 """
 
+import math
 from dataclasses import dataclass
+from itertools import product
 
 import numpy as np
 
 from hf_flexseq.cost import Int64Array
-from hf_flexseq.planner.place import Candidates
+from hf_flexseq.planner.place import ANY_SHAPE, Candidates
 from hf_flexseq.planner.problem import NEVER, Problem
 
 PERMILLE = 1000
@@ -58,8 +61,10 @@ SPARSE = Recipe(
     settings=((-1, 120), (1, 120)),
     breakpoint_settings=((1, 120),),
 )
-WORK = 40_000_000  # (candidate, micro-batch, block, long row) quadruples of one round
+WORK = 8_000_000  # (candidate, micro-batch, block, long row) quadruples of one round
 FEWEST = 4  # candidates of a round, however much work
+FORCED = 3  # longest rows whose shapes are tried in every combination
+FORCED_EACH, FORCED_WORK = 20_000, 400_000  # quadruples of one of those candidates, at most, and of all of them
 FREE_FACTORS = (1000, 1020, 1050, 1100)  # per mille, on the end of a free step
 CROWDED_FROM = 2.5  # sequences per rank and micro-batch
 
@@ -79,10 +84,33 @@ def starting_candidates(problem: Problem, batches: int) -> Candidates:
     long = {fraction: long_rows(problem, mean * fraction // PERMILLE) for _, (_, fraction) in chosen}
     chosen = list(dict.fromkeys(chosen))[: affordable(problem, batches, max(long.values()))]
     chosen.sort(key=lambda c: -long[c[1][1]])
-    return Candidates(
+    started = Candidates(
         targets=np.array([t for t, _ in chosen], dtype=np.int64),
         fit=np.array([fit for _, (fit, _) in chosen], dtype=np.int64),
         long=np.array([long[fraction] for _, (_, fraction) in chosen], dtype=np.int64),
+        shapes=np.full((len(chosen), FORCED), ANY_SHAPE, dtype=np.int64),
+    )
+    return _with_shapes(problem, started)
+
+
+def _with_shapes(problem: Problem, started: Candidates) -> Candidates:
+    """The candidates, before them those in which the longest rows have every combination of shapes, as far as that is
+    affordable; all rows of those count as long."""
+    rows, batches = len(problem.lengths), started.targets.shape[1]
+    each = rows * batches * len(problem.blocks.start)
+    possible = [[int(s) for s in np.flatnonzero(row < NEVER)] for row in problem.times[:FORCED]]
+    while possible and math.prod(map(len, possible)) * each > FORCED_WORK:
+        possible.pop()
+    if not possible or each > FORCED_EACH or problem.free:
+        return started
+    shapes = np.array(list(product(*possible)), dtype=np.int64)
+    shapes = np.pad(shapes, ((0, 0), (0, FORCED - shapes.shape[1])), constant_values=ANY_SHAPE)
+    count = len(shapes)
+    return Candidates(
+        targets=np.concatenate([np.repeat(started.targets[:1], count, axis=0), started.targets]),
+        fit=np.concatenate([np.full(count, -1), started.fit]),
+        long=np.concatenate([np.full(count, rows), started.long]),
+        shapes=np.concatenate([shapes, started.shapes]),
     )
 
 

@@ -30,7 +30,7 @@ def config(folder, batch, **options):
         report_to="none",
         disable_tqdm=True,
         save_strategy="no",
-        **{"max_tokens_per_rank": 40, **options},
+        **{"max_tokens_per_rank": 40, "cost_model": "estimate", **options},
     )
 
 

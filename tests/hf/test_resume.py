@@ -42,6 +42,7 @@ def losses(rank, world_size, folder, zero, killed, resume, batch=2):
         use_cpu=True,
         max_tokens_per_rank=40,
         lookahead=3,
+        cost_model="estimate",
         deepspeed={**ZERO, "zero_optimization": {"stage": 3}} if zero else None,
     )
     trainer = FlexSeqTrainer(

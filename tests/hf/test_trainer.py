@@ -12,7 +12,7 @@ from tests.hf.tiny import VOCAB, documents, tiny_llama
 from tests.ranks import run_ranks
 
 STEPS = 10
-OPTIONS = {"max_tokens_per_rank": 40, "lookahead": 2}
+OPTIONS = {"max_tokens_per_rank": 40, "lookahead": 2, "cost_model": "estimate"}
 
 
 def training_arguments(cls, folder, *, batch, accumulation, **options):

@@ -12,6 +12,7 @@ from hf_flexseq.planner.place import place_long
 from hf_flexseq.planner.problem import NEVER, Problem, make_problem, micro_batches_of
 from hf_flexseq.planner.repair import repair
 from hf_flexseq.planner.static import static_micro_batches
+from hf_flexseq.planner.tabu import after_each_move, improved
 from hf_flexseq.planner.targets import starting_candidates
 from hf_flexseq.presets import PRESETS
 from hf_flexseq.topology import Topology
@@ -95,6 +96,35 @@ def test_filling_and_repair_agree_with_a_fresh_count_and_never_worsen() -> None:
         assert better.objective == fresh.objective <= filled.objective
         assert (better.held == fresh.held).all()
         assert better.held.max() <= asked.cap
+
+
+@pytest.mark.parametrize("shape", [(1, 3), (1, 4), (2, 2), (1, 12)])
+def test_every_move_is_priced_as_a_fresh_count_would(shape: tuple[int, int]) -> None:
+    asked, rng = problem(shape, "lockstep", count=8, cap=20_000), random.Random(4)
+    blocks = asked.blocks
+    for _ in range(5):
+        where = np.array([rng.randrange(asked.world) for _ in range(8)])
+        filled = completed(asked, where, np.array([rng.randrange(2) for _ in range(8)]), 2)
+        priced = after_each_move(asked, filled)
+        for row, batch, block in np.ndindex(priced.shape):
+            moved, batches = filled.block.copy(), filled.batch.copy()
+            moved[row], batches[row] = block, batch
+            fresh = completed(asked, moved, batches, 2)
+            mates = [b for i, b in enumerate(moved.tolist()) if batches[i] == batch]
+            legal = fresh.held[batch].max() <= asked.cap and not blocks.crossing[np.ix_(mates, mates)].any()
+            stays = (where[row], filled.batch[row]) == (block, batch)
+            if legal and not stays:
+                assert priced[row, batch, block] == fresh.objective
+            elif stays or fresh.held[batch, blocks.start[block] : blocks.stop[block]].max() > asked.cap:
+                assert priced[row, batch, block] == NEVER
+
+
+def test_a_walk_never_worsens_a_plan() -> None:
+    asked = problem((1, 4), "lockstep", count=12, cap=30_000)
+    start = completed(asked, np.zeros(12, dtype=np.int64), np.arange(12) % 2, 2)
+    better = improved(asked, start)
+    assert better.objective < start.objective
+    assert better.objective == completed(asked, better.block, better.batch, 2).objective
 
 
 def test_static_packs_into_few_micro_batches() -> None:

@@ -1,0 +1,30 @@
+"""The command line: `flexseq plan | simulate | compare | view | calibrate | env`.
+
+It exits with 0, or with 2 and one line on stderr for bad input and for plans that cannot be. Importing it imports no
+torch, so planning starts at once and works where torch is not installed; `env` and `calibrate` import it when run.
+"""
+
+import sys
+from collections.abc import Sequence
+
+from hf_flexseq.cli.options import make_parser
+from hf_flexseq.plan import PlanInfeasible
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command and return its exit status."""
+    parser = make_parser()
+    options = parser.parse_args(argv)
+    try:
+        options.run(options)
+    except BrokenPipeError:
+        sys.stderr.close()  # whoever read our output has seen enough
+    except (ValueError, OSError, NotImplementedError, ModuleNotFoundError) as error:
+        kind = "infeasible: " if isinstance(error, PlanInfeasible) else ""
+        print(f"flexseq {options.command}: {kind}{_one_line(error)}", file=sys.stderr)
+        return 2
+    return 0
+
+
+def _one_line(error: Exception) -> str:
+    return " ".join(str(error).split())

@@ -1,0 +1,91 @@
+"""`plan`, `simulate` and `view`."""
+
+import json
+from argparse import Namespace
+from pathlib import Path
+
+from hf_flexseq.cli.files import PlannedStep, read_steps, write_plans
+from hf_flexseq.cli.planning import planned, steps_of
+from hf_flexseq.cost import step_ns
+from hf_flexseq.plan import Plan, check
+from hf_flexseq.presets import load_cost_model
+from hf_flexseq.simulate import Detail
+from hf_flexseq.simulate import simulate as simulate_plan
+from hf_flexseq.timeline import Timeline, sketch
+from hf_flexseq.view import chrome_trace, save_picture, text_grid
+from hf_flexseq.view.shares import shares
+
+
+def plan(options: Namespace) -> None:
+    """Plan every step of the lengths, write the plans and say what they promise."""
+    cost = load_cost_model(options.cost_model)
+    plans = [
+        planned(lengths, options, cost, planner=options.planner, sp_degree=options.sp_degree)
+        for lengths in steps_of(options)
+    ]
+    if options.json is not None:
+        write_plans(options.json, plans)
+    if options.json != "-":
+        for number, made in enumerate(plans):
+            print(f"step {number}: {_summary(made)}, planned in {1e3 * made.planning_s:.0f} ms")
+
+
+def simulate(options: Namespace) -> None:
+    """Simulate every step of a file."""
+    cost = load_cost_model(options.cost_model)
+    for step in read_steps(options.plan):
+        made = step.plan
+        check(made, options.topology)
+        timeline = simulate_plan(made, options.topology, cost, sync=options.sync)
+        closed = step_ns(cost, made.micro_batches, made.lengths, options.topology, sync=options.sync)
+        print(
+            f"step {step.number}: simulated {timeline.stop / 1e9:.3f} s, closed form {closed / 1e9:.3f} s; "
+            f"{shares(timeline)}; transfers beside compute {100 * timeline.share('overlapped'):.1f} %; "
+            f"peak memory {timeline.peak_bytes / 2**30:.2f} GiB"
+        )
+        if options.sync == "lockstep":
+            for index, start in enumerate(timeline.starts):
+                stop = (*timeline.starts, timeline.stop)[index + 1]
+                print(f"  micro-batch {index}: from {start / 1e9:.3f} s, {(stop - start) / 1e9:.3f} s")
+
+
+def view(options: Namespace) -> None:
+    """Draw one step of a file: on the terminal, or into the files asked for."""
+    steps = read_steps(options.plan)
+    if options.step >= len(steps):
+        raise ValueError(f"{options.plan}: has {len(steps)} steps, so there is no --step {options.step}")
+    step = steps[options.step]
+    node = options.topology.ranks_per_node if options.topology else None
+    title = f"Step {step.number}: {_summary(step.plan)}"
+    pictures = [path for path in (options.png, options.svg) if path]
+    for path in pictures:
+        save_picture(_timeline(step, options, layers=0), path, title=title, ranks_per_node=node)
+    if options.chrome:
+        trace = chrome_trace(_timeline(step, options, layers=Detail().layers), ranks_per_node=node)
+        Path(options.chrome).write_text(json.dumps(trace), encoding="utf-8")
+    if not pictures and not options.chrome:
+        print(text_grid(_timeline(step, options, layers=0), title=title))
+
+
+def _timeline(step: PlannedStep, options: Namespace, *, layers: int) -> Timeline:
+    """Simulated with a cost model; otherwise by tokens, in measured seconds where there are any."""
+    if options.cost_model is not None:
+        if options.topology is None:
+            raise ValueError("--cost-model also needs --topology")
+        check(step.plan, options.topology)
+        cost = load_cost_model(options.cost_model)
+        return simulate_plan(step.plan, options.topology, cost, sync=options.sync, detail=Detail(layers=layers))
+    world = max((group.stop for mb in step.plan.micro_batches for group in mb.groups), default=1)
+    if options.topology is not None:
+        check(step.plan, options.topology)
+        world = options.topology.world_size
+    return sketch(step.plan, world, step.measured_s)
+
+
+def _summary(made: Plan) -> str:
+    """A plan in one line."""
+    gap = made.objective_s / made.lower_bound_s - 1 if made.lower_bound_s else 0.0
+    return (
+        f"{len(made.lengths):,} sequences, {sum(made.lengths):,} tokens, {len(made.micro_batches)} micro-batches by "
+        f"{made.planner}, predicted {made.objective_s:.3f} s ({100 * gap:.1f} % above the bound)"
+    )

@@ -1,0 +1,127 @@
+"""`compare`: every planner on the same lengths, by the closed form and by simulation.
+
+`static` stands for the best single degree of the whole run, or the one of --sp-degree: what a run without flexible
+groups can have. A planner that cannot plan a step has its reason in the table instead of figures.
+"""
+
+from argparse import Namespace
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import islice
+
+from hf_flexseq.cli.planning import planned, steps_of
+from hf_flexseq.cost import CostModel
+from hf_flexseq.plan import Plan
+from hf_flexseq.planner import CHOICES
+from hf_flexseq.planner.static import static_degrees
+from hf_flexseq.presets import load_cost_model
+from hf_flexseq.simulate import simulate
+
+COLUMNS = ("planner", "seconds", "gap", "simulated", "transfers", "idle", "GiB", "micro-batches", "planning")
+WIDTHS = (18, 8, 7, 9, 9, 7, 7, 13, 9)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Result:
+    """What a planner reached on average over all steps, or why it did not.
+
+    closed_s, simulated_s: seconds of a step. gap: of closed_s above the bound. transfers, idle: shares of the
+    simulated time. peak_bytes: the most of any step. micro_batches: of a step. planning_s: of a step.
+    """
+
+    name: str
+    closed_s: float = 0.0
+    gap: float = 0.0
+    simulated_s: float = 0.0
+    transfers: float = 0.0
+    idle: float = 0.0
+    peak_bytes: int = 0
+    micro_batches: float = 0.0
+    planning_s: float = 0.0
+    problem: str | None = None
+
+
+def compare(options: Namespace) -> None:
+    """Print the table, each planner as soon as it is done. Raises the first one's reason when none can plan."""
+    cost = load_cost_model(options.cost_model)
+    steps = list(islice(steps_of(options), options.steps))
+    topology = options.topology
+    print(
+        f"{len(steps)} steps, {sum(map(len, steps)):,} sequences, {sum(map(sum, steps)):,} tokens on {topology.nodes} "
+        f"x {topology.ranks_per_node} ranks, {cost.name}, {options.sync}; per step:"
+    )
+    print(_line(COLUMNS))
+    problems = []
+    for planner in CHOICES["planner"]:
+        result = _result(planner, steps, options, cost)
+        print(
+            _line(_row(result)) if result.problem is None else f"{planner:{WIDTHS[0]}}  {result.problem}", flush=True
+        )
+        problems.append(result.problem)
+    if all(problems):
+        raise ValueError(f"no planner can plan this: {problems[0]}")
+
+
+def _result(planner: str, steps: Sequence[list[int]], options: Namespace, cost: CostModel) -> Result:
+    try:
+        if planner != "static":
+            return _measure(
+                planner, [planned(lengths, options, cost, planner=planner) for lengths in steps], options, cost
+            )
+        degrees = [options.sp_degree] if options.sp_degree else static_degrees(options.topology)
+        return _best_static(degrees, steps, options, cost)
+    except (ValueError, ImportError, NotImplementedError) as error:
+        return Result(name=planner, problem=" ".join(str(error).split()))
+
+
+def _best_static(degrees: Sequence[int], steps: Sequence[list[int]], options: Namespace, cost: CostModel) -> Result:
+    """The degree with the fewest seconds over all steps, among those that can hold every sequence."""
+    runs: list[tuple[float, int, list[Plan]]] = []
+    problem: ValueError | None = None
+    for degree in degrees:
+        try:
+            plans = [planned(lengths, options, cost, planner="static", sp_degree=degree) for lengths in steps]
+            runs.append((sum(plan.objective_s for plan in plans), degree, plans))
+        except ValueError as error:
+            problem = error
+    if not runs:
+        assert problem is not None, "there is always a degree to try"
+        raise problem
+    _, degree, plans = min(runs, key=lambda run: run[:2])
+    return _measure(f"static, degree {degree}", plans, options, cost)
+
+
+def _measure(name: str, plans: Sequence[Plan], options: Namespace, cost: CostModel) -> Result:
+    timelines = [simulate(plan, options.topology, cost, sync=options.sync) for plan in plans]
+    count, simulated = len(plans), sum(timeline.stop for timeline in timelines)
+    closed = sum(plan.objective_s for plan in plans)
+    return Result(
+        name=name,
+        closed_s=closed / count,
+        gap=closed / sum(plan.lower_bound_s for plan in plans) - 1,
+        simulated_s=simulated / 1e9 / count,
+        transfers=sum(t.share("transfer") * t.stop for t in timelines) / simulated,
+        idle=sum(t.share("wait") * t.stop for t in timelines) / simulated,
+        peak_bytes=max(t.peak_bytes for t in timelines),
+        micro_batches=sum(len(plan.micro_batches) for plan in plans) / count,
+        planning_s=sum(plan.planning_s for plan in plans) / count,
+    )
+
+
+def _line(cells: Sequence[str]) -> str:
+    first, *rest = cells
+    return "  ".join([first.ljust(WIDTHS[0]), *map(str.rjust, rest, WIDTHS[1:])])
+
+
+def _row(result: Result) -> tuple[str, ...]:
+    return (
+        result.name,
+        f"{result.closed_s:.3f}",
+        f"{100 * result.gap:.1f} %",
+        f"{result.simulated_s:.3f}",
+        f"{100 * result.transfers:.1f} %",
+        f"{100 * result.idle:.1f} %",
+        f"{result.peak_bytes / 2**30:.2f}",
+        f"{result.micro_batches:.1f}",
+        f"{1e3 * result.planning_s:.0f} ms",
+    )

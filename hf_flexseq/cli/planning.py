@@ -1,0 +1,32 @@
+"""From options to plans."""
+
+from argparse import Namespace
+from collections.abc import Iterator
+
+from hf_flexseq.cost import CostModel
+from hf_flexseq.lengths import read_lengths
+from hf_flexseq.plan import Plan
+from hf_flexseq.planner import make_plan
+
+
+def steps_of(options: Namespace) -> Iterator[list[int]]:
+    """The lengths of each optimizer step; the last one may hold fewer."""
+    lengths = read_lengths(options.lengths, options.column)
+    size = options.sequences_per_step or len(lengths)
+    return (lengths[at : at + size] for at in range(0, len(lengths), size))
+
+
+def planned(
+    lengths: list[int], options: Namespace, cost: CostModel, *, planner: str, sp_degree: int | None = None
+) -> Plan:
+    """The plan of one step."""
+    return make_plan(
+        lengths,
+        options.topology,
+        cost,
+        planner=planner,
+        strategy=options.strategy,
+        sp_degree=sp_degree,
+        max_tokens_per_rank=options.max_tokens_per_rank,
+        sync=options.sync,
+    )

@@ -1,0 +1,132 @@
+"""FlexSP's bucketed mixed-integer program (arXiv 2412.01523, equations 17 to 22), solved by HiGHS through PuLP.
+
+For virtual groups p of degree d_p and buckets q of b_q sequences, find m_p in {0, 1} (group used) and integers A_qp
+(members of bucket q in group p):
+
+    minimise C
+    sum_q time_q(d_p) A_qp <= C                                  every group
+    sum_q tokens_q A_qp <= d_p cap m_p                           every group: memory, and nothing in unused groups
+    sum_p slots(d_p) m_p <= slots of the ranks                   groups fit side by side
+    sum_p A_qp = b_q                                             every bucket
+    sum_qp d_p time_q(d_p) A_qp <= ranks C                       implied; without it the relaxation is loose
+    m_p >= m_p+1 among groups of one degree                      they are interchangeable
+
+It starts from a solution in hand and ends at a relative gap or a count of nodes, never by the clock, with one thread
+and a fixed seed. PuLP has no warm start for HiGHS, so the start is handed to the solver's own model. This is the one
+module that imports PuLP. Rejected: PuLP's bundled CBC, which comes as a separate process and a file per model.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import highspy
+import pulp
+
+from hf_flexseq.cost import Int64Array
+
+GAP = 0.01  # relative
+NODES = 40  # with the gap, about 2 s per program on 64 ranks
+SCALE = 1e9  # nanoseconds to seconds
+
+Chosen = list[tuple[int, tuple[int, ...]]]  # (column of the degree, members of each bucket) per group
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class GroupingTask:
+    """One micro-batch.
+
+    tokens, counts: [Q] length and members of each bucket. times: [Q, D] nanoseconds at each degree.
+    degrees: [D] ascending. copies: [D] how many groups of each there may be. cap: most tokens of a rank.
+    ranks: of the world. slots: per unit of `aligned.units` its slots and how many of them each degree takes, [D].
+    """
+
+    tokens: Int64Array
+    counts: Int64Array
+    times: Int64Array
+    degrees: tuple[int, ...]
+    copies: tuple[int, ...]
+    cap: int
+    ranks: int
+    slots: tuple[tuple[int, tuple[int, ...]], ...]
+
+
+def solve(task: GroupingTask, start: Chosen, *, gap: float = GAP, nodes: int = NODES) -> Chosen:
+    """The best groups found, at worst those of `start`."""
+    model = _Model(task)
+    solver = pulp.HiGHS(msg=False, gapRel=gap, threads=1, random_seed=1, mip_max_nodes=nodes, parallel="off")
+    solver.createAndConfigureSolver(model.program)
+    solver.buildSolverModel(model.program)
+    highs = model.program.solverModel
+    warm = highspy.HighsSolution()
+    warm.col_value = model.values_of(start)
+    highs.setSolution(warm)
+    solver.callSolver(model.program)
+    return model.groups_in(list(highs.getSolution().col_value)) or start
+
+
+class _Model:
+    """The program with the variables of every group at hand."""
+
+    def __init__(self, task: GroupingTask) -> None:
+        self.task = task
+        self.program = pulp.LpProblem("flexsp", pulp.LpMinimize)
+        self.slowest = self.program.add_variable("C", lowBound=0)
+        self.column = [c for c, copies in enumerate(task.copies) for _ in range(copies)]
+        self.used = [self.program.add_variable(f"m{p}", cat=pulp.LpBinary) for p in range(len(self.column))]
+        self.held = [[self._members(q, p) for q in range(len(task.counts))] for p in range(len(self.column))]
+        self.program += self.slowest
+        for constraint in (*self._per_group(), *self._together()):
+            self.program += constraint
+
+    def _members(self, q: int, p: int) -> Any:
+        task, room = self.task, self.task.cap * self.task.degrees[self.column[p]]
+        most = min(int(task.counts[q]), room // int(task.tokens[q]))
+        return self.program.add_variable(f"A{q}_{p}", 0, most, pulp.LpInteger)
+
+    def _per_group(self) -> Iterator[Any]:
+        task = self.task
+        for p, column in enumerate(self.column):
+            seconds = (task.times[:, column] / SCALE).tolist()
+            yield _sum(zip(self.held[p], seconds, strict=True)) <= self.slowest
+            shares = (task.tokens / (task.cap * task.degrees[column])).tolist()
+            yield _sum(zip(self.held[p], shares, strict=True)) <= self.used[p]
+            if p and self.column[p - 1] == column:
+                yield self.used[p - 1] >= self.used[p]
+
+    def _together(self) -> Iterator[Any]:
+        task, groups = self.task, list(enumerate(self.column))
+        for there, taken in task.slots:
+            yield _sum((self.used[p], taken[column]) for p, column in groups) <= there
+        for q, count in enumerate(task.counts.tolist()):
+            yield _sum((self.held[p][q], 1) for p, _ in groups) == count
+        areas = (task.times * task.degrees / SCALE / task.ranks).tolist()
+        terms = [(self.held[p][q], areas[q][column]) for p, column in groups for q in range(len(task.counts))]
+        yield _sum(terms) <= self.slowest
+
+    def values_of(self, chosen: Chosen) -> list[float]:
+        """A solver's vector of the solution in which these groups are used."""
+        task, free = self.task, {c: self.column.index(c) for c in self.column}
+        values = [0.0] * len(self.program.variables())
+        for column, members in chosen:
+            p, free[column] = free[column], free[column] + 1
+            values[self.used[p].index] = 1.0
+            for q, count in enumerate(members):
+                values[self.held[p][q].index] = float(count)
+        slowest = max(int((task.times[:, column] * members).sum()) for column, members in chosen)
+        values[self.slowest.index] = slowest / SCALE
+        return values
+
+    def groups_in(self, values: list[float]) -> Chosen:
+        """The groups with members in a solver's vector."""
+        if not values:
+            return []
+        groups = [
+            (column, tuple(round(values[variable.index]) for variable in self.held[p]))
+            for p, column in enumerate(self.column)
+        ]
+        return [(column, members) for column, members in groups if any(members)]
+
+
+def _sum(terms: Any) -> Any:
+    return pulp.LpAffineExpression([(variable, weight) for variable, weight in terms if weight])

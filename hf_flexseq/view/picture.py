@@ -1,0 +1,169 @@
+"""A timeline as a picture: ranks upwards, time to the right, groups coloured by degree, idle time white.
+
+matplotlib is imported when a picture is asked for, and drawn on without its state machine, so no display is needed.
+"""
+
+import math
+from collections.abc import Sequence
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+from hf_flexseq.timeline import Event, Timeline
+from hf_flexseq.view.shares import boundaries, degrees, shares
+
+# Degrees 1, 2, 4, ... from light to dark, told apart in grey and by colour-blind eyes; others take the nearest one's.
+COLOURS = (
+    "#f2c45a",
+    "#e8924a",
+    "#d4604f",
+    "#a8417a",
+    "#6f3c93",
+    "#3f4a9c",
+    "#24698f",
+    "#1d8a86",
+    "#2f5d50",
+    "#23303a",
+)
+CONSTANT, INK = "#d5d8dc", "#2b2f36"
+GAP = 0.06  # white space above and below a group, in ranks
+PALER = 0.55  # how far towards white the colour of a transfer lies
+
+
+def save_picture(timeline: Timeline, path: str | Path, *, title: str = "", ranks_per_node: int | None = None) -> None:
+    """Write the picture; the name's ending chooses the format. Raises ModuleNotFoundError without matplotlib."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    height = min(9.0, 2.0 + 0.1 * max(timeline.world_size, 8))
+    figure = Figure(figsize=(12, height), dpi=150, layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.add_subplot()
+    _draw_events(axes, timeline)
+    _draw_boundaries(axes, timeline, ranks_per_node)
+    _label_axes(axes, timeline, ranks_per_node)
+    _draw_legend(figure, timeline)
+    axes.set_title(f"{title}\n{shares(timeline)}".strip(), loc="left", fontsize=10, color=INK, linespacing=1.5, pad=16)
+    figure.savefig(path)
+
+
+def _draw_events(axes: Any, timeline: Timeline) -> None:
+    from matplotlib.collections import PolyCollection
+
+    drawn = [e for e in timeline.events if e.kind not in ("wait", "overlapped")]
+    edges = _group_edges(drawn)
+    boxes: dict[str, list[Any]] = {}
+    for first, stop, event in _blocks(drawn):
+        lowest, highest = edges[event.micro_batch, event.group]
+        low = first - 0.5 + (GAP if first == lowest else 0)
+        high = stop - 0.5 - (GAP if stop == highest else 0)
+        left, right = (at / _scale(timeline) for at in (event.start, event.stop))
+        boxes.setdefault(_colour(event), []).append([(left, low), (left, high), (right, high), (right, low)])
+    for colour, corners in boxes.items():
+        axes.add_collection(PolyCollection(corners, facecolors=colour, edgecolors="none", antialiaseds=False))
+
+
+def _group_edges(events: Sequence[Event]) -> dict[tuple[int, int | None], tuple[int, int]]:
+    """The first rank of each (micro-batch, group), and the one past its last; beyond all ranks where there is none."""
+    edges: dict[tuple[int, int | None], tuple[int, int]] = {}
+    for event in events:
+        low, high = edges.get((event.micro_batch, event.group), (event.rank, event.rank + 1))
+        outer = (-1, -1) if event.group is None else (min(low, event.rank), max(high, event.rank + 1))
+        edges[event.micro_batch, event.group] = outer
+    return edges
+
+
+def _blocks(events: Sequence[Event]) -> list[tuple[int, int, Event]]:
+    """Events that neighbouring ranks have at the same time in the same group, as (first rank, past the last, one)."""
+
+    def what(event: Event) -> tuple[Any, ...]:
+        group = -1 if event.group is None else event.group
+        return event.start, event.stop, event.micro_batch, group, event.kind, event.label
+
+    blocks = []
+    for _, same in groupby(sorted(events, key=lambda e: (what(e), e.rank)), key=what):
+        for _, run in groupby(enumerate(same), key=lambda place: place[1].rank - place[0]):
+            members = [event for _, event in run]
+            blocks.append((members[0].rank, members[-1].rank + 1, members[0]))
+    return blocks
+
+
+def _draw_boundaries(axes: Any, timeline: Timeline, ranks_per_node: int | None) -> None:
+    """Dark lines between micro-batches with their numbers on top, pale ones between nodes."""
+    marks = [0, *boundaries(timeline)]
+    for left, right in zip(marks, [*marks[1:], timeline.stop], strict=True):
+        if left:
+            axes.axvline(left / _scale(timeline), color=INK, linewidth=0.9)
+        if len(marks) > 1:
+            middle = (left + right) / 2 / _scale(timeline)
+            number = f"{'micro-batch ' * (left == 0)}{marks.index(left)}"
+            axes.annotate(
+                number,
+                (middle, 1),
+                xycoords=axes.get_xaxis_transform(),
+                xytext=(0, 3),
+                textcoords="offset points",
+                ha="center",
+                fontsize=8,
+                color=INK,
+            )
+    if ranks_per_node and ranks_per_node < timeline.world_size:
+        for rank in range(ranks_per_node, timeline.world_size, ranks_per_node):
+            axes.axhline(rank - 0.5, color=INK, linewidth=0.5, alpha=0.45)
+
+
+def _label_axes(axes: Any, timeline: Timeline, ranks_per_node: int | None) -> None:
+    axes.set_xlim(0, max(timeline.stop, 1) / _scale(timeline))
+    axes.set_ylim(timeline.world_size - 0.5, -0.5)  # rank 0 on top
+    step = ranks_per_node or max(1, timeline.world_size // 8)
+    axes.set_yticks(range(0, timeline.world_size, step if timeline.world_size > 16 else 1))
+    axes.set_ylabel("rank", color=INK)
+    axes.set_xlabel("seconds" if timeline.unit == "ns" else f"{timeline.unit} per rank", color=INK)
+    axes.tick_params(colors=INK, labelsize=8)
+    for side in ("top", "right"):
+        axes.spines[side].set_visible(False)
+
+
+def _draw_legend(figure: Any, timeline: Timeline) -> None:
+    from matplotlib.patches import Patch
+
+    kinds = {event.kind for event in timeline.events}
+    patches = [
+        Patch(facecolor=colour_of(degree), label=f"degree {degree} ({count} group{'s' * (count > 1)})")
+        for degree, count in degrees(timeline).items()
+    ]
+    if "transfer" in kinds:
+        patches.append(Patch(facecolor=_paler(colour_of(4)), label="transfer (paler)"))
+    if "constant" in kinds:
+        patches.append(Patch(facecolor=CONSTANT, label="constant per micro-batch"))
+    patches.append(Patch(facecolor="white", edgecolor=INK, linewidth=0.5, label="idle"))
+    figure.legend(
+        handles=patches,
+        loc="outside lower left",
+        ncols=min(6, len(patches)),
+        fontsize=8,
+        frameon=False,
+        labelcolor=INK,
+        handlelength=1.4,
+        columnspacing=1.6,
+    )
+
+
+def colour_of(degree: int) -> str:
+    """The colour of groups of `degree` ranks."""
+    return COLOURS[min(round(math.log2(max(degree, 1))), len(COLOURS) - 1)]
+
+
+def _colour(event: Event) -> str:
+    if event.kind == "constant":
+        return CONSTANT
+    return _paler(colour_of(event.degree)) if event.kind == "transfer" else colour_of(event.degree)
+
+
+def _paler(colour: str) -> str:
+    parts = (int(colour[at : at + 2], 16) for at in (1, 3, 5))
+    return "#" + "".join(f"{round(part + PALER * (255 - part)):02x}" for part in parts)
+
+
+def _scale(timeline: Timeline) -> float:
+    return 1e9 if timeline.unit == "ns" else 1.0

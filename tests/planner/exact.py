@@ -1,0 +1,80 @@
+"""The best laminar lockstep plan of a few sequences on one or two nodes, by dynamic programming over their subsets.
+
+    alone[n][S]     S on one group of n ranks: the sum of their times
+    inside[n][S]    S on n ranks of a node: some on all n, the rest on two parts, best = least slowest rank
+    world[S]        S on all nodes: some on all of them, the rest inside the nodes
+    plan[S]         S in micro-batches: one set after the other, and the constant for each
+
+Any sets of ranks of a node that are nested or disjoint can be numbered so that all are contiguous, so only their sizes
+count. Memory: a sequence needs a group on which it fits, and a micro-batch no more tokens than the ranks hold. That
+leaves out what a rank holds for several groups together, so where memory is tight this is a bound, not the optimum.
+"""
+
+from collections.abc import Sequence
+from functools import lru_cache
+
+import numpy as np
+
+from hf_flexseq.cost import CostModel, Int64Array
+from hf_flexseq.topology import Topology
+
+NEVER = 2**60
+
+
+def least_lockstep_ns(lengths: Sequence[int], topology: Topology, cost: CostModel, *, cap: int) -> int:
+    """Nanoseconds that no plan undercuts: the optimum wherever a rank's memory holds what the best plan gives it."""
+    assert topology.nodes <= 2, "nodes are shared out two by two"
+    node, sets = topology.ranks_per_node, 1 << len(lengths)
+    inside = [np.where(np.arange(sets) == 0, 0, NEVER)]
+    for n in range(1, node + 1):
+        parts = [shared(inside[m], inside[n - m]) for m in range(1, n // 2 + 1)]
+        rest = np.minimum.reduce([*parts, inside[n - 1]])
+        inside.append(added(alone(lengths, n, False, cost, cap), rest))
+    step = inside[node]
+    if topology.nodes == 2:
+        step = added(alone(lengths, 2 * node, True, cost, cap), shared(step, step))
+    fits = total(lengths) <= cap * topology.world_size
+    step = np.where(fits & (step < NEVER), step + cost.micro_batch_ns, NEVER)
+    step[0] = 0
+    plan = step
+    for _ in range(len(lengths)):
+        plan = added(step, plan)
+    return int(plan[-1])
+
+
+def alone(lengths: Sequence[int], degree: int, spans: bool, cost: CostModel, cap: int) -> Int64Array:
+    """[sets] nanoseconds of each set on one group; NEVER when it does not fit there."""
+    names = ("local",) if degree == 1 else cost.strategies("auto")
+    times = [min(cost.sequence_ns(s, degree, name, spans) for name in names) for s in lengths]
+    return np.where(-(-total(lengths) // degree) <= cap, total(times), NEVER)
+
+
+def total(amounts: Sequence[int]) -> Int64Array:
+    """[sets] the sum over each set's members."""
+    sums = np.zeros(1, dtype=np.int64)
+    for amount in amounts:
+        sums = np.concatenate([sums, sums + amount])
+    return sums
+
+
+def shared(first: Int64Array, second: Int64Array) -> Int64Array:
+    """[sets] the least slower one of two parts that take a set between them."""
+    part, rest, begins = _parts(len(first).bit_length() - 1)
+    return np.minimum.reduceat(np.maximum(first[part], second[rest]), begins)
+
+
+def added(first: Int64Array, second: Int64Array) -> Int64Array:
+    """[sets] the least sum of two parts that take a set between them."""
+    part, rest, begins = _parts(len(first).bit_length() - 1)
+    return np.minimum(np.minimum.reduceat(first[part] + second[rest], begins), NEVER)
+
+
+@lru_cache(maxsize=16)
+def _parts(count: int) -> tuple[Int64Array, Int64Array, Int64Array]:
+    """Every subset of every set, its complement in the set, and where each set's subsets begin."""
+    subsets = [np.zeros(1, dtype=np.int64)]
+    for item in range(count):
+        subsets += [np.concatenate([s, s | (1 << item)]) for s in subsets]
+    part = np.concatenate(subsets)
+    sizes = np.array([len(s) for s in subsets])
+    return part, np.repeat(np.arange(1 << count), sizes) ^ part, np.cumsum(sizes) - sizes

@@ -1,0 +1,157 @@
+"""Zeppelin and the baselines: legal plans, their published rules, and what they refuse."""
+
+import random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from transformers.trainer_pt_utils import BatchRebalanceSampler
+
+from hf_flexseq.cost import CostModel, step_ns
+from hf_flexseq.plan import PlanInfeasible, check
+from hf_flexseq.planner import make_plan
+from hf_flexseq.planner.batch_rebalance import rebalanced
+from hf_flexseq.planner.static import static_degrees
+from hf_flexseq.presets import DEVICES, PRESETS, ModelShape, analytic_cost_model
+from hf_flexseq.topology import Topology
+
+FLEXSP = PRESETS["flexsp-gpt-7b-a100"]
+CLUSTER = Topology(nodes=8, ranks_per_node=8)
+SHAPES = [(1, 1), (1, 3), (1, 6), (1, 8), (2, 2), (2, 6), (3, 4), (4, 8), (6, 8)]
+SMALL = ModelShape(
+    layers=4, hidden=256, heads=8, kv_heads=2, head_dim=32, intermediate=1024, vocab=4096, params=6_000_000
+)
+
+
+def rings(topology: Topology) -> CostModel:
+    return analytic_cost_model(SMALL, DEVICES["H100"], topology)
+
+
+@settings(deadline=None, max_examples=100)
+@given(
+    st.lists(st.integers(1, 60_000), min_size=1, max_size=40),
+    st.sampled_from(SHAPES),
+    st.sampled_from(["zeppelin", "megatron", "batch-ada", "batch-rebalance"]),
+    st.sampled_from(["auto", "ulysses", "local"]),
+    st.integers(0, 20_000),
+)
+def test_any_lengths_on_any_topology(
+    lengths: list[int], shape: tuple[int, int], planner: str, strategy: str, spare: int
+) -> None:
+    topology = Topology(nodes=shape[0], ranks_per_node=shape[1])
+    widest = 1 if strategy == "local" or planner == "batch-rebalance" else topology.world_size
+    cap, cost = -(-max(lengths) // widest) + spare, rings(topology)
+    plan = make_plan(lengths, topology, cost, planner=planner, strategy=strategy, max_tokens_per_rank=cap)
+    check(plan, topology, cap)
+    assert plan.lower_bound_s <= plan.objective_s
+    used = {g.strategy for mb in plan.micro_batches for g in mb.groups}
+    assert strategy == "auto" or used <= {"local", strategy}
+
+
+# ---- zeppelin
+
+
+def zones(lengths: list[int], topology: Topology, cost: CostModel, cap: int) -> dict[tuple[int, ...], tuple[int, str]]:
+    """(degree, strategy) of the group of each set of sequences, of a plan with one micro-batch."""
+    plan = make_plan(lengths, topology, cost, planner="zeppelin", max_tokens_per_rank=cap)
+    assert len(plan.micro_batches) == 1
+    return {g.sequences: (g.degree, g.strategy) for g in plan.micro_batches[0].groups}
+
+
+def test_zeppelin_makes_three_zones() -> None:
+    """A sequence above a node's memory, one above its share of a node's work, and short ones."""
+    topology = Topology(nodes=2, ranks_per_node=4)
+    made = zones([9000, 3000] + [100] * 12, topology, rings(topology), 2000)
+    assert made.pop((0,)) == (8, "zigzag")
+    assert made.pop((1,)) == (4, "zigzag")
+    assert set(made.values()) == {(1, "local")}
+
+
+def test_zeppelin_uses_ulysses_where_no_ring_is_known() -> None:
+    topology = Topology(nodes=1, ranks_per_node=2)
+    assert zones([3000, 10], topology, FLEXSP, 2000)[(0,)] == (2, "ulysses")
+
+
+def test_zeppelin_levels_the_quadratic_work() -> None:
+    rng, topology = random.Random(2), Topology(nodes=1, ranks_per_node=8)
+    lengths = [int(rng.lognormvariate(7, 1)) + 1 for _ in range(200)]
+    plan = make_plan(lengths, topology, FLEXSP, planner="zeppelin", max_tokens_per_rank=2 * sum(lengths) // 8)
+    work = [
+        sum(lengths[i] ** 2 / g.degree for g in plan.micro_batches[0].groups_of(rank) for i in g.sequences)
+        for rank in range(8)
+    ]
+    assert max(work) <= 1.1 * sum(work) / 8
+
+
+def test_zeppelin_splits_more_where_memory_is_full() -> None:
+    topology = Topology(nodes=2, ranks_per_node=2)
+    plan = make_plan([600] * 6, topology, FLEXSP, planner="zeppelin", max_tokens_per_rank=900)
+    assert len(plan.micro_batches) == 1
+    assert max(plan.degrees()) > 1
+
+
+# ---- megatron
+
+
+def degrees_of(lengths: list[int], topology: Topology, cap: int) -> list[list[tuple[int, tuple[int, ...]]]]:
+    plan = make_plan(lengths, topology, FLEXSP, planner="megatron", max_tokens_per_rank=cap)
+    return [[(g.degree, g.sequences) for g in mb.groups] for mb in plan.micro_batches]
+
+
+def test_megatron_packs_and_limits_the_work_by_the_longest() -> None:
+    node = Topology(nodes=1, ranks_per_node=4)
+    assert degrees_of([2500] * 8, node, 1536) == [[(2, (i,)), (2, (i + 1,))] for i in (0, 2, 4, 6)]
+    # 4000 needs two ranks and sets the pace: the others share a rank below it, and take the idle one, too
+    assert degrees_of([4000, 1000, 900], node, 2000) == [[(2, (0,)), (2, (1, 2))]]
+
+
+def test_megatron_grows_groups_over_idle_ranks() -> None:
+    assert degrees_of([1000, 900], Topology(nodes=1, ranks_per_node=4), 2000) == [[(2, (0,)), (2, (1,))]]
+
+
+# ---- the best degree per batch
+
+
+def test_batch_ada_is_the_best_single_degree() -> None:
+    rng = random.Random(0)
+    for count in (10, 200):
+        lengths = [min(100_000, int(rng.lognormvariate(7, 1.75)) + 1) for _ in range(count)]
+        best = min(
+            make_plan(lengths, CLUSTER, FLEXSP, planner="static", sp_degree=d).objective_s
+            for d in static_degrees(CLUSTER)
+            if max(lengths) <= 5951 * d
+        )
+        assert make_plan(lengths, CLUSTER, FLEXSP, planner="batch-ada").objective_s == best
+
+
+# ---- transformers' sampler
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_the_rebalancing_rule_is_transformers_own(seed: int) -> None:
+    rng = random.Random(seed)
+    ranks, batches = rng.randint(1, 5), rng.randint(1, 4)
+    count = rng.randint(ranks * batches, 60)
+    lengths = [int(rng.lognormvariate(6, 1.2)) + 1 for _ in range(count)]
+    sampler = BatchRebalanceSampler(lengths, count, ranks, batches, shuffle=False)
+    order = sorted(range(count), key=lambda i: (-lengths[i], i))
+    spans = rebalanced([lengths[i] for i in order], ranks, batches)
+    theirs = sampler._assign(list(range(count)), lengths)
+    for place, (start, stop) in enumerate(spans):
+        assert theirs[place % ranks][place // ranks] == order[start:stop]
+
+
+def test_batch_rebalance_never_splits() -> None:
+    with pytest.raises(PlanInfeasible, match="sequence 1 has 6000 tokens: 6000 on each of 1 ranks"):
+        make_plan([5, 6000], CLUSTER, FLEXSP, planner="batch-rebalance")
+    plan = make_plan([5, 5900], CLUSTER, FLEXSP, planner="batch-rebalance")
+    assert plan.degrees() == {1: 2}
+
+
+@pytest.mark.parametrize("planner", ["zeppelin", "megatron", "batch-ada", "batch-rebalance"])
+def test_the_objective_is_the_closed_form(planner: str) -> None:
+    rng = random.Random(1)
+    lengths = [min(5000, int(rng.lognormvariate(7, 1.5)) + 1) for _ in range(300)]
+    for sync in ("lockstep", "free"):
+        plan = make_plan(lengths, CLUSTER, FLEXSP, planner=planner, sync=sync)
+        assert plan.objective_s == step_ns(FLEXSP, plan.micro_batches, lengths, CLUSTER, sync=sync) / 1e9

@@ -1,0 +1,38 @@
+"""The two exhaustive searches against each other, and the default planner against the quicker one."""
+
+import random
+from dataclasses import replace
+
+import pytest
+
+from hf_flexseq.planner import make_plan
+from hf_flexseq.presets import PRESETS
+from hf_flexseq.topology import Topology
+from planner.brute import best_lockstep_ns
+from planner.exact import least_lockstep_ns
+
+MODEL = replace(PRESETS["flexsp-gpt-7b-a100"], micro_batch_s=0.05)
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_the_two_searches_agree(seed: int) -> None:
+    rng = random.Random(seed)
+    topology = rng.choice([Topology(nodes=n, ranks_per_node=r) for n, r in ((1, 2), (1, 3), (1, 4), (2, 2), (2, 1))])
+    world = topology.world_size
+    lengths = [int(2 ** rng.uniform(8, 15)) for _ in range(rng.randint(1, 5 if world < 4 else 4))]
+    roomy = sum(lengths)
+    exact = best_lockstep_ns(lengths, topology, MODEL, cap=roomy, batches=2)
+    assert least_lockstep_ns(lengths, topology, MODEL, cap=roomy) == exact
+    tight = int(max(max(lengths) / world + 1, sum(lengths) / world / rng.choice([0.6, 0.9])))
+    exact = best_lockstep_ns(lengths, topology, MODEL, cap=tight, batches=3)
+    assert least_lockstep_ns(lengths, topology, MODEL, cap=tight) <= exact
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_the_default_planner_is_close_on_few_sequences(seed: int) -> None:
+    rng = random.Random(seed)
+    topology = Topology(nodes=1, ranks_per_node=rng.randint(2, 8))
+    lengths = [int(2 ** rng.uniform(8, 15)) for _ in range(rng.randint(1, 8))]
+    plan = make_plan(lengths, topology, MODEL, max_tokens_per_rank=sum(lengths))
+    least = least_lockstep_ns(lengths, topology, MODEL, cap=sum(lengths)) / 1e9
+    assert least <= plan.objective_s <= 1.05 * least
