@@ -95,7 +95,10 @@ class RandomPlanEngine(FlexSeqEngine):
 
     def __init__(self, accelerator, seed, **options):
         super().__init__(
-            accelerator, FlexSeqArguments(**{"lookahead": 0, "cost_model": "flexsp-gpt-7b-a100", **options})
+            accelerator,
+            FlexSeqArguments(
+                **{"lookahead": 0, "cost_model": "flexsp-gpt-7b-a100", "max_tokens_per_rank": 1000, **options}
+            ),
         )
         self.seed = seed
 
