@@ -21,8 +21,10 @@ def falling(lengths: Sequence[int]) -> list[int]:
 
 
 def blast(lengths: Sequence[int], pieces: int) -> list[list[int]]:
-    """The ids of each of at most `pieces` micro-batches."""
+    """The ids of each of at most `pieces` micro-batches; one for each sequence when that many are asked for."""
     order = falling(lengths)
+    if pieces >= len(order):
+        return [[i] for i in order]
     tokens = np.concatenate([[0], np.cumsum([lengths[i] for i in order])]).astype(np.int64)
     most, cuts = tokens, []
     for _ in range(1, pieces):

@@ -2,8 +2,8 @@
 
 All of them scale with one size, `tokens`, the most that a rank gets in any. It is the largest power of two for which
 the estimated seconds of the whole measurement stay below a budget: counted work, so that the size does not depend on
-how busy the machine is. The kernel alone is also run on sequences of twice that size: at its lengths the square must
-be told from the rest.
+how busy the machine is. The kernel alone is also run on sequences of twice that size, for at its lengths the square
+must be told from the rest, and transfers are of up to four times as many tokens.
 
 Transfers are run bare, one layer's of a group at a time. The mixed micro-batches are whole ones, with groups of every
 measured degree in turn: they show what the parts leave out.
@@ -69,7 +69,7 @@ def fitting_shapes(tokens: int, topology: Topology, rings: bool) -> tuple[Shape,
     shapes = [Shape(strategy="kernel", degree=1, lengths=(n,)) for n in (tokens // 4, tokens, 2 * tokens)]
     shapes += [Shape(strategy="local", degree=1, lengths=lengths) for lengths in packs]
     for degree in measured_degrees(topology):
-        for share in (tokens // 8, tokens // 2, tokens):
+        for share in (tokens // 2, 2 * tokens, 4 * tokens):
             shapes.append(Shape(strategy="ulysses", degree=degree, lengths=(share * degree,)))
             if rings:
                 shapes.append(Shape(strategy="zigzag", degree=degree, lengths=(share * degree,)))

@@ -27,7 +27,7 @@ from hf_flexseq.cost import CostModel
 
 Floats = NDArray[np.float64]
 
-FASTEST = 1e13  # bytes/s that stand for transfers too fast to be measured
+LEAST_BYTE_SHARE = 0.5  # of the longest transfer: what else it waits for must not pass for all of it
 RING_FACTORS = (0.1, 10.0)  # how much slower than an all-to-all a ring can be believed to move a byte
 
 
@@ -163,6 +163,8 @@ def fit_links(samples: Sequence[Sample], estimate: CostModel, *, layers: int, ov
 def _fit_transfers(samples: Sequence[Sample], strategy: str, degree: int, token_bytes: float) -> tuple[float, float]:
     """Seconds per byte, and whatever is moved. token_bytes: that a group moves for each of its tokens."""
     mine = [sample for sample in samples if (sample.strategy, sample.degree) == (strategy, degree)]
-    rows = [[token_bytes * sample.tokens / degree, 1] for sample in mine]
-    per_byte_s, latency_s = nnls(*_relative(rows, [sample.seconds for sample in mine])).tolist()
-    return max(per_byte_s, 1 / FASTEST), latency_s
+    moved = [token_bytes * sample.tokens / degree for sample in mine]
+    rows, seconds = [[nbytes, 1] for nbytes in moved], [sample.seconds for sample in mine]
+    per_byte_s, latency_s = nnls(*_relative(rows, seconds)).tolist()
+    most, longest = max(zip(moved, seconds, strict=True))
+    return max(per_byte_s, LEAST_BYTE_SHARE * longest / most), latency_s

@@ -1,13 +1,13 @@
 """The best laminar lockstep plan of a few sequences on one or two nodes, by dynamic programming over their subsets.
 
-    alone[n][S]     S on one group of n ranks: the sum of their times
-    inside[n][S]    S on n ranks of a node: some on all n, the rest on two parts, best = least slowest rank
-    world[S]        S on all nodes: some on all of them, the rest inside the nodes
-    plan[S]         S in micro-batches: one set after the other, and the constant for each
+    alone[n][S]        S on one group of n ranks: the sum of their times
+    inside[n][b, S]    S on n ranks of a node: some on all n, the rest on two parts, best = least slowest rank
+    world[b, S]        S on all nodes: some on all of them, the rest inside the nodes
+    plan[S]            S in micro-batches: one set after the other, and the constant for each
 
 Any sets of ranks of a node that are nested or disjoint can be numbered so that all are contiguous, so only their sizes
-count. Memory: a sequence needs a group on which it fits, and a micro-batch no more tokens than the ranks hold. That
-leaves out what a rank holds for several groups together, so where memory is tight this is a bound, not the optimum.
+count. b is the memory left on the ranks, in LEVELS steps: what a group takes is rounded down, so where memory is tight
+this is a bound close below the optimum, and elsewhere the optimum.
 """
 
 from collections.abc import Sequence
@@ -19,26 +19,28 @@ from hf_flexseq.cost import CostModel, Int64Array
 from hf_flexseq.topology import Topology
 
 NEVER = 2**60
+LEVELS = 16
 
 
 def least_lockstep_ns(lengths: Sequence[int], topology: Topology, cost: CostModel, *, cap: int) -> int:
-    """Nanoseconds that no plan undercuts: the optimum wherever a rank's memory holds what the best plan gives it."""
+    """Nanoseconds that no plan undercuts."""
     assert topology.nodes <= 2, "nodes are shared out two by two"
-    node, sets = topology.ranks_per_node, 1 << len(lengths)
-    inside = [np.where(np.arange(sets) == 0, 0, NEVER)]
+    node, levels = topology.ranks_per_node, LEVELS if cap < sum(lengths) else 0
+    inside = [np.where(np.arange(1 << len(lengths)) == 0, 0, NEVER) + np.zeros((levels + 1, 1), dtype=np.int64)]
     for n in range(1, node + 1):
         parts = [shared(inside[m], inside[n - m]) for m in range(1, n // 2 + 1)]
         rest = np.minimum.reduce([*parts, inside[n - 1]])
-        inside.append(added(alone(lengths, n, False, cost, cap), rest))
-    step = inside[node]
+        inside.append(on_top(alone(lengths, n, False, cost, cap), rest, need(lengths, n, cap, levels)))
+    world = inside[node]
     if topology.nodes == 2:
-        step = added(alone(lengths, 2 * node, True, cost, cap), shared(step, step))
-    fits = total(lengths) <= cap * topology.world_size
-    step = np.where(fits & (step < NEVER), step + cost.micro_batch_ns, NEVER)
+        whole = alone(lengths, 2 * node, True, cost, cap)
+        world = on_top(whole, shared(world, world), need(lengths, 2 * node, cap, levels))
+    step = world[levels]
+    step = np.where((total(lengths) <= cap * topology.world_size) & (step < NEVER), step + cost.micro_batch_ns, NEVER)
     step[0] = 0
     plan = step
     for _ in range(len(lengths)):
-        plan = added(step, plan)
+        plan = on_top(step, plan[None], np.zeros(len(step), dtype=np.int64))[0]
     return int(plan[-1])
 
 
@@ -47,6 +49,11 @@ def alone(lengths: Sequence[int], degree: int, spans: bool, cost: CostModel, cap
     names = ("local",) if degree == 1 else cost.strategies("auto")
     times = [min(cost.sequence_ns(s, degree, name, spans) for name in names) for s in lengths]
     return np.where(-(-total(lengths) // degree) <= cap, total(times), NEVER)
+
+
+def need(lengths: Sequence[int], degree: int, cap: int, levels: int) -> Int64Array:
+    """[sets] the levels of memory that each set takes on a group, rounded down."""
+    return -(-total(lengths) // degree) * levels // cap
 
 
 def total(amounts: Sequence[int]) -> Int64Array:
@@ -58,15 +65,17 @@ def total(amounts: Sequence[int]) -> Int64Array:
 
 
 def shared(first: Int64Array, second: Int64Array) -> Int64Array:
-    """[sets] the least slower one of two parts that take a set between them."""
-    part, rest, begins = _parts(len(first).bit_length() - 1)
-    return np.minimum.reduceat(np.maximum(first[part], second[rest]), begins)
+    """[levels, sets] the least slower one of two parts that take a set between them."""
+    part, rest, begins = _parts(first.shape[1].bit_length() - 1)
+    return np.minimum.reduceat(np.maximum(first[:, part], second[:, rest]), begins, axis=1)
 
 
-def added(first: Int64Array, second: Int64Array) -> Int64Array:
-    """[sets] the least sum of two parts that take a set between them."""
-    part, rest, begins = _parts(len(first).bit_length() - 1)
-    return np.minimum(np.minimum.reduceat(first[part] + second[rest], begins), NEVER)
+def on_top(whole: Int64Array, below: Int64Array, taken: Int64Array) -> Int64Array:
+    """[levels, sets] the least sum of a part on the whole group and the rest below it in the memory then left."""
+    part, rest, begins = _parts(len(whole).bit_length() - 1)
+    left = np.arange(len(below))[:, None] - taken[part]
+    sums = np.where(left >= 0, whole[part] + below[np.maximum(left, 0), rest], NEVER)
+    return np.minimum(np.minimum.reduceat(sums, begins, axis=1), NEVER)
 
 
 @lru_cache(maxsize=16)
