@@ -19,7 +19,7 @@ from hf_flexseq.planner.fill import Filled, completed
 from hf_flexseq.planner.problem import NEVER, Problem
 
 WORK = 600_000  # (sequence, micro-batch, block) triples that a walk may look at
-MOST, FEWEST = 300, 20  # moves; with less than FEWEST affordable, none are made
+MOST, FEWEST = 100, 20  # moves; with less than FEWEST affordable, none are made
 
 
 def improved(problem: Problem, filled: Filled) -> Filled:

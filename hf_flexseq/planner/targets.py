@@ -63,7 +63,7 @@ SPARSE = Recipe(
 )
 WORK = 8_000_000  # (candidate, micro-batch, block, long row) quadruples of one round
 FEWEST = 4  # candidates of a round, however much work
-FORCED = 3  # longest rows whose shapes are tried in every combination
+FORCED = 6  # longest rows whose shapes are tried in every combination
 FORCED_EACH, FORCED_WORK = 20_000, 400_000  # quadruples of one of those candidates, at most, and of all of them
 FREE_FACTORS = (1000, 1020, 1050, 1100)  # per mille, on the end of a free step
 CROWDED_FROM = 2.5  # sequences per rank and micro-batch
