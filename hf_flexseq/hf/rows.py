@@ -7,7 +7,7 @@ dtype brings every token to where it is wanted.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, groupby
 from typing import Any
 
 import torch
@@ -112,15 +112,14 @@ class RowExchange:
 
 def _arrange(received: Sequence[torch.Tensor], shards: Sequence[Shard], sources: Sequence[int]) -> list[torch.Tensor]:
     """The exchanged tokens in the order of this rank's rows: one [fields, tokens] per micro-batch. Every source sent
-    its slices in that same order, so each is read from front to back."""
+    its slices in that same order, so each is read from front to back, and neighbours from one source in one piece."""
     cursors = [0] * len(received)
     rows = []
     for shard in shards:
         parts = [received[0][:, :0]]
-        for piece in shard.slices:
-            source = sources[piece.sequence]
+        for source, pieces in groupby(shard.slices, key=lambda piece: sources[piece.sequence]):
             start = cursors[source]
-            parts.append(received[source][:, start : start + piece.tokens])
-            cursors[source] = start + piece.tokens
+            cursors[source] += sum(piece.tokens for piece in pieces)
+            parts.append(received[source][:, start : cursors[source]])
         rows.append(torch.cat(parts, dim=1))
     return rows
