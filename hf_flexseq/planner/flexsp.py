@@ -20,7 +20,7 @@ from hf_flexseq.plan import MicroBatch, widest_first
 from hf_flexseq.planner.aligned import aligned_degrees, rank_ranges, slots, units
 from hf_flexseq.planner.blaster import blast
 from hf_flexseq.planner.buckets import Buckets, bucketed
-from hf_flexseq.planner.milp import Chosen, GroupingTask, solve
+from hf_flexseq.planner.milp import Chosen, GroupingTask, slowest_ns, solve
 from hf_flexseq.planner.problem import NEVER, cheapest
 from hf_flexseq.planner.static import best_fit, least_loaded, one_strategy_group
 from hf_flexseq.topology import Topology
@@ -141,8 +141,3 @@ class FlexSP:
             ids = [left[q].pop() for q, count in enumerate(counts) for _ in range(count)]
             groups.append(one_strategy_group(ranks, ids, (self.lengths, self.topology, self.cost, self.strategy)))
         return MicroBatch(groups=widest_first(groups))
-
-
-def slowest_ns(task: GroupingTask, chosen: Chosen) -> int:
-    """Nanoseconds of the slowest group, every sequence counted as long as its bucket's longest."""
-    return max(int((task.times[:, column] * members).sum()) for column, members in chosen)

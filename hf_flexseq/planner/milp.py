@@ -11,9 +11,14 @@ For virtual groups p of degree d_p and buckets q of b_q sequences, find m_p in {
     sum_qp d_p time_q(d_p) A_qp <= ranks C                       implied; without it the relaxation is loose
     m_p >= m_p+1 among groups of one degree                      they are interchangeable
 
-It starts from a solution in hand and ends at a relative gap or a count of nodes, never by the clock, with one thread
-and a fixed seed. PuLP has no warm start for HiGHS, so the start is handed to the solver's own model. This is the one
-module that imports PuLP. Rejected: PuLP's bundled CBC, which comes as a separate process and a file per model.
+C is at least every bucket's time at its best degree, and members whose own time exceeds the solution in hand are left
+out: neither changes the optimum, and the first proves it early where one long sequence sets the pace.
+
+It starts from a solution in hand and ends at a relative gap, a count of nodes or one of checkpoints, never by the
+clock, with one thread and a fixed seed. A program of very many integers, which full memory asks for since buckets may
+add few tokens then, keeps that solution: at FlexSP's own time limit such programs find no other. PuLP has no warm
+start for HiGHS, so the start is handed to the solver's own model. This is the one module that imports PuLP. Rejected:
+PuLP's bundled CBC, which comes as a separate process and a file per model.
 """
 
 from collections.abc import Iterator
@@ -21,12 +26,15 @@ from dataclasses import dataclass
 from typing import Any
 
 import highspy
+import numpy as np
 import pulp
 
 from hf_flexseq.cost import Int64Array
 
 GAP = 0.01  # relative
-NODES = 40  # with the gap, about 2 s per program on 64 ranks
+NODES = 40
+INTEGERS = 8_000  # 16 buckets on 64 ranks make 2,032
+CHECKPOINTS = 60  # rounds of cuts, heuristics and nodes; with the others about 2 s per program on 64 ranks
 SCALE = 1e9  # nanoseconds to seconds
 
 Chosen = list[tuple[int, tuple[int, ...]]]  # (column of the degree, members of each bucket) per group
@@ -52,9 +60,21 @@ class GroupingTask:
 
 
 def solve(task: GroupingTask, start: Chosen, *, gap: float = GAP, nodes: int = NODES) -> Chosen:
-    """The best groups found, at worst those of `start`."""
-    model = _Model(task)
-    solver = pulp.HiGHS(msg=False, gapRel=gap, threads=1, random_seed=1, mip_max_nodes=nodes, parallel="off")
+    """The best groups found, at worst those of `start`, and those at once where the program is large."""
+    if len(task.counts) * sum(task.copies) > INTEGERS:
+        return start
+    model = _Model(task, slowest_ns(task, start))
+    interrupt = highspy.cb.HighsCallbackType.kCallbackMipInterrupt
+    solver = pulp.HiGHS(
+        msg=False,
+        gapRel=gap,
+        threads=1,
+        callbackTuple=(_Patience(), None),
+        callbacksToActivate=[interrupt],
+        random_seed=1,
+        mip_max_nodes=nodes,
+        parallel="off",
+    )
     solver.createAndConfigureSolver(model.program)
     solver.buildSolverModel(model.program)
     highs = model.program.solverModel
@@ -65,13 +85,24 @@ def solve(task: GroupingTask, start: Chosen, *, gap: float = GAP, nodes: int = N
     return model.groups_in(list(highs.getSolution().col_value)) or start
 
 
-class _Model:
-    """The program with the variables of every group at hand."""
+class _Patience:
+    """Counts the times HiGHS asks whether to go on. Nodes alone do not bound its work: one may take minutes."""
 
-    def __init__(self, task: GroupingTask) -> None:
-        self.task = task
+    def __init__(self) -> None:
+        self.asked = 0
+
+    def __call__(self, kind: Any, message: str, state: Any, answer: Any, data: Any) -> None:
+        self.asked += 1
+        answer.user_interrupt = self.asked > CHECKPOINTS
+
+
+class _Model:
+    """The program with the variables of every group at hand. `beat`: nanoseconds of a solution in hand."""
+
+    def __init__(self, task: GroupingTask, beat: int) -> None:
+        self.task, self.beat = task, beat
         self.program = pulp.LpProblem("flexsp", pulp.LpMinimize)
-        self.slowest = self.program.add_variable("C", lowBound=0)
+        self.slowest = self.program.add_variable("C", lowBound=least_slowest_ns(task) / SCALE)
         self.column = [c for c, copies in enumerate(task.copies) for _ in range(copies)]
         self.used = [self.program.add_variable(f"m{p}", cat=pulp.LpBinary) for p in range(len(self.column))]
         self.held = [[self._members(q, p) for q in range(len(task.counts))] for p in range(len(self.column))]
@@ -81,7 +112,8 @@ class _Model:
 
     def _members(self, q: int, p: int) -> Any:
         task, room = self.task, self.task.cap * self.task.degrees[self.column[p]]
-        most = min(int(task.counts[q]), room // int(task.tokens[q]))
+        in_time = self.beat // int(task.times[q, self.column[p]])
+        most = min(int(task.counts[q]), room // int(task.tokens[q]), in_time)
         return self.program.add_variable(f"A{q}_{p}", 0, most, pulp.LpInteger)
 
     def _per_group(self) -> Iterator[Any]:
@@ -113,8 +145,7 @@ class _Model:
             values[self.used[p].index] = 1.0
             for q, count in enumerate(members):
                 values[self.held[p][q].index] = float(count)
-        slowest = max(int((task.times[:, column] * members).sum()) for column, members in chosen)
-        values[self.slowest.index] = slowest / SCALE
+        values[self.slowest.index] = slowest_ns(task, chosen) / SCALE
         return values
 
     def groups_in(self, values: list[float]) -> Chosen:
@@ -126,6 +157,17 @@ class _Model:
             for p, column in enumerate(self.column)
         ]
         return [(column, members) for column, members in groups if any(members)]
+
+
+def slowest_ns(task: GroupingTask, chosen: Chosen) -> int:
+    """Nanoseconds of the slowest group, every sequence counted as long as its bucket's longest."""
+    return max(int((task.times[:, column] * members).sum()) for column, members in chosen)
+
+
+def least_slowest_ns(task: GroupingTask) -> int:
+    """Nanoseconds of the longest bucket's sequence at the best degree that holds it."""
+    fits = -(-task.tokens[:, None] // np.array(task.degrees)) <= task.cap
+    return int(np.where(fits, task.times, np.iinfo(np.int64).max).min(axis=1).max())
 
 
 def _sum(terms: Any) -> Any:

@@ -16,8 +16,8 @@ from hf_flexseq.planner import make_plan
 from hf_flexseq.planner.aligned import aligned_degrees, fit_together, rank_ranges
 from hf_flexseq.planner.blaster import blast
 from hf_flexseq.planner.buckets import bucketed
-from hf_flexseq.planner.flexsp import FlexSP, slowest_ns
-from hf_flexseq.planner.milp import Chosen, GroupingTask, solve
+from hf_flexseq.planner.flexsp import FlexSP
+from hf_flexseq.planner.milp import Chosen, GroupingTask, slowest_ns, solve
 from hf_flexseq.presets import PRESETS
 from hf_flexseq.topology import Topology
 
