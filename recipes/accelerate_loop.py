@@ -5,6 +5,8 @@
 Only four lines differ from a plain Accelerate loop; they are marked.
 """
 
+import time
+
 import torch
 from accelerate import Accelerator
 from torch.utils.data import DataLoader
@@ -47,6 +49,7 @@ def main() -> None:
             break
     engine.detach()
     accelerator.wait_for_everyone()
+    time.sleep(0.5)  # gloo's thread drops its last tensors, for which it needs the interpreter, before the group ends
     accelerator.end_training()
 
 

@@ -18,6 +18,7 @@ plan is written to output_dir/plan_trace.jsonl.
 """
 
 import sys
+import time
 from pathlib import Path
 
 import datasets
@@ -133,8 +134,13 @@ def summary(trainer: FlexSeqTrainer) -> str:
 
 
 def end(trainer: FlexSeqTrainer) -> None:
-    """Leave together: a process that is torn down while another still talks to it may abort after all is done."""
+    """Leave together: a process that is torn down while another still talks to it may abort after all is done.
+
+    Between the two gloo's own thread drops the tensors of its last transfers, for which it needs the interpreter; were
+    the group destroyed meanwhile, which holds the interpreter and waits for that thread, the process would hang.
+    """
     trainer.accelerator.wait_for_everyone()
+    time.sleep(0.5)
     trainer.accelerator.end_training()
 
 
