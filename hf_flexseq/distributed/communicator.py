@@ -48,13 +48,6 @@ class Communicator:
     def world_size(self) -> int:
         return self.topology.world_size
 
-    def close(self) -> None:
-        """Destroy the groups. The default group, which is not ours, stays."""
-        for group in (*self.blocks.values(), self.control, self.parent):
-            if isinstance(group, dist.ProcessGroup):
-                dist.destroy_process_group(group)
-        self.blocks, self.control, self.parent = {}, None, None
-
 
 def _connect(group: "dist.ProcessGroup | int") -> None:
     """Use `group` once, with all its ranks. NCCL connects a group at its first use, and hangs if that is a transfer
