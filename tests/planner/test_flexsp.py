@@ -46,6 +46,10 @@ def test_the_blaster_s_largest_piece_is_the_smallest_possible(lengths: list[int]
     assert max(sum(lengths[i] for i in piece) for piece in made) == best
 
 
+def test_the_blaster_evens_out_what_a_giant_leaves_open() -> None:
+    assert [len(piece) for piece in blast([1000] + [10] * 60, 4)] == [1, 20, 20, 20]
+
+
 @settings(deadline=None, max_examples=100)
 @given(st.lists(st.integers(1, 60), min_size=1, max_size=8), st.integers(1, 4))
 def test_buckets_add_as_few_tokens_as_possible(lengths: list[int], count: int) -> None:
