@@ -28,7 +28,7 @@ import numpy as np
 
 from hf_flexseq.plan import PlanInfeasible
 from hf_flexseq.planner import make_plan
-from hf_flexseq.planner.milp import GAP, NODES
+from hf_flexseq.planner.milp import CHECKPOINTS, GAP, NODES
 from hf_flexseq.planner.static import static_degrees
 from hf_flexseq.presets import load_cost_model
 from hf_flexseq.topology import Topology
@@ -196,7 +196,7 @@ def measured(chosen: LengthSet, asked: argparse.Namespace) -> dict[str, Column]:
 def with_flexsp(columns: dict[str, Column], chosen: LengthSet, asked: argparse.Namespace) -> dict[str, Column]:
     """The same and FlexSP's, whose figures are kept in a file: solving again would only take hours. It has no plans
     for free ranks."""
-    if asked.sync == "free":
+    if asked.sync == "free" or not asked.flexsp:
         return columns
     kept = json.loads(asked.flexsp_results.read_text()) if asked.flexsp_results.exists() else {}
     columns["flexsp"] = Column()
@@ -219,7 +219,7 @@ def rows(name: str, columns: dict[str, Column]) -> None:
     for planner, column in columns.items():
         against = [column.over(columns[other].seconds) if other in columns else [] for other in ("flexsp", "megatron")]
         cells = [of(against[0]), of(column.over(column.bounds)), of(against[1])]
-        times = [f"{ms:.0f}" for ms in np.percentile(column.milliseconds or [math.nan], [50, 99])]
+        times = [f"{np.percentile(column.milliseconds, q):.0f}" if column.milliseconds else "-" for q in (50, 99)]
         print("|", " | ".join([name, planner, str(len(column.milliseconds)), *cells, *times]), "|", flush=True)
 
 
@@ -240,7 +240,8 @@ def main() -> None:
     parser.add_argument("--flexsp-results", type=Path, default=RESULTS, help="where flexsp's figures are kept")
     parser.add_argument("--sync", choices=("lockstep", "free"), default="lockstep")
     asked = parser.parse_args()
-    print(f"bench_planner.py {' '.join(sys.argv[1:])}\non {machine()}; MILPs end at a gap of {GAP} or {NODES} nodes")
+    print(f"bench_planner.py {' '.join(sys.argv[1:])}\non {machine()}")
+    print(f"MILPs end at a gap of {GAP}, {NODES} nodes or {CHECKPOINTS} checkpoints")
     print(HEADER)
     for name in asked.sets:
         rows(name, with_flexsp(measured(SETS[name], asked), SETS[name], asked))
