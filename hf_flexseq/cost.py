@@ -6,15 +6,16 @@ A sequence of s tokens on a group of d ranks takes, with a1, a2 and b1 measured 
     ulysses   (a1 s^2 stretch + a2 s) / d + all-to-all bytes s / (d v_d)
     zigzag    max(a1 s^2 / d, ring bytes s (d - 1) / (d v_d)) + a2 s / d
 
-* A group takes the sum over its sequences, a rank the sum over its groups, a micro-batch in lockstep the maximum over
-  ranks plus b1. Ranks in free synchronisation meet only inside groups: see `free_ns`.
+* A group takes the sum over its sequences and, of two ranks and more, `group_s`: what its transfers wait for whatever
+  they move. A rank takes the sum over its groups, a micro-batch in lockstep the maximum over ranks plus b1. Ranks in
+  free synchronisation meet only inside groups: see `free_ns`.
 * `stretch` is ceil(H/d) d / H: the rank with the most of H query heads sets Ulysses' pace, and ranks beyond H idle.
 * Ring transfers run beside the attention they feed (LightSeq, arXiv 2310.03294, section 3.2), so the longer counts.
 * A rank holds token_bytes x tokens + state_bytes + sharded_state_bytes / ranks, at most budget_bytes.
 
-The formula is FlexSP's (arXiv 2412.01523, equations 11 to 14), with heads, rings and unsharded states added. Rejected:
-the factor (d - 1)/d on all-to-all bytes, which the published constants were fitted without, and a latency per group,
-published as zero. All decisions use whole nanoseconds, so that sums do not depend on their order or on the machine.
+The formula is FlexSP's (arXiv 2412.01523, equations 11 to 14), with heads, rings, latency and unsharded states added.
+Rejected: the factor (d - 1)/d on all-to-all bytes, which the published constants were fitted without. All decisions
+use whole nanoseconds, so that sums do not depend on their order or on the machine.
 """
 
 import hashlib
@@ -41,6 +42,7 @@ class CostModel:
 
     name: a label. attention_s: seconds per squared token (a1). linear_s: seconds per token (a2).
     micro_batch_s: seconds per micro-batch, whatever is in it (b1).
+    group_s: seconds per group of two ranks and more, whatever is in it: the latency of its transfers, all layers.
     all_to_all_bytes, ring_bytes: bytes per token that Ulysses and a ring move, forward and backward, all layers.
     ring_bytes None: not known, so zigzag cannot be planned. ring_overlap: share of a ring's transfers that can travel
     while attention computes: 1 where they need none of the processor's time, 0 where they take it.
@@ -53,6 +55,7 @@ class CostModel:
     attention_s: float
     linear_s: float
     micro_batch_s: float
+    group_s: float
     all_to_all_bytes: float
     ring_bytes: float | None
     ring_overlap: float
@@ -66,7 +69,14 @@ class CostModel:
     def __post_init__(self) -> None:
         for name in ("linear_s", "token_bytes", "budget_bytes"):
             _require(getattr(self, name) > 0, f"{name}={getattr(self, name)}: must be positive")
-        for name in ("attention_s", "micro_batch_s", "all_to_all_bytes", "state_bytes", "sharded_state_bytes"):
+        for name in (
+            "attention_s",
+            "micro_batch_s",
+            "group_s",
+            "all_to_all_bytes",
+            "state_bytes",
+            "sharded_state_bytes",
+        ):
             _require(getattr(self, name) >= 0, f"{name}={getattr(self, name)}: must not be negative")
         _require(
             self.ring_bytes is None or self.ring_bytes >= 0, f"ring_bytes={self.ring_bytes}: must not be negative"
@@ -121,6 +131,10 @@ class CostModel:
     def micro_batch_ns(self) -> int:
         """Nanoseconds every micro-batch costs, whatever is in it."""
         return int(self.micro_batch_s * 1e9 + 0.5)
+
+    def latency_ns(self, degree: int) -> int:
+        """Nanoseconds a group of `degree` ranks costs beside its sequences."""
+        return int(self.group_s * 1e9 + 0.5) if degree > 1 else 0
 
     def strategies(self, strategy: str) -> tuple[str, ...]:
         """The strategies that groups of two ranks and more may use when the user asks for `strategy`."""
@@ -194,10 +208,10 @@ class CostModel:
 
 
 def group_ns(cost: CostModel, group: Group, lengths: Sequence[int], topology: Topology) -> int:
-    """Nanoseconds of a group: the sum over its sequences."""
+    """Nanoseconds of a group: the sum over its sequences, and its latency."""
     members = np.array([lengths[i] for i in group.sequences], dtype=np.int64)
     spans = topology.spans_nodes(group.start, group.stop)
-    return int(cost.sequences_ns(members, group.degree, group.strategy, spans).sum())
+    return int(cost.sequences_ns(members, group.degree, group.strategy, spans).sum()) + cost.latency_ns(group.degree)
 
 
 def rank_ns(cost: CostModel, groups: Iterable[Group], lengths: Sequence[int], topology: Topology) -> tuple[int, ...]:

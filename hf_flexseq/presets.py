@@ -16,6 +16,7 @@ from hf_flexseq.topology import Topology
 MIB = 2**20
 FLEXSP_BANDWIDTHS = ((2, 119.5), (4, 104.1), (8, 96.5), (16, 10.33), (32, 5.94), (64, 4.87))
 FLEXSP_BUDGET_MIB = 28 * 1024
+EXCHANGES = 4  # a layer's in Ulysses: to heads and back, forward and backward
 
 
 def _flexsp(
@@ -32,6 +33,7 @@ def _flexsp(
         attention_s=ms[0] / 1e3,
         linear_s=ms[1] / 1e3,
         micro_batch_s=ms[2] / 1e3,
+        group_s=0.0,  # the release knows no latency
         all_to_all_bytes=4 * 2 * layers * hidden * 2.0,  # 4 tensors, forward and backward, 2 bytes each
         ring_bytes=None,
         ring_overlap=1.0,
@@ -76,6 +78,7 @@ class DeviceSpec:
     flops: FLOP/s in training kernels. memory_bytes: what one rank can use.
     intra_bytes, inter_bytes: bytes/s a rank moves to ranks of its own node and of others.
     layer_s: seconds a layer's forward and backward cost beside their arithmetic (launches).
+    transfer_s: seconds until a transfer between ranks begins.
     overlap: share of a transfer that costs no arithmetic meanwhile: a CPU core moves its bytes itself.
     """
 
@@ -85,6 +88,7 @@ class DeviceSpec:
     intra_bytes: float
     inter_bytes: float
     layer_s: float
+    transfer_s: float = 3e-5
     overlap: float = 1.0
 
 
@@ -105,7 +109,14 @@ DEVICES = {
             name="A100-40GB", flops=1.4e14, memory_bytes=39 * 2**30, intra_bytes=2e11, inter_bytes=2e10, layer_s=5e-4
         ),
         DeviceSpec(
-            name="CPU", flops=3e10, memory_bytes=4 * 2**30, intra_bytes=1e9, inter_bytes=1e8, layer_s=1e-3, overlap=0.0
+            name="CPU",
+            flops=3e10,
+            memory_bytes=4 * 2**30,
+            intra_bytes=1e9,
+            inter_bytes=1e8,
+            layer_s=1e-3,
+            transfer_s=3e-4,
+            overlap=0.0,
         ),
     )
 }
@@ -139,6 +150,7 @@ def analytic_cost_model(
         attention_s=shape.layers * 7.0 * query / device.flops,  # causal: 2 s^2 q forward, 5 s^2 q backward
         linear_s=computed * flops_per_weight / device.flops,
         micro_batch_s=shape.layers * device.layer_s + gathered / _bandwidth(device, topology),
+        group_s=shape.layers * EXCHANGES * device.transfer_s,
         all_to_all_bytes=moved * 2.0 * (2 * query + key_value),  # q, k, v and the output, then their gradients
         ring_bytes=moved * 3.0 * key_value,  # keys and values in both directions, and their gradients
         ring_overlap=device.overlap,

@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from hf_flexseq.cost import CostModel, free_ns, lockstep_ns, step_ns
+from hf_flexseq.cost import CostModel, free_ns, lockstep_ns, rank_ns, step_ns
 from hf_flexseq.plan import Group, MicroBatch
 from hf_flexseq.presets import DEVICES, PRESETS, ModelShape, analytic_cost_model, load_cost_model
 from hf_flexseq.topology import Topology
@@ -22,6 +22,7 @@ SIMPLE = CostModel(
     attention_s=0.0,
     linear_s=1.0,
     micro_batch_s=100.0,
+    group_s=0.0,
     all_to_all_bytes=0.0,
     ring_bytes=None,
     ring_overlap=1.0,
@@ -117,6 +118,15 @@ def test_lockstep_waits_for_the_slowest_rank_of_each_micro_batch() -> None:
     node = Topology(nodes=1, ranks_per_node=2)
     assert [ns / 1e9 for ns in lockstep_ns(SIMPLE, STEP, LENGTHS, node)] == [108, 106]
     assert step_ns(SIMPLE, STEP, LENGTHS, node, sync="lockstep") == 214e9
+
+
+def test_groups_of_two_ranks_and_more_pay_their_latency() -> None:
+    cost, node = replace(SIMPLE, group_s=3.0), Topology(nodes=1, ranks_per_node=3)
+    ranks, alone = (rank_ns(model, STEP[0].groups, LENGTHS, node) for model in (cost, SIMPLE))
+    wide = [sum(group.degree > 1 for group in STEP[0].groups if rank in group.ranks) for rank in range(3)]
+    assert set(wide) == {0, 1}
+    assert [a - b for a, b in zip(ranks, alone, strict=True)] == [3_000_000_000 * count for count in wide]
+    assert free_ns(cost, STEP, LENGTHS, node) > free_ns(SIMPLE, STEP, LENGTHS, node)
 
 
 def test_free_ranks_wait_only_in_their_groups() -> None:

@@ -43,6 +43,7 @@ TRUTH = dataclasses.replace(
     attention_s=8 * 2e-10,
     linear_s=8 * 3e-7 + 5e-7,
     micro_batch_s=8 * 1e-4 + 2e-3,
+    group_s=8 * 1e-3,
     bandwidths=((2, 4e9), (4, 2e9)),
     ring_bytes=1.5 * ESTIMATE.ring_bytes,
     ring_overlap=0.6,
@@ -119,13 +120,14 @@ def check_layout(micro_batch, lengths, topology=TOPOLOGY) -> None:
 @pytest.mark.parametrize("depths", [(8,), (1, 3)])
 @pytest.mark.parametrize("noise, tolerance", [(0.0, 0.01), (0.02, 0.06)])
 def test_a_fit_recovers_the_constants(depths: tuple[int, ...], noise: float, tolerance: float) -> None:
-    samples = synthetic_samples(depths, noise, latency_s=1e-4)
+    samples = synthetic_samples(depths, noise, latency_s=1e-3)
     compute = fit_compute(samples)
     links = fit_links(samples, ESTIMATE, layers=8, overlap=0.6)
-    found = links.fill(compute.fill(ESTIMATE, 8))
+    found = links.fill(compute.fill(ESTIMATE, 8), 8)
     assert found.attention_s == pytest.approx(TRUTH.attention_s, rel=tolerance)
     assert found.linear_s == pytest.approx(TRUTH.linear_s, rel=tolerance)
     assert found.micro_batch_s == pytest.approx(TRUTH.micro_batch_s, rel=10 * tolerance)
+    assert found.group_s == pytest.approx(TRUTH.group_s, rel=10 * tolerance)
     for (degree, speed), (wanted_degree, wanted) in zip(found.bandwidths, TRUTH.bandwidths, strict=True):
         assert (degree, speed) == (wanted_degree, pytest.approx(wanted, rel=3 * tolerance))
     assert found.ring_bytes == pytest.approx(TRUTH.ring_bytes, rel=3 * tolerance)
@@ -135,7 +137,7 @@ def test_a_fit_recovers_the_constants(depths: tuple[int, ...], noise: float, tol
 def test_bytes_and_memory_are_the_estimate_s() -> None:
     samples = synthetic_samples((8,), noise=0.0)
     compute = fit_compute(samples)
-    found = fit_links(samples, ESTIMATE, layers=8, overlap=1.0).fill(compute.fill(ESTIMATE, 8))
+    found = fit_links(samples, ESTIMATE, layers=8, overlap=1.0).fill(compute.fill(ESTIMATE, 8), 8)
     for name in ("all_to_all_bytes", "token_bytes", "state_bytes", "sharded_state_bytes", "budget_bytes", "heads"):
         assert getattr(found, name) == getattr(ESTIMATE, name)
 
@@ -143,7 +145,7 @@ def test_bytes_and_memory_are_the_estimate_s() -> None:
 def test_one_rank_keeps_the_estimate_s_transfers() -> None:
     samples = [sample for sample in synthetic_samples((8,), noise=0.0) if sample.degree == 1]
     links = fit_links(samples, ESTIMATE, layers=8, overlap=0.3)
-    found = links.fill(ESTIMATE)
+    found = links.fill(ESTIMATE, 8)
     assert (found.bandwidths, found.ring_bytes) == (ESTIMATE.bandwidths, ESTIMATE.ring_bytes)
 
 

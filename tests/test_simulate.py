@@ -1,5 +1,6 @@
 """The simulator against the closed form where they must agree, and against arithmetic where they must not."""
 
+import dataclasses
 import random
 
 import numpy as np
@@ -18,16 +19,16 @@ from hf_flexseq.timeline import MAIN_KINDS, Timeline
 from hf_flexseq.topology import Topology
 from plans import random_plan
 
-FLEXSP = PRESETS["flexsp-gpt-7b-a100"]
+FLEXSP = dataclasses.replace(PRESETS["flexsp-gpt-7b-a100"], group_s=0.04)
 NODE = Topology(nodes=1, ranks_per_node=4)
 
 
 def ring_model(**changes: object) -> CostModel:
     """A tiny model: 1 s per squared token, 1 ns per token and 1 byte/s, so that times can be counted by hand."""
     constants = {
-        "name": "ring", "attention_s": 1.0, "linear_s": 1e-9, "micro_batch_s": 0.0, "all_to_all_bytes": 0.0,
-        "ring_bytes": 0.0, "ring_overlap": 1.0, "bandwidths": [[64, 1.0]], "heads": None, "token_bytes": 1.0,
-        "state_bytes": 100.0, "sharded_state_bytes": 0.0, "budget_bytes": 1e9,
+        "name": "ring", "attention_s": 1.0, "linear_s": 1e-9, "micro_batch_s": 0.0, "group_s": 0.0,
+        "all_to_all_bytes": 0.0, "ring_bytes": 0.0, "ring_overlap": 1.0, "bandwidths": [[64, 1.0]], "heads": None,
+        "token_bytes": 1.0, "state_bytes": 100.0, "sharded_state_bytes": 0.0, "budget_bytes": 1e9,
     }  # fmt: skip
     return CostModel.from_record(constants | changes)
 

@@ -125,9 +125,12 @@ def measure(
     def fit() -> Calibration:
         compute = fit_compute(samples)
         links = fit_links(samples, estimate, layers=shape.layers, overlap=overlap)
-        part = links.fill(compute.fill(_of_depth(estimate, shape.layers, max(depths)), max(depths)))
+        depth = max(depths)
+        part = links.fill(compute.fill(_of_depth(estimate, shape.layers, depth), depth), depth)
         return Calibration(
-            cost=replace(links.fill(compute.fill(estimate, shape.layers)), name=f"measured-{device_name(device)}"),
+            cost=replace(
+                links.fill(compute.fill(estimate, shape.layers), shape.layers), name=f"measured-{device_name(device)}"
+            ),
             errors=_errors(part, mixes, held_out_s, communicator),
             latencies_s=links.latencies_s,
             tokens=tokens,

@@ -105,6 +105,7 @@ class FlexSP:
             tokens=buckets.longest,
             counts=buckets.counts,
             times=self._times(buckets.longest),
+            latency=tuple(self.cost.latency_ns(degree) for degree in self.degrees),
             degrees=self.degrees,
             copies=tuple(self._copies(degree) for degree in self.degrees),
             cap=self.cap,

@@ -4,7 +4,7 @@ For virtual groups p of degree d_p and buckets q of b_q sequences, find m_p in {
 (members of bucket q in group p):
 
     minimise C
-    sum_q time_q(d_p) A_qp <= C                                  every group
+    latency(d_p) m_p + sum_q time_q(d_p) A_qp <= C               every group
     sum_q tokens_q A_qp <= d_p cap m_p                           every group: memory, and nothing in unused groups
     sum_p slots(d_p) m_p <= slots of the ranks                   groups fit side by side
     sum_p A_qp = b_q                                             every bucket
@@ -45,6 +45,7 @@ class GroupingTask:
     """One micro-batch.
 
     tokens, counts: [Q] length and members of each bucket. times: [Q, D] nanoseconds at each degree.
+    latency: [D] nanoseconds of a group beside its members.
     degrees: [D] ascending. copies: [D] how many groups of each there may be. cap: most tokens of a rank.
     ranks: of the world. slots: per unit of `aligned.units` its slots and how many of them each degree takes, [D].
     """
@@ -52,6 +53,7 @@ class GroupingTask:
     tokens: Int64Array
     counts: Int64Array
     times: Int64Array
+    latency: tuple[int, ...]
     degrees: tuple[int, ...]
     copies: tuple[int, ...]
     cap: int
@@ -112,7 +114,7 @@ class _Model:
 
     def _members(self, q: int, p: int) -> Any:
         task, room = self.task, self.task.cap * self.task.degrees[self.column[p]]
-        in_time = self.beat // int(task.times[q, self.column[p]])
+        in_time = (self.beat - task.latency[self.column[p]]) // int(task.times[q, self.column[p]])
         most = min(int(task.counts[q]), room // int(task.tokens[q]), in_time)
         return self.program.add_variable(f"A{q}_{p}", 0, most, pulp.LpInteger)
 
@@ -120,7 +122,8 @@ class _Model:
         task = self.task
         for p, column in enumerate(self.column):
             seconds = (task.times[:, column] / SCALE).tolist()
-            yield _sum(zip(self.held[p], seconds, strict=True)) <= self.slowest
+            waiting = (self.used[p], task.latency[column] / SCALE)
+            yield _sum([waiting, *zip(self.held[p], seconds, strict=True)]) <= self.slowest
             shares = (task.tokens / (task.cap * task.degrees[column])).tolist()
             yield _sum(zip(self.held[p], shares, strict=True)) <= self.used[p]
             if p and self.column[p - 1] == column:
@@ -161,7 +164,7 @@ class _Model:
 
 def slowest_ns(task: GroupingTask, chosen: Chosen) -> int:
     """Nanoseconds of the slowest group, every sequence counted as long as its bucket's longest."""
-    return max(int((task.times[:, column] * members).sum()) for column, members in chosen)
+    return max(task.latency[column] + int((task.times[:, column] * members).sum()) for column, members in chosen)
 
 
 def least_slowest_ns(task: GroupingTask) -> int:

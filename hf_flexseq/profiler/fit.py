@@ -92,10 +92,16 @@ class Links:
     ring_factor: float
     ring_overlap: float
 
-    def fill(self, model: CostModel) -> CostModel:
-        """`model` with these transfers; ring bytes count as many as they are worth at an all-to-all's pace."""
-        ring_bytes = None if model.ring_bytes is None else model.ring_bytes * self.ring_factor
-        return replace(model, bandwidths=self.bandwidths, ring_bytes=ring_bytes, ring_overlap=self.ring_overlap)
+    def fill(self, model: CostModel, layers: int) -> CostModel:
+        """`model`, of `layers` layers, with these transfers; ring bytes count as many as they are worth at an
+        all-to-all's pace, and latencies by their mean."""
+        return replace(
+            model,
+            bandwidths=self.bandwidths,
+            group_s=layers * float(np.mean([seconds for _, seconds in self.latencies_s] or [0.0])),
+            ring_bytes=None if model.ring_bytes is None else model.ring_bytes * self.ring_factor,
+            ring_overlap=self.ring_overlap,
+        )
 
 
 def nnls(rows: Floats, seconds: Floats) -> Floats:

@@ -116,6 +116,7 @@ class _Run:
             for work in together:
                 self._everyone(work, work.linear_ns[piece], "linear")
             for work in together:
+                self._everyone(work, work.latency_ns[piece], "latency", "transfer")
                 if work.group.strategy == "zigzag":
                     self._ring(work, piece)
                 else:

@@ -29,6 +29,7 @@ class Work:
 
     place: int
     group: Group
+    latency_ns: tuple[int, ...]
     linear_ns: tuple[int, ...]
     attention_ns: tuple[int, ...]
     all_to_all_ns: tuple[int, ...]
@@ -43,6 +44,7 @@ def make_work(
     return Work(
         place=place,
         group=group,
+        latency_ns=spread(cost.latency_ns(group.degree), weights(ALL_TO_ALL, layers)),
         linear_ns=spread(linear, weights(LINEAR, layers)),
         attention_ns=spread(attention, weights(ATTENTION, layers)),
         all_to_all_ns=spread(moved, weights(ALL_TO_ALL, layers)),
@@ -62,7 +64,8 @@ def spread(total: int, sizes: Sequence[int]) -> tuple[int, ...]:
 
 
 def _totals(group: Group, lengths: Sequence[int], topology: Topology, cost: CostModel) -> tuple[int, int, int, float]:
-    """Of the whole micro-batch: nanoseconds of linear layers, attention and all-to-all, bytes of a ring's chunk."""
+    """Of the whole micro-batch: nanoseconds of linear layers, attention and all-to-all, bytes of a ring's chunk.
+    Latency is not among them."""
     s = np.array([lengths[i] for i in group.sequences], dtype=np.float64)
     tokens, degree = float(s.sum()), group.degree
     linear = round(cost.linear_s * tokens / degree * 1e9)
@@ -71,7 +74,7 @@ def _totals(group: Group, lengths: Sequence[int], topology: Topology, cost: Cost
             raise ValueError(f"cost model {cost.name!r} has no ring_bytes, so it cannot price a zigzag group")
         attention = round(cost.attention_s * float((s * s).sum()) / degree * 1e9)
         return linear, attention, 0, cost.ring_bytes * tokens / (2 * degree)
-    whole, moved = group_ns(cost, group, lengths, topology), 0
+    whole, moved = group_ns(cost, group, lengths, topology) - cost.latency_ns(group.degree), 0
     if group.strategy == "ulysses":
         spans = topology.spans_nodes(group.start, group.stop)
         moved = min(whole, round(cost.all_to_all_bytes * tokens / degree / cost.bandwidth(degree, spans) * 1e9))
