@@ -7,9 +7,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from hf_flexseq.analytic import DEVICES, ModelShape, analytic_cost_model
 from hf_flexseq.cost import CostModel, free_ns, lockstep_ns, rank_ns, step_ns
 from hf_flexseq.plan import Group, MicroBatch
-from hf_flexseq.presets import DEVICES, PRESETS, ModelShape, analytic_cost_model, load_cost_model
+from hf_flexseq.presets import PRESETS, load_cost_model
 from hf_flexseq.topology import Topology
 
 FLEXSP = PRESETS["flexsp-gpt-7b-a100"]

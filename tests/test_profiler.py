@@ -10,6 +10,7 @@ import pytest
 import torch
 from accelerate import Accelerator
 
+from hf_flexseq.analytic import DEVICES, ModelShape, analytic_cost_model
 from hf_flexseq.cost import CostModel, lockstep_ns
 from hf_flexseq.distributed.communicator import Communicator
 from hf_flexseq.hf import calibration, run_cost
@@ -18,7 +19,6 @@ from hf_flexseq.hf.calibration import Calibration, Effort
 from hf_flexseq.hf.estimate import model_shape
 from hf_flexseq.hf.run_cost import fit_key, probe_spec, unnamed_cost_model
 from hf_flexseq.plan import Plan, check
-from hf_flexseq.presets import DEVICES, ModelShape, analytic_cost_model
 from hf_flexseq.profiler.cache import cache_path, load_cached, save_whole
 from hf_flexseq.profiler.design import (
     Shape,

@@ -14,12 +14,12 @@ import torch
 from accelerate import Accelerator
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, PreTrainedConfig
 
+from hf_flexseq.analytic import analytic_cost_model
 from hf_flexseq.distributed.communicator import Communicator
 from hf_flexseq.hf.calibration import THOROUGH, Calibration, Effort, device_name, measure
 from hf_flexseq.hf.estimate import device_spec, model_shape
 from hf_flexseq.hf.probe import ProbeSpec
 from hf_flexseq.hf.run_cost import with_gathering
-from hf_flexseq.presets import analytic_cost_model
 
 DTYPES = ("float32", "bfloat16", "float16", "float64")
 

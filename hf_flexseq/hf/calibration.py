@@ -15,12 +15,12 @@ from typing import Any
 import numpy as np
 import torch
 
+from hf_flexseq.analytic import ModelShape
 from hf_flexseq.cost import CostModel, lockstep_ns
 from hf_flexseq.distributed.communicator import Communicator
 from hf_flexseq.distributed.control import broadcast_object
 from hf_flexseq.hf.probe import Probe, ProbeSpec
 from hf_flexseq.kernels.choose import choose_kernel
-from hf_flexseq.presets import ModelShape
 from hf_flexseq.profiler.design import (
     Layout,
     Shape,

@@ -9,8 +9,8 @@ from accelerate import Accelerator
 from accelerate.utils import DistributedType
 from torch import nn
 
+from hf_flexseq.analytic import DEVICES, DeviceSpec, ModelShape, analytic_cost_model
 from hf_flexseq.cost import CostModel
-from hf_flexseq.presets import DEVICES, DeviceSpec, ModelShape, analytic_cost_model
 from hf_flexseq.topology import Topology
 
 logger = logging.getLogger(__name__)

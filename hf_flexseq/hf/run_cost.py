@@ -16,13 +16,13 @@ from huggingface_hub.constants import HF_HOME
 from torch.distributed.fsdp import FSDPModule
 from transformers import PreTrainedModel
 
+from hf_flexseq.analytic import ModelShape
 from hf_flexseq.cost import CostModel
 from hf_flexseq.distributed.communicator import Communicator
 from hf_flexseq.distributed.control import broadcast_object
 from hf_flexseq.hf.calibration import Effort, device_name, measure
 from hf_flexseq.hf.estimate import estimated_cost_model, is_checkpointed, model_shape, zero_stage
 from hf_flexseq.hf.probe import ProbeSpec
-from hf_flexseq.presets import ModelShape
 from hf_flexseq.profiler.cache import cache_path, load_cached, save_whole
 from hf_flexseq.topology import Topology
 

@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from hf_flexseq.analytic import DEVICES, ModelShape, analytic_cost_model
 from hf_flexseq.planner import make_plan
-from hf_flexseq.presets import DEVICES, ModelShape, analytic_cost_model
 from hf_flexseq.topology import Topology
 
 EXAMPLES = int(os.environ.get("PLAN_EXAMPLES", "100"))

@@ -11,12 +11,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from hf_flexseq.analytic import DEVICES, ModelShape, analytic_cost_model
 from hf_flexseq.cost import CostModel, step_ns
 from hf_flexseq.plan import Plan, PlanInfeasible, check
 from hf_flexseq.planner import make_plan
 from hf_flexseq.planner.bound import lower_bound_ns
 from hf_flexseq.planner.static import static_degrees
-from hf_flexseq.presets import DEVICES, PRESETS, ModelShape, analytic_cost_model
+from hf_flexseq.presets import PRESETS
 from hf_flexseq.topology import Topology
 from planner.brute import best_lockstep_ns
 
