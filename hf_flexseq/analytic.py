@@ -83,12 +83,14 @@ def analytic_cost_model(
     topology: Topology,
     *,
     checkpointing: bool = True,
+    chunked_loss: bool = True,
     zero_stage: int = 0,
     memory_fraction: float = 0.85,
 ) -> CostModel:
     """An estimate from plain numbers.
 
     checkpointing: layers are recomputed in the backward, attention is not (its outputs are kept).
+    chunked_loss: no logits of all tokens at once, but a float32 gradient of the head from the forward on.
     zero_stage: 0 nothing sharded, 1 optimizer, 2 also gradients, 3 also parameters (FSDP).
     memory_fraction: share of the device's memory to plan with.
     """
@@ -99,6 +101,7 @@ def analytic_cost_model(
     flops_per_weight = 8 if checkpointing else 6  # 2 forward, 4 backward, 2 for the second forward
     moved = shape.layers * shape.dtype_bytes
     replicated, sharded = _state_bytes(shape.params, zero_stage)
+    logits = shape.vocab * (shape.dtype_bytes + 8)  # in the model's dtype, in float32, and the gradient
     gathered = 3 * shape.params * shape.dtype_bytes if zero_stage == 3 and topology.world_size > 1 else 0
     return CostModel(
         name=f"analytic-{device.name}",
@@ -111,8 +114,8 @@ def analytic_cost_model(
         ring_overlap=device.overlap,
         bandwidths=_bandwidths(device, topology),
         heads=shape.heads,
-        token_bytes=_token_bytes(shape, checkpointing),
-        state_bytes=replicated,
+        token_bytes=_token_bytes(shape, checkpointing) + (0.0 if chunked_loss else logits),
+        state_bytes=replicated + (4.0 * shape.vocab * shape.hidden if chunked_loss else 0.0),
         sharded_state_bytes=sharded,
         budget_bytes=memory_fraction * device.memory_bytes,
     )
@@ -126,14 +129,13 @@ def _state_bytes(params: int, zero_stage: int) -> tuple[float, float]:
 
 
 def _token_bytes(shape: ModelShape, checkpointing: bool) -> float:
-    """Activation bytes per token, the float32 logits with their gradient included."""
+    """Activation bytes per token, without the logits."""
     query, key_value = shape.heads * shape.head_dim, 2 * shape.kv_heads * shape.head_dim
     attention_kept = query * shape.dtype_bytes + shape.heads * 4  # output and log-sum-exp
     whole_layer = (5 * shape.hidden + 2 * query + key_value + 4 * shape.intermediate) * shape.dtype_bytes
-    logits = shape.vocab * (shape.dtype_bytes + 8)
     if not checkpointing:
-        return float(shape.layers * (whole_layer + shape.heads * 4) + logits)
-    return float(shape.layers * (shape.hidden * shape.dtype_bytes + attention_kept) + 2 * whole_layer + logits)
+        return float(shape.layers * (whole_layer + shape.heads * 4))
+    return float(shape.layers * (shape.hidden * shape.dtype_bytes + attention_kept) + 2 * whole_layer)
 
 
 def _bandwidth(device: DeviceSpec, topology: Topology) -> float:

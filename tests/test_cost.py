@@ -159,6 +159,7 @@ def test_analytic_memory_depends_on_sharding_and_checkpointing() -> None:
 
     assert tokens(zero_stage=3) > tokens(zero_stage=2) > tokens(zero_stage=1)
     assert tokens(zero_stage=3) > 2 * tokens(zero_stage=3, checkpointing=False)
+    assert tokens(zero_stage=3) > 2 * tokens(zero_stage=3, chunked_loss=False)
     with pytest.raises(ValueError, match="leaves no room for a token: shard them"):
         tokens(zero_stage=0)
     with pytest.raises(ValueError, match="zero_stage=4"):

@@ -11,6 +11,7 @@ from torch import nn
 
 from hf_flexseq.analytic import DEVICES, DeviceSpec, ModelShape, analytic_cost_model
 from hf_flexseq.cost import CostModel
+from hf_flexseq.hf.loss import has_chunkable_loss
 from hf_flexseq.topology import Topology
 
 logger = logging.getLogger(__name__)
@@ -21,7 +22,12 @@ def estimated_cost_model(model: nn.Module, accelerator: Accelerator, topology: T
     device = device_spec(accelerator.device, topology.ranks_per_node)
     stage = zero_stage(model, accelerator)
     cost = analytic_cost_model(
-        model_shape(model), device, topology, checkpointing=is_checkpointed(model), zero_stage=stage
+        model_shape(model),
+        device,
+        topology,
+        checkpointing=is_checkpointed(model),
+        chunked_loss=has_chunkable_loss(model),
+        zero_stage=stage,
     )
     logger.info("cost model estimated for %s with parameters sharded as in ZeRO stage %d", device.name, stage)
     return cost

@@ -68,6 +68,15 @@ def attach_chunked_loss(model: nn.Module) -> "ChunkedLoss | None":
     return ChunkedLoss(entries, model, head)
 
 
+def has_chunkable_loss(model: nn.Module) -> bool:
+    """Whether `attach_chunked_loss` can do without the logits of all tokens of `model`, itself not an adapter."""
+    try:
+        _suitable_head(model)
+    except _Unsuitable:
+        return False
+    return True
+
+
 @dataclass(slots=True)
 class _Call:
     """One forward of the model: its targets [B * S], what to divide by, and the loss once the head has run."""
