@@ -149,7 +149,7 @@ def test_analytic_model_counts_flops_and_bytes() -> None:
     assert cost.attention_s * DEVICES["H100"].flops == pytest.approx(32 * 7 * 4096)
     assert cost.all_to_all_bytes == 32 * 2 * 2 * (2 * 4096 + 2 * 1024)
     assert cost.ring_bytes == 32 * 2 * 3 * 2 * 1024
-    assert cost.state_bytes == 0
+    assert cost.state_bytes == 4 * 128256 * 4096  # the gradient of the head
     assert cost.sharded_state_bytes == 16 * LLAMA_8B.params
 
 
