@@ -29,30 +29,22 @@ class Move:
 
 
 def even_layout(tokens: Sequence[int], topology: Topology) -> tuple[int, ...]:
-    """Tokens of each rank when they are spread to within one. The larger shares go where fewer tokens then cross
-    nodes: to the nodes that have the most, and there to the ranks that have the most."""
+    """Tokens of each rank when they are spread to within one. The larger shares go where the fewest tokens then cross
+    nodes, and among those where the fewest move at all."""
     share, left = divmod(sum(tokens), topology.world_size)
-    nodes = _per_node(tokens, topology)
-    ranks = sorted(range(topology.world_size), key=lambda r: (-nodes[_node(r, topology)], -tokens[r], r))
     even = [share] * topology.world_size
-    for rank in _spread_over_surpluses(ranks, nodes, share, left, topology):
+    spare = [held - share * topology.ranks_per_node for held in _per_node(tokens, topology)]
+    ranks = set(range(topology.world_size))
+
+    def worth(rank: int) -> tuple[bool, bool, int]:
+        return spare[_node(rank, topology)] > 0, tokens[rank] > share, -rank
+
+    for _ in range(left):
+        rank = max(ranks, key=worth)
+        ranks.remove(rank)
+        spare[_node(rank, topology)] -= 1
         even[rank] += 1
     return tuple(even)
-
-
-def _spread_over_surpluses(
-    ranks: Sequence[int], nodes: Sequence[int], share: int, left: int, topology: Topology
-) -> Iterator[int]:
-    """`left` of `ranks`: first those whose node has a token to spare for it, then any."""
-    spare = [held - share * topology.ranks_per_node for held in nodes]
-    chosen: list[int] = []
-    for rank in ranks:
-        if len(chosen) < left and spare[_node(rank, topology)] > 0:
-            spare[_node(rank, topology)] -= 1
-            chosen.append(rank)
-    others = [rank for rank in ranks if rank not in set(chosen)]
-    yield from chosen
-    yield from others[: left - len(chosen)]
 
 
 def transport(tokens: Sequence[int], topology: Topology) -> tuple[Move, ...]:
