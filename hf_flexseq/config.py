@@ -5,8 +5,8 @@ from importlib.util import find_spec
 from typing import Any
 
 PLANNERS = ("auto", "static", "flexsp", "zeppelin")
-USER_STRATEGIES = ("auto", "ulysses", "zigzag", "local")
-STRATEGIES_TO_COME = ("balanced", "allgather", "hybrid")
+USER_STRATEGIES = ("auto", "ulysses", "zigzag", "balanced", "allgather", "local")
+STRATEGIES_TO_COME = ("hybrid",)
 SYNCS = ("auto", "lockstep", "free")
 
 
@@ -25,8 +25,9 @@ class FlexSeqArguments:
     strategy: str = field(
         default="auto",
         metadata={
-            "help": "How a group shares attention: `auto` (the cheaper one per group), `ulysses`, `zigzag`, or "
-            "`local` (no sequence is ever split)."
+            "help": "How a group shares attention: `auto` (the cheapest per group), `ulysses` (heads for tokens), "
+            "`zigzag` (a ring with even work), `balanced` (LightSeq's ring with helpers), `allgather` (keys and "
+            "values first, then one kernel call), or `local` (no sequence is ever split)."
         },
     )
     sp_degree: int | None = field(

@@ -66,7 +66,7 @@ def test_flexsp_without_its_solver_is_refused_when_configured(monkeypatch: pytes
         FlexSeqArguments(planner="flexsp")
 
 
-@pytest.mark.parametrize("chosen", [{"strategy": "balanced"}, {"strategy": "hybrid"}])
+@pytest.mark.parametrize("chosen", [{"strategy": "hybrid"}])
 def test_says_what_is_not_there_yet(chosen: dict) -> None:
     with pytest.raises(NotImplementedError, match="choose from"):
         FlexSeqArguments(**chosen)

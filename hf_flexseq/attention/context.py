@@ -2,14 +2,16 @@
 
 import torch
 
+from hf_flexseq.attention.allgather import AllGatherZone
 from hf_flexseq.attention.local import LocalZone
 from hf_flexseq.attention.ring import RingZone
+from hf_flexseq.attention.turns import make_turns
 from hf_flexseq.attention.ulysses import UlyssesZone
 from hf_flexseq.distributed.communicator import Communicator
 from hf_flexseq.kernels import Kernel
 from hf_flexseq.shard import Shard, Zone
 
-ZoneAttention = LocalZone | UlyssesZone | RingZone
+ZoneAttention = LocalZone | UlyssesZone | RingZone | AllGatherZone
 
 
 class SequenceContext:
@@ -38,7 +40,10 @@ def _zone_attention(zone: Zone, communicator: Communicator, kernel: Kernel, devi
             return LocalZone(zone, kernel, device)
         case "ulysses":
             return UlyssesZone(zone, communicator, kernel, device)
-        case "zigzag":
-            return RingZone(zone, communicator, kernel, device)
+        case "zigzag" | "balanced" as name:
+            turns = make_turns(name, zone.lengths, zone.index, zone.group.ranks, device)
+            return RingZone(slice(zone.start, zone.stop), turns, communicator, kernel)
+        case "allgather":
+            return AllGatherZone(zone, communicator, kernel, device)
         case other:
             raise AssertionError(f"no attention for strategy {other!r}")
