@@ -7,6 +7,7 @@ A sequence of s tokens on a group of d ranks takes, with a1, a2 and b1 measured 
     zigzag    max(a1 s^2 / d, ring bytes s (d - 1) / (d v_d)) + a2 s / d
     balanced  the same with a1 s^2 (d + 1) / d^2 at even d, and the bytes of `ring_traffic`
     allgather a1 s^2 / d + the bytes of `ring_traffic` s / (d v_d) + a2 s / d
+    hybrid    Ulysses' transfers inside a node + max(a1 s^2 stretch, ring bytes s (nodes - 1) / v_d) / d + a2 s / d
 
 * A group takes the sum over its sequences, a rank the sum over its groups, a micro-batch in lockstep the maximum over
   ranks plus b1. Ranks in free synchronisation meet only inside groups: see `free_ns`.
@@ -34,6 +35,7 @@ from hf_flexseq.plan import Group, MicroBatch
 from hf_flexseq.topology import Topology
 
 Int64Array = NDArray[np.int64]
+FloatArray = NDArray[np.float64]
 
 RING_STRATEGIES = ("zigzag", "balanced", "allgather")
 WIDEST_WITHIN_A_NODE = 8  # groups of so few ranks that nevertheless span nodes pay the next wider group's bandwidth
@@ -106,9 +108,11 @@ class CostModel:
         linear = self.linear_s * s / degree
         if strategy == "local":
             seconds = attention + linear
-        elif strategy == "ulysses":
+        elif strategy == "ulysses" or (strategy == "hybrid" and not spans_nodes):
             moved = self.all_to_all_bytes * s / degree / self.bandwidth(degree, spans_nodes)
             seconds = attention * self.head_stretch(degree) + linear + moved
+        elif strategy == "hybrid":
+            seconds = linear + self._hybrid_s(s, attention, degree)
         elif strategy in RING_STRATEGIES:
             moved = self.ring_traffic(degree, strategy) * s / degree / self.bandwidth(degree, spans_nodes)
             hidden = 0 * moved if strategy == "allgather" else self.ring_overlap * moved
@@ -117,6 +121,15 @@ class CostModel:
         else:
             raise ValueError(f"strategy {strategy!r} has no cost formula")
         return np.maximum(1, np.floor(seconds * 1e9 + 0.5)).astype(np.int64)  # work is never free
+
+    def _hybrid_s(self, s: FloatArray, attention: FloatArray, degree: int) -> FloatArray:
+        """Seconds of attention and its transfers where Ulysses runs inside nodes and a ring across them."""
+        nodes = nodes_spanned(degree)
+        width = degree // nodes
+        inside = self.all_to_all_bytes * s / degree / self.bandwidth(width, False)
+        across = 3 * self.trip_bytes()[0] * (nodes - 1) * s / degree / self.bandwidth(degree, True)
+        hidden = self.ring_overlap * across
+        return inside + np.maximum(attention * self.head_stretch(width), hidden) + (across - hidden)
 
     def sequence_ns(self, length: int, degree: int, strategy: str, spans_nodes: bool) -> int:
         """Nanoseconds of one sequence of `length` tokens on a group of `degree` ranks."""
@@ -130,9 +143,9 @@ class CostModel:
     def strategies(self, strategy: str) -> tuple[str, ...]:
         """The strategies that groups of two ranks and more may use when the user asks for `strategy`."""
         if strategy == "auto":
-            # Never allgather: by this model zigzag moves fewer bytes for the same work.
+            # Not allgather: by this model zigzag moves fewer bytes for the same work. Not hybrid: see nodes_spanned.
             return ("ulysses",) if self.ring_bytes is None else ("ulysses", "zigzag", "balanced")
-        if strategy in RING_STRATEGIES:
+        if strategy in (*RING_STRATEGIES, "hybrid"):
             self.trip_bytes()  # raises for a model that does not know them
         return () if strategy == "local" else (strategy,)
 
@@ -221,6 +234,12 @@ class CostModel:
 def ring_stretch(degree: int, strategy: str) -> float:
     """How much longer the attention of a ring strategy takes than an even split would: see `schedule/attention.py`."""
     return (degree + 1) / degree if strategy == "balanced" and degree % 2 == 0 else 1.0
+
+
+def nodes_spanned(degree: int) -> int:
+    """Nodes of a group that spans several, as far as a cost model can know: the fewest of eight ranks, as in the
+    machines that its bandwidths describe. Smaller nodes make a hybrid's ring longer than it is priced."""
+    return next(n for n in range(max(2, -(-degree // WIDEST_WITHIN_A_NODE)), degree + 1) if degree % n == 0)
 
 
 def group_ns(cost: CostModel, group: Group, lengths: Sequence[int], topology: Topology) -> int:

@@ -6,7 +6,7 @@ first). Inside a zone the layout depends on the strategy:
 * local: the group's sequences one after the other;
 * ulysses: the group's sequences concatenated and cut into `degree` contiguous parts, so that a rank's part may begin
   and end in the middle of a sequence;
-* zigzag, allgather: every sequence is cut into 2 x degree chunks and the rank of index i holds chunks i and
+* zigzag, allgather, hybrid: every sequence is cut into 2 x degree chunks and the rank of index i holds chunks i and
   2 x degree - 1 - i, which gives all ranks the same causal work (Megatron-LM's and ring-flash-attention's layout, here
   for any length);
 * balanced: every sequence is cut into `degree` chunks, one per rank; the schedule evens out the work (LightSeq,
@@ -120,7 +120,7 @@ def contiguous_part(tokens: int, index: int, degree: int) -> tuple[int, int]:
 
 # ---- chunks
 
-CHUNKS_PER_RANK = {"zigzag": 2, "allgather": 2, "balanced": 1}
+CHUNKS_PER_RANK = {"zigzag": 2, "allgather": 2, "hybrid": 2, "balanced": 1}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from hf_flexseq.cost import CostModel, free_ns, lockstep_ns, step_ns
+from hf_flexseq.cost import CostModel, free_ns, lockstep_ns, nodes_spanned, step_ns
 from hf_flexseq.plan import Group, MicroBatch
 from hf_flexseq.presets import DEVICES, PRESETS, ModelShape, analytic_cost_model, load_cost_model
 from hf_flexseq.schedule.attention import balanced
@@ -126,15 +126,26 @@ def test_balanced_idles_at_even_degrees() -> None:
     )
 
 
-@pytest.mark.parametrize("strategy", ["zigzag", "balanced", "allgather"])
+def test_a_hybrid_is_ulysses_inside_a_node_and_a_ring_across_nodes() -> None:
+    """16 ranks on two nodes: 10 bytes a token inside at 5 bytes/s, one trip of 3 bytes a token across at 1 byte/s."""
+    cost = replace(SIMPLE, attention_s=1.0, all_to_all_bytes=10.0, ring_bytes=3.0, bandwidths=((8, 5.0), (16, 1.0)))
+    inside, across, linear = 10 * 80 / 16 / 5, 3 * 80 / 16, 80 / 16
+    assert cost.sequence_ns(80, 16, "hybrid", True) == round((80 * 80 / 16 + inside + linear) * 1e9)
+    no_attention = replace(cost, attention_s=0.0)
+    assert no_attention.sequence_ns(80, 16, "hybrid", True) == round((across + inside + linear) * 1e9)
+    assert cost.sequence_ns(80, 8, "hybrid", False) == cost.sequence_ns(80, 8, "ulysses", False)
+    assert [nodes_spanned(d) for d in (2, 6, 8, 16, 24, 64, 9)] == [2, 2, 2, 2, 3, 8, 3]
+
+
+@pytest.mark.parametrize("strategy", ["zigzag", "balanced", "allgather", "hybrid"])
 def test_unknown_rings_are_refused(strategy: str) -> None:
     with pytest.raises(ValueError, match="no ring_bytes"):
-        FLEXSP.sequence_ns(10, 2, strategy, False)
+        FLEXSP.sequence_ns(10, 2, strategy, True)
     with pytest.raises(ValueError, match="no ring_bytes"):
         FLEXSP.strategies(strategy)
     assert FLEXSP.strategies("auto") == ("ulysses",)
     with pytest.raises(ValueError, match="no cost formula"):
-        FLEXSP.sequence_ns(10, 2, "hybrid", False)
+        FLEXSP.sequence_ns(10, 2, "ring", False)
 
 
 def test_vector_and_scalar_agree() -> None:

@@ -188,14 +188,17 @@ def test_balanced_takes_its_critical_path_and_waits_for_its_helpers(degree: int)
     assert slow.stop > free.stop
 
 
-def test_an_all_gather_is_its_closed_form() -> None:
-    plan = plan_of((24, 7), [(0, 4, (0, 1))], strategy="allgather")
-    cost = ring_model(ring_bytes=30.0)
+@pytest.mark.parametrize(
+    "strategy, label", [("allgather", "all-gather, between nodes"), ("hybrid", "all-to-all, within a node")]
+)
+def test_a_group_without_a_ring_is_its_closed_form(strategy: str, label: str) -> None:
+    plan, topology = plan_of((24, 7), [(0, 4, (0, 1))], strategy=strategy), Topology(nodes=2, ranks_per_node=2)
+    cost = ring_model(ring_bytes=30.0, all_to_all_bytes=30.0)
     for layers in (0, 3):
-        timeline = simulate(plan, NODE, cost, detail=Detail(layers=layers))
-        assert timeline.stop == step_ns(cost, plan.micro_batches, plan.lengths, NODE, sync="lockstep")
+        timeline = simulate(plan, topology, cost, detail=Detail(layers=layers))
+        assert timeline.stop == step_ns(cost, plan.micro_batches, plan.lengths, topology, sync="lockstep")
         check_timeline(timeline)
-    assert "all-gather, within a node" in {e.label for e in timeline.events}
+    assert label in {e.label for e in timeline.events}
 
 
 def test_memory_rises_in_the_forward_and_falls_in_the_backward() -> None:

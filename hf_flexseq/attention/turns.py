@@ -18,7 +18,7 @@ import torch
 
 from hf_flexseq.kernels.segments import Segments
 from hf_flexseq.schedule.attention import Step, attention_schedule
-from hf_flexseq.shard import Cut, cuts, held_chunks
+from hf_flexseq.shard import Cut, held_chunks
 
 Piece = tuple[int, int]  # place of the sequence in the group, chunk
 
@@ -96,10 +96,9 @@ class Layout:
 
 
 def make_turns(
-    strategy: str, lengths: tuple[int, ...], index: int, ranks: Sequence[int], device: torch.device
+    strategy: str, group_cuts: Sequence[Cut], index: int, ranks: Sequence[int], device: torch.device
 ) -> tuple[Turn, ...]:
-    """The turns of the rank of `index` among `ranks`, which share sequences of `lengths` by a ring strategy."""
-    group_cuts = cuts(strategy, lengths, len(ranks))
+    """The turns of the rank of `index` among `ranks`, which share sequences cut so by a ring strategy."""
     layout = Layout(group_cuts, strategy, index, len(ranks), device)
     lanes = []
     for flipped in (False, True):

@@ -7,8 +7,8 @@ A micro-batch is a constant and then a number of equal layers, forward and back.
 
 1. each rank runs the linear layers of all its tokens;
 2. then the attention of its groups, widest first. Ulysses waits for the whole group, moves half of its bytes,
-   computes, and moves the other half; an all-gather does it with keys, values and their gradients; a ring goes through
-   the steps of `schedule/attention.py` (see `ring.py`).
+   computes, and moves the other half (a hybrid likewise, inside nodes); an all-gather does it with keys, values and
+   their gradients; a ring goes through the steps of `schedule/attention.py` (see `ring.py`).
 
 What the closed form cannot see follows: ranks in several groups wait for each other in every layer, not once per
 micro-batch; linear layers do not make up for attention; ring steps hide their transfers only as far as they last.
@@ -136,8 +136,9 @@ class _Run:
         group = work.group
         if group.degree > 1:
             self.clock[_slice(group)] = self.clock[_slice(group)].max()
-            what = "all-to-all" if group.strategy == "ulysses" else "all-gather"
-            link = _link(self.topology.spans_nodes(group.start, group.stop))
+            what = "all-gather" if group.strategy == "allgather" else "all-to-all"
+            spans = self.topology.spans_nodes(group.start, group.stop) and group.strategy != "hybrid"
+            link = _link(spans)
             self._everyone(work, duration, f"{what}, {link}", "transfer")
 
     def _ring(self, work: Work, piece: int) -> None:

@@ -1,7 +1,8 @@
 """How much of a group's time is linear layers, attention and transfers, and how that is spread over the layers.
 
 The parts of a group without a ring add up to its closed form to the nanosecond. A ring's transfers follow from its
-steps, see `ring.py`; here it has attention and linear layers only.
+steps, see `ring.py`; here it has attention and linear layers only. A hybrid's ring is not gone through: it takes what
+the closed form says, as part of the attention.
 """
 
 from collections.abc import Sequence
@@ -10,7 +11,7 @@ from itertools import accumulate, pairwise
 
 import numpy as np
 
-from hf_flexseq.cost import CostModel, group_ns
+from hf_flexseq.cost import CostModel, group_ns, nodes_spanned
 from hf_flexseq.plan import Group
 from hf_flexseq.topology import Topology
 
@@ -91,7 +92,10 @@ def _totals(group: Group, lengths: Sequence[int], topology: Topology, cost: Cost
     whole, moved = group_ns(cost, group, lengths, topology), 0
     if group.strategy != "local":
         spans = topology.spans_nodes(group.start, group.stop)
-        traffic = cost.all_to_all_bytes if group.strategy == "ulysses" else cost.ring_traffic(degree, "allgather")
-        moved = min(whole, round(traffic * tokens / degree / cost.bandwidth(degree, spans) * 1e9))
+        traffic = cost.ring_traffic(degree, "allgather") if group.strategy == "allgather" else cost.all_to_all_bytes
+        speed = cost.bandwidth(degree, spans)
+        if group.strategy == "hybrid" and spans:
+            speed = cost.bandwidth(degree // nodes_spanned(degree), False)
+        moved = min(whole, round(traffic * tokens / degree / speed * 1e9))
     linear = min(linear, whole - moved)
     return linear, whole - moved - linear, moved

@@ -8,14 +8,15 @@ import torch
 
 from hf_flexseq.attention.turns import make_turns
 from hf_flexseq.plan import Group, MicroBatch
-from hf_flexseq.shard import make_shard
+from hf_flexseq.shard import cuts, make_shard
 
 CPU = torch.device("cpu")
 PACKS = [(1,), (2, 1), (17,), (40, 3, 29), tuple(random.Random(0).choices(range(1, 9), k=12))]
 
 
 def turns_of(strategy, lengths, degree):
-    return [make_turns(strategy, lengths, i, range(10, 10 + degree), CPU) for i in range(degree)]
+    group_cuts = cuts(strategy, lengths, degree)
+    return [make_turns(strategy, group_cuts, i, range(10, 10 + degree), CPU) for i in range(degree)]
 
 
 @pytest.mark.parametrize("strategy", ["zigzag", "balanced"])
