@@ -20,7 +20,7 @@ import torch
 from hf_flexseq.attention.local import LocalZone, Tensors
 from hf_flexseq.distributed.all_to_all import all_to_all
 from hf_flexseq.distributed.communicator import Communicator
-from hf_flexseq.kernels import Kernel
+from hf_flexseq.kernels import Kernel, lse_dtype
 from hf_flexseq.shard import Zone, contiguous_part
 
 
@@ -134,21 +134,20 @@ class UlyssesZone:
         ]
 
     def _head_to_seq(self, tensors: Tensors, spans: Sequence[Sequence[slice]]) -> list[torch.Tensor]:
-        """Each [all tokens, my heads, D] -> [my tokens, heads, D]; heads that several ranks had are summed."""
+        """Each [all tokens, my heads, D] -> [my tokens, heads, D]; heads that several ranks had are summed, in float32
+        (float64 for float64): many ranks may share a KV head, and a 16-bit sum would lose with each of them."""
         by_rank = [x.split(self.tokens) for x in tensors]
         parts = [_flat_cat([pieces[i] for pieces in by_rank]) for i in self._indices]
         mine = self.tokens[self.index]
         head_dim = tensors[0].shape[2]
         sizes = [[mine * (span[i].stop - span[i].start) * head_dim for span in spans] for i in self._indices]
         received = all_to_all(self.communicator, self.ranks, parts, [sum(s) for s in sizes])
-        results = [
-            x.new_zeros(mine, max(s.stop for s in span), head_dim) for x, span in zip(tensors, spans, strict=True)
-        ]
+        results = [_sums(x, mine, span) for x, span in zip(tensors, spans, strict=True)]
         for i, flat in enumerate(received):
             for result, span, piece in zip(results, spans, flat.split(sizes[i]), strict=True):
                 if piece.numel():
                     result[:, span[i]] += piece.view(mine, -1, head_dim)
-        return results
+        return [result.to(x.dtype) for result, x in zip(results, tensors, strict=True)]
 
     @property
     def _indices(self) -> range:
@@ -157,6 +156,13 @@ class UlyssesZone:
 
 def _spans(shares: Sequence[HeadShare]) -> tuple[list[slice], list[slice]]:
     return [slice(s.q_start, s.q_stop) for s in shares], [slice(s.kv_start, s.kv_stop) for s in shares]
+
+
+def _sums(x: torch.Tensor, tokens: int, spans: Sequence[slice]) -> torch.Tensor:
+    """Zeros [tokens, all heads, D], wider than 16 bits if several ranks add to a head."""
+    heads = max(span.stop for span in spans)
+    shared = sum(span.stop - span.start for span in spans) > heads
+    return x.new_zeros(tokens, heads, x.shape[2], dtype=lse_dtype(x.dtype) if shared else x.dtype)
 
 
 def _width(x: torch.Tensor, span: slice) -> int:

@@ -3,6 +3,7 @@
 Kernels emit 16 bits. Ulysses and the all-gather make one call per query, so they round an output once, as one rank
 does. The rings merge rounded partial results in float32. Gradients of keys and values are sums of rounded parts under
 every strategy that lets several ranks read a key; with as many roundings as the sum, that is sqrt(2) times the error.
+A hybrid sums them twice where ranks of a node share a KV head: over nodes, then over the node's ranks.
 """
 
 import pytest
@@ -13,16 +14,18 @@ from hf_flexseq.distributed.communicator import Communicator
 from hf_flexseq.kernels.choose import choose_kernel
 from hf_flexseq.plan import Group, MicroBatch
 from hf_flexseq.shard import make_shard
+from hf_flexseq.topology import Topology
 from tests.ranks import run_ranks
 
 CPU, HEADS, KV_HEADS, HEAD_DIM = torch.device("cpu"), 4, 2, 32
 LENGTHS = (384, 130)
-ONE_ROUNDING, MERGED, SUMMED = 1.05, 1.45, 1.5
+ONE_ROUNDING, MERGED, SUMMED, TWICE_SUMMED = 1.05, 1.45, 1.5, 1.85
 MOST = {  # out, dq, dk, dv
     "ulysses": (ONE_ROUNDING, ONE_ROUNDING, SUMMED, SUMMED),
     "allgather": (ONE_ROUNDING, ONE_ROUNDING, SUMMED, SUMMED),
     "zigzag": (MERGED, MERGED, SUMMED, SUMMED),
     "balanced": (MERGED, MERGED, SUMMED, SUMMED),
+    "hybrid": (MERGED, MERGED, TWICE_SUMMED, TWICE_SUMMED),
 }
 
 
@@ -47,7 +50,8 @@ def attend(group, dtype, communicator):
 
 def run_strategies(rank, world_size):
     """By strategy the squared norms of the errors over the group, and of one kernel call on the same rows."""
-    communicator = Communicator()
+    nodes = 2 if world_size % 2 == 0 else 1
+    communicator = Communicator(Topology(nodes=nodes, ranks_per_node=world_size // nodes))
     sequences = tuple(range(len(LENGTHS)))
     alone = Group(ranks=(rank,), sequences=sequences, strategy="local")
     exact, single = attend(alone, torch.float64, communicator), attend(alone, torch.bfloat16, communicator)

@@ -13,6 +13,7 @@ from hf_flexseq.distributed.communicator import Communicator, Transfers
 from hf_flexseq.kernels.choose import choose_kernel
 from hf_flexseq.plan import Group, MicroBatch
 from hf_flexseq.shard import make_shard
+from hf_flexseq.topology import Topology
 from tests.ranks import run_ranks
 
 CPU, HEAD_DIM, CHUNK = torch.device("cpu"), 128, 16
@@ -43,11 +44,11 @@ class Counter:
         return found
 
 
-def run_cases(rank, world_size, strategies):
+def run_cases(rank, world_size, strategies, topology=None):
     """{(strategy, case): [(sent, received) in the forward, in the backward]} in units."""
     with pytest.MonkeyPatch.context() as monkeypatch:
         counter, found = Counter(monkeypatch), {}
-        world = Communicator(use_blocks=False)
+        world = Communicator(topology, use_blocks=False)
         for strategy in strategies:
             for case, (heads, kv_heads, shares) in CASES.items():
                 lengths = tuple(share * world_size for share in shares)
@@ -107,3 +108,11 @@ def test_ulysses_moves_a_share_of_four_tensors():
     for phase in (0, 1):
         mean, _ = mean_and_busiest(by_rank, "ulysses", "MHA", phase)
         assert mean == pytest.approx(4 * (1 / 2) * 1)
+
+
+def test_a_hybrid_moves_one_share_of_the_keys_across_nodes():
+    """Four ranks: q, k, v and out between the two of a node, and then half of the KV heads between two nodes."""
+    by_rank = run_ranks(run_cases, 4, ["hybrid"], Topology(nodes=2, ranks_per_node=2))
+    mean, _ = mean_and_busiest(by_rank, "hybrid", "MHA", 0)
+    inside, across = 4 / 2, 1.5 * (2 - 1)  # a node's tokens are two ranks', each has half of the heads
+    assert mean == pytest.approx(inside + across)
