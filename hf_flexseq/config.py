@@ -5,8 +5,7 @@ from importlib.util import find_spec
 from typing import Any
 
 PLANNERS = ("auto", "static", "flexsp", "zeppelin")
-USER_STRATEGIES = ("auto", "ulysses", "zigzag", "local")
-STRATEGIES_TO_COME = ("balanced", "allgather", "hybrid")
+USER_STRATEGIES = ("auto", "ulysses", "zigzag", "balanced", "allgather", "hybrid", "local")
 SYNCS = ("auto", "lockstep", "free")
 
 
@@ -25,8 +24,10 @@ class FlexSeqArguments:
     strategy: str = field(
         default="auto",
         metadata={
-            "help": "How a group shares attention: `auto` (the cheaper one per group), `ulysses`, `zigzag`, or "
-            "`local` (no sequence is ever split)."
+            "help": "How a group shares attention: `auto` (the cheapest per group), `ulysses` (heads for tokens), "
+            "`zigzag` (a ring with even work), `balanced` (LightSeq's ring with helpers), `allgather` (keys and "
+            "values first, then one kernel call), `hybrid` (Ulysses inside nodes, a ring across them), or `local` (no "
+            "sequence is ever split)."
         },
     )
     sp_degree: int | None = field(
@@ -62,7 +63,7 @@ class FlexSeqArguments:
         _one_of("planner", self.planner, PLANNERS)
         if self.planner == "flexsp":
             require_solver()
-        _one_of("strategy", self.strategy, USER_STRATEGIES, STRATEGIES_TO_COME)
+        _one_of("strategy", self.strategy, USER_STRATEGIES)
         _one_of("sync", self.sync, SYNCS)
         _whole("lookahead", self.lookahead, least=0)
         if self.max_tokens_per_rank is not None:
@@ -97,11 +98,7 @@ def require_solver() -> None:
         )
 
 
-def _one_of(name: str, value: str, allowed: tuple[str, ...], to_come: tuple[str, ...] = ()) -> None:
-    if value in to_come:
-        raise NotImplementedError(
-            f"{name}={value!r} is not available in this version; choose from {', '.join(allowed)}"
-        )
+def _one_of(name: str, value: str, allowed: tuple[str, ...]) -> None:
     if value not in allowed:
         raise ValueError(f"{name}={value!r} is none of {', '.join(allowed)}")
 

@@ -5,12 +5,16 @@ A sequence of s tokens on a group of d ranks takes, with a1, a2 and b1 measured 
     local     a1 s^2 + a2 s
     ulysses   (a1 s^2 stretch + a2 s) / d + all-to-all bytes s / (d v_d)
     zigzag    max(a1 s^2 / d, ring bytes s (d - 1) / (d v_d)) + a2 s / d
+    balanced  the same with a1 s^2 (d + 1) / d^2 at even d, and the bytes of `ring_traffic`
+    allgather a1 s^2 / d + the bytes of `ring_traffic` s / (d v_d) + a2 s / d
+    hybrid    Ulysses' transfers inside a node + max(a1 s^2 stretch, ring bytes s (nodes - 1) / v_d) / d + a2 s / d
 
 * A group takes the sum over its sequences and, of two ranks and more, `group_s`: what its transfers wait for whatever
   they move. A rank takes the sum over its groups, a micro-batch in lockstep the maximum over ranks plus b1. Ranks in
   free synchronisation meet only inside groups: see `free_ns`.
 * `stretch` is ceil(H/d) d / H: the rank with the most of H query heads sets Ulysses' pace, and ranks beyond H idle.
-* Ring transfers run beside the attention they feed (LightSeq, arXiv 2310.03294, section 3.2), so the longer counts.
+* Ring transfers run beside the attention they feed (LightSeq, arXiv 2310.03294, section 3.2), so the longer counts;
+  an all-gather ends before its attention begins.
 * A rank holds token_bytes x tokens + state_bytes + sharded_state_bytes / ranks, at most budget_bytes.
 
 The formula is FlexSP's (arXiv 2412.01523, equations 11 to 14), with heads, rings, latency and unsharded states added.
@@ -32,7 +36,9 @@ from hf_flexseq.plan import Group, MicroBatch
 from hf_flexseq.topology import Topology
 
 Int64Array = NDArray[np.int64]
+FloatArray = NDArray[np.float64]
 
+RING_STRATEGIES = ("zigzag", "balanced", "allgather")
 WIDEST_WITHIN_A_NODE = 8  # groups of so few ranks that nevertheless span nodes pay the next wider group's bandwidth
 
 
@@ -44,8 +50,8 @@ class CostModel:
     micro_batch_s: seconds per micro-batch, whatever is in it (b1).
     group_s: seconds per group of two ranks and more, whatever is in it: the latency of its transfers, all layers.
     all_to_all_bytes, ring_bytes: bytes per token that Ulysses and a ring move, forward and backward, all layers.
-    ring_bytes None: not known, so zigzag cannot be planned. ring_overlap: share of a ring's transfers that can travel
-    while attention computes: 1 where they need none of the processor's time, 0 where they take it.
+    ring_bytes None: not known, so no ring and no all-gather can be planned. ring_overlap: share of a ring's transfers
+    that can travel while attention computes: 1 where they need none of the processor's time, 0 where they take it.
     bandwidths: (degree, bytes/s) pairs, ascending. heads: query heads; None: any degree divides them.
     token_bytes: activation bytes per token. state_bytes: bytes of model state that every rank holds.
     sharded_state_bytes: bytes of model state that all ranks hold together. budget_bytes: memory of one rank.
@@ -112,16 +118,28 @@ class CostModel:
         linear = self.linear_s * s / degree
         if strategy == "local":
             seconds = attention + linear
-        elif strategy == "ulysses":
+        elif strategy == "ulysses" or (strategy == "hybrid" and not spans_nodes):
             moved = self.all_to_all_bytes * s / degree / self.bandwidth(degree, spans_nodes)
             seconds = attention * self.head_stretch(degree) + linear + moved
-        elif strategy == "zigzag":
-            moved = self._ring_bytes() * s * (degree - 1) / degree / self.bandwidth(degree, spans_nodes)
-            hidden = self.ring_overlap * moved
-            seconds = np.maximum(attention, hidden) + (moved - hidden) + linear
+        elif strategy == "hybrid":
+            seconds = linear + self._hybrid_s(s, attention, degree)
+        elif strategy in RING_STRATEGIES:
+            moved = self.ring_traffic(degree, strategy) * s / degree / self.bandwidth(degree, spans_nodes)
+            hidden = 0 * moved if strategy == "allgather" else self.ring_overlap * moved
+            stretch = ring_stretch(degree, strategy)
+            seconds = np.maximum(attention * stretch, hidden) + (moved - hidden) + linear
         else:
             raise ValueError(f"strategy {strategy!r} has no cost formula")
         return np.maximum(1, np.floor(seconds * 1e9 + 0.5)).astype(np.int64)  # work is never free
+
+    def _hybrid_s(self, s: FloatArray, attention: FloatArray, degree: int) -> FloatArray:
+        """Seconds of attention and its transfers where Ulysses runs inside nodes and a ring across them."""
+        nodes = nodes_spanned(degree)
+        width = degree // nodes
+        inside = self.all_to_all_bytes * s / degree / self.bandwidth(width, False)
+        across = 3 * self.trip_bytes()[0] * (nodes - 1) * s / degree / self.bandwidth(degree, True)
+        hidden = self.ring_overlap * across
+        return inside + np.maximum(attention * self.head_stretch(width), hidden) + (across - hidden)
 
     def sequence_ns(self, length: int, degree: int, strategy: str, spans_nodes: bool) -> int:
         """Nanoseconds of one sequence of `length` tokens on a group of `degree` ranks."""
@@ -139,15 +157,35 @@ class CostModel:
     def strategies(self, strategy: str) -> tuple[str, ...]:
         """The strategies that groups of two ranks and more may use when the user asks for `strategy`."""
         if strategy == "auto":
-            return ("ulysses",) if self.ring_bytes is None else ("ulysses", "zigzag")
-        if strategy == "zigzag":
-            self._ring_bytes()
+            # Not allgather: by this model zigzag moves fewer bytes for the same work. Not hybrid: see nodes_spanned.
+            return ("ulysses",) if self.ring_bytes is None else ("ulysses", "zigzag", "balanced")
+        if strategy in (*RING_STRATEGIES, "hybrid"):
+            self.trip_bytes()  # raises for a model that does not know them
         return () if strategy == "local" else (strategy,)
 
-    def _ring_bytes(self) -> float:
+    def ring_traffic(self, degree: int, strategy: str) -> float:
+        """Bytes that the busiest rank sends or receives for each token it holds, forward and backward, all layers."""
+        keys, queries = self.trip_bytes()
+        if strategy == "zigzag":
+            return 3 * keys * (degree - 1)
+        if strategy == "allgather":
+            return 4 * keys * (degree - 1)  # gradients of keys and values travel summed, in float32
+        helps = (degree - 1) // 2  # forward: result back; backward: queries, their gradients and results there
+        return 2 * keys * (degree // 2) + 4 * queries * helps
+
+    def trip_bytes(self) -> tuple[float, float]:
+        """Bytes of a token's keys and values, and of its queries, on one trip, all layers.
+
+        Keys and values make three trips in a ring; queries are half of what an all-to-all moves beside them, and at
+        least half of them (in a measured model a ring's bytes are worth more or less than an all-to-all's).
+        """
         if self.ring_bytes is None:
-            raise ValueError(f"cost model {self.name!r} has no ring_bytes, so zigzag has no cost: use ulysses or auto")
-        return self.ring_bytes
+            raise ValueError(
+                f"cost model {self.name!r} has no ring_bytes, so rings and all-gathers have no cost: use ulysses or "
+                "auto"
+            )
+        keys = self.ring_bytes / 3
+        return keys, max(keys / 2, (self.all_to_all_bytes / 2 - keys) / 2)
 
     # ---- bytes
 
@@ -205,6 +243,17 @@ class CostModel:
         """Hex digest of every constant: part of a plan's input."""
         record = json.dumps(self.to_record(), sort_keys=True, separators=(",", ":"))
         return hashlib.sha256(record.encode()).hexdigest()[:16]
+
+
+def ring_stretch(degree: int, strategy: str) -> float:
+    """How much longer the attention of a ring strategy takes than an even split would: see `schedule/attention.py`."""
+    return (degree + 1) / degree if strategy == "balanced" and degree % 2 == 0 else 1.0
+
+
+def nodes_spanned(degree: int) -> int:
+    """Nodes of a group that spans several, as far as a cost model can know: the fewest of eight ranks, as in the
+    machines that its bandwidths describe. Smaller nodes make a hybrid's ring longer than it is priced."""
+    return next(n for n in range(max(2, -(-degree // WIDEST_WITHIN_A_NODE)), degree + 1) if degree % n == 0)
 
 
 def group_ns(cost: CostModel, group: Group, lengths: Sequence[int], topology: Topology) -> int:

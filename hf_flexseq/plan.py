@@ -20,7 +20,7 @@ from typing import Any
 
 from hf_flexseq.topology import Topology
 
-STRATEGIES = ("local", "ulysses", "zigzag")
+STRATEGIES = ("local", "ulysses", "zigzag", "balanced", "allgather", "hybrid")
 
 
 class PlanInfeasible(ValueError):

@@ -6,13 +6,21 @@ first). Inside a zone the layout depends on the strategy:
 * local: the group's sequences one after the other;
 * ulysses: the group's sequences concatenated and cut into `degree` contiguous parts, so that a rank's part may begin
   and end in the middle of a sequence;
-* zigzag: every sequence is cut into 2 x degree chunks and the rank of index i holds chunks i and 2 x degree - 1 - i,
-  which gives all ranks the same causal work (Megatron-LM's and ring-flash-attention's layout, here for any length).
+* zigzag, allgather, hybrid: every sequence is cut into 2 x degree chunks and the rank of index i holds chunks i and
+  2 x degree - 1 - i, which gives all ranks the same causal work (Megatron-LM's and ring-flash-attention's layout, here
+  for any length);
+* balanced: every sequence is cut into `degree` chunks, one per rank; the schedule evens out the work (LightSeq,
+  arXiv 2310.03294).
+
+Where sequences are cut into chunks, the ranks of the first chunks send and receive other amounts than those of the
+last ones. So about half of a group's tokens lie the other way round, the last rank holding the first chunk
+(`mirrored`), and the ranks that one sequence burdens another one spares.
 
 No layout pads: parts differ by at most one token, and no rank holds more than ceil(tokens / degree) for a group.
 """
 
-from collections.abc import Iterator, Sequence
+import functools
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
@@ -82,7 +90,7 @@ def make_shard(micro_batch: MicroBatch, lengths: Sequence[int], rank: int) -> Sh
 
 def group_slices(group: Group, lengths: Sequence[int], index: int) -> tuple[Slice, ...]:
     """What the rank of `index` in `group` holds of its sequences, in the order of its row."""
-    group_lengths = [lengths[i] for i in group.sequences]
+    group_lengths = tuple(lengths[i] for i in group.sequences)
     return tuple(
         Slice(sequence=group.sequences[place], start=start, stop=stop)
         for place, start, stop in _pieces(group.strategy, group_lengths, index, group.degree)
@@ -90,12 +98,12 @@ def group_slices(group: Group, lengths: Sequence[int], index: int) -> tuple[Slic
     )
 
 
-def _pieces(strategy: str, lengths: Sequence[int], index: int, degree: int) -> Iterator[tuple[int, int, int]]:
+def _pieces(strategy: str, lengths: tuple[int, ...], index: int, degree: int) -> Iterator[tuple[int, int, int]]:
     """(place of the sequence in the group, start, stop) of every piece the rank of `index` holds, in row order."""
-    if strategy == "zigzag":
-        for place, bounds in enumerate(zigzag_bounds(lengths, degree)):
-            for chunk in zigzag_chunks(index, degree):
-                yield place, bounds[chunk], bounds[chunk + 1]
+    if strategy in CHUNKS_PER_RANK:
+        for place, cut in enumerate(cuts(strategy, lengths, degree)):
+            for chunk in held_chunks(strategy, index, degree, mirrored=cut.mirrored):
+                yield place, cut.bounds[chunk], cut.bounds[chunk + 1]
     else:
         part_start, part_stop = contiguous_part(sum(lengths), index, degree)
         offset = 0
@@ -110,26 +118,61 @@ def contiguous_part(tokens: int, index: int, degree: int) -> tuple[int, int]:
     return index * tokens // degree, (index + 1) * tokens // degree
 
 
-def zigzag_chunks(index: int, degree: int) -> tuple[int, int]:
-    """The two chunks, of 2 x degree, that the rank of `index` holds."""
-    return index, 2 * degree - 1 - index
+# ---- chunks
+
+CHUNKS_PER_RANK = {"zigzag": 2, "allgather": 2, "hybrid": 2, "balanced": 1}
 
 
-def zigzag_bounds(lengths: Sequence[int], degree: int) -> tuple[tuple[int, ...], ...]:
-    """For each sequence the 2 x degree + 1 positions that bound its chunks.
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Cut:
+    """How one sequence lies on a group.
+
+    bounds: the chunks + 1 positions between which its chunks lie. mirrored: the last rank holds the first chunk.
+    """
+
+    bounds: tuple[int, ...]
+    mirrored: bool
+
+    def tokens(self, chunks: Iterable[int]) -> int:
+        return sum(self.bounds[c + 1] - self.bounds[c] for c in chunks)
+
+
+def held_chunks(strategy: str, index: int, degree: int, *, mirrored: bool = False) -> tuple[int, ...]:
+    """The chunks of a sequence that the rank of `index` holds, in the order of its row."""
+    place = degree - 1 - index if mirrored else index
+    return (place,) if CHUNKS_PER_RANK[strategy] == 1 else (place, 2 * degree - 1 - place)
+
+
+@functools.lru_cache(maxsize=1024)
+def cuts(strategy: str, lengths: tuple[int, ...], degree: int) -> tuple[Cut, ...]:
+    """How each sequence is cut over a group.
 
     Tokens are dealt to ranks as cards are, one sequence after the other without a new start, so that the rounding of
     many short sequences does not pile up on one rank: over the whole group every rank holds its fair share to within
-    one token. A rank's share of a sequence is then halved into its front and its back chunk.
+    one token. With two chunks per rank a rank's share is then halved into its front and its back chunk.
     """
-    bounds = []
-    dealt = 0
-    for length in lengths:
+    made, dealt = [], 0
+    for length, flipped in zip(lengths, mirrored(lengths), strict=True):
         shares = [_dealt_to(dealt + length, i, degree) - _dealt_to(dealt, i, degree) for i in range(degree)]
-        sizes = [share - share // 2 for share in shares] + [share // 2 for share in reversed(shares)]
-        bounds.append((0, *accumulate(sizes)))
+        sizes = shares[::-1] if flipped else shares  # by chunk, not by rank
+        if CHUNKS_PER_RANK[strategy] == 2:
+            sizes = [size - size // 2 for size in sizes] + [size // 2 for size in reversed(sizes)]
+        made.append(Cut(bounds=(0, *accumulate(sizes)), mirrored=flipped))
         dealt += length
-    return tuple(bounds)
+    return tuple(made)
+
+
+def mirrored(lengths: Sequence[int]) -> tuple[bool, ...]:
+    """Which sequences of a group lie the other way round: longest first, each joins the side with fewer tokens.
+
+    None does where the lighter side would have less than a quarter of the tokens: it would even out little, and every
+    step exchanges with twice as many ranks.
+    """
+    flipped, sides = [False] * len(lengths), [0, 0]
+    for place in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
+        flipped[place] = sides[1] < sides[0]
+        sides[flipped[place]] += lengths[place]
+    return tuple(flipped) if 4 * min(sides) >= sum(sides) else (False,) * len(lengths)
 
 
 def _dealt_to(tokens: int, index: int, degree: int) -> int:

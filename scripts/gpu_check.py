@@ -52,6 +52,7 @@ HEADS, KV_HEADS, HEAD_DIM, SCALE = 8, 2, 128, 128**-0.5
 LENGTHS = [1, 0, 17, 1021, 128, 64, 2053]
 SEGMENTS = {
     "causal": (LENGTHS, LENGTHS, True),
+    "causal, with earlier keys": (LENGTHS, [n + 100 for n in LENGTHS], True),
     "rectangles, some without queries or keys": (LENGTHS, [5, 33, 0, 509, 4096, 1, 0], False),
     "one query at most": ([1, 0, 1], [300, 7, 64], False),
 }
@@ -136,7 +137,8 @@ def plain_softmax(
     for rows, keys in segments.blocks():
         scores = torch.einsum("nhd,mhd->hnm", lq[rows], lk[keys]) * SCALE
         if segments.causal:
-            scores = scores.masked_fill(torch.ones_like(scores[0], dtype=torch.bool).triu(1), -torch.inf)
+            early = scores.shape[2] - scores.shape[1]
+            scores = scores.masked_fill(torch.ones_like(scores[0], dtype=torch.bool).triu(1 + early), -torch.inf)
         out[rows] = torch.einsum("hnm,mhd->nhd", scores.softmax(-1), lv[keys])
     out.backward(dout)
     return [out.detach(), *(x.grad for x in leaves)]

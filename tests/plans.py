@@ -3,7 +3,7 @@
 import random
 from collections.abc import Sequence
 
-from hf_flexseq.plan import Group, MicroBatch, Plan, check, widest_first
+from hf_flexseq.plan import STRATEGIES, Group, MicroBatch, Plan, check, widest_first
 from hf_flexseq.topology import Topology
 
 
@@ -36,7 +36,7 @@ def _random_micro_batch(members: list[int], world_size: int, rng: random.Random)
         Group(
             ranks=tuple(range(start, stop)),
             sequences=tuple(sequences),
-            strategy="local" if stop - start == 1 else rng.choice(["ulysses", "zigzag"]),
+            strategy="local" if stop - start == 1 else rng.choice(STRATEGIES[1:]),
         )
         for (start, stop), sequences in held.items()
     ]

@@ -4,7 +4,8 @@ from dataclasses import dataclass, fields
 
 import pytest
 
-from hf_flexseq.config import FlexSeqArguments
+from hf_flexseq.config import USER_STRATEGIES, FlexSeqArguments
+from hf_flexseq.plan import STRATEGIES
 
 
 def test_defaults_are_valid_and_documented() -> None:
@@ -66,10 +67,9 @@ def test_flexsp_without_its_solver_is_refused_when_configured(monkeypatch: pytes
         FlexSeqArguments(planner="flexsp")
 
 
-@pytest.mark.parametrize("chosen", [{"strategy": "balanced"}, {"strategy": "hybrid"}])
-def test_says_what_is_not_there_yet(chosen: dict) -> None:
-    with pytest.raises(NotImplementedError, match="choose from"):
-        FlexSeqArguments(**chosen)
+def test_every_strategy_of_a_plan_can_be_chosen() -> None:
+    assert sorted(USER_STRATEGIES) == sorted(["auto", *STRATEGIES])
+    assert FlexSeqArguments(strategy="hybrid").strategy == "hybrid"
 
 
 @dataclass

@@ -8,9 +8,10 @@ import numpy as np
 import pytest
 
 from hf_flexseq.analytic import DEVICES, ModelShape, analytic_cost_model
-from hf_flexseq.cost import CostModel, free_ns, lockstep_ns, rank_ns, step_ns
+from hf_flexseq.cost import CostModel, free_ns, lockstep_ns, nodes_spanned, rank_ns, step_ns
 from hf_flexseq.plan import Group, MicroBatch
 from hf_flexseq.presets import PRESETS, load_cost_model
+from hf_flexseq.schedule.attention import balanced
 from hf_flexseq.topology import Topology
 
 FLEXSP = PRESETS["flexsp-gpt-7b-a100"]
@@ -84,12 +85,69 @@ def test_a_ring_hides_transfers_behind_attention_or_the_other_way_round() -> Non
     assert cost.sequence_ns(100, 4, "zigzag", False) == round((100**2 / 4 + 100 / 4) * 1e9)
 
 
-def test_unknown_rings_are_refused() -> None:
+def test_an_all_gather_hides_nothing() -> None:
+    cost = replace(SIMPLE, attention_s=1.0, ring_bytes=3.0, bandwidths=((4, 0.5),))
+    moved = 4 * 1.0 * 10 * (3 / 4) / 0.5
+    assert cost.sequence_ns(10, 4, "allgather", False) == round((100 / 4 + moved + 10 / 4) * 1e9)
+
+
+def busiest_link(degree: int, keys: float, queries: float) -> float:
+    """From the steps of `balanced`: the most that any rank sends or receives, for tensors of these widths."""
+    total = 0.0
+    for there, back_of_keys in ((1, 0), (3, 1)):  # forward, backward
+        sent, received = [0.0] * degree, [0.0] * degree
+
+        def move(source: int, target: int, size: float, out: list[float] = sent, into: list[float] = received) -> None:
+            out[source] += size
+            into[target] += size
+
+        for step in balanced(degree).steps:
+            if step.source != step.worker:
+                move(step.source, step.worker, keys)
+                move(step.worker, step.source, back_of_keys * keys)
+            if step.reader != step.worker:
+                move(step.reader, step.worker, there * queries)
+                move(step.worker, step.reader, queries)
+        total += max(sent + received)
+    return total
+
+
+@pytest.mark.parametrize("shared", [1, 2, 4, 8])
+@pytest.mark.parametrize("degree", range(2, 17))
+def test_balanced_pays_what_its_busiest_rank_moves(degree: int, shared: int) -> None:
+    """Keys and values of a width of 2, queries `shared` times as wide as keys alone."""
+    cost = replace(SIMPLE, ring_bytes=6.0, all_to_all_bytes=2 * (2.0 + 2 * shared))
+    assert cost.trip_bytes() == (2.0, shared)
+    assert cost.ring_traffic(degree, "balanced") == busiest_link(degree, 2.0, shared)
+
+
+def test_balanced_idles_at_even_degrees() -> None:
+    cost = replace(SIMPLE, attention_s=1.0, linear_s=1e-9, ring_bytes=0.0)
+    assert [cost.sequence_ns(12, d, "balanced", False) / 1e9 for d in (2, 3, 4)] == pytest.approx(
+        [144 / 2 * 3 / 2, 144 / 3, 144 / 4 * 5 / 4], rel=1e-6
+    )
+
+
+def test_a_hybrid_is_ulysses_inside_a_node_and_a_ring_across_nodes() -> None:
+    """16 ranks on two nodes: 10 bytes a token inside at 5 bytes/s, one trip of 3 bytes a token across at 1 byte/s."""
+    cost = replace(SIMPLE, attention_s=1.0, all_to_all_bytes=10.0, ring_bytes=3.0, bandwidths=((8, 5.0), (16, 1.0)))
+    inside, across, linear = 10 * 80 / 16 / 5, 3 * 80 / 16, 80 / 16
+    assert cost.sequence_ns(80, 16, "hybrid", True) == round((80 * 80 / 16 + inside + linear) * 1e9)
+    no_attention = replace(cost, attention_s=0.0)
+    assert no_attention.sequence_ns(80, 16, "hybrid", True) == round((across + inside + linear) * 1e9)
+    assert cost.sequence_ns(80, 8, "hybrid", False) == cost.sequence_ns(80, 8, "ulysses", False)
+    assert [nodes_spanned(d) for d in (2, 6, 8, 16, 24, 64, 9)] == [2, 2, 2, 2, 3, 8, 3]
+
+
+@pytest.mark.parametrize("strategy", ["zigzag", "balanced", "allgather", "hybrid"])
+def test_unknown_rings_are_refused(strategy: str) -> None:
     with pytest.raises(ValueError, match="no ring_bytes"):
-        FLEXSP.sequence_ns(10, 2, "zigzag", False)
+        FLEXSP.sequence_ns(10, 2, strategy, True)
+    with pytest.raises(ValueError, match="no ring_bytes"):
+        FLEXSP.strategies(strategy)
     assert FLEXSP.strategies("auto") == ("ulysses",)
     with pytest.raises(ValueError, match="no cost formula"):
-        FLEXSP.sequence_ns(10, 2, "hybrid", False)
+        FLEXSP.sequence_ns(10, 2, "ring", False)
 
 
 def test_vector_and_scalar_agree() -> None:

@@ -5,7 +5,7 @@ import random
 import pytest
 
 from hf_flexseq.plan import Group, MicroBatch
-from hf_flexseq.shard import contiguous_part, make_shard, zigzag_bounds, zigzag_chunks
+from hf_flexseq.shard import contiguous_part, cuts, held_chunks, make_shard, mirrored
 from tests.plans import random_plan
 
 
@@ -76,12 +76,28 @@ def test_rounding_of_short_sequences_does_not_pile_up(degree):
     assert max(tokens) - min(tokens) <= 1
 
 
-def test_zigzag_bounds_partition_each_sequence():
-    for bounds, length in zip(zigzag_bounds([7, 1, 12], 3), [7, 1, 12], strict=True):
-        assert bounds[0] == 0
-        assert bounds[-1] == length
-        assert list(bounds) == sorted(bounds)
-    assert sorted(c for i in range(3) for c in zigzag_chunks(i, 3)) == list(range(6))
+@pytest.mark.parametrize(("strategy", "chunks"), [("zigzag", 6), ("allgather", 6), ("balanced", 3)])
+def test_bounds_partition_each_sequence(strategy, chunks):
+    for cut, length in zip(cuts(strategy, (7, 1, 12), 3), [7, 1, 12], strict=True):
+        assert (cut.bounds[0], cut.bounds[-1], len(cut.bounds)) == (0, length, chunks + 1)
+        assert list(cut.bounds) == sorted(cut.bounds)
+    for flipped in (False, True):
+        held = [c for i in range(3) for c in held_chunks(strategy, i, 3, mirrored=flipped)]
+        assert sorted(held) == list(range(chunks))
+
+
+def test_balanced_gives_every_rank_one_part_of_every_sequence():
+    assert [pieces(shard) for shard in one_group("balanced", 2, [8, 6])] == [
+        [(0, 0, 4), (1, 3, 6)],  # the second sequence lies the other way round
+        [(0, 4, 8), (1, 0, 3)],
+    ]
+
+
+def test_about_half_of_the_tokens_lie_the_other_way_round():
+    assert mirrored([5]) == (False,)
+    assert mirrored([5, 5]) == (False, True)
+    assert mirrored([3, 9, 5, 2]) == (True, False, True, True)
+    assert mirrored([100, 1, 2, 3]) == (False,) * 4  # not worth it
 
 
 def test_contiguous_parts_differ_by_one_at_most():

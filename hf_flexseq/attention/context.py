@@ -2,14 +2,17 @@
 
 import torch
 
+from hf_flexseq.attention.allgather import AllGatherZone
+from hf_flexseq.attention.hybrid import hybrid_zone
 from hf_flexseq.attention.local import LocalZone
 from hf_flexseq.attention.ring import RingZone
-from hf_flexseq.attention.ulysses import UlyssesZone
+from hf_flexseq.attention.turns import make_turns
+from hf_flexseq.attention.ulysses import UlyssesZone, ulysses_zone
 from hf_flexseq.distributed.communicator import Communicator
 from hf_flexseq.kernels import Kernel
-from hf_flexseq.shard import Shard, Zone
+from hf_flexseq.shard import Shard, Zone, cuts
 
-ZoneAttention = LocalZone | UlyssesZone | RingZone
+ZoneAttention = LocalZone | UlyssesZone | RingZone | AllGatherZone
 
 
 class SequenceContext:
@@ -33,12 +36,18 @@ class SequenceContext:
 
 
 def _zone_attention(zone: Zone, communicator: Communicator, kernel: Kernel, device: torch.device) -> ZoneAttention:
+    rows, ranks = slice(zone.start, zone.stop), zone.group.ranks
     match zone.group.strategy:
         case "local":
-            return LocalZone(zone, kernel, device)
+            return LocalZone(rows, zone.lengths, kernel, device)
         case "ulysses":
-            return UlyssesZone(zone, communicator, kernel, device)
-        case "zigzag":
-            return RingZone(zone, communicator, kernel, device)
+            return ulysses_zone(zone, communicator, kernel, device)
+        case "zigzag" | "balanced" as name:
+            turns = make_turns(name, cuts(name, zone.lengths, len(ranks)), zone.index, ranks, device)
+            return RingZone(rows, turns, communicator, kernel)
+        case "allgather":
+            return AllGatherZone(zone, communicator, kernel, device)
+        case "hybrid":
+            return hybrid_zone(zone, communicator, kernel, device)
         case other:
             raise AssertionError(f"no attention for strategy {other!r}")

@@ -1,10 +1,11 @@
 """Attention over sequences that this rank holds whole: one varlen kernel call."""
 
+from collections.abc import Sequence
+
 import torch
 
 from hf_flexseq.kernels import Kernel
 from hf_flexseq.kernels.segments import Segments
-from hf_flexseq.shard import Zone
 
 Tensors = tuple[torch.Tensor, ...]
 
@@ -14,10 +15,9 @@ class LocalZone:
 
     __slots__ = ("kernel", "rows", "segments")
 
-    def __init__(self, zone: Zone, kernel: Kernel, device: torch.device) -> None:
-        self.rows = slice(zone.start, zone.stop)
-        self.kernel = kernel
-        self.segments = Segments(zone.lengths, zone.lengths, causal=True, device=device)
+    def __init__(self, rows: slice, lengths: Sequence[int], kernel: Kernel, device: torch.device) -> None:
+        self.rows, self.kernel = rows, kernel
+        self.segments = Segments(lengths, lengths, causal=True, device=device)
 
     def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> tuple[torch.Tensor, Tensors]:
         """q [t, H, D], k, v [t, Hkv, D] -> out [t, H, D], and what `backward` needs."""

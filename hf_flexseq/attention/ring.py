@@ -1,15 +1,18 @@
-"""The one executor of the ring family: obeys a list of steps (`schedule/attention.py`) and knows no schedule.
+"""The one executor of the ring family: obeys a list of turns (`turns.py`, from `schedule/attention.py`).
 
-Forward, for every step of this rank: fetch the keys and values that the step reads from their owner, while the step
-before computes; attend; merge the partial result into the running one by its log-sum-exp.
+Forward, at every turn of this rank: fetch the keys and values, or as a helper the queries, that its call reads from
+where they are, while the call before computes; attend; merge the partial result into the running one by its
+log-sum-exp, or send it to the rank that holds the queries, which merges it while its next call is under way.
 
-Backward, with the *merged* out and lse every step's gradient is independent of the others and is only summed: fetch
-again, compute, send dK and dV straight back to the owner, who adds them up in schedule order.
+Backward, with the *merged* out and lse every call's gradient is independent of the others and is only summed: fetch
+again, compute, send dK and dV straight back to the owner of the keys, and dQ to the owner of the queries. They add
+them up in the order of the turns, so that sums do not depend on what arrives first.
 
-Ring Attention (arXiv 2310.01889) for the blockwise merge, DistFlashAttn (arXiv 2310.03294, section 3) for fetching
-ahead. Partial results are merged in float32 and dK, dV travel and accumulate in float32 (float64 for float64): a
-16-bit accumulator costs several times the error of a single kernel. Rejected: keeping the fetched keys and values for
-the backward, which would hold whole sequences on every rank.
+Ring Attention (arXiv 2310.01889) for the blockwise merge, DistFlashAttn (arXiv 2310.03294, section 3) for helpers and
+for fetching ahead. Everything travels in the kernel's own dtypes, and is merged and summed in float32 (float64 for
+float64) by one owner: passing sums on from rank to rank would need float32 on the wire, and a 16-bit accumulator costs
+several times the error of a single kernel. Rejected: keeping the fetched keys and values for the backward, which would
+hold whole sequences on every rank.
 """
 
 from collections.abc import Sequence
@@ -18,210 +21,168 @@ from typing import NamedTuple
 import torch
 
 from hf_flexseq.attention.local import Tensors
-from hf_flexseq.distributed.communicator import Communicator, Transfers
+from hf_flexseq.attention.turns import Rows, Share, Turn
+from hf_flexseq.distributed.communicator import Communicator, Exchange
 from hf_flexseq.kernels import Kernel, lse_dtype
-from hf_flexseq.kernels.segments import Segments
-from hf_flexseq.schedule.attention import zigzag
-from hf_flexseq.shard import Zone, zigzag_bounds, zigzag_chunks
+
+TAGS = 8  # numbers kept free for the messages of one exchange between two ranks
 
 
-class Rows(NamedTuple):
-    """Some chunks of every sequence, as places in the owner's rows. index: None when they are all its rows."""
+class Arriving(NamedTuple):
+    """What a call of ours reads, once others have sent their part of it."""
 
-    lengths: tuple[int, ...]
-    index: torch.Tensor | None
+    exchange: Exchange
+    of_queries: Tensors
+    of_keys: Tensors
 
-    def take(self, x: torch.Tensor) -> torch.Tensor:
-        return x if self.index is None else x.index_select(0, self.index)
-
-    def add_to(self, total: torch.Tensor, part: torch.Tensor) -> None:
-        if self.index is None:
-            total += part
-        else:
-            total.index_add_(0, self.index, part.to(total.dtype))
+    def result(self) -> tuple[Tensors, Tensors]:
+        self.exchange.wait()
+        return self.of_queries, self.of_keys
 
 
-class StepCall(NamedTuple):
-    """A step made concrete for one micro-batch: which rows attend to which, whose, and what others read of ours."""
+class Returning(NamedTuple):
+    """What others' calls made of our queries and keys, with the rows that it is about."""
 
-    queries: Rows
-    segments: Segments
-    source: int
-    fetched: int
-    reader: int
-    lent: Rows
+    exchange: Exchange
+    of_queries: tuple[tuple[Rows, Tensors], ...]
+    of_keys: tuple[tuple[Rows, Tensors], ...]
 
 
 class RingZone:
     """This rank's part in a group of the ring family."""
 
-    __slots__ = ("calls", "communicator", "kernel", "rows")
+    __slots__ = ("communicator", "kernel", "rows", "turns")
 
-    def __init__(self, zone: Zone, communicator: Communicator, kernel: Kernel, device: torch.device) -> None:
-        self.rows = slice(zone.start, zone.stop)
+    def __init__(self, rows: slice, turns: Sequence[Turn], communicator: Communicator, kernel: Kernel) -> None:
+        self.rows, self.turns = rows, turns
         self.communicator, self.kernel = communicator, kernel
-        bounds = zigzag_bounds(zone.lengths, zone.group.degree)
-        self.calls = _step_calls(zone, bounds, device)
 
     def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> tuple[torch.Tensor, Tensors]:
         """q [t, H, D], k, v [t, Hkv, D] of this rank's chunks -> out [t, H, D], and what `backward` needs."""
         kv = torch.stack((k, v), dim=1)  # [t, 2, Hkv, D]
         out = torch.zeros(q.shape, dtype=lse_dtype(q.dtype), device=q.device)
-        lse = out.new_full((q.shape[1], q.shape[0]), -torch.inf)  # [H, t]
-        fetch = self._fetch(0, kv)
-        for t, call in enumerate(self.calls):
-            block_kv = fetch.result()
-            fetch = self._fetch(t + 1, kv)  # travels while this step computes
-            if call.segments.has_work():
-                block_k, block_v = block_kv.unbind(1)
-                block = self.kernel.forward(call.queries.take(q), block_k, block_v, call.segments, scale=scale)
-                _merge(out, lse, *block, call.queries)
+        lse = out.new_full(q.shape[:2], -torch.inf)  # [t, H]
+        fetched, returned = self._fetch(0, (q,), kv), None
+        for t, turn in enumerate(self.turns):
+            (block_q,), (block_kv,) = fetched.result()
+            fetched = self._fetch(t + 1, (q,), kv)  # travels while this call computes
+            made = self._attend(turn, block_q, block_kv, scale)
+            if turn.queries.peer is None:
+                _merge(out, lse, turn.queries.rows, made)
+            _merge_returned(out, lse, returned)  # of the turn before: it travelled while this one computed
+            returned = self._return(t, (made, (q, lse)), ((), ()))
+        _merge_returned(out, lse, returned)
         out = out.to(q.dtype)
         return out, (q, kv, out, lse)
 
     def backward(self, dout: torch.Tensor, saved: Tensors, scale: float) -> Tensors:
         q, kv, out, lse = saved
+        of_queries = (q, dout, out, lse)
         dq = torch.zeros(q.shape, dtype=lse_dtype(q.dtype), device=q.device)
         dkv = torch.zeros(kv.shape, dtype=dq.dtype, device=q.device)
-        fetch = self._fetch(0, kv)
-        returning: tuple[Transfers, Rows, torch.Tensor] | None = None
-        for t, call in enumerate(self.calls):
-            block_kv = fetch.result()
-            fetch = self._fetch(t + 1, kv)
-            if call.segments.has_work():
-                dq_block, *dkv_block = self._block_backward(call, dout, q, block_kv, out, lse, scale)
-                call.queries.add_to(dq, dq_block)
-                block_dkv = torch.stack(dkv_block, dim=1).to(dkv.dtype)
-            else:
-                block_dkv = torch.zeros(block_kv.shape, dtype=dkv.dtype, device=q.device)
-            _add_returned(returning, dkv)  # of the step before: it travelled while this one computed
-            if t == 0:
-                dkv += block_dkv
-            else:
-                returning = self._return(t, block_dkv, kv)
-        _add_returned(returning, dkv)
+        fetched, returned = self._fetch(0, of_queries, kv), None
+        for t, turn in enumerate(self.turns):
+            block_of_queries, (block_kv,) = fetched.result()
+            fetched = self._fetch(t + 1, of_queries, kv)
+            dq_made, dkv_made = self._block_backward(turn, block_of_queries, block_kv, scale)
+            if turn.queries.peer is None:
+                _add(dq, turn.queries.rows, dq_made)
+            if turn.keys.peer is None:
+                _add(dkv, turn.keys.rows, dkv_made)
+            _add_returned(dq, dkv, returned)
+            returned = self._return(t, (dq_made, (q,)), (dkv_made, (kv,)))
+        _add_returned(dq, dkv, returned)
         dk, dv = dkv.to(q.dtype).unbind(1)
         return dq.to(q.dtype), dk, dv
 
+    def _attend(self, turn: Turn, q: torch.Tensor, kv: torch.Tensor, scale: float) -> Tensors:
+        """out [n, H, D] and lse [n, H] of the turn's call; nothing without one."""
+        if turn.segments is None:
+            return ()
+        out, lse = self.kernel.forward(q, *kv.unbind(1), turn.segments, scale=scale)
+        return out, lse.t().contiguous()
+
     def _block_backward(
-        self,
-        call: StepCall,
-        dout: torch.Tensor,
-        q: torch.Tensor,
-        block_kv: torch.Tensor,
-        out: torch.Tensor,
-        lse: torch.Tensor,
-        scale: float,
-    ) -> Tensors:
-        rows = call.queries
-        block_lse = lse if rows.index is None else lse.index_select(1, rows.index)
-        block_k, block_v = block_kv.unbind(1)
-        return self.kernel.backward(
-            rows.take(dout), rows.take(q), block_k, block_v, rows.take(out), block_lse, call.segments, scale=scale
-        )
+        self, turn: Turn, of_queries: Tensors, kv: torch.Tensor, scale: float
+    ) -> tuple[Tensors, Tensors]:
+        """(dq,) and (dkv,) of the turn's call; nothing without one."""
+        if turn.segments is None:
+            return (), ()
+        q, dout, out, lse = of_queries
+        k, v = kv.unbind(1)
+        dq, dk, dv = self.kernel.backward(dout, q, k, v, out, lse.t().contiguous(), turn.segments, scale=scale)
+        return (dq,), (torch.stack((dk, dv), dim=1),)
 
-    def _fetch(self, t: int, kv: torch.Tensor) -> "_Fetch":
-        """Keys and values of step t on their way here, and ours to the rank that reads them at that step."""
-        if t == 0 or t == len(self.calls):
-            return _Fetch(kv, None)
-        call = self.calls[t]
-        block = kv.new_empty(call.fetched, *kv.shape[1:])
-        lent = call.lent.take(kv)
-        return _Fetch(
-            block,
-            Transfers(
-                self.communicator, sends=[(lent.contiguous(), call.reader)], recvs=[(block, call.source)], tag=2 * t
-            ),
-        )
+    def _fetch(self, t: int, of_queries: Tensors, kv: torch.Tensor) -> Arriving:
+        """What the call of turn t reads on its way here, and what others' calls read of ours at that time to them."""
+        exchange = Exchange()
+        if t == len(self.turns):
+            return Arriving(exchange, (), ())
+        turn = self.turns[t]
+        for lent, tensors in ((turn.lent_queries, of_queries), (turn.lent_keys, (kv,))):
+            for peer, rows in lent:
+                exchange.send([rows.take(x) for x in tensors], peer)
+        read = [_read(exchange, turn.queries, of_queries), _read(exchange, turn.keys, (kv,))]
+        exchange.post(self.communicator, tag=2 * t * TAGS)
+        return Arriving(exchange, *read)
 
-    def _return(self, t: int, block_dkv: torch.Tensor, kv: torch.Tensor) -> tuple[Transfers, Rows, torch.Tensor]:
-        """Gradients of the keys and values of step t on their way to their owner, and of ours back from the reader."""
-        call = self.calls[t]
-        part = block_dkv.new_empty(sum(call.lent.lengths), *kv.shape[1:])
-        transfers = Transfers(
-            self.communicator, sends=[(block_dkv, call.source)], recvs=[(part, call.reader)], tag=2 * t + 1
-        )
-        return transfers, call.lent, part
+    def _return(self, t: int, of_queries: tuple[Tensors, Tensors], of_keys: tuple[Tensors, Tensors]) -> Returning:
+        """What turn t's call made of others' queries and keys on its way to them, and of ours from others' calls.
 
-
-def _add_returned(returning: tuple[Transfers, Rows, torch.Tensor] | None, dkv: torch.Tensor) -> None:
-    """Wait for gradients that a reader of our keys and values sends back, and add them."""
-    if returning is not None:
-        transfers, lent, part = returning
-        transfers.wait()
-        lent.add_to(dkv, part)
+        of_queries, of_keys: what was made, and tensors of this rank that are like it but for the number of rows.
+        """
+        turn, exchange = self.turns[t], Exchange()
+        coming = []
+        for read, lent, (made, likes) in (
+            (turn.queries, turn.lent_queries, of_queries),
+            (turn.keys, turn.lent_keys, of_keys),
+        ):
+            if read.peer is not None:
+                exchange.send(made, read.peer)
+            coming.append(tuple((rows, exchange.recv(likes, rows.tokens, peer)) for peer, rows in lent))
+        exchange.post(self.communicator, tag=(2 * t + 1) * TAGS)
+        return Returning(exchange, *coming)
 
 
-class _Fetch:
-    """Keys and values that are on their way, or were here all along."""
-
-    __slots__ = ("_block", "_transfers")
-
-    def __init__(self, block: torch.Tensor, transfers: Transfers | None) -> None:
-        self._block, self._transfers = block, transfers
-
-    def result(self) -> torch.Tensor:
-        if self._transfers is not None:
-            self._transfers.wait()
-        return self._block
+def _read(exchange: Exchange, share: Share, tensors: Tensors) -> Tensors:
+    """What a call reads of these tensors: rows of our own, or as many from a peer."""
+    if share.peer is None:
+        return tuple(share.rows.take(x) for x in tensors)
+    return exchange.recv(tensors, share.rows.tokens, share.peer)
 
 
-def _step_calls(zone: Zone, bounds: Sequence[Sequence[int]], device: torch.device) -> tuple[StepCall, ...]:
-    degree, index, start = zone.group.degree, zone.index, zone.group.start
-    steps = zigzag(index, degree)
-    calls = []
-    for t, step in enumerate(steps):
-        reader = (index + t) % degree  # whose step t reads from this rank
-        lent = zigzag(reader, degree)[t]
-        assert lent.source == index, f"step {t}: rank {index} lends to {reader}, who reads from {lent.source}"
-        key_lengths = _lengths(bounds, step.keys)
-        queries = _rows(bounds, zigzag_chunks(index, degree), step.queries, device)
-        calls.append(
-            StepCall(
-                queries=queries,
-                segments=Segments(queries.lengths, key_lengths, causal=step.causal, device=device),
-                source=start + step.source,
-                fetched=sum(key_lengths),
-                reader=start + reader,
-                lent=_rows(bounds, zigzag_chunks(index, degree), lent.keys, device),
-            )
-        )
-    return tuple(calls)
+def _merge_returned(out: torch.Tensor, lse: torch.Tensor, returned: Returning | None) -> None:
+    if returned is not None:
+        returned.exchange.wait()
+        for rows, made in returned.of_queries:
+            _merge(out, lse, rows, made)
 
 
-def _lengths(bounds: Sequence[Sequence[int]], chunks: Sequence[int]) -> tuple[int, ...]:
-    """Tokens of these chunks, for each sequence."""
-    return tuple(sum(b[c + 1] - b[c] for c in chunks) for b in bounds)
+def _add_returned(dq: torch.Tensor, dkv: torch.Tensor, returned: Returning | None) -> None:
+    if returned is not None:
+        returned.exchange.wait()
+        for total, parts in ((dq, returned.of_queries), (dkv, returned.of_keys)):
+            for rows, made in parts:
+                _add(total, rows, made)
 
 
-def _rows(bounds: Sequence[Sequence[int]], owned: Sequence[int], chunks: Sequence[int], device: torch.device) -> Rows:
-    """Where `chunks` of every sequence lie among the rows of a rank that owns the chunks `owned`."""
-    lengths = _lengths(bounds, chunks)
-    if tuple(chunks) == tuple(owned):
-        return Rows(lengths, None)
-    places: list[int] = []
-    row = 0
-    for b in bounds:
-        for chunk in owned:
-            size = b[chunk + 1] - b[chunk]
-            if chunk in chunks:
-                places.extend(range(row, row + size))
-            row += size
-    return Rows(lengths, torch.tensor(places, dtype=torch.int64, device=device))
+def _add(total: torch.Tensor, rows: Rows, made: Tensors) -> None:
+    for part in made:
+        rows.add_to(total, part)
 
 
-def _merge(out: torch.Tensor, lse: torch.Tensor, block_out: torch.Tensor, block_lse: torch.Tensor, rows: Rows) -> None:
+def _merge(out: torch.Tensor, lse: torch.Tensor, rows: Rows, made: Tensors) -> None:
     """Merge a partial result, normalised over its own keys, into the running one, in place.
 
-    out [t, H, D] and lse [H, t] accumulate; `rows` says which queries the block covers. A query that has read nothing
-    yet has lse = -inf, and so has the block where a sequence has no key in it; logaddexp of two -inf is -inf, and the
-    weights below are then taken as zero instead of exp(nan).
+    out [t, H, D] and lse [t, H] accumulate; made: out [n, H, D] and lse [n, H] of `rows`, each of which has read a
+    key, or nothing at all. A query that has read nothing before has a running lse of -inf.
     """
+    if not made:
+        return
+    block_out, block_lse = made
     index = slice(None) if rows.index is None else rows.index
-    before, running = lse[:, index], out[index]
+    before = lse[index]
     merged = torch.logaddexp(before, block_lse)
-    empty = merged == -torch.inf
-    keep = torch.where(empty, 0.0, (before - merged).exp()).t().unsqueeze(-1)  # [rows, H, 1]
-    add = torch.where(empty, 0.0, (block_lse - merged).exp()).t().unsqueeze(-1)
-    out[index] = running * keep + block_out.to(out.dtype) * add
-    lse[:, index] = merged
+    keep, add = ((x - merged).exp().unsqueeze(-1) for x in (before, block_lse))  # [n, H, 1]
+    out[index] = out[index] * keep + block_out.to(out.dtype) * add
+    lse[index] = merged

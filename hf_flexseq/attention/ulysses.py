@@ -7,21 +7,39 @@ d works on query heads [i H/d, (i+1) H/d), none at all when d > H, and is sent j
 KV head may go to several ranks. Where a rank's query heads do not fall evenly on its KV heads, it repeats KV heads
 after the exchange. Gradients of KV heads sum over all ranks that had them.
 
-What is kept for the backward is in the head layout; one exchange carries q, k and v together. Rejected: padding the
-shares or the heads to equal size, which spends memory and bandwidth on nothing.
+What is kept for the backward is in the head layout; one exchange carries q, k and v together. What computes between
+the exchanges is a kernel call, or in `hybrid.py` a ring. Rejected: padding the shares or the heads to equal size,
+which spends memory and bandwidth on nothing.
 """
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 
-from hf_flexseq.attention.local import Tensors
+from hf_flexseq.attention.local import LocalZone, Tensors
 from hf_flexseq.distributed.all_to_all import all_to_all
 from hf_flexseq.distributed.communicator import Communicator
-from hf_flexseq.kernels import Kernel
-from hf_flexseq.kernels.segments import Segments
+from hf_flexseq.kernels import Kernel, lse_dtype
 from hf_flexseq.shard import Zone, contiguous_part
+
+
+class HeadAttention(Protocol):
+    """Attention over all tokens of the group, for some heads."""
+
+    def forward(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float
+    ) -> tuple[torch.Tensor, Tensors]: ...
+
+    def backward(self, dout: torch.Tensor, saved: Tensors, scale: float) -> Tensors: ...
+
+
+def ulysses_zone(zone: Zone, communicator: Communicator, kernel: Kernel, device: torch.device) -> "UlyssesZone":
+    """A group's heads dealt to its ranks, each of which then sees whole sequences."""
+    parts = [contiguous_part(sum(zone.lengths), i, zone.group.degree) for i in range(zone.group.degree)]
+    tokens = [stop - start for start, stop in parts]
+    inner = LocalZone(slice(zone.start, zone.stop), zone.lengths, kernel, device)
+    return UlyssesZone(inner.rows, tokens, zone.index, zone.group.ranks, communicator, inner)
 
 
 class HeadShare(NamedTuple):
@@ -58,44 +76,44 @@ def head_share(heads: int, kv_heads: int, index: int, degree: int) -> HeadShare:
 class UlyssesZone:
     """This rank's part in an Ulysses group."""
 
-    __slots__ = ("communicator", "index", "kernel", "ranks", "rows", "segments", "tokens")
+    __slots__ = ("communicator", "index", "inner", "ranks", "rows", "tokens")
 
-    def __init__(self, zone: Zone, communicator: Communicator, kernel: Kernel, device: torch.device) -> None:
-        degree = zone.group.degree
-        total = sum(zone.lengths)
-        self.rows = slice(zone.start, zone.stop)
-        self.index, self.ranks = zone.index, zone.group.ranks
-        self.communicator, self.kernel = communicator, kernel
-        parts = [contiguous_part(total, i, degree) for i in range(degree)]
-        self.tokens = [stop - start for start, stop in parts]
-        self.segments = Segments(zone.lengths, zone.lengths, causal=True, device=device)
+    def __init__(
+        self,
+        rows: slice,
+        tokens: Sequence[int],
+        index: int,
+        ranks: Sequence[int],
+        communicator: Communicator,
+        inner: HeadAttention,
+    ) -> None:
+        """tokens: how many each of `ranks` holds. index: this rank's place among them. inner: what computes."""
+        self.rows, self.tokens, self.index, self.ranks = rows, tokens, index, ranks
+        self.communicator, self.inner = communicator, inner
 
     def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> tuple[torch.Tensor, Tensors]:
         """q [t, H, D], k, v [t, Hkv, D] of this rank's tokens -> out [t, H, D], and what `backward` needs."""
         shares = self._shares(q.shape[1], k.shape[1])
         q_spans, kv_spans = _spans(shares)
         qh, kh, vh = self._seq_to_head((q, k, v), (q_spans, kv_spans, kv_spans))  # [T, my heads, D]
+        oh, saved = qh, ()
         if shares[self.index].q_heads:
             kr, vr = (_repeat(x, shares[self.index]) for x in (kh, vh))
-            oh, lse = self.kernel.forward(qh, kr, vr, self.segments, scale=scale)
-        else:
-            oh, lse = torch.empty_like(qh), qh.new_empty(0)
+            oh, saved = self.inner.forward(qh, kr, vr, scale)
         (out,) = self._head_to_seq((oh,), (q_spans,))  # [t, H, D]
-        # The last one carries nothing but the number of KV heads.
-        return out, (qh, kh, vh, oh, lse, k.new_empty(0, k.shape[1]))
+        # The first one carries nothing but the number of KV heads.
+        return out, (k.new_empty(0, k.shape[1]), *saved)
 
     def backward(self, dout: torch.Tensor, saved: Tensors, scale: float) -> Tensors:
-        qh, kh, vh, oh, lse, kv_like = saved
+        kv_like, *of_inner = saved
         shares = self._shares(dout.shape[1], kv_like.shape[1])
         mine = shares[self.index]
         q_spans, kv_spans = _spans(shares)
         (doh,) = self._seq_to_head((dout,), (q_spans,))
+        dqh, dkh, dvh = doh, doh, doh  # of no heads
         if mine.q_heads:
-            kr, vr = (_repeat(x, mine) for x in (kh, vh))
-            dqh, dkr, dvr = self.kernel.backward(doh, qh, kr, vr, oh, lse, self.segments, scale=scale)
+            dqh, dkr, dvr = self.inner.backward(doh, tuple(of_inner), scale)
             dkh, dvh = (_sum_repeats(x, mine) for x in (dkr, dvr))
-        else:
-            dqh, dkh, dvh = torch.empty_like(qh), torch.empty_like(kh), torch.empty_like(vh)
         dq, dk, dv = self._head_to_seq((dqh, dkh, dvh), (q_spans, kv_spans, kv_spans))
         return dq, dk, dv
 
@@ -111,28 +129,25 @@ class UlyssesZone:
             *(r.split([t * w for w in widths]) for r, t in zip(received, self.tokens, strict=True)), strict=True
         )
         return [
-            torch.cat(column).view(sum(self.tokens), -1, x.shape[2])
-            if width
-            else x.new_empty(sum(self.tokens), 0, x.shape[2])
+            torch.cat(column).view(sum(self.tokens), width // x.shape[2], x.shape[2])
             for column, width, x in zip(columns, widths, tensors, strict=True)
         ]
 
     def _head_to_seq(self, tensors: Tensors, spans: Sequence[Sequence[slice]]) -> list[torch.Tensor]:
-        """Each [all tokens, my heads, D] -> [my tokens, heads, D]; heads that several ranks had are summed."""
+        """Each [all tokens, my heads, D] -> [my tokens, heads, D]; heads that several ranks had are summed, in float32
+        (float64 for float64): many ranks may share a KV head, and a 16-bit sum would lose with each of them."""
         by_rank = [x.split(self.tokens) for x in tensors]
         parts = [_flat_cat([pieces[i] for pieces in by_rank]) for i in self._indices]
         mine = self.tokens[self.index]
         head_dim = tensors[0].shape[2]
         sizes = [[mine * (span[i].stop - span[i].start) * head_dim for span in spans] for i in self._indices]
         received = all_to_all(self.communicator, self.ranks, parts, [sum(s) for s in sizes])
-        results = [
-            x.new_zeros(mine, max(s.stop for s in span), head_dim) for x, span in zip(tensors, spans, strict=True)
-        ]
+        results = [_sums(x, mine, span) for x, span in zip(tensors, spans, strict=True)]
         for i, flat in enumerate(received):
             for result, span, piece in zip(results, spans, flat.split(sizes[i]), strict=True):
                 if piece.numel():
                     result[:, span[i]] += piece.view(mine, -1, head_dim)
-        return results
+        return [result.to(x.dtype) for result, x in zip(results, tensors, strict=True)]
 
     @property
     def _indices(self) -> range:
@@ -141,6 +156,13 @@ class UlyssesZone:
 
 def _spans(shares: Sequence[HeadShare]) -> tuple[list[slice], list[slice]]:
     return [slice(s.q_start, s.q_stop) for s in shares], [slice(s.kv_start, s.kv_stop) for s in shares]
+
+
+def _sums(x: torch.Tensor, tokens: int, spans: Sequence[slice]) -> torch.Tensor:
+    """Zeros [tokens, all heads, D], wider than 16 bits if several ranks add to a head."""
+    heads = max(span.stop for span in spans)
+    shared = sum(span.stop - span.start for span in spans) > heads
+    return x.new_zeros(tokens, heads, x.shape[2], dtype=lse_dtype(x.dtype) if shared else x.dtype)
 
 
 def _width(x: torch.Tensor, span: slice) -> int:

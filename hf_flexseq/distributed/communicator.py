@@ -10,7 +10,8 @@ With one process there is no process group, and every exchange below is with one
 """
 
 import os
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 import torch.distributed as dist
@@ -76,10 +77,11 @@ class Transfers:
         tag: int = 0,
     ) -> None:
         """Post contiguous tensors to and from global ranks. Receives are posted first: on a slow link gloo otherwise
-        serialises the two directions. Nothing is posted for tensors without elements, which both sides know."""
+        serialises the two directions. Nothing is posted for tensors without elements, which both sides know. Several
+        for one rank must stand in the same order on both sides; they take the tags from `tag` on."""
         group = communicator.parent
-        ops = [dist.P2POp(dist.irecv, t, peer, group, tag) for t, peer in recvs if t.numel()]
-        ops += [dist.P2POp(dist.isend, t, peer, group, tag) for t, peer in sends if t.numel()]
+        ops = [dist.P2POp(dist.irecv, t, peer, group, n) for t, peer, n in _tagged(recvs, tag)]
+        ops += [dist.P2POp(dist.isend, t, peer, group, n) for t, peer, n in _tagged(sends, tag)]
         self._buffers = [op.tensor for op in ops]  # alive until the transfers are over
         self._works = dist.batch_isend_irecv(ops) if ops else []
 
@@ -89,3 +91,39 @@ class Transfers:
             work.wait()
         self._works = None
         self._buffers = None
+
+
+def _tagged(transfers: Sequence[tuple[torch.Tensor, int]], tag: int) -> Iterator[tuple[torch.Tensor, int, int]]:
+    """Each tensor that has elements, with its peer and its tag: `tag` and how many went before it to that peer."""
+    before: Counter[int] = Counter()
+    for tensor, peer in transfers:
+        if tensor.numel():
+            yield tensor, peer, tag + before[peer]
+            before[peer] += 1
+
+
+class Exchange:
+    """Messages between this rank and others that are collected one by one, posted together and waited for once."""
+
+    __slots__ = ("_recvs", "_sends", "_transfers")
+
+    def __init__(self) -> None:
+        self._sends: list[tuple[torch.Tensor, int]] = []
+        self._recvs: list[tuple[torch.Tensor, int]] = []
+        self._transfers: Transfers | None = None
+
+    def send(self, tensors: Iterable[torch.Tensor], peer: int) -> None:
+        self._sends += [(x.contiguous(), peer) for x in tensors]
+
+    def recv(self, likes: Iterable[torch.Tensor], tokens: int, peer: int) -> tuple[torch.Tensor, ...]:
+        """Tensors of `tokens` rows, otherwise like `likes`, that will hold what `peer` sends."""
+        tensors = tuple(x.new_empty(tokens, *x.shape[1:]) for x in likes)
+        self._recvs += [(x, peer) for x in tensors]
+        return tensors
+
+    def post(self, communicator: Communicator, tag: int) -> None:
+        self._transfers = Transfers(communicator, sends=self._sends, recvs=self._recvs, tag=tag)
+
+    def wait(self) -> None:
+        assert self._transfers is not None, "this exchange was not posted"
+        self._transfers.wait()

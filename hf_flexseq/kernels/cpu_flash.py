@@ -3,7 +3,8 @@
 `aten::_scaled_dot_product_flash_attention_for_cpu` and its backward give and take the log-sum-exp, accept fewer key
 heads than query heads, a merged output and log-sum-exp, and every floating dtype. Three habits of theirs matter here:
 
-* `is_causal` aligns query 0 with key 0, which is right because causal sequences have as many queries as keys;
+* `is_causal` aligns query 0 with key 0; where a causal sequence has earlier keys too, these are a call of their own
+  and the two results are merged, in float32, so that the rounding to 16 bits remains a single one;
 * a last dimension that is not contiguous is read as if it were, without an error, so it is made contiguous first;
 * for 16-bit inputs the backward adds dk and dv up in 16 bits, over tiles of queries and over the heads that share a
   key head, which at 2,000 tokens has up to five times the error of a plain softmax. So the backward runs in float32,
@@ -48,7 +49,7 @@ class CpuFlash:
         parts = _parts(segments, of_queries=(q, out), of_keys=(k, v))
         for (q_i, out_i, k_i, v_i), lse_i in zip(parts, _lse_parts(segments, lse), strict=True):
             if q_i.numel() and k_i.numel():
-                block_out, block_lse = _FORWARD(q_i, k_i, v_i, 0.0, segments.causal, scale=scale)
+                block_out, block_lse = _forward(q_i, k_i, v_i, segments.causal, scale)
                 out_i.copy_(block_out)
                 lse_i.copy_(block_lse)
             else:
@@ -75,13 +76,36 @@ class CpuFlash:
         parts = _parts(segments, of_queries=(dout, q, out, dq), of_keys=(k, v, dk, dv))
         for (dout_i, q_i, out_i, dq_i, k_i, v_i, *dkv_i), lse_i in zip(parts, _lse_parts(segments, lse), strict=True):
             if q_i.numel() and k_i.numel():
-                block = _BACKWARD(dout_i, q_i, k_i, v_i, out_i, lse_i, 0.0, segments.causal, scale=scale)
+                block = _backward((dout_i, q_i, k_i, v_i, out_i, lse_i), segments.causal, scale)
                 for gradient, of_block in zip((dq_i, *dkv_i), block, strict=True):
                     gradient.copy_(of_block)
             else:
                 for gradient in (dq_i, *dkv_i):
                     gradient.zero_()
         return dq, dk, dv
+
+
+def _forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool, scale: float) -> Sequence[torch.Tensor]:
+    """out [1, H, n, D] and lse [1, H, n] of one sequence."""
+    early = k.shape[2] - q.shape[2]
+    if not causal or not early:
+        return _FORWARD(q, k, v, 0.0, causal, scale=scale)
+    q, k, v = (x.to(lse_dtype(x.dtype)) for x in (q, k, v))
+    before = _FORWARD(q, k[:, :, :early], v[:, :, :early], 0.0, False, scale=scale)
+    own = _FORWARD(q, k[:, :, early:], v[:, :, early:], 0.0, True, scale=scale)
+    lse = torch.logaddexp(before[1], own[1])
+    return sum(out * (part_lse - lse).exp().unsqueeze(-1) for out, part_lse in (before, own)), lse
+
+
+def _backward(tensors: Sequence[torch.Tensor], causal: bool, scale: float) -> Sequence[torch.Tensor]:
+    """dq, dk, dv of one sequence from its dout, q, k, v, out, lse."""
+    dout, q, k, v, out, lse = tensors
+    early = k.shape[2] - q.shape[2]
+    if not causal or not early:
+        return _BACKWARD(dout, q, k, v, out, lse, 0.0, causal, scale=scale)
+    before = _BACKWARD(dout, q, k[:, :, :early], v[:, :, :early], out, lse, 0.0, False, scale=scale)
+    own = _BACKWARD(dout, q, k[:, :, early:], v[:, :, early:], out, lse, 0.0, True, scale=scale)
+    return before[0] + own[0], *(torch.cat(both, dim=2) for both in zip(before[1:], own[1:], strict=True))
 
 
 def _parts(

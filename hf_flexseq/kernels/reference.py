@@ -73,6 +73,7 @@ def _scores(q: torch.Tensor, k: torch.Tensor, causal: bool, scale: float) -> tor
     grouped = _grouped(q, k.shape[1])
     scores = torch.einsum("nhgd,mhd->hgnm", grouped, k.to(grouped.dtype)) * scale
     if causal:
-        later = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).triu(1)
+        queries, keys = scores.shape[-2:]
+        later = torch.ones(queries, keys, dtype=torch.bool, device=q.device).triu(1 + keys - queries)
         scores = scores.masked_fill(later, -torch.inf)
     return scores

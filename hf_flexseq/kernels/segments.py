@@ -15,8 +15,9 @@ import torch
 class Segments:
     """Sequences packed one after the other, as the queries and the keys of one attention call.
 
-    q_lens, k_lens: tokens of each sequence, either may be 0. causal: query i of a sequence reads its keys 0..i; else
-    it reads all of them. A plain class on purpose: FSDP2's input cast takes dataclasses, tuples and dicts apart.
+    q_lens, k_lens: tokens of each sequence, either may be 0. causal: the last query of a sequence reads all its keys,
+    each one before it one key fewer, as where the queries are the last tokens of the keys; else each reads all keys.
+    A plain class on purpose: FSDP2's input cast takes dataclasses, tuples and dicts apart.
     Raises AssertionError for lengths that do not fit each other.
     """
 
@@ -38,8 +39,8 @@ class Segments:
         self.causal, self.device = causal, device
         assert len(self.q_lens) == len(self.k_lens), f"{len(self.q_lens)} query and {len(self.k_lens)} key sequences"
         assert min(self.q_lens + self.k_lens, default=0) >= 0, f"negative length in {self.q_lens} or {self.k_lens}"
-        assert not causal or self.q_lens == self.k_lens, (
-            f"causal sequences need as many queries as keys, got {self.q_lens} and {self.k_lens}"
+        assert not causal or all(q <= k for q, k in zip(self.q_lens, self.k_lens, strict=True)), (
+            f"causal sequences need at least as many keys as queries, got {self.q_lens} and {self.k_lens}"
         )
         self.max_q, self.max_k = max(self.q_lens, default=0), max(self.k_lens, default=0)
         self.total_q, self.total_k = sum(self.q_lens), sum(self.k_lens)

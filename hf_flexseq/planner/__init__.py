@@ -19,7 +19,7 @@ import numpy as np
 
 from hf_flexseq.config import require_solver
 from hf_flexseq.cost import CostModel, step_ns
-from hf_flexseq.plan import MicroBatch, Plan, PlanInfeasible, check
+from hf_flexseq.plan import STRATEGIES, MicroBatch, Plan, PlanInfeasible, check
 from hf_flexseq.planner.auto import auto_micro_batches
 from hf_flexseq.planner.batch_ada import batch_ada_micro_batches
 from hf_flexseq.planner.batch_rebalance import batch_rebalance_micro_batches
@@ -38,7 +38,7 @@ LOCKSTEP_PLANNERS = {  # decide for ranks that run every micro-batch together, w
 }
 CHOICES = {
     "planner": ("auto", "static", "flexsp", "batch-ada", *LOCKSTEP_PLANNERS),
-    "strategy": ("auto", "ulysses", "zigzag", "local"),
+    "strategy": ("auto", *STRATEGIES),
     "sync": ("lockstep", "free"),
 }
 
@@ -67,8 +67,7 @@ def make_plan(
         require_solver()
     tokens = _checked_lengths(lengths)
     widest = _widest_degree(topology, planner=planner, strategy=strategy, sp_degree=sp_degree)
-    if strategy == "zigzag":
-        cost.strategies(strategy)  # raises when the cost model knows no ring
+    cost.strategies(strategy)  # raises when it needs a ring and the cost model knows none
     cap = cost.max_tokens_per_rank(topology.world_size) if max_tokens_per_rank is None else max_tokens_per_rank
     if cap < 1:
         raise ValueError(f"max_tokens_per_rank={cap}: give at least 1")

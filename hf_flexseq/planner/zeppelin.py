@@ -38,7 +38,8 @@ def zeppelin_micro_batches(
         if all(made):
             break
         batches += 1  # a sequence alone in its micro-batch always fits
-    name = "zigzag" if "zigzag" in cost.strategies(strategy) else "ulysses"
+    names = cost.strategies(strategy)
+    name = "zigzag" if "zigzag" in names or not names else names[0]
     return tuple(_micro_batch(placed, name) for placed in made if placed)
 
 

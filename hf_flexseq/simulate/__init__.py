@@ -7,7 +7,8 @@ A micro-batch is a constant and then a number of equal layers, forward and back.
 
 1. each rank runs the linear layers of all its tokens;
 2. then the attention of its groups, widest first. Ulysses waits for the whole group, moves half of its bytes,
-   computes, and moves the other half; a ring goes through the steps of `schedule/attention.py` (see `ring.py`).
+   computes, and moves the other half (a hybrid likewise, inside nodes); an all-gather does it with keys, values and
+   their gradients; a ring goes through the steps of `schedule/attention.py` (see `ring.py`).
 
 What the closed form cannot see follows: ranks in several groups wait for each other in every layer, not once per
 micro-batch; linear layers do not make up for attention; ring steps hide their transfers only as far as they last.
@@ -31,8 +32,8 @@ from numpy.typing import NDArray
 
 from hf_flexseq.cost import CostModel, Int64Array
 from hf_flexseq.plan import Group, MicroBatch, Plan
-from hf_flexseq.simulate.ring import RingTimes, crosses_nodes, ring_times, transfer_ns
-from hf_flexseq.simulate.work import Work, make_work
+from hf_flexseq.simulate.ring import RingTimes, crosses_nodes, moving_ns, ring_steps, ring_times
+from hf_flexseq.simulate.work import RINGS, Work, make_work
 from hf_flexseq.timeline import Recorder, Timeline
 from hf_flexseq.topology import Topology
 
@@ -117,12 +118,12 @@ class _Run:
                 self._everyone(work, work.linear_ns[piece], "linear")
             for work in together:
                 self._everyone(work, work.latency_ns[piece], "latency", "transfer")
-                if work.group.strategy == "zigzag":
+                if work.group.strategy in RINGS:
                     self._ring(work, piece)
                 else:
-                    self._all_to_all(work, work.all_to_all_ns[piece] // 2)
+                    self._together(work, work.before_ns[piece])
                     self._everyone(work, work.attention_ns[piece], "attention")
-                    self._all_to_all(work, -(-work.all_to_all_ns[piece] // 2))
+                    self._together(work, work.after_ns[piece])
 
     def _everyone(self, work: Work, duration: int, label: str, kind: str = "compute") -> None:
         """Each rank of the group is busy for `duration` from when it is free."""
@@ -131,37 +132,40 @@ class _Run:
         self._add(work.group.start, self.clock[ranks], stops, kind=kind, label=label, work=work)
         self.clock[ranks] = stops
 
-    def _all_to_all(self, work: Work, duration: int) -> None:
+    def _together(self, work: Work, duration: int) -> None:
         """All ranks of the group exchange, as soon as the last one is there."""
         group = work.group
         if group.degree > 1:
             self.clock[_slice(group)] = self.clock[_slice(group)].max()
-            link = _link(self.topology.spans_nodes(group.start, group.stop))
-            self._everyone(work, duration, f"all-to-all, {link}", "transfer")
+            what = "all-gather" if group.strategy == "allgather" else "all-to-all"
+            spans = self.topology.spans_nodes(group.start, group.stop) and group.strategy != "hybrid"
+            link = _link(spans)
+            self._everyone(work, duration, f"{what}, {link}", "transfer")
 
     def _ring(self, work: Work, piece: int) -> None:
-        ranks, detail = _slice(work.group), self.detail
+        group, layers = work.group, self.detail.layers
+        phase = "both" if layers == 0 else "forward" if piece < layers else "backward"
         times = ring_times(
-            self.clock[ranks],
+            self.clock[_slice(group)],
             work.attention_ns[piece],
-            transfer_ns(work.group, work.chunk_bytes, self.topology, self.cost),
-            overlap=self.cost.ring_overlap if detail.overlap else 0.0,
-            returns=piece >= detail.layers > 0,
-            contention=detail.contention,
+            ring_steps(group.strategy, group.degree),
+            moving_ns(group, work.trip_bytes, self.topology, self.cost, phase=phase),
+            overlap=self.cost.ring_overlap if self.detail.overlap else 0.0,
+            contention=self.detail.contention,
         )
         self._add_ring(work, times)
-        self.clock[ranks] = times.stop
+        self.clock[_slice(group)] = times.stop
 
     def _add_ring(self, work: Work, times: RingTimes) -> None:
         start, free = work.group.start, times.begin[0]
         crosses = crosses_nodes(work.group, self.topology)
-        for t in range(work.group.degree):
+        for t in range(len(times.begin)):
             label = f"ring, {_link(bool(crosses[t].any()))}"
             self._add(start, free, times.begin[t], kind="transfer", label=label, work=work)
             self._add(start, times.depart[t], times.arrive[t], kind="overlapped", label=label, work=work)
             self._add(start, times.begin[t], times.end[t], kind="compute", label="attention", work=work)
             free = times.end[t]
-        self._add(start, free, times.stop, kind="transfer", label="ring, gradients", work=work)
+        self._add(start, free, times.stop, kind="transfer", label="ring, results", work=work)
 
     def _add(
         self,

@@ -34,7 +34,8 @@ def logits_and_gradient(rank, world_size, strategy, tokens):
 
 
 @pytest.mark.parametrize(
-    ("world_size", "strategy"), [(1, "local"), (2, "ulysses"), (3, "ulysses"), (2, "zigzag"), (3, "zigzag")]
+    ("world_size", "strategy"),
+    [(1, "local"), (2, "ulysses"), (3, "ulysses"), (2, "zigzag"), (3, "zigzag"), (3, "balanced"), (2, "allgather")],
 )
 def test_a_changed_document_changes_no_other(world_size, strategy):
     generator = torch.Generator().manual_seed(0)

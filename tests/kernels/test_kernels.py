@@ -20,10 +20,13 @@ every_head_count = pytest.mark.parametrize("heads", HEADS, ids=lambda heads: f"{
 
 
 def random_segments(seed, causal):
-    """Lengths 0, 1, 17 and primes, in random order; rectangles may lack queries, keys or both."""
+    """Lengths 0, 1, 17 and primes, in random order; rectangles may lack queries, keys or both, and some causal
+    sequences have keys before the first query's own."""
     rng = random.Random(seed)
     q_lens = rng.sample([0, 1, 2, 17, 31, 53, 0], k=7)
-    k_lens = q_lens if causal else rng.sample([0, 1, 3, 17, 0, 43, 11], k=7)
+    k_lens = rng.sample([0, 1, 3, 17, 0, 43, 11], k=7)
+    if causal:
+        k_lens = [q + rng.choice([0, earlier]) for q, earlier in zip(q_lens, k_lens, strict=True)]
     return Segments(q_lens, k_lens, causal=causal, device=CPU)
 
 
@@ -40,7 +43,7 @@ def may_read(segments):
     q, k = 0, 0
     for q_len, k_len in zip(segments.q_lens, segments.k_lens, strict=True):
         block = torch.ones(q_len, k_len, dtype=torch.bool)
-        mask[q : q + q_len, k : k + k_len] = block.tril() if segments.causal else block
+        mask[q : q + q_len, k : k + k_len] = block.tril(k_len - q_len) if segments.causal else block
         q, k = q + q_len, k + k_len
     return mask
 
@@ -97,7 +100,7 @@ def test_agrees_with_dense_autograd(kernel, heads, causal, seed):
 def test_cpu_flash_agrees_with_the_reference_on_longer_sequences(heads, causal):
     """Longer than the CPU kernel's tiles, and a head size that is no multiple of anything."""
     q_lens = [257, 0, 601, 1, 64]
-    k_lens = q_lens if causal else [383, 19, 769, 0, 1]
+    k_lens = [257, 19, 769, 1, 65] if causal else [383, 19, 769, 0, 1]
     segments = Segments(q_lens, k_lens, causal=causal, device=CPU)
     inputs = random_inputs(segments, heads, head_dim=13)
     for x, y in zip(run(CpuFlash(), *inputs, segments), run(Reference(), *inputs, segments), strict=True):

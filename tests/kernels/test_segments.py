@@ -40,7 +40,7 @@ def test_no_sequences_at_all():
 @pytest.mark.parametrize(
     ("q_lens", "k_lens", "causal", "message"),
     [
-        ([2], [3], True, "as many queries as keys"),
+        ([3], [2], True, "at least as many keys as queries"),
         ([2], [3, 1], False, "1 query and 2 key"),
         ([-1], [1], False, "neg"),
     ],

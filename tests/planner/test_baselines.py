@@ -73,6 +73,14 @@ def test_zeppelin_uses_ulysses_where_no_ring_is_known() -> None:
     assert zones([3000, 10], topology, FLEXSP, 2000)[(0,)] == (2, "ulysses")
 
 
+@pytest.mark.parametrize("strategy", ["balanced", "allgather", "ulysses"])
+def test_zeppelin_uses_the_strategy_asked_for(strategy: str) -> None:
+    topology = Topology(nodes=1, ranks_per_node=4)
+    options = {"planner": "zeppelin", "strategy": strategy, "max_tokens_per_rank": 200}
+    (micro_batch,) = make_plan([600], topology, rings(topology), **options).micro_batches
+    assert [g.strategy for g in micro_batch.groups] == [strategy]
+
+
 def test_zeppelin_levels_the_quadratic_work() -> None:
     rng, topology = random.Random(2), Topology(nodes=1, ranks_per_node=8)
     lengths = [int(rng.lognormvariate(7, 1)) + 1 for _ in range(200)]

@@ -59,7 +59,7 @@ def wrong_ranks(ranks: set[int], nodes: int, per_node: int) -> list[str]:
     st.lists(st.integers(0, 255).map(lambda x: int(2 ** (x / 16)) + x % 7), min_size=1, max_size=60),
     st.integers(1, 4),
     st.integers(1, 9),
-    st.sampled_from(["auto", "ulysses", "zigzag"]),
+    st.sampled_from(["auto", "ulysses", "zigzag", "balanced", "allgather", "hybrid"]),
     st.sampled_from([1.0, 1.01, 1.1, 2.0]),
 )
 def test_plans_are_legal(

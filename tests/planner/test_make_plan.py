@@ -63,7 +63,7 @@ def verify(plan: Plan, topology: Topology, cost: CostModel, *, cap: int, sync: s
 @given(
     st.lists(st.integers(1, 60_000), min_size=1, max_size=40),
     st.sampled_from(TOPOLOGIES),
-    st.sampled_from(["auto", "ulysses", "zigzag", "local"]),
+    st.sampled_from(["auto", "ulysses", "zigzag", "balanced", "allgather", "local"]),
     st.sampled_from(["lockstep", "free"]),
     st.integers(0, 20_000),
 )

@@ -1,43 +1,88 @@
 """Block schedules as data: each covers the causal triangle exactly once, and everyone is served."""
 
+from dataclasses import replace
+
 import pytest
 
-from hf_flexseq.schedule.attention import zigzag
-from hf_flexseq.shard import zigzag_chunks
+from hf_flexseq.schedule.attention import Schedule, attention_schedule, check
 
-DEGREES = [1, 2, 3, 4, 5, 6, 7, 8, 16]
+DEGREES = [1, 2, 3, 4, 5, 6, 7, 8, 9, 15, 16]
 
-
-def blocks(degree):
-    """(query chunk, key chunk, causal) of all steps of all ranks; a causal step is the triangle of its chunks."""
-    for index in range(degree):
-        for step in zigzag(index, degree):
-            for place, q in enumerate(step.queries):
-                for k in step.keys[: place + 1] if step.causal else step.keys:
-                    yield q, k, q == k
+every_degree = pytest.mark.parametrize("degree", DEGREES)
+every_schedule = pytest.mark.parametrize("strategy", ["zigzag", "balanced"])
 
 
-@pytest.mark.parametrize("degree", DEGREES)
-def test_the_lower_triangle_is_covered_once(degree):
-    chunks = 2 * degree
-    assert sorted(blocks(degree)) == [(q, k, q == k) for q in range(chunks) for k in range(q + 1)]
+@every_degree
+@every_schedule
+@pytest.mark.parametrize("mirrored", [False, True])
+def test_every_block_is_computed_once_from_chunks_where_they_are(strategy, degree, mirrored):
+    check(attention_schedule(strategy, degree, mirrored))
 
 
-@pytest.mark.parametrize("degree", DEGREES)
-def test_every_step_is_half_a_square_for_every_rank(degree):
-    for index in range(degree):
-        first, *others = zigzag(index, degree)
-        assert (first.source, first.causal) == (index, True)
-        assert all(len(step.queries) * len(step.keys) == 2 for step in others)
+@every_degree
+def test_zigzag_has_no_idle_time(degree):
+    assert attention_schedule("zigzag", degree).critical_path() == 1.0
 
 
-@pytest.mark.parametrize("degree", DEGREES)
-def test_at_every_time_each_rank_lends_to_one_other(degree):
-    for t in range(degree):
-        steps = [zigzag(index, degree)[t] for index in range(degree)]
-        assert sorted(step.source for step in steps) == list(range(degree))
-        assert all(set(step.keys) <= set(zigzag_chunks(step.source, degree)) for step in steps)
+@every_degree
+def test_balanced_has_none_at_odd_degrees_and_half_a_block_at_even_ones(degree):
+    expected = 1.0 if degree % 2 else (degree + 1) / degree
+    assert attention_schedule("balanced", degree).critical_path() == expected
 
 
-def test_a_step_reads_as_text():
-    assert [str(step) for step in zigzag(0, 2)] == ["q0+3 x causal kv0+3 of 0", "q3 x kv1+2 of 1"]
+@every_degree
+def test_balanced_is_done_half_way_round(degree):
+    assert attention_schedule("balanced", degree).times == degree // 2 + 1
+
+
+@every_degree
+def test_zigzag_is_half_a_square_for_every_rank_at_every_time(degree):
+    assert {step.work for step in attention_schedule("zigzag", degree).steps} == {4}
+
+
+@every_degree
+@every_schedule
+def test_at_every_time_each_rank_lends_to_one_other_at_most(strategy, degree):
+    schedule = attention_schedule(strategy, degree)
+    for time in range(1, schedule.times):
+        lenders = [
+            owner
+            for step in schedule.steps
+            if step.time == time
+            for owner in (step.reader, step.source)
+            if owner != step.worker
+        ]
+        assert len(lenders) == len(set(lenders))
+
+
+def test_a_schedule_reads_as_text():
+    assert str(attention_schedule("zigzag", 2)).splitlines() == [
+        "0 | 0: q0+3 x causal kv0+3 | 1: q1+2 x causal kv1+2",
+        "1 | 0: q3 x kv1+2 of 1 | 1: q1+2 x kv0 of 0",
+    ]
+    assert str(attention_schedule("balanced", 3)).splitlines() == [
+        "0 | 0: q0 x causal kv0 | 1: q1 x causal kv1 | 2: q2 x causal kv2",
+        "1 | 0: q2 of 2 x kv0 | 1: q1 x kv0 of 0 | 2: q2 x kv1 of 1",
+    ]
+
+
+def broken(change):
+    """`balanced` of 3 with one step, rank 0's help, changed by `change`; None drops it."""
+    schedule = attention_schedule("balanced", 3)
+    steps = [replace(s, **(change or {})) if (s.time, s.worker) == (1, 0) else s for s in schedule.steps]
+    return Schedule(chunks=schedule.chunks, steps=tuple(s for s in steps if change or (s.time, s.worker) != (1, 0)))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (None, r"missing \[\(2, 0, False\)\], extra \[\]"),
+        ({"reader": 1}, "held by another rank"),
+        ({"causal": True}, "reads its own chunks"),
+        ({"worker": 2}, "time 1: rank 2 has 2 calls"),
+        ({"reader": 0, "queries": (0,)}, r"missing \[\(2, 0, False\)\], extra \[\(0, 0, False\)\]"),
+    ],
+)
+def test_what_is_wrong_is_named(change, message):
+    with pytest.raises(ValueError, match=message):
+        check(broken(change))

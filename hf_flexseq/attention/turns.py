@@ -1,0 +1,148 @@
+"""A schedule made concrete for one rank and one micro-batch: which rows, how many tokens, to and from whom.
+
+    Step (chunks of a sequence, indices in the group)  ->  Turn (rows of this rank, global ranks, lengths)
+
+A turn covers all sequences of a group that lie the same way round (`shard.mirrored`): one kernel call, and one message
+per tensor and partner. Groups with sequences of both kinds take turns, a step of the ones and a step of the others.
+
+Every rank derives what it sends and what it receives from the same steps and lengths, so that every send has its
+receive. Sequences of which a step has no query or no key are left out of it, on both sides.
+"""
+
+import functools
+from collections.abc import Iterable, Sequence
+from itertools import product, zip_longest
+from typing import NamedTuple
+
+import torch
+
+from hf_flexseq.kernels.segments import Segments
+from hf_flexseq.schedule.attention import Step, attention_schedule
+from hf_flexseq.shard import Cut, held_chunks
+
+Piece = tuple[int, int]  # place of the sequence in the group, chunk
+
+
+class Rows(NamedTuple):
+    """Some rows of a rank. index: which; None when they are all of them, or another rank's and only their number is
+    of interest."""
+
+    tokens: int
+    index: torch.Tensor | None
+
+    def take(self, x: torch.Tensor) -> torch.Tensor:
+        return x if self.index is None else x.index_select(0, self.index)
+
+    def add_to(self, total: torch.Tensor, part: torch.Tensor) -> None:
+        if self.index is None:
+            total += part
+        else:
+            total.index_add_(0, self.index, part.to(total.dtype))
+
+
+class Share(NamedTuple):
+    """Rows that one side holds and the other reads. peer: the other side's global rank; None: both are this rank."""
+
+    peer: int | None
+    rows: Rows
+
+
+NOTHING = Share(None, Rows(0, None))
+
+
+class Turn(NamedTuple):
+    """What a rank does at one time.
+
+    segments: its attention call; None when it has none. queries, keys: what that reads. lent_queries, lent_keys: what
+    other ranks' calls read of this rank's, and to whom it goes.
+    """
+
+    segments: Segments | None
+    queries: Share
+    keys: Share
+    lent_queries: tuple[Share, ...]
+    lent_keys: tuple[Share, ...]
+
+
+class Layout:
+    """Where the chunks that a rank holds lie in its rows of a group."""
+
+    __slots__ = ("_starts", "cuts", "device", "tokens")
+
+    def __init__(self, cuts: Sequence[Cut], strategy: str, index: int, degree: int, device: torch.device) -> None:
+        self.cuts, self.device = cuts, device
+        self._starts: dict[tuple[int, int], int] = {}
+        row = 0
+        for place, cut in enumerate(cuts):
+            for chunk in held_chunks(strategy, index, degree, mirrored=cut.mirrored):
+                self._starts[place, chunk] = row
+                row += cut.tokens((chunk,))
+        self.tokens = row
+
+    def rows(self, pieces: Iterable[Piece]) -> Rows:
+        """Those of `pieces`, which stand in the order of the rows."""
+        parts = [torch.arange(0), *(torch.arange(start, start + n) for start, n in map(self._place, pieces))]
+        tokens = sum(map(len, parts))
+        return Rows(tokens, None if tokens == self.tokens else torch.cat(parts).to(self.device))
+
+    @property
+    def pieces(self) -> Iterable[Piece]:
+        """All of them, in the order of the rows."""
+        return self._starts
+
+    def _place(self, piece: Piece) -> tuple[int, int]:
+        place, chunk = piece
+        return self._starts[piece], self.cuts[place].tokens((chunk,))
+
+
+def make_turns(
+    strategy: str, group_cuts: Sequence[Cut], index: int, ranks: Sequence[int], device: torch.device
+) -> tuple[Turn, ...]:
+    """The turns of the rank of `index` among `ranks`, which share sequences cut so by a ring strategy."""
+    layout = Layout(group_cuts, strategy, index, len(ranks), device)
+    lanes = []
+    for flipped in (False, True):
+        places = [place for place, cut in enumerate(group_cuts) if cut.mirrored == flipped]
+        if places:
+            steps = steps_of(strategy, len(ranks), flipped, index)
+            lanes.append([_turn(at_time, places, layout, index, ranks) for at_time in steps])
+    return tuple(turn for together in zip_longest(*lanes) for turn in together)
+
+
+@functools.cache
+def steps_of(strategy: str, degree: int, mirrored: bool, index: int) -> tuple[tuple[Step, ...], ...]:
+    """The steps, by time, in which the rank of `index` works or of which it holds queries or keys."""
+    schedule = attention_schedule(strategy, degree, mirrored)
+    times: list[list[Step]] = [[] for _ in range(schedule.times)]
+    for step in schedule.steps:
+        if index in (step.worker, step.reader, step.source):
+            times[step.time].append(step)
+    return tuple(map(tuple, times))
+
+
+def _turn(steps: Sequence[Step], among: Sequence[int], layout: Layout, index: int, ranks: Sequence[int]) -> Turn:
+    segments, queries, keys = None, NOTHING, NOTHING
+    lent_queries, lent_keys = [], []
+    for step in steps:
+        places = [p for p in among if layout.cuts[p].tokens(step.queries) and layout.cuts[p].tokens(step.keys)]
+        if not places:
+            continue
+        if step.worker == index:
+            q_lens, k_lens = ([layout.cuts[p].tokens(c) for p in places] for c in (step.queries, step.keys))
+            segments = Segments(q_lens, k_lens, causal=step.causal, device=layout.device)
+            queries = _read(step.reader, step.queries, places, layout, index, ranks)
+            keys = _read(step.source, step.keys, places, layout, index, ranks)
+        elif step.reader == index:
+            lent_queries.append(Share(ranks[step.worker], layout.rows(product(places, step.queries))))
+        if step.source == index != step.worker:
+            lent_keys.append(Share(ranks[step.worker], layout.rows(product(places, step.keys))))
+    return Turn(segments, queries, keys, tuple(lent_queries), tuple(lent_keys))
+
+
+def _read(
+    holder: int, chunks: Sequence[int], places: Sequence[int], layout: Layout, index: int, ranks: Sequence[int]
+) -> Share:
+    """What this rank reads of `holder`, which may be itself."""
+    if holder == index:
+        return Share(None, layout.rows(product(places, chunks)))
+    return Share(ranks[holder], Rows(sum(layout.cuts[p].tokens(chunks) for p in places), None))

@@ -1,0 +1,78 @@
+"""Turns of all ranks together, without processes: what one sends the other expects, and rows are the ones meant."""
+
+import itertools
+import random
+
+import pytest
+import torch
+
+from hf_flexseq.attention.turns import make_turns
+from hf_flexseq.plan import Group, MicroBatch
+from hf_flexseq.shard import cuts, make_shard
+
+CPU = torch.device("cpu")
+PACKS = [(1,), (2, 1), (17,), (40, 3, 29), tuple(random.Random(0).choices(range(1, 9), k=12))]
+
+
+def turns_of(strategy, lengths, degree):
+    group_cuts = cuts(strategy, lengths, degree)
+    return [make_turns(strategy, group_cuts, i, range(10, 10 + degree), CPU) for i in range(degree)]
+
+
+@pytest.mark.parametrize("strategy", ["zigzag", "balanced"])
+@pytest.mark.parametrize("degree", [2, 3, 4, 5, 8])
+@pytest.mark.parametrize("lengths", PACKS)
+def test_every_send_has_its_receive(strategy, degree, lengths):
+    by_rank = turns_of(strategy, lengths, degree)
+    assert len({len(turns) for turns in by_rank}) == 1
+    for together in zip(*by_rank, strict=True):
+        for lent, read in (("lent_queries", "queries"), ("lent_keys", "keys")):
+            sends = [
+                (10 + i, share.peer, share.rows.tokens)
+                for i, turn in enumerate(together)
+                for share in getattr(turn, lent)
+            ]
+            receives = [
+                (share.peer, 10 + i, share.rows.tokens)
+                for i, turn in enumerate(together)
+                for share in [getattr(turn, read)]
+                if share.peer is not None
+            ]
+            assert sorted(sends) == sorted(receives)
+            assert all(tokens for *_, tokens in sends)
+
+
+@pytest.mark.parametrize("strategy", ["zigzag", "balanced"])
+@pytest.mark.parametrize("degree", [2, 3, 4, 7])
+@pytest.mark.parametrize("lengths", PACKS)
+def test_every_query_reads_every_earlier_key_of_its_sequence_once(strategy, degree, lengths):
+    """The executor on token names instead of tensors."""
+    group = Group(ranks=tuple(range(10, 10 + degree)), sequences=tuple(range(len(lengths))), strategy=strategy)
+    names = []
+    for i in range(degree):
+        slices = make_shard(MicroBatch(groups=(group,)), lengths, 10 + i).slices
+        names.append(torch.tensor([(s.sequence, t) for s in slices for t in range(s.start, s.stop)]).view(-1, 2))
+    read = []
+    for t, together in enumerate(zip(*turns_of(strategy, lengths, degree), strict=True)):
+        lent = {
+            (10 + i, share.peer, what): share.rows.take(names[i])
+            for i, turn in enumerate(together)
+            for what, shares in (("q", turn.lent_queries), ("k", turn.lent_keys))
+            for share in shares
+        }
+        for i, turn in enumerate(together):
+            if turn.segments is not None:
+                q, k = (
+                    share.rows.take(names[i]) if share.peer is None else lent[share.peer, 10 + i, what]
+                    for what, share in (("q", turn.queries), ("k", turn.keys))
+                )
+                assert (len(q), len(k)) == (turn.segments.total_q, turn.segments.total_k), t
+                for rows, keys in turn.segments.blocks():
+                    read += [
+                        (*a, *b)
+                        for (n, a), (m, b) in itertools.product(
+                            enumerate(q[rows].tolist()), enumerate(k[keys].tolist())
+                        )
+                        if m <= n or not turn.segments.causal
+                    ]
+    assert sorted(read) == [(s, a, s, b) for s, n in enumerate(lengths) for a in range(n) for b in range(a + 1)]
