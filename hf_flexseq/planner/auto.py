@@ -6,7 +6,9 @@
 4. A few rounds with the best candidates' targets slightly changed; then repairs (`repair.py`), and for few sequences
    a walk over single moves (`tabu.py`).
 5. For free synchronisation the same with one clock per rank that all micro-batches share, beside the lockstep plan.
-6. One degree for everything (`static.py`) is always among the candidates: it cannot lose to that, and cannot fail.
+6. Ten sequences and fewer take dynamic programming over their subsets (`subsets.py`), and all this only where that
+   leaves doubt.
+7. One degree for everything (`static.py`) is always among the candidates: it cannot lose to that, and cannot fail.
 
 The problem and the idea of groups of different degrees per step are FlexSP's (arXiv 2412.01523, section 4). Rejected:
 its time-limited MILP (seconds per micro-batch, mostly stopped by the limit, not reproducible), cutting micro-batches
@@ -24,6 +26,7 @@ from hf_flexseq.planner.place import Candidates, place_long
 from hf_flexseq.planner.problem import NEVER, Problem, make_problem, micro_batches_of
 from hf_flexseq.planner.repair import repair
 from hf_flexseq.planner.static import static_degrees, static_micro_batches
+from hf_flexseq.planner.subsets import least_of_few
 from hf_flexseq.planner.tabu import improved
 from hf_flexseq.planner.targets import FEWEST, PERMILLE, affordable, starting_candidates
 from hf_flexseq.topology import Topology
@@ -47,7 +50,7 @@ def auto_micro_batches(
     plans = []
     for assumed in dict.fromkeys((sync, "lockstep")):  # plans made for lockstep are good free ones, too
         problem = make_problem(lengths, topology, cost, strategy=strategy, cap=cap, sync=assumed)
-        found = _searched(problem)
+        found = _found(problem)
         if found:
             plans.append(scored(micro_batches_of(problem, found.block.tolist(), found.batch.tolist())))
     to_beat = min((ns for ns, _ in plans), default=NEVER)
@@ -68,6 +71,15 @@ def static_bound_ns(problem: Problem, degree: int) -> int:
     if problem.times[0, column] == NEVER:
         return NEVER
     return int(problem.times[:, column].sum()) * degree // problem.world + problem.constant
+
+
+def _found(problem: Problem) -> Filled | None:
+    """The best candidate of subset search and search; of the former alone where nothing can be better."""
+    few, surely = least_of_few(problem)
+    if surely:
+        return few
+    candidates = [improved(problem, few) if few else None, _searched(problem)]
+    return min((f for f in candidates if f), key=lambda f: f.objective, default=None)
 
 
 def _searched(problem: Problem) -> Filled | None:
