@@ -8,7 +8,7 @@ import pytest
 from hf_flexseq.cost import step_ns
 from hf_flexseq.planner.blocks import ALL_RANGES, blocks_of
 from hf_flexseq.planner.fill import completed, fill_short, water_levels
-from hf_flexseq.planner.place import place_long
+from hf_flexseq.planner.place import place_long, tick_bits
 from hf_flexseq.planner.problem import NEVER, Problem, make_problem, micro_batches_of
 from hf_flexseq.planner.repair import repair
 from hf_flexseq.planner.static import static_micro_batches
@@ -70,7 +70,7 @@ def test_placing_keeps_every_block_s_fullest_rank(shape: tuple[int, int]) -> Non
     asked = problem(shape, "lockstep", count=30)
     candidates = starting_candidates(asked, 2)
     placed = place_long(asked, candidates)
-    blocks = asked.blocks
+    blocks, tick = asked.blocks, 2 ** tick_bits(asked, candidates)
     for c, rows in enumerate(candidates.long.tolist()):
         load = np.zeros((2, asked.world), dtype=np.int64)
         for row in range(rows):
@@ -80,7 +80,8 @@ def test_placing_keeps_every_block_s_fullest_rank(shape: tuple[int, int]) -> Non
             for b in np.flatnonzero(
                 placed.state[1, c, m] < NEVER
             ):  # those that are not shut off by an overlapping one
-                assert placed.state[0, c, m, b] == load[m, blocks.start[b] : blocks.stop[b]].max()
+                fullest = int(load[m, blocks.start[b] : blocks.stop[b]].max())
+                assert abs(int(placed.state[0, c, m, b]) - fullest) <= tick * (rows + 1)
 
 
 def test_filling_and_repair_agree_with_a_fresh_count_and_never_worsen() -> None:
