@@ -187,10 +187,12 @@ def _put(problem: Problem, board: _Board, row: int, spot: Int64Array, which: Int
     now[0] -= raised[:, None]
     if blocks.overlap:
         now[1][blocks.crossing[block]] = FAR
-    pages = page[:, None]
+    misfit = _misfit(problem, now[0], board.less[: len(which)])
     if problem.free:  # their clocks are the same in all micro-batches
         pages = which[:, None] * board.batches + np.arange(board.batches)
-    board.targets[pages] += raised[:, None]
-    board.over[0, pages] = now[0, :, None]
-    board.misfit[pages] = _misfit(problem, now[0], board.less[: len(which)])[:, None]
-    board.over[1, page] = now[1]
+        board.over[0, pages], board.misfit[pages] = now[0, :, None], misfit[:, None]
+        board.over[1, page] = now[1]
+        board.targets[pages] += raised[:, None]
+    else:
+        board.over[:, page], board.misfit[page] = now, misfit
+        board.targets[page] += raised

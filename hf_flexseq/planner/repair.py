@@ -1,7 +1,10 @@
 """Small changes that make a complete candidate faster: the fullest rank of each micro-batch gives something away.
 
-A sequence that stands on that rank alone is moved to where the most slack remains, or swapped for a shorter one, until
-nothing helps. Each change is the best of all pairs, so few are needed.
+1. A sequence that stands on that rank alone is moved to where the most slack remains, or swapped for a shorter one.
+2. Where that does not help, any sequence on that rank is moved to the block where the most slack remains, which may be
+   wider or narrower.
+
+Until nothing helps. Each change is the best of all pairs, so few are needed.
 """
 
 import numpy as np
@@ -17,10 +20,9 @@ def repair(problem: Problem, filled: Filled) -> Filled:
     """`filled` after moves and swaps off the fullest ranks."""
     state = (filled.load.copy(), filled.held.copy(), filled.block.copy(), filled.batch.copy())
     load, held, block, batch = state
-    rows = np.flatnonzero(block < problem.world)
     active = list(range(len(load)))
     for _ in range(REPAIRS):
-        active = [m for m in active if _relieve(problem, state, rows, m)]
+        active = [m for m in active if _relieve(problem, state, m) or _reshape(problem, state, m)]
         if not active:
             break
     return Filled(objective=lockstep_objective(problem, load), block=block, batch=batch, load=load, held=held)
@@ -29,9 +31,10 @@ def repair(problem: Problem, filled: Filled) -> Filled:
 State = tuple[Int64Array, Int64Array, Int64Array, Int64Array]
 
 
-def _relieve(problem: Problem, state: State, rows: Int64Array, m: int) -> bool:
+def _relieve(problem: Problem, state: State, m: int) -> bool:
     """Lower the fullest rank of micro-batch m by the best move or swap. False when none helps."""
     load, held, block, batch = state
+    rows = np.flatnonzero(block < problem.world)
     world, times, lengths = problem.world, problem.times[:, 0], problem.lengths
     rank = int(load[m].argmax())
     mine = rows[(batch[rows] == m) & (block[rows] == rank)]
@@ -67,3 +70,57 @@ def _exchange(problem: Problem, state: State, row: int, slot: int, other: int | 
     load[there] += time
     held[here] -= tokens
     held[there] += tokens
+
+
+def _reshape(problem: Problem, state: State, m: int) -> bool:
+    """Lower the fullest rank of micro-batch m by moving a row from there to any block, wider and narrower ones, too.
+    False when none helps."""
+    load, _, block, batch = state
+    here = problem.blocks.inside[block, int(load[m].argmax())]
+    mine = np.flatnonzero((batch == m) & here)
+    if not len(mine):
+        return False
+    slack = _slack_after(problem, state, mine, m)
+    gain = problem.times[mine, problem.blocks.shape_of[block[mine]]]
+    value = np.minimum(slack, gain[:, None, None])
+    best = int(value.argmax())
+    if value.flat[best] <= 0:
+        return False
+    mover, there, spot = np.unravel_index(best, value.shape)
+    _carry(problem, state, int(mine[mover]), -1)
+    block[mine[mover]], batch[mine[mover]] = spot, there
+    _carry(problem, state, int(mine[mover]), 1)
+    return True
+
+
+def _slack_after(problem: Problem, state: State, mine: Int64Array, m: int) -> Int64Array:
+    """[mine, M, B] nanoseconds below the micro-batch's fullest rank, as it is now, that the ranks of a block have left
+    once a row of micro-batch m has moved there; -1 where memory or an overlapping block forbids it."""
+    load, held, block, batch = state
+    blocks = problem.blocks
+    shape, on = blocks.shape_of[block[mine]], blocks.inside[block[mine], : problem.world]
+    fullest = []  # of each block, [mine, M, B] nanoseconds and tokens
+    for total, amount in ((load, problem.times), (held, problem.needs)):
+        top = np.repeat(_fullest(problem, total)[None], len(mine), axis=0)
+        top[:, m] = _fullest(problem, total[m] - amount[mine, shape][:, None] * on)
+        fullest.append(top + amount[mine][:, None, blocks.shape_of])
+    slack: Int64Array = load.max(axis=1)[None, :, None] - fullest[0]
+    slack[fullest[1] > problem.cap] = -1
+    for used in np.unique(batch) if blocks.overlap else ():
+        slack[:, used, blocks.crossing[block[batch == used]].any(axis=0)] = -1
+    return slack
+
+
+def _fullest(problem: Problem, total: Int64Array) -> Int64Array:
+    """[..., B] what the fullest rank of each block has, of [..., W]."""
+    fullest: Int64Array = np.maximum.reduceat(total[:, problem.blocks.ranks], problem.blocks.first, axis=1)
+    return fullest
+
+
+def _carry(problem: Problem, state: State, row: int, sign: int) -> None:
+    """Add a row to the ranks it stands on, or take it away."""
+    load, held, block, batch = state
+    b = block[row]
+    ranks = slice(problem.blocks.start[b], problem.blocks.stop[b])
+    load[batch[row], ranks] += sign * problem.times[row, problem.blocks.shape_of[b]]
+    held[batch[row], ranks] += sign * problem.needs[row, problem.blocks.shape_of[b]]

@@ -95,8 +95,30 @@ def test_filling_and_repair_agree_with_a_fresh_count_and_never_worsen() -> None:
         better = repair(asked, filled)
         fresh = completed(asked, better.block, better.batch, len(better.load))
         assert better.objective == fresh.objective <= filled.objective
+        assert (better.load == fresh.load).all()
         assert (better.held == fresh.held).all()
         assert better.held.max() <= asked.cap
+
+
+def test_repair_shares_out_a_sequence_that_all_wait_for() -> None:
+    asked = problem((1, 4), "lockstep", count=1, cap=40_000)
+    alone = completed(asked, np.array([2]), np.array([0]), 1)
+    shared = repair(asked, alone)
+    assert asked.blocks.shapes[asked.blocks.shape_of[shared.block[0]]] == (4, False)
+    assert shared.objective < alone.objective
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_repair_keeps_groups_laminar(seed: int) -> None:
+    """On up to eight ranks blocks may partly overlap; two such must not meet in a micro-batch."""
+    asked, rng = problem((1, 6), "lockstep", count=12), random.Random(seed)
+    blocks, crossing = asked.blocks, asked.blocks.crossing
+    block = np.zeros(12, dtype=np.int64)
+    for row in range(12):
+        block[row] = rng.choice([b for b in range(len(blocks.start)) if not crossing[b, block[:row]].any()])
+    better = repair(asked, completed(asked, block, np.zeros(12, dtype=np.int64), 1))
+    assert (better.block != block).any()
+    assert not crossing[np.ix_(better.block, better.block)].any()
 
 
 @pytest.mark.parametrize("shape", [(1, 3), (1, 4), (2, 2), (1, 12)])
