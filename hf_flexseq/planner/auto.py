@@ -37,6 +37,7 @@ CHANGES = ((60,), (80, 20), (100, 60, 20), (100, 80, 50, 20))  # per mille, afte
 ROWS = 400  # long sequences that all rounds together place, in each of their candidates
 NEARLY_FULL = 950  # per mille of the memory, above which one more micro-batch is tried
 DOUBT = 1005  # per mille of the second best objective, above which a candidate's promise is not worth completing it
+GLANCE = 4  # candidates of the first round with an objective in hand
 HOPELESS = 1015  # per mille of the best objective, above which no more rounds are spent
 
 
@@ -101,6 +102,8 @@ def _searched(problem: Problem) -> Filled | None:
 def search(problem: Problem, batches: int, beat: int) -> Filled | None:
     """The best complete candidate with `batches` micro-batches; `beat` is an objective in hand."""
     candidates = starting_candidates(problem, batches)
+    if beat < NEVER:
+        candidates = candidates.take(np.arange(min(GLANCE, len(candidates.fit))))
     best: list[tuple[Filled, Candidates]] = []
     for change in (*_changes(candidates), 0):
         count = FILLED[bool(best)]
@@ -111,9 +114,10 @@ def search(problem: Problem, batches: int, beat: int) -> Filled | None:
         candidates = _changed(problem, [kept for _, kept in best], change)
     if not best:
         return None
-    if problem.free:
-        return best[0][0]
-    return improved(problem, min((repair(problem, f) for f, _ in best), key=lambda f: f.objective))
+    found = best[0][0]
+    if problem.free or found.objective * PERMILLE > beat * HOPELESS:
+        return found
+    return improved(problem, repair(problem, found))
 
 
 def _changes(candidates: Candidates) -> tuple[int, ...]:

@@ -14,6 +14,7 @@ from hf_flexseq.planner.fill import Filled, lockstep_objective
 from hf_flexseq.planner.problem import Problem
 
 REPAIRS = 100  # rounds over the micro-batches
+WORK = 300_000  # (micro-batch, rank of a block) pairs that changes of degree may look at
 
 
 def repair(problem: Problem, filled: Filled) -> Filled:
@@ -21,8 +22,12 @@ def repair(problem: Problem, filled: Filled) -> Filled:
     state = (filled.load.copy(), filled.held.copy(), filled.block.copy(), filled.batch.copy())
     load, held, block, batch = state
     active = list(range(len(load)))
+    reshapes = WORK // (len(load) * len(problem.blocks.ranks))
     for _ in range(REPAIRS):
-        active = [m for m in active if _relieve(problem, state, m) or _reshape(problem, state, m)]
+        stuck = [m for m in active if not _relieve(problem, state, m)]
+        helped = [m for m in stuck[:reshapes] if _reshape(problem, state, m)]
+        reshapes = max(0, reshapes - len(stuck))
+        active = [m for m in active if m in helped or m not in stuck]
         if not active:
             break
     return Filled(objective=lockstep_objective(problem, load), block=block, batch=batch, load=load, held=held)

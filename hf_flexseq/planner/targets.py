@@ -66,7 +66,7 @@ SPARSE = Recipe(
         (True, 900, 1100),
     ),
     settings=((-1, 120),),
-    breakpoint_settings=((1, 120),),
+    breakpoint_settings=(),
     copies=5,
 )
 WORK = 8_000_000  # (candidate, micro-batch, block, long row) quadruples of one round
