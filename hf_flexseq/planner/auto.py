@@ -115,9 +115,10 @@ def search(problem: Problem, batches: int, beat: int) -> Filled | None:
     if not best:
         return None
     found = best[0][0]
-    if problem.free or found.objective * PERMILLE > beat * HOPELESS:
+    if found.objective * PERMILLE > beat * HOPELESS:
         return found
-    return improved(problem, repair(problem, found))
+    found = repair(problem, found)
+    return found if problem.free else improved(problem, found)
 
 
 def _changes(candidates: Candidates) -> tuple[int, ...]:

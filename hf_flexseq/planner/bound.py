@@ -26,7 +26,8 @@ def lower_bound_ns(
         ns, _ = cheapest(cost, lengths, (degree, spans), strategy)
         fits = (-(-lengths // degree) <= cap) & (ns < NEVER)
         least = np.minimum(least, np.where(fits, ns * degree, NEVER))
-    total, tokens, world = sum(least.tolist()), int(lengths.sum()), topology.world_size
+    total: int = sum(least.tolist())
+    tokens, world = int(lengths.sum()), topology.world_size
     if sync == "free":
         started = max(world, -(-tokens // cap))  # (rank, micro-batch) pairs
         return -(-(total + started * cost.micro_batch_ns) // world)

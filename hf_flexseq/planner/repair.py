@@ -10,7 +10,7 @@ Until nothing helps. Each change is the best of all pairs, so few are needed.
 import numpy as np
 
 from hf_flexseq.cost import Int64Array
-from hf_flexseq.planner.fill import Filled, lockstep_objective
+from hf_flexseq.planner.fill import Filled, completed, free_clocks, lockstep_objective
 from hf_flexseq.planner.problem import Problem
 
 REPAIRS = 100  # rounds over the micro-batches
@@ -19,7 +19,9 @@ WORK = 300_000  # (micro-batch, rank of a block) pairs that changes of degree ma
 
 def repair(problem: Problem, filled: Filled) -> Filled:
     """`filled` after moves and swaps off the fullest ranks."""
-    state = (filled.load.copy(), filled.held.copy(), filled.block.copy(), filled.batch.copy())
+    if problem.free:
+        return _repair_free(problem, filled)
+    state = _copied(filled)
     load, held, block, batch = state
     active = list(range(len(load)))
     reshapes = WORK // (len(load) * len(problem.blocks.ranks))
@@ -36,30 +38,62 @@ def repair(problem: Problem, filled: Filled) -> Filled:
 State = tuple[Int64Array, Int64Array, Int64Array, Int64Array]
 
 
+def _copied(filled: Filled) -> State:
+    return filled.load.copy(), filled.held.copy(), filled.block.copy(), filled.batch.copy()
+
+
+def _repair_free(problem: Problem, filled: Filled) -> Filled:
+    """The same for free ranks: the rank that ends last gives something to one that ends early."""
+    state = load, held, block, batch = _copied(filled)
+    clock = free_clocks(problem, block, batch, load)
+    for _ in range(REPAIRS):
+        last = int(clock.argmax())
+        slack = clock[last] - clock - (held == 0) * problem.constant  # [M, W]
+        found = _best_exchange(problem, state, np.flatnonzero(block == last), slack.ravel())
+        if not found:
+            break
+        kept = block.copy(), batch.copy()
+        _exchange(problem, state, *found)
+        before, clock = clock, free_clocks(problem, block, batch, load)
+        if clock.max() > before.max():  # a group waits for what was moved
+            return completed(problem, *kept, len(load))
+    return completed(problem, block, batch, len(load))
+
+
 def _relieve(problem: Problem, state: State, m: int) -> bool:
     """Lower the fullest rank of micro-batch m by the best move or swap. False when none helps."""
-    load, held, block, batch = state
-    rows = np.flatnonzero(block < problem.world)
-    world, times, lengths = problem.world, problem.times[:, 0], problem.lengths
-    rank = int(load[m].argmax())
-    mine = rows[(batch[rows] == m) & (block[rows] == rank)]
+    load, _, block, batch = state
+    mine = np.flatnonzero((batch == m) & (block == int(load[m].argmax())))
+    found = _best_exchange(problem, state, mine, (load.max(axis=1)[:, None] - load).ravel())
+    if found:
+        _exchange(problem, state, *found)
+    return found is not None
+
+
+def _best_exchange(
+    problem: Problem, state: State, mine: Int64Array, slack: Int64Array
+) -> tuple[int, int, int | None] | None:
+    """Which of `mine`, rows on one rank each, goes to which slot, and which other row comes from there, if any.
+
+    A slot is micro-batch x W + rank; slack: [M x W] nanoseconds, nothing where the rows of `mine` stand.
+    """
     if not len(mine):
-        return False
+        return None
+    _, held, block, batch = state
+    rows = np.flatnonzero(block < problem.world)
+    times, lengths = problem.times[:, 0], problem.lengths
     # Partners: every sequence that stands alone elsewhere, and nothing at all on every rank.
-    slots = np.concatenate([batch[rows] * world + block[rows], np.arange(load.size)])
-    nothing = np.zeros(load.size, dtype=np.int64)
+    slots = np.concatenate([batch[rows] * problem.world + block[rows], np.arange(held.size)])
+    nothing = np.zeros(held.size, dtype=np.int64)
     gain = times[mine][:, None] - np.concatenate([times[rows], nothing])  # [mine, partners]
     tokens = lengths[mine][:, None] - np.concatenate([lengths[rows], nothing])
-    slack = (load.max(axis=1)[:, None] - load).ravel()[slots]
-    left = (problem.cap - held).ravel()[slots]
-    value = np.minimum(gain, slack - gain)
-    value[(tokens > left) | (-tokens > problem.cap - held[m, rank]) | (slots == m * world + rank)] = -1
+    value = np.minimum(gain, slack[slots] - gain)
+    left = problem.cap - held
+    value[(tokens > left.ravel()[slots]) | (-tokens > left[batch[mine], block[mine]][:, None])] = -1
     mover, partner = np.unravel_index(int(value.argmax()), value.shape)
     if value[mover, partner] <= 0:
-        return False
-    other = int(rows[partner]) if partner < len(rows) else None
-    _exchange(problem, state, int(mine[mover]), int(slots[partner]), other)
-    return True
+        return None
+    return int(mine[mover]), int(slots[partner]), int(rows[partner]) if partner < len(rows) else None
 
 
 def _exchange(problem: Problem, state: State, row: int, slot: int, other: int | None) -> None:

@@ -100,6 +100,22 @@ def test_filling_and_repair_agree_with_a_fresh_count_and_never_worsen() -> None:
         assert better.held.max() <= asked.cap
 
 
+@pytest.mark.parametrize("shape", [(1, 12), (4, 8)])
+def test_repair_of_free_ranks_stays_within_memory_and_helps(shape: tuple[int, int]) -> None:
+    asked = problem(shape, "free", count=150, cap=12_000)
+    candidates = starting_candidates(asked, asked.fewest_micro_batches + 1)
+    placed = place_long(asked, candidates)
+    rises, helped = water_levels(asked, candidates, placed), 0
+    for c in range(len(rises)):
+        filled = fill_short(asked, placed, c, long=int(candidates.long[c]), rise=int(rises[c]))
+        assert filled is not None
+        better = repair(asked, filled)
+        assert better.objective <= filled.objective
+        assert better.held.max() <= asked.cap
+        helped += better.objective < filled.objective
+    assert helped
+
+
 def test_repair_shares_out_a_sequence_that_all_wait_for() -> None:
     asked = problem((1, 4), "lockstep", count=1, cap=40_000)
     alone = completed(asked, np.array([2]), np.array([0]), 1)
