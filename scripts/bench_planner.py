@@ -4,7 +4,7 @@
     python scripts/bench_planner.py --flexsp 12 --sets wikipedia       FlexSP's plans of the first 12 batches, too
     python scripts/bench_planner.py --sets "1024 ranks" --batches 9 --planners auto
     python scripts/bench_planner.py --sync free --planners auto static batch-ada
-    python scripts/bench_planner.py --exact 1000                       the default planner against exhaustive search
+    PYTHONPATH=tests python scripts/bench_exact.py --cases 1000        the default planner against the optimum
 
 Lengths are drawn from the quantile tables in data/ (log-linear between quantiles) and from a log-normal fitted to
 CommonCrawl; longer ones than the context are drawn again. Costs are those of the preset flexsp-gpt-7b-a100, so all

@@ -6,7 +6,9 @@
 4. A few rounds with the best candidates' targets slightly changed; then repairs (`repair.py`), and for few sequences
    a walk over single moves (`tabu.py`).
 5. For free synchronisation the same with one clock per rank that all micro-batches share, beside the lockstep plan.
-6. One degree for everything (`static.py`) is always among the candidates: it cannot lose to that, and cannot fail.
+6. Ten sequences and fewer take dynamic programming over their subsets (`subsets.py`), and all this only where that
+   leaves doubt.
+7. One degree for everything (`static.py`) is always among the candidates: it cannot lose to that, and cannot fail.
 
 The problem and the idea of groups of different degrees per step are FlexSP's (arXiv 2412.01523, section 4). Rejected:
 its time-limited MILP (seconds per micro-batch, mostly stopped by the limit, not reproducible), cutting micro-batches
@@ -24,15 +26,18 @@ from hf_flexseq.planner.place import Candidates, place_long
 from hf_flexseq.planner.problem import NEVER, Problem, make_problem, micro_batches_of
 from hf_flexseq.planner.repair import repair
 from hf_flexseq.planner.static import static_degrees, static_micro_batches
+from hf_flexseq.planner.subsets import least_of_few
 from hf_flexseq.planner.tabu import improved
-from hf_flexseq.planner.targets import FEWEST, PERMILLE, affordable, starting_candidates
+from hf_flexseq.planner.targets import PERMILLE, affordable, recipe_of, starting_candidates
 from hf_flexseq.topology import Topology
 
-FILLED = (6, 3, 3, 3)  # candidates of each round that get their short sequences
 KEPT = 2  # candidates whose targets the next round changes
-COPIES = 8  # changed copies of each
-CHANGES = (100, 60, 20, 0)  # per mille, after each round; 0 ends the search
+FILLED = (6, 3)  # candidates that get their short sequences, in the first round and in later ones
+CHANGES = ((60,), (80, 20), (100, 60, 20), (100, 80, 50, 20))  # per mille, after each round but the last
+ROWS = 400  # long sequences that all rounds together place, in each of their candidates
 NEARLY_FULL = 950  # per mille of the memory, above which one more micro-batch is tried
+DOUBT = 1005  # per mille of the second best objective, above which a candidate's promise is not worth completing it
+GLANCE = 4  # candidates of the first round with an objective in hand
 HOPELESS = 1015  # per mille of the best objective, above which no more rounds are spent
 
 
@@ -41,20 +46,19 @@ def auto_micro_batches(
 ) -> tuple[MicroBatch, ...]:
     """The micro-batches of the best plan found. Every sequence must fit on all ranks together."""
 
-    def scored(plan: tuple[MicroBatch, ...]) -> tuple[int, tuple[MicroBatch, ...]]:
-        return step_ns(cost, plan, lengths, topology, sync=sync), plan
-
     plans = []
     for assumed in dict.fromkeys((sync, "lockstep")):  # plans made for lockstep are good free ones, too
         problem = make_problem(lengths, topology, cost, strategy=strategy, cap=cap, sync=assumed)
-        found = _searched(problem)
+        found = _found(problem)
         if found:
-            plans.append(scored(micro_batches_of(problem, found.block.tolist(), found.batch.tolist())))
+            made = micro_batches_of(problem, found.block.tolist(), found.batch.tolist())
+            known = found.objective if assumed == sync else step_ns(cost, made, lengths, topology, sync=sync)
+            plans.append((known, made))
     to_beat = min((ns for ns, _ in plans), default=NEVER)
     for degree in static_degrees(topology) if strategy != "local" else (1,):
         if static_bound_ns(problem, degree) < to_beat:
             fixed = static_micro_batches(lengths, topology, cost, degree=degree, strategy=strategy, cap=cap)
-            plans.append(scored(fixed))
+            plans.append((step_ns(cost, fixed, lengths, topology, sync=sync), fixed))
     return min(plans, key=lambda pair: pair[0])[1]
 
 
@@ -68,6 +72,15 @@ def static_bound_ns(problem: Problem, degree: int) -> int:
     if problem.times[0, column] == NEVER:
         return NEVER
     return int(problem.times[:, column].sum()) * degree // problem.world + problem.constant
+
+
+def _found(problem: Problem) -> Filled | None:
+    """The best candidate of subset search and search; of the former alone where nothing can be better."""
+    few, surely = least_of_few(problem)
+    if surely:
+        return few
+    candidates = [improved(problem, few) if few else None, _searched(problem)]
+    return min((f for f in candidates if f), key=lambda f: f.objective, default=None)
 
 
 def _searched(problem: Problem) -> Filled | None:
@@ -89,26 +102,40 @@ def _searched(problem: Problem) -> Filled | None:
 def search(problem: Problem, batches: int, beat: int) -> Filled | None:
     """The best complete candidate with `batches` micro-batches; `beat` is an objective in hand."""
     candidates = starting_candidates(problem, batches)
+    if beat < NEVER:
+        candidates = candidates.take(np.arange(min(GLANCE, len(candidates.fit))))
     best: list[tuple[Filled, Candidates]] = []
-    changes = CHANGES[len(candidates.fit) <= FEWEST :]  # one round less where each of them is much work
-    for count, change in zip(FILLED, changes, strict=False):
-        best = sorted(best + _tried(problem, candidates, count), key=lambda pair: pair[0].objective)[:KEPT]
+    for change in (*_changes(candidates), 0):
+        count = FILLED[bool(best)]
+        enough = best[-1][0].objective * DOUBT // PERMILLE if len(best) == KEPT and not problem.free else NEVER
+        best = sorted(best + _tried(problem, candidates, count, enough), key=lambda pair: pair[0].objective)[:KEPT]
         if not best or not change or best[0][0].objective * PERMILLE > beat * HOPELESS:
             break
         candidates = _changed(problem, [kept for _, kept in best], change)
     if not best:
         return None
-    return best[0][0] if problem.free else improved(problem, repair(problem, best[0][0]))
+    found = best[0][0]
+    if found.objective * PERMILLE > beat * HOPELESS:
+        return found
+    found = repair(problem, found)
+    return found if problem.free else improved(problem, found)
 
 
-def _tried(problem: Problem, candidates: Candidates, count: int) -> list[tuple[Filled, Candidates]]:
-    """The `count` candidates with the lowest water levels, completed."""
+def _changes(candidates: Candidates) -> tuple[int, ...]:
+    """How much each round changes targets for the next one: fewer rounds where each of them is much work."""
+    affordable_rounds = ROWS // max(1, int(candidates.long[0]))
+    return CHANGES[min(max(affordable_rounds - 2, 0), len(CHANGES) - 1)]
+
+
+def _tried(problem: Problem, candidates: Candidates, count: int, enough: int) -> list[tuple[Filled, Candidates]]:
+    """The `count` candidates with the lowest water levels, completed; only those that promise less than `enough`."""
     placed = place_long(problem, candidates)
     rises = water_levels(problem, candidates, placed)
-    promise = np.where(rises < NEVER, placed.targets.sum(axis=1) + rises * candidates.targets.shape[1], NEVER)
+    batches = candidates.targets.shape[1]
+    promise = np.where(rises < NEVER, placed.targets.sum(axis=1) + (rises + problem.constant) * batches, NEVER)
     tried = []
     for which in np.argsort(promise, kind="stable")[:count].tolist():
-        if promise[which] == NEVER:
+        if promise[which] >= enough:
             break
         filled = fill_short(problem, placed, which, long=int(candidates.long[which]), rise=int(rises[which]))
         if filled is not None:
@@ -117,9 +144,12 @@ def _tried(problem: Problem, candidates: Candidates, count: int) -> list[tuple[F
 
 
 def _changed(problem: Problem, kept: list[Candidates], change: int) -> Candidates:
-    """Up to COPIES of each kept candidate with every target changed by up to `change` per mille."""
+    """A few copies of each kept candidate with every target changed by up to `change` per mille."""
+    batches = kept[0].targets.shape[1]
     kept = sorted(kept, key=lambda c: -int(c.long[0]))
-    copies = min(COPIES, max(1, affordable(problem, kept[0].targets.shape[1], int(kept[0].long[0])) // len(kept)))
+    copies = min(
+        recipe_of(problem, batches).copies, max(1, affordable(problem, batches, int(kept[0].long[0])) // len(kept))
+    )
     targets = np.concatenate([np.repeat(c.targets, copies, axis=0) for c in kept])
     return Candidates(
         targets=targets + targets * _noise(targets.shape, change) // PERMILLE,

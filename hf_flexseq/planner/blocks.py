@@ -40,6 +40,10 @@ class Blocks:
     ranks: Int64Array
     first: Int64Array
 
+    def index(self, start: int, stop: int) -> int:
+        """The block of these ranks."""
+        return int(np.flatnonzero((self.start == start) & (self.stop == stop))[0])
+
 
 def blocks_of(topology: Topology) -> Blocks:
     """The blocks of `topology`, narrow ones first."""
@@ -70,6 +74,16 @@ def blocks_of(topology: Topology) -> Blocks:
     )
 
 
+def cuts(start: int, stop: int, topology: Topology) -> list[int]:
+    """Where the block [start, stop) divides into two blocks; of two cuts that give the same two shapes the first."""
+    if stop - start == 1:
+        return []
+    if topology.world_size > ALL_RANGES:
+        return [_middle(start, stop, topology)]
+    unit = _unit(start, stop, topology)
+    return list(range(start + unit, start + (stop - start) // unit // 2 * unit + 1, unit))
+
+
 def tree_ranges(topology: Topology) -> set[tuple[int, int]]:
     """(start, stop) of the binary tree's nodes: any two of them are disjoint or nested."""
     ranges: set[tuple[int, int]] = set()
@@ -81,7 +95,16 @@ def _halve(start: int, stop: int, topology: Topology, ranges: set[tuple[int, int
     """Add [start, stop) and its recursive halves, the first the wider one."""
     ranges.add((start, stop))
     if stop - start > 1:
-        unit = topology.ranks_per_node if topology.spans_nodes(start, stop) else 1
-        cut = start + -(-(stop - start) // unit // 2) * unit
+        cut = _middle(start, stop, topology)
         _halve(start, cut, topology, ranges)
         _halve(cut, stop, topology, ranges)
+
+
+def _unit(start: int, stop: int, topology: Topology) -> int:
+    """Parts of a block have a multiple of so many ranks."""
+    return topology.ranks_per_node if topology.spans_nodes(start, stop) else 1
+
+
+def _middle(start: int, stop: int, topology: Topology) -> int:
+    unit = _unit(start, stop, topology)
+    return start + -(-(stop - start) // unit // 2) * unit

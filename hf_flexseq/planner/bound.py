@@ -2,8 +2,10 @@
 
     bound = (sum over sequences of the least degree x time) / ranks + fewest micro-batches x constant
 
-Free ranks may run fewer micro-batches than their neighbours, so for them the constant counts once: the rank that works
-longest works in at least one.
+Free ranks may run fewer micro-batches than their neighbours, so for them the constant counts as often as ranks must
+start a micro-batch to hold all tokens, shared by all ranks, and at least once: whoever works longest works in one.
+
+    bound = max(area / ranks + constant, (area + ceil(tokens / cap) x constant) / ranks)
 """
 
 import numpy as np
@@ -24,9 +26,12 @@ def lower_bound_ns(
         ns, _ = cheapest(cost, lengths, (degree, spans), strategy)
         fits = (-(-lengths // degree) <= cap) & (ns < NEVER)
         least = np.minimum(least, np.where(fits, ns * degree, NEVER))
-    micro_batches = 1 if sync == "free" else -(-int(lengths.sum()) // (cap * topology.world_size))
     total: int = sum(least.tolist())
-    return -(-total // topology.world_size) + micro_batches * cost.micro_batch_ns
+    tokens, world = int(lengths.sum()), topology.world_size
+    if sync == "free":
+        started = max(world, -(-tokens // cap))  # (rank, micro-batch) pairs
+        return -(-(total + started * cost.micro_batch_ns) // world)
+    return -(-total // world) + -(-tokens // (cap * world)) * cost.micro_batch_ns
 
 
 def shapes_of(topology: Topology) -> list[tuple[int, bool]]:

@@ -80,7 +80,10 @@ def completed(problem: Problem, block: Int64Array, batch: Int64Array, batches: i
         np.add.at(edge, (batch, blocks.start[block]), amount)
         np.subtract.at(edge, (batch, blocks.stop[block]), amount)
     load, held = edges.cumsum(axis=2)[:, :, :-1]
-    objective = free_objective(problem, block, batch, load) if problem.free else lockstep_objective(problem, load)
+    if problem.free:
+        objective = int(free_clocks(problem, block, batch, load).max())
+    else:
+        objective = lockstep_objective(problem, load)
     return Filled(objective=objective, block=block, batch=batch, load=load, held=held)
 
 
@@ -90,18 +93,19 @@ def lockstep_objective(problem: Problem, load: Int64Array) -> int:
     return int(slowest.sum()) + int((slowest > 0).sum()) * problem.constant
 
 
-def free_objective(problem: Problem, block: Int64Array, batch: Int64Array, load: Int64Array) -> int:
-    """Nanoseconds of the rows on their blocks, with [M, W] loads, when ranks meet only in groups; see
+def free_clocks(problem: Problem, block: Int64Array, batch: Int64Array, load: Int64Array) -> Int64Array:
+    """[W] when each rank ends, with the rows on their blocks and [M, W] loads, if ranks meet only in groups; see
     `cost.free_ns`."""
     blocks, clock = problem.blocks, np.zeros(problem.world, dtype=np.int64)
     sums = np.zeros((len(load), len(blocks.start)), dtype=np.int64)
     np.add.at(sums, (batch, block), problem.times[np.arange(len(block)), blocks.shape_of[block]])
     for times, worked in zip(sums, load, strict=True):
         clock += (worked > 0) * problem.constant
-        for b in np.flatnonzero(times)[::-1].tolist():  # blocks ascend in width, so this is widest first
+        for b in (np.flatnonzero(times[problem.world :]) + problem.world)[::-1].tolist():  # widest first
             ranks = slice(int(blocks.start[b]), int(blocks.stop[b]))
             clock[ranks] = clock[ranks].max() + times[b]
-    return int(clock.max())
+        clock += times[: problem.world]
+    return clock
 
 
 def _pour(

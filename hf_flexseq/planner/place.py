@@ -19,6 +19,9 @@ from hf_flexseq.planner.problem import NEVER, Problem
 
 FIT_RANKS = 256  # at least: on few ranks a whole rank's share would outweigh what is wasted; a power of two
 ANY_SHAPE = -1
+FAR = 2**30  # ticks or tokens of what is not possible: all else stays so far below that 32 bits suffice
+
+IntArray = NDArray[np.integer]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -56,94 +59,140 @@ class Placement:
         return self.state[:, :, :, :world]
 
 
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class _Board:
+    """All candidates while rows are placed. A page is one micro-batch of one candidate.
+
+    over: [2, pages, blocks] ticks above the target and tokens above the cap of each block's fullest rank.
+    misfit: [pages, blocks] ticks that a row costs there at least, for fitting badly. targets: [pages] ticks.
+    tables: [K, 3, shapes] ticks, ticks wasted per rank, and tokens. shape_of: [M x blocks]. ok: [C].
+    less: [C] the sign of misfit: -1 for best fit. score, short: room for [C, M x blocks]. constant: ticks.
+    """
+
+    over: IntArray
+    misfit: IntArray
+    targets: IntArray
+    tables: IntArray
+    shape_of: Int64Array
+    less: IntArray
+    ok: NDArray[np.bool_]
+    score: IntArray
+    short: NDArray[np.bool_]
+    constant: int
+
+    @property
+    def batches(self) -> int:
+        return len(self.targets) // len(self.ok)
+
+
 def place_long(problem: Problem, candidates: Candidates) -> Placement:
     """All candidates' long sequences on the blocks."""
-    (count, batches), blocks = candidates.targets.shape, problem.blocks
-    rows = int(candidates.long.max(initial=0))
-    placed = Placement(
-        targets=candidates.targets.copy(),
-        state=np.zeros((2, count, batches, len(blocks.start)), dtype=np.int64),
-        block=np.zeros((count, rows), dtype=np.int64),
-        batch=np.zeros((count, rows), dtype=np.int64),
-        ok=np.ones(count, dtype=np.bool_),
-    )
-    degrees = np.array([degree for degree, _ in blocks.shapes])
-    fits = problem.needs < NEVER
-    areas = np.where(fits, problem.times, 0) * degrees
-    waste = np.where(fits, areas - problem.least_area[:, None], 0) // problem.world
-    for row in range(rows):
-        active = int((candidates.long > row).sum())  # a prefix, since `long` falls
-        first = int(problem.first_fit[row])
-        score = _scores(problem, placed, candidates.fit[:active], row, waste[row])
+    rows, (count, batches) = int(candidates.long.max(initial=0)), candidates.targets.shape
+    tick = tick_bits(problem, candidates)
+    board = _board(problem, candidates, rows, tick)
+    spots, which = np.zeros((rows, count), dtype=np.int64), np.arange(count)
+    for row, active in enumerate(_active(candidates.long, rows)):
+        score = _scores(problem, board, active, row)
         if row < candidates.shapes.shape[1]:
-            _only(problem, score, candidates.shapes[:active, row], first)
-        best = score.argmin(axis=1)
-        placed.ok[:active] &= score[np.arange(active), best] < NEVER
-        batch, block = np.divmod(best, len(blocks.start) - first)
-        _put(problem, placed, row, batch, block + first)
-    return placed
+            _only(board, score, candidates.shapes[:active, row])
+        best = spots[row, :active] = score.argmin(axis=1)
+        board.ok[:active] &= score[which[:active], best] < FAR
+        _put(problem, board, row, best, which[:active])
+    batch, block = np.divmod(spots.T, len(problem.blocks.start))
+    over = board.over.reshape(2, count, batches, -1).astype(np.int64)
+    targets = board.targets.reshape(count, batches).astype(np.int64)
+    load, held = (over[0] + targets[:, :, None]) << tick, np.where(over[1] < FAR, over[1] + problem.cap, NEVER)
+    return Placement(targets=targets << tick, state=np.stack([load, held]), block=block, batch=batch, ok=board.ok)
 
 
-def _scores(problem: Problem, placed: Placement, fit: Int64Array, row: int, waste: Int64Array) -> Int64Array:
-    """[C, M x blocks] nanoseconds of objective that putting a row there costs, NEVER where memory is short.
+def _active(long: Int64Array, rows: int) -> list[int]:
+    """How many candidates count each row as long: a prefix, since `long` falls."""
+    active: list[int] = (len(long) - np.searchsorted(long[::-1], np.arange(rows), side="right")).tolist()
+    return active
 
-    Of the blocks, those that are wide enough for the row.
-    """
-    first, count = int(problem.first_fit[row]), len(fit)
-    shape_of = problem.blocks.shape_of[first:]
-    load, held = placed.state[:, :count, :, first:]
-    free = placed.targets[:count, :, None] - load
-    score = problem.times[row][shape_of] - free
+
+def tick_bits(problem: Problem, candidates: Candidates) -> int:
+    """A tick is 2 to this power nanoseconds: so many that no rank's load comes near FAR."""
+    longest = np.where(problem.times < NEVER, problem.times, 0).max(axis=1).sum()
+    return max(0, (int(longest) + int(candidates.targets.max(initial=0))).bit_length() - FAR.bit_length() + 3)
+
+
+def _board(problem: Problem, candidates: Candidates, rows: int, tick: int) -> _Board:
+    """Nothing placed yet."""
+    (count, batches), blocks = candidates.targets.shape, problem.blocks
+    wide = np.int32 if 4 * int(problem.lengths.sum()) < FAR else np.int64
+    degrees = np.array([degree for degree, _ in blocks.shapes])
+    fits = problem.needs[:rows] < NEVER
+    times = np.where(fits, problem.times[:rows], 0)
+    waste = np.where(fits, times * degrees - problem.least_area[:rows, None], 0) // problem.world
+    needs = np.where(fits, problem.needs[:rows], FAR)
+    targets = candidates.targets.reshape(-1) >> tick
+    over = np.empty((2, count * batches, len(blocks.start)), dtype=wide)
+    over[0], over[1] = -targets[:, None], -problem.cap
+    less = -candidates.fit
+    return _Board(
+        over=over,
+        misfit=_misfit(problem, over[0], np.repeat(less, batches).astype(wide)),
+        targets=targets.astype(wide),
+        tables=np.stack([times >> tick, waste >> tick, needs], axis=1).astype(wide),
+        shape_of=np.tile(blocks.shape_of, batches),
+        less=less.astype(wide),
+        ok=np.ones(count, dtype=np.bool_),
+        score=np.empty((count, batches * len(blocks.start)), dtype=wide),
+        short=np.empty((count, batches * len(blocks.start)), dtype=np.bool_),
+        constant=problem.constant >> tick,
+    )
+
+
+def _misfit(problem: Problem, over: IntArray, less: IntArray) -> IntArray:
+    """What leaving so much time below the target costs."""
+    misfit: IntArray = (over * less[:, None]) >> (max(problem.world, FIT_RANKS) - 1).bit_length()
+    return misfit
+
+
+def _scores(problem: Problem, board: _Board, active: int, row: int) -> IntArray:
+    """[C, M x blocks] ticks of objective that putting a row there costs, FAR where memory is short."""
+    time, waste, need = board.tables[row].take(board.shape_of, axis=1)
+    score, short = board.score[:active], board.short[:active]
+    over, held = board.over.reshape(2, len(board.ok), -1)[:, :active]
+    np.add(over, time, out=score)
     if problem.free:
-        score += (held == 0) * problem.constant
-    free *= fit[:, None, None]
-    free >>= (max(problem.world, FIT_RANKS) - 1).bit_length()
-    np.maximum(score, free, out=score)
-    score += waste[shape_of]
-    np.copyto(score, NEVER, where=held > problem.cap - problem.needs[row][shape_of])
-    flat: Int64Array = score.reshape(count, -1)
-    return flat
+        score += (held == -problem.cap) * np.int32(board.constant)
+    np.maximum(score, board.misfit.reshape(len(board.ok), -1)[:active], out=score)
+    score += waste
+    np.greater(held, -need, out=short)
+    np.copyto(score, FAR, where=short)
+    return score
 
 
-def _only(problem: Problem, score: Int64Array, shape: Int64Array, first: int) -> None:
-    """Make the blocks from `first` on impossible that have not the shape [C] asked for."""
-    other = (shape[:, None] != ANY_SHAPE) & (shape[:, None] != problem.blocks.shape_of[first:])  # [C, blocks]
-    np.copyto(score, NEVER, where=np.tile(other, score.shape[1] // other.shape[1]))
+def _only(board: _Board, score: IntArray, shape: Int64Array) -> None:
+    """Make the blocks impossible that have not the shape [C] asked for."""
+    np.copyto(score, FAR, where=(shape[:, None] != ANY_SHAPE) & (shape[:, None] != board.shape_of))
 
 
-def _put(problem: Problem, placed: Placement, row: int, batch: Int64Array, block: Int64Array) -> None:
-    """Add a row to one micro-batch's block in each of the first candidates, as far as they are still ok."""
-    blocks, which = problem.blocks, np.arange(len(block))
-    placed.batch[which, row], placed.block[which, row] = batch, block
-    shape, ok = blocks.shape_of[block], placed.ok[: len(block)]
+def _put(problem: Problem, board: _Board, row: int, spot: Int64Array, which: Int64Array) -> None:
+    """Add a row to one spot of each of the candidates `which`, as far as they are still ok."""
+    blocks = problem.blocks
+    batch, block = np.divmod(spot, len(blocks.start))
+    page = which * board.batches + batch
+    now = board.over.take(page, axis=1)  # [2, C, blocks]
+    added = board.tables[row].take(blocks.shape_of[block], axis=1)[::2] * board.ok[: len(which)]
     if problem.free:
-        opened = (placed.state[1, which, batch, block] == 0) * problem.constant
-        _meet(problem, placed, block, (problem.times[row][shape] + opened) * ok)
-    else:
-        load, reached = _added(problem, placed.state[0, which, batch], block, problem.times[row][shape] * ok)
-        placed.state[0, which, batch] = load
-        placed.targets[which, batch] = np.maximum(placed.targets[which, batch], reached)
-    held, _ = _added(problem, placed.state[1, which, batch], block, problem.needs[row][shape] * ok)
-    if blocks.overlap:
-        held[blocks.crossing[block]] = NEVER
-    placed.state[1, which, batch] = held
-
-
-def _added(
-    problem: Problem, state: Int64Array, block: Int64Array, amount: Int64Array
-) -> tuple[Int64Array, Int64Array]:
-    """[C, blocks] with `amount` [C] more on every rank of `block` [C], and what the fullest of them has then."""
-    state = state + amount[:, None] * problem.blocks.inside[block]
-    reached = state[np.arange(len(block)), block]
+        added[0] += (now[1, which, block] == -problem.cap) * np.int32(board.constant) * board.ok[: len(which)]
+    now += added[:, :, None] * blocks.inside.take(block, axis=0)
     # A larger block's fullest rank is its own or the fullest in here: nothing outside has changed.
-    return np.maximum(state, reached[:, None] * problem.blocks.around[block]), reached
-
-
-def _meet(problem: Problem, placed: Placement, block: Int64Array, amount: Int64Array) -> None:
-    """The ranks of `block` [C] wait for the last of them, then work `amount`: clocks that all micro-batches share."""
-    which = np.arange(len(block))
-    clock = placed.state[0, which, 0]
-    reached = (clock[which, block] + amount)[:, None]
-    clock = np.where(problem.blocks.inside[block], reached, np.maximum(clock, reached * problem.blocks.around[block]))
-    placed.state[0, which] = clock[:, None]
-    placed.targets[which] = np.maximum(placed.targets[which], reached)
+    reached = now[:, which, block]
+    np.maximum(now, reached[:, :, None], out=now, where=blocks.around.take(block, axis=0))
+    raised = np.maximum(reached[0], 0)
+    now[0] -= raised[:, None]
+    if blocks.overlap:
+        now[1][blocks.crossing[block]] = FAR
+    misfit = _misfit(problem, now[0], board.less[: len(which)])
+    if problem.free:  # their clocks are the same in all micro-batches
+        pages = which[:, None] * board.batches + np.arange(board.batches)
+        board.over[0, pages], board.misfit[pages] = now[0, :, None], misfit[:, None]
+        board.over[1, page] = now[1]
+        board.targets[pages] += raised[:, None]
+    else:
+        board.over[:, page], board.misfit[page] = now, misfit
+        board.targets[page] += raised

@@ -30,11 +30,13 @@ class Recipe:
 
     mixes: (chunks as full as memory allows?, share of the chunk in the mix, factor on all targets).
     settings: (`fit` of place.py, fraction of the mean target above which a sequence is long).
+    copies: how many changed copies of a good candidate a round tries.
     """
 
     mixes: tuple[tuple[bool, int, int], ...]
     settings: tuple[tuple[int, int], ...]
     breakpoint_settings: tuple[tuple[int, int], ...]
+    copies: int
 
 
 CROWDED = Recipe(
@@ -48,6 +50,7 @@ CROWDED = Recipe(
     ),
     settings=((1, 600), (-1, 400), (1, 250)),
     breakpoint_settings=((1, 600), (-1, 400)),
+    copies=8,
 )
 SPARSE = Recipe(
     mixes=(
@@ -57,9 +60,14 @@ SPARSE = Recipe(
         (False, 600, 1060),
         (True, 900, 1060),
         (False, 300, 1040),
+        (True, 1000, 1060),
+        (True, 600, 1060),
+        (True, 850, 1030),
+        (True, 900, 1100),
     ),
-    settings=((-1, 120), (1, 120)),
-    breakpoint_settings=((1, 120),),
+    settings=((-1, 120),),
+    breakpoint_settings=(),
+    copies=5,
 )
 WORK = 8_000_000  # (candidate, micro-batch, block, long row) quadruples of one round
 FEWEST = 4  # candidates of a round, however much work
@@ -71,8 +79,7 @@ CROWDED_FROM = 2.5  # sequences per rank and micro-batch
 
 def starting_candidates(problem: Problem, batches: int) -> Candidates:
     """The candidates for `batches` micro-batches; fewer where each of them means much work."""
-    crowded = len(problem.lengths) >= CROWDED_FROM * problem.world * batches
-    recipe = CROWDED if crowded else SPARSE
+    recipe = recipe_of(problem, batches)
     shares = {full: _shares(problem, batches, full) for full in (False, True)}
     mixed = [_mixed(problem, shares[full], own, factor) for full, own, factor in recipe.mixes]
     breakpoints = _breakpoints(problem, batches)
@@ -91,6 +98,11 @@ def starting_candidates(problem: Problem, batches: int) -> Candidates:
         shapes=np.full((len(chosen), FORCED), ANY_SHAPE, dtype=np.int64),
     )
     return _with_shapes(problem, started)
+
+
+def recipe_of(problem: Problem, batches: int) -> Recipe:
+    crowded = len(problem.lengths) >= CROWDED_FROM * problem.world * batches
+    return CROWDED if crowded else SPARSE
 
 
 def _with_shapes(problem: Problem, started: Candidates) -> Candidates:

@@ -6,8 +6,8 @@
     plan[S]            S in micro-batches: one set after the other, and the constant for each
 
 Any sets of ranks of a node that are nested or disjoint can be numbered so that all are contiguous, so only their sizes
-count. b is the memory left on the ranks, in LEVELS steps: what a group takes is rounded down, so where memory is tight
-this is a bound close below the optimum, and elsewhere the optimum.
+count. b is the memory left on the ranks, in 16 steps or more: what a group takes is rounded down, so where memory is
+tight this is a bound close below the optimum, and elsewhere the optimum.
 """
 
 from collections.abc import Sequence
@@ -19,13 +19,14 @@ from hf_flexseq.cost import CostModel, Int64Array
 from hf_flexseq.topology import Topology
 
 NEVER = 2**60
-LEVELS = 16
+LEVELS = 16, 256  # for many sequences and for few
+SETS = 1_000_000  # (set, subset, level) triples that few sequences stay below
 
 
 def least_lockstep_ns(lengths: Sequence[int], topology: Topology, cost: CostModel, *, cap: int) -> int:
     """Nanoseconds that no plan undercuts."""
     assert topology.nodes <= 2, "nodes are shared out two by two"
-    node, levels = topology.ranks_per_node, LEVELS if cap < sum(lengths) else 0
+    node, levels = topology.ranks_per_node, steps_of_memory(lengths, cap)
     inside = [np.where(np.arange(1 << len(lengths)) == 0, 0, NEVER) + np.zeros((levels + 1, 1), dtype=np.int64)]
     for n in range(1, node + 1):
         parts = [shared(inside[m], inside[n - m]) for m in range(1, n // 2 + 1)]
@@ -42,6 +43,13 @@ def least_lockstep_ns(lengths: Sequence[int], topology: Topology, cost: CostMode
     for _ in range(len(lengths)):
         plan = on_top(step, plan[None], np.zeros(len(step), dtype=np.int64))[0]
     return int(plan[-1])
+
+
+def steps_of_memory(lengths: Sequence[int], cap: int) -> int:
+    """None where all fits one rank."""
+    if sum(lengths) <= cap:
+        return 0
+    return min(LEVELS[1], max(LEVELS[0], SETS // 3 ** len(lengths)))
 
 
 def alone(lengths: Sequence[int], degree: int, spans: bool, cost: CostModel, cap: int) -> Int64Array:

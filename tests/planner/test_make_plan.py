@@ -164,7 +164,10 @@ def test_the_bound_by_hand() -> None:
         sync: lower_bound_ns(lengths, node, cost, strategy="auto", cap=1500, sync=sync)
         for sync in ("lockstep", "free")
     }
-    assert bound == {"lockstep": -(-areas // 2) + 2 * 10**9, "free": -(-areas // 2) + 10**9}
+    assert bound == {"lockstep": -(-areas // 2) + 2 * 10**9, "free": -(-(areas + 3 * 10**9) // 2)}
+    roomy = lower_bound_ns(lengths, node, cost, strategy="auto", cap=3000, sync="free")
+    alone = sum(cost.sequence_ns(s, 1, "local", False) for s in (100, 3000))
+    assert roomy == -(-alone // 2) + 10**9
 
 
 # ---- arguments
