@@ -7,8 +7,10 @@ d works on query heads [i H/d, (i+1) H/d), none at all when d > H, and is sent j
 KV head may go to several ranks. Where a rank's query heads do not fall evenly on its KV heads, it repeats KV heads
 after the exchange. Gradients of KV heads sum over all ranks that had them.
 
-What is kept for the backward is in the head layout; one exchange carries q, k and v together. Rejected: padding the
-shares or the heads to equal size, which spends memory and bandwidth on nothing.
+What is kept for the backward is in the head layout; one exchange carries q, k and v together. In checkpointed layers
+(`remat.py`) only the log-sum-exp is, and q, k, v and out travel again in the backward, in one exchange with dout: the
+replay of the layer has q, k and v in the token layout only. Rejected: padding the shares or the heads to equal size,
+which spends memory and bandwidth on nothing.
 """
 
 from collections.abc import Sequence
@@ -81,15 +83,26 @@ class UlyssesZone:
         else:
             oh, lse = torch.empty_like(qh), qh.new_empty(0)
         (out,) = self._head_to_seq((oh,), (q_spans,))  # [t, H, D]
-        # The last one carries nothing but the number of KV heads.
-        return out, (qh, kh, vh, oh, lse, k.new_empty(0, k.shape[1]))
+        # The fourth one carries nothing but the number of KV heads.
+        return out, (qh, kh, vh, k.new_empty(0, k.shape[1]), oh, lse)
 
     def backward(self, dout: torch.Tensor, saved: Tensors, scale: float) -> Tensors:
-        qh, kh, vh, oh, lse, kv_like = saved
+        qh, kh, vh, kv_like, oh, lse = saved
         shares = self._shares(dout.shape[1], kv_like.shape[1])
+        (doh,) = self._seq_to_head((dout,), (_spans(shares)[0],))
+        return self._head_backward(shares, doh, (qh, kh, vh, oh, lse), scale)
+
+    def backward_of_rows(self, q, k, v, out, dout, lse, scale: float) -> Tensors:  # type: ignore[no-untyped-def]
+        """`backward` where nothing is kept in the head layout but lse: what it lacks travels together with dout."""
+        shares = self._shares(q.shape[1], k.shape[1])
+        q_spans, kv_spans = _spans(shares)
+        qh, kh, vh, oh, doh = self._seq_to_head((q, k, v, out, dout), (q_spans, kv_spans, kv_spans, q_spans, q_spans))
+        return self._head_backward(shares, doh, (qh, kh, vh, oh, lse), scale)
+
+    def _head_backward(self, shares: list[HeadShare], doh: torch.Tensor, saved: Tensors, scale: float) -> Tensors:
+        qh, kh, vh, oh, lse = saved
         mine = shares[self.index]
         q_spans, kv_spans = _spans(shares)
-        (doh,) = self._seq_to_head((dout,), (q_spans,))
         if mine.q_heads:
             kr, vr = (_repeat(x, mine) for x in (kh, vh))
             dqh, dkr, dvr = self.kernel.backward(doh, qh, kr, vr, oh, lse, self.segments, scale=scale)
