@@ -58,6 +58,13 @@ class FlexSeqArguments:
     plan_trace: str | None = field(
         default=None, metadata={"help": "JSONL file that receives every step's plan with its measured seconds."}
     )
+    attention_remat: bool = field(
+        default=True,
+        metadata={
+            "help": "Under activation checkpointing keep the output and log-sum-exp of every attention layer, so that "
+            "attention never runs twice. False recomputes it with the rest of the layer."
+        },
+    )
 
     def __post_init__(self) -> None:
         _one_of("planner", self.planner, PLANNERS)
@@ -68,6 +75,8 @@ class FlexSeqArguments:
         _whole("lookahead", self.lookahead, least=0)
         if self.max_tokens_per_rank is not None:
             _whole("max_tokens_per_rank", self.max_tokens_per_rank, least=1)
+        if not isinstance(self.attention_remat, bool):
+            raise ValueError(f"attention_remat={self.attention_remat!r}: give True or False")
         self._check_degree()
         # Mixed into another dataclass (TrainingArguments), the next one in line has its own checks to run.
         following: Any = getattr(super(), "__post_init__", None)

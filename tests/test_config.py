@@ -30,6 +30,7 @@ def test_defaults_are_valid_and_documented() -> None:
         ({"max_tokens_per_rank": 1e5}, "max_tokens_per_rank=100000.0"),
         ({"lookahead": -1}, "lookahead=-1: give a whole number, at least 0"),
         ({"lookahead": True}, "lookahead=True"),
+        ({"attention_remat": "layers"}, "attention_remat='layers': give True or False"),
     ],
 )
 def test_refuses_nonsense(chosen: dict, message: str) -> None:
@@ -43,7 +44,7 @@ def test_refuses_nonsense(chosen: dict, message: str) -> None:
         {},
         {"planner": "static", "sp_degree": 1, "strategy": "local"},
         {"planner": "static", "sp_degree": 4, "strategy": "zigzag", "sync": "free", "lookahead": 0},
-        {"strategy": "local", "max_tokens_per_rank": 1, "sync": "lockstep"},
+        {"strategy": "local", "max_tokens_per_rank": 1, "sync": "lockstep", "attention_remat": False},
     ],
 )
 def test_takes_what_makes_sense(chosen: dict) -> None:

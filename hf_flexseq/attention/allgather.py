@@ -62,6 +62,10 @@ class AllGatherZone:
         dk, dv = self._reduce(torch.stack(dkv, dim=1), kv).to(q.dtype).unbind(1)
         return dq, dk, dv
 
+    def backward_of_rows(self, q, k, v, out, dout, lse, scale: float) -> Tensors:  # type: ignore[no-untyped-def]
+        """`backward` from this rank's rows and the last of what `forward` left."""
+        return self.backward(dout, (q, torch.stack((k, v), dim=1), out, lse), scale)
+
     def _gather(self, kv: torch.Tensor) -> torch.Tensor:
         """[t, 2, Hkv, D] of this rank's chunks -> [keys of the call, 2, Hkv, D]."""
         exchange = Exchange()

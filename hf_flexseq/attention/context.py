@@ -5,6 +5,7 @@ import torch
 from hf_flexseq.attention.allgather import AllGatherZone
 from hf_flexseq.attention.hybrid import hybrid_zone
 from hf_flexseq.attention.local import LocalZone
+from hf_flexseq.attention.remat import KeptAttention
 from hf_flexseq.attention.ring import RingZone
 from hf_flexseq.attention.turns import make_turns
 from hf_flexseq.attention.ulysses import UlyssesZone, ulysses_zone
@@ -24,10 +25,20 @@ class SequenceContext:
     them anew at every unit.
     """
 
-    __slots__ = ("shard", "zones")
+    __slots__ = ("kept", "shard", "zones")
 
-    def __init__(self, shard: Shard, communicator: Communicator, kernel: Kernel, device: torch.device) -> None:
+    def __init__(
+        self,
+        shard: Shard,
+        communicator: Communicator,
+        kernel: Kernel,
+        device: torch.device,
+        *,
+        attention_remat: bool = True,
+    ) -> None:
+        """attention_remat: whether checkpointed layers keep the result of attention, instead of attending again."""
         self.shard = shard
+        self.kept = KeptAttention() if attention_remat else None
         self.zones = tuple(_zone_attention(zone, communicator, kernel, device) for zone in shard.zones)
 
     @property

@@ -1,8 +1,16 @@
-"""Attention of one layer over all the groups this rank works in, as one autograd node."""
+"""Attention of one layer over all the groups this rank works in, as one autograd node.
+
+One node, not one per group: autograd then cannot reorder the groups' communication, and backward too walks through
+them widest first, on every rank alike.
+"""
+
+from collections.abc import Sequence
 
 import torch
 
 from hf_flexseq.attention.context import SequenceContext
+from hf_flexseq.attention.local import Tensors
+from hf_flexseq.attention.remat import Kept, checkpointed_region
 
 
 def sequence_parallel_attention(
@@ -16,24 +24,21 @@ def sequence_parallel_attention(
     """
     if q.shape[0] != seq_ctx.tokens:
         raise ValueError(f"the shard has {seq_ctx.tokens} tokens, but the queries are {tuple(q.shape)}")
-    return _SequenceParallelAttention.apply(q, k, v, seq_ctx, q.shape[-1] ** -0.5 if scale is None else scale)
+    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    region = checkpointed_region() if seq_ctx.kept is not None else None
+    if region is None or not seq_ctx.kept.serves(region):
+        return _SequenceParallelAttention.apply(q, k, v, seq_ctx, scale)
+    return _CheckpointedAttention.apply(q, k, v, seq_ctx, scale, region)
 
 
 class _SequenceParallelAttention(torch.autograd.Function):
-    """One node, not one per group: autograd then cannot reorder the groups' communication, and backward too walks
-    through them widest first, on every rank alike."""
-
     @staticmethod
     def forward(ctx, q, k, v, seq_ctx, scale):  # type: ignore[no-untyped-def]
-        outs, saved = [], []
-        for zone in seq_ctx.zones:
-            out, kept = zone.forward(q[zone.rows], k[zone.rows], v[zone.rows], scale)
-            outs.append(out)
-            saved.append(kept)
+        out, saved = _attend(q, k, v, seq_ctx, scale)
         ctx.seq_ctx, ctx.scale = seq_ctx, scale
         ctx.counts = [len(kept) for kept in saved]
         ctx.save_for_backward(*(tensor for kept in saved for tensor in kept))
-        return outs[0] if len(outs) == 1 else torch.cat(outs)
+        return out
 
     @staticmethod
     def backward(ctx, dout):  # type: ignore[no-untyped-def]
@@ -43,5 +48,42 @@ class _SequenceParallelAttention(torch.autograd.Function):
         for zone, count in zip(ctx.seq_ctx.zones, ctx.counts, strict=True):
             kept = tuple(next(tensors) for _ in range(count))
             grads.append(zone.backward(dout[zone.rows], kept, ctx.scale))
-        dq, dk, dv = grads[0] if len(grads) == 1 else (torch.cat(parts) for parts in zip(*grads, strict=True))
-        return dq, dk, dv, None, None
+        return *_joined(grads), None, None
+
+
+class _CheckpointedAttention(torch.autograd.Function):
+    """The same in a region that will be replayed; see `remat.py`. What it saves is this rank's own rows, which the
+    replay has without communication: whatever a strategy needs in another layout it makes in the backward."""
+
+    @staticmethod
+    def forward(ctx, q, k, v, seq_ctx, scale, region):  # type: ignore[no-untyped-def]
+        kept = seq_ctx.kept.take(region) or Kept.of(*_attend(q, k, v, seq_ctx, scale))
+        if not region.replays:
+            seq_ctx.kept.put(region, kept)
+        ctx.seq_ctx, ctx.scale, ctx.shapes = seq_ctx, scale, kept.lse_shapes
+        out = kept.out.detach()  # what is kept must not come to hold the graph
+        ctx.save_for_backward(q, k, v, out, kept.lse)
+        return out
+
+    @staticmethod
+    def backward(ctx, dout):  # type: ignore[no-untyped-def]
+        *rows, lse = ctx.saved_tensors
+        rows.append(dout.contiguous())
+        lses = lse.split([shape.numel() for shape in ctx.shapes])
+        grads = []
+        for zone, own_lse, shape in zip(ctx.seq_ctx.zones, lses, ctx.shapes, strict=True):
+            own = [x[zone.rows] for x in rows]
+            grads.append(zone.backward_of_rows(*own, own_lse.view(shape), ctx.scale))
+        return *_joined(grads), None, None, None
+
+
+def _attend(q, k, v, seq_ctx, scale):  # type: ignore[no-untyped-def]
+    """The result, and for every zone what its backward needs, the last of which is its log-sum-exp."""
+    outs, saved = zip(
+        *(zone.forward(q[zone.rows], k[zone.rows], v[zone.rows], scale) for zone in seq_ctx.zones), strict=True
+    )
+    return outs[0] if len(outs) == 1 else torch.cat(outs), saved
+
+
+def _joined(grads: Sequence[Tensors]) -> Tensors:
+    return grads[0] if len(grads) == 1 else tuple(torch.cat(parts) for parts in zip(*grads, strict=True))

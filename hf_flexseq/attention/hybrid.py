@@ -55,6 +55,12 @@ class Reordered:
         grads = self.inner.backward(dout.index_select(0, self.order), saved, scale)
         return tuple(x.index_select(0, self.back) for x in grads)
 
+    def backward_of_rows(self, q, k, v, out, dout, lse, scale: float) -> Tensors:  # type: ignore[no-untyped-def]
+        """`backward` from these rows and the last of what `forward` left, which is in the inner order."""
+        q, k, v, out, dout = (x.index_select(0, self.order) for x in (q, k, v, out, dout))
+        grads = self.inner.backward_of_rows(q, k, v, out, dout, lse, scale)
+        return tuple(x.index_select(0, self.back) for x in grads)
+
 
 def _pieces(group_cuts: Sequence[Cut], index: int, degree: int) -> list[tuple[int, int]]:
     """(sequence, chunk) that the rank of `index` holds, in the order of its rows."""

@@ -27,3 +27,7 @@ class LocalZone:
     def backward(self, dout: torch.Tensor, saved: Tensors, scale: float) -> Tensors:
         q, k, v, out, lse = saved
         return self.kernel.backward(dout, q, k, v, out, lse, self.segments, scale=scale)
+
+    def backward_of_rows(self, q, k, v, out, dout, lse, scale: float) -> Tensors:  # type: ignore[no-untyped-def]
+        """`backward` from this rank's rows and the last of what `forward` left."""
+        return self.backward(dout, (q, k, v, out, lse), scale)

@@ -95,6 +95,10 @@ class RingZone:
         dk, dv = dkv.to(q.dtype).unbind(1)
         return dq.to(q.dtype), dk, dv
 
+    def backward_of_rows(self, q, k, v, out, dout, lse, scale: float) -> Tensors:  # type: ignore[no-untyped-def]
+        """`backward` from this rank's rows and the last of what `forward` left."""
+        return self.backward(dout, (q, torch.stack((k, v), dim=1), out, lse), scale)
+
     def _attend(self, turn: Turn, q: torch.Tensor, kv: torch.Tensor, scale: float) -> Tensors:
         """out [n, H, D] and lse [n, H] of the turn's call; nothing without one."""
         if turn.segments is None:

@@ -7,9 +7,11 @@ d works on query heads [i H/d, (i+1) H/d), none at all when d > H, and is sent j
 KV head may go to several ranks. Where a rank's query heads do not fall evenly on its KV heads, it repeats KV heads
 after the exchange. Gradients of KV heads sum over all ranks that had them.
 
-What is kept for the backward is in the head layout; one exchange carries q, k and v together. What computes between
-the exchanges is a kernel call, or in `hybrid.py` a ring. Rejected: padding the shares or the heads to equal size,
-which spends memory and bandwidth on nothing.
+What is kept for the backward is in the head layout; one exchange carries q, k and v together. In checkpointed layers
+(`remat.py`) only the log-sum-exp is, and q, k, v and out travel again in the backward, in one exchange with dout: the
+replay of the layer has q, k and v in the token layout only. What computes between the exchanges is a kernel call, or
+in `hybrid.py` a ring. Rejected: padding the shares or the heads to equal size, which spends memory and bandwidth on
+nothing.
 """
 
 from collections.abc import Sequence
@@ -32,6 +34,17 @@ class HeadAttention(Protocol):
     ) -> tuple[torch.Tensor, Tensors]: ...
 
     def backward(self, dout: torch.Tensor, saved: Tensors, scale: float) -> Tensors: ...
+
+    def backward_of_rows(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        out: torch.Tensor,
+        dout: torch.Tensor,
+        lse: torch.Tensor,
+        scale: float,
+    ) -> Tensors: ...
 
 
 def ulysses_zone(zone: Zone, communicator: Communicator, kernel: Kernel, device: torch.device) -> "UlyssesZone":
@@ -107,13 +120,29 @@ class UlyssesZone:
     def backward(self, dout: torch.Tensor, saved: Tensors, scale: float) -> Tensors:
         kv_like, *of_inner = saved
         shares = self._shares(dout.shape[1], kv_like.shape[1])
-        mine = shares[self.index]
+        (doh,) = self._seq_to_head((dout,), (_spans(shares)[0],))
+        grads = (doh, doh, doh)  # of no heads
+        if shares[self.index].q_heads:
+            grads = self.inner.backward(doh, tuple(of_inner), scale)
+        return self._gradients(shares, grads)
+
+    def backward_of_rows(self, q, k, v, out, dout, lse, scale: float) -> Tensors:  # type: ignore[no-untyped-def]
+        """`backward` where nothing is kept in the head layout but lse: what it lacks travels together with dout."""
+        shares = self._shares(q.shape[1], k.shape[1])
         q_spans, kv_spans = _spans(shares)
-        (doh,) = self._seq_to_head((dout,), (q_spans,))
-        dqh, dkh, dvh = doh, doh, doh  # of no heads
-        if mine.q_heads:
-            dqh, dkr, dvr = self.inner.backward(doh, tuple(of_inner), scale)
-            dkh, dvh = (_sum_repeats(x, mine) for x in (dkr, dvr))
+        qh, kh, vh, oh, doh = self._seq_to_head((q, k, v, out, dout), (q_spans, kv_spans, kv_spans, q_spans, q_spans))
+        grads = (doh, doh, doh)
+        if shares[self.index].q_heads:
+            kr, vr = (_repeat(x, shares[self.index]) for x in (kh, vh))
+            grads = self.inner.backward_of_rows(qh, kr, vr, oh, doh, lse, scale)
+        return self._gradients(shares, grads)
+
+    def _gradients(self, shares: list[HeadShare], of_heads: Tensors) -> Tensors:
+        """dq, dk, dv of this rank's heads, which repeats of KV heads may be among -> those of its tokens."""
+        dqh, dkh, dvh = of_heads
+        if shares[self.index].q_heads:
+            dkh, dvh = (_sum_repeats(x, shares[self.index]) for x in (dkh, dvh))
+        q_spans, kv_spans = _spans(shares)
         dq, dk, dv = self._head_to_seq((dqh, dkh, dvh), (q_spans, kv_spans, kv_spans))
         return dq, dk, dv
 

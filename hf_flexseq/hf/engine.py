@@ -80,7 +80,11 @@ class FlexSeqEngine:
         check_model(base)
         self.lockstep = resolve_sync(self.args, base, self.accelerator, lockstep=lockstep)
         self.cost = self._named_cost or unnamed_cost_model(
-            self.args.cost_model, base, self.accelerator, self.communicator
+            self.args.cost_model,
+            base,
+            self.accelerator,
+            self.communicator,
+            attention_remat=self.args.attention_remat,
         )
         self.cost.strategies(self.args.strategy)  # raises for one that it has no figures for
         if self.args.max_tokens_per_rank is None:
@@ -170,6 +174,7 @@ class FlexSeqEngine:
             communicator=self.communicator,
             kernel=self._chosen_kernel(),
             device=self.accelerator.device,
+            attention_remat=self.args.attention_remat,
         )
         return Step(
             number=drawn.number,

@@ -26,7 +26,8 @@ class ProbeSpec:
     """What a copy is made from.
 
     kind: the class of the model. dtype: of its parameters. autocast: of its arithmetic, if another one. checkpointing:
-    whether layers are recomputed. frozen: whether only activations get gradients, as under adapters.
+    whether layers are recomputed. attention_remat: whether their attention is not. frozen: whether only activations
+    get gradients, as under adapters.
     """
 
     kind: type[PreTrainedModel]
@@ -34,6 +35,7 @@ class ProbeSpec:
     dtype: torch.dtype
     autocast: torch.dtype | None
     checkpointing: bool
+    attention_remat: bool = True
     frozen: bool
 
     @property
@@ -67,6 +69,7 @@ class Probe:
             communicator=self.communicator,
             kernel=kernel,
             device=self.device,
+            attention_remat=self.spec.attention_remat,
         )
         autocast = torch.autocast(self.device.type, self.spec.autocast, enabled=self.spec.autocast is not None)
 

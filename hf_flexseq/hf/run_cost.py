@@ -33,7 +33,13 @@ AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def unnamed_cost_model(
-    name: str, model: PreTrainedModel, accelerator: Accelerator, communicator: Communicator, folder: Path | None = None
+    name: str,
+    model: PreTrainedModel,
+    accelerator: Accelerator,
+    communicator: Communicator,
+    folder: Path | None = None,
+    *,
+    attention_remat: bool = True,
 ) -> CostModel:
     """The model for `name`: `estimate`, or `auto`, a measured one. Collective over the world.
 
@@ -42,7 +48,8 @@ def unnamed_cost_model(
     estimate = estimated_cost_model(model, accelerator, communicator.topology)
     if name == "estimate":
         return estimate
-    spec, shape, stage = probe_spec(model, accelerator), model_shape(model), zero_stage(model, accelerator)
+    spec = replace(probe_spec(model, accelerator), attention_remat=attention_remat)
+    shape, stage = model_shape(model), zero_stage(model, accelerator)
     key = {**fit_key(spec, shape, communicator.topology, accelerator.device), "zero_stage": stage}
     path = cache_path(folder or Path(HF_HOME) / "hf_flexseq", key)
     cached: CostModel | None = broadcast_object(communicator, load_cached(path) if communicator.rank == 0 else None)
@@ -93,7 +100,12 @@ def probe_spec(model: PreTrainedModel, accelerator: Accelerator) -> ProbeSpec:
 
 def fit_key(spec: ProbeSpec, shape: ModelShape, topology: Topology, device: torch.device) -> Mapping[str, object]:
     """All that a fit depends on, but for the sharding, as plain JSON values."""
-    flags = {"checkpointing": spec.checkpointing, "frozen": spec.frozen, "threads": torch.get_num_threads()}
+    flags = {
+        "checkpointing": spec.checkpointing,
+        "attention_remat": spec.attention_remat,
+        "frozen": spec.frozen,
+        "threads": torch.get_num_threads(),
+    }
     return flags | {
         "device": device_name(device),
         "topology": asdict(topology),

@@ -96,6 +96,7 @@ def model_inputs(
     communicator: Communicator,
     kernel: Kernel,
     device: torch.device,
+    attention_remat: bool = True,
 ) -> list[tuple[int, Inputs]]:
     """(index, inputs) of the micro-batches that this rank runs, its tensors on `device`.
 
@@ -109,7 +110,8 @@ def model_inputs(
             shard, found = _with_dummy(shard), _dummy_columns(found)
         tensors = {name: value.unsqueeze(0).to(device, non_blocking=True) for name, value in found.items()}
         tensors["shift_labels"] = tensors["labels"]
-        return index, {**tensors, "seq_ctx": SequenceContext(shard, communicator, kernel, device)}
+        seq_ctx = SequenceContext(shard, communicator, kernel, device, attention_remat=attention_remat)
+        return index, {**tensors, "seq_ctx": seq_ctx}
 
     busy = [index for index, shard in enumerate(shards) if lockstep or shard.zones]
     return [inputs(index) for index in busy or [len(shards) - 1]]

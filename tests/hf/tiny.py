@@ -56,9 +56,9 @@ def reference_loss(model, examples):
     return total / targets
 
 
-def reference_gradients(model, examples):
+def reference_gradients(model, examples, attention="sdpa"):
     """Loss and gradients, by parameter name, of one process."""
-    model.set_attn_implementation("sdpa")
+    model.set_attn_implementation(attention)
     model.zero_grad()
     loss = reference_loss(model, examples)
     loss.backward()

@@ -1,0 +1,74 @@
+"""What a rank of an emulated cluster runs: it tells where it is, and times transfers over plain sockets.
+
+transfer.py FOLDER BYTES NIC_PER_RANK
+"""
+
+import json
+import os
+import socket
+import sys
+import time
+from pathlib import Path
+
+FOLDER, BYTES, NIC_PER_RANK = Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3] == "1"
+NAMES = (
+    "RANK",
+    "LOCAL_RANK",
+    "LOCAL_WORLD_SIZE",
+    "WORLD_SIZE",
+    "MASTER_ADDR",
+    "OMP_NUM_THREADS",
+    "GLOO_SOCKET_IFNAME",
+)
+RANK, RANKS_PER_NODE = int(os.environ["RANK"]), int(os.environ["LOCAL_WORLD_SIZE"])
+TRANSFERS = [(0, 1), (0, 2), (2, 0), (3, 1)]  # (from, to), one after the other
+
+
+def place(rank):
+    host = rank if NIC_PER_RANK else rank // RANKS_PER_NODE
+    return f"10.78.0.{host + 1}", 40000 + rank
+
+
+def shaped_bytes():
+    """Bytes that have left over the shaped link."""
+    lines = Path("/proc/net/dev").read_text().splitlines()
+    return next(int(line.split(":")[1].split()[8]) for line in lines if line.strip().startswith("nic:"))
+
+
+def send(to):
+    before = shaped_bytes()
+    deadline = time.monotonic() + 60
+    while True:
+        try:
+            with socket.create_connection(place(to)) as connection:
+                connection.sendall(bytes(BYTES))
+                connection.shutdown(socket.SHUT_WR)
+                connection.recv(1)  # until all has arrived
+            return {"shaped": shaped_bytes() - before}
+        except ConnectionRefusedError:
+            assert time.monotonic() < deadline, f"rank {to} does not listen"
+            time.sleep(0.02)
+
+
+def receive(listener):
+    connection, _ = listener.accept()
+    with connection:
+        began, count = time.perf_counter(), 0
+        while piece := connection.recv(1 << 20):
+            count += len(piece)
+        connection.sendall(b".")
+        return {"bytes": count, "seconds": time.perf_counter() - began}
+
+
+def main():
+    found = {name: os.environ[name] for name in NAMES}
+    with socket.create_server(place(RANK)) as listener:
+        for source, target in TRANSFERS:
+            if source == RANK:
+                found[f"{source} to {target}"] = send(target)
+            if target == RANK:
+                found[f"{source} to {target}"] = receive(listener)
+    (FOLDER / f"{RANK}.json").write_text(json.dumps(found))
+
+
+main()
