@@ -33,6 +33,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hf_flexseq.plan import Group, MicroBatch
+from hf_flexseq.remap import moved_tokens, transport
 from hf_flexseq.topology import Topology
 
 Int64Array = NDArray[np.int64]
@@ -276,8 +277,33 @@ def lockstep_ns(
 ) -> tuple[int, ...]:
     """Nanoseconds of each micro-batch when all ranks run it together: its slowest rank plus the constant."""
     return tuple(
-        max(rank_ns(cost, micro_batch.groups, lengths, topology)) + cost.micro_batch_ns
-        for micro_batch in micro_batches
+        slowest_ns(cost, micro_batch, lengths, topology) + cost.micro_batch_ns for micro_batch in micro_batches
+    )
+
+
+def slowest_ns(cost: CostModel, micro_batch: MicroBatch, lengths: Sequence[int], topology: Topology) -> int:
+    """Nanoseconds of a micro-batch's slowest rank, without the constant."""
+    if micro_batch.remap:
+        return sum(remapped_ns(cost, micro_batch, lengths, topology))
+    return max(rank_ns(cost, micro_batch.groups, lengths, topology))
+
+
+def remapped_ns(
+    cost: CostModel, micro_batch: MicroBatch, lengths: Sequence[int], topology: Topology
+) -> tuple[int, int, int]:
+    """Nanoseconds of a remapped micro-batch: the slowest rank's attention, linear layers on evenly spread tokens, and
+    bringing tokens to their groups and back, which moves of each what an all-to-all does."""
+    tokens = micro_batch.tokens_per_rank(lengths, topology.world_size)
+    busy = rank_ns(cost, micro_batch.groups, lengths, topology)
+    linear = [round(cost.linear_s * held * 1e9) for held in tokens]
+    inside, across = moved_tokens(transport(tokens, topology), topology)
+    moved_s = inside / cost.bandwidth(topology.ranks_per_node, False)
+    if across:
+        moved_s += across / cost.bandwidth(topology.world_size, True)
+    return (
+        max(0, *(ns - own for ns, own in zip(busy, linear, strict=True))),
+        round(cost.linear_s * -(-sum(tokens) // topology.world_size) * 1e9),
+        round(cost.all_to_all_bytes * moved_s * 1e9),
     )
 
 
@@ -287,10 +313,13 @@ def free_ns(
     """Each rank's clock, in nanoseconds, at the end of a step whose ranks meet only inside groups.
 
     Micro-batch by micro-batch and widest first, a group starts when the last of its ranks is free. A rank pays the
-    constant once for every micro-batch it works in, before its first group there.
+    constant once for every micro-batch it works in, before its first group there. In a remapped one all ranks meet.
     """
     clock = np.zeros(topology.world_size, dtype=np.int64)
     for micro_batch in micro_batches:
+        if micro_batch.remap:
+            clock[:] = clock.max() + cost.micro_batch_ns + slowest_ns(cost, micro_batch, lengths, topology)
+            continue
         works = np.zeros(topology.world_size, dtype=bool)
         for group in micro_batch.groups:
             works[group.start : group.stop] = True

@@ -71,9 +71,13 @@ class Group:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MicroBatch:
-    """Groups that run together in one forward and backward, widest first."""
+    """Groups that run together in one forward and backward, widest first.
+
+    remap: whether tokens stand evenly on all ranks outside of attention, and come to their groups in every layer.
+    """
 
     groups: tuple[Group, ...]
+    remap: bool = False
 
     def groups_of(self, rank: int) -> tuple[Group, ...]:
         """The groups `rank` works in, widest first."""
@@ -118,15 +122,7 @@ class Plan:
         """The plan as plain JSON values."""
         return {
             "lengths": list(self.lengths),
-            "micro_batches": [
-                {
-                    "groups": [
-                        {"ranks": list(g.ranks), "sequences": list(g.sequences), "strategy": g.strategy}
-                        for g in micro_batch.groups
-                    ]
-                }
-                for micro_batch in self.micro_batches
-            ],
+            "micro_batches": [_micro_batch_record(micro_batch) for micro_batch in self.micro_batches],
             "objective_s": self.objective_s,
             "lower_bound_s": self.lower_bound_s,
             "planner": self.planner,
@@ -142,7 +138,8 @@ class Plan:
                     groups=tuple(
                         Group(ranks=tuple(g["ranks"]), sequences=tuple(g["sequences"]), strategy=g["strategy"])
                         for g in micro_batch["groups"]
-                    )
+                    ),
+                    remap=micro_batch.get("remap", False),
                 )
                 for micro_batch in record["micro_batches"]
             )
@@ -163,6 +160,13 @@ class Plan:
     @classmethod
     def from_json(cls, text: str) -> "Plan":
         return cls.from_record(json.loads(text))
+
+
+def _micro_batch_record(micro_batch: MicroBatch) -> dict[str, Any]:
+    groups = [
+        {"ranks": list(g.ranks), "sequences": list(g.sequences), "strategy": g.strategy} for g in micro_batch.groups
+    ]
+    return {"groups": groups, "remap": True} if micro_batch.remap else {"groups": groups}
 
 
 def widest_first(groups: Sequence[Group]) -> tuple[Group, ...]:

@@ -25,6 +25,7 @@ from hf_flexseq.planner.batch_ada import batch_ada_micro_batches
 from hf_flexseq.planner.batch_rebalance import batch_rebalance_micro_batches
 from hf_flexseq.planner.bound import lower_bound_ns
 from hf_flexseq.planner.megatron import megatron_micro_batches
+from hf_flexseq.planner.remap import with_remap
 from hf_flexseq.planner.static import check_degree, static_micro_batches
 from hf_flexseq.planner.zeppelin import zeppelin_micro_batches
 from hf_flexseq.topology import Topology
@@ -40,7 +41,9 @@ CHOICES = {
     "planner": ("auto", "static", "flexsp", "batch-ada", *LOCKSTEP_PLANNERS),
     "strategy": ("auto", *STRATEGIES),
     "sync": ("lockstep", "free"),
+    "remap": ("auto", "off"),
 }
+REMAPPING = ("auto", "zeppelin")  # planners that may remap
 
 
 def make_plan(
@@ -53,16 +56,18 @@ def make_plan(
     sp_degree: int | None = None,
     max_tokens_per_rank: int | None = None,
     sync: str = "lockstep",
+    remap: str = "auto",
 ) -> Plan:
     """The plan of one optimizer step on `lengths` tokens.
 
     strategy: what groups of two ranks and more may use. sp_degree: with planner="static" only.
     max_tokens_per_rank: None takes the cost model's. sync: "lockstep" when all ranks run every micro-batch together,
-    "free" when they meet only in groups. Raises ValueError for arguments without meaning, and PlanInfeasible when a
-    sequence fits nowhere.
+    "free" when they meet only in groups. remap: "auto" lets the planners `auto` and `zeppelin` spread tokens evenly
+    outside of attention where that is faster, in lockstep; "off" never does. Raises ValueError for arguments without
+    meaning, and PlanInfeasible when a sequence fits nowhere.
     """
     began = time.perf_counter()
-    _check_choices(planner=planner, strategy=strategy, sync=sync)
+    _check_choices(planner=planner, strategy=strategy, sync=sync, remap=remap)
     if planner == "flexsp":
         require_solver()
     tokens = _checked_lengths(lengths)
@@ -76,6 +81,8 @@ def make_plan(
     if tokens:
         make = _maker(planner, sp_degree=sp_degree, sync=sync)
         micro_batches = make(tokens, topology, cost, strategy=strategy, cap=cap)
+        if remap == "auto" and planner in REMAPPING and sync == "lockstep":
+            micro_batches = with_remap(micro_batches, tokens, topology, cost)
     bound = lower_bound_ns(np.array(tokens, dtype=np.int64), topology, cost, strategy=strategy, cap=cap, sync=sync)
     plan = Plan(
         lengths=tokens,

@@ -11,7 +11,7 @@
 
 A step that does not fit one micro-batch is cut by `blaster.py`, into as few as can be placed. Split ranges are the
 binary tree's of `blocks.py`, so that groups are laminar. The published system also moves tokens between attention and
-linear layers (remapping); plans have no word for that yet, so it is not decided here.
+linear layers: `remap.py` decides that afterwards.
 """
 
 from collections.abc import Callable, Iterator, Sequence

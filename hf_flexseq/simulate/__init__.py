@@ -30,10 +30,10 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from hf_flexseq.cost import CostModel, Int64Array
+from hf_flexseq.cost import CostModel, Int64Array, remapped_ns
 from hf_flexseq.plan import Group, MicroBatch, Plan
 from hf_flexseq.simulate.ring import RingTimes, crosses_nodes, moving_ns, ring_steps, ring_times
-from hf_flexseq.simulate.work import RINGS, Work, make_work
+from hf_flexseq.simulate.work import LINEAR, RINGS, Work, make_work, spread, weights
 from hf_flexseq.timeline import Recorder, Timeline
 from hf_flexseq.topology import Topology
 
@@ -76,6 +76,16 @@ def simulate(
     return run.recorder.timeline(int(run.clock.max()), "ns")
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Remapped:
+    """Nanoseconds of every rank in a remapped micro-batch, by piece: linear layers, and moving tokens to their groups
+    and back."""
+
+    linear_ns: tuple[int, ...]
+    before_ns: tuple[int, ...]
+    after_ns: tuple[int, ...]
+
+
 class _Run:
     """The clocks of all ranks on their way through a plan."""
 
@@ -92,12 +102,21 @@ class _Run:
             make_work(place, group, lengths, self.topology, self.cost, layers=layers)
             for place, group in enumerate(micro_batch.groups)
         ]
-        self._begin(held > 0)
+        self._begin((held > 0) | micro_batch.remap)
         kept = [1.0] if layers == 0 else [k / layers for k in (*range(1, layers + 1), *range(layers - 1, -1, -1))]
+        even = self._remapped(micro_batch, lengths, len(kept)) if micro_batch.remap else None
         for piece, share in enumerate(kept):
-            self._piece(works, piece)
+            self._piece(works, piece, even)
             self._hold(held * share)
         self._hold(0 * held)
+
+    def _remapped(self, micro_batch: MicroBatch, lengths: Sequence[int], pieces: int) -> Remapped:
+        """By piece: linear layers on evenly spread tokens, and half of the transfers to the groups and back."""
+        _, linear, moved = remapped_ns(self.cost, micro_batch, lengths, self.topology)
+        halves = spread(moved, [1] * 2 * pieces)
+        return Remapped(
+            linear_ns=spread(linear, weights(LINEAR, pieces // 2)), before_ns=halves[::2], after_ns=halves[1::2]
+        )
 
     def _begin(self, works: NDArray[np.bool_]) -> None:
         """The constant of a micro-batch, on every rank in lockstep and otherwise on those that work in it."""
@@ -110,11 +129,15 @@ class _Run:
         self._add(0, self.clock, stops, kind="constant", label="per micro-batch")
         self.clock = stops
 
-    def _piece(self, works: Sequence[Work], piece: int) -> None:
-        """One layer, forward or backward: linear layers of all groups, then their attention; or group after group."""
+    def _piece(self, works: Sequence[Work], piece: int, even: Remapped | None) -> None:
+        """One layer, forward or backward: linear layers of all groups, then their attention; or group after group.
+        even: of a remapped micro-batch, where all ranks meet before and after attention."""
+        if even is not None:
+            self._all_ranks(even.linear_ns[piece], "compute", "linear")
+            self._all_ranks(even.before_ns[piece], "transfer", "remap")
         rounds = [[work] for work in works] if self.detail.layers == 0 else [works]
         for together in rounds:
-            for work in together:
+            for work in together if even is None else ():
                 self._everyone(work, work.linear_ns[piece], "linear")
             for work in together:
                 self._everyone(work, work.latency_ns[piece], "latency", "transfer")
@@ -124,6 +147,15 @@ class _Run:
                     self._together(work, work.before_ns[piece])
                     self._everyone(work, work.attention_ns[piece], "attention")
                     self._together(work, work.after_ns[piece])
+
+        if even is not None:
+            self._all_ranks(even.after_ns[piece], "transfer", "remap")
+
+    def _all_ranks(self, duration: int, kind: str, label: str) -> None:
+        """All ranks are busy for `duration`, as soon as the last one is free."""
+        self.clock[:] = self.clock.max()
+        self._add(0, self.clock, self.clock + duration, kind=kind, label=label)
+        self.clock += duration
 
     def _everyone(self, work: Work, duration: int, label: str, kind: str = "compute") -> None:
         """Each rank of the group is busy for `duration` from when it is free."""

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hf_flexseq.schedule.remap import Move, even_layout, moved_tokens, transport
+from hf_flexseq.remap import Move, even_layout, moved_tokens, transport
 from hf_flexseq.topology import Topology
 
 SHAPES = st.sampled_from([(1, 1), (1, 4), (2, 2), (2, 3), (3, 2), (4, 1)])
