@@ -121,6 +121,14 @@ def test_balanced_pays_what_its_busiest_rank_moves(degree: int, shared: int) -> 
     assert cost.ring_traffic(degree, "balanced") == busiest_link(degree, 2.0, shared)
 
 
+def test_auto_finds_balanced_where_keys_are_as_wide_as_queries_and_links_slow() -> None:
+    """One head, so that Ulysses has no one to share with; a ring moves 24 tensors' worth a token, balanced 16."""
+    cost = replace(SIMPLE, attention_s=0.2, ring_bytes=6.0, all_to_all_bytes=8.0, heads=1)
+    seconds = {name: cost.sequence_ns(90, 5, name, False) / 1e9 for name in cost.strategies("auto")}
+    assert min(seconds, key=seconds.__getitem__) == "balanced"
+    assert seconds["zigzag"] - seconds["balanced"] == 24 * 18 - 0.2 * 90 * 18
+
+
 def test_balanced_idles_at_even_degrees() -> None:
     cost = replace(SIMPLE, attention_s=1.0, linear_s=1e-9, ring_bytes=0.0)
     assert [cost.sequence_ns(12, d, "balanced", False) / 1e9 for d in (2, 3, 4)] == pytest.approx(

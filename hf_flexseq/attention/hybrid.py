@@ -27,6 +27,7 @@ def hybrid_zone(zone: Zone, communicator: Communicator, kernel: Kernel, device: 
     """This rank's part in a hybrid group. A group inside one node has no ring, only Ulysses."""
     group_cuts, start, degree = cuts("hybrid", zone.lengths, zone.group.degree), zone.group.start, zone.group.degree
     width = min(degree, communicator.topology.ranks_per_node)
+    assert degree % width == 0, f"a group of {degree} ranks is not made of whole nodes of {width}"
     node, place = divmod(zone.index, width)
     rows = slice(zone.start, zone.stop)
     node_cuts = [Cut(bounds=cut.bounds[::width], mirrored=cut.mirrored) for cut in group_cuts]

@@ -11,7 +11,7 @@ receive. Sequences of which a step has no query or no key are left out of it, on
 
 import functools
 from collections.abc import Iterable, Sequence
-from itertools import product, zip_longest
+from itertools import product
 from typing import NamedTuple
 
 import torch
@@ -106,7 +106,7 @@ def make_turns(
         if places:
             steps = steps_of(strategy, len(ranks), flipped, index)
             lanes.append([_turn(at_time, places, layout, index, ranks) for at_time in steps])
-    return tuple(turn for together in zip_longest(*lanes) for turn in together)
+    return tuple(turn for together in zip(*lanes, strict=True) for turn in together)
 
 
 @functools.cache

@@ -76,3 +76,20 @@ def test_every_query_reads_every_earlier_key_of_its_sequence_once(strategy, degr
                         if m <= n or not turn.segments.causal
                     ]
     assert sorted(read) == [(s, a, s, b) for s, n in enumerate(lengths) for a in range(n) for b in range(a + 1)]
+
+
+def squares(turn):
+    """Query-key pairs of a turn's call, half of them where it is causal."""
+    if turn.segments is None:
+        return 0
+    pairs = sum(q * k for q, k in zip(turn.segments.q_lens, turn.segments.k_lens, strict=True))
+    return pairs / 2 if turn.segments.causal else pairs
+
+
+@pytest.mark.parametrize("degree", [2, 4, 8])
+def test_sequences_that_lie_both_ways_round_fill_the_idle_half_block_of_even_degrees(degree):
+    chunk = 10
+    one, two = (turns_of("balanced", (chunk * degree,) * count, degree) for count in (1, 2))
+    work = [sum(map(squares, turns)) / chunk**2 for turns in one]
+    assert (max(work), min(work)) == (degree / 2 + 0.5, degree / 2 - 0.5)
+    assert {sum(map(squares, turns)) / chunk**2 for turns in two} == {float(degree)}

@@ -63,7 +63,7 @@ def verify(plan: Plan, topology: Topology, cost: CostModel, *, cap: int, sync: s
 @given(
     st.lists(st.integers(1, 60_000), min_size=1, max_size=40),
     st.sampled_from(TOPOLOGIES),
-    st.sampled_from(["auto", "ulysses", "zigzag", "balanced", "allgather", "local"]),
+    st.sampled_from(["auto", "ulysses", "zigzag", "balanced", "allgather", "hybrid", "local"]),
     st.sampled_from(["lockstep", "free"]),
     st.integers(0, 20_000),
 )
@@ -190,7 +190,7 @@ def test_lengths_may_be_numpy_integers() -> None:
     [
         ([4, 0], {}, "sequence 1 has length 0"),
         ([4], {"planner": "milp"}, "planner='milp'"),
-        ([4], {"strategy": "hybrid"}, "strategy='hybrid'"),
+        ([4], {"strategy": "cyclic"}, "strategy='cyclic'"),
         ([4], {"sync": "auto"}, "sync='auto'"),
         ([4], {"sp_degree": 2}, "is for planner='static'"),
         ([4], {"planner": "static"}, "needs sp_degree"),
