@@ -7,6 +7,7 @@ from typing import Any
 PLANNERS = ("auto", "static", "flexsp", "zeppelin")
 USER_STRATEGIES = ("auto", "ulysses", "zigzag", "balanced", "allgather", "hybrid", "local")
 SYNCS = ("auto", "lockstep", "free")
+REMAPS = ("auto", "off")
 
 
 @dataclass
@@ -66,12 +67,21 @@ class FlexSeqArguments:
         },
     )
 
+    remap: str = field(
+        default="auto",
+        metadata={
+            "help": "`auto`: in lockstep, spread tokens evenly over the ranks outside of attention where the cost "
+            "model says that this is faster than moving them twice a layer; `off`: never."
+        },
+    )
+
     def __post_init__(self) -> None:
         _one_of("planner", self.planner, PLANNERS)
         if self.planner == "flexsp":
             require_solver()
         _one_of("strategy", self.strategy, USER_STRATEGIES)
         _one_of("sync", self.sync, SYNCS)
+        _one_of("remap", self.remap, REMAPS)
         _whole("lookahead", self.lookahead, least=0)
         if self.max_tokens_per_rank is not None:
             _whole("max_tokens_per_rank", self.max_tokens_per_rank, least=1)

@@ -264,6 +264,11 @@ def group_ns(cost: CostModel, group: Group, lengths: Sequence[int], topology: To
     return int(cost.sequences_ns(members, group.degree, group.strategy, spans).sum()) + cost.latency_ns(group.degree)
 
 
+def linear_ns(cost: CostModel, group: Group, lengths: Sequence[int]) -> int:
+    """Nanoseconds of a group that are linear layers."""
+    return round(cost.linear_s * group.tokens(lengths) / group.degree * 1e9)
+
+
 def rank_ns(cost: CostModel, groups: Iterable[Group], lengths: Sequence[int], topology: Topology) -> tuple[int, ...]:
     """Nanoseconds each rank works in a micro-batch of `groups`, without the constant of the micro-batch."""
     busy = np.zeros(topology.world_size, dtype=np.int64)
@@ -294,14 +299,15 @@ def remapped_ns(
     """Nanoseconds of a remapped micro-batch: the slowest rank's attention, linear layers on evenly spread tokens, and
     bringing tokens to their groups and back, which moves of each what an all-to-all does."""
     tokens = micro_batch.tokens_per_rank(lengths, topology.world_size)
-    busy = rank_ns(cost, micro_batch.groups, lengths, topology)
-    linear = [round(cost.linear_s * held * 1e9) for held in tokens]
+    attention = np.array(rank_ns(cost, micro_batch.groups, lengths, topology))
+    for group in micro_batch.groups:
+        attention[group.start : group.stop] -= linear_ns(cost, group, lengths)
     inside, across = moved_tokens(transport(tokens, topology), topology)
     moved_s = inside / cost.bandwidth(topology.ranks_per_node, False)
     if across:
         moved_s += across / cost.bandwidth(topology.world_size, True)
     return (
-        max(0, *(ns - own for ns, own in zip(busy, linear, strict=True))),
+        max(0, int(attention.max())),
         round(cost.linear_s * -(-sum(tokens) // topology.world_size) * 1e9),
         round(cost.all_to_all_bytes * moved_s * 1e9),
     )

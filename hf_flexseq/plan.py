@@ -178,7 +178,8 @@ def check(plan: Plan, topology: Topology, max_tokens_per_rank: int | None = None
     """Raise ValueError, saying where, unless `plan` is legal on `topology`.
 
     Legal: every sequence in exactly one group; groups allowed by the topology, laminar and widest first in each
-    micro-batch; no rank above `max_tokens_per_rank` tokens in a micro-batch, if that is given.
+    micro-batch; a token for every rank where they are remapped; no rank above `max_tokens_per_rank` tokens in a
+    micro-batch, if that is given.
     """
     _check_coverage(plan)
     for index, micro_batch in enumerate(plan.micro_batches):
@@ -190,6 +191,8 @@ def check(plan: Plan, topology: Topology, max_tokens_per_rank: int | None = None
                     f"{topology.nodes} x {topology.ranks_per_node}"
                 )
         _check_laminar(micro_batch, where)
+        if micro_batch.remap and sum(g.tokens(plan.lengths) for g in micro_batch.groups) < topology.world_size:
+            raise ValueError(f"{where}: fewer tokens than ranks cannot be spread over all of them (remap)")
         if max_tokens_per_rank is not None:
             held = micro_batch.tokens_per_rank(plan.lengths, topology.world_size)
             worst = max(range(len(held)), key=held.__getitem__)

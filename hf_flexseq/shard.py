@@ -21,10 +21,12 @@ No layout pads: parts differ by at most one token, and no rank holds more than c
 
 import functools
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
 
 from hf_flexseq.plan import Group, MicroBatch
+from hf_flexseq.remap import transport
+from hf_flexseq.topology import Topology
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -57,14 +59,26 @@ class Zone:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Shard:
-    """What `rank` holds of one micro-batch; no zone at all when it has nothing to do."""
+    """What `rank` holds of one micro-batch; no zone at all when it has nothing to do.
+
+    given, got: (peer, tokens) of a remapped micro-batch: the last rows of the zones stand on those peers outside of
+    attention, in this order, or rows of theirs behind the zones' own.
+    """
 
     rank: int
     zones: tuple[Zone, ...]
+    given: tuple[tuple[int, int], ...] = ()
+    got: tuple[tuple[int, int], ...] = ()
 
     @property
     def tokens(self) -> int:
+        """In attention."""
         return self.zones[-1].stop if self.zones else 0
+
+    @property
+    def rows(self) -> int:
+        """Tokens outside of attention."""
+        return self.tokens + sum(n for _, n in self.got) - sum(n for _, n in self.given)
 
     @property
     def slices(self) -> Iterator[Slice]:
@@ -86,6 +100,17 @@ def make_shard(micro_batch: MicroBatch, lengths: Sequence[int], rank: int) -> Sh
         )
         row += tokens
     return Shard(rank=rank, zones=tuple(zones))
+
+
+def remapped(shard: Shard, micro_batch: MicroBatch, lengths: Sequence[int], topology: Topology) -> Shard:
+    """`shard` with what it gives away and gets outside of attention."""
+    tokens = [make_shard(micro_batch, lengths, rank).tokens for rank in range(topology.world_size)]
+    moves = transport(tokens, topology)
+    return replace(
+        shard,
+        given=tuple((m.target, m.tokens) for m in moves if m.source == shard.rank),
+        got=tuple((m.source, m.tokens) for m in moves if m.target == shard.rank),
+    )
 
 
 def group_slices(group: Group, lengths: Sequence[int], index: int) -> tuple[Slice, ...]:

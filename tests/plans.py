@@ -10,14 +10,15 @@ from hf_flexseq.topology import Topology
 def random_plan(
     lengths: Sequence[int], world_size: int, rng: random.Random, *, micro_batches: int | None = None
 ) -> Plan:
-    """Any sequences on any laminar family of contiguous groups of one node, in any number of micro-batches."""
+    """Any sequences on any laminar family of contiguous groups of one node, in any number of micro-batches, some of
+    them remapped."""
     count = micro_batches or rng.randint(1, 3)
     bins: list[list[int]] = [[] for _ in range(count)]
     for sequence in range(len(lengths)):
         rng.choice(bins).append(sequence)
     plan = Plan(
         lengths=tuple(lengths),
-        micro_batches=tuple(_random_micro_batch(members, world_size, rng) for members in bins if members),
+        micro_batches=tuple(_random_micro_batch(members, lengths, world_size, rng) for members in bins if members),
         objective_s=0.0,
         lower_bound_s=0.0,
         planner="random",
@@ -27,7 +28,7 @@ def random_plan(
     return plan
 
 
-def _random_micro_batch(members: list[int], world_size: int, rng: random.Random) -> MicroBatch:
+def _random_micro_batch(members: list[int], lengths: Sequence[int], world_size: int, rng: random.Random) -> MicroBatch:
     ranges = _random_laminar(0, world_size, rng)
     held: dict[tuple[int, int], list[int]] = {}
     for sequence in members:
@@ -40,7 +41,8 @@ def _random_micro_batch(members: list[int], world_size: int, rng: random.Random)
         )
         for (start, stop), sequences in held.items()
     ]
-    return MicroBatch(groups=widest_first(groups))
+    remap = rng.random() < 0.3 and sum(lengths[i] for i in members) >= world_size
+    return MicroBatch(groups=widest_first(groups), remap=remap)
 
 
 def _random_laminar(start: int, stop: int, rng: random.Random) -> list[tuple[int, int]]:

@@ -4,7 +4,8 @@ import torch
 
 from hf_flexseq.attention.allgather import AllGatherZone
 from hf_flexseq.attention.hybrid import hybrid_zone
-from hf_flexseq.attention.local import LocalZone
+from hf_flexseq.attention.local import LocalZone, NoZone, Tensors
+from hf_flexseq.attention.remap import TokenRemap
 from hf_flexseq.attention.remat import KeptAttention
 from hf_flexseq.attention.ring import RingZone
 from hf_flexseq.attention.turns import make_turns
@@ -13,7 +14,7 @@ from hf_flexseq.distributed.communicator import Communicator
 from hf_flexseq.kernels import Kernel
 from hf_flexseq.shard import Shard, Zone, cuts
 
-ZoneAttention = LocalZone | UlyssesZone | RingZone | AllGatherZone
+ZoneAttention = NoZone | LocalZone | UlyssesZone | RingZone | AllGatherZone
 
 
 class SequenceContext:
@@ -25,7 +26,7 @@ class SequenceContext:
     them anew at every unit.
     """
 
-    __slots__ = ("kept", "shard", "zones")
+    __slots__ = ("kept", "remap", "shard", "zones")
 
     def __init__(
         self,
@@ -39,11 +40,22 @@ class SequenceContext:
         """attention_remat: whether checkpointed layers keep the result of attention, instead of attending again."""
         self.shard = shard
         self.kept = KeptAttention() if attention_remat else None
-        self.zones = tuple(_zone_attention(zone, communicator, kernel, device) for zone in shard.zones)
+        self.remap = TokenRemap(shard, communicator) if shard.given or shard.got else None
+        zones = tuple(_zone_attention(zone, communicator, kernel, device) for zone in shard.zones)
+        self.zones = zones or (NoZone(),)
 
     @property
     def tokens(self) -> int:
-        return self.shard.tokens
+        """Outside of attention."""
+        return self.shard.rows
+
+    def arriving(self, *tensors: torch.Tensor) -> Tensors:
+        """Tensors of this rank's rows outside of attention, as the groups hold them."""
+        return tensors if self.remap is None else self.remap.to_groups(tensors)
+
+    def leaving(self, *tensors: torch.Tensor) -> Tensors:
+        """The inverse of `arriving`."""
+        return tensors if self.remap is None else self.remap.to_even(tensors)
 
 
 def _zone_attention(zone: Zone, communicator: Communicator, kernel: Kernel, device: torch.device) -> ZoneAttention:

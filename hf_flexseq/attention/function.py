@@ -34,7 +34,7 @@ def sequence_parallel_attention(
 class _SequenceParallelAttention(torch.autograd.Function):
     @staticmethod
     def forward(ctx, q, k, v, seq_ctx, scale):  # type: ignore[no-untyped-def]
-        out, saved = _attend(q, k, v, seq_ctx, scale)
+        out, saved = _remapped(q, k, v, seq_ctx, scale)
         ctx.seq_ctx, ctx.scale = seq_ctx, scale
         ctx.counts = [len(kept) for kept in saved]
         ctx.save_for_backward(*(tensor for kept in saved for tensor in kept))
@@ -43,12 +43,12 @@ class _SequenceParallelAttention(torch.autograd.Function):
     @staticmethod
     def backward(ctx, dout):  # type: ignore[no-untyped-def]
         tensors = iter(ctx.saved_tensors)
-        dout = dout.contiguous()
+        (dout,) = ctx.seq_ctx.arriving(dout.contiguous())
         grads = []
         for zone, count in zip(ctx.seq_ctx.zones, ctx.counts, strict=True):
             kept = tuple(next(tensors) for _ in range(count))
             grads.append(zone.backward(dout[zone.rows], kept, ctx.scale))
-        return *_joined(grads), None, None
+        return *ctx.seq_ctx.leaving(*_joined(grads)), None, None
 
 
 class _CheckpointedAttention(torch.autograd.Function):
@@ -57,7 +57,7 @@ class _CheckpointedAttention(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, q, k, v, seq_ctx, scale, region):  # type: ignore[no-untyped-def]
-        kept = seq_ctx.kept.take(region) or Kept.of(*_attend(q, k, v, seq_ctx, scale))
+        kept = seq_ctx.kept.take(region) or Kept.of(*_remapped(q, k, v, seq_ctx, scale))
         if not region.replays:
             seq_ctx.kept.put(region, kept)
         ctx.seq_ctx, ctx.scale, ctx.shapes = seq_ctx, scale, kept.lse_shapes
@@ -68,13 +68,20 @@ class _CheckpointedAttention(torch.autograd.Function):
     @staticmethod
     def backward(ctx, dout):  # type: ignore[no-untyped-def]
         *rows, lse = ctx.saved_tensors
-        rows.append(dout.contiguous())
+        rows = ctx.seq_ctx.arriving(*rows, dout.contiguous())
         lses = lse.split([shape.numel() for shape in ctx.shapes])
         grads = []
         for zone, own_lse, shape in zip(ctx.seq_ctx.zones, lses, ctx.shapes, strict=True):
             own = [x[zone.rows] for x in rows]
             grads.append(zone.backward_of_rows(*own, own_lse.view(shape), ctx.scale))
-        return *_joined(grads), None, None, None
+        return *ctx.seq_ctx.leaving(*_joined(grads)), None, None, None
+
+
+def _remapped(q, k, v, seq_ctx, scale):  # type: ignore[no-untyped-def]
+    """`_attend` on rows as they stand outside of attention."""
+    out, saved = _attend(*seq_ctx.arriving(q, k, v), seq_ctx, scale)
+    (out,) = seq_ctx.leaving(out)
+    return out, saved
 
 
 def _attend(q, k, v, seq_ctx, scale):  # type: ignore[no-untyped-def]

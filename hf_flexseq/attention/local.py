@@ -31,3 +31,22 @@ class LocalZone:
     def backward_of_rows(self, q, k, v, out, dout, lse, scale: float) -> Tensors:  # type: ignore[no-untyped-def]
         """`backward` from this rank's rows and the last of what `forward` left."""
         return self.backward(dout, (q, k, v, out, lse), scale)
+
+
+class NoZone:
+    """A rank that works in no group, and stands by with rows that belong to others: see `remap.py`."""
+
+    __slots__ = ("rows",)
+
+    def __init__(self) -> None:
+        self.rows = slice(0, 0)
+
+    def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> tuple[torch.Tensor, Tensors]:
+        """Tensors without rows -> a result without rows."""
+        return q, (k, v, q.new_empty(0))
+
+    def backward(self, dout: torch.Tensor, saved: Tensors, scale: float) -> Tensors:
+        return dout, saved[0], saved[1]
+
+    def backward_of_rows(self, q, k, v, out, dout, lse, scale: float) -> Tensors:  # type: ignore[no-untyped-def]
+        return dout, k, v

@@ -157,6 +157,7 @@ class FlexSeqEngine:
             sp_degree=self.args.sp_degree,
             max_tokens_per_rank=self.args.max_tokens_per_rank,
             sync="lockstep" if self.lockstep else "free",
+            remap=self.args.remap,
         )
 
     def _step(self, lookahead: Lookahead, iterator: Iterator[Mapping[str, Any]], num_batches: int) -> Step | None:
@@ -165,7 +166,7 @@ class FlexSeqEngine:
 
     def _deal(self, drawn: DrawnStep, plan: Plan, *, waited_s: float) -> Step:
         """Bring the tokens to the ranks that the plan names."""
-        shards = shards_of(plan, self.communicator.rank)
+        shards = shards_of(plan, self.communicator.rank, self.communicator.topology)
         columns = self._exchange(drawn.row, plan, drawn.sources, shards)
         micro_batches = model_inputs(
             shards,

@@ -13,7 +13,8 @@ from hf_flexseq.hf.rows import Columns, SourceRow
 from hf_flexseq.hf.stopwatch import Stopwatch
 from hf_flexseq.kernels import Kernel
 from hf_flexseq.plan import Group, MicroBatch, Plan
-from hf_flexseq.shard import Shard, make_shard
+from hf_flexseq.shard import Shard, make_shard, remapped
+from hf_flexseq.topology import Topology
 
 Inputs = dict[str, Any]
 
@@ -83,9 +84,13 @@ def step_items(step: Step, num_batches: int) -> list[StepItem]:
     return items
 
 
-def shards_of(plan: Plan, rank: int) -> list[Shard]:
+def shards_of(plan: Plan, rank: int, topology: Topology) -> list[Shard]:
     """What `rank` holds, by micro-batch."""
-    return [make_shard(micro_batch, plan.lengths, rank) for micro_batch in plan.micro_batches]
+    shards = [make_shard(micro_batch, plan.lengths, rank) for micro_batch in plan.micro_batches]
+    return [
+        remapped(shard, micro_batch, plan.lengths, topology) if micro_batch.remap else shard
+        for shard, micro_batch in zip(shards, plan.micro_batches, strict=True)
+    ]
 
 
 def model_inputs(
@@ -106,14 +111,14 @@ def model_inputs(
 
     def inputs(index: int) -> tuple[int, Inputs]:
         shard, found = shards[index], columns[index]
-        if not shard.tokens:
+        if not shard.rows:
             shard, found = _with_dummy(shard), _dummy_columns(found)
         tensors = {name: value.unsqueeze(0).to(device, non_blocking=True) for name, value in found.items()}
         tensors["shift_labels"] = tensors["labels"]
         seq_ctx = SequenceContext(shard, communicator, kernel, device, attention_remat=attention_remat)
         return index, {**tensors, "seq_ctx": seq_ctx}
 
-    busy = [index for index, shard in enumerate(shards) if lockstep or shard.zones]
+    busy = [index for index, shard in enumerate(shards) if lockstep or shard.zones or shard.rows]
     return [inputs(index) for index in busy or [len(shards) - 1]]
 
 

@@ -11,7 +11,7 @@ from itertools import accumulate, pairwise
 
 import numpy as np
 
-from hf_flexseq.cost import CostModel, group_ns, nodes_spanned
+from hf_flexseq.cost import CostModel, group_ns, linear_ns, nodes_spanned
 from hf_flexseq.plan import Group
 from hf_flexseq.topology import Topology
 
@@ -89,7 +89,7 @@ def _totals(group: Group, lengths: Sequence[int], topology: Topology, cost: Cost
     Latency is not among them."""
     s = np.array([lengths[i] for i in group.sequences], dtype=np.float64)
     tokens, degree = float(s.sum()), group.degree
-    linear = round(cost.linear_s * tokens / degree * 1e9)
+    linear = linear_ns(cost, group, lengths)
     if group.strategy in RINGS:
         return linear, round(cost.attention_s * float((s * s).sum()) / degree * 1e9), 0
     whole, moved = group_ns(cost, group, lengths, topology) - cost.latency_ns(group.degree), 0
