@@ -6,7 +6,8 @@ A candidate is a time target per micro-batch. Its long sequences go, longest fir
 
 among those with memory left. Both terms are nanoseconds of objective, so they add; `fit` is 1 for best fit and -1 for
 worst fit. A sequence that ends above a micro-batch's target raises that target, because
-all ranks wait for it anyway. A block's load is its fullest rank's.
+all ranks wait for it anyway. A block's load is its fullest rank's. Time is counted in ticks of a power of two
+nanoseconds, so that arrays of 32 bits hold it: on arrays this small their width is most of the work.
 """
 
 from dataclasses import dataclass
