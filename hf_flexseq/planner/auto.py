@@ -3,8 +3,8 @@
 1. As few micro-batches as memory allows; one more only when that fails or is nearly full.
 2. Many candidates of targets at once (`targets.py`), their long sequences placed on blocks of ranks (`place.py`).
 3. The candidates with the lowest water level get their short sequences (`fill.py`).
-4. A few rounds with the best candidates' targets slightly changed; then repairs (`repair.py`), and for few sequences
-   a walk over single moves (`tabu.py`).
+4. A few rounds with the best candidates' targets slightly changed, fewer where many sequences are long; then repairs
+   of the best (`repair.py`), and for few sequences a walk over single moves (`tabu.py`).
 5. For free synchronisation the same with one clock per rank that all micro-batches share, beside the lockstep plan.
 6. Ten sequences and fewer take dynamic programming over their subsets (`subsets.py`), and all this only where that
    leaves doubt.

@@ -6,7 +6,8 @@ A candidate is a time target per micro-batch. Its long sequences go, longest fir
 
 among those with memory left. Both terms are nanoseconds of objective, so they add; `fit` is 1 for best fit and -1 for
 worst fit. A sequence that ends above a micro-batch's target raises that target, because
-all ranks wait for it anyway. A block's load is its fullest rank's.
+all ranks wait for it anyway. A block's load is its fullest rank's. Time is counted in ticks of a power of two
+nanoseconds, so that arrays of 32 bits hold it: on arrays this small their width is most of the work.
 """
 
 from dataclasses import dataclass
@@ -145,8 +146,8 @@ def _board(problem: Problem, candidates: Candidates, rows: int, tick: int) -> _B
 
 
 def _misfit(problem: Problem, over: IntArray, less: IntArray) -> IntArray:
-    """What leaving so much time below the target costs."""
-    misfit: IntArray = (over * less[:, None]) >> (max(problem.world, FIT_RANKS) - 1).bit_length()
+    """What leaving so much time below the target costs: [..., blocks], of `less` [...]."""
+    misfit: IntArray = (over * less[..., None]) >> (max(problem.world, FIT_RANKS) - 1).bit_length()
     return misfit
 
 
@@ -179,20 +180,24 @@ def _put(problem: Problem, board: _Board, row: int, spot: Int64Array, which: Int
     added = board.tables[row].take(blocks.shape_of[block], axis=1)[::2] * board.ok[: len(which)]
     if problem.free:
         added[0] += (now[1, which, block] == -problem.cap) * np.int32(board.constant) * board.ok[: len(which)]
-    now += added[:, :, None] * blocks.inside.take(block, axis=0)
+    inside = blocks.inside.take(block, axis=0)
+    now += added[:, :, None] * inside
     # A larger block's fullest rank is its own or the fullest in here: nothing outside has changed.
     reached = now[:, which, block]
+    if problem.free:  # all ranks wait for the last of them
+        np.copyto(now[0], reached[0, :, None], where=inside)
     np.maximum(now, reached[:, :, None], out=now, where=blocks.around.take(block, axis=0))
-    raised = np.maximum(reached[0], 0)
-    now[0] -= raised[:, None]
     if blocks.overlap:
         now[1][blocks.crossing[block]] = FAR
-    misfit = _misfit(problem, now[0], board.less[: len(which)])
-    if problem.free:  # their clocks are the same in all micro-batches
-        pages = which[:, None] * board.batches + np.arange(board.batches)
-        board.over[0, pages], board.misfit[pages] = now[0, :, None], misfit[:, None]
-        board.over[1, page] = now[1]
-        board.targets[pages] += raised[:, None]
-    else:
-        board.over[:, page], board.misfit[page] = now, misfit
-        board.targets[page] += raised
+    board.over[1, page] = now[1]
+    changed = page[:, None]  # [C, 1], or [C, M] for free ranks, whose clocks are the same in all micro-batches
+    if problem.free:
+        changed = which[:, None] * board.batches + np.arange(board.batches)
+    _set_loads(problem, board, changed, now[0] + board.targets[page, None], reached[0] + board.targets[page])
+
+
+def _set_loads(problem: Problem, board: _Board, pages: Int64Array, load: IntArray, reached: IntArray) -> None:
+    """Give the pages [C, n] the loads [C, blocks], and targets that are not below what was reached [C]."""
+    targets = board.targets[pages] = np.maximum(board.targets[pages], reached[:, None])
+    over = board.over[0, pages] = load[:, None] - targets[:, :, None]
+    board.misfit[pages] = _misfit(problem, over, board.less[: len(pages), None])

@@ -35,6 +35,7 @@ class Recipe:
 
     mixes: tuple[tuple[bool, int, int], ...]
     settings: tuple[tuple[int, int], ...]
+    free_settings: tuple[tuple[int, int], ...]
     breakpoint_settings: tuple[tuple[int, int], ...]
     copies: int
 
@@ -49,6 +50,7 @@ CROWDED = Recipe(
         (True, 300, 1000),
     ),
     settings=((1, 600), (-1, 400), (1, 250)),
+    free_settings=((1, 600), (-1, 400), (1, 250)),
     breakpoint_settings=((1, 600), (-1, 400)),
     copies=8,
 )
@@ -66,6 +68,7 @@ SPARSE = Recipe(
         (True, 900, 1100),
     ),
     settings=((-1, 120),),
+    free_settings=((-1, 120), (1, 120)),
     breakpoint_settings=(),
     copies=5,
 )
@@ -85,7 +88,8 @@ def starting_candidates(problem: Problem, batches: int) -> Candidates:
     breakpoints = _breakpoints(problem, batches)
     if problem.free:
         mixed, breakpoints = [_clocks(problem, batches, factor) for factor in FREE_FACTORS], []
-    chosen = [(t, setting) for t in mixed for setting in recipe.settings]
+    settings = recipe.free_settings if problem.free else recipe.settings
+    chosen = [(t, setting) for t in mixed for setting in settings]
     chosen += [(t, setting) for t in breakpoints for setting in recipe.breakpoint_settings]
     mean = max(1, int(problem.least_area.sum()) // problem.world // batches)
     long = {fraction: long_rows(problem, mean * fraction // PERMILLE) for _, (_, fraction) in chosen}

@@ -99,6 +99,14 @@ def test_zeppelin_splits_more_where_memory_is_full() -> None:
     assert max(plan.degrees()) > 1
 
 
+@pytest.mark.parametrize("seed", range(5))
+def test_zeppelin_cuts_long_tails_into_few_micro_batches(seed: int) -> None:
+    rng, limit = random.Random(seed), 64 * 5951
+    lengths = [min(limit, int(rng.lognormvariate(6.9, 1.75)) + 1) for _ in range(512)]
+    plan = make_plan(lengths, Topology(nodes=8, ranks_per_node=8), FLEXSP, planner="zeppelin")
+    assert len(plan.micro_batches) <= -(-sum(lengths) // limit) + 2
+
+
 # ---- megatron
 
 

@@ -1,6 +1,7 @@
 """The parts of the default planner against slow, obvious twins."""
 
 import random
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -82,6 +83,26 @@ def test_placing_keeps_every_block_s_fullest_rank(shape: tuple[int, int]) -> Non
             ):  # those that are not shut off by an overlapping one
                 fullest = int(load[m, blocks.start[b] : blocks.stop[b]].max())
                 assert abs(int(placed.state[0, c, m, b]) - fullest) <= tick * (rows + 1)
+
+
+@pytest.mark.parametrize("shape", [(1, 12), (4, 8)])
+def test_free_ranks_wait_for_each_other(shape: tuple[int, int]) -> None:
+    """Clocks after placing row by row: a group begins when its last rank is free, and ends for all of them at once."""
+    asked = problem(shape, "free", count=30)
+    started = starting_candidates(asked, 2)
+    candidates = replace(started, targets=started.targets * np.array([9, 10]) // 10)
+    placed, tick = place_long(asked, candidates), 2 ** tick_bits(asked, candidates)
+    blocks = asked.blocks
+    for c, rows in enumerate(candidates.long.tolist()):
+        clock, held = np.zeros(asked.world, dtype=np.int64), np.zeros((2, asked.world), dtype=np.int64)
+        for row in range(rows):
+            b, m = placed.block[c, row], placed.batch[c, row]
+            ranks, shape_of = slice(blocks.start[b], blocks.stop[b]), blocks.shape_of[b]
+            opens = asked.constant if not held[m, ranks].any() else 0
+            clock[ranks] = clock[ranks].max() + asked.times[row, shape_of] + opens
+            held[m, ranks] += asked.needs[row, shape_of]
+        for m in range(2):
+            assert (abs(placed.rank_state(asked.world)[0, c, m] - clock) <= 2 * tick * (rows + 1)).all()
 
 
 def test_filling_and_repair_agree_with_a_fresh_count_and_never_worsen() -> None:
