@@ -136,7 +136,9 @@ def test_analytic_model_counts_flops_and_bytes() -> None:
     cost = analytic_cost_model(LLAMA_8B, DEVICES["H100"], TWO_NODES, zero_stage=3)
     assert cost.linear_s * DEVICES["H100"].flops == pytest.approx(8 * (LLAMA_8B.params - 128256 * 4096))
     assert cost.attention_s * DEVICES["H100"].flops == pytest.approx(32 * 7 * 4096)
-    assert cost.all_to_all_bytes == 32 * 2 * 2 * (2 * 4096 + 2 * 1024)
+    assert cost.all_to_all_bytes == 32 * 2 * 3 * (2 * 4096 + 2 * 1024)
+    plain = analytic_cost_model(LLAMA_8B, DEVICES["H100"], TWO_NODES, checkpointing=False)
+    assert plain.all_to_all_bytes == 32 * 2 * 2 * (2 * 4096 + 2 * 1024)
     assert cost.ring_bytes == 32 * 2 * 3 * 2 * 1024
     assert cost.state_bytes == 0
     assert cost.sharded_state_bytes == 16 * LLAMA_8B.params
