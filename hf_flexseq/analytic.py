@@ -100,6 +100,7 @@ def analytic_cost_model(
     computed = shape.params - shape.vocab * shape.hidden  # looking up embeddings costs no arithmetic
     flops_per_weight = 8 if checkpointing else 6  # 2 forward, 4 backward, 2 for the second forward
     moved = shape.layers * shape.dtype_bytes
+    exchanges = 3.0 if checkpointing else 2.0  # of q, k, v and the output: forward, again for the backward, gradients
     replicated, sharded = _state_bytes(shape.params, zero_stage)
     logits = shape.vocab * (shape.dtype_bytes + 8)  # in the model's dtype, in float32, and the gradient
     gathered = 3 * shape.params * shape.dtype_bytes if zero_stage == 3 and topology.world_size > 1 else 0
@@ -109,8 +110,9 @@ def analytic_cost_model(
         linear_s=computed * flops_per_weight / device.flops,
         micro_batch_s=shape.layers * device.layer_s + gathered / _bandwidth(device, topology),
         group_s=shape.layers * EXCHANGES * device.transfer_s,
-        all_to_all_bytes=moved * 2.0 * (2 * query + key_value),  # q, k, v and the output, then their gradients
+        all_to_all_bytes=moved * exchanges * (2 * query + key_value),
         ring_bytes=moved * 3.0 * key_value,  # keys and values in both directions, and their gradients
+        query_bytes=float(moved * query),
         ring_overlap=device.overlap,
         bandwidths=_bandwidths(device, topology),
         heads=shape.heads,

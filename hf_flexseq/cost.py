@@ -51,8 +51,10 @@ class CostModel:
     micro_batch_s: seconds per micro-batch, whatever is in it (b1).
     group_s: seconds per group of two ranks and more, whatever is in it: the latency of its transfers, all layers.
     all_to_all_bytes, ring_bytes: bytes per token that Ulysses and a ring move, forward and backward, all layers.
-    ring_bytes None: not known, so no ring and no all-gather can be planned. ring_overlap: share of a ring's transfers
-    that can travel while attention computes: 1 where they need none of the processor's time, 0 where they take it.
+    ring_bytes None: not known, so no ring and no all-gather can be planned.
+    query_bytes: bytes of a token's queries on one trip, all layers.
+    ring_overlap: share of a ring's transfers that can travel while attention computes: 1 where they need none of the
+    processor's time, 0 where they take it.
     bandwidths: (degree, bytes/s) pairs, ascending. heads: query heads; None: any degree divides them.
     token_bytes: activation bytes per token. state_bytes: bytes of model state that every rank holds.
     sharded_state_bytes: bytes of model state that all ranks hold together. budget_bytes: memory of one rank.
@@ -65,6 +67,7 @@ class CostModel:
     group_s: float
     all_to_all_bytes: float
     ring_bytes: float | None
+    query_bytes: float
     ring_overlap: float
     bandwidths: tuple[tuple[int, float], ...]
     heads: int | None
@@ -81,6 +84,7 @@ class CostModel:
             "micro_batch_s",
             "group_s",
             "all_to_all_bytes",
+            "query_bytes",
             "state_bytes",
             "sharded_state_bytes",
         ):
@@ -175,18 +179,14 @@ class CostModel:
         return 2 * keys * (degree // 2) + 4 * queries * helps
 
     def trip_bytes(self) -> tuple[float, float]:
-        """Bytes of a token's keys and values, and of its queries, on one trip, all layers.
-
-        Keys and values make three trips in a ring; queries are half of what an all-to-all moves beside them, and at
-        least half of them (in a measured model a ring's bytes are worth more or less than an all-to-all's).
-        """
+        """Bytes of a token's keys and values, and of its queries, on one trip, all layers. Keys and values make three
+        trips in a ring."""
         if self.ring_bytes is None:
             raise ValueError(
                 f"cost model {self.name!r} has no ring_bytes, so rings and all-gathers have no cost: use ulysses or "
                 "auto"
             )
-        keys = self.ring_bytes / 3
-        return keys, max(keys / 2, (self.all_to_all_bytes / 2 - keys) / 2)
+        return self.ring_bytes / 3, self.query_bytes
 
     # ---- bytes
 

@@ -36,6 +36,7 @@ def _flexsp(
         group_s=0.0,  # the release knows no latency
         all_to_all_bytes=4 * 2 * layers * hidden * 2.0,  # 4 tensors, forward and backward, 2 bytes each
         ring_bytes=None,
+        query_bytes=0.0,
         ring_overlap=1.0,
         bandwidths=tuple((degree, speed * 1000 * MIB) for degree, speed in FLEXSP_BANDWIDTHS),
         heads=None,

@@ -37,7 +37,7 @@ def case(seed: int) -> tuple[Topology, list[int], int]:
 
 def ratio(seed: int) -> float:
     topology, lengths, cap = case(seed)
-    plan = make_plan(lengths, topology, COST, max_tokens_per_rank=cap)
+    plan = make_plan(lengths, topology, COST, max_tokens_per_rank=cap, remap="off")
     return plan.objective_s / (least_lockstep_ns(lengths, topology, COST, cap=cap) / 1e9)
 
 

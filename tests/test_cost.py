@@ -27,6 +27,7 @@ SIMPLE = CostModel(
     group_s=0.0,
     all_to_all_bytes=0.0,
     ring_bytes=None,
+    query_bytes=0.0,
     ring_overlap=1.0,
     bandwidths=((2, 1.0),),
     heads=None,
@@ -116,14 +117,14 @@ def busiest_link(degree: int, keys: float, queries: float) -> float:
 @pytest.mark.parametrize("degree", range(2, 17))
 def test_balanced_pays_what_its_busiest_rank_moves(degree: int, shared: int) -> None:
     """Keys and values of a width of 2, queries `shared` times as wide as keys alone."""
-    cost = replace(SIMPLE, ring_bytes=6.0, all_to_all_bytes=2 * (2.0 + 2 * shared))
+    cost = replace(SIMPLE, ring_bytes=6.0, query_bytes=shared)
     assert cost.trip_bytes() == (2.0, shared)
     assert cost.ring_traffic(degree, "balanced") == busiest_link(degree, 2.0, shared)
 
 
 def test_auto_finds_balanced_where_keys_are_as_wide_as_queries_and_links_slow() -> None:
     """One head, so that Ulysses has no one to share with; a ring moves 24 tensors' worth a token, balanced 16."""
-    cost = replace(SIMPLE, attention_s=0.2, ring_bytes=6.0, all_to_all_bytes=8.0, heads=1)
+    cost = replace(SIMPLE, attention_s=0.2, ring_bytes=6.0, query_bytes=1.0, all_to_all_bytes=8.0, heads=1)
     seconds = {name: cost.sequence_ns(90, 5, name, False) / 1e9 for name in cost.strategies("auto")}
     assert min(seconds, key=seconds.__getitem__) == "balanced"
     assert seconds["zigzag"] - seconds["balanced"] == 24 * 18 - 0.2 * 90 * 18
@@ -213,7 +214,9 @@ def test_analytic_model_counts_flops_and_bytes() -> None:
     cost = analytic_cost_model(LLAMA_8B, DEVICES["H100"], TWO_NODES, zero_stage=3)
     assert cost.linear_s * DEVICES["H100"].flops == pytest.approx(8 * (LLAMA_8B.params - 128256 * 4096))
     assert cost.attention_s * DEVICES["H100"].flops == pytest.approx(32 * 7 * 4096)
-    assert cost.all_to_all_bytes == 32 * 2 * 2 * (2 * 4096 + 2 * 1024)
+    assert cost.all_to_all_bytes == 32 * 2 * 3 * (2 * 4096 + 2 * 1024)
+    plain = analytic_cost_model(LLAMA_8B, DEVICES["H100"], TWO_NODES, checkpointing=False)
+    assert plain.all_to_all_bytes == 32 * 2 * 2 * (2 * 4096 + 2 * 1024)
     assert cost.ring_bytes == 32 * 2 * 3 * 2 * 1024
     assert cost.state_bytes == 4 * 128256 * 4096  # the gradient of the head
     assert cost.sharded_state_bytes == 16 * LLAMA_8B.params

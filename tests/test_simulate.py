@@ -27,8 +27,8 @@ def ring_model(**changes: object) -> CostModel:
     """A tiny model: 1 s per squared token, 1 ns per token and 1 byte/s, so that times can be counted by hand."""
     constants = {
         "name": "ring", "attention_s": 1.0, "linear_s": 1e-9, "micro_batch_s": 0.0, "group_s": 0.0,
-        "all_to_all_bytes": 0.0, "ring_bytes": 0.0, "ring_overlap": 1.0, "bandwidths": [[64, 1.0]], "heads": None,
-        "token_bytes": 1.0, "state_bytes": 100.0, "sharded_state_bytes": 0.0, "budget_bytes": 1e9,
+        "all_to_all_bytes": 0.0, "ring_bytes": 0.0, "query_bytes": 0.0, "ring_overlap": 1.0, "bandwidths": [[64, 1.0]],
+        "heads": None, "token_bytes": 1.0, "state_bytes": 100.0, "sharded_state_bytes": 0.0, "budget_bytes": 1e9,
     }  # fmt: skip
     return CostModel.from_record(constants | changes)
 
@@ -113,7 +113,7 @@ def test_any_plan_has_a_gapless_timeline_no_shorter_than_its_work(
     lengths: list[int], world: int, seed: int, layers: int
 ) -> None:
     plan, topology = random_plan(lengths, world, random.Random(seed)), Topology(nodes=1, ranks_per_node=world)
-    cost = ring_model(attention_s=1e-9, ring_bytes=7.0, all_to_all_bytes=3.0, bandwidths=[[64, 1e9]])
+    cost = ring_model(attention_s=1e-9, ring_bytes=7.0, query_bytes=1.2, all_to_all_bytes=3.0, bandwidths=[[64, 1e9]])
     for sync in ("lockstep", "free"):
         timeline = simulate(plan, topology, cost, sync=sync, detail=Detail(layers=layers))
         check_timeline(timeline)

@@ -11,8 +11,8 @@ backward lacks is q, k and v, which the layer computes again anyway.
 
 Where the checkpoint lies is DistFlashAttn's idea (arXiv 2310.03294, section 3.3), for any model and not by moving the
 bounds of the checkpointed regions. Rejected: lists by layer number, which mix two models; one store per process, which
-mixes two micro-batches; taking any call with something in the store for a replay, which gives a forward that never
-had a backward's result to the next one.
+mixes two micro-batches; taking a call for a replay because the store holds something for its layer, which hands the
+result of a forward that never had a backward to the next forward.
 
 The region is known from the hooks with which torch's non-reentrant checkpointing catches saved tensors: they hold its
 frame, the same one in both runs. Entries live no longer than their frame, so a graph that is dropped leaves none.

@@ -229,8 +229,13 @@ def _counted(estimate: CostModel, shape: ModelShape) -> CostModel:
 
 def _of_depth(estimate: CostModel, layers: int, depth: int) -> CostModel:
     """The bytes of a model of `depth` layers, from those of one of `layers`."""
-    ring_bytes = None if estimate.ring_bytes is None else estimate.ring_bytes * depth / layers
-    return replace(estimate, all_to_all_bytes=estimate.all_to_all_bytes * depth / layers, ring_bytes=ring_bytes)
+    share = depth / layers
+    return replace(
+        estimate,
+        all_to_all_bytes=estimate.all_to_all_bytes * share,
+        ring_bytes=None if estimate.ring_bytes is None else estimate.ring_bytes * share,
+        query_bytes=estimate.query_bytes * share,
+    )
 
 
 def _errors(

@@ -100,6 +100,7 @@ class Links:
             bandwidths=self.bandwidths,
             group_s=layers * float(np.mean([seconds for _, seconds in self.latencies_s] or [0.0])),
             ring_bytes=None if model.ring_bytes is None else model.ring_bytes * self.ring_factor,
+            query_bytes=model.query_bytes * self.ring_factor,
             ring_overlap=self.ring_overlap,
         )
 

@@ -41,10 +41,11 @@ def send(to):
     while True:
         try:
             with socket.create_connection(place(to)) as connection:
+                began = time.perf_counter()  # here, for the other side may come to look when all is there
                 connection.sendall(bytes(BYTES))
                 connection.shutdown(socket.SHUT_WR)
-                connection.recv(1)  # until all has arrived
-            return {"shaped": shaped_bytes() - before}
+                assert connection.recv(1), "not all has arrived"
+            return {"shaped": shaped_bytes() - before, "seconds": time.perf_counter() - began}
         except ConnectionRefusedError:
             assert time.monotonic() < deadline, f"rank {to} does not listen"
             time.sleep(0.02)
@@ -53,11 +54,11 @@ def send(to):
 def receive(listener):
     connection, _ = listener.accept()
     with connection:
-        began, count = time.perf_counter(), 0
+        count = 0
         while piece := connection.recv(1 << 20):
             count += len(piece)
         connection.sendall(b".")
-        return {"bytes": count, "seconds": time.perf_counter() - began}
+        return {"bytes": count}
 
 
 def main():
