@@ -8,7 +8,8 @@
 
 Lengths are drawn from the quantile tables in data/ (log-linear between quantiles) and from a log-normal fitted to
 CommonCrawl; longer ones than the context are drawn again. Costs are those of the preset flexsp-gpt-7b-a100, without
-remapping, which none of the compared systems but one knows: all seconds of the plans are modelled, and only the planning time is measured, as CPU time of the one thread it takes.
+remapping, which only one of the compared systems knows: all seconds of the plans are modelled, and only the planning
+time is measured, as CPU time of the one thread it takes.
 """
 
 import argparse
