@@ -8,7 +8,8 @@
 5. For free synchronisation the same with one clock per rank that all micro-batches share, beside the lockstep plan.
 6. Ten sequences and fewer take dynamic programming over their subsets (`subsets.py`), and all this only where that
    leaves doubt.
-7. One degree for everything (`static.py`) is always among the candidates: it cannot lose to that, and cannot fail.
+7. Where groups have a latency of their own, all of it twice: every sequence is charged for a group, or none is.
+8. One degree for everything (`static.py`) is always among the candidates: it cannot lose to that, and cannot fail.
 
 The problem and the idea of groups of different degrees per step are FlexSP's (arXiv 2412.01523, section 4). Rejected:
 its time-limited MILP (seconds per micro-batch, mostly stopped by the limit, not reproducible), cutting micro-batches
@@ -45,15 +46,16 @@ def auto_micro_batches(
     lengths: Sequence[int], topology: Topology, cost: CostModel, *, strategy: str, cap: int, sync: str
 ) -> tuple[MicroBatch, ...]:
     """The micro-batches of the best plan found. Every sequence must fit on all ranks together."""
-
     plans = []
+    latency = cost.latency_ns(topology.world_size) > 0
     for assumed in dict.fromkeys((sync, "lockstep")):  # plans made for lockstep are good free ones, too
-        problem = make_problem(lengths, topology, cost, strategy=strategy, cap=cap, sync=assumed)
-        found = _found(problem)
-        if found:
-            made = micro_batches_of(problem, found.block.tolist(), found.batch.tolist())
-            known = found.objective if assumed == sync else step_ns(cost, made, lengths, topology, sync=sync)
-            plans.append((known, made))
+        for charged in (True, False) if latency else (False,):
+            problem = make_problem(lengths, topology, cost, strategy=strategy, cap=cap, sync=assumed, charged=charged)
+            found = _found(problem)
+            if found:
+                made = micro_batches_of(problem, found.block.tolist(), found.batch.tolist())
+                exact = assumed == sync and not latency
+                plans.append((found.objective if exact else step_ns(cost, made, lengths, topology, sync=sync), made))
     to_beat = min((ns for ns, _ in plans), default=NEVER)
     for degree in static_degrees(topology) if strategy != "local" else (1,):
         if static_bound_ns(problem, degree) < to_beat:

@@ -25,6 +25,7 @@ class Problem:
     times: [K, shapes] nanoseconds, NEVER where a sequence does not fit. needs: [K, shapes] tokens per rank, likewise.
     first_fit: [K] the narrowest block that each sequence fits; no narrower one has memory for it.
     strategies: the names that groups of two ranks and more may use. cheapest: [K, shapes] index of the cheapest one.
+    latency: [shapes] nanoseconds of a group beside its sequences, where they are not charged for it.
     least_area: [K] the cheapest device-nanoseconds. constant: nanoseconds of a micro-batch, whatever is in it.
     free: whether ranks meet only in their groups, so that their clocks run on from micro-batch to micro-batch.
     """
@@ -39,6 +40,7 @@ class Problem:
     first_fit: Int64Array
     strategies: tuple[str, ...]
     cheapest: Int64Array
+    latency: Int64Array
     least_area: Int64Array
     constant: int
     free: bool
@@ -53,9 +55,20 @@ class Problem:
 
 
 def make_problem(
-    lengths: Sequence[int], topology: Topology, cost: CostModel, *, strategy: str, cap: int, sync: str
+    lengths: Sequence[int],
+    topology: Topology,
+    cost: CostModel,
+    *,
+    strategy: str,
+    cap: int,
+    sync: str,
+    charged: bool = False,
 ) -> Problem:
-    """The tables of `lengths` when groups of two ranks and more may use what `strategy` allows."""
+    """The tables of `lengths` when groups of two ranks and more may use what `strategy` allows.
+
+    charged: count the latency of a group in the time of each of its sequences. It is paid once a group: that is too
+    much for groups of several, and otherwise most searches count too little.
+    """
     ids = np.array(sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)), dtype=np.int64)
     tokens = np.array([lengths[i] for i in ids], dtype=np.int64)
     blocks = blocks_of(topology)
@@ -63,8 +76,9 @@ def make_problem(
     columns = [cheapest(cost, tokens, shape, strategy) for shape in blocks.shapes]
     needs = -(-tokens[:, None] // degrees)
     times, names = (np.stack(column, axis=1) for column in zip(*columns, strict=True))
+    latency = np.array([cost.latency_ns(degree) for degree in degrees.tolist()])
     fits = (needs <= cap) & (times < NEVER)
-    times = np.where(fits, times, NEVER)
+    times = np.where(fits, times + latency * charged, NEVER)
     return Problem(
         topology=topology,
         blocks=blocks,
@@ -76,6 +90,7 @@ def make_problem(
         first_fit=np.searchsorted(blocks.shape_of, fits.argmax(axis=1)),
         strategies=cost.strategies(strategy),
         cheapest=names,
+        latency=latency * (not charged),
         least_area=np.where(fits, times * np.where(fits, degrees, 1), NEVER).min(axis=1),
         constant=cost.micro_batch_ns,
         free=sync == "free",

@@ -84,6 +84,7 @@ class _Search:
             column = problem.blocks.shapes.index(shape)
             needs = _sums(problem.needs[:, column])
             alone = np.where(needs <= problem.cap, _sums(problem.times[:, column]), NEVER)
+            alone[1:] = np.minimum(alone[1:] + problem.latency[column], NEVER)
             taken = -(-np.minimum(needs, problem.cap) * self.steps // problem.cap)
             rest = np.full((self.steps + 1, len(alone)), NEVER)
             rest[:, 0] = 0

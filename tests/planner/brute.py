@@ -55,10 +55,11 @@ def _options(
                 continue
             degree, spans = stop - start, topology.spans_nodes(start, stop)
             names = ("local",) if degree == 1 else cost.strategies("auto")
+            opened = 0 if (start, stop) in there else cost.latency_ns(degree)
             yield (
                 m,
                 (start, stop),
-                min(cost.sequence_ns(length, degree, n, spans) for n in names),
+                opened + min(cost.sequence_ns(length, degree, n, spans) for n in names),
                 -(-length // degree),
             )
         if not there:

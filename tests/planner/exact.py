@@ -56,7 +56,8 @@ def alone(lengths: Sequence[int], degree: int, spans: bool, cost: CostModel, cap
     """[sets] nanoseconds of each set on one group; NEVER when it does not fit there."""
     names = ("local",) if degree == 1 else cost.strategies("auto")
     times = [min(cost.sequence_ns(s, degree, name, spans) for name in names) for s in lengths]
-    return np.where(-(-total(lengths) // degree) <= cap, total(times), NEVER)
+    opened = np.where(np.arange(1 << len(lengths)) > 0, cost.latency_ns(degree), 0)
+    return np.where(-(-total(lengths) // degree) <= cap, total(times) + opened, NEVER)
 
 
 def need(lengths: Sequence[int], degree: int, cap: int, levels: int) -> Int64Array:

@@ -45,7 +45,7 @@ SMALL = ModelShape(
 
 
 def rings(topology: Topology) -> CostModel:
-    return replace(analytic_cost_model(SMALL, DEVICES["H100"], topology), group_s=0.0)
+    return analytic_cost_model(SMALL, DEVICES["H100"], topology)
 
 
 def long_tailed(count: int, seed: int, limit: int) -> list[int]:
