@@ -1,6 +1,7 @@
 """Zeppelin and the baselines: legal plans, their published rules, and what they refuse."""
 
 import random
+from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
@@ -9,9 +10,10 @@ from transformers.trainer_pt_utils import BatchRebalanceSampler
 
 from hf_flexseq.analytic import DEVICES, ModelShape, analytic_cost_model
 from hf_flexseq.cost import CostModel, step_ns
-from hf_flexseq.plan import PlanInfeasible, check
+from hf_flexseq.plan import Plan, PlanInfeasible, check
 from hf_flexseq.planner import make_plan
 from hf_flexseq.planner.batch_rebalance import rebalanced
+from hf_flexseq.planner.remap import remap_reason
 from hf_flexseq.planner.static import static_degrees
 from hf_flexseq.presets import PRESETS
 from hf_flexseq.topology import Topology
@@ -172,3 +174,18 @@ def test_the_objective_is_the_closed_form(planner: str) -> None:
     for sync in ("lockstep", "free"):
         plan = make_plan(lengths, CLUSTER, FLEXSP, planner=planner, sync=sync)
         assert plan.objective_s == step_ns(FLEXSP, plan.micro_batches, lengths, CLUSTER, sync=sync) / 1e9
+
+
+def test_remapping_is_decided_by_the_cost_model() -> None:
+    """Zeppelin levels attention alone, so that tokens are uneven; moving them pays where links are fast."""
+    node, lengths = Topology(nodes=1, ranks_per_node=4), [16_000, *[500] * 30]
+    fast = replace(rings(node), micro_batch_s=0.0)
+    slow = replace(fast, bandwidths=tuple((degree, speed / 1e4) for degree, speed in fast.bandwidths))
+    on, off = (make_plan(lengths, node, fast, planner="zeppelin", remap=remap) for remap in ("auto", "off"))
+    assert [mb.remap for mb in on.micro_batches] == [True]
+    assert not any(mb.remap for mb in off.micro_batches)
+    assert on.objective_s < off.objective_s
+    never = make_plan(lengths, node, slow, planner="zeppelin")
+    assert not any(mb.remap for mb in never.micro_batches)
+    assert "in 0 of 1" in remap_reason(never.micro_batches, lengths, node, slow)
+    assert Plan.from_json(on.to_json()) == on
