@@ -1,6 +1,6 @@
 """Published speed-ups beside what the same comparison gives here, simulated under published or estimated constants.
 
-    python scripts/bench_claims.py [--batches 8] [--flexsp 2]
+    python scripts/bench_claims.py [--batches 8] [--flexsp 8]
 
 FlexSP (arXiv 2412.01523, figure 4: 64 A100-40GB, 512 sequences): its planner over one degree for the run (DeepSpeed)
 and over the best degree of each batch (BatchAda). Constants: the presets flexsp-gpt-7b-a100, -13b- and -30b-; lengths:
@@ -89,7 +89,7 @@ def table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--batches", type=int, default=8, help="of each case")
-    parser.add_argument("--flexsp", type=int, default=2, help="batches of each 7B case that FlexSP's planner solves")
+    parser.add_argument("--flexsp", type=int, default=8, help="batches of each 7B case that FlexSP's planner solves")
     asked = parser.parse_args()
     print(f"bench_claims.py --batches {asked.batches} --flexsp {asked.flexsp}")
     print(f"simulated, not measured; planned on {machine()}")
