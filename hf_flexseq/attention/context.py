@@ -39,18 +39,22 @@ class SequenceContext:
         """attention_remat: whether checkpointed layers keep the result of attention, instead of attending again."""
         self.shard = shard
         self.kept = KeptAttention() if attention_remat else None
-        self.zones = tuple(_zone_attention(zone, communicator, kernel, device) for zone in shard.zones)
+        turns = max((zone.group.degree for zone in shard.zones), default=1)
+        self.zones = tuple(_zone_attention(zone, communicator, kernel, device, turns) for zone in shard.zones)
 
     @property
     def tokens(self) -> int:
         return self.shard.tokens
 
 
-def _zone_attention(zone: Zone, communicator: Communicator, kernel: Kernel, device: torch.device) -> ZoneAttention:
+def _zone_attention(
+    zone: Zone, communicator: Communicator, kernel: Kernel, device: torch.device, turns: int
+) -> ZoneAttention:
+    """turns: how often the widest zone waits for transfers, which a local one then cuts its work for."""
     rows, ranks = slice(zone.start, zone.stop), zone.group.ranks
     match zone.group.strategy:
         case "local":
-            return LocalZone(rows, zone.lengths, kernel, device)
+            return LocalZone(rows, zone.lengths, kernel, device, pieces=turns)
         case "ulysses":
             return ulysses_zone(zone, communicator, kernel, device)
         case "zigzag" | "balanced" as name:
