@@ -12,7 +12,7 @@ keys that several queries read are summed in float32 (float64 for float64), here
 
 Llama 3 (arXiv 2407.21783, section 3.3.2) for the gather and the two chunks; there everything is gathered, here only
 what is read, three quarters of it. Rejected: computing this rank's own block meanwhile, which would have to be merged;
-the gather is not hidden, and the cost model says so.
+the gather hides under nothing but other zones.
 """
 
 from collections.abc import Iterable, Sequence
@@ -20,7 +20,8 @@ from collections.abc import Iterable, Sequence
 import torch
 
 from hf_flexseq.attention.local import Tensors
-from hf_flexseq.attention.turns import Layout, Piece
+from hf_flexseq.attention.turns import Layout, Piece, Rows
+from hf_flexseq.attention.zones import END, Steps
 from hf_flexseq.distributed.communicator import Communicator, Exchange
 from hf_flexseq.kernels import Kernel, lse_dtype
 from hf_flexseq.kernels.segments import Segments
@@ -49,35 +50,55 @@ class AllGatherZone:
         arrived = [*layout.pieces, *(piece for pieces in fetched.values() for piece in pieces)]
         self.gathered, self.segments = _call(group_cuts, index, degree, arrived, device)
 
-    def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> tuple[torch.Tensor, Tensors]:
+    def forward(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float
+    ) -> Steps[tuple[torch.Tensor, Tensors]]:
         """q [t, H, D], k, v [t, Hkv, D] of this rank's chunks -> out [t, H, D], and what `backward` needs."""
         kv = torch.stack((k, v), dim=1)  # [t, 2, Hkv, D]
-        out, lse = self.kernel.forward(q, *self._gather(kv).unbind(1), self.segments, scale=scale)
+        exchange, parts = self._gather(kv)
+        yield 1.0
+        exchange.wait()
+        keys, values = self._in_order(kv, parts).unbind(1)
+        out, lse = self.kernel.forward(q, keys, values, self.segments, scale=scale)
         return out, (q, kv, out, lse)
 
-    def backward(self, dout: torch.Tensor, saved: Tensors, scale: float) -> Tensors:
+    def backward(self, dout: torch.Tensor, saved: Tensors, scale: float) -> Steps[Tensors]:
         q, kv, out, lse = saved
-        k, v = self._gather(kv).unbind(1)
-        dq, *dkv = self.kernel.backward(dout, q, k, v, out, lse, self.segments, scale=scale)
-        dk, dv = self._reduce(torch.stack(dkv, dim=1), kv).to(q.dtype).unbind(1)
+        exchange, parts = self._gather(kv)
+        yield 0.5  # the gradients have the rest to travel
+        exchange.wait()
+        keys, values = self._in_order(kv, parts).unbind(1)
+        dq, *dkv = self.kernel.backward(dout, q, keys, values, out, lse, self.segments, scale=scale)
+        exchange, own, returned = self._return(torch.stack(dkv, dim=1), kv)
+        yield END
+        exchange.wait()
+        for rows, part in returned:
+            rows.add_to(own, part)
+        dk, dv = own.to(q.dtype).unbind(1)
         return dq, dk, dv
 
-    def backward_of_rows(self, q, k, v, out, dout, lse, scale: float) -> Tensors:  # type: ignore[no-untyped-def]
+    def backward_of_rows(self, q, k, v, out, dout, lse, scale: float) -> Steps[Tensors]:  # type: ignore[no-untyped-def]
         """`backward` from this rank's rows and the last of what `forward` left."""
         return self.backward(dout, (q, torch.stack((k, v), dim=1), out, lse), scale)
 
-    def _gather(self, kv: torch.Tensor) -> torch.Tensor:
-        """[t, 2, Hkv, D] of this rank's chunks -> [keys of the call, 2, Hkv, D]."""
+    def _gather(self, kv: torch.Tensor) -> tuple[Exchange, list[torch.Tensor]]:
+        """[t, 2, Hkv, D] of this rank's chunks on their way to others, and what comes from them."""
         exchange = Exchange()
         for peer, rows in self.lent:
             exchange.send([rows.take(kv)], peer)
         parts = [exchange.recv([kv], tokens, peer)[0] for peer, tokens in self.fetched]
         exchange.post(self.communicator, tag=GATHER)
-        exchange.wait()
+        return exchange, parts
+
+    def _in_order(self, kv: torch.Tensor, parts: Sequence[torch.Tensor]) -> torch.Tensor:
+        """This rank's rows and those of the others -> [keys of the call, 2, Hkv, D]."""
         return torch.cat([kv, *parts]).index_select(0, self.gathered)
 
-    def _reduce(self, dkv: torch.Tensor, kv: torch.Tensor) -> torch.Tensor:
-        """The transpose of `_gather`: [keys of the call, 2, Hkv, D] -> [t, 2, Hkv, D], with what other ranks made."""
+    def _return(
+        self, dkv: torch.Tensor, kv: torch.Tensor
+    ) -> tuple[Exchange, torch.Tensor, list[tuple[Rows, torch.Tensor]]]:
+        """Gradients [keys of the call, 2, Hkv, D] on their way to the owners; the sum of this rank's own so far, and
+        what comes from others to be added to it."""
         sizes = [kv.shape[0], *(tokens for _, tokens in self.fetched)]
         sums = torch.zeros(sum(sizes), *kv.shape[1:], dtype=lse_dtype(kv.dtype), device=kv.device)
         sums.index_add_(0, self.gathered, dkv.to(sums.dtype))
@@ -87,10 +108,7 @@ class AllGatherZone:
             exchange.send([part], peer)
         returned = [(rows, exchange.recv([own], rows.tokens, peer)[0]) for peer, rows in self.lent]
         exchange.post(self.communicator, tag=RETURN)
-        exchange.wait()
-        for rows, part in returned:
-            rows.add_to(own, part)
-        return own
+        return exchange, own, returned
 
 
 def pieces_read(cuts: Sequence[Cut], owner: int, reader: int, degree: int) -> list[Piece]:

@@ -41,7 +41,8 @@ class SequenceContext:
         self.shard = shard
         self.kept = KeptAttention() if attention_remat else None
         self.remap = TokenRemap(shard, communicator) if shard.given or shard.got else None
-        zones = tuple(_zone_attention(zone, communicator, kernel, device) for zone in shard.zones)
+        turns = max((zone.group.degree for zone in shard.zones), default=1)
+        zones = tuple(_zone_attention(zone, communicator, kernel, device, turns) for zone in shard.zones)
         self.zones = zones or (NoZone(),)
 
     @property
@@ -58,11 +59,14 @@ class SequenceContext:
         return tensors if self.remap is None else self.remap.to_even(tensors)
 
 
-def _zone_attention(zone: Zone, communicator: Communicator, kernel: Kernel, device: torch.device) -> ZoneAttention:
+def _zone_attention(
+    zone: Zone, communicator: Communicator, kernel: Kernel, device: torch.device, turns: int
+) -> ZoneAttention:
+    """turns: how often the widest zone waits for transfers, which a local one then cuts its work for."""
     rows, ranks = slice(zone.start, zone.stop), zone.group.ranks
     match zone.group.strategy:
         case "local":
-            return LocalZone(rows, zone.lengths, kernel, device)
+            return LocalZone(rows, zone.lengths, kernel, device, pieces=turns)
         case "ulysses":
             return ulysses_zone(zone, communicator, kernel, device)
         case "zigzag" | "balanced" as name:

@@ -1,7 +1,7 @@
 """Attention of one layer over all the groups this rank works in, as one autograd node.
 
-One node, not one per group: autograd then cannot reorder the groups' communication, and backward too walks through
-them widest first, on every rank alike.
+One node, not one per group: autograd then cannot reorder the groups' communication, and in the backward too they run
+together (`zones.py`), in the same order on every rank.
 """
 
 from collections.abc import Sequence
@@ -11,6 +11,7 @@ import torch
 from hf_flexseq.attention.context import SequenceContext
 from hf_flexseq.attention.local import Tensors
 from hf_flexseq.attention.remat import Kept, checkpointed_region
+from hf_flexseq.attention.zones import run_zones
 
 
 def sequence_parallel_attention(
@@ -48,7 +49,7 @@ class _SequenceParallelAttention(torch.autograd.Function):
         for zone, count in zip(ctx.seq_ctx.zones, ctx.counts, strict=True):
             kept = tuple(next(tensors) for _ in range(count))
             grads.append(zone.backward(dout[zone.rows], kept, ctx.scale))
-        return *ctx.seq_ctx.leaving(*_joined(grads)), None, None
+        return *ctx.seq_ctx.leaving(*_joined(run_zones(grads))), None, None
 
 
 class _CheckpointedAttention(torch.autograd.Function):
@@ -74,7 +75,7 @@ class _CheckpointedAttention(torch.autograd.Function):
         for zone, own_lse, shape in zip(ctx.seq_ctx.zones, lses, ctx.shapes, strict=True):
             own = [x[zone.rows] for x in rows]
             grads.append(zone.backward_of_rows(*own, own_lse.view(shape), ctx.scale))
-        return *ctx.seq_ctx.leaving(*_joined(grads)), None, None, None
+        return *ctx.seq_ctx.leaving(*_joined(run_zones(grads))), None, None, None
 
 
 def _remapped(q, k, v, seq_ctx, scale):  # type: ignore[no-untyped-def]
@@ -86,9 +87,8 @@ def _remapped(q, k, v, seq_ctx, scale):  # type: ignore[no-untyped-def]
 
 def _attend(q, k, v, seq_ctx, scale):  # type: ignore[no-untyped-def]
     """The result, and for every zone what its backward needs, the last of which is its log-sum-exp."""
-    outs, saved = zip(
-        *(zone.forward(q[zone.rows], k[zone.rows], v[zone.rows], scale) for zone in seq_ctx.zones), strict=True
-    )
+    results = run_zones([zone.forward(q[zone.rows], k[zone.rows], v[zone.rows], scale) for zone in seq_ctx.zones])
+    outs, saved = zip(*results, strict=True)
     return outs[0] if len(outs) == 1 else torch.cat(outs), saved
 
 

@@ -17,7 +17,8 @@ import torch
 from hf_flexseq.attention.local import Tensors
 from hf_flexseq.attention.ring import RingZone
 from hf_flexseq.attention.turns import make_turns
-from hf_flexseq.attention.ulysses import HeadAttention, UlyssesZone
+from hf_flexseq.attention.ulysses import HeadAttention, Span, UlyssesZone
+from hf_flexseq.attention.zones import Steps
 from hf_flexseq.distributed.communicator import Communicator
 from hf_flexseq.kernels import Kernel
 from hf_flexseq.shard import Cut, Zone, cuts, held_chunks
@@ -36,7 +37,10 @@ def hybrid_zone(zone: Zone, communicator: Communicator, kernel: Kernel, device: 
     held = [_pieces(group_cuts, member, degree) for member in members]
     tokens = [sum(group_cuts[p].tokens((chunk,)) for p, chunk in pieces) for pieces in held]
     inner = Reordered(_in_order(group_cuts, held, device), RingZone(rows, turns, communicator, kernel))
-    return UlyssesZone(rows, tokens, place, range(start + members[0], start + members[-1] + 1), communicator, inner)
+    ring = Span(0.25, 0.75)  # of the zone's time
+    return UlyssesZone(
+        rows, tokens, place, range(start + members[0], start + members[-1] + 1), communicator, inner, span=ring
+    )
 
 
 class Reordered:
@@ -47,19 +51,21 @@ class Reordered:
     def __init__(self, order: torch.Tensor, inner: HeadAttention) -> None:
         self.order, self.back, self.inner = order, order.argsort(), inner
 
-    def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> tuple[torch.Tensor, Tensors]:
+    def forward(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float
+    ) -> Steps[tuple[torch.Tensor, Tensors]]:
         q, k, v = (x.index_select(0, self.order) for x in (q, k, v))
-        out, saved = self.inner.forward(q, k, v, scale)
+        out, saved = yield from self.inner.forward(q, k, v, scale)
         return out.index_select(0, self.back), saved
 
-    def backward(self, dout: torch.Tensor, saved: Tensors, scale: float) -> Tensors:
-        grads = self.inner.backward(dout.index_select(0, self.order), saved, scale)
+    def backward(self, dout: torch.Tensor, saved: Tensors, scale: float) -> Steps[Tensors]:
+        grads = yield from self.inner.backward(dout.index_select(0, self.order), saved, scale)
         return tuple(x.index_select(0, self.back) for x in grads)
 
-    def backward_of_rows(self, q, k, v, out, dout, lse, scale: float) -> Tensors:  # type: ignore[no-untyped-def]
+    def backward_of_rows(self, q, k, v, out, dout, lse, scale: float) -> Steps[Tensors]:  # type: ignore[no-untyped-def]
         """`backward` from these rows and the last of what `forward` left, which is in the inner order."""
         q, k, v, out, dout = (x.index_select(0, self.order) for x in (q, k, v, out, dout))
-        grads = self.inner.backward_of_rows(q, k, v, out, dout, lse, scale)
+        grads = yield from self.inner.backward_of_rows(q, k, v, out, dout, lse, scale)
         return tuple(x.index_select(0, self.back) for x in grads)
 
 

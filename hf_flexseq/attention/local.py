@@ -1,34 +1,63 @@
-"""Attention over sequences that this rank holds whole: one varlen kernel call."""
+"""Attention over sequences that this rank holds whole: varlen kernel calls without transfers.
 
-from collections.abc import Sequence
+One call is best where the rank has nothing else to do. Beside other zones the sequences are dealt to a few calls of
+about equal work, so that every wait for a transfer has something to hide under.
+"""
+
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
 
 import torch
 
+from hf_flexseq.attention.zones import END, Steps
 from hf_flexseq.kernels import Kernel
 from hf_flexseq.kernels.segments import Segments
 
 Tensors = tuple[torch.Tensor, ...]
 
 
+class Piece(NamedTuple):
+    """Sequences next to each other that one call takes."""
+
+    rows: slice
+    segments: Segments
+
+
 class LocalZone:
     """The group of this rank alone."""
 
-    __slots__ = ("kernel", "rows", "segments")
+    __slots__ = ("kernel", "pieces", "rows")
 
-    def __init__(self, rows: slice, lengths: Sequence[int], kernel: Kernel, device: torch.device) -> None:
+    def __init__(
+        self, rows: slice, lengths: Sequence[int], kernel: Kernel, device: torch.device, *, pieces: int = 1
+    ) -> None:
+        """pieces: the most calls to make."""
         self.rows, self.kernel = rows, kernel
-        self.segments = Segments(lengths, lengths, causal=True, device=device)
+        self.pieces = tuple(_pieces(lengths, pieces, device))
 
-    def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> tuple[torch.Tensor, Tensors]:
+    def forward(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float
+    ) -> Steps[tuple[torch.Tensor, Tensors]]:
         """q [t, H, D], k, v [t, Hkv, D] -> out [t, H, D], and what `backward` needs."""
-        out, lse = self.kernel.forward(q, k, v, self.segments, scale=scale)
-        return out, (q, k, v, out, lse)
+        outs, lses = [], []
+        for place, (rows, segments) in enumerate(self.pieces):
+            yield place / len(self.pieces)  # the first one under the first transfers of other zones
+            out, lse = self.kernel.forward(q[rows], k[rows], v[rows], segments, scale=scale)
+            outs.append(out)
+            lses.append(lse)
+        out = _joined(outs, 0)
+        return out, (q, k, v, out, _joined(lses, 1))
 
-    def backward(self, dout: torch.Tensor, saved: Tensors, scale: float) -> Tensors:
+    def backward(self, dout: torch.Tensor, saved: Tensors, scale: float) -> Steps[Tensors]:
         q, k, v, out, lse = saved
-        return self.kernel.backward(dout, q, k, v, out, lse, self.segments, scale=scale)
+        grads = []
+        for place, (rows, segments) in enumerate(self.pieces):
+            yield (place + 1) / len(self.pieces)  # the last one under the last gradients that other zones return
+            tensors = (x[rows] for x in (dout, q, k, v, out))
+            grads.append(self.kernel.backward(*tensors, lse[:, rows], segments, scale=scale))
+        return tuple(_joined(parts, 0) for parts in zip(*grads, strict=True))
 
-    def backward_of_rows(self, q, k, v, out, dout, lse, scale: float) -> Tensors:  # type: ignore[no-untyped-def]
+    def backward_of_rows(self, q, k, v, out, dout, lse, scale: float) -> Steps[Tensors]:  # type: ignore[no-untyped-def]
         """`backward` from this rank's rows and the last of what `forward` left."""
         return self.backward(dout, (q, k, v, out, lse), scale)
 
@@ -41,12 +70,37 @@ class NoZone:
     def __init__(self) -> None:
         self.rows = slice(0, 0)
 
-    def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> tuple[torch.Tensor, Tensors]:
+    def forward(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float
+    ) -> Steps[tuple[torch.Tensor, Tensors]]:
         """Tensors without rows -> a result without rows."""
+        yield END
         return q, (k, v, q.new_empty(0))
 
-    def backward(self, dout: torch.Tensor, saved: Tensors, scale: float) -> Tensors:
+    def backward(self, dout: torch.Tensor, saved: Tensors, scale: float) -> Steps[Tensors]:
+        yield END
         return dout, saved[0], saved[1]
 
-    def backward_of_rows(self, q, k, v, out, dout, lse, scale: float) -> Tensors:  # type: ignore[no-untyped-def]
-        return dout, k, v
+    def backward_of_rows(self, q, k, v, out, dout, lse, scale: float) -> Steps[Tensors]:  # type: ignore[no-untyped-def]
+        return self.backward(dout, (k, v, lse), scale)
+
+
+def _pieces(lengths: Sequence[int], most: int, device: torch.device) -> Iterator[Piece]:
+    """Sequences in their order, a new piece at each of `most` equal parts of the pairs of queries and keys."""
+    total = sum(n * n for n in lengths)
+    parts: list[list[int]] = []
+    before = 0
+    for n in lengths:
+        if len(parts) * total <= before * most:
+            parts.append([])
+        parts[-1].append(n)
+        before += n * n
+    start = 0
+    for part in parts:
+        stop = start + sum(part)
+        yield Piece(slice(start, stop), Segments(part, part, causal=True, device=device))
+        start = stop
+
+
+def _joined(parts: Sequence[torch.Tensor], dim: int) -> torch.Tensor:
+    return parts[0] if len(parts) == 1 else torch.cat(list(parts), dim=dim)

@@ -15,6 +15,7 @@ several times the error of a single kernel. Rejected: keeping the fetched keys a
 hold whole sequences on every rank.
 """
 
+from collections import deque
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -22,6 +23,7 @@ import torch
 
 from hf_flexseq.attention.local import Tensors
 from hf_flexseq.attention.turns import Rows, Share, Turn
+from hf_flexseq.attention.zones import END, Steps
 from hf_flexseq.distributed.communicator import Communicator, Exchange
 from hf_flexseq.kernels import Kernel, lse_dtype
 
@@ -57,33 +59,36 @@ class RingZone:
         self.rows, self.turns = rows, turns
         self.communicator, self.kernel = communicator, kernel
 
-    def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> tuple[torch.Tensor, Tensors]:
+    def forward(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float
+    ) -> Steps[tuple[torch.Tensor, Tensors]]:
         """q [t, H, D], k, v [t, Hkv, D] of this rank's chunks -> out [t, H, D], and what `backward` needs."""
         kv = torch.stack((k, v), dim=1)  # [t, 2, Hkv, D]
         out = torch.zeros(q.shape, dtype=lse_dtype(q.dtype), device=q.device)
         lse = out.new_full(q.shape[:2], -torch.inf)  # [t, H]
-        fetched, returned = self._fetch(0, (q,), kv), None
+        fetched, returned = self._first_fetches((q,), kv), None
         for t, turn in enumerate(self.turns):
-            (block_q,), (block_kv,) = fetched.result()
-            fetched = self._fetch(t + 1, (q,), kv)  # travels while this call computes
+            yield (t + 1) / len(self.turns)
+            (block_q,), (block_kv,) = self._next_fetched(fetched, t, (q,), kv)
             made = self._attend(turn, block_q, block_kv, scale)
             if turn.queries.peer is None:
                 _merge(out, lse, turn.queries.rows, made)
             _merge_returned(out, lse, returned)  # of the turn before: it travelled while this one computed
             returned = self._return(t, (made, (q, lse)), ((), ()))
+        yield END
         _merge_returned(out, lse, returned)
         out = out.to(q.dtype)
         return out, (q, kv, out, lse)
 
-    def backward(self, dout: torch.Tensor, saved: Tensors, scale: float) -> Tensors:
+    def backward(self, dout: torch.Tensor, saved: Tensors, scale: float) -> Steps[Tensors]:
         q, kv, out, lse = saved
         of_queries = (q, dout, out, lse)
         dq = torch.zeros(q.shape, dtype=lse_dtype(q.dtype), device=q.device)
         dkv = torch.zeros(kv.shape, dtype=dq.dtype, device=q.device)
-        fetched, returned = self._fetch(0, of_queries, kv), None
+        fetched, returned = self._first_fetches(of_queries, kv), None
         for t, turn in enumerate(self.turns):
-            block_of_queries, (block_kv,) = fetched.result()
-            fetched = self._fetch(t + 1, of_queries, kv)
+            yield (t + 1) / (len(self.turns) + 1)  # the last gradients have the rest to travel
+            block_of_queries, (block_kv,) = self._next_fetched(fetched, t, of_queries, kv)
             dq_made, dkv_made = self._block_backward(turn, block_of_queries, block_kv, scale)
             if turn.queries.peer is None:
                 _add(dq, turn.queries.rows, dq_made)
@@ -91,11 +96,12 @@ class RingZone:
                 _add(dkv, turn.keys.rows, dkv_made)
             _add_returned(dq, dkv, returned)
             returned = self._return(t, (dq_made, (q,)), (dkv_made, (kv,)))
+        yield END
         _add_returned(dq, dkv, returned)
         dk, dv = dkv.to(q.dtype).unbind(1)
         return dq.to(q.dtype), dk, dv
 
-    def backward_of_rows(self, q, k, v, out, dout, lse, scale: float) -> Tensors:  # type: ignore[no-untyped-def]
+    def backward_of_rows(self, q, k, v, out, dout, lse, scale: float) -> Steps[Tensors]:  # type: ignore[no-untyped-def]
         """`backward` from this rank's rows and the last of what `forward` left."""
         return self.backward(dout, (q, torch.stack((k, v), dim=1), out, lse), scale)
 
@@ -116,6 +122,20 @@ class RingZone:
         k, v = kv.unbind(1)
         dq, dk, dv = self.kernel.backward(dout, q, k, v, out, lse.t().contiguous(), turn.segments, scale=scale)
         return (dq,), (torch.stack((dk, dv), dim=1),)
+
+    def _first_fetches(self, of_queries: Tensors, kv: torch.Tensor) -> deque[Arriving]:
+        """Of the turns in which every rank attends to what it holds, which read nothing, and of the one after them."""
+        own = sum(turn.time == 0 for turn in self.turns)
+        return deque(self._fetch(t, of_queries, kv) for t in range(own + 1))
+
+    def _next_fetched(
+        self, fetched: deque[Arriving], t: int, of_queries: Tensors, kv: torch.Tensor
+    ) -> tuple[Tensors, Tensors]:
+        """What the call of turn t reads; what the next one reads travels while it computes."""
+        result = fetched.popleft().result()
+        if not fetched:
+            fetched.append(self._fetch(t + 1, of_queries, kv))
+        return result
 
     def _fetch(self, t: int, of_queries: Tensors, kv: torch.Tensor) -> Arriving:
         """What the call of turn t reads on its way here, and what others' calls read of ours at that time to them."""

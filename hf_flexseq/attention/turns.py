@@ -53,10 +53,12 @@ NOTHING = Share(None, Rows(0, None))
 class Turn(NamedTuple):
     """What a rank does at one time.
 
-    segments: its attention call; None when it has none. queries, keys: what that reads. lent_queries, lent_keys: what
-    other ranks' calls read of this rank's, and to whom it goes.
+    time: of the schedule; at 0 every rank attends to what it holds. segments: its attention call; None when it has
+    none. queries, keys: what that reads. lent_queries, lent_keys: what other ranks' calls read of this rank's, and to
+    whom it goes.
     """
 
+    time: int
     segments: Segments | None
     queries: Share
     keys: Share
@@ -105,7 +107,7 @@ def make_turns(
         places = [place for place, cut in enumerate(group_cuts) if cut.mirrored == flipped]
         if places:
             steps = steps_of(strategy, len(ranks), flipped, index)
-            lanes.append([_turn(at_time, places, layout, index, ranks) for at_time in steps])
+            lanes.append([_turn(time, at_time, places, layout, index, ranks) for time, at_time in enumerate(steps)])
     return tuple(turn for together in zip(*lanes, strict=True) for turn in together)
 
 
@@ -120,7 +122,9 @@ def steps_of(strategy: str, degree: int, mirrored: bool, index: int) -> tuple[tu
     return tuple(map(tuple, times))
 
 
-def _turn(steps: Sequence[Step], among: Sequence[int], layout: Layout, index: int, ranks: Sequence[int]) -> Turn:
+def _turn(
+    time: int, steps: Sequence[Step], among: Sequence[int], layout: Layout, index: int, ranks: Sequence[int]
+) -> Turn:
     segments, queries, keys = None, NOTHING, NOTHING
     lent_queries, lent_keys = [], []
     for step in steps:
@@ -136,7 +140,7 @@ def _turn(steps: Sequence[Step], among: Sequence[int], layout: Layout, index: in
             lent_queries.append(Share(ranks[step.worker], layout.rows(product(places, step.queries))))
         if step.source == index != step.worker:
             lent_keys.append(Share(ranks[step.worker], layout.rows(product(places, step.keys))))
-    return Turn(segments, queries, keys, tuple(lent_queries), tuple(lent_keys))
+    return Turn(time, segments, queries, keys, tuple(lent_queries), tuple(lent_keys))
 
 
 def _read(

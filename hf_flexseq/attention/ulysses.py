@@ -14,16 +14,30 @@ in `hybrid.py` a ring. Rejected: padding the shares or the heads to equal size, 
 nothing.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import NamedTuple, Protocol
 
 import torch
 
 from hf_flexseq.attention.local import LocalZone, Tensors
-from hf_flexseq.distributed.all_to_all import all_to_all
+from hf_flexseq.attention.zones import END, Steps, within
+from hf_flexseq.distributed.all_to_all import AllToAll, all_to_all
 from hf_flexseq.distributed.communicator import Communicator
 from hf_flexseq.kernels import Kernel, lse_dtype
 from hf_flexseq.shard import Zone, contiguous_part
+
+Arriving = Callable[[], list[torch.Tensor]]  # waits for tensors that are on their way
+
+
+class Span(NamedTuple):
+    """A part of a zone's time."""
+
+    start: float
+    stop: float
+
+
+HALF_WAY = Span(0.5, 0.5)
 
 
 class HeadAttention(Protocol):
@@ -31,9 +45,9 @@ class HeadAttention(Protocol):
 
     def forward(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float
-    ) -> tuple[torch.Tensor, Tensors]: ...
+    ) -> Steps[tuple[torch.Tensor, Tensors]]: ...
 
-    def backward(self, dout: torch.Tensor, saved: Tensors, scale: float) -> Tensors: ...
+    def backward(self, dout: torch.Tensor, saved: Tensors, scale: float) -> Steps[Tensors]: ...
 
     def backward_of_rows(
         self,
@@ -44,7 +58,7 @@ class HeadAttention(Protocol):
         dout: torch.Tensor,
         lse: torch.Tensor,
         scale: float,
-    ) -> Tensors: ...
+    ) -> Steps[Tensors]: ...
 
 
 def ulysses_zone(zone: Zone, communicator: Communicator, kernel: Kernel, device: torch.device) -> "UlyssesZone":
@@ -89,7 +103,7 @@ def head_share(heads: int, kv_heads: int, index: int, degree: int) -> HeadShare:
 class UlyssesZone:
     """This rank's part in an Ulysses group."""
 
-    __slots__ = ("communicator", "index", "inner", "ranks", "rows", "tokens")
+    __slots__ = ("communicator", "index", "inner", "ranks", "rows", "span", "tokens")
 
     def __init__(
         self,
@@ -99,84 +113,106 @@ class UlyssesZone:
         ranks: Sequence[int],
         communicator: Communicator,
         inner: HeadAttention,
+        *,
+        span: Span = HALF_WAY,
     ) -> None:
-        """tokens: how many each of `ranks` holds. index: this rank's place among them. inner: what computes."""
+        """tokens: how many each of `ranks` holds. index: this rank's place among them. inner: what computes. span: at
+        which times of the zone; the exchanges have the time before and after it to travel."""
         self.rows, self.tokens, self.index, self.ranks = rows, tokens, index, ranks
-        self.communicator, self.inner = communicator, inner
+        self.communicator, self.inner, self.span = communicator, inner, span
 
-    def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> tuple[torch.Tensor, Tensors]:
+    def forward(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float
+    ) -> Steps[tuple[torch.Tensor, Tensors]]:
         """q [t, H, D], k, v [t, Hkv, D] of this rank's tokens -> out [t, H, D], and what `backward` needs."""
         shares = self._shares(q.shape[1], k.shape[1])
         q_spans, kv_spans = _spans(shares)
-        qh, kh, vh = self._seq_to_head((q, k, v), (q_spans, kv_spans, kv_spans))  # [T, my heads, D]
+        arriving = self._seq_to_head((q, k, v), (q_spans, kv_spans, kv_spans))
+        yield self.span.start
+        qh, kh, vh = arriving()  # [T, my heads, D]
         oh, saved = qh, ()
         if shares[self.index].q_heads:
             kr, vr = (_repeat(x, shares[self.index]) for x in (kh, vh))
-            oh, saved = self.inner.forward(qh, kr, vr, scale)
-        (out,) = self._head_to_seq((oh,), (q_spans,))  # [t, H, D]
+            oh, saved = yield from within(*self.span, self.inner.forward(qh, kr, vr, scale))
+        yield self.span.stop
+        arriving = self._head_to_seq((oh,), (q_spans,))
+        yield END
+        (out,) = arriving()  # [t, H, D]
         # The first one carries nothing but the number of KV heads.
         return out, (k.new_empty(0, k.shape[1]), *saved)
 
-    def backward(self, dout: torch.Tensor, saved: Tensors, scale: float) -> Tensors:
+    def backward(self, dout: torch.Tensor, saved: Tensors, scale: float) -> Steps[Tensors]:
         kv_like, *of_inner = saved
         shares = self._shares(dout.shape[1], kv_like.shape[1])
-        (doh,) = self._seq_to_head((dout,), (_spans(shares)[0],))
+        arriving = self._seq_to_head((dout,), (_spans(shares)[0],))
+        yield self.span.start
+        (doh,) = arriving()
         grads = (doh, doh, doh)  # of no heads
         if shares[self.index].q_heads:
-            grads = self.inner.backward(doh, tuple(of_inner), scale)
-        return self._gradients(shares, grads)
+            grads = yield from within(*self.span, self.inner.backward(doh, tuple(of_inner), scale))
+        return (yield from self._gradients(shares, grads))
 
-    def backward_of_rows(self, q, k, v, out, dout, lse, scale: float) -> Tensors:  # type: ignore[no-untyped-def]
+    def backward_of_rows(self, q, k, v, out, dout, lse, scale: float) -> Steps[Tensors]:  # type: ignore[no-untyped-def]
         """`backward` where nothing is kept in the head layout but lse: what it lacks travels together with dout."""
         shares = self._shares(q.shape[1], k.shape[1])
         q_spans, kv_spans = _spans(shares)
-        qh, kh, vh, oh, doh = self._seq_to_head((q, k, v, out, dout), (q_spans, kv_spans, kv_spans, q_spans, q_spans))
+        arriving = self._seq_to_head((q, k, v, out, dout), (q_spans, kv_spans, kv_spans, q_spans, q_spans))
+        yield self.span.start
+        qh, kh, vh, oh, doh = arriving()
         grads = (doh, doh, doh)
         if shares[self.index].q_heads:
             kr, vr = (_repeat(x, shares[self.index]) for x in (kh, vh))
-            grads = self.inner.backward_of_rows(qh, kr, vr, oh, doh, lse, scale)
-        return self._gradients(shares, grads)
+            grads = yield from within(*self.span, self.inner.backward_of_rows(qh, kr, vr, oh, doh, lse, scale))
+        return (yield from self._gradients(shares, grads))
 
-    def _gradients(self, shares: list[HeadShare], of_heads: Tensors) -> Tensors:
+    def _gradients(self, shares: list[HeadShare], of_heads: Tensors) -> Steps[Tensors]:
         """dq, dk, dv of this rank's heads, which repeats of KV heads may be among -> those of its tokens."""
         dqh, dkh, dvh = of_heads
         if shares[self.index].q_heads:
             dkh, dvh = (_sum_repeats(x, shares[self.index]) for x in (dkh, dvh))
         q_spans, kv_spans = _spans(shares)
-        dq, dk, dv = self._head_to_seq((dqh, dkh, dvh), (q_spans, kv_spans, kv_spans))
-        return dq, dk, dv
+        yield self.span.stop
+        arriving = self._head_to_seq((dqh, dkh, dvh), (q_spans, kv_spans, kv_spans))
+        yield END
+        return tuple(arriving())
 
     def _shares(self, heads: int, kv_heads: int) -> list[HeadShare]:
         return [head_share(heads, kv_heads, i, len(self.ranks)) for i in range(len(self.ranks))]
 
-    def _seq_to_head(self, tensors: Tensors, spans: Sequence[Sequence[slice]]) -> list[torch.Tensor]:
+    def _seq_to_head(self, tensors: Tensors, spans: Sequence[Sequence[slice]]) -> Arriving:
         """Each [my tokens, heads, D] -> [all tokens, my heads, D]; `spans[x][i]` are the heads of rank i in x."""
         parts = [_flat_cat([x[:, span[i]] for x, span in zip(tensors, spans, strict=True)]) for i in self._indices]
         widths = [_width(x, span[self.index]) for x, span in zip(tensors, spans, strict=True)]
-        received = all_to_all(self.communicator, self.ranks, parts, [t * sum(widths) for t in self.tokens])
-        columns = zip(
-            *(r.split([t * w for w in widths]) for r, t in zip(received, self.tokens, strict=True)), strict=True
-        )
+        moving = all_to_all(self.communicator, self.ranks, parts, [t * sum(widths) for t in self.tokens])
+        return partial(self._as_heads, moving, widths, tensors[0].shape[2])
+
+    def _as_heads(self, moving: AllToAll, widths: Sequence[int], head_dim: int) -> list[torch.Tensor]:
+        by_rank = [part.split([t * w for w in widths]) for part, t in zip(moving.wait(), self.tokens, strict=True)]
         return [
-            torch.cat(column).view(sum(self.tokens), width // x.shape[2], x.shape[2])
-            for column, width, x in zip(columns, widths, tensors, strict=True)
+            torch.cat(column).view(sum(self.tokens), width // head_dim, head_dim)
+            for column, width in zip(zip(*by_rank, strict=True), widths, strict=True)
         ]
 
-    def _head_to_seq(self, tensors: Tensors, spans: Sequence[Sequence[slice]]) -> list[torch.Tensor]:
+    def _head_to_seq(self, tensors: Tensors, spans: Sequence[Sequence[slice]]) -> Arriving:
         """Each [all tokens, my heads, D] -> [my tokens, heads, D]; heads that several ranks had are summed, in float32
         (float64 for float64): many ranks may share a KV head, and a 16-bit sum would lose with each of them."""
         by_rank = [x.split(self.tokens) for x in tensors]
         parts = [_flat_cat([pieces[i] for pieces in by_rank]) for i in self._indices]
-        mine = self.tokens[self.index]
-        head_dim = tensors[0].shape[2]
+        mine, head_dim = self.tokens[self.index], tensors[0].shape[2]
         sizes = [[mine * (span[i].stop - span[i].start) * head_dim for span in spans] for i in self._indices]
-        received = all_to_all(self.communicator, self.ranks, parts, [sum(s) for s in sizes])
-        results = [_sums(x, mine, span) for x, span in zip(tensors, spans, strict=True)]
+        moving = all_to_all(self.communicator, self.ranks, parts, [sum(s) for s in sizes])
+        return partial(self._as_tokens, moving, spans, sizes, head_dim)
+
+    def _as_tokens(
+        self, moving: AllToAll, spans: Sequence[Sequence[slice]], sizes: Sequence[Sequence[int]], head_dim: int
+    ) -> list[torch.Tensor]:
+        received, mine = moving.wait(), self.tokens[self.index]
+        results = [_sums(received[0], mine, head_dim, span) for span in spans]
         for i, flat in enumerate(received):
             for result, span, piece in zip(results, spans, flat.split(sizes[i]), strict=True):
                 if piece.numel():
                     result[:, span[i]] += piece.view(mine, -1, head_dim)
-        return [result.to(x.dtype) for result, x in zip(results, tensors, strict=True)]
+        return [result.to(received[0].dtype) for result in results]
 
     @property
     def _indices(self) -> range:
@@ -187,11 +223,11 @@ def _spans(shares: Sequence[HeadShare]) -> tuple[list[slice], list[slice]]:
     return [slice(s.q_start, s.q_stop) for s in shares], [slice(s.kv_start, s.kv_stop) for s in shares]
 
 
-def _sums(x: torch.Tensor, tokens: int, spans: Sequence[slice]) -> torch.Tensor:
+def _sums(like: torch.Tensor, tokens: int, head_dim: int, spans: Sequence[slice]) -> torch.Tensor:
     """Zeros [tokens, all heads, D], wider than 16 bits if several ranks add to a head."""
     heads = max(span.stop for span in spans)
     shared = sum(span.stop - span.start for span in spans) > heads
-    return x.new_zeros(tokens, heads, x.shape[2], dtype=lse_dtype(x.dtype) if shared else x.dtype)
+    return like.new_zeros(tokens, heads, head_dim, dtype=lse_dtype(like.dtype) if shared else like.dtype)
 
 
 def _width(x: torch.Tensor, span: slice) -> int:

@@ -9,35 +9,52 @@ import torch.distributed as dist
 from hf_flexseq.distributed.communicator import Communicator, Transfers
 
 
+class AllToAll:
+    """An exchange that is under way; `wait` ends it, exactly once."""
+
+    __slots__ = ("_moving", "_outgoing", "_received")
+
+    def __init__(self, moving: "Transfers | dist.Work", outgoing: torch.Tensor, received: list[torch.Tensor]) -> None:
+        self._moving, self._received = moving, received
+        self._outgoing = outgoing  # alive until it has been sent
+
+    def wait(self) -> list[torch.Tensor]:
+        """What each of the ranks sent to this one."""
+        self._moving.wait()
+        self._outgoing = None
+        return self._received
+
+
 def all_to_all(
     communicator: Communicator, ranks: Sequence[int], parts: Sequence[torch.Tensor], numels: Sequence[int]
-) -> list[torch.Tensor]:
-    """Send `parts[i]` to `ranks[i]` and return what each of them sent to this rank.
+) -> AllToAll:
+    """Post the transfer of `parts[i]` to `ranks[i]`, and of what each of them sends to this rank.
 
     parts: one flat tensor per rank, all of one dtype. numels: how many elements to expect from each rank.
     One collective where the topology has a process group for these ranks, point-to-point transfers elsewhere.
     """
     received = parts[0].new_empty(sum(numels))
-    outgoing = torch.cat(list(parts))
+    outgoing, sizes = torch.cat(list(parts)), [p.numel() for p in parts]
+    results = list(received.split(list(numels)))
     block = communicator.blocks.get((ranks[0], ranks[-1] + 1))
-    if block is not None:
-        dist.all_to_all_single(received, outgoing, list(numels), [p.numel() for p in parts], group=block)
+    if block is None:
+        moving = _point_to_point(communicator, ranks, outgoing.split(sizes), results)
     else:
-        _point_to_point(communicator, ranks, outgoing.split([p.numel() for p in parts]), received.split(list(numels)))
-    return list(received.split(list(numels)))
+        moving = dist.all_to_all_single(received, outgoing, list(numels), sizes, group=block, async_op=True)
+    return AllToAll(moving, outgoing, results)
 
 
 def _point_to_point(
     communicator: Communicator, ranks: Sequence[int], parts: Sequence[torch.Tensor], results: Sequence[torch.Tensor]
-) -> None:
+) -> Transfers:
     own = communicator.rank - ranks[0]
     results[own].copy_(parts[own])
     others = [i for i in range(len(ranks)) if i != own]
-    Transfers(
+    return Transfers(
         communicator,
         sends=[(parts[i], ranks[i]) for i in others],
         recvs=[(results[i], ranks[i]) for i in others],
-    ).wait()
+    )
 
 
 def exchange_rows(communicator: Communicator, rows: torch.Tensor, sizes: Sequence[int]) -> list[torch.Tensor]:

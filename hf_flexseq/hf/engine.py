@@ -37,7 +37,7 @@ from hf_flexseq.kernels import Kernel
 from hf_flexseq.kernels.choose import choose_kernel
 from hf_flexseq.plan import Plan
 from hf_flexseq.planner.client import PlannerWorker
-from hf_flexseq.planner.remap import remap_reason
+from hf_flexseq.planner.remap import REMAPPING, remap_reason
 from hf_flexseq.planner.static import check_degree
 from hf_flexseq.presets import load_cost_model
 
@@ -167,7 +167,7 @@ class FlexSeqEngine:
 
     def _deal(self, drawn: DrawnStep, plan: Plan, *, waited_s: float) -> Step:
         """Bring the tokens to the ranks that the plan names."""
-        if drawn.number == 0 and self.lockstep and self.args.remap == "auto":
+        if drawn.number == 0 and self.lockstep and self.args.remap == "auto" and plan.planner in REMAPPING:
             assert self.cost is not None, "attach the model before drawing steps"
             logger.info(remap_reason(plan.micro_batches, plan.lengths, self.communicator.topology, self.cost))
         shards = shards_of(plan, self.communicator.rank, self.communicator.topology)

@@ -25,7 +25,7 @@ from hf_flexseq.planner.batch_ada import batch_ada_micro_batches
 from hf_flexseq.planner.batch_rebalance import batch_rebalance_micro_batches
 from hf_flexseq.planner.bound import lower_bound_ns
 from hf_flexseq.planner.megatron import megatron_micro_batches
-from hf_flexseq.planner.remap import with_remap
+from hf_flexseq.planner.remap import REMAPPING, with_remap
 from hf_flexseq.planner.static import check_degree, static_micro_batches
 from hf_flexseq.planner.zeppelin import zeppelin_micro_batches
 from hf_flexseq.topology import Topology
@@ -43,7 +43,6 @@ CHOICES = {
     "sync": ("lockstep", "free"),
     "remap": ("auto", "off"),
 }
-REMAPPING = ("auto", "zeppelin")  # planners that may remap
 
 
 def make_plan(

@@ -11,6 +11,8 @@ from hf_flexseq.cost import CostModel, remapped_ns, slowest_ns
 from hf_flexseq.plan import MicroBatch
 from hf_flexseq.topology import Topology
 
+REMAPPING = ("auto", "zeppelin")  # planners that may remap
+
 
 def with_remap(
     micro_batches: Sequence[MicroBatch], lengths: Sequence[int], topology: Topology, cost: CostModel

@@ -84,7 +84,7 @@ class AllToAllRun:
 
     def __call__(self) -> None:
         for _ in range(4 if self.ranks else 0):
-            all_to_all(self.communicator, self.ranks, self.parts, [part.numel() for part in self.parts])
+            all_to_all(self.communicator, self.ranks, self.parts, [part.numel() for part in self.parts]).wait()
 
 
 class RingRun:
