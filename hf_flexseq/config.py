@@ -8,6 +8,7 @@ PLANNERS = ("auto", "static", "flexsp", "zeppelin")
 USER_STRATEGIES = ("auto", "ulysses", "zigzag", "local")
 STRATEGIES_TO_COME = ("balanced", "allgather", "hybrid")
 SYNCS = ("auto", "lockstep", "free")
+PIPELINE_SCHEDULES = ("auto", "1f1b", "seq1f1b", "infinipipe")
 
 
 @dataclass
@@ -57,6 +58,20 @@ class FlexSeqArguments:
     plan_trace: str | None = field(
         default=None, metadata={"help": "JSONL file that receives every step's plan with its measured seconds."}
     )
+    pipeline_parallel_size: int = field(
+        default=1,
+        metadata={"help": "Stages that the model's layers are divided into; it must divide the number of ranks."},
+    )
+    pipeline_schedule: str = field(
+        default="auto",
+        metadata={
+            "help": "How sequences go through the stages: `1f1b` (whole), `seq1f1b` (in chunks), `infinipipe` (long "
+            "ones in chunks, short ones packed), or `auto`."
+        },
+    )
+    pipeline_chunks: int | None = field(
+        default=None, metadata={"help": "Chunks that a long sequence is cut into. Default: planned."}
+    )
 
     def __post_init__(self) -> None:
         _one_of("planner", self.planner, PLANNERS)
@@ -68,10 +83,19 @@ class FlexSeqArguments:
         if self.max_tokens_per_rank is not None:
             _whole("max_tokens_per_rank", self.max_tokens_per_rank, least=1)
         self._check_degree()
+        self._check_pipeline()
         # Mixed into another dataclass (TrainingArguments), the next one in line has its own checks to run.
         following: Any = getattr(super(), "__post_init__", None)
         if following is not None:
             following()
+
+    def _check_pipeline(self) -> None:
+        _whole("pipeline_parallel_size", self.pipeline_parallel_size, least=1)
+        _one_of("pipeline_schedule", self.pipeline_schedule, PIPELINE_SCHEDULES)
+        if self.pipeline_chunks is not None:
+            _whole("pipeline_chunks", self.pipeline_chunks, least=1)
+        if self.pipeline_parallel_size == 1 and (self.pipeline_chunks, self.pipeline_schedule) != (None, "auto"):
+            raise ValueError("pipeline_schedule and pipeline_chunks are for pipeline_parallel_size of 2 and more")
 
     def _check_degree(self) -> None:
         if self.planner == "static" and self.sp_degree is None:

@@ -32,7 +32,7 @@ from hf_flexseq.hf.model_checks import check_model
 from hf_flexseq.hf.rows import RowExchange
 from hf_flexseq.hf.run_cost import UNNAMED, unnamed_cost_model
 from hf_flexseq.hf.step import Inputs, Step, model_inputs, shards_of
-from hf_flexseq.hf.trace import PlanTrace
+from hf_flexseq.hf.trace import PlanTrace, plan_line
 from hf_flexseq.kernels import Kernel
 from hf_flexseq.kernels.choose import choose_kernel
 from hf_flexseq.plan import Plan
@@ -225,6 +225,10 @@ class FlexSeqEngine:
         """Record a step that has run: the plan trace, and its figures for the log. Collective over the world."""
         assert self.cost is not None, "attach the model before running steps"
         return self._trace.record(step, self.cost)
+
+    def describe(self, figures: dict[str, float]) -> str:
+        """The figures of a step in one line, for people."""
+        return plan_line(figures)
 
 
 class EngineStep:

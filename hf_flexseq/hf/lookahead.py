@@ -7,7 +7,7 @@ thread and in the order of the steps, so ranks cannot disagree on what comes nex
 
 import time
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from itertools import islice
@@ -63,9 +63,16 @@ class DrawnStep:
 class Lookahead:
     """Steps of one iterator at a time, up to `lookahead` of them drawn and being planned."""
 
-    def __init__(self, communicator: Communicator, planner: Planner | None, lookahead: int) -> None:
-        """`planner` on rank 0, None elsewhere."""
-        self.communicator, self.planner, self.lookahead = communicator, planner, lookahead
+    def __init__(
+        self,
+        communicator: Communicator,
+        planner: Planner | None,
+        lookahead: int,
+        *,
+        read: Callable[[Any], Any] = Plan.from_record,
+    ) -> None:
+        """`planner` on rank 0, None elsewhere. read: makes a plan of the record that rank 0's planner gave."""
+        self.communicator, self.planner, self.lookahead, self._read = communicator, planner, lookahead, read
         self.waited_s = 0.0
         self._iterator: Iterator[Any] | None = None
         self._drawn: deque[DrawnStep] = deque()
@@ -114,7 +121,7 @@ class Lookahead:
             raise PlanInfeasible(value)
         if kind == "failed":
             raise RuntimeError(value)
-        return Plan.from_record(value)
+        return self._read(value)
 
     def _answer(self, number: int) -> tuple[str, Any]:
         """Rank 0's plan, or why there is none, in a form that can be sent."""

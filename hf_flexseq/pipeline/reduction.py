@@ -53,3 +53,27 @@ def _buckets(parameters: Sequence[nn.Parameter]) -> Iterator[list[nn.Parameter]]
         size += parameter_bytes
     if bucket:
         yield bucket
+
+
+def equalise(stage: Stage, neighbours: Neighbours) -> None:
+    """Give replicas of a stage, and the two copies of a tied tensor, the same values: those of the first rank that has
+    them. Collective over the world."""
+    if neighbours.replicas is not None:
+        for tensor in (*stage.stack.model.parameters(), *stage.stack.model.buffers()):
+            dist.broadcast(tensor.detach(), group_src=0, group=neighbours.replicas)
+    tied = stage.tied_parameter()
+    if tied is not None:
+        dist.broadcast(tied.detach(), group_src=0, group=neighbours.ends)
+
+
+def gradient_norm(stage: Stage, parent: dist.ProcessGroup, *, counts: bool) -> torch.Tensor:
+    """The norm of all stages' gradients together, a tied tensor's once. Collective over the world.
+
+    counts: whether this rank's gradients count; those of one replica do.
+    """
+    other = stage.tied_parameter() if stage.is_last else None
+    gradients = [p.grad for p in stage.stack.model.parameters() if p.grad is not None and p is not other]
+    norm = torch.nn.utils.get_total_norm(gradients) if gradients and counts else torch.zeros(())
+    square = norm.to(next(stage.stack.model.parameters()).device, torch.float64).square()
+    dist.all_reduce(square, group=parent)
+    return square.sqrt()

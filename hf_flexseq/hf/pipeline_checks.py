@@ -1,0 +1,39 @@
+"""What a pipeline refuses when it is configured, each with one line that says what to change."""
+
+from typing import Any
+
+from accelerate.utils import DistributedType
+from transformers import Trainer
+
+from hf_flexseq.config import FlexSeqArguments
+
+
+def check_pipeline_trainer(trainer: Any, args: FlexSeqArguments) -> None:
+    """Raise NotImplementedError for a Trainer whose work a pipeline would change."""
+    kind = trainer.accelerator.distributed_type
+    training = trainer.args
+    stages = f"pipeline_parallel_size={args.pipeline_parallel_size}"
+    for what, there in {
+        f"{kind.value} with a pipeline: leave it out": kind in (DistributedType.DEEPSPEED, DistributedType.FSDP),
+        "a PEFT model with a pipeline: train all parameters, or set pipeline_parallel_size=1": hasattr(
+            trainer.model, "peft_config"
+        ),
+        "fp16 with a pipeline, whose stages would scale their losses differently; use bf16": (
+            trainer.accelerator.mixed_precision == "fp16"
+        ),
+        "a compute_loss of your own with a pipeline: the last stage alone sees the loss": (
+            type(trainer).compute_loss is not Trainer.compute_loss
+        ),
+        "use_logits_to_keep or metrics of tokens with a pipeline": getattr(training, "include_for_metrics", None),
+        f"planner={args.planner!r} with a pipeline; leave it at 'auto'": args.planner != "auto",
+        f"strategy={args.strategy!r} with a pipeline; use 'auto' or 'local'": args.strategy not in ("auto", "local"),
+        f"sync={args.sync!r} with a pipeline; leave it at 'auto'": args.sync != "auto",
+        "a model sharded at load with a pipeline: load it whole": any(
+            hasattr(module, "set_requires_gradient_sync") for module in trainer.model.modules()
+        ),
+        "model_init with a pipeline: a trial would begin with stages of the one before": (
+            trainer.model_init is not None
+        ),
+    }.items():
+        if there:
+            raise NotImplementedError(f"hf_flexseq does not support {what} ({stages})")

@@ -1,0 +1,131 @@
+"""The engine of a run whose model is cut into pipeline stages.
+
+It differs from `FlexSeqEngine` in three things: the model is cut when the engine is made, so that the optimizer sees
+the parameters of the stage alone; a step's plan has chunks and actions instead of micro-batches; and gradients are
+summed here, over replicas and over the two copies of a tied tensor, where otherwise accelerate does it.
+"""
+
+import logging
+
+import torch
+from accelerate import Accelerator
+from torch import nn
+from transformers import PreTrainedModel
+
+from hf_flexseq.config import FlexSeqArguments
+from hf_flexseq.distributed.control import gather_objects
+from hf_flexseq.distributed.neighbours import Neighbours
+from hf_flexseq.hf.engine import FlexSeqEngine
+from hf_flexseq.hf.lookahead import DrawnStep, Lookahead
+from hf_flexseq.hf.loss import attach_chunked_loss
+from hf_flexseq.hf.pipeline_attention import NAME
+from hf_flexseq.hf.pipeline_planner import PipelinePlanner
+from hf_flexseq.hf.pipeline_step import ChunkExchange, PipelineStep, StepPlan
+from hf_flexseq.hf.run_cost import unnamed_cost_model
+from hf_flexseq.hf.trace import PREFIX
+from hf_flexseq.pipeline.executor import PipelineExecutor
+from hf_flexseq.pipeline.reduction import equalise, sum_gradients
+from hf_flexseq.pipeline.stages import Stage, cut
+
+logger = logging.getLogger(__name__)
+
+
+class PipelineEngine(FlexSeqEngine):
+    """Plans and runs optimizer steps of a model in `args.pipeline_parallel_size` stages."""
+
+    def __init__(self, accelerator: Accelerator, args: FlexSeqArguments, model: PreTrainedModel) -> None:
+        """Cuts `model` in place. Collective over the world. Raises ValueError for a number of stages that does not
+        divide the ranks or exceeds layers + 1, NotImplementedError for a model without a plain decoder stack."""
+        super().__init__(accelerator, args)
+        world, stages = self.communicator.world_size, args.pipeline_parallel_size
+        if world % stages:
+            raise ValueError(f"pipeline_parallel_size={stages} does not divide the {world} ranks of the job")
+        self.replicas = world // stages
+        self.replica = self.communicator.rank % self.replicas
+        self.cost = self._named_cost or unnamed_cost_model(args.cost_model, model, accelerator, self.communicator)
+        self.stage: Stage = cut(model, self.communicator.rank // self.replicas, stages)
+        logger.info("stage %d of %d has layers %d to %d", self.stage.index, stages, *self.stage.layers)
+        pipelines = [[s * self.replicas + r for s in range(stages)] for r in range(self.replicas)]
+        self.neighbours = Neighbours(self.communicator, pipelines)
+        equalise(self.stage, self.neighbours)
+        self._exchange = ChunkExchange(self.communicator, stages)
+        self._executor: PipelineExecutor | None = None
+
+    # ---- the model
+
+    def attach(self, model: nn.Module, *, lockstep: bool = False) -> None:
+        """Make the stage run on chunks. Undone by `detach`."""
+        base = self.stage.stack.model
+        assert model is base, "the engine was made for another model"
+        self.model = base
+        self._former_attention = base.config._attn_implementation
+        base.set_attn_implementation(NAME)
+        self._chunked_loss = attach_chunked_loss(base) if self.stage.is_last else None
+        self._executor = PipelineExecutor(self.stage, self.neighbours, self._chosen_kernel())
+
+    def detach(self) -> None:
+        """Give the stage its own attention, loss and layers back."""
+        if self._executor is not None:
+            self._executor.detach()
+            self._executor = None
+        super().detach()
+
+    # ---- steps
+
+    def _lookahead(self, steps: int) -> Lookahead:
+        planner = self.make_planner(ahead=steps > 0) if self.communicator.rank == 0 else None
+        return Lookahead(self.communicator, planner, steps, read=StepPlan.from_record)
+
+    def make_planner(self, *, ahead: bool) -> PipelinePlanner:
+        assert self.cost is not None, "the engine has no cost model"
+        return PipelinePlanner(self.args, self.cost, self.stage, self.replicas)
+
+    def _deal(self, drawn: DrawnStep, plan: StepPlan, *, waited_s: float) -> PipelineStep:
+        columns = self._exchange(drawn.row, plan, drawn.sources, plan.chunks(self.replica))
+        return PipelineStep(
+            number=drawn.number,
+            plan=plan,
+            replica=self.replica,
+            row=drawn.row,
+            columns=columns,
+            targets=drawn.targets,
+            waited_s=waited_s,
+            device=self.accelerator.device,
+        )
+
+    # ---- running
+
+    def train(self, step: PipelineStep) -> torch.Tensor:
+        """Forwards and backwards of one step; afterwards gradients are those of the whole step. Returns this rank's
+        share of the loss: the mean over ranks is the mean over the step's target tokens."""
+        assert self._executor is not None, "attach the model before running steps"
+        with step.stopwatch.timing(0):
+            loss = self._executor.train(step.own_plan, step.columns, max(step.targets, 1), self.accelerator.autocast)
+            sum_gradients(self.stage, self.neighbours)
+        return loss * self.communicator.world_size
+
+    def evaluate(self, step: PipelineStep) -> torch.Tensor:
+        """The same without gradients."""
+        assert self._executor is not None, "attach the model before running steps"
+        loss = self._executor.evaluate(step.own_plan, step.columns, max(step.targets, 1), self.accelerator.autocast)
+        return loss * self.communicator.world_size
+
+    def finish(self, step: PipelineStep) -> dict[str, float]:
+        """The figures of a step that has run. Collective over the world."""
+        measured = max(gather_objects(self.communicator, step.stopwatch.seconds().get(0, 0.0)))
+        figures = {
+            "chunks": max(len(plan.chunks) for plan in step.plan.plans),
+            "predicted_s": max(plan.objective_s for plan in step.plan.plans),
+            "measured_s": measured,
+            "planning_ms_exposed": 1e3 * step.waited_s,
+            "tokens_per_s": step.tokens / measured if measured else 0.0,
+        }
+        self._trace.append({"step": step.number, "measured_s": measured}, step.plan)
+        return {PREFIX + name: float(value) for name, value in figures.items()}
+
+    def describe(self, figures: dict[str, float]) -> str:
+        value = {name.removeprefix(PREFIX): figure for name, figure in figures.items()}
+        return (
+            f"{value['chunks']:g} chunk(s) through {self.stage.count} stages, predicted {value['predicted_s']:.3f} s, "
+            f"measured {value['measured_s']:.3f} s, {value['tokens_per_s']:,.0f} tokens/s"
+        )

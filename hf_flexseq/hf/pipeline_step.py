@@ -1,0 +1,119 @@
+"""One optimizer step through pipelines: which replica takes which sequences, and the tokens of its chunks.
+
+The ranks are `stages` times `replicas`: stage s of replica r is rank s x replicas + r. A replica is a pipeline of its
+own, with a plan of its own for its share of the step's sequences; every rank of it gets the tokens of all its chunks,
+which are a few integers for each.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from hf_flexseq.distributed.communicator import Communicator
+from hf_flexseq.hf.rows import Columns, RowExchange, SourceRow
+from hf_flexseq.hf.stopwatch import Stopwatch
+from hf_flexseq.schedule.pipeline.actions import Chunk, PipelinePlan
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StepPlan:
+    """lengths: of all sequences of the step. members: of each replica, the ids of its sequences, ascending; a plan
+    counts them from 0. plans: of each replica."""
+
+    lengths: tuple[int, ...]
+    members: tuple[tuple[int, ...], ...]
+    plans: tuple[PipelinePlan, ...]
+
+    def chunks(self, replica: int) -> tuple[Chunk, ...]:
+        """The replica's chunks, with the ids of the whole step."""
+        members = self.members[replica]
+        return tuple(
+            replace(chunk, slices=tuple(replace(part, sequence=members[part.sequence]) for part in chunk.slices))
+            for chunk in self.plans[replica].chunks
+        )
+
+    def to_record(self) -> dict[str, Any]:
+        """The plan as plain JSON values."""
+        return {
+            "lengths": list(self.lengths),
+            "members": [list(ids) for ids in self.members],
+            "plans": [plan.to_record() for plan in self.plans],
+        }
+
+    @classmethod
+    def from_record(cls, record: dict[str, Any]) -> "StepPlan":
+        """The inverse of `to_record`."""
+        return cls(
+            lengths=tuple(record["lengths"]),
+            members=tuple(tuple(ids) for ids in record["members"]),
+            plans=tuple(PipelinePlan.from_record(plan) for plan in record["plans"]),
+        )
+
+
+class ChunkExchange(RowExchange):
+    """Brings tokens from where they were drawn to every stage of the replica that works on them."""
+
+    def __init__(self, communicator: Communicator, stages: int) -> None:
+        super().__init__(communicator)
+        self._replicas = communicator.world_size // stages
+
+    def _outgoing(self, row: SourceRow, plan: Any, sources: Sequence[int]) -> list[list[slice]]:
+        """Tokens of this rank's row to send to each rank, by chunk and slice."""
+        starts = self._starts(row, sources)
+        by_replica = [
+            [
+                slice(starts[part.sequence] + part.start, starts[part.sequence] + part.stop)
+                for chunk in plan.chunks(replica)
+                for part in chunk.slices
+                if part.sequence in starts
+            ]
+            for replica in range(self._replicas)
+        ]
+        return [by_replica[rank % self._replicas] for rank in range(self.communicator.world_size)]
+
+    def _starts(self, row: SourceRow, sources: Sequence[int]) -> dict[int, int]:
+        """Where in this rank's row each of its sequences begins."""
+        drawn = (sequence for sequence, rank in enumerate(sources) if rank == self.communicator.rank)
+        starts, offset = {}, 0
+        for sequence, length in zip(drawn, row.lengths, strict=True):
+            starts[sequence] = offset
+            offset += length
+        return starts
+
+
+class PipelineStep:
+    """What one rank runs of a step. row: what it drew. columns: of each chunk of its replica, [1, t], on its device.
+    targets: tokens with a label in the whole step."""
+
+    __slots__ = ("columns", "number", "plan", "replica", "row", "stopwatch", "targets", "waited_s")
+
+    def __init__(
+        self,
+        *,
+        number: int,
+        plan: StepPlan,
+        replica: int,
+        row: SourceRow,
+        columns: Sequence[Columns],
+        targets: int,
+        waited_s: float,
+        device: torch.device,
+    ) -> None:
+        self.number, self.plan, self.replica, self.row = number, plan, replica, row
+        self.targets, self.waited_s = targets, waited_s
+        self.stopwatch = Stopwatch(device)
+        self.columns = [
+            {name: value.unsqueeze(0).to(device, non_blocking=True) for name, value in of_chunk.items()}
+            for of_chunk in columns
+        ]
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of the whole step, over all ranks."""
+        return sum(self.plan.lengths)
+
+    @property
+    def own_plan(self) -> PipelinePlan:
+        return self.plan.plans[self.replica]

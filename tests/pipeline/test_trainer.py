@@ -1,0 +1,166 @@
+"""The Trainer on pipelines of 2 to 4 ranks against the plain Trainer in one process."""
+
+import json
+import random
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, Trainer
+
+from hf_flexseq import FlexSeqConfig, FlexSeqTrainer
+from hf_flexseq.hf.pipeline_engine import PipelineEngine
+from hf_flexseq.hf.pipeline_planner import PipelinePlanner
+from hf_flexseq.hf.pipeline_trainer import OVERRIDDEN
+from tests.hf.test_trainer import dataset, float64_loss, logged, plain_run, training_arguments, update_error
+from tests.hf.tiny import tiny_llama
+from tests.pipeline.plans import random_pipeline_plan
+from tests.ranks import run_ranks
+
+LAYERS = 3
+
+
+class RandomPlanner(PipelinePlanner):
+    """Any legal plan, another one each step; the same ones however often a run is repeated."""
+
+    def result(self, step):
+        self.rng = random.Random(step)
+        return super().result(step)
+
+    def plan_replica(self, lengths):
+        stages = self.stage.count
+        return random_pipeline_plan(lengths, stages, self.rng, split_weights=True, checkpointing=True, layers=LAYERS)
+
+
+def random_planner(engine, *, ahead):
+    return RandomPlanner(engine.args, engine.cost, engine.stage, engine.replicas)
+
+
+def make_trainer(model, folder, stages, *, batch=2, **options):
+    args = training_arguments(
+        FlexSeqConfig,
+        folder,
+        batch=batch,
+        accumulation=2,
+        pipeline_parallel_size=stages,
+        cost_model="estimate",
+        lookahead=2,
+        **{"optim": "sgd", **options},
+    )
+    trainer = FlexSeqTrainer(model=model, args=args, train_dataset=dataset(), eval_dataset=dataset(11))
+    trainer.flexseq.make_planner = random_planner.__get__(trainer.flexseq)
+    return trainer
+
+
+def model_of(tied):
+    return tiny_llama(num_hidden_layers=LAYERS, tie_word_embeddings=tied)
+
+
+def pipeline_run(rank, world_size, folder, stages, tied, options):
+    trainer = make_trainer(model_of(tied), folder, stages, **options)
+    assert isinstance(trainer.flexseq, PipelineEngine)
+    trainer.train()
+    parameters = trainer.flexseq.stage.global_parameters()
+    return {name: p.detach().numpy() for name, p in parameters}, trainer.state.log_history, trainer.evaluate()
+
+
+def plain_weights(folder, world_size, tied, **options):
+    """Of the plain Trainer on the same sequences per step."""
+    return plain_run(
+        folder, batch=4 * world_size, loss=float64_loss, model=model_of(tied), **{"optim": "sgd", **options}
+    )
+
+
+def joined(results):
+    """All stages' parameters; copies of one, on replicas or of a tied tensor, must be equal to the bit."""
+    weights = {}
+    for found, *_ in results:
+        for name, value in found.items():
+            assert name not in weights or (weights[name] == value).all(), f"copies of {name} differ"
+            weights[name] = value
+    return weights
+
+
+@pytest.mark.parametrize(
+    ("world_size", "stages", "tied", "optim"),
+    [(2, 2, True, "sgd"), (3, 3, False, "adamw_torch"), (4, 4, True, "adamw_torch"), (4, 2, True, "sgd")],
+)
+def test_ten_steps_equal_the_plain_trainer(tmp_path, world_size, stages, tied, optim):
+    before, wanted, history = plain_weights(tmp_path, world_size, tied, optim=optim)
+    results = run_ranks(pipeline_run, world_size, tmp_path, stages, tied, {"optim": optim}, seconds=150)
+    found = joined(results)
+    assert update_error(before, wanted, found) < 1e-8
+    for _, log, _ in results:
+        assert logged(log, "loss") == pytest.approx(logged(history, "loss"), rel=1e-6)
+        assert logged(log, "grad_norm") == pytest.approx(logged(history, "grad_norm"), rel=1e-8)
+    assert max(logged(history, "grad_norm")) > 0.5, "nothing was clipped"
+
+
+def test_evaluation_is_the_mean_over_target_tokens(tmp_path):
+    model = model_of(tied=True)
+    args = training_arguments(FlexSeqConfig, tmp_path, batch=1, accumulation=1, cost_model="estimate")
+    wanted = FlexSeqTrainer(model=model, args=args, eval_dataset=dataset(11)).evaluate()["eval_loss"]
+    for found in run_ranks(evaluated, 2, tmp_path):
+        assert found == pytest.approx(wanted, rel=1e-9)
+
+
+def evaluated(rank, world_size, folder):
+    return make_trainer(model_of(True), folder, 2).evaluate()["eval_loss"]
+
+
+# ---- checkpoints
+
+
+def saved_run(rank, world_size, folder, stages, tied, options, resume=None):
+    """A run that saves every four steps, or goes on from a checkpoint of one."""
+    if resume is not None:
+        torch.manual_seed(99)
+        model = tiny_llama(seed=99, num_hidden_layers=LAYERS, tie_word_embeddings=tied)  # other weights: they are read
+    else:
+        model = model_of(tied)
+    trainer = make_trainer(model, folder, stages, save_strategy="steps", save_steps=4, **options)
+    trainer.train(resume_from_checkpoint=resume)
+    return {name: p.detach().numpy() for name, p in trainer.flexseq.stage.global_parameters()}, trainer.state
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_a_checkpoint_is_an_ordinary_one(tmp_path, tied):
+    (tmp_path / "checkpoint-4").mkdir()
+    (tmp_path / "checkpoint-4" / "model.safetensors").write_text("left by an earlier run")
+    results = run_ranks(saved_run, 2, tmp_path, 2, tied, {"optim": "adamw_torch", "max_steps": 4})
+    weights = joined(results)
+    folder = tmp_path / "checkpoint-4"
+    assert sorted(p.name for p in folder.glob("model*")) == [
+        "model-00001-of-00002.safetensors",
+        "model-00002-of-00002.safetensors",
+        "model.safetensors.index.json",
+    ]
+    loaded, info = AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True, dtype=torch.float64)
+    assert not info["missing_keys"]
+    assert not info["unexpected_keys"]
+    assert loaded.config._attn_implementation == "sdpa"
+    for name, parameter in loaded.named_parameters():
+        assert (weights[name] == parameter.detach().numpy()).all(), name
+
+
+@pytest.mark.parametrize(("world_size", "stages"), [(2, 2), (4, 4), (4, 2)])
+def test_resumed_on_any_number_of_stages_it_goes_on_as_before(tmp_path, world_size, stages):
+    """The sequences per step stay the same: two ranks draw twice as many each as four."""
+    options = {"optim": "adamw_torch", "batch": 4, "max_steps": 6}
+    wanted = joined(run_ranks(saved_run, 2, tmp_path, 2, True, options))
+    before = {n: p.detach() for n, p in model_of(True).named_parameters()}
+    options["batch"] = 8 // world_size
+    found = joined(run_ranks(saved_run, world_size, tmp_path, stages, True, options, f"{tmp_path}/checkpoint-4"))
+    assert update_error(before, {n: torch.as_tensor(p) for n, p in wanted.items()}, found) < 1e-8
+
+
+def test_a_checkpoint_of_another_model_is_refused(tmp_path):
+    model_of(True).save_pretrained(tmp_path / "checkpoint-4")
+    index = {"metadata": {}, "weight_map": {"model.norm.weight": "model.safetensors"}}
+    (tmp_path / "checkpoint-4" / "model.safetensors.index.json").write_text(json.dumps(index))
+    with pytest.raises(AssertionError, match="ValueError: .* has no model.embed_tokens.weight, model.layers.0"):
+        run_ranks(saved_run, 2, tmp_path, 2, True, {}, f"{tmp_path}/checkpoint-4")
+
+
+@pytest.mark.parametrize("name", OVERRIDDEN)
+def test_what_is_overridden_is_there(name):
+    assert callable(getattr(Trainer, name))
