@@ -1,9 +1,7 @@
-"""Checkpoints of a pipeline: one ordinary HF checkpoint, and an optimizer state that any number of stages can read.
+"""The weights of a pipeline as one ordinary HF checkpoint.
 
     model-00001-of-00002.safetensors   by each stage its own tensors under their global names, a tied tensor once
     model.safetensors.index.json       by rank 0
-    optimizer_0/                       torch.distributed.checkpoint, keyed by parameter names
-    scheduler.pt                       as the Trainer's
 
 All ranks read and write one folder, so the file system must be shared. Files of an earlier save that do not belong to
 this one are removed first: an index and a `model.safetensors` side by side would leave open which one counts.
@@ -11,18 +9,11 @@ this one are removed first: an index and a `model.safetensors` side by side woul
 
 import json
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from safetensors import safe_open
 from safetensors.torch import save_file
-from torch.distributed.checkpoint.state_dict import (
-    StateDictOptions,
-    get_optimizer_state_dict,
-    set_optimizer_state_dict,
-)
 
 from hf_flexseq.distributed.control import gather_objects
 from hf_flexseq.hf.pipeline_engine import PipelineEngine
@@ -30,12 +21,6 @@ from hf_flexseq.pipeline.stages import Stage
 
 INDEX = "model.safetensors.index.json"
 WHOLE = "model.safetensors"
-OPTIMIZER = "optimizer_0"
-SCHEDULER = "scheduler.pt"
-_FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
-
-
-# ---- weights
 
 
 def save_stage(engine: PipelineEngine, folder: str) -> None:
@@ -110,64 +95,6 @@ def _files_by_tensor(path: Path) -> dict[str, str]:
         raise ValueError(f"{path} has neither {INDEX} nor {WHOLE}")
     with safe_open(path / WHOLE, framework="pt") as tensors:
         return dict.fromkeys(tensors.keys(), WHOLE)
-
-
-# ---- optimizer
-
-
-def save_optimizer(engine: PipelineEngine, optimizer: Any, scheduler: Any, folder: str) -> None:
-    """Write the optimizer's and the scheduler's state. Collective over the world."""
-    state = get_optimizer_state_dict(engine.stage.stack.model, optimizer, options=_FLAT)
-    dcp.save(_to_global(engine.stage, state), checkpoint_id=f"{folder}/{OPTIMIZER}", process_group=_group(engine))
-    if engine.communicator.rank == 0:
-        torch.save(scheduler.state_dict(), f"{folder}/{SCHEDULER}")
-
-
-def load_optimizer(engine: PipelineEngine, optimizer: Any, scheduler: Any, folder: str) -> None:
-    """The inverse, for any number of stages. A folder without an optimizer's state is left alone, as by the Trainer.
-    Raises for a state that lacks one of this stage's parameters."""
-    path = Path(folder)
-    if not (path / OPTIMIZER).is_dir() or not (path / SCHEDULER).is_file():
-        return
-    model = engine.stage.stack.model
-    state = get_optimizer_state_dict(model, optimizer, options=_FLAT)
-    found = _to_global(engine.stage, state)
-    dcp.load(found, checkpoint_id=f"{folder}/{OPTIMIZER}", process_group=_group(engine))
-    set_optimizer_state_dict(model, optimizer, _from_global(engine.stage, found), options=_FLAT)
-    scheduler.load_state_dict(torch.load(path / SCHEDULER, weights_only=True))
-
-
-def _to_global(stage: Stage, state: dict[str, Any]) -> dict[str, Any]:
-    """The flat state with the last stage's copy of a tied tensor under its global name."""
-    return {_renamed(key, _local_to_global(stage)): value for key, value in state.items()}
-
-
-def _from_global(stage: Stage, state: dict[str, Any]) -> dict[str, Any]:
-    return {
-        _renamed(key, {there: here for here, there in _local_to_global(stage).items()}): value
-        for key, value in state.items()
-    }
-
-
-def _local_to_global(stage: Stage) -> dict[str, str]:
-    """Parameters of this stage that have another name in the whole model."""
-    tied = stage.tied_parameter()
-    names = [name for name, p in stage.stack.model.named_parameters() if p is tied]
-    return {name: stage.tied_name for name in names if stage.tied_name and name != stage.tied_name}
-
-
-def _renamed(key: str, names: dict[str, str]) -> str:
-    """`state.<parameter>.exp_avg` or `param_groups.<parameter>.lr` with another parameter's name."""
-    for name, other in names.items():
-        for prefix in ("state.", "param_groups."):
-            if key.startswith(f"{prefix}{name}."):
-                return prefix + other + key.removeprefix(prefix + name)
-    return key
-
-
-def _group(engine: PipelineEngine) -> dist.ProcessGroup:
-    """The control group: a checkpoint is written from the CPU."""
-    return engine.communicator.control
 
 
 def _barrier(engine: PipelineEngine) -> None:

@@ -6,20 +6,29 @@ What a rank has is one stage, so whatever the Trainer does with "the model" is c
 * `training_step`, `prediction_step`: actions of the plan. The last stage returns its loss times the number of ranks,
   the others 0, so that the mean over ranks, which is what the Trainer logs, is the mean over target tokens.
 * `_clip_grad_norm`, `_get_grad_norm`: over all stages.
-* `_save`, `_load_from_checkpoint`, `_load_best_model` and the optimizer's: see `pipeline_checkpoint.py`.
+* `_save`, `_load_from_checkpoint`, `_load_best_model`: see `pipeline_checkpoint.py`; the optimizer's:
+  `pipeline_optimizer.py`.
 * `floating_point_ops`: of this stage, for all tokens that pass through it.
 """
 
 import logging
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
 from hf_flexseq.config import FlexSeqArguments
-from hf_flexseq.hf.pipeline_checkpoint import load_optimizer, load_stage, save_optimizer, save_stage
+from hf_flexseq.hf.pipeline_checkpoint import load_stage, save_stage
 from hf_flexseq.hf.pipeline_checks import check_pipeline_trainer
 from hf_flexseq.hf.pipeline_engine import PipelineEngine
+from hf_flexseq.hf.pipeline_optimizer import (
+    WHOLE,
+    is_of_pipeline,
+    load_optimizer,
+    load_whole_optimizer,
+    save_optimizer,
+)
 from hf_flexseq.hf.pipeline_step import PipelineStep
 from hf_flexseq.hf.step import StepItem
 from hf_flexseq.pipeline.reduction import gradient_norm
@@ -130,5 +139,8 @@ class PipelineMixin:
         save_optimizer(self.flexseq, self.optimizer.optimizer, self.lr_scheduler, output_dir)
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
-        if checkpoint is not None:
-            load_optimizer(self.flexseq, self.optimizer.optimizer, self.lr_scheduler, checkpoint)
+        stage = self.flexseq.stage
+        if is_of_pipeline(checkpoint):
+            load_optimizer(self.model, self.optimizer.optimizer, self.lr_scheduler, checkpoint, stage)
+        elif checkpoint is not None and (Path(checkpoint) / WHOLE).is_file():
+            load_whole_optimizer(self.flexseq, self, checkpoint)

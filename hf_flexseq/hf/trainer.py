@@ -30,6 +30,7 @@ from hf_flexseq.hf.engine import FlexSeqEngine, base_model
 from hf_flexseq.hf.evaluation import EvaluationLoss, PlannedBatches, left_unprepared
 from hf_flexseq.hf.loaders import LongestLoader
 from hf_flexseq.hf.model_checks import check_model
+from hf_flexseq.hf.pipeline_optimizer import is_of_pipeline, load_optimizer
 from hf_flexseq.hf.pipeline_trainer import PipelineMixin
 from hf_flexseq.hf.resume import StepSizeCallback, check_step_size
 from hf_flexseq.hf.step import Inputs, StepItem, step_items
@@ -115,6 +116,13 @@ class FlexSeqMixin:
         self._flexseq_figures.append(figures)
         if self.is_world_process_zero():
             logger.info("step %d: %s", step.number, self.flexseq.describe(figures))
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        """Also the state that a pipeline has written."""
+        if is_of_pipeline(checkpoint):
+            load_optimizer(self.model, self.optimizer.optimizer, self.lr_scheduler, checkpoint)
+        else:
+            super()._load_optimizer_and_scheduler(checkpoint)
 
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
         if "loss" in logs:
