@@ -111,13 +111,13 @@ class FlexSeqArguments:
             raise ValueError(f"sp_degree={self.sp_degree}: strategy='local' never splits a sequence; set sp_degree=1")
 
 
-def require_solver() -> None:
-    """Raise ValueError, naming what to install, unless planner='flexsp' has its MILP solver. Imports nothing."""
+def require_solver(wanted: str = "planner='flexsp'") -> None:
+    """Raise ValueError, naming what to install, unless `wanted` has its MILP solver. Imports nothing."""
     missing = [module for module in ("pulp", "highspy") if find_spec(module) is None]
     if missing:
         raise ValueError(
-            f"planner='flexsp' needs {' and '.join(missing)}, which cannot be imported here: "
-            'pip install "hf_flexseq[planner]", or choose another planner'
+            f"{wanted} needs {' and '.join(missing)}, which cannot be imported here: "
+            'pip install "hf_flexseq[planner]", or choose another one'
         )
 
 
