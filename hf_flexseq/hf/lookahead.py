@@ -35,14 +35,18 @@ class Planner(Protocol):
 class InlinePlanner:
     """Plans in this process, when the result is wanted."""
 
-    def __init__(self, topology: Topology, cost: CostModel, **options: Any) -> None:
-        self._plan = partial(make_plan, topology=topology, cost=cost, **options)
+    def __init__(self, *args: Any, **options: Any) -> None:
+        """Topology, cost model and options, as for a PlannerWorker."""
+        self._plan = self._planner(*args, **options)
         self._submitted: dict[int, list[int]] = {}
+
+    def _planner(self, topology: Topology, cost: CostModel, **options: Any) -> Callable[[list[int]], Any]:
+        return partial(make_plan, topology=topology, cost=cost, **options)
 
     def submit(self, step: int, lengths: list[int]) -> None:
         self._submitted[step] = lengths
 
-    def result(self, step: int) -> Plan:
+    def result(self, step: int) -> Any:
         return self._plan(self._submitted.pop(step))
 
     def close(self) -> None:

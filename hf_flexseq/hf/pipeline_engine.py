@@ -6,6 +6,9 @@ summed here, over replicas and over the two copies of a tied tensor, where other
 """
 
 import logging
+from collections.abc import Callable
+from functools import partial
+from typing import Any
 
 import torch
 from accelerate import Accelerator
@@ -16,16 +19,21 @@ from hf_flexseq.config import FlexSeqArguments
 from hf_flexseq.distributed.control import gather_objects
 from hf_flexseq.distributed.neighbours import Neighbours
 from hf_flexseq.hf.engine import FlexSeqEngine
-from hf_flexseq.hf.lookahead import DrawnStep, Lookahead
+from hf_flexseq.hf.estimate import is_checkpointed, model_shape
+from hf_flexseq.hf.lookahead import DrawnStep, InlinePlanner, Lookahead, Planner
 from hf_flexseq.hf.loss import attach_chunked_loss
 from hf_flexseq.hf.pipeline_attention import NAME
-from hf_flexseq.hf.pipeline_planner import PipelinePlanner
-from hf_flexseq.hf.pipeline_step import ChunkExchange, PipelineStep, StepPlan
+from hf_flexseq.hf.pipeline_cost import TokenBytes, pipeline_cost, room_bytes
+from hf_flexseq.hf.pipeline_step import ChunkExchange, PipelineStep
 from hf_flexseq.hf.run_cost import unnamed_cost_model
 from hf_flexseq.hf.trace import PREFIX
 from hf_flexseq.pipeline.executor import PipelineExecutor
 from hf_flexseq.pipeline.reduction import equalise, sum_gradients
 from hf_flexseq.pipeline.stages import Stage, cut
+from hf_flexseq.planner.pipeline.step import make_step_plan
+from hf_flexseq.planner.pipeline.worker import PipelineWorker
+from hf_flexseq.schedule.pipeline.cost import PipelineCost
+from hf_flexseq.schedule.pipeline.step import StepPlan
 
 logger = logging.getLogger(__name__)
 
@@ -76,9 +84,19 @@ class PipelineEngine(FlexSeqEngine):
         planner = self.make_planner(ahead=steps > 0) if self.communicator.rank == 0 else None
         return Lookahead(self.communicator, planner, steps, read=StepPlan.from_record)
 
-    def make_planner(self, *, ahead: bool) -> PipelinePlanner:
+    def make_planner(self, *, ahead: bool) -> Planner:
+        """The planner of rank 0: in a process of its own when steps are planned ahead of the one that runs."""
         assert self.cost is not None, "the engine has no cost model"
-        return PipelinePlanner(self.args, self.cost, self.stage, self.replicas)
+        model, args = self.stage.stack.model, self.args
+        cost = pipeline_cost(self.cost, self.stage, token_bytes(model), checkpointed=is_checkpointed(model))
+        return (PipelineWorker if ahead else InlinePipelinePlanner)(
+            cost,
+            replicas=self.replicas,
+            schedule=args.pipeline_schedule,
+            chunks=args.pipeline_chunks,
+            max_tokens=args.max_tokens_per_rank,
+            room=room_bytes(self.cost, self.stage),
+        )
 
     def _deal(self, drawn: DrawnStep, plan: StepPlan, *, waited_s: float) -> PipelineStep:
         columns = self._exchange(drawn.row, plan, drawn.sources, plan.chunks(self.replica))
@@ -129,3 +147,18 @@ class PipelineEngine(FlexSeqEngine):
             f"{value['chunks']:g} chunk(s) through {self.stage.count} stages, predicted {value['predicted_s']:.3f} s, "
             f"measured {value['measured_s']:.3f} s, {value['tokens_per_s']:,.0f} tokens/s"
         )
+
+
+class InlinePipelinePlanner(InlinePlanner):
+    """Plans pipelined steps in this process."""
+
+    def _planner(self, cost: PipelineCost, **options: Any) -> Callable[[list[int]], StepPlan]:
+        return partial(make_step_plan, cost=cost, **options)
+
+
+def token_bytes(model: PreTrainedModel) -> TokenBytes:
+    """Bytes of one token, from the model's configuration."""
+    shape = model_shape(model)
+    return TokenBytes(
+        hidden=shape.hidden * shape.dtype_bytes, kv=2 * shape.kv_heads * shape.head_dim * shape.dtype_bytes
+    )

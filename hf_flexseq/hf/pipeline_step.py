@@ -1,55 +1,15 @@
-"""One optimizer step through pipelines: which replica takes which sequences, and the tokens of its chunks.
-
-The ranks are `stages` times `replicas`: stage s of replica r is rank s x replicas + r. A replica is a pipeline of its
-own, with a plan of its own for its share of the step's sequences; every rank of it gets the tokens of all its chunks,
-which are a few integers for each.
-"""
+"""One optimizer step through pipelines, with the tokens of its chunks: a few integers each, which every rank of a
+replica gets for all chunks of that replica."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 
 from hf_flexseq.distributed.communicator import Communicator
 from hf_flexseq.hf.rows import Columns, RowExchange, SourceRow
 from hf_flexseq.hf.stopwatch import Stopwatch
-from hf_flexseq.schedule.pipeline.actions import Chunk, PipelinePlan
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class StepPlan:
-    """lengths: of all sequences of the step. members: of each replica, the ids of its sequences, ascending; a plan
-    counts them from 0. plans: of each replica."""
-
-    lengths: tuple[int, ...]
-    members: tuple[tuple[int, ...], ...]
-    plans: tuple[PipelinePlan, ...]
-
-    def chunks(self, replica: int) -> tuple[Chunk, ...]:
-        """The replica's chunks, with the ids of the whole step."""
-        members = self.members[replica]
-        return tuple(
-            replace(chunk, slices=tuple(replace(part, sequence=members[part.sequence]) for part in chunk.slices))
-            for chunk in self.plans[replica].chunks
-        )
-
-    def to_record(self) -> dict[str, Any]:
-        """The plan as plain JSON values."""
-        return {
-            "lengths": list(self.lengths),
-            "members": [list(ids) for ids in self.members],
-            "plans": [plan.to_record() for plan in self.plans],
-        }
-
-    @classmethod
-    def from_record(cls, record: dict[str, Any]) -> "StepPlan":
-        """The inverse of `to_record`."""
-        return cls(
-            lengths=tuple(record["lengths"]),
-            members=tuple(tuple(ids) for ids in record["members"]),
-            plans=tuple(PipelinePlan.from_record(plan) for plan in record["plans"]),
-        )
+from hf_flexseq.schedule.pipeline.actions import PipelinePlan
+from hf_flexseq.schedule.pipeline.step import StepPlan
 
 
 class ChunkExchange(RowExchange):
@@ -59,7 +19,7 @@ class ChunkExchange(RowExchange):
         super().__init__(communicator)
         self._replicas = communicator.world_size // stages
 
-    def _outgoing(self, row: SourceRow, plan: Any, sources: Sequence[int]) -> list[list[slice]]:
+    def _outgoing(self, row: SourceRow, plan: StepPlan, sources: Sequence[int]) -> list[list[slice]]:
         """Tokens of this rank's row to send to each rank, by chunk and slice."""
         starts = self._starts(row, sources)
         by_replica = [

@@ -207,7 +207,9 @@ def _checkpointable(layer: nn.Module, index: int) -> Callable[..., torch.Tensor]
     own_forward = layer.forward
 
     def forward(hidden: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-        if torch.is_grad_enabled() and index in kwargs["seq_ctx"].checkpointed:
+        # A model that checkpoints all its layers anyway does so inside own_forward.
+        own = getattr(layer, "gradient_checkpointing", False)
+        if torch.is_grad_enabled() and not own and index in kwargs["seq_ctx"].checkpointed:
             return checkpoint(own_forward, hidden, *args, use_reentrant=False, **kwargs)
         return own_forward(hidden, *args, **kwargs)
 

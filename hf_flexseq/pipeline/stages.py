@@ -17,7 +17,7 @@ forward of our own over the layers, which would have to know every model's posit
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -39,6 +39,13 @@ class Skip(nn.Module):
 
     def forward(self, hidden: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         return hidden
+
+
+class Sizes(NamedTuple):
+    """How many numbers multiply each token, in every layer and in the LM head."""
+
+    layers: tuple[int, ...]
+    head: int
 
 
 class Stack:
@@ -83,6 +90,10 @@ class Stack:
             return None
         return next(name for name, parameter in self.model.named_parameters() if parameter is embedding)
 
+    def sizes(self) -> "Sizes":
+        """How many numbers multiply each token."""
+        return Sizes(tuple(map(_weights, self.layers)), _weights(self.head))
+
     def _check_nothing_else(self) -> None:
         """A parameter elsewhere would belong to no stage, or to all."""
         parts = (self.embedding, self.layers, self.norm, self.head)
@@ -95,16 +106,17 @@ class Stack:
 class Stage:
     """What one rank has of the model.
 
-    index, count: stage `index` of `count`. layers: [start, stop) of the model's. width: of the hidden states.
+    index, count: stage `index` of `count`. layers: [start, stop) of the model's; spans: of all stages. width: of the
+    hidden states. sizes: of the whole model.
     tied_name: the global name of the tensor that is both embedding and head, on every stage; None without one.
     """
 
-    __slots__ = ("count", "index", "layers", "stack", "tied_name", "width")
+    __slots__ = ("count", "index", "layers", "sizes", "spans", "stack", "tied_name", "width")
 
-    def __init__(self, stack: Stack, index: int, count: int, layers: tuple[int, int]) -> None:
+    def __init__(self, stack: Stack, index: int, spans: tuple[tuple[int, int], ...]) -> None:
         """To be made of a whole stack."""
-        self.stack, self.index, self.count, self.layers = stack, index, count, layers
-        self.tied_name, self.width = stack.tied_name(), stack.embedding.weight.shape[1]
+        self.stack, self.index, self.count, self.spans, self.layers = stack, index, len(spans), spans, spans[index]
+        self.tied_name, self.width, self.sizes = stack.tied_name(), stack.embedding.weight.shape[1], stack.sizes()
 
     @property
     def is_first(self) -> bool:
@@ -157,7 +169,7 @@ def cut(
     spans = division(stack) if division is not None else modelled_division(stack, count)
     assert len(spans) == count, f"{len(spans)} spans of layers for {count} stages"
     _check_identity(stack)
-    stage = Stage(stack, index, count, spans[index])
+    stage = Stage(stack, index, spans)
     for place, layer in enumerate(stack.layers):
         if not spans[index][0] <= place < spans[index][1]:
             stack.layers[place] = Skip(layer)
@@ -172,8 +184,8 @@ def cut(
 def modelled_division(stack: Stack, count: int) -> tuple[tuple[int, int], ...]:
     """The division by multiplications per token: one per weight, and attention over a typical context."""
     attention = TYPICAL_CONTEXT * stack.embedding.weight.shape[1]  # two products with half of the context's keys
-    costs = [_weights(layer) + attention for layer in stack.layers]
-    return divide_layers(costs, count, last=_weights(stack.head))
+    sizes = stack.sizes()
+    return divide_layers([size + attention for size in sizes.layers], count, last=sizes.head)
 
 
 def _weights(module: nn.Module) -> int:

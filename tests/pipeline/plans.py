@@ -3,6 +3,7 @@
 from itertools import pairwise
 
 from hf_flexseq.schedule.pipeline.actions import Action, Chunk, PipelinePlan
+from hf_flexseq.schedule.pipeline.check import check
 from hf_flexseq.shard import Slice
 
 
@@ -11,7 +12,7 @@ def random_pipeline_plan(lengths, stages, rng, *, split_weights=False, checkpoin
     chunks = tuple(chunk for unit, members in enumerate(_units(lengths, rng)) for chunk in _cut(unit, members, rng))
     order = _order(chunks)
     checkpointed = tuple(tuple(rng.randint(0, layers) for _ in chunks) for _ in range(stages))
-    return PipelinePlan(
+    plan = PipelinePlan(
         lengths=tuple(lengths),
         ranks=stages,
         stages=stages,
@@ -22,6 +23,8 @@ def random_pipeline_plan(lengths, stages, rng, *, split_weights=False, checkpoin
         objective_s=0.0,
         planning_s=0.0,
     )
+    check(plan)
+    return plan
 
 
 def _units(lengths, rng):
@@ -73,7 +76,7 @@ def _actions(order, stage, stages, rng, split_weights):
 
 
 def _backward(actions, waiting, stage, name, rng, split_weights):
-    if not split_weights or rng.random() < 0.3:
+    if not split_weights or name[0] % 3 == 0:  # all chunks of a unit alike
         actions.append(Action(stage, "B", *name))
         return
     actions.append(Action(stage, "I", *name))

@@ -8,9 +8,9 @@ import torch
 from transformers import AutoModelForCausalLM, Trainer
 
 from hf_flexseq import FlexSeqConfig, FlexSeqTrainer
-from hf_flexseq.hf.pipeline_engine import PipelineEngine
-from hf_flexseq.hf.pipeline_planner import PipelinePlanner
+from hf_flexseq.hf.pipeline_engine import InlinePipelinePlanner, PipelineEngine
 from hf_flexseq.hf.pipeline_trainer import OVERRIDDEN
+from hf_flexseq.schedule.pipeline.step import StepPlan
 from tests.hf.test_trainer import dataset, float64_loss, logged, plain_run, training_arguments, update_error
 from tests.hf.tiny import tiny_llama
 from tests.pipeline.plans import random_pipeline_plan
@@ -19,23 +19,29 @@ from tests.ranks import run_ranks
 LAYERS = 3
 
 
-class RandomPlanner(PipelinePlanner):
+class RandomPlanner(InlinePipelinePlanner):
     """Any legal plan, another one each step; the same ones however often a run is repeated."""
 
-    def result(self, step):
-        self.rng = random.Random(step)
-        return super().result(step)
+    def _planner(self, stages, replicas):
+        def plan(lengths):
+            rng = random.Random(len(lengths) + sum(lengths))
+            members = tuple(tuple(range(r, len(lengths), replicas)) for r in range(replicas))
+            plans = tuple(
+                random_pipeline_plan(
+                    [lengths[i] for i in ids], stages, rng, split_weights=True, checkpointing=True, layers=LAYERS
+                )
+                for ids in members
+            )
+            return StepPlan(lengths=tuple(lengths), members=members, plans=plans)
 
-    def plan_replica(self, lengths):
-        stages = self.stage.count
-        return random_pipeline_plan(lengths, stages, self.rng, split_weights=True, checkpointing=True, layers=LAYERS)
+        return plan
 
 
 def random_planner(engine, *, ahead):
-    return RandomPlanner(engine.args, engine.cost, engine.stage, engine.replicas)
+    return RandomPlanner(engine.stage.count, engine.replicas)
 
 
-def make_trainer(model, folder, stages, *, batch=2, **options):
+def make_trainer(model, folder, stages, *, batch=2, plans="random", **options):
     args = training_arguments(
         FlexSeqConfig,
         folder,
@@ -43,11 +49,10 @@ def make_trainer(model, folder, stages, *, batch=2, **options):
         accumulation=2,
         pipeline_parallel_size=stages,
         cost_model="estimate",
-        lookahead=2,
-        **{"optim": "sgd", **options},
+        **{"optim": "sgd", "lookahead": 2, **options},
     )
     trainer = FlexSeqTrainer(model=model, args=args, train_dataset=dataset(), eval_dataset=dataset(11))
-    if stages > 1:
+    if stages > 1 and plans == "random":
         trainer.flexseq.make_planner = random_planner.__get__(trainer.flexseq)
     return trainer
 
@@ -94,6 +99,25 @@ def test_ten_steps_equal_the_plain_trainer(tmp_path, world_size, stages, tied, o
         assert logged(log, "loss") == pytest.approx(logged(history, "loss"), rel=1e-6)
         assert logged(log, "grad_norm") == pytest.approx(logged(history, "grad_norm"), rel=1e-8)
     assert max(logged(history, "grad_norm")) > 0.5, "nothing was clipped"
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"pipeline_schedule": "auto"},
+        {"pipeline_schedule": "auto", "gradient_checkpointing": True, "lookahead": 0},
+        {"pipeline_schedule": "1f1b"},
+        {"pipeline_schedule": "seq1f1b", "pipeline_chunks": 3},
+        {"pipeline_schedule": "infinipipe", "max_tokens_per_rank": 40},
+    ],
+    ids=lambda options: "-".join(str(value) for value in options.values()),
+)
+def test_every_schedule_equals_the_plain_trainer(tmp_path, options):
+    if options.get("gradient_checkpointing"):
+        options = options | {"gradient_checkpointing_kwargs": {"use_reentrant": False}}
+    before, wanted, _ = plain_weights(tmp_path, 2, True, max_steps=3)
+    results = run_ranks(pipeline_run, 2, tmp_path, 2, True, {"plans": "own", "max_steps": 3, **options}, seconds=150)
+    assert update_error(before, wanted, joined(results)) < 1e-8
 
 
 def test_evaluation_is_the_mean_over_target_tokens(tmp_path):
