@@ -21,12 +21,16 @@ def check_pipeline_trainer(trainer: Any, args: FlexSeqArguments) -> None:
         "fp16 with a pipeline, whose stages would scale their losses differently; use bf16": (
             trainer.accelerator.mixed_precision == "fp16"
         ),
-        "a compute_loss of your own with a pipeline: the last stage alone sees the loss": (
+        f"{type(trainer).__name__}'s own compute_loss with a pipeline, whose last stage alone sees a loss and could "
+        "count metrics of tokens (SFTTrainer's accuracy and entropy): use FlexSeqTrainer": (
             type(trainer).compute_loss is not Trainer.compute_loss
         ),
-        "use_logits_to_keep or metrics of tokens with a pipeline": getattr(training, "include_for_metrics", None),
+        "predict_with_generate with a pipeline: a stage alone cannot generate": getattr(
+            training, "predict_with_generate", False
+        ),
         f"planner={args.planner!r} with a pipeline; leave it at 'auto'": args.planner != "auto",
-        f"strategy={args.strategy!r} with a pipeline; use 'auto' or 'local'": args.strategy not in ("auto", "local"),
+        f"strategy={args.strategy!r} with a pipeline, whose chunks are rectangles over their prefix; use 'auto' or "
+        "'local'": args.strategy not in ("auto", "local"),
         f"sync={args.sync!r} with a pipeline; leave it at 'auto'": args.sync != "auto",
         "a model sharded at load with a pipeline: load it whole": any(
             hasattr(module, "set_requires_gradient_sync") for module in trainer.model.modules()
