@@ -26,8 +26,9 @@ from hf_flexseq.planner.pipeline.problem import Answer, Task, layers_to_fit, uni
 from hf_flexseq.planner.pipeline.units import Unit, shapes_of
 from hf_flexseq.schedule.pipeline.cost import WEIGHT_CHUNK, ChunkCosts, PipelineCost, Shape, chunk_costs
 
-FACTORS = (1.0, 1.4, 0.75, 2.0, 3.0)
-TRIED = ((0.1, 0), (0.4, 0), (0.1, 1))  # share of the packs that go first, mean chunks kept free per stage
+FACTORS = (1.0, 1.4, 0.75, 2.0, 2.8, 1.2, 1.7, 2.4, 3.4, 4.0)
+# Share of the packs that go first; mean chunks per stage kept free beside a unit; weight gradients at once?
+TRIED = ((0.1, 0, False), (0.1, 0, True), (0.4, 0, False), (0.1, 1, False))
 WINDOW = 1.5
 MOST_CHUNKS = 1_000
 ACTIONS = 24_000  # played in all
@@ -49,9 +50,9 @@ def auto_pipeline(task: Task) -> Answer:
     best: _Trial | None = None
     refused: PlanInfeasible | None = None
     left = ACTIONS
-    for units, spare in _candidates(task):
+    for units, spare, prompt in _candidates(task):
         try:
-            trial = _trial(units, spare, task)
+            trial = _trial(units, task, spare=spare, prompt=prompt)
         except PlanInfeasible as error:
             refused = refused or error
             continue
@@ -66,14 +67,14 @@ def auto_pipeline(task: Task) -> Answer:
     return _answer(best)
 
 
-def _candidates(task: Task) -> Iterator[tuple[list[Unit], int]]:
-    """Units to try, and how many mean chunks per stage to keep free beside a unit."""
+def _candidates(task: Task) -> Iterator[tuple[list[Unit], int, bool]]:
+    """Units to try, and the rest of `TRIED`; of that only what matters where there is no limit."""
     work, most_tokens = Work.of(task.cost, "time"), _most_tokens(task)
     for target in _targets(task, work):
         units = level_units(task.lengths, target, work, most_tokens)
-        for front, spare in TRIED:
-            if spare == 0 or task.room is not None:
-                yield _ordered(units, front), spare
+        for front, spare, prompt in TRIED:
+            if task.room is not None or not (spare or prompt):
+                yield _ordered(units, front), spare, prompt
 
 
 def _targets(task: Task, work: Work) -> list[float]:
@@ -107,7 +108,7 @@ def _ordered(units: Sequence[Unit], front: float) -> list[Unit]:
     return packs[first:][::-1] + cut + packs[:first]
 
 
-def _trial(units: list[Unit], spare: int, task: Task) -> _Trial:
+def _trial(units: list[Unit], task: Task, *, spare: int, prompt: bool) -> _Trial:
     """Play the step of these units, with checkpointing where a unit needs it."""
     sizes, shapes = [len(unit) for unit in units], shapes_of(units, task.lengths)
     costs = chunk_costs(task.cost, shapes)
@@ -117,7 +118,7 @@ def _trial(units: list[Unit], spare: int, task: Task) -> _Trial:
     if _exceeds(sizes, costs, room, beside):
         checkpointed = _checkpointed(units, shapes, costs, task.cost, room, beside)
         costs = chunk_costs(task.cost, shapes, checkpointed)
-    played = play(sizes, costs, room)
+    played = play(sizes, costs, room, prompt=prompt)
     assert played is not None, "units that fit alone can be played"
     return _Trial(units=units, sizes=sizes, costs=costs, checkpointed=checkpointed, played=played)
 

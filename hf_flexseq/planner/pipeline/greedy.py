@@ -1,8 +1,9 @@
 """Order the stages' actions by playing the step: whoever is free does the most urgent thing that is there.
 
-    1. I   the gradient of the input, which the stage before waits for
-    2. F   while its activations find room
-    3. W   the gradient of the weights, which nobody waits for: it fills gaps, and makes room
+    I and F   in turns, as far as both are there: the gradient of the input, which the stage before waits for, and a
+              forward, while its activations find room
+    W         when there is neither, or at once: the gradient of the weights, which nobody waits for, fills gaps and
+              makes room
 
 Units start in the given order and go backward in that order, so a unit that has begun can always finish, and the only
 limit is that each alone must fit. This is one pass over the step without a flush. What is in flight is bounded by
@@ -11,9 +12,10 @@ bytes, hence by every sequence's own size: behind a short one there is room for 
 I and W become one B where the stage before did not wait for the I: the split stays where it paid. In steps of very
 many chunks backwards are whole but for the last ones: bubbles are short there, and a plan must not take long.
 
-Rejected: a window of P - r - 1 + k chunks per sequence in place of bytes (half a percent slower at the same peak);
-forwards before gradients (one percent slower); splitting only the backwards of the last chunks (one percent slower
-with 4 stages and ample room, 9 % with 8 and little: what fills the gaps of a full memory are earlier W's).
+Rejected: I before F, and F before I (a unit's gradients come in a burst and its room is free too late: up to a quarter
+slower with equal sequences and Seq1F1B's memory); a window of P - r - 1 + k chunks per sequence in place of bytes
+(half a percent slower at the same peak); splitting only the backwards of the last chunks (one percent slower with 4
+stages and ample room, 9 % with 8 and little: what fills the gaps of a full memory are earlier W's).
 """
 
 from collections.abc import Sequence
@@ -42,8 +44,9 @@ class Played:
     ended: list[list[int]]
 
 
-def play(sizes: Sequence[int], costs: ChunkCosts, room: Sequence[int]) -> Played | None:
-    """Play the step of units of these many chunks. room: bytes of each stage. None where a unit alone does not fit."""
+def play(sizes: Sequence[int], costs: ChunkCosts, room: Sequence[int], *, prompt: bool = False) -> Played | None:
+    """Play the step of units of these many chunks. room: bytes of each stage. prompt: every W follows its I at once.
+    None where a unit alone does not fit."""
     # One loop over local lists, since every planned step runs it up to tens of thousands of times.
     stages, count = len(costs.forward), sum(sizes)
     whole = count - SPLIT_LAST if count > SPLIT_ALL else 0
@@ -63,13 +66,18 @@ def play(sizes: Sequence[int], costs: ChunkCosts, room: Sequence[int]) -> Played
     begun, ended = ([[0] * count for _ in range(stages)] for _ in range(2))
     orders: list[Order] = [[] for _ in range(stages)]
     f, i, w, free, held = ([0] * stages for _ in range(5))  # forwards, I's and W's done; time; bytes
+    turn = [False] * stages  # whether a forward's turn has come
     events, last = [(0, stage) for stage in range(stages)], stages - 1
     while events:
         now, s = heappop(events)
         if now < free[s]:
             continue
-        if i[s] < count and back[s][backward[i[s]]] <= now:
-            place = backward[i[s]]
+        gradient = i[s] < count and back[s][backward[i[s]]] <= now
+        forward = f[s] < count and ahead[s][f[s]] <= now and held[s] + gains[s][f[s]] <= room[s]
+        if prompt and w[s] < i[s]:
+            gradient = forward = False
+        if gradient and not (forward and turn[s]):
+            place, turn[s] = backward[i[s]], True
             stop = now + input_ns[s][place]
             held[s] -= drains[s][place]
             if i[s] < whole:
@@ -85,8 +93,8 @@ def play(sizes: Sequence[int], costs: ChunkCosts, room: Sequence[int]) -> Played
                 back[s - 1][place] = at = stop + send[place]
                 if free[s - 1] <= at:
                     heappush(events, (at, s - 1))
-        elif f[s] < count and ahead[s][f[s]] <= now and held[s] + gains[s][f[s]] <= room[s]:
-            place = f[s]
+        elif forward:
+            place, turn[s] = f[s], False
             stop = now + forward_ns[s][place]
             f[s] += 1
             held[s] += gains[s][place]
