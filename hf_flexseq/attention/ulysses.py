@@ -75,29 +75,36 @@ class UlyssesZone:
         shares = self._shares(q.shape[1], k.shape[1])
         q_spans, kv_spans = _spans(shares)
         qh, kh, vh = self._seq_to_head((q, k, v), (q_spans, kv_spans, kv_spans))  # [T, my heads, D]
-        if shares[self.index].q_heads:
-            kr, vr = (_repeat(x, shares[self.index]) for x in (kh, vh))
-            oh, lse = self.kernel.forward(qh, kr, vr, self.segments, scale=scale)
-        else:
-            oh, lse = torch.empty_like(qh), qh.new_empty(0)
+        mine = shares[self.index]
+        oh, kept = self._attend(qh, kh, vh, mine, scale) if mine.q_heads else (qh, ())
         (out,) = self._head_to_seq((oh,), (q_spans,))  # [t, H, D]
         # The last one carries nothing but the number of KV heads.
-        return out, (qh, kh, vh, oh, lse, k.new_empty(0, k.shape[1]))
+        return out, (*kept, k.new_empty(0, k.shape[1]))
 
     def backward(self, dout: torch.Tensor, saved: Tensors, scale: float) -> Tensors:
-        qh, kh, vh, oh, lse, kv_like = saved
+        *kept, kv_like = saved
         shares = self._shares(dout.shape[1], kv_like.shape[1])
         mine = shares[self.index]
         q_spans, kv_spans = _spans(shares)
         (doh,) = self._seq_to_head((dout,), (q_spans,))
-        if mine.q_heads:
-            kr, vr = (_repeat(x, mine) for x in (kh, vh))
-            dqh, dkr, dvr = self.kernel.backward(doh, qh, kr, vr, oh, lse, self.segments, scale=scale)
-            dkh, dvh = (_sum_repeats(x, mine) for x in (dkr, dvr))
-        else:
-            dqh, dkh, dvh = torch.empty_like(qh), torch.empty_like(kh), torch.empty_like(vh)
-        dq, dk, dv = self._head_to_seq((dqh, dkh, dvh), (q_spans, kv_spans, kv_spans))
+        # Without heads here the gradients have none either, as doh.
+        gradients = self._attend_backward(doh, tuple(kept), mine, scale) if mine.q_heads else (doh, doh, doh)
+        dq, dk, dv = self._head_to_seq(gradients, (q_spans, kv_spans, kv_spans))
         return dq, dk, dv
+
+    def _attend(
+        self, qh: torch.Tensor, kh: torch.Tensor, vh: torch.Tensor, share: HeadShare, scale: float
+    ) -> tuple[torch.Tensor, Tensors]:
+        """Attention over all tokens with this rank's heads: out [T, my heads, D], and what its backward needs."""
+        kr, vr = (repeat_heads(x, share) for x in (kh, vh))
+        oh, lse = self.kernel.forward(qh, kr, vr, self.segments, scale=scale)
+        return oh, (qh, kh, vh, oh, lse)
+
+    def _attend_backward(self, doh: torch.Tensor, kept: Tensors, share: HeadShare, scale: float) -> Tensors:
+        qh, kh, vh, oh, lse = kept
+        kr, vr = (repeat_heads(x, share) for x in (kh, vh))
+        dqh, dkr, dvr = self.kernel.backward(doh, qh, kr, vr, oh, lse, self.segments, scale=scale)
+        return dqh, sum_heads(dkr, share), sum_heads(dvr, share)
 
     def _shares(self, heads: int, kv_heads: int) -> list[HeadShare]:
         return [head_share(heads, kv_heads, i, len(self.ranks)) for i in range(len(self.ranks))]
@@ -151,13 +158,13 @@ def _flat_cat(pieces: Sequence[torch.Tensor]) -> torch.Tensor:
     return torch.cat([piece.reshape(-1) for piece in pieces])
 
 
-def _repeat(x: torch.Tensor, share: HeadShare) -> torch.Tensor:
+def repeat_heads(x: torch.Tensor, share: HeadShare) -> torch.Tensor:
     """[T, KV heads, D] -> one KV head per query head, where the kernel could not group them itself."""
     return x if share.repeats is None else x[:, list(share.repeats)]
 
 
-def _sum_repeats(dx: torch.Tensor, share: HeadShare) -> torch.Tensor:
-    """The transpose of `_repeat`."""
+def sum_heads(dx: torch.Tensor, share: HeadShare) -> torch.Tensor:
+    """The transpose of `repeat_heads`."""
     if share.repeats is None:
         return dx
     index = torch.tensor(share.repeats, device=dx.device)

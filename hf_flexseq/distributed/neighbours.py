@@ -24,12 +24,15 @@ class Link:
         self._group, self._peer, self._number = group, peer, 0
 
     def send(self, tensor: torch.Tensor) -> "Message":
-        """`tensor`, which must be contiguous and stay as it is until the message has been waited for."""
-        return Message(dist.isend(tensor, self._peer, self._group, self._next_tag()), tensor)
+        """`tensor`, which must be contiguous and stay as it is until the message has been waited for. Nothing is
+        posted for a tensor without elements, which both sides know."""
+        tag = self._next_tag()
+        return Message(dist.isend(tensor, self._peer, self._group, tag) if tensor.numel() else None, tensor)
 
     def receive(self, tensor: torch.Tensor) -> "Message":
         """Into `tensor`, which is ready after `wait`."""
-        return Message(dist.irecv(tensor, self._peer, self._group, self._next_tag()), tensor)
+        tag = self._next_tag()
+        return Message(dist.irecv(tensor, self._peer, self._group, tag) if tensor.numel() else None, tensor)
 
     def _next_tag(self) -> int:
         """The same number on both sides, because both count the messages of this link."""
@@ -42,14 +45,14 @@ class Message:
 
     __slots__ = ("_tensor", "_work")
 
-    def __init__(self, work: dist.Work, tensor: torch.Tensor) -> None:
+    def __init__(self, work: dist.Work | None, tensor: torch.Tensor) -> None:
         self._work, self._tensor = work, tensor
 
     def wait(self) -> torch.Tensor:
-        assert self._work is not None, "this message was already waited for"
-        self._work.wait()
-        self._work = None
-        tensor, self._tensor = self._tensor, None
+        assert self._tensor is not None, "this message was already waited for"
+        if self._work is not None:
+            self._work.wait()
+        self._work, tensor, self._tensor = None, self._tensor, None
         return tensor
 
 

@@ -24,10 +24,10 @@ WHOLE = "model.safetensors"
 
 
 def save_stage(engine: PipelineEngine, folder: str) -> None:
-    """Write this stage's part of the checkpoint. Collective over the world; one replica writes."""
+    """Write this stage's part of the checkpoint, by one of its ranks. Collective over the world."""
     path, stage = Path(folder), engine.stage
     name = f"model-{stage.index + 1:05d}-of-{stage.count:05d}.safetensors"
-    tensors = _owned_tensors(stage) if engine.replica == 0 else {}
+    tensors = _owned_tensors(stage) if engine.place == 0 else {}
     sizes = {key: tensor.numel() * tensor.element_size() for key, tensor in tensors.items()}
     written = gather_objects(engine.communicator, (name, sizes))
     if engine.communicator.rank == 0:

@@ -28,9 +28,14 @@ def check_pipeline_trainer(trainer: Any, args: FlexSeqArguments) -> None:
         "predict_with_generate with a pipeline: a stage alone cannot generate": getattr(
             training, "predict_with_generate", False
         ),
-        f"planner={args.planner!r} with a pipeline; leave it at 'auto'": args.planner != "auto",
-        f"strategy={args.strategy!r} with a pipeline, whose chunks are rectangles over their prefix; use 'auto' or "
-        "'local'": args.strategy not in ("auto", "local"),
+        f"planner={args.planner!r} with a pipeline; use 'auto', or 'static' with sp_degree ranks per chunk": (
+            args.planner not in ("auto", "static")
+        ),
+        f"strategy={args.strategy!r} with a pipeline, whose chunks are rectangles over their prefix; use 'auto', or "
+        "'ulysses' with planner='static'": args.strategy not in ("auto", "local", "ulysses"),
+        "strategy='ulysses' without planner='static' with a pipeline; give sp_degree, too": (
+            args.strategy == "ulysses" and args.planner != "static"
+        ),
         f"sync={args.sync!r} with a pipeline; leave it at 'auto'": args.sync != "auto",
         "a model sharded at load with a pipeline: load it whole": any(
             hasattr(module, "set_requires_gradient_sync") for module in trainer.model.modules()

@@ -5,7 +5,7 @@ priced with it; attention, launches and activations by layers; parameters' state
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from hf_flexseq.cost import CostModel
 from hf_flexseq.pipeline.stages import Stage
@@ -20,11 +20,28 @@ class TokenBytes:
     kv: int
 
 
-def pipeline_cost(cost: CostModel, stage: Stage, token: TokenBytes, *, checkpointed: bool) -> PipelineCost:
-    """The cost of all stages. checkpointed: whether all layers are checkpointed in any case."""
-    return PipelineCost(
-        stages=tuple(_stage_cost(cost, stage, index, token, checkpointed) for index in range(stage.count)),
-        send_ns=1e9 * token.hidden / cost.bandwidth(2, False),
+def pipeline_cost(
+    cost: CostModel, stage: Stage, token: TokenBytes, *, checkpointed: bool, degree: int = 1
+) -> PipelineCost:
+    """The cost of all stages. checkpointed: whether all layers are checkpointed in any case. degree: ranks that share
+    every chunk of a stage by Ulysses."""
+    stages = [_stage_cost(cost, stage, index, token, checkpointed) for index in range(stage.count)]
+    if degree > 1:
+        stages = [_shared(cost, one, one.layers / len(stage.sizes.layers), degree) for one in stages]
+    return PipelineCost(stages=tuple(stages), send_ns=1e9 * token.hidden / degree / cost.bandwidth(2, False))
+
+
+def _shared(cost: CostModel, stage: StageCost, of_layers: float, degree: int) -> StageCost:
+    """A stage whose chunks `degree` ranks share; its exchanges, a third of them in the forward, are linear too."""
+    exchanged_ns = 1e9 * cost.all_to_all_bytes * of_layers / 3 / cost.bandwidth(degree, False)
+    return replace(
+        stage,
+        linear_ns=(stage.linear_ns + exchanged_ns) / degree,
+        head_ns=stage.head_ns / degree,
+        attention_ns=stage.attention_ns * cost.head_stretch(degree) / degree,
+        token_bytes=stage.token_bytes / degree,
+        kv_bytes=stage.kv_bytes / degree,
+        input_bytes=stage.input_bytes / degree,
     )
 
 

@@ -30,6 +30,7 @@ from hf_flexseq.hf.trace import PREFIX
 from hf_flexseq.pipeline.executor import PipelineExecutor
 from hf_flexseq.pipeline.reduction import equalise, sum_gradients
 from hf_flexseq.pipeline.stages import Stage, cut
+from hf_flexseq.pipeline.ulysses import Sharing
 from hf_flexseq.planner.pipeline.step import make_step_plan
 from hf_flexseq.planner.pipeline.worker import PipelineWorker
 from hf_flexseq.schedule.pipeline.cost import PipelineCost
@@ -48,16 +49,24 @@ class PipelineEngine(FlexSeqEngine):
         world, stages = self.communicator.world_size, args.pipeline_parallel_size
         if world % stages:
             raise ValueError(f"pipeline_parallel_size={stages} does not divide the {world} ranks of the job")
-        self.replicas = world // stages
-        self.replica = self.communicator.rank % self.replicas
+        of_stage, degree = world // stages, args.sp_degree or 1
+        if of_stage % degree:
+            raise ValueError(f"sp_degree={degree} does not divide the {of_stage} ranks of a stage")
+        self.place = self.communicator.rank % of_stage  # among the ranks with the same stage
+        self.degree, self.replicas, self.replica = degree, of_stage // degree, self.place // degree
+        self.sharing = self._sharing(degree) if degree > 1 else None
         self.cost = self._named_cost or unnamed_cost_model(args.cost_model, model, accelerator, self.communicator)
-        self.stage: Stage = cut(model, self.communicator.rank // self.replicas, stages)
+        self.stage: Stage = cut(model, self.communicator.rank // of_stage, stages)
         logger.info("stage %d of %d has layers %d to %d", self.stage.index, stages, *self.stage.layers)
-        pipelines = [[s * self.replicas + r for s in range(stages)] for r in range(self.replicas)]
+        pipelines = [[s * of_stage + place for s in range(stages)] for place in range(of_stage)]
         self.neighbours = Neighbours(self.communicator, pipelines)
         equalise(self.stage, self.neighbours)
-        self._exchange = ChunkExchange(self.communicator, stages)
+        self._exchange = ChunkExchange(self.communicator, of_stage, degree)
         self._executor: PipelineExecutor | None = None
+
+    def _sharing(self, degree: int) -> Sharing:
+        start, index = divmod(self.communicator.rank, degree)
+        return Sharing(self.communicator, tuple(range(start * degree, (start + 1) * degree)), index)
 
     # ---- the model
 
@@ -69,7 +78,7 @@ class PipelineEngine(FlexSeqEngine):
         self._former_attention = base.config._attn_implementation
         base.set_attn_implementation(NAME)
         self._chunked_loss = attach_chunked_loss(base) if self.stage.is_last else None
-        self._executor = PipelineExecutor(self.stage, self.neighbours, self._chosen_kernel())
+        self._executor = PipelineExecutor(self.stage, self.neighbours, self._chosen_kernel(), sharing=self.sharing)
 
     def detach(self) -> None:
         """Give the stage its own attention, loss and layers back."""
@@ -88,13 +97,15 @@ class PipelineEngine(FlexSeqEngine):
         """The planner of rank 0: in a process of its own when steps are planned ahead of the one that runs."""
         assert self.cost is not None, "the engine has no cost model"
         model, args = self.stage.stack.model, self.args
-        cost = pipeline_cost(self.cost, self.stage, token_bytes(model), checkpointed=is_checkpointed(model))
+        cost = pipeline_cost(
+            self.cost, self.stage, token_bytes(model), checkpointed=is_checkpointed(model), degree=self.degree
+        )
         return (PipelineWorker if ahead else InlinePipelinePlanner)(
             cost,
             replicas=self.replicas,
             schedule=args.pipeline_schedule,
             chunks=args.pipeline_chunks,
-            max_tokens=args.max_tokens_per_rank,
+            max_tokens=None if args.max_tokens_per_rank is None else args.max_tokens_per_rank * self.degree,
             room=room_bytes(self.cost, self.stage),
         )
 

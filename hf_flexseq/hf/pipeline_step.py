@@ -15,9 +15,10 @@ from hf_flexseq.schedule.pipeline.step import StepPlan
 class ChunkExchange(RowExchange):
     """Brings tokens from where they were drawn to every stage of the replica that works on them."""
 
-    def __init__(self, communicator: Communicator, stages: int) -> None:
+    def __init__(self, communicator: Communicator, of_stage: int, degree: int) -> None:
+        """of_stage: ranks with the same stage; each `degree` neighbours of them share a replica."""
         super().__init__(communicator)
-        self._replicas = communicator.world_size // stages
+        self._of_stage, self._degree = of_stage, degree
 
     def _outgoing(self, row: SourceRow, plan: StepPlan, sources: Sequence[int]) -> list[list[slice]]:
         """Tokens of this rank's row to send to each rank, by chunk and slice."""
@@ -29,9 +30,10 @@ class ChunkExchange(RowExchange):
                 for part in chunk.slices
                 if part.sequence in starts
             ]
-            for replica in range(self._replicas)
+            for replica in range(self._of_stage // self._degree)
         ]
-        return [by_replica[rank % self._replicas] for rank in range(self.communicator.world_size)]
+        ranks = range(self.communicator.world_size)
+        return [by_replica[rank % self._of_stage // self._degree] for rank in ranks]
 
     def _starts(self, row: SourceRow, sources: Sequence[int]) -> dict[int, int]:
         """Where in this rank's row each of its sequences begins."""

@@ -98,7 +98,7 @@ class PipelineMixin:
     def floating_point_ops(self, inputs: Any) -> int:
         step: PipelineStep | None = inputs.step
         tokens = sum(step.own_plan.lengths) if step is not None else 0
-        return int(6 * tokens * self.model.num_parameters(exclude_embeddings=True))
+        return int(6 * tokens * self.model.num_parameters(exclude_embeddings=True) / self.flexseq.degree)
 
     # ---- gradients
 
@@ -111,7 +111,7 @@ class PipelineMixin:
         if grad_norm is not None:
             return grad_norm
         engine = self.flexseq
-        return gradient_norm(engine.stage, engine.communicator.parent, counts=engine.replica == 0)
+        return gradient_norm(engine.stage, engine.communicator.parent, counts=engine.place == 0)
 
     # ---- files
 

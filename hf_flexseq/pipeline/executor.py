@@ -28,6 +28,7 @@ from hf_flexseq.pipeline.carry import KVCarry
 from hf_flexseq.pipeline.context import ChunkContext
 from hf_flexseq.pipeline.mailbox import WINDOW, Inbox, Outbox, Place
 from hf_flexseq.pipeline.stages import Stage
+from hf_flexseq.pipeline.ulysses import Sharing, own_columns
 from hf_flexseq.pipeline.weights import WeightGradients
 from hf_flexseq.schedule.pipeline.actions import Action, PipelinePlan
 
@@ -46,8 +47,11 @@ class _Flight:
 class PipelineExecutor:
     """One stage at work. Make it once; `train` runs an optimizer step, `evaluate` forwards alone."""
 
-    def __init__(self, stage: Stage, neighbours: Neighbours, kernel: Kernel) -> None:
-        self.stage, self.neighbours = stage, neighbours
+    def __init__(
+        self, stage: Stage, neighbours: Neighbours, kernel: Kernel, *, sharing: Sharing | None = None
+    ) -> None:
+        """sharing: the ranks of this stage that share every chunk's tokens; None for one rank."""
+        self.stage, self.neighbours, self.sharing = stage, neighbours, sharing
         self.carry = KVCarry(kernel)
         self.weights = WeightGradients(stage.own_layers)
         for index, layer in enumerate(stage.own_layers, start=stage.layers[0]):
@@ -97,7 +101,8 @@ class _Step:
         autocast: Context,
     ) -> None:
         self.executor, self.stage, self.plan = executor, executor.stage, plan
-        self.columns, self.targets, self.autocast = columns, targets, autocast
+        self.columns = [own_columns(of_chunk, executor.sharing) for of_chunk in columns]
+        self.targets, self.autocast = targets, autocast
         self.places = plan.places()
         self.flights: dict[Place, _Flight] = {}
         parameter = next(self.stage.stack.model.parameters())
@@ -123,7 +128,7 @@ class _Step:
         return [self.places[a.unit, a.chunk] for a in self.plan.actions[stage] if a.kind in kinds]
 
     def _empty(self, place: Place) -> torch.Tensor:
-        tokens = self.plan.chunks[place].tokens
+        tokens = self.columns[place]["input_ids"].shape[1]
         return torch.empty(1, tokens, self.stage.width, dtype=self.dtype, device=self.device)
 
     # ---- actions
@@ -183,6 +188,7 @@ class _Step:
             self.executor.carry,
             self.device,
             checkpointed=frozenset(range(first, min(first + count, stop))),
+            sharing=self.executor.sharing,
         )
 
     def close(self) -> None:

@@ -109,14 +109,18 @@ def test_ten_steps_equal_the_plain_trainer(tmp_path, world_size, stages, tied, o
         {"pipeline_schedule": "1f1b"},
         {"pipeline_schedule": "seq1f1b", "pipeline_chunks": 3},
         {"pipeline_schedule": "infinipipe", "max_tokens_per_rank": 40},
+        {"planner": "static", "sp_degree": 2, "max_tokens_per_rank": 20},
     ],
     ids=lambda options: "-".join(str(value) for value in options.values()),
 )
 def test_every_schedule_equals_the_plain_trainer(tmp_path, options):
+    world_size = 2 * options.get("sp_degree", 1)
     if options.get("gradient_checkpointing"):
         options = options | {"gradient_checkpointing_kwargs": {"use_reentrant": False}}
-    before, wanted, _ = plain_weights(tmp_path, 2, True, max_steps=3)
-    results = run_ranks(pipeline_run, 2, tmp_path, 2, True, {"plans": "own", "max_steps": 3, **options}, seconds=150)
+    before, wanted, _ = plain_weights(tmp_path, world_size, True, max_steps=3)
+    results = run_ranks(
+        pipeline_run, world_size, tmp_path, 2, True, {"plans": "own", "max_steps": 3, **options}, seconds=150
+    )
     assert update_error(before, wanted, joined(results)) < 1e-8
 
 
