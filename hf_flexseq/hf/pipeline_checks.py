@@ -46,3 +46,9 @@ def check_pipeline_trainer(trainer: Any, args: FlexSeqArguments) -> None:
     }.items():
         if there:
             raise NotImplementedError(f"hf_flexseq does not support {what} ({stages})")
+
+
+def check_divides(stages: int, world: int) -> None:
+    """Raise ValueError unless every stage can have as many ranks as the others."""
+    if world % stages:
+        raise ValueError(f"pipeline_parallel_size={stages} does not divide the {world} ranks of the job")

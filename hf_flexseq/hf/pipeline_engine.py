@@ -23,7 +23,9 @@ from hf_flexseq.hf.estimate import is_checkpointed, model_shape
 from hf_flexseq.hf.lookahead import DrawnStep, InlinePlanner, Lookahead, Planner
 from hf_flexseq.hf.loss import attach_chunked_loss
 from hf_flexseq.hf.pipeline_attention import NAME
+from hf_flexseq.hf.pipeline_checks import check_divides
 from hf_flexseq.hf.pipeline_cost import TokenBytes, pipeline_cost, room_bytes
+from hf_flexseq.hf.pipeline_loading import stage_of
 from hf_flexseq.hf.pipeline_step import ChunkExchange, PipelineStep
 from hf_flexseq.hf.run_cost import unnamed_cost_model
 from hf_flexseq.hf.trace import PREFIX
@@ -43,20 +45,23 @@ class PipelineEngine(FlexSeqEngine):
     """Plans and runs optimizer steps of a model in `args.pipeline_parallel_size` stages."""
 
     def __init__(self, accelerator: Accelerator, args: FlexSeqArguments, model: PreTrainedModel) -> None:
-        """Cuts `model` in place. Collective over the world. Raises ValueError for a number of stages that does not
-        divide the ranks or exceeds layers + 1, NotImplementedError for a model without a plain decoder stack."""
+        """Cuts `model` in place, unless it was loaded as a stage. Collective over the world.
+
+        Raises ValueError for a number of stages that does not divide the ranks or exceeds layers + 1,
+        NotImplementedError for a model without a plain decoder stack.
+        """
         super().__init__(accelerator, args)
         world, stages = self.communicator.world_size, args.pipeline_parallel_size
-        if world % stages:
-            raise ValueError(f"pipeline_parallel_size={stages} does not divide the {world} ranks of the job")
+        check_divides(stages, world)
         of_stage, degree = world // stages, args.sp_degree or 1
         if of_stage % degree:
             raise ValueError(f"sp_degree={degree} does not divide the {of_stage} ranks of a stage")
         self.place = self.communicator.rank % of_stage  # among the ranks with the same stage
         self.degree, self.replicas, self.replica = degree, of_stage // degree, self.place // degree
         self.sharing = self._sharing(degree) if degree > 1 else None
-        self.cost = self._named_cost or unnamed_cost_model(args.cost_model, model, accelerator, self.communicator)
-        self.stage: Stage = cut(model, self.communicator.rank // of_stage, stages)
+        whole = model if stage_of(model) is None else _empty_twin(model)
+        self.cost = self._named_cost or unnamed_cost_model(args.cost_model, whole, accelerator, self.communicator)
+        self.stage: Stage = stage_of(model) or cut(model, self.communicator.rank // of_stage, stages)
         logger.info("stage %d of %d has layers %d to %d", self.stage.index, stages, *self.stage.layers)
         pipelines = [[s * of_stage + place for s in range(stages)] for place in range(of_stage)]
         self.neighbours = Neighbours(self.communicator, pipelines)
@@ -158,6 +163,12 @@ class PipelineEngine(FlexSeqEngine):
             f"{value['chunks']:g} chunk(s) through {self.stage.count} stages, predicted {value['predicted_s']:.3f} s, "
             f"measured {value['measured_s']:.3f} s, {value['tokens_per_s']:,.0f} tokens/s"
         )
+
+
+def _empty_twin(model: PreTrainedModel) -> PreTrainedModel:
+    """The whole model that `model` is a stage of, without memory."""
+    with torch.device("meta"):
+        return type(model)(model.config).to(model.dtype)
 
 
 class InlinePipelinePlanner(InlinePlanner):

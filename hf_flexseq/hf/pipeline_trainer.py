@@ -17,11 +17,13 @@ from typing import Any
 
 import torch
 from torch import nn
+from transformers import PreTrainedModel
 
 from hf_flexseq.config import FlexSeqArguments
 from hf_flexseq.hf.pipeline_checkpoint import load_stage, save_stage
-from hf_flexseq.hf.pipeline_checks import check_pipeline_trainer
+from hf_flexseq.hf.pipeline_checks import check_divides, check_pipeline_trainer
 from hf_flexseq.hf.pipeline_engine import PipelineEngine
+from hf_flexseq.hf.pipeline_loading import load_stage_of
 from hf_flexseq.hf.pipeline_optimizer import (
     WHOLE,
     is_of_pipeline,
@@ -144,3 +146,10 @@ class PipelineMixin:
             load_optimizer(self.model, self.optimizer.optimizer, self.lr_scheduler, checkpoint, stage)
         elif checkpoint is not None and (Path(checkpoint) / WHOLE).is_file():
             load_whole_optimizer(self.flexseq, self, checkpoint)
+
+
+def load_own_stage(name: str, training: Any, args: FlexSeqArguments) -> PreTrainedModel:
+    """This rank's stage of the model `name`. Raises ValueError when the stages do not divide the ranks."""
+    stages, world = args.pipeline_parallel_size, training.world_size
+    check_divides(stages, world)
+    return load_stage_of(name, training.process_index // (world // stages), stages)

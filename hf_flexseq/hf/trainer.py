@@ -31,7 +31,7 @@ from hf_flexseq.hf.evaluation import EvaluationLoss, PlannedBatches, left_unprep
 from hf_flexseq.hf.loaders import LongestLoader
 from hf_flexseq.hf.model_checks import check_model
 from hf_flexseq.hf.pipeline_optimizer import is_of_pipeline, load_optimizer
-from hf_flexseq.hf.pipeline_trainer import PipelineMixin
+from hf_flexseq.hf.pipeline_trainer import PipelineMixin, load_own_stage
 from hf_flexseq.hf.resume import StepSizeCallback, check_step_size
 from hf_flexseq.hf.step import Inputs, StepItem, step_items
 from hf_flexseq.hf.trace import mean_figures
@@ -50,12 +50,24 @@ class FlexSeqMixin:
     Args:
         flexseq_args (`FlexSeqArguments`, *optional*):
             The options. Taken from `args` when that is a `FlexSeqConfig`, or another class with the same fields.
+
+    With `pipeline_parallel_size` of 2 and more, `model` may be a folder or the name of a model on the Hub: then every
+    rank loads its own stage alone.
     """
 
     flexseq: FlexSeqEngine
 
-    def __init__(self, *args: Any, flexseq_args: FlexSeqArguments | None = None, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
+    def __init__(
+        self,
+        model: Any = None,
+        args: Any = None,
+        *rest: Any,
+        flexseq_args: FlexSeqArguments | None = None,
+        **kwargs: Any,
+    ) -> None:
+        if isinstance(model, str) and (flexseq_args or arguments_on(args)).pipeline_parallel_size > 1:
+            model = load_own_stage(model, args, flexseq_args or arguments_on(args))
+        super().__init__(model, args, *rest, **kwargs)
         self._setup_flexseq(flexseq_args)
 
     def _setup_flexseq(self, flexseq_args: FlexSeqArguments | None) -> None:

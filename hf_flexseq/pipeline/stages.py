@@ -51,7 +51,7 @@ class Sizes(NamedTuple):
 class Stack:
     """The parts of a decoder-only model: embedding, layers, norm, head, by the names they have in it."""
 
-    __slots__ = ("decoder", "embedding_name", "head_name", "model", "norm_name")
+    __slots__ = ("decoder", "embedding_name", "head_name", "model", "norm_name", "width")
 
     def __init__(self, model: nn.Module) -> None:
         """Raises NotImplementedError, naming the model and the reason, for one that is no plain stack of layers."""
@@ -66,6 +66,7 @@ class Stack:
             if not name:
                 raise _no_stack(model, f"it has no {part} where a plain decoder has it")
         self._check_nothing_else()
+        self.width = self.embedding.weight.shape[1]
 
     @property
     def layers(self) -> nn.ModuleList:
@@ -86,7 +87,9 @@ class Stack:
     def tied_name(self) -> str | None:
         """The global name of the tensor that is both embedding and head; None when they are two."""
         embedding, head = (getattr(part, "weight", None) for part in (self.embedding, self.head))
-        if embedding is None or embedding is not head:
+        # A model without memory is tied only after it has been loaded.
+        to_be = embedding is not None and embedding.is_meta and self.model.config.tie_word_embeddings
+        if embedding is None or not (embedding is head or to_be):
             return None
         return next(name for name, parameter in self.model.named_parameters() if parameter is embedding)
 
@@ -116,7 +119,7 @@ class Stage:
     def __init__(self, stack: Stack, index: int, spans: tuple[tuple[int, int], ...]) -> None:
         """To be made of a whole stack."""
         self.stack, self.index, self.count, self.spans, self.layers = stack, index, len(spans), spans, spans[index]
-        self.tied_name, self.width, self.sizes = stack.tied_name(), stack.embedding.weight.shape[1], stack.sizes()
+        self.tied_name, self.width, self.sizes = stack.tied_name(), stack.width, stack.sizes()
 
     @property
     def is_first(self) -> bool:
@@ -158,17 +161,24 @@ class Stage:
 
 
 def cut(
-    model: nn.Module, index: int, count: int, *, division: Callable[[Stack], tuple[tuple[int, int], ...]] | None = None
+    model: nn.Module,
+    index: int,
+    count: int,
+    *,
+    division: Callable[[Stack], tuple[tuple[int, int], ...]] | None = None,
+    check: bool = True,
 ) -> Stage:
     """Make `model` stage `index` of `count`, in place.
 
-    division: which layers each stage gets; by default what `modelled_division` says.
+    division: which layers each stage gets; by default what `modelled_division` says. check: whether to try the model
+    on hidden states, which one without memory cannot do: then call `check_identity` later.
     Raises ValueError for more stages than layers + 1, NotImplementedError for a model without a plain decoder stack.
     """
     stack = Stack(model)
     spans = division(stack) if division is not None else modelled_division(stack, count)
     assert len(spans) == count, f"{len(spans)} spans of layers for {count} stages"
-    _check_identity(stack)
+    if check:
+        check_identity(stack)
     stage = Stage(stack, index, spans)
     for place, layer in enumerate(stack.layers):
         if not spans[index][0] <= place < spans[index][1]:
@@ -183,7 +193,7 @@ def cut(
 
 def modelled_division(stack: Stack, count: int) -> tuple[tuple[int, int], ...]:
     """The division by multiplications per token: one per weight, and attention over a typical context."""
-    attention = TYPICAL_CONTEXT * stack.embedding.weight.shape[1]  # two products with half of the context's keys
+    attention = TYPICAL_CONTEXT * stack.width  # two products with half of the context's keys
     sizes = stack.sizes()
     return divide_layers([size + attention for size in sizes.layers], count, last=sizes.head)
 
@@ -193,11 +203,12 @@ def _weights(module: nn.Module) -> int:
     return sum(p.numel() for p in module.parameters() if p.dim() == 2)
 
 
-def _check_identity(stack: Stack) -> None:
-    """Raise unless the decoder, all of whose layers are skips, hands hidden states on as they are."""
-    weight = stack.embedding.weight
-    hidden = torch.ones(1, 2, weight.shape[1], dtype=weight.dtype, device=weight.device)
-    positions = torch.arange(2, device=weight.device).unsqueeze(0)
+def check_identity(stack: Stack) -> None:
+    """Raise NotImplementedError unless the decoder, all of whose layers are skips, hands hidden states on as they are.
+    The model may have been cut."""
+    like = next(stack.model.parameters())
+    hidden = torch.ones(1, 2, stack.width, dtype=like.dtype, device=like.device)
+    positions = torch.arange(2, device=like.device).unsqueeze(0)
     with torch.no_grad(), _emptied(stack):
         try:
             found = stack.decoder(inputs_embeds=hidden, position_ids=positions, use_cache=False).last_hidden_state

@@ -5,14 +5,14 @@ import random
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, Trainer
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, Trainer
 
 from hf_flexseq import FlexSeqConfig, FlexSeqTrainer
 from hf_flexseq.hf.pipeline_engine import InlinePipelinePlanner, PipelineEngine
 from hf_flexseq.hf.pipeline_trainer import OVERRIDDEN
 from hf_flexseq.schedule.pipeline.step import StepPlan
 from tests.hf.test_trainer import dataset, float64_loss, logged, plain_run, training_arguments, update_error
-from tests.hf.tiny import tiny_llama
+from tests.hf.tiny import VOCAB, tiny_llama
 from tests.pipeline.plans import random_pipeline_plan
 from tests.ranks import run_ranks
 
@@ -137,6 +137,35 @@ def evaluated(rank, world_size, folder):
 
 
 # ---- checkpoints
+
+
+def loaded_run(rank, world_size, folder, options):
+    trainer = make_trainer(str(folder / "model"), folder, 2, **options)
+    assert len(list(trainer.model.parameters())) < 2 + 9 * LAYERS
+    trainer.train()
+    return ({name: p.detach().numpy() for name, p in trainer.flexseq.stage.global_parameters()},)
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_a_model_is_loaded_stage_by_stage(tmp_path, tied):
+    """Against the same model, cut in place. Its norms are transformers' own, in float32."""
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": LAYERS, "vocab_size": VOCAB}
+    config = LlamaConfig(**sizes, num_attention_heads=4, num_key_value_heads=2, tie_word_embeddings=tied)
+    model = LlamaForCausalLM(config).double()
+    model.save_pretrained(tmp_path / "model")
+    options = {"max_steps": 3, "plans": "random"}
+    wanted = joined(run_ranks(cut_run, 2, tmp_path, options))
+    found = joined(run_ranks(loaded_run, 2, tmp_path, options))
+    assert wanted.keys() == found.keys()
+    assert all((wanted[name] == found[name]).all() for name in wanted)
+    assert any((wanted[name] != p.detach().numpy()).any() for name, p in model.named_parameters())
+
+
+def cut_run(rank, world_size, folder, options):
+    trainer = make_trainer(AutoModelForCausalLM.from_pretrained(folder / "model"), folder, 2, **options)
+    trainer.train()
+    return ({name: p.detach().numpy() for name, p in trainer.flexseq.stage.global_parameters()},)
 
 
 def saved_run(rank, world_size, folder, stages, tied, options, resume=None):
