@@ -16,77 +16,130 @@ in bytes, not in chunks of the longest sequence; no flush between groups; input 
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import product
 
 from hf_flexseq.plan import PlanInfeasible
 from hf_flexseq.planner.pipeline.cuts import Work
-from hf_flexseq.planner.pipeline.greedy import Played, actions_of, play
+from hf_flexseq.planner.pipeline.greedy import Manner, Played, actions_of, play
 from hf_flexseq.planner.pipeline.pack import level_units
 from hf_flexseq.planner.pipeline.problem import Answer, Task, layers_to_fit, unit_bytes
 from hf_flexseq.planner.pipeline.units import Unit, shapes_of
 from hf_flexseq.schedule.pipeline.cost import WEIGHT_CHUNK, ChunkCosts, PipelineCost, Shape, chunk_costs
 
-FACTORS = (1.0, 1.4, 0.75, 2.0, 2.8, 1.2, 1.7, 2.4, 3.4, 4.0)
-# Share of the packs that go first; mean chunks per stage kept free beside a unit; weight gradients at once?
-TRIED = ((0.1, 0, False), (0.1, 0, True), (0.4, 0, False), (0.1, 1, False))
+TURNS, PROMPT, GRADIENTS, PATIENT = Manner(), Manner(prompt=True), Manner(turns=False), Manner(patient=True)
 WINDOW = 1.5
 MOST_CHUNKS = 1_000
-ACTIONS = 24_000  # played in all
+ACTIONS = 14_000  # played in all
+OPTIONS = (1, 2)  # other things to do
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Way:
+    """How a trial goes about it. factor: of the number of chunks. front: share of the packs that go first. spare: mean
+    chunks per stage kept free beside a unit, which matters within a limit only, as `manner.prompt` does."""
+
+    factor: float = 1.0
+    front: float = 0.1
+    spare: int = 0
+    manner: Manner = TURNS
+
+
+WAYS = (  # the most useful first
+    _Way(),
+    _Way(manner=PROMPT),
+    _Way(factor=1.4),
+    _Way(spare=1),
+    _Way(factor=0.75),
+    _Way(factor=2.0),
+    _Way(factor=1.4, manner=PROMPT),
+    _Way(manner=GRADIENTS),
+    _Way(manner=PATIENT),
+    _Way(factor=2.0, manner=PROMPT),
+    _Way(front=0.4),
+    *(_Way(factor=factor, manner=manner) for factor in (2.8, 2.25, 1.2, 1.7, 3.4, 4.0) for manner in (TURNS, PROMPT)),
+)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Trial:
-    """One way to do it. sizes: chunks of each unit. checkpointed: [stage][place] layers, () for none."""
+    """One way to do it. sizes: chunks of each unit. checkpointed: [stage][place] layers, () for none. room: bytes of
+    each stage."""
 
+    way: _Way
     units: list[Unit]
     sizes: list[int]
     costs: ChunkCosts
     checkpointed: tuple[tuple[int, ...], ...]
+    room: tuple[int, ...]
     played: Played
+
+    @property
+    def actions(self) -> int:
+        return 3 * len(self.room) * len(self.costs.send)
 
 
 def auto_pipeline(task: Task) -> Answer:
     """The fastest of the tried plans. Raises PlanInfeasible when none fits."""
-    best: _Trial | None = None
+    trials: list[_Trial] = []
     refused: PlanInfeasible | None = None
     left = ACTIONS
-    for units, spare, prompt in _candidates(task):
+    for way, units in _candidates(task):
         try:
-            trial = _trial(units, task, spare=spare, prompt=prompt)
+            trials.append(_trial(way, units, task))
         except PlanInfeasible as error:
             refused = refused or error
             continue
-        if best is None or trial.played.makespan < best.played.makespan:
-            best = trial
-        left -= 3 * task.stages * sum(trial.sizes)
-        if left < 3 * task.stages * sum(trial.sizes):
+        left -= trials[-1].actions
+        if left < trials[-1].actions:
             break
-    if best is None:
+    if not trials:
         assert refused is not None, "there is always a candidate"
         raise refused
-    return _answer(best)
+    trials.sort(key=lambda trial: trial.played.makespan)
+    return _answer(_polished(trials, left))
 
 
-def _candidates(task: Task) -> Iterator[tuple[list[Unit], int, bool]]:
-    """Units to try, and the rest of `TRIED`; of that only what matters where there is no limit."""
+def _polished(trials: Sequence[_Trial], left: int) -> _Trial:
+    """The fastest trial after putting off single actions of each, for as many actions as are left to play."""
+    best = trials[0]
+    for trial in trials:
+        kept: dict[int, int] = {}
+        for number, option in product(range(trial.actions), OPTIONS):
+            left -= trial.actions
+            if left < 0:
+                return best
+            deviations = {**kept, number: option}
+            played = play(trial.sizes, trial.costs, trial.room, trial.way.manner, deviations)
+            if played is not None and played.makespan < trial.played.makespan:
+                trial, kept = replace(trial, played=played), deviations
+        best = min(best, trial, key=lambda trial: trial.played.makespan)
+    return best
+
+
+def _candidates(task: Task) -> Iterator[tuple[_Way, list[Unit]]]:
+    """Ways to try with their units, of `WAYS` those that differ here."""
     work, most_tokens = Work.of(task.cost, "time"), _most_tokens(task)
-    for target in _targets(task, work):
-        units = level_units(task.lengths, target, work, most_tokens)
-        for front, spare, prompt in TRIED:
-            if task.room is not None or not (spare or prompt):
-                yield _ordered(units, front), spare, prompt
+    units: dict[float, list[Unit]] = {}
+    for way in WAYS:
+        matters = way.factor == 1.0 or task.chunks is None
+        if matters and (task.room is not None or not (way.spare or way.manner.prompt)):
+            target = _target(task, work, way.factor)
+            if target not in units:
+                units[target] = level_units(task.lengths, target, work, most_tokens)
+            yield way, _ordered(units[target], way.front)
 
 
-def _targets(task: Task, work: Work) -> list[float]:
+def _target(task: Task, work: Work, factor: float) -> float:
     """Work of a chunk."""
     longest = work.between(0, max(task.lengths))
     if task.chunks is not None:
-        return [longest / task.chunks]
+        return longest / task.chunks
     total = sum(work.between(0, length) for length in task.lengths)
     constant = (2 + WEIGHT_CHUNK) * sum(stage.chunk_ns for stage in task.cost.stages) / task.stages
     least = total / min(MOST_CHUNKS, sum(task.lengths))
     best = math.sqrt(total * constant / max(1, task.stages - 1))
-    return [max(least, min(longest, best / factor)) for factor in FACTORS]
+    return max(least, min(longest, best / factor))
 
 
 def _most_tokens(task: Task) -> int | None:
@@ -108,19 +161,27 @@ def _ordered(units: Sequence[Unit], front: float) -> list[Unit]:
     return packs[first:][::-1] + cut + packs[:first]
 
 
-def _trial(units: list[Unit], task: Task, *, spare: int, prompt: bool) -> _Trial:
+def _trial(way: _Way, units: list[Unit], task: Task) -> _Trial:
     """Play the step of these units, with checkpointing where a unit needs it."""
     sizes, shapes = [len(unit) for unit in units], shapes_of(units, task.lengths)
     costs = chunk_costs(task.cost, shapes)
     checkpointed: tuple[tuple[int, ...], ...] = ()
     room = _window(sizes, costs) if task.room is None else task.room
-    beside = [spare * task.stages * sum(held) // len(held) for held in costs.held]
+    beside = [way.spare * task.stages * sum(held) // len(held) for held in costs.held]
     if _exceeds(sizes, costs, room, beside):
         checkpointed = _checkpointed(units, shapes, costs, task.cost, room, beside)
         costs = chunk_costs(task.cost, shapes, checkpointed)
-    played = play(sizes, costs, room, prompt=prompt)
+    played = play(sizes, costs, room, way.manner)
     assert played is not None, "units that fit alone can be played"
-    return _Trial(units=units, sizes=sizes, costs=costs, checkpointed=checkpointed, played=played)
+    return _Trial(
+        way=way,
+        units=units,
+        sizes=sizes,
+        costs=costs,
+        checkpointed=checkpointed,
+        room=room,
+        played=played,
+    )
 
 
 def _window(sizes: Sequence[int], costs: ChunkCosts) -> tuple[int, ...]:

@@ -45,13 +45,13 @@ def check_memory(plan: PipelinePlan, cost: PipelineCost, room: Sequence[int]) ->
 
 def _check_chunks(plan: PipelinePlan) -> None:
     names = [(chunk.unit, chunk.index) for chunk in plan.chunks]
-    units = [unit for unit, index in names if index == 0]
-    counts = [sum(unit == other for other, _ in names) for unit in units]
-    if names != [(unit, index) for unit, count in enumerate(counts) for index in range(count)]:
-        raise ValueError(f"chunks must be numbered unit by unit, 0.0 0.1 ... 1.0 ..., got {names}")
+    sizes = _sizes(plan.chunks)
+    if names != [(unit, index) for unit in range(len(sizes)) for index in range(sizes.get(unit, 0))]:
+        raise ValueError("chunks must be numbered unit by unit: 0.0, 0.1, ..., 1.0, ...")
     reached = [0] * len(plan.lengths)
-    for chunk in plan.chunks:
+    for before, chunk in zip((None, *plan.chunks), plan.chunks, strict=False):
         _check_slices(chunk, plan, reached)
+        _check_cut(chunk, before, plan)
     for sequence, (length, stop) in enumerate(zip(plan.lengths, reached, strict=True)):
         if stop != length:
             raise ValueError(f"sequence {sequence} has {length} tokens, the chunks hold {stop} of them")
@@ -60,6 +60,8 @@ def _check_chunks(plan: PipelinePlan) -> None:
 def _check_slices(chunk: Chunk, plan: PipelinePlan, reached: list[int]) -> None:
     """One chunk, after those before it. reached: tokens of each sequence that those hold."""
     name = f"chunk {chunk.unit}.{chunk.index}"
+    if not chunk.slices:
+        raise ValueError(f"{name} holds no token")
     for place, part in enumerate(chunk.slices):
         if not (0 <= part.sequence < len(plan.lengths) and 0 <= part.start < part.stop):
             raise ValueError(f"{name}: {part} is no slice of a sequence")
@@ -68,18 +70,14 @@ def _check_slices(chunk: Chunk, plan: PipelinePlan, reached: list[int]) -> None:
         if place and part.tokens < plan.lengths[part.sequence]:
             raise ValueError(f"{name}: only the first slice may be a part of a sequence, not {part}")
         reached[part.sequence] = part.stop
-    if not chunk.slices:
-        raise ValueError(f"{name} holds no token")
-    _check_cut(chunk, plan, name)
 
 
-def _check_cut(chunk: Chunk, plan: PipelinePlan, name: str) -> None:
+def _check_cut(chunk: Chunk, before: Chunk | None, plan: PipelinePlan) -> None:
     """A unit of several chunks is one cut sequence, from its first token in chunk 0 to its last in the last chunk."""
-    cut = chunk.cut(plan.lengths)
+    name, cut = f"chunk {chunk.unit}.{chunk.index}", chunk.cut(plan.lengths)
     if (cut is None or cut.start == 0) != (chunk.index == 0):
         raise ValueError(f"{name}: a cut sequence begins in chunk 0 of its unit and goes on in the others")
-    before = [c for c in plan.chunks if (c.unit, c.index) == (chunk.unit, chunk.index - 1)]
-    if cut is not None and before and before[0].slices[0].sequence != cut.sequence:
+    if cut is not None and chunk.index and before and before.slices[0].sequence != cut.sequence:
         raise ValueError(f"{name}: sequence {cut.sequence} does not go on from the chunk before")
 
 
@@ -94,7 +92,7 @@ def _check_checkpointed(plan: PipelinePlan) -> None:
 @dataclass(slots=True)
 class _Stage:
     """How far one stage has come. forwards: chunks forwarded, by unit. backwards: chunks whose B or I is done.
-    owed: chunks whose W is due, by unit, in the order of their I's. done: all (kind, unit, chunk)."""
+    owed: chunks whose W is due, by unit, in the order of their I's."""
 
     forwards: dict[int, int] = field(default_factory=lambda: defaultdict(int))
     backwards: dict[int, int] = field(default_factory=lambda: defaultdict(int))
@@ -152,4 +150,4 @@ def _check_complete(number: int, stage: _Stage, sizes: dict[int, int]) -> None:
 
 def _sizes(chunks: Iterable[Chunk]) -> dict[int, int]:
     """How many chunks each unit has."""
-    return {chunk.unit: chunk.index + 1 for chunk in chunks}
+    return dict(sorted((chunk.unit, chunk.index + 1) for chunk in chunks))
