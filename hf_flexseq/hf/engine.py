@@ -46,11 +46,17 @@ logger = logging.getLogger(__name__)
 class FlexSeqEngine:
     """Plans and runs optimizer steps of an unmodified HF model under accelerate."""
 
+    _cuts_models = False
+
     def __init__(
         self, accelerator: Accelerator, args: FlexSeqArguments, *, communicator: Communicator | None = None
     ) -> None:
         """Raises ValueError or NotImplementedError for an accelerator, a cost model or a degree that cannot work."""
         check_accelerator(accelerator, args)
+        if args.pipeline_parallel_size > 1 and not self._cuts_models:
+            raise NotImplementedError(
+                f"pipeline_parallel_size={args.pipeline_parallel_size} in a loop of your own: use FlexSeqTrainer, or 1"
+            )
         # Streams are dispatched from rank 0 by default, which breaks on rows of different lengths.
         accelerator.dataloader_config.dispatch_batches = False
         self.accelerator, self.args = accelerator, args

@@ -44,6 +44,8 @@ logger = logging.getLogger(__name__)
 class PipelineEngine(FlexSeqEngine):
     """Plans and runs optimizer steps of a model in `args.pipeline_parallel_size` stages."""
 
+    _cuts_models = True
+
     def __init__(self, accelerator: Accelerator, args: FlexSeqArguments, model: PreTrainedModel) -> None:
         """Cuts `model` in place, unless it was loaded as a stage. Collective over the world.
 
@@ -145,7 +147,7 @@ class PipelineEngine(FlexSeqEngine):
         return loss * self.communicator.world_size
 
     def finish(self, step: PipelineStep) -> dict[str, float]:
-        """The figures of a step that has run. Collective over the world."""
+        """Write the plan trace, a line for each replica, and return the figures of the log. Collective."""
         measured = max(gather_objects(self.communicator, step.stopwatch.seconds().get(0, 0.0)))
         figures = {
             "chunks": max(len(plan.chunks) for plan in step.plan.plans),
@@ -154,7 +156,9 @@ class PipelineEngine(FlexSeqEngine):
             "planning_ms_exposed": 1e3 * step.waited_s,
             "tokens_per_s": step.tokens / measured if measured else 0.0,
         }
-        self._trace.append({"step": step.number, "measured_s": measured}, step.plan)
+        for replica, (members, plan) in enumerate(zip(step.plan.members, step.plan.plans, strict=True)):
+            line = {"step": step.number, "replica": replica, "sequences": members, "measured_s": [measured]}
+            self._trace.append(line, plan)
         return {PREFIX + name: float(value) for name, value in figures.items()}
 
     def describe(self, figures: dict[str, float]) -> str:

@@ -1,9 +1,10 @@
 """What a pipeline refuses, when the trainer is made."""
 
 import pytest
+from accelerate import Accelerator
 from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments
 
-from hf_flexseq import FlexSeqArguments, FlexSeqCallback, FlexSeqConfig, FlexSeqMixin, FlexSeqTrainer
+from hf_flexseq import FlexSeqArguments, FlexSeqCallback, FlexSeqConfig, FlexSeqEngine, FlexSeqMixin, FlexSeqTrainer
 from tests.hf.test_trainer import dataset, training_arguments
 from tests.hf.tiny import VOCAB, tiny_llama
 from tests.ranks import run_ranks
@@ -46,6 +47,11 @@ class OwnLoss(FlexSeqMixin, Trainer):
 def test_refused_when_configured(tmp_path, error, options, reason):
     with pytest.raises(error, match=reason):
         make(tmp_path, **options)
+
+
+def test_a_loop_of_ones_own_is_refused():
+    with pytest.raises(NotImplementedError, match="pipeline_parallel_size=2 in a loop of your own"):
+        FlexSeqEngine(Accelerator(cpu=True), FlexSeqArguments(pipeline_parallel_size=2))
 
 
 def test_lora_is_refused(tmp_path):

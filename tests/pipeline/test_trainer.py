@@ -8,8 +8,11 @@ import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, Trainer
 
 from hf_flexseq import FlexSeqConfig, FlexSeqTrainer
+from hf_flexseq.cli import main
+from hf_flexseq.cli.files import read_steps
 from hf_flexseq.hf.pipeline_engine import InlinePipelinePlanner, PipelineEngine
 from hf_flexseq.hf.pipeline_trainer import OVERRIDDEN
+from hf_flexseq.schedule.pipeline.check import check
 from hf_flexseq.schedule.pipeline.step import StepPlan
 from tests.hf.test_trainer import dataset, float64_loss, logged, plain_run, training_arguments, update_error
 from tests.hf.tiny import VOCAB, tiny_llama
@@ -128,12 +131,47 @@ def test_evaluation_is_the_mean_over_target_tokens(tmp_path):
     model = model_of(tied=True)
     args = training_arguments(FlexSeqConfig, tmp_path, batch=1, accumulation=1, cost_model="estimate")
     wanted = FlexSeqTrainer(model=model, args=args, eval_dataset=dataset(11)).evaluate()["eval_loss"]
-    for found in run_ranks(evaluated, 2, tmp_path):
-        assert found == pytest.approx(wanted, rel=1e-9)
+    for world_size in (2, 4):
+        for found in run_ranks(evaluated, world_size, tmp_path):
+            assert found == pytest.approx(wanted, rel=1e-9)
+
+
+def best_run(rank, world_size, folder):
+    """Trained with a rate at which it gets worse, so that the best model is the first."""
+    options = {"eval_strategy": "steps", "eval_steps": 1, "save_strategy": "steps", "save_steps": 1, "max_steps": 3}
+    trainer = make_trainer(model_of(True), folder, 2, learning_rate=50.0, load_best_model_at_end=True, **options)
+    trainer.train()
+    losses = logged(trainer.state.log_history, "eval_loss")
+    return losses, trainer.evaluate()["eval_loss"], trainer.state.best_model_checkpoint
+
+
+def test_the_best_model_is_loaded_at_the_end(tmp_path):
+    for losses, again, folder in run_ranks(best_run, 2, tmp_path):
+        assert min(losses) < max(losses)
+        assert again == pytest.approx(min(losses), rel=1e-9)
+        assert folder.endswith(f"checkpoint-{1 + losses.index(min(losses))}")
+
+
+def traced_run(rank, world_size, folder):
+    path = folder / "plans.jsonl"
+    make_trainer(model_of(True), folder, 2, plans="own", max_steps=2, plan_trace=str(path)).train()
+
+
+def test_the_trace_is_what_flexseq_view_reads(tmp_path, capsys):
+    run_ranks(traced_run, 4, tmp_path)
+    path = str(tmp_path / "plans.jsonl")
+    steps = read_steps(path)
+    assert [step.number for step in steps] == [0, 0, 1, 1]  # a line for each replica
+    for step in steps:
+        check(step.plan)
+    assert main(["view", path]) == 0
+    assert "chunks through 2 stages by auto" in capsys.readouterr().out
 
 
 def evaluated(rank, world_size, folder):
-    return make_trainer(model_of(True), folder, 2).evaluate()["eval_loss"]
+    """The last step has fewer sequences than there are replicas."""
+    trainer = make_trainer(model_of(True), folder, 2, plans="own", per_device_eval_batch_size=1)
+    return trainer.evaluate()["eval_loss"]
 
 
 # ---- checkpoints
