@@ -4,8 +4,8 @@
     in between     layers
     last stage     layers (perhaps none), final norm, LM head
 
-What belongs to other stages becomes a `Skip`, which hands its input on: so every parameter keeps its global name, and
-the model's own forward still works, given hidden states as `inputs_embeds`. That forward must do nothing between the
+Layers of other stages become a `Skip`, which hands its input on: so every parameter keeps its global name, and the
+model's own forward still works, given hidden states as `inputs_embeds`. That forward must do nothing between the
 embedding and the norm but call the layers; `cut` tries it on a stack of skips, which must change nothing.
 
 Tied embeddings: the first stage has the embedding, the last the head, each a copy of the one tensor. Both keep its
@@ -39,6 +39,16 @@ class Skip(nn.Module):
 
     def forward(self, hidden: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         return hidden
+
+
+class Elsewhere(nn.Module):
+    """The embedding or the head of another stage: nothing may call it, least of all `generate`, which would go on with
+    hidden states instead of logits."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        raise NotImplementedError(
+            "this model is one stage of a pipeline: save it, and load the whole one to call it or to generate"
+        )
 
 
 class Sizes(NamedTuple):
@@ -184,10 +194,10 @@ def cut(
         if not spans[index][0] <= place < spans[index][1]:
             stack.layers[place] = Skip(layer)
     if not stage.is_first:
-        setattr(stack.decoder, stack.embedding_name, Skip(stack.embedding))
+        setattr(stack.decoder, stack.embedding_name, Elsewhere())
     if not stage.is_last:
         setattr(stack.decoder, stack.norm_name, Skip(stack.norm))
-        setattr(model, stack.head_name, Skip(stack.head))
+        setattr(model, stack.head_name, Elsewhere())
     return stage
 
 

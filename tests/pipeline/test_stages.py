@@ -80,6 +80,15 @@ def test_models_without_a_plain_stack_are_refused_and_left_alone(kind, config, r
     assert [name for name, _ in model.named_parameters()] == before
 
 
+def test_a_stage_cannot_be_called_or_generate():
+    ids = torch.tensor([[3, 4]])
+    for stage in stages_of(model_of("llama"), 2):
+        with pytest.raises(NotImplementedError, match="one stage of a pipeline"):
+            stage.stack.model(ids)
+        with pytest.raises(NotImplementedError, match="one stage of a pipeline"):
+            stage.stack.model.generate(ids, max_new_tokens=1)
+
+
 def test_more_stages_than_layers_and_one_are_refused():
     with pytest.raises(ValueError, match="4 layers make at most 5 stages, not 6"):
         cut(model_of("llama"), 0, 6)

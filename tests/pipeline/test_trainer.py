@@ -17,6 +17,7 @@ from hf_flexseq.schedule.pipeline.step import StepPlan
 from tests.hf.test_trainer import dataset, float64_loss, logged, plain_run, training_arguments, update_error
 from tests.hf.tiny import VOCAB, tiny_llama
 from tests.pipeline.plans import random_pipeline_plan
+from tests.pipeline.test_stages import model_of as model_of_kind
 from tests.ranks import run_ranks
 
 LAYERS = 3
@@ -264,3 +265,24 @@ def test_a_checkpoint_of_another_model_is_refused(tmp_path):
 @pytest.mark.parametrize("name", OVERRIDDEN)
 def test_what_is_overridden_is_there(name):
     assert callable(getattr(Trainer, name))
+
+
+# ---- other arithmetic and other models
+
+
+def other_run(rank, world_size, folder, kind, options):
+    torch.manual_seed(0)
+    trainer = make_trainer(model_of_kind(kind), folder, world_size, plans="own", max_steps=2, **options)
+    trainer.train()
+    return logged(trainer.state.log_history, "loss")
+
+
+@pytest.mark.parametrize(
+    ("kind", "bf16", "tolerance"), [("qwen3", False, 1e-5), ("gemma", False, 1e-5), ("qwen2", True, 5e-3)]
+)
+def test_other_models_and_bfloat16_train_as_without_a_pipeline(tmp_path, kind, bf16, tolerance):
+    """In float32, and under autocast: two stages of one rank each against one rank with the same sequences."""
+    options = {"bf16": bf16, "learning_rate": 0.1}
+    (wanted,) = run_ranks(other_run, 1, tmp_path, kind, {"batch": 4, **options})
+    for found in run_ranks(other_run, 2, tmp_path, kind, {"batch": 2, **options}):
+        assert found == pytest.approx(wanted, rel=tolerance)
