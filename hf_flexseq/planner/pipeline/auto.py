@@ -14,10 +14,10 @@ What is done otherwise than in InfiniPipe (arXiv 2509.21275): no mesh of the lon
 in bytes, not in chunks of the longest sequence; no flush between groups; input and weight gradients apart.
 """
 
+import itertools
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import product
 
 from hf_flexseq.plan import PlanInfeasible
 from hf_flexseq.planner.pipeline.cuts import Work
@@ -27,7 +27,8 @@ from hf_flexseq.planner.pipeline.problem import Answer, Task, layers_to_fit, uni
 from hf_flexseq.planner.pipeline.units import Unit, shapes_of
 from hf_flexseq.schedule.pipeline.cost import WEIGHT_CHUNK, ChunkCosts, PipelineCost, Shape, chunk_costs
 
-TURNS, PROMPT, GRADIENTS, PATIENT = Manner(), Manner(prompt=True), Manner(turns=False), Manner(patient=True)
+TURNS, PROMPT, GRADIENTS = Manner(), Manner(prompt=True), Manner(first="I")
+PATIENT, FORWARDS = Manner(patience=1), Manner(first="F", patience=2)
 WINDOW = 1.5
 MOST_CHUNKS = 1_000
 ACTIONS = 14_000  # played in all
@@ -55,6 +56,7 @@ WAYS = (  # the most useful first
     _Way(factor=1.4, manner=PROMPT),
     _Way(manner=GRADIENTS),
     _Way(manner=PATIENT),
+    _Way(manner=FORWARDS),
     _Way(factor=2.0, manner=PROMPT),
     _Way(front=0.4),
     *(_Way(factor=factor, manner=manner) for factor in (2.8, 2.25, 1.2, 1.7, 3.4, 4.0) for manner in (TURNS, PROMPT)),
@@ -96,24 +98,37 @@ def auto_pipeline(task: Task) -> Answer:
     if not trials:
         assert refused is not None, "there is always a candidate"
         raise refused
-    trials.sort(key=lambda trial: trial.played.makespan)
-    return _answer(_polished(trials, left))
+    return _answer(_polished(_distinct(trials), left))
+
+
+def _distinct(trials: Sequence[_Trial]) -> list[_Trial]:
+    """The fastest first, those that came to the same orders only once."""
+    found: dict[tuple[int, ...], _Trial] = {}
+    for trial in sorted(trials, key=lambda trial: trial.played.makespan):
+        found.setdefault((trial.played.makespan, *itertools.chain(*trial.played.orders)), trial)
+    return list(found.values())
 
 
 def _polished(trials: Sequence[_Trial], left: int) -> _Trial:
-    """The fastest trial after putting off single actions of each, for as many actions as are left to play."""
+    """The fastest trial after each has put off the one action whose delay helps most, and then the next one, for as
+    many actions as are left to play."""
     best = trials[0]
     for trial in trials:
         kept: dict[int, int] = {}
-        for number, option in product(range(trial.actions), OPTIONS):
-            left -= trial.actions
-            if left < 0:
-                return best
-            deviations = {**kept, number: option}
-            played = play(trial.sizes, trial.costs, trial.room, trial.way.manner, deviations)
-            if played is not None and played.makespan < trial.played.makespan:
-                trial, kept = replace(trial, played=played), deviations
-        best = min(best, trial, key=lambda trial: trial.played.makespan)
+        while True:
+            found, better = trial.played, kept
+            for number, option in itertools.product(range(trial.actions), OPTIONS):
+                left -= trial.actions
+                if left < 0:
+                    return best
+                deviations = {**kept, number: option}
+                played = play(trial.sizes, trial.costs, trial.room, trial.way.manner, deviations)
+                if played is not None and played.makespan < found.makespan:
+                    found, better = played, deviations
+            if found is trial.played:
+                break
+            trial, kept = replace(trial, played=found), better
+            best = min(best, trial, key=lambda trial: trial.played.makespan)
     return best
 
 

@@ -38,12 +38,13 @@ F, B, I, W, NOTHING, WAIT = range(6)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Manner:
-    """turns: I and F in turns, otherwise I first. prompt: every W follows its I at once. patient: no W begins when
-    an I or F will be there before half of it is done."""
+    """first: when I and F are both there, the one that did not come last ("turns"), "I" or "F". prompt: every W
+    follows its I at once. patience: no W begins when an I or F will be there before this share of it is done, in
+    halves."""
 
-    turns: bool = True
+    first: str = "turns"
     prompt: bool = False
-    patient: bool = False
+    patience: int = 0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -75,7 +76,8 @@ def play(
     backward = [firsts[unit] + index for unit, index in backward_names(sizes)]
     gains, drains = _carries(firsts[:-1], costs)
     room = [limit - max(carried, default=0) for limit, carried in zip(room, costs.carried, strict=True)]
-    turns, prompt, patient = manner.turns, manner.prompt, manner.patient
+    prompt, patience = manner.prompt, manner.patience
+    after_i, after_f = {"turns": (True, False), "I": (False, False), "F": (True, True)}[manner.first]
     forward_ns, input_ns, weight_ns = costs.forward, costs.input_grad, costs.weight_grad
     frees, send = costs.held, costs.send
     others, number = dict(deviations or {}), 0
@@ -84,7 +86,7 @@ def play(
     begun, ended = ([[0] * count for _ in range(stages)] for _ in range(2))
     orders: list[Order] = [[] for _ in range(stages)]
     f, i, w, free, held = ([0] * stages for _ in range(5))  # forwards, I's and W's done; time; bytes
-    turn = [False] * stages  # whether a forward's turn has come
+    turn = [after_f] * stages  # whether a forward comes before an I
     events, last = [(0, stage) for stage in range(stages)], stages - 1
     while events:
         now, s = heappop(events)
@@ -100,11 +102,11 @@ def play(
             kind = F if due_f <= now and turn[s] else I
         elif due_f <= now:
             kind = F
-        elif owes and not (patient and min(due_i, due_f) < now + weight_ns[s][backward[w[s]]] // 2):
+        elif owes and min(due_i, due_f) >= now + patience * weight_ns[s][backward[w[s]]] // 2:
             kind = W
         else:
             kind = WAIT if owes else NOTHING
-        if others and number in others and kind != NOTHING:
+        if others and number in others and kind < NOTHING:
             kind = _other(kind, others.pop(number), due_i <= now, due_f <= now, owes)
         if kind >= NOTHING:
             later = [due for due in (due_i, due_f) if now < due < NEVER]
@@ -113,7 +115,7 @@ def play(
             continue
         number += 1
         if kind == I:
-            place, turn[s] = backward[done_i], turns
+            place, turn[s] = backward[done_i], after_i
             stop = now + input_ns[s][place]
             held[s] -= drains[s][place]
             if done_i < whole:
@@ -128,7 +130,7 @@ def play(
                 if free[s - 1] <= at:
                     heappush(events, (at, s - 1))
         elif kind == F:
-            place, turn[s] = done_f, False
+            place, turn[s] = done_f, after_f
             stop = now + forward_ns[s][place]
             f[s] = done_f + 1
             held[s] += gains[s][place]
