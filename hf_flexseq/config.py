@@ -8,6 +8,7 @@ PLANNERS = ("auto", "static", "flexsp", "zeppelin")
 USER_STRATEGIES = ("auto", "ulysses", "zigzag", "balanced", "allgather", "hybrid", "local")
 SYNCS = ("auto", "lockstep", "free")
 REMAPS = ("auto", "off")
+PIPELINE_SCHEDULES = ("auto", "1f1b", "seq1f1b", "infinipipe")
 
 
 @dataclass
@@ -66,13 +67,26 @@ class FlexSeqArguments:
             "attention never runs twice. False recomputes it with the rest of the layer."
         },
     )
-
     remap: str = field(
         default="auto",
         metadata={
             "help": "`auto`: in lockstep, spread tokens evenly over the ranks outside of attention where the cost "
             "model says that this is faster than moving them twice a layer; `off`: never."
         },
+    )
+    pipeline_parallel_size: int = field(
+        default=1,
+        metadata={"help": "Stages that the model's layers are divided into; it must divide the number of ranks."},
+    )
+    pipeline_schedule: str = field(
+        default="auto",
+        metadata={
+            "help": "How sequences go through the stages: `1f1b` (whole), `seq1f1b` (in chunks), `infinipipe` (long "
+            "ones in chunks, short ones packed), or `auto`."
+        },
+    )
+    pipeline_chunks: int | None = field(
+        default=None, metadata={"help": "Chunks that a long sequence is cut into. Default: planned."}
     )
 
     def __post_init__(self) -> None:
@@ -88,10 +102,19 @@ class FlexSeqArguments:
         if not isinstance(self.attention_remat, bool):
             raise ValueError(f"attention_remat={self.attention_remat!r}: give True or False")
         self._check_degree()
+        self._check_pipeline()
         # Mixed into another dataclass (TrainingArguments), the next one in line has its own checks to run.
         following: Any = getattr(super(), "__post_init__", None)
         if following is not None:
             following()
+
+    def _check_pipeline(self) -> None:
+        _whole("pipeline_parallel_size", self.pipeline_parallel_size, least=1)
+        _one_of("pipeline_schedule", self.pipeline_schedule, PIPELINE_SCHEDULES)
+        if self.pipeline_chunks is not None:
+            _whole("pipeline_chunks", self.pipeline_chunks, least=1)
+        if self.pipeline_parallel_size == 1 and (self.pipeline_chunks, self.pipeline_schedule) != (None, "auto"):
+            raise ValueError("pipeline_schedule and pipeline_chunks are for pipeline_parallel_size of 2 and more")
 
     def _check_degree(self) -> None:
         if self.planner == "static" and self.sp_degree is None:
@@ -107,13 +130,13 @@ class FlexSeqArguments:
             raise ValueError(f"sp_degree={self.sp_degree}: strategy='local' never splits a sequence; set sp_degree=1")
 
 
-def require_solver() -> None:
-    """Raise ValueError, naming what to install, unless planner='flexsp' has its MILP solver. Imports nothing."""
+def require_solver(wanted: str = "planner='flexsp'") -> None:
+    """Raise ValueError, naming what to install, unless `wanted` has its MILP solver. Imports nothing."""
     missing = [module for module in ("pulp", "highspy") if find_spec(module) is None]
     if missing:
         raise ValueError(
-            f"planner='flexsp' needs {' and '.join(missing)}, which cannot be imported here: "
-            'pip install "hf_flexseq[planner]", or choose another planner'
+            f"{wanted} needs {' and '.join(missing)}, which cannot be imported here: "
+            'pip install "hf_flexseq[planner]", or choose another one'
         )
 
 

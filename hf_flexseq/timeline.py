@@ -10,13 +10,14 @@ from dataclasses import dataclass
 
 from hf_flexseq.plan import MicroBatch, Plan
 
-MAIN_KINDS = ("compute", "transfer", "constant", "wait")
+ACTION_KINDS = ("forward", "backward", "input gradient", "weight gradient")  # what a pipeline's stages compute
+MAIN_KINDS = ("compute", "transfer", "constant", "wait", *ACTION_KINDS)
 KINDS = (*MAIN_KINDS, "overlapped")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Event:
-    """Something `rank` does from `start` to `stop` (in the timeline's unit) for one micro-batch.
+    """Something `rank` does from `start` to `stop` (in the timeline's unit) for one micro-batch, or one chunk.
 
     kind: one of `KINDS`. group: index in the micro-batch, None for what belongs to no group. degree: of that group, 0
     without one. label: what exactly, with the link it uses.
@@ -46,7 +47,8 @@ class Timeline:
     """One optimizer step on `world_size` ranks.
 
     events: by rank, then by time. memory: by rank, then by time; empty when nobody knows. starts: when each
-    micro-batch begins on its first rank. stop: when the last rank is done. unit: "ns" or "tokens".
+    micro-batch begins on its first rank; empty for a pipeline, whose chunks overlap. stop: when the last rank is
+    done. unit: "ns" or "tokens".
     """
 
     world_size: int

@@ -9,8 +9,12 @@ from hf_flexseq.cli.planning import planned, steps_of
 from hf_flexseq.cost import step_ns
 from hf_flexseq.plan import Plan, check
 from hf_flexseq.presets import load_cost_model
+from hf_flexseq.schedule.pipeline.actions import PipelinePlan
+from hf_flexseq.schedule.pipeline.check import check as check_pipeline
+from hf_flexseq.schedule.pipeline.cost import PipelineCost
 from hf_flexseq.simulate import Detail
 from hf_flexseq.simulate import simulate as simulate_plan
+from hf_flexseq.simulate.pipeline import simulate_pipeline, tokens_as_time
 from hf_flexseq.timeline import Timeline, sketch
 from hf_flexseq.view import chrome_trace, save_picture, text_grid
 from hf_flexseq.view.shares import shares
@@ -35,6 +39,8 @@ def simulate(options: Namespace) -> None:
     cost = load_cost_model(options.cost_model)
     for step in read_steps(options.plan):
         made = step.plan
+        if isinstance(made, PipelinePlan):
+            raise ValueError(f"{options.plan}: step {step.number} is a pipeline's, which `flexseq view` shows")
         check(made, options.topology)
         timeline = simulate_plan(made, options.topology, cost, sync=options.sync)
         closed = step_ns(cost, made.micro_batches, made.lengths, options.topology, sync=options.sync)
@@ -69,6 +75,8 @@ def view(options: Namespace) -> None:
 
 def _timeline(step: PlannedStep, options: Namespace, *, layers: int) -> Timeline:
     """Simulated with a cost model; otherwise by tokens, in measured seconds where there are any."""
+    if isinstance(step.plan, PipelinePlan):
+        return _pipeline_timeline(step.plan, options)
     if options.cost_model is not None:
         if options.topology is None:
             raise ValueError("--cost-model also needs --topology")
@@ -82,8 +90,21 @@ def _timeline(step: PlannedStep, options: Namespace, *, layers: int) -> Timeline
     return sketch(step.plan, world, step.measured_s)
 
 
-def _summary(made: Plan) -> str:
+def _pipeline_timeline(made: PipelinePlan, options: Namespace) -> Timeline:
+    """The stages' actions, each as long as a cost model of the whole model says, or as its tokens ask for."""
+    check_pipeline(made)
+    if options.cost_model is None:
+        return simulate_pipeline(made, tokens_as_time(made.stages))
+    return simulate_pipeline(made, PipelineCost.of_model(load_cost_model(options.cost_model), made.stages))
+
+
+def _summary(made: Plan | PipelinePlan) -> str:
     """A plan in one line."""
+    if isinstance(made, PipelinePlan):
+        return (
+            f"{len(made.lengths):,} sequences, {sum(made.lengths):,} tokens in {len(made.chunks):,} chunks through "
+            f"{made.stages} stages by {made.schedule}, predicted {made.objective_s:.3f} s"
+        )
     gap = made.objective_s / made.lower_bound_s - 1 if made.lower_bound_s else 0.0
     return (
         f"{len(made.lengths):,} sequences, {sum(made.lengths):,} tokens, {len(made.micro_batches)} micro-batches by "

@@ -8,15 +8,16 @@ from pathlib import Path
 from typing import Any
 
 from hf_flexseq.plan import Plan
+from hf_flexseq.schedule.pipeline.actions import PipelinePlan
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PlannedStep:
-    """A step of a file. number: the step's, counted by its file or by the training run. measured_s: of each
-    micro-batch, None where nobody ran it."""
+    """A step of a file. number: the step's, counted by its file or by the training run. plan: of groups, or of a
+    pipeline. measured_s: of each micro-batch, None where nobody ran it."""
 
     number: int
-    plan: Plan
+    plan: Plan | PipelinePlan
     measured_s: tuple[float, ...] | None
 
 
@@ -50,6 +51,9 @@ def _records(text: str) -> list[Any]:
 
 
 def _step(index: int, record: Any) -> PlannedStep:
+    if isinstance(record, dict) and "actions" in record:
+        made = PipelinePlan.from_record(record)
+        return PlannedStep(number=record.get("step", index), plan=made, measured_s=None)
     plan = Plan.from_record(record)
     measured = record.get("measured_s")
     if measured is not None and len(measured) != len(plan.micro_batches):

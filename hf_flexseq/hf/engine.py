@@ -32,7 +32,7 @@ from hf_flexseq.hf.model_checks import check_model
 from hf_flexseq.hf.rows import RowExchange
 from hf_flexseq.hf.run_cost import UNNAMED, unnamed_cost_model
 from hf_flexseq.hf.step import Inputs, Step, model_inputs, shards_of
-from hf_flexseq.hf.trace import PlanTrace
+from hf_flexseq.hf.trace import PlanTrace, plan_line
 from hf_flexseq.kernels import Kernel
 from hf_flexseq.kernels.choose import choose_kernel
 from hf_flexseq.plan import Plan
@@ -47,11 +47,17 @@ logger = logging.getLogger(__name__)
 class FlexSeqEngine:
     """Plans and runs optimizer steps of an unmodified HF model under accelerate."""
 
+    _cuts_models = False
+
     def __init__(
         self, accelerator: Accelerator, args: FlexSeqArguments, *, communicator: Communicator | None = None
     ) -> None:
         """Raises ValueError or NotImplementedError for an accelerator, a cost model or a degree that cannot work."""
         check_accelerator(accelerator, args)
+        if args.pipeline_parallel_size > 1 and not self._cuts_models:
+            raise NotImplementedError(
+                f"pipeline_parallel_size={args.pipeline_parallel_size} in a loop of your own: use FlexSeqTrainer, or 1"
+            )
         # Streams are dispatched from rank 0 by default, which breaks on rows of different lengths.
         accelerator.dataloader_config.dispatch_batches = False
         self.accelerator, self.args = accelerator, args
@@ -235,6 +241,10 @@ class FlexSeqEngine:
         """Record a step that has run: the plan trace, and its figures for the log. Collective over the world."""
         assert self.cost is not None, "attach the model before running steps"
         return self._trace.record(step, self.cost)
+
+    def describe(self, figures: dict[str, float]) -> str:
+        """The figures of a step in one line, for people."""
+        return plan_line(figures)
 
 
 class EngineStep:

@@ -7,7 +7,7 @@ thread and in the order of the steps, so ranks cannot disagree on what comes nex
 
 import time
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from itertools import islice
@@ -35,14 +35,18 @@ class Planner(Protocol):
 class InlinePlanner:
     """Plans in this process, when the result is wanted."""
 
-    def __init__(self, topology: Topology, cost: CostModel, **options: Any) -> None:
-        self._plan = partial(make_plan, topology=topology, cost=cost, **options)
+    def __init__(self, *args: Any, **options: Any) -> None:
+        """Topology, cost model and options, as for a PlannerWorker."""
+        self._plan = self._planner(*args, **options)
         self._submitted: dict[int, list[int]] = {}
+
+    def _planner(self, topology: Topology, cost: CostModel, **options: Any) -> Callable[[list[int]], Any]:
+        return partial(make_plan, topology=topology, cost=cost, **options)
 
     def submit(self, step: int, lengths: list[int]) -> None:
         self._submitted[step] = lengths
 
-    def result(self, step: int) -> Plan:
+    def result(self, step: int) -> Any:
         return self._plan(self._submitted.pop(step))
 
     def close(self) -> None:
@@ -63,9 +67,16 @@ class DrawnStep:
 class Lookahead:
     """Steps of one iterator at a time, up to `lookahead` of them drawn and being planned."""
 
-    def __init__(self, communicator: Communicator, planner: Planner | None, lookahead: int) -> None:
-        """`planner` on rank 0, None elsewhere."""
-        self.communicator, self.planner, self.lookahead = communicator, planner, lookahead
+    def __init__(
+        self,
+        communicator: Communicator,
+        planner: Planner | None,
+        lookahead: int,
+        *,
+        read: Callable[[Any], Any] = Plan.from_record,
+    ) -> None:
+        """`planner` on rank 0, None elsewhere. read: makes a plan of the record that rank 0's planner gave."""
+        self.communicator, self.planner, self.lookahead, self._read = communicator, planner, lookahead, read
         self.waited_s = 0.0
         self._iterator: Iterator[Any] | None = None
         self._drawn: deque[DrawnStep] = deque()
@@ -114,7 +125,7 @@ class Lookahead:
             raise PlanInfeasible(value)
         if kind == "failed":
             raise RuntimeError(value)
-        return Plan.from_record(value)
+        return self._read(value)
 
     def _answer(self, number: int) -> tuple[str, Any]:
         """Rank 0's plan, or why there is none, in a form that can be sent."""

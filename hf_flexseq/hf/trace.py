@@ -28,13 +28,15 @@ class PlanTrace:
         by_rank = gather_objects(self.communicator, step.measured_s())
         measured = [max(seconds) for seconds in zip(*by_rank, strict=True)]
         slowest = max(sum(seconds) for seconds in by_rank)
-        if self.path is not None:
-            line = {"step": step.number, "cost_model": self._digest(cost), "measured_s": measured}
-            self._append(line | step.plan.to_record())
+        line = {"step": step.number, "cost_model": self._digest(cost), "measured_s": measured}
+        self.append(line, step.plan)
         return step_figures(step, slowest, self.communicator.world_size)
 
-    def _append(self, line: dict[str, Any]) -> None:
-        assert self.path is not None, "only rank 0 writes the trace"
+    def append(self, line: dict[str, Any], plan: Any) -> None:
+        """Write `line`, joined with the plan's record, where there is a trace and this is rank 0."""
+        if self.path is None:
+            return
+        line = line | plan.to_record()
         self.path.parent.mkdir(parents=True, exist_ok=True)
         with self.path.open("a", encoding="utf-8") as file:
             file.write(json.dumps(line) + "\n")

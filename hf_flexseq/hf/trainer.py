@@ -30,9 +30,11 @@ from hf_flexseq.hf.engine import FlexSeqEngine, base_model
 from hf_flexseq.hf.evaluation import EvaluationLoss, PlannedBatches, left_unprepared
 from hf_flexseq.hf.loaders import LongestLoader
 from hf_flexseq.hf.model_checks import check_model
+from hf_flexseq.hf.pipeline_optimizer import is_of_pipeline, load_optimizer
+from hf_flexseq.hf.pipeline_trainer import PipelineMixin, load_own_stage
 from hf_flexseq.hf.resume import StepSizeCallback, check_step_size
 from hf_flexseq.hf.step import Inputs, StepItem, step_items
-from hf_flexseq.hf.trace import mean_figures, plan_line
+from hf_flexseq.hf.trace import mean_figures
 
 logger = logging.getLogger(__name__)
 
@@ -48,12 +50,24 @@ class FlexSeqMixin:
     Args:
         flexseq_args (`FlexSeqArguments`, *optional*):
             The options. Taken from `args` when that is a `FlexSeqConfig`, or another class with the same fields.
+
+    With `pipeline_parallel_size` of 2 and more, `model` may be a folder or the name of a model on the Hub: then every
+    rank loads its own stage alone.
     """
 
     flexseq: FlexSeqEngine
 
-    def __init__(self, *args: Any, flexseq_args: FlexSeqArguments | None = None, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
+    def __init__(
+        self,
+        model: Any = None,
+        args: Any = None,
+        *rest: Any,
+        flexseq_args: FlexSeqArguments | None = None,
+        **kwargs: Any,
+    ) -> None:
+        if isinstance(model, str) and (flexseq_args or arguments_on(args)).pipeline_parallel_size > 1:
+            model = load_own_stage(model, args, flexseq_args or arguments_on(args))
+        super().__init__(model, args, *rest, **kwargs)
         self._setup_flexseq(flexseq_args)
 
     def _setup_flexseq(self, flexseq_args: FlexSeqArguments | None) -> None:
@@ -61,13 +75,19 @@ class FlexSeqMixin:
         options = flexseq_args or arguments_on(self.args)
         check_trainer(self, options)
         check_model(base_model(self.model))
-        self.flexseq = FlexSeqEngine(self.accelerator, options)
+        if options.pipeline_parallel_size > 1 and not isinstance(self, PipelineMixin):
+            former = type(self)
+            self.__class__ = type(f"Pipeline{former.__name__}", (PipelineMixin, former), {})
+        self.flexseq = self._make_engine(options)
         self.data_collator = _flexseq_collator(self.data_collator)
         self._flexseq_figures: list[dict[str, float]] = []  # of the steps since the last log
         self._flexseq_eval: EvaluationLoss | None = None
         # Ranks may run different numbers of micro-batches, unless a subclass computes its loss with collectives.
         self._flexseq_lockstep = type(self).compute_loss is not Trainer.compute_loss
         self.add_callback(StepSizeCallback(self._flexseq_step_size()))
+
+    def _make_engine(self, options: FlexSeqArguments) -> FlexSeqEngine:
+        return FlexSeqEngine(self.accelerator, options)
 
     def _flexseq_step_size(self) -> int:
         return self.get_total_train_batch_size(self.args)
@@ -99,11 +119,22 @@ class FlexSeqMixin:
             return super(FlexSeqMixin, self).training_step(model, micro_batch, num_items_in_batch)
 
         loss = self.flexseq.run(inputs.step, model, forward_backward)
-        figures = self.flexseq.finish(inputs.step)
+        self._note_figures(inputs.step)
+        return loss
+
+    def _note_figures(self, step: Any) -> None:
+        """Of a step that has run, for the log. Collective."""
+        figures = self.flexseq.finish(step)
         self._flexseq_figures.append(figures)
         if self.is_world_process_zero():
-            logger.info("step %d: %s", inputs.step.number, plan_line(figures))
-        return loss
+            logger.info("step %d: %s", step.number, self.flexseq.describe(figures))
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        """Also the state that a pipeline has written."""
+        if is_of_pipeline(checkpoint):
+            load_optimizer(self.model, self.optimizer.optimizer, self.lr_scheduler, checkpoint)
+        else:
+            super()._load_optimizer_and_scheduler(checkpoint)
 
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
         if "loss" in logs:

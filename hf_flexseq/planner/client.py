@@ -28,11 +28,17 @@ STDERR_LINES = 20
 class PlannerWorker:
     """A planning process for one topology, cost model and set of `make_plan` options."""
 
+    MODULE = "hf_flexseq.planner.worker"
+    PLAN: Any = Plan  # what an answer is a record of
+
     def __init__(self, topology: Topology, cost: CostModel, **options: Any) -> None:
+        self._start({"topology": asdict(topology), "cost": cost.to_record(), "options": options})
+
+    def _start(self, configuration: dict[str, Any]) -> None:
         self._stderr = tempfile.TemporaryFile()  # noqa: SIM115 (lives as long as the process)
         self._process = subprocess.Popen(
             # -P: modules in the current directory must not hide the standard library's
-            [sys.executable, "-P", "-m", "hf_flexseq.planner.worker"],
+            [sys.executable, "-P", "-m", self.MODULE],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._stderr,
@@ -45,7 +51,7 @@ class PlannerWorker:
         self._changed = threading.Condition()
         self._ended = self._closed = False
         self._requests: queue.SimpleQueue[str | None] = queue.SimpleQueue()
-        self._send({"topology": asdict(topology), "cost": cost.to_record(), "options": options})
+        self._send(configuration)
         for loop in (self._write, self._read):
             threading.Thread(target=loop, daemon=True, name=f"flexseq-planner{loop.__name__}").start()
         atexit.register(self.close)
@@ -57,7 +63,7 @@ class PlannerWorker:
         self._submitted.add(step)
         self._send({"id": step, "lengths": [int(length) for length in lengths]})
 
-    def result(self, step: int, timeout_s: float = 600.0) -> Plan:
+    def result(self, step: int, timeout_s: float = 600.0) -> Any:
         """The plan of a submitted step, once.
 
         Raises what planning raised, or RuntimeError when the process died or gave no answer for `timeout_s` seconds.
@@ -72,7 +78,7 @@ class PlannerWorker:
         self._submitted.discard(step)
         if "error" in answer:
             raise ERRORS[answer["error"]["kind"]](answer["error"]["message"])
-        return Plan.from_record(answer["plan"])
+        return self.PLAN.from_record(answer["plan"])
 
     def close(self) -> None:
         """End the process. Plans not fetched are lost. May be called again."""

@@ -17,8 +17,8 @@ out: neither changes the optimum, and the first proves it early where one long s
 It starts from a solution in hand and ends at a relative gap, a count of nodes or one of checkpoints, never by the
 clock, with one thread and a fixed seed. A program of very many integers, which full memory asks for since buckets may
 add few tokens then, keeps that solution: at FlexSP's own time limit such programs find no other. PuLP has no warm
-start for HiGHS, so the start is handed to the solver's own model. This is the one module that imports PuLP. Rejected:
-PuLP's bundled CBC, which comes as a separate process and a file per model.
+start for HiGHS, so the start is handed to the solver's own model. Only this module and `checkpointing_milp.py` import
+PuLP. Rejected: PuLP's bundled CBC, which comes as a separate process and a file per model.
 """
 
 from collections.abc import Iterator

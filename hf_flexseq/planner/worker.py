@@ -11,33 +11,43 @@ whose spawn re-runs scripts that lack a main guard and whose fork is unsafe once
 
 import json
 import sys
+from collections.abc import Callable
 from functools import partial
 from typing import Any, TextIO
 
 from hf_flexseq.cost import CostModel
-from hf_flexseq.plan import Plan, PlanInfeasible
+from hf_flexseq.plan import PlanInfeasible
 from hf_flexseq.planner import make_plan
 from hf_flexseq.topology import Topology
 
 
-def serve(requests: TextIO, answers: TextIO) -> None:
-    """Answer the requests of one stream on another until the first one ends."""
-    configuration = json.loads(requests.readline() or "null")
-    if configuration is None:
-        return
-    planner = partial(
+def make_planner(configuration: dict[str, Any]) -> Callable[[list[int]], Any]:
+    """The planner that the first line asks for."""
+    return partial(
         make_plan,
         topology=Topology(**configuration["topology"]),
         cost=CostModel.from_record(configuration["cost"]),
         **configuration["options"],
     )
+
+
+def serve(
+    requests: TextIO,
+    answers: TextIO,
+    make: Callable[[dict[str, Any]], Callable[[list[int]], Any]] = make_planner,
+) -> None:
+    """Answer the requests of one stream on another until the first one ends."""
+    configuration = json.loads(requests.readline() or "null")
+    if configuration is None:
+        return
+    planner = make(configuration)
     for line in requests:
         request = json.loads(line)
         answers.write(json.dumps({"id": request["id"], **_answer(planner, request["lengths"])}) + "\n")
         answers.flush()
 
 
-def _answer(planner: "partial[Plan]", lengths: list[int]) -> dict[str, Any]:
+def _answer(planner: Callable[[list[int]], Any], lengths: list[int]) -> dict[str, Any]:
     try:
         return {"plan": planner(lengths).to_record()}
     except ValueError as error:

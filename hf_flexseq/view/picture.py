@@ -9,7 +9,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-from hf_flexseq.timeline import Event, Timeline
+from hf_flexseq.timeline import ACTION_KINDS, Event, Timeline
 from hf_flexseq.view.shares import boundaries, degrees, shares
 
 # Degrees 1, 2, 4, ... from light to dark, told apart in grey and by colour-blind eyes; others take the nearest one's.
@@ -25,9 +25,11 @@ COLOURS = (
     "#2f5d50",
     "#23303a",
 )
+ACTION_COLOURS = dict(zip(ACTION_KINDS, ("#3f6fb0", "#23706b", "#3f9c86", "#e8b04a"), strict=True))
 CONSTANT, INK = "#d5d8dc", "#2b2f36"
 GAP = 0.06  # white space above and below a group, in ranks
 PALER = 0.55  # how far towards white the colour of a transfer lies
+SHADE = 0.25  # the same of every other chunk's
 
 
 def save_picture(timeline: Timeline, path: str | Path, *, title: str = "", ranks_per_node: int | None = None) -> None:
@@ -54,7 +56,7 @@ def _draw_events(axes: Any, timeline: Timeline) -> None:
     edges = _group_edges(drawn)
     boxes: dict[str, list[Any]] = {}
     for first, stop, event in _blocks(drawn):
-        lowest, highest = edges[event.micro_batch, event.group]
+        lowest, highest = (first, stop) if event.kind in ACTION_COLOURS else edges[event.micro_batch, event.group]
         low = first - 0.5 + (GAP if first == lowest else 0)
         high = stop - 0.5 - (GAP if stop == highest else 0)
         left, right = (at / _scale(timeline) for at in (event.start, event.stop))
@@ -132,6 +134,7 @@ def _draw_legend(figure: Any, timeline: Timeline) -> None:
         Patch(facecolor=colour_of(degree), label=f"degree {degree} ({count} group{'s' * (count > 1)})")
         for degree, count in degrees(timeline).items()
     ]
+    patches += [Patch(facecolor=ACTION_COLOURS[kind], label=kind) for kind in ACTION_KINDS if kind in kinds]
     if "transfer" in kinds:
         patches.append(Patch(facecolor=_paler(colour_of(4)), label="transfer (paler)"))
     if "constant" in kinds:
@@ -157,12 +160,14 @@ def colour_of(degree: int) -> str:
 def _colour(event: Event) -> str:
     if event.kind == "constant":
         return CONSTANT
+    if event.kind in ACTION_COLOURS:
+        return _paler(ACTION_COLOURS[event.kind], SHADE * (event.micro_batch % 2))
     return _paler(colour_of(event.degree)) if event.kind == "transfer" else colour_of(event.degree)
 
 
-def _paler(colour: str) -> str:
+def _paler(colour: str, share: float = PALER) -> str:
     parts = (int(colour[at : at + 2], 16) for at in (1, 3, 5))
-    return "#" + "".join(f"{round(part + PALER * (255 - part)):02x}" for part in parts)
+    return "#" + "".join(f"{round(part + share * (255 - part)):02x}" for part in parts)
 
 
 def _scale(timeline: Timeline) -> float:

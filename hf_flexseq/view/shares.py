@@ -1,12 +1,20 @@
 """What text and pictures have in common."""
 
-from hf_flexseq.timeline import Timeline
+from hf_flexseq.timeline import ACTION_KINDS, Timeline
 
-NAMES = {"compute": "compute", "transfer": "transfers", "constant": "constant", "wait": "idle"}
+NAMES = {
+    "compute": "compute",
+    **{kind: kind for kind in ACTION_KINDS},
+    "transfer": "transfers",
+    "constant": "constant",
+    "wait": "idle",
+}
 
 
 def boundaries(timeline: Timeline) -> list[int]:
     """Where one micro-batch ends and the next begins on all ranks at once; in free synchronisation maybe nowhere."""
+    if not timeline.starts:
+        return []
     last = [0] * len(timeline.starts)
     for event in timeline.events:
         if event.kind != "wait":

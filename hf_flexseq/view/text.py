@@ -8,10 +8,11 @@ from itertools import groupby
 
 import numpy as np
 
-from hf_flexseq.timeline import Event, Timeline
+from hf_flexseq.timeline import ACTION_KINDS, Event, Timeline
 from hf_flexseq.view.shares import boundaries, degrees, duration, shares
 
 TRANSFER, CONSTANT, IDLE, BOUNDARY = "~", "-", ".", "|"
+ACTIONS = dict(zip(ACTION_KINDS, "FBIW", strict=True))
 MOST_LINES = 64
 
 
@@ -36,7 +37,7 @@ def _symbols(timeline: Timeline) -> dict[int, str]:
 
 def _cells(events: list[Event], stop: int, columns: int, symbols: dict[int, str]) -> str:
     """What a rank does most of the time in each of `columns` equal parts of the step."""
-    names = [*dict.fromkeys(symbols.values()), TRANSFER, CONSTANT, IDLE]
+    names = [*dict.fromkeys(symbols.values()), *ACTIONS.values(), TRANSFER, CONSTANT, IDLE]
     spent = np.zeros((len(names), columns))
     edges = np.arange(columns + 1) * (stop / columns)
     for event in events:
@@ -53,7 +54,7 @@ def _cells(events: list[Event], stop: int, columns: int, symbols: dict[int, str]
 def _symbol(event: Event, symbols: dict[int, str]) -> str:
     if event.kind == "compute":
         return symbols[event.degree]
-    return {"transfer": TRANSFER, "constant": CONSTANT, "wait": IDLE}[event.kind]
+    return {"transfer": TRANSFER, "constant": CONSTANT, "wait": IDLE, **ACTIONS}[event.kind]
 
 
 def _groups(events: list[Event]) -> tuple[tuple[int, int], ...]:
@@ -91,7 +92,12 @@ def _legend(timeline: Timeline, symbols: dict[int, str], width: int) -> list[str
     counts = degrees(timeline)
     parts = [f"{symbol} {counts[degree]} x degree {degree}" for degree, symbol in symbols.items()]
     kinds = {event.kind for event in timeline.events}
-    named = (("transfer", TRANSFER, "transfer"), ("constant", CONSTANT, "constant"), ("wait", IDLE, "idle"))
+    named = (
+        *((kind, symbol, kind) for kind, symbol in ACTIONS.items()),
+        ("transfer", TRANSFER, "transfer"),
+        ("constant", CONSTANT, "constant"),
+        ("wait", IDLE, "idle"),
+    )
     parts += [f"{symbol} {name}" for kind, symbol, name in named if kind in kinds]
     parts += [f"{BOUNDARY} next micro-batch"] if boundaries(timeline) else []
     lines = [""]

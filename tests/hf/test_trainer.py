@@ -20,15 +20,13 @@ def training_arguments(cls, folder, *, batch, accumulation, **options):
         output_dir=str(folder),
         per_device_train_batch_size=batch,
         gradient_accumulation_steps=accumulation,
-        max_steps=STEPS,
         lr_scheduler_type="linear",
         max_grad_norm=0.5,
         logging_steps=1,
         report_to="none",
         disable_tqdm=True,
-        save_strategy="no",
         use_cpu=True,
-        **{"learning_rate": 1e-2, **options},
+        **{"learning_rate": 1e-2, "max_steps": STEPS, "save_strategy": "no", **options},
     )
 
 
@@ -54,9 +52,11 @@ def dataset(size=72):
     return documents([1 + (i * i * 7) % 60 for i in range(size)])
 
 
-def plain_run(folder, *, batch, accumulation=1, optim="sgd", loss=None, size=72, dtype=torch.float64, **options):
+def plain_run(
+    folder, *, batch, accumulation=1, optim="sgd", loss=None, size=72, dtype=torch.float64, model=None, **options
+):
     """Weights before and after, and the log, of the plain Trainer in this process."""
-    model = tiny_llama(dtype)
+    model = model or tiny_llama(dtype)
     if loss is not None:
         model.loss_function = loss
     before = {n: p.detach().clone() for n, p in model.named_parameters()}

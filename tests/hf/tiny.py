@@ -67,9 +67,10 @@ def reference_gradients(model, examples, attention="sdpa"):
     return float(loss.detach()), gradients
 
 
-def relative_errors(found, wanted):
-    """||a - b|| / ||b|| per parameter, with 1e-3 of the largest norm as floor."""
-    floor = 1e-3 * max(float(g.norm()) for g in wanted.values())
+def relative_errors(found, wanted, floor_of=None):
+    """||a - b|| / ||b|| per parameter, with 1e-3 of the largest norm as floor: in `floor_of`, where a rank has but
+    some of the parameters."""
+    floor = 1e-3 * max(float(g.norm()) for g in (floor_of or wanted).values())
     assert found.keys() == wanted.keys()
     return {name: float((found[name] - g).norm()) / max(float(g.norm()), floor) for name, g in wanted.items()}
 

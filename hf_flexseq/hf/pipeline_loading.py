@@ -1,0 +1,56 @@
+"""Load one stage of a model from a folder or the Hub, so that no rank ever holds the whole.
+
+transformers' own `from_pretrained` does it, on a subclass whose constructor cuts the model: it makes the model without
+memory, cuts it, and then reads only those tensors that are left. The head of a tied model is on the last stage and the
+embedding, under whose name the checkpoint has the tensor, is not: there the name is mapped.
+"""
+
+from typing import Any
+
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+
+from hf_flexseq.pipeline.stages import Stage, check_identity, cut
+
+STAGE = "_flexseq_stage"  # where a model that was cut keeps its Stage
+
+
+def load_stage_of(name: str, index: int, count: int, **options: Any) -> PreTrainedModel:
+    """Stage `index` of `count` of the causal language model `name`; `options` as for `from_pretrained`.
+
+    Raises ValueError for more stages than layers + 1 and for a checkpoint that lacks a tensor, NotImplementedError for
+    a model without a plain decoder stack.
+    """
+    config = AutoConfig.from_pretrained(name)
+    kind = AutoModelForCausalLM._model_mapping[type(config)]
+    loader = _cutting(kind, index, count)
+    if index == count - 1 and config.tie_word_embeddings:
+        options["key_mapping"] = {**options.get("key_mapping", {}), **_tied_names(kind)}
+    model, info = loader.from_pretrained(name, config=config, output_loading_info=True, **options)
+    if info["missing_keys"]:
+        raise ValueError(f"{name} has no {', '.join(sorted(info['missing_keys']))}")
+    model.__class__ = kind
+    check_identity(stage_of(model).stack)
+    return model
+
+
+def stage_of(model: PreTrainedModel) -> Stage | None:
+    """What a model was cut into; None for a whole one."""
+    return vars(model).get(STAGE)
+
+
+def _cutting(kind: type[PreTrainedModel], index: int, count: int) -> type[PreTrainedModel]:
+    """`kind` with a constructor that cuts. Nothing is tied in a stage, and most of a checkpoint is not for it."""
+
+    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
+        kind.__init__(self, *args, **kwargs)
+        vars(self)[STAGE] = cut(self, index, count, check=False)
+        self.all_tied_weights_keys = {}
+
+    members = {"__init__": __init__, "_tied_weights_keys": None, "_keys_to_ignore_on_load_unexpected": [".*"]}
+    return type(kind.__name__, (kind,), members)
+
+
+def _tied_names(kind: type[PreTrainedModel]) -> dict[str, str]:
+    """From the name in the checkpoint to that of the head, as patterns."""
+    tied = kind._tied_weights_keys or {}
+    return {f"^{source}$": head for head, source in tied.items()}

@@ -1,0 +1,117 @@
+"""What attention must know of the chunk it works on; travels as `seq_ctx`, like the context of a micro-batch."""
+
+from collections.abc import Callable, Sequence
+from functools import partial
+
+import torch
+
+from hf_flexseq.attention.local import LocalZone, Tensors
+from hf_flexseq.attention.zones import Steps
+from hf_flexseq.pipeline.carry import Carried, KVCarry
+from hf_flexseq.pipeline.ulysses import Sharing, ZoneAttention, shared_chunk
+from hf_flexseq.schedule.pipeline.actions import Chunk
+from hf_flexseq.shard import Slice
+
+
+class ChunkContext:
+    """One chunk on one stage. A plain class, as `SequenceContext` is, and for the same reason.
+
+    carry: of the stage. checkpointed: layers, by index in the model, that drop their activations and compute them
+    again in the backward.
+    """
+
+    __slots__ = (
+        "_chunk_tokens",
+        "_cut",
+        "_dummy",
+        "_lengths",
+        "_sharing",
+        "_whole",
+        "carry",
+        "checkpointed",
+        "tokens",
+    )
+
+    def __init__(
+        self,
+        chunk: Chunk,
+        lengths: tuple[int, ...],
+        carry: KVCarry,
+        device: torch.device,
+        *,
+        checkpointed: frozenset[int] = frozenset(),
+        sharing: Sharing | None = None,
+    ) -> None:
+        """sharing: with whom this rank shares the chunk's tokens; None when it has all."""
+        self.carry, self.checkpointed, self._sharing = carry, checkpointed, sharing
+        start, stop = sharing.part(chunk.tokens) if sharing is not None else (0, chunk.tokens)
+        self._chunk_tokens = chunk.tokens
+        self._dummy = _local_zone((1,), 1, carry, device) if start == stop else None
+        self.tokens = max(stop - start, 1)
+        self._lengths, self._cut = lengths, chunk.cut(lengths)
+        whole = chunk.slices if self._cut is None else chunk.slices[1:]
+        assert all(part.tokens == lengths[part.sequence] for part in whole), f"{chunk} has two parts of sequences"
+        self._whole = _local_zone([part.tokens for part in whole], chunk.tokens, carry, device) if whole else None
+
+    def of_layer(self, layer: int, *, keeps_grad: bool) -> "LayerContext":
+        """The context of one layer's attention, for `sequence_parallel_attention`. keeps_grad: see `KVCarry.at`."""
+        zones: list[ZoneAttention] = []
+        if self._cut is not None:
+            length = self._lengths[self._cut.sequence]
+            zones.append(CutZone(self._cut, partial(self.carry.at, layer, self._cut, length, keeps_grad=keeps_grad)))
+        if self._whole is not None:
+            zones.append(self._whole)
+        if self._sharing is not None:
+            zones = [shared_chunk(self._chunk_tokens, zones, self._sharing)]
+        if self._dummy is not None:
+            zones.append(self._dummy)
+        return LayerContext(self.tokens, tuple(zones))
+
+
+class LayerContext:
+    """What `sequence_parallel_attention` asks of a context. Nothing is kept for a replay, which finds keys and values
+    in the carry, and no token stands elsewhere outside of attention."""
+
+    __slots__ = ("kept", "tokens", "zones")
+
+    def __init__(self, tokens: int, zones: tuple[ZoneAttention, ...]) -> None:
+        self.kept, self.tokens, self.zones = None, tokens, zones
+
+    def arriving(self, *tensors: torch.Tensor) -> Tensors:
+        return tensors
+
+    def leaving(self, *tensors: torch.Tensor) -> Tensors:
+        return tensors
+
+
+class CutZone:
+    """The part of a sequence that a chunk begins with. For the backward it keeps q, out and lse alone; keys and values
+    are in the carry."""
+
+    __slots__ = ("_carried", "_find", "piece", "rows")
+
+    def __init__(self, piece: Slice, find: Callable[[], Carried]) -> None:
+        """find: what is carried of the piece's sequence; called when there is something to carry."""
+        self.rows = slice(0, piece.tokens)
+        self.piece, self._find = piece, find
+        self._carried: Carried | None = None
+
+    def forward(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float
+    ) -> Steps[tuple[torch.Tensor, Tensors]]:
+        """q [t, H, D], k, v [t, Hkv, D] -> out [t, H, D], and what `backward` needs."""
+        yield 0.0
+        self._carried = self._find()
+        out, lse = self._carried.forward(self.piece, q, k, v, scale)
+        return out, (q, out, lse)
+
+    def backward(self, dout: torch.Tensor, saved: Tensors, scale: float) -> Steps[Tensors]:
+        yield 0.0
+        q, out, lse = saved
+        assert self._carried is not None, "a backward without its forward"
+        return self._carried.backward(self.piece, dout, q, out, lse, scale)
+
+
+def _local_zone(lengths: Sequence[int], stop: int, carry: KVCarry, device: torch.device) -> LocalZone:
+    """Whole sequences, at the end of a row that stops at `stop`, as a group of this rank alone."""
+    return LocalZone(slice(stop - sum(lengths), stop), lengths, carry.kernel, device)

@@ -1,0 +1,222 @@
+"""Obeys the list of actions that a plan has for this stage, and knows no schedule.
+
+    F   take the hidden states of the stage before (the first stage: token ids), run the layers, hand on what comes
+        out (the last stage: the loss)
+    B   take the gradient of what was handed on, go backward, hand on the gradient of what was taken
+    I   B, but the weight gradients of the layers are left in the store
+    W   add those
+
+Losses are sums over a chunk's targets divided by the targets of the whole step, so that gradients of all chunks only
+add up. Chunks differ in shape, and every shape is known from the plan: nothing but tensors is sent.
+
+Rejected: torch.distributed.pipelining, whose stages hold one shape for all micro-batches or exchange it every time,
+whose schedules are lowered in up to a second per step, and which has no keys and values to carry.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from hf_flexseq.distributed.neighbours import Neighbours
+from hf_flexseq.kernels import Kernel, lse_dtype
+from hf_flexseq.pipeline.carry import KVCarry
+from hf_flexseq.pipeline.context import ChunkContext
+from hf_flexseq.pipeline.mailbox import WINDOW, Inbox, Outbox, Place
+from hf_flexseq.pipeline.stages import Stage
+from hf_flexseq.pipeline.ulysses import Sharing, own_columns
+from hf_flexseq.pipeline.weights import WeightGradients
+from hf_flexseq.schedule.pipeline.actions import Action, PipelinePlan
+
+Columns = Mapping[str, torch.Tensor]
+Context = Callable[[], AbstractContextManager[Any]]
+
+
+@dataclass(slots=True)
+class _Flight:
+    """A chunk between its forward and its backward: the hidden states it came with, and what it became."""
+
+    source: torch.Tensor
+    result: torch.Tensor
+
+
+class PipelineExecutor:
+    """One stage at work. Make it once; `train` runs an optimizer step, `evaluate` forwards alone."""
+
+    def __init__(
+        self, stage: Stage, neighbours: Neighbours, kernel: Kernel, *, sharing: Sharing | None = None
+    ) -> None:
+        """sharing: the ranks of this stage that share every chunk's tokens; None for one rank."""
+        self.stage, self.neighbours, self.sharing = stage, neighbours, sharing
+        self.carry = KVCarry(kernel)
+        self.weights = WeightGradients(stage.own_layers)
+        for index, layer in enumerate(stage.own_layers, start=stage.layers[0]):
+            layer.forward = _checkpointable(layer, index)  # type: ignore[method-assign]
+
+    def detach(self) -> None:
+        """Leave nothing on the stage's layers."""
+        self.weights.detach()
+        for layer in self.stage.own_layers:
+            layer.__dict__.pop("forward", None)
+
+    def train(
+        self, plan: PipelinePlan, columns: Sequence[Columns], targets: int, autocast: Context = nullcontext
+    ) -> torch.Tensor:
+        """All actions of one step. Returns the loss: sum over targets / `targets` on the last stage, 0 elsewhere.
+
+        columns: of each chunk, by its place in the plan, tensors [1, t] on the stage's device: input_ids, labels,
+        position_ids. Gradients are added to those that are there; of a tied tensor, only those of this stage's copy.
+        """
+        step = _Step(self, plan, columns, targets, autocast)
+        for action in plan.actions[self.stage.index]:
+            step.obey(action)
+        step.close()
+        return step.loss
+
+    def evaluate(
+        self, plan: PipelinePlan, columns: Sequence[Columns], targets: int, autocast: Context = nullcontext
+    ) -> torch.Tensor:
+        """The loss of one step, without gradients: the forwards, in the order of the plan's chunks."""
+        with torch.no_grad():
+            step = _Step(self, _forwards(plan), columns, targets, autocast)
+            for action in step.plan.actions[self.stage.index]:
+                step.forward(action)
+            step.close()
+        return step.loss
+
+
+class _Step:
+    """One optimizer step of one stage."""
+
+    def __init__(
+        self,
+        executor: PipelineExecutor,
+        plan: PipelinePlan,
+        columns: Sequence[Columns],
+        targets: int,
+        autocast: Context,
+    ) -> None:
+        self.executor, self.stage, self.plan = executor, executor.stage, plan
+        self.columns = [own_columns(of_chunk, executor.sharing) for of_chunk in columns]
+        self.targets, self.autocast = targets, autocast
+        self.places = plan.places()
+        self.flights: dict[Place, _Flight] = {}
+        parameter = next(self.stage.stack.model.parameters())
+        self.dtype, self.device = parameter.dtype, parameter.device
+        self.loss = torch.zeros((), dtype=lse_dtype(self.dtype), device=self.device)
+        self._open()
+
+    def _open(self) -> None:
+        links, index = self.executor.neighbours, self.stage.index
+        training = torch.is_grad_enabled()
+        self.outboxes: list[Outbox] = []
+        if not self.stage.is_first:
+            self.sources = Inbox(links.from_before, self._sent(index - 1, "F"), self._empty)
+            self.gradients_out = Outbox(links.to_before, window=WINDOW)
+            self.outboxes.append(self.gradients_out)
+        if not self.stage.is_last:
+            self.gradients = Inbox(links.from_after, self._sent(index + 1, "BI"), self._empty)
+            self.results = Outbox(links.to_after, window=None if training else WINDOW)
+            self.outboxes.append(self.results)
+
+    def _sent(self, stage: int, kinds: str) -> list[Place]:
+        """The chunks that a neighbour sends, in its order."""
+        return [self.places[a.unit, a.chunk] for a in self.plan.actions[stage] if a.kind in kinds]
+
+    def _empty(self, place: Place) -> torch.Tensor:
+        tokens = self.columns[place]["input_ids"].shape[1]
+        return torch.empty(1, tokens, self.stage.width, dtype=self.dtype, device=self.device)
+
+    # ---- actions
+
+    def obey(self, action: Action) -> None:
+        match action.kind:
+            case "F":
+                self.forward(action)
+            case "B":
+                self.backward(action)
+            case "I":
+                with self.executor.weights.deferred((action.unit, action.chunk)):
+                    self.backward(action)
+            case "W":
+                self.executor.weights.run((action.unit, action.chunk))
+
+    def forward(self, action: Action) -> None:
+        place = self.places[action.unit, action.chunk]
+        assert place not in self.flights, f"{action} comes twice"
+        columns = dict(self.columns[place])
+        tokens, labels = columns.pop("input_ids"), columns.pop("labels")
+        source = tokens if self.stage.is_first else self.sources.take(place)
+        if source.is_floating_point() and torch.is_grad_enabled():
+            source.requires_grad_()
+        with self.autocast():
+            if self.stage.is_last:
+                of_loss = {"labels": labels, "shift_labels": labels, "num_items_in_batch": self.targets}
+                result = self.stage.loss(source, **columns, **of_loss, seq_ctx=self._context(place))
+                self.loss += result.detach()
+            else:
+                result = self.stage.hidden(source, **columns, seq_ctx=self._context(place))
+                assert result.dtype == self.dtype, f"hidden states are {result.dtype}, expected {self.dtype}"
+                self.results.put(place, result)
+        if torch.is_grad_enabled():
+            self.flights[place] = _Flight(source, result)
+
+    def backward(self, action: Action) -> None:
+        place = self.places[action.unit, action.chunk]
+        assert place in self.flights, f"{action} comes before its forward, or twice"
+        flight = self.flights.pop(place)
+        if self.stage.is_last:
+            flight.result.backward()
+        else:
+            gradient = self.gradients.take(place)
+            self.results.arrived(place)  # long ago, since its gradient is here
+            if flight.result.requires_grad:
+                flight.result.backward(gradient)
+        if not self.stage.is_first:
+            self.gradients_out.put(place, flight.source.grad)
+
+    def _context(self, place: Place) -> ChunkContext:
+        first, stop = self.stage.layers
+        count = self.plan.layers_checkpointed(self.stage.index, place)
+        return ChunkContext(
+            self.plan.chunks[place],
+            self.plan.lengths,
+            self.executor.carry,
+            self.device,
+            checkpointed=frozenset(range(first, min(first + count, stop))),
+            sharing=self.executor.sharing,
+        )
+
+    def close(self) -> None:
+        """Wait for what is under way, and make sure that nothing is left."""
+        for outbox in self.outboxes:
+            outbox.close()
+        self.executor.carry.check_empty()
+        self.executor.weights.check_empty()
+        assert not self.flights, f"the step is over without a backward of chunks {sorted(self.flights)}"
+
+
+def _forwards(plan: PipelinePlan) -> PipelinePlan:
+    """The plan's chunks, forward alone."""
+    actions = tuple(
+        tuple(Action(stage, "F", chunk.unit, chunk.index) for chunk in plan.chunks) for stage in range(plan.stages)
+    )
+    return replace(plan, actions=actions)
+
+
+def _checkpointable(layer: nn.Module, index: int) -> Callable[..., torch.Tensor]:
+    """The layer's forward, which keeps its input alone where the context of the chunk says so."""
+    own_forward = layer.forward
+
+    def forward(hidden: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        # A model that checkpoints all its layers anyway does so inside own_forward.
+        own = getattr(layer, "gradient_checkpointing", False)
+        if torch.is_grad_enabled() and not own and index in kwargs["seq_ctx"].checkpointed:
+            return checkpoint(own_forward, hidden, *args, use_reentrant=False, **kwargs)
+        return own_forward(hidden, *args, **kwargs)
+
+    return forward

@@ -1,0 +1,94 @@
+"""Ulysses inside a stage: its ranks share every chunk's tokens, and exchange them for heads around the carry.
+
+A rank holds its part of the chunk's row. Around attention the parts become whole again, for a share of the heads
+(`attention/ulysses.py`); there the chunk is worked on as on a stage of one rank, and the carry holds keys and values
+of these heads alone. Ring strategies do not fit: their blocks are causal squares, a chunk is a rectangle over its
+prefix.
+
+A rank without a part in a chunk, because that has fewer tokens than ranks, holds a dummy token instead, which has no
+target and attends to itself: no gradient comes back to it, and every exchange happens.
+"""
+
+from collections.abc import Mapping, Sequence
+from itertools import islice
+from typing import NamedTuple, Protocol
+
+import torch
+
+from hf_flexseq.attention.local import Tensors
+from hf_flexseq.attention.ulysses import UlyssesZone
+from hf_flexseq.attention.zones import Steps, run_zones
+from hf_flexseq.distributed.communicator import Communicator
+from hf_flexseq.shard import contiguous_part
+
+IGNORED = -100  # the label of a token without a target
+
+
+class ZoneAttention(Protocol):
+    """A part of the chunk's row."""
+
+    rows: slice
+
+    def forward(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float
+    ) -> Steps[tuple[torch.Tensor, Tensors]]: ...
+
+    def backward(self, dout: torch.Tensor, saved: Tensors, scale: float) -> Steps[Tensors]: ...
+
+
+class Sharing(NamedTuple):
+    """Ranks that share every chunk of a stage, contiguous, and the place of this rank among them."""
+
+    communicator: Communicator
+    ranks: tuple[int, ...]
+    index: int
+
+    def part(self, tokens: int) -> tuple[int, int]:
+        """[start, stop) of a row of `tokens` that this rank holds."""
+        return contiguous_part(tokens, self.index, len(self.ranks))
+
+
+def own_columns(columns: Mapping[str, torch.Tensor], sharing: Sharing | None) -> dict[str, torch.Tensor]:
+    """This rank's part of a chunk's columns [1, t], or a dummy token."""
+    if sharing is None:
+        return dict(columns)
+    part = slice(*sharing.part(columns["input_ids"].shape[1]))
+    if part.stop > part.start:
+        return {name: value[:, part] for name, value in columns.items()}
+    return {name: value.new_full((1, 1), IGNORED if name == "labels" else 0) for name, value in columns.items()}
+
+
+def shared_chunk(tokens: int, inner: Sequence[ZoneAttention], sharing: Sharing) -> UlyssesZone:
+    """This rank's part in a chunk. inner: the chunk's zones as a rank alone would have them."""
+    parts = [contiguous_part(tokens, i, len(sharing.ranks)) for i in range(len(sharing.ranks))]
+    start, stop = parts[sharing.index]
+    sizes = [stop - start for start, stop in parts]
+    zones = Together(inner)
+    return UlyssesZone(slice(0, stop - start), sizes, sharing.index, sharing.ranks, sharing.communicator, zones)
+
+
+class Together:
+    """Zones that follow each other in the rows, as one. They are of this rank alone: nothing in them waits."""
+
+    __slots__ = ("_saved", "zones")
+
+    def __init__(self, zones: Sequence[ZoneAttention]) -> None:
+        self.zones = tuple(zones)
+        self._saved: list[int] = []  # how many tensors each of them keeps
+
+    def forward(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float
+    ) -> Steps[tuple[torch.Tensor, Tensors]]:
+        yield 0.0
+        results = run_zones([zone.forward(q[zone.rows], k[zone.rows], v[zone.rows], scale) for zone in self.zones])
+        self._saved = [len(saved) for _, saved in results]
+        return torch.cat([out for out, _ in results]), tuple(x for _, saved in results for x in saved)
+
+    def backward(self, dout: torch.Tensor, saved: Tensors, scale: float) -> Steps[Tensors]:
+        yield 0.0
+        dout, tensors = dout.contiguous(), iter(saved)
+        kept = [tuple(islice(tensors, count)) for count in self._saved]
+        gradients = run_zones(
+            [zone.backward(dout[zone.rows], own, scale) for zone, own in zip(self.zones, kept, strict=True)]
+        )
+        return tuple(torch.cat(parts) for parts in zip(*gradients, strict=True))

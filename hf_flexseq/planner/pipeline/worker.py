@@ -1,0 +1,35 @@
+"""Planning of pipelined steps in a process of its own; the protocol is that of `hf_flexseq.planner.worker`, but for
+the first line: {"cost": {...}, "options": {...}}, the fields of a PipelineCost and options of make_step_plan."""
+
+import sys
+from collections.abc import Callable
+from dataclasses import asdict
+from functools import partial
+from typing import Any
+
+from hf_flexseq.planner.client import PlannerWorker
+from hf_flexseq.planner.pipeline.step import make_step_plan
+from hf_flexseq.planner.worker import serve
+from hf_flexseq.schedule.pipeline.cost import PipelineCost, StageCost
+from hf_flexseq.schedule.pipeline.step import StepPlan
+
+
+class PipelineWorker(PlannerWorker):
+    """The training process's end."""
+
+    MODULE = "hf_flexseq.planner.pipeline.worker"
+    PLAN = StepPlan
+
+    def __init__(self, cost: PipelineCost, **options: Any) -> None:
+        self._start({"cost": asdict(cost), "options": options})
+
+
+def make_planner(configuration: dict[str, Any]) -> Callable[[list[int]], StepPlan]:
+    """The planner that the first line asks for."""
+    cost = configuration["cost"]
+    stages = tuple(StageCost(**stage) for stage in cost["stages"])
+    return partial(make_step_plan, cost=PipelineCost(**{**cost, "stages": stages}), **configuration["options"])
+
+
+if __name__ == "__main__":
+    serve(sys.stdin, sys.stdout, make_planner)

@@ -1,0 +1,1 @@
+"""The pipeline's schedules: which stage does which action, and when."""

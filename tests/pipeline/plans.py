@@ -1,0 +1,85 @@
+"""Random pipelined steps, legal by construction: tests of the executor must hold under any of them."""
+
+from itertools import pairwise
+
+from hf_flexseq.schedule.pipeline.actions import Action, Chunk, PipelinePlan
+from hf_flexseq.schedule.pipeline.check import check
+from hf_flexseq.shard import Slice
+
+
+def random_pipeline_plan(lengths, stages, rng, *, split_weights=False, checkpointing=False, layers=4):
+    """Sequences cut anywhere, tails packed with short ones, in any order, through a 1F1B-like schedule."""
+    chunks = tuple(chunk for unit, members in enumerate(_units(lengths, rng)) for chunk in _cut(unit, members, rng))
+    order = _order(chunks)
+    checkpointed = tuple(tuple(rng.randint(0, layers) for _ in chunks) for _ in range(stages))
+    plan = PipelinePlan(
+        lengths=tuple(lengths),
+        ranks=stages,
+        stages=stages,
+        chunks=chunks,
+        actions=tuple(_actions(order, stage, stages, rng, split_weights) for stage in range(stages)),
+        checkpointed=checkpointed if checkpointing else (),
+        schedule="random",
+        objective_s=0.0,
+        planning_s=0.0,
+    )
+    check(plan)
+    return plan
+
+
+def _units(lengths, rng):
+    """[(id, length), ...] per unit: the first may be cut, the others are packed with its last chunk."""
+    left = list(enumerate(lengths))
+    rng.shuffle(left)
+    units = []
+    while left:
+        count = rng.randint(1, 3)
+        units.append(left[:count])
+        left = left[count:]
+    return units
+
+
+def _cut(unit, members, rng):
+    (sequence, length), *others = members
+    cuts = sorted(rng.sample(range(1, length), min(rng.randint(0, 3), length - 1)))
+    bounds = [0, *cuts, length]
+    for index, (start, stop) in enumerate(pairwise(bounds)):
+        slices = [Slice(sequence=sequence, start=start, stop=stop)]
+        if stop == length:
+            slices += [Slice(sequence=i, start=0, stop=n) for i, n in others]
+        yield Chunk(unit=unit, index=index, slices=tuple(slices))
+
+
+def _order(chunks):
+    """Chunk names by unit."""
+    units = {}
+    for chunk in chunks:
+        units.setdefault(chunk.unit, []).append((chunk.unit, chunk.index))
+    return list(units.values())
+
+
+def _actions(order, stage, stages, rng, split_weights):
+    """All forwards in order; a unit's backwards as soon as so many forwards are done as this stage keeps in flight."""
+    forwards = [name for unit in order for name in unit]
+    backwards = [name for unit in order for name in reversed(unit)]
+    needs = [i for i, unit in enumerate(order) for _ in unit]  # the unit of each backward
+    stops = [sum(len(unit) for unit in order[: i + 1]) for i in range(len(order))]
+    actions, waiting, done = [], [], 0
+    for count, name in enumerate(forwards, start=1):
+        actions.append(Action(stage, "F", *name))
+        while done < len(backwards) and stops[needs[done]] + stages - 1 - stage <= count:
+            _backward(actions, waiting, stage, backwards[done], rng, split_weights)
+            done += 1
+    for name in backwards[done:]:
+        _backward(actions, waiting, stage, name, rng, split_weights)
+    return tuple(actions + [Action(stage, "W", *name) for name in waiting])
+
+
+def _backward(actions, waiting, stage, name, rng, split_weights):
+    if not split_weights or name[0] % 3 == 0:  # all chunks of a unit alike
+        actions.append(Action(stage, "B", *name))
+        return
+    actions.append(Action(stage, "I", *name))
+    waiting.append(name)
+    while waiting and rng.random() < 0.5:
+        actions.append(Action(stage, "W", *waiting.pop(0)))

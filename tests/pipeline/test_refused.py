@@ -1,0 +1,99 @@
+"""What a pipeline refuses, when the trainer is made."""
+
+import pytest
+from accelerate import Accelerator
+from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments
+
+from hf_flexseq import FlexSeqArguments, FlexSeqCallback, FlexSeqConfig, FlexSeqEngine, FlexSeqMixin, FlexSeqTrainer
+from tests.hf.test_trainer import dataset, training_arguments
+from tests.hf.tiny import VOCAB, tiny_llama
+from tests.ranks import run_ranks
+
+
+def make(folder, cls=FlexSeqTrainer, model=None, **options):
+    options = {"pipeline_parallel_size": 2, "cost_model": "estimate", **options}
+    args = training_arguments(FlexSeqConfig, folder, batch=1, accumulation=1, **options)
+    return cls(model=model or tiny_llama(), args=args, train_dataset=dataset(8))
+
+
+class OwnLoss(FlexSeqMixin, Trainer):
+    def compute_loss(self, *args, **kwargs):
+        return super().compute_loss(*args, **kwargs)
+
+
+@pytest.mark.parametrize(
+    ("error", "options", "reason"),
+    [
+        (NotImplementedError, {"cls": OwnLoss}, "OwnLoss's own compute_loss with a pipeline"),
+        (NotImplementedError, {"planner": "zeppelin"}, "planner='zeppelin' with a pipeline"),
+        (
+            NotImplementedError,
+            {"strategy": "zigzag"},
+            "strategy='zigzag' with a pipeline, whose chunks are rectangles",
+        ),
+        (NotImplementedError, {"sync": "lockstep"}, "sync='lockstep' with a pipeline"),
+        (NotImplementedError, {"label_smoothing_factor": 0.1}, "label_smoothing_factor=0.1"),
+        (ValueError, {"gradient_checkpointing_kwargs": {"use_reentrant": True}}, "use_reentrant=True"),
+        (ValueError, {}, "pipeline_parallel_size=2 does not divide the 1 ranks of the job"),
+        (ValueError, {"pipeline_parallel_size": 0}, "pipeline_parallel_size=0: give a whole number, at least 1"),
+        (ValueError, {"pipeline_schedule": "gpipe"}, "pipeline_schedule='gpipe' is none of auto, 1f1b"),
+        (
+            ValueError,
+            {"pipeline_parallel_size": 1, "pipeline_chunks": 2},
+            "are for pipeline_parallel_size of 2 and more",
+        ),
+    ],
+)
+def test_refused_when_configured(tmp_path, error, options, reason):
+    with pytest.raises(error, match=reason):
+        make(tmp_path, **options)
+
+
+def test_a_loop_of_ones_own_is_refused():
+    with pytest.raises(NotImplementedError, match="pipeline_parallel_size=2 in a loop of your own"):
+        FlexSeqEngine(Accelerator(cpu=True), FlexSeqArguments(pipeline_parallel_size=2))
+
+
+def test_lora_is_refused(tmp_path):
+    peft = pytest.importorskip("peft")
+    model = peft.get_peft_model(tiny_llama(), peft.LoraConfig(target_modules=["q_proj"]))
+    with pytest.raises(NotImplementedError, match="a PEFT model with a pipeline"):
+        make(tmp_path, model=model)
+
+
+def refusals_on_four_ranks(rank, world_size, folder):
+    """What only a job of several ranks can get wrong, all on the same four."""
+    messages = []
+    gpt2 = GPT2LMHeadModel(GPT2Config(n_embd=32, n_layer=4, n_head=4, vocab_size=VOCAB, attn_pdrop=0.0))
+    for error, options in (
+        (ValueError, {"pipeline_parallel_size": 3}),
+        (ValueError, {"pipeline_parallel_size": 4}),
+        (NotImplementedError, {"model": gpt2}),
+    ):
+        with pytest.raises(error) as raised:
+            make(folder, **options)
+        messages.append(str(raised.value))
+    return messages
+
+
+def test_refused_on_four_ranks(tmp_path):
+    for divides, layers, stack in run_ranks(refusals_on_four_ranks, 4, tmp_path):
+        assert divides == "pipeline_parallel_size=3 does not divide the 4 ranks of the job"
+        assert layers == "2 layers make at most 3 stages, not 4"
+        assert "GPT2LMHeadModel cannot be cut into pipeline stages" in stack
+
+
+def on_a_stock_trainer(rank, world_size, folder):
+    """The callback, and what a stage says when it is called by itself."""
+    args = training_arguments(TrainingArguments, folder, batch=1, accumulation=1, max_steps=1)
+    trainer = Trainer(model=tiny_llama(), args=args, train_dataset=dataset(8))
+    options = FlexSeqArguments(pipeline_parallel_size=2, cost_model="estimate")
+    trainer.add_callback(FlexSeqCallback(trainer, options))
+    trainer.train()
+    with pytest.raises(NotImplementedError, match="a pipeline stage runs the chunks of a plan"):
+        trainer.model_wrapped(input_ids=None)
+    return trainer.state.global_step, type(trainer).__name__
+
+
+def test_the_callback_makes_a_pipeline_of_a_stock_trainer(tmp_path):
+    assert run_ranks(on_a_stock_trainer, 2, tmp_path) == [(1, "PipelineFlexSeqTrainer")] * 2

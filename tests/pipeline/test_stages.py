@@ -1,0 +1,94 @@
+"""A model cut in place: names, values, and what is refused."""
+
+import copy
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from hf_flexseq.pipeline.stages import cut
+from tests.hf.tiny import VOCAB
+
+KINDS = ("llama", "qwen2", "qwen3", "mistral", "olmo", "olmo2", "gemma")
+SIZES = {
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "vocab_size": VOCAB,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+
+
+def model_of(kind, **config):
+    torch.manual_seed(0)
+    return AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **{**SIZES, **config}))
+
+
+def stages_of(model, count):
+    return [cut(copy.deepcopy(model), index, count) for index in range(count)]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("count", [2, 3])
+def test_stages_one_after_the_other_are_the_model(kind, count):
+    model = model_of(kind)
+    ids = torch.randint(3, VOCAB, (1, 7))
+    positions = torch.arange(7).unsqueeze(0)
+    hidden = ids
+    with torch.no_grad():
+        for stage in stages_of(model, count):
+            hidden = stage.hidden(hidden, position_ids=positions)
+        wanted = model.get_decoder()(ids, use_cache=False).last_hidden_state
+    assert torch.equal(hidden, wanted)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_parameter_keeps_its_name_and_is_on_one_stage(kind):
+    model = model_of(kind)
+    stages = stages_of(model, 3)
+    names = [name for stage in stages for name, _ in stage.global_parameters()]
+    tied = model.config.tie_word_embeddings
+    assert sorted(set(names)) == sorted(dict(model.named_parameters()))
+    assert len(names) == len(set(names)) + tied
+    assert [stage.tied_parameter() is not None for stage in stages] == [tied, False, tied]
+
+
+def test_a_large_vocabulary_takes_layers_from_the_last_stage():
+    first, last = stages_of(model_of("llama", vocab_size=60000), 2)
+    assert first.layers == (0, 4)
+    assert last.layers == (4, 4)
+    assert last.own_layers == []
+
+
+@pytest.mark.parametrize(
+    ("kind", "config", "reason"),
+    [
+        ("gpt2", {}, "has no list `layers`"),
+        ("granite", {"embedding_multiplier": 2.0}, "changes hidden states between its embedding and its layers"),
+    ],
+)
+def test_models_without_a_plain_stack_are_refused_and_left_alone(kind, config, reason):
+    model = model_of(kind, **config)
+    before = [name for name, _ in model.named_parameters()]
+    with pytest.raises(NotImplementedError, match=reason):
+        cut(model, 0, 2)
+    assert [name for name, _ in model.named_parameters()] == before
+
+
+def test_a_stage_cannot_be_called_or_generate():
+    ids = torch.tensor([[3, 4]])
+    for stage in stages_of(model_of("llama"), 2):
+        with pytest.raises(NotImplementedError, match="one stage of a pipeline"):
+            stage.stack.model(ids)
+        with pytest.raises(NotImplementedError, match="one stage of a pipeline"):
+            stage.stack.model.generate(ids, max_new_tokens=1)
+
+
+def test_more_stages_than_layers_and_one_are_refused():
+    with pytest.raises(ValueError, match="4 layers make at most 5 stages, not 6"):
+        cut(model_of("llama"), 0, 6)

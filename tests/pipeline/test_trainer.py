@@ -1,0 +1,288 @@
+"""The Trainer on pipelines of 2 to 4 ranks against the plain Trainer in one process."""
+
+import json
+import random
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, Trainer
+
+from hf_flexseq import FlexSeqConfig, FlexSeqTrainer
+from hf_flexseq.cli import main
+from hf_flexseq.cli.files import read_steps
+from hf_flexseq.hf.pipeline_engine import InlinePipelinePlanner, PipelineEngine
+from hf_flexseq.hf.pipeline_trainer import OVERRIDDEN
+from hf_flexseq.schedule.pipeline.check import check
+from hf_flexseq.schedule.pipeline.step import StepPlan
+from tests.hf.test_trainer import dataset, float64_loss, logged, plain_run, training_arguments, update_error
+from tests.hf.tiny import VOCAB, tiny_llama
+from tests.pipeline.plans import random_pipeline_plan
+from tests.pipeline.test_stages import model_of as model_of_kind
+from tests.ranks import run_ranks
+
+LAYERS = 3
+
+
+class RandomPlanner(InlinePipelinePlanner):
+    """Any legal plan, another one each step; the same ones however often a run is repeated."""
+
+    def _planner(self, stages, replicas):
+        def plan(lengths):
+            rng = random.Random(len(lengths) + sum(lengths))
+            members = tuple(tuple(range(r, len(lengths), replicas)) for r in range(replicas))
+            plans = tuple(
+                random_pipeline_plan(
+                    [lengths[i] for i in ids], stages, rng, split_weights=True, checkpointing=True, layers=LAYERS
+                )
+                for ids in members
+            )
+            return StepPlan(lengths=tuple(lengths), members=members, plans=plans)
+
+        return plan
+
+
+def random_planner(engine, *, ahead):
+    return RandomPlanner(engine.stage.count, engine.replicas)
+
+
+def make_trainer(model, folder, stages, *, batch=2, plans="random", **options):
+    args = training_arguments(
+        FlexSeqConfig,
+        folder,
+        batch=batch,
+        accumulation=2,
+        pipeline_parallel_size=stages,
+        cost_model="estimate",
+        **{"optim": "sgd", "lookahead": 2, **options},
+    )
+    trainer = FlexSeqTrainer(model=model, args=args, train_dataset=dataset(), eval_dataset=dataset(11))
+    if stages > 1 and plans == "random":
+        trainer.flexseq.make_planner = random_planner.__get__(trainer.flexseq)
+    return trainer
+
+
+def model_of(tied):
+    return tiny_llama(num_hidden_layers=LAYERS, tie_word_embeddings=tied)
+
+
+def pipeline_run(rank, world_size, folder, stages, tied, options):
+    trainer = make_trainer(model_of(tied), folder, stages, **options)
+    assert isinstance(trainer.flexseq, PipelineEngine)
+    trainer.train()
+    parameters = trainer.flexseq.stage.global_parameters()
+    return {name: p.detach().numpy() for name, p in parameters}, trainer.state.log_history, trainer.evaluate()
+
+
+def plain_weights(folder, world_size, tied, **options):
+    """Of the plain Trainer on the same sequences per step."""
+    return plain_run(
+        folder, batch=4 * world_size, loss=float64_loss, model=model_of(tied), **{"optim": "sgd", **options}
+    )
+
+
+def joined(results):
+    """All stages' parameters; copies of one, on replicas or of a tied tensor, must be equal to the bit."""
+    weights = {}
+    for found, *_ in results:
+        for name, value in found.items():
+            assert name not in weights or (weights[name] == value).all(), f"copies of {name} differ"
+            weights[name] = value
+    return weights
+
+
+@pytest.mark.parametrize(
+    ("world_size", "stages", "tied", "optim"),
+    [(2, 2, True, "sgd"), (3, 3, False, "adamw_torch"), (4, 4, True, "adamw_torch"), (4, 2, True, "sgd")],
+)
+def test_ten_steps_equal_the_plain_trainer(tmp_path, world_size, stages, tied, optim):
+    before, wanted, history = plain_weights(tmp_path, world_size, tied, optim=optim)
+    results = run_ranks(pipeline_run, world_size, tmp_path, stages, tied, {"optim": optim}, seconds=150)
+    found = joined(results)
+    assert update_error(before, wanted, found) < 1e-8
+    for _, log, _ in results:
+        assert logged(log, "loss") == pytest.approx(logged(history, "loss"), rel=1e-6)
+        assert logged(log, "grad_norm") == pytest.approx(logged(history, "grad_norm"), rel=1e-8)
+    assert max(logged(history, "grad_norm")) > 0.5, "nothing was clipped"
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"pipeline_schedule": "auto"},
+        {"pipeline_schedule": "auto", "gradient_checkpointing": True, "lookahead": 0},
+        {"pipeline_schedule": "1f1b"},
+        {"pipeline_schedule": "seq1f1b", "pipeline_chunks": 3},
+        {"pipeline_schedule": "infinipipe", "max_tokens_per_rank": 40},
+        {"planner": "static", "sp_degree": 2, "max_tokens_per_rank": 20},
+    ],
+    ids=lambda options: "-".join(str(value) for value in options.values()),
+)
+def test_every_schedule_equals_the_plain_trainer(tmp_path, options):
+    world_size = 2 * options.get("sp_degree", 1)
+    if options.get("gradient_checkpointing"):
+        options = options | {"gradient_checkpointing_kwargs": {"use_reentrant": False}}
+    before, wanted, _ = plain_weights(tmp_path, world_size, True, max_steps=3)
+    results = run_ranks(
+        pipeline_run, world_size, tmp_path, 2, True, {"plans": "own", "max_steps": 3, **options}, seconds=150
+    )
+    assert update_error(before, wanted, joined(results)) < 1e-8
+
+
+def test_evaluation_is_the_mean_over_target_tokens(tmp_path):
+    model = model_of(tied=True)
+    args = training_arguments(FlexSeqConfig, tmp_path, batch=1, accumulation=1, cost_model="estimate")
+    wanted = FlexSeqTrainer(model=model, args=args, eval_dataset=dataset(11)).evaluate()["eval_loss"]
+    for world_size in (2, 4):
+        for found in run_ranks(evaluated, world_size, tmp_path):
+            assert found == pytest.approx(wanted, rel=1e-9)
+
+
+def best_run(rank, world_size, folder):
+    """Trained with a rate at which it gets worse, so that the best model is the first."""
+    options = {"eval_strategy": "steps", "eval_steps": 1, "save_strategy": "steps", "save_steps": 1, "max_steps": 3}
+    trainer = make_trainer(model_of(True), folder, 2, learning_rate=50.0, load_best_model_at_end=True, **options)
+    trainer.train()
+    losses = logged(trainer.state.log_history, "eval_loss")
+    return losses, trainer.evaluate()["eval_loss"], trainer.state.best_model_checkpoint
+
+
+def test_the_best_model_is_loaded_at_the_end(tmp_path):
+    for losses, again, folder in run_ranks(best_run, 2, tmp_path):
+        assert min(losses) < max(losses)
+        assert again == pytest.approx(min(losses), rel=1e-9)
+        assert folder.endswith(f"checkpoint-{1 + losses.index(min(losses))}")
+
+
+def traced_run(rank, world_size, folder):
+    path = folder / "plans.jsonl"
+    make_trainer(model_of(True), folder, 2, plans="own", max_steps=2, plan_trace=str(path)).train()
+
+
+def test_the_trace_is_what_flexseq_view_reads(tmp_path, capsys):
+    run_ranks(traced_run, 4, tmp_path)
+    path = str(tmp_path / "plans.jsonl")
+    steps = read_steps(path)
+    assert [step.number for step in steps] == [0, 0, 1, 1]  # a line for each replica
+    for step in steps:
+        check(step.plan)
+    assert main(["view", path]) == 0
+    assert "chunks through 2 stages by auto" in capsys.readouterr().out
+
+
+def evaluated(rank, world_size, folder):
+    """The last step has fewer sequences than there are replicas."""
+    trainer = make_trainer(model_of(True), folder, 2, plans="own", per_device_eval_batch_size=1)
+    return trainer.evaluate()["eval_loss"]
+
+
+# ---- checkpoints
+
+
+def loaded_run(rank, world_size, folder, options):
+    trainer = make_trainer(str(folder / "model"), folder, 2, **options)
+    assert len(list(trainer.model.parameters())) < 2 + 9 * LAYERS
+    trainer.train()
+    return ({name: p.detach().numpy() for name, p in trainer.flexseq.stage.global_parameters()},)
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_a_model_is_loaded_stage_by_stage(tmp_path, tied):
+    """Against the same model, cut in place. Its norms are transformers' own, in float32."""
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": LAYERS, "vocab_size": VOCAB}
+    config = LlamaConfig(**sizes, num_attention_heads=4, num_key_value_heads=2, tie_word_embeddings=tied)
+    model = LlamaForCausalLM(config).double()
+    model.save_pretrained(tmp_path / "model")
+    options = {"max_steps": 3, "plans": "random"}
+    wanted = joined(run_ranks(cut_run, 2, tmp_path, options))
+    found = joined(run_ranks(loaded_run, 2, tmp_path, options))
+    assert wanted.keys() == found.keys()
+    assert all((wanted[name] == found[name]).all() for name in wanted)
+    assert any((wanted[name] != p.detach().numpy()).any() for name, p in model.named_parameters())
+
+
+def cut_run(rank, world_size, folder, options):
+    trainer = make_trainer(AutoModelForCausalLM.from_pretrained(folder / "model"), folder, 2, **options)
+    trainer.train()
+    return ({name: p.detach().numpy() for name, p in trainer.flexseq.stage.global_parameters()},)
+
+
+def saved_run(rank, world_size, folder, stages, tied, options, resume=None):
+    """A run that saves every four steps, or goes on from a checkpoint of one."""
+    if resume is not None:
+        torch.manual_seed(99)
+        model = tiny_llama(seed=99, num_hidden_layers=LAYERS, tie_word_embeddings=tied)  # other weights: they are read
+    else:
+        model = model_of(tied)
+    trainer = make_trainer(model, folder, stages, save_strategy="steps", save_steps=4, **options)
+    trainer.train(resume_from_checkpoint=resume)
+    parameters = trainer.flexseq.stage.global_parameters() if stages > 1 else model.named_parameters()
+    return {name: p.detach().numpy() for name, p in parameters}, trainer.state
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_a_checkpoint_is_an_ordinary_one(tmp_path, tied):
+    (tmp_path / "checkpoint-4").mkdir()
+    (tmp_path / "checkpoint-4" / "model.safetensors").write_text("left by an earlier run")
+    results = run_ranks(saved_run, 2, tmp_path, 2, tied, {"optim": "adamw_torch", "max_steps": 4})
+    weights = joined(results)
+    folder = tmp_path / "checkpoint-4"
+    assert sorted(p.name for p in folder.glob("model*")) == [
+        "model-00001-of-00002.safetensors",
+        "model-00002-of-00002.safetensors",
+        "model.safetensors.index.json",
+    ]
+    loaded, info = AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True, dtype=torch.float64)
+    assert not info["missing_keys"]
+    assert not info["unexpected_keys"]
+    assert loaded.config._attn_implementation == "sdpa"
+    for name, parameter in loaded.named_parameters():
+        assert (weights[name] == parameter.detach().numpy()).all(), name
+
+
+@pytest.mark.parametrize(
+    ("stages", "then_ranks", "then_stages"), [(2, 2, 2), (2, 4, 4), (2, 4, 2), (2, 1, 1), (1, 2, 2)]
+)
+def test_resumed_on_any_number_of_stages_it_goes_on_as_before(tmp_path, stages, then_ranks, then_stages):
+    """The sequences per step stay the same: two ranks draw twice as many each as four."""
+    options = {"optim": "adamw_torch", "batch": 8 // stages, "max_steps": 6, "weight_decay": 0.1}
+    wanted = joined(run_ranks(saved_run, stages, tmp_path, stages, True, options))
+    before = {n: p.detach() for n, p in model_of(True).named_parameters()}
+    options["batch"] = 8 // then_ranks
+    checkpoint = f"{tmp_path}/checkpoint-4"
+    found = joined(run_ranks(saved_run, then_ranks, tmp_path, then_stages, True, options, checkpoint))
+    assert update_error(before, {n: torch.as_tensor(p) for n, p in wanted.items()}, found) < 1e-8
+
+
+def test_a_checkpoint_of_another_model_is_refused(tmp_path):
+    model_of(True).save_pretrained(tmp_path / "checkpoint-4")
+    index = {"metadata": {}, "weight_map": {"model.norm.weight": "model.safetensors"}}
+    (tmp_path / "checkpoint-4" / "model.safetensors.index.json").write_text(json.dumps(index))
+    with pytest.raises(AssertionError, match="ValueError: .* has no model.embed_tokens.weight, model.layers.0"):
+        run_ranks(saved_run, 2, tmp_path, 2, True, {}, f"{tmp_path}/checkpoint-4")
+
+
+@pytest.mark.parametrize("name", OVERRIDDEN)
+def test_what_is_overridden_is_there(name):
+    assert callable(getattr(Trainer, name))
+
+
+# ---- other arithmetic and other models
+
+
+def other_run(rank, world_size, folder, kind, options):
+    torch.manual_seed(0)
+    trainer = make_trainer(model_of_kind(kind), folder, world_size, plans="own", max_steps=2, **options)
+    trainer.train()
+    return logged(trainer.state.log_history, "loss")
+
+
+@pytest.mark.parametrize(
+    ("kind", "bf16", "tolerance"), [("qwen3", False, 1e-5), ("gemma", False, 1e-5), ("qwen2", True, 5e-3)]
+)
+def test_other_models_and_bfloat16_train_as_without_a_pipeline(tmp_path, kind, bf16, tolerance):
+    """In float32, and under autocast: two stages of one rank each against one rank with the same sequences."""
+    options = {"bf16": bf16, "learning_rate": 0.1}
+    (wanted,) = run_ranks(other_run, 1, tmp_path, kind, {"batch": 4, **options})
+    for found in run_ranks(other_run, 2, tmp_path, kind, {"batch": 2, **options}):
+        assert found == pytest.approx(wanted, rel=tolerance)

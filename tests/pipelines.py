@@ -1,0 +1,51 @@
+"""Pipeline costs and plans for tests."""
+
+from itertools import accumulate
+
+from hf_flexseq.schedule.pipeline.actions import Chunk, PipelinePlan
+from hf_flexseq.schedule.pipeline.cost import PipelineCost, StageCost
+from hf_flexseq.shard import Slice
+
+
+def stage_cost(**changed):
+    """A stage in which nothing is free and nothing is a round number."""
+    values = {
+        "linear_ns": 1000.0,
+        "attention_ns": 0.7,
+        "chunk_ns": 50_000.0,
+        "layers": 5,
+        "token_bytes": 30.0,
+        "kv_bytes": 4.0,
+        "input_bytes": 2.0,
+    }
+    return StageCost(**values | changed)
+
+
+def plan_of(actions, *, sizes, tokens=8, stages=None, **fields):
+    """A plan of equal chunks: unit u is sequence u, cut into sizes[u] chunks of `tokens` tokens."""
+    chunks = tuple(
+        Chunk(unit=unit, index=index, slices=(Slice(sequence=unit, start=index * tokens, stop=(index + 1) * tokens),))
+        for unit, size in enumerate(sizes)
+        for index in range(size)
+    )
+    values = {
+        "lengths": tuple(size * tokens for size in sizes),
+        "ranks": len(actions),
+        "stages": stages or len(actions),
+        "chunks": chunks,
+        "actions": tuple(actions),
+        "schedule": "test",
+        "objective_s": 0.0,
+        "planning_s": 0.0,
+    }
+    return PipelinePlan(**values | fields)
+
+
+def even_cost(stages, *, forward_ns=1000, tokens=8):
+    """Every F takes `forward_ns`, every B twice that, and a token holds one byte."""
+    stage = StageCost(linear_ns=forward_ns / tokens, attention_ns=0.0, chunk_ns=0.0, token_bytes=1.0)
+    return PipelineCost.even(stages, stage)
+
+
+def firsts(sizes):
+    return list(accumulate(sizes, initial=0))[:-1]

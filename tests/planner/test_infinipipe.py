@@ -1,0 +1,107 @@
+"""The re-creation of InfiniPipe's planner: its chunks, its groups, and its checkpointing program."""
+
+import itertools
+import random
+
+import pytest
+
+from hf_flexseq.plan import PlanInfeasible
+from hf_flexseq.planner.checkpointing_milp import CheckpointingTask, solve
+from hf_flexseq.planner.pipeline import make_pipeline_plan
+from hf_flexseq.planner.pipeline.chunking import infinipipe_units
+from hf_flexseq.planner.pipeline.cuts import Work
+from hf_flexseq.schedule.pipeline.check import check, check_memory
+from hf_flexseq.schedule.pipeline.cost import PipelineCost
+from hf_flexseq.schedule.pipeline.walk import peak_bytes
+from pipelines import stage_cost
+
+LINEAR = Work(linear=1.0, square=0.0)
+
+
+def price(stages, **changed):
+    return PipelineCost.even(stages, stage_cost(kv_bytes=0.0, **changed))
+
+
+def test_sequences_are_cut_on_the_longest_ones_mesh_and_tails_are_filled():
+    units = infinipipe_units([100, 400, 250, 30, 50, 90], 4, LINEAR)
+    assert units[0] == [[(1, a, a + 100)] for a in (0, 100, 200, 300)]
+    assert units[1] == [[(2, 0, 100)], [(2, 100, 200)], [(2, 200, 250), (4, 0, 50)]]  # a hybrid chunk, now full
+    assert sorted(units[2:]) == [[[(0, 0, 100)]], [[(3, 0, 30)]], [[(5, 0, 90)]]]
+
+
+def test_tails_are_not_packed_together():
+    units = infinipipe_units([400, 110, 120, 10], 4, LINEAR)
+    tails = [unit[-1] for unit in units if len(unit) == 2]
+    assert all(sum(stop - start < [400, 110, 120, 10][q] for q, start, stop in row) == 1 for row in tails)
+    assert [(3, 0, 10)] in [row[1:] for row in tails]  # beside one of them
+
+
+def test_time_gives_way_before_a_new_bucket_is_opened():
+    """Short sequences have little attention, but where tokens allow what time does not the limit on time rises."""
+    work = Work(linear=1.0, square=1.0)
+    mesh_and_packs = infinipipe_units([100] + [9] * 12, 2, work)
+    packs = [unit[0] for unit in mesh_and_packs if len(unit) == 1]
+    assert sum(map(len, packs)) == 12
+    assert len(packs) == 2  # 70 tokens is the first slice of the longest: 7 sequences of 9 fit, the other 5 are apart
+
+
+def brute(task):
+    """The least layers in all, None where there are none."""
+    choices = itertools.product(range(task.most + 1), repeat=task.variables)
+    enough = [
+        sum(layers)
+        for layers in choices
+        if all(sum(layers[j] * saved for j, saved in terms) >= excess for excess, terms in task.moments)
+    ]
+    return min(enough, default=None)
+
+
+@pytest.mark.parametrize("seed", range(25))
+def test_the_program_checkpoints_the_fewest_layers(seed):
+    rng = random.Random(seed)
+    variables, most = rng.randint(2, 5), rng.randint(1, 3)
+    moments = []
+    for _ in range(rng.randint(1, 4)):
+        flying = rng.sample(range(variables), rng.randint(1, variables))
+        moments.append((rng.randint(1, 60), tuple((j, rng.randint(5, 20)) for j in flying)))
+    task = CheckpointingTask(variables=variables, most=most, moments=tuple(moments))
+    layers, best = solve(task), brute(task)
+    assert (layers is None) == (best is None)
+    if layers is not None:
+        assert all(sum(layers[j] * saved for j, saved in terms) >= excess for excess, terms in moments)
+        assert sum(layers) <= best * 1.02
+
+
+LENGTHS = [4000, 3900, 900, 800, 700, 600, *[300] * 30]
+
+
+def test_short_of_memory_it_flushes_or_checkpoints():
+    cost = price(3)
+    free = make_pipeline_plan(LENGTHS, cost, schedule="infinipipe", chunks=8)
+    peak = peak_bytes(free, cost)[0]
+    plans = {}
+    for share in (0.9, 0.75):
+        room = (int(share * peak),) * 3
+        plans[share] = make_pipeline_plan(LENGTHS, cost, schedule="infinipipe", chunks=8, room=room)
+        check(plans[share])
+        check_memory(plans[share], cost, room)
+        assert plans[share].objective_s >= free.objective_s
+    assert not free.checkpointed
+    assert any(plan.checkpointed for plan in plans.values())
+
+
+def test_layers_lie_on_diagonals():
+    """The k-th backward of stage p recomputes as much as the (k + 1)-th of stage p + 1."""
+    cost = price(3)
+    free = make_pipeline_plan([4000], cost, schedule="infinipipe", chunks=8)
+    room = (int(0.7 * peak_bytes(free, cost)[0]),) * 3
+    plan = make_pipeline_plan([4000], cost, schedule="infinipipe", chunks=8, room=room)
+    backward = [layers[::-1] for layers in plan.checkpointed]  # one sequence goes backward from its last chunk
+    assert any(map(any, backward))
+    for stage, following in itertools.pairwise(backward):
+        assert stage[:-1] == following[1:]
+
+
+def test_what_never_fits_is_named():
+    with pytest.raises(PlanInfeasible, match="sequence 1 fits for no number of chunks"):
+        make_pipeline_plan([100, 5000], price(2), schedule="infinipipe", room=(5000, 5000))

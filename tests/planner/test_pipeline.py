@@ -1,0 +1,244 @@
+"""Pipeline planners: legal, within memory, deterministic, near the optimum, and refusing what cannot be."""
+
+import itertools
+import random
+
+import pytest
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+
+from hf_flexseq.plan import PlanInfeasible
+from hf_flexseq.planner.pipeline import SCHEDULES, make_pipeline_plan
+from hf_flexseq.planner.pipeline.cuts import CUTS, Work, cut
+from hf_flexseq.planner.pipeline.greedy import Manner, actions_of, play
+from hf_flexseq.planner.pipeline.pack import chunked_units, first_fit, level_units, whole_units
+from hf_flexseq.schedule.pipeline.check import check, check_memory
+from hf_flexseq.schedule.pipeline.cost import ChunkCosts, PipelineCost, chunk_costs, shape_of
+from hf_flexseq.schedule.pipeline.walk import makespan_ns, peak_bytes
+from pipelines import stage_cost
+from planner.pipeline_exact import shortest
+
+MANNERS = [
+    Manner(first=a, prompt=b, patience=c) for a in ("turns", "I", "F") for b in (False, True) for c in (0, 1, 2)
+]
+LENGTHS = st.lists(st.one_of(st.integers(1, 50), st.integers(1, 20_000)), max_size=12)
+
+
+def price(stages, **changed):
+    return PipelineCost.even(stages, stage_cost(**changed))
+
+
+@settings(max_examples=60, deadline=None)
+@given(LENGTHS, st.integers(1, 4), st.sampled_from(SCHEDULES), st.sampled_from([None, 1, 3]))
+def test_every_plan_is_legal_and_says_what_it_takes(lengths, stages, schedule, chunks):
+    assume(schedule != "1f1b" or chunks in (None, 1))
+    cost = price(stages)
+    plan = make_pipeline_plan(lengths, cost, schedule=schedule, chunks=chunks)
+    check(plan)
+    assert plan.objective_s == makespan_ns(plan, cost) / 1e9
+    assert plan.digest() == make_pipeline_plan(lengths, cost, schedule=schedule, chunks=chunks).digest()
+
+
+@settings(max_examples=40, deadline=None)
+@given(LENGTHS.filter(bool), st.integers(1, 4), st.integers(3, 40), st.sampled_from(["auto", "infinipipe"]))
+def test_plans_stay_within_their_room(lengths, stages, tenths, schedule):
+    cost = price(stages)
+    room = (tenths * max(lengths) * 38 // 10,) * stages
+    try:
+        plan = make_pipeline_plan(lengths, cost, schedule=schedule, room=room, chunks=2)
+    except PlanInfeasible as error:
+        # all of a sequence and its carries are 38 bytes a token, and InfiniPipe's window may ask for more
+        if "sequence" not in str(error) or (tenths >= 20 and schedule == "auto"):
+            raise
+        return
+    check(plan)
+    check_memory(plan, cost, room)
+
+
+@settings(max_examples=20, deadline=None)
+@given(LENGTHS.filter(bool), st.integers(1, 500), st.sampled_from(["auto", "seq1f1b", "infinipipe"]))
+def test_no_chunk_exceeds_its_tokens(lengths, most, schedule):
+    assume(sum(lengths) / most < 150)
+    plan = make_pipeline_plan(lengths, price(2), schedule=schedule, max_tokens=most, chunks=2)
+    assert max(chunk.tokens for chunk in plan.chunks) <= most
+
+
+def test_chunks_are_those_of_the_longest_sequence():
+    for schedule in ("auto", "seq1f1b", "infinipipe"):
+        plan = make_pipeline_plan([9000, 4000, 100], price(2), schedule=schedule, chunks=6)
+        parts = [chunk for chunk in plan.chunks if any(part.sequence == 0 for part in chunk.slices)]
+        assert len(parts) == 6
+
+
+# ---- cuts and packs
+
+
+@given(st.integers(1, 100_000), st.integers(1, 40), st.sampled_from(CUTS))
+def test_cuts_are_equal_but_for_rounding(length, count, cuts):
+    work = Work.of(price(3, head_ns=100.0), cuts)
+    places = cut(length, count, work)
+    assert places[0] == 0
+    assert places[-1] == length
+    assert len(places) == min(count, length) + 1
+    shares = [work.between(a, b) for a, b in itertools.pairwise(places)]
+    one_token = work.between(length - 1, length)
+    assert max(shares) - min(shares) <= 2 * one_token * (1 + 1e-9)
+    sizes = [b - a for a, b in itertools.pairwise(places)]
+    assert min(sizes) >= 1
+    assert max(sizes) <= sizes[0] + 2  # the first, which sees least, is longest
+
+
+def test_a_limit_makes_more_parts():
+    work = Work.of(price(1), "time")
+    assert len(cut(1000, 2, work, 100)) - 1 > 10
+    assert cut(7, 3, Work.of(price(1), "even"), 1) == list(range(8))
+
+
+def test_whole_sequences_are_packed_up_to_the_longest():
+    rows = whole_units([4, 10, 6, 3, 7, 2])
+    assert rows == [[[(1, 0, 10)]], [[(4, 0, 7), (3, 0, 3)]], [[(2, 0, 6), (0, 0, 4)]], [[(5, 0, 2)]]]
+    assert first_fit([0, 1], [5, 5], most_tokens=9) == [[(0, 0, 5)], [(1, 0, 5)]]
+
+
+def test_seq1f1b_cuts_by_work_and_packs_what_is_short():
+    work = Work.of(price(1, attention_ns=0.0), "even")
+    units = chunked_units([100, 400, 30, 200], 4, work)
+    assert [len(unit) for unit in units] == [4, 2, 1, 1]
+    assert units[1] == [[(3, 0, 100)], [(3, 100, 200)]]
+    assert units[2:] == [[[(0, 0, 100)]], [[(2, 0, 30)]]]
+
+
+def test_level_packs_are_equally_full():
+    rng, work = random.Random(0), Work.of(price(1), "time")
+    lengths = [rng.randint(10, 3000) for _ in range(300)]
+    target = 5 * work.between(0, 3000)
+    loads = [sum(work.between(a, b) for _, a, b in unit[0]) for unit in level_units(lengths, target, work)]
+    assert max(loads) <= target
+    assert max(loads) < 1.02 * min(loads)
+
+
+# ---- order
+
+
+def small_step(rng):
+    """Sizes, costs and room of a step of few chunks."""
+    stages = rng.choice([2, 2, 3])
+    count = rng.randint(3, 5 if stages == 2 else 4)
+    sizes = []
+    while sum(sizes) < count:
+        sizes.append(rng.randint(1, count - sum(sizes)))
+    linear = [rng.choice([60, 100, 100, 100, 150]) for _ in range(count)]
+    attention = [rng.random() for _ in range(count)]
+    rows = (
+        linear,
+        [int(t * (1 + 1.5 * a)) for t, a in zip(linear, attention, strict=True)],
+        [int(t * (1 - 0.8 * a)) for t, a in zip(linear, attention, strict=True)],
+    )
+    forward, input_grad, weight_grad = ([list(row) for _ in range(stages)] for row in rows)
+    costs = ChunkCosts(
+        forward=forward,
+        input_grad=input_grad,
+        weight_grad=weight_grad,
+        held=[[100] * count] * stages,
+        carried=[[rng.choice([0, 10])] * count] * stages,
+        send=[rng.choice([0, 5])] * count,
+    )
+    return sizes, costs, (100 * (max(sizes) + rng.randint(0, 2 * stages)) + 20 * len(sizes),) * stages
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_no_manner_beats_the_exact_order(seed):
+    rng = random.Random(seed)
+    for _ in range(10):
+        sizes, costs, room = small_step(rng)
+        best = shortest(sizes, costs, room)
+        for manner in MANNERS:
+            assert play(sizes, costs, room, manner).makespan >= best
+
+
+def test_auto_is_within_two_percent_of_the_exact_order():
+    rng, gaps = random.Random(1), []
+    for _ in range(60):
+        stages = rng.choice([2, 2, 3])
+        cost = price(stages, attention_ns=rng.choice([0.0, 0.3, 1.0]), chunk_ns=rng.choice([1e4, 3e5]))
+        lengths = [rng.choice([300, 1000, 1500, 2500]) for _ in range(rng.randint(2, 3))]
+        room = (int(max(lengths) * 38 * rng.uniform(1.05, 2.5)),) * stages
+        plan = make_pipeline_plan(lengths, cost, chunks=2, room=room)
+        if len(plan.chunks) > (5 if stages == 2 else 4):
+            continue
+        costs = chunk_costs(cost, [shape_of(chunk, plan.lengths) for chunk in plan.chunks], plan.checkpointed)
+        sizes = [sum(chunk.unit == unit for chunk in plan.chunks) for unit in range(plan.chunks[-1].unit + 1)]
+        gaps.append(plan.objective_s * 1e9 / shortest(sizes, costs, room) - 1)
+    assert len(gaps) >= 40
+    assert max(gaps) <= 0.02
+    assert min(gaps) >= -1e-9
+
+
+def test_a_unit_that_does_not_fit_alone_cannot_be_played():
+    sizes, costs, _ = small_step(random.Random(0))
+    assert play(sizes, costs, (100 * max(sizes) - 1,) * len(costs.forward)) is None
+    assert shortest(sizes, costs, (100 * max(sizes) - 1,) * len(costs.forward)) is None
+
+
+def test_backwards_are_joined_where_nobody_waited():
+    cost = price(2)
+    plan = make_pipeline_plan([1000], cost, chunks=1)
+    assert [a.kind for a in plan.actions[0]] == ["F", "B"]  # nothing comes before the first stage
+    assert [a.kind for a in plan.actions[1]] == ["F", "I", "W"]  # its neighbour waits for the input's gradient
+    sizes, costs = [1], chunk_costs(cost, [shape_of(chunk, plan.lengths) for chunk in plan.chunks])
+    assert plan.actions == actions_of(play(sizes, costs, (10**9,) * 2), sizes, costs)
+
+
+def test_auto_checkpoints_what_does_not_fit_and_names_what_never_does():
+    cost = price(2)
+    lengths = [100, 10_000, 200]
+    free = make_pipeline_plan(lengths, cost, chunks=8)
+    tight = make_pipeline_plan(lengths, cost, chunks=8, room=(300_000,) * 2)
+    assert not free.checkpointed
+    assert any(map(any, tight.checkpointed))
+    assert tight.objective_s > free.objective_s
+    check_memory(tight, cost, (300_000,) * 2)
+    with pytest.raises(PlanInfeasible, match="sequence 1 .* the limit is 50000"):
+        make_pipeline_plan(lengths, cost, chunks=8, room=(50_000,) * 2)
+
+
+@pytest.mark.parametrize("stages", [2, 4])
+@pytest.mark.parametrize("chunks", [1, 2, 4])
+def test_auto_beats_seq1f1b_on_equal_lengths_in_its_memory(stages, chunks):
+    cost, lengths = price(stages, attention_ns=0.02), [8192] * 12
+    plain = make_pipeline_plan(lengths, cost, schedule="seq1f1b", chunks=chunks)
+    room = (max(peak_bytes(plain, cost)),) * stages
+    assert make_pipeline_plan(lengths, cost, chunks=chunks, room=room).objective_s <= plain.objective_s
+
+
+# ---- what is refused
+
+
+@pytest.mark.parametrize(
+    "arguments, problem",
+    [
+        ({"schedule": "gpipe"}, "schedule='gpipe' is none of auto, 1f1b"),
+        ({"chunks": 0}, "chunks=0: give at least 1"),
+        ({"max_tokens": 0}, "max_tokens=0: give at least 1"),
+        ({"schedule": "1f1b", "chunks": 2}, "runs whole sequences"),
+        ({"stages_per_rank": 2}, "is for schedule='seq1f1b'"),
+        ({"schedule": "seq1f1b", "stages_per_rank": 3}, "4 stages cannot be spread evenly"),
+        ({"schedule": "seq1f1b", "cuts": "random"}, "cuts='random' is none of even"),
+        ({"room": (1, 2)}, "give the positive bytes of each of 4 ranks"),
+        ({"lengths": [5, 0]}, "sequence 1 has no token"),
+    ],
+)
+def test_arguments_without_meaning(arguments, problem):
+    with pytest.raises(ValueError, match=problem):
+        make_pipeline_plan(arguments.pop("lengths", [100]), price(4), **arguments)
+
+
+def test_fixed_schedules_say_that_they_do_not_fit():
+    with pytest.raises(PlanInfeasible, match="schedule seq1f1b: 0F0.* Raise chunks, or take schedule='auto'"):
+        make_pipeline_plan([1000] * 4, price(2), schedule="seq1f1b", room=(1000, 1000))
+
+
+def test_interleaved_stages():
+    plan = make_pipeline_plan([1000] * 4, price(4), schedule="seq1f1b", chunks=2, stages_per_rank=2)
+    check(plan)
+    assert (plan.ranks, plan.stages) == (2, 4)

@@ -1,0 +1,127 @@
+"""Times and bytes of a pipeline's plan against slow twins, and the price of a chunk against its formula."""
+
+import random
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hf_flexseq.planner.pipeline import make_pipeline_plan
+from hf_flexseq.schedule.pipeline.actions import parse
+from hf_flexseq.schedule.pipeline.cost import PipelineCost, chunk_costs, shape_of
+from hf_flexseq.schedule.pipeline.walk import makespan_ns, peak_bytes, timed
+from pipelines import even_cost, plan_of, stage_cost
+
+
+def random_plan(seed):
+    """A legal plan of a random step, with random checkpointing and unequal stages."""
+    rng = random.Random(seed)
+    stages = rng.randint(1, 4)
+    speeds = [(rng.uniform(500, 2000), rng.choice([0, 300])) for _ in range(stages)]
+    cost = PipelineCost(
+        stages=tuple(stage_cost(linear_ns=linear, head_ns=head) for linear, head in speeds),
+        send_ns=rng.choice([0.0, 40.0]),
+    )
+    lengths = [rng.randint(1, 4000) for _ in range(rng.randint(1, 6))]
+    plan = make_pipeline_plan(lengths, cost, schedule=rng.choice(["auto", "seq1f1b", "infinipipe"]), chunks=3)
+    layers = tuple(tuple(rng.randint(0, 5) for _ in plan.chunks) for _ in range(stages))
+    return replace(plan, checkpointed=layers), cost
+
+
+def duration(action, place, costs):
+    split = costs.input_grad[action.stage][place], costs.weight_grad[action.stage][place]
+    return {"F": costs.forward[action.stage][place], "I": split[0], "W": split[1], "B": sum(split)}[action.kind]
+
+
+def relaxed(plan, cost):
+    """When each action stops: every edge of the graph is pulled until nothing moves."""
+    costs = chunk_costs(cost, [shape_of(chunk, plan.lengths) for chunk in plan.chunks], plan.checkpointed)
+    places = plan.places()
+    stops = {action: 0 for actions in plan.actions for action in actions}
+    gives = {(a.stage, "F" if a.kind == "F" else "B", a.unit, a.chunk): a for a in stops if a.kind != "W"}
+    moved = True
+    while moved:
+        moved = False
+        for actions in plan.actions:
+            for before, action in zip((None, *actions), actions, strict=False):
+                place = places[action.unit, action.chunk]
+                way, step = ("F", -1) if action.kind == "F" else ("B", 1)
+                giver = gives.get((action.stage + step, way, action.unit, action.chunk))
+                giver = None if action.kind == "W" else giver
+                start = max(stops.get(before, 0), stops[giver] + costs.send[place] if giver else 0)
+                stop = start + duration(action, place, costs)
+                moved, stops[action] = moved or stop != stops[action], stop
+    return stops
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.integers(0, 10_000))
+def test_times_are_the_longest_path(seed):
+    plan, cost = random_plan(seed)
+    expected = relaxed(plan, cost)
+    assert {done.action: done.stop for done in timed(plan, cost)} == expected
+    assert makespan_ns(plan, cost) == max(expected.values())
+
+
+def held_before(plan, cost, stage, done):
+    """Bytes of a stage after the actions `done`, counted from what each chunk and each sequence still needs."""
+    costs = chunk_costs(cost, [shape_of(chunk, plan.lengths) for chunk in plan.chunks], plan.checkpointed)
+    sizes = {chunk.unit: chunk.index + 1 for chunk in plan.chunks}
+    forwarded = {(a.unit, a.chunk) for a in done if a.kind == "F"}
+    finished = {(a.unit, a.chunk) for a in done if a.kind in "BW"}
+    back = {(a.unit, a.chunk) for a in done if a.kind in "BI"}
+    total = 0
+    for place, chunk in enumerate(plan.chunks):
+        name = (chunk.unit, chunk.index)
+        total += costs.held[stage][place] * (name in forwarded and name not in finished)
+        if chunk.index == 0 and name not in back:
+            begun = (chunk.unit, sizes[chunk.unit] - 1) in back
+            total += costs.carried[stage][place] * ((name in forwarded) + begun)
+    return total
+
+
+@settings(max_examples=15, deadline=None)
+@given(st.integers(0, 10_000))
+def test_bytes_are_what_chunks_and_carries_still_need(seed):
+    plan, cost = random_plan(seed)
+    counts = [0] * plan.ranks
+    peaks = [0] * plan.ranks
+    for done in timed(plan, cost):
+        counts[done.rank] += 1
+        own = plan.actions[done.rank][: counts[done.rank]]
+        assert done.left == held_before(plan, cost, done.rank, own)
+        peaks[done.rank] = max(peaks[done.rank], done.held)
+        assert done.held >= max(done.left, held_before(plan, cost, done.rank, own[:-1]))
+    assert peak_bytes(plan, cost) == tuple(peaks)
+
+
+def test_gradients_of_keys_and_values_come_with_the_first_backward():
+    made = plan_of((parse("0F0.0 0F0.1 0B0.1 0B0.0"),), sizes=[2])
+    cost = PipelineCost.even(1, stage_cost(token_bytes=10.0, kv_bytes=1.0))
+    assert [done.held for done in timed(made, cost)] == [96, 176, 192, 112]  # 80 a chunk, 16 the sequence's K and V
+    assert [done.left for done in timed(made, cost)] == [96, 176, 112, 0]
+
+
+def test_a_chunk_costs_what_the_formula_says():
+    made = plan_of((parse("0F0.0 0F0.1 0B0.1 0B0.0"),), sizes=[2], tokens=100)
+    stage = stage_cost(linear_ns=10.0, attention_ns=1.0, chunk_ns=1000.0, head_ns=3.0)
+    shapes = [shape_of(chunk, made.lengths) for chunk in made.chunks]
+    costs = chunk_costs(PipelineCost.even(1, stage), shapes, [[0, 2]])
+    second = 200 * 201 // 2 - 100 * 101 // 2  # keys that the second hundred of queries sees
+    assert costs.forward[0][1] == 1000 + second + 1000 + 300
+    assert costs.input_grad[0][1] == round(1000 + 2.5 * second + 1000 + 600 + 2 / 5 * (1000 + second))
+    assert costs.weight_grad[0] == [1500, 1500]
+    assert costs.held[0] == [3000, 3000 - 2 * 3000 // 5 + 2 * 200 // 5]
+
+
+def test_sending_delays_the_neighbour_only():
+    made = plan_of((parse("0F0.0 0B0.0"), parse("1F0.0 1B0.0")), sizes=[1])
+    cost = replace(even_cost(2), send_ns=5.0)
+    assert makespan_ns(made, cost) == 2 * 3000 + 2 * 40
+
+
+@pytest.mark.parametrize("field", ["linear_ns", "attention_ns", "chunk_ns", "head_ns"])
+def test_negative_costs_are_refused(field):
+    with pytest.raises(ValueError, match="costs must not be negative"):
+        PipelineCost.even(1, stage_cost(**{field: -1.0}))
