@@ -48,9 +48,10 @@ class PipelineExecutor:
     """One stage at work. Make it once; `train` runs an optimizer step, `evaluate` forwards alone."""
 
     def __init__(
-        self, stage: Stage, neighbours: Neighbours, kernel: Kernel, *, sharing: Sharing | None = None
+        self, stage: Stage, neighbours: Neighbours | None, kernel: Kernel, *, sharing: Sharing | None = None
     ) -> None:
-        """sharing: the ranks of this stage that share every chunk's tokens; None for one rank."""
+        """neighbours: None for the only stage of a pipeline of one. sharing: the ranks of this stage that share every
+        chunk's tokens; None for one rank."""
         self.stage, self.neighbours, self.sharing = stage, neighbours, sharing
         self.carry = KVCarry(kernel)
         self.weights = WeightGradients(stage.own_layers)
@@ -101,6 +102,9 @@ class _Step:
         autocast: Context,
     ) -> None:
         self.executor, self.stage, self.plan = executor, executor.stage, plan
+        count = self.stage.count
+        fits = plan.stages == plan.ranks == count
+        assert fits, f"a plan for {plan.stages} stages on {plan.ranks} ranks, not {count}"
         self.columns = [own_columns(of_chunk, executor.sharing) for of_chunk in columns]
         self.targets, self.autocast = targets, autocast
         self.places = plan.places()

@@ -128,6 +128,12 @@ def test_every_schedule_equals_the_plain_trainer(tmp_path, options):
     assert update_error(before, wanted, joined(results)) < 1e-8
 
 
+def test_stock_float32_loss_differs_by_its_rounding_only(tmp_path):
+    before, wanted, _ = plain_run(tmp_path, batch=8, model=model_of(True), optim="sgd")
+    found = joined(run_ranks(pipeline_run, 2, tmp_path, 2, True, {}, seconds=150))
+    assert update_error(before, wanted, found) < 2e-6
+
+
 def test_evaluation_is_the_mean_over_target_tokens(tmp_path):
     model = model_of(tied=True)
     args = training_arguments(FlexSeqConfig, tmp_path, batch=1, accumulation=1, cost_model="estimate")

@@ -1,0 +1,113 @@
+"""A pipeline of one stage, in this process: what the executor refuses, and how often it computes attention."""
+
+from dataclasses import replace
+
+import pytest
+
+from hf_flexseq.hf.loss import attach_chunked_loss
+from hf_flexseq.hf.pipeline_attention import NAME
+from hf_flexseq.kernels.cpu_flash import CpuFlash
+from hf_flexseq.pipeline.carry import WrongOrder
+from hf_flexseq.pipeline.executor import PipelineExecutor
+from hf_flexseq.pipeline.stages import cut
+from hf_flexseq.schedule.pipeline.actions import Chunk, PipelinePlan, parse
+from hf_flexseq.shard import Slice
+from tests.hf.tiny import documents, reference_gradients, relative_errors, tiny_llama
+from tests.pipeline.test_exactness import columns_of
+
+LAYERS = 2
+LENGTHS = (11, 3)
+EXAMPLES = documents(LENGTHS)
+TARGETS = sum(label != -100 for e in EXAMPLES for label in e["labels"][1:])
+
+
+class CountingKernel(CpuFlash):
+    """Counts its forwards."""
+
+    def __init__(self):
+        self.forwards = 0
+
+    def forward(self, *args, **kwargs):
+        self.forwards += 1
+        return super().forward(*args, **kwargs)
+
+
+def plan_of(actions, checkpointed=0):
+    """Three chunks: two of the long sequence, and its tail with the short one."""
+    slices = [((0, 0, 5),), ((0, 5, 8),), ((0, 8, 11), (1, 0, 3))]
+    chunks = tuple(
+        Chunk(unit=0, index=i, slices=tuple(Slice(sequence=s, start=a, stop=b) for s, a, b in parts))
+        for i, parts in enumerate(slices)
+    )
+    return PipelinePlan(
+        lengths=LENGTHS,
+        ranks=1,
+        stages=1,
+        chunks=chunks,
+        actions=(parse(actions),),
+        checkpointed=((checkpointed,) * 3,),
+        schedule="by hand",
+        objective_s=0.0,
+        planning_s=0.0,
+    )
+
+
+def executor_of(kernel):
+    model = tiny_llama(num_hidden_layers=LAYERS)
+    model.set_attn_implementation(NAME)
+    stage = cut(model.train(), 0, 1)
+    attach_chunked_loss(model)
+    return PipelineExecutor(stage, None, kernel)
+
+
+def train(executor, plan):
+    return executor.train(plan, columns_of(plan, EXAMPLES), TARGETS)
+
+
+FORWARDS = "0F0.0 0F0.1 0F0.2"
+
+
+@pytest.mark.parametrize(
+    ("actions", "error", "message"),
+    [
+        (f"{FORWARDS} 0B0.0 0B0.1 0B0.2", WrongOrder, r"the backward of \[0, 5\) is not the next one"),
+        ("0F0.0 0F0.2", WrongOrder, r"the forward of \[8, 11\) is not the next one"),
+        ("0F0.1", WrongOrder, "sequence 0 begins at 5 instead of 0"),
+        ("0F0.0 0F0.1 0B0.1", WrongOrder, r"the backward of \[5, 8\) is not the next one"),
+        (f"{FORWARDS} 0B0.2 0B0.1", WrongOrder, "the step is over, but not drained: layer 0, sequence 0"),
+        (f"{FORWARDS} 0I0.2 0I0.1 0I0.0 0W0.2 0W0.1", AssertionError, "weight gradients of .* were never added"),
+        (f"{FORWARDS} 0B0.2 0B0.2", AssertionError, "0B0.2 comes before its forward, or twice"),
+        ("0F0.0 0F0.0", AssertionError, "0F0.0 comes twice"),
+    ],
+)
+def test_a_wrong_order_raises(actions, error, message):
+    with pytest.raises(error, match=message):
+        train(executor_of(CpuFlash()), plan_of(actions))
+
+
+@pytest.mark.parametrize("checkpointed", [0, 1, LAYERS])
+@pytest.mark.parametrize(
+    "actions", [f"{FORWARDS} 0B0.2 0B0.1 0B0.0", f"{FORWARDS} 0I0.2 0I0.1 0W0.2 0I0.0 0W0.1 0W0.0"]
+)
+def test_attention_runs_once_and_once_more_where_layers_are_checkpointed(actions, checkpointed):
+    """A chunk computes attention with its prefix, with itself, and for whole sequences."""
+    kernel = CountingKernel()
+    executor = executor_of(kernel)
+    train(executor, plan_of(actions, checkpointed))
+    calls = 1 + 2 + (2 + 1)
+    assert kernel.forwards == calls * (LAYERS + checkpointed)
+    found = {name: p.grad for name, p in executor.stage.global_parameters()}
+    _, wanted = reference_gradients(tiny_llama(num_hidden_layers=LAYERS), EXAMPLES)
+    assert max(relative_errors(found, wanted).values()) < 1e-10
+
+
+def test_a_plan_for_other_stages_is_refused():
+    plan = replace(plan_of(FORWARDS), stages=2)
+    with pytest.raises(AssertionError, match="a plan for 2 stages on 1 ranks, not 1"):
+        train(executor_of(CpuFlash()), plan)
+
+
+def test_detached_the_layers_are_as_before():
+    executor = executor_of(CpuFlash())
+    executor.detach()
+    assert not any("forward" in vars(module) for layer in executor.stage.own_layers for module in layer.modules())
