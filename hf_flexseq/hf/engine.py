@@ -178,6 +178,10 @@ class FlexSeqEngine:
             logger.info(remap_reason(plan.micro_batches, plan.lengths, self.communicator.topology, self.cost))
         shards = shards_of(plan, self.communicator.rank, self.communicator.topology)
         columns = self._exchange(drawn.row, plan, drawn.sources, shards)
+        columns = [
+            self._exchange.evened(found, shard) if micro_batch.remap else found
+            for found, shard, micro_batch in zip(columns, shards, plan.micro_batches, strict=True)
+        ]
         micro_batches = model_inputs(
             shards,
             columns,

@@ -77,20 +77,21 @@ class RowExchange:
             drawn = torch.stack([row.columns.get(name, empty) for name in names])  # [fields, tokens]
             rows = torch.cat([drawn[:, :0], *(drawn[:, piece] for piece in pieces)], dim=1)  # in the order of sending
             received = exchange_rows(self.communicator, rows, counts)
-            for place, arranged in enumerate(_arrange(received, shards, sources)):
-                if plan.micro_batches[place].remap:
-                    arranged = self._evened(arranged, shards[place])
-                results[place].update(zip(names, arranged.unbind(0), strict=True))
+            for result, arranged in zip(results, _arrange(received, shards, sources), strict=True):
+                result.update(zip(names, arranged.unbind(0), strict=True))
         return results
 
-    def _evened(self, columns: torch.Tensor, shard: Shard) -> torch.Tensor:
-        """[fields, tokens in the groups] -> [fields, tokens outside of attention]. Collective over the world."""
+    def evened(self, columns: Columns, shard: Shard) -> Columns:
+        """The columns of a remapped micro-batch, [tokens in the groups] -> [tokens outside of attention]."""
+        return {name: self._evened(value.unsqueeze(0), shard)[0] for name, value in columns.items()}
+
+    def _evened(self, column: torch.Tensor, shard: Shard) -> torch.Tensor:
         counts = [0] * self.communicator.world_size
         for peer, tokens in shard.given:
             counts[peer] = tokens
-        kept = columns.shape[1] - sum(counts)
-        received = exchange_rows(self.communicator, columns[:, kept:], counts)
-        return torch.cat([columns[:, :kept], *(received[peer] for peer, _ in shard.got)], dim=1)
+        kept = column.shape[1] - sum(counts)
+        received = exchange_rows(self.communicator, column[:, kept:], counts)
+        return torch.cat([column[:, :kept], *(received[peer] for peer, _ in shard.got)], dim=1)
 
     def _agreed_dtypes(self, row: SourceRow) -> dict[str, torch.dtype]:
         """Names and dtypes of the columns, agreed on once: a rank may draw nothing and know none of them."""
