@@ -30,7 +30,7 @@ from hf_flexseq.schedule.pipeline.orders import backward_names, one_forward_one_
 from hf_flexseq.schedule.pipeline.walk import makespan_ns
 
 MOST_CHUNKS = 48  # the largest K that is tried
-HOPELESS = 1.03  # a K that without a limit takes so much longer than the best within it cannot be better
+HOPELESS = 1.005  # a K that without a limit takes so much longer than the best within it cannot be better
 
 
 Moment = tuple[int, tuple[tuple[int, int], ...]]  # excess bytes, (diagonal, bytes saved per layer) in flight
