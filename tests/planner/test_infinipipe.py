@@ -53,7 +53,7 @@ def brute(task):
         for layers in choices
         if all(sum(layers[j] * saved for j, saved in terms) >= excess for excess, terms in task.moments)
     ]
-    return min(enough, default=None)
+    return min((total for total in enough if total <= task.limit), default=None)
 
 
 @pytest.mark.parametrize("seed", range(25))
@@ -64,7 +64,8 @@ def test_the_program_checkpoints_the_fewest_layers(seed):
     for _ in range(rng.randint(1, 4)):
         flying = rng.sample(range(variables), rng.randint(1, variables))
         moments.append((rng.randint(1, 60), tuple((j, rng.randint(5, 20)) for j in flying)))
-    task = CheckpointingTask(variables=variables, most=most, moments=tuple(moments))
+    limit = rng.choice([rng.randint(1, 6), variables * most])
+    task = CheckpointingTask(variables=variables, most=most, limit=limit, moments=tuple(moments))
     layers, best = solve(task), brute(task)
     assert (layers is None) == (best is None)
     if layers is not None:
