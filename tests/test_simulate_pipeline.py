@@ -116,13 +116,14 @@ def test_the_benchmark_runs_and_marks(capsys, monkeypatch):
     benchmark().main()
     shown = capsys.readouterr().out
     assert "even cuts hold 0.344: passed (0.344)" in shown
-    assert "slowest p50" in shown
+    assert "ms: " in shown.split("slowest p50")[1]  # whichever: the machine may be busy
 
 
-def test_on_a_long_tailed_batch_auto_beats_the_re_creation_in_less_memory():
+@pytest.mark.parametrize("seed", [0, 1])
+def test_on_a_long_tailed_batch_auto_beats_the_re_creation_in_less_memory(seed):
     bench = benchmark()
-    found = bench.run(bench.long_tailed(2, 16 * bench.K, 96), bench.llama_13b(4), schedule="infinipipe", chunks=8)
-    room = (int(0.7 * found.first) * bench.BYTES,) * 4
-    ours = bench.run(bench.long_tailed(2, 16 * bench.K, 96), bench.llama_13b(4), room=room)
+    lengths, cost = bench.long_tailed(seed, 48 * bench.K, 64), bench.llama_13b(4)
+    found = bench.run(lengths, cost, schedule="infinipipe")
+    ours = bench.run(lengths, cost, room=(int(0.7 * found.first) * bench.BYTES,) * 4)
     assert ours.seconds < found.seconds
     assert ours.peak <= 0.7 * found.first

@@ -36,13 +36,15 @@ def test_tails_are_not_packed_together():
     assert [(3, 0, 10)] in [row[1:] for row in tails]  # beside one of them
 
 
-def test_time_gives_way_before_a_new_bucket_is_opened():
-    """Short sequences have little attention, but where tokens allow what time does not the limit on time rises."""
+def test_a_full_tail_is_passed_over_until_time_gives_way():
+    """The mesh is 0, 50, 71, 87, 100 and its slices take at most 2,562. Sequence 1's tail takes 2,280 and has the
+    least time per token, but not the 420 that a short sequence takes; the other tail has, where there is one."""
     work = Work(linear=1.0, square=1.0)
-    mesh_and_packs = infinipipe_units([100] + [9] * 12, 2, work)
-    packs = [unit[0] for unit in mesh_and_packs if len(unit) == 1]
-    assert sum(map(len, packs)) == 12
-    assert len(packs) == 2  # 70 tokens is the first slice of the longest: 7 sequences of 9 fit, the other 5 are apart
+    assert infinipipe_units([100, 69, 90, 20], 4, work)[1:] == [
+        [[(2, 0, 50)], [(2, 50, 71)], [(2, 71, 87)], [(2, 87, 90), (3, 0, 20)]],
+        [[(1, 0, 50)], [(1, 50, 69)]],
+    ]
+    assert infinipipe_units([100, 69, 20], 4, work)[1:] == [[[(1, 0, 50)], [(1, 50, 69), (2, 0, 20)]]]
 
 
 def brute(task):
@@ -89,6 +91,14 @@ def test_short_of_memory_it_flushes_or_checkpoints():
         assert plans[share].objective_s >= free.objective_s
     assert not free.checkpointed
     assert any(plan.checkpointed for plan in plans.values())
+
+
+@pytest.mark.parametrize("share", [0.85, 0.9, 0.95])
+def test_gradients_of_keys_and_values_need_room_too(share):
+    cost = PipelineCost.even(3, stage_cost(kv_bytes=8.0, token_bytes=10.0))
+    free = make_pipeline_plan([4000], cost, schedule="infinipipe", chunks=3)
+    room = (int(share * peak_bytes(free, cost)[0]),) * 3
+    check_memory(make_pipeline_plan([4000], cost, schedule="infinipipe", chunks=3, room=room), cost, room)
 
 
 def test_layers_lie_on_diagonals():
