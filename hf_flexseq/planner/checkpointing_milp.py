@@ -42,7 +42,11 @@ def solve(task: CheckpointingTask) -> tuple[int, ...] | None:
     program += pulp.lpSum(layers) <= task.limit
     for excess, terms in task.moments:
         program += pulp.LpAffineExpression([(layers[j], saved / excess) for j, saved in terms]) >= 1
-    program.solve(pulp.HiGHS(msg=False, gapRel=GAP, threads=1, random_seed=1, mip_max_nodes=NODES, parallel="off"))
-    chosen = tuple(round(variable.value() or 0) for variable in layers)
+    solver = pulp.HiGHS(msg=False, gapRel=GAP, threads=1, random_seed=1, mip_max_nodes=NODES, parallel="off")
+    solver.createAndConfigureSolver(program)
+    solver.buildSolverModel(program)
+    solver.callSolver(program)
+    values = list(program.solverModel.getSolution().col_value)  # PuLP itself cannot read what a count of nodes ended
+    chosen = tuple(round(values[variable.index]) for variable in layers) if values else (0,) * task.variables
     saves = all(sum(chosen[j] * saved for j, saved in terms) >= excess for excess, terms in task.moments)
     return chosen if saves and sum(chosen) <= task.limit else None

@@ -6,6 +6,7 @@ import random
 import pytest
 
 from hf_flexseq.plan import PlanInfeasible
+from hf_flexseq.planner import checkpointing_milp
 from hf_flexseq.planner.checkpointing_milp import CheckpointingTask, solve
 from hf_flexseq.planner.pipeline import make_pipeline_plan
 from hf_flexseq.planner.pipeline.chunking import infinipipe_units
@@ -73,6 +74,17 @@ def test_the_program_checkpoints_the_fewest_layers(seed):
     if layers is not None:
         assert all(sum(layers[j] * saved for j, saved in terms) >= excess for excess, terms in moments)
         assert sum(layers) <= best * 1.02
+
+
+def test_a_program_that_ends_by_its_count_of_nodes_still_saves_enough(monkeypatch):
+    monkeypatch.setattr(checkpointing_milp, "NODES", 1)
+    rng, moments = random.Random(0), []
+    for _ in range(50):
+        flying = rng.sample(range(60), 12)
+        moments.append((rng.randint(100, 900), tuple((j, rng.randint(5, 40)) for j in flying)))
+    layers = solve(CheckpointingTask(variables=60, most=10, limit=600, moments=tuple(moments)))
+    assert layers is not None
+    assert all(sum(layers[j] * saved for j, saved in terms) >= excess for excess, terms in moments)
 
 
 LENGTHS = [4000, 3900, 900, 800, 700, 600, *[300] * 30]
