@@ -238,6 +238,12 @@ def test_fixed_schedules_say_that_they_do_not_fit():
         make_pipeline_plan([1000] * 4, price(2), schedule="seq1f1b", room=(1000, 1000))
 
 
+def test_whole_sequences_do_not_fit_small_chunks():
+    with pytest.raises(PlanInfeasible, match="sequence 1 has 1000 tokens, a chunk may have 999"):
+        make_pipeline_plan([5, 1000], price(2), schedule="1f1b", max_tokens=999)
+    check(make_pipeline_plan([5, 1000], price(2), schedule="1f1b", max_tokens=1000))
+
+
 def test_interleaved_stages():
     plan = make_pipeline_plan([1000] * 4, price(4), schedule="seq1f1b", chunks=2, stages_per_rank=2)
     check(plan)
