@@ -1,18 +1,30 @@
 """A pipeline's plan on a timeline, in numbers, and drawn; Seq1F1B's memory claims."""
 
+import importlib.util
 import json
+import sys
+from pathlib import Path
 
 import pytest
 
 from hf_flexseq.cli import main
 from hf_flexseq.planner.pipeline import make_pipeline_plan
 from hf_flexseq.schedule.pipeline.actions import parse
-from hf_flexseq.schedule.pipeline.cost import PipelineCost, StageCost
 from hf_flexseq.simulate.pipeline import peak_tokens, report, simulate_pipeline, tokens_as_time
 from hf_flexseq.view import chrome_trace, save_picture, text_grid
 from pipelines import even_cost, plan_of
 
 GB = 1e9
+SCRIPT = Path(__file__).parents[1] / "scripts/bench_pipeline.py"
+
+
+def benchmark():
+    """The benchmark as a module."""
+    spec = importlib.util.spec_from_file_location("bench_pipeline", SCRIPT)
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # its dataclasses look themselves up
+    spec.loader.exec_module(module)
+    return module
 
 
 @pytest.fixture
@@ -88,29 +100,30 @@ def test_even_chunks_hold_k_plus_p_minus_1_of_k_p(stages, k):
     assert cut.peak_tokens[0] * k * stages == whole.peak_tokens[0] * (k + stages - 1)
 
 
-def seq1f1b_30b():
-    """Seq1F1B's 30B model (64 layers, hidden 6144) on 64 A100 of 80 GB: 8 stages x tensor parallelism of 8, 64K
-    tokens, 16 sequences. Bytes of one rank; bf16, 34 bytes per token, layer and hidden element (as published for
-    tensor and sequence parallelism with flash attention), of which K and V are 4. Model states: 18 bytes for each of a
-    64th of 30 billion parameters. Nanoseconds are those of the model's operations."""
-    hidden, layers, vocabulary = 6144, 8, 50_000
-    stage = StageCost(
-        linear_ns=24 * hidden * hidden * layers * 1e-6,
-        attention_ns=4 * hidden * layers * 1e-6,
-        chunk_ns=0.0,
-        layers=layers,
-        token_bytes=30 * hidden * layers / 8,
-        kv_bytes=4 * hidden * layers / 8,
-        head_ns=4 * hidden * vocabulary / 8 * 1e-6,  # the published partition spreads it over the stages
-    )
-    return PipelineCost.even(8, stage), 18 * 30e9 / 64
-
-
 def test_the_30b_model_with_64k_tokens_fits_without_recomputing_and_under_1f1b_it_does_not():
-    cost, states = seq1f1b_30b()
+    """The cost is the benchmark's, which says what it counts."""
+    cost, states = benchmark().seq1f1b_30b()
     lengths = [65_536] * 16
     whole = report(make_pipeline_plan(lengths, cost, schedule="1f1b"), cost)
     cut = report(make_pipeline_plan(lengths, cost, schedule="seq1f1b", chunks=4, cuts="computation"), cost)
     assert whole.peak_bytes[0] + states > 80 * GB
     assert cut.peak_bytes[0] + states < 80 * GB
     assert cut.peak_tokens[0] / whole.peak_tokens[0] == pytest.approx(0.371, abs=0.003)  # 0.344 with even cuts
+
+
+def test_the_benchmark_runs_and_marks(capsys, monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["bench_pipeline.py", "--parts", "memory", "planning", "--batches", "2"])
+    benchmark().main()
+    shown = capsys.readouterr().out
+    assert "even cuts hold 0.344: passed (0.344)" in shown
+    assert "ms: " in shown.split("slowest p50")[1]  # whichever: the machine may be busy
+
+
+@pytest.mark.parametrize("seed", [0, 1])
+def test_on_a_long_tailed_batch_auto_beats_the_re_creation_in_less_memory(seed):
+    bench = benchmark()
+    lengths, cost = bench.long_tailed(seed, 48 * bench.K, 64), bench.llama_13b(4)
+    found = bench.run(lengths, cost, schedule="infinipipe")
+    ours = bench.run(lengths, cost, room=(int(0.7 * found.first) * bench.BYTES,) * 4)
+    assert ours.seconds < found.seconds
+    assert ours.peak <= 0.7 * found.first

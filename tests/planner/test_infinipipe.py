@@ -6,6 +6,7 @@ import random
 import pytest
 
 from hf_flexseq.plan import PlanInfeasible
+from hf_flexseq.planner import checkpointing_milp
 from hf_flexseq.planner.checkpointing_milp import CheckpointingTask, solve
 from hf_flexseq.planner.pipeline import make_pipeline_plan
 from hf_flexseq.planner.pipeline.chunking import infinipipe_units
@@ -36,13 +37,15 @@ def test_tails_are_not_packed_together():
     assert [(3, 0, 10)] in [row[1:] for row in tails]  # beside one of them
 
 
-def test_time_gives_way_before_a_new_bucket_is_opened():
-    """Short sequences have little attention, but where tokens allow what time does not the limit on time rises."""
+def test_a_full_tail_is_passed_over_until_time_gives_way():
+    """The mesh is 0, 50, 71, 87, 100 and its slices take at most 2,562. Sequence 1's tail takes 2,280 and has the
+    least time per token, but not the 420 that a short sequence takes; the other tail has, where there is one."""
     work = Work(linear=1.0, square=1.0)
-    mesh_and_packs = infinipipe_units([100] + [9] * 12, 2, work)
-    packs = [unit[0] for unit in mesh_and_packs if len(unit) == 1]
-    assert sum(map(len, packs)) == 12
-    assert len(packs) == 2  # 70 tokens is the first slice of the longest: 7 sequences of 9 fit, the other 5 are apart
+    assert infinipipe_units([100, 69, 90, 20], 4, work)[1:] == [
+        [[(2, 0, 50)], [(2, 50, 71)], [(2, 71, 87)], [(2, 87, 90), (3, 0, 20)]],
+        [[(1, 0, 50)], [(1, 50, 69)]],
+    ]
+    assert infinipipe_units([100, 69, 20], 4, work)[1:] == [[[(1, 0, 50)], [(1, 50, 69), (2, 0, 20)]]]
 
 
 def brute(task):
@@ -53,7 +56,7 @@ def brute(task):
         for layers in choices
         if all(sum(layers[j] * saved for j, saved in terms) >= excess for excess, terms in task.moments)
     ]
-    return min(enough, default=None)
+    return min((total for total in enough if total <= task.limit), default=None)
 
 
 @pytest.mark.parametrize("seed", range(25))
@@ -64,12 +67,25 @@ def test_the_program_checkpoints_the_fewest_layers(seed):
     for _ in range(rng.randint(1, 4)):
         flying = rng.sample(range(variables), rng.randint(1, variables))
         moments.append((rng.randint(1, 60), tuple((j, rng.randint(5, 20)) for j in flying)))
-    task = CheckpointingTask(variables=variables, most=most, moments=tuple(moments))
+    limit = rng.choice([rng.randint(1, 6), variables * most])
+    task = CheckpointingTask(variables=variables, most=most, limit=limit, moments=tuple(moments))
     layers, best = solve(task), brute(task)
     assert (layers is None) == (best is None)
     if layers is not None:
         assert all(sum(layers[j] * saved for j, saved in terms) >= excess for excess, terms in moments)
         assert sum(layers) <= best * 1.02
+
+
+@pytest.mark.parametrize("seed", [1, 4, 8])
+def test_a_program_that_ends_by_its_count_of_nodes_still_saves_enough(seed, monkeypatch):
+    monkeypatch.setattr(checkpointing_milp, "NODES", 1)
+    rng, moments = random.Random(seed), []
+    for _ in range(50):
+        flying = rng.sample(range(60), 12)
+        moments.append((rng.randint(100, 900), tuple((j, rng.randint(5, 40)) for j in flying)))
+    layers = solve(CheckpointingTask(variables=60, most=10, limit=600, moments=tuple(moments)))
+    assert layers is not None
+    assert all(sum(layers[j] * saved for j, saved in terms) >= excess for excess, terms in moments)
 
 
 LENGTHS = [4000, 3900, 900, 800, 700, 600, *[300] * 30]
@@ -88,6 +104,14 @@ def test_short_of_memory_it_flushes_or_checkpoints():
         assert plans[share].objective_s >= free.objective_s
     assert not free.checkpointed
     assert any(plan.checkpointed for plan in plans.values())
+
+
+@pytest.mark.parametrize("share", [0.85, 0.9, 0.95])
+def test_gradients_of_keys_and_values_need_room_too(share):
+    cost = PipelineCost.even(3, stage_cost(kv_bytes=8.0, token_bytes=10.0))
+    free = make_pipeline_plan([4000], cost, schedule="infinipipe", chunks=3)
+    room = (int(share * peak_bytes(free, cost)[0]),) * 3
+    check_memory(make_pipeline_plan([4000], cost, schedule="infinipipe", chunks=3, room=room), cost, room)
 
 
 def test_layers_lie_on_diagonals():

@@ -238,7 +238,21 @@ def test_fixed_schedules_say_that_they_do_not_fit():
         make_pipeline_plan([1000] * 4, price(2), schedule="seq1f1b", room=(1000, 1000))
 
 
+def test_whole_sequences_do_not_fit_small_chunks():
+    with pytest.raises(PlanInfeasible, match="sequence 1 has 1000 tokens, a chunk may have 999"):
+        make_pipeline_plan([5, 1000], price(2), schedule="1f1b", max_tokens=999)
+    check(make_pipeline_plan([5, 1000], price(2), schedule="1f1b", max_tokens=1000))
+
+
 def test_interleaved_stages():
     plan = make_pipeline_plan([1000] * 4, price(4), schedule="seq1f1b", chunks=2, stages_per_rank=2)
     check(plan)
     assert (plan.ranks, plan.stages) == (2, 4)
+
+
+def test_checkpointing_fits_to_the_byte():
+    """A layer less leaves 7.5 bytes of each chunk's 10, which round to 8: five of them are 40, not 37.5."""
+    cost = price(2, token_bytes=10.0, kv_bytes=0.0, input_bytes=0.0, layers=4)
+    plan = make_pipeline_plan([5], cost, chunks=5, room=(38, 38))
+    check_memory(plan, cost, (38, 38))
+    assert plan.checkpointed == ((2,) * 5,) * 2

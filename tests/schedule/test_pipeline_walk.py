@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hf_flexseq.planner.pipeline import make_pipeline_plan
+from hf_flexseq.presets import load_cost_model
 from hf_flexseq.schedule.pipeline.actions import parse
 from hf_flexseq.schedule.pipeline.cost import PipelineCost, chunk_costs, shape_of
 from hf_flexseq.schedule.pipeline.walk import makespan_ns, peak_bytes, timed
@@ -125,3 +126,13 @@ def test_sending_delays_the_neighbour_only():
 def test_negative_costs_are_refused(field):
     with pytest.raises(ValueError, match="costs must not be negative"):
         PipelineCost.even(1, stage_cost(**{field: -1.0}))
+
+
+def test_a_models_cost_is_divided_over_the_stages():
+    model, made = load_cost_model("flexsp-gpt-7b-a100"), plan_of((parse("0F0.0 0B0.0"),), sizes=[1], tokens=8192)
+    shapes = [shape_of(chunk, made.lengths) for chunk in made.chunks]
+    costs = chunk_costs(PipelineCost.of_model(model, 4), shapes)
+    stages = [costs.forward, costs.input_grad, costs.weight_grad]
+    total = sum(row[0] for rows in stages for row in rows)
+    whole = model.attention_s * 8192**2 + model.linear_s * 8192 + model.micro_batch_s
+    assert total == pytest.approx(whole * 1e9, rel=2e-4)  # the diagonal counts whole

@@ -85,6 +85,7 @@ def _answer(task: Task, schedule: str, cuts: str, stages_per_rank: int) -> Answe
     if schedule == "infinipipe":
         return infinipipe_pipeline(task)
     if schedule == "1f1b":
+        _check_whole(task)
         units = whole_units(task.lengths)
     else:
         work = Work.of(task.cost, cuts)
@@ -93,6 +94,15 @@ def _answer(task: Task, schedule: str, cuts: str, stages_per_rank: int) -> Answe
     if stages_per_rank == 1:
         return Answer(units=units, actions=one_forward_one_backward(sizes, task.stages))
     return Answer(units=units, actions=interleaved(sizes, task.stages // stages_per_rank, stages_per_rank))
+
+
+def _check_whole(task: Task) -> None:
+    longest = max(task.lengths)
+    if task.most_tokens is not None and longest > task.most_tokens:
+        raise PlanInfeasible(
+            f"sequence {task.lengths.index(longest)} has {longest} tokens, a chunk may have {task.most_tokens}: "
+            "schedule='1f1b' does not cut it. Raise the limit, or take schedule='auto'"
+        )
 
 
 def _check_room(plan: PipelinePlan, task: Task) -> None:

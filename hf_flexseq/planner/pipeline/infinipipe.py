@@ -16,7 +16,7 @@ window of a group is P - p + the chunks of its longest sequence (equation 7), wh
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, islice
 
 from hf_flexseq.config import require_solver
 from hf_flexseq.plan import PlanInfeasible
@@ -30,7 +30,7 @@ from hf_flexseq.schedule.pipeline.orders import backward_names, one_forward_one_
 from hf_flexseq.schedule.pipeline.walk import makespan_ns
 
 MOST_CHUNKS = 48  # the largest K that is tried
-HOPELESS = 1.03  # a K that without a limit takes so much longer than the best within it cannot be better
+HOPELESS = 1.02  # what seems to take so much longer than the best plan is not looked at
 
 
 Moment = tuple[int, tuple[tuple[int, int], ...]]  # excess bytes, (diagonal, bytes saved per layer) in flight
@@ -56,14 +56,14 @@ def infinipipe_pipeline(task: Task) -> Answer:
     trials = [infinipipe_units(task.lengths, k, work, task.most_tokens) for k in counts]
     free = [(_makespan(_answer(units, [_whole(units)], task), task), place) for place, units in enumerate(trials)]
     best: tuple[int, Answer] | None = None
-    for unlimited, place in sorted(free):
-        if best is not None and unlimited >= HOPELESS * best[0]:
-            break
-        groups = _grouped(trials[place], task)
-        if groups is not None:
-            answer = _answer(trials[place], groups, task)
-            took = _makespan(answer, task)
-            best = (took, answer) if best is None or took < best[0] else best
+    for recompute in (False, True):  # flushing alone first: it is quickly found, and bounds what is worth solving
+        for unlimited, place in sorted(free):
+            spare = math.inf if best is None else HOPELESS * best[0] - unlimited
+            groups = _grouped(trials[place], task, spare, recompute=recompute) if spare > 0 else None
+            if groups is not None:
+                answer = _answer(trials[place], groups, task)
+                took = _makespan(answer, task)
+                best = (took, answer) if best is None or took < best[0] else best
     if best is None:
         raise PlanInfeasible(
             f"sequence {task.lengths.index(max(task.lengths))} fits for no number of chunks: not even all layers "
@@ -76,8 +76,9 @@ def _whole(units: Sequence[Unit]) -> _Group:
     return _Group(start=0, stop=len(units), layers=(), price=0.0)
 
 
-def _grouped(units: list[Unit], task: Task) -> list[_Group] | None:
-    """The cheapest groups, more chunks first; None when no grouping fits."""
+def _grouped(units: list[Unit], task: Task, spare: float, *, recompute: bool) -> list[_Group] | None:
+    """The cheapest groups, more chunks first; None when no grouping fits, or none that costs at most `spare`
+    nanoseconds more than one pipeline without recomputing."""
     if task.room is None:
         return [_whole(units)]
     sizes = [len(unit) for unit in units]
@@ -86,38 +87,60 @@ def _grouped(units: list[Unit], task: Task) -> list[_Group] | None:
     everything = [[stage.layers] * len(shapes) for stage in task.cost.stages]
     full, bare = chunk_costs(task.cost, shapes), chunk_costs(task.cost, shapes, everything)
     cheapest: dict[int, tuple[float, list[_Group]]] = {0: (0.0, [])}
+    spare += _passes(full, slice(None))[1] * (task.stages - 1)
     for stop in ends[1:]:
         for start in reversed([end for end in ends if end < stop and end in cheapest]):
             before, groups = cheapest[start]
-            beat = cheapest[stop][0] - before if stop in cheapest else math.inf
-            group = _group(start, stop, sizes, full, bare, task, beat=beat)
+            beat = cheapest[stop][0] - before if stop in cheapest else spare - before
+            group = _group(start, stop, sizes, full, bare, task, beat=beat, recompute=recompute)
             if group is not None:
                 cheapest[stop] = (before + group.price, [*groups, group])
     return cheapest[len(units)][1] if len(units) in cheapest else None
 
 
 def _group(
-    start: int, stop: int, sizes: Sequence[int], full: ChunkCosts, bare: ChunkCosts, task: Task, *, beat: float
+    start: int,
+    stop: int,
+    sizes: Sequence[int],
+    full: ChunkCosts,
+    bare: ChunkCosts,
+    task: Task,
+    *,
+    beat: float,
+    recompute: bool,
 ) -> _Group | None:
-    """Units [start, stop) as a pipeline, with the layers that have to be recomputed; None when it cannot fit, or
-    costs no less than `beat`."""
+    """Units [start, stop) as a pipeline, with the layers that have to be recomputed; None when it cannot fit, costs no
+    less than `beat`, or may not `recompute` and has to."""
     offsets = list(accumulate(sizes, initial=0))
     places = slice(offsets[start], offsets[stop])
     count, stages = offsets[stop] - offsets[start], task.stages
-    forward = sum(sum(row[places]) for row in full.forward) / stages / count
-    backward = sum(sum(row[places]) for rows in (full.input_grad, full.weight_grad) for row in rows) / stages / count
-    flush = (stages - 1) * (forward + backward)
+    forward, both = _passes(full, places)
+    flush = (stages - 1) * both
     most = min(stage.layers for stage in task.cost.stages)
-    moments = list(_moments(sizes[start:stop], offsets[start], full, bare, task)) if flush < beat else []
-    if flush + _least_layers(moments) * forward / most >= beat:
+    if flush >= beat:
         return None
+    moments = list(islice(_moments(sizes[start:stop], offsets[start], full, bare, task), None if recompute else 1))
     if not moments:
         return _Group(start=start, stop=stop, layers=(), price=flush)
+    if not recompute or flush + _least_layers(moments) * forward / most >= beat:
+        return None
     from hf_flexseq.planner.checkpointing_milp import CheckpointingTask, solve  # its solver is an optional dependency
 
-    layers = solve(CheckpointingTask(variables=count + stages - 1, most=most, moments=tuple(moments)))
-    price = math.inf if layers is None else flush + sum(layers) * forward / most
-    return None if layers is None or price >= beat else _Group(start=start, stop=stop, layers=layers, price=price)
+    variables = count + stages - 1
+    limit = int(min(variables * most, (beat - flush) * most / forward))
+    layers = solve(CheckpointingTask(variables=variables, most=most, limit=limit, moments=tuple(moments)))
+    if layers is None:
+        return None
+    return _Group(start=start, stop=stop, layers=layers, price=flush + sum(layers) * forward / most)
+
+
+def _passes(costs: ChunkCosts, places: slice) -> tuple[float, float]:
+    """Mean nanoseconds of a chunk's forward on a stage, and of its forward and backward."""
+    forward, input_grad, weight_grad = (
+        sum(sum(row[places]) for row in rows) / sum(len(row[places]) for row in rows)
+        for rows in (costs.forward, costs.input_grad, costs.weight_grad)
+    )
+    return forward, forward + input_grad + weight_grad
 
 
 def _least_layers(moments: Sequence[Moment]) -> int:

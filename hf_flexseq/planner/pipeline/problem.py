@@ -75,6 +75,7 @@ def layers_to_fit(
                     "shorten the sequence"
                 )
             over = max(0, high - max(low, room[number] - beside[number]))
-            needed.append(-(-over * stage.layers // (high - low)) if over else 0)
+            rounded = over + len(unit)  # every chunk's bytes are rounded
+            needed.append(min(stage.layers, -(-rounded * stage.layers // (high - low))) if over else 0)
         layers.append(needed)
     return layers
