@@ -20,9 +20,9 @@ from collections.abc import Iterable, Sequence
 import torch
 
 from hf_flexseq.attention.local import Tensors
-from hf_flexseq.attention.turns import Layout, Piece, Rows
+from hf_flexseq.attention.turns import Layout, Piece, Rows, Share, name_pieces
 from hf_flexseq.attention.zones import END, Steps
-from hf_flexseq.distributed.communicator import Communicator, Exchange
+from hf_flexseq.distributed.communicator import Channel, Exchange, Label
 from hf_flexseq.kernels import Kernel, lse_dtype
 from hf_flexseq.kernels.segments import Segments
 from hf_flexseq.shard import Cut, Zone, cuts, held_chunks
@@ -33,19 +33,20 @@ GATHER, RETURN = 0, 1  # tags
 class AllGatherZone:
     """This rank's part in an all-gather group."""
 
-    __slots__ = ("communicator", "fetched", "gathered", "kernel", "lent", "rows", "segments")
+    __slots__ = ("channel", "fetched", "gathered", "kernel", "lent", "rows", "segments")
 
-    def __init__(self, zone: Zone, communicator: Communicator, kernel: Kernel, device: torch.device) -> None:
+    def __init__(self, zone: Zone, channel: Channel, kernel: Kernel, device: torch.device) -> None:
         self.rows = slice(zone.start, zone.stop)
-        self.communicator, self.kernel = communicator, kernel
+        self.channel, self.kernel = channel, kernel
         group_cuts, index, degree = cuts("allgather", zone.lengths, zone.group.degree), zone.index, zone.group.degree
         layout = Layout(group_cuts, "allgather", index, degree, device)
         others = [i for i in range(degree) if i != index]
-        self.lent = [(zone.group.ranks[i], layout.rows(pieces_read(group_cuts, index, i, degree))) for i in others]
-        fetched = {i: pieces_read(group_cuts, i, index, degree) for i in others}
+        lent = {zone.group.ranks[i]: pieces_read(group_cuts, index, i, degree) for i in others}
+        fetched = {zone.group.ranks[i]: pieces_read(group_cuts, i, index, degree) for i in others}
+        self.lent = [Share(peer, layout.rows(pieces), pieces) for peer, pieces in lent.items()]
         self.fetched = [
-            (zone.group.ranks[i], sum(group_cuts[place].tokens((chunk,)) for place, chunk in pieces))
-            for i, pieces in fetched.items()
+            Share(peer, Rows(sum(group_cuts[place].tokens((chunk,)) for place, chunk in pieces), None), pieces)
+            for peer, pieces in fetched.items()
         ]
         arrived = [*layout.pieces, *(piece for pieces in fetched.values() for piece in pieces)]
         self.gathered, self.segments = _call(group_cuts, index, degree, arrived, device)
@@ -83,11 +84,11 @@ class AllGatherZone:
 
     def _gather(self, kv: torch.Tensor) -> tuple[Exchange, list[torch.Tensor]]:
         """[t, 2, Hkv, D] of this rank's chunks on their way to others, and what comes from them."""
-        exchange = Exchange()
-        for peer, rows in self.lent:
-            exchange.send([rows.take(kv)], peer)
-        parts = [exchange.recv([kv], tokens, peer)[0] for peer, tokens in self.fetched]
-        exchange.post(self.communicator, tag=GATHER)
+        exchange = Exchange(self._label("keys of", sent=self.lent, received=self.fetched))
+        for share in self.lent:
+            exchange.send([share.rows.take(kv)], share.peer)
+        parts = [exchange.recv([kv], share.rows.tokens, share.peer)[0] for share in self.fetched]
+        exchange.post(self.channel.communicator, tag=self.channel.tag(GATHER))
         return exchange, parts
 
     def _in_order(self, kv: torch.Tensor, parts: Sequence[torch.Tensor]) -> torch.Tensor:
@@ -99,26 +100,33 @@ class AllGatherZone:
     ) -> tuple[Exchange, torch.Tensor, list[tuple[Rows, torch.Tensor]]]:
         """Gradients [keys of the call, 2, Hkv, D] on their way to the owners; the sum of this rank's own so far, and
         what comes from others to be added to it."""
-        sizes = [kv.shape[0], *(tokens for _, tokens in self.fetched)]
+        sizes = [kv.shape[0], *(share.rows.tokens for share in self.fetched)]
         sums = torch.zeros(sum(sizes), *kv.shape[1:], dtype=lse_dtype(kv.dtype), device=kv.device)
         sums.index_add_(0, self.gathered, dkv.to(sums.dtype))
         own, *parts = sums.split(sizes)
-        exchange = Exchange()
-        for part, (peer, _) in zip(parts, self.fetched, strict=True):
-            exchange.send([part], peer)
-        returned = [(rows, exchange.recv([own], rows.tokens, peer)[0]) for peer, rows in self.lent]
-        exchange.post(self.communicator, tag=RETURN)
+        exchange = Exchange(self._label("gradients of", sent=self.fetched, received=self.lent))
+        for part, share in zip(parts, self.fetched, strict=True):
+            exchange.send([part], share.peer)
+        returned = [(share.rows, exchange.recv([own], share.rows.tokens, share.peer)[0]) for share in self.lent]
+        exchange.post(self.channel.communicator, tag=self.channel.tag(RETURN))
         return exchange, own, returned
 
+    def _label(self, what: str, *, sent: Sequence[Share], received: Sequence[Share]) -> Label:
+        def describe(peer: int, to_peer: bool) -> str:
+            pieces = next(share.pieces for share in (sent if to_peer else received) if share.peer == peer)
+            return f"{what} {name_pieces(pieces, self.channel.group.sequences)}"
 
-def pieces_read(cuts: Sequence[Cut], owner: int, reader: int, degree: int) -> list[Piece]:
+        return self.channel.label(describe)
+
+
+def pieces_read(cuts: Sequence[Cut], owner: int, reader: int, degree: int) -> tuple[Piece, ...]:
     """What the rank of index `owner` holds and queries of the rank of index `reader` read, in the owner's order."""
     pieces = []
     for place, cut in enumerate(cuts):
         queries = [c for c in held_chunks("allgather", reader, degree, mirrored=cut.mirrored) if cut.tokens((c,))]
         keys = held_chunks("allgather", owner, degree, mirrored=cut.mirrored)
         pieces += [(place, chunk) for chunk in keys if queries and chunk <= max(queries)]
-    return pieces
+    return tuple(pieces)
 
 
 def _call(
