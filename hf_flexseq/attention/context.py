@@ -3,6 +3,7 @@
 import torch
 
 from hf_flexseq.attention.allgather import AllGatherZone
+from hf_flexseq.attention.deterministic import DeterministicZone
 from hf_flexseq.attention.hybrid import hybrid_zone
 from hf_flexseq.attention.local import LocalZone
 from hf_flexseq.attention.remat import KeptAttention
@@ -35,14 +36,18 @@ class SequenceContext:
         device: torch.device,
         *,
         attention_remat: bool = True,
+        deterministic: bool = False,
     ) -> None:
-        """attention_remat: whether checkpointed layers keep the result of attention, instead of attending again."""
+        """attention_remat: whether checkpointed layers keep the result of attention, instead of attending again.
+        deterministic: whether its bits are the same however sequences are shared; slow."""
         self.shard = shard
         self.kept = KeptAttention() if attention_remat else None
-        turns = max((zone.group.degree for zone in shard.zones), default=1)
         channels = [Channel(communicator, zone.group, number) for number, zone in enumerate(shard.zones)]
+        turns = max((zone.group.degree for zone in shard.zones), default=1)
         self.zones = tuple(
-            _zone_attention(zone, channel, kernel, device, turns)
+            DeterministicZone(zone, channel, kernel, device)
+            if deterministic
+            else _zone_attention(zone, channel, kernel, device, turns)
             for zone, channel in zip(shard.zones, channels, strict=True)
         )
 

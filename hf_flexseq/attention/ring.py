@@ -73,7 +73,7 @@ class RingZone:
             (block_q,), (block_kv,) = self._next_fetched(fetched, t, (q,), kv)
             made = self._attend(turn, block_q, block_kv, scale)
             if turn.queries.peer is None:
-                _merge(out, lse, turn.queries.rows, made)
+                merge(out, lse, turn.queries.rows, made)
             _merge_returned(out, lse, returned)  # of the turn before: it travelled while this one computed
             returned = self._return(t, (made, (q, lse)), ((), ()))
         yield END
@@ -191,7 +191,7 @@ def _merge_returned(out: torch.Tensor, lse: torch.Tensor, returned: Returning | 
     if returned is not None:
         returned.exchange.wait()
         for rows, made in returned.of_queries:
-            _merge(out, lse, rows, made)
+            merge(out, lse, rows, made)
 
 
 def _add_returned(dq: torch.Tensor, dkv: torch.Tensor, returned: Returning | None) -> None:
@@ -207,7 +207,7 @@ def _add(total: torch.Tensor, rows: Rows, made: Tensors) -> None:
         rows.add_to(total, part)
 
 
-def _merge(out: torch.Tensor, lse: torch.Tensor, rows: Rows, made: Tensors) -> None:
+def merge(out: torch.Tensor, lse: torch.Tensor, rows: Rows, made: Tensors) -> None:
     """Merge a partial result, normalised over its own keys, into the running one, in place.
 
     out [t, H, D] and lse [t, H] accumulate; made: out [n, H, D] and lse [n, H] of `rows`, each of which has read a
