@@ -65,6 +65,14 @@ class FlexSeqArguments:
             "attention never runs twice. False recomputes it with the rest of the layer."
         },
     )
+    deterministic: bool = field(
+        default=False,
+        metadata={
+            "help": "Attention with the same bits however many ranks share a sequence, and under every strategy, in "
+            "outputs and gradients. Slow: the factor is measured and logged. Sums over tokens of several ranks, such "
+            "as the parameters' gradients, still differ in their last bits."
+        },
+    )
 
     def __post_init__(self) -> None:
         _one_of("planner", self.planner, PLANNERS)
@@ -75,8 +83,8 @@ class FlexSeqArguments:
         _whole("lookahead", self.lookahead, least=0)
         if self.max_tokens_per_rank is not None:
             _whole("max_tokens_per_rank", self.max_tokens_per_rank, least=1)
-        if not isinstance(self.attention_remat, bool):
-            raise ValueError(f"attention_remat={self.attention_remat!r}: give True or False")
+        _true_or_false("attention_remat", self.attention_remat)
+        _true_or_false("deterministic", self.deterministic)
         self._check_degree()
         # Mixed into another dataclass (TrainingArguments), the next one in line has its own checks to run.
         following: Any = getattr(super(), "__post_init__", None)
@@ -115,3 +123,8 @@ def _one_of(name: str, value: str, allowed: tuple[str, ...]) -> None:
 def _whole(name: str, value: object, *, least: int) -> None:
     if not isinstance(value, int) or isinstance(value, bool) or value < least:
         raise ValueError(f"{name}={value!r}: give a whole number, at least {least}")
+
+
+def _true_or_false(name: str, value: object) -> None:
+    if not isinstance(value, bool):
+        raise ValueError(f"{name}={value!r}: give True or False")
