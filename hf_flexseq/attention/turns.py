@@ -89,11 +89,6 @@ class Layout:
         tokens = sum(map(len, parts))
         return Rows(tokens, None if tokens == self.tokens else torch.cat(parts).to(self.device))
 
-    @property
-    def pieces(self) -> Iterable[Piece]:
-        """All of them, in the order of the rows."""
-        return self._starts
-
     def _place(self, piece: Piece) -> tuple[int, int]:
         place, chunk = piece
         return self._starts[piece], self.cuts[place].tokens((chunk,))
