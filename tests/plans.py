@@ -8,28 +8,36 @@ from hf_flexseq.topology import Topology
 
 
 def random_plan(
-    lengths: Sequence[int], world_size: int, rng: random.Random, *, micro_batches: int | None = None
+    lengths: Sequence[int],
+    world_size: int,
+    rng: random.Random,
+    *,
+    micro_batches: int | None = None,
+    nodes: int = 1,
 ) -> Plan:
-    """Any sequences on any laminar family of contiguous groups of one node, in any number of micro-batches, some of
-    them remapped."""
+    """Any sequences on any laminar family of groups inside a node or of whole ones, in any number of micro-batches,
+    some of them remapped."""
+    topology = Topology(nodes=nodes, ranks_per_node=world_size // nodes)
     count = micro_batches or rng.randint(1, 3)
     bins: list[list[int]] = [[] for _ in range(count)]
     for sequence in range(len(lengths)):
         rng.choice(bins).append(sequence)
     plan = Plan(
         lengths=tuple(lengths),
-        micro_batches=tuple(_random_micro_batch(members, lengths, world_size, rng) for members in bins if members),
+        micro_batches=tuple(_random_micro_batch(members, lengths, topology, rng) for members in bins if members),
         objective_s=0.0,
         lower_bound_s=0.0,
         planner="random",
         planning_s=0.0,
     )
-    check(plan, Topology(nodes=1, ranks_per_node=world_size))
+    check(plan, topology)
     return plan
 
 
-def _random_micro_batch(members: list[int], lengths: Sequence[int], world_size: int, rng: random.Random) -> MicroBatch:
-    ranges = _random_laminar(0, world_size, rng)
+def _random_micro_batch(
+    members: list[int], lengths: Sequence[int], topology: Topology, rng: random.Random
+) -> MicroBatch:
+    ranges = _random_laminar(0, topology.world_size, topology.ranks_per_node, rng)
     held: dict[tuple[int, int], list[int]] = {}
     for sequence in members:
         held.setdefault(rng.choice(ranges), []).append(sequence)
@@ -41,13 +49,15 @@ def _random_micro_batch(members: list[int], lengths: Sequence[int], world_size: 
         )
         for (start, stop), sequences in held.items()
     ]
-    remap = rng.random() < 0.3 and sum(lengths[i] for i in members) >= world_size
+    remap = rng.random() < 0.3 and sum(lengths[i] for i in members) >= topology.world_size
     return MicroBatch(groups=widest_first(groups), remap=remap)
 
 
-def _random_laminar(start: int, stop: int, rng: random.Random) -> list[tuple[int, int]]:
+def _random_laminar(start: int, stop: int, per_node: int, rng: random.Random) -> list[tuple[int, int]]:
     """[start, stop) and random nested parts of it."""
     if stop - start == 1:
         return [(start, stop)]
-    cut = rng.randint(start + 1, stop - 1)
-    return [(start, stop), *_random_laminar(start, cut, rng), *_random_laminar(cut, stop, rng)]
+    width = per_node if stop - start > per_node else 1  # several nodes are cut between nodes
+    cut = start + width * rng.randint(1, (stop - start) // width - 1)
+    parts = ((start, cut), (cut, stop))
+    return [(start, stop), *(part for ends in parts for part in _random_laminar(*ends, per_node, rng))]

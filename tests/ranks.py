@@ -18,11 +18,18 @@ import torch
 import torch.distributed as dist
 
 
-def run_ranks(function: Any, world_size: int, *args: Any, seconds: float = 60) -> list[Any]:
-    """`function(rank, world_size, *args)` on every rank; the results by rank.
+def run_ranks(
+    function: Any,
+    world_size: int,
+    *args: Any,
+    seconds: float = 60,
+    group_seconds: float = 120,
+    may_die: tuple[int, ...] = (),
+) -> list[Any]:
+    """`function(rank, world_size, *args)` on every rank; the results by rank, None of those that `may_die` and did.
 
-    Raises AssertionError with the traceback of the first rank that failed, or naming the ranks that were still
-    running after `seconds`.
+    group_seconds: the timeout of the process group. Raises AssertionError with the traceback of the first rank that
+    failed, or naming the ranks that were still running after `seconds`.
     """
     torch.set_num_threads(1)  # a forked child of a multi-threaded parent hangs in its first parallel region
     context = multiprocessing.get_context("fork")
@@ -30,20 +37,21 @@ def run_ranks(function: Any, world_size: int, *args: Any, seconds: float = 60) -
         pipes, processes = [], []
         for rank in range(world_size):
             here, there = context.Pipe(duplex=False)
-            process = context.Process(target=_main, args=(there, folder, seconds, function, rank, world_size, args))
+            limits = (seconds, group_seconds)
+            process = context.Process(target=_main, args=(there, folder, limits, function, rank, world_size, args))
             process.start()
             there.close()
             pipes.append(here)
             processes.append(process)
         try:
-            return _collect(pipes, time.monotonic() + seconds)
+            return _collect(pipes, time.monotonic() + seconds, may_die)
         finally:
             for process in processes:
                 process.kill()
                 process.join()
 
 
-def _collect(pipes: list[Connection], deadline: float) -> list[Any]:
+def _collect(pipes: list[Connection], deadline: float, may_die: tuple[int, ...]) -> list[Any]:
     results: dict[int, Any] = {}
     while len(results) < len(pipes):
         waiting = {pipe: rank for rank, pipe in enumerate(pipes) if rank not in results}
@@ -54,15 +62,22 @@ def _collect(pipes: list[Connection], deadline: float) -> list[Any]:
             try:
                 ok, value = pipe.recv()
             except EOFError:
-                ok, value = False, "the process died"
+                ok, value = rank in may_die, None if rank in may_die else "the process died"
             assert ok, f"rank {rank} failed:\n{value}"
             results[rank] = value
     return [results[rank] for rank in range(len(pipes))]
 
 
 def _main(
-    pipe: Connection, folder: str, seconds: float, function: Any, rank: int, world_size: int, args: tuple[Any, ...]
+    pipe: Connection,
+    folder: str,
+    limits: tuple[float, float],
+    function: Any,
+    rank: int,
+    world_size: int,
+    args: tuple[Any, ...],
 ) -> None:
+    seconds, group_seconds = limits
     faulthandler.dump_traceback_later(max(seconds - 2, 1), file=sys.__stderr__)  # where a rank hangs
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size))
     os.environ.update(LOCAL_WORLD_SIZE=str(world_size), MASTER_ADDR="127.0.0.1", MASTER_PORT="0")
@@ -73,7 +88,7 @@ def _main(
             init_method=f"file://{folder}/rendezvous",
             rank=rank,
             world_size=world_size,
-            timeout=timedelta(seconds=120),
+            timeout=timedelta(seconds=group_seconds),
         )
         pipe.send((True, function(rank, world_size, *args)))
         dist.barrier()

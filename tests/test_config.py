@@ -31,6 +31,7 @@ def test_defaults_are_valid_and_documented() -> None:
         ({"lookahead": -1}, "lookahead=-1: give a whole number, at least 0"),
         ({"lookahead": True}, "lookahead=True"),
         ({"attention_remat": "layers"}, "attention_remat='layers': give True or False"),
+        ({"deterministic": 1}, "deterministic=1: give True or False"),
     ],
 )
 def test_refuses_nonsense(chosen: dict, message: str) -> None:
@@ -45,6 +46,7 @@ def test_refuses_nonsense(chosen: dict, message: str) -> None:
         {"planner": "static", "sp_degree": 1, "strategy": "local"},
         {"planner": "static", "sp_degree": 4, "strategy": "zigzag", "sync": "free", "lookahead": 0},
         {"strategy": "local", "max_tokens_per_rank": 1, "sync": "lockstep", "attention_remat": False},
+        {"deterministic": True},
     ],
 )
 def test_takes_what_makes_sense(chosen: dict) -> None:

@@ -3,6 +3,7 @@
 import torch
 
 from hf_flexseq.attention.allgather import AllGatherZone
+from hf_flexseq.attention.deterministic import DeterministicZone
 from hf_flexseq.attention.hybrid import hybrid_zone
 from hf_flexseq.attention.local import LocalZone, NoZone, Tensors
 from hf_flexseq.attention.remap import TokenRemap
@@ -10,7 +11,7 @@ from hf_flexseq.attention.remat import KeptAttention
 from hf_flexseq.attention.ring import RingZone
 from hf_flexseq.attention.turns import make_turns
 from hf_flexseq.attention.ulysses import UlyssesZone, ulysses_zone
-from hf_flexseq.distributed.communicator import Communicator
+from hf_flexseq.distributed.communicator import Channel, Communicator
 from hf_flexseq.kernels import Kernel
 from hf_flexseq.shard import Shard, Zone, cuts
 
@@ -36,13 +37,21 @@ class SequenceContext:
         device: torch.device,
         *,
         attention_remat: bool = True,
+        deterministic: bool = False,
     ) -> None:
-        """attention_remat: whether checkpointed layers keep the result of attention, instead of attending again."""
+        """attention_remat: whether checkpointed layers keep the result of attention, instead of attending again.
+        deterministic: whether its bits are the same however sequences are shared; slow."""
         self.shard = shard
         self.kept = KeptAttention() if attention_remat else None
         self.remap = TokenRemap(shard, communicator) if shard.given or shard.got else None
+        channels = [Channel(communicator, zone.group, number) for number, zone in enumerate(shard.zones)]
         turns = max((zone.group.degree for zone in shard.zones), default=1)
-        zones = tuple(_zone_attention(zone, communicator, kernel, device, turns) for zone in shard.zones)
+        zones = tuple(
+            DeterministicZone(zone, channel, kernel, device)
+            if deterministic
+            else _zone_attention(zone, channel, kernel, device, turns)
+            for zone, channel in zip(shard.zones, channels, strict=True)
+        )
         self.zones = zones or (NoZone(),)
 
     @property
@@ -59,22 +68,20 @@ class SequenceContext:
         return tensors if self.remap is None else self.remap.to_even(tensors)
 
 
-def _zone_attention(
-    zone: Zone, communicator: Communicator, kernel: Kernel, device: torch.device, turns: int
-) -> ZoneAttention:
+def _zone_attention(zone: Zone, channel: Channel, kernel: Kernel, device: torch.device, turns: int) -> ZoneAttention:
     """turns: how often the widest zone waits for transfers, which a local one then cuts its work for."""
     rows, ranks = slice(zone.start, zone.stop), zone.group.ranks
     match zone.group.strategy:
         case "local":
             return LocalZone(rows, zone.lengths, kernel, device, pieces=turns)
         case "ulysses":
-            return ulysses_zone(zone, communicator, kernel, device)
+            return ulysses_zone(zone, channel, kernel, device)
         case "zigzag" | "balanced" as name:
             turns = make_turns(name, cuts(name, zone.lengths, len(ranks)), zone.index, ranks, device)
-            return RingZone(rows, turns, communicator, kernel)
+            return RingZone(rows, turns, channel, kernel)
         case "allgather":
-            return AllGatherZone(zone, communicator, kernel, device)
+            return AllGatherZone(zone, channel, kernel, device)
         case "hybrid":
-            return hybrid_zone(zone, communicator, kernel, device)
+            return hybrid_zone(zone, channel, kernel, device)
         case other:
             raise AssertionError(f"no attention for strategy {other!r}")

@@ -19,15 +19,15 @@ from hf_flexseq.attention.ring import RingZone
 from hf_flexseq.attention.turns import make_turns
 from hf_flexseq.attention.ulysses import HeadAttention, Span, UlyssesZone
 from hf_flexseq.attention.zones import Steps
-from hf_flexseq.distributed.communicator import Communicator
+from hf_flexseq.distributed.communicator import Channel
 from hf_flexseq.kernels import Kernel
 from hf_flexseq.shard import Cut, Zone, cuts, held_chunks
 
 
-def hybrid_zone(zone: Zone, communicator: Communicator, kernel: Kernel, device: torch.device) -> UlyssesZone:
+def hybrid_zone(zone: Zone, channel: Channel, kernel: Kernel, device: torch.device) -> UlyssesZone:
     """This rank's part in a hybrid group. A group inside one node has no ring, only Ulysses."""
     group_cuts, start, degree = cuts("hybrid", zone.lengths, zone.group.degree), zone.group.start, zone.group.degree
-    width = min(degree, communicator.topology.ranks_per_node)
+    width = min(degree, channel.communicator.topology.ranks_per_node)
     assert degree % width == 0, f"a group of {degree} ranks is not made of whole nodes of {width}"
     node, place = divmod(zone.index, width)
     rows = slice(zone.start, zone.stop)
@@ -36,10 +36,10 @@ def hybrid_zone(zone: Zone, communicator: Communicator, kernel: Kernel, device: 
     members = range(node * width, (node + 1) * width)
     held = [_pieces(group_cuts, member, degree) for member in members]
     tokens = [sum(group_cuts[p].tokens((chunk,)) for p, chunk in pieces) for pieces in held]
-    inner = Reordered(_in_order(group_cuts, held, device), RingZone(rows, turns, communicator, kernel))
+    inner = Reordered(_in_order(group_cuts, held, device), RingZone(rows, turns, channel, kernel))
     ring = Span(0.25, 0.75)  # of the zone's time
     return UlyssesZone(
-        rows, tokens, place, range(start + members[0], start + members[-1] + 1), communicator, inner, span=ring
+        rows, tokens, place, range(start + members[0], start + members[-1] + 1), channel, inner, span=ring
     )
 
 

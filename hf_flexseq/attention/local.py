@@ -5,6 +5,8 @@ about equal work, so that every wait for a transfer has something to hide under.
 """
 
 from collections.abc import Iterator, Sequence
+from itertools import accumulate, groupby
+from operator import itemgetter
 from typing import NamedTuple
 
 import torch
@@ -86,17 +88,12 @@ class NoZone:
 
 
 def _pieces(lengths: Sequence[int], most: int, device: torch.device) -> Iterator[Piece]:
-    """Sequences in their order, a new piece at each of `most` equal parts of the pairs of queries and keys."""
-    total = sum(n * n for n in lengths)
-    parts: list[list[int]] = []
-    before = 0
-    for n in lengths:
-        if len(parts) * total <= before * most:
-            parts.append([])
-        parts[-1].append(n)
-        before += n * n
+    """Sequences in their order, cut where one begins in another of `most` equal parts of all pairs of tokens."""
+    pairs = [n * n for n in lengths]
+    parts = [before * most // sum(pairs) for before in accumulate(pairs[:-1], initial=0)]
     start = 0
-    for part in parts:
+    for _, members in groupby(zip(parts, lengths, strict=True), key=itemgetter(0)):
+        part = [n for _, n in members]
         stop = start + sum(part)
         yield Piece(slice(start, stop), Segments(part, part, causal=True, device=device))
         start = stop

@@ -45,6 +45,7 @@ class TokenRemap:
             self.communicator,
             sends=[(part.contiguous(), peer) for part, (peer, _) in zip(parts, leaving, strict=True)],
             recvs=[(buffer, peer) for buffer, (peer, _) in zip(buffers, coming, strict=True)],
+            label=lambda peer, sent: "tokens on their way between the groups and the even layout",
         ).wait()
         return torch.cat((x[:kept], arriving))
 

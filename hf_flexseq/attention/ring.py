@@ -17,14 +17,15 @@ hold whole sequences on every rank.
 
 from collections import deque
 from collections.abc import Sequence
+from functools import partial
 from typing import NamedTuple
 
 import torch
 
 from hf_flexseq.attention.local import Tensors
-from hf_flexseq.attention.turns import Rows, Share, Turn
+from hf_flexseq.attention.turns import Rows, Share, Turn, name_pieces
 from hf_flexseq.attention.zones import END, Steps
-from hf_flexseq.distributed.communicator import Communicator, Exchange
+from hf_flexseq.distributed.communicator import Channel, Exchange, Label
 from hf_flexseq.kernels import Kernel, lse_dtype
 
 TAGS = 8  # numbers kept free for the messages of one exchange between two ranks
@@ -53,11 +54,11 @@ class Returning(NamedTuple):
 class RingZone:
     """This rank's part in a group of the ring family."""
 
-    __slots__ = ("communicator", "kernel", "rows", "turns")
+    __slots__ = ("channel", "kernel", "rows", "turns")
 
-    def __init__(self, rows: slice, turns: Sequence[Turn], communicator: Communicator, kernel: Kernel) -> None:
+    def __init__(self, rows: slice, turns: Sequence[Turn], channel: Channel, kernel: Kernel) -> None:
         self.rows, self.turns = rows, turns
-        self.communicator, self.kernel = communicator, kernel
+        self.channel, self.kernel = channel, kernel
 
     def forward(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float
@@ -72,7 +73,7 @@ class RingZone:
             (block_q,), (block_kv,) = self._next_fetched(fetched, t, (q,), kv)
             made = self._attend(turn, block_q, block_kv, scale)
             if turn.queries.peer is None:
-                _merge(out, lse, turn.queries.rows, made)
+                merge(out, lse, turn.queries.rows, made)
             _merge_returned(out, lse, returned)  # of the turn before: it travelled while this one computed
             returned = self._return(t, (made, (q, lse)), ((), ()))
         yield END
@@ -139,15 +140,15 @@ class RingZone:
 
     def _fetch(self, t: int, of_queries: Tensors, kv: torch.Tensor) -> Arriving:
         """What the call of turn t reads on its way here, and what others' calls read of ours at that time to them."""
-        exchange = Exchange()
+        exchange = Exchange(self._label(t, returns=False))
         if t == len(self.turns):
             return Arriving(exchange, (), ())
         turn = self.turns[t]
         for lent, tensors in ((turn.lent_queries, of_queries), (turn.lent_keys, (kv,))):
-            for peer, rows in lent:
-                exchange.send([rows.take(x) for x in tensors], peer)
+            for share in lent:
+                exchange.send([share.rows.take(x) for x in tensors], share.peer)
         read = [_read(exchange, turn.queries, of_queries), _read(exchange, turn.keys, (kv,))]
-        exchange.post(self.communicator, tag=2 * t * TAGS)
+        exchange.post(self.channel.communicator, tag=self.channel.tag(2 * t * TAGS))
         return Arriving(exchange, *read)
 
     def _return(self, t: int, of_queries: tuple[Tensors, Tensors], of_keys: tuple[Tensors, Tensors]) -> Returning:
@@ -155,7 +156,7 @@ class RingZone:
 
         of_queries, of_keys: what was made, and tensors of this rank that are like it but for the number of rows.
         """
-        turn, exchange = self.turns[t], Exchange()
+        turn, exchange = self.turns[t], Exchange(self._label(t, returns=True))
         coming = []
         for read, lent, (made, likes) in (
             (turn.queries, turn.lent_queries, of_queries),
@@ -163,9 +164,20 @@ class RingZone:
         ):
             if read.peer is not None:
                 exchange.send(made, read.peer)
-            coming.append(tuple((rows, exchange.recv(likes, rows.tokens, peer)) for peer, rows in lent))
-        exchange.post(self.communicator, tag=(2 * t + 1) * TAGS)
+            coming.append(tuple((x.rows, exchange.recv(likes, x.rows.tokens, x.peer)) for x in lent))
+        exchange.post(self.channel.communicator, tag=self.channel.tag((2 * t + 1) * TAGS))
         return Returning(exchange, *coming)
+
+    def _label(self, t: int, *, returns: bool) -> Label:
+        return self.channel.label(partial(self._describe, t, returns))
+
+    def _describe(self, t: int, returns: bool, peer: int, sent: bool) -> str:
+        turn = self.turns[t]
+        read, lent = (turn.queries, turn.keys), (*turn.lent_queries, *turn.lent_keys)
+        shares = lent if sent != returns else read
+        pieces = (piece for share in shares if share.peer == peer for piece in share.pieces)
+        what = "results for" if returns else "rows of"
+        return f"{what} {name_pieces(pieces, self.channel.group.sequences)}, turn {t}"
 
 
 def _read(exchange: Exchange, share: Share, tensors: Tensors) -> Tensors:
@@ -179,7 +191,7 @@ def _merge_returned(out: torch.Tensor, lse: torch.Tensor, returned: Returning | 
     if returned is not None:
         returned.exchange.wait()
         for rows, made in returned.of_queries:
-            _merge(out, lse, rows, made)
+            merge(out, lse, rows, made)
 
 
 def _add_returned(dq: torch.Tensor, dkv: torch.Tensor, returned: Returning | None) -> None:
@@ -195,7 +207,7 @@ def _add(total: torch.Tensor, rows: Rows, made: Tensors) -> None:
         rows.add_to(total, part)
 
 
-def _merge(out: torch.Tensor, lse: torch.Tensor, rows: Rows, made: Tensors) -> None:
+def merge(out: torch.Tensor, lse: torch.Tensor, rows: Rows, made: Tensors) -> None:
     """Merge a partial result, normalised over its own keys, into the running one, in place.
 
     out [t, H, D] and lse [t, H] accumulate; made: out [n, H, D] and lse [n, H] of `rows`, each of which has read a

@@ -41,10 +41,12 @@ class Rows(NamedTuple):
 
 
 class Share(NamedTuple):
-    """Rows that one side holds and the other reads. peer: the other side's global rank; None: both are this rank."""
+    """Rows that one side holds and the other reads. peer: the other side's global rank; None: both are this rank.
+    pieces: what they are."""
 
     peer: int | None
     rows: Rows
+    pieces: tuple[Piece, ...] = ()
 
 
 NOTHING = Share(None, Rows(0, None))
@@ -86,11 +88,6 @@ class Layout:
         parts = [torch.arange(0), *(torch.arange(start, start + n) for start, n in map(self._place, pieces))]
         tokens = sum(map(len, parts))
         return Rows(tokens, None if tokens == self.tokens else torch.cat(parts).to(self.device))
-
-    @property
-    def pieces(self) -> Iterable[Piece]:
-        """All of them, in the order of the rows."""
-        return self._starts
 
     def _place(self, piece: Piece) -> tuple[int, int]:
         place, chunk = piece
@@ -137,16 +134,31 @@ def _turn(
             queries = _read(step.reader, step.queries, places, layout, index, ranks)
             keys = _read(step.source, step.keys, places, layout, index, ranks)
         elif step.reader == index:
-            lent_queries.append(Share(ranks[step.worker], layout.rows(product(places, step.queries))))
+            lent_queries.append(_lent(step.worker, step.queries, places, layout, ranks))
         if step.source == index != step.worker:
-            lent_keys.append(Share(ranks[step.worker], layout.rows(product(places, step.keys))))
+            lent_keys.append(_lent(step.worker, step.keys, places, layout, ranks))
     return Turn(time, segments, queries, keys, tuple(lent_queries), tuple(lent_keys))
+
+
+def _lent(worker: int, chunks: Sequence[int], places: Sequence[int], layout: Layout, ranks: Sequence[int]) -> Share:
+    """What this rank lends to `worker`."""
+    pieces = tuple(product(places, chunks))
+    return Share(ranks[worker], layout.rows(pieces), pieces)
 
 
 def _read(
     holder: int, chunks: Sequence[int], places: Sequence[int], layout: Layout, index: int, ranks: Sequence[int]
 ) -> Share:
     """What this rank reads of `holder`, which may be itself."""
+    pieces = tuple(product(places, chunks))
     if holder == index:
-        return Share(None, layout.rows(product(places, chunks)))
-    return Share(ranks[holder], Rows(sum(layout.cuts[p].tokens(chunks) for p in places), None))
+        return Share(None, layout.rows(pieces), pieces)
+    return Share(ranks[holder], Rows(sum(layout.cuts[p].tokens(chunks) for p in places), None), pieces)
+
+
+def name_pieces(pieces: Iterable[Piece], sequences: Sequence[int]) -> str:
+    """Which chunks of which sequences they are; sequences: their ids, by place."""
+    chunks: dict[int, list[int]] = {}
+    for place, chunk in pieces:
+        chunks.setdefault(sequences[place], []).append(chunk)
+    return ", ".join(f"chunks {held} of sequence {sequence}" for sequence, held in chunks.items()) or "nothing"

@@ -23,7 +23,7 @@ import torch
 from hf_flexseq.attention.local import LocalZone, Tensors
 from hf_flexseq.attention.zones import END, Steps, within
 from hf_flexseq.distributed.all_to_all import AllToAll, all_to_all
-from hf_flexseq.distributed.communicator import Communicator
+from hf_flexseq.distributed.communicator import Channel
 from hf_flexseq.kernels import Kernel, lse_dtype
 from hf_flexseq.shard import Zone, contiguous_part
 
@@ -61,12 +61,12 @@ class HeadAttention(Protocol):
     ) -> Steps[Tensors]: ...
 
 
-def ulysses_zone(zone: Zone, communicator: Communicator, kernel: Kernel, device: torch.device) -> "UlyssesZone":
+def ulysses_zone(zone: Zone, channel: Channel, kernel: Kernel, device: torch.device) -> "UlyssesZone":
     """A group's heads dealt to its ranks, each of which then sees whole sequences."""
     parts = [contiguous_part(sum(zone.lengths), i, zone.group.degree) for i in range(zone.group.degree)]
     tokens = [stop - start for start, stop in parts]
     inner = LocalZone(slice(zone.start, zone.stop), zone.lengths, kernel, device)
-    return UlyssesZone(inner.rows, tokens, zone.index, zone.group.ranks, communicator, inner)
+    return UlyssesZone(inner.rows, tokens, zone.index, zone.group.ranks, channel, inner)
 
 
 class HeadShare(NamedTuple):
@@ -103,7 +103,7 @@ def head_share(heads: int, kv_heads: int, index: int, degree: int) -> HeadShare:
 class UlyssesZone:
     """This rank's part in an Ulysses group."""
 
-    __slots__ = ("communicator", "index", "inner", "ranks", "rows", "span", "tokens")
+    __slots__ = ("channel", "index", "inner", "ranks", "rows", "span", "tokens")
 
     def __init__(
         self,
@@ -111,7 +111,7 @@ class UlyssesZone:
         tokens: Sequence[int],
         index: int,
         ranks: Sequence[int],
-        communicator: Communicator,
+        channel: Channel,
         inner: HeadAttention,
         *,
         span: Span = HALF_WAY,
@@ -119,7 +119,7 @@ class UlyssesZone:
         """tokens: how many each of `ranks` holds. index: this rank's place among them. inner: what computes. span: at
         which times of the zone; the exchanges have the time before and after it to travel."""
         self.rows, self.tokens, self.index, self.ranks = rows, tokens, index, ranks
-        self.communicator, self.inner, self.span = communicator, inner, span
+        self.channel, self.inner, self.span = channel, inner, span
 
     def forward(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float
@@ -183,7 +183,7 @@ class UlyssesZone:
         """Each [my tokens, heads, D] -> [all tokens, my heads, D]; `spans[x][i]` are the heads of rank i in x."""
         parts = [_flat_cat([x[:, span[i]] for x, span in zip(tensors, spans, strict=True)]) for i in self._indices]
         widths = [_width(x, span[self.index]) for x, span in zip(tensors, spans, strict=True)]
-        moving = all_to_all(self.communicator, self.ranks, parts, [t * sum(widths) for t in self.tokens])
+        moving = self._all_to_all(parts, [t * sum(widths) for t in self.tokens])
         return partial(self._as_heads, moving, widths, tensors[0].shape[2])
 
     def _as_heads(self, moving: AllToAll, widths: Sequence[int], head_dim: int) -> list[torch.Tensor]:
@@ -200,7 +200,7 @@ class UlyssesZone:
         parts = [_flat_cat([pieces[i] for pieces in by_rank]) for i in self._indices]
         mine, head_dim = self.tokens[self.index], tensors[0].shape[2]
         sizes = [[mine * (span[i].stop - span[i].start) * head_dim for span in spans] for i in self._indices]
-        moving = all_to_all(self.communicator, self.ranks, parts, [sum(s) for s in sizes])
+        moving = self._all_to_all(parts, [sum(s) for s in sizes])
         return partial(self._as_tokens, moving, spans, sizes, head_dim)
 
     def _as_tokens(
@@ -213,6 +213,13 @@ class UlyssesZone:
                 if piece.numel():
                     result[:, span[i]] += piece.view(mine, -1, head_dim)
         return [result.to(received[0].dtype) for result in results]
+
+    def _all_to_all(self, parts: Sequence[torch.Tensor], numels: Sequence[int]) -> AllToAll:
+        label = self.channel.label(self._describe)
+        return all_to_all(self.channel.communicator, self.ranks, parts, numels, tag=self.channel.tag(0), label=label)
+
+    def _describe(self, peer: int, sent: bool) -> str:
+        return f"heads of its part of sequences {list(self.channel.group.sequences)}"
 
     @property
     def _indices(self) -> range:

@@ -11,11 +11,13 @@ With one process there is no process group, and every exchange below is with one
 
 import os
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 
+from hf_flexseq.plan import Group
 from hf_flexseq.topology import Topology
 
 
@@ -38,16 +40,24 @@ class Communicator:
         self.parent = self.control = None
         self.blocks: dict[tuple[int, int], dist.ProcessGroup] = {}
         if world_size > 1:
-            self.parent = dist.new_group()
-            self.control = dist.new_group(backend="gloo")
+            timeout = _timeout()
+            self.parent = dist.new_group(timeout=timeout)
+            self.control = dist.new_group(backend="gloo", timeout=timeout)
             for start, stop in self.topology.aligned_blocks() if use_blocks else ():
-                self.blocks[start, stop] = dist.new_group(ranks=list(range(start, stop)))
+                self.blocks[start, stop] = dist.new_group(ranks=list(range(start, stop)), timeout=timeout)
             for group in (self.parent, *self.blocks.values()):
                 _connect(group)
 
     @property
     def world_size(self) -> int:
         return self.topology.world_size
+
+
+def _timeout() -> timedelta:
+    """That of the job's own group, which new groups do not take over."""
+    world = dist.distributed_c10d._get_default_group()
+    device = "cuda" if dist.get_backend() == "nccl" else "cpu"
+    return world._get_backend(torch.device(device)).options._timeout
 
 
 def _connect(group: "dist.ProcessGroup | int") -> None:
@@ -63,10 +73,40 @@ def local_world_size(world_size: int) -> int:
     return int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
 
 
+Label = Callable[[int, bool], str]  # (peer, whether it was to be sent there) -> what a message is; asked for in errors
+TAGS_OF_ZONE = 1 << 16
+
+
+def unnamed(peer: int, sent: bool) -> str:
+    return "a message"
+
+
+class Channel:
+    """The transfers of one group on this rank: which tags they have, and what errors call them.
+
+    Tags of different zones differ. number: place of the zone among those of this rank; since groups are nested and
+    stand widest first, any two ranks of the group agree on it.
+    """
+
+    __slots__ = ("communicator", "group", "number")
+
+    def __init__(self, communicator: Communicator, group: Group, number: int) -> None:
+        self.communicator, self.group, self.number = communicator, group, number
+
+    def tag(self, message: int) -> int:
+        assert 0 <= message < TAGS_OF_ZONE, f"a zone has no message {message}"
+        return self.number * TAGS_OF_ZONE + message
+
+    def label(self, describe: Label) -> Label:
+        """That label with the group's name."""
+        ranks = f"{self.group.start}-{self.group.stop - 1}"
+        return lambda peer, sent: f"{describe(peer, sent)}, of the {self.group.strategy} group of ranks {ranks}"
+
+
 class Transfers:
     """Point-to-point transfers that have been posted together; `wait` ends them, exactly once."""
 
-    __slots__ = ("_buffers", "_works")
+    __slots__ = ("_label", "_ops", "_works")
 
     def __init__(
         self,
@@ -75,6 +115,7 @@ class Transfers:
         sends: Sequence[tuple[torch.Tensor, int]],
         recvs: Sequence[tuple[torch.Tensor, int]],
         tag: int = 0,
+        label: Label = unnamed,
     ) -> None:
         """Post contiguous tensors to and from global ranks. Receives are posted first: on a slow link gloo otherwise
         serialises the two directions. Nothing is posted for tensors without elements, which both sides know. Several
@@ -82,15 +123,32 @@ class Transfers:
         group = communicator.parent
         ops = [dist.P2POp(dist.irecv, t, peer, group, n) for t, peer, n in _tagged(recvs, tag)]
         ops += [dist.P2POp(dist.isend, t, peer, group, n) for t, peer, n in _tagged(sends, tag)]
-        self._buffers = [op.tensor for op in ops]  # alive until the transfers are over
-        self._works = dist.batch_isend_irecv(ops) if ops else []
+        self._label = label
+        self._ops = ops  # their tensors are alive until the transfers are over
+        try:
+            self._works = dist.batch_isend_irecv(ops) if ops else []
+        except RuntimeError as error:  # a peer is known to be gone
+            raise self._failure(ops, error) from error
 
     def wait(self) -> None:
+        """Raises RuntimeError naming the peer and the message when a transfer fails or takes too long."""
         assert self._works is not None, "these transfers were already waited for"
-        for work in self._works:
-            work.wait()
+        for place, work in enumerate(self._works):
+            try:
+                work.wait()
+            except RuntimeError as error:
+                # Some backends make one work of all transfers.
+                each = len(self._works) == len(self._ops)
+                raise self._failure(self._ops[place : place + 1] if each else self._ops, error) from error
         self._works = None
-        self._buffers = None
+        self._ops = None
+
+    def _failure(self, ops: Sequence[dist.P2POp], error: RuntimeError) -> RuntimeError:
+        names = dict.fromkeys(self._name(op.peer, sent=op.op is dist.isend) for op in ops)
+        return RuntimeError(f"rank {dist.get_rank()} could not {', or '.join(names)}: {error}")
+
+    def _name(self, peer: int, *, sent: bool) -> str:
+        return f"{'send to' if sent else 'receive from'} rank {peer} {self._label(peer, sent)}"
 
 
 def _tagged(transfers: Sequence[tuple[torch.Tensor, int]], tag: int) -> Iterator[tuple[torch.Tensor, int, int]]:
@@ -105,9 +163,10 @@ def _tagged(transfers: Sequence[tuple[torch.Tensor, int]], tag: int) -> Iterator
 class Exchange:
     """Messages between this rank and others that are collected one by one, posted together and waited for once."""
 
-    __slots__ = ("_recvs", "_sends", "_transfers")
+    __slots__ = ("_label", "_recvs", "_sends", "_transfers")
 
-    def __init__(self) -> None:
+    def __init__(self, label: Label = unnamed) -> None:
+        self._label = label
         self._sends: list[tuple[torch.Tensor, int]] = []
         self._recvs: list[tuple[torch.Tensor, int]] = []
         self._transfers: Transfers | None = None
@@ -122,7 +181,7 @@ class Exchange:
         return tensors
 
     def post(self, communicator: Communicator, tag: int) -> None:
-        self._transfers = Transfers(communicator, sends=self._sends, recvs=self._recvs, tag=tag)
+        self._transfers = Transfers(communicator, sends=self._sends, recvs=self._recvs, tag=tag, label=self._label)
 
     def wait(self) -> None:
         assert self._transfers is not None, "this exchange was not posted"

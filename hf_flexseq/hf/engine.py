@@ -19,8 +19,9 @@ import torch
 from accelerate import Accelerator
 from accelerate.utils import DistributedType
 from torch import nn
-from transformers import PreTrainedModel
+from transformers import PretrainedConfig, PreTrainedModel
 
+from hf_flexseq.attention.deterministic import slowdown
 from hf_flexseq.config import FlexSeqArguments
 from hf_flexseq.cost import CostModel
 from hf_flexseq.distributed.communicator import Communicator
@@ -42,6 +43,8 @@ from hf_flexseq.planner.static import check_degree
 from hf_flexseq.presets import load_cost_model
 
 logger = logging.getLogger(__name__)
+
+MEASURED_TOKENS = 1024  # to tell what deterministic attention costs
 
 
 class FlexSeqEngine:
@@ -190,6 +193,7 @@ class FlexSeqEngine:
             kernel=self._chosen_kernel(),
             device=self.accelerator.device,
             attention_remat=self.args.attention_remat,
+            deterministic=self.args.deterministic,
         )
         return Step(
             number=drawn.number,
@@ -207,7 +211,22 @@ class FlexSeqEngine:
             config = self.model.config.get_text_config()
             head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
             self._kernel = choose_kernel(self.accelerator.device, self._compute_dtype(), head_dim)
+            if self.args.deterministic and self.communicator.rank == 0:
+                self._log_slowdown(config, head_dim)
         return self._kernel
+
+    def _log_slowdown(self, config: PretrainedConfig, head_dim: int) -> None:
+        heads = config.num_attention_heads
+        kv_heads = getattr(config, "num_key_value_heads", None) or heads
+        options = {"dtype": self._compute_dtype(), "device": self.accelerator.device}
+        q, k = (torch.ones(MEASURED_TOKENS, h, head_dim, **options) for h in (heads, kv_heads))
+        factor = slowdown(q, k, self.communicator, self._chosen_kernel())
+        logger.warning(
+            "deterministic=True: attention of %s tokens on one rank takes %.1f times as long as otherwise; where "
+            "ranks share a sequence its backward computes up to twice as much, and its keys are gathered",
+            f"{MEASURED_TOKENS:,}",
+            factor,
+        )
 
     def _compute_dtype(self) -> torch.dtype:
         assert self.model is not None, "attach the model before drawing steps"

@@ -102,6 +102,7 @@ def model_inputs(
     kernel: Kernel,
     device: torch.device,
     attention_remat: bool = True,
+    deterministic: bool = False,
 ) -> list[tuple[int, Inputs]]:
     """(index, inputs) of the micro-batches that this rank runs, its tensors on `device`.
 
@@ -115,7 +116,9 @@ def model_inputs(
             shard, found = _with_dummy(shard), _dummy_columns(found)
         tensors = {name: value.unsqueeze(0).to(device, non_blocking=True) for name, value in found.items()}
         tensors["shift_labels"] = tensors["labels"]
-        seq_ctx = SequenceContext(shard, communicator, kernel, device, attention_remat=attention_remat)
+        seq_ctx = SequenceContext(
+            shard, communicator, kernel, device, attention_remat=attention_remat, deterministic=deterministic
+        )
         return index, {**tensors, "seq_ctx": seq_ctx}
 
     busy = [index for index, shard in enumerate(shards) if lockstep or shard.zones or shard.rows]

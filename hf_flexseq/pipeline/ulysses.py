@@ -18,7 +18,8 @@ import torch
 from hf_flexseq.attention.local import Tensors
 from hf_flexseq.attention.ulysses import UlyssesZone
 from hf_flexseq.attention.zones import Steps, run_zones
-from hf_flexseq.distributed.communicator import Communicator
+from hf_flexseq.distributed.communicator import Channel, Communicator
+from hf_flexseq.plan import Group
 from hf_flexseq.shard import contiguous_part
 
 IGNORED = -100  # the label of a token without a target
@@ -64,7 +65,9 @@ def shared_chunk(tokens: int, inner: Sequence[ZoneAttention], sharing: Sharing) 
     start, stop = parts[sharing.index]
     sizes = [stop - start for start, stop in parts]
     zones = Together(inner)
-    return UlyssesZone(slice(0, stop - start), sizes, sharing.index, sharing.ranks, sharing.communicator, zones)
+    group = Group(ranks=sharing.ranks, sequences=(0,), strategy="ulysses")
+    channel = Channel(sharing.communicator, group, 0)
+    return UlyssesZone(slice(0, stop - start), sizes, sharing.index, sharing.ranks, channel, zones)
 
 
 class Together:

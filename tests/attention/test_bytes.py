@@ -32,10 +32,10 @@ class Counter:
         post = Transfers.__init__
 
         @functools.wraps(post)
-        def counted_post(transfers, communicator, *, sends, recvs, tag=0):
+        def counted_post(transfers, communicator, *, sends, recvs, **options):
             self.sent += sum(x.numel() * x.element_size() for x, _ in sends)
             self.received += sum(x.numel() * x.element_size() for x, _ in recvs)
-            post(transfers, communicator, sends=sends, recvs=recvs, tag=tag)
+            post(transfers, communicator, sends=sends, recvs=recvs, **options)
 
         monkeypatch.setattr(Transfers, "__init__", counted_post)
 

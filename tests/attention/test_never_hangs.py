@@ -1,50 +1,102 @@
-"""200 random plan sequences on 4 ranks that wait at random: every one of them comes to its end."""
+"""Random plans on 4 ranks that wait at random: every one of them comes to its end. HANG_PLANS=1000 runs them all."""
 
+import os
 import random
 import time
 
+import pytest
 import torch
 
 from hf_flexseq.attention import SequenceContext, sequence_parallel_attention
-from hf_flexseq.distributed.communicator import Communicator
+from hf_flexseq.distributed.communicator import Communicator, Transfers
 from hf_flexseq.kernels.choose import choose_kernel
 from hf_flexseq.shard import make_shard
+from hf_flexseq.topology import Topology
 from tests.plans import random_plan
 from tests.ranks import run_ranks
 
-PLANS, LAYERS = 200, 2
+PLANS, LAYERS, PAUSES_S = int(os.environ.get("HANG_PLANS", "200")), 2, (0, 0, 0, 0.002)
+CPU = torch.device("cpu")
+KINDS = {
+    "one node": (1, True),
+    "two nodes": (2, True),
+    "no collectives": (2, False),
+}  # nodes, process groups of blocks
 
 
-def run_plans(rank, world_size, free):
-    communicator = Communicator()
-    kernel = choose_kernel(torch.device("cpu"), torch.float32, 4)
-    shared, own = random.Random(7), random.Random(rank)
+def run_plans(rank, world_size, kind, plans, pauses_s=PAUSES_S):
+    nodes, use_blocks = KINDS[kind]
+    communicator = Communicator(Topology(nodes=nodes, ranks_per_node=world_size // nodes), use_blocks=use_blocks)
+    shared, own = random.Random(kind), random.Random(rank)
     calls = 0
-    for _ in range(PLANS):
-        plan = random_plan([shared.randint(1, 12) for _ in range(shared.randint(1, 9))], world_size, shared)
+    for _ in range(plans):
+        lengths = [shared.choice((1, 2, 3, 5, 8, 13, 60)) for _ in range(shared.randint(1, 9))]
+        plan = random_plan(lengths, world_size, shared, nodes=nodes)
         for micro_batch in plan.micro_batches:
             shard = make_shard(micro_batch, plan.lengths, rank)
-            if free and not shard.zones:
-                continue
-            calls += run_layers(shard, communicator, kernel, own)
+            if shard.zones:
+                calls += run_layers(shard, communicator, own, pauses_s)
     return calls
 
 
-def run_layers(shard, communicator, kernel, own):
+def run_layers(shard, communicator, own, pauses_s):
     """Forward and backward of a few layers with pauses of this rank's own; the number of attention calls."""
-    seq_ctx = SequenceContext(shard, communicator, kernel, torch.device("cpu"))
+    seq_ctx = SequenceContext(shard, communicator, choose_kernel(CPU, torch.float32, 4), CPU)
     x = torch.randn(shard.tokens, 2, 4, requires_grad=True)
-    if not shard.zones:
-        return 0
     y = x
     for _ in range(LAYERS):
-        time.sleep(own.choice([0, 0, 0, 0.002]))
+        time.sleep(own.choice(pauses_s))
         y = sequence_parallel_attention(y, y, y, seq_ctx)
     y.sum().backward()
     assert torch.isfinite(x.grad).all()
     return LAYERS
 
 
-def test_random_plans_never_hang():
-    calls = run_ranks(run_plans, 4, True, seconds=120)
-    assert all(count > PLANS for count in calls)
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.timeout(60 + PLANS)
+def test_random_plans_never_hang(kind):
+    plans = -(-PLANS // len(KINDS))
+    calls = run_ranks(run_plans, 4, kind, plans, seconds=50 + PLANS)
+    assert all(count > plans for count in calls)
+
+
+# ---- also where transfers between two ranks have no tags, and those of a rank run one batch after the other
+
+
+def posted_transfers(rank, world_size, plans):
+    """Every batch of transfers in the order in which this rank posts them: sends and receives as (peer, elements)."""
+    posted, post = [], Transfers.__init__
+
+    def record(transfers, communicator, *, sends, recvs, **options):
+        posted.append([[(peer, x.numel()) for x, peer in messages if x.numel()] for messages in (sends, recvs)])
+        post(transfers, communicator, sends=sends, recvs=recvs, **options)
+
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        monkeypatch.setattr(Transfers, "__init__", record)
+        run_plans(rank, world_size, "no collectives", plans, pauses_s=(0,))
+    return posted
+
+
+def first_to(batch, peer):
+    return next((message for message in batch if message[0] == peer), None)
+
+
+def test_what_ranks_post_ends_in_order_and_without_tags():
+    by_rank = run_ranks(posted_transfers, 4, 40)
+    assert sum(map(len, by_rank)) > 1000
+    moved = True
+    while moved:
+        moved = False
+        for queue in by_rank:
+            while queue and not any(queue[0]):
+                queue.pop(0)
+                moved = True
+        for source, target in ((a, b) for a in range(4) for b in range(4) if by_rank[a] and by_rank[b]):
+            sends, recvs = by_rank[source][0][0], by_rank[target][0][1]
+            sent, received = first_to(sends, target), first_to(recvs, source)
+            if sent is not None and received is not None:
+                assert sent[1] == received[1], f"{source} sends {sent[1]} elements, {target} expects {received[1]}"
+                sends.remove(sent)
+                recvs.remove(received)
+                moved = True
+    assert not any(by_rank), [queue[:1] for queue in by_rank]

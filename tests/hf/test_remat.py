@@ -197,6 +197,15 @@ def test_the_checkpoint_wrapper_of_torch():
     assert_same_bits({name.replace("_checkpoint_wrapped_module.", ""): g for name, g in found.items()}, wanted)
 
 
+def test_deterministic_attention_is_kept_too():
+    model = model_of(checkpointing=False)
+    calls, wanted = run_alone(model, deterministic=True)
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    forwards, found = run_alone(model, deterministic=True)
+    assert forwards == calls == LAYERS * len(LENGTHS)
+    assert_same_bits(found, wanted)
+
+
 def test_selective_checkpointing_decides_itself():
     """Its results come back by their place among the calls of an operator, so that no call may be left out."""
     aten = torch.ops.aten

@@ -1,0 +1,65 @@
+"""A rank that dies or falls silent in the middle of a step: the others raise, and say who and what is missing."""
+
+import os
+import re
+import signal
+import time
+
+import pytest
+import torch
+
+from hf_flexseq.attention import SequenceContext, sequence_parallel_attention
+from hf_flexseq.distributed.communicator import Communicator
+from hf_flexseq.kernels.choose import choose_kernel
+from hf_flexseq.plan import Group, MicroBatch
+from hf_flexseq.shard import make_shard
+from hf_flexseq.topology import Topology
+from tests.ranks import run_ranks
+
+LOST, GROUP_SECONDS = 2, 3
+LENGTHS = (16, 9, 23)
+MESSAGE = (
+    r"rank (\d) could not (send to|receive from|exchange with) ranks? \[?2\b.* sequences? .*, "
+    r"of the {strategy} group of ranks 0-3"
+)
+CHUNKS = r"chunks \[\d.*\] of sequence \d"
+
+
+def run_until_one_is_lost(rank, world_size, strategy, dies):
+    """How long this rank was left waiting, and with which words it gave up."""
+    communicator = Communicator(Topology(nodes=2, ranks_per_node=2))
+    group = Group(ranks=tuple(range(world_size)), sequences=tuple(range(len(LENGTHS))), strategy=strategy)
+    shard = make_shard(MicroBatch(groups=(group,)), LENGTHS, rank)
+    seq_ctx = SequenceContext(
+        shard, communicator, choose_kernel(torch.device("cpu"), torch.float32, 4), torch.device("cpu")
+    )
+    x = torch.randn(shard.tokens, 4, 4, requires_grad=True)
+    out = sequence_parallel_attention(x, x, x, seq_ctx)
+    if rank == LOST:
+        if dies:
+            os.kill(os.getpid(), signal.SIGKILL)
+        time.sleep(2 * GROUP_SECONDS)
+        return None
+    start = time.monotonic()
+    with pytest.raises(RuntimeError) as raised:
+        out.sum().backward()
+    return time.monotonic() - start, str(raised.value)
+
+
+@pytest.mark.parametrize("dies", [True, False], ids=["dead", "silent"])
+@pytest.mark.parametrize("strategy", ["ulysses", "zigzag", "balanced", "allgather", "hybrid"])
+def test_the_others_raise_and_name_it(strategy, dies):
+    found = run_ranks(
+        run_until_one_is_lost,
+        4,
+        strategy,
+        dies,
+        group_seconds=30 if dies else GROUP_SECONDS,
+        may_die=(LOST,) if dies else (),
+    )
+    assert found.pop(LOST) is None
+    assert all(seconds < (15 if dies else 5 * GROUP_SECONDS) for seconds, _ in found), found
+    named = [message for _, message in found if re.search(MESSAGE.format(strategy=strategy), message)]
+    assert named, found
+    if strategy != "ulysses":
+        assert any(re.search(CHUNKS, message) for message in named), named
