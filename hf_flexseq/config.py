@@ -92,8 +92,8 @@ class FlexSeqArguments:
         default=False,
         metadata={
             "help": "Attention with the same bits however many ranks share a sequence, and under every strategy, in "
-            "outputs and gradients. Slow: the factor is measured and logged. Sums over tokens of several ranks, such "
-            "as the parameters' gradients, still differ in their last bits."
+            "outputs and gradients. May be slow: the factor is measured and logged. Sums over tokens of several "
+            "ranks, such as the parameters' gradients, still differ in their last bits."
         },
     )
 

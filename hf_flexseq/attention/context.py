@@ -15,7 +15,7 @@ from hf_flexseq.distributed.communicator import Channel, Communicator
 from hf_flexseq.kernels import Kernel
 from hf_flexseq.shard import Shard, Zone, cuts
 
-ZoneAttention = NoZone | LocalZone | UlyssesZone | RingZone | AllGatherZone
+ZoneAttention = NoZone | LocalZone | UlyssesZone | RingZone | AllGatherZone | DeterministicZone
 
 
 class SequenceContext:
@@ -40,16 +40,16 @@ class SequenceContext:
         deterministic: bool = False,
     ) -> None:
         """attention_remat: whether checkpointed layers keep the result of attention, instead of attending again.
-        deterministic: whether its bits are the same however sequences are shared; slow."""
+        deterministic: whether its bits are the same however sequences are shared."""
         self.shard = shard
         self.kept = KeptAttention() if attention_remat else None
         self.remap = TokenRemap(shard, communicator) if shard.given or shard.got else None
         channels = [Channel(communicator, zone.group, number) for number, zone in enumerate(shard.zones)]
-        turns = max((zone.group.degree for zone in shard.zones), default=1)
+        waits = max((zone.group.degree for zone in shard.zones), default=1)
         zones = tuple(
             DeterministicZone(zone, channel, kernel, device)
             if deterministic
-            else _zone_attention(zone, channel, kernel, device, turns)
+            else _zone_attention(zone, channel, kernel, device, waits)
             for zone, channel in zip(shard.zones, channels, strict=True)
         )
         self.zones = zones or (NoZone(),)
@@ -68,12 +68,12 @@ class SequenceContext:
         return tensors if self.remap is None else self.remap.to_even(tensors)
 
 
-def _zone_attention(zone: Zone, channel: Channel, kernel: Kernel, device: torch.device, turns: int) -> ZoneAttention:
-    """turns: how often the widest zone waits for transfers, which a local one then cuts its work for."""
+def _zone_attention(zone: Zone, channel: Channel, kernel: Kernel, device: torch.device, waits: int) -> ZoneAttention:
+    """waits: how often about the widest zone waits for transfers; a local one cuts its work into as many pieces."""
     rows, ranks = slice(zone.start, zone.stop), zone.group.ranks
     match zone.group.strategy:
         case "local":
-            return LocalZone(rows, zone.lengths, kernel, device, pieces=turns)
+            return LocalZone(rows, zone.lengths, kernel, device, pieces=waits)
         case "ulysses":
             return ulysses_zone(zone, channel, kernel, device)
         case "zigzag" | "balanced" as name:
