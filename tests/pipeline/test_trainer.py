@@ -14,6 +14,7 @@ from hf_flexseq.hf.pipeline_engine import InlinePipelinePlanner, PipelineEngine
 from hf_flexseq.hf.pipeline_trainer import OVERRIDDEN
 from hf_flexseq.schedule.pipeline.check import check
 from hf_flexseq.schedule.pipeline.step import StepPlan
+from hf_flexseq.schedule.pipeline.walk import makespan_ns
 from tests.hf.test_trainer import dataset, float64_loss, logged, plain_run, training_arguments, update_error
 from tests.hf.tiny import VOCAB, tiny_llama
 from tests.pipeline.plans import random_pipeline_plan
@@ -176,6 +177,8 @@ def test_the_trace_is_what_flexseq_view_reads(tmp_path, capsys):
     assert [step.number for step in steps] == [0, 0, 1, 1]  # a line for each replica
     for step in steps:
         check(step.plan)
+        assert makespan_ns(step.plan, step.cost) == pytest.approx(1e9 * step.plan.objective_s)
+        assert len(step.measured_s) == 1
     assert main(["view", path]) == 0
     assert "chunks through 2 stages by auto" in capsys.readouterr().out
 
