@@ -30,5 +30,5 @@ def log_line(step: int, logs: dict[str, Any]) -> str | None:
         return f"step {step:>4}  held-out loss {logs['eval_loss']:.3f}"
     if "loss" not in logs:
         return None
-    plan = f"  {plan_line(logs)}" if "flexseq/micro_batches" in logs else ""
+    plan = f"  {plan_line(logs)}" if "flexseq/predicted_s" in logs else ""
     return f"step {step:>4}  loss {logs['loss']:.3f}{plan}"

@@ -62,7 +62,7 @@ def view(options: Namespace) -> None:
         raise ValueError(f"{options.plan}: has {len(steps)} steps, so there is no --step {options.step}")
     step = steps[options.step]
     node = options.topology.ranks_per_node if options.topology else None
-    title = f"Step {step.number}: {_summary(step.plan)}"
+    title = f"Step {step.number}: {_summary(step.plan)}{_measured(step)}"
     pictures = [path for path in (options.png, options.svg) if path]
     for path in pictures:
         save_picture(_timeline(step, options, layers=0), path, title=title, ranks_per_node=node)
@@ -76,7 +76,7 @@ def view(options: Namespace) -> None:
 def _timeline(step: PlannedStep, options: Namespace, *, layers: int) -> Timeline:
     """Simulated with a cost model; otherwise by tokens, in measured seconds where there are any."""
     if isinstance(step.plan, PipelinePlan):
-        return _pipeline_timeline(step.plan, options)
+        return simulate_pipeline(step.plan, _stage_costs(step, step.plan, options))
     if options.cost_model is not None:
         if options.topology is None:
             raise ValueError("--cost-model also needs --topology")
@@ -90,12 +90,16 @@ def _timeline(step: PlannedStep, options: Namespace, *, layers: int) -> Timeline
     return sketch(step.plan, world, step.measured_s)
 
 
-def _pipeline_timeline(made: PipelinePlan, options: Namespace) -> Timeline:
-    """The stages' actions, each as long as a cost model of the whole model says, or as its tokens ask for."""
+def _stage_costs(step: PlannedStep, made: PipelinePlan, options: Namespace) -> PipelineCost:
+    """From the cost model of a whole model that was named; or else what the file says; or else tokens as time."""
     check_pipeline(made)
-    if options.cost_model is None:
-        return simulate_pipeline(made, tokens_as_time(made.stages))
-    return simulate_pipeline(made, PipelineCost.of_model(load_cost_model(options.cost_model), made.stages))
+    if options.cost_model is not None:
+        return PipelineCost.of_model(load_cost_model(options.cost_model), made.stages)
+    return step.cost or tokens_as_time(made.stages)
+
+
+def _measured(step: PlannedStep) -> str:
+    return "" if step.measured_s is None else f", measured {sum(step.measured_s):.3f} s"
 
 
 def _summary(made: Plan | PipelinePlan) -> str:

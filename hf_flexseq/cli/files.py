@@ -9,16 +9,19 @@ from typing import Any
 
 from hf_flexseq.plan import Plan
 from hf_flexseq.schedule.pipeline.actions import PipelinePlan
+from hf_flexseq.schedule.pipeline.cost import PipelineCost
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PlannedStep:
     """A step of a file. number: the step's, counted by its file or by the training run. plan: of groups, or of a
-    pipeline. measured_s: of each micro-batch, None where nobody ran it."""
+    pipeline. measured_s: of each micro-batch, or of the whole step, None where nobody ran it. cost: of the pipeline's
+    stages, where the file says it."""
 
     number: int
     plan: Plan | PipelinePlan
     measured_s: tuple[float, ...] | None
+    cost: PipelineCost | None = None
 
 
 def read_steps(path: str) -> list[PlannedStep]:
@@ -52,12 +55,21 @@ def _records(text: str) -> list[Any]:
 
 def _step(index: int, record: Any) -> PlannedStep:
     if isinstance(record, dict) and "actions" in record:
-        made = PipelinePlan.from_record(record)
-        return PlannedStep(number=record.get("step", index), plan=made, measured_s=None)
+        return _pipeline_step(index, record)
     plan = Plan.from_record(record)
     measured = record.get("measured_s")
     if measured is not None and len(measured) != len(plan.micro_batches):
         raise ValueError(f"step {index} has {len(plan.micro_batches)} micro-batches, {len(measured)} of them measured")
     return PlannedStep(
         number=record.get("step", index), plan=plan, measured_s=None if measured is None else tuple(measured)
+    )
+
+
+def _pipeline_step(index: int, record: dict[str, Any]) -> PlannedStep:
+    measured, cost = record.get("measured_s"), record.get("pipeline_cost")
+    return PlannedStep(
+        number=record.get("step", index),
+        plan=PipelinePlan.from_record(record),
+        measured_s=None if measured is None else tuple(measured),
+        cost=None if cost is None else PipelineCost.from_record(cost),
     )

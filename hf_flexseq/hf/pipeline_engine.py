@@ -102,18 +102,22 @@ class PipelineEngine(FlexSeqEngine):
 
     def make_planner(self, *, ahead: bool) -> Planner:
         """The planner of rank 0: in a process of its own when steps are planned ahead of the one that runs."""
-        assert self.cost is not None, "the engine has no cost model"
-        model, args = self.stage.stack.model, self.args
-        cost = pipeline_cost(
-            self.cost, self.stage, token_bytes(model), checkpointed=is_checkpointed(model), degree=self.degree
-        )
+        args = self.args
         return (PipelineWorker if ahead else InlinePipelinePlanner)(
-            cost,
+            self._stage_costs(),
             replicas=self.replicas,
             schedule=args.pipeline_schedule,
             chunks=args.pipeline_chunks,
             max_tokens=None if args.max_tokens_per_rank is None else args.max_tokens_per_rank * self.degree,
             room=room_bytes(self.cost, self.stage),
+        )
+
+    def _stage_costs(self) -> PipelineCost:
+        """Of the stages as they are now: activation checkpointing may begin with training."""
+        assert self.cost is not None, "the engine has no cost model"
+        model = self.stage.stack.model
+        return pipeline_cost(
+            self.cost, self.stage, token_bytes(model), checkpointed=is_checkpointed(model), degree=self.degree
         )
 
     def _deal(self, drawn: DrawnStep, plan: StepPlan, *, waited_s: float) -> PipelineStep:
@@ -150,23 +154,17 @@ class PipelineEngine(FlexSeqEngine):
         """Write the plan trace, a line for each replica, and return the figures of the log. Collective."""
         measured = max(gather_objects(self.communicator, step.stopwatch.seconds().get(0, 0.0)))
         figures = {
+            "stages": self.stage.count,
             "chunks": max(len(plan.chunks) for plan in step.plan.plans),
             "predicted_s": max(plan.objective_s for plan in step.plan.plans),
             "measured_s": measured,
             "planning_ms_exposed": 1e3 * step.waited_s,
             "tokens_per_s": step.tokens / measured if measured else 0.0,
         }
+        line = {"step": step.number, "measured_s": [measured], "pipeline_cost": self._stage_costs().to_record()}
         for replica, (members, plan) in enumerate(zip(step.plan.members, step.plan.plans, strict=True)):
-            line = {"step": step.number, "replica": replica, "sequences": members, "measured_s": [measured]}
-            self._trace.append(line, plan)
+            self._trace.append(line | {"replica": replica, "sequences": members}, plan)
         return {PREFIX + name: float(value) for name, value in figures.items()}
-
-    def describe(self, figures: dict[str, float]) -> str:
-        value = {name.removeprefix(PREFIX): figure for name, figure in figures.items()}
-        return (
-            f"{value['chunks']:g} chunk(s) through {self.stage.count} stages, predicted {value['predicted_s']:.3f} s, "
-            f"measured {value['measured_s']:.3f} s, {value['tokens_per_s']:,.0f} tokens/s"
-        )
 
 
 def _empty_twin(model: PreTrainedModel) -> PreTrainedModel:

@@ -72,12 +72,19 @@ def imbalance(plan: Plan, world_size: int) -> float:
 def plan_line(figures: dict[str, float]) -> str:
     """One step in one line, for people."""
     value = {name.removeprefix(PREFIX): figure for name, figure in figures.items() if name.startswith(PREFIX)}
+    return (
+        f"{_work_line(value)}, predicted {value['predicted_s']:.3f} s, measured {value['measured_s']:.3f} s, "
+        f"{value['tokens_per_s']:,.0f} tokens/s"
+    )
+
+
+def _work_line(value: dict[str, float]) -> str:
+    """What was planned: chunks through a pipeline, or groups in micro-batches."""
+    if "chunks" in value:
+        return f"{value['chunks']:g} chunk(s) through {value['stages']:g} stages"
     groups = " + ".join(
         f"{count:g} x degree {name.removeprefix('groups_of_')}"
         for name, count in value.items()
         if name.startswith("groups_of_")
     )
-    return (
-        f"{groups} in {value['micro_batches']:g} micro-batch(es), predicted {value['predicted_s']:.3f} s, "
-        f"measured {value['measured_s']:.3f} s, {value['tokens_per_s']:,.0f} tokens/s"
-    )
+    return f"{groups} in {value['micro_batches']:g} micro-batch(es)"

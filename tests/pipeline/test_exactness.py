@@ -20,7 +20,7 @@ from tests.hf.tiny import documents, reference_gradients, relative_errors, tiny_
 from tests.pipeline.plans import random_pipeline_plan
 from tests.ranks import run_ranks
 
-LENGTHS = [1, 2, 17, 5, 31, 3, 1, 40, 11, 2, 13, 23]
+LENGTHS = [1, 2, 17, 5, 31, 3, 40, 11]
 LAYERS = 4
 CASES = {
     "uneven chunks": {},
@@ -62,12 +62,12 @@ def make_executor(model, stages, degree, communicator):
     return PipelineExecutor(stage, neighbours, CpuFlash(), sharing=sharing)
 
 
-def worst_errors(rank, world_size, degree, plans):
-    """For each kind of model and case: the largest errors of this stage's gradients, and the losses."""
+def errors_by_case(rank, world_size, degree):
+    """For each kind of model and case: the largest error of this stage's gradients, and that of the loss."""
     stages = world_size // degree
     examples = documents(LENGTHS)
     communicator = Communicator()
-    worst = {}
+    errors = {}
     for tied in (False, True):
         # With a degree of 2 a rank's heads do not fall evenly on key heads.
         heads = {"hidden_size": 36, "num_attention_heads": 6, "num_key_value_heads": 3} if degree > 1 else {}
@@ -75,29 +75,29 @@ def worst_errors(rank, world_size, degree, plans):
         wanted_loss, wanted = reference_gradients(copy.deepcopy(model), examples)
         executor = make_executor(model, stages, degree, communicator)
         for name, options in CASES.items():
-            for seed in range(plans):
-                rng = random.Random(f"{stages} {seed}")
-                plan = random_pipeline_plan(LENGTHS, stages, rng, layers=LAYERS, **options)
-                columns = columns_of(plan, examples)
-                loss = executor.train(plan, columns, TARGETS)
-                sum_gradients(executor.stage, executor.neighbours)
-                found = {name: p.grad.clone() for name, p in executor.stage.global_parameters()}
-                model.zero_grad()
-                here = relative_errors(found, {name: wanted[name] for name in found}, floor_of=wanted)
-                again = executor.evaluate(plan, columns, TARGETS)
-                torch.distributed.all_reduce(loss)
-                torch.distributed.all_reduce(again)
-                off = max(abs(float(loss) - wanted_loss), abs(float(again) - wanted_loss))
-                case = worst.setdefault((tied, name), {"gradients": 0.0, "loss": 0.0})
-                case["gradients"] = max(case["gradients"], *here.values())
-                case["loss"] = max(case["loss"], off)
-    return worst
+            rng = random.Random(f"{stages} {tied} {name}")
+            plan = random_pipeline_plan(LENGTHS, stages, rng, layers=LAYERS, **options)
+            columns = columns_of(plan, examples)
+            losses = [executor.train(plan, columns, TARGETS)]
+            sum_gradients(executor.stage, executor.neighbours)
+            found = {name: p.grad.clone() for name, p in executor.stage.global_parameters()}
+            model.zero_grad()
+            if not options:  # they say how a backward is done
+                losses.append(executor.evaluate(plan, columns, TARGETS))
+            here = relative_errors(found, {name: wanted[name] for name in found}, floor_of=wanted)
+            errors[tied, name] = max(here.values()), max(loss_error(loss, wanted_loss) for loss in losses)
+    return errors
+
+
+def loss_error(loss, wanted):
+    torch.distributed.all_reduce(loss)
+    return abs(float(loss) - wanted)
 
 
 @pytest.mark.parametrize(("world_size", "degree"), [(2, 1), (3, 1), (4, 1), (4, 2)])
 def test_gradients_equal_one_process(world_size, degree):
-    for worst in run_ranks(worst_errors, world_size, degree, 2):
-        assert len(worst) == 2 * len(CASES)
-        for case, errors in worst.items():
-            assert errors["gradients"] < 1e-10, case
-            assert errors["loss"] < 1e-12, case
+    for errors in run_ranks(errors_by_case, world_size, degree):
+        assert len(errors) == 2 * len(CASES)
+        for case, (of_gradients, of_loss) in errors.items():
+            assert of_gradients < 1e-10, case
+            assert of_loss < 1e-12, case

@@ -14,6 +14,7 @@ from hf_flexseq.hf.pipeline_engine import InlinePipelinePlanner, PipelineEngine
 from hf_flexseq.hf.pipeline_trainer import OVERRIDDEN
 from hf_flexseq.schedule.pipeline.check import check
 from hf_flexseq.schedule.pipeline.step import StepPlan
+from hf_flexseq.schedule.pipeline.walk import makespan_ns
 from tests.hf.test_trainer import dataset, float64_loss, logged, plain_run, training_arguments, update_error
 from tests.hf.tiny import VOCAB, tiny_llama
 from tests.pipeline.plans import random_pipeline_plan
@@ -46,6 +47,7 @@ def random_planner(engine, *, ahead):
 
 
 def make_trainer(model, folder, stages, *, batch=2, plans="random", **options):
+    """A planner in a process of its own takes a second to start, so only those who ask have one."""
     args = training_arguments(
         FlexSeqConfig,
         folder,
@@ -53,7 +55,7 @@ def make_trainer(model, folder, stages, *, batch=2, plans="random", **options):
         accumulation=2,
         pipeline_parallel_size=stages,
         cost_model="estimate",
-        **{"optim": "sgd", "lookahead": 2, **options},
+        **{"optim": "sgd", "lookahead": 2 if plans == "random" else 0, **options},
     )
     trainer = FlexSeqTrainer(model=model, args=args, train_dataset=dataset(), eval_dataset=dataset(11))
     if stages > 1 and plans == "random":
@@ -73,11 +75,9 @@ def pipeline_run(rank, world_size, folder, stages, tied, options):
     return {name: p.detach().numpy() for name, p in parameters}, trainer.state.log_history, trainer.evaluate()
 
 
-def plain_weights(folder, world_size, tied, **options):
-    """Of the plain Trainer on the same sequences per step."""
-    return plain_run(
-        folder, batch=4 * world_size, loss=float64_loss, model=model_of(tied), **{"optim": "sgd", **options}
-    )
+def plain_weights(folder, sequences, tied, **options):
+    """Of the plain Trainer with so many sequences per step."""
+    return plain_run(folder, batch=sequences, loss=float64_loss, model=model_of(tied), **{"optim": "sgd", **options})
 
 
 def joined(results):
@@ -95,8 +95,10 @@ def joined(results):
     [(2, 2, True, "sgd"), (3, 3, False, "adamw_torch"), (4, 4, True, "adamw_torch"), (4, 2, True, "sgd")],
 )
 def test_ten_steps_equal_the_plain_trainer(tmp_path, world_size, stages, tied, optim):
-    before, wanted, history = plain_weights(tmp_path, world_size, tied, optim=optim)
-    results = run_ranks(pipeline_run, world_size, tmp_path, stages, tied, {"optim": optim}, seconds=150)
+    batch = 2 if world_size == 2 else 1
+    before, wanted, history = plain_weights(tmp_path, 2 * batch * world_size, tied, optim=optim)
+    options = {"optim": optim, "batch": batch}
+    results = run_ranks(pipeline_run, world_size, tmp_path, stages, tied, options, seconds=150)
     found = joined(results)
     assert update_error(before, wanted, found) < 1e-8
     for _, log, _ in results:
@@ -105,32 +107,36 @@ def test_ten_steps_equal_the_plain_trainer(tmp_path, world_size, stages, tied, o
     assert max(logged(history, "grad_norm")) > 0.5, "nothing was clipped"
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"pipeline_schedule": "auto"},
-        {"pipeline_schedule": "auto", "gradient_checkpointing": True, "lookahead": 0},
-        {"pipeline_schedule": "1f1b"},
-        {"pipeline_schedule": "seq1f1b", "pipeline_chunks": 3},
-        {"pipeline_schedule": "infinipipe", "max_tokens_per_rank": 40},
-        {"planner": "static", "sp_degree": 2, "max_tokens_per_rank": 20},
-    ],
-    ids=lambda options: "-".join(str(value) for value in options.values()),
+SCHEDULES = (
+    {"pipeline_schedule": "auto", "lookahead": 2},
+    {
+        "pipeline_schedule": "auto",
+        "gradient_checkpointing": True,
+        "gradient_checkpointing_kwargs": {"use_reentrant": False},
+    },
+    {"pipeline_schedule": "1f1b"},
+    {"pipeline_schedule": "seq1f1b", "pipeline_chunks": 3},
+    {"pipeline_schedule": "infinipipe", "max_tokens_per_rank": 40},
 )
-def test_every_schedule_equals_the_plain_trainer(tmp_path, options):
-    world_size = 2 * options.get("sp_degree", 1)
-    if options.get("gradient_checkpointing"):
-        options = options | {"gradient_checkpointing_kwargs": {"use_reentrant": False}}
-    before, wanted, _ = plain_weights(tmp_path, world_size, True, max_steps=3)
-    results = run_ranks(
-        pipeline_run, world_size, tmp_path, 2, True, {"plans": "own", "max_steps": 3, **options}, seconds=150
-    )
-    assert update_error(before, wanted, joined(results)) < 1e-8
+SHARED = {"planner": "static", "sp_degree": 2, "max_tokens_per_rank": 20, "batch": 1}
+
+
+def schedule_runs(rank, world_size, folder, options):
+    """All of these, one after the other."""
+    return [pipeline_run(rank, world_size, folder, 2, True, {"plans": "own", "max_steps": 2, **o}) for o in options]
+
+
+@pytest.mark.parametrize(("world_size", "options"), [(2, SCHEDULES), (4, (SHARED,))])
+def test_every_schedule_equals_the_plain_trainer(tmp_path, world_size, options):
+    before, wanted, _ = plain_weights(tmp_path, 8, True, max_steps=2)
+    results = run_ranks(schedule_runs, world_size, tmp_path, options, seconds=150)
+    for of_ranks, used in zip(zip(*results, strict=True), options, strict=True):
+        assert update_error(before, wanted, joined(of_ranks)) < 1e-8, used
 
 
 def test_stock_float32_loss_differs_by_its_rounding_only(tmp_path):
-    before, wanted, _ = plain_run(tmp_path, batch=8, model=model_of(True), optim="sgd")
-    found = joined(run_ranks(pipeline_run, 2, tmp_path, 2, True, {}, seconds=150))
+    before, wanted, _ = plain_run(tmp_path, batch=4, model=model_of(True), optim="sgd")
+    found = joined(run_ranks(pipeline_run, 2, tmp_path, 2, True, {"batch": 1}, seconds=150))
     assert update_error(before, wanted, found) < 2e-6
 
 
@@ -171,6 +177,8 @@ def test_the_trace_is_what_flexseq_view_reads(tmp_path, capsys):
     assert [step.number for step in steps] == [0, 0, 1, 1]  # a line for each replica
     for step in steps:
         check(step.plan)
+        assert makespan_ns(step.plan, step.cost) == pytest.approx(1e9 * step.plan.objective_s)
+        assert len(step.measured_s) == 1
     assert main(["view", path]) == 0
     assert "chunks through 2 stages by auto" in capsys.readouterr().out
 
@@ -184,43 +192,42 @@ def evaluated(rank, world_size, folder):
 # ---- checkpoints
 
 
-def loaded_run(rank, world_size, folder, options):
-    trainer = make_trainer(str(folder / "model"), folder, 2, **options)
-    assert len(list(trainer.model.parameters())) < 2 + 9 * LAYERS
+def loaded_runs(rank, world_size, folder):
+    """Weights after two steps of a model that is loaded stage by stage, and of the same one, cut in place."""
+    loaded = make_trainer(str(folder), folder, 2, max_steps=2)
+    assert len(list(loaded.model.parameters())) < 2 + 9 * LAYERS
+    whole = make_trainer(AutoModelForCausalLM.from_pretrained(folder), folder, 2, max_steps=2)
+    return [trained_weights(trainer) for trainer in (loaded, whole)]
+
+
+def trained_weights(trainer):
     trainer.train()
-    return ({name: p.detach().numpy() for name, p in trainer.flexseq.stage.global_parameters()},)
+    return {name: p.detach().numpy() for name, p in trainer.flexseq.stage.global_parameters()}
 
 
 @pytest.mark.parametrize("tied", [True, False])
 def test_a_model_is_loaded_stage_by_stage(tmp_path, tied):
-    """Against the same model, cut in place. Its norms are transformers' own, in float32."""
+    """Its norms are transformers' own, in float32."""
     torch.manual_seed(0)
     sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": LAYERS, "vocab_size": VOCAB}
     config = LlamaConfig(**sizes, num_attention_heads=4, num_key_value_heads=2, tie_word_embeddings=tied)
     model = LlamaForCausalLM(config).double()
-    model.save_pretrained(tmp_path / "model")
-    options = {"max_steps": 3, "plans": "random"}
-    wanted = joined(run_ranks(cut_run, 2, tmp_path, options))
-    found = joined(run_ranks(loaded_run, 2, tmp_path, options))
+    model.save_pretrained(tmp_path)
+    results = run_ranks(loaded_runs, 2, tmp_path)
+    found, wanted = (joined([of_rank[i : i + 1] for of_rank in results]) for i in (0, 1))
     assert wanted.keys() == found.keys()
     assert all((wanted[name] == found[name]).all() for name in wanted)
     assert any((wanted[name] != p.detach().numpy()).any() for name, p in model.named_parameters())
 
 
-def cut_run(rank, world_size, folder, options):
-    trainer = make_trainer(AutoModelForCausalLM.from_pretrained(folder / "model"), folder, 2, **options)
-    trainer.train()
-    return ({name: p.detach().numpy() for name, p in trainer.flexseq.stage.global_parameters()},)
-
-
 def saved_run(rank, world_size, folder, stages, tied, options, resume=None):
-    """A run that saves every four steps, or goes on from a checkpoint of one."""
+    """A run that saves every three steps, or goes on from a checkpoint of one."""
     if resume is not None:
         torch.manual_seed(99)
         model = tiny_llama(seed=99, num_hidden_layers=LAYERS, tie_word_embeddings=tied)  # other weights: they are read
     else:
         model = model_of(tied)
-    trainer = make_trainer(model, folder, stages, save_strategy="steps", save_steps=4, **options)
+    trainer = make_trainer(model, folder, stages, save_strategy="steps", save_steps=3, **options)
     trainer.train(resume_from_checkpoint=resume)
     parameters = trainer.flexseq.stage.global_parameters() if stages > 1 else model.named_parameters()
     return {name: p.detach().numpy() for name, p in parameters}, trainer.state
@@ -228,11 +235,11 @@ def saved_run(rank, world_size, folder, stages, tied, options, resume=None):
 
 @pytest.mark.parametrize("tied", [True, False])
 def test_a_checkpoint_is_an_ordinary_one(tmp_path, tied):
-    (tmp_path / "checkpoint-4").mkdir()
-    (tmp_path / "checkpoint-4" / "model.safetensors").write_text("left by an earlier run")
-    results = run_ranks(saved_run, 2, tmp_path, 2, tied, {"optim": "adamw_torch", "max_steps": 4})
+    (tmp_path / "checkpoint-3").mkdir()
+    (tmp_path / "checkpoint-3" / "model.safetensors").write_text("left by an earlier run")
+    results = run_ranks(saved_run, 2, tmp_path, 2, tied, {"optim": "adamw_torch", "max_steps": 3, "batch": 1})
     weights = joined(results)
-    folder = tmp_path / "checkpoint-4"
+    folder = tmp_path / "checkpoint-3"
     assert sorted(p.name for p in folder.glob("model*")) == [
         "model-00001-of-00002.safetensors",
         "model-00002-of-00002.safetensors",
@@ -246,26 +253,26 @@ def test_a_checkpoint_is_an_ordinary_one(tmp_path, tied):
         assert (weights[name] == parameter.detach().numpy()).all(), name
 
 
-@pytest.mark.parametrize(
-    ("stages", "then_ranks", "then_stages"), [(2, 2, 2), (2, 4, 4), (2, 4, 2), (2, 1, 1), (1, 2, 2)]
-)
-def test_resumed_on_any_number_of_stages_it_goes_on_as_before(tmp_path, stages, then_ranks, then_stages):
-    """The sequences per step stay the same: two ranks draw twice as many each as four."""
-    options = {"optim": "adamw_torch", "batch": 8 // stages, "max_steps": 6, "weight_decay": 0.1}
-    wanted = joined(run_ranks(saved_run, stages, tmp_path, stages, True, options))
+@pytest.mark.parametrize(("stages", "then"), [(2, [(2, 2), (4, 4), (4, 2), (1, 1)]), (1, [(2, 2)])])
+def test_resumed_on_any_number_of_stages_it_goes_on_as_before(tmp_path, stages, then):
+    """then: on so many ranks, in so many stages. The sequences per step stay the same: two ranks draw twice as many
+    each as four."""
+    options = {"optim": "adamw_torch", "max_steps": 5, "weight_decay": 0.1}
     before = {n: p.detach() for n, p in model_of(True).named_parameters()}
-    options["batch"] = 8 // then_ranks
-    checkpoint = f"{tmp_path}/checkpoint-4"
-    found = joined(run_ranks(saved_run, then_ranks, tmp_path, then_stages, True, options, checkpoint))
-    assert update_error(before, {n: torch.as_tensor(p) for n, p in wanted.items()}, found) < 1e-8
+    first = joined(run_ranks(saved_run, stages, tmp_path, stages, True, options | {"batch": 4 // stages}))
+    wanted = {n: torch.as_tensor(p) for n, p in first.items()}
+    for ranks, then_stages in then:
+        resumed = options | {"batch": 4 // ranks}
+        found = run_ranks(saved_run, ranks, tmp_path, then_stages, True, resumed, f"{tmp_path}/checkpoint-3")
+        assert update_error(before, wanted, joined(found)) < 1e-8, (ranks, then_stages)
 
 
 def test_a_checkpoint_of_another_model_is_refused(tmp_path):
-    model_of(True).save_pretrained(tmp_path / "checkpoint-4")
+    model_of(True).save_pretrained(tmp_path / "checkpoint-3")
     index = {"metadata": {}, "weight_map": {"model.norm.weight": "model.safetensors"}}
-    (tmp_path / "checkpoint-4" / "model.safetensors.index.json").write_text(json.dumps(index))
+    (tmp_path / "checkpoint-3" / "model.safetensors.index.json").write_text(json.dumps(index))
     with pytest.raises(AssertionError, match="ValueError: .* has no model.embed_tokens.weight, model.layers.0"):
-        run_ranks(saved_run, 2, tmp_path, 2, True, {}, f"{tmp_path}/checkpoint-4")
+        run_ranks(saved_run, 2, tmp_path, 2, True, {}, f"{tmp_path}/checkpoint-3")
 
 
 @pytest.mark.parametrize("name", OVERRIDDEN)
@@ -276,19 +283,29 @@ def test_what_is_overridden_is_there(name):
 # ---- other arithmetic and other models
 
 
-def other_run(rank, world_size, folder, kind, options):
-    torch.manual_seed(0)
-    trainer = make_trainer(model_of_kind(kind), folder, world_size, plans="own", max_steps=2, **options)
-    trainer.train()
-    return logged(trainer.state.log_history, "loss")
-
-
-@pytest.mark.parametrize(
-    ("kind", "bf16", "tolerance"), [("qwen3", False, 1e-5), ("gemma", False, 1e-5), ("qwen2", True, 5e-3)]
+OTHERS = (
+    ("qwen3", {}, 1e-5),
+    ("gemma", {}, 1e-5),
+    ("qwen2", {"bf16": True}, 5e-3),
 )
-def test_other_models_and_bfloat16_train_as_without_a_pipeline(tmp_path, kind, bf16, tolerance):
-    """In float32, and under autocast: two stages of one rank each against one rank with the same sequences."""
-    options = {"bf16": bf16, "learning_rate": 0.1}
-    (wanted,) = run_ranks(other_run, 1, tmp_path, kind, {"batch": 4, **options})
-    for found in run_ranks(other_run, 2, tmp_path, kind, {"batch": 2, **options}):
-        assert found == pytest.approx(wanted, rel=tolerance)
+
+
+def other_runs(rank, world_size, folder):
+    """The logged losses of all of them, with the same sequences on one rank as on two."""
+    return [logged(other_log(kind, folder, world_size, options), "loss") for kind, options, _ in OTHERS]
+
+
+def other_log(kind, folder, world_size, options):
+    torch.manual_seed(0)
+    options = {"batch": 2 // world_size, "learning_rate": 0.1, "max_steps": 2, **options}
+    trainer = make_trainer(model_of_kind(kind), folder, world_size, plans="own", **options)
+    trainer.train()
+    return trainer.state.log_history
+
+
+def test_other_models_and_bfloat16_train_as_without_a_pipeline(tmp_path):
+    """In float32, and under autocast: two stages of one rank each against one rank."""
+    (wanted,) = run_ranks(other_runs, 1, tmp_path)
+    for found in run_ranks(other_runs, 2, tmp_path):
+        for (kind, _, tolerance), losses, those in zip(OTHERS, found, wanted, strict=True):
+            assert losses == pytest.approx(those, rel=tolerance), kind

@@ -9,6 +9,7 @@ from types import SimpleNamespace
 import pytest
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from hf_flexseq.cli import main
 from progress import log_line
 from sft import checkpoint_to_resume, start_trace, summary
 
@@ -58,6 +59,8 @@ def test_a_step_is_one_line():
     line = log_line(7, {"loss": 5.4321, "learning_rate": 1e-3} | FIGURES)
     assert line.startswith("step    7  loss 5.432  3 x degree 1 + 1 x degree 2 in 2 micro-batch")
     assert "\n" not in line
+    of_pipeline = log_line(7, {"loss": 5.4321, "flexseq/chunks": 9.0, "flexseq/stages": 2.0} | FIGURES)
+    assert of_pipeline.startswith("step    7  loss 5.432  9 chunk(s) through 2 stages, predicted 1.000 s")
     assert log_line(0, {"eval_loss": 8.3}) == "step    0  held-out loss 8.300"
     assert log_line(9, {"train_runtime": 1.0}) is None
 
@@ -72,22 +75,43 @@ def test_the_summary_ends_with_what_a_user_looks_for(tmp_path):
     assert 'AutoModelForCausalLM.from_pretrained("runs/x")' in third
 
 
-@pytest.mark.timeout(300)
-def test_a_whole_run_on_two_processes(tmp_path):
-    corpus = tmp_path / "corpus"
+def run_recipe(folder, config, **options) -> str:
+    """What a run of three steps on two processes prints; it writes to folder / "out"."""
+    corpus = folder / "corpus"
     corpus.mkdir()
     for i in range(24):
         (corpus / f"{i}.txt").write_text(f"line {i} of a file\n" * (1 + 60 * (i % 8 == 0)))
+    options |= {"config": f"recipes/quickstart/{config}", "output_dir": folder / "out", "dataset": corpus}
+    options |= {"tokenizer_vocab_size": 300, "tokenizer_cache": folder / "bpe", "held_out_fraction": 0.3}
+    options |= {"max_length": 256, "max_steps": 3, "per_device_train_batch_size": 2}
     command = [sys.executable, "-m", "accelerate.commands.launch"]
     command += ["--config_file", "recipes/accelerate_configs/cpu.yaml", "--main_process_port", "0", "recipes/sft.py"]
-    command += ["--config", "recipes/quickstart/small_llama.yaml", "--output_dir", str(tmp_path / "out")]
-    command += ["--dataset", str(corpus), "--tokenizer_vocab_size", "300", "--tokenizer_cache", str(tmp_path / "bpe")]
-    command += ["--held_out_fraction", "0.3", "--max_length", "256", "--max_tokens_per_rank", "200"]
-    command += ["--max_steps", "3", "--per_device_train_batch_size", "2"]
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "HF_HOME": str(tmp_path / "hf"), "PYTHONPATH": str(ROOT)}
+    command += [word for name, value in options.items() for word in (f"--{name}", str(value))]
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "HF_HOME": str(folder / "hf"), "PYTHONPATH": str(ROOT)}
     run = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=280, check=False)
     assert run.returncode == 0, run.stderr
-    assert "held-out loss: 5." in run.stdout
+    return run.stdout
+
+
+@pytest.mark.timeout(300)
+def test_a_whole_run_on_two_processes(tmp_path):
+    assert "held-out loss: 5." in run_recipe(tmp_path, "small_llama.yaml", max_tokens_per_rank=200)
     assert len((tmp_path / "out" / "plan_trace.jsonl").read_text().splitlines()) == 3
     AutoModelForCausalLM.from_pretrained(tmp_path / "out")
     assert len(AutoTokenizer.from_pretrained(tmp_path / "out")) <= 300
+
+
+@pytest.mark.timeout(300)
+def test_a_whole_run_in_two_stages(tmp_path, capsys):
+    printed = run_recipe(tmp_path, "pipeline.yaml", max_tokens_per_rank=100)
+    assert "held-out loss: 5." in printed
+    assert printed.count("chunk(s) through 2 stages, predicted") == 3
+    model, info = AutoModelForCausalLM.from_pretrained(tmp_path / "out", output_loading_info=True)
+    assert not info["missing_keys"] | info["unexpected_keys"]
+    assert len(model.model.layers) == 3
+    trace = str(tmp_path / "out" / "plan_trace.jsonl")
+    assert main(["view", trace, "--step", "2"]) == 0
+    assert "chunks through 2 stages by auto, predicted" in capsys.readouterr().out
+    picture = tmp_path / "step.png"
+    assert main(["view", trace, "--png", str(picture)]) == 0
+    assert picture.read_bytes().startswith(b"\x89PNG")

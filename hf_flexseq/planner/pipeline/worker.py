@@ -3,14 +3,13 @@ the first line: {"cost": {...}, "options": {...}}, the fields of a PipelineCost 
 
 import sys
 from collections.abc import Callable
-from dataclasses import asdict
 from functools import partial
 from typing import Any
 
 from hf_flexseq.planner.client import PlannerWorker
 from hf_flexseq.planner.pipeline.step import make_step_plan
 from hf_flexseq.planner.worker import serve
-from hf_flexseq.schedule.pipeline.cost import PipelineCost, StageCost
+from hf_flexseq.schedule.pipeline.cost import PipelineCost
 from hf_flexseq.schedule.pipeline.step import StepPlan
 
 
@@ -21,14 +20,13 @@ class PipelineWorker(PlannerWorker):
     PLAN = StepPlan
 
     def __init__(self, cost: PipelineCost, **options: Any) -> None:
-        self._start({"cost": asdict(cost), "options": options})
+        self._start({"cost": cost.to_record(), "options": options})
 
 
 def make_planner(configuration: dict[str, Any]) -> Callable[[list[int]], StepPlan]:
     """The planner that the first line asks for."""
-    cost = configuration["cost"]
-    stages = tuple(StageCost(**stage) for stage in cost["stages"])
-    return partial(make_step_plan, cost=PipelineCost(**{**cost, "stages": stages}), **configuration["options"])
+    cost = PipelineCost.from_record(configuration["cost"])
+    return partial(make_step_plan, cost=cost, **configuration["options"])
 
 
 if __name__ == "__main__":

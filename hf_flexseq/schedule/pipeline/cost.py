@@ -18,7 +18,8 @@ layers hold their input only.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -63,6 +64,18 @@ class PipelineCost:
         for number, stage in enumerate(self.stages):
             if min(stage.linear_ns, stage.attention_ns, stage.chunk_ns, stage.head_ns) < 0 or stage.token_bytes <= 0:
                 raise ValueError(f"stage {number}: costs must not be negative, and token_bytes positive: {stage}")
+
+    def to_record(self) -> dict[str, Any]:
+        """The costs as plain JSON values."""
+        return asdict(self)
+
+    @classmethod
+    def from_record(cls, record: dict[str, Any]) -> "PipelineCost":
+        """The inverse of `to_record`. Raises ValueError for anything that is no cost of a pipeline."""
+        try:
+            return cls(stages=tuple(StageCost(**stage) for stage in record["stages"]), send_ns=record["send_ns"])
+        except (KeyError, TypeError) as error:
+            raise ValueError(f"not the cost of a pipeline: {error!r} (see PipelineCost.to_record)") from error
 
     @classmethod
     def even(cls, stages: int, stage: StageCost) -> "PipelineCost":
