@@ -13,6 +13,7 @@ from hf_flexseq.attention.local import Tensors
 from hf_flexseq.distributed.communicator import Communicator, Transfers
 from hf_flexseq.shard import Shard
 
+TAG = 1 << 30  # beyond those of any zone
 Parcels = tuple[tuple[int, int], ...]  # (peer, rows), in the order of the rows
 
 
@@ -45,6 +46,7 @@ class TokenRemap:
             self.communicator,
             sends=[(part.contiguous(), peer) for part, (peer, _) in zip(parts, leaving, strict=True)],
             recvs=[(buffer, peer) for buffer, (peer, _) in zip(buffers, coming, strict=True)],
+            tag=TAG,
             label=lambda peer, sent: "tokens on their way between the groups and the even layout",
         ).wait()
         return torch.cat((x[:kept], arriving))
