@@ -97,7 +97,7 @@ def test_every_accelerate_config_is_one(path):
         (["--lora_r", "-1"], "", "give a rank"),
         (["--lora_r", "8"], "", "lora_r needs model_name_or_path"),
         (["--planner", "static"], "", "needs sp_degree"),
-        (["--strategy", "hybrid"], "", "not available in this version"),
+        (["--pipeline_parallel_size", "2", "--deterministic", "true"], "", "not available in a pipeline"),
         (["--no_such_option", "1"], "", "no_such_option"),
         (["--config", "no/such/file.yaml"], "", "no/such/file.yaml"),
     ],
