@@ -1,13 +1,16 @@
 """Obeys the list of actions that a plan has for this stage, and knows no schedule.
 
     F   take the hidden states of the stage before (the first stage: token ids), run the layers, hand on what comes
-        out (the last stage: the loss)
+        out (the last stage: the loss, which goes backward at once, as far as the head's input)
     B   take the gradient of what was handed on, go backward, hand on the gradient of what was taken
     I   B, but the weight gradients of the layers are left in the store
     W   add those
 
 Losses are sums over a chunk's targets divided by the targets of the whole step, so that gradients of all chunks only
 add up. Chunks differ in shape, and every shape is known from the plan: nothing but tensors is sent.
+
+The head goes backward in F because a loss that is computed without logits for all tokens has its gradients then: were
+they kept until B, every chunk in flight would hold a gradient of the whole head. Only that of its input is kept.
 
 Rejected: torch.distributed.pipelining, whose stages hold one shape for all micro-batches or exchange it every time,
 whose schedules are lowered in up to a second per step, and which has no keys and values to carry.
@@ -38,10 +41,12 @@ Context = Callable[[], AbstractContextManager[Any]]
 
 @dataclass(slots=True)
 class _Flight:
-    """A chunk between its forward and its backward: the hidden states it came with, and what it became."""
+    """A chunk between its forward and its backward: the hidden states it came with, what it became, and the gradient
+    of that, which only the last stage has already."""
 
     source: torch.Tensor
     result: torch.Tensor
+    gradient: torch.Tensor | None
 
 
 class PipelineExecutor:
@@ -157,29 +162,40 @@ class _Step:
         source = tokens if self.stage.is_first else self.sources.take(place)
         if source.is_floating_point() and torch.is_grad_enabled():
             source.requires_grad_()
-        with self.autocast():
-            if self.stage.is_last:
-                of_loss = {"labels": labels, "shift_labels": labels, "num_items_in_batch": self.targets}
-                result = self.stage.loss(source, **columns, **of_loss, seq_ctx=self._context(place))
-                self.loss += result.detach()
-            else:
-                result = self.stage.hidden(source, **columns, seq_ctx=self._context(place))
-                assert result.dtype == self.dtype, f"hidden states are {result.dtype}, expected {self.dtype}"
-                self.results.put(place, result)
+        columns |= {"seq_ctx": self._context(place)}
+        gradient = None
+        if self.stage.is_last:
+            result, gradient = self._loss(source, labels, columns)
+        else:
+            with self.autocast():
+                result = self.stage.hidden(source, **columns)
+            assert result.dtype == self.dtype, f"hidden states are {result.dtype}, expected {self.dtype}"
+            self.results.put(place, result)
         if torch.is_grad_enabled():
-            self.flights[place] = _Flight(source, result)
+            self.flights[place] = _Flight(source, result, gradient)
+
+    def _loss(
+        self, source: torch.Tensor, labels: torch.Tensor, columns: dict[str, Any]
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """The head's input and its gradient; the loss and the head's gradients are added to what is there."""
+        with self.autocast():
+            of_loss = {"labels": labels, "shift_labels": labels, "num_items_in_batch": self.targets}
+            loss, hidden, entry = self.stage.loss(source, **columns, **of_loss)
+        self.loss += loss.detach()
+        if loss.requires_grad:
+            loss.backward()
+        return hidden, entry.grad
 
     def backward(self, action: Action) -> None:
         place = self.places[action.unit, action.chunk]
         assert place in self.flights, f"{action} comes before its forward, or twice"
         flight = self.flights.pop(place)
-        if self.stage.is_last:
-            flight.result.backward()
-        else:
+        gradient = flight.gradient
+        if not self.stage.is_last:
             gradient = self.gradients.take(place)
             self.results.arrived(place)  # long ago, since its gradient is here
-            if flight.result.requires_grad:
-                flight.result.backward(gradient)
+        if flight.result.requires_grad:
+            flight.result.backward(gradient)
         if not self.stage.is_first:
             self.gradients_out.put(place, flight.source.grad)
 

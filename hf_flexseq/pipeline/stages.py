@@ -51,6 +51,15 @@ class Elsewhere(nn.Module):
         )
 
 
+class Loss(NamedTuple):
+    """The loss of a chunk, [] in size; hidden states [1, t, C] that it was made from, twice: as the layers' graph ends
+    with them, and as the loss' graph begins with them."""
+
+    loss: torch.Tensor
+    hidden: torch.Tensor
+    entry: torch.Tensor
+
+
 class Sizes(NamedTuple):
     """How many numbers multiply each token, in every layer and in the LM head."""
 
@@ -162,9 +171,22 @@ class Stage:
         [1, t] on the first stage, hidden states elsewhere."""
         return self.stack.decoder(**self._entry(source), use_cache=False, **kwargs).last_hidden_state
 
-    def loss(self, source: torch.Tensor, **kwargs: Any) -> torch.Tensor:
-        """The last stage's loss of a chunk; `labels` and `num_items_in_batch` are among `kwargs`."""
-        return self.stack.model(**self._entry(source), use_cache=False, **kwargs).loss
+    def loss(self, source: torch.Tensor, **kwargs: Any) -> "Loss":
+        """The last stage's loss of a chunk; `labels` and `num_items_in_batch` are among `kwargs`. The graph of the
+        loss begins after the norm, so that it can go backward at once."""
+        found: list[tuple[torch.Tensor, torch.Tensor]] = []
+
+        def divide(_: nn.Module, __: Any, output: Any) -> None:
+            hidden = output.last_hidden_state
+            output.last_hidden_state = hidden.detach().requires_grad_(hidden.requires_grad)
+            found.append((hidden, output.last_hidden_state))
+
+        hook = self.stack.decoder.register_forward_hook(divide)
+        try:
+            loss = self.stack.model(**self._entry(source), use_cache=False, **kwargs).loss
+        finally:
+            hook.remove()
+        return Loss(loss, *found[0])
 
     def _entry(self, source: torch.Tensor) -> dict[str, torch.Tensor]:
         return {"input_ids" if self.is_first else "inputs_embeds": source}

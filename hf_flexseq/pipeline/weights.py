@@ -58,8 +58,9 @@ class WeightGradients:
     def run(self, key: Key) -> None:
         """Add the weight gradients that the backward of `key` has left."""
         assert key in self._waiting, f"the weight gradient of {key} comes before its input gradient, or twice"
-        for product in self._waiting.pop(key):
-            product.add()
+        with torch.no_grad():  # x is an output of the forward, whose graph a gradient must not hold
+            for product in self._waiting.pop(key):
+                product.add()
 
     def put(self, product: "_Product") -> bool:
         """Whether the product waits now; if not, it is to be computed at once."""

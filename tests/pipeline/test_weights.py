@@ -52,6 +52,7 @@ def test_deferred_they_come_with_run_and_add_up(x, replayed):
     store.check_empty()
     twice = {name: 2 * g for name, g in wanted(x).items()}
     torch.testing.assert_close(gradients(module), twice, rtol=1e-14, atol=1e-14)
+    assert not any(g.requires_grad for g in gradients(module).values()), "a gradient holds the forward's graph"
 
 
 def test_under_autocast_they_are_as_good_as_the_plain_layers(x):

@@ -110,8 +110,8 @@ def test_a_chunk_costs_what_the_formula_says():
     shapes = [shape_of(chunk, made.lengths) for chunk in made.chunks]
     costs = chunk_costs(PipelineCost.even(1, stage), shapes, [[0, 2]])
     second = 200 * 201 // 2 - 100 * 101 // 2  # keys that the second hundred of queries sees
-    assert costs.forward[0][1] == 1000 + second + 1000 + 300
-    assert costs.input_grad[0][1] == round(1000 + 2.5 * second + 1000 + 600 + 2 / 5 * (1000 + second))
+    assert costs.forward[0][1] == 1000 + second + 1000 + 900
+    assert costs.input_grad[0][1] == round(1000 + 2.5 * second + 1000 + 2 / 5 * (1000 + second))
     assert costs.weight_grad[0] == [1500, 1500]
     assert costs.held[0] == [3000, 3000 - 2 * 3000 // 5 + 2 * 200 // 5]
 

@@ -2,15 +2,15 @@
 
 A chunk of t tokens whose queries see p keys in all (the causal area of its slices) takes on a stage
 
-    F  linear t + attention p + head t + chunk
-    I  linear t + 2.5 attention p + 2 head t + chunk          and its forward again for checkpointed layers
+    F  linear t + attention p + 3 head t + chunk
+    I  linear t + 2.5 attention p + chunk                     and its forward again for checkpointed layers
     W  linear t + chunk / 2
     B  I + W
 
 Attention backward has no weights and five matrix products for the forward's two; a linear layer has one product each
-for the gradient of its input and of its weight. The LM head is not split. Constants are per stage, so that a stage
-with the head, or with fewer layers, is priced as what it is: the papers (Seq1F1B 2406.03488, InfiniPipe 2509.21275
-equation 1) price the model and divide by the number of stages, which hides the head.
+for the gradient of its input and of its weight. The LM head goes backward in F (pipeline/executor.py). Constants are
+per stage, so that a stage with the head, or with fewer layers, is priced as what it is: the papers (Seq1F1B
+2406.03488, InfiniPipe 2509.21275 equation 1) price the model and divide by the number of stages, which hides the head.
 
 A chunk holds its activations from F to B or W. A cut sequence also holds keys and values, allocated once at its full
 length, from its first F to its last B or I, and their gradients from its first B or I to its last. Checkpointed
@@ -153,8 +153,8 @@ def chunk_costs(cost: PipelineCost, shapes: Sequence[Shape], checkpointed: Seque
         again = share * (linear + attention)
         whole = stage.token_bytes * tokens + stage.kv_bytes * (tokens - cut)
         columns = (
-            body + stage.head_ns * tokens,
-            linear + ATTENTION_BACKWARD * attention + stage.chunk_ns + 2 * stage.head_ns * tokens + again,
+            body + 3 * stage.head_ns * tokens,
+            linear + ATTENTION_BACKWARD * attention + stage.chunk_ns + again,
             linear + WEIGHT_CHUNK * stage.chunk_ns,
             (1 - share) * whole + share * stage.input_bytes * tokens,
             stage.kv_bytes * length,
