@@ -231,7 +231,7 @@ def main() -> int:
     if reason is not None:
         print(f"no cluster can be emulated here: {reason}", file=sys.stderr)
         return 2
-    for signum in (signal.SIGTERM, signal.SIGHUP):
+    for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # a shell's background jobs ignore the first
         signal.signal(signum, interrupted)
     cluster = Cluster(
         nodes=args.nodes, ranks_per_node=args.ranks_per_node, inter=args.inter, nic_per_rank=args.nic_per_rank
@@ -242,8 +242,6 @@ def main() -> int:
     except RuntimeError as error:
         print(f"no cluster can be emulated here: {error}", file=sys.stderr)
         return 2
-    except KeyboardInterrupt:
-        return 130
 
 
 if __name__ == "__main__":
