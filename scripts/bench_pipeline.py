@@ -125,7 +125,8 @@ TAIL_HEADER = (
 TAIL_LEGEND = """
 Times are relative to the re-creation at its best K without a limit, peaks to its stage-0 peak; a limit of 0.7 or 0.6
 is that share of it. Auto's peak is its fullest stage's. `layers again` counts checkpointed layers over stages and
-chunks. Under the limit the re-creation may use any K up to 48, groups with a flush, and its checkpointing.
+chunks. The re-creation may use any K up to 48 and every fourth up to 96; under the limit also groups with a
+flush, and its checkpointing.
 """
 
 

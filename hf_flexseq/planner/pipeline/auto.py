@@ -31,7 +31,7 @@ TURNS, PROMPT, GRADIENTS = Manner(), Manner(prompt=True), Manner(first="I")
 PATIENT, FORWARDS = Manner(patience=1), Manner(first="F", patience=2)
 WINDOW = 1.5
 MOST_CHUNKS = 1_000
-ACTIONS = 14_000  # played in all
+ACTIONS = 20_000  # played in all
 OPTIONS = (1, 2)  # other things to do
 
 
@@ -48,6 +48,7 @@ class _Way:
 
 WAYS = (  # the most useful first
     _Way(),
+    _Way(factor=1.2, manner=GRADIENTS),
     _Way(manner=PROMPT),
     _Way(factor=1.4),
     _Way(spare=1),

@@ -29,8 +29,9 @@ from hf_flexseq.schedule.pipeline.cost import ChunkCosts, chunk_costs
 from hf_flexseq.schedule.pipeline.orders import backward_names, one_forward_one_backward
 from hf_flexseq.schedule.pipeline.walk import makespan_ns
 
-MOST_CHUNKS = 48  # the largest K that is tried
-HOPELESS = 1.02  # what seems to take so much longer than the best plan is not looked at
+COUNTS = (*range(1, 49), *range(52, 97, 4))  # the K that are tried
+# What seems to take so much longer than the best plan is not looked at, of plans that flush and that recompute.
+HOPELESS = {False: 1.02, True: 1.005}
 
 
 Moment = tuple[int, tuple[tuple[int, int], ...]]  # excess bytes, (diagonal, bytes saved per layer) in flight
@@ -52,13 +53,13 @@ def infinipipe_pipeline(task: Task) -> Answer:
     if task.room is not None:
         require_solver("pipeline_schedule='infinipipe' within a memory limit")
     work = Work.of(task.cost, "time")
-    counts = [task.chunks] if task.chunks is not None else range(1, MOST_CHUNKS + 1)
+    counts = COUNTS if task.chunks is None else (task.chunks,)
     trials = [infinipipe_units(task.lengths, k, work, task.most_tokens) for k in counts]
     free = [(_makespan(_answer(units, [_whole(units)], task), task), place) for place, units in enumerate(trials)]
     best: tuple[int, Answer] | None = None
     for recompute in (False, True):  # flushing alone first: it is quickly found, and bounds what is worth solving
         for unlimited, place in sorted(free):
-            spare = math.inf if best is None else HOPELESS * best[0] - unlimited
+            spare = math.inf if best is None else HOPELESS[recompute] * best[0] - unlimited
             groups = _grouped(trials[place], task, spare, recompute=recompute) if spare > 0 else None
             if groups is not None:
                 answer = _answer(trials[place], groups, task)
