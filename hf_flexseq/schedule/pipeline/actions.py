@@ -80,7 +80,8 @@ class PipelinePlan:
     stages: a multiple of `ranks`; stage s is on rank s % ranks. chunks: by unit, then by index.
     actions: of each rank, in order. checkpointed: [stage][place in `chunks`] how many of the stage's layers drop their
     activations and compute them again; () for none anywhere. schedule: who made it. objective_s: modelled seconds of
-    the step, for `auto` at most a wait or two above what `walk.py` finds. planning_s: seconds it took to plan (not in the digest).
+    the step, for `auto` at most a wait or two above what `walk.py` finds. planning_s: seconds it took to plan (not in
+    the digest).
     """
 
     lengths: tuple[int, ...]
