@@ -3,15 +3,16 @@
     python scripts/bench_pipeline.py                                everything, 5 seeds
     python scripts/bench_pipeline.py --parts planning equal memory
     python scripts/bench_pipeline.py --parts tail --stages 8 --seeds 0 1 2    a part of the long-tailed batches
-    python scripts/bench_pipeline.py --parts tail --attention 2     attention counted twice, as without its causal half
+    python scripts/bench_pipeline.py --parts tail --attention 2     twice the attention
 
 Every figure of InfiniPipe is one of a re-creation from the paper's text: its code is not public.
 
 Batches: 256 sequences of exp(normal(7.0, 1.35)) tokens, 2 % of them exp(normal(10.2, 0.8)), clipped to [64, context].
 A chunk of t tokens whose queries see p keys costs a stage t + p / 61,440 + 256 forward, and backward 2 t + 2.5 p /
-61,440 + 1.5 x 256, of which the input's part is t + 2.5 p / 61,440 + 256. That is a Llama-13B (hidden 5120, 40 layers)
-with one token's linear work as the unit, here called a microsecond. Memory is tokens in flight; a checkpointed layer
-keeps 2 of 34 bytes. All seconds are simulated; planning time is CPU time of one thread.
+61,440 + 1.5 x 256, of which the input's part is t + 2.5 p / 61,440 + 256. The unit is one token's linear work, here
+called a microsecond. By operations a hidden size of 5120 has twice that attention: `--attention 2`. Memory is tokens
+in flight; there are 40 layers, and a checkpointed one keeps 2 of 34 bytes. All seconds are simulated; planning time
+is CPU time of one thread.
 """
 
 import argparse
