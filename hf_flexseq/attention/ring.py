@@ -6,7 +6,8 @@ log-sum-exp, or send it to the rank that holds the queries, which merges it whil
 
 Backward, with the *merged* out and lse every call's gradient is independent of the others and is only summed: fetch
 again, compute, send dK and dV straight back to the owner of the keys, and dQ to the owner of the queries. They add
-them up in the order of the turns, so that sums do not depend on what arrives first.
+them up in the order of the turns, so that sums do not depend on what arrives first. A part of the work that reads
+nothing from others comes last, for the last gradients to travel under.
 
 Ring Attention (arXiv 2310.01889) for the blockwise merge, DistFlashAttn (arXiv 2310.03294, section 3) for helpers and
 for fetching ahead. Everything travels in the kernel's own dtypes, and is merged and summed in float32 (float64 for
@@ -18,16 +19,18 @@ hold whole sequences on every rank.
 from collections import deque
 from collections.abc import Sequence
 from functools import partial
+from itertools import takewhile
 from typing import NamedTuple
 
 import torch
 
 from hf_flexseq.attention.local import Tensors
-from hf_flexseq.attention.turns import Rows, Share, Turn, name_pieces
+from hf_flexseq.attention.turns import OWN, Rows, Share, Turn, backward_order, name_pieces
 from hf_flexseq.attention.zones import END, Steps
 from hf_flexseq.distributed.communicator import Channel, Exchange, Label
 from hf_flexseq.kernels import Kernel, lse_dtype
 
+AHEAD = 2  # turns whose keys and values are on their way at once
 TAGS = 8  # numbers kept free for the messages of one exchange between two ranks
 
 
@@ -54,10 +57,10 @@ class Returning(NamedTuple):
 class RingZone:
     """This rank's part in a group of the ring family."""
 
-    __slots__ = ("channel", "kernel", "rows", "turns")
+    __slots__ = ("backward_turns", "channel", "kernel", "rows", "turns")
 
     def __init__(self, rows: slice, turns: Sequence[Turn], channel: Channel, kernel: Kernel) -> None:
-        self.rows, self.turns = rows, turns
+        self.rows, self.turns, self.backward_turns = rows, turns, backward_order(turns)
         self.channel, self.kernel = channel, kernel
 
     def forward(
@@ -67,15 +70,16 @@ class RingZone:
         kv = torch.stack((k, v), dim=1)  # [t, 2, Hkv, D]
         out = torch.zeros(q.shape, dtype=lse_dtype(q.dtype), device=q.device)
         lse = out.new_full(q.shape[:2], -torch.inf)  # [t, H]
-        fetched, returned = self._first_fetches((q,), kv), None
-        for t, turn in enumerate(self.turns):
-            yield (t + 1) / len(self.turns)
-            (block_q,), (block_kv,) = self._next_fetched(fetched, t, (q,), kv)
+        turns, returned = self.turns, None
+        fetched = self._first_fetches(turns, (q,), kv)
+        for t, turn in enumerate(turns):
+            yield (t + 1) / len(turns)
+            (block_q,), (block_kv,) = self._next_fetched(fetched, turns, t, (q,), kv)
             made = self._attend(turn, block_q, block_kv, scale)
             if turn.queries.peer is None:
                 merge(out, lse, turn.queries.rows, made)
             _merge_returned(out, lse, returned)  # of the turn before: it travelled while this one computed
-            returned = self._return(t, (made, (q, lse)), ((), ()))
+            returned = self._return(turns, t, (made, (q, lse)), ((), ()))
         yield END
         _merge_returned(out, lse, returned)
         out = out.to(q.dtype)
@@ -86,17 +90,18 @@ class RingZone:
         of_queries = (q, dout, out, lse)
         dq = torch.zeros(q.shape, dtype=lse_dtype(q.dtype), device=q.device)
         dkv = torch.zeros(kv.shape, dtype=dq.dtype, device=q.device)
-        fetched, returned = self._first_fetches(of_queries, kv), None
-        for t, turn in enumerate(self.turns):
-            yield (t + 1) / (len(self.turns) + 1)  # the last gradients have the rest to travel
-            block_of_queries, (block_kv,) = self._next_fetched(fetched, t, of_queries, kv)
+        turns, returned = self.backward_turns, None
+        fetched = self._first_fetches(turns, of_queries, kv)
+        for t, turn in enumerate(turns):
+            yield (t + 1) / (len(turns) + 1)  # the last gradients have the rest to travel
+            block_of_queries, (block_kv,) = self._next_fetched(fetched, turns, t, of_queries, kv)
             dq_made, dkv_made = self._block_backward(turn, block_of_queries, block_kv, scale)
             if turn.queries.peer is None:
                 _add(dq, turn.queries.rows, dq_made)
             if turn.keys.peer is None:
                 _add(dkv, turn.keys.rows, dkv_made)
             _add_returned(dq, dkv, returned)
-            returned = self._return(t, (dq_made, (q,)), (dkv_made, (kv,)))
+            returned = self._return(turns, t, (dq_made, (q,)), (dkv_made, (kv,)))
         yield END
         _add_returned(dq, dkv, returned)
         dk, dv = dkv.to(q.dtype).unbind(1)
@@ -124,26 +129,23 @@ class RingZone:
         dq, dk, dv = self.kernel.backward(dout, q, k, v, out, lse.t().contiguous(), turn.segments, scale=scale)
         return (dq,), (torch.stack((dk, dv), dim=1),)
 
-    def _first_fetches(self, of_queries: Tensors, kv: torch.Tensor) -> deque[Arriving]:
-        """Of the turns in which every rank attends to what it holds, which read nothing, and of the one after them."""
-        own = sum(turn.time == 0 for turn in self.turns)
-        return deque(self._fetch(t, of_queries, kv) for t in range(own + 1))
+    def _first_fetches(self, turns: Sequence[Turn], of_queries: Tensors, kv: torch.Tensor) -> deque[Arriving]:
+        """Of the turns in which every rank attends to what it holds, which read nothing, and of those after them."""
+        own = sum(1 for _ in takewhile(lambda turn: turn.time == OWN, turns))
+        return deque(self._fetch(turns, t, of_queries, kv) for t in range(min(own + AHEAD, len(turns))))
 
     def _next_fetched(
-        self, fetched: deque[Arriving], t: int, of_queries: Tensors, kv: torch.Tensor
+        self, fetched: deque[Arriving], turns: Sequence[Turn], t: int, of_queries: Tensors, kv: torch.Tensor
     ) -> tuple[Tensors, Tensors]:
-        """What the call of turn t reads; what the next one reads travels while it computes."""
-        result = fetched.popleft().result()
-        if not fetched:
-            fetched.append(self._fetch(t + 1, of_queries, kv))
+        """What the call of turn t reads; what the next ones read travels while it computes."""
+        result, following = fetched.popleft().result(), t + 1 + len(fetched)
+        if len(fetched) < AHEAD and following < len(turns):
+            fetched.append(self._fetch(turns, following, of_queries, kv))
         return result
 
-    def _fetch(self, t: int, of_queries: Tensors, kv: torch.Tensor) -> Arriving:
+    def _fetch(self, turns: Sequence[Turn], t: int, of_queries: Tensors, kv: torch.Tensor) -> Arriving:
         """What the call of turn t reads on its way here, and what others' calls read of ours at that time to them."""
-        exchange = Exchange(self._label(t, returns=False))
-        if t == len(self.turns):
-            return Arriving(exchange, (), ())
-        turn = self.turns[t]
+        turn, exchange = turns[t], Exchange(self._label(turns, t, returns=False))
         for lent, tensors in ((turn.lent_queries, of_queries), (turn.lent_keys, (kv,))):
             for share in lent:
                 exchange.send([share.rows.take(x) for x in tensors], share.peer)
@@ -151,12 +153,18 @@ class RingZone:
         exchange.post(self.channel.communicator, tag=self.channel.tag(2 * t * TAGS))
         return Arriving(exchange, *read)
 
-    def _return(self, t: int, of_queries: tuple[Tensors, Tensors], of_keys: tuple[Tensors, Tensors]) -> Returning:
+    def _return(
+        self,
+        turns: Sequence[Turn],
+        t: int,
+        of_queries: tuple[Tensors, Tensors],
+        of_keys: tuple[Tensors, Tensors],
+    ) -> Returning:
         """What turn t's call made of others' queries and keys on its way to them, and of ours from others' calls.
 
         of_queries, of_keys: what was made, and tensors of this rank that are like it but for the number of rows.
         """
-        turn, exchange = self.turns[t], Exchange(self._label(t, returns=True))
+        turn, exchange = turns[t], Exchange(self._label(turns, t, returns=True))
         coming = []
         for read, lent, (made, likes) in (
             (turn.queries, turn.lent_queries, of_queries),
@@ -168,11 +176,10 @@ class RingZone:
         exchange.post(self.channel.communicator, tag=self.channel.tag((2 * t + 1) * TAGS))
         return Returning(exchange, *coming)
 
-    def _label(self, t: int, *, returns: bool) -> Label:
-        return self.channel.label(partial(self._describe, t, returns))
+    def _label(self, turns: Sequence[Turn], t: int, *, returns: bool) -> Label:
+        return self.channel.label(partial(self._describe, turns[t], t, returns))
 
-    def _describe(self, t: int, returns: bool, peer: int, sent: bool) -> str:
-        turn = self.turns[t]
+    def _describe(self, turn: Turn, t: int, returns: bool, peer: int, sent: bool) -> str:
         read, lent = (turn.queries, turn.keys), (*turn.lent_queries, *turn.lent_keys)
         shares = lent if sent != returns else read
         pieces = (piece for share in shares if share.peer == peer for piece in share.pieces)
