@@ -2,7 +2,7 @@
 
 Forward, at every turn of this rank: fetch the keys and values, or as a helper the queries, that its call reads from
 where they are, while the call before computes; attend; merge the partial result into the running one by its
-log-sum-exp, or send it to the rank that holds the queries, which merges it while its next call is under way.
+log-sum-exp, or send it to the rank that holds the queries, which merges it some calls later.
 
 Backward, with the *merged* out and lse every call's gradient is independent of the others and is only summed: fetch
 again, compute, send dK and dV straight back to the owner of the keys, and dQ to the owner of the queries. They add
@@ -17,7 +17,7 @@ hold whole sequences on every rank.
 """
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 from itertools import takewhile
 from typing import NamedTuple
@@ -30,7 +30,7 @@ from hf_flexseq.attention.zones import END, Steps
 from hf_flexseq.distributed.communicator import Channel, Exchange, Label
 from hf_flexseq.kernels import Kernel, lse_dtype
 
-AHEAD = 2  # turns whose keys and values are on their way at once
+AHEAD = 2  # turns for which keys and values, and from which results, are on their way at once
 TAGS = 8  # numbers kept free for the messages of one exchange between two ranks
 
 
@@ -70,7 +70,7 @@ class RingZone:
         kv = torch.stack((k, v), dim=1)  # [t, 2, Hkv, D]
         out = torch.zeros(q.shape, dtype=lse_dtype(q.dtype), device=q.device)
         lse = out.new_full(q.shape[:2], -torch.inf)  # [t, H]
-        turns, returned = self.turns, None
+        turns, returned = self.turns, deque[Returning]()
         fetched = self._first_fetches(turns, (q,), kv)
         for t, turn in enumerate(turns):
             yield (t + 1) / len(turns)
@@ -78,8 +78,8 @@ class RingZone:
             made = self._attend(turn, block_q, block_kv, scale)
             if turn.queries.peer is None:
                 merge(out, lse, turn.queries.rows, made)
-            _merge_returned(out, lse, returned)  # of the turn before: it travelled while this one computed
-            returned = self._return(turns, t, (made, (q, lse)), ((), ()))
+            _merge_returned(out, lse, returned, AHEAD - 1)
+            returned.append(self._return(turns, t, (made, (q, lse)), ((), ())))
         yield END
         _merge_returned(out, lse, returned)
         out = out.to(q.dtype)
@@ -90,7 +90,7 @@ class RingZone:
         of_queries = (q, dout, out, lse)
         dq = torch.zeros(q.shape, dtype=lse_dtype(q.dtype), device=q.device)
         dkv = torch.zeros(kv.shape, dtype=dq.dtype, device=q.device)
-        turns, returned = self.backward_turns, None
+        turns, returned = self.backward_turns, deque[Returning]()
         fetched = self._first_fetches(turns, of_queries, kv)
         for t, turn in enumerate(turns):
             yield (t + 1) / (len(turns) + 1)  # the last gradients have the rest to travel
@@ -100,8 +100,8 @@ class RingZone:
                 _add(dq, turn.queries.rows, dq_made)
             if turn.keys.peer is None:
                 _add(dkv, turn.keys.rows, dkv_made)
-            _add_returned(dq, dkv, returned)
-            returned = self._return(turns, t, (dq_made, (q,)), (dkv_made, (kv,)))
+            _add_returned(dq, dkv, returned, AHEAD - 1)
+            returned.append(self._return(turns, t, (dq_made, (q,)), (dkv_made, (kv,))))
         yield END
         _add_returned(dq, dkv, returned)
         dk, dv = dkv.to(q.dtype).unbind(1)
@@ -194,19 +194,24 @@ def _read(exchange: Exchange, share: Share, tensors: Tensors) -> Tensors:
     return exchange.recv(tensors, share.rows.tokens, share.peer)
 
 
-def _merge_returned(out: torch.Tensor, lse: torch.Tensor, returned: Returning | None) -> None:
-    if returned is not None:
-        returned.exchange.wait()
-        for rows, made in returned.of_queries:
+def _merge_returned(out: torch.Tensor, lse: torch.Tensor, returned: deque[Returning], left: int = 0) -> None:
+    """Merge what has been returned, in the order of the turns, but for the last `left` of it."""
+    for arrived in _arrived(returned, left):
+        for rows, made in arrived.of_queries:
             merge(out, lse, rows, made)
 
 
-def _add_returned(dq: torch.Tensor, dkv: torch.Tensor, returned: Returning | None) -> None:
-    if returned is not None:
-        returned.exchange.wait()
-        for total, parts in ((dq, returned.of_queries), (dkv, returned.of_keys)):
+def _add_returned(dq: torch.Tensor, dkv: torch.Tensor, returned: deque[Returning], left: int = 0) -> None:
+    for arrived in _arrived(returned, left):
+        for total, parts in ((dq, arrived.of_queries), (dkv, arrived.of_keys)):
             for rows, made in parts:
                 _add(total, rows, made)
+
+
+def _arrived(returned: deque[Returning], left: int) -> Iterator[Returning]:
+    while len(returned) > left:
+        returned[0].exchange.wait()
+        yield returned.popleft()
 
 
 def _add(total: torch.Tensor, rows: Rows, made: Tensors) -> None:
