@@ -25,10 +25,11 @@ import torch
 from hf_flexseq.attention.local import Tensors
 from hf_flexseq.attention.turns import Rows, Share, Turn, name_pieces
 from hf_flexseq.attention.zones import END, Steps
-from hf_flexseq.distributed.communicator import Channel, Exchange, Label
+from hf_flexseq.distributed.communicator import TAGS, Channel, Exchange, Label
+from hf_flexseq.distributed.routing import RoutedExchange
 from hf_flexseq.kernels import Kernel, lse_dtype
-
-TAGS = 8  # numbers kept free for the messages of one exchange between two ranks
+from hf_flexseq.schedule.loans import Loan, RowBytes, loan_transfers
+from hf_flexseq.schedule.routing import Links, Routing, make_routing
 
 
 class Arriving(NamedTuple):
@@ -51,13 +52,35 @@ class Returning(NamedTuple):
     of_keys: tuple[tuple[Rows, Tensors], ...]
 
 
+class Routes:
+    """How the exchanges of a group across nodes travel, for the tensors they turn out to have."""
+
+    __slots__ = ("_first_rank", "_found", "_links", "_loans")
+
+    def __init__(self, loans: Sequence[Sequence[Loan]], first_rank: int, links: Links) -> None:
+        """loans: of all ranks of the group, by turn. first_rank: of the group."""
+        self._loans, self._first_rank, self._links = loans, first_rank, links
+        self._found: dict[tuple[int, bool, RowBytes, RowBytes], Routing] = {}
+
+    def find(self, t: int, returns: bool, of_queries: Tensors, of_keys: Tensors) -> Routing:
+        """The same on every rank. of_queries, of_keys: tensors like those that travel, but for the number of rows."""
+        sizes = _row_bytes(of_queries), _row_bytes(of_keys)
+        if (t, returns, *sizes) not in self._found:
+            transfers = loan_transfers(self._loans[t], self._first_rank, *sizes, returns=returns)
+            self._found[t, returns, *sizes] = make_routing(transfers, self._links)
+        return self._found[t, returns, *sizes]
+
+
 class RingZone:
     """This rank's part in a group of the ring family."""
 
-    __slots__ = ("channel", "kernel", "rows", "turns")
+    __slots__ = ("channel", "kernel", "routes", "rows", "turns")
 
-    def __init__(self, rows: slice, turns: Sequence[Turn], channel: Channel, kernel: Kernel) -> None:
-        self.rows, self.turns = rows, turns
+    def __init__(
+        self, rows: slice, turns: Sequence[Turn], channel: Channel, kernel: Kernel, routes: Routes | None = None
+    ) -> None:
+        """routes: None where everything goes straight."""
+        self.rows, self.turns, self.routes = rows, turns, routes
         self.channel, self.kernel = channel, kernel
 
     def forward(
@@ -140,10 +163,9 @@ class RingZone:
 
     def _fetch(self, t: int, of_queries: Tensors, kv: torch.Tensor) -> Arriving:
         """What the call of turn t reads on its way here, and what others' calls read of ours at that time to them."""
-        exchange = Exchange(self._label(t, returns=False))
         if t == len(self.turns):
-            return Arriving(exchange, (), ())
-        turn = self.turns[t]
+            return Arriving(Exchange(), (), ())
+        turn, exchange = self.turns[t], self._exchange(t, of_queries, (kv,), returns=False)
         for lent, tensors in ((turn.lent_queries, of_queries), (turn.lent_keys, (kv,))):
             for share in lent:
                 exchange.send([share.rows.take(x) for x in tensors], share.peer)
@@ -156,7 +178,7 @@ class RingZone:
 
         of_queries, of_keys: what was made, and tensors of this rank that are like it but for the number of rows.
         """
-        turn, exchange = self.turns[t], Exchange(self._label(t, returns=True))
+        turn, exchange = self.turns[t], self._exchange(t, of_queries[1], of_keys[1], returns=True)
         coming = []
         for read, lent, (made, likes) in (
             (turn.queries, turn.lent_queries, of_queries),
@@ -168,6 +190,16 @@ class RingZone:
         exchange.post(self.channel.communicator, tag=self.channel.tag((2 * t + 1) * TAGS))
         return Returning(exchange, *coming)
 
+    def _exchange(self, t: int, of_queries: Tensors, of_keys: Tensors, *, returns: bool) -> Exchange:
+        """For rows of tensors like these."""
+        label, routing = self._label(t, returns=returns), Routing()
+        if self.routes is not None:
+            routing = self.routes.find(t, returns, of_queries, of_keys)
+        if not routing.paths:
+            return Exchange(label)
+        device, within = (*of_queries, *of_keys)[0].device, f", turn {t}, of {self.channel.name}"
+        return RoutedExchange(label, routing, self.channel.communicator, device, within=within)
+
     def _label(self, t: int, *, returns: bool) -> Label:
         return self.channel.label(partial(self._describe, t, returns))
 
@@ -178,6 +210,10 @@ class RingZone:
         pieces = (piece for share in shares if share.peer == peer for piece in share.pieces)
         what = "results for" if returns else "rows of"
         return f"{what} {name_pieces(pieces, self.channel.group.sequences)}, turn {t}"
+
+
+def _row_bytes(tensors: Tensors) -> RowBytes:
+    return tuple(x.shape[1:].numel() * x.element_size() for x in tensors)
 
 
 def _read(exchange: Exchange, share: Share, tensors: Tensors) -> Tensors:
