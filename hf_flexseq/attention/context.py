@@ -13,7 +13,7 @@ from hf_flexseq.attention.turns import make_turns
 from hf_flexseq.attention.ulysses import UlyssesZone, ulysses_zone
 from hf_flexseq.distributed.communicator import Channel, Communicator
 from hf_flexseq.kernels import Kernel
-from hf_flexseq.schedule.loans import make_loans
+from hf_flexseq.schedule.loans import group_loans
 from hf_flexseq.schedule.routing import Links
 from hf_flexseq.shard import Shard, Zone, cuts
 
@@ -98,5 +98,4 @@ def _routes(zone: Zone, channel: Channel, links: Links | None) -> Routes | None:
     group = zone.group
     if links is None or not channel.communicator.topology.spans_nodes(group.start, group.stop):
         return None
-    loans = make_loans(group.strategy, cuts(group.strategy, zone.lengths, group.degree), group.degree)
-    return Routes(loans, group.start, links)
+    return Routes(group_loans(group, zone.lengths), group.start, links)

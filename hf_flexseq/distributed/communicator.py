@@ -181,8 +181,12 @@ class Exchange:
     def recv(self, likes: Iterable[torch.Tensor], tokens: int, peer: int) -> tuple[torch.Tensor, ...]:
         """Tensors of `tokens` rows, otherwise like `likes`, that will hold what `peer` sends."""
         tensors = tuple(x.new_empty(tokens, *x.shape[1:]) for x in likes)
-        self._recvs += [(x, peer) for x in tensors]
+        self.recv_into(tensors, peer)
         return tensors
+
+    def recv_into(self, tensors: Iterable[torch.Tensor], peer: int) -> None:
+        """Contiguous tensors that will hold what `peer` sends."""
+        self._recvs += [(x, peer) for x in tensors]
 
     def post(self, communicator: Communicator, tag: int) -> None:
         self._transfers = Transfers(communicator, sends=self._sends, recvs=self._recvs, tag=tag, label=self._label)
