@@ -78,8 +78,8 @@ class FlexSeqArguments:
     routing: str = field(
         default="auto",
         metadata={
-            "help": "`auto`: split a ring's transfers between nodes over the NICs that the node's other ranks leave "
-            "idle, where the cost model says that this is faster than sending them straight; `off`: never."
+            "help": "`auto`: split transfers of rings and of remapping between nodes over the NICs that other ranks "
+            "leave idle, where the cost model says that this is faster than sending them straight; `off`: never."
         },
     )
     pipeline_parallel_size: int = field(

@@ -47,7 +47,8 @@ class SequenceContext:
         nodes may be routed, the same on all ranks; None: they go straight."""
         self.shard = shard
         self.kept = KeptAttention() if attention_remat else None
-        self.remap = TokenRemap(shard, communicator) if shard.given or shard.got else None
+        moves = shard.moves if links is not None else (*shard.given, *shard.got)
+        self.remap = TokenRemap(shard, communicator, links) if moves else None
         channels = [Channel(communicator, zone.group, number) for number, zone in enumerate(shard.zones)]
         waits = max((zone.group.degree for zone in shard.zones), default=1)
         zones = tuple(

@@ -28,8 +28,9 @@ from hf_flexseq.attention.zones import END, Steps
 from hf_flexseq.distributed.communicator import TAGS, Channel, Exchange, Label
 from hf_flexseq.distributed.routing import RoutedExchange
 from hf_flexseq.kernels import Kernel, lse_dtype
-from hf_flexseq.schedule.loans import Loan, RowBytes, loan_transfers
+from hf_flexseq.schedule.loans import Loan
 from hf_flexseq.schedule.routing import Links, Routing, make_routing
+from hf_flexseq.schedule.transfers import RowBytes, loan_transfers
 
 
 class Arriving(NamedTuple):

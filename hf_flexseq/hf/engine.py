@@ -42,8 +42,8 @@ from hf_flexseq.planner.client import PlannerWorker
 from hf_flexseq.planner.remap import REMAPPING, remap_reason
 from hf_flexseq.planner.static import check_degree
 from hf_flexseq.presets import load_cost_model
-from hf_flexseq.schedule.loans import routing_reason
 from hf_flexseq.schedule.routing import Links, links_of
+from hf_flexseq.schedule.routing_reason import TokenBytes, routing_reason
 
 logger = logging.getLogger(__name__)
 
@@ -225,12 +225,11 @@ class FlexSeqEngine:
         return self._kernel
 
     def _log_routing(self, plan: Plan) -> None:
-        config = self.model.config.get_text_config()
-        heads, kv_heads, head_dim = _heads(config)
+        heads, kv_heads, head_dim = _heads(self.model.config.get_text_config())
         head_bytes = head_dim * self._compute_dtype().itemsize
-        groups = [group for micro_batch in plan.micro_batches for group in micro_batch.groups]
-        sizes = {"query_bytes": heads * head_bytes, "key_bytes": 2 * kv_heads * head_bytes}
-        logger.info(routing_reason(groups, plan.lengths, self._links, **sizes))
+        token = TokenBytes(queries=heads * head_bytes, keys=2 * kv_heads * head_bytes)
+        topology = self.communicator.topology
+        logger.info(routing_reason(plan.micro_batches, plan.lengths, topology, self._links, token))
 
     def _log_slowdown(self, config: PretrainedConfig) -> None:
         heads, kv_heads, head_dim = _heads(config)

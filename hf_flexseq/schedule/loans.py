@@ -5,13 +5,11 @@ round go through the schedule together, and those of both kinds take turns.
 """
 
 import functools
-from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from hf_flexseq.plan import Group
 from hf_flexseq.schedule.attention import Step, attention_schedule
-from hf_flexseq.schedule.routing import Links, Routing, Transfer, make_routing
 from hf_flexseq.shard import Cut, cuts
 
 
@@ -52,59 +50,3 @@ def _loans(step: Step, of_lane: Sequence[Cut]) -> Iterator[Loan]:
         yield Loan(step.reader, step.worker, queries, 0)
     if keys and step.source != step.worker:
         yield Loan(step.source, step.worker, 0, keys)
-
-
-RowBytes = tuple[int, ...]  # bytes of one row of each tensor of a message
-
-
-def loan_transfers(
-    loans: Sequence[Loan], first_rank: int, of_queries: RowBytes, of_keys: RowBytes, *, returns: bool
-) -> tuple[Transfer, ...]:
-    """What travels for these loans: the lent rows to the worker, or what it made of them back.
-
-    first_rank: of the group. of_queries, of_keys: tensors that travel for queries, and for keys and values.
-    """
-    made = []
-    for loan in loans:
-        ends = (loan.worker, loan.holder) if returns else (loan.holder, loan.worker)
-        source, target = (first_rank + index for index in ends)
-        nbytes = sum(aligned(loan.queries * n) for n in of_queries) + sum(aligned(loan.keys * n) for n in of_keys)
-        made.append(Transfer(source, target, nbytes))
-    return tuple(made)
-
-
-def aligned(nbytes: int) -> int:
-    """The bytes that a tensor takes in a message that is one buffer: any type may follow it."""
-    return -(-nbytes // 16) * 16
-
-
-def routing_reason(
-    groups: Iterable[Group], lengths: Sequence[int], links: Links | None, *, query_bytes: int, key_bytes: int
-) -> str:
-    """One line for people: what is routed in the forward of a layer of these groups, and why the rest is not.
-
-    lengths: of the plan's sequences. query_bytes, key_bytes: of a token's queries, and of its keys and values.
-    """
-    if links is None:
-        return "routing off: all ranks are on one node"
-    if (objection := links.objection()) is not None:
-        return f"routing off: {objection}"
-    found = [
-        make_routing(loan_transfers(turn, group.start, (query_bytes,), (key_bytes,), returns=False), links)
-        for group in groups
-        if group.strategy in ("zigzag", "balanced")
-        for turn in group_loans(group, [lengths[i] for i in group.sequences])
-    ]
-    return _summary([routing for routing in found if routing.direct_s])
-
-
-def _summary(crossing: Sequence[Routing]) -> str:
-    if not crossing:
-        return "routing nothing: no ring crosses nodes"
-    routed = [routing for routing in crossing if routing.paths]
-    straight_s = sum(routing.direct_s for routing in crossing)
-    now_s = sum(routing.routed_s if routing.paths else routing.direct_s for routing in crossing)
-    why_not = Counter(routing.why_not for routing in crossing if routing.why_not)
-    steps = f"routing {len(routed)} of the {len(crossing)} ring steps that cross nodes"
-    gain = f"they take {now_s * 1e3:.2f} ms instead of {straight_s * 1e3:.2f} ms in the forward of a layer"
-    return "; ".join([f"{steps}: {gain}", *(f"{reason} in {count}" for reason, count in why_not.items())])

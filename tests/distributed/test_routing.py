@@ -12,8 +12,9 @@ from hf_flexseq.distributed.routing import RoutedExchange
 from hf_flexseq.kernels.choose import choose_kernel
 from hf_flexseq.plan import Group, MicroBatch
 from hf_flexseq.schedule.routing import Links, Transfer, make_routing
-from hf_flexseq.shard import make_shard
+from hf_flexseq.shard import make_shard, remapped
 from hf_flexseq.topology import Topology
+from tests.plans import random_plan
 from tests.ranks import run_ranks
 
 TOPOLOGY = Topology(nodes=2, ranks_per_node=2)
@@ -23,43 +24,68 @@ PACKS = [(64,), (31, 1, 2, 17, 13, 29), (5, 3), (1,), (40, 40)]
 DTYPES = (torch.float64, torch.float32, torch.bfloat16)
 
 
-def attention(communicator, strategy, lengths, dtype, links):
+def attention(communicator, micro_batch, lengths, dtype, links):
     """Bytes of this rank's out, dq, dk and dv."""
-    group = Group(ranks=(0, 1, 2, 3), sequences=tuple(range(len(lengths))), strategy=strategy)
-    shard = make_shard(MicroBatch(groups=(group,)), lengths, communicator.rank)
+    shard = make_shard(micro_batch, lengths, communicator.rank)
+    if micro_batch.remap:
+        shard = remapped(shard, micro_batch, lengths, TOPOLOGY)
     seq_ctx = SequenceContext(shard, communicator, choose_kernel(CPU, dtype, 8), CPU, links=links)
     generator = torch.Generator().manual_seed(communicator.rank)
-    q, k, v, dout = (torch.randn(shard.tokens, h, 8, generator=generator).to(dtype) for h in (3, 1, 1, 3))
+    q, k, v, dout = (torch.randn(shard.rows, h, 8, generator=generator).to(dtype) for h in (3, 1, 1, 3))
     q, k, v = (x.requires_grad_() for x in (q, k, v))
     out = sequence_parallel_attention(q, k, v, seq_ctx)
     out.backward(dout)
     return [x.detach().contiguous().view(torch.uint8).tolist() for x in (out, q.grad, k.grad, v.grad)]
 
 
-def compare(rank, world_size, strategy):
-    """By case: the results straight and routed, and how many exchanges were routed."""
-    communicator, made = Communicator(TOPOLOGY), []
-    found = {}
+def compare(rank, world_size, cases):
+    """Of each (micro-batch, lengths, dtype): the results straight and routed, and how many exchanges were routed."""
+    communicator, made, post = Communicator(TOPOLOGY), [], RoutedExchange.post
+    found = []
     with pytest.MonkeyPatch.context() as monkeypatch:
-        post = RoutedExchange.post
         monkeypatch.setattr(RoutedExchange, "post", lambda *args, **kwargs: (made.append(1), post(*args, **kwargs))[1])
-        for lengths in PACKS:
-            for dtype in DTYPES:
-                results = [attention(communicator, strategy, lengths, dtype, links) for links in (None, LINKS)]
-                found[lengths, dtype] = (*results, len(made))
+        for case in cases:
+            if case[0].remap or case[0].groups_of(rank):
+                found.append((*(attention(communicator, *case, links) for links in (None, LINKS)), len(made)))
                 made.clear()
     return found
 
 
+def assert_same(by_rank):
+    for found in by_rank:
+        for straight, routed, _ in found:
+            assert straight == routed
+
+
 @pytest.mark.parametrize("strategy", ["zigzag", "balanced"])
 def test_attention_is_the_same_to_the_bit(strategy):
-    by_rank = run_ranks(compare, 4, strategy)
-    for found in by_rank:
-        for case, (straight, routed, _) in found.items():
-            assert straight == routed, case
-    counts = [[count for *_, count in found.values()] for found in by_rank]
+    groups = [Group(ranks=(0, 1, 2, 3), sequences=tuple(range(len(p))), strategy=strategy) for p in PACKS]
+    cases = [(MicroBatch(groups=(g,)), p, dtype) for g, p in zip(groups, PACKS, strict=True) for dtype in DTYPES]
+    by_rank = run_ranks(compare, 4, cases)
+    assert_same(by_rank)
+    counts = [[count for *_, count in found] for found in by_rank]
     assert counts == counts[:1] * 4, "ranks differ about what is routed"
-    assert all(count for (lengths, _), (*_, count) in by_rank[0].items() if lengths == (64,))
+    assert all(counts[0][: len(DTYPES)]), "no exchange of a sequence of 64 tokens was routed"
+
+
+def test_a_remapping_is_the_same_to_the_bit_and_passed_on_by_who_gives_nothing():
+    lengths = (100, 30, 4, 2)  # rank 0 gives to all; the others' NICs are idle
+    groups = tuple(Group(ranks=(rank,), sequences=(rank,), strategy="local") for rank in range(4))
+    cases = [(MicroBatch(groups=groups, remap=True), lengths, dtype) for dtype in DTYPES]
+    by_rank = run_ranks(compare, 4, cases)
+    assert_same(by_rank)
+    assert all(count == 4 for found in by_rank for *_, count in found)  # to and from the groups, forward and backward
+
+
+def test_random_plans_are_the_same_to_the_bit():
+    rng = random.Random(0)
+    cases = []
+    while len(cases) < 60:
+        plan = random_plan([rng.choice((1, 3, 9, 40)) for _ in range(8)], 4, rng, nodes=2)
+        cases += [(micro_batch, plan.lengths, torch.float32) for micro_batch in plan.micro_batches]
+    by_rank = run_ranks(compare, 4, cases)
+    assert_same(by_rank)
+    assert all(sum(count for *_, count in found) > 100 for found in by_rank)
 
 
 def exchange_at_random(rank, world_size, rounds):

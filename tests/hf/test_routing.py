@@ -75,7 +75,7 @@ def test_it_is_used_logged_and_changes_no_bit(tmp_path, strategy):
     assert [(count, lines) for _, count, lines in off] == [(0, [])] * 4
     for _, _, (line,) in on:
         assert line.startswith("routing ")
-        assert "ring steps that cross nodes: they take" in line
+        assert "exchanges between nodes: they take" in line
 
 
 @pytest.mark.parametrize(
@@ -84,7 +84,7 @@ def test_it_is_used_logged_and_changes_no_bit(tmp_path, strategy):
         ({"nics_per_node": 1}, "zigzag", "routing off: the ranks of a node share one NIC"),
         ({"bandwidths": ((2, 1e3), (16, 1e3))}, "zigzag", "not more than twice"),
         ({"bandwidths": ((2, 1e12), (16, 1e9)), "transfer_s": 1.0}, "zigzag", "routing 0 of"),
-        ({}, "ulysses", "routing nothing: no ring crosses nodes"),
+        ({}, "ulysses", "routing nothing: no ring and no remapping crosses nodes"),
     ],
 )
 def test_it_says_why_not(tmp_path, change, strategy, reason):
