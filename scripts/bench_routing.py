@@ -8,8 +8,11 @@ rounds of the ratio of their seconds (on the slowest rank):
 
     hop        one transfer between nodes, all other NICs idle: routed / straight
     busy       every rank sends to the other node at once: what is decided, and why
+    remap      rank 0 gives its surplus to the ranks of the other node: with routing / without
     gather     keys and values of an all-gather: once per node and on from there / straight from the owners
-    ring       forward and backward of a ring's attention: with routing / without
+    zigzag, balanced S
+               forward and backward of a ring, a step of which attends S times as long as a rank's keys and values
+               would travel: with routing / without. Attention only waits, as if a device computed it
 
 Without --nic-per-rank the ranks of a node share one NIC, and nothing must be routed.
 """
@@ -22,6 +25,7 @@ import argparse
 import statistics
 import time
 from collections.abc import Callable
+from functools import partial
 from unittest import mock
 
 import torch
@@ -29,15 +33,17 @@ import torch.distributed as dist
 
 from hf_flexseq.attention import SequenceContext, allgather, sequence_parallel_attention
 from hf_flexseq.attention.allgather import AllGatherZone
+from hf_flexseq.attention.remap import TokenRemap
 from hf_flexseq.distributed.communicator import Channel, Communicator, Exchange, unnamed
 from hf_flexseq.distributed.routing import RoutedExchange
 from hf_flexseq.kernels.choose import choose_kernel
 from hf_flexseq.kernels.segments import Segments
 from hf_flexseq.plan import Group, MicroBatch
 from hf_flexseq.profiler.measure import measured_nics, median_seconds
+from hf_flexseq.remap import Move
 from hf_flexseq.schedule.gather import gather_hops
 from hf_flexseq.schedule.routing import Links, Routing, Transfer, make_routing
-from hf_flexseq.shard import make_shard
+from hf_flexseq.shard import Shard, make_shard
 
 CPU = torch.device("cpu")
 HEADS, KV_HEADS, HEAD_DIM = 8, 8, 64
@@ -114,6 +120,16 @@ def busy(world: Communicator, links: Links, asked: argparse.Namespace) -> str:
     return f"{took:6.3f} s; {'on' if routing.paths else f'off: {routing.why_not}'}"
 
 
+def remap(world: Communicator, links: Links, asked: argparse.Namespace) -> str:
+    """From the groups to the even layout."""
+    width = links.ranks_per_node
+    rows = asked.bytes // (4 * HEAD_DIM) // width
+    moves = tuple(Move(source=0, target=width + place, tokens=rows) for place in range(width))
+    ways = [TokenRemap(Shard(rank=world.rank, zones=(), moves=moves), world, over) for over in (links, None)]
+    x = torch.zeros(rows * width if world.rank == 0 else 0, 1, HEAD_DIM)
+    return compared(*(partial(way.to_even, (x,)) for way in ways), asked.rounds)
+
+
 def gather(world: Communicator, links: Links, asked: argparse.Namespace) -> str:
     """A sequence of which a rank holds keys and values of `bytes`."""
     tokens = asked.bytes // (2 * HEAD_DIM * 4) * world.world_size
@@ -152,12 +168,12 @@ class WaitingKernel:
 
 
 def ring(world: Communicator, links: Links, asked: argparse.Namespace, strategy: str, share: float) -> str:
-    """Of a sequence of which a rank holds keys and values of `bytes`. share: of the seconds of a hop of these that a
-    step's attention takes in the forward."""
-    held = asked.bytes // (2 * HEAD_DIM * 4 * KV_HEADS)
+    """Of a sequence of which a rank holds keys and values of `ring_bytes`. share: of the seconds of a hop of these
+    that a step's attention takes in the forward."""
+    held = asked.ring_bytes // (2 * HEAD_DIM * 4 * KV_HEADS)
     group = Group(ranks=tuple(range(world.world_size)), sequences=(0,), strategy=strategy)
     shard = make_shard(MicroBatch(groups=(group,)), [held * world.world_size], world.rank)
-    kernel = WaitingKernel(share * asked.bytes * links.across_s / (held * held / 2))
+    kernel = WaitingKernel(share * asked.ring_bytes * links.across_s / (held * held / 2))
     q, k, v = (torch.zeros(shard.tokens, h, HEAD_DIM, requires_grad=True) for h in (HEADS, KV_HEADS, KV_HEADS))
 
     def step(links: Links | None) -> None:
@@ -170,6 +186,7 @@ def ring(world: Communicator, links: Links, asked: argparse.Namespace, strategy:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--bytes", type=int, default=16_000_000, help="of a hop, and that a rank lends in a gather")
+    parser.add_argument("--ring-bytes", type=int, default=2_000_000, help="of a rank's keys and values in a ring")
     parser.add_argument("--strategies", nargs="*", default=["zigzag", "balanced"], help="of rings")
     parser.add_argument("--shares", nargs="*", type=float, default=[0, 0.5, 1], help="of a hop, that attention takes")
     parser.add_argument("--rounds", type=int, default=5)
@@ -185,6 +202,7 @@ def main() -> None:
     )
     report(world, f"hop     {hop(world, links, asked)}")
     report(world, f"busy    {busy(world, links, asked)}")
+    report(world, f"remap   {remap(world, links, asked)}")
     report(world, f"gather  {gather(world, links, asked)}")
     for strategy in asked.strategies:
         for share in asked.shares:
