@@ -8,9 +8,10 @@ pieces follow each other through the legs. Ranks that only pass something on tak
 
 Each leg of each piece is a batch of transfers, and all ranks post these batches in one order: scatter of every piece,
 then cross, then gather. A rank waits for batches only whose other ends were posted, or will be without waiting for a
-later one, so nothing can hang, whatever a backend does about tags. Rejected: a thread that passes pieces on, which
-posts in an order of its own; and receives of all legs posted at once, on which a backend that runs one batch after the
-other would wait for ever.
+later one, so nothing can hang, whatever a backend does about tags. Pieces overlap on gloo; NCCL, on which it has not
+run, would take one batch after the other. Rejected: a thread that passes pieces on, which posts in an order of its
+own; and receives of all legs posted at once, on which a backend that runs one batch after the other would wait for
+ever.
 """
 
 from collections.abc import Iterable, Sequence

@@ -107,7 +107,8 @@ class Routing:
     """How the transfers of one exchange travel.
 
     paths: of each transfer that does not go straight, in the order of the bytes. pieces: into how many pieces each
-    path is cut. direct_s, routed_s: modelled seconds of the transfers between nodes. why_not: they are not routed.
+    path is cut. direct_s, routed_s: modelled seconds of the transfers between nodes, all straight and as routed.
+    why_not: the reason why none is routed, or None.
     """
 
     paths: tuple[tuple[Transfer, tuple[Path, ...]], ...] = ()
