@@ -186,7 +186,7 @@ class FlexSeqEngine:
         if drawn.number == 0 and self.lockstep and self.args.remap == "auto" and plan.planner in REMAPPING:
             assert self.cost is not None, "attach the model before drawing steps"
             logger.info(remap_reason(plan.micro_batches, plan.lengths, self.communicator.topology, self.cost))
-        if drawn.number == 0 and self.args.routing == "auto" and self.communicator.world_size > 1:
+        if drawn.number == 0 and self.communicator.world_size > 1:
             self._log_routing(plan)
         shards = shards_of(plan, self.communicator.rank, self.communicator.topology)
         columns = self._exchange(drawn.row, plan, drawn.sources, shards)
@@ -225,6 +225,8 @@ class FlexSeqEngine:
         return self._kernel
 
     def _log_routing(self, plan: Plan) -> None:
+        if self.args.routing == "off" or self.args.deterministic:  # whose groups gather: there are no rings
+            return
         heads, kv_heads, head_dim = _heads(self.model.config.get_text_config())
         head_bytes = head_dim * self._compute_dtype().itemsize
         token = TokenBytes(queries=heads * head_bytes, keys=2 * kv_heads * head_bytes)
