@@ -35,6 +35,7 @@ class DeviceSpec:
     layer_s: seconds a layer's forward and backward cost beside their arithmetic (launches).
     transfer_s: seconds until a transfer between ranks begins.
     overlap: share of a transfer that costs no arithmetic meanwhile: a CPU core moves its bytes itself.
+    own_nic: whether a rank has a link of its own to other nodes; otherwise those of a node share one.
     """
 
     name: str
@@ -45,6 +46,7 @@ class DeviceSpec:
     layer_s: float
     transfer_s: float = 3e-5
     overlap: float = 1.0
+    own_nic: bool = True
 
 
 # Achieved rates: about 45 % of the dense bf16 peak, 70 % of NVLink one way, one 400 (A100: 200) Gb/s NIC per rank.
@@ -72,6 +74,7 @@ DEVICES = {
             layer_s=1e-3,
             transfer_s=3e-4,
             overlap=0.0,
+            own_nic=False,
         ),
     )
 }
@@ -120,6 +123,8 @@ def analytic_cost_model(
         state_bytes=replicated + (4.0 * shape.vocab * shape.hidden if chunked_loss else 0.0),
         sharded_state_bytes=sharded,
         budget_bytes=memory_fraction * device.memory_bytes,
+        nics_per_node=topology.ranks_per_node if device.own_nic else 1,
+        transfer_s=device.transfer_s,
     )
 
 

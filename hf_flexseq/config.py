@@ -8,6 +8,7 @@ PLANNERS = ("auto", "static", "flexsp", "zeppelin")
 USER_STRATEGIES = ("auto", "ulysses", "zigzag", "balanced", "allgather", "hybrid", "local")
 SYNCS = ("auto", "lockstep", "free")
 REMAPS = ("auto", "off")
+ROUTINGS = ("auto", "off")
 PIPELINE_SCHEDULES = ("auto", "1f1b", "seq1f1b", "infinipipe")
 
 
@@ -74,6 +75,13 @@ class FlexSeqArguments:
             "model says that this is faster than moving them twice a layer; `off`: never."
         },
     )
+    routing: str = field(
+        default="auto",
+        metadata={
+            "help": "`auto`: split transfers of rings and of remapping between nodes over the NICs that other ranks "
+            "leave idle, where the cost model says that this is faster than sending them straight; `off`: never."
+        },
+    )
     pipeline_parallel_size: int = field(
         default=1,
         metadata={"help": "Stages that the model's layers are divided into; it must divide the number of ranks."},
@@ -104,6 +112,7 @@ class FlexSeqArguments:
         _one_of("strategy", self.strategy, USER_STRATEGIES)
         _one_of("sync", self.sync, SYNCS)
         _one_of("remap", self.remap, REMAPS)
+        _one_of("routing", self.routing, ROUTINGS)
         _whole("lookahead", self.lookahead, least=0)
         if self.max_tokens_per_rank is not None:
             _whole("max_tokens_per_rank", self.max_tokens_per_rank, least=1)

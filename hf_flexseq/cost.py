@@ -25,7 +25,7 @@ use whole nanoseconds, so that sums do not depend on their order or on the machi
 import hashlib
 import json
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import MISSING, asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -56,6 +56,8 @@ class CostModel:
     ring_overlap: share of a ring's transfers that can travel while attention computes: 1 where they need none of the
     processor's time, 0 where they take it.
     bandwidths: (degree, bytes/s) pairs, ascending. heads: query heads; None: any degree divides them.
+    nics_per_node: links to other nodes that the ranks of a node send over, each over one of them. transfer_s: seconds
+    that a transfer between two ranks takes beside its bytes.
     token_bytes: activation bytes per token. state_bytes: bytes of model state that every rank holds.
     sharded_state_bytes: bytes of model state that all ranks hold together. budget_bytes: memory of one rank.
     """
@@ -75,6 +77,8 @@ class CostModel:
     state_bytes: float
     sharded_state_bytes: float
     budget_bytes: float
+    nics_per_node: int = 1
+    transfer_s: float = 0.0
 
     def __post_init__(self) -> None:
         for name in ("linear_s", "token_bytes", "budget_bytes"):
@@ -87,6 +91,7 @@ class CostModel:
             "query_bytes",
             "state_bytes",
             "sharded_state_bytes",
+            "transfer_s",
         ):
             _require(getattr(self, name) >= 0, f"{name}={getattr(self, name)}: must not be negative")
         _require(
@@ -94,6 +99,7 @@ class CostModel:
         )
         _require(0 <= self.ring_overlap <= 1, f"ring_overlap={self.ring_overlap}: must be between 0 and 1")
         _require(self.heads is None or self.heads >= 1, f"heads={self.heads}: must be at least 1, or null")
+        _require(self.nics_per_node >= 1, f"nics_per_node={self.nics_per_node}: must be at least 1")
         degrees = [degree for degree, _ in self.bandwidths]
         _require(bool(degrees), "bandwidths: give at least one (degree, bytes/s) pair")
         _require(
@@ -206,7 +212,7 @@ class CostModel:
 
     def to_record(self) -> dict[str, Any]:
         """The model as plain JSON values."""
-        whole = {"name": self.name, "heads": self.heads, "ring_bytes": self.ring_bytes}
+        whole = {name: getattr(self, name) for name in ("name", "heads", "ring_bytes", "nics_per_node")}
         return (
             {name: float(value) for name, value in asdict(self).items() if name not in (*whole, "bandwidths")}
             | whole
@@ -218,15 +224,18 @@ class CostModel:
         """The inverse of `to_record`. Raises ValueError, naming the key, for anything that is no cost model."""
         _require(isinstance(record, dict), f"a cost model is a JSON object, got {type(record).__name__}")
         known = {f.name for f in fields(cls)}
+        needed = {f.name for f in fields(cls) if f.default is MISSING}
         _require(set(record) <= known, f"unknown keys {sorted(set(record) - known)}")
-        _require(known <= set(record), f"missing keys {sorted(known - set(record))}")
-        for name in known - {"name", "bandwidths"}:
+        _require(needed <= set(record), f"missing keys {sorted(needed - set(record))}")
+        for name in set(record) - {"name", "bandwidths"}:
             optional = name in ("ring_bytes", "heads") and record[name] is None
             _require(optional or _is_number(record[name]), f"{name}={record[name]!r}: must be a finite number")
         _require(isinstance(record["name"], str), f"name={record['name']!r}: must be a string")
         _require(
             record["heads"] is None or isinstance(record["heads"], int), f"heads={record['heads']!r}: not an integer"
         )
+        nics = record.get("nics_per_node", 1)
+        _require(isinstance(nics, int), f"nics_per_node={nics!r}: not an integer")
         return cls(**record | {"bandwidths": _bandwidths(record["bandwidths"])})
 
     def save(self, path: str | Path) -> None:

@@ -25,7 +25,7 @@ from dataclasses import dataclass, replace
 from itertools import accumulate
 
 from hf_flexseq.plan import Group, MicroBatch
-from hf_flexseq.remap import transport
+from hf_flexseq.remap import Move, transport
 from hf_flexseq.topology import Topology
 
 
@@ -61,14 +61,22 @@ class Zone:
 class Shard:
     """What `rank` holds of one micro-batch; no zone at all when it has nothing to do.
 
-    given, got: (peer, tokens) of a remapped micro-batch: the last rows of the zones stand on those peers outside of
-    attention, in this order, or rows of theirs behind the zones' own.
+    moves: of a remapped micro-batch, of all ranks.
     """
 
     rank: int
     zones: tuple[Zone, ...]
-    given: tuple[tuple[int, int], ...] = ()
-    got: tuple[tuple[int, int], ...] = ()
+    moves: tuple[Move, ...] = ()
+
+    @property
+    def given(self) -> tuple[tuple[int, int], ...]:
+        """(peer, tokens): the last rows of the zones stand on those peers outside of attention, in this order."""
+        return tuple((move.target, move.tokens) for move in self.moves if move.source == self.rank)
+
+    @property
+    def got(self) -> tuple[tuple[int, int], ...]:
+        """(peer, tokens): rows of those peers that stand behind the zones' own outside of attention."""
+        return tuple((move.source, move.tokens) for move in self.moves if move.target == self.rank)
 
     @property
     def tokens(self) -> int:
@@ -103,14 +111,14 @@ def make_shard(micro_batch: MicroBatch, lengths: Sequence[int], rank: int) -> Sh
 
 
 def remapped(shard: Shard, micro_batch: MicroBatch, lengths: Sequence[int], topology: Topology) -> Shard:
-    """`shard` with what it gives away and gets outside of attention."""
+    """`shard` with what goes to other ranks and comes from them outside of attention."""
+    return replace(shard, moves=remap_moves(micro_batch, lengths, topology))
+
+
+def remap_moves(micro_batch: MicroBatch, lengths: Sequence[int], topology: Topology) -> tuple[Move, ...]:
+    """Those of a remapped micro-batch, by source, then by target."""
     tokens = [make_shard(micro_batch, lengths, rank).tokens for rank in range(topology.world_size)]
-    moves = transport(tokens, topology)
-    return replace(
-        shard,
-        given=tuple((m.target, m.tokens) for m in moves if m.source == shard.rank),
-        got=tuple((m.source, m.tokens) for m in moves if m.target == shard.rank),
-    )
+    return transport(tokens, topology)
 
 
 def group_slices(group: Group, lengths: Sequence[int], index: int) -> tuple[Slice, ...]:

@@ -20,6 +20,7 @@ def test_defaults_are_valid_and_documented() -> None:
         ({"planner": "fastest"}, "planner='fastest'"),
         ({"strategy": "ring"}, "strategy='ring'"),
         ({"sync": "loose"}, "sync='loose'"),
+        ({"routing": "on"}, "routing='on' is none of auto, off"),
         ({"planner": "static"}, "needs sp_degree"),
         ({"sp_degree": 2}, "is for planner='static'"),
         ({"planner": "static", "sp_degree": 0}, "sp_degree=0"),

@@ -273,6 +273,9 @@ def test_digest_sees_every_constant() -> None:
         ({"budget_bytes": float("nan")}, "budget_bytes=nan"),
         ({"heads": 2.5}, "heads=2.5"),
         ({"heads": 0}, "heads=0"),
+        ({"nics_per_node": 0}, "nics_per_node=0"),
+        ({"nics_per_node": 1.5}, "nics_per_node=1.5: not an integer"),
+        ({"transfer_s": -1.0}, "transfer_s=-1.0"),
         ({"name": 3}, "name=3"),
         ({"bandwidths": []}, "at least one"),
         ({"bandwidths": {"2": 1}}, "list of"),
@@ -296,6 +299,12 @@ def test_a_file_that_does_not_parse_is_named(tmp_path: Path, text: str) -> None:
     path.write_text(text)
     with pytest.raises(ValueError, match=r"cost\.json"):
         CostModel.load(path)
+
+
+def test_a_file_that_knows_no_nics_has_one(tmp_path: Path) -> None:
+    record = {name: value for name, value in FLEXSP.to_record().items() if name not in ("nics_per_node", "transfer_s")}
+    assert CostModel.from_record(record) == FLEXSP
+    assert (FLEXSP.nics_per_node, FLEXSP.transfer_s) == (1, 0.0)
 
 
 def test_unknown_names_list_the_presets() -> None:

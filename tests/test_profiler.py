@@ -4,6 +4,7 @@ import dataclasses
 import json
 import random
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -19,6 +20,7 @@ from hf_flexseq.hf.calibration import Calibration, Effort
 from hf_flexseq.hf.estimate import model_shape
 from hf_flexseq.hf.run_cost import fit_key, probe_spec, unnamed_cost_model
 from hf_flexseq.plan import Plan, check
+from hf_flexseq.profiler import measure
 from hf_flexseq.profiler.cache import cache_path, load_cached, save_whole
 from hf_flexseq.profiler.design import (
     Shape,
@@ -328,3 +330,36 @@ def test_a_senseless_measurement_leaves_the_estimate(
 def test_what_cannot_be_calibrated_is_refused(model: dict, options: dict, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         calibrate(model, **options)
+
+
+# ---- NICs
+
+
+@pytest.mark.parametrize(
+    "lone_s, together_s, nics",
+    [(1.0, 1.02, 4), (1.0, 3.9, 1), (1.0, 2.1, 2), (1.0, 0.7, 4), (1.0, 30.0, 1), (1.5e-3, 1.5e-3, 1)],
+)
+def test_nics_are_counted_by_what_ranks_do_to_each_other(monkeypatch, lone_s, together_s, nics):
+    found = [[lone_s, lone_s / 2], [together_s / 2, together_s], [1e-3, 1e-3]]
+    monkeypatch.setattr(measure, "median_seconds", lambda *args: found)
+    communicator = SimpleNamespace(rank=0, topology=Topology(nodes=2, ranks_per_node=4))
+    options = {"bytes_moved": 8, "device": torch.device("cpu"), "rounds": 1}
+    assert measure.measured_nics(communicator, **options) == (nics, 1e-3)
+
+
+def hops(rank, world_size):
+    """What this rank gets to send and receive; and the transfers come to their end."""
+    communicator = Communicator(Topology(nodes=3, ranks_per_node=2))
+    found = []
+    for lone in (True, False):
+        run = measure.HopRun(communicator, lone=lone, bytes_moved=8, device=torch.device("cpu"))
+        run()
+        found.append([[peer for _, peer in messages] for messages in (run.sends, run.recvs)])
+    nics, transfer_s = measure.measured_nics(communicator, bytes_moved=8, device=torch.device("cpu"), rounds=1)
+    return found, nics, transfer_s
+
+
+def test_nics_are_counted_between_two_nodes_while_others_look_on():
+    lone, together = zip(*(found for found, *_ in run_ranks(hops, 6)), strict=True)
+    assert list(lone) == [[[2], []], [[], []], [[], [0]], [[], []], [[], []], [[], []]]
+    assert list(together) == [[[2], []], [[3], []], [[], [0]], [[], [1]], [[], []], [[], []]]

@@ -91,16 +91,17 @@ class AllGatherZone:
 
     def _gather(self, kv: torch.Tensor, *, until: float) -> Steps[torch.Tensor]:
         """[t, 2, Hkv, D] of this rank's chunks -> [keys of the call, 2, Hkv, D]. until: a time of the zone."""
-        held = kv
+        held = kv.new_empty(self.legs[-1].after, *kv.shape[1:])
+        held[: len(kv)] = kv
         for n, leg in enumerate(self.legs):
             exchange = Exchange(self._label("keys of", sent=leg.lent, received=leg.fetched))
             for share in leg.lent:
                 exchange.send([share.rows.take(held)], share.peer)
-            parts = [exchange.recv([kv], share.rows.tokens, share.peer)[0] for share in leg.fetched]
+            for part, share in zip(held[leg.before : leg.after].split(leg.sizes), leg.fetched, strict=True):
+                exchange.recv_into([part], share.peer)
             exchange.post(self.channel.communicator, tag=self.channel.tag(GATHER + n))
             yield until * (n + 1) / len(self.legs)
             exchange.wait()
-            held = torch.cat([held, *parts])
         return held.index_select(0, self.gathered)
 
     def _return(self, dkv: torch.Tensor) -> Steps[torch.Tensor]:

@@ -8,11 +8,13 @@ from hf_flexseq.attention.hybrid import hybrid_zone
 from hf_flexseq.attention.local import LocalZone, NoZone, Tensors
 from hf_flexseq.attention.remap import TokenRemap
 from hf_flexseq.attention.remat import KeptAttention
-from hf_flexseq.attention.ring import RingZone
+from hf_flexseq.attention.ring import RingZone, Routes
 from hf_flexseq.attention.turns import make_turns
 from hf_flexseq.attention.ulysses import UlyssesZone, ulysses_zone
 from hf_flexseq.distributed.communicator import Channel, Communicator
 from hf_flexseq.kernels import Kernel
+from hf_flexseq.schedule.loans import group_loans
+from hf_flexseq.schedule.routing import Links
 from hf_flexseq.shard import Shard, Zone, cuts
 
 ZoneAttention = NoZone | LocalZone | UlyssesZone | RingZone | AllGatherZone | DeterministicZone
@@ -38,18 +40,21 @@ class SequenceContext:
         *,
         attention_remat: bool = True,
         deterministic: bool = False,
+        links: Links | None = None,
     ) -> None:
         """attention_remat: whether checkpointed layers keep the result of attention, instead of attending again.
-        deterministic: whether its bits are the same however sequences are shared."""
+        deterministic: whether its bits are the same however sequences are shared. links: over which transfers between
+        nodes may be routed, the same on all ranks; None: they go straight."""
         self.shard = shard
         self.kept = KeptAttention() if attention_remat else None
-        self.remap = TokenRemap(shard, communicator) if shard.given or shard.got else None
+        moves = shard.moves if links is not None else (*shard.given, *shard.got)
+        self.remap = TokenRemap(shard, communicator, links) if moves else None
         channels = [Channel(communicator, zone.group, number) for number, zone in enumerate(shard.zones)]
         waits = max((zone.group.degree for zone in shard.zones), default=1)
         zones = tuple(
             DeterministicZone(zone, channel, kernel, device)
             if deterministic
-            else _zone_attention(zone, channel, kernel, device, waits)
+            else _zone_attention(zone, channel, kernel, device, waits=waits, links=links)
             for zone, channel in zip(shard.zones, channels, strict=True)
         )
         self.zones = zones or (NoZone(),)
@@ -68,7 +73,9 @@ class SequenceContext:
         return tensors if self.remap is None else self.remap.to_even(tensors)
 
 
-def _zone_attention(zone: Zone, channel: Channel, kernel: Kernel, device: torch.device, waits: int) -> ZoneAttention:
+def _zone_attention(
+    zone: Zone, channel: Channel, kernel: Kernel, device: torch.device, *, waits: int, links: Links | None
+) -> ZoneAttention:
     """waits: how often about the widest zone waits for transfers; a local one cuts its work into as many pieces."""
     rows, ranks = slice(zone.start, zone.stop), zone.group.ranks
     match zone.group.strategy:
@@ -78,10 +85,18 @@ def _zone_attention(zone: Zone, channel: Channel, kernel: Kernel, device: torch.
             return ulysses_zone(zone, channel, kernel, device)
         case "zigzag" | "balanced" as name:
             turns = make_turns(name, cuts(name, zone.lengths, len(ranks)), zone.index, ranks, device)
-            return RingZone(rows, turns, channel, kernel)
+            return RingZone(rows, turns, channel, kernel, _routes(zone, channel, links))
         case "allgather":
             return AllGatherZone(zone, channel, kernel, device)
         case "hybrid":
             return hybrid_zone(zone, channel, kernel, device)
         case other:
             raise AssertionError(f"no attention for strategy {other!r}")
+
+
+def _routes(zone: Zone, channel: Channel, links: Links | None) -> Routes | None:
+    """Those of a ring across nodes, which consists of whole ones: whoever passes something on is in it."""
+    group = zone.group
+    if links is None or not channel.communicator.topology.spans_nodes(group.start, group.stop):
+        return None
+    return Routes(group_loans(group, zone.lengths), group.start, links)

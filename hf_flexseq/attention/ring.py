@@ -12,8 +12,9 @@ nothing from others comes last, for the last gradients to travel under.
 Ring Attention (arXiv 2310.01889) for the blockwise merge, DistFlashAttn (arXiv 2310.03294, section 3) for helpers and
 for fetching ahead. Everything travels in the kernel's own dtypes, and is merged and summed in float32 (float64 for
 float64) by one owner: passing sums on from rank to rank would need float32 on the wire, and a 16-bit accumulator costs
-several times the error of a single kernel. Rejected: keeping the fetched keys and values for the backward, which would
-hold whole sequences on every rank.
+several times the error of a single kernel. Between nodes the same bytes may travel over other ranks' NICs, too
+(`schedule/routing.py`). Rejected: keeping the fetched keys and values for the backward, which would hold whole
+sequences on every rank.
 """
 
 from collections import deque
@@ -27,11 +28,14 @@ import torch
 from hf_flexseq.attention.local import Tensors
 from hf_flexseq.attention.turns import OWN, Rows, Share, Turn, backward_order, name_pieces
 from hf_flexseq.attention.zones import END, Steps
-from hf_flexseq.distributed.communicator import Channel, Exchange, Label
+from hf_flexseq.distributed.communicator import TAGS, Channel, Exchange
+from hf_flexseq.distributed.routing import RoutedExchange
 from hf_flexseq.kernels import Kernel, lse_dtype
+from hf_flexseq.schedule.loans import Loan
+from hf_flexseq.schedule.routing import Links, Routing, make_routing
+from hf_flexseq.schedule.transfers import RowBytes, loan_transfers
 
 AHEAD = 2  # turns for which keys and values, and from which results, are on their way at once
-TAGS = 8  # numbers kept free for the messages of one exchange between two ranks
 
 
 class Arriving(NamedTuple):
@@ -54,13 +58,35 @@ class Returning(NamedTuple):
     of_keys: tuple[tuple[Rows, Tensors], ...]
 
 
+class Routes:
+    """How the exchanges of a group across nodes travel, for the tensors they turn out to have."""
+
+    __slots__ = ("_first_rank", "_found", "_links", "_loans")
+
+    def __init__(self, loans: Sequence[Sequence[Loan]], first_rank: int, links: Links) -> None:
+        """loans: of all ranks of the group, by turn. first_rank: of the group."""
+        self._loans, self._first_rank, self._links = loans, first_rank, links
+        self._found: dict[tuple[int, bool, RowBytes, RowBytes], Routing] = {}
+
+    def find(self, turn: int, returns: bool, of_queries: Tensors, of_keys: Tensors) -> Routing:
+        """The same on every rank. of_queries, of_keys: tensors like those that travel, but for the number of rows."""
+        sizes = _row_bytes(of_queries), _row_bytes(of_keys)
+        if (turn, returns, *sizes) not in self._found:
+            transfers = loan_transfers(self._loans[turn], self._first_rank, *sizes, returns=returns)
+            self._found[turn, returns, *sizes] = make_routing(transfers, self._links)
+        return self._found[turn, returns, *sizes]
+
+
 class RingZone:
     """This rank's part in a group of the ring family."""
 
-    __slots__ = ("backward_turns", "channel", "kernel", "rows", "turns")
+    __slots__ = ("backward_turns", "channel", "kernel", "routes", "rows", "turns")
 
-    def __init__(self, rows: slice, turns: Sequence[Turn], channel: Channel, kernel: Kernel) -> None:
-        self.rows, self.turns, self.backward_turns = rows, turns, backward_order(turns)
+    def __init__(
+        self, rows: slice, turns: Sequence[Turn], channel: Channel, kernel: Kernel, routes: Routes | None = None
+    ) -> None:
+        """routes: None where everything goes straight."""
+        self.rows, self.turns, self.backward_turns, self.routes = rows, turns, backward_order(turns), routes
         self.channel, self.kernel = channel, kernel
 
     def forward(
@@ -79,7 +105,7 @@ class RingZone:
             if turn.queries.peer is None:
                 merge(out, lse, turn.queries.rows, made)
             _merge_returned(out, lse, returned, AHEAD - 1)
-            returned.append(self._return(turns, t, (made, (q, lse)), ((), ())))
+            returned.append(self._return(turn, (made, (q, lse)), ((), ())))
         yield END
         _merge_returned(out, lse, returned)
         out = out.to(q.dtype)
@@ -101,7 +127,7 @@ class RingZone:
             if turn.keys.peer is None:
                 _add(dkv, turn.keys.rows, dkv_made)
             _add_returned(dq, dkv, returned, AHEAD - 1)
-            returned.append(self._return(turns, t, (dq_made, (q,)), (dkv_made, (kv,))))
+            returned.append(self._return(turn, (dq_made, (q,)), (dkv_made, (kv,))))
         yield END
         _add_returned(dq, dkv, returned)
         dk, dv = dkv.to(q.dtype).unbind(1)
@@ -132,7 +158,7 @@ class RingZone:
     def _first_fetches(self, turns: Sequence[Turn], of_queries: Tensors, kv: torch.Tensor) -> deque[Arriving]:
         """Of the turns in which every rank attends to what it holds, which read nothing, and of those after them."""
         own = sum(1 for _ in takewhile(lambda turn: turn.time == OWN, turns))
-        return deque(self._fetch(turns, t, of_queries, kv) for t in range(min(own + AHEAD, len(turns))))
+        return deque(self._fetch(turn, of_queries, kv) for turn in turns[: own + AHEAD])
 
     def _next_fetched(
         self, fetched: deque[Arriving], turns: Sequence[Turn], t: int, of_queries: Tensors, kv: torch.Tensor
@@ -140,31 +166,25 @@ class RingZone:
         """What the call of turn t reads; what the next ones read travels while it computes."""
         result, following = fetched.popleft().result(), t + 1 + len(fetched)
         if len(fetched) < AHEAD and following < len(turns):
-            fetched.append(self._fetch(turns, following, of_queries, kv))
+            fetched.append(self._fetch(turns[following], of_queries, kv))
         return result
 
-    def _fetch(self, turns: Sequence[Turn], t: int, of_queries: Tensors, kv: torch.Tensor) -> Arriving:
-        """What the call of turn t reads on its way here, and what others' calls read of ours at that time to them."""
-        turn, exchange = turns[t], Exchange(self._label(turns, t, returns=False))
+    def _fetch(self, turn: Turn, of_queries: Tensors, kv: torch.Tensor) -> Arriving:
+        """What a turn's call reads on its way here, and what others' calls read of ours in that turn to them."""
+        exchange = self._exchange(turn, of_queries, (kv,), returns=False)
         for lent, tensors in ((turn.lent_queries, of_queries), (turn.lent_keys, (kv,))):
             for share in lent:
                 exchange.send([share.rows.take(x) for x in tensors], share.peer)
         read = [_read(exchange, turn.queries, of_queries), _read(exchange, turn.keys, (kv,))]
-        exchange.post(self.channel.communicator, tag=self.channel.tag(2 * t * TAGS))
+        exchange.post(self.channel.communicator, tag=self.channel.tag(2 * turn.number * TAGS))
         return Arriving(exchange, *read)
 
-    def _return(
-        self,
-        turns: Sequence[Turn],
-        t: int,
-        of_queries: tuple[Tensors, Tensors],
-        of_keys: tuple[Tensors, Tensors],
-    ) -> Returning:
-        """What turn t's call made of others' queries and keys on its way to them, and of ours from others' calls.
+    def _return(self, turn: Turn, of_queries: tuple[Tensors, Tensors], of_keys: tuple[Tensors, Tensors]) -> Returning:
+        """What a turn's call made of others' queries and keys on its way to them, and of ours from others' calls.
 
         of_queries, of_keys: what was made, and tensors of this rank that are like it but for the number of rows.
         """
-        turn, exchange = turns[t], Exchange(self._label(turns, t, returns=True))
+        exchange = self._exchange(turn, of_queries[1], of_keys[1], returns=True)
         coming = []
         for read, lent, (made, likes) in (
             (turn.queries, turn.lent_queries, of_queries),
@@ -173,18 +193,29 @@ class RingZone:
             if read.peer is not None:
                 exchange.send(made, read.peer)
             coming.append(tuple((x.rows, exchange.recv(likes, x.rows.tokens, x.peer)) for x in lent))
-        exchange.post(self.channel.communicator, tag=self.channel.tag((2 * t + 1) * TAGS))
+        exchange.post(self.channel.communicator, tag=self.channel.tag((2 * turn.number + 1) * TAGS))
         return Returning(exchange, *coming)
 
-    def _label(self, turns: Sequence[Turn], t: int, *, returns: bool) -> Label:
-        return self.channel.label(partial(self._describe, turns[t], t, returns))
+    def _exchange(self, turn: Turn, of_queries: Tensors, of_keys: Tensors, *, returns: bool) -> Exchange:
+        """For rows of tensors like these."""
+        label, routing = self.channel.label(partial(self._describe, turn, returns)), Routing()
+        if self.routes is not None:
+            routing = self.routes.find(turn.number, returns, of_queries, of_keys)
+        if not routing.paths:
+            return Exchange(label)
+        device, within = (*of_queries, *of_keys)[0].device, f", turn {turn.number}, of {self.channel.name}"
+        return RoutedExchange(label, routing, self.channel.communicator, device, within=within)
 
-    def _describe(self, turn: Turn, t: int, returns: bool, peer: int, sent: bool) -> str:
+    def _describe(self, turn: Turn, returns: bool, peer: int, sent: bool) -> str:
         read, lent = (turn.queries, turn.keys), (*turn.lent_queries, *turn.lent_keys)
         shares = lent if sent != returns else read
         pieces = (piece for share in shares if share.peer == peer for piece in share.pieces)
         what = "results for" if returns else "rows of"
-        return f"{what} {name_pieces(pieces, self.channel.group.sequences)}, turn {t}"
+        return f"{what} {name_pieces(pieces, self.channel.group.sequences)}, turn {turn.number}"
+
+
+def _row_bytes(tensors: Tensors) -> RowBytes:
+    return tuple(x.shape[1:].numel() * x.element_size() for x in tensors)
 
 
 def _read(exchange: Exchange, share: Share, tensors: Tensors) -> Tensors:

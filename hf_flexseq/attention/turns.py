@@ -7,22 +7,18 @@ per tensor and partner. Groups with sequences of both kinds take turns, a step o
 
 Every rank derives what it sends and what it receives from the same steps and lengths, so that every send has its
 receive. Sequences of which a step has no query or no key are left out of it, on both sides.
-
-Where chunks are large, a step that reads two of a rank's chunks takes two turns: the call on the first one runs while
-the second one still travels, and its gradients travel back while the call on the second one runs.
 """
 
 import functools
 from collections.abc import Iterable, Sequence
-from dataclasses import replace
 from itertools import product, zip_longest
 from typing import NamedTuple
 
 import torch
 
 from hf_flexseq.kernels.segments import Segments
-from hf_flexseq.schedule.attention import Step, attention_schedule
-from hf_flexseq.shard import CHUNKS_PER_RANK, Cut, held_chunks
+from hf_flexseq.schedule.attention import Step, are_large, attention_schedule
+from hf_flexseq.shard import Cut, held_chunks
 
 Piece = tuple[int, int]  # place of the sequence in the group, chunk
 
@@ -60,17 +56,17 @@ class Share(NamedTuple):
 
 NOTHING = Share(None, Rows(0, None))
 OWN = 0
-LARGE = 1024  # tokens of a chunk from which on it travels alone
 
 
 class Turn(NamedTuple):
     """What a rank does at one time.
 
-    time: of the schedule; at 0 (`OWN`) every rank attends to what it holds. segments: its attention call; None when it
-    has none. queries, keys: what that reads. lent_queries, lent_keys: what other ranks' calls read of this rank's, and
-    to whom it goes.
+    number: place among the turns, the same on all ranks. time: of the schedule; at 0 (`OWN`) every rank attends to
+    what it holds. segments: its attention call; None when it has none. queries, keys: what that reads. lent_queries,
+    lent_keys: what other ranks' calls read of this rank's, and to whom it goes.
     """
 
+    number: int
     time: int
     segments: Segments | None
     queries: Share
@@ -114,27 +110,11 @@ def make_turns(
     for flipped in (False, True):
         places = [place for place, cut in enumerate(group_cuts) if cut.mirrored == flipped]
         if places:
-            steps = steps_of(strategy, len(ranks), flipped, index)
-            large = _tokens_of_a_chunk([group_cuts[place] for place in places]) >= LARGE
-            chunks = CHUNKS_PER_RANK[strategy] if large else 1
-            lanes.append(
-                [
-                    _turn(time, at_once, places, layout, index, ranks)
-                    for time, at_time in enumerate(steps)
-                    for at_once in ([at_time] if time == OWN or chunks == 1 else _by_chunk(at_time, chunks))
-                ]
-            )
-    return tuple(turn for together in zip_longest(*lanes) for turn in together if turn is not None)
-
-
-def _tokens_of_a_chunk(group_cuts: Sequence[Cut]) -> float:
-    """On average, of these sequences together: the same on all ranks."""
-    return sum(cut.bounds[-1] / (len(cut.bounds) - 1) for cut in group_cuts)
-
-
-def _by_chunk(steps: Sequence[Step], chunks: int) -> list[list[Step]]:
-    """The steps of one time with the first of their keys' `chunks`, with the second, and so on, where they have it."""
-    return [[replace(step, keys=(step.keys[n],)) for step in steps if len(step.keys) > n] for n in range(chunks)]
+            large = are_large([group_cuts[place] for place in places])
+            steps = steps_of(strategy, len(ranks), flipped, index, chunk_by_chunk=large)
+            lanes.append([_turn(time, at_time, places, layout, index, ranks) for time, at_time in enumerate(steps)])
+    turns = [turn for together in zip_longest(*lanes) for turn in together if turn is not None]
+    return tuple(turn._replace(number=number) for number, turn in enumerate(turns))
 
 
 def backward_order(turns: Sequence[Turn]) -> tuple[Turn, ...]:
@@ -170,9 +150,11 @@ def _joined(parts: Sequence[torch.Tensor], device: torch.device) -> Rows:
 
 
 @functools.cache
-def steps_of(strategy: str, degree: int, mirrored: bool, index: int) -> tuple[tuple[Step, ...], ...]:
+def steps_of(
+    strategy: str, degree: int, mirrored: bool, index: int, *, chunk_by_chunk: bool
+) -> tuple[tuple[Step, ...], ...]:
     """The steps, by time, in which the rank of `index` works or of which it holds queries or keys."""
-    schedule = attention_schedule(strategy, degree, mirrored)
+    schedule = attention_schedule(strategy, degree, mirrored, chunk_by_chunk=chunk_by_chunk)
     times: list[list[Step]] = [[] for _ in range(schedule.times)]
     for step in schedule.steps:
         if index in (step.worker, step.reader, step.source):
@@ -198,7 +180,7 @@ def _turn(
             lent_queries.append(_lent(step.worker, step.queries, places, layout, ranks))
         if step.source == index != step.worker:
             lent_keys.append(_lent(step.worker, step.keys, places, layout, ranks))
-    return Turn(time, segments, queries, keys, tuple(lent_queries), tuple(lent_keys))
+    return Turn(0, time, segments, queries, keys, tuple(lent_queries), tuple(lent_keys))
 
 
 def _lent(worker: int, chunks: Sequence[int], places: Sequence[int], layout: Layout, ranks: Sequence[int]) -> Share:

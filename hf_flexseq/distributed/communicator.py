@@ -74,7 +74,8 @@ def local_world_size(world_size: int) -> int:
 
 
 Label = Callable[[int, bool], str]  # (peer, whether it was to be sent there) -> what a message is; asked for in errors
-TAGS_OF_ZONE = 1 << 16
+TAGS_OF_ZONE = 1 << 17
+TAGS = 8  # numbers kept free for the messages of one exchange between two ranks
 
 
 def unnamed(peer: int, sent: bool) -> str:
@@ -97,10 +98,13 @@ class Channel:
         assert 0 <= message < TAGS_OF_ZONE, f"a zone has no message {message}"
         return self.number * TAGS_OF_ZONE + message
 
+    @property
+    def name(self) -> str:
+        return f"the {self.group.strategy} group of ranks {self.group.start}-{self.group.stop - 1}"
+
     def label(self, describe: Label) -> Label:
         """That label with the group's name."""
-        ranks = f"{self.group.start}-{self.group.stop - 1}"
-        return lambda peer, sent: f"{describe(peer, sent)}, of the {self.group.strategy} group of ranks {ranks}"
+        return lambda peer, sent: f"{describe(peer, sent)}, of {self.name}"
 
 
 class Transfers:
@@ -177,8 +181,12 @@ class Exchange:
     def recv(self, likes: Iterable[torch.Tensor], tokens: int, peer: int) -> tuple[torch.Tensor, ...]:
         """Tensors of `tokens` rows, otherwise like `likes`, that will hold what `peer` sends."""
         tensors = tuple(x.new_empty(tokens, *x.shape[1:]) for x in likes)
-        self._recvs += [(x, peer) for x in tensors]
+        self.recv_into(tensors, peer)
         return tensors
+
+    def recv_into(self, tensors: Iterable[torch.Tensor], peer: int) -> None:
+        """Contiguous tensors that will hold what `peer` sends."""
+        self._recvs += [(x, peer) for x in tensors]
 
     def post(self, communicator: Communicator, tag: int) -> None:
         self._transfers = Transfers(communicator, sends=self._sends, recvs=self._recvs, tag=tag, label=self._label)

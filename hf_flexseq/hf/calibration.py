@@ -31,7 +31,15 @@ from hf_flexseq.profiler.design import (
     hold_out_layouts,
 )
 from hf_flexseq.profiler.fit import Sample, fit_compute, fit_links
-from hf_flexseq.profiler.measure import AllToAllRun, CountingKernel, KernelRun, RingRun, median_seconds, ring_overlap
+from hf_flexseq.profiler.measure import (
+    AllToAllRun,
+    CountingKernel,
+    KernelRun,
+    RingRun,
+    measured_nics,
+    median_seconds,
+    ring_overlap,
+)
 from hf_flexseq.topology import Topology
 
 logger = logging.getLogger(__name__)
@@ -39,6 +47,7 @@ logger = logging.getLogger(__name__)
 SMALL = 50_000_000  # parameters of a model that is timed whole: a copy of it costs nothing
 DEPTHS = (1, 3)  # layers of the copies of a larger one
 EFFICIENT_HEAD_DIM = 64  # from which on attention takes as long as its arithmetic
+HOP_S, MOST_HOP_BYTES = 0.01, 1 << 28  # estimated seconds, and size, of a transfer that counts NICs
 MAX_ERROR = 0.5  # mean relative error on other micro-batches above which a fit makes no sense
 
 
@@ -122,6 +131,7 @@ def measure(
     samples, held_out_s = bench.time(fitting_shapes(sizes, communicator.topology, rings), mixes, effort.rounds)
     shared = rings and communicator.world_size > 1
     overlap = bench.overlap(sizes.sequence, effort.rounds) if shared else estimate.ring_overlap
+    nics, transfer_s = _nics(estimate, communicator, device, effort.rounds)
 
     def fit() -> Calibration:
         compute = fit_compute(samples)
@@ -130,7 +140,10 @@ def measure(
         part = links.fill(compute.fill(_of_depth(estimate, shape.layers, depth), depth), depth)
         return Calibration(
             cost=replace(
-                links.fill(compute.fill(estimate, shape.layers), shape.layers), name=f"measured-{device_name(device)}"
+                links.fill(compute.fill(estimate, shape.layers), shape.layers),
+                name=f"measured-{device_name(device)}",
+                nics_per_node=nics,
+                transfer_s=transfer_s,
             ),
             errors=_errors(part, mixes, held_out_s, communicator),
             latencies_s=links.latencies_s,
@@ -214,6 +227,15 @@ class _Bench:
         moved = int(self.bytes_per_token["zigzag"] * tokens) * (self.communicator.world_size - 1)
         compute = self._kernel_run(tokens)
         return ring_overlap(self.communicator, compute, bytes_moved=moved, device=self.device, rounds=rounds)
+
+
+def _nics(estimate: CostModel, communicator: Communicator, device: torch.device, rounds: int) -> tuple[int, float]:
+    """See `measured_nics`. On one node there is none to count."""
+    topology = communicator.topology
+    if topology.nodes == 1:
+        return 1, 0.0
+    moved = min(int(HOP_S * estimate.bandwidth(topology.world_size, True)), MOST_HOP_BYTES)
+    return measured_nics(communicator, bytes_moved=moved, device=device, rounds=rounds)
 
 
 def _sample(shape: Shape, layers: int, by_rank: Sequence[float], topology: Topology) -> Sample:

@@ -25,6 +25,7 @@ from hf_flexseq.attention.deterministic import slowdown
 from hf_flexseq.config import FlexSeqArguments
 from hf_flexseq.cost import CostModel
 from hf_flexseq.distributed.communicator import Communicator
+from hf_flexseq.distributed.control import broadcast_object
 from hf_flexseq.hf.attention import NAME
 from hf_flexseq.hf.checks import check_accelerator, resolve_sync
 from hf_flexseq.hf.lookahead import DrawnStep, InlinePlanner, Lookahead, Planner
@@ -41,6 +42,8 @@ from hf_flexseq.planner.client import PlannerWorker
 from hf_flexseq.planner.remap import REMAPPING, remap_reason
 from hf_flexseq.planner.static import check_degree
 from hf_flexseq.presets import load_cost_model
+from hf_flexseq.schedule.routing import Links, links_of
+from hf_flexseq.schedule.routing_reason import TokenBytes, routing_reason
 
 logger = logging.getLogger(__name__)
 
@@ -71,6 +74,7 @@ class FlexSeqEngine:
         self.model: PreTrainedModel | None = None
         self.cost: CostModel | None = None
         self.lockstep = False
+        self._links: Links | None = None
         self._kernel: Kernel | None = None
         self._chunked_loss: ChunkedLoss | None = None
         self._former_attention: str | None = None
@@ -97,6 +101,9 @@ class FlexSeqEngine:
             attention_remat=self.args.attention_remat,
         )
         self.cost.strategies(self.args.strategy)  # raises for one that it has no figures for
+        if self.args.routing == "auto" and self.communicator.topology.nodes > 1:
+            # Rank 0's: a file of a cost model may differ from node to node, and all ranks must route alike.
+            self._links = broadcast_object(self.communicator, links_of(self.cost, self.communicator.topology))
         if self.args.max_tokens_per_rank is None:
             # Raises when the model's state alone is too large.
             self.cost.max_tokens_per_rank(self.communicator.world_size)
@@ -179,6 +186,8 @@ class FlexSeqEngine:
         if drawn.number == 0 and self.lockstep and self.args.remap == "auto" and plan.planner in REMAPPING:
             assert self.cost is not None, "attach the model before drawing steps"
             logger.info(remap_reason(plan.micro_batches, plan.lengths, self.communicator.topology, self.cost))
+        if drawn.number == 0 and self.communicator.world_size > 1:
+            self._log_routing(plan)
         shards = shards_of(plan, self.communicator.rank, self.communicator.topology)
         columns = self._exchange(drawn.row, plan, drawn.sources, shards)
         columns = [
@@ -194,6 +203,7 @@ class FlexSeqEngine:
             device=self.accelerator.device,
             attention_remat=self.args.attention_remat,
             deterministic=self.args.deterministic,
+            links=self._links,
         )
         return Step(
             number=drawn.number,
@@ -209,15 +219,22 @@ class FlexSeqEngine:
         if self._kernel is None:
             assert self.model is not None, "attach the model before drawing steps"
             config = self.model.config.get_text_config()
-            head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-            self._kernel = choose_kernel(self.accelerator.device, self._compute_dtype(), head_dim)
+            self._kernel = choose_kernel(self.accelerator.device, self._compute_dtype(), _heads(config)[2])
             if self.args.deterministic and self.communicator.rank == 0:
-                self._log_slowdown(config, head_dim)
+                self._log_slowdown(config)
         return self._kernel
 
-    def _log_slowdown(self, config: PretrainedConfig, head_dim: int) -> None:
-        heads = config.num_attention_heads
-        kv_heads = getattr(config, "num_key_value_heads", None) or heads
+    def _log_routing(self, plan: Plan) -> None:
+        if self.args.routing == "off" or self.args.deterministic:  # whose groups gather: there are no rings
+            return
+        heads, kv_heads, head_dim = _heads(self.model.config.get_text_config())
+        head_bytes = head_dim * self._compute_dtype().itemsize
+        token = TokenBytes(queries=heads * head_bytes, keys=2 * kv_heads * head_bytes)
+        topology = self.communicator.topology
+        logger.info(routing_reason(plan.micro_batches, plan.lengths, topology, self._links, token))
+
+    def _log_slowdown(self, config: PretrainedConfig) -> None:
+        heads, kv_heads, head_dim = _heads(config)
         options = {"dtype": self._compute_dtype(), "device": self.accelerator.device}
         q, k = (torch.ones(MEASURED_TOKENS, h, head_dim, **options) for h in (heads, kv_heads))
         factor = slowdown(q, k, self.communicator, self._chosen_kernel())
@@ -296,6 +313,13 @@ class EngineStep:
             return loss.detach()
 
         return self._engine.run(self.step, model, forward_backward)
+
+
+def _heads(config: PretrainedConfig) -> tuple[int, int, int]:
+    """Heads of queries, heads of keys and values, and their size."""
+    heads = config.num_attention_heads
+    kv_heads = getattr(config, "num_key_value_heads", None) or heads
+    return heads, kv_heads, getattr(config, "head_dim", None) or config.hidden_size // heads
 
 
 def base_model(model: nn.Module) -> PreTrainedModel:

@@ -13,6 +13,7 @@ from hf_flexseq.hf.rows import Columns, SourceRow
 from hf_flexseq.hf.stopwatch import Stopwatch
 from hf_flexseq.kernels import Kernel
 from hf_flexseq.plan import Group, MicroBatch, Plan
+from hf_flexseq.schedule.routing import Links
 from hf_flexseq.shard import Shard, make_shard, remapped
 from hf_flexseq.topology import Topology
 
@@ -103,6 +104,7 @@ def model_inputs(
     device: torch.device,
     attention_remat: bool = True,
     deterministic: bool = False,
+    links: Links | None = None,
 ) -> list[tuple[int, Inputs]]:
     """(index, inputs) of the micro-batches that this rank runs, its tensors on `device`.
 
@@ -117,7 +119,13 @@ def model_inputs(
         tensors = {name: value.unsqueeze(0).to(device, non_blocking=True) for name, value in found.items()}
         tensors["shift_labels"] = tensors["labels"]
         seq_ctx = SequenceContext(
-            shard, communicator, kernel, device, attention_remat=attention_remat, deterministic=deterministic
+            shard,
+            communicator,
+            kernel,
+            device,
+            attention_remat=attention_remat,
+            deterministic=deterministic,
+            links=links,
         )
         return index, {**tensors, "seq_ctx": seq_ctx}
 

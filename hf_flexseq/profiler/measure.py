@@ -149,3 +149,39 @@ def ring_overlap(
     compute_s, transfer_s, both_s = (statistics.mean(seconds) for seconds in by_run)
     hidden = (compute_s + transfer_s - both_s) / min(compute_s, transfer_s)
     return min(max(hidden, 0.0), 1.0)
+
+
+class HopRun:
+    """One transfer from every rank of node 0 to the rank with its place in node 1, or only from the first. Other ranks
+    look on."""
+
+    def __init__(self, communicator: Communicator, *, lone: bool, bytes_moved: int, device: torch.device) -> None:
+        self.communicator = communicator
+        buffer = torch.zeros(bytes_moved, dtype=torch.uint8, device=device)
+        node, place = divmod(communicator.rank, communicator.topology.ranks_per_node)
+        works = node < 2 and (place == 0 or not lone)
+        self.sends = [(buffer, communicator.rank + communicator.topology.ranks_per_node)] if works and not node else []
+        self.recvs = [(buffer, communicator.rank - communicator.topology.ranks_per_node)] if works and node else []
+
+    def __call__(self) -> None:
+        Transfers(self.communicator, sends=self.sends, recvs=self.recvs).wait()
+
+
+def measured_nics(
+    communicator: Communicator, *, bytes_moved: int, device: torch.device, rounds: int
+) -> tuple[int, float]:
+    """How many links between nodes the ranks of a node have, and seconds of a transfer that is next to nothing.
+
+    A node's ranks that send all together take as many times as long as one of them alone as there are ranks to a link.
+    Collective; for two nodes and more.
+    """
+    per_node = communicator.topology.ranks_per_node
+    runs = [
+        HopRun(communicator, lone=lone, bytes_moved=n, device=device)
+        for lone, n in ((True, bytes_moved), (False, bytes_moved), (True, 1))
+    ]
+    lone_s, together_s, transfer_s = map(max, median_seconds(runs, communicator, device, rounds))
+    if lone_s < 2 * transfer_s:
+        return 1, transfer_s  # too short to tell; one NIC is routed over by nobody
+    slowdown = max(1.0, (together_s - transfer_s) / (lone_s - transfer_s))
+    return max(1, round(per_node / slowdown)), transfer_s

@@ -20,10 +20,12 @@ query of the worker's reads it: the zigzag schedule moves a quarter less than th
 
 import functools
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from hf_flexseq.shard import held_chunks
+from hf_flexseq.shard import Cut, held_chunks
+
+LARGE = 1024  # tokens of a chunk from which on it travels alone
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -86,10 +88,20 @@ class Schedule:
 
 
 @functools.cache
-def attention_schedule(strategy: str, degree: int, mirrored: bool = False) -> Schedule:
-    """The schedule of a ring strategy. mirrored: for a sequence whose first chunk the last rank holds."""
+def attention_schedule(
+    strategy: str, degree: int, mirrored: bool = False, *, chunk_by_chunk: bool = False
+) -> Schedule:
+    """The schedule of a ring strategy. mirrored: for a sequence whose first chunk the last rank holds. chunk_by_chunk:
+    a call reads one chunk of another rank's keys at a time."""
     schedule = {"zigzag": zigzag, "balanced": balanced}[strategy](degree)
+    schedule = _chunk_by_chunk(schedule) if chunk_by_chunk else schedule
     return _mirror(schedule) if mirrored else schedule
+
+
+def are_large(group_cuts: Sequence[Cut]) -> bool:
+    """Whether the chunks of these sequences together are worth a call and a transfer each: then one travels, or its
+    gradients do, while the call on the other one runs."""
+    return sum(cut.bounds[-1] / (len(cut.bounds) - 1) for cut in group_cuts) >= LARGE
 
 
 def zigzag(degree: int) -> Schedule:
@@ -145,6 +157,19 @@ def balanced(degree: int) -> Schedule:
 def _diagonal(index: int, chunks: tuple[int, ...]) -> Step:
     """What a rank does first, with what it holds itself."""
     return Step(time=0, worker=index, reader=index, source=index, queries=chunks, keys=chunks, causal=True)
+
+
+def _chunk_by_chunk(schedule: Schedule) -> Schedule:
+    """The same with as many times for each later one as ranks hold chunks, though not every step has keys of all."""
+    parts = max(map(len, schedule.chunks))
+    steps = [step for step in schedule.steps if step.time == 0]
+    steps += [
+        replace(step, time=1 + (step.time - 1) * parts + n, keys=(chunk,))
+        for step in schedule.steps
+        if step.time
+        for n, chunk in enumerate(step.keys)
+    ]
+    return Schedule(chunks=schedule.chunks, steps=tuple(sorted(steps, key=lambda s: (s.time, s.worker))))
 
 
 def _mirror(schedule: Schedule) -> Schedule:

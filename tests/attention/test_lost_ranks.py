@@ -12,6 +12,7 @@ from hf_flexseq.attention import SequenceContext, sequence_parallel_attention
 from hf_flexseq.distributed.communicator import Communicator
 from hf_flexseq.kernels.choose import choose_kernel
 from hf_flexseq.plan import Group, MicroBatch
+from hf_flexseq.schedule.routing import Links
 from hf_flexseq.shard import make_shard
 from hf_flexseq.topology import Topology
 from tests.ranks import run_ranks
@@ -25,13 +26,21 @@ MESSAGE = (
 CHUNKS = r"chunks \[\d.*\] of sequence \d"
 
 
-def run_until_one_is_lost(rank, world_size, strategy, dies):
+# Over these every transfer that leaves a NIC idle is routed.
+LINKS = Links(ranks_per_node=2, nics_per_node=2, inside_s=1e-15, across_s=1e-9, transfer_s=0.0)
+ROUTED = (
+    r"could not (send to|receive from) rank 2 (pieces of what rank \d sends to rank \d.*|.* sequence \d.*), "
+    "of the zigzag group of ranks 0-3"
+)
+
+
+def run_until_one_is_lost(rank, world_size, strategy, dies, links=None):
     """How long this rank was left waiting, and with which words it gave up."""
     communicator = Communicator(Topology(nodes=2, ranks_per_node=2))
     group = Group(ranks=tuple(range(world_size)), sequences=tuple(range(len(LENGTHS))), strategy=strategy)
     shard = make_shard(MicroBatch(groups=(group,)), LENGTHS, rank)
     seq_ctx = SequenceContext(
-        shard, communicator, choose_kernel(torch.device("cpu"), torch.float32, 4), torch.device("cpu")
+        shard, communicator, choose_kernel(torch.device("cpu"), torch.float32, 4), torch.device("cpu"), links=links
     )
     x = torch.randn(shard.tokens, 4, 4, requires_grad=True)
     out = sequence_parallel_attention(x, x, x, seq_ctx)
@@ -63,3 +72,12 @@ def test_the_others_raise_and_name_it(strategy, dies):
     assert named, found
     if strategy != "ulysses":
         assert any(re.search(CHUNKS, message) for message in named), named
+
+
+@pytest.mark.parametrize("dies", [True, False], ids=["dead", "silent"])
+def test_who_waits_for_pieces_of_other_ranks_names_it_too(dies):
+    options = {"group_seconds": 30 if dies else GROUP_SECONDS, "may_die": (LOST,) if dies else ()}
+    found = run_ranks(run_until_one_is_lost, 4, "zigzag", dies, LINKS, **options)
+    assert found.pop(LOST) is None
+    assert all(seconds < (15 if dies else 5 * GROUP_SECONDS) for seconds, _ in found), found
+    assert any(re.search(ROUTED, message) for _, message in found), found

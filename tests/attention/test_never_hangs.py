@@ -10,6 +10,7 @@ import torch
 from hf_flexseq.attention import SequenceContext, sequence_parallel_attention
 from hf_flexseq.distributed.communicator import Communicator, Transfers
 from hf_flexseq.kernels.choose import choose_kernel
+from hf_flexseq.schedule.routing import Links
 from hf_flexseq.shard import make_shard
 from hf_flexseq.topology import Topology
 from tests.plans import random_plan
@@ -17,15 +18,18 @@ from tests.ranks import run_ranks
 
 PLANS, LAYERS, PAUSES_S = int(os.environ.get("HANG_PLANS", "200")), 2, (0, 0, 0, 0.002)
 CPU = torch.device("cpu")
+# Over these every transfer that leaves a NIC idle is routed.
+LINKS = Links(ranks_per_node=2, nics_per_node=2, inside_s=1e-15, across_s=1e-9, transfer_s=0.0)
 KINDS = {
-    "one node": (1, True),
-    "two nodes": (2, True),
-    "no collectives": (2, False),
-}  # nodes, process groups of blocks
+    "one node": (1, True, None),
+    "two nodes": (2, True, None),
+    "no collectives": (2, False, None),
+    "routed": (2, False, LINKS),
+}  # nodes, process groups of blocks, links
 
 
 def run_plans(rank, world_size, kind, plans, pauses_s=PAUSES_S):
-    nodes, use_blocks = KINDS[kind]
+    nodes, use_blocks, links = KINDS[kind]
     communicator = Communicator(Topology(nodes=nodes, ranks_per_node=world_size // nodes), use_blocks=use_blocks)
     shared, own = random.Random(kind), random.Random(rank)
     calls = 0
@@ -35,13 +39,13 @@ def run_plans(rank, world_size, kind, plans, pauses_s=PAUSES_S):
         for micro_batch in plan.micro_batches:
             shard = make_shard(micro_batch, plan.lengths, rank)
             if shard.zones:
-                calls += run_layers(shard, communicator, own, pauses_s)
+                calls += run_layers(shard, communicator, own, pauses_s, links)
     return calls
 
 
-def run_layers(shard, communicator, own, pauses_s):
+def run_layers(shard, communicator, own, pauses_s, links):
     """Forward and backward of a few layers with pauses of this rank's own; the number of attention calls."""
-    seq_ctx = SequenceContext(shard, communicator, choose_kernel(CPU, torch.float32, 4), CPU)
+    seq_ctx = SequenceContext(shard, communicator, choose_kernel(CPU, torch.float32, 4), CPU, links=links)
     x = torch.randn(shard.tokens, 2, 4, requires_grad=True)
     y = x
     for _ in range(LAYERS):
@@ -63,7 +67,7 @@ def test_random_plans_never_hang(kind):
 # ---- also where transfers between two ranks have no tags, and those of a rank run one batch after the other
 
 
-def posted_transfers(rank, world_size, plans):
+def posted_transfers(rank, world_size, kind, plans):
     """Every batch of transfers in the order in which this rank posts them: sends and receives as (peer, elements)."""
     posted, post = [], Transfers.__init__
 
@@ -73,7 +77,7 @@ def posted_transfers(rank, world_size, plans):
 
     with pytest.MonkeyPatch.context() as monkeypatch:
         monkeypatch.setattr(Transfers, "__init__", record)
-        run_plans(rank, world_size, "no collectives", plans, pauses_s=(0,))
+        run_plans(rank, world_size, kind, plans, pauses_s=(0,))
     return posted
 
 
@@ -81,8 +85,9 @@ def first_to(batch, peer):
     return next((message for message in batch if message[0] == peer), None)
 
 
-def test_what_ranks_post_ends_in_order_and_without_tags():
-    by_rank = run_ranks(posted_transfers, 4, 40)
+@pytest.mark.parametrize("kind", ["no collectives", "routed"])
+def test_what_ranks_post_ends_in_order_and_without_tags(kind):
+    by_rank = run_ranks(posted_transfers, 4, kind, 40)
     assert sum(map(len, by_rank)) > 1000
     moved = True
     while moved:

@@ -6,19 +6,19 @@ import random
 import pytest
 import torch
 
-from hf_flexseq.attention import turns as turns_module
 from hf_flexseq.attention.turns import OWN, backward_order, make_turns
 from hf_flexseq.plan import Group, MicroBatch
+from hf_flexseq.schedule import attention
 from hf_flexseq.shard import cuts, make_shard
 
 CPU = torch.device("cpu")
 PACKS = [(1,), (2, 1), (17,), (40, 3, 29), tuple(random.Random(0).choices(range(1, 9), k=12))]
 
 
-@pytest.fixture(params=[1, turns_module.LARGE], ids=["chunk by chunk", "together"], autouse=True)
+@pytest.fixture(params=[1, attention.LARGE], ids=["chunk by chunk", "together"], autouse=True)
 def large(request, monkeypatch):
     """Whether the chunks of these short sequences travel one by one."""
-    monkeypatch.setattr(turns_module, "LARGE", request.param)
+    monkeypatch.setattr(attention, "LARGE", request.param)
 
 
 def turns_of(strategy, lengths, degree):

@@ -17,6 +17,7 @@ every_schedule = pytest.mark.parametrize("strategy", ["zigzag", "balanced"])
 @pytest.mark.parametrize("mirrored", [False, True])
 def test_every_block_is_computed_once_from_chunks_where_they_are(strategy, degree, mirrored):
     check(attention_schedule(strategy, degree, mirrored))
+    check(attention_schedule(strategy, degree, mirrored, chunk_by_chunk=True))
 
 
 @every_degree

@@ -1,0 +1,53 @@
+"""How many tokens all ranks of a ring lend to each other, turn by turn: what decides how they travel.
+
+A rank's own part in them is in `attention/turns.py`. There as here the sequences of a group that lie the same way
+round go through the schedule together, and those of both kinds take turns.
+"""
+
+import functools
+from collections.abc import Iterator, Sequence
+from itertools import zip_longest
+from typing import NamedTuple
+
+from hf_flexseq.plan import Group
+from hf_flexseq.schedule.attention import Step, are_large, attention_schedule
+from hf_flexseq.shard import Cut, cuts
+
+
+class Loan(NamedTuple):
+    """Tokens whose queries, or whose keys and values, the rank of index `holder` lends to that of index `worker`."""
+
+    holder: int
+    worker: int
+    queries: int
+    keys: int
+
+
+def group_loans(group: Group, lengths: Sequence[int]) -> tuple[tuple[Loan, ...], ...]:
+    """Of a `zigzag` or `balanced` group. lengths: of its sequences."""
+    return make_loans(group.strategy, cuts(group.strategy, tuple(lengths), group.degree), group.degree)
+
+
+@functools.lru_cache(maxsize=64)
+def make_loans(strategy: str, group_cuts: tuple[Cut, ...], degree: int) -> tuple[tuple[Loan, ...], ...]:
+    """By turn, the same turns that every rank of the group takes."""
+    lanes = []
+    for flipped in (False, True):
+        of_lane = [cut for cut in group_cuts if cut.mirrored == flipped]
+        if of_lane:
+            schedule = attention_schedule(strategy, degree, flipped, chunk_by_chunk=are_large(of_lane))
+            by_time: list[list[Loan]] = [[] for _ in range(schedule.times)]
+            for step in schedule.steps:
+                by_time[step.time] += _loans(step, of_lane)
+            lanes.append(map(tuple, by_time))
+    return tuple(turn for together in zip_longest(*lanes) for turn in together if turn is not None)
+
+
+def _loans(step: Step, of_lane: Sequence[Cut]) -> Iterator[Loan]:
+    """Of one step; sequences of which it has no query or no key are left out of it."""
+    tokens = [(cut.tokens(step.queries), cut.tokens(step.keys)) for cut in of_lane]
+    queries, keys = (sum(pair[which] for pair in tokens if all(pair)) for which in (0, 1))
+    if queries and step.reader != step.worker:
+        yield Loan(step.reader, step.worker, queries, 0)
+    if keys and step.source != step.worker:
+        yield Loan(step.source, step.worker, 0, keys)

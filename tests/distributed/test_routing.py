@@ -1,0 +1,136 @@
+"""Routed exchanges on 4 ranks in two nodes: the bits that would have come straight, whoever carries them."""
+
+import random
+
+import pytest
+import torch
+
+from hf_flexseq.attention import SequenceContext, sequence_parallel_attention
+from hf_flexseq.distributed import routing
+from hf_flexseq.distributed.communicator import Communicator, Exchange, unnamed
+from hf_flexseq.distributed.routing import RoutedExchange
+from hf_flexseq.kernels.choose import choose_kernel
+from hf_flexseq.plan import Group, MicroBatch
+from hf_flexseq.schedule.routing import Links, Transfer, make_routing
+from hf_flexseq.shard import make_shard, remapped
+from hf_flexseq.topology import Topology
+from tests.plans import random_plan
+from tests.ranks import run_ranks
+
+TOPOLOGY = Topology(nodes=2, ranks_per_node=2)
+LINKS = Links(ranks_per_node=2, nics_per_node=2, inside_s=1e-15, across_s=1e-9, transfer_s=0.0)
+CPU = torch.device("cpu")
+PACKS = [(64,), (31, 1, 2, 17, 13, 29), (5, 3), (1,), (40, 40)]
+DTYPES = (torch.float64, torch.float32, torch.bfloat16)
+
+
+def attention(communicator, micro_batch, lengths, dtype, links):
+    """Bytes of this rank's out, dq, dk and dv."""
+    shard = make_shard(micro_batch, lengths, communicator.rank)
+    if micro_batch.remap:
+        shard = remapped(shard, micro_batch, lengths, TOPOLOGY)
+    seq_ctx = SequenceContext(shard, communicator, choose_kernel(CPU, dtype, 8), CPU, links=links)
+    generator = torch.Generator().manual_seed(communicator.rank)
+    q, k, v, dout = (torch.randn(shard.rows, h, 8, generator=generator).to(dtype) for h in (3, 1, 1, 3))
+    q, k, v = (x.requires_grad_() for x in (q, k, v))
+    out = sequence_parallel_attention(q, k, v, seq_ctx)
+    out.backward(dout)
+    return [x.detach().contiguous().view(torch.uint8).tolist() for x in (out, q.grad, k.grad, v.grad)]
+
+
+def compare(rank, world_size, cases):
+    """Of each (micro-batch, lengths, dtype): the results straight and routed, and how many exchanges were routed."""
+    communicator, made, post = Communicator(TOPOLOGY), [], RoutedExchange.post
+    found = []
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        monkeypatch.setattr(RoutedExchange, "post", lambda *args, **kwargs: (made.append(1), post(*args, **kwargs))[1])
+        for case in cases:
+            if case[0].remap or case[0].groups_of(rank):
+                found.append((*(attention(communicator, *case, links) for links in (None, LINKS)), len(made)))
+                made.clear()
+    return found
+
+
+def assert_same(by_rank):
+    for found in by_rank:
+        for straight, routed, _ in found:
+            assert straight == routed
+
+
+@pytest.mark.parametrize("strategy", ["zigzag", "balanced"])
+def test_attention_is_the_same_to_the_bit(strategy):
+    groups = [Group(ranks=(0, 1, 2, 3), sequences=tuple(range(len(p))), strategy=strategy) for p in PACKS]
+    cases = [(MicroBatch(groups=(g,)), p, dtype) for g, p in zip(groups, PACKS, strict=True) for dtype in DTYPES]
+    by_rank = run_ranks(compare, 4, cases)
+    assert_same(by_rank)
+    counts = [[count for *_, count in found] for found in by_rank]
+    assert counts == counts[:1] * 4, "ranks differ about what is routed"
+    assert all(counts[0][: len(DTYPES)]), "no exchange of a sequence of 64 tokens was routed"
+
+
+def test_a_remapping_is_the_same_to_the_bit_and_passed_on_by_who_gives_nothing():
+    lengths = (100, 30, 4, 2)  # rank 0 gives to all; the others' NICs are idle
+    groups = tuple(Group(ranks=(rank,), sequences=(rank,), strategy="local") for rank in range(4))
+    cases = [(MicroBatch(groups=groups, remap=True), lengths, dtype) for dtype in DTYPES]
+    by_rank = run_ranks(compare, 4, cases)
+    assert_same(by_rank)
+    assert all(count == 4 for found in by_rank for *_, count in found)  # to and from the groups, forward and backward
+
+
+def test_random_plans_are_the_same_to_the_bit():
+    rng = random.Random(0)
+    cases = []
+    while len(cases) < 60:
+        plan = random_plan([rng.choice((1, 3, 9, 40)) for _ in range(8)], 4, rng, nodes=2)
+        cases += [(micro_batch, plan.lengths, torch.float32) for micro_batch in plan.micro_batches]
+    by_rank = run_ranks(compare, 4, cases)
+    assert_same(by_rank)
+    assert all(sum(count for *_, count in found) > 100 for found in by_rank)
+
+
+def exchange_at_random(rank, world_size, rounds):
+    """Random tensors in random exchanges, some ranks without a part in them; what came, and what should have."""
+    communicator, shared = Communicator(TOPOLOGY), random.Random(0)
+    found, routed = [], 0
+    for n in range(rounds):
+        pairs = shared.sample([(a, b) for a in range(4) for b in range(4) if a != b], shared.randint(1, 6))
+        sent = {pair: _tensors(shared.randint(1, 500), seed) for seed, pair in enumerate(pairs)}
+        transfers = tuple(Transfer(*pair, sum(-(-x.nbytes // 16) * 16 for x in xs)) for pair, xs in sent.items())
+        decided = make_routing(transfers, LINKS)
+        exchange = RoutedExchange(unnamed, decided, communicator, CPU) if decided.paths else Exchange(unnamed)
+        for (source, target), tensors in sent.items():
+            if source == rank:
+                exchange.send(tensors, target)
+        came = {pair: exchange.recv(xs, len(xs[0]), pair[0]) for pair, xs in sent.items() if pair[1] == rank}
+        exchange.post(communicator, tag=8 * (n % 50))
+        exchange.wait()
+        found += [torch.equal(x, y) for pair, xs in came.items() for x, y in zip(xs, sent[pair], strict=True)]
+        routed += bool(decided.paths)
+    return found, routed
+
+
+def _tensors(rows, seed):
+    """As a message of the backward: of several types and shapes."""
+    generator = torch.Generator().manual_seed(seed)
+    options = {"generator": generator}
+    return [
+        torch.randn(rows, 3, 5, **options).bfloat16(),
+        torch.randn(rows, 3, **options),
+        torch.randn(rows, **options, dtype=torch.float64),
+    ]
+
+
+def test_random_exchanges_bring_what_was_sent():
+    by_rank = run_ranks(exchange_at_random, 4, 150)
+    assert all(all(found) and found for found, _ in by_rank)
+    assert {routed for _, routed in by_rank} == {by_rank[0][1]}
+    assert by_rank[0][1] > 50
+
+
+def test_legs_have_tags_of_their_own():
+    tags = [routing.tag_of_legs(8 * n) for n in range(16)]
+    width = 3 * routing.MOST_PIECES * routing.TAGS_OF_BATCH
+    assert len(set(tags)) == 16
+    assert max(tags) + width < routing.TAGS_OF_ZONE
+    assert min(tags) >= routing.TAGS_OF_ZONE // 2
+    assert routing.tag_of_legs(1 << 30) + width < (1 << 31) - 1

@@ -1,0 +1,94 @@
+"""`routing` under the engine: bytes take other NICs, no bit changes, and a log line says why, or why not."""
+
+import logging
+from dataclasses import replace
+
+import pytest
+import torch
+from accelerate import Accelerator
+from torch.utils.data import DataLoader
+
+from hf_flexseq import DataCollatorForFlexSeq, FlexSeqArguments, FlexSeqEngine
+from hf_flexseq.distributed.communicator import Communicator
+from hf_flexseq.distributed.routing import RoutedExchange
+from hf_flexseq.presets import PRESETS
+from hf_flexseq.topology import Topology
+from tests.hf.tiny import documents, tiny_llama
+from tests.ranks import run_ranks
+
+TWO_NODES = Topology(nodes=2, ranks_per_node=2)
+# Tensors are small here: only a slow and prompt network makes routing them pay.
+SLOW = replace(PRESETS["llama-3.1-8b-a800"], bandwidths=((2, 1e12), (16, 1e3)), transfer_s=0.0)
+
+
+class Lines(logging.Handler):
+    def __init__(self):
+        super().__init__()
+        self.lines = []
+
+    def emit(self, record):
+        self.lines.append(record.getMessage())
+
+
+def run_step(rank, world_size, folder, routing, cost, strategy):
+    """Gradients of one step, exchanges that were routed, and what was logged about it."""
+    logger, handler, routed, post = logging.getLogger("hf_flexseq"), Lines(), [], RoutedExchange.post
+    logger.setLevel(logging.INFO)
+    logger.addHandler(handler)
+    path = folder / f"{rank}.json"
+    # On other ranks than 0 another model: it is rank 0's that counts.
+    (cost if rank == 0 else replace(cost, nics_per_node=1)).save(path)
+    args = FlexSeqArguments(
+        planner="static",
+        sp_degree=4,
+        strategy=strategy,
+        routing=routing,
+        cost_model=str(path),
+        max_tokens_per_rank=200,
+    )
+    accelerator = Accelerator(cpu=True)
+    engine = FlexSeqEngine(accelerator, args, communicator=Communicator(TWO_NODES))
+    model = tiny_llama()
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        monkeypatch.setattr(RoutedExchange, "post", lambda *a, **k: (routed.append(1), post(*a, **k))[1])
+        with engine.attached(model):
+            loader = DataLoader(
+                documents([61, 40, 9, 1] * world_size), batch_size=4, collate_fn=DataCollatorForFlexSeq()
+            )
+            step = next(engine.steps(accelerator.prepare(loader)))
+            step.backward(model)
+    gradients = [p.grad.numpy() for p in model.parameters()]
+    return gradients, len(routed), [line for line in handler.lines if line.startswith("routing")]
+
+
+def same_bits(a, b):
+    return all((x == y).all() for of_a, of_b in zip(a, b, strict=True) for x, y in zip(of_a[0], of_b[0], strict=True))
+
+
+@pytest.mark.parametrize("strategy", ["zigzag", "balanced"])
+def test_it_is_used_logged_and_changes_no_bit(tmp_path, strategy):
+    on, off = (run_ranks(run_step, 4, tmp_path, routing, SLOW, strategy) for routing in ("auto", "off"))
+    assert same_bits(on, off)
+    assert all(torch.as_tensor(g).isfinite().all() for g in on[0][0])
+    assert len({count for _, count, _ in on}) == 1
+    assert on[0][1] > 0
+    assert [(count, lines) for _, count, lines in off] == [(0, [])] * 4
+    for _, _, (line,) in on:
+        assert line.startswith("routing ")
+        assert "exchanges between nodes: they take" in line
+
+
+@pytest.mark.parametrize(
+    "change, strategy, reason",
+    [
+        ({"nics_per_node": 1}, "zigzag", "routing off: the ranks of a node share one NIC"),
+        ({"bandwidths": ((2, 1e3), (16, 1e3))}, "zigzag", "not more than twice"),
+        ({"bandwidths": ((2, 1e12), (16, 1e9)), "transfer_s": 1.0}, "zigzag", "routing 0 of"),
+        ({}, "ulysses", "routing nothing: no ring and no remapping crosses nodes"),
+    ],
+)
+def test_it_says_why_not(tmp_path, change, strategy, reason):
+    found = run_ranks(run_step, 4, tmp_path, "auto", replace(SLOW, **change), strategy)
+    for _, count, (line,) in found:
+        assert count == 0
+        assert reason in line
