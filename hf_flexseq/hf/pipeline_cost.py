@@ -65,9 +65,12 @@ def _stage_cost(cost: CostModel, stage: Stage, index: int, token: TokenBytes, ch
     )
 
 
-def room_bytes(cost: CostModel, stage: Stage) -> Sequence[int]:
-    """Bytes that each stage has left for what is in flight. Raises ValueError when some stage's state takes all."""
-    sizes, state = stage.sizes, cost.state_bytes + cost.sharded_state_bytes
+def room_bytes(cost: CostModel, stage: Stage, *, sharded_over: int = 1) -> Sequence[int]:
+    """Bytes that each stage has left for what is in flight. Raises ValueError when some stage's state takes all.
+
+    sharded_over: ranks that share the state of a stage by FSDP2.
+    """
+    sizes, state = stage.sizes, (cost.state_bytes + cost.sharded_state_bytes) * _held_of_state(sharded_over)
     room = []
     for index, (start, stop) in enumerate(stage.spans):
         own = sum(sizes.layers[start:stop]) + sizes.head * (index in (0, stage.count - 1))
@@ -75,7 +78,13 @@ def room_bytes(cost: CostModel, stage: Stage) -> Sequence[int]:
         if left < 1:
             raise ValueError(
                 f"cost model {cost.name!r}: the state of stage {index} alone takes more than the "
-                f"{cost.budget_bytes / 2**30:.1f} GiB of a rank: use more stages"
+                f"{cost.budget_bytes / 2**30:.1f} GiB of a rank: use more stages, or fsdp=True"
             )
         room.append(left)
     return room
+
+
+def _held_of_state(ranks: int) -> float:
+    """How much of a stage's state one of the `ranks` that share it holds during a step: weights and gradients whole (4
+    bytes each), and its part of the weights (4) and of Adam's moments (8)."""
+    return 1.0 if ranks == 1 else (4 + 4 + (4 + 8) / ranks) / 16
