@@ -25,7 +25,7 @@ def pipeline_cost(
 ) -> PipelineCost:
     """The cost of all stages. checkpointed: whether all layers are checkpointed in any case. degree: ranks that share
     every chunk of a stage by Ulysses."""
-    stages = [_stage_cost(cost, stage, index, token, checkpointed) for index in range(stage.count)]
+    stages = [_stage_cost(cost, stage, index, token, checkpointed) for index in range(len(stage.spans))]
     if degree > 1:
         stages = [_shared(cost, one, one.layers / len(stage.sizes.layers), degree) for one in stages]
     return PipelineCost(stages=tuple(stages), send_ns=1e9 * token.hidden / degree / cost.bandwidth(2, False))
@@ -55,7 +55,7 @@ def _stage_cost(cost: CostModel, stage: Stage, index: int, token: TokenBytes, ch
     token_bytes = max(whole_bytes - kv_bytes, layers * token.hidden, 1.0)
     return StageCost(
         linear_ns=linear_ns * sum(sizes.layers[start:stop]),
-        head_ns=linear_ns * sizes.head if index == stage.count - 1 else 0.0,
+        head_ns=linear_ns * sizes.head if index == len(stage.spans) - 1 else 0.0,
         attention_ns=attention_ns * of_layers,
         chunk_ns=cost.micro_batch_s * 1e9 / (2 + WEIGHT_CHUNK) * of_layers,
         layers=max(layers, 1),
@@ -66,18 +66,20 @@ def _stage_cost(cost: CostModel, stage: Stage, index: int, token: TokenBytes, ch
 
 
 def room_bytes(cost: CostModel, stage: Stage, *, sharded_over: int = 1) -> Sequence[int]:
-    """Bytes that each stage has left for what is in flight. Raises ValueError when some stage's state takes all.
+    """Bytes that each rank of a pipeline has left for what is in flight. Raises ValueError when some rank's state
+    takes all.
 
     sharded_over: ranks that share the state of a stage by FSDP2.
     """
     sizes, state = stage.sizes, (cost.state_bytes + cost.sharded_state_bytes) * _held_of_state(sharded_over)
     room = []
-    for index, (start, stop) in enumerate(stage.spans):
-        own = sum(sizes.layers[start:stop]) + sizes.head * (index in (0, stage.count - 1))
+    for index in range(stage.count):
+        layers = sum(sum(sizes.layers[start:stop]) for start, stop in stage.spans[index :: stage.count])
+        own = layers + sizes.head * (index in (0, stage.count - 1))
         left = int(cost.budget_bytes - state * own / (sum(sizes.layers) + 2 * sizes.head))
         if left < 1:
             raise ValueError(
-                f"cost model {cost.name!r}: the state of stage {index} alone takes more than the "
+                f"cost model {cost.name!r}: the state of rank {index} of the pipeline alone takes more than the "
                 f"{cost.budget_bytes / 2**30:.1f} GiB of a rank: use more stages, or fsdp=True"
             )
         room.append(left)

@@ -69,10 +69,12 @@ class PipelineEngine(FlexSeqEngine):
         self.sharing = self._sharing(degree) if degree > 1 else None
         whole = model if stage_of(model) is None else _empty_twin(model)
         self.cost = self._named_cost or unnamed_cost_model(args.cost_model, whole, accelerator, self.communicator)
-        self.stage: Stage = stage_of(model) or cut(model, self.communicator.rank // of_stage, stages)
-        logger.info("stage %d of %d has layers %d to %d", self.stage.index, stages, *self.stage.layers)
+        virtual = args.pipeline_virtual_stages
+        self.stage: Stage = stage_of(model) or cut(model, self.communicator.rank // of_stage, stages, virtual=virtual)
+        for number, one in self.stage.virtual.items():
+            logger.info("stage %d of %d has layers %d to %d", number, stages * virtual, *one.layers)
         pipelines = [[s * of_stage + place for s in range(stages)] for place in range(of_stage)]
-        self.neighbours = Neighbours(self.communicator, pipelines)
+        self.neighbours = Neighbours(self.communicator, pipelines, ring=virtual > 1)
         self.stage.stack.model.to(accelerator.device)
         equalise(self.stage, self.neighbours)
         self.sharded: ShardedStage | None = None
@@ -117,6 +119,7 @@ class PipelineEngine(FlexSeqEngine):
             self._stage_costs(),
             replicas=self.replicas,
             schedule=args.pipeline_schedule,
+            stages_per_rank=args.pipeline_virtual_stages,
             chunks=args.pipeline_chunks,
             max_tokens=None if args.max_tokens_per_rank is None else args.max_tokens_per_rank * self.degree,
             room=room_bytes(self.cost, self.stage, sharded_over=self.of_stage if self.sharded is not None else 1),
@@ -170,7 +173,7 @@ class PipelineEngine(FlexSeqEngine):
         """Write the plan trace, a line for each replica, and return the figures of the log. Collective."""
         measured = max(gather_objects(self.communicator, step.stopwatch.seconds().get(0, 0.0)))
         figures = {
-            "stages": self.stage.count,
+            "stages": len(self.stage.spans),
             "chunks": max(len(plan.chunks) for plan in step.plan.plans),
             "predicted_s": max(plan.objective_s for plan in step.plan.plans),
             "measured_s": measured,

@@ -156,4 +156,6 @@ def load_own_stage(name: str, training: Any, args: FlexSeqArguments) -> PreTrain
     """This rank's stage of the model `name`. Raises ValueError when the stages do not divide the ranks."""
     stages, world = args.pipeline_parallel_size, training.world_size
     check_divides(stages, world)
-    return load_stage_of(name, training.process_index // (world // stages), stages)
+    return load_stage_of(
+        name, training.process_index // (world // stages), stages, virtual=args.pipeline_virtual_stages
+    )

@@ -37,7 +37,7 @@ class ShardedStage:
         norm and the head, so that the class of the model itself stays what it is."""
         self._model = stage.stack.model
         self._mesh = DeviceMesh.from_group(group, next(self._model.parameters()).device.type)
-        parts = (stage.stack.embedding, *stage.own_layers, stage.stack.norm, stage.stack.head)
+        parts = (stage.stack.embedding, *stage.own_layers.values(), stage.stack.norm, stage.stack.head)
         self._units = [self._sharded(part) for part in parts if any(True for _ in part.parameters())]
 
     def _sharded(self, part: nn.Module) -> FSDPModule:
