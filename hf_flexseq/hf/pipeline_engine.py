@@ -37,6 +37,7 @@ from hf_flexseq.pipeline.stages import Stage, cut
 from hf_flexseq.pipeline.ulysses import Sharing
 from hf_flexseq.planner.pipeline.step import make_step_plan
 from hf_flexseq.planner.pipeline.worker import PipelineWorker
+from hf_flexseq.schedule.pipeline.check import check_step
 from hf_flexseq.schedule.pipeline.cost import PipelineCost
 from hf_flexseq.schedule.pipeline.step import StepPlan
 
@@ -110,7 +111,7 @@ class PipelineEngine(FlexSeqEngine):
 
     def _lookahead(self, steps: int) -> Lookahead:
         planner = self.make_planner(ahead=steps > 0) if self.communicator.rank == 0 else None
-        return Lookahead(self.communicator, planner, steps, read=StepPlan.from_record)
+        return Lookahead(self.communicator, planner, steps, check=check_step, read=StepPlan.from_record)
 
     def make_planner(self, *, ahead: bool) -> Planner:
         """The planner of rank 0: in a process of its own when steps are planned ahead of the one that runs."""
