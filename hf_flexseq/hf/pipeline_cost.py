@@ -14,10 +14,12 @@ from hf_flexseq.schedule.pipeline.cost import ATTENTION_BACKWARD, WEIGHT_CHUNK, 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TokenBytes:
-    """Of one token: hidden states between layers, and keys and values of one layer."""
+    """Of one token: hidden states between layers, keys and values of one layer, and what the gradients of one layer's
+    weights are made of."""
 
     hidden: int
     kv: int
+    owed: int
 
 
 def pipeline_cost(
@@ -42,6 +44,7 @@ def _shared(cost: CostModel, stage: StageCost, of_layers: float, degree: int) ->
         token_bytes=stage.token_bytes / degree,
         kv_bytes=stage.kv_bytes / degree,
         input_bytes=stage.input_bytes / degree,
+        owed_bytes=None if stage.owed_bytes is None else stage.owed_bytes / degree,
     )
 
 
@@ -62,6 +65,7 @@ def _stage_cost(cost: CostModel, stage: Stage, index: int, token: TokenBytes, ch
         token_bytes=token_bytes,
         kv_bytes=kv_bytes,
         input_bytes=token_bytes if checkpointed else min(layers * token.hidden, token_bytes),
+        owed_bytes=float(layers * token.owed),
     )
 
 

@@ -203,6 +203,11 @@ class InlinePipelinePlanner(InlinePlanner):
 def token_bytes(model: PreTrainedModel) -> TokenBytes:
     """Bytes of one token, from the model's configuration."""
     shape = model_shape(model)
+    query, key_value = shape.heads * shape.head_dim, 2 * shape.kv_heads * shape.head_dim
+    inputs = 2 * shape.hidden + query + shape.intermediate  # of q, k and v; of gate and up; of o; of down
+    gradients = query + key_value + 2 * shape.intermediate + 2 * shape.hidden
     return TokenBytes(
-        hidden=shape.hidden * shape.dtype_bytes, kv=2 * shape.kv_heads * shape.head_dim * shape.dtype_bytes
+        hidden=shape.hidden * shape.dtype_bytes,
+        kv=key_value * shape.dtype_bytes,
+        owed=(inputs + gradients) * shape.dtype_bytes,
     )
