@@ -96,6 +96,13 @@ class FlexSeqArguments:
     pipeline_chunks: int | None = field(
         default=None, metadata={"help": "Chunks that a long sequence is cut into. Default: planned."}
     )
+    pipeline_virtual_stages: int = field(
+        default=1,
+        metadata={
+            "help": "Stages on each rank of a pipeline, which take turns (interleaved): a shorter bubble for more "
+            "transfers and more chunks in flight. Needs pipeline_schedule='seq1f1b'."
+        },
+    )
     deterministic: bool = field(
         default=False,
         metadata={
@@ -130,8 +137,14 @@ class FlexSeqArguments:
         _one_of("pipeline_schedule", self.pipeline_schedule, PIPELINE_SCHEDULES)
         if self.pipeline_chunks is not None:
             _whole("pipeline_chunks", self.pipeline_chunks, least=1)
+        _whole("pipeline_virtual_stages", self.pipeline_virtual_stages, least=1)
         if self.pipeline_parallel_size == 1 and (self.pipeline_chunks, self.pipeline_schedule) != (None, "auto"):
             raise ValueError("pipeline_schedule and pipeline_chunks are for pipeline_parallel_size of 2 and more")
+        if self.pipeline_virtual_stages > 1 and self.pipeline_schedule != "seq1f1b":
+            raise ValueError(
+                f"pipeline_virtual_stages={self.pipeline_virtual_stages} is for pipeline_schedule='seq1f1b' of a "
+                f"pipeline; pipeline_schedule={self.pipeline_schedule!r} has one stage per rank"
+            )
         if self.pipeline_parallel_size > 1 and self.deterministic:
             raise NotImplementedError("deterministic=True is not available in a pipeline; turn one of them off")
 

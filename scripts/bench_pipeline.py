@@ -1,7 +1,7 @@
 """Pipeline schedules on simulated stages: our own against Seq1F1B and against InfiniPipe's planner.
 
     python scripts/bench_pipeline.py                                everything, 5 seeds
-    python scripts/bench_pipeline.py --parts planning equal memory
+    python scripts/bench_pipeline.py --parts planning equal virtual memory
     python scripts/bench_pipeline.py --parts tail --stages 8 --seeds 0 1 2    a part of the long-tailed batches
     python scripts/bench_pipeline.py --parts tail --attention 2     twice the attention
 
@@ -210,6 +210,45 @@ def equal_lengths(options: argparse.Namespace, write: Printer) -> bool:
     return mark(write, f"auto at worst {worst:.3f} of Seq1F1B's time", worst <= 1.0, "never worse")
 
 
+# ---- several stages per rank
+
+
+def of_virtual(cost: PipelineCost, virtual: int) -> PipelineCost:
+    """Every stage in so many parts, which have equal layers; a chunk's constant is one of its layers, too."""
+    parts = {
+        name: getattr(cost.stages[0], name) / virtual
+        for name in ("linear_ns", "attention_ns", "chunk_ns", "token_bytes", "input_bytes")
+    }
+    return PipelineCost.even(len(cost.stages) * virtual, StageCost(**parts, layers=cost.stages[0].layers))
+
+
+def virtual_stages(options: argparse.Namespace, write: Printer) -> bool:
+    write("\n## Seq1F1B over V stages per rank, relative to V = 1\n")
+    write(
+        "| batch | P | k | bubble, V = 1 | V = 2: time | bubble | fullest rank | V = 4: time | bubble | fullest rank |"
+    )
+    write("|---" * 10 + "|")
+    batches = {
+        "4 of 32,768": (32 * K,) * 4,
+        "16 of 32,768": (32 * K,) * 16,
+        "long-tailed, 96K": long_tailed(0, 96 * K),
+    }
+    slowest = 0.0
+    for (name, lengths), ranks, k in itertools.product(batches.items(), options.stages, (1, 4)):
+        cost = llama_13b(ranks, options.attention)
+        plain = run(lengths, cost, schedule="seq1f1b", chunks=k)
+        row = [name, f"{ranks}", f"{k}", f"{100 * plain.bubble:.1f} %"]
+        for virtual in (2, 4):
+            parts = of_virtual(cost, virtual)
+            found = run(lengths, parts, schedule="seq1f1b", chunks=k, stages_per_rank=virtual)
+            share = found.seconds / plain.seconds
+            row += [f"{share:.3f}", f"{100 * found.bubble:.1f} %", f"{found.peak / plain.peak:.2f}"]
+            slowest = max(slowest, share)
+        write(f"| {' | '.join(row)} |")
+    write("\nMemory is relative, too. Transfers take no time here; V stages per rank make V times as many.\n")
+    return mark(write, f"at worst {slowest:.3f} of the time of V = 1", slowest <= 1.0, "never slower")
+
+
 # ---- memory
 
 
@@ -296,7 +335,7 @@ def mark(write: Printer, what: str, passed: bool, wanted: str) -> bool:
     return passed
 
 
-PARTS = {"tail": long_tails, "equal": equal_lengths, "memory": memory, "planning": planning}
+PARTS = {"tail": long_tails, "equal": equal_lengths, "virtual": virtual_stages, "memory": memory, "planning": planning}
 PUBLISHED = """
 ## Published, on other machines and by other measures; no mark
 

@@ -59,23 +59,25 @@ class Message:
 class Neighbours:
     """This rank's links in its pipeline, and the groups over which gradients are summed.
 
-    from_before, to_after: hidden states. from_after, to_before: gradients. None at the ends of the pipeline.
+    from_before, to_after: hidden states. from_after, to_before: gradients. None at the ends of the pipeline, unless it
+    is a ring, whose last rank is before its first one.
     ends: the first and the last rank of the pipeline, for a tensor that both hold; None in between.
     replicas: the ranks with the same stage; None when there is but one pipeline.
     """
 
     __slots__ = ("ends", "from_after", "from_before", "replicas", "to_after", "to_before")
 
-    def __init__(self, communicator: Communicator, pipelines: Sequence[Sequence[int]]) -> None:
-        """Create the groups; collective over the world. pipelines: the ranks of each, by stage."""
+    def __init__(self, communicator: Communicator, pipelines: Sequence[Sequence[int]], *, ring: bool = False) -> None:
+        """Create the groups; collective over the world. pipelines: the ranks of each, by stage. ring: whether the
+        last rank hands on to the first one, which has more stages than one."""
         self.from_before = self.to_before = self.from_after = self.to_after = self.ends = self.replicas = None
         rank = communicator.rank
         for ranks in pipelines:
-            for before, after in pairwise(ranks):
+            for before, after in pairwise((*ranks, ranks[0]) if ring else ranks):
                 forward, backward = _new_group((before, after)), _new_group((before, after))
                 if rank == before:
                     self.to_after, self.from_after = Link(forward, after), Link(backward, after)
-                elif rank == after:
+                if rank == after:
                     self.from_before, self.to_before = Link(forward, before), Link(backward, before)
             ends = _new_group((ranks[0], ranks[-1]))
             self.ends = ends if rank in (ranks[0], ranks[-1]) else self.ends

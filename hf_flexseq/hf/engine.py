@@ -13,6 +13,7 @@ engine.detach()
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -38,6 +39,7 @@ from hf_flexseq.hf.trace import PlanTrace, plan_line
 from hf_flexseq.kernels import Kernel
 from hf_flexseq.kernels.choose import choose_kernel
 from hf_flexseq.plan import Plan
+from hf_flexseq.plan import check as check_plan
 from hf_flexseq.planner.client import PlannerWorker
 from hf_flexseq.planner.remap import REMAPPING, remap_reason
 from hf_flexseq.planner.static import check_degree
@@ -160,7 +162,10 @@ class FlexSeqEngine:
 
     def _lookahead(self, steps: int) -> Lookahead:
         planner = self.make_planner(ahead=steps > 0) if self.communicator.rank == 0 else None
-        return Lookahead(self.communicator, planner, steps)
+        legal = partial(
+            check_plan, topology=self.communicator.topology, max_tokens_per_rank=self.args.max_tokens_per_rank
+        )
+        return Lookahead(self.communicator, planner, steps, check=legal)
 
     def make_planner(self, *, ahead: bool) -> Planner:
         """The planner of rank 0: in a process of its own when steps are planned ahead of the one that runs."""

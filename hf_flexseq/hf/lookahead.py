@@ -73,10 +73,13 @@ class Lookahead:
         planner: Planner | None,
         lookahead: int,
         *,
+        check: Callable[[Any], None],
         read: Callable[[Any], Any] = Plan.from_record,
     ) -> None:
-        """`planner` on rank 0, None elsewhere. read: makes a plan of the record that rank 0's planner gave."""
-        self.communicator, self.planner, self.lookahead, self._read = communicator, planner, lookahead, read
+        """`planner` on rank 0, None elsewhere. check: raises ValueError for a plan that would compute something wrong
+        or hang; called on rank 0. read: makes a plan of the record that rank 0's planner gave."""
+        self.communicator, self.planner, self.lookahead = communicator, planner, lookahead
+        self._check, self._read = check, read
         self.waited_s = 0.0
         self._iterator: Iterator[Any] | None = None
         self._drawn: deque[DrawnStep] = deque()
@@ -128,11 +131,13 @@ class Lookahead:
         return self._read(value)
 
     def _answer(self, number: int) -> tuple[str, Any]:
-        """Rank 0's plan, or why there is none, in a form that can be sent."""
+        """Rank 0's plan, checked, or why there is none, in a form that can be sent."""
         if self.planner is None:
             return "elsewhere", None
         try:
-            return "plan", self.planner.result(number).to_record()
+            plan = self.planner.result(number)
+            self._check(plan)
+            return "plan", plan.to_record()
         except PlanInfeasible as error:
             return "infeasible", str(error)
         except (RuntimeError, ValueError) as error:

@@ -1,6 +1,7 @@
 """The weights of a pipeline as one ordinary HF checkpoint.
 
-    model-00001-of-00002.safetensors   by each stage its own tensors under their global names, a tied tensor once
+    model-00001-of-00002.safetensors   by each stage its own tensors under their global names, a tied tensor once, and
+                                       whole when its ranks share them
     model.safetensors.index.json       by rank 0
 
 All ranks read and write one folder, so the file system must be shared. Files of an earlier save that do not belong to
@@ -17,6 +18,7 @@ from safetensors.torch import save_file
 
 from hf_flexseq.distributed.control import gather_objects
 from hf_flexseq.hf.pipeline_engine import PipelineEngine
+from hf_flexseq.pipeline.sharding import divided_like, whole
 from hf_flexseq.pipeline.stages import Stage
 
 INDEX = "model.safetensors.index.json"
@@ -27,7 +29,7 @@ def save_stage(engine: PipelineEngine, folder: str) -> None:
     """Write this stage's part of the checkpoint, by one of its ranks. Collective over the world."""
     path, stage = Path(folder), engine.stage
     name = f"model-{stage.index + 1:05d}-of-{stage.count:05d}.safetensors"
-    tensors = _owned_tensors(stage) if engine.place == 0 else {}
+    tensors = _owned_tensors(engine)
     sizes = {key: tensor.numel() * tensor.element_size() for key, tensor in tensors.items()}
     written = gather_objects(engine.communicator, (name, sizes))
     if engine.communicator.rank == 0:
@@ -44,12 +46,19 @@ def save_stage(engine: PipelineEngine, folder: str) -> None:
     _barrier(engine)
 
 
-def _owned_tensors(stage: Stage) -> dict[str, torch.Tensor]:
-    """The stage's tensors by global name. Of a tied tensor the first stage's copy counts."""
+def _owned_tensors(engine: PipelineEngine) -> dict[str, torch.Tensor]:
+    """The stage's tensors by global name, on one of its ranks. Of a tied tensor the first stage's copy counts.
+    Collective over the ranks of a stage that share its parameters."""
+    stage = engine.stage
     copied = stage.tied_parameter() if stage.is_last else None
     dropped = {name for name, p in stage.stack.model.named_parameters() if p is copied}
-    state = stage.stack.model.state_dict()
-    return {name: tensor.detach().contiguous() for name, tensor in state.items() if name not in dropped}
+    tensors = {}
+    for name, tensor in stage.stack.model.state_dict().items():
+        if name not in dropped:
+            gathered = whole(tensor.detach()).contiguous()
+            if engine.place == 0:
+                tensors[name] = gathered if engine.sharded is None else gathered.cpu()  # never the stage twice
+    return tensors
 
 
 def _remove_stale(path: Path) -> None:
@@ -84,7 +93,7 @@ def load_stage(engine: PipelineEngine, folder: str) -> None:
         with safe_open(path / file, framework="pt") as tensors, torch.no_grad():
             for name, source in wanted.items():
                 if files[source] == file:
-                    own[name].copy_(tensors.get_tensor(source))
+                    own[name].copy_(divided_like(tensors.get_tensor(source), own[name]))
 
 
 def _files_by_tensor(path: Path) -> dict[str, str]:

@@ -14,7 +14,7 @@ def check_pipeline_trainer(trainer: Any, args: FlexSeqArguments) -> None:
     training = trainer.args
     stages = f"pipeline_parallel_size={args.pipeline_parallel_size}"
     for what, there in {
-        f"{kind.value} with a pipeline: leave it out": kind in (DistributedType.DEEPSPEED, DistributedType.FSDP),
+        "DeepSpeed with a pipeline: leave it out, or use FSDP2": kind == DistributedType.DEEPSPEED,
         "a PEFT model with a pipeline: train all parameters, or set pipeline_parallel_size=1": hasattr(
             trainer.model, "peft_config"
         ),
@@ -37,7 +37,7 @@ def check_pipeline_trainer(trainer: Any, args: FlexSeqArguments) -> None:
             args.strategy == "ulysses" and args.planner != "static"
         ),
         f"sync={args.sync!r} with a pipeline; leave it at 'auto'": args.sync != "auto",
-        "a model sharded at load with a pipeline: load it whole": any(
+        "a model sharded at load with a pipeline: load it whole, and set fsdp=True": any(
             hasattr(module, "set_requires_gradient_sync") for module in trainer.model.modules()
         ),
         "model_init with a pipeline: a trial would begin with stages of the one before": (

@@ -14,10 +14,12 @@ from hf_flexseq.schedule.pipeline.cost import ATTENTION_BACKWARD, WEIGHT_CHUNK, 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TokenBytes:
-    """Of one token: hidden states between layers, and keys and values of one layer."""
+    """Of one token: hidden states between layers, keys and values of one layer, and what the gradients of one layer's
+    weights are made of."""
 
     hidden: int
     kv: int
+    owed: int
 
 
 def pipeline_cost(
@@ -25,7 +27,7 @@ def pipeline_cost(
 ) -> PipelineCost:
     """The cost of all stages. checkpointed: whether all layers are checkpointed in any case. degree: ranks that share
     every chunk of a stage by Ulysses."""
-    stages = [_stage_cost(cost, stage, index, token, checkpointed) for index in range(stage.count)]
+    stages = [_stage_cost(cost, stage, index, token, checkpointed) for index in range(len(stage.spans))]
     if degree > 1:
         stages = [_shared(cost, one, one.layers / len(stage.sizes.layers), degree) for one in stages]
     return PipelineCost(stages=tuple(stages), send_ns=1e9 * token.hidden / degree / cost.bandwidth(2, False))
@@ -42,6 +44,7 @@ def _shared(cost: CostModel, stage: StageCost, of_layers: float, degree: int) ->
         token_bytes=stage.token_bytes / degree,
         kv_bytes=stage.kv_bytes / degree,
         input_bytes=stage.input_bytes / degree,
+        owed_bytes=None if stage.owed_bytes is None else stage.owed_bytes / degree,
     )
 
 
@@ -55,27 +58,39 @@ def _stage_cost(cost: CostModel, stage: Stage, index: int, token: TokenBytes, ch
     token_bytes = max(whole_bytes - kv_bytes, layers * token.hidden, 1.0)
     return StageCost(
         linear_ns=linear_ns * sum(sizes.layers[start:stop]),
-        head_ns=linear_ns * sizes.head if index == stage.count - 1 else 0.0,
+        head_ns=linear_ns * sizes.head if index == len(stage.spans) - 1 else 0.0,
         attention_ns=attention_ns * of_layers,
         chunk_ns=cost.micro_batch_s * 1e9 / (2 + WEIGHT_CHUNK) * of_layers,
         layers=max(layers, 1),
         token_bytes=token_bytes,
         kv_bytes=kv_bytes,
         input_bytes=token_bytes if checkpointed else min(layers * token.hidden, token_bytes),
+        owed_bytes=float(layers * token.owed),
     )
 
 
-def room_bytes(cost: CostModel, stage: Stage) -> Sequence[int]:
-    """Bytes that each stage has left for what is in flight. Raises ValueError when some stage's state takes all."""
-    sizes, state = stage.sizes, cost.state_bytes + cost.sharded_state_bytes
+def room_bytes(cost: CostModel, stage: Stage, *, sharded_over: int = 1) -> Sequence[int]:
+    """Bytes that each rank of a pipeline has left for what is in flight. Raises ValueError when some rank's state
+    takes all.
+
+    sharded_over: ranks that share the state of a stage by FSDP2.
+    """
+    sizes, state = stage.sizes, (cost.state_bytes + cost.sharded_state_bytes) * _held_of_state(sharded_over)
     room = []
-    for index, (start, stop) in enumerate(stage.spans):
-        own = sum(sizes.layers[start:stop]) + sizes.head * (index in (0, stage.count - 1))
+    for index in range(stage.count):
+        layers = sum(sum(sizes.layers[start:stop]) for start, stop in stage.spans[index :: stage.count])
+        own = layers + sizes.head * (index in (0, stage.count - 1))
         left = int(cost.budget_bytes - state * own / (sum(sizes.layers) + 2 * sizes.head))
         if left < 1:
             raise ValueError(
-                f"cost model {cost.name!r}: the state of stage {index} alone takes more than the "
-                f"{cost.budget_bytes / 2**30:.1f} GiB of a rank: use more stages"
+                f"cost model {cost.name!r}: the state of rank {index} of the pipeline alone takes more than the "
+                f"{cost.budget_bytes / 2**30:.1f} GiB of a rank: use more stages, or fsdp=True"
             )
         room.append(left)
     return room
+
+
+def _held_of_state(ranks: int) -> float:
+    """How much of a stage's state one of the `ranks` that share it holds during a step: weights and gradients whole (4
+    bytes each), and its part of the weights (4) and of Adam's moments (8)."""
+    return 1.0 if ranks == 1 else (4 + 4 + (4 + 8) / ranks) / 16

@@ -1,12 +1,13 @@
 """The engine of a run whose model is cut into pipeline stages.
 
-It differs from `FlexSeqEngine` in three things: the model is cut when the engine is made, so that the optimizer sees
-the parameters of the stage alone; a step's plan has chunks and actions instead of micro-batches; and gradients are
-summed here, over replicas and over the two copies of a tied tensor, where otherwise accelerate does it.
+It differs from `FlexSeqEngine` in three things: the model is cut, and sharded, when the engine is made, so that the
+optimizer sees the parameters of the stage alone; a step's plan has chunks and actions instead of micro-batches; and
+gradients are summed here, over replicas and over the two copies of a tied tensor, where otherwise accelerate does it.
 """
 
 import logging
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -31,10 +32,12 @@ from hf_flexseq.hf.run_cost import unnamed_cost_model
 from hf_flexseq.hf.trace import PREFIX
 from hf_flexseq.pipeline.executor import PipelineExecutor
 from hf_flexseq.pipeline.reduction import equalise, sum_gradients
+from hf_flexseq.pipeline.sharding import ShardedStage
 from hf_flexseq.pipeline.stages import Stage, cut
 from hf_flexseq.pipeline.ulysses import Sharing
 from hf_flexseq.planner.pipeline.step import make_step_plan
 from hf_flexseq.planner.pipeline.worker import PipelineWorker
+from hf_flexseq.schedule.pipeline.check import check_step
 from hf_flexseq.schedule.pipeline.cost import PipelineCost
 from hf_flexseq.schedule.pipeline.step import StepPlan
 
@@ -46,9 +49,12 @@ class PipelineEngine(FlexSeqEngine):
 
     _cuts_models = True
 
-    def __init__(self, accelerator: Accelerator, args: FlexSeqArguments, model: PreTrainedModel) -> None:
+    def __init__(
+        self, accelerator: Accelerator, args: FlexSeqArguments, model: PreTrainedModel, *, fsdp: bool = False
+    ) -> None:
         """Cuts `model` in place, unless it was loaded as a stage. Collective over the world.
 
+        fsdp: whether the ranks of a stage share its parameters (FSDP2); of no effect where a stage has one rank.
         Raises ValueError for a number of stages that does not divide the ranks or exceeds layers + 1,
         NotImplementedError for a model without a plain decoder stack.
         """
@@ -58,16 +64,23 @@ class PipelineEngine(FlexSeqEngine):
         of_stage, degree = world // stages, args.sp_degree or 1
         if of_stage % degree:
             raise ValueError(f"sp_degree={degree} does not divide the {of_stage} ranks of a stage")
+        self.of_stage = of_stage
         self.place = self.communicator.rank % of_stage  # among the ranks with the same stage
         self.degree, self.replicas, self.replica = degree, of_stage // degree, self.place // degree
         self.sharing = self._sharing(degree) if degree > 1 else None
         whole = model if stage_of(model) is None else _empty_twin(model)
         self.cost = self._named_cost or unnamed_cost_model(args.cost_model, whole, accelerator, self.communicator)
-        self.stage: Stage = stage_of(model) or cut(model, self.communicator.rank // of_stage, stages)
-        logger.info("stage %d of %d has layers %d to %d", self.stage.index, stages, *self.stage.layers)
+        virtual = args.pipeline_virtual_stages
+        self.stage: Stage = stage_of(model) or cut(model, self.communicator.rank // of_stage, stages, virtual=virtual)
+        for number, one in self.stage.virtual.items():
+            logger.info("stage %d of %d has layers %d to %d", number, stages * virtual, *one.layers)
         pipelines = [[s * of_stage + place for s in range(stages)] for place in range(of_stage)]
-        self.neighbours = Neighbours(self.communicator, pipelines)
+        self.neighbours = Neighbours(self.communicator, pipelines, ring=virtual > 1)
+        self.stage.stack.model.to(accelerator.device)
         equalise(self.stage, self.neighbours)
+        self.sharded: ShardedStage | None = None
+        if fsdp and self.neighbours.replicas is not None:
+            self.sharded = ShardedStage(self.stage, self.neighbours.replicas)
         self._exchange = ChunkExchange(self.communicator, of_stage, degree)
         self._executor: PipelineExecutor | None = None
 
@@ -98,7 +111,7 @@ class PipelineEngine(FlexSeqEngine):
 
     def _lookahead(self, steps: int) -> Lookahead:
         planner = self.make_planner(ahead=steps > 0) if self.communicator.rank == 0 else None
-        return Lookahead(self.communicator, planner, steps, read=StepPlan.from_record)
+        return Lookahead(self.communicator, planner, steps, check=check_step, read=StepPlan.from_record)
 
     def make_planner(self, *, ahead: bool) -> Planner:
         """The planner of rank 0: in a process of its own when steps are planned ahead of the one that runs."""
@@ -107,9 +120,10 @@ class PipelineEngine(FlexSeqEngine):
             self._stage_costs(),
             replicas=self.replicas,
             schedule=args.pipeline_schedule,
+            stages_per_rank=args.pipeline_virtual_stages,
             chunks=args.pipeline_chunks,
             max_tokens=None if args.max_tokens_per_rank is None else args.max_tokens_per_rank * self.degree,
-            room=room_bytes(self.cost, self.stage),
+            room=room_bytes(self.cost, self.stage, sharded_over=self.of_stage if self.sharded is not None else 1),
         )
 
     def _stage_costs(self) -> PipelineCost:
@@ -140,21 +154,27 @@ class PipelineEngine(FlexSeqEngine):
         share of the loss: the mean over ranks is the mean over the step's target tokens."""
         assert self._executor is not None, "attach the model before running steps"
         with step.stopwatch.timing(0):
-            loss = self._executor.train(step.own_plan, step.columns, max(step.targets, 1), self.accelerator.autocast)
+            with self.sharded.training() if self.sharded is not None else nullcontext():
+                loss = self._executor.train(
+                    step.own_plan, step.columns, max(step.targets, 1), self.accelerator.autocast
+                )
             sum_gradients(self.stage, self.neighbours)
         return loss * self.communicator.world_size
 
     def evaluate(self, step: PipelineStep) -> torch.Tensor:
         """The same without gradients."""
         assert self._executor is not None, "attach the model before running steps"
-        loss = self._executor.evaluate(step.own_plan, step.columns, max(step.targets, 1), self.accelerator.autocast)
+        with self.sharded.whole() if self.sharded is not None else nullcontext():
+            loss = self._executor.evaluate(
+                step.own_plan, step.columns, max(step.targets, 1), self.accelerator.autocast
+            )
         return loss * self.communicator.world_size
 
     def finish(self, step: PipelineStep) -> dict[str, float]:
         """Write the plan trace, a line for each replica, and return the figures of the log. Collective."""
         measured = max(gather_objects(self.communicator, step.stopwatch.seconds().get(0, 0.0)))
         figures = {
-            "stages": self.stage.count,
+            "stages": len(self.stage.spans),
             "chunks": max(len(plan.chunks) for plan in step.plan.plans),
             "predicted_s": max(plan.objective_s for plan in step.plan.plans),
             "measured_s": measured,
@@ -183,6 +203,11 @@ class InlinePipelinePlanner(InlinePlanner):
 def token_bytes(model: PreTrainedModel) -> TokenBytes:
     """Bytes of one token, from the model's configuration."""
     shape = model_shape(model)
+    query, key_value = shape.heads * shape.head_dim, 2 * shape.kv_heads * shape.head_dim
+    inputs = 2 * shape.hidden + query + shape.intermediate  # of q, k and v; of gate and up; of o; of down
+    gradients = query + key_value + 2 * shape.intermediate + 2 * shape.hidden
     return TokenBytes(
-        hidden=shape.hidden * shape.dtype_bytes, kv=2 * shape.kv_heads * shape.head_dim * shape.dtype_bytes
+        hidden=shape.hidden * shape.dtype_bytes,
+        kv=key_value * shape.dtype_bytes,
+        owed=(inputs + gradients) * shape.dtype_bytes,
     )

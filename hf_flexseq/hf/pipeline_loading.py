@@ -14,15 +14,16 @@ from hf_flexseq.pipeline.stages import Stage, check_identity, cut
 STAGE = "_flexseq_stage"  # where a model that was cut keeps its Stage
 
 
-def load_stage_of(name: str, index: int, count: int, **options: Any) -> PreTrainedModel:
-    """Stage `index` of `count` of the causal language model `name`; `options` as for `from_pretrained`.
+def load_stage_of(name: str, index: int, count: int, *, virtual: int = 1, **options: Any) -> PreTrainedModel:
+    """What rank `index` of `count` has of the causal language model `name`, in `virtual` stages per rank; `options` as
+    for `from_pretrained`.
 
     Raises ValueError for more stages than layers + 1 and for a checkpoint that lacks a tensor, NotImplementedError for
     a model without a plain decoder stack.
     """
     config = AutoConfig.from_pretrained(name)
     kind = AutoModelForCausalLM._model_mapping[type(config)]
-    loader = _cutting(kind, index, count)
+    loader = _cutting(kind, index, count, virtual)
     if index == count - 1 and config.tie_word_embeddings:
         options["key_mapping"] = {**options.get("key_mapping", {}), **_tied_names(kind)}
     model, info = loader.from_pretrained(name, config=config, output_loading_info=True, **options)
@@ -38,12 +39,12 @@ def stage_of(model: PreTrainedModel) -> Stage | None:
     return vars(model).get(STAGE)
 
 
-def _cutting(kind: type[PreTrainedModel], index: int, count: int) -> type[PreTrainedModel]:
+def _cutting(kind: type[PreTrainedModel], index: int, count: int, virtual: int) -> type[PreTrainedModel]:
     """`kind` with a constructor that cuts. Nothing is tied in a stage, and most of a checkpoint is not for it."""
 
     def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
         kind.__init__(self, *args, **kwargs)
-        vars(self)[STAGE] = cut(self, index, count, check=False)
+        vars(self)[STAGE] = cut(self, index, count, virtual=virtual, check=False)
         self.all_tied_weights_keys = {}
 
     members = {"__init__": __init__, "_tied_weights_keys": None, "_keys_to_ignore_on_load_unexpected": [".*"]}

@@ -24,6 +24,7 @@ from torch.distributed.checkpoint.state_dict import (
 
 from hf_flexseq.distributed.control import gather_objects
 from hf_flexseq.hf.pipeline_engine import PipelineEngine
+from hf_flexseq.pipeline.sharding import divided_like
 from hf_flexseq.pipeline.stages import Stage
 
 FOLDER = "flexseq_optimizer"
@@ -102,7 +103,10 @@ def _state_of_stage(
         for parameter, number in zip(of_optimizer["params"], of_state["params"], strict=True):
             found = states[name_of[id(parameter)]]
             if found is not None:
-                state[number] = found
+                state[number] = {
+                    key: divided_like(value, parameter) if isinstance(value, torch.Tensor) else value
+                    for key, value in found.items()
+                }
     options = [
         {**saved, "params": of_state["params"]} for saved, of_state in zip(groups, own["param_groups"], strict=True)
     ]

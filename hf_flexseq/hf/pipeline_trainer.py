@@ -23,6 +23,7 @@ from hf_flexseq.config import FlexSeqArguments
 from hf_flexseq.hf.pipeline_checkpoint import load_stage, save_stage
 from hf_flexseq.hf.pipeline_checks import check_divides, check_pipeline_trainer
 from hf_flexseq.hf.pipeline_engine import PipelineEngine
+from hf_flexseq.hf.pipeline_fsdp import take_over_fsdp
 from hf_flexseq.hf.pipeline_loading import load_stage_of
 from hf_flexseq.hf.pipeline_optimizer import (
     WHOLE,
@@ -70,8 +71,9 @@ class PipelineMixin:
     flexseq: PipelineEngine
 
     def _make_engine(self, options: FlexSeqArguments) -> PipelineEngine:
+        fsdp = take_over_fsdp(self)
         check_pipeline_trainer(self, options)
-        return PipelineEngine(self.accelerator, options, self.model)
+        return PipelineEngine(self.accelerator, options, self.model, fsdp=fsdp)
 
     def _wrap_model(self, model: nn.Module, training: bool = True, dataloader: Any = None) -> nn.Module:
         return model if isinstance(model, StageModule) else StageModule(model)
@@ -113,7 +115,9 @@ class PipelineMixin:
         if grad_norm is not None:
             return grad_norm
         engine = self.flexseq
-        return gradient_norm(engine.stage, engine.communicator.parent, counts=engine.place == 0)
+        return gradient_norm(
+            engine.stage, engine.communicator.parent, counts=engine.place == 0 or engine.sharded is not None
+        )
 
     # ---- files
 
@@ -152,4 +156,6 @@ def load_own_stage(name: str, training: Any, args: FlexSeqArguments) -> PreTrain
     """This rank's stage of the model `name`. Raises ValueError when the stages do not divide the ranks."""
     stages, world = args.pipeline_parallel_size, training.world_size
     check_divides(stages, world)
-    return load_stage_of(name, training.process_index // (world // stages), stages)
+    return load_stage_of(
+        name, training.process_index // (world // stages), stages, virtual=args.pipeline_virtual_stages
+    )

@@ -1,4 +1,4 @@
-"""Obeys the list of actions that a plan has for this stage, and knows no schedule.
+"""Obeys the list of actions that a plan has for this rank, and knows no schedule.
 
     F   take the hidden states of the stage before (the first stage: token ids), run the layers, hand on what comes
         out (the last stage: the loss, which goes backward at once, as far as the head's input)
@@ -19,6 +19,7 @@ whose schedules are lowered in up to a second per step, and which has no keys an
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -29,11 +30,12 @@ from hf_flexseq.distributed.neighbours import Neighbours
 from hf_flexseq.kernels import Kernel, lse_dtype
 from hf_flexseq.pipeline.carry import KVCarry
 from hf_flexseq.pipeline.context import ChunkContext
-from hf_flexseq.pipeline.mailbox import WINDOW, Inbox, Outbox, Place
-from hf_flexseq.pipeline.stages import Stage
+from hf_flexseq.pipeline.mailbox import WINDOW, Inbox, Item, Outbox
+from hf_flexseq.pipeline.stages import Stage, VirtualStage
 from hf_flexseq.pipeline.ulysses import Sharing, own_columns
 from hf_flexseq.pipeline.weights import WeightGradients
 from hf_flexseq.schedule.pipeline.actions import Action, PipelinePlan
+from hf_flexseq.schedule.pipeline.walk import walk
 
 Columns = Mapping[str, torch.Tensor]
 Context = Callable[[], AbstractContextManager[Any]]
@@ -50,7 +52,7 @@ class _Flight:
 
 
 class PipelineExecutor:
-    """One stage at work. Make it once; `train` runs an optimizer step, `evaluate` forwards alone."""
+    """One rank at work. Make it once; `train` runs an optimizer step, `evaluate` forwards alone."""
 
     def __init__(
         self, stage: Stage, neighbours: Neighbours | None, kernel: Kernel, *, sharing: Sharing | None = None
@@ -59,14 +61,14 @@ class PipelineExecutor:
         chunk's tokens; None for one rank."""
         self.stage, self.neighbours, self.sharing = stage, neighbours, sharing
         self.carry = KVCarry(kernel)
-        self.weights = WeightGradients(stage.own_layers)
-        for index, layer in enumerate(stage.own_layers, start=stage.layers[0]):
+        self.weights = WeightGradients(stage.own_layers.values())
+        for index, layer in stage.own_layers.items():
             layer.forward = _checkpointable(layer, index)  # type: ignore[method-assign]
 
     def detach(self) -> None:
         """Leave nothing on the stage's layers."""
         self.weights.detach()
-        for layer in self.stage.own_layers:
+        for layer in self.stage.own_layers.values():
             layer.__dict__.pop("forward", None)
 
     def train(
@@ -86,7 +88,7 @@ class PipelineExecutor:
     def evaluate(
         self, plan: PipelinePlan, columns: Sequence[Columns], targets: int, autocast: Context = nullcontext
     ) -> torch.Tensor:
-        """The loss of one step, without gradients: the forwards, in the order of the plan's chunks."""
+        """The loss of one step, without gradients: the forwards of the plan, in its order."""
         with torch.no_grad():
             step = _Step(self, _forwards(plan), columns, targets, autocast)
             for action in step.plan.actions[self.stage.index]:
@@ -96,7 +98,7 @@ class PipelineExecutor:
 
 
 class _Step:
-    """One optimizer step of one stage."""
+    """One optimizer step of one rank."""
 
     def __init__(
         self,
@@ -107,36 +109,60 @@ class _Step:
         autocast: Context,
     ) -> None:
         self.executor, self.stage, self.plan = executor, executor.stage, plan
-        count = self.stage.count
-        fits = plan.stages == plan.ranks == count
-        assert fits, f"a plan for {plan.stages} stages on {plan.ranks} ranks, not {count}"
+        stages, ranks = len(self.stage.spans), self.stage.count
+        fits = (plan.stages, plan.ranks) == (stages, ranks)
+        assert fits, f"a plan for {plan.stages} stages on {plan.ranks} ranks, not {stages} on {ranks}"
         self.columns = [own_columns(of_chunk, executor.sharing) for of_chunk in columns]
         self.targets, self.autocast = targets, autocast
         self.places = plan.places()
-        self.flights: dict[Place, _Flight] = {}
+        self.flights: dict[Item, _Flight] = {}
         parameter = next(self.stage.stack.model.parameters())
         self.dtype, self.device = parameter.dtype, parameter.device
         self.loss = torch.zeros((), dtype=lse_dtype(self.dtype), device=self.device)
         self._open()
 
     def _open(self) -> None:
-        links, index = self.executor.neighbours, self.stage.index
+        links, index, ranks = self.executor.neighbours, self.stage.index, self.stage.count
         training = torch.is_grad_enabled()
         self.outboxes: list[Outbox] = []
-        if not self.stage.is_first:
-            self.sources = Inbox(links.from_before, self._sent(index - 1, "F"), self._empty)
-            self.gradients_out = Outbox(links.to_before, window=WINDOW)
+        if links is None:
+            return
+        if links.from_before is not None:
+            self.sources = Inbox(links.from_before, self._sent((index - 1) % ranks, "F", 1), self._empty)
+            self.gradients_out = Outbox(links.to_before, window=WINDOW, taken_before=self._taken_before("B", -1))
             self.outboxes.append(self.gradients_out)
-        if not self.stage.is_last:
-            self.gradients = Inbox(links.from_after, self._sent(index + 1, "BI"), self._empty)
-            self.results = Outbox(links.to_after, window=None if training else WINDOW)
+        if links.from_after is not None:
+            window = None if training else WINDOW
+            self.gradients = Inbox(links.from_after, self._sent((index + 1) % ranks, "BI", -1), self._empty)
+            self.results = Outbox(links.to_after, window=window, taken_before=self._taken_before("F", 1))
             self.outboxes.append(self.results)
 
-    def _sent(self, stage: int, kinds: str) -> list[Place]:
-        """The chunks that a neighbour sends, in its order."""
-        return [self.places[a.unit, a.chunk] for a in self.plan.actions[stage] if a.kind in kinds]
+    def _sent(self, rank: int, kinds: str, step: int) -> list[Item]:
+        """What a neighbour sends to this rank's stages, `step` from its own, in its order."""
+        own = self.stage.virtual
+        return [
+            Item(a.stage + step, self.places[a.unit, a.chunk])
+            for a in self.plan.actions[rank]
+            if a.kind in kinds and a.stage + step in own
+        ]
 
-    def _empty(self, place: Place) -> torch.Tensor:
+    def _taken_before(self, way: str, step: int) -> Callable[[Item, Item], bool]:
+        """See `Outbox`; for what goes `step` stages on. Where ranks have one stage each nothing is in doubt."""
+        if len(self.stage.virtual) == 1:
+            return lambda one, other: True
+        order = self.order
+        return lambda one, other: order[way, one.stage + step, one.place] < order[way, other.stage, other.place]
+
+    @cached_property
+    def order(self) -> dict[tuple[str, int, int], int]:
+        """One order in which all forwards and backwards can happen: the number of each (way, stage, place)."""
+        actions = (action for _, action in walk(self.plan) if action.kind != "W")
+        return {
+            ("F" if a.kind == "F" else "B", a.stage, self.places[a.unit, a.chunk]): number
+            for number, a in enumerate(actions)
+        }
+
+    def _empty(self, place: int) -> torch.Tensor:
         tokens = self.columns[place]["input_ids"].shape[1]
         return torch.empty(1, tokens, self.stage.width, dtype=self.dtype, device=self.device)
 
@@ -149,61 +175,64 @@ class _Step:
             case "B":
                 self.backward(action)
             case "I":
-                with self.executor.weights.deferred((action.unit, action.chunk)):
+                with self.executor.weights.deferred((action.stage, action.unit, action.chunk)):
                     self.backward(action)
             case "W":
-                self.executor.weights.run((action.unit, action.chunk))
+                self.executor.weights.run((action.stage, action.unit, action.chunk))
 
     def forward(self, action: Action) -> None:
-        place = self.places[action.unit, action.chunk]
-        assert place not in self.flights, f"{action} comes twice"
-        columns = dict(self.columns[place])
+        item, stage = self._find(action)
+        assert item not in self.flights, f"{action} comes twice"
+        columns = dict(self.columns[item.place])
         tokens, labels = columns.pop("input_ids"), columns.pop("labels")
-        source = tokens if self.stage.is_first else self.sources.take(place)
+        source = tokens if stage.is_first else self.sources.take(item)
         if source.is_floating_point() and torch.is_grad_enabled():
             source.requires_grad_()
-        columns |= {"seq_ctx": self._context(place)}
+        columns |= {"seq_ctx": self._context(item, stage)}
         gradient = None
-        if self.stage.is_last:
-            result, gradient = self._loss(source, labels, columns)
+        if stage.is_last:
+            result, gradient = self._loss(stage, source, labels, columns)
         else:
             with self.autocast():
-                result = self.stage.hidden(source, **columns)
+                result = stage.hidden(source, **columns)
             assert result.dtype == self.dtype, f"hidden states are {result.dtype}, expected {self.dtype}"
-            self.results.put(place, result)
+            self.results.put(item, result)
         if torch.is_grad_enabled():
-            self.flights[place] = _Flight(source, result, gradient)
+            self.flights[item] = _Flight(source, result, gradient)
+
+    def _find(self, action: Action) -> tuple[Item, VirtualStage]:
+        return Item(action.stage, self.places[action.unit, action.chunk]), self.stage.virtual[action.stage]
 
     def _loss(
-        self, source: torch.Tensor, labels: torch.Tensor, columns: dict[str, Any]
+        self, stage: VirtualStage, source: torch.Tensor, labels: torch.Tensor, columns: dict[str, Any]
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """The head's input and its gradient; the loss and the head's gradients are added to what is there."""
         with self.autocast():
             of_loss = {"labels": labels, "shift_labels": labels, "num_items_in_batch": self.targets}
-            loss, hidden, entry = self.stage.loss(source, **columns, **of_loss)
+            loss, hidden, entry = stage.loss(source, **columns, **of_loss)
         self.loss += loss.detach()
         if loss.requires_grad:
             loss.backward()
         return hidden, entry.grad
 
     def backward(self, action: Action) -> None:
-        place = self.places[action.unit, action.chunk]
-        assert place in self.flights, f"{action} comes before its forward, or twice"
-        flight = self.flights.pop(place)
+        item, stage = self._find(action)
+        assert item in self.flights, f"{action} comes before its forward, or twice"
+        flight = self.flights.pop(item)
         gradient = flight.gradient
-        if not self.stage.is_last:
-            gradient = self.gradients.take(place)
-            self.results.arrived(place)  # long ago, since its gradient is here
+        if not stage.is_last:
+            gradient = self.gradients.take(item)
+            self.results.arrived(item)  # long ago, since its gradient is here
         if flight.result.requires_grad:
             flight.result.backward(gradient)
-        if not self.stage.is_first:
-            self.gradients_out.put(place, flight.source.grad)
+        if not stage.is_first:
+            self.gradients_out.put(item, flight.source.grad)
 
-    def _context(self, place: Place) -> ChunkContext:
-        first, stop = self.stage.layers
-        count = self.plan.layers_checkpointed(self.stage.index, place)
+    def _context(self, item: Item, stage: VirtualStage) -> ChunkContext:
+        first, stop = stage.layers
+        count = self.plan.layers_checkpointed(item.stage, item.place)
         return ChunkContext(
-            self.plan.chunks[place],
+            self.plan.chunks[item.place],
             self.plan.lengths,
             self.executor.carry,
             self.device,
@@ -222,10 +251,7 @@ class _Step:
 
 def _forwards(plan: PipelinePlan) -> PipelinePlan:
     """The plan's chunks, forward alone."""
-    actions = tuple(
-        tuple(Action(stage, "F", chunk.unit, chunk.index) for chunk in plan.chunks) for stage in range(plan.stages)
-    )
-    return replace(plan, actions=actions)
+    return replace(plan, actions=tuple(tuple(a for a in actions if a.kind == "F") for actions in plan.actions))
 
 
 def _checkpointable(layer: nn.Module, index: int) -> Callable[..., torch.Tensor]:

@@ -4,7 +4,8 @@
     over copies      a tied tensor's two copies, on the first and the last stage
 
 Once and at the end, because replicas may run different numbers of chunks, which the hooks of DDP do not allow. A
-parameter that got no gradient counts as zero, so that all ranks walk through the same buckets.
+parameter that got no gradient counts as zero, so that all ranks walk through the same buckets. Sharded parameters have
+been summed over replicas before (`sharding.py`); their copies are divided alike, so that shares add up.
 """
 
 from collections.abc import Iterator, Sequence
@@ -12,8 +13,10 @@ from collections.abc import Iterator, Sequence
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from hf_flexseq.distributed.neighbours import Neighbours
+from hf_flexseq.pipeline.sharding import local
 from hf_flexseq.pipeline.stages import Stage
 
 _BUCKET_BYTES = 64 * 2**20
@@ -21,7 +24,7 @@ _BUCKET_BYTES = 64 * 2**20
 
 def sum_gradients(stage: Stage, neighbours: Neighbours) -> None:
     """Make every gradient of this stage that of the whole step. Collective over the world."""
-    parameters = [p for p in stage.stack.model.parameters() if p.requires_grad]
+    parameters = [p for p in stage.stack.model.parameters() if p.requires_grad and not isinstance(p, DTensor)]
     if neighbours.replicas is not None:
         for bucket in _buckets(parameters):
             _all_reduce(bucket, neighbours.replicas)
@@ -34,10 +37,11 @@ def _all_reduce(parameters: Sequence[nn.Parameter], group: dist.ProcessGroup) ->
     for parameter in parameters:
         if parameter.grad is None:
             parameter.grad = torch.zeros_like(parameter)
-    flat = torch.cat([p.grad.reshape(-1) for p in parameters])
+    gradients = [local(p.grad) for p in parameters]
+    flat = torch.cat([gradient.reshape(-1) for gradient in gradients])
     dist.all_reduce(flat, group=group)
-    for parameter, part in zip(parameters, flat.split([p.numel() for p in parameters]), strict=True):
-        parameter.grad.copy_(part.view_as(parameter))
+    for gradient, part in zip(gradients, flat.split([g.numel() for g in gradients]), strict=True):
+        gradient.copy_(part.view_as(gradient))
 
 
 def _buckets(parameters: Sequence[nn.Parameter]) -> Iterator[list[nn.Parameter]]:
@@ -69,10 +73,10 @@ def equalise(stage: Stage, neighbours: Neighbours) -> None:
 def gradient_norm(stage: Stage, parent: dist.ProcessGroup, *, counts: bool) -> torch.Tensor:
     """The norm of all stages' gradients together, a tied tensor's once. Collective over the world.
 
-    counts: whether this rank's gradients count; those of one replica do.
+    counts: whether this rank's gradients count: those of one replica do, and all shares of sharded ones.
     """
     other = stage.tied_parameter() if stage.is_last else None
-    gradients = [p.grad for p in stage.stack.model.parameters() if p.grad is not None and p is not other]
+    gradients = [local(p.grad) for p in stage.stack.model.parameters() if p.grad is not None and p is not other]
     norm = torch.nn.utils.get_total_norm(gradients) if gradients and counts else torch.zeros(())
     square = norm.to(next(stage.stack.model.parameters()).device, torch.float64).square()
     dist.all_reduce(square, group=parent)

@@ -4,6 +4,9 @@
     in between     layers
     last stage     layers (perhaps none), final norm, LM head
 
+With V virtual stages per rank the model has V times as many stages as there are ranks, and rank r has the stages r,
+r + P, r + 2 P, ... of it in one model, of which it runs one at a time.
+
 Layers of other stages become a `Skip`, which hands its input on: so every parameter keeps its global name, and the
 model's own forward still works, given hidden states as `inputs_embeds`. That forward must do nothing between the
 embedding and the norm but call the layers; `cut` tries it on a stack of skips, which must change nothing.
@@ -16,7 +19,7 @@ forward of our own over the layers, which would have to know every model's posit
 """
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -128,48 +131,81 @@ class Stack:
 class Stage:
     """What one rank has of the model.
 
-    index, count: stage `index` of `count`. layers: [start, stop) of the model's; spans: of all stages. width: of the
-    hidden states. sizes: of the whole model.
-    tied_name: the global name of the tensor that is both embedding and head, on every stage; None without one.
+    index, count: the rank's place in its pipeline, and how many there are. spans: [start, stop) of the layers of all
+    stages, `count` times the virtual stages of a rank. virtual: those of this rank, by number. width: of the hidden
+    states. sizes: of the whole model.
+    tied_name: the global name of the tensor that is both embedding and head, on every rank; None without one.
     """
 
-    __slots__ = ("count", "index", "layers", "sizes", "spans", "stack", "tied_name", "width")
+    __slots__ = ("count", "index", "sizes", "spans", "stack", "tied_name", "virtual", "width")
 
-    def __init__(self, stack: Stack, index: int, spans: tuple[tuple[int, int], ...]) -> None:
-        """To be made of a whole stack."""
-        self.stack, self.index, self.count, self.spans, self.layers = stack, index, len(spans), spans, spans[index]
+    def __init__(self, stack: Stack, index: int, count: int, spans: tuple[tuple[int, int], ...]) -> None:
+        """To be made of a whole stack; everything else is taken out of it."""
+        self.stack, self.index, self.count, self.spans = stack, index, count, spans
         self.tied_name, self.width, self.sizes = stack.tied_name(), stack.width, stack.sizes()
+        self._cut()
+        self.virtual = {number: VirtualStage(self, number) for number in range(index, len(spans), count)}
 
     @property
     def is_first(self) -> bool:
+        """Whether this rank has the embedding."""
         return self.index == 0
 
     @property
     def is_last(self) -> bool:
+        """Whether this rank has the norm and the head."""
         return self.index == self.count - 1
 
     @property
-    def own_layers(self) -> list[nn.Module]:
-        return list(self.stack.layers)[slice(*self.layers)]
+    def own_layers(self) -> dict[int, nn.Module]:
+        """The layers of this rank, by their index in the model."""
+        spans = self.spans[self.index :: self.count]
+        return {place: self.stack.layers[place] for start, stop in spans for place in range(start, stop)}
+
+    def _cut(self) -> None:
+        stack, own = self.stack, self.own_layers
+        for place, layer in enumerate(stack.layers):
+            if place not in own:
+                stack.layers[place] = Skip(layer)
+        if not self.is_first:
+            setattr(stack.decoder, stack.embedding_name, Elsewhere())
+        if not self.is_last:
+            setattr(stack.decoder, stack.norm_name, Skip(stack.norm))
+            setattr(stack.model, stack.head_name, Elsewhere())
 
     def tied_parameter(self) -> nn.Parameter | None:
-        """This stage's copy of the tied tensor, if it has one."""
+        """This rank's copy of the tied tensor, if it has one."""
         if self.tied_name is None or not (self.is_first or self.is_last):
             return None
         return (self.stack.embedding if self.is_first else self.stack.head).weight  # type: ignore[return-value]
 
     def global_parameters(self) -> list[tuple[str, nn.Parameter]]:
-        """(name in the whole model, parameter) of this stage; both copies of a tied tensor under its one name."""
+        """(name in the whole model, parameter) of this rank; both copies of a tied tensor under its one name."""
         tied = self.tied_parameter()
         return [
             (self.tied_name if parameter is tied and self.tied_name else name, parameter)
             for name, parameter in self.stack.model.named_parameters()
         ]
 
+
+class VirtualStage:
+    """One stage of the model, on a rank that may have several.
+
+    number: among all stages. layers: [start, stop) of the model's.
+    """
+
+    __slots__ = ("_alone", "_stack", "is_first", "is_last", "layers", "number")
+
+    def __init__(self, stage: Stage, number: int) -> None:
+        self._stack, self.number, self.layers = stage.stack, number, stage.spans[number]
+        self.is_first, self.is_last = number == 0, number == len(stage.spans) - 1
+        self._alone = _view(stage, self) if len(stage.spans) > stage.count else None
+
     def hidden(self, source: torch.Tensor, **kwargs: Any) -> torch.Tensor:
         """Hidden states [1, t, C] after the stage's layers, and on the last stage after the norm. source: token ids
         [1, t] on the first stage, hidden states elsewhere."""
-        return self.stack.decoder(**self._entry(source), use_cache=False, **kwargs).last_hidden_state
+        with _replaced(self._stack, self._alone):
+            return self._stack.decoder(**self._entry(source), use_cache=False, **kwargs).last_hidden_state
 
     def loss(self, source: torch.Tensor, **kwargs: Any) -> "Loss":
         """The last stage's loss of a chunk; `labels` and `num_items_in_batch` are among `kwargs`. The graph of the
@@ -181,9 +217,10 @@ class Stage:
             output.last_hidden_state = hidden.detach().requires_grad_(hidden.requires_grad)
             found.append((hidden, output.last_hidden_state))
 
-        hook = self.stack.decoder.register_forward_hook(divide)
+        hook = self._stack.decoder.register_forward_hook(divide)
         try:
-            loss = self.stack.model(**self._entry(source), use_cache=False, **kwargs).loss
+            with _replaced(self._stack, self._alone):
+                loss = self._stack.model(**self._entry(source), use_cache=False, **kwargs).loss
         finally:
             hook.remove()
         return Loss(loss, *found[0])
@@ -197,30 +234,23 @@ def cut(
     index: int,
     count: int,
     *,
+    virtual: int = 1,
     division: Callable[[Stack], tuple[tuple[int, int], ...]] | None = None,
     check: bool = True,
 ) -> Stage:
-    """Make `model` stage `index` of `count`, in place.
+    """Make `model` what rank `index` of `count` has of it, in place.
 
-    division: which layers each stage gets; by default what `modelled_division` says. check: whether to try the model
-    on hidden states, which one without memory cannot do: then call `check_identity` later.
+    virtual: stages of each rank. division: which layers each stage gets; by default what `modelled_division` says.
+    check: whether to try the model on hidden states, which one without memory cannot do: then call `check_identity`
+    later.
     Raises ValueError for more stages than layers + 1, NotImplementedError for a model without a plain decoder stack.
     """
     stack = Stack(model)
-    spans = division(stack) if division is not None else modelled_division(stack, count)
-    assert len(spans) == count, f"{len(spans)} spans of layers for {count} stages"
+    spans = division(stack) if division is not None else modelled_division(stack, count * virtual)
+    assert len(spans) == count * virtual, f"{len(spans)} spans of layers for {count} x {virtual} stages"
     if check:
         check_identity(stack)
-    stage = Stage(stack, index, spans)
-    for place, layer in enumerate(stack.layers):
-        if not spans[index][0] <= place < spans[index][1]:
-            stack.layers[place] = Skip(layer)
-    if not stage.is_first:
-        setattr(stack.decoder, stack.embedding_name, Elsewhere())
-    if not stage.is_last:
-        setattr(stack.decoder, stack.norm_name, Skip(stack.norm))
-        setattr(model, stack.head_name, Elsewhere())
-    return stage
+    return Stage(stack, index, count, spans)
 
 
 def modelled_division(stack: Stack, count: int) -> tuple[tuple[int, int], ...]:
@@ -250,17 +280,39 @@ def check_identity(stack: Stack) -> None:
         raise _no_stack(stack.model, "it changes hidden states between its embedding and its layers")
 
 
-@contextmanager
-def _emptied(stack: Stack) -> Iterator[None]:
+class _View(NamedTuple):
+    """Layers and norm as one stage of several sees them."""
+
+    layers: nn.ModuleList
+    norm: nn.Module
+
+
+def _view(stage: Stage, one: VirtualStage) -> _View:
+    """With the layers of `one` alone."""
+    start, stop = one.layers
+    layers = [layer if start <= place < stop else Skip(layer) for place, layer in enumerate(stage.stack.layers)]
+    return _View(nn.ModuleList(layers), stage.stack.norm if one.is_last else Skip(stage.stack.norm))
+
+
+def _emptied(stack: Stack) -> AbstractContextManager[None]:
     """All layers and the norm are skips inside this block."""
-    layers, norm = stack.layers, stack.norm
-    stack.decoder.layers = nn.ModuleList(map(Skip, layers))
-    setattr(stack.decoder, stack.norm_name, Skip(norm))
+    return _replaced(stack, _View(nn.ModuleList(map(Skip, stack.layers)), Skip(stack.norm)))
+
+
+@contextmanager
+def _replaced(stack: Stack, view: _View | None) -> Iterator[None]:
+    """The decoder has the layers and the norm of `view`, if there is one, inside this block."""
+    own = _View(stack.layers, stack.norm)
+    _put(stack, view or own)
     try:
         yield
     finally:
-        stack.decoder.layers = layers
-        setattr(stack.decoder, stack.norm_name, norm)
+        _put(stack, own)
+
+
+def _put(stack: Stack, view: _View) -> None:
+    stack.decoder.layers = view.layers
+    setattr(stack.decoder, stack.norm_name, view.norm)
 
 
 def _name_of(parent: nn.Module, child: nn.Module | None) -> str:

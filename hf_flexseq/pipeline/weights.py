@@ -58,9 +58,8 @@ class WeightGradients:
     def run(self, key: Key) -> None:
         """Add the weight gradients that the backward of `key` has left."""
         assert key in self._waiting, f"the weight gradient of {key} comes before its input gradient, or twice"
-        with torch.no_grad():  # x is an output of the forward, whose graph a gradient must not hold
-            for product in self._waiting.pop(key):
-                product.add()
+        for product in self._waiting.pop(key):
+            product.add()
 
     def put(self, product: "_Product") -> bool:
         """Whether the product waits now; if not, it is to be computed at once."""
@@ -121,7 +120,8 @@ class _SplitLinear(torch.autograd.Function):
         (x,) = ctx.saved_tensors
         weight = ctx.linear.weight
         dx = (dy @ weight.to(dy.dtype)).to(ctx.input_dtype) if ctx.needs_input_grad[0] else None
-        product = _Product(ctx.linear, x, dy)
+        # As an output of the forward x would hold its graph until W, and with it the stage's input.
+        product = _Product(ctx.linear, x.detach(), dy)
         if not any(ctx.needs_input_grad[1:3]) or ctx.store.put(product):
             return dx, None, None, None, None
         return dx, *product.gradients(), None, None

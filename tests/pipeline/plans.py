@@ -4,20 +4,27 @@ from itertools import pairwise
 
 from hf_flexseq.schedule.pipeline.actions import Action, Chunk, PipelinePlan
 from hf_flexseq.schedule.pipeline.check import check
+from hf_flexseq.schedule.pipeline.orders import interleaved
 from hf_flexseq.shard import Slice
 
 
-def random_pipeline_plan(lengths, stages, rng, *, split_weights=False, checkpointing=False, layers=4):
-    """Sequences cut anywhere, tails packed with short ones, in any order, through a 1F1B-like schedule."""
+def random_pipeline_plan(lengths, stages, rng, *, virtual=1, split_weights=False, checkpointing=False, layers=4):
+    """Sequences cut anywhere, tails packed with short ones, in any order, through a 1F1B-like schedule; `stages` ranks
+    with `virtual` stages each."""
     chunks = tuple(chunk for unit, members in enumerate(_units(lengths, rng)) for chunk in _cut(unit, members, rng))
     order = _order(chunks)
-    checkpointed = tuple(tuple(rng.randint(0, layers) for _ in chunks) for _ in range(stages))
+    checkpointed = tuple(tuple(rng.randint(0, layers) for _ in chunks) for _ in range(stages * virtual))
+    if virtual > 1:
+        lists = interleaved([len(unit) for unit in order], stages, virtual)
+        actions = tuple(_with_split_weights(own, rng) if split_weights else own for own in lists)
+    else:
+        actions = tuple(_actions(order, stage, stages, rng, split_weights) for stage in range(stages))
     plan = PipelinePlan(
         lengths=tuple(lengths),
         ranks=stages,
-        stages=stages,
+        stages=stages * virtual,
         chunks=chunks,
-        actions=tuple(_actions(order, stage, stages, rng, split_weights) for stage in range(stages)),
+        actions=actions,
         checkpointed=checkpointed if checkpointing else (),
         schedule="random",
         objective_s=0.0,
@@ -73,6 +80,18 @@ def _actions(order, stage, stages, rng, split_weights):
     for name in backwards[done:]:
         _backward(actions, waiting, stage, name, rng, split_weights)
     return tuple(actions + [Action(stage, "W", *name) for name in waiting])
+
+
+def _with_split_weights(own, rng):
+    """The backwards of some stages in two parts, the second ones at the end or before."""
+    actions, waiting = [], []
+    for action in own:
+        split = action.kind == "B" and action.stage % 3 != 1
+        actions.append(action._replace(kind="I") if split else action)
+        waiting += [action._replace(kind="W")] if split else []
+        while waiting and rng.random() < 0.3:
+            actions.append(waiting.pop(0))
+    return (*actions, *waiting)
 
 
 def _backward(actions, waiting, stage, name, rng, split_weights):

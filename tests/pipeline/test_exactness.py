@@ -48,15 +48,16 @@ def columns_of(plan, examples):
     ]
 
 
-def make_executor(model, stages, degree, communicator):
-    """`degree` ranks share the chunks of each stage."""
+def make_executor(model, stages, degree, communicator, virtual=1):
+    """`degree` ranks share the chunks of each stage, of which each has `virtual`."""
     model.set_attn_implementation(NAME)
     model.train()
     index, place = divmod(communicator.rank, degree)
-    stage = cut(model, index, stages)
+    stage = cut(model, index, stages, virtual=virtual)
     if stage.is_last:
         attach_chunked_loss(model)
-    neighbours = Neighbours(communicator, [[s * degree + i for s in range(stages)] for i in range(degree)])
+    pipelines = [[s * degree + i for s in range(stages)] for i in range(degree)]
+    neighbours = Neighbours(communicator, pipelines, ring=virtual > 1)
     ranks = tuple(range(index * degree, (index + 1) * degree))
     sharing = Sharing(communicator, ranks, place) if degree > 1 else None
     return PipelineExecutor(stage, neighbours, CpuFlash(), sharing=sharing)

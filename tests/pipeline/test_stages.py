@@ -42,7 +42,7 @@ def test_stages_one_after_the_other_are_the_model(kind, count):
     hidden = ids
     with torch.no_grad():
         for stage in stages_of(model, count):
-            hidden = stage.hidden(hidden, position_ids=positions)
+            hidden = stage.virtual[stage.index].hidden(hidden, position_ids=positions)
         wanted = model.get_decoder()(ids, use_cache=False).last_hidden_state
     assert torch.equal(hidden, wanted)
 
@@ -60,9 +60,8 @@ def test_every_parameter_keeps_its_name_and_is_on_one_stage(kind):
 
 def test_a_large_vocabulary_takes_layers_from_the_last_stage():
     first, last = stages_of(model_of("llama", vocab_size=60000), 2)
-    assert first.layers == (0, 4)
-    assert last.layers == (4, 4)
-    assert last.own_layers == []
+    assert first.spans == ((0, 4), (4, 4))
+    assert last.own_layers == {}
 
 
 @pytest.mark.parametrize(

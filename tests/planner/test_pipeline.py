@@ -144,6 +144,7 @@ def small_step(rng):
         input_grad=input_grad,
         weight_grad=weight_grad,
         held=[[100] * count] * stages,
+        owed=[[100] * count] * stages,
         carried=[[rng.choice([0, 10])] * count] * stages,
         send=[rng.choice([0, 5])] * count,
     )
@@ -252,6 +253,23 @@ def test_interleaved_stages():
     plan = make_pipeline_plan([1000] * 4, price(4), schedule="seq1f1b", chunks=2, stages_per_rank=2)
     check(plan)
     assert (plan.ranks, plan.stages) == (2, 4)
+
+
+@pytest.mark.parametrize("owed_bytes", [5.0, 29.0])
+@pytest.mark.parametrize("seed", range(10))
+def test_what_backwards_owe_fits_the_room(seed, owed_bytes):
+    """Also where some layers are checkpointed, whose inputs are less than what a backward owes: those stay whole."""
+    rng = random.Random(seed)
+    lengths = [rng.randint(100, 4000) for _ in range(rng.randint(3, 12))]
+    cost = price(3, token_bytes=30.0, kv_bytes=1.0, owed_bytes=owed_bytes)
+    tight = tuple(rng.randint(20, 40) * max(lengths) for _ in range(3))
+    plan = make_pipeline_plan(lengths, cost, room=tight)
+    check(plan)
+    check_memory(plan, cost, tight)
+    places = plan.places()
+    for action in (a for actions in plan.actions for a in actions if a.kind == "I"):
+        checkpointed = plan.layers_checkpointed(action.stage, places[action.unit, action.chunk])
+        assert not checkpointed or owed_bytes == 5.0
 
 
 def test_checkpointing_fits_to_the_byte():

@@ -5,7 +5,8 @@ from dataclasses import replace
 import pytest
 
 from hf_flexseq.schedule.pipeline.actions import parse
-from hf_flexseq.schedule.pipeline.check import check, check_memory
+from hf_flexseq.schedule.pipeline.check import check, check_memory, check_step
+from hf_flexseq.schedule.pipeline.step import StepPlan
 from hf_flexseq.shard import Slice
 from pipelines import even_cost, plan_of
 
@@ -92,3 +93,28 @@ def test_memory_is_checked_at_its_peak():
         check_memory(made, cost, (23, 16))
     with pytest.raises(ValueError, match="1F0.1: rank 1 holds 16 bytes, the limit is 15"):
         check_memory(made, cost, (24, 15))
+
+
+def step(**changed):
+    """Two replicas with the same plan, for the even and for the odd sequences."""
+    one = plan()
+    lengths = tuple(length for length in one.lengths for _ in range(2))
+    return replace(StepPlan(lengths=lengths, members=((0, 2), (1, 3)), plans=(one, one)), **changed)
+
+
+def test_a_step_is_legal_where_its_replicas_are():
+    check_step(step())
+
+
+@pytest.mark.parametrize(
+    ("changed", "problem"),
+    [
+        ({"members": ((0, 2), (1, 2))}, "replicas must hold each of 4 sequences once"),
+        ({"members": ((0, 2), (1,))}, "replicas must hold each of 4 sequences once"),
+        ({"members": ((0, 1), (2, 3))}, "the plan of replica 0 is for sequences of other lengths"),
+        ({"plans": (plan(), plan(first=FIRST.replace(" 0B1.0", "")))}, "no 0B1.0"),
+    ],
+)
+def test_a_step_that_is_wrong_is_refused(changed, problem):
+    with pytest.raises(ValueError, match=problem):
+        check_step(step(**changed))

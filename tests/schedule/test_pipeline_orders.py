@@ -1,5 +1,7 @@
 """1F1B, Seq1F1B and its interleaving: their published warm-ups, bubbles and memory."""
 
+import random
+
 import pytest
 
 from hf_flexseq.schedule.pipeline.actions import text
@@ -57,7 +59,10 @@ def test_the_figure_that_warms_up_nine_chunks_needs_five():
     assert warm_up(last) == 5
 
 
-@pytest.mark.parametrize("sizes", [[3, 3, 3, 3], [2, 1, 1], [2]])
-def test_interleaving_refuses_chunks_that_do_not_take_turns(sizes):
-    with pytest.raises(ValueError, match="take turns every 4 chunks"):
-        interleaved(sizes, 4, 2)
+@pytest.mark.parametrize("seed", range(200))
+def test_units_of_any_sizes_take_turns(seed):
+    """Also where k does not divide P, and where too few chunks are left for a turn of their own."""
+    rng = random.Random(seed)
+    ranks, stages_per_rank, most = rng.randint(1, 8), rng.randint(1, 4), rng.choice([1, 2, 3, 5, 20])
+    sizes = [rng.randint(1, most) for _ in range(rng.randint(1, 14))]
+    check(plan_of(interleaved(sizes, ranks, stages_per_rank), sizes=sizes, stages=ranks * stages_per_rank))

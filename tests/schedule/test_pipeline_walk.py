@@ -19,9 +19,9 @@ def random_plan(seed):
     """A legal plan of a random step, with random checkpointing and unequal stages."""
     rng = random.Random(seed)
     stages = rng.randint(1, 4)
-    speeds = [(rng.uniform(500, 2000), rng.choice([0, 300])) for _ in range(stages)]
+    speeds = [(rng.uniform(500, 2000), rng.choice([0, 300]), rng.choice([None, 20.0])) for _ in range(stages)]
     cost = PipelineCost(
-        stages=tuple(stage_cost(linear_ns=linear, head_ns=head) for linear, head in speeds),
+        stages=tuple(stage_cost(linear_ns=linear, head_ns=head, owed_bytes=owed) for linear, head, owed in speeds),
         send_ns=rng.choice([0.0, 40.0]),
     )
     lengths = [rng.randint(1, 4000) for _ in range(rng.randint(1, 6))]
@@ -71,11 +71,12 @@ def held_before(plan, cost, stage, done):
     sizes = {chunk.unit: chunk.index + 1 for chunk in plan.chunks}
     forwarded = {(a.unit, a.chunk) for a in done if a.kind == "F"}
     finished = {(a.unit, a.chunk) for a in done if a.kind in "BW"}
-    back = {(a.unit, a.chunk) for a in done if a.kind in "BI"}
+    back = {(a.unit, a.chunk) for a in done if a.kind in "BI"}  # checkpointed layers may then hold more than before
     total = 0
     for place, chunk in enumerate(plan.chunks):
         name = (chunk.unit, chunk.index)
-        total += costs.held[stage][place] * (name in forwarded and name not in finished)
+        total += costs.held[stage][place] * (name in forwarded and name not in back)
+        total += costs.owed[stage][place] * (name in back and name not in finished)
         if chunk.index == 0 and name not in back:
             begun = (chunk.unit, sizes[chunk.unit] - 1) in back
             total += costs.carried[stage][place] * ((name in forwarded) + begun)
@@ -102,6 +103,14 @@ def test_gradients_of_keys_and_values_come_with_the_first_backward():
     cost = PipelineCost.even(1, stage_cost(token_bytes=10.0, kv_bytes=1.0))
     assert [done.held for done in timed(made, cost)] == [96, 176, 192, 112]  # 80 a chunk, 16 the sequence's K and V
     assert [done.left for done in timed(made, cost)] == [96, 176, 112, 0]
+
+
+def test_between_its_parts_a_backward_holds_what_it_owes():
+    made = plan_of((parse("0F0.0 0F0.1 0I0.1 0I0.0 0W0.1 0W0.0"),), sizes=[2])
+    lean, fat = (PipelineCost.even(1, stage_cost(token_bytes=10.0, kv_bytes=0.0, owed_bytes=o)) for o in (6.0, 15.0))
+    assert [done.left for done in timed(made, lean)] == [80, 160, 128, 96, 48, 0]
+    assert [done.left for done in timed(made, fat)] == [80, 160, 200, 240, 120, 0]
+    assert peak_bytes(made, fat) == (240,)
 
 
 def test_a_chunk_costs_what_the_formula_says():

@@ -8,6 +8,9 @@ Units start in the given order and go backward in that order, so a unit that has
 limit is that each alone must fit. This is one pass over the step without a flush. What is in flight is bounded by
 bytes, hence by every sequence's own size: behind a short one there is room for its successors.
 
+A backward is whole where a chunk would hold more from I to W than before, as with checkpointed layers, which are
+computed again in I.
+
 I and W become one B where the stage before did not wait for the I: the split stays where it paid. In steps of very
 many chunks backwards are whole but for the last ones: bubbles are short there, and a plan must not take long.
 
@@ -49,8 +52,8 @@ class Manner:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Played:
-    """A played step. makespan: nanoseconds. orders: of each stage. begun, ended: [stage][place] when each I began and
-    each W was done, of split backwards."""
+    """A played step. makespan: nanoseconds. orders: of each stage. begun: [stage][place] when each backward began.
+    ended: when each W was done, of split ones."""
 
     makespan: int
     orders: list[Order]
@@ -79,13 +82,14 @@ def play(
     prompt, patience = manner.prompt, manner.patience
     after_i, after_f = {"turns": (True, False), "I": (False, False), "F": (True, True)}[manner.first]
     forward_ns, input_ns, weight_ns = costs.forward, costs.input_grad, costs.weight_grad
-    frees, send = costs.held, costs.send
+    holds, owed, send, lean = costs.held, costs.owed, costs.send, _lean(sizes, costs)
     others, number = dict(deviations or {}), 0
     ahead = [[NEVER if stage else 0] * count for stage in range(stages)]  # when each forward's input is there
     back = [[NEVER] * count for _ in range(stages)]  # when each gradient is there
     begun, ended = ([[0] * count for _ in range(stages)] for _ in range(2))
     orders: list[Order] = [[] for _ in range(stages)]
-    f, i, w, free, held = ([0] * stages for _ in range(5))  # forwards, I's and W's done; time; bytes
+    due: list[Order] = [[] for _ in range(stages)]  # places of split backwards
+    f, i, w, free, held = ([0] * stages for _ in range(5))  # forwards, backwards and W's done; time; bytes
     turn = [after_f] * stages  # whether a forward comes before an I
     events, last = [(0, stage) for stage in range(stages)], stages - 1
     while events:
@@ -95,14 +99,14 @@ def play(
         done_i, done_f = i[s], f[s]
         due_i = back[s][backward[done_i]] if done_i < count else NEVER
         due_f = ahead[s][done_f] if done_f < count and held[s] + gains[s][done_f] <= room[s] else NEVER
-        owes = w[s] < done_i
+        owes = w[s] < len(due[s])
         if owes and prompt:
             kind = W
         elif due_i <= now:
             kind = F if due_f <= now and turn[s] else I
         elif due_f <= now:
             kind = F
-        elif owes and min(due_i, due_f) >= now + patience * weight_ns[s][backward[w[s]]] // 2:
+        elif owes and min(due_i, due_f) >= now + patience * weight_ns[s][due[s][w[s]]] // 2:
             kind = W
         else:
             kind = WAIT if owes else NOTHING
@@ -117,13 +121,13 @@ def play(
         if kind == I:
             place, turn[s] = backward[done_i], after_i
             stop = now + input_ns[s][place]
-            held[s] -= drains[s][place]
-            if done_i < whole:
+            held[s] -= drains[s][place] + holds[s][place]
+            begun[s][place] = now
+            if done_i < whole or not lean[s][place]:
                 kind, stop = B, stop + weight_ns[s][place]
-                held[s] -= frees[s][place]
-                w[s] += 1
             else:
-                begun[s][place] = now
+                held[s] += owed[s][place]
+                due[s].append(place)
             i[s] = done_i + 1
             if s:
                 back[s - 1][place] = at = stop + send[place]
@@ -141,14 +145,14 @@ def play(
             else:
                 back[s][place] = stop
         else:
-            place = backward[w[s]]
+            place = due[s][w[s]]
             ended[s][place] = stop = now + weight_ns[s][place]
             w[s] += 1
-            held[s] -= frees[s][place]
+            held[s] -= owed[s][place]
         orders[s].append(4 * place + kind)
         free[s] = stop
         heappush(events, (stop, s))
-    if min(w, default=count) < count:
+    if min(i, default=count) < count or any(done < len(places) for done, places in zip(w, due, strict=True)):
         return None
     return Played(makespan=max(free, default=0), orders=orders, begun=begun, ended=ended)
 
@@ -184,6 +188,15 @@ def _joined(order: Order, wanted: list[int] | None, ended: list[int], send: list
         else:
             joined.append(code)
     return joined
+
+
+def _lean(sizes: Sequence[int], costs: ChunkCosts) -> list[list[bool]]:
+    """[stage][place] whether the chunks of a unit hold no more from I to W than before."""
+    firsts = list(accumulate(sizes, initial=0))[:-1]
+    return [
+        [fits for first, size in zip(firsts, sizes, strict=True) for fits in [owed[first] <= held[first]] * size]
+        for owed, held in zip(costs.owed, costs.held, strict=True)
+    ]
 
 
 def _carries(firsts: Sequence[int], costs: ChunkCosts) -> tuple[list[list[int]], list[list[int]]]:

@@ -21,12 +21,19 @@ def make_step_plan(
     chunks: int | None = None,
     max_tokens: int | None = None,
     room: Sequence[int] | None = None,
+    stages_per_rank: int = 1,
 ) -> StepPlan:
     """See `make_pipeline_plan` for the arguments; memory and cost are those of one replica."""
     members = deal(lengths, replicas, cost)
     plans = tuple(
         make_pipeline_plan(
-            [lengths[i] for i in ids], cost, schedule=schedule, chunks=chunks, max_tokens=max_tokens, room=room
+            [lengths[i] for i in ids],
+            cost,
+            schedule=schedule,
+            chunks=chunks,
+            max_tokens=max_tokens,
+            room=room,
+            stages_per_rank=stages_per_rank,
         )
         for ids in members
     )

@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 
 from hf_flexseq.schedule.pipeline.actions import KINDS, Action, Chunk, PipelinePlan
 from hf_flexseq.schedule.pipeline.cost import PipelineCost
+from hf_flexseq.schedule.pipeline.step import StepPlan
 from hf_flexseq.schedule.pipeline.walk import timed, walk
 
 
@@ -32,6 +33,16 @@ def check(plan: PipelinePlan) -> None:
         _check_rank(plan, rank, actions)
     for _ in walk(plan):
         pass
+
+
+def check_step(step: StepPlan) -> None:
+    """Raise ValueError unless every sequence is on one replica, whose plan is legal."""
+    if sorted(i for ids in step.members for i in ids) != list(range(len(step.lengths))):
+        raise ValueError(f"replicas must hold each of {len(step.lengths)} sequences once: {step.members}")
+    for replica, (ids, plan) in enumerate(zip(step.members, step.plans, strict=True)):
+        if plan.lengths != tuple(step.lengths[i] for i in ids):
+            raise ValueError(f"the plan of replica {replica} is for sequences of other lengths: {plan.lengths}")
+        check(plan)
 
 
 def check_memory(plan: PipelinePlan, cost: PipelineCost, room: Sequence[int]) -> None:

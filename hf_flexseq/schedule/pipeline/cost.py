@@ -12,9 +12,10 @@ for the gradient of its input and of its weight. The LM head goes backward in F 
 per stage, so that a stage with the head, or with fewer layers, is priced as what it is: the papers (Seq1F1B
 2406.03488, InfiniPipe 2509.21275 equation 1) price the model and divide by the number of stages, which hides the head.
 
-A chunk holds its activations from F to B or W. A cut sequence also holds keys and values, allocated once at its full
-length, from its first F to its last B or I, and their gradients from its first B or I to its last. Checkpointed
-layers hold their input only.
+A chunk holds its activations from F to B or I, and from I to W what its weights' gradients are made of: the inputs of
+the linear layers and the gradients of their outputs. A cut sequence also holds keys and values, allocated once at its
+full length, from its first F to its last B or I, and their gradients from its first B or I to its last. Checkpointed
+layers hold their input only, up to I.
 """
 
 from collections.abc import Sequence
@@ -40,7 +41,8 @@ class StageCost:
     linear_ns, head_ns: forward nanoseconds per token, of the layers and of the LM head with the loss. attention_ns:
     forward nanoseconds per (query, key). chunk_ns: forward nanoseconds per chunk, whatever is in it. layers: decoder
     layers. token_bytes: activations of a token, keys and values left out. kv_bytes: keys and values of a token.
-    input_bytes: what a token keeps when all layers are checkpointed.
+    input_bytes: what a token keeps when all layers are checkpointed. owed_bytes: what it keeps from I to W; None for
+    as much as it had before.
     """
 
     linear_ns: float
@@ -51,6 +53,7 @@ class StageCost:
     token_bytes: float = 1.0
     kv_bytes: float = 0.0
     input_bytes: float = 0.0
+    owed_bytes: float | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -127,14 +130,15 @@ def causal_pairs(start: int, stop: int) -> int:
 class ChunkCosts:
     """Costs of all chunks on all stages: [stage][place of the chunk], whole nanoseconds and bytes.
 
-    held: activations from F to B or W. carried: keys and values of the chunk's cut sequence, as many bytes as their
-    gradients; the same for every chunk of a unit. send: [place] nanoseconds to the neighbour.
+    held: activations from F to B or I; owed: from I to W. carried: keys and values of the chunk's cut sequence, as
+    many bytes as their gradients; the same for every chunk of a unit. send: [place] nanoseconds to the neighbour.
     """
 
     forward: list[list[int]]
     input_grad: list[list[int]]
     weight_grad: list[list[int]]
     held: list[list[int]]
+    owed: list[list[int]]
     carried: list[list[int]]
     send: list[int]
 
@@ -145,28 +149,31 @@ def chunk_costs(cost: PipelineCost, shapes: Sequence[Shape], checkpointed: Seque
         np.array([getattr(shape, name) for shape in shapes], dtype=np.float64)
         for name in ("tokens", "pairs", "cut", "length")
     )
-    rows: list[list[list[int]]] = [[] for _ in range(5)]
+    rows: list[list[list[int]]] = [[] for _ in range(6)]
     for number, stage in enumerate(cost.stages):
         share = np.array(checkpointed[number]) / stage.layers if checkpointed else np.zeros(len(shapes))
         linear, attention = stage.linear_ns * tokens, stage.attention_ns * pairs
         body = linear + attention + stage.chunk_ns
         again = share * (linear + attention)
         whole = stage.token_bytes * tokens + stage.kv_bytes * (tokens - cut)
+        held = (1 - share) * whole + share * stage.input_bytes * tokens
         columns = (
             body + 3 * stage.head_ns * tokens,
             linear + ATTENTION_BACKWARD * attention + stage.chunk_ns + again,
             linear + WEIGHT_CHUNK * stage.chunk_ns,
-            (1 - share) * whole + share * stage.input_bytes * tokens,
+            held,
+            held if stage.owed_bytes is None else stage.owed_bytes * tokens,
             stage.kv_bytes * length,
         )
         for row, column in zip(rows, columns, strict=True):
             row.append(np.rint(column).astype(np.int64).tolist())
-    forward, input_grad, weight_grad, held, carried = rows
+    forward, input_grad, weight_grad, activations, owed, carried = rows
     return ChunkCosts(
         forward=forward,
         input_grad=input_grad,
         weight_grad=weight_grad,
-        held=held,
+        held=activations,
+        owed=owed,
         carried=carried,
         send=np.rint(cost.send_ns * tokens).astype(np.int64).tolist(),
     )

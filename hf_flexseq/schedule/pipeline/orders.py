@@ -10,8 +10,13 @@ stages per rank, stages take turns every P chunks and
 
     w_r = min((V - 1) P + 2 (P - r - 1) + k - 1, V n)
 
-which is the authors' correction of their figure: it shows turns of P k chunks and warms up too long. A turn must hold
-whole units, so k divides P: with P = 4 and k = 3 the first backward would come before its unit's last forward.
+which is the authors' correction of their figure: it shows turns of P k chunks and warms up too long. With P = 4 and
+k = 3 turns of P chunks deadlock, since the first backward would come before its unit's last forward, and units of
+different k do not fit at all. Here a turn holds whole units, the fewest that have P chunks; with g chunks in a turn
+
+    w_r = min(max over turns and units of ((V - 1) g + k - 1) + 2 (P - r - 1), V n)
+
+which is the above where k divides P.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -33,21 +38,20 @@ def one_forward_one_backward(sizes: Sequence[int], ranks: int, first: int = 0) -
 
 
 def interleaved(sizes: Sequence[int], ranks: int, stages_per_rank: int) -> tuple[tuple[Action, ...], ...]:
-    """The same over several stages per rank. Raises ValueError for sizes that do not take turns evenly."""
-    chunks, most = sum(sizes), max(sizes, default=1)
-    if len(set(sizes)) > 1 or chunks % ranks or ranks % most:
-        raise ValueError(
-            f"interleaved stages take turns every {ranks} chunks: units of {sorted(set(sizes))} chunks, {chunks} in "
-            f"all, do not fit. Cut equal sequences into k chunks that divide {ranks}, a multiple of {ranks} in all"
-        )
-    rounds = range(stages_per_rank)
+    """The same over several stages per rank, which take turns."""
+    turns = _turns(sizes, ranks)
+    needed = max(
+        ((stages_per_rank - 1) * sum(sizes[u] for u in turn) + sizes[u] - 1 for turn in turns for u in turn), default=0
+    )
     lists = []
     for rank in range(ranks):
-        warm_up = (stages_per_rank - 1) * ranks + 2 * (ranks - rank - 1) + most - 1
-        forwards = _turns(forward_names(sizes), ranks, [rank + ranks * turn for turn in rounds])
-        backwards = _turns(backward_names(sizes), ranks, [rank + ranks * turn for turn in reversed(rounds)])
-        count = min(warm_up, chunks * stages_per_rank)
-        lists.append(_paired(_actions(forwards, "F"), _actions(backwards, "B"), count))
+        stages = [rank + ranks * place for place in range(stages_per_rank)]
+        forwards = [(stage, u, i) for turn in turns for stage in stages for u in turn for i in range(sizes[u])]
+        backwards = [
+            (stage, u, i) for turn in turns for stage in stages[::-1] for u in turn for i in reversed(range(sizes[u]))
+        ]
+        warm_up = min(needed + 2 * (ranks - rank - 1), len(forwards))
+        lists.append(_paired(_actions(forwards, "F"), _actions(backwards, "B"), warm_up))
     return tuple(lists)
 
 
@@ -59,10 +63,16 @@ def backward_names(sizes: Sequence[int]) -> list[Name]:
     return [(unit, index) for unit, size in enumerate(sizes) for index in reversed(range(size))]
 
 
-def _turns(names: Sequence[Name], ranks: int, stages: Sequence[int]) -> list[tuple[int, int, int]]:
-    """(stage, unit, index): `ranks` chunks through one of a rank's stages, then the same through its next one."""
-    groups = [names[at : at + ranks] for at in range(0, len(names), ranks)]
-    return [(stage, *name) for group in groups for stage in stages for name in group]
+def _turns(sizes: Sequence[int], ranks: int) -> list[list[int]]:
+    """Units of every turn: as few as have a chunk for each rank; what is left joins the last turn."""
+    turns: list[list[int]] = [[]]
+    left = sum(sizes)
+    for unit, size in enumerate(sizes):
+        if sum(sizes[u] for u in turns[-1]) >= ranks <= left:
+            turns.append([])
+        turns[-1].append(unit)
+        left -= size
+    return turns
 
 
 def _actions(where: Iterable[tuple[int, int, int]], kind: str) -> list[Action]:

@@ -104,10 +104,11 @@ def _duration(action: Action, place: int, costs: ChunkCosts) -> int:
 
 def _bytes(action: Action, place: int, costs: ChunkCosts, is_last: bool) -> tuple[int, int]:
     """Bytes an action gains when it starts and loses when it stops. is_last: of its unit's chunks."""
-    held, carried = costs.held[action.stage][place], costs.carried[action.stage][place]
+    held, owed, carried = (row[action.stage][place] for row in (costs.held, costs.owed, costs.carried))
     if action.kind == "F":
         return held + (carried if action.chunk == 0 else 0), 0
     if action.kind == "W":
-        return 0, held
+        return 0, owed
+    kept = owed if action.kind == "I" else 0
     drained = 2 * carried if action.chunk == 0 else 0
-    return (carried if is_last else 0), drained + (held if action.kind == "B" else 0)
+    return (carried if is_last else 0) + max(0, kept - held), drained + max(0, held - kept)

@@ -1,0 +1,102 @@
+"""FSDP2 over the ranks of one stage: between steps each of them holds a share of every parameter.
+
+    unshard    all parameters of the stage are gathered, once, before the first action
+    actions    as without FSDP2: gradients of whole parameters add up, on every rank for the chunks that it runs
+    reduce     after the last backward and the last weight gradient each parameter's gradient is summed over the ranks,
+               and every rank keeps its share
+
+FSDP2's own hooks gather and reduce around every forward and backward. Replicas may run different numbers of chunks, so
+that they would wait for each other for ever, and a weight gradient that is put off would come after its reduction. The
+hooks are therefore told to leave everything as it is. What remains sharded is the optimizer's state and a copy of the
+parameters; during a step parameters and gradients of the stage are whole on each of its ranks.
+
+Rejected: letting FSDP2 reduce in the last backward. Nothing public starts its reduction without a backward, a replica
+without a chunk has none, and one that lacks a gradient would join in with fewer bytes than the others.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.tensor import DTensor, Partial, distribute_tensor
+
+from hf_flexseq.pipeline.stages import Stage
+
+
+class ShardedStage:
+    """The parameters of a stage, sharded over the ranks of `group`. Make the optimizer afterwards."""
+
+    __slots__ = ("_mesh", "_model", "_units")
+
+    def __init__(self, stage: Stage, group: dist.ProcessGroup) -> None:
+        """Shards in place; all ranks of the group must hold the same values. Units are the layers, the embedding, the
+        norm and the head, so that the class of the model itself stays what it is."""
+        self._model = stage.stack.model
+        self._mesh = DeviceMesh.from_group(group, next(self._model.parameters()).device.type)
+        parts = (stage.stack.embedding, *stage.own_layers.values(), stage.stack.norm, stage.stack.head)
+        self._units = [self._sharded(part) for part in parts if any(True for _ in part.parameters())]
+
+    def _sharded(self, part: nn.Module) -> FSDPModule:
+        unit = fully_shard(part, mesh=self._mesh, reshard_after_forward=False)
+        unit.set_requires_gradient_sync(False)
+        unit.set_reshard_after_backward(False)
+        return unit
+
+    @contextmanager
+    def whole(self) -> Iterator[None]:
+        """Inside this block every rank has all of the stage's parameters. Collective over the group when it begins."""
+        for unit in self._units:
+            unit.unshard()
+        try:
+            yield
+        finally:
+            for unit in self._units:
+                unit.reshard()
+
+    @contextmanager
+    def training(self) -> Iterator[None]:
+        """`whole`, and afterwards gradients are the sums over the group, sharded, added to those that are there.
+        Collective over the group when it begins and when it ends."""
+        with self.whole():
+            yield
+            gradients = self._taken()
+        for name, parameter in self._model.named_parameters():
+            if parameter.requires_grad:
+                gradient = self._reduced(gradients.pop(name), parameter)
+                parameter.grad = gradient if parameter.grad is None else parameter.grad + gradient
+
+    def _taken(self) -> dict[str, torch.Tensor | None]:
+        """Gradients of the whole parameters, which no longer have them."""
+        taken = {}
+        for name, parameter in self._model.named_parameters():
+            taken[name], parameter.grad = parameter.grad, None
+        return taken
+
+    def _reduced(self, gradient: torch.Tensor | None, parameter: nn.Parameter) -> DTensor:
+        """A rank that got none takes part with zeros."""
+        assert isinstance(parameter, DTensor), "a parameter that no unit has sharded"
+        if gradient is None:
+            gradient = torch.zeros(parameter.shape, dtype=parameter.dtype, device=self._mesh.device_type)
+        partial = DTensor.from_local(gradient, self._mesh, [Partial()], run_check=False)
+        return partial.redistribute(placements=parameter.placements)
+
+
+def local(tensor: torch.Tensor) -> torch.Tensor:
+    """What this rank holds of a tensor, which may be sharded; shares its memory."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def whole(tensor: torch.Tensor) -> torch.Tensor:
+    """All of a tensor. Collective over the ranks that share it, if it is sharded."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def divided_like(tensor: torch.Tensor, model: torch.Tensor) -> torch.Tensor:
+    """`tensor`, of which every rank has all, as `model` is: sharded or not. Moves nothing."""
+    if not isinstance(model, DTensor) or tensor.shape != model.shape:
+        return tensor
+    return distribute_tensor(tensor.to(model.device), model.device_mesh, model.placements, src_data_rank=None)

@@ -1,0 +1,185 @@
+"""The Trainer on two stages of two ranks with `fsdp=True` against the plain Trainer in one process."""
+
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+import torch
+from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
+from torch.distributed.fsdp import CPUOffloadPolicy
+from torch.distributed.tensor import DTensor
+from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
+
+from hf_flexseq import FlexSeqArguments, FlexSeqCallback
+from hf_flexseq.hf.pipeline_cost import room_bytes
+from hf_flexseq.hf.pipeline_fsdp import take_over_fsdp
+from hf_flexseq.pipeline.sharding import whole
+from hf_flexseq.pipeline.stages import cut
+from hf_flexseq.presets import load_cost_model
+from tests.hf.test_trainer import dataset, logged, training_arguments, update_error
+from tests.hf.tiny import tiny_llama
+from tests.pipeline.test_trainer import LAYERS, joined, make_trainer, model_of, plain_weights
+from tests.ranks import run_ranks
+
+FSDP = {"fsdp": True, "fsdp_config": {"version": 2}}
+
+
+def weights_of(trainer):
+    return {name: whole(p.detach()).numpy() for name, p in trainer.flexseq.stage.global_parameters()}
+
+
+def fsdp_run(rank, world_size, folder, tied, options, seed=0, resume=None):
+    model = tiny_llama(seed=seed, num_hidden_layers=LAYERS, tie_word_embeddings=tied)
+    trainer = make_trainer(model, folder, 2, batch=1, **FSDP, **options)
+    assert all(isinstance(p, DTensor) for p in trainer.model.parameters())
+    trainer.train(resume_from_checkpoint=resume)
+    return weights_of(trainer), trainer.state.log_history, trainer.evaluate()["eval_loss"]
+
+
+@pytest.mark.parametrize(("tied", "optim", "plans"), [(True, "adamw_torch", "random"), (False, "sgd", "own")])
+def test_ten_steps_equal_the_plain_trainer(tmp_path, tied, optim, plans):
+    before, wanted, history = plain_weights(tmp_path, 8, tied, optim=optim)
+    results = run_ranks(fsdp_run, 4, tmp_path, tied, {"optim": optim, "plans": plans}, seconds=150)
+    assert update_error(before, wanted, joined(results)) < 1e-8
+    for _, log, evaluated in results:
+        assert evaluated == results[0][2]
+        assert logged(log, "loss") == pytest.approx(logged(history, "loss"), rel=1e-6)
+        assert logged(log, "grad_norm") == pytest.approx(logged(history, "grad_norm"), rel=1e-8)
+    assert max(logged(history, "grad_norm")) > 0.5, "nothing was clipped"
+
+
+TOGETHER = (
+    {"planner": "static", "sp_degree": 2, "max_tokens_per_rank": 20},
+    {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": False}},
+)
+
+
+def two_steps(rank, world_size, folder):
+    return [fsdp_run(rank, world_size, folder, True, {"plans": "own", "max_steps": 2, **o}) for o in TOGETHER]
+
+
+def test_it_goes_with_shared_chunks_and_with_checkpointing(tmp_path):
+    before, wanted, _ = plain_weights(tmp_path, 8, True, max_steps=2)
+    results = run_ranks(two_steps, 4, tmp_path)
+    for of_ranks, used in zip(zip(*results, strict=True), TOGETHER, strict=True):
+        assert update_error(before, wanted, joined(of_ranks)) < 1e-8, used
+
+
+# ---- checkpoints
+
+
+SAVES = {"optim": "adamw_torch", "max_steps": 5, "weight_decay": 0.1, "save_strategy": "steps", "save_steps": 3}
+
+
+def resumed_run(rank, world_size, folder, stages, options):
+    """From other weights than the checkpoint's, on so many stages, without FSDP unless the options ask for it."""
+    model = tiny_llama(seed=99, num_hidden_layers=LAYERS, tie_word_embeddings=True)
+    trainer = make_trainer(model, folder, stages, batch=4 // world_size, **SAVES, **options)
+    trainer.train(resume_from_checkpoint=f"{folder}/checkpoint-3")
+    if stages > 1:
+        return (weights_of(trainer),)
+    return ({name: p.detach().numpy() for name, p in model.named_parameters()},)
+
+
+def saved_run(rank, world_size, folder, stages, options):
+    trainer = make_trainer(model_of(True), folder, stages, batch=4 // world_size, **SAVES, **options)
+    trainer.train()
+    if stages > 1:
+        return (weights_of(trainer),)
+    return ({name: p.detach().numpy() for name, p in trainer.model.named_parameters()},)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "stages", "options", "then"),
+    [(4, 2, FSDP, [(4, 2, FSDP), (4, 2, {}), (2, 2, {}), (1, 1, {})]), (1, 1, {}, [(4, 2, FSDP)])],
+)
+def test_resumed_with_and_without_fsdp_it_goes_on_as_before(tmp_path, ranks, stages, options, then):
+    before = {n: p.detach() for n, p in model_of(True).named_parameters()}
+    first = joined(run_ranks(saved_run, ranks, tmp_path, stages, options))
+    wanted = {n: torch.as_tensor(p) for n, p in first.items()}
+    for case in then:
+        ranks, stages, options = case
+        found = joined(run_ranks(resumed_run, ranks, tmp_path, stages, options))
+        assert update_error(before, wanted, found) < 1e-8, case
+
+
+def last_weights(rank, world_size, folder):
+    options = {"max_steps": 2, "save_strategy": "steps", "save_steps": 2}
+    weights, *_ = fsdp_run(rank, world_size, folder, True, options)
+    return (weights,)
+
+
+def test_a_checkpoint_is_an_ordinary_one(tmp_path):
+    weights = joined(run_ranks(last_weights, 4, tmp_path))
+    loaded, info = AutoModelForCausalLM.from_pretrained(
+        tmp_path / "checkpoint-2", output_loading_info=True, dtype=torch.float64
+    )
+    assert type(loaded).__name__ == "LlamaForCausalLM"
+    assert not info["missing_keys"]
+    assert not info["unexpected_keys"]
+    for name, parameter in loaded.named_parameters():
+        assert (weights[name] == parameter.detach().numpy()).all(), name
+
+
+# ---- what accelerate has set up, and what is refused
+
+
+def after_accelerate(rank, world_size, folder):
+    """A stock Trainer as it is on GPUs, where accelerate has taken charge of FSDP before the callback is added."""
+    args = training_arguments(TrainingArguments, folder, batch=1, accumulation=2, max_steps=2, optim="sgd", **FSDP)
+    model = model_of(True)
+    trainer = Trainer(model=model, args=args, train_dataset=dataset())
+    state = trainer.accelerator.state
+    state.distributed_type, state.fsdp_plugin = DistributedType.FSDP, FullyShardedDataParallelPlugin(fsdp_version=2)
+    trainer.is_fsdp_enabled = True
+    options = FlexSeqArguments(pipeline_parallel_size=2, cost_model="estimate", lookahead=0)
+    trainer.add_callback(FlexSeqCallback(trainer, options))
+    trainer.train()
+    return (weights_of(trainer),)
+
+
+def test_fsdp_is_taken_over_from_accelerate(tmp_path):
+    before, wanted, _ = plain_weights(tmp_path, 8, True, max_steps=2)
+    found = joined(run_ranks(after_accelerate, 4, tmp_path))
+    assert update_error(before, wanted, found) < 1e-8
+
+
+@pytest.mark.parametrize(
+    ("setting", "value", "message"),
+    [
+        ("fsdp_version", 1, "version 1 of FSDP; set version=2"),
+        ("cpu_offload", CPUOffloadPolicy(), "FSDP's cpu_offload"),
+        ("activation_checkpointing", True, "FSDP's activation_checkpointing; set gradient_checkpointing=True"),
+        ("cpu_ram_efficient_loading", True, "FSDP's cpu_ram_efficient_loading, which leaves stages without values"),
+        ("ignored_modules", "lm_head", "FSDP's ignored_modules"),
+    ],
+)
+def test_what_stages_cannot_follow_is_refused(setting, value, message):
+    plugin = FullyShardedDataParallelPlugin(fsdp_version=2, cpu_ram_efficient_loading=False)
+    setattr(plugin, setting, value)
+    accelerator = SimpleNamespace(state=SimpleNamespace(fsdp_plugin=plugin))
+    with pytest.raises(NotImplementedError, match=message):
+        take_over_fsdp(SimpleNamespace(accelerator=accelerator, args=None))
+
+
+def alone_on_its_stage(rank, world_size, folder):
+    trainer = make_trainer(model_of(True), folder, 2, max_steps=2, **FSDP)
+    assert trainer.flexseq.sharded is None
+    trainer.train()
+    return (weights_of(trainer),)
+
+
+def test_a_rank_alone_on_its_stage_shares_nothing(tmp_path):
+    before, wanted, _ = plain_weights(tmp_path, 8, True, max_steps=2)
+    assert update_error(before, wanted, joined(run_ranks(alone_on_its_stage, 2, tmp_path))) < 1e-8
+
+
+@pytest.mark.parametrize("ranks", [2, 8])
+def test_room_counts_what_is_whole_during_a_step(ranks):
+    """Of 16 bytes a parameter, 8 are whole and 12 shared; weights are counted in both."""
+    stage = cut(model_of(False), 0, 2)
+    cost = replace(load_cost_model("flexsp-gpt-7b-a100"), budget_bytes=1e15)
+    state = cost.budget_bytes - room_bytes(cost, stage)[0]
+    assert cost.budget_bytes - room_bytes(cost, stage, sharded_over=ranks)[0] == pytest.approx(
+        state * (8 + 12 / ranks) / 16, abs=2
+    )
