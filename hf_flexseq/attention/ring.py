@@ -1,12 +1,14 @@
 """The one executor of the ring family: obeys a list of turns (`turns.py`, from `schedule/attention.py`).
 
 Forward, at every turn of this rank: fetch the keys and values, or as a helper the queries, that its call reads from
-where they are, while the call before computes; attend; merge the partial result into the running one by its
+where they are, while the calls before compute; attend; merge the partial result into the running one by its
 log-sum-exp, or send it to the rank that holds the queries, which merges it while its next call is under way.
 
 Backward, with the *merged* out and lse every call's gradient is independent of the others and is only summed: fetch
 again, compute, send dK and dV straight back to the owner of the keys, and dQ to the owner of the queries. They add
-them up in the order of the turns, so that sums do not depend on what arrives first.
+them up in the order of the calls, so that sums do not depend on what arrives first. Where sequences lie both ways
+round, what this rank holds itself of the one kind comes first, under the first fetches, and of the other kind last,
+under the last gradients that return.
 
 Ring Attention (arXiv 2310.01889) for the blockwise merge, DistFlashAttn (arXiv 2310.03294, section 3) for helpers and
 for fetching ahead. Everything travels in the kernel's own dtypes, and is merged and summed in float32 (float64 for
@@ -29,6 +31,7 @@ from hf_flexseq.distributed.communicator import Channel, Exchange, Label
 from hf_flexseq.kernels import Kernel, lse_dtype
 
 TAGS = 8  # numbers kept free for the messages of one exchange between two ranks
+AHEAD = 2  # fetches under way at a time: while one is waited for the link has the next
 
 
 class Arriving(NamedTuple):
@@ -51,6 +54,32 @@ class Returning(NamedTuple):
     of_keys: tuple[tuple[Rows, Tensors], ...]
 
 
+class Fetches:
+    """What the calls of a zone read, in the order in which they are made, fetched ahead."""
+
+    __slots__ = ("_fetch", "_posted", "_waiting", "_zone")
+
+    def __init__(self, zone: "RingZone", order: Sequence[int], of_queries: Tensors, kv: torch.Tensor) -> None:
+        """Posts the first ones. order: of the turns."""
+        self._zone, self._fetch = zone, partial(zone._fetch, of_queries=of_queries, kv=kv)
+        self._waiting = deque(t for t in order if zone.turns[t].time)
+        self._posted: deque[Arriving] = deque()
+        for _ in range(AHEAD):
+            self._post()
+
+    def next(self, t: int) -> tuple[Tensors, Tensors]:
+        """What the call of turn t reads; what the next ones read travels while it computes."""
+        if not self._zone.turns[t].time:
+            return self._fetch(t).result()  # rows of our own
+        result = self._posted.popleft().result()
+        self._post()
+        return result
+
+    def _post(self) -> None:
+        if self._waiting:
+            self._posted.append(self._fetch(self._waiting.popleft()))
+
+
 class RingZone:
     """This rank's part in a group of the ring family."""
 
@@ -65,15 +94,15 @@ class RingZone:
     ) -> Steps[tuple[torch.Tensor, Tensors]]:
         """q [t, H, D], k, v [t, Hkv, D] of this rank's chunks -> out [t, H, D], and what `backward` needs."""
         kv = torch.stack((k, v), dim=1)  # [t, 2, Hkv, D]
-        out = torch.zeros(q.shape, dtype=lse_dtype(q.dtype), device=q.device)
-        lse = out.new_full(q.shape[:2], -torch.inf)  # [t, H]
-        fetched, returned = self._first_fetches((q,), kv), None
+        out = torch.empty(q.shape, dtype=lse_dtype(q.dtype), device=q.device)
+        lse = out.new_empty(q.shape[:2])  # [t, H]
+        fetches, returned = Fetches(self, range(len(self.turns)), (q,), kv), None
         for t, turn in enumerate(self.turns):
             yield (t + 1) / len(self.turns)
-            (block_q,), (block_kv,) = self._next_fetched(fetched, t, (q,), kv)
+            (block_q,), (block_kv,) = fetches.next(t)
             made = self._attend(turn, block_q, block_kv, scale)
             if turn.queries.peer is None:
-                merge(out, lse, turn.queries.rows, made)
+                (merge if turn.time else _start)(out, lse, turn.queries.rows, made)
             _merge_returned(out, lse, returned)  # of the turn before: it travelled while this one computed
             returned = self._return(t, (made, (q, lse)), ((), ()))
         yield END
@@ -86,10 +115,12 @@ class RingZone:
         of_queries = (q, dout, out, lse)
         dq = torch.zeros(q.shape, dtype=lse_dtype(q.dtype), device=q.device)
         dkv = torch.zeros(kv.shape, dtype=dq.dtype, device=q.device)
-        fetched, returned = self._first_fetches(of_queries, kv), None
-        for t, turn in enumerate(self.turns):
-            yield (t + 1) / (len(self.turns) + 1)  # the last gradients have the rest to travel
-            block_of_queries, (block_kv,) = self._next_fetched(fetched, t, of_queries, kv)
+        order = self._backward_order()
+        fetches, returned = Fetches(self, order, of_queries, kv), None
+        for place, t in enumerate(order):
+            yield (place + 1) / (len(order) + 1)  # the last gradients have the rest to travel
+            block_of_queries, (block_kv,) = fetches.next(t)
+            turn = self.turns[t]
             dq_made, dkv_made = self._block_backward(turn, block_of_queries, block_kv, scale)
             if turn.queries.peer is None:
                 _add(dq, turn.queries.rows, dq_made)
@@ -124,26 +155,14 @@ class RingZone:
         dq, dk, dv = self.kernel.backward(dout, q, k, v, out, lse.t().contiguous(), turn.segments, scale=scale)
         return (dq,), (torch.stack((dk, dv), dim=1),)
 
-    def _first_fetches(self, of_queries: Tensors, kv: torch.Tensor) -> deque[Arriving]:
-        """Of the turns in which every rank attends to what it holds, which read nothing, and of the one after them."""
-        own = sum(turn.time == 0 for turn in self.turns)
-        return deque(self._fetch(t, of_queries, kv) for t in range(own + 1))
-
-    def _next_fetched(
-        self, fetched: deque[Arriving], t: int, of_queries: Tensors, kv: torch.Tensor
-    ) -> tuple[Tensors, Tensors]:
-        """What the call of turn t reads; what the next one reads travels while it computes."""
-        result = fetched.popleft().result()
-        if not fetched:
-            fetched.append(self._fetch(t + 1, of_queries, kv))
-        return result
+    def _backward_order(self) -> list[int]:
+        """Turns without transfers stand around those with: the last gradients return under the last of them."""
+        own = [t for t, turn in enumerate(self.turns) if not turn.time]
+        return [own[0], *range(len(own), len(self.turns)), *own[1:]]
 
     def _fetch(self, t: int, of_queries: Tensors, kv: torch.Tensor) -> Arriving:
         """What the call of turn t reads on its way here, and what others' calls read of ours at that time to them."""
-        exchange = Exchange(self._label(t, returns=False))
-        if t == len(self.turns):
-            return Arriving(exchange, (), ())
-        turn = self.turns[t]
+        turn, exchange = self.turns[t], Exchange(self._label(t, returns=False))
         for lent, tensors in ((turn.lent_queries, of_queries), (turn.lent_keys, (kv,))):
             for share in lent:
                 exchange.send([share.rows.take(x) for x in tensors], share.peer)
@@ -207,6 +226,12 @@ def _add(total: torch.Tensor, rows: Rows, made: Tensors) -> None:
         rows.add_to(total, part)
 
 
+def _start(out: torch.Tensor, lse: torch.Tensor, rows: Rows, made: Tensors) -> None:
+    """The first result of these rows: what this rank holds itself, of every row."""
+    if made:
+        out[rows.place], lse[rows.place] = made[0].to(out.dtype), made[1]
+
+
 def merge(out: torch.Tensor, lse: torch.Tensor, rows: Rows, made: Tensors) -> None:
     """Merge a partial result, normalised over its own keys, into the running one, in place.
 
@@ -216,7 +241,7 @@ def merge(out: torch.Tensor, lse: torch.Tensor, rows: Rows, made: Tensors) -> No
     if not made:
         return
     block_out, block_lse = made
-    index = slice(None) if rows.index is None else rows.index
+    index = rows.place
     before = lse[index]
     merged = torch.logaddexp(before, block_lse)
     keep, add = ((x - merged).exp().unsqueeze(-1) for x in (before, block_lse))  # [n, H, 1]
