@@ -259,9 +259,22 @@ def nodes_spanned(degree: int) -> int:
 
 def group_ns(cost: CostModel, group: Group, lengths: Sequence[int], topology: Topology) -> int:
     """Nanoseconds of a group: the sum over its sequences, and its latency."""
-    members = np.array([lengths[i] for i in group.sequences], dtype=np.int64)
-    spans = topology.spans_nodes(group.start, group.stop)
-    return int(cost.sequences_ns(members, group.degree, group.strategy, spans).sum()) + cost.latency_ns(group.degree)
+    return int(groups_ns(cost, (group,), lengths, topology)[0])
+
+
+def groups_ns(cost: CostModel, groups: Sequence[Group], lengths: Sequence[int], topology: Topology) -> Int64Array:
+    """[groups] The nanoseconds of each, computed for all groups of a kind at once."""
+    kinds: dict[tuple[int, str, bool], list[int]] = {}
+    for place, group in enumerate(groups):
+        kind = group.degree, group.strategy, topology.spans_nodes(group.start, group.stop)
+        kinds.setdefault(kind, []).append(place)
+    nanoseconds = np.zeros(len(groups), dtype=np.int64)
+    for (degree, strategy, spans), places in kinds.items():
+        members = np.array([lengths[i] for place in places for i in groups[place].sequences], dtype=np.int64)
+        counts = np.array([len(groups[place].sequences) for place in places])
+        each = cost.sequences_ns(members, degree, strategy, spans)
+        nanoseconds[places] = np.add.reduceat(each, counts.cumsum() - counts) + cost.latency_ns(degree)
+    return nanoseconds
 
 
 def linear_ns(cost: CostModel, group: Group, lengths: Sequence[int]) -> int:
@@ -269,11 +282,11 @@ def linear_ns(cost: CostModel, group: Group, lengths: Sequence[int]) -> int:
     return round(cost.linear_s * group.tokens(lengths) / group.degree * 1e9)
 
 
-def rank_ns(cost: CostModel, groups: Iterable[Group], lengths: Sequence[int], topology: Topology) -> tuple[int, ...]:
+def rank_ns(cost: CostModel, groups: Sequence[Group], lengths: Sequence[int], topology: Topology) -> tuple[int, ...]:
     """Nanoseconds each rank works in a micro-batch of `groups`, without the constant of the micro-batch."""
     busy = np.zeros(topology.world_size, dtype=np.int64)
-    for group in groups:
-        busy[group.start : group.stop] += group_ns(cost, group, lengths, topology)
+    for group, nanoseconds in zip(groups, groups_ns(cost, groups, lengths, topology).tolist(), strict=True):
+        busy[group.start : group.stop] += nanoseconds
     return tuple(busy.tolist())
 
 
@@ -330,9 +343,10 @@ def free_ns(
         for group in micro_batch.groups:
             works[group.start : group.stop] = True
         clock[works] += cost.micro_batch_ns
-        for group in micro_batch.groups:
+        works_ns = groups_ns(cost, micro_batch.groups, lengths, topology).tolist()
+        for group, nanoseconds in zip(micro_batch.groups, works_ns, strict=True):
             ranks = slice(group.start, group.stop)
-            clock[ranks] = clock[ranks].max() + group_ns(cost, group, lengths, topology)
+            clock[ranks] = clock[ranks].max() + nanoseconds
     return tuple(clock.tolist())
 
 

@@ -22,8 +22,9 @@ from hf_flexseq.plan import Plan, check
 from hf_flexseq.profiler.cache import cache_path, load_cached, save_whole
 from hf_flexseq.profiler.design import (
     Shape,
+    Sizes,
     alone,
-    choose_tokens,
+    choose_sizes,
     fitting_shapes,
     hold_out_layouts,
     measured_degrees,
@@ -76,7 +77,7 @@ def synthetic_samples(depths: tuple[int, ...], noise: float, latency_s: float = 
     """What the closed form says each shape takes, with every timing off by up to `noise`."""
     rng = random.Random(3)
     samples = []
-    for shape in fitting_shapes(8192, TOPOLOGY, rings=True):
+    for shape in fitting_shapes(Sizes(tokens=8192, sequence=32768), TOPOLOGY, rings=True):
         for layers in depths if shape.strategy == "local" else (1,):
             seconds = synthetic_seconds(shape, layers, latency_s) * (1 + noise * rng.uniform(-1, 1))
             samples.append(
@@ -179,7 +180,7 @@ def test_nnls_is_the_best_of_the_non_negative() -> None:
 @pytest.mark.parametrize("nodes, ranks_per_node", [(1, 1), (1, 2), (1, 3), (2, 3), (2, 8), (4, 2)])
 def test_every_timed_micro_batch_is_legal(nodes: int, ranks_per_node: int) -> None:
     topology = Topology(nodes=nodes, ranks_per_node=ranks_per_node)
-    shapes = fitting_shapes(256, topology, rings=True)
+    shapes = fitting_shapes(Sizes(tokens=256, sequence=1024), topology, rings=True)
     layouts = [alone(shape.lengths, topology) for shape in shapes if shape.strategy == "local"]
     assert {shape.degree for shape in shapes} == {1, *measured_degrees(topology)}
     mixes = hold_out_layouts(256, topology, rings=True, count=9)
@@ -189,12 +190,14 @@ def test_every_timed_micro_batch_is_legal(nodes: int, ranks_per_node: int) -> No
 
 
 def test_the_size_follows_the_budget() -> None:
-    def tokens(budget_s: float) -> int:
-        return choose_tokens(ESTIMATE, TOPOLOGY, layers=8, depths=(1, 3), rounds=4, budget_s=budget_s)
+    def sizes(budget_s: float) -> tuple[int, int]:
+        found = choose_sizes(ESTIMATE, TOPOLOGY, layers=8, depths=(1, 3), rounds=4, budget_s=budget_s)
+        return found.tokens, found.sequence
 
-    sizes = [tokens(budget) for budget in (1e-6, 0.1, 1.0, 1e6)]
-    assert sizes == sorted(sizes)
-    assert (sizes[0], sizes[-1]) == (64, 16384)
+    for of_budgets in zip(*(sizes(budget) for budget in (1e-6, 0.1, 1.0, 1e6)), strict=True):
+        assert list(of_budgets) == sorted(of_budgets)
+    assert sizes(1e-6) == (64, 64)
+    assert sizes(1e6) == (16384, 65536)
 
 
 # ---- the cache

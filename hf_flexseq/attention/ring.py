@@ -1,14 +1,13 @@
 """The one executor of the ring family: obeys a list of turns (`turns.py`, from `schedule/attention.py`).
 
 Forward, at every turn of this rank: fetch the keys and values, or as a helper the queries, that its call reads from
-where they are, while the calls before compute; attend; merge the partial result into the running one by its
-log-sum-exp, or send it to the rank that holds the queries, which merges it while its next call is under way.
+where they are, while the call before computes; attend; merge the partial result into the running one by its
+log-sum-exp, or send it to the rank that holds the queries, which merges it some calls later.
 
 Backward, with the *merged* out and lse every call's gradient is independent of the others and is only summed: fetch
 again, compute, send dK and dV straight back to the owner of the keys, and dQ to the owner of the queries. They add
-them up in the order of the calls, so that sums do not depend on what arrives first. Where sequences lie both ways
-round, what this rank holds itself of the one kind comes first, under the first fetches, and of the other kind last,
-under the last gradients that return.
+them up in the order of the turns, so that sums do not depend on what arrives first. A part of the work that reads
+nothing from others comes last, for the last gradients to travel under.
 
 Ring Attention (arXiv 2310.01889) for the blockwise merge, DistFlashAttn (arXiv 2310.03294, section 3) for helpers and
 for fetching ahead. Everything travels in the kernel's own dtypes, and is merged and summed in float32 (float64 for
@@ -18,20 +17,21 @@ hold whole sequences on every rank.
 """
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
+from itertools import takewhile
 from typing import NamedTuple
 
 import torch
 
 from hf_flexseq.attention.local import Tensors
-from hf_flexseq.attention.turns import Rows, Share, Turn, name_pieces
+from hf_flexseq.attention.turns import OWN, Rows, Share, Turn, backward_order, name_pieces
 from hf_flexseq.attention.zones import END, Steps
 from hf_flexseq.distributed.communicator import Channel, Exchange, Label
 from hf_flexseq.kernels import Kernel, lse_dtype
 
+AHEAD = 2  # turns for which keys and values, and from which results, are on their way at once
 TAGS = 8  # numbers kept free for the messages of one exchange between two ranks
-AHEAD = 2  # fetches under way at a time: while one is waited for the link has the next
 
 
 class Arriving(NamedTuple):
@@ -54,39 +54,13 @@ class Returning(NamedTuple):
     of_keys: tuple[tuple[Rows, Tensors], ...]
 
 
-class Fetches:
-    """What the calls of a zone read, in the order in which they are made, fetched ahead."""
-
-    __slots__ = ("_fetch", "_posted", "_waiting", "_zone")
-
-    def __init__(self, zone: "RingZone", order: Sequence[int], of_queries: Tensors, kv: torch.Tensor) -> None:
-        """Posts the first ones. order: of the turns."""
-        self._zone, self._fetch = zone, partial(zone._fetch, of_queries=of_queries, kv=kv)
-        self._waiting = deque(t for t in order if zone.turns[t].time)
-        self._posted: deque[Arriving] = deque()
-        for _ in range(AHEAD):
-            self._post()
-
-    def next(self, t: int) -> tuple[Tensors, Tensors]:
-        """What the call of turn t reads; what the next ones read travels while it computes."""
-        if not self._zone.turns[t].time:
-            return self._fetch(t).result()  # rows of our own
-        result = self._posted.popleft().result()
-        self._post()
-        return result
-
-    def _post(self) -> None:
-        if self._waiting:
-            self._posted.append(self._fetch(self._waiting.popleft()))
-
-
 class RingZone:
     """This rank's part in a group of the ring family."""
 
-    __slots__ = ("channel", "kernel", "rows", "turns")
+    __slots__ = ("backward_turns", "channel", "kernel", "rows", "turns")
 
     def __init__(self, rows: slice, turns: Sequence[Turn], channel: Channel, kernel: Kernel) -> None:
-        self.rows, self.turns = rows, turns
+        self.rows, self.turns, self.backward_turns = rows, turns, backward_order(turns)
         self.channel, self.kernel = channel, kernel
 
     def forward(
@@ -94,17 +68,18 @@ class RingZone:
     ) -> Steps[tuple[torch.Tensor, Tensors]]:
         """q [t, H, D], k, v [t, Hkv, D] of this rank's chunks -> out [t, H, D], and what `backward` needs."""
         kv = torch.stack((k, v), dim=1)  # [t, 2, Hkv, D]
-        out = torch.empty(q.shape, dtype=lse_dtype(q.dtype), device=q.device)
-        lse = out.new_empty(q.shape[:2])  # [t, H]
-        fetches, returned = Fetches(self, range(len(self.turns)), (q,), kv), None
-        for t, turn in enumerate(self.turns):
-            yield (t + 1) / len(self.turns)
-            (block_q,), (block_kv,) = fetches.next(t)
+        out = torch.zeros(q.shape, dtype=lse_dtype(q.dtype), device=q.device)
+        lse = out.new_full(q.shape[:2], -torch.inf)  # [t, H]
+        turns, returned = self.turns, deque[Returning]()
+        fetched = self._first_fetches(turns, (q,), kv)
+        for t, turn in enumerate(turns):
+            yield (t + 1) / len(turns)
+            (block_q,), (block_kv,) = self._next_fetched(fetched, turns, t, (q,), kv)
             made = self._attend(turn, block_q, block_kv, scale)
             if turn.queries.peer is None:
-                (merge if turn.time else _start)(out, lse, turn.queries.rows, made)
-            _merge_returned(out, lse, returned)  # of the turn before: it travelled while this one computed
-            returned = self._return(t, (made, (q, lse)), ((), ()))
+                merge(out, lse, turn.queries.rows, made)
+            _merge_returned(out, lse, returned, AHEAD - 1)
+            returned.append(self._return(turns, t, (made, (q, lse)), ((), ())))
         yield END
         _merge_returned(out, lse, returned)
         out = out.to(q.dtype)
@@ -115,19 +90,18 @@ class RingZone:
         of_queries = (q, dout, out, lse)
         dq = torch.zeros(q.shape, dtype=lse_dtype(q.dtype), device=q.device)
         dkv = torch.zeros(kv.shape, dtype=dq.dtype, device=q.device)
-        order = self._backward_order()
-        fetches, returned = Fetches(self, order, of_queries, kv), None
-        for place, t in enumerate(order):
-            yield (place + 1) / (len(order) + 1)  # the last gradients have the rest to travel
-            block_of_queries, (block_kv,) = fetches.next(t)
-            turn = self.turns[t]
+        turns, returned = self.backward_turns, deque[Returning]()
+        fetched = self._first_fetches(turns, of_queries, kv)
+        for t, turn in enumerate(turns):
+            yield (t + 1) / (len(turns) + 1)  # the last gradients have the rest to travel
+            block_of_queries, (block_kv,) = self._next_fetched(fetched, turns, t, of_queries, kv)
             dq_made, dkv_made = self._block_backward(turn, block_of_queries, block_kv, scale)
             if turn.queries.peer is None:
                 _add(dq, turn.queries.rows, dq_made)
             if turn.keys.peer is None:
                 _add(dkv, turn.keys.rows, dkv_made)
-            _add_returned(dq, dkv, returned)
-            returned = self._return(t, (dq_made, (q,)), (dkv_made, (kv,)))
+            _add_returned(dq, dkv, returned, AHEAD - 1)
+            returned.append(self._return(turns, t, (dq_made, (q,)), (dkv_made, (kv,))))
         yield END
         _add_returned(dq, dkv, returned)
         dk, dv = dkv.to(q.dtype).unbind(1)
@@ -155,14 +129,23 @@ class RingZone:
         dq, dk, dv = self.kernel.backward(dout, q, k, v, out, lse.t().contiguous(), turn.segments, scale=scale)
         return (dq,), (torch.stack((dk, dv), dim=1),)
 
-    def _backward_order(self) -> list[int]:
-        """Turns without transfers stand around those with: the last gradients return under the last of them."""
-        own = [t for t, turn in enumerate(self.turns) if not turn.time]
-        return [own[0], *range(len(own), len(self.turns)), *own[1:]]
+    def _first_fetches(self, turns: Sequence[Turn], of_queries: Tensors, kv: torch.Tensor) -> deque[Arriving]:
+        """Of the turns in which every rank attends to what it holds, which read nothing, and of those after them."""
+        own = sum(1 for _ in takewhile(lambda turn: turn.time == OWN, turns))
+        return deque(self._fetch(turns, t, of_queries, kv) for t in range(min(own + AHEAD, len(turns))))
 
-    def _fetch(self, t: int, of_queries: Tensors, kv: torch.Tensor) -> Arriving:
+    def _next_fetched(
+        self, fetched: deque[Arriving], turns: Sequence[Turn], t: int, of_queries: Tensors, kv: torch.Tensor
+    ) -> tuple[Tensors, Tensors]:
+        """What the call of turn t reads; what the next ones read travels while it computes."""
+        result, following = fetched.popleft().result(), t + 1 + len(fetched)
+        if len(fetched) < AHEAD and following < len(turns):
+            fetched.append(self._fetch(turns, following, of_queries, kv))
+        return result
+
+    def _fetch(self, turns: Sequence[Turn], t: int, of_queries: Tensors, kv: torch.Tensor) -> Arriving:
         """What the call of turn t reads on its way here, and what others' calls read of ours at that time to them."""
-        turn, exchange = self.turns[t], Exchange(self._label(t, returns=False))
+        turn, exchange = turns[t], Exchange(self._label(turns, t, returns=False))
         for lent, tensors in ((turn.lent_queries, of_queries), (turn.lent_keys, (kv,))):
             for share in lent:
                 exchange.send([share.rows.take(x) for x in tensors], share.peer)
@@ -170,12 +153,18 @@ class RingZone:
         exchange.post(self.channel.communicator, tag=self.channel.tag(2 * t * TAGS))
         return Arriving(exchange, *read)
 
-    def _return(self, t: int, of_queries: tuple[Tensors, Tensors], of_keys: tuple[Tensors, Tensors]) -> Returning:
+    def _return(
+        self,
+        turns: Sequence[Turn],
+        t: int,
+        of_queries: tuple[Tensors, Tensors],
+        of_keys: tuple[Tensors, Tensors],
+    ) -> Returning:
         """What turn t's call made of others' queries and keys on its way to them, and of ours from others' calls.
 
         of_queries, of_keys: what was made, and tensors of this rank that are like it but for the number of rows.
         """
-        turn, exchange = self.turns[t], Exchange(self._label(t, returns=True))
+        turn, exchange = turns[t], Exchange(self._label(turns, t, returns=True))
         coming = []
         for read, lent, (made, likes) in (
             (turn.queries, turn.lent_queries, of_queries),
@@ -187,11 +176,10 @@ class RingZone:
         exchange.post(self.channel.communicator, tag=self.channel.tag((2 * t + 1) * TAGS))
         return Returning(exchange, *coming)
 
-    def _label(self, t: int, *, returns: bool) -> Label:
-        return self.channel.label(partial(self._describe, t, returns))
+    def _label(self, turns: Sequence[Turn], t: int, *, returns: bool) -> Label:
+        return self.channel.label(partial(self._describe, turns[t], t, returns))
 
-    def _describe(self, t: int, returns: bool, peer: int, sent: bool) -> str:
-        turn = self.turns[t]
+    def _describe(self, turn: Turn, t: int, returns: bool, peer: int, sent: bool) -> str:
         read, lent = (turn.queries, turn.keys), (*turn.lent_queries, *turn.lent_keys)
         shares = lent if sent != returns else read
         pieces = (piece for share in shares if share.peer == peer for piece in share.pieces)
@@ -206,30 +194,29 @@ def _read(exchange: Exchange, share: Share, tensors: Tensors) -> Tensors:
     return exchange.recv(tensors, share.rows.tokens, share.peer)
 
 
-def _merge_returned(out: torch.Tensor, lse: torch.Tensor, returned: Returning | None) -> None:
-    if returned is not None:
-        returned.exchange.wait()
-        for rows, made in returned.of_queries:
+def _merge_returned(out: torch.Tensor, lse: torch.Tensor, returned: deque[Returning], left: int = 0) -> None:
+    """Merge what has been returned, in the order of the turns, but for the last `left` of it."""
+    for arrived in _arrived(returned, left):
+        for rows, made in arrived.of_queries:
             merge(out, lse, rows, made)
 
 
-def _add_returned(dq: torch.Tensor, dkv: torch.Tensor, returned: Returning | None) -> None:
-    if returned is not None:
-        returned.exchange.wait()
-        for total, parts in ((dq, returned.of_queries), (dkv, returned.of_keys)):
+def _add_returned(dq: torch.Tensor, dkv: torch.Tensor, returned: deque[Returning], left: int = 0) -> None:
+    for arrived in _arrived(returned, left):
+        for total, parts in ((dq, arrived.of_queries), (dkv, arrived.of_keys)):
             for rows, made in parts:
                 _add(total, rows, made)
+
+
+def _arrived(returned: deque[Returning], left: int) -> Iterator[Returning]:
+    while len(returned) > left:
+        returned[0].exchange.wait()
+        yield returned.popleft()
 
 
 def _add(total: torch.Tensor, rows: Rows, made: Tensors) -> None:
     for part in made:
         rows.add_to(total, part)
-
-
-def _start(out: torch.Tensor, lse: torch.Tensor, rows: Rows, made: Tensors) -> None:
-    """The first result of these rows: what this rank holds itself, of every row."""
-    if made:
-        out[rows.place], lse[rows.place] = made[0].to(out.dtype), made[1]
 
 
 def merge(out: torch.Tensor, lse: torch.Tensor, rows: Rows, made: Tensors) -> None:
@@ -241,7 +228,7 @@ def merge(out: torch.Tensor, lse: torch.Tensor, rows: Rows, made: Tensors) -> No
     if not made:
         return
     block_out, block_lse = made
-    index = rows.place
+    index = slice(None) if rows.index is None else rows.index
     before = lse[index]
     merged = torch.logaddexp(before, block_lse)
     keep, add = ((x - merged).exp().unsqueeze(-1) for x in (before, block_lse))  # [n, H, 1]

@@ -7,18 +7,22 @@ per tensor and partner. Groups with sequences of both kinds take turns, a step o
 
 Every rank derives what it sends and what it receives from the same steps and lengths, so that every send has its
 receive. Sequences of which a step has no query or no key are left out of it, on both sides.
+
+Where chunks are large, a step that reads two of a rank's chunks takes two turns: the call on the first one runs while
+the second one still travels, and its gradients travel back while the call on the second one runs.
 """
 
 import functools
 from collections.abc import Iterable, Sequence
-from itertools import product
+from dataclasses import replace
+from itertools import product, zip_longest
 from typing import NamedTuple
 
 import torch
 
 from hf_flexseq.kernels.segments import Segments
 from hf_flexseq.schedule.attention import Step, attention_schedule
-from hf_flexseq.shard import Cut, held_chunks
+from hf_flexseq.shard import CHUNKS_PER_RANK, Cut, held_chunks
 
 Piece = tuple[int, int]  # place of the sequence in the group, chunk
 
@@ -39,6 +43,13 @@ class Rows(NamedTuple):
         """A view where the rows stand together."""
         return x.index_select(0, self.index) if isinstance(self.index, torch.Tensor) else x[self.place]
 
+    def split(self, lengths: Sequence[int]) -> tuple[torch.Tensor, ...]:
+        """Indices of the first of these rows, of the next ones, and so on."""
+        index = self.index if isinstance(self.index, torch.Tensor) else torch.arange(self.tokens)
+        if isinstance(self.index, slice):
+            index += self.index.start
+        return index.split(list(lengths))
+
     def add_to(self, total: torch.Tensor, part: torch.Tensor) -> None:
         if isinstance(self.index, torch.Tensor):
             total.index_add_(0, self.index, part.to(total.dtype))
@@ -56,14 +67,16 @@ class Share(NamedTuple):
 
 
 NOTHING = Share(None, Rows(0, None))
+OWN = 0
+LARGE = 1024  # tokens of a chunk from which on it travels alone
 
 
 class Turn(NamedTuple):
     """What a rank does at one time.
 
-    time: of the schedule; at 0 every rank attends to what it holds. segments: its attention call; None when it has
-    none. queries, keys: what that reads. lent_queries, lent_keys: what other ranks' calls read of this rank's, and to
-    whom it goes.
+    time: of the schedule; at 0 (`OWN`) every rank attends to what it holds. segments: its attention call; None when it
+    has none. queries, keys: what that reads. lent_queries, lent_keys: what other ranks' calls read of this rank's, and
+    to whom it goes.
     """
 
     time: int
@@ -114,8 +127,58 @@ def make_turns(
         places = [place for place, cut in enumerate(group_cuts) if cut.mirrored == flipped]
         if places:
             steps = steps_of(strategy, len(ranks), flipped, index)
-            lanes.append([_turn(time, at_time, places, layout, index, ranks) for time, at_time in enumerate(steps)])
-    return tuple(turn for together in zip(*lanes, strict=True) for turn in together)
+            large = _tokens_of_a_chunk([group_cuts[place] for place in places]) >= LARGE
+            chunks = CHUNKS_PER_RANK[strategy] if large else 1
+            lanes.append(
+                [
+                    _turn(time, at_once, places, layout, index, ranks)
+                    for time, at_time in enumerate(steps)
+                    for at_once in ([at_time] if time == OWN or chunks == 1 else _by_chunk(at_time, chunks))
+                ]
+            )
+    return tuple(turn for together in zip_longest(*lanes) for turn in together if turn is not None)
+
+
+def _tokens_of_a_chunk(group_cuts: Sequence[Cut]) -> float:
+    """On average, of these sequences together: the same on all ranks."""
+    return sum(cut.bounds[-1] / (len(cut.bounds) - 1) for cut in group_cuts)
+
+
+def _by_chunk(steps: Sequence[Step], chunks: int) -> list[list[Step]]:
+    """The steps of one time with the first of their keys' `chunks`, with the second, and so on, where they have it."""
+    return [[replace(step, keys=(step.keys[n],)) for step in steps if len(step.keys) > n] for n in range(chunks)]
+
+
+def backward_order(turns: Sequence[Turn]) -> tuple[Turn, ...]:
+    """The same work with what a rank does on its own halved: a part while the first keys and values travel here, the
+    rest while the last gradients travel back."""
+    own = [_halves(turn) for turn in turns if turn.time == OWN]
+    rest = [turn for turn in turns if turn.time != OWN]
+    return (*(first for first, _ in own), *rest, *(second for _, second in own))
+
+
+def _halves(turn: Turn) -> tuple[Turn, Turn]:
+    """A causal call in two of equal work: both halves of every sequence with themselves; second with first halves."""
+    if turn.segments is None:
+        return turn, turn
+    lengths, device = turn.segments.q_lens, turn.segments.device
+    second = [n // 2 for n in lengths]
+    first = [n - half for n, half in zip(lengths, second, strict=True)]
+    apart = [n for pair in zip(first, second, strict=True) for n in pair]
+    in_halves = turn.queries.rows.split(apart)
+    across = Segments(second, first, causal=False, device=device)
+    return (
+        turn._replace(segments=Segments(apart, apart, causal=True, device=device)),
+        turn._replace(
+            segments=across,
+            queries=turn.queries._replace(rows=_joined(in_halves[1::2], device)),
+            keys=turn.keys._replace(rows=_joined(in_halves[::2], device)),
+        ),
+    )
+
+
+def _joined(parts: Sequence[torch.Tensor], device: torch.device) -> Rows:
+    return Rows(sum(map(len, parts)), torch.cat(parts).to(device))
 
 
 @functools.cache

@@ -25,7 +25,7 @@ from hf_flexseq.profiler.design import (
     Layout,
     Shape,
     alone,
-    choose_tokens,
+    choose_sizes,
     disjoint_blocks,
     fitting_shapes,
     hold_out_layouts,
@@ -46,12 +46,12 @@ MAX_ERROR = 0.5  # mean relative error on other micro-batches above which a fit 
 class Effort:
     """How much is measured: estimated seconds of all runs, rounds that count, micro-batches held out of the fit."""
 
-    budget_s: float = 4.0
+    budget_s: float = 8.0
     rounds: int = 3
     held_out: int = 4
 
 
-THOROUGH = Effort(budget_s=30.0, rounds=5, held_out=16)
+THOROUGH = Effort(budget_s=40.0, rounds=5, held_out=16)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -60,7 +60,7 @@ class Calibration:
 
     errors: |predicted - measured| / measured of each micro-batch held out. latencies_s: (degree, seconds) that the
     all-to-alls of one layer take whatever they move, which the cost model leaves out. tokens: the most that a rank had
-    in one run.
+    in one whole micro-batch.
     """
 
     cost: CostModel
@@ -109,7 +109,7 @@ def measure(
     """
     rings = estimate.ring_bytes is not None
     depths = probe_depths(shape)
-    tokens = choose_tokens(
+    sizes = choose_sizes(
         _counted(estimate, shape),
         communicator.topology,
         layers=shape.layers,
@@ -117,10 +117,11 @@ def measure(
         rounds=effort.rounds + 1,
         budget_s=effort.budget_s,
     )
-    mixes = hold_out_layouts(tokens, communicator.topology, rings, effort.held_out)
+    mixes = hold_out_layouts(sizes.tokens, communicator.topology, rings, effort.held_out)
     bench = _Bench(spec, shape, estimate, communicator, device)
-    samples, held_out_s = bench.time(fitting_shapes(tokens, communicator.topology, rings), mixes, effort.rounds)
-    overlap = bench.overlap(tokens, effort.rounds) if rings and communicator.world_size > 1 else estimate.ring_overlap
+    samples, held_out_s = bench.time(fitting_shapes(sizes, communicator.topology, rings), mixes, effort.rounds)
+    shared = rings and communicator.world_size > 1
+    overlap = bench.overlap(sizes.sequence, effort.rounds) if shared else estimate.ring_overlap
 
     def fit() -> Calibration:
         compute = fit_compute(samples)
@@ -133,7 +134,7 @@ def measure(
             ),
             errors=_errors(part, mixes, held_out_s, communicator),
             latencies_s=links.latencies_s,
-            tokens=tokens,
+            tokens=sizes.tokens,
         )
 
     return _on_rank_0(fit, communicator)

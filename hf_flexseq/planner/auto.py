@@ -29,10 +29,10 @@ from hf_flexseq.planner.repair import repair
 from hf_flexseq.planner.static import static_degrees, static_micro_batches
 from hf_flexseq.planner.subsets import least_of_few
 from hf_flexseq.planner.tabu import improved
-from hf_flexseq.planner.targets import PERMILLE, affordable, recipe_of, starting_candidates
+from hf_flexseq.planner.targets import PERMILLE, affordable, recipes_of, starting_candidates
 from hf_flexseq.topology import Topology
 
-KEPT = 2  # candidates whose targets the next round changes
+KEPT = 1  # candidates whose targets the next round changes, beside one of each recipe
 FILLED = (6, 3)  # candidates that get their short sequences, in the first round and in later ones
 CHANGES = ((60,), (80, 20), (100, 60, 20), (100, 80, 50, 20))  # per mille, after each round but the last
 ROWS = 400  # long sequences that all rounds together place, in each of their candidates
@@ -107,10 +107,11 @@ def search(problem: Problem, batches: int, beat: int) -> Filled | None:
     if beat < NEVER:
         candidates = candidates.take(np.arange(min(GLANCE, len(candidates.fit))))
     best: list[tuple[Filled, Candidates]] = []
+    keep = KEPT + len(recipes_of(problem, batches))
     for change in (*_changes(candidates), 0):
         count = FILLED[bool(best)]
-        enough = best[-1][0].objective * DOUBT // PERMILLE if len(best) == KEPT and not problem.free else NEVER
-        best = sorted(best + _tried(problem, candidates, count, enough), key=lambda pair: pair[0].objective)[:KEPT]
+        enough = best[-1][0].objective * DOUBT // PERMILLE if len(best) == keep and not problem.free else NEVER
+        best = sorted(best + _tried(problem, candidates, count, enough), key=lambda pair: pair[0].objective)[:keep]
         if not best or not change or best[0][0].objective * PERMILLE > beat * HOPELESS:
             break
         candidates = _changed(problem, [kept for _, kept in best], change)
@@ -150,7 +151,7 @@ def _changed(problem: Problem, kept: list[Candidates], change: int) -> Candidate
     batches = kept[0].targets.shape[1]
     kept = sorted(kept, key=lambda c: -int(c.long[0]))
     copies = min(
-        recipe_of(problem, batches).copies, max(1, affordable(problem, batches, int(kept[0].long[0])) // len(kept))
+        recipes_of(problem, batches)[0].copies, max(1, affordable(problem, batches, int(kept[0].long[0])) // len(kept))
     )
     targets = np.concatenate([np.repeat(c.targets, copies, axis=0) for c in kept])
     return Candidates(

@@ -116,23 +116,20 @@ def micro_batches_of(problem: Problem, where: Sequence[int], batches: Sequence[i
 
     Sequences of a block that differ in strategy make one group each. Micro-batches without sequences are left out.
     """
+    blocks, ids, world = problem.blocks, problem.ids.tolist(), problem.world
+    start, stop = blocks.start.tolist(), blocks.stop.tolist()
+    cheapest = problem.cheapest[np.arange(len(where)), blocks.shape_of[list(where)]].tolist()
     members: dict[int, dict[tuple[int, str], list[int]]] = {}
     for row, (block, batch) in enumerate(zip(where, batches, strict=True)):
-        alone = block < problem.world
-        name = "local" if alone else problem.strategies[problem.cheapest[row, problem.blocks.shape_of[block]]]
-        members.setdefault(batch, {}).setdefault((block, name), []).append(int(problem.ids[row]))
+        name = "local" if block < world else problem.strategies[cheapest[row]]
+        members.setdefault(batch, {}).setdefault((block, name), []).append(ids[row])
+
+    def group(block: int, name: str, sequences: list[int]) -> Group:
+        return Group(ranks=tuple(range(start[block], stop[block])), sequences=tuple(sorted(sequences)), strategy=name)
+
     return tuple(
         MicroBatch(
-            groups=widest_first(
-                [
-                    Group(
-                        ranks=tuple(range(int(problem.blocks.start[block]), int(problem.blocks.stop[block]))),
-                        sequences=tuple(sorted(ids)),
-                        strategy=name,
-                    )
-                    for (block, name), ids in sorted(members[batch].items())
-                ]
-            )
+            groups=widest_first([group(block, name, held) for (block, name), held in sorted(members[batch].items())])
         )
         for batch in sorted(members)
     )

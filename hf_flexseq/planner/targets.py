@@ -77,12 +77,31 @@ FEWEST = 4  # candidates of a round, however much work
 FORCED = 6  # longest rows whose shapes are tried in every combination
 FORCED_EACH, FORCED_WORK = 20_000, 400_000  # quadruples of one of those candidates, at most, and of all of them
 FREE_FACTORS = (1000, 1020, 1050, 1100)  # per mille, on the end of a free step
-CROWDED_FROM = 2.5  # sequences per rank and micro-batch
+CROWDED_FROM, SPARSE_BELOW = 2.5, 3.0  # sequences per rank and micro-batch
 
 
 def starting_candidates(problem: Problem, batches: int) -> Candidates:
     """The candidates for `batches` micro-batches; fewer where each of them means much work."""
-    recipe = recipe_of(problem, batches)
+    chosen = [
+        (target, setting, fraction)
+        for recipe in recipes_of(problem, batches)
+        for target, (setting, fraction) in _targets(problem, batches, recipe)
+    ]
+    mean = max(1, int(problem.least_area.sum()) // problem.world // batches)
+    long = {fraction: long_rows(problem, mean * fraction // PERMILLE) for _, _, fraction in chosen}
+    chosen = list(dict.fromkeys(chosen))[: affordable(problem, batches, max(long.values()))]
+    chosen.sort(key=lambda c: -long[c[2]])
+    started = Candidates(
+        targets=np.array([t for t, _, _ in chosen], dtype=np.int64),
+        fit=np.array([fit for _, fit, _ in chosen], dtype=np.int64),
+        long=np.array([long[fraction] for _, _, fraction in chosen], dtype=np.int64),
+        shapes=np.full((len(chosen), FORCED), ANY_SHAPE, dtype=np.int64),
+    )
+    return _with_shapes(problem, started)
+
+
+def _targets(problem: Problem, batches: int, recipe: Recipe) -> list[tuple[tuple[int, ...], tuple[int, int]]]:
+    """(targets, setting) of the recipe's candidates."""
     shares = {full: _shares(problem, batches, full) for full in (False, True)}
     mixed = [_mixed(problem, shares[full], own, factor) for full, own, factor in recipe.mixes]
     breakpoints = _breakpoints(problem, batches)
@@ -90,23 +109,14 @@ def starting_candidates(problem: Problem, batches: int) -> Candidates:
         mixed, breakpoints = [_clocks(problem, batches, factor) for factor in FREE_FACTORS], []
     settings = recipe.free_settings if problem.free else recipe.settings
     chosen = [(t, setting) for t in mixed for setting in settings]
-    chosen += [(t, setting) for t in breakpoints for setting in recipe.breakpoint_settings]
-    mean = max(1, int(problem.least_area.sum()) // problem.world // batches)
-    long = {fraction: long_rows(problem, mean * fraction // PERMILLE) for _, (_, fraction) in chosen}
-    chosen = list(dict.fromkeys(chosen))[: affordable(problem, batches, max(long.values()))]
-    chosen.sort(key=lambda c: -long[c[1][1]])
-    started = Candidates(
-        targets=np.array([t for t, _ in chosen], dtype=np.int64),
-        fit=np.array([fit for _, (fit, _) in chosen], dtype=np.int64),
-        long=np.array([long[fraction] for _, (_, fraction) in chosen], dtype=np.int64),
-        shapes=np.full((len(chosen), FORCED), ANY_SHAPE, dtype=np.int64),
-    )
-    return _with_shapes(problem, started)
+    return chosen + [(t, setting) for t in breakpoints for setting in recipe.breakpoint_settings]
 
 
-def recipe_of(problem: Problem, batches: int) -> Recipe:
-    crowded = len(problem.lengths) >= CROWDED_FROM * problem.world * batches
-    return CROWDED if crowded else SPARSE
+def recipes_of(problem: Problem, batches: int) -> tuple[Recipe, ...]:
+    """One, or both where either may be the better one."""
+    density = len(problem.lengths) / (problem.world * batches)
+    crowded, sparse = density >= CROWDED_FROM, density < SPARSE_BELOW
+    return (CROWDED,) * crowded + (SPARSE,) * (sparse and not (crowded and problem.free))
 
 
 def _with_shapes(problem: Problem, started: Candidates) -> Candidates:

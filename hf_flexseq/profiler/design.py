@@ -1,23 +1,31 @@
 """Which micro-batches are timed: some to fit the constants, others, of mixed lengths, to see how well the fit holds.
 
-All of them scale with one size, `tokens`, the most that a rank gets in any. It is the largest power of two for which
-the estimated seconds of the whole measurement stay below a budget: counted work, so that the size does not depend on
-how busy the machine is. The kernel alone is also run on sequences of twice that size, for at its lengths the square
-must be told from the rest, and transfers are of up to four times as many tokens.
+They scale with two sizes: the most tokens that a rank gets in a whole micro-batch, and the longest sequence that the
+attention kernel alone gets, far longer, since kernels are slower per square where sequences are short. Each is the
+largest power of two for which the estimated seconds stay below half of a budget: counted work, so that sizes do not
+depend on how busy the machine is.
 
-Transfers are run bare, one layer's of a group at a time. The mixed micro-batches are whole ones, with groups of every
-measured degree in turn: they show what the parts leave out.
+Transfers are run bare, one layer's of a group at a time, of so many tokens that bursts and buffers do not matter. The
+mixed micro-batches are whole ones, with groups of every measured degree in turn: they show what the parts leave out.
 """
 
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from hf_flexseq.cost import CostModel, lockstep_ns
 from hf_flexseq.plan import Group, MicroBatch, widest_first
 from hf_flexseq.topology import Topology
 
-MOST_TOKENS, FEWEST_TOKENS = 16384, 64
+MOST_TOKENS, LONGEST, FEWEST_TOKENS = 16384, 65536, 64
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Sizes:
+    """tokens: of a rank in the largest whole micro-batch. sequence: tokens of the attention kernel's longest one."""
+
+    tokens: int
+    sequence: int
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -63,13 +71,21 @@ def disjoint_blocks(topology: Topology, degree: int) -> tuple[int, ...]:
     return tuple(starts)
 
 
-def fitting_shapes(tokens: int, topology: Topology, rings: bool) -> tuple[Shape, ...]:
+def fitting_shapes(sizes: Sizes, topology: Topology, rings: bool) -> tuple[Shape, ...]:
     """What is timed for the fit. rings: whether the model's rings are of interest."""
+    return (*_whole_shapes(sizes.tokens), *_layer_shapes(sizes.sequence, topology, rings))
+
+
+def _whole_shapes(tokens: int) -> tuple[Shape, ...]:
     packs = [(tokens,), (tokens // 4,), (tokens // 8,) * 4, (tokens // 32,) * 8, (tokens // 16,)]
-    shapes = [Shape(strategy="kernel", degree=1, lengths=(n,)) for n in (tokens // 4, tokens, 2 * tokens)]
-    shapes += [Shape(strategy="local", degree=1, lengths=lengths) for lengths in packs]
+    return tuple(Shape(strategy="local", degree=1, lengths=lengths) for lengths in packs)
+
+
+def _layer_shapes(sequence: int, topology: Topology, rings: bool) -> tuple[Shape, ...]:
+    """One layer's attention, and its transfers."""
+    shapes = [Shape(strategy="kernel", degree=1, lengths=(sequence // part,)) for part in (8, 2, 1)]
     for degree in measured_degrees(topology):
-        for share in (tokens // 2, 2 * tokens, 4 * tokens):
+        for share in (sequence // 8, sequence // 4, sequence // 2):
             shapes.append(Shape(strategy="ulysses", degree=degree, lengths=(share * degree,)))
             if rings:
                 shapes.append(Shape(strategy="zigzag", degree=degree, lengths=(share * degree,)))
@@ -112,19 +128,26 @@ def _mixed_lengths(total: int, rng: random.Random) -> Iterator[int]:
         total -= length
 
 
-def choose_tokens(
+def choose_sizes(
     estimate: CostModel, topology: Topology, *, layers: int, depths: tuple[int, ...], rounds: int, budget_s: float
-) -> int:
-    """The size under which `rounds` of everything, with models of each of `depths` layers, take about `budget_s`
+) -> Sizes:
+    """The sizes under which `rounds` of everything, with models of each of `depths` layers, take about `budget_s`
     estimated seconds. estimate: of the whole model, which has `layers` layers."""
-    tokens = MOST_TOKENS
-    while tokens > FEWEST_TOKENS:
-        shapes = fitting_shapes(tokens, topology, rings=estimate.ring_bytes is not None)
-        once = sum(_estimated_s(shape, estimate, topology, layers, depths) for shape in shapes)
-        if rounds * once <= budget_s:
-            break
-        tokens //= 2
-    return tokens
+    rings = estimate.ring_bytes is not None
+
+    def largest(shapes_of: Callable[[int], Sequence[Shape]], most: int) -> int:
+        size = most
+        while size > FEWEST_TOKENS:
+            once = sum(_estimated_s(shape, estimate, topology, layers, depths) for shape in shapes_of(size))
+            if rounds * once <= budget_s / 2:
+                break
+            size //= 2
+        return size
+
+    return Sizes(
+        tokens=largest(_whole_shapes, MOST_TOKENS),
+        sequence=largest(lambda size: _layer_shapes(size, topology, rings), LONGEST),
+    )
 
 
 def _estimated_s(shape: Shape, estimate: CostModel, topology: Topology, layers: int, depths: tuple[int, ...]) -> float:

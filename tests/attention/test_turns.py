@@ -6,12 +6,19 @@ import random
 import pytest
 import torch
 
-from hf_flexseq.attention.turns import make_turns
+from hf_flexseq.attention import turns as turns_module
+from hf_flexseq.attention.turns import OWN, backward_order, make_turns
 from hf_flexseq.plan import Group, MicroBatch
 from hf_flexseq.shard import cuts, make_shard
 
 CPU = torch.device("cpu")
 PACKS = [(1,), (2, 1), (17,), (40, 3, 29), tuple(random.Random(0).choices(range(1, 9), k=12))]
+
+
+@pytest.fixture(params=[1, turns_module.LARGE], ids=["chunk by chunk", "together"], autouse=True)
+def large(request, monkeypatch):
+    """Whether the chunks of these short sequences travel one by one."""
+    monkeypatch.setattr(turns_module, "LARGE", request.param)
 
 
 def turns_of(strategy, lengths, degree):
@@ -46,14 +53,22 @@ def test_every_send_has_its_receive(strategy, degree, lengths):
 @pytest.mark.parametrize("degree", [2, 3, 4, 7])
 @pytest.mark.parametrize("lengths", PACKS)
 def test_every_query_reads_every_earlier_key_of_its_sequence_once(strategy, degree, lengths):
-    """The executor on token names instead of tensors."""
+    """The executor on token names instead of tensors, forward and backward."""
     group = Group(ranks=tuple(range(10, 10 + degree)), sequences=tuple(range(len(lengths))), strategy=strategy)
     names = []
     for i in range(degree):
         slices = make_shard(MicroBatch(groups=(group,)), lengths, 10 + i).slices
         names.append(torch.tensor([(s.sequence, t) for s in slices for t in range(s.start, s.stop)]).view(-1, 2))
+    by_rank = turns_of(strategy, lengths, degree)
+    wanted = [(s, a, s, b) for s, n in enumerate(lengths) for a in range(n) for b in range(a + 1)]
+    for ordered in (by_rank, [backward_order(turns) for turns in by_rank]):
+        assert sorted(pairs_read(ordered, names)) == wanted
+
+
+def pairs_read(by_rank, names):
+    """(sequence, query, sequence, key) of every pair that a call of any rank computes."""
     read = []
-    for t, together in enumerate(zip(*turns_of(strategy, lengths, degree), strict=True)):
+    for t, together in enumerate(zip(*by_rank, strict=True)):
         lent = {
             (10 + i, share.peer, what): share.rows.take(names[i])
             for i, turn in enumerate(together)
@@ -75,7 +90,16 @@ def test_every_query_reads_every_earlier_key_of_its_sequence_once(strategy, degr
                         )
                         if m <= n or not turn.segments.causal
                     ]
-    assert sorted(read) == [(s, a, s, b) for s, n in enumerate(lengths) for a in range(n) for b in range(a + 1)]
+    return read
+
+
+@pytest.mark.parametrize("strategy", ["zigzag", "balanced"])
+def test_the_backward_ends_with_half_of_what_a_rank_does_alone(strategy):
+    for turns in turns_of(strategy, (4096, 1024), 4):
+        (own,) = (turn for turn in turns if turn.time == OWN)
+        ordered = backward_order(turns)
+        assert [turn.time == OWN for turn in ordered] == [True, *[False] * (len(turns) - 1), True]
+        assert squares(ordered[0]) == squares(ordered[-1]) == squares(own) / 2
 
 
 def squares(turn):
