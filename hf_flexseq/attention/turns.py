@@ -28,21 +28,29 @@ class Rows(NamedTuple):
     of interest."""
 
     tokens: int
-    index: torch.Tensor | None
+    index: torch.Tensor | slice | None
+
+    @property
+    def place(self) -> torch.Tensor | slice:
+        """What to index a tensor with."""
+        return slice(None) if self.index is None else self.index
 
     def take(self, x: torch.Tensor) -> torch.Tensor:
-        return x if self.index is None else x.index_select(0, self.index)
+        """A view where the rows stand together."""
+        return x.index_select(0, self.index) if isinstance(self.index, torch.Tensor) else x[self.place]
 
     def split(self, lengths: Sequence[int]) -> tuple[torch.Tensor, ...]:
         """Indices of the first of these rows, of the next ones, and so on."""
-        index = torch.arange(self.tokens) if self.index is None else self.index
+        index = self.index if isinstance(self.index, torch.Tensor) else torch.arange(self.tokens)
+        if isinstance(self.index, slice):
+            index += self.index.start
         return index.split(list(lengths))
 
     def add_to(self, total: torch.Tensor, part: torch.Tensor) -> None:
-        if self.index is None:
-            total += part
-        else:
+        if isinstance(self.index, torch.Tensor):
             total.index_add_(0, self.index, part.to(total.dtype))
+        else:
+            total[self.place].add_(part)
 
 
 class Share(NamedTuple):
@@ -92,13 +100,17 @@ class Layout:
 
     def rows(self, pieces: Iterable[Piece]) -> Rows:
         """Those of `pieces`, which stand in the order of the rows."""
-        parts = [torch.arange(0), *(torch.arange(start, start + n) for start, n in map(self._place, pieces))]
-        tokens = sum(map(len, parts))
-        return Rows(tokens, None if tokens == self.tokens else torch.cat(parts).to(self.device))
-
-    def _place(self, piece: Piece) -> tuple[int, int]:
-        place, chunk = piece
-        return self._starts[piece], self.cuts[place].tokens((chunk,))
+        spans: list[slice] = []
+        for place, chunk in pieces:
+            start = self._starts[place, chunk]
+            stop = start + self.cuts[place].tokens((chunk,))
+            together = bool(spans) and spans[-1].stop == start
+            spans[-1:] = [slice(spans[-1].start, stop)] if together else [*spans[-1:], slice(start, stop)]
+        tokens = sum(span.stop - span.start for span in spans)
+        if tokens == self.tokens or len(spans) == 1:
+            return Rows(tokens, None if tokens == self.tokens else spans[0])
+        parts = [torch.arange(0), *(torch.arange(span.start, span.stop) for span in spans)]
+        return Rows(tokens, torch.cat(parts).to(self.device))
 
 
 def make_turns(

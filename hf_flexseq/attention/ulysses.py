@@ -7,13 +7,19 @@ d works on query heads [i H/d, (i+1) H/d), none at all when d > H, and is sent j
 KV head may go to several ranks. Where a rank's query heads do not fall evenly on its KV heads, it repeats KV heads
 after the exchange. Gradients of KV heads sum over all ranks that had them.
 
+A rank's heads come and go in a few pieces, so that one computes while others travel: all that arrives is posted at
+once, and a piece's results are on their way while the next one computes. A KV head that two pieces read arrives with
+the first of them, and its gradient leaves with the last.
+
 What is kept for the backward is in the head layout; one exchange carries q, k and v together. In checkpointed layers
 (`remat.py`) only the log-sum-exp is, and q, k, v and out travel again in the backward, in one exchange with dout: the
 replay of the layer has q, k and v in the token layout only. What computes between the exchanges is a kernel call, or
-in `hybrid.py` a ring. Rejected: padding the shares or the heads to equal size, which spends memory and bandwidth on
-nothing.
+in `hybrid.py` a ring, which has all heads in one piece, since it overlaps its own transfers. Rejected: padding the
+shares or the heads to equal size, which spends memory and bandwidth on nothing.
 """
 
+import functools
+from collections import Counter
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import NamedTuple, Protocol
@@ -28,6 +34,10 @@ from hf_flexseq.kernels import Kernel, lse_dtype
 from hf_flexseq.shard import Zone, contiguous_part
 
 Arriving = Callable[[], list[torch.Tensor]]  # waits for tensors that are on their way
+PIECES = 4  # the most; two have most of the gain
+# What a piece must have to be worth a kernel call of its own, in query heads x tokens: on the CPU of a sequence, where
+# each is a call; on CUDA of all of them, to fill the device.
+PIECE_ROWS = {"cpu": 1 << 9, "cuda": 1 << 15}
 
 
 class Span(NamedTuple):
@@ -37,7 +47,14 @@ class Span(NamedTuple):
     stop: float
 
 
-HALF_WAY = Span(0.5, 0.5)
+class Leaving(NamedTuple):
+    """Heads' results on their way to the ranks of the tokens. spans: the heads of each tensor that each rank had.
+    sizes: by rank, how many elements of each tensor arrive here."""
+
+    moving: AllToAll
+    spans: Sequence[Sequence[slice]]
+    sizes: Sequence[Sequence[int]]
+    head_dim: int
 
 
 class HeadAttention(Protocol):
@@ -66,44 +83,97 @@ def ulysses_zone(zone: Zone, channel: Channel, kernel: Kernel, device: torch.dev
     parts = [contiguous_part(sum(zone.lengths), i, zone.group.degree) for i in range(zone.group.degree)]
     tokens = [stop - start for start, stop in parts]
     inner = LocalZone(slice(zone.start, zone.stop), zone.lengths, kernel, device)
-    return UlyssesZone(inner.rows, tokens, zone.index, zone.group.ranks, channel, inner)
+    pieces = _pieces_of_head(zone.lengths, device)
+    return UlyssesZone(inner.rows, tokens, zone.index, zone.group.ranks, channel, inner, pieces=pieces)
+
+
+def _pieces_of_head(lengths: Sequence[int], device: torch.device) -> float:
+    """How many pieces one head would be worth."""
+    squares = sum(n * n for n in lengths)
+    rows = squares / sum(lengths) if device.type == "cpu" else sum(lengths)  # of the sequence where most work is
+    return rows / PIECE_ROWS[device.type]
+
+
+def _flat(kept: Sequence[Tensors]) -> Tensors:
+    """What the pieces keep for the backward, with their log-sum-exps [heads, tokens] as one, last."""
+    if len(kept) < 2:
+        return tuple(x for saved in kept for x in saved)
+    return *(x for saved in kept for x in saved[:-1]), torch.cat([saved[-1] for saved in kept])
 
 
 class HeadShare(NamedTuple):
-    """The heads one rank works on: query heads [q_start, q_stop), KV heads [kv_start, kv_stop), and, where query heads
-    do not fall evenly on KV heads, which of the latter each query head reads (else None)."""
+    """The heads one rank works on in one piece: query heads [q_start, q_stop), KV heads [kv_start, kv_stop), and,
+    where query heads do not fall evenly on KV heads, which of the latter each query head reads (else None).
+
+    kv_new: the first KV head that no earlier piece has read. kv_kept: the first one that a later piece reads too.
+    """
 
     q_start: int
     q_stop: int
     kv_start: int
     kv_stop: int
     repeats: tuple[int, ...] | None
+    kv_new: int
+    kv_kept: int
 
     @property
     def q_heads(self) -> int:
         return self.q_stop - self.q_start
 
-    @property
-    def kv_heads(self) -> int:
-        return self.kv_stop - self.kv_start
+
+class HeadPiece(NamedTuple):
+    """A piece of the heads of all ranks. shares: by rank; the rest are the slices that they mean.
+
+    arriving: KV heads that are sent with it. leaving: those whose gradients are.
+    """
+
+    shares: tuple[HeadShare, ...]
+    queries: tuple[slice, ...]
+    arriving: tuple[slice, ...]
+    leaving: tuple[slice, ...]
 
 
-def head_share(heads: int, kv_heads: int, index: int, degree: int) -> HeadShare:
-    """The share of the rank of `index` in a group of `degree`."""
-    start, stop = contiguous_part(heads, index, degree)
-    if start == stop:
-        return HeadShare(start, stop, 0, 0, None)
-    reads = [q * kv_heads // heads for q in range(start, stop)]
-    kv_start, kv_stop = reads[0], reads[-1] + 1
-    shares = [reads.count(kv) for kv in range(kv_start, kv_stop)]
-    even = len(set(shares)) == 1
-    return HeadShare(start, stop, kv_start, kv_stop, None if even else tuple(kv - kv_start for kv in reads))
+@functools.lru_cache(maxsize=64)
+def head_pieces(heads: int, kv_heads: int, degree: int, most: int) -> tuple[HeadPiece, ...]:
+    """At most `most`, and no more than any rank that works has query heads; the same on all ranks."""
+    parts = [contiguous_part(heads, i, degree) for i in range(degree)]
+    count = min(most, *(stop - start for start, stop in parts if stop > start))
+    by_rank = [_shares(range(*part), heads // kv_heads, count) for part in parts]
+    return tuple(
+        HeadPiece(
+            shares,
+            tuple(slice(s.q_start, s.q_stop) for s in shares),
+            tuple(slice(s.kv_new, s.kv_stop) for s in shares),
+            tuple(slice(s.kv_start, s.kv_kept) for s in shares),
+        )
+        for shares in zip(*by_rank, strict=True)
+    )
+
+
+def _shares(heads: range, queries_per_kv: int, count: int) -> list[HeadShare]:
+    """One rank's query heads in `count` pieces."""
+    if not heads:
+        return [HeadShare(heads.start, heads.stop, 0, 0, None, 0, 0)] * count
+    pieces = [heads[slice(*contiguous_part(len(heads), place, count))] for place in range(count)]
+    spans = [(piece[0] // queries_per_kv, piece[-1] // queries_per_kv + 1) for piece in pieces]
+    new = [spans[0][0], *(stop for _, stop in spans[:-1])]
+    kept = [*(start for start, _ in spans[1:]), spans[-1][1]]
+    return [
+        HeadShare(piece.start, piece.stop, *span, _repeats(piece, queries_per_kv), first_new, first_kept)
+        for piece, span, first_new, first_kept in zip(pieces, spans, new, kept, strict=True)
+    ]
+
+
+def _repeats(heads: range, queries_per_kv: int) -> tuple[int, ...] | None:
+    """Which of its KV heads each query head reads; None where all are read by equally many."""
+    reads = [q // queries_per_kv - heads[0] // queries_per_kv for q in heads]
+    return None if len(set(Counter(reads).values())) == 1 else tuple(reads)
 
 
 class UlyssesZone:
     """This rank's part in an Ulysses group."""
 
-    __slots__ = ("channel", "index", "inner", "ranks", "rows", "span", "tokens")
+    __slots__ = ("channel", "index", "inner", "pieces", "ranks", "rows", "span", "tokens")
 
     def __init__(
         self,
@@ -114,76 +184,114 @@ class UlyssesZone:
         channel: Channel,
         inner: HeadAttention,
         *,
-        span: Span = HALF_WAY,
+        span: Span | None = None,
+        pieces: float = 0.0,
     ) -> None:
-        """tokens: how many each of `ranks` holds. index: this rank's place among them. inner: what computes. span: at
-        which times of the zone; the exchanges have the time before and after it to travel."""
+        """tokens: how many each of `ranks` holds. index: this rank's place among them. inner: what computes, of one
+        piece in any layout, of several with a log-sum-exp [heads, tokens]. span: at which times of the zone it does;
+        the exchanges have the time before and after it to travel. pieces: how many each query
+        head of a rank is worth."""
+        assert span is None or not pieces, "pieces have times of their own"
         self.rows, self.tokens, self.index, self.ranks = rows, tokens, index, ranks
-        self.channel, self.inner, self.span = channel, inner, span
+        self.channel, self.inner, self.span, self.pieces = channel, inner, span, pieces
 
     def forward(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float
     ) -> Steps[tuple[torch.Tensor, Tensors]]:
         """q [t, H, D], k, v [t, Hkv, D] of this rank's tokens -> out [t, H, D], and what `backward` needs."""
-        shares = self._shares(q.shape[1], k.shape[1])
-        q_spans, kv_spans = _spans(shares)
-        arriving = self._seq_to_head((q, k, v), (q_spans, kv_spans, kv_spans))
-        yield self.span.start
-        qh, kh, vh = arriving()  # [T, my heads, D]
-        oh, saved = qh, ()
-        if shares[self.index].q_heads:
-            kr, vr = (_repeat(x, shares[self.index]) for x in (kh, vh))
-            oh, saved = yield from within(*self.span, self.inner.forward(qh, kr, vr, scale))
-        yield self.span.stop
-        arriving = self._head_to_seq((oh,), (q_spans,))
+        pieces = self._pieces(q, k)
+        arriving = [self._seq_to_head(i, (q, k, v), (p.queries, p.arriving, p.arriving)) for i, p in enumerate(pieces)]
+        leaving, kept, kv = [], [], ()
+        for place, piece in enumerate(pieces):
+            share, span = piece.shares[self.index], self._span(place, len(pieces))
+            yield span.start
+            qh, *new = arriving[place]()  # [T, my heads, D]
+            oh, kv = qh, _read_again(share, kv, new)
+            if share.q_heads:
+                read = (_repeat(x, share) for x in kv)
+                oh, saved = yield from within(*span, self.inner.forward(qh, *read, scale))
+                kept.append(saved)
+            yield span.stop
+            leaving.append(self._head_to_seq(place, (oh,), (piece.queries,)))
         yield END
-        (out,) = arriving()  # [t, H, D]
+        (out,) = self._as_tokens(leaving)  # [t, H, D]
         # The first one carries nothing but the number of KV heads.
-        return out, (k.new_empty(0, k.shape[1]), *saved)
+        return out, (k.new_empty(0, k.shape[1]), *_flat(kept))
 
     def backward(self, dout: torch.Tensor, saved: Tensors, scale: float) -> Steps[Tensors]:
         kv_like, *of_inner = saved
-        shares = self._shares(dout.shape[1], kv_like.shape[1])
-        arriving = self._seq_to_head((dout,), (_spans(shares)[0],))
-        yield self.span.start
-        (doh,) = arriving()
-        grads = (doh, doh, doh)  # of no heads
-        if shares[self.index].q_heads:
-            grads = yield from within(*self.span, self.inner.backward(doh, tuple(of_inner), scale))
-        return (yield from self._gradients(shares, grads))
+        pieces = self._pieces(dout, kv_like)
+        arriving = [self._seq_to_head(i, (dout,), (p.queries,)) for i, p in enumerate(pieces)]
+        kept = self._unflat(of_inner, pieces)
+
+        def inner(place: int, tensors: Sequence[torch.Tensor]) -> Steps[Tensors]:
+            return self.inner.backward(*tensors, kept[place], scale)
+
+        return (yield from self._gradients(pieces, arriving, inner))
 
     def backward_of_rows(self, q, k, v, out, dout, lse, scale: float) -> Steps[Tensors]:  # type: ignore[no-untyped-def]
         """`backward` where nothing is kept in the head layout but lse: what it lacks travels together with dout."""
-        shares = self._shares(q.shape[1], k.shape[1])
-        q_spans, kv_spans = _spans(shares)
-        arriving = self._seq_to_head((q, k, v, out, dout), (q_spans, kv_spans, kv_spans, q_spans, q_spans))
-        yield self.span.start
-        qh, kh, vh, oh, doh = arriving()
-        grads = (doh, doh, doh)
-        if shares[self.index].q_heads:
-            kr, vr = (_repeat(x, shares[self.index]) for x in (kh, vh))
-            grads = yield from within(*self.span, self.inner.backward_of_rows(qh, kr, vr, oh, doh, lse, scale))
-        return (yield from self._gradients(shares, grads))
+        pieces = self._pieces(q, k)
+        arriving = [
+            self._seq_to_head(i, (q, k, v, out, dout), (p.queries, p.arriving, p.arriving, p.queries, p.queries))
+            for i, p in enumerate(pieces)
+        ]
+        lses, kv = self._unflat((lse,), pieces), ()
 
-    def _gradients(self, shares: list[HeadShare], of_heads: Tensors) -> Steps[Tensors]:
-        """dq, dk, dv of this rank's heads, which repeats of KV heads may be among -> those of its tokens."""
-        dqh, dkh, dvh = of_heads
-        if shares[self.index].q_heads:
-            dkh, dvh = (_sum_repeats(x, shares[self.index]) for x in (dkh, dvh))
-        q_spans, kv_spans = _spans(shares)
-        yield self.span.stop
-        arriving = self._head_to_seq((dqh, dkh, dvh), (q_spans, kv_spans, kv_spans))
+        def inner(place: int, tensors: Sequence[torch.Tensor]) -> Steps[Tensors]:
+            nonlocal kv
+            (qh, *new, oh, doh), share = tensors, pieces[place].shares[self.index]
+            kv = _read_again(share, kv, new)
+            read = (_repeat(x, share) for x in kv)
+            return self.inner.backward_of_rows(qh, *read, oh, doh, *lses[place], scale)
+
+        return (yield from self._gradients(pieces, arriving, inner))
+
+    def _gradients(
+        self,
+        pieces: Sequence[HeadPiece],
+        arriving: Sequence[Arriving],
+        inner: Callable[[int, Sequence[torch.Tensor]], Steps[Tensors]],
+    ) -> Steps[Tensors]:
+        """dq, dk, dv of this rank's tokens. inner: of a piece's heads, from what has arrived, dout last."""
+        leaving, open_sums = [], ()
+        for place, piece in enumerate(pieces):
+            share, span = piece.shares[self.index], self._span(place, len(pieces))
+            yield span.start
+            tensors = arriving[place]()
+            dqh, *dkv = (tensors[-1],) * 3  # of no heads
+            if share.q_heads:
+                dqh, *dkv = yield from within(*span, inner(place, tensors))
+                dkv, open_sums = _closed_sums(share, dkv, open_sums)
+            yield span.stop
+            leaving.append(self._head_to_seq(place, (dqh, *dkv), (piece.queries, piece.leaving, piece.leaving)))
         yield END
-        return tuple(arriving())
+        return tuple(self._as_tokens(leaving))
 
-    def _shares(self, heads: int, kv_heads: int) -> list[HeadShare]:
-        return [head_share(heads, kv_heads, i, len(self.ranks)) for i in range(len(self.ranks))]
+    def _pieces(self, of_queries: torch.Tensor, of_keys: torch.Tensor) -> tuple[HeadPiece, ...]:
+        heads, degree = of_queries.shape[1], len(self.ranks)
+        worth = int(self.pieces * heads / degree)
+        return head_pieces(heads, of_keys.shape[1], degree, max(1, min(worth, PIECES)))
 
-    def _seq_to_head(self, tensors: Tensors, spans: Sequence[Sequence[slice]]) -> Arriving:
+    def _span(self, place: int, pieces: int) -> Span:
+        """When a piece is computed: with equal times before the first, between any two and after the last."""
+        time = (place + 1) / (pieces + 1)
+        return self.span or Span(time, time)
+
+    def _unflat(self, flat: Sequence[torch.Tensor], pieces: Sequence[HeadPiece]) -> list[Tensors]:
+        """What `_flat` joined, for every piece; nothing where this rank has no heads."""
+        if len(pieces) == 1 or not pieces[0].shares[self.index].q_heads:
+            return [tuple(flat)] * len(pieces)
+        *tensors, lse = flat
+        each = len(tensors) // len(pieces)
+        lses = lse.split([piece.shares[self.index].q_heads for piece in pieces])
+        return [(*tensors[i * each : (i + 1) * each], lses[i]) for i in range(len(pieces))]
+
+    def _seq_to_head(self, place: int, tensors: Tensors, spans: Sequence[Sequence[slice]]) -> Arriving:
         """Each [my tokens, heads, D] -> [all tokens, my heads, D]; `spans[x][i]` are the heads of rank i in x."""
         parts = [_flat_cat([x[:, span[i]] for x, span in zip(tensors, spans, strict=True)]) for i in self._indices]
         widths = [_width(x, span[self.index]) for x, span in zip(tensors, spans, strict=True)]
-        moving = self._all_to_all(parts, [t * sum(widths) for t in self.tokens])
+        moving = self._all_to_all(place, parts, [t * sum(widths) for t in self.tokens])
         return partial(self._as_heads, moving, widths, tensors[0].shape[2])
 
     def _as_heads(self, moving: AllToAll, widths: Sequence[int], head_dim: int) -> list[torch.Tensor]:
@@ -193,30 +301,33 @@ class UlyssesZone:
             for column, width in zip(zip(*by_rank, strict=True), widths, strict=True)
         ]
 
-    def _head_to_seq(self, tensors: Tensors, spans: Sequence[Sequence[slice]]) -> Arriving:
-        """Each [all tokens, my heads, D] -> [my tokens, heads, D]; heads that several ranks had are summed, in float32
-        (float64 for float64): many ranks may share a KV head, and a 16-bit sum would lose with each of them."""
+    def _head_to_seq(self, place: int, tensors: Tensors, spans: Sequence[Sequence[slice]]) -> Leaving:
+        """Each [all tokens, my heads, D] on its way to [my tokens, heads, D]; see `_as_tokens`."""
         by_rank = [x.split(self.tokens) for x in tensors]
         parts = [_flat_cat([pieces[i] for pieces in by_rank]) for i in self._indices]
         mine, head_dim = self.tokens[self.index], tensors[0].shape[2]
         sizes = [[mine * (span[i].stop - span[i].start) * head_dim for span in spans] for i in self._indices]
-        moving = self._all_to_all(parts, [sum(s) for s in sizes])
-        return partial(self._as_tokens, moving, spans, sizes, head_dim)
+        moving = self._all_to_all(PIECES + place, parts, [sum(s) for s in sizes])
+        return Leaving(moving, spans, sizes, head_dim)
 
-    def _as_tokens(
-        self, moving: AllToAll, spans: Sequence[Sequence[slice]], sizes: Sequence[Sequence[int]], head_dim: int
-    ) -> list[torch.Tensor]:
-        received, mine = moving.wait(), self.tokens[self.index]
-        results = [_sums(received[0], mine, head_dim, span) for span in spans]
-        for i, flat in enumerate(received):
-            for result, span, piece in zip(results, spans, flat.split(sizes[i]), strict=True):
-                if piece.numel():
-                    result[:, span[i]] += piece.view(mine, -1, head_dim)
-        return [result.to(received[0].dtype) for result in results]
+    def _as_tokens(self, leaving: Sequence[Leaving]) -> list[torch.Tensor]:
+        """Each [my tokens, heads, D], once all pieces are there. Heads that several ranks had are summed, in float32
+        (float64 for float64): many ranks may share a KV head, and a 16-bit sum would lose with each of them."""
+        mine, results = self.tokens[self.index], []
+        for moving, spans, sizes, head_dim in leaving:
+            received = moving.wait()
+            results = results or [
+                _Sums(received[0], mine, head_dim, of_pieces)
+                for of_pieces in zip(*(piece.spans for piece in leaving), strict=True)
+            ]
+            for i, flat in enumerate(received):
+                for result, span, part in zip(results, spans, flat.split(sizes[i]), strict=True):
+                    result.add(part, span[i])
+        return [result.total(received[0].dtype) for result in results]
 
-    def _all_to_all(self, parts: Sequence[torch.Tensor], numels: Sequence[int]) -> AllToAll:
-        label = self.channel.label(self._describe)
-        return all_to_all(self.channel.communicator, self.ranks, parts, numels, tag=self.channel.tag(0), label=label)
+    def _all_to_all(self, number: int, parts: Sequence[torch.Tensor], numels: Sequence[int]) -> AllToAll:
+        label, tag = self.channel.label(self._describe), self.channel.tag(number)
+        return all_to_all(self.channel.communicator, self.ranks, parts, numels, tag=tag, label=label)
 
     def _describe(self, peer: int, sent: bool) -> str:
         return f"heads of its part of sequences {list(self.channel.group.sequences)}"
@@ -226,15 +337,28 @@ class UlyssesZone:
         return range(len(self.ranks))
 
 
-def _spans(shares: Sequence[HeadShare]) -> tuple[list[slice], list[slice]]:
-    return [slice(s.q_start, s.q_stop) for s in shares], [slice(s.kv_start, s.kv_stop) for s in shares]
+class _Sums:
+    """[tokens, heads, D] of parts [tokens, some heads, D], which several ranks may have of one head."""
 
+    __slots__ = ("_shared", "_total")
 
-def _sums(like: torch.Tensor, tokens: int, head_dim: int, spans: Sequence[slice]) -> torch.Tensor:
-    """Zeros [tokens, all heads, D], wider than 16 bits if several ranks add to a head."""
-    heads = max(span.stop for span in spans)
-    shared = sum(span.stop - span.start for span in spans) > heads
-    return like.new_zeros(tokens, heads, head_dim, dtype=lse_dtype(like.dtype) if shared else like.dtype)
+    def __init__(self, like: torch.Tensor, tokens: int, head_dim: int, spans: Sequence[Sequence[slice]]) -> None:
+        """spans: of every piece the heads of every rank, all of them together."""
+        widths = [(span.start, span.stop) for of_piece in spans for span in of_piece]
+        heads = max(stop for _, stop in widths)
+        self._shared = sum(stop - start for start, stop in widths) > heads
+        if self._shared:
+            self._total = like.new_zeros(tokens, heads, head_dim, dtype=lse_dtype(like.dtype))
+        else:
+            self._total = like.new_empty(tokens, heads, head_dim)
+
+    def add(self, part: torch.Tensor, span: slice) -> None:
+        if part.numel():
+            rows = self._total[:, span]
+            (rows.add_ if self._shared else rows.copy_)(part.view(rows.shape))
+
+    def total(self, dtype: torch.dtype) -> torch.Tensor:
+        return self._total.to(dtype)
 
 
 def _width(x: torch.Tensor, span: slice) -> int:
@@ -250,9 +374,32 @@ def _repeat(x: torch.Tensor, share: HeadShare) -> torch.Tensor:
     return x if share.repeats is None else x[:, list(share.repeats)]
 
 
+def _read_again(share: HeadShare, before: Sequence[torch.Tensor], new: Sequence[torch.Tensor]) -> Tensors:
+    """A piece's KV heads: the last ones of the piece before, if it reads them too, and the new ones."""
+    again = share.kv_new - share.kv_start
+    if not again:
+        return tuple(new)
+    return tuple(torch.cat((x[:, -again:], y), dim=1) for x, y in zip(before, new, strict=True))
+
+
+def _closed_sums(share: HeadShare, made: Tensors, before: Tensors) -> tuple[Tensors, Tensors]:
+    """Gradients of a piece's KV heads, as made or of repeats -> those that are complete, and those that later pieces
+    add to. before: the latter, of the piece before."""
+    closed, left_open = [], []
+    for place, x in enumerate(made):
+        total = _sum_repeats(x, share)
+        again = share.kv_new - share.kv_start
+        if again:
+            total = torch.cat((total[:, :again] + before[place], total[:, again:]), dim=1)
+        complete = share.kv_kept - share.kv_start
+        closed.append(total[:, :complete])
+        left_open.append(total[:, complete:])
+    return tuple(closed), tuple(left_open)
+
+
 def _sum_repeats(dx: torch.Tensor, share: HeadShare) -> torch.Tensor:
     """The transpose of `_repeat`."""
     if share.repeats is None:
         return dx
     index = torch.tensor(share.repeats, device=dx.device)
-    return dx.new_zeros(dx.shape[0], share.kv_heads, dx.shape[2]).index_add_(1, index, dx)
+    return dx.new_zeros(dx.shape[0], share.kv_stop - share.kv_start, dx.shape[2]).index_add_(1, index, dx)

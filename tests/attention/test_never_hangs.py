@@ -46,7 +46,7 @@ def run_plans(rank, world_size, kind, plans, pauses_s=PAUSES_S):
 def run_layers(shard, communicator, own, pauses_s, links):
     """Forward and backward of a few layers with pauses of this rank's own; the number of attention calls."""
     seq_ctx = SequenceContext(shard, communicator, choose_kernel(CPU, torch.float32, 4), CPU, links=links)
-    x = torch.randn(shard.tokens, 2, 4, requires_grad=True)
+    x = torch.randn(shard.tokens, 4, 4, requires_grad=True)
     y = x
     for _ in range(LAYERS):
         time.sleep(own.choice(pauses_s))

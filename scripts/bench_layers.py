@@ -1,0 +1,251 @@
+"""Attention of one layer, forward and backward, against ring-flash-attn's zigzag and yunchang's Ulysses.
+
+    pip install --no-deps ring-flash-attn==0.1.8 yunchang==0.6.4
+    python scripts/emulated_cluster.py --nodes 2 --ranks-per-node 1 --inter 133mbit -- python scripts/bench_layers.py
+    python scripts/emulated_cluster.py --nodes 2 --ranks-per-node 2 --inter 133mbit -- python scripts/bench_layers.py
+
+The peers' own Python runs on the CPU kernel that hf_flexseq uses (see peers/flash_attn_stand_in.py), on the same ranks
+and links, over the same sequences in bfloat16 (in float32 ring-flash-attn's gradients are wrong: it adds up in the
+buffer that its kernel writes to). All lengths are multiples of what the peers need, so that nobody pads.
+
+    zigzag        all sequences on all ranks by our zigzag, against ring-flash-attn's (as it is, and with its receives
+                  posted first: gloo serialises the two directions of a slow link otherwise)
+    ulysses       all sequences on all ranks by our Ulysses, against yunchang's (with a kernel for packed sequences)
+    planned       as our planner lays them out for this link, in one micro-batch
+
+Every method's result and gradients are first compared with plain softmax attention in float64, on sequences a quarter
+as long. Then methods take turns within a round; seconds are the slowest rank's, and ratios are taken within rounds.
+"""
+
+import os
+
+os.environ["OMP_NUM_THREADS"] = "1"  # before torch is imported
+
+import argparse
+import random
+import statistics
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from bench_planner import machine
+from peers import layers
+from peers.layers import Call, Peers
+
+from hf_flexseq.cost import CostModel
+from hf_flexseq.distributed.communicator import Communicator
+from hf_flexseq.kernels.cpu_flash import CpuFlash
+from hf_flexseq.kernels.reference import Reference
+from hf_flexseq.kernels.segments import Segments
+from hf_flexseq.planner import make_plan
+
+DTYPE, HEAD_DIM, QUERY_HEADS = torch.bfloat16, 32, 8
+WIDTHS = {"MHA": 8, "GQA": 4}  # key and value heads
+SHARE = 64  # of which all lengths are multiples: of four (the check) times twice the ranks
+OURS = {"zigzag": ("ring-flash-attn", "receives first"), "ulysses": ("yunchang",)}
+HEADER = (
+    "| lengths | heads | zigzag, s | ring-flash-attn over it | its receives first | ulysses, s | yunchang over it "
+    "| planned, s | the better peer over it |\n" + "|---" * 9 + "|"
+)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Method:
+    """calls: what this rank does. helped: whether ring-flash-attn posts its receives first."""
+
+    calls: list[Call]
+    helped: bool = False
+
+
+def mixes(tokens: int) -> dict[str, list[int]]:
+    """Lengths of packed sequences, about `tokens` in all."""
+    share = tokens // 16
+    return {
+        "one long": [tokens],
+        "a few long": [6 * share, 5 * share, 3 * share, 2 * share],
+        "many short": [2 * SHARE] * (tokens // (2 * SHARE)),
+        "long-tailed": long_tailed(tokens),
+        "all equal": [2 * share] * 8,
+    }
+
+
+def long_tailed(tokens: int) -> list[int]:
+    """Drawn from a log-normal distribution with a median of a fortieth of all tokens."""
+    rng, lengths = random.Random(0), []
+    while (left := tokens - sum(lengths)) > 0:
+        drawn = rng.lognormvariate(0.0, 1.3) * tokens / 40
+        lengths.append(min(left, max(SHARE, int(drawn) // SHARE * SHARE)))
+    return lengths
+
+
+# ---- methods
+
+
+def methods(peers: Peers, lengths: Sequence[int], world: Communicator, cost: CostModel) -> dict[str, Method]:
+    rank, degree = world.rank, world.world_size
+    plan = make_plan(lengths, world.topology, cost, remap="off")
+    ring, ulysses = (make(peers, lengths, rank, degree) for make in (layers.zigzag_varlen_call, layers.ulysses_call))
+    return {
+        "zigzag": Method(calls=layers.flexseq_calls([layers.one_group("zigzag", lengths, world)], lengths, world)),
+        "ring-flash-attn": Method(calls=[ring]),
+        "receives first": Method(calls=[ring], helped=True),
+        "ulysses": Method(calls=layers.flexseq_calls([layers.one_group("ulysses", lengths, world)], lengths, world)),
+        "yunchang": Method(calls=[ulysses]),
+        "planned": Method(calls=layers.flexseq_calls(plan.micro_batches, lengths, world)),
+    }
+
+
+def cost_model(world: Communicator, kv_heads: int, bits_per_s: float) -> CostModel:
+    """What attention takes on this machine, and links as they are shaped; a layer of nothing else."""
+    n, topology = 1024, world.topology
+    q, keys = 2 * HEAD_DIM * QUERY_HEADS, 2 * 2 * HEAD_DIM * kv_heads
+    across = bits_per_s / 8 / topology.ranks_per_node
+    inside = ((topology.ranks_per_node, 1e9),) if topology.ranks_per_node > 1 else ()
+    seconds = torch.tensor(min(kernel_seconds(n, kv_heads) for _ in range(3)))
+    dist.broadcast(seconds, src=0)
+    return CostModel(
+        name="measured",
+        attention_s=float(seconds) / n**2,
+        linear_s=1e-12,
+        micro_batch_s=1e-3,
+        group_s=2e-3,
+        all_to_all_bytes=2 * (2 * q + keys),
+        ring_bytes=3 * keys,
+        query_bytes=q,
+        ring_overlap=0.7,
+        bandwidths=(*inside, (topology.world_size, across)),
+        heads=QUERY_HEADS,
+        token_bytes=1.0,
+        state_bytes=0.0,
+        sharded_state_bytes=0.0,
+        budget_bytes=1e9,
+    )
+
+
+def kernel_seconds(n: int, kv_heads: int) -> float:
+    """Of a sequence of n tokens, forward and backward."""
+    kernel, segments = CpuFlash(), Segments((n,), (n,), causal=True, device=layers.CPU)
+    q, k = (torch.randn(n, heads, HEAD_DIM, dtype=DTYPE) for heads in (QUERY_HEADS, kv_heads))
+    start = time.perf_counter()
+    out, lse = kernel.forward(q, k, k, segments, scale=0.1)
+    kernel.backward(out, q, k, k, out, lse, segments, scale=0.1)
+    return time.perf_counter() - start
+
+
+# ---- runs
+
+
+def tensors(tokens: int, kv_heads: int) -> list[torch.Tensor]:
+    """q, k, v and the gradient of the result, of all sequences, the same on all ranks."""
+    generator = torch.Generator().manual_seed(0)
+    heads = (QUERY_HEADS, kv_heads, kv_heads, QUERY_HEADS)
+    return [torch.randn(tokens, h, HEAD_DIM, generator=generator).to(DTYPE) for h in heads]
+
+
+def run(peers: Peers, method: Method, whole: Sequence[torch.Tensor]) -> tuple[float, list[list[torch.Tensor]]]:
+    """Seconds of the slowest rank, and for every call its rows' result and gradients."""
+    inputs = [[x[call.rows].requires_grad_() for x in whole] for call in method.calls]
+    comm = layers.receives_first(peers) if method.helped else peers.ring_flash_attn.utils.RingComm
+    with mock.patch.object(sys.modules["ring_flash_attn.zigzag_ring_flash_attn_varlen"], "RingComm", comm):
+        dist.barrier()
+        start = time.perf_counter()
+        results = []
+        for call, (*qkv, dout) in zip(method.calls, inputs, strict=True):
+            out = call.attend(*qkv)
+            results.append([out.detach(), *torch.autograd.grad(out, qkv, dout)])
+        seconds = torch.tensor(time.perf_counter() - start)
+    dist.all_reduce(seconds, op=dist.ReduceOp.MAX)
+    return float(seconds), results
+
+
+def check(peers: Peers, ways: dict[str, Method], lengths: Sequence[int], kv_heads: int) -> float:
+    """The largest relative error of any result or gradient, on any rank. Raises AssertionError beyond float32's."""
+    whole, worst = tensors(sum(lengths), kv_heads), torch.zeros(())
+    wanted = dense([x.double() for x in whole], lengths)
+    for name, method in ways.items():
+        _, results = run(peers, method, whole)
+        for call, found in zip(method.calls, results, strict=True):
+            for x, of_all in zip(found, wanted, strict=True):
+                error = (x - of_all[call.rows]).norm() / of_all.norm()
+                assert error < 1e-2, f"{name} is wrong by {float(error):.1e}"
+                worst = torch.maximum(worst, error)
+    dist.all_reduce(worst, op=dist.ReduceOp.MAX)
+    return float(worst)
+
+
+def dense(whole: Sequence[torch.Tensor], lengths: Sequence[int]) -> list[torch.Tensor]:
+    """Result and gradients by plain softmax."""
+    q, k, v, dout = whole
+    segments, kernel, scale = Segments(lengths, lengths, causal=True, device=layers.CPU), Reference(), HEAD_DIM**-0.5
+    out, lse = kernel.forward(q, k, v, segments, scale=scale)
+    return [out, *kernel.backward(dout, q, k, v, out, lse, segments, scale=scale)]
+
+
+def timed(peers: Peers, ways: dict[str, Method], whole: Sequence[torch.Tensor], rounds: int) -> dict[str, list[float]]:
+    """By method its seconds in each round, after one that does not count."""
+    times: dict[str, list[float]] = {name: [] for name in ways}
+    for number in range(rounds + 1):
+        for name, method in ways.items():
+            seconds, _ = run(peers, method, whole)
+            times[name] += [seconds] if number else []
+    return times
+
+
+# ---- the table
+
+
+def row(mix: str, heads: str, times: dict[str, list[float]]) -> str:
+    cells = [mix, heads]
+    for ours, theirs in OURS.items():
+        cells.append(f"{statistics.median(times[ours]):.3f}")
+        cells += [ratio(times[peer], times[ours]) for peer in theirs]
+    best = [min(a, b) for a, b in zip(times["receives first"], times["yunchang"], strict=True)]
+    cells += [f"{statistics.median(times['planned']):.3f}", ratio(best, times["planned"])]
+    return f"| {' | '.join(cells)} |"
+
+
+def ratio(theirs: list[float], ours: list[float]) -> str:
+    ratios = sorted(a / b for a, b in zip(theirs, ours, strict=True))
+    return f"{statistics.median(ratios):.2f} ({ratios[0]:.2f} to {ratios[-1]:.2f})"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--tokens", type=int, default=4096, help="about so many in all sequences together")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--mixes", nargs="+", default=list(mixes(4096)), choices=mixes(4096))
+    parser.add_argument("--heads", nargs="+", default=list(WIDTHS), choices=WIDTHS)
+    parser.add_argument("--inter", type=float, default=133e6, help="bits per second between nodes, for the planner")
+    asked = parser.parse_args()
+    try:
+        peers = layers.import_peers()
+    except ImportError as error:
+        sys.exit(f"bench_layers.py: {error}")
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    world = Communicator()
+    say = print if world.rank == 0 else (lambda *args, **options: None)
+    say(f"bench_layers.py {' '.join(sys.argv[1:])}\non {machine()}, torch {torch.__version__}; {world.topology}")
+    say(HEADER, flush=True)
+    worst = 0.0
+    for heads in asked.heads:
+        cost = cost_model(world, WIDTHS[heads], asked.inter)
+        for mix in asked.mixes:
+            lengths = mixes(asked.tokens)[mix]
+            ways = partial(methods, peers, world=world, cost=cost)
+            quarter = [n // 4 for n in lengths]
+            worst = max(worst, check(peers, ways(lengths=quarter), quarter, WIDTHS[heads]))
+            times = timed(peers, ways(lengths=lengths), tensors(sum(lengths), WIDTHS[heads]), asked.rounds)
+            say(row(mix, heads, times), flush=True)
+    say(f"\nlargest relative error of a result or gradient against float64: {worst:.1e}")
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,73 @@
+"""How heads are dealt to ranks and cut into pieces."""
+
+from functools import partial
+
+import pytest
+import torch
+from torch.utils.checkpoint import checkpoint
+
+from hf_flexseq.attention import SequenceContext, sequence_parallel_attention
+from hf_flexseq.attention.ulysses import head_pieces
+from hf_flexseq.distributed.communicator import Communicator
+from hf_flexseq.kernels.choose import choose_kernel
+from hf_flexseq.plan import Group, MicroBatch
+from hf_flexseq.shard import make_shard
+from tests.ranks import run_ranks
+
+HEADS = [(4, 4), (8, 2), (8, 8), (12, 4), (7, 7), (6, 1), (3, 3), (32, 8)]
+
+
+@pytest.mark.parametrize("heads, kv_heads", HEADS)
+@pytest.mark.parametrize("degree", [1, 2, 3, 4, 8])
+@pytest.mark.parametrize("most", [1, 2, 3, 4])
+def test_every_head_comes_and_goes_once(heads, kv_heads, degree, most):
+    pieces = head_pieces(heads, kv_heads, degree, most)
+    assert 1 <= len(pieces) <= most
+    queries = [q for i in range(degree) for piece in pieces for q in range(heads)[piece.queries[i]]]
+    assert queries == list(range(heads))
+    for i in range(degree):
+        of_rank = {q * kv_heads // heads for piece in pieces for q in range(heads)[piece.queries[i]]}
+        for way in ("arriving", "leaving"):
+            assert [kv for piece in pieces for kv in range(kv_heads)[getattr(piece, way)[i]]] == sorted(of_rank)
+
+
+@pytest.mark.parametrize("heads, kv_heads", HEADS)
+@pytest.mark.parametrize("degree", [1, 2, 3, 4])
+def test_a_head_is_read_once_it_is_there_and_leaves_when_it_has_been_read(heads, kv_heads, degree):
+    pieces = head_pieces(heads, kv_heads, degree, 4)
+    for i in range(degree):
+        there: set[int] = set()
+        gone: set[int] = set()
+        for piece in pieces:
+            share = piece.shares[i]
+            there |= set(range(share.kv_new, share.kv_stop))
+            reads = {q * kv_heads // heads for q in range(share.q_start, share.q_stop)}
+            assert reads == set(range(share.kv_start, share.kv_stop))
+            assert reads <= there - gone
+            gone |= set(range(share.kv_start, share.kv_kept))
+
+
+def test_every_rank_that_works_has_a_head_in_every_piece():
+    assert len(head_pieces(7, 7, 3, 4)) == 2
+    assert len(head_pieces(2, 1, 4, 4)) == 1
+
+
+def gradients(rank, world_size, heads, kv_heads):
+    """Of q, k and v, without and with checkpointing: there the backward has q, k, v and out in the token layout."""
+    group = Group(ranks=tuple(range(world_size)), sequences=(0, 1), strategy="ulysses")
+    shard, cpu = make_shard(MicroBatch(groups=(group,)), (23, 40), rank), torch.device("cpu")
+    tensors = [torch.randn(shard.tokens, h, 8, dtype=torch.float64) for h in (heads, kv_heads, kv_heads)]
+    seq_ctx = SequenceContext(shard, Communicator(), choose_kernel(cpu, torch.float64, 8), cpu)
+    found = []
+    for run in (lambda attend, *qkv: attend(*qkv), partial(checkpoint, use_reentrant=False)):
+        qkv = [x.clone().requires_grad_() for x in tensors]
+        out = run(partial(sequence_parallel_attention, seq_ctx=seq_ctx), *qkv)
+        out.square().sum().backward()
+        found.append([x.grad for x in qkv])
+    return [bool((a == b).all()) for a, b in zip(*found, strict=True)]
+
+
+@pytest.mark.parametrize("heads, kv_heads", [(4, 4), (8, 2), (6, 1)])
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_checkpointing_changes_no_bit(world_size, heads, kv_heads):
+    assert run_ranks(gradients, world_size, heads, kv_heads) == [[True] * 3] * world_size
