@@ -18,14 +18,21 @@ in `hybrid.py` a ring, which has all heads in one piece, since it overlaps its o
 shares or the heads to equal size, which spends memory and bandwidth on nothing.
 """
 
-import functools
-from collections import Counter
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import NamedTuple, Protocol
 
 import torch
 
+from hf_flexseq.attention.heads import (
+    PIECES,
+    HeadPiece,
+    closed_sums,
+    head_pieces,
+    pieces_of_head,
+    read_again,
+    repeated,
+)
 from hf_flexseq.attention.local import LocalZone, Tensors
 from hf_flexseq.attention.zones import END, Steps, within
 from hf_flexseq.distributed.all_to_all import AllToAll, all_to_all
@@ -34,10 +41,6 @@ from hf_flexseq.kernels import Kernel, lse_dtype
 from hf_flexseq.shard import Zone, contiguous_part
 
 Arriving = Callable[[], list[torch.Tensor]]  # waits for tensors that are on their way
-PIECES = 4  # the most; two have most of the gain
-# What a piece must have to be worth a kernel call of its own, in query heads x tokens: on the CPU of a sequence, where
-# each is a call; on CUDA of all of them, to fill the device.
-PIECE_ROWS = {"cpu": 1 << 9, "cuda": 1 << 15}
 
 
 class Span(NamedTuple):
@@ -83,15 +86,8 @@ def ulysses_zone(zone: Zone, channel: Channel, kernel: Kernel, device: torch.dev
     parts = [contiguous_part(sum(zone.lengths), i, zone.group.degree) for i in range(zone.group.degree)]
     tokens = [stop - start for start, stop in parts]
     inner = LocalZone(slice(zone.start, zone.stop), zone.lengths, kernel, device)
-    pieces = _pieces_of_head(zone.lengths, device)
+    pieces = pieces_of_head(zone.lengths, device)
     return UlyssesZone(inner.rows, tokens, zone.index, zone.group.ranks, channel, inner, pieces=pieces)
-
-
-def _pieces_of_head(lengths: Sequence[int], device: torch.device) -> float:
-    """How many pieces one head would be worth."""
-    squares = sum(n * n for n in lengths)
-    rows = squares / sum(lengths) if device.type == "cpu" else sum(lengths)  # of the sequence where most work is
-    return rows / PIECE_ROWS[device.type]
 
 
 def _flat(kept: Sequence[Tensors]) -> Tensors:
@@ -99,75 +95,6 @@ def _flat(kept: Sequence[Tensors]) -> Tensors:
     if len(kept) < 2:
         return tuple(x for saved in kept for x in saved)
     return *(x for saved in kept for x in saved[:-1]), torch.cat([saved[-1] for saved in kept])
-
-
-class HeadShare(NamedTuple):
-    """The heads one rank works on in one piece: query heads [q_start, q_stop), KV heads [kv_start, kv_stop), and,
-    where query heads do not fall evenly on KV heads, which of the latter each query head reads (else None).
-
-    kv_new: the first KV head that no earlier piece has read. kv_kept: the first one that a later piece reads too.
-    """
-
-    q_start: int
-    q_stop: int
-    kv_start: int
-    kv_stop: int
-    repeats: tuple[int, ...] | None
-    kv_new: int
-    kv_kept: int
-
-    @property
-    def q_heads(self) -> int:
-        return self.q_stop - self.q_start
-
-
-class HeadPiece(NamedTuple):
-    """A piece of the heads of all ranks. shares: by rank; the rest are the slices that they mean.
-
-    arriving: KV heads that are sent with it. leaving: those whose gradients are.
-    """
-
-    shares: tuple[HeadShare, ...]
-    queries: tuple[slice, ...]
-    arriving: tuple[slice, ...]
-    leaving: tuple[slice, ...]
-
-
-@functools.lru_cache(maxsize=64)
-def head_pieces(heads: int, kv_heads: int, degree: int, most: int) -> tuple[HeadPiece, ...]:
-    """At most `most`, and no more than any rank that works has query heads; the same on all ranks."""
-    parts = [contiguous_part(heads, i, degree) for i in range(degree)]
-    count = min(most, *(stop - start for start, stop in parts if stop > start))
-    by_rank = [_shares(range(*part), heads // kv_heads, count) for part in parts]
-    return tuple(
-        HeadPiece(
-            shares,
-            tuple(slice(s.q_start, s.q_stop) for s in shares),
-            tuple(slice(s.kv_new, s.kv_stop) for s in shares),
-            tuple(slice(s.kv_start, s.kv_kept) for s in shares),
-        )
-        for shares in zip(*by_rank, strict=True)
-    )
-
-
-def _shares(heads: range, queries_per_kv: int, count: int) -> list[HeadShare]:
-    """One rank's query heads in `count` pieces."""
-    if not heads:
-        return [HeadShare(heads.start, heads.stop, 0, 0, None, 0, 0)] * count
-    pieces = [heads[slice(*contiguous_part(len(heads), place, count))] for place in range(count)]
-    spans = [(piece[0] // queries_per_kv, piece[-1] // queries_per_kv + 1) for piece in pieces]
-    new = [spans[0][0], *(stop for _, stop in spans[:-1])]
-    kept = [*(start for start, _ in spans[1:]), spans[-1][1]]
-    return [
-        HeadShare(piece.start, piece.stop, *span, _repeats(piece, queries_per_kv), first_new, first_kept)
-        for piece, span, first_new, first_kept in zip(pieces, spans, new, kept, strict=True)
-    ]
-
-
-def _repeats(heads: range, queries_per_kv: int) -> tuple[int, ...] | None:
-    """Which of its KV heads each query head reads; None where all are read by equally many."""
-    reads = [q // queries_per_kv - heads[0] // queries_per_kv for q in heads]
-    return None if len(set(Counter(reads).values())) == 1 else tuple(reads)
 
 
 class UlyssesZone:
@@ -189,8 +116,8 @@ class UlyssesZone:
     ) -> None:
         """tokens: how many each of `ranks` holds. index: this rank's place among them. inner: what computes, of one
         piece in any layout, of several with a log-sum-exp [heads, tokens]. span: at which times of the zone it does;
-        the exchanges have the time before and after it to travel. pieces: how many each query
-        head of a rank is worth."""
+        the exchanges have the time before and after it to travel. pieces: how many each query head of a rank is worth.
+        """
         assert span is None or not pieces, "pieces have times of their own"
         self.rows, self.tokens, self.index, self.ranks = rows, tokens, index, ranks
         self.channel, self.inner, self.span, self.pieces = channel, inner, span, pieces
@@ -206,9 +133,9 @@ class UlyssesZone:
             share, span = piece.shares[self.index], self._span(place, len(pieces))
             yield span.start
             qh, *new = arriving[place]()  # [T, my heads, D]
-            oh, kv = qh, _read_again(share, kv, new)
+            oh, kv = qh, read_again(share, kv, new)
             if share.q_heads:
-                read = (_repeat(x, share) for x in kv)
+                read = (repeated(x, share) for x in kv)
                 oh, saved = yield from within(*span, self.inner.forward(qh, *read, scale))
                 kept.append(saved)
             yield span.stop
@@ -241,8 +168,8 @@ class UlyssesZone:
         def inner(place: int, tensors: Sequence[torch.Tensor]) -> Steps[Tensors]:
             nonlocal kv
             (qh, *new, oh, doh), share = tensors, pieces[place].shares[self.index]
-            kv = _read_again(share, kv, new)
-            read = (_repeat(x, share) for x in kv)
+            kv = read_again(share, kv, new)
+            read = (repeated(x, share) for x in kv)
             return self.inner.backward_of_rows(qh, *read, oh, doh, *lses[place], scale)
 
         return (yield from self._gradients(pieces, arriving, inner))
@@ -262,7 +189,7 @@ class UlyssesZone:
             dqh, *dkv = (tensors[-1],) * 3  # of no heads
             if share.q_heads:
                 dqh, *dkv = yield from within(*span, inner(place, tensors))
-                dkv, open_sums = _closed_sums(share, dkv, open_sums)
+                dkv, open_sums = closed_sums(share, dkv, open_sums)
             yield span.stop
             leaving.append(self._head_to_seq(place, (dqh, *dkv), (piece.queries, piece.leaving, piece.leaving)))
         yield END
@@ -367,39 +294,3 @@ def _width(x: torch.Tensor, span: slice) -> int:
 
 def _flat_cat(pieces: Sequence[torch.Tensor]) -> torch.Tensor:
     return torch.cat([piece.reshape(-1) for piece in pieces])
-
-
-def _repeat(x: torch.Tensor, share: HeadShare) -> torch.Tensor:
-    """[T, KV heads, D] -> one KV head per query head, where the kernel could not group them itself."""
-    return x if share.repeats is None else x[:, list(share.repeats)]
-
-
-def _read_again(share: HeadShare, before: Sequence[torch.Tensor], new: Sequence[torch.Tensor]) -> Tensors:
-    """A piece's KV heads: the last ones of the piece before, if it reads them too, and the new ones."""
-    again = share.kv_new - share.kv_start
-    if not again:
-        return tuple(new)
-    return tuple(torch.cat((x[:, -again:], y), dim=1) for x, y in zip(before, new, strict=True))
-
-
-def _closed_sums(share: HeadShare, made: Tensors, before: Tensors) -> tuple[Tensors, Tensors]:
-    """Gradients of a piece's KV heads, as made or of repeats -> those that are complete, and those that later pieces
-    add to. before: the latter, of the piece before."""
-    closed, left_open = [], []
-    for place, x in enumerate(made):
-        total = _sum_repeats(x, share)
-        again = share.kv_new - share.kv_start
-        if again:
-            total = torch.cat((total[:, :again] + before[place], total[:, again:]), dim=1)
-        complete = share.kv_kept - share.kv_start
-        closed.append(total[:, :complete])
-        left_open.append(total[:, complete:])
-    return tuple(closed), tuple(left_open)
-
-
-def _sum_repeats(dx: torch.Tensor, share: HeadShare) -> torch.Tensor:
-    """The transpose of `_repeat`."""
-    if share.repeats is None:
-        return dx
-    index = torch.tensor(share.repeats, device=dx.device)
-    return dx.new_zeros(dx.shape[0], share.kv_stop - share.kv_start, dx.shape[2]).index_add_(1, index, dx)

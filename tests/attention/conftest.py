@@ -1,9 +1,9 @@
 import pytest
 
-from hf_flexseq.attention import ulysses
+from hf_flexseq.attention import heads
 
 
 @pytest.fixture(autouse=True)
 def small_pieces(monkeypatch):
     """Heads come and go in pieces also where so few tokens would not be worth it."""
-    monkeypatch.setitem(ulysses.PIECE_ROWS, "cpu", 0.01)
+    monkeypatch.setitem(heads.PIECE_ROWS, "cpu", 0.01)
