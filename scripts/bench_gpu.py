@@ -107,14 +107,16 @@ def kernels(machine: Machine, asked: argparse.Namespace) -> None:
     heads = asked.hidden // HEAD_DIM
     print(f"\n## Attention kernel {machine.kernel.name}, {heads} query heads of {HEAD_DIM}, TFLOP/s\n")
     print("| key heads | chunk | forward | backward |\n|---:|---:|---:|---:|")
+    enough = []
     for kv_heads in dict.fromkeys(max(1, heads // share) for share in (1, 4, 8)):
         found = {n: throughput(machine, Square(machine, n, heads, kv_heads), n, heads) for n in sizes(128, asked.most)}
         for n, (forward, backward) in found.items():
             print(f"| {kv_heads} | {n:,} | {forward:.2f} | {backward:.2f} |")
-        least = [
+        forward, backward = (
             min(n for n in found if found[n][way] >= ENOUGH * max(t[way] for t in found.values())) for way in (0, 1)
-        ]
-        print(f"\nWith {kv_heads} key heads 80 % of the best from {least[0]:,} tokens (backward {least[1]:,}).\n")
+        )
+        enough.append(f"With {kv_heads} key heads 80 % of the best from {forward:,} tokens, backward {backward:,}.")
+    print("\n" + "\n".join(enough))
 
 
 def throughput(machine: Machine, square: Square, tokens: int, heads: int) -> tuple[float, float]:
@@ -137,7 +139,7 @@ def remat(machine: Machine, asked: argparse.Namespace) -> None:
     print("| tokens | kept, s | recomputed over it |\n|---:|---:|---:|")
     model = LlamaModel(llama(asked, layers=2, attention=NAME)).to(machine.device, machine.dtype).train()
     model.gradient_checkpointing_enable({"use_reentrant": False})
-    for tokens in sizes(4096, asked.most):
+    for tokens in sizes(min(4096, asked.most), asked.most):
         kept, again = zip(
             *(
                 (layer_s(machine, model, tokens, True), layer_s(machine, model, tokens, False))
@@ -257,7 +259,7 @@ def chunk_times(machine: Machine, asked: argparse.Namespace, tokens: int) -> lis
     config = llama(asked, layers=1, attention="eager")
     model = LlamaForCausalLM(config).to(machine.device, machine.dtype).train()
     model.set_attn_implementation(PIPELINE_NAME)
-    executor = PipelineExecutor(cut(model, 0, 1), Neighbours(Communicator(), [[0]]), machine.kernel)
+    executor = PipelineExecutor(cut(model, 0, 1), Neighbours(Communicator(), []), machine.kernel)
     even = PipelineCost.even(1, StageCost(linear_ns=1.0, attention_ns=0.0, chunk_ns=0.0))
     count = -(-asked.context // tokens)
     plan = make_pipeline_plan([count * tokens], even, schedule="seq1f1b", chunks=count, cuts="even")
@@ -332,8 +334,8 @@ def main() -> None:
     machine = Machine(device, dtype, choose_kernel(device, dtype, HEAD_DIM), asked.rounds)
     name = torch.cuda.get_device_name() if asked.device == "cuda" else "CPU"
     print(f"bench_gpu.py on {name}, torch {torch.__version__}, transformers {transformers.__version__}, {dtype}")
-    with tempfile.NamedTemporaryFile() as meeting:
-        dist.init_process_group("gloo", init_method=f"file://{meeting.name}", rank=0, world_size=1)
+    with tempfile.TemporaryDirectory() as folder:
+        dist.init_process_group("gloo", init_method=f"file://{folder}/meeting", rank=0, world_size=1)
         for name, part in {"kernels": kernels, "remat": remat, "overlap": overlap}.items():
             if name in asked.parts:
                 part(machine, asked)
