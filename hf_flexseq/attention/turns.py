@@ -11,13 +11,13 @@ receive. Sequences of which a step has no query or no key are left out of it, on
 
 import functools
 from collections.abc import Iterable, Sequence
-from itertools import product, zip_longest
+from itertools import product
 from typing import NamedTuple
 
 import torch
 
 from hf_flexseq.kernels.segments import Segments
-from hf_flexseq.schedule.attention import Step, are_large, attention_schedule
+from hf_flexseq.schedule.attention import Step, attention_schedule, in_turns, lanes_of
 from hf_flexseq.shard import Cut, held_chunks
 
 Piece = tuple[int, int]  # place of the sequence in the group, chunk
@@ -117,15 +117,16 @@ def make_turns(
     strategy: str, group_cuts: Sequence[Cut], index: int, ranks: Sequence[int], device: torch.device
 ) -> tuple[Turn, ...]:
     """The turns of the rank of `index` among `ranks`, which share sequences cut so by a ring strategy."""
-    layout = Layout(group_cuts, strategy, index, len(ranks), device)
-    lanes = []
-    for flipped in (False, True):
-        places = [place for place, cut in enumerate(group_cuts) if cut.mirrored == flipped]
-        if places:
-            large = are_large([group_cuts[place] for place in places])
-            steps = steps_of(strategy, len(ranks), flipped, index, chunk_by_chunk=large)
-            lanes.append([_turn(time, at_time, places, layout, index, ranks) for time, at_time in enumerate(steps)])
-    turns = [turn for together in zip_longest(*lanes) for turn in together if turn is not None]
+    layout, degree = Layout(group_cuts, strategy, index, len(ranks), device), len(ranks)
+    turns = in_turns(
+        [
+            [
+                _turn(time, at_time, lane.places, layout, index, ranks)
+                for time, at_time in enumerate(steps_of(strategy, degree, lane.mirrored, index, lane.chunk_by_chunk))
+            ]
+            for lane in lanes_of(group_cuts)
+        ]
+    )
     return tuple(turn._replace(number=number) for number, turn in enumerate(turns))
 
 
@@ -163,7 +164,7 @@ def _joined(parts: Sequence[torch.Tensor], device: torch.device) -> Rows:
 
 @functools.cache
 def steps_of(
-    strategy: str, degree: int, mirrored: bool, index: int, *, chunk_by_chunk: bool
+    strategy: str, degree: int, mirrored: bool, index: int, chunk_by_chunk: bool
 ) -> tuple[tuple[Step, ...], ...]:
     """The steps, by time, in which the rank of `index` works or of which it holds queries or keys."""
     schedule = attention_schedule(strategy, degree, mirrored, chunk_by_chunk=chunk_by_chunk)

@@ -39,14 +39,19 @@ def flexseq_attention(
             "this model yourself, first do model.set_attn_implementation('sdpa')"
         )
     check_call(module, attention_mask, {"dropout": dropout, **kwargs})
-    # Under autocast the rotary embedding has promoted queries and keys, but not values.
-    autocast = torch.is_autocast_enabled(query.device.type) and value.dtype != torch.float64
-    dtype = torch.get_autocast_dtype(query.device.type) if autocast else value.dtype
-    q, k, v = (x.squeeze(0).transpose(0, 1).to(dtype).contiguous() for x in (query, key, value))  # [tokens, heads, D]
+    q, k, v = packed_rows(query, key, value)
     return sequence_parallel_attention(q, k, v, seq_ctx, scale=scaling).unsqueeze(0), None
 
 
 AttentionInterface.register(NAME, flexseq_attention)
+
+
+def packed_rows(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """Each [1, heads, tokens, D] -> [tokens, heads, D], all of the dtype that kernels compute in."""
+    # Under autocast the rotary embedding has promoted queries and keys, but not values.
+    autocast = torch.is_autocast_enabled(query.device.type) and value.dtype != torch.float64
+    dtype = torch.get_autocast_dtype(query.device.type) if autocast else value.dtype
+    return tuple(x.squeeze(0).transpose(0, 1).to(dtype).contiguous() for x in (query, key, value))
 
 
 class UnsupportedAttention(NotImplementedError):

@@ -7,7 +7,7 @@ from torch import nn
 from transformers import AttentionInterface
 
 from hf_flexseq.attention import sequence_parallel_attention
-from hf_flexseq.hf.attention import check_call
+from hf_flexseq.hf.attention import check_call, packed_rows
 from hf_flexseq.pipeline.context import ChunkContext
 
 NAME = "flexseq-pipeline"
@@ -32,10 +32,7 @@ def pipeline_attention(
     if seq_ctx is None:
         raise ValueError("a pipeline stage runs on chunks of hf_flexseq alone; it cannot be called or generate")
     check_call(module, attention_mask, {"dropout": dropout, **kwargs})
-    # Under autocast the rotary embedding has promoted queries and keys, but not values.
-    autocast = torch.is_autocast_enabled(query.device.type) and value.dtype != torch.float64
-    dtype = torch.get_autocast_dtype(query.device.type) if autocast else value.dtype
-    q, k, v = (x.squeeze(0).transpose(0, 1).to(dtype).contiguous() for x in (query, key, value))  # [tokens, heads, D]
+    q, k, v = packed_rows(query, key, value)
     keeps_grad = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v))
     context = seq_ctx.of_layer(module.layer_idx, keeps_grad=keeps_grad)
     return sequence_parallel_attention(q, k, v, context, scale=scaling).unsqueeze(0), None

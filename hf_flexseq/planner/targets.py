@@ -115,8 +115,9 @@ def _targets(problem: Problem, batches: int, recipe: Recipe) -> list[tuple[tuple
 def recipes_of(problem: Problem, batches: int) -> tuple[Recipe, ...]:
     """One, or both where either may be the better one."""
     density = len(problem.lengths) / (problem.world * batches)
-    crowded, sparse = density >= CROWDED_FROM, density < SPARSE_BELOW
-    return (CROWDED,) * crowded + (SPARSE,) * (sparse and not (crowded and problem.free))
+    if density < CROWDED_FROM:
+        return (SPARSE,)
+    return (CROWDED, SPARSE) if density < SPARSE_BELOW and not problem.free else (CROWDED,)
 
 
 def _with_shapes(problem: Problem, started: Candidates) -> Candidates:

@@ -22,9 +22,12 @@ import functools
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import zip_longest
+from typing import NamedTuple, TypeVar
 
 from hf_flexseq.shard import Cut, held_chunks
 
+Item = TypeVar("Item")
 LARGE = 1024  # tokens of a chunk from which on it travels alone
 
 
@@ -98,10 +101,35 @@ def attention_schedule(
     return _mirror(schedule) if mirrored else schedule
 
 
-def are_large(group_cuts: Sequence[Cut]) -> bool:
-    """Whether the chunks of these sequences together are worth a call and a transfer each: then one travels, or its
-    gradients do, while the call on the other one runs."""
-    return sum(cut.bounds[-1] / (len(cut.bounds) - 1) for cut in group_cuts) >= LARGE
+class Lane(NamedTuple):
+    """The sequences of a group that lie the same way round, which go through the schedule together.
+
+    mirrored: which way. places: of the sequences in the group. chunk_by_chunk: whether their chunks together are worth
+    a call and a transfer each: then one travels, or its gradients do, while the call on the other one runs.
+    """
+
+    mirrored: bool
+    places: tuple[int, ...]
+    chunk_by_chunk: bool
+
+    def schedule(self, strategy: str, degree: int) -> Schedule:
+        return attention_schedule(strategy, degree, self.mirrored, chunk_by_chunk=self.chunk_by_chunk)
+
+
+def lanes_of(group_cuts: Sequence[Cut]) -> list[Lane]:
+    """One, or two where sequences lie both ways round."""
+    lanes = []
+    for mirrored in (False, True):
+        places = tuple(place for place, cut in enumerate(group_cuts) if cut.mirrored == mirrored)
+        chunk = sum(group_cuts[place].bounds[-1] / (len(group_cuts[place].bounds) - 1) for place in places)
+        if places:
+            lanes.append(Lane(mirrored, places, chunk >= LARGE))
+    return lanes
+
+
+def in_turns(by_lane: Sequence[Sequence[Item]]) -> list[Item]:
+    """What lanes do, by time: a step of the one and a step of the other. All ranks count exchanges in this order."""
+    return [item for together in zip_longest(*by_lane) for item in together if item is not None]
 
 
 def zigzag(degree: int) -> Schedule:

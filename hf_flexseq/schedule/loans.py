@@ -6,11 +6,10 @@ round go through the schedule together, and those of both kinds take turns.
 
 import functools
 from collections.abc import Iterator, Sequence
-from itertools import zip_longest
 from typing import NamedTuple
 
 from hf_flexseq.plan import Group
-from hf_flexseq.schedule.attention import Step, are_large, attention_schedule
+from hf_flexseq.schedule.attention import Step, in_turns, lanes_of
 from hf_flexseq.shard import Cut, cuts
 
 
@@ -31,16 +30,14 @@ def group_loans(group: Group, lengths: Sequence[int]) -> tuple[tuple[Loan, ...],
 @functools.lru_cache(maxsize=64)
 def make_loans(strategy: str, group_cuts: tuple[Cut, ...], degree: int) -> tuple[tuple[Loan, ...], ...]:
     """By turn, the same turns that every rank of the group takes."""
-    lanes = []
-    for flipped in (False, True):
-        of_lane = [cut for cut in group_cuts if cut.mirrored == flipped]
-        if of_lane:
-            schedule = attention_schedule(strategy, degree, flipped, chunk_by_chunk=are_large(of_lane))
-            by_time: list[list[Loan]] = [[] for _ in range(schedule.times)]
-            for step in schedule.steps:
-                by_time[step.time] += _loans(step, of_lane)
-            lanes.append(map(tuple, by_time))
-    return tuple(turn for together in zip_longest(*lanes) for turn in together if turn is not None)
+    by_lane = []
+    for lane in lanes_of(group_cuts):
+        schedule, of_lane = lane.schedule(strategy, degree), [group_cuts[place] for place in lane.places]
+        by_time: list[list[Loan]] = [[] for _ in range(schedule.times)]
+        for step in schedule.steps:
+            by_time[step.time] += _loans(step, of_lane)
+        by_lane.append([tuple(loans) for loans in by_time])
+    return tuple(in_turns(by_lane))
 
 
 def _loans(step: Step, of_lane: Sequence[Cut]) -> Iterator[Loan]:
