@@ -82,8 +82,8 @@ class AllGatherZone:
         q, kv, out, lse = saved
         keys, values = (yield from self._gather(kv, until=0.5)).unbind(1)
         dq, *dkv = self.kernel.backward(dout, q, keys, values, out, lse, self.segments, scale=scale)
-        dk, dv = (yield from self._return(torch.stack(dkv, dim=1))).to(q.dtype).unbind(1)
-        return dq, dk, dv
+        sums = yield from self._return(torch.stack(dkv, dim=1))
+        return dq, *sums.unbind(1)
 
     def backward_of_rows(self, q, k, v, out, dout, lse, scale: float) -> Steps[Tensors]:  # type: ignore[no-untyped-def]
         """`backward` from this rank's rows and the last of what `forward` left."""

@@ -49,7 +49,7 @@ class _SequenceParallelAttention(torch.autograd.Function):
         for zone, count in zip(ctx.seq_ctx.zones, ctx.counts, strict=True):
             kept = tuple(next(tensors) for _ in range(count))
             grads.append(zone.backward(dout[zone.rows], kept, ctx.scale))
-        return *ctx.seq_ctx.leaving(*_joined(run_zones(grads))), None, None
+        return *ctx.seq_ctx.leaving(*_joined(run_zones(grads), dout.dtype)), None, None
 
 
 class _CheckpointedAttention(torch.autograd.Function):
@@ -75,7 +75,7 @@ class _CheckpointedAttention(torch.autograd.Function):
         for zone, own_lse, shape in zip(ctx.seq_ctx.zones, lses, ctx.shapes, strict=True):
             own = [x[zone.rows] for x in rows]
             grads.append(zone.backward_of_rows(*own, own_lse.view(shape), ctx.scale))
-        return *ctx.seq_ctx.leaving(*_joined(run_zones(grads))), None, None, None
+        return *ctx.seq_ctx.leaving(*_joined(run_zones(grads), rows[-1].dtype)), None, None, None
 
 
 def _remapped(q, k, v, seq_ctx, scale):  # type: ignore[no-untyped-def]
@@ -92,5 +92,7 @@ def _attend(q, k, v, seq_ctx, scale):  # type: ignore[no-untyped-def]
     return outs[0] if len(outs) == 1 else torch.cat(outs), saved
 
 
-def _joined(grads: Sequence[Tensors]) -> Tensors:
-    return grads[0] if len(grads) == 1 else tuple(torch.cat(parts) for parts in zip(*grads, strict=True))
+def _joined(grads: Sequence[Tensors], dtype: torch.dtype) -> Tensors:
+    """dq, dk, dv of all zones, which are sums by now and so are rounded, once."""
+    rounded = ([part.to(dtype) for part in parts] for parts in zip(*grads, strict=True))
+    return tuple(parts[0] if len(parts) == 1 else torch.cat(parts) for parts in rounded)

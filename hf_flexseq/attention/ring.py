@@ -130,8 +130,7 @@ class RingZone:
             returned.append(self._return(turn, (dq_made, (q,)), (dkv_made, (kv,))))
         yield END
         _add_returned(dq, dkv, returned)
-        dk, dv = dkv.to(q.dtype).unbind(1)
-        return dq.to(q.dtype), dk, dv
+        return dq, *dkv.unbind(1)
 
     def backward_of_rows(self, q, k, v, out, dout, lse, scale: float) -> Steps[Tensors]:  # type: ignore[no-untyped-def]
         """`backward` from this rank's rows and the last of what `forward` left."""
@@ -191,7 +190,7 @@ class RingZone:
             (turn.keys, turn.lent_keys, of_keys),
         ):
             if read.peer is not None:
-                exchange.send(made, read.peer)
+                exchange.send([x.to(like.dtype) for x, like in zip(made, likes, strict=True)], read.peer)
             coming.append(tuple((x.rows, exchange.recv(likes, x.rows.tokens, x.peer)) for x in lent))
         exchange.post(self.channel.communicator, tag=self.channel.tag((2 * turn.number + 1) * TAGS))
         return Returning(exchange, *coming)

@@ -191,7 +191,8 @@ class UlyssesZone:
                 dqh, *dkv = yield from within(*span, inner(place, tensors))
                 dkv, open_sums = closed_sums(share, dkv, open_sums)
             yield span.stop
-            leaving.append(self._head_to_seq(place, (dqh, *dkv), (piece.queries, piece.leaving, piece.leaving)))
+            made = tuple(x.to(tensors[-1].dtype) for x in (dqh, *dkv))
+            leaving.append(self._head_to_seq(place, made, (piece.queries, piece.leaving, piece.leaving)))
         yield END
         return tuple(self._as_tokens(leaving))
 

@@ -49,9 +49,11 @@ class Kernel(Protocol):
         *,
         scale: float,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Gradients dq [Tq, H, D], dk and dv [Tk, Hkv, D] in q's dtype, from dout and out [Tq, H, D], lse [H, Tq].
+        """Gradients dq [Tq, H, D], dk and dv [Tk, Hkv, D], from dout and out [Tq, H, D], lse [H, Tq].
 
-        Where these keys are only some of those that the queries read, `out` and `lse` are the merged ones over all.
+        They are in q's dtype or, where the kernel computes in it, in `lse_dtype` of it: most of them are parts of
+        a sum, and rounding can wait until that is complete. Where these keys are only some of those that the queries
+        read, `out` and `lse` are the merged ones over all.
         """
         ...
 

@@ -104,10 +104,10 @@ class Carried:
         dq, *own = self._block_backward(piece.start, piece, dout, q, out, lse, scale)
         dkv = torch.stack(own)  # [2, t, Hkv, D]
         if self._dkv is not None:
-            dkv = (self._dkv[:, piece.start : piece.stop] + dkv).to(dkv.dtype)
+            dkv = self._dkv[:, piece.start : piece.stop] + dkv
         if piece.start:
             dq_prefix, *of_prefix = self._block_backward(0, piece, dout, q, out, lse, scale)
-            dq = (dq.to(lse.dtype) + dq_prefix).to(dq.dtype)
+            dq = dq.to(lse.dtype) + dq_prefix
             self._add_to_prefix(piece.start, of_prefix)
         self.drained = piece.start
         if self.drained == 0:
