@@ -28,6 +28,7 @@ from hf_flexseq.cost import CostModel
 from hf_flexseq.distributed.communicator import Communicator
 from hf_flexseq.distributed.control import broadcast_object
 from hf_flexseq.hf.attention import NAME
+from hf_flexseq.hf.buckets import fill_buckets_early
 from hf_flexseq.hf.checks import check_accelerator, resolve_sync
 from hf_flexseq.hf.lookahead import DrawnStep, InlinePlanner, Lookahead, Planner
 from hf_flexseq.hf.loss import ChunkedLoss, attach_chunked_loss
@@ -109,6 +110,7 @@ class FlexSeqEngine:
         if self.args.max_tokens_per_rank is None:
             # Raises when the model's state alone is too large.
             self.cost.max_tokens_per_rank(self.communicator.world_size)
+        fill_buckets_early(self.accelerator, model)
         self._former_attention = base.config._attn_implementation
         base.set_attn_implementation(NAME)
         self._chunked_loss = attach_chunked_loss(model)

@@ -25,6 +25,7 @@ from hf_flexseq.planner.batch_ada import batch_ada_micro_batches
 from hf_flexseq.planner.batch_rebalance import batch_rebalance_micro_batches
 from hf_flexseq.planner.bound import lower_bound_ns
 from hf_flexseq.planner.megatron import megatron_micro_batches
+from hf_flexseq.planner.order import ordered
 from hf_flexseq.planner.remap import REMAPPING, with_remap
 from hf_flexseq.planner.static import check_degree, static_micro_batches
 from hf_flexseq.planner.zeppelin import zeppelin_micro_batches
@@ -82,6 +83,7 @@ def make_plan(
         micro_batches = make(tokens, topology, cost, strategy=strategy, cap=cap)
         if remap == "auto" and planner in REMAPPING and sync == "lockstep":
             micro_batches = with_remap(micro_batches, tokens, topology, cost)
+        micro_batches = ordered(micro_batches, tokens, topology, cost, sync=sync)
     bound = lower_bound_ns(np.array(tokens, dtype=np.int64), topology, cost, strategy=strategy, cap=cap, sync=sync)
     plan = Plan(
         lengths=tokens,

@@ -23,6 +23,7 @@ import numpy as np
 from hf_flexseq.cost import CostModel, Int64Array, step_ns
 from hf_flexseq.plan import MicroBatch
 from hf_flexseq.planner.fill import Filled, fill_short, water_levels
+from hf_flexseq.planner.order import ordered
 from hf_flexseq.planner.place import Candidates, place_long
 from hf_flexseq.planner.problem import NEVER, Problem, make_problem, micro_batches_of
 from hf_flexseq.planner.repair import repair
@@ -54,7 +55,9 @@ def auto_micro_batches(
             found = _found(problem)
             if found:
                 made = micro_batches_of(problem, found.block.tolist(), found.batch.tolist())
-                exact = assumed == sync and not latency
+                if sync == "free":
+                    made = ordered(made, lengths, topology, cost, sync=sync)
+                exact = sync == "lockstep" and not latency
                 plans.append((found.objective if exact else step_ns(cost, made, lengths, topology, sync=sync), made))
     to_beat = min((ns for ns, _ in plans), default=NEVER)
     for degree in static_degrees(topology) if strategy != "local" else (1,):
