@@ -125,6 +125,7 @@ def analytic_cost_model(
         budget_bytes=memory_fraction * device.memory_bytes,
         nics_per_node=topology.ranks_per_node if device.own_nic else 1,
         transfer_s=device.transfer_s,
+        all_to_all_overlap=device.overlap,
     )
 
 

@@ -3,7 +3,7 @@
 A sequence of s tokens on a group of d ranks takes, with a1, a2 and b1 measured and v_d the group's bandwidth,
 
     local     a1 s^2 + a2 s
-    ulysses   (a1 s^2 stretch + a2 s) / d + all-to-all bytes s / (d v_d)
+    ulysses   max(a1 s^2 stretch / d, hidden share of) + rest of the all-to-all bytes s / (d v_d) + a2 s / d
     zigzag    max(a1 s^2 / d, ring bytes s (d - 1) / (d v_d)) + a2 s / d
     balanced  the same with a1 s^2 (d + 1) / d^2 at even d, and the bytes of `ring_traffic`
     allgather a1 s^2 / d + the bytes of `ring_traffic` s / (d v_d) + a2 s / d
@@ -14,7 +14,8 @@ A sequence of s tokens on a group of d ranks takes, with a1, a2 and b1 measured 
   free synchronisation meet only inside groups: see `free_ns`.
 * `stretch` is ceil(H/d) d / H: the rank with the most of H query heads sets Ulysses' pace, and ranks beyond H idle.
 * Ring transfers run beside the attention they feed (LightSeq, arXiv 2310.03294, section 3.2), so the longer counts;
-  an all-gather ends before its attention begins.
+  an all-gather ends before its attention begins. Ulysses' heads come and go in pieces, and all but one of these travel
+  while others are computed.
 * A rank holds token_bytes x tokens + state_bytes + sharded_state_bytes / ranks, at most budget_bytes.
 
 The formula is FlexSP's (arXiv 2412.01523, equations 11 to 14), with heads, rings, latency and unsharded states added.
@@ -40,6 +41,7 @@ Int64Array = NDArray[np.int64]
 FloatArray = NDArray[np.float64]
 
 RING_STRATEGIES = ("zigzag", "balanced", "allgather")
+HEAD_PIECES = 4  # the most that a rank's heads come in under Ulysses; two have most of the gain
 WIDEST_WITHIN_A_NODE = 8  # groups of so few ranks that nevertheless span nodes pay the next wider group's bandwidth
 
 
@@ -54,7 +56,7 @@ class CostModel:
     ring_bytes None: not known, so no ring and no all-gather can be planned.
     query_bytes: bytes of a token's queries on one trip, all layers.
     ring_overlap: share of a ring's transfers that can travel while attention computes: 1 where they need none of the
-    processor's time, 0 where they take it.
+    processor's time, 0 where they take it. all_to_all_overlap: the same of Ulysses', but for their first piece.
     bandwidths: (degree, bytes/s) pairs, ascending. heads: query heads; None: any degree divides them.
     nics_per_node: links to other nodes that the ranks of a node send over, each over one of them. transfer_s: seconds
     that a transfer between two ranks takes beside its bytes.
@@ -79,6 +81,7 @@ class CostModel:
     budget_bytes: float
     nics_per_node: int = 1
     transfer_s: float = 0.0
+    all_to_all_overlap: float = 0.0
 
     def __post_init__(self) -> None:
         for name in ("linear_s", "token_bytes", "budget_bytes"):
@@ -97,7 +100,8 @@ class CostModel:
         _require(
             self.ring_bytes is None or self.ring_bytes >= 0, f"ring_bytes={self.ring_bytes}: must not be negative"
         )
-        _require(0 <= self.ring_overlap <= 1, f"ring_overlap={self.ring_overlap}: must be between 0 and 1")
+        for name in ("ring_overlap", "all_to_all_overlap"):
+            _require(0 <= getattr(self, name) <= 1, f"{name}={getattr(self, name)}: must be between 0 and 1")
         _require(self.heads is None or self.heads >= 1, f"heads={self.heads}: must be at least 1, or null")
         _require(self.nics_per_node >= 1, f"nics_per_node={self.nics_per_node}: must be at least 1")
         degrees = [degree for degree, _ in self.bandwidths]
@@ -122,6 +126,11 @@ class CostModel:
         """How much longer Ulysses' attention takes than an even split of the heads over `degree` ranks would."""
         return 1.0 if self.heads is None else -(-self.heads // degree) * degree / self.heads
 
+    def hidden_share(self, degree: int) -> float:
+        """Share of Ulysses' transfers that can travel while attention computes."""
+        heads_per_rank = HEAD_PIECES if self.heads is None else max(1, self.heads // degree)
+        return self.all_to_all_overlap * (1 - 1 / min(HEAD_PIECES, heads_per_rank))
+
     def sequences_ns(self, lengths: Int64Array, degree: int, strategy: str, spans_nodes: bool) -> Int64Array:
         """Nanoseconds of each of `lengths` on its own on a group of `degree` ranks."""
         s = lengths.astype(np.float64)
@@ -131,7 +140,8 @@ class CostModel:
             seconds = attention + linear
         elif strategy == "ulysses" or (strategy == "hybrid" and not spans_nodes):
             moved = self.all_to_all_bytes * s / degree / self.bandwidth(degree, spans_nodes)
-            seconds = attention * self.head_stretch(degree) + linear + moved
+            hidden = self.hidden_share(degree) * moved
+            seconds = np.maximum(attention * self.head_stretch(degree), hidden) + linear + (moved - hidden)
         elif strategy == "hybrid":
             seconds = linear + self._hybrid_s(s, attention, degree)
         elif strategy in RING_STRATEGIES:

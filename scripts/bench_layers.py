@@ -118,6 +118,7 @@ def cost_model(world: Communicator, kv_heads: int, bits_per_s: float) -> CostMod
         ring_bytes=3 * keys,
         query_bytes=q,
         ring_overlap=0.7,
+        all_to_all_overlap=0.7,
         bandwidths=(*inside, (topology.world_size, across)),
         heads=QUERY_HEADS,
         token_bytes=1.0,

@@ -78,7 +78,7 @@ def three_zones(world: Communicator, asked: argparse.Namespace) -> tuple[MicroBa
     groups, lengths = [Group(ranks=tuple(range(world.world_size)), sequences=(0,), strategy=asked.wide)], [asked.long]
     for start in range(0, world.world_size, topology.ranks_per_node):
         ranks = tuple(range(start, start + topology.ranks_per_node))
-        groups.append(Group(ranks=ranks, sequences=(len(lengths),), strategy=asked.node))
+        groups.append(Group(ranks=ranks, sequences=(len(lengths),), strategy=asked.within))
         lengths.append(asked.middle)
     for rank in range(world.world_size):
         own = tuple(range(len(lengths), len(lengths) + asked.shorts))
@@ -109,7 +109,7 @@ def main() -> None:
     parser.add_argument("--shorts", type=int, default=3, help="how many of them a rank has")
     parser.add_argument("--kv-heads", type=int, default=8, help=f"of {HEADS}")
     parser.add_argument("--wide", default="zigzag", help="strategy of all ranks")
-    parser.add_argument("--node", default="ulysses", help="strategy of a node's ranks")
+    parser.add_argument("--within", default="ulysses", help="strategy of a node's ranks")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--only-zones", action="store_true", help="leave out the single strategies")
     asked = parser.parse_args()

@@ -86,6 +86,17 @@ def test_a_ring_hides_transfers_behind_attention_or_the_other_way_round() -> Non
     assert cost.sequence_ns(100, 4, "zigzag", False) == round((100**2 / 4 + 100 / 4) * 1e9)
 
 
+def test_ulysses_hides_all_but_the_first_piece_of_its_heads() -> None:
+    """Two heads on each of four ranks: half of the transfers may be hidden, of sixteen heads three quarters."""
+    cost = replace(SIMPLE, attention_s=1.0, all_to_all_bytes=2.0, bandwidths=((4, 0.5),), all_to_all_overlap=0.5)
+    for heads, share in ((4, 0.0), (8, 0.25), (16, 0.375), (64, 0.375), (None, 0.375)):
+        of_heads = replace(cost, heads=heads)
+        for length in (2, 100):
+            moved, linear = 2.0 * length / 4 / 0.5, length / 4
+            seconds = max(length**2 / 4, share * moved) + (1 - share) * moved + linear
+            assert of_heads.sequence_ns(length, 4, "ulysses", False) == round(seconds * 1e9)
+
+
 def test_an_all_gather_hides_nothing() -> None:
     cost = replace(SIMPLE, attention_s=1.0, ring_bytes=3.0, bandwidths=((4, 0.5),))
     moved = 4 * 1.0 * 10 * (3 / 4) / 0.5
@@ -257,9 +268,14 @@ def test_json_round_trip(tmp_path: Path) -> None:
 def test_digest_sees_every_constant() -> None:
     digests = {FLEXSP.digest()}
     for name, value in FLEXSP.to_record().items():
-        changed = {"heads": 64, "ring_bytes": 1.0, "ring_overlap": 0.5, "name": "x", "bandwidths": [[2, 1.0]]}.get(
-            name
-        ) or value + 1
+        changed = {
+            "heads": 64,
+            "ring_bytes": 1.0,
+            "ring_overlap": 0.5,
+            "all_to_all_overlap": 0.5,
+            "name": "x",
+            "bandwidths": [[2, 1.0]],
+        }.get(name) or value + 1
         digests.add(CostModel.from_record(FLEXSP.to_record() | {name: changed}).digest())
     assert len(digests) == 1 + len(FLEXSP.to_record())
 
@@ -276,6 +292,7 @@ def test_digest_sees_every_constant() -> None:
         ({"nics_per_node": 0}, "nics_per_node=0"),
         ({"nics_per_node": 1.5}, "nics_per_node=1.5: not an integer"),
         ({"transfer_s": -1.0}, "transfer_s=-1.0"),
+        ({"all_to_all_overlap": 1.5}, "all_to_all_overlap=1.5"),
         ({"name": 3}, "name=3"),
         ({"bandwidths": []}, "at least one"),
         ({"bandwidths": {"2": 1}}, "list of"),
@@ -302,9 +319,13 @@ def test_a_file_that_does_not_parse_is_named(tmp_path: Path, text: str) -> None:
 
 
 def test_a_file_that_knows_no_nics_has_one(tmp_path: Path) -> None:
-    record = {name: value for name, value in FLEXSP.to_record().items() if name not in ("nics_per_node", "transfer_s")}
+    record = {
+        name: value
+        for name, value in FLEXSP.to_record().items()
+        if name not in ("nics_per_node", "transfer_s", "all_to_all_overlap")
+    }
     assert CostModel.from_record(record) == FLEXSP
-    assert (FLEXSP.nics_per_node, FLEXSP.transfer_s) == (1, 0.0)
+    assert (FLEXSP.nics_per_node, FLEXSP.transfer_s, FLEXSP.all_to_all_overlap) == (1, 0.0, 0.0)
 
 
 def test_unknown_names_list_the_presets() -> None:

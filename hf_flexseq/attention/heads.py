@@ -14,7 +14,6 @@ import torch
 from hf_flexseq.attention.local import Tensors
 from hf_flexseq.shard import contiguous_part
 
-PIECES = 4  # the most; two have most of the gain
 # What a piece must have to be worth a kernel call of its own, in query heads x tokens: on the CPU of a sequence, where
 # each is a call; on CUDA of all of them, to fill the device.
 PIECE_ROWS = {"cpu": 1 << 9, "cuda": 1 << 15}

@@ -24,17 +24,10 @@ from typing import NamedTuple, Protocol
 
 import torch
 
-from hf_flexseq.attention.heads import (
-    PIECES,
-    HeadPiece,
-    closed_sums,
-    head_pieces,
-    pieces_of_head,
-    read_again,
-    repeated,
-)
+from hf_flexseq.attention.heads import HeadPiece, closed_sums, head_pieces, pieces_of_head, read_again, repeated
 from hf_flexseq.attention.local import LocalZone, Tensors
 from hf_flexseq.attention.zones import END, Steps, within
+from hf_flexseq.cost import HEAD_PIECES
 from hf_flexseq.distributed.all_to_all import AllToAll, all_to_all
 from hf_flexseq.distributed.communicator import Channel
 from hf_flexseq.kernels import Kernel, lse_dtype
@@ -199,7 +192,7 @@ class UlyssesZone:
     def _pieces(self, of_queries: torch.Tensor, of_keys: torch.Tensor) -> tuple[HeadPiece, ...]:
         heads, degree = of_queries.shape[1], len(self.ranks)
         worth = int(self.pieces * heads / degree)
-        return head_pieces(heads, of_keys.shape[1], degree, max(1, min(worth, PIECES)))
+        return head_pieces(heads, of_keys.shape[1], degree, max(1, min(worth, HEAD_PIECES)))
 
     def _span(self, place: int, pieces: int) -> Span:
         """When a piece is computed: with equal times before the first, between any two and after the last."""
@@ -235,7 +228,7 @@ class UlyssesZone:
         parts = [_flat_cat([pieces[i] for pieces in by_rank]) for i in self._indices]
         mine, head_dim = self.tokens[self.index], tensors[0].shape[2]
         sizes = [[mine * (span[i].stop - span[i].start) * head_dim for span in spans] for i in self._indices]
-        moving = self._all_to_all(PIECES + place, parts, [sum(s) for s in sizes])
+        moving = self._all_to_all(HEAD_PIECES + place, parts, [sum(s) for s in sizes])
         return Leaving(moving, spans, sizes, head_dim)
 
     def _as_tokens(self, leaving: Sequence[Leaving]) -> list[torch.Tensor]:

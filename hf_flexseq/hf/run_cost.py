@@ -7,7 +7,7 @@ that it depends on. Rank 0 reads and writes; all ranks get its model.
 import logging
 import time
 from collections.abc import Mapping
-from dataclasses import asdict, replace
+from dataclasses import asdict, fields, replace
 from pathlib import Path
 
 import torch
@@ -114,6 +114,7 @@ def fit_key(spec: ProbeSpec, shape: ModelShape, topology: Topology, device: torc
         "dtype": str(spec.dtype),
         "autocast": str(spec.autocast),
         "torch": torch.__version__,
+        "constants": [field.name for field in fields(CostModel)],
     }
 
 

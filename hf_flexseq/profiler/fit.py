@@ -84,13 +84,13 @@ class Links:
     """Transfers between ranks.
 
     bandwidths: (degree, bytes/s). latencies_s: (degree, seconds) of one layer's all-to-alls whatever they move.
-    ring_factor: how much longer a byte takes in a ring. ring_overlap: as in `CostModel`.
+    ring_factor: how much longer a byte takes in a ring. overlap: as `ring_overlap` in `CostModel`.
     """
 
     bandwidths: tuple[tuple[int, float], ...]
     latencies_s: tuple[tuple[int, float], ...]
     ring_factor: float
-    ring_overlap: float
+    overlap: float
 
     def fill(self, model: CostModel, layers: int) -> CostModel:
         """`model`, of `layers` layers, with these transfers; ring bytes count as many as they are worth at an
@@ -101,7 +101,8 @@ class Links:
             group_s=layers * float(np.mean([seconds for _, seconds in self.latencies_s] or [0.0])),
             ring_bytes=None if model.ring_bytes is None else model.ring_bytes * self.ring_factor,
             query_bytes=model.query_bytes * self.ring_factor,
-            ring_overlap=self.ring_overlap,
+            ring_overlap=self.overlap,
+            all_to_all_overlap=self.overlap,
         )
 
 
@@ -150,7 +151,7 @@ def fit_links(samples: Sequence[Sample], estimate: CostModel, *, layers: int, ov
     degrees = sorted({sample.degree for sample in samples if sample.strategy == "ulysses"})
     if not degrees:
         kept = estimate.bandwidths
-        return Links(bandwidths=kept, latencies_s=(), ring_factor=1.0, ring_overlap=estimate.ring_overlap)
+        return Links(bandwidths=kept, latencies_s=(), ring_factor=1.0, overlap=estimate.ring_overlap)
     found = [
         (degree, *_fit_transfers(samples, "ulysses", degree, estimate.all_to_all_bytes / layers)) for degree in degrees
     ]
@@ -163,7 +164,7 @@ def fit_links(samples: Sequence[Sample], estimate: CostModel, *, layers: int, ov
         bandwidths=tuple((degree, 1 / per_byte_s) for degree, per_byte_s, _ in found),
         latencies_s=tuple((degree, latency_s) for degree, _, latency_s in found),
         ring_factor=float(np.clip(np.mean(factors), *RING_FACTORS)),
-        ring_overlap=overlap,
+        overlap=overlap,
     )
 
 

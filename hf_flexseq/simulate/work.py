@@ -85,8 +85,8 @@ def spread(total: int, sizes: Sequence[int]) -> tuple[int, ...]:
 
 
 def _totals(group: Group, lengths: Sequence[int], topology: Topology, cost: CostModel) -> tuple[int, int, int]:
-    """Nanoseconds of linear layers, of a rank's average attention, and of transfers other than a ring's.
-    Latency is not among them."""
+    """Nanoseconds of linear layers, of a rank's average attention with what travels under it, and of other transfers
+    than a ring's. Latency is not among them."""
     s = np.array([lengths[i] for i in group.sequences], dtype=np.float64)
     tokens, degree = float(s.sum()), group.degree
     linear = linear_ns(cost, group, lengths)
@@ -99,6 +99,8 @@ def _totals(group: Group, lengths: Sequence[int], topology: Topology, cost: Cost
         speed = cost.bandwidth(degree, spans)
         if group.strategy == "hybrid" and spans:
             speed = cost.bandwidth(degree // nodes_spanned(degree), False)
+        elif group.strategy in ("ulysses", "hybrid"):
+            traffic *= 1 - cost.hidden_share(degree)
         moved = min(whole, round(traffic * tokens / degree / speed * 1e9))
     linear = min(linear, whole - moved)
     return linear, whole - moved - linear, moved
