@@ -126,8 +126,10 @@ class CostModel:
         """How much longer Ulysses' attention takes than an even split of the heads over `degree` ranks would."""
         return 1.0 if self.heads is None else -(-self.heads // degree) * degree / self.heads
 
-    def hidden_share(self, degree: int) -> float:
-        """Share of Ulysses' transfers that can travel while attention computes."""
+    def hidden_share(self, degree: int, strategy: str) -> float:
+        """Share of all-to-alls that can travel while attention computes. A hybrid has all heads in one piece."""
+        if strategy != "ulysses":
+            return 0.0
         heads_per_rank = HEAD_PIECES if self.heads is None else max(1, self.heads // degree)
         return self.all_to_all_overlap * (1 - 1 / min(HEAD_PIECES, heads_per_rank))
 
@@ -140,7 +142,7 @@ class CostModel:
             seconds = attention + linear
         elif strategy == "ulysses" or (strategy == "hybrid" and not spans_nodes):
             moved = self.all_to_all_bytes * s / degree / self.bandwidth(degree, spans_nodes)
-            hidden = self.hidden_share(degree) * moved
+            hidden = self.hidden_share(degree, strategy) * moved
             seconds = np.maximum(attention * self.head_stretch(degree), hidden) + linear + (moved - hidden)
         elif strategy == "hybrid":
             seconds = linear + self._hybrid_s(s, attention, degree)

@@ -63,7 +63,7 @@ class TimedKernel:
 
     def __init__(self) -> None:
         self._kernel = choose_kernel(CPU, torch.float32, HEAD_DIM)
-        self.name = self._kernel.name
+        self.name, self.wide_gradients = self._kernel.name, self._kernel.wide_gradients
         self.forward_s: list[float] = []
         self.backward_s: list[float] = []
 

@@ -155,6 +155,8 @@ def gather(world: Communicator, links: Links, asked: argparse.Namespace) -> str:
 class WaitingKernel:
     """Attention that takes its time but no processor's, as on a device: the ranks share the cores of this machine."""
 
+    wide_gradients = False
+
     def __init__(self, seconds_per_pair: float) -> None:
         self.name, self.seconds_per_pair = "waiting", seconds_per_pair
 

@@ -96,6 +96,12 @@ def _repeats(heads: range, queries_per_kv: int) -> tuple[int, ...] | None:
     return None if len(set(Counter(reads).values())) == 1 else tuple(reads)
 
 
+def overlapping(spans: Sequence[Sequence[slice]]) -> bool:
+    """Whether several ranks have a head. spans: of every piece the heads of every rank, all of them together."""
+    every = [span for of_piece in spans for span in of_piece]
+    return sum(span.stop - span.start for span in every) > max(span.stop for span in every)
+
+
 def repeated(x: torch.Tensor, share: HeadShare) -> torch.Tensor:
     """[T, KV heads, D] -> one KV head per query head, where the kernel could not group them itself."""
     return x if share.repeats is None else x[:, list(share.repeats)]

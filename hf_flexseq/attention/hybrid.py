@@ -39,7 +39,7 @@ def hybrid_zone(zone: Zone, channel: Channel, kernel: Kernel, device: torch.devi
     inner = Reordered(_in_order(group_cuts, held, device), RingZone(rows, turns, channel, kernel))
     ring = Span(0.25, 0.75)  # of the zone's time
     return UlyssesZone(
-        rows, tokens, place, range(start + members[0], start + members[-1] + 1), channel, inner, span=ring
+        rows, tokens, place, range(start + members[0], start + members[-1] + 1), channel, inner, span=ring, wide=True
     )
 
 

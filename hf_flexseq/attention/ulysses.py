@@ -24,7 +24,15 @@ from typing import NamedTuple, Protocol
 
 import torch
 
-from hf_flexseq.attention.heads import HeadPiece, closed_sums, head_pieces, pieces_of_head, read_again, repeated
+from hf_flexseq.attention.heads import (
+    HeadPiece,
+    closed_sums,
+    head_pieces,
+    overlapping,
+    pieces_of_head,
+    read_again,
+    repeated,
+)
 from hf_flexseq.attention.local import LocalZone, Tensors
 from hf_flexseq.attention.zones import END, Steps, within
 from hf_flexseq.cost import HEAD_PIECES
@@ -80,7 +88,9 @@ def ulysses_zone(zone: Zone, channel: Channel, kernel: Kernel, device: torch.dev
     tokens = [stop - start for start, stop in parts]
     inner = LocalZone(slice(zone.start, zone.stop), zone.lengths, kernel, device)
     pieces = pieces_of_head(zone.lengths, device)
-    return UlyssesZone(inner.rows, tokens, zone.index, zone.group.ranks, channel, inner, pieces=pieces)
+    return UlyssesZone(
+        inner.rows, tokens, zone.index, zone.group.ranks, channel, inner, pieces=pieces, wide=kernel.wide_gradients
+    )
 
 
 def _flat(kept: Sequence[Tensors]) -> Tensors:
@@ -93,7 +103,7 @@ def _flat(kept: Sequence[Tensors]) -> Tensors:
 class UlyssesZone:
     """This rank's part in an Ulysses group."""
 
-    __slots__ = ("channel", "index", "inner", "pieces", "ranks", "rows", "span", "tokens")
+    __slots__ = ("channel", "index", "inner", "pieces", "ranks", "rows", "span", "tokens", "wide")
 
     def __init__(
         self,
@@ -106,14 +116,16 @@ class UlyssesZone:
         *,
         span: Span | None = None,
         pieces: float = 0.0,
+        wide: bool = False,
     ) -> None:
         """tokens: how many each of `ranks` holds. index: this rank's place among them. inner: what computes, of one
         piece in any layout, of several with a log-sum-exp [heads, tokens]. span: at which times of the zone it does;
         the exchanges have the time before and after it to travel. pieces: how many each query head of a rank is worth.
+        wide: whether `inner` leaves gradients of 16-bit tensors in float32.
         """
         assert span is None or not pieces, "pieces have times of their own"
         self.rows, self.tokens, self.index, self.ranks = rows, tokens, index, ranks
-        self.channel, self.inner, self.span, self.pieces = channel, inner, span, pieces
+        self.channel, self.inner, self.span, self.pieces, self.wide = channel, inner, span, pieces, wide
 
     def forward(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float
@@ -175,16 +187,18 @@ class UlyssesZone:
     ) -> Steps[Tensors]:
         """dq, dk, dv of this rank's tokens. inner: of a piece's heads, from what has arrived, dout last."""
         leaving, open_sums = [], ()
+        adds_up = self.wide and overlapping([piece.leaving for piece in pieces])
         for place, piece in enumerate(pieces):
             share, span = piece.shares[self.index], self._span(place, len(pieces))
             yield span.start
             tensors = arriving[place]()
-            dqh, *dkv = (tensors[-1],) * 3  # of no heads
+            dout = tensors[-1]
+            dqh, *dkv = (dout,) * 3  # of no heads
             if share.q_heads:
                 dqh, *dkv = yield from within(*span, inner(place, tensors))
                 dkv, open_sums = closed_sums(share, dkv, open_sums)
             yield span.stop
-            made = tuple(x.to(tensors[-1].dtype) for x in (dqh, *dkv))
+            made = tuple(x.to(lse_dtype(dout.dtype) if adds_up else dout.dtype) for x in (dqh, *dkv))
             leaving.append(self._head_to_seq(place, made, (piece.queries, piece.leaving, piece.leaving)))
         yield END
         return tuple(self._as_tokens(leaving))
@@ -244,7 +258,7 @@ class UlyssesZone:
             for i, flat in enumerate(received):
                 for result, span, part in zip(results, spans, flat.split(sizes[i]), strict=True):
                     result.add(part, span[i])
-        return [result.total(received[0].dtype) for result in results]
+        return [result.total for result in results]
 
     def _all_to_all(self, number: int, parts: Sequence[torch.Tensor], numels: Sequence[int]) -> AllToAll:
         label, tag = self.channel.label(self._describe), self.channel.tag(number)
@@ -261,25 +275,21 @@ class UlyssesZone:
 class _Sums:
     """[tokens, heads, D] of parts [tokens, some heads, D], which several ranks may have of one head."""
 
-    __slots__ = ("_shared", "_total")
+    __slots__ = ("_shared", "total")
 
     def __init__(self, like: torch.Tensor, tokens: int, head_dim: int, spans: Sequence[Sequence[slice]]) -> None:
-        """spans: of every piece the heads of every rank, all of them together."""
-        widths = [(span.start, span.stop) for of_piece in spans for span in of_piece]
-        heads = max(stop for _, stop in widths)
-        self._shared = sum(stop - start for start, stop in widths) > heads
+        """spans: see `overlapping`."""
+        heads = max(span.stop for of_piece in spans for span in of_piece)
+        self._shared = overlapping(spans)
         if self._shared:
-            self._total = like.new_zeros(tokens, heads, head_dim, dtype=lse_dtype(like.dtype))
+            self.total = like.new_zeros(tokens, heads, head_dim, dtype=lse_dtype(like.dtype))
         else:
-            self._total = like.new_empty(tokens, heads, head_dim)
+            self.total = like.new_empty(tokens, heads, head_dim)
 
     def add(self, part: torch.Tensor, span: slice) -> None:
         if part.numel():
-            rows = self._total[:, span]
+            rows = self.total[:, span]
             (rows.add_ if self._shared else rows.copy_)(part.view(rows.shape))
-
-    def total(self, dtype: torch.dtype) -> torch.Tensor:
-        return self._total.to(dtype)
 
 
 def _width(x: torch.Tensor, span: slice) -> int:

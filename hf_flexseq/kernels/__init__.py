@@ -24,9 +24,12 @@ class Kernel(Protocol):
 
     H query heads share Hkv key and value heads, H % Hkv == 0, query head h reading key head h * Hkv // H, so callers
     repeat none. A query whose sequence has no keys gets out = 0, lse = -inf and dq = 0.
+
+    wide_gradients: whether it leaves gradients of 16-bit inputs in float32, in which it computes them.
     """
 
     name: str
+    wide_gradients: bool
 
     def forward(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, segments: Segments, *, scale: float
@@ -51,9 +54,9 @@ class Kernel(Protocol):
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Gradients dq [Tq, H, D], dk and dv [Tk, Hkv, D], from dout and out [Tq, H, D], lse [H, Tq].
 
-        They are in q's dtype or, where the kernel computes in it, in `lse_dtype` of it: most of them are parts of
-        a sum, and rounding can wait until that is complete. Where these keys are only some of those that the queries
-        read, `out` and `lse` are the merged ones over all.
+        They are in q's dtype or, with `wide_gradients`, in `lse_dtype` of it: most of them are parts of a sum, and
+        rounding can wait until that is complete. Where these keys are only some of those that the queries read, `out`
+        and `lse` are the merged ones over all.
         """
         ...
 

@@ -32,6 +32,7 @@ class CpuFlash:
     """FlashAttention on the CPU."""
 
     name = "cpu_flash"
+    wide_gradients = True
 
     def why_not(self, device: torch.device, dtype: torch.dtype, head_dim: int) -> str | None:
         """Why this kernel cannot serve such inputs; None when it can."""

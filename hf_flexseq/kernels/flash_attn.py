@@ -29,6 +29,7 @@ class FlashAttn:
     """FlashAttention-2 from the flash-attn package."""
 
     name = "flash_attn"
+    wide_gradients = False
 
     def why_not(self, device: torch.device, dtype: torch.dtype, head_dim: int) -> str | None:
         """Why this kernel cannot serve such inputs; None when it can."""

@@ -18,6 +18,7 @@ class Reference:
     """Slow and obvious, for every device and floating dtype."""
 
     name = "reference"
+    wide_gradients = False
 
     def forward(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, segments: Segments, *, scale: float

@@ -25,6 +25,7 @@ class TorchVarlen:
     """FlashAttention-2 as built into torch."""
 
     name = "torch_varlen"
+    wide_gradients = False
 
     def why_not(self, device: torch.device, dtype: torch.dtype, head_dim: int) -> str | None:
         """Why this kernel cannot serve such inputs; None when it can."""

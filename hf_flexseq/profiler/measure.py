@@ -121,7 +121,7 @@ class CountingKernel:
     """A kernel that counts its calls, to see how often a checkpointed layer repeats its attention."""
 
     def __init__(self, kernel: Kernel) -> None:
-        self.name, self._kernel = kernel.name, kernel
+        self.name, self.wide_gradients, self._kernel = kernel.name, kernel.wide_gradients, kernel
         self.forwards = self.backwards = 0
 
     def forward(self, *args: object, **kwargs: object):

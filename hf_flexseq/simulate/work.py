@@ -99,8 +99,7 @@ def _totals(group: Group, lengths: Sequence[int], topology: Topology, cost: Cost
         speed = cost.bandwidth(degree, spans)
         if group.strategy == "hybrid" and spans:
             speed = cost.bandwidth(degree // nodes_spanned(degree), False)
-        elif group.strategy in ("ulysses", "hybrid"):
-            traffic *= 1 - cost.hidden_share(degree)
+        traffic *= 1 - cost.hidden_share(degree, group.strategy)
         moved = min(whole, round(traffic * tokens / degree / speed * 1e9))
     linear = min(linear, whole - moved)
     return linear, whole - moved - linear, moved
