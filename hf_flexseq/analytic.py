@@ -5,7 +5,7 @@ Good enough to rank plans on a machine nobody has measured; a measured model is 
 
 from dataclasses import dataclass
 
-from hf_flexseq.cost import CostModel
+from hf_flexseq.cost import PIECE_ROWS, CostModel
 from hf_flexseq.topology import Topology
 
 EXCHANGES = 4  # a layer's in Ulysses: to heads and back, forward and backward
@@ -36,6 +36,7 @@ class DeviceSpec:
     transfer_s: seconds until a transfer between ranks begins.
     overlap: share of a transfer that costs no arithmetic meanwhile: a CPU core moves its bytes itself.
     own_nic: whether a rank has a link of its own to other nodes; otherwise those of a node share one.
+    piece_rows: as in `CostModel`.
     """
 
     name: str
@@ -47,6 +48,7 @@ class DeviceSpec:
     transfer_s: float = 3e-5
     overlap: float = 1.0
     own_nic: bool = True
+    piece_rows: int = PIECE_ROWS["cuda"]
 
 
 # Achieved rates: about 45 % of the dense bf16 peak, 70 % of NVLink one way, one 400 (A100: 200) Gb/s NIC per rank.
@@ -75,6 +77,7 @@ DEVICES = {
             transfer_s=3e-4,
             overlap=0.0,
             own_nic=False,
+            piece_rows=PIECE_ROWS["cpu"],
         ),
     )
 }
@@ -126,6 +129,7 @@ def analytic_cost_model(
         nics_per_node=topology.ranks_per_node if device.own_nic else 1,
         transfer_s=device.transfer_s,
         all_to_all_overlap=device.overlap,
+        piece_rows=device.piece_rows,
     )
 
 

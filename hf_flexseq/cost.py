@@ -3,7 +3,7 @@
 A sequence of s tokens on a group of d ranks takes, with a1, a2 and b1 measured and v_d the group's bandwidth,
 
     local     a1 s^2 + a2 s
-    ulysses   max(a1 s^2 stretch / d, hidden share of) + rest of the all-to-all bytes s / (d v_d) + a2 s / d
+    ulysses   max(a1 s^2 stretch / d, h t) + (1 - h) t + a2 s / d, with t = all-to-all bytes s / (d v_d)
     zigzag    max(a1 s^2 / d, ring bytes s (d - 1) / (d v_d)) + a2 s / d
     balanced  the same with a1 s^2 (d + 1) / d^2 at even d, and the bytes of `ring_traffic`
     allgather a1 s^2 / d + the bytes of `ring_traffic` s / (d v_d) + a2 s / d
@@ -14,8 +14,8 @@ A sequence of s tokens on a group of d ranks takes, with a1, a2 and b1 measured 
   free synchronisation meet only inside groups: see `free_ns`.
 * `stretch` is ceil(H/d) d / H: the rank with the most of H query heads sets Ulysses' pace, and ranks beyond H idle.
 * Ring transfers run beside the attention they feed (LightSeq, arXiv 2310.03294, section 3.2), so the longer counts;
-  an all-gather ends before its attention begins. Ulysses' heads come and go in pieces, and all but one of these travel
-  while others are computed.
+  an all-gather ends before its attention begins. Ulysses' heads come and go in pieces, of which all but one travel
+  while others are computed: the share h.
 * A rank holds token_bytes x tokens + state_bytes + sharded_state_bytes / ranks, at most budget_bytes.
 
 The formula is FlexSP's (arXiv 2412.01523, equations 11 to 14), with heads, rings, latency and unsharded states added.
@@ -42,6 +42,9 @@ FloatArray = NDArray[np.float64]
 
 RING_STRATEGIES = ("zigzag", "balanced", "allgather")
 HEAD_PIECES = 4  # the most that a rank's heads come in under Ulysses; two have most of the gain
+# What a piece must have to be worth a kernel call of its own, in query heads x tokens: on the CPU of a sequence, where
+# each is a call; on CUDA of all of them, to fill the device.
+PIECE_ROWS = {"cpu": 1 << 9, "cuda": 1 << 15}
 WIDEST_WITHIN_A_NODE = 8  # groups of so few ranks that nevertheless span nodes pay the next wider group's bandwidth
 
 
@@ -57,6 +60,7 @@ class CostModel:
     query_bytes: bytes of a token's queries on one trip, all layers.
     ring_overlap: share of a ring's transfers that can travel while attention computes: 1 where they need none of the
     processor's time, 0 where they take it. all_to_all_overlap: the same of Ulysses', but for their first piece.
+    piece_rows: see `PIECE_ROWS`; here of a sequence, though on CUDA packed ones fill a piece together.
     bandwidths: (degree, bytes/s) pairs, ascending. heads: query heads; None: any degree divides them.
     nics_per_node: links to other nodes that the ranks of a node send over, each over one of them. transfer_s: seconds
     that a transfer between two ranks takes beside its bytes.
@@ -82,9 +86,10 @@ class CostModel:
     nics_per_node: int = 1
     transfer_s: float = 0.0
     all_to_all_overlap: float = 0.0
+    piece_rows: float = PIECE_ROWS["cuda"]
 
     def __post_init__(self) -> None:
-        for name in ("linear_s", "token_bytes", "budget_bytes"):
+        for name in ("linear_s", "token_bytes", "budget_bytes", "piece_rows"):
             _require(getattr(self, name) > 0, f"{name}={getattr(self, name)}: must be positive")
         for name in (
             "attention_s",
@@ -126,12 +131,14 @@ class CostModel:
         """How much longer Ulysses' attention takes than an even split of the heads over `degree` ranks would."""
         return 1.0 if self.heads is None else -(-self.heads // degree) * degree / self.heads
 
-    def hidden_share(self, degree: int, strategy: str) -> float:
-        """Share of all-to-alls that can travel while attention computes. A hybrid has all heads in one piece."""
+    def hidden_share(self, s: FloatArray, degree: int, strategy: str) -> FloatArray:
+        """Share of the all-to-alls of sequences of `s` tokens that can travel while attention computes. A hybrid has
+        all heads in one piece."""
         if strategy != "ulysses":
-            return 0.0
+            return np.zeros_like(s)
         heads_per_rank = HEAD_PIECES if self.heads is None else max(1, self.heads // degree)
-        return self.all_to_all_overlap * (1 - 1 / min(HEAD_PIECES, heads_per_rank))
+        pieces = np.clip(s * heads_per_rank // self.piece_rows, 1, min(HEAD_PIECES, heads_per_rank))
+        return self.all_to_all_overlap * (1 - 1 / pieces)
 
     def sequences_ns(self, lengths: Int64Array, degree: int, strategy: str, spans_nodes: bool) -> Int64Array:
         """Nanoseconds of each of `lengths` on its own on a group of `degree` ranks."""
@@ -142,7 +149,7 @@ class CostModel:
             seconds = attention + linear
         elif strategy == "ulysses" or (strategy == "hybrid" and not spans_nodes):
             moved = self.all_to_all_bytes * s / degree / self.bandwidth(degree, spans_nodes)
-            hidden = self.hidden_share(degree, strategy) * moved
+            hidden = self.hidden_share(s, degree, strategy) * moved
             seconds = np.maximum(attention * self.head_stretch(degree), hidden) + linear + (moved - hidden)
         elif strategy == "hybrid":
             seconds = linear + self._hybrid_s(s, attention, degree)

@@ -76,7 +76,7 @@ LLAMA_8B = ModelShape(
 def _cluster(name: str, device: DeviceSpec) -> CostModel:
     """Llama-3.1-8B under FSDP with checkpointing on nodes of eight such devices."""
     cost = analytic_cost_model(LLAMA_8B, device, Topology(nodes=8, ranks_per_node=8), zero_stage=3)
-    return replace(cost, name=name, all_to_all_overlap=0.0)  # they are for comparisons with systems that hide none
+    return replace(cost, name=name, all_to_all_overlap=0.0)  # Zeppelin's clusters, and its Ulysses hides none
 
 
 PRESETS = {model.name: model for model in (*FLEXSP, *(_cluster(name, device) for name, device in CLUSTERS))}

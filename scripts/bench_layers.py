@@ -37,7 +37,7 @@ from bench_planner import machine
 from peers import layers
 from peers.layers import Call, Peers
 
-from hf_flexseq.cost import CostModel
+from hf_flexseq.cost import PIECE_ROWS, CostModel
 from hf_flexseq.distributed.communicator import Communicator
 from hf_flexseq.kernels.cpu_flash import CpuFlash
 from hf_flexseq.kernels.reference import Reference
@@ -119,6 +119,7 @@ def cost_model(world: Communicator, kv_heads: int, bits_per_s: float) -> CostMod
         query_bytes=q,
         ring_overlap=0.7,
         all_to_all_overlap=0.7,
+        piece_rows=PIECE_ROWS["cpu"],
         bandwidths=(*inside, (topology.world_size, across)),
         heads=QUERY_HEADS,
         token_bytes=1.0,

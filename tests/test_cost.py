@@ -89,6 +89,7 @@ def test_a_ring_hides_transfers_behind_attention_or_the_other_way_round() -> Non
 def test_ulysses_hides_all_but_the_first_piece_of_its_heads() -> None:
     """Two heads on each of four ranks: half of the transfers may be hidden, of sixteen heads three quarters."""
     cost = replace(SIMPLE, attention_s=1.0, all_to_all_bytes=2.0, bandwidths=((4, 0.5),), all_to_all_overlap=0.5)
+    cost = replace(cost, piece_rows=1)
     for heads, share in ((4, 0.0), (8, 0.25), (16, 0.375), (64, 0.375), (None, 0.375)):
         of_heads = replace(cost, heads=heads)
         for length in (2, 100):
@@ -322,7 +323,7 @@ def test_a_file_that_knows_no_nics_has_one(tmp_path: Path) -> None:
     record = {
         name: value
         for name, value in FLEXSP.to_record().items()
-        if name not in ("nics_per_node", "transfer_s", "all_to_all_overlap")
+        if name not in ("nics_per_node", "transfer_s", "all_to_all_overlap", "piece_rows")
     }
     assert CostModel.from_record(record) == FLEXSP
     assert (FLEXSP.nics_per_node, FLEXSP.transfer_s, FLEXSP.all_to_all_overlap) == (1, 0.0, 0.0)

@@ -201,7 +201,7 @@ def test_balanced_takes_its_critical_path_and_waits_for_its_helpers(degree: int)
 )
 def test_a_group_without_a_ring_is_its_closed_form(strategy: str, label: str) -> None:
     plan, topology = plan_of((24, 7), [(0, 4, (0, 1))], strategy=strategy), Topology(nodes=2, ranks_per_node=2)
-    cost = ring_model(ring_bytes=30.0, all_to_all_bytes=30.0, all_to_all_overlap=0.8)
+    cost = ring_model(ring_bytes=30.0, all_to_all_bytes=30.0, all_to_all_overlap=0.8, piece_rows=9.0)
     for layers in (0, 3):
         timeline = simulate(plan, topology, cost, detail=Detail(layers=layers))
         assert timeline.stop == step_ns(cost, plan.micro_batches, plan.lengths, topology, sync="lockstep")

@@ -12,11 +12,8 @@ from typing import NamedTuple
 import torch
 
 from hf_flexseq.attention.local import Tensors
+from hf_flexseq.cost import PIECE_ROWS
 from hf_flexseq.shard import contiguous_part
-
-# What a piece must have to be worth a kernel call of its own, in query heads x tokens: on the CPU of a sequence, where
-# each is a call; on CUDA of all of them, to fill the device.
-PIECE_ROWS = {"cpu": 1 << 9, "cuda": 1 << 15}
 
 
 def pieces_of_head(lengths: Sequence[int], device: torch.device) -> float:

@@ -10,11 +10,11 @@ them up in the order of the turns, so that sums do not depend on what arrives fi
 nothing from others comes last, for the last gradients to travel under.
 
 Ring Attention (arXiv 2310.01889) for the blockwise merge, DistFlashAttn (arXiv 2310.03294, section 3) for helpers and
-for fetching ahead. Everything travels in the kernel's own dtypes, and is merged and summed in float32 (float64 for
-float64) by one owner: passing sums on from rank to rank would need float32 on the wire, and a 16-bit accumulator costs
-several times the error of a single kernel. Between nodes the same bytes may travel over other ranks' NICs, too
-(`schedule/routing.py`). Rejected: keeping the fetched keys and values for the backward, which would hold whole
-sequences on every rank.
+for fetching ahead. Everything travels in the inputs' dtype (a log-sum-exp in its own), and is merged and summed in
+float32 (float64 for float64) by one owner: passing sums on from rank to rank would need float32 on the wire, and a
+16-bit accumulator costs several times the error of a single kernel. Between nodes the same bytes may travel over other
+ranks' NICs, too (`schedule/routing.py`). Rejected: keeping the fetched keys and values for the backward, which would
+hold whole sequences on every rank.
 """
 
 from collections import deque

@@ -116,12 +116,13 @@ class UlyssesZone:
         *,
         span: Span | None = None,
         pieces: float = 0.0,
-        wide: bool = False,
+        wide: bool,
     ) -> None:
         """tokens: how many each of `ranks` holds. index: this rank's place among them. inner: what computes, of one
         piece in any layout, of several with a log-sum-exp [heads, tokens]. span: at which times of the zone it does;
         the exchanges have the time before and after it to travel. pieces: how many each query head of a rank is worth.
-        wide: whether `inner` leaves gradients of 16-bit tensors in float32.
+        wide: whether `inner` leaves gradients of 16-bit tensors in float32. Where ranks share a KV head they travel
+        so, those of queries in the same message.
         """
         assert span is None or not pieces, "pieces have times of their own"
         self.rows, self.tokens, self.index, self.ranks = rows, tokens, index, ranks

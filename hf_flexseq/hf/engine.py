@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator
-from accelerate.utils import DistributedType
+from accelerate.utils import DistributedDataParallelKwargs, DistributedType
 from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 
@@ -28,7 +28,7 @@ from hf_flexseq.cost import CostModel
 from hf_flexseq.distributed.communicator import Communicator
 from hf_flexseq.distributed.control import broadcast_object
 from hf_flexseq.hf.attention import NAME
-from hf_flexseq.hf.buckets import fill_buckets_early
+from hf_flexseq.hf.buckets import early_buckets
 from hf_flexseq.hf.checks import check_accelerator, resolve_sync
 from hf_flexseq.hf.lookahead import DrawnStep, InlinePlanner, Lookahead, Planner
 from hf_flexseq.hf.loss import ChunkedLoss, attach_chunked_loss
@@ -81,6 +81,7 @@ class FlexSeqEngine:
         self._kernel: Kernel | None = None
         self._chunked_loss: ChunkedLoss | None = None
         self._former_attention: str | None = None
+        self._former_ddp: DistributedDataParallelKwargs | None = None
         self._exchange = RowExchange(self.communicator)
         self._training: Lookahead | None = None
         self._trace = PlanTrace(args.plan_trace, self.communicator)
@@ -110,7 +111,8 @@ class FlexSeqEngine:
         if self.args.max_tokens_per_rank is None:
             # Raises when the model's state alone is too large.
             self.cost.max_tokens_per_rank(self.communicator.world_size)
-        fill_buckets_early(self.accelerator, model)
+        self._former_ddp = self.accelerator.ddp_handler
+        self.accelerator.ddp_handler = early_buckets(self._former_ddp, model)
         self._former_attention = base.config._attn_implementation
         base.set_attn_implementation(NAME)
         self._chunked_loss = attach_chunked_loss(model)
@@ -121,6 +123,7 @@ class FlexSeqEngine:
         if self.model is not None:
             assert self._former_attention is not None, "attached without a former attention implementation"
             self.model.set_attn_implementation(self._former_attention)
+            self.accelerator.ddp_handler = self._former_ddp
             if self._chunked_loss is not None:
                 self._chunked_loss.detach()
         self.model = self._chunked_loss = None

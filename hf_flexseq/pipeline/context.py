@@ -62,7 +62,8 @@ class ChunkContext:
         if self._whole is not None:
             zones.append(self._whole)
         if self._sharing is not None:
-            zones = [shared_chunk(self._chunk_tokens, zones, self._sharing)]
+            wide = self.carry.kernel.wide_gradients
+            zones = [shared_chunk(self._chunk_tokens, zones, self._sharing, wide=wide)]
         if self._dummy is not None:
             zones.append(self._dummy)
         return LayerContext(self.tokens, tuple(zones))

@@ -59,15 +59,15 @@ def own_columns(columns: Mapping[str, torch.Tensor], sharing: Sharing | None) ->
     return {name: value.new_full((1, 1), IGNORED if name == "labels" else 0) for name, value in columns.items()}
 
 
-def shared_chunk(tokens: int, inner: Sequence[ZoneAttention], sharing: Sharing) -> UlyssesZone:
-    """This rank's part in a chunk. inner: the chunk's zones as a rank alone would have them."""
+def shared_chunk(tokens: int, inner: Sequence[ZoneAttention], sharing: Sharing, *, wide: bool) -> UlyssesZone:
+    """This rank's part in a chunk. inner: the chunk's zones as a rank alone would have them. wide: see UlyssesZone."""
     parts = [contiguous_part(tokens, i, len(sharing.ranks)) for i in range(len(sharing.ranks))]
     start, stop = parts[sharing.index]
     sizes = [stop - start for start, stop in parts]
     zones = Together(inner)
     group = Group(ranks=sharing.ranks, sequences=(0,), strategy="ulysses")
     channel = Channel(sharing.communicator, group, 0)
-    return UlyssesZone(slice(0, stop - start), sizes, sharing.index, sharing.ranks, channel, zones)
+    return UlyssesZone(slice(0, stop - start), sizes, sharing.index, sharing.ranks, channel, zones, wide=wide)
 
 
 class Together:

@@ -23,10 +23,10 @@ def ordered(
     return min(quiet_last, given, key=lambda made: step_ns(cost, made, lengths, topology, sync=sync))
 
 
-def _quietness(micro_batch: MicroBatch, lengths: Sequence[int]) -> tuple[int, float, int]:
-    """Narrow groups are quieter than wide ones, fewer tokens in the widest than more; of those alike the one with most
-    tokens has most to hide a reduction under."""
+def _quietness(micro_batch: MicroBatch, lengths: Sequence[int]) -> tuple[bool, int, float, int]:
+    """Remapping is loudest, since it moves tokens over all ranks; narrow groups are quieter than wide ones, fewer
+    tokens in the widest than more; of those alike the one with most tokens has most to hide a reduction under."""
     widest = micro_batch.groups[0].degree
     tokens = sum(group.tokens(lengths) for group in micro_batch.groups)
     shared = sum(group.tokens(lengths) for group in micro_batch.groups if group.degree == widest)
-    return -widest, -shared / tokens, tokens
+    return not micro_batch.remap, -widest, -shared / tokens, tokens

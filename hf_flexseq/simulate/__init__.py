@@ -45,7 +45,8 @@ class Detail:
     """How finely to look.
 
     layers: grouped layers a micro-batch is cut into, forward and back; 0 takes each group in one piece, linear layers
-    included. overlap: ring transfers travel beside the attention. contention: transfers that meet share the link.
+    included. overlap: ring transfers travel beside the attention; what Ulysses hides counts as attention either way.
+    contention: transfers that meet share the link.
     """
 
     layers: int = 4

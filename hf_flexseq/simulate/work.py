@@ -88,7 +88,7 @@ def _totals(group: Group, lengths: Sequence[int], topology: Topology, cost: Cost
     """Nanoseconds of linear layers, of a rank's average attention with what travels under it, and of other transfers
     than a ring's. Latency is not among them."""
     s = np.array([lengths[i] for i in group.sequences], dtype=np.float64)
-    tokens, degree = float(s.sum()), group.degree
+    degree = group.degree
     linear = linear_ns(cost, group, lengths)
     if group.strategy in RINGS:
         return linear, round(cost.attention_s * float((s * s).sum()) / degree * 1e9), 0
@@ -99,7 +99,7 @@ def _totals(group: Group, lengths: Sequence[int], topology: Topology, cost: Cost
         speed = cost.bandwidth(degree, spans)
         if group.strategy == "hybrid" and spans:
             speed = cost.bandwidth(degree // nodes_spanned(degree), False)
-        traffic *= 1 - cost.hidden_share(degree, group.strategy)
-        moved = min(whole, round(traffic * tokens / degree / speed * 1e9))
+        exposed = float((s * (1 - cost.hidden_share(s, degree, group.strategy))).sum())
+        moved = min(whole, round(traffic * exposed / degree / speed * 1e9))
     linear = min(linear, whole - moved)
     return linear, whole - moved - linear, moved

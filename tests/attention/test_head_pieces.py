@@ -1,16 +1,21 @@
 """How heads are dealt to ranks and cut into pieces."""
 
+from dataclasses import replace
 from functools import partial
+from itertools import product
 
+import numpy as np
 import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
 from hf_flexseq.attention import SequenceContext, sequence_parallel_attention
-from hf_flexseq.attention.heads import head_pieces
+from hf_flexseq.attention.heads import head_pieces, overlapping, pieces_of_head
+from hf_flexseq.cost import HEAD_PIECES, PIECE_ROWS
 from hf_flexseq.distributed.communicator import Communicator
 from hf_flexseq.kernels.choose import choose_kernel
 from hf_flexseq.plan import Group, MicroBatch
+from hf_flexseq.presets import PRESETS
 from hf_flexseq.shard import make_shard
 from tests.ranks import run_ranks
 
@@ -29,6 +34,25 @@ def test_every_head_comes_and_goes_once(heads, kv_heads, degree, most):
         of_rank = {q * kv_heads // heads for piece in pieces for q in range(heads)[piece.queries[i]]}
         for way in ("arriving", "leaving"):
             assert [kv for piece in pieces for kv in range(kv_heads)[getattr(piece, way)[i]]] == sorted(of_rank)
+
+
+@pytest.mark.parametrize("heads, kv_heads", HEADS)
+@pytest.mark.parametrize("degree", [1, 2, 3, 4, 8])
+def test_ranks_overlap_where_one_kv_head_has_readers_on_several(heads, kv_heads, degree):
+    pieces = head_pieces(heads, kv_heads, degree, 4)
+    held = [kv for i in range(degree) for piece in pieces for kv in range(kv_heads)[piece.leaving[i]]]
+    assert overlapping([piece.leaving for piece in pieces]) == (len(held) > len(set(held)))
+    assert not overlapping([piece.queries for piece in pieces])
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_the_cost_model_knows_how_many_pieces_there_are(device):
+    cost = replace(PRESETS["llama-3.1-8b-h200"], all_to_all_overlap=1.0, piece_rows=PIECE_ROWS[device])
+    assert cost.heads == 32
+    for degree, length in product((2, 4, 8, 16, 32), (100, 1000, 8192, 20_000, 70_000)):
+        worth = int(pieces_of_head([length], torch.device(device)) * 32 / degree)
+        pieces = len(head_pieces(32, 32, degree, max(1, min(worth, HEAD_PIECES))))
+        assert cost.hidden_share(np.array([float(length)]), degree, "ulysses") == pytest.approx([1 - 1 / pieces])
 
 
 @pytest.mark.parametrize("heads, kv_heads", HEADS)

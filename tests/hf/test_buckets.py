@@ -6,7 +6,7 @@ from accelerate import Accelerator, DistributedDataParallelKwargs
 from torch import nn
 
 from hf_flexseq import FlexSeqArguments, FlexSeqEngine
-from hf_flexseq.hf.buckets import fill_buckets_early
+from hf_flexseq.hf.buckets import early_buckets
 from tests.hf.tiny import tiny_llama
 from tests.ranks import run_ranks
 
@@ -14,24 +14,24 @@ MIB = 2**20
 
 
 def bucket_mib(rank, world_size, chosen):
-    """Of a model of 17 MiB as accelerate wraps it."""
+    """Of a model of 16 MiB and some as accelerate wraps it, and of the handler afterwards."""
     handlers = [] if chosen is None else [DistributedDataParallelKwargs(bucket_cap_mb=chosen)]
     accelerator = Accelerator(cpu=True, kwargs_handlers=handlers)
     model = tiny_llama(torch.float32, vocab_size=2**16)
     assert round(sum(p.numel() * 4 for p in model.parameters()) / MIB) == 16
     engine = FlexSeqEngine(accelerator, FlexSeqArguments(cost_model="estimate"))
     engine.attach(model)
-    return accelerator.prepare(model).bucket_bytes_cap / MIB
+    found = accelerator.prepare(model).bucket_bytes_cap / MIB
+    engine.detach()
+    return found, accelerator.ddp_handler and accelerator.ddp_handler.bucket_cap_mb
 
 
 @pytest.mark.parametrize("chosen, wanted", [(None, 3), (25, 3), (7, 7)])
-def test_a_small_model_has_eight_buckets_unless_the_user_chose(chosen, wanted):
-    assert run_ranks(bucket_mib, 2, chosen) == [wanted] * 2
+def test_a_small_model_has_several_buckets_unless_the_user_chose(chosen, wanted):
+    assert run_ranks(bucket_mib, 2, chosen) == [(wanted, chosen)] * 2
 
 
 def test_a_large_model_keeps_the_default_and_frozen_weights_do_not_count():
-    accelerator, large = Accelerator(cpu=True), nn.Linear(10_000, 10_000, device="meta")
-    fill_buckets_early(accelerator, large)
-    assert accelerator.ddp_handler.bucket_cap_mb == 25
-    fill_buckets_early(accelerator, large.requires_grad_(False))
-    assert accelerator.ddp_handler.bucket_cap_mb == 1
+    large = nn.Linear(10_000, 10_000, device="meta")
+    assert early_buckets(None, large).bucket_cap_mb == 25
+    assert early_buckets(None, large.requires_grad_(False)).bucket_cap_mb == 1
