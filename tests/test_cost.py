@@ -88,8 +88,8 @@ def test_a_ring_hides_transfers_behind_attention_or_the_other_way_round() -> Non
 
 def test_ulysses_hides_all_but_the_first_piece_of_its_heads() -> None:
     """Two heads on each of four ranks: half of the transfers may be hidden, of sixteen heads three quarters."""
-    cost = replace(SIMPLE, attention_s=1.0, all_to_all_bytes=2.0, bandwidths=((4, 0.5),), all_to_all_overlap=0.5)
-    cost = replace(cost, piece_rows=1)
+    link = {"all_to_all_bytes": 2.0, "bandwidths": ((4, 0.5),), "all_to_all_overlap": 0.5}
+    cost = replace(SIMPLE, attention_s=1.0, piece_rows=1, **link)
     for heads, share in ((4, 0.0), (8, 0.25), (16, 0.375), (64, 0.375), (None, 0.375)):
         of_heads = replace(cost, heads=heads)
         for length in (2, 100):

@@ -199,7 +199,8 @@ class UlyssesZone:
                 dqh, *dkv = yield from within(*span, inner(place, tensors))
                 dkv, open_sums = closed_sums(share, dkv, open_sums)
             yield span.stop
-            made = tuple(x.to(lse_dtype(dout.dtype) if adds_up else dout.dtype) for x in (dqh, *dkv))
+            travels_in = lse_dtype(dout.dtype) if adds_up else dout.dtype
+            made = tuple(x.to(travels_in) for x in (dqh, *dkv))
             leaving.append(self._head_to_seq(place, made, (piece.queries, piece.leaving, piece.leaving)))
         yield END
         return tuple(self._as_tokens(leaving))

@@ -18,14 +18,14 @@ from functools import partial
 import numpy as np
 
 from hf_flexseq.config import require_solver
-from hf_flexseq.cost import CostModel, step_ns
+from hf_flexseq.cost import CostModel
 from hf_flexseq.plan import STRATEGIES, MicroBatch, Plan, PlanInfeasible, check
 from hf_flexseq.planner.auto import auto_micro_batches
 from hf_flexseq.planner.batch_ada import batch_ada_micro_batches
 from hf_flexseq.planner.batch_rebalance import batch_rebalance_micro_batches
 from hf_flexseq.planner.bound import lower_bound_ns
 from hf_flexseq.planner.megatron import megatron_micro_batches
-from hf_flexseq.planner.order import ordered
+from hf_flexseq.planner.order import best_order
 from hf_flexseq.planner.remap import REMAPPING, with_remap
 from hf_flexseq.planner.static import check_degree, static_micro_batches
 from hf_flexseq.planner.zeppelin import zeppelin_micro_batches
@@ -83,12 +83,12 @@ def make_plan(
         micro_batches = make(tokens, topology, cost, strategy=strategy, cap=cap)
         if remap == "auto" and planner in REMAPPING and sync == "lockstep":
             micro_batches = with_remap(micro_batches, tokens, topology, cost)
-        micro_batches = ordered(micro_batches, tokens, topology, cost, sync=sync)
+    objective, micro_batches = best_order(micro_batches, tokens, topology, cost, sync=sync)
     bound = lower_bound_ns(np.array(tokens, dtype=np.int64), topology, cost, strategy=strategy, cap=cap, sync=sync)
     plan = Plan(
         lengths=tokens,
         micro_batches=micro_batches,
-        objective_s=step_ns(cost, micro_batches, tokens, topology, sync=sync) / 1e9,
+        objective_s=objective / 1e9,
         lower_bound_s=bound / 1e9,
         planner=planner,
         planning_s=time.perf_counter() - began,

@@ -23,7 +23,7 @@ import numpy as np
 from hf_flexseq.cost import CostModel, Int64Array, step_ns
 from hf_flexseq.plan import MicroBatch
 from hf_flexseq.planner.fill import Filled, fill_short, water_levels
-from hf_flexseq.planner.order import ordered
+from hf_flexseq.planner.order import best_order
 from hf_flexseq.planner.place import Candidates, place_long
 from hf_flexseq.planner.problem import NEVER, Problem, make_problem, micro_batches_of
 from hf_flexseq.planner.repair import repair
@@ -55,10 +55,9 @@ def auto_micro_batches(
             found = _found(problem)
             if found:
                 made = micro_batches_of(problem, found.block.tolist(), found.batch.tolist())
-                if sync == "free":
-                    made = ordered(made, lengths, topology, cost, sync=sync)
                 exact = sync == "lockstep" and not latency
-                plans.append((found.objective if exact else step_ns(cost, made, lengths, topology, sync=sync), made))
+                as_found = found.objective, made
+                plans.append(as_found if exact else best_order(made, lengths, topology, cost, sync=sync))
     to_beat = min((ns for ns, _ in plans), default=NEVER)
     for degree in static_degrees(topology) if strategy != "local" else (1,):
         if static_bound_ns(problem, degree) < to_beat:

@@ -6,21 +6,23 @@ reduced while the last micro-batch computes, best on a link that it leaves alone
 """
 
 from collections.abc import Sequence
+from operator import itemgetter
 
 from hf_flexseq.cost import CostModel, step_ns
 from hf_flexseq.plan import MicroBatch
 from hf_flexseq.topology import Topology
 
 
-def ordered(
+def best_order(
     micro_batches: Sequence[MicroBatch], lengths: Sequence[int], topology: Topology, cost: CostModel, *, sync: str
-) -> tuple[MicroBatch, ...]:
-    """The micro-batches, quiet ones last; as they come where the cost model says that this would be slower."""
+) -> tuple[int, tuple[MicroBatch, ...]]:
+    """Nanoseconds of the step, and the micro-batches with quiet ones last; or as they come, where the cost model says
+    that this is faster."""
     given = tuple(micro_batches)
     quiet_last = tuple(sorted(given, key=lambda micro_batch: _quietness(micro_batch, lengths)))
-    if sync == "lockstep":
-        return quiet_last
-    return min(quiet_last, given, key=lambda made: step_ns(cost, made, lengths, topology, sync=sync))
+    orders = (quiet_last,) if sync == "lockstep" else dict.fromkeys((quiet_last, given))
+    timed = ((step_ns(cost, made, lengths, topology, sync=sync), made) for made in orders)
+    return min(timed, key=itemgetter(0))
 
 
 def _quietness(micro_batch: MicroBatch, lengths: Sequence[int]) -> tuple[bool, int, float, int]:
