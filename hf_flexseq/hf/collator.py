@@ -14,6 +14,7 @@ import torch
 
 IGNORE = -100
 LENGTHS = "lengths"
+_MASKS = ("completion_mask", "assistant_masks")  # columns of TRL, 1 for each token that is a target
 # What collators add for attention implementations that read the limits of sequences from their batch.
 _MADE_FOR_OTHERS = ("seq_lengths", "seq_idx", "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
 
@@ -35,7 +36,8 @@ class DataCollatorForFlexSeq:
     def __call__(self, examples: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         """A dict of [1, tokens] tensors and `lengths`, a list of int.
 
-        Raises ValueError for an example without labels or tokens, a packed one, or a column that is not per token.
+        Raises ValueError for an example without labels or tokens, a packed one, a column that is not per token, or
+        masks of targets that the labels do not follow.
         """
         columns = [self._columns(example, place) for place, example in enumerate(examples)]
         names = list(columns[0])
@@ -47,9 +49,17 @@ class DataCollatorForFlexSeq:
 
     def _columns(self, example: Mapping[str, Any], place: int) -> dict[str, torch.Tensor]:
         """The per-token columns of one example, each [tokens], with the labels shifted."""
+        masks: dict[str, torch.Tensor] = {}
+        given_ids = torch.empty(0)
         if self.example_collator is not None:
+            # Read before the collator runs, because a collator may take columns out of the example.
+            masks = _masks_without_labels(example, place)
+            if masks:
+                given_ids = _tensor("input_ids", example["input_ids"], place).flatten()  # [tokens]
             example = _only_row(self.example_collator([example]), place)
         found = _without_padding(_tensors(example, place), place)
+        if masks:
+            _check_masks(masks, given_ids, found, place)
         tokens = found["input_ids"].numel()
         if tokens == 0:
             raise ValueError(f"example {place} has no tokens: filter empty examples out of the dataset")
@@ -68,6 +78,51 @@ def shifted(labels: torch.Tensor) -> torch.Tensor:
     return torch.cat((labels[1:], labels.new_full((1,), IGNORE)))
 
 
+def _masks_without_labels(example: Mapping[str, Any], place: int) -> dict[str, torch.Tensor]:
+    """Return the masks, each [tokens], that leave tokens out of the loss; none of an example that has labels."""
+    if not isinstance(example, Mapping) or example.get("input_ids") is None:
+        return {}
+    if example.get("labels") is not None:
+        return {}
+    masks = {}
+    for name in _MASKS:
+        if example.get(name) is None:
+            continue
+        mask = _tensor(name, example[name], place).flatten()  # [tokens]
+        if (mask == 0).any():
+            masks[name] = mask
+    return masks
+
+
+def _check_masks(
+    masks: Mapping[str, torch.Tensor], given_ids: torch.Tensor, found: Mapping[str, torch.Tensor], place: int
+) -> None:
+    """Raise ValueError when labels that a collator made follow none of the masks, each [tokens].
+
+    One mask is enough: TRL leaves completion masks alone under completion_only_loss=False.
+    given_ids: [tokens], before the collator; found: the columns that the collator made, each [tokens made].
+    """
+    if any(_follows(found["labels"], found["input_ids"], mask, given_ids) for mask in masks.values()):
+        return
+    raise ValueError(
+        f"example {place} has {' and '.join(masks)} but no labels, and the collator made labels for tokens that are "
+        f"masked out: give `labels` ({IGNORE} where a mask is 0), or a data_collator that reads the masks"
+    )
+
+
+def _follows(labels: torch.Tensor, ids: torch.Tensor, mask: torch.Tensor, given_ids: torch.Tensor) -> bool:
+    """Tell if labels [tokens made] leave out what a mask [tokens] leaves out.
+
+    A collator may have cut tokens off one end, or added some: the ids tell at which end both still agree.
+    """
+    common = min(labels.numel(), mask.numel())
+    ends = (slice(None, common), slice(-common, None))
+    agreeing = [end for end in ends if torch.equal(ids[end], given_ids[end])]
+    if not agreeing:  # other tokens than those of the mask: labels that leave some out were made with care
+        return bool((labels == IGNORE).any())
+    return any(bool((labels[end][mask[end] == 0] == IGNORE).all()) for end in agreeing)
+
+
 def _only_row(batch: Mapping[str, Any], place: int) -> dict[str, Any]:
     """The columns of a batch of one example, without those made for other attention implementations."""
     columns = {name: value for name, value in batch.items() if name not in _MADE_FOR_OTHERS}
@@ -84,7 +139,11 @@ def _only_row(batch: Mapping[str, Any], place: int) -> dict[str, Any]:
 
 def _tensors(example: Mapping[str, Any], place: int) -> dict[str, torch.Tensor]:
     """The columns of an example, each [tokens]; text is left out, as by the Trainer's own collator."""
-    for name, what in (("input_ids", "tokenize it"), ("labels", "for plain language modelling, give input_ids")):
+    what_labels = "for plain language modelling, give input_ids"
+    masks = [name for name in _MASKS if example.get(name) is not None]
+    if masks:
+        what_labels = f"it has {' and '.join(masks)}, so give input_ids with {IGNORE} where a mask is 0"
+    for name, what in (("input_ids", "tokenize it"), ("labels", what_labels)):
         if example.get(name) is None:
             raise ValueError(f"example {place} has no {name}: {what}")
     names = [name for name, value in example.items() if value is not None and not isinstance(value, str)]

@@ -8,6 +8,7 @@
 * `training_step`: runs the micro-batches of the plan, each through the Trainer's own `training_step`.
 * `evaluation_loop`, `prediction_step`: the same for evaluation, with a loss over all target tokens.
 * `_inner_training_loop`: the model has our attention and loss while it trains, and its own afterwards.
+* `_reject_skip_prepare_without_labels`: a check of TRL's SFTTrainer sees the collator that ours is put around.
 * `log`: adds the figures of the step.
 
 Data order, gradient accumulation, clipping, schedules, saving and resuming stay the Trainer's own.
@@ -141,6 +142,15 @@ class FlexSeqMixin:
             logs = logs | mean_figures(self._flexseq_figures)
             self._flexseq_figures.clear()
         super().log(logs, *args, **kwargs)
+
+    # ---- the datasets
+
+    def _reject_skip_prepare_without_labels(self, datasets: Any, data_collator: Any) -> None:
+        """Let SFTTrainer refuse datasets with masks but no labels: it asks for the type of its own collator, which
+        makes labels of all tokens, and would not know it inside ours. Only TRL calls this."""
+        if isinstance(data_collator, DataCollatorForFlexSeq):
+            data_collator = data_collator.example_collator
+        super()._reject_skip_prepare_without_labels(datasets, data_collator)
 
     # ---- evaluation
 

@@ -107,3 +107,67 @@ def test_refuses_what_another_collator_makes_by_name(made, message):
 
     with pytest.raises(ValueError, match=message):
         DataCollatorForFlexSeq(collate)([TWO])
+
+
+# ---- masks of targets
+
+IDS, COMPLETION = [1, 2, 3, 4], [0, 0, 1, 1]
+
+
+def labels_of_all(examples):
+    """What collators for plain language modelling do."""
+    ids = torch.tensor([example["input_ids"] for example in examples])
+    return {"input_ids": ids, "labels": ids.clone()}
+
+
+def labels_by(name, first=0, last=None, start=()):
+    """A collator that takes a mask out of its example, may cut tokens off an end and put others at the start."""
+
+    def collate(examples):
+        (example,) = examples
+        ids, mask = example["input_ids"][first:last], example.pop(name)[first:last]
+        labels = [token if is_target else -100 for token, is_target in zip(ids, mask, strict=True)]
+        return {"input_ids": torch.tensor([[*start, *ids]]), "labels": torch.tensor([[-100] * len(start) + labels])}
+
+    return collate
+
+
+def labels_of_the_first(examples):
+    """Cuts tokens off the end, and only then forgets the mask."""
+    return labels_of_all([{"input_ids": example["input_ids"][:2]} for example in examples])
+
+
+@pytest.mark.parametrize("name", ["completion_mask", "assistant_masks"])
+@pytest.mark.parametrize("collator", [labels_of_all, labels_of_the_first, DataCollatorWithFlattening()])
+def test_refuses_labels_of_all_tokens_where_a_mask_leaves_some_out(name, collator):
+    with pytest.raises(ValueError, match=f"example 0 has {name} but no labels, .* give `labels`") as raised:
+        DataCollatorForFlexSeq(collator)([{"input_ids": IDS, name: COMPLETION}])
+    assert "\n" not in str(raised.value)
+
+
+@pytest.mark.parametrize("name", ["completion_mask", "assistant_masks"])
+def test_refuses_masks_alone(name):
+    with pytest.raises(ValueError, match=f"example 0 has no labels: it has {name}, so give .* -100 where") as raised:
+        DataCollatorForFlexSeq()([{"input_ids": IDS, name: COMPLETION}])
+    assert "\n" not in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    "collator, example, labels",
+    [
+        (labels_by("completion_mask"), {"completion_mask": COMPLETION}, [-100, 3, 4, -100]),
+        (labels_by("assistant_masks", last=3), {"assistant_masks": COMPLETION}, [-100, 3, -100]),
+        (labels_by("completion_mask", first=1), {"completion_mask": COMPLETION}, [3, 4, -100]),
+        (labels_by("completion_mask", start=[9]), {"completion_mask": COMPLETION}, [-100, -100, 3, 4, -100]),
+        (
+            labels_by("assistant_masks"),
+            {"assistant_masks": COMPLETION, "completion_mask": [0, 1, 1, 1]},
+            [-100, 3, 4, -100],
+        ),
+        (labels_of_all, {"completion_mask": [1, 1, 1, 1]}, [2, 3, 4, -100]),
+        (labels_of_all, {"completion_mask": COMPLETION, "labels": IDS}, [2, 3, 4, -100]),
+    ],
+)
+def test_takes_labels_that_follow_a_mask(collator, example, labels):
+    batch = DataCollatorForFlexSeq(collator)([{"input_ids": IDS, **example}])
+    assert batch["labels"].tolist() == [labels]

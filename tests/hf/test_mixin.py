@@ -7,8 +7,9 @@ from peft import LoraConfig, get_peft_model
 from tokenizers import Tokenizer, models
 from transformers import PreTrainedTokenizerFast, Trainer, TrainingArguments
 from trl import SFTConfig, SFTTrainer
+from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 
-from hf_flexseq import FlexSeqArguments, FlexSeqConfig, FlexSeqMixin, FlexSeqTrainer
+from hf_flexseq import DataCollatorForFlexSeq, FlexSeqArguments, FlexSeqConfig, FlexSeqMixin, FlexSeqTrainer
 from tests.hf.test_trainer import OPTIONS, dataset, float64_loss, logged, padded, training_arguments, update_error
 from tests.hf.tiny import VOCAB, tiny_llama
 from tests.ranks import run_ranks
@@ -25,20 +26,28 @@ def tokenizer():
     )
 
 
-def sft_trainer(cls, folder, batch, **flexseq):
+def sft_trainer(cls, folder, batch, *, model=None, settings=None, train_dataset=None, **options):
     args = training_arguments(
         SFTConfig,
         folder,
         batch=batch,
         accumulation=1,
-        optim="sgd",
-        max_length=None,
-        gradient_checkpointing=False,
-        dataset_kwargs={"skip_prepare_dataset": True},
-        bf16=False,
+        **{
+            "optim": "sgd",
+            "max_length": None,
+            "gradient_checkpointing": False,
+            "dataset_kwargs": {"skip_prepare_dataset": True},
+            "bf16": False,
+            **(settings or {}),
+        },
     )
-    data = Dataset.from_list(dataset())
-    return cls(model=tiny_llama(), args=args, train_dataset=data, processing_class=tokenizer(), **flexseq)
+    return cls(
+        model=model or tiny_llama(),
+        args=args,
+        train_dataset=train_dataset or Dataset.from_list(dataset()),
+        processing_class=tokenizer(),
+        **options,
+    )
 
 
 def sft_run(rank, world_size, folder):
@@ -57,6 +66,42 @@ def test_sft_trainer_with_its_own_head(tmp_path):
         for key in ("loss", "grad_norm", "num_tokens"):
             assert logged(log, key) == pytest.approx(logged(plain.state.log_history, key), rel=1e-5), key
         assert logged(log, "flexseq/micro_batches")
+
+
+@pytest.mark.parametrize("mask", ["completion_mask", "assistant_masks"])
+@pytest.mark.parametrize("named", [False, True])
+@pytest.mark.parametrize("cls", [SFTTrainer, FlexSeqSFTTrainer])
+def test_evaluating_masks_without_labels_is_refused_as_by_the_plain_sft_trainer(tmp_path, cls, named, mask):
+    flexseq = {"flexseq_args": FlexSeqArguments(**OPTIONS)} if cls is FlexSeqSFTTrainer else {}
+    trainer = sft_trainer(cls, tmp_path, 2, **flexseq)
+    data = Dataset.from_list([{"input_ids": [1, 2, 3, 4], mask: [0, 0, 1, 1]}])
+    with pytest.raises(ValueError, match="dataset has mask columns but no 'labels'"):
+        trainer.evaluate({"held out": data} if named else data)
+
+
+def test_masks_without_labels_are_refused_when_the_collator_was_wrapped_by_the_user(tmp_path):
+    collator = DataCollatorForFlexSeq(DataCollatorForLanguageModeling(pad_token_id=0))
+    data = Dataset.from_list([{"input_ids": [1, 2, 3, 4], "completion_mask": [0, 0, 1, 1]}])
+    with pytest.raises(ValueError, match="train dataset has mask columns but no 'labels'"):
+        sft_trainer(
+            FlexSeqSFTTrainer,
+            tmp_path,
+            2,
+            train_dataset=data,
+            data_collator=collator,
+            flexseq_args=FlexSeqArguments(**OPTIONS),
+        )
+
+
+def test_evaluating_masks_that_preparation_reads_gives_the_plain_loss(tmp_path):
+    data = Dataset.from_list([{"input_ids": [1, 2, 3, 4, 5], "completion_mask": [0, 0, 1, 1, 1]}] * 2)
+    settings = {"dataset_kwargs": None, "completion_only_loss": True}
+    plain = sft_trainer(SFTTrainer, tmp_path, 2, settings=settings)
+    wanted = plain.evaluate(data)["eval_loss"]
+    trainer = sft_trainer(FlexSeqSFTTrainer, tmp_path, 2, settings=settings, flexseq_args=FlexSeqArguments(**OPTIONS))
+    assert trainer.evaluate(data)["eval_loss"] == pytest.approx(wanted, rel=1e-6)
+    whole = trainer.evaluate(data.remove_columns("completion_mask"))["eval_loss"]
+    assert whole != pytest.approx(wanted, rel=1e-3)
 
 
 def lora_llama():
