@@ -51,17 +51,29 @@ class EvaluationLoss:
         return float(self._sum) / communicator.world_size / self._targets if self._targets else math.nan
 
 
+# What accelerate's `prepare_model` may set on the model itself: its forward under mixed precision, the one before, and
+# a mark that it was there.
+_SET_BY_PREPARE = ("forward", "_original_forward", "_is_accelerate_prepared")
+
+
 @contextmanager
 def left_unprepared(trainer: Any) -> Iterator[None]:
     """Evaluation before training must not leave its mark on the model: accelerate would take it for prepared and
-    never wrap it in DDP, so that every rank would train a model of its own."""
+    never wrap it in DDP, so that every rank would train a model of its own.
+
+    Only what was set meanwhile is taken back. `accelerator.unwrap_model` would undo too much: it goes on to the
+    innermost forward, past the decorators of transformers and the forward that TRL puts on a model.
+    """
     accelerator = trainer.accelerator
     sharded = accelerator.distributed_type in (DistributedType.FSDP, DistributedType.DEEPSPEED)
     mine = not sharded and not accelerator._models
+    model = trainer.model
+    before = {name: vars(model)[name] for name in _SET_BY_PREPARE if name in vars(model)}
     try:
         yield
     finally:
         if mine and not trainer.is_in_train:
-            accelerator.unwrap_model(trainer.model, keep_fp32_wrapper=False)
+            for name in _SET_BY_PREPARE:
+                vars(model).pop(name, None)
+            vars(model).update(before)
             accelerator._models.clear()
-            trainer.model.__dict__.pop("_is_accelerate_prepared", None)

@@ -72,10 +72,13 @@ def test_evaluation_loss_is_the_token_mean(tmp_path, world_size, batch, options,
         assert after != pytest.approx(before, rel=1e-4)
 
 
-def evaluate_then_train(rank, world_size, folder, first):
-    model = tiny_llama()
+def evaluate_then_train(rank, world_size, folder, first, bf16):
+    model = tiny_llama(torch.float32 if bf16 else torch.float64)
     trainer = FlexSeqTrainer(
-        model=model, args=config(folder, 2), train_dataset=documents(LENGTHS), eval_dataset=documents(LENGTHS)
+        model=model,
+        args=config(folder, 2, bf16=bf16),
+        train_dataset=documents(LENGTHS),
+        eval_dataset=documents(LENGTHS),
     )
     if first:
         trainer.evaluate()
@@ -83,9 +86,10 @@ def evaluate_then_train(rank, world_size, folder, first):
     return {name: p.detach().numpy() for name, p in model.named_parameters()}
 
 
-def test_evaluating_first_does_not_change_training(tmp_path):
-    with_evaluation = run_ranks(evaluate_then_train, 2, tmp_path, True)
-    without = run_ranks(evaluate_then_train, 2, tmp_path, False)
+@pytest.mark.parametrize("bf16", [False, True])
+def test_evaluating_first_does_not_change_training(tmp_path, bf16):
+    with_evaluation = run_ranks(evaluate_then_train, 2, tmp_path, True, bf16)
+    without = run_ranks(evaluate_then_train, 2, tmp_path, False, bf16)
     for name, wanted in without[0].items():
         for found in (*with_evaluation, without[1]):
             assert (found[name] == wanted).all(), name

@@ -104,6 +104,38 @@ def test_evaluating_masks_that_preparation_reads_gives_the_plain_loss(tmp_path):
     assert whole != pytest.approx(wanted, rel=1e-3)
 
 
+def bf16_sft_trainer(folder, evaluates_first):
+    trainer = sft_trainer(
+        FlexSeqSFTTrainer,
+        folder,
+        2,
+        model=tiny_llama(torch.float32),
+        settings={"bf16": True, "max_steps": 3},
+        flexseq_args=FlexSeqArguments(**OPTIONS),
+    )
+    if evaluates_first:
+        before = dict(vars(trainer.model))
+        trainer.evaluate(Dataset.from_list(dataset(8)))
+        assert vars(trainer.model).keys() == before.keys()
+        assert trainer.model.forward == before["forward"]  # TRL's, with its own head
+    return trainer
+
+
+def bf16_sft_run(rank, world_size, folder, evaluates_first):
+    torch.set_default_dtype(torch.float32)
+    trainer = bf16_sft_trainer(folder, evaluates_first)
+    trainer.train()
+    return {n: p.detach().numpy() for n, p in trainer.model.named_parameters()}
+
+
+def test_evaluating_first_in_bf16_keeps_the_head_of_the_sft_trainer(tmp_path):
+    with_evaluation = run_ranks(bf16_sft_run, 2, tmp_path, True, seconds=120)
+    without = run_ranks(bf16_sft_run, 2, tmp_path, False, seconds=120)
+    for name, wanted in without[0].items():
+        for found in (*with_evaluation, without[1]):
+            assert (found[name] == wanted).all(), name
+
+
 def lora_llama():
     torch.manual_seed(3)
     config = LoraConfig(r=4, target_modules=["q_proj", "v_proj", "down_proj"], init_lora_weights=False)
