@@ -139,8 +139,8 @@ def _missing(trainer: Trainer) -> dict[str, Any]:
         "compute_metrics: predictions stay spread over ranks; evaluate() gives the loss": (
             trainer.compute_metrics is not None
         ),
-        "loss_is_scaled_for_ga=False: the mean of a rank's tokens is not that of the step; divide the summed loss by "
-        "num_items_in_batch": scaled is False,
+        f"loss_is_scaled_for_ga=False of {type(trainer).__name__}: the mean of a rank's tokens is not that of the "
+        "step; divide the summed loss by num_items_in_batch": scaled is False,
         "a model on several devices (device_map): give every process the whole model": trainer.is_model_parallel,
         f"tensor parallelism (tp_size={trainer.get_tp_size()}): leave it out": trainer.get_tp_size() > 1,
         "prompt learning and adaption prompts of PEFT: they lengthen sequences; use LoRA": any(

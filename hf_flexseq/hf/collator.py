@@ -125,6 +125,11 @@ def _follows(labels: torch.Tensor, ids: torch.Tensor, mask: torch.Tensor, given_
 
 def _only_row(batch: Mapping[str, Any], place: int) -> dict[str, Any]:
     """The columns of a batch of one example, without those made for other attention implementations."""
+    if not isinstance(batch, Mapping):
+        raise ValueError(
+            f"the collator made a {type(batch).__name__} of example {place}, not a batch of columns; hf_flexseq does "
+            "not support trainers that make their samples in training_step, as for reinforcement learning"
+        )
     columns = {name: value for name, value in batch.items() if name not in _MADE_FOR_OTHERS}
     tokens = columns["input_ids"].shape[-1] if "input_ids" in columns else 0
     for name, value in columns.items():

@@ -14,6 +14,7 @@
 Data order, gradient accumulation, clipping, schedules, saving and resuming stay the Trainer's own.
 """
 
+import inspect
 import logging
 from collections.abc import Iterator
 from dataclasses import dataclass, fields
@@ -52,23 +53,28 @@ class FlexSeqMixin:
         flexseq_args (`FlexSeqArguments`, *optional*):
             The options. Taken from `args` when that is a `FlexSeqConfig`, or another class with the same fields.
 
+    All other arguments, positional or not, go to the next class as they are.
+
     With `pipeline_parallel_size` of 2 and more, `model` may be a folder or the name of a model on the Hub: then every
     rank loads its own stage alone.
     """
 
     flexseq: FlexSeqEngine
 
-    def __init__(
-        self,
-        model: Any = None,
-        args: Any = None,
-        *rest: Any,
-        flexseq_args: FlexSeqArguments | None = None,
-        **kwargs: Any,
-    ) -> None:
-        if isinstance(model, str) and (flexseq_args or arguments_on(args)).pipeline_parallel_size > 1:
-            model = load_own_stage(model, args, flexseq_args or arguments_on(args))
-        super().__init__(model, args, *rest, **kwargs)
+    def __init__(self, *given: Any, flexseq_args: FlexSeqArguments | None = None, **named: Any) -> None:
+        order = _positional_names(type(self), after=FlexSeqMixin)
+        arguments = dict(zip(order, given, strict=False)) | named  # to read; the next class gets what was given
+        model, training = arguments.get("model"), arguments.get("args")
+        if isinstance(model, str):
+            options = flexseq_args or arguments_on(training)
+            if options.pipeline_parallel_size > 1:
+                stage = load_own_stage(model, training, options)
+                if "model" in named:
+                    named["model"] = stage
+                else:
+                    place = order.index("model")
+                    given = (*given[:place], stage, *given[place + 1 :])
+        super().__init__(*given, **named)
         self._setup_flexseq(flexseq_args)
 
     def _setup_flexseq(self, flexseq_args: FlexSeqArguments | None) -> None:
@@ -207,6 +213,24 @@ def arguments_on(args: Any) -> FlexSeqArguments:
             "pass a FlexSeqConfig, or flexseq_args=FlexSeqArguments(...)"
         )
     return FlexSeqArguments(**{name: getattr(args, name) for name in names})
+
+
+def _positional_names(cls: type, *, after: type) -> list[str]:
+    """Return the names of the positional parameters of the constructor that comes `after` a class in the MRO of `cls`.
+
+    Positions differ from trainer to trainer: `args` is the second of Trainer and the third of TRL's DPOTrainer. A
+    constructor with `*args` hands them on, so that the names of the next one follow its own.
+    """
+    names: list[str] = []
+    for base in cls.__mro__[cls.__mro__.index(after) + 1 :]:
+        if "__init__" not in vars(base):
+            continue
+        parameters = list(inspect.signature(base.__init__).parameters.values())[1:]  # without self
+        positional = [p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+        names += [name for name in positional if name not in names]
+        if not any(p.kind == p.VAR_POSITIONAL for p in parameters):
+            break
+    return names
 
 
 def _flexseq_collator(collator: Any) -> DataCollatorForFlexSeq:

@@ -109,6 +109,12 @@ def test_refuses_what_another_collator_makes_by_name(made, message):
         DataCollatorForFlexSeq(collate)([TWO])
 
 
+def test_refuses_a_collator_that_makes_no_batch():
+    with pytest.raises(ValueError, match="the collator made a list of example 0, not a batch of columns") as raised:
+        DataCollatorForFlexSeq(lambda examples: examples)([TWO])
+    assert "\n" not in str(raised.value)
+
+
 # ---- masks of targets
 
 IDS, COMPLETION = [1, 2, 3, 4], [0, 0, 1, 1]

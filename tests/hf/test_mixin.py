@@ -6,7 +6,7 @@ from datasets import Dataset
 from peft import LoraConfig, get_peft_model
 from tokenizers import Tokenizer, models
 from transformers import PreTrainedTokenizerFast, Trainer, TrainingArguments
-from trl import SFTConfig, SFTTrainer
+from trl import DPOConfig, DPOTrainer, GRPOConfig, GRPOTrainer, SFTConfig, SFTTrainer
 from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 
 from hf_flexseq import DataCollatorForFlexSeq, FlexSeqArguments, FlexSeqConfig, FlexSeqMixin, FlexSeqTrainer
@@ -134,6 +134,142 @@ def test_evaluating_first_in_bf16_keeps_the_head_of_the_sft_trainer(tmp_path):
     for name, wanted in without[0].items():
         for found in (*with_evaluation, without[1]):
             assert (found[name] == wanted).all(), name
+
+
+# ---- constructors in front of which the mixin may stand
+
+
+class ArgsThird(Trainer):
+    """The parameters of TRL's trainers that compare two models."""
+
+    def __init__(self, model, ref_model=None, args=None, train_dataset=None, *, beta=0.1):
+        super().__init__(model=model, args=args, train_dataset=train_dataset)
+        self.ref_model, self.beta = ref_model, beta
+
+
+class HandsOn(ArgsThird):
+    def __init__(self, model, *args, gamma=1, **kwargs):
+        super().__init__(model, *args, **kwargs)
+        self.gamma = gamma
+
+
+class FlexSeqArgsThird(FlexSeqMixin, ArgsThird):
+    pass
+
+
+class FlexSeqHandsOn(FlexSeqMixin, HandsOn):
+    pass
+
+
+def config_of(folder, **options):
+    return training_arguments(FlexSeqConfig, folder, batch=2, accumulation=1, **OPTIONS, **options)
+
+
+@pytest.mark.parametrize("cls", [FlexSeqArgsThird, FlexSeqHandsOn])
+@pytest.mark.parametrize("positional", [0, 1, 2, 3, 4])
+def test_arguments_reach_the_next_class_as_they_were_given(tmp_path, cls, positional):
+    arguments = {
+        "model": tiny_llama(),
+        "ref_model": tiny_llama(seed=1),
+        "args": config_of(tmp_path),
+        "train_dataset": dataset(8),
+    }
+    names = list(arguments)
+    given = [arguments[name] for name in names[:positional]]
+    named = {name: arguments[name] for name in names[positional:]}
+    trainer = cls(*given, **named, beta=0.5)
+    for name, wanted in arguments.items():
+        assert getattr(trainer, name) is wanted, name
+    assert trainer.beta == 0.5
+    assert trainer.flexseq.args.max_tokens_per_rank == OPTIONS["max_tokens_per_rank"]
+
+
+def test_left_out_arguments_keep_the_defaults_of_the_next_class(tmp_path):
+    trainer = FlexSeqArgsThird(tiny_llama(), args=config_of(tmp_path), train_dataset=dataset(8))
+    assert trainer.ref_model is None
+    assert trainer.beta == 0.1
+
+
+def test_a_wrong_argument_is_refused_by_the_next_class(tmp_path):
+    with pytest.raises(TypeError, match="unexpected keyword argument 'no_such_argument'"):
+        FlexSeqArgsThird(tiny_llama(), None, config_of(tmp_path), no_such_argument=1)
+
+
+@pytest.mark.parametrize("cls", [FlexSeqTrainer, FlexSeqArgsThird, FlexSeqHandsOn])
+@pytest.mark.parametrize("positional", [0, 1, 3])
+def test_a_named_model_of_a_pipeline_is_loaded_by_the_options_wherever_they_stand(
+    tmp_path, monkeypatch, cls, positional
+):
+    stage, args = tiny_llama(), config_of(tmp_path, pipeline_parallel_size=2)
+    loaded = []
+
+    def load(name, training, options):
+        loaded.append((name, training, options.pipeline_parallel_size))
+        return stage
+
+    monkeypatch.setattr("hf_flexseq.hf.trainer.load_own_stage", load)
+    monkeypatch.setattr(cls, "_setup_flexseq", lambda self, flexseq_args: None)
+    second = {} if cls is FlexSeqTrainer else {"ref_model": None}
+    arguments = {"model": "a/name", **second, "args": args}
+    names = list(arguments)
+    given = [arguments[name] for name in names[:positional]]
+    named = {name: arguments[name] for name in names[positional:]}
+    trainer = cls(*given, **named)
+    assert loaded == [("a/name", args, 2)]
+    assert trainer.model is stage
+    assert trainer.args is args
+
+
+# ---- TRL's trainers whose loss is no sum over tokens
+
+
+class FlexSeqDPOTrainer(FlexSeqMixin, DPOTrainer):
+    pass
+
+
+class FlexSeqGRPOTrainer(FlexSeqMixin, GRPOTrainer):
+    pass
+
+
+def trl_arguments(cls, folder, **options):
+    return training_arguments(
+        cls, folder, batch=2, accumulation=1, gradient_checkpointing=False, bf16=False, **options
+    )
+
+
+@pytest.mark.parametrize("positional", [False, True])
+def test_dpo_trainer_is_refused_for_its_loss(tmp_path, positional):
+    names = ("model", "ref_model", "args")
+    values = (tiny_llama(torch.float32), tiny_llama(torch.float32), trl_arguments(DPOConfig, tmp_path))
+    given = values if positional else ()
+    named = {} if positional else dict(zip(names, values, strict=True))
+    data = Dataset.from_list([{"prompt": "t1", "chosen": "t2", "rejected": "t3"}] * 4)
+    with pytest.raises(NotImplementedError, match="loss_is_scaled_for_ga=False of FlexSeqDPOTrainer: ") as raised:
+        FlexSeqDPOTrainer(
+            *given,
+            **named,
+            train_dataset=data,
+            processing_class=tokenizer(),
+            flexseq_args=FlexSeqArguments(**OPTIONS),
+        )
+    assert "\n" not in str(raised.value)
+
+
+def test_grpo_trainer_is_refused_at_its_first_batch(tmp_path):
+    def reward(completions, **columns):
+        return [float(len(completion)) for completion in completions]
+
+    trainer = FlexSeqGRPOTrainer(
+        tiny_llama(torch.float32),
+        reward,
+        trl_arguments(GRPOConfig, tmp_path, num_generations=2),
+        train_dataset=Dataset.from_list([{"prompt": "t1 t2"}] * 4),
+        processing_class=tokenizer(),
+        flexseq_args=FlexSeqArguments(**OPTIONS),
+    )
+    with pytest.raises(ValueError, match="the collator made a list .* reinforcement learning") as raised:
+        trainer.train()
+    assert "\n" not in str(raised.value)
 
 
 def lora_llama():
