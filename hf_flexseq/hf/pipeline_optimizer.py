@@ -1,20 +1,23 @@
 """The optimizer's state of a pipeline, which a run on any number of stages can go on from.
 
-    flexseq_optimizer/   torch.distributed.checkpoint, keyed by parameter names
+    flexseq_optimizer/   safetensors and JSON, keyed by parameter names: see `optimizer_files.py`
     scheduler.pt         as the Trainer's
 
-Every stage writes the state of its parameters under their global names, both copies of a tied tensor under one. A
-stage reads what it has parameters for; a run without a pipeline reads everything. The other way round, the Trainer's
-own `optimizer.pt` numbers parameters in the order of the whole model, decayed ones first: an empty twin of the model
-says which number is which.
+Every stage writes the state of its parameters under their global names, by one of its ranks. The
+state of a tied tensor is written by the first stage, and both copies read it. A stage reads what
+it has parameters for; a run without a pipeline reads everything. The other way round, the
+Trainer's own `optimizer.pt` numbers parameters in the order of the whole model, decayed ones
+first: an empty twin of the model says which number is which.
+
+No file is unpickled: a checkpoint may come from anywhere.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed.checkpoint as dcp
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
@@ -23,8 +26,17 @@ from torch.distributed.checkpoint.state_dict import (
 )
 
 from hf_flexseq.distributed.control import gather_objects
+from hf_flexseq.hf.optimizer_files import (
+    TENSORS,
+    SavedState,
+    check_plain,
+    clear,
+    parameters_of,
+    write_index,
+    write_tensors,
+)
 from hf_flexseq.hf.pipeline_engine import PipelineEngine
-from hf_flexseq.pipeline.sharding import divided_like
+from hf_flexseq.pipeline.sharding import divided_like, whole
 from hf_flexseq.pipeline.stages import Stage
 
 FOLDER = "flexseq_optimizer"
@@ -35,12 +47,63 @@ _FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
 
 def save_optimizer(engine: PipelineEngine, optimizer: Any, scheduler: Any, folder: str) -> None:
     """Write the optimizer's and the scheduler's state. Collective over the world."""
-    names = _other_names(engine.stage)
-    state = get_optimizer_state_dict(engine.stage.stack.model, optimizer, options=_FLAT)
-    named = {_renamed(key, names): value for key, value in state.items()}
-    dcp.save(named, checkpoint_id=f"{folder}/{FOLDER}", process_group=engine.communicator.control)
-    if engine.communicator.rank == 0:
+    path = Path(folder) / FOLDER
+    stage = engine.stage
+    rank = engine.communicator.rank
+    tensors, values = _owned_state(engine, optimizer)
+
+    # 1. the folder is there, and empty of what is old
+    if rank == 0:
+        clear(path)
+    dist.barrier(group=engine.communicator.control)
+
+    # 2. each stage's tensors, in a file of their own
+    file = TENSORS.format(part=stage.index + 1, parts=stage.count)
+    if tensors:
+        write_tensors(path, file, tensors)
+    files = dict.fromkeys(tensors, file)
+    written = gather_objects(engine.communicator, (files, values))
+
+    # 3. the index, when all files are there
+    if rank == 0:
+        all_files: dict[str, str] = {}
+        all_values: dict[str, Any] = {}
+        for files_of_rank, values_of_rank in written:
+            all_files.update(files_of_rank)
+            all_values.update(values_of_rank)
+        write_index(path, all_files, all_values)
         torch.save(scheduler.state_dict(), f"{folder}/{SCHEDULER}")
+    dist.barrier(group=engine.communicator.control)
+
+
+def _owned_state(
+    engine: PipelineEngine, optimizer: Any
+) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+    """Return the stage's tensors, each whole, and its other values, both by global key.
+
+    All ranks of the stage but its first get two empty dicts. Collective over the ranks of a stage
+    that share its parameters. Raises ValueError for a value that cannot be saved.
+    """
+    stage = engine.stage
+    names = _other_names(stage)
+    copied = stage.tied_name if stage.is_last else None  # the first stage writes it
+    state = get_optimizer_state_dict(stage.stack.model, optimizer, options=_FLAT)
+    tensors = {}
+    values = {}
+    for own_key, value in state.items():
+        key = _renamed(own_key, names)
+        if copied is not None and key.startswith((f"state.{copied}.", f"param_groups.{copied}.")):
+            continue
+        if isinstance(value, torch.Tensor):
+            tensor = whole(value.detach())  # [rows / ranks, ...] -> [rows, ...] where sharded
+            if engine.place == 0:
+                # A gathered tensor leaves the device, which has no room for the stage twice.
+                tensors[key] = tensor if engine.sharded is None else tensor.cpu()
+        else:
+            check_plain(key, value)  # on every rank, since the others would wait for one alone
+            if engine.place == 0:
+                values[key] = value
+    return tensors, values
 
 
 def is_of_pipeline(folder: str | None) -> bool:
@@ -48,18 +111,75 @@ def is_of_pipeline(folder: str | None) -> bool:
     return folder is not None and (Path(folder) / FOLDER).is_dir()
 
 
-def load_optimizer(model: nn.Module, optimizer: Any, scheduler: Any, folder: str, stage: Stage | None = None) -> None:
-    """The inverse of `save_optimizer`, for one of any number of stages, or without `stage` for a whole model.
+def load_optimizer(
+    model: nn.Module,
+    optimizer: Any,
+    scheduler: Any,
+    folder: str,
+    engine: PipelineEngine | None = None,
+) -> None:
+    """Read what `save_optimizer` wrote, for `engine`'s stage, or for a whole model without it.
 
-    Raises for a state that lacks one of the parameters.
+    The number of stages may differ from that of the run that wrote. Collective over the world of
+    `engine`. Raises ValueError, naming the parameters, when the state is of other parameters than
+    this run trains.
     """
-    names = _other_names(stage) if stage is not None else {}
+    saved = SavedState(Path(folder) / FOLDER)
+    names = _other_names(engine.stage) if engine is not None else {}
     state = get_optimizer_state_dict(model, optimizer, options=_FLAT)
-    named = {_renamed(key, names): value for key, value in state.items()}
-    dcp.load(named, checkpoint_id=f"{folder}/{FOLDER}", no_dist=True)
-    found = {key: named[_renamed(key, names)] for key in state}
-    set_optimizer_state_dict(model, optimizer, found, options=_FLAT)
+    own_key_of = {_renamed(own_key, names): own_key for own_key in state}
+    _check_same_parameters(saved, own_key_of, engine, folder)
+
+    # 1. tensors, into the memory of the optimizer's own
+    is_tensor = {key: isinstance(state[own], torch.Tensor) for key, own in own_key_of.items()}
+    wanted = [key for key in own_key_of if is_tensor[key]]
+    with torch.no_grad():
+        for key, tensor in saved.tensors(wanted):
+            own = state[own_key_of[key]]
+            if tensor.shape != own.shape:
+                found, expected = list(tensor.shape), list(own.shape)
+                raise ValueError(f"{folder} holds {key} as {found}, but this run has {expected}")
+            own.copy_(divided_like(tensor, own))  # [rows, ...] -> [rows / ranks, ...]
+
+    # 2. other values; JSON has no tuples
+    for key, own_key in own_key_of.items():
+        if not is_tensor[key]:
+            value = saved.value(key)
+            state[own_key] = tuple(value) if isinstance(state[own_key], tuple) else value
+    set_optimizer_state_dict(model, optimizer, state, options=_FLAT)
     _load_scheduler(scheduler, folder)
+
+
+def _check_same_parameters(
+    saved: SavedState, keys: Collection[str], engine: PipelineEngine | None, folder: str
+) -> None:
+    """Raise ValueError unless the state is of the parameters that this run trains, and has `keys`.
+
+    All stages together count as this run. Collective over the world of `engine`; every rank raises
+    for the same parameters.
+    """
+    trained = parameters_of(keys)
+    if engine is not None:
+        trained = set().union(*gather_objects(engine.communicator, trained))
+    known = saved.keys()
+    of_saved = parameters_of(known)
+    lacking = trained - of_saved
+    surplus = of_saved - trained
+    if lacking:
+        names = _listed(lacking)
+        raise ValueError(f"{folder} has no optimizer state of {names}, which this run trains")
+    if surplus:
+        names = _listed(surplus)
+        raise ValueError(f"{folder} has optimizer state of {names}, which this run does not train")
+    missing = {key for key in keys if key not in known}
+    if missing:
+        raise ValueError(f"{folder} has no {_listed(missing)}: it is of another optimizer")
+
+
+def _listed(names: Collection[str], most: int = 3) -> str:
+    """Return the first names, and how many others there are, on one line."""
+    first = ", ".join(sorted(names)[:most])
+    return first if len(names) <= most else f"{first} and {len(names) - most} others"
 
 
 def load_whole_optimizer(engine: PipelineEngine, trainer: Any, folder: str) -> None:

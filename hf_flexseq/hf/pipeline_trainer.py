@@ -145,9 +145,8 @@ class PipelineMixin:
         save_optimizer(self.flexseq, self.optimizer.optimizer, self.lr_scheduler, output_dir)
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
-        stage = self.flexseq.stage
         if is_of_pipeline(checkpoint):
-            load_optimizer(self.model, self.optimizer.optimizer, self.lr_scheduler, checkpoint, stage)
+            load_optimizer(self.model, self.optimizer.optimizer, self.lr_scheduler, checkpoint, self.flexseq)
         elif checkpoint is not None and (Path(checkpoint) / WHOLE).is_file():
             load_whole_optimizer(self.flexseq, self, checkpoint)
 

@@ -1,0 +1,156 @@
+"""The files of an optimizer's state: tensors as safetensors, everything else as JSON.
+
+    state-00001-of-00002.safetensors   the tensors of one stage
+    index.json                         which file holds which tensor, and all other values
+
+A state is flat. Keys are `state.<parameter>.exp_avg` and `param_groups.<parameter>.lr`, where
+<parameter> is a name in the whole model. A tensor is whole in its file, whatever ranks shared it.
+
+A folder is written in this order, so that no reader takes half of it for all of it:
+
+1. `clear` removes the index first, then the files of an earlier save.
+2. `write_tensors` writes a file under a partial name and renames it, once for each stage.
+3. `write_index` does the same with the index. A folder without an index is refused.
+
+Rejected: `torch.distributed.checkpoint`. Its `.metadata` is a pickle, and to unpickle a file is to
+run what the file says. Its writer for safetensors knows tensors only, so that learning rates would
+need a file of their own anyway. Folders of that format are refused; scripts/convert_optimizer.py
+reads the ones that its user trusts.
+"""
+
+import json
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+
+INDEX = "index.json"
+TENSORS = "state-{part:05d}-of-{parts:05d}.safetensors"
+PICKLED = ".metadata"  # the index of torch.distributed.checkpoint, which earlier versions wrote
+PARTIAL = ".partial"  # what the name of a file ends with until all of it is written
+FORMAT = 1  # of the index; raise it when a reader of the former format would go wrong
+CONVERTER = "python scripts/convert_optimizer.py OLD NEW --i-trust-this-file"
+
+# What a save may have left in the folder, one by an earlier version too. The index goes first.
+_WRITTEN = (INDEX, PICKLED, "state-*.safetensors", f"*{PARTIAL}", "*.distcp")
+_PLAIN = bool | int | float | str | None  # what JSON gives back as it was
+
+
+# ---- writing
+
+
+def clear(folder: Path) -> None:
+    """Make `folder`, and remove what earlier saves have left in it."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for pattern in _WRITTEN:
+        for file in folder.glob(pattern):
+            file.unlink()
+
+
+def write_tensors(folder: Path, name: str, tensors: Mapping[str, torch.Tensor]) -> None:
+    """Write tensors of any shapes into the file `name`."""
+    partial = folder / f"{name}{PARTIAL}"
+    save_file(_each_with_its_own_memory(tensors), partial)
+    partial.replace(folder / name)
+
+
+def _each_with_its_own_memory(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Return contiguous tensors of the same shapes, no two of which share memory.
+
+    safetensors refuses those that do; quantised optimizers keep one table for all parameters.
+    """
+    taken: set[int] = set()
+    separate = {}
+    for key, tensor in tensors.items():
+        own = tensor.detach().contiguous()
+        address = own.untyped_storage().data_ptr()
+        if address in taken:
+            own = own.clone()
+        taken.add(address)
+        separate[key] = own
+    return separate
+
+
+def check_plain(key: str, value: Any) -> None:
+    """Raise ValueError, naming `key`, for a value that JSON would not give back as it was."""
+    parts = value if isinstance(value, tuple | list) else (value,)
+    for part in parts:
+        if not isinstance(part, _PLAIN):
+            raise ValueError(
+                f"the optimizer's {key} holds a {type(part).__name__}; only tensors, numbers, "
+                "strings, None and tuples of them can be saved"
+            )
+
+
+def write_index(folder: Path, tensors: Mapping[str, str], values: Mapping[str, Any]) -> None:
+    """Write the index: by key, the file that holds a tensor, and each value that is no tensor."""
+    index = {"format": FORMAT, "tensors": dict(tensors), "values": dict(values)}
+    partial = folder / f"{INDEX}{PARTIAL}"
+    partial.write_text(json.dumps(index, indent=1, sort_keys=True) + "\n", encoding="utf-8")
+    partial.replace(folder / INDEX)
+
+
+# ---- reading
+
+
+class SavedState:
+    """The state in a folder. Tensors stay on disk until they are asked for."""
+
+    __slots__ = ("_files", "_folder", "_values")
+
+    def __init__(self, folder: Path) -> None:
+        """Read the index. Raises ValueError for a folder without one, or with a pickle."""
+        if (folder / PICKLED).exists():
+            raise ValueError(
+                f"{folder / PICKLED} is a pickle, which could run any code and is not read: "
+                f"`{CONVERTER}` makes a checkpoint NEW of a checkpoint OLD that you trust"
+            )
+        if not (folder / INDEX).is_file():
+            raise ValueError(f"{folder} has no {INDEX}: its writer did not come to the end")
+        index = json.loads((folder / INDEX).read_text(encoding="utf-8"))
+        if not isinstance(index, dict) or index.get("format") != FORMAT:
+            raise ValueError(f"{folder / INDEX} is no index of format {FORMAT}")
+        self._folder = folder
+        self._files: dict[str, str] = index["tensors"]
+        self._values: dict[str, Any] = index["values"]
+
+    def keys(self) -> set[str]:
+        """Return the keys of all tensors and of all other values."""
+        return self._files.keys() | self._values.keys()
+
+    def value(self, key: str) -> Any:
+        """Return a value that is no tensor; a tuple comes back as a list.
+
+        Raises ValueError for a tensor.
+        """
+        if key not in self._values:
+            raise ValueError(f"{self._folder} holds {key} as a tensor, not as this run's number")
+        return self._values[key]
+
+    def tensors(self, keys: Iterable[str]) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield each key with its whole tensor, file by file.
+
+        Raises ValueError for a key that is no tensor.
+        """
+        wanted = list(keys)
+        for key in wanted:
+            if key not in self._files:
+                raise ValueError(
+                    f"{self._folder} holds {key} as a number, not as this run's tensor"
+                )
+        for file in sorted({self._files[key] for key in wanted}):
+            with safe_open(self._folder / file, framework="pt") as opened:
+                for key in wanted:
+                    if self._files[key] == file:
+                        yield key, opened.get_tensor(key)
+
+
+def parameters_of(keys: Iterable[str]) -> set[str]:
+    """Return the names of the parameters that a state with these keys is of."""
+    options = [
+        key.removeprefix("param_groups.") for key in keys if key.startswith("param_groups.")
+    ]
+    return {option.rpartition(".")[0] for option in options}
