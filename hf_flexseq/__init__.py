@@ -9,15 +9,15 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from hf_flexseq.config import FlexSeqArguments
     from hf_flexseq.hf.callback import FlexSeqCallback
-    from hf_flexseq.hf.collator import DataCollatorForFlexSeq
     from hf_flexseq.hf.engine import FlexSeqEngine
     from hf_flexseq.hf.trainer import FlexSeqConfig, FlexSeqMixin, FlexSeqTrainer
     from hf_flexseq.plan import Plan, PlanInfeasible
+    from hf_flexseq.steps.collator import DataCollatorForFlexSeq
 
 __version__ = "0.1.0"
 
 _HOMES = {
-    "DataCollatorForFlexSeq": "hf_flexseq.hf.collator",
+    "DataCollatorForFlexSeq": "hf_flexseq.steps.collator",
     "FlexSeqArguments": "hf_flexseq.config",
     "FlexSeqCallback": "hf_flexseq.hf.callback",
     "FlexSeqConfig": "hf_flexseq.hf.trainer",

@@ -5,7 +5,7 @@ from typing import Any
 from transformers import TrainerControl, TrainerState, TrainingArguments
 from transformers.trainer_callback import ProgressCallback
 
-from hf_flexseq.hf.trace import plan_line
+from hf_flexseq.steps.trace import plan_line
 
 
 class PlanProgress(ProgressCallback):

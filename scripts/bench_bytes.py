@@ -16,11 +16,11 @@ import numpy as np
 from bench_zones import TOKENS_PER_RANK, trace, without_constants
 
 from hf_flexseq.cost import rank_ns
+from hf_flexseq.cost.presets import PRESETS
 from hf_flexseq.plan import Group, Plan
+from hf_flexseq.plan.shard import cuts
 from hf_flexseq.planner import make_plan
-from hf_flexseq.presets import PRESETS
 from hf_flexseq.schedule.attention import attention_schedule
-from hf_flexseq.shard import cuts
 from hf_flexseq.topology import Topology
 
 NODE = Topology(nodes=1, ranks_per_node=8)

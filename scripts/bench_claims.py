@@ -22,9 +22,9 @@ from bench_planner import WIKIPEDIA, Draw, K, batch, common_crawl_like, machine
 from bench_zones import TOKENS_PER_RANK, trace, without_constants
 
 from hf_flexseq.cost import CostModel
+from hf_flexseq.cost.presets import PRESETS
 from hf_flexseq.planner import make_plan
 from hf_flexseq.planner.static import static_degrees
-from hf_flexseq.presets import PRESETS
 from hf_flexseq.simulate import simulate
 from hf_flexseq.topology import Topology
 

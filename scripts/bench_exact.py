@@ -14,8 +14,8 @@ from dataclasses import replace
 
 import numpy as np
 
+from hf_flexseq.cost.presets import load_cost_model
 from hf_flexseq.planner import make_plan
-from hf_flexseq.presets import load_cost_model
 from hf_flexseq.topology import Topology
 from planner.exact import least_lockstep_ns
 

@@ -35,10 +35,11 @@ from bench_pipeline import long_tailed
 from transformers import LlamaConfig, LlamaForCausalLM, LlamaModel
 
 from hf_flexseq.attention import SequenceContext
+from hf_flexseq.cost.stages import PipelineCost, StageCost, causal_pairs
 from hf_flexseq.distributed.communicator import Communicator
-from hf_flexseq.distributed.neighbours import Neighbours
+from hf_flexseq.distributed.links import Neighbours
 from hf_flexseq.hf.attention import NAME
-from hf_flexseq.hf.pipeline_attention import NAME as PIPELINE_NAME
+from hf_flexseq.hf.pipeline.attention import NAME as PIPELINE_NAME
 from hf_flexseq.kernels import Kernel
 from hf_flexseq.kernels.choose import choose_kernel
 from hf_flexseq.kernels.segments import Segments
@@ -46,10 +47,9 @@ from hf_flexseq.pipeline import executor as executor_module
 from hf_flexseq.pipeline.executor import PipelineExecutor
 from hf_flexseq.pipeline.stages import cut
 from hf_flexseq.plan import Group, MicroBatch
+from hf_flexseq.plan.shard import make_shard
 from hf_flexseq.planner.pipeline import make_pipeline_plan
 from hf_flexseq.profiler.fit import nnls
-from hf_flexseq.schedule.pipeline.cost import PipelineCost, StageCost, causal_pairs
-from hf_flexseq.shard import make_shard
 from hf_flexseq.simulate.pipeline import report
 
 HEAD_DIM = 128

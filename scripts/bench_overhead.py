@@ -53,9 +53,11 @@ from transformers import (
 )
 
 from hf_flexseq import DataCollatorForFlexSeq, FlexSeqConfig, FlexSeqTrainer
-from hf_flexseq.hf import engine, lookahead, rows, trace
-from hf_flexseq.hf.chunked_loss import choose_backend
-from hf_flexseq.hf.loss import attach_chunked_loss
+from hf_flexseq.hf import engine
+from hf_flexseq.hf.model.loss import attach_chunked_loss
+from hf_flexseq.kernels.chunked_loss import choose_backend
+from hf_flexseq.steps import exchange as rows
+from hf_flexseq.steps import lookahead, trace
 
 # Drawn from a log-normal with mu = ln 950 and sigma = 1.75, like CommonCrawl's documents.
 LONG_TAILED = (2087, 718, 630, 320, 190, 181, 56, 21)

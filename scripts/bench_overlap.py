@@ -27,12 +27,12 @@ import torch
 import torch.distributed as dist
 
 from hf_flexseq.attention import SequenceContext, function, sequence_parallel_attention
-from hf_flexseq.attention.zones import Result, Steps, run_zones
+from hf_flexseq.attention.weave import Result, Steps, run_zones
 from hf_flexseq.distributed import all_to_all, communicator
 from hf_flexseq.distributed.communicator import Communicator
 from hf_flexseq.kernels.choose import choose_kernel
 from hf_flexseq.plan import Group, MicroBatch
-from hf_flexseq.shard import make_shard
+from hf_flexseq.plan.shard import make_shard
 
 CPU = torch.device("cpu")
 HEADS, HEAD_DIM = 8, 32

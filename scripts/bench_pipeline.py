@@ -29,10 +29,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from hf_flexseq.cost.stages import PipelineCost, StageCost
+from hf_flexseq.plan.pipeline import PipelinePlan
 from hf_flexseq.planner.pipeline import make_pipeline_plan
-from hf_flexseq.schedule.pipeline.actions import PipelinePlan
 from hf_flexseq.schedule.pipeline.check import check, check_memory
-from hf_flexseq.schedule.pipeline.cost import PipelineCost, StageCost
 from hf_flexseq.simulate.pipeline import report
 
 K = 1024

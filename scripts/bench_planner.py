@@ -27,11 +27,11 @@ from pathlib import Path
 
 import numpy as np
 
+from hf_flexseq.cost.presets import load_cost_model
 from hf_flexseq.plan import PlanInfeasible
 from hf_flexseq.planner import make_plan
-from hf_flexseq.planner.milp import CHECKPOINTS, GAP, NODES
+from hf_flexseq.planner.published.milp import CHECKPOINTS, GAP, NODES
 from hf_flexseq.planner.static import static_degrees
-from hf_flexseq.presets import load_cost_model
 from hf_flexseq.topology import Topology
 
 DATA = Path(__file__).parent / "data"

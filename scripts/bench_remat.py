@@ -40,7 +40,7 @@ from hf_flexseq.distributed.communicator import Communicator
 from hf_flexseq.hf.attention import NAME
 from hf_flexseq.kernels.choose import choose_kernel
 from hf_flexseq.plan import Group, MicroBatch
-from hf_flexseq.shard import make_shard
+from hf_flexseq.plan.shard import make_shard
 
 CPU = torch.device("cpu")
 HEADS, KV_HEADS, HEAD_DIM = 4, 2, 64

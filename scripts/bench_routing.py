@@ -40,11 +40,11 @@ from hf_flexseq.distributed.routing import RoutedExchange
 from hf_flexseq.kernels.choose import choose_kernel
 from hf_flexseq.kernels.segments import Segments
 from hf_flexseq.plan import Group, MicroBatch
+from hf_flexseq.plan.remap import Move
+from hf_flexseq.plan.shard import Shard, make_shard
 from hf_flexseq.profiler.measure import measured_nics, median_seconds
-from hf_flexseq.remap import Move
 from hf_flexseq.schedule.gather import gather_hops
 from hf_flexseq.schedule.routing import Links, Routing, Transfer, make_routing
-from hf_flexseq.shard import Shard, make_shard
 
 CPU = torch.device("cpu")
 HEADS, KV_HEADS, HEAD_DIM = 8, 8, 64

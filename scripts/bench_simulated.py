@@ -32,11 +32,11 @@ from torch import nn
 
 from hf_flexseq import DataCollatorForFlexSeq, FlexSeqArguments, FlexSeqConfig, FlexSeqEngine
 from hf_flexseq.cost import CostModel, lockstep_ns
-from hf_flexseq.hf.calibrate import calibrate
-from hf_flexseq.hf.calibration import Effort
-from hf_flexseq.hf.step import Inputs
+from hf_flexseq.hf.calibration.command import calibrate
+from hf_flexseq.hf.calibration.measure import Effort
 from hf_flexseq.plan import MicroBatch
 from hf_flexseq.profiler.measure import median_seconds
+from hf_flexseq.steps.step import Inputs
 
 ROOT = Path(__file__).parents[1]
 sys.path.append(str(ROOT / "recipes"))

@@ -41,17 +41,17 @@ import torch.distributed as dist
 import transformers
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from hf_flexseq.cost.stages import PipelineCost, StageCost, causal_pairs
 from hf_flexseq.distributed.communicator import Communicator
-from hf_flexseq.distributed.neighbours import Neighbours
-from hf_flexseq.hf.loss import attach_chunked_loss
-from hf_flexseq.hf.pipeline_attention import NAME
+from hf_flexseq.distributed.links import Neighbours
+from hf_flexseq.hf.model.loss import attach_chunked_loss
+from hf_flexseq.hf.pipeline.attention import NAME
 from hf_flexseq.kernels.choose import choose_kernel
 from hf_flexseq.pipeline import executor as executor_module
 from hf_flexseq.pipeline.executor import PipelineExecutor
 from hf_flexseq.pipeline.stages import cut
+from hf_flexseq.plan.pipeline import PipelinePlan
 from hf_flexseq.planner.pipeline import make_pipeline_plan
-from hf_flexseq.schedule.pipeline.actions import PipelinePlan
-from hf_flexseq.schedule.pipeline.cost import PipelineCost, StageCost, causal_pairs
 from hf_flexseq.schedule.pipeline.walk import walk
 
 STAGES = 2

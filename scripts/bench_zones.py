@@ -19,8 +19,8 @@ from dataclasses import replace
 from bench_planner import DOCUMENTS, K, machine
 
 from hf_flexseq.cost import CostModel
+from hf_flexseq.cost.presets import PRESETS
 from hf_flexseq.planner import make_plan
-from hf_flexseq.presets import PRESETS
 from hf_flexseq.simulate import simulate
 from hf_flexseq.topology import Topology
 

@@ -20,7 +20,8 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-from hf_flexseq.hf.optimizer_files import (
+from hf_flexseq.hf.pipeline.optimizer import FOLDER
+from hf_flexseq.pipeline.optimizer_files import (
     PARTIAL,
     PICKLED,
     TENSORS,
@@ -29,7 +30,6 @@ from hf_flexseq.hf.optimizer_files import (
     write_index,
     write_tensors,
 )
-from hf_flexseq.hf.pipeline_optimizer import FOLDER
 
 TRUSTED = "--i-trust-this-file"
 

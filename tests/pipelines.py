@@ -2,9 +2,9 @@
 
 from itertools import accumulate
 
-from hf_flexseq.schedule.pipeline.actions import Chunk, PipelinePlan
-from hf_flexseq.schedule.pipeline.cost import PipelineCost, StageCost
-from hf_flexseq.shard import Slice
+from hf_flexseq.cost.stages import PipelineCost, StageCost
+from hf_flexseq.plan.pipeline import Chunk, PipelinePlan
+from hf_flexseq.plan.shard import Slice
 
 
 def stage_cost(**changed):

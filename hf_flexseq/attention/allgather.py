@@ -25,12 +25,12 @@ import torch
 
 from hf_flexseq.attention.local import Tensors
 from hf_flexseq.attention.turns import Rows, Share, name_pieces
-from hf_flexseq.attention.zones import END, Steps
+from hf_flexseq.attention.weave import END, Steps
 from hf_flexseq.distributed.communicator import Channel, Exchange, Label
 from hf_flexseq.kernels import Kernel, lse_dtype
 from hf_flexseq.kernels.segments import Segments
+from hf_flexseq.plan.shard import Cut, Zone, cuts, held_chunks
 from hf_flexseq.schedule.gather import Hop, Piece, gather_hops
-from hf_flexseq.shard import Cut, Zone, cuts, held_chunks
 
 GATHER, RETURN = 0, 8  # tags, one for every leg
 

@@ -13,9 +13,9 @@ from hf_flexseq.attention.turns import make_turns
 from hf_flexseq.attention.ulysses import UlyssesZone, ulysses_zone
 from hf_flexseq.distributed.communicator import Channel, Communicator
 from hf_flexseq.kernels import Kernel
+from hf_flexseq.plan.shard import Shard, Zone, cuts
 from hf_flexseq.schedule.loans import group_loans
 from hf_flexseq.schedule.routing import Links
-from hf_flexseq.shard import Shard, Zone, cuts
 
 ZoneAttention = NoZone | LocalZone | UlyssesZone | RingZone | AllGatherZone | DeterministicZone
 

@@ -28,12 +28,12 @@ from hf_flexseq.attention.local import LocalZone, Tensors
 from hf_flexseq.attention.relayout import Relayout
 from hf_flexseq.attention.ring import merge
 from hf_flexseq.attention.turns import Rows
-from hf_flexseq.attention.zones import END, Steps, run_zones
+from hf_flexseq.attention.weave import END, Steps, run_zones
 from hf_flexseq.distributed.communicator import Channel, Communicator
 from hf_flexseq.kernels import Kernel, lse_dtype
 from hf_flexseq.kernels.segments import Segments
 from hf_flexseq.plan import Group, MicroBatch
-from hf_flexseq.shard import Slice, Zone, group_slices, make_shard
+from hf_flexseq.plan.shard import Slice, Zone, group_slices, make_shard
 
 BLOCK = 128  # one tile of the CUDA kernels in the direction in which they would add atomically
 QUERIES, KEYS, RESULTS = 0, 8, 16  # tags

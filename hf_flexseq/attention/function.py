@@ -11,7 +11,7 @@ import torch
 from hf_flexseq.attention.context import SequenceContext
 from hf_flexseq.attention.local import Tensors
 from hf_flexseq.attention.remat import Kept, checkpointed_region
-from hf_flexseq.attention.zones import run_zones
+from hf_flexseq.attention.weave import run_zones
 
 
 def sequence_parallel_attention(

@@ -13,7 +13,7 @@ import torch
 
 from hf_flexseq.attention.local import Tensors
 from hf_flexseq.cost import PIECE_ROWS
-from hf_flexseq.shard import contiguous_part
+from hf_flexseq.plan.shard import contiguous_part
 
 
 def pieces_of_head(lengths: Sequence[int], device: torch.device) -> float:

@@ -18,10 +18,10 @@ from hf_flexseq.attention.local import Tensors
 from hf_flexseq.attention.ring import RingZone
 from hf_flexseq.attention.turns import make_turns
 from hf_flexseq.attention.ulysses import HeadAttention, Span, UlyssesZone
-from hf_flexseq.attention.zones import Steps
+from hf_flexseq.attention.weave import Steps
 from hf_flexseq.distributed.communicator import Channel
 from hf_flexseq.kernels import Kernel
-from hf_flexseq.shard import Cut, Zone, cuts, held_chunks
+from hf_flexseq.plan.shard import Cut, Zone, cuts, held_chunks
 
 
 def hybrid_zone(zone: Zone, channel: Channel, kernel: Kernel, device: torch.device) -> UlyssesZone:

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import torch
 
-from hf_flexseq.attention.zones import END, Steps
+from hf_flexseq.attention.weave import END, Steps
 from hf_flexseq.kernels import Kernel
 from hf_flexseq.kernels.segments import Segments
 

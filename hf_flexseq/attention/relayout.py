@@ -11,7 +11,7 @@ import torch
 
 from hf_flexseq.attention.turns import Rows
 from hf_flexseq.distributed.communicator import Channel, Exchange
-from hf_flexseq.shard import Slice
+from hf_flexseq.plan.shard import Slice
 
 Slices = Sequence[Slice]
 

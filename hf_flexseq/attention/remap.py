@@ -10,9 +10,9 @@ import torch
 from hf_flexseq.attention.local import Tensors
 from hf_flexseq.distributed.communicator import Communicator, Exchange
 from hf_flexseq.distributed.routing import RoutedExchange
+from hf_flexseq.plan.shard import Shard
 from hf_flexseq.schedule.routing import Links, Routing, make_routing
 from hf_flexseq.schedule.transfers import move_transfers
-from hf_flexseq.shard import Shard
 
 TAG = 1 << 30  # beyond those of any zone
 Parcels = tuple[tuple[int, int], ...]  # (peer, rows), in the order of the rows

@@ -27,7 +27,7 @@ import torch
 
 from hf_flexseq.attention.local import Tensors
 from hf_flexseq.attention.turns import OWN, Rows, Share, Turn, backward_order, name_pieces
-from hf_flexseq.attention.zones import END, Steps
+from hf_flexseq.attention.weave import END, Steps
 from hf_flexseq.distributed.communicator import TAGS, Channel, Exchange
 from hf_flexseq.distributed.routing import RoutedExchange
 from hf_flexseq.kernels import Kernel, lse_dtype

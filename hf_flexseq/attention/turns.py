@@ -17,8 +17,8 @@ from typing import NamedTuple
 import torch
 
 from hf_flexseq.kernels.segments import Segments
+from hf_flexseq.plan.shard import Cut, held_chunks
 from hf_flexseq.schedule.attention import Step, attention_schedule, in_turns, lanes_of
-from hf_flexseq.shard import Cut, held_chunks
 
 Piece = tuple[int, int]  # place of the sequence in the group, chunk
 

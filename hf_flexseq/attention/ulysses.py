@@ -34,12 +34,12 @@ from hf_flexseq.attention.heads import (
     repeated,
 )
 from hf_flexseq.attention.local import LocalZone, Tensors
-from hf_flexseq.attention.zones import END, Steps, within
+from hf_flexseq.attention.weave import END, Steps, within
 from hf_flexseq.cost import HEAD_PIECES
 from hf_flexseq.distributed.all_to_all import AllToAll, all_to_all
 from hf_flexseq.distributed.communicator import Channel
 from hf_flexseq.kernels import Kernel, lse_dtype
-from hf_flexseq.shard import Zone, contiguous_part
+from hf_flexseq.plan.shard import Zone, contiguous_part
 
 Arriving = Callable[[], list[torch.Tensor]]  # waits for tensors that are on their way
 

@@ -7,7 +7,7 @@ from typing import Any
 
 def calibrate(options: Namespace) -> None:
     """Measure, write the cost model, and say how well it holds."""
-    from hf_flexseq.hf import calibrate as measuring
+    from hf_flexseq.hf.calibration import command as measuring
 
     record = measuring.calibrate(
         options.model,

@@ -7,11 +7,11 @@ from pathlib import Path
 from hf_flexseq.cli.files import PlannedStep, read_steps, write_plans
 from hf_flexseq.cli.planning import planned, steps_of
 from hf_flexseq.cost import step_ns
+from hf_flexseq.cost.presets import load_cost_model
+from hf_flexseq.cost.stages import PipelineCost
 from hf_flexseq.plan import Plan, check
-from hf_flexseq.presets import load_cost_model
-from hf_flexseq.schedule.pipeline.actions import PipelinePlan
+from hf_flexseq.plan.pipeline import PipelinePlan
 from hf_flexseq.schedule.pipeline.check import check as check_pipeline
-from hf_flexseq.schedule.pipeline.cost import PipelineCost
 from hf_flexseq.simulate import Detail
 from hf_flexseq.simulate import simulate as simulate_plan
 from hf_flexseq.simulate.pipeline import simulate_pipeline, tokens_as_time

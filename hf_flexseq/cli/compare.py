@@ -11,10 +11,10 @@ from itertools import islice
 
 from hf_flexseq.cli.planning import planned, steps_of
 from hf_flexseq.cost import CostModel
+from hf_flexseq.cost.presets import load_cost_model
 from hf_flexseq.plan import Plan
 from hf_flexseq.planner import CHOICES
 from hf_flexseq.planner.static import static_degrees
-from hf_flexseq.presets import load_cost_model
 from hf_flexseq.simulate import simulate
 
 COLUMNS = ("planner", "seconds", "gap", "simulated", "transfers", "idle", "GiB", "micro-batches", "planning")

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from hf_flexseq.cost.stages import PipelineCost
 from hf_flexseq.plan import Plan
-from hf_flexseq.schedule.pipeline.actions import PipelinePlan
-from hf_flexseq.schedule.pipeline.cost import PipelineCost
+from hf_flexseq.plan.pipeline import PipelinePlan
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

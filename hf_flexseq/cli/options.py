@@ -9,8 +9,8 @@ from hf_flexseq.cli.calibrate import calibrate
 from hf_flexseq.cli.commands import plan, simulate, view
 from hf_flexseq.cli.compare import compare
 from hf_flexseq.cli.environment import env
+from hf_flexseq.cost.presets import PRESETS
 from hf_flexseq.planner import CHOICES
-from hf_flexseq.presets import PRESETS
 from hf_flexseq.topology import Topology
 
 

@@ -20,9 +20,9 @@ from typing import NamedTuple
 import torch
 
 from hf_flexseq.distributed.communicator import TAGS, TAGS_OF_ZONE, Communicator, Exchange, Label, Transfers
+from hf_flexseq.plan.shard import contiguous_part
 from hf_flexseq.schedule.routing import MOST_PIECES, Path, Routing, Transfer
 from hf_flexseq.schedule.transfers import aligned
-from hf_flexseq.shard import contiguous_part
 
 SCATTER, CROSS, GATHER = range(3)
 TAGS_OF_BATCH = 64

@@ -25,28 +25,28 @@ from transformers import PretrainedConfig, PreTrainedModel
 from hf_flexseq.attention.deterministic import slowdown
 from hf_flexseq.config import FlexSeqArguments
 from hf_flexseq.cost import CostModel
+from hf_flexseq.cost.presets import load_cost_model
 from hf_flexseq.distributed.communicator import Communicator
 from hf_flexseq.distributed.control import broadcast_object
 from hf_flexseq.hf.attention import NAME
-from hf_flexseq.hf.buckets import early_buckets
-from hf_flexseq.hf.checks import check_accelerator, resolve_sync
-from hf_flexseq.hf.lookahead import DrawnStep, InlinePlanner, Lookahead, Planner
-from hf_flexseq.hf.loss import ChunkedLoss, attach_chunked_loss
-from hf_flexseq.hf.model_checks import check_model
-from hf_flexseq.hf.rows import RowExchange
-from hf_flexseq.hf.run_cost import UNNAMED, unnamed_cost_model
-from hf_flexseq.hf.step import Inputs, Step, model_inputs, shards_of
-from hf_flexseq.hf.trace import PlanTrace, plan_line
+from hf_flexseq.hf.calibration.choose import UNNAMED, unnamed_cost_model
+from hf_flexseq.hf.model.buckets import early_buckets
+from hf_flexseq.hf.model.checks import check_model
+from hf_flexseq.hf.model.loss import ChunkedLoss, attach_chunked_loss
+from hf_flexseq.hf.trainer_checks import check_accelerator, resolve_sync
 from hf_flexseq.kernels import Kernel
 from hf_flexseq.kernels.choose import choose_kernel
 from hf_flexseq.plan import Plan
 from hf_flexseq.plan import check as check_plan
-from hf_flexseq.planner.client import PlannerWorker
+from hf_flexseq.planner.process.client import PlannerWorker
 from hf_flexseq.planner.remap import REMAPPING, remap_reason
 from hf_flexseq.planner.static import check_degree
-from hf_flexseq.presets import load_cost_model
 from hf_flexseq.schedule.routing import Links, links_of
-from hf_flexseq.schedule.routing_reason import TokenBytes, routing_reason
+from hf_flexseq.schedule.routing_notes import TokenBytes, routing_reason
+from hf_flexseq.steps.exchange import RowExchange
+from hf_flexseq.steps.lookahead import DrawnStep, InlinePlanner, Lookahead, Planner
+from hf_flexseq.steps.step import Inputs, Step, model_inputs, shards_of
+from hf_flexseq.steps.trace import PlanTrace, plan_line
 
 logger = logging.getLogger(__name__)
 

@@ -16,7 +16,7 @@ from accelerate.utils import DistributedType
 from hf_flexseq.distributed.communicator import Communicator
 from hf_flexseq.hf.engine import FlexSeqEngine
 from hf_flexseq.hf.loaders import LoaderProxy, without_repeats
-from hf_flexseq.hf.step import step_items
+from hf_flexseq.steps.step import step_items
 
 
 class PlannedBatches(LoaderProxy):

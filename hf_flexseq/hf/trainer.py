@@ -26,17 +26,17 @@ from transformers import Trainer, TrainingArguments
 from transformers.data.data_collator import DataCollatorWithPadding, default_data_collator
 
 from hf_flexseq.config import FlexSeqArguments
-from hf_flexseq.hf.checks import check_trainer
-from hf_flexseq.hf.collator import DataCollatorForFlexSeq
 from hf_flexseq.hf.engine import FlexSeqEngine, base_model
 from hf_flexseq.hf.evaluation import EvaluationLoss, PlannedBatches, left_unprepared
 from hf_flexseq.hf.loaders import LongestLoader
-from hf_flexseq.hf.model_checks import check_model
-from hf_flexseq.hf.pipeline_optimizer import is_of_pipeline, load_optimizer
-from hf_flexseq.hf.pipeline_trainer import PipelineMixin, load_own_stage
+from hf_flexseq.hf.model.checks import check_model
+from hf_flexseq.hf.pipeline.optimizer import is_of_pipeline, load_optimizer
+from hf_flexseq.hf.pipeline.trainer import PipelineMixin, load_own_stage
 from hf_flexseq.hf.resume import StepSizeCallback, check_step_size
-from hf_flexseq.hf.step import Inputs, StepItem, step_items
-from hf_flexseq.hf.trace import mean_figures
+from hf_flexseq.hf.trainer_checks import check_trainer
+from hf_flexseq.steps.collator import DataCollatorForFlexSeq
+from hf_flexseq.steps.step import Inputs, StepItem, step_items
+from hf_flexseq.steps.trace import mean_figures
 
 logger = logging.getLogger(__name__)
 

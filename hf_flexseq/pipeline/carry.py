@@ -26,7 +26,7 @@ import torch
 
 from hf_flexseq.kernels import Kernel, lse_dtype
 from hf_flexseq.kernels.segments import Segments
-from hf_flexseq.shard import Slice
+from hf_flexseq.plan.shard import Slice
 
 Tensors = tuple[torch.Tensor, ...]
 

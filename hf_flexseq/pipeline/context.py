@@ -6,11 +6,11 @@ from functools import partial
 import torch
 
 from hf_flexseq.attention.local import LocalZone, Tensors
-from hf_flexseq.attention.zones import Steps
+from hf_flexseq.attention.weave import Steps
 from hf_flexseq.pipeline.carry import Carried, KVCarry
 from hf_flexseq.pipeline.ulysses import Sharing, ZoneAttention, shared_chunk
-from hf_flexseq.schedule.pipeline.actions import Chunk
-from hf_flexseq.shard import Slice
+from hf_flexseq.plan.pipeline import Chunk
+from hf_flexseq.plan.shard import Slice
 
 
 class ChunkContext:

@@ -26,7 +26,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from hf_flexseq.distributed.neighbours import Neighbours
+from hf_flexseq.distributed.links import Neighbours
 from hf_flexseq.kernels import Kernel, lse_dtype
 from hf_flexseq.pipeline.carry import KVCarry
 from hf_flexseq.pipeline.context import ChunkContext
@@ -34,7 +34,7 @@ from hf_flexseq.pipeline.mailbox import WINDOW, Inbox, Item, Outbox
 from hf_flexseq.pipeline.stages import Stage, VirtualStage
 from hf_flexseq.pipeline.ulysses import Sharing, own_columns
 from hf_flexseq.pipeline.weights import WeightGradients
-from hf_flexseq.schedule.pipeline.actions import Action, PipelinePlan
+from hf_flexseq.plan.pipeline import Action, PipelinePlan
 from hf_flexseq.schedule.pipeline.walk import walk
 
 Columns = Mapping[str, torch.Tensor]

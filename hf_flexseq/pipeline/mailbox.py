@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 import torch
 
-from hf_flexseq.distributed.neighbours import Link, Message
+from hf_flexseq.distributed.links import Link, Message
 
 
 class Item(NamedTuple):

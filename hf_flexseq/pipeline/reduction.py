@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from hf_flexseq.distributed.neighbours import Neighbours
+from hf_flexseq.distributed.links import Neighbours
 from hf_flexseq.pipeline.sharding import local
 from hf_flexseq.pipeline.stages import Stage
 

@@ -17,10 +17,10 @@ import torch
 
 from hf_flexseq.attention.local import Tensors
 from hf_flexseq.attention.ulysses import UlyssesZone
-from hf_flexseq.attention.zones import Steps, run_zones
+from hf_flexseq.attention.weave import Steps, run_zones
 from hf_flexseq.distributed.communicator import Channel, Communicator
 from hf_flexseq.plan import Group
-from hf_flexseq.shard import contiguous_part
+from hf_flexseq.plan.shard import contiguous_part
 
 IGNORED = -100  # the label of a token without a target
 

@@ -25,7 +25,7 @@ from dataclasses import dataclass, replace
 from itertools import zip_longest
 from typing import NamedTuple, TypeVar
 
-from hf_flexseq.shard import Cut, held_chunks
+from hf_flexseq.plan.shard import Cut, held_chunks
 
 Item = TypeVar("Item")
 LARGE = 1024  # tokens of a chunk from which on it travels alone

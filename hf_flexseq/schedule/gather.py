@@ -13,7 +13,7 @@ import functools
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from hf_flexseq.shard import Cut, held_chunks
+from hf_flexseq.plan.shard import Cut, held_chunks
 
 Piece = tuple[int, int]  # place of the sequence in the group, chunk
 

@@ -9,8 +9,8 @@ from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from hf_flexseq.plan import Group
+from hf_flexseq.plan.shard import Cut, cuts
 from hf_flexseq.schedule.attention import Step, in_turns, lanes_of
-from hf_flexseq.shard import Cut, cuts
 
 
 class Loan(NamedTuple):

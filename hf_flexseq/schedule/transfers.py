@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from hf_flexseq.remap import Move
+from hf_flexseq.plan.remap import Move
 from hf_flexseq.schedule.loans import Loan
 from hf_flexseq.schedule.routing import Transfer
 

@@ -10,8 +10,8 @@ cost of each action; what they leave out are transfers that disturb each other a
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from hf_flexseq.schedule.pipeline.actions import KINDS, PipelinePlan
-from hf_flexseq.schedule.pipeline.cost import PipelineCost, StageCost
+from hf_flexseq.cost.stages import PipelineCost, StageCost
+from hf_flexseq.plan.pipeline import KINDS, PipelinePlan
 from hf_flexseq.schedule.pipeline.walk import Done, timed
 from hf_flexseq.timeline import ACTION_KINDS, Event, Memory, Timeline
 

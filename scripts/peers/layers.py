@@ -19,7 +19,7 @@ from hf_flexseq.attention import SequenceContext, sequence_parallel_attention
 from hf_flexseq.distributed.communicator import Communicator
 from hf_flexseq.kernels.choose import choose_kernel
 from hf_flexseq.plan import Group, MicroBatch
-from hf_flexseq.shard import contiguous_part, make_shard
+from hf_flexseq.plan.shard import contiguous_part, make_shard
 
 INSTALL = "pip install --no-deps ring-flash-attn==0.1.8 yunchang==0.6.4"
 CPU = torch.device("cpu")

@@ -13,7 +13,7 @@ from hf_flexseq.attention import SequenceContext, sequence_parallel_attention
 from hf_flexseq.distributed.communicator import Communicator
 from hf_flexseq.kernels.choose import choose_kernel
 from hf_flexseq.plan import Group, MicroBatch
-from hf_flexseq.shard import make_shard
+from hf_flexseq.plan.shard import make_shard
 from hf_flexseq.topology import Topology
 from tests.ranks import run_ranks
 

@@ -8,7 +8,7 @@ from hf_flexseq.attention.deterministic import BLOCK, slowdown
 from hf_flexseq.distributed.communicator import Communicator
 from hf_flexseq.kernels.choose import choose_kernel
 from hf_flexseq.plan import STRATEGIES, Group, MicroBatch
-from hf_flexseq.shard import make_shard
+from hf_flexseq.plan.shard import make_shard
 from tests.attention.test_sequence_parallel import CPU, dense_attention
 from tests.ranks import run_ranks
 

@@ -12,11 +12,11 @@ from torch.utils.checkpoint import checkpoint
 from hf_flexseq.attention import SequenceContext, sequence_parallel_attention
 from hf_flexseq.attention.heads import head_pieces, overlapping, pieces_of_head
 from hf_flexseq.cost import HEAD_PIECES, PIECE_ROWS
+from hf_flexseq.cost.presets import PRESETS
 from hf_flexseq.distributed.communicator import Communicator
 from hf_flexseq.kernels.choose import choose_kernel
 from hf_flexseq.plan import Group, MicroBatch
-from hf_flexseq.presets import PRESETS
-from hf_flexseq.shard import make_shard
+from hf_flexseq.plan.shard import make_shard
 from tests.ranks import run_ranks
 
 HEADS = [(4, 4), (8, 2), (8, 8), (12, 4), (7, 7), (6, 1), (3, 3), (32, 8)]

@@ -10,8 +10,8 @@ from hf_flexseq.attention import SequenceContext, sequence_parallel_attention
 from hf_flexseq.distributed.communicator import Communicator
 from hf_flexseq.kernels.choose import choose_kernel
 from hf_flexseq.plan import STRATEGIES, Group, MicroBatch
+from hf_flexseq.plan.shard import make_shard
 from hf_flexseq.schedule import attention
-from hf_flexseq.shard import make_shard
 from hf_flexseq.topology import Topology
 from tests.plans import random_plan
 from tests.ranks import run_ranks

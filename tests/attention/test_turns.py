@@ -8,8 +8,8 @@ import torch
 
 from hf_flexseq.attention.turns import OWN, backward_order, make_turns
 from hf_flexseq.plan import Group, MicroBatch
+from hf_flexseq.plan.shard import cuts, make_shard
 from hf_flexseq.schedule import attention
-from hf_flexseq.shard import cuts, make_shard
 
 CPU = torch.device("cpu")
 PACKS = [(1,), (2, 1), (17,), (40, 3, 29), tuple(random.Random(0).choices(range(1, 9), k=12))]

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from hf_flexseq.attention.local import LocalZone
-from hf_flexseq.attention.zones import END, run_zones, within
+from hf_flexseq.attention.weave import END, run_zones, within
 
 
 def zone(name, times, log):

@@ -11,8 +11,8 @@ from hf_flexseq.distributed.communicator import Communicator, Exchange, unnamed
 from hf_flexseq.distributed.routing import RoutedExchange
 from hf_flexseq.kernels.choose import choose_kernel
 from hf_flexseq.plan import Group, MicroBatch
+from hf_flexseq.plan.shard import make_shard, remapped
 from hf_flexseq.schedule.routing import Links, Transfer, make_routing
-from hf_flexseq.shard import make_shard, remapped
 from hf_flexseq.topology import Topology
 from tests.plans import random_plan
 from tests.ranks import run_ranks

@@ -14,7 +14,7 @@ from transformers import Trainer, TrainingArguments
 from trl import SFTConfig
 
 from hf_flexseq import FlexSeqArguments, FlexSeqCallback, FlexSeqConfig, FlexSeqEngine, FlexSeqTrainer
-from hf_flexseq.hf.model_checks import check_model
+from hf_flexseq.hf.model.checks import check_model
 from tests.hf.test_trainer import OPTIONS, dataset, float64_loss, padded, training_arguments, update_error
 from tests.hf.tiny import VOCAB, documents, tiny_llama
 from tests.ranks import run_ranks

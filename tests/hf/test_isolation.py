@@ -7,7 +7,7 @@ from hf_flexseq.attention import SequenceContext
 from hf_flexseq.distributed.communicator import Communicator
 from hf_flexseq.kernels.choose import choose_kernel
 from hf_flexseq.plan import Group, MicroBatch
-from hf_flexseq.shard import make_shard
+from hf_flexseq.plan.shard import make_shard
 from tests.hf.tiny import VOCAB, tiny_llama
 from tests.ranks import run_ranks
 

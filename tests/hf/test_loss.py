@@ -20,9 +20,9 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from torch.profiler import ProfilerActivity, profile
 
-from hf_flexseq.hf import chunked_loss
-from hf_flexseq.hf.chunked_loss import IGNORED, choose_backend, chunk_rows, chunked_cross_entropy_sum
-from hf_flexseq.hf.loss import attach_chunked_loss
+from hf_flexseq.hf.model.loss import attach_chunked_loss
+from hf_flexseq.kernels import chunked_loss
+from hf_flexseq.kernels.chunked_loss import IGNORED, choose_backend, chunk_rows, chunked_cross_entropy_sum
 from tests.ranks import run_ranks
 
 SMALL = {

@@ -9,9 +9,9 @@ from accelerate import Accelerator
 from torch.utils.data import DataLoader
 
 from hf_flexseq import DataCollatorForFlexSeq, FlexSeqArguments, FlexSeqEngine
+from hf_flexseq.cost.presets import PRESETS
 from hf_flexseq.distributed.communicator import Communicator
 from hf_flexseq.distributed.routing import RoutedExchange
-from hf_flexseq.presets import PRESETS
 from hf_flexseq.topology import Topology
 from tests.hf.tiny import documents, tiny_llama
 from tests.ranks import run_ranks

@@ -2,10 +2,10 @@
 
 from itertools import pairwise
 
-from hf_flexseq.schedule.pipeline.actions import Action, Chunk, PipelinePlan
+from hf_flexseq.plan.pipeline import Action, Chunk, PipelinePlan
+from hf_flexseq.plan.shard import Slice
 from hf_flexseq.schedule.pipeline.check import check
 from hf_flexseq.schedule.pipeline.orders import interleaved
-from hf_flexseq.shard import Slice
 
 
 def random_pipeline_plan(lengths, stages, rng, *, virtual=1, split_weights=False, checkpointing=False, layers=4):

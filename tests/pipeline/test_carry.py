@@ -10,8 +10,8 @@ from hf_flexseq.kernels.reference import Reference
 from hf_flexseq.kernels.segments import Segments
 from hf_flexseq.pipeline.carry import KVCarry, WrongOrder
 from hf_flexseq.pipeline.context import ChunkContext
-from hf_flexseq.schedule.pipeline.actions import Chunk
-from hf_flexseq.shard import Slice
+from hf_flexseq.plan.pipeline import Chunk
+from hf_flexseq.plan.shard import Slice
 
 CPU = torch.device("cpu")
 LENGTHS = (11, 3, 7, 1)

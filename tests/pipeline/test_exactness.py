@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from hf_flexseq.distributed.communicator import Communicator
-from hf_flexseq.distributed.neighbours import Neighbours
-from hf_flexseq.hf.loss import attach_chunked_loss
-from hf_flexseq.hf.pipeline_attention import NAME
+from hf_flexseq.distributed.links import Neighbours
+from hf_flexseq.hf.model.loss import attach_chunked_loss
+from hf_flexseq.hf.pipeline.attention import NAME
 from hf_flexseq.kernels.cpu_flash import CpuFlash
 from hf_flexseq.pipeline.executor import PipelineExecutor
 from hf_flexseq.pipeline.reduction import sum_gradients

@@ -4,14 +4,14 @@ from dataclasses import replace
 
 import pytest
 
-from hf_flexseq.hf.loss import attach_chunked_loss
-from hf_flexseq.hf.pipeline_attention import NAME
+from hf_flexseq.hf.model.loss import attach_chunked_loss
+from hf_flexseq.hf.pipeline.attention import NAME
 from hf_flexseq.kernels.cpu_flash import CpuFlash
 from hf_flexseq.pipeline.carry import WrongOrder
 from hf_flexseq.pipeline.executor import PipelineExecutor
 from hf_flexseq.pipeline.stages import cut
-from hf_flexseq.schedule.pipeline.actions import Chunk, PipelinePlan, parse
-from hf_flexseq.shard import Slice
+from hf_flexseq.plan.pipeline import Chunk, PipelinePlan, parse
+from hf_flexseq.plan.shard import Slice
 from tests.hf.tiny import documents, reference_gradients, relative_errors, tiny_llama
 from tests.pipeline.test_exactness import columns_of
 

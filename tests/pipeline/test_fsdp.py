@@ -6,17 +6,17 @@ import random
 import pytest
 import torch
 
+from hf_flexseq.cost.stages import PipelineCost, StageCost
 from hf_flexseq.distributed.communicator import Communicator
-from hf_flexseq.distributed.neighbours import Neighbours
-from hf_flexseq.hf.loss import attach_chunked_loss
-from hf_flexseq.hf.pipeline_attention import NAME
+from hf_flexseq.distributed.links import Neighbours
+from hf_flexseq.hf.model.loss import attach_chunked_loss
+from hf_flexseq.hf.pipeline.attention import NAME
 from hf_flexseq.kernels.cpu_flash import CpuFlash
 from hf_flexseq.pipeline.executor import PipelineExecutor
 from hf_flexseq.pipeline.reduction import equalise, gradient_norm, sum_gradients
 from hf_flexseq.pipeline.sharding import ShardedStage, whole
 from hf_flexseq.pipeline.stages import cut
 from hf_flexseq.planner.pipeline import make_pipeline_plan
-from hf_flexseq.schedule.pipeline.cost import PipelineCost, StageCost
 from tests.hf.tiny import documents, reference_gradients, relative_errors, tiny_llama
 from tests.pipeline.plans import random_pipeline_plan
 from tests.pipeline.test_exactness import CASES, LAYERS, LENGTHS, TARGETS, columns_of, loss_error

@@ -11,11 +11,11 @@ from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
 
 from hf_flexseq import FlexSeqArguments, FlexSeqCallback
-from hf_flexseq.hf.pipeline_cost import room_bytes
-from hf_flexseq.hf.pipeline_fsdp import take_over_fsdp
+from hf_flexseq.cost.presets import load_cost_model
+from hf_flexseq.hf.pipeline.fsdp import take_over_fsdp
+from hf_flexseq.pipeline.cost import room_bytes
 from hf_flexseq.pipeline.sharding import whole
 from hf_flexseq.pipeline.stages import cut
-from hf_flexseq.presets import load_cost_model
 from tests.hf.test_trainer import dataset, logged, training_arguments, update_error
 from tests.hf.tiny import tiny_llama
 from tests.pipeline.test_trainer import LAYERS, joined, make_trainer, model_of, plain_weights

@@ -6,11 +6,11 @@ from unittest import mock
 import pytest
 import torch
 
+from hf_flexseq.cost.stages import PipelineCost, StageCost
 from hf_flexseq.distributed.communicator import Communicator
-from hf_flexseq.hf.pipeline_engine import token_bytes
+from hf_flexseq.hf.pipeline.engine import token_bytes
 from hf_flexseq.pipeline import executor as executor_module
 from hf_flexseq.planner.pipeline import make_pipeline_plan
-from hf_flexseq.schedule.pipeline.cost import PipelineCost, StageCost
 from hf_flexseq.schedule.pipeline.walk import timed
 from tests.hf.tiny import documents, tiny_llama
 from tests.pipeline.live import LiveBytes

@@ -12,15 +12,15 @@ from safetensors import safe_open
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict
 
 import hf_flexseq
-from hf_flexseq.hf import optimizer_files
-from hf_flexseq.hf.optimizer_files import (
+from hf_flexseq.hf.pipeline.optimizer import FOLDER, load_optimizer
+from hf_flexseq.pipeline import optimizer_files
+from hf_flexseq.pipeline.optimizer_files import (
     SavedState,
     check_plain,
     clear,
     write_index,
     write_tensors,
 )
-from hf_flexseq.hf.pipeline_optimizer import FOLDER, load_optimizer
 from tests.hf.tiny import tiny_llama
 from tests.pipeline.test_trainer import LAYERS, make_trainer, model_of, saved_run
 from tests.ranks import run_ranks

@@ -10,10 +10,10 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, Tr
 from hf_flexseq import FlexSeqConfig, FlexSeqTrainer
 from hf_flexseq.cli import main
 from hf_flexseq.cli.files import read_steps
-from hf_flexseq.hf.pipeline_engine import InlinePipelinePlanner, PipelineEngine
-from hf_flexseq.hf.pipeline_trainer import OVERRIDDEN
+from hf_flexseq.hf.pipeline.engine import InlinePipelinePlanner, PipelineEngine
+from hf_flexseq.hf.pipeline.trainer import OVERRIDDEN
+from hf_flexseq.plan.replicas import StepPlan
 from hf_flexseq.schedule.pipeline.check import check
-from hf_flexseq.schedule.pipeline.step import StepPlan
 from hf_flexseq.schedule.pipeline.walk import makespan_ns
 from tests.hf.test_trainer import dataset, float64_loss, logged, plain_run, training_arguments, update_error
 from tests.hf.tiny import VOCAB, tiny_llama

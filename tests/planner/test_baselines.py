@@ -8,14 +8,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers.trainer_pt_utils import BatchRebalanceSampler
 
-from hf_flexseq.analytic import DEVICES, ModelShape, analytic_cost_model
 from hf_flexseq.cost import CostModel, step_ns
+from hf_flexseq.cost.analytic import DEVICES, ModelShape, analytic_cost_model
+from hf_flexseq.cost.presets import PRESETS
 from hf_flexseq.plan import Plan, PlanInfeasible, check
 from hf_flexseq.planner import make_plan
-from hf_flexseq.planner.batch_rebalance import rebalanced
+from hf_flexseq.planner.published.batch_rebalance import rebalanced
 from hf_flexseq.planner.remap import remap_reason
 from hf_flexseq.planner.static import static_degrees
-from hf_flexseq.presets import PRESETS
 from hf_flexseq.topology import Topology
 
 FLEXSP = PRESETS["flexsp-gpt-7b-a100"]

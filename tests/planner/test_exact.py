@@ -5,8 +5,8 @@ from dataclasses import replace
 
 import pytest
 
+from hf_flexseq.cost.presets import PRESETS
 from hf_flexseq.planner import make_plan
-from hf_flexseq.presets import PRESETS
 from hf_flexseq.topology import Topology
 from planner.brute import best_lockstep_ns
 from planner.exact import least_lockstep_ns

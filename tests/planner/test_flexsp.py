@@ -11,14 +11,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hf_flexseq.cost import step_ns
+from hf_flexseq.cost.presets import PRESETS
 from hf_flexseq.plan import check
 from hf_flexseq.planner import make_plan
-from hf_flexseq.planner.aligned import aligned_degrees, fit_together, rank_ranges
-from hf_flexseq.planner.blaster import blast
-from hf_flexseq.planner.buckets import bucketed
-from hf_flexseq.planner.flexsp import FlexSP
-from hf_flexseq.planner.milp import Chosen, GroupingTask, slowest_ns, solve
-from hf_flexseq.presets import PRESETS
+from hf_flexseq.planner.published.aligned import aligned_degrees, fit_together, rank_ranges
+from hf_flexseq.planner.published.blaster import blast
+from hf_flexseq.planner.published.buckets import bucketed
+from hf_flexseq.planner.published.flexsp import FlexSP
+from hf_flexseq.planner.published.milp import Chosen, GroupingTask, slowest_ns, solve
 from hf_flexseq.topology import Topology
 
 MODEL = replace(PRESETS["flexsp-gpt-7b-a100"], micro_batch_s=0.05)

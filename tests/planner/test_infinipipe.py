@@ -5,14 +5,13 @@ import random
 
 import pytest
 
+from hf_flexseq.cost.stages import PipelineCost
 from hf_flexseq.plan import PlanInfeasible
-from hf_flexseq.planner import checkpointing_milp
-from hf_flexseq.planner.checkpointing_milp import CheckpointingTask, solve
-from hf_flexseq.planner.pipeline import make_pipeline_plan
+from hf_flexseq.planner.pipeline import checkpointing_milp, make_pipeline_plan
+from hf_flexseq.planner.pipeline.checkpointing_milp import CheckpointingTask, solve
 from hf_flexseq.planner.pipeline.chunking import infinipipe_units
 from hf_flexseq.planner.pipeline.cuts import Work
 from hf_flexseq.schedule.pipeline.check import check, check_memory
-from hf_flexseq.schedule.pipeline.cost import PipelineCost
 from hf_flexseq.schedule.pipeline.walk import peak_bytes
 from pipelines import stage_cost
 

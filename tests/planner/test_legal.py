@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hf_flexseq.analytic import DEVICES, ModelShape, analytic_cost_model
+from hf_flexseq.cost.analytic import DEVICES, ModelShape, analytic_cost_model
 from hf_flexseq.planner import make_plan
 from hf_flexseq.topology import Topology
 

@@ -11,13 +11,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hf_flexseq.analytic import DEVICES, ModelShape, analytic_cost_model
 from hf_flexseq.cost import CostModel, step_ns
+from hf_flexseq.cost.analytic import DEVICES, ModelShape, analytic_cost_model
+from hf_flexseq.cost.presets import PRESETS
 from hf_flexseq.plan import Plan, PlanInfeasible, check
 from hf_flexseq.planner import make_plan
 from hf_flexseq.planner.bound import lower_bound_ns
 from hf_flexseq.planner.static import static_degrees
-from hf_flexseq.presets import PRESETS
 from hf_flexseq.topology import Topology
 from planner.brute import best_lockstep_ns
 
@@ -233,7 +233,7 @@ def test_infeasible_sequences_are_named(options: dict, message: str) -> None:
 PRINT_DIGESTS = """
 import random
 from hf_flexseq.planner import make_plan
-from hf_flexseq.presets import PRESETS
+from hf_flexseq.cost.presets import PRESETS
 from hf_flexseq.topology import Topology
 rng = random.Random(0)
 for nodes, ranks in ((8, 8), (1, 6)):
@@ -256,7 +256,7 @@ def test_the_hash_seed_does_not_matter() -> None:
 
 
 def test_planning_needs_no_torch() -> None:
-    code = "import sys, hf_flexseq.planner.worker; print({m.split('.')[0] for m in sys.modules})"
+    code = "import sys, hf_flexseq.planner.process.worker; print({m.split('.')[0] for m in sys.modules})"
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
     loaded = subprocess.run([sys.executable, "-c", code], env=environment, check=True, capture_output=True, text=True)
     assert not {"torch", "transformers", "accelerate", "datasets", "pulp"} & eval(loaded.stdout)

@@ -7,9 +7,9 @@ from dataclasses import replace
 import pytest
 
 from hf_flexseq.cost import step_ns
+from hf_flexseq.cost.presets import PRESETS
 from hf_flexseq.plan import Group, MicroBatch
 from hf_flexseq.planner.order import best_order
-from hf_flexseq.presets import PRESETS
 from hf_flexseq.topology import Topology
 from plans import random_plan
 

@@ -7,15 +7,15 @@ import numpy as np
 import pytest
 
 from hf_flexseq.cost import step_ns
+from hf_flexseq.cost.presets import PRESETS
 from hf_flexseq.planner.blocks import ALL_RANGES, blocks_of
-from hf_flexseq.planner.fill import completed, fill_short, water_levels
-from hf_flexseq.planner.place import place_long, tick_bits
 from hf_flexseq.planner.problem import NEVER, Problem, make_problem, micro_batches_of
-from hf_flexseq.planner.repair import repair
+from hf_flexseq.planner.search.fill import completed, fill_short, water_levels
+from hf_flexseq.planner.search.place import place_long, tick_bits
+from hf_flexseq.planner.search.repair import repair
+from hf_flexseq.planner.search.tabu import after_each_move, improved
+from hf_flexseq.planner.search.targets import starting_candidates
 from hf_flexseq.planner.static import static_micro_batches
-from hf_flexseq.planner.tabu import after_each_move, improved
-from hf_flexseq.planner.targets import starting_candidates
-from hf_flexseq.presets import PRESETS
 from hf_flexseq.topology import Topology
 
 FLEXSP = PRESETS["flexsp-gpt-7b-a100"]

@@ -7,13 +7,13 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
+from hf_flexseq.cost.stages import ChunkCosts, PipelineCost, chunk_costs, shape_of
 from hf_flexseq.plan import PlanInfeasible
 from hf_flexseq.planner.pipeline import SCHEDULES, make_pipeline_plan
 from hf_flexseq.planner.pipeline.cuts import CUTS, Work, cut
 from hf_flexseq.planner.pipeline.greedy import Manner, actions_of, play
 from hf_flexseq.planner.pipeline.pack import chunked_units, first_fit, level_units, whole_units
 from hf_flexseq.schedule.pipeline.check import check, check_memory
-from hf_flexseq.schedule.pipeline.cost import ChunkCosts, PipelineCost, chunk_costs, shape_of
 from hf_flexseq.schedule.pipeline.walk import makespan_ns, peak_bytes
 from pipelines import stage_cost
 from planner.pipeline_exact import shortest

@@ -6,11 +6,11 @@ from dataclasses import replace
 import pytest
 
 from hf_flexseq.cost import step_ns
+from hf_flexseq.cost.presets import PRESETS
 from hf_flexseq.plan import Plan, check
-from hf_flexseq.planner.fill import Filled
 from hf_flexseq.planner.problem import Problem, make_problem, micro_batches_of
-from hf_flexseq.planner.subsets import MOST, least_of_few
-from hf_flexseq.presets import PRESETS
+from hf_flexseq.planner.search.fill import Filled
+from hf_flexseq.planner.search.subsets import MOST, least_of_few
 from hf_flexseq.topology import Topology
 from planner.brute import best_lockstep_ns
 

@@ -5,8 +5,8 @@ from collections import Counter
 
 import pytest
 
+from hf_flexseq.plan.shard import cuts, held_chunks
 from hf_flexseq.schedule.gather import gather_hops
-from hf_flexseq.shard import cuts, held_chunks
 
 PACKS = [(1,), (2, 1), (17,), (64,), (40, 3, 29), tuple(random.Random(0).choices(range(1, 30), k=12))]
 

@@ -5,8 +5,8 @@ from dataclasses import replace
 
 import pytest
 
-from hf_flexseq.schedule.pipeline.actions import Action, Chunk, PipelinePlan, parse, text
-from hf_flexseq.shard import Slice
+from hf_flexseq.plan.pipeline import Action, Chunk, PipelinePlan, parse, text
+from hf_flexseq.plan.shard import Slice
 
 
 @pytest.fixture

@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from hf_flexseq.schedule.pipeline.actions import text
+from hf_flexseq.plan.pipeline import text
 from hf_flexseq.schedule.pipeline.check import check
 from hf_flexseq.schedule.pipeline.orders import interleaved, one_forward_one_backward
 from hf_flexseq.schedule.pipeline.walk import makespan_ns, peak_bytes

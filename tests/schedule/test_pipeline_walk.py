@@ -7,10 +7,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from hf_flexseq.cost.presets import load_cost_model
+from hf_flexseq.cost.stages import PipelineCost, chunk_costs, shape_of
+from hf_flexseq.plan.pipeline import parse
 from hf_flexseq.planner.pipeline import make_pipeline_plan
-from hf_flexseq.presets import load_cost_model
-from hf_flexseq.schedule.pipeline.actions import parse
-from hf_flexseq.schedule.pipeline.cost import PipelineCost, chunk_costs, shape_of
 from hf_flexseq.schedule.pipeline.walk import makespan_ns, peak_bytes, timed
 from pipelines import even_cost, plan_of, stage_cost
 

@@ -6,13 +6,13 @@ from dataclasses import replace
 
 import pytest
 
-from hf_flexseq.analytic import DEVICES, analytic_cost_model
-from hf_flexseq.presets import LLAMA_8B, PRESETS
+from hf_flexseq.cost.analytic import DEVICES, analytic_cost_model
+from hf_flexseq.cost.presets import LLAMA_8B, PRESETS
+from hf_flexseq.plan.shard import cuts
 from hf_flexseq.schedule import attention
 from hf_flexseq.schedule.loans import make_loans
 from hf_flexseq.schedule.routing import BUSY, Links, Routing, Transfer, links_of, make_routing
 from hf_flexseq.schedule.transfers import loan_transfers
-from hf_flexseq.shard import cuts
 from hf_flexseq.topology import Topology
 
 MB = 1_000_000

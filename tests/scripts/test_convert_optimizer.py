@@ -9,7 +9,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
-from hf_flexseq.hf.pipeline_optimizer import _FLAT, FOLDER, _other_names, _renamed
+from hf_flexseq.hf.pipeline.optimizer import _FLAT, FOLDER, _other_names, _renamed
 from tests.hf.test_trainer import update_error
 from tests.pipeline.test_optimizer_files import Planted, marks
 from tests.pipeline.test_trainer import joined, make_trainer, model_of, saved_run

@@ -19,13 +19,13 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
+from hf_flexseq.cost.stages import WEIGHT_CHUNK, ChunkCosts, PipelineCost, Shape, chunk_costs
 from hf_flexseq.plan import PlanInfeasible
 from hf_flexseq.planner.pipeline.cuts import Work
 from hf_flexseq.planner.pipeline.greedy import Manner, Played, actions_of, play
 from hf_flexseq.planner.pipeline.pack import level_units
 from hf_flexseq.planner.pipeline.problem import Answer, Task, layers_to_fit, unit_bytes
 from hf_flexseq.planner.pipeline.units import Unit, shapes_of
-from hf_flexseq.schedule.pipeline.cost import WEIGHT_CHUNK, ChunkCosts, PipelineCost, Shape, chunk_costs
 
 TURNS, PROMPT, GRADIENTS = Manner(), Manner(prompt=True), Manner(first="I")
 PATIENT, FORWARDS = Manner(patience=1), Manner(first="F", patience=2)

@@ -13,7 +13,7 @@ import math
 from dataclasses import dataclass
 from itertools import pairwise
 
-from hf_flexseq.schedule.pipeline.cost import ATTENTION_BACKWARD, PipelineCost
+from hf_flexseq.cost.stages import ATTENTION_BACKWARD, PipelineCost
 
 CUTS = ("even", "computation", "time")
 

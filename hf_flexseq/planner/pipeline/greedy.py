@@ -29,8 +29,8 @@ from functools import partial
 from heapq import heappop, heappush
 from itertools import accumulate, repeat
 
-from hf_flexseq.schedule.pipeline.actions import KINDS, Action
-from hf_flexseq.schedule.pipeline.cost import ChunkCosts
+from hf_flexseq.cost.stages import ChunkCosts
+from hf_flexseq.plan.pipeline import KINDS, Action
 from hf_flexseq.schedule.pipeline.orders import backward_names, forward_names
 
 NEVER = 1 << 62

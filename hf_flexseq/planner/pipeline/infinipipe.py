@@ -19,13 +19,13 @@ from dataclasses import dataclass
 from itertools import accumulate, islice
 
 from hf_flexseq.config import require_solver
+from hf_flexseq.cost.stages import ChunkCosts, chunk_costs
 from hf_flexseq.plan import PlanInfeasible
+from hf_flexseq.plan.pipeline import Action, PipelinePlan
 from hf_flexseq.planner.pipeline.chunking import infinipipe_units
 from hf_flexseq.planner.pipeline.cuts import Work
 from hf_flexseq.planner.pipeline.problem import Answer, Task
 from hf_flexseq.planner.pipeline.units import Unit, chunks_of, shapes_of
-from hf_flexseq.schedule.pipeline.actions import Action, PipelinePlan
-from hf_flexseq.schedule.pipeline.cost import ChunkCosts, chunk_costs
 from hf_flexseq.schedule.pipeline.orders import backward_names, one_forward_one_backward
 from hf_flexseq.schedule.pipeline.walk import makespan_ns
 
@@ -125,7 +125,10 @@ def _group(
         return _Group(start=start, stop=stop, layers=(), price=flush)
     if not recompute or flush + _least_layers(moments) * forward / most >= beat:
         return None
-    from hf_flexseq.planner.checkpointing_milp import CheckpointingTask, solve  # its solver is an optional dependency
+    from hf_flexseq.planner.pipeline.checkpointing_milp import (  # its solver is an optional dependency
+        CheckpointingTask,
+        solve,
+    )
 
     variables = count + stages - 1
     limit = int(min(variables * most, (beat - flush) * most / forward))

@@ -3,10 +3,10 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from hf_flexseq.cost.stages import ChunkCosts, PipelineCost
 from hf_flexseq.plan import PlanInfeasible
+from hf_flexseq.plan.pipeline import Action
 from hf_flexseq.planner.pipeline.units import Unit
-from hf_flexseq.schedule.pipeline.actions import Action
-from hf_flexseq.schedule.pipeline.cost import ChunkCosts, PipelineCost
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -7,9 +7,9 @@ unit   its rows, first to last
 from collections.abc import Sequence
 from itertools import pairwise
 
-from hf_flexseq.schedule.pipeline.actions import Chunk
-from hf_flexseq.schedule.pipeline.cost import Shape, causal_pairs
-from hf_flexseq.shard import Slice
+from hf_flexseq.cost.stages import Shape, causal_pairs
+from hf_flexseq.plan.pipeline import Chunk
+from hf_flexseq.plan.shard import Slice
 
 Row = list[tuple[int, int, int]]
 Unit = list[Row]

@@ -15,9 +15,9 @@ from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
-from hf_flexseq.schedule.pipeline.actions import KINDS, Action, Chunk, PipelinePlan
-from hf_flexseq.schedule.pipeline.cost import PipelineCost
-from hf_flexseq.schedule.pipeline.step import StepPlan
+from hf_flexseq.cost.stages import PipelineCost
+from hf_flexseq.plan.pipeline import KINDS, Action, Chunk, PipelinePlan
+from hf_flexseq.plan.replicas import StepPlan
 from hf_flexseq.schedule.pipeline.walk import timed, walk
 
 

@@ -21,7 +21,7 @@ which is the above where k divides P.
 
 from collections.abc import Iterable, Iterator, Sequence
 
-from hf_flexseq.schedule.pipeline.actions import Action
+from hf_flexseq.plan.pipeline import Action
 
 Name = tuple[int, int]  # (unit, index)
 

@@ -10,8 +10,8 @@ from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from hf_flexseq.schedule.pipeline.actions import Action, PipelinePlan
-from hf_flexseq.schedule.pipeline.cost import ChunkCosts, PipelineCost, chunk_costs, shape_of
+from hf_flexseq.cost.stages import ChunkCosts, PipelineCost, chunk_costs, shape_of
+from hf_flexseq.plan.pipeline import Action, PipelinePlan
 
 Key = tuple[str, int]  # (F or B, the stage that sends)
 

@@ -1,0 +1,1 @@
+"""The Trainer on a model that is cut into pipeline stages."""

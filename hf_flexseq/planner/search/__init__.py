@@ -1,0 +1,1 @@
+"""The default planner, `auto`: a search over groups, their degrees and what they hold."""

@@ -1,0 +1,335 @@
+"""The cost model against the published formula written out, and its evaluation of micro-batches."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from hf_flexseq.cost import CostModel, free_ns, lockstep_ns, nodes_spanned, rank_ns, step_ns
+from hf_flexseq.cost.analytic import DEVICES, ModelShape, analytic_cost_model
+from hf_flexseq.cost.presets import PRESETS, load_cost_model
+from hf_flexseq.plan import Group, MicroBatch
+from hf_flexseq.schedule.attention import balanced
+from hf_flexseq.topology import Topology
+
+FLEXSP = PRESETS["flexsp-gpt-7b-a100"]
+LLAMA_8B = ModelShape(
+    layers=32, hidden=4096, heads=32, kv_heads=8, head_dim=128, intermediate=14336, vocab=128256, params=8_030_261_248
+)
+TWO_NODES = Topology(nodes=2, ranks_per_node=8)
+SIMPLE = CostModel(
+    name="simple",
+    attention_s=0.0,
+    linear_s=1.0,
+    micro_batch_s=100.0,
+    group_s=0.0,
+    all_to_all_bytes=0.0,
+    ring_bytes=None,
+    query_bytes=0.0,
+    ring_overlap=1.0,
+    bandwidths=((2, 1.0),),
+    heads=None,
+    token_bytes=1.0,
+    state_bytes=0.0,
+    sharded_state_bytes=0.0,
+    budget_bytes=1000.0,
+)
+
+
+def published_ms(length: int, degree: int, gigabytes_per_s: float) -> float:
+    """FlexSP's equations 12 to 14 with the 7B constants, as released: MiB over GB/s read as milliseconds."""
+    compute = (5.128e-6 * length**2 + 0.18396 * length) / degree
+    return compute + 4 * 2 * 32 * 4096 * 2 * length / 2**20 / degree / gigabytes_per_s
+
+
+@pytest.mark.parametrize("degree, speed", [(2, 119.5), (4, 104.1), (8, 96.5), (16, 10.33), (32, 5.94), (64, 4.87)])
+@pytest.mark.parametrize("length", [1, 4096, 100_003, 393_216])
+def test_preset_is_the_published_formula(degree: int, speed: float, length: int) -> None:
+    ours = FLEXSP.sequence_ns(length, degree, "ulysses", spans_nodes=degree > 8)
+    assert abs(ours - published_ms(length, degree, speed) * 1e6) <= 1
+
+
+def test_preset_constants() -> None:
+    assert FLEXSP.sequence_ns(10_000, 1, "local", False) == round((5.128e-6 * 1e8 + 1839.6) * 1e6)
+    assert FLEXSP.micro_batch_ns == 629_400_000
+    assert PRESETS["flexsp-gpt-13b-a100"].micro_batch_ns == 1_132_600_000
+    assert PRESETS["flexsp-gpt-30b-a100"].micro_batch_ns == 2_789_400_000
+
+
+def test_preset_memory_is_the_published_one() -> None:
+    """28 GiB less 16 bytes for each of 7.85 G parameters over 64 ranks, at 4.48 MiB a token."""
+    assert FLEXSP.max_tokens_per_rank(64) == int((28 * 1024 - 7.85 * 16 * 1024 / 64) / 4.48) == 5951
+    at_192k = replace(FLEXSP, sharded_state_bytes=7.117 * 16 * 2**30)
+    assert at_192k.max_tokens_per_rank(64) == 5993
+
+
+def test_bandwidth_of_unmeasured_degrees() -> None:
+    speed = dict(FLEXSP.bandwidths)
+    inside, across = [[FLEXSP.bandwidth(d, spans) for d in (2, 3, 5, 6, 8)] for spans in (False, True)]
+    assert inside == [speed[2], speed[4], speed[8], speed[8], speed[8]]
+    assert across == [speed[16]] * 5
+    assert [FLEXSP.bandwidth(d, True) for d in (16, 24, 48, 64, 1024)] == [speed[d] for d in (16, 32, 64, 64, 64)]
+
+
+def test_ulysses_with_heads_that_do_not_divide() -> None:
+    cost = replace(SIMPLE, attention_s=1.0, linear_s=1e-6, heads=6)
+    attention = [cost.sequence_ns(1000, d, "ulysses", False) / 1e15 for d in (2, 3, 4, 6, 12)]
+    assert attention == pytest.approx([1 / 2, 1 / 3, 2 / 6, 1 / 6, 1 / 6], rel=1e-6)
+
+
+def test_a_ring_hides_transfers_behind_attention_or_the_other_way_round() -> None:
+    cost = replace(SIMPLE, attention_s=1.0, ring_bytes=2.0, bandwidths=((4, 0.5),))
+    moved = 2.0 * 10 * (3 / 4) / 0.5
+    assert cost.sequence_ns(10, 4, "zigzag", False) == round((max(100 / 4, moved) + 10 / 4) * 1e9)
+    assert cost.sequence_ns(100, 4, "zigzag", False) == round((100**2 / 4 + 100 / 4) * 1e9)
+
+
+def test_ulysses_hides_all_but_the_first_piece_of_its_heads() -> None:
+    """Two heads on each of four ranks: half of the transfers may be hidden, of sixteen heads three quarters."""
+    link = {"all_to_all_bytes": 2.0, "bandwidths": ((4, 0.5),), "all_to_all_overlap": 0.5}
+    cost = replace(SIMPLE, attention_s=1.0, piece_rows=1, **link)
+    for heads, share in ((4, 0.0), (8, 0.25), (16, 0.375), (64, 0.375), (None, 0.375)):
+        of_heads = replace(cost, heads=heads)
+        for length in (2, 100):
+            moved, linear = 2.0 * length / 4 / 0.5, length / 4
+            seconds = max(length**2 / 4, share * moved) + (1 - share) * moved + linear
+            assert of_heads.sequence_ns(length, 4, "ulysses", False) == round(seconds * 1e9)
+
+
+def test_an_all_gather_hides_nothing() -> None:
+    cost = replace(SIMPLE, attention_s=1.0, ring_bytes=3.0, bandwidths=((4, 0.5),))
+    moved = 4 * 1.0 * 10 * (3 / 4) / 0.5
+    assert cost.sequence_ns(10, 4, "allgather", False) == round((100 / 4 + moved + 10 / 4) * 1e9)
+
+
+def busiest_link(degree: int, keys: float, queries: float) -> float:
+    """From the steps of `balanced`: the most that any rank sends or receives, for tensors of these widths."""
+    total = 0.0
+    for there, back_of_keys in ((1, 0), (3, 1)):  # forward, backward
+        sent, received = [0.0] * degree, [0.0] * degree
+
+        def move(source: int, target: int, size: float, out: list[float] = sent, into: list[float] = received) -> None:
+            out[source] += size
+            into[target] += size
+
+        for step in balanced(degree).steps:
+            if step.source != step.worker:
+                move(step.source, step.worker, keys)
+                move(step.worker, step.source, back_of_keys * keys)
+            if step.reader != step.worker:
+                move(step.reader, step.worker, there * queries)
+                move(step.worker, step.reader, queries)
+        total += max(sent + received)
+    return total
+
+
+@pytest.mark.parametrize("shared", [1, 2, 4, 8])
+@pytest.mark.parametrize("degree", range(2, 17))
+def test_balanced_pays_what_its_busiest_rank_moves(degree: int, shared: int) -> None:
+    """Keys and values of a width of 2, queries `shared` times as wide as keys alone."""
+    cost = replace(SIMPLE, ring_bytes=6.0, query_bytes=shared)
+    assert cost.trip_bytes() == (2.0, shared)
+    assert cost.ring_traffic(degree, "balanced") == busiest_link(degree, 2.0, shared)
+
+
+def test_auto_finds_balanced_where_keys_are_as_wide_as_queries_and_links_slow() -> None:
+    """One head, so that Ulysses has no one to share with; a ring moves 24 tensors' worth a token, balanced 16."""
+    cost = replace(SIMPLE, attention_s=0.2, ring_bytes=6.0, query_bytes=1.0, all_to_all_bytes=8.0, heads=1)
+    seconds = {name: cost.sequence_ns(90, 5, name, False) / 1e9 for name in cost.strategies("auto")}
+    assert min(seconds, key=seconds.__getitem__) == "balanced"
+    assert seconds["zigzag"] - seconds["balanced"] == 24 * 18 - 0.2 * 90 * 18
+
+
+def test_balanced_idles_at_even_degrees() -> None:
+    cost = replace(SIMPLE, attention_s=1.0, linear_s=1e-9, ring_bytes=0.0)
+    assert [cost.sequence_ns(12, d, "balanced", False) / 1e9 for d in (2, 3, 4)] == pytest.approx(
+        [144 / 2 * 3 / 2, 144 / 3, 144 / 4 * 5 / 4], rel=1e-6
+    )
+
+
+def test_a_hybrid_is_ulysses_inside_a_node_and_a_ring_across_nodes() -> None:
+    """16 ranks on two nodes: 10 bytes a token inside at 5 bytes/s, one trip of 3 bytes a token across at 1 byte/s."""
+    cost = replace(SIMPLE, attention_s=1.0, all_to_all_bytes=10.0, ring_bytes=3.0, bandwidths=((8, 5.0), (16, 1.0)))
+    inside, across, linear = 10 * 80 / 16 / 5, 3 * 80 / 16, 80 / 16
+    assert cost.sequence_ns(80, 16, "hybrid", True) == round((80 * 80 / 16 + inside + linear) * 1e9)
+    no_attention = replace(cost, attention_s=0.0)
+    assert no_attention.sequence_ns(80, 16, "hybrid", True) == round((across + inside + linear) * 1e9)
+    assert cost.sequence_ns(80, 8, "hybrid", False) == cost.sequence_ns(80, 8, "ulysses", False)
+    assert [nodes_spanned(d) for d in (2, 6, 8, 16, 24, 64, 9)] == [2, 2, 2, 2, 3, 8, 3]
+
+
+@pytest.mark.parametrize("strategy", ["zigzag", "balanced", "allgather", "hybrid"])
+def test_unknown_rings_are_refused(strategy: str) -> None:
+    with pytest.raises(ValueError, match="no ring_bytes"):
+        FLEXSP.sequence_ns(10, 2, strategy, True)
+    with pytest.raises(ValueError, match="no ring_bytes"):
+        FLEXSP.strategies(strategy)
+    assert FLEXSP.strategies("auto") == ("ulysses",)
+    with pytest.raises(ValueError, match="no cost formula"):
+        FLEXSP.sequence_ns(10, 2, "ring", False)
+
+
+def test_vector_and_scalar_agree() -> None:
+    cost = analytic_cost_model(LLAMA_8B, DEVICES["H100"], TWO_NODES)
+    lengths = np.array([1, 17, 4096, 123_457])
+    for degree, strategy in ((1, "local"), (6, "ulysses"), (16, "zigzag")):
+        together = cost.sequences_ns(lengths, degree, strategy, degree > 8).tolist()
+        assert together == [cost.sequence_ns(int(s), degree, strategy, degree > 8) for s in lengths]
+
+
+# ---- evaluation
+
+
+def group(start: int, stop: int, *sequences: int) -> Group:
+    name = "local" if stop - start == 1 else "ulysses"
+    return Group(ranks=tuple(range(start, stop)), sequences=sequences, strategy=name)
+
+
+LENGTHS = (8, 4, 6, 2)
+STEP = (
+    MicroBatch(groups=(group(0, 2, 0), group(1, 2, 1))),  # rank 0: 4, rank 1: 4 + 4
+    MicroBatch(groups=(group(0, 1, 2), group(1, 2, 3))),  # rank 0: 6, rank 1: 2
+)
+
+
+def test_lockstep_waits_for_the_slowest_rank_of_each_micro_batch() -> None:
+    node = Topology(nodes=1, ranks_per_node=2)
+    assert [ns / 1e9 for ns in lockstep_ns(SIMPLE, STEP, LENGTHS, node)] == [108, 106]
+    assert step_ns(SIMPLE, STEP, LENGTHS, node, sync="lockstep") == 214e9
+
+
+def test_groups_of_two_ranks_and_more_pay_their_latency() -> None:
+    cost, node = replace(SIMPLE, group_s=3.0), Topology(nodes=1, ranks_per_node=3)
+    ranks, alone = (rank_ns(model, STEP[0].groups, LENGTHS, node) for model in (cost, SIMPLE))
+    wide = [sum(group.degree > 1 for group in STEP[0].groups if rank in group.ranks) for rank in range(3)]
+    assert set(wide) == {0, 1}
+    assert [a - b for a, b in zip(ranks, alone, strict=True)] == [3_000_000_000 * count for count in wide]
+    assert free_ns(cost, STEP, LENGTHS, node) > free_ns(SIMPLE, STEP, LENGTHS, node)
+
+
+def test_free_ranks_wait_only_in_their_groups() -> None:
+    node = Topology(nodes=1, ranks_per_node=3)
+    assert [ns / 1e9 for ns in free_ns(SIMPLE, STEP, LENGTHS, node)] == [210, 210, 0]
+    late = (STEP[1], STEP[0])
+    # Rank 0 works 106, rank 1 102, then both pay 100 and meet at 206.
+    assert [ns / 1e9 for ns in free_ns(SIMPLE, late, LENGTHS, node)] == [210, 214, 0]
+    assert step_ns(SIMPLE, late, LENGTHS, node, sync="free") == 214e9
+    assert step_ns(SIMPLE, (), (), node, sync="free") == step_ns(SIMPLE, (), (), node, sync="lockstep") == 0
+
+
+# ---- estimates
+
+
+def test_analytic_model_counts_flops_and_bytes() -> None:
+    cost = analytic_cost_model(LLAMA_8B, DEVICES["H100"], TWO_NODES, zero_stage=3)
+    assert cost.linear_s * DEVICES["H100"].flops == pytest.approx(8 * (LLAMA_8B.params - 128256 * 4096))
+    assert cost.attention_s * DEVICES["H100"].flops == pytest.approx(32 * 7 * 4096)
+    assert cost.all_to_all_bytes == 32 * 2 * 3 * (2 * 4096 + 2 * 1024)
+    plain = analytic_cost_model(LLAMA_8B, DEVICES["H100"], TWO_NODES, checkpointing=False)
+    assert plain.all_to_all_bytes == 32 * 2 * 2 * (2 * 4096 + 2 * 1024)
+    assert cost.ring_bytes == 32 * 2 * 3 * 2 * 1024
+    assert cost.state_bytes == 4 * 128256 * 4096  # the gradient of the head
+    assert cost.sharded_state_bytes == 16 * LLAMA_8B.params
+
+
+def test_analytic_memory_depends_on_sharding_and_checkpointing() -> None:
+    def tokens(**options: object) -> int:
+        return analytic_cost_model(LLAMA_8B, DEVICES["H200"], TWO_NODES, **options).max_tokens_per_rank(16)
+
+    assert tokens(zero_stage=3) > tokens(zero_stage=2) > tokens(zero_stage=1)
+    assert tokens(zero_stage=3) > 2 * tokens(zero_stage=3, checkpointing=False)
+    assert tokens(zero_stage=3) > 2 * tokens(zero_stage=3, chunked_loss=False)
+    with pytest.raises(ValueError, match="leaves no room for a token: shard them"):
+        tokens(zero_stage=0)
+    with pytest.raises(ValueError, match="zero_stage=4"):
+        tokens(zero_stage=4)
+
+
+@pytest.mark.parametrize("nodes, ranks", [(1, 1), (1, 8), (2, 8), (2, 4), (3, 2), (2, 12), (2, 16), (5, 3)])
+def test_analytic_bandwidth_is_the_node_s_exactly_inside_nodes(nodes: int, ranks: int) -> None:
+    topology, device = Topology(nodes=nodes, ranks_per_node=ranks), DEVICES["H100"]
+    cost = analytic_cost_model(LLAMA_8B, device, topology, zero_stage=3)
+    assert all(cost.bandwidth(d, False) == device.intra_bytes for d in range(2, ranks + 1))
+    assert all(cost.bandwidth(n * ranks, True) == device.inter_bytes for n in range(2, nodes + 1))
+
+
+# ---- files
+
+
+def test_json_round_trip(tmp_path: Path) -> None:
+    for model in (*PRESETS.values(), SIMPLE, analytic_cost_model(LLAMA_8B, DEVICES["CPU"], TWO_NODES)):
+        model.save(tmp_path / "cost.json")
+        loaded = load_cost_model(str(tmp_path / "cost.json"))
+        assert loaded == model
+        assert loaded.digest() == model.digest()
+
+
+def test_digest_sees_every_constant() -> None:
+    digests = {FLEXSP.digest()}
+    for name, value in FLEXSP.to_record().items():
+        changed = {
+            "heads": 64,
+            "ring_bytes": 1.0,
+            "ring_overlap": 0.5,
+            "all_to_all_overlap": 0.5,
+            "name": "x",
+            "bandwidths": [[2, 1.0]],
+        }.get(name) or value + 1
+        digests.add(CostModel.from_record(FLEXSP.to_record() | {name: changed}).digest())
+    assert len(digests) == 1 + len(FLEXSP.to_record())
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        ({"linear_s": "fast"}, "linear_s='fast'"),
+        ({"linear_s": 0}, "linear_s=0"),
+        ({"attention_s": -1.0}, "attention_s=-1.0"),
+        ({"budget_bytes": float("nan")}, "budget_bytes=nan"),
+        ({"heads": 2.5}, "heads=2.5"),
+        ({"heads": 0}, "heads=0"),
+        ({"nics_per_node": 0}, "nics_per_node=0"),
+        ({"nics_per_node": 1.5}, "nics_per_node=1.5: not an integer"),
+        ({"transfer_s": -1.0}, "transfer_s=-1.0"),
+        ({"all_to_all_overlap": 1.5}, "all_to_all_overlap=1.5"),
+        ({"name": 3}, "name=3"),
+        ({"bandwidths": []}, "at least one"),
+        ({"bandwidths": {"2": 1}}, "list of"),
+        ({"bandwidths": [[4, 1.0], [2, 1.0]]}, "must ascend"),
+        ({"bandwidths": [[2, 0.0]]}, "positive"),
+        ({"bandwidths": [["2", 1.0]]}, "degrees must be integers"),
+        ({"extra": 1}, r"unknown keys \['extra'\]"),
+    ],
+)
+def test_a_file_with_nonsense_is_named(tmp_path: Path, change: dict, message: str) -> None:
+    path = tmp_path / "cost.json"
+    path.write_text(json.dumps(FLEXSP.to_record() | change))
+    with pytest.raises(ValueError, match=message) as caught:
+        load_cost_model(str(path))
+    assert str(path) in str(caught.value)
+
+
+@pytest.mark.parametrize("text", ["", "{", "[1]", '{"name": "x"}'])
+def test_a_file_that_does_not_parse_is_named(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "cost.json"
+    path.write_text(text)
+    with pytest.raises(ValueError, match=r"cost\.json"):
+        CostModel.load(path)
+
+
+def test_a_file_that_knows_no_nics_has_one(tmp_path: Path) -> None:
+    record = {
+        name: value
+        for name, value in FLEXSP.to_record().items()
+        if name not in ("nics_per_node", "transfer_s", "all_to_all_overlap", "piece_rows")
+    }
+    assert CostModel.from_record(record) == FLEXSP
+    assert (FLEXSP.nics_per_node, FLEXSP.transfer_s, FLEXSP.all_to_all_overlap) == (1, 0.0, 0.0)
+
+
+def test_unknown_names_list_the_presets() -> None:
+    assert load_cost_model("flexsp-gpt-7b-a100") is FLEXSP
+    with pytest.raises(ValueError, match="flexsp-gpt-7b-a100, flexsp-gpt-13b-a100, flexsp-gpt-30b-a100"):
+        load_cost_model("gpt-7b")

@@ -1,0 +1,106 @@
+"""Layouts, on ints alone: every token is held once, ranks are even, and the zigzag is balanced."""
+
+import random
+
+import pytest
+
+from hf_flexseq.plan import Group, MicroBatch
+from hf_flexseq.plan.shard import contiguous_part, cuts, held_chunks, make_shard, mirrored
+from tests.plans import random_plan
+
+
+def one_group(strategy, degree, lengths):
+    group = Group(ranks=tuple(range(degree)), sequences=tuple(range(len(lengths))), strategy=strategy)
+    return [make_shard(MicroBatch(groups=(group,)), lengths, rank) for rank in range(degree)]
+
+
+def pieces(shard):
+    return [(s.sequence, s.start, s.stop) for s in shard.slices]
+
+
+def test_ulysses_cuts_the_concatenation():
+    first, second = one_group("ulysses", 2, [5, 4])
+    assert pieces(first) == [(0, 0, 4)]
+    assert pieces(second) == [(0, 4, 5), (1, 0, 4)]
+
+
+def test_zigzag_gives_a_front_and_a_back_chunk():
+    first, second = one_group("zigzag", 2, [8])
+    assert pieces(first) == [(0, 0, 2), (0, 6, 8)]
+    assert pieces(second) == [(0, 2, 4), (0, 4, 6)]
+
+
+def test_nested_groups_lie_one_after_the_other():
+    groups = (
+        Group(ranks=(0, 1), sequences=(0,), strategy="ulysses"),
+        Group(ranks=(1,), sequences=(1,), strategy="local"),
+    )
+    shard = make_shard(MicroBatch(groups=groups), [6, 4], 1)
+    assert [(zone.start, zone.stop) for zone in shard.zones] == [(0, 3), (3, 7)]
+    assert shard.tokens == 7
+    assert make_shard(MicroBatch(groups=groups), [6, 4], 2).zones == ()
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_every_token_is_held_once_and_no_rank_holds_more_than_its_share(seed):
+    rng = random.Random(seed)
+    world_size = rng.randint(1, 9)
+    lengths = [rng.choice([1, 2, 3, rng.randint(1, 50)]) for _ in range(rng.randint(1, 12))]
+    plan = random_plan(lengths, world_size, rng)
+    held = {(i, t): 0 for i, n in enumerate(lengths) for t in range(n)}
+    for micro_batch in plan.micro_batches:
+        limits = micro_batch.tokens_per_rank(lengths, world_size)
+        for rank in range(world_size):
+            shard = make_shard(micro_batch, lengths, rank)
+            assert shard.tokens == sum(s.tokens for s in shard.slices) <= limits[rank]
+            for piece in shard.slices:
+                for token in range(piece.start, piece.stop):
+                    held[piece.sequence, token] += 1
+    assert set(held.values()) == {1}
+
+
+@pytest.mark.parametrize("degree", [2, 3, 5, 8])
+def test_zigzag_shares_causal_work_evenly(degree):
+    """Query-key pairs per rank, counted one by one."""
+    length = 40 * degree
+    work = [
+        sum(position + 1 for s in shard.slices for position in range(s.start, s.stop))
+        for shard in one_group("zigzag", degree, [length])
+    ]
+    assert max(work) <= 1.02 * min(work)
+
+
+@pytest.mark.parametrize("degree", [2, 3, 4])
+def test_rounding_of_short_sequences_does_not_pile_up(degree):
+    tokens = [shard.tokens for shard in one_group("zigzag", degree, [1] * 25 + [2] * 7)]
+    assert max(tokens) - min(tokens) <= 1
+
+
+@pytest.mark.parametrize(("strategy", "chunks"), [("zigzag", 6), ("allgather", 6), ("balanced", 3)])
+def test_bounds_partition_each_sequence(strategy, chunks):
+    for cut, length in zip(cuts(strategy, (7, 1, 12), 3), [7, 1, 12], strict=True):
+        assert (cut.bounds[0], cut.bounds[-1], len(cut.bounds)) == (0, length, chunks + 1)
+        assert list(cut.bounds) == sorted(cut.bounds)
+    for flipped in (False, True):
+        held = [c for i in range(3) for c in held_chunks(strategy, i, 3, mirrored=flipped)]
+        assert sorted(held) == list(range(chunks))
+
+
+def test_balanced_gives_every_rank_one_part_of_every_sequence():
+    assert [pieces(shard) for shard in one_group("balanced", 2, [8, 6])] == [
+        [(0, 0, 4), (1, 3, 6)],  # the second sequence lies the other way round
+        [(0, 4, 8), (1, 0, 3)],
+    ]
+
+
+def test_about_half_of_the_tokens_lie_the_other_way_round():
+    assert mirrored([5]) == (False,)
+    assert mirrored([5, 5]) == (False, True)
+    assert mirrored([3, 9, 5, 2]) == (True, False, True, True)
+    assert mirrored([100, 1, 2, 3]) == (False,) * 4  # not worth it
+
+
+def test_contiguous_parts_differ_by_one_at_most():
+    sizes = [stop - start for start, stop in (contiguous_part(11, i, 4) for i in range(4))]
+    assert sum(sizes) == 11
+    assert set(sizes) == {2, 3}

@@ -1,0 +1,132 @@
+"""The planning process: answers, errors, death, and many outstanding requests."""
+
+import io
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+
+import pytest
+
+from hf_flexseq.cost.presets import PRESETS
+from hf_flexseq.plan import PlanInfeasible
+from hf_flexseq.planner import make_plan
+from hf_flexseq.planner.process.client import PlannerWorker
+from hf_flexseq.planner.process.worker import serve
+from hf_flexseq.topology import Topology
+
+NODE = Topology(nodes=1, ranks_per_node=4)
+FLEXSP = replace(PRESETS["flexsp-gpt-7b-a100"], sharded_state_bytes=0.0)
+
+
+@pytest.fixture
+def worker() -> Iterator[PlannerWorker]:
+    worker = PlannerWorker(NODE, FLEXSP, max_tokens_per_rank=10_000)
+    yield worker
+    worker.close()
+
+
+def test_answers_are_make_plan_s_in_any_order_of_asking(worker: PlannerWorker) -> None:
+    batches = {step: [step * 1000 + 1, 17, 30_000] for step in range(3)}
+    for step, lengths in batches.items():
+        worker.submit(step, lengths)
+    for step in (2, 0, 1):
+        here = make_plan(batches[step], NODE, FLEXSP, max_tokens_per_rank=10_000)
+        there = worker.result(step)
+        assert there.digest() == here.digest()
+        assert there.planning_s > 0
+
+
+def test_errors_come_back_as_they_were_and_do_not_end_it(worker: PlannerWorker) -> None:
+    worker.submit(0, [50_000])
+    worker.submit(1, [0])
+    worker.submit(2, [1])
+    with pytest.raises(PlanInfeasible, match="sequence 0 has 50000 tokens"):
+        worker.result(0)
+    with pytest.raises(ValueError, match="sequence 0 has length 0"):
+        worker.result(1)
+    assert worker.result(2).lengths == (1,)
+
+
+def test_asking_twice_or_for_nothing_is_refused(worker: PlannerWorker) -> None:
+    worker.submit(0, [1])
+    with pytest.raises(ValueError, match="submitted before"):
+        worker.submit(0, [1])
+    worker.result(0)
+    for step in (0, 1):
+        with pytest.raises(ValueError, match="was not submitted"):
+            worker.result(step)
+
+
+def test_many_outstanding_requests_do_not_block(worker: PlannerWorker) -> None:
+    """Far more than two pipes hold, submitted before the first answer is fetched."""
+    began = time.monotonic()
+    for step in range(40):
+        worker.submit(step, [step % 7 + 1] * 4096)
+    assert time.monotonic() - began < 1.0
+    assert all(len(worker.result(step).lengths) == 4096 for step in range(4))
+
+
+def test_a_killed_worker_is_reported(worker: PlannerWorker) -> None:
+    os.kill(worker._process.pid, signal.SIGKILL)
+    worker.submit(0, [1])
+    with pytest.raises(RuntimeError, match="ended with code -9"):
+        worker.result(0)
+
+
+def test_a_worker_that_fails_shows_its_last_words() -> None:
+    worker = PlannerWorker(NODE, FLEXSP, colour="blue")
+    worker.submit(0, [1])
+    with pytest.raises(RuntimeError, match=r"ended with code 1\n[\s\S]*unexpected keyword argument 'colour'"):
+        worker.result(0)
+    worker.close()
+
+
+def test_a_stopped_worker_does_not_block_forever(worker: PlannerWorker) -> None:
+    os.kill(worker._process.pid, signal.SIGSTOP)
+    worker.submit(0, [1])
+    with pytest.raises(RuntimeError, match=r"has not answered for 0\.2 s"):
+        worker.result(0, timeout_s=0.2)
+
+
+def test_close_ends_the_process_and_may_be_repeated(worker: PlannerWorker) -> None:
+    worker.submit(0, [1])
+    worker.close()
+    worker.close()
+    assert worker._process.returncode is not None
+    with pytest.raises(RuntimeError, match="was closed"):
+        worker.result(0)
+
+
+LEAVES_IT_OPEN = """
+from hf_flexseq.planner.process.client import PlannerWorker
+from hf_flexseq.cost.presets import PRESETS
+from hf_flexseq.topology import Topology
+worker = PlannerWorker(Topology(nodes=1, ranks_per_node=64), PRESETS["flexsp-gpt-7b-a100"])
+worker.submit(0, [1] * 100)
+print(worker._process.pid)
+"""
+
+
+def test_it_ends_with_the_interpreter() -> None:
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
+    done = subprocess.run(
+        [sys.executable, "-c", LEAVES_IT_OPEN], env=environment, capture_output=True, text=True, check=True, timeout=30
+    )
+    with pytest.raises(ProcessLookupError):
+        os.kill(int(done.stdout), 0)
+
+
+def test_serve_speaks_only_json_lines() -> None:
+    options = {"max_tokens_per_rank": 10, "sync": "free"}
+    configuration = {"topology": {"nodes": 1, "ranks_per_node": 2}, "cost": FLEXSP.to_record(), "options": options}
+    requests = [configuration, {"id": 5, "lengths": [3, 4]}, {"id": 6, "lengths": [100]}]
+    answers = io.StringIO()
+    serve(io.StringIO("".join(json.dumps(request) + "\n" for request in requests)), answers)
+    first, second = (json.loads(line) for line in answers.getvalue().splitlines())
+    assert (first["id"], first["plan"]["lengths"]) == (5, [3, 4])
+    assert (second["id"], second["error"]["kind"]) == (6, "PlanInfeasible")

@@ -1,0 +1,366 @@
+"""The fit finds the constants that made its timings; a measured model is kept whole, and is the same on every rank."""
+
+import dataclasses
+import json
+import random
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from accelerate import Accelerator
+
+from hf_flexseq.cost import CostModel, lockstep_ns
+from hf_flexseq.cost.analytic import DEVICES, ModelShape, analytic_cost_model
+from hf_flexseq.distributed.communicator import Communicator
+from hf_flexseq.hf.calibration import choose as run_cost
+from hf_flexseq.hf.calibration import measure as calibration
+from hf_flexseq.hf.calibration.choose import fit_key, probe_spec, unnamed_cost_model
+from hf_flexseq.hf.calibration.command import calibrate
+from hf_flexseq.hf.calibration.estimate import model_shape
+from hf_flexseq.hf.calibration.measure import Calibration, Effort
+from hf_flexseq.plan import Plan, check
+from hf_flexseq.profiler import measure
+from hf_flexseq.profiler.cache import cache_path, load_cached, save_whole
+from hf_flexseq.profiler.design import (
+    Shape,
+    Sizes,
+    alone,
+    choose_sizes,
+    fitting_shapes,
+    hold_out_layouts,
+    measured_degrees,
+)
+from hf_flexseq.profiler.fit import Compute, Sample, fit_compute, fit_links, nnls
+from hf_flexseq.topology import Topology
+from tests.hf.tiny import tiny_llama
+from tests.ranks import run_ranks
+
+SHAPE = ModelShape(
+    layers=8, hidden=1024, heads=8, kv_heads=2, head_dim=128, intermediate=4096, vocab=32000, params=200_000_000
+)
+TOPOLOGY = Topology(nodes=1, ranks_per_node=4)
+ESTIMATE = analytic_cost_model(SHAPE, DEVICES["H100"], TOPOLOGY)
+TRUTH = dataclasses.replace(
+    ESTIMATE,
+    attention_s=8 * 2e-10,
+    linear_s=8 * 3e-7 + 5e-7,
+    micro_batch_s=8 * 1e-4 + 2e-3,
+    group_s=8 * 1e-3,
+    bandwidths=((2, 4e9), (4, 2e9)),
+    ring_bytes=1.5 * ESTIMATE.ring_bytes,
+    ring_overlap=0.6,
+)
+TINY = {
+    "model_type": "llama",
+    "vocab_size": 61,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+}
+QUICK = Effort(budget_s=0.3, rounds=2, held_out=2)
+
+
+def of_depth(model: CostModel, layers: int) -> CostModel:
+    """`TRUTH` for another number of layers."""
+    return dataclasses.replace(
+        model,
+        attention_s=layers * 2e-10,
+        linear_s=layers * 3e-7 + 5e-7,
+        micro_batch_s=layers * 1e-4 + 2e-3,
+        all_to_all_bytes=model.all_to_all_bytes * layers / SHAPE.layers,
+        ring_bytes=model.ring_bytes * layers / SHAPE.layers,
+    )
+
+
+def synthetic_samples(depths: tuple[int, ...], noise: float, latency_s: float = 0.0) -> list[Sample]:
+    """What the closed form says each shape takes, with every timing off by up to `noise`."""
+    rng = random.Random(3)
+    samples = []
+    for shape in fitting_shapes(Sizes(tokens=8192, sequence=32768), TOPOLOGY, rings=True):
+        for layers in depths if shape.strategy == "local" else (1,):
+            seconds = synthetic_seconds(shape, layers, latency_s) * (1 + noise * rng.uniform(-1, 1))
+            samples.append(
+                Sample(
+                    strategy=shape.strategy,
+                    degree=shape.degree,
+                    layers=layers,
+                    lengths=shape.lengths,
+                    seconds=seconds,
+                )
+            )
+    return samples
+
+
+def synthetic_seconds(shape: Shape, layers: int, latency_s: float) -> float:
+    if shape.strategy == "local":
+        layout = alone(shape.lengths, TOPOLOGY)
+        return lockstep_ns(of_depth(TRUTH, layers), [layout.micro_batch], layout.lengths, TOPOLOGY)[0] / 1e9
+    (tokens,) = shape.lengths
+    if shape.strategy == "kernel":
+        return 2e-10 * tokens * tokens + 1e-8 * tokens + 1e-5
+    whole = TRUTH.all_to_all_bytes if shape.strategy == "ulysses" else TRUTH.ring_bytes * (shape.degree - 1)
+    return whole / SHAPE.layers * tokens / shape.degree / TRUTH.bandwidth(shape.degree, False) + latency_s
+
+
+def check_layout(micro_batch, lengths, topology=TOPOLOGY) -> None:
+    plan = Plan(
+        lengths=tuple(lengths),
+        micro_batches=(micro_batch,),
+        objective_s=0.0,
+        lower_bound_s=0.0,
+        planner="",
+        planning_s=0.0,
+    )
+    check(plan, topology)
+
+
+# ---- the fit
+
+
+@pytest.mark.parametrize("depths", [(8,), (1, 3)])
+@pytest.mark.parametrize("noise, tolerance", [(0.0, 0.01), (0.02, 0.06)])
+def test_a_fit_recovers_the_constants(depths: tuple[int, ...], noise: float, tolerance: float) -> None:
+    samples = synthetic_samples(depths, noise, latency_s=1e-3)
+    compute = fit_compute(samples)
+    links = fit_links(samples, ESTIMATE, layers=8, overlap=0.6)
+    found = links.fill(compute.fill(ESTIMATE, 8), 8)
+    assert found.attention_s == pytest.approx(TRUTH.attention_s, rel=tolerance)
+    assert found.linear_s == pytest.approx(TRUTH.linear_s, rel=tolerance)
+    assert found.micro_batch_s == pytest.approx(TRUTH.micro_batch_s, rel=10 * tolerance)
+    assert found.group_s == pytest.approx(TRUTH.group_s, rel=10 * tolerance)
+    for (degree, speed), (wanted_degree, wanted) in zip(found.bandwidths, TRUTH.bandwidths, strict=True):
+        assert (degree, speed) == (wanted_degree, pytest.approx(wanted, rel=3 * tolerance))
+    assert found.ring_bytes == pytest.approx(TRUTH.ring_bytes, rel=3 * tolerance)
+    assert found.ring_overlap == 0.6
+
+
+def test_bytes_and_memory_are_the_estimate_s() -> None:
+    samples = synthetic_samples((8,), noise=0.0)
+    compute = fit_compute(samples)
+    found = fit_links(samples, ESTIMATE, layers=8, overlap=1.0).fill(compute.fill(ESTIMATE, 8), 8)
+    for name in ("all_to_all_bytes", "token_bytes", "state_bytes", "sharded_state_bytes", "budget_bytes", "heads"):
+        assert getattr(found, name) == getattr(ESTIMATE, name)
+
+
+def test_one_rank_keeps_the_estimate_s_transfers() -> None:
+    samples = [sample for sample in synthetic_samples((8,), noise=0.0) if sample.degree == 1]
+    links = fit_links(samples, ESTIMATE, layers=8, overlap=0.3)
+    found = links.fill(ESTIMATE, 8)
+    assert (found.bandwidths, found.ring_bytes) == (ESTIMATE.bandwidths, ESTIMATE.ring_bytes)
+
+
+def test_waiting_does_not_pass_for_the_whole_transfer() -> None:
+    samples = [dataclasses.replace(s, seconds=1e-3) for s in synthetic_samples((8,), noise=0.0) if s.degree > 1]
+    found = fit_links(samples, ESTIMATE, layers=8, overlap=0.0)
+    for degree, speed in found.bandwidths:
+        most = max(s.tokens for s in samples if s.degree == degree) / degree * ESTIMATE.all_to_all_bytes / 8
+        assert speed == pytest.approx(2 * most / 1e-3)
+
+
+def test_a_fit_needs_the_kernel_and_the_model() -> None:
+    with pytest.raises(ValueError, match="kernel"):
+        fit_compute([sample for sample in synthetic_samples((8,), noise=0.0) if sample.strategy != "kernel"])
+
+
+def test_nnls_is_the_best_of_the_non_negative() -> None:
+    rng = np.random.default_rng(0)
+    for _ in range(50):
+        rows, wanted = rng.normal(size=(12, 4)), rng.normal(size=12)
+        found = nnls(rows, wanted)
+        slope = rows.T @ (rows @ found - wanted)  # Karush, Kuhn, Tucker: zero where x > 0, not negative where x = 0
+        assert (found >= 0).all()
+        assert np.allclose(slope[found > 0], 0, atol=1e-9)
+        assert (slope[found == 0] >= -1e-9).all()
+
+
+# ---- the design
+
+
+@pytest.mark.parametrize("nodes, ranks_per_node", [(1, 1), (1, 2), (1, 3), (2, 3), (2, 8), (4, 2)])
+def test_every_timed_micro_batch_is_legal(nodes: int, ranks_per_node: int) -> None:
+    topology = Topology(nodes=nodes, ranks_per_node=ranks_per_node)
+    shapes = fitting_shapes(Sizes(tokens=256, sequence=1024), topology, rings=True)
+    layouts = [alone(shape.lengths, topology) for shape in shapes if shape.strategy == "local"]
+    assert {shape.degree for shape in shapes} == {1, *measured_degrees(topology)}
+    mixes = hold_out_layouts(256, topology, rings=True, count=9)
+    for layout in (*layouts, *mixes):
+        check_layout(layout.micro_batch, layout.lengths, topology)
+    assert {g.degree for mix in mixes for g in mix.micro_batch.groups} <= {1, *measured_degrees(topology)}
+
+
+def test_the_size_follows_the_budget() -> None:
+    def sizes(budget_s: float) -> tuple[int, int]:
+        found = choose_sizes(ESTIMATE, TOPOLOGY, layers=8, depths=(1, 3), rounds=4, budget_s=budget_s)
+        return found.tokens, found.sequence
+
+    for of_budgets in zip(*(sizes(budget) for budget in (1e-6, 0.1, 1.0, 1e6)), strict=True):
+        assert list(of_budgets) == sorted(of_budgets)
+    assert sizes(1e-6) == (64, 64)
+    assert sizes(1e6) == (16384, 65536)
+
+
+# ---- the cache
+
+
+def test_a_model_is_kept_whole(tmp_path: Path) -> None:
+    path = cache_path(tmp_path / "new", {"device": "x"})
+    assert load_cached(path) is None
+    save_whole(ESTIMATE, path)
+    assert load_cached(path) == ESTIMATE
+    assert [p.name for p in path.parent.iterdir()] == [path.name]
+
+
+def test_an_interrupted_save_leaves_what_was_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = cache_path(tmp_path, {})
+    save_whole(ESTIMATE, path)
+
+    def half(self: CostModel, name: str) -> None:
+        Path(name).write_text("{")
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(CostModel, "save", half)
+    with pytest.raises(KeyboardInterrupt):
+        save_whole(TRUTH, path)
+    assert load_cached(path) == ESTIMATE
+    assert len(list(tmp_path.iterdir())) == 1
+
+
+def test_a_broken_file_is_no_model(tmp_path: Path) -> None:
+    path = cache_path(tmp_path, {})
+    path.write_text("{")
+    assert load_cached(path) is None
+
+
+def test_the_key_names_all_that_a_fit_depends_on(tmp_path: Path) -> None:
+    model = tiny_llama()
+    spec, shape = probe_spec(model, Accelerator(cpu=True)), model_shape(model)
+    two = Topology(nodes=1, ranks_per_node=2)
+    keys = [
+        fit_key(spec, shape, two, torch.device("cpu")),
+        fit_key(spec, shape, TOPOLOGY, torch.device("cpu")),
+        fit_key(spec, dataclasses.replace(shape, layers=3), two, torch.device("cpu")),
+        fit_key(dataclasses.replace(spec, dtype=torch.float32), shape, two, torch.device("cpu")),
+        fit_key(dataclasses.replace(spec, autocast=torch.bfloat16), shape, two, torch.device("cpu")),
+        fit_key(dataclasses.replace(spec, checkpointing=True), shape, two, torch.device("cpu")),
+        fit_key(dataclasses.replace(spec, frozen=True), shape, two, torch.device("cpu")),
+    ]
+    assert len({cache_path(tmp_path, key) for key in keys}) == len(keys)
+    assert cache_path(tmp_path, keys[0]) == cache_path(tmp_path, dict(reversed(keys[0].items())))
+
+
+# ---- on real ranks
+
+
+@pytest.fixture
+def any_fit_will_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So tiny a model, on a busy machine, shows little but noise."""
+
+    def positive(samples: list[Sample]) -> Compute:
+        found = fit_compute(samples)
+        return dataclasses.replace(found, linear_s=max(found.linear_s, 1e-12))
+
+    monkeypatch.setattr(calibration, "fit_compute", positive)
+    monkeypatch.setattr(Calibration, "objection", lambda self: None)
+    monkeypatch.setattr(run_cost, "Effort", lambda: QUICK)
+
+
+def calibrate_tiny(rank: int, world_size: int, output: str) -> dict:
+    return calibrate(TINY, dtype="float32", output=output, effort=QUICK)
+
+
+@pytest.mark.usefixtures("any_fit_will_do")
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_all_ranks_get_the_model_that_is_written(world_size: int, tmp_path: Path) -> None:
+    output = tmp_path / "cost.json"
+    records = run_ranks(calibrate_tiny, world_size, str(output))
+    assert all(record == records[0] for record in records)
+    json.dumps(records[0])
+    cost = CostModel.load(output)
+    assert cost == CostModel.from_record(records[0]["cost_model"])
+    if world_size > 1:
+        assert [degree for degree, _ in cost.bandwidths] == list(range(2, world_size + 1))
+    assert records[0]["hold_out"]["micro_batches"] == QUICK.held_out
+
+
+def automatic(rank: int, world_size: int, folder: str) -> tuple[list[str], bool, bool]:
+    """Digests of the first and the second run's models; whether random numbers, and the model, stayed as they were."""
+    communicator, accelerator = Communicator(), Accelerator(cpu=True)
+    model = tiny_llama(torch.float32)
+    before, state = model.state_dict(), torch.random.get_rng_state()
+    found = [unnamed_cost_model("auto", model, accelerator, communicator, Path(folder)).digest() for _ in range(2)]
+    same_numbers = bool((torch.random.get_rng_state() == state).all())
+    kept = all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    return found, same_numbers, kept and model.config._attn_implementation != "flexseq"
+
+
+@pytest.mark.usefixtures("any_fit_will_do")
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_auto_measures_once_and_keeps_it(world_size: int, tmp_path: Path) -> None:
+    results = run_ranks(automatic, world_size, str(tmp_path))
+    digests = {digest for found, _, _ in results for digest in found}
+    assert len(digests) == 1
+    assert all(same_numbers and kept for _, same_numbers, kept in results)
+    assert len(list(tmp_path.iterdir())) == 1
+
+
+def test_a_senseless_measurement_leaves_the_estimate(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def senseless(*args: object, **kwargs: object) -> None:
+        raise ValueError("linear_s=0.0: must be positive")
+
+    monkeypatch.setattr(run_cost, "measure", senseless)
+    arguments = tiny_llama(), Accelerator(cpu=True), Communicator(), tmp_path
+    assert unnamed_cost_model("auto", *arguments) == unnamed_cost_model("estimate", *arguments)
+    assert "linear_s=0.0" in caplog.text
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    "model, options, message",
+    [
+        ({"hidden_size": 32}, {}, "model_type"),
+        ({"model_type": "t5"}, {}, "no causal language model"),
+        (TINY, {"dtype": "int8"}, "dtype='int8'"),
+    ],
+)
+def test_what_cannot_be_calibrated_is_refused(model: dict, options: dict, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        calibrate(model, **options)
+
+
+# ---- NICs
+
+
+@pytest.mark.parametrize(
+    "lone_s, together_s, nics",
+    [(1.0, 1.02, 4), (1.0, 3.9, 1), (1.0, 2.1, 2), (1.0, 0.7, 4), (1.0, 30.0, 1), (1.5e-3, 1.5e-3, 1)],
+)
+def test_nics_are_counted_by_what_ranks_do_to_each_other(monkeypatch, lone_s, together_s, nics):
+    found = [[lone_s, lone_s / 2], [together_s / 2, together_s], [1e-3, 1e-3]]
+    monkeypatch.setattr(measure, "median_seconds", lambda *args: found)
+    communicator = SimpleNamespace(rank=0, topology=Topology(nodes=2, ranks_per_node=4))
+    options = {"bytes_moved": 8, "device": torch.device("cpu"), "rounds": 1}
+    assert measure.measured_nics(communicator, **options) == (nics, 1e-3)
+
+
+def hops(rank, world_size):
+    """What this rank gets to send and receive; and the transfers come to their end."""
+    communicator = Communicator(Topology(nodes=3, ranks_per_node=2))
+    found = []
+    for lone in (True, False):
+        run = measure.HopRun(communicator, lone=lone, bytes_moved=8, device=torch.device("cpu"))
+        run()
+        found.append([[peer for _, peer in messages] for messages in (run.sends, run.recvs)])
+    nics, transfer_s = measure.measured_nics(communicator, bytes_moved=8, device=torch.device("cpu"), rounds=1)
+    return found, nics, transfer_s
+
+
+def test_nics_are_counted_between_two_nodes_while_others_look_on():
+    lone, together = zip(*(found for found, *_ in run_ranks(hops, 6)), strict=True)
+    assert list(lone) == [[[2], []], [[], []], [[], [0]], [[], []], [[], []], [[], []]]
+    assert list(together) == [[[2], []], [[3], []], [[], [0]], [[], [1]], [[], []], [[], []]]

@@ -1,0 +1,163 @@
+"""Text grids by hand, pictures that hold what they should, and traces that a viewer can open."""
+
+import json
+import random
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from hf_flexseq.cost.presets import PRESETS
+from hf_flexseq.plan import Group, MicroBatch, Plan
+from hf_flexseq.planner import make_plan
+from hf_flexseq.simulate import Detail, simulate
+from hf_flexseq.timeline import Recorder, Timeline, sketch
+from hf_flexseq.topology import Topology
+from hf_flexseq.view import chrome_trace, save_picture, text_grid
+from hf_flexseq.view.picture import COLOURS, colour_of
+from hf_flexseq.view.shares import boundaries, degrees, duration, shares
+
+FLEXSP = PRESETS["flexsp-gpt-7b-a100"]
+LARGE = Topology(nodes=8, ranks_per_node=8)
+
+
+def group(start: int, stop: int, *sequences: int) -> Group:
+    return Group(
+        ranks=tuple(range(start, stop)), sequences=sequences, strategy="local" if stop - start == 1 else "ulysses"
+    )
+
+
+PLAN = Plan(
+    lengths=(40, 30, 20, 10),
+    micro_batches=(
+        MicroBatch(groups=(group(0, 4, 0), group(0, 2, 2))),
+        MicroBatch(groups=(group(0, 2, 1), group(3, 4, 3))),
+    ),
+    objective_s=1.0,
+    lower_bound_s=0.5,
+    planner="hand",
+    planning_s=0.0,
+)
+
+
+def large_plan() -> Plan:
+    rng = random.Random(0)
+    return make_plan([min(100_000, 1 + int(rng.lognormvariate(6.9, 1.5))) for _ in range(256)], LARGE, FLEXSP)
+
+
+def test_a_sketch_is_busy_in_proportion_to_tokens() -> None:
+    timeline = sketch(PLAN, 4)
+    assert (timeline.unit, timeline.stop, timeline.starts) == ("tokens", 35, (0, 20))
+    busy = [(e.rank, e.start, e.stop, e.degree) for e in timeline.events if e.kind == "compute"]
+    assert busy == [
+        (0, 0, 10, 4), (0, 10, 20, 2), (0, 20, 35, 2), (1, 0, 10, 4), (1, 10, 20, 2), (1, 20, 35, 2),
+        (2, 0, 10, 4), (3, 0, 10, 4), (3, 20, 30, 1),
+    ]  # fmt: skip
+    assert timeline.share("compute") == pytest.approx((35 + 35 + 10 + 20) / (4 * 35))
+
+
+def test_a_measured_sketch_is_in_seconds() -> None:
+    timeline = sketch(PLAN, 4, [2.0, 1.0])
+    assert (timeline.unit, timeline.stop, timeline.starts) == ("ns", 3_000_000_000, (0, 2_000_000_000))
+
+
+def test_text_grid_by_hand() -> None:
+    lines = text_grid(sketch(PLAN, 4), title="Four ranks", width=40).splitlines()
+    assert lines == [
+        "Four ranks",
+        " 0-1 44444444442222222222|22222222222222",
+        "   2 4444444444..........|..............",
+        "   3 4444444444..........|111111111.....",
+        "     0                         35 tokens",
+        "1 1 x degree 1   2 2 x degree 2",
+        "4 1 x degree 4   . idle",
+        "| next micro-batch",
+        "compute 71.4 %, idle 28.6 %",
+    ]
+
+
+def test_text_fits_100_columns_and_merges_equal_ranks() -> None:
+    plan = large_plan()
+    for layers in (0, 2):
+        lines = text_grid(simulate(plan, LARGE, FLEXSP, detail=Detail(layers=layers))).splitlines()
+        assert max(map(len, lines)) <= 100
+        assert len(lines) <= 64 + 5
+    whole = replace(PLAN, lengths=(64,), micro_batches=(MicroBatch(groups=(group(0, 64, 0),)),))
+    assert text_grid(sketch(whole, 64)).splitlines()[0].split() == ["0-63", "A" * 93]
+
+
+def test_ranks_by_the_thousand_still_fit_a_screen() -> None:
+    groups = tuple(group(rank, rank + 1, rank) for rank in range(1000))
+    many = replace(PLAN, lengths=tuple(range(1, 1001)), micro_batches=(MicroBatch(groups=groups),))
+    assert len(text_grid(sketch(many, 1000)).splitlines()) <= 64 + 3
+
+
+def test_boundaries_only_where_all_ranks_pass_together() -> None:
+    assert boundaries(sketch(PLAN, 4)) == [20]
+    recorder = Recorder(2)
+    for start in (0, 3):
+        recorder.begin_micro_batch(start)
+        recorder.add(start // 3, [start], [start + 4], kind="compute", group=0, degree=1, label="x")
+    assert boundaries(recorder.timeline(7, "ns")) == []
+
+
+def test_figures_for_people() -> None:
+    timeline = sketch(PLAN, 4, [2.0, 1.0])
+    assert degrees(timeline) == {1: 1, 2: 2, 4: 1}
+    assert [duration(timeline, ns) for ns in (1_234_000_000, 1_234_000)] == ["1.23 s", "1.23 ms"]
+    assert shares(timeline).startswith("compute ")
+
+
+@pytest.mark.parametrize("name", ["plan.png", "plan.svg"])
+def test_pictures(tmp_path: Path, name: str) -> None:
+    pytest.importorskip("matplotlib")
+    save_picture(simulate(large_plan(), LARGE, FLEXSP), tmp_path / name, title="A step", ranks_per_node=8)
+    data = (tmp_path / name).read_bytes()
+    assert data.startswith(b"\x89PNG") if name.endswith("png") else b"<svg" in data
+    assert len(data) > 20_000
+
+
+@pytest.mark.parametrize("degree", [1, 2, 3, 8, 64])
+def test_a_picture_shows_groups_in_the_colour_of_their_degree(tmp_path: Path, degree: int) -> None:
+    pyplot = pytest.importorskip("matplotlib.image")
+    whole = replace(PLAN, lengths=(degree,), micro_batches=(MicroBatch(groups=(group(0, degree, 0),)),))
+    save_picture(sketch(whole, 2 * degree), tmp_path / "a.png")
+    pixels = (pyplot.imread(tmp_path / "a.png")[:, :, :3] * 255).round().astype(int)
+    height, width, _ = pixels.shape
+    colour = [int(colour_of(degree)[at : at + 2], 16) for at in (1, 3, 5)]
+    assert (pixels[height // 3, width // 2] == colour).all()  # the upper half of the ranks works
+    assert (pixels[int(height * 0.6), width // 2] == 255).all()  # the lower half is idle
+
+
+def test_empty_timelines_can_be_shown(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    empty = sketch(replace(PLAN, lengths=(), micro_batches=()), 2)
+    assert text_grid(empty).split() == ["0", "0", "tokens"]
+    save_picture(empty, tmp_path / "empty.png")
+
+
+def test_wide_degrees_have_a_colour() -> None:
+    assert colour_of(1) == COLOURS[0]
+    assert colour_of(1024) == colour_of(2**15) == COLOURS[-1]
+
+
+def traced() -> Timeline:
+    return simulate(large_plan(), LARGE, FLEXSP)
+
+
+def test_chrome_trace_is_json_with_ordered_lanes() -> None:
+    timeline = traced()
+    trace = json.loads(json.dumps(chrome_trace(timeline, ranks_per_node=8)))
+    slices = [e for e in trace["traceEvents"] if e["ph"] == "X"]
+    assert {e["pid"] for e in slices} == set(range(8))
+    assert len(slices) == sum(e.kind != "wait" for e in timeline.events)
+    assert max(e["ts"] + e["dur"] for e in slices) == pytest.approx(timeline.stop / 1e3)
+    names = [e["args"]["name"] for e in trace["traceEvents"] if e["ph"] == "M"]
+    assert names[:2] == ["node 0", "node 1"]
+    assert {f"rank {rank}" for rank in range(64)} <= set(names)
+    lanes: dict[int, float] = {}
+    for e in slices:  # slices of a lane neither overlap nor go back
+        assert e["ts"] >= lanes.get(e["tid"], 0.0) - 1e-6
+        lanes[e["tid"]] = e["ts"] + e["dur"]
+    counters = [e for e in trace["traceEvents"] if e["ph"] == "C"]
+    assert len(counters) == len(timeline.memory)
