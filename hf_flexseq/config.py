@@ -11,6 +11,8 @@ REMAPS = ("auto", "off")
 ROUTINGS = ("auto", "off")
 PIPELINE_SCHEDULES = ("auto", "1f1b", "seq1f1b", "infinipipe")
 
+IGNORE_INDEX = -100  # the label of a token without a target, as in transformers and torch
+
 
 @dataclass
 class FlexSeqArguments:

@@ -11,8 +11,8 @@ from transformers import PreTrainedTokenizerBase
 
 from arguments import DataArguments
 from corpus import document_columns
+from hf_flexseq.config import IGNORE_INDEX
 
-IGNORED = -100
 Rows = dict[str, list]
 # A document's text in order, each part with whether it is to be learned.
 Parts = list[tuple[str, bool]]
@@ -62,7 +62,7 @@ def encode(parts: Parts, tokenizer: PreTrainedTokenizerBase, templated: bool) ->
     for index, (text, learned) in enumerate(parts):
         new = tokenizer(text, add_special_tokens=index == 0 and not templated).input_ids
         ids += new
-        labels += new if learned else [IGNORED] * len(new)
+        labels += new if learned else [IGNORE_INDEX] * len(new)
     end = tokenizer.eos_token_id
     closed = templated or end is None or ids[-1:] == [end]
     return (ids, labels) if closed else ([*ids, end], [*labels, end])
@@ -94,7 +94,7 @@ def fit(rows: Rows, max_length: int, how: str | None) -> Rows:
             starts = range(0, len(ids), max_length)
             pieces += [(ids[s : s + max_length], labels[s : s + max_length]) for s in starts]
     # A sequence's first token is never predicted.
-    pieces = [(ids, labels) for ids, labels in pieces if any(label != IGNORED for label in labels[1:])]
+    pieces = [(ids, labels) for ids, labels in pieces if any(label != IGNORE_INDEX for label in labels[1:])]
     return {
         "input_ids": [ids for ids, _ in pieces],
         "labels": [labels for _, labels in pieces],

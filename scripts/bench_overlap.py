@@ -27,7 +27,7 @@ import torch
 import torch.distributed as dist
 
 from hf_flexseq.attention import SequenceContext, function, sequence_parallel_attention
-from hf_flexseq.attention.weave import Result, Steps, run_zones
+from hf_flexseq.attention.weave import Result, ZoneSteps, run_zones
 from hf_flexseq.distributed import all_to_all, communicator
 from hf_flexseq.distributed.communicator import Communicator
 from hf_flexseq.kernels.choose import choose_kernel
@@ -68,7 +68,7 @@ def way(name: str) -> Iterator[None]:
         yield
 
 
-def one_by_one(zones: Sequence[Steps[Result]]) -> list[Result]:
+def one_by_one(zones: Sequence[ZoneSteps[Result]]) -> list[Result]:
     return [run_zones([zone])[0] for zone in zones]
 
 
@@ -91,7 +91,7 @@ def seconds(world: Communicator, micro_batch: MicroBatch, lengths: list[int], kv
     """Of a forward and a backward, on the slowest rank."""
     shard = make_shard(micro_batch, lengths, world.rank)
     seq_ctx = SequenceContext(shard, world, choose_kernel(CPU, torch.float32, HEAD_DIM), CPU)
-    q, k, v = (torch.randn(shard.tokens, h, HEAD_DIM, requires_grad=True) for h in (HEADS, kv_heads, kv_heads))
+    q, k, v = (torch.randn(shard.attention_tokens, h, HEAD_DIM, requires_grad=True) for h in (HEADS, kv_heads, kv_heads))
     dist.barrier()
     start = time.perf_counter()
     out = sequence_parallel_attention(q, k, v, seq_ctx)

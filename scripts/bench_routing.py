@@ -44,7 +44,7 @@ from hf_flexseq.plan.remap import Move
 from hf_flexseq.plan.shard import Shard, make_shard
 from hf_flexseq.profiler.measure import measured_nics, median_seconds
 from hf_flexseq.schedule.gather import gather_hops
-from hf_flexseq.schedule.routing import Links, Routing, Transfer, make_routing
+from hf_flexseq.schedule.routing import NicFigures, Routing, Transfer, make_routing
 
 CPU = torch.device("cpu")
 HEADS, KV_HEADS, HEAD_DIM = 8, 8, 64
@@ -52,7 +52,7 @@ MEASURED = ("hop", "busy", "remap", "gather", "zigzag", "balanced")
 PROBE_BYTES, PROBE_ROUNDS = 4_000_000, 3
 
 
-def measured_links(world: Communicator) -> Links:
+def measured_links(world: Communicator) -> NicFigures:
     """By one hop beside others, and by transfers between the ranks of a node."""
     nics, transfer_s = measured_nics(world, bytes_moved=PROBE_BYTES, device=CPU, rounds=PROBE_ROUNDS)
     per_node = world.topology.ranks_per_node
@@ -61,7 +61,7 @@ def measured_links(world: Communicator) -> Links:
         return lambda: move(world, (Transfer(0, target, PROBE_BYTES),), Routing())
 
     inside, across = (max(x) / PROBE_BYTES for x in median_seconds([hop(1), hop(per_node)], world, CPU, PROBE_ROUNDS))
-    found = Links(ranks_per_node=per_node, nics_per_node=nics, inside_s=inside, across_s=across, transfer_s=transfer_s)
+    found = NicFigures(ranks_per_node=per_node, nics_per_node=nics, inside_s=inside, across_s=across, transfer_s=transfer_s)
     box = [found]
     dist.broadcast_object_list(box, src=0)
     return box[0]
@@ -104,7 +104,7 @@ def compared(run: Callable[[], object], straight: Callable[[], object], rounds: 
     )
 
 
-def hop(world: Communicator, links: Links, asked: argparse.Namespace) -> str:
+def hop(world: Communicator, links: NicFigures, asked: argparse.Namespace) -> str:
     transfers = (Transfer(0, links.ranks_per_node, asked.bytes),)
     routing = make_routing(transfers, links)
     if not routing.paths:
@@ -114,7 +114,7 @@ def hop(world: Communicator, links: Links, asked: argparse.Namespace) -> str:
     return f"{found}; {predicted}"
 
 
-def busy(world: Communicator, links: Links, asked: argparse.Namespace) -> str:
+def busy(world: Communicator, links: NicFigures, asked: argparse.Namespace) -> str:
     size, width = world.world_size, links.ranks_per_node
     transfers = tuple(Transfer(rank, (rank + width) % size, asked.bytes) for rank in range(size))
     routing = make_routing(transfers, links)
@@ -122,7 +122,7 @@ def busy(world: Communicator, links: Links, asked: argparse.Namespace) -> str:
     return f"{took:6.3f} s; {'on' if routing.paths else f'off: {routing.why_not}'}"
 
 
-def remap(world: Communicator, links: Links, asked: argparse.Namespace) -> str:
+def remap(world: Communicator, links: NicFigures, asked: argparse.Namespace) -> str:
     """From the groups to the even layout."""
     width = links.ranks_per_node
     rows = asked.bytes // (4 * HEAD_DIM) // width
@@ -132,7 +132,7 @@ def remap(world: Communicator, links: Links, asked: argparse.Namespace) -> str:
     return compared(*(partial(way.to_even, (x,)) for way in ways), asked.rounds)
 
 
-def gather(world: Communicator, links: Links, asked: argparse.Namespace) -> str:
+def gather(world: Communicator, links: NicFigures, asked: argparse.Namespace) -> str:
     """A sequence of which a rank holds keys and values of `bytes`."""
     tokens = asked.bytes // (2 * HEAD_DIM * 4) * world.world_size
     group = Group(ranks=tuple(range(world.world_size)), sequences=(0,), strategy="allgather")
@@ -173,16 +173,16 @@ class WaitingKernel:
         time.sleep(passes * self.seconds_per_pair * pairs / (2 if segments.causal else 1))
 
 
-def ring(world: Communicator, links: Links, asked: argparse.Namespace, strategy: str, share: float) -> str:
+def ring(world: Communicator, links: NicFigures, asked: argparse.Namespace, strategy: str, share: float) -> str:
     """Of a sequence of which a rank holds keys and values of `ring_bytes`. share: of the seconds of a hop of these
     that a step's attention takes in the forward."""
     held = asked.ring_bytes // (2 * HEAD_DIM * 4 * KV_HEADS)
     group = Group(ranks=tuple(range(world.world_size)), sequences=(0,), strategy=strategy)
     shard = make_shard(MicroBatch(groups=(group,)), [held * world.world_size], world.rank)
     kernel = WaitingKernel(share * asked.ring_bytes * links.across_s / (held * held / 2))
-    q, k, v = (torch.zeros(shard.tokens, h, HEAD_DIM, requires_grad=True) for h in (HEADS, KV_HEADS, KV_HEADS))
+    q, k, v = (torch.zeros(shard.attention_tokens, h, HEAD_DIM, requires_grad=True) for h in (HEADS, KV_HEADS, KV_HEADS))
 
-    def step(links: Links | None) -> None:
+    def step(links: NicFigures | None) -> None:
         seq_ctx = SequenceContext(shard, world, kernel, CPU, links=links)
         sequence_parallel_attention(q, k, v, seq_ctx).sum().backward()
 

@@ -25,7 +25,7 @@ import torch
 
 from hf_flexseq.attention.local import Tensors
 from hf_flexseq.attention.turns import Rows, Share, name_pieces
-from hf_flexseq.attention.weave import END, Steps
+from hf_flexseq.attention.weave import END, ZoneSteps
 from hf_flexseq.distributed.communicator import Channel, Exchange, Label
 from hf_flexseq.kernels import Kernel, lse_dtype
 from hf_flexseq.kernels.segments import Segments
@@ -64,32 +64,32 @@ class AllGatherZone:
         self.channel, self.kernel = channel, kernel
         degree = zone.group.degree
         group_cuts = cuts("allgather", zone.lengths, degree)
-        held = Held(group_cuts, zone.index, degree)
+        held = GatheredChunks(group_cuts, zone.index, degree)
         hops = gather_hops(group_cuts, degree, channel.communicator.topology.ranks_per_node)
         self.legs = tuple(_leg(of_leg, zone, held, device) for of_leg in hops)
         self.gathered, self.segments = _call(zone, group_cuts, held, device)
 
     def forward(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float
-    ) -> Steps[tuple[torch.Tensor, Tensors]]:
+    ) -> ZoneSteps[tuple[torch.Tensor, Tensors]]:
         """q [t, H, D], k, v [t, Hkv, D] of this rank's chunks -> out [t, H, D], and what `backward` needs."""
         kv = torch.stack((k, v), dim=1)  # [t, 2, Hkv, D]
         keys, values = (yield from self._gather(kv, until=1.0)).unbind(1)
         out, lse = self.kernel.forward(q, keys, values, self.segments, scale=scale)
         return out, (q, kv, out, lse)
 
-    def backward(self, dout: torch.Tensor, saved: Tensors, scale: float) -> Steps[Tensors]:
+    def backward(self, dout: torch.Tensor, saved: Tensors, scale: float) -> ZoneSteps[Tensors]:
         q, kv, out, lse = saved
         keys, values = (yield from self._gather(kv, until=0.5)).unbind(1)
         dq, *dkv = self.kernel.backward(dout, q, keys, values, out, lse, self.segments, scale=scale)
         sums = yield from self._return(torch.stack(dkv, dim=1))
         return dq, *sums.unbind(1)
 
-    def backward_of_rows(self, q, k, v, out, dout, lse, scale: float) -> Steps[Tensors]:  # type: ignore[no-untyped-def]
+    def backward_of_rows(self, q, k, v, out, dout, lse, scale: float) -> ZoneSteps[Tensors]:  # type: ignore[no-untyped-def]
         """`backward` from this rank's rows and the last of what `forward` left."""
         return self.backward(dout, (q, torch.stack((k, v), dim=1), out, lse), scale)
 
-    def _gather(self, kv: torch.Tensor, *, until: float) -> Steps[torch.Tensor]:
+    def _gather(self, kv: torch.Tensor, *, until: float) -> ZoneSteps[torch.Tensor]:
         """[t, 2, Hkv, D] of this rank's chunks -> [keys of the call, 2, Hkv, D]. until: a time of the zone."""
         held = kv.new_empty(self.legs[-1].after, *kv.shape[1:])
         held[: len(kv)] = kv
@@ -104,7 +104,7 @@ class AllGatherZone:
             exchange.wait()
         return held.index_select(0, self.gathered)
 
-    def _return(self, dkv: torch.Tensor) -> Steps[torch.Tensor]:
+    def _return(self, dkv: torch.Tensor) -> ZoneSteps[torch.Tensor]:
         """The transpose of `_gather`: [keys of the call, 2, Hkv, D] -> [t, 2, Hkv, D], with what other ranks made."""
         sums = dkv.new_zeros(self.legs[-1].after, *dkv.shape[1:], dtype=lse_dtype(dkv.dtype))
         sums.index_add_(0, self.gathered, dkv.to(sums.dtype))
@@ -129,7 +129,7 @@ class AllGatherZone:
         return self.channel.label(describe)
 
 
-class Held:
+class GatheredChunks:
     """Where chunks lie in the rows that this rank has: its own, and then what every leg brings."""
 
     __slots__ = ("_cuts", "_starts", "tokens")
@@ -154,7 +154,7 @@ class Held:
         return torch.cat([torch.arange(0), *ranges])
 
 
-def _leg(hops: Sequence[Hop], zone: Zone, held: Held, device: torch.device) -> Leg:
+def _leg(hops: Sequence[Hop], zone: Zone, held: GatheredChunks, device: torch.device) -> Leg:
     """This rank's part in these hops, which it then has more rows of."""
     before, to, of = held.tokens, defaultdict(list), defaultdict(list)
     for hop in hops:
@@ -171,7 +171,7 @@ def _leg(hops: Sequence[Hop], zone: Zone, held: Held, device: torch.device) -> L
     return Leg(before, tuple(lent), tuple(fetched))
 
 
-def _call(zone: Zone, group_cuts: Sequence[Cut], held: Held, device: torch.device) -> tuple[torch.Tensor, Segments]:
+def _call(zone: Zone, group_cuts: Sequence[Cut], held: GatheredChunks, device: torch.device) -> tuple[torch.Tensor, Segments]:
     """Which of the rows that it has at last are the keys of the call, and the call's sequences."""
     keys, q_lens, k_lens = [torch.arange(0)], [], []
     for place, cut in enumerate(group_cuts):

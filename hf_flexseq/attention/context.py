@@ -15,7 +15,7 @@ from hf_flexseq.distributed.communicator import Channel, Communicator
 from hf_flexseq.kernels import Kernel
 from hf_flexseq.plan.shard import Shard, Zone, cuts
 from hf_flexseq.schedule.loans import group_loans
-from hf_flexseq.schedule.routing import Links
+from hf_flexseq.schedule.routing import NicFigures
 
 ZoneAttention = NoZone | LocalZone | UlyssesZone | RingZone | AllGatherZone | DeterministicZone
 
@@ -40,7 +40,7 @@ class SequenceContext:
         *,
         attention_remat: bool = True,
         deterministic: bool = False,
-        links: Links | None = None,
+        links: NicFigures | None = None,
     ) -> None:
         """attention_remat: whether checkpointed layers keep the result of attention, instead of attending again.
         deterministic: whether its bits are the same however sequences are shared. links: over which transfers between
@@ -60,9 +60,9 @@ class SequenceContext:
         self.zones = zones or (NoZone(),)
 
     @property
-    def tokens(self) -> int:
-        """Outside of attention."""
-        return self.shard.rows
+    def linear_tokens(self) -> int:
+        """Tokens this rank holds in norms, MLP and head; differs from attention where the micro-batch is remapped."""
+        return self.shard.linear_tokens
 
     def arriving(self, *tensors: torch.Tensor) -> Tensors:
         """Tensors of this rank's rows outside of attention, as the groups hold them."""
@@ -74,7 +74,7 @@ class SequenceContext:
 
 
 def _zone_attention(
-    zone: Zone, channel: Channel, kernel: Kernel, device: torch.device, *, waits: int, links: Links | None
+    zone: Zone, channel: Channel, kernel: Kernel, device: torch.device, *, waits: int, links: NicFigures | None
 ) -> ZoneAttention:
     """waits: how often about the widest zone waits for transfers; a local one cuts its work into as many pieces."""
     rows, ranks = slice(zone.start, zone.stop), zone.group.ranks
@@ -94,7 +94,7 @@ def _zone_attention(
             raise AssertionError(f"no attention for strategy {other!r}")
 
 
-def _routes(zone: Zone, channel: Channel, links: Links | None) -> Routes | None:
+def _routes(zone: Zone, channel: Channel, links: NicFigures | None) -> Routes | None:
     """Those of a ring across nodes, which consists of whole ones: whoever passes something on is in it."""
     group = zone.group
     if links is None or not channel.communicator.topology.spans_nodes(group.start, group.stop):

@@ -28,7 +28,7 @@ from hf_flexseq.attention.local import LocalZone, Tensors
 from hf_flexseq.attention.relayout import Relayout
 from hf_flexseq.attention.ring import merge
 from hf_flexseq.attention.turns import Rows
-from hf_flexseq.attention.weave import END, Steps, run_zones
+from hf_flexseq.attention.weave import END, ZoneSteps, run_zones
 from hf_flexseq.distributed.communicator import Channel, Communicator
 from hf_flexseq.kernels import Kernel, lse_dtype
 from hf_flexseq.kernels.segments import Segments
@@ -40,7 +40,7 @@ QUERIES, KEYS, RESULTS = 0, 8, 16  # tags
 EVERY_ROW = Rows(BLOCK, None)
 
 
-class Blocks(NamedTuple):
+class KeyBlocks(NamedTuple):
     """A sequence's blocks that one rank works on, by number, ascending."""
 
     sequence: int
@@ -108,7 +108,7 @@ class DeterministicZone:
 
     def forward(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float
-    ) -> Steps[tuple[torch.Tensor, Tensors]]:
+    ) -> ZoneSteps[tuple[torch.Tensor, Tensors]]:
         """q [t, H, D], k, v [t, Hkv, D] of this rank's tokens -> out [t, H, D], and what `backward` needs."""
         queries, keys = self.to_own.post((q,), QUERIES), self.to_earlier.post((k, v), KEYS)
         yield 0.5
@@ -117,7 +117,7 @@ class DeterministicZone:
         out, lse = moving.wait()  # [t, H, D], [t, H]
         return out, (q, k, v, out, lse)
 
-    def backward(self, dout: torch.Tensor, saved: Tensors, scale: float) -> Steps[Tensors]:
+    def backward(self, dout: torch.Tensor, saved: Tensors, scale: float) -> ZoneSteps[Tensors]:
         q, k, v, out, lse = saved
         queries, keys = self.to_later.post((dout, q, out, lse), QUERIES), self.to_earlier.post((k, v), KEYS)
         yield 0.5
@@ -125,7 +125,7 @@ class DeterministicZone:
         yield END
         return moving.wait()
 
-    def backward_of_rows(self, q, k, v, out, dout, lse, scale: float) -> Steps[Tensors]:  # type: ignore[no-untyped-def]
+    def backward_of_rows(self, q, k, v, out, dout, lse, scale: float) -> ZoneSteps[Tensors]:  # type: ignore[no-untyped-def]
         """`backward` from this rank's rows and the last of what `forward` left."""
         return self.backward(dout, (q, k, v, out, lse), scale)
 
@@ -152,7 +152,7 @@ class DeterministicZone:
         return tuple(x.to(q.dtype) for x in sums)
 
 
-def _dealt_blocks(tokens: Sequence[Sequence[Slice]], lengths: dict[int, int]) -> list[list[Blocks]]:
+def _dealt_blocks(tokens: Sequence[Sequence[Slice]], lengths: dict[int, int]) -> list[list[KeyBlocks]]:
     """By rank the blocks it works on: those whose first token it holds. tokens: what each rank holds."""
 
     def numbers(piece: Slice) -> range:
@@ -163,11 +163,11 @@ def _dealt_blocks(tokens: Sequence[Sequence[Slice]], lengths: dict[int, int]) ->
         found: dict[int, list[int]] = {}
         for piece in held:
             found.setdefault(piece.sequence, []).extend(numbers(piece))
-        dealt.append([Blocks(s, lengths[s], tuple(sorted(own))) for s, own in sorted(found.items()) if own])
+        dealt.append([KeyBlocks(s, lengths[s], tuple(sorted(own))) for s, own in sorted(found.items()) if own])
     return dealt
 
 
-def _forward_calls(dealt: Sequence[Blocks]) -> Iterator[Call]:
+def _forward_calls(dealt: Sequence[KeyBlocks]) -> Iterator[Call]:
     key_row = 0
     for blocks, own in _with_rows(dealt):
         for i, j in blocks.pairs():
@@ -176,7 +176,7 @@ def _forward_calls(dealt: Sequence[Blocks]) -> Iterator[Call]:
         key_row += blocks.earlier.tokens
 
 
-def _backward_calls(dealt: Sequence[Blocks]) -> Iterator[Call]:
+def _backward_calls(dealt: Sequence[KeyBlocks]) -> Iterator[Call]:
     query_row = key_row = 0
     for blocks, own in _with_rows(dealt):
         for i, j in blocks.pairs():
@@ -186,7 +186,7 @@ def _backward_calls(dealt: Sequence[Blocks]) -> Iterator[Call]:
         key_row += blocks.earlier.tokens
 
 
-def _with_rows(dealt: Sequence[Blocks]) -> Iterator[tuple[Blocks, dict[int, slice]]]:
+def _with_rows(dealt: Sequence[KeyBlocks]) -> Iterator[tuple[KeyBlocks, dict[int, slice]]]:
     """Every sequence's blocks with their rows among all blocks of this rank."""
     start = 0
     for blocks in dealt:

@@ -23,8 +23,8 @@ def sequence_parallel_attention(
     Returns [tokens, heads, head_dim]. scale defaults to head_dim ** -0.5. Collective over the groups of the shard.
     Raises ValueError when the tensors do not have the shard's number of tokens.
     """
-    if q.shape[0] != seq_ctx.tokens:
-        raise ValueError(f"the shard has {seq_ctx.tokens} tokens, but the queries are {tuple(q.shape)}")
+    if q.shape[0] != seq_ctx.linear_tokens:
+        raise ValueError(f"the shard has {seq_ctx.linear_tokens} tokens, but the queries are {tuple(q.shape)}")
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     region = checkpointed_region() if seq_ctx.kept is not None else None
     if region is None or not seq_ctx.kept.serves(region):

@@ -18,7 +18,7 @@ from hf_flexseq.attention.local import Tensors
 from hf_flexseq.attention.ring import RingZone
 from hf_flexseq.attention.turns import make_turns
 from hf_flexseq.attention.ulysses import HeadAttention, Span, UlyssesZone
-from hf_flexseq.attention.weave import Steps
+from hf_flexseq.attention.weave import ZoneSteps
 from hf_flexseq.distributed.communicator import Channel
 from hf_flexseq.kernels import Kernel
 from hf_flexseq.plan.shard import Cut, Zone, cuts, held_chunks
@@ -53,16 +53,16 @@ class Reordered:
 
     def forward(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float
-    ) -> Steps[tuple[torch.Tensor, Tensors]]:
+    ) -> ZoneSteps[tuple[torch.Tensor, Tensors]]:
         q, k, v = (x.index_select(0, self.order) for x in (q, k, v))
         out, saved = yield from self.inner.forward(q, k, v, scale)
         return out.index_select(0, self.back), saved
 
-    def backward(self, dout: torch.Tensor, saved: Tensors, scale: float) -> Steps[Tensors]:
+    def backward(self, dout: torch.Tensor, saved: Tensors, scale: float) -> ZoneSteps[Tensors]:
         grads = yield from self.inner.backward(dout.index_select(0, self.order), saved, scale)
         return tuple(x.index_select(0, self.back) for x in grads)
 
-    def backward_of_rows(self, q, k, v, out, dout, lse, scale: float) -> Steps[Tensors]:  # type: ignore[no-untyped-def]
+    def backward_of_rows(self, q, k, v, out, dout, lse, scale: float) -> ZoneSteps[Tensors]:  # type: ignore[no-untyped-def]
         """`backward` from these rows and the last of what `forward` left, which is in the inner order."""
         q, k, v, out, dout = (x.index_select(0, self.order) for x in (q, k, v, out, dout))
         grads = yield from self.inner.backward_of_rows(q, k, v, out, dout, lse, scale)

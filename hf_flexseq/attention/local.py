@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import torch
 
-from hf_flexseq.attention.weave import END, Steps
+from hf_flexseq.attention.weave import END, ZoneSteps
 from hf_flexseq.kernels import Kernel
 from hf_flexseq.kernels.segments import Segments
 
@@ -39,7 +39,7 @@ class LocalZone:
 
     def forward(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float
-    ) -> Steps[tuple[torch.Tensor, Tensors]]:
+    ) -> ZoneSteps[tuple[torch.Tensor, Tensors]]:
         """q [t, H, D], k, v [t, Hkv, D] -> out [t, H, D], and what `backward` needs."""
         outs, lses = [], []
         for place, (rows, segments) in enumerate(self.pieces):
@@ -50,7 +50,7 @@ class LocalZone:
         out = _joined(outs, 0)
         return out, (q, k, v, out, _joined(lses, 1))
 
-    def backward(self, dout: torch.Tensor, saved: Tensors, scale: float) -> Steps[Tensors]:
+    def backward(self, dout: torch.Tensor, saved: Tensors, scale: float) -> ZoneSteps[Tensors]:
         q, k, v, out, lse = saved
         grads = []
         for place, (rows, segments) in enumerate(self.pieces):
@@ -59,7 +59,7 @@ class LocalZone:
             grads.append(self.kernel.backward(*tensors, lse[:, rows], segments, scale=scale))
         return tuple(_joined(parts, 0) for parts in zip(*grads, strict=True))
 
-    def backward_of_rows(self, q, k, v, out, dout, lse, scale: float) -> Steps[Tensors]:  # type: ignore[no-untyped-def]
+    def backward_of_rows(self, q, k, v, out, dout, lse, scale: float) -> ZoneSteps[Tensors]:  # type: ignore[no-untyped-def]
         """`backward` from this rank's rows and the last of what `forward` left."""
         return self.backward(dout, (q, k, v, out, lse), scale)
 
@@ -74,16 +74,16 @@ class NoZone:
 
     def forward(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float
-    ) -> Steps[tuple[torch.Tensor, Tensors]]:
+    ) -> ZoneSteps[tuple[torch.Tensor, Tensors]]:
         """Tensors without rows -> a result without rows."""
         yield END
         return q, (k, v, q.new_empty(0))
 
-    def backward(self, dout: torch.Tensor, saved: Tensors, scale: float) -> Steps[Tensors]:
+    def backward(self, dout: torch.Tensor, saved: Tensors, scale: float) -> ZoneSteps[Tensors]:
         yield END
         return dout, saved[0], saved[1]
 
-    def backward_of_rows(self, q, k, v, out, dout, lse, scale: float) -> Steps[Tensors]:  # type: ignore[no-untyped-def]
+    def backward_of_rows(self, q, k, v, out, dout, lse, scale: float) -> ZoneSteps[Tensors]:  # type: ignore[no-untyped-def]
         return self.backward(dout, (k, v, lse), scale)
 
 

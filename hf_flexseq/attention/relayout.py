@@ -24,7 +24,7 @@ class Overlap(NamedTuple):
     wanted_row: int
 
 
-class Moving(NamedTuple):
+class Relocation(NamedTuple):
     """Tensors on their way into the rows of `results`."""
 
     exchange: Exchange
@@ -55,7 +55,7 @@ class Relayout:
         self.fetched = {i: _rows(_overlaps(held[i], wanted[index]), device)[1] for i in others}
         self.own = _rows(_overlaps(held[index], wanted[index]), device)
 
-    def post(self, tensors: Sequence[torch.Tensor], tag: int) -> Moving:
+    def post(self, tensors: Sequence[torch.Tensor], tag: int) -> Relocation:
         """Send rows of these, which are in the old layout, to those who want them."""
         exchange, ranks = Exchange(self.channel.label(self._describe)), self.channel.group.ranks
         for i, rows in self.lent.items():
@@ -65,7 +65,7 @@ class Relayout:
         results = tuple(x.new_empty(self.tokens, *x.shape[1:]) for x in tensors)
         held, wanted = self.own
         arriving.append((wanted.index, tuple(held.take(x) for x in tensors)))
-        return Moving(exchange, arriving, results)
+        return Relocation(exchange, arriving, results)
 
     def _describe(self, peer: int, sent: bool) -> str:
         place = peer - self.channel.group.start

@@ -11,7 +11,7 @@ from hf_flexseq.attention.local import Tensors
 from hf_flexseq.distributed.communicator import Communicator, Exchange
 from hf_flexseq.distributed.routing import RoutedExchange
 from hf_flexseq.plan.shard import Shard
-from hf_flexseq.schedule.routing import Links, Routing, make_routing
+from hf_flexseq.schedule.routing import NicFigures, Routing, make_routing
 from hf_flexseq.schedule.transfers import move_transfers
 
 TAG = 1 << 30  # beyond those of any zone
@@ -23,7 +23,7 @@ class TokenRemap:
 
     __slots__ = ("_routings", "communicator", "given", "got", "links", "moves")
 
-    def __init__(self, shard: Shard, communicator: Communicator, links: Links | None = None) -> None:
+    def __init__(self, shard: Shard, communicator: Communicator, links: NicFigures | None = None) -> None:
         """links: see `SequenceContext`. With any, ranks that give and get nothing may have to pass something on."""
         self.communicator, self.given, self.got = communicator, shard.given, shard.got
         self.moves, self.links = shard.moves, links

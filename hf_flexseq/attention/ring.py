@@ -27,12 +27,12 @@ import torch
 
 from hf_flexseq.attention.local import Tensors
 from hf_flexseq.attention.turns import OWN, Rows, Share, Turn, backward_order, name_pieces
-from hf_flexseq.attention.weave import END, Steps
+from hf_flexseq.attention.weave import END, ZoneSteps
 from hf_flexseq.distributed.communicator import TAGS, Channel, Exchange
 from hf_flexseq.distributed.routing import RoutedExchange
 from hf_flexseq.kernels import Kernel, lse_dtype
 from hf_flexseq.schedule.loans import Loan
-from hf_flexseq.schedule.routing import Links, Routing, make_routing
+from hf_flexseq.schedule.routing import NicFigures, Routing, make_routing
 from hf_flexseq.schedule.transfers import RowBytes, loan_transfers
 
 AHEAD = 2  # turns for which keys and values, and from which results, are on their way at once
@@ -63,7 +63,7 @@ class Routes:
 
     __slots__ = ("_first_rank", "_found", "_links", "_loans")
 
-    def __init__(self, loans: Sequence[Sequence[Loan]], first_rank: int, links: Links) -> None:
+    def __init__(self, loans: Sequence[Sequence[Loan]], first_rank: int, links: NicFigures) -> None:
         """loans: of all ranks of the group, by turn. first_rank: of the group."""
         self._loans, self._first_rank, self._links = loans, first_rank, links
         self._found: dict[tuple[int, bool, RowBytes, RowBytes], Routing] = {}
@@ -91,7 +91,7 @@ class RingZone:
 
     def forward(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float
-    ) -> Steps[tuple[torch.Tensor, Tensors]]:
+    ) -> ZoneSteps[tuple[torch.Tensor, Tensors]]:
         """q [t, H, D], k, v [t, Hkv, D] of this rank's chunks -> out [t, H, D], and what `backward` needs."""
         kv = torch.stack((k, v), dim=1)  # [t, 2, Hkv, D]
         out = torch.zeros(q.shape, dtype=lse_dtype(q.dtype), device=q.device)
@@ -111,7 +111,7 @@ class RingZone:
         out = out.to(q.dtype)
         return out, (q, kv, out, lse)
 
-    def backward(self, dout: torch.Tensor, saved: Tensors, scale: float) -> Steps[Tensors]:
+    def backward(self, dout: torch.Tensor, saved: Tensors, scale: float) -> ZoneSteps[Tensors]:
         q, kv, out, lse = saved
         of_queries = (q, dout, out, lse)
         dq = torch.zeros(q.shape, dtype=lse_dtype(q.dtype), device=q.device)
@@ -132,7 +132,7 @@ class RingZone:
         _add_returned(dq, dkv, returned)
         return dq, *dkv.unbind(1)
 
-    def backward_of_rows(self, q, k, v, out, dout, lse, scale: float) -> Steps[Tensors]:  # type: ignore[no-untyped-def]
+    def backward_of_rows(self, q, k, v, out, dout, lse, scale: float) -> ZoneSteps[Tensors]:  # type: ignore[no-untyped-def]
         """`backward` from this rank's rows and the last of what `forward` left."""
         return self.backward(dout, (q, torch.stack((k, v), dim=1), out, lse), scale)
 

@@ -18,7 +18,7 @@ import torch
 
 from hf_flexseq.kernels.segments import Segments
 from hf_flexseq.plan.shard import Cut, held_chunks
-from hf_flexseq.schedule.attention import Step, attention_schedule, in_turns, lanes_of
+from hf_flexseq.schedule.attention import BlockCall, attention_schedule, in_turns, lanes_of
 
 Piece = tuple[int, int]  # place of the sequence in the group, chunk
 
@@ -83,7 +83,7 @@ class Turn(NamedTuple):
     lent_keys: tuple[Share, ...]
 
 
-class Layout:
+class ZoneLayout:
     """Where the chunks that a rank holds lie in its rows of a group."""
 
     __slots__ = ("_starts", "cuts", "device", "tokens")
@@ -117,7 +117,7 @@ def make_turns(
     strategy: str, group_cuts: Sequence[Cut], index: int, ranks: Sequence[int], device: torch.device
 ) -> tuple[Turn, ...]:
     """The turns of the rank of `index` among `ranks`, which share sequences cut so by a ring strategy."""
-    layout, degree = Layout(group_cuts, strategy, index, len(ranks), device), len(ranks)
+    layout, degree = ZoneLayout(group_cuts, strategy, index, len(ranks), device), len(ranks)
     turns = in_turns(
         [
             [
@@ -165,10 +165,10 @@ def _joined(parts: Sequence[torch.Tensor], device: torch.device) -> Rows:
 @functools.cache
 def steps_of(
     strategy: str, degree: int, mirrored: bool, index: int, chunk_by_chunk: bool
-) -> tuple[tuple[Step, ...], ...]:
+) -> tuple[tuple[BlockCall, ...], ...]:
     """The steps, by time, in which the rank of `index` works or of which it holds queries or keys."""
     schedule = attention_schedule(strategy, degree, mirrored, chunk_by_chunk=chunk_by_chunk)
-    times: list[list[Step]] = [[] for _ in range(schedule.times)]
+    times: list[list[BlockCall]] = [[] for _ in range(schedule.times)]
     for step in schedule.steps:
         if index in (step.worker, step.reader, step.source):
             times[step.time].append(step)
@@ -176,7 +176,7 @@ def steps_of(
 
 
 def _turn(
-    time: int, steps: Sequence[Step], among: Sequence[int], layout: Layout, index: int, ranks: Sequence[int]
+    time: int, steps: Sequence[BlockCall], among: Sequence[int], layout: ZoneLayout, index: int, ranks: Sequence[int]
 ) -> Turn:
     segments, queries, keys = None, NOTHING, NOTHING
     lent_queries, lent_keys = [], []
@@ -196,14 +196,14 @@ def _turn(
     return Turn(0, time, segments, queries, keys, tuple(lent_queries), tuple(lent_keys))
 
 
-def _lent(worker: int, chunks: Sequence[int], places: Sequence[int], layout: Layout, ranks: Sequence[int]) -> Share:
+def _lent(worker: int, chunks: Sequence[int], places: Sequence[int], layout: ZoneLayout, ranks: Sequence[int]) -> Share:
     """What this rank lends to `worker`."""
     pieces = tuple(product(places, chunks))
     return Share(ranks[worker], layout.rows(pieces), pieces)
 
 
 def _read(
-    holder: int, chunks: Sequence[int], places: Sequence[int], layout: Layout, index: int, ranks: Sequence[int]
+    holder: int, chunks: Sequence[int], places: Sequence[int], layout: ZoneLayout, index: int, ranks: Sequence[int]
 ) -> Share:
     """What this rank reads of `holder`, which may be itself."""
     pieces = tuple(product(places, chunks))

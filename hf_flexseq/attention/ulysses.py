@@ -34,7 +34,7 @@ from hf_flexseq.attention.heads import (
     repeated,
 )
 from hf_flexseq.attention.local import LocalZone, Tensors
-from hf_flexseq.attention.weave import END, Steps, within
+from hf_flexseq.attention.weave import END, ZoneSteps, within
 from hf_flexseq.cost import HEAD_PIECES
 from hf_flexseq.distributed.all_to_all import AllToAll, all_to_all
 from hf_flexseq.distributed.communicator import Channel
@@ -66,9 +66,9 @@ class HeadAttention(Protocol):
 
     def forward(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float
-    ) -> Steps[tuple[torch.Tensor, Tensors]]: ...
+    ) -> ZoneSteps[tuple[torch.Tensor, Tensors]]: ...
 
-    def backward(self, dout: torch.Tensor, saved: Tensors, scale: float) -> Steps[Tensors]: ...
+    def backward(self, dout: torch.Tensor, saved: Tensors, scale: float) -> ZoneSteps[Tensors]: ...
 
     def backward_of_rows(
         self,
@@ -79,7 +79,7 @@ class HeadAttention(Protocol):
         dout: torch.Tensor,
         lse: torch.Tensor,
         scale: float,
-    ) -> Steps[Tensors]: ...
+    ) -> ZoneSteps[Tensors]: ...
 
 
 def ulysses_zone(zone: Zone, channel: Channel, kernel: Kernel, device: torch.device) -> "UlyssesZone":
@@ -130,7 +130,7 @@ class UlyssesZone:
 
     def forward(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float
-    ) -> Steps[tuple[torch.Tensor, Tensors]]:
+    ) -> ZoneSteps[tuple[torch.Tensor, Tensors]]:
         """q [t, H, D], k, v [t, Hkv, D] of this rank's tokens -> out [t, H, D], and what `backward` needs."""
         pieces = self._pieces(q, k)
         arriving = [self._seq_to_head(i, (q, k, v), (p.queries, p.arriving, p.arriving)) for i, p in enumerate(pieces)]
@@ -151,18 +151,18 @@ class UlyssesZone:
         # The first one carries nothing but the number of KV heads.
         return out, (k.new_empty(0, k.shape[1]), *_flat(kept))
 
-    def backward(self, dout: torch.Tensor, saved: Tensors, scale: float) -> Steps[Tensors]:
+    def backward(self, dout: torch.Tensor, saved: Tensors, scale: float) -> ZoneSteps[Tensors]:
         kv_like, *of_inner = saved
         pieces = self._pieces(dout, kv_like)
         arriving = [self._seq_to_head(i, (dout,), (p.queries,)) for i, p in enumerate(pieces)]
         kept = self._unflat(of_inner, pieces)
 
-        def inner(place: int, tensors: Sequence[torch.Tensor]) -> Steps[Tensors]:
+        def inner(place: int, tensors: Sequence[torch.Tensor]) -> ZoneSteps[Tensors]:
             return self.inner.backward(*tensors, kept[place], scale)
 
         return (yield from self._gradients(pieces, arriving, inner))
 
-    def backward_of_rows(self, q, k, v, out, dout, lse, scale: float) -> Steps[Tensors]:  # type: ignore[no-untyped-def]
+    def backward_of_rows(self, q, k, v, out, dout, lse, scale: float) -> ZoneSteps[Tensors]:  # type: ignore[no-untyped-def]
         """`backward` where nothing is kept in the head layout but lse: what it lacks travels together with dout."""
         pieces = self._pieces(q, k)
         arriving = [
@@ -171,7 +171,7 @@ class UlyssesZone:
         ]
         lses, kv = self._unflat((lse,), pieces), ()
 
-        def inner(place: int, tensors: Sequence[torch.Tensor]) -> Steps[Tensors]:
+        def inner(place: int, tensors: Sequence[torch.Tensor]) -> ZoneSteps[Tensors]:
             nonlocal kv
             (qh, *new, oh, doh), share = tensors, pieces[place].shares[self.index]
             kv = read_again(share, kv, new)
@@ -184,8 +184,8 @@ class UlyssesZone:
         self,
         pieces: Sequence[HeadPiece],
         arriving: Sequence[Arriving],
-        inner: Callable[[int, Sequence[torch.Tensor]], Steps[Tensors]],
-    ) -> Steps[Tensors]:
+        inner: Callable[[int, Sequence[torch.Tensor]], ZoneSteps[Tensors]],
+    ) -> ZoneSteps[Tensors]:
         """dq, dk, dv of this rank's tokens. inner: of a piece's heads, from what has arrived, dout last."""
         leaving, open_sums = [], ()
         adds_up = self.wide and overlapping([piece.leaving for piece in pieces])

@@ -20,12 +20,12 @@ from collections.abc import Generator, Sequence
 from typing import TypeVar
 
 Result = TypeVar("Result")
-Steps = Generator[float, None, Result]
+ZoneSteps = Generator[float, None, Result]
 
 END = 2.0  # after all work
 
 
-def run_zones(zones: Sequence[Steps[Result]]) -> list[Result]:
+def run_zones(zones: Sequence[ZoneSteps[Result]]) -> list[Result]:
     """The results of the zones, which stand widest first."""
     results: list[Result] = [None] * len(zones)
     times = [0.0] * len(zones)
@@ -37,7 +37,7 @@ def run_zones(zones: Sequence[Steps[Result]]) -> list[Result]:
     return results
 
 
-def _advance(zones: Sequence[Steps[Result]], place: int, times: list[float], results: list[Result]) -> None:
+def _advance(zones: Sequence[ZoneSteps[Result]], place: int, times: list[float], results: list[Result]) -> None:
     """One step of a zone; infinite is the time of one that has ended."""
     try:
         time = next(zones[place])
@@ -47,7 +47,7 @@ def _advance(zones: Sequence[Steps[Result]], place: int, times: list[float], res
         times[place], results[place] = math.inf, end.value
 
 
-def within(start: float, stop: float, steps: Steps[Result]) -> Steps[Result]:
+def within(start: float, stop: float, steps: ZoneSteps[Result]) -> ZoneSteps[Result]:
     """The same steps as a part of another zone's, from its time `start` to `stop`."""
     try:
         while True:

@@ -100,7 +100,7 @@ class PipelineCost:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Shape:
+class StageShape:
     """What a chunk's cost depends on. tokens, pairs: of all its slices. cut: tokens of the slice that is a part of a
     sequence, of which the sequence has `length`; both 0 without one."""
 
@@ -110,10 +110,10 @@ class Shape:
     length: int
 
 
-def shape_of(chunk: Chunk, lengths: tuple[int, ...]) -> Shape:
+def shape_of(chunk: Chunk, lengths: tuple[int, ...]) -> StageShape:
     """Tokens and pairs of a chunk."""
     part = chunk.cut(lengths)
-    return Shape(
+    return StageShape(
         tokens=chunk.tokens,
         pairs=sum(causal_pairs(s.start, s.stop) for s in chunk.slices),
         cut=part.tokens if part else 0,
@@ -143,7 +143,7 @@ class ChunkCosts:
     send: list[int]
 
 
-def chunk_costs(cost: PipelineCost, shapes: Sequence[Shape], checkpointed: Sequence[Sequence[int]] = ()) -> ChunkCosts:
+def chunk_costs(cost: PipelineCost, shapes: Sequence[StageShape], checkpointed: Sequence[Sequence[int]] = ()) -> ChunkCosts:
     """Price all chunks. checkpointed: [stage][place] layers, () for none."""
     tokens, pairs, cut, length = (
         np.array([getattr(shape, name) for shape in shapes], dtype=np.float64)

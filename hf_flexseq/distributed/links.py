@@ -15,7 +15,7 @@ import torch.distributed as dist
 from hf_flexseq.distributed.communicator import Communicator, _connect
 
 
-class Link:
+class Channel:
     """One direction between this rank and a neighbour. Messages arrive in the order in which they are sent."""
 
     __slots__ = ("_group", "_number", "_peer")
@@ -76,9 +76,9 @@ class Neighbours:
             for before, after in pairwise((*ranks, ranks[0]) if ring else ranks):
                 forward, backward = _new_group((before, after)), _new_group((before, after))
                 if rank == before:
-                    self.to_after, self.from_after = Link(forward, after), Link(backward, after)
+                    self.to_after, self.from_after = Channel(forward, after), Channel(backward, after)
                 if rank == after:
-                    self.from_before, self.to_before = Link(forward, before), Link(backward, before)
+                    self.from_before, self.to_before = Channel(forward, before), Channel(backward, before)
             ends = _new_group((ranks[0], ranks[-1]))
             self.ends = ends if rank in (ranks[0], ranks[-1]) else self.ends
         for same_stage in zip(*pipelines, strict=True) if len(pipelines) > 1 else ():

@@ -28,7 +28,7 @@ SCATTER, CROSS, GATHER = range(3)
 TAGS_OF_BATCH = 64
 
 
-class Held(NamedTuple):
+class TransitRows(NamedTuple):
     """A path that this rank is on, and what travels on it, [bytes]."""
 
     transfer: Transfer
@@ -59,7 +59,7 @@ class RoutedExchange(Exchange):
             for t, _ in routing.paths
             if communicator.rank in (t.source, t.target)
         }
-        self._held: list[Held] = []
+        self._held: list[TransitRows] = []
         self._crossing: list[Transfers] = []
 
     def send(self, tensors: Iterable[torch.Tensor], peer: int) -> None:
@@ -99,11 +99,11 @@ class RoutedExchange(Exchange):
     def _is_on(self, t: Transfer, path: Path) -> bool:
         return self._communicator.rank in (t.source, path.leaves, path.enters, t.target)
 
-    def _hold(self, t: Transfer, path: Path) -> Held:
+    def _hold(self, t: Transfer, path: Path) -> TransitRows:
         whole = self._parcels.get((t.source, t.target))
         if whole is None:
-            return Held(t, path, torch.empty(path.stop - path.start, dtype=torch.uint8, device=self._device))
-        return Held(t, path, whole[path.start : path.stop])
+            return TransitRows(t, path, torch.empty(path.stop - path.start, dtype=torch.uint8, device=self._device))
+        return TransitRows(t, path, whole[path.start : path.stop])
 
     def _batch(self, leg: int, piece: int) -> Transfers:
         """One leg of one piece of every path, posted."""

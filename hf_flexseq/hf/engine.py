@@ -41,11 +41,11 @@ from hf_flexseq.plan import check as check_plan
 from hf_flexseq.planner.process.client import PlannerWorker
 from hf_flexseq.planner.remap import REMAPPING, remap_reason
 from hf_flexseq.planner.static import check_degree
-from hf_flexseq.schedule.routing import Links, links_of
-from hf_flexseq.schedule.routing_notes import TokenBytes, routing_reason
+from hf_flexseq.schedule.routing import NicFigures, links_of
+from hf_flexseq.schedule.routing_notes import LayerTokenBytes, routing_reason
 from hf_flexseq.steps.exchange import RowExchange
 from hf_flexseq.steps.lookahead import DrawnStep, InlinePlanner, Lookahead, Planner
-from hf_flexseq.steps.step import Inputs, Step, model_inputs, shards_of
+from hf_flexseq.steps.step import Inputs, OptimizerStep, model_inputs, shards_of
 from hf_flexseq.steps.trace import PlanTrace, plan_line
 
 logger = logging.getLogger(__name__)
@@ -77,7 +77,7 @@ class FlexSeqEngine:
         self.model: PreTrainedModel | None = None
         self.cost: CostModel | None = None
         self.lockstep = False
-        self._links: Links | None = None
+        self._links: NicFigures | None = None
         self._kernel: Kernel | None = None
         self._chunked_loss: ChunkedLoss | None = None
         self._former_attention: str | None = None
@@ -145,13 +145,13 @@ class FlexSeqEngine:
 
     # ---- steps
 
-    def next_step(self, iterator: Iterator[Mapping[str, Any]], num_batches: int) -> Step | None:
+    def next_step(self, iterator: Iterator[Mapping[str, Any]], num_batches: int) -> OptimizerStep | None:
         """The next training step, of `num_batches` batches per rank; None when no rank has data left."""
         if self._training is None:
             self._training = self._lookahead(self.args.lookahead)
         return self._step(self._training, iterator, num_batches)
 
-    def evaluation_steps(self, batches: Iterable[Mapping[str, Any]]) -> Iterator[Step]:
+    def evaluation_steps(self, batches: Iterable[Mapping[str, Any]]) -> Iterator[OptimizerStep]:
         """Every batch as a step, until no rank has data left. Planned in place."""
         lookahead = self._lookahead(0)
         iterator = iter(batches)
@@ -187,11 +187,11 @@ class FlexSeqEngine:
             remap=self.args.remap,
         )
 
-    def _step(self, lookahead: Lookahead, iterator: Iterator[Mapping[str, Any]], num_batches: int) -> Step | None:
+    def _step(self, lookahead: Lookahead, iterator: Iterator[Mapping[str, Any]], num_batches: int) -> OptimizerStep | None:
         drawn = lookahead.next(iterator, num_batches)
         return None if drawn is None else self._deal(*drawn, waited_s=lookahead.waited_s)
 
-    def _deal(self, drawn: DrawnStep, plan: Plan, *, waited_s: float) -> Step:
+    def _deal(self, drawn: DrawnStep, plan: Plan, *, waited_s: float) -> OptimizerStep:
         """Bring the tokens to the ranks that the plan names."""
         if drawn.number == 0 and self.lockstep and self.args.remap == "auto" and plan.planner in REMAPPING:
             assert self.cost is not None, "attach the model before drawing steps"
@@ -215,7 +215,7 @@ class FlexSeqEngine:
             deterministic=self.args.deterministic,
             links=self._links,
         )
-        return Step(
+        return OptimizerStep(
             number=drawn.number,
             plan=plan,
             row=drawn.row,
@@ -239,7 +239,7 @@ class FlexSeqEngine:
             return
         heads, kv_heads, head_dim = _heads(self.model.config.get_text_config())
         head_bytes = head_dim * self._compute_dtype().itemsize
-        token = TokenBytes(queries=heads * head_bytes, keys=2 * kv_heads * head_bytes)
+        token = LayerTokenBytes(queries=heads * head_bytes, keys=2 * kv_heads * head_bytes)
         topology = self.communicator.topology
         logger.info(routing_reason(plan.micro_batches, plan.lengths, topology, self._links, token))
 
@@ -262,7 +262,7 @@ class FlexSeqEngine:
 
     # ---- running
 
-    def run(self, step: Step, model: nn.Module, forward_backward: Callable[[Inputs], torch.Tensor]) -> torch.Tensor:
+    def run(self, step: OptimizerStep, model: nn.Module, forward_backward: Callable[[Inputs], torch.Tensor]) -> torch.Tensor:
         """Forward and backward of every micro-batch; gradients are reduced with the last one (in lockstep under a
         sharded model with each). Returns the sum of the losses, detached."""
 
@@ -287,7 +287,7 @@ class FlexSeqEngine:
             return nullcontext()
         return self.accelerator.no_sync(model)  # type: ignore[no-any-return]
 
-    def finish(self, step: Step) -> dict[str, float]:
+    def finish(self, step: OptimizerStep) -> dict[str, float]:
         """Record a step that has run: the plan trace, and its figures for the log. Collective over the world."""
         assert self.cost is not None, "attach the model before running steps"
         return self._trace.record(step, self.cost)
@@ -302,7 +302,7 @@ class EngineStep:
 
     __slots__ = ("_engine", "step")
 
-    def __init__(self, engine: FlexSeqEngine, step: Step) -> None:
+    def __init__(self, engine: FlexSeqEngine, step: OptimizerStep) -> None:
         self._engine, self.step = engine, step
 
     @property

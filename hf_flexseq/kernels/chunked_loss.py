@@ -3,7 +3,7 @@
     for each chunk of tokens:
         logits = hidden @ weight.T + bias                    [rows, V], in one buffer that all chunks share
         loss of each token = log(sum(exp(logits))) - logits[target]
-        logits become their own gradient: softmax - onehot(target), zero rows where the target is IGNORED
+        logits become their own gradient: softmax - onehot(target), zero rows where the target is IGNORE_INDEX
         d hidden = that @ weight,  d weight += that.T @ hidden,  d bias += its sum over rows
 
 The gradients are finished in the forward and only scaled in the backward, so no logits are kept or computed twice and
@@ -31,7 +31,8 @@ import torch.nn.functional as F
 from torch import nn
 from torch.autograd.function import once_differentiable
 
-IGNORED = -100
+from hf_flexseq.config import IGNORE_INDEX
+
 _CHUNK_BYTES = 64 * 2**20
 
 Sum = Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor], torch.Tensor]
@@ -50,7 +51,7 @@ def chunked_cross_entropy_sum(
 ) -> torch.Tensor:
     """Sum over tokens of -log softmax(hidden @ weight.T + bias)[target], as a scalar in nats.
 
-    hidden [T, C], weight [V, C] and bias [V] of one dtype; targets [T] int64, those equal to IGNORED count nothing.
+    hidden [T, C], weight [V, C] and bias [V] of one dtype; targets [T] int64, those equal to IGNORE_INDEX count nothing.
     The result is float32, float64 for float64 inputs. Its backward works once: a second one raises RuntimeError.
     Raises ValueError when the dtypes differ, as the head by itself would.
     """
@@ -108,7 +109,7 @@ def torch_sum(
     rows = chunk_rows(hidden.shape[1], weight.shape[0], hidden.dtype.itemsize)
     options = nn.LinearCrossEntropyOptions(batch_chunk_size=rows)
     return F.linear_cross_entropy(
-        hidden, weight, targets, linear_bias=bias, reduction="sum", ignore_index=IGNORED, options=options
+        hidden, weight, targets, linear_bias=bias, reduction="sum", ignore_index=IGNORE_INDEX, options=options
     )
 
 
@@ -118,7 +119,7 @@ def liger_sum(
     """`chunked_cross_entropy_sum` by Liger; for 16 bits on CUDA."""
     # By position, as autograd functions are called: no class weights, no z-loss, no smoothing; sum; no softcap, no
     # z-loss returned; gradients accumulated in float32, because many chunks add up to one weight gradient.
-    rest = (None, IGNORED, 0.0, 0.0, "sum", None, False, torch.float32)
+    rest = (None, IGNORE_INDEX, 0.0, 0.0, "sum", None, False, torch.float32)
     return _liger_function().apply(hidden, weight, targets, bias, *rest)[0]
 
 
@@ -166,7 +167,7 @@ class _Chunks:
         """Losses and gradients of the tokens from `start` on, as many as the buffer holds."""
         chunk = slice(start, start + self.logits.shape[0])
         rows = hidden[chunk].to(self.factor_dtype)  # [rows, C]
-        counts = targets[chunk, None] != IGNORED  # [rows, 1]
+        counts = targets[chunk, None] != IGNORE_INDEX  # [rows, 1]
         index = targets[chunk, None].masked_fill(~counts, 0)  # [rows, 1]
         logits = _mm(rows, self.weight.t(), out=self.logits[: rows.shape[0]])  # [rows, V]
         if self.bias is not None:

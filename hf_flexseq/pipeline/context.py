@@ -6,7 +6,7 @@ from functools import partial
 import torch
 
 from hf_flexseq.attention.local import LocalZone, Tensors
-from hf_flexseq.attention.weave import Steps
+from hf_flexseq.attention.weave import ZoneSteps
 from hf_flexseq.pipeline.carry import Carried, KVCarry
 from hf_flexseq.pipeline.ulysses import Sharing, ZoneAttention, shared_chunk
 from hf_flexseq.plan.pipeline import Chunk
@@ -73,10 +73,10 @@ class LayerContext:
     """What `sequence_parallel_attention` asks of a context. Nothing is kept for a replay, which finds keys and values
     in the carry, and no token stands elsewhere outside of attention."""
 
-    __slots__ = ("kept", "tokens", "zones")
+    __slots__ = ("kept", "linear_tokens", "zones")
 
-    def __init__(self, tokens: int, zones: tuple[ZoneAttention, ...]) -> None:
-        self.kept, self.tokens, self.zones = None, tokens, zones
+    def __init__(self, linear_tokens: int, zones: tuple[ZoneAttention, ...]) -> None:
+        self.kept, self.linear_tokens, self.zones = None, linear_tokens, zones
 
     def arriving(self, *tensors: torch.Tensor) -> Tensors:
         return tensors
@@ -99,14 +99,14 @@ class CutZone:
 
     def forward(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float
-    ) -> Steps[tuple[torch.Tensor, Tensors]]:
+    ) -> ZoneSteps[tuple[torch.Tensor, Tensors]]:
         """q [t, H, D], k, v [t, Hkv, D] -> out [t, H, D], and what `backward` needs."""
         yield 0.0
         self._carried = self._find()
         out, lse = self._carried.forward(self.piece, q, k, v, scale)
         return out, (q, out, lse)
 
-    def backward(self, dout: torch.Tensor, saved: Tensors, scale: float) -> Steps[Tensors]:
+    def backward(self, dout: torch.Tensor, saved: Tensors, scale: float) -> ZoneSteps[Tensors]:
         yield 0.0
         q, out, lse = saved
         assert self._carried is not None, "a backward without its forward"

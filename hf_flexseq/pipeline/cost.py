@@ -13,7 +13,7 @@ from hf_flexseq.pipeline.stages import Stage
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class TokenBytes:
+class StageTokenBytes:
     """Of one token: hidden states between layers, keys and values of one layer, and what the gradients of one layer's
     weights are made of."""
 
@@ -23,7 +23,7 @@ class TokenBytes:
 
 
 def pipeline_cost(
-    cost: CostModel, stage: Stage, token: TokenBytes, *, checkpointed: bool, degree: int = 1
+    cost: CostModel, stage: Stage, token: StageTokenBytes, *, checkpointed: bool, degree: int = 1
 ) -> PipelineCost:
     """The cost of all stages. checkpointed: whether all layers are checkpointed in any case. degree: ranks that share
     every chunk of a stage by Ulysses."""
@@ -48,7 +48,7 @@ def _shared(cost: CostModel, stage: StageCost, of_layers: float, degree: int) ->
     )
 
 
-def _stage_cost(cost: CostModel, stage: Stage, index: int, token: TokenBytes, checkpointed: bool) -> StageCost:
+def _stage_cost(cost: CostModel, stage: Stage, index: int, token: StageTokenBytes, checkpointed: bool) -> StageCost:
     start, stop = stage.spans[index]
     layers, sizes = stop - start, stage.sizes
     of_layers = layers / len(sizes.layers)

@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 import torch
 
-from hf_flexseq.distributed.links import Link, Message
+from hf_flexseq.distributed.links import Channel, Message
 
 
 class Item(NamedTuple):
@@ -34,7 +34,7 @@ class Inbox:
 
     __slots__ = ("_empty", "_index", "_link", "_order", "_posted")
 
-    def __init__(self, link: Link, order: Iterable[Item], empty: Callable[[int], torch.Tensor]) -> None:
+    def __init__(self, link: Channel, order: Iterable[Item], empty: Callable[[int], torch.Tensor]) -> None:
         """empty: a tensor to receive the chunk at a place in."""
         self._link, self._order, self._empty = link, tuple(order), empty
         self._index = {item: i for i, item in enumerate(self._order)}
@@ -55,7 +55,7 @@ class Outbox:
 
     __slots__ = ("_link", "_taken_before", "_under_way", "_window")
 
-    def __init__(self, link: Link, *, window: int | None, taken_before: Callable[[Item, Item], bool]) -> None:
+    def __init__(self, link: Channel, *, window: int | None, taken_before: Callable[[Item, Item], bool]) -> None:
         """window: how many sends may be under way; None leaves the waiting to `arrived`. taken_before: whether one is
         certain to be received although this rank waits before it sends the other one."""
         self._link, self._window, self._taken_before = link, window, taken_before

@@ -63,7 +63,7 @@ class Loss(NamedTuple):
     entry: torch.Tensor
 
 
-class Sizes(NamedTuple):
+class LayerSizes(NamedTuple):
     """How many numbers multiply each token, in every layer and in the LM head."""
 
     layers: tuple[int, ...]
@@ -115,9 +115,9 @@ class Stack:
             return None
         return next(name for name, parameter in self.model.named_parameters() if parameter is embedding)
 
-    def sizes(self) -> "Sizes":
+    def sizes(self) -> "LayerSizes":
         """How many numbers multiply each token."""
-        return Sizes(tuple(map(_weights, self.layers)), _weights(self.head))
+        return LayerSizes(tuple(map(_weights, self.layers)), _weights(self.head))
 
     def _check_nothing_else(self) -> None:
         """A parameter elsewhere would belong to no stage, or to all."""

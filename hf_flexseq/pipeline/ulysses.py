@@ -17,12 +17,11 @@ import torch
 
 from hf_flexseq.attention.local import Tensors
 from hf_flexseq.attention.ulysses import UlyssesZone
-from hf_flexseq.attention.weave import Steps, run_zones
+from hf_flexseq.attention.weave import ZoneSteps, run_zones
+from hf_flexseq.config import IGNORE_INDEX
 from hf_flexseq.distributed.communicator import Channel, Communicator
 from hf_flexseq.plan import Group
 from hf_flexseq.plan.shard import contiguous_part
-
-IGNORED = -100  # the label of a token without a target
 
 
 class ZoneAttention(Protocol):
@@ -32,9 +31,9 @@ class ZoneAttention(Protocol):
 
     def forward(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float
-    ) -> Steps[tuple[torch.Tensor, Tensors]]: ...
+    ) -> ZoneSteps[tuple[torch.Tensor, Tensors]]: ...
 
-    def backward(self, dout: torch.Tensor, saved: Tensors, scale: float) -> Steps[Tensors]: ...
+    def backward(self, dout: torch.Tensor, saved: Tensors, scale: float) -> ZoneSteps[Tensors]: ...
 
 
 class Sharing(NamedTuple):
@@ -56,7 +55,7 @@ def own_columns(columns: Mapping[str, torch.Tensor], sharing: Sharing | None) ->
     part = slice(*sharing.part(columns["input_ids"].shape[1]))
     if part.stop > part.start:
         return {name: value[:, part] for name, value in columns.items()}
-    return {name: value.new_full((1, 1), IGNORED if name == "labels" else 0) for name, value in columns.items()}
+    return {name: value.new_full((1, 1), IGNORE_INDEX if name == "labels" else 0) for name, value in columns.items()}
 
 
 def shared_chunk(tokens: int, inner: Sequence[ZoneAttention], sharing: Sharing, *, wide: bool) -> UlyssesZone:
@@ -81,13 +80,13 @@ class Together:
 
     def forward(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float
-    ) -> Steps[tuple[torch.Tensor, Tensors]]:
+    ) -> ZoneSteps[tuple[torch.Tensor, Tensors]]:
         yield 0.0
         results = run_zones([zone.forward(q[zone.rows], k[zone.rows], v[zone.rows], scale) for zone in self.zones])
         self._saved = [len(saved) for _, saved in results]
         return torch.cat([out for out, _ in results]), tuple(x for _, saved in results for x in saved)
 
-    def backward(self, dout: torch.Tensor, saved: Tensors, scale: float) -> Steps[Tensors]:
+    def backward(self, dout: torch.Tensor, saved: Tensors, scale: float) -> ZoneSteps[Tensors]:
         yield 0.0
         dout, tensors = dout.contiguous(), iter(saved)
         kept = [tuple(islice(tensors, count)) for count in self._saved]

@@ -79,14 +79,14 @@ class Shard:
         return tuple((move.source, move.tokens) for move in self.moves if move.target == self.rank)
 
     @property
-    def tokens(self) -> int:
-        """In attention."""
+    def attention_tokens(self) -> int:
+        """Tokens this rank holds in attention."""
         return self.zones[-1].stop if self.zones else 0
 
     @property
-    def rows(self) -> int:
-        """Tokens outside of attention."""
-        return self.tokens + sum(n for _, n in self.got) - sum(n for _, n in self.given)
+    def linear_tokens(self) -> int:
+        """Tokens this rank holds in norms, MLP and head; differs from attention where the micro-batch is remapped."""
+        return self.attention_tokens + sum(n for _, n in self.got) - sum(n for _, n in self.given)
 
     @property
     def slices(self) -> Iterator[Slice]:
@@ -117,7 +117,7 @@ def remapped(shard: Shard, micro_batch: MicroBatch, lengths: Sequence[int], topo
 
 def remap_moves(micro_batch: MicroBatch, lengths: Sequence[int], topology: Topology) -> tuple[Move, ...]:
     """Those of a remapped micro-batch, by source, then by target."""
-    tokens = [make_shard(micro_batch, lengths, rank).tokens for rank in range(topology.world_size)]
+    tokens = [make_shard(micro_batch, lengths, rank).attention_tokens for rank in range(topology.world_size)]
     return transport(tokens, topology)
 
 

@@ -21,7 +21,7 @@ MOST_TOKENS, LONGEST, FEWEST_TOKENS = 16384, 65536, 64
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Sizes:
+class ProbeSizes:
     """tokens: of a rank in the largest whole micro-batch. sequence: tokens of the attention kernel's longest one."""
 
     tokens: int
@@ -29,7 +29,7 @@ class Sizes:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Layout:
+class ProbeLayout:
     """A micro-batch to run, with the lengths of its sequences, by id."""
 
     micro_batch: MicroBatch
@@ -37,7 +37,7 @@ class Layout:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Shape:
+class ProbeShape:
     """What is run at the same time on all ranks, in groups of `degree`. See `Sample`; lengths: of each group."""
 
     strategy: str
@@ -45,14 +45,14 @@ class Shape:
     lengths: tuple[int, ...]
 
 
-def alone(lengths: tuple[int, ...], topology: Topology) -> Layout:
+def alone(lengths: tuple[int, ...], topology: Topology) -> ProbeLayout:
     """Sequences of these lengths on each rank."""
     count = len(lengths)
     groups = tuple(
         Group(ranks=(rank,), sequences=tuple(range(rank * count, (rank + 1) * count)), strategy="local")
         for rank in range(topology.world_size)
     )
-    return Layout(micro_batch=MicroBatch(groups=groups), lengths=lengths * topology.world_size)
+    return ProbeLayout(micro_batch=MicroBatch(groups=groups), lengths=lengths * topology.world_size)
 
 
 def measured_degrees(topology: Topology) -> tuple[int, ...]:
@@ -71,28 +71,28 @@ def disjoint_blocks(topology: Topology, degree: int) -> tuple[int, ...]:
     return tuple(starts)
 
 
-def fitting_shapes(sizes: Sizes, topology: Topology, rings: bool) -> tuple[Shape, ...]:
+def fitting_shapes(sizes: ProbeSizes, topology: Topology, rings: bool) -> tuple[ProbeShape, ...]:
     """What is timed for the fit. rings: whether the model's rings are of interest."""
     return (*_whole_shapes(sizes.tokens), *_layer_shapes(sizes.sequence, topology, rings))
 
 
-def _whole_shapes(tokens: int) -> tuple[Shape, ...]:
+def _whole_shapes(tokens: int) -> tuple[ProbeShape, ...]:
     packs = [(tokens,), (tokens // 4,), (tokens // 8,) * 4, (tokens // 32,) * 8, (tokens // 16,)]
-    return tuple(Shape(strategy="local", degree=1, lengths=lengths) for lengths in packs)
+    return tuple(ProbeShape(strategy="local", degree=1, lengths=lengths) for lengths in packs)
 
 
-def _layer_shapes(sequence: int, topology: Topology, rings: bool) -> tuple[Shape, ...]:
+def _layer_shapes(sequence: int, topology: Topology, rings: bool) -> tuple[ProbeShape, ...]:
     """One layer's attention, and its transfers."""
-    shapes = [Shape(strategy="kernel", degree=1, lengths=(sequence // part,)) for part in (8, 2, 1)]
+    shapes = [ProbeShape(strategy="kernel", degree=1, lengths=(sequence // part,)) for part in (8, 2, 1)]
     for degree in measured_degrees(topology):
         for share in (sequence // 8, sequence // 4, sequence // 2):
-            shapes.append(Shape(strategy="ulysses", degree=degree, lengths=(share * degree,)))
+            shapes.append(ProbeShape(strategy="ulysses", degree=degree, lengths=(share * degree,)))
             if rings:
-                shapes.append(Shape(strategy="zigzag", degree=degree, lengths=(share * degree,)))
+                shapes.append(ProbeShape(strategy="zigzag", degree=degree, lengths=(share * degree,)))
     return tuple(shapes)
 
 
-def hold_out_layouts(tokens: int, topology: Topology, rings: bool, count: int) -> tuple[Layout, ...]:
+def hold_out_layouts(tokens: int, topology: Topology, rings: bool, count: int) -> tuple[ProbeLayout, ...]:
     """`count` micro-batches of mixed lengths, the same on every machine: all ranks alone, and, where there are several
     ranks, also with a group of each measured degree in turn, under which the ranks work alone."""
     rng = random.Random(0)
@@ -101,7 +101,7 @@ def hold_out_layouts(tokens: int, topology: Topology, rings: bool, count: int) -
     return tuple(_mix(tokens, topology, wide[i % len(wide)], rng) for i in range(count))
 
 
-def _mix(tokens: int, topology: Topology, wide: tuple[int, str] | None, rng: random.Random) -> Layout:
+def _mix(tokens: int, topology: Topology, wide: tuple[int, str] | None, rng: random.Random) -> ProbeLayout:
     lengths: list[int] = []
     groups: list[Group] = []
 
@@ -117,7 +117,7 @@ def _mix(tokens: int, topology: Topology, wide: tuple[int, str] | None, rng: ran
             add(start, degree, strategy, degree * tokens // 4)
     for rank in range(topology.world_size):
         add(rank, 1, "local", tokens // 4)
-    return Layout(micro_batch=MicroBatch(groups=widest_first(groups)), lengths=tuple(lengths))
+    return ProbeLayout(micro_batch=MicroBatch(groups=widest_first(groups)), lengths=tuple(lengths))
 
 
 def _mixed_lengths(total: int, rng: random.Random) -> Iterator[int]:
@@ -130,12 +130,12 @@ def _mixed_lengths(total: int, rng: random.Random) -> Iterator[int]:
 
 def choose_sizes(
     estimate: CostModel, topology: Topology, *, layers: int, depths: tuple[int, ...], rounds: int, budget_s: float
-) -> Sizes:
+) -> ProbeSizes:
     """The sizes under which `rounds` of everything, with models of each of `depths` layers, take about `budget_s`
     estimated seconds. estimate: of the whole model, which has `layers` layers."""
     rings = estimate.ring_bytes is not None
 
-    def largest(shapes_of: Callable[[int], Sequence[Shape]], most: int) -> int:
+    def largest(shapes_of: Callable[[int], Sequence[ProbeShape]], most: int) -> int:
         size = most
         while size > FEWEST_TOKENS:
             once = sum(_estimated_s(shape, estimate, topology, layers, depths) for shape in shapes_of(size))
@@ -144,13 +144,13 @@ def choose_sizes(
             size //= 2
         return size
 
-    return Sizes(
+    return ProbeSizes(
         tokens=largest(_whole_shapes, MOST_TOKENS),
         sequence=largest(lambda size: _layer_shapes(size, topology, rings), LONGEST),
     )
 
 
-def _estimated_s(shape: Shape, estimate: CostModel, topology: Topology, layers: int, depths: tuple[int, ...]) -> float:
+def _estimated_s(shape: ProbeShape, estimate: CostModel, topology: Topology, layers: int, depths: tuple[int, ...]) -> float:
     if shape.strategy == "kernel":
         return estimate.attention_s / layers * sum(length * length for length in shape.lengths)
     if shape.strategy == "local":

@@ -80,7 +80,7 @@ class Compute:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Links:
+class FittedLinks:
     """Transfers between ranks.
 
     bandwidths: (degree, bytes/s). latencies_s: (degree, seconds) of one layer's all-to-alls whatever they move.
@@ -143,7 +143,7 @@ def _relative(rows: Sequence[Sequence[float]], seconds: Sequence[float]) -> tupl
     return np.array(rows, dtype=np.float64) / wanted[:, None], np.ones_like(wanted)
 
 
-def fit_links(samples: Sequence[Sample], estimate: CostModel, *, layers: int, overlap: float) -> Links:
+def fit_links(samples: Sequence[Sample], estimate: CostModel, *, layers: int, overlap: float) -> FittedLinks:
     """Step 2. estimate: the model, with `layers` layers, whose bytes are right. overlap: measured by itself.
 
     Without groups of two ranks and more the estimate's own transfers are kept.
@@ -151,7 +151,7 @@ def fit_links(samples: Sequence[Sample], estimate: CostModel, *, layers: int, ov
     degrees = sorted({sample.degree for sample in samples if sample.strategy == "ulysses"})
     if not degrees:
         kept = estimate.bandwidths
-        return Links(bandwidths=kept, latencies_s=(), ring_factor=1.0, overlap=estimate.ring_overlap)
+        return FittedLinks(bandwidths=kept, latencies_s=(), ring_factor=1.0, overlap=estimate.ring_overlap)
     found = [
         (degree, *_fit_transfers(samples, "ulysses", degree, estimate.all_to_all_bytes / layers)) for degree in degrees
     ]
@@ -160,7 +160,7 @@ def fit_links(samples: Sequence[Sample], estimate: CostModel, *, layers: int, ov
         ring_bytes = estimate.ring_bytes / layers
         rings = [_fit_transfers(samples, "zigzag", degree, ring_bytes * (degree - 1)) for degree in degrees]
         factors = [ring[0] / per_byte_s for ring, (_, per_byte_s, _) in zip(rings, found, strict=True)]
-    return Links(
+    return FittedLinks(
         bandwidths=tuple((degree, 1 / per_byte_s) for degree, per_byte_s, _ in found),
         latencies_s=tuple((degree, latency_s) for degree, _, latency_s in found),
         ring_factor=float(np.clip(np.mean(factors), *RING_FACTORS)),

@@ -32,7 +32,7 @@ LARGE = 1024  # tokens of a chunk from which on it travels alone
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Step:
+class BlockCall:
     """One attention call.
 
     time: its place in the worker's list. worker, reader, source: indices in the group of the ranks that compute, hold
@@ -67,7 +67,7 @@ class Schedule:
     """One sequence's attention. chunks: what each rank holds. steps: by time, then worker; a worker may idle."""
 
     chunks: tuple[tuple[int, ...], ...]
-    steps: tuple[Step, ...]
+    steps: tuple[BlockCall, ...]
 
     @property
     def degree(self) -> int:
@@ -145,7 +145,7 @@ def zigzag(degree: int) -> Schedule:
             source = (i - time) % degree
             before = source < i
             steps.append(
-                Step(
+                BlockCall(
                     time=time,
                     worker=i,
                     reader=i,
@@ -169,7 +169,7 @@ def balanced(degree: int) -> Schedule:
             reader, source = (i, i - time) if i >= time else (i - time + degree, i)
             if i >= time or 2 * time < degree:
                 steps.append(
-                    Step(
+                    BlockCall(
                         time=time,
                         worker=i,
                         reader=reader,
@@ -182,9 +182,9 @@ def balanced(degree: int) -> Schedule:
     return Schedule(chunks=chunks, steps=tuple(steps))
 
 
-def _diagonal(index: int, chunks: tuple[int, ...]) -> Step:
+def _diagonal(index: int, chunks: tuple[int, ...]) -> BlockCall:
     """What a rank does first, with what it holds itself."""
-    return Step(time=0, worker=index, reader=index, source=index, queries=chunks, keys=chunks, causal=True)
+    return BlockCall(time=0, worker=index, reader=index, source=index, queries=chunks, keys=chunks, causal=True)
 
 
 def _chunk_by_chunk(schedule: Schedule) -> Schedule:
@@ -234,7 +234,7 @@ def check(schedule: Schedule) -> None:
         )
 
 
-def _blocks(step: Step) -> Iterator[tuple[int, int, bool]]:
+def _blocks(step: BlockCall) -> Iterator[tuple[int, int, bool]]:
     """(query chunk, key chunk, causal) of the squares a step computes; of a causal one's diagonal, the triangles."""
     for place, q in enumerate(step.queries):
         for k in step.keys[: place + 1] if step.causal else step.keys:

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from hf_flexseq.plan import Group
 from hf_flexseq.plan.shard import Cut, cuts
-from hf_flexseq.schedule.attention import Step, in_turns, lanes_of
+from hf_flexseq.schedule.attention import BlockCall, in_turns, lanes_of
 
 
 class Loan(NamedTuple):
@@ -40,7 +40,7 @@ def make_loans(strategy: str, group_cuts: tuple[Cut, ...], degree: int) -> tuple
     return tuple(in_turns(by_lane))
 
 
-def _loans(step: Step, of_lane: Sequence[Cut]) -> Iterator[Loan]:
+def _loans(step: BlockCall, of_lane: Sequence[Cut]) -> Iterator[Loan]:
     """Of one step; sequences of which it has no query or no key are left out of it."""
     tokens = [(cut.tokens(step.queries), cut.tokens(step.keys)) for cut in of_lane]
     queries, keys = (sum(pair[which] for pair in tokens if all(pair)) for which in (0, 1))

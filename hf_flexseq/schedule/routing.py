@@ -35,7 +35,7 @@ Nic = tuple[int, int]  # (node, place of the NIC in it)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Links:
+class NicFigures:
     """What moves bytes between ranks.
 
     inside_s, across_s: seconds a byte takes between two ranks of a node, and over one NIC. transfer_s: seconds that a
@@ -69,14 +69,14 @@ class Links:
         return None
 
 
-def links_of(cost: CostModel, topology: Topology) -> Links | None:
+def links_of(cost: CostModel, topology: Topology) -> NicFigures | None:
     """The links of several nodes as `cost` knows them: its bandwidth between nodes is a rank's when all of them send,
     so several ranks of a node may share a NIC of a multiple. None on one node."""
     if topology.nodes == 1:
         return None
     per_node = topology.ranks_per_node
     nics = min(cost.nics_per_node, per_node)
-    return Links(
+    return NicFigures(
         ranks_per_node=per_node,
         nics_per_node=nics,
         inside_s=1 / cost.bandwidth(per_node, False),
@@ -122,7 +122,7 @@ Paths = Sequence[tuple[Transfer, tuple[Path, ...]]]
 
 
 @functools.lru_cache(maxsize=1024)
-def make_routing(transfers: tuple[Transfer, ...], links: Links) -> Routing:
+def make_routing(transfers: tuple[Transfer, ...], links: NicFigures) -> Routing:
     """How `transfers`, which run at the same time, travel over `links`."""
     crossing = [t for t in transfers if t.nbytes and links.node(t.source) != links.node(t.target)]
     if not crossing:
@@ -148,7 +148,7 @@ class _Router:
     """Steps 2 and 3. paths: of every transfer. _room: bytes each NIC may still send (True) and receive (False).
     _passed: bytes that go through each rank on their way to or from another one."""
 
-    def __init__(self, crossing: Sequence[Transfer], level: int, links: Links) -> None:
+    def __init__(self, crossing: Sequence[Transfer], level: int, links: NicFigures) -> None:
         self._links, self._level = links, level
         self._room: dict[tuple[bool, Nic], int] = defaultdict(lambda: level)
         self._passed: dict[int, int] = defaultdict(int)
@@ -199,7 +199,7 @@ class _Router:
             self._passed[rank] += nbytes
 
 
-def _level(crossing: Sequence[Transfer], links: Links) -> int:
+def _level(crossing: Sequence[Transfer], links: NicFigures) -> int:
     """The least that the busiest NIC can carry, if transfers may be cut anywhere."""
     node_loads: dict[tuple[bool, int], int] = defaultdict(int)
     for t in crossing:
@@ -208,7 +208,7 @@ def _level(crossing: Sequence[Transfer], links: Links) -> int:
     return -(-max(node_loads.values()) // links.nics_per_node)
 
 
-def _nic_loads(paths: Paths, links: Links) -> dict[tuple[bool, Nic], int]:
+def _nic_loads(paths: Paths, links: NicFigures) -> dict[tuple[bool, Nic], int]:
     """Bytes that each NIC sends (True) and receives (False)."""
     loads: dict[tuple[bool, Nic], int] = defaultdict(int)
     for _, found in paths:
@@ -218,7 +218,7 @@ def _nic_loads(paths: Paths, links: Links) -> dict[tuple[bool, Nic], int]:
     return loads
 
 
-def _leg_seconds(paths: Paths, links: Links) -> tuple[float, float, float]:
+def _leg_seconds(paths: Paths, links: NicFigures) -> tuple[float, float, float]:
     """Seconds of each leg if it ran alone: of its busiest rank inside the nodes, of the busiest NIC between them."""
     inside: dict[tuple[int, bool, int], int] = defaultdict(int)
     for t, found in paths:
@@ -232,7 +232,7 @@ def _leg_seconds(paths: Paths, links: Links) -> tuple[float, float, float]:
     return scatter * links.inside_s, across * links.across_s, gather * links.inside_s
 
 
-def _pipelined(legs: tuple[float, float, float], pieces: int, links: Links) -> float:
+def _pipelined(legs: tuple[float, float, float], pieces: int, links: NicFigures) -> float:
     """Seconds of the legs when `pieces` follow each other through them: the first one through all of them, the others
     at the pace of the slowest; and each of these turns takes a transfer's latency."""
     turns = pieces - 1 + sum(seconds > 0 for seconds in legs)

@@ -7,13 +7,13 @@ from dataclasses import dataclass
 from hf_flexseq.plan import MicroBatch
 from hf_flexseq.plan.shard import remap_moves
 from hf_flexseq.schedule.loans import group_loans
-from hf_flexseq.schedule.routing import Links, Routing, make_routing
+from hf_flexseq.schedule.routing import NicFigures, Routing, make_routing
 from hf_flexseq.schedule.transfers import loan_transfers, move_transfers
 from hf_flexseq.topology import Topology
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class TokenBytes:
+class LayerTokenBytes:
     """Bytes of a token in one layer: of its queries, and of its keys and values."""
 
     queries: int
@@ -24,8 +24,8 @@ def routing_reason(
     micro_batches: Sequence[MicroBatch],
     lengths: Sequence[int],
     topology: Topology,
-    links: Links | None,
-    token: TokenBytes,
+    links: NicFigures | None,
+    token: LayerTokenBytes,
 ) -> str:
     """Of the exchanges between nodes in the forward of a layer. lengths: of the plan's sequences."""
     if links is None:
@@ -39,7 +39,7 @@ def routing_reason(
 
 
 def _routings(
-    micro_batch: MicroBatch, lengths: Sequence[int], topology: Topology, links: Links, token: TokenBytes
+    micro_batch: MicroBatch, lengths: Sequence[int], topology: Topology, links: NicFigures, token: LayerTokenBytes
 ) -> Iterator[Routing]:
     for group in micro_batch.groups:
         if group.strategy in ("zigzag", "balanced"):

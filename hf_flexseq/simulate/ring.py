@@ -25,7 +25,7 @@ KEYS_SENT, KEYS_RETURNED = {"forward": 1, "backward": 1, "both": 3}, {"forward":
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Steps:
+class RingSteps:
     """A schedule, [step, index in the group]: half chunk squares computed; the share of the sequence's keys and
     queries that are read from another rank; and from which, the rank itself where there is none."""
 
@@ -36,7 +36,7 @@ class Steps:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Moving:
+class RingTraffic:
     """Nanoseconds that [step, index] takes to fetch what it reads, and to return what it made of it."""
 
     fetch: Int64Array
@@ -58,7 +58,7 @@ class RingTimes:
 
 
 @functools.cache
-def ring_steps(strategy: str, degree: int) -> Steps:
+def ring_steps(strategy: str, degree: int) -> RingSteps:
     schedule = attention_schedule(strategy, degree)
     shape, total = (schedule.times, degree), sum(map(len, schedule.chunks))
     work, keys, queries = np.zeros(shape, dtype=np.int64), np.zeros(shape), np.zeros(shape)
@@ -70,12 +70,12 @@ def ring_steps(strategy: str, degree: int) -> Steps:
             keys[at], source[at] = len(step.keys) / total, step.source
         if step.reader != step.worker:
             queries[at], source[at] = len(step.queries) / total, step.reader
-    return Steps(work=work, keys=keys, queries=queries, source=source)
+    return RingSteps(work=work, keys=keys, queries=queries, source=source)
 
 
 def moving_ns(
     group: Group, trip_bytes: tuple[float, float], topology: Topology, cost: CostModel, *, phase: str
-) -> Moving:
+) -> RingTraffic:
     """How long the transfers of each [step, index] take, on the link between the two ranks.
 
     trip_bytes: of all keys and values, and of all queries, of the group's sequences, on one trip. phase: forward,
@@ -90,7 +90,7 @@ def moving_ns(
         seconds = (key_trips * keys + query_trips * queries) / np.where(crosses, between, within)
         return np.rint(seconds * 1e9).astype(np.int64)
 
-    return Moving(fetch=ns(KEYS_SENT[phase], HELP_SENT[phase]), back=ns(KEYS_RETURNED[phase], HELP_RETURNED[phase]))
+    return RingTraffic(fetch=ns(KEYS_SENT[phase], HELP_SENT[phase]), back=ns(KEYS_RETURNED[phase], HELP_RETURNED[phase]))
 
 
 def crosses_nodes(group: Group, topology: Topology) -> NDArray[np.bool_]:
@@ -100,7 +100,7 @@ def crosses_nodes(group: Group, topology: Topology) -> NDArray[np.bool_]:
 
 
 def ring_times(
-    ready: Int64Array, attention_ns: int, steps: Steps, moving: Moving, *, overlap: float, contention: bool
+    ready: Int64Array, attention_ns: int, steps: RingSteps, moving: RingTraffic, *, overlap: float, contention: bool
 ) -> RingTimes:
     """A ring whose rank of index i is free at ready[i] and whose ranks compute `attention_ns` each on average.
 

@@ -33,7 +33,7 @@ from numpy.typing import NDArray
 from hf_flexseq.cost import CostModel, Int64Array, remapped_ns
 from hf_flexseq.plan import Group, MicroBatch, Plan
 from hf_flexseq.simulate.ring import RingTimes, crosses_nodes, moving_ns, ring_steps, ring_times
-from hf_flexseq.simulate.work import LINEAR, RINGS, Work, make_work, spread, weights
+from hf_flexseq.simulate.work import LINEAR, RINGS, GroupWork, make_work, spread, weights
 from hf_flexseq.timeline import Recorder, Timeline
 from hf_flexseq.topology import Topology
 
@@ -130,7 +130,7 @@ class _Run:
         self._add(0, self.clock, stops, kind="constant", label="per micro-batch")
         self.clock = stops
 
-    def _piece(self, works: Sequence[Work], piece: int, even: Remapped | None) -> None:
+    def _piece(self, works: Sequence[GroupWork], piece: int, even: Remapped | None) -> None:
         """One layer, forward or backward: linear layers of all groups, then their attention; or group after group.
         even: of a remapped micro-batch, where all ranks meet before and after attention."""
         if even is not None:
@@ -158,14 +158,14 @@ class _Run:
         self._add(0, self.clock, self.clock + duration, kind=kind, label=label)
         self.clock += duration
 
-    def _everyone(self, work: Work, duration: int, label: str, kind: str = "compute") -> None:
+    def _everyone(self, work: GroupWork, duration: int, label: str, kind: str = "compute") -> None:
         """Each rank of the group is busy for `duration` from when it is free."""
         ranks = _slice(work.group)
         stops = self.clock[ranks] + duration
         self._add(work.group.start, self.clock[ranks], stops, kind=kind, label=label, work=work)
         self.clock[ranks] = stops
 
-    def _together(self, work: Work, duration: int) -> None:
+    def _together(self, work: GroupWork, duration: int) -> None:
         """All ranks of the group exchange, as soon as the last one is there."""
         group = work.group
         if group.degree > 1:
@@ -175,7 +175,7 @@ class _Run:
             link = _link(spans)
             self._everyone(work, duration, f"{what}, {link}", "transfer")
 
-    def _ring(self, work: Work, piece: int) -> None:
+    def _ring(self, work: GroupWork, piece: int) -> None:
         group, layers = work.group, self.detail.layers
         phase = "both" if layers == 0 else "forward" if piece < layers else "backward"
         times = ring_times(
@@ -189,7 +189,7 @@ class _Run:
         self._add_ring(work, times)
         self.clock[_slice(group)] = times.stop
 
-    def _add_ring(self, work: Work, times: RingTimes) -> None:
+    def _add_ring(self, work: GroupWork, times: RingTimes) -> None:
         start, free = work.group.start, times.begin[0]
         crosses = crosses_nodes(work.group, self.topology)
         for t in range(len(times.begin)):
@@ -208,7 +208,7 @@ class _Run:
         *,
         kind: str,
         label: str,
-        work: Work | None = None,
+        work: GroupWork | None = None,
     ) -> None:
         place, degree = (None, 0) if work is None else (work.place, work.group.degree)
         self.recorder.add(

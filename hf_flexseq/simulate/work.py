@@ -24,7 +24,7 @@ RINGS = ("zigzag", "balanced")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Work:
+class GroupWork:
     """One group of a micro-batch, index `place` there: nanoseconds on each of its ranks, by piece of the micro-batch.
 
     before_ns, after_ns: transfers of the whole group that attention waits for, and that wait for it.
@@ -44,12 +44,12 @@ class Work:
 
 def make_work(
     place: int, group: Group, lengths: Sequence[int], topology: Topology, cost: CostModel, *, layers: int
-) -> Work:
+) -> GroupWork:
     """The work of `group`, spread over the pieces of a micro-batch of `layers` layers."""
     linear, attention, moved = _totals(group, lengths, topology, cost)
     before, after = _sides(group.strategy, layers)
     parts = spread(moved, [x for both in zip(before, after, strict=True) for x in both])
-    return Work(
+    return GroupWork(
         place=place,
         group=group,
         latency_ns=spread(cost.latency_ns(group.degree), weights(LATENCY, layers)),

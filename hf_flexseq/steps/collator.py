@@ -12,7 +12,8 @@ from typing import Any
 
 import torch
 
-IGNORE = -100
+from hf_flexseq.config import IGNORE_INDEX
+
 LENGTHS = "lengths"
 _MASKS = ("completion_mask", "assistant_masks")  # columns of TRL, 1 for each token that is a target
 # What collators add for attention implementations that read the limits of sequences from their batch.
@@ -75,7 +76,7 @@ class DataCollatorForFlexSeq:
 
 def shifted(labels: torch.Tensor) -> torch.Tensor:
     """The target of each token of one sequence: the label of the next one, none for the last."""
-    return torch.cat((labels[1:], labels.new_full((1,), IGNORE)))
+    return torch.cat((labels[1:], labels.new_full((1,), IGNORE_INDEX)))
 
 
 def _masks_without_labels(example: Mapping[str, Any], place: int) -> dict[str, torch.Tensor]:
@@ -106,7 +107,7 @@ def _check_masks(
         return
     raise ValueError(
         f"example {place} has {' and '.join(masks)} but no labels, and the collator made labels for tokens that are "
-        f"masked out: give `labels` ({IGNORE} where a mask is 0), or a data_collator that reads the masks"
+        f"masked out: give `labels` ({IGNORE_INDEX} where a mask is 0), or a data_collator that reads the masks"
     )
 
 
@@ -119,8 +120,8 @@ def _follows(labels: torch.Tensor, ids: torch.Tensor, mask: torch.Tensor, given_
     ends = (slice(None, common), slice(-common, None))
     agreeing = [end for end in ends if torch.equal(ids[end], given_ids[end])]
     if not agreeing:  # other tokens than those of the mask: labels that leave some out were made with care
-        return bool((labels == IGNORE).any())
-    return any(bool((labels[end][mask[end] == 0] == IGNORE).all()) for end in agreeing)
+        return bool((labels == IGNORE_INDEX).any())
+    return any(bool((labels[end][mask[end] == 0] == IGNORE_INDEX).all()) for end in agreeing)
 
 
 def _only_row(batch: Mapping[str, Any], place: int) -> dict[str, Any]:
@@ -147,7 +148,7 @@ def _tensors(example: Mapping[str, Any], place: int) -> dict[str, torch.Tensor]:
     what_labels = "for plain language modelling, give input_ids"
     masks = [name for name in _MASKS if example.get(name) is not None]
     if masks:
-        what_labels = f"it has {' and '.join(masks)}, so give input_ids with {IGNORE} where a mask is 0"
+        what_labels = f"it has {' and '.join(masks)}, so give input_ids with {IGNORE_INDEX} where a mask is 0"
     for name, what in (("input_ids", "tokenize it"), ("labels", what_labels)):
         if example.get(name) is None:
             raise ValueError(f"example {place} has no {name}: {what}")

@@ -12,12 +12,13 @@ from typing import Any
 
 import torch
 
+from hf_flexseq.config import IGNORE_INDEX
 from hf_flexseq.distributed.all_to_all import exchange_rows
 from hf_flexseq.distributed.communicator import Communicator
 from hf_flexseq.distributed.control import gather_objects
 from hf_flexseq.plan import Plan
 from hf_flexseq.plan.shard import Shard, group_slices
-from hf_flexseq.steps.collator import IGNORE, LENGTHS
+from hf_flexseq.steps.collator import LENGTHS
 
 Columns = dict[str, torch.Tensor]
 
@@ -32,7 +33,7 @@ class SourceRow:
     @property
     def targets(self) -> int:
         """Tokens that have a label."""
-        return int((self.columns["labels"] != IGNORE).sum()) if self.columns else 0
+        return int((self.columns["labels"] != IGNORE_INDEX).sum()) if self.columns else 0
 
 
 def source_row(batches: Sequence[Mapping[str, Any]]) -> SourceRow:

@@ -7,12 +7,12 @@ from typing import Any
 import torch
 
 from hf_flexseq.attention import SequenceContext
+from hf_flexseq.config import IGNORE_INDEX
 from hf_flexseq.distributed.communicator import Communicator
 from hf_flexseq.kernels import Kernel
 from hf_flexseq.plan import Group, MicroBatch, Plan
 from hf_flexseq.plan.shard import Shard, make_shard, remapped
-from hf_flexseq.schedule.routing import Links
-from hf_flexseq.steps.collator import IGNORE
+from hf_flexseq.schedule.routing import NicFigures
 from hf_flexseq.steps.exchange import Columns, SourceRow
 from hf_flexseq.steps.stopwatch import Stopwatch
 from hf_flexseq.topology import Topology
@@ -20,7 +20,7 @@ from hf_flexseq.topology import Topology
 Inputs = dict[str, Any]
 
 
-class Step:
+class OptimizerStep:
     """The micro-batches of one plan that this rank runs, with the tokens it holds in each.
 
     plan: the whole step. row: what this rank itself drew. targets: tokens with a label in the whole step, over all
@@ -73,10 +73,10 @@ class Step:
 class StepItem(dict[str, Any]):
     """One of the items that the Trainer counts. `step` is the whole step on the last item, None on the empty ones."""
 
-    step: Step | None = None
+    step: OptimizerStep | None = None
 
 
-def step_items(step: Step, num_batches: int) -> list[StepItem]:
+def step_items(step: OptimizerStep, num_batches: int) -> list[StepItem]:
     """`num_batches` items; the last holds the step and this rank's own tokens, for the Trainer's token counters."""
     items = [StepItem(input_ids=torch.empty(1, 0, dtype=torch.int64)) for _ in range(num_batches)]
     own = step.row.columns.get("input_ids", torch.empty(0, dtype=torch.int64))
@@ -104,7 +104,7 @@ def model_inputs(
     device: torch.device,
     attention_remat: bool = True,
     deterministic: bool = False,
-    links: Links | None = None,
+    links: NicFigures | None = None,
 ) -> list[tuple[int, Inputs]]:
     """(index, inputs) of the micro-batches that this rank runs, its tensors on `device`.
 
@@ -114,7 +114,7 @@ def model_inputs(
 
     def inputs(index: int) -> tuple[int, Inputs]:
         shard, found = shards[index], columns[index]
-        if not shard.rows:
+        if not shard.linear_tokens:
             shard, found = _with_dummy(shard), _dummy_columns(found)
         tensors = {name: value.unsqueeze(0).to(device, non_blocking=True) for name, value in found.items()}
         tensors["shift_labels"] = tensors["labels"]
@@ -129,7 +129,7 @@ def model_inputs(
         )
         return index, {**tensors, "seq_ctx": seq_ctx}
 
-    busy = [index for index, shard in enumerate(shards) if lockstep or shard.zones or shard.rows]
+    busy = [index for index, shard in enumerate(shards) if lockstep or shard.zones or shard.linear_tokens]
     return [inputs(index) for index in busy or [len(shards) - 1]]
 
 
@@ -142,4 +142,4 @@ def _with_dummy(shard: Shard) -> Shard:
 
 def _dummy_columns(like: Columns) -> Columns:
     columns = {name: value.new_zeros(1) for name, value in like.items()}
-    return columns | {"labels": columns["labels"].new_full((1,), IGNORE)}
+    return columns | {"labels": columns["labels"].new_full((1,), IGNORE_INDEX)}

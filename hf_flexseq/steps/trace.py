@@ -10,7 +10,7 @@ from hf_flexseq.cost import CostModel
 from hf_flexseq.distributed.communicator import Communicator
 from hf_flexseq.distributed.control import gather_objects
 from hf_flexseq.plan import Plan
-from hf_flexseq.steps.step import Step
+from hf_flexseq.steps.step import OptimizerStep
 
 PREFIX = "flexseq/"
 
@@ -23,7 +23,7 @@ class PlanTrace:
         self.path = Path(path) if path and communicator.rank == 0 else None
         self._digest = functools.lru_cache(maxsize=1)(CostModel.digest)  # of the one model that all steps share
 
-    def record(self, step: Step, cost: CostModel) -> dict[str, float]:
+    def record(self, step: OptimizerStep, cost: CostModel) -> dict[str, float]:
         """Gather the ranks' measurements, write the trace, and return the figures to log. Collective."""
         by_rank = gather_objects(self.communicator, step.measured_s())
         measured = [max(seconds) for seconds in zip(*by_rank, strict=True)]
@@ -42,7 +42,7 @@ class PlanTrace:
             file.write(json.dumps(line) + "\n")
 
 
-def step_figures(step: Step, measured_s: float, world_size: int) -> dict[str, float]:
+def step_figures(step: OptimizerStep, measured_s: float, world_size: int) -> dict[str, float]:
     """The figures of one step under their names in the log."""
     figures = {
         "micro_batches": len(step.plan.micro_batches),

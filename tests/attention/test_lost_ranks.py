@@ -13,7 +13,7 @@ from hf_flexseq.distributed.communicator import Communicator
 from hf_flexseq.kernels.choose import choose_kernel
 from hf_flexseq.plan import Group, MicroBatch
 from hf_flexseq.plan.shard import make_shard
-from hf_flexseq.schedule.routing import Links
+from hf_flexseq.schedule.routing import NicFigures
 from hf_flexseq.topology import Topology
 from tests.ranks import run_ranks
 
@@ -27,7 +27,7 @@ CHUNKS = r"chunks \[\d.*\] of sequence \d"
 
 
 # Over these every transfer that leaves a NIC idle is routed.
-LINKS = Links(ranks_per_node=2, nics_per_node=2, inside_s=1e-15, across_s=1e-9, transfer_s=0.0)
+LINKS = NicFigures(ranks_per_node=2, nics_per_node=2, inside_s=1e-15, across_s=1e-9, transfer_s=0.0)
 ROUTED = (
     r"could not (send to|receive from) rank 2 (pieces of what rank \d sends to rank \d.*|.* sequence \d.*), "
     "of the zigzag group of ranks 0-3"
@@ -42,7 +42,7 @@ def run_until_one_is_lost(rank, world_size, strategy, dies, links=None):
     seq_ctx = SequenceContext(
         shard, communicator, choose_kernel(torch.device("cpu"), torch.float32, 4), torch.device("cpu"), links=links
     )
-    x = torch.randn(shard.tokens, 4, 4, requires_grad=True)
+    x = torch.randn(shard.attention_tokens, 4, 4, requires_grad=True)
     out = sequence_parallel_attention(x, x, x, seq_ctx)
     if rank == LOST:
         if dies:

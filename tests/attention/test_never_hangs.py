@@ -11,7 +11,7 @@ from hf_flexseq.attention import SequenceContext, sequence_parallel_attention
 from hf_flexseq.distributed.communicator import Communicator, Transfers
 from hf_flexseq.kernels.choose import choose_kernel
 from hf_flexseq.plan.shard import make_shard
-from hf_flexseq.schedule.routing import Links
+from hf_flexseq.schedule.routing import NicFigures
 from hf_flexseq.topology import Topology
 from tests.plans import random_plan
 from tests.ranks import run_ranks
@@ -19,7 +19,7 @@ from tests.ranks import run_ranks
 PLANS, LAYERS, PAUSES_S = int(os.environ.get("HANG_PLANS", "200")), 2, (0, 0, 0, 0.002)
 CPU = torch.device("cpu")
 # Over these every transfer that leaves a NIC idle is routed.
-LINKS = Links(ranks_per_node=2, nics_per_node=2, inside_s=1e-15, across_s=1e-9, transfer_s=0.0)
+LINKS = NicFigures(ranks_per_node=2, nics_per_node=2, inside_s=1e-15, across_s=1e-9, transfer_s=0.0)
 KINDS = {
     "one node": (1, True, None),
     "two nodes": (2, True, None),
@@ -46,7 +46,7 @@ def run_plans(rank, world_size, kind, plans, pauses_s=PAUSES_S):
 def run_layers(shard, communicator, own, pauses_s, links):
     """Forward and backward of a few layers with pauses of this rank's own; the number of attention calls."""
     seq_ctx = SequenceContext(shard, communicator, choose_kernel(CPU, torch.float32, 4), CPU, links=links)
-    x = torch.randn(shard.tokens, 4, 4, requires_grad=True)
+    x = torch.randn(shard.attention_tokens, 4, 4, requires_grad=True)
     y = x
     for _ in range(LAYERS):
         time.sleep(own.choice(pauses_s))

@@ -12,13 +12,13 @@ from hf_flexseq.distributed.routing import RoutedExchange
 from hf_flexseq.kernels.choose import choose_kernel
 from hf_flexseq.plan import Group, MicroBatch
 from hf_flexseq.plan.shard import make_shard, remapped
-from hf_flexseq.schedule.routing import Links, Transfer, make_routing
+from hf_flexseq.schedule.routing import NicFigures, Transfer, make_routing
 from hf_flexseq.topology import Topology
 from tests.plans import random_plan
 from tests.ranks import run_ranks
 
 TOPOLOGY = Topology(nodes=2, ranks_per_node=2)
-LINKS = Links(ranks_per_node=2, nics_per_node=2, inside_s=1e-15, across_s=1e-9, transfer_s=0.0)
+LINKS = NicFigures(ranks_per_node=2, nics_per_node=2, inside_s=1e-15, across_s=1e-9, transfer_s=0.0)
 CPU = torch.device("cpu")
 PACKS = [(64,), (31, 1, 2, 17, 13, 29), (5, 3), (1,), (40, 40)]
 DTYPES = (torch.float64, torch.float32, torch.bfloat16)
@@ -31,7 +31,7 @@ def attention(communicator, micro_batch, lengths, dtype, links):
         shard = remapped(shard, micro_batch, lengths, TOPOLOGY)
     seq_ctx = SequenceContext(shard, communicator, choose_kernel(CPU, dtype, 8), CPU, links=links)
     generator = torch.Generator().manual_seed(communicator.rank)
-    q, k, v, dout = (torch.randn(shard.rows, h, 8, generator=generator).to(dtype) for h in (3, 1, 1, 3))
+    q, k, v, dout = (torch.randn(shard.linear_tokens, h, 8, generator=generator).to(dtype) for h in (3, 1, 1, 3))
     q, k, v = (x.requires_grad_() for x in (q, k, v))
     out = sequence_parallel_attention(q, k, v, seq_ctx)
     out.backward(dout)

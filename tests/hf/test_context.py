@@ -38,7 +38,7 @@ def seen_by_attention(rank, world_size, checkpointing):
     contexts = [local_context(n, torch.bfloat16, communicator) for n in (3, 5)]
     losses = []
     for seq_ctx in contexts:  # two micro-batches in flight: both forwards before both backwards
-        ids = torch.arange(seq_ctx.tokens)[None]
+        ids = torch.arange(seq_ctx.linear_tokens)[None]
         output = model(input_ids=ids, position_ids=ids, labels=ids, seq_ctx=seq_ctx, use_cache=False)
         losses.append(output.loss)
     forwards, layers = len(seen), len(model.model.layers)

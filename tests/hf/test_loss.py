@@ -20,9 +20,10 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from torch.profiler import ProfilerActivity, profile
 
+from hf_flexseq.config import IGNORE_INDEX
 from hf_flexseq.hf.model.loss import attach_chunked_loss
 from hf_flexseq.kernels import chunked_loss
-from hf_flexseq.kernels.chunked_loss import IGNORED, choose_backend, chunk_rows, chunked_cross_entropy_sum
+from hf_flexseq.kernels.chunked_loss import choose_backend, chunk_rows, chunked_cross_entropy_sum
 from tests.ranks import run_ranks
 
 SMALL = {
@@ -55,13 +56,13 @@ def operands(tokens: int, vocab: int, dtype: torch.dtype, *, bias: bool = True) 
     hidden, weight = (torch.randn(n, 12, generator=random, dtype=torch.float64) for n in (tokens, vocab))
     offset = torch.randn(vocab, generator=random, dtype=torch.float64).to(dtype).requires_grad_() if bias else None
     targets = torch.randint(vocab, (tokens,), generator=random)
-    targets[1::3] = IGNORED
+    targets[1::3] = IGNORE_INDEX
     return [hidden.to(dtype).requires_grad_(), weight.to(dtype).requires_grad_(), offset, targets]
 
 
 def full_sum(hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, targets: torch.Tensor):
     """The twin: all logits."""
-    return F.cross_entropy(F.linear(hidden, weight, bias), targets, reduction="sum", ignore_index=IGNORED)
+    return F.cross_entropy(F.linear(hidden, weight, bias), targets, reduction="sum", ignore_index=IGNORE_INDEX)
 
 
 def loss_and_grads(function, inputs: list[torch.Tensor], scale: float = 0.3) -> list[torch.Tensor]:
@@ -123,7 +124,7 @@ def test_mixed_dtypes_raise():
 @pytest.mark.parametrize("tokens", [0, 5])
 def test_no_targets_give_zero_loss_and_zero_gradients(backend, tokens):
     inputs = operands(tokens, 33, torch.float64)
-    inputs[3][:] = IGNORED
+    inputs[3][:] = IGNORE_INDEX
     assert all(torch.equal(x, torch.zeros_like(x)) for x in loss_and_grads(backend, inputs))
 
 
@@ -219,7 +220,7 @@ def make_batch(length: int = 11, rows: int = 1) -> dict[str, torch.Tensor]:
     random = torch.Generator().manual_seed(3)
     tokens = torch.randint(1, 61, (rows, length + 1), generator=random)
     labels = tokens[:, 1:].clone()
-    labels[:, ::4] = IGNORED
+    labels[:, ::4] = IGNORE_INDEX
     return {"input_ids": tokens[:, :-1], "labels": labels, "shift_labels": labels}
 
 
@@ -227,8 +228,8 @@ def full_loss(model: nn.Module, batch: dict[str, torch.Tensor], items=None) -> t
     """The twin: the loss from the logits of a call without labels."""
     logits = model(input_ids=batch["input_ids"]).logits.flatten(0, 1)
     targets = batch["shift_labels"].flatten()
-    total = F.cross_entropy(logits, targets, reduction="sum", ignore_index=IGNORED)
-    return total / ((targets != IGNORED).sum() if items is None else items)
+    total = F.cross_entropy(logits, targets, reduction="sum", ignore_index=IGNORE_INDEX)
+    return total / ((targets != IGNORE_INDEX).sum() if items is None else items)
 
 
 def gradients(model: nn.Module, loss: torch.Tensor) -> dict[str, torch.Tensor]:
@@ -392,7 +393,7 @@ def test_something_else_than_a_transformers_model_is_refused():
 def test_labels_alone_are_shifted():
     model, batch = make_model(), make_batch(rows=2)
     attach_chunked_loss(model)
-    shifted = F.pad(batch["labels"], (0, 1), value=IGNORED)[:, 1:]
+    shifted = F.pad(batch["labels"], (0, 1), value=IGNORE_INDEX)[:, 1:]
     twin = full_loss(model, batch | {"shift_labels": shifted})
     assert difference(model(input_ids=batch["input_ids"], labels=batch["labels"]).loss, twin) < 1e-12
     positional = model(batch["input_ids"], None, None, None, None, batch["labels"])
@@ -404,7 +405,7 @@ def test_labels_alone_are_shifted():
 def test_a_batch_without_targets_has_zero_loss_and_zero_gradients(items):
     model, batch = make_model(), make_batch(length=1)
     attach_chunked_loss(model)
-    batch["shift_labels"] = torch.full_like(batch["labels"], IGNORED)
+    batch["shift_labels"] = torch.full_like(batch["labels"], IGNORE_INDEX)
     outputs = model(**batch, num_items_in_batch=items)
     assert outputs.loss == 0
     grads = gradients(model, outputs.loss)
@@ -440,7 +441,7 @@ def test_under_autocast_only_the_operands_are_rounded():
     loss.backward()
     hidden, weight = (x.detach().bfloat16().requires_grad_() for x in (seen[0], model.lm_head.weight))
     targets = make_batch()["labels"].flatten()
-    twin = chunked_cross_entropy_sum(hidden.flatten(0, 1), weight, None, targets) / (targets != IGNORED).sum()
+    twin = chunked_cross_entropy_sum(hidden.flatten(0, 1), weight, None, targets) / (targets != IGNORE_INDEX).sum()
     twin.backward()
     assert loss.dtype == torch.float32
     assert torch.equal(loss, twin)
@@ -462,7 +463,7 @@ def test_calls_without_labels_and_disabled_ones_run_as_before():
     assert torch.equal(outputs.loss, with_loss.loss)
     assert model(**batch).logits is None
     # Another ignore_index is left to the model as well.
-    labels = batch["labels"].masked_fill(batch["labels"] == IGNORED, 0)
+    labels = batch["labels"].masked_fill(batch["labels"] == IGNORE_INDEX, 0)
     outputs = model(**inputs, labels=labels, shift_labels=labels, ignore_index=0)
     assert outputs.logits is not None
     assert difference(outputs.loss, with_loss.loss) < 1e-6

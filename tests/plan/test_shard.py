@@ -37,7 +37,7 @@ def test_nested_groups_lie_one_after_the_other():
     )
     shard = make_shard(MicroBatch(groups=groups), [6, 4], 1)
     assert [(zone.start, zone.stop) for zone in shard.zones] == [(0, 3), (3, 7)]
-    assert shard.tokens == 7
+    assert shard.attention_tokens == 7
     assert make_shard(MicroBatch(groups=groups), [6, 4], 2).zones == ()
 
 
@@ -52,7 +52,7 @@ def test_every_token_is_held_once_and_no_rank_holds_more_than_its_share(seed):
         limits = micro_batch.tokens_per_rank(lengths, world_size)
         for rank in range(world_size):
             shard = make_shard(micro_batch, lengths, rank)
-            assert shard.tokens == sum(s.tokens for s in shard.slices) <= limits[rank]
+            assert shard.attention_tokens == sum(s.tokens for s in shard.slices) <= limits[rank]
             for piece in shard.slices:
                 for token in range(piece.start, piece.stop):
                     held[piece.sequence, token] += 1
@@ -72,7 +72,7 @@ def test_zigzag_shares_causal_work_evenly(degree):
 
 @pytest.mark.parametrize("degree", [2, 3, 4])
 def test_rounding_of_short_sequences_does_not_pile_up(degree):
-    tokens = [shard.tokens for shard in one_group("zigzag", degree, [1] * 25 + [2] * 7)]
+    tokens = [shard.attention_tokens for shard in one_group("zigzag", degree, [1] * 25 + [2] * 7)]
     assert max(tokens) - min(tokens) <= 1
 
 

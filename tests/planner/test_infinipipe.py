@@ -10,12 +10,12 @@ from hf_flexseq.plan import PlanInfeasible
 from hf_flexseq.planner.pipeline import checkpointing_milp, make_pipeline_plan
 from hf_flexseq.planner.pipeline.checkpointing_milp import CheckpointingTask, solve
 from hf_flexseq.planner.pipeline.chunking import infinipipe_units
-from hf_flexseq.planner.pipeline.cuts import Work
+from hf_flexseq.planner.pipeline.cuts import CutWork
 from hf_flexseq.schedule.pipeline.check import check, check_memory
 from hf_flexseq.schedule.pipeline.walk import peak_bytes
 from pipelines import stage_cost
 
-LINEAR = Work(linear=1.0, square=0.0)
+LINEAR = CutWork(linear=1.0, square=0.0)
 
 
 def price(stages, **changed):
@@ -39,7 +39,7 @@ def test_tails_are_not_packed_together():
 def test_a_full_tail_is_passed_over_until_time_gives_way():
     """The mesh is 0, 50, 71, 87, 100 and its slices take at most 2,562. Sequence 1's tail takes 2,280 and has the
     least time per token, but not the 420 that a short sequence takes; the other tail has, where there is one."""
-    work = Work(linear=1.0, square=1.0)
+    work = CutWork(linear=1.0, square=1.0)
     assert infinipipe_units([100, 69, 90, 20], 4, work)[1:] == [
         [[(2, 0, 50)], [(2, 50, 71)], [(2, 71, 87)], [(2, 87, 90), (3, 0, 20)]],
         [[(1, 0, 50)], [(1, 50, 69)]],

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from hf_flexseq.cost.stages import ChunkCosts, PipelineCost, chunk_costs, shape_of
 from hf_flexseq.plan import PlanInfeasible
 from hf_flexseq.planner.pipeline import SCHEDULES, make_pipeline_plan
-from hf_flexseq.planner.pipeline.cuts import CUTS, Work, cut
+from hf_flexseq.planner.pipeline.cuts import CUTS, CutWork, cut
 from hf_flexseq.planner.pipeline.greedy import Manner, actions_of, play
 from hf_flexseq.planner.pipeline.pack import chunked_units, first_fit, level_units, whole_units
 from hf_flexseq.schedule.pipeline.check import check, check_memory
@@ -79,7 +79,7 @@ def test_chunks_are_those_of_the_longest_sequence():
 
 @given(st.integers(1, 100_000), st.integers(1, 40), st.sampled_from(CUTS))
 def test_cuts_are_equal_but_for_rounding(length, count, cuts):
-    work = Work.of(price(3, head_ns=100.0), cuts)
+    work = CutWork.of(price(3, head_ns=100.0), cuts)
     places = cut(length, count, work)
     assert places[0] == 0
     assert places[-1] == length
@@ -93,9 +93,9 @@ def test_cuts_are_equal_but_for_rounding(length, count, cuts):
 
 
 def test_a_limit_makes_more_parts():
-    work = Work.of(price(1), "time")
+    work = CutWork.of(price(1), "time")
     assert len(cut(1000, 2, work, 100)) - 1 > 10
-    assert cut(7, 3, Work.of(price(1), "even"), 1) == list(range(8))
+    assert cut(7, 3, CutWork.of(price(1), "even"), 1) == list(range(8))
 
 
 def test_whole_sequences_are_packed_up_to_the_longest():
@@ -105,7 +105,7 @@ def test_whole_sequences_are_packed_up_to_the_longest():
 
 
 def test_seq1f1b_cuts_by_work_and_packs_what_is_short():
-    work = Work.of(price(1, attention_ns=0.0), "even")
+    work = CutWork.of(price(1, attention_ns=0.0), "even")
     units = chunked_units([100, 400, 30, 200], 4, work)
     assert [len(unit) for unit in units] == [4, 2, 1, 1]
     assert units[1] == [[(3, 0, 100)], [(3, 100, 200)]]
@@ -113,7 +113,7 @@ def test_seq1f1b_cuts_by_work_and_packs_what_is_short():
 
 
 def test_level_packs_are_equally_full():
-    rng, work = random.Random(0), Work.of(price(1), "time")
+    rng, work = random.Random(0), CutWork.of(price(1), "time")
     lengths = [rng.randint(10, 3000) for _ in range(300)]
     target = 5 * work.between(0, 3000)
     loads = [sum(work.between(a, b) for _, a, b in unit[0]) for unit in level_units(lengths, target, work)]

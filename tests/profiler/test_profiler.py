@@ -24,8 +24,8 @@ from hf_flexseq.plan import Plan, check
 from hf_flexseq.profiler import measure
 from hf_flexseq.profiler.cache import cache_path, load_cached, save_whole
 from hf_flexseq.profiler.design import (
-    Shape,
-    Sizes,
+    ProbeShape,
+    ProbeSizes,
     alone,
     choose_sizes,
     fitting_shapes,
@@ -80,7 +80,7 @@ def synthetic_samples(depths: tuple[int, ...], noise: float, latency_s: float = 
     """What the closed form says each shape takes, with every timing off by up to `noise`."""
     rng = random.Random(3)
     samples = []
-    for shape in fitting_shapes(Sizes(tokens=8192, sequence=32768), TOPOLOGY, rings=True):
+    for shape in fitting_shapes(ProbeSizes(tokens=8192, sequence=32768), TOPOLOGY, rings=True):
         for layers in depths if shape.strategy == "local" else (1,):
             seconds = synthetic_seconds(shape, layers, latency_s) * (1 + noise * rng.uniform(-1, 1))
             samples.append(
@@ -95,7 +95,7 @@ def synthetic_samples(depths: tuple[int, ...], noise: float, latency_s: float = 
     return samples
 
 
-def synthetic_seconds(shape: Shape, layers: int, latency_s: float) -> float:
+def synthetic_seconds(shape: ProbeShape, layers: int, latency_s: float) -> float:
     if shape.strategy == "local":
         layout = alone(shape.lengths, TOPOLOGY)
         return lockstep_ns(of_depth(TRUTH, layers), [layout.micro_batch], layout.lengths, TOPOLOGY)[0] / 1e9
@@ -183,7 +183,7 @@ def test_nnls_is_the_best_of_the_non_negative() -> None:
 @pytest.mark.parametrize("nodes, ranks_per_node", [(1, 1), (1, 2), (1, 3), (2, 3), (2, 8), (4, 2)])
 def test_every_timed_micro_batch_is_legal(nodes: int, ranks_per_node: int) -> None:
     topology = Topology(nodes=nodes, ranks_per_node=ranks_per_node)
-    shapes = fitting_shapes(Sizes(tokens=256, sequence=1024), topology, rings=True)
+    shapes = fitting_shapes(ProbeSizes(tokens=256, sequence=1024), topology, rings=True)
     layouts = [alone(shape.lengths, topology) for shape in shapes if shape.strategy == "local"]
     assert {shape.degree for shape in shapes} == {1, *measured_degrees(topology)}
     mixes = hold_out_layouts(256, topology, rings=True, count=9)

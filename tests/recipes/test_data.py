@@ -4,7 +4,8 @@ import pytest
 from datasets import Dataset
 
 from arguments import DataArguments
-from data import IGNORED, conversation_parts, fit, to_sequences, tokenize
+from data import conversation_parts, fit, to_sequences, tokenize
+from hf_flexseq.config import IGNORE_INDEX
 
 CHAT = (
     "{% for m in messages %}<s>{{ m['role'] }}: {{ m['content'] }}</s>{% endfor %}"
@@ -37,8 +38,8 @@ def test_drop_leaves_long_ones_out():
 
 def test_pieces_without_a_target_are_left_out():
     assert fit(rows_of(9), max_length=4, how="split")["length"] == [4, 4], "a single token predicts nothing"
-    prompt_first = {"input_ids": [[1] * 6], "labels": [[IGNORED] * 5 + [1]]}
-    assert fit(prompt_first, max_length=3, how="split")["labels"] == [[IGNORED, IGNORED, 1]]
+    prompt_first = {"input_ids": [[1] * 6], "labels": [[IGNORE_INDEX] * 5 + [1]]}
+    assert fit(prompt_first, max_length=3, how="split")["labels"] == [[IGNORE_INDEX, IGNORE_INDEX, 1]]
     assert fit(rows_of(0, 1), max_length=4, how="split")["length"] == []
 
 
@@ -55,7 +56,7 @@ def test_only_the_completion_is_learned(tokenizer):
     row = tokenize(rows, tokenizer, ("prompt", "completion"))
     ids, labels = row["input_ids"][0], row["labels"][0]
     assert tokenizer.decode(ids) == "<s>import os</s>"
-    assert tokenizer.decode([i for i in labels if i != IGNORED]) == " os</s>"
+    assert tokenizer.decode([i for i in labels if i != IGNORE_INDEX]) == " os</s>"
 
 
 def test_only_the_assistant_is_learned(tokenizer, monkeypatch):
@@ -63,7 +64,7 @@ def test_only_the_assistant_is_learned(tokenizer, monkeypatch):
     row = tokenize({"messages": [TALK]}, tokenizer, ("messages",))
     ids, labels = row["input_ids"][0], row["labels"][0]
     assert tokenizer.decode(ids) == "<s>user: 1 + 1?</s><s>assistant: 2</s><s>user: 2 + 2?</s><s>assistant: 4</s>"
-    assert tokenizer.decode([i for i in labels if i != IGNORED]) == "2</s>4</s>"
+    assert tokenizer.decode([i for i in labels if i != IGNORE_INDEX]) == "2</s>4</s>"
 
 
 def test_a_template_that_rewrites_earlier_turns_is_refused(tokenizer, monkeypatch):

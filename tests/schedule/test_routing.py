@@ -11,13 +11,13 @@ from hf_flexseq.cost.presets import LLAMA_8B, PRESETS
 from hf_flexseq.plan.shard import cuts
 from hf_flexseq.schedule import attention
 from hf_flexseq.schedule.loans import make_loans
-from hf_flexseq.schedule.routing import BUSY, Links, Routing, Transfer, links_of, make_routing
+from hf_flexseq.schedule.routing import BUSY, NicFigures, Routing, Transfer, links_of, make_routing
 from hf_flexseq.schedule.transfers import loan_transfers
 from hf_flexseq.topology import Topology
 
 MB = 1_000_000
-TWO_BY_TWO = Links(ranks_per_node=2, nics_per_node=2, inside_s=5e-10, across_s=6e-8, transfer_s=1e-4)
-EIGHTS = Links(ranks_per_node=8, nics_per_node=8, inside_s=5e-12, across_s=4e-11, transfer_s=2e-5)
+TWO_BY_TWO = NicFigures(ranks_per_node=2, nics_per_node=2, inside_s=5e-10, across_s=6e-8, transfer_s=1e-4)
+EIGHTS = NicFigures(ranks_per_node=8, nics_per_node=8, inside_s=5e-12, across_s=4e-11, transfer_s=2e-5)
 
 
 def free(links):
@@ -144,7 +144,7 @@ def test_links_come_from_the_cost_model():
 @pytest.mark.parametrize("lengths", [(64,), (64, 60), (5, 1, 2), (40, 3, 29, 31)])
 def test_steps_of_a_ring_with_idle_nics_are_routed_and_the_others_not(strategy, lengths):
     """Two nodes of four: at time t only t (counted from either end) of four ranks read from the other node."""
-    links = free(Links(ranks_per_node=4, nics_per_node=4, inside_s=1.0, across_s=1e-8, transfer_s=0.0))
+    links = free(NicFigures(ranks_per_node=4, nics_per_node=4, inside_s=1.0, across_s=1e-8, transfer_s=0.0))
     for turn in make_loans(strategy, cuts(strategy, lengths, 8), 8):
         transfers = loan_transfers(turn, 0, (64,), (32,), returns=False)
         back = loan_transfers(turn, 0, (64,), (32,), returns=True)

@@ -13,7 +13,7 @@ from hf_flexseq.cost.presets import PRESETS
 from hf_flexseq.plan import Group, MicroBatch, Plan, widest_first
 from hf_flexseq.planner import make_plan
 from hf_flexseq.simulate import CLOSED_FORM, Detail, simulate
-from hf_flexseq.simulate.ring import Moving, ring_steps, ring_times
+from hf_flexseq.simulate.ring import RingTraffic, ring_steps, ring_times
 from hf_flexseq.simulate.work import spread
 from hf_flexseq.timeline import MAIN_KINDS, Timeline
 from hf_flexseq.topology import Topology
@@ -165,7 +165,7 @@ def test_a_ring_across_nodes_pays_the_slow_link_only_where_it_crosses() -> None:
 
 def test_ring_steps_by_hand() -> None:
     """Two ranks, 10 ns of attention; the second is 3 ns late. Keys and values travel 8 ns from when both are there."""
-    moving = Moving(fetch=np.array([[0, 0], [8, 8]]), back=np.zeros((2, 2), dtype=np.int64))
+    moving = RingTraffic(fetch=np.array([[0, 0], [8, 8]]), back=np.zeros((2, 2), dtype=np.int64))
     times = ring_times(np.array([0, 3]), 10, ring_steps("zigzag", 2), moving, overlap=1.0, contention=True)
     assert times.depart[1].tolist() == [3, 3]
     assert times.arrive[1].tolist() == [11, 11]

@@ -22,8 +22,8 @@ from hf_flexseq.distributed.control import broadcast_object
 from hf_flexseq.hf.calibration.probe import Probe, ProbeSpec
 from hf_flexseq.kernels.choose import choose_kernel
 from hf_flexseq.profiler.design import (
-    Layout,
-    Shape,
+    ProbeLayout,
+    ProbeShape,
     alone,
     choose_sizes,
     disjoint_blocks,
@@ -191,7 +191,7 @@ class _Bench:
         options = {"forwards": self.forwards, "dtype": self.spec.compute_dtype, "device": self.device}
         return KernelRun(self.kernel, tokens, heads=heads, **options)
 
-    def _layer_run(self, shape: Shape) -> Callable[[], None]:
+    def _layer_run(self, shape: ProbeShape) -> Callable[[], None]:
         """One layer's attention, or its transfers."""
         if shape.strategy == "kernel":
             return self._kernel_run(*shape.lengths)
@@ -204,7 +204,7 @@ class _Bench:
         return RingRun(self.communicator, starts, shape.degree, bytes_moved=moved, device=self.device)
 
     def time(
-        self, shapes: Sequence[Shape], mixes: Sequence[Layout], rounds: int
+        self, shapes: Sequence[ProbeShape], mixes: Sequence[ProbeLayout], rounds: int
     ) -> tuple[list[Sample], list[list[float]]]:
         """The timed samples of `shapes`, by every depth, and [mix][rank] seconds of `mixes` by the deepest copy."""
         local = [shape for shape in shapes if shape.strategy == "local"]
@@ -238,7 +238,7 @@ def _nics(estimate: CostModel, communicator: Communicator, device: torch.device,
     return measured_nics(communicator, bytes_moved=moved, device=device, rounds=rounds)
 
 
-def _sample(shape: Shape, layers: int, by_rank: Sequence[float], topology: Topology) -> Sample:
+def _sample(shape: ProbeShape, layers: int, by_rank: Sequence[float], topology: Topology) -> Sample:
     """The mean over the ranks that have such a group."""
     starts = disjoint_blocks(topology, shape.degree)
     seconds = mean(s for start in starts for s in by_rank[start : start + shape.degree])
@@ -262,7 +262,7 @@ def _of_depth(estimate: CostModel, layers: int, depth: int) -> CostModel:
 
 
 def _errors(
-    cost: CostModel, mixes: Sequence[Layout], seconds: Sequence[Sequence[float]], communicator: Communicator
+    cost: CostModel, mixes: Sequence[ProbeLayout], seconds: Sequence[Sequence[float]], communicator: Communicator
 ) -> tuple[float, ...]:
     """Relative errors of predicted micro-batches; the slowest rank's seconds count."""
     predicted = [lockstep_ns(cost, [mix.micro_batch], mix.lengths, communicator.topology)[0] / 1e9 for mix in mixes]

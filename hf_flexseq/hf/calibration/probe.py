@@ -17,7 +17,7 @@ from hf_flexseq.hf.attention import NAME
 from hf_flexseq.hf.model.loss import attach_chunked_loss
 from hf_flexseq.kernels import Kernel
 from hf_flexseq.plan.shard import Shard, make_shard
-from hf_flexseq.profiler.design import Layout
+from hf_flexseq.profiler.design import ProbeLayout
 from hf_flexseq.steps.step import model_inputs
 
 
@@ -59,7 +59,7 @@ class Probe:
             model.enable_input_require_grads()
         self.model = model
 
-    def run(self, layout: Layout, kernel: Kernel) -> Callable[[], None]:
+    def run(self, layout: ProbeLayout, kernel: Kernel) -> Callable[[], None]:
         """One micro-batch, ready to be run again and again."""
         shard = make_shard(layout.micro_batch, layout.lengths, self.communicator.rank)
         ((_, inputs),) = model_inputs(

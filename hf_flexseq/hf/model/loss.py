@@ -39,7 +39,8 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from transformers.loss.loss_utils import ForCausalLMLoss
 
-from hf_flexseq.kernels.chunked_loss import IGNORED, choose_backend, chunked_cross_entropy_sum
+from hf_flexseq.config import IGNORE_INDEX
+from hf_flexseq.kernels.chunked_loss import choose_backend, chunked_cross_entropy_sum
 
 logger = logging.getLogger(__name__)
 
@@ -127,11 +128,11 @@ class ChunkedLoss:
     def _begin(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self._call = None
         labels = args[self._labels_at] if len(args) > self._labels_at else kwargs.get("labels")
-        if not self._enabled or labels is None or kwargs.get("ignore_index", IGNORED) != IGNORED:
+        if not self._enabled or labels is None or kwargs.get("ignore_index", IGNORE_INDEX) != IGNORE_INDEX:
             return
         targets = kwargs.get("shift_labels")  # [B, S]
         if targets is None:
-            targets = F.pad(labels, (0, 1), value=IGNORED)[..., 1:]
+            targets = F.pad(labels, (0, 1), value=IGNORE_INDEX)[..., 1:]
         self._call = _Call(targets.reshape(-1), kwargs.get("num_items_in_batch"))
 
     def _head_forward(self, hidden: torch.Tensor) -> torch.Tensor:
@@ -142,10 +143,10 @@ class ChunkedLoss:
         if rows.shape[0] != call.targets.shape[0]:
             raise ValueError(
                 f"{rows.shape[0]} hidden states but {call.targets.shape[0]} labels reach the head; give every token a "
-                f"label ({IGNORED} for those without a target), and do not give `logits_to_keep` together with labels"
+                f"label ({IGNORE_INDEX} for those without a target), and do not give `logits_to_keep` together with labels"
             )
         targets = call.targets.to(hidden.device)
-        items = (targets != IGNORED).sum() if call.items is None else call.items
+        items = (targets != IGNORE_INDEX).sum() if call.items is None else call.items
         items = items.to(hidden.device) if isinstance(items, torch.Tensor) else items
         # No items mean no targets, a sum of 0 and zero gradients: divided by 1 they stay so.
         call.loss = self._sum(rows, targets) / (items + (items == 0))

@@ -27,7 +27,7 @@ from hf_flexseq.hf.model.loss import attach_chunked_loss
 from hf_flexseq.hf.pipeline.attention import NAME
 from hf_flexseq.hf.pipeline.checks import check_divides
 from hf_flexseq.hf.pipeline.loading import stage_of
-from hf_flexseq.pipeline.cost import TokenBytes, pipeline_cost, room_bytes
+from hf_flexseq.pipeline.cost import StageTokenBytes, pipeline_cost, room_bytes
 from hf_flexseq.pipeline.executor import PipelineExecutor
 from hf_flexseq.pipeline.reduction import equalise, sum_gradients
 from hf_flexseq.pipeline.sharding import ShardedStage
@@ -200,13 +200,13 @@ class InlinePipelinePlanner(InlinePlanner):
         return partial(make_step_plan, cost=cost, **options)
 
 
-def token_bytes(model: PreTrainedModel) -> TokenBytes:
+def token_bytes(model: PreTrainedModel) -> StageTokenBytes:
     """Bytes of one token, from the model's configuration."""
     shape = model_shape(model)
     query, key_value = shape.heads * shape.head_dim, 2 * shape.kv_heads * shape.head_dim
     inputs = 2 * shape.hidden + query + shape.intermediate  # of q, k and v; of gate and up; of o; of down
     gradients = query + key_value + 2 * shape.intermediate + 2 * shape.hidden
-    return TokenBytes(
+    return StageTokenBytes(
         hidden=shape.hidden * shape.dtype_bytes,
         kv=key_value * shape.dtype_bytes,
         owed=(inputs + gradients) * shape.dtype_bytes,

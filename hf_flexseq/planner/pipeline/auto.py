@@ -19,9 +19,9 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from hf_flexseq.cost.stages import WEIGHT_CHUNK, ChunkCosts, PipelineCost, Shape, chunk_costs
+from hf_flexseq.cost.stages import WEIGHT_CHUNK, ChunkCosts, PipelineCost, StageShape, chunk_costs
 from hf_flexseq.plan import PlanInfeasible
-from hf_flexseq.planner.pipeline.cuts import Work
+from hf_flexseq.planner.pipeline.cuts import CutWork
 from hf_flexseq.planner.pipeline.greedy import Manner, Played, actions_of, play
 from hf_flexseq.planner.pipeline.pack import level_units
 from hf_flexseq.planner.pipeline.problem import Answer, Task, layers_to_fit, unit_bytes
@@ -135,7 +135,7 @@ def _polished(trials: Sequence[_Trial], left: int) -> _Trial:
 
 def _candidates(task: Task) -> Iterator[tuple[_Way, list[Unit]]]:
     """Ways to try with their units, of `WAYS` those that differ here."""
-    work, most_tokens = Work.of(task.cost, "time"), _most_tokens(task)
+    work, most_tokens = CutWork.of(task.cost, "time"), _most_tokens(task)
     units: dict[float, list[Unit]] = {}
     for way in WAYS:
         matters = way.factor == 1.0 or task.chunks is None
@@ -146,7 +146,7 @@ def _candidates(task: Task) -> Iterator[tuple[_Way, list[Unit]]]:
             yield way, _ordered(units[target], way.front)
 
 
-def _target(task: Task, work: Work, factor: float) -> float:
+def _target(task: Task, work: CutWork, factor: float) -> float:
     """Work of a chunk."""
     longest = work.between(0, max(task.lengths))
     if task.chunks is not None:
@@ -216,7 +216,7 @@ def _exceeds(sizes: Sequence[int], costs: ChunkCosts, room: Sequence[int], besid
 
 def _checkpointed(
     units: Sequence[Unit],
-    shapes: Sequence[Shape],
+    shapes: Sequence[StageShape],
     costs: ChunkCosts,
     cost: PipelineCost,
     room: Sequence[int],

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-from hf_flexseq.planner.pipeline.cuts import Work, cut
+from hf_flexseq.planner.pipeline.cuts import CutWork, cut
 from hf_flexseq.planner.pipeline.pack import longest_first
 from hf_flexseq.planner.pipeline.units import Row, Unit
 
@@ -34,7 +34,7 @@ class _Bucket:
         self.tokens += length
 
 
-def infinipipe_units(lengths: Sequence[int], k: int, work: Work, most_tokens: int | None = None) -> list[Unit]:
+def infinipipe_units(lengths: Sequence[int], k: int, work: CutWork, most_tokens: int | None = None) -> list[Unit]:
     """Units of `k` chunks for the longest sequence, more chunks first."""
     order = longest_first(lengths)
     mesh = list(pairwise(cut(lengths[order[0]], k, work, most_tokens)))
@@ -47,13 +47,13 @@ def infinipipe_units(lengths: Sequence[int], k: int, work: Work, most_tokens: in
     return sorted(units + [[row] for row in batched], key=lambda unit: -len(unit))
 
 
-def _tail(row: Row, work: Work) -> _Bucket:
+def _tail(row: Row, work: CutWork) -> _Bucket:
     (_, start, stop) = row[0]
     return _Bucket(row=row, time=work.between(start, stop), tokens=stop - start)
 
 
 def _fill(
-    short: Sequence[int], lengths: Sequence[int], tails: list[_Bucket], most_tokens: int, limit: float, work: Work
+    short: Sequence[int], lengths: Sequence[int], tails: list[_Bucket], most_tokens: int, limit: float, work: CutWork
 ) -> list[Row]:
     """Put short sequences beside tails and into new rows, which are returned."""
     buckets, opened = tails, []

@@ -19,14 +19,14 @@ CUTS = ("even", "computation", "time")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Work:
+class CutWork:
     """Work of the first t tokens of a sequence: linear t + square t^2."""
 
     linear: float
     square: float
 
     @classmethod
-    def of(cls, cost: PipelineCost, cuts: str) -> "Work":
+    def of(cls, cost: PipelineCost, cuts: str) -> "CutWork":
         """What `cuts` makes equal, in nanoseconds of a mean stage; of `even`, in tokens."""
         if cuts not in CUTS:
             raise ValueError(f"cuts={cuts!r} is none of {', '.join(CUTS)}")
@@ -50,7 +50,7 @@ class Work:
         return 2 * work / (self.linear + root)
 
 
-def cut(length: int, count: int, work: Work, most_tokens: int | None = None) -> list[int]:
+def cut(length: int, count: int, work: CutWork, most_tokens: int | None = None) -> list[int]:
     """Cuts 0 = c_0 < c_1 < ... = length into `count` parts of equal work, into more where a part would exceed
     `most_tokens`, and into no more than there are tokens."""
     most = most_tokens or length

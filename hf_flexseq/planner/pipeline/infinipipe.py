@@ -23,7 +23,7 @@ from hf_flexseq.cost.stages import ChunkCosts, chunk_costs
 from hf_flexseq.plan import PlanInfeasible
 from hf_flexseq.plan.pipeline import Action, PipelinePlan
 from hf_flexseq.planner.pipeline.chunking import infinipipe_units
-from hf_flexseq.planner.pipeline.cuts import Work
+from hf_flexseq.planner.pipeline.cuts import CutWork
 from hf_flexseq.planner.pipeline.problem import Answer, Task
 from hf_flexseq.planner.pipeline.units import Unit, chunks_of, shapes_of
 from hf_flexseq.schedule.pipeline.orders import backward_names, one_forward_one_backward
@@ -52,7 +52,7 @@ def infinipipe_pipeline(task: Task) -> Answer:
     """The best plan over all K. Raises PlanInfeasible when there is none."""
     if task.room is not None:
         require_solver("pipeline_schedule='infinipipe' within a memory limit")
-    work = Work.of(task.cost, "time")
+    work = CutWork.of(task.cost, "time")
     counts = COUNTS if task.chunks is None else (task.chunks,)
     trials = [infinipipe_units(task.lengths, k, work, task.most_tokens) for k in counts]
     free = [(_makespan(_answer(units, [_whole(units)], task), task), place) for place, units in enumerate(trials)]

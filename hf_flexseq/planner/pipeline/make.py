@@ -17,7 +17,7 @@ from hf_flexseq.cost.stages import PipelineCost
 from hf_flexseq.plan import PlanInfeasible
 from hf_flexseq.plan.pipeline import PipelinePlan
 from hf_flexseq.planner.pipeline.auto import auto_pipeline
-from hf_flexseq.planner.pipeline.cuts import Work
+from hf_flexseq.planner.pipeline.cuts import CutWork
 from hf_flexseq.planner.pipeline.infinipipe import infinipipe_pipeline
 from hf_flexseq.planner.pipeline.pack import chunked_units, whole_units
 from hf_flexseq.planner.pipeline.problem import Answer, Task
@@ -88,7 +88,7 @@ def _answer(task: Task, schedule: str, cuts: str, stages_per_rank: int) -> Answe
         _check_whole(task)
         units = whole_units(task.lengths)
     else:
-        work = Work.of(task.cost, cuts)
+        work = CutWork.of(task.cost, cuts)
         units = chunked_units(task.lengths, task.chunks or SEQ1F1B_CHUNKS, work, task.most_tokens)
     sizes = [len(unit) for unit in units]
     if stages_per_rank == 1:

@@ -15,7 +15,7 @@ import math
 from collections.abc import Sequence
 from itertools import pairwise
 
-from hf_flexseq.planner.pipeline.cuts import Work, cut
+from hf_flexseq.planner.pipeline.cuts import CutWork, cut
 from hf_flexseq.planner.pipeline.units import Row, Unit, unit_of
 
 SLACK = 0.15  # a part may exceed its target by this share before there is one more part
@@ -32,7 +32,7 @@ def whole_units(lengths: Sequence[int]) -> list[Unit]:
     return [[row] for row in rows]
 
 
-def chunked_units(lengths: Sequence[int], k: int, work: Work, most_tokens: int | None = None) -> list[Unit]:
+def chunked_units(lengths: Sequence[int], k: int, work: CutWork, most_tokens: int | None = None) -> list[Unit]:
     """Cut sequences, longest first, and packs of the short ones."""
     order = longest_first(lengths)
     if not order:
@@ -45,7 +45,7 @@ def chunked_units(lengths: Sequence[int], k: int, work: Work, most_tokens: int |
     return units + [[row] for row in first_fit(order[len(long) :], lengths, most_tokens=largest)]
 
 
-def level_units(lengths: Sequence[int], target: float, work: Work, most_tokens: int | None = None) -> list[Unit]:
+def level_units(lengths: Sequence[int], target: float, work: CutWork, most_tokens: int | None = None) -> list[Unit]:
     """Units whose rows all hold nearly `target` work: cut sequences, longest first, and packs, fullest first."""
     units, short = [], []
     for sequence in longest_first(lengths):
@@ -74,7 +74,7 @@ def first_fit(order: Sequence[int], lengths: Sequence[int], *, most_tokens: int)
 
 
 def _level_rows(
-    order: Sequence[int], lengths: Sequence[int], target: float, work: Work, most_tokens: int | None
+    order: Sequence[int], lengths: Sequence[int], target: float, work: CutWork, most_tokens: int | None
 ) -> list[Row]:
     """Longest first, each to the bin with the least work; one more bin where that one's tokens are used up."""
     total = sum(work.between(0, lengths[sequence]) for sequence in order)

@@ -7,7 +7,7 @@ unit   its rows, first to last
 from collections.abc import Sequence
 from itertools import pairwise
 
-from hf_flexseq.cost.stages import Shape, causal_pairs
+from hf_flexseq.cost.stages import StageShape, causal_pairs
 from hf_flexseq.plan.pipeline import Chunk
 from hf_flexseq.plan.shard import Slice
 
@@ -33,15 +33,15 @@ def chunks_of(units: Sequence[Unit]) -> tuple[Chunk, ...]:
     )
 
 
-def shapes_of(units: Sequence[Unit], lengths: Sequence[int]) -> list[Shape]:
+def shapes_of(units: Sequence[Unit], lengths: Sequence[int]) -> list[StageShape]:
     """Tokens and pairs of every row, unit by unit."""
     return [_shape(row, lengths) for unit in units for row in unit]
 
 
-def _shape(row: Row, lengths: Sequence[int]) -> Shape:
+def _shape(row: Row, lengths: Sequence[int]) -> StageShape:
     sequence, start, stop = row[0]
     is_cut = stop - start < lengths[sequence]
-    return Shape(
+    return StageShape(
         tokens=row_tokens(row),
         pairs=sum(causal_pairs(a, b) for _, a, b in row),
         cut=stop - start if is_cut else 0,

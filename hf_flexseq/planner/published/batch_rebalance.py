@@ -50,14 +50,14 @@ def batch_rebalance_micro_batches(
 def rebalanced(tokens: list[int], ranks: int, batches: int) -> list[tuple[int, int]]:
     """(start, stop) of every group in `tokens`, which fall, in the order of rank and micro-batch."""
     groups = min(len(tokens), ranks * batches)
-    search = _Search(tokens, ranks, [len(tokens) // groups + (i < len(tokens) % groups) for i in range(groups)])
+    search = _RebalanceSearch(tokens, ranks, [len(tokens) // groups + (i < len(tokens) % groups) for i in range(groups)])
     search.run()
     spans = search.spans()
     costs = search.costs()
     return [spans[g] for g in sorted(range(groups), key=lambda g: -costs[g])]
 
 
-class _Search:
+class _RebalanceSearch:
     """Hill climbing over the counts of sequences per group."""
 
     def __init__(self, tokens: list[int], ranks: int, counts: list[int]) -> None:

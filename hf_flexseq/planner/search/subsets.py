@@ -44,15 +44,15 @@ def least_of_few(problem: Problem) -> tuple[Filled | None, bool]:
     rows = len(problem.lengths)
     if rows > MOST or problem.free:
         return None, False
-    roomy = _Search(problem, 0)
+    roomy = _SubsetSearch(problem, 0)
     found = roomy.plan()
     if found and int(found.held.max()) <= problem.cap:
         return found, True
     steps = min(STEPS, WORK // (3**rows * roomy.divisions) - 1)
-    return (_Search(problem, steps).plan() if steps > 0 else None), False
+    return (_SubsetSearch(problem, steps).plan() if steps > 0 else None), False
 
 
-class _Search:
+class _SubsetSearch:
     """All tables of a problem with memory in `steps`, none at all for 0."""
 
     def __init__(self, problem: Problem, steps: int) -> None:
