@@ -1,6 +1,7 @@
 """Flexible sequence parallelism for the HuggingFace Trainer.
 
-Public names are resolved when they are first used, so that planning imports neither torch nor transformers.
+Public names are resolved when they are first used, so that planning imports neither torch nor
+transformers.
 """
 
 import importlib

@@ -1,10 +1,12 @@
 """Read sequence lengths from what a user has.
 
 * text: one integer per line, a JSON list, or JSON lines with a column; each also as `.gz`;
-* a Parquet file (needs pyarrow) or a saved HuggingFace dataset (a directory; needs datasets) with a column.
+* a Parquet file (needs pyarrow) or a saved HuggingFace dataset (a directory; needs datasets) with
+  a column.
 
-A column holds the lengths themselves, or lists (token ids), whose lengths count. Without a name, `length` or
-`input_ids` is taken. Everything that is no list of positive lengths raises ValueError in one line.
+A column holds the lengths themselves, or lists (token ids), whose lengths count. Without a name,
+`length` or `input_ids` is taken. Everything that is no list of positive lengths raises ValueError
+in one line.
 """
 
 import gzip
@@ -18,7 +20,8 @@ USUAL_COLUMNS = ("length", "input_ids")
 
 
 def read_lengths(path: str | Path, column: str | None = None) -> list[int]:
-    """The lengths in `path`, in its order. Raises ValueError, naming the file, and OSError when it cannot be read."""
+    """The lengths in `path`, in its order. Raises ValueError, naming the file, and OSError when it
+    cannot be read."""
     path = Path(path)
     try:
         if path.is_dir():
@@ -88,14 +91,19 @@ def _saved_dataset(path: Path, column: str | None) -> Iterable[Any]:
     except FileNotFoundError as error:
         raise ValueError("is no saved dataset") from error
     if isinstance(dataset, datasets.DatasetDict):
-        raise ValueError(f"holds several splits: give the directory of one of {', '.join(dataset)}")
+        raise ValueError(
+            f"holds several splits: give the directory of one of {', '.join(dataset)}"
+        )
     name = _chosen(column, dataset.column_names)
     return _lengths_of(dataset.with_format("arrow")[:][name])
 
 
 def _lengths_of(values: Any) -> Iterable[Any]:
-    """An arrow column as it is, or the lengths of its lists without making Python lists of them."""
-    types, compute = (_imported(f"pyarrow.{name}", "columns need pyarrow") for name in ("types", "compute"))
+    """An arrow column as it is, or the lengths of its lists without making Python lists of
+    them."""
+    types, compute = (
+        _imported(f"pyarrow.{name}", "columns need pyarrow") for name in ("types", "compute")
+    )
     is_list = types.is_list(values.type) or types.is_large_list(values.type)
     column: list[Any] = (compute.list_value_length(values) if is_list else values).to_pylist()
     return column
@@ -113,7 +121,11 @@ def _chosen(column: str | None, names: Sequence[str]) -> str:
     for name in wanted:
         if name in names:
             return name
-    missing = "no column `length` or `input_ids`: name one" if column is None else f"no column {column!r}"
+    missing = (
+        "no column `length` or `input_ids`: name one"
+        if column is None
+        else f"no column {column!r}"
+    )
     raise ValueError(f"{missing} (it has {', '.join(map(str, names))})")
 
 
@@ -123,7 +135,11 @@ def _checked(values: Iterable[Any]) -> list[int]:
         raise ValueError("holds no lengths")
     for index, length in enumerate(lengths):
         if isinstance(length, bool) or not isinstance(length, int):
-            raise ValueError(f"sequence {index} has length {str(length)[:40]!r}, which is no integer")
+            raise ValueError(
+                f"sequence {index} has length {str(length)[:40]!r}, which is no integer"
+            )
         if length < 1:
-            raise ValueError(f"sequence {index} has length {length}: every sequence needs at least one token")
+            raise ValueError(
+                f"sequence {index} has length {length}: every sequence needs at least one token"
+            )
     return lengths

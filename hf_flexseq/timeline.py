@@ -1,8 +1,8 @@
 """What every rank does when, as frozen data: the simulator writes it, `view` draws it.
 
-A rank has two lanes. On the main lane stand, one after the other, what it computes, what it sends and receives while
-it can do nothing else, and what it waits for: together they fill the step. Beside it, kind `overlapped`, stand
-transfers that travel while the rank computes.
+A rank has two lanes. On the main lane stand, one after the other, what it computes, what it sends
+and receives while it can do nothing else, and what it waits for: together they fill the step.
+Beside it, kind `overlapped`, stand transfers that travel while the rank computes.
 """
 
 from collections.abc import Sequence
@@ -10,17 +10,19 @@ from dataclasses import dataclass
 
 from hf_flexseq.plan import MicroBatch, Plan
 
-ACTION_KINDS = ("forward", "backward", "input gradient", "weight gradient")  # what a pipeline's stages compute
+# what a pipeline's stages compute
+ACTION_KINDS = ("forward", "backward", "input gradient", "weight gradient")
 MAIN_KINDS = ("compute", "transfer", "constant", "wait", *ACTION_KINDS)
 KINDS = (*MAIN_KINDS, "overlapped")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Event:
-    """Something `rank` does from `start` to `stop` (in the timeline's unit) for one micro-batch, or one chunk.
+    """Something `rank` does from `start` to `stop` (in the timeline's unit) for one micro-batch,
+    or one chunk.
 
-    kind: one of `KINDS`. group: index in the micro-batch, None for what belongs to no group. degree: of that group, 0
-    without one. label: what exactly, with the link it uses.
+    kind: one of `KINDS`. group: index in the micro-batch, None for what belongs to no group.
+    degree: of that group, 0 without one. label: what exactly, with the link it uses.
     """
 
     rank: int
@@ -46,9 +48,9 @@ class Memory:
 class Timeline:
     """One optimizer step on `world_size` ranks.
 
-    events: by rank, then by time. memory: by rank, then by time; empty when nobody knows. starts: when each
-    micro-batch begins on its first rank; empty for a pipeline, whose chunks overlap. stop: when the last rank is
-    done. unit: "ns" or "tokens".
+    events: by rank, then by time. memory: by rank, then by time; empty when nobody knows. starts:
+    when each micro-batch begins on its first rank; empty for a pipeline, whose chunks overlap.
+    stop: when the last rank is done. unit: "ns" or "tokens".
     """
 
     world_size: int
@@ -59,7 +61,8 @@ class Timeline:
     unit: str
 
     def share(self, kind: str) -> float:
-        """Which part of all ranks' time goes into events of `kind`; the kinds of the main lane add up to one."""
+        """Which part of all ranks' time goes into events of `kind`; the kinds of the main lane add
+        up to one."""
         spent = sum(event.stop - event.start for event in self.events if event.kind == kind)
         return spent / (self.world_size * self.stop) if self.stop else 0.0
 
@@ -92,8 +95,8 @@ class Recorder:
         degree: int,
         label: str,
     ) -> None:
-        """One event for each of the ranks from `start_rank` on, of the micro-batch begun last; empty ones are left
-        out."""
+        """One event for each of the ranks from `start_rank` on, of the micro-batch begun last;
+        empty ones are left out."""
         for offset, (start, stop) in enumerate(zip(starts, stops, strict=True)):
             if stop > start:
                 event = Event(
@@ -114,7 +117,9 @@ class Recorder:
             return
         lane = self._lanes[event.rank]
         free = lane[-1].stop if lane else 0
-        assert event.start >= free, f"rank {event.rank} does two things at {event.start}: {lane[-1:]} and {event}"
+        assert event.start >= free, (
+            f"rank {event.rank} does two things at {event.start}: {lane[-1:]} and {event}"
+        )
         if event.start > free:
             _extend(lane, _waiting(event, free))
         _extend(lane, event)
@@ -136,7 +141,10 @@ class Recorder:
         return Timeline(
             world_size=len(self._lanes),
             events=tuple(
-                event for lanes in zip(self._lanes, self._beside, strict=True) for lane in lanes for event in lane
+                event
+                for lanes in zip(self._lanes, self._beside, strict=True)
+                for lane in lanes
+                for event in lane
             ),
             memory=tuple(sample for samples in self._memory for sample in samples),
             starts=tuple(self._starts),
@@ -148,15 +156,17 @@ class Recorder:
 def sketch(plan: Plan, world_size: int, measured_s: Sequence[float] | None = None) -> Timeline:
     """A plan without a cost model: a rank is busy in proportion to its tokens.
 
-    The unit is tokens; with the `measured_s` seconds of each micro-batch it is time, the fullest rank of a micro-batch
-    being busy all of it.
+    The unit is tokens; with the `measured_s` seconds of each micro-batch it is time, the fullest
+    rank of a micro-batch being busy all of it.
     """
     recorder, now = Recorder(world_size), 0
     for index, micro_batch in enumerate(plan.micro_batches):
         fullest = max(micro_batch.tokens_per_rank(plan.lengths, world_size))
         length = fullest if measured_s is None else round(measured_s[index] * 1e9)
         recorder.begin_micro_batch(now)
-        _sketch_micro_batch(recorder, micro_batch, plan.lengths, world_size, now=now, scale=(length, fullest))
+        _sketch_micro_batch(
+            recorder, micro_batch, plan.lengths, world_size, now=now, scale=(length, fullest)
+        )
         now += length
         recorder.wait_until(now)
     return recorder.timeline(now, "tokens" if measured_s is None else "ns")
@@ -176,9 +186,17 @@ def _sketch_micro_batch(
         before = held[group.start : group.stop]
         after = [tokens + group.tokens_per_rank(lengths) for tokens in before]
         held[group.start : group.stop] = after
-        starts, stops = ([now + tokens * length // fullest for tokens in side] for side in (before, after))
+        starts, stops = (
+            [now + tokens * length // fullest for tokens in side] for side in (before, after)
+        )
         recorder.add(
-            group.start, starts, stops, kind="compute", group=index, degree=group.degree, label=group.strategy
+            group.start,
+            starts,
+            stops,
+            kind="compute",
+            group=index,
+            degree=group.degree,
+            label=group.strategy,
         )
 
 

@@ -1,7 +1,8 @@
 """The ranks of a job and the nodes they sit on.
 
-Everything that is decided before a step (groups, costs, schedules) needs no more of the machine than this: how many
-nodes there are and how many ranks each holds. Ranks are numbered node by node, as every launcher does.
+Everything that is decided before a step (groups, costs, schedules) needs no more of the machine
+than this: how many nodes there are and how many ranks each holds. Ranks are numbered node by node,
+as every launcher does.
 """
 
 from collections.abc import Iterator
@@ -26,7 +27,8 @@ class Topology:
 
     @classmethod
     def from_world(cls, world_size: int, local_world_size: int) -> "Topology":
-        """The topology a launcher reports: `world_size` ranks, `local_world_size` of them on each node."""
+        """The topology a launcher reports: `world_size` ranks, `local_world_size` of them on each
+        node."""
         if local_world_size < 1 or world_size % local_world_size:
             raise ValueError(
                 f"{world_size} ranks cannot be spread evenly over nodes of {local_world_size}: "
@@ -39,27 +41,33 @@ class Topology:
         return start // self.ranks_per_node != (stop - 1) // self.ranks_per_node
 
     def allows(self, start: int, stop: int) -> bool:
-        """Whether ranks [start, stop) may form a group: inside one node, or made of whole nodes."""
+        """Whether ranks [start, stop) may form a group: inside one node, or made of whole
+        nodes."""
         if not 0 <= start < stop <= self.world_size:
             return False
         whole_nodes = start % self.ranks_per_node == 0 and stop % self.ranks_per_node == 0
         return whole_nodes or not self.spans_nodes(start, stop)
 
     def aligned_blocks(self) -> Iterator[tuple[int, int]]:
-        """The rank ranges, as (start, stop), that deserve a process group of their own: aligned powers of two of two
-        ranks and more, inside a node and then of whole nodes, widest first. Their number is below `world_size`."""
+        """The rank ranges, as (start, stop), that deserve a process group of their own: aligned
+        powers of two of two ranks and more, inside a node and then of whole nodes, widest first.
+        Their number is below `world_size`."""
         blocks = {(0, self.world_size)} if self.world_size > 1 else set()
         blocks |= {
             (node * self.ranks_per_node + a, node * self.ranks_per_node + b)
             for node in range(self.nodes)
             for a, b in _aligned_ranges(self.ranks_per_node)
         }
-        blocks |= {(a * self.ranks_per_node, b * self.ranks_per_node) for a, b in _aligned_ranges(self.nodes)}
+        blocks |= {
+            (a * self.ranks_per_node, b * self.ranks_per_node)
+            for a, b in _aligned_ranges(self.nodes)
+        }
         yield from sorted(blocks, key=lambda block: (block[0] - block[1], block))
 
 
 def _aligned_ranges(count: int) -> Iterator[tuple[int, int]]:
-    """[k*w, (k+1)*w) inside [0, count) for every power of two w >= 2, and [0, count) itself when it holds two."""
+    """[k*w, (k+1)*w) inside [0, count) for every power of two w >= 2, and [0, count) itself when
+    it holds two."""
     if count >= 2:
         yield 0, count
     width = 2

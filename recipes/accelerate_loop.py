@@ -1,4 +1,5 @@
-"""A training loop of your own on planned steps: HuggingFace Accelerate and hf_flexseq, without the Trainer.
+"""A training loop of your own on planned steps: HuggingFace Accelerate and hf_flexseq, without the
+Trainer.
 
     accelerate launch --config_file recipes/accelerate_configs/cpu.yaml recipes/accelerate_loop.py
 
@@ -28,28 +29,41 @@ def main() -> None:
     set_seed(0)
     accelerator = Accelerator(cpu=not torch.cuda.is_available())
     model = LlamaForCausalLM(
-        LlamaConfig(vocab_size=128, hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4)
+        LlamaConfig(
+            vocab_size=128,
+            hidden_size=64,
+            intermediate_size=128,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+        )
     )
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
-    dataloader = DataLoader(documents(), BATCH, shuffle=True, collate_fn=DataCollatorForFlexSeq())  # (1) our collator
+    # (1) our collator
+    dataloader = DataLoader(documents(), BATCH, shuffle=True, collate_fn=DataCollatorForFlexSeq())
 
-    engine = FlexSeqEngine(accelerator, FlexSeqArguments(max_tokens_per_rank=1500))  # (2) an engine
+    # (2) an engine
+    engine = FlexSeqEngine(accelerator, FlexSeqArguments(max_tokens_per_rank=1500))
     engine.attach(model)
     model, optimizer, dataloader = accelerator.prepare(model, optimizer, dataloader)
 
     model.train()
-    for index, step in enumerate(engine.steps(dataloader, accumulation=ACCUMULATION)):  # (3) steps, not batches
+    # (3) steps, not batches
+    for index, step in enumerate(engine.steps(dataloader, accumulation=ACCUMULATION)):
         loss = step.backward(model)  # (4) forward and backward of the whole step
         accelerator.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()
         mean = accelerator.reduce(loss, "mean")
-        accelerator.print(f"step {index:2d}  loss {mean:.3f}  groups by degree {step.plan.degrees()}")
+        accelerator.print(
+            f"step {index:2d}  loss {mean:.3f}  groups by degree {step.plan.degrees()}"
+        )
         if index + 1 == STEPS:
             break
     engine.detach()
     accelerator.wait_for_everyone()
-    time.sleep(0.5)  # gloo's thread drops its last tensors, for which it needs the interpreter, before the group ends
+    # gloo's thread drops its last tensors, for which it needs the interpreter, before the group
+    # ends
+    time.sleep(0.5)
     accelerator.end_training()
 
 

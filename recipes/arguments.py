@@ -1,7 +1,8 @@
 """Options of `sft.py`: three dataclasses filled from a YAML file and the command line, which wins.
 
-A YAML file holds the options of all three by name, in any order. Its values go through the same parser as the command
-line, so a number, a choice or a mapping is checked the same way wherever it was written; null means the default.
+A YAML file holds the options of all three by name, in any order. Its values go through the same
+parser as the command line, so a number, a choice or a mapping is checked the same way wherever it
+was written; null means the default.
 """
 
 import difflib
@@ -23,24 +24,40 @@ class ModelArguments:
     model_name_or_path: str | None = field(
         default=None, metadata={"help": "Hub id or local path of a causal language model."}
     )
-    model_revision: str | None = field(default=None, metadata={"help": "Branch, tag or commit of the model."})
+    model_revision: str | None = field(
+        default=None, metadata={"help": "Branch, tag or commit of the model."}
+    )
     model_config: dict | str | None = field(
         default=None,
-        metadata={"help": "Without one, the config of a new model: a mapping (model_type, sizes) or a path."},
+        metadata={
+            "help": "Without one, the config of a new model: a mapping (model_type, sizes) "
+            "or a path."
+        },
     )
     tokenizer_name_or_path: str | None = field(
-        default=None, metadata={"help": "Hub id or local path of a tokenizer. Default: the model's."}
+        default=None,
+        metadata={"help": "Hub id or local path of a tokenizer. Default: the model's."},
     )
     tokenizer_vocab_size: int = field(
         default=4096,
-        metadata={"help": "Vocabulary of the byte-level BPE trained on the corpus where no tokenizer is named."},
+        metadata={
+            "help": "Vocabulary of the byte-level BPE trained on the corpus where no "
+            "tokenizer is named."
+        },
     )
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = field(
-        default="auto", metadata={"help": "Type of the parameters; auto: as stored (a new model: float32)."}
+        default="auto",
+        metadata={"help": "Type of the parameters; auto: as stored (a new model: float32)."},
     )
-    trust_remote_code: bool = field(default=False, metadata={"help": "Run code that comes with the model."})
-    lora_r: int = field(default=0, metadata={"help": "Rank of LoRA adapters; 0 trains all parameters."})
-    lora_alpha: int = field(default=32, metadata={"help": "Scale of the adapters: lora_alpha / lora_r."})
+    trust_remote_code: bool = field(
+        default=False, metadata={"help": "Run code that comes with the model."}
+    )
+    lora_r: int = field(
+        default=0, metadata={"help": "Rank of LoRA adapters; 0 trains all parameters."}
+    )
+    lora_alpha: int = field(
+        default=32, metadata={"help": "Scale of the adapters: lora_alpha / lora_r."}
+    )
     lora_dropout: float = field(default=0.0, metadata={"help": "Dropout before the adapters."})
     lora_target_modules: list[str] = field(
         default_factory=lambda: ["all-linear"],
@@ -49,13 +66,18 @@ class ModelArguments:
 
     def __post_init__(self) -> None:
         if self.model_name_or_path is None and self.model_config is None:
-            raise ValueError("give model_name_or_path (a trained model) or model_config (a new one)")
+            raise ValueError(
+                "give model_name_or_path (a trained model) or model_config (a new one)"
+            )
         if isinstance(self.model_config, str) and self.model_config.startswith("{"):
             self.model_config = json.loads(self.model_config)
         if self.lora_r < 0:
             raise ValueError(f"lora_r={self.lora_r}: give a rank, or 0 to train all parameters")
         if self.lora_r and self.model_name_or_path is None:
-            raise ValueError("lora_r needs model_name_or_path: adapters are saved without the model they belong to")
+            raise ValueError(
+                "lora_r needs model_name_or_path: adapters are saved without the "
+                "model they belong to"
+            )
 
 
 @dataclass
@@ -65,39 +87,67 @@ class DataArguments:
     dataset: str = field(
         default="python-stdlib",
         metadata={
-            "help": "Hub id, a local file (.jsonl, .json, .parquet, .csv, .txt), a local folder, or python-stdlib: "
+            "help": "Hub id, a local file (.jsonl, .json, .parquet, .csv, .txt), a local folder, "
+            "or python-stdlib: "
             "the source files of the running Python's standard library."
         },
     )
-    dataset_config: str | None = field(default=None, metadata={"help": "Configuration of a hub dataset."})
+    dataset_config: str | None = field(
+        default=None, metadata={"help": "Configuration of a hub dataset."}
+    )
     dataset_split: str = field(default="train", metadata={"help": "Split that is trained on."})
     held_out_split: str | None = field(
-        default=None, metadata={"help": "Split that is evaluated on. Default: a part of dataset_split is set aside."}
+        default=None,
+        metadata={
+            "help": "Split that is evaluated on. Default: a part of dataset_split is set aside."
+        },
     )
     held_out_fraction: float = field(
-        default=0.05, metadata={"help": "Share of the documents set aside, chosen by a hash of their text."}
+        default=0.05,
+        metadata={"help": "Share of the documents set aside, chosen by a hash of their text."},
     )
     text_column: str = field(
         default="text",
-        metadata={"help": "Column with the text; without it, `messages` or `prompt` and `completion` are used."},
+        metadata={
+            "help": "Column with the text; without it, `messages` or `prompt` and "
+            "`completion` are used."
+        },
     )
-    max_length: int = field(default=4096, metadata={"help": "The context: most tokens of a sequence."})
+    max_length: int = field(
+        default=4096, metadata={"help": "The context: most tokens of a sequence."}
+    )
     long_sequences: Literal["split", "drop"] | None = field(
         default=None,
-        metadata={"help": "What happens to longer documents: cut into sequences of max_length, or left out."},
+        metadata={
+            "help": "What happens to longer documents: cut into sequences of max_length, or "
+            "left out."
+        },
     )
-    max_train_documents: int | None = field(default=None, metadata={"help": "Train on so many documents at most."})
-    max_held_out_documents: int | None = field(default=None, metadata={"help": "Evaluate on so many at most."})
-    preprocessing_workers: int | None = field(default=None, metadata={"help": "Processes that tokenize."})
+    max_train_documents: int | None = field(
+        default=None, metadata={"help": "Train on so many documents at most."}
+    )
+    max_held_out_documents: int | None = field(
+        default=None, metadata={"help": "Evaluate on so many at most."}
+    )
+    preprocessing_workers: int | None = field(
+        default=None, metadata={"help": "Processes that tokenize."}
+    )
     tokenizer_cache: str | None = field(
-        default=None, metadata={"help": "Folder of trained tokenizers. Default: hf_flexseq in the HuggingFace cache."}
+        default=None,
+        metadata={
+            "help": "Folder of trained tokenizers. Default: hf_flexseq in the HuggingFace cache."
+        },
     )
 
     def __post_init__(self) -> None:
         if self.max_length < 2:
-            raise ValueError(f"max_length={self.max_length}: a sequence needs two tokens to predict one")
+            raise ValueError(
+                f"max_length={self.max_length}: a sequence needs two tokens to predict one"
+            )
         if not 0 <= self.held_out_fraction < 1:
-            raise ValueError(f"held_out_fraction={self.held_out_fraction}: give a share, 0 to below 1")
+            raise ValueError(
+                f"held_out_fraction={self.held_out_fraction}: give a share, 0 to below 1"
+            )
 
 
 class RecipeParser(HfArgumentParser):
@@ -108,16 +158,20 @@ class RecipeParser(HfArgumentParser):
 
 
 def parse(argv: list[str], training_type: type, defaults: dict | None = None) -> tuple:
-    """(ModelArguments, DataArguments, training_type) from `defaults`, `--config FILE` and the rest of `argv`; the last
-    one wins."""
+    """(ModelArguments, DataArguments, training_type) from `defaults`, `--config FILE` and the rest
+    of `argv`; the last one wins."""
     types = (ModelArguments, DataArguments, training_type)
-    parser = RecipeParser(types, prog="sft.py", allow_abbrev=False, description="Fine-tune with hf_flexseq.")
+    parser = RecipeParser(
+        types, prog="sft.py", allow_abbrev=False, description="Fine-tune with hf_flexseq."
+    )
     parser.add_argument("--config", metavar="FILE", help="YAML file with any of the options below")
     config, rest = _take_config(argv)
     try:
         options = (defaults or {}) | (_read(config, types) if config else {})
         args = to_argv(options) + rest
-        model, data, training, _ = parser.parse_args_into_dataclasses(args, look_for_args_file=False)
+        model, data, training, _ = parser.parse_args_into_dataclasses(
+            args, look_for_args_file=False
+        )
     except (ValueError, NotImplementedError, OSError) as error:
         parser.error(str(error))
     return model, data, training
@@ -152,5 +206,8 @@ def _read(path: str, types: tuple[type, ...]) -> dict:
     for name in options:
         if name not in names:
             near = difflib.get_close_matches(str(name), sorted(names), n=1)
-            raise ValueError(f"{path}: there is no option {name!r}" + (f", did you mean {near[0]!r}?" if near else ""))
+            raise ValueError(
+                f"{path}: there is no option {name!r}"
+                + (f", did you mean {near[0]!r}?" if near else "")
+            )
     return options

@@ -1,7 +1,8 @@
 """A byte-level BPE trained on the corpus, for runs without any downloaded tokenizer.
 
-Trained once and cached under a name that depends on the text and the vocabulary's size. The folder appears under that
-name only when it is complete, so that processes that start together, or a run that was interrupted, do no harm.
+Trained once and cached under a name that depends on the text and the vocabulary's size. The folder
+appears under that name only when it is complete, so that processes that start together, or a run
+that was interrupted, do no harm.
 """
 
 import hashlib
@@ -25,19 +26,28 @@ def train_bpe(texts: Iterable[str], vocab_size: int) -> PreTrainedTokenizerFast:
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     smallest = len(alphabet) + 2
     if vocab_size < smallest:
-        raise ValueError(f"tokenizer_vocab_size={vocab_size}: 256 bytes and two special tokens need {smallest}")
+        raise ValueError(
+            f"tokenizer_vocab_size={vocab_size}: 256 bytes and two special tokens need {smallest}"
+        )
     trainer = trainers.BpeTrainer(
-        vocab_size=vocab_size, special_tokens=[BOS, EOS], initial_alphabet=alphabet, show_progress=False
+        vocab_size=vocab_size,
+        special_tokens=[BOS, EOS],
+        initial_alphabet=alphabet,
+        show_progress=False,
     )
     tokenizer.train_from_iterator(texts, trainer)
     bos = (BOS, tokenizer.token_to_id(BOS))
-    tokenizer.post_processor = processors.TemplateProcessing(single=f"{BOS} $A", special_tokens=[bos])
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single=f"{BOS} $A", special_tokens=[bos]
+    )
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token=BOS, eos_token=EOS)
 
 
-def cached_bpe(texts: Iterable[str], vocab_size: int, cache: str | Path | None = None) -> PreTrainedTokenizerFast:
-    """The same, from the cache if these texts were seen before. Always read back from disk: every process has the
-    same object, and so the same key in the cache of tokenized data."""
+def cached_bpe(
+    texts: Iterable[str], vocab_size: int, cache: str | Path | None = None
+) -> PreTrainedTokenizerFast:
+    """The same, from the cache if these texts were seen before. Always read back from disk: every
+    process has the same object, and so the same key in the cache of tokenized data."""
     texts = list(texts)
     folder = Path(cache or Path(HF_HOME) / "hf_flexseq") / f"bpe-{vocab_size}-{_digest(texts)}"
     if not folder.exists():

@@ -3,7 +3,8 @@
 A document is a row in one of three forms:
 
     text                      one column (`text_column`); every token is a target
-    messages                  a conversation, through the chat template; the assistant's turns are targets
+    messages                  a conversation, through the chat template; the assistant's turns are
+                              targets
     prompt, completion        two columns; only the completion is a target
 """
 
@@ -19,7 +20,13 @@ from datasets import Dataset, load_dataset, load_from_disk
 from arguments import DataArguments
 
 STDLIB = "python-stdlib"
-FILE_TYPES = {".jsonl": "json", ".json": "json", ".parquet": "parquet", ".csv": "csv", ".txt": "text"}
+FILE_TYPES = {
+    ".jsonl": "json",
+    ".json": "json",
+    ".parquet": "parquet",
+    ".csv": "csv",
+    ".txt": "text",
+}
 
 
 def load_documents(args: DataArguments) -> tuple[Dataset, Dataset]:
@@ -39,7 +46,8 @@ def document_columns(documents: Dataset, args: DataArguments) -> tuple[str, ...]
         if set(columns) <= set(documents.column_names):
             return columns
     raise ValueError(
-        f"{args.dataset} has neither a column {args.text_column!r} (text_column) nor messages, nor prompt and "
+        f"{args.dataset} has neither a column {args.text_column!r} (text_column) nor messages, "
+        f"nor prompt and "
         f"completion: its columns are {', '.join(documents.column_names)}"
     )
 
@@ -62,12 +70,15 @@ def _load_file(path: Path, split: str) -> Dataset:
     if path.suffix not in FILE_TYPES:
         raise ValueError(f"{path}: a local file must be one of {', '.join(FILE_TYPES)}")
     whole = {"sample_by": "document"} if path.suffix == ".txt" else {}
-    return load_dataset(FILE_TYPES[path.suffix], data_files={split: str(path)}, split=split, **whole)
+    return load_dataset(
+        FILE_TYPES[path.suffix], data_files={split: str(path)}, split=split, **whole
+    )
 
 
 def stdlib_files(root: str, version: str) -> Iterator[dict[str, str]]:
-    """The standard library's own modules, without its tests and what was installed into it. `version` is here because
-    `datasets` caches by the arguments: another Python under the same path is another corpus."""
+    """The standard library's own modules, without its tests and what was installed into it.
+    `version` is here because `datasets` caches by the arguments: another Python under the same
+    path is another corpus."""
     skipped = {"site-packages", "dist-packages", "test", "tests", "idle_test"}
     for path in sorted(Path(root).rglob("*.py")):
         name = path.relative_to(root)
@@ -76,11 +87,17 @@ def stdlib_files(root: str, version: str) -> Iterator[dict[str, str]]:
             yield {"path": str(name), "text": text}
 
 
-def set_aside(documents: Dataset, columns: tuple[str, ...], fraction: float) -> tuple[Dataset, Dataset]:
-    """(kept, held out) by a hash of the content: a document's side depends on nothing else, and two copies of one are
-    on the same side."""
-    kept = documents.filter(_on_side, fn_kwargs={"columns": columns, "fraction": fraction, "held_out": False})
-    held_out = documents.filter(_on_side, fn_kwargs={"columns": columns, "fraction": fraction, "held_out": True})
+def set_aside(
+    documents: Dataset, columns: tuple[str, ...], fraction: float
+) -> tuple[Dataset, Dataset]:
+    """(kept, held out) by a hash of the content: a document's side depends on nothing else, and
+    two copies of one are on the same side."""
+    kept = documents.filter(
+        _on_side, fn_kwargs={"columns": columns, "fraction": fraction, "held_out": False}
+    )
+    held_out = documents.filter(
+        _on_side, fn_kwargs={"columns": columns, "fraction": fraction, "held_out": True}
+    )
     return kept, held_out
 
 

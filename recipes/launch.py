@@ -1,4 +1,5 @@
-"""What a run on CPU processes needs to be told, and a check that all processes found each other."""
+"""What a run on CPU processes needs to be told, and a check that all processes found each
+other."""
 
 import os
 
@@ -7,7 +8,8 @@ from transformers import TrainingArguments
 
 
 def device_defaults() -> dict:
-    """Options for the machine at hand. Without `use_cpu`, every process of a CPU run believes that it is alone."""
+    """Options for the machine at hand. Without `use_cpu`, every process of a CPU run believes that
+    it is alone."""
     if not on_cpu():
         return {}
     if os.environ.get("ACCELERATE_USE_DEEPSPEED", "false").lower() == "true":
@@ -29,6 +31,8 @@ def check_world(args: TrainingArguments) -> None:
     launched = int(os.environ.get("WORLD_SIZE", "1"))
     if args.world_size != launched:
         raise ValueError(
-            f"{launched} processes were launched, but this one sees {args.world_size}: launch with one of "
-            "recipes/accelerate_configs (CPU processes need distributed_type: MULTI_GPU with use_cpu: false)"
+            f"{launched} processes were launched, but this one sees {args.world_size}: launch "
+            f"with one of "
+            "recipes/accelerate_configs (CPU processes need distributed_type: MULTI_GPU with "
+            "use_cpu: false)"
         )

@@ -1,7 +1,14 @@
-"""The model: a trained one by hub id or path, or a new one from a config, with LoRA adapters where asked."""
+"""The model: a trained one by hub id or path, or a new one from a config, with LoRA adapters where
+asked."""
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
 
 from arguments import ModelArguments
 
@@ -35,9 +42,13 @@ def _new_model(args: ModelArguments, tokenizer: PreTrainedTokenizerBase) -> PreT
     if isinstance(args.model_config, dict):
         config = AutoConfig.for_model(**(special | args.model_config))
     else:
-        config = AutoConfig.from_pretrained(args.model_config, trust_remote_code=args.trust_remote_code, **special)
+        config = AutoConfig.from_pretrained(
+            args.model_config, trust_remote_code=args.trust_remote_code, **special
+        )
     dtype = torch.float32 if args.dtype == "auto" else getattr(torch, args.dtype)
-    return AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=args.trust_remote_code)
+    return AutoModelForCausalLM.from_config(
+        config, dtype=dtype, trust_remote_code=args.trust_remote_code
+    )
 
 
 def _with_adapters(model: PreTrainedModel, args: ModelArguments) -> PreTrainedModel:

@@ -9,12 +9,13 @@
         --config recipes/llama-3.1-8b/long_context.yaml
 
     # your own model and data: any option of the YAML file can be given here too, and wins
-    accelerate launch --config_file recipes/accelerate_configs/ddp.yaml recipes/sft.py \\
-        --config recipes/llama-3.1-8b/long_context_lora.yaml --model_name_or_path ./my-model --dataset ./my-data.jsonl
+    accelerate launch --config_file recipes/accelerate_configs/ddp.yaml recipes/sft.py \\ --config
+    recipes/llama-3.1-8b/long_context_lora.yaml --model_name_or_path ./my-model --dataset
+    ./my-data.jsonl
 
-The options are those of arguments.py here, of `FlexSeqArguments`, and of `TrainingArguments`. A run goes on from the
-last checkpoint in its output_dir; `--resume_from_checkpoint false` starts anew, a path starts from there. Every step's
-plan is written to output_dir/plan_trace.jsonl.
+The options are those of arguments.py here, of `FlexSeqArguments`, and of `TrainingArguments`. A
+run goes on from the last checkpoint in its output_dir; `--resume_from_checkpoint false` starts
+anew, a path starts from there. Every step's plan is written to output_dir/plan_trace.jsonl.
 """
 
 import sys
@@ -67,8 +68,8 @@ def main(argv: list[str]) -> None:
 def prepare(
     model_args: ModelArguments, data_args: DataArguments, training_args: FlexSeqConfig
 ) -> tuple[PreTrainedTokenizerBase, Dataset, Dataset | None]:
-    """(tokenizer, sequences to train on, held-out sequences). The first process of a node works, the others read its
-    cache."""
+    """(tokenizer, sequences to train on, held-out sequences). The first process of a node works,
+    the others read its cache."""
     if training_args.process_index:
         datasets.disable_progress_bars()
     with training_args.main_process_first():
@@ -91,7 +92,10 @@ def choose_tokenizer(
     if named is not None:
         return named
     if data_args.text_column not in documents.column_names:
-        raise ValueError(f"a tokenizer is trained on text only: name a tokenizer_name_or_path for {data_args.dataset}")
+        raise ValueError(
+            f"a tokenizer is trained on text only: name a tokenizer_name_or_path for "
+            f"{data_args.dataset}"
+        )
     texts = documents[data_args.text_column]
     return cached_bpe(texts, model_args.tokenizer_vocab_size, data_args.tokenizer_cache)
 
@@ -105,7 +109,9 @@ def checkpoint_to_resume(args: FlexSeqConfig) -> str | None:
         return asked
     last = get_last_checkpoint(args.output_dir) if Path(args.output_dir).is_dir() else None
     if asked is not None and last is None:
-        raise ValueError(f"resume_from_checkpoint={asked}, but there is no checkpoint in {args.output_dir}")
+        raise ValueError(
+            f"resume_from_checkpoint={asked}, but there is no checkpoint in {args.output_dir}"
+        )
     return last
 
 
@@ -129,15 +135,20 @@ def summary(trainer: FlexSeqTrainer) -> str:
     lines = [f"held-out loss: {losses[0]:.2f} -> {losses[-1]:.2f}"] if losses else []
     if args.plan_trace:
         lines.append(f"plan trace:    {args.plan_trace}")
-    lines.append(f'checkpoint:    {args.output_dir}  (AutoModelForCausalLM.from_pretrained("{args.output_dir}"))')
+    lines.append(
+        f"checkpoint:    {args.output_dir}  "
+        f'(AutoModelForCausalLM.from_pretrained("{args.output_dir}"))'
+    )
     return "\n".join(lines)
 
 
 def end(trainer: FlexSeqTrainer) -> None:
-    """Leave together: a process that is torn down while another still talks to it may abort after all is done.
+    """Leave together: a process that is torn down while another still talks to it may abort after
+    all is done.
 
-    Between the two gloo's own thread drops the tensors of its last transfers, for which it needs the interpreter; were
-    the group destroyed meanwhile, which holds the interpreter and waits for that thread, the process would hang.
+    Between the two gloo's own thread drops the tensors of its last transfers, for which it needs
+    the interpreter; were the group destroyed meanwhile, which holds the interpreter and waits for
+    that thread, the process would hang.
     """
     trainer.accelerator.wait_for_everyone()
     time.sleep(0.5)

@@ -1,12 +1,14 @@
-"""How many bytes the ranks of a node receive in the forward of one attention layer, for packed documents.
+"""How many bytes the ranks of a node receive in the forward of one attention layer, for packed
+documents.
 
     python scripts/bench_bytes.py [--draws 20]
 
-64K tokens on 8 ranks: documents of at most 16K from the histogram in data/, the last one cut; hidden width 4096, keys
-and values 1024 wide each, 16 bits (Llama-3.1-8B). Bytes follow from the schedules that the engine obeys; the tests
-count the same on the wire (tests/attention/test_bytes.py). Costs are those of the preset llama-3.1-8b-a800 without
-constants. Imbalance is the busiest rank's attention and linear layers over the mean. The even split gathers all keys
-and values on every rank. Nothing is measured.
+64K tokens on 8 ranks: documents of at most 16K from the histogram in data/, the last one cut;
+hidden width 4096, keys and values 1024 wide each, 16 bits (Llama-3.1-8B). Bytes follow from the
+schedules that the engine obeys; the tests count the same on the wire
+(tests/attention/test_bytes.py). Costs are those of the preset llama-3.1-8b-a800 without constants.
+Imbalance is the busiest rank's attention and linear layers over the mean. The even split gathers
+all keys and values on every rank. Nothing is measured.
 """
 
 import argparse
@@ -50,7 +52,9 @@ def figures(plan: Plan, lengths: list[int]) -> tuple[float, float, float]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--draws", type=int, default=20)
     asked = parser.parse_args()
     rows = []

@@ -1,18 +1,22 @@
-"""Published speed-ups beside what the same comparison gives here, simulated under published or estimated constants.
+"""Published speed-ups beside what the same comparison gives here, simulated under published or
+estimated constants.
 
     python scripts/bench_claims.py [--batches 8] [--flexsp 8]
 
-FlexSP (arXiv 2412.01523, figure 4: 64 A100-40GB, 512 sequences): its planner over one degree for the run (DeepSpeed)
-and over the best degree of each batch (BatchAda). Constants: the presets flexsp-gpt-7b-a100, -13b- and -30b-; lengths:
-the table in data/ for Wikipedia, for CommonCrawl a log-normal, which is not the paper's data. FlexSP's own plans are
-made for the first batches of the 7B model only: each takes minutes. Its 1.98x over Megatron-LM is left out: no
-constants for tensor parallelism were released.
+FlexSP (arXiv 2412.01523, figure 4: 64 A100-40GB, 512 sequences): its planner over one degree for
+the run (DeepSpeed) and over the best degree of each batch (BatchAda). Constants: the presets
+flexsp-gpt-7b-a100, -13b- and -30b-; lengths: the table in data/ for Wikipedia, for CommonCrawl a
+log-normal, which is not the paper's data. FlexSP's own plans are made for the first batches of the
+7B model only: each takes minutes. Its 1.98x over Megatron-LM is left out: no constants for tensor
+parallelism were released.
 
-Zeppelin (arXiv 2509.21841: 2.80x on average over one ring for everything): documents of at most 64K tokens, 8K per
-rank, Llama-3.1-8B on A800 and H200 clusters (presets llama-3.1-8b-a800 and -h200, estimated, without constants per
-micro-batch and group). The published average is over three other datasets and models of 3B to 30B.
+Zeppelin (arXiv 2509.21841: 2.80x on average over one ring for everything): documents of at most
+64K tokens, 8K per rank, Llama-3.1-8B on A800 and H200 clusters (presets llama-3.1-8b-a800 and
+-h200, estimated, without constants per micro-batch and group). The published average is over three
+other datasets and models of 3B to 30B.
 
-Seconds are the event simulation's, in lockstep; a speed-up is of total seconds over all batches. Nothing is measured.
+Seconds are the event simulation's, in lockstep; a speed-up is of total seconds over all batches.
+Nothing is measured.
 """
 
 import argparse
@@ -43,7 +47,9 @@ PUBLISHED = {
 }
 
 
-def seconds(batches: Sequence[list[int]], topology: Topology, cost: CostModel, **options: str | int) -> float:
+def seconds(
+    batches: Sequence[list[int]], topology: Topology, cost: CostModel, **options: str | int
+) -> float:
     """Simulated seconds of all batches."""
     plans = [make_plan(lengths, topology, cost, **options) for lengths in batches]
     return sum(simulate(plan, topology, cost).stop for plan in plans) / 1e9
@@ -55,11 +61,19 @@ def flexsp_row(case: tuple[str, int, str], batches: int, solved: int) -> list[st
     cost = PRESETS[f"flexsp-gpt-{model}-a100"]
     longest = min(context * K, CLUSTER.world_size * cost.max_tokens_per_rank(64))
     steps = [batch(SETS[data], longest, 512, seed) for seed in range(batches)]
-    degree = next(d for d in static_degrees(CLUSTER) if -(-longest // d) <= cost.max_tokens_per_rank(64))
+    degree = next(
+        d for d in static_degrees(CLUSTER) if -(-longest // d) <= cost.max_tokens_per_rank(64)
+    )
     one = [seconds([step], CLUSTER, cost, planner="static", sp_degree=degree) for step in steps]
-    ada, ours = (sum(one) / seconds(steps, CLUSTER, cost, planner=p) for p in ("batch-ada", "auto"))
+    ada, ours = (
+        sum(one) / seconds(steps, CLUSTER, cost, planner=p) for p in ("batch-ada", "auto")
+    )
     first = steps[:solved] if model == "7b" else []
-    theirs = f"{sum(one[:solved]) / seconds(first, CLUSTER, cost, planner='flexsp'):.2f}" if first else "-"
+    theirs = (
+        f"{sum(one[:solved]) / seconds(first, CLUSTER, cost, planner='flexsp'):.2f}"
+        if first
+        else "-"
+    )
     published = PUBLISHED[case]
     return [
         f"{model}, {context}K, {data}",
@@ -73,9 +87,14 @@ def flexsp_row(case: tuple[str, int, str], batches: int, solved: int) -> list[st
 
 def zeppelin_row(name: str, nodes: int, draws: int) -> list[str]:
     """Speed-ups of the zone partition and of the default planner over one ring for everything."""
-    cost, topology = without_constants(PRESETS[f"llama-3.1-8b-{name}"]), Topology(nodes=nodes, ranks_per_node=8)
+    cost, topology = (
+        without_constants(PRESETS[f"llama-3.1-8b-{name}"]),
+        Topology(nodes=nodes, ranks_per_node=8),
+    )
     steps = [trace(topology.world_size * TOKENS_PER_RANK, 64 * K, seed) for seed in range(draws)]
-    even = seconds(steps, topology, cost, planner="static", sp_degree=topology.world_size, strategy="zigzag")
+    even = seconds(
+        steps, topology, cost, planner="static", sp_degree=topology.world_size, strategy="zigzag"
+    )
     zones, ours = (even / seconds(steps, topology, cost, planner=p) for p in ("zeppelin", "auto"))
     return [f"{name}, {nodes}x8", f"{zones:.2f}", f"{ours:.2f}"]
 
@@ -87,9 +106,16 @@ def table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> 
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--batches", type=int, default=8, help="of each case")
-    parser.add_argument("--flexsp", type=int, default=8, help="batches of each 7B case that FlexSP's planner solves")
+    parser.add_argument(
+        "--flexsp",
+        type=int,
+        default=8,
+        help="batches of each 7B case that FlexSP's planner solves",
+    )
     asked = parser.parse_args()
     print(f"bench_claims.py --batches {asked.batches} --flexsp {asked.flexsp}")
     print(f"simulated, not measured; planned on {machine()}")
@@ -108,7 +134,11 @@ def main() -> None:
     table(
         "Over one ring over all ranks (Zeppelin, published average: 2.80):",
         ("cluster, nodes", "zeppelin, simulated", "auto, simulated"),
-        [zeppelin_row(name, nodes, asked.batches) for name in ("a800", "h200") for nodes in (2, 4, 8)],
+        [
+            zeppelin_row(name, nodes, asked.batches)
+            for name in ("a800", "h200")
+            for nodes in (2, 4, 8)
+        ],
     )
 
 

@@ -2,10 +2,11 @@
 
     PYTHONPATH=tests python scripts/bench_exact.py --cases 1000
 
-One to ten sequences of 256 tokens to 32K (log-uniform) on two to eight ranks in one or two nodes, with memory for one
-to three micro-batches; costs of the preset flexsp-gpt-7b-a100 with a constant of 0.05 s, which leaves more of the
-seconds to the plan. The optimum is that of `tests/planner/exact.py`: where memory is tight it is a bound only, so the
-true distance is at most the one printed.
+One to ten sequences of 256 tokens to 32K (log-uniform) on two to eight ranks in one or two nodes,
+with memory for one to three micro-batches; costs of the preset flexsp-gpt-7b-a100 with a constant
+of 0.05 s, which leaves more of the seconds to the plan. The optimum is that of
+`tests/planner/exact.py`: where memory is tight it is a bound only, so the true distance is at most
+the one printed.
 """
 
 import argparse
@@ -31,7 +32,9 @@ def case(seed: int) -> tuple[Topology, list[int], int]:
     lengths = [int(2 ** rng.uniform(8, 15)) for _ in range(rng.randint(1, 10))]
     if seed % 2:
         return Topology(nodes=nodes, ranks_per_node=ranks), lengths, sum(lengths)
-    cap = int(max(max(lengths) / world + 1, sum(lengths) / world / rng.choice([0.6, 0.9, 1.8, 2.7])))
+    cap = int(
+        max(max(lengths) / world + 1, sum(lengths) / world / rng.choice([0.6, 0.9, 1.8, 2.7]))
+    )
     return Topology(nodes=nodes, ranks_per_node=ranks), lengths, cap
 
 
@@ -42,12 +45,22 @@ def ratio(seed: int) -> float:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--cases", type=int, default=1000)
     ratios = np.array([ratio(seed) for seed in range(parser.parse_args().cases)])
-    print("| memory | cases | over the optimum, mean | p95 | worst | equal to it |\n|---|---|---|---|---|---|")
+    print(
+        "| memory | cases | over the optimum, mean | p95 | worst | equal to it "
+        "|\n|---|---|---|---|---|---|"
+    )
     for name, chosen in (("plenty", ratios[1::2]), ("tight", ratios[::2])):
-        mean, p95, worst, equal = chosen.mean(), np.percentile(chosen, 95), chosen.max(), (chosen < 1.000001).mean()
+        mean, p95, worst, equal = (
+            chosen.mean(),
+            np.percentile(chosen, 95),
+            chosen.max(),
+            (chosen < 1.000001).mean(),
+        )
         print(f"| {name} | {len(chosen)} | {mean:.4f} | {p95:.3f} | {worst:.3f} | {equal:.0%} |")
 
 

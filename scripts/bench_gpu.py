@@ -1,18 +1,28 @@
-"""What a GPU does with pieces of attention and of sequences: the figures that plans for it rest on.
+"""What a GPU does with pieces of attention and of sequences: the figures that plans for it rest
+on.
 
-    python scripts/bench_gpu.py                                       all parts, on one CUDA GPU, about ten minutes
+    python scripts/bench_gpu.py                                       all parts, on one CUDA GPU,
+                                                                      about ten minutes
     python scripts/bench_gpu.py --parts kernels overlap
-    python scripts/bench_gpu.py --device cpu --most 2048 --context 4096 --hidden 256    the same on a CPU, to try it
+    python scripts/bench_gpu.py --device cpu --most 2048 --context 4096 --hidden 256    the same on
+                                                                                        a CPU, to
+                                                                                        try it
 
-kernels  TFLOP/s of the attention kernel for chunks of 128 to 32K queries and as many keys, 32 heads of 128 that share
-         32, 8 or 4 key heads: whole squares as in a ring, forward and backward; and from which chunk on it reaches
+kernels  TFLOP/s of the attention kernel for chunks of 128 to 32K queries and as many keys, 32
+heads of 128 that share
+         32, 8 or 4 key heads: whole squares as in a ring, forward and backward; and from which
+         chunk on it reaches
          80 % of the best, which is what a chunk should not fall below
-remat    decoder layers as wide as Llama-3.1-8B's under activation checkpointing, attention recomputed and not: median
+remat    decoder layers as wide as Llama-3.1-8B's under activation checkpointing, attention
+         recomputed and not: median
          of the ratios of neighbouring runs
-overlap  a square of attention beside a copy of its keys and values on a stream of its own: how much of the shorter
+overlap  a square of attention beside a copy of its keys and values on a stream of its own: how
+much of the shorter
          one is hidden
-chunks   seconds of every chunk of 512 to 32K tokens behind 0 to 128K others, forward and backward, through the
-         executor of a pipeline of one stage, keys and values carried; the cost model of pipelines fitted to two
+chunks   seconds of every chunk of 512 to 32K tokens behind 0 to 128K others, forward and backward,
+         through the
+         executor of a pipeline of one stage, keys and values carried; the cost model of pipelines
+         fitted to two
          thirds of them, and its error on the others
 traces   pipeline schedules on those times, simulated: long-tailed batches on 4 and 8 stages
 
@@ -105,17 +115,27 @@ class Square:
 
 def kernels(machine: Machine, asked: argparse.Namespace) -> None:
     heads = asked.hidden // HEAD_DIM
-    print(f"\n## Attention kernel {machine.kernel.name}, {heads} query heads of {HEAD_DIM}, TFLOP/s\n")
+    print(
+        f"\n## Attention kernel {machine.kernel.name}, {heads} query heads of {HEAD_DIM}, "
+        f"TFLOP/s\n"
+    )
     print("| key heads | chunk | forward | backward |\n|---:|---:|---:|---:|")
     enough = []
     for kv_heads in dict.fromkeys(max(1, heads // share) for share in (1, 4, 8)):
-        found = {n: throughput(machine, Square(machine, n, heads, kv_heads), n, heads) for n in sizes(128, asked.most)}
+        found = {
+            n: throughput(machine, Square(machine, n, heads, kv_heads), n, heads)
+            for n in sizes(128, asked.most)
+        }
         for n, (forward, backward) in found.items():
             print(f"| {kv_heads} | {n:,} | {forward:.2f} | {backward:.2f} |")
         forward, backward = (
-            min(n for n in found if found[n][way] >= ENOUGH * max(t[way] for t in found.values())) for way in (0, 1)
+            min(n for n in found if found[n][way] >= ENOUGH * max(t[way] for t in found.values()))
+            for way in (0, 1)
         )
-        enough.append(f"With {kv_heads} key heads 80 % of the best from {forward:,} tokens, backward {backward:,}.")
+        enough.append(
+            f"With {kv_heads} key heads 80 % of the best from {forward:,} tokens, "
+            f"backward {backward:,}."
+        )
     print("\n" + "\n".join(enough))
 
 
@@ -137,7 +157,11 @@ def sizes(least: int, most: int) -> Iterator[int]:
 def remat(machine: Machine, asked: argparse.Namespace) -> None:
     print("\n## Attention kept against attention recomputed, 2 checkpointed decoder layers\n")
     print("| tokens | kept, s | recomputed over it |\n|---:|---:|---:|")
-    model = LlamaModel(llama(asked, layers=2, attention=NAME)).to(machine.device, machine.dtype).train()
+    model = (
+        LlamaModel(llama(asked, layers=2, attention=NAME))
+        .to(machine.device, machine.dtype)
+        .train()
+    )
     model.gradient_checkpointing_enable({"use_reentrant": False})
     for tokens in sizes(min(4096, asked.most), asked.most):
         kept, again = zip(
@@ -160,7 +184,9 @@ def layer_s(machine: Machine, model: LlamaModel, tokens: int, attention_remat: b
         seq_ctx = SequenceContext(
             shard, Communicator(), machine.kernel, machine.device, attention_remat=attention_remat
         )
-        hidden = model(input_ids=row % 16, position_ids=row, seq_ctx=seq_ctx, use_cache=False).last_hidden_state
+        hidden = model(
+            input_ids=row % 16, position_ids=row, seq_ctx=seq_ctx, use_cache=False
+        ).last_hidden_state
         hidden.backward(torch.ones_like(hidden))
 
     seconds = machine.once(run)
@@ -169,7 +195,8 @@ def layer_s(machine: Machine, model: LlamaModel, tokens: int, attention_remat: b
 
 
 def llama(asked: argparse.Namespace, *, layers: int, attention: str) -> LlamaConfig:
-    """Layers of Llama-3.1-8B at its hidden size, and of its shape at others; next to no vocabulary."""
+    """Layers of Llama-3.1-8B at its hidden size, and of its shape at others; next to no
+    vocabulary."""
     heads = asked.hidden // HEAD_DIM
     return LlamaConfig(
         vocab_size=16,
@@ -192,7 +219,10 @@ def overlap(machine: Machine, asked: argparse.Namespace) -> None:
     if machine.device.type != "cuda":
         print("needs a CUDA GPU: a CPU has no streams")
         return
-    print("| tokens | attention, ms | copy, ms | together, ms | hidden of the shorter |\n|---:|---:|---:|---:|---:|")
+    print(
+        "| tokens | attention, ms | copy, ms | together, ms | hidden of the shorter "
+        "|\n|---:|---:|---:|---:|---:|"
+    )
     stream, heads = torch.cuda.Stream(), asked.hidden // HEAD_DIM
     for tokens in sizes(1024, asked.most):
         square = Square(machine, tokens, heads, max(1, heads // 4))
@@ -209,7 +239,10 @@ def overlap(machine: Machine, asked: argparse.Namespace) -> None:
 
         alone, moving, together = (machine.seconds(run) for run in (square.forward, copy, both))
         hidden = (alone + moving - together) / min(alone, moving)
-        print(f"| {tokens:,} | {1e3 * alone:.2f} | {1e3 * moving:.2f} | {1e3 * together:.2f} | {hidden:.2f} |")
+        print(
+            f"| {tokens:,} | {1e3 * alone:.2f} | {1e3 * moving:.2f} | {1e3 * together:.2f} | "
+            f"{hidden:.2f} |"
+        )
 
 
 # ---- chunks
@@ -231,21 +264,28 @@ class Timed(NamedTuple):
 def chunks(machine: Machine, asked: argparse.Namespace) -> StageCost:
     """The fitted cost of one decoder layer."""
     timed = [t for tokens in sizes(512, asked.most) for t in chunk_times(machine, asked, tokens)]
-    print(f"\n## Chunks of 512 to {asked.most:,} tokens behind up to {asked.context:,}, one decoder layer\n")
     print(
-        "| action | samples | constant, us | per 1,000 tokens, us | per 1M pairs, us | error held out, mean | worst |"
+        f"\n## Chunks of 512 to {asked.most:,} tokens behind up to {asked.context:,}, one "
+        f"decoder layer\n"
+    )
+    print(
+        "| action | samples | constant, us | per 1,000 tokens, us | per 1M pairs, us | error held "
+        "out, mean | worst |"
     )
     print("|---|---:|---:|---:|---:|---:|---:|")
     constants = {}
     for kind in ("F", "B"):
         mine = [t for t in timed if t.kind == kind]
         held, fitted = mine[::3], [t for n, t in enumerate(mine) if n % 3]
-        found = nnls(np.array([[x / t.seconds for x in t.row] for t in fitted]), np.ones(len(fitted)))
+        found = nnls(
+            np.array([[x / t.seconds for x in t.row] for t in fitted]), np.ones(len(fitted))
+        )
         errors = [abs(float(np.dot(found, t.row)) / t.seconds - 1) for t in held]
         constants[kind] = found
         cells = f"{1e6 * found[0]:.1f} | {1e9 * found[1]:.2f} | {1e12 * found[2]:.2f}"
         print(
-            f"| {kind} | {len(mine)} | {cells} | {100 * statistics.mean(errors):.1f} % | {100 * max(errors):.1f} % |"
+            f"| {kind} | {len(mine)} | {cells} | {100 * statistics.mean(errors):.1f} % | "
+            f"{100 * max(errors):.1f} % |"
         )
     base, linear, attention = (1e9 * x for x in constants["F"].tolist())
     ratio = constants["B"][2] / max(constants["F"][2], 1e-30)
@@ -262,10 +302,14 @@ def chunk_times(machine: Machine, asked: argparse.Namespace, tokens: int) -> lis
     executor = PipelineExecutor(cut(model, 0, 1), Neighbours(Communicator(), []), machine.kernel)
     even = PipelineCost.even(1, StageCost(linear_ns=1.0, attention_ns=0.0, chunk_ns=0.0))
     count = -(-asked.context // tokens)
-    plan = make_pipeline_plan([count * tokens], even, schedule="seq1f1b", chunks=count, cuts="even")
+    plan = make_pipeline_plan(
+        [count * tokens], even, schedule="seq1f1b", chunks=count, cuts="even"
+    )
     columns = []
     for chunk in plan.chunks:
-        positions = torch.tensor([[p for part in chunk.slices for p in range(part.start, part.stop)]])
+        positions = torch.tensor(
+            [[p for part in chunk.slices for p in range(part.start, part.stop)]]
+        )
         columns.append(
             {
                 name: (positions % 16 if name != "position_ids" else positions).to(machine.device)
@@ -283,7 +327,9 @@ def chunk_times(machine: Machine, asked: argparse.Namespace, tokens: int) -> lis
         for _ in range(machine.rounds + 1):
             model.zero_grad()
             executor.train(plan, columns, count * tokens)
-    return [Timed(kind, tokens, n * tokens, statistics.median(s[1:])) for (kind, n), s in found.items()]
+    return [
+        Timed(kind, tokens, n * tokens, statistics.median(s[1:])) for (kind, n), s in found.items()
+    ]
 
 
 # ---- traces
@@ -298,10 +344,20 @@ def traces(layer: StageCost) -> None:
             cost = PipelineCost.even(stages, of_stage(layer, LAYERS // stages))
             lengths = long_tailed(0, context * 1024)
             seconds = {
-                name: report(make_pipeline_plan(lengths, cost, schedule=name, **options), cost).seconds
-                for name, options in (("auto", {}), ("1f1b", {}), ("seq1f1b", {"chunks": 8}), ("infinipipe", {}))
+                name: report(
+                    make_pipeline_plan(lengths, cost, schedule=name, **options), cost
+                ).seconds
+                for name, options in (
+                    ("auto", {}),
+                    ("1f1b", {}),
+                    ("seq1f1b", {"chunks": 8}),
+                    ("infinipipe", {}),
+                )
             }
-            others = " | ".join(f"{seconds[name] / seconds['auto']:.3f}" for name in ("1f1b", "seq1f1b", "infinipipe"))
+            others = " | ".join(
+                f"{seconds[name] / seconds['auto']:.3f}"
+                for name in ("1f1b", "seq1f1b", "infinipipe")
+            )
             print(f"| {context}K | {stages} | {others} | {seconds['auto']:.2f} |")
 
 
@@ -318,24 +374,39 @@ PARTS: Sequence[str] = ("kernels", "remat", "overlap", "chunks", "traces")
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS)
     parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
     parser.add_argument("--hidden", type=int, default=4096)
     parser.add_argument("--most", type=int, default=32768, help="tokens of the largest chunk")
-    parser.add_argument("--context", type=int, default=131072, help="tokens of the sequence that is cut into chunks")
+    parser.add_argument(
+        "--context",
+        type=int,
+        default=131072,
+        help="tokens of the sequence that is cut into chunks",
+    )
     parser.add_argument("--rounds", type=int, default=5)
     asked = parser.parse_args()
     if asked.device == "cuda" and not torch.cuda.is_available():
         parser.error("no CUDA GPU here; --device cpu, with small sizes, tries the script")
     if asked.hidden % HEAD_DIM:
         parser.error(f"--hidden {asked.hidden}: must be a multiple of {HEAD_DIM}")
-    device, dtype = torch.device(asked.device), torch.bfloat16 if asked.device == "cuda" else torch.float32
+    device, dtype = (
+        torch.device(asked.device),
+        torch.bfloat16 if asked.device == "cuda" else torch.float32,
+    )
     machine = Machine(device, dtype, choose_kernel(device, dtype, HEAD_DIM), asked.rounds)
     name = torch.cuda.get_device_name() if asked.device == "cuda" else "CPU"
-    print(f"bench_gpu.py on {name}, torch {torch.__version__}, transformers {transformers.__version__}, {dtype}")
+    print(
+        f"bench_gpu.py on {name}, torch {torch.__version__}, transformers "
+        f"{transformers.__version__}, {dtype}"
+    )
     with tempfile.TemporaryDirectory() as folder:
-        dist.init_process_group("gloo", init_method=f"file://{folder}/meeting", rank=0, world_size=1)
+        dist.init_process_group(
+            "gloo", init_method=f"file://{folder}/meeting", rank=0, world_size=1
+        )
         for name, part in {"kernels": kernels, "remat": remat, "overlap": overlap}.items():
             if name in asked.parts:
                 part(machine, asked)

@@ -1,20 +1,26 @@
-"""Attention of one layer, forward and backward, against ring-flash-attn's zigzag and yunchang's Ulysses.
+"""Attention of one layer, forward and backward, against ring-flash-attn's zigzag and yunchang's
+Ulysses.
 
-    pip install --no-deps ring-flash-attn==0.1.8 yunchang==0.6.4
-    python scripts/emulated_cluster.py --nodes 2 --ranks-per-node 1 --inter 133mbit -- python scripts/bench_layers.py
-    python scripts/emulated_cluster.py --nodes 2 --ranks-per-node 2 --inter 133mbit -- python scripts/bench_layers.py
+    pip install --no-deps ring-flash-attn==0.1.8 yunchang==0.6.4 python scripts/emulated_cluster.py
+    --nodes 2 --ranks-per-node 1 --inter 133mbit -- python scripts/bench_layers.py python
+    scripts/emulated_cluster.py --nodes 2 --ranks-per-node 2 --inter 133mbit -- python
+    scripts/bench_layers.py
 
-The peers' own Python runs on the CPU kernel that hf_flexseq uses (see peers/flash_attn_stand_in.py), on the same ranks
-and links, over the same sequences in bfloat16 (in float32 ring-flash-attn's gradients are wrong: it adds up in the
-buffer that its kernel writes to). All lengths are multiples of what the peers need, so that nobody pads.
+The peers' own Python runs on the CPU kernel that hf_flexseq uses (see
+peers/flash_attn_stand_in.py), on the same ranks and links, over the same sequences in bfloat16 (in
+float32 ring-flash-attn's gradients are wrong: it adds up in the buffer that its kernel writes to).
+All lengths are multiples of what the peers need, so that nobody pads.
 
-    zigzag        all sequences on all ranks by our zigzag, against ring-flash-attn's (as it is, and with its receives
+    zigzag        all sequences on all ranks by our zigzag, against ring-flash-attn's (as it is,
+                  and with its receives
                   posted first: gloo serialises the two directions of a slow link otherwise)
-    ulysses       all sequences on all ranks by our Ulysses, against yunchang's (with a kernel for packed sequences)
+    ulysses       all sequences on all ranks by our Ulysses, against yunchang's (with a kernel for
+                  packed sequences)
     planned       as our planner lays them out for this link, in one micro-batch
 
-Every method's result and gradients are first compared with plain softmax attention in float64, on sequences a quarter
-as long. Then methods take turns within a round; seconds are the slowest rank's, and ratios are taken within rounds.
+Every method's result and gradients are first compared with plain softmax attention in float64, on
+sequences a quarter as long. Then methods take turns within a round; seconds are the slowest
+rank's, and ratios are taken within rounds.
 """
 
 import os
@@ -49,7 +55,8 @@ WIDTHS = {"MHA": 8, "GQA": 4}  # key and value heads
 SHARE = 64  # of which all lengths are multiples: of four (the check) times twice the ranks
 OURS = {"zigzag": ("ring-flash-attn", "receives first"), "ulysses": ("yunchang",)}
 HEADER = (
-    "| lengths | heads | zigzag, s | ring-flash-attn over it | its receives first | ulysses, s | yunchang over it "
+    "| lengths | heads | zigzag, s | ring-flash-attn over it | its receives first | ulysses, s | "
+    "yunchang over it "
     "| planned, s | the better peer over it |\n" + "|---" * 9 + "|"
 )
 
@@ -86,22 +93,36 @@ def long_tailed(tokens: int) -> list[int]:
 # ---- methods
 
 
-def methods(peers: Peers, lengths: Sequence[int], world: Communicator, cost: CostModel) -> dict[str, Method]:
+def methods(
+    peers: Peers, lengths: Sequence[int], world: Communicator, cost: CostModel
+) -> dict[str, Method]:
     rank, degree = world.rank, world.world_size
     plan = make_plan(lengths, world.topology, cost, remap="off")
-    ring, ulysses = (make(peers, lengths, rank, degree) for make in (layers.zigzag_varlen_call, layers.ulysses_call))
+    ring, ulysses = (
+        make(peers, lengths, rank, degree)
+        for make in (layers.zigzag_varlen_call, layers.ulysses_call)
+    )
     return {
-        "zigzag": Method(calls=layers.flexseq_calls([layers.one_group("zigzag", lengths, world)], lengths, world)),
+        "zigzag": Method(
+            calls=layers.flexseq_calls(
+                [layers.one_group("zigzag", lengths, world)], lengths, world
+            )
+        ),
         "ring-flash-attn": Method(calls=[ring]),
         "receives first": Method(calls=[ring], helped=True),
-        "ulysses": Method(calls=layers.flexseq_calls([layers.one_group("ulysses", lengths, world)], lengths, world)),
+        "ulysses": Method(
+            calls=layers.flexseq_calls(
+                [layers.one_group("ulysses", lengths, world)], lengths, world
+            )
+        ),
         "yunchang": Method(calls=[ulysses]),
         "planned": Method(calls=layers.flexseq_calls(plan.micro_batches, lengths, world)),
     }
 
 
 def cost_model(world: Communicator, kv_heads: int, bits_per_s: float) -> CostModel:
-    """What attention takes on this machine, and links as they are shaped; a layer of nothing else."""
+    """What attention takes on this machine, and links as they are shaped; a layer of nothing
+    else."""
     n, topology = 1024, world.topology
     q, keys = 2 * HEAD_DIM * QUERY_HEADS, 2 * 2 * HEAD_DIM * kv_heads
     across = bits_per_s / 8 / topology.ranks_per_node
@@ -149,11 +170,15 @@ def tensors(tokens: int, kv_heads: int) -> list[torch.Tensor]:
     return [torch.randn(tokens, h, HEAD_DIM, generator=generator).to(DTYPE) for h in heads]
 
 
-def run(peers: Peers, method: Method, whole: Sequence[torch.Tensor]) -> tuple[float, list[list[torch.Tensor]]]:
+def run(
+    peers: Peers, method: Method, whole: Sequence[torch.Tensor]
+) -> tuple[float, list[list[torch.Tensor]]]:
     """Seconds of the slowest rank, and for every call its rows' result and gradients."""
     inputs = [[x[call.rows].requires_grad_() for x in whole] for call in method.calls]
     comm = layers.receives_first(peers) if method.helped else peers.ring_flash_attn.utils.RingComm
-    with mock.patch.object(sys.modules["ring_flash_attn.zigzag_ring_flash_attn_varlen"], "RingComm", comm):
+    with mock.patch.object(
+        sys.modules["ring_flash_attn.zigzag_ring_flash_attn_varlen"], "RingComm", comm
+    ):
         dist.barrier()
         start = time.perf_counter()
         results = []
@@ -166,7 +191,8 @@ def run(peers: Peers, method: Method, whole: Sequence[torch.Tensor]) -> tuple[fl
 
 
 def check(peers: Peers, ways: dict[str, Method], lengths: Sequence[int], kv_heads: int) -> float:
-    """The largest relative error of any result or gradient, on any rank. Raises AssertionError beyond float32's."""
+    """The largest relative error of any result or gradient, on any rank. Raises AssertionError
+    beyond float32's."""
     whole, worst = tensors(sum(lengths), kv_heads), torch.zeros(())
     wanted = dense([x.double() for x in whole], lengths)
     for name, method in ways.items():
@@ -183,12 +209,18 @@ def check(peers: Peers, ways: dict[str, Method], lengths: Sequence[int], kv_head
 def dense(whole: Sequence[torch.Tensor], lengths: Sequence[int]) -> list[torch.Tensor]:
     """Result and gradients by plain softmax."""
     q, k, v, dout = whole
-    segments, kernel, scale = Segments(lengths, lengths, causal=True, device=layers.CPU), Reference(), HEAD_DIM**-0.5
+    segments, kernel, scale = (
+        Segments(lengths, lengths, causal=True, device=layers.CPU),
+        Reference(),
+        HEAD_DIM**-0.5,
+    )
     out, lse = kernel.forward(q, k, v, segments, scale=scale)
     return [out, *kernel.backward(dout, q, k, v, out, lse, segments, scale=scale)]
 
 
-def timed(peers: Peers, ways: dict[str, Method], whole: Sequence[torch.Tensor], rounds: int) -> dict[str, list[float]]:
+def timed(
+    peers: Peers, ways: dict[str, Method], whole: Sequence[torch.Tensor], rounds: int
+) -> dict[str, list[float]]:
     """By method its seconds in each round, after one that does not count."""
     times: dict[str, list[float]] = {name: [] for name in ways}
     for number in range(rounds + 1):
@@ -217,12 +249,18 @@ def ratio(theirs: list[float], ours: list[float]) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--tokens", type=int, default=4096, help="about so many in all sequences together")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--tokens", type=int, default=4096, help="about so many in all sequences together"
+    )
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--mixes", nargs="+", default=list(mixes(4096)), choices=mixes(4096))
     parser.add_argument("--heads", nargs="+", default=list(WIDTHS), choices=WIDTHS)
-    parser.add_argument("--inter", type=float, default=133e6, help="bits per second between nodes, for the planner")
+    parser.add_argument(
+        "--inter", type=float, default=133e6, help="bits per second between nodes, for the planner"
+    )
     asked = parser.parse_args()
     try:
         peers = layers.import_peers()
@@ -232,7 +270,10 @@ def main() -> None:
     dist.init_process_group("gloo")
     world = Communicator()
     say = print if world.rank == 0 else (lambda *args, **options: None)
-    say(f"bench_layers.py {' '.join(sys.argv[1:])}\non {machine()}, torch {torch.__version__}; {world.topology}")
+    say(
+        f"bench_layers.py {' '.join(sys.argv[1:])}\non {machine()}, torch {torch.__version__}; "
+        f"{world.topology}"
+    )
     say(HEADER, flush=True)
     worst = 0.0
     for heads in asked.heads:
@@ -242,7 +283,9 @@ def main() -> None:
             ways = partial(methods, peers, world=world, cost=cost)
             quarter = [n // 4 for n in lengths]
             worst = max(worst, check(peers, ways(lengths=quarter), quarter, WIDTHS[heads]))
-            times = timed(peers, ways(lengths=lengths), tensors(sum(lengths), WIDTHS[heads]), asked.rounds)
+            times = timed(
+                peers, ways(lengths=lengths), tensors(sum(lengths), WIDTHS[heads]), asked.rounds
+            )
             say(row(mix, heads, times), flush=True)
     say(f"\nlargest relative error of a result or gradient against float64: {worst:.1e}")
     dist.barrier()

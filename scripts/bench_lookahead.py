@@ -1,9 +1,10 @@
-"""How much of a run waits for its plans: the quickstart with planners and lookaheads, on two CPU processes.
+"""How much of a run waits for its plans: the quickstart with planners and lookaheads, on two CPU
+processes.
 
     python scripts/bench_lookahead.py [--steps 12]
 
-Exposed is what rank 0 waits for a plan that is not ready, and for the other ranks to receive it. Its share is of the
-seconds of all steps but the first, whose plan nothing can hide.
+Exposed is what rank 0 waits for a plan that is not ready, and for the other ranks to receive it.
+Its share is of the seconds of all steps but the first, whose plan nothing can hide.
 """
 
 import argparse
@@ -26,7 +27,13 @@ def exposed(planner: str, lookahead: int, steps: int, folder: Path) -> list[dict
     """The log entries of a run's steps."""
     command = [sys.executable, "-m", "accelerate.commands.launch", "--main_process_port", "0"]
     command += ["--config_file", "recipes/accelerate_configs/cpu.yaml"]
-    command += ["recipes/sft.py", "--config", "recipes/quickstart/small_llama.yaml", "--output_dir", str(folder)]
+    command += [
+        "recipes/sft.py",
+        "--config",
+        "recipes/quickstart/small_llama.yaml",
+        "--output_dir",
+        str(folder),
+    ]
     command += ["--planner", planner, "--lookahead", str(lookahead), "--max_steps", str(steps)]
     command += ["--eval_on_start", "false", "--save_strategy", "steps", "--save_steps", str(steps)]
     environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
@@ -36,11 +43,19 @@ def exposed(planner: str, lookahead: int, steps: int, folder: Path) -> list[dict
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--steps", type=int, default=12)
     asked = parser.parse_args()
-    print(f"bench_lookahead.py --steps {asked.steps}\non {machine()}, load {os.getloadavg()[0]:.1f}\n")
-    print("| planner | lookahead | exposed ms, first step | later steps, mean | most | share of their seconds |")
+    print(
+        f"bench_lookahead.py --steps {asked.steps}\non {machine()}, load "
+        f"{os.getloadavg()[0]:.1f}\n"
+    )
+    print(
+        "| planner | lookahead | exposed ms, first step | later steps, mean | most | share of "
+        "their seconds |"
+    )
     print("|---|---|---|---|---|---|")
     for planner, lookahead in CASES:
         with tempfile.TemporaryDirectory() as folder:

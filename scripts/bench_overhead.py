@@ -1,26 +1,32 @@
-"""What FlexSeqTrainer costs where there is nothing to split: one process, against the plain Trainer.
+"""What FlexSeqTrainer costs where there is nothing to split: one process, against the plain
+Trainer.
 
     python scripts/bench_overhead.py
-    python scripts/bench_overhead.py --lengths $(yes 32 | head -128)     # short documents: the most calls per token
+    python scripts/bench_overhead.py --lengths $(yes 32 | head -128)     # short documents: the
+                                                                         most calls per token
 
-Four lanes train the same model on the same documents, and take turns step by step, so that a noisy machine is noisy
-for all of them:
+Four lanes train the same model on the same documents, and take turns step by step, so that a noisy
+machine is noisy for all of them:
 
-    packed      the plain Trainer on one packed row, sdpa. transformers gives packed rows a mask of tokens x tokens,
+    packed      the plain Trainer on one packed row, sdpa. transformers gives packed rows a mask of
+                tokens x tokens,
                 and so pays for attention between documents, too
-    same work   the plain Trainer on the same row, with the attention kernel that FlexSeqTrainer uses, one document
+    same work   the plain Trainer on the same row, with the attention kernel that FlexSeqTrainer
+                uses, one document
                 at a time, and its chunked loss: what is left to differ is our own bookkeeping
     bare loop   that again without a Trainer: forward, backward, clip, optimizer step
     flexseq     FlexSeqTrainer, with look-ahead and a plan trace
 
-Every lane is a thread that runs only when it is its turn. A turn is a whole optimizer step with all around it: drawing
-and collating the documents, planning, the optimizer, callbacks. The wall clock decides; the time of the lane's own
-thread on the processor stands beside it, because other work on the machine does not show in it.
+Every lane is a thread that runs only when it is its turn. A turn is a whole optimizer step with
+all around it: drawing and collating the documents, planning, the optimizer, callbacks. The wall
+clock decides; the time of the lane's own thread on the processor stands beside it, because other
+work on the machine does not show in it.
 """
 
 import os
 
-os.environ["OMP_NUM_THREADS"] = "1"  # before torch is imported; one core, as a rank has on a busy machine
+# before torch is imported; one core, as a rank has on a busy machine
+os.environ["OMP_NUM_THREADS"] = "1"
 
 import argparse
 import math
@@ -78,15 +84,27 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--steps", type=int, default=30, help="measured steps of every lane")
     parser.add_argument("--warmup", type=int, default=5, help="steps before them")
-    parser.add_argument("--lengths", type=int, nargs="+", default=LONG_TAILED, help="tokens of a step's documents")
+    parser.add_argument(
+        "--lengths", type=int, nargs="+", default=LONG_TAILED, help="tokens of a step's documents"
+    )
     args = parser.parse_args()
     work = Work(lengths=tuple(args.lengths), steps=args.warmup + args.steps)
     lanes = {"packed": packed, "same work": same_work, "bare loop": bare_loop, OURS: flexseq}
     relay = Relay(list(lanes))
     with timed_parts() as parts, tempfile.TemporaryDirectory() as folder:
         losses = relay.run(lanes, work, Path(folder))
-    measured = {name: tuple(clock[args.warmup :] for clock in relay.seconds[name]) for name in lanes}
-    print("\n".join([*heading(args), *table(measured, losses), *split(parts, args.warmup, measured["same work"])]))
+    measured = {
+        name: tuple(clock[args.warmup :] for clock in relay.seconds[name]) for name in lanes
+    }
+    print(
+        "\n".join(
+            [
+                *heading(args),
+                *table(measured, losses),
+                *split(parts, args.warmup, measured["same work"]),
+            ]
+        )
+    )
 
 
 class Work(NamedTuple):
@@ -119,12 +137,15 @@ class Relay:
         self._order = self._rounds()
         self._started = (0.0, 0.0)
 
-    def run(self, lanes: dict[str, Callable[..., float]], work: Work, folder: Path) -> dict[str, float]:
+    def run(
+        self, lanes: dict[str, Callable[..., float]], work: Work, folder: Path
+    ) -> dict[str, float]:
         """Run every lane to its end; returns their mean losses."""
 
         def lane(name: str) -> float:
             torch.set_num_threads(1)
-            self.wait(name)  # setting up changes the seeds and accelerate's state, which all lanes share
+            # setting up changes the seeds and accelerate's state, which all lanes share
+            self.wait(name)
             try:
                 return lanes[name](Turn(self, name), work, folder / name)
             finally:
@@ -176,7 +197,9 @@ class Turn(TrainerCallback):
 
 
 def packed(turn: Turn, work: Work, folder: Path) -> float:
-    return train(Trainer, TrainingArguments, llama("sdpa"), DataCollatorWithFlattening(), turn, work, folder)
+    return train(
+        Trainer, TrainingArguments, llama("sdpa"), DataCollatorWithFlattening(), turn, work, folder
+    )
 
 
 def same_work(turn: Turn, work: Work, folder: Path) -> float:
@@ -213,7 +236,13 @@ def train(
         disable_tqdm=True,
         **options,
     )
-    run = trainer(model=model, args=args, train_dataset=documents(work), data_collator=collator, callbacks=[turn])
+    run = trainer(
+        model=model,
+        args=args,
+        train_dataset=documents(work),
+        data_collator=collator,
+        callbacks=[turn],
+    )
     run.remove_callback(PrinterCallback)
     return run.train().training_loss
 
@@ -224,7 +253,9 @@ def bare_loop(turn: Turn, work: Work, folder: Path) -> float:
     optimizer = torch.optim.AdamW(model.parameters(), lr=5e-5, weight_decay=0.0, fused=True)
     schedule = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.0, total_iters=work.steps)
     collator = DataCollatorWithFlattening(return_flash_attn_kwargs=True)
-    loader = torch.utils.data.DataLoader(documents(work), batch_size=len(work.lengths), collate_fn=collator)
+    loader = torch.utils.data.DataLoader(
+        documents(work), batch_size=len(work.lengths), collate_fn=collator
+    )
     total = 0.0
     turn.on_train_begin()
     for batch in loader:
@@ -257,7 +288,9 @@ def llama(attention: str) -> LlamaForCausalLM:
 def documents(work: Work) -> list[dict[str, list[int]]]:
     """Random tokens; every step has documents of the same lengths."""
     rng = random.Random(0)
-    rows = [rng.choices(range(VOCAB), k=length) for _ in range(work.steps) for length in work.lengths]
+    rows = [
+        rng.choices(range(VOCAB), k=length) for _ in range(work.steps) for length in work.lengths
+    ]
     return [{"input_ids": row, "labels": row} for row in rows]
 
 
@@ -272,11 +305,14 @@ def per_document_attention(
     scaling: float | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
-    """The plainest attention that keeps documents apart and computes no more than it must; on the CPU torch runs it
-    on the kernel that FlexSeqTrainer uses. query [1, H, T, D] -> [1, T, H, D]"""
+    """The plainest attention that keeps documents apart and computes no more than it must; on the
+    CPU torch runs it on the kernel that FlexSeqTrainer uses. query [1, H, T, D] -> [1, T, H, D]"""
     lengths = cu_seq_lens_q.diff().tolist()
     triples = zip(*(x.split(lengths, dim=2) for x in (query, key, value)), strict=True)
-    outs = [F.scaled_dot_product_attention(*qkv, is_causal=True, scale=scaling, enable_gqa=True) for qkv in triples]
+    outs = [
+        F.scaled_dot_product_attention(*qkv, is_causal=True, scale=scaling, enable_gqa=True)
+        for qkv in triples
+    ]
     return torch.cat([out.transpose(1, 2) for out in outs], dim=1), None
 
 
@@ -288,7 +324,8 @@ AttentionInterface.register("per_document", per_document_attention)
 
 @contextmanager
 def timed_parts() -> Iterator[dict[str, list[Clocks]]]:
-    """Inside this block every call of the functions in `PARTS` is timed: the seconds of each function."""
+    """Inside this block every call of the functions in `PARTS` is timed: the seconds of each
+    function."""
     found: dict[str, list[Clocks]] = {part: [] for part in PARTS}
 
     def timed(function: Callable[..., Any], clocks: Clocks) -> Callable[..., Any]:
@@ -305,7 +342,9 @@ def timed_parts() -> Iterator[dict[str, list[Clocks]]]:
         for part, functions in PARTS.items():
             for owner, name in functions:
                 found[part].append(([], []))
-                stack.enter_context(mock.patch.object(owner, name, timed(getattr(owner, name), found[part][-1])))
+                stack.enter_context(
+                    mock.patch.object(owner, name, timed(getattr(owner, name), found[part][-1]))
+                )
         yield found
 
 
@@ -313,29 +352,41 @@ def heading(args: argparse.Namespace) -> list[str]:
     weight = torch.empty(VOCAB, HIDDEN)
     loss = choose_backend(weight, weight).name
     lengths = Counter(args.lengths).items()
-    tokens = ", ".join(f"{count} x {length}" if count > 1 else str(length) for length, count in lengths)
+    tokens = ", ".join(
+        f"{count} x {length}" if count > 1 else str(length) for length, count in lengths
+    )
     return [
         f"{cpu_model()}, {os.cpu_count()} cores, one thread; python {platform.python_version()}, "
         f"torch {torch.__version__}, transformers {transformers.__version__}",
         "",
-        f"Llama of {LAYERS} layers, {HIDDEN} wide, {VOCAB} words, float32, AdamW, chunked loss by {loss}; "
+        f"Llama of {LAYERS} layers, {HIDDEN} wide, {VOCAB} words, float32, AdamW, chunked loss by "
+        f"{loss}; "
         f"{len(args.lengths)} documents a step, {sum(args.lengths):,} tokens: {tokens}",
         "",
-        f"{args.steps} steps of every lane in turn, after {args.warmup}: medians (and quartiles) in milliseconds",
+        f"{args.steps} steps of every lane in turn, after {args.warmup}: medians (and quartiles) "
+        f"in milliseconds",
         "",
     ]
 
 
 def cpu_model() -> str:
     info = Path("/proc/cpuinfo")
-    names = [line.split(":")[1].strip() for line in info.read_text().splitlines() if line.startswith("model name")]
+    names = [
+        line.split(":")[1].strip()
+        for line in info.read_text().splitlines()
+        if line.startswith("model name")
+    ]
     return names[0] if names else platform.processor()
 
 
 def table(measured: dict[str, Clocks], losses: dict[str, float]) -> list[str]:
     reference = losses["packed"]
-    assert all(math.isclose(loss, reference, rel_tol=1e-3) for loss in losses.values()), f"losses differ: {losses}"
-    lines = ["| lane | wall clock | flexseq / lane | on the processor | flexseq / lane | mean loss |"]
+    assert all(math.isclose(loss, reference, rel_tol=1e-3) for loss in losses.values()), (
+        f"losses differ: {losses}"
+    )
+    lines = [
+        "| lane | wall clock | flexseq / lane | on the processor | flexseq / lane | mean loss |"
+    ]
     lines += ["|---|---:|---:|---:|---:|---:|"]
     for name in measured:
         clocks = zip(measured[name], measured[OURS], strict=True)
@@ -346,16 +397,24 @@ def table(measured: dict[str, Clocks], losses: dict[str, float]) -> list[str]:
 
 def cell(seconds: list[float], ours: list[float]) -> str:
     first, median, third = (1e3 * quartile for quartile in statistics.quantiles(seconds, n=4))
-    return f"{median:.1f} ({first:.1f} to {third:.1f}) | {1e3 * statistics.median(ours) / median:.3f}"
+    return (
+        f"{median:.1f} ({first:.1f} to {third:.1f}) | {1e3 * statistics.median(ours) / median:.3f}"
+    )
 
 
 def split(parts: dict[str, list[Clocks]], warmup: int, whole: Clocks) -> list[str]:
     """Our own time per step, by part."""
-    lines = ["", "| part of flexseq | wall clock | on the processor | % of `same work` |", "|---|---:|---:|---:|"]
+    lines = [
+        "",
+        "| part of flexseq | wall clock | on the processor | % of `same work` |",
+        "|---|---:|---:|---:|",
+    ]
     step_s = statistics.median(whole[1])
     for part, functions in parts.items():
         by_clock = zip(*functions, strict=True)
-        wall, cpu = (sum(statistics.median(seconds[warmup:]) for seconds in clock) for clock in by_clock)
+        wall, cpu = (
+            sum(statistics.median(seconds[warmup:]) for seconds in clock) for clock in by_clock
+        )
         lines.append(f"| {part} | {1e3 * wall:.3f} | {1e3 * cpu:.3f} | {100 * cpu / step_s:.2f} |")
     return lines
 

@@ -1,10 +1,12 @@
-"""Attention of one layer over three zones on real links: the zones together, against one after the other.
+"""Attention of one layer over three zones on real links: the zones together, against one after the
+other.
 
-    python scripts/emulated_cluster.py --nodes 2 --ranks-per-node 2 --inter 133mbit -- python scripts/bench_overlap.py
+    python scripts/emulated_cluster.py --nodes 2 --ranks-per-node 2 --inter 133mbit -- python
+    scripts/bench_overlap.py
 
-On every rank: a part of a long sequence that all ranks share, one of a sequence that the ranks of a node share, and
-sequences of its own. One forward and one backward in float32, median of the rounds over all ranks' slowest; the ways
-take turns within a round.
+On every rank: a part of a long sequence that all ranks share, one of a sequence that the ranks of
+a node share, and sequences of its own. One forward and one backward in float32, median of the
+rounds over all ranks' slowest; the ways take turns within a round.
 
     together       as the product does it
     zone by zone   each zone to its end before the next, with the overlap inside a zone
@@ -64,7 +66,9 @@ def way(name: str) -> Iterator[None]:
             blocking = waiting(communicator.Transfers)
             for module in (communicator, all_to_all):
                 patches.enter_context(mock.patch.object(module, "Transfers", blocking))
-            patches.enter_context(mock.patch.object(all_to_all, "Collective", waiting(all_to_all.Collective)))
+            patches.enter_context(
+                mock.patch.object(all_to_all, "Collective", waiting(all_to_all.Collective))
+            )
         yield
 
 
@@ -75,7 +79,10 @@ def one_by_one(zones: Sequence[ZoneSteps[Result]]) -> list[Result]:
 def three_zones(world: Communicator, asked: argparse.Namespace) -> tuple[MicroBatch, list[int]]:
     """The micro-batch and its sequences' lengths."""
     topology = world.topology
-    groups, lengths = [Group(ranks=tuple(range(world.world_size)), sequences=(0,), strategy=asked.wide)], [asked.long]
+    groups, lengths = (
+        [Group(ranks=tuple(range(world.world_size)), sequences=(0,), strategy=asked.wide)],
+        [asked.long],
+    )
     for start in range(0, world.world_size, topology.ranks_per_node):
         ranks = tuple(range(start, start + topology.ranks_per_node))
         groups.append(Group(ranks=ranks, sequences=(len(lengths),), strategy=asked.within))
@@ -87,11 +94,16 @@ def three_zones(world: Communicator, asked: argparse.Namespace) -> tuple[MicroBa
     return MicroBatch(groups=tuple(groups)), lengths
 
 
-def seconds(world: Communicator, micro_batch: MicroBatch, lengths: list[int], kv_heads: int) -> float:
+def seconds(
+    world: Communicator, micro_batch: MicroBatch, lengths: list[int], kv_heads: int
+) -> float:
     """Of a forward and a backward, on the slowest rank."""
     shard = make_shard(micro_batch, lengths, world.rank)
     seq_ctx = SequenceContext(shard, world, choose_kernel(CPU, torch.float32, HEAD_DIM), CPU)
-    q, k, v = (torch.randn(shard.attention_tokens, h, HEAD_DIM, requires_grad=True) for h in (HEADS, kv_heads, kv_heads))
+    q, k, v = (
+        torch.randn(shard.attention_tokens, h, HEAD_DIM, requires_grad=True)
+        for h in (HEADS, kv_heads, kv_heads)
+    )
     dist.barrier()
     start = time.perf_counter()
     out = sequence_parallel_attention(q, k, v, seq_ctx)
@@ -102,16 +114,26 @@ def seconds(world: Communicator, micro_batch: MicroBatch, lengths: list[int], kv
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--long", type=int, default=4096, help="tokens of the sequence that all ranks share")
-    parser.add_argument("--middle", type=int, default=2048, help="tokens of the sequence that a node shares")
-    parser.add_argument("--short", type=int, default=2048, help="tokens of a sequence that a rank has alone")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--long", type=int, default=4096, help="tokens of the sequence that all ranks share"
+    )
+    parser.add_argument(
+        "--middle", type=int, default=2048, help="tokens of the sequence that a node shares"
+    )
+    parser.add_argument(
+        "--short", type=int, default=2048, help="tokens of a sequence that a rank has alone"
+    )
     parser.add_argument("--shorts", type=int, default=3, help="how many of them a rank has")
     parser.add_argument("--kv-heads", type=int, default=8, help=f"of {HEADS}")
     parser.add_argument("--wide", default="zigzag", help="strategy of all ranks")
     parser.add_argument("--within", default="ulysses", help="strategy of a node's ranks")
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--only-zones", action="store_true", help="leave out the single strategies")
+    parser.add_argument(
+        "--only-zones", action="store_true", help="leave out the single strategies"
+    )
     asked = parser.parse_args()
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
@@ -132,7 +154,9 @@ def main() -> None:
         for name, found in times.items():
             ratios = [other / own for other, own in zip(found, times["together"], strict=True)]
             print(
-                f"{name:13} {statistics.median(found):6.2f} s, {statistics.median(ratios):5.2f} x together", flush=True
+                f"{name:13} {statistics.median(found):6.2f} s, {statistics.median(ratios):5.2f} x "
+                f"together",
+                flush=True,
             )
     dist.barrier()
     dist.destroy_process_group()

@@ -1,17 +1,20 @@
-"""Pipeline schedules on simulated stages: our own against Seq1F1B and against InfiniPipe's planner.
+"""Pipeline schedules on simulated stages: our own against Seq1F1B and against InfiniPipe's
+planner.
 
     python scripts/bench_pipeline.py                                everything, 5 seeds
     python scripts/bench_pipeline.py --parts planning equal virtual memory
-    python scripts/bench_pipeline.py --parts tail --stages 8 --seeds 0 1 2    a part of the long-tailed batches
+    python scripts/bench_pipeline.py --parts tail --stages 8 --seeds 0 1 2    a part of the
+                                                                              long-tailed batches
     python scripts/bench_pipeline.py --parts tail --attention 2     twice the attention
 
 Every figure of InfiniPipe is one of a re-creation from the paper's text: its code is not public.
 
-Batches: 256 sequences of exp(normal(7.0, 1.35)) tokens, 2 % of them exp(normal(10.2, 0.8)), clipped to [64, context].
-A chunk of t tokens whose queries see p keys costs a stage t + p / 61,440 + 256 forward, and backward 2 t + 2.5 p /
-61,440 + 1.5 x 256, of which the input's part is t + 2.5 p / 61,440 + 256. The unit is one token's linear work, here
-called a microsecond. By operations a hidden size of 5120 has twice that attention: `--attention 2`. Memory is tokens
-in flight; there are 40 layers, and a checkpointed one keeps 2 of 34 bytes. All seconds are simulated; planning time
+Batches: 256 sequences of exp(normal(7.0, 1.35)) tokens, 2 % of them exp(normal(10.2, 0.8)),
+clipped to [64, context]. A chunk of t tokens whose queries see p keys costs a stage t + p / 61,440
++ 256 forward, and backward 2 t + 2.5 p / 61,440 + 1.5 x 256, of which the input's part is t + 2.5
+p / 61,440 + 256. The unit is one token's linear work, here called a microsecond. By operations a
+hidden size of 5120 has twice that attention: `--attention 2`. Memory is tokens in flight; there
+are 40 layers, and a checkpointed one keeps 2 of 34 bytes. All seconds are simulated; planning time
 is CPU time of one thread.
 """
 
@@ -42,7 +45,9 @@ Printer = Callable[..., None]
 
 def long_tailed(seed: int, context: int, count: int = 256) -> tuple[int, ...]:
     rng = random.Random(seed)
-    draws = (rng.gauss(10.2, 0.8) if rng.random() < 0.02 else rng.gauss(7.0, 1.35) for _ in range(count))
+    draws = (
+        rng.gauss(10.2, 0.8) if rng.random() < 0.02 else rng.gauss(7.0, 1.35) for _ in range(count)
+    )
     return tuple(int(min(max(math.exp(draw), 64), context)) for draw in draws)
 
 
@@ -102,8 +107,9 @@ def run(lengths: tuple[int, ...], cost: PipelineCost, **arguments: object) -> Ru
 
 @dataclass(frozen=True, kw_only=True)
 class Tail:
-    """One batch. best: the re-creation without a limit. roomy, tight: auto within 0.7 and 0.6 of its stage-0 peak.
-    squeezed: the re-creation within 0.6 of it. free: auto without a limit. seq1f1b: k = 8."""
+    """One batch. best: the re-creation without a limit. roomy, tight: auto within 0.7 and 0.6 of
+    its stage-0 peak. squeezed: the re-creation within 0.6 of it. free: auto without a limit.
+    seq1f1b: k = 8."""
 
     best: Run
     free: Run
@@ -120,14 +126,17 @@ class Tail:
 
 
 TAIL_HEADER = (
-    "| context | P | seed | longest | re-creation: K | over ideal | stage-0 peak, tokens | auto, no limit | its peak "
-    "| auto in 0.7 | its peak | re-creation in 0.6: K | layers again | time | auto in 0.6 | its peak | layers again "
+    "| context | P | seed | longest | re-creation: K | over ideal | stage-0 peak, tokens | auto, "
+    "no limit | its peak "
+    "| auto in 0.7 | its peak | re-creation in 0.6: K | layers again | time | auto in 0.6 | its "
+    "peak | layers again "
     "| faster | Seq1F1B, k = 8 |\n" + "|---" * 19 + "|"
 )
 TAIL_LEGEND = """
-Times are relative to the re-creation at its best K without a limit, peaks to its stage-0 peak; a limit of 0.7 or 0.6
-is that share of it. Auto's peak is its fullest stage's. `layers again` counts checkpointed layers over stages and
-chunks. The re-creation may use any K up to 96, and under the limit groups with a flush and its checkpointing.
+Times are relative to the re-creation at its best K without a limit, peaks to its stage-0 peak; a
+limit of 0.7 or 0.6 is that share of it. Auto's peak is its fullest stage's. `layers again` counts
+checkpointed layers over stages and chunks. The re-creation may use any K up to 96, and under the
+limit groups with a flush and its checkpointing.
 """
 
 
@@ -152,21 +161,39 @@ def long_tails(options: argparse.Namespace, write: Printer) -> bool:
     write(TAIL_HEADER)
     roomy: list[tuple[float, float]] = []
     gains: dict[int, list[float]] = {stages: [] for stages in options.stages}
-    for context, stages, seed in itertools.product(options.contexts, options.stages, options.seeds):
+    for context, stages, seed in itertools.product(
+        options.contexts, options.stages, options.seeds
+    ):
         lengths = long_tailed(seed, context * K)
         found = tail(lengths, stages, options.attention)
         write(f"| {context}K | {stages} | {seed} | {max(lengths):,} | {tail_row(found)} |")
-        roomy.append((found.roomy.seconds / found.best.seconds, found.roomy.peak / found.best.first))
+        roomy.append(
+            (found.roomy.seconds / found.best.seconds, found.roomy.peak / found.best.first)
+        )
         gains[stages].append(found.gain)
     write(TAIL_LEGEND)
     slowest, highest = (max(column) for column in zip(*roomy, strict=True))
     passed = mark(write, f"auto in 0.7: slowest {slowest:.3f}", slowest <= 1.0, "at most 1.00")
-    passed &= mark(write, f"auto in 0.7: highest peak {highest:.3f}", highest <= 0.7, "at most 0.70")
+    passed &= mark(
+        write, f"auto in 0.7: highest peak {highest:.3f}", highest <= 0.7, "at most 0.70"
+    )
     everything = [gain for found in gains.values() for gain in found]
     mean, least = statistics.mean(everything), min(everything)
-    each = ", ".join(f"{100 * statistics.mean(found):.1f} % at P = {stages}" for stages, found in gains.items())
-    passed &= mark(write, f"in 0.6, faster by {100 * mean:.1f} % on average ({each})", mean >= 0.05, "at least 5 %")
-    return mark(write, f"in 0.6, faster by {100 * least:.1f} % at least", least >= 0.02, "at least 2 %") and passed
+    each = ", ".join(
+        f"{100 * statistics.mean(found):.1f} % at P = {stages}" for stages, found in gains.items()
+    )
+    passed &= mark(
+        write,
+        f"in 0.6, faster by {100 * mean:.1f} % on average ({each})",
+        mean >= 0.05,
+        "at least 5 %",
+    )
+    return (
+        mark(
+            write, f"in 0.6, faster by {100 * least:.1f} % at least", least >= 0.02, "at least 2 %"
+        )
+        and passed
+    )
 
 
 def tail_row(found: Tail) -> str:
@@ -179,7 +206,11 @@ def tail_row(found: Tail) -> str:
                 for ours in (found.free, found.roomy)
             ),
             *(f"{squeezed.k}", f"{squeezed.layers}", f"{squeezed.seconds / best.seconds:.3f}"),
-            *(f"{tight.seconds / best.seconds:.3f}", f"{tight.peak / best.first:.2f}", f"{tight.layers}"),
+            *(
+                f"{tight.seconds / best.seconds:.3f}",
+                f"{tight.peak / best.first:.2f}",
+                f"{tight.layers}",
+            ),
             f"{100 * found.gain:.1f} %",
             f"{found.seq1f1b.seconds / best.seconds:.3f}",
         )
@@ -191,7 +222,10 @@ def tail_row(found: Tail) -> str:
 
 def equal_lengths(options: argparse.Namespace, write: Printer) -> bool:
     write("\n## 16 sequences of 32,768 tokens against Seq1F1B, in its memory\n")
-    write("| P | k | Seq1F1B: bubble | peak, sequences | auto, same k | its bubble | auto, planned | k | its bubble |")
+    write(
+        "| P | k | Seq1F1B: bubble | peak, sequences | auto, same k | its bubble | auto, "
+        "planned | k | its bubble |"
+    )
     write("|---" * 9 + "|")
     lengths, worst = (32 * K,) * 16, 0.0
     for stages in (2, *options.stages):
@@ -202,9 +236,11 @@ def equal_lengths(options: argparse.Namespace, write: Printer) -> bool:
             same, planned = run(lengths, cost, chunks=k, room=room), run(lengths, cost, room=room)
             worst = max(worst, same.seconds / plain.seconds, planned.seconds / plain.seconds)
             write(
-                f"| {stages} | {k} | {100 * plain.bubble:.1f} % | {plain.first / lengths[0]:.2f} | "
+                f"| {stages} | {k} | {100 * plain.bubble:.1f} % | {plain.first / lengths[0]:.2f} "
+                f"| "
                 f"{same.seconds / plain.seconds:.3f} | {100 * same.bubble:.1f} % | "
-                f"{planned.seconds / plain.seconds:.3f} | {planned.k} | {100 * planned.bubble:.1f} % |"
+                f"{planned.seconds / plain.seconds:.3f} | {planned.k} | "
+                f"{100 * planned.bubble:.1f} % |"
             )
     write()
     return mark(write, f"auto at worst {worst:.3f} of Seq1F1B's time", worst <= 1.0, "never worse")
@@ -214,18 +250,22 @@ def equal_lengths(options: argparse.Namespace, write: Printer) -> bool:
 
 
 def of_virtual(cost: PipelineCost, virtual: int) -> PipelineCost:
-    """Every stage in so many parts, which have equal layers; a chunk's constant is one of its layers, too."""
+    """Every stage in so many parts, which have equal layers; a chunk's constant is one of its
+    layers, too."""
     parts = {
         name: getattr(cost.stages[0], name) / virtual
         for name in ("linear_ns", "attention_ns", "chunk_ns", "token_bytes", "input_bytes")
     }
-    return PipelineCost.even(len(cost.stages) * virtual, StageCost(**parts, layers=cost.stages[0].layers))
+    return PipelineCost.even(
+        len(cost.stages) * virtual, StageCost(**parts, layers=cost.stages[0].layers)
+    )
 
 
 def virtual_stages(options: argparse.Namespace, write: Printer) -> bool:
     write("\n## Seq1F1B over V stages per rank, relative to V = 1\n")
     write(
-        "| batch | P | k | bubble, V = 1 | V = 2: time | bubble | fullest rank | V = 4: time | bubble | fullest rank |"
+        "| batch | P | k | bubble, V = 1 | V = 2: time | bubble | fullest rank | V = 4: time | "
+        "bubble | fullest rank |"
     )
     write("|---" * 10 + "|")
     batches = {
@@ -242,11 +282,20 @@ def virtual_stages(options: argparse.Namespace, write: Printer) -> bool:
             parts = of_virtual(cost, virtual)
             found = run(lengths, parts, schedule="seq1f1b", chunks=k, stages_per_rank=virtual)
             share = found.seconds / plain.seconds
-            row += [f"{share:.3f}", f"{100 * found.bubble:.1f} %", f"{found.peak / plain.peak:.2f}"]
+            row += [
+                f"{share:.3f}",
+                f"{100 * found.bubble:.1f} %",
+                f"{found.peak / plain.peak:.2f}",
+            ]
             slowest = max(slowest, share)
         write(f"| {' | '.join(row)} |")
-    write("\nMemory is relative, too. Transfers take no time here; V stages per rank make V times as many.\n")
-    return mark(write, f"at worst {slowest:.3f} of the time of V = 1", slowest <= 1.0, "never slower")
+    write(
+        "\nMemory is relative, too. Transfers take no time here; V stages per rank make V times "
+        "as many.\n"
+    )
+    return mark(
+        write, f"at worst {slowest:.3f} of the time of V = 1", slowest <= 1.0, "never slower"
+    )
 
 
 # ---- memory
@@ -255,10 +304,11 @@ def virtual_stages(options: argparse.Namespace, write: Printer) -> bool:
 def seq1f1b_30b() -> tuple[PipelineCost, float]:
     """Seq1F1B's 30B model on 64 A100, and bytes of a rank's model states.
 
-    64 layers, hidden 6144; 8 stages x tensor parallelism of 8. bf16: 34 bytes per token, layer and hidden element, the
-    published count for tensor and sequence parallelism with flash attention, of which K and V are 4. 18 bytes of
-    model states for each of a 64th of 30 billion parameters. Nanoseconds are proportional to operations; the head's
-    are spread over the stages, as the published partition has it.
+    64 layers, hidden 6144; 8 stages x tensor parallelism of 8. bf16: 34 bytes per token, layer and
+    hidden element, the published count for tensor and sequence parallelism with flash attention,
+    of which K and V are 4. 18 bytes of model states for each of a 64th of 30 billion parameters.
+    Nanoseconds are proportional to operations; the head's are spread over the stages, as the
+    published partition has it.
     """
     hidden, layers, vocabulary = 6144, 8, 50_000
     stage = StageCost(
@@ -275,7 +325,10 @@ def seq1f1b_30b() -> tuple[PipelineCost, float]:
 
 def memory(options: argparse.Namespace, write: Printer) -> bool:
     write("\n## Seq1F1B's 30B model, 65,536 tokens, 64 A100 of 80 GB, no recomputing (modelled)\n")
-    write("| schedule | k | cuts | tokens in flight, of 1F1B's | activations, K and V, GB | with model states, GB |")
+    write(
+        "| schedule | k | cuts | tokens in flight, of 1F1B's | activations, K and V, GB | with "
+        "model states, GB |"
+    )
     write("|---" * 6 + "|")
     cost, states = seq1f1b_30b()
     lengths, totals, shares = (64 * K,) * 16, {}, {}
@@ -286,21 +339,35 @@ def memory(options: argparse.Namespace, write: Printer) -> bool:
         ("seq1f1b", 4, "computation"),
         ("seq1f1b", 4, "time"),
     ):
-        found = report(make_pipeline_plan(lengths, cost, schedule=schedule, chunks=k, cuts=cuts), cost)
+        found = report(
+            make_pipeline_plan(lengths, cost, schedule=schedule, chunks=k, cuts=cuts), cost
+        )
         shares[schedule, cuts] = found.peak_tokens[0] / whole.peak_tokens[0]
         totals[schedule, cuts] = (found.peak_bytes[0] + states) / 1e9
         write(
-            f"| {schedule} | {k} | {cuts} | {shares[schedule, cuts]:.3f} | {found.peak_bytes[0] / 1e9:.1f} | "
+            f"| {schedule} | {k} | {cuts} | {shares[schedule, cuts]:.3f} | "
+            f"{found.peak_bytes[0] / 1e9:.1f} | "
             f"{totals[schedule, cuts]:.1f} |"
         )
-    write("\nPublished (figure of the authors' repository, decoded): Seq1F1B 67.5 GB, 1F1B out of memory.\n")
+    write(
+        "\nPublished (figure of the authors' repository, decoded): Seq1F1B 67.5 GB, 1F1B out of "
+        "memory.\n"
+    )
     even = (4 + 7) / (4 * 8)
     passed = mark(
-        write, f"even cuts hold {shares['seq1f1b', 'even']:.3f}", shares["seq1f1b", "even"] <= even, f"{even:.3f}"
+        write,
+        f"even cuts hold {shares['seq1f1b', 'even']:.3f}",
+        shares["seq1f1b", "even"] <= even,
+        f"{even:.3f}",
     )
     fits = max(total for (schedule, _), total in totals.items() if schedule == "seq1f1b")
     passed &= mark(write, f"Seq1F1B needs {fits:.1f} GB", fits < 80, "fits in 80 GB")
-    return passed & mark(write, f"1F1B needs {totals['1f1b', 'even']:.1f} GB", totals["1f1b", "even"] > 80, "does not")
+    return passed & mark(
+        write,
+        f"1F1B needs {totals['1f1b', 'even']:.1f} GB",
+        totals["1f1b", "even"] > 80,
+        "does not",
+    )
 
 
 # ---- planning time
@@ -308,7 +375,11 @@ def memory(options: argparse.Namespace, write: Printer) -> bool:
 
 def planning(options: argparse.Namespace, write: Printer) -> bool:
     write("\n## Planning 512 sequences at P = 8, CPU time of one thread\n")
-    write("| chunks of at most | room per stage | batches | chunks | ms, p50 | p90 |\n" + "|---" * 6 + "|")
+    write(
+        "| chunks of at most | room per stage | batches | chunks | ms, p50 | p90 |\n"
+        + "|---" * 6
+        + "|"
+    )
     cost, worst = llama_13b(8), 0.0
     for most, tokens in ((None, None), (None, 200_000), (2_600, None), (2_600, 200_000)):
         room = None if tokens is None else (tokens * BYTES,) * 8
@@ -319,12 +390,16 @@ def planning(options: argparse.Namespace, write: Printer) -> bool:
             plan = make_pipeline_plan(lengths, cost, max_tokens=most, room=room)
             taken.append(1e3 * (time.process_time() - began))
             chunks.append(len(plan.chunks))
-            assert plan.digest() == make_pipeline_plan(lengths, cost, max_tokens=most, room=room).digest()
+            assert (
+                plan.digest()
+                == make_pipeline_plan(lengths, cost, max_tokens=most, room=room).digest()
+            )
         middle, high = statistics.median(taken), statistics.quantiles(taken, n=10)[-1]
         worst = max(worst, middle)
         limits = [f"{limit:,} tokens" if limit else "-" for limit in (most, tokens)]
         write(
-            f"| {limits[0]} | {limits[1]} | {len(taken)} | {min(chunks)}-{max(chunks)} | {middle:.0f} | {high:.0f} |"
+            f"| {limits[0]} | {limits[1]} | {len(taken)} | {min(chunks)}-{max(chunks)} | "
+            f"{middle:.0f} | {high:.0f} |"
         )
     write()
     return mark(write, f"slowest p50 {worst:.0f} ms", worst <= 50, "at most 50 ms")
@@ -335,28 +410,39 @@ def mark(write: Printer, what: str, passed: bool, wanted: str) -> bool:
     return passed
 
 
-PARTS = {"tail": long_tails, "equal": equal_lengths, "virtual": virtual_stages, "memory": memory, "planning": planning}
+PARTS = {
+    "tail": long_tails,
+    "equal": equal_lengths,
+    "virtual": virtual_stages,
+    "memory": memory,
+    "planning": planning,
+}
 PUBLISHED = """
 ## Published, on other machines and by other measures; no mark
 
-Seq1F1B over 1F1B: up to 1.14x. InfiniPipe over a Seq1F1B of fixed-size chunks: up to 1.27x at 48K, 1.40x at 96K; over
-FlexSP up to 1.69x. InfiniPipe's own ablation: chunks that are not balanced, no checkpointing, or all of it, each cost
-1.14x to 1.28x."""
+Seq1F1B over 1F1B: up to 1.14x. InfiniPipe over a Seq1F1B of fixed-size chunks: up to 1.27x at
+48K, 1.40x at 96K; over FlexSP up to 1.69x. InfiniPipe's own ablation: chunks not balanced,
+no checkpointing, or all of it, each cost 1.14x to 1.28x."""
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
     parser.add_argument("--contexts", nargs="+", type=int, default=[96, 192], help="in K tokens")
     parser.add_argument("--stages", nargs="+", type=int, default=[4, 8])
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2, 3, 4])
-    parser.add_argument("--attention", type=float, default=1.0, help="times the attention of the causal area")
+    parser.add_argument(
+        "--attention", type=float, default=1.0, help="times the attention of the causal area"
+    )
     parser.add_argument("--batches", type=int, default=11, help="for planning time")
     options = parser.parse_args()
     write = functools.partial(print, flush=True)
     write(f"bench_pipeline.py {' '.join(sys.argv[1:])}")
     write(
-        f"on {platform.processor() or platform.machine()}, Python {platform.python_version()}, NumPy {np.__version__}"
+        f"on {platform.processor() or platform.machine()}, Python {platform.python_version()}, "
+        f"NumPy {np.__version__}"
     )
     passed = [PARTS[part](options, write) for part in options.parts]
     write(PUBLISHED)

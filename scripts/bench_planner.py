@@ -1,15 +1,20 @@
-"""All planners on one cost model: how close to the lower bound, against each other, and how long they take.
+"""All planners on one cost model: how close to the lower bound, against each other, and how long
+they take.
 
-    python scripts/bench_planner.py                                    every set, every planner but flexsp, 100 batches
-    python scripts/bench_planner.py --flexsp 12 --sets wikipedia       FlexSP's plans of the first 12 batches, too
+    python scripts/bench_planner.py                                    every set, every planner but
+                                                                       flexsp, 100 batches
+    python scripts/bench_planner.py --flexsp 12 --sets wikipedia       FlexSP's plans of the first
+                                                                       12 batches, too
     python scripts/bench_planner.py --sets "1024 ranks" --batches 9 --planners auto
     python scripts/bench_planner.py --sync free --planners auto static batch-ada
-    PYTHONPATH=tests python scripts/bench_exact.py --cases 1000        the default planner against the optimum
+    PYTHONPATH=tests python scripts/bench_exact.py --cases 1000        the default planner against
+                                                                       the optimum
 
-Lengths are drawn from the quantile tables in data/ (log-linear between quantiles) and from a log-normal fitted to
-CommonCrawl; longer ones than the context are drawn again. Costs are those of the preset flexsp-gpt-7b-a100, without
-remapping, which only one of the compared systems knows: all seconds of the plans are modelled, and only the planning
-time is measured, as CPU time of the one thread it takes.
+Lengths are drawn from the quantile tables in data/ (log-linear between quantiles) and from a
+log-normal fitted to CommonCrawl; longer ones than the context are drawn again. Costs are those of
+the preset flexsp-gpt-7b-a100, without remapping, which only one of the compared systems knows: all
+seconds of the plans are modelled, and only the planning time is measured, as CPU time of the one
+thread it takes.
 """
 
 import argparse
@@ -44,7 +49,9 @@ Draw = Callable[[random.Random], int]
 
 def quantile_table(name: str) -> Draw:
     """Draws lengths from the (probability, length) pairs of a file."""
-    probabilities, lengths = zip(*json.loads((DATA / f"{name}.json").read_text())["quantiles"], strict=True)
+    probabilities, lengths = zip(
+        *json.loads((DATA / f"{name}.json").read_text())["quantiles"], strict=True
+    )
 
     def draw(rng: random.Random) -> int:
         p = rng.random()
@@ -75,7 +82,8 @@ def batch(draw: Draw, context: int, count: int, seed: int) -> list[int]:
 
 @dataclass(frozen=True, kw_only=True)
 class LengthSet:
-    """Batches of one kind. draw: lengths of a seed. cap: tokens per rank for them; None takes the cost model's."""
+    """Batches of one kind. draw: lengths of a seed. cap: tokens per rank for them; None takes the
+    cost model's."""
 
     name: str
     draw: Callable[[int], list[int]]
@@ -116,24 +124,34 @@ SETS = {
         plain("documents", DOCUMENTS, 192 * K),
         plain("cc-like", common_crawl_like, LIMIT),
         LengthSet(
-            name="one at the limit", draw=lambda seed: [LIMIT, *batch(WIKIPEDIA, 192 * K, 511, seed)], context=LIMIT
+            name="one at the limit",
+            draw=lambda seed: [LIMIT, *batch(WIKIPEDIA, 192 * K, 511, seed)],
+            context=LIMIT,
         ),
         LengthSet(
             name="all equal",
             draw=lambda seed: [int(256 * 64 ** random.Random(seed).random())] * 512,
             context=16 * K,
         ),
-        LengthSet(name="fewer than ranks", draw=lambda seed: batch(DOCUMENTS, 192 * K, 24, seed), context=192 * K),
+        LengthSet(
+            name="fewer than ranks",
+            draw=lambda seed: batch(DOCUMENTS, 192 * K, 24, seed),
+            context=192 * K,
+        ),
         replace(
             plain("fill 0.95", WIKIPEDIA, 192 * K),
-            cap=lambda lengths: max(math.ceil(sum(lengths) / 64 / 3 / 0.95), math.ceil(max(lengths) / 64)),
+            cap=lambda lengths: max(
+                math.ceil(sum(lengths) / 64 / 3 / 0.95), math.ceil(max(lengths) / 64)
+            ),
         ),
         odd_world(1, 6),
         odd_world(2, 6),
         odd_world(6, 8),
         LengthSet(
             name="1024 ranks",
-            draw=lambda seed: batch((WIKIPEDIA, DOCUMENTS, common_crawl_like)[seed % 3], 192 * K, 4096, seed),
+            draw=lambda seed: batch(
+                (WIKIPEDIA, DOCUMENTS, common_crawl_like)[seed % 3], 192 * K, 4096, seed
+            ),
             context=192 * K,
             nodes=128,
         ),
@@ -146,17 +164,21 @@ FIGURES = ("seconds", "bounds", "milliseconds")
 
 @dataclass
 class Column:
-    """One planner on the batches of a set; None where it has no plan. seconds, bounds: modelled, of the step."""
+    """One planner on the batches of a set; None where it has no plan. seconds, bounds: modelled,
+    of the step."""
 
     seconds: list[float | None] = field(default_factory=list)
     bounds: list[float | None] = field(default_factory=list)
     milliseconds: list[float] = field(default_factory=list)
 
     def add(self, lengths: list[int], chosen: LengthSet, **options: str | int) -> None:
-        began = time.process_time()  # planning has one thread, and other processes should not count
+        # planning has one thread, and other processes should not count
+        began = time.process_time()
         try:
             cap = chosen.tokens_per_rank(lengths)
-            plan = make_plan(lengths, chosen.topology, COST, max_tokens_per_rank=cap, remap="off", **options)
+            plan = make_plan(
+                lengths, chosen.topology, COST, max_tokens_per_rank=cap, remap="off", **options
+            )
         except PlanInfeasible:
             self.seconds.append(None)
             self.bounds.append(None)
@@ -166,8 +188,11 @@ class Column:
         self.bounds.append(plan.lower_bound_s)
 
     def solved(self, kept: dict[str, list[float]], count: int, lengths: LengthSet) -> None:
-        """FlexSP on `count` batches: those of `kept` (seconds, bounds and milliseconds) as they are, the rest now."""
-        self.seconds, self.bounds, self.milliseconds = (kept.setdefault(name, []) for name in FIGURES)
+        """FlexSP on `count` batches: those of `kept` (seconds, bounds and milliseconds) as they
+        are, the rest now."""
+        self.seconds, self.bounds, self.milliseconds = (
+            kept.setdefault(name, []) for name in FIGURES
+        )
         for seed in range(len(self.seconds), count):
             self.add(lengths.draw(seed), lengths, planner="flexsp")
 
@@ -179,7 +204,11 @@ class Column:
 def static_degree(chosen: LengthSet, lengths: list[int]) -> int:
     """The narrowest degree that holds the context: what a run with one degree has to take."""
     context = min(chosen.context, chosen.tokens_per_rank(lengths) * chosen.topology.world_size)
-    return next(d for d in static_degrees(chosen.topology) if -(-context // d) <= chosen.tokens_per_rank(lengths))
+    return next(
+        d
+        for d in static_degrees(chosen.topology)
+        if -(-context // d) <= chosen.tokens_per_rank(lengths)
+    )
 
 
 def measured(chosen: LengthSet, asked: argparse.Namespace) -> dict[str, Column]:
@@ -193,9 +222,11 @@ def measured(chosen: LengthSet, asked: argparse.Namespace) -> dict[str, Column]:
     return columns
 
 
-def with_flexsp(columns: dict[str, Column], chosen: LengthSet, asked: argparse.Namespace) -> dict[str, Column]:
-    """The same and FlexSP's, whose figures are kept in a file: solving again would only take hours. It has no plans
-    for free ranks."""
+def with_flexsp(
+    columns: dict[str, Column], chosen: LengthSet, asked: argparse.Namespace
+) -> dict[str, Column]:
+    """The same and FlexSP's, whose figures are kept in a file: solving again would only take
+    hours. It has no plans for free ranks."""
     if asked.sync == "free" or not asked.flexsp:
         return columns
     kept = json.loads(asked.flexsp_results.read_text()) if asked.flexsp_results.exists() else {}
@@ -210,34 +241,60 @@ def of(ratios: list[float]) -> str:
 
 
 HEADER = """
-| lengths | planner | batches | over FlexSP, mean | worst | over bound, mean | worst | over megatron, mean | worst | \
-CPU ms, p50 | p99 |
+| lengths | planner | batches | over FlexSP, mean | worst | over bound, mean | worst | \
+over megatron, mean | worst | CPU ms, p50 | p99 |
 |---|---|---|---|---|---|---|---|---|---|---|"""
 
 
 def rows(name: str, columns: dict[str, Column]) -> None:
     for planner, column in columns.items():
-        against = [column.over(columns[other].seconds) if other in columns else [] for other in ("flexsp", "megatron")]
+        against = [
+            column.over(columns[other].seconds) if other in columns else []
+            for other in ("flexsp", "megatron")
+        ]
         cells = [of(against[0]), of(column.over(column.bounds)), of(against[1])]
-        times = [f"{np.percentile(column.milliseconds, q):.0f}" if column.milliseconds else "-" for q in (50, 99)]
-        print("|", " | ".join([name, planner, str(len(column.milliseconds)), *cells, *times]), "|", flush=True)
+        times = [
+            f"{np.percentile(column.milliseconds, q):.0f}" if column.milliseconds else "-"
+            for q in (50, 99)
+        ]
+        print(
+            "|",
+            " | ".join([name, planner, str(len(column.milliseconds)), *cells, *times]),
+            "|",
+            flush=True,
+        )
 
 
 def machine() -> str:
     models = [
-        line.split(":")[1].strip() for line in Path("/proc/cpuinfo").read_text().splitlines() if "model name" in line
+        line.split(":")[1].strip()
+        for line in Path("/proc/cpuinfo").read_text().splitlines()
+        if "model name" in line
     ]
     cpu = models[0] if models else platform.machine()
-    return f"{cpu}, {os.cpu_count()} cores, Python {platform.python_version()}, NumPy {np.__version__}"
+    python, numpy = platform.python_version(), np.__version__
+    return f"{cpu}, {os.cpu_count()} cores, Python {python}, NumPy {numpy}"
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--sets", nargs="+", choices=SETS, default=[name for name in SETS if name != "1024 ranks"])
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--sets", nargs="+", choices=SETS, default=[name for name in SETS if name != "1024 ranks"]
+    )
     parser.add_argument("--planners", nargs="+", choices=PLANNERS, default=PLANNERS)
     parser.add_argument("--batches", type=int, default=100, help="per length set")
-    parser.add_argument("--flexsp", type=int, default=0, metavar="BATCHES", help="solve at least so many with flexsp")
-    parser.add_argument("--flexsp-results", type=Path, default=RESULTS, help="where flexsp's figures are kept")
+    parser.add_argument(
+        "--flexsp",
+        type=int,
+        default=0,
+        metavar="BATCHES",
+        help="solve at least so many with flexsp",
+    )
+    parser.add_argument(
+        "--flexsp-results", type=Path, default=RESULTS, help="where flexsp's figures are kept"
+    )
     parser.add_argument("--sync", choices=("lockstep", "free"), default="lockstep")
     asked = parser.parse_args()
     print(f"bench_planner.py {' '.join(sys.argv[1:])}\non {machine()}")

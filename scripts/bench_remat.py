@@ -1,20 +1,23 @@
-"""What it saves under activation checkpointing that attention is not recomputed: one process, one thread.
+"""What it saves under activation checkpointing that attention is not recomputed: one process, one
+thread.
 
     python scripts/bench_remat.py
     python scripts/bench_remat.py --tokens 16384 --pairs 9
 
-Forward and backward of a Llama's decoder layers on one document, all of them checkpointed, with attention_remat on and
-off in turn; head, loss and optimizer are left out. The gain is the median of the ratios of neighbouring runs, by the
-wall clock and by the time on the processor, in which other work on the machine shows less.
+Forward and backward of a Llama's decoder layers on one document, all of them checkpointed, with
+attention_remat on and off in turn; head, loss and optimizer are left out. The gain is the median
+of the ratios of neighbouring runs, by the wall clock and by the time on the processor, in which
+other work on the machine shows less.
 
-Beside it stands the bound of any method that only removes attention's second forward, from shares measured in the same
-runs: with attention's share a of the forward, and its backward r times its forward,
+Beside it stands the bound of any method that only removes attention's second forward, from shares
+measured in the same runs: with attention's share a of the forward, and its backward r times its
+forward,
 
     (1 + 1 + 2 (1 - a) + r a) / (1 + (1 - a) + 2 (1 - a) + r a)
 
-where all else is taken to need twice its forward for its backward. The second bound takes the measured step instead:
-the time with the second forward over the same less attention's second forward. Peak memory is that of a process of its
-own for each setting.
+where all else is taken to need twice its forward for its backward. The second bound takes the
+measured step instead: the time with the second forward over the same less attention's second
+forward. Peak memory is that of a process of its own for each setting.
 """
 
 import os
@@ -105,8 +108,15 @@ class Bench:
         self.row = torch.arange(tokens)[None]
 
     def run(self, *, remat: bool) -> Clocks:
-        seq_ctx = SequenceContext(self.shard, Communicator(), self.kernel, CPU, attention_remat=remat)
-        inputs = {"input_ids": self.row % 16, "position_ids": self.row, "seq_ctx": seq_ctx, "use_cache": False}
+        seq_ctx = SequenceContext(
+            self.shard, Communicator(), self.kernel, CPU, attention_remat=remat
+        )
+        inputs = {
+            "input_ids": self.row % 16,
+            "position_ids": self.row,
+            "seq_ctx": seq_ctx,
+            "use_cache": False,
+        }
         began = now()
         hidden = timed(self.forward_s, lambda: self.model(**inputs).last_hidden_state)
         hidden.backward(torch.ones_like(hidden))
@@ -122,7 +132,8 @@ def bound(attention: float, ratio: float) -> float:
 
 
 def peak_bytes(tokens: int, layers: int, *, remat: bool) -> int:
-    """Peak memory of one forward and backward above what the process held before; run in a process of its own."""
+    """Peak memory of one forward and backward above what the process held before; run in a process
+    of its own."""
     bench = Bench(tokens, layers)
     before = status_bytes("VmRSS")
     bench.run(remat=remat)
@@ -135,9 +146,17 @@ def status_bytes(field: str) -> int:
 
 
 def measured_peak(args: argparse.Namespace, remat: bool) -> int:
-    command = [sys.executable, __file__, "--tokens", str(args.tokens), "--layers", str(args.layers)]
+    command = [
+        sys.executable,
+        __file__,
+        "--tokens",
+        str(args.tokens),
+        "--layers",
+        str(args.layers),
+    ]
     command += ["--peak", "on" if remat else "off"]
-    # Tensors get pages of their own, and give them back: otherwise the allocator's reserve is what is measured.
+    # Tensors get pages of their own, and give them back: otherwise the allocator's reserve is what
+    # is measured.
     env = os.environ | {"MALLOC_MMAP_THRESHOLD_": "65536"}
     return int(subprocess.run(command, check=True, capture_output=True, text=True, env=env).stdout)
 
@@ -159,17 +178,21 @@ def report(args: argparse.Namespace) -> list[str]:
         f"{cpu_model()}, {os.cpu_count()} cores, one thread; python {platform.python_version()}, "
         f"torch {torch.__version__}, transformers {transformers.__version__}",
         "",
-        f"{args.layers} decoder layers, {HIDDEN} wide, {HEADS} heads of {HEAD_DIM} on {KV_HEADS}, float32, kernel "
+        f"{args.layers} decoder layers, {HIDDEN} wide, {HEADS} heads of {HEAD_DIM} on {KV_HEADS}, "
+        f"float32, kernel "
         f"{bench.kernel.name}; one document of {args.tokens:,} tokens; {args.pairs} pairs",
         "",
         "| attention_remat | wall clock, s | on the processor, s | peak memory, MiB |",
         "|---|---:|---:|---:|",
         *(f"| {remat} | {medians(runs)} | {peak:.1f} |" for remat, runs, peak in settings),
         "",
-        f"* faster by the wall clock {spread(without.wall / with_.wall for with_, without in pairs)}",
+        f"* faster by the wall clock "
+        f"{spread(without.wall / with_.wall for with_, without in pairs)}",
         f"* faster on the processor {spread(without.cpu / with_.cpu for with_, without in pairs)}",
-        f"* attention is {share:.2f} of the forward, its backward takes {ratio:.2f} times its forward",
-        f"* bound by the formula {bound(share, ratio):.3f}, by the measured step {off / (off - attend_s):.3f}",
+        f"* attention is {share:.2f} of the forward, its backward takes {ratio:.2f} times its "
+        f"forward",
+        f"* bound by the formula {bound(share, ratio):.3f}, by the measured step "
+        f"{off / (off - attend_s):.3f}",
     ]
 
 
@@ -183,22 +206,29 @@ def spread(ratios: Iterable[float]) -> str:
 
 
 def pair(bench: Bench, *, first_remat: bool) -> tuple[Clocks, Clocks]:
-    """What it took with attention kept and with it recomputed; which comes first changes from pair to pair."""
+    """What it took with attention kept and with it recomputed; which comes first changes from pair
+    to pair."""
     seconds = {remat: bench.run(remat=remat) for remat in (first_remat, not first_remat)}
     return seconds[True], seconds[False]
 
 
 def cpu_model() -> str:
     lines = Path("/proc/cpuinfo").read_text().splitlines()
-    return next((line.split(":")[1].strip() for line in lines if line.startswith("model name")), platform.processor())
+    return next(
+        (line.split(":")[1].strip() for line in lines if line.startswith("model name")),
+        platform.processor(),
+    )
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--tokens", type=int, default=8192)
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--pairs", type=int, default=7)
-    parser.add_argument("--peak", choices=["on", "off"], help=argparse.SUPPRESS)  # one of its own processes
+    # one of its own processes
+    parser.add_argument("--peak", choices=["on", "off"], help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.peak:
         print(peak_bytes(args.tokens, args.layers, remat=args.peak == "on"))

@@ -2,12 +2,13 @@
 
     torchrun --nproc_per_node 2 scripts/bench_simulated.py
 
-The model, the corpus and the plans are the quickstart's. The cost model is calibrated on the same ranks; then the
-micro-batches of some optimizer steps are planned with it and executed, forward and backward, all ranks starting
-together. Both are done in turns, so that a machine that others use as well is as busy for the one as for the other.
+The model, the corpus and the plans are the quickstart's. The cost model is calibrated on the same
+ranks; then the micro-batches of some optimizer steps are planned with it and executed, forward and
+backward, all ranks starting together. Both are done in turns, so that a machine that others use as
+well is as busy for the one as for the other.
 
-Predicted is the closed form: the slowest rank plus the constant. Executed is the slowest rank's median. The reduction
-of gradients at a step's end, which no plan changes, is in neither.
+Predicted is the closed form: the slowest rank plus the constant. Executed is the slowest rank's
+median. The reduction of gradients at a step's end, which no plan changes, is in neither.
 """
 
 import os
@@ -65,9 +66,12 @@ class Pair:
 def main() -> None:
     args = arguments()
     torch.set_num_threads(1)
-    model_args, data_args, training = parse(["--config", str(QUICKSTART)], FlexSeqConfig, device_defaults())
+    model_args, data_args, training = parse(
+        ["--config", str(QUICKSTART)], FlexSeqConfig, device_defaults()
+    )
     tokenizer, sequences, _ = prepare(model_args, data_args, training)
-    accelerator = Accelerator(cpu=True)  # after the training arguments, which reset accelerate's state
+    # after the training arguments, which reset accelerate's state
+    accelerator = Accelerator(cpu=True)
     model = load_model(model_args, tokenizer)
     loader = torch.utils.data.DataLoader(
         sequences.select_columns(["input_ids", "labels"]),
@@ -81,9 +85,13 @@ def main() -> None:
     for turn in range(args.turns):
         began = time.perf_counter()
         effort = Effort(budget_s=args.budget, rounds=args.rounds, held_out=8)
-        record = calibrate(model.config.to_dict(), dtype="float32", checkpointing=False, effort=effort)
+        record = calibrate(
+            model.config.to_dict(), dtype="float32", checkpointing=False, effort=effort
+        )
         lines = calibration_lines(turn, record, time.perf_counter() - began)
-        engine = calibrated_engine(accelerator, record, args.strategy, training.max_tokens_per_rank)
+        engine = calibrated_engine(
+            accelerator, record, args.strategy, training.max_tokens_per_rank
+        )
         pairs += execute(engine, model, batches, args)
         if accelerator.is_main_process:
             print("\n".join(lines if turn else [*heading(args, record), *lines]))
@@ -94,12 +102,21 @@ def main() -> None:
 
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--turns", type=int, default=4, help="calibrations, each followed by some steps")
     parser.add_argument(
-        "--steps", type=int, default=2, help="optimizer steps of a turn whose micro-batches are executed"
+        "--turns", type=int, default=4, help="calibrations, each followed by some steps"
     )
-    parser.add_argument("--rounds", type=int, default=3, help="times that each run is timed, after one that is not")
-    parser.add_argument("--budget", type=float, default=4.0, help="estimated seconds of the calibration")
+    parser.add_argument(
+        "--steps",
+        type=int,
+        default=2,
+        help="optimizer steps of a turn whose micro-batches are executed",
+    )
+    parser.add_argument(
+        "--rounds", type=int, default=3, help="times that each run is timed, after one that is not"
+    )
+    parser.add_argument(
+        "--budget", type=float, default=4.0, help="estimated seconds of the calibration"
+    )
     parser.add_argument("--strategy", default="auto", help="as in FlexSeqArguments")
     return parser.parse_args()
 
@@ -128,10 +145,16 @@ def execute(
         for step in islice(engine.steps(batches), args.steps):
             for index, inputs in step.step.micro_batches:
                 run = partial(forward_backward, model, inputs, step.step.targets)
-                (by_rank,) = median_seconds([run], engine.communicator, engine.accelerator.device, args.rounds)
+                (by_rank,) = median_seconds(
+                    [run], engine.communicator, engine.accelerator.device, args.rounds
+                )
                 micro_batch = step.plan.micro_batches[index]
-                predicted = lockstep_ns(engine.cost, [micro_batch], step.plan.lengths, engine.communicator.topology)
-                yield Pair(kind=kind(micro_batch), predicted_s=predicted[0] / 1e9, executed_s=max(by_rank))
+                predicted = lockstep_ns(
+                    engine.cost, [micro_batch], step.plan.lengths, engine.communicator.topology
+                )
+                yield Pair(
+                    kind=kind(micro_batch), predicted_s=predicted[0] / 1e9, executed_s=max(by_rank)
+                )
 
 
 def forward_backward(model: nn.Module, inputs: Inputs, targets: int) -> None:
@@ -149,9 +172,11 @@ def kind(micro_batch: MicroBatch) -> str:
 
 def heading(args: argparse.Namespace, record: dict[str, Any]) -> list[str]:
     return [
-        f"{record['device']}, {os.cpu_count()} cores; {record['topology'][1]} ranks, {record['threads']} thread each; "
+        f"{record['device']}, {os.cpu_count()} cores; {record['topology'][1]} ranks, "
+        f"{record['threads']} thread each; "
         f"torch {record['torch']}, {record['dtype']}",
-        f"{args.turns} turns of a calibration and {args.steps} steps, strategy {args.strategy}; medians of "
+        f"{args.turns} turns of a calibration and {args.steps} steps, strategy {args.strategy}; "
+        f"medians of "
         f"{args.rounds} runs",
         "",
     ]
@@ -161,20 +186,29 @@ def calibration_lines(turn: int, record: dict[str, Any], seconds: float) -> list
     cost, held_out = record["cost_model"], record["hold_out"]
     links = ", ".join(
         f"degree {degree}: {speed / 1e6:.3g} MB/s and {1e3 * wait:.2g} ms a layer"
-        for (degree, speed), (_, wait) in zip(cost["bandwidths"], record["latencies_s"], strict=True)
+        for (degree, speed), (_, wait) in zip(
+            cost["bandwidths"], record["latencies_s"], strict=True
+        )
     )
     return [
-        f"* calibration {turn + 1}, load {os.getloadavg()[0]:.1f}: {seconds:.1f} s, at most {record['tokens']} tokens "
-        f"a rank; {held_out['micro_batches']} micro-batches held out: {held_out['mean']:.1%} off, p95 "
+        f"* calibration {turn + 1}, load {os.getloadavg()[0]:.1f}: {seconds:.1f} s, at most "
+        f"{record['tokens']} tokens "
+        f"a rank; {held_out['micro_batches']} micro-batches held out: {held_out['mean']:.1%} off, "
+        f"p95 "
         f"{held_out['p95']:.1%}",
-        f"  attention {1e9 * cost['attention_s']:.3g} ns/token^2, linear {1e6 * cost['linear_s']:.3g} us/token, "
-        f"micro-batch {1e3 * cost['micro_batch_s']:.3g} ms; {links}; ring {cost['ring_bytes'] / 2**10:.3g} KiB/token, "
+        f"  attention {1e9 * cost['attention_s']:.3g} ns/token^2, linear "
+        f"{1e6 * cost['linear_s']:.3g} us/token, "
+        f"micro-batch {1e3 * cost['micro_batch_s']:.3g} ms; {links}; ring "
+        f"{cost['ring_bytes'] / 2**10:.3g} KiB/token, "
         f"overlap {cost['ring_overlap']:.2f}",
     ]
 
 
 def table(pairs: list[Pair]) -> list[str]:
-    lines = ["| micro-batches | number | executed, median s | predicted / executed, median | error, median | p90 |"]
+    lines = [
+        "| micro-batches | number | executed, median s | predicted / executed, median | "
+        "error, median | p90 |"
+    ]
     lines += ["|---|---:|---:|---:|---:|---:|"]
     kinds = sorted({pair.kind for pair in pairs})
     for name, chosen in [("all", pairs)] + [(k, [p for p in pairs if p.kind == k]) for k in kinds]:

@@ -3,21 +3,23 @@
     python scripts/bench_stages.py
     python scripts/bench_stages.py --rounds 9 --tokens 4096 --layers 4
 
-Speed: forwards and backwards of two equal sequences through a Llama in two stages, without Trainer and optimizer. The
-schedules take turns, so that a noisy machine is noisy for all of them; a ratio is the median over rounds of 1f1b's
-seconds over the schedule's in the same round. Costs for the cuts and for `auto` are fitted to forwards of this model
-on this machine at the start. Two clocks:
+Speed: forwards and backwards of two equal sequences through a Llama in two stages, without Trainer
+and optimizer. The schedules take turns, so that a noisy machine is noisy for all of them; a ratio
+is the median over rounds of 1f1b's seconds over the schedule's in the same round. Costs for the
+cuts and for `auto` are fitted to forwards of this model on this machine at the start. Two clocks:
 
-    wall    both ranks, from one barrier to the next. It needs two idle cores: on busy ones an idle stage's core does
+    wall    both ranks, from one barrier to the next. It needs two idle cores: on busy ones an idle
+            stage's core does
             other work, and the bubble costs less than it would
-    path    the longest path through the actions that were run, each as long as its thread was on the processor; what
+    path    the longest path through the actions that were run, each as long as its thread was on
+            the processor; what
             a machine with nothing else to do would take, transfers left out
 
-Gradients of every schedule are compared with those of 1f1b, in float32. A third thread for a stage would use the other
-stage's idle core, and hide the bubble: hence one each.
+Gradients of every schedule are compared with those of 1f1b, in float32. A third thread for a stage
+would use the other stage's idle core, and hide the bubble: hence one each.
 
-Balance: seconds on the processor of both stages, of a Llama with 8 layers, 256 wide, and a vocabulary of 32,000, where
-the LM head costs as much as several layers.
+Balance: seconds on the processor of both stages, of a Llama with 8 layers, 256 wide, and a
+vocabulary of 32,000, where the LM head costs as much as several layers.
 """
 
 import os
@@ -70,7 +72,11 @@ class Pipeline:
 
     def __init__(self, *, layers: int, hidden: int, vocabulary: int) -> None:
         torch.manual_seed(0)
-        sizes = {"hidden_size": hidden, "intermediate_size": 11 * hidden // 4, "num_hidden_layers": layers}
+        sizes = {
+            "hidden_size": hidden,
+            "intermediate_size": 11 * hidden // 4,
+            "num_hidden_layers": layers,
+        }
         heads = {"num_attention_heads": hidden // 64, "num_key_value_heads": hidden // 128}
         self.model = LlamaForCausalLM(LlamaConfig(**sizes, **heads, vocab_size=vocabulary)).train()
         self.model.set_attn_implementation(NAME)
@@ -79,7 +85,9 @@ class Pipeline:
         if self.stage.is_last:
             attach_chunked_loss(self.model)
         kernel = choose_kernel(torch.device("cpu"), torch.float32, 64)
-        self.executor = PipelineExecutor(self.stage, Neighbours(communicator, [list(range(STAGES))]), kernel)
+        self.executor = PipelineExecutor(
+            self.stage, Neighbours(communicator, [list(range(STAGES))]), kernel
+        )
 
     def run(self, plan: PipelinePlan) -> tuple[float, list[float]]:
         """Wall seconds of a step, and this stage's seconds on the processor, action by action."""
@@ -94,9 +102,19 @@ class Pipeline:
 
     def _columns(self, chunk: Any) -> dict[str, torch.Tensor]:
         """Tokens that depend on sequence and position alone."""
-        pairs = [(part.sequence, position) for part in chunk.slices for position in range(part.start, part.stop)]
-        ids = torch.tensor([[(7919 * s + 104729 * p + p * p // 3) % self.vocabulary for s, p in pairs]])
-        return {"input_ids": ids, "labels": ids, "position_ids": torch.tensor([[p for _, p in pairs]])}
+        pairs = [
+            (part.sequence, position)
+            for part in chunk.slices
+            for position in range(part.start, part.stop)
+        ]
+        ids = torch.tensor(
+            [[(7919 * s + 104729 * p + p * p // 3) % self.vocabulary for s, p in pairs]]
+        )
+        return {
+            "input_ids": ids,
+            "labels": ids,
+            "position_ids": torch.tensor([[p for _, p in pairs]]),
+        }
 
     def gradients(self) -> list[torch.Tensor]:
         return [p.grad.clone() for p in self.model.parameters() if p.grad is not None]
@@ -104,7 +122,8 @@ class Pipeline:
 
 @contextmanager
 def timed_actions() -> Iterator[list[float]]:
-    """Seconds on the processor of every action inside the block; a thread that waits is not on it."""
+    """Seconds on the processor of every action inside the block; a thread that waits is not on
+    it."""
     seconds: list[float] = []
     obey = executor_module._Step.obey
 
@@ -141,12 +160,15 @@ def fitted_cost(pipeline: Pipeline, tokens: int) -> PipelineCost:
     near, far = causal_pairs(0, tokens // 2), causal_pairs(0, tokens)
     attention = ((whole - constant) - 2 * (half - constant)) / (far - 2 * near)
     linear = (whole - constant - attention * far) / tokens
-    stage = StageCost(linear_ns=max(linear, 1.0), attention_ns=max(attention, 0.0), chunk_ns=constant)
+    stage = StageCost(
+        linear_ns=max(linear, 1.0), attention_ns=max(attention, 0.0), chunk_ns=constant
+    )
     return PipelineCost(stages=tuple(gathered(stage)))
 
 
 def path_s(plan: PipelinePlan, seconds: Sequence[Sequence[float]]) -> float:
-    """The step's length if every action took these seconds. seconds: of each rank, in the order of its actions."""
+    """The step's length if every action took these seconds. seconds: of each rank, in the order of
+    its actions."""
     free, turns = [0.0] * plan.ranks, [iter(of_rank) for of_rank in seconds]
     arrived: dict[tuple[str, int, int, int], float] = {}
     for rank, action in walk(plan):
@@ -154,18 +176,23 @@ def path_s(plan: PipelinePlan, seconds: Sequence[Sequence[float]]) -> float:
         start = max(free[rank], arrived.get((way, action.stage, action.unit, action.chunk), 0.0))
         free[rank] = start + next(turns[rank])
         if action.kind != "W":
-            arrived[way, action.stage + (1 if way == "F" else -1), action.unit, action.chunk] = free[rank]
+            arrived[way, action.stage + (1 if way == "F" else -1), action.unit, action.chunk] = (
+                free[rank]
+            )
     return max(free)
 
 
 def speed(rank: int, asked: argparse.Namespace) -> None:
     pipeline = Pipeline(layers=asked.layers, hidden=asked.hidden, vocabulary=asked.vocabulary)
     cost = fitted_cost(pipeline, asked.tokens)
-    plans = {name: plan_for([asked.tokens] * 2, cost, **options) for name, options in LANES.items()}
+    plans = {
+        name: plan_for([asked.tokens] * 2, cost, **options) for name, options in LANES.items()
+    }
     clocks: dict[str, Clocks] = {name: {"wall": [], "path": []} for name in LANES}
     differences: dict[str, float] = {}
     wanted: list[torch.Tensor] = []
-    for number in range(asked.rounds + 1):  # the first one warms up, and its gradients are compared
+    # the first one warms up, and its gradients are compared
+    for number in range(asked.rounds + 1):
         for name, plan in plans.items():
             wall, seconds = pipeline.run(plan)
             by_rank = gathered(seconds)
@@ -181,7 +208,8 @@ def speed(rank: int, asked: argparse.Namespace) -> None:
 
 
 def largest_difference(found: Sequence[torch.Tensor], wanted: Sequence[torch.Tensor]) -> float:
-    """||a - b|| / ||b||, the worst over this stage's parameters, with 1e-3 of the largest norm as floor."""
+    """||a - b|| / ||b||, the worst over this stage's parameters, with 1e-3 of the largest norm as
+    floor."""
     floor = 1e-3 * max(float(b.norm()) for b in wanted)
     pairs = zip(found, wanted, strict=True)
     return max(float((a - b).norm()) / max(float(b.norm()), floor) for a, b in pairs)
@@ -195,13 +223,19 @@ def print_speed(
 ) -> None:
     shape = f"{asked.layers} layers, {asked.hidden} wide, vocabulary {asked.vocabulary:,}, float32"
     print(f"\n{shape}; 2 sequences of {asked.tokens:,} tokens, 2 stages; {asked.rounds} rounds\n")
-    print("| schedule | chunks | wall, s | 1f1b over it | path, s | 1f1b over it | simulated | gradients differ by |")
+    print(
+        "| schedule | chunks | wall, s | 1f1b over it | path, s | 1f1b over it | simulated | "
+        "gradients differ by |"
+    )
     print("|---|---:|---:|---|---:|---|---:|---:|")
     for name, plan in plans.items():
         cells = [name, str(len(plan.chunks))]
         for clock in ("wall", "path"):
             own, base = clocks[name][clock], clocks["1f1b"][clock]
-            cells += [f"{statistics.median(own):.2f}", spread([b / a for a, b in zip(own, base, strict=True)])]
+            cells += [
+                f"{statistics.median(own):.2f}",
+                spread([b / a for a, b in zip(own, base, strict=True)]),
+            ]
         simulated = plans["1f1b"].objective_s / plan.objective_s
         print("|", " | ".join([*cells, f"{simulated:.3f}", f"{differences[name]:.1e}"]), "|")
 
@@ -218,15 +252,21 @@ def balance(rank: int, asked: argparse.Namespace) -> None:
         start, stop = pipeline.stage.spans[0]
         of_stage = [statistics.median(seconds) for seconds in zip(*stages, strict=True)]
         print(
-            f"\n8 layers, 256 wide, vocabulary 32,000; one sequence of {asked.tokens:,} tokens; {asked.rounds} rounds"
+            f"\n8 layers, 256 wide, vocabulary 32,000; one sequence of {asked.tokens:,} tokens; "
+            f"{asked.rounds} rounds"
         )
-        print(f"layers: {stop - start} and embedding, {8 - stop} and head; on the processor, s: {of_stage}")
+        print(
+            f"layers: {stop - start} and embedding, {8 - stop} and head; on the processor, s: "
+            f"{of_stage}"
+        )
         print(f"largest over mean: {spread([max(s) * STAGES / sum(s) for s in stages])}")
 
 
 def rank_main(rank: int, folder: str, asked: argparse.Namespace) -> None:
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=STAGES)
+    dist.init_process_group(
+        "gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=STAGES
+    )
     for part in (speed, balance):
         if asked.part in ("all", part.__name__):
             part(rank, asked)
@@ -235,27 +275,39 @@ def rank_main(rank: int, folder: str, asked: argparse.Namespace) -> None:
 
 
 def machine() -> str:
-    models = [line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("model name")]
+    models = [
+        line
+        for line in Path("/proc/cpuinfo").read_text().splitlines()
+        if line.startswith("model name")
+    ]
     versions = (
-        f"python {platform.python_version()}, torch {torch.__version__}, transformers {transformers.__version__}"
+        f"python {platform.python_version()}, torch {torch.__version__}, transformers "
+        f"{transformers.__version__}"
     )
     load = ", ".join(f"{value:.1f}" for value in os.getloadavg())
-    return f"{models[0].split(':')[1].strip()}, {os.cpu_count()} cores, load average {load}; {versions}"
+    cpu = models[0].split(":")[1].strip()
+    return f"{cpu}, {os.cpu_count()} cores, load average {load}; {versions}"
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--part", choices=("all", "speed", "balance"), default="all")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--tokens", type=int, default=4096)
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--hidden", type=int, default=256)
-    parser.add_argument("--vocabulary", type=int, default=1024, help="small: the stages of the speed test are even")
+    parser.add_argument(
+        "--vocabulary", type=int, default=1024, help="small: the stages of the speed test are even"
+    )
     asked = parser.parse_args()
     print(f"before: {machine()}", flush=True)
     context = multiprocessing.get_context("fork")
     with tempfile.TemporaryDirectory() as folder:
-        ranks = [context.Process(target=rank_main, args=(rank, folder, asked)) for rank in range(STAGES)]
+        ranks = [
+            context.Process(target=rank_main, args=(rank, folder, asked)) for rank in range(STAGES)
+        ]
         for process in ranks:
             process.start()
         for process in ranks:

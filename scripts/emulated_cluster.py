@@ -1,22 +1,28 @@
-"""Run a command on every rank of a cluster that exists on this machine only: real bytes over slow links.
+"""Run a command on every rank of a cluster that exists on this machine only: real bytes over slow
+links.
 
-    python scripts/emulated_cluster.py --nodes 2 --ranks-per-node 2 --inter 133mbit -- python train.py
-    python scripts/emulated_cluster.py --nodes 2 --ranks-per-node 4 --inter 133mbit --nic-per-rank -- python train.py
+    python scripts/emulated_cluster.py --nodes 2 --ranks-per-node 2 --inter 133mbit -- python
+    train.py python scripts/emulated_cluster.py --nodes 2 --ranks-per-node 4 --inter 133mbit
+    --nic-per-rank -- python train.py
 
-A node is a Linux network namespace in which torchrun starts the ranks: they reach each other at full speed, and all
-other nodes over one link, shaped to --inter in both directions. With --nic-per-rank every rank is a namespace with a
-shaped link of its own, and an unshaped one to the ranks of its node; the launcher's variables (RANK, LOCAL_RANK, ...)
-are then set here. Every rank has one thread, and GLOO_SOCKET_IFNAME names its link.
+A node is a Linux network namespace in which torchrun starts the ranks: they reach each other at
+full speed, and all other nodes over one link, shaped to --inter in both directions. With
+--nic-per-rank every rank is a namespace with a shaped link of its own, and an unshaped one to the
+ranks of its node; the launcher's variables (RANK, LOCAL_RANK, ...) are then set here. Every rank
+has one thread, and GLOO_SOCKET_IFNAME names its link.
 
         node 0                 switch                node 1
-     ranks -- nic ==shaped== [ wire ] ==shaped== nic -- ranks          ranks of a node talk over its loopback
+     ranks -- nic ==shaped== [ wire ] ==shaped== nic -- ranks          ranks of a node talk over
+                                                                       its loopback
 
-    rank 0  nic  ==shaped== [ wire  ] ==shaped== nic  rank 2           --nic-per-rank: a bridge for the links between
-    rank 0  mate ---------- [ mates0 ] --------- mate rank 1           nodes, and one for the ranks of each node
+    rank 0  nic  ==shaped== [ wire  ] ==shaped== nic  rank 2           --nic-per-rank: a bridge for
+                                                                       the links between
+    rank 0  mate ---------- [ mates0 ] --------- mate rank 1           nodes, and one for the ranks
+                                                                       of each node
 
-Needs Linux, root and iproute2. All links lie inside namespaces, those of this machine are never touched, and what was
-made is removed in the end, also after a failure or Ctrl-C. Exits as the first rank that fails, with 2 where it cannot
-run at all.
+Needs Linux, root and iproute2. All links lie inside namespaces, those of this machine are never
+touched, and what was made is removed in the end, also after a failure or Ctrl-C. Exits as the
+first rank that fails, with 2 where it cannot run at all.
 """
 
 import argparse
@@ -61,7 +67,9 @@ class Cluster:
     def hosts(self) -> tuple[Host, ...]:
         per_node = self.ranks_per_node if self.nic_per_rank else 1
         names = (f"flexseq-{os.getpid()}-{i}" for i in range(self.nodes * per_node))
-        return tuple(Host(index=i, node=i // per_node, namespace=name) for i, name in enumerate(names))
+        return tuple(
+            Host(index=i, node=i // per_node, namespace=name) for i, name in enumerate(names)
+        )
 
     @property
     def switch(self) -> str:
@@ -73,7 +81,8 @@ class Cluster:
 
 @contextmanager
 def network(cluster: Cluster) -> Iterator[None]:
-    """The namespaces and links of `cluster`, for as long as the block runs. Raises RuntimeError when one fails."""
+    """The namespaces and links of `cluster`, for as long as the block runs. Raises RuntimeError
+    when one fails."""
     with ExitStack() as stack:
         for namespace in (cluster.switch, *(host.namespace for host in cluster.hosts)):
             run("ip", "netns", "add", namespace)
@@ -106,7 +115,18 @@ def connect(cluster: Cluster, host: Host) -> None:
 def plug(cluster: Cluster, host: Host, device: str, bridge: str) -> str:
     """A cable from `device` of the host to a bridge in the switch; the name of its end there."""
     port = f"{device}{host.index}"
-    ends = (device, "netns", host.namespace, "type", "veth", "peer", "name", port, "netns", cluster.switch)
+    ends = (
+        device,
+        "netns",
+        host.namespace,
+        "type",
+        "veth",
+        "peer",
+        "name",
+        port,
+        "netns",
+        cluster.switch,
+    )
     run("ip", "link", "add", "name", *ends)
     run("ip", "-n", cluster.switch, "link", "set", port, "master", bridge, "up")
     run("ip", "-n", host.namespace, "link", "set", device, "up")
@@ -115,7 +135,8 @@ def plug(cluster: Cluster, host: Host, device: str, bridge: str) -> str:
 
 def remove(namespace: str) -> None:
     """End what still runs in the namespace, and take it away; its links go with it."""
-    while pids := run("ip", "netns", "pids", namespace).split():  # again: what is ended may just have started others
+    # again: what is ended may just have started others
+    while pids := run("ip", "netns", "pids", namespace).split():
         for pid in pids:
             with suppress(ProcessLookupError):
                 os.kill(int(pid), signal.SIGKILL)
@@ -136,7 +157,9 @@ def run(*command: str) -> str:
 def launch(cluster: Cluster, command: Sequence[str]) -> int:
     """Run the command on all ranks; the exit status of the first that fails, or 0."""
     started = [
-        subprocess.Popen(("ip", "netns", "exec", host.namespace, *words), env=os.environ | environment)
+        subprocess.Popen(
+            ("ip", "netns", "exec", host.namespace, *words), env=os.environ | environment
+        )
         for host in cluster.hosts
         for words, environment in (on_host(cluster, host, command),)
     ]
@@ -151,7 +174,9 @@ def launch(cluster: Cluster, command: Sequence[str]) -> int:
     return 0
 
 
-def on_host(cluster: Cluster, host: Host, command: Sequence[str]) -> tuple[Sequence[str], dict[str, str]]:
+def on_host(
+    cluster: Cluster, host: Host, command: Sequence[str]
+) -> tuple[Sequence[str], dict[str, str]]:
     """What to start in a host's namespace, and the variables it needs."""
     variables = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": NIC}
     master = cluster.hosts[0].address
@@ -165,7 +190,11 @@ def on_host(cluster: Cluster, host: Host, command: Sequence[str]) -> tuple[Seque
             "local-addr": host.address,
         }
         torchrun = (sys.executable, "-m", "torch.distributed.run", "--no-python")
-        return (*torchrun, *(f"--{name}={value}" for name, value in options.items()), *command), variables
+        return (
+            *torchrun,
+            *(f"--{name}={value}" for name, value in options.items()),
+            *command,
+        ), variables
     places = {
         "RANK": host.index,
         "LOCAL_RANK": host.index % cluster.ranks_per_node,
@@ -187,15 +216,25 @@ def why_not() -> str | None:
     if os.geteuid() != 0:
         return "it needs root, to make network namespaces"
     missing = [tool for tool in ("ip", "tc") if shutil.which(tool) is None]
-    return f"it needs {' and '.join(missing)} of iproute2 (apt-get install iproute2)" if missing else None
+    return (
+        f"it needs {' and '.join(missing)} of iproute2 (apt-get install iproute2)"
+        if missing
+        else None
+    )
 
 
 def parsed() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--nodes", type=positive, default=2)
     parser.add_argument("--ranks-per-node", type=positive, default=2)
-    parser.add_argument("--inter", type=rate, default="133mbit", help="rate of a link, as tc writes it: 133mbit")
-    parser.add_argument("--nic-per-rank", action="store_true", help="a link of its own for every rank")
+    parser.add_argument(
+        "--inter", type=rate, default="133mbit", help="rate of a link, as tc writes it: 133mbit"
+    )
+    parser.add_argument(
+        "--nic-per-rank", action="store_true", help="a link of its own for every rank"
+    )
     parser.add_argument("command", nargs="+", help="after --: what every rank runs")
     args = parser.parse_args()
     if args.nodes * args.ranks_per_node > 250:
@@ -231,10 +270,14 @@ def main() -> int:
     if reason is not None:
         print(f"no cluster can be emulated here: {reason}", file=sys.stderr)
         return 2
-    for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # a shell's background jobs ignore the first
+    # a shell's background jobs ignore the first
+    for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(signum, interrupted)
     cluster = Cluster(
-        nodes=args.nodes, ranks_per_node=args.ranks_per_node, inter=args.inter, nic_per_rank=args.nic_per_rank
+        nodes=args.nodes,
+        ranks_per_node=args.ranks_per_node,
+        inter=args.inter,
+        nic_per_rank=args.nic_per_rank,
     )
     try:
         with network(cluster):

@@ -2,14 +2,15 @@
 
     python scripts/gpu_check.py [--out scripts/results]
 
-1. Every CUDA attention kernel that serves this machine, in bfloat16, forward and backward, against the plain float32
-   softmax. Its largest error may be twice that of the same softmax written plainly in bfloat16.
-2. A small Llama on long-tailed lengths: FlexSeqTrainer against the stock Trainer with packed sequences, plain and
-   under FSDP2, each in a process of its own. Losses must agree to 1 % at every step; tokens per second and peak memory
-   are reported.
+1. Every CUDA attention kernel that serves this machine, in bfloat16, forward and backward, against
+   the plain float32 softmax. Its largest error may be twice that of the same softmax written
+   plainly in bfloat16.
+2. A small Llama on long-tailed lengths: FlexSeqTrainer against the stock Trainer with packed
+   sequences, plain and under FSDP2, each in a process of its own. Losses must agree to 1 % at
+   every step; tokens per second and peak memory are reported.
 
-The report is printed and written to a dated file under --out. Exits with 0 when all checks hold, 1 when one does not,
-and 2 without a CUDA GPU.
+The report is printed and written to a dated file under --out. Exits with 0 when all checks hold, 1
+when one does not, and 2 without a CUDA GPU.
 """
 
 import argparse
@@ -62,7 +63,8 @@ TENSORS = ("out", "dq", "dk", "dv")
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--out", type=Path, default=HERE / "results", help="folder of the report")
-    parser.add_argument("--train", choices=["stock", "flexseq"], help=argparse.SUPPRESS)  # one of its own processes
+    # one of its own processes
+    parser.add_argument("--train", choices=["stock", "flexseq"], help=argparse.SUPPRESS)
     args = parser.parse_args()
     if not torch.cuda.is_available():
         print("gpu_check needs a CUDA GPU, and torch sees none here", file=sys.stderr)
@@ -83,11 +85,16 @@ def main() -> int:
 def heading() -> list[str]:
     """What ran on what, as the first lines of the report."""
     query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader", "--id=0"]
-    driver = subprocess.check_output(query, text=True).strip() if shutil.which("nvidia-smi") else "unknown"
+    driver = (
+        subprocess.check_output(query, text=True).strip()
+        if shutil.which("nvidia-smi")
+        else "unknown"
+    )
     return [
         f"# GPU check, {datetime.date.today()}",
         f"\n    {shlex.join(['python', 'scripts/gpu_check.py', *sys.argv[1:]])}",
-        f"\n{torch.cuda.get_device_name()}, driver {driver}, torch {torch.__version__}, CUDA {torch.version.cuda}",
+        f"\n{torch.cuda.get_device_name()}, driver {driver}, torch {torch.__version__}, CUDA "
+        f"{torch.version.cuda}",
     ]
 
 
@@ -95,9 +102,16 @@ def heading() -> list[str]:
 
 
 def kernel_report(device: torch.device) -> tuple[list[str], bool]:
-    """A table of errors for every kernel of the device, and whether all of them are within bounds."""
-    lines = ["\n## Attention kernels in bfloat16: largest error against float32 (of a plain bfloat16 softmax)\n"]
-    lines += [f"| kernel | case | {' | '.join(TENSORS)} | |", "|---|---|" + "---|" * (len(TENSORS) + 1)]
+    """A table of errors for every kernel of the device, and whether all of them are within
+    bounds."""
+    lines = [
+        "\n## Attention kernels in bfloat16: largest error against float32 (of a plain "
+        "bfloat16 softmax)\n"
+    ]
+    lines += [
+        f"| kernel | case | {' | '.join(TENSORS)} | |",
+        "|---|---|" + "---|" * (len(TENSORS) + 1),
+    ]
     holds = True
     for kernel in CANDIDATES[device.type]:
         refusal = kernel.why_not(device, torch.bfloat16, HEAD_DIM)
@@ -105,7 +119,9 @@ def kernel_report(device: torch.device) -> tuple[list[str], bool]:
             lines.append(f"| {kernel.name} | not run: {refusal} |")
             continue
         for case, (q_lens, k_lens, causal) in SEGMENTS.items():
-            errors, ok = kernel_errors(kernel, Segments(q_lens, k_lens, causal=causal, device=device))
+            errors, ok = kernel_errors(
+                kernel, Segments(q_lens, k_lens, causal=causal, device=device)
+            )
             cells = " | ".join(f"{mine:.1e} ({plain:.1e})" for mine, plain in errors)
             lines.append(f"| {kernel.name} | {case} | {cells} | {'ok' if ok else 'FAILED'} |")
             holds = holds and ok
@@ -113,16 +129,20 @@ def kernel_report(device: torch.device) -> tuple[list[str], bool]:
 
 
 def kernel_errors(kernel: Kernel, segments: Segments) -> tuple[list[tuple[float, float]], bool]:
-    """(error of the kernel, error of the plain softmax) for each of `TENSORS`, and whether all is as it should be."""
+    """(error of the kernel, error of the plain softmax) for each of `TENSORS`, and whether all is
+    as it should be."""
     make = torch.Generator(segments.device).manual_seed(0)
     q, dout = (_normal((segments.total_q, HEADS, HEAD_DIM), make) for _ in range(2))
     k, v = (_normal((segments.total_k, KV_HEADS, HEAD_DIM), make) for _ in range(2))
     out, lse, *grads = _run(kernel, q, k, v, dout, segments)
-    true_out, true_lse, *true_grads = _run(Reference(), *(x.float() for x in (q, k, v, dout)), segments)
+    true_out, true_lse, *true_grads = _run(
+        Reference(), *(x.float() for x in (q, k, v, dout)), segments
+    )
     true, mine = (true_out, *true_grads), (out, *grads)
     plain = plain_softmax(q, k, v, dout, segments)
     errors = [(_error(a, t), _error(b, t)) for a, b, t in zip(mine, plain, true, strict=True)]
-    # The log-sum-exp is float32 in both, so it only differs by the order of its sums; -inf must be where it should.
+    # The log-sum-exp is float32 in both, so it only differs by the order of its sums; -inf must be
+    # where it should.
     lse_agrees = torch.allclose(lse, true_lse, rtol=1e-4, atol=1e-4)
     return errors, lse_agrees and all(error <= 2 * bound for error, bound in errors)
 
@@ -138,14 +158,21 @@ def plain_softmax(
         scores = torch.einsum("nhd,mhd->hnm", lq[rows], lk[keys]) * SCALE
         if segments.causal:
             early = scores.shape[2] - scores.shape[1]
-            scores = scores.masked_fill(torch.ones_like(scores[0], dtype=torch.bool).triu(1 + early), -torch.inf)
+            scores = scores.masked_fill(
+                torch.ones_like(scores[0], dtype=torch.bool).triu(1 + early), -torch.inf
+            )
         out[rows] = torch.einsum("hnm,mhd->nhd", scores.softmax(-1), lv[keys])
     out.backward(dout)
     return [out.detach(), *(x.grad for x in leaves)]
 
 
 def _run(
-    kernel: Kernel, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, dout: torch.Tensor, segments: Segments
+    kernel: Kernel,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    dout: torch.Tensor,
+    segments: Segments,
 ) -> tuple[torch.Tensor, ...]:
     """out, lse, dq, dk, dv"""
     out, lse = kernel.forward(q, k, v, segments, scale=SCALE)
@@ -164,7 +191,8 @@ def _error(got: torch.Tensor, true: torch.Tensor) -> float:
 
 
 class Sizes(NamedTuple):
-    """A model and a number of steps. longest: tokens; batch: sequences per step; the first `warmup` are not timed."""
+    """A model and a number of steps. longest: tokens; batch: sequences per step; the first
+    `warmup` are not timed."""
 
     layers: int
     hidden: int
@@ -179,7 +207,13 @@ FULL = Sizes(layers=12, hidden=1024, longest=8192, batch=8, steps=20, warmup=5)
 
 def train_commands() -> dict[str, list[str]]:
     """A command for every row of the training table."""
-    accelerate = [sys.executable, "-m", "accelerate.commands.launch", f"--config_file={FSDP2}", "--num_processes=1"]
+    accelerate = [
+        sys.executable,
+        "-m",
+        "accelerate.commands.launch",
+        f"--config_file={FSDP2}",
+        "--num_processes=1",
+    ]
     launchers = {"": [sys.executable], ", FSDP2": accelerate}
     return {
         f"{trainer}{how}": [*launcher, str(HERE / "gpu_check.py"), "--train", trainer]
@@ -189,7 +223,8 @@ def train_commands() -> dict[str, list[str]]:
 
 
 def launch(command: list[str]) -> dict[str, Any]:
-    """The measurements that the last line of the process holds, or `error`, the last lines that it said instead."""
+    """The measurements that the last line of the process holds, or `error`, the last lines that it
+    said instead."""
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
         return {"error": " / ".join(done.stderr.strip().splitlines()[-3:])}
@@ -197,17 +232,29 @@ def launch(command: list[str]) -> dict[str, Any]:
 
 
 def training_report(runs: dict[str, dict[str, Any]]) -> tuple[list[str], bool]:
-    """A table of the runs, and whether all of them ran and have the losses of the stock Trainer."""
-    lines = [f"\n## Training on one GPU: {FULL.layers} layers of {FULL.hidden}, up to {FULL.longest} tokens\n"]
-    lines += ["| run | attention | tokens/s | peak GiB | loss, first and last | |", "|---|---|---|---|---|---|"]
+    """A table of the runs, and whether all of them ran and have the losses of the stock
+    Trainer."""
+    lines = [
+        f"\n## Training on one GPU: {FULL.layers} layers of {FULL.hidden}, up to "
+        f"{FULL.longest} tokens\n"
+    ]
+    lines += [
+        "| run | attention | tokens/s | peak GiB | loss, first and last | |",
+        "|---|---|---|---|---|---|",
+    ]
     stock, holds = runs["stock"], True
     for name, run in runs.items():
-        ok = "error" not in run and "error" not in stock and losses_agree(run["losses"], stock["losses"])
+        ok = (
+            "error" not in run
+            and "error" not in stock
+            and losses_agree(run["losses"], stock["losses"])
+        )
         holds = holds and ok
         if "error" in run:
             lines.append(f"| {name} | FAILED: {run['error']} |")
             continue
-        losses = f"{run['losses'][0]:.4f}, {run['losses'][-1]:.4f} | {'ok' if ok else 'FAILED: losses differ'}"
+        verdict = "ok" if ok else "FAILED: losses differ"
+        losses = f"{run['losses'][0]:.4f}, {run['losses'][-1]:.4f} | {verdict}"
         speed = f"{run['tokens_per_s']:,.0f} | {run['peak_gib']:.2f}"
         lines.append(f"| {name} | {run['attention']} | {speed} | {losses} |")
     return lines, holds
@@ -218,7 +265,8 @@ def losses_agree(a: list[float], b: list[float]) -> bool:
 
 
 def train(trainer_name: str, sizes: Sizes, **options: Any) -> dict[str, Any]:
-    """Train with the `stock` or the `flexseq` trainer and measure; `options` go to the training arguments."""
+    """Train with the `stock` or the `flexseq` trainer and measure; `options` go to the training
+    arguments."""
     flexseq = trainer_name == "flexseq"
     with tempfile.TemporaryDirectory() as folder:
         args = (FlexSeqConfig if flexseq else TrainingArguments)(
@@ -234,7 +282,11 @@ def train(trainer_name: str, sizes: Sizes, **options: Any) -> dict[str, Any]:
             **options,
         )
         set_seed(0)
-        packed = "sdpa" if FlashAttn().why_not(args.device, torch.bfloat16, HEAD_DIM) else "flash_attention_2"
+        packed = (
+            "sdpa"
+            if FlashAttn().why_not(args.device, torch.bfloat16, HEAD_DIM)
+            else "flash_attention_2"
+        )
         clock = Clock(sizes.warmup)
         trainer = (FlexSeqTrainer if flexseq else Trainer)(
             model=small_llama(sizes, packed),
@@ -263,7 +315,8 @@ def small_llama(sizes: Sizes, attention: str) -> LlamaForCausalLM:
 
 
 def examples(sizes: Sizes) -> Iterator[dict[str, list[int]]]:
-    """Random tokens in sequences of long-tailed lengths, enough for one pass: the CommonCrawl-like log-normal."""
+    """Random tokens in sequences of long-tailed lengths, enough for one pass: the CommonCrawl-like
+    log-normal."""
     rng = random.Random(0)
     for _ in range(sizes.batch * sizes.steps):
         length = min(max(int(rng.lognormvariate(math.log(950), 1.75)), 2), sizes.longest)
@@ -272,12 +325,15 @@ def examples(sizes: Sizes) -> Iterator[dict[str, list[int]]]:
 
 
 class Clock(TrainerCallback):
-    """Time and tokens at the end of every step; `measured` is over the steps after the first `warmup`."""
+    """Time and tokens at the end of every step; `measured` is over the steps after the first
+    `warmup`."""
 
     def __init__(self, warmup: int) -> None:
         self.warmup, self.marks = warmup, []
 
-    def on_step_end(self, args: TrainingArguments, state: TrainerState, *others: Any, **kwargs: Any) -> None:
+    def on_step_end(
+        self, args: TrainingArguments, state: TrainerState, *others: Any, **kwargs: Any
+    ) -> None:
         if args.device.type == "cuda":
             torch.cuda.synchronize()
         self.marks.append((time.perf_counter(), state.num_input_tokens_seen))

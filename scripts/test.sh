@@ -9,6 +9,7 @@ source scripts/env.sh
 use_environment test
 
 ruff check .
+ruff format --check .
 mypy
 lint-imports
 pytest -q "$@"

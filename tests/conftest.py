@@ -1,6 +1,6 @@
-"""One thread for every test: ranks are forked, and a forked child of a multi-threaded parent can hang. And every test
-finds the process as the first one did: training arguments leave environment variables and accelerate's state behind,
-which ranks forked later would inherit."""
+"""One thread for every test: ranks are forked, and a forked child of a multi-threaded parent can
+hang. And every test finds the process as the first one did: training arguments leave environment
+variables and accelerate's state behind, which ranks forked later would inherit."""
 
 import os
 import sys

@@ -22,9 +22,14 @@ def stage_cost(**changed):
 
 
 def plan_of(actions, *, sizes, tokens=8, stages=None, **fields):
-    """A plan of equal chunks: unit u is sequence u, cut into sizes[u] chunks of `tokens` tokens."""
+    """A plan of equal chunks: unit u is sequence u, cut into sizes[u] chunks of `tokens`
+    tokens."""
     chunks = tuple(
-        Chunk(unit=unit, index=index, slices=(Slice(sequence=unit, start=index * tokens, stop=(index + 1) * tokens),))
+        Chunk(
+            unit=unit,
+            index=index,
+            slices=(Slice(sequence=unit, start=index * tokens, stop=(index + 1) * tokens),),
+        )
         for unit, size in enumerate(sizes)
         for index in range(size)
     )
@@ -43,7 +48,9 @@ def plan_of(actions, *, sizes, tokens=8, stages=None, **fields):
 
 def even_cost(stages, *, forward_ns=1000, tokens=8):
     """Every F takes `forward_ns`, every B twice that, and a token holds one byte."""
-    stage = StageCost(linear_ns=forward_ns / tokens, attention_ns=0.0, chunk_ns=0.0, token_bytes=1.0)
+    stage = StageCost(
+        linear_ns=forward_ns / tokens, attention_ns=0.0, chunk_ns=0.0, token_bytes=1.0
+    )
     return PipelineCost.even(stages, stage)
 
 

@@ -15,8 +15,8 @@ def random_plan(
     micro_batches: int | None = None,
     nodes: int = 1,
 ) -> Plan:
-    """Any sequences on any laminar family of groups inside a node or of whole ones, in any number of micro-batches,
-    some of them remapped."""
+    """Any sequences on any laminar family of groups inside a node or of whole ones, in any number
+    of micro-batches, some of them remapped."""
     topology = Topology(nodes=nodes, ranks_per_node=world_size // nodes)
     count = micro_batches or rng.randint(1, 3)
     bins: list[list[int]] = [[] for _ in range(count)]
@@ -24,7 +24,9 @@ def random_plan(
         rng.choice(bins).append(sequence)
     plan = Plan(
         lengths=tuple(lengths),
-        micro_batches=tuple(_random_micro_batch(members, lengths, topology, rng) for members in bins if members),
+        micro_batches=tuple(
+            _random_micro_batch(members, lengths, topology, rng) for members in bins if members
+        ),
         objective_s=0.0,
         lower_bound_s=0.0,
         planner="random",
@@ -53,11 +55,16 @@ def _random_micro_batch(
     return MicroBatch(groups=widest_first(groups), remap=remap)
 
 
-def _random_laminar(start: int, stop: int, per_node: int, rng: random.Random) -> list[tuple[int, int]]:
+def _random_laminar(
+    start: int, stop: int, per_node: int, rng: random.Random
+) -> list[tuple[int, int]]:
     """[start, stop) and random nested parts of it."""
     if stop - start == 1:
         return [(start, stop)]
     width = per_node if stop - start > per_node else 1  # several nodes are cut between nodes
     cut = start + width * rng.randint(1, (stop - start) // width - 1)
     parts = ((start, cut), (cut, stop))
-    return [(start, stop), *(part for ends in parts for part in _random_laminar(*ends, per_node, rng))]
+    return [
+        (start, stop),
+        *(part for ends in parts for part in _random_laminar(*ends, per_node, rng)),
+    ]

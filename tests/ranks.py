@@ -1,4 +1,5 @@
-"""Run a function on several gloo ranks: forked, one thread each, float64 by default, under a watchdog.
+"""Run a function on several gloo ranks: forked, one thread each, float64 by default, under a
+watchdog.
 
 Forking costs a fifth of a second where spawning costs ten. The parent must not have touched CUDA.
 """
@@ -26,19 +27,23 @@ def run_ranks(
     group_seconds: float = 120,
     may_die: tuple[int, ...] = (),
 ) -> list[Any]:
-    """`function(rank, world_size, *args)` on every rank; the results by rank, None of those that `may_die` and did.
+    """`function(rank, world_size, *args)` on every rank; the results by rank, None of those that
+    `may_die` and did.
 
-    group_seconds: the timeout of the process group. Raises AssertionError with the traceback of the first rank that
-    failed, or naming the ranks that were still running after `seconds`.
+    group_seconds: the timeout of the process group. Raises AssertionError with the traceback of
+    the first rank that failed, or naming the ranks that were still running after `seconds`.
     """
-    torch.set_num_threads(1)  # a forked child of a multi-threaded parent hangs in its first parallel region
+    # a forked child of a multi-threaded parent hangs in its first parallel region
+    torch.set_num_threads(1)
     context = multiprocessing.get_context("fork")
     with tempfile.TemporaryDirectory() as folder:
         pipes, processes = [], []
         for rank in range(world_size):
             here, there = context.Pipe(duplex=False)
             limits = (seconds, group_seconds)
-            process = context.Process(target=_main, args=(there, folder, limits, function, rank, world_size, args))
+            process = context.Process(
+                target=_main, args=(there, folder, limits, function, rank, world_size, args)
+            )
             process.start()
             there.close()
             pipes.append(here)
@@ -55,7 +60,9 @@ def _collect(pipes: list[Connection], deadline: float, may_die: tuple[int, ...])
     results: dict[int, Any] = {}
     while len(results) < len(pipes):
         waiting = {pipe: rank for rank, pipe in enumerate(pipes) if rank not in results}
-        ready = multiprocessing.connection.wait(list(waiting), timeout=max(deadline - time.monotonic(), 0))
+        ready = multiprocessing.connection.wait(
+            list(waiting), timeout=max(deadline - time.monotonic(), 0)
+        )
         assert ready, f"ranks {sorted(waiting.values())} did not finish in time"
         for pipe in ready:
             rank = waiting[pipe]
@@ -78,7 +85,8 @@ def _main(
     args: tuple[Any, ...],
 ) -> None:
     seconds, group_seconds = limits
-    faulthandler.dump_traceback_later(max(seconds - 2, 1), file=sys.__stderr__)  # where a rank hangs
+    # where a rank hangs
+    faulthandler.dump_traceback_later(max(seconds - 2, 1), file=sys.__stderr__)
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size))
     os.environ.update(LOCAL_WORLD_SIZE=str(world_size), MASTER_ADDR="127.0.0.1", MASTER_PORT="0")
     torch.manual_seed(0)

@@ -10,7 +10,12 @@ from hf_flexseq.plan import STRATEGIES
 
 def test_defaults_are_valid_and_documented() -> None:
     arguments = FlexSeqArguments()
-    assert (arguments.planner, arguments.strategy, arguments.sync, arguments.lookahead) == ("auto", "auto", "auto", 4)
+    assert (arguments.planner, arguments.strategy, arguments.sync, arguments.lookahead) == (
+        "auto",
+        "auto",
+        "auto",
+        4,
+    )
     assert all(f.metadata["help"] for f in fields(FlexSeqArguments))
 
 
@@ -24,7 +29,10 @@ def test_defaults_are_valid_and_documented() -> None:
         ({"planner": "static"}, "needs sp_degree"),
         ({"sp_degree": 2}, "is for planner='static'"),
         ({"planner": "static", "sp_degree": 0}, "sp_degree=0"),
-        ({"planner": "static", "sp_degree": 2, "strategy": "local"}, "sp_degree=2: strategy='local'"),
+        (
+            {"planner": "static", "sp_degree": 2, "strategy": "local"},
+            "sp_degree=2: strategy='local'",
+        ),
         ({"planner": "static", "sp_degree": "2"}, "sp_degree='2': give a whole number"),
         ({"planner": None}, "planner=None is none of auto"),
         ({"max_tokens_per_rank": 0}, "max_tokens_per_rank=0: give a whole number, at least 1"),
@@ -45,13 +53,26 @@ def test_refuses_nonsense(chosen: dict, message: str) -> None:
     [
         {},
         {"planner": "static", "sp_degree": 1, "strategy": "local"},
-        {"planner": "static", "sp_degree": 4, "strategy": "zigzag", "sync": "free", "lookahead": 0},
-        {"strategy": "local", "max_tokens_per_rank": 1, "sync": "lockstep", "attention_remat": False},
+        {
+            "planner": "static",
+            "sp_degree": 4,
+            "strategy": "zigzag",
+            "sync": "free",
+            "lookahead": 0,
+        },
+        {
+            "strategy": "local",
+            "max_tokens_per_rank": 1,
+            "sync": "lockstep",
+            "attention_remat": False,
+        },
         {"deterministic": True},
     ],
 )
 def test_takes_what_makes_sense(chosen: dict) -> None:
-    assert all(getattr(FlexSeqArguments(**chosen), name) == value for name, value in chosen.items())
+    assert all(
+        getattr(FlexSeqArguments(**chosen), name) == value for name, value in chosen.items()
+    )
 
 
 @pytest.mark.parametrize("planner", ["auto", "flexsp", "zeppelin"])
@@ -65,8 +86,12 @@ def test_baselines_are_not_for_training(planner: str) -> None:
         FlexSeqArguments(planner=planner)
 
 
-def test_flexsp_without_its_solver_is_refused_when_configured(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("hf_flexseq.config.find_spec", lambda module: None if module == "highspy" else object())
+def test_flexsp_without_its_solver_is_refused_when_configured(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(
+        "hf_flexseq.config.find_spec", lambda module: None if module == "highspy" else object()
+    )
     with pytest.raises(ValueError, match=r'needs highspy.*pip install "hf_flexseq\[planner\]"'):
         FlexSeqArguments(planner="flexsp")
 

@@ -20,7 +20,10 @@ def written(path: Path, text: str) -> Path:
 
 @pytest.mark.parametrize("suffix", ["", ".gz"])
 def test_text(tmp_path: Path, suffix: str) -> None:
-    assert read_lengths(written(tmp_path / f"a.json{suffix}", json.dumps(LENGTHS, indent=1))) == LENGTHS
+    assert (
+        read_lengths(written(tmp_path / f"a.json{suffix}", json.dumps(LENGTHS, indent=1)))
+        == LENGTHS
+    )
     assert read_lengths(written(tmp_path / f"a.txt{suffix}", "5\n 1\n\n300\n")) == LENGTHS
     lines = "\n".join(map(json.dumps, ROWS))
     assert read_lengths(written(tmp_path / f"a.jsonl{suffix}", lines)) == LENGTHS
@@ -70,7 +73,9 @@ def test_saved_dataset(tmp_path: Path) -> None:
         ('{"tokens": 5}', "size", "no column 'size'"),
     ],
 )
-def test_refuses_what_is_no_list_of_lengths(tmp_path: Path, text: str, column: str | None, message: str) -> None:
+def test_refuses_what_is_no_list_of_lengths(
+    tmp_path: Path, text: str, column: str | None, message: str
+) -> None:
     with pytest.raises(ValueError, match=message) as caught:
         read_lengths(written(tmp_path / "a.txt", text), column)
     assert "\n" not in str(caught.value)

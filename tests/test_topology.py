@@ -19,16 +19,28 @@ def test_from_world_spreads_ranks_evenly() -> None:
 
 def test_allows_parts_of_a_node_and_whole_nodes() -> None:
     topology = Topology(nodes=3, ranks_per_node=4)
-    assert all(topology.allows(*block) for block in [(0, 1), (1, 4), (0, 4), (4, 6), (0, 8), (4, 12), (0, 12)])
-    assert not any(topology.allows(*block) for block in [(3, 5), (0, 6), (2, 8), (0, 13), (-1, 2), (4, 4)])
+    assert all(
+        topology.allows(*block)
+        for block in [(0, 1), (1, 4), (0, 4), (4, 6), (0, 8), (4, 12), (0, 12)]
+    )
+    assert not any(
+        topology.allows(*block) for block in [(3, 5), (0, 6), (2, 8), (0, 13), (-1, 2), (4, 4)]
+    )
 
 
 def test_spans_nodes() -> None:
     topology = Topology(nodes=2, ranks_per_node=4)
-    assert [topology.spans_nodes(*block) for block in [(0, 4), (4, 8), (3, 5), (0, 8)]] == [False, False, True, True]
+    assert [topology.spans_nodes(*block) for block in [(0, 4), (4, 8), (3, 5), (0, 8)]] == [
+        False,
+        False,
+        True,
+        True,
+    ]
 
 
-@pytest.mark.parametrize("nodes, ranks_per_node", [(1, 1), (1, 2), (1, 8), (8, 8), (2, 3), (3, 1), (5, 6)])
+@pytest.mark.parametrize(
+    "nodes, ranks_per_node", [(1, 1), (1, 2), (1, 8), (8, 8), (2, 3), (3, 1), (5, 6)]
+)
 def test_aligned_blocks_are_allowed_and_fewer_than_ranks(nodes: int, ranks_per_node: int) -> None:
     topology = Topology(nodes=nodes, ranks_per_node=ranks_per_node)
     blocks = list(topology.aligned_blocks())

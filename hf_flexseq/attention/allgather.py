@@ -1,20 +1,22 @@
 """Keys and values first, then one kernel call: attention without partial results.
 
-    keys, values  --gather by need-->  tokens 0..stop of each of this rank's chunks  --kernel-->  out
+    keys, values  --gather by need-->  tokens 0..stop of each of this rank's chunks  --kernel-->
+    out
 
-A rank holds two chunks of each sequence, as in `zigzag`, which evens out the work. It gathers the chunks that its last
-one reads: inside a node straight from their owners, between nodes in two legs (`schedule/gather.py`). One varlen call
-then takes each of its chunks as a sequence of its own, with the chunk as the last of its keys, so that nothing is
-merged and a 16-bit result is as exact as on one rank. Keys that both chunks of a sequence read are in the call twice,
-on average a quarter of the sequence.
+A rank holds two chunks of each sequence, as in `zigzag`, which evens out the work. It gathers the
+chunks that its last one reads: inside a node straight from their owners, between nodes in two legs
+(`schedule/gather.py`). One varlen call then takes each of its chunks as a sequence of its own,
+with the chunk as the last of its keys, so that nothing is merged and a 16-bit result is as exact
+as on one rank. Keys that both chunks of a sequence read are in the call twice, on average a
+quarter of the sequence.
 
-Backward: the gathered keys and values are fetched again instead of kept, for they are whole sequences; gradients of
-keys that several queries read are summed in float32 (float64 for float64): here, where they leave the node, and at
-their owner.
+Backward: the gathered keys and values are fetched again instead of kept, for they are whole
+sequences; gradients of keys that several queries read are summed in float32 (float64 for float64):
+here, where they leave the node, and at their owner.
 
-Llama 3 (arXiv 2407.21783, section 3.3.2) for the gather and the two chunks; there everything is gathered, here only
-what is read, three quarters of it. Rejected: computing this rank's own block meanwhile, which would have to be merged;
-the gather hides under nothing but other zones.
+Llama 3 (arXiv 2407.21783, section 3.3.2) for the gather and the two chunks; there everything is
+gathered, here only what is read, three quarters of it. Rejected: computing this rank's own block
+meanwhile, which would have to be merged; the gather hides under nothing but other zones.
 """
 
 from collections import defaultdict
@@ -38,7 +40,8 @@ GATHER, RETURN = 0, 8  # tags, one for every leg
 class Leg(NamedTuple):
     """This rank's part in one leg of the gather.
 
-    before: rows that it has by then. lent: which of them go to others. fetched: what comes from them, behind those.
+    before: rows that it has by then. lent: which of them go to others. fetched: what comes from
+    them, behind those.
     """
 
     before: int
@@ -72,7 +75,8 @@ class AllGatherZone:
     def forward(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float
     ) -> ZoneSteps[tuple[torch.Tensor, Tensors]]:
-        """q [t, H, D], k, v [t, Hkv, D] of this rank's chunks -> out [t, H, D], and what `backward` needs."""
+        """q [t, H, D], k, v [t, Hkv, D] of this rank's chunks -> out [t, H, D], and what
+        `backward` needs."""
         kv = torch.stack((k, v), dim=1)  # [t, 2, Hkv, D]
         keys, values = (yield from self._gather(kv, until=1.0)).unbind(1)
         out, lse = self.kernel.forward(q, keys, values, self.segments, scale=scale)
@@ -81,7 +85,9 @@ class AllGatherZone:
     def backward(self, dout: torch.Tensor, saved: Tensors, scale: float) -> ZoneSteps[Tensors]:
         q, kv, out, lse = saved
         keys, values = (yield from self._gather(kv, until=0.5)).unbind(1)
-        dq, *dkv = self.kernel.backward(dout, q, keys, values, out, lse, self.segments, scale=scale)
+        dq, *dkv = self.kernel.backward(
+            dout, q, keys, values, out, lse, self.segments, scale=scale
+        )
         sums = yield from self._return(torch.stack(dkv, dim=1))
         return dq, *sums.unbind(1)
 
@@ -90,14 +96,17 @@ class AllGatherZone:
         return self.backward(dout, (q, torch.stack((k, v), dim=1), out, lse), scale)
 
     def _gather(self, kv: torch.Tensor, *, until: float) -> ZoneSteps[torch.Tensor]:
-        """[t, 2, Hkv, D] of this rank's chunks -> [keys of the call, 2, Hkv, D]. until: a time of the zone."""
+        """[t, 2, Hkv, D] of this rank's chunks -> [keys of the call, 2, Hkv, D]. until: a time of
+        the zone."""
         held = kv.new_empty(self.legs[-1].after, *kv.shape[1:])
         held[: len(kv)] = kv
         for n, leg in enumerate(self.legs):
             exchange = Exchange(self._label("keys of", sent=leg.lent, received=leg.fetched))
             for share in leg.lent:
                 exchange.send([share.rows.take(held)], share.peer)
-            for part, share in zip(held[leg.before : leg.after].split(leg.sizes), leg.fetched, strict=True):
+            for part, share in zip(
+                held[leg.before : leg.after].split(leg.sizes), leg.fetched, strict=True
+            ):
                 exchange.recv_into([part], share.peer)
             exchange.post(self.channel.communicator, tag=self.channel.tag(GATHER + n))
             yield until * (n + 1) / len(self.legs)
@@ -105,7 +114,8 @@ class AllGatherZone:
         return held.index_select(0, self.gathered)
 
     def _return(self, dkv: torch.Tensor) -> ZoneSteps[torch.Tensor]:
-        """The transpose of `_gather`: [keys of the call, 2, Hkv, D] -> [t, 2, Hkv, D], with what other ranks made."""
+        """The transpose of `_gather`: [keys of the call, 2, Hkv, D] -> [t, 2, Hkv, D], with what
+        other ranks made."""
         sums = dkv.new_zeros(self.legs[-1].after, *dkv.shape[1:], dtype=lse_dtype(dkv.dtype))
         sums.index_add_(0, self.gathered, dkv.to(sums.dtype))
         for n, leg in reversed(list(enumerate(self.legs))):
@@ -113,7 +123,9 @@ class AllGatherZone:
             exchange = Exchange(self._label("gradients of", sent=leg.fetched, received=leg.lent))
             for part, share in zip(parts, leg.fetched, strict=True):
                 exchange.send([part], share.peer)
-            returned = [exchange.recv([sums], share.rows.tokens, share.peer)[0] for share in leg.lent]
+            returned = [
+                exchange.recv([sums], share.rows.tokens, share.peer)[0] for share in leg.lent
+            ]
             exchange.post(self.channel.communicator, tag=self.channel.tag(RETURN + n))
             yield 0.75 if n else END
             exchange.wait()
@@ -123,7 +135,9 @@ class AllGatherZone:
 
     def _label(self, what: str, *, sent: Sequence[Share], received: Sequence[Share]) -> Label:
         def describe(peer: int, to_peer: bool) -> str:
-            pieces = next(share.pieces for share in (sent if to_peer else received) if share.peer == peer)
+            pieces = next(
+                share.pieces for share in (sent if to_peer else received) if share.peer == peer
+            )
             return f"{what} {name_pieces(pieces, self.channel.group.sequences)}"
 
         return self.channel.label(describe)
@@ -137,7 +151,10 @@ class GatheredChunks:
     def __init__(self, group_cuts: Sequence[Cut], index: int, degree: int) -> None:
         self._cuts, self._starts, self.tokens = group_cuts, {}, 0
         for place, cut in enumerate(group_cuts):
-            self.append((place, chunk) for chunk in held_chunks("allgather", index, degree, mirrored=cut.mirrored))
+            self.append(
+                (place, chunk)
+                for chunk in held_chunks("allgather", index, degree, mirrored=cut.mirrored)
+            )
 
     def append(self, pieces: Iterable[Piece]) -> int:
         """Their tokens."""
@@ -150,7 +167,9 @@ class GatheredChunks:
     def index(self, pieces: Iterable[Piece]) -> torch.Tensor:
         """The rows of those that have any."""
         sizes = ((piece, self._cuts[piece[0]].tokens(piece[1:])) for piece in pieces)
-        ranges = [torch.arange(self._starts[piece], self._starts[piece] + n) for piece, n in sizes if n]
+        ranges = [
+            torch.arange(self._starts[piece], self._starts[piece] + n) for piece, n in sizes if n
+        ]
         return torch.cat([torch.arange(0), *ranges])
 
 
@@ -171,7 +190,9 @@ def _leg(hops: Sequence[Hop], zone: Zone, held: GatheredChunks, device: torch.de
     return Leg(before, tuple(lent), tuple(fetched))
 
 
-def _call(zone: Zone, group_cuts: Sequence[Cut], held: GatheredChunks, device: torch.device) -> tuple[torch.Tensor, Segments]:
+def _call(
+    zone: Zone, group_cuts: Sequence[Cut], held: GatheredChunks, device: torch.device
+) -> tuple[torch.Tensor, Segments]:
     """Which of the rows that it has at last are the keys of the call, and the call's sequences."""
     keys, q_lens, k_lens = [torch.arange(0)], [], []
     for place, cut in enumerate(group_cuts):

@@ -1,4 +1,5 @@
-"""What attention must know of the micro-batch it works on, as one object that travels with the call."""
+"""What attention must know of the micro-batch it works on, as one object that travels with the
+call."""
 
 import torch
 
@@ -21,12 +22,13 @@ ZoneAttention = NoZone | LocalZone | UlyssesZone | RingZone | AllGatherZone | De
 
 
 class SequenceContext:
-    """A rank's shard of one micro-batch, with the groups, kernel and schedules that its attention runs on.
+    """A rank's shard of one micro-batch, with the groups, kernel and schedules that its attention
+    runs on.
 
-    It is passed as the keyword `seq_ctx` to `model(...)` and arrives in every attention layer, in the forward and in
-    the replay of a checkpointed one. Never a module-level "current" value: that is wrong as soon as two micro-batches
-    are in flight. A plain class on purpose: FSDP2's input cast takes dataclasses, tuples and dicts apart and builds
-    them anew at every unit.
+    It is passed as the keyword `seq_ctx` to `model(...)` and arrives in every attention layer, in
+    the forward and in the replay of a checkpointed one. Never a module-level "current" value: that
+    is wrong as soon as two micro-batches are in flight. A plain class on purpose: FSDP2's input
+    cast takes dataclasses, tuples and dicts apart and builds them anew at every unit.
     """
 
     __slots__ = ("kept", "remap", "shard", "zones")
@@ -42,14 +44,17 @@ class SequenceContext:
         deterministic: bool = False,
         links: NicFigures | None = None,
     ) -> None:
-        """attention_remat: whether checkpointed layers keep the result of attention, instead of attending again.
-        deterministic: whether its bits are the same however sequences are shared. links: over which transfers between
-        nodes may be routed, the same on all ranks; None: they go straight."""
+        """attention_remat: whether checkpointed layers keep the result of attention, instead of
+        attending again. deterministic: whether its bits are the same however sequences are shared.
+        links: over which transfers between nodes may be routed, the same on all ranks; None: they
+        go straight."""
         self.shard = shard
         self.kept = KeptAttention() if attention_remat else None
         moves = shard.moves if links is not None else (*shard.given, *shard.got)
         self.remap = TokenRemap(shard, communicator, links) if moves else None
-        channels = [Channel(communicator, zone.group, number) for number, zone in enumerate(shard.zones)]
+        channels = [
+            Channel(communicator, zone.group, number) for number, zone in enumerate(shard.zones)
+        ]
         waits = max((zone.group.degree for zone in shard.zones), default=1)
         zones = tuple(
             DeterministicZone(zone, channel, kernel, device)
@@ -61,7 +66,8 @@ class SequenceContext:
 
     @property
     def linear_tokens(self) -> int:
-        """Tokens this rank holds in norms, MLP and head; differs from attention where the micro-batch is remapped."""
+        """Tokens this rank holds in norms, MLP and head; differs from attention where the
+        micro-batch is remapped."""
         return self.shard.linear_tokens
 
     def arriving(self, *tensors: torch.Tensor) -> Tensors:
@@ -74,9 +80,16 @@ class SequenceContext:
 
 
 def _zone_attention(
-    zone: Zone, channel: Channel, kernel: Kernel, device: torch.device, *, waits: int, links: NicFigures | None
+    zone: Zone,
+    channel: Channel,
+    kernel: Kernel,
+    device: torch.device,
+    *,
+    waits: int,
+    links: NicFigures | None,
 ) -> ZoneAttention:
-    """waits: how often about the widest zone waits for transfers; a local one cuts its work into as many pieces."""
+    """waits: how often about the widest zone waits for transfers; a local one cuts its work into
+    as many pieces."""
     rows, ranks = slice(zone.start, zone.stop), zone.group.ranks
     match zone.group.strategy:
         case "local":
@@ -84,7 +97,9 @@ def _zone_attention(
         case "ulysses":
             return ulysses_zone(zone, channel, kernel, device)
         case "zigzag" | "balanced" as name:
-            turns = make_turns(name, cuts(name, zone.lengths, len(ranks)), zone.index, ranks, device)
+            turns = make_turns(
+                name, cuts(name, zone.lengths, len(ranks)), zone.index, ranks, device
+            )
             return RingZone(rows, turns, channel, kernel, _routes(zone, channel, links))
         case "allgather":
             return AllGatherZone(zone, channel, kernel, device)
@@ -95,7 +110,8 @@ def _zone_attention(
 
 
 def _routes(zone: Zone, channel: Channel, links: NicFigures | None) -> Routes | None:
-    """Those of a ring across nodes, which consists of whole ones: whoever passes something on is in it."""
+    """Those of a ring across nodes, which consists of whole ones: whoever passes something on is
+    in it."""
     group = zone.group
     if links is None or not channel.communicator.topology.spans_nodes(group.start, group.stop):
         return None

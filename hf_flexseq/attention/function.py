@@ -1,7 +1,7 @@
 """Attention of one layer over all the groups this rank works in, as one autograd node.
 
-One node, not one per group: autograd then cannot reorder the groups' communication, and in the backward too they run
-together (`zones.py`), in the same order on every rank.
+One node, not one per group: autograd then cannot reorder the groups' communication, and in the
+backward too they run together (`zones.py`), in the same order on every rank.
 """
 
 from collections.abc import Sequence
@@ -15,16 +15,24 @@ from hf_flexseq.attention.weave import run_zones
 
 
 def sequence_parallel_attention(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, seq_ctx: SequenceContext, *, scale: float | None = None
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    seq_ctx: SequenceContext,
+    *,
+    scale: float | None = None,
 ) -> torch.Tensor:
     """Causal attention of every sequence over itself, wherever its tokens are.
 
-    q: [tokens, heads, head_dim]; k, v: [tokens, kv_heads, head_dim], of this rank's shard, rotary embedding applied.
-    Returns [tokens, heads, head_dim]. scale defaults to head_dim ** -0.5. Collective over the groups of the shard.
-    Raises ValueError when the tensors do not have the shard's number of tokens.
+    q: [tokens, heads, head_dim]; k, v: [tokens, kv_heads, head_dim], of this rank's shard, rotary
+    embedding applied. Returns [tokens, heads, head_dim]. scale defaults to head_dim ** -0.5.
+    Collective over the groups of the shard. Raises ValueError when the tensors do not have the
+    shard's number of tokens.
     """
     if q.shape[0] != seq_ctx.linear_tokens:
-        raise ValueError(f"the shard has {seq_ctx.linear_tokens} tokens, but the queries are {tuple(q.shape)}")
+        raise ValueError(
+            f"the shard has {seq_ctx.linear_tokens} tokens, but the queries are {tuple(q.shape)}"
+        )
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     region = checkpointed_region() if seq_ctx.kept is not None else None
     if region is None or not seq_ctx.kept.serves(region):
@@ -53,8 +61,9 @@ class _SequenceParallelAttention(torch.autograd.Function):
 
 
 class _CheckpointedAttention(torch.autograd.Function):
-    """The same in a region that will be replayed; see `remat.py`. What it saves is this rank's own rows, which the
-    replay has without communication: whatever a strategy needs in another layout it makes in the backward."""
+    """The same in a region that will be replayed; see `remat.py`. What it saves is this rank's own
+    rows, which the replay has without communication: whatever a strategy needs in another layout
+    it makes in the backward."""
 
     @staticmethod
     def forward(ctx, q, k, v, seq_ctx, scale, region):  # type: ignore[no-untyped-def]
@@ -86,8 +95,11 @@ def _remapped(q, k, v, seq_ctx, scale):  # type: ignore[no-untyped-def]
 
 
 def _attend(q, k, v, seq_ctx, scale):  # type: ignore[no-untyped-def]
-    """The result, and for every zone what its backward needs, the last of which is its log-sum-exp."""
-    results = run_zones([zone.forward(q[zone.rows], k[zone.rows], v[zone.rows], scale) for zone in seq_ctx.zones])
+    """The result, and for every zone what its backward needs, the last of which is its
+    log-sum-exp."""
+    results = run_zones(
+        [zone.forward(q[zone.rows], k[zone.rows], v[zone.rows], scale) for zone in seq_ctx.zones]
+    )
     outs, saved = zip(*results, strict=True)
     return outs[0] if len(outs) == 1 else torch.cat(outs), saved
 

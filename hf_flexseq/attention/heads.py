@@ -1,7 +1,9 @@
-"""Which heads the ranks of an Ulysses group work on, and in which pieces; what several of them read of one KV head.
+"""Which heads the ranks of an Ulysses group work on, and in which pieces; what several of them
+read of one KV head.
 
-Rank i of d has query heads [i H/d, (i+1) H/d), none at all when d > H, and the KV heads that those read. Where its
-query heads do not fall evenly on its KV heads, they are repeated for the kernel, and gradients of repeats are summed.
+Rank i of d has query heads [i H/d, (i+1) H/d), none at all when d > H, and the KV heads that those
+read. Where its query heads do not fall evenly on its KV heads, they are repeated for the kernel,
+and gradients of repeats are summed.
 """
 
 import functools
@@ -25,10 +27,12 @@ def pieces_of_head(lengths: Sequence[int], device: torch.device) -> float:
 
 
 class HeadShare(NamedTuple):
-    """The heads one rank works on in one piece: query heads [q_start, q_stop), KV heads [kv_start, kv_stop), and,
-    where query heads do not fall evenly on KV heads, which of the latter each query head reads (else None).
+    """The heads one rank works on in one piece: query heads [q_start, q_stop), KV heads [kv_start,
+    kv_stop), and, where query heads do not fall evenly on KV heads, which of the latter each query
+    head reads (else None).
 
-    kv_new: the first KV head that no earlier piece has read. kv_kept: the first one that a later piece reads too.
+    kv_new: the first KV head that no earlier piece has read. kv_kept: the first one that a later
+    piece reads too.
     """
 
     q_start: int
@@ -58,7 +62,8 @@ class HeadPiece(NamedTuple):
 
 @functools.lru_cache(maxsize=64)
 def head_pieces(heads: int, kv_heads: int, degree: int, most: int) -> tuple[HeadPiece, ...]:
-    """At most `most`, and no more than any rank that works has query heads; the same on all ranks."""
+    """At most `most`, and no more than any rank that works has query heads; the same on all
+    ranks."""
     parts = [contiguous_part(heads, i, degree) for i in range(degree)]
     count = min(most, *(stop - start for start, stop in parts if stop > start))
     by_rank = [_shares(range(*part), heads // kv_heads, count) for part in parts]
@@ -82,7 +87,9 @@ def _shares(heads: range, queries_per_kv: int, count: int) -> list[HeadShare]:
     new = [spans[0][0], *(stop for _, stop in spans[:-1])]
     kept = [*(start for start, _ in spans[1:]), spans[-1][1]]
     return [
-        HeadShare(piece.start, piece.stop, *span, _repeats(piece, queries_per_kv), first_new, first_kept)
+        HeadShare(
+            piece.start, piece.stop, *span, _repeats(piece, queries_per_kv), first_new, first_kept
+        )
         for piece, span, first_new, first_kept in zip(pieces, spans, new, kept, strict=True)
     ]
 
@@ -94,18 +101,23 @@ def _repeats(heads: range, queries_per_kv: int) -> tuple[int, ...] | None:
 
 
 def overlapping(spans: Sequence[Sequence[slice]]) -> bool:
-    """Whether several ranks have a head. spans: of every piece the heads of every rank, all of them together."""
+    """Whether several ranks have a head. spans: of every piece the heads of every rank, all of
+    them together."""
     every = [span for of_piece in spans for span in of_piece]
     return sum(span.stop - span.start for span in every) > max(span.stop for span in every)
 
 
 def repeated(x: torch.Tensor, share: HeadShare) -> torch.Tensor:
-    """[T, KV heads, D] -> one KV head per query head, where the kernel could not group them itself."""
+    """[T, KV heads, D] -> one KV head per query head, where the kernel could not group them
+    itself."""
     return x if share.repeats is None else x[:, list(share.repeats)]
 
 
-def read_again(share: HeadShare, before: Sequence[torch.Tensor], new: Sequence[torch.Tensor]) -> Tensors:
-    """A piece's KV heads: the last ones of the piece before, if it reads them too, and the new ones."""
+def read_again(
+    share: HeadShare, before: Sequence[torch.Tensor], new: Sequence[torch.Tensor]
+) -> Tensors:
+    """A piece's KV heads: the last ones of the piece before, if it reads them too, and the new
+    ones."""
     again = share.kv_new - share.kv_start
     if not again:
         return tuple(new)
@@ -113,8 +125,8 @@ def read_again(share: HeadShare, before: Sequence[torch.Tensor], new: Sequence[t
 
 
 def closed_sums(share: HeadShare, made: Tensors, before: Tensors) -> tuple[Tensors, Tensors]:
-    """Gradients of a piece's KV heads, as made or of repeats -> those that are complete, and those that later pieces
-    add to. before: the latter, of the piece before."""
+    """Gradients of a piece's KV heads, as made or of repeats -> those that are complete, and those
+    that later pieces add to. before: the latter, of the piece before."""
     closed, left_open = [], []
     for place, x in enumerate(made):
         total = _sum_repeats(x, share)
@@ -132,4 +144,6 @@ def _sum_repeats(dx: torch.Tensor, share: HeadShare) -> torch.Tensor:
     if share.repeats is None:
         return dx
     index = torch.tensor(share.repeats, device=dx.device)
-    return dx.new_zeros(dx.shape[0], share.kv_stop - share.kv_start, dx.shape[2]).index_add_(1, index, dx)
+    return dx.new_zeros(dx.shape[0], share.kv_stop - share.kv_start, dx.shape[2]).index_add_(
+        1, index, dx
+    )

@@ -1,13 +1,17 @@
-"""Ulysses inside a node, a zigzag ring across nodes: a composition of the two, for groups of whole nodes.
+"""Ulysses inside a node, a zigzag ring across nodes: a composition of the two, for groups of whole
+nodes.
 
-    [my tokens, all heads]  --seq_to_head-->  [my node's tokens, my heads]  --zigzag of nodes-->  ...  --head_to_seq-->
+    [my tokens, all heads]  --seq_to_head-->  [my node's tokens, my heads]  --zigzag of nodes-->
+    ...  --head_to_seq-->
 
-The ranks of a node exchange tokens for heads over the fast link. Then every rank runs the ring with the ranks that
-have its place in the other nodes: what crosses is one rank's share of the heads of each node's keys and values, in
-nodes - 1 steps instead of degree - 1 (USP, arXiv 2405.07719; LoongTrain, arXiv 2406.18485, with the head side inside).
+The ranks of a node exchange tokens for heads over the fast link. Then every rank runs the ring
+with the ranks that have its place in the other nodes: what crosses is one rank's share of the
+heads of each node's keys and values, in nodes - 1 steps instead of degree - 1 (USP, arXiv
+2405.07719; LoongTrain, arXiv 2406.18485, with the head side inside).
 
-The layout is that of `zigzag` over all ranks, whatever the size of a node: the chunks of a node's ranks are two
-contiguous pieces of a sequence, the very chunks of a zigzag over nodes. They only have to be put in order.
+The layout is that of `zigzag` over all ranks, whatever the size of a node: the chunks of a node's
+ranks are two contiguous pieces of a sequence, the very chunks of a zigzag over nodes. They only
+have to be put in order.
 """
 
 from collections.abc import Sequence
@@ -26,25 +30,39 @@ from hf_flexseq.plan.shard import Cut, Zone, cuts, held_chunks
 
 def hybrid_zone(zone: Zone, channel: Channel, kernel: Kernel, device: torch.device) -> UlyssesZone:
     """This rank's part in a hybrid group. A group inside one node has no ring, only Ulysses."""
-    group_cuts, start, degree = cuts("hybrid", zone.lengths, zone.group.degree), zone.group.start, zone.group.degree
+    group_cuts, start, degree = (
+        cuts("hybrid", zone.lengths, zone.group.degree),
+        zone.group.start,
+        zone.group.degree,
+    )
     width = min(degree, channel.communicator.topology.ranks_per_node)
     assert degree % width == 0, f"a group of {degree} ranks is not made of whole nodes of {width}"
     node, place = divmod(zone.index, width)
     rows = slice(zone.start, zone.stop)
     node_cuts = [Cut(bounds=cut.bounds[::width], mirrored=cut.mirrored) for cut in group_cuts]
-    turns = make_turns("zigzag", node_cuts, node, range(start + place, start + degree, width), device)
+    turns = make_turns(
+        "zigzag", node_cuts, node, range(start + place, start + degree, width), device
+    )
     members = range(node * width, (node + 1) * width)
     held = [_pieces(group_cuts, member, degree) for member in members]
     tokens = [sum(group_cuts[p].tokens((chunk,)) for p, chunk in pieces) for pieces in held]
     inner = Reordered(_in_order(group_cuts, held, device), RingZone(rows, turns, channel, kernel))
     ring = Span(0.25, 0.75)  # of the zone's time
     return UlyssesZone(
-        rows, tokens, place, range(start + members[0], start + members[-1] + 1), channel, inner, span=ring, wide=True
+        rows,
+        tokens,
+        place,
+        range(start + members[0], start + members[-1] + 1),
+        channel,
+        inner,
+        span=ring,
+        wide=True,
     )
 
 
 class Reordered:
-    """Attention on rows that stand in another order. order: which row comes first, second, and so on."""
+    """Attention on rows that stand in another order. order: which row comes first, second, and so
+    on."""
 
     __slots__ = ("back", "inner", "order")
 
@@ -63,7 +81,8 @@ class Reordered:
         return tuple(x.index_select(0, self.back) for x in grads)
 
     def backward_of_rows(self, q, k, v, out, dout, lse, scale: float) -> ZoneSteps[Tensors]:  # type: ignore[no-untyped-def]
-        """`backward` from these rows and the last of what `forward` left, which is in the inner order."""
+        """`backward` from these rows and the last of what `forward` left, which is in the inner
+        order."""
         q, k, v, out, dout = (x.index_select(0, self.order) for x in (q, k, v, out, dout))
         grads = yield from self.inner.backward_of_rows(q, k, v, out, dout, lse, scale)
         return tuple(x.index_select(0, self.back) for x in grads)
@@ -81,7 +100,8 @@ def _pieces(group_cuts: Sequence[Cut], index: int, degree: int) -> list[tuple[in
 def _in_order(
     group_cuts: Sequence[Cut], held: Sequence[Sequence[tuple[int, int]]], device: torch.device
 ) -> torch.Tensor:
-    """Where, in the rows of a node's ranks one after the other, each sequence's tokens stand, first to last."""
+    """Where, in the rows of a node's ranks one after the other, each sequence's tokens stand,
+    first to last."""
     rows, start = {}, 0
     for piece in (piece for pieces in held for piece in pieces):
         tokens = group_cuts[piece[0]].tokens((piece[1],))

@@ -1,7 +1,7 @@
 """Attention over sequences that this rank holds whole: varlen kernel calls without transfers.
 
-One call is best where the rank has nothing else to do. Beside other zones the sequences are dealt to a few calls of
-about equal work, so that every wait for a transfer has something to hide under.
+One call is best where the rank has nothing else to do. Beside other zones the sequences are dealt
+to a few calls of about equal work, so that every wait for a transfer has something to hide under.
 """
 
 from collections.abc import Iterator, Sequence
@@ -31,7 +31,13 @@ class LocalZone:
     __slots__ = ("kernel", "pieces", "rows")
 
     def __init__(
-        self, rows: slice, lengths: Sequence[int], kernel: Kernel, device: torch.device, *, pieces: int = 1
+        self,
+        rows: slice,
+        lengths: Sequence[int],
+        kernel: Kernel,
+        device: torch.device,
+        *,
+        pieces: int = 1,
     ) -> None:
         """pieces: the most calls to make."""
         self.rows, self.kernel = rows, kernel
@@ -43,7 +49,8 @@ class LocalZone:
         """q [t, H, D], k, v [t, Hkv, D] -> out [t, H, D], and what `backward` needs."""
         outs, lses = [], []
         for place, (rows, segments) in enumerate(self.pieces):
-            yield place / len(self.pieces)  # the first one under the first transfers of other zones
+            # the first one under the first transfers of other zones
+            yield place / len(self.pieces)
             out, lse = self.kernel.forward(q[rows], k[rows], v[rows], segments, scale=scale)
             outs.append(out)
             lses.append(lse)
@@ -54,7 +61,8 @@ class LocalZone:
         q, k, v, out, lse = saved
         grads = []
         for place, (rows, segments) in enumerate(self.pieces):
-            yield (place + 1) / len(self.pieces)  # the last one under the last gradients that other zones return
+            # the last one under the last gradients that other zones return
+            yield (place + 1) / len(self.pieces)
             tensors = (x[rows] for x in (dout, q, k, v, out))
             grads.append(self.kernel.backward(*tensors, lse[:, rows], segments, scale=scale))
         return tuple(_joined(parts, 0) for parts in zip(*grads, strict=True))
@@ -65,7 +73,8 @@ class LocalZone:
 
 
 class NoZone:
-    """A rank that works in no group, and stands by with rows that belong to others: see `remap.py`."""
+    """A rank that works in no group, and stands by with rows that belong to others: see
+    `remap.py`."""
 
     __slots__ = ("rows",)
 
@@ -88,7 +97,8 @@ class NoZone:
 
 
 def _pieces(lengths: Sequence[int], most: int, device: torch.device) -> Iterator[Piece]:
-    """Sequences in their order, cut where one begins in another of `most` equal parts of all pairs of tokens."""
+    """Sequences in their order, cut where one begins in another of `most` equal parts of all pairs
+    of tokens."""
     pairs = [n * n for n in lengths]
     parts = [before * most // sum(pairs) for before in accumulate(pairs[:-1], initial=0)]
     start = 0

@@ -1,7 +1,8 @@
-"""Rows of a group's tokens on their way from one layout to another, both known to all ranks of the group.
+"""Rows of a group's tokens on their way from one layout to another, both known to all ranks of the
+group.
 
-A layout is a list of slices for every rank, in the order of its rows. Every rank is sent what it wants by those who
-hold it; several may want the same tokens, but only one holds each.
+A layout is a list of slices for every rank, in the order of its rows. Every rank is sent what it
+wants by those who hold it; several may want the same tokens, but only one holds each.
 """
 
 from collections.abc import Iterator, Sequence
@@ -17,7 +18,8 @@ Slices = Sequence[Slice]
 
 
 class Overlap(NamedTuple):
-    """Tokens that one rank holds and another one wants, and where its rows of them begin on either side."""
+    """Tokens that one rank holds and another one wants, and where its rows of them begin on either
+    side."""
 
     tokens: Slice
     held_row: int
@@ -45,7 +47,12 @@ class Relayout:
     __slots__ = ("channel", "fetched", "held", "index", "lent", "own", "tokens", "wanted")
 
     def __init__(
-        self, held: Sequence[Slices], wanted: Sequence[Slices], index: int, channel: Channel, device: torch.device
+        self,
+        held: Sequence[Slices],
+        wanted: Sequence[Slices],
+        index: int,
+        channel: Channel,
+        device: torch.device,
     ) -> None:
         """held, wanted: the layouts, by place in the group. index: this rank's place."""
         self.held, self.wanted, self.index, self.channel = held, wanted, index, channel
@@ -60,7 +67,10 @@ class Relayout:
         exchange, ranks = Exchange(self.channel.label(self._describe)), self.channel.group.ranks
         for i, rows in self.lent.items():
             exchange.send([rows.take(x) for x in tensors], ranks[i])
-        arriving = [(to.index, exchange.recv(tensors, to.tokens, ranks[i])) for i, to in self.fetched.items()]
+        arriving = [
+            (to.index, exchange.recv(tensors, to.tokens, ranks[i]))
+            for i, to in self.fetched.items()
+        ]
         exchange.post(self.channel.communicator, tag=self.channel.tag(tag))
         results = tuple(x.new_empty(self.tokens, *x.shape[1:]) for x in tensors)
         held, wanted = self.own
@@ -71,7 +81,9 @@ class Relayout:
         place = peer - self.channel.group.start
         source, target = (self.index, place) if sent else (place, self.index)
         pieces = [overlap.tokens for overlap in _overlaps(self.held[source], self.wanted[target])]
-        return "rows of " + ", ".join(f"tokens {x.start}-{x.stop - 1} of sequence {x.sequence}" for x in pieces)
+        return "rows of " + ", ".join(
+            f"tokens {x.start}-{x.stop - 1} of sequence {x.sequence}" for x in pieces
+        )
 
 
 def _overlaps(held: Slices, wanted: Slices) -> Iterator[Overlap]:
@@ -94,6 +106,12 @@ def _overlaps(held: Slices, wanted: Slices) -> Iterator[Overlap]:
 def _rows(overlaps: Iterator[Overlap], device: torch.device) -> tuple[Rows, Rows]:
     """The rows of these tokens where they are held and where they are wanted."""
     found = list(overlaps)
-    sides = ([(x.held_row, x.tokens.tokens) for x in found], [(x.wanted_row, x.tokens.tokens) for x in found])
-    indices = [torch.cat([torch.arange(0), *(torch.arange(row, row + n) for row, n in side)]) for side in sides]
+    sides = (
+        [(x.held_row, x.tokens.tokens) for x in found],
+        [(x.wanted_row, x.tokens.tokens) for x in found],
+    )
+    indices = [
+        torch.cat([torch.arange(0), *(torch.arange(row, row + n) for row, n in side)])
+        for side in sides
+    ]
     return tuple(Rows(len(index), index.to(device)) for index in indices)

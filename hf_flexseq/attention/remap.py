@@ -1,8 +1,10 @@
-"""Tokens on their way between the even layout outside of attention and the layout of the groups; see `remap.py` above.
+"""Tokens on their way between the even layout outside of attention and the layout of the groups;
+see `remap.py` above.
 
-A rank with a surplus gives its last rows away, one with a deficit has what it got behind its own rows. In every layer
-queries, keys and values come to the groups and the output leaves; in the backward the gradient of the output comes
-and those of queries, keys and values leave. All tensors of one trip travel in one message per pair of ranks.
+A rank with a surplus gives its last rows away, one with a deficit has what it got behind its own
+rows. In every layer queries, keys and values come to the groups and the output leaves; in the
+backward the gradient of the output comes and those of queries, keys and values leave. All tensors
+of one trip travel in one message per pair of ranks.
 """
 
 import torch
@@ -23,8 +25,11 @@ class TokenRemap:
 
     __slots__ = ("_routings", "communicator", "given", "got", "links", "moves")
 
-    def __init__(self, shard: Shard, communicator: Communicator, links: NicFigures | None = None) -> None:
-        """links: see `SequenceContext`. With any, ranks that give and get nothing may have to pass something on."""
+    def __init__(
+        self, shard: Shard, communicator: Communicator, links: NicFigures | None = None
+    ) -> None:
+        """links: see `SequenceContext`. With any, ranks that give and get nothing may have to pass
+        something on."""
         self.communicator, self.given, self.got = communicator, shard.given, shard.got
         self.moves, self.links = shard.moves, links
         self._routings: dict[tuple[int, bool], Routing] = {}
@@ -37,11 +42,15 @@ class TokenRemap:
         """Each [rows of the groups, heads, D] -> [rows of the even layout, heads, D]."""
         return self._together(tensors, self.given, self.got, back=False)
 
-    def _together(self, tensors: Tensors, leaving: Parcels, coming: Parcels, *, back: bool) -> Tensors:
+    def _together(
+        self, tensors: Tensors, leaving: Parcels, coming: Parcels, *, back: bool
+    ) -> Tensors:
         x = torch.cat(tensors, dim=1)
         kept = x.shape[0] - sum(rows for _, rows in leaving)
         exchange = self._exchange(x, back)
-        for part, (peer, _) in zip(x[kept:].split([rows for _, rows in leaving]), leaving, strict=True):
+        for part, (peer, _) in zip(
+            x[kept:].split([rows for _, rows in leaving]), leaving, strict=True
+        ):
             exchange.send([part], peer)
         arriving = [exchange.recv([x], rows, peer)[0] for peer, rows in coming]
         exchange.post(self.communicator, tag=TAG)
@@ -58,7 +67,9 @@ class TokenRemap:
         routing = self._routings.get((row_bytes, back), Routing())
         if not routing.paths:
             return Exchange(_label)
-        return RoutedExchange(_label, routing, self.communicator, x.device, within=", in remapping")
+        return RoutedExchange(
+            _label, routing, self.communicator, x.device, within=", in remapping"
+        )
 
 
 def _label(peer: int, sent: bool) -> str:

@@ -1,7 +1,8 @@
 """The command line: `flexseq plan | simulate | compare | view | calibrate | env`.
 
-It exits with 0, or with 2 and one line on stderr for bad input and for plans that cannot be. Importing it imports no
-torch, so planning starts at once and works where torch is not installed; `env` and `calibrate` import it when run.
+It exits with 0, or with 2 and one line on stderr for bad input and for plans that cannot be.
+Importing it imports no torch, so planning starts at once and works where torch is not installed;
+`env` and `calibrate` import it when run.
 """
 
 import sys

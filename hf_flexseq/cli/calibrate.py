@@ -24,11 +24,14 @@ def _summary(record: dict[str, Any]) -> str:
     cost, errors, (nodes, ranks) = record["cost_model"], record["hold_out"], record["topology"]
     speeds = ", ".join(f"{degree}: {speed / 1e9:.3g}" for degree, speed in cost["bandwidths"])
     lines = (
-        f"{record['model']} in {record['dtype']} on {nodes} x {ranks} {record['device']}, torch {record['torch']}",
+        f"{record['model']} in {record['dtype']} on {nodes} x {ranks} {record['device']}, torch "
+        f"{record['torch']}",
         f"attention {1e12 * cost['attention_s']:.4g} ps per squared token, "
-        f"the rest {1e6 * cost['linear_s']:.4g} us per token, {1e3 * cost['micro_batch_s']:.4g} ms per micro-batch",
+        f"the rest {1e6 * cost['linear_s']:.4g} us per token, {1e3 * cost['micro_batch_s']:.4g} "
+        f"ms per micro-batch",
         f"GB/s by degree: {speeds}",
-        f"on {errors['micro_batches']} micro-batches held out of the fit: off by {100 * errors['mean']:.1f} % on "
+        f"on {errors['micro_batches']} micro-batches held out of the fit: off by "
+        f"{100 * errors['mean']:.1f} % on "
         f"average, {100 * errors['p95']:.1f} % at the 95th percentile",
     )
     return "\n".join(lines)

@@ -40,26 +40,37 @@ def simulate(options: Namespace) -> None:
     for step in read_steps(options.plan):
         made = step.plan
         if isinstance(made, PipelinePlan):
-            raise ValueError(f"{options.plan}: step {step.number} is a pipeline's, which `flexseq view` shows")
+            raise ValueError(
+                f"{options.plan}: step {step.number} is a pipeline's, which `flexseq view` shows"
+            )
         check(made, options.topology)
         timeline = simulate_plan(made, options.topology, cost, sync=options.sync)
-        closed = step_ns(cost, made.micro_batches, made.lengths, options.topology, sync=options.sync)
+        closed = step_ns(
+            cost, made.micro_batches, made.lengths, options.topology, sync=options.sync
+        )
         print(
-            f"step {step.number}: simulated {timeline.stop / 1e9:.3f} s, closed form {closed / 1e9:.3f} s; "
-            f"{shares(timeline)}; transfers beside compute {100 * timeline.share('overlapped'):.1f} %; "
+            f"step {step.number}: simulated {timeline.stop / 1e9:.3f} s, closed form "
+            f"{closed / 1e9:.3f} s; "
+            f"{shares(timeline)}; transfers beside compute "
+            f"{100 * timeline.share('overlapped'):.1f} %; "
             f"peak memory {timeline.peak_bytes / 2**30:.2f} GiB"
         )
         if options.sync == "lockstep":
             for index, start in enumerate(timeline.starts):
                 stop = (*timeline.starts, timeline.stop)[index + 1]
-                print(f"  micro-batch {index}: from {start / 1e9:.3f} s, {(stop - start) / 1e9:.3f} s")
+                print(
+                    f"  micro-batch {index}: from {start / 1e9:.3f} s, "
+                    f"{(stop - start) / 1e9:.3f} s"
+                )
 
 
 def view(options: Namespace) -> None:
     """Draw one step of a file: on the terminal, or into the files asked for."""
     steps = read_steps(options.plan)
     if options.step >= len(steps):
-        raise ValueError(f"{options.plan}: has {len(steps)} steps, so there is no --step {options.step}")
+        raise ValueError(
+            f"{options.plan}: has {len(steps)} steps, so there is no --step {options.step}"
+        )
     step = steps[options.step]
     node = options.topology.ranks_per_node if options.topology else None
     title = f"Step {step.number}: {_summary(step.plan)}{_measured(step)}"
@@ -74,7 +85,8 @@ def view(options: Namespace) -> None:
 
 
 def _timeline(step: PlannedStep, options: Namespace, *, layers: int) -> Timeline:
-    """Simulated with a cost model; otherwise by tokens, in measured seconds where there are any."""
+    """Simulated with a cost model; otherwise by tokens, in measured seconds where there are
+    any."""
     if isinstance(step.plan, PipelinePlan):
         return simulate_pipeline(step.plan, _stage_costs(step, step.plan, options))
     if options.cost_model is not None:
@@ -82,7 +94,9 @@ def _timeline(step: PlannedStep, options: Namespace, *, layers: int) -> Timeline
             raise ValueError("--cost-model also needs --topology")
         check(step.plan, options.topology)
         cost = load_cost_model(options.cost_model)
-        return simulate_plan(step.plan, options.topology, cost, sync=options.sync, detail=Detail(layers=layers))
+        return simulate_plan(
+            step.plan, options.topology, cost, sync=options.sync, detail=Detail(layers=layers)
+        )
     world = max((group.stop for mb in step.plan.micro_batches for group in mb.groups), default=1)
     if options.topology is not None:
         check(step.plan, options.topology)
@@ -91,7 +105,8 @@ def _timeline(step: PlannedStep, options: Namespace, *, layers: int) -> Timeline
 
 
 def _stage_costs(step: PlannedStep, made: PipelinePlan, options: Namespace) -> PipelineCost:
-    """From the cost model of a whole model that was named; or else what the file says; or else tokens as time."""
+    """From the cost model of a whole model that was named; or else what the file says; or else
+    tokens as time."""
     check_pipeline(made)
     if options.cost_model is not None:
         return PipelineCost.of_model(load_cost_model(options.cost_model), made.stages)
@@ -106,11 +121,13 @@ def _summary(made: Plan | PipelinePlan) -> str:
     """A plan in one line."""
     if isinstance(made, PipelinePlan):
         return (
-            f"{len(made.lengths):,} sequences, {sum(made.lengths):,} tokens in {len(made.chunks):,} chunks through "
+            f"{len(made.lengths):,} sequences, {sum(made.lengths):,} tokens in "
+            f"{len(made.chunks):,} chunks through "
             f"{made.stages} stages by {made.schedule}, predicted {made.objective_s:.3f} s"
         )
     gap = made.objective_s / made.lower_bound_s - 1 if made.lower_bound_s else 0.0
     return (
-        f"{len(made.lengths):,} sequences, {sum(made.lengths):,} tokens, {len(made.micro_batches)} micro-batches by "
+        f"{len(made.lengths):,} sequences, {sum(made.lengths):,} tokens, "
+        f"{len(made.micro_batches)} micro-batches by "
         f"{made.planner}, predicted {made.objective_s:.3f} s ({100 * gap:.1f} % above the bound)"
     )

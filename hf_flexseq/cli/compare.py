@@ -1,7 +1,8 @@
 """`compare`: every planner on the same lengths, by the closed form and by simulation.
 
-`static` stands for the best single degree of the whole run, or the one of --sp-degree: what a run without flexible
-groups can have. A planner that cannot plan a step has its reason in the table instead of figures.
+`static` stands for the best single degree of the whole run, or the one of --sp-degree: what a run
+without flexible groups can have. A planner that cannot plan a step has its reason in the table
+instead of figures.
 """
 
 from argparse import Namespace
@@ -17,7 +18,17 @@ from hf_flexseq.planner import CHOICES
 from hf_flexseq.planner.static import static_degrees
 from hf_flexseq.simulate import simulate
 
-COLUMNS = ("planner", "seconds", "gap", "simulated", "transfers", "idle", "GiB", "micro-batches", "planning")
+COLUMNS = (
+    "planner",
+    "seconds",
+    "gap",
+    "simulated",
+    "transfers",
+    "idle",
+    "GiB",
+    "micro-batches",
+    "planning",
+)
 WIDTHS = (18, 8, 7, 9, 9, 7, 7, 13, 9)
 
 
@@ -25,8 +36,9 @@ WIDTHS = (18, 8, 7, 9, 9, 7, 7, 13, 9)
 class Result:
     """What a planner reached on average over all steps, or why it did not.
 
-    closed_s, simulated_s: seconds of a step. gap: of closed_s above the bound. transfers, idle: shares of the
-    simulated time. peak_bytes: the most of any step. micro_batches: of a step. planning_s: of a step.
+    closed_s, simulated_s: seconds of a step. gap: of closed_s above the bound. transfers, idle:
+    shares of the simulated time. peak_bytes: the most of any step. micro_batches: of a step.
+    planning_s: of a step.
     """
 
     name: str
@@ -42,12 +54,14 @@ class Result:
 
 
 def compare(options: Namespace) -> None:
-    """Print the table, each planner as soon as it is done. Raises the first one's reason when none can plan."""
+    """Print the table, each planner as soon as it is done. Raises the first one's reason when none
+    can plan."""
     cost = load_cost_model(options.cost_model)
     steps = list(islice(steps_of(options), options.steps))
     topology = options.topology
     print(
-        f"{len(steps)} steps, {sum(map(len, steps)):,} sequences, {sum(map(sum, steps)):,} tokens on {topology.nodes} "
+        f"{len(steps)} steps, {sum(map(len, steps)):,} sequences, {sum(map(sum, steps)):,} tokens "
+        f"on {topology.nodes} "
         f"x {topology.ranks_per_node} ranks, {cost.name}, {options.sync}; per step:"
     )
     print(_line(COLUMNS))
@@ -55,18 +69,26 @@ def compare(options: Namespace) -> None:
     for planner in CHOICES["planner"]:
         result = _result(planner, steps, options, cost)
         print(
-            _line(_row(result)) if result.problem is None else f"{planner:{WIDTHS[0]}}  {result.problem}", flush=True
+            _line(_row(result))
+            if result.problem is None
+            else f"{planner:{WIDTHS[0]}}  {result.problem}",
+            flush=True,
         )
         problems.append(result.problem)
     if all(problems):
         raise ValueError(f"no planner can plan this: {problems[0]}")
 
 
-def _result(planner: str, steps: Sequence[list[int]], options: Namespace, cost: CostModel) -> Result:
+def _result(
+    planner: str, steps: Sequence[list[int]], options: Namespace, cost: CostModel
+) -> Result:
     try:
         if planner != "static":
             return _measure(
-                planner, [planned(lengths, options, cost, planner=planner) for lengths in steps], options, cost
+                planner,
+                [planned(lengths, options, cost, planner=planner) for lengths in steps],
+                options,
+                cost,
             )
         degrees = [options.sp_degree] if options.sp_degree else static_degrees(options.topology)
         return _best_static(degrees, steps, options, cost)
@@ -74,13 +96,19 @@ def _result(planner: str, steps: Sequence[list[int]], options: Namespace, cost: 
         return Result(name=planner, problem=" ".join(str(error).split()))
 
 
-def _best_static(degrees: Sequence[int], steps: Sequence[list[int]], options: Namespace, cost: CostModel) -> Result:
-    """The degree with the fewest seconds over all steps, among those that can hold every sequence."""
+def _best_static(
+    degrees: Sequence[int], steps: Sequence[list[int]], options: Namespace, cost: CostModel
+) -> Result:
+    """The degree with the fewest seconds over all steps, among those that can hold every
+    sequence."""
     runs: list[tuple[float, int, list[Plan]]] = []
     problem: ValueError | None = None
     for degree in degrees:
         try:
-            plans = [planned(lengths, options, cost, planner="static", sp_degree=degree) for lengths in steps]
+            plans = [
+                planned(lengths, options, cost, planner="static", sp_degree=degree)
+                for lengths in steps
+            ]
             runs.append((sum(plan.objective_s for plan in plans), degree, plans))
         except ValueError as error:
             problem = error

@@ -7,7 +7,8 @@ from importlib import metadata
 from hf_flexseq import __version__
 
 PACKAGES = (
-    "torch", "transformers", "accelerate", "deepspeed", "trl", "peft", "datasets", "flash-attn", "pulp",
+    "torch", "transformers", "accelerate", "deepspeed",
+    "trl", "peft", "datasets", "flash-attn", "pulp",
     "highspy", "numpy", "matplotlib",
 )  # fmt: skip
 HEAD_DIM = 128
@@ -31,7 +32,8 @@ def _version(package: str) -> str:
 
 
 def _devices() -> list[str]:
-    """The devices of this machine with their kernels for bfloat16 (CPU: float32) and a head size of 128."""
+    """The devices of this machine with their kernels for bfloat16 (CPU: float32) and a head size
+    of 128."""
     try:
         import torch
     except ModuleNotFoundError:
@@ -43,5 +45,8 @@ def _devices() -> list[str]:
     for index in range(torch.cuda.device_count()):
         properties = torch.cuda.get_device_properties(index)
         lines.append(f"cuda:{index}: {properties.name}, {properties.total_memory / 2**30:.0f} GiB")
-        lines += [f"  kernel {line}" for line in explain(torch.device("cuda", index), torch.bfloat16, HEAD_DIM)]
+        lines += [
+            f"  kernel {line}"
+            for line in explain(torch.device("cuda", index), torch.bfloat16, HEAD_DIM)
+        ]
     return lines

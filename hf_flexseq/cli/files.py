@@ -14,9 +14,9 @@ from hf_flexseq.plan.pipeline import PipelinePlan
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PlannedStep:
-    """A step of a file. number: the step's, counted by its file or by the training run. plan: of groups, or of a
-    pipeline. measured_s: of each micro-batch, or of the whole step, None where nobody ran it. cost: of the pipeline's
-    stages, where the file says it."""
+    """A step of a file. number: the step's, counted by its file or by the training run. plan: of
+    groups, or of a pipeline. measured_s: of each micro-batch, or of the whole step, None where
+    nobody ran it. cost: of the pipeline's stages, where the file says it."""
 
     number: int
     plan: Plan | PipelinePlan
@@ -25,7 +25,8 @@ class PlannedStep:
 
 
 def read_steps(path: str) -> list[PlannedStep]:
-    """The plans in a JSON file, or in JSON lines; of a plan trace with their measurements. `-` is stdin."""
+    """The plans in a JSON file, or in JSON lines; of a plan trace with their measurements. `-` is
+    stdin."""
     text = sys.stdin.read() if path == "-" else Path(path).read_text(encoding="utf-8")
     try:
         steps = [_step(index, record) for index, record in enumerate(_records(text))]
@@ -59,9 +60,14 @@ def _step(index: int, record: Any) -> PlannedStep:
     plan = Plan.from_record(record)
     measured = record.get("measured_s")
     if measured is not None and len(measured) != len(plan.micro_batches):
-        raise ValueError(f"step {index} has {len(plan.micro_batches)} micro-batches, {len(measured)} of them measured")
+        raise ValueError(
+            f"step {index} has {len(plan.micro_batches)} micro-batches, "
+            f"{len(measured)} of them measured"
+        )
     return PlannedStep(
-        number=record.get("step", index), plan=plan, measured_s=None if measured is None else tuple(measured)
+        number=record.get("step", index),
+        plan=plan,
+        measured_s=None if measured is None else tuple(measured),
     )
 
 

@@ -22,14 +22,24 @@ class OneLineParser(argparse.ArgumentParser):
 
 
 def make_parser() -> argparse.ArgumentParser:
-    parser = OneLineParser(prog="flexseq", description="Plan, simulate and look at flexible sequence parallelism.")
+    parser = OneLineParser(
+        prog="flexseq", description="Plan, simulate and look at flexible sequence parallelism."
+    )
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    _plan_options(_command(commands, "plan", plan, "decide which ranks work together on which sequences"))
+    _plan_options(
+        _command(commands, "plan", plan, "decide which ranks work together on which sequences")
+    )
     _simulate_options(_command(commands, "simulate", simulate, "run a plan without running it"))
-    _compare_options(_command(commands, "compare", compare, "a table of all planners on your lengths"))
+    _compare_options(
+        _command(commands, "compare", compare, "a table of all planners on your lengths")
+    )
     _view_options(_command(commands, "view", view, "draw a plan or a plan trace"))
-    _calibrate_options(_command(commands, "calibrate", calibrate, "measure a cost model on this machine"))
-    _command(commands, "env", env, "versions, devices and kernels, and why a kernel is not available")
+    _calibrate_options(
+        _command(commands, "calibrate", calibrate, "measure a cost model on this machine")
+    )
+    _command(
+        commands, "env", env, "versions, devices and kernels, and why a kernel is not available"
+    )
     return parser
 
 
@@ -37,7 +47,9 @@ def topology(text: str) -> Topology:
     """A topology as NODESxRANKS, 8x8 for eight nodes of eight ranks."""
     match = re.fullmatch(r"(\d+)x(\d+)", text)
     if not match:
-        raise argparse.ArgumentTypeError(f"{text!r} is no topology: write NODESxRANKS, such as 8x8")
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is no topology: write NODESxRANKS, such as 8x8"
+        )
     try:
         return Topology(nodes=int(match[1]), ranks_per_node=int(match[2]))
     except ValueError as error:
@@ -72,8 +84,12 @@ def _command(
 
 def _plan_options(parser: argparse.ArgumentParser) -> None:
     _lengths_options(parser)
-    parser.add_argument("--planner", choices=CHOICES["planner"], default="auto", help="default: auto")
-    parser.add_argument("--json", metavar="FILE", help="write the plan, - for stdout; several steps: JSON lines")
+    parser.add_argument(
+        "--planner", choices=CHOICES["planner"], default="auto", help="default: auto"
+    )
+    parser.add_argument(
+        "--json", metavar="FILE", help="write the plan, - for stdout; several steps: JSON lines"
+    )
 
 
 def _compare_options(parser: argparse.ArgumentParser) -> None:
@@ -87,22 +103,37 @@ def _lengths_options(parser: argparse.ArgumentParser) -> None:
         "--lengths",
         required=True,
         metavar="FILE",
-        help="a JSON list, one integer per line, JSON lines (each also .gz), Parquet, or a saved dataset",
+        help="a JSON list, one integer per line, JSON lines (each also .gz), Parquet, or a saved "
+        "dataset",
     )
     parser.add_argument(
-        "--column", metavar="NAME", help="column with lengths or with lists (default: length, input_ids)"
+        "--column",
+        metavar="NAME",
+        help="column with lengths or with lists (default: length, input_ids)",
     )
     _machine_options(parser, required=True)
-    parser.add_argument("--max-tokens-per-rank", type=at_least(1), metavar="N", help="default: by the memory model")
+    parser.add_argument(
+        "--max-tokens-per-rank", type=at_least(1), metavar="N", help="default: by the memory model"
+    )
     parser.add_argument("--strategy", choices=CHOICES["strategy"], default="auto")
-    parser.add_argument("--sp-degree", type=at_least(1), metavar="N", help="ranks per sequence, for --planner static")
-    parser.add_argument("--sequences-per-step", type=at_least(1), metavar="N", help="default: one step holds all")
+    parser.add_argument(
+        "--sp-degree",
+        type=at_least(1),
+        metavar="N",
+        help="ranks per sequence, for --planner static",
+    )
+    parser.add_argument(
+        "--sequences-per-step", type=at_least(1), metavar="N", help="default: one step holds all"
+    )
 
 
 def _machine_options(parser: argparse.ArgumentParser, *, required: bool) -> None:
     parser.add_argument("--topology", required=required, type=topology, metavar="NODESxRANKS")
     parser.add_argument(
-        "--cost-model", required=required, metavar="NAME_OR_PATH", help=f"a JSON file, or one of {', '.join(PRESETS)}"
+        "--cost-model",
+        required=required,
+        metavar="NAME_OR_PATH",
+        help=f"a JSON file, or one of {', '.join(PRESETS)}",
     )
     parser.add_argument("--sync", choices=CHOICES["sync"], default="lockstep")
 
@@ -113,18 +144,47 @@ def _simulate_options(parser: argparse.ArgumentParser) -> None:
 
 
 def _view_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("plan", metavar="PLAN_OR_TRACE", help="a plan or a plan trace, - for stdin")
-    parser.add_argument("--step", type=at_least(0), default=0, metavar="N", help="which step of the file (default 0)")
+    parser.add_argument(
+        "plan", metavar="PLAN_OR_TRACE", help="a plan or a plan trace, - for stdin"
+    )
+    parser.add_argument(
+        "--step",
+        type=at_least(0),
+        default=0,
+        metavar="N",
+        help="which step of the file (default 0)",
+    )
     _machine_options(parser, required=False)
-    for name, what in (("png", "a picture"), ("svg", "a picture"), ("chrome", "a trace that ui.perfetto.dev opens")):
+    for name, what in (
+        ("png", "a picture"),
+        ("svg", "a picture"),
+        ("chrome", "a trace that ui.perfetto.dev opens"),
+    ):
         parser.add_argument(f"--{name}", metavar="FILE", help=f"write {what}")
 
 
 def _calibrate_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("model", metavar="MODEL", help="name or folder of a model, or a config.json")
-    parser.add_argument("--json", required=True, metavar="FILE", help="write the cost model, for --cost-model")
-    parser.add_argument("--dtype", default="auto", help="of the parameters; default: bfloat16 on a GPU, else float32")
-    parser.add_argument("--zero-stage", type=int, choices=range(4), default=0, help="how training is sharded; FSDP: 3")
     parser.add_argument(
-        "--no-checkpointing", dest="checkpointing", action="store_false", help="training keeps all activations"
+        "model", metavar="MODEL", help="name or folder of a model, or a config.json"
+    )
+    parser.add_argument(
+        "--json", required=True, metavar="FILE", help="write the cost model, for --cost-model"
+    )
+    parser.add_argument(
+        "--dtype",
+        default="auto",
+        help="of the parameters; default: bfloat16 on a GPU, else float32",
+    )
+    parser.add_argument(
+        "--zero-stage",
+        type=int,
+        choices=range(4),
+        default=0,
+        help="how training is sharded; FSDP: 3",
+    )
+    parser.add_argument(
+        "--no-checkpointing",
+        dest="checkpointing",
+        action="store_false",
+        help="training keeps all activations",
     )

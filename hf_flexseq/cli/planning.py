@@ -17,7 +17,12 @@ def steps_of(options: Namespace) -> Iterator[list[int]]:
 
 
 def planned(
-    lengths: list[int], options: Namespace, cost: CostModel, *, planner: str, sp_degree: int | None = None
+    lengths: list[int],
+    options: Namespace,
+    cost: CostModel,
+    *,
+    planner: str,
+    sp_degree: int | None = None,
 ) -> Plan:
     """The plan of one step."""
     return make_plan(

@@ -1,4 +1,5 @@
-"""What work costs: seconds and bytes of sequences on groups of ranks, and of chunks on pipeline stages."""
+"""What work costs: seconds and bytes of sequences on groups of ranks, and of chunks on pipeline
+stages."""
 
 from hf_flexseq.cost.model import (
     HEAD_PIECES,

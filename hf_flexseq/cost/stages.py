@@ -1,21 +1,26 @@
-"""Nanoseconds and bytes of a chunk on a stage: what every pipeline schedule is decided and scored by.
+"""Nanoseconds and bytes of a chunk on a stage: what every pipeline schedule is decided and scored
+by.
 
-A chunk of t tokens whose queries see p keys in all (the causal area of its slices) takes on a stage
+A chunk of t tokens whose queries see p keys in all (the causal area of its slices) takes on a
+stage
 
     F  linear t + attention p + 3 head t + chunk
-    I  linear t + 2.5 attention p + chunk                     and its forward again for checkpointed layers
+    I  linear t + 2.5 attention p + chunk                     and its forward again for
+                                                              checkpointed layers
     W  linear t + chunk / 2
     B  I + W
 
-Attention backward has no weights and five matrix products for the forward's two; a linear layer has one product each
-for the gradient of its input and of its weight. The LM head goes backward in F (pipeline/executor.py). Constants are
-per stage, so that a stage with the head, or with fewer layers, is priced as what it is: the papers (Seq1F1B
-2406.03488, InfiniPipe 2509.21275 equation 1) price the model and divide by the number of stages, which hides the head.
+Attention backward has no weights and five matrix products for the forward's two; a linear layer
+has one product each for the gradient of its input and of its weight. The LM head goes backward in
+F (pipeline/executor.py). Constants are per stage, so that a stage with the head, or with fewer
+layers, is priced as what it is: the papers (Seq1F1B 2406.03488, InfiniPipe 2509.21275 equation 1)
+price the model and divide by the number of stages, which hides the head.
 
-A chunk holds its activations from F to B or I, and from I to W what its weights' gradients are made of: the inputs of
-the linear layers and the gradients of their outputs. A cut sequence also holds keys and values, allocated once at its
-full length, from its first F to its last B or I, and their gradients from its first B or I to its last. Checkpointed
-layers hold their input only, up to I.
+A chunk holds its activations from F to B or I, and from I to W what its weights' gradients are
+made of: the inputs of the linear layers and the gradients of their outputs. A cut sequence also
+holds keys and values, allocated once at its full length, from its first F to its last B or I, and
+their gradients from its first B or I to its last. Checkpointed layers hold their input only, up to
+I.
 """
 
 from collections.abc import Sequence
@@ -38,11 +43,12 @@ Int64Array = NDArray[np.int64]
 class StageCost:
     """One stage.
 
-    linear_ns, head_ns: forward nanoseconds per token, of the layers and of the LM head with the loss. attention_ns:
-    forward nanoseconds per (query, key). chunk_ns: forward nanoseconds per chunk, whatever is in it. layers: decoder
-    layers. token_bytes: activations of a token, keys and values left out. kv_bytes: keys and values of a token.
-    input_bytes: what a token keeps when all layers are checkpointed. owed_bytes: what it keeps from I to W; None for
-    as much as it had before.
+    linear_ns, head_ns: forward nanoseconds per token, of the layers and of the LM head with the
+    loss. attention_ns: forward nanoseconds per (query, key). chunk_ns: forward nanoseconds per
+    chunk, whatever is in it. layers: decoder layers. token_bytes: activations of a token, keys and
+    values left out. kv_bytes: keys and values of a token. input_bytes: what a token keeps when all
+    layers are checkpointed. owed_bytes: what it keeps from I to W; None for as much as it had
+    before.
     """
 
     linear_ns: float
@@ -58,15 +64,22 @@ class StageCost:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PipelineCost:
-    """All stages. send_ns: nanoseconds per token from a stage to its neighbour, beside its computing."""
+    """All stages. send_ns: nanoseconds per token from a stage to its neighbour, beside its
+    computing."""
 
     stages: tuple[StageCost, ...]
     send_ns: float = 0.0
 
     def __post_init__(self) -> None:
         for number, stage in enumerate(self.stages):
-            if min(stage.linear_ns, stage.attention_ns, stage.chunk_ns, stage.head_ns) < 0 or stage.token_bytes <= 0:
-                raise ValueError(f"stage {number}: costs must not be negative, and token_bytes positive: {stage}")
+            if (
+                min(stage.linear_ns, stage.attention_ns, stage.chunk_ns, stage.head_ns) < 0
+                or stage.token_bytes <= 0
+            ):
+                raise ValueError(
+                    f"stage {number}: costs must not be negative, and token_bytes "
+                    f"positive: {stage}"
+                )
 
     def to_record(self) -> dict[str, Any]:
         """The costs as plain JSON values."""
@@ -74,11 +87,17 @@ class PipelineCost:
 
     @classmethod
     def from_record(cls, record: dict[str, Any]) -> "PipelineCost":
-        """The inverse of `to_record`. Raises ValueError for anything that is no cost of a pipeline."""
+        """The inverse of `to_record`. Raises ValueError for anything that is no cost of a
+        pipeline."""
         try:
-            return cls(stages=tuple(StageCost(**stage) for stage in record["stages"]), send_ns=record["send_ns"])
+            return cls(
+                stages=tuple(StageCost(**stage) for stage in record["stages"]),
+                send_ns=record["send_ns"],
+            )
         except (KeyError, TypeError) as error:
-            raise ValueError(f"not the cost of a pipeline: {error!r} (see PipelineCost.to_record)") from error
+            raise ValueError(
+                f"not the cost of a pipeline: {error!r} (see PipelineCost.to_record)"
+            ) from error
 
     @classmethod
     def even(cls, stages: int, stage: StageCost) -> "PipelineCost":
@@ -87,12 +106,14 @@ class PipelineCost:
 
     @classmethod
     def of_model(cls, cost: CostModel, stages: int) -> "PipelineCost":
-        """A whole model's cost, divided evenly: the stages of one rank each that nobody has measured."""
+        """A whole model's cost, divided evenly: the stages of one rank each that nobody has
+        measured."""
         return cls.even(
             stages,
             StageCost(
                 linear_ns=cost.linear_s * 1e9 / 3 / stages,
-                attention_ns=2 * cost.attention_s * 1e9 / (1 + ATTENTION_BACKWARD) / stages,  # of the causal half
+                # of the causal half
+                attention_ns=2 * cost.attention_s * 1e9 / (1 + ATTENTION_BACKWARD) / stages,
                 chunk_ns=cost.micro_batch_s * 1e9 / (2 + WEIGHT_CHUNK) / stages,
                 token_bytes=cost.token_bytes / stages,
             ),
@@ -101,8 +122,8 @@ class PipelineCost:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StageShape:
-    """What a chunk's cost depends on. tokens, pairs: of all its slices. cut: tokens of the slice that is a part of a
-    sequence, of which the sequence has `length`; both 0 without one."""
+    """What a chunk's cost depends on. tokens, pairs: of all its slices. cut: tokens of the slice
+    that is a part of a sequence, of which the sequence has `length`; both 0 without one."""
 
     tokens: int
     pairs: int
@@ -130,8 +151,9 @@ def causal_pairs(start: int, stop: int) -> int:
 class ChunkCosts:
     """Costs of all chunks on all stages: [stage][place of the chunk], whole nanoseconds and bytes.
 
-    held: activations from F to B or I; owed: from I to W. carried: keys and values of the chunk's cut sequence, as
-    many bytes as their gradients; the same for every chunk of a unit. send: [place] nanoseconds to the neighbour.
+    held: activations from F to B or I; owed: from I to W. carried: keys and values of the chunk's
+    cut sequence, as many bytes as their gradients; the same for every chunk of a unit. send:
+    [place] nanoseconds to the neighbour.
     """
 
     forward: list[list[int]]
@@ -143,7 +165,9 @@ class ChunkCosts:
     send: list[int]
 
 
-def chunk_costs(cost: PipelineCost, shapes: Sequence[StageShape], checkpointed: Sequence[Sequence[int]] = ()) -> ChunkCosts:
+def chunk_costs(
+    cost: PipelineCost, shapes: Sequence[StageShape], checkpointed: Sequence[Sequence[int]] = ()
+) -> ChunkCosts:
     """Price all chunks. checkpointed: [stage][place] layers, () for none."""
     tokens, pairs, cut, length = (
         np.array([getattr(shape, name) for shape in shapes], dtype=np.float64)
@@ -151,7 +175,11 @@ def chunk_costs(cost: PipelineCost, shapes: Sequence[StageShape], checkpointed: 
     )
     rows: list[list[list[int]]] = [[] for _ in range(6)]
     for number, stage in enumerate(cost.stages):
-        share = np.array(checkpointed[number]) / stage.layers if checkpointed else np.zeros(len(shapes))
+        share = (
+            np.array(checkpointed[number]) / stage.layers
+            if checkpointed
+            else np.zeros(len(shapes))
+        )
         linear, attention = stage.linear_ns * tokens, stage.attention_ns * pairs
         body = linear + attention + stage.chunk_ns
         again = share * (linear + attention)

@@ -1,4 +1,5 @@
-"""Small exchanges of Python values over the control group; all of them collective over the world."""
+"""Small exchanges of Python values over the control group; all of them collective over the
+world."""
 
 from typing import Any
 

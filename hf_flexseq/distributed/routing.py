@@ -1,17 +1,21 @@
-"""Exchanges whose transfers between nodes are split over several NICs; see `schedule/routing.py` for which, and how.
+"""Exchanges whose transfers between nodes are split over several NICs; see `schedule/routing.py`
+for which, and how.
 
-    post    source --scatter--> mates; every piece goes on as soon as it has come:    mates --cross--> mates
+    post    source --scatter--> mates; every piece goes on as soon as it has come:    mates
+            --cross--> mates
     wait    every piece goes on as soon as it has come:    mates --gather--> target
 
-What is slow, the way between nodes, is under way from `post` to `wait`, beside whatever is computed meanwhile, and
-pieces follow each other through the legs. Ranks that only pass something on take part at the same two points.
+What is slow, the way between nodes, is under way from `post` to `wait`, beside whatever is
+computed meanwhile, and pieces follow each other through the legs. Ranks that only pass something
+on take part at the same two points.
 
-Each leg of each piece is a batch of transfers, and all ranks post these batches in one order: scatter of every piece,
-then cross, then gather. A rank waits for batches only whose other ends were posted, or will be without waiting for a
-later one, so nothing can hang, whatever a backend does about tags. Pieces overlap on gloo; NCCL, on which it has not
-run, would take one batch after the other. Rejected: a thread that passes pieces on, which posts in an order of its
-own; and receives of all legs posted at once, on which a backend that runs one batch after the other would wait for
-ever.
+Each leg of each piece is a batch of transfers, and all ranks post these batches in one order:
+scatter of every piece, then cross, then gather. A rank waits for batches only whose other ends
+were posted, or will be without waiting for a later one, so nothing can hang, whatever a backend
+does about tags. Pieces overlap on gloo; NCCL, on which it has not run, would take one batch after
+the other. Rejected: a thread that passes pieces on, which posts in an order of its own; and
+receives of all legs posted at once, on which a backend that runs one batch after the other would
+wait for ever.
 """
 
 from collections.abc import Iterable, Sequence
@@ -19,7 +23,14 @@ from typing import NamedTuple
 
 import torch
 
-from hf_flexseq.distributed.communicator import TAGS, TAGS_OF_ZONE, Communicator, Exchange, Label, Transfers
+from hf_flexseq.distributed.communicator import (
+    TAGS,
+    TAGS_OF_ZONE,
+    Communicator,
+    Exchange,
+    Label,
+    Transfers,
+)
 from hf_flexseq.plan.shard import contiguous_part
 from hf_flexseq.schedule.routing import MOST_PIECES, Path, Routing, Transfer
 from hf_flexseq.schedule.transfers import aligned
@@ -42,15 +53,31 @@ class TransitRows(NamedTuple):
 
 
 class RoutedExchange(Exchange):
-    """An `Exchange` of which `routing` says how it travels. All ranks of the nodes in question make, post and wait for
-    it, also those that neither send nor receive anything."""
+    """An `Exchange` of which `routing` says how it travels. All ranks of the nodes in question
+    make, post and wait for it, also those that neither send nor receive anything."""
 
-    __slots__ = ("_communicator", "_crossing", "_device", "_held", "_parcels", "_routing", "_tag", "_within")
+    __slots__ = (
+        "_communicator",
+        "_crossing",
+        "_device",
+        "_held",
+        "_parcels",
+        "_routing",
+        "_tag",
+        "_within",
+    )
 
     def __init__(
-        self, label: Label, routing: Routing, communicator: Communicator, device: torch.device, *, within: str = ""
+        self,
+        label: Label,
+        routing: Routing,
+        communicator: Communicator,
+        device: torch.device,
+        *,
+        within: str = "",
     ) -> None:
-        """label: of what goes straight. within: in which exchange pieces are, that errors name by their ends."""
+        """label: of what goes straight. within: in which exchange pieces are, that errors name by
+        their ends."""
         super().__init__(label)
         self._within = within
         self._routing, self._communicator, self._device = routing, communicator, device
@@ -71,15 +98,24 @@ class RoutedExchange(Exchange):
         for room, x in zip(_unpacked(parcel, tensors, len(tensors[0])), tensors, strict=True):
             room.copy_(x)
 
-    def recv(self, likes: Iterable[torch.Tensor], tokens: int, peer: int) -> tuple[torch.Tensor, ...]:
+    def recv(
+        self, likes: Iterable[torch.Tensor], tokens: int, peer: int
+    ) -> tuple[torch.Tensor, ...]:
         parcel = self._parcels.get((peer, self._communicator.rank))
-        return super().recv(likes, tokens, peer) if parcel is None else _unpacked(parcel, list(likes), tokens)
+        return (
+            super().recv(likes, tokens, peer)
+            if parcel is None
+            else _unpacked(parcel, list(likes), tokens)
+        )
 
     def post(self, communicator: Communicator, tag: int) -> None:
         super().post(communicator, tag)
         self._tag = tag_of_legs(tag)
         self._held = [
-            self._hold(t, path) for t, paths in self._routing.paths for path in paths if self._is_on(t, path)
+            self._hold(t, path)
+            for t, paths in self._routing.paths
+            for path in paths
+            if self._is_on(t, path)
         ]
         pieces = range(self._routing.pieces)
         scattered = [self._batch(SCATTER, piece) for piece in pieces]
@@ -102,7 +138,11 @@ class RoutedExchange(Exchange):
     def _hold(self, t: Transfer, path: Path) -> TransitRows:
         whole = self._parcels.get((t.source, t.target))
         if whole is None:
-            return TransitRows(t, path, torch.empty(path.stop - path.start, dtype=torch.uint8, device=self._device))
+            return TransitRows(
+                t,
+                path,
+                torch.empty(path.stop - path.start, dtype=torch.uint8, device=self._device),
+            )
         return TransitRows(t, path, whole[path.start : path.stop])
 
     def _batch(self, leg: int, piece: int) -> Transfers:
@@ -118,7 +158,12 @@ class RoutedExchange(Exchange):
             elif target == self._communicator.rank:
                 ends["recvs"].append((held.parcel[start:stop], source))
         tag = self._tag + (leg * MOST_PIECES + piece) * TAGS_OF_BATCH
-        return Transfers(self._communicator, **ends, tag=tag, label=lambda peer, sent: self._name(leg, peer, sent))
+        return Transfers(
+            self._communicator,
+            **ends,
+            tag=tag,
+            label=lambda peer, sent: self._name(leg, peer, sent),
+        )
 
     def _name(self, leg: int, peer: int, sent: bool) -> str:
         ends = (self._communicator.rank, peer) if sent else (peer, self._communicator.rank)
@@ -128,14 +173,22 @@ class RoutedExchange(Exchange):
 
 
 def tag_of_legs(tag: int) -> int:
-    """The first of those that the legs of the exchange of `tag` have; they lie in the upper half of its zone's."""
+    """The first of those that the legs of the exchange of `tag` have; they lie in the upper half
+    of its zone's."""
     zone, message = divmod(tag, TAGS_OF_ZONE)
     assert message < TAGS_OF_ZONE // 2, f"message {message} lies where those of legs do"
-    return zone * TAGS_OF_ZONE + TAGS_OF_ZONE // 2 + message // TAGS % 16 * (3 * MOST_PIECES * TAGS_OF_BATCH)
+    return (
+        zone * TAGS_OF_ZONE
+        + TAGS_OF_ZONE // 2
+        + message // TAGS % 16 * (3 * MOST_PIECES * TAGS_OF_BATCH)
+    )
 
 
-def _unpacked(parcel: torch.Tensor, likes: Sequence[torch.Tensor], tokens: int) -> tuple[torch.Tensor, ...]:
-    """The tensors in a parcel, one behind the other: `tokens` rows each, otherwise like `likes`."""
+def _unpacked(
+    parcel: torch.Tensor, likes: Sequence[torch.Tensor], tokens: int
+) -> tuple[torch.Tensor, ...]:
+    """The tensors in a parcel, one behind the other: `tokens` rows each, otherwise like
+    `likes`."""
     found, start = [], 0
     for like in likes:
         shape = torch.Size((tokens, *like.shape[1:]))

@@ -1,4 +1,5 @@
-"""Switch hf_flexseq on in a Trainer that exists already: `trainer.add_callback(FlexSeqCallback(trainer))`."""
+"""Switch hf_flexseq on in a Trainer that exists already:
+`trainer.add_callback(FlexSeqCallback(trainer))`."""
 
 from typing import Any
 
@@ -11,18 +12,20 @@ from hf_flexseq.hf.trainer import FlexSeqMixin, arguments_on
 class FlexSeqCallback(TrainerCallback):
     """Makes `trainer` plan its steps.
 
-    The events of a callback come too late to change how batches are drawn, so the work is done in the constructor: it
-    puts `FlexSeqMixin` in front of the trainer's class, for this instance. Subclass, mixin and callback are thereby
-    one code path.
+    The events of a callback come too late to change how batches are drawn, so the work is done in
+    the constructor: it puts `FlexSeqMixin` in front of the trainer's class, for this instance.
+    Subclass, mixin and callback are thereby one code path.
 
-    Args:
-        trainer (`Trainer`): the trainer to switch on; not one that plans already.
-        args (`FlexSeqArguments`, *optional*): the options; by default those on `trainer.args`, or the defaults.
+    Args: trainer (`Trainer`): the trainer to switch on; not one that plans already. args
+    (`FlexSeqArguments`, *optional*): the options; by default those on `trainer.args`, or the
+    defaults.
     """
 
     def __init__(self, trainer: Trainer, args: FlexSeqArguments | None = None) -> None:
         if isinstance(trainer, FlexSeqMixin):
-            raise ValueError(f"{type(trainer).__name__} plans its steps already; leave the callback out")
+            raise ValueError(
+                f"{type(trainer).__name__} plans its steps already; leave the callback out"
+            )
         former = type(trainer)
         trainer.__class__ = type(f"FlexSeq{former.__name__}", (FlexSeqMixin, former), {})
         try:

@@ -1,4 +1,5 @@
-"""What turns a dataloader into planned steps and runs them: the one code path of the trainer and of a plain loop.
+"""What turns a dataloader into planned steps and runs them: the one code path of the trainer and
+of a plain loop.
 
 engine = FlexSeqEngine(accelerator, FlexSeqArguments(...))
 engine.attach(model)                                   # before accelerator.prepare
@@ -59,13 +60,19 @@ class FlexSeqEngine:
     _cuts_models = False
 
     def __init__(
-        self, accelerator: Accelerator, args: FlexSeqArguments, *, communicator: Communicator | None = None
+        self,
+        accelerator: Accelerator,
+        args: FlexSeqArguments,
+        *,
+        communicator: Communicator | None = None,
     ) -> None:
-        """Raises ValueError or NotImplementedError for an accelerator, a cost model or a degree that cannot work."""
+        """Raises ValueError or NotImplementedError for an accelerator, a cost model or a degree
+        that cannot work."""
         check_accelerator(accelerator, args)
         if args.pipeline_parallel_size > 1 and not self._cuts_models:
             raise NotImplementedError(
-                f"pipeline_parallel_size={args.pipeline_parallel_size} in a loop of your own: use FlexSeqTrainer, or 1"
+                f"pipeline_parallel_size={args.pipeline_parallel_size} in a loop of your own: use "
+                f"FlexSeqTrainer, or 1"
             )
         # Streams are dispatched from rank 0 by default, which breaks on rows of different lengths.
         accelerator.dataloader_config.dispatch_batches = False
@@ -89,10 +96,11 @@ class FlexSeqEngine:
     # ---- the model
 
     def attach(self, model: nn.Module, *, lockstep: bool = False) -> None:
-        """Make `model` run on planned batches: its attention implementation and its loss. Undone by `detach`.
+        """Make `model` run on planned batches: its attention implementation and its loss. Undone
+        by `detach`.
 
-        lockstep: whether something outside of the engine's sight makes all ranks run every micro-batch together.
-        Raises NotImplementedError when the model cannot be trained exactly.
+        lockstep: whether something outside of the engine's sight makes all ranks run every
+        micro-batch together. Raises NotImplementedError when the model cannot be trained exactly.
         """
         base = base_model(model)
         check_model(base)
@@ -106,8 +114,11 @@ class FlexSeqEngine:
         )
         self.cost.strategies(self.args.strategy)  # raises for one that it has no figures for
         if self.args.routing == "auto" and self.communicator.topology.nodes > 1:
-            # Rank 0's: a file of a cost model may differ from node to node, and all ranks must route alike.
-            self._links = broadcast_object(self.communicator, links_of(self.cost, self.communicator.topology))
+            # Rank 0's: a file of a cost model may differ from node to node, and all ranks must
+            # route alike.
+            self._links = broadcast_object(
+                self.communicator, links_of(self.cost, self.communicator.topology)
+            )
         if self.args.max_tokens_per_rank is None:
             # Raises when the model's state alone is too large.
             self.cost.max_tokens_per_rank(self.communicator.world_size)
@@ -121,7 +132,9 @@ class FlexSeqEngine:
     def detach(self) -> None:
         """Give the model its own attention and loss back, and end the planner."""
         if self.model is not None:
-            assert self._former_attention is not None, "attached without a former attention implementation"
+            assert self._former_attention is not None, (
+                "attached without a former attention implementation"
+            )
             self.model.set_attn_implementation(self._former_attention)
             self.accelerator.ddp_handler = self._former_ddp
             if self._chunked_loss is not None:
@@ -133,7 +146,8 @@ class FlexSeqEngine:
 
     @contextmanager
     def attached(self, model: nn.Module, *, lockstep: bool = False) -> Iterator[None]:
-        """`attach` and `detach` around a block; nothing happens when the model is attached already."""
+        """`attach` and `detach` around a block; nothing happens when the model is attached
+        already."""
         if self.model is not None:
             yield
             return
@@ -145,8 +159,11 @@ class FlexSeqEngine:
 
     # ---- steps
 
-    def next_step(self, iterator: Iterator[Mapping[str, Any]], num_batches: int) -> OptimizerStep | None:
-        """The next training step, of `num_batches` batches per rank; None when no rank has data left."""
+    def next_step(
+        self, iterator: Iterator[Mapping[str, Any]], num_batches: int
+    ) -> OptimizerStep | None:
+        """The next training step, of `num_batches` batches per rank; None when no rank has data
+        left."""
         if self._training is None:
             self._training = self._lookahead(self.args.lookahead)
         return self._step(self._training, iterator, num_batches)
@@ -158,8 +175,11 @@ class FlexSeqEngine:
         while (step := self._step(lookahead, iterator, 1)) is not None:
             yield step
 
-    def steps(self, dataloader: Iterable[Mapping[str, Any]], accumulation: int = 1) -> Iterator["EngineStep"]:
-        """One pass over a prepared dataloader, `accumulation` batches per rank and optimizer step."""
+    def steps(
+        self, dataloader: Iterable[Mapping[str, Any]], accumulation: int = 1
+    ) -> Iterator["EngineStep"]:
+        """One pass over a prepared dataloader, `accumulation` batches per rank and optimizer
+        step."""
         iterator = iter(dataloader)
         while (step := self.next_step(iterator, accumulation)) is not None:
             yield EngineStep(self, step)
@@ -168,12 +188,15 @@ class FlexSeqEngine:
     def _lookahead(self, steps: int) -> Lookahead:
         planner = self.make_planner(ahead=steps > 0) if self.communicator.rank == 0 else None
         legal = partial(
-            check_plan, topology=self.communicator.topology, max_tokens_per_rank=self.args.max_tokens_per_rank
+            check_plan,
+            topology=self.communicator.topology,
+            max_tokens_per_rank=self.args.max_tokens_per_rank,
         )
         return Lookahead(self.communicator, planner, steps, check=legal)
 
     def make_planner(self, *, ahead: bool) -> Planner:
-        """The planner of rank 0: in a process of its own when steps are planned ahead of the one that runs."""
+        """The planner of rank 0: in a process of its own when steps are planned ahead of the one
+        that runs."""
         assert self.cost is not None, "attach the model before drawing steps"
         make = PlannerWorker if ahead else InlinePlanner
         return make(
@@ -187,15 +210,26 @@ class FlexSeqEngine:
             remap=self.args.remap,
         )
 
-    def _step(self, lookahead: Lookahead, iterator: Iterator[Mapping[str, Any]], num_batches: int) -> OptimizerStep | None:
+    def _step(
+        self, lookahead: Lookahead, iterator: Iterator[Mapping[str, Any]], num_batches: int
+    ) -> OptimizerStep | None:
         drawn = lookahead.next(iterator, num_batches)
         return None if drawn is None else self._deal(*drawn, waited_s=lookahead.waited_s)
 
     def _deal(self, drawn: DrawnStep, plan: Plan, *, waited_s: float) -> OptimizerStep:
         """Bring the tokens to the ranks that the plan names."""
-        if drawn.number == 0 and self.lockstep and self.args.remap == "auto" and plan.planner in REMAPPING:
+        if (
+            drawn.number == 0
+            and self.lockstep
+            and self.args.remap == "auto"
+            and plan.planner in REMAPPING
+        ):
             assert self.cost is not None, "attach the model before drawing steps"
-            logger.info(remap_reason(plan.micro_batches, plan.lengths, self.communicator.topology, self.cost))
+            logger.info(
+                remap_reason(
+                    plan.micro_batches, plan.lengths, self.communicator.topology, self.cost
+                )
+            )
         if drawn.number == 0 and self.communicator.world_size > 1:
             self._log_routing(plan)
         shards = shards_of(plan, self.communicator.rank, self.communicator.topology)
@@ -229,13 +263,16 @@ class FlexSeqEngine:
         if self._kernel is None:
             assert self.model is not None, "attach the model before drawing steps"
             config = self.model.config.get_text_config()
-            self._kernel = choose_kernel(self.accelerator.device, self._compute_dtype(), _heads(config)[2])
+            self._kernel = choose_kernel(
+                self.accelerator.device, self._compute_dtype(), _heads(config)[2]
+            )
             if self.args.deterministic and self.communicator.rank == 0:
                 self._log_slowdown(config)
         return self._kernel
 
     def _log_routing(self, plan: Plan) -> None:
-        if self.args.routing == "off" or self.args.deterministic:  # whose groups gather: there are no rings
+        # whose groups gather: there are no rings
+        if self.args.routing == "off" or self.args.deterministic:
             return
         heads, kv_heads, head_dim = _heads(self.model.config.get_text_config())
         head_bytes = head_dim * self._compute_dtype().itemsize
@@ -249,8 +286,10 @@ class FlexSeqEngine:
         q, k = (torch.ones(MEASURED_TOKENS, h, head_dim, **options) for h in (heads, kv_heads))
         factor = slowdown(q, k, self.communicator, self._chosen_kernel())
         logger.warning(
-            "deterministic=True: attention of %s tokens on one rank takes %.1f times as long as otherwise; where "
-            "ranks share a sequence its backward computes up to twice as much, and its keys are gathered",
+            "deterministic=True: attention of %s tokens on one rank takes %.1f times as long as "
+            "otherwise; where "
+            "ranks share a sequence its backward computes up to twice as much, and its keys are "
+            "gathered",
             f"{MEASURED_TOKENS:,}",
             factor,
         )
@@ -262,9 +301,14 @@ class FlexSeqEngine:
 
     # ---- running
 
-    def run(self, step: OptimizerStep, model: nn.Module, forward_backward: Callable[[Inputs], torch.Tensor]) -> torch.Tensor:
-        """Forward and backward of every micro-batch; gradients are reduced with the last one (in lockstep under a
-        sharded model with each). Returns the sum of the losses, detached."""
+    def run(
+        self,
+        step: OptimizerStep,
+        model: nn.Module,
+        forward_backward: Callable[[Inputs], torch.Tensor],
+    ) -> torch.Tensor:
+        """Forward and backward of every micro-batch; gradients are reduced with the last one (in
+        lockstep under a sharded model with each). Returns the sum of the losses, detached."""
 
         @contextmanager
         def accumulating() -> Iterator[None]:
@@ -280,15 +324,16 @@ class FlexSeqEngine:
         return step.run(forward_backward, accumulating).detach()
 
     def _no_reduction(self, model: nn.Module) -> AbstractContextManager[None]:
-        """DDP keeps gradients local until the last micro-batch. FSDP and DeepSpeed reduce into their shards each time:
-        waiting would hold the whole model's gradients on every rank."""
+        """DDP keeps gradients local until the last micro-batch. FSDP and DeepSpeed reduce into
+        their shards each time: waiting would hold the whole model's gradients on every rank."""
         each = self.accelerator.gradient_state.plugin_kwargs.get("sync_each_batch", False)
         if each or not isinstance(model, nn.parallel.DistributedDataParallel):
             return nullcontext()
         return self.accelerator.no_sync(model)  # type: ignore[no-any-return]
 
     def finish(self, step: OptimizerStep) -> dict[str, float]:
-        """Record a step that has run: the plan trace, and its figures for the log. Collective over the world."""
+        """Record a step that has run: the plan trace, and its figures for the log. Collective over
+        the world."""
         assert self.cost is not None, "attach the model before running steps"
         return self._trace.record(step, self.cost)
 
@@ -310,13 +355,17 @@ class EngineStep:
         return self.step.plan
 
     def backward(self, model: nn.Module) -> torch.Tensor:
-        """Forward and backward of the whole step. Returns this rank's share of the loss: the mean over ranks is the
-        mean over the step's target tokens. Gradients are those of that mean, over all ranks."""
+        """Forward and backward of the whole step. Returns this rank's share of the loss: the mean
+        over ranks is the mean over the step's target tokens. Gradients are those of that mean,
+        over all ranks."""
         accelerator = self._engine.accelerator
 
         def forward_backward(inputs: Inputs) -> torch.Tensor:
-            outputs = model(**inputs, use_cache=False, num_items_in_batch=max(self.step.targets, 1))
-            # DDP, FSDP and DeepSpeed average gradients over ranks; the step's gradient is their sum.
+            outputs = model(
+                **inputs, use_cache=False, num_items_in_batch=max(self.step.targets, 1)
+            )
+            # DDP, FSDP and DeepSpeed average gradients over ranks; the step's gradient is their
+            # sum.
             loss = outputs.loss * accelerator.num_processes
             deepspeed = accelerator.distributed_type == DistributedType.DEEPSPEED
             accelerator.backward(loss, **({"scale_wrt_gas": False} if deepspeed else {}))
@@ -335,11 +384,18 @@ def _heads(config: PretrainedConfig) -> tuple[int, int, int]:
 def base_model(model: nn.Module) -> PreTrainedModel:
     """The transformers model under PEFT's wrapper, if there is one.
 
-    Raises ValueError for a model that accelerate has wrapped, NotImplementedError for one that is not transformers'.
+    Raises ValueError for a model that accelerate has wrapped, NotImplementedError for one that is
+    not transformers'.
     """
-    if isinstance(getattr(model, "module", None), nn.Module) and not isinstance(model, PreTrainedModel):
-        raise ValueError(f"attach the model before accelerator.prepare wraps it in {type(model).__name__}")
+    if isinstance(getattr(model, "module", None), nn.Module) and not isinstance(
+        model, PreTrainedModel
+    ):
+        raise ValueError(
+            f"attach the model before accelerator.prepare wraps it in {type(model).__name__}"
+        )
     base = model.get_base_model() if hasattr(model, "get_base_model") else model
     if not isinstance(base, PreTrainedModel):
-        raise NotImplementedError(f"hf_flexseq trains transformers models; {type(base).__name__} is none")
+        raise NotImplementedError(
+            f"hf_flexseq trains transformers models; {type(base).__name__} is none"
+        )
     return base

@@ -1,7 +1,9 @@
-"""Evaluation on planned batches: what the Trainer's loop iterates over, and a loss that means something.
+"""Evaluation on planned batches: what the Trainer's loop iterates over, and a loss that means
+something.
 
-The Trainer averages the means of its batches, which changes with batch size and world size. Here the loss is summed
-over target tokens, and the loader does not repeat samples to fill its last batch.
+The Trainer averages the means of its batches, which changes with batch size and world size. Here
+the loss is summed over target tokens, and the loader does not repeat samples to fill its last
+batch.
 """
 
 import math
@@ -40,7 +42,8 @@ class EvaluationLoss:
         self._targets = 0
 
     def add(self, loss: torch.Tensor, targets: int) -> None:
-        """`loss`: this rank's share of a step, scaled so that the mean over ranks is the mean over `targets`."""
+        """`loss`: this rank's share of a step, scaled so that the mean over ranks is the mean over
+        `targets`."""
         self._sum += loss.double().cpu() * targets
         self._targets += targets
 
@@ -48,21 +51,26 @@ class EvaluationLoss:
         """The mean over all target tokens of all ranks; nan without any. Collective."""
         if communicator.control is not None:
             dist.all_reduce(self._sum, group=communicator.control)
-        return float(self._sum) / communicator.world_size / self._targets if self._targets else math.nan
+        return (
+            float(self._sum) / communicator.world_size / self._targets
+            if self._targets
+            else math.nan
+        )
 
 
-# What accelerate's `prepare_model` may set on the model itself: its forward under mixed precision, the one before, and
-# a mark that it was there.
+# What accelerate's `prepare_model` may set on the model itself: its forward under mixed precision,
+# the one before, and a mark that it was there.
 _SET_BY_PREPARE = ("forward", "_original_forward", "_is_accelerate_prepared")
 
 
 @contextmanager
 def left_unprepared(trainer: Any) -> Iterator[None]:
-    """Evaluation before training must not leave its mark on the model: accelerate would take it for prepared and
-    never wrap it in DDP, so that every rank would train a model of its own.
+    """Evaluation before training must not leave its mark on the model: accelerate would take it
+    for prepared and never wrap it in DDP, so that every rank would train a model of its own.
 
-    Only what was set meanwhile is taken back. `accelerator.unwrap_model` would undo too much: it goes on to the
-    innermost forward, past the decorators of transformers and the forward that TRL puts on a model.
+    Only what was set meanwhile is taken back. `accelerator.unwrap_model` would undo too much: it
+    goes on to the innermost forward, past the decorators of transformers and the forward that TRL
+    puts on a model.
     """
     accelerator = trainer.accelerator
     sharded = accelerator.distributed_type in (DistributedType.FSDP, DistributedType.DEEPSPEED)

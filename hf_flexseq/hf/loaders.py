@@ -49,11 +49,14 @@ class LongestLoader(LoaderProxy):
 
 
 class UnrepeatedShard(IterableDatasetShard):  # type: ignore[misc]
-    """A process's samples of a stream, as accelerate deals them, without the repeats that fill the last batch."""
+    """A process's samples of a stream, as accelerate deals them, without the repeats that fill the
+    last batch."""
 
     def __iter__(self) -> Iterator[Any]:
         samples = iter(self.dataset)
-        process_batch = self.batch_size // self.num_processes if self.split_batches else self.batch_size
+        process_batch = (
+            self.batch_size // self.num_processes if self.split_batches else self.batch_size
+        )
         first = self.process_index * process_batch
         while round_of_all := list(islice(samples, process_batch * self.num_processes)):
             yield from round_of_all[first : first + process_batch]
@@ -61,12 +64,16 @@ class UnrepeatedShard(IterableDatasetShard):  # type: ignore[misc]
 
 @contextmanager
 def without_repeats(dataloader: Any) -> Iterator[None]:
-    """Inside this block the loader gives every sample once. Ranks may then draw different numbers of batches.
+    """Inside this block the loader gives every sample once. Ranks may then draw different numbers
+    of batches.
 
-    accelerate fills the last round of batches with samples from the beginning unless `even_batches` is off, and on
-    streams always.
+    accelerate fills the last round of batches with samples from the beginning unless
+    `even_batches` is off, and on streams always.
     """
-    sampler, dataset = getattr(dataloader, "batch_sampler", None), getattr(dataloader, "dataset", None)
+    sampler, dataset = (
+        getattr(dataloader, "batch_sampler", None),
+        getattr(dataloader, "dataset", None),
+    )
     repeats = isinstance(sampler, BatchSamplerShard) and sampler.even_batches
     stream = type(dataset) is IterableDatasetShard
     if repeats:

@@ -1,4 +1,5 @@
-"""A checkpoint continues with the same data only when an optimizer step still draws as many sequences."""
+"""A checkpoint continues with the same data only when an optimizer step still draws as many
+sequences."""
 
 import json
 import os
@@ -27,13 +28,16 @@ class StepSizeCallback(TrainerCallback):
 
 
 def check_step_size(checkpoint: str | os.PathLike[str] | None, sequences_per_step: int) -> None:
-    """Raise ValueError when `checkpoint` was made with another number of sequences per optimizer step."""
+    """Raise ValueError when `checkpoint` was made with another number of sequences per optimizer
+    step."""
     path = Path(checkpoint) / FILE if checkpoint else None
     if path is None or not path.is_file():
         return
     former = json.loads(path.read_text(encoding="utf-8"))[KEY]
     if former != sequences_per_step:
         raise ValueError(
-            f"{checkpoint} was trained with {former} sequences per optimizer step, this run draws {sequences_per_step}"
-            " (per_device_train_batch_size x gradient_accumulation_steps x processes): the data order would change"
+            f"{checkpoint} was trained with {former} sequences per optimizer step, this run draws "
+            f"{sequences_per_step}"
+            " (per_device_train_batch_size x gradient_accumulation_steps x processes): the data "
+            "order would change"
         )

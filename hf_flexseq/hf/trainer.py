@@ -2,13 +2,17 @@
 
 `FlexSeqMixin` goes in front of any Trainer. What it changes, method by method:
 
-* `get_batch_samples`, where the Trainer draws the batches of an optimizer step: plans the step and brings the tokens
-  to their ranks. It still returns as many items as it was asked for, because the Trainer counts them; all but the
-  last are empty.
-* `training_step`: runs the micro-batches of the plan, each through the Trainer's own `training_step`.
-* `evaluation_loop`, `prediction_step`: the same for evaluation, with a loss over all target tokens.
-* `_inner_training_loop`: the model has our attention and loss while it trains, and its own afterwards.
-* `_reject_skip_prepare_without_labels`: a check of TRL's SFTTrainer sees the collator that ours is put around.
+* `get_batch_samples`, where the Trainer draws the batches of an optimizer step: plans the step and
+  brings the tokens to their ranks. It still returns as many items as it was asked for, because the
+  Trainer counts them; all but the last are empty.
+* `training_step`: runs the micro-batches of the plan, each through the Trainer's own
+  `training_step`.
+* `evaluation_loop`, `prediction_step`: the same for evaluation, with a loss over all target
+  tokens.
+* `_inner_training_loop`: the model has our attention and loss while it trains, and its own
+  afterwards.
+* `_reject_skip_prepare_without_labels`: a check of TRL's SFTTrainer sees the collator that ours is
+  put around.
 * `log`: adds the figures of the step.
 
 Data order, gradient accumulation, clipping, schedules, saving and resuming stay the Trainer's own.
@@ -49,21 +53,23 @@ class FlexSeqConfig(FlexSeqArguments, TrainingArguments):
 class FlexSeqMixin:
     """Put in front of `Trainer` or a subclass of it: `class MyTrainer(FlexSeqMixin, SFTTrainer)`.
 
-    Args:
-        flexseq_args (`FlexSeqArguments`, *optional*):
-            The options. Taken from `args` when that is a `FlexSeqConfig`, or another class with the same fields.
+    Args: flexseq_args (`FlexSeqArguments`, *optional*): The options. Taken from `args` when that
+    is a `FlexSeqConfig`, or another class with the same fields.
 
     All other arguments, positional or not, go to the next class as they are.
 
-    With `pipeline_parallel_size` of 2 and more, `model` may be a folder or the name of a model on the Hub: then every
-    rank loads its own stage alone.
+    With `pipeline_parallel_size` of 2 and more, `model` may be a folder or the name of a model on
+    the Hub: then every rank loads its own stage alone.
     """
 
     flexseq: FlexSeqEngine
 
-    def __init__(self, *given: Any, flexseq_args: FlexSeqArguments | None = None, **named: Any) -> None:
+    def __init__(
+        self, *given: Any, flexseq_args: FlexSeqArguments | None = None, **named: Any
+    ) -> None:
         order = _positional_names(type(self), after=FlexSeqMixin)
-        arguments = dict(zip(order, given, strict=False)) | named  # to read; the next class gets what was given
+        # to read; the next class gets what was given
+        arguments = dict(zip(order, given, strict=False)) | named
         model, training = arguments.get("model"), arguments.get("args")
         if isinstance(model, str):
             options = flexseq_args or arguments_on(training)
@@ -89,7 +95,8 @@ class FlexSeqMixin:
         self.data_collator = _flexseq_collator(self.data_collator)
         self._flexseq_figures: list[dict[str, float]] = []  # of the steps since the last log
         self._flexseq_eval: EvaluationLoss | None = None
-        # Ranks may run different numbers of micro-batches, unless a subclass computes its loss with collectives.
+        # Ranks may run different numbers of micro-batches, unless a subclass computes its loss
+        # with collectives.
         self._flexseq_lockstep = type(self).compute_loss is not Trainer.compute_loss
         self.add_callback(StepSizeCallback(self._flexseq_step_size()))
 
@@ -107,16 +114,23 @@ class FlexSeqMixin:
             return super()._inner_training_loop(*args, **kwargs)
 
     def set_initial_training_values(self, args: TrainingArguments, dataloader: Any) -> Any:
-        """Without `even_batches` ranks draw different numbers of batches; all go on until the last one is done."""
-        return super().set_initial_training_values(args, LongestLoader.over(dataloader, self.flexseq.communicator))
+        """Without `even_batches` ranks draw different numbers of batches; all go on until the last
+        one is done."""
+        return super().set_initial_training_values(
+            args, LongestLoader.over(dataloader, self.flexseq.communicator)
+        )
 
-    def get_batch_samples(self, epoch_iterator: Iterator[Any], num_batches: int, device: torch.device) -> Any:
+    def get_batch_samples(
+        self, epoch_iterator: Iterator[Any], num_batches: int, device: torch.device
+    ) -> Any:
         step = self.flexseq.next_step(epoch_iterator, num_batches)
         if step is None:
             return [], None
         return step_items(step, num_batches), torch.tensor(max(step.targets, 1), device=device)
 
-    def training_step(self, model: nn.Module, inputs: Any, num_items_in_batch: Any = None) -> torch.Tensor:
+    def training_step(
+        self, model: nn.Module, inputs: Any, num_items_in_batch: Any = None
+    ) -> torch.Tensor:
         if not isinstance(inputs, StepItem):
             return super().training_step(model, inputs, num_items_in_batch)
         if inputs.step is None:
@@ -152,8 +166,9 @@ class FlexSeqMixin:
     # ---- the datasets
 
     def _reject_skip_prepare_without_labels(self, datasets: Any, data_collator: Any) -> None:
-        """Let SFTTrainer refuse datasets with masks but no labels: it asks for the type of its own collator, which
-        makes labels of all tokens, and would not know it inside ours. Only TRL calls this."""
+        """Let SFTTrainer refuse datasets with masks but no labels: it asks for the type of its own
+        collator, which makes labels of all tokens, and would not know it inside ours. Only TRL
+        calls this."""
         if isinstance(data_collator, DataCollatorForFlexSeq):
             data_collator = data_collator.example_collator
         super()._reject_skip_prepare_without_labels(datasets, data_collator)
@@ -168,17 +183,28 @@ class FlexSeqMixin:
         ignore_keys: list[str] | None = None,
         metric_key_prefix: str = "eval",
     ) -> Any:
-        """The Trainer's loop over planned batches. The loss is summed over all target tokens of the set, so that it
-        does not depend on batch size or world size; samples repeated to fill the last batch do not count."""
-        if prediction_loss_only is False or (prediction_loss_only is None and not self.args.prediction_loss_only):
+        """The Trainer's loop over planned batches. The loss is summed over all target tokens of
+        the set, so that it does not depend on batch size or world size; samples repeated to fill
+        the last batch do not count."""
+        if prediction_loss_only is False or (
+            prediction_loss_only is None and not self.args.prediction_loss_only
+        ):
             raise NotImplementedError(
-                "predict() would return logits of tokens that are spread over ranks; evaluate() gives the loss, and "
+                "predict() would return logits of tokens that are spread over ranks; evaluate() "
+                "gives the loss, and "
                 "for logits call the model after model.set_attn_implementation('sdpa')"
             )
         self._flexseq_eval = EvaluationLoss()
-        with self.flexseq.attached(self.model, lockstep=self._flexseq_lockstep), left_unprepared(self):
+        with (
+            self.flexseq.attached(self.model, lockstep=self._flexseq_lockstep),
+            left_unprepared(self),
+        ):
             output = super().evaluation_loop(
-                PlannedBatches(self.flexseq, dataloader), description, True, ignore_keys, metric_key_prefix
+                PlannedBatches(self.flexseq, dataloader),
+                description,
+                True,
+                ignore_keys,
+                metric_key_prefix,
             )
         loss = self._flexseq_eval.mean(self.flexseq.communicator)
         return output._replace(metrics=output.metrics | {f"{metric_key_prefix}_loss": loss})
@@ -187,13 +213,17 @@ class FlexSeqMixin:
         self, model: nn.Module, inputs: Any, prediction_loss_only: bool, ignore_keys: Any = None
     ) -> Any:
         if not isinstance(inputs, StepItem):
-            return super().prediction_step(model, inputs, prediction_loss_only, ignore_keys=ignore_keys)
+            return super().prediction_step(
+                model, inputs, prediction_loss_only, ignore_keys=ignore_keys
+            )
         assert inputs.step is not None, "an evaluation batch without its step"
         count = torch.tensor(max(inputs.step.targets, 1), device=self.args.device)
 
         def forward(micro_batch: Inputs) -> torch.Tensor:
             with torch.no_grad(), self.compute_loss_context_manager():
-                return self.compute_loss(model, self._prepare_inputs(micro_batch), num_items_in_batch=count)
+                return self.compute_loss(
+                    model, self._prepare_inputs(micro_batch), num_items_in_batch=count
+                )
 
         loss = inputs.step.run(forward).detach()
         self._flexseq_eval.add(loss, inputs.step.targets)
@@ -201,7 +231,8 @@ class FlexSeqMixin:
 
 
 class FlexSeqTrainer(FlexSeqMixin, Trainer):
-    """`Trainer` with flexible sequence parallelism; takes the same arguments, and a `FlexSeqConfig` as `args`."""
+    """`Trainer` with flexible sequence parallelism; takes the same arguments, and a
+    `FlexSeqConfig` as `args`."""
 
 
 def arguments_on(args: Any) -> FlexSeqArguments:
@@ -216,17 +247,21 @@ def arguments_on(args: Any) -> FlexSeqArguments:
 
 
 def _positional_names(cls: type, *, after: type) -> list[str]:
-    """Return the names of the positional parameters of the constructor that comes `after` a class in the MRO of `cls`.
+    """Return the names of the positional parameters of the constructor that comes `after` a class
+    in the MRO of `cls`.
 
-    Positions differ from trainer to trainer: `args` is the second of Trainer and the third of TRL's DPOTrainer. A
-    constructor with `*args` hands them on, so that the names of the next one follow its own.
+    Positions differ from trainer to trainer: `args` is the second of Trainer and the third of
+    TRL's DPOTrainer. A constructor with `*args` hands them on, so that the names of the next one
+    follow its own.
     """
     names: list[str] = []
     for base in cls.__mro__[cls.__mro__.index(after) + 1 :]:
         if "__init__" not in vars(base):
             continue
         parameters = list(inspect.signature(base.__init__).parameters.values())[1:]  # without self
-        positional = [p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+        positional = [
+            p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)
+        ]
         names += [name for name in positional if name not in names]
         if not any(p.kind == p.VAR_POSITIONAL for p in parameters):
             break

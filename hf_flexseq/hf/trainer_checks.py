@@ -1,7 +1,9 @@
-"""Settings that cannot work are refused when the run is configured, each with one line that says what to change.
+"""Settings that cannot work are refused when the run is configured, each with one line that says
+what to change.
 
-ValueError is for what contradicts itself or is wrong, NotImplementedError for what would make sense and is not there.
-What a model must be is in `attention.py`, what an example must be in `collator.py`.
+ValueError is for what contradicts itself or is wrong, NotImplementedError for what would make
+sense and is not there. What a model must be is in `attention.py`, what an example must be in
+`collator.py`.
 """
 
 from collections.abc import Iterator, Mapping
@@ -24,15 +26,20 @@ from hf_flexseq.steps.collator import DataCollatorForFlexSeq
 
 
 def check_accelerator(accelerator: Accelerator, args: FlexSeqArguments) -> None:
-    """Raise ValueError or NotImplementedError for an Accelerator that does not go with hf_flexseq."""
+    """Raise ValueError or NotImplementedError for an Accelerator that does not go with
+    hf_flexseq."""
     _check_parallelism(accelerator)
     _check_loaders(accelerator, args)
     if args.plan_trace is not None and Path(args.plan_trace).is_dir():
         raise ValueError(f"plan_trace={args.plan_trace!r} is a folder; give the path of a file")
     if accelerator.state.dynamo_plugin.backend != DynamoBackend.NO:
-        raise NotImplementedError("torch.compile (dynamo_backend): every step has new shapes; leave it at 'no'")
+        raise NotImplementedError(
+            "torch.compile (dynamo_backend): every step has new shapes; leave it at 'no'"
+        )
     if getattr(accelerator.ddp_handler, "static_graph", False):
-        raise NotImplementedError("ddp_static_graph=True: steps differ in their micro-batches; leave it at False")
+        raise NotImplementedError(
+            "ddp_static_graph=True: steps differ in their micro-batches; leave it at False"
+        )
     if accelerator.mixed_precision == "fp8":
         raise NotImplementedError("mixed_precision='fp8' is not available; use 'bf16'")
 
@@ -43,11 +50,14 @@ def _check_parallelism(accelerator: Accelerator) -> None:
         size = getattr(parallelism, name, 1) or 1
         if size > 1:
             raise ValueError(
-                f"{name}={size}: hf_flexseq chooses the sequence-parallel groups itself, over all ranks; "
+                f"{name}={size}: hf_flexseq chooses the sequence-parallel groups itself, over all "
+                f"ranks; "
                 "leave parallelism_config out"
             )
     if accelerator.distributed_type in (DistributedType.XLA, DistributedType.MEGATRON_LM):
-        raise NotImplementedError(f"{accelerator.distributed_type.value} is not available; use DDP, FSDP2 or ZeRO")
+        raise NotImplementedError(
+            f"{accelerator.distributed_type.value} is not available; use DDP, FSDP2 or ZeRO"
+        )
 
 
 def _check_loaders(accelerator: Accelerator, args: FlexSeqArguments) -> None:
@@ -58,19 +68,24 @@ def _check_loaders(accelerator: Accelerator, args: FlexSeqArguments) -> None:
         raise ValueError("split_batches=True cuts rows that are not batches; leave it at False")
     if dataloader.use_stateful_dataloader and args.lookahead:
         raise ValueError(
-            f"use_stateful_dataloader=True saves a state that lookahead={args.lookahead} has read past: set "
+            f"use_stateful_dataloader=True saves a state that lookahead={args.lookahead} has read "
+            f"past: set "
             "lookahead=0"
         )
     steps = accelerator.gradient_accumulation_steps
     if steps > 1 and accelerator.distributed_type != DistributedType.DEEPSPEED:
         raise ValueError(
-            f"gradient_accumulation_steps={steps} makes the Accelerator divide every loss once more; leave it at 1 "
+            f"gradient_accumulation_steps={steps} makes the Accelerator divide every loss once "
+            f"more; leave it at 1 "
             f"and give engine.steps(..., accumulation={steps})"
         )
 
 
-def resolve_sync(args: FlexSeqArguments, model: nn.Module, accelerator: Accelerator, *, lockstep: bool) -> bool:
-    """Whether all ranks run every micro-batch together. Raises ValueError when sync='free' is not possible.
+def resolve_sync(
+    args: FlexSeqArguments, model: nn.Module, accelerator: Accelerator, *, lockstep: bool
+) -> bool:
+    """Whether all ranks run every micro-batch together. Raises ValueError when sync='free' is not
+    possible.
 
     lockstep: whether something that cannot be seen here makes them.
     """
@@ -78,7 +93,8 @@ def resolve_sync(args: FlexSeqArguments, model: nn.Module, accelerator: Accelera
     each = accelerator.gradient_state.plugin_kwargs.get("sync_each_batch", False)
     if (sharded or each or lockstep) and args.sync == "free":
         raise ValueError(
-            "sync='free' needs ranks that run different numbers of micro-batches, but here they meet in every one "
+            "sync='free' needs ranks that run different numbers of micro-batches, but here they "
+            "meet in every one "
             "(FSDP, ZeRO-2/3, sync_each_batch, or a compute_loss of your own): use sync='auto'"
         )
     return bool(sharded or each or lockstep or args.sync == "lockstep")
@@ -105,22 +121,25 @@ def _refuse(kind: type[Exception], found: Mapping[str, Any]) -> None:
 
 def _contradictions(training: Any) -> dict[str, Any]:
     return {
-        f"n_gpu={training.n_gpu} (DataParallel): start one process per GPU with accelerate launch": training.n_gpu > 1,
-        "average_tokens_across_devices=False: tokens move between ranks, so only their common mean makes sense": (
-            not training.average_tokens_across_devices
+        f"n_gpu={training.n_gpu} (DataParallel): start one process per GPU with accelerate "
+        f"launch": training.n_gpu > 1,
+        "average_tokens_across_devices=False: tokens move between ranks, so only their common "
+        "mean makes sense": (not training.average_tokens_across_devices),
+        "auto_find_batch_size=True: max_tokens_per_rank bounds the memory instead": (
+            training.auto_find_batch_size
         ),
-        "auto_find_batch_size=True: max_tokens_per_rank bounds the memory instead": training.auto_find_batch_size,
-        "use_reentrant=True, which is torch's default: set gradient_checkpointing_kwargs={'use_reentrant': False}": (
-            _is_reentrant(training)
-        ),
-        "packing=True: rows that are packed already would be taken for single sequences; set packing=False": (
+        "use_reentrant=True, which is torch's default: set "
+        "gradient_checkpointing_kwargs={'use_reentrant': False}": (_is_reentrant(training)),
+        "packing=True: rows that are packed already would be taken for single sequences; set "
+        "packing=False": (
             getattr(training, "packing", False) or getattr(training, "eval_packing", False)
         ),
     }
 
 
 def _is_reentrant(training: Any) -> bool:
-    """Whether layers would be checkpointed the reentrant way: torch does so when it is given options, but not this."""
+    """Whether layers would be checkpointed the reentrant way: torch does so when it is given
+    options, but not this."""
     options = dict(
         getattr(training, "activation_checkpointing_kwargs", None)
         or getattr(training, "gradient_checkpointing_kwargs", None)
@@ -135,16 +154,24 @@ def _missing(trainer: Trainer) -> dict[str, Any]:
     scaled = getattr(trainer, "loss_is_scaled_for_ga", None)
     adapters = getattr(trainer.model, "peft_config", {}).values()
     return {
-        "compute_loss_func: it would see one rank's part of each sequence": trainer.compute_loss_func is not None,
+        "compute_loss_func: it would see one rank's part of each sequence": (
+            trainer.compute_loss_func is not None
+        ),
         "compute_metrics: predictions stay spread over ranks; evaluate() gives the loss": (
             trainer.compute_metrics is not None
         ),
-        f"loss_is_scaled_for_ga=False of {type(trainer).__name__}: the mean of a rank's tokens is not that of the "
+        f"loss_is_scaled_for_ga=False of {type(trainer).__name__}: the mean of a rank's tokens is "
+        f"not that of the "
         "step; divide the summed loss by num_items_in_batch": scaled is False,
-        "a model on several devices (device_map): give every process the whole model": trainer.is_model_parallel,
-        f"tensor parallelism (tp_size={trainer.get_tp_size()}): leave it out": trainer.get_tp_size() > 1,
+        "a model on several devices (device_map): give every process the whole model": (
+            trainer.is_model_parallel
+        ),
+        f"tensor parallelism (tp_size={trainer.get_tp_size()}): leave it out": (
+            trainer.get_tp_size() > 1
+        ),
         "prompt learning and adaption prompts of PEFT: they lengthen sequences; use LoRA": any(
-            getattr(adapter, "is_prompt_learning", False) or getattr(adapter, "is_adaption_prompt", False)
+            getattr(adapter, "is_prompt_learning", False)
+            or getattr(adapter, "is_adaption_prompt", False)
             for adapter in adapters
         ),
     }
@@ -153,18 +180,16 @@ def _missing(trainer: Trainer) -> dict[str, Any]:
 def _missing_in_arguments(training: Any) -> dict[str, Any]:
     optim = str(getattr(training.optim, "value", training.optim))
     return {
-        f"label_smoothing_factor={training.label_smoothing_factor}: the Trainer's smoother would shift labels that "
+        f"label_smoothing_factor={training.label_smoothing_factor}: the Trainer's smoother would "
+        f"shift labels that "
         "are already shifted; set it to 0": training.label_smoothing_factor != 0,
         "torch_compile=True: every step has new shapes; set it to False": training.torch_compile,
-        "use_liger_kernel=True: it replaces the model's forward; hf_flexseq computes the loss in chunks by itself": (
-            training.use_liger_kernel
-        ),
-        f"neftune_noise_alpha={training.neftune_noise_alpha}: its noise depends on how sequences are packed": (
-            training.neftune_noise_alpha is not None
-        ),
-        f"optim={optim!r}: it updates the weights in every backward, and a step has several; use adamw_torch": (
-            optim in ("lomo", "adalomo") or optim.endswith("layerwise")
-        ),
+        "use_liger_kernel=True: it replaces the model's forward; hf_flexseq computes the loss in "
+        "chunks by itself": (training.use_liger_kernel),
+        f"neftune_noise_alpha={training.neftune_noise_alpha}: its noise depends on how sequences "
+        f"are packed": (training.neftune_noise_alpha is not None),
+        f"optim={optim!r}: it updates the weights in every backward, and a step has several; use "
+        f"adamw_torch": (optim in ("lomo", "adalomo") or optim.endswith("layerwise")),
     }
 
 
@@ -179,7 +204,8 @@ def _check_labels(trainer: Trainer) -> None:
         columns = _columns(dataset)
         if columns is not None and "labels" not in columns:
             raise ValueError(
-                f"{name} has the columns {sorted(columns)} but no labels: give `labels` (for plain language modelling "
+                f"{name} has the columns {sorted(columns)} but no labels: give `labels` (for "
+                f"plain language modelling "
                 "a copy of input_ids), or a data_collator that makes them"
             )
 
@@ -200,12 +226,14 @@ def _datasets(trainer: Trainer) -> Iterator[tuple[str, Any]]:
 
 
 def _columns(dataset: Any) -> set[str] | None:
-    """The columns of a dataset, from its first example; of a stream, which is left alone, only if it knows them."""
+    """The columns of a dataset, from its first example; of a stream, which is left alone, only if
+    it knows them."""
     if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__getitem__"):
         names = getattr(dataset, "column_names", None)
         return set(names) if names else None
     if not hasattr(dataset, "__len__") or not len(dataset):
         return None
-    with torch.random.fork_rng(devices=[]):  # an example may be drawn at random; the run must not notice
+    # an example may be drawn at random; the run must not notice
+    with torch.random.fork_rng(devices=[]):
         first = dataset[0]
     return set(first) if isinstance(first, Mapping) else None

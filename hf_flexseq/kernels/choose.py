@@ -1,7 +1,8 @@
 """Which kernel serves a device, a dtype and a head size, and why not the others.
 
-A fixed order per device, fastest first; the first one without an objection is taken. When all object the user hears
-every objection: falling back to a plain softmax would be right but so slow and large that nobody wants it silently.
+A fixed order per device, fastest first; the first one without an objection is taken. When all
+object the user hears every objection: falling back to a plain softmax would be right but so slow
+and large that nobody wants it silently.
 """
 
 import functools
@@ -27,12 +28,16 @@ class Candidate(Kernel, Protocol):
         ...
 
 
-CANDIDATES: Mapping[str, tuple[Candidate, ...]] = {"cuda": (FlashAttn(), TorchVarlen()), "cpu": (CpuFlash(),)}
+CANDIDATES: Mapping[str, tuple[Candidate, ...]] = {
+    "cuda": (FlashAttn(), TorchVarlen()),
+    "cpu": (CpuFlash(),),
+}
 
 
 @functools.cache
 def choose_kernel(device: torch.device, dtype: torch.dtype, head_dim: int) -> Kernel:
-    """The fastest kernel for inputs of `dtype` and `head_dim` on `device`, logged once at INFO with the reasons.
+    """The fastest kernel for inputs of `dtype` and `head_dim` on `device`, logged once at INFO
+    with the reasons.
 
     Raises ValueError, with every kernel's objection, when there is none.
     """
@@ -47,7 +52,8 @@ def choose_kernel(device: torch.device, dtype: torch.dtype, head_dim: int) -> Ke
 
 
 def explain(device: torch.device, dtype: torch.dtype, head_dim: int) -> list[str]:
-    """One line per kernel of the device, in order of preference: chosen, not needed, or why not."""
+    """One line per kernel of the device, in order of preference: chosen, not needed, or why
+    not."""
     lines, chosen = [], False
     for kernel in _candidates(device):
         verdict = kernel.why_not(device, dtype, head_dim) or ("not needed" if chosen else "chosen")
@@ -58,5 +64,8 @@ def explain(device: torch.device, dtype: torch.dtype, head_dim: int) -> list[str
 
 def _candidates(device: torch.device) -> tuple[Candidate, ...]:
     if device.type not in CANDIDATES:
-        raise ValueError(f"no attention kernel for device type {device.type!r}; use one of {', '.join(CANDIDATES)}")
+        raise ValueError(
+            f"no attention kernel for device type {device.type!r}; use one of "
+            f"{', '.join(CANDIDATES)}"
+        )
     return CANDIDATES[device.type]

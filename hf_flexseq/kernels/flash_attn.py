@@ -1,8 +1,9 @@
 """The flash-attn package (FlashAttention-2, arXiv 2307.08691) on packed sequences.
 
-Its low-level varlen functions are called, because the public ones belong to autograd and take no merged output and
-log-sum-exp in the backward. Their Python signature and the [heads, tokens] layout of the log-sum-exp date from 2.7;
-older releases are refused by name instead of being told apart by guesses. FlashAttention-3 and -4 are other packages.
+Its low-level varlen functions are called, because the public ones belong to autograd and take no
+merged output and log-sum-exp in the backward. Their Python signature and the [heads, tokens]
+layout of the log-sum-exp date from 2.7; older releases are refused by name instead of being told
+apart by guesses. FlashAttention-3 and -4 are other packages.
 
 The edges are those of `torch_varlen`, which is a build of the same kernels.
 """
@@ -36,7 +37,13 @@ class FlashAttn:
         return package_problem() or flash2_limits(device, dtype, head_dim)
 
     def forward(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, segments: Segments, *, scale: float
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        segments: Segments,
+        *,
+        scale: float,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """See `Kernel.forward`."""
         segments.check(q, k, v)
@@ -61,7 +68,8 @@ class FlashAttn:
         *,
         scale: float,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """See `Kernel.backward`. Deterministic under `torch.use_deterministic_algorithms(True)`."""
+        """See `Kernel.backward`. Deterministic under
+        `torch.use_deterministic_algorithms(True)`."""
         segments.check(q, k, v)
         if not segments.has_work():
             return torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
@@ -102,7 +110,8 @@ def package_problem() -> str | None:
         import flash_attn
 
         _interface()
-    except ImportError as error:  # also what a build for another torch raises, with the missing symbol
+    # also what a build for another torch raises, with the missing symbol
+    except ImportError as error:
         return f"the flash-attn package cannot be imported ({error})"
     version = tuple(int(part) for part in flash_attn.__version__.split(".")[:2])
     return None if version >= _OLDEST else f"flash-attn {flash_attn.__version__} is older than 2.7"

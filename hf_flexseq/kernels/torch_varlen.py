@@ -1,15 +1,17 @@
 """The FlashAttention-2 that torch ships for CUDA, on packed sequences.
 
-`torch.nn.attention.varlen` documents this kernel, but its backward belongs to autograd and takes no merged output and
-log-sum-exp, and the private ops beneath it (`torch_attn::_varlen_attn`) gained positional arguments between torch 2.11
-and 2.13. So the aten ops below those are called, with the arguments that every version from 2.11 on shares.
+`torch.nn.attention.varlen` documents this kernel, but its backward belongs to autograd and takes
+no merged output and log-sum-exp, and the private ops beneath it (`torch_attn::_varlen_attn`)
+gained positional arguments between torch 2.11 and 2.13. So the aten ops below those are called,
+with the arguments that every version from 2.11 on shares.
 
 What the kernel does at the edges, and what is done about it:
 
 * it refuses an empty launch, so a call in which no query has a key is answered here;
 * it reports +inf instead of -inf as the log-sum-exp of a query without keys;
-* when no sequence has more than one query it takes a path for decoding that assumes exactly one query in each, which
-  empty sequences break; a bound of two (it is only a bound) keeps it on the general path.
+* when no sequence has more than one query it takes a path for decoding that assumes exactly one
+  query in each, which empty sequences break; a bound of two (it is only a bound) keeps it on the
+  general path.
 """
 
 import torch
@@ -34,7 +36,13 @@ class TorchVarlen:
         return flash2_limits(device, dtype, head_dim)
 
     def forward(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, segments: Segments, *, scale: float
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        segments: Segments,
+        *,
+        scale: float,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """See `Kernel.forward`."""
         segments.check(q, k, v)
@@ -90,7 +98,8 @@ class TorchVarlen:
 
 
 def flash2_limits(device: torch.device, dtype: torch.dtype, head_dim: int) -> str | None:
-    """Why no FlashAttention-2 kernel can serve such inputs, and what to change; None when one can."""
+    """Why no FlashAttention-2 kernel can serve such inputs, and what to change; None when one
+    can."""
     if device.type != "cuda":
         return f"it runs on CUDA, not on {device.type}"
     if dtype not in _DTYPES:
@@ -104,11 +113,14 @@ def flash2_limits(device: torch.device, dtype: torch.dtype, head_dim: int) -> st
 
 def nothing_to_read(q: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """out [Tq, H, D] and lse [H, Tq] when no query has a key."""
-    return torch.zeros_like(q), q.new_full((q.shape[1], q.shape[0]), -torch.inf, dtype=lse_dtype(q.dtype))
+    return torch.zeros_like(q), q.new_full(
+        (q.shape[1], q.shape[0]), -torch.inf, dtype=lse_dtype(q.dtype)
+    )
 
 
 def query_bound(segments: Segments) -> int:
-    """The bound on queries per sequence that the kernel is told: never 1, see the module's docstring."""
+    """The bound on queries per sequence that the kernel is told: never 1, see the module's
+    docstring."""
     return max(segments.max_q, 2)
 
 
@@ -118,6 +130,9 @@ def rows_contiguous(x: torch.Tensor) -> torch.Tensor:
 
 
 def flash2_lse(lse: torch.Tensor, q: torch.Tensor, segments: Segments) -> torch.Tensor:
-    """The kernel's log-sum-exp with -inf for queries without keys. lse [H, Tq], changed in place."""
-    assert lse.shape == (q.shape[1], q.shape[0]), f"the kernel's lse is {tuple(lse.shape)}, not [heads, tokens]"
+    """The kernel's log-sum-exp with -inf for queries without keys. lse [H, Tq], changed in
+    place."""
+    assert lse.shape == (q.shape[1], q.shape[0]), (
+        f"the kernel's lse is {tuple(lse.shape)}, not [heads, tokens]"
+    )
     return lse.masked_fill_(lse == torch.inf, -torch.inf) if segments.has_keyless() else lse

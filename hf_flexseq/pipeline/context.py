@@ -1,4 +1,5 @@
-"""What attention must know of the chunk it works on; travels as `seq_ctx`, like the context of a micro-batch."""
+"""What attention must know of the chunk it works on; travels as `seq_ctx`, like the context of a
+micro-batch."""
 
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -16,8 +17,8 @@ from hf_flexseq.plan.shard import Slice
 class ChunkContext:
     """One chunk on one stage. A plain class, as `SequenceContext` is, and for the same reason.
 
-    carry: of the stage. checkpointed: layers, by index in the model, that drop their activations and compute them
-    again in the backward.
+    carry: of the stage. checkpointed: layers, by index in the model, that drop their activations
+    and compute them again in the backward.
     """
 
     __slots__ = (
@@ -50,15 +51,27 @@ class ChunkContext:
         self.tokens = max(stop - start, 1)
         self._lengths, self._cut = lengths, chunk.cut(lengths)
         whole = chunk.slices if self._cut is None else chunk.slices[1:]
-        assert all(part.tokens == lengths[part.sequence] for part in whole), f"{chunk} has two parts of sequences"
-        self._whole = _local_zone([part.tokens for part in whole], chunk.tokens, carry, device) if whole else None
+        assert all(part.tokens == lengths[part.sequence] for part in whole), (
+            f"{chunk} has two parts of sequences"
+        )
+        self._whole = (
+            _local_zone([part.tokens for part in whole], chunk.tokens, carry, device)
+            if whole
+            else None
+        )
 
     def of_layer(self, layer: int, *, keeps_grad: bool) -> "LayerContext":
-        """The context of one layer's attention, for `sequence_parallel_attention`. keeps_grad: see `KVCarry.at`."""
+        """The context of one layer's attention, for `sequence_parallel_attention`. keeps_grad: see
+        `KVCarry.at`."""
         zones: list[ZoneAttention] = []
         if self._cut is not None:
             length = self._lengths[self._cut.sequence]
-            zones.append(CutZone(self._cut, partial(self.carry.at, layer, self._cut, length, keeps_grad=keeps_grad)))
+            zones.append(
+                CutZone(
+                    self._cut,
+                    partial(self.carry.at, layer, self._cut, length, keeps_grad=keeps_grad),
+                )
+            )
         if self._whole is not None:
             zones.append(self._whole)
         if self._sharing is not None:
@@ -70,8 +83,8 @@ class ChunkContext:
 
 
 class LayerContext:
-    """What `sequence_parallel_attention` asks of a context. Nothing is kept for a replay, which finds keys and values
-    in the carry, and no token stands elsewhere outside of attention."""
+    """What `sequence_parallel_attention` asks of a context. Nothing is kept for a replay, which
+    finds keys and values in the carry, and no token stands elsewhere outside of attention."""
 
     __slots__ = ("kept", "linear_tokens", "zones")
 
@@ -86,13 +99,14 @@ class LayerContext:
 
 
 class CutZone:
-    """The part of a sequence that a chunk begins with. For the backward it keeps q, out and lse alone; keys and values
-    are in the carry."""
+    """The part of a sequence that a chunk begins with. For the backward it keeps q, out and lse
+    alone; keys and values are in the carry."""
 
     __slots__ = ("_carried", "_find", "piece", "rows")
 
     def __init__(self, piece: Slice, find: Callable[[], Carried]) -> None:
-        """find: what is carried of the piece's sequence; called when there is something to carry."""
+        """find: what is carried of the piece's sequence; called when there is something to
+        carry."""
         self.rows = slice(0, piece.tokens)
         self.piece, self._find = piece, find
         self._carried: Carried | None = None
@@ -113,6 +127,8 @@ class CutZone:
         return self._carried.backward(self.piece, dout, q, out, lse, scale)
 
 
-def _local_zone(lengths: Sequence[int], stop: int, carry: KVCarry, device: torch.device) -> LocalZone:
+def _local_zone(
+    lengths: Sequence[int], stop: int, carry: KVCarry, device: torch.device
+) -> LocalZone:
     """Whole sequences, at the end of a row that stops at `stop`, as a group of this rank alone."""
     return LocalZone(slice(stop - sum(lengths), stop), lengths, carry.kernel, device)

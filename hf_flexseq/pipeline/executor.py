@@ -1,19 +1,24 @@
 """Obeys the list of actions that a plan has for this rank, and knows no schedule.
 
-    F   take the hidden states of the stage before (the first stage: token ids), run the layers, hand on what comes
+    F   take the hidden states of the stage before (the first stage: token ids), run the layers,
+        hand on what comes
         out (the last stage: the loss, which goes backward at once, as far as the head's input)
-    B   take the gradient of what was handed on, go backward, hand on the gradient of what was taken
+    B   take the gradient of what was handed on, go backward, hand on the gradient of what was
+        taken
     I   B, but the weight gradients of the layers are left in the store
     W   add those
 
-Losses are sums over a chunk's targets divided by the targets of the whole step, so that gradients of all chunks only
-add up. Chunks differ in shape, and every shape is known from the plan: nothing but tensors is sent.
+Losses are sums over a chunk's targets divided by the targets of the whole step, so that gradients
+of all chunks only add up. Chunks differ in shape, and every shape is known from the plan: nothing
+but tensors is sent.
 
-The head goes backward in F because a loss that is computed without logits for all tokens has its gradients then: were
-they kept until B, every chunk in flight would hold a gradient of the whole head. Only that of its input is kept.
+The head goes backward in F because a loss that is computed without logits for all tokens has its
+gradients then: were they kept until B, every chunk in flight would hold a gradient of the whole
+head. Only that of its input is kept.
 
-Rejected: torch.distributed.pipelining, whose stages hold one shape for all micro-batches or exchange it every time,
-whose schedules are lowered in up to a second per step, and which has no keys and values to carry.
+Rejected: torch.distributed.pipelining, whose stages hold one shape for all micro-batches or
+exchange it every time, whose schedules are lowered in up to a second per step, and which has no
+keys and values to carry.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -43,8 +48,8 @@ Context = Callable[[], AbstractContextManager[Any]]
 
 @dataclass(slots=True)
 class _Flight:
-    """A chunk between its forward and its backward: the hidden states it came with, what it became, and the gradient
-    of that, which only the last stage has already."""
+    """A chunk between its forward and its backward: the hidden states it came with, what it
+    became, and the gradient of that, which only the last stage has already."""
 
     source: torch.Tensor
     result: torch.Tensor
@@ -52,13 +57,19 @@ class _Flight:
 
 
 class PipelineExecutor:
-    """One rank at work. Make it once; `train` runs an optimizer step, `evaluate` forwards alone."""
+    """One rank at work. Make it once; `train` runs an optimizer step, `evaluate` forwards
+    alone."""
 
     def __init__(
-        self, stage: Stage, neighbours: Neighbours | None, kernel: Kernel, *, sharing: Sharing | None = None
+        self,
+        stage: Stage,
+        neighbours: Neighbours | None,
+        kernel: Kernel,
+        *,
+        sharing: Sharing | None = None,
     ) -> None:
-        """neighbours: None for the only stage of a pipeline of one. sharing: the ranks of this stage that share every
-        chunk's tokens; None for one rank."""
+        """neighbours: None for the only stage of a pipeline of one. sharing: the ranks of this
+        stage that share every chunk's tokens; None for one rank."""
         self.stage, self.neighbours, self.sharing = stage, neighbours, sharing
         self.carry = KVCarry(kernel)
         self.weights = WeightGradients(stage.own_layers.values())
@@ -72,12 +83,18 @@ class PipelineExecutor:
             layer.__dict__.pop("forward", None)
 
     def train(
-        self, plan: PipelinePlan, columns: Sequence[Columns], targets: int, autocast: Context = nullcontext
+        self,
+        plan: PipelinePlan,
+        columns: Sequence[Columns],
+        targets: int,
+        autocast: Context = nullcontext,
     ) -> torch.Tensor:
-        """All actions of one step. Returns the loss: sum over targets / `targets` on the last stage, 0 elsewhere.
+        """All actions of one step. Returns the loss: sum over targets / `targets` on the last
+        stage, 0 elsewhere.
 
-        columns: of each chunk, by its place in the plan, tensors [1, t] on the stage's device: input_ids, labels,
-        position_ids. Gradients are added to those that are there; of a tied tensor, only those of this stage's copy.
+        columns: of each chunk, by its place in the plan, tensors [1, t] on the stage's device:
+        input_ids, labels, position_ids. Gradients are added to those that are there; of a tied
+        tensor, only those of this stage's copy.
         """
         step = _Step(self, plan, columns, targets, autocast)
         for action in plan.actions[self.stage.index]:
@@ -86,7 +103,11 @@ class PipelineExecutor:
         return step.loss
 
     def evaluate(
-        self, plan: PipelinePlan, columns: Sequence[Columns], targets: int, autocast: Context = nullcontext
+        self,
+        plan: PipelinePlan,
+        columns: Sequence[Columns],
+        targets: int,
+        autocast: Context = nullcontext,
     ) -> torch.Tensor:
         """The loss of one step, without gradients: the forwards of the plan, in its order."""
         with torch.no_grad():
@@ -111,7 +132,9 @@ class _Step:
         self.executor, self.stage, self.plan = executor, executor.stage, plan
         stages, ranks = len(self.stage.spans), self.stage.count
         fits = (plan.stages, plan.ranks) == (stages, ranks)
-        assert fits, f"a plan for {plan.stages} stages on {plan.ranks} ranks, not {stages} on {ranks}"
+        assert fits, (
+            f"a plan for {plan.stages} stages on {plan.ranks} ranks, not {stages} on {ranks}"
+        )
         self.columns = [own_columns(of_chunk, executor.sharing) for of_chunk in columns]
         self.targets, self.autocast = targets, autocast
         self.places = plan.places()
@@ -128,13 +151,21 @@ class _Step:
         if links is None:
             return
         if links.from_before is not None:
-            self.sources = Inbox(links.from_before, self._sent((index - 1) % ranks, "F", 1), self._empty)
-            self.gradients_out = Outbox(links.to_before, window=WINDOW, taken_before=self._taken_before("B", -1))
+            self.sources = Inbox(
+                links.from_before, self._sent((index - 1) % ranks, "F", 1), self._empty
+            )
+            self.gradients_out = Outbox(
+                links.to_before, window=WINDOW, taken_before=self._taken_before("B", -1)
+            )
             self.outboxes.append(self.gradients_out)
         if links.from_after is not None:
             window = None if training else WINDOW
-            self.gradients = Inbox(links.from_after, self._sent((index + 1) % ranks, "BI", -1), self._empty)
-            self.results = Outbox(links.to_after, window=window, taken_before=self._taken_before("F", 1))
+            self.gradients = Inbox(
+                links.from_after, self._sent((index + 1) % ranks, "BI", -1), self._empty
+            )
+            self.results = Outbox(
+                links.to_after, window=window, taken_before=self._taken_before("F", 1)
+            )
             self.outboxes.append(self.results)
 
     def _sent(self, rank: int, kinds: str, step: int) -> list[Item]:
@@ -147,15 +178,19 @@ class _Step:
         ]
 
     def _taken_before(self, way: str, step: int) -> Callable[[Item, Item], bool]:
-        """See `Outbox`; for what goes `step` stages on. Where ranks have one stage each nothing is in doubt."""
+        """See `Outbox`; for what goes `step` stages on. Where ranks have one stage each nothing is
+        in doubt."""
         if len(self.stage.virtual) == 1:
             return lambda one, other: True
         order = self.order
-        return lambda one, other: order[way, one.stage + step, one.place] < order[way, other.stage, other.place]
+        return lambda one, other: (
+            order[way, one.stage + step, one.place] < order[way, other.stage, other.place]
+        )
 
     @cached_property
     def order(self) -> dict[tuple[str, int, int], int]:
-        """One order in which all forwards and backwards can happen: the number of each (way, stage, place)."""
+        """One order in which all forwards and backwards can happen: the number of each (way,
+        stage, place)."""
         actions = (action for _, action in walk(self.plan) if action.kind != "W")
         return {
             ("F" if a.kind == "F" else "B", a.stage, self.places[a.unit, a.chunk]): number
@@ -195,20 +230,33 @@ class _Step:
         else:
             with self.autocast():
                 result = stage.hidden(source, **columns)
-            assert result.dtype == self.dtype, f"hidden states are {result.dtype}, expected {self.dtype}"
+            assert result.dtype == self.dtype, (
+                f"hidden states are {result.dtype}, expected {self.dtype}"
+            )
             self.results.put(item, result)
         if torch.is_grad_enabled():
             self.flights[item] = _Flight(source, result, gradient)
 
     def _find(self, action: Action) -> tuple[Item, VirtualStage]:
-        return Item(action.stage, self.places[action.unit, action.chunk]), self.stage.virtual[action.stage]
+        return Item(action.stage, self.places[action.unit, action.chunk]), self.stage.virtual[
+            action.stage
+        ]
 
     def _loss(
-        self, stage: VirtualStage, source: torch.Tensor, labels: torch.Tensor, columns: dict[str, Any]
+        self,
+        stage: VirtualStage,
+        source: torch.Tensor,
+        labels: torch.Tensor,
+        columns: dict[str, Any],
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """The head's input and its gradient; the loss and the head's gradients are added to what is there."""
+        """The head's input and its gradient; the loss and the head's gradients are added to what
+        is there."""
         with self.autocast():
-            of_loss = {"labels": labels, "shift_labels": labels, "num_items_in_batch": self.targets}
+            of_loss = {
+                "labels": labels,
+                "shift_labels": labels,
+                "num_items_in_batch": self.targets,
+            }
             loss, hidden, entry = stage.loss(source, **columns, **of_loss)
         self.loss += loss.detach()
         if loss.requires_grad:
@@ -246,12 +294,16 @@ class _Step:
             outbox.close()
         self.executor.carry.check_empty()
         self.executor.weights.check_empty()
-        assert not self.flights, f"the step is over without a backward of chunks {sorted(self.flights)}"
+        assert not self.flights, (
+            f"the step is over without a backward of chunks {sorted(self.flights)}"
+        )
 
 
 def _forwards(plan: PipelinePlan) -> PipelinePlan:
     """The plan's chunks, forward alone."""
-    return replace(plan, actions=tuple(tuple(a for a in actions if a.kind == "F") for actions in plan.actions))
+    return replace(
+        plan, actions=tuple(tuple(a for a in actions if a.kind == "F") for actions in plan.actions)
+    )
 
 
 def _checkpointable(layer: nn.Module, index: int) -> Callable[..., torch.Tensor]:

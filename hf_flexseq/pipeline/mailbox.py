@@ -1,13 +1,16 @@
-"""What arrives from and leaves for a neighbouring rank, in an order that both sides take from the plan.
+"""What arrives from and leaves for a neighbouring rank, in an order that both sides take from the
+plan.
 
-Receives are posted in the order in which the neighbour sends, one ahead of the one that is needed, so that a transfer
-runs beside the computation before it. Sends of hidden states never wait until they are received: a stage would wait
-for one that waits for its gradient. Gradients do wait, a few at a time: they flow towards the first stage, which waits
-for gradients alone, so there is no circle.
+Receives are posted in the order in which the neighbour sends, one ahead of the one that is needed,
+so that a transfer runs beside the computation before it. Sends of hidden states never wait until
+they are received: a stage would wait for one that waits for its gradient. Gradients do wait, a few
+at a time: they flow towards the first stage, which waits for gradients alone, so there is no
+circle.
 
-With several stages per rank there is one: gradients flow from the first rank to the last one, too. There a send only
-waits for what has been taken before it in one order in which all actions can happen, the same on every rank. In that
-order nobody waits for what comes later, so somebody can always go on.
+With several stages per rank there is one: gradients flow from the first rank to the last one, too.
+There a send only waits for what has been taken before it in one order in which all actions can
+happen, the same on every rank. In that order nobody waits for what comes later, so somebody can
+always go on.
 """
 
 from collections.abc import Callable, Iterable
@@ -34,7 +37,9 @@ class Inbox:
 
     __slots__ = ("_empty", "_index", "_link", "_order", "_posted")
 
-    def __init__(self, link: Channel, order: Iterable[Item], empty: Callable[[int], torch.Tensor]) -> None:
+    def __init__(
+        self, link: Channel, order: Iterable[Item], empty: Callable[[int], torch.Tensor]
+    ) -> None:
         """empty: a tensor to receive the chunk at a place in."""
         self._link, self._order, self._empty = link, tuple(order), empty
         self._index = {item: i for i, item in enumerate(self._order)}
@@ -55,9 +60,12 @@ class Outbox:
 
     __slots__ = ("_link", "_taken_before", "_under_way", "_window")
 
-    def __init__(self, link: Channel, *, window: int | None, taken_before: Callable[[Item, Item], bool]) -> None:
-        """window: how many sends may be under way; None leaves the waiting to `arrived`. taken_before: whether one is
-        certain to be received although this rank waits before it sends the other one."""
+    def __init__(
+        self, link: Channel, *, window: int | None, taken_before: Callable[[Item, Item], bool]
+    ) -> None:
+        """window: how many sends may be under way; None leaves the waiting to `arrived`.
+        taken_before: whether one is certain to be received although this rank waits before it
+        sends the other one."""
         self._link, self._window, self._taken_before = link, window, taken_before
         self._under_way: dict[Item, Message] = {}
 

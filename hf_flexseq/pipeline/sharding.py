@@ -1,17 +1,21 @@
 """FSDP2 over the ranks of one stage: between steps each of them holds a share of every parameter.
 
     unshard    all parameters of the stage are gathered, once, before the first action
-    actions    as without FSDP2: gradients of whole parameters add up, on every rank for the chunks that it runs
-    reduce     after the last backward and the last weight gradient each parameter's gradient is summed over the ranks,
+    actions    as without FSDP2: gradients of whole parameters add up, on every rank for the chunks
+               that it runs
+    reduce     after the last backward and the last weight gradient each parameter's gradient is
+               summed over the ranks,
                and every rank keeps its share
 
-FSDP2's own hooks gather and reduce around every forward and backward. Replicas may run different numbers of chunks, so
-that they would wait for each other for ever, and a weight gradient that is put off would come after its reduction. The
-hooks are therefore told to leave everything as it is. What remains sharded is the optimizer's state and a copy of the
-parameters; during a step parameters and gradients of the stage are whole on each of its ranks.
+FSDP2's own hooks gather and reduce around every forward and backward. Replicas may run different
+numbers of chunks, so that they would wait for each other for ever, and a weight gradient that is
+put off would come after its reduction. The hooks are therefore told to leave everything as it is.
+What remains sharded is the optimizer's state and a copy of the parameters; during a step
+parameters and gradients of the stage are whole on each of its ranks.
 
-Rejected: letting FSDP2 reduce in the last backward. Nothing public starts its reduction without a backward, a replica
-without a chunk has none, and one that lacks a gradient would join in with fewer bytes than the others.
+Rejected: letting FSDP2 reduce in the last backward. Nothing public starts its reduction without a
+backward, a replica without a chunk has none, and one that lacks a gradient would join in with
+fewer bytes than the others.
 """
 
 from collections.abc import Iterator
@@ -28,17 +32,26 @@ from hf_flexseq.pipeline.stages import Stage
 
 
 class ShardedStage:
-    """The parameters of a stage, sharded over the ranks of `group`. Make the optimizer afterwards."""
+    """The parameters of a stage, sharded over the ranks of `group`. Make the optimizer
+    afterwards."""
 
     __slots__ = ("_mesh", "_model", "_units")
 
     def __init__(self, stage: Stage, group: dist.ProcessGroup) -> None:
-        """Shards in place; all ranks of the group must hold the same values. Units are the layers, the embedding, the
-        norm and the head, so that the class of the model itself stays what it is."""
+        """Shards in place; all ranks of the group must hold the same values. Units are the layers,
+        the embedding, the norm and the head, so that the class of the model itself stays what it
+        is."""
         self._model = stage.stack.model
         self._mesh = DeviceMesh.from_group(group, next(self._model.parameters()).device.type)
-        parts = (stage.stack.embedding, *stage.own_layers.values(), stage.stack.norm, stage.stack.head)
-        self._units = [self._sharded(part) for part in parts if any(True for _ in part.parameters())]
+        parts = (
+            stage.stack.embedding,
+            *stage.own_layers.values(),
+            stage.stack.norm,
+            stage.stack.head,
+        )
+        self._units = [
+            self._sharded(part) for part in parts if any(True for _ in part.parameters())
+        ]
 
     def _sharded(self, part: nn.Module) -> FSDPModule:
         unit = fully_shard(part, mesh=self._mesh, reshard_after_forward=False)
@@ -48,7 +61,8 @@ class ShardedStage:
 
     @contextmanager
     def whole(self) -> Iterator[None]:
-        """Inside this block every rank has all of the stage's parameters. Collective over the group when it begins."""
+        """Inside this block every rank has all of the stage's parameters. Collective over the
+        group when it begins."""
         for unit in self._units:
             unit.unshard()
         try:
@@ -59,8 +73,8 @@ class ShardedStage:
 
     @contextmanager
     def training(self) -> Iterator[None]:
-        """`whole`, and afterwards gradients are the sums over the group, sharded, added to those that are there.
-        Collective over the group when it begins and when it ends."""
+        """`whole`, and afterwards gradients are the sums over the group, sharded, added to those
+        that are there. Collective over the group when it begins and when it ends."""
         with self.whole():
             yield
             gradients = self._taken()
@@ -80,7 +94,9 @@ class ShardedStage:
         """A rank that got none takes part with zeros."""
         assert isinstance(parameter, DTensor), "a parameter that no unit has sharded"
         if gradient is None:
-            gradient = torch.zeros(parameter.shape, dtype=parameter.dtype, device=self._mesh.device_type)
+            gradient = torch.zeros(
+                parameter.shape, dtype=parameter.dtype, device=self._mesh.device_type
+            )
         partial = DTensor.from_local(gradient, self._mesh, [Partial()], run_check=False)
         return partial.redistribute(placements=parameter.placements)
 
@@ -99,4 +115,6 @@ def divided_like(tensor: torch.Tensor, model: torch.Tensor) -> torch.Tensor:
     """`tensor`, of which every rank has all, as `model` is: sharded or not. Moves nothing."""
     if not isinstance(model, DTensor) or tensor.shape != model.shape:
         return tensor
-    return distribute_tensor(tensor.to(model.device), model.device_mesh, model.placements, src_data_rank=None)
+    return distribute_tensor(
+        tensor.to(model.device), model.device_mesh, model.placements, src_data_rank=None
+    )

@@ -1,12 +1,14 @@
-"""Ulysses inside a stage: its ranks share every chunk's tokens, and exchange them for heads around the carry.
+"""Ulysses inside a stage: its ranks share every chunk's tokens, and exchange them for heads around
+the carry.
 
-A rank holds its part of the chunk's row. Around attention the parts become whole again, for a share of the heads
-(`attention/ulysses.py`); there the chunk is worked on as on a stage of one rank, and the carry holds keys and values
-of these heads alone. Ring strategies do not fit: their blocks are causal squares, a chunk is a rectangle over its
-prefix.
+A rank holds its part of the chunk's row. Around attention the parts become whole again, for a
+share of the heads (`attention/ulysses.py`); there the chunk is worked on as on a stage of one
+rank, and the carry holds keys and values of these heads alone. Ring strategies do not fit: their
+blocks are causal squares, a chunk is a rectangle over its prefix.
 
-A rank without a part in a chunk, because that has fewer tokens than ranks, holds a dummy token instead, which has no
-target and attends to itself: no gradient comes back to it, and every exchange happens.
+A rank without a part in a chunk, because that has fewer tokens than ranks, holds a dummy token
+instead, which has no target and attends to itself: no gradient comes back to it, and every
+exchange happens.
 """
 
 from collections.abc import Mapping, Sequence
@@ -37,7 +39,8 @@ class ZoneAttention(Protocol):
 
 
 class Sharing(NamedTuple):
-    """Ranks that share every chunk of a stage, contiguous, and the place of this rank among them."""
+    """Ranks that share every chunk of a stage, contiguous, and the place of this rank among
+    them."""
 
     communicator: Communicator
     ranks: tuple[int, ...]
@@ -48,29 +51,40 @@ class Sharing(NamedTuple):
         return contiguous_part(tokens, self.index, len(self.ranks))
 
 
-def own_columns(columns: Mapping[str, torch.Tensor], sharing: Sharing | None) -> dict[str, torch.Tensor]:
+def own_columns(
+    columns: Mapping[str, torch.Tensor], sharing: Sharing | None
+) -> dict[str, torch.Tensor]:
     """This rank's part of a chunk's columns [1, t], or a dummy token."""
     if sharing is None:
         return dict(columns)
     part = slice(*sharing.part(columns["input_ids"].shape[1]))
     if part.stop > part.start:
         return {name: value[:, part] for name, value in columns.items()}
-    return {name: value.new_full((1, 1), IGNORE_INDEX if name == "labels" else 0) for name, value in columns.items()}
+    return {
+        name: value.new_full((1, 1), IGNORE_INDEX if name == "labels" else 0)
+        for name, value in columns.items()
+    }
 
 
-def shared_chunk(tokens: int, inner: Sequence[ZoneAttention], sharing: Sharing, *, wide: bool) -> UlyssesZone:
-    """This rank's part in a chunk. inner: the chunk's zones as a rank alone would have them. wide: see UlyssesZone."""
+def shared_chunk(
+    tokens: int, inner: Sequence[ZoneAttention], sharing: Sharing, *, wide: bool
+) -> UlyssesZone:
+    """This rank's part in a chunk. inner: the chunk's zones as a rank alone would have them. wide:
+    see UlyssesZone."""
     parts = [contiguous_part(tokens, i, len(sharing.ranks)) for i in range(len(sharing.ranks))]
     start, stop = parts[sharing.index]
     sizes = [stop - start for start, stop in parts]
     zones = Together(inner)
     group = Group(ranks=sharing.ranks, sequences=(0,), strategy="ulysses")
     channel = Channel(sharing.communicator, group, 0)
-    return UlyssesZone(slice(0, stop - start), sizes, sharing.index, sharing.ranks, channel, zones, wide=wide)
+    return UlyssesZone(
+        slice(0, stop - start), sizes, sharing.index, sharing.ranks, channel, zones, wide=wide
+    )
 
 
 class Together:
-    """Zones that follow each other in the rows, as one. They are of this rank alone: nothing in them waits."""
+    """Zones that follow each other in the rows, as one. They are of this rank alone: nothing in
+    them waits."""
 
     __slots__ = ("_saved", "zones")
 
@@ -82,15 +96,22 @@ class Together:
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float
     ) -> ZoneSteps[tuple[torch.Tensor, Tensors]]:
         yield 0.0
-        results = run_zones([zone.forward(q[zone.rows], k[zone.rows], v[zone.rows], scale) for zone in self.zones])
+        results = run_zones(
+            [zone.forward(q[zone.rows], k[zone.rows], v[zone.rows], scale) for zone in self.zones]
+        )
         self._saved = [len(saved) for _, saved in results]
-        return torch.cat([out for out, _ in results]), tuple(x for _, saved in results for x in saved)
+        return torch.cat([out for out, _ in results]), tuple(
+            x for _, saved in results for x in saved
+        )
 
     def backward(self, dout: torch.Tensor, saved: Tensors, scale: float) -> ZoneSteps[Tensors]:
         yield 0.0
         dout, tensors = dout.contiguous(), iter(saved)
         kept = [tuple(islice(tensors, count)) for count in self._saved]
         gradients = run_zones(
-            [zone.backward(dout[zone.rows], own, scale) for zone, own in zip(self.zones, kept, strict=True)]
+            [
+                zone.backward(dout[zone.rows], own, scale)
+                for zone, own in zip(self.zones, kept, strict=True)
+            ]
         )
         return tuple(torch.cat(parts) for parts in zip(*gradients, strict=True))

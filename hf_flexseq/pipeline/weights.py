@@ -1,16 +1,18 @@
-"""Weight gradients apart from input gradients: what a pipeline can do later, because nobody waits for it.
+"""Weight gradients apart from input gradients: what a pipeline can do later, because nobody waits
+for it.
 
-The stage before waits for the gradient of a layer's input; of the weights' only the optimizer does. Zero-bubble
-schedules (arXiv 2401.10241) therefore split a backward into I, which only follows the inputs, and W:
+The stage before waits for the gradient of a layer's input; of the weights' only the optimizer
+does. Zero-bubble schedules (arXiv 2401.10241) therefore split a backward into I, which only
+follows the inputs, and W:
 
     I    each Linear's backward computes dx = dy W, and leaves (x, dy) in the store
     W    dW += dy^T x for everything that the chunk's I has left
 
-Only the Linears inside layers are split. Norms, embedding and head, whose weight gradients are either tiny or a
-by-product of the loss, are done in I.
+Only the Linears inside layers are split. Norms, embedding and head, whose weight gradients are
+either tiny or a by-product of the loss, are done in I.
 
-Rejected: torch's `stage_backward_weight`, which walks the graph again from every weight and replays a checkpointed
-layer each time: 99 attention forwards instead of 18.
+Rejected: torch's `stage_backward_weight`, which walks the graph again from every weight and
+replays a checkpointed layer each time: 99 attention forwards instead of 18.
 """
 
 from collections.abc import Hashable, Iterable, Iterator
@@ -31,10 +33,13 @@ class WeightGradients:
     __slots__ = ("_deferred_to", "_linears", "_waiting")
 
     def __init__(self, layers: Iterable[nn.Module]) -> None:
-        """Let every plain nn.Linear inside `layers` ask this store in its backward. Undone by `detach`."""
+        """Let every plain nn.Linear inside `layers` ask this store in its backward. Undone by
+        `detach`."""
         self._waiting: dict[Key, list[_Product]] = {}
         self._deferred_to: Key | None = None
-        self._linears = [module for layer in layers for module in layer.modules() if type(module) is nn.Linear]
+        self._linears = [
+            module for layer in layers for module in layer.modules() if type(module) is nn.Linear
+        ]
         for linear in self._linears:
             linear.forward = _split_forward(linear, self)  # type: ignore[method-assign]
 
@@ -57,7 +62,9 @@ class WeightGradients:
 
     def run(self, key: Key) -> None:
         """Add the weight gradients that the backward of `key` has left."""
-        assert key in self._waiting, f"the weight gradient of {key} comes before its input gradient, or twice"
+        assert key in self._waiting, (
+            f"the weight gradient of {key} comes before its input gradient, or twice"
+        )
         for product in self._waiting.pop(key):
             product.add()
 
@@ -79,7 +86,11 @@ class _Product:
     __slots__ = ("dy", "linear", "x")
 
     def __init__(self, linear: nn.Linear, x: torch.Tensor, dy: torch.Tensor) -> None:
-        self.linear, self.x, self.dy = linear, x.reshape(-1, x.shape[-1]), dy.reshape(-1, dy.shape[-1])
+        self.linear, self.x, self.dy = (
+            linear,
+            x.reshape(-1, x.shape[-1]),
+            dy.reshape(-1, dy.shape[-1]),
+        )
 
     def gradients(self) -> tuple[torch.Tensor | None, torch.Tensor | None]:
         """dW [out, in] and db [out], in the weights' dtype; None where not wanted."""
@@ -89,9 +100,13 @@ class _Product:
         return d_weight, d_bias
 
     def add(self) -> None:
-        for parameter, gradient in zip((self.linear.weight, self.linear.bias), self.gradients(), strict=True):
+        for parameter, gradient in zip(
+            (self.linear.weight, self.linear.bias), self.gradients(), strict=True
+        ):
             if gradient is not None:
-                parameter.grad = gradient if parameter.grad is None else parameter.grad.add_(gradient)
+                parameter.grad = (
+                    gradient if parameter.grad is None else parameter.grad.add_(gradient)
+                )
 
 
 def _split_forward(linear: nn.Linear, store: WeightGradients) -> Any:
@@ -102,7 +117,8 @@ def _split_forward(linear: nn.Linear, store: WeightGradients) -> Any:
 
 
 class _SplitLinear(torch.autograd.Function):
-    """F.linear whose backward may leave its weight gradient in the store. Under autocast it computes in its dtype."""
+    """F.linear whose backward may leave its weight gradient in the store. Under autocast it
+    computes in its dtype."""
 
     @staticmethod
     def forward(ctx, x, weight, bias, linear, store):  # type: ignore[no-untyped-def]
@@ -120,7 +136,8 @@ class _SplitLinear(torch.autograd.Function):
         (x,) = ctx.saved_tensors
         weight = ctx.linear.weight
         dx = (dy @ weight.to(dy.dtype)).to(ctx.input_dtype) if ctx.needs_input_grad[0] else None
-        # As an output of the forward x would hold its graph until W, and with it the stage's input.
+        # As an output of the forward x would hold its graph until W, and with it the stage's
+        # input.
         product = _Product(ctx.linear, x.detach(), dy)
         if not any(ctx.needs_input_grad[1:3]) or ctx.store.put(product):
             return dx, None, None, None, None

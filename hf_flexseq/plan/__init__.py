@@ -1,4 +1,5 @@
-"""What is decided, as frozen data: plans of sequences on groups, plans of chunks through a pipeline, and shards.
+"""What is decided, as frozen data: plans of sequences on groups, plans of chunks through a
+pipeline, and shards.
 
     sequences.py   Group, MicroBatch, Plan: which ranks work together on which sequences
     pipeline.py    Chunk, Action, PipelinePlan: which stage does what with which part of a sequence

@@ -1,19 +1,21 @@
-"""A pipelined optimizer step as data: chunks of sequences, and for each rank the list of what it does with them.
+"""A pipelined optimizer step as data: chunks of sequences, and for each rank the list of what it
+does with them.
 
     unit    one cut sequence with whatever is packed beside it, or a pack of whole sequences
-    chunk   one forward and one backward of a stage: a few slices of sequences, `index` counts them inside the unit
+    chunk   one forward and one backward of a stage: a few slices of sequences, `index` counts them
+            inside the unit
     action  2F0.1: stage 2 runs the Forward of unit 0's chunk 1
 
-Kinds are those of zero-bubble schedules (arXiv 2401.10241, section 2): F forward, B the whole backward, or its two
-parts, I for the gradient of the input, which the stage before waits for, and W for the gradient of the weights, which
-nobody does. Sends and receives are implied: F takes its input from the stage before and hands its output to the stage
-after, B and I the other way round.
+Kinds are those of zero-bubble schedules (arXiv 2401.10241, section 2): F forward, B the whole
+backward, or its two parts, I for the gradient of the input, which the stage before waits for, and
+W for the gradient of the weights, which nobody does. Sends and receives are implied: F takes its
+input from the stage before and hands its output to the stage after, B and I the other way round.
 
-Inside a unit a chunk's attention reads the keys and values of the chunks before it, so forwards ascend and backwards
-descend (Seq1F1B, arXiv 2406.03488). `check.py` refuses everything else.
+Inside a unit a chunk's attention reads the keys and values of the chunks before it, so forwards
+ascend and backwards descend (Seq1F1B, arXiv 2406.03488). `check.py` refuses everything else.
 
-Rejected: sends and receives as actions of their own. They follow from the order of the others, and a list that says
-the same twice can contradict itself.
+Rejected: sends and receives as actions of their own. They follow from the order of the others, and
+a list that says the same twice can contradict itself.
 """
 
 import hashlib
@@ -30,7 +32,8 @@ _TEXT = re.compile(r"(\d+)([FBIW])(\d+)\.(\d+)")
 
 
 class Action(NamedTuple):
-    """What `stage` does with chunk number `chunk` of `unit`. A tuple, since a step may have tens of thousands."""
+    """What `stage` does with chunk number `chunk` of `unit`. A tuple, since a step may have tens
+    of thousands."""
 
     stage: int
     kind: str
@@ -45,7 +48,10 @@ class Action(NamedTuple):
         """The inverse of `str`. Raises ValueError for anything else."""
         found = _TEXT.fullmatch(text)
         if found is None:
-            raise ValueError(f"{text!r} is no action: expected stage, one of {', '.join(KINDS)}, unit.chunk, as 2F0.1")
+            raise ValueError(
+                f"{text!r} is no action: expected stage, one of {', '.join(KINDS)}, "
+                f"unit.chunk, as 2F0.1"
+            )
         stage, kind, unit, chunk = found.groups()
         return cls(int(stage), kind, int(unit), int(chunk))
 
@@ -54,8 +60,8 @@ class Action(NamedTuple):
 class Chunk:
     """What one forward and one backward work on.
 
-    unit, index: its name, `unit.index`. slices: in the order of the row. At most one is a part of a sequence, and then
-    it comes first; the others are whole.
+    unit, index: its name, `unit.index`. slices: in the order of the row. At most one is a part of
+    a sequence, and then it comes first; the others are whole.
     """
 
     unit: int
@@ -67,7 +73,8 @@ class Chunk:
         return sum(part.tokens for part in self.slices)
 
     def cut(self, lengths: tuple[int, ...]) -> Slice | None:
-        """The slice that is only a part of its sequence, whose attention therefore crosses chunks."""
+        """The slice that is only a part of its sequence, whose attention therefore crosses
+        chunks."""
         first = self.slices[0]
         return first if first.tokens < lengths[first.sequence] else None
 
@@ -76,12 +83,12 @@ class Chunk:
 class PipelinePlan:
     """One optimizer step through a pipeline.
 
-    lengths: tokens of each sequence; a sequence's id is its index. ranks: pipeline ranks (of one replica).
-    stages: a multiple of `ranks`; stage s is on rank s % ranks. chunks: by unit, then by index.
-    actions: of each rank, in order. checkpointed: [stage][place in `chunks`] how many of the stage's layers drop their
-    activations and compute them again; () for none anywhere. schedule: who made it. objective_s: modelled seconds of
-    the step, for `auto` at most a wait or two above what `walk.py` finds. planning_s: seconds it took to plan (not in
-    the digest).
+    lengths: tokens of each sequence; a sequence's id is its index. ranks: pipeline ranks (of one
+    replica). stages: a multiple of `ranks`; stage s is on rank s % ranks. chunks: by unit, then by
+    index. actions: of each rank, in order. checkpointed: [stage][place in `chunks`] how many of
+    the stage's layers drop their activations and compute them again; () for none anywhere.
+    schedule: who made it. objective_s: modelled seconds of the step, for `auto` at most a wait or
+    two above what `walk.py` finds. planning_s: seconds it took to plan (not in the digest).
     """
 
     lengths: tuple[int, ...]
@@ -103,8 +110,11 @@ class PipelinePlan:
         return self.checkpointed[stage][place] if self.checkpointed else 0
 
     def digest(self) -> str:
-        """Hex digest of all but `planning_s`: equal on every rank and every run of the same decision."""
-        record = json.dumps(replace(self, planning_s=0.0).to_record(), sort_keys=True, separators=(",", ":"))
+        """Hex digest of all but `planning_s`: equal on every rank and every run of the same
+        decision."""
+        record = json.dumps(
+            replace(self, planning_s=0.0).to_record(), sort_keys=True, separators=(",", ":")
+        )
         return hashlib.sha256(record.encode()).hexdigest()[:16]
 
     def to_record(self) -> dict[str, Any]:
@@ -130,7 +140,8 @@ class PipelinePlan:
 
     @classmethod
     def from_record(cls, record: dict[str, Any]) -> "PipelinePlan":
-        """The inverse of `to_record`. Raises ValueError for anything that is no plan of a pipeline."""
+        """The inverse of `to_record`. Raises ValueError for anything that is no plan of a
+        pipeline."""
         try:
             return cls(
                 lengths=tuple(record["lengths"]),
@@ -167,5 +178,8 @@ def parse(line: str) -> tuple[Action, ...]:
 
 
 def _chunk(record: dict[str, Any]) -> Chunk:
-    slices = tuple(Slice(sequence=sequence, start=start, stop=stop) for sequence, start, stop in record["slices"])
+    slices = tuple(
+        Slice(sequence=sequence, start=start, stop=stop)
+        for sequence, start, stop in record["slices"]
+    )
     return Chunk(unit=record["unit"], index=record["index"], slices=slices)

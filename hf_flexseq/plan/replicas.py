@@ -1,7 +1,9 @@
-"""One optimizer step over several pipelines: which replica takes which sequences, and the plan of each.
+"""One optimizer step over several pipelines: which replica takes which sequences, and the plan of
+each.
 
-The ranks are `stages` times `replicas`: stage s of replica r is rank s x replicas + r. A replica is a pipeline of its
-own; gradients are summed over replicas once, when all are done, so that they need not have as many chunks.
+The ranks are `stages` times `replicas`: stage s of replica r is rank s x replicas + r. A replica
+is a pipeline of its own; gradients are summed over replicas once, when all are done, so that they
+need not have as many chunks.
 """
 
 from dataclasses import dataclass, replace
@@ -12,8 +14,8 @@ from hf_flexseq.plan.pipeline import Chunk, PipelinePlan
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepPlan:
-    """lengths: of all sequences of the step. members: of each replica, the ids of its sequences, ascending; a plan
-    counts them from 0. plans: of each replica."""
+    """lengths: of all sequences of the step. members: of each replica, the ids of its sequences,
+    ascending; a plan counts them from 0. plans: of each replica."""
 
     lengths: tuple[int, ...]
     members: tuple[tuple[int, ...], ...]
@@ -23,7 +25,12 @@ class StepPlan:
         """The replica's chunks, with the ids of the whole step."""
         members = self.members[replica]
         return tuple(
-            replace(chunk, slices=tuple(replace(part, sequence=members[part.sequence]) for part in chunk.slices))
+            replace(
+                chunk,
+                slices=tuple(
+                    replace(part, sequence=members[part.sequence]) for part in chunk.slices
+                ),
+            )
             for chunk in self.plans[replica].chunks
         )
 
@@ -43,4 +50,6 @@ class StepPlan:
             plans = tuple(PipelinePlan.from_record(plan) for plan in record["plans"])
             return cls(lengths=tuple(record["lengths"]), members=members, plans=plans)
         except (KeyError, TypeError) as error:
-            raise ValueError(f"not a step of pipelines: {error!r} (it has the keys of StepPlan.to_record)") from error
+            raise ValueError(
+                f"not a step of pipelines: {error!r} (it has the keys of StepPlan.to_record)"
+            ) from error

@@ -4,12 +4,13 @@
     MicroBatch = Group, Group, ...              at the same time, widest first
     Group = contiguous ranks + sequences + strategy
 
-A rank may be in several groups of a micro-batch, but any two groups either share no rank or one contains the other
-(a laminar family). Every rank walks through its groups in the plan's order, widest first, so two ranks that share
-several groups meet in the same order, and no plan can deadlock.
+A rank may be in several groups of a micro-batch, but any two groups either share no rank or one
+contains the other (a laminar family). Every rank walks through its groups in the plan's order,
+widest first, so two ranks that share several groups meet in the same order, and no plan can
+deadlock.
 
-Nothing here decides anything: planners make plans, `check` refuses the illegal ones, `shard.py` says what each rank
-holds, the executing half obeys.
+Nothing here decides anything: planners make plans, `check` refuses the illegal ones, `shard.py`
+says what each rank holds, the executing half obeys.
 """
 
 import hashlib
@@ -24,14 +25,16 @@ STRATEGIES = ("local", "ulysses", "zigzag", "balanced", "allgather", "hybrid")
 
 
 class PlanInfeasible(ValueError):
-    """No plan can hold these sequences. The message names the binding limit, the sequence and what to raise."""
+    """No plan can hold these sequences. The message names the binding limit, the sequence and what
+    to raise."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Group:
     """Ranks that share the attention of some sequences in one micro-batch.
 
-    ranks: contiguous, ascending. sequences: ids, indices into `Plan.lengths`. strategy: one of `STRATEGIES`.
+    ranks: contiguous, ascending. sequences: ids, indices into `Plan.lengths`. strategy: one of
+    `STRATEGIES`.
     """
 
     ranks: tuple[int, ...]
@@ -39,14 +42,19 @@ class Group:
     strategy: str
 
     def __post_init__(self) -> None:
-        if not self.ranks or self.ranks != tuple(range(self.ranks[0], self.ranks[0] + len(self.ranks))):
+        if not self.ranks or self.ranks != tuple(
+            range(self.ranks[0], self.ranks[0] + len(self.ranks))
+        ):
             raise ValueError(f"a group's ranks must be contiguous and ascending, got {self.ranks}")
         if not self.sequences:
             raise ValueError(f"the group of ranks {self.ranks} holds no sequence")
         if self.strategy not in STRATEGIES:
             raise ValueError(f"strategy {self.strategy!r} is none of {', '.join(STRATEGIES)}")
         if (self.strategy == "local") != (self.degree == 1):
-            raise ValueError(f"strategy {self.strategy!r} does not fit degree {self.degree}: local means one rank")
+            raise ValueError(
+                f"strategy {self.strategy!r} does not fit degree {self.degree}: "
+                f"local means one rank"
+            )
 
     @property
     def degree(self) -> int:
@@ -73,7 +81,8 @@ class Group:
 class MicroBatch:
     """Groups that run together in one forward and backward, widest first.
 
-    remap: whether tokens stand evenly on all ranks outside of attention, and come to their groups in every layer.
+    remap: whether tokens stand evenly on all ranks outside of attention, and come to their groups
+    in every layer.
     """
 
     groups: tuple[Group, ...]
@@ -84,7 +93,8 @@ class MicroBatch:
         return tuple(g for g in self.groups if g.start <= rank < g.stop)
 
     def tokens_per_rank(self, lengths: Sequence[int], world_size: int) -> tuple[int, ...]:
-        """Upper bound on the tokens of each rank: the sum over its groups of ceil(tokens / degree)."""
+        """Upper bound on the tokens of each rank: the sum over its groups of ceil(tokens /
+        degree)."""
         held = [0] * world_size
         for group in self.groups:
             share = group.tokens_per_rank(lengths)
@@ -97,8 +107,9 @@ class MicroBatch:
 class Plan:
     """One optimizer step.
 
-    lengths: tokens of each sequence; a sequence's id is its index. objective_s, lower_bound_s: modelled seconds of
-    the step and of the best conceivable one. planner: who made it. planning_s: seconds it took (not in the digest).
+    lengths: tokens of each sequence; a sequence's id is its index. objective_s, lower_bound_s:
+    modelled seconds of the step and of the best conceivable one. planner: who made it. planning_s:
+    seconds it took (not in the digest).
     """
 
     lengths: tuple[int, ...]
@@ -109,8 +120,11 @@ class Plan:
     planning_s: float
 
     def digest(self) -> str:
-        """Hex digest of all but `planning_s`: equal on every rank and every run of the same decision."""
-        record = json.dumps(replace(self, planning_s=0.0).to_record(), sort_keys=True, separators=(",", ":"))
+        """Hex digest of all but `planning_s`: equal on every rank and every run of the same
+        decision."""
+        record = json.dumps(
+            replace(self, planning_s=0.0).to_record(), sort_keys=True, separators=(",", ":")
+        )
         return hashlib.sha256(record.encode()).hexdigest()[:16]
 
     def degrees(self) -> dict[int, int]:
@@ -122,7 +136,9 @@ class Plan:
         """The plan as plain JSON values."""
         return {
             "lengths": list(self.lengths),
-            "micro_batches": [_micro_batch_record(micro_batch) for micro_batch in self.micro_batches],
+            "micro_batches": [
+                _micro_batch_record(micro_batch) for micro_batch in self.micro_batches
+            ],
             "objective_s": self.objective_s,
             "lower_bound_s": self.lower_bound_s,
             "planner": self.planner,
@@ -136,7 +152,11 @@ class Plan:
             micro_batches = tuple(
                 MicroBatch(
                     groups=tuple(
-                        Group(ranks=tuple(g["ranks"]), sequences=tuple(g["sequences"]), strategy=g["strategy"])
+                        Group(
+                            ranks=tuple(g["ranks"]),
+                            sequences=tuple(g["sequences"]),
+                            strategy=g["strategy"],
+                        )
                         for g in micro_batch["groups"]
                     ),
                     remap=micro_batch.get("remap", False),
@@ -152,7 +172,9 @@ class Plan:
                 planning_s=record["planning_s"],
             )
         except (KeyError, TypeError) as error:
-            raise ValueError(f"not a plan: {error!r} (a plan has the keys of Plan.to_record)") from error
+            raise ValueError(
+                f"not a plan: {error!r} (a plan has the keys of Plan.to_record)"
+            ) from error
 
     def to_json(self) -> str:
         return json.dumps(self.to_record())
@@ -164,22 +186,24 @@ class Plan:
 
 def _micro_batch_record(micro_batch: MicroBatch) -> dict[str, Any]:
     groups = [
-        {"ranks": list(g.ranks), "sequences": list(g.sequences), "strategy": g.strategy} for g in micro_batch.groups
+        {"ranks": list(g.ranks), "sequences": list(g.sequences), "strategy": g.strategy}
+        for g in micro_batch.groups
     ]
     return {"groups": groups, "remap": True} if micro_batch.remap else {"groups": groups}
 
 
 def widest_first(groups: Sequence[Group]) -> tuple[Group, ...]:
-    """The order in which a micro-batch holds its groups: by falling degree, equal ones as given."""
+    """The order in which a micro-batch holds its groups: by falling degree, equal ones as
+    given."""
     return tuple(sorted(groups, key=lambda g: -g.degree))
 
 
 def check(plan: Plan, topology: Topology, max_tokens_per_rank: int | None = None) -> None:
     """Raise ValueError, saying where, unless `plan` is legal on `topology`.
 
-    Legal: every sequence in exactly one group; groups allowed by the topology, laminar and widest first in each
-    micro-batch; a token for every rank where they are remapped; no rank above `max_tokens_per_rank` tokens in a
-    micro-batch, if that is given.
+    Legal: every sequence in exactly one group; groups allowed by the topology, laminar and widest
+    first in each micro-batch; a token for every rank where they are remapped; no rank above
+    `max_tokens_per_rank` tokens in a micro-batch, if that is given.
     """
     _check_coverage(plan)
     for index, micro_batch in enumerate(plan.micro_batches):
@@ -187,18 +211,25 @@ def check(plan: Plan, topology: Topology, max_tokens_per_rank: int | None = None
         for group in micro_batch.groups:
             if not topology.allows(group.start, group.stop):
                 raise ValueError(
-                    f"{where}: ranks {group.start}..{group.stop - 1} are neither inside one node nor whole nodes of "
+                    f"{where}: ranks {group.start}..{group.stop - 1} are neither inside one node "
+                    f"nor whole nodes of "
                     f"{topology.nodes} x {topology.ranks_per_node}"
                 )
         _check_laminar(micro_batch, where)
-        if micro_batch.remap and sum(g.tokens(plan.lengths) for g in micro_batch.groups) < topology.world_size:
-            raise ValueError(f"{where}: fewer tokens than ranks cannot be spread over all of them (remap)")
+        if (
+            micro_batch.remap
+            and sum(g.tokens(plan.lengths) for g in micro_batch.groups) < topology.world_size
+        ):
+            raise ValueError(
+                f"{where}: fewer tokens than ranks cannot be spread over all of them (remap)"
+            )
         if max_tokens_per_rank is not None:
             held = micro_batch.tokens_per_rank(plan.lengths, topology.world_size)
             worst = max(range(len(held)), key=held.__getitem__)
             if held[worst] > max_tokens_per_rank:
                 raise ValueError(
-                    f"{where}: rank {worst} holds {held[worst]} tokens, the limit is {max_tokens_per_rank}"
+                    f"{where}: rank {worst} holds {held[worst]} tokens, the limit is "
+                    f"{max_tokens_per_rank}"
                 )
 
 
@@ -208,13 +239,16 @@ def _check_coverage(plan: Plan) -> None:
         missing = sorted(set(range(len(plan.lengths))) - set(placed))
         repeated = sorted({i for i in placed if placed.count(i) > 1})
         unknown = sorted(set(placed) - set(range(len(plan.lengths))))
-        raise ValueError(f"sequences missing {missing}, placed more than once {repeated}, unknown {unknown}")
+        raise ValueError(
+            f"sequences missing {missing}, placed more than once {repeated}, unknown {unknown}"
+        )
     if any(length < 1 for length in plan.lengths):
         raise ValueError(f"sequence {plan.lengths.index(min(plan.lengths))} has no token")
 
 
 def _check_laminar(micro_batch: MicroBatch, where: str) -> None:
-    """Groups widest first, and pairwise disjoint or nested. A sweep by start rank with a stack of open groups."""
+    """Groups widest first, and pairwise disjoint or nested. A sweep by start rank with a stack of
+    open groups."""
     degrees = [g.degree for g in micro_batch.groups]
     if degrees != sorted(degrees, reverse=True):
         raise ValueError(f"{where}: groups must stand widest first, got degrees {degrees}")
@@ -223,5 +257,7 @@ def _check_laminar(micro_batch: MicroBatch, where: str) -> None:
         while open_stops and open_stops[-1] <= group.start:
             open_stops.pop()
         if open_stops and group.stop > open_stops[-1]:
-            raise ValueError(f"{where}: ranks {group.start}..{group.stop - 1} partly overlap another group")
+            raise ValueError(
+                f"{where}: ranks {group.start}..{group.stop - 1} partly overlap another group"
+            )
         open_stops.append(group.stop)

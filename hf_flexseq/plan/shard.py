@@ -1,22 +1,25 @@
-"""What each rank holds of a micro-batch: integers only, so that layouts are tested without processes.
+"""What each rank holds of a micro-batch: integers only, so that layouts are tested without
+processes.
 
-A rank's row is the concatenation of its *zones*, one per group it works in, in the micro-batch's order (widest
-first). Inside a zone the layout depends on the strategy:
+A rank's row is the concatenation of its *zones*, one per group it works in, in the micro-batch's
+order (widest first). Inside a zone the layout depends on the strategy:
 
 * local: the group's sequences one after the other;
-* ulysses: the group's sequences concatenated and cut into `degree` contiguous parts, so that a rank's part may begin
-  and end in the middle of a sequence;
-* zigzag, allgather, hybrid: every sequence is cut into 2 x degree chunks and the rank of index i holds chunks i and
-  2 x degree - 1 - i, which gives all ranks the same causal work (Megatron-LM's and ring-flash-attention's layout, here
-  for any length);
-* balanced: every sequence is cut into `degree` chunks, one per rank; the schedule evens out the work (LightSeq,
-  arXiv 2310.03294).
+* ulysses: the group's sequences concatenated and cut into `degree` contiguous parts, so that a
+  rank's part may begin and end in the middle of a sequence;
+* zigzag, allgather, hybrid: every sequence is cut into 2 x degree chunks and the rank of index i
+  holds chunks i and 2 x degree - 1 - i, which gives all ranks the same causal work (Megatron-LM's
+  and ring-flash-attention's layout, here for any length);
+* balanced: every sequence is cut into `degree` chunks, one per rank; the schedule evens out the
+  work (LightSeq, arXiv 2310.03294).
 
-Where sequences are cut into chunks, the ranks of the first chunks send and receive other amounts than those of the
-last ones. So about half of a group's tokens lie the other way round, the last rank holding the first chunk
-(`mirrored`), and the ranks that one sequence burdens another one spares.
+Where sequences are cut into chunks, the ranks of the first chunks send and receive other amounts
+than those of the last ones. So about half of a group's tokens lie the other way round, the last
+rank holding the first chunk (`mirrored`), and the ranks that one sequence burdens another one
+spares.
 
-No layout pads: parts differ by at most one token, and no rank holds more than ceil(tokens / degree) for a group.
+No layout pads: parts differ by at most one token, and no rank holds more than ceil(tokens /
+degree) for a group.
 """
 
 import functools
@@ -44,9 +47,11 @@ class Slice:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Zone:
-    """A rank's part in one group: its slices in the order of the row, and rows [start, stop) that they fill.
+    """A rank's part in one group: its slices in the order of the row, and rows [start, stop) that
+    they fill.
 
-    index: the rank's place in the group, 0..degree-1. lengths: tokens of each sequence of the group.
+    index: the rank's place in the group, 0..degree-1. lengths: tokens of each sequence of the
+    group.
     """
 
     group: Group
@@ -70,12 +75,14 @@ class Shard:
 
     @property
     def given(self) -> tuple[tuple[int, int], ...]:
-        """(peer, tokens): the last rows of the zones stand on those peers outside of attention, in this order."""
+        """(peer, tokens): the last rows of the zones stand on those peers outside of attention, in
+        this order."""
         return tuple((move.target, move.tokens) for move in self.moves if move.source == self.rank)
 
     @property
     def got(self) -> tuple[tuple[int, int], ...]:
-        """(peer, tokens): rows of those peers that stand behind the zones' own outside of attention."""
+        """(peer, tokens): rows of those peers that stand behind the zones' own outside of
+        attention."""
         return tuple((move.source, move.tokens) for move in self.moves if move.target == self.rank)
 
     @property
@@ -85,7 +92,8 @@ class Shard:
 
     @property
     def linear_tokens(self) -> int:
-        """Tokens this rank holds in norms, MLP and head; differs from attention where the micro-batch is remapped."""
+        """Tokens this rank holds in norms, MLP and head; differs from attention where the
+        micro-batch is remapped."""
         return self.attention_tokens + sum(n for _, n in self.got) - sum(n for _, n in self.given)
 
     @property
@@ -104,20 +112,34 @@ def make_shard(micro_batch: MicroBatch, lengths: Sequence[int], rank: int) -> Sh
         tokens = sum(piece.tokens for piece in slices)
         group_lengths = tuple(lengths[i] for i in group.sequences)
         zones.append(
-            Zone(group=group, index=index, lengths=group_lengths, slices=slices, start=row, stop=row + tokens)
+            Zone(
+                group=group,
+                index=index,
+                lengths=group_lengths,
+                slices=slices,
+                start=row,
+                stop=row + tokens,
+            )
         )
         row += tokens
     return Shard(rank=rank, zones=tuple(zones))
 
 
-def remapped(shard: Shard, micro_batch: MicroBatch, lengths: Sequence[int], topology: Topology) -> Shard:
+def remapped(
+    shard: Shard, micro_batch: MicroBatch, lengths: Sequence[int], topology: Topology
+) -> Shard:
     """`shard` with what goes to other ranks and comes from them outside of attention."""
     return replace(shard, moves=remap_moves(micro_batch, lengths, topology))
 
 
-def remap_moves(micro_batch: MicroBatch, lengths: Sequence[int], topology: Topology) -> tuple[Move, ...]:
+def remap_moves(
+    micro_batch: MicroBatch, lengths: Sequence[int], topology: Topology
+) -> tuple[Move, ...]:
     """Those of a remapped micro-batch, by source, then by target."""
-    tokens = [make_shard(micro_batch, lengths, rank).attention_tokens for rank in range(topology.world_size)]
+    tokens = [
+        make_shard(micro_batch, lengths, rank).attention_tokens
+        for rank in range(topology.world_size)
+    ]
     return transport(tokens, topology)
 
 
@@ -131,8 +153,11 @@ def group_slices(group: Group, lengths: Sequence[int], index: int) -> tuple[Slic
     )
 
 
-def _pieces(strategy: str, lengths: tuple[int, ...], index: int, degree: int) -> Iterator[tuple[int, int, int]]:
-    """(place of the sequence in the group, start, stop) of every piece the rank of `index` holds, in row order."""
+def _pieces(
+    strategy: str, lengths: tuple[int, ...], index: int, degree: int
+) -> Iterator[tuple[int, int, int]]:
+    """(place of the sequence in the group, start, stop) of every piece the rank of `index` holds,
+    in row order."""
     if strategy in CHUNKS_PER_RANK:
         for place, cut in enumerate(cuts(strategy, lengths, degree)):
             for chunk in held_chunks(strategy, index, degree, mirrored=cut.mirrored):
@@ -147,7 +172,8 @@ def _pieces(strategy: str, lengths: tuple[int, ...], index: int, degree: int) ->
 
 
 def contiguous_part(tokens: int, index: int, degree: int) -> tuple[int, int]:
-    """[start, stop) of part `index` when `tokens` are cut into `degree` parts that differ by at most one."""
+    """[start, stop) of part `index` when `tokens` are cut into `degree` parts that differ by at
+    most one."""
     return index * tokens // degree, (index + 1) * tokens // degree
 
 
@@ -160,7 +186,8 @@ CHUNKS_PER_RANK = {"zigzag": 2, "allgather": 2, "hybrid": 2, "balanced": 1}
 class Cut:
     """How one sequence lies on a group.
 
-    bounds: the chunks + 1 positions between which its chunks lie. mirrored: the last rank holds the first chunk.
+    bounds: the chunks + 1 positions between which its chunks lie. mirrored: the last rank holds
+    the first chunk.
     """
 
     bounds: tuple[int, ...]
@@ -170,7 +197,9 @@ class Cut:
         return sum(self.bounds[c + 1] - self.bounds[c] for c in chunks)
 
 
-def held_chunks(strategy: str, index: int, degree: int, *, mirrored: bool = False) -> tuple[int, ...]:
+def held_chunks(
+    strategy: str, index: int, degree: int, *, mirrored: bool = False
+) -> tuple[int, ...]:
     """The chunks of a sequence that the rank of `index` holds, in the order of its row."""
     place = degree - 1 - index if mirrored else index
     return (place,) if CHUNKS_PER_RANK[strategy] == 1 else (place, 2 * degree - 1 - place)
@@ -180,13 +209,17 @@ def held_chunks(strategy: str, index: int, degree: int, *, mirrored: bool = Fals
 def cuts(strategy: str, lengths: tuple[int, ...], degree: int) -> tuple[Cut, ...]:
     """How each sequence is cut over a group.
 
-    Tokens are dealt to ranks as cards are, one sequence after the other without a new start, so that the rounding of
-    many short sequences does not pile up on one rank: over the whole group every rank holds its fair share to within
-    one token. With two chunks per rank a rank's share is then halved into its front and its back chunk.
+    Tokens are dealt to ranks as cards are, one sequence after the other without a new start, so
+    that the rounding of many short sequences does not pile up on one rank: over the whole group
+    every rank holds its fair share to within one token. With two chunks per rank a rank's share is
+    then halved into its front and its back chunk.
     """
     made, dealt = [], 0
     for length, flipped in zip(lengths, mirrored(lengths), strict=True):
-        shares = [_dealt_to(dealt + length, i, degree) - _dealt_to(dealt, i, degree) for i in range(degree)]
+        shares = [
+            _dealt_to(dealt + length, i, degree) - _dealt_to(dealt, i, degree)
+            for i in range(degree)
+        ]
         sizes = shares[::-1] if flipped else shares  # by chunk, not by rank
         if CHUNKS_PER_RANK[strategy] == 2:
             sizes = [size - size // 2 for size in sizes] + [size // 2 for size in reversed(sizes)]
@@ -196,10 +229,11 @@ def cuts(strategy: str, lengths: tuple[int, ...], degree: int) -> tuple[Cut, ...
 
 
 def mirrored(lengths: Sequence[int]) -> tuple[bool, ...]:
-    """Which sequences of a group lie the other way round: longest first, each joins the side with fewer tokens.
+    """Which sequences of a group lie the other way round: longest first, each joins the side with
+    fewer tokens.
 
-    None does where the lighter side would have less than a quarter of the tokens: it would even out little, and every
-    step exchanges with twice as many ranks.
+    None does where the lighter side would have less than a quarter of the tokens: it would even
+    out little, and every step exchanges with twice as many ranks.
     """
     flipped, sides = [False] * len(lengths), [0, 0]
     for place in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):

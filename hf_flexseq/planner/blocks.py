@@ -1,11 +1,12 @@
 """The rank ranges a planner may make groups of.
 
-* Up to eight ranks: every range that `Topology.allows`. Two of them may partly overlap; a micro-batch uses only one of
-  such a pair.
-* More ranks: the nodes of one binary tree. Inside a machine ranks are halved recursively (3 = 2 + 1), machines are
-  halved recursively above, and any two of its ranges are disjoint or nested.
+* Up to eight ranks: every range that `Topology.allows`. Two of them may partly overlap; a
+  micro-batch uses only one of such a pair.
+* More ranks: the nodes of one binary tree. Inside a machine ranks are halved recursively (3 = 2 +
+  1), machines are halved recursively above, and any two of its ranges are disjoint or nested.
 
-Rejected: all ranges for any number of ranks. On 64 ranks other sizes than the tree's gained nothing and cost time.
+Rejected: all ranges for any number of ranks. On 64 ranks other sizes than the tree's gained
+nothing and cost time.
 """
 
 from dataclasses import dataclass
@@ -23,10 +24,11 @@ ALL_RANGES = 8  # ranks
 class Blocks:
     """Arrays over B rank ranges; block r < W is rank r alone.
 
-    start, stop: [B] ranks. shapes: the distinct (degree, spans nodes), ascending; the first is one rank alone.
-    shape_of: [B] index into `shapes`. inside, around, crossing: [B, B], whether the second block lies inside the first
-    or equals it, contains it and is larger, or partly overlaps it. overlap: whether any two blocks do that.
-    ranks: the ranks of all blocks, one block after the other. first: [B] where each block's begin in `ranks`.
+    start, stop: [B] ranks. shapes: the distinct (degree, spans nodes), ascending; the first is one
+    rank alone. shape_of: [B] index into `shapes`. inside, around, crossing: [B, B], whether the
+    second block lies inside the first or equals it, contains it and is larger, or partly overlaps
+    it. overlap: whether any two blocks do that. ranks: the ranks of all blocks, one block after
+    the other. first: [B] where each block's begin in `ranks`.
     """
 
     start: Int64Array
@@ -49,7 +51,9 @@ def blocks_of(topology: Topology) -> Blocks:
     """The blocks of `topology`, narrow ones first."""
     world = topology.world_size
     if world <= ALL_RANGES:
-        ranges = {(a, b) for a in range(world) for b in range(a + 1, world + 1) if topology.allows(a, b)}
+        ranges = {
+            (a, b) for a in range(world) for b in range(a + 1, world + 1) if topology.allows(a, b)
+        }
     else:
         ranges = tree_ranges(topology)
     ordered = sorted(ranges, key=lambda r: (r[1] - r[0], r))
@@ -75,7 +79,8 @@ def blocks_of(topology: Topology) -> Blocks:
 
 
 def cuts(start: int, stop: int, topology: Topology) -> list[int]:
-    """Where the block [start, stop) divides into two blocks; of two cuts that give the same two shapes the first."""
+    """Where the block [start, stop) divides into two blocks; of two cuts that give the same two
+    shapes the first."""
     if stop - start == 1:
         return []
     if topology.world_size > ALL_RANGES:

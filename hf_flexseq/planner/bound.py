@@ -1,9 +1,11 @@
 """What no plan can beat: every rank busy all the time at each sequence's cheapest degree.
 
-    bound = (sum over sequences of the least degree x time) / ranks + fewest micro-batches x constant
+    bound = (sum over sequences of the least degree x time) / ranks + fewest micro-batches x
+    constant
 
-Free ranks may run fewer micro-batches than their neighbours, so for them the constant counts as often as ranks must
-start a micro-batch to hold all tokens, shared by all ranks, and at least once: whoever works longest works in one.
+Free ranks may run fewer micro-batches than their neighbours, so for them the constant counts as
+often as ranks must start a micro-batch to hold all tokens, shared by all ranks, and at least once:
+whoever works longest works in one.
 
     bound = max(area / ranks + constant, (area + ceil(tokens / cap) x constant) / ranks)
 """
@@ -18,7 +20,8 @@ from hf_flexseq.topology import Topology
 def lower_bound_ns(
     lengths: Int64Array, topology: Topology, cost: CostModel, *, strategy: str, cap: int, sync: str
 ) -> int:
-    """Nanoseconds that no step on these sequences can undercut. Every sequence must fit on some degree."""
+    """Nanoseconds that no step on these sequences can undercut. Every sequence must fit on some
+    degree."""
     if not len(lengths):
         return 0
     least = np.full(len(lengths), NEVER)
@@ -37,4 +40,6 @@ def lower_bound_ns(
 def shapes_of(topology: Topology) -> list[tuple[int, bool]]:
     """Every (degree, spans nodes) a group can have: a part of one node, or whole nodes."""
     inside = [(degree, False) for degree in range(1, topology.ranks_per_node + 1)]
-    return inside + [(nodes * topology.ranks_per_node, True) for nodes in range(2, topology.nodes + 1)]
+    return inside + [
+        (nodes * topology.ranks_per_node, True) for nodes in range(2, topology.nodes + 1)
+    ]

@@ -2,12 +2,14 @@
 
     make_plan(lengths, topology, cost)                                 the default planner
     make_plan(lengths, topology, cost, planner="static", sp_degree=8)  one degree for everything
-    make_plan(lengths, topology, cost, planner="flexsp")               FlexSP's, needs pulp and highspy
+    make_plan(lengths, topology, cost, planner="flexsp")               FlexSP's, needs pulp and
+                                                                       highspy
     make_plan(lengths, topology, cost, planner="zeppelin")             Zeppelin's
     ... planner="batch-ada", "megatron", "batch-rebalance"             baselines to compare with
 
-The same arguments give the same plan, but for `planning_s`, on any machine: planners decide by integers and are
-bounded by counted work. `worker.py` and `client.py` run this function beside the training process.
+The same arguments give the same plan, but for `planning_s`, on any machine: planners decide by
+integers and are bounded by counted work. `worker.py` and `client.py` run this function beside the
+training process.
 """
 
 import operator
@@ -33,7 +35,8 @@ from hf_flexseq.topology import Topology
 
 __all__ = ["make_plan"]
 
-LOCKSTEP_PLANNERS = {  # decide for ranks that run every micro-batch together, whatever they are scored by
+# decide for ranks that run every micro-batch together, whatever they are scored by
+LOCKSTEP_PLANNERS = {
     "zeppelin": zeppelin_micro_batches,
     "megatron": megatron_micro_batches,
     "batch-rebalance": batch_rebalance_micro_batches,
@@ -61,10 +64,11 @@ def make_plan(
     """The plan of one optimizer step on `lengths` tokens.
 
     strategy: what groups of two ranks and more may use. sp_degree: with planner="static" only.
-    max_tokens_per_rank: None takes the cost model's. sync: "lockstep" when all ranks run every micro-batch together,
-    "free" when they meet only in groups. remap: "auto" lets the planners `auto` and `zeppelin` spread tokens evenly
-    outside of attention where that is faster, in lockstep; "off" never does. Raises ValueError for arguments without
-    meaning, and PlanInfeasible when a sequence fits nowhere.
+    max_tokens_per_rank: None takes the cost model's. sync: "lockstep" when all ranks run every
+    micro-batch together, "free" when they meet only in groups. remap: "auto" lets the planners
+    `auto` and `zeppelin` spread tokens evenly outside of attention where that is faster, in
+    lockstep; "off" never does. Raises ValueError for arguments without meaning, and PlanInfeasible
+    when a sequence fits nowhere.
     """
     began = time.perf_counter()
     _check_choices(planner=planner, strategy=strategy, sync=sync, remap=remap)
@@ -73,7 +77,11 @@ def make_plan(
     tokens = _checked_lengths(lengths)
     widest = _widest_degree(topology, planner=planner, strategy=strategy, sp_degree=sp_degree)
     cost.strategies(strategy)  # raises when it needs a ring and the cost model knows none
-    cap = cost.max_tokens_per_rank(topology.world_size) if max_tokens_per_rank is None else max_tokens_per_rank
+    cap = (
+        cost.max_tokens_per_rank(topology.world_size)
+        if max_tokens_per_rank is None
+        else max_tokens_per_rank
+    )
     if cap < 1:
         raise ValueError(f"max_tokens_per_rank={cap}: give at least 1")
     _check_fits(tokens, widest, cap, world=topology.world_size)
@@ -84,7 +92,9 @@ def make_plan(
         if remap == "auto" and planner in REMAPPING and sync == "lockstep":
             micro_batches = with_remap(micro_batches, tokens, topology, cost)
     objective, micro_batches = best_order(micro_batches, tokens, topology, cost, sync=sync)
-    bound = lower_bound_ns(np.array(tokens, dtype=np.int64), topology, cost, strategy=strategy, cap=cap, sync=sync)
+    bound = lower_bound_ns(
+        np.array(tokens, dtype=np.int64), topology, cost, strategy=strategy, cap=cap, sync=sync
+    )
     plan = Plan(
         lengths=tokens,
         micro_batches=micro_batches,
@@ -97,8 +107,11 @@ def make_plan(
     return plan
 
 
-def _maker(planner: str, *, sp_degree: int | None, sync: str) -> Callable[..., tuple[MicroBatch, ...]]:
-    """What makes the micro-batches of `planner` from lengths, topology, cost model, strategy and cap."""
+def _maker(
+    planner: str, *, sp_degree: int | None, sync: str
+) -> Callable[..., tuple[MicroBatch, ...]]:
+    """What makes the micro-batches of `planner` from lengths, topology, cost model, strategy and
+    cap."""
     if sp_degree is not None:
         return partial(static_micro_batches, degree=sp_degree)
     if planner == "auto":
@@ -106,7 +119,8 @@ def _maker(planner: str, *, sp_degree: int | None, sync: str) -> Callable[..., t
     if planner == "batch-ada":
         return partial(batch_ada_micro_batches, sync=sync)
     if planner == "flexsp":
-        from hf_flexseq.planner.published.flexsp import flexsp_micro_batches  # its solver is an optional dependency
+        # its solver is an optional dependency
+        from hf_flexseq.planner.published.flexsp import flexsp_micro_batches
 
         return flexsp_micro_batches
     return LOCKSTEP_PLANNERS[planner]
@@ -122,21 +136,33 @@ def _checked_lengths(lengths: Sequence[int]) -> tuple[int, ...]:
     tokens = tuple(operator.index(length) for length in lengths)
     for index, length in enumerate(tokens):
         if length < 1:
-            raise ValueError(f"sequence {index} has length {length}: every sequence needs at least one token")
+            raise ValueError(
+                f"sequence {index} has length {length}: every sequence needs at least one token"
+            )
     return tokens
 
 
-def _widest_degree(topology: Topology, *, planner: str, strategy: str, sp_degree: int | None) -> int:
+def _widest_degree(
+    topology: Topology, *, planner: str, strategy: str, sp_degree: int | None
+) -> int:
     """The most ranks that may share a sequence."""
     if planner == "static":
         if sp_degree is None or sp_degree < 1:
-            raise ValueError(f"planner='static' needs sp_degree, the ranks per sequence, got {sp_degree}")
+            raise ValueError(
+                f"planner='static' needs sp_degree, the ranks per sequence, got {sp_degree}"
+            )
         check_degree(sp_degree, topology)
         if strategy == "local" and sp_degree > 1:
-            raise ValueError(f"strategy='local' never splits a sequence, so sp_degree={sp_degree} has no meaning")
+            raise ValueError(
+                f"strategy='local' never splits a sequence, so sp_degree={sp_degree} "
+                f"has no meaning"
+            )
         return sp_degree
     if sp_degree is not None:
-        raise ValueError(f"sp_degree={sp_degree} is for planner='static'; planner={planner!r} chooses degrees itself")
+        raise ValueError(
+            f"sp_degree={sp_degree} is for planner='static'; planner={planner!r} "
+            f"chooses degrees itself"
+        )
     return 1 if strategy == "local" or planner == "batch-rebalance" else topology.world_size
 
 
@@ -145,9 +171,15 @@ def _check_fits(lengths: tuple[int, ...], widest: int, cap: int, *, world: int) 
     if longest is None or -(-lengths[longest] // widest) <= cap:
         return
     need = -(-lengths[longest] // widest)
-    wider = "" if widest == world else f", let up to {world} ranks share a sequence (they may be {widest} now)"
+    wider = (
+        ""
+        if widest == world
+        else f", let up to {world} ranks share a sequence (they may be {widest} now)"
+    )
     raise PlanInfeasible(
-        f"sequence {longest} has {lengths[longest]} tokens: {need} on each of {widest} ranks, above "
-        f"max_tokens_per_rank={cap}. Raise max_tokens_per_rank to {need}{wider}, use more ranks, or shorten or split "
+        f"sequence {longest} has {lengths[longest]} tokens: {need} on each of {widest} ranks, "
+        f"above "
+        f"max_tokens_per_rank={cap}. Raise max_tokens_per_rank to {need}{wider}, use more ranks, "
+        f"or shorten or split "
         "the sequence"
     )

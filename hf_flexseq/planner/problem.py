@@ -1,7 +1,8 @@
 """One step's sequences with everything a planner asks about them, as integer tables.
 
-Sequences stand longest first (equal ones by id), so that "longest first" is a walk by row and "the long ones" are a
-prefix. Columns are the shapes of groups that the blocks offer: degree, and whether it spans nodes.
+Sequences stand longest first (equal ones by id), so that "longest first" is a walk by row and "the
+long ones" are a prefix. Columns are the shapes of groups that the blocks offer: degree, and
+whether it spans nodes.
 """
 
 from collections.abc import Sequence
@@ -22,12 +23,13 @@ class Problem:
     """K sequences, longest first, on W ranks.
 
     ids: [K] the sequences' ids. lengths: [K] tokens. cap: most tokens of a rank in a micro-batch.
-    times: [K, shapes] nanoseconds, NEVER where a sequence does not fit. needs: [K, shapes] tokens per rank, likewise.
-    first_fit: [K] the narrowest block that each sequence fits; no narrower one has memory for it.
-    strategies: the names that groups of two ranks and more may use. cheapest: [K, shapes] index of the cheapest one.
-    latency: [shapes] nanoseconds of a group beside its sequences, where they are not charged for it.
-    least_area: [K] the cheapest device-nanoseconds. constant: nanoseconds of a micro-batch, whatever is in it.
-    free: whether ranks meet only in their groups, so that their clocks run on from micro-batch to micro-batch.
+    times: [K, shapes] nanoseconds, NEVER where a sequence does not fit. needs: [K, shapes] tokens
+    per rank, likewise. first_fit: [K] the narrowest block that each sequence fits; no narrower one
+    has memory for it. strategies: the names that groups of two ranks and more may use. cheapest:
+    [K, shapes] index of the cheapest one. latency: [shapes] nanoseconds of a group beside its
+    sequences, where they are not charged for it. least_area: [K] the cheapest device-nanoseconds.
+    constant: nanoseconds of a micro-batch, whatever is in it. free: whether ranks meet only in
+    their groups, so that their clocks run on from micro-batch to micro-batch.
     """
 
     topology: Topology
@@ -66,8 +68,8 @@ def make_problem(
 ) -> Problem:
     """The tables of `lengths` when groups of two ranks and more may use what `strategy` allows.
 
-    charged: count the latency of a group in the time of each of its sequences. It is paid once a group: that is too
-    much for groups of several, and otherwise most searches count too little.
+    charged: count the latency of a group in the time of each of its sequences. It is paid once a
+    group: that is too much for groups of several, and otherwise most searches count too little.
     """
     ids = np.array(sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)), dtype=np.int64)
     tokens = np.array([lengths[i] for i in ids], dtype=np.int64)
@@ -84,7 +86,8 @@ def make_problem(
         blocks=blocks,
         ids=ids,
         lengths=tokens,
-        cap=min(cap, 2 * sum(lengths)),  # more is never used, and would overflow when counted in nanoseconds
+        # more is never used, and would overflow when counted in nanoseconds
+        cap=min(cap, 2 * sum(lengths)),
         times=times,
         needs=np.where(fits, needs, NEVER),
         first_fit=np.searchsorted(blocks.shape_of, fits.argmax(axis=1)),
@@ -100,8 +103,8 @@ def make_problem(
 def cheapest(
     cost: CostModel, lengths: Int64Array, shape: tuple[int, bool], strategy: str
 ) -> tuple[Int64Array, Int64Array]:
-    """Nanoseconds of the cheapest allowed strategy for each of `lengths` on a group of `shape`, and its index in
-    `cost.strategies`. NEVER where no strategy is allowed.
+    """Nanoseconds of the cheapest allowed strategy for each of `lengths` on a group of `shape`,
+    and its index in `cost.strategies`. NEVER where no strategy is allowed.
     """
     degree, spans = shape
     names = ("local",) if degree == 1 else cost.strategies(strategy)
@@ -111,10 +114,14 @@ def cheapest(
     return options.min(axis=0), options.argmin(axis=0)
 
 
-def micro_batches_of(problem: Problem, where: Sequence[int], batches: Sequence[int]) -> tuple[MicroBatch, ...]:
-    """The micro-batches in which row k of the problem stands on block where[k] in micro-batch batches[k].
+def micro_batches_of(
+    problem: Problem, where: Sequence[int], batches: Sequence[int]
+) -> tuple[MicroBatch, ...]:
+    """The micro-batches in which row k of the problem stands on block where[k] in micro-batch
+    batches[k].
 
-    Sequences of a block that differ in strategy make one group each. Micro-batches without sequences are left out.
+    Sequences of a block that differ in strategy make one group each. Micro-batches without
+    sequences are left out.
     """
     blocks, ids, world = problem.blocks, problem.ids.tolist(), problem.world
     start, stop = blocks.start.tolist(), blocks.stop.tolist()
@@ -125,11 +132,20 @@ def micro_batches_of(problem: Problem, where: Sequence[int], batches: Sequence[i
         members.setdefault(batch, {}).setdefault((block, name), []).append(ids[row])
 
     def group(block: int, name: str, sequences: list[int]) -> Group:
-        return Group(ranks=tuple(range(start[block], stop[block])), sequences=tuple(sorted(sequences)), strategy=name)
+        return Group(
+            ranks=tuple(range(start[block], stop[block])),
+            sequences=tuple(sorted(sequences)),
+            strategy=name,
+        )
 
     return tuple(
         MicroBatch(
-            groups=widest_first([group(block, name, held) for (block, name), held in sorted(members[batch].items())])
+            groups=widest_first(
+                [
+                    group(block, name, held)
+                    for (block, name), held in sorted(members[batch].items())
+                ]
+            )
         )
         for batch in sorted(members)
     )

@@ -1,8 +1,10 @@
-"""One degree for every sequence: what a run without flexible groups does, and the floor under the other planners.
+"""One degree for every sequence: what a run without flexible groups does, and the floor under the
+other planners.
 
-1. Best fit, longest first, packs the sequences into as few groups as possible; their number gives the micro-batches.
-2. Longest first onto the least loaded group with room, over all groups of those micro-batches, evens out the time; if
-   memory is too tight for that, the packing of 1 stands.
+1. Best fit, longest first, packs the sequences into as few groups as possible; their number gives
+   the micro-batches.
+2. Longest first onto the least loaded group with room, over all groups of those micro-batches,
+   evens out the time; if memory is too tight for that, the packing of 1 stands.
 3. Groups are sorted by time, so that micro-batches hold groups of similar time.
 
 Best-fit packing is also the baseline of FlexSP (arXiv 2412.01523, section 6.1).
@@ -21,13 +23,22 @@ from hf_flexseq.topology import Topology
 
 
 def static_micro_batches(
-    lengths: Sequence[int], topology: Topology, cost: CostModel, *, degree: int, strategy: str, cap: int
+    lengths: Sequence[int],
+    topology: Topology,
+    cost: CostModel,
+    *,
+    degree: int,
+    strategy: str,
+    cap: int,
 ) -> tuple[MicroBatch, ...]:
-    """The micro-batches of one-degree groups. Every sequence must fit on `degree` ranks; see `check_degree`."""
+    """The micro-batches of one-degree groups. Every sequence must fit on `degree` ranks; see
+    `check_degree`."""
     order = sorted(range(len(lengths)), key=lambda i: (-lengths[i], i))
     ordered = np.array([lengths[i] for i in order], dtype=np.int64)
     starts = range(0, topology.world_size, degree)
-    times = cheapest(cost, ordered, (degree, topology.spans_nodes(0, degree)), strategy)[0].tolist()
+    times = cheapest(cost, ordered, (degree, topology.spans_nodes(0, degree)), strategy)[
+        0
+    ].tolist()
     packed = best_fit(ordered.tolist(), cap * degree)
     groups = -(-len(packed) // len(starts)) * len(starts)
     bins = least_loaded(ordered.tolist(), times, groups, cap * degree) or packed
@@ -54,7 +65,8 @@ def check_degree(degree: int, topology: Topology) -> None:
         raise ValueError(f"sp_degree={degree} does not divide {world} ranks")
     if not all(topology.allows(start, start + degree) for start in range(0, world, degree)):
         raise ValueError(
-            f"sp_degree={degree}: groups must lie inside a node of {topology.ranks_per_node} ranks or be made of "
+            f"sp_degree={degree}: groups must lie inside a node of {topology.ranks_per_node} "
+            f"ranks or be made of "
             "whole nodes; choose a divisor or a multiple of that"
         )
 
@@ -82,7 +94,8 @@ def best_fit(lengths: list[int], room: int) -> list[list[int]]:
 
 
 def least_loaded(lengths: list[int], times: list[int], count: int, room: int) -> list[list[int]]:
-    """Rows, longest first, each in the least loaded of `count` bins with room; no bins at all when one has none."""
+    """Rows, longest first, each in the least loaded of `count` bins with room; no bins at all when
+    one has none."""
     bins: list[list[int]] = [[] for _ in range(count)]
     left = [room] * count
     heap = [(0, index) for index in range(count)]
@@ -101,7 +114,9 @@ def least_loaded(lengths: list[int], times: list[int], count: int, room: int) ->
     return [rows for rows in bins if rows]
 
 
-def one_strategy_group(ranks: range, ids: list[int], scoring: tuple[Sequence[int], Topology, CostModel, str]) -> Group:
+def one_strategy_group(
+    ranks: range, ids: list[int], scoring: tuple[Sequence[int], Topology, CostModel, str]
+) -> Group:
     """A group whose strategy is the cheapest one for its sequences together.
 
     scoring: lengths, topology, cost model and what groups of two ranks and more may use.
@@ -111,4 +126,6 @@ def one_strategy_group(ranks: range, ids: list[int], scoring: tuple[Sequence[int
     members: Int64Array = np.array([lengths[i] for i in ids], dtype=np.int64)
     spans = topology.spans_nodes(ranks.start, ranks.stop)
     totals = [int(cost.sequences_ns(members, len(ranks), name, spans).sum()) for name in names]
-    return Group(ranks=tuple(ranks), sequences=tuple(sorted(ids)), strategy=names[totals.index(min(totals))])
+    return Group(
+        ranks=tuple(ranks), sequences=tuple(sorted(ids)), strategy=names[totals.index(min(totals))]
+    )

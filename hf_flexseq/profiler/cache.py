@@ -1,7 +1,8 @@
 """Fitted cost models kept between runs, one JSON file each.
 
-The name of a file is a digest of everything the fit depends on, so that another machine, model or version finds no
-file instead of a wrong one. A file appears under its name only when it is complete.
+The name of a file is a digest of everything the fit depends on, so that another machine, model or
+version finds no file instead of a wrong one. A file appears under its name only when it is
+complete.
 """
 
 import hashlib
@@ -31,7 +32,8 @@ def load_cached(path: Path) -> CostModel | None:
 
 
 def save_whole(cost: CostModel, path: Path) -> None:
-    """Write the file so that no reader ever sees a part of it. Raises OSError when the folder cannot be written."""
+    """Write the file so that no reader ever sees a part of it. Raises OSError when the folder
+    cannot be written."""
     path.parent.mkdir(parents=True, exist_ok=True)
     handle, unfinished = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}-")
     os.close(handle)

@@ -1,12 +1,14 @@
-"""Which micro-batches are timed: some to fit the constants, others, of mixed lengths, to see how well the fit holds.
+"""Which micro-batches are timed: some to fit the constants, others, of mixed lengths, to see how
+well the fit holds.
 
-They scale with two sizes: the most tokens that a rank gets in a whole micro-batch, and the longest sequence that the
-attention kernel alone gets, far longer, since kernels are slower per square where sequences are short. Each is the
-largest power of two for which the estimated seconds stay below half of a budget: counted work, so that sizes do not
-depend on how busy the machine is.
+They scale with two sizes: the most tokens that a rank gets in a whole micro-batch, and the longest
+sequence that the attention kernel alone gets, far longer, since kernels are slower per square
+where sequences are short. Each is the largest power of two for which the estimated seconds stay
+below half of a budget: counted work, so that sizes do not depend on how busy the machine is.
 
-Transfers are run bare, one layer's of a group at a time, of so many tokens that bursts and buffers do not matter. The
-mixed micro-batches are whole ones, with groups of every measured degree in turn: they show what the parts leave out.
+Transfers are run bare, one layer's of a group at a time, of so many tokens that bursts and buffers
+do not matter. The mixed micro-batches are whole ones, with groups of every measured degree in
+turn: they show what the parts leave out.
 """
 
 import random
@@ -22,7 +24,8 @@ MOST_TOKENS, LONGEST, FEWEST_TOKENS = 16384, 65536, 64
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ProbeSizes:
-    """tokens: of a rank in the largest whole micro-batch. sequence: tokens of the attention kernel's longest one."""
+    """tokens: of a rank in the largest whole micro-batch. sequence: tokens of the attention
+    kernel's longest one."""
 
     tokens: int
     sequence: int
@@ -38,7 +41,8 @@ class ProbeLayout:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ProbeShape:
-    """What is run at the same time on all ranks, in groups of `degree`. See `Sample`; lengths: of each group."""
+    """What is run at the same time on all ranks, in groups of `degree`. See `Sample`; lengths: of
+    each group."""
 
     strategy: str
     degree: int
@@ -49,14 +53,21 @@ def alone(lengths: tuple[int, ...], topology: Topology) -> ProbeLayout:
     """Sequences of these lengths on each rank."""
     count = len(lengths)
     groups = tuple(
-        Group(ranks=(rank,), sequences=tuple(range(rank * count, (rank + 1) * count)), strategy="local")
+        Group(
+            ranks=(rank,),
+            sequences=tuple(range(rank * count, (rank + 1) * count)),
+            strategy="local",
+        )
         for rank in range(topology.world_size)
     )
-    return ProbeLayout(micro_batch=MicroBatch(groups=groups), lengths=lengths * topology.world_size)
+    return ProbeLayout(
+        micro_batch=MicroBatch(groups=groups), lengths=lengths * topology.world_size
+    )
 
 
 def measured_degrees(topology: Topology) -> tuple[int, ...]:
-    """The degrees of the topology's process groups, ascending: others are priced as the next one of them."""
+    """The degrees of the topology's process groups, ascending: others are priced as the next one
+    of them."""
     return tuple(sorted({stop - start for start, stop in topology.aligned_blocks()}))
 
 
@@ -83,25 +94,37 @@ def _whole_shapes(tokens: int) -> tuple[ProbeShape, ...]:
 
 def _layer_shapes(sequence: int, topology: Topology, rings: bool) -> tuple[ProbeShape, ...]:
     """One layer's attention, and its transfers."""
-    shapes = [ProbeShape(strategy="kernel", degree=1, lengths=(sequence // part,)) for part in (8, 2, 1)]
+    shapes = [
+        ProbeShape(strategy="kernel", degree=1, lengths=(sequence // part,)) for part in (8, 2, 1)
+    ]
     for degree in measured_degrees(topology):
         for share in (sequence // 8, sequence // 4, sequence // 2):
             shapes.append(ProbeShape(strategy="ulysses", degree=degree, lengths=(share * degree,)))
             if rings:
-                shapes.append(ProbeShape(strategy="zigzag", degree=degree, lengths=(share * degree,)))
+                shapes.append(
+                    ProbeShape(strategy="zigzag", degree=degree, lengths=(share * degree,))
+                )
     return tuple(shapes)
 
 
-def hold_out_layouts(tokens: int, topology: Topology, rings: bool, count: int) -> tuple[ProbeLayout, ...]:
-    """`count` micro-batches of mixed lengths, the same on every machine: all ranks alone, and, where there are several
-    ranks, also with a group of each measured degree in turn, under which the ranks work alone."""
+def hold_out_layouts(
+    tokens: int, topology: Topology, rings: bool, count: int
+) -> tuple[ProbeLayout, ...]:
+    """`count` micro-batches of mixed lengths, the same on every machine: all ranks alone, and,
+    where there are several ranks, also with a group of each measured degree in turn, under which
+    the ranks work alone."""
     rng = random.Random(0)
     strategies = ("ulysses", "zigzag") if rings else ("ulysses",)
-    wide = [None, *((degree, strategy) for degree in measured_degrees(topology) for strategy in strategies)]
+    wide = [
+        None,
+        *((degree, strategy) for degree in measured_degrees(topology) for strategy in strategies),
+    ]
     return tuple(_mix(tokens, topology, wide[i % len(wide)], rng) for i in range(count))
 
 
-def _mix(tokens: int, topology: Topology, wide: tuple[int, str] | None, rng: random.Random) -> ProbeLayout:
+def _mix(
+    tokens: int, topology: Topology, wide: tuple[int, str] | None, rng: random.Random
+) -> ProbeLayout:
     lengths: list[int] = []
     groups: list[Group] = []
 
@@ -109,7 +132,9 @@ def _mix(tokens: int, topology: Topology, wide: tuple[int, str] | None, rng: ran
         drawn = list(_mixed_lengths(total, rng))
         ids = tuple(range(len(lengths), len(lengths) + len(drawn)))
         lengths.extend(drawn)
-        groups.append(Group(ranks=tuple(range(start, start + degree)), sequences=ids, strategy=strategy))
+        groups.append(
+            Group(ranks=tuple(range(start, start + degree)), sequences=ids, strategy=strategy)
+        )
 
     if wide is not None:
         degree, strategy = wide
@@ -129,16 +154,25 @@ def _mixed_lengths(total: int, rng: random.Random) -> Iterator[int]:
 
 
 def choose_sizes(
-    estimate: CostModel, topology: Topology, *, layers: int, depths: tuple[int, ...], rounds: int, budget_s: float
+    estimate: CostModel,
+    topology: Topology,
+    *,
+    layers: int,
+    depths: tuple[int, ...],
+    rounds: int,
+    budget_s: float,
 ) -> ProbeSizes:
-    """The sizes under which `rounds` of everything, with models of each of `depths` layers, take about `budget_s`
-    estimated seconds. estimate: of the whole model, which has `layers` layers."""
+    """The sizes under which `rounds` of everything, with models of each of `depths` layers, take
+    about `budget_s` estimated seconds. estimate: of the whole model, which has `layers` layers."""
     rings = estimate.ring_bytes is not None
 
     def largest(shapes_of: Callable[[int], Sequence[ProbeShape]], most: int) -> int:
         size = most
         while size > FEWEST_TOKENS:
-            once = sum(_estimated_s(shape, estimate, topology, layers, depths) for shape in shapes_of(size))
+            once = sum(
+                _estimated_s(shape, estimate, topology, layers, depths)
+                for shape in shapes_of(size)
+            )
             if rounds * once <= budget_s / 2:
                 break
             size //= 2
@@ -150,12 +184,31 @@ def choose_sizes(
     )
 
 
-def _estimated_s(shape: ProbeShape, estimate: CostModel, topology: Topology, layers: int, depths: tuple[int, ...]) -> float:
+def _estimated_s(
+    shape: ProbeShape,
+    estimate: CostModel,
+    topology: Topology,
+    layers: int,
+    depths: tuple[int, ...],
+) -> float:
     if shape.strategy == "kernel":
         return estimate.attention_s / layers * sum(length * length for length in shape.lengths)
     if shape.strategy == "local":
         layout = alone(shape.lengths, topology)
-        return lockstep_ns(estimate, [layout.micro_batch], layout.lengths, topology)[0] / 1e9 * sum(depths) / layers
+        return (
+            lockstep_ns(estimate, [layout.micro_batch], layout.lengths, topology)[0]
+            / 1e9
+            * sum(depths)
+            / layers
+        )
     ring_bytes = (estimate.ring_bytes or 0.0) * (shape.degree - 1)
-    moved = (ring_bytes if shape.strategy == "zigzag" else estimate.all_to_all_bytes) / layers * shape.lengths[0]
-    return moved / shape.degree / estimate.bandwidth(shape.degree, shape.degree > topology.ranks_per_node)
+    moved = (
+        (ring_bytes if shape.strategy == "zigzag" else estimate.all_to_all_bytes)
+        / layers
+        * shape.lengths[0]
+    )
+    return (
+        moved
+        / shape.degree
+        / estimate.bandwidth(shape.degree, shape.degree > topology.ranks_per_node)
+    )

@@ -1,12 +1,15 @@
-"""Which chunks of keys and values go from whom to whom, so that every rank gets those that its queries read.
+"""Which chunks of keys and values go from whom to whom, so that every rank gets those that its
+queries read.
 
     inside a node     straight from the owner to every reader
-    between nodes     once per destination node, to one of its ranks, and from there to the readers beside it
+    between nodes     once per destination node, to one of its ranks, and from there to the readers
+                      beside it
 
-What crosses is a share of what the readers of a node would fetch one by one, and links between nodes are what an
-all-gather waits for. The rank that receives a chunk for its node is the one that has received the fewest tokens from
-other nodes so far, so that where every rank has a NIC all of them carry about the same; a reader where there is the
-choice. Gradients take the same ways back, summed inside a node before they cross.
+What crosses is a share of what the readers of a node would fetch one by one, and links between
+nodes are what an all-gather waits for. The rank that receives a chunk for its node is the one that
+has received the fewest tokens from other nodes so far, so that where every rank has a NIC all of
+them carry about the same; a reader where there is the choice. Gradients take the same ways back,
+summed inside a node before they cross.
 """
 
 import functools
@@ -27,8 +30,11 @@ class Hop(NamedTuple):
 
 
 @functools.lru_cache(maxsize=64)
-def gather_hops(cuts: tuple[Cut, ...], degree: int, ranks_per_node: int) -> tuple[tuple[Hop, ...], ...]:
-    """By leg, each of which needs what the one before it brought. A group inside a node has one leg."""
+def gather_hops(
+    cuts: tuple[Cut, ...], degree: int, ranks_per_node: int
+) -> tuple[tuple[Hop, ...], ...]:
+    """By leg, each of which needs what the one before it brought. A group inside a node has one
+    leg."""
     first, second = [], []
     crossed = [0] * degree  # tokens that each rank has received from other nodes
     for piece, owner, readers in _pieces(cuts, degree):
@@ -49,10 +55,16 @@ def _pieces(cuts: tuple[Cut, ...], degree: int) -> Iterator[tuple[Piece, int, li
     """Every chunk that has tokens, the rank that holds it, and the others that read it."""
     for place, cut in enumerate(cuts):
         held = [
-            [c for c in held_chunks("allgather", i, degree, mirrored=cut.mirrored) if cut.tokens((c,))]
+            [
+                c
+                for c in held_chunks("allgather", i, degree, mirrored=cut.mirrored)
+                if cut.tokens((c,))
+            ]
             for i in range(degree)
         ]
         for owner, chunks in enumerate(held):
             for chunk in chunks:
-                readers = [i for i in range(degree) if i != owner and held[i] and held[i][-1] >= chunk]
+                readers = [
+                    i for i in range(degree) if i != owner and held[i] and held[i][-1] >= chunk
+                ]
                 yield (place, chunk), owner, readers

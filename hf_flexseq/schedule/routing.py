@@ -1,20 +1,25 @@
-"""Which transfers between nodes go over whose NICs: the routing layer of Zeppelin (arXiv 2509.21841).
+"""Which transfers between nodes go over whose NICs: the routing layer of Zeppelin (arXiv
+2509.21841).
 
-Every rank sends to other nodes over one NIC. Where a few ranks have something to send and the others have not, a
-transfer is split: pieces go to ranks of the source's node, from there over their NICs to ranks of the target's node,
-and from those to the target (*legs*: scatter, cross, gather). A step of a ring across nodes is such a case, for all of
-its ranks but a few read from a rank beside them.
+Every rank sends to other nodes over one NIC. Where a few ranks have something to send and the
+others have not, a transfer is split: pieces go to ranks of the source's node, from there over
+their NICs to ranks of the target's node, and from those to the target (*legs*: scatter, cross,
+gather). A step of a ring across nodes is such a case, for all of its ranks but a few read from a
+rank beside them.
 
-1. The *level* is the least that the busiest NIC can carry: the bytes that leave or enter a node, over its NICs.
+1. The *level* is the least that the busiest NIC can carry: the bytes that leave or enter a node,
+   over its NICs.
 2. What fits under the level goes straight from source to target.
-3. The rest takes the NICs that have the most room left under it; it leaves (enters) by the source's (target's) own
-   as long as that has any.
-4. It pays if the legs, cut into `pieces` that follow each other through them, take less time than the busiest NIC
-   would need otherwise. Where all NICs are equally busy nothing is above the level, and nothing is routed.
+3. The rest takes the NICs that have the most room left under it; it leaves (enters) by the
+   source's (target's) own as long as that has any.
+4. It pays if the legs, cut into `pieces` that follow each other through them, take less time than
+   the busiest NIC would need otherwise. Where all NICs are equally busy nothing is above the
+   level, and nothing is routed.
 
-The paper splits every transfer evenly over all NICs, whose legs inside the nodes then carry nearly all of it twice,
-and adds the legs up: it gains only if a byte takes more than twice as long between nodes as inside one. That stays a
-condition; here less is moved, and legs overlap. All of this is a function of bytes that all ranks know.
+The paper splits every transfer evenly over all NICs, whose legs inside the nodes then carry nearly
+all of it twice, and adds the legs up: it gains only if a byte takes more than twice as long
+between nodes as inside one. That stays a condition; here less is moved, and legs overlap. All of
+this is a function of bytes that all ranks know.
 """
 
 import functools
@@ -38,8 +43,8 @@ Nic = tuple[int, int]  # (node, place of the NIC in it)
 class NicFigures:
     """What moves bytes between ranks.
 
-    inside_s, across_s: seconds a byte takes between two ranks of a node, and over one NIC. transfer_s: seconds that a
-    transfer takes beside its bytes.
+    inside_s, across_s: seconds a byte takes between two ranks of a node, and over one NIC.
+    transfer_s: seconds that a transfer takes beside its bytes.
     """
 
     ranks_per_node: int
@@ -57,7 +62,9 @@ class NicFigures:
 
     def ranks_of(self, nic: Nic) -> list[int]:
         start = nic[0] * self.ranks_per_node
-        return [rank for rank in range(start, start + self.ranks_per_node) if self.nic(rank) == nic]
+        return [
+            rank for rank in range(start, start + self.ranks_per_node) if self.nic(rank) == nic
+        ]
 
     def objection(self) -> str | None:
         """Why nothing is ever routed over these links; None when something may be."""
@@ -65,13 +72,16 @@ class NicFigures:
             return "the ranks of a node share one NIC"
         if self.across_s <= 2 * self.inside_s:
             inside, across = (f"{s * 1e9:.3g} ns" for s in (self.inside_s, self.across_s))
-            return f"a byte takes {across} between nodes, not more than twice the {inside} inside one"
+            return (
+                f"a byte takes {across} between nodes, not more than twice the {inside} inside one"
+            )
         return None
 
 
 def links_of(cost: CostModel, topology: Topology) -> NicFigures | None:
-    """The links of several nodes as `cost` knows them: its bandwidth between nodes is a rank's when all of them send,
-    so several ranks of a node may share a NIC of a multiple. None on one node."""
+    """The links of several nodes as `cost` knows them: its bandwidth between nodes is a rank's
+    when all of them send, so several ranks of a node may share a NIC of a multiple. None on one
+    node."""
     if topology.nodes == 1:
         return None
     per_node = topology.ranks_per_node
@@ -94,7 +104,8 @@ class Transfer(NamedTuple):
 
 
 class Path(NamedTuple):
-    """Bytes [start, stop) of a transfer: from the source to `leaves`, over its NIC to `enters`, and to the target."""
+    """Bytes [start, stop) of a transfer: from the source to `leaves`, over its NIC to `enters`,
+    and to the target."""
 
     leaves: int
     enters: int
@@ -106,9 +117,9 @@ class Path(NamedTuple):
 class Routing:
     """How the transfers of one exchange travel.
 
-    paths: of each transfer that does not go straight, in the order of the bytes. pieces: into how many pieces each
-    path is cut. direct_s, routed_s: modelled seconds of the transfers between nodes, all straight and as routed.
-    why_not: the reason why none is routed, or None.
+    paths: of each transfer that does not go straight, in the order of the bytes. pieces: into how
+    many pieces each path is cut. direct_s, routed_s: modelled seconds of the transfers between
+    nodes, all straight and as routed. why_not: the reason why none is routed, or None.
     """
 
     paths: tuple[tuple[Transfer, tuple[Path, ...]], ...] = ()
@@ -139,14 +150,19 @@ def make_routing(transfers: tuple[Transfer, ...], links: NicFigures) -> Routing:
     pieces = min(range(1, MOST_PIECES + 1), key=lambda n: _pipelined(legs, n, links))
     routed_s = _pipelined(legs, pieces, links)
     if routed_s > (1 - LEAST_GAIN) * direct_s:
-        return Routing(direct_s=direct_s, routed_s=routed_s, why_not="the legs inside the nodes cost what it gains")
+        return Routing(
+            direct_s=direct_s,
+            routed_s=routed_s,
+            why_not="the legs inside the nodes cost what it gains",
+        )
     routed = tuple((t, found) for t, found in paths if len(found) > 1 or found[0][:2] != t[:2])
     return Routing(paths=routed, pieces=pieces, direct_s=direct_s, routed_s=routed_s)
 
 
 class _Router:
-    """Steps 2 and 3. paths: of every transfer. _room: bytes each NIC may still send (True) and receive (False).
-    _passed: bytes that go through each rank on their way to or from another one."""
+    """Steps 2 and 3. paths: of every transfer. _room: bytes each NIC may still send (True) and
+    receive (False). _passed: bytes that go through each rank on their way to or from another
+    one."""
 
     def __init__(self, crossing: Sequence[Transfer], level: int, links: NicFigures) -> None:
         self._links, self._level = links, level
@@ -175,7 +191,9 @@ class _Router:
         while start < t.nbytes:
             leaves, room_out = self._relay(t.source, sends=True)
             enters, room_in = self._relay(t.target, sends=False)
-            stop = min(t.nbytes, start + max(min(room_out, room_in), self._level // LEAST_SHARE, 1))
+            stop = min(
+                t.nbytes, start + max(min(room_out, room_in), self._level // LEAST_SHARE, 1)
+            )
             self._pass(leaves, t.source, stop - start, sends=True)
             self._pass(enters, t.target, stop - start, sends=False)
             paths.append(Path(leaves, enters, start, stop))
@@ -183,14 +201,17 @@ class _Router:
         return tuple(paths)
 
     def _relay(self, end: int, *, sends: bool) -> tuple[int, int]:
-        """The rank over whose NIC more can go from (to) `end`, itself if its own has any room, and how much more."""
+        """The rank over whose NIC more can go from (to) `end`, itself if its own has any room, and
+        how much more."""
         node = self._links.node(end)
         own = self._room[sends, self._links.nic(end)]
         if own > self._level // LEAST_SHARE:
             return end, own
         nics = [(node, place) for place in range(self._links.nics_per_node)]
         nic = max(nics, key=lambda nic: (self._room[sends, nic], -nic[1]))
-        rank = min(self._links.ranks_of(nic), key=lambda rank: (rank != end, self._passed[rank], rank))
+        rank = min(
+            self._links.ranks_of(nic), key=lambda rank: (rank != end, self._passed[rank], rank)
+        )
         return rank, self._room[sends, nic]
 
     def _pass(self, rank: int, end: int, nbytes: int, *, sends: bool) -> None:
@@ -219,21 +240,27 @@ def _nic_loads(paths: Paths, links: NicFigures) -> dict[tuple[bool, Nic], int]:
 
 
 def _leg_seconds(paths: Paths, links: NicFigures) -> tuple[float, float, float]:
-    """Seconds of each leg if it ran alone: of its busiest rank inside the nodes, of the busiest NIC between them."""
+    """Seconds of each leg if it ran alone: of its busiest rank inside the nodes, of the busiest
+    NIC between them."""
     inside: dict[tuple[int, bool, int], int] = defaultdict(int)
     for t, found in paths:
         for path in found:
-            for leg, (source, target) in enumerate(((t.source, path.leaves), (path.enters, t.target))):
+            for leg, (source, target) in enumerate(
+                ((t.source, path.leaves), (path.enters, t.target))
+            ):
                 if source != target:
                     inside[leg, True, source] += path.stop - path.start
                     inside[leg, False, target] += path.stop - path.start
-    scatter, gather = (max((n for key, n in inside.items() if key[0] == leg), default=0) for leg in (0, 1))
+    scatter, gather = (
+        max((n for key, n in inside.items() if key[0] == leg), default=0) for leg in (0, 1)
+    )
     across = max(_nic_loads(paths, links).values())
     return scatter * links.inside_s, across * links.across_s, gather * links.inside_s
 
 
 def _pipelined(legs: tuple[float, float, float], pieces: int, links: NicFigures) -> float:
-    """Seconds of the legs when `pieces` follow each other through them: the first one through all of them, the others
-    at the pace of the slowest; and each of these turns takes a transfer's latency."""
+    """Seconds of the legs when `pieces` follow each other through them: the first one through all
+    of them, the others at the pace of the slowest; and each of these turns takes a transfer's
+    latency."""
     turns = pieces - 1 + sum(seconds > 0 for seconds in legs)
     return sum(legs) / pieces + max(legs) * (pieces - 1) / pieces + turns * links.transfer_s

@@ -27,24 +27,33 @@ def routing_reason(
     links: NicFigures | None,
     token: LayerTokenBytes,
 ) -> str:
-    """Of the exchanges between nodes in the forward of a layer. lengths: of the plan's sequences."""
+    """Of the exchanges between nodes in the forward of a layer. lengths: of the plan's
+    sequences."""
     if links is None:
         return "routing off: all ranks are on one node"
     if (objection := links.objection()) is not None:
         return f"routing off: {objection}"
     found = [
-        routing for micro_batch in micro_batches for routing in _routings(micro_batch, lengths, topology, links, token)
+        routing
+        for micro_batch in micro_batches
+        for routing in _routings(micro_batch, lengths, topology, links, token)
     ]
     return _summary([routing for routing in found if routing.direct_s])
 
 
 def _routings(
-    micro_batch: MicroBatch, lengths: Sequence[int], topology: Topology, links: NicFigures, token: LayerTokenBytes
+    micro_batch: MicroBatch,
+    lengths: Sequence[int],
+    topology: Topology,
+    links: NicFigures,
+    token: LayerTokenBytes,
 ) -> Iterator[Routing]:
     for group in micro_batch.groups:
         if group.strategy in ("zigzag", "balanced"):
             for turn in group_loans(group, [lengths[i] for i in group.sequences]):
-                transfers = loan_transfers(turn, group.start, (token.queries,), (token.keys,), returns=False)
+                transfers = loan_transfers(
+                    turn, group.start, (token.queries,), (token.keys,), returns=False
+                )
                 yield make_routing(transfers, links)
     if micro_batch.remap:
         moves = remap_moves(micro_batch, lengths, topology)
@@ -60,5 +69,10 @@ def _summary(crossing: Sequence[Routing]) -> str:
     now_s = sum(routing.routed_s if routing.paths else routing.direct_s for routing in crossing)
     why_not = Counter(routing.why_not for routing in crossing if routing.why_not)
     of_all = f"routing {len(routed)} of {len(crossing)} exchanges between nodes"
-    gain = f"they take {now_s * 1e3:.2f} ms instead of {straight_s * 1e3:.2f} ms in the forward of a layer"
-    return "; ".join([f"{of_all}: {gain}", *(f"{reason} in {count}" for reason, count in why_not.items())])
+    gain = (
+        f"they take {now_s * 1e3:.2f} ms instead of {straight_s * 1e3:.2f} ms "
+        "in the forward of a layer"
+    )
+    return "; ".join(
+        [f"{of_all}: {gain}", *(f"{reason} in {count}" for reason, count in why_not.items())]
+    )

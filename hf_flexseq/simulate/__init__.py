@@ -1,4 +1,5 @@
-"""A plan run without running it: `simulate` for plans of sequences, `pipeline.simulate_pipeline` for pipelines."""
+"""A plan run without running it: `simulate` for plans of sequences, `pipeline.simulate_pipeline`
+for pipelines."""
 
 from hf_flexseq.simulate.run import CLOSED_FORM, Detail, simulate
 

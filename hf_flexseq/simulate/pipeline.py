@@ -1,10 +1,12 @@
-"""Run a pipeline's plan without running it: what every stage does when, what it holds, and what the bubble costs.
+"""Run a pipeline's plan without running it: what every stage does when, what it holds, and what
+the bubble costs.
 
     simulate_pipeline(plan, cost)    a Timeline in nanoseconds, for `view`
     report(plan, cost)               seconds, bubble and peaks in one record
 
-Times are the longest path through the plan's actions (`schedule/pipeline/walk.py`), so they are exact for the given
-cost of each action; what they leave out are transfers that disturb each other and stages that disturb their own.
+Times are the longest path through the plan's actions (`schedule/pipeline/walk.py`), so they are
+exact for the given cost of each action; what they leave out are transfers that disturb each other
+and stages that disturb their own.
 """
 
 from collections.abc import Sequence
@@ -20,8 +22,9 @@ _NAMES = dict(zip(KINDS, ACTION_KINDS, strict=True))
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Report:
-    """A simulated step. seconds: until the last rank is done. bubble: share of the ranks' time without work.
-    peak_bytes, peak_tokens: of each rank, of what is in flight; a checkpointed token counts whole."""
+    """A simulated step. seconds: until the last rank is done. bubble: share of the ranks' time
+    without work. peak_bytes, peak_tokens: of each rank, of what is in flight; a checkpointed token
+    counts whole."""
 
     seconds: float
     bubble: float
@@ -38,7 +41,9 @@ def simulate_pipeline(plan: PipelinePlan, cost: PipelineCost) -> Timeline:
     stop = max((lane[-1].stop for lane in lanes if lane), default=0)
     return Timeline(
         world_size=plan.ranks,
-        events=tuple(event for rank, lane in enumerate(lanes) for event in _events(rank, lane, places, stop)),
+        events=tuple(
+            event for rank, lane in enumerate(lanes) for event in _events(rank, lane, places, stop)
+        ),
         memory=tuple(sample for lane in lanes for done in lane for sample in _memory(done)),
         starts=(),
         stop=stop,
@@ -79,13 +84,17 @@ def tokens_as_time(stages: int) -> PipelineCost:
     return PipelineCost.even(stages, StageCost(linear_ns=1e3, attention_ns=0.0, chunk_ns=0.0))
 
 
-def _events(rank: int, lane: Sequence[Done], places: dict[tuple[int, int], int], stop: int) -> list[Event]:
+def _events(
+    rank: int, lane: Sequence[Done], places: dict[tuple[int, int], int], stop: int
+) -> list[Event]:
     events, free = [], 0
     for done in lane:
         place = places[done.action.unit, done.action.chunk]
         if done.start > free:
             events.append(_event(rank, free, done.start, "wait", place, "wait for the neighbour"))
-        events.append(_event(rank, done.start, done.stop, _NAMES[done.action.kind], place, str(done.action)))
+        events.append(
+            _event(rank, done.start, done.stop, _NAMES[done.action.kind], place, str(done.action))
+        )
         free = done.stop
     if free < stop:
         events.append(_event(rank, free, stop, "wait", 0, "wait for the other ranks"))
@@ -93,7 +102,16 @@ def _events(rank: int, lane: Sequence[Done], places: dict[tuple[int, int], int],
 
 
 def _event(rank: int, start: int, stop: int, kind: str, place: int, label: str) -> Event:
-    return Event(rank=rank, start=start, stop=stop, kind=kind, micro_batch=place, group=None, degree=0, label=label)
+    return Event(
+        rank=rank,
+        start=start,
+        stop=stop,
+        kind=kind,
+        micro_batch=place,
+        group=None,
+        degree=0,
+        label=label,
+    )
 
 
 def _memory(done: Done) -> list[Memory]:

@@ -1,9 +1,10 @@
 """One ring attention of one group, step by step, for all of its ranks at once.
 
-Steps come from `schedule/attention.py`, for sequences that lie the right way round (mirrored ones take the same time).
-What step t + 1 reads is asked for when step t begins; it travels as soon as both sides have begun it, and step t + 1
-starts when it is there. What a step makes of another rank's queries or keys travels back while later steps compute;
-with contention it shares the rank's link with what is fetched meanwhile, and each transfer takes as long as both.
+Steps come from `schedule/attention.py`, for sequences that lie the right way round (mirrored ones
+take the same time). What step t + 1 reads is asked for when step t begins; it travels as soon as
+both sides have begun it, and step t + 1 starts when it is there. What a step makes of another
+rank's queries or keys travels back while later steps compute; with contention it shares the rank's
+link with what is fetched meanwhile, and each transfer takes as long as both.
 """
 
 import functools
@@ -17,17 +18,24 @@ from hf_flexseq.plan import Group
 from hf_flexseq.schedule.attention import attention_schedule
 from hf_flexseq.topology import Topology
 
-# How often a helper is sent something as wide as its queries, and sends it back; in one piece both ways together, and
-# what goes the other way meanwhile is left out.
-HELP_SENT, HELP_RETURNED = {"forward": 1, "backward": 3, "both": 4}, {"forward": 1, "backward": 1, "both": 0}
+# How often a helper is sent something as wide as its queries, and sends it back; in one piece both
+# ways together, and what goes the other way meanwhile is left out.
+HELP_SENT, HELP_RETURNED = (
+    {"forward": 1, "backward": 3, "both": 4},
+    {"forward": 1, "backward": 1, "both": 0},
+)
 # Likewise keys and values.
-KEYS_SENT, KEYS_RETURNED = {"forward": 1, "backward": 1, "both": 3}, {"forward": 0, "backward": 1, "both": 0}
+KEYS_SENT, KEYS_RETURNED = (
+    {"forward": 1, "backward": 1, "both": 3},
+    {"forward": 0, "backward": 1, "both": 0},
+)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RingSteps:
-    """A schedule, [step, index in the group]: half chunk squares computed; the share of the sequence's keys and
-    queries that are read from another rank; and from which, the rank itself where there is none."""
+    """A schedule, [step, index in the group]: half chunk squares computed; the share of the
+    sequence's keys and queries that are read from another rank; and from which, the rank itself
+    where there is none."""
 
     work: Int64Array
     keys: NDArray[np.float64]
@@ -37,7 +45,8 @@ class RingSteps:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RingTraffic:
-    """Nanoseconds that [step, index] takes to fetch what it reads, and to return what it made of it."""
+    """Nanoseconds that [step, index] takes to fetch what it reads, and to return what it made of
+    it."""
 
     fetch: Int64Array
     back: Int64Array
@@ -45,7 +54,8 @@ class RingTraffic:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RingTimes:
-    """When [step, index in the group]: attention begins and ends, and what it reads travels (step 0: not at all).
+    """When [step, index in the group]: attention begins and ends, and what it reads travels (step
+    0: not at all).
 
     stop: when each rank has everything, what others made of its queries and keys included.
     """
@@ -74,12 +84,18 @@ def ring_steps(strategy: str, degree: int) -> RingSteps:
 
 
 def moving_ns(
-    group: Group, trip_bytes: tuple[float, float], topology: Topology, cost: CostModel, *, phase: str
+    group: Group,
+    trip_bytes: tuple[float, float],
+    topology: Topology,
+    cost: CostModel,
+    *,
+    phase: str,
 ) -> RingTraffic:
     """How long the transfers of each [step, index] take, on the link between the two ranks.
 
-    trip_bytes: of all keys and values, and of all queries, of the group's sequences, on one trip. phase: forward,
-    backward or both, which takes all trips as if what travels back had been fetched.
+    trip_bytes: of all keys and values, and of all queries, of the group's sequences, on one trip.
+    phase: forward, backward or both, which takes all trips as if what travels back had been
+    fetched.
     """
     steps, crosses = ring_steps(group.strategy, group.degree), crosses_nodes(group, topology)
     within = cost.bandwidth(min(group.degree, topology.ranks_per_node), False)
@@ -90,7 +106,10 @@ def moving_ns(
         seconds = (key_trips * keys + query_trips * queries) / np.where(crosses, between, within)
         return np.rint(seconds * 1e9).astype(np.int64)
 
-    return RingTraffic(fetch=ns(KEYS_SENT[phase], HELP_SENT[phase]), back=ns(KEYS_RETURNED[phase], HELP_RETURNED[phase]))
+    return RingTraffic(
+        fetch=ns(KEYS_SENT[phase], HELP_SENT[phase]),
+        back=ns(KEYS_RETURNED[phase], HELP_RETURNED[phase]),
+    )
 
 
 def crosses_nodes(group: Group, topology: Topology) -> NDArray[np.bool_]:
@@ -100,9 +119,16 @@ def crosses_nodes(group: Group, topology: Topology) -> NDArray[np.bool_]:
 
 
 def ring_times(
-    ready: Int64Array, attention_ns: int, steps: RingSteps, moving: RingTraffic, *, overlap: float, contention: bool
+    ready: Int64Array,
+    attention_ns: int,
+    steps: RingSteps,
+    moving: RingTraffic,
+    *,
+    overlap: float,
+    contention: bool,
 ) -> RingTimes:
-    """A ring whose rank of index i is free at ready[i] and whose ranks compute `attention_ns` each on average.
+    """A ring whose rank of index i is free at ready[i] and whose ranks compute `attention_ns` each
+    on average.
 
     overlap: share of a transfer that needs none of the rank's own time.
     """

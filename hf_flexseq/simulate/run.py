@@ -1,27 +1,30 @@
 """Run a plan without running it: every rank's computing, transfers, waiting and memory over time.
 
-    simulate(plan, topology, cost)                          what the closed form only estimates, priced
+    simulate(plan, topology, cost)                          what the closed form only estimates,
+                                                            priced
     simulate(plan, topology, cost, detail=CLOSED_FORM)      the closed form itself, event by event
 
 A micro-batch is a constant and then a number of equal layers, forward and back. In every layer
 
 1. each rank runs the linear layers of all its tokens;
-2. then the attention of its groups, widest first. Ulysses waits for the whole group, moves half of its bytes,
-   computes, and moves the other half (a hybrid likewise, inside nodes); an all-gather does it with keys, values and
-   their gradients; a ring goes through the steps of `schedule/attention.py` (see `ring.py`).
+2. then the attention of its groups, widest first. Ulysses waits for the whole group, moves half of
+   its bytes, computes, and moves the other half (a hybrid likewise, inside nodes); an all-gather
+   does it with keys, values and their gradients; a ring goes through the steps of
+   `schedule/attention.py` (see `ring.py`).
 
-What the closed form cannot see follows: ranks in several groups wait for each other in every layer, not once per
-micro-batch; linear layers do not make up for attention; ring steps hide their transfers only as far as they last.
+What the closed form cannot see follows: ranks in several groups wait for each other in every
+layer, not once per micro-batch; linear layers do not make up for attention; ring steps hide their
+transfers only as far as they last.
 
-A cost model counts whole models and layers are identical, so a micro-batch is cut into a few grouped layers
-(`Detail.layers`): they show the rhythm of all of them, at an eighth of the price and within half a percent of the
-seconds.
-Groups that share a node are nested, and a rank runs them one after the other; so transfers of different groups never
-meet on a link, and a measured bandwidth already holds what the ranks of one group do to each other. What can meet is
-a ring's two directions in the backward.
+A cost model counts whole models and layers are identical, so a micro-batch is cut into a few
+grouped layers (`Detail.layers`): they show the rhythm of all of them, at an eighth of the price
+and within half a percent of the seconds. Groups that share a node are nested, and a rank runs them
+one after the other; so transfers of different groups never meet on a link, and a measured
+bandwidth already holds what the ranks of one group do to each other. What can meet is a ring's two
+directions in the backward.
 
-Every rank only waits for ranks of its own groups, so clocks are computed group by group in the plan's order: the same
-times that a queue of events would give, without the queue.
+Every rank only waits for ranks of its own groups, so clocks are computed group by group in the
+plan's order: the same times that a queue of events would give, without the queue.
 """
 
 from collections.abc import Sequence
@@ -44,9 +47,9 @@ __all__ = ["CLOSED_FORM", "Detail", "simulate"]
 class Detail:
     """How finely to look.
 
-    layers: grouped layers a micro-batch is cut into, forward and back; 0 takes each group in one piece, linear layers
-    included. overlap: ring transfers travel beside the attention; what Ulysses hides counts as attention either way.
-    contention: transfers that meet share the link.
+    layers: grouped layers a micro-batch is cut into, forward and back; 0 takes each group in one
+    piece, linear layers included. overlap: ring transfers travel beside the attention; what
+    Ulysses hides counts as attention either way. contention: transfers that meet share the link.
     """
 
     layers: int = 4
@@ -62,12 +65,17 @@ CLOSED_FORM = Detail(layers=0, overlap=False, contention=False)
 
 
 def simulate(
-    plan: Plan, topology: Topology, cost: CostModel, *, sync: str = "lockstep", detail: Detail | None = None
+    plan: Plan,
+    topology: Topology,
+    cost: CostModel,
+    *,
+    sync: str = "lockstep",
+    detail: Detail | None = None,
 ) -> Timeline:
     """The timeline of one optimizer step, in nanoseconds.
 
-    sync: "lockstep", all ranks begin every micro-batch together, or "free", they meet only inside groups. Raises
-    ValueError for a cost model that cannot price the plan's strategies.
+    sync: "lockstep", all ranks begin every micro-batch together, or "free", they meet only inside
+    groups. Raises ValueError for a cost model that cannot price the plan's strategies.
     """
     if sync not in ("lockstep", "free"):
         raise ValueError(f"sync={sync!r} is neither lockstep nor free")
@@ -79,8 +87,8 @@ def simulate(
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Remapped:
-    """Nanoseconds of every rank in a remapped micro-batch, by piece: linear layers, and moving tokens to their groups
-    and back."""
+    """Nanoseconds of every rank in a remapped micro-batch, by piece: linear layers, and moving
+    tokens to their groups and back."""
 
     linear_ns: tuple[int, ...]
     before_ns: tuple[int, ...]
@@ -104,7 +112,11 @@ class _Run:
             for place, group in enumerate(micro_batch.groups)
         ]
         self._begin((held > 0) | micro_batch.remap)
-        kept = [1.0] if layers == 0 else [k / layers for k in (*range(1, layers + 1), *range(layers - 1, -1, -1))]
+        kept = (
+            [1.0]
+            if layers == 0
+            else [k / layers for k in (*range(1, layers + 1), *range(layers - 1, -1, -1))]
+        )
         even = self._remapped(micro_batch, lengths, len(kept)) if micro_batch.remap else None
         for piece, share in enumerate(kept):
             self._piece(works, piece, even)
@@ -112,15 +124,19 @@ class _Run:
         self._hold(0 * held)
 
     def _remapped(self, micro_batch: MicroBatch, lengths: Sequence[int], pieces: int) -> Remapped:
-        """By piece: linear layers on evenly spread tokens, and half of the transfers to the groups and back."""
+        """By piece: linear layers on evenly spread tokens, and half of the transfers to the groups
+        and back."""
         _, linear, moved = remapped_ns(self.cost, micro_batch, lengths, self.topology)
         halves = spread(moved, [1] * 2 * pieces)
         return Remapped(
-            linear_ns=spread(linear, weights(LINEAR, pieces // 2)), before_ns=halves[::2], after_ns=halves[1::2]
+            linear_ns=spread(linear, weights(LINEAR, pieces // 2)),
+            before_ns=halves[::2],
+            after_ns=halves[1::2],
         )
 
     def _begin(self, works: NDArray[np.bool_]) -> None:
-        """The constant of a micro-batch, on every rank in lockstep and otherwise on those that work in it."""
+        """The constant of a micro-batch, on every rank in lockstep and otherwise on those that
+        work in it."""
         if self.sync == "lockstep":
             self.clock[:] = self.clock.max()
             self.recorder.wait_until(int(self.clock[0]))
@@ -131,8 +147,9 @@ class _Run:
         self.clock = stops
 
     def _piece(self, works: Sequence[GroupWork], piece: int, even: Remapped | None) -> None:
-        """One layer, forward or backward: linear layers of all groups, then their attention; or group after group.
-        even: of a remapped micro-batch, where all ranks meet before and after attention."""
+        """One layer, forward or backward: linear layers of all groups, then their attention; or
+        group after group. even: of a remapped micro-batch, where all ranks meet before and after
+        attention."""
         if even is not None:
             self._all_ranks(even.linear_ns[piece], "compute", "linear")
             self._all_ranks(even.before_ns[piece], "transfer", "remap")
@@ -171,7 +188,9 @@ class _Run:
         if group.degree > 1:
             self.clock[_slice(group)] = self.clock[_slice(group)].max()
             what = "all-gather" if group.strategy == "allgather" else "all-to-all"
-            spans = self.topology.spans_nodes(group.start, group.stop) and group.strategy != "hybrid"
+            spans = (
+                self.topology.spans_nodes(group.start, group.stop) and group.strategy != "hybrid"
+            )
             link = _link(spans)
             self._everyone(work, duration, f"{what}, {link}", "transfer")
 
@@ -195,8 +214,12 @@ class _Run:
         for t in range(len(times.begin)):
             label = f"ring, {_link(bool(crosses[t].any()))}"
             self._add(start, free, times.begin[t], kind="transfer", label=label, work=work)
-            self._add(start, times.depart[t], times.arrive[t], kind="overlapped", label=label, work=work)
-            self._add(start, times.begin[t], times.end[t], kind="compute", label="attention", work=work)
+            self._add(
+                start, times.depart[t], times.arrive[t], kind="overlapped", label=label, work=work
+            )
+            self._add(
+                start, times.begin[t], times.end[t], kind="compute", label="attention", work=work
+            )
             free = times.end[t]
         self._add(start, free, times.stop, kind="transfer", label="ring, results", work=work)
 
@@ -212,7 +235,13 @@ class _Run:
     ) -> None:
         place, degree = (None, 0) if work is None else (work.place, work.group.degree)
         self.recorder.add(
-            start_rank, starts.tolist(), stops.tolist(), kind=kind, label=label, group=place, degree=degree
+            start_rank,
+            starts.tolist(),
+            stops.tolist(),
+            kind=kind,
+            label=label,
+            group=place,
+            degree=degree,
         )
 
     def _hold(self, tokens: NDArray[np.float64]) -> None:

@@ -1,1 +1,2 @@
-"""An optimizer step from drawn batches to trace: draw, plan, exchange tokens, run, record. No HuggingFace library."""
+"""An optimizer step from drawn batches to trace: draw, plan, exchange tokens, run, record. No
+HuggingFace library."""

@@ -1,8 +1,8 @@
 """From the rows that ranks drew from their dataloaders to the rows that a plan gives them.
 
-Every rank draws the examples the plain Trainer would give it; the *source row* of an optimizer step is all of them in
-one row. A plan then says which rank holds which slice of which sequence in which micro-batch, and one exchange per
-dtype brings every token to where it is wanted.
+Every rank draws the examples the plain Trainer would give it; the *source row* of an optimizer
+step is all of them in one row. A plan then says which rank holds which slice of which sequence in
+which micro-batch, and one exchange per dtype brings every token to where it is wanted.
 """
 
 from collections.abc import Mapping, Sequence
@@ -25,7 +25,8 @@ Columns = dict[str, torch.Tensor]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SourceRow:
-    """What this rank drew for one step: columns of [tokens] on the CPU, and the length of each sequence."""
+    """What this rank drew for one step: columns of [tokens] on the CPU, and the length of each
+    sequence."""
 
     columns: Columns
     lengths: tuple[int, ...]
@@ -37,31 +38,42 @@ class SourceRow:
 
 
 def source_row(batches: Sequence[Mapping[str, Any]]) -> SourceRow:
-    """The batches of one step as one row. Raises ValueError for a batch that DataCollatorForFlexSeq did not make."""
+    """The batches of one step as one row. Raises ValueError for a batch that
+    DataCollatorForFlexSeq did not make."""
     for batch in batches:
         if LENGTHS not in batch:
             raise ValueError(
                 f"a batch with the keys {sorted(batch)} has no {LENGTHS!r}: "
-                "collate with hf_flexseq.DataCollatorForFlexSeq, around your own collator if there is one"
+                "collate with hf_flexseq.DataCollatorForFlexSeq, around your own collator if "
+                "there is one"
             )
         tokens = sum(batch[LENGTHS])
         for name, value in batch.items():
             if name != LENGTHS and getattr(value, "shape", None) != (1, tokens):
-                raise ValueError(f"column {name!r} of a batch is not one value for each of its {tokens} tokens")
+                raise ValueError(
+                    f"column {name!r} of a batch is not one value for each of its {tokens} tokens"
+                )
     # shift_labels repeats labels, which are already shifted: it is not sent a second time.
-    names = [name for name in (batches[0] if batches else ()) if name not in (LENGTHS, "shift_labels")]
+    names = [
+        name for name in (batches[0] if batches else ()) if name not in (LENGTHS, "shift_labels")
+    ]
     columns = {name: torch.cat([batch[name][0] for batch in batches]).cpu() for name in names}
-    return SourceRow(columns=columns, lengths=tuple(n for batch in batches for n in batch[LENGTHS]))
+    return SourceRow(
+        columns=columns, lengths=tuple(n for batch in batches for n in batch[LENGTHS])
+    )
 
 
 class RowExchange:
-    """Brings tokens from where they were drawn to where a plan wants them. Collective over the world."""
+    """Brings tokens from where they were drawn to where a plan wants them. Collective over the
+    world."""
 
     def __init__(self, communicator: Communicator) -> None:
         self.communicator = communicator
         self._dtypes: dict[str, torch.dtype] | None = None
 
-    def __call__(self, row: SourceRow, plan: Plan, sources: Sequence[int], shards: Sequence[Shard]) -> list[Columns]:
+    def __call__(
+        self, row: SourceRow, plan: Plan, sources: Sequence[int], shards: Sequence[Shard]
+    ) -> list[Columns]:
         """This rank's columns, each [tokens], for every micro-batch.
 
         sources: the rank that drew each sequence. shards: this rank's, by micro-batch.
@@ -75,16 +87,21 @@ class RowExchange:
         for dtype in dict.fromkeys(dtypes.values()):
             names = [name for name, other in dtypes.items() if other == dtype]
             empty = torch.empty(0, dtype=dtype)
-            drawn = torch.stack([row.columns.get(name, empty) for name in names])  # [fields, tokens]
-            rows = torch.cat([drawn[:, :0], *(drawn[:, piece] for piece in pieces)], dim=1)  # in the order of sending
+            # [fields, tokens]
+            drawn = torch.stack([row.columns.get(name, empty) for name in names])
+            # in the order of sending
+            rows = torch.cat([drawn[:, :0], *(drawn[:, piece] for piece in pieces)], dim=1)
             received = exchange_rows(self.communicator, rows, counts)
             for result, arranged in zip(results, _arrange(received, shards, sources), strict=True):
                 result.update(zip(names, arranged.unbind(0), strict=True))
         return results
 
     def evened(self, columns: Columns, shard: Shard) -> Columns:
-        """The columns of a remapped micro-batch, [tokens in the groups] -> [tokens outside of attention]."""
-        return {name: self._evened(value.unsqueeze(0), shard)[0] for name, value in columns.items()}
+        """The columns of a remapped micro-batch, [tokens in the groups] -> [tokens outside of
+        attention]."""
+        return {
+            name: self._evened(value.unsqueeze(0), shard)[0] for name, value in columns.items()
+        }
 
     def _evened(self, column: torch.Tensor, shard: Shard) -> torch.Tensor:
         counts = [0] * self.communicator.world_size
@@ -95,7 +112,8 @@ class RowExchange:
         return torch.cat([column[:, :kept], *(received[peer] for peer, _ in shard.got)], dim=1)
 
     def _agreed_dtypes(self, row: SourceRow) -> dict[str, torch.dtype]:
-        """Names and dtypes of the columns, agreed on once: a rank may draw nothing and know none of them."""
+        """Names and dtypes of the columns, agreed on once: a rank may draw nothing and know none
+        of them."""
         own = {name: value.dtype for name, value in row.columns.items()}
         if self._dtypes is None:
             known = [found for found in gather_objects(self.communicator, own) if found]
@@ -107,7 +125,8 @@ class RowExchange:
         return self._dtypes
 
     def _outgoing(self, row: SourceRow, plan: Plan, sources: Sequence[int]) -> list[list[slice]]:
-        """Tokens of this rank's row to send to each rank, by micro-batch, group and slice of the shard."""
+        """Tokens of this rank's row to send to each rank, by micro-batch, group and slice of the
+        shard."""
         first = sources.index(self.communicator.rank) if self.communicator.rank in sources else 0
         offsets = [0, *accumulate(row.lengths)]
         outgoing: list[list[slice]] = [[] for _ in range(self.communicator.world_size)]
@@ -123,9 +142,12 @@ class RowExchange:
         return outgoing
 
 
-def _arrange(received: Sequence[torch.Tensor], shards: Sequence[Shard], sources: Sequence[int]) -> list[torch.Tensor]:
-    """The exchanged tokens in the order of this rank's rows: one [fields, tokens] per micro-batch. Every source sent
-    its slices in that same order, so each is read from front to back, and neighbours from one source in one piece."""
+def _arrange(
+    received: Sequence[torch.Tensor], shards: Sequence[Shard], sources: Sequence[int]
+) -> list[torch.Tensor]:
+    """The exchanged tokens in the order of this rank's rows: one [fields, tokens] per micro-batch.
+    Every source sent its slices in that same order, so each is read from front to back, and
+    neighbours from one source in one piece."""
     cursors = [0] * len(received)
     rows = []
     for shard in shards:

@@ -1,8 +1,10 @@
-"""Draw and plan optimizer steps ahead of the one that runs, so that planning hides behind training.
+"""Draw and plan optimizer steps ahead of the one that runs, so that planning hides behind
+training.
 
-For each step: draw its batches from the user's own iterator, gather the lengths of all ranks, hand them to the
-planner on rank 0, and, when the step's turn comes, send its answer to all. Every collective is called on the main
-thread and in the order of the steps, so ranks cannot disagree on what comes next; only the solving is elsewhere.
+For each step: draw its batches from the user's own iterator, gather the lengths of all ranks, hand
+them to the planner on rank 0, and, when the step's turn comes, send its answer to all. Every
+collective is called on the main thread and in the order of the steps, so ranks cannot disagree on
+what comes next; only the solving is elsewhere.
 """
 
 import time
@@ -40,7 +42,9 @@ class InlinePlanner:
         self._plan = self._planner(*args, **options)
         self._submitted: dict[int, list[int]] = {}
 
-    def _planner(self, topology: Topology, cost: CostModel, **options: Any) -> Callable[[list[int]], Any]:
+    def _planner(
+        self, topology: Topology, cost: CostModel, **options: Any
+    ) -> Callable[[list[int]], Any]:
         return partial(make_plan, topology=topology, cost=cost, **options)
 
     def submit(self, step: int, lengths: list[int]) -> None:
@@ -55,7 +59,8 @@ class InlinePlanner:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DrawnStep:
-    """One optimizer step as drawn: this rank's row, and of all ranks the lengths, who drew them, and the targets."""
+    """One optimizer step as drawn: this rank's row, and of all ranks the lengths, who drew them,
+    and the targets."""
 
     number: int
     row: SourceRow
@@ -76,8 +81,9 @@ class Lookahead:
         check: Callable[[Any], None],
         read: Callable[[Any], Any] = Plan.from_record,
     ) -> None:
-        """`planner` on rank 0, None elsewhere. check: raises ValueError for a plan that would compute something wrong
-        or hang; called on rank 0. read: makes a plan of the record that rank 0's planner gave."""
+        """`planner` on rank 0, None elsewhere. check: raises ValueError for a plan that would
+        compute something wrong or hang; called on rank 0. read: makes a plan of the record that
+        rank 0's planner gave."""
         self.communicator, self.planner, self.lookahead = communicator, planner, lookahead
         self._check, self._read = check, read
         self.waited_s = 0.0
@@ -86,8 +92,11 @@ class Lookahead:
         self._exhausted = False
         self._number = 0
 
-    def next(self, iterator: Iterator[Mapping[str, Any]], num_batches: int) -> tuple[DrawnStep, Plan] | None:
-        """The next step of `num_batches` batches per rank, or None when no rank has a sequence left.
+    def next(
+        self, iterator: Iterator[Mapping[str, Any]], num_batches: int
+    ) -> tuple[DrawnStep, Plan] | None:
+        """The next step of `num_batches` batches per rank, or None when no rank has a sequence
+        left.
 
         Raises, on all ranks alike, what the planner raised.
         """

@@ -1,5 +1,5 @@
-"""One optimizer step through pipelines, with the tokens of its chunks: a few integers each, which every rank of a
-replica gets for all chunks of that replica."""
+"""One optimizer step through pipelines, with the tokens of its chunks: a few integers each, which
+every rank of a replica gets for all chunks of that replica."""
 
 from collections.abc import Sequence
 
@@ -13,14 +13,18 @@ from hf_flexseq.steps.stopwatch import Stopwatch
 
 
 class ChunkExchange(RowExchange):
-    """Brings tokens from where they were drawn to every stage of the replica that works on them."""
+    """Brings tokens from where they were drawn to every stage of the replica that works on
+    them."""
 
     def __init__(self, communicator: Communicator, of_stage: int, degree: int) -> None:
-        """of_stage: ranks with the same stage; each `degree` neighbours of them share a replica."""
+        """of_stage: ranks with the same stage; each `degree` neighbours of them share a
+        replica."""
         super().__init__(communicator)
         self._of_stage, self._degree = of_stage, degree
 
-    def _outgoing(self, row: SourceRow, plan: StepPlan, sources: Sequence[int]) -> list[list[slice]]:
+    def _outgoing(
+        self, row: SourceRow, plan: StepPlan, sources: Sequence[int]
+    ) -> list[list[slice]]:
         """Tokens of this rank's row to send to each rank, by chunk and slice."""
         starts = self._starts(row, sources)
         by_replica = [
@@ -37,7 +41,9 @@ class ChunkExchange(RowExchange):
 
     def _starts(self, row: SourceRow, sources: Sequence[int]) -> dict[int, int]:
         """Where in this rank's row each of its sequences begins."""
-        drawn = (sequence for sequence, rank in enumerate(sources) if rank == self.communicator.rank)
+        drawn = (
+            sequence for sequence, rank in enumerate(sources) if rank == self.communicator.rank
+        )
         starts, offset = {}, 0
         for sequence, length in zip(drawn, row.lengths, strict=True):
             starts[sequence] = offset
@@ -46,8 +52,8 @@ class ChunkExchange(RowExchange):
 
 
 class PipelineStep:
-    """What one rank runs of a step. row: what it drew. columns: of each chunk of its replica, [1, t], on its device.
-    targets: tokens with a label in the whole step."""
+    """What one rank runs of a step. row: what it drew. columns: of each chunk of its replica, [1,
+    t], on its device. targets: tokens with a label in the whole step."""
 
     __slots__ = ("columns", "number", "plan", "replica", "row", "stopwatch", "targets", "waited_s")
 
@@ -67,7 +73,10 @@ class PipelineStep:
         self.targets, self.waited_s = targets, waited_s
         self.stopwatch = Stopwatch(device)
         self.columns = [
-            {name: value.unsqueeze(0).to(device, non_blocking=True) for name, value in of_chunk.items()}
+            {
+                name: value.unsqueeze(0).to(device, non_blocking=True)
+                for name, value in of_chunk.items()
+            }
             for of_chunk in columns
         ]
 

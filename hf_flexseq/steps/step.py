@@ -23,8 +23,9 @@ Inputs = dict[str, Any]
 class OptimizerStep:
     """The micro-batches of one plan that this rank runs, with the tokens it holds in each.
 
-    plan: the whole step. row: what this rank itself drew. targets: tokens with a label in the whole step, over all
-    ranks. micro_batches: (index in the plan, inputs of the model) pairs, in order, never empty.
+    plan: the whole step. row: what this rank itself drew. targets: tokens with a label in the
+    whole step, over all ranks. micro_batches: (index in the plan, inputs of the model) pairs, in
+    order, never empty.
     """
 
     __slots__ = ("_stopwatch", "micro_batches", "number", "plan", "row", "targets", "waited_s")
@@ -40,7 +41,13 @@ class OptimizerStep:
         waited_s: float,
         device: torch.device,
     ) -> None:
-        self.number, self.plan, self.row, self.targets, self.waited_s = number, plan, row, targets, waited_s
+        self.number, self.plan, self.row, self.targets, self.waited_s = (
+            number,
+            plan,
+            row,
+            targets,
+            waited_s,
+        )
         self.micro_batches = tuple(micro_batches)
         self._stopwatch = Stopwatch(device)
 
@@ -54,7 +61,8 @@ class OptimizerStep:
         forward_backward: Callable[[Inputs], torch.Tensor],
         before_last: Callable[[], AbstractContextManager[Any]] = nullcontext,
     ) -> torch.Tensor:
-        """Run every micro-batch and return the sum of their losses. `before_last` surrounds all but the last one."""
+        """Run every micro-batch and return the sum of their losses. `before_last` surrounds all
+        but the last one."""
         total: torch.Tensor | None = None
         for place, (index, inputs) in enumerate(self.micro_batches):
             last = place == len(self.micro_batches) - 1
@@ -71,13 +79,15 @@ class OptimizerStep:
 
 
 class StepItem(dict[str, Any]):
-    """One of the items that the Trainer counts. `step` is the whole step on the last item, None on the empty ones."""
+    """One of the items that the Trainer counts. `step` is the whole step on the last item, None on
+    the empty ones."""
 
     step: OptimizerStep | None = None
 
 
 def step_items(step: OptimizerStep, num_batches: int) -> list[StepItem]:
-    """`num_batches` items; the last holds the step and this rank's own tokens, for the Trainer's token counters."""
+    """`num_batches` items; the last holds the step and this rank's own tokens, for the Trainer's
+    token counters."""
     items = [StepItem(input_ids=torch.empty(1, 0, dtype=torch.int64)) for _ in range(num_batches)]
     own = step.row.columns.get("input_ids", torch.empty(0, dtype=torch.int64))
     items[-1]["input_ids"] = own.unsqueeze(0)
@@ -108,15 +118,18 @@ def model_inputs(
 ) -> list[tuple[int, Inputs]]:
     """(index, inputs) of the micro-batches that this rank runs, its tensors on `device`.
 
-    In lockstep it runs all of them, a dummy token where it has nothing to do. Otherwise it runs those that hold work
-    for it, and when none does a dummy after all: every rank takes part in the last gradient reduction.
+    In lockstep it runs all of them, a dummy token where it has nothing to do. Otherwise it runs
+    those that hold work for it, and when none does a dummy after all: every rank takes part in the
+    last gradient reduction.
     """
 
     def inputs(index: int) -> tuple[int, Inputs]:
         shard, found = shards[index], columns[index]
         if not shard.linear_tokens:
             shard, found = _with_dummy(shard), _dummy_columns(found)
-        tensors = {name: value.unsqueeze(0).to(device, non_blocking=True) for name, value in found.items()}
+        tensors = {
+            name: value.unsqueeze(0).to(device, non_blocking=True) for name, value in found.items()
+        }
         tensors["shift_labels"] = tensors["labels"]
         seq_ctx = SequenceContext(
             shard,
@@ -129,13 +142,18 @@ def model_inputs(
         )
         return index, {**tensors, "seq_ctx": seq_ctx}
 
-    busy = [index for index, shard in enumerate(shards) if lockstep or shard.zones or shard.linear_tokens]
+    busy = [
+        index
+        for index, shard in enumerate(shards)
+        if lockstep or shard.zones or shard.linear_tokens
+    ]
     return [inputs(index) for index in busy or [len(shards) - 1]]
 
 
 def _with_dummy(shard: Shard) -> Shard:
-    """A shard without tokens, and one token on this rank alone: it makes every collective of the model happen and
-    adds nothing to the loss or the gradients. The zones stay: a rank may compute for a group and hold none of it."""
+    """A shard without tokens, and one token on this rank alone: it makes every collective of the
+    model happen and adds nothing to the loss or the gradients. The zones stay: a rank may compute
+    for a group and hold none of it."""
     alone = MicroBatch(groups=(Group(ranks=(shard.rank,), sequences=(0,), strategy="local"),))
     return Shard(rank=shard.rank, zones=(*shard.zones, *make_shard(alone, [1], shard.rank).zones))
 

@@ -8,7 +8,8 @@ import torch
 
 
 class Stopwatch:
-    """Times named blocks: by the wall clock on a CPU, by events of the stream on CUDA, without waiting for it."""
+    """Times named blocks: by the wall clock on a CPU, by events of the stream on CUDA, without
+    waiting for it."""
 
     def __init__(self, device: torch.device) -> None:
         self._cuda = device.type == "cuda"

@@ -16,15 +16,18 @@ PREFIX = "flexseq/"
 
 
 class PlanTrace:
-    """A JSONL file with one line per step: the plan, the cost model's digest, and the measured seconds."""
+    """A JSONL file with one line per step: the plan, the cost model's digest, and the measured
+    seconds."""
 
     def __init__(self, path: str | None, communicator: Communicator) -> None:
         self.communicator = communicator
         self.path = Path(path) if path and communicator.rank == 0 else None
-        self._digest = functools.lru_cache(maxsize=1)(CostModel.digest)  # of the one model that all steps share
+        # of the one model that all steps share
+        self._digest = functools.lru_cache(maxsize=1)(CostModel.digest)
 
     def record(self, step: OptimizerStep, cost: CostModel) -> dict[str, float]:
-        """Gather the ranks' measurements, write the trace, and return the figures to log. Collective."""
+        """Gather the ranks' measurements, write the trace, and return the figures to log.
+        Collective."""
         by_rank = gather_objects(self.communicator, step.measured_s())
         measured = [max(seconds) for seconds in zip(*by_rank, strict=True)]
         slowest = max(sum(seconds) for seconds in by_rank)
@@ -33,7 +36,8 @@ class PlanTrace:
         return step_figures(step, slowest, self.communicator.world_size)
 
     def append(self, line: dict[str, Any], plan: Any) -> None:
-        """Write `line`, joined with the plan's record, where there is a trace and this is rank 0."""
+        """Write `line`, joined with the plan's record, where there is a trace and this is rank
+        0."""
         if self.path is None:
             return
         line = line | plan.to_record()
@@ -58,22 +62,29 @@ def step_figures(step: OptimizerStep, measured_s: float, world_size: int) -> dic
 
 
 def mean_figures(steps: Sequence[dict[str, float]]) -> dict[str, float]:
-    """The mean of every figure over some steps; a degree that a step does not use counts as 0 groups."""
+    """The mean of every figure over some steps; a degree that a step does not use counts as 0
+    groups."""
     names = dict.fromkeys(name for figures in steps for name in figures)
     return {name: sum(figures.get(name, 0.0) for figures in steps) / len(steps) for name in names}
 
 
 def imbalance(plan: Plan, world_size: int) -> float:
-    """Tokens of the fullest rank over those of the mean rank, summed over micro-batches; 1 is perfect."""
+    """Tokens of the fullest rank over those of the mean rank, summed over micro-batches; 1 is
+    perfect."""
     fullest = sum(max(mb.tokens_per_rank(plan.lengths, world_size)) for mb in plan.micro_batches)
     return fullest * world_size / sum(plan.lengths)
 
 
 def plan_line(figures: dict[str, float]) -> str:
     """One step in one line, for people."""
-    value = {name.removeprefix(PREFIX): figure for name, figure in figures.items() if name.startswith(PREFIX)}
+    value = {
+        name.removeprefix(PREFIX): figure
+        for name, figure in figures.items()
+        if name.startswith(PREFIX)
+    }
     return (
-        f"{_work_line(value)}, predicted {value['predicted_s']:.3f} s, measured {value['measured_s']:.3f} s, "
+        f"{_work_line(value)}, predicted {value['predicted_s']:.3f} s, measured "
+        f"{value['measured_s']:.3f} s, "
         f"{value['tokens_per_s']:,.0f} tokens/s"
     )
 

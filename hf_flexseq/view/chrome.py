@@ -1,4 +1,5 @@
-"""A timeline in the Trace Event Format: nodes as processes, ranks as threads, memory as counters."""
+"""A timeline in the Trace Event Format: nodes as processes, ranks as threads, memory as
+counters."""
 
 from typing import Any
 
@@ -6,7 +7,8 @@ from hf_flexseq.timeline import Event, Timeline
 
 
 def chrome_trace(timeline: Timeline, *, ranks_per_node: int | None = None) -> dict[str, Any]:
-    """The trace as JSON values. Times are microseconds, or tokens where the timeline has no seconds."""
+    """The trace as JSON values. Times are microseconds, or tokens where the timeline has no
+    seconds."""
     scale = 1e3 if timeline.unit == "ns" else 1.0
     node = ranks_per_node or timeline.world_size
     events = [_slice(event, node, scale) for event in timeline.events if event.kind != "wait"]
@@ -47,7 +49,12 @@ def _names(timeline: Timeline, node: int) -> list[dict[str, Any]]:
         records.append(_named("thread_name", rank // node, _lane(rank, False), f"rank {rank}"))
         if rank in beside:
             records.append(
-                _named("thread_name", rank // node, _lane(rank, True), f"rank {rank}, overlapped transfers")
+                _named(
+                    "thread_name",
+                    rank // node,
+                    _lane(rank, True),
+                    f"rank {rank}, overlapped transfers",
+                )
             )
     return records
 

@@ -1,6 +1,8 @@
-"""A timeline as a picture: ranks upwards, time to the right, groups coloured by degree, idle time white.
+"""A timeline as a picture: ranks upwards, time to the right, groups coloured by degree, idle time
+white.
 
-matplotlib is imported when a picture is asked for, and drawn on without its state machine, so no display is needed.
+matplotlib is imported when a picture is asked for, and drawn on without its state machine, so no
+display is needed.
 """
 
 import math
@@ -12,7 +14,8 @@ from typing import Any
 from hf_flexseq.timeline import ACTION_KINDS, Event, Timeline
 from hf_flexseq.view.shares import boundaries, degrees, shares
 
-# Degrees 1, 2, 4, ... from light to dark, told apart in grey and by colour-blind eyes; others take the nearest one's.
+# Degrees 1, 2, 4, ... from light to dark, told apart in grey and by colour-blind eyes; others take
+# the nearest one's.
 COLOURS = (
     "#f2c45a",
     "#e8924a",
@@ -32,8 +35,11 @@ PALER = 0.55  # how far towards white the colour of a transfer lies
 SHADE = 0.25  # the same of every other chunk's
 
 
-def save_picture(timeline: Timeline, path: str | Path, *, title: str = "", ranks_per_node: int | None = None) -> None:
-    """Write the picture; the name's ending chooses the format. Raises ModuleNotFoundError without matplotlib."""
+def save_picture(
+    timeline: Timeline, path: str | Path, *, title: str = "", ranks_per_node: int | None = None
+) -> None:
+    """Write the picture; the name's ending chooses the format. Raises ModuleNotFoundError without
+    matplotlib."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -45,7 +51,14 @@ def save_picture(timeline: Timeline, path: str | Path, *, title: str = "", ranks
     _draw_boundaries(axes, timeline, ranks_per_node)
     _label_axes(axes, timeline, ranks_per_node)
     _draw_legend(figure, timeline)
-    axes.set_title(f"{title}\n{shares(timeline)}".strip(), loc="left", fontsize=10, color=INK, linespacing=1.5, pad=16)
+    axes.set_title(
+        f"{title}\n{shares(timeline)}".strip(),
+        loc="left",
+        fontsize=10,
+        color=INK,
+        linespacing=1.5,
+        pad=16,
+    )
     figure.savefig(path)
 
 
@@ -56,27 +69,39 @@ def _draw_events(axes: Any, timeline: Timeline) -> None:
     edges = _group_edges(drawn)
     boxes: dict[str, list[Any]] = {}
     for first, stop, event in _blocks(drawn):
-        lowest, highest = (first, stop) if event.kind in ACTION_COLOURS else edges[event.micro_batch, event.group]
+        lowest, highest = (
+            (first, stop)
+            if event.kind in ACTION_COLOURS
+            else edges[event.micro_batch, event.group]
+        )
         low = first - 0.5 + (GAP if first == lowest else 0)
         high = stop - 0.5 - (GAP if stop == highest else 0)
         left, right = (at / _scale(timeline) for at in (event.start, event.stop))
-        boxes.setdefault(_colour(event), []).append([(left, low), (left, high), (right, high), (right, low)])
+        boxes.setdefault(_colour(event), []).append(
+            [(left, low), (left, high), (right, high), (right, low)]
+        )
     for colour, corners in boxes.items():
-        axes.add_collection(PolyCollection(corners, facecolors=colour, edgecolors="none", antialiaseds=False))
+        axes.add_collection(
+            PolyCollection(corners, facecolors=colour, edgecolors="none", antialiaseds=False)
+        )
 
 
 def _group_edges(events: Sequence[Event]) -> dict[tuple[int, int | None], tuple[int, int]]:
-    """The first rank of each (micro-batch, group), and the one past its last; beyond all ranks where there is none."""
+    """The first rank of each (micro-batch, group), and the one past its last; beyond all ranks
+    where there is none."""
     edges: dict[tuple[int, int | None], tuple[int, int]] = {}
     for event in events:
         low, high = edges.get((event.micro_batch, event.group), (event.rank, event.rank + 1))
-        outer = (-1, -1) if event.group is None else (min(low, event.rank), max(high, event.rank + 1))
+        outer = (
+            (-1, -1) if event.group is None else (min(low, event.rank), max(high, event.rank + 1))
+        )
         edges[event.micro_batch, event.group] = outer
     return edges
 
 
 def _blocks(events: Sequence[Event]) -> list[tuple[int, int, Event]]:
-    """Events that neighbouring ranks have at the same time in the same group, as (first rank, past the last, one)."""
+    """Events that neighbouring ranks have at the same time in the same group, as (first rank, past
+    the last, one)."""
 
     def what(event: Event) -> tuple[Any, ...]:
         group = -1 if event.group is None else event.group
@@ -131,10 +156,15 @@ def _draw_legend(figure: Any, timeline: Timeline) -> None:
 
     kinds = {event.kind for event in timeline.events}
     patches = [
-        Patch(facecolor=colour_of(degree), label=f"degree {degree} ({count} group{'s' * (count > 1)})")
+        Patch(
+            facecolor=colour_of(degree),
+            label=f"degree {degree} ({count} group{'s' * (count > 1)})",
+        )
         for degree, count in degrees(timeline).items()
     ]
-    patches += [Patch(facecolor=ACTION_COLOURS[kind], label=kind) for kind in ACTION_KINDS if kind in kinds]
+    patches += [
+        Patch(facecolor=ACTION_COLOURS[kind], label=kind) for kind in ACTION_KINDS if kind in kinds
+    ]
     if "transfer" in kinds:
         patches.append(Patch(facecolor=_paler(colour_of(4)), label="transfer (paler)"))
     if "constant" in kinds:

@@ -12,14 +12,19 @@ NAMES = {
 
 
 def boundaries(timeline: Timeline) -> list[int]:
-    """Where one micro-batch ends and the next begins on all ranks at once; in free synchronisation maybe nowhere."""
+    """Where one micro-batch ends and the next begins on all ranks at once; in free synchronisation
+    maybe nowhere."""
     if not timeline.starts:
         return []
     last = [0] * len(timeline.starts)
     for event in timeline.events:
         if event.kind != "wait":
             last[event.micro_batch] = max(last[event.micro_batch], event.stop)
-    return [start for index, start in enumerate(timeline.starts) if index and max(last[:index]) <= start]
+    return [
+        start
+        for index, start in enumerate(timeline.starts)
+        if index and max(last[:index]) <= start
+    ]
 
 
 def degrees(timeline: Timeline) -> dict[int, int]:

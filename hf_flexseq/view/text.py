@@ -1,7 +1,7 @@
 """A timeline as a grid of characters.
 
-A cell shows what its rank does for most of that time. Neighbouring ranks that do the same in the same groups share a
-line, so 64 ranks rarely need 64 lines.
+A cell shows what its rank does for most of that time. Neighbouring ranks that do the same in the
+same groups share a line, so 64 ranks rarely need 64 lines.
 """
 
 from itertools import groupby
@@ -22,16 +22,27 @@ def text_grid(timeline: Timeline, *, title: str = "", width: int = 100) -> str:
     margin = 2 * len(str(timeline.world_size - 1)) + 3
     columns = max(10, width - margin)
     by_rank = [list(events) for _, events in groupby(timeline.events, key=lambda e: e.rank)]
-    rows = [(_cells(events, timeline.stop, columns, symbols), _groups(events)) for events in by_rank]
-    marks = {start * columns // timeline.stop for start in boundaries(timeline)} if timeline.stop else set()
-    lines = [f"{_ranks(first, last):>{margin - 1}} {_marked(cells, marks)}" for first, last, cells in _merged(rows)]
+    rows = [
+        (_cells(events, timeline.stop, columns, symbols), _groups(events)) for events in by_rank
+    ]
+    marks = (
+        {start * columns // timeline.stop for start in boundaries(timeline)}
+        if timeline.stop
+        else set()
+    )
+    lines = [
+        f"{_ranks(first, last):>{margin - 1}} {_marked(cells, marks)}"
+        for first, last, cells in _merged(rows)
+    ]
     axis = " " * margin + _axis(timeline, columns)
     return "\n".join(filter(None, (title, *lines, axis, *_legend(timeline, symbols, width))))
 
 
 def _symbols(timeline: Timeline) -> dict[int, str]:
     """One character per degree: itself up to 9, then letters."""
-    letters = iter("ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz" * (1 + timeline.world_size // 52))
+    letters = iter(
+        "ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz" * (1 + timeline.world_size // 52)
+    )
     return {degree: str(degree) if degree < 10 else next(letters) for degree in degrees(timeline)}
 
 
@@ -47,7 +58,9 @@ def _cells(events: list[Event], stop: int, columns: int, symbols: dict[int, str]
         first = int(event.start * columns // stop)
         last = min(columns, int(-(-event.stop * columns // stop)))
         cell = slice(first, last)
-        row[cell] += np.minimum(edges[first + 1 : last + 1], event.stop) - np.maximum(edges[cell], event.start)
+        row[cell] += np.minimum(edges[first + 1 : last + 1], event.stop) - np.maximum(
+            edges[cell], event.start
+        )
     return "".join(names[index] for index in spent.argmax(axis=0))
 
 
@@ -59,11 +72,14 @@ def _symbol(event: Event, symbols: dict[int, str]) -> str:
 
 def _groups(events: list[Event]) -> tuple[tuple[int, int], ...]:
     """The groups that a rank shares with others, as (micro-batch, group)."""
-    return tuple(sorted({(e.micro_batch, e.group) for e in events if e.group is not None and e.degree > 1}))
+    return tuple(
+        sorted({(e.micro_batch, e.group) for e in events if e.group is not None and e.degree > 1})
+    )
 
 
 def _merged(rows: list[tuple[str, tuple[tuple[int, int], ...]]]) -> list[tuple[int, int, str]]:
-    """(first rank, last rank, cells) of ranks that look the same; of every few ranks where that is still too much."""
+    """(first rank, last rank, cells) of ranks that look the same; of every few ranks where that is
+    still too much."""
     merged = []
     first = 0
     for (cells, _), same in groupby(rows):

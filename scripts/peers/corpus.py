@@ -1,4 +1,5 @@
-"""The sequences that all methods train on: the standard library's source, tokenized, capped and drawn into steps."""
+"""The sequences that all methods train on: the standard library's source, tokenized, capped and
+drawn into steps."""
 
 import json
 import random
@@ -17,11 +18,15 @@ def write_steps(path: Path, steps: int, seed: int) -> None:
     from bpe import cached_bpe
     from corpus import load_documents
 
-    documents, _ = load_documents(DataArguments(dataset="python-stdlib", max_length=LONGEST, long_sequences="split"))
+    documents, _ = load_documents(
+        DataArguments(dataset="python-stdlib", max_length=LONGEST, long_sequences="split")
+    )
     tokenizer = cached_bpe(documents["text"], VOCABULARY)
     chosen = random.Random(seed).sample(range(len(documents)), steps * PER_STEP)
     sequences = [tokenizer(documents[i]["text"]).input_ids[:LONGEST] for i in chosen]
-    path.write_text(json.dumps([sequences[i * PER_STEP : (i + 1) * PER_STEP] for i in range(steps)]))
+    path.write_text(
+        json.dumps([sequences[i * PER_STEP : (i + 1) * PER_STEP] for i in range(steps)])
+    )
 
 
 def read_steps(path: Path) -> list[list[list[int]]]:

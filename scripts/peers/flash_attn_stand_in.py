@@ -1,9 +1,11 @@
-"""`flash_attn`'s functions that other libraries import, on torch's CPU kernel, so that their Python runs here.
+"""`flash_attn`'s functions that other libraries import, on torch's CPU kernel, so that their
+Python runs here.
 
-`install()` registers the package; libraries that are imported afterwards find it. Names, order of arguments, shapes
-and results are those of flash-attn 2.7; dropout, windows, softcap and alibi are refused. All is computed as hf_flexseq
-does it on the CPU (`hf_flexseq/kernels/cpu_flash.py`): the same kernel, packed rows cut as cheaply, and for 16-bit
-inputs the backward in float32. So a comparison is about what lies around the kernel.
+`install()` registers the package; libraries that are imported afterwards find it. Names, order of
+arguments, shapes and results are those of flash-attn 2.7; dropout, windows, softcap and alibi are
+refused. All is computed as hf_flexseq does it on the CPU (`hf_flexseq/kernels/cpu_flash.py`): the
+same kernel, packed rows cut as cheaply, and for 16-bit inputs the backward in float32. So a
+comparison is about what lies around the kernel.
 """
 
 import sys
@@ -21,10 +23,13 @@ Tensors = tuple[torch.Tensor, ...]
 
 
 def install() -> None:
-    """Put the package where `import flash_attn` finds it. Raises RuntimeError beside a real one."""
+    """Put the package where `import flash_attn` finds it. Raises RuntimeError beside a real
+    one."""
     if "flash_attn" in sys.modules:
         raise RuntimeError("flash_attn is already imported")
-    package, interface = (ModuleType(name) for name in ("flash_attn", "flash_attn.flash_attn_interface"))
+    package, interface = (
+        ModuleType(name) for name in ("flash_attn", "flash_attn.flash_attn_interface")
+    )
     for module in (package, interface):
         module.__spec__ = ModuleSpec(module.__name__, loader=None)
         sys.modules[module.__name__] = module
@@ -57,7 +62,9 @@ def _flash_attn_forward(
     return_softmax=False,
 ):
     _refuse(dropout_p, (window_size_left, window_size_right), softcap, alibi_slopes)
-    out, lse = _attend((q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)), causal, softmax_scale)
+    out, lse = _attend(
+        (q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)), causal, softmax_scale
+    )
     return out.transpose(1, 2), lse, None, None
 
 
@@ -83,11 +90,13 @@ def _flash_attn_backward(
 ):
     _refuse(dropout_p, (window_size_left, window_size_right), softcap, alibi_slopes)
     tensors = [x.transpose(1, 2) for x in _widened(dout, q, k, v, out)]
-    for buffer, made in zip((dq, dk, dv), _gradients((*tensors, softmax_lse), causal, softmax_scale), strict=True):
+    for buffer, made in zip(
+        (dq, dk, dv), _gradients((*tensors, softmax_lse), causal, softmax_scale), strict=True
+    ):
         buffer.copy_(made.transpose(1, 2))
 
 
-# ---- of packed sequences: q [Tq, H, D], k and v [Tk, Hkv, D], lse [H, Tq], cu_seqlens [sequences + 1]
+# ---- packed sequences: q [Tq, H, D], k and v [Tk, Hkv, D], lse [H, Tq], cu_seqlens [seqs + 1]
 
 
 def _flash_attn_varlen_forward(
@@ -165,7 +174,9 @@ def flash_attn_func(q, k, v, dropout_p=0.0, softmax_scale=None, causal=False, **
     return _Attention.apply(q, k, v, None, softmax_scale or q.shape[-1] ** -0.5, causal)
 
 
-def flash_attn_varlen_func(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, **options):
+def flash_attn_varlen_func(
+    q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, **options
+):
     """q [T, H, D], k and v [T, Hkv, D] of the same sequences -> out [T, H, D]."""
     assert cu_seqlens_q is cu_seqlens_k, "only of sequences over themselves here"
     scale = options.get("softmax_scale") or q.shape[-1] ** -0.5
@@ -209,11 +220,17 @@ def _check(tensors: Tensors, causal: bool, queries: int, keys: int) -> None:
     assert not causal or queries == keys, f"causal attention of {queries} queries over {keys} keys"
 
 
-def _parts(cu_seqlens_q: torch.Tensor, of_queries: Tensors, cu_seqlens_k: torch.Tensor, of_keys: Tensors) -> Iterator:
-    """For every sequence its part of each tensor, [1, heads, n, D] of [tokens, heads, D], as views."""
+def _parts(
+    cu_seqlens_q: torch.Tensor, of_queries: Tensors, cu_seqlens_k: torch.Tensor, of_keys: Tensors
+) -> Iterator:
+    """For every sequence its part of each tensor, [1, heads, n, D] of [tokens, heads, D], as
+    views."""
     views = [
         x.transpose(0, 1).unsqueeze(0).split(lengths, dim=2)
-        for lengths, tensors in ((_lengths(cu_seqlens_q), of_queries), (_lengths(cu_seqlens_k), of_keys))
+        for lengths, tensors in (
+            (_lengths(cu_seqlens_q), of_queries),
+            (_lengths(cu_seqlens_k), of_keys),
+        )
         for x in tensors
     ]
     return zip(*views, strict=True)
@@ -231,6 +248,13 @@ def _lengths(cu_seqlens: torch.Tensor) -> list[int]:
     return cu_seqlens.diff().tolist()
 
 
-def _refuse(dropout_p: float, window: tuple[int, int], softcap: float | None, alibi_slopes: object) -> None:
-    unknown = {"dropout": dropout_p, "window": window != (-1, -1), "softcap": softcap, "alibi": alibi_slopes}
+def _refuse(
+    dropout_p: float, window: tuple[int, int], softcap: float | None, alibi_slopes: object
+) -> None:
+    unknown = {
+        "dropout": dropout_p,
+        "window": window != (-1, -1),
+        "softcap": softcap,
+        "alibi": alibi_slopes,
+    }
     assert not any(unknown.values()), f"plain attention only, not {unknown}"

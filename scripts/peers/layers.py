@@ -1,7 +1,9 @@
-"""Attention of one layer by several methods: which rows each holds on this rank, and how it attends.
+"""Attention of one layer by several methods: which rows each holds on this rank, and how it
+attends.
 
-Peers keep their own layouts, as they are meant to be used: ring-flash-attn two chunks of every sequence (`zigzag`),
-yunchang one contiguous part of the packed row. Both need lengths that are multiples of twice the ranks.
+Peers keep their own layouts, as they are meant to be used: ring-flash-attn two chunks of every
+sequence (`zigzag`), yunchang one contiguous part of the packed row. Both need lengths that are
+multiples of twice the ranks.
 """
 
 import sys
@@ -23,11 +25,13 @@ from hf_flexseq.plan.shard import contiguous_part, make_shard
 
 INSTALL = "pip install --no-deps ring-flash-attn==0.1.8 yunchang==0.6.4"
 CPU = torch.device("cpu")
-Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]  # q, k, v of this rank's rows -> out
+# q, k, v of this rank's rows -> out
+Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 
 
 class Call(NamedTuple):
-    """One attention call of this rank. rows: the tokens it holds, as places in the packed row of all sequences."""
+    """One attention call of this rank. rows: the tokens it holds, as places in the packed row of
+    all sequences."""
 
     rows: torch.Tensor
     attend: Attend
@@ -39,7 +43,8 @@ class Peers(NamedTuple):
 
 
 def import_peers() -> Peers:
-    """Both on torch's CPU kernel. Raises ImportError, saying how to install them, when one is missing."""
+    """Both on torch's CPU kernel. Raises ImportError, saying how to install them, when one is
+    missing."""
     flash_attn_stand_in.install()
     # Its adapter for transformers, which is not used here, does not import with transformers 5.
     adapters = ModuleType("ring_flash_attn.adapters")
@@ -56,7 +61,9 @@ def import_peers() -> Peers:
 # ---- ours
 
 
-def flexseq_calls(micro_batches: Sequence[MicroBatch], lengths: Sequence[int], world: Communicator) -> list[Call]:
+def flexseq_calls(
+    micro_batches: Sequence[MicroBatch], lengths: Sequence[int], world: Communicator
+) -> list[Call]:
     """One for every micro-batch."""
     return [_flexseq_call(micro_batch, lengths, world) for micro_batch in micro_batches]
 
@@ -64,15 +71,23 @@ def flexseq_calls(micro_batches: Sequence[MicroBatch], lengths: Sequence[int], w
 def one_group(strategy: str, lengths: Sequence[int], world: Communicator) -> MicroBatch:
     """All sequences on all ranks."""
     ranks = tuple(range(world.world_size))
-    return MicroBatch(groups=(Group(ranks=ranks, sequences=tuple(range(len(lengths))), strategy=strategy),))
+    return MicroBatch(
+        groups=(Group(ranks=ranks, sequences=tuple(range(len(lengths))), strategy=strategy),)
+    )
 
 
 def _flexseq_call(micro_batch: MicroBatch, lengths: Sequence[int], world: Communicator) -> Call:
     shard = make_shard(micro_batch, lengths, world.rank)
     starts = list(accumulate(lengths, initial=0))
-    pieces = [torch.arange(starts[s.sequence] + s.start, starts[s.sequence] + s.stop) for s in shard.slices]
+    pieces = [
+        torch.arange(starts[s.sequence] + s.start, starts[s.sequence] + s.stop)
+        for s in shard.slices
+    ]
     seq_ctx = SequenceContext(shard, world, choose_kernel(CPU, torch.bfloat16, 32), CPU)
-    return Call(torch.cat([torch.arange(0), *pieces]), partial(sequence_parallel_attention, seq_ctx=seq_ctx))
+    return Call(
+        torch.cat([torch.arange(0), *pieces]),
+        partial(sequence_parallel_attention, seq_ctx=seq_ctx),
+    )
 
 
 # ---- peers
@@ -83,8 +98,13 @@ def zigzag_varlen_call(peers: Peers, lengths: Sequence[int], rank: int, degree: 
     pieces = []
     for start, length in zip(accumulate(lengths, initial=0), lengths, strict=False):
         chunk, rest = divmod(length, 2 * degree)
-        assert not rest, f"a sequence of {length} tokens cannot be cut into {2 * degree} equal chunks"
-        pieces += [torch.arange(start + c * chunk, start + (c + 1) * chunk) for c in (rank, 2 * degree - 1 - rank)]
+        assert not rest, (
+            f"a sequence of {length} tokens cannot be cut into {2 * degree} equal chunks"
+        )
+        pieces += [
+            torch.arange(start + c * chunk, start + (c + 1) * chunk)
+            for c in (rank, 2 * degree - 1 - rank)
+        ]
     shares = [length // degree for length in lengths]
     function = partial(
         peers.ring_flash_attn.zigzag_ring_flash_attn_varlen_func,
@@ -96,8 +116,8 @@ def zigzag_varlen_call(peers: Peers, lengths: Sequence[int], rank: int, degree: 
 
 
 def receives_first(peers: Peers) -> type:
-    """ring-flash-attn's communication with receives posted before sends, which gloo serialises otherwise: a help that
-    it does not have by itself."""
+    """ring-flash-attn's communication with receives posted before sends, which gloo serialises
+    otherwise: a help that it does not have by itself."""
 
     class ReceivesFirst(peers.ring_flash_attn.utils.RingComm):
         def commit(self) -> None:
@@ -108,17 +128,26 @@ def receives_first(peers: Peers) -> type:
 
 
 def ulysses_call(peers: Peers, lengths: Sequence[int], rank: int, degree: int) -> Call:
-    """yunchang's `UlyssesAttention`. It knows nothing of packed rows, so where there are several sequences the kernel
-    that it calls is replaced by the one for packed sequences: a help that it does not have by itself."""
+    """yunchang's `UlyssesAttention`. It knows nothing of packed rows, so where there are several
+    sequences the kernel that it calls is replaced by the one for packed sequences: a help that it
+    does not have by itself."""
     layer = peers.yunchang.UlyssesAttention(None)
     if len(lengths) > 1:
         layer.attn_fn = partial(_packed, cu_seqlens=_cumulative(lengths), longest=max(lengths))
     start, stop = contiguous_part(sum(lengths), rank, degree)
-    return Call(torch.arange(start, stop), lambda q, k, v: layer(q[None], k[None], v[None], causal=True)[0])
+    return Call(
+        torch.arange(start, stop), lambda q, k, v: layer(q[None], k[None], v[None], causal=True)[0]
+    )
 
 
 def _packed(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, cu_seqlens: torch.Tensor, longest: int, **options: Any
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    *,
+    cu_seqlens: torch.Tensor,
+    longest: int,
+    **options: Any,
 ) -> torch.Tensor:
     lengths = (cu_seqlens, cu_seqlens, longest, longest)
     return flash_attn_stand_in.flash_attn_varlen_func(q[0], k[0], v[0], *lengths, **options)[None]

@@ -1,12 +1,15 @@
-"""One method's training run on one rank: prints nothing, writes rank 0's tokens per second as JSON.
+"""One method's training run on one rank: prints nothing, writes rank 0's tokens per second as
+JSON.
 
     flexseq   FlexSeqTrainer with the default planner
     static    FlexSeqTrainer with one degree for the run
-    alst      the Trainer with DeepSpeed ALST (Ulysses over all ranks, sdpa), one sequence per micro-batch
-    plain     the Trainer, one sequence per micro-batch on each rank, dealt so that the ranks' costs even out
+    alst      the Trainer with DeepSpeed ALST (Ulysses over all ranks, sdpa), one sequence per
+              micro-batch
+    plain     the Trainer, one sequence per micro-batch on each rank, dealt so that the ranks'
+              costs even out
 
-All train the same small Llama on the same sequences per optimizer step. The clock starts when the first step, which
-warms up, is over on all ranks, and stops when the last one is.
+All train the same small Llama on the same sequences per optimizer step. The clock starts when the
+first step, which warms up, is over on all ranks, and stops when the last one is.
 """
 
 import argparse
@@ -63,7 +66,8 @@ def cost(ids: list[int]) -> float:
 
 
 def dealt(sequences: list[list[int]], world: int) -> list[list[int]]:
-    """As many sequences for each rank, costs evened out, and interleaved as ranks draw them one by one."""
+    """As many sequences for each rank, costs evened out, and interleaved as ranks draw them one by
+    one."""
     ranks: list[list[list[int]]] = [[] for _ in range(world)]
     for ids in sorted(sequences, key=len, reverse=True):
         open_ranks = [r for r in ranks if len(r) < len(sequences) // world]
@@ -94,14 +98,17 @@ def collate_one(rows: Rows) -> dict[str, torch.Tensor]:
 
 
 def padded_alike(step: list[list[int]], world: int) -> Rows:
-    """Rows of which each `world` consecutive ones have one length, a multiple of `world`: what ALST's loader, which
-    gathers the ranks' batches, needs. Neighbours in length stand together."""
+    """Rows of which each `world` consecutive ones have one length, a multiple of `world`: what
+    ALST's loader, which gathers the ranks' batches, needs. Neighbours in length stand together."""
     ordered, rows = sorted(step, key=len), []
     for first in range(0, len(ordered), world):
         together = ordered[first : first + world]
         wanted = -(-len(together[-1]) // world) * world
         rows += [
-            {"input_ids": [*ids, *[0] * (wanted - len(ids))], "labels": [*ids, *[-100] * (wanted - len(ids))]}
+            {
+                "input_ids": [*ids, *[0] * (wanted - len(ids))],
+                "labels": [*ids, *[-100] * (wanted - len(ids))],
+            }
             for ids in together
         ]
     return rows
@@ -146,20 +153,26 @@ def plain_trainer(steps: list[list[list[int]]], world: int, out: str) -> Trainer
         **COMMON,
     )
     rows = [row(ids) for step in steps for ids in dealt(step, world)]
-    return InOrderTrainer(model=small_llama(), args=args, train_dataset=rows, data_collator=collate_one)
+    return InOrderTrainer(
+        model=small_llama(), args=args, train_dataset=rows, data_collator=collate_one
+    )
 
 
 def alst_trainer(steps: list[list[list[int]]], world: int, out: str) -> Trainer:
     import deepspeed
 
     deepspeed.init_distributed("gloo")
-    handler = DeepSpeedSequenceParallelConfig(sp_seq_length_is_variable=True, sp_attn_implementation="sdpa")
+    handler = DeepSpeedSequenceParallelConfig(
+        sp_seq_length_is_variable=True, sp_attn_implementation="sdpa"
+    )
     args = TrainingArguments(
         output_dir=out,
         max_steps=len(steps),
         per_device_train_batch_size=1,
         gradient_accumulation_steps=PER_STEP,
-        parallelism_config=ParallelismConfig(sp_backend="deepspeed", sp_size=world, sp_handler=handler),
+        parallelism_config=ParallelismConfig(
+            sp_backend="deepspeed", sp_size=world, sp_handler=handler
+        ),
         deepspeed={
             "zero_optimization": {"stage": 1},
             "train_micro_batch_size_per_gpu": "auto",
@@ -169,7 +182,9 @@ def alst_trainer(steps: list[list[list[int]]], world: int, out: str) -> Trainer:
         **COMMON,
     )
     rows = [padded for step in steps for padded in padded_alike(step, world)]
-    return InOrderTrainer(model=small_llama(), args=args, train_dataset=rows, data_collator=collate_one)
+    return InOrderTrainer(
+        model=small_llama(), args=args, train_dataset=rows, data_collator=collate_one
+    )
 
 
 def make_trainer(method: str, steps: list[list[list[int]]], world: int, out: str) -> Trainer:
@@ -178,24 +193,33 @@ def make_trainer(method: str, steps: list[list[list[int]]], world: int, out: str
     if method == "plain":
         return plain_trainer(steps, world, out)
     if method.startswith("static"):
-        return flexseq_trainer(steps, world, out, planner="static", sp_degree=int(method.removeprefix("static")))
+        return flexseq_trainer(
+            steps, world, out, planner="static", sp_degree=int(method.removeprefix("static"))
+        )
     return flexseq_trainer(steps, world, out)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("method")
     parser.add_argument("--steps", type=Path, required=True, help="file written by corpus.py")
     parser.add_argument("--out", type=Path, required=True, help="where rank 0 writes its figure")
     asked = parser.parse_args()
     torch.set_num_threads(1)
     steps, world = read_steps(asked.steps), int(os.environ["WORLD_SIZE"])
-    trainer, clock = make_trainer(asked.method, steps, world, str(asked.out.parent / "run")), Clock()
+    trainer, clock = (
+        make_trainer(asked.method, steps, world, str(asked.out.parent / "run")),
+        Clock(),
+    )
     trainer.add_callback(clock)
     trainer.train()
     if dist.get_rank() == 0:
         tokens = sum(len(ids) for step in steps[1:] for ids in step)
-        asked.out.write_text(json.dumps({"tokens_per_s": tokens / clock.seconds, "seconds": clock.seconds}))
+        asked.out.write_text(
+            json.dumps({"tokens_per_s": tokens / clock.seconds, "seconds": clock.seconds})
+        )
     dist.barrier()
     time.sleep(0.5)  # gloo drops its last tensors before the group goes
     os._exit(0)

@@ -1,9 +1,10 @@
-"""The error of bfloat16 attention over a group, against that of one bfloat16 kernel call, both against float64.
+"""The error of bfloat16 attention over a group, against that of one bfloat16 kernel call, both
+against float64.
 
-Ulysses and the all-gather make one call per query, so they round an output once, as one rank does. The rings merge
-partial results, rounded to 16 bits by the kernel, in float32. Gradients leave the CPU kernel in float32; they are
-rounded when complete, and where a ring sends parts of them to another rank. The all-gather, and Ulysses where several
-ranks share a KV head, send float32.
+Ulysses and the all-gather make one call per query, so they round an output once, as one rank does.
+The rings merge partial results, rounded to 16 bits by the kernel, in float32. Gradients leave the
+CPU kernel in float32; they are rounded when complete, and where a ring sends parts of them to
+another rank. The all-gather, and Ulysses where several ranks share a KV head, send float32.
 """
 
 import pytest
@@ -40,7 +41,9 @@ def attend(group, dtype, communicator):
     shard = make_shard(MicroBatch(groups=(group,)), LENGTHS, communicator.rank)
     seq_ctx = SequenceContext(shard, communicator, choose_kernel(CPU, dtype, HEAD_DIM), CPU)
     whole = [tensors_of(i, dtype) for i in range(len(LENGTHS))]
-    q, k, v, dout = (torch.cat([whole[s.sequence][x][s.start : s.stop] for s in shard.slices]) for x in range(4))
+    q, k, v, dout = (
+        torch.cat([whole[s.sequence][x][s.start : s.stop] for s in shard.slices]) for x in range(4)
+    )
     q, k, v = (x.requires_grad_() for x in (q, k, v))
     out = sequence_parallel_attention(q, k, v, seq_ctx)
     assert out.dtype == dtype
@@ -49,18 +52,24 @@ def attend(group, dtype, communicator):
 
 
 def run_strategies(rank, world_size):
-    """By strategy the squared norms of the errors over the group, and of one kernel call on the same rows."""
+    """By strategy the squared norms of the errors over the group, and of one kernel call on the
+    same rows."""
     nodes = 2 if world_size % 2 == 0 else 1
     communicator = Communicator(Topology(nodes=nodes, ranks_per_node=world_size // nodes))
     sequences = tuple(range(len(LENGTHS)))
     alone = Group(ranks=(rank,), sequences=sequences, strategy="local")
-    exact, single = attend(alone, torch.float64, communicator), attend(alone, torch.bfloat16, communicator)
+    exact, single = (
+        attend(alone, torch.float64, communicator),
+        attend(alone, torch.bfloat16, communicator),
+    )
     found = {}
     for strategy in MOST:
         group = Group(ranks=tuple(range(world_size)), sequences=sequences, strategy=strategy)
         shard = make_shard(MicroBatch(groups=(group,)), LENGTHS, rank)
         starts = (0, LENGTHS[0])
-        mine = torch.cat([torch.arange(s.start, s.stop) + starts[s.sequence] for s in shard.slices])
+        mine = torch.cat(
+            [torch.arange(s.start, s.stop) + starts[s.sequence] for s in shard.slices]
+        )
         shared = attend(group, torch.bfloat16, communicator)
         found[strategy] = [
             [float((x.double() - y[mine]).square().sum()) for x in (x, z[mine])]

@@ -1,6 +1,7 @@
 """What every rank sends and receives, counted where messages are posted, in bfloat16.
 
-A unit is one [tokens / ranks, heads, head_dim] tensor; g is the share of heads that are key and value heads.
+A unit is one [tokens / ranks, heads, head_dim] tensor; g is the share of heads that are key and
+value heads.
 """
 
 import functools
@@ -52,12 +53,22 @@ def run_cases(rank, world_size, strategies, topology=None):
         for strategy in strategies:
             for case, (heads, kv_heads, shares) in CASES.items():
                 lengths = tuple(share * world_size for share in shares)
-                group = Group(ranks=tuple(range(world_size)), sequences=tuple(range(len(lengths))), strategy=strategy)
+                group = Group(
+                    ranks=tuple(range(world_size)),
+                    sequences=tuple(range(len(lengths))),
+                    strategy=strategy,
+                )
                 shard = make_shard(MicroBatch(groups=(group,)), lengths, rank)
                 kernel = choose_kernel(CPU, torch.bfloat16, HEAD_DIM)
                 seq_ctx = SequenceContext(shard, world, kernel, CPU)
                 q, k, v = (
-                    torch.randn(shard.attention_tokens, h, HEAD_DIM, dtype=torch.bfloat16, requires_grad=True)
+                    torch.randn(
+                        shard.attention_tokens,
+                        h,
+                        HEAD_DIM,
+                        dtype=torch.bfloat16,
+                        requires_grad=True,
+                    )
                     for h in (heads, kv_heads, kv_heads)
                 )
                 unit = 2 * CHUNK * heads * HEAD_DIM
@@ -111,8 +122,10 @@ def test_ulysses_moves_a_share_of_four_tensors():
 
 
 def test_a_hybrid_moves_one_share_of_the_keys_across_nodes():
-    """Four ranks: q, k, v and out between the two of a node, and then half of the KV heads between two nodes."""
+    """Four ranks: q, k, v and out between the two of a node, and then half of the KV heads between
+    two nodes."""
     by_rank = run_ranks(run_cases, 4, ["hybrid"], Topology(nodes=2, ranks_per_node=2))
     mean, _ = mean_and_busiest(by_rank, "hybrid", "MHA", 0)
-    inside, across = 4 / 2, 1.5 * (2 - 1)  # a node's tokens are two ranks', each has half of the heads
+    # a node's tokens are two ranks', each has half of the heads
+    inside, across = 4 / 2, 1.5 * (2 - 1)
     assert mean == pytest.approx(inside + across)

@@ -33,12 +33,17 @@ def attend(communicator, groups, heads, dtype, deterministic=True):
     seq_ctx = SequenceContext(shard, communicator, kernel, CPU, deterministic=deterministic)
     whole = [tensors_of(i, *heads, dtype) for i in range(len(LENGTHS))]
     q, k, v, dout = (
-        torch.cat([whole[0][x][:0], *(whole[s.sequence][x][s.start : s.stop] for s in shard.slices)]) for x in range(4)
+        torch.cat(
+            [whole[0][x][:0], *(whole[s.sequence][x][s.start : s.stop] for s in shard.slices)]
+        )
+        for x in range(4)
     )
     q, k, v = (x.requires_grad_() for x in (q, k, v))
     out = sequence_parallel_attention(q, k, v, seq_ctx)
     out.backward(dout)
-    return [out.detach(), q.grad, k.grad, v.grad], [(s.sequence, s.start, s.stop) for s in shard.slices]
+    return [out.detach(), q.grad, k.grad, v.grad], [
+        (s.sequence, s.start, s.stop) for s in shard.slices
+    ]
 
 
 def placements(world_size):
@@ -47,7 +52,9 @@ def placements(world_size):
     if world_size == 1:
         return {"local": (Group(ranks=ranks, sequences=everything, strategy="local"),)}
     found = {
-        name: (Group(ranks=ranks, sequences=everything, strategy=name),) for name in STRATEGIES if name != "local"
+        name: (Group(ranks=ranks, sequences=everything, strategy=name),)
+        for name in STRATEGIES
+        if name != "local"
     }
     return found | {
         "zones": (
@@ -77,7 +84,9 @@ def whole_sequences(by_rank, case):
         row = 0
         for sequence, start, stop in slices:
             for name, x in zip(NAMES, tensors, strict=True):
-                whole = found.setdefault((name, sequence), torch.full((LENGTHS[sequence], *x.shape[1:]), torch.nan))
+                whole = found.setdefault(
+                    (name, sequence), torch.full((LENGTHS[sequence], *x.shape[1:]), torch.nan)
+                )
                 whole[start:stop] = torch.from_numpy(x[row : row + stop - start])
             row += stop - start
     return found
@@ -94,7 +103,10 @@ def test_every_degree_and_strategy_has_the_same_bits(alone, world_size):
     try:
         by_rank = run_ranks(run_placements, world_size, seconds=150)
         for case in by_rank[0]:
-            found, wanted = whole_sequences(by_rank, case), whole_sequences(alone, ("local", *case[1:]))
+            found, wanted = (
+                whole_sequences(by_rank, case),
+                whole_sequences(alone, ("local", *case[1:])),
+            )
             assert found.keys() == wanted.keys()
             assert [key for key in wanted if not torch.equal(found[key], wanted[key])] == [], case
     finally:

@@ -28,31 +28,43 @@ HEADS = [(4, 4), (8, 2), (8, 8), (12, 4), (7, 7), (6, 1), (3, 3), (32, 8)]
 def test_every_head_comes_and_goes_once(heads, kv_heads, degree, most):
     pieces = head_pieces(heads, kv_heads, degree, most)
     assert 1 <= len(pieces) <= most
-    queries = [q for i in range(degree) for piece in pieces for q in range(heads)[piece.queries[i]]]
+    queries = [
+        q for i in range(degree) for piece in pieces for q in range(heads)[piece.queries[i]]
+    ]
     assert queries == list(range(heads))
     for i in range(degree):
-        of_rank = {q * kv_heads // heads for piece in pieces for q in range(heads)[piece.queries[i]]}
+        of_rank = {
+            q * kv_heads // heads for piece in pieces for q in range(heads)[piece.queries[i]]
+        }
         for way in ("arriving", "leaving"):
-            assert [kv for piece in pieces for kv in range(kv_heads)[getattr(piece, way)[i]]] == sorted(of_rank)
+            assert [
+                kv for piece in pieces for kv in range(kv_heads)[getattr(piece, way)[i]]
+            ] == sorted(of_rank)
 
 
 @pytest.mark.parametrize("heads, kv_heads", HEADS)
 @pytest.mark.parametrize("degree", [1, 2, 3, 4, 8])
 def test_ranks_overlap_where_one_kv_head_has_readers_on_several(heads, kv_heads, degree):
     pieces = head_pieces(heads, kv_heads, degree, 4)
-    held = [kv for i in range(degree) for piece in pieces for kv in range(kv_heads)[piece.leaving[i]]]
+    held = [
+        kv for i in range(degree) for piece in pieces for kv in range(kv_heads)[piece.leaving[i]]
+    ]
     assert overlapping([piece.leaving for piece in pieces]) == (len(held) > len(set(held)))
     assert not overlapping([piece.queries for piece in pieces])
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 def test_the_cost_model_knows_how_many_pieces_there_are(device):
-    cost = replace(PRESETS["llama-3.1-8b-h200"], all_to_all_overlap=1.0, piece_rows=PIECE_ROWS[device])
+    cost = replace(
+        PRESETS["llama-3.1-8b-h200"], all_to_all_overlap=1.0, piece_rows=PIECE_ROWS[device]
+    )
     assert cost.heads == 32
     for degree, length in product((2, 4, 8, 16, 32), (100, 1000, 8192, 20_000, 70_000)):
         worth = int(pieces_of_head([length], torch.device(device)) * 32 / degree)
         pieces = len(head_pieces(32, 32, degree, max(1, min(worth, HEAD_PIECES))))
-        assert cost.hidden_share(np.array([float(length)]), degree, "ulysses") == pytest.approx([1 - 1 / pieces])
+        assert cost.hidden_share(np.array([float(length)]), degree, "ulysses") == pytest.approx(
+            [1 - 1 / pieces]
+        )
 
 
 @pytest.mark.parametrize("heads, kv_heads", HEADS)
@@ -77,10 +89,14 @@ def test_every_rank_that_works_has_a_head_in_every_piece():
 
 
 def gradients(rank, world_size, heads, kv_heads):
-    """Of q, k and v, without and with checkpointing: there the backward has q, k, v and out in the token layout."""
+    """Of q, k and v, without and with checkpointing: there the backward has q, k, v and out in the
+    token layout."""
     group = Group(ranks=tuple(range(world_size)), sequences=(0, 1), strategy="ulysses")
     shard, cpu = make_shard(MicroBatch(groups=(group,)), (23, 40), rank), torch.device("cpu")
-    tensors = [torch.randn(shard.attention_tokens, h, 8, dtype=torch.float64) for h in (heads, kv_heads, kv_heads)]
+    tensors = [
+        torch.randn(shard.attention_tokens, h, 8, dtype=torch.float64)
+        for h in (heads, kv_heads, kv_heads)
+    ]
     seq_ctx = SequenceContext(shard, Communicator(), choose_kernel(cpu, torch.float64, 8), cpu)
     found = []
     for run in (lambda attend, *qkv: attend(*qkv), partial(checkpoint, use_reentrant=False)):

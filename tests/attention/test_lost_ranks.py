@@ -1,4 +1,5 @@
-"""A rank that dies or falls silent in the middle of a step: the others raise, and say who and what is missing."""
+"""A rank that dies or falls silent in the middle of a step: the others raise, and say who and what
+is missing."""
 
 import os
 import re
@@ -27,9 +28,12 @@ CHUNKS = r"chunks \[\d.*\] of sequence \d"
 
 
 # Over these every transfer that leaves a NIC idle is routed.
-LINKS = NicFigures(ranks_per_node=2, nics_per_node=2, inside_s=1e-15, across_s=1e-9, transfer_s=0.0)
+LINKS = NicFigures(
+    ranks_per_node=2, nics_per_node=2, inside_s=1e-15, across_s=1e-9, transfer_s=0.0
+)
 ROUTED = (
-    r"could not (send to|receive from) rank 2 (pieces of what rank \d sends to rank \d.*|.* sequence \d.*), "
+    r"could not (send to|receive from) rank 2 (pieces of what rank \d sends to rank \d.*|.* "
+    r"sequence \d.*), "
     "of the zigzag group of ranks 0-3"
 )
 
@@ -37,10 +41,16 @@ ROUTED = (
 def run_until_one_is_lost(rank, world_size, strategy, dies, links=None):
     """How long this rank was left waiting, and with which words it gave up."""
     communicator = Communicator(Topology(nodes=2, ranks_per_node=2))
-    group = Group(ranks=tuple(range(world_size)), sequences=tuple(range(len(LENGTHS))), strategy=strategy)
+    group = Group(
+        ranks=tuple(range(world_size)), sequences=tuple(range(len(LENGTHS))), strategy=strategy
+    )
     shard = make_shard(MicroBatch(groups=(group,)), LENGTHS, rank)
     seq_ctx = SequenceContext(
-        shard, communicator, choose_kernel(torch.device("cpu"), torch.float32, 4), torch.device("cpu"), links=links
+        shard,
+        communicator,
+        choose_kernel(torch.device("cpu"), torch.float32, 4),
+        torch.device("cpu"),
+        links=links,
     )
     x = torch.randn(shard.attention_tokens, 4, 4, requires_grad=True)
     out = sequence_parallel_attention(x, x, x, seq_ctx)
@@ -68,7 +78,9 @@ def test_the_others_raise_and_name_it(strategy, dies):
     )
     assert found.pop(LOST) is None
     assert all(seconds < (15 if dies else 5 * GROUP_SECONDS) for seconds, _ in found), found
-    named = [message for _, message in found if re.search(MESSAGE.format(strategy=strategy), message)]
+    named = [
+        message for _, message in found if re.search(MESSAGE.format(strategy=strategy), message)
+    ]
     assert named, found
     if strategy != "ulysses":
         assert any(re.search(CHUNKS, message) for message in named), named

@@ -1,4 +1,5 @@
-"""Random plans on 4 ranks that wait at random: every one of them comes to its end. HANG_PLANS=1000 runs them all."""
+"""Random plans on 4 ranks that wait at random: every one of them comes to its end. HANG_PLANS=1000
+runs them all."""
 
 import os
 import random
@@ -19,7 +20,9 @@ from tests.ranks import run_ranks
 PLANS, LAYERS, PAUSES_S = int(os.environ.get("HANG_PLANS", "200")), 2, (0, 0, 0, 0.002)
 CPU = torch.device("cpu")
 # Over these every transfer that leaves a NIC idle is routed.
-LINKS = NicFigures(ranks_per_node=2, nics_per_node=2, inside_s=1e-15, across_s=1e-9, transfer_s=0.0)
+LINKS = NicFigures(
+    ranks_per_node=2, nics_per_node=2, inside_s=1e-15, across_s=1e-9, transfer_s=0.0
+)
 KINDS = {
     "one node": (1, True, None),
     "two nodes": (2, True, None),
@@ -30,7 +33,9 @@ KINDS = {
 
 def run_plans(rank, world_size, kind, plans, pauses_s=PAUSES_S):
     nodes, use_blocks, links = KINDS[kind]
-    communicator = Communicator(Topology(nodes=nodes, ranks_per_node=world_size // nodes), use_blocks=use_blocks)
+    communicator = Communicator(
+        Topology(nodes=nodes, ranks_per_node=world_size // nodes), use_blocks=use_blocks
+    )
     shared, own = random.Random(kind), random.Random(rank)
     calls = 0
     for _ in range(plans):
@@ -44,8 +49,11 @@ def run_plans(rank, world_size, kind, plans, pauses_s=PAUSES_S):
 
 
 def run_layers(shard, communicator, own, pauses_s, links):
-    """Forward and backward of a few layers with pauses of this rank's own; the number of attention calls."""
-    seq_ctx = SequenceContext(shard, communicator, choose_kernel(CPU, torch.float32, 4), CPU, links=links)
+    """Forward and backward of a few layers with pauses of this rank's own; the number of attention
+    calls."""
+    seq_ctx = SequenceContext(
+        shard, communicator, choose_kernel(CPU, torch.float32, 4), CPU, links=links
+    )
     x = torch.randn(shard.attention_tokens, 4, 4, requires_grad=True)
     y = x
     for _ in range(LAYERS):
@@ -64,15 +72,21 @@ def test_random_plans_never_hang(kind):
     assert all(count > plans for count in calls)
 
 
-# ---- also where transfers between two ranks have no tags, and those of a rank run one batch after the other
+# ---- transfers between two ranks without tags, and a rank's batches one after the other
 
 
 def posted_transfers(rank, world_size, kind, plans):
-    """Every batch of transfers in the order in which this rank posts them: sends and receives as (peer, elements)."""
+    """Every batch of transfers in the order in which this rank posts them: sends and receives as
+    (peer, elements)."""
     posted, post = [], Transfers.__init__
 
     def record(transfers, communicator, *, sends, recvs, **options):
-        posted.append([[(peer, x.numel()) for x, peer in messages if x.numel()] for messages in (sends, recvs)])
+        posted.append(
+            [
+                [(peer, x.numel()) for x, peer in messages if x.numel()]
+                for messages in (sends, recvs)
+            ]
+        )
         post(transfers, communicator, sends=sends, recvs=recvs, **options)
 
     with pytest.MonkeyPatch.context() as monkeypatch:
@@ -96,11 +110,15 @@ def test_what_ranks_post_ends_in_order_and_without_tags(kind):
             while queue and not any(queue[0]):
                 queue.pop(0)
                 moved = True
-        for source, target in ((a, b) for a in range(4) for b in range(4) if by_rank[a] and by_rank[b]):
+        for source, target in (
+            (a, b) for a in range(4) for b in range(4) if by_rank[a] and by_rank[b]
+        ):
             sends, recvs = by_rank[source][0][0], by_rank[target][0][1]
             sent, received = first_to(sends, target), first_to(recvs, source)
             if sent is not None and received is not None:
-                assert sent[1] == received[1], f"{source} sends {sent[1]} elements, {target} expects {received[1]}"
+                assert sent[1] == received[1], (
+                    f"{source} sends {sent[1]} elements, {target} expects {received[1]}"
+                )
                 sends.remove(sent)
                 recvs.remove(received)
                 moved = True

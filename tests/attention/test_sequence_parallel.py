@@ -1,4 +1,5 @@
-"""Every strategy, on every degree up to 8, against dense softmax attention of one process, in float64."""
+"""Every strategy, on every degree up to 8, against dense softmax attention of one process, in
+float64."""
 
 import functools
 import random
@@ -52,12 +53,19 @@ def reference(length: int, heads: int, kv_heads: int, seed: int) -> list[torch.T
 
 
 def on_shard(tensors, which, shard):
-    """Tensor `which` of every slice of the shard, in row order; a rank may work for a group and hold none of it."""
-    return torch.cat([tensors[0][which][:0], *(tensors[s.sequence][which][s.start : s.stop] for s in shard.slices)])
+    """Tensor `which` of every slice of the shard, in row order; a rank may work for a group and
+    hold none of it."""
+    return torch.cat(
+        [
+            tensors[0][which][:0],
+            *(tensors[s.sequence][which][s.start : s.stop] for s in shard.slices),
+        ]
+    )
 
 
 def squared_errors(communicator, micro_batch, lengths, heads, kv_heads):
-    """Of out, dq, dk and dv: squared norms of this rank's error and of what it should have, in one micro-batch."""
+    """Of out, dq, dk and dv: squared norms of this rank's error and of what it should have, in one
+    micro-batch."""
     shard = make_shard(micro_batch, lengths, communicator.rank)
     if not shard.zones:
         return [[0.0, 0.0]] * 4
@@ -71,16 +79,24 @@ def squared_errors(communicator, micro_batch, lengths, heads, kv_heads):
     out.backward(dout)
     wanted = [on_shard(expected, x, shard) for x in range(4)]
     found = (out.detach(), q.grad, k.grad, v.grad)
-    return [[float((x - y).square().sum()), float(y.square().sum())] for x, y in zip(found, wanted, strict=True)]
+    return [
+        [float((x - y).square().sum()), float(y.square().sum())]
+        for x, y in zip(found, wanted, strict=True)
+    ]
 
 
 def relative_errors(by_rank):
-    """From every rank's squared norms by case: ||found - wanted|| / ||wanted|| of the worst tensor of each case.
+    """From every rank's squared norms by case: ||found - wanted|| / ||wanted|| of the worst tensor
+    of each case.
 
-    The gradient of a query that reads one key is zero, so the norms of all four tensors together are the floor."""
+    The gradient of a query that reads one key is zero, so the norms of all four tensors together
+    are the floor."""
     for case in by_rank[0]:
         total = torch.tensor([found[case] for found in by_rank], dtype=torch.float64).sum(0)
-        yield case, float((total[:, 0] / total[:, 1].clamp_min(1e-3 * total[:, 1].max())).sqrt().max())
+        yield (
+            case,
+            float((total[:, 0] / total[:, 1].clamp_min(1e-3 * total[:, 1].max())).sqrt().max()),
+        )
 
 
 def run_every_case(rank, world_size):
@@ -90,10 +106,16 @@ def run_every_case(rank, world_size):
     found = {}
     for strategy in SHARED if world_size > 1 else ["local"]:
         for lengths in PACKS:
-            group = Group(ranks=tuple(range(world_size)), sequences=tuple(range(len(lengths))), strategy=strategy)
+            group = Group(
+                ranks=tuple(range(world_size)),
+                sequences=tuple(range(len(lengths))),
+                strategy=strategy,
+            )
             for heads in HEADS if lengths == MIXED else HEADS[1:2]:
                 case = strategy, lengths, heads
-                found[case] = squared_errors(communicator, MicroBatch(groups=(group,)), lengths, *heads)
+                found[case] = squared_errors(
+                    communicator, MicroBatch(groups=(group,)), lengths, *heads
+                )
     return found
 
 
@@ -110,23 +132,29 @@ def run_random_plans(rank, world_size, plans):
     for n in range(plans):
         lengths = tuple(rng.choice([1, 2, 5, 17, 40]) for _ in range(8))
         for m, micro_batch in enumerate(random_plan(lengths, world_size, rng).micro_batches):
-            found[n, m] = squared_errors(communicator, micro_batch, lengths, *HEADS[n % len(HEADS)])
+            found[n, m] = squared_errors(
+                communicator, micro_batch, lengths, *HEADS[n % len(HEADS)]
+            )
     return found
 
 
 @pytest.mark.parametrize("large", [1, attention.LARGE], ids=["chunk by chunk", "together"])
 @pytest.mark.parametrize("world_size", [3, 4])
 def test_random_plans_are_exact(world_size, large, monkeypatch):
-    monkeypatch.setattr(attention, "LARGE", large)  # of these short sequences chunks travel together otherwise
+    # of these short sequences chunks travel together otherwise
+    monkeypatch.setattr(attention, "LARGE", large)
     errors = dict(relative_errors(run_ranks(run_random_plans, world_size, 15)))
     assert {case: error for case, error in errors.items() if not error <= 1e-12} == {}
 
 
 def run_on_nodes(rank, world_size, per_node):
     communicator = Communicator(Topology(nodes=world_size // per_node, ranks_per_node=per_node))
-    group = Group(ranks=tuple(range(world_size)), sequences=tuple(range(len(MIXED))), strategy="hybrid")
+    group = Group(
+        ranks=tuple(range(world_size)), sequences=tuple(range(len(MIXED))), strategy="hybrid"
+    )
     return {
-        heads: squared_errors(communicator, MicroBatch(groups=(group,)), MIXED, *heads) for heads in [*HEADS, (2, 1)]
+        heads: squared_errors(communicator, MicroBatch(groups=(group,)), MIXED, *heads)
+        for heads in [*HEADS, (2, 1)]
     }
 
 

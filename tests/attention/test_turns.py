@@ -1,4 +1,5 @@
-"""Turns of all ranks together, without processes: what one sends the other expects, and rows are the ones meant."""
+"""Turns of all ranks together, without processes: what one sends the other expects, and rows are
+the ones meant."""
 
 import itertools
 import random
@@ -23,7 +24,9 @@ def large(request, monkeypatch):
 
 def turns_of(strategy, lengths, degree):
     group_cuts = cuts(strategy, lengths, degree)
-    return [make_turns(strategy, group_cuts, i, range(10, 10 + degree), CPU) for i in range(degree)]
+    return [
+        make_turns(strategy, group_cuts, i, range(10, 10 + degree), CPU) for i in range(degree)
+    ]
 
 
 @pytest.mark.parametrize("strategy", ["zigzag", "balanced"])
@@ -54,11 +57,19 @@ def test_every_send_has_its_receive(strategy, degree, lengths):
 @pytest.mark.parametrize("lengths", PACKS)
 def test_every_query_reads_every_earlier_key_of_its_sequence_once(strategy, degree, lengths):
     """The executor on token names instead of tensors, forward and backward."""
-    group = Group(ranks=tuple(range(10, 10 + degree)), sequences=tuple(range(len(lengths))), strategy=strategy)
+    group = Group(
+        ranks=tuple(range(10, 10 + degree)),
+        sequences=tuple(range(len(lengths))),
+        strategy=strategy,
+    )
     names = []
     for i in range(degree):
         slices = make_shard(MicroBatch(groups=(group,)), lengths, 10 + i).slices
-        names.append(torch.tensor([(s.sequence, t) for s in slices for t in range(s.start, s.stop)]).view(-1, 2))
+        names.append(
+            torch.tensor([(s.sequence, t) for s in slices for t in range(s.start, s.stop)]).view(
+                -1, 2
+            )
+        )
     by_rank = turns_of(strategy, lengths, degree)
     wanted = [(s, a, s, b) for s, n in enumerate(lengths) for a in range(n) for b in range(a + 1)]
     for ordered in (by_rank, [backward_order(turns) for turns in by_rank]):
@@ -78,7 +89,9 @@ def pairs_read(by_rank, names):
         for i, turn in enumerate(together):
             if turn.segments is not None:
                 q, k = (
-                    share.rows.take(names[i]) if share.peer is None else lent[share.peer, 10 + i, what]
+                    share.rows.take(names[i])
+                    if share.peer is None
+                    else lent[share.peer, 10 + i, what]
                     for what, share in (("q", turn.queries), ("k", turn.keys))
                 )
                 assert (len(q), len(k)) == (turn.segments.total_q, turn.segments.total_k), t

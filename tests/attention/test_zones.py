@@ -18,7 +18,11 @@ def zone(name, times, log):
 def test_zones_post_widest_first_and_then_go_on_by_time():
     log = []
     found = run_zones(
-        [zone("ring", (0.5, 1.0, END), log), zone("node", (0.5, END), log), zone("local", (0.0, 0.5), log)]
+        [
+            zone("ring", (0.5, 1.0, END), log),
+            zone("node", (0.5, END), log),
+            zone("local", (0.0, 0.5), log),
+        ]
     )
     assert found == ["ring", "node", "local"]
     assert log == [
@@ -41,14 +45,21 @@ def test_ranks_without_some_zones_keep_the_order_of_the_others():
     run_zones([zone(name, times, log) for name, times in courses.items()])
     for left_out in courses:
         fewer = []
-        run_zones([zone(name, times, fewer) for name, times in courses.items() if name != left_out])
+        run_zones(
+            [zone(name, times, fewer) for name, times in courses.items() if name != left_out]
+        )
         assert fewer == [line for line in log if line[0] != left_out]
 
 
 def test_a_zone_inside_another_one():
     log = []
     assert run_zones([within(0.25, 0.75, zone("inner", (0.0, 0.5, 1.0, END), log))]) == ["inner"]
-    assert list(within(0.25, 0.75, zone("inner", (0.0, 0.5, 1.0, END), log))) == [0.25, 0.5, 0.75, 0.75]
+    assert list(within(0.25, 0.75, zone("inner", (0.0, 0.5, 1.0, END), log))) == [
+        0.25,
+        0.5,
+        0.75,
+        0.75,
+    ]
 
 
 def test_no_zone_at_all():
@@ -67,4 +78,6 @@ def test_no_zone_at_all():
 def test_local_sequences_are_dealt_to_calls_of_about_equal_work(lengths, most, wanted):
     zone = LocalZone(slice(0, sum(lengths)), lengths, None, torch.device("cpu"), pieces=most)
     assert [piece.segments.q_lens for piece in zone.pieces] == wanted
-    assert [piece.rows.stop - piece.rows.start for piece in zone.pieces] == [sum(part) for part in wanted]
+    assert [piece.rows.stop - piece.rows.start for piece in zone.pieces] == [
+        sum(part) for part in wanted
+    ]

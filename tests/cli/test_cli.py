@@ -1,4 +1,5 @@
-"""The commands in-process: what they print and write, and exit status 2 with one line for what cannot be."""
+"""The commands in-process: what they print and write, and exit status 2 with one line for what
+cannot be."""
 
 import io
 import json
@@ -51,19 +52,50 @@ def failed(argv: list[str], capsys: pytest.CaptureFixture[str]) -> str:
     return shown.err
 
 
-def test_plan_writes_what_make_plan_makes(lengths: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["plan", "--lengths", lengths, *MACHINE, *CAP, "--json", str(tmp_path / "plan.json")]) == 0
+def test_plan_writes_what_make_plan_makes(
+    lengths: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert (
+        main(["plan", "--lengths", lengths, *MACHINE, *CAP, "--json", str(tmp_path / "plan.json")])
+        == 0
+    )
     made = Plan.from_json((tmp_path / "plan.json").read_text())
-    expected = make_plan(json.loads(Path(lengths).read_text()), TOPOLOGY, FLEXSP, max_tokens_per_rank=6000)
+    expected = make_plan(
+        json.loads(Path(lengths).read_text()), TOPOLOGY, FLEXSP, max_tokens_per_rank=6000
+    )
     assert made.digest() == expected.digest()
     check(made, TOPOLOGY, 6000)
     assert "step 0: 24 sequences" in capsys.readouterr().out
 
 
-def test_plan_to_stdout_is_nothing_but_json_lines(lengths: str, capsys: pytest.CaptureFixture[str]) -> None:
-    options = ["--planner", "static", "--sp-degree", "8", "--strategy", "ulysses", "--sync", "free"]
+def test_plan_to_stdout_is_nothing_but_json_lines(
+    lengths: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    options = [
+        "--planner",
+        "static",
+        "--sp-degree",
+        "8",
+        "--strategy",
+        "ulysses",
+        "--sync",
+        "free",
+    ]
     assert (
-        main(["plan", "--lengths", lengths, *MACHINE, *CAP, *options, "--sequences-per-step", "10", "--json", "-"])
+        main(
+            [
+                "plan",
+                "--lengths",
+                lengths,
+                *MACHINE,
+                *CAP,
+                *options,
+                "--sequences-per-step",
+                "10",
+                "--json",
+                "-",
+            ]
+        )
         == 0
     )
     plans = [Plan.from_json(line) for line in capsys.readouterr().out.splitlines()]
@@ -71,16 +103,28 @@ def test_plan_to_stdout_is_nothing_but_json_lines(lengths: str, capsys: pytest.C
     assert all(set(plan.degrees()) == {8} for plan in plans)
 
 
-def test_plan_takes_a_column_and_a_cost_model_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_plan_takes_a_column_and_a_cost_model_file(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     FLEXSP.save(tmp_path / "cost.json")
     (tmp_path / "rows.jsonl").write_text('{"n": 100}\n{"n": 200}\n')
-    options = ["--lengths", str(tmp_path / "rows.jsonl"), "--column", "n", "--cost-model", str(tmp_path / "cost.json")]
+    options = [
+        "--lengths",
+        str(tmp_path / "rows.jsonl"),
+        "--column",
+        "n",
+        "--cost-model",
+        str(tmp_path / "cost.json"),
+    ]
     assert main(["plan", *options, "--topology", "1x2", *CAP]) == 0
     assert "2 sequences, 300 tokens" in capsys.readouterr().out
 
 
 def test_simulate_and_view_read_plans(
-    plan_file: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    plan_file: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     assert main(["simulate", plan_file, *MACHINE]) == 0
     shown = capsys.readouterr().out
@@ -96,7 +140,9 @@ def test_simulate_and_view_read_plans(
         assert unit in shown
 
 
-def test_view_draws_files(plan_file: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_view_draws_files(
+    plan_file: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     pytest.importorskip("matplotlib")
     png, svg, chrome = (str(tmp_path / f"view.{name}") for name in ("png", "svg", "json"))
     capsys.readouterr()
@@ -107,19 +153,28 @@ def test_view_draws_files(plan_file: str, tmp_path: Path, capsys: pytest.Capture
     assert json.loads(Path(chrome).read_text())["traceEvents"]
 
 
-def test_view_reads_a_trace(plan_file: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_view_reads_a_trace(
+    plan_file: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     plan = Plan.from_json(Path(plan_file).read_text())
     measured = [0.25] * len(plan.micro_batches)
-    lines = [json.dumps({"step": n, "cost_model": "x", "measured_s": measured, **plan.to_record()}) for n in (7, 8)]
+    lines = [
+        json.dumps({"step": n, "cost_model": "x", "measured_s": measured, **plan.to_record()})
+        for n in (7, 8)
+    ]
     (tmp_path / "trace.jsonl").write_text("\n".join(lines) + "\n")
     capsys.readouterr()
     assert main(["view", str(tmp_path / "trace.jsonl"), "--step", "1"]) == 0
     assert "Step 8:" in (shown := capsys.readouterr().out)
     assert f"{0.25 * len(measured):.2f} s" in shown or "ms" in shown
-    assert "there is no --step 2" in failed(["view", str(tmp_path / "trace.jsonl"), "--step", "2"], capsys)
+    assert "there is no --step 2" in failed(
+        ["view", str(tmp_path / "trace.jsonl"), "--step", "2"], capsys
+    )
 
 
-def test_compare_has_a_line_for_every_planner(lengths: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_compare_has_a_line_for_every_planner(
+    lengths: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     options = ["--sequences-per-step", "6", "--steps", "1"]
     assert main(["compare", "--lengths", lengths, *MACHINE, *CAP, *options]) == 0
     head, columns, *rows = capsys.readouterr().out.splitlines()
@@ -129,8 +184,19 @@ def test_compare_has_a_line_for_every_planner(lengths: str, capsys: pytest.Captu
     assert rows[CHOICES["planner"].index("static")].startswith("static, degree ")
 
 
-def test_compare_fails_when_no_planner_can(lengths: str, capsys: pytest.CaptureFixture[str]) -> None:
-    argv = ["compare", "--lengths", lengths, *MACHINE, "--max-tokens-per-rank", "2", "--sp-degree", "2"]
+def test_compare_fails_when_no_planner_can(
+    lengths: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    argv = [
+        "compare",
+        "--lengths",
+        lengths,
+        *MACHINE,
+        "--max-tokens-per-rank",
+        "2",
+        "--sp-degree",
+        "2",
+    ]
     assert "no planner can plan this" in failed(argv, capsys)
 
 
@@ -151,37 +217,95 @@ def test_calibrate_passes_its_options_on_and_reports(
     def measured(model: str, **options: object) -> dict[str, object]:
         asked.append((model, options))
         hold_out = {"mean": 0.031, "p95": 0.08, "micro_batches": 16}
-        machine = {"device": "cpu", "topology": [1, 1], "model": "Llama", "dtype": "float32", "torch": "2"}
+        machine = {
+            "device": "cpu",
+            "topology": [1, 1],
+            "model": "Llama",
+            "dtype": "float32",
+            "torch": "2",
+        }
         return {"cost_model": FLEXSP.to_record(), "hold_out": hold_out, **machine}
 
     monkeypatch.setattr(measuring, "calibrate", measured)
     path = str(tmp_path / "cost.json")
-    assert main(["calibrate", "some/model", "--json", path, "--zero-stage", "3", "--no-checkpointing"]) == 0
-    assert asked == [("some/model", {"dtype": "auto", "output": path, "checkpointing": False, "zero_stage": 3})]
+    assert (
+        main(
+            ["calibrate", "some/model", "--json", path, "--zero-stage", "3", "--no-checkpointing"]
+        )
+        == 0
+    )
+    assert asked == [
+        ("some/model", {"dtype": "auto", "output": path, "checkpointing": False, "zero_stage": 3})
+    ]
     assert "off by 3.1 % on average" in capsys.readouterr().out
     assert "--json" in failed(["calibrate", "some/model"], capsys)
 
 
 BAD: list[tuple[str, Callable[[str], list[str]], str]] = [
     ("no file", lambda file: ["plan", "--lengths", "missing.txt", *MACHINE], "missing.txt"),
-    ("no preset", lambda file: ["plan", "--lengths", file, "--topology", "1x2", "--cost-model", "x"], "presets"),
-    ("topology", lambda file: ["plan", "--lengths", file, "--topology", "8", "--cost-model", "x"], "NODESxRANKS"),
-    ("no rank", lambda file: ["plan", "--lengths", file, "--topology", "0x8", "--cost-model", "x"], "at least 1"),
-    ("cap", lambda file: ["plan", "--lengths", file, *MACHINE, "--max-tokens-per-rank", "9"], "infeasible: sequence"),
-    ("no cap", lambda file: ["plan", "--lengths", file, *MACHINE, "--max-tokens-per-rank", "0"], "0 is below 1"),
-    ("not a number", lambda file: ["plan", "--lengths", file, *MACHINE, "--sp-degree", "x"], "no whole number"),
-    ("planner", lambda file: ["plan", "--lengths", file, *MACHINE, "--planner", "best"], "invalid choice"),
-    ("degree", lambda file: ["plan", "--lengths", file, *MACHINE, *CAP, "--sp-degree", "2"], "planner='static'"),
-    ("ring", lambda file: ["plan", "--lengths", file, *MACHINE, *CAP, "--strategy", "zigzag"], "no ring_bytes"),
+    (
+        "no preset",
+        lambda file: ["plan", "--lengths", file, "--topology", "1x2", "--cost-model", "x"],
+        "presets",
+    ),
+    (
+        "topology",
+        lambda file: ["plan", "--lengths", file, "--topology", "8", "--cost-model", "x"],
+        "NODESxRANKS",
+    ),
+    (
+        "no rank",
+        lambda file: ["plan", "--lengths", file, "--topology", "0x8", "--cost-model", "x"],
+        "at least 1",
+    ),
+    (
+        "cap",
+        lambda file: ["plan", "--lengths", file, *MACHINE, "--max-tokens-per-rank", "9"],
+        "infeasible: sequence",
+    ),
+    (
+        "no cap",
+        lambda file: ["plan", "--lengths", file, *MACHINE, "--max-tokens-per-rank", "0"],
+        "0 is below 1",
+    ),
+    (
+        "not a number",
+        lambda file: ["plan", "--lengths", file, *MACHINE, "--sp-degree", "x"],
+        "no whole number",
+    ),
+    (
+        "planner",
+        lambda file: ["plan", "--lengths", file, *MACHINE, "--planner", "best"],
+        "invalid choice",
+    ),
+    (
+        "degree",
+        lambda file: ["plan", "--lengths", file, *MACHINE, *CAP, "--sp-degree", "2"],
+        "planner='static'",
+    ),
+    (
+        "ring",
+        lambda file: ["plan", "--lengths", file, *MACHINE, *CAP, "--strategy", "zigzag"],
+        "no ring_bytes",
+    ),
     ("no plan", lambda file: ["simulate", file, *MACHINE], "not a plan"),
     ("no command", lambda file: [], "COMMAND"),
-    ("unwritable", lambda file: ["plan", "--lengths", file, *MACHINE, *CAP, "--json", "/no/such/folder/x"], "folder"),
+    (
+        "unwritable",
+        lambda file: ["plan", "--lengths", file, *MACHINE, *CAP, "--json", "/no/such/folder/x"],
+        "folder",
+    ),
 ]
 
 
-@pytest.mark.parametrize("argv, message", [case[1:] for case in BAD], ids=[case[0] for case in BAD])
+@pytest.mark.parametrize(
+    "argv, message", [case[1:] for case in BAD], ids=[case[0] for case in BAD]
+)
 def test_bad_input_is_one_line_and_status_2(
-    argv: Callable[[str], list[str]], message: str, lengths: str, capsys: pytest.CaptureFixture[str]
+    argv: Callable[[str], list[str]],
+    message: str,
+    lengths: str,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     assert message in failed(argv(lengths), capsys)
 
@@ -194,15 +318,21 @@ def test_bad_lengths_are_one_line_and_status_2(
     assert "bad: " in failed(["plan", "--lengths", str(tmp_path / "bad"), *MACHINE], capsys)
 
 
-def test_a_plan_of_another_world_is_refused(plan_file: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_plan_of_another_world_is_refused(
+    plan_file: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     other = ["--topology", "1x4", "--cost-model", "flexsp-gpt-7b-a100"]
     assert "1 x 4" in failed(["simulate", plan_file, *other], capsys)
     assert "1 x 4" in failed(["view", plan_file, *other], capsys)
     assert "--topology" in failed(["view", plan_file, *other[2:]], capsys)
 
 
-@pytest.mark.parametrize("text", ["", "{}", "[1]", '{"lengths"', '{"lengths": [1]}\n{"lengths": [2]}'])
-def test_what_is_no_plan_is_refused(text: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(
+    "text", ["", "{}", "[1]", '{"lengths"', '{"lengths": [1]}\n{"lengths": [2]}']
+)
+def test_what_is_no_plan_is_refused(
+    text: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     (tmp_path / "bad.json").write_text(text)
     assert "bad.json" in failed(["view", str(tmp_path / "bad.json")], capsys)
 
@@ -213,17 +343,29 @@ def test_the_command_line_imports_no_torch_and_runs_alone(lengths: str) -> None:
         "import sys\n"
         "from hf_flexseq.cli import main\n"
         f"status = main(['plan', '--lengths', {lengths!r}, *{MACHINE + CAP!r}, '--json', '-'])\n"
-        "heavy = {'torch', 'transformers', 'accelerate', 'datasets', 'pulp', 'highspy', 'matplotlib', 'pyarrow'}\n"
+        "heavy = {'torch', 'transformers', 'accelerate', 'datasets', 'pulp', 'highspy', "
+        "'matplotlib', 'pyarrow'}\n"
         "print(sorted(heavy & set(sys.modules)), file=sys.stderr)\n"
         "sys.exit(status)\n"
     )
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=True
+    )
     assert Plan.from_json(done.stdout).planner == "auto"
     assert done.stderr.strip() == "[]"
 
 
 def test_the_module_can_be_run(lengths: str) -> None:
-    command = [sys.executable, "-m", "hf_flexseq.cli", "plan", "--lengths", lengths, "--topology", "8"]
+    command = [
+        sys.executable,
+        "-m",
+        "hf_flexseq.cli",
+        "plan",
+        "--lengths",
+        lengths,
+        "--topology",
+        "8",
+    ]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 2
     assert done.stderr.count("\n") == 1

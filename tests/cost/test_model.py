@@ -1,4 +1,5 @@
-"""The cost model against the published formula written out, and its evaluation of micro-batches."""
+"""The cost model against the published formula written out, and its evaluation of
+micro-batches."""
 
 import json
 from dataclasses import replace
@@ -16,7 +17,14 @@ from hf_flexseq.topology import Topology
 
 FLEXSP = PRESETS["flexsp-gpt-7b-a100"]
 LLAMA_8B = ModelShape(
-    layers=32, hidden=4096, heads=32, kv_heads=8, head_dim=128, intermediate=14336, vocab=128256, params=8_030_261_248
+    layers=32,
+    hidden=4096,
+    heads=32,
+    kv_heads=8,
+    head_dim=128,
+    intermediate=14336,
+    vocab=128256,
+    params=8_030_261_248,
 )
 TWO_NODES = Topology(nodes=2, ranks_per_node=8)
 SIMPLE = CostModel(
@@ -39,12 +47,15 @@ SIMPLE = CostModel(
 
 
 def published_ms(length: int, degree: int, gigabytes_per_s: float) -> float:
-    """FlexSP's equations 12 to 14 with the 7B constants, as released: MiB over GB/s read as milliseconds."""
+    """FlexSP's equations 12 to 14 with the 7B constants, as released: MiB over GB/s read as
+    milliseconds."""
     compute = (5.128e-6 * length**2 + 0.18396 * length) / degree
     return compute + 4 * 2 * 32 * 4096 * 2 * length / 2**20 / degree / gigabytes_per_s
 
 
-@pytest.mark.parametrize("degree, speed", [(2, 119.5), (4, 104.1), (8, 96.5), (16, 10.33), (32, 5.94), (64, 4.87)])
+@pytest.mark.parametrize(
+    "degree, speed", [(2, 119.5), (4, 104.1), (8, 96.5), (16, 10.33), (32, 5.94), (64, 4.87)]
+)
 @pytest.mark.parametrize("length", [1, 4096, 100_003, 393_216])
 def test_preset_is_the_published_formula(degree: int, speed: float, length: int) -> None:
     ours = FLEXSP.sequence_ns(length, degree, "ulysses", spans_nodes=degree > 8)
@@ -60,17 +71,23 @@ def test_preset_constants() -> None:
 
 def test_preset_memory_is_the_published_one() -> None:
     """28 GiB less 16 bytes for each of 7.85 G parameters over 64 ranks, at 4.48 MiB a token."""
-    assert FLEXSP.max_tokens_per_rank(64) == int((28 * 1024 - 7.85 * 16 * 1024 / 64) / 4.48) == 5951
+    assert (
+        FLEXSP.max_tokens_per_rank(64) == int((28 * 1024 - 7.85 * 16 * 1024 / 64) / 4.48) == 5951
+    )
     at_192k = replace(FLEXSP, sharded_state_bytes=7.117 * 16 * 2**30)
     assert at_192k.max_tokens_per_rank(64) == 5993
 
 
 def test_bandwidth_of_unmeasured_degrees() -> None:
     speed = dict(FLEXSP.bandwidths)
-    inside, across = [[FLEXSP.bandwidth(d, spans) for d in (2, 3, 5, 6, 8)] for spans in (False, True)]
+    inside, across = [
+        [FLEXSP.bandwidth(d, spans) for d in (2, 3, 5, 6, 8)] for spans in (False, True)
+    ]
     assert inside == [speed[2], speed[4], speed[8], speed[8], speed[8]]
     assert across == [speed[16]] * 5
-    assert [FLEXSP.bandwidth(d, True) for d in (16, 24, 48, 64, 1024)] == [speed[d] for d in (16, 32, 64, 64, 64)]
+    assert [FLEXSP.bandwidth(d, True) for d in (16, 24, 48, 64, 1024)] == [
+        speed[d] for d in (16, 32, 64, 64, 64)
+    ]
 
 
 def test_ulysses_with_heads_that_do_not_divide() -> None:
@@ -87,7 +104,8 @@ def test_a_ring_hides_transfers_behind_attention_or_the_other_way_round() -> Non
 
 
 def test_ulysses_hides_all_but_the_first_piece_of_its_heads() -> None:
-    """Two heads on each of four ranks: half of the transfers may be hidden, of sixteen heads three quarters."""
+    """Two heads on each of four ranks: half of the transfers may be hidden, of sixteen heads three
+    quarters."""
     link = {"all_to_all_bytes": 2.0, "bandwidths": ((4, 0.5),), "all_to_all_overlap": 0.5}
     cost = replace(SIMPLE, attention_s=1.0, piece_rows=1, **link)
     for heads, share in ((4, 0.0), (8, 0.25), (16, 0.375), (64, 0.375), (None, 0.375)):
@@ -105,12 +123,19 @@ def test_an_all_gather_hides_nothing() -> None:
 
 
 def busiest_link(degree: int, keys: float, queries: float) -> float:
-    """From the steps of `balanced`: the most that any rank sends or receives, for tensors of these widths."""
+    """From the steps of `balanced`: the most that any rank sends or receives, for tensors of these
+    widths."""
     total = 0.0
     for there, back_of_keys in ((1, 0), (3, 1)):  # forward, backward
         sent, received = [0.0] * degree, [0.0] * degree
 
-        def move(source: int, target: int, size: float, out: list[float] = sent, into: list[float] = received) -> None:
+        def move(
+            source: int,
+            target: int,
+            size: float,
+            out: list[float] = sent,
+            into: list[float] = received,
+        ) -> None:
             out[source] += size
             into[target] += size
 
@@ -135,9 +160,14 @@ def test_balanced_pays_what_its_busiest_rank_moves(degree: int, shared: int) -> 
 
 
 def test_auto_finds_balanced_where_keys_are_as_wide_as_queries_and_links_slow() -> None:
-    """One head, so that Ulysses has no one to share with; a ring moves 24 tensors' worth a token, balanced 16."""
-    cost = replace(SIMPLE, attention_s=0.2, ring_bytes=6.0, query_bytes=1.0, all_to_all_bytes=8.0, heads=1)
-    seconds = {name: cost.sequence_ns(90, 5, name, False) / 1e9 for name in cost.strategies("auto")}
+    """One head, so that Ulysses has no one to share with; a ring moves 24 tensors' worth a token,
+    balanced 16."""
+    cost = replace(
+        SIMPLE, attention_s=0.2, ring_bytes=6.0, query_bytes=1.0, all_to_all_bytes=8.0, heads=1
+    )
+    seconds = {
+        name: cost.sequence_ns(90, 5, name, False) / 1e9 for name in cost.strategies("auto")
+    }
     assert min(seconds, key=seconds.__getitem__) == "balanced"
     assert seconds["zigzag"] - seconds["balanced"] == 24 * 18 - 0.2 * 90 * 18
 
@@ -150,12 +180,23 @@ def test_balanced_idles_at_even_degrees() -> None:
 
 
 def test_a_hybrid_is_ulysses_inside_a_node_and_a_ring_across_nodes() -> None:
-    """16 ranks on two nodes: 10 bytes a token inside at 5 bytes/s, one trip of 3 bytes a token across at 1 byte/s."""
-    cost = replace(SIMPLE, attention_s=1.0, all_to_all_bytes=10.0, ring_bytes=3.0, bandwidths=((8, 5.0), (16, 1.0)))
+    """16 ranks on two nodes: 10 bytes a token inside at 5 bytes/s, one trip of 3 bytes a token
+    across at 1 byte/s."""
+    cost = replace(
+        SIMPLE,
+        attention_s=1.0,
+        all_to_all_bytes=10.0,
+        ring_bytes=3.0,
+        bandwidths=((8, 5.0), (16, 1.0)),
+    )
     inside, across, linear = 10 * 80 / 16 / 5, 3 * 80 / 16, 80 / 16
-    assert cost.sequence_ns(80, 16, "hybrid", True) == round((80 * 80 / 16 + inside + linear) * 1e9)
+    assert cost.sequence_ns(80, 16, "hybrid", True) == round(
+        (80 * 80 / 16 + inside + linear) * 1e9
+    )
     no_attention = replace(cost, attention_s=0.0)
-    assert no_attention.sequence_ns(80, 16, "hybrid", True) == round((across + inside + linear) * 1e9)
+    assert no_attention.sequence_ns(80, 16, "hybrid", True) == round(
+        (across + inside + linear) * 1e9
+    )
     assert cost.sequence_ns(80, 8, "hybrid", False) == cost.sequence_ns(80, 8, "ulysses", False)
     assert [nodes_spanned(d) for d in (2, 6, 8, 16, 24, 64, 9)] == [2, 2, 2, 2, 3, 8, 3]
 
@@ -176,7 +217,9 @@ def test_vector_and_scalar_agree() -> None:
     lengths = np.array([1, 17, 4096, 123_457])
     for degree, strategy in ((1, "local"), (6, "ulysses"), (16, "zigzag")):
         together = cost.sequences_ns(lengths, degree, strategy, degree > 8).tolist()
-        assert together == [cost.sequence_ns(int(s), degree, strategy, degree > 8) for s in lengths]
+        assert together == [
+            cost.sequence_ns(int(s), degree, strategy, degree > 8) for s in lengths
+        ]
 
 
 # ---- evaluation
@@ -203,9 +246,14 @@ def test_lockstep_waits_for_the_slowest_rank_of_each_micro_batch() -> None:
 def test_groups_of_two_ranks_and_more_pay_their_latency() -> None:
     cost, node = replace(SIMPLE, group_s=3.0), Topology(nodes=1, ranks_per_node=3)
     ranks, alone = (rank_ns(model, STEP[0].groups, LENGTHS, node) for model in (cost, SIMPLE))
-    wide = [sum(group.degree > 1 for group in STEP[0].groups if rank in group.ranks) for rank in range(3)]
+    wide = [
+        sum(group.degree > 1 for group in STEP[0].groups if rank in group.ranks)
+        for rank in range(3)
+    ]
     assert set(wide) == {0, 1}
-    assert [a - b for a, b in zip(ranks, alone, strict=True)] == [3_000_000_000 * count for count in wide]
+    assert [a - b for a, b in zip(ranks, alone, strict=True)] == [
+        3_000_000_000 * count for count in wide
+    ]
     assert free_ns(cost, STEP, LENGTHS, node) > free_ns(SIMPLE, STEP, LENGTHS, node)
 
 
@@ -216,7 +264,11 @@ def test_free_ranks_wait_only_in_their_groups() -> None:
     # Rank 0 works 106, rank 1 102, then both pay 100 and meet at 206.
     assert [ns / 1e9 for ns in free_ns(SIMPLE, late, LENGTHS, node)] == [210, 214, 0]
     assert step_ns(SIMPLE, late, LENGTHS, node, sync="free") == 214e9
-    assert step_ns(SIMPLE, (), (), node, sync="free") == step_ns(SIMPLE, (), (), node, sync="lockstep") == 0
+    assert (
+        step_ns(SIMPLE, (), (), node, sync="free")
+        == step_ns(SIMPLE, (), (), node, sync="lockstep")
+        == 0
+    )
 
 
 # ---- estimates
@@ -224,7 +276,9 @@ def test_free_ranks_wait_only_in_their_groups() -> None:
 
 def test_analytic_model_counts_flops_and_bytes() -> None:
     cost = analytic_cost_model(LLAMA_8B, DEVICES["H100"], TWO_NODES, zero_stage=3)
-    assert cost.linear_s * DEVICES["H100"].flops == pytest.approx(8 * (LLAMA_8B.params - 128256 * 4096))
+    assert cost.linear_s * DEVICES["H100"].flops == pytest.approx(
+        8 * (LLAMA_8B.params - 128256 * 4096)
+    )
     assert cost.attention_s * DEVICES["H100"].flops == pytest.approx(32 * 7 * 4096)
     assert cost.all_to_all_bytes == 32 * 2 * 3 * (2 * 4096 + 2 * 1024)
     plain = analytic_cost_model(LLAMA_8B, DEVICES["H100"], TWO_NODES, checkpointing=False)
@@ -236,7 +290,9 @@ def test_analytic_model_counts_flops_and_bytes() -> None:
 
 def test_analytic_memory_depends_on_sharding_and_checkpointing() -> None:
     def tokens(**options: object) -> int:
-        return analytic_cost_model(LLAMA_8B, DEVICES["H200"], TWO_NODES, **options).max_tokens_per_rank(16)
+        return analytic_cost_model(
+            LLAMA_8B, DEVICES["H200"], TWO_NODES, **options
+        ).max_tokens_per_rank(16)
 
     assert tokens(zero_stage=3) > tokens(zero_stage=2) > tokens(zero_stage=1)
     assert tokens(zero_stage=3) > 2 * tokens(zero_stage=3, checkpointing=False)
@@ -247,7 +303,9 @@ def test_analytic_memory_depends_on_sharding_and_checkpointing() -> None:
         tokens(zero_stage=4)
 
 
-@pytest.mark.parametrize("nodes, ranks", [(1, 1), (1, 8), (2, 8), (2, 4), (3, 2), (2, 12), (2, 16), (5, 3)])
+@pytest.mark.parametrize(
+    "nodes, ranks", [(1, 1), (1, 8), (2, 8), (2, 4), (3, 2), (2, 12), (2, 16), (5, 3)]
+)
 def test_analytic_bandwidth_is_the_node_s_exactly_inside_nodes(nodes: int, ranks: int) -> None:
     topology, device = Topology(nodes=nodes, ranks_per_node=ranks), DEVICES["H100"]
     cost = analytic_cost_model(LLAMA_8B, device, topology, zero_stage=3)
@@ -259,7 +317,11 @@ def test_analytic_bandwidth_is_the_node_s_exactly_inside_nodes(nodes: int, ranks
 
 
 def test_json_round_trip(tmp_path: Path) -> None:
-    for model in (*PRESETS.values(), SIMPLE, analytic_cost_model(LLAMA_8B, DEVICES["CPU"], TWO_NODES)):
+    for model in (
+        *PRESETS.values(),
+        SIMPLE,
+        analytic_cost_model(LLAMA_8B, DEVICES["CPU"], TWO_NODES),
+    ):
         model.save(tmp_path / "cost.json")
         loaded = load_cost_model(str(tmp_path / "cost.json"))
         assert loaded == model
@@ -331,5 +393,7 @@ def test_a_file_that_knows_no_nics_has_one(tmp_path: Path) -> None:
 
 def test_unknown_names_list_the_presets() -> None:
     assert load_cost_model("flexsp-gpt-7b-a100") is FLEXSP
-    with pytest.raises(ValueError, match="flexsp-gpt-7b-a100, flexsp-gpt-13b-a100, flexsp-gpt-30b-a100"):
+    with pytest.raises(
+        ValueError, match="flexsp-gpt-7b-a100, flexsp-gpt-13b-a100, flexsp-gpt-30b-a100"
+    ):
         load_cost_model("gpt-7b")

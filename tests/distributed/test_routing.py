@@ -1,4 +1,5 @@
-"""Routed exchanges on 4 ranks in two nodes: the bits that would have come straight, whoever carries them."""
+"""Routed exchanges on 4 ranks in two nodes: the bits that would have come straight, whoever
+carries them."""
 
 import random
 
@@ -18,7 +19,9 @@ from tests.plans import random_plan
 from tests.ranks import run_ranks
 
 TOPOLOGY = Topology(nodes=2, ranks_per_node=2)
-LINKS = NicFigures(ranks_per_node=2, nics_per_node=2, inside_s=1e-15, across_s=1e-9, transfer_s=0.0)
+LINKS = NicFigures(
+    ranks_per_node=2, nics_per_node=2, inside_s=1e-15, across_s=1e-9, transfer_s=0.0
+)
 CPU = torch.device("cpu")
 PACKS = [(64,), (31, 1, 2, 17, 13, 29), (5, 3), (1,), (40, 40)]
 DTYPES = (torch.float64, torch.float32, torch.bfloat16)
@@ -31,22 +34,36 @@ def attention(communicator, micro_batch, lengths, dtype, links):
         shard = remapped(shard, micro_batch, lengths, TOPOLOGY)
     seq_ctx = SequenceContext(shard, communicator, choose_kernel(CPU, dtype, 8), CPU, links=links)
     generator = torch.Generator().manual_seed(communicator.rank)
-    q, k, v, dout = (torch.randn(shard.linear_tokens, h, 8, generator=generator).to(dtype) for h in (3, 1, 1, 3))
+    q, k, v, dout = (
+        torch.randn(shard.linear_tokens, h, 8, generator=generator).to(dtype) for h in (3, 1, 1, 3)
+    )
     q, k, v = (x.requires_grad_() for x in (q, k, v))
     out = sequence_parallel_attention(q, k, v, seq_ctx)
     out.backward(dout)
-    return [x.detach().contiguous().view(torch.uint8).tolist() for x in (out, q.grad, k.grad, v.grad)]
+    return [
+        x.detach().contiguous().view(torch.uint8).tolist() for x in (out, q.grad, k.grad, v.grad)
+    ]
 
 
 def compare(rank, world_size, cases):
-    """Of each (micro-batch, lengths, dtype): the results straight and routed, and how many exchanges were routed."""
+    """Of each (micro-batch, lengths, dtype): the results straight and routed, and how many
+    exchanges were routed."""
     communicator, made, post = Communicator(TOPOLOGY), [], RoutedExchange.post
     found = []
     with pytest.MonkeyPatch.context() as monkeypatch:
-        monkeypatch.setattr(RoutedExchange, "post", lambda *args, **kwargs: (made.append(1), post(*args, **kwargs))[1])
+        monkeypatch.setattr(
+            RoutedExchange,
+            "post",
+            lambda *args, **kwargs: (made.append(1), post(*args, **kwargs))[1],
+        )
         for case in cases:
             if case[0].remap or case[0].groups_of(rank):
-                found.append((*(attention(communicator, *case, links) for links in (None, LINKS)), len(made)))
+                found.append(
+                    (
+                        *(attention(communicator, *case, links) for links in (None, LINKS)),
+                        len(made),
+                    )
+                )
                 made.clear()
     return found
 
@@ -59,8 +76,14 @@ def assert_same(by_rank):
 
 @pytest.mark.parametrize("strategy", ["zigzag", "balanced"])
 def test_attention_is_the_same_to_the_bit(strategy):
-    groups = [Group(ranks=(0, 1, 2, 3), sequences=tuple(range(len(p))), strategy=strategy) for p in PACKS]
-    cases = [(MicroBatch(groups=(g,)), p, dtype) for g, p in zip(groups, PACKS, strict=True) for dtype in DTYPES]
+    groups = [
+        Group(ranks=(0, 1, 2, 3), sequences=tuple(range(len(p))), strategy=strategy) for p in PACKS
+    ]
+    cases = [
+        (MicroBatch(groups=(g,)), p, dtype)
+        for g, p in zip(groups, PACKS, strict=True)
+        for dtype in DTYPES
+    ]
     by_rank = run_ranks(compare, 4, cases)
     assert_same(by_rank)
     counts = [[count for *_, count in found] for found in by_rank]
@@ -74,7 +97,8 @@ def test_a_remapping_is_the_same_to_the_bit_and_passed_on_by_who_gives_nothing()
     cases = [(MicroBatch(groups=groups, remap=True), lengths, dtype) for dtype in DTYPES]
     by_rank = run_ranks(compare, 4, cases)
     assert_same(by_rank)
-    assert all(count == 4 for found in by_rank for *_, count in found)  # to and from the groups, forward and backward
+    # to and from the groups, forward and backward
+    assert all(count == 4 for found in by_rank for *_, count in found)
 
 
 def test_random_plans_are_the_same_to_the_bit():
@@ -89,22 +113,39 @@ def test_random_plans_are_the_same_to_the_bit():
 
 
 def exchange_at_random(rank, world_size, rounds):
-    """Random tensors in random exchanges, some ranks without a part in them; what came, and what should have."""
+    """Random tensors in random exchanges, some ranks without a part in them; what came, and what
+    should have."""
     communicator, shared = Communicator(TOPOLOGY), random.Random(0)
     found, routed = [], 0
     for n in range(rounds):
-        pairs = shared.sample([(a, b) for a in range(4) for b in range(4) if a != b], shared.randint(1, 6))
+        pairs = shared.sample(
+            [(a, b) for a in range(4) for b in range(4) if a != b], shared.randint(1, 6)
+        )
         sent = {pair: _tensors(shared.randint(1, 500), seed) for seed, pair in enumerate(pairs)}
-        transfers = tuple(Transfer(*pair, sum(-(-x.nbytes // 16) * 16 for x in xs)) for pair, xs in sent.items())
+        transfers = tuple(
+            Transfer(*pair, sum(-(-x.nbytes // 16) * 16 for x in xs)) for pair, xs in sent.items()
+        )
         decided = make_routing(transfers, LINKS)
-        exchange = RoutedExchange(unnamed, decided, communicator, CPU) if decided.paths else Exchange(unnamed)
+        exchange = (
+            RoutedExchange(unnamed, decided, communicator, CPU)
+            if decided.paths
+            else Exchange(unnamed)
+        )
         for (source, target), tensors in sent.items():
             if source == rank:
                 exchange.send(tensors, target)
-        came = {pair: exchange.recv(xs, len(xs[0]), pair[0]) for pair, xs in sent.items() if pair[1] == rank}
+        came = {
+            pair: exchange.recv(xs, len(xs[0]), pair[0])
+            for pair, xs in sent.items()
+            if pair[1] == rank
+        }
         exchange.post(communicator, tag=8 * (n % 50))
         exchange.wait()
-        found += [torch.equal(x, y) for pair, xs in came.items() for x, y in zip(xs, sent[pair], strict=True)]
+        found += [
+            torch.equal(x, y)
+            for pair, xs in came.items()
+            for x, y in zip(xs, sent[pair], strict=True)
+        ]
         routed += bool(decided.paths)
     return found, routed
 

@@ -7,5 +7,6 @@ import hf_flexseq.hf.trainer  # noqa: F401
 if importlib.util.find_spec("deepspeed"):
     import deepspeed
 
-    # A shared-memory collective that DeepSpeed would compile on the spot, for minutes; gloo does without.
+    # A shared-memory collective that DeepSpeed would compile on the spot, for minutes; gloo does
+    # without.
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False

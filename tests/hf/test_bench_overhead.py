@@ -13,6 +13,8 @@ def test_it_compares_all_lanes():
     environment = os.environ | {"PYTHONPATH": str(SCRIPT.parents[1])}
     done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
     assert done.returncode == 0, done.stderr
-    first_cells = [line.split("|")[1].strip() for line in done.stdout.splitlines() if line.startswith("| ")]
+    first_cells = [
+        line.split("|")[1].strip() for line in done.stdout.splitlines() if line.startswith("| ")
+    ]
     assert first_cells[:5] == ["lane", "packed", "same work", "bare loop", "flexseq"]
     assert "3 documents a step, 19 tokens: 9, 2 x 5" in done.stdout

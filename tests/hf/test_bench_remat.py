@@ -14,9 +14,13 @@ def test_it_states_the_gain_its_bound_and_the_memory():
     done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
     assert done.returncode == 0, done.stderr
     assert "one document of 64 tokens; 2 pairs" in done.stdout
-    assert [line.split("|")[1].strip() for line in done.stdout.splitlines() if line.startswith("| ")] == [
+    assert [
+        line.split("|")[1].strip() for line in done.stdout.splitlines() if line.startswith("| ")
+    ] == [
         "attention_remat",
         "True",
         "False",
     ]
-    assert all(words in done.stdout for words in ("faster on the processor", "bound by the formula"))
+    assert all(
+        words in done.stdout for words in ("faster on the processor", "bound by the formula")
+    )

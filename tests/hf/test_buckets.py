@@ -1,4 +1,5 @@
-"""Gradients of small models travel in several buckets; large models and users' choices are left alone."""
+"""Gradients of small models travel in several buckets; large models and users' choices are left
+alone."""
 
 import pytest
 import torch

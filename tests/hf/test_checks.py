@@ -1,4 +1,5 @@
-"""Wrong settings raise one clear line when a trainer, an engine or a callback is made; what works is let through."""
+"""Wrong settings raise one clear line when a trainer, an engine or a callback is made; what works
+is let through."""
 
 from types import SimpleNamespace
 
@@ -13,9 +14,22 @@ from torch.utils.data import IterableDataset
 from transformers import Trainer, TrainingArguments
 from trl import SFTConfig
 
-from hf_flexseq import FlexSeqArguments, FlexSeqCallback, FlexSeqConfig, FlexSeqEngine, FlexSeqTrainer
+from hf_flexseq import (
+    FlexSeqArguments,
+    FlexSeqCallback,
+    FlexSeqConfig,
+    FlexSeqEngine,
+    FlexSeqTrainer,
+)
 from hf_flexseq.hf.model.checks import check_model
-from tests.hf.test_trainer import OPTIONS, dataset, float64_loss, padded, training_arguments, update_error
+from tests.hf.test_trainer import (
+    OPTIONS,
+    dataset,
+    float64_loss,
+    padded,
+    training_arguments,
+    update_error,
+)
 from tests.hf.tiny import VOCAB, documents, tiny_llama
 from tests.ranks import run_ranks
 
@@ -54,20 +68,52 @@ def make_trainer(folder, *, model=None, data=DATA, collator=None, trainer=None, 
 @pytest.mark.parametrize(
     "settings, kind, message",
     [
-        ({"average_tokens_across_devices": False}, ValueError, "average_tokens_across_devices=False"),
-        ({"auto_find_batch_size": True}, ValueError, "auto_find_batch_size=True: max_tokens_per_rank"),
-        ({"gradient_checkpointing_kwargs": {"use_reentrant": True}}, ValueError, "'use_reentrant': False"),
-        ({"gradient_checkpointing_kwargs": {"preserve_rng_state": False}}, ValueError, "torch's default"),
-        ({"accelerator_config": {"dispatch_batches": True}}, ValueError, "dispatch_batches=True .* leave it at None"),
+        (
+            {"average_tokens_across_devices": False},
+            ValueError,
+            "average_tokens_across_devices=False",
+        ),
+        (
+            {"auto_find_batch_size": True},
+            ValueError,
+            "auto_find_batch_size=True: max_tokens_per_rank",
+        ),
+        (
+            {"gradient_checkpointing_kwargs": {"use_reentrant": True}},
+            ValueError,
+            "'use_reentrant': False",
+        ),
+        (
+            {"gradient_checkpointing_kwargs": {"preserve_rng_state": False}},
+            ValueError,
+            "torch's default",
+        ),
+        (
+            {"accelerator_config": {"dispatch_batches": True}},
+            ValueError,
+            "dispatch_batches=True .* leave it at None",
+        ),
         ({"accelerator_config": {"split_batches": True}}, ValueError, "split_batches=True"),
-        ({"cost_model": "no-such-model"}, ValueError, "cost_model='no-such-model' is neither a file nor one of"),
+        (
+            {"cost_model": "no-such-model"},
+            ValueError,
+            "cost_model='no-such-model' is neither a file nor one of",
+        ),
         ({"planner": "static", "sp_degree": 2}, ValueError, "sp_degree=2 does not divide 1 ranks"),
         ({"plan_trace": "/"}, ValueError, "plan_trace='/' is a folder"),
-        ({"label_smoothing_factor": 0.1}, NotImplementedError, "label_smoothing_factor=0.1.*set it to 0"),
+        (
+            {"label_smoothing_factor": 0.1},
+            NotImplementedError,
+            "label_smoothing_factor=0.1.*set it to 0",
+        ),
         ({"torch_compile": True}, NotImplementedError, "torch_compile=True"),
         ({"neftune_noise_alpha": 5.0}, NotImplementedError, "neftune_noise_alpha=5.0"),
         ({"optim": "lomo"}, NotImplementedError, "optim='lomo'.*use adamw_torch"),
-        ({"optim": "galore_adamw_layerwise"}, NotImplementedError, "optim='galore_adamw_layerwise'"),
+        (
+            {"optim": "galore_adamw_layerwise"},
+            NotImplementedError,
+            "optim='galore_adamw_layerwise'",
+        ),
         ({"ddp_static_graph": True}, NotImplementedError, "ddp_static_graph=True"),
     ],
 )
@@ -77,18 +123,27 @@ def test_training_arguments(tmp_path, settings, kind, message):
     one_line(raised)
 
 
-@pytest.mark.skipif(not hasattr(TrainingArguments, "activation_checkpointing_kwargs"), reason="transformers < 5.23")
+@pytest.mark.skipif(
+    not hasattr(TrainingArguments, "activation_checkpointing_kwargs"), reason="transformers < 5.23"
+)
 def test_the_other_spelling_of_checkpointing(tmp_path):
     with pytest.raises(ValueError, match="'use_reentrant': False"):
         make_trainer(tmp_path, activation_checkpointing_kwargs={"use_reentrant": True})
-    make_trainer(tmp_path, activation_checkpointing=True, activation_checkpointing_kwargs={"every_n_layers": 2})
+    make_trainer(
+        tmp_path,
+        activation_checkpointing=True,
+        activation_checkpointing_kwargs={"every_n_layers": 2},
+    )
 
 
 @pytest.mark.parametrize(
     "settings",
     [
         {"gradient_checkpointing": True},
-        {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": False}},
+        {
+            "gradient_checkpointing": True,
+            "gradient_checkpointing_kwargs": {"use_reentrant": False},
+        },
         {"train_sampling_strategy": "group_by_length", "dataloader_drop_last": True},
         {"optim": "sgd", "gradient_accumulation_steps": 4, "sync": "free"},
         {"accelerator_config": {"even_batches": False}},
@@ -102,11 +157,14 @@ def test_settings_that_work(tmp_path, settings):
 
 def weights_and_tokens(trainer):
     trainer.train()
-    return {n: p.detach() for n, p in trainer.model.named_parameters()}, trainer.state.num_input_tokens_seen
+    return {
+        n: p.detach() for n, p in trainer.model.named_parameters()
+    }, trainer.state.num_input_tokens_seen
 
 
 def both_runs(rank, world_size, folder, settings):
-    """How far ours is from the plain Trainer, and the tokens both counted. A trainer sets the seed when it is made."""
+    """How far ours is from the plain Trainer, and the tokens both counted. A trainer sets the seed
+    when it is made."""
     common = {"batch": 2, "accumulation": 2, "optim": "sgd", **settings}
     plain, data = tiny_llama(), dataset(27)
     before = {n: p.detach().clone() for n, p in plain.named_parameters()}
@@ -115,7 +173,9 @@ def both_runs(rank, world_size, folder, settings):
     trainer = Trainer(model=plain, args=args, train_dataset=data, data_collator=padded)
     wanted, plain_tokens = weights_and_tokens(trainer)
     args = training_arguments(FlexSeqConfig, folder, **common, **OPTIONS)
-    found, tokens = weights_and_tokens(FlexSeqTrainer(model=tiny_llama(), args=args, train_dataset=data))
+    found, tokens = weights_and_tokens(
+        FlexSeqTrainer(model=tiny_llama(), args=args, train_dataset=data)
+    )
     return update_error(before, wanted, found), (plain_tokens, tokens)
 
 
@@ -134,7 +194,9 @@ def test_settings_that_leave_the_result_alone(tmp_path, settings):
 
 
 def test_several_gpus_in_one_process(tmp_path):
-    trainer = Trainer(model=tiny_llama(), args=arguments(tmp_path, TrainingArguments), train_dataset=DATA)
+    trainer = Trainer(
+        model=tiny_llama(), args=arguments(tmp_path, TrainingArguments), train_dataset=DATA
+    )
     trainer.args._n_gpu = 2
     with pytest.raises(ValueError, match="n_gpu=2 .*accelerate launch"):
         FlexSeqCallback(trainer)
@@ -142,7 +204,9 @@ def test_several_gpus_in_one_process(tmp_path):
 
 
 def test_packing_of_trl(tmp_path):
-    trainer = Trainer(model=tiny_llama(), args=arguments(tmp_path, TrainingArguments), train_dataset=DATA)
+    trainer = Trainer(
+        model=tiny_llama(), args=arguments(tmp_path, TrainingArguments), train_dataset=DATA
+    )
     trainer.args = arguments(tmp_path, SFTConfig, packing=True)
     with pytest.raises(ValueError, match="set packing=False"):
         FlexSeqCallback(trainer)
@@ -151,7 +215,10 @@ def test_packing_of_trl(tmp_path):
 @pytest.mark.parametrize(
     "given, message",
     [
-        ({"compute_loss_func": lambda outputs, labels, num_items_in_batch: None}, "compute_loss_func"),
+        (
+            {"compute_loss_func": lambda outputs, labels, num_items_in_batch: None},
+            "compute_loss_func",
+        ),
         ({"compute_metrics": lambda predictions: {}}, "compute_metrics"),
     ],
 )
@@ -171,7 +238,9 @@ class MeanLoss(OwnLoss):
 
 
 def test_a_mean_over_a_rank(tmp_path):
-    with pytest.raises(NotImplementedError, match="loss_is_scaled_for_ga=False.*num_items_in_batch"):
+    with pytest.raises(
+        NotImplementedError, match="loss_is_scaled_for_ga=False.*num_items_in_batch"
+    ):
         MeanLoss(model=tiny_llama(), args=arguments(tmp_path), train_dataset=DATA)
 
 
@@ -221,9 +290,17 @@ def test_a_degree_that_does_not_divide_the_ranks(tmp_path):
 @pytest.mark.parametrize(
     "given, kind, message",
     [
-        ({"gradient_accumulation_steps": 4}, ValueError, "gradient_accumulation_steps=4.*accumulation=4"),
+        (
+            {"gradient_accumulation_steps": 4},
+            ValueError,
+            "gradient_accumulation_steps=4.*accumulation=4",
+        ),
         ({"dynamo_backend": "inductor"}, NotImplementedError, "dynamo_backend"),
-        ({"kwargs_handlers": [DistributedDataParallelKwargs(static_graph=True)]}, NotImplementedError, "static_graph"),
+        (
+            {"kwargs_handlers": [DistributedDataParallelKwargs(static_graph=True)]},
+            NotImplementedError,
+            "static_graph",
+        ),
     ],
 )
 def test_accelerators(given, kind, message):
@@ -235,7 +312,9 @@ def test_accelerators(given, kind, message):
 def test_other_parallelism_over_the_same_ranks(size):
     accelerator = Accelerator(cpu=True)
     # accelerate itself refuses it where there is no accelerator
-    accelerator.state.parallelism_config = SimpleNamespace(**{"cp_size": 1, "sp_size": 1, "tp_size": 1, size: 2})
+    accelerator.state.parallelism_config = SimpleNamespace(
+        **{"cp_size": 1, "sp_size": 1, "tp_size": 1, size: 2}
+    )
     with pytest.raises(ValueError, match=f"{size}=2: .* leave parallelism_config out"):
         FlexSeqEngine(accelerator, FlexSeqArguments())
 
@@ -370,25 +449,69 @@ NO_INTERFACE = "does not use transformers' attention interface"
     [
         ("Mistral", {"sliding_window": 4}, WINDOW),
         ("Phi3", {"sliding_window": 4}, WINDOW),
-        ("Qwen2", {"use_sliding_window": True, "max_window_layers": 1}, "layers of the kinds sliding_attention"),
-        ("Gemma3", {"layer_types": ["sliding_attention", "full_attention"]}, "layers of the kinds sliding_attention"),
-        ("MiniMax", {"layer_types": ["linear_attention", "full_attention"]}, "layers of the kinds linear_attention"),
-        ("Gemma2", {"layer_types": ["full_attention"] * 2}, "attn_logit_softcapping=50.0: softcapped"),
+        (
+            "Qwen2",
+            {"use_sliding_window": True, "max_window_layers": 1},
+            "layers of the kinds sliding_attention",
+        ),
+        (
+            "Gemma3",
+            {"layer_types": ["sliding_attention", "full_attention"]},
+            "layers of the kinds sliding_attention",
+        ),
+        (
+            "MiniMax",
+            {"layer_types": ["linear_attention", "full_attention"]},
+            "layers of the kinds linear_attention",
+        ),
+        (
+            "Gemma2",
+            {"layer_types": ["full_attention"] * 2},
+            "attn_logit_softcapping=50.0: softcapped",
+        ),
         ("Gemma2", {"attn_logit_softcapping": None}, "layers of the kinds sliding_attention"),
-        ("GptOss", {"layer_types": ["full_attention"] * 2, **EXPERTS}, "layers.0.self_attn has attention sinks"),
+        (
+            "GptOss",
+            {"layer_types": ["full_attention"] * 2, **EXPERTS},
+            "layers.0.self_attn has attention sinks",
+        ),
         ("Falcon", {}, NO_INTERFACE),
         ("Bloom", {}, NO_INTERFACE),
         ("Doge", {}, "DogeAttention asks for a mask of its own"),
         ("DeepseekV32", {}, "layers of the kinds indexed_attention"),
-        ("Nemotron", {"head_dim": 8}, "NemotronAttention is not given the keyword arguments of the model"),
-        ("Llama", {"attention_dropout": 0.1}, "attention_dropout=0.1: .* set config.attention_dropout=0"),
+        (
+            "Nemotron",
+            {"head_dim": 8},
+            "NemotronAttention is not given the keyword arguments of the model",
+        ),
+        (
+            "Llama",
+            {"attention_dropout": 0.1},
+            "attention_dropout=0.1: .* set config.attention_dropout=0",
+        ),
         ("GPT2", {"kind": "LMHeadModel", "n_embd": 32, "n_head": 4}, "attn_pdrop=0.1"),
-        ("Mixtral", {"output_router_logits": True, **EXPERTS}, "output_router_logits=True: a router loss"),
-        ("Llama", {"rope_parameters": LONGROPE}, "rope_type='longrope' takes its frequencies from the longest"),
-        ("Llama", {"rope_parameters": ROPE | {"rope_type": "dynamic", "factor": 2.0}}, "rope_type='dynamic'"),
+        (
+            "Mixtral",
+            {"output_router_logits": True, **EXPERTS},
+            "output_router_logits=True: a router loss",
+        ),
+        (
+            "Llama",
+            {"rope_parameters": LONGROPE},
+            "rope_type='longrope' takes its frequencies from the longest",
+        ),
+        (
+            "Llama",
+            {"rope_parameters": ROPE | {"rope_type": "dynamic", "factor": 2.0}},
+            "rope_type='dynamic'",
+        ),
         ("Roberta", {"is_decoder": True, **NO_DROPOUT}, "counts positions from its padding_idx"),
         ("Bert", {"kind": "LMHeadModel", **NO_DROPOUT}, "asks for attention in both directions"),
-        ("DeepseekV3", {"kv_lora_rank": 16, "num_key_value_heads": 4}, "queries of 192 and values of 128 dimensions"),
+        (
+            "DeepseekV3",
+            {"kv_lora_rank": 16, "num_key_value_heads": 4},
+            "queries of 192 and values of 128 dimensions",
+        ),
         ("Llama", {"kind": "ForTokenClassification"}, "its loss is ForTokenClassification"),
         ("Qwen2_5_VL", {"kind": "ForConditionalGeneration"}, "does not take num_items_in_batch"),
         ("T5Gemma", {"kind": "ForConditionalGeneration"}, "it is an encoder-decoder"),

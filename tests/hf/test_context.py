@@ -16,7 +16,9 @@ from tests.ranks import run_ranks
 def local_context(tokens, dtype, communicator):
     group = Group(ranks=(communicator.rank,), sequences=(0,), strategy="local")
     shard = make_shard(MicroBatch(groups=(group,)), [tokens], communicator.rank)
-    return SequenceContext(shard, communicator, choose_kernel(torch.device("cpu"), dtype, 8), torch.device("cpu"))
+    return SequenceContext(
+        shard, communicator, choose_kernel(torch.device("cpu"), dtype, 8), torch.device("cpu")
+    )
 
 
 def seen_by_attention(rank, world_size, checkpointing):
@@ -39,7 +41,9 @@ def seen_by_attention(rank, world_size, checkpointing):
     losses = []
     for seq_ctx in contexts:  # two micro-batches in flight: both forwards before both backwards
         ids = torch.arange(seq_ctx.linear_tokens)[None]
-        output = model(input_ids=ids, position_ids=ids, labels=ids, seq_ctx=seq_ctx, use_cache=False)
+        output = model(
+            input_ids=ids, position_ids=ids, labels=ids, seq_ctx=seq_ctx, use_cache=False
+        )
         losses.append(output.loss)
     forwards, layers = len(seen), len(model.model.layers)
     assert [c is contexts[i // layers] for i, c in enumerate(seen)] == [True] * forwards

@@ -1,4 +1,5 @@
-"""`deterministic=True` under the Trainer: attention of fixed bits in every layer, and a log line with its price."""
+"""`deterministic=True` under the Trainer: attention of fixed bits in every layer, and a log line
+with its price."""
 
 import logging
 
@@ -12,7 +13,11 @@ from tests.hf.tiny import tiny_llama
 
 def losses_of_run(folder, **options):
     args = training_arguments(
-        FlexSeqConfig, folder, batch=2, accumulation=1, **OPTIONS | {"max_tokens_per_rank": 100} | options
+        FlexSeqConfig,
+        folder,
+        batch=2,
+        accumulation=1,
+        **OPTIONS | {"max_tokens_per_rank": 100} | options,
     )
     trainer = FlexSeqTrainer(model=tiny_llama(), args=args, train_dataset=dataset())
     trainer.train()

@@ -1,4 +1,5 @@
-"""The evaluation loss is the mean over the target tokens of the whole set: for any batch size, world size, loader."""
+"""The evaluation loss is the mean over the target tokens of the whole set: for any batch size,
+world size, loader."""
 
 import pytest
 import torch
@@ -66,7 +67,9 @@ def evaluate(rank, world_size, folder, batch, options, stream):
 def test_evaluation_loss_is_the_token_mean(tmp_path, world_size, batch, options, stream):
     with torch.no_grad():
         wanted = float(reference_loss(tiny_llama(), documents(LENGTHS)))
-    for before, after, reference in run_ranks(evaluate, world_size, tmp_path, batch, options, stream):
+    for before, after, reference in run_ranks(
+        evaluate, world_size, tmp_path, batch, options, stream
+    ):
         assert before == pytest.approx(wanted, rel=1e-10)
         assert after == pytest.approx(reference, rel=1e-10)
         assert after != pytest.approx(before, rel=1e-4)

@@ -1,5 +1,6 @@
-"""The same batch gives the same loss and gradients under any plan, to rounding: float64, random legal plans of mixed
-degrees, strategies, packing and micro-batch counts, against one process that takes one document at a time."""
+"""The same batch gives the same loss and gradients under any plan, to rounding: float64, random
+legal plans of mixed degrees, strategies, packing and micro-batch counts, against one process that
+takes one document at a time."""
 
 import pytest
 import torch
@@ -8,7 +9,13 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from hf_flexseq import DataCollatorForFlexSeq
-from tests.hf.tiny import RandomPlanEngine, documents, reference_gradients, relative_errors, tiny_llama
+from tests.hf.tiny import (
+    RandomPlanEngine,
+    documents,
+    reference_gradients,
+    relative_errors,
+    tiny_llama,
+)
 from tests.ranks import run_ranks
 
 LENGTHS = [1, 2, 17, 5, 31, 3, 1, 40, 11, 2, 13, 23]
@@ -27,7 +34,8 @@ def whole(gradient):
 
 
 def gradients_under_random_plans(rank, world_size, sharding, checkpointing, dtype, plans):
-    """The largest relative errors of loss, gradient norm and parameter gradients over `plans` random plans."""
+    """The largest relative errors of loss, gradient norm and parameter gradients over `plans`
+    random plans."""
     examples = documents(LENGTHS)
     wanted_loss, wanted = reference_gradients(tiny_llama(torch.float64), examples)
     model = tiny_llama(torch.float64).to(dtype)
@@ -43,13 +51,20 @@ def gradients_under_random_plans(rank, world_size, sharding, checkpointing, dtyp
     wrapped = DistributedDataParallel(model) if sharding == "ddp" else model
     worst = {"loss": 0.0, "norm": 0.0, "gradients": 0.0}
     for _ in range(plans):
-        (loss,) = [step.backward(wrapped) for step in engine.steps(own_batches(examples, rank, world_size), 2)]
+        (loss,) = [
+            step.backward(wrapped)
+            for step in engine.steps(own_batches(examples, rank, world_size), 2)
+        ]
         torch.distributed.all_reduce(loss)
         found = {name: whole(p.grad).double() for name, p in model.named_parameters()}
         model.zero_grad()
-        norms = [torch.cat([g.flatten() for g in each.values()]).norm() for each in (found, wanted)]
+        norms = [
+            torch.cat([g.flatten() for g in each.values()]).norm() for each in (found, wanted)
+        ]
         errors = relative_errors(found, wanted)
-        worst["loss"] = max(worst["loss"], abs(float(loss) / world_size - wanted_loss) / wanted_loss)
+        worst["loss"] = max(
+            worst["loss"], abs(float(loss) / world_size - wanted_loss) / wanted_loss
+        )
         worst["norm"] = max(worst["norm"], float((norms[0] - norms[1]).abs() / norms[1]))
         worst["gradients"] = max(worst["gradients"], *errors.values())
     return worst
@@ -60,7 +75,9 @@ def gradients_under_random_plans(rank, world_size, sharding, checkpointing, dtyp
 @pytest.mark.parametrize("sharding", ["ddp", "fsdp2"])
 def test_float64_gradients_equal_one_process(world_size, sharding, checkpointing):
     plans = 20 if sharding == "ddp" and not checkpointing else 6
-    for worst in run_ranks(gradients_under_random_plans, world_size, sharding, checkpointing, torch.float64, plans):
+    for worst in run_ranks(
+        gradients_under_random_plans, world_size, sharding, checkpointing, torch.float64, plans
+    ):
         assert worst["loss"] < 1e-12
         assert worst["norm"] < 1e-10
         assert worst["gradients"] < 1e-10

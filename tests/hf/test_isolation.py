@@ -1,4 +1,5 @@
-"""Documents that share a row, a rank or a group do not see each other: not one bit of another document changes."""
+"""Documents that share a row, a rank or a group do not see each other: not one bit of another
+document changes."""
 
 import pytest
 import torch
@@ -16,18 +17,24 @@ CHANGED = 2
 
 
 def logits_and_gradient(rank, world_size, strategy, tokens):
-    """This rank's logits, and the gradient of the loss of every document but the changed one with respect to the
-    input embeddings, row by row, with the document that each row belongs to."""
+    """This rank's logits, and the gradient of the loss of every document but the changed one with
+    respect to the input embeddings, row by row, with the document that each row belongs to."""
     model = tiny_llama()
     model.set_attn_implementation("flexseq")
-    group = Group(ranks=tuple(range(world_size)), sequences=tuple(range(len(LENGTHS))), strategy=strategy)
+    group = Group(
+        ranks=tuple(range(world_size)), sequences=tuple(range(len(LENGTHS))), strategy=strategy
+    )
     shard = make_shard(MicroBatch(groups=(group,)), LENGTHS, rank)
     kernel = choose_kernel(torch.device("cpu"), torch.float64, 8)
     seq_ctx = SequenceContext(shard, Communicator(), kernel, torch.device("cpu"))
-    rows = torch.tensor([[i, t] for s in shard.slices for i in [s.sequence] for t in range(s.start, s.stop)])
+    rows = torch.tensor(
+        [[i, t] for s in shard.slices for i in [s.sequence] for t in range(s.start, s.stop)]
+    )
     ids = torch.tensor([[tokens[i][t] for i, t in rows.tolist()]])
     embeddings = model.get_input_embeddings()(ids).detach().requires_grad_()
-    logits = model(inputs_embeds=embeddings, position_ids=rows[:, 1][None], seq_ctx=seq_ctx, use_cache=False).logits
+    logits = model(
+        inputs_embeds=embeddings, position_ids=rows[:, 1][None], seq_ctx=seq_ctx, use_cache=False
+    ).logits
     others = rows[:, 0] != CHANGED
     (logits[0, others].logsumexp(-1) - logits[0, others, 0]).sum().backward()
     return rows[:, 0].tolist(), logits[0].detach().numpy(), embeddings.grad[0].numpy()
@@ -35,12 +42,22 @@ def logits_and_gradient(rank, world_size, strategy, tokens):
 
 @pytest.mark.parametrize(
     ("world_size", "strategy"),
-    [(1, "local"), (2, "ulysses"), (3, "ulysses"), (2, "zigzag"), (3, "zigzag"), (3, "balanced"), (2, "allgather")],
+    [
+        (1, "local"),
+        (2, "ulysses"),
+        (3, "ulysses"),
+        (2, "zigzag"),
+        (3, "zigzag"),
+        (3, "balanced"),
+        (2, "allgather"),
+    ],
 )
 def test_a_changed_document_changes_no_other(world_size, strategy):
     generator = torch.Generator().manual_seed(0)
     tokens = [torch.randint(VOCAB, (n,), generator=generator).tolist() for n in LENGTHS]
-    changed = [[(t + 1) % VOCAB for t in row] if i == CHANGED else row for i, row in enumerate(tokens)]
+    changed = [
+        [(t + 1) % VOCAB for t in row] if i == CHANGED else row for i, row in enumerate(tokens)
+    ]
     before = run_ranks(logits_and_gradient, world_size, strategy, tokens)
     after = run_ranks(logits_and_gradient, world_size, strategy, changed)
     touched = 0

@@ -1,4 +1,5 @@
-"""Whatever draws the samples, an optimizer step holds those that the plain Trainer would have used."""
+"""Whatever draws the samples, an optimizer step holds those that the plain Trainer would have
+used."""
 
 import pytest
 import torch
@@ -6,7 +7,14 @@ from torch.utils.data import IterableDataset
 from transformers import Trainer, TrainingArguments
 
 from hf_flexseq import FlexSeqConfig, FlexSeqTrainer
-from tests.hf.test_trainer import OPTIONS, float64_loss, logged, padded, training_arguments, update_error
+from tests.hf.test_trainer import (
+    OPTIONS,
+    float64_loss,
+    logged,
+    padded,
+    training_arguments,
+    update_error,
+)
 from tests.hf.tiny import documents, tiny_llama
 from tests.ranks import run_ranks
 
@@ -26,7 +34,8 @@ CASES = {
 
 
 class Stream(IterableDataset):
-    """48 samples are whole steps; what is left at the end of a stream the plain Trainer adds to the next step."""
+    """48 samples are whole steps; what is left at the end of a stream the plain Trainer adds to
+    the next step."""
 
     def __iter__(self):
         return iter(documents(LENGTHS[:48]))
@@ -74,7 +83,8 @@ def test_same_weights_as_the_plain_trainer_on_two_ranks(tmp_path, case):
 
 
 def drawn_lengths(rank, world_size, folder):
-    """Lengths of all sequences of one epoch when no sample is repeated, and the steps that the run took."""
+    """Lengths of all sequences of one epoch when no sample is repeated, and the steps that the run
+    took."""
     args = training_arguments(
         FlexSeqConfig,
         folder,
@@ -94,7 +104,8 @@ def drawn_lengths(rank, world_size, folder):
 
 
 def test_without_even_batches_every_sample_is_used_once(tmp_path):
-    """21 samples in batches of 2 on 3 ranks: in the last step one rank draws one sample and one draws nothing."""
+    """21 samples in batches of 2 on 3 ranks: in the last step one rank draws one sample and one
+    draws nothing."""
     for seen, steps in run_ranks(drawn_lengths, 3, tmp_path, seconds=120):
         assert seen == sorted(LENGTHS[:21])
         assert steps == 4

@@ -35,7 +35,9 @@ SMALL = {
     "num_key_value_heads": 1,
     "pad_token_id": 0,
 }
-needs_torch_loss = pytest.mark.skipif(not hasattr(nn, "LinearCrossEntropyOptions"), reason="torch >= 2.13")
+needs_torch_loss = pytest.mark.skipif(
+    not hasattr(nn, "LinearCrossEntropyOptions"), reason="torch >= 2.13"
+)
 BACKENDS = [chunked_loss.loop_sum, pytest.param(chunked_loss.torch_sum, marks=needs_torch_loss)]
 
 
@@ -50,19 +52,32 @@ def difference(a: torch.Tensor, b: torch.Tensor) -> float:
     return float((a - b).norm() / b.norm().clamp(min=1e-300))
 
 
-def operands(tokens: int, vocab: int, dtype: torch.dtype, *, bias: bool = True) -> list[torch.Tensor]:
-    """hidden [tokens, 12], weight [vocab, 12], bias [vocab] or None and targets [tokens], a third of them ignored."""
+def operands(
+    tokens: int, vocab: int, dtype: torch.dtype, *, bias: bool = True
+) -> list[torch.Tensor]:
+    """hidden [tokens, 12], weight [vocab, 12], bias [vocab] or None and targets [tokens], a third
+    of them ignored."""
     random = torch.Generator().manual_seed(7)
-    hidden, weight = (torch.randn(n, 12, generator=random, dtype=torch.float64) for n in (tokens, vocab))
-    offset = torch.randn(vocab, generator=random, dtype=torch.float64).to(dtype).requires_grad_() if bias else None
+    hidden, weight = (
+        torch.randn(n, 12, generator=random, dtype=torch.float64) for n in (tokens, vocab)
+    )
+    offset = (
+        torch.randn(vocab, generator=random, dtype=torch.float64).to(dtype).requires_grad_()
+        if bias
+        else None
+    )
     targets = torch.randint(vocab, (tokens,), generator=random)
     targets[1::3] = IGNORE_INDEX
     return [hidden.to(dtype).requires_grad_(), weight.to(dtype).requires_grad_(), offset, targets]
 
 
-def full_sum(hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, targets: torch.Tensor):
+def full_sum(
+    hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, targets: torch.Tensor
+):
     """The twin: all logits."""
-    return F.cross_entropy(F.linear(hidden, weight, bias), targets, reduction="sum", ignore_index=IGNORE_INDEX)
+    return F.cross_entropy(
+        F.linear(hidden, weight, bias), targets, reduction="sum", ignore_index=IGNORE_INDEX
+    )
 
 
 def loss_and_grads(function, inputs: list[torch.Tensor], scale: float = 0.3) -> list[torch.Tensor]:
@@ -80,11 +95,18 @@ def in_chunks_of(rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize(("tokens", "vocab"), [(1, 5), (2, 5), (7, 33), (8, 33), (23, 33)])
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-12), (torch.float32, 1e-6)])
-def test_sum_and_gradients_are_those_of_full_logits(backend, bias, tokens, vocab, dtype, tolerance, monkeypatch):
+def test_sum_and_gradients_are_those_of_full_logits(
+    backend, bias, tokens, vocab, dtype, tolerance, monkeypatch
+):
     in_chunks_of(4, monkeypatch)
     inputs = operands(tokens, vocab, dtype, bias=bias)
-    wide = [x.detach().double().requires_grad_() if x is not None and x.is_floating_point() else x for x in inputs]
-    for chunked, full in zip(loss_and_grads(backend, inputs), loss_and_grads(full_sum, wide), strict=True):
+    wide = [
+        x.detach().double().requires_grad_() if x is not None and x.is_floating_point() else x
+        for x in inputs
+    ]
+    for chunked, full in zip(
+        loss_and_grads(backend, inputs), loss_and_grads(full_sum, wide), strict=True
+    ):
         assert chunked.dtype == dtype
         assert difference(chunked, full) < tolerance
 
@@ -99,7 +121,9 @@ def test_16_bits_are_summed_in_float32(dtype, monkeypatch):
     assert loss.dtype == torch.float32
     assert difference(loss, full_loss) < 1e-6
     # A gradient is rounded twice: when it is stored, and when it is scaled.
-    assert all(difference(a, b) < torch.finfo(dtype).eps for a, b in zip(grads, full_grads, strict=True))
+    assert all(
+        difference(a, b) < torch.finfo(dtype).eps for a, b in zip(grads, full_grads, strict=True)
+    )
     assert [grad.dtype for grad in grads] == [dtype] * 3
 
 
@@ -110,7 +134,9 @@ def test_only_what_requires_a_gradient_gets_one(backend, frozen, monkeypatch):
     inputs = operands(9, 33, torch.float64)
     for i in frozen:
         inputs[i] = inputs[i].detach()
-    for chunked, full in zip(loss_and_grads(backend, inputs), loss_and_grads(full_sum, inputs), strict=True):
+    for chunked, full in zip(
+        loss_and_grads(backend, inputs), loss_and_grads(full_sum, inputs), strict=True
+    ):
         assert difference(chunked, full) < 1e-12
 
 
@@ -142,7 +168,9 @@ def peak_bytes(run, tmp_path: Path) -> int:
         run()
     profiler.export_chrome_trace(str(tmp_path / "trace.json"))
     events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
-    memory = sorted((event for event in events if event["name"] == "[memory]"), key=lambda event: event["ts"])
+    memory = sorted(
+        (event for event in events if event["name"] == "[memory]"), key=lambda event: event["ts"]
+    )
     return max(itertools.accumulate(event["args"]["Bytes"] for event in memory))
 
 
@@ -154,7 +182,10 @@ def test_logits_of_all_tokens_never_exist(backend, tmp_path, monkeypatch):
     all_logits = tokens * vocab * 4
     gradients = sum(x.numel() * 4 for x in inputs[:3])
     assert peak_bytes(lambda: loss_and_grads(full_sum, inputs), tmp_path) > all_logits
-    assert peak_bytes(lambda: loss_and_grads(backend, inputs), tmp_path) < 2 * gradients + 4 * rows * vocab * 4
+    assert (
+        peak_bytes(lambda: loss_and_grads(backend, inputs), tmp_path)
+        < 2 * gradients + 4 * rows * vocab * 4
+    )
     assert 2 * gradients + 4 * rows * vocab * 4 < all_logits / 2
 
 
@@ -163,7 +194,10 @@ def test_evaluation_computes_no_gradients(tmp_path, monkeypatch):
     inputs = operands(8, 4096, torch.bfloat16)
     widened = inputs[1].numel() * 4
     with torch.no_grad():
-        assert peak_bytes(lambda: chunked_cross_entropy_sum(*inputs), tmp_path) < widened + 3 * 4 * 4096 * 4
+        assert (
+            peak_bytes(lambda: chunked_cross_entropy_sum(*inputs), tmp_path)
+            < widened + 3 * 4 * 4096 * 4
+        )
         twin = full_sum(*(x.double() for x in inputs[:3]), inputs[3])
         assert difference(chunked_cross_entropy_sum(*inputs), twin) < 1e-6
 
@@ -183,7 +217,9 @@ def test_the_backend_is_chosen_by_dtype_and_device(monkeypatch):
     monkeypatch.delattr(nn, "LinearCrossEntropyOptions", raising=False)
     assert choose_backend(wide, wide).name == "loop"
 
-    on_cuda = types.SimpleNamespace(dtype=torch.bfloat16, device=torch.device("cuda"), requires_grad=True)
+    on_cuda = types.SimpleNamespace(
+        dtype=torch.bfloat16, device=torch.device("cuda"), requires_grad=True
+    )
     monkeypatch.setattr(chunked_loss, "_liger_function", lambda: None)
     assert "not installed" in choose_backend(on_cuda, on_cuda).why
     monkeypatch.setattr(chunked_loss, "_liger_function", lambda: F)
@@ -198,10 +234,15 @@ def test_the_backend_is_chosen_by_dtype_and_device(monkeypatch):
 def test_16_bits_on_cuda(name):
     if name == "liger":
         pytest.importorskip("liger_kernel")
-    inputs = [x.detach().cuda().requires_grad_(x.is_floating_point()) for x in operands(50, 33, torch.bfloat16)]
+    inputs = [
+        x.detach().cuda().requires_grad_(x.is_floating_point())
+        for x in operands(50, 33, torch.bfloat16)
+    ]
     wide = [x.detach().double().requires_grad_() if x.is_floating_point() else x for x in inputs]
     backend = {"loop": chunked_loss.loop_sum, "liger": chunked_loss.liger_sum}[name]
-    for chunked, full in zip(loss_and_grads(backend, inputs), loss_and_grads(full_sum, wide), strict=True):
+    for chunked, full in zip(
+        loss_and_grads(backend, inputs), loss_and_grads(full_sum, wide), strict=True
+    ):
         assert difference(chunked, full) < 2e-2
 
 
@@ -238,7 +279,9 @@ def gradients(model: nn.Module, loss: torch.Tensor) -> dict[str, torch.Tensor]:
     return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
 
 
-def assert_same_gradients(ours: dict[str, torch.Tensor], twin: dict[str, torch.Tensor], tolerance: float) -> None:
+def assert_same_gradients(
+    ours: dict[str, torch.Tensor], twin: dict[str, torch.Tensor], tolerance: float
+) -> None:
     assert ours.keys() == twin.keys()
     largest = max(float(grad.norm()) for grad in twin.values())
     for name in twin:
@@ -246,7 +289,9 @@ def assert_same_gradients(ours: dict[str, torch.Tensor], twin: dict[str, torch.T
         assert float((ours[name] - twin[name]).norm()) <= tolerance * scale, name
 
 
-def assert_chunked_equals_full(model: nn.Module, batch: dict[str, torch.Tensor], tolerance: float = 1e-12) -> None:
+def assert_chunked_equals_full(
+    model: nn.Module, batch: dict[str, torch.Tensor], tolerance: float = 1e-12
+) -> None:
     for items in (None, 29, torch.tensor(29)):
         outputs = model(**batch, num_items_in_batch=items)
         twin = full_loss(model, batch, items)
@@ -362,14 +407,22 @@ class Twice(transformers.LlamaForCausalLM):
     def forward(self, input_ids, labels=None, **kwargs):
         logits = self.lm_head(self.model(input_ids).last_hidden_state)
         logits.mul_(2)
-        loss = None if labels is None else self.loss_function(logits=logits, labels=labels, vocab_size=61, **kwargs)
+        loss = (
+            None
+            if labels is None
+            else self.loss_function(logits=logits, labels=labels, vocab_size=61, **kwargs)
+        )
         return transformers.modeling_outputs.CausalLMOutput(loss=loss, logits=logits)
 
 
 class Forgetful(transformers.LlamaForCausalLM):
     def forward(self, input_ids, labels=None, **kwargs):
         logits = self.lm_head(self.model(input_ids).last_hidden_state)
-        loss = None if labels is None else self.loss_function(logits=logits, labels=labels, vocab_size=61)
+        loss = (
+            None
+            if labels is None
+            else self.loss_function(logits=logits, labels=labels, vocab_size=61)
+        )
         return transformers.modeling_outputs.CausalLMOutput(loss=loss, logits=logits)
 
 
@@ -377,7 +430,11 @@ class Relabelling(transformers.LlamaForCausalLM):
     def forward(self, input_ids, labels=None, **kwargs):
         logits = self.lm_head(self.model(input_ids).last_hidden_state)
         labels = None if labels is None else labels.flip(1)
-        loss = None if labels is None else self.loss_function(logits=logits, labels=labels, vocab_size=61, **kwargs)
+        loss = (
+            None
+            if labels is None
+            else self.loss_function(logits=logits, labels=labels, vocab_size=61, **kwargs)
+        )
         return transformers.modeling_outputs.CausalLMOutput(loss=loss, logits=logits)
 
 
@@ -395,7 +452,9 @@ def test_labels_alone_are_shifted():
     attach_chunked_loss(model)
     shifted = F.pad(batch["labels"], (0, 1), value=IGNORE_INDEX)[:, 1:]
     twin = full_loss(model, batch | {"shift_labels": shifted})
-    assert difference(model(input_ids=batch["input_ids"], labels=batch["labels"]).loss, twin) < 1e-12
+    assert (
+        difference(model(input_ids=batch["input_ids"], labels=batch["labels"]).loss, twin) < 1e-12
+    )
     positional = model(batch["input_ids"], None, None, None, None, batch["labels"])
     assert positional.logits is None
     assert difference(positional.loss, twin) < 1e-12
@@ -435,13 +494,20 @@ def test_without_gradients():
 def test_under_autocast_only_the_operands_are_rounded():
     model, seen = make_model(dtype=torch.float32), []
     attach_chunked_loss(model)
-    model.lm_head.register_forward_pre_hook(lambda module, args: seen.append(args[0]) or args[0].retain_grad())
+    model.lm_head.register_forward_pre_hook(
+        lambda module, args: seen.append(args[0]) or args[0].retain_grad()
+    )
     with torch.autocast("cpu", dtype=torch.bfloat16):
         loss = model(**make_batch()).loss
     loss.backward()
-    hidden, weight = (x.detach().bfloat16().requires_grad_() for x in (seen[0], model.lm_head.weight))
+    hidden, weight = (
+        x.detach().bfloat16().requires_grad_() for x in (seen[0], model.lm_head.weight)
+    )
     targets = make_batch()["labels"].flatten()
-    twin = chunked_cross_entropy_sum(hidden.flatten(0, 1), weight, None, targets) / (targets != IGNORE_INDEX).sum()
+    twin = (
+        chunked_cross_entropy_sum(hidden.flatten(0, 1), weight, None, targets)
+        / (targets != IGNORE_INDEX).sum()
+    )
     twin.backward()
     assert loss.dtype == torch.float32
     assert torch.equal(loss, twin)
@@ -537,8 +603,13 @@ def test_adapters_that_call_the_model_their_own_way():
         own = adaptive(**batch)
     assert ours.logits is None
     assert difference(ours.loss, own.loss) < 1e-6  # transformers' own loss is in float32
-    prompted = get_peft_model(make_model(), PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3)).double()
-    handle, batch = attach_chunked_loss(prompted), {"input_ids": batch["input_ids"], "labels": batch["labels"]}
+    prompted = get_peft_model(
+        make_model(), PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3)
+    ).double()
+    handle, batch = (
+        attach_chunked_loss(prompted),
+        {"input_ids": batch["input_ids"], "labels": batch["labels"]},
+    )
     ours = prompted(**batch)
     with handle.disabled():
         own = prompted(**batch)
@@ -550,17 +621,23 @@ def test_adapters_that_call_the_model_their_own_way():
 # ---- on two ranks
 
 
-def sharded_gradients(rank: int, world_size: int, policy: MixedPrecisionPolicy) -> dict[str, np.ndarray]:
-    """Of the ranks' batches over 29 items: in the units that accelerate makes, or with a policy for the head alone."""
+def sharded_gradients(
+    rank: int, world_size: int, policy: MixedPrecisionPolicy
+) -> dict[str, np.ndarray]:
+    """Of the ranks' batches over 29 items: in the units that accelerate makes, or with a policy
+    for the head alone."""
     mesh = init_device_mesh("cpu", (world_size,))
     model, shared = make_model(), policy == MixedPrecisionPolicy()
     if shared:
         assert attach_chunked_loss(model) is not None
     for layer in model.model.layers:
         fully_shard(layer, mesh=mesh)
-    fully_shard([model.model.norm, model.lm_head] if shared else model.lm_head, mesh=mesh, mp_policy=policy)
+    fully_shard(
+        [model.model.norm, model.lm_head] if shared else model.lm_head, mesh=mesh, mp_policy=policy
+    )
     fully_shard(model, mesh=mesh)
-    assert attach_chunked_loss(model) is not None  # the classes of model and head are other ones by now
+    # the classes of model and head are other ones by now
+    assert attach_chunked_loss(model) is not None
     batch = make_batch(length=5 + 3 * rank)
     outputs = model(**batch, num_items_in_batch=29)
     assert outputs.logits is None
@@ -579,9 +656,13 @@ def replicated_gradients(rank: int, world_size: int) -> dict[str, np.ndarray]:
 
 def assert_ranks_agree_with_one_process(function, *args) -> None:
     model = make_model()
-    twin = gradients(model, sum(full_loss(model, make_batch(length=5 + 3 * rank), 29) for rank in range(2)))
+    twin = gradients(
+        model, sum(full_loss(model, make_batch(length=5 + 3 * rank), 29) for rank in range(2))
+    )
     for grads in run_ranks(function, 2, *args):
-        assert_same_gradients({name: torch.from_numpy(grad) for name, grad in grads.items()}, twin, 1e-12)
+        assert_same_gradients(
+            {name: torch.from_numpy(grad) for name, grad in grads.items()}, twin, 1e-12
+        )
 
 
 def test_sharded_by_fsdp2():
@@ -590,7 +671,9 @@ def test_sharded_by_fsdp2():
 
 def test_an_output_cast_of_fsdp2_does_not_round_the_gradients():
     # 1/29 in bfloat16 is 0.3 % off, and would be so in every gradient.
-    assert_ranks_agree_with_one_process(sharded_gradients, MixedPrecisionPolicy(output_dtype=torch.bfloat16))
+    assert_ranks_agree_with_one_process(
+        sharded_gradients, MixedPrecisionPolicy(output_dtype=torch.bfloat16)
+    )
 
 
 def test_replicated_by_ddp():

@@ -9,8 +9,22 @@ from transformers import PreTrainedTokenizerFast, Trainer, TrainingArguments
 from trl import DPOConfig, DPOTrainer, GRPOConfig, GRPOTrainer, SFTConfig, SFTTrainer
 from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 
-from hf_flexseq import DataCollatorForFlexSeq, FlexSeqArguments, FlexSeqConfig, FlexSeqMixin, FlexSeqTrainer
-from tests.hf.test_trainer import OPTIONS, dataset, float64_loss, logged, padded, training_arguments, update_error
+from hf_flexseq import (
+    DataCollatorForFlexSeq,
+    FlexSeqArguments,
+    FlexSeqConfig,
+    FlexSeqMixin,
+    FlexSeqTrainer,
+)
+from tests.hf.test_trainer import (
+    OPTIONS,
+    dataset,
+    float64_loss,
+    logged,
+    padded,
+    training_arguments,
+    update_error,
+)
 from tests.hf.tiny import VOCAB, tiny_llama
 from tests.ranks import run_ranks
 
@@ -22,7 +36,9 @@ class FlexSeqSFTTrainer(FlexSeqMixin, SFTTrainer):
 def tokenizer():
     vocabulary = {f"t{i}": i for i in range(VOCAB)}
     return PreTrainedTokenizerFast(
-        tokenizer_object=Tokenizer(models.WordLevel(vocabulary, unk_token="t0")), pad_token="t0", eos_token="t1"
+        tokenizer_object=Tokenizer(models.WordLevel(vocabulary, unk_token="t0")),
+        pad_token="t0",
+        eos_token="t1",
     )
 
 
@@ -53,7 +69,9 @@ def sft_trainer(cls, folder, batch, *, model=None, settings=None, train_dataset=
 def sft_run(rank, world_size, folder):
     trainer = sft_trainer(FlexSeqSFTTrainer, folder, 2, flexseq_args=FlexSeqArguments(**OPTIONS))
     trainer.train()
-    return {n: p.detach().numpy() for n, p in trainer.model.named_parameters()}, trainer.state.log_history
+    return {
+        n: p.detach().numpy() for n, p in trainer.model.named_parameters()
+    }, trainer.state.log_history
 
 
 def test_sft_trainer_with_its_own_head(tmp_path):
@@ -64,14 +82,18 @@ def test_sft_trainer_with_its_own_head(tmp_path):
     for found, log in run_ranks(sft_run, 2, tmp_path, seconds=120):
         assert update_error(before, wanted, found) < 2e-6
         for key in ("loss", "grad_norm", "num_tokens"):
-            assert logged(log, key) == pytest.approx(logged(plain.state.log_history, key), rel=1e-5), key
+            assert logged(log, key) == pytest.approx(
+                logged(plain.state.log_history, key), rel=1e-5
+            ), key
         assert logged(log, "flexseq/micro_batches")
 
 
 @pytest.mark.parametrize("mask", ["completion_mask", "assistant_masks"])
 @pytest.mark.parametrize("named", [False, True])
 @pytest.mark.parametrize("cls", [SFTTrainer, FlexSeqSFTTrainer])
-def test_evaluating_masks_without_labels_is_refused_as_by_the_plain_sft_trainer(tmp_path, cls, named, mask):
+def test_evaluating_masks_without_labels_is_refused_as_by_the_plain_sft_trainer(
+    tmp_path, cls, named, mask
+):
     flexseq = {"flexseq_args": FlexSeqArguments(**OPTIONS)} if cls is FlexSeqSFTTrainer else {}
     trainer = sft_trainer(cls, tmp_path, 2, **flexseq)
     data = Dataset.from_list([{"input_ids": [1, 2, 3, 4], mask: [0, 0, 1, 1]}])
@@ -94,11 +116,15 @@ def test_masks_without_labels_are_refused_when_the_collator_was_wrapped_by_the_u
 
 
 def test_evaluating_masks_that_preparation_reads_gives_the_plain_loss(tmp_path):
-    data = Dataset.from_list([{"input_ids": [1, 2, 3, 4, 5], "completion_mask": [0, 0, 1, 1, 1]}] * 2)
+    data = Dataset.from_list(
+        [{"input_ids": [1, 2, 3, 4, 5], "completion_mask": [0, 0, 1, 1, 1]}] * 2
+    )
     settings = {"dataset_kwargs": None, "completion_only_loss": True}
     plain = sft_trainer(SFTTrainer, tmp_path, 2, settings=settings)
     wanted = plain.evaluate(data)["eval_loss"]
-    trainer = sft_trainer(FlexSeqSFTTrainer, tmp_path, 2, settings=settings, flexseq_args=FlexSeqArguments(**OPTIONS))
+    trainer = sft_trainer(
+        FlexSeqSFTTrainer, tmp_path, 2, settings=settings, flexseq_args=FlexSeqArguments(**OPTIONS)
+    )
     assert trainer.evaluate(data)["eval_loss"] == pytest.approx(wanted, rel=1e-6)
     whole = trainer.evaluate(data.remove_columns("completion_mask"))["eval_loss"]
     assert whole != pytest.approx(wanted, rel=1e-3)
@@ -240,11 +266,17 @@ def trl_arguments(cls, folder, **options):
 @pytest.mark.parametrize("positional", [False, True])
 def test_dpo_trainer_is_refused_for_its_loss(tmp_path, positional):
     names = ("model", "ref_model", "args")
-    values = (tiny_llama(torch.float32), tiny_llama(torch.float32), trl_arguments(DPOConfig, tmp_path))
+    values = (
+        tiny_llama(torch.float32),
+        tiny_llama(torch.float32),
+        trl_arguments(DPOConfig, tmp_path),
+    )
     given = values if positional else ()
     named = {} if positional else dict(zip(names, values, strict=True))
     data = Dataset.from_list([{"prompt": "t1", "chosen": "t2", "rejected": "t3"}] * 4)
-    with pytest.raises(NotImplementedError, match="loss_is_scaled_for_ga=False of FlexSeqDPOTrainer: ") as raised:
+    with pytest.raises(
+        NotImplementedError, match="loss_is_scaled_for_ga=False of FlexSeqDPOTrainer: "
+    ) as raised:
         FlexSeqDPOTrainer(
             *given,
             **named,
@@ -267,20 +299,26 @@ def test_grpo_trainer_is_refused_at_its_first_batch(tmp_path):
         processing_class=tokenizer(),
         flexseq_args=FlexSeqArguments(**OPTIONS),
     )
-    with pytest.raises(ValueError, match="the collator made a list .* reinforcement learning") as raised:
+    with pytest.raises(
+        ValueError, match="the collator made a list .* reinforcement learning"
+    ) as raised:
         trainer.train()
     assert "\n" not in str(raised.value)
 
 
 def lora_llama():
     torch.manual_seed(3)
-    config = LoraConfig(r=4, target_modules=["q_proj", "v_proj", "down_proj"], init_lora_weights=False)
+    config = LoraConfig(
+        r=4, target_modules=["q_proj", "v_proj", "down_proj"], init_lora_weights=False
+    )
     return get_peft_model(tiny_llama(), config)
 
 
 def lora_run(rank, world_size, folder):
     model = lora_llama()
-    args = training_arguments(FlexSeqConfig, folder, batch=2, accumulation=1, optim="sgd", **OPTIONS)
+    args = training_arguments(
+        FlexSeqConfig, folder, batch=2, accumulation=1, optim="sgd", **OPTIONS
+    )
     trainer = FlexSeqTrainer(model=model, args=args, train_dataset=dataset())
     trainer.train()
     return {n: p.detach().numpy() for n, p in model.named_parameters() if p.requires_grad}

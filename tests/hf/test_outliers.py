@@ -1,4 +1,5 @@
-"""Sequences that fit on no single rank are split; one that fits nowhere stops the run before any compute."""
+"""Sequences that fit on no single rank are split; one that fits nowhere stops the run before any
+compute."""
 
 import pytest
 from accelerate import Accelerator
@@ -28,7 +29,12 @@ def train_on_outlier(rank, world_size, folder, longest, cap):
     model = tiny_llama()
     counter = CountForwards(model)
     args = training_arguments(
-        FlexSeqConfig, folder, batch=1, accumulation=1, max_tokens_per_rank=cap, train_sampling_strategy="sequential"
+        FlexSeqConfig,
+        folder,
+        batch=1,
+        accumulation=1,
+        max_tokens_per_rank=cap,
+        train_sampling_strategy="sequential",
     )
     trainer = FlexSeqTrainer(model=model, args=args, train_dataset=documents([longest, 3] * 10))
     try:
@@ -53,7 +59,8 @@ def test_what_fits_nowhere_is_refused_on_every_rank_before_any_compute(tmp_path)
 
 def kill_the_planner(rank, world_size):
     engine = FlexSeqEngine(
-        Accelerator(cpu=True), FlexSeqArguments(lookahead=1, max_tokens_per_rank=64, cost_model="flexsp-gpt-7b-a100")
+        Accelerator(cpu=True),
+        FlexSeqArguments(lookahead=1, max_tokens_per_rank=64, cost_model="flexsp-gpt-7b-a100"),
     )
     engine.attach(tiny_llama())
     batches = iter([DataCollatorForFlexSeq()(documents([5, 9])) for _ in range(20)])

@@ -1,4 +1,5 @@
-"""bfloat16 by autocast: the attention runs in it, and the losses stay close to those of the plain Trainer in it."""
+"""bfloat16 by autocast: the attention runs in it, and the losses stay close to those of the plain
+Trainer in it."""
 
 import pytest
 import torch
@@ -11,14 +12,22 @@ from tests.ranks import run_ranks
 
 
 def bf16_run(rank, world_size, folder):
-    common = {"batch": 4 // world_size, "accumulation": 1, "optim": "sgd", "bf16": True, "learning_rate": 0.1}
+    common = {
+        "batch": 4 // world_size,
+        "accumulation": 1,
+        "optim": "sgd",
+        "bf16": True,
+        "learning_rate": 0.1,
+    }
     model = tiny_llama(torch.float32)
     if world_size == 1:
         args = training_arguments(TrainingArguments, folder, **common)
         trainer = Trainer(model=model, args=args, train_dataset=dataset(), data_collator=padded)
     else:
         args = training_arguments(FlexSeqConfig, folder, **common, **OPTIONS)
-        trainer = FlexSeqTrainer(model=model, args=args, train_dataset=dataset(), eval_dataset=dataset())
+        trainer = FlexSeqTrainer(
+            model=model, args=args, train_dataset=dataset(), eval_dataset=dataset()
+        )
         trainer.evaluate()  # wraps the model for autocast, and must leave no trace of it
     trainer.train()
     assert next(model.parameters()).dtype == torch.float32

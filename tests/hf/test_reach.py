@@ -1,5 +1,5 @@
-"""Model families: on two ranks, under random plans, plain and checkpointed, each one's loss and gradients are those of
-one process. What is refused is in `test_checks.py`."""
+"""Model families: on two ranks, under random plans, plain and checkpointed, each one's loss and
+gradients are those of one process. What is refused is in `test_checks.py`."""
 
 import pytest
 import torch
@@ -60,14 +60,19 @@ def make_model(family):
 
 
 def stay_in_float64():
-    """Norms and routers of transformers compute in float32 whatever the dtype; in this process they no longer do."""
+    """Norms and routers of transformers compute in float32 whatever the dtype; in this process
+    they no longer do."""
     to, softmax = torch.Tensor.to, F.softmax
 
     def stays(tensor, dtype):
         return tensor.dtype == torch.float64 and dtype == torch.float32
 
     def patched_to(tensor, *args, **kwargs):
-        return tensor if stays(tensor, kwargs.get("dtype", args[0] if args else None)) else to(tensor, *args, **kwargs)
+        return (
+            tensor
+            if stays(tensor, kwargs.get("dtype", args[0] if args else None))
+            else to(tensor, *args, **kwargs)
+        )
 
     def patched_softmax(tensor, *args, **kwargs):
         if stays(tensor, kwargs.get("dtype")):
@@ -90,11 +95,18 @@ def error_of(family, rank, world_size):
     for checkpointing in (False, True):
         if checkpointing:
             model.gradient_checkpointing_enable({"use_reentrant": False})
-        (loss,) = [step.backward(wrapped) for step in engine.steps(own_batches(examples, rank, world_size), 2)]
+        (loss,) = [
+            step.backward(wrapped)
+            for step in engine.steps(own_batches(examples, rank, world_size), 2)
+        ]
         torch.distributed.all_reduce(loss)
         found = {name: p.grad.clone() for name, p in model.named_parameters()}
         model.zero_grad()
-        worst = max(worst, abs(float(loss) / world_size / wanted_loss - 1), *relative_errors(found, wanted).values())
+        worst = max(
+            worst,
+            abs(float(loss) / world_size / wanted_loss - 1),
+            *relative_errors(found, wanted).values(),
+        )
     engine.detach()
     return worst
 

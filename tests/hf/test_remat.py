@@ -1,4 +1,5 @@
-"""Under activation checkpointing attention and its transfers run once per layer, and no bit of a gradient changes."""
+"""Under activation checkpointing attention and its transfers run once per layer, and no bit of a
+gradient changes."""
 
 import gc
 import weakref
@@ -6,10 +7,17 @@ from functools import partial
 
 import pytest
 import torch
-from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointImpl, checkpoint_wrapper
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
+    CheckpointImpl,
+    checkpoint_wrapper,
+)
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+)
 
 from hf_flexseq import FlexSeqConfig, FlexSeqTrainer
 from hf_flexseq.attention import SequenceContext, sequence_parallel_attention, ulysses
@@ -53,7 +61,12 @@ def make_context(groups=ALONE, rank=0, communicator=None, **options):
 
 def row(seq_ctx):
     positions = torch.cat([torch.arange(s.start, s.stop) for s in seq_ctx.shard.slices])[None]
-    return {"input_ids": positions % VOCAB, "position_ids": positions, "seq_ctx": seq_ctx, "use_cache": False}
+    return {
+        "input_ids": positions % VOCAB,
+        "position_ids": positions,
+        "seq_ctx": seq_ctx,
+        "use_cache": False,
+    }
 
 
 def model_of(checkpointing=True, **config):
@@ -69,7 +82,9 @@ def loss_of(model, seq_ctx):
 
 
 def gradients(model):
-    found = {name: whole(p.grad).clone() for name, p in model.named_parameters() if p.grad is not None}
+    found = {
+        name: whole(p.grad).clone() for name, p in model.named_parameters() if p.grad is not None
+    }
     model.zero_grad()
     return found
 
@@ -103,7 +118,8 @@ def sharded(model, sharding):
 
 
 def one_step(model, seq_ctx, kernel, transfers):
-    """(attention forwards, transfers) of the forward, then of the backward, the results kept, and the gradients."""
+    """(attention forwards, transfers) of the forward, then of the backward, the results kept, and
+    the gradients."""
 
     def counted():
         return kernel.forwards, sum(counter.calls for counter in transfers)
@@ -114,7 +130,10 @@ def one_step(model, seq_ctx, kernel, transfers):
     loss.backward()
     backward = counted()
     assert not seq_ctx.kept, "attention that no replay has taken"
-    per_pass = [tuple(b - a for a, b in zip(*pair, strict=True)) for pair in ((before, forward), (forward, backward))]
+    per_pass = [
+        tuple(b - a for a, b in zip(*pair, strict=True))
+        for pair in ((before, forward), (forward, backward))
+    ]
     return per_pass, kept, gradients(model)
 
 
@@ -143,7 +162,9 @@ def test_attention_and_its_transfers_run_once(sharding):
             assert (moved > 0) == (strategy != "local")
             assert moved % LAYERS == 0
             assert plain[1] == (0, moved_back)
-            assert again == [(forwards, moved), (forwards, moved + moved_back)], "the replay attends again"
+            assert again == [(forwards, moved), (forwards, moved + moved_back)], (
+                "the replay attends again"
+            )
             assert once == plain, "as many kernel calls and transfers as without checkpointing"
             assert kept == LAYERS
 
@@ -172,7 +193,9 @@ def trainer_run(rank, world_size, folder, remat, checkpointing=True):
 def test_a_trainer_keeps_attention_unless_told_otherwise(tmp_path):
     kept, again = (run_ranks(trainer_run, 2, tmp_path, remat) for remat in (True, False))
     plain = run_ranks(trainer_run, 2, tmp_path, True, False)
-    for (once, *_, weights), (twice, *_, wanted), (forwards, *_) in zip(kept, again, plain, strict=True):
+    for (once, *_, weights), (twice, *_, wanted), (forwards, *_) in zip(
+        kept, again, plain, strict=True
+    ):
         assert (once, twice) == (forwards, 2 * forwards)
         assert all((weights[name] == wanted[name]).all() for name in wanted)
 
@@ -195,7 +218,9 @@ def test_the_checkpoint_wrapper_of_torch():
         model.model.layers[place] = checkpoint_wrapper(layer, CheckpointImpl.NO_REENTRANT)
     forwards, found = run_alone(model)
     assert forwards == LAYERS
-    assert_same_bits({name.replace("_checkpoint_wrapped_module.", ""): g for name, g in found.items()}, wanted)
+    assert_same_bits(
+        {name.replace("_checkpoint_wrapped_module.", ""): g for name, g in found.items()}, wanted
+    )
 
 
 def test_deterministic_attention_is_kept_too():
@@ -208,9 +233,14 @@ def test_deterministic_attention_is_kept_too():
 
 
 def test_selective_checkpointing_decides_itself():
-    """Its results come back by their place among the calls of an operator, so that no call may be left out."""
+    """Its results come back by their place among the calls of an operator, so that no call may be
+    left out."""
     aten = torch.ops.aten
-    saved = (aten._scaled_dot_product_flash_attention_for_cpu.default, aten.mm.default, aten.cat.default)
+    saved = (
+        aten._scaled_dot_product_flash_attention_for_cpu.default,
+        aten.mm.default,
+        aten.cat.default,
+    )
 
     def policy(ctx, op, *args, **kwargs):
         return CheckpointPolicy.MUST_SAVE if op in saved else CheckpointPolicy.PREFER_RECOMPUTE
@@ -218,7 +248,10 @@ def test_selective_checkpointing_decides_itself():
     model = model_of(checkpointing=False)
     _, wanted = run_alone(model)
     model.gradient_checkpointing_enable(
-        {"use_reentrant": False, "context_fn": partial(create_selective_checkpoint_contexts, policy)}
+        {
+            "use_reentrant": False,
+            "context_fn": partial(create_selective_checkpoint_contexts, policy),
+        }
     )
     _, found = run_alone(model)
     assert_same_bits(found, wanted)
@@ -239,7 +272,9 @@ def test_regions_of_several_calls_and_regions_within_regions():
     assert torch.equal(found, wanted)
     assert kernel.forwards == 2 * plain
     (wanted,) = torch.autograd.grad(attend_twice(x.exp(), seq_ctx).sin().sum(), x)
-    (found,) = torch.autograd.grad(remat(lambda x: remat(attend_twice, x.exp(), seq_ctx).sin(), x).sum(), x)
+    (found,) = torch.autograd.grad(
+        remat(lambda x: remat(attend_twice, x.exp(), seq_ctx).sin(), x).sum(), x
+    )
     assert torch.equal(found, wanted)
     assert not seq_ctx.kept
 
@@ -266,7 +301,10 @@ def test_forwards_of_one_model_in_any_order():
         found = []
         for remat in (True, False):
             seq_ctx, _ = make_context(attention_remat=remat)
-            losses = [model(**(row(seq_ctx) | {"input_ids": ids})).logits.square().sum() for ids in some_rows()]
+            losses = [
+                model(**(row(seq_ctx) | {"input_ids": ids})).logits.square().sum()
+                for ids in some_rows()
+            ]
             for loss in losses[::order]:
                 loss.backward()
                 found.append(gradients(model))
@@ -294,7 +332,8 @@ def test_a_second_backward_attends_again():
 
 
 @pytest.mark.parametrize(
-    "checkpointing, training, grad", [(False, True, True), (True, False, True), (True, True, False)]
+    "checkpointing, training, grad",
+    [(False, True, True), (True, False, True), (True, True, False)],
 )
 def test_nothing_is_kept_where_nothing_is_replayed(checkpointing, training, grad):
     model = model_of(checkpointing).train(training)
@@ -307,7 +346,13 @@ def test_nothing_is_kept_where_nothing_is_replayed(checkpointing, training, grad
 
 
 def kept_tensors(seq_ctx):
-    return [x for calls in seq_ctx.kept._calls.values() for kept in calls._kept for x in kept if torch.is_tensor(x)]
+    return [
+        x
+        for calls in seq_ctx.kept._calls.values()
+        for kept in calls._kept
+        for x in kept
+        if torch.is_tensor(x)
+    ]
 
 
 def test_a_graph_that_is_dropped_leaves_nothing():

@@ -1,4 +1,5 @@
-"""A run that is killed in the middle of an epoch and resumed goes on with the same data and the same losses."""
+"""A run that is killed in the middle of an epoch and resumed goes on with the same data and the
+same losses."""
 
 import os
 
@@ -69,4 +70,6 @@ def test_another_step_size_is_refused(tmp_path):
     run_ranks(losses, 2, tmp_path, False, False, None)
     with pytest.raises(AssertionError, match="8 sequences per optimizer step, this run draws 12"):
         run_ranks(losses, 2, tmp_path, False, False, True, 3)
-    assert run_ranks(losses, 1, tmp_path, False, False, True, 4), "the same step size on another number of ranks"
+    assert run_ranks(losses, 1, tmp_path, False, False, True, 4), (
+        "the same step size on another number of ranks"
+    )

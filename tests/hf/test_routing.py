@@ -1,4 +1,5 @@
-"""`routing` under the engine: bytes take other NICs, no bit changes, and a log line says why, or why not."""
+"""`routing` under the engine: bytes take other NICs, no bit changes, and a log line says why, or
+why not."""
 
 import logging
 from dataclasses import replace
@@ -32,7 +33,12 @@ class Lines(logging.Handler):
 
 def run_step(rank, world_size, folder, routing, cost, strategy):
     """Gradients of one step, exchanges that were routed, and what was logged about it."""
-    logger, handler, routed, post = logging.getLogger("hf_flexseq"), Lines(), [], RoutedExchange.post
+    logger, handler, routed, post = (
+        logging.getLogger("hf_flexseq"),
+        Lines(),
+        [],
+        RoutedExchange.post,
+    )
     logger.setLevel(logging.INFO)
     logger.addHandler(handler)
     path = folder / f"{rank}.json"
@@ -50,10 +56,14 @@ def run_step(rank, world_size, folder, routing, cost, strategy):
     engine = FlexSeqEngine(accelerator, args, communicator=Communicator(TWO_NODES))
     model = tiny_llama()
     with pytest.MonkeyPatch.context() as monkeypatch:
-        monkeypatch.setattr(RoutedExchange, "post", lambda *a, **k: (routed.append(1), post(*a, **k))[1])
+        monkeypatch.setattr(
+            RoutedExchange, "post", lambda *a, **k: (routed.append(1), post(*a, **k))[1]
+        )
         with engine.attached(model):
             loader = DataLoader(
-                documents([61, 40, 9, 1] * world_size), batch_size=4, collate_fn=DataCollatorForFlexSeq()
+                documents([61, 40, 9, 1] * world_size),
+                batch_size=4,
+                collate_fn=DataCollatorForFlexSeq(),
             )
             step = next(engine.steps(accelerator.prepare(loader)))
             step.backward(model)
@@ -62,12 +72,18 @@ def run_step(rank, world_size, folder, routing, cost, strategy):
 
 
 def same_bits(a, b):
-    return all((x == y).all() for of_a, of_b in zip(a, b, strict=True) for x, y in zip(of_a[0], of_b[0], strict=True))
+    return all(
+        (x == y).all()
+        for of_a, of_b in zip(a, b, strict=True)
+        for x, y in zip(of_a[0], of_b[0], strict=True)
+    )
 
 
 @pytest.mark.parametrize("strategy", ["zigzag", "balanced"])
 def test_it_is_used_logged_and_changes_no_bit(tmp_path, strategy):
-    on, off = (run_ranks(run_step, 4, tmp_path, routing, SLOW, strategy) for routing in ("auto", "off"))
+    on, off = (
+        run_ranks(run_step, 4, tmp_path, routing, SLOW, strategy) for routing in ("auto", "off")
+    )
     assert same_bits(on, off)
     assert all(torch.as_tensor(g).isfinite().all() for g in on[0][0])
     assert len({count for _, count, _ in on}) == 1

@@ -1,7 +1,8 @@
-"""Ten Trainer steps under DeepSpeed ZeRO-2 and ZeRO-3 and under FSDP2 give the plain Trainer's weights.
+"""Ten Trainer steps under DeepSpeed ZeRO-2 and ZeRO-3 and under FSDP2 give the plain Trainer's
+weights.
 
-DeepSpeed takes no float64 parameters, so both sides are float32; the larger learning rate keeps the rounding of the
-weights themselves, which both sides have, small beside the update.
+DeepSpeed takes no float64 parameters, so both sides are float32; the larger learning rate keeps
+the rounding of the weights themselves, which both sides have, small beside the update.
 """
 
 import copy
@@ -40,7 +41,9 @@ ZERO = {
 def zero_run(rank, world_size, folder, stage, accumulation, checkpointing):
     """Weights, log, and how often DeepSpeed stepped its optimizer."""
     deepspeed.init_distributed("gloo")
-    config = copy.deepcopy(ZERO) | {"zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0}}
+    config = copy.deepcopy(ZERO) | {
+        "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0}
+    }
     args = training_arguments(
         FlexSeqConfig,
         folder,
@@ -60,12 +63,16 @@ def zero_run(rank, world_size, folder, stage, accumulation, checkpointing):
     return weights, trainer.state.log_history, trainer.model_wrapped.global_steps
 
 
-@pytest.mark.parametrize(("stage", "accumulation", "checkpointing"), [(2, 1, False), (3, 3, False), (3, 1, True)])
+@pytest.mark.parametrize(
+    ("stage", "accumulation", "checkpointing"), [(2, 1, False), (3, 3, False), (3, 1, True)]
+)
 def test_zero_equals_the_plain_trainer(tmp_path, stage, accumulation, checkpointing):
     before, wanted, history = plain_run(
         tmp_path, batch=4 * accumulation, dtype=torch.float32, learning_rate=LEARNING_RATE
     )
-    for found, log, steps in run_ranks(zero_run, 2, tmp_path, stage, accumulation, checkpointing, seconds=120):
+    for found, log, steps in run_ranks(
+        zero_run, 2, tmp_path, stage, accumulation, checkpointing, seconds=120
+    ):
         assert steps == STEPS
         assert update_error(before, wanted, found) < 2e-6
         assert logged(log, "loss") == pytest.approx(logged(history, "loss"), rel=1e-5)
@@ -75,7 +82,9 @@ def test_zero_equals_the_plain_trainer(tmp_path, stage, accumulation, checkpoint
 def fsdp2_run(rank, world_size, folder, checkpointing):
     """Weights and log under FSDP2, sharded by transformers at load."""
     model = LlamaForCausalLM.from_pretrained(
-        folder / "model", distributed_config=DistributedConfig(fsdp_size=world_size), dtype=torch.float32
+        folder / "model",
+        distributed_config=DistributedConfig(fsdp_size=world_size),
+        dtype=torch.float32,
     )
     args = training_arguments(
         FlexSeqConfig,
@@ -96,7 +105,9 @@ def fsdp2_run(rank, world_size, folder, checkpointing):
 @pytest.mark.parametrize("checkpointing", [False, True])
 def test_fsdp2_equals_the_plain_trainer(tmp_path, checkpointing):
     tiny_llama(torch.float32).save_pretrained(tmp_path / "model")
-    before, wanted, history = plain_run(tmp_path, batch=4, dtype=torch.float32, learning_rate=LEARNING_RATE)
+    before, wanted, history = plain_run(
+        tmp_path, batch=4, dtype=torch.float32, learning_rate=LEARNING_RATE
+    )
     for found, log in run_ranks(fsdp2_run, 2, tmp_path, checkpointing, seconds=120):
         assert update_error(before, wanted, found) < 2e-6
         assert logged(log, "loss") == pytest.approx(logged(history, "loss"), rel=1e-5)

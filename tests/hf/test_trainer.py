@@ -1,4 +1,5 @@
-"""Ten steps of the FlexSeq trainer on several ranks against ten steps of the plain Trainer in one process."""
+"""Ten steps of the FlexSeq trainer on several ranks against ten steps of the plain Trainer in one
+process."""
 
 import math
 
@@ -7,7 +8,13 @@ import torch
 from torch.nn import functional as F
 from transformers import Trainer, TrainingArguments
 
-from hf_flexseq import DataCollatorForFlexSeq, FlexSeqArguments, FlexSeqCallback, FlexSeqConfig, FlexSeqTrainer
+from hf_flexseq import (
+    DataCollatorForFlexSeq,
+    FlexSeqArguments,
+    FlexSeqCallback,
+    FlexSeqConfig,
+    FlexSeqTrainer,
+)
 from tests.hf.tiny import VOCAB, documents, tiny_llama
 from tests.ranks import run_ranks
 
@@ -37,23 +44,42 @@ def padded(examples):
     def pad(name, value):
         return torch.tensor([e[name] + [value] * (width - len(e[name])) for e in examples])
 
-    mask = torch.tensor([[1] * len(e["input_ids"]) + [0] * (width - len(e["input_ids"])) for e in examples])
-    return {"input_ids": pad("input_ids", 0), "labels": pad("labels", -100), "attention_mask": mask}
+    mask = torch.tensor(
+        [[1] * len(e["input_ids"]) + [0] * (width - len(e["input_ids"])) for e in examples]
+    )
+    return {
+        "input_ids": pad("input_ids", 0),
+        "labels": pad("labels", -100),
+        "attention_mask": mask,
+    }
 
 
 def float64_loss(logits, labels, vocab_size, num_items_in_batch=None, **kwargs):
     """transformers' causal loss without its cast to float32."""
     targets = F.pad(labels, (0, 1), value=-100)[..., 1:]
-    return F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="sum") / num_items_in_batch
+    return (
+        F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="sum")
+        / num_items_in_batch
+    )
 
 
 def dataset(size=72):
-    """72 is a whole number of steps in every case below; repeats that fill the last batch depend on the world size."""
+    """72 is a whole number of steps in every case below; repeats that fill the last batch depend
+    on the world size."""
     return documents([1 + (i * i * 7) % 60 for i in range(size)])
 
 
 def plain_run(
-    folder, *, batch, accumulation=1, optim="sgd", loss=None, size=72, dtype=torch.float64, model=None, **options
+    folder,
+    *,
+    batch,
+    accumulation=1,
+    optim="sgd",
+    loss=None,
+    size=72,
+    dtype=torch.float64,
+    model=None,
+    **options,
 ):
     """Weights before and after, and the log, of the plain Trainer in this process."""
     model = model or tiny_llama(dtype)
@@ -74,7 +100,9 @@ def make_trainer(how, model, folder, batch, accumulation, optim, size):
         args = training_arguments(FlexSeqConfig, folder, **common, **OPTIONS)
         return FlexSeqTrainer(model=model, args=args, train_dataset=dataset(size))
     args = training_arguments(TrainingArguments, folder, **common)
-    trainer = Trainer(model=model, args=args, train_dataset=dataset(size), data_collator=DataCollatorForFlexSeq())
+    trainer = Trainer(
+        model=model, args=args, train_dataset=dataset(size), data_collator=DataCollatorForFlexSeq()
+    )
     trainer.add_callback(FlexSeqCallback(trainer, FlexSeqArguments(**OPTIONS)))
     return trainer
 
@@ -89,7 +117,9 @@ def flexseq_run(rank, world_size, how, folder, batch, accumulation, optim, size=
 
 def update_error(before, wanted, found):
     """||found - wanted|| over ||wanted - before||, all parameters together."""
-    difference = math.sqrt(sum(float((torch.as_tensor(found[n]) - wanted[n]).norm()) ** 2 for n in wanted))
+    difference = math.sqrt(
+        sum(float((torch.as_tensor(found[n]) - wanted[n]).norm()) ** 2 for n in wanted)
+    )
     update = math.sqrt(sum(float((before[n] - wanted[n]).norm()) ** 2 for n in wanted))
     return difference / update
 
@@ -109,8 +139,12 @@ def logged(history, key):
     ],
 )
 def test_ten_steps_equal_the_plain_trainer(tmp_path, how, world_size, accumulation, optim):
-    before, wanted, history = plain_run(tmp_path, batch=2 * world_size * accumulation, optim=optim, loss=float64_loss)
-    results = run_ranks(flexseq_run, world_size, how, tmp_path, 2, accumulation, optim, seconds=120)
+    before, wanted, history = plain_run(
+        tmp_path, batch=2 * world_size * accumulation, optim=optim, loss=float64_loss
+    )
+    results = run_ranks(
+        flexseq_run, world_size, how, tmp_path, 2, accumulation, optim, seconds=120
+    )
     for found, log in results:
         assert update_error(before, wanted, found) < 1e-8
         assert logged(log, "loss") == pytest.approx(logged(history, "loss"), rel=1e-6)
@@ -119,13 +153,19 @@ def test_ten_steps_equal_the_plain_trainer(tmp_path, how, world_size, accumulati
 
 
 def plain_run_of_a_rank(rank, world_size, folder, size):
-    before, after, history = plain_run(folder, batch=2, accumulation=3, loss=float64_loss, size=size)
-    return {n: p.numpy() for n, p in before.items()}, {n: p.numpy() for n, p in after.items()}, history
+    before, after, history = plain_run(
+        folder, batch=2, accumulation=3, loss=float64_loss, size=size
+    )
+    return (
+        {n: p.numpy() for n, p in before.items()},
+        {n: p.numpy() for n, p in after.items()},
+        history,
+    )
 
 
 def test_the_last_partial_step_holds_the_plain_trainers_samples(tmp_path):
-    """On as many ranks as the plain run: 49 documents end in a batch that is filled up with repeats, in a step of
-    fewer batches than the others."""
+    """On as many ranks as the plain run: 49 documents end in a batch that is filled up with
+    repeats, in a step of fewer batches than the others."""
     before, wanted, history = run_ranks(plain_run_of_a_rank, 2, tmp_path, 49)[0]
     before, wanted = ({n: torch.as_tensor(p) for n, p in x.items()} for x in (before, wanted))
     for found, log in run_ranks(flexseq_run, 2, "subclass", tmp_path, 2, 3, "sgd", 49):

@@ -16,8 +16,8 @@ VOCAB = 61
 def tiny_llama(dtype=torch.float64, seed=0, **config):
     """Two layers, grouped-query attention; different seeds are different weights.
 
-    transformers' RMSNorm computes in float32 whatever the dtype, so that a loss scaled by 3 (ranks) has gradients that
-    round differently; torch's own computes in the dtype of its input.
+    transformers' RMSNorm computes in float32 whatever the dtype, so that a loss scaled by 3
+    (ranks) has gradients that round differently; torch's own computes in the dtype of its input.
     """
     torch.manual_seed(seed)
     sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
@@ -35,7 +35,8 @@ def torch_norm(norm):
 
 
 def documents(lengths, seed=0):
-    """Examples as a dataset would hold them: some labels are masked, and not all documents equally."""
+    """Examples as a dataset would hold them: some labels are masked, and not all documents
+    equally."""
     rng = random.Random(seed)
     examples = []
     for length in lengths:
@@ -46,10 +47,15 @@ def documents(lengths, seed=0):
 
 
 def reference_loss(model, examples):
-    """The mean loss over all target tokens, in float64, one document at a time through the model's own attention."""
+    """The mean loss over all target tokens, in float64, one document at a time through the model's
+    own attention."""
     total, targets = 0.0, 0
     for example in examples:
-        logits = model(input_ids=torch.tensor([example["input_ids"]]), use_cache=False).logits[0].double()
+        logits = (
+            model(input_ids=torch.tensor([example["input_ids"]]), use_cache=False)
+            .logits[0]
+            .double()
+        )
         labels = torch.tensor([*example["labels"][1:], -100])
         total = total + F.cross_entropy(logits, labels, ignore_index=-100, reduction="sum")
         targets += int((labels != -100).sum())
@@ -68,11 +74,14 @@ def reference_gradients(model, examples, attention="sdpa"):
 
 
 def relative_errors(found, wanted, floor_of=None):
-    """||a - b|| / ||b|| per parameter, with 1e-3 of the largest norm as floor: in `floor_of`, where a rank has but
-    some of the parameters."""
+    """||a - b|| / ||b|| per parameter, with 1e-3 of the largest norm as floor: in `floor_of`,
+    where a rank has but some of the parameters."""
     floor = 1e-3 * max(float(g.norm()) for g in (floor_of or wanted).values())
     assert found.keys() == wanted.keys()
-    return {name: float((found[name] - g).norm()) / max(float(g.norm()), floor) for name, g in wanted.items()}
+    return {
+        name: float((found[name] - g).norm()) / max(float(g.norm()), floor)
+        for name, g in wanted.items()
+    }
 
 
 class RandomPlanner:
@@ -98,7 +107,12 @@ class RandomPlanEngine(FlexSeqEngine):
         super().__init__(
             accelerator,
             FlexSeqArguments(
-                **{"lookahead": 0, "cost_model": "flexsp-gpt-7b-a100", "max_tokens_per_rank": 1000, **options}
+                **{
+                    "lookahead": 0,
+                    "cost_model": "flexsp-gpt-7b-a100",
+                    "max_tokens_per_rank": 1000,
+                    **options,
+                }
             ),
         )
         self.seed = seed

@@ -35,12 +35,17 @@ def hopper(monkeypatch):
 def package(monkeypatch, hopper):
     """The flash-attn package beside it, as far as choosing looks at it."""
     module = types.ModuleType("flash_attn")
-    module.__version__, module.flash_attn_interface = "2.8.3", types.ModuleType("flash_attn.flash_attn_interface")
+    module.__version__, module.flash_attn_interface = (
+        "2.8.3",
+        types.ModuleType("flash_attn.flash_attn_interface"),
+    )
     monkeypatch.setitem(sys.modules, "flash_attn", module)
     return module
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize(
+    "dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16], ids=str
+)
 def test_cpu(dtype):
     assert choose_kernel(CPU, dtype, 13).name == "cpu_flash"
 
@@ -70,7 +75,11 @@ def test_an_old_package_is_refused(package):
 
 @pytest.mark.parametrize(
     ("dtype", "head_dim", "advice"),
-    [(torch.float32, 64, "bf16=True"), (torch.bfloat16, 12, "multiple of 8"), (torch.bfloat16, 264, "up to 256")],
+    [
+        (torch.float32, 64, "bf16=True"),
+        (torch.bfloat16, 12, "multiple of 8"),
+        (torch.bfloat16, 264, "up to 256"),
+    ],
 )
 def test_cuda_without_a_kernel_says_what_to_change(hopper, dtype, head_dim, advice):
     with pytest.raises(ValueError, match=advice):

@@ -1,8 +1,9 @@
-"""What the CUDA kernels are called with, held against stand-ins that obey FlashAttention-2's contract on the CPU.
+"""What the CUDA kernels are called with, held against stand-ins that obey FlashAttention-2's
+contract on the CPU.
 
-The numbers of the real kernels are checked by `scripts/gpu_check.py` on a GPU. Here the arguments go through torch's
-own op schema, or a signature copied from flash-attn 2.8, and end in the reference. The stand-ins refuse what the
-kernels refuse and report +inf for queries without keys.
+The numbers of the real kernels are checked by `scripts/gpu_check.py` on a GPU. Here the arguments
+go through torch's own op schema, or a signature copied from flash-attn 2.8, and end in the
+reference. The stand-ins refuse what the kernels refuse and report +inf for queries without keys.
 """
 
 import sys
@@ -31,7 +32,9 @@ def launched(q, k, cu_q, cu_k, max_q, max_k, causal):
     assert max_q >= max(q_lens), "the bound on queries is too low"
     assert max_k == max(k_lens) > 0, "the bound on keys is wrong, or the launch empty"
     if max_q == 1 and q.shape[1] > k.shape[1]:
-        assert q.shape[0] == len(q_lens), "the path for decoding needs exactly one query per sequence"
+        assert q.shape[0] == len(q_lens), (
+            "the path for decoding needs exactly one query per sequence"
+        )
     return Segments(q_lens, k_lens, causal=causal, device=q.device)
 
 
@@ -61,7 +64,23 @@ def torch_varlen():
         return out, lse, torch.empty(2, dtype=torch.uint64), torch.empty(0), torch.empty(0)
 
     def backward(
-        dout, q, k, v, out, lse, cu_q, cu_k, max_q, max_k, dropout, causal, rng_state, unused, *, scale=None, **unset
+        dout,
+        q,
+        k,
+        v,
+        out,
+        lse,
+        cu_q,
+        cu_k,
+        max_q,
+        max_k,
+        dropout,
+        causal,
+        rng_state,
+        unused,
+        *,
+        scale=None,
+        **unset,
     ):
         assert dropout == 0.0
         assert rng_state.dtype == torch.uint64
@@ -80,9 +99,9 @@ def flash_attn_package(monkeypatch):
     """A flash-attn 2.8 whose low-level functions are the stand-in."""
 
     def _flash_attn_varlen_forward(
-        q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, dropout_p, softmax_scale, causal,
-        window_size_left=-1, window_size_right=-1, softcap=0.0, alibi_slopes=None, return_softmax=False,
-        block_table=None, leftpad_k=None, seqused_k=None, zero_tensors=False,
+        q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, dropout_p, softmax_scale,
+        causal, window_size_left=-1, window_size_right=-1, softcap=0.0, alibi_slopes=None,
+        return_softmax=False, block_table=None, leftpad_k=None, seqused_k=None, zero_tensors=False,
     ):  # fmt: skip
         assert dropout_p == softcap == 0.0
         assert window_size_left == window_size_right == -1
@@ -91,9 +110,9 @@ def flash_attn_package(monkeypatch):
         return *flash2_forward(q, k, v, *launch), torch.empty(0), torch.empty(2, dtype=torch.int64)
 
     def _flash_attn_varlen_backward(
-        dout, q, k, v, out, softmax_lse, dq, dk, dv, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k,
-        dropout_p, softmax_scale, causal, window_size_left, window_size_right, softcap, alibi_slopes, deterministic,
-        rng_state=None, zero_tensors=False,
+        dout, q, k, v, out, softmax_lse, dq, dk, dv, cu_seqlens_q, cu_seqlens_k, max_seqlen_q,
+        max_seqlen_k, dropout_p, softmax_scale, causal, window_size_left, window_size_right,
+        softcap, alibi_slopes, deterministic, rng_state=None, zero_tensors=False,
     ):  # fmt: skip
         assert dropout_p == softcap == 0.0
         assert window_size_left == window_size_right == -1
@@ -104,7 +123,10 @@ def flash_attn_package(monkeypatch):
             target.copy_(grad)
         return torch.empty(0)
 
-    package, interface = types.ModuleType("flash_attn"), types.ModuleType("flash_attn.flash_attn_interface")
+    package, interface = (
+        types.ModuleType("flash_attn"),
+        types.ModuleType("flash_attn.flash_attn_interface"),
+    )
     interface._flash_attn_varlen_forward = _flash_attn_varlen_forward
     interface._flash_attn_varlen_backward = _flash_attn_varlen_backward
     package.__version__, package.flash_attn_interface = "2.8.3", interface
@@ -135,7 +157,9 @@ def assert_like_the_reference(kernel, inputs, segments):
 @pytest.mark.parametrize("causal", [True, False], ids=["causal", "rectangles"])
 def test_every_argument_arrives(kernel, heads, causal):
     segments = random_segments(1, causal)
-    assert_like_the_reference(kernel, random_inputs(segments, heads, dtype=torch.bfloat16), segments)
+    assert_like_the_reference(
+        kernel, random_inputs(segments, heads, dtype=torch.bfloat16), segments
+    )
 
 
 @pytest.mark.parametrize(
@@ -151,7 +175,9 @@ def test_every_argument_arrives(kernel, heads, causal):
 )
 def test_edges_of_flash_attention_2(kernel, lengths):
     segments = Segments(*lengths, causal=False, device=CPU)
-    assert_like_the_reference(kernel, random_inputs(segments, (4, 2), dtype=torch.bfloat16), segments)
+    assert_like_the_reference(
+        kernel, random_inputs(segments, (4, 2), dtype=torch.bfloat16), segments
+    )
 
 
 def test_strides_that_the_kernels_refuse_are_copied_away(kernel):
@@ -172,7 +198,8 @@ def test_flash_attn_follows_torchs_determinism_switch(flash_attn_package):
 
 
 def test_shapes_of_torchs_own_meta_kernels():
-    """torch describes its CUDA op on the meta device: the call binds, and the results have the promised shapes."""
+    """torch describes its CUDA op on the meta device: the call binds, and the results have the
+    promised shapes."""
     meta = torch.device("meta")
     segments = Segments([3, 4], [3, 4], causal=True, device=meta)
     q, k, _, _ = (x.to(meta) for x in random_inputs(segments, (4, 2), dtype=torch.bfloat16))

@@ -21,13 +21,18 @@ def gpu_check():
     spec = importlib.util.spec_from_file_location("gpu_check", SCRIPT)
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
-    module.SEGMENTS = {"causal": ([1, 0, 61], [1, 0, 61], True), "rectangles": ([5, 0, 9], [0, 7, 33], False)}
+    module.SEGMENTS = {
+        "causal": ([1, 0, 61], [1, 0, 61], True),
+        "rectangles": ([5, 0, 9], [0, 7, 33], False),
+    }
     return module
 
 
 def test_without_a_gpu_it_says_so_in_one_line():
     environment = os.environ | {"CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(SCRIPT.parents[1])}
-    done = subprocess.run([sys.executable, SCRIPT], capture_output=True, text=True, env=environment, check=False)
+    done = subprocess.run(
+        [sys.executable, SCRIPT], capture_output=True, text=True, env=environment, check=False
+    )
     assert done.returncode == 2
     assert done.stderr.splitlines()[-1] == "gpu_check needs a CUDA GPU, and torch sees none here"
     assert not done.stdout
@@ -36,7 +41,9 @@ def test_without_a_gpu_it_says_so_in_one_line():
 def test_a_right_kernel_holds(gpu_check):
     lines, holds = gpu_check.kernel_report(CPU)
     assert holds
-    assert sum("| cpu_flash |" in line and "| ok |" in line for line in lines) == len(gpu_check.SEGMENTS)
+    assert sum("| cpu_flash |" in line and "| ok |" in line for line in lines) == len(
+        gpu_check.SEGMENTS
+    )
 
 
 def test_a_wrong_kernel_does_not(gpu_check, monkeypatch):

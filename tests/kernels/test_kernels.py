@@ -1,4 +1,5 @@
-"""The reference and the CPU flash kernel against autograd through a dense masked softmax, and against each other."""
+"""The reference and the CPU flash kernel against autograd through a dense masked softmax, and
+against each other."""
 
 import random
 
@@ -16,12 +17,14 @@ HEADS = [(4, 4), (4, 2), (4, 1), (1, 1), (6, 2)]
 SCALE = 0.31  # deliberately not 1/sqrt(head_dim)
 
 every_kernel = pytest.mark.parametrize("kernel", KERNELS, ids=lambda kernel: kernel.name)
-every_head_count = pytest.mark.parametrize("heads", HEADS, ids=lambda heads: f"{heads[0]}q{heads[1]}kv")
+every_head_count = pytest.mark.parametrize(
+    "heads", HEADS, ids=lambda heads: f"{heads[0]}q{heads[1]}kv"
+)
 
 
 def random_segments(seed, causal):
-    """Lengths 0, 1, 17 and primes, in random order; rectangles may lack queries, keys or both, and some causal
-    sequences have keys before the first query's own."""
+    """Lengths 0, 1, 17 and primes, in random order; rectangles may lack queries, keys or both, and
+    some causal sequences have keys before the first query's own."""
     rng = random.Random(seed)
     q_lens = rng.sample([0, 1, 2, 17, 31, 53, 0], k=7)
     k_lens = rng.sample([0, 1, 3, 17, 0, 43, 11], k=7)
@@ -34,7 +37,10 @@ def random_inputs(segments, heads, head_dim=8, dtype=torch.float64, seed=0):
     """q, k, v and dout."""
     make = torch.Generator().manual_seed(seed)
     like_q, like_k = (segments.total_q, heads[0], head_dim), (segments.total_k, heads[1], head_dim)
-    return [torch.randn(s, generator=make, dtype=torch.float64).to(dtype) for s in (like_q, like_k, like_k, like_q)]
+    return [
+        torch.randn(s, generator=make, dtype=torch.float64).to(dtype)
+        for s in (like_q, like_k, like_k, like_q)
+    ]
 
 
 def may_read(segments):
@@ -43,13 +49,16 @@ def may_read(segments):
     q, k = 0, 0
     for q_len, k_len in zip(segments.q_lens, segments.k_lens, strict=True):
         block = torch.ones(q_len, k_len, dtype=torch.bool)
-        mask[q : q + q_len, k : k + k_len] = block.tril(k_len - q_len) if segments.causal else block
+        mask[q : q + q_len, k : k + k_len] = (
+            block.tril(k_len - q_len) if segments.causal else block
+        )
         q, k = q + q_len, k + k_len
     return mask
 
 
 def dense(q, k, v, segments, scale=SCALE):
-    """Attention over all tokens at once with a mask, in the inputs' dtype: out [Tq, H, D] and lse [H, Tq]."""
+    """Attention over all tokens at once with a mask, in the inputs' dtype: out [Tq, H, D] and lse
+    [H, Tq]."""
     shared = q.shape[1] // k.shape[1]
     k, v = k.repeat_interleave(shared, 1), v.repeat_interleave(shared, 1)
     mask = may_read(segments)
@@ -103,7 +112,9 @@ def test_cpu_flash_agrees_with_the_reference_on_longer_sequences(heads, causal):
     k_lens = [257, 19, 769, 1, 65] if causal else [383, 19, 769, 0, 1]
     segments = Segments(q_lens, k_lens, causal=causal, device=CPU)
     inputs = random_inputs(segments, heads, head_dim=13)
-    for x, y in zip(run(CpuFlash(), *inputs, segments), run(Reference(), *inputs, segments), strict=True):
+    for x, y in zip(
+        run(CpuFlash(), *inputs, segments), run(Reference(), *inputs, segments), strict=True
+    ):
         assert_close(x, y)
 
 
@@ -132,7 +143,8 @@ def test_calls_with_nothing_to_do(kernel, lengths):
 def merge(parts):
     """Merge (out, lse) of disjoint sets of keys: out [n, H, D], lse [H, n]."""
     lse = torch.stack([part_lse for _, part_lse in parts]).logsumexp(0)
-    weights = [(part_lse - lse).exp().nan_to_num(0.0).t().unsqueeze(-1) for _, part_lse in parts]  # [n, H, 1]
+    # [n, H, 1]
+    weights = [(part_lse - lse).exp().nan_to_num(0.0).t().unsqueeze(-1) for _, part_lse in parts]
     return sum(out * w for (out, _), w in zip(parts, weights, strict=True)), lse
 
 
@@ -140,7 +152,8 @@ def merge(parts):
 @every_head_count
 @pytest.mark.parametrize("early", [0, 1, 19, 38], ids=lambda early: f"{early}_early_keys")
 def test_blocks_with_merged_out_and_lse_sum_to_the_dense_gradient(kernel, heads, early):
-    """The later 41 tokens of a sequence read `early` tokens before them (a rectangle) and themselves (causal)."""
+    """The later 41 tokens of a sequence read `early` tokens before them (a rectangle) and
+    themselves (causal)."""
     late = 41
     whole = Segments([early + late], [early + late], causal=True, device=CPU)
     q, k, v, dout = random_inputs(whole, heads, seed=early)
@@ -150,12 +163,17 @@ def test_blocks_with_merged_out_and_lse_sum_to_the_dense_gradient(kernel, heads,
         (slice(0, early), Segments([late], [early], causal=False, device=CPU)),
         (mine, Segments([late], [late], causal=True, device=CPU)),
     ]
-    out, lse = merge([kernel.forward(q[mine], k[keys], v[keys], s, scale=SCALE) for keys, s in blocks])
+    out, lse = merge(
+        [kernel.forward(q[mine], k[keys], v[keys], s, scale=SCALE) for keys, s in blocks]
+    )
     want_out, want_lse = dense(q, k, v, whole)
     assert_close(out, want_out[mine])
     assert_close(lse, want_lse[:, mine])
 
-    grads = [kernel.backward(dout[mine], q[mine], k[x], v[x], out, lse, s, scale=SCALE) for x, s in blocks]
+    grads = [
+        kernel.backward(dout[mine], q[mine], k[x], v[x], out, lse, s, scale=SCALE)
+        for x, s in blocks
+    ]
     dq, dk, dv = dense_gradients(q, k, v, dout, whole)
     assert_close(grads[0][0] + grads[1][0], dq[mine])
     assert_close(torch.cat([grads[0][1], grads[1][1]]), dk)
@@ -164,9 +182,12 @@ def test_blocks_with_merged_out_and_lse_sum_to_the_dense_gradient(kernel, heads,
 
 @every_kernel
 def test_any_strides_are_read_right(kernel):
-    """Views of a fused projection, a last dimension that is not contiguous, and an expanded dout."""
+    """Views of a fused projection, a last dimension that is not contiguous, and an expanded
+    dout."""
     segments = Segments([5, 12], [5, 12], causal=True, device=CPU)
-    fused = torch.randn(17, 2, 8, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    fused = torch.randn(
+        17, 2, 8, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(0)
+    )
     q, k, v = fused.unbind(-1)  # strides (48, 24, 3)
     dout = torch.ones((), dtype=torch.float64).expand(17, 2, 8)
     got = run(kernel, q, k, v, dout, segments)
@@ -179,14 +200,16 @@ def test_any_strides_are_read_right(kernel):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("causal", [True, False], ids=["causal", "rectangles"])
 def test_16_bit_error_is_at_most_twice_that_of_plain_softmax(kernel, dtype, causal):
-    """Against float64 on the same rounded inputs; plain is the same computation written out in that dtype."""
+    """Against float64 on the same rounded inputs; plain is the same computation written out in
+    that dtype."""
     segments = random_segments(0, causal)
     inputs = random_inputs(segments, (4, 2), head_dim=32, dtype=dtype)
     exact = [x.double() for x in inputs]
     want = [dense(*exact[:3], segments)[0], *dense_gradients(*exact, segments)]
     plain = [dense(*inputs[:3], segments)[0], *dense_gradients(*inputs, segments)]
     out, lse, *grads = run(kernel, *inputs, segments)
-    # The CPU kernel takes a fast exponential for 16-bit inputs, which is far finer than their rounding.
+    # The CPU kernel takes a fast exponential for 16-bit inputs, which is far finer than their
+    # rounding.
     assert_close(lse, dense(*exact[:3], segments)[1].float(), 1e-4)
     assert out.dtype == dtype
     assert {grad.dtype for grad in grads} == {torch.float32 if kernel.wide_gradients else dtype}
@@ -196,12 +219,15 @@ def test_16_bit_error_is_at_most_twice_that_of_plain_softmax(kernel, dtype, caus
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_16_bit_gradients_do_not_lose_accuracy_with_length_or_shared_heads(dtype):
-    """1,409 tokens and four query heads to a key head: as good as float32 math that is rounded once."""
+    """1,409 tokens and four query heads to a key head: as good as float32 math that is rounded
+    once."""
     segments = Segments([1409], [1409], causal=True, device=CPU)
     inputs = random_inputs(segments, (4, 1), head_dim=64, dtype=dtype)
     true = run(Reference(), *(x.double() for x in inputs), segments)[2:]
     rounded_once = run(Reference(), *inputs, segments)[2:]
-    for got, good, want in zip(run(CpuFlash(), *inputs, segments)[2:], rounded_once, true, strict=True):
+    for got, good, want in zip(
+        run(CpuFlash(), *inputs, segments)[2:], rounded_once, true, strict=True
+    ):
         assert (got.to(dtype).double() - want).norm() <= 1.5 * (good.double() - want).norm()
 
 

@@ -16,7 +16,8 @@ class LiveBytes(TorchDispatchMode):
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         made = function(*args, **(kwargs or {}))
-        known = {id(x.untyped_storage()) for x in _tensors((args, kwargs))}  # views and in-place results
+        # views and in-place results
+        known = {id(x.untyped_storage()) for x in _tensors((args, kwargs))}
         for tensor in _tensors(made):
             storage = tensor.untyped_storage()
             if id(storage) not in known and storage not in self._storages:
@@ -25,7 +26,11 @@ class LiveBytes(TorchDispatchMode):
 
     def of(self, tensors):
         """Bytes of those of `tensors` that were made inside."""
-        storages = {id(s): s.nbytes() for s in (x.untyped_storage() for x in tensors) if s in self._storages}
+        storages = {
+            id(s): s.nbytes()
+            for s in (x.untyped_storage() for x in tensors)
+            if s in self._storages
+        }
         return sum(storages.values())
 
     def _add(self, storage):

@@ -1,4 +1,5 @@
-"""Random pipelined steps, legal by construction: tests of the executor must hold under any of them."""
+"""Random pipelined steps, legal by construction: tests of the executor must hold under any of
+them."""
 
 from itertools import pairwise
 
@@ -8,17 +9,27 @@ from hf_flexseq.schedule.pipeline.check import check
 from hf_flexseq.schedule.pipeline.orders import interleaved
 
 
-def random_pipeline_plan(lengths, stages, rng, *, virtual=1, split_weights=False, checkpointing=False, layers=4):
-    """Sequences cut anywhere, tails packed with short ones, in any order, through a 1F1B-like schedule; `stages` ranks
-    with `virtual` stages each."""
-    chunks = tuple(chunk for unit, members in enumerate(_units(lengths, rng)) for chunk in _cut(unit, members, rng))
+def random_pipeline_plan(
+    lengths, stages, rng, *, virtual=1, split_weights=False, checkpointing=False, layers=4
+):
+    """Sequences cut anywhere, tails packed with short ones, in any order, through a 1F1B-like
+    schedule; `stages` ranks with `virtual` stages each."""
+    chunks = tuple(
+        chunk
+        for unit, members in enumerate(_units(lengths, rng))
+        for chunk in _cut(unit, members, rng)
+    )
     order = _order(chunks)
-    checkpointed = tuple(tuple(rng.randint(0, layers) for _ in chunks) for _ in range(stages * virtual))
+    checkpointed = tuple(
+        tuple(rng.randint(0, layers) for _ in chunks) for _ in range(stages * virtual)
+    )
     if virtual > 1:
         lists = interleaved([len(unit) for unit in order], stages, virtual)
         actions = tuple(_with_split_weights(own, rng) if split_weights else own for own in lists)
     else:
-        actions = tuple(_actions(order, stage, stages, rng, split_weights) for stage in range(stages))
+        actions = tuple(
+            _actions(order, stage, stages, rng, split_weights) for stage in range(stages)
+        )
     plan = PipelinePlan(
         lengths=tuple(lengths),
         ranks=stages,
@@ -35,7 +46,8 @@ def random_pipeline_plan(lengths, stages, rng, *, virtual=1, split_weights=False
 
 
 def _units(lengths, rng):
-    """[(id, length), ...] per unit: the first may be cut, the others are packed with its last chunk."""
+    """[(id, length), ...] per unit: the first may be cut, the others are packed with its last
+    chunk."""
     left = list(enumerate(lengths))
     rng.shuffle(left)
     units = []
@@ -66,7 +78,8 @@ def _order(chunks):
 
 
 def _actions(order, stage, stages, rng, split_weights):
-    """All forwards in order; a unit's backwards as soon as so many forwards are done as this stage keeps in flight."""
+    """All forwards in order; a unit's backwards as soon as so many forwards are done as this stage
+    keeps in flight."""
     forwards = [name for unit in order for name in unit]
     backwards = [name for unit in order for name in reversed(unit)]
     needs = [i for i, unit in enumerate(order) for _ in unit]  # the unit of each backward

@@ -26,7 +26,9 @@ CHUNKS = (
 
 
 def chunk(*slices, index=0):
-    return Chunk(unit=0, index=index, slices=tuple(Slice(sequence=i, start=a, stop=b) for i, a, b in slices))
+    return Chunk(
+        unit=0, index=index, slices=tuple(Slice(sequence=i, start=a, stop=b) for i, a, b in slices)
+    )
 
 
 def qkv(heads=4, kv_heads=2, dtype=torch.float64):
@@ -65,7 +67,10 @@ def test_chunks_equal_whole_sequences(kernel, heads, kv_heads, replayed):
     tensors = qkv(heads, kv_heads)
     dout = torch.randn(sum(LENGTHS), heads, 8, dtype=torch.float64)
     carry = KVCarry(kernel)
-    outs = [run_chunk(carry, slices, tensors, replayed=replayed and i % 2 == 0) for i, slices in enumerate(CHUNKS)]
+    outs = [
+        run_chunk(carry, slices, tensors, replayed=replayed and i % 2 == 0)
+        for i, slices in enumerate(CHUNKS)
+    ]
     wanted_out, wanted = whole_attention(tensors, dout)
     for slices, out in zip(CHUNKS, outs, strict=True):
         torch.testing.assert_close(out, wanted_out[rows_of(slices)], rtol=1e-12, atol=1e-12)
@@ -81,7 +86,9 @@ def test_saves_queries_output_and_lse_alone_and_writes_keys_once():
     tensors = qkv()
     carry = KVCarry(CpuFlash())
     saved = []
-    with torch.autograd.graph.saved_tensors_hooks(lambda x: saved.append(x.numel()) or x, lambda x: x):
+    with torch.autograd.graph.saved_tensors_hooks(
+        lambda x: saved.append(x.numel()) or x, lambda x: x
+    ):
         for slices in CHUNKS[:2]:
             parts = [x[rows_of(slices)] for x in tensors]
             context = ChunkContext(chunk(*slices), LENGTHS, carry, CPU)
@@ -97,7 +104,9 @@ def test_without_gradients_a_sequence_is_over_with_its_last_chunk():
     with torch.no_grad():
         for slices in CHUNKS[:3]:
             context = ChunkContext(chunk(*slices), LENGTHS, carry, CPU)
-            sequence_parallel_attention(*(x[rows_of(slices)] for x in qkv()), context.of_layer(0, keeps_grad=False))
+            sequence_parallel_attention(
+                *(x[rows_of(slices)] for x in qkv()), context.of_layer(0, keeps_grad=False)
+            )
     carry.check_empty()
 
 
@@ -124,7 +133,11 @@ def test_a_sequence_that_does_not_begin_at_its_beginning_raises():
 def test_a_missing_chunk_raises():
     carry = KVCarry(CpuFlash())
     run_chunk(carry, CHUNKS[0], qkv())
-    with pytest.raises(WrongOrder, match=r"stored 6 of 11.*the forward of \[7, 11\) is not the next one"):
+    with pytest.raises(
+        WrongOrder,
+        match=r"stored 6 of 11.*the forward of \[7, 11\) is not the "
+        r"next one",
+    ):
         run_chunk(carry, CHUNKS[2], qkv())
 
 
@@ -153,6 +166,10 @@ def test_what_is_not_drained_raises_at_the_end():
     carry = KVCarry(CpuFlash())
     outs = [run_chunk(carry, slices, qkv()) for slices in CHUNKS[:3]]
     outs[2].sum().backward()
-    with pytest.raises(WrongOrder, match=r"not drained: layer 0, sequence 0 \(stored 11 of 11 positions, 4 drained\)"):
+    with pytest.raises(
+        WrongOrder,
+        match=r"not drained: layer 0, sequence 0 \(stored 11 of 11 "
+        r"positions, 4 drained\)",
+    ):
         carry.check_empty()
     carry.check_empty()  # nothing is left for the next step

@@ -1,5 +1,6 @@
-"""Pipelined steps give the loss and gradients of one process: float64, random cuts, packing, checkpointing, split
-weight gradients, on 2, 3 and 4 stages, and on 2 stages of 2 ranks that share every chunk."""
+"""Pipelined steps give the loss and gradients of one process: float64, random cuts, packing,
+checkpointing, split weight gradients, on 2, 3 and 4 stages, and on 2 stages of 2 ranks that share
+every chunk."""
 
 import copy
 import random
@@ -40,7 +41,9 @@ def columns_of(plan, examples):
     shifted = [[*e["labels"][1:], -100] for e in examples]
     return [
         {
-            "input_ids": column(chunk, lambda p: examples[p.sequence]["input_ids"][p.start : p.stop]),
+            "input_ids": column(
+                chunk, lambda p: examples[p.sequence]["input_ids"][p.start : p.stop]
+            ),
             "labels": column(chunk, lambda p: shifted[p.sequence][p.start : p.stop]),
             "position_ids": column(chunk, lambda p: range(p.start, p.stop)),
         }
@@ -64,14 +67,19 @@ def make_executor(model, stages, degree, communicator, virtual=1):
 
 
 def errors_by_case(rank, world_size, degree):
-    """For each kind of model and case: the largest error of this stage's gradients, and that of the loss."""
+    """For each kind of model and case: the largest error of this stage's gradients, and that of
+    the loss."""
     stages = world_size // degree
     examples = documents(LENGTHS)
     communicator = Communicator()
     errors = {}
     for tied in (False, True):
         # With a degree of 2 a rank's heads do not fall evenly on key heads.
-        heads = {"hidden_size": 36, "num_attention_heads": 6, "num_key_value_heads": 3} if degree > 1 else {}
+        heads = (
+            {"hidden_size": 36, "num_attention_heads": 6, "num_key_value_heads": 3}
+            if degree > 1
+            else {}
+        )
         model = tiny_llama(num_hidden_layers=LAYERS, tie_word_embeddings=tied, **heads)
         wanted_loss, wanted = reference_gradients(copy.deepcopy(model), examples)
         executor = make_executor(model, stages, degree, communicator)
@@ -86,7 +94,10 @@ def errors_by_case(rank, world_size, degree):
             if not options:  # they say how a backward is done
                 losses.append(executor.evaluate(plan, columns, TARGETS))
             here = relative_errors(found, {name: wanted[name] for name in found}, floor_of=wanted)
-            errors[tied, name] = max(here.values()), max(loss_error(loss, wanted_loss) for loss in losses)
+            errors[tied, name] = (
+                max(here.values()),
+                max(loss_error(loss, wanted_loss) for loss in losses),
+            )
     return errors
 
 

@@ -1,4 +1,5 @@
-"""A pipeline of one stage, in this process: what the executor refuses, and how often it computes attention."""
+"""A pipeline of one stage, in this process: what the executor refuses, and how often it computes
+attention."""
 
 from dataclasses import replace
 
@@ -36,7 +37,9 @@ def plan_of(actions, checkpointed=0):
     """Three chunks: two of the long sequence, and its tail with the short one."""
     slices = [((0, 0, 5),), ((0, 5, 8),), ((0, 8, 11), (1, 0, 3))]
     chunks = tuple(
-        Chunk(unit=0, index=i, slices=tuple(Slice(sequence=s, start=a, stop=b) for s, a, b in parts))
+        Chunk(
+            unit=0, index=i, slices=tuple(Slice(sequence=s, start=a, stop=b) for s, a, b in parts)
+        )
         for i, parts in enumerate(slices)
     )
     return PipelinePlan(
@@ -70,12 +73,25 @@ FORWARDS = "0F0.0 0F0.1 0F0.2"
 @pytest.mark.parametrize(
     ("actions", "error", "message"),
     [
-        (f"{FORWARDS} 0B0.0 0B0.1 0B0.2", WrongOrder, r"the backward of \[0, 5\) is not the next one"),
+        (
+            f"{FORWARDS} 0B0.0 0B0.1 0B0.2",
+            WrongOrder,
+            r"the backward of \[0, 5\) is not the next "
+            r"one",
+        ),
         ("0F0.0 0F0.2", WrongOrder, r"the forward of \[8, 11\) is not the next one"),
         ("0F0.1", WrongOrder, "sequence 0 begins at 5 instead of 0"),
         ("0F0.0 0F0.1 0B0.1", WrongOrder, r"the backward of \[5, 8\) is not the next one"),
-        (f"{FORWARDS} 0B0.2 0B0.1", WrongOrder, "the step is over, but not drained: layer 0, sequence 0"),
-        (f"{FORWARDS} 0I0.2 0I0.1 0I0.0 0W0.2 0W0.1", AssertionError, "weight gradients of .* were never added"),
+        (
+            f"{FORWARDS} 0B0.2 0B0.1",
+            WrongOrder,
+            "the step is over, but not drained: layer 0, sequence 0",
+        ),
+        (
+            f"{FORWARDS} 0I0.2 0I0.1 0I0.0 0W0.2 0W0.1",
+            AssertionError,
+            "weight gradients of .* were never added",
+        ),
         (f"{FORWARDS} 0B0.2 0B0.2", AssertionError, "0B0.2 comes before its forward, or twice"),
         ("0F0.0 0F0.0", AssertionError, "0F0.0 comes twice"),
     ],
@@ -111,5 +127,7 @@ def test_detached_the_layers_are_as_before():
     executor = executor_of(CpuFlash())
     executor.detach()
     assert not any(
-        "forward" in vars(module) for layer in executor.stage.own_layers.values() for module in layer.modules()
+        "forward" in vars(module)
+        for layer in executor.stage.own_layers.values()
+        for module in layer.modules()
     )

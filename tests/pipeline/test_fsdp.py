@@ -1,4 +1,5 @@
-"""Two stages of two ranks that share their stage's parameters by FSDP2 and run different numbers of chunks."""
+"""Two stages of two ranks that share their stage's parameters by FSDP2 and run different numbers
+of chunks."""
 
 import copy
 import random
@@ -23,7 +24,10 @@ from tests.pipeline.test_exactness import CASES, LAYERS, LENGTHS, TARGETS, colum
 from tests.ranks import run_ranks
 
 STAGES = 2
-MEMBERS = {"both work": ((0, 1, 2, 4, 5, 6), (3, 7)), "one has nothing": (tuple(range(len(LENGTHS))), ())}
+MEMBERS = {
+    "both work": ((0, 1, 2, 4, 5, 6), (3, 7)),
+    "one has nothing": (tuple(range(len(LENGTHS))), ()),
+}
 
 
 def plan_of(lengths, rng, options):
@@ -34,8 +38,8 @@ def plan_of(lengths, rng, options):
 
 
 def errors_by_case(rank, world_size):
-    """For each kind of model, case and deal: the largest error of this stage's gradients, of their norm, and of the
-    loss; and whether parameters are sharded again afterwards."""
+    """For each kind of model, case and deal: the largest error of this stage's gradients, of their
+    norm, and of the loss; and whether parameters are sharded again afterwards."""
     index, replica = divmod(rank, 2)
     examples = documents(LENGTHS)
     communicator = Communicator()
@@ -58,7 +62,9 @@ def errors_by_case(rank, world_size):
                 found = {name: whole(p.grad) for name, p in executor.stage.global_parameters()}
                 norm = float(gradient_norm(executor.stage, communicator.parent, counts=True))
                 model.zero_grad()
-                here = relative_errors(found, {name: wanted[name] for name in found}, floor_of=wanted)
+                here = relative_errors(
+                    found, {name: wanted[name] for name in found}, floor_of=wanted
+                )
                 norm_wanted = torch.nn.utils.get_total_norm(wanted.values())
                 errors[tied, deal, case] = (
                     max(here.values()),
@@ -91,4 +97,5 @@ def test_gradients_equal_one_process():
             assert of_gradients < 1e-10, case
             assert of_norm < 1e-12, case
             assert of_loss < 1e-12, case
-            assert share == pytest.approx(0.5, abs=0.02), case  # 61 rows of the embedding are 31 and 30
+            # 61 rows of the embedding are 31 and 30
+            assert share == pytest.approx(0.5, abs=0.02), case

@@ -1,4 +1,5 @@
-"""The Trainer on two stages of two ranks with `fsdp=True` against the plain Trainer in one process."""
+"""The Trainer on two stages of two ranks with `fsdp=True` against the plain Trainer in one
+process."""
 
 from dataclasses import replace
 from types import SimpleNamespace
@@ -25,7 +26,9 @@ FSDP = {"fsdp": True, "fsdp_config": {"version": 2}}
 
 
 def weights_of(trainer):
-    return {name: whole(p.detach()).numpy() for name, p in trainer.flexseq.stage.global_parameters()}
+    return {
+        name: whole(p.detach()).numpy() for name, p in trainer.flexseq.stage.global_parameters()
+    }
 
 
 def fsdp_run(rank, world_size, folder, tied, options, seed=0, resume=None):
@@ -36,7 +39,9 @@ def fsdp_run(rank, world_size, folder, tied, options, seed=0, resume=None):
     return weights_of(trainer), trainer.state.log_history, trainer.evaluate()["eval_loss"]
 
 
-@pytest.mark.parametrize(("tied", "optim", "plans"), [(True, "adamw_torch", "random"), (False, "sgd", "own")])
+@pytest.mark.parametrize(
+    ("tied", "optim", "plans"), [(True, "adamw_torch", "random"), (False, "sgd", "own")]
+)
 def test_ten_steps_equal_the_plain_trainer(tmp_path, tied, optim, plans):
     before, wanted, history = plain_weights(tmp_path, 8, tied, optim=optim)
     results = run_ranks(fsdp_run, 4, tmp_path, tied, {"optim": optim, "plans": plans}, seconds=150)
@@ -55,7 +60,10 @@ TOGETHER = (
 
 
 def two_steps(rank, world_size, folder):
-    return [fsdp_run(rank, world_size, folder, True, {"plans": "own", "max_steps": 2, **o}) for o in TOGETHER]
+    return [
+        fsdp_run(rank, world_size, folder, True, {"plans": "own", "max_steps": 2, **o})
+        for o in TOGETHER
+    ]
 
 
 def test_it_goes_with_shared_chunks_and_with_checkpointing(tmp_path):
@@ -68,11 +76,18 @@ def test_it_goes_with_shared_chunks_and_with_checkpointing(tmp_path):
 # ---- checkpoints
 
 
-SAVES = {"optim": "adamw_torch", "max_steps": 5, "weight_decay": 0.1, "save_strategy": "steps", "save_steps": 3}
+SAVES = {
+    "optim": "adamw_torch",
+    "max_steps": 5,
+    "weight_decay": 0.1,
+    "save_strategy": "steps",
+    "save_steps": 3,
+}
 
 
 def resumed_run(rank, world_size, folder, stages, options):
-    """From other weights than the checkpoint's, on so many stages, without FSDP unless the options ask for it."""
+    """From other weights than the checkpoint's, on so many stages, without FSDP unless the options
+    ask for it."""
     model = tiny_llama(seed=99, num_hidden_layers=LAYERS, tie_word_embeddings=True)
     trainer = make_trainer(model, folder, stages, batch=4 // world_size, **SAVES, **options)
     trainer.train(resume_from_checkpoint=f"{folder}/checkpoint-3")
@@ -82,7 +97,9 @@ def resumed_run(rank, world_size, folder, stages, options):
 
 
 def saved_run(rank, world_size, folder, stages, options):
-    trainer = make_trainer(model_of(True), folder, stages, batch=4 // world_size, **SAVES, **options)
+    trainer = make_trainer(
+        model_of(True), folder, stages, batch=4 // world_size, **SAVES, **options
+    )
     trainer.train()
     if stages > 1:
         return (weights_of(trainer),)
@@ -93,7 +110,9 @@ def saved_run(rank, world_size, folder, stages, options):
     ("ranks", "stages", "options", "then"),
     [(4, 2, FSDP, [(4, 2, FSDP), (4, 2, {}), (2, 2, {}), (1, 1, {})]), (1, 1, {}, [(4, 2, FSDP)])],
 )
-def test_resumed_with_and_without_fsdp_it_goes_on_as_before(tmp_path, ranks, stages, options, then):
+def test_resumed_with_and_without_fsdp_it_goes_on_as_before(
+    tmp_path, ranks, stages, options, then
+):
     before = {n: p.detach() for n, p in model_of(True).named_parameters()}
     first = joined(run_ranks(saved_run, ranks, tmp_path, stages, options))
     wanted = {n: torch.as_tensor(p) for n, p in first.items()}
@@ -125,12 +144,18 @@ def test_a_checkpoint_is_an_ordinary_one(tmp_path):
 
 
 def after_accelerate(rank, world_size, folder):
-    """A stock Trainer as it is on GPUs, where accelerate has taken charge of FSDP before the callback is added."""
-    args = training_arguments(TrainingArguments, folder, batch=1, accumulation=2, max_steps=2, optim="sgd", **FSDP)
+    """A stock Trainer as it is on GPUs, where accelerate has taken charge of FSDP before the
+    callback is added."""
+    args = training_arguments(
+        TrainingArguments, folder, batch=1, accumulation=2, max_steps=2, optim="sgd", **FSDP
+    )
     model = model_of(True)
     trainer = Trainer(model=model, args=args, train_dataset=dataset())
     state = trainer.accelerator.state
-    state.distributed_type, state.fsdp_plugin = DistributedType.FSDP, FullyShardedDataParallelPlugin(fsdp_version=2)
+    state.distributed_type, state.fsdp_plugin = (
+        DistributedType.FSDP,
+        FullyShardedDataParallelPlugin(fsdp_version=2),
+    )
     trainer.is_fsdp_enabled = True
     options = FlexSeqArguments(pipeline_parallel_size=2, cost_model="estimate", lookahead=0)
     trainer.add_callback(FlexSeqCallback(trainer, options))
@@ -149,8 +174,16 @@ def test_fsdp_is_taken_over_from_accelerate(tmp_path):
     [
         ("fsdp_version", 1, "version 1 of FSDP; set version=2"),
         ("cpu_offload", CPUOffloadPolicy(), "FSDP's cpu_offload"),
-        ("activation_checkpointing", True, "FSDP's activation_checkpointing; set gradient_checkpointing=True"),
-        ("cpu_ram_efficient_loading", True, "FSDP's cpu_ram_efficient_loading, which leaves stages without values"),
+        (
+            "activation_checkpointing",
+            True,
+            "FSDP's activation_checkpointing; set gradient_checkpointing=True",
+        ),
+        (
+            "cpu_ram_efficient_loading",
+            True,
+            "FSDP's cpu_ram_efficient_loading, which leaves stages without values",
+        ),
         ("ignored_modules", "lm_head", "FSDP's ignored_modules"),
     ],
 )

@@ -18,7 +18,8 @@ from tests.pipeline.test_exactness import columns_of, make_executor
 from tests.ranks import run_ranks
 
 TOKENS, SEQUENCES, CHUNKS, LAYERS = 96, 4, 4, 4
-VOCABULARY = 1000  # the head's gradient is as large as a chunk: one for every chunk in flight would show
+# the head's gradient is as large as a chunk: one for every chunk in flight would show
+VOCABULARY = 1000
 KV_BYTES = 2 * 2 * 8 * 8  # keys and values of a token and layer: 2 heads of 8 in float64
 CUT = {"chunks": CHUNKS, "cuts": "even"}
 CASES = {
@@ -31,8 +32,9 @@ CASES = {
 
 
 def held_after(executor, plan):
-    """Bytes alive after each of this stage's actions, but for gradients of parameters and for what is being sent or
-    received at the moment and nobody has yet taken: at most three chunks' hidden states."""
+    """Bytes alive after each of this stage's actions, but for gradients of parameters and for what
+    is being sent or received at the moment and nobody has yet taken: at most three chunks' hidden
+    states."""
     columns = columns_of(plan, documents(plan.lengths))
     executor.stage.stack.model.zero_grad()
     live, held, obey = LiveBytes(), [], executor_module._Step.obey
@@ -65,18 +67,27 @@ def plan_of_step(lengths, cost, schedule, options, checkpointed):
 
 def with_split(plan):
     """Every backward in its two parts, one after the other."""
-    parts = [[a._replace(kind=k) for a in own for k in ("IW" if a.kind == "B" else a.kind)] for own in plan.actions]
+    parts = [
+        [a._replace(kind=k) for a in own for k in ("IW" if a.kind == "B" else a.kind)]
+        for own in plan.actions
+    ]
     return replace(plan, actions=tuple(map(tuple, parts)))
 
 
 def counted_cost(executor):
-    """What a token holds on each stage: that of one whole sequence, alone, with and without checkpointing, and between
-    its I and its W."""
+    """What a token holds on each stage: that of one whole sequence, alone, with and without
+    checkpointing, and between its I and its W."""
     layers = len(executor.stage.own_layers)
-    guess = StageCost(linear_ns=1.0, attention_ns=0.0, chunk_ns=4.0, layers=layers, kv_bytes=layers * KV_BYTES)
+    guess = StageCost(
+        linear_ns=1.0, attention_ns=0.0, chunk_ns=4.0, layers=layers, kv_bytes=layers * KV_BYTES
+    )
     even = PipelineCost.even(executor.stage.count, guess)
-    plans = [plan_of_step([TOKENS], even, "1f1b", {}, checkpointed) for checkpointed in (False, True)]
-    (whole, owed, _), (bare, *_) = ([b / TOKENS for b in held_after(executor, with_split(plan))] for plan in plans)
+    plans = [
+        plan_of_step([TOKENS], even, "1f1b", {}, checkpointed) for checkpointed in (False, True)
+    ]
+    (whole, owed, _), (bare, *_) = (
+        [b / TOKENS for b in held_after(executor, with_split(plan))] for plan in plans
+    )
     stages = [None] * executor.stage.count
     counted = replace(guess, token_bytes=whole - guess.kv_bytes, input_bytes=bare, owed_bytes=owed)
     torch.distributed.all_gather_object(stages, counted)
@@ -84,7 +95,8 @@ def counted_cost(executor):
 
 
 def peaks(rank, world_size):
-    """Of this stage: counted, simulated, and the bytes of keys and values in it for one sequence."""
+    """Of this stage: counted, simulated, and the bytes of keys and values in it for one
+    sequence."""
     model = tiny_llama(num_hidden_layers=LAYERS, vocab_size=VOCABULARY)
     executor = make_executor(model, world_size, 1, Communicator())
     cost, found = counted_cost(executor), {}

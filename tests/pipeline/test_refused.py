@@ -4,7 +4,14 @@ import pytest
 from accelerate import Accelerator
 from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments
 
-from hf_flexseq import FlexSeqArguments, FlexSeqCallback, FlexSeqConfig, FlexSeqEngine, FlexSeqMixin, FlexSeqTrainer
+from hf_flexseq import (
+    FlexSeqArguments,
+    FlexSeqCallback,
+    FlexSeqConfig,
+    FlexSeqEngine,
+    FlexSeqMixin,
+    FlexSeqTrainer,
+)
 from tests.hf.test_trainer import dataset, training_arguments
 from tests.hf.tiny import VOCAB, tiny_llama
 from tests.ranks import run_ranks
@@ -33,10 +40,22 @@ class OwnLoss(FlexSeqMixin, Trainer):
         ),
         (NotImplementedError, {"sync": "lockstep"}, "sync='lockstep' with a pipeline"),
         (NotImplementedError, {"label_smoothing_factor": 0.1}, "label_smoothing_factor=0.1"),
-        (ValueError, {"gradient_checkpointing_kwargs": {"use_reentrant": True}}, "use_reentrant=True"),
+        (
+            ValueError,
+            {"gradient_checkpointing_kwargs": {"use_reentrant": True}},
+            "use_reentrant=True",
+        ),
         (ValueError, {}, "pipeline_parallel_size=2 does not divide the 1 ranks of the job"),
-        (ValueError, {"pipeline_parallel_size": 0}, "pipeline_parallel_size=0: give a whole number, at least 1"),
-        (ValueError, {"pipeline_schedule": "gpipe"}, "pipeline_schedule='gpipe' is none of auto, 1f1b"),
+        (
+            ValueError,
+            {"pipeline_parallel_size": 0},
+            "pipeline_parallel_size=0: give a whole number, at least 1",
+        ),
+        (
+            ValueError,
+            {"pipeline_schedule": "gpipe"},
+            "pipeline_schedule='gpipe' is none of auto, 1f1b",
+        ),
         (
             ValueError,
             {"pipeline_parallel_size": 1, "pipeline_chunks": 2},
@@ -50,7 +69,9 @@ def test_refused_when_configured(tmp_path, error, options, reason):
 
 
 def test_a_loop_of_ones_own_is_refused():
-    with pytest.raises(NotImplementedError, match="pipeline_parallel_size=2 in a loop of your own"):
+    with pytest.raises(
+        NotImplementedError, match="pipeline_parallel_size=2 in a loop of your own"
+    ):
         FlexSeqEngine(Accelerator(cpu=True), FlexSeqArguments(pipeline_parallel_size=2))
 
 
@@ -64,7 +85,9 @@ def test_lora_is_refused(tmp_path):
 def refusals_on_four_ranks(rank, world_size, folder):
     """What only a job of several ranks can get wrong, all on the same four."""
     messages = []
-    gpt2 = GPT2LMHeadModel(GPT2Config(n_embd=32, n_layer=4, n_head=4, vocab_size=VOCAB, attn_pdrop=0.0))
+    gpt2 = GPT2LMHeadModel(
+        GPT2Config(n_embd=32, n_layer=4, n_head=4, vocab_size=VOCAB, attn_pdrop=0.0)
+    )
     for error, options in (
         (ValueError, {"pipeline_parallel_size": 3}),
         (ValueError, {"pipeline_parallel_size": 4}),

@@ -68,7 +68,11 @@ def test_a_large_vocabulary_takes_layers_from_the_last_stage():
     ("kind", "config", "reason"),
     [
         ("gpt2", {}, "has no list `layers`"),
-        ("granite", {"embedding_multiplier": 2.0}, "changes hidden states between its embedding and its layers"),
+        (
+            "granite",
+            {"embedding_multiplier": 2.0},
+            "changes hidden states between its embedding and its layers",
+        ),
     ],
 )
 def test_models_without_a_plain_stack_are_refused_and_left_alone(kind, config, reason):

@@ -15,7 +15,14 @@ from hf_flexseq.hf.pipeline.trainer import OVERRIDDEN
 from hf_flexseq.plan.replicas import StepPlan
 from hf_flexseq.schedule.pipeline.check import check
 from hf_flexseq.schedule.pipeline.walk import makespan_ns
-from tests.hf.test_trainer import dataset, float64_loss, logged, plain_run, training_arguments, update_error
+from tests.hf.test_trainer import (
+    dataset,
+    float64_loss,
+    logged,
+    plain_run,
+    training_arguments,
+    update_error,
+)
 from tests.hf.tiny import VOCAB, tiny_llama
 from tests.pipeline.plans import random_pipeline_plan
 from tests.pipeline.test_stages import model_of as model_of_kind
@@ -33,7 +40,12 @@ class RandomPlanner(InlinePipelinePlanner):
             members = tuple(tuple(range(r, len(lengths), replicas)) for r in range(replicas))
             plans = tuple(
                 random_pipeline_plan(
-                    [lengths[i] for i in ids], stages, rng, split_weights=True, checkpointing=True, layers=LAYERS
+                    [lengths[i] for i in ids],
+                    stages,
+                    rng,
+                    split_weights=True,
+                    checkpointing=True,
+                    layers=LAYERS,
                 )
                 for ids in members
             )
@@ -47,7 +59,8 @@ def random_planner(engine, *, ahead):
 
 
 def make_trainer(model, folder, stages, *, batch=2, plans="random", **options):
-    """A planner in a process of its own takes a second to start, so only those who ask have one."""
+    """A planner in a process of its own takes a second to start, so only those who ask have
+    one."""
     args = training_arguments(
         FlexSeqConfig,
         folder,
@@ -57,7 +70,9 @@ def make_trainer(model, folder, stages, *, batch=2, plans="random", **options):
         cost_model="estimate",
         **{"optim": "sgd", "lookahead": 2 if plans == "random" else 0, **options},
     )
-    trainer = FlexSeqTrainer(model=model, args=args, train_dataset=dataset(), eval_dataset=dataset(11))
+    trainer = FlexSeqTrainer(
+        model=model, args=args, train_dataset=dataset(), eval_dataset=dataset(11)
+    )
     if stages > 1 and plans == "random":
         trainer.flexseq.make_planner = random_planner.__get__(trainer.flexseq)
     return trainer
@@ -72,27 +87,45 @@ def pipeline_run(rank, world_size, folder, stages, tied, options):
     assert isinstance(trainer.flexseq, PipelineEngine)
     trainer.train()
     parameters = trainer.flexseq.stage.global_parameters()
-    return {name: p.detach().numpy() for name, p in parameters}, trainer.state.log_history, trainer.evaluate()
+    return (
+        {name: p.detach().numpy() for name, p in parameters},
+        trainer.state.log_history,
+        trainer.evaluate(),
+    )
 
 
 def plain_weights(folder, sequences, tied, **options):
     """Of the plain Trainer with so many sequences per step."""
-    return plain_run(folder, batch=sequences, loss=float64_loss, model=model_of(tied), **{"optim": "sgd", **options})
+    return plain_run(
+        folder,
+        batch=sequences,
+        loss=float64_loss,
+        model=model_of(tied),
+        **{"optim": "sgd", **options},
+    )
 
 
 def joined(results):
-    """All stages' parameters; copies of one, on replicas or of a tied tensor, must be equal to the bit."""
+    """All stages' parameters; copies of one, on replicas or of a tied tensor, must be equal to the
+    bit."""
     weights = {}
     for found, *_ in results:
         for name, value in found.items():
-            assert name not in weights or (weights[name] == value).all(), f"copies of {name} differ"
+            assert name not in weights or (weights[name] == value).all(), (
+                f"copies of {name} differ"
+            )
             weights[name] = value
     return weights
 
 
 @pytest.mark.parametrize(
     ("world_size", "stages", "tied", "optim"),
-    [(2, 2, True, "sgd"), (3, 3, False, "adamw_torch"), (4, 4, True, "adamw_torch"), (4, 2, True, "sgd")],
+    [
+        (2, 2, True, "sgd"),
+        (3, 3, False, "adamw_torch"),
+        (4, 4, True, "adamw_torch"),
+        (4, 2, True, "sgd"),
+    ],
 )
 def test_ten_steps_equal_the_plain_trainer(tmp_path, world_size, stages, tied, optim):
     batch = 2 if world_size == 2 else 1
@@ -123,7 +156,10 @@ SHARED = {"planner": "static", "sp_degree": 2, "max_tokens_per_rank": 20, "batch
 
 def schedule_runs(rank, world_size, folder, options):
     """All of these, one after the other."""
-    return [pipeline_run(rank, world_size, folder, 2, True, {"plans": "own", "max_steps": 2, **o}) for o in options]
+    return [
+        pipeline_run(rank, world_size, folder, 2, True, {"plans": "own", "max_steps": 2, **o})
+        for o in options
+    ]
 
 
 @pytest.mark.parametrize(("world_size", "options"), [(2, SCHEDULES), (4, (SHARED,))])
@@ -142,8 +178,12 @@ def test_stock_float32_loss_differs_by_its_rounding_only(tmp_path):
 
 def test_evaluation_is_the_mean_over_target_tokens(tmp_path):
     model = model_of(tied=True)
-    args = training_arguments(FlexSeqConfig, tmp_path, batch=1, accumulation=1, cost_model="estimate")
-    wanted = FlexSeqTrainer(model=model, args=args, eval_dataset=dataset(11)).evaluate()["eval_loss"]
+    args = training_arguments(
+        FlexSeqConfig, tmp_path, batch=1, accumulation=1, cost_model="estimate"
+    )
+    wanted = FlexSeqTrainer(model=model, args=args, eval_dataset=dataset(11)).evaluate()[
+        "eval_loss"
+    ]
     for world_size in (2, 4):
         for found in run_ranks(evaluated, world_size, tmp_path):
             assert found == pytest.approx(wanted, rel=1e-9)
@@ -151,8 +191,16 @@ def test_evaluation_is_the_mean_over_target_tokens(tmp_path):
 
 def best_run(rank, world_size, folder):
     """Trained with a rate at which it gets worse, so that the best model is the first."""
-    options = {"eval_strategy": "steps", "eval_steps": 1, "save_strategy": "steps", "save_steps": 1, "max_steps": 3}
-    trainer = make_trainer(model_of(True), folder, 2, learning_rate=50.0, load_best_model_at_end=True, **options)
+    options = {
+        "eval_strategy": "steps",
+        "eval_steps": 1,
+        "save_strategy": "steps",
+        "save_steps": 1,
+        "max_steps": 3,
+    }
+    trainer = make_trainer(
+        model_of(True), folder, 2, learning_rate=50.0, load_best_model_at_end=True, **options
+    )
     trainer.train()
     losses = logged(trainer.state.log_history, "eval_loss")
     return losses, trainer.evaluate()["eval_loss"], trainer.state.best_model_checkpoint
@@ -193,7 +241,8 @@ def evaluated(rank, world_size, folder):
 
 
 def loaded_runs(rank, world_size, folder):
-    """Weights after two steps of a model that is loaded stage by stage, and of the same one, cut in place."""
+    """Weights after two steps of a model that is loaded stage by stage, and of the same one, cut
+    in place."""
     loaded = make_trainer(str(folder), folder, 2, max_steps=2)
     assert len(list(loaded.model.parameters())) < 2 + 9 * LAYERS
     whole = make_trainer(AutoModelForCausalLM.from_pretrained(folder), folder, 2, max_steps=2)
@@ -209,8 +258,15 @@ def trained_weights(trainer):
 def test_a_model_is_loaded_stage_by_stage(tmp_path, tied):
     """Its norms are transformers' own, in float32."""
     torch.manual_seed(0)
-    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": LAYERS, "vocab_size": VOCAB}
-    config = LlamaConfig(**sizes, num_attention_heads=4, num_key_value_heads=2, tie_word_embeddings=tied)
+    sizes = {
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": LAYERS,
+        "vocab_size": VOCAB,
+    }
+    config = LlamaConfig(
+        **sizes, num_attention_heads=4, num_key_value_heads=2, tie_word_embeddings=tied
+    )
     model = LlamaForCausalLM(config).double()
     model.save_pretrained(tmp_path)
     results = run_ranks(loaded_runs, 2, tmp_path)
@@ -224,12 +280,15 @@ def saved_run(rank, world_size, folder, stages, tied, options, resume=None):
     """A run that saves every three steps, or goes on from a checkpoint of one."""
     if resume is not None:
         torch.manual_seed(99)
-        model = tiny_llama(seed=99, num_hidden_layers=LAYERS, tie_word_embeddings=tied)  # other weights: they are read
+        # other weights: they are read
+        model = tiny_llama(seed=99, num_hidden_layers=LAYERS, tie_word_embeddings=tied)
     else:
         model = model_of(tied)
     trainer = make_trainer(model, folder, stages, save_strategy="steps", save_steps=3, **options)
     trainer.train(resume_from_checkpoint=resume)
-    parameters = trainer.flexseq.stage.global_parameters() if stages > 1 else model.named_parameters()
+    parameters = (
+        trainer.flexseq.stage.global_parameters() if stages > 1 else model.named_parameters()
+    )
     return {name: p.detach().numpy() for name, p in parameters}, trainer.state
 
 
@@ -237,7 +296,9 @@ def saved_run(rank, world_size, folder, stages, tied, options, resume=None):
 def test_a_checkpoint_is_an_ordinary_one(tmp_path, tied):
     (tmp_path / "checkpoint-3").mkdir()
     (tmp_path / "checkpoint-3" / "model.safetensors").write_text("left by an earlier run")
-    results = run_ranks(saved_run, 2, tmp_path, 2, tied, {"optim": "adamw_torch", "max_steps": 3, "batch": 1})
+    results = run_ranks(
+        saved_run, 2, tmp_path, 2, tied, {"optim": "adamw_torch", "max_steps": 3, "batch": 1}
+    )
     weights = joined(results)
     folder = tmp_path / "checkpoint-3"
     assert sorted(p.name for p in folder.glob("model*")) == [
@@ -245,7 +306,9 @@ def test_a_checkpoint_is_an_ordinary_one(tmp_path, tied):
         "model-00002-of-00002.safetensors",
         "model.safetensors.index.json",
     ]
-    loaded, info = AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True, dtype=torch.float64)
+    loaded, info = AutoModelForCausalLM.from_pretrained(
+        folder, output_loading_info=True, dtype=torch.float64
+    )
     assert not info["missing_keys"]
     assert not info["unexpected_keys"]
     assert loaded.config._attn_implementation == "sdpa"
@@ -253,17 +316,23 @@ def test_a_checkpoint_is_an_ordinary_one(tmp_path, tied):
         assert (weights[name] == parameter.detach().numpy()).all(), name
 
 
-@pytest.mark.parametrize(("stages", "then"), [(2, [(2, 2), (4, 4), (4, 2), (1, 1)]), (1, [(2, 2)])])
+@pytest.mark.parametrize(
+    ("stages", "then"), [(2, [(2, 2), (4, 4), (4, 2), (1, 1)]), (1, [(2, 2)])]
+)
 def test_resumed_on_any_number_of_stages_it_goes_on_as_before(tmp_path, stages, then):
-    """then: on so many ranks, in so many stages. The sequences per step stay the same: two ranks draw twice as many
-    each as four."""
+    """then: on so many ranks, in so many stages. The sequences per step stay the same: two ranks
+    draw twice as many each as four."""
     options = {"optim": "adamw_torch", "max_steps": 5, "weight_decay": 0.1}
     before = {n: p.detach() for n, p in model_of(True).named_parameters()}
-    first = joined(run_ranks(saved_run, stages, tmp_path, stages, True, options | {"batch": 4 // stages}))
+    first = joined(
+        run_ranks(saved_run, stages, tmp_path, stages, True, options | {"batch": 4 // stages})
+    )
     wanted = {n: torch.as_tensor(p) for n, p in first.items()}
     for ranks, then_stages in then:
         resumed = options | {"batch": 4 // ranks}
-        found = run_ranks(saved_run, ranks, tmp_path, then_stages, True, resumed, f"{tmp_path}/checkpoint-3")
+        found = run_ranks(
+            saved_run, ranks, tmp_path, then_stages, True, resumed, f"{tmp_path}/checkpoint-3"
+        )
         assert update_error(before, wanted, joined(found)) < 1e-8, (ranks, then_stages)
 
 
@@ -271,7 +340,11 @@ def test_a_checkpoint_of_another_model_is_refused(tmp_path):
     model_of(True).save_pretrained(tmp_path / "checkpoint-3")
     index = {"metadata": {}, "weight_map": {"model.norm.weight": "model.safetensors"}}
     (tmp_path / "checkpoint-3" / "model.safetensors.index.json").write_text(json.dumps(index))
-    with pytest.raises(AssertionError, match=r"ValueError: .* has no model.embed_tokens.weight, model.layers.\d"):
+    with pytest.raises(
+        AssertionError,
+        match=r"ValueError: .* has no model.embed_tokens.weight, "
+        r"model.layers.\d",
+    ):
         run_ranks(saved_run, 2, tmp_path, 2, True, {}, f"{tmp_path}/checkpoint-3")
 
 
@@ -292,7 +365,9 @@ OTHERS = (
 
 def other_runs(rank, world_size, folder):
     """The logged losses of all of them, with the same sequences on one rank as on two."""
-    return [logged(other_log(kind, folder, world_size, options), "loss") for kind, options, _ in OTHERS]
+    return [
+        logged(other_log(kind, folder, world_size, options), "loss") for kind, options, _ in OTHERS
+    ]
 
 
 def other_log(kind, folder, world_size, options):

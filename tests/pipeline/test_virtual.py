@@ -1,4 +1,5 @@
-"""Several stages per rank, which take turns: the loss and gradients of one process, and no hang."""
+"""Several stages per rank, which take turns: the loss and gradients of one process, and no
+hang."""
 
 import copy
 import random
@@ -17,7 +18,14 @@ from hf_flexseq.pipeline.sharding import whole
 from tests.hf.test_trainer import float64_loss, logged, plain_run, update_error
 from tests.hf.tiny import documents, reference_gradients, relative_errors, tiny_llama
 from tests.pipeline.plans import random_pipeline_plan
-from tests.pipeline.test_exactness import CASES, LENGTHS, TARGETS, columns_of, loss_error, make_executor
+from tests.pipeline.test_exactness import (
+    CASES,
+    LENGTHS,
+    TARGETS,
+    columns_of,
+    loss_error,
+    make_executor,
+)
 from tests.pipeline.test_fsdp_trainer import FSDP
 from tests.pipeline.test_trainer import joined, make_trainer
 from tests.ranks import run_ranks
@@ -27,7 +35,8 @@ SEQ1F1B = {"pipeline_schedule": "seq1f1b", "pipeline_virtual_stages": 2, "plans"
 
 
 def errors_by_case(rank, world_size, degree, virtual):
-    """For each kind of model and case: the largest error of this rank's gradients, and that of the loss."""
+    """For each kind of model and case: the largest error of this rank's gradients, and that of the
+    loss."""
     ranks = world_size // degree
     examples = documents(LENGTHS)
     communicator = Communicator()
@@ -39,7 +48,9 @@ def errors_by_case(rank, world_size, degree, virtual):
         assert len(executor.stage.virtual) == virtual
         for case, options in CASES.items():
             rng = random.Random(f"{ranks} {virtual} {tied} {case}")
-            plan = random_pipeline_plan(LENGTHS, ranks, rng, virtual=virtual, layers=LAYERS, **options)
+            plan = random_pipeline_plan(
+                LENGTHS, ranks, rng, virtual=virtual, layers=LAYERS, **options
+            )
             columns = columns_of(plan, examples)
             losses = [executor.train(plan, columns, TARGETS)]
             sum_gradients(executor.stage, executor.neighbours)
@@ -47,11 +58,16 @@ def errors_by_case(rank, world_size, degree, virtual):
             model.zero_grad()
             losses.append(executor.evaluate(plan, columns, TARGETS))
             here = relative_errors(found, {name: wanted[name] for name in found}, floor_of=wanted)
-            errors[tied, case] = max(here.values()), max(loss_error(loss, wanted_loss) for loss in losses)
+            errors[tied, case] = (
+                max(here.values()),
+                max(loss_error(loss, wanted_loss) for loss in losses),
+            )
     return errors
 
 
-@pytest.mark.parametrize(("world_size", "degree", "virtual"), [(2, 1, 2), (2, 1, 3), (3, 1, 2), (4, 2, 2)])
+@pytest.mark.parametrize(
+    ("world_size", "degree", "virtual"), [(2, 1, 2), (2, 1, 3), (3, 1, 2), (4, 2, 2)]
+)
 def test_gradients_equal_one_process(world_size, degree, virtual):
     for errors in run_ranks(errors_by_case, world_size, degree, virtual, seconds=120):
         assert len(errors) == 2 * len(CASES)
@@ -64,10 +80,12 @@ def test_gradients_equal_one_process(world_size, degree, virtual):
 
 
 def delayed_steps(rank, world_size, virtual, plans):
-    """Ranks that fall behind at random. Gradients flow in a circle here: with sends that simply wait for the oldest of
-    them, two ranks of four stages each hang."""
+    """Ranks that fall behind at random. Gradients flow in a circle here: with sends that simply
+    wait for the oldest of them, two ranks of four stages each hang."""
     pace, obey = random.Random(rank), _Step.obey
-    executor = make_executor(tiny_llama(num_hidden_layers=8), world_size, 1, Communicator(), virtual)
+    executor = make_executor(
+        tiny_llama(num_hidden_layers=8), world_size, 1, Communicator(), virtual
+    )
 
     def slow(step, action):
         if pace.random() < 0.3:
@@ -78,7 +96,9 @@ def delayed_steps(rank, world_size, virtual, plans):
         for seed in range(plans):
             rng = random.Random(seed)
             lengths = [rng.randint(1, 30) for _ in range(rng.randint(3, 30))]
-            plan = random_pipeline_plan(lengths, world_size, rng, virtual=virtual, split_weights=True)
+            plan = random_pipeline_plan(
+                lengths, world_size, rng, virtual=virtual, split_weights=True
+            )
             columns = columns_of(plan, documents(lengths))
             executor.train(plan, columns, TARGETS)
             executor.evaluate(plan, columns, TARGETS)
@@ -98,7 +118,9 @@ def model_of(seed=0):
 
 
 def weights_of(trainer):
-    return {name: whole(p.detach()).numpy() for name, p in trainer.flexseq.stage.global_parameters()}
+    return {
+        name: whole(p.detach()).numpy() for name, p in trainer.flexseq.stage.global_parameters()
+    }
 
 
 def virtual_run(rank, world_size, folder, options):
@@ -132,7 +154,9 @@ def resumed_run(rank, world_size, folder, virtual):
     """From other weights; with two stages per rank every rank loads its own alone."""
     checkpoint = f"{folder}/checkpoint-3"
     options = {**SEQ1F1B, "pipeline_virtual_stages": virtual, **SAVES}
-    trainer = make_trainer(checkpoint if virtual > 1 else model_of(99), folder, 2, batch=4 // world_size, **options)
+    trainer = make_trainer(
+        checkpoint if virtual > 1 else model_of(99), folder, 2, batch=4 // world_size, **options
+    )
     assert len(trainer.flexseq.stage.virtual) == virtual
     trainer.train(resume_from_checkpoint=checkpoint)
     return (weights_of(trainer),)
@@ -140,7 +164,10 @@ def resumed_run(rank, world_size, folder, virtual):
 
 def test_a_checkpoint_is_the_same_for_any_number_of_stages_per_rank(tmp_path):
     before = {name: p.detach() for name, p in model_of().named_parameters()}
-    wanted = {n: torch.as_tensor(np.array(p)) for n, p in joined(run_ranks(saved_run, 2, tmp_path)).items()}
+    wanted = {
+        n: torch.as_tensor(np.array(p))
+        for n, p in joined(run_ranks(saved_run, 2, tmp_path)).items()
+    }
     assert update_error(before, wanted, joined(run_ranks(resumed_run, 2, tmp_path, 1))) < 1e-8
     loaded = joined(run_ranks(resumed_run, 2, tmp_path, 2))
     assert update_error(before, wanted, loaded) < 1e-3  # transformers' own norms round to float32
@@ -148,5 +175,7 @@ def test_a_checkpoint_is_the_same_for_any_number_of_stages_per_rank(tmp_path):
 
 @pytest.mark.parametrize("options", [{}, {"pipeline_parallel_size": 2}])
 def test_other_schedules_are_refused(options):
-    with pytest.raises(ValueError, match="pipeline_virtual_stages=2 is for pipeline_schedule='seq1f1b'"):
+    with pytest.raises(
+        ValueError, match="pipeline_virtual_stages=2 is for pipeline_schedule='seq1f1b'"
+    ):
         FlexSeqArguments(pipeline_virtual_stages=2, **options)

@@ -42,7 +42,9 @@ def test_deferred_they_come_with_run_and_add_up(x, replayed):
     calls = []
     module[1].register_forward_hook(lambda *_: calls.append(1))
     for chunk in range(2):
-        loss = (checkpoint(module, x, use_reentrant=False) if replayed else module(x)).square().sum()
+        loss = (
+            (checkpoint(module, x, use_reentrant=False) if replayed else module(x)).square().sum()
+        )
         with store.deferred(chunk):
             loss.backward()
     assert all(g is None for g in gradients(module).values())
@@ -52,7 +54,9 @@ def test_deferred_they_come_with_run_and_add_up(x, replayed):
     store.check_empty()
     twice = {name: 2 * g for name, g in wanted(x).items()}
     torch.testing.assert_close(gradients(module), twice, rtol=1e-14, atol=1e-14)
-    assert not any(g.requires_grad for g in gradients(module).values()), "a gradient holds the forward's graph"
+    assert not any(g.requires_grad for g in gradients(module).values()), (
+        "a gradient holds the forward's graph"
+    )
 
 
 def test_under_autocast_they_are_as_good_as_the_plain_layers(x):
@@ -77,7 +81,9 @@ def test_frozen_weights_leave_nothing(x):
         loss.backward()
     store.run(0)
     assert module[0].weight.grad is None
-    torch.testing.assert_close(module[2].weight.grad, wanted(x)["2.weight"], rtol=1e-14, atol=1e-14)
+    torch.testing.assert_close(
+        module[2].weight.grad, wanted(x)["2.weight"], rtol=1e-14, atol=1e-14
+    )
 
 
 def test_a_wrong_order_is_noticed(x):

@@ -12,22 +12,32 @@ SHAPES = st.sampled_from([(1, 1), (1, 4), (2, 2), (2, 3), (3, 2), (4, 1)])
 
 
 def crossing(moves: tuple[Move, ...], topology: Topology) -> int:
-    return sum(m.tokens for m in moves if m.source // topology.ranks_per_node != m.target // topology.ranks_per_node)
+    return sum(
+        m.tokens
+        for m in moves
+        if m.source // topology.ranks_per_node != m.target // topology.ranks_per_node
+    )
 
 
 def optimum(tokens: list[int], topology: Topology) -> tuple[int, int]:
-    """(tokens that move, tokens that cross nodes) of the cheapest transport to any layout that is even to within one;
-    crossing a node counts a hundredfold."""
+    """(tokens that move, tokens that cross nodes) of the cheapest transport to any layout that is
+    even to within one; crossing a node counts a hundredfold."""
     world, share = len(tokens), sum(tokens) // len(tokens)
     program = pulp.LpProblem("transport", pulp.LpMinimize)
-    x = [[program.add_variable(f"x{i}_{j}", 0, None, pulp.LpInteger) for j in range(world)] for i in range(world)]
+    x = [
+        [program.add_variable(f"x{i}_{j}", 0, None, pulp.LpInteger) for j in range(world)]
+        for i in range(world)
+    ]
     more = [program.add_variable(f"m{j}", cat=pulp.LpBinary) for j in range(world)]
 
     def node(rank: int) -> int:
         return rank // topology.ranks_per_node
 
     program += pulp.lpSum(
-        (100 if node(i) != node(j) else 1) * x[i][j] for i in range(world) for j in range(world) if i != j
+        (100 if node(i) != node(j) else 1) * x[i][j]
+        for i in range(world)
+        for j in range(world)
+        if i != j
     )
     for i in range(world):
         program += pulp.lpSum(x[i]) == tokens[i]

@@ -16,7 +16,9 @@ NODE = Topology(nodes=1, ranks_per_node=4)
 
 def group(start: int, stop: int, *sequences: int) -> Group:
     return Group(
-        ranks=tuple(range(start, stop)), sequences=sequences, strategy="local" if stop - start == 1 else "ulysses"
+        ranks=tuple(range(start, stop)),
+        sequences=sequences,
+        strategy="local" if stop - start == 1 else "ulysses",
     )
 
 
@@ -42,7 +44,11 @@ def test_counts_tokens_and_degrees() -> None:
     assert widest_first([group(0, 1, 0), group(0, 2, 1)])[0].degree == 2
 
 
-@given(st.lists(st.integers(1, 100), min_size=1, max_size=12), st.integers(1, 6), st.integers(0, 10**6))
+@given(
+    st.lists(st.integers(1, 100), min_size=1, max_size=12),
+    st.integers(1, 6),
+    st.integers(0, 10**6),
+)
 def test_json_round_trip(lengths: list[int], world: int, seed: int) -> None:
     made = random_plan(lengths, world, random.Random(seed))
     assert Plan.from_json(made.to_json()) == made
@@ -51,12 +57,19 @@ def test_json_round_trip(lengths: list[int], world: int, seed: int) -> None:
 
 def test_digest_ignores_only_the_planning_time() -> None:
     assert replace(LEGAL, planning_s=99.0).digest() == LEGAL.digest()
-    changes = [{"objective_s": 1.0}, {"lower_bound_s": 1.0}, {"planner": "static"}, {"lengths": (10, 3, 8)}]
+    changes = [
+        {"objective_s": 1.0},
+        {"lower_bound_s": 1.0},
+        {"planner": "static"},
+        {"lengths": (10, 3, 8)},
+    ]
     changes.append({"micro_batches": ()})
     assert all(replace(LEGAL, **change).digest() != LEGAL.digest() for change in changes)
 
 
-@pytest.mark.parametrize("text", ["{}", '{"micro_batches": 3}', '{"micro_batches": [{}]}', "[]", "no json"])
+@pytest.mark.parametrize(
+    "text", ["{}", '{"micro_batches": 3}', '{"micro_batches": [{}]}', "[]", "no json"]
+)
 def test_refuses_what_is_no_plan(text: str) -> None:
     with pytest.raises(ValueError):
         Plan.from_json(text)

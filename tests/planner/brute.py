@@ -8,13 +8,18 @@ from hf_flexseq.topology import Topology
 Block = tuple[int, int]
 
 
-def best_lockstep_ns(lengths: Sequence[int], topology: Topology, cost: CostModel, *, cap: int, batches: int) -> int:
-    """Nanoseconds of the best plan with at most `batches` micro-batches, each sequence at its cheapest strategy.
+def best_lockstep_ns(
+    lengths: Sequence[int], topology: Topology, cost: CostModel, *, cap: int, batches: int
+) -> int:
+    """Nanoseconds of the best plan with at most `batches` micro-batches, each sequence at its
+    cheapest strategy.
 
     Depth first over the sequences, cut where the time so far already exceeds the best found.
     """
     world = topology.world_size
-    blocks = [(a, b) for a in range(world) for b in range(a + 1, world + 1) if topology.allows(a, b)]
+    blocks = [
+        (a, b) for a in range(world) for b in range(a + 1, world + 1) if topology.allows(a, b)
+    ]
     load = [[0] * world for _ in range(batches)]
     held = [[0] * world for _ in range(batches)]
     used: list[list[Block]] = [[] for _ in range(batches)]
@@ -48,7 +53,8 @@ def best_lockstep_ns(lengths: Sequence[int], topology: Topology, cost: CostModel
 def _options(
     length: int, blocks: list[Block], topology: Topology, cost: CostModel, used: list[list[Block]]
 ) -> Iterator[tuple[int, Block, int, int]]:
-    """(micro-batch, block, nanoseconds, tokens per rank) of every way to place a sequence beside `used`."""
+    """(micro-batch, block, nanoseconds, tokens per rank) of every way to place a sequence beside
+    `used`."""
     for m, there in enumerate(used):
         for start, stop in blocks:
             if any(start < b < stop < d or b < start < d < stop for b, d in there):

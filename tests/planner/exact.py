@@ -1,13 +1,16 @@
-"""The best laminar lockstep plan of a few sequences on one or two nodes, by dynamic programming over their subsets.
+"""The best laminar lockstep plan of a few sequences on one or two nodes, by dynamic programming
+over their subsets.
 
     alone[n][S]        S on one group of n ranks: the sum of their times
-    inside[n][b, S]    S on n ranks of a node: some on all n, the rest on two parts, best = least slowest rank
+    inside[n][b, S]    S on n ranks of a node: some on all n, the rest on two parts, best = least
+                       slowest rank
     world[b, S]        S on all nodes: some on all of them, the rest inside the nodes
     plan[S]            S in micro-batches: one set after the other, and the constant for each
 
-Any sets of ranks of a node that are nested or disjoint can be numbered so that all are contiguous, so only their sizes
-count. b is the memory left on the ranks, in 16 steps or more: what a group takes is rounded down, so where memory is
-tight this is a bound close below the optimum, and elsewhere the optimum.
+Any sets of ranks of a node that are nested or disjoint can be numbered so that all are contiguous,
+so only their sizes count. b is the memory left on the ranks, in 16 steps or more: what a group
+takes is rounded down, so where memory is tight this is a bound close below the optimum, and
+elsewhere the optimum.
 """
 
 from collections.abc import Sequence
@@ -23,21 +26,32 @@ LEVELS = 16, 256  # for many sequences and for few
 SETS = 1_000_000  # (set, subset, level) triples that few sequences stay below
 
 
-def least_lockstep_ns(lengths: Sequence[int], topology: Topology, cost: CostModel, *, cap: int) -> int:
+def least_lockstep_ns(
+    lengths: Sequence[int], topology: Topology, cost: CostModel, *, cap: int
+) -> int:
     """Nanoseconds that no plan undercuts."""
     assert topology.nodes <= 2, "nodes are shared out two by two"
     node, levels = topology.ranks_per_node, steps_of_memory(lengths, cap)
-    inside = [np.where(np.arange(1 << len(lengths)) == 0, 0, NEVER) + np.zeros((levels + 1, 1), dtype=np.int64)]
+    inside = [
+        np.where(np.arange(1 << len(lengths)) == 0, 0, NEVER)
+        + np.zeros((levels + 1, 1), dtype=np.int64)
+    ]
     for n in range(1, node + 1):
         parts = [shared(inside[m], inside[n - m]) for m in range(1, n // 2 + 1)]
         rest = np.minimum.reduce([*parts, inside[n - 1]])
-        inside.append(on_top(alone(lengths, n, False, cost, cap), rest, need(lengths, n, cap, levels)))
+        inside.append(
+            on_top(alone(lengths, n, False, cost, cap), rest, need(lengths, n, cap, levels))
+        )
     world = inside[node]
     if topology.nodes == 2:
         whole = alone(lengths, 2 * node, True, cost, cap)
         world = on_top(whole, shared(world, world), need(lengths, 2 * node, cap, levels))
     step = world[levels]
-    step = np.where((total(lengths) <= cap * topology.world_size) & (step < NEVER), step + cost.micro_batch_ns, NEVER)
+    step = np.where(
+        (total(lengths) <= cap * topology.world_size) & (step < NEVER),
+        step + cost.micro_batch_ns,
+        NEVER,
+    )
     step[0] = 0
     plan = step
     for _ in range(len(lengths)):
@@ -52,7 +66,9 @@ def steps_of_memory(lengths: Sequence[int], cap: int) -> int:
     return min(LEVELS[1], max(LEVELS[0], SETS // 3 ** len(lengths)))
 
 
-def alone(lengths: Sequence[int], degree: int, spans: bool, cost: CostModel, cap: int) -> Int64Array:
+def alone(
+    lengths: Sequence[int], degree: int, spans: bool, cost: CostModel, cap: int
+) -> Int64Array:
     """[sets] nanoseconds of each set on one group; NEVER when it does not fit there."""
     names = ("local",) if degree == 1 else cost.strategies("auto")
     times = [min(cost.sequence_ns(s, degree, name, spans) for name in names) for s in lengths]
@@ -80,7 +96,8 @@ def shared(first: Int64Array, second: Int64Array) -> Int64Array:
 
 
 def on_top(whole: Int64Array, below: Int64Array, taken: Int64Array) -> Int64Array:
-    """[levels, sets] the least sum of a part on the whole group and the rest below it in the memory then left."""
+    """[levels, sets] the least sum of a part on the whole group and the rest below it in the
+    memory then left."""
     part, rest, begins = _parts(len(whole).bit_length() - 1)
     left = np.arange(len(below))[:, None] - taken[part]
     sums = np.where(left >= 0, whole[part] + below[np.maximum(left, 0), rest], NEVER)

@@ -1,9 +1,11 @@
-"""The shortest order of a few chunks' actions, by exhaustion: the slow twin of `planner/pipeline/greedy.py`.
+"""The shortest order of a few chunks' actions, by exhaustion: the slow twin of
+`planner/pipeline/greedy.py`.
 
-Forwards, I's and W's of a stage each have a fixed order, so a stage's next action is one of three. Giffler and
-Thompson's branching visits all active schedules, one of which is optimal: find the action that could be done first,
-and begin any action of its stage that could begin before that. States that another state reached no later in any
-respect are dropped, and so are those that cannot beat the best.
+Forwards, I's and W's of a stage each have a fixed order, so a stage's next action is one of three.
+Giffler and Thompson's branching visits all active schedules, one of which is optimal: find the
+action that could be done first, and begin any action of its stage that could begin before that.
+States that another state reached no later in any respect are dropped, and so are those that cannot
+beat the best.
 """
 
 from itertools import accumulate
@@ -21,7 +23,9 @@ class _Search:
         self.costs, self.stages, self.count = costs, len(costs.forward), sum(sizes)
         firsts = list(accumulate(sizes, initial=0))
         self.backward = [firsts[unit] + index for unit, index in backward_names(sizes)]
-        self.room = [limit - max(carried) for limit, carried in zip(room, costs.carried, strict=True)]
+        self.room = [
+            limit - max(carried) for limit, carried in zip(room, costs.carried, strict=True)
+        ]
         self.first = set(firsts)
         self.best, self.seen = None, {}
         start = tuple([0] * self.stages)
@@ -32,7 +36,9 @@ class _Search:
         gone = {self.backward[k] for k in range(w)}
         drained = {self.backward[k] for k in range(i)}
         total = sum(held[place] for place in range(f) if place not in gone)
-        return total + sum(carried[place] for place in range(f) if place in self.first and place not in drained)
+        return total + sum(
+            carried[place] for place in range(f) if place in self.first and place not in drained
+        )
 
     def _ready(self, state, ahead, back):
         """(stop, start, stage, kind, place) of every action that may come next on its stage."""
@@ -75,7 +81,9 @@ class _Search:
         known = self.seen.setdefault((f, i, w), [])
         if any(all(a <= b for a, b in zip(other, times, strict=True)) for other in known):
             return
-        known[:] = [other for other in known if not all(b <= a for a, b in zip(other, times, strict=True))] + [times]
+        known[:] = [
+            other for other in known if not all(b <= a for a, b in zip(other, times, strict=True))
+        ] + [times]
         actions = sorted(self._ready(state, ahead, back))
         if not actions:
             return

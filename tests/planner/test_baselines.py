@@ -22,7 +22,14 @@ FLEXSP = PRESETS["flexsp-gpt-7b-a100"]
 CLUSTER = Topology(nodes=8, ranks_per_node=8)
 SHAPES = [(1, 1), (1, 3), (1, 6), (1, 8), (2, 2), (2, 6), (3, 4), (4, 8), (6, 8)]
 SMALL = ModelShape(
-    layers=4, hidden=256, heads=8, kv_heads=2, head_dim=32, intermediate=1024, vocab=4096, params=6_000_000
+    layers=4,
+    hidden=256,
+    heads=8,
+    kv_heads=2,
+    head_dim=32,
+    intermediate=1024,
+    vocab=4096,
+    params=6_000_000,
 )
 
 
@@ -44,7 +51,9 @@ def test_any_lengths_on_any_topology(
     topology = Topology(nodes=shape[0], ranks_per_node=shape[1])
     widest = 1 if strategy == "local" or planner == "batch-rebalance" else topology.world_size
     cap, cost = -(-max(lengths) // widest) + spare, rings(topology)
-    plan = make_plan(lengths, topology, cost, planner=planner, strategy=strategy, max_tokens_per_rank=cap)
+    plan = make_plan(
+        lengths, topology, cost, planner=planner, strategy=strategy, max_tokens_per_rank=cap
+    )
     check(plan, topology, cap)
     assert plan.lower_bound_s <= plan.objective_s
     used = {g.strategy for mb in plan.micro_batches for g in mb.groups}
@@ -54,7 +63,9 @@ def test_any_lengths_on_any_topology(
 # ---- zeppelin
 
 
-def zones(lengths: list[int], topology: Topology, cost: CostModel, cap: int) -> dict[tuple[int, ...], tuple[int, str]]:
+def zones(
+    lengths: list[int], topology: Topology, cost: CostModel, cap: int
+) -> dict[tuple[int, ...], tuple[int, str]]:
     """(degree, strategy) of the group of each set of sequences, of a plan with one micro-batch."""
     plan = make_plan(lengths, topology, cost, planner="zeppelin", max_tokens_per_rank=cap)
     assert len(plan.micro_batches) == 1
@@ -86,9 +97,15 @@ def test_zeppelin_uses_the_strategy_asked_for(strategy: str) -> None:
 def test_zeppelin_levels_the_quadratic_work() -> None:
     rng, topology = random.Random(2), Topology(nodes=1, ranks_per_node=8)
     lengths = [int(rng.lognormvariate(7, 1)) + 1 for _ in range(200)]
-    plan = make_plan(lengths, topology, FLEXSP, planner="zeppelin", max_tokens_per_rank=2 * sum(lengths) // 8)
+    plan = make_plan(
+        lengths, topology, FLEXSP, planner="zeppelin", max_tokens_per_rank=2 * sum(lengths) // 8
+    )
     work = [
-        sum(lengths[i] ** 2 / g.degree for g in plan.micro_batches[0].groups_of(rank) for i in g.sequences)
+        sum(
+            lengths[i] ** 2 / g.degree
+            for g in plan.micro_batches[0].groups_of(rank)
+            for i in g.sequences
+        )
         for rank in range(8)
     ]
     assert max(work) <= 1.1 * sum(work) / 8
@@ -112,7 +129,9 @@ def test_zeppelin_cuts_long_tails_into_few_micro_batches(seed: int) -> None:
 # ---- megatron
 
 
-def degrees_of(lengths: list[int], topology: Topology, cap: int) -> list[list[tuple[int, tuple[int, ...]]]]:
+def degrees_of(
+    lengths: list[int], topology: Topology, cap: int
+) -> list[list[tuple[int, tuple[int, ...]]]]:
     plan = make_plan(lengths, topology, FLEXSP, planner="megatron", max_tokens_per_rank=cap)
     return [[(g.degree, g.sequences) for g in mb.groups] for mb in plan.micro_batches]
 
@@ -120,12 +139,15 @@ def degrees_of(lengths: list[int], topology: Topology, cap: int) -> list[list[tu
 def test_megatron_packs_and_limits_the_work_by_the_longest() -> None:
     node = Topology(nodes=1, ranks_per_node=4)
     assert degrees_of([2500] * 8, node, 1536) == [[(2, (i,)), (2, (i + 1,))] for i in (0, 2, 4, 6)]
-    # 4000 needs two ranks and sets the pace: the others share a rank below it, and take the idle one, too
+    # 4000 needs two ranks and sets the pace: the others share a rank below it, and take the idle
+    # one, too
     assert degrees_of([4000, 1000, 900], node, 2000) == [[(2, (0,)), (2, (1, 2))]]
 
 
 def test_megatron_grows_groups_over_idle_ranks() -> None:
-    assert degrees_of([1000, 900], Topology(nodes=1, ranks_per_node=4), 2000) == [[(2, (0,)), (2, (1,))]]
+    assert degrees_of([1000, 900], Topology(nodes=1, ranks_per_node=4), 2000) == [
+        [(2, (0,)), (2, (1,))]
+    ]
 
 
 # ---- the best degree per batch
@@ -161,7 +183,9 @@ def test_the_rebalancing_rule_is_transformers_own(seed: int) -> None:
 
 
 def test_batch_rebalance_never_splits() -> None:
-    with pytest.raises(PlanInfeasible, match="sequence 1 has 6000 tokens: 6000 on each of 1 ranks"):
+    with pytest.raises(
+        PlanInfeasible, match="sequence 1 has 6000 tokens: 6000 on each of 1 ranks"
+    ):
         make_plan([5, 6000], CLUSTER, FLEXSP, planner="batch-rebalance")
     plan = make_plan([5, 5900], CLUSTER, FLEXSP, planner="batch-rebalance")
     assert plan.degrees() == {1: 2}
@@ -173,15 +197,24 @@ def test_the_objective_is_the_closed_form(planner: str) -> None:
     lengths = [min(5000, int(rng.lognormvariate(7, 1.5)) + 1) for _ in range(300)]
     for sync in ("lockstep", "free"):
         plan = make_plan(lengths, CLUSTER, FLEXSP, planner=planner, sync=sync)
-        assert plan.objective_s == step_ns(FLEXSP, plan.micro_batches, lengths, CLUSTER, sync=sync) / 1e9
+        assert (
+            plan.objective_s
+            == step_ns(FLEXSP, plan.micro_batches, lengths, CLUSTER, sync=sync) / 1e9
+        )
 
 
 def test_remapping_is_decided_by_the_cost_model() -> None:
-    """Zeppelin levels attention alone, so that tokens are uneven; moving them pays where links are fast."""
+    """Zeppelin levels attention alone, so that tokens are uneven; moving them pays where links are
+    fast."""
     node, lengths = Topology(nodes=1, ranks_per_node=4), [16_000, *[500] * 30]
     fast = replace(rings(node), micro_batch_s=0.0)
-    slow = replace(fast, bandwidths=tuple((degree, speed / 1e4) for degree, speed in fast.bandwidths))
-    on, off = (make_plan(lengths, node, fast, planner="zeppelin", remap=remap) for remap in ("auto", "off"))
+    slow = replace(
+        fast, bandwidths=tuple((degree, speed / 1e4) for degree, speed in fast.bandwidths)
+    )
+    on, off = (
+        make_plan(lengths, node, fast, planner="zeppelin", remap=remap)
+        for remap in ("auto", "off")
+    )
     assert [mb.remap for mb in on.micro_batches] == [True]
     assert not any(mb.remap for mb in off.micro_batches)
     assert on.objective_s < off.objective_s

@@ -1,4 +1,5 @@
-"""The two exhaustive searches against each other, and the default planner against the quicker one."""
+"""The two exhaustive searches against each other, and the default planner against the quicker
+one."""
 
 import random
 from dataclasses import replace
@@ -17,7 +18,9 @@ MODEL = replace(PRESETS["flexsp-gpt-7b-a100"], micro_batch_s=0.05)
 @pytest.mark.parametrize("seed", range(30))
 def test_the_two_searches_agree(seed: int) -> None:
     rng = random.Random(seed)
-    topology = rng.choice([Topology(nodes=n, ranks_per_node=r) for n, r in ((1, 2), (1, 3), (1, 4), (2, 2), (2, 1))])
+    topology = rng.choice(
+        [Topology(nodes=n, ranks_per_node=r) for n, r in ((1, 2), (1, 3), (1, 4), (2, 2), (2, 1))]
+    )
     world = topology.world_size
     lengths = [int(2 ** rng.uniform(8, 15)) for _ in range(rng.randint(1, 5 if world < 4 else 4))]
     roomy = sum(lengths)
@@ -44,7 +47,9 @@ def test_the_default_planner_is_close_where_memory_is_tight(fill: float, seed: i
     rng = random.Random(seed)
     topology = Topology(nodes=rng.choice((1, 2)), ranks_per_node=rng.randint(1, 4))
     lengths = [int(2 ** rng.uniform(8, 15)) for _ in range(rng.randint(4, 8))]
-    cap = int(max(max(lengths) / topology.world_size + 1, sum(lengths) / topology.world_size / fill))
+    cap = int(
+        max(max(lengths) / topology.world_size + 1, sum(lengths) / topology.world_size / fill)
+    )
     plan = make_plan(lengths, topology, MODEL, max_tokens_per_rank=cap, remap="off")
     least = least_lockstep_ns(lengths, topology, MODEL, cap=cap) / 1e9
     assert least <= plan.objective_s <= 1.03 * least

@@ -1,4 +1,5 @@
-"""FlexSP's parts against exhaustive search, and its plans against the same checks as every other."""
+"""FlexSP's parts against exhaustive search, and its plans against the same checks as every
+other."""
 
 import random
 from collections.abc import Iterator
@@ -37,7 +38,9 @@ def pieces_of(count: int, pieces: int) -> Iterator[list[tuple[int, int]]]:
 
 @settings(deadline=None, max_examples=100)
 @given(st.lists(st.integers(1, 60), min_size=1, max_size=8), st.integers(1, 4))
-def test_the_blaster_s_largest_piece_is_the_smallest_possible(lengths: list[int], pieces: int) -> None:
+def test_the_blaster_s_largest_piece_is_the_smallest_possible(
+    lengths: list[int], pieces: int
+) -> None:
     ordered = sorted(lengths, reverse=True)
     made = blast(lengths, pieces)
     assert [lengths[i] for piece in made for i in piece] == ordered
@@ -55,9 +58,14 @@ def test_the_blaster_evens_out_what_a_giant_leaves_open() -> None:
 def test_buckets_add_as_few_tokens_as_possible(lengths: list[int], count: int) -> None:
     made = bucketed(range(len(lengths)), lengths, 10**9, count)
     assert sorted(i for ids in made.members for i in ids) == list(range(len(lengths)))
-    assert all(max(lengths[i] for i in ids) == s for s, ids in zip(made.longest, made.members, strict=True))
+    assert all(
+        max(lengths[i] for i in ids) == s
+        for s, ids in zip(made.longest, made.members, strict=True)
+    )
     ordered = sorted(lengths)
-    best = min(sum((b - a) * ordered[b - 1] for a, b in cut) for cut in pieces_of(len(ordered), count))
+    best = min(
+        sum((b - a) * ordered[b - 1] for a, b in cut) for cut in pieces_of(len(ordered), count)
+    )
     assert int((made.longest * made.counts).sum()) == best
 
 
@@ -87,7 +95,8 @@ def test_groups_stand_side_by_side_on_legal_ranks(shape: tuple[int, int]) -> Non
 
 
 def best_chosen(task: GroupingTask, where: Topology) -> int:
-    """Nanoseconds of the best solution of the program, by trying every set of degrees and every assignment."""
+    """Nanoseconds of the best solution of the program, by trying every set of degrees and every
+    assignment."""
     rows = [q for q, count in enumerate(task.counts.tolist()) for _ in range(count)]
     best = 2**62
     for size in range(1, where.world_size + 1):
@@ -99,7 +108,9 @@ def best_chosen(task: GroupingTask, where: Topology) -> int:
                 for q, p in zip(rows, homes, strict=True):
                     tokens[p] += int(task.tokens[q])
                     ns[p] += int(task.times[q, columns[p]])
-                if all(t <= task.cap * task.degrees[c] for t, c in zip(tokens, columns, strict=True)):
+                if all(
+                    t <= task.cap * task.degrees[c] for t, c in zip(tokens, columns, strict=True)
+                ):
                     best = min(best, max(ns))
     return best
 
@@ -110,7 +121,9 @@ def test_the_program_s_optimum_is_found(seed: int) -> None:
     where = topology(rng.choice([(1, 2), (1, 3), (1, 4), (2, 2)]))
     world = where.world_size
     lengths = [int(2 ** rng.uniform(9, 15)) for _ in range(rng.randint(2, 6 if world < 4 else 5))]
-    cap = int(max(max(lengths) / world + 1, sum(lengths) / world * rng.choice([1.0, 1.2, 2.0]) + 1))
+    cap = int(
+        max(max(lengths) / world + 1, sum(lengths) / world * rng.choice([1.0, 1.2, 2.0]) + 1)
+    )
     planner = FlexSP(lengths, where, MODEL, strategy="auto", cap=cap)
     task = planner._task(bucketed(range(len(lengths)), lengths, cap * world))
     start = planner._one_degree(task, len(task.degrees) - 1)
@@ -148,19 +161,29 @@ def test_no_nodes_leave_the_start() -> None:
     st.sampled_from(["auto", "local"]),
     st.integers(0, 20_000),
 )
-def test_any_lengths_on_any_topology(lengths: list[int], shape: tuple[int, int], strategy: str, spare: int) -> None:
+def test_any_lengths_on_any_topology(
+    lengths: list[int], shape: tuple[int, int], strategy: str, spare: int
+) -> None:
     where = topology(shape)
     cap = -(-max(lengths) // (1 if strategy == "local" else where.world_size)) + spare
-    plan = make_plan(lengths, where, MODEL, planner="flexsp", strategy=strategy, max_tokens_per_rank=cap)
+    plan = make_plan(
+        lengths, where, MODEL, planner="flexsp", strategy=strategy, max_tokens_per_rank=cap
+    )
     check(plan, where, cap)
-    assert plan.objective_s == step_ns(MODEL, plan.micro_batches, lengths, where, sync="lockstep") / 1e9
+    assert (
+        plan.objective_s
+        == step_ns(MODEL, plan.micro_batches, lengths, where, sync="lockstep") / 1e9
+    )
     assert set(plan.degrees()) <= set(aligned_degrees(where))
 
 
 def test_it_beats_the_best_single_degree_and_repeats_itself() -> None:
     rng, where = random.Random(5), topology((1, 8))
     lengths = [min(40_000, int(rng.lognormvariate(7, 1.5)) + 1) for _ in range(48)]
-    plans = [make_plan(lengths, where, MODEL, planner="flexsp", max_tokens_per_rank=9000) for _ in range(2)]
+    plans = [
+        make_plan(lengths, where, MODEL, planner="flexsp", max_tokens_per_rank=9000)
+        for _ in range(2)
+    ]
     homogeneous = make_plan(lengths, where, MODEL, planner="batch-ada", max_tokens_per_rank=9000)
     assert plans[0].digest() == plans[1].digest()
     assert len(plans[0].degrees()) > 1
@@ -169,5 +192,9 @@ def test_it_beats_the_best_single_degree_and_repeats_itself() -> None:
 
 def test_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("hf_flexseq.config.find_spec", lambda module: None)
-    with pytest.raises(ValueError, match=r'needs pulp and highspy.*pip install "hf_flexseq\[planner\]"'):
+    with pytest.raises(
+        ValueError,
+        match=r"needs pulp and highspy.*pip install "
+        r'"hf_flexseq\[planner\]"',
+    ):
         make_plan([4], topology((1, 2)), MODEL, planner="flexsp")

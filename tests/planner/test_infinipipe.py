@@ -1,4 +1,5 @@
-"""The re-creation of InfiniPipe's planner: its chunks, its groups, and its checkpointing program."""
+"""The re-creation of InfiniPipe's planner: its chunks, its groups, and its checkpointing
+program."""
 
 import itertools
 import random
@@ -25,26 +26,32 @@ def price(stages, **changed):
 def test_sequences_are_cut_on_the_longest_ones_mesh_and_tails_are_filled():
     units = infinipipe_units([100, 400, 250, 30, 50, 90], 4, LINEAR)
     assert units[0] == [[(1, a, a + 100)] for a in (0, 100, 200, 300)]
-    assert units[1] == [[(2, 0, 100)], [(2, 100, 200)], [(2, 200, 250), (4, 0, 50)]]  # a hybrid chunk, now full
+    # a hybrid chunk, now full
+    assert units[1] == [[(2, 0, 100)], [(2, 100, 200)], [(2, 200, 250), (4, 0, 50)]]
     assert sorted(units[2:]) == [[[(0, 0, 100)]], [[(3, 0, 30)]], [[(5, 0, 90)]]]
 
 
 def test_tails_are_not_packed_together():
     units = infinipipe_units([400, 110, 120, 10], 4, LINEAR)
     tails = [unit[-1] for unit in units if len(unit) == 2]
-    assert all(sum(stop - start < [400, 110, 120, 10][q] for q, start, stop in row) == 1 for row in tails)
+    assert all(
+        sum(stop - start < [400, 110, 120, 10][q] for q, start, stop in row) == 1 for row in tails
+    )
     assert [(3, 0, 10)] in [row[1:] for row in tails]  # beside one of them
 
 
 def test_a_full_tail_is_passed_over_until_time_gives_way():
-    """The mesh is 0, 50, 71, 87, 100 and its slices take at most 2,562. Sequence 1's tail takes 2,280 and has the
-    least time per token, but not the 420 that a short sequence takes; the other tail has, where there is one."""
+    """The mesh is 0, 50, 71, 87, 100 and its slices take at most 2,562. Sequence 1's tail takes
+    2,280 and has the least time per token, but not the 420 that a short sequence takes; the other
+    tail has, where there is one."""
     work = CutWork(linear=1.0, square=1.0)
     assert infinipipe_units([100, 69, 90, 20], 4, work)[1:] == [
         [[(2, 0, 50)], [(2, 50, 71)], [(2, 71, 87)], [(2, 87, 90), (3, 0, 20)]],
         [[(1, 0, 50)], [(1, 50, 69)]],
     ]
-    assert infinipipe_units([100, 69, 20], 4, work)[1:] == [[[(1, 0, 50)], [(1, 50, 69), (2, 0, 20)]]]
+    assert infinipipe_units([100, 69, 20], 4, work)[1:] == [
+        [[(1, 0, 50)], [(1, 50, 69), (2, 0, 20)]]
+    ]
 
 
 def brute(task):
@@ -53,7 +60,10 @@ def brute(task):
     enough = [
         sum(layers)
         for layers in choices
-        if all(sum(layers[j] * saved for j, saved in terms) >= excess for excess, terms in task.moments)
+        if all(
+            sum(layers[j] * saved for j, saved in terms) >= excess
+            for excess, terms in task.moments
+        )
     ]
     return min((total for total in enough if total <= task.limit), default=None)
 
@@ -71,7 +81,9 @@ def test_the_program_checkpoints_the_fewest_layers(seed):
     layers, best = solve(task), brute(task)
     assert (layers is None) == (best is None)
     if layers is not None:
-        assert all(sum(layers[j] * saved for j, saved in terms) >= excess for excess, terms in moments)
+        assert all(
+            sum(layers[j] * saved for j, saved in terms) >= excess for excess, terms in moments
+        )
         assert sum(layers) <= best * 1.02
 
 
@@ -97,7 +109,9 @@ def test_short_of_memory_it_flushes_or_checkpoints():
     plans = {}
     for share in (0.9, 0.75):
         room = (int(share * peak),) * 3
-        plans[share] = make_pipeline_plan(LENGTHS, cost, schedule="infinipipe", chunks=8, room=room)
+        plans[share] = make_pipeline_plan(
+            LENGTHS, cost, schedule="infinipipe", chunks=8, room=room
+        )
         check(plans[share])
         check_memory(plans[share], cost, room)
         assert plans[share].objective_s >= free.objective_s
@@ -110,7 +124,9 @@ def test_gradients_of_keys_and_values_need_room_too(share):
     cost = PipelineCost.even(3, stage_cost(kv_bytes=8.0, token_bytes=10.0))
     free = make_pipeline_plan([4000], cost, schedule="infinipipe", chunks=3)
     room = (int(share * peak_bytes(free, cost)[0]),) * 3
-    check_memory(make_pipeline_plan([4000], cost, schedule="infinipipe", chunks=3, room=room), cost, room)
+    check_memory(
+        make_pipeline_plan([4000], cost, schedule="infinipipe", chunks=3, room=room), cost, room
+    )
 
 
 def test_layers_lie_on_diagonals():
@@ -119,7 +135,8 @@ def test_layers_lie_on_diagonals():
     free = make_pipeline_plan([4000], cost, schedule="infinipipe", chunks=8)
     room = (int(0.7 * peak_bytes(free, cost)[0]),) * 3
     plan = make_pipeline_plan([4000], cost, schedule="infinipipe", chunks=8, room=room)
-    backward = [layers[::-1] for layers in plan.checkpointed]  # one sequence goes backward from its last chunk
+    # one sequence goes backward from its last chunk
+    backward = [layers[::-1] for layers in plan.checkpointed]
     assert any(map(any, backward))
     for stage, following in itertools.pairwise(backward):
         assert stage[:-1] == following[1:]

@@ -17,14 +17,23 @@ from hf_flexseq.topology import Topology
 
 EXAMPLES = int(os.environ.get("PLAN_EXAMPLES", "100"))
 SMALL = ModelShape(
-    layers=4, hidden=256, heads=8, kv_heads=2, head_dim=32, intermediate=1024, vocab=4096, params=6_000_000
+    layers=4,
+    hidden=256,
+    heads=8,
+    kv_heads=2,
+    head_dim=32,
+    intermediate=1024,
+    vocab=4096,
+    params=6_000_000,
 )
 
 
 def problems(record: dict, nodes: int, per_node: int, cap: int) -> list[str]:
     """What is wrong with a plan, from its JSON record alone."""
     lengths, found = record["lengths"], []
-    used = Counter(i for mb in record["micro_batches"] for g in mb["groups"] for i in g["sequences"])
+    used = Counter(
+        i for mb in record["micro_batches"] for g in mb["groups"] for i in g["sequences"]
+    )
     if used != Counter(range(len(lengths))):
         found.append("not every sequence once")
     for micro_batch in record["micro_batches"]:
@@ -56,7 +65,9 @@ def wrong_ranks(ranks: set[int], nodes: int, per_node: int) -> list[str]:
 @pytest.mark.parametrize("planner", ["auto", "zeppelin", "megatron", "batch-ada"])
 @settings(deadline=None, max_examples=EXAMPLES)
 @given(
-    st.lists(st.integers(0, 255).map(lambda x: int(2 ** (x / 16)) + x % 7), min_size=1, max_size=60),
+    st.lists(
+        st.integers(0, 255).map(lambda x: int(2 ** (x / 16)) + x % 7), min_size=1, max_size=60
+    ),
     st.integers(1, 4),
     st.integers(1, 9),
     st.sampled_from(["auto", "ulysses", "zigzag", "balanced", "allgather", "hybrid"]),
@@ -68,7 +79,9 @@ def test_plans_are_legal(
     topology = Topology(nodes=nodes, ranks_per_node=per_node)
     cost = analytic_cost_model(SMALL, DEVICES["H100"], topology)
     cap = int(-(-max(lengths) // topology.world_size) * spare)
-    plan = make_plan(lengths, topology, cost, planner=planner, strategy=strategy, max_tokens_per_rank=cap)
+    plan = make_plan(
+        lengths, topology, cost, planner=planner, strategy=strategy, max_tokens_per_rank=cap
+    )
     assert problems(plan.to_record(), nodes, per_node, cap) == []
     assert plan.lower_bound_s <= plan.objective_s
 
@@ -78,7 +91,9 @@ def test_the_checker_sees_what_is_wrong() -> None:
         return {"ranks": ranks, "sequences": sequences, "strategy": strategy}
 
     def said(*groups: dict) -> list[str]:
-        return problems({"lengths": [10, 10], "micro_batches": [{"groups": list(groups)}]}, 2, 2, 10)
+        return problems(
+            {"lengths": [10, 10], "micro_batches": [{"groups": list(groups)}]}, 2, 2, 10
+        )
 
     assert said(group([0, 1], [0, 1])) == []
     assert said(group([0, 1], [0])) == ["not every sequence once"]

@@ -1,4 +1,5 @@
-"""make_plan: legal, within memory, never below the bound, close to brute force, and the same on every run."""
+"""make_plan: legal, within memory, never below the bound, close to brute force, and the same on
+every run."""
 
 import os
 import random
@@ -40,7 +41,14 @@ TOPOLOGIES = [
     (4, 8),
 ]
 SMALL = ModelShape(
-    layers=4, hidden=256, heads=8, kv_heads=2, head_dim=32, intermediate=1024, vocab=4096, params=6_000_000
+    layers=4,
+    hidden=256,
+    heads=8,
+    kv_heads=2,
+    head_dim=32,
+    intermediate=1024,
+    vocab=4096,
+    params=6_000_000,
 )
 
 
@@ -53,9 +61,14 @@ def long_tailed(count: int, seed: int, limit: int) -> list[int]:
     return [min(limit, int(rng.lognormvariate(6.9, 1.75)) + 1) for _ in range(count)]
 
 
-def verify(plan: Plan, topology: Topology, cost: CostModel, *, cap: int, sync: str = "lockstep") -> None:
+def verify(
+    plan: Plan, topology: Topology, cost: CostModel, *, cap: int, sync: str = "lockstep"
+) -> None:
     check(plan, topology, cap)
-    assert plan.objective_s == step_ns(cost, plan.micro_batches, plan.lengths, topology, sync=sync) / 1e9
+    assert (
+        plan.objective_s
+        == step_ns(cost, plan.micro_batches, plan.lengths, topology, sync=sync) / 1e9
+    )
     assert plan.lower_bound_s <= plan.objective_s
 
 
@@ -74,20 +87,30 @@ def test_any_lengths_on_any_topology(
     widest = 1 if strategy == "local" else topology.world_size
     cap = -(-max(lengths) // widest) + spare
     cost = rings(topology)
-    plan = make_plan(lengths, topology, cost, strategy=strategy, max_tokens_per_rank=cap, sync=sync)
+    plan = make_plan(
+        lengths, topology, cost, strategy=strategy, max_tokens_per_rank=cap, sync=sync
+    )
     verify(plan, topology, cost, cap=cap, sync=sync)
     used = {g.strategy for mb in plan.micro_batches for g in mb.groups}
     assert strategy == "auto" or used <= {"local", strategy}
 
 
 @settings(deadline=None, max_examples=40)
-@given(st.lists(st.integers(1, 60_000), min_size=1, max_size=40), st.sampled_from(TOPOLOGIES), st.data())
-def test_static_plans_use_one_degree(lengths: list[int], shape: tuple[int, int], data: st.DataObject) -> None:
+@given(
+    st.lists(st.integers(1, 60_000), min_size=1, max_size=40),
+    st.sampled_from(TOPOLOGIES),
+    st.data(),
+)
+def test_static_plans_use_one_degree(
+    lengths: list[int], shape: tuple[int, int], data: st.DataObject
+) -> None:
     topology = Topology(nodes=shape[0], ranks_per_node=shape[1])
     degree = data.draw(st.sampled_from(static_degrees(topology)))
     cap = -(-max(lengths) // degree) + data.draw(st.integers(0, 10_000))
     cost = rings(topology)
-    plan = make_plan(lengths, topology, cost, planner="static", sp_degree=degree, max_tokens_per_rank=cap)
+    plan = make_plan(
+        lengths, topology, cost, planner="static", sp_degree=degree, max_tokens_per_rank=cap
+    )
     verify(plan, topology, cost, cap=cap)
     assert set(plan.degrees()) == {degree}
     assert len(plan.micro_batches) <= 2 * -(-sum(lengths) // (cap * topology.world_size)) + 1
@@ -96,7 +119,9 @@ def test_static_plans_use_one_degree(lengths: list[int], shape: tuple[int, int],
 @pytest.mark.parametrize("seed", range(30))
 def test_close_to_brute_force(seed: int) -> None:
     rng = random.Random(seed)
-    topology = rng.choice([Topology(nodes=n, ranks_per_node=r) for n, r in ((1, 2), (1, 3), (1, 4), (2, 2))])
+    topology = rng.choice(
+        [Topology(nodes=n, ranks_per_node=r) for n, r in ((1, 2), (1, 3), (1, 4), (2, 2))]
+    )
     world = topology.world_size
     cost = rng.choice([replace(FLEXSP, micro_batch_s=0.05), rings(topology)])
     lengths = [int(2 ** rng.uniform(8, 15)) for _ in range(rng.randint(1, 5 if world < 4 else 4))]
@@ -137,7 +162,9 @@ def test_special_batches_on_64_ranks(lengths: list[int], sync: str) -> None:
     verify(plan, CLUSTER, FLEXSP, cap=5951, sync=sync)
     for degree in static_degrees(CLUSTER):
         if max(lengths) <= 5951 * degree:
-            fixed = make_plan(lengths, CLUSTER, FLEXSP, planner="static", sp_degree=degree, sync=sync)
+            fixed = make_plan(
+                lengths, CLUSTER, FLEXSP, planner="static", sp_degree=degree, sync=sync
+            )
             assert plan.objective_s <= fixed.objective_s
 
 
@@ -158,7 +185,9 @@ def test_near_the_lower_bound_on_long_tailed_batches() -> None:
 def test_the_bound_by_hand() -> None:
     """Two sequences on two ranks of one node; the long one needs both."""
     node, cost = Topology(nodes=1, ranks_per_node=2), replace(FLEXSP, micro_batch_s=1.0)
-    areas = cost.sequence_ns(100, 1, "local", False) + 2 * cost.sequence_ns(3000, 2, "ulysses", False)
+    areas = cost.sequence_ns(100, 1, "local", False) + 2 * cost.sequence_ns(
+        3000, 2, "ulysses", False
+    )
     lengths = np.array([100, 3000])
     bound = {
         sync: lower_bound_ns(lengths, node, cost, strategy="auto", cap=1500, sync=sync)
@@ -200,7 +229,9 @@ def test_lengths_may_be_numpy_integers() -> None:
         ([4], {"strategy": "zigzag"}, "no ring_bytes"),
     ],
 )
-def test_refuses_arguments_without_meaning(lengths: list[int], options: dict, message: str) -> None:
+def test_refuses_arguments_without_meaning(
+    lengths: list[int], options: dict, message: str
+) -> None:
     with pytest.raises(ValueError, match=message):
         make_plan(lengths, CLUSTER, FLEXSP, **options)
 
@@ -216,9 +247,14 @@ def test_static_degrees_follow_the_nodes() -> None:
     [
         (
             {},
-            r"sequence 1 has 390000 tokens: 6094 on each of 64 ranks.*=5951\. Raise max_tokens_per_rank to 6094, ",
+            r"sequence 1 has 390000 tokens: 6094 on each of 64 ranks.*=5951\. Raise "
+            r"max_tokens_per_rank to 6094, ",
         ),
-        ({"strategy": "local"}, r"390000 on each of 1 ranks.*Raise max_tokens_per_rank to 390000, let up to 64 ranks"),
+        (
+            {"strategy": "local"},
+            r"390000 on each of 1 ranks.*Raise max_tokens_per_rank to 390000, "
+            r"let up to 64 ranks",
+        ),
         ({"planner": "static", "sp_degree": 8}, r"48750 on each of 8 ranks"),
     ],
 )
@@ -240,23 +276,36 @@ for nodes, ranks in ((8, 8), (1, 6)):
     topology = Topology(nodes=nodes, ranks_per_node=ranks)
     lengths = [int(rng.lognormvariate(6.9, 1.5)) + 1 for _ in range(128)]
     for sync in ("lockstep", "free"):
-        plan = make_plan(lengths, topology, PRESETS["flexsp-gpt-7b-a100"], max_tokens_per_rank=20000, sync=sync)
+        cost = PRESETS["flexsp-gpt-7b-a100"]
+        plan = make_plan(lengths, topology, cost, max_tokens_per_rank=20000, sync=sync)
         print(plan.digest())
 """
 
 
 def test_the_hash_seed_does_not_matter() -> None:
     def digests(seed: str) -> str:
-        environment = os.environ | {"PYTHONHASHSEED": seed, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
+        environment = os.environ | {
+            "PYTHONHASHSEED": seed,
+            "PYTHONPATH": os.pathsep.join(p for p in sys.path if p),
+        }
         return subprocess.run(
-            [sys.executable, "-c", PRINT_DIGESTS], env=environment, check=True, capture_output=True, text=True
+            [sys.executable, "-c", PRINT_DIGESTS],
+            env=environment,
+            check=True,
+            capture_output=True,
+            text=True,
         ).stdout
 
     assert digests("0") == digests("4242") != ""
 
 
 def test_planning_needs_no_torch() -> None:
-    code = "import sys, hf_flexseq.planner.process.worker; print({m.split('.')[0] for m in sys.modules})"
+    code = (
+        "import sys, hf_flexseq.planner.process.worker; "
+        "print({m.split('.')[0] for m in sys.modules})"
+    )
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
-    loaded = subprocess.run([sys.executable, "-c", code], env=environment, check=True, capture_output=True, text=True)
+    loaded = subprocess.run(
+        [sys.executable, "-c", code], env=environment, check=True, capture_output=True, text=True
+    )
     assert not {"torch", "transformers", "accelerate", "datasets", "pulp"} & eval(loaded.stdout)

@@ -13,14 +13,20 @@ from hf_flexseq.planner.order import best_order
 from hf_flexseq.topology import Topology
 from plans import random_plan
 
-COST, LLAMA, PAIR = PRESETS["flexsp-gpt-7b-a100"], PRESETS["llama-3.1-8b-h200"], Topology(nodes=1, ranks_per_node=2)
+COST, LLAMA, PAIR = (
+    PRESETS["flexsp-gpt-7b-a100"],
+    PRESETS["llama-3.1-8b-h200"],
+    Topology(nodes=1, ranks_per_node=2),
+)
 LENGTHS = (8000, 3000, 900, 4000, 4000, 500)
 
 
 def micro_batch(shared: tuple[int, ...], *own: tuple[int, ...]) -> MicroBatch:
     """Sequences of both ranks, and of each of them alone."""
     wide = [Group(ranks=(0, 1), sequences=shared, strategy="ulysses")] if shared else []
-    alone = [Group(ranks=(r,), sequences=ids, strategy="local") for r, ids in enumerate(own) if ids]
+    alone = [
+        Group(ranks=(r,), sequences=ids, strategy="local") for r, ids in enumerate(own) if ids
+    ]
     return MicroBatch(groups=(*wide, *alone))
 
 
@@ -41,23 +47,34 @@ def test_remapping_moves_tokens_over_all_ranks() -> None:
 
 
 def test_free_ranks_wait_less_when_what_they_do_alone_comes_last() -> None:
-    """3,000 tokens more on rank 0, then as many on rank 1: between shared sequences each has to wait."""
+    """3,000 tokens more on rank 0, then as many on rank 1: between shared sequences each has to
+    wait."""
     lengths = (8000, 3000, 8000, 3000)
     whole, first, second = (micro_batch((0,)), micro_batch((), (1,)), micro_batch((), (), (3,)))
     given = (first, whole, second, micro_batch((2,)))
     _, made = best_order(given, lengths, PAIR, COST, sync="free")
     assert made == (whole, micro_batch((2,)), first, second)
-    assert step_ns(COST, made, lengths, PAIR, sync="free") < step_ns(COST, given, lengths, PAIR, sync="free")
+    assert step_ns(COST, made, lengths, PAIR, sync="free") < step_ns(
+        COST, given, lengths, PAIR, sync="free"
+    )
 
 
 @pytest.mark.parametrize("seed", range(40))
 def test_nothing_is_lost_and_no_step_gets_longer(seed: int) -> None:
     rng = random.Random(seed)
-    nodes, lengths = rng.choice((1, 2)), [rng.randint(1, 60_000) for _ in range(rng.randint(1, 12))]
+    nodes, lengths = (
+        rng.choice((1, 2)),
+        [rng.randint(1, 60_000) for _ in range(rng.randint(1, 12))],
+    )
     plan = random_plan(lengths, 4, rng, micro_batches=5, nodes=nodes)
     topology = Topology(nodes=nodes, ranks_per_node=4 // nodes)
     for sync in ("lockstep", "free"):
-        nanoseconds, made = best_order(plan.micro_batches, plan.lengths, topology, LLAMA, sync=sync)
+        nanoseconds, made = best_order(
+            plan.micro_batches, plan.lengths, topology, LLAMA, sync=sync
+        )
         assert Counter(made) == Counter(plan.micro_batches)
-        times = [step_ns(LLAMA, order, plan.lengths, topology, sync=sync) for order in (made, plan.micro_batches)]
+        times = [
+            step_ns(LLAMA, order, plan.lengths, topology, sync=sync)
+            for order in (made, plan.micro_batches)
+        ]
         assert nanoseconds == times[0] <= times[1]

@@ -40,7 +40,8 @@ def test_blocks_and_their_relations(shape: tuple[int, int]) -> None:
     assert ranges[-1] == (0, where.world_size)
     assert all(where.allows(*block) for block in ranges)
     assert blocks.overlap == (
-        (where.world_size in range(3, ALL_RANGES + 1) and where.ranks_per_node > 2) or shape == (3, 2)
+        (where.world_size in range(3, ALL_RANGES + 1) and where.ranks_per_node > 2)
+        or shape == (3, 2)
     )
     for i, (a, b) in enumerate(ranges):
         assert blocks.shapes[blocks.shape_of[i]] == (b - a, where.spans_nodes(a, b))
@@ -50,7 +51,9 @@ def test_blocks_and_their_relations(shape: tuple[int, int]) -> None:
             mine, other = set(range(a, b)), set(range(c, d))
             assert blocks.inside[i, j] == (other <= mine)
             assert blocks.around[i, j] == (other > mine)
-            assert blocks.crossing[i, j] == (bool(mine & other) and not mine <= other and not other <= mine)
+            assert blocks.crossing[i, j] == (
+                bool(mine & other) and not mine <= other and not other <= mine
+            )
 
 
 @pytest.mark.parametrize("sync", ["lockstep", "free"])
@@ -58,12 +61,16 @@ def test_blocks_and_their_relations(shape: tuple[int, int]) -> None:
 def test_objectives_are_the_cost_model_s(shape: tuple[int, int], sync: str) -> None:
     """Any placement on a tree, scored by arrays and by walking through the plan it stands for."""
     asked, rng = problem(shape, sync), random.Random(1)
-    lengths = [int(n) for _, n in sorted(zip(asked.ids.tolist(), asked.lengths.tolist(), strict=True))]
+    lengths = [
+        int(n) for _, n in sorted(zip(asked.ids.tolist(), asked.lengths.tolist(), strict=True))
+    ]
     for _ in range(5):
         block = np.array([rng.randrange(len(asked.blocks.start)) for _ in lengths])
         batch = np.array([rng.randrange(3) for _ in lengths])
         plan = micro_batches_of(asked, block.tolist(), batch.tolist())
-        assert completed(asked, block, batch, 3).objective == step_ns(FLEXSP, plan, lengths, asked.topology, sync=sync)
+        assert completed(asked, block, batch, 3).objective == step_ns(
+            FLEXSP, plan, lengths, asked.topology, sync=sync
+        )
 
 
 @pytest.mark.parametrize("shape", [(1, 4), (2, 4), (1, 12), (4, 8)])
@@ -76,7 +83,9 @@ def test_placing_keeps_every_block_s_fullest_rank(shape: tuple[int, int]) -> Non
         load = np.zeros((2, asked.world), dtype=np.int64)
         for row in range(rows):
             b = placed.block[c, row]
-            load[placed.batch[c, row], blocks.start[b] : blocks.stop[b]] += asked.times[row, blocks.shape_of[b]]
+            load[placed.batch[c, row], blocks.start[b] : blocks.stop[b]] += asked.times[
+                row, blocks.shape_of[b]
+            ]
         for m in range(2):
             for b in np.flatnonzero(
                 placed.state[1, c, m] < NEVER
@@ -87,14 +96,18 @@ def test_placing_keeps_every_block_s_fullest_rank(shape: tuple[int, int]) -> Non
 
 @pytest.mark.parametrize("shape", [(1, 12), (4, 8)])
 def test_free_ranks_wait_for_each_other(shape: tuple[int, int]) -> None:
-    """Clocks after placing row by row: a group begins when its last rank is free, and ends for all of them at once."""
+    """Clocks after placing row by row: a group begins when its last rank is free, and ends for all
+    of them at once."""
     asked = problem(shape, "free", count=30)
     started = starting_candidates(asked, 2)
     candidates = replace(started, targets=started.targets * np.array([9, 10]) // 10)
     placed, tick = place_long(asked, candidates), 2 ** tick_bits(asked, candidates)
     blocks = asked.blocks
     for c, rows in enumerate(candidates.long.tolist()):
-        clock, held = np.zeros(asked.world, dtype=np.int64), np.zeros((2, asked.world), dtype=np.int64)
+        clock, held = (
+            np.zeros(asked.world, dtype=np.int64),
+            np.zeros((2, asked.world), dtype=np.int64),
+        )
         for row in range(rows):
             b, m = placed.block[c, row], placed.batch[c, row]
             ranks, shape_of = slice(blocks.start[b], blocks.stop[b]), blocks.shape_of[b]
@@ -102,7 +115,9 @@ def test_free_ranks_wait_for_each_other(shape: tuple[int, int]) -> None:
             clock[ranks] = clock[ranks].max() + asked.times[row, shape_of] + opens
             held[m, ranks] += asked.needs[row, shape_of]
         for m in range(2):
-            assert (abs(placed.rank_state(asked.world)[0, c, m] - clock) <= 2 * tick * (rows + 1)).all()
+            assert (
+                abs(placed.rank_state(asked.world)[0, c, m] - clock) <= 2 * tick * (rows + 1)
+            ).all()
 
 
 def test_filling_and_repair_agree_with_a_fresh_count_and_never_worsen() -> None:
@@ -152,7 +167,9 @@ def test_repair_keeps_groups_laminar(seed: int) -> None:
     blocks, crossing = asked.blocks, asked.blocks.crossing
     block = np.zeros(12, dtype=np.int64)
     for row in range(12):
-        block[row] = rng.choice([b for b in range(len(blocks.start)) if not crossing[b, block[:row]].any()])
+        block[row] = rng.choice(
+            [b for b in range(len(blocks.start)) if not crossing[b, block[:row]].any()]
+        )
     better = repair(asked, completed(asked, block, np.zeros(12, dtype=np.int64), 1))
     assert (better.block != block).any()
     assert not crossing[np.ix_(better.block, better.block)].any()
@@ -171,11 +188,17 @@ def test_every_move_is_priced_as_a_fresh_count_would(shape: tuple[int, int]) -> 
             moved[row], batches[row] = block, batch
             fresh = completed(asked, moved, batches, 2)
             mates = [b for i, b in enumerate(moved.tolist()) if batches[i] == batch]
-            legal = fresh.held[batch].max() <= asked.cap and not blocks.crossing[np.ix_(mates, mates)].any()
+            legal = (
+                fresh.held[batch].max() <= asked.cap
+                and not blocks.crossing[np.ix_(mates, mates)].any()
+            )
             stays = (where[row], filled.batch[row]) == (block, batch)
             if legal and not stays:
                 assert priced[row, batch, block] == fresh.objective
-            elif stays or fresh.held[batch, blocks.start[block] : blocks.stop[block]].max() > asked.cap:
+            elif (
+                stays
+                or fresh.held[batch, blocks.start[block] : blocks.stop[block]].max() > asked.cap
+            ):
                 assert priced[row, batch, block] == NEVER
 
 
@@ -188,12 +211,15 @@ def test_a_walk_never_worsens_a_plan() -> None:
 
 
 def test_static_packs_into_few_micro_batches() -> None:
-    """Six halves and six thirds of a rank's memory fill five ranks: one micro-batch of six ranks, not two."""
+    """Six halves and six thirds of a rank's memory fill five ranks: one micro-batch of six ranks,
+    not two."""
     six = Topology(nodes=1, ranks_per_node=6)
     lengths = [500] * 6 + [333] * 6
     made = static_micro_batches(lengths, six, FLEXSP, degree=1, strategy="auto", cap=1000)
     assert len(made) == 1
     assert sorted(len(g.sequences) for g in made[0].groups) == [2] * 6
-    tight = static_micro_batches([600, 400, 500, 500], six, FLEXSP, degree=6, strategy="auto", cap=334)
+    tight = static_micro_batches(
+        [600, 400, 500, 500], six, FLEXSP, degree=6, strategy="auto", cap=334
+    )
     assert len(tight) == 1
     assert len(tight[0].groups) == 1

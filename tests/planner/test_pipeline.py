@@ -1,4 +1,5 @@
-"""Pipeline planners: legal, within memory, deterministic, near the optimum, and refusing what cannot be."""
+"""Pipeline planners: legal, within memory, deterministic, near the optimum, and refusing what
+cannot be."""
 
 import itertools
 import random
@@ -19,7 +20,10 @@ from pipelines import stage_cost
 from planner.pipeline_exact import shortest
 
 MANNERS = [
-    Manner(first=a, prompt=b, patience=c) for a in ("turns", "I", "F") for b in (False, True) for c in (0, 1, 2)
+    Manner(first=a, prompt=b, patience=c)
+    for a in ("turns", "I", "F")
+    for b in (False, True)
+    for c in (0, 1, 2)
 ]
 LENGTHS = st.lists(st.one_of(st.integers(1, 50), st.integers(1, 20_000)), max_size=12)
 
@@ -36,22 +40,32 @@ def test_every_plan_is_legal_and_says_what_it_takes(lengths, stages, schedule, c
     plan = make_pipeline_plan(lengths, cost, schedule=schedule, chunks=chunks)
     check(plan)
     took = makespan_ns(plan, cost) / 1e9
-    if schedule == "auto":  # its play may wait before a weight gradient that the plan begins at once
+    # its play may wait before a weight gradient that the plan begins at once
+    if schedule == "auto":
         assert took <= plan.objective_s
     else:
         assert plan.objective_s == took
-    assert plan.digest() == make_pipeline_plan(lengths, cost, schedule=schedule, chunks=chunks).digest()
+    assert (
+        plan.digest()
+        == make_pipeline_plan(lengths, cost, schedule=schedule, chunks=chunks).digest()
+    )
 
 
 @settings(max_examples=40, deadline=None)
-@given(LENGTHS.filter(bool), st.integers(1, 4), st.integers(3, 40), st.sampled_from(["auto", "infinipipe"]))
+@given(
+    LENGTHS.filter(bool),
+    st.integers(1, 4),
+    st.integers(3, 40),
+    st.sampled_from(["auto", "infinipipe"]),
+)
 def test_plans_stay_within_their_room(lengths, stages, tenths, schedule):
     cost = price(stages)
     room = (tenths * max(lengths) * 38 // 10,) * stages
     try:
         plan = make_pipeline_plan(lengths, cost, schedule=schedule, room=room, chunks=2)
     except PlanInfeasible as error:
-        # all of a sequence and its carries are 38 bytes a token, and InfiniPipe's window may ask for more
+        # all of a sequence and its carries are 38 bytes a token, and InfiniPipe's window may ask
+        # for more
         if "sequence" not in str(error) or (tenths >= 20 and schedule == "auto"):
             raise
         return
@@ -60,7 +74,9 @@ def test_plans_stay_within_their_room(lengths, stages, tenths, schedule):
 
 
 @settings(max_examples=20, deadline=None)
-@given(LENGTHS.filter(bool), st.integers(1, 500), st.sampled_from(["auto", "seq1f1b", "infinipipe"]))
+@given(
+    LENGTHS.filter(bool), st.integers(1, 500), st.sampled_from(["auto", "seq1f1b", "infinipipe"])
+)
 def test_no_chunk_exceeds_its_tokens(lengths, most, schedule):
     assume(sum(lengths) / most < 150)
     plan = make_pipeline_plan(lengths, price(2), schedule=schedule, max_tokens=most, chunks=2)
@@ -70,7 +86,9 @@ def test_no_chunk_exceeds_its_tokens(lengths, most, schedule):
 def test_chunks_are_those_of_the_longest_sequence():
     for schedule in ("auto", "seq1f1b", "infinipipe"):
         plan = make_pipeline_plan([9000, 4000, 100], price(2), schedule=schedule, chunks=6)
-        parts = [chunk for chunk in plan.chunks if any(part.sequence == 0 for part in chunk.slices)]
+        parts = [
+            chunk for chunk in plan.chunks if any(part.sequence == 0 for part in chunk.slices)
+        ]
         assert len(parts) == 6
 
 
@@ -100,7 +118,12 @@ def test_a_limit_makes_more_parts():
 
 def test_whole_sequences_are_packed_up_to_the_longest():
     rows = whole_units([4, 10, 6, 3, 7, 2])
-    assert rows == [[[(1, 0, 10)]], [[(4, 0, 7), (3, 0, 3)]], [[(2, 0, 6), (0, 0, 4)]], [[(5, 0, 2)]]]
+    assert rows == [
+        [[(1, 0, 10)]],
+        [[(4, 0, 7), (3, 0, 3)]],
+        [[(2, 0, 6), (0, 0, 4)]],
+        [[(5, 0, 2)]],
+    ]
     assert first_fit([0, 1], [5, 5], most_tokens=9) == [[(0, 0, 5)], [(1, 0, 5)]]
 
 
@@ -116,7 +139,10 @@ def test_level_packs_are_equally_full():
     rng, work = random.Random(0), CutWork.of(price(1), "time")
     lengths = [rng.randint(10, 3000) for _ in range(300)]
     target = 5 * work.between(0, 3000)
-    loads = [sum(work.between(a, b) for _, a, b in unit[0]) for unit in level_units(lengths, target, work)]
+    loads = [
+        sum(work.between(a, b) for _, a, b in unit[0])
+        for unit in level_units(lengths, target, work)
+    ]
     assert max(loads) <= target
     assert max(loads) < 1.02 * min(loads)
 
@@ -148,7 +174,11 @@ def small_step(rng):
         carried=[[rng.choice([0, 10])] * count] * stages,
         send=[rng.choice([0, 5])] * count,
     )
-    return sizes, costs, (100 * (max(sizes) + rng.randint(0, 2 * stages)) + 20 * len(sizes),) * stages
+    return (
+        sizes,
+        costs,
+        (100 * (max(sizes) + rng.randint(0, 2 * stages)) + 20 * len(sizes),) * stages,
+    )
 
 
 @pytest.mark.parametrize("seed", range(8))
@@ -165,14 +195,21 @@ def test_auto_is_within_two_percent_of_the_exact_order():
     rng, gaps = random.Random(1), []
     for _ in range(60):
         stages = rng.choice([2, 2, 3])
-        cost = price(stages, attention_ns=rng.choice([0.0, 0.3, 1.0]), chunk_ns=rng.choice([1e4, 3e5]))
+        cost = price(
+            stages, attention_ns=rng.choice([0.0, 0.3, 1.0]), chunk_ns=rng.choice([1e4, 3e5])
+        )
         lengths = [rng.choice([300, 1000, 1500, 2500]) for _ in range(rng.randint(2, 3))]
         room = (int(max(lengths) * 38 * rng.uniform(1.05, 2.5)),) * stages
         plan = make_pipeline_plan(lengths, cost, chunks=2, room=room)
         if len(plan.chunks) > (5 if stages == 2 else 4):
             continue
-        costs = chunk_costs(cost, [shape_of(chunk, plan.lengths) for chunk in plan.chunks], plan.checkpointed)
-        sizes = [sum(chunk.unit == unit for chunk in plan.chunks) for unit in range(plan.chunks[-1].unit + 1)]
+        costs = chunk_costs(
+            cost, [shape_of(chunk, plan.lengths) for chunk in plan.chunks], plan.checkpointed
+        )
+        sizes = [
+            sum(chunk.unit == unit for chunk in plan.chunks)
+            for unit in range(plan.chunks[-1].unit + 1)
+        ]
         gaps.append(plan.objective_s * 1e9 / shortest(sizes, costs, room) - 1)
     assert len(gaps) >= 40
     assert max(gaps) <= 0.02
@@ -189,7 +226,8 @@ def test_backwards_are_joined_where_nobody_waited():
     cost = price(2)
     plan = make_pipeline_plan([1000], cost, chunks=1)
     assert [a.kind for a in plan.actions[0]] == ["F", "B"]  # nothing comes before the first stage
-    assert [a.kind for a in plan.actions[1]] == ["F", "I", "W"]  # its neighbour waits for the input's gradient
+    # its neighbour waits for the input's gradient
+    assert [a.kind for a in plan.actions[1]] == ["F", "I", "W"]
     sizes, costs = [1], chunk_costs(cost, [shape_of(chunk, plan.lengths) for chunk in plan.chunks])
     assert plan.actions == actions_of(play(sizes, costs, (10**9,) * 2), sizes, costs)
 
@@ -213,7 +251,10 @@ def test_auto_beats_seq1f1b_on_equal_lengths_in_its_memory(stages, chunks):
     cost, lengths = price(stages, attention_ns=0.02), [8192] * 12
     plain = make_pipeline_plan(lengths, cost, schedule="seq1f1b", chunks=chunks)
     room = (max(peak_bytes(plain, cost)),) * stages
-    assert make_pipeline_plan(lengths, cost, chunks=chunks, room=room).objective_s <= plain.objective_s
+    assert (
+        make_pipeline_plan(lengths, cost, chunks=chunks, room=room).objective_s
+        <= plain.objective_s
+    )
 
 
 # ---- what is refused
@@ -239,7 +280,9 @@ def test_arguments_without_meaning(arguments, problem):
 
 
 def test_fixed_schedules_say_that_they_do_not_fit():
-    with pytest.raises(PlanInfeasible, match="schedule seq1f1b: 0F0.* Raise chunks, or take schedule='auto'"):
+    with pytest.raises(
+        PlanInfeasible, match="schedule seq1f1b: 0F0.* Raise chunks, or take schedule='auto'"
+    ):
         make_pipeline_plan([1000] * 4, price(2), schedule="seq1f1b", room=(1000, 1000))
 
 
@@ -250,7 +293,9 @@ def test_whole_sequences_do_not_fit_small_chunks():
 
 
 def test_interleaved_stages():
-    plan = make_pipeline_plan([1000] * 4, price(4), schedule="seq1f1b", chunks=2, stages_per_rank=2)
+    plan = make_pipeline_plan(
+        [1000] * 4, price(4), schedule="seq1f1b", chunks=2, stages_per_rank=2
+    )
     check(plan)
     assert (plan.ranks, plan.stages) == (2, 4)
 
@@ -258,7 +303,8 @@ def test_interleaved_stages():
 @pytest.mark.parametrize("owed_bytes", [5.0, 29.0])
 @pytest.mark.parametrize("seed", range(10))
 def test_what_backwards_owe_fits_the_room(seed, owed_bytes):
-    """Also where some layers are checkpointed, whose inputs are less than what a backward owes: those stay whole."""
+    """Also where some layers are checkpointed, whose inputs are less than what a backward owes:
+    those stay whole."""
     rng = random.Random(seed)
     lengths = [rng.randint(100, 4000) for _ in range(rng.randint(3, 12))]
     cost = price(3, token_bytes=30.0, kv_bytes=1.0, owed_bytes=owed_bytes)
@@ -273,7 +319,8 @@ def test_what_backwards_owe_fits_the_room(seed, owed_bytes):
 
 
 def test_checkpointing_fits_to_the_byte():
-    """A layer less leaves 7.5 bytes of each chunk's 10, which round to 8: five of them are 40, not 37.5."""
+    """A layer less leaves 7.5 bytes of each chunk's 10, which round to 8: five of them are 40, not
+    37.5."""
     cost = price(2, token_bytes=10.0, kv_bytes=0.0, input_bytes=0.0, layers=4)
     plan = make_pipeline_plan([5], cost, chunks=5, room=(38, 38))
     check_memory(plan, cost, (38, 38))

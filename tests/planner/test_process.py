@@ -81,7 +81,11 @@ def test_a_killed_worker_is_reported(worker: PlannerWorker) -> None:
 def test_a_worker_that_fails_shows_its_last_words() -> None:
     worker = PlannerWorker(NODE, FLEXSP, colour="blue")
     worker.submit(0, [1])
-    with pytest.raises(RuntimeError, match=r"ended with code 1\n[\s\S]*unexpected keyword argument 'colour'"):
+    with pytest.raises(
+        RuntimeError,
+        match=r"ended with code 1\n[\s\S]*unexpected keyword "
+        r"argument 'colour'",
+    ):
         worker.result(0)
     worker.close()
 
@@ -115,7 +119,12 @@ print(worker._process.pid)
 def test_it_ends_with_the_interpreter() -> None:
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
     done = subprocess.run(
-        [sys.executable, "-c", LEAVES_IT_OPEN], env=environment, capture_output=True, text=True, check=True, timeout=30
+        [sys.executable, "-c", LEAVES_IT_OPEN],
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=30,
     )
     with pytest.raises(ProcessLookupError):
         os.kill(int(done.stdout), 0)
@@ -123,7 +132,11 @@ def test_it_ends_with_the_interpreter() -> None:
 
 def test_serve_speaks_only_json_lines() -> None:
     options = {"max_tokens_per_rank": 10, "sync": "free"}
-    configuration = {"topology": {"nodes": 1, "ranks_per_node": 2}, "cost": FLEXSP.to_record(), "options": options}
+    configuration = {
+        "topology": {"nodes": 1, "ranks_per_node": 2},
+        "cost": FLEXSP.to_record(),
+        "options": options,
+    }
     requests = [configuration, {"id": 5, "lengths": [3, 4]}, {"id": 6, "lengths": [100]}]
     answers = io.StringIO()
     serve(io.StringIO("".join(json.dumps(request) + "\n" for request in requests)), answers)

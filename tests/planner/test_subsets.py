@@ -45,12 +45,17 @@ def verify(asked: Problem, found: Filled, lengths: list[int]) -> None:
 @pytest.mark.parametrize("shape", [(1, 2), (1, 3), (1, 4), (2, 1), (2, 2)])
 @pytest.mark.parametrize("seed", range(4))
 def test_the_optimum_where_memory_is_plenty(shape: tuple[int, int], seed: int) -> None:
-    topology, lengths = Topology(nodes=shape[0], ranks_per_node=shape[1]), few(seed, 5 if shape[1] < 4 else 4)
+    topology, lengths = (
+        Topology(nodes=shape[0], ranks_per_node=shape[1]),
+        few(seed, 5 if shape[1] < 4 else 4),
+    )
     asked = problem(lengths, topology, sum(lengths))
     found, surely = least_of_few(asked)
     assert found is not None
     assert surely
-    assert found.objective == best_lockstep_ns(lengths, topology, MODEL, cap=sum(lengths), batches=2)
+    assert found.objective == best_lockstep_ns(
+        lengths, topology, MODEL, cap=sum(lengths), batches=2
+    )
     verify(asked, found, lengths)
 
 
@@ -72,7 +77,10 @@ def test_legal_on_any_topology(shape: tuple[int, int]) -> None:
     topology = Topology(nodes=shape[0], ranks_per_node=shape[1])
     for seed in range(3):
         lengths = few(seed, 7)
-        for cap in (sum(lengths), int(max(max(lengths) / topology.world_size + 1, sum(lengths) / 3))):
+        for cap in (
+            sum(lengths),
+            int(max(max(lengths) / topology.world_size + 1, sum(lengths) / 3)),
+        ):
             asked = problem(lengths, topology, cap)
             found, _ = least_of_few(asked)
             if found:
@@ -94,4 +102,6 @@ def test_what_memory_forbids_is_not_called_the_optimum() -> None:
 @pytest.mark.parametrize(("count", "sync"), [(MOST + 1, "lockstep"), (3, "free")])
 def test_not_for_many_sequences_nor_free_ranks(count: int, sync: str) -> None:
     lengths = few(0, count)
-    assert least_of_few(problem(lengths, Topology(nodes=1, ranks_per_node=4), sum(lengths), sync)) == (None, False)
+    assert least_of_few(
+        problem(lengths, Topology(nodes=1, ranks_per_node=4), sum(lengths), sync)
+    ) == (None, False)

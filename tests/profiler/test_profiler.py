@@ -1,4 +1,5 @@
-"""The fit finds the constants that made its timings; a measured model is kept whole, and is the same on every rank."""
+"""The fit finds the constants that made its timings; a measured model is kept whole, and is the
+same on every rank."""
 
 import dataclasses
 import json
@@ -38,7 +39,14 @@ from tests.hf.tiny import tiny_llama
 from tests.ranks import run_ranks
 
 SHAPE = ModelShape(
-    layers=8, hidden=1024, heads=8, kv_heads=2, head_dim=128, intermediate=4096, vocab=32000, params=200_000_000
+    layers=8,
+    hidden=1024,
+    heads=8,
+    kv_heads=2,
+    head_dim=128,
+    intermediate=4096,
+    vocab=32000,
+    params=200_000_000,
 )
 TOPOLOGY = Topology(nodes=1, ranks_per_node=4)
 ESTIMATE = analytic_cost_model(SHAPE, DEVICES["H100"], TOPOLOGY)
@@ -76,13 +84,17 @@ def of_depth(model: CostModel, layers: int) -> CostModel:
     )
 
 
-def synthetic_samples(depths: tuple[int, ...], noise: float, latency_s: float = 0.0) -> list[Sample]:
+def synthetic_samples(
+    depths: tuple[int, ...], noise: float, latency_s: float = 0.0
+) -> list[Sample]:
     """What the closed form says each shape takes, with every timing off by up to `noise`."""
     rng = random.Random(3)
     samples = []
     for shape in fitting_shapes(ProbeSizes(tokens=8192, sequence=32768), TOPOLOGY, rings=True):
         for layers in depths if shape.strategy == "local" else (1,):
-            seconds = synthetic_seconds(shape, layers, latency_s) * (1 + noise * rng.uniform(-1, 1))
+            seconds = synthetic_seconds(shape, layers, latency_s) * (
+                1 + noise * rng.uniform(-1, 1)
+            )
             samples.append(
                 Sample(
                     strategy=shape.strategy,
@@ -98,12 +110,22 @@ def synthetic_samples(depths: tuple[int, ...], noise: float, latency_s: float = 
 def synthetic_seconds(shape: ProbeShape, layers: int, latency_s: float) -> float:
     if shape.strategy == "local":
         layout = alone(shape.lengths, TOPOLOGY)
-        return lockstep_ns(of_depth(TRUTH, layers), [layout.micro_batch], layout.lengths, TOPOLOGY)[0] / 1e9
+        return (
+            lockstep_ns(of_depth(TRUTH, layers), [layout.micro_batch], layout.lengths, TOPOLOGY)[0]
+            / 1e9
+        )
     (tokens,) = shape.lengths
     if shape.strategy == "kernel":
         return 2e-10 * tokens * tokens + 1e-8 * tokens + 1e-5
-    whole = TRUTH.all_to_all_bytes if shape.strategy == "ulysses" else TRUTH.ring_bytes * (shape.degree - 1)
-    return whole / SHAPE.layers * tokens / shape.degree / TRUTH.bandwidth(shape.degree, False) + latency_s
+    whole = (
+        TRUTH.all_to_all_bytes
+        if shape.strategy == "ulysses"
+        else TRUTH.ring_bytes * (shape.degree - 1)
+    )
+    return (
+        whole / SHAPE.layers * tokens / shape.degree / TRUTH.bandwidth(shape.degree, False)
+        + latency_s
+    )
 
 
 def check_layout(micro_batch, lengths, topology=TOPOLOGY) -> None:
@@ -123,7 +145,9 @@ def check_layout(micro_batch, lengths, topology=TOPOLOGY) -> None:
 
 @pytest.mark.parametrize("depths", [(8,), (1, 3)])
 @pytest.mark.parametrize("noise, tolerance", [(0.0, 0.01), (0.02, 0.06)])
-def test_a_fit_recovers_the_constants(depths: tuple[int, ...], noise: float, tolerance: float) -> None:
+def test_a_fit_recovers_the_constants(
+    depths: tuple[int, ...], noise: float, tolerance: float
+) -> None:
     samples = synthetic_samples(depths, noise, latency_s=1e-3)
     compute = fit_compute(samples)
     links = fit_links(samples, ESTIMATE, layers=8, overlap=0.6)
@@ -132,7 +156,9 @@ def test_a_fit_recovers_the_constants(depths: tuple[int, ...], noise: float, tol
     assert found.linear_s == pytest.approx(TRUTH.linear_s, rel=tolerance)
     assert found.micro_batch_s == pytest.approx(TRUTH.micro_batch_s, rel=10 * tolerance)
     assert found.group_s == pytest.approx(TRUTH.group_s, rel=10 * tolerance)
-    for (degree, speed), (wanted_degree, wanted) in zip(found.bandwidths, TRUTH.bandwidths, strict=True):
+    for (degree, speed), (wanted_degree, wanted) in zip(
+        found.bandwidths, TRUTH.bandwidths, strict=True
+    ):
         assert (degree, speed) == (wanted_degree, pytest.approx(wanted, rel=3 * tolerance))
     assert found.ring_bytes == pytest.approx(TRUTH.ring_bytes, rel=3 * tolerance)
     assert found.ring_overlap == 0.6
@@ -142,7 +168,14 @@ def test_bytes_and_memory_are_the_estimate_s() -> None:
     samples = synthetic_samples((8,), noise=0.0)
     compute = fit_compute(samples)
     found = fit_links(samples, ESTIMATE, layers=8, overlap=1.0).fill(compute.fill(ESTIMATE, 8), 8)
-    for name in ("all_to_all_bytes", "token_bytes", "state_bytes", "sharded_state_bytes", "budget_bytes", "heads"):
+    for name in (
+        "all_to_all_bytes",
+        "token_bytes",
+        "state_bytes",
+        "sharded_state_bytes",
+        "budget_bytes",
+        "heads",
+    ):
         assert getattr(found, name) == getattr(ESTIMATE, name)
 
 
@@ -154,16 +187,31 @@ def test_one_rank_keeps_the_estimate_s_transfers() -> None:
 
 
 def test_waiting_does_not_pass_for_the_whole_transfer() -> None:
-    samples = [dataclasses.replace(s, seconds=1e-3) for s in synthetic_samples((8,), noise=0.0) if s.degree > 1]
+    samples = [
+        dataclasses.replace(s, seconds=1e-3)
+        for s in synthetic_samples((8,), noise=0.0)
+        if s.degree > 1
+    ]
     found = fit_links(samples, ESTIMATE, layers=8, overlap=0.0)
     for degree, speed in found.bandwidths:
-        most = max(s.tokens for s in samples if s.degree == degree) / degree * ESTIMATE.all_to_all_bytes / 8
+        most = (
+            max(s.tokens for s in samples if s.degree == degree)
+            / degree
+            * ESTIMATE.all_to_all_bytes
+            / 8
+        )
         assert speed == pytest.approx(2 * most / 1e-3)
 
 
 def test_a_fit_needs_the_kernel_and_the_model() -> None:
     with pytest.raises(ValueError, match="kernel"):
-        fit_compute([sample for sample in synthetic_samples((8,), noise=0.0) if sample.strategy != "kernel"])
+        fit_compute(
+            [
+                sample
+                for sample in synthetic_samples((8,), noise=0.0)
+                if sample.strategy != "kernel"
+            ]
+        )
 
 
 def test_nnls_is_the_best_of_the_non_negative() -> None:
@@ -171,7 +219,8 @@ def test_nnls_is_the_best_of_the_non_negative() -> None:
     for _ in range(50):
         rows, wanted = rng.normal(size=(12, 4)), rng.normal(size=12)
         found = nnls(rows, wanted)
-        slope = rows.T @ (rows @ found - wanted)  # Karush, Kuhn, Tucker: zero where x > 0, not negative where x = 0
+        # Karush, Kuhn, Tucker: zero where x > 0, not negative where x = 0
+        slope = rows.T @ (rows @ found - wanted)
         assert (found >= 0).all()
         assert np.allclose(slope[found > 0], 0, atol=1e-9)
         assert (slope[found == 0] >= -1e-9).all()
@@ -189,12 +238,17 @@ def test_every_timed_micro_batch_is_legal(nodes: int, ranks_per_node: int) -> No
     mixes = hold_out_layouts(256, topology, rings=True, count=9)
     for layout in (*layouts, *mixes):
         check_layout(layout.micro_batch, layout.lengths, topology)
-    assert {g.degree for mix in mixes for g in mix.micro_batch.groups} <= {1, *measured_degrees(topology)}
+    assert {g.degree for mix in mixes for g in mix.micro_batch.groups} <= {
+        1,
+        *measured_degrees(topology),
+    }
 
 
 def test_the_size_follows_the_budget() -> None:
     def sizes(budget_s: float) -> tuple[int, int]:
-        found = choose_sizes(ESTIMATE, TOPOLOGY, layers=8, depths=(1, 3), rounds=4, budget_s=budget_s)
+        found = choose_sizes(
+            ESTIMATE, TOPOLOGY, layers=8, depths=(1, 3), rounds=4, budget_s=budget_s
+        )
         return found.tokens, found.sequence
 
     for of_budgets in zip(*(sizes(budget) for budget in (1e-6, 0.1, 1.0, 1e6)), strict=True):
@@ -214,7 +268,9 @@ def test_a_model_is_kept_whole(tmp_path: Path) -> None:
     assert [p.name for p in path.parent.iterdir()] == [path.name]
 
 
-def test_an_interrupted_save_leaves_what_was_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_interrupted_save_leaves_what_was_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     path = cache_path(tmp_path, {})
     save_whole(ESTIMATE, path)
 
@@ -244,7 +300,9 @@ def test_the_key_names_all_that_a_fit_depends_on(tmp_path: Path) -> None:
         fit_key(spec, shape, TOPOLOGY, torch.device("cpu")),
         fit_key(spec, dataclasses.replace(shape, layers=3), two, torch.device("cpu")),
         fit_key(dataclasses.replace(spec, dtype=torch.float32), shape, two, torch.device("cpu")),
-        fit_key(dataclasses.replace(spec, autocast=torch.bfloat16), shape, two, torch.device("cpu")),
+        fit_key(
+            dataclasses.replace(spec, autocast=torch.bfloat16), shape, two, torch.device("cpu")
+        ),
         fit_key(dataclasses.replace(spec, checkpointing=True), shape, two, torch.device("cpu")),
         fit_key(dataclasses.replace(spec, frozen=True), shape, two, torch.device("cpu")),
     ]
@@ -287,11 +345,15 @@ def test_all_ranks_get_the_model_that_is_written(world_size: int, tmp_path: Path
 
 
 def automatic(rank: int, world_size: int, folder: str) -> tuple[list[str], bool, bool]:
-    """Digests of the first and the second run's models; whether random numbers, and the model, stayed as they were."""
+    """Digests of the first and the second run's models; whether random numbers, and the model,
+    stayed as they were."""
     communicator, accelerator = Communicator(), Accelerator(cpu=True)
     model = tiny_llama(torch.float32)
     before, state = model.state_dict(), torch.random.get_rng_state()
-    found = [unnamed_cost_model("auto", model, accelerator, communicator, Path(folder)).digest() for _ in range(2)]
+    found = [
+        unnamed_cost_model("auto", model, accelerator, communicator, Path(folder)).digest()
+        for _ in range(2)
+    ]
     same_numbers = bool((torch.random.get_rng_state() == state).all())
     kept = all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
     return found, same_numbers, kept and model.config._attn_implementation != "flexseq"
@@ -338,7 +400,14 @@ def test_what_cannot_be_calibrated_is_refused(model: dict, options: dict, messag
 
 @pytest.mark.parametrize(
     "lone_s, together_s, nics",
-    [(1.0, 1.02, 4), (1.0, 3.9, 1), (1.0, 2.1, 2), (1.0, 0.7, 4), (1.0, 30.0, 1), (1.5e-3, 1.5e-3, 1)],
+    [
+        (1.0, 1.02, 4),
+        (1.0, 3.9, 1),
+        (1.0, 2.1, 2),
+        (1.0, 0.7, 4),
+        (1.0, 30.0, 1),
+        (1.5e-3, 1.5e-3, 1),
+    ],
 )
 def test_nics_are_counted_by_what_ranks_do_to_each_other(monkeypatch, lone_s, together_s, nics):
     found = [[lone_s, lone_s / 2], [together_s / 2, together_s], [1e-3, 1e-3]]
@@ -356,7 +425,9 @@ def hops(rank, world_size):
         run = measure.HopRun(communicator, lone=lone, bytes_moved=8, device=torch.device("cpu"))
         run()
         found.append([[peer for _, peer in messages] for messages in (run.sends, run.recvs)])
-    nics, transfer_s = measure.measured_nics(communicator, bytes_moved=8, device=torch.device("cpu"), rounds=1)
+    nics, transfer_s = measure.measured_nics(
+        communicator, bytes_moved=8, device=torch.device("cpu"), rounds=1
+    )
     return found, nics, transfer_s
 
 

@@ -9,7 +9,14 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 
 
-LAUNCH = ["accelerate", "launch", "--config_file", "recipes/accelerate_configs/cpu.yaml", "--main_process_port", "0"]
+LAUNCH = [
+    "accelerate",
+    "launch",
+    "--config_file",
+    "recipes/accelerate_configs/cpu.yaml",
+    "--main_process_port",
+    "0",
+]
 
 
 def test_the_loop_learns():
@@ -19,7 +26,9 @@ def test_the_loop_learns():
         "OMP_NUM_THREADS": "1",
     }
     command = [*LAUNCH, "recipes/accelerate_loop.py"]
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=240)
+    done = subprocess.run(
+        command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=240
+    )
     assert done.returncode == 0, done.stderr[-2000:]
     losses = [float(loss) for loss in re.findall(r"loss (\d+\.\d+)", done.stdout)]
     assert len(losses) == 20

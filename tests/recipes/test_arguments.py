@@ -33,7 +33,9 @@ def test_yaml_fills_all_three_and_the_command_line_wins(tmp_path):
         lora_target_modules: [q_proj, v_proj]
         model_revision: null
     """
-    model, data, training = parsed(tmp_path, "--max_length", "99", "--long_sequences=drop", yaml=yaml)
+    model, data, training = parsed(
+        tmp_path, "--max_length", "99", "--long_sequences=drop", yaml=yaml
+    )
     assert (model.tokenizer_vocab_size, model.lora_target_modules) == (512, ["q_proj", "v_proj"])
     assert model.model_revision is None
     assert model.model_config == NEW_MODEL["model_config"]
@@ -72,11 +74,15 @@ def test_every_task_file_parses(path, tmp_path):
     argv = ["--config", str(path), "--output_dir", str(tmp_path)]
     model, data, training = parse(argv, FlexSeqConfig, {"use_cpu": True})
     assert data.long_sequences in ("split", "drop")
-    assert training.eval_on_start, "the last lines of a run compare the held-out loss with the one at its start"
+    assert training.eval_on_start, (
+        "the last lines of a run compare the held-out loss with the one at its start"
+    )
     assert (model.model_name_or_path is None) == (path.parent.name == "quickstart")
 
 
-@pytest.mark.parametrize("path", sorted(RECIPES.glob("accelerate_configs/*.yaml")), ids=lambda p: p.stem)
+@pytest.mark.parametrize(
+    "path", sorted(RECIPES.glob("accelerate_configs/*.yaml")), ids=lambda p: p.stem
+)
 def test_every_accelerate_config_is_one(path):
     config = load_config_from_file(str(path))
     assert config.num_processes == (2 if path.stem == "cpu" else 8)
@@ -97,7 +103,11 @@ def test_every_accelerate_config_is_one(path):
         (["--lora_r", "-1"], "", "give a rank"),
         (["--lora_r", "8"], "", "lora_r needs model_name_or_path"),
         (["--planner", "static"], "", "needs sp_degree"),
-        (["--pipeline_parallel_size", "2", "--deterministic", "true"], "", "not available in a pipeline"),
+        (
+            ["--pipeline_parallel_size", "2", "--deterministic", "true"],
+            "",
+            "not available in a pipeline",
+        ),
         (["--no_such_option", "1"], "", "no_such_option"),
         (["--config", "no/such/file.yaml"], "", "no/such/file.yaml"),
     ],

@@ -38,7 +38,9 @@ def test_local_data_in_every_form_gives_the_same_documents(kind, tmp_path):
 
 def test_a_text_file_is_one_document(tmp_path):
     (tmp_path / "book.txt").write_text("one\n\ntwo\n")
-    train, held_out = load_documents(DataArguments(dataset=str(tmp_path / "book.txt"), held_out_fraction=0.0))
+    train, held_out = load_documents(
+        DataArguments(dataset=str(tmp_path / "book.txt"), held_out_fraction=0.0)
+    )
     assert train["text"][:] == ["one\n\ntwo\n"]
     assert len(held_out) == 0
 
@@ -46,7 +48,9 @@ def test_a_text_file_is_one_document(tmp_path):
 def test_a_held_out_split_of_its_own(tmp_path):
     splits = DatasetDict(train=Dataset.from_list(ROWS[:5]), test=Dataset.from_list(ROWS[5:8]))
     splits.save_to_disk(tmp_path / "both")
-    train, held_out = load_documents(DataArguments(dataset=str(tmp_path / "both"), held_out_split="test"))
+    train, held_out = load_documents(
+        DataArguments(dataset=str(tmp_path / "both"), held_out_split="test")
+    )
     assert (len(train), len(held_out)) == (5, 3)
 
 
@@ -61,7 +65,9 @@ def test_the_side_of_a_document_depends_on_its_content_alone():
 
 
 def test_limits_are_spread_over_the_corpus(tmp_path):
-    args = DataArguments(dataset=written_as("jsonl", tmp_path), held_out_fraction=0.0, max_train_documents=4)
+    args = DataArguments(
+        dataset=written_as("jsonl", tmp_path), held_out_fraction=0.0, max_train_documents=4
+    )
     assert load_documents(args)[0]["text"][:] == [f"document {i}" for i in (0, 50, 100, 150)]
 
 
@@ -71,7 +77,11 @@ def test_the_standard_library_without_tests_and_installed_packages(tmp_path):
         (tmp_path / name).write_text(f"# {name}\n")
     (tmp_path / "empty.py").write_text("\n")
     (tmp_path / "latin.py").write_bytes(b"# \xe9\n")
-    assert [row["path"] for row in stdlib_files(str(tmp_path), "3.x")] == ["a.py", "latin.py", "pkg/b.py"]
+    assert [row["path"] for row in stdlib_files(str(tmp_path), "3.x")] == [
+        "a.py",
+        "latin.py",
+        "pkg/b.py",
+    ]
 
 
 def test_other_columns_and_other_files_are_refused_by_name(tmp_path):

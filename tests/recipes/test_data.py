@@ -37,9 +37,13 @@ def test_drop_leaves_long_ones_out():
 
 
 def test_pieces_without_a_target_are_left_out():
-    assert fit(rows_of(9), max_length=4, how="split")["length"] == [4, 4], "a single token predicts nothing"
+    assert fit(rows_of(9), max_length=4, how="split")["length"] == [4, 4], (
+        "a single token predicts nothing"
+    )
     prompt_first = {"input_ids": [[1] * 6], "labels": [[IGNORE_INDEX] * 5 + [1]]}
-    assert fit(prompt_first, max_length=3, how="split")["labels"] == [[IGNORE_INDEX, IGNORE_INDEX, 1]]
+    assert fit(prompt_first, max_length=3, how="split")["labels"] == [
+        [IGNORE_INDEX, IGNORE_INDEX, 1]
+    ]
     assert fit(rows_of(0, 1), max_length=4, how="split")["length"] == []
 
 
@@ -63,7 +67,10 @@ def test_only_the_assistant_is_learned(tokenizer, monkeypatch):
     monkeypatch.setattr(tokenizer, "chat_template", CHAT)
     row = tokenize({"messages": [TALK]}, tokenizer, ("messages",))
     ids, labels = row["input_ids"][0], row["labels"][0]
-    assert tokenizer.decode(ids) == "<s>user: 1 + 1?</s><s>assistant: 2</s><s>user: 2 + 2?</s><s>assistant: 4</s>"
+    assert (
+        tokenizer.decode(ids)
+        == "<s>user: 1 + 1?</s><s>assistant: 2</s><s>user: 2 + 2?</s><s>assistant: 4</s>"
+    )
     assert tokenizer.decode([i for i in labels if i != IGNORE_INDEX]) == "2</s>4</s>"
 
 
@@ -90,13 +97,17 @@ def test_what_became_of_long_documents_is_reported(tokenizer, how, lengths):
     assert sequences.column_names == ["input_ids", "labels", "length"]
     word = {"split": "split", "drop": "dropped"}[how]
     assert report == (
-        f"{len(lengths)} sequences of at most 8 tokens from 2 documents (1 longer ones {word}), {sum(lengths)} tokens"
+        f"{len(lengths)} sequences of at most 8 tokens from 2 documents (1 longer ones {word}), "
+        f"{sum(lengths)} tokens"
     )
 
 
 def test_long_documents_need_a_decision(tokenizer):
     documents = Dataset.from_dict({"text": ["x", "z" * 20]})
-    with pytest.raises(ValueError, match="1 of 2 documents are longer than max_length=8 tokens: set long_sequences"):
+    with pytest.raises(
+        ValueError,
+        match="1 of 2 documents are longer than max_length=8 tokens: set long_sequences",
+    ):
         to_sequences(documents, tokenizer, DataArguments(max_length=8))
 
 

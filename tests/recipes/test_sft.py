@@ -25,7 +25,9 @@ FIGURES = {
 
 
 def args_for(folder, asked=None) -> SimpleNamespace:
-    return SimpleNamespace(output_dir=str(folder), resume_from_checkpoint=asked, plan_trace=None, process_index=0)
+    return SimpleNamespace(
+        output_dir=str(folder), resume_from_checkpoint=asked, plan_trace=None, process_index=0
+    )
 
 
 def test_a_run_goes_on_from_its_last_checkpoint_unless_told_otherwise(tmp_path):
@@ -59,8 +61,12 @@ def test_a_step_is_one_line():
     line = log_line(7, {"loss": 5.4321, "learning_rate": 1e-3} | FIGURES)
     assert line.startswith("step    7  loss 5.432  3 x degree 1 + 1 x degree 2 in 2 micro-batch")
     assert "\n" not in line
-    of_pipeline = log_line(7, {"loss": 5.4321, "flexseq/chunks": 9.0, "flexseq/stages": 2.0} | FIGURES)
-    assert of_pipeline.startswith("step    7  loss 5.432  9 chunk(s) through 2 stages, predicted 1.000 s")
+    of_pipeline = log_line(
+        7, {"loss": 5.4321, "flexseq/chunks": 9.0, "flexseq/stages": 2.0} | FIGURES
+    )
+    assert of_pipeline.startswith(
+        "step    7  loss 5.432  9 chunk(s) through 2 stages, predicted 1.000 s"
+    )
     assert log_line(0, {"eval_loss": 8.3}) == "step    0  held-out loss 8.300"
     assert log_line(9, {"train_runtime": 1.0}) is None
 
@@ -81,14 +87,40 @@ def run_recipe(folder, config, **options) -> str:
     corpus.mkdir()
     for i in range(24):
         (corpus / f"{i}.txt").write_text(f"line {i} of a file\n" * (1 + 60 * (i % 8 == 0)))
-    options |= {"config": f"recipes/quickstart/{config}", "output_dir": folder / "out", "dataset": corpus}
-    options |= {"tokenizer_vocab_size": 300, "tokenizer_cache": folder / "bpe", "held_out_fraction": 0.3}
+    options |= {
+        "config": f"recipes/quickstart/{config}",
+        "output_dir": folder / "out",
+        "dataset": corpus,
+    }
+    options |= {
+        "tokenizer_vocab_size": 300,
+        "tokenizer_cache": folder / "bpe",
+        "held_out_fraction": 0.3,
+    }
     options |= {"max_length": 256, "max_steps": 3, "per_device_train_batch_size": 2}
     command = [sys.executable, "-m", "accelerate.commands.launch"]
-    command += ["--config_file", "recipes/accelerate_configs/cpu.yaml", "--main_process_port", "0", "recipes/sft.py"]
+    command += [
+        "--config_file",
+        "recipes/accelerate_configs/cpu.yaml",
+        "--main_process_port",
+        "0",
+        "recipes/sft.py",
+    ]
     command += [word for name, value in options.items() for word in (f"--{name}", str(value))]
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "HF_HOME": str(folder / "hf"), "PYTHONPATH": str(ROOT)}
-    run = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=280, check=False)
+    environment = os.environ | {
+        "OMP_NUM_THREADS": "1",
+        "HF_HOME": str(folder / "hf"),
+        "PYTHONPATH": str(ROOT),
+    }
+    run = subprocess.run(
+        command,
+        cwd=ROOT,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=280,
+        check=False,
+    )
     assert run.returncode == 0, run.stderr
     return run.stdout
 

@@ -1,4 +1,5 @@
-"""Block schedules as data: each covers the causal triangle exactly once, and everyone is served."""
+"""Block schedules as data: each covers the causal triangle exactly once, and everyone is
+served."""
 
 from dataclasses import replace
 
@@ -70,8 +71,13 @@ def test_a_schedule_reads_as_text():
 def broken(change):
     """`balanced` of 3 with one step, rank 0's help, changed by `change`; None drops it."""
     schedule = attention_schedule("balanced", 3)
-    steps = [replace(s, **(change or {})) if (s.time, s.worker) == (1, 0) else s for s in schedule.steps]
-    return Schedule(chunks=schedule.chunks, steps=tuple(s for s in steps if change or (s.time, s.worker) != (1, 0)))
+    steps = [
+        replace(s, **(change or {})) if (s.time, s.worker) == (1, 0) else s for s in schedule.steps
+    ]
+    return Schedule(
+        chunks=schedule.chunks,
+        steps=tuple(s for s in steps if change or (s.time, s.worker) != (1, 0)),
+    )
 
 
 @pytest.mark.parametrize(
@@ -81,7 +87,11 @@ def broken(change):
         ({"reader": 1}, "held by another rank"),
         ({"causal": True}, "reads its own chunks"),
         ({"worker": 2}, "time 1: rank 2 has 2 calls"),
-        ({"reader": 0, "queries": (0,)}, r"missing \[\(2, 0, False\)\], extra \[\(0, 0, False\)\]"),
+        (
+            {"reader": 0, "queries": (0,)},
+            r"missing \[\(2, 0, False\)\], extra \[\(0, 0, "
+            r"False\)\]",
+        ),
     ],
 )
 def test_what_is_wrong_is_named(change, message):

@@ -8,7 +8,14 @@ import pytest
 from hf_flexseq.plan.shard import cuts, held_chunks
 from hf_flexseq.schedule.gather import gather_hops
 
-PACKS = [(1,), (2, 1), (17,), (64,), (40, 3, 29), tuple(random.Random(0).choices(range(1, 30), k=12))]
+PACKS = [
+    (1,),
+    (2, 1),
+    (17,),
+    (64,),
+    (40, 3, 29),
+    tuple(random.Random(0).choices(range(1, 30), k=12)),
+]
 
 
 def pieces_held(group_cuts, index, degree):
@@ -20,7 +27,9 @@ def pieces_held(group_cuts, index, degree):
     }
 
 
-@pytest.mark.parametrize("degree, per_node", [(2, 1), (2, 2), (3, 3), (4, 2), (6, 3), (8, 2), (8, 4), (8, 8)])
+@pytest.mark.parametrize(
+    "degree, per_node", [(2, 1), (2, 2), (3, 3), (4, 2), (6, 3), (8, 2), (8, 4), (8, 8)]
+)
 @pytest.mark.parametrize("lengths", PACKS)
 def test_ranks_get_what_they_read_and_lend_what_they_have(degree, per_node, lengths):
     group_cuts = cuts("allgather", lengths, degree)
@@ -39,7 +48,11 @@ def test_ranks_get_what_they_read_and_lend_what_they_have(degree, per_node, leng
                 crossings[hop.piece, hop.target // per_node] += 1
     for i in range(degree):
         chunks = {piece for pieces in owned for piece in pieces}
-        read = {(p, c) for p, c in chunks if any(p == place and c <= chunk for place, chunk in owned[i])}
+        read = {
+            (p, c)
+            for p, c in chunks
+            if any(p == place and c <= chunk for place, chunk in owned[i])
+        }
         assert read <= have[i]
     assert set(crossings.values()) <= {1}
 

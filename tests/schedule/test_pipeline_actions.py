@@ -13,7 +13,11 @@ from hf_flexseq.plan.shard import Slice
 def plan():
     """Two stages; sequence 0 in two chunks, its tail packed with sequence 1."""
     first = Chunk(unit=0, index=0, slices=(Slice(sequence=0, start=0, stop=6),))
-    tail = Chunk(unit=0, index=1, slices=(Slice(sequence=0, start=6, stop=9), Slice(sequence=1, start=0, stop=2)))
+    tail = Chunk(
+        unit=0,
+        index=1,
+        slices=(Slice(sequence=0, start=6, stop=9), Slice(sequence=1, start=0, stop=2)),
+    )
     return PipelinePlan(
         lengths=(9, 2),
         ranks=2,

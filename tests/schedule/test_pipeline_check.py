@@ -1,4 +1,5 @@
-"""What the checker of pipeline plans refuses: each wrong plan is a right one with one thing changed."""
+"""What the checker of pipeline plans refuses: each wrong plan is a right one with one thing
+changed."""
 
 from dataclasses import replace
 
@@ -26,12 +27,30 @@ def test_the_unchanged_plan_is_legal():
 @pytest.mark.parametrize(
     "changed, problem",
     [
-        ({"last": LAST.replace("1B0.1 1B0.0", "1B0.0 1B0.1")}, "1B0.0: backwards of a unit .* descend, 1 comes next"),
-        ({"last": LAST.replace("1F0.1 1B0.1 1B0.0", "1B0.0 1F0.1 1B0.1")}, "1B0.0: backwards of a unit begin after"),
-        ({"first": FIRST.replace("0F0.0 0F0.1", "0F0.1 0F0.0")}, "0F0.1: forwards of a unit ascend, 0 comes next"),
-        ({"first": FIRST.replace("0I0.0 0W0.1", "0W0.1 0I0.0").replace("0I0.1 ", "")}, "0W0.1: weight gradients"),
-        ({"first": FIRST.replace("0W0.1 0W0.0", "0W0.0 0W0.1")}, "0W0.0: weight gradients .* in their order"),
-        ({"first": FIRST.replace("0I0.0 0W0.1 0W0.0", "0B0.0 0W0.1")}, "0B0.0: the weight gradients of .1. come"),
+        (
+            {"last": LAST.replace("1B0.1 1B0.0", "1B0.0 1B0.1")},
+            "1B0.0: backwards of a unit .* descend, 1 comes next",
+        ),
+        (
+            {"last": LAST.replace("1F0.1 1B0.1 1B0.0", "1B0.0 1F0.1 1B0.1")},
+            "1B0.0: backwards of a unit begin after",
+        ),
+        (
+            {"first": FIRST.replace("0F0.0 0F0.1", "0F0.1 0F0.0")},
+            "0F0.1: forwards of a unit ascend, 0 comes next",
+        ),
+        (
+            {"first": FIRST.replace("0I0.0 0W0.1", "0W0.1 0I0.0").replace("0I0.1 ", "")},
+            "0W0.1: weight gradients",
+        ),
+        (
+            {"first": FIRST.replace("0W0.1 0W0.0", "0W0.0 0W0.1")},
+            "0W0.0: weight gradients .* in their order",
+        ),
+        (
+            {"first": FIRST.replace("0I0.0 0W0.1 0W0.0", "0B0.0 0W0.1")},
+            "0B0.0: the weight gradients of .1. come",
+        ),
         ({"first": FIRST.replace(" 0W0.0", "")}, "no 0W0.0"),
         ({"first": FIRST.replace(" 0B1.0", "")}, "no 0B1.0 and no 0I1.0"),
         ({"last": LAST.replace("1F1.0 1I1.0 1W1.0", "")}, "no 1F1.0"),
@@ -39,7 +58,10 @@ def test_the_unchanged_plan_is_legal():
         ({"first": FIRST + " 0F1.0"}, "0F1.0: forwards of a unit"),
         ({"first": FIRST + " 0F2.0"}, "0F2.0: there is no such"),
         ({"first": FIRST + " 1F0.0"}, "1F0.0: stage 1 is not on rank 0"),
-        ({"first": "0F1.0 0F0.0 0F0.1 0I0.1 0I0.0 0W0.1 0W0.0 0B1.0"}, "deadlock: 0I0.1, 1F0.0 wait"),
+        (
+            {"first": "0F1.0 0F0.0 0F0.1 0I0.1 0I0.0 0W0.1 0W0.0 0B1.0"},
+            "deadlock: 0I0.1, 1F0.0 wait",
+        ),
         ({"last": "1F0.0 1F0.1 1B0.1 1F1.0 1B1.0 1B0.0"}, "deadlock: 0I0.0 wait"),
         ({"stages": 3}, "3 stages cannot be spread evenly over 2 ranks"),
         ({"checkpointed": ((0, 0, 0),)}, "must be given for 2 stages x 3 chunks"),
@@ -53,7 +75,9 @@ def test_wrong_actions_are_named(changed, problem):
 
 def chunks_with(place, slices):
     chunks = list(plan().chunks)
-    chunks[place] = replace(chunks[place], slices=tuple(Slice(sequence=q, start=a, stop=b) for q, a, b in slices))
+    chunks[place] = replace(
+        chunks[place], slices=tuple(Slice(sequence=q, start=a, stop=b) for q, a, b in slices)
+    )
     return tuple(chunks)
 
 
@@ -77,7 +101,9 @@ def test_wrong_slices_are_named(place, slices, problem):
 def test_a_cut_sequence_stays_in_its_unit():
     chunks = plan().chunks
     torn = (chunks[0], replace(chunks[1], unit=1, index=0), replace(chunks[2], unit=2))
-    with pytest.raises(ValueError, match="chunk 1.0: a cut sequence begins in chunk 0 of its unit"):
+    with pytest.raises(
+        ValueError, match="chunk 1.0: a cut sequence begins in chunk 0 of its unit"
+    ):
         check(plan(chunks=torn))
 
 
@@ -88,7 +114,8 @@ def test_chunks_are_numbered_unit_by_unit():
 
 def test_memory_is_checked_at_its_peak():
     made, cost = plan(), even_cost(2)
-    check_memory(made, cost, (24, 16))  # three chunks of 8 tokens on the first stage, two on the last
+    # three chunks of 8 tokens on the first stage, two on the last
+    check_memory(made, cost, (24, 16))
     with pytest.raises(ValueError, match="0F1.0: rank 0 holds 24 bytes, the limit is 23"):
         check_memory(made, cost, (23, 16))
     with pytest.raises(ValueError, match="1F0.1: rank 1 holds 16 bytes, the limit is 15"):
@@ -99,7 +126,9 @@ def step(**changed):
     """Two replicas with the same plan, for the even and for the odd sequences."""
     one = plan()
     lengths = tuple(length for length in one.lengths for _ in range(2))
-    return replace(StepPlan(lengths=lengths, members=((0, 2), (1, 3)), plans=(one, one)), **changed)
+    return replace(
+        StepPlan(lengths=lengths, members=((0, 2), (1, 3)), plans=(one, one)), **changed
+    )
 
 
 def test_a_step_is_legal_where_its_replicas_are():

@@ -10,7 +10,12 @@ from hf_flexseq.schedule.pipeline.orders import interleaved, one_forward_one_bac
 from hf_flexseq.schedule.pipeline.walk import makespan_ns, peak_bytes
 from pipelines import even_cost, plan_of
 
-GRID = [(ranks, k, sequences) for ranks in (1, 2, 3, 4, 8) for k in (1, 2, 3, 4) for sequences in (1, 4, 8)]
+GRID = [
+    (ranks, k, sequences)
+    for ranks in (1, 2, 3, 4, 8)
+    for k in (1, 2, 3, 4)
+    for sequences in (1, 4, 8)
+]
 
 
 def warm_up(actions):
@@ -35,7 +40,8 @@ def test_warm_up_bubble_and_memory_are_the_published_ones(ranks, k, sequences):
     chunks = k * sequences
     for rank, actions in enumerate(plan.actions):
         assert warm_up(actions) == min(ranks - rank - 2 + k, chunks - 1)
-    assert makespan_ns(plan, even_cost(ranks)) == 3000 * (chunks + ranks - 1)  # bubble (P - 1) / k M
+    # bubble (P - 1) / k M
+    assert makespan_ns(plan, even_cost(ranks)) == 3000 * (chunks + ranks - 1)
     in_flight = [min(ranks - rank - 1 + k, chunks) for rank in range(ranks)]
     assert peak_bytes(plan, even_cost(ranks)) == tuple(8 * count for count in in_flight)
 
@@ -51,7 +57,8 @@ def test_interleaved_warm_up_and_bubble(ranks, k, stages_per_rank):
         count = (stages_per_rank - 1) * ranks + 2 * (ranks - rank - 1) + k - 1
         assert warm_up(own) == min(count, stages_per_rank * k * sequences - 1)
     work = 3000 * stages_per_rank * k * sequences
-    assert makespan_ns(plan, even_cost(stages)) == work + 3000 * (ranks - 1)  # bubble (P - 1) / V k M
+    # bubble (P - 1) / V k M
+    assert makespan_ns(plan, even_cost(stages)) == work + 3000 * (ranks - 1)
 
 
 def test_the_figure_that_warms_up_nine_chunks_needs_five():
@@ -61,8 +68,17 @@ def test_the_figure_that_warms_up_nine_chunks_needs_five():
 
 @pytest.mark.parametrize("seed", range(200))
 def test_units_of_any_sizes_take_turns(seed):
-    """Also where k does not divide P, and where too few chunks are left for a turn of their own."""
+    """Also where k does not divide P, and where too few chunks are left for a turn of their
+    own."""
     rng = random.Random(seed)
-    ranks, stages_per_rank, most = rng.randint(1, 8), rng.randint(1, 4), rng.choice([1, 2, 3, 5, 20])
+    ranks, stages_per_rank, most = (
+        rng.randint(1, 8),
+        rng.randint(1, 4),
+        rng.choice([1, 2, 3, 5, 20]),
+    )
     sizes = [rng.randint(1, most) for _ in range(rng.randint(1, 14))]
-    check(plan_of(interleaved(sizes, ranks, stages_per_rank), sizes=sizes, stages=ranks * stages_per_rank))
+    check(
+        plan_of(
+            interleaved(sizes, ranks, stages_per_rank), sizes=sizes, stages=ranks * stages_per_rank
+        )
+    )

@@ -1,4 +1,5 @@
-"""Times and bytes of a pipeline's plan against slow twins, and the price of a chunk against its formula."""
+"""Times and bytes of a pipeline's plan against slow twins, and the price of a chunk against its
+formula."""
 
 import random
 from dataclasses import replace
@@ -19,28 +20,47 @@ def random_plan(seed):
     """A legal plan of a random step, with random checkpointing and unequal stages."""
     rng = random.Random(seed)
     stages = rng.randint(1, 4)
-    speeds = [(rng.uniform(500, 2000), rng.choice([0, 300]), rng.choice([None, 20.0])) for _ in range(stages)]
+    speeds = [
+        (rng.uniform(500, 2000), rng.choice([0, 300]), rng.choice([None, 20.0]))
+        for _ in range(stages)
+    ]
     cost = PipelineCost(
-        stages=tuple(stage_cost(linear_ns=linear, head_ns=head, owed_bytes=owed) for linear, head, owed in speeds),
+        stages=tuple(
+            stage_cost(linear_ns=linear, head_ns=head, owed_bytes=owed)
+            for linear, head, owed in speeds
+        ),
         send_ns=rng.choice([0.0, 40.0]),
     )
     lengths = [rng.randint(1, 4000) for _ in range(rng.randint(1, 6))]
-    plan = make_pipeline_plan(lengths, cost, schedule=rng.choice(["auto", "seq1f1b", "infinipipe"]), chunks=3)
+    plan = make_pipeline_plan(
+        lengths, cost, schedule=rng.choice(["auto", "seq1f1b", "infinipipe"]), chunks=3
+    )
     layers = tuple(tuple(rng.randint(0, 5) for _ in plan.chunks) for _ in range(stages))
     return replace(plan, checkpointed=layers), cost
 
 
 def duration(action, place, costs):
     split = costs.input_grad[action.stage][place], costs.weight_grad[action.stage][place]
-    return {"F": costs.forward[action.stage][place], "I": split[0], "W": split[1], "B": sum(split)}[action.kind]
+    return {
+        "F": costs.forward[action.stage][place],
+        "I": split[0],
+        "W": split[1],
+        "B": sum(split),
+    }[action.kind]
 
 
 def relaxed(plan, cost):
     """When each action stops: every edge of the graph is pulled until nothing moves."""
-    costs = chunk_costs(cost, [shape_of(chunk, plan.lengths) for chunk in plan.chunks], plan.checkpointed)
+    costs = chunk_costs(
+        cost, [shape_of(chunk, plan.lengths) for chunk in plan.chunks], plan.checkpointed
+    )
     places = plan.places()
     stops = {action: 0 for actions in plan.actions for action in actions}
-    gives = {(a.stage, "F" if a.kind == "F" else "B", a.unit, a.chunk): a for a in stops if a.kind != "W"}
+    gives = {
+        (a.stage, "F" if a.kind == "F" else "B", a.unit, a.chunk): a
+        for a in stops
+        if a.kind != "W"
+    }
     moved = True
     while moved:
         moved = False
@@ -66,12 +86,16 @@ def test_times_are_the_longest_path(seed):
 
 
 def held_before(plan, cost, stage, done):
-    """Bytes of a stage after the actions `done`, counted from what each chunk and each sequence still needs."""
-    costs = chunk_costs(cost, [shape_of(chunk, plan.lengths) for chunk in plan.chunks], plan.checkpointed)
+    """Bytes of a stage after the actions `done`, counted from what each chunk and each sequence
+    still needs."""
+    costs = chunk_costs(
+        cost, [shape_of(chunk, plan.lengths) for chunk in plan.chunks], plan.checkpointed
+    )
     sizes = {chunk.unit: chunk.index + 1 for chunk in plan.chunks}
     forwarded = {(a.unit, a.chunk) for a in done if a.kind == "F"}
     finished = {(a.unit, a.chunk) for a in done if a.kind in "BW"}
-    back = {(a.unit, a.chunk) for a in done if a.kind in "BI"}  # checkpointed layers may then hold more than before
+    # checkpointed layers may then hold more than before
+    back = {(a.unit, a.chunk) for a in done if a.kind in "BI"}
     total = 0
     for place, chunk in enumerate(plan.chunks):
         name = (chunk.unit, chunk.index)
@@ -101,13 +125,17 @@ def test_bytes_are_what_chunks_and_carries_still_need(seed):
 def test_gradients_of_keys_and_values_come_with_the_first_backward():
     made = plan_of((parse("0F0.0 0F0.1 0B0.1 0B0.0"),), sizes=[2])
     cost = PipelineCost.even(1, stage_cost(token_bytes=10.0, kv_bytes=1.0))
-    assert [done.held for done in timed(made, cost)] == [96, 176, 192, 112]  # 80 a chunk, 16 the sequence's K and V
+    # 80 a chunk, 16 the sequence's K and V
+    assert [done.held for done in timed(made, cost)] == [96, 176, 192, 112]
     assert [done.left for done in timed(made, cost)] == [96, 176, 112, 0]
 
 
 def test_between_its_parts_a_backward_holds_what_it_owes():
     made = plan_of((parse("0F0.0 0F0.1 0I0.1 0I0.0 0W0.1 0W0.0"),), sizes=[2])
-    lean, fat = (PipelineCost.even(1, stage_cost(token_bytes=10.0, kv_bytes=0.0, owed_bytes=o)) for o in (6.0, 15.0))
+    lean, fat = (
+        PipelineCost.even(1, stage_cost(token_bytes=10.0, kv_bytes=0.0, owed_bytes=o))
+        for o in (6.0, 15.0)
+    )
     assert [done.left for done in timed(made, lean)] == [80, 160, 128, 96, 48, 0]
     assert [done.left for done in timed(made, fat)] == [80, 160, 200, 240, 120, 0]
     assert peak_bytes(made, fat) == (240,)
@@ -138,7 +166,10 @@ def test_negative_costs_are_refused(field):
 
 
 def test_a_models_cost_is_divided_over_the_stages():
-    model, made = load_cost_model("flexsp-gpt-7b-a100"), plan_of((parse("0F0.0 0B0.0"),), sizes=[1], tokens=8192)
+    model, made = (
+        load_cost_model("flexsp-gpt-7b-a100"),
+        plan_of((parse("0F0.0 0B0.0"),), sizes=[1], tokens=8192),
+    )
     shapes = [shape_of(chunk, made.lengths) for chunk in made.chunks]
     costs = chunk_costs(PipelineCost.of_model(model, 4), shapes)
     stages = [costs.forward, costs.input_grad, costs.weight_grad]

@@ -1,4 +1,5 @@
-"""Routes without processes: whole transfers over the level's NICs, off where they do not pay, priced by legs."""
+"""Routes without processes: whole transfers over the level's NICs, off where they do not pay,
+priced by legs."""
 
 import random
 from collections import Counter
@@ -16,8 +17,12 @@ from hf_flexseq.schedule.transfers import loan_transfers
 from hf_flexseq.topology import Topology
 
 MB = 1_000_000
-TWO_BY_TWO = NicFigures(ranks_per_node=2, nics_per_node=2, inside_s=5e-10, across_s=6e-8, transfer_s=1e-4)
-EIGHTS = NicFigures(ranks_per_node=8, nics_per_node=8, inside_s=5e-12, across_s=4e-11, transfer_s=2e-5)
+TWO_BY_TWO = NicFigures(
+    ranks_per_node=2, nics_per_node=2, inside_s=5e-10, across_s=6e-8, transfer_s=1e-4
+)
+EIGHTS = NicFigures(
+    ranks_per_node=8, nics_per_node=8, inside_s=5e-12, across_s=4e-11, transfer_s=2e-5
+)
 
 
 def free(links):
@@ -85,7 +90,9 @@ def test_it_is_off_where_it_does_not_pay(change, reason):
 
 def test_small_and_inner_transfers_go_straight():
     assert make_routing((Transfer(0, 2, 1000),), TWO_BY_TWO).paths == ()
-    assert make_routing((Transfer(0, 1, 16 * MB),), TWO_BY_TWO) == Routing(why_not="nothing crosses nodes")
+    assert make_routing((Transfer(0, 1, 16 * MB),), TWO_BY_TWO) == Routing(
+        why_not="nothing crosses nodes"
+    )
     assert make_routing((), TWO_BY_TWO).paths == ()
 
 
@@ -95,7 +102,9 @@ def test_any_transfers_arrive_whole_under_the_level(nics):
     links = free(replace(EIGHTS, nics_per_node=nics))
     routed = 0
     for _ in range(200):
-        pairs = rng.sample([(a, b) for a in range(24) for b in range(24) if a // 8 != b // 8], rng.randint(1, 20))
+        pairs = rng.sample(
+            [(a, b) for a in range(24) for b in range(24) if a // 8 != b // 8], rng.randint(1, 20)
+        )
         transfers = tuple(Transfer(*pair, rng.randint(1, 64 * MB)) for pair in pairs)
         routing = make_routing(transfers, links)
         routed += bool(routing.paths)
@@ -104,7 +113,9 @@ def test_any_transfers_arrive_whole_under_the_level(nics):
             ends = [0, *(path[3] for path in found)]
             assert [path[2] for path in found] == ends[:-1]
             assert ends[-1] == t.nbytes
-            assert all(path[0] // 8 == t.source // 8 and path[1] // 8 == t.target // 8 for path in found)
+            assert all(
+                path[0] // 8 == t.source // 8 and path[1] // 8 == t.target // 8 for path in found
+            )
         if routing.paths:
             loads = nic_loads(paths, links)
             nodes = Counter()
@@ -112,7 +123,9 @@ def test_any_transfers_arrive_whole_under_the_level(nics):
                 nodes[way, node] += nbytes
             level = max(nodes.values()) / nics
             assert max(loads.values()) <= 1.2 * level  # a NIC takes no crumbs, but a little more
-            assert max(loads.values()) < max(nic_loads([(t, straight(t)) for t in transfers], links).values())
+            assert max(loads.values()) < max(
+                nic_loads([(t, straight(t)) for t in transfers], links).values()
+            )
             assert routing.routed_s < 0.91 * routing.direct_s
     assert routed > 100
 
@@ -131,7 +144,9 @@ def test_links_come_from_the_cost_model():
     assert (links.nics_per_node, links.inside_s, links.across_s) == (8, 1 / 1.8e11, 1 / 2.5e10)
     assert links.objection() is None
     assert links_of(cost, Topology(nodes=1, ranks_per_node=8)) is None
-    assert links_of(replace(cost, nics_per_node=4), topology).across_s == pytest.approx(0.5 / 2.5e10)
+    assert links_of(replace(cost, nics_per_node=4), topology).across_s == pytest.approx(
+        0.5 / 2.5e10
+    )
     assert links_of(cost, Topology(nodes=4, ranks_per_node=4)).nics_per_node == 4
     cpu = links_of(analytic_cost_model(LLAMA_8B, DEVICES["CPU"], topology), topology)
     assert "share one NIC" in cpu.objection()
@@ -143,8 +158,11 @@ def test_links_come_from_the_cost_model():
 @pytest.mark.parametrize("strategy", ["zigzag", "balanced"])
 @pytest.mark.parametrize("lengths", [(64,), (64, 60), (5, 1, 2), (40, 3, 29, 31)])
 def test_steps_of_a_ring_with_idle_nics_are_routed_and_the_others_not(strategy, lengths):
-    """Two nodes of four: at time t only t (counted from either end) of four ranks read from the other node."""
-    links = free(NicFigures(ranks_per_node=4, nics_per_node=4, inside_s=1.0, across_s=1e-8, transfer_s=0.0))
+    """Two nodes of four: at time t only t (counted from either end) of four ranks read from the
+    other node."""
+    links = free(
+        NicFigures(ranks_per_node=4, nics_per_node=4, inside_s=1.0, across_s=1e-8, transfer_s=0.0)
+    )
     for turn in make_loans(strategy, cuts(strategy, lengths, 8), 8):
         transfers = loan_transfers(turn, 0, (64,), (32,), returns=False)
         back = loan_transfers(turn, 0, (64,), (32,), returns=True)
@@ -157,13 +175,20 @@ def test_steps_of_a_ring_with_idle_nics_are_routed_and_the_others_not(strategy, 
             assert routing.why_not == BUSY
 
 
-@pytest.mark.parametrize(("large", "share"), [(1024, 0.72), (1 << 20, 0.66)], ids=["chunk by chunk", "together"])
-def test_a_zigzag_ring_across_two_nodes_crosses_in_little_more_than_half_the_time(large, share, monkeypatch):
+@pytest.mark.parametrize(
+    ("large", "share"), [(1024, 0.72), (1 << 20, 0.66)], ids=["chunk by chunk", "together"]
+)
+def test_a_zigzag_ring_across_two_nodes_crosses_in_little_more_than_half_the_time(
+    large, share, monkeypatch
+):
     monkeypatch.setattr(attention, "LARGE", large)
     make_loans.cache_clear()
     turns = make_loans("zigzag", cuts("zigzag", (1 << 17, 1 << 17), 16), 16)
-    found = [make_routing(loan_transfers(turn, 0, (), (4096,), returns=False), EIGHTS) for turn in turns]
+    found = [
+        make_routing(loan_transfers(turn, 0, (), (4096,), returns=False), EIGHTS) for turn in turns
+    ]
     direct, routed = (
-        sum(getattr(x, name) if x.paths else x.direct_s for x in found) for name in ("direct_s", "routed_s")
+        sum(getattr(x, name) if x.paths else x.direct_s for x in found)
+        for name in ("direct_s", "routed_s")
     )
     assert routed < share * direct

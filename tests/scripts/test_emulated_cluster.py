@@ -1,4 +1,5 @@
-"""scripts/emulated_cluster.py: links between nodes are slow, links inside are not, and nothing is left behind."""
+"""scripts/emulated_cluster.py: links between nodes are slow, links inside are not, and nothing is
+left behind."""
 
 import importlib.util
 import json
@@ -41,7 +42,10 @@ def can_be_emulated():
 @pytest.fixture(scope="module")
 def cluster():
     """A function that runs a command on a cluster; afterwards its namespaces must be gone."""
-    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
+    handlers = {
+        number: signal.getsignal(number)
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    }
     possible = can_be_emulated()
     for number, handler in handlers.items():
         signal.signal(number, handler)
@@ -71,7 +75,9 @@ def namespaces(pid):
 @pytest.mark.parametrize("nic_per_rank", [False, True])
 def test_links_between_nodes_are_shaped_and_no_others(cluster, tmp_path, nic_per_rank):
     options = ["--nodes", 2, "--ranks-per-node", 2, *["--nic-per-rank"] * nic_per_rank]
-    status, messages = cluster(*options, "--", sys.executable, TRANSFER, tmp_path, BYTES, int(nic_per_rank))
+    status, messages = cluster(
+        *options, "--", sys.executable, TRANSFER, tmp_path, BYTES, int(nic_per_rank)
+    )
     assert status == 0, messages
     ranks = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(4)]
     for rank, found in enumerate(ranks):
@@ -88,14 +94,24 @@ def test_links_between_nodes_are_shaped_and_no_others(cluster, tmp_path, nic_per
 
 def test_a_rank_that_fails_ends_all(cluster):
     script = "import os, sys, time; sys.exit(7) if os.environ['RANK'] == '1' else time.sleep(600)"
-    status, _ = cluster("--nodes", 2, "--ranks-per-node", 1, "--nic-per-rank", "--", sys.executable, "-c", script)
+    status, _ = cluster(
+        "--nodes", 2, "--ranks-per-node", 1, "--nic-per-rank", "--", sys.executable, "-c", script
+    )
     assert status == 7
 
 
 @pytest.mark.parametrize("number, status", [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 def test_nothing_is_left_of_one_that_is_interrupted(cluster, tmp_path, number, status):
     process = start(
-        "--nodes", 2, "--ranks-per-node", 1, "--nic-per-rank", "--", "sh", "-c", f"echo >> {tmp_path}/up; sleep 600"
+        "--nodes",
+        2,
+        "--ranks-per-node",
+        1,
+        "--nic-per-rank",
+        "--",
+        "sh",
+        "-c",
+        f"echo >> {tmp_path}/up; sleep 600",
     )
     deadline = time.monotonic() + 60
     while not (tmp_path / "up").exists():

@@ -1,4 +1,5 @@
-"""What a rank of an emulated cluster runs: it tells where it is, and times transfers over plain sockets.
+"""What a rank of an emulated cluster runs: it tells where it is, and times transfers over plain
+sockets.
 
 transfer.py FOLDER BYTES NIC_PER_RANK
 """
@@ -32,7 +33,9 @@ def place(rank):
 def shaped_bytes():
     """Bytes that have left over the shaped link."""
     lines = Path("/proc/net/dev").read_text().splitlines()
-    return next(int(line.split(":")[1].split()[8]) for line in lines if line.strip().startswith("nic:"))
+    return next(
+        int(line.split(":")[1].split()[8]) for line in lines if line.strip().startswith("nic:")
+    )
 
 
 def send(to):
@@ -41,7 +44,8 @@ def send(to):
     while True:
         try:
             with socket.create_connection(place(to)) as connection:
-                began = time.perf_counter()  # here, for the other side may come to look when all is there
+                # here, for the other side may come to look when all is there
+                began = time.perf_counter()
                 connection.sendall(bytes(BYTES))
                 connection.shutdown(socket.SHUT_WR)
                 assert connection.recv(1), "not all has arrived"

@@ -29,8 +29,12 @@ def benchmark():
 
 @pytest.fixture
 def plan():
-    """1F1B of three sequences over two stages: 8 slots of 3 us work, one forward and one backward of bubble."""
-    first, last = parse("0F0.0 0F1.0 0B0.0 0F2.0 0B1.0 0B2.0"), parse("1F0.0 1B0.0 1F1.0 1B1.0 1F2.0 1I2.0 1W2.0")
+    """1F1B of three sequences over two stages: 8 slots of 3 us work, one forward and one backward
+    of bubble."""
+    first, last = (
+        parse("0F0.0 0F1.0 0B0.0 0F2.0 0B1.0 0B2.0"),
+        parse("1F0.0 1B0.0 1F1.0 1B1.0 1F2.0 1I2.0 1W2.0"),
+    )
     return plan_of((first, last), sizes=[1, 1, 1])
 
 
@@ -41,7 +45,8 @@ def test_ranks_work_or_wait_all_the_time(plan):
         assert [event.start for event in events] == [0, *(event.stop for event in events[:-1])]
         assert events[-1].stop == timeline.stop
     waits = [(e.rank, e.start, e.stop) for e in timeline.events if e.kind == "wait"]
-    assert timeline.stop == 11_000  # the last input gradient reaches the first stage a microsecond early
+    # the last input gradient reaches the first stage a microsecond early
+    assert timeline.stop == 11_000
     assert waits == [(0, 2000, 4000), (1, 0, 1000), (1, 10_000, 11_000)]
 
 
@@ -78,9 +83,24 @@ def test_flexseq_view_shows_pipelines_and_simulate_says_so(plan, tmp_path, capsy
     assert main(["view", str(path)]) == 0
     shown = capsys.readouterr().out
     assert "3 sequences, 24 tokens in 3 chunks through 2 stages by test" in shown
-    assert main(["view", str(path), "--cost-model", "flexsp-gpt-7b-a100", "--chrome", str(tmp_path / "trace")]) == 0
+    assert (
+        main(
+            [
+                "view",
+                str(path),
+                "--cost-model",
+                "flexsp-gpt-7b-a100",
+                "--chrome",
+                str(tmp_path / "trace"),
+            ]
+        )
+        == 0
+    )
     assert json.loads((tmp_path / "trace").read_text())["traceEvents"]
-    assert main(["simulate", str(path), "--cost-model", "flexsp-gpt-7b-a100", "--topology", "1x2"]) != 0
+    assert (
+        main(["simulate", str(path), "--cost-model", "flexsp-gpt-7b-a100", "--topology", "1x2"])
+        != 0
+    )
     assert "step 0 is a pipeline's, which `flexseq view` shows" in capsys.readouterr().err
 
 
@@ -96,7 +116,9 @@ def test_tokens_stand_for_time_where_there_is_no_cost_model(plan):
 def test_even_chunks_hold_k_plus_p_minus_1_of_k_p(stages, k):
     cost, lengths = even_cost(stages), [8 * k] * 2 * stages
     whole = report(make_pipeline_plan(lengths, cost, schedule="1f1b"), cost)
-    cut = report(make_pipeline_plan(lengths, cost, schedule="seq1f1b", chunks=k, cuts="even"), cost)
+    cut = report(
+        make_pipeline_plan(lengths, cost, schedule="seq1f1b", chunks=k, cuts="even"), cost
+    )
     assert cut.peak_tokens[0] * k * stages == whole.peak_tokens[0] * (k + stages - 1)
 
 
@@ -105,15 +127,20 @@ def test_the_30b_model_with_64k_tokens_fits_without_recomputing_and_under_1f1b_i
     cost, states = benchmark().seq1f1b_30b()
     lengths = [65_536] * 16
     whole = report(make_pipeline_plan(lengths, cost, schedule="1f1b"), cost)
-    cut = report(make_pipeline_plan(lengths, cost, schedule="seq1f1b", chunks=4, cuts="computation"), cost)
+    cut = report(
+        make_pipeline_plan(lengths, cost, schedule="seq1f1b", chunks=4, cuts="computation"), cost
+    )
     assert whole.peak_bytes[0] + states > 80 * GB
     assert cut.peak_bytes[0] + states < 80 * GB
-    assert cut.peak_tokens[0] / whole.peak_tokens[0] == pytest.approx(0.371, abs=0.003)  # 0.344 with even cuts
+    # 0.344 with even cuts
+    assert cut.peak_tokens[0] / whole.peak_tokens[0] == pytest.approx(0.371, abs=0.003)
 
 
 def test_the_benchmark_runs_and_marks(capsys, monkeypatch):
     monkeypatch.setattr(
-        sys, "argv", ["bench_pipeline.py", "--parts", "virtual", "memory", "planning", "--batches", "2"]
+        sys,
+        "argv",
+        ["bench_pipeline.py", "--parts", "virtual", "memory", "planning", "--batches", "2"],
     )
     benchmark().main()
     shown = capsys.readouterr().out

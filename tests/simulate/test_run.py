@@ -1,4 +1,5 @@
-"""The simulator against the closed form where they must agree, and against arithmetic where they must not."""
+"""The simulator against the closed form where they must agree, and against arithmetic where they
+must not."""
 
 import dataclasses
 import random
@@ -24,16 +25,20 @@ NODE = Topology(nodes=1, ranks_per_node=4)
 
 
 def ring_model(**changes: object) -> CostModel:
-    """A tiny model: 1 s per squared token, 1 ns per token and 1 byte/s, so that times can be counted by hand."""
+    """A tiny model: 1 s per squared token, 1 ns per token and 1 byte/s, so that times can be
+    counted by hand."""
     constants = {
         "name": "ring", "attention_s": 1.0, "linear_s": 1e-9, "micro_batch_s": 0.0, "group_s": 0.0,
-        "all_to_all_bytes": 0.0, "ring_bytes": 0.0, "query_bytes": 0.0, "ring_overlap": 1.0, "bandwidths": [[64, 1.0]],
-        "heads": None, "token_bytes": 1.0, "state_bytes": 100.0, "sharded_state_bytes": 0.0, "budget_bytes": 1e9,
+        "all_to_all_bytes": 0.0, "ring_bytes": 0.0, "query_bytes": 0.0, "ring_overlap": 1.0,
+        "bandwidths": [[64, 1.0]], "heads": None, "token_bytes": 1.0, "state_bytes": 100.0,
+        "sharded_state_bytes": 0.0, "budget_bytes": 1e9,
     }  # fmt: skip
     return CostModel.from_record(constants | changes)
 
 
-def plan_of(lengths: tuple[int, ...], *micro_batches: list[tuple[int, int, tuple[int, ...]]], strategy: str) -> Plan:
+def plan_of(
+    lengths: tuple[int, ...], *micro_batches: list[tuple[int, int, tuple[int, ...]]], strategy: str
+) -> Plan:
     """Micro-batches as lists of (first rank, past the last rank, sequences)."""
     made = tuple(
         MicroBatch(
@@ -51,12 +56,18 @@ def plan_of(lengths: tuple[int, ...], *micro_batches: list[tuple[int, int, tuple
         for groups in micro_batches
     )
     return Plan(
-        lengths=lengths, micro_batches=made, objective_s=0.0, lower_bound_s=0.0, planner="hand", planning_s=0.0
+        lengths=lengths,
+        micro_batches=made,
+        objective_s=0.0,
+        lower_bound_s=0.0,
+        planner="hand",
+        planning_s=0.0,
     )
 
 
 def check_timeline(timeline: Timeline) -> None:
-    """Every rank's main lane fills the step without a gap, and the shares of its kinds add up to one."""
+    """Every rank's main lane fills the step without a gap, and the shares of its kinds add up to
+    one."""
     for rank in range(timeline.world_size):
         main = [e for e in timeline.events if e.rank == rank and e.kind != "overlapped"]
         assert [e.start for e in main] == [0, *(e.stop for e in main[:-1])]
@@ -75,13 +86,19 @@ def check_timeline(timeline: Timeline) -> None:
 def test_whole_groups_without_overlap_are_the_closed_form(
     lengths: list[int], world: int, seed: int, sync: str
 ) -> None:
-    plan, topology = random_plan(lengths, world, random.Random(seed)), Topology(nodes=1, ranks_per_node=world)
+    plan, topology = (
+        random_plan(lengths, world, random.Random(seed)),
+        Topology(nodes=1, ranks_per_node=world),
+    )
     groups = [g for mb in plan.micro_batches for g in mb.groups]
     if all(g.strategy in ("local", "ulysses") for g in groups):
         timeline = simulate(plan, topology, FLEXSP, sync=sync, detail=CLOSED_FORM)
         expected = step_ns(FLEXSP, plan.micro_batches, plan.lengths, topology, sync=sync)
-        # Outside of attention a remapped micro-batch rounds once for all ranks, not group by group.
-        assert abs(timeline.stop - expected) <= 2 * len(groups) * any(mb.remap for mb in plan.micro_batches)
+        # Outside of attention a remapped micro-batch rounds once for all ranks, not group by
+        # group.
+        assert abs(timeline.stop - expected) <= 2 * len(groups) * any(
+            mb.remap for mb in plan.micro_batches
+        )
         check_timeline(timeline)
 
 
@@ -96,7 +113,9 @@ def test_disjoint_groups_are_the_closed_form_however_many_layers(
     lengths: list[int], degree: int, layers: int, sync: str
 ) -> None:
     topology = Topology(nodes=2, ranks_per_node=4)
-    plan = make_plan(lengths, topology, FLEXSP, planner="static", sp_degree=degree, max_tokens_per_rank=20_000)
+    plan = make_plan(
+        lengths, topology, FLEXSP, planner="static", sp_degree=degree, max_tokens_per_rank=20_000
+    )
     timeline = simulate(plan, topology, FLEXSP, sync=sync, detail=Detail(layers=layers))
     assert timeline.stop == step_ns(FLEXSP, plan.micro_batches, plan.lengths, topology, sync=sync)
     check_timeline(timeline)
@@ -112,28 +131,49 @@ def test_disjoint_groups_are_the_closed_form_however_many_layers(
 def test_any_plan_has_a_gapless_timeline_no_shorter_than_its_work(
     lengths: list[int], world: int, seed: int, layers: int
 ) -> None:
-    plan, topology = random_plan(lengths, world, random.Random(seed)), Topology(nodes=1, ranks_per_node=world)
-    cost = ring_model(attention_s=1e-9, ring_bytes=7.0, query_bytes=1.2, all_to_all_bytes=3.0, bandwidths=[[64, 1e9]])
+    plan, topology = (
+        random_plan(lengths, world, random.Random(seed)),
+        Topology(nodes=1, ranks_per_node=world),
+    )
+    cost = ring_model(
+        attention_s=1e-9,
+        ring_bytes=7.0,
+        query_bytes=1.2,
+        all_to_all_bytes=3.0,
+        bandwidths=[[64, 1e9]],
+    )
     for sync in ("lockstep", "free"):
         timeline = simulate(plan, topology, cost, sync=sync, detail=Detail(layers=layers))
         check_timeline(timeline)
         without_moving = ring_model(attention_s=1e-9, all_to_all_bytes=3.0, bandwidths=[[64, 1e9]])
-        work = [rank_ns(without_moving, mb.groups, plan.lengths, topology) for mb in plan.micro_batches]
+        work = [
+            rank_ns(without_moving, mb.groups, plan.lengths, topology) for mb in plan.micro_batches
+        ]
         busiest = max(map(sum, zip(*work, strict=True)))
-        if all(g.strategy != "balanced" for mb in plan.micro_batches for g in mb.groups):  # its early ranks do less
-            assert timeline.stop >= busiest - 20 * len(lengths)  # the closed form rounds every sequence
+        # its early ranks do less
+        if all(g.strategy != "balanced" for mb in plan.micro_batches for g in mb.groups):
+            # the closed form rounds every sequence
+            assert timeline.stop >= busiest - 20 * len(lengths)
 
 
 def test_ranks_in_several_groups_wait_in_every_layer() -> None:
-    """Rank 0's own sequence holds up rank 1 in each of their shared group's layers, not only at the end."""
+    """Rank 0's own sequence holds up rank 1 in each of their shared group's layers, not only at
+    the end."""
     plan = plan_of((8, 4), [(0, 2, (0,)), (0, 1, (1,))], strategy="ulysses")
-    timeline = simulate(plan, Topology(nodes=1, ranks_per_node=2), ring_model(), sync="free", detail=Detail(layers=2))
+    timeline = simulate(
+        plan,
+        Topology(nodes=1, ranks_per_node=2),
+        ring_model(),
+        sync="free",
+        detail=Detail(layers=2),
+    )
     waits = [e for e in timeline.events if e.rank == 1 and e.kind == "wait" and e.group == 0]
     assert len(waits) >= 3
 
 
 def test_a_ring_hides_its_transfers_behind_its_attention() -> None:
-    """16 tokens on 4 ranks: 64 s of attention each, 16 s a step, and 2 tokens' keys and values per chunk."""
+    """16 tokens on 4 ranks: 64 s of attention each, 16 s a step, and 2 tokens' keys and values per
+    chunk."""
     plan = plan_of((16,), [(0, 4, (0,))], strategy="zigzag")
 
     def seconds(detail: Detail, ring_bytes: float) -> float:
@@ -150,7 +190,9 @@ def test_a_ring_hides_its_transfers_behind_its_attention() -> None:
 def test_returning_gradients_share_the_link_with_what_is_fetched() -> None:
     plan = plan_of((16,), [(0, 4, (0,))], strategy="zigzag")
     costly = ring_model(ring_bytes=24.0)
-    alone, shared = (simulate(plan, NODE, costly, detail=Detail(contention=c)).stop for c in (False, True))
+    alone, shared = (
+        simulate(plan, NODE, costly, detail=Detail(contention=c)).stop for c in (False, True)
+    )
     assert shared > alone
 
 
@@ -164,9 +206,12 @@ def test_a_ring_across_nodes_pays_the_slow_link_only_where_it_crosses() -> None:
 
 
 def test_ring_steps_by_hand() -> None:
-    """Two ranks, 10 ns of attention; the second is 3 ns late. Keys and values travel 8 ns from when both are there."""
+    """Two ranks, 10 ns of attention; the second is 3 ns late. Keys and values travel 8 ns from
+    when both are there."""
     moving = RingTraffic(fetch=np.array([[0, 0], [8, 8]]), back=np.zeros((2, 2), dtype=np.int64))
-    times = ring_times(np.array([0, 3]), 10, ring_steps("zigzag", 2), moving, overlap=1.0, contention=True)
+    times = ring_times(
+        np.array([0, 3]), 10, ring_steps("zigzag", 2), moving, overlap=1.0, contention=True
+    )
     assert times.depart[1].tolist() == [3, 3]
     assert times.arrive[1].tolist() == [11, 11]
     assert times.begin.tolist() == [[0, 3], [11, 11]]
@@ -176,7 +221,8 @@ def test_ring_steps_by_hand() -> None:
 @pytest.mark.parametrize("degree", [1, 2, 3, 8])
 def test_all_ranks_of_a_zigzag_compute_the_same_and_half_the_square(degree: int) -> None:
     work = ring_steps("zigzag", degree).work
-    assert set(work.sum(axis=0).tolist()) == {4 * degree}  # half squares; the causal half of (2 degree)^2 has as many
+    # half squares; the causal half of (2 degree)^2 has as many
+    assert set(work.sum(axis=0).tolist()) == {4 * degree}
     assert work.sum() == (2 * degree) ** 2
 
 
@@ -200,11 +246,18 @@ def test_balanced_takes_its_critical_path_and_waits_for_its_helpers(degree: int)
     ],
 )
 def test_a_group_without_a_ring_is_its_closed_form(strategy: str, label: str) -> None:
-    plan, topology = plan_of((24, 7), [(0, 4, (0, 1))], strategy=strategy), Topology(nodes=2, ranks_per_node=2)
-    cost = ring_model(ring_bytes=30.0, all_to_all_bytes=30.0, all_to_all_overlap=0.8, piece_rows=9.0)
+    plan, topology = (
+        plan_of((24, 7), [(0, 4, (0, 1))], strategy=strategy),
+        Topology(nodes=2, ranks_per_node=2),
+    )
+    cost = ring_model(
+        ring_bytes=30.0, all_to_all_bytes=30.0, all_to_all_overlap=0.8, piece_rows=9.0
+    )
     for layers in (0, 3):
         timeline = simulate(plan, topology, cost, detail=Detail(layers=layers))
-        assert timeline.stop == step_ns(cost, plan.micro_batches, plan.lengths, topology, sync="lockstep")
+        assert timeline.stop == step_ns(
+            cost, plan.micro_batches, plan.lengths, topology, sync="lockstep"
+        )
         check_timeline(timeline)
     assert label in {e.label for e in timeline.events}
 
@@ -246,7 +299,10 @@ def test_an_empty_plan_takes_no_time() -> None:
 def test_spread_keeps_the_total(total: int, sizes: list[int]) -> None:
     parts = spread(total, sizes)
     assert sum(parts) == total
-    assert all(abs(part * sum(sizes) - total * size) <= sum(sizes) for part, size in zip(parts, sizes, strict=True))
+    assert all(
+        abs(part * sum(sizes) - total * size) <= sum(sizes)
+        for part, size in zip(parts, sizes, strict=True)
+    )
 
 
 def test_refuses_what_it_cannot_price() -> None:

@@ -1,4 +1,5 @@
-"""DataCollatorForFlexSeq: flat rows with shifted labels, padding cut off, and examples it refuses."""
+"""DataCollatorForFlexSeq: flat rows with shifted labels, padding cut off, and examples it
+refuses."""
 
 import numpy as np
 import pytest
@@ -48,10 +49,19 @@ def padding_collator(left):
         (DataCollatorForFlexSeq(), [pad(THREE, 2, 0), pad(TWO, 1, 1)]),
         (DataCollatorForFlexSeq(padding_collator(left=True)), [THREE, TWO]),
         (DataCollatorForFlexSeq(padding_collator(left=False)), [THREE, TWO]),
-        (DataCollatorForFlexSeq(DataCollatorWithFlattening(return_flash_attn_kwargs=True)), [THREE, TWO]),
+        (
+            DataCollatorForFlexSeq(DataCollatorWithFlattening(return_flash_attn_kwargs=True)),
+            [THREE, TWO],
+        ),
         (DataCollatorForFlexSeq(DataCollatorWithFlattening(return_seq_idx=True)), [THREE, TWO]),
-        (DataCollatorForFlexSeq(), [{k: np.array(v, np.int32) for k, v in e.items()} for e in (THREE, TWO)]),
-        (DataCollatorForFlexSeq(), [THREE | {"text": "abc", "other": None}, TWO | {"text": "", "other": None}]),
+        (
+            DataCollatorForFlexSeq(),
+            [{k: np.array(v, np.int32) for k, v in e.items()} for e in (THREE, TWO)],
+        ),
+        (
+            DataCollatorForFlexSeq(),
+            [THREE | {"text": "abc", "other": None}, TWO | {"text": "", "other": None}],
+        ),
     ],
 )
 def test_all_forms_of_the_same_examples_give_the_same_row(collator, examples):
@@ -59,11 +69,16 @@ def test_all_forms_of_the_same_examples_give_the_same_row(collator, examples):
     found = collator(examples)
     assert found.pop("lengths") == wanted.pop("lengths")
     assert found.keys() == wanted.keys()
-    assert all(torch.equal(found[name], wanted[name]) and found[name].dtype == torch.int64 for name in wanted)
+    assert all(
+        torch.equal(found[name], wanted[name]) and found[name].dtype == torch.int64
+        for name in wanted
+    )
 
 
 def test_keeps_positions_and_other_columns_of_one_value_per_token():
-    batch = DataCollatorForFlexSeq()([THREE | {"position_ids": [4, 5, 9], "weights": [0.5, 1.0, 0.0]}])
+    batch = DataCollatorForFlexSeq()(
+        [THREE | {"position_ids": [4, 5, 9], "weights": [0.5, 1.0, 0.0]}]
+    )
     assert batch["position_ids"].tolist() == [[4, 5, 9]]
     assert batch["weights"].tolist() == [[0.5, 1.0, 0.0]]
 
@@ -77,13 +92,36 @@ def test_keeps_positions_and_other_columns_of_one_value_per_token():
         ({"input_ids": [], "labels": []}, "example 1 has no tokens: filter empty examples out"),
         (pad({"input_ids": [], "labels": []}, 0, 3), "example 1 has no tokens"),
         (THREE | {"labels": [6, 7]}, r"column 'labels' of example 1 has shape \(2,\)"),
-        (THREE | {"weight": 3}, r"column 'weight' of example 1 has shape \(\), not one value for each"),
-        ({name: [value] for name, value in THREE.items()}, r"column 'input_ids' of example 1 has shape \(1, 3\)"),
-        (THREE | {"messages": [{"role": "user"}]}, "column 'messages' of example 1 cannot be a tensor"),
-        (THREE | {"spans": [[1], [1, 2]]}, "column 'spans' of example 1 cannot be a tensor.*drop the column"),
-        (THREE | {"position_ids": [0, 1, 0]}, "position_ids of example 1 start over: it is packed"),
-        (THREE | {"attention_mask": [1, 0, 1]}, "attention_mask of example 1 does more than to mark padding"),
-        (THREE | {"attention_mask": [1, 1, 2]}, "attention_mask of example 1 does more than to mark padding"),
+        (
+            THREE | {"weight": 3},
+            r"column 'weight' of example 1 has shape \(\), not one value for "
+            r"each",
+        ),
+        (
+            {name: [value] for name, value in THREE.items()},
+            r"column 'input_ids' of example 1 has "
+            r"shape \(1, 3\)",
+        ),
+        (
+            THREE | {"messages": [{"role": "user"}]},
+            "column 'messages' of example 1 cannot be a tensor",
+        ),
+        (
+            THREE | {"spans": [[1], [1, 2]]},
+            "column 'spans' of example 1 cannot be a tensor.*drop the column",
+        ),
+        (
+            THREE | {"position_ids": [0, 1, 0]},
+            "position_ids of example 1 start over: it is packed",
+        ),
+        (
+            THREE | {"attention_mask": [1, 0, 1]},
+            "attention_mask of example 1 does more than to mark padding",
+        ),
+        (
+            THREE | {"attention_mask": [1, 1, 2]},
+            "attention_mask of example 1 does more than to mark padding",
+        ),
         (THREE | {"weights": [1, 1, 1]}, "example 1 has the columns .*'weights'.*, the first one"),
     ],
 )
@@ -95,9 +133,17 @@ def test_refuses_examples_that_cannot_be_moved(example, message):
 @pytest.mark.parametrize(
     "made, message",
     [
-        ({"pixel_values": torch.zeros(1, 3, 4)}, r"column 'pixel_values' .* shape \(1, 3, 4\) instead of \(1, 2\)"),
+        (
+            {"pixel_values": torch.zeros(1, 3, 4)},
+            r"column 'pixel_values' .* shape \(1, 3, 4\) "
+            r"instead of \(1, 2\)",
+        ),
         ({"names": ["abc"]}, "column 'names' .* shape None"),
-        ({"input_ids": torch.zeros(2, 2)}, r"column 'input_ids' .* shape \(2, 2\) instead of \(1, 2\)"),
+        (
+            {"input_ids": torch.zeros(2, 2)},
+            r"column 'input_ids' .* shape \(2, 2\) instead of \(1, "
+            r"2\)",
+        ),
         ({"attention_mask": torch.ones(1, 1, 2, 2)}, "column 'attention_mask'"),
     ],
 )
@@ -110,7 +156,9 @@ def test_refuses_what_another_collator_makes_by_name(made, message):
 
 
 def test_refuses_a_collator_that_makes_no_batch():
-    with pytest.raises(ValueError, match="the collator made a list of example 0, not a batch of columns") as raised:
+    with pytest.raises(
+        ValueError, match="the collator made a list of example 0, not a batch of columns"
+    ) as raised:
         DataCollatorForFlexSeq(lambda examples: examples)([TWO])
     assert "\n" not in str(raised.value)
 
@@ -127,13 +175,17 @@ def labels_of_all(examples):
 
 
 def labels_by(name, first=0, last=None, start=()):
-    """A collator that takes a mask out of its example, may cut tokens off an end and put others at the start."""
+    """A collator that takes a mask out of its example, may cut tokens off an end and put others at
+    the start."""
 
     def collate(examples):
         (example,) = examples
         ids, mask = example["input_ids"][first:last], example.pop(name)[first:last]
         labels = [token if is_target else -100 for token, is_target in zip(ids, mask, strict=True)]
-        return {"input_ids": torch.tensor([[*start, *ids]]), "labels": torch.tensor([[-100] * len(start) + labels])}
+        return {
+            "input_ids": torch.tensor([[*start, *ids]]),
+            "labels": torch.tensor([[-100] * len(start) + labels]),
+        }
 
     return collate
 
@@ -144,16 +196,22 @@ def labels_of_the_first(examples):
 
 
 @pytest.mark.parametrize("name", ["completion_mask", "assistant_masks"])
-@pytest.mark.parametrize("collator", [labels_of_all, labels_of_the_first, DataCollatorWithFlattening()])
+@pytest.mark.parametrize(
+    "collator", [labels_of_all, labels_of_the_first, DataCollatorWithFlattening()]
+)
 def test_refuses_labels_of_all_tokens_where_a_mask_leaves_some_out(name, collator):
-    with pytest.raises(ValueError, match=f"example 0 has {name} but no labels, .* give `labels`") as raised:
+    with pytest.raises(
+        ValueError, match=f"example 0 has {name} but no labels, .* give `labels`"
+    ) as raised:
         DataCollatorForFlexSeq(collator)([{"input_ids": IDS, name: COMPLETION}])
     assert "\n" not in str(raised.value)
 
 
 @pytest.mark.parametrize("name", ["completion_mask", "assistant_masks"])
 def test_refuses_masks_alone(name):
-    with pytest.raises(ValueError, match=f"example 0 has no labels: it has {name}, so give .* -100 where") as raised:
+    with pytest.raises(
+        ValueError, match=f"example 0 has no labels: it has {name}, so give .* -100 where"
+    ) as raised:
         DataCollatorForFlexSeq()([{"input_ids": IDS, name: COMPLETION}])
     assert "\n" not in str(raised.value)
 
@@ -164,7 +222,11 @@ def test_refuses_masks_alone(name):
         (labels_by("completion_mask"), {"completion_mask": COMPLETION}, [-100, 3, 4, -100]),
         (labels_by("assistant_masks", last=3), {"assistant_masks": COMPLETION}, [-100, 3, -100]),
         (labels_by("completion_mask", first=1), {"completion_mask": COMPLETION}, [3, 4, -100]),
-        (labels_by("completion_mask", start=[9]), {"completion_mask": COMPLETION}, [-100, -100, 3, 4, -100]),
+        (
+            labels_by("completion_mask", start=[9]),
+            {"completion_mask": COMPLETION},
+            [-100, -100, 3, 4, -100],
+        ),
         (
             labels_by("assistant_masks"),
             {"assistant_masks": COMPLETION, "completion_mask": [0, 1, 1, 1]},

@@ -1,4 +1,5 @@
-"""Planning ahead changes when the planning happens and no result: losses, evaluation, checkpoints."""
+"""Planning ahead changes when the planning happens and no result: losses, evaluation,
+checkpoints."""
 
 from dataclasses import replace
 
@@ -33,11 +34,25 @@ def run(rank, world_size, folder, lookahead):
         lookahead=lookahead,
     )
     examples = documents([1 + (i * i * 7) % 60 for i in range(21)])
-    trainer = FlexSeqTrainer(model=tiny_llama(), args=args, train_dataset=examples[:14], eval_dataset=examples[14:])
+    trainer = FlexSeqTrainer(
+        model=tiny_llama(), args=args, train_dataset=examples[:14], eval_dataset=examples[14:]
+    )
     trainer.train()
-    kept = ("loss", "grad_norm", "learning_rate", "eval_loss", "step", "flexseq/micro_batches", "flexseq/predicted_s")
-    log = [{key: entry[key] for key in kept if key in entry} for entry in trainer.state.log_history]
-    return log, {k: v.numpy() for k, v in load_file(folder / "checkpoint-2" / "model.safetensors").items()}
+    kept = (
+        "loss",
+        "grad_norm",
+        "learning_rate",
+        "eval_loss",
+        "step",
+        "flexseq/micro_batches",
+        "flexseq/predicted_s",
+    )
+    log = [
+        {key: entry[key] for key in kept if key in entry} for entry in trainer.state.log_history
+    ]
+    return log, {
+        k: v.numpy() for k, v in load_file(folder / "checkpoint-2" / "model.safetensors").items()
+    }
 
 
 @pytest.mark.parametrize("lookahead", [1, 4, 50])
@@ -46,7 +61,10 @@ def test_lookahead_changes_no_result(tmp_path, lookahead):
     log, weights = run_ranks(run, 2, tmp_path / "ahead", lookahead)[0]
     assert any("eval_loss" in entry for entry in log)
     assert log == wanted_log
-    assert all(torch.equal(torch.as_tensor(weights[name]), torch.as_tensor(w)) for name, w in wanted.items())
+    assert all(
+        torch.equal(torch.as_tensor(weights[name]), torch.as_tensor(w))
+        for name, w in wanted.items()
+    )
 
 
 class LosesASequence(InlinePlanner):
@@ -71,7 +89,9 @@ class NeverGoesBackward(InlinePipelinePlanner):
 def wrongly_planned(rank, world_size, folder, stages):
     """What is raised, without ever running a step."""
     options = {"cost_model": "estimate", "pipeline_parallel_size": stages}
-    args = training_arguments(FlexSeqConfig, folder, batch=2, accumulation=1, lookahead=0, **options)
+    args = training_arguments(
+        FlexSeqConfig, folder, batch=2, accumulation=1, lookahead=0, **options
+    )
     trainer = FlexSeqTrainer(model=tiny_llama(), args=args, train_dataset=documents([5, 3, 8, 2]))
     engine, make = trainer.flexseq, trainer.flexseq.make_planner
 

@@ -23,7 +23,9 @@ LARGE = Topology(nodes=8, ranks_per_node=8)
 
 def group(start: int, stop: int, *sequences: int) -> Group:
     return Group(
-        ranks=tuple(range(start, stop)), sequences=sequences, strategy="local" if stop - start == 1 else "ulysses"
+        ranks=tuple(range(start, stop)),
+        sequences=sequences,
+        strategy="local" if stop - start == 1 else "ulysses",
     )
 
 
@@ -42,7 +44,9 @@ PLAN = Plan(
 
 def large_plan() -> Plan:
     rng = random.Random(0)
-    return make_plan([min(100_000, 1 + int(rng.lognormvariate(6.9, 1.5))) for _ in range(256)], LARGE, FLEXSP)
+    return make_plan(
+        [min(100_000, 1 + int(rng.lognormvariate(6.9, 1.5))) for _ in range(256)], LARGE, FLEXSP
+    )
 
 
 def test_a_sketch_is_busy_in_proportion_to_tokens() -> None:
@@ -50,7 +54,8 @@ def test_a_sketch_is_busy_in_proportion_to_tokens() -> None:
     assert (timeline.unit, timeline.stop, timeline.starts) == ("tokens", 35, (0, 20))
     busy = [(e.rank, e.start, e.stop, e.degree) for e in timeline.events if e.kind == "compute"]
     assert busy == [
-        (0, 0, 10, 4), (0, 10, 20, 2), (0, 20, 35, 2), (1, 0, 10, 4), (1, 10, 20, 2), (1, 20, 35, 2),
+        (0, 0, 10, 4), (0, 10, 20, 2), (0, 20, 35, 2),
+        (1, 0, 10, 4), (1, 10, 20, 2), (1, 20, 35, 2),
         (2, 0, 10, 4), (3, 0, 10, 4), (3, 20, 30, 1),
     ]  # fmt: skip
     assert timeline.share("compute") == pytest.approx((35 + 35 + 10 + 20) / (4 * 35))
@@ -58,7 +63,11 @@ def test_a_sketch_is_busy_in_proportion_to_tokens() -> None:
 
 def test_a_measured_sketch_is_in_seconds() -> None:
     timeline = sketch(PLAN, 4, [2.0, 1.0])
-    assert (timeline.unit, timeline.stop, timeline.starts) == ("ns", 3_000_000_000, (0, 2_000_000_000))
+    assert (timeline.unit, timeline.stop, timeline.starts) == (
+        "ns",
+        3_000_000_000,
+        (0, 2_000_000_000),
+    )
 
 
 def test_text_grid_by_hand() -> None:
@@ -97,7 +106,9 @@ def test_boundaries_only_where_all_ranks_pass_together() -> None:
     recorder = Recorder(2)
     for start in (0, 3):
         recorder.begin_micro_batch(start)
-        recorder.add(start // 3, [start], [start + 4], kind="compute", group=0, degree=1, label="x")
+        recorder.add(
+            start // 3, [start], [start + 4], kind="compute", group=0, degree=1, label="x"
+        )
     assert boundaries(recorder.timeline(7, "ns")) == []
 
 
@@ -111,7 +122,9 @@ def test_figures_for_people() -> None:
 @pytest.mark.parametrize("name", ["plan.png", "plan.svg"])
 def test_pictures(tmp_path: Path, name: str) -> None:
     pytest.importorskip("matplotlib")
-    save_picture(simulate(large_plan(), LARGE, FLEXSP), tmp_path / name, title="A step", ranks_per_node=8)
+    save_picture(
+        simulate(large_plan(), LARGE, FLEXSP), tmp_path / name, title="A step", ranks_per_node=8
+    )
     data = (tmp_path / name).read_bytes()
     assert data.startswith(b"\x89PNG") if name.endswith("png") else b"<svg" in data
     assert len(data) > 20_000
@@ -120,7 +133,9 @@ def test_pictures(tmp_path: Path, name: str) -> None:
 @pytest.mark.parametrize("degree", [1, 2, 3, 8, 64])
 def test_a_picture_shows_groups_in_the_colour_of_their_degree(tmp_path: Path, degree: int) -> None:
     pyplot = pytest.importorskip("matplotlib.image")
-    whole = replace(PLAN, lengths=(degree,), micro_batches=(MicroBatch(groups=(group(0, degree, 0),)),))
+    whole = replace(
+        PLAN, lengths=(degree,), micro_batches=(MicroBatch(groups=(group(0, degree, 0),)),)
+    )
     save_picture(sketch(whole, 2 * degree), tmp_path / "a.png")
     pixels = (pyplot.imread(tmp_path / "a.png")[:, :, :3] * 255).round().astype(int)
     height, width, _ = pixels.shape

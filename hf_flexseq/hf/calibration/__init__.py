@@ -1,1 +1,2 @@
-"""The cost model of a run: chosen, estimated from the model's config, or measured on copies of the model."""
+"""The cost model of a run: chosen, estimated from the model's config, or measured on copies of the
+model."""

@@ -1,7 +1,8 @@
-"""The cost model of a run that names none: measured on this machine, now or by an earlier run, or only estimated.
+"""The cost model of a run that names none: measured on this machine, now or by an earlier run, or
+only estimated.
 
-A measurement takes seconds and is kept in `hf_flexseq` in the HuggingFace cache, one file for each combination of all
-that it depends on. Rank 0 reads and writes; all ranks get its model.
+A measurement takes seconds and is kept in `hf_flexseq` in the HuggingFace cache, one file for each
+combination of all that it depends on. Rank 0 reads and writes; all ranks get its model.
 """
 
 import logging
@@ -20,7 +21,12 @@ from hf_flexseq.cost import CostModel
 from hf_flexseq.cost.analytic import ModelShape
 from hf_flexseq.distributed.communicator import Communicator
 from hf_flexseq.distributed.control import broadcast_object
-from hf_flexseq.hf.calibration.estimate import estimated_cost_model, is_checkpointed, model_shape, zero_stage
+from hf_flexseq.hf.calibration.estimate import (
+    estimated_cost_model,
+    is_checkpointed,
+    model_shape,
+    zero_stage,
+)
 from hf_flexseq.hf.calibration.measure import Effort, device_name, measure
 from hf_flexseq.hf.calibration.probe import ProbeSpec
 from hf_flexseq.profiler.cache import cache_path, load_cached, save_whole
@@ -43,7 +49,8 @@ def unnamed_cost_model(
 ) -> CostModel:
     """The model for `name`: `estimate`, or `auto`, a measured one. Collective over the world.
 
-    folder: of the cache. A measurement that makes no sense is dropped, with a warning, for the estimate.
+    folder: of the cache. A measurement that makes no sense is dropped, with a warning, for the
+    estimate.
     """
     estimate = estimated_cost_model(model, accelerator, communicator.topology)
     if name == "estimate":
@@ -52,7 +59,9 @@ def unnamed_cost_model(
     shape, stage = model_shape(model), zero_stage(model, accelerator)
     key = {**fit_key(spec, shape, communicator.topology, accelerator.device), "zero_stage": stage}
     path = cache_path(folder or Path(HF_HOME) / "hf_flexseq", key)
-    cached: CostModel | None = broadcast_object(communicator, load_cached(path) if communicator.rank == 0 else None)
+    cached: CostModel | None = broadcast_object(
+        communicator, load_cached(path) if communicator.rank == 0 else None
+    )
     if cached is not None:
         logger.info("cost model measured earlier: %s", path)
         return with_memory_of(estimate, cached)
@@ -66,7 +75,11 @@ def unnamed_cost_model(
 
 
 def _measured(
-    spec: ProbeSpec, shape: ModelShape, estimate: CostModel, communicator: Communicator, device: torch.device
+    spec: ProbeSpec,
+    shape: ModelShape,
+    estimate: CostModel,
+    communicator: Communicator,
+    device: torch.device,
 ) -> CostModel | None:
     """A fit made now; None, with a warning that says why, when it makes no sense."""
     began = time.perf_counter()
@@ -76,10 +89,16 @@ def _measured(
     except ValueError as error:
         objection = str(error)
     if objection is not None:
-        logger.warning("the cost model is an estimate, for its measurement makes no sense: %s", objection)
+        logger.warning(
+            "the cost model is an estimate, for its measurement makes no sense: %s", objection
+        )
         return None
     seconds, error = time.perf_counter() - began, 100 * fit.hold_out_mean
-    logger.info("cost model measured in %.1f s; micro-batches held out are off by %.1f %% on average", seconds, error)
+    logger.info(
+        "cost model measured in %.1f s; micro-batches held out are off by %.1f %% on average",
+        seconds,
+        error,
+    )
     return fit.cost
 
 
@@ -98,7 +117,9 @@ def probe_spec(model: PreTrainedModel, accelerator: Accelerator) -> ProbeSpec:
     )
 
 
-def fit_key(spec: ProbeSpec, shape: ModelShape, topology: Topology, device: torch.device) -> Mapping[str, object]:
+def fit_key(
+    spec: ProbeSpec, shape: ModelShape, topology: Topology, device: torch.device
+) -> Mapping[str, object]:
     """All that a fit depends on, but for the sharding, as plain JSON values."""
     flags = {
         "checkpointing": spec.checkpointing,
@@ -119,7 +140,8 @@ def fit_key(spec: ProbeSpec, shape: ModelShape, topology: Topology, device: torc
 
 
 def with_memory_of(estimate: CostModel, cost: CostModel) -> CostModel:
-    """`cost` with the bytes of `estimate`: how much memory there is may have changed since it was measured."""
+    """`cost` with the bytes of `estimate`: how much memory there is may have changed since it was
+    measured."""
     return replace(
         cost,
         token_bytes=estimate.token_bytes,
@@ -129,14 +151,18 @@ def with_memory_of(estimate: CostModel, cost: CostModel) -> CostModel:
     )
 
 
-def with_gathering(cost: CostModel, shape: ModelShape, topology: Topology, stage: int) -> CostModel:
-    """`cost` with what sharded parameters add to every micro-batch: gathered twice, and their gradients scattered. The
-    copies that are timed are whole."""
+def with_gathering(
+    cost: CostModel, shape: ModelShape, topology: Topology, stage: int
+) -> CostModel:
+    """`cost` with what sharded parameters add to every micro-batch: gathered twice, and their
+    gradients scattered. The copies that are timed are whole."""
     if stage < 3 or topology.world_size == 1:
         return cost
     moved = 3 * shape.params * shape.dtype_bytes
     return replace(
-        cost, micro_batch_s=cost.micro_batch_s + moved / cost.bandwidth(topology.world_size, topology.nodes > 1)
+        cost,
+        micro_batch_s=cost.micro_batch_s
+        + moved / cost.bandwidth(topology.world_size, topology.nodes > 1),
     )
 
 

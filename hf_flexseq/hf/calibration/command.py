@@ -33,13 +33,15 @@ def calibrate(
     zero_stage: int = 0,
     effort: Effort = THOROUGH,
 ) -> dict[str, Any]:
-    """Measure, fit, and write the cost model to `output`. Collective over the ranks that torchrun started.
+    """Measure, fit, and write the cost model to `output`. Collective over the ranks that torchrun
+    started.
 
-    model: hub id or folder of a model or a config.json, or the config's sizes with its `model_type`. dtype: of its
-    parameters; auto: bfloat16 on a GPU, float32 on a CPU. zero_stage: how training will be sharded (FSDP: 3).
-    Returns plain JSON values, the same on every rank: the cost model, its errors on micro-batches held out of the fit,
-    and what was measured on. Raises ValueError for an unknown model, dtype or sharding, and when the timings, or their
-    errors, make no sense; OSError when the config cannot be read or the result not written.
+    model: hub id or folder of a model or a config.json, or the config's sizes with its
+    `model_type`. dtype: of its parameters; auto: bfloat16 on a GPU, float32 on a CPU. zero_stage:
+    how training will be sharded (FSDP: 3). Returns plain JSON values, the same on every rank: the
+    cost model, its errors on micro-batches held out of the fit, and what was measured on. Raises
+    ValueError for an unknown model, dtype or sharding, and when the timings, or their errors, make
+    no sense; OSError when the config cannot be read or the result not written.
     """
     accelerator = Accelerator(cpu=not torch.cuda.is_available())
     communicator = Communicator()
@@ -49,17 +51,23 @@ def calibrate(
         shape = model_shape(spec.kind(config).to(spec.dtype))
     topology = communicator.topology
     machine = device_spec(device, topology.ranks_per_node)
-    estimate = analytic_cost_model(shape, machine, topology, checkpointing=checkpointing, zero_stage=zero_stage)
+    estimate = analytic_cost_model(
+        shape, machine, topology, checkpointing=checkpointing, zero_stage=zero_stage
+    )
     found = measure(spec, shape, estimate, communicator, device=device, effort=effort)
     found = replace(found, cost=with_gathering(found.cost, shape, topology, zero_stage))
     if found.objection() is not None:
-        raise ValueError(f"the measurement makes no sense: {found.objection()}; measure on an idle machine")
+        raise ValueError(
+            f"the measurement makes no sense: {found.objection()}; measure on an idle machine"
+        )
     if output is not None and communicator.rank == 0:
         found.cost.save(output)
     return _record(found, spec, communicator, device)
 
 
-def _record(found: Calibration, spec: ProbeSpec, communicator: Communicator, device: torch.device) -> dict[str, Any]:
+def _record(
+    found: Calibration, spec: ProbeSpec, communicator: Communicator, device: torch.device
+) -> dict[str, Any]:
     topology = communicator.topology
     return found.to_record() | {
         "device": device_name(device),
@@ -89,6 +97,15 @@ def _dtype(name: str, device: torch.device) -> torch.dtype:
 
 def _spec(config: PreTrainedConfig, dtype: torch.dtype, checkpointing: bool) -> ProbeSpec:
     if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
-        raise ValueError(f"model_type={config.model_type!r} is no causal language model of transformers")
+        raise ValueError(
+            f"model_type={config.model_type!r} is no causal language model of transformers"
+        )
     kind = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
-    return ProbeSpec(kind=kind, config=config, dtype=dtype, autocast=None, checkpointing=checkpointing, frozen=False)
+    return ProbeSpec(
+        kind=kind,
+        config=config,
+        dtype=dtype,
+        autocast=None,
+        checkpointing=checkpointing,
+        frozen=False,
+    )

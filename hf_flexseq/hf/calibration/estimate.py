@@ -1,4 +1,5 @@
-"""The cost model of a run that names none: estimated from the model's configuration, the device and the sharding."""
+"""The cost model of a run that names none: estimated from the model's configuration, the device
+and the sharding."""
 
 import logging
 import os
@@ -17,8 +18,11 @@ from hf_flexseq.topology import Topology
 logger = logging.getLogger(__name__)
 
 
-def estimated_cost_model(model: nn.Module, accelerator: Accelerator, topology: Topology) -> CostModel:
-    """An estimate of what steps of `model` cost on this device, sharded as accelerate is set up to do."""
+def estimated_cost_model(
+    model: nn.Module, accelerator: Accelerator, topology: Topology
+) -> CostModel:
+    """An estimate of what steps of `model` cost on this device, sharded as accelerate is set up to
+    do."""
     device = device_spec(accelerator.device, topology.ranks_per_node)
     stage = zero_stage(model, accelerator)
     cost = analytic_cost_model(
@@ -29,13 +33,17 @@ def estimated_cost_model(model: nn.Module, accelerator: Accelerator, topology: T
         chunked_loss=has_chunkable_loss(model),
         zero_stage=stage,
     )
-    logger.info("cost model estimated for %s with parameters sharded as in ZeRO stage %d", device.name, stage)
+    logger.info(
+        "cost model estimated for %s with parameters sharded as in ZeRO stage %d",
+        device.name,
+        stage,
+    )
     return cost
 
 
 def is_checkpointed(model: nn.Module) -> bool:
-    """Whether activation checkpointing is on. Layers carry the flag in every version of transformers; the model's own
-    property changes its name."""
+    """Whether activation checkpointing is on. Layers carry the flag in every version of
+    transformers; the model's own property changes its name."""
     return any(getattr(module, "gradient_checkpointing", False) for module in model.modules())
 
 
@@ -57,21 +65,26 @@ def model_shape(model: nn.Module) -> ModelShape:
 
 
 def _numel(parameter: nn.Parameter) -> int:
-    """Elements of the whole parameter; ZeRO-3 leaves an empty one in its place and keeps the size beside it."""
+    """Elements of the whole parameter; ZeRO-3 leaves an empty one in its place and keeps the size
+    beside it."""
     return int(getattr(parameter, "ds_numel", parameter.numel()))
 
 
 def device_spec(device: torch.device, ranks_per_node: int) -> DeviceSpec:
-    """What is known of the device; its own memory, and for an unknown GPU the arithmetic of an A100."""
+    """What is known of the device; its own memory, and for an unknown GPU the arithmetic of an
+    A100."""
     if device.type != "cuda":
         cpu = DEVICES["CPU"]
         memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / ranks_per_node
         return _with_memory(cpu, cpu.name, memory)
     properties = torch.cuda.get_device_properties(device)
-    known = next((spec for name, spec in DEVICES.items() if name in properties.name.replace(" ", "-")), None)
+    known = next(
+        (spec for name, spec in DEVICES.items() if name in properties.name.replace(" ", "-")), None
+    )
     if known is None:
         logger.warning(
-            "no figures for %s; its speed is taken to be an A100's (calibrate a cost model)", properties.name
+            "no figures for %s; its speed is taken to be an A100's (calibrate a cost model)",
+            properties.name,
         )
     return _with_memory(known or DEVICES["A100-80GB"], properties.name, properties.total_memory)
 
@@ -81,14 +94,16 @@ def _with_memory(spec: DeviceSpec, name: str, memory_bytes: float) -> DeviceSpec
 
 
 def zero_stage(model: nn.Module, accelerator: Accelerator) -> int:
-    """How much of the model's state is sharded, in DeepSpeed's numbering; FSDP is 3 (2 without resharding)."""
+    """How much of the model's state is sharded, in DeepSpeed's numbering; FSDP is 3 (2 without
+    resharding)."""
     if accelerator.distributed_type == DistributedType.DEEPSPEED:
         return int(accelerator.state.deepspeed_plugin.zero_stage)
     return 3 if is_fully_sharded(model, accelerator) else 0
 
 
 def is_fully_sharded(model: nn.Module, accelerator: Accelerator) -> bool:
-    """Whether FSDP shards, or will shard, the model: by accelerate, by transformers at load, or by the user."""
+    """Whether FSDP shards, or will shard, the model: by accelerate, by transformers at load, or by
+    the user."""
     if accelerator.distributed_type == DistributedType.FSDP:
         return True
     return any(hasattr(module, "set_requires_gradient_sync") for module in model.modules())

@@ -1,7 +1,9 @@
-"""A small copy of a model, made to be timed: the same layers, but fewer of them, and weights of no meaning.
+"""A small copy of a model, made to be timed: the same layers, but fewer of them, and weights of no
+meaning.
 
-It runs micro-batches exactly as training does: packed rows with their sequence context, the attention of the plan's
-groups, the chunked loss, the backward; under the same autocast and with the same checkpointing.
+It runs micro-batches exactly as training does: packed rows with their sequence context, the
+attention of the plan's groups, the chunked loss, the backward; under the same autocast and with
+the same checkpointing.
 """
 
 import copy
@@ -25,9 +27,9 @@ from hf_flexseq.steps.step import model_inputs
 class ProbeSpec:
     """What a copy is made from.
 
-    kind: the class of the model. dtype: of its parameters. autocast: of its arithmetic, if another one. checkpointing:
-    whether layers are recomputed. attention_remat: whether their attention is not. frozen: whether only activations
-    get gradients, as under adapters.
+    kind: the class of the model. dtype: of its parameters. autocast: of its arithmetic, if another
+    one. checkpointing: whether layers are recomputed. attention_remat: whether their attention is
+    not. frozen: whether only activations get gradients, as under adapters.
     """
 
     kind: type[PreTrainedModel]
@@ -46,7 +48,9 @@ class ProbeSpec:
 class Probe:
     """A model of `layers` layers on `device`. Leaves the random numbers of the run as they are."""
 
-    def __init__(self, spec: ProbeSpec, layers: int, communicator: Communicator, device: torch.device) -> None:
+    def __init__(
+        self, spec: ProbeSpec, layers: int, communicator: Communicator, device: torch.device
+    ) -> None:
         self.spec, self.communicator, self.device = spec, communicator, device
         with untouched_random_numbers(device), torch.device(device):
             model = spec.kind(shortened(spec.config, layers)).to(spec.dtype).train()
@@ -71,17 +75,22 @@ class Probe:
             device=self.device,
             attention_remat=self.spec.attention_remat,
         )
-        autocast = torch.autocast(self.device.type, self.spec.autocast, enabled=self.spec.autocast is not None)
+        autocast = torch.autocast(
+            self.device.type, self.spec.autocast, enabled=self.spec.autocast is not None
+        )
 
         def forward_backward() -> None:
             with autocast:
-                loss = self.model(**inputs, use_cache=False, num_items_in_batch=sum(layout.lengths)).loss
+                loss = self.model(
+                    **inputs, use_cache=False, num_items_in_batch=sum(layout.lengths)
+                ).loss
             loss.backward()
 
         return forward_backward
 
     def _columns(self, shard: Shard) -> dict[str, torch.Tensor]:
-        """Some tokens, at the positions that they have in their sequences as far as the model knows such."""
+        """Some tokens, at the positions that they have in their sequences as far as the model
+        knows such."""
         config = self.spec.config.get_text_config()
         last = (getattr(config, "max_position_embeddings", None) or 2**31) - 1
         rows = [torch.arange(piece.start, piece.stop) for piece in shard.slices]

@@ -1,4 +1,5 @@
-"""What a model must be for training with `flexseq` to be exact, and what to change when it is not."""
+"""What a model must be for training with `flexseq` to be exact, and what to change when it is
+not."""
 
 import copy
 import inspect
@@ -16,7 +17,8 @@ logger = logging.getLogger(__name__)
 
 _TRIAL = "flexseq-trial"
 _REFUSED_OPTIONS = {
-    "output_router_logits": "a router loss is no sum over tokens; set config.output_router_logits=False",
+    "output_router_logits": "a router loss is no sum over tokens; set "
+    "config.output_router_logits=False",
     "attention_dropout": "dropout in attention is not available; set config.attention_dropout=0",
     "attn_pdrop": "dropout in attention is not available; set config.attn_pdrop=0",
     "attention_probs_dropout_prob": (
@@ -29,9 +31,11 @@ _REFUSED_OPTIONS = {
 
 
 def check_model(model: PreTrainedModel) -> None:
-    """Raise NotImplementedError, naming what to change, when training with `flexseq` could not be exact.
+    """Raise NotImplementedError, naming what to change, when training with `flexseq` could not be
+    exact.
 
-    First what configuration and modules say, in words a user can act on; then a trial of the layers themselves.
+    First what configuration and modules say, in words a user can act on; then a trial of the
+    layers themselves.
     """
     config = model.config.get_text_config()
     reason = (
@@ -48,17 +52,31 @@ def check_model(model: PreTrainedModel) -> None:
 
 def _unsuitable_kind(model: PreTrainedModel) -> str | None:
     if not getattr(model, "_supports_attention_backend", False):
-        return "it does not use transformers' attention interface, so its attention cannot be replaced"
+        return (
+            "it does not use transformers' attention interface, so its attention cannot be "
+            "replaced"
+        )
     if model.config.is_encoder_decoder:
         return "it is an encoder-decoder; hf_flexseq trains decoder-only models"
     # Labels are shifted before sequences are cut, for a loss that predicts the next token.
     if LOSS_MAPPING.get(getattr(model, "loss_type", None), ForCausalLMLoss) is not ForCausalLMLoss:
-        return f"its loss is {model.loss_type}; hf_flexseq trains models that predict the next token (...ForCausalLM)"
+        return (
+            f"its loss is {model.loss_type}; hf_flexseq trains models that predict the next token "
+            "(...ForCausalLM)"
+        )
     if (getattr(model, "tp_size", None) or 1) > 1:
-        return f"tp_size={model.tp_size}: its layers are cut over ranks that hf_flexseq gives different sequences"
-    takes_any = any(p.kind is p.VAR_KEYWORD for p in inspect.signature(type(model).forward).parameters.values())
+        return (
+            f"tp_size={model.tp_size}: its layers are cut over ranks that hf_flexseq gives "
+            "different sequences"
+        )
+    takes_any = any(
+        p.kind is p.VAR_KEYWORD for p in inspect.signature(type(model).forward).parameters.values()
+    )
     if not takes_any or not getattr(model, "accepts_loss_kwargs", True):
-        return "its forward does not take num_items_in_batch (**kwargs), so its loss would be a mean of its own"
+        return (
+            "its forward does not take num_items_in_batch (**kwargs), so its loss would be a "
+            "mean of its own"
+        )
     return None
 
 
@@ -66,12 +84,17 @@ def _unsuitable_layers(config: Any) -> str | None:
     kinds = getattr(config, "layer_types", None)
     if kinds is not None:
         others = sorted(set(kinds) - {"full_attention"})
-        return f"it has layers of the kinds {', '.join(others)}; hf_flexseq needs full attention" if others else None
+        return (
+            f"it has layers of the kinds {', '.join(others)}; hf_flexseq needs full attention"
+            if others
+            else None
+        )
     # Without kinds of layers one window is for all of them.
     window = getattr(config, "sliding_window", None)
     if window and getattr(config, "use_sliding_window", True):
         return (
-            f"sliding_window={window} is not available; set config.sliding_window=None if no sequence is longer than "
+            f"sliding_window={window} is not available; set config.sliding_window=None if no "
+            f"sequence is longer than "
             "that, or if the model may attend to all of it"
         )
     return None
@@ -86,18 +109,27 @@ def _unsuitable_options(config: Any) -> str | None:
 
 
 def _unsuitable_positions(model: PreTrainedModel, config: Any) -> str | None:
-    """Positions are those of the sequence, wherever a rank's part of it begins; a rank does not know the longest."""
+    """Positions are those of the sequence, wherever a rank's part of it begins; a rank does not
+    know the longest."""
     parameters = getattr(config, "rope_parameters", None) or {}
     by_layer = [p for p in parameters.values() if isinstance(p, dict)] or [parameters]
     for kind in {str(p.get("rope_type")) for p in by_layer}:
         if kind == "longrope" or "dynamic" in kind:
             return (
-                f"rope_type={kind!r} takes its frequencies from the longest position in a rank's batch, so that "
-                "parts of a sequence would disagree; set config.rope_parameters to another type, such as 'yarn'"
+                f"rope_type={kind!r} takes its frequencies from the longest position in a rank's "
+                f"batch, so that "
+                "parts of a sequence would disagree; set config.rope_parameters to another type, "
+                "such as 'yarn'"
             )
     for name, module in model.named_modules():
-        if name.endswith("position_embeddings") and getattr(module, "padding_idx", None) is not None:
-            return f"{name} counts positions from its padding_idx={module.padding_idx}; hf_flexseq counts from 0"
+        if (
+            name.endswith("position_embeddings")
+            and getattr(module, "padding_idx", None) is not None
+        ):
+            return (
+                f"{name} counts positions from its padding_idx={module.padding_idx}; "
+                "hf_flexseq counts from 0"
+            )
     return None
 
 
@@ -107,7 +139,8 @@ def _unsuitable_modules(model: PreTrainedModel) -> str | None:
     for name, module in model.named_modules():
         if getattr(module, "gradient_checkpointing", False) and _is_reentrant(module):
             return (
-                "its checkpointing is reentrant, which runs attention outside of autograd's order; enable it with "
+                "its checkpointing is reentrant, which runs attention outside of autograd's "
+                "order; enable it with "
                 "use_reentrant=False"
             )
         if isinstance(getattr(module, "sinks", None), nn.Parameter):
@@ -116,16 +149,21 @@ def _unsuitable_modules(model: PreTrainedModel) -> str | None:
 
 
 def _is_reentrant(module: nn.Module) -> bool:
-    """Whether a layer is checkpointed the reentrant way, which torch takes unless it is told otherwise."""
-    options = getattr(getattr(module, "_gradient_checkpointing_func", None), "keywords", {"use_reentrant": False})
+    """Whether a layer is checkpointed the reentrant way, which torch takes unless it is told
+    otherwise."""
+    options = getattr(
+        getattr(module, "_gradient_checkpointing_func", None), "keywords", {"use_reentrant": False}
+    )
     return options.get("use_reentrant", True) is not False
 
 
 def _try_attention(model: PreTrainedModel) -> str | None:
-    """Why the attention layers are not ours to compute: one forward of an empty twin of the model, without data.
+    """Why the attention layers are not ours to compute: one forward of an empty twin of the model,
+    without data.
 
-    The twin lives on the meta device, in training mode: it takes a tenth of a second and no memory. Where it cannot go
-    on without data, as in the routing of some experts, the layers before have been seen.
+    The twin lives on the meta device, in training mode: it takes a tenth of a second and no
+    memory. Where it cannot go on without data, as in the routing of some experts, the layers
+    before have been seen.
     """
     seen: list[str] = []
     config = copy.deepcopy(model.config)
@@ -136,10 +174,16 @@ def _try_attention(model: PreTrainedModel) -> str | None:
             twin(input_ids=torch.zeros(1, 2, dtype=torch.int64), use_cache=False, seq_ctx=seen)
     except UnsupportedAttention as reason:
         return str(reason)
-    except (RuntimeError, TypeError, ValueError) as error:  # of the twin's making; the model itself may be fine
+    # of the twin's making; the model itself may be fine
+    except (RuntimeError, TypeError, ValueError) as error:
         logger.debug("the trial of %s ended early: %s", type(model).__name__, error)
         return None
-    return None if seen else "it does not call transformers' attention interface, so its attention cannot be replaced"
+    return (
+        None
+        if seen
+        else "it does not call transformers' attention interface, so its attention cannot be "
+        "replaced"
+    )
 
 
 def _trial_attention(
@@ -154,10 +198,13 @@ def _trial_attention(
 ) -> tuple[torch.Tensor, None]:
     """Stands where `flexseq_attention` would, and notes in `seq_ctx` that it was called."""
     if seq_ctx is None:
-        raise UnsupportedAttention(f"{type(module).__name__} is not given the keyword arguments of the model")
+        raise UnsupportedAttention(
+            f"{type(module).__name__} is not given the keyword arguments of the model"
+        )
     if query.shape[-1] != value.shape[-1]:
         raise UnsupportedAttention(
-            f"{type(module).__name__} has queries of {query.shape[-1]} and values of {value.shape[-1]} dimensions per "
+            f"{type(module).__name__} has queries of {query.shape[-1]} and values of "
+            f"{value.shape[-1]} dimensions per "
             "head; hf_flexseq needs the same number"
         )
     check_call(module, attention_mask, kwargs)

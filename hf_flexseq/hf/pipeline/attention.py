@@ -1,4 +1,5 @@
-"""`flexseq-pipeline` as an attention implementation of transformers: attention of one chunk, with its carry."""
+"""`flexseq-pipeline` as an attention implementation of transformers: attention of one chunk, with
+its carry."""
 
 from typing import Any
 
@@ -25,12 +26,16 @@ def pipeline_attention(
     dropout: float = 0.0,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
-    """query [1, heads, tokens, D], key and value [1, kv_heads, tokens, D] -> [1, tokens, heads, D].
+    """query [1, heads, tokens, D], key and value [1, kv_heads, tokens, D] -> [1, tokens, heads,
+    D].
 
-    Raises ValueError when called without `seq_ctx`, and NotImplementedError for attention that is not plain causal.
+    Raises ValueError when called without `seq_ctx`, and NotImplementedError for attention that is
+    not plain causal.
     """
     if seq_ctx is None:
-        raise ValueError("a pipeline stage runs on chunks of hf_flexseq alone; it cannot be called or generate")
+        raise ValueError(
+            "a pipeline stage runs on chunks of hf_flexseq alone; it cannot be called or generate"
+        )
     check_call(module, attention_mask, {"dropout": dropout, **kwargs})
     q, k, v = packed_rows(query, key, value)
     keeps_grad = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v))

@@ -1,11 +1,13 @@
 """The weights of a pipeline as one ordinary HF checkpoint.
 
-    model-00001-of-00002.safetensors   by each stage its own tensors under their global names, a tied tensor once, and
+    model-00001-of-00002.safetensors   by each stage its own tensors under their global names, a
+                                       tied tensor once, and
                                        whole when its ranks share them
     model.safetensors.index.json       by rank 0
 
-All ranks read and write one folder, so the file system must be shared. Files of an earlier save that do not belong to
-this one are removed first: an index and a `model.safetensors` side by side would leave open which one counts.
+All ranks read and write one folder, so the file system must be shared. Files of an earlier save
+that do not belong to this one are removed first: an index and a `model.safetensors` side by side
+would leave open which one counts.
 """
 
 import json
@@ -26,7 +28,8 @@ WHOLE = "model.safetensors"
 
 
 def save_stage(engine: PipelineEngine, folder: str) -> None:
-    """Write this stage's part of the checkpoint, by one of its ranks. Collective over the world."""
+    """Write this stage's part of the checkpoint, by one of its ranks. Collective over the
+    world."""
     path, stage = Path(folder), engine.stage
     name = f"model-{stage.index + 1:05d}-of-{stage.count:05d}.safetensors"
     tensors = _owned_tensors(engine)
@@ -39,7 +42,9 @@ def save_stage(engine: PipelineEngine, folder: str) -> None:
         weight_map = {key: file for file, keys in written for key in keys}
         total = sum(size for _, keys in written for size in keys.values())
         index = {"metadata": {"total_size": total}, "weight_map": weight_map}
-        (path / INDEX).write_text(json.dumps(index, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+        (path / INDEX).write_text(
+            json.dumps(index, indent=2, sort_keys=True) + "\n", encoding="utf-8"
+        )
     _barrier(engine)  # the folder is there, and empty of what is old
     if tensors:
         save_file(tensors, path / name, metadata={"format": "pt"})
@@ -47,8 +52,8 @@ def save_stage(engine: PipelineEngine, folder: str) -> None:
 
 
 def _owned_tensors(engine: PipelineEngine) -> dict[str, torch.Tensor]:
-    """The stage's tensors by global name, on one of its ranks. Of a tied tensor the first stage's copy counts.
-    Collective over the ranks of a stage that share its parameters."""
+    """The stage's tensors by global name, on one of its ranks. Of a tied tensor the first stage's
+    copy counts. Collective over the ranks of a stage that share its parameters."""
     stage = engine.stage
     copied = stage.tied_parameter() if stage.is_last else None
     dropped = {name for name, p in stage.stack.model.named_parameters() if p is copied}
@@ -57,12 +62,18 @@ def _owned_tensors(engine: PipelineEngine) -> dict[str, torch.Tensor]:
         if name not in dropped:
             gathered = whole(tensor.detach()).contiguous()
             if engine.place == 0:
-                tensors[name] = gathered if engine.sharded is None else gathered.cpu()  # never the stage twice
+                # never the stage twice
+                tensors[name] = gathered if engine.sharded is None else gathered.cpu()
     return tensors
 
 
 def _remove_stale(path: Path) -> None:
-    for pattern in ("model*.safetensors", INDEX, "pytorch_model*.bin", "pytorch_model.bin.index.json"):
+    for pattern in (
+        "model*.safetensors",
+        INDEX,
+        "pytorch_model*.bin",
+        "pytorch_model.bin.index.json",
+    ):
         for file in path.glob(pattern):
             file.unlink()
 
@@ -73,22 +84,29 @@ def _save_config(stage: Stage, path: Path) -> None:
     model.config.dtype = str(model.dtype).removeprefix("torch.")
     former = model.config._attn_implementation
     model.config.save_pretrained(path)
-    assert model.config._attn_implementation == former, "saving the configuration changed the attention"
+    assert model.config._attn_implementation == former, (
+        "saving the configuration changed the attention"
+    )
     if model.can_generate():
         model.generation_config.save_pretrained(path)
 
 
 def load_stage(engine: PipelineEngine, folder: str) -> None:
-    """Read this stage's tensors from any HF checkpoint in safetensors. Raises ValueError, naming them, for those that
-    are missing."""
+    """Read this stage's tensors from any HF checkpoint in safetensors. Raises ValueError, naming
+    them, for those that are missing."""
     path, stage = Path(folder), engine.stage
     files = _files_by_tensor(path)
     own = dict(stage.stack.model.state_dict(keep_vars=True))
     tied = stage.tied_parameter()
-    wanted = {name: stage.tied_name if tensor is tied and stage.tied_name else name for name, tensor in own.items()}
+    wanted = {
+        name: stage.tied_name if tensor is tied and stage.tied_name else name
+        for name, tensor in own.items()
+    }
     missing = sorted({name for name in wanted.values() if name not in files})
     if missing:
-        raise ValueError(f"{folder} has no {', '.join(missing)}: it is no checkpoint of this model")
+        raise ValueError(
+            f"{folder} has no {', '.join(missing)}: it is no checkpoint of this model"
+        )
     for file in sorted({files[name] for name in wanted.values()}):
         with safe_open(path / file, framework="pt") as tensors, torch.no_grad():
             for name, source in wanted.items():

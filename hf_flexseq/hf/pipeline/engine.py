@@ -1,8 +1,9 @@
 """The engine of a run whose model is cut into pipeline stages.
 
-It differs from `FlexSeqEngine` in three things: the model is cut, and sharded, when the engine is made, so that the
-optimizer sees the parameters of the stage alone; a step's plan has chunks and actions instead of micro-batches; and
-gradients are summed here, over replicas and over the two copies of a tied tensor, where otherwise accelerate does it.
+It differs from `FlexSeqEngine` in three things: the model is cut, and sharded, when the engine is
+made, so that the optimizer sees the parameters of the stage alone; a step's plan has chunks and
+actions instead of micro-batches; and gradients are summed here, over replicas and over the two
+copies of a tied tensor, where otherwise accelerate does it.
 """
 
 import logging
@@ -50,13 +51,18 @@ class PipelineEngine(FlexSeqEngine):
     _cuts_models = True
 
     def __init__(
-        self, accelerator: Accelerator, args: FlexSeqArguments, model: PreTrainedModel, *, fsdp: bool = False
+        self,
+        accelerator: Accelerator,
+        args: FlexSeqArguments,
+        model: PreTrainedModel,
+        *,
+        fsdp: bool = False,
     ) -> None:
         """Cuts `model` in place, unless it was loaded as a stage. Collective over the world.
 
-        fsdp: whether the ranks of a stage share its parameters (FSDP2); of no effect where a stage has one rank.
-        Raises ValueError for a number of stages that does not divide the ranks or exceeds layers + 1,
-        NotImplementedError for a model without a plain decoder stack.
+        fsdp: whether the ranks of a stage share its parameters (FSDP2); of no effect where a stage
+        has one rank. Raises ValueError for a number of stages that does not divide the ranks or
+        exceeds layers + 1, NotImplementedError for a model without a plain decoder stack.
         """
         super().__init__(accelerator, args)
         world, stages = self.communicator.world_size, args.pipeline_parallel_size
@@ -69,11 +75,17 @@ class PipelineEngine(FlexSeqEngine):
         self.degree, self.replicas, self.replica = degree, of_stage // degree, self.place // degree
         self.sharing = self._sharing(degree) if degree > 1 else None
         whole = model if stage_of(model) is None else _empty_twin(model)
-        self.cost = self._named_cost or unnamed_cost_model(args.cost_model, whole, accelerator, self.communicator)
+        self.cost = self._named_cost or unnamed_cost_model(
+            args.cost_model, whole, accelerator, self.communicator
+        )
         virtual = args.pipeline_virtual_stages
-        self.stage: Stage = stage_of(model) or cut(model, self.communicator.rank // of_stage, stages, virtual=virtual)
+        self.stage: Stage = stage_of(model) or cut(
+            model, self.communicator.rank // of_stage, stages, virtual=virtual
+        )
         for number, one in self.stage.virtual.items():
-            logger.info("stage %d of %d has layers %d to %d", number, stages * virtual, *one.layers)
+            logger.info(
+                "stage %d of %d has layers %d to %d", number, stages * virtual, *one.layers
+            )
         pipelines = [[s * of_stage + place for s in range(stages)] for place in range(of_stage)]
         self.neighbours = Neighbours(self.communicator, pipelines, ring=virtual > 1)
         self.stage.stack.model.to(accelerator.device)
@@ -86,7 +98,9 @@ class PipelineEngine(FlexSeqEngine):
 
     def _sharing(self, degree: int) -> Sharing:
         start, index = divmod(self.communicator.rank, degree)
-        return Sharing(self.communicator, tuple(range(start * degree, (start + 1) * degree)), index)
+        return Sharing(
+            self.communicator, tuple(range(start * degree, (start + 1) * degree)), index
+        )
 
     # ---- the model
 
@@ -98,7 +112,9 @@ class PipelineEngine(FlexSeqEngine):
         self._former_attention = base.config._attn_implementation
         base.set_attn_implementation(NAME)
         self._chunked_loss = attach_chunked_loss(base) if self.stage.is_last else None
-        self._executor = PipelineExecutor(self.stage, self.neighbours, self._chosen_kernel(), sharing=self.sharing)
+        self._executor = PipelineExecutor(
+            self.stage, self.neighbours, self._chosen_kernel(), sharing=self.sharing
+        )
 
     def detach(self) -> None:
         """Give the stage its own attention, loss and layers back."""
@@ -111,10 +127,13 @@ class PipelineEngine(FlexSeqEngine):
 
     def _lookahead(self, steps: int) -> Lookahead:
         planner = self.make_planner(ahead=steps > 0) if self.communicator.rank == 0 else None
-        return Lookahead(self.communicator, planner, steps, check=check_step, read=StepPlan.from_record)
+        return Lookahead(
+            self.communicator, planner, steps, check=check_step, read=StepPlan.from_record
+        )
 
     def make_planner(self, *, ahead: bool) -> Planner:
-        """The planner of rank 0: in a process of its own when steps are planned ahead of the one that runs."""
+        """The planner of rank 0: in a process of its own when steps are planned ahead of the one
+        that runs."""
         args = self.args
         return (PipelineWorker if ahead else InlinePipelinePlanner)(
             self._stage_costs(),
@@ -122,8 +141,14 @@ class PipelineEngine(FlexSeqEngine):
             schedule=args.pipeline_schedule,
             stages_per_rank=args.pipeline_virtual_stages,
             chunks=args.pipeline_chunks,
-            max_tokens=None if args.max_tokens_per_rank is None else args.max_tokens_per_rank * self.degree,
-            room=room_bytes(self.cost, self.stage, sharded_over=self.of_stage if self.sharded is not None else 1),
+            max_tokens=None
+            if args.max_tokens_per_rank is None
+            else args.max_tokens_per_rank * self.degree,
+            room=room_bytes(
+                self.cost,
+                self.stage,
+                sharded_over=self.of_stage if self.sharded is not None else 1,
+            ),
         )
 
     def _stage_costs(self) -> PipelineCost:
@@ -131,7 +156,11 @@ class PipelineEngine(FlexSeqEngine):
         assert self.cost is not None, "the engine has no cost model"
         model = self.stage.stack.model
         return pipeline_cost(
-            self.cost, self.stage, token_bytes(model), checkpointed=is_checkpointed(model), degree=self.degree
+            self.cost,
+            self.stage,
+            token_bytes(model),
+            checkpointed=is_checkpointed(model),
+            degree=self.degree,
         )
 
     def _deal(self, drawn: DrawnStep, plan: StepPlan, *, waited_s: float) -> PipelineStep:
@@ -150,8 +179,9 @@ class PipelineEngine(FlexSeqEngine):
     # ---- running
 
     def train(self, step: PipelineStep) -> torch.Tensor:
-        """Forwards and backwards of one step; afterwards gradients are those of the whole step. Returns this rank's
-        share of the loss: the mean over ranks is the mean over the step's target tokens."""
+        """Forwards and backwards of one step; afterwards gradients are those of the whole step.
+        Returns this rank's share of the loss: the mean over ranks is the mean over the step's
+        target tokens."""
         assert self._executor is not None, "attach the model before running steps"
         with step.stopwatch.timing(0):
             with self.sharded.training() if self.sharded is not None else nullcontext():
@@ -171,7 +201,8 @@ class PipelineEngine(FlexSeqEngine):
         return loss * self.communicator.world_size
 
     def finish(self, step: PipelineStep) -> dict[str, float]:
-        """Write the plan trace, a line for each replica, and return the figures of the log. Collective."""
+        """Write the plan trace, a line for each replica, and return the figures of the log.
+        Collective."""
         measured = max(gather_objects(self.communicator, step.stopwatch.seconds().get(0, 0.0)))
         figures = {
             "stages": len(self.stage.spans),
@@ -181,8 +212,14 @@ class PipelineEngine(FlexSeqEngine):
             "planning_ms_exposed": 1e3 * step.waited_s,
             "tokens_per_s": step.tokens / measured if measured else 0.0,
         }
-        line = {"step": step.number, "measured_s": [measured], "pipeline_cost": self._stage_costs().to_record()}
-        for replica, (members, plan) in enumerate(zip(step.plan.members, step.plan.plans, strict=True)):
+        line = {
+            "step": step.number,
+            "measured_s": [measured],
+            "pipeline_cost": self._stage_costs().to_record(),
+        }
+        for replica, (members, plan) in enumerate(
+            zip(step.plan.members, step.plan.plans, strict=True)
+        ):
             self._trace.append(line | {"replica": replica, "sequences": members}, plan)
         return {PREFIX + name: float(value) for name, value in figures.items()}
 
@@ -204,7 +241,8 @@ def token_bytes(model: PreTrainedModel) -> StageTokenBytes:
     """Bytes of one token, from the model's configuration."""
     shape = model_shape(model)
     query, key_value = shape.heads * shape.head_dim, 2 * shape.kv_heads * shape.head_dim
-    inputs = 2 * shape.hidden + query + shape.intermediate  # of q, k and v; of gate and up; of o; of down
+    # of q, k and v; of gate and up; of o; of down
+    inputs = 2 * shape.hidden + query + shape.intermediate
     gradients = query + key_value + 2 * shape.intermediate + 2 * shape.hidden
     return StageTokenBytes(
         hidden=shape.hidden * shape.dtype_bytes,

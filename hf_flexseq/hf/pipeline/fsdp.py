@@ -1,9 +1,9 @@
-"""FSDP2 as a Trainer's user asks for it (`fsdp=True` with `fsdp_config`, or a configuration of `accelerate launch`),
-for the stages of a pipeline.
+"""FSDP2 as a Trainer's user asks for it (`fsdp=True` with `fsdp_config`, or a configuration of
+`accelerate launch`), for the stages of a pipeline.
 
-accelerate shards one model over all ranks. A stage is on some of them, so its engine shards it, and here accelerate is
-made to forget its own FSDP. On CPU it has done so by itself: there its FSDP silently is DDP, and what the training
-arguments ask for is read from them.
+accelerate shards one model over all ranks. A stage is on some of them, so its engine shards it,
+and here accelerate is made to forget its own FSDP. On CPU it has done so by itself: there its FSDP
+silently is DDP, and what the training arguments ask for is read from them.
 """
 
 from collections.abc import Mapping
@@ -39,12 +39,18 @@ def _asked_for(args: Any) -> FullyShardedDataParallelPlugin | None:
 
 def _refuse(plugin: FullyShardedDataParallelPlugin) -> None:
     for what, there in {
-        f"version {plugin.fsdp_version} of FSDP; set version=2 in fsdp_config": plugin.fsdp_version != 2,
+        f"version {plugin.fsdp_version} of FSDP; set version=2 in fsdp_config": plugin.fsdp_version
+        != 2,
         "FSDP's cpu_offload; leave it out": isinstance(plugin.cpu_offload, CPUOffloadPolicy),
-        "FSDP's activation_checkpointing; set gradient_checkpointing=True instead": plugin.activation_checkpointing,
-        "FSDP's cpu_ram_efficient_loading, which leaves stages without values; give FlexSeqTrainer the model's name, "
+        "FSDP's activation_checkpointing; set gradient_checkpointing=True instead": (
+            plugin.activation_checkpointing
+        ),
+        "FSDP's cpu_ram_efficient_loading, which leaves stages without values; give "
+        "FlexSeqTrainer the model's name, "
         "and every rank loads its own stage alone": plugin.cpu_ram_efficient_loading,
         "FSDP's ignored_modules; leave them out": plugin.ignored_modules,
     }.items():
         if there:
-            raise NotImplementedError(f"hf_flexseq does not support {what} (pipeline_parallel_size)")
+            raise NotImplementedError(
+                f"hf_flexseq does not support {what} (pipeline_parallel_size)"
+            )

@@ -1,8 +1,9 @@
 """Load one stage of a model from a folder or the Hub, so that no rank ever holds the whole.
 
-transformers' own `from_pretrained` does it, on a subclass whose constructor cuts the model: it makes the model without
-memory, cuts it, and then reads only those tensors that are left. The head of a tied model is on the last stage and the
-embedding, under whose name the checkpoint has the tensor, is not: there the name is mapped.
+transformers' own `from_pretrained` does it, on a subclass whose constructor cuts the model: it
+makes the model without memory, cuts it, and then reads only those tensors that are left. The head
+of a tied model is on the last stage and the embedding, under whose name the checkpoint has the
+tensor, is not: there the name is mapped.
 """
 
 from typing import Any
@@ -14,12 +15,14 @@ from hf_flexseq.pipeline.stages import Stage, check_identity, cut
 STAGE = "_flexseq_stage"  # where a model that was cut keeps its Stage
 
 
-def load_stage_of(name: str, index: int, count: int, *, virtual: int = 1, **options: Any) -> PreTrainedModel:
-    """What rank `index` of `count` has of the causal language model `name`, in `virtual` stages per rank; `options` as
-    for `from_pretrained`.
+def load_stage_of(
+    name: str, index: int, count: int, *, virtual: int = 1, **options: Any
+) -> PreTrainedModel:
+    """What rank `index` of `count` has of the causal language model `name`, in `virtual` stages
+    per rank; `options` as for `from_pretrained`.
 
-    Raises ValueError for more stages than layers + 1 and for a checkpoint that lacks a tensor, NotImplementedError for
-    a model without a plain decoder stack.
+    Raises ValueError for more stages than layers + 1 and for a checkpoint that lacks a tensor,
+    NotImplementedError for a model without a plain decoder stack.
     """
     config = AutoConfig.from_pretrained(name)
     kind = AutoModelForCausalLM._model_mapping[type(config)]
@@ -39,15 +42,22 @@ def stage_of(model: PreTrainedModel) -> Stage | None:
     return vars(model).get(STAGE)
 
 
-def _cutting(kind: type[PreTrainedModel], index: int, count: int, virtual: int) -> type[PreTrainedModel]:
-    """`kind` with a constructor that cuts. Nothing is tied in a stage, and most of a checkpoint is not for it."""
+def _cutting(
+    kind: type[PreTrainedModel], index: int, count: int, virtual: int
+) -> type[PreTrainedModel]:
+    """`kind` with a constructor that cuts. Nothing is tied in a stage, and most of a checkpoint is
+    not for it."""
 
     def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
         kind.__init__(self, *args, **kwargs)
         vars(self)[STAGE] = cut(self, index, count, virtual=virtual, check=False)
         self.all_tied_weights_keys = {}
 
-    members = {"__init__": __init__, "_tied_weights_keys": None, "_keys_to_ignore_on_load_unexpected": [".*"]}
+    members = {
+        "__init__": __init__,
+        "_tied_weights_keys": None,
+        "_keys_to_ignore_on_load_unexpected": [".*"],
+    }
     return type(kind.__name__, (kind,), members)
 
 

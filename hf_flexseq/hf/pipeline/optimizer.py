@@ -183,7 +183,8 @@ def _listed(names: Collection[str], most: int = 3) -> str:
 
 
 def load_whole_optimizer(engine: PipelineEngine, trainer: Any, folder: str) -> None:
-    """This stage's part of the state that a Trainer without a pipeline wrote. Collective over the world.
+    """This stage's part of the state that a Trainer without a pipeline wrote. Collective over the
+    world.
 
     Raises ValueError when that run trained other parameters.
     """
@@ -193,16 +194,22 @@ def load_whole_optimizer(engine: PipelineEngine, trainer: Any, folder: str) -> N
     numbers = [number for group in saved["param_groups"] for number in group["params"]]
     if len(numbers) != len(names) or len(saved["param_groups"]) != len(optimizer.param_groups):
         raise ValueError(
-            f"{folder}/{WHOLE} has the state of {len(numbers)} parameters in {len(saved['param_groups'])} groups, but "
+            f"{folder}/{WHOLE} has the state of {len(numbers)} parameters in "
+            f"{len(saved['param_groups'])} groups, but "
             f"this run trains {len(names)} in {len(optimizer.param_groups)}"
         )
-    states = {name: saved["state"].get(number) for number, name in zip(numbers, names, strict=True)}
-    optimizer.load_state_dict(_state_of_stage(engine.stage, optimizer, states, saved["param_groups"]))
+    states = {
+        name: saved["state"].get(number) for number, name in zip(numbers, names, strict=True)
+    }
+    optimizer.load_state_dict(
+        _state_of_stage(engine.stage, optimizer, states, saved["param_groups"])
+    )
     _load_scheduler(trainer.lr_scheduler, folder)
 
 
 def _names_in_order(engine: PipelineEngine, trainer: Any) -> list[str]:
-    """The whole model's trained parameters as the Trainer numbers them: those with weight decay, then the others."""
+    """The whole model's trained parameters as the Trainer numbers them: those with weight decay,
+    then the others."""
     own = [name for name, p in engine.stage.global_parameters() if p.requires_grad]
     trained = {name for names in gather_objects(engine.communicator, own) for name in names}
     with torch.device("meta"):
@@ -215,7 +222,8 @@ def _names_in_order(engine: PipelineEngine, trainer: Any) -> list[str]:
 def _state_of_stage(
     stage: Stage, optimizer: Any, states: Mapping[str, Any], groups: Sequence[Mapping[str, Any]]
 ) -> dict[str, Any]:
-    """A state dict for `optimizer` from the states by global name, and the options of the saved groups."""
+    """A state dict for `optimizer` from the states by global name, and the options of the saved
+    groups."""
     name_of = {id(p): name for name, p in stage.global_parameters()}
     own = optimizer.state_dict()
     state = {}
@@ -224,11 +232,14 @@ def _state_of_stage(
             found = states[name_of[id(parameter)]]
             if found is not None:
                 state[number] = {
-                    key: divided_like(value, parameter) if isinstance(value, torch.Tensor) else value
+                    key: divided_like(value, parameter)
+                    if isinstance(value, torch.Tensor)
+                    else value
                     for key, value in found.items()
                 }
     options = [
-        {**saved, "params": of_state["params"]} for saved, of_state in zip(groups, own["param_groups"], strict=True)
+        {**saved, "params": of_state["params"]}
+        for saved, of_state in zip(groups, own["param_groups"], strict=True)
     ]
     return {"state": state, "param_groups": options}
 
@@ -238,14 +249,16 @@ def _load_scheduler(scheduler: Any, folder: str) -> None:
 
 
 def _other_names(stage: Stage) -> dict[str, str]:
-    """Parameters of this stage that have another name in the whole model: the head that is a copy of the embedding."""
+    """Parameters of this stage that have another name in the whole model: the head that is a copy
+    of the embedding."""
     tied = stage.tied_parameter()
     names = [name for name, p in stage.stack.model.named_parameters() if p is tied]
     return {name: stage.tied_name for name in names if stage.tied_name and name != stage.tied_name}
 
 
 def _renamed(key: str, names: Mapping[str, str]) -> str:
-    """`state.<parameter>.exp_avg` or `param_groups.<parameter>.lr` with the parameter's other name."""
+    """`state.<parameter>.exp_avg` or `param_groups.<parameter>.lr` with the parameter's other
+    name."""
     for name, other in names.items():
         for prefix in ("state.", "param_groups."):
             if key.startswith(f"{prefix}{name}."):

@@ -1,13 +1,17 @@
-"""The Trainer on a pipeline: what `FlexSeqMixin` puts in front of itself when `pipeline_parallel_size` exceeds 1.
+"""The Trainer on a pipeline: what `FlexSeqMixin` puts in front of itself when
+`pipeline_parallel_size` exceeds 1.
 
-What a rank has is one stage, so whatever the Trainer does with "the model" is changed where it means all of it:
+What a rank has is one stage, so whatever the Trainer does with "the model" is changed where it
+means all of it:
 
-* `_wrap_model`: a thin wrapper of ours, which accelerate then leaves alone; it prepares the optimizer only.
-* `training_step`, `prediction_step`: actions of the plan. The last stage returns its loss times the number of ranks,
-  the others 0, so that the mean over ranks, which is what the Trainer logs, is the mean over target tokens.
+* `_wrap_model`: a thin wrapper of ours, which accelerate then leaves alone; it prepares the
+  optimizer only.
+* `training_step`, `prediction_step`: actions of the plan. The last stage returns its loss times
+  the number of ranks, the others 0, so that the mean over ranks, which is what the Trainer logs,
+  is the mean over target tokens.
 * `_clip_grad_norm`, `_get_grad_norm`: over all stages.
-* `_save`, `_load_from_checkpoint`, `_load_best_model`: see `pipeline_checkpoint.py`; the optimizer's:
-  `pipeline_optimizer.py`.
+* `_save`, `_load_from_checkpoint`, `_load_best_model`: see `pipeline_checkpoint.py`; the
+  optimizer's: `pipeline_optimizer.py`.
 * `floating_point_ops`: of this stage, for all tokens that pass through it.
 """
 
@@ -55,14 +59,17 @@ OVERRIDDEN = (
 
 
 class StageModule(nn.Module):
-    """The wrapper of a stage: accelerate would wrap the model itself in DDP, and average gradients of other layers."""
+    """The wrapper of a stage: accelerate would wrap the model itself in DDP, and average gradients
+    of other layers."""
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__()
         self.module = module
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        raise NotImplementedError("a pipeline stage runs the chunks of a plan; it is no model that can be called")
+        raise NotImplementedError(
+            "a pipeline stage runs the chunks of a plan; it is no model that can be called"
+        )
 
 
 class PipelineMixin:
@@ -75,12 +82,16 @@ class PipelineMixin:
         check_pipeline_trainer(self, options)
         return PipelineEngine(self.accelerator, options, self.model, fsdp=fsdp)
 
-    def _wrap_model(self, model: nn.Module, training: bool = True, dataloader: Any = None) -> nn.Module:
+    def _wrap_model(
+        self, model: nn.Module, training: bool = True, dataloader: Any = None
+    ) -> nn.Module:
         return model if isinstance(model, StageModule) else StageModule(model)
 
     # ---- steps
 
-    def training_step(self, model: nn.Module, inputs: Any, num_items_in_batch: Any = None) -> torch.Tensor:
+    def training_step(
+        self, model: nn.Module, inputs: Any, num_items_in_batch: Any = None
+    ) -> torch.Tensor:
         assert isinstance(inputs, StepItem), "a batch that was not planned"
         if inputs.step is None:
             return torch.zeros((), device=self.args.device)
@@ -102,7 +113,9 @@ class PipelineMixin:
     def floating_point_ops(self, inputs: Any) -> int:
         step: PipelineStep | None = inputs.step
         tokens = sum(step.own_plan.lengths) if step is not None else 0
-        return int(6 * tokens * self.model.num_parameters(exclude_embeddings=True) / self.flexseq.degree)
+        return int(
+            6 * tokens * self.model.num_parameters(exclude_embeddings=True) / self.flexseq.degree
+        )
 
     # ---- gradients
 
@@ -116,7 +129,9 @@ class PipelineMixin:
             return grad_norm
         engine = self.flexseq
         return gradient_norm(
-            engine.stage, engine.communicator.parent, counts=engine.place == 0 or engine.sharded is not None
+            engine.stage,
+            engine.communicator.parent,
+            counts=engine.place == 0 or engine.sharded is not None,
         )
 
     # ---- files
@@ -134,7 +149,9 @@ class PipelineMixin:
             tokenizer.save_pretrained(folder)
         torch.save(self.args, f"{folder}/training_args.bin")
 
-    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
+    def _load_from_checkpoint(
+        self, resume_from_checkpoint: str, model: nn.Module | None = None
+    ) -> None:
         load_stage(self.flexseq, resume_from_checkpoint)
 
     def _load_best_model(self) -> None:
@@ -146,15 +163,21 @@ class PipelineMixin:
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         if is_of_pipeline(checkpoint):
-            load_optimizer(self.model, self.optimizer.optimizer, self.lr_scheduler, checkpoint, self.flexseq)
+            load_optimizer(
+                self.model, self.optimizer.optimizer, self.lr_scheduler, checkpoint, self.flexseq
+            )
         elif checkpoint is not None and (Path(checkpoint) / WHOLE).is_file():
             load_whole_optimizer(self.flexseq, self, checkpoint)
 
 
 def load_own_stage(name: str, training: Any, args: FlexSeqArguments) -> PreTrainedModel:
-    """This rank's stage of the model `name`. Raises ValueError when the stages do not divide the ranks."""
+    """This rank's stage of the model `name`. Raises ValueError when the stages do not divide the
+    ranks."""
     stages, world = args.pipeline_parallel_size, training.world_size
     check_divides(stages, world)
     return load_stage_of(
-        name, training.process_index // (world // stages), stages, virtual=args.pipeline_virtual_stages
+        name,
+        training.process_index // (world // stages),
+        stages,
+        virtual=args.pipeline_virtual_stages,
     )

@@ -1,4 +1,5 @@
-"""Deciding for pipelines: `make_pipeline_plan` plans one pipeline, `replicas.make_step_plan` several."""
+"""Deciding for pipelines: `make_pipeline_plan` plans one pipeline, `replicas.make_step_plan`
+several."""
 
 from hf_flexseq.planner.pipeline.make import SCHEDULES, make_pipeline_plan
 

@@ -1,17 +1,22 @@
 """Our own pipeline planner: few, level chunks, played in one pass under a memory limit.
 
-1. How many chunks? Each costs its constant, 2.5 b over F, I and W, and fewer make longer chunks, of which P - 1 stand
-   in the bubble: 2.5 b n + (P - 1) work / n is least at n = sqrt((P - 1) work / 2.5 b). A few factors of it are tried.
-2. Every sequence is cut into equal parts of that size and short ones are packed to it (`pack.level_units`).
-3. Some packs, the emptiest first, warm the pipeline up; then come the cut sequences, longest first, and the other
-   packs, which drain it.
-4. The step is played (`greedy.py`), and the fastest of the tried wins. Work is bounded by a count of played actions.
+1. How many chunks? Each costs its constant, 2.5 b over F, I and W, and fewer make longer chunks,
+   of which P - 1 stand in the bubble: 2.5 b n + (P - 1) work / n is least at n = sqrt((P - 1) work
+   / 2.5 b). A few factors of it are tried.
+2. Every sequence is cut into equal parts of that size and short ones are packed to it
+   (`pack.level_units`).
+3. Some packs, the emptiest first, warm the pipeline up; then come the cut sequences, longest
+   first, and the other packs, which drain it.
+4. The step is played (`greedy.py`), and the fastest of the tried wins. Work is bounded by a count
+   of played actions.
 
-A unit that does not fit checkpoints the fewest layers that make it fit, or that leave room for its neighbours beside
-it. Without a limit a stage may hold the largest unit and a window of 1.5 P mean chunks: more is hardly faster.
+A unit that does not fit checkpoints the fewest layers that make it fit, or that leave room for its
+neighbours beside it. Without a limit a stage may hold the largest unit and a window of 1.5 P mean
+chunks: more is hardly faster.
 
-What is done otherwise than in InfiniPipe (arXiv 2509.21275): no mesh of the longest sequence, hence no tails; a window
-in bytes, not in chunks of the longest sequence; no flush between groups; input and weight gradients apart.
+What is done otherwise than in InfiniPipe (arXiv 2509.21275): no mesh of the longest sequence,
+hence no tails; a window in bytes, not in chunks of the longest sequence; no flush between groups;
+input and weight gradients apart.
 """
 
 import itertools
@@ -37,8 +42,9 @@ OPTIONS = (1, 2)  # other things to do
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Way:
-    """How a trial goes about it. factor: of the number of chunks. front: share of the packs that go first. spare: mean
-    chunks per stage kept free beside a unit, which matters within a limit only, as `manner.prompt` does."""
+    """How a trial goes about it. factor: of the number of chunks. front: share of the packs that
+    go first. spare: mean chunks per stage kept free beside a unit, which matters within a limit
+    only, as `manner.prompt` does."""
 
     factor: float = 1.0
     front: float = 0.1
@@ -60,14 +66,18 @@ WAYS = (  # the most useful first
     _Way(manner=FORWARDS),
     _Way(factor=2.0, manner=PROMPT),
     _Way(front=0.4),
-    *(_Way(factor=factor, manner=manner) for factor in (2.8, 2.25, 1.2, 1.7, 3.4, 4.0) for manner in (TURNS, PROMPT)),
+    *(
+        _Way(factor=factor, manner=manner)
+        for factor in (2.8, 2.25, 1.2, 1.7, 3.4, 4.0)
+        for manner in (TURNS, PROMPT)
+    ),
 )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Trial:
-    """One way to do it. sizes: chunks of each unit. checkpointed: [stage][place] layers, () for none. room: bytes of
-    each stage."""
+    """One way to do it. sizes: chunks of each unit. checkpointed: [stage][place] layers, () for
+    none. room: bytes of each stage."""
 
     way: _Way
     units: list[Unit]
@@ -111,8 +121,8 @@ def _distinct(trials: Sequence[_Trial]) -> list[_Trial]:
 
 
 def _polished(trials: Sequence[_Trial], left: int) -> _Trial:
-    """The fastest trial after each has put off the one action whose delay helps most, and then the next one, for as
-    many actions as are left to play."""
+    """The fastest trial after each has put off the one action whose delay helps most, and then the
+    next one, for as many actions as are left to play."""
     best = trials[0]
     for trial in trials:
         kept: dict[int, int] = {}
@@ -159,7 +169,8 @@ def _target(task: Task, work: CutWork, factor: float) -> float:
 
 
 def _most_tokens(task: Task) -> int | None:
-    """Tokens of a chunk: what is asked for, and so few that every stage has room for as many as there are stages."""
+    """Tokens of a chunk: what is asked for, and so few that every stage has room for as many as
+    there are stages."""
     if task.room is None:
         return task.most_tokens
     fits = min(
@@ -170,7 +181,8 @@ def _most_tokens(task: Task) -> int | None:
 
 
 def _ordered(units: Sequence[Unit], front: float) -> list[Unit]:
-    """A share of the packs first, the emptiest of them; then the cut sequences and the other packs."""
+    """A share of the packs first, the emptiest of them; then the cut sequences and the other
+    packs."""
     cut = [unit for unit in units if len(unit) > 1]
     packs = [unit for unit in units if len(unit) == 1]
     first = len(packs) - math.ceil(front * len(packs))
@@ -209,9 +221,14 @@ def _window(sizes: Sequence[int], costs: ChunkCosts) -> tuple[int, ...]:
     )
 
 
-def _exceeds(sizes: Sequence[int], costs: ChunkCosts, room: Sequence[int], beside: Sequence[int]) -> bool:
+def _exceeds(
+    sizes: Sequence[int], costs: ChunkCosts, room: Sequence[int], beside: Sequence[int]
+) -> bool:
     stages = zip(costs.held, costs.carried, room, beside, strict=True)
-    return any(max(unit_bytes(sizes, held, carried)) + free > limit for held, carried, limit, free in stages)
+    return any(
+        max(unit_bytes(sizes, held, carried)) + free > limit
+        for held, carried, limit, free in stages
+    )
 
 
 def _checkpointed(
@@ -225,7 +242,10 @@ def _checkpointed(
     """[stage][place] layers, the same for all chunks of a unit."""
     everything = [[stage.layers] * len(shapes) for stage in cost.stages]
     layers = layers_to_fit(units, costs, chunk_costs(cost, shapes, everything), cost, room, beside)
-    return tuple(tuple(count for unit, count in zip(units, counts, strict=True) for _ in unit) for counts in layers)
+    return tuple(
+        tuple(count for unit, count in zip(units, counts, strict=True) for _ in unit)
+        for counts in layers
+    )
 
 
 def _answer(trial: _Trial) -> Answer:

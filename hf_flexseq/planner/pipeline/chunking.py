@@ -1,12 +1,15 @@
-"""InfiniPipe's sequence processor (arXiv 2509.21275, algorithm 1), re-created from the paper's text.
+"""InfiniPipe's sequence processor (arXiv 2509.21275, algorithm 1), re-created from the paper's
+text.
 
-1. The longest sequence is cut into K slices of equal time: a mesh, and with it the most time and tokens of a chunk.
+1. The longest sequence is cut into K slices of equal time: a mesh, and with it the most time and
+   tokens of a chunk.
 2. Every other long sequence is cut on that mesh, which leaves a tail; the others are short.
 3. Buckets begin as tails, kept in order of time per token.
-4. Short sequences, longest first, go into the first bucket that keeps both limits. If even the emptiest bucket would
-   have too many tokens they open a new one; if only time forbids it everywhere, the limit rises to what the least
-   loaded bucket would then take.
-5. A bucket with a tail is a hybrid chunk, the last of its sequence; one without is a batched chunk, its own unit.
+4. Short sequences, longest first, go into the first bucket that keeps both limits. If even the
+   emptiest bucket would have too many tokens they open a new one; if only time forbids it
+   everywhere, the limit rises to what the least loaded bucket would then take.
+5. A bucket with a tail is a hybrid chunk, the last of its sequence; one without is a batched
+   chunk, its own unit.
 
 Tails are never packed together: two long sequences would have to be in flight at once.
 """
@@ -34,7 +37,9 @@ class _Bucket:
         self.tokens += length
 
 
-def infinipipe_units(lengths: Sequence[int], k: int, work: CutWork, most_tokens: int | None = None) -> list[Unit]:
+def infinipipe_units(
+    lengths: Sequence[int], k: int, work: CutWork, most_tokens: int | None = None
+) -> list[Unit]:
     """Units of `k` chunks for the longest sequence, more chunks first."""
     order = longest_first(lengths)
     mesh = list(pairwise(cut(lengths[order[0]], k, work, most_tokens)))
@@ -53,7 +58,12 @@ def _tail(row: Row, work: CutWork) -> _Bucket:
 
 
 def _fill(
-    short: Sequence[int], lengths: Sequence[int], tails: list[_Bucket], most_tokens: int, limit: float, work: CutWork
+    short: Sequence[int],
+    lengths: Sequence[int],
+    tails: list[_Bucket],
+    most_tokens: int,
+    limit: float,
+    work: CutWork,
 ) -> list[Row]:
     """Put short sequences beside tails and into new rows, which are returned."""
     buckets, opened = tails, []
@@ -66,5 +76,7 @@ def _fill(
             roomy = opened[-1:]
         limit = max(limit, min(bucket.time for bucket in roomy) + time)
         fits = [bucket for bucket in roomy if bucket.time + time <= limit]
-        min(fits, key=lambda bucket: bucket.time / max(1, bucket.tokens)).add(sequence, length, time)
+        min(fits, key=lambda bucket: bucket.time / max(1, bucket.tokens)).add(
+            sequence, length, time
+        )
     return [bucket.row for bucket in opened]

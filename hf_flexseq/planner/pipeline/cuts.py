@@ -1,12 +1,14 @@
 """Where to cut a sequence into k chunks.
 
     even           equal tokens
-    computation    equal forward operations: Seq1F1B's computation-wise partition (arXiv 2406.03488, section 3.3)
-    time           equal forward and backward time by the cost model, all stages together, the LM head included
+    computation    equal forward operations: Seq1F1B's computation-wise partition (arXiv
+                   2406.03488, section 3.3)
+    time           equal forward and backward time by the cost model, all stages together, the LM
+                   head included
 
-All three are a t + c t^2 for the first t tokens, so the j-th cut solves a quadratic. The paper cuts greedily from the
-end and solves once per run for one length; forward operations leave out that attention's backward takes 2.5 forwards
-and a linear layer's 2.
+All three are a t + c t^2 for the first t tokens, so the j-th cut solves a quadratic. The paper
+cuts greedily from the end and solves once per run for one length; forward operations leave out
+that attention's backward takes 2.5 forwards and a linear layer's 2.
 """
 
 import math
@@ -51,8 +53,8 @@ class CutWork:
 
 
 def cut(length: int, count: int, work: CutWork, most_tokens: int | None = None) -> list[int]:
-    """Cuts 0 = c_0 < c_1 < ... = length into `count` parts of equal work, into more where a part would exceed
-    `most_tokens`, and into no more than there are tokens."""
+    """Cuts 0 = c_0 < c_1 < ... = length into `count` parts of equal work, into more where a part
+    would exceed `most_tokens`, and into no more than there are tokens."""
     most = most_tokens or length
     count = min(length, max(count, -(-length // most)))
     while True:

@@ -1,26 +1,32 @@
-"""Order the stages' actions by playing the step: whoever is free does the most urgent thing that is there.
+"""Order the stages' actions by playing the step: whoever is free does the most urgent thing that
+is there.
 
-    I and F   in turns, as far as both are there: the gradient of the input, which the stage before waits for, and a
+    I and F   in turns, as far as both are there: the gradient of the input, which the stage before
+              waits for, and a
               forward, while its activations find room
-    W         when there is neither: the gradient of the weights, which nobody waits for, fills gaps and makes room
+    W         when there is neither: the gradient of the weights, which nobody waits for, fills
+              gaps and makes room
 
-Units start in the given order and go backward in that order, so a unit that has begun can always finish, and the only
-limit is that each alone must fit. This is one pass over the step without a flush. What is in flight is bounded by
-bytes, hence by every sequence's own size: behind a short one there is room for its successors.
+Units start in the given order and go backward in that order, so a unit that has begun can always
+finish, and the only limit is that each alone must fit. This is one pass over the step without a
+flush. What is in flight is bounded by bytes, hence by every sequence's own size: behind a short
+one there is room for its successors.
 
-A backward is whole where a chunk would hold more from I to W than before, as with checkpointed layers, which are
-computed again in I.
+A backward is whole where a chunk would hold more from I to W than before, as with checkpointed
+layers, which are computed again in I.
 
-I and W become one B where the stage before did not wait for the I: the split stays where it paid. In steps of very
-many chunks backwards are whole but for the last ones: bubbles are short there, and a plan must not take long.
+I and W become one B where the stage before did not wait for the I: the split stays where it paid.
+In steps of very many chunks backwards are whole but for the last ones: bubbles are short there,
+and a plan must not take long.
 
-There are other `Manner`s, each the best at times, and single actions can be put off (`deviations`): of few chunks the
-best order is seldom what any rule gives.
+There are other `Manner`s, each the best at times, and single actions can be put off
+(`deviations`): of few chunks the best order is seldom what any rule gives.
 
-Rejected as the only rule: I before F (a unit's gradients come in a burst and its room is free too late: up to a
-quarter slower with equal sequences and Seq1F1B's memory); F before I (1 % slower); a window of P - r - 1 + k chunks
-per sequence in place of bytes (half a percent slower at the same peak); splitting only the last backwards (1 % slower
-with 4 stages and ample room, 9 % with 8 and little: what fills the gaps of a full memory are earlier W's).
+Rejected as the only rule: I before F (a unit's gradients come in a burst and its room is free too
+late: up to a quarter slower with equal sequences and Seq1F1B's memory); F before I (1 % slower); a
+window of P - r - 1 + k chunks per sequence in place of bytes (half a percent slower at the same
+peak); splitting only the last backwards (1 % slower with 4 stages and ample room, 9 % with 8 and
+little: what fills the gaps of a full memory are earlier W's).
 """
 
 from collections.abc import Mapping, Sequence
@@ -34,16 +40,17 @@ from hf_flexseq.plan.pipeline import KINDS, Action
 from hf_flexseq.schedule.pipeline.orders import backward_names, forward_names
 
 NEVER = 1 << 62
-SPLIT_ALL, SPLIT_LAST = 400, 100  # backwards: up to how many chunks all are split, and of more the last how many
+# backwards: up to how many chunks all are split, and of more the last how many
+SPLIT_ALL, SPLIT_LAST = 400, 100
 Order = list[int]  # 4 x place of the chunk + place of the action's kind in KINDS
 F, B, I, W, NOTHING, WAIT = range(6)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Manner:
-    """first: when I and F are both there, the one that did not come last ("turns"), "I" or "F". prompt: every W
-    follows its I at once. patience: no W begins when an I or F will be there before this share of it is done, in
-    halves."""
+    """first: when I and F are both there, the one that did not come last ("turns"), "I" or "F".
+    prompt: every W follows its I at once. patience: no W begins when an I or F will be there
+    before this share of it is done, in halves."""
 
     first: str = "turns"
     prompt: bool = False
@@ -52,8 +59,8 @@ class Manner:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Played:
-    """A played step. makespan: nanoseconds. orders: of each stage. begun: [stage][place] when each backward began.
-    ended: when each W was done, of split ones."""
+    """A played step. makespan: nanoseconds. orders: of each stage. begun: [stage][place] when each
+    backward began. ended: when each W was done, of split ones."""
 
     makespan: int
     orders: list[Order]
@@ -68,9 +75,10 @@ def play(
     manner: Manner = Manner(),
     deviations: Mapping[int, int] | None = None,
 ) -> Played | None:
-    """Play the step of units of these many chunks. room: bytes of each stage. deviations: the action of this number
-    (of all stages' together) is not the most urgent one but the second (1), the third (2), or waits when there is
-    none. None where a unit alone does not fit, or where a stage was made to wait for ever.
+    """Play the step of units of these many chunks. room: bytes of each stage. deviations: the
+    action of this number (of all stages' together) is not the most urgent one but the second (1),
+    the third (2), or waits when there is none. None where a unit alone does not fit, or where a
+    stage was made to wait for ever.
     """
     # One loop over local lists, since every planned step runs it up to tens of thousands of times.
     stages, count = len(costs.forward), sum(sizes)
@@ -78,18 +86,24 @@ def play(
     firsts = list(accumulate(sizes, initial=0))
     backward = [firsts[unit] + index for unit, index in backward_names(sizes)]
     gains, drains = _carries(firsts[:-1], costs)
-    room = [limit - max(carried, default=0) for limit, carried in zip(room, costs.carried, strict=True)]
+    room = [
+        limit - max(carried, default=0) for limit, carried in zip(room, costs.carried, strict=True)
+    ]
     prompt, patience = manner.prompt, manner.patience
-    after_i, after_f = {"turns": (True, False), "I": (False, False), "F": (True, True)}[manner.first]
+    after_i, after_f = {"turns": (True, False), "I": (False, False), "F": (True, True)}[
+        manner.first
+    ]
     forward_ns, input_ns, weight_ns = costs.forward, costs.input_grad, costs.weight_grad
     holds, owed, send, lean = costs.held, costs.owed, costs.send, _lean(sizes, costs)
     others, number = dict(deviations or {}), 0
-    ahead = [[NEVER if stage else 0] * count for stage in range(stages)]  # when each forward's input is there
+    # when each forward's input is there
+    ahead = [[NEVER if stage else 0] * count for stage in range(stages)]
     back = [[NEVER] * count for _ in range(stages)]  # when each gradient is there
     begun, ended = ([[0] * count for _ in range(stages)] for _ in range(2))
     orders: list[Order] = [[] for _ in range(stages)]
     due: list[Order] = [[] for _ in range(stages)]  # places of split backwards
-    f, i, w, free, held = ([0] * stages for _ in range(5))  # forwards, backwards and W's done; time; bytes
+    # forwards, backwards and W's done; time; bytes
+    f, i, w, free, held = ([0] * stages for _ in range(5))
     turn = [after_f] * stages  # whether a forward comes before an I
     events, last = [(0, stage) for stage in range(stages)], stages - 1
     while events:
@@ -98,7 +112,9 @@ def play(
             continue
         done_i, done_f = i[s], f[s]
         due_i = back[s][backward[done_i]] if done_i < count else NEVER
-        due_f = ahead[s][done_f] if done_f < count and held[s] + gains[s][done_f] <= room[s] else NEVER
+        due_f = (
+            ahead[s][done_f] if done_f < count and held[s] + gains[s][done_f] <= room[s] else NEVER
+        )
         owes = w[s] < len(due[s])
         if owes and prompt:
             kind = W
@@ -152,33 +168,46 @@ def play(
         orders[s].append(4 * place + kind)
         free[s] = stop
         heappush(events, (stop, s))
-    if min(i, default=count) < count or any(done < len(places) for done, places in zip(w, due, strict=True)):
+    if min(i, default=count) < count or any(
+        done < len(places) for done, places in zip(w, due, strict=True)
+    ):
         return None
     return Played(makespan=max(free, default=0), orders=orders, begun=begun, ended=ended)
 
 
 def _other(kind: int, option: int, has_i: bool, has_f: bool, has_w: bool) -> int:
-    """What a stage does in place of `kind`: the option-th other thing that is there, or it waits."""
-    others = [other for other, there in ((I, has_i), (F, has_f), (W, has_w)) if there and other != kind]
+    """What a stage does in place of `kind`: the option-th other thing that is there, or it
+    waits."""
+    others = [
+        other for other, there in ((I, has_i), (F, has_f), (W, has_w)) if there and other != kind
+    ]
     return others[option - 1] if option <= len(others) else WAIT
 
 
-def actions_of(played: Played, sizes: Sequence[int], costs: ChunkCosts) -> tuple[tuple[Action, ...], ...]:
+def actions_of(
+    played: Played, sizes: Sequence[int], costs: ChunkCosts
+) -> tuple[tuple[Action, ...], ...]:
     """The orders as actions of a plan, I and W joined where that delays nobody."""
     names = forward_names(sizes)
     units, indices = [unit for unit, _ in names], [index for _, index in names]
     lists = []
     for stage, order in enumerate(played.orders):
-        joined = _joined(order, played.begun[stage - 1] if stage else None, played.ended[stage], costs.send)
+        joined = _joined(
+            order, played.begun[stage - 1] if stage else None, played.ended[stage], costs.send
+        )
         places = [code >> 2 for code in joined]
         kinds = [KINDS[code & 3] for code in joined]
-        named = zip(repeat(stage), kinds, map(units.__getitem__, places), map(indices.__getitem__, places))
-        lists.append(tuple(map(partial(tuple.__new__, Action), named)))  # as Action(*named), in half the time
+        named = zip(
+            repeat(stage), kinds, map(units.__getitem__, places), map(indices.__getitem__, places)
+        )
+        # as Action(*named), in half the time
+        lists.append(tuple(map(partial(tuple.__new__, Action), named)))
     return tuple(lists)
 
 
 def _joined(order: Order, wanted: list[int] | None, ended: list[int], send: list[int]) -> Order:
-    """B for every I that its W follows at once, where the stage before began its own after that (`wanted`)."""
+    """B for every I that its W follows at once, where the stage before began its own after that
+    (`wanted`)."""
     joined: Order = []
     for code in order:
         place = code >> 2
@@ -194,14 +223,18 @@ def _lean(sizes: Sequence[int], costs: ChunkCosts) -> list[list[bool]]:
     """[stage][place] whether the chunks of a unit hold no more from I to W than before."""
     firsts = list(accumulate(sizes, initial=0))[:-1]
     return [
-        [fits for first, size in zip(firsts, sizes, strict=True) for fits in [owed[first] <= held[first]] * size]
+        [
+            fits
+            for first, size in zip(firsts, sizes, strict=True)
+            for fits in [owed[first] <= held[first]] * size
+        ]
         for owed, held in zip(costs.owed, costs.held, strict=True)
     ]
 
 
 def _carries(firsts: Sequence[int], costs: ChunkCosts) -> tuple[list[list[int]], list[list[int]]]:
-    """[stage][place] bytes that a forward takes, and that an I gives back: keys and values of a cut sequence come
-    with its first chunk and go with its gradient."""
+    """[stage][place] bytes that a forward takes, and that an I gives back: keys and values of a
+    cut sequence come with its first chunk and go with its gradient."""
     gains = [list(held) for held in costs.held]
     drains = [[0] * len(held) for held in costs.held]
     for stage, carried in enumerate(costs.carried):

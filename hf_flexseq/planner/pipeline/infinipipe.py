@@ -1,16 +1,18 @@
-"""InfiniPipe's planner (arXiv 2509.21275), re-created from the paper's text; its code is not public.
+"""InfiniPipe's planner (arXiv 2509.21275), re-created from the paper's text; its code is not
+public.
 
 For every number K of slices of the longest sequence
 
 1. `chunking.py` makes the chunks;
-2. units are grouped by how many chunks they have, and every group is a 1F1B pipeline of its own, more chunks first,
-   flushed before the next: a dynamic program over chunk counts (equation 14) weighs the cost of a flush,
-   (P - 1) x the mean chunk's time, against recomputing;
-3. where a group holds more than there is room for, a program chooses the layers to recompute on every diagonal of
-   the pipeline (`planner/checkpointing_milp.py`).
+2. units are grouped by how many chunks they have, and every group is a 1F1B pipeline of its own,
+   more chunks first, flushed before the next: a dynamic program over chunk counts (equation 14)
+   weighs the cost of a flush, (P - 1) x the mean chunk's time, against recomputing;
+3. where a group holds more than there is room for, a program chooses the layers to recompute on
+   every diagonal of the pipeline (`planner/checkpointing_milp.py`).
 
-The best K is the one whose step is shortest when simulated; the paper optimises it "in the solving process". The
-window of a group is P - p + the chunks of its longest sequence (equation 7), which is what 1F1B's order gives.
+The best K is the one whose step is shortest when simulated; the paper optimises it "in the solving
+process". The window of a group is P - p + the chunks of its longest sequence (equation 7), which
+is what 1F1B's order gives.
 """
 
 import math
@@ -30,17 +32,19 @@ from hf_flexseq.schedule.pipeline.orders import backward_names, one_forward_one_
 from hf_flexseq.schedule.pipeline.walk import makespan_ns
 
 COUNTS = range(1, 97)  # the K that are tried
-# What seems to take so much longer than the best plan is not looked at, of plans that flush and that recompute.
+# What seems to take so much longer than the best plan is not looked at, of plans that flush and
+# that recompute.
 HOPELESS = {False: 1.02, True: 1.005}
 
 
-Moment = tuple[int, tuple[tuple[int, int], ...]]  # excess bytes, (diagonal, bytes saved per layer) in flight
+# excess bytes, (diagonal, bytes saved per layer) in flight
+Moment = tuple[int, tuple[tuple[int, int], ...]]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Group:
-    """Units [start, stop) as one pipeline. layers: recomputed on each diagonal, () for none. price: nanoseconds of
-    recomputing and of the flush."""
+    """Units [start, stop) as one pipeline. layers: recomputed on each diagonal, () for none.
+    price: nanoseconds of recomputing and of the flush."""
 
     start: int
     stop: int
@@ -55,19 +59,26 @@ def infinipipe_pipeline(task: Task) -> Answer:
     work = CutWork.of(task.cost, "time")
     counts = COUNTS if task.chunks is None else (task.chunks,)
     trials = [infinipipe_units(task.lengths, k, work, task.most_tokens) for k in counts]
-    free = [(_makespan(_answer(units, [_whole(units)], task), task), place) for place, units in enumerate(trials)]
+    free = [
+        (_makespan(_answer(units, [_whole(units)], task), task), place)
+        for place, units in enumerate(trials)
+    ]
     best: tuple[int, Answer] | None = None
-    for recompute in (False, True):  # flushing alone first: it is quickly found, and bounds what is worth solving
+    # flushing alone first: it is quickly found, and bounds what is worth solving
+    for recompute in (False, True):
         for unlimited, place in sorted(free):
             spare = math.inf if best is None else HOPELESS[recompute] * best[0] - unlimited
-            groups = _grouped(trials[place], task, spare, recompute=recompute) if spare > 0 else None
+            groups = (
+                _grouped(trials[place], task, spare, recompute=recompute) if spare > 0 else None
+            )
             if groups is not None:
                 answer = _answer(trials[place], groups, task)
                 took = _makespan(answer, task)
                 best = (took, answer) if best is None or took < best[0] else best
     if best is None:
         raise PlanInfeasible(
-            f"sequence {task.lengths.index(max(task.lengths))} fits for no number of chunks: not even all layers "
+            f"sequence {task.lengths.index(max(task.lengths))} fits for no number of chunks: not "
+            f"even all layers "
             "checkpointed save enough. Give more memory or use more stages"
         )
     return best[1]
@@ -77,13 +88,19 @@ def _whole(units: Sequence[Unit]) -> _Group:
     return _Group(start=0, stop=len(units), layers=(), price=0.0)
 
 
-def _grouped(units: list[Unit], task: Task, spare: float, *, recompute: bool) -> list[_Group] | None:
-    """The cheapest groups, more chunks first; None when no grouping fits, or none that costs at most `spare`
-    nanoseconds more than one pipeline without recomputing."""
+def _grouped(
+    units: list[Unit], task: Task, spare: float, *, recompute: bool
+) -> list[_Group] | None:
+    """The cheapest groups, more chunks first; None when no grouping fits, or none that costs at
+    most `spare` nanoseconds more than one pipeline without recomputing."""
     if task.room is None:
         return [_whole(units)]
     sizes = [len(unit) for unit in units]
-    ends = [0, *(stop for stop in range(1, len(units)) if sizes[stop] != sizes[stop - 1]), len(units)]
+    ends = [
+        0,
+        *(stop for stop in range(1, len(units)) if sizes[stop] != sizes[stop - 1]),
+        len(units),
+    ]
     shapes = shapes_of(units, task.lengths)
     everything = [[stage.layers] * len(shapes) for stage in task.cost.stages]
     full, bare = chunk_costs(task.cost, shapes), chunk_costs(task.cost, shapes, everything)
@@ -110,8 +127,8 @@ def _group(
     beat: float,
     recompute: bool,
 ) -> _Group | None:
-    """Units [start, stop) as a pipeline, with the layers that have to be recomputed; None when it cannot fit, costs no
-    less than `beat`, or may not `recompute` and has to."""
+    """Units [start, stop) as a pipeline, with the layers that have to be recomputed; None when it
+    cannot fit, costs no less than `beat`, or may not `recompute` and has to."""
     offsets = list(accumulate(sizes, initial=0))
     places = slice(offsets[start], offsets[stop])
     count, stages = offsets[stop] - offsets[start], task.stages
@@ -120,22 +137,31 @@ def _group(
     most = min(stage.layers for stage in task.cost.stages)
     if flush >= beat:
         return None
-    moments = list(islice(_moments(sizes[start:stop], offsets[start], full, bare, task), None if recompute else 1))
+    moments = list(
+        islice(
+            _moments(sizes[start:stop], offsets[start], full, bare, task), None if recompute else 1
+        )
+    )
     if not moments:
         return _Group(start=start, stop=stop, layers=(), price=flush)
     if not recompute or flush + _least_layers(moments) * forward / most >= beat:
         return None
-    from hf_flexseq.planner.pipeline.checkpointing_milp import (  # its solver is an optional dependency
+    # its solver is an optional dependency
+    from hf_flexseq.planner.pipeline.checkpointing_milp import (
         CheckpointingTask,
         solve,
     )
 
     variables = count + stages - 1
     limit = int(min(variables * most, (beat - flush) * most / forward))
-    layers = solve(CheckpointingTask(variables=variables, most=most, limit=limit, moments=tuple(moments)))
+    layers = solve(
+        CheckpointingTask(variables=variables, most=most, limit=limit, moments=tuple(moments))
+    )
     if layers is None:
         return None
-    return _Group(start=start, stop=stop, layers=layers, price=flush + sum(layers) * forward / most)
+    return _Group(
+        start=start, stop=stop, layers=layers, price=flush + sum(layers) * forward / most
+    )
 
 
 def _passes(costs: ChunkCosts, places: slice) -> tuple[float, float]:
@@ -159,16 +185,19 @@ def _least_layers(moments: Sequence[Moment]) -> int:
     return least
 
 
-def _moments(sizes: Sequence[int], offset: int, full: ChunkCosts, bare: ChunkCosts, task: Task) -> Iterator[Moment]:
-    """(excess, (diagonal, bytes saved per layer) of every chunk in flight) when a stage would hold too much. offset:
-    place of the first chunk."""
+def _moments(
+    sizes: Sequence[int], offset: int, full: ChunkCosts, bare: ChunkCosts, task: Task
+) -> Iterator[Moment]:
+    """(excess, (diagonal, bytes saved per layer) of every chunk in flight) when a stage would hold
+    too much. offset: place of the first chunk."""
     assert task.room is not None, "without a limit nothing is too much"
     firsts = list(accumulate(sizes, initial=offset))
     turns = {firsts[unit] + index: k for k, (unit, index) in enumerate(backward_names(sizes))}
     for stage, actions in enumerate(one_forward_one_backward(sizes, task.stages)):
         held, carried = full.held[stage], full.carried[stage]
         saved = [
-            (high - low) // task.cost.stages[stage].layers for high, low in zip(held, bare.held[stage], strict=True)
+            (high - low) // task.cost.stages[stage].layers
+            for high, low in zip(held, bare.held[stage], strict=True)
         ]
         flying: dict[int, int] = {}
         total, reached = 0, task.stages - 1 - stage
@@ -177,10 +206,17 @@ def _moments(sizes: Sequence[int], offset: int, full: ChunkCosts, bare: ChunkCos
             if action.kind == "F":
                 flying[place] = turns[place] + reached
                 total += held[place] + (carried[place] if action.chunk == 0 else 0)
-            gradients = carried[place] if action.kind == "B" and action.chunk == sizes[action.unit] - 1 else 0
+            gradients = (
+                carried[place]
+                if action.kind == "B" and action.chunk == sizes[action.unit] - 1
+                else 0
+            )
             total += gradients
             if total > task.room[stage] and (action.kind == "F" or gradients):
-                yield total - task.room[stage], tuple((diagonal, saved[p]) for p, diagonal in flying.items())
+                yield (
+                    total - task.room[stage],
+                    tuple((diagonal, saved[p]) for p, diagonal in flying.items()),
+                )
             if action.kind == "B":
                 del flying[place]
                 total -= held[place] + (2 * carried[place] if action.chunk == 0 else 0)
@@ -192,7 +228,9 @@ def _answer(units: list[Unit], groups: Sequence[_Group], task: Task) -> Answer:
     layers: list[list[int]] = [[] for _ in range(task.stages)]
     for group in groups:
         sizes = [len(unit) for unit in units[group.start : group.stop]]
-        for stage, actions in enumerate(one_forward_one_backward(sizes, task.stages, first=group.start)):
+        for stage, actions in enumerate(
+            one_forward_one_backward(sizes, task.stages, first=group.start)
+        ):
             lists[stage] += actions
             layers[stage] += _layers(sizes, group.layers, task.stages - 1 - stage)
     checkpointed = tuple(map(tuple, layers)) if any(map(any, layers)) else ()
@@ -200,7 +238,8 @@ def _answer(units: list[Unit], groups: Sequence[_Group], task: Task) -> Answer:
 
 
 def _layers(sizes: Sequence[int], diagonals: Sequence[int], reached: int) -> list[int]:
-    """Checkpointed layers by place, from those of the diagonals. reached: stages from this one to the last."""
+    """Checkpointed layers by place, from those of the diagonals. reached: stages from this one to
+    the last."""
     if not diagonals:
         return [0] * sum(sizes)
     firsts = list(accumulate(sizes, initial=0))

@@ -2,10 +2,13 @@
 
     make_pipeline_plan(lengths, cost)                           our own schedule
     make_pipeline_plan(lengths, cost, schedule="1f1b")          whole sequences
-    make_pipeline_plan(lengths, cost, schedule="seq1f1b", ...)  Seq1F1B, also over several stages per rank
-    make_pipeline_plan(lengths, cost, schedule="infinipipe")    InfiniPipe, re-created from the paper's text
+    make_pipeline_plan(lengths, cost, schedule="seq1f1b", ...)  Seq1F1B, also over several stages
+    per rank
+    make_pipeline_plan(lengths, cost, schedule="infinipipe")    InfiniPipe, re-created from the
+                                                                paper's text
 
-The same arguments give the same plan but for `planning_s`: decisions are bounded by counted work, never by the clock.
+The same arguments give the same plan but for `planning_s`: decisions are bounded by counted work,
+never by the clock.
 """
 
 import operator
@@ -45,13 +48,15 @@ def make_pipeline_plan(
 ) -> PipelinePlan:
     """The plan of one optimizer step over the stages of `cost`.
 
-    chunks: of the longest sequence; None to be planned. max_tokens: of a chunk. room: bytes of each rank for what is
-    in flight; None for no limit. cuts: what the parts of a sequence have equal, for seq1f1b. stages_per_rank: more
-    than one interleaves them, for seq1f1b. Raises ValueError for arguments without meaning and PlanInfeasible when
-    memory holds no plan.
+    chunks: of the longest sequence; None to be planned. max_tokens: of a chunk. room: bytes of
+    each rank for what is in flight; None for no limit. cuts: what the parts of a sequence have
+    equal, for seq1f1b. stages_per_rank: more than one interleaves them, for seq1f1b. Raises
+    ValueError for arguments without meaning and PlanInfeasible when memory holds no plan.
     """
     began = time.perf_counter()
-    _check(schedule, cost=cost, chunks=chunks, max_tokens=max_tokens, stages_per_rank=stages_per_rank)
+    _check(
+        schedule, cost=cost, chunks=chunks, max_tokens=max_tokens, stages_per_rank=stages_per_rank
+    )
     task = Task(
         lengths=_checked_lengths(lengths),
         cost=cost,
@@ -93,14 +98,17 @@ def _answer(task: Task, schedule: str, cuts: str, stages_per_rank: int) -> Answe
     sizes = [len(unit) for unit in units]
     if stages_per_rank == 1:
         return Answer(units=units, actions=one_forward_one_backward(sizes, task.stages))
-    return Answer(units=units, actions=interleaved(sizes, task.stages // stages_per_rank, stages_per_rank))
+    return Answer(
+        units=units, actions=interleaved(sizes, task.stages // stages_per_rank, stages_per_rank)
+    )
 
 
 def _check_whole(task: Task) -> None:
     longest = max(task.lengths)
     if task.most_tokens is not None and longest > task.most_tokens:
         raise PlanInfeasible(
-            f"sequence {task.lengths.index(longest)} has {longest} tokens, a chunk may have {task.most_tokens}: "
+            f"sequence {task.lengths.index(longest)} has {longest} tokens, a chunk may have "
+            f"{task.most_tokens}: "
             "schedule='1f1b' does not cut it. Raise the limit, or take schedule='auto'"
         )
 
@@ -111,23 +119,38 @@ def _check_room(plan: PipelinePlan, task: Task) -> None:
     try:
         check_memory(plan, task.cost, task.room)
     except ValueError as error:
-        raise PlanInfeasible(f"schedule {plan.schedule}: {error}. Raise chunks, or take schedule='auto'") from error
+        raise PlanInfeasible(
+            f"schedule {plan.schedule}: {error}. Raise chunks, or take schedule='auto'"
+        ) from error
 
 
 def _check(
-    schedule: str, *, cost: PipelineCost, chunks: int | None, max_tokens: int | None, stages_per_rank: int
+    schedule: str,
+    *,
+    cost: PipelineCost,
+    chunks: int | None,
+    max_tokens: int | None,
+    stages_per_rank: int,
 ) -> None:
     if schedule not in SCHEDULES:
         raise ValueError(f"schedule={schedule!r} is none of {', '.join(SCHEDULES)}")
-    for name, value in (("chunks", chunks), ("max_tokens", max_tokens), ("stages_per_rank", stages_per_rank)):
+    for name, value in (
+        ("chunks", chunks),
+        ("max_tokens", max_tokens),
+        ("stages_per_rank", stages_per_rank),
+    ):
         if value is not None and value < 1:
             raise ValueError(f"{name}={value}: give at least 1")
     if schedule == "1f1b" and (chunks or 1) > 1:
-        raise ValueError(f"schedule='1f1b' runs whole sequences, chunks={chunks} is for the others")
+        raise ValueError(
+            f"schedule='1f1b' runs whole sequences, chunks={chunks} is for the others"
+        )
     if stages_per_rank > 1 and schedule != "seq1f1b":
         raise ValueError(f"stages_per_rank={stages_per_rank} is for schedule='seq1f1b'")
     if len(cost.stages) % stages_per_rank:
-        raise ValueError(f"{len(cost.stages)} stages cannot be spread evenly, {stages_per_rank} on each rank")
+        raise ValueError(
+            f"{len(cost.stages)} stages cannot be spread evenly, {stages_per_rank} on each rank"
+        )
 
 
 def _checked_lengths(lengths: Sequence[int]) -> tuple[int, ...]:

@@ -1,13 +1,17 @@
 """Sequences into units: how long ones are cut and short ones packed.
 
-    whole_units     1F1B: whole sequences, packed up to the step's longest, first fit by falling length
-    chunked_units   Seq1F1B on any lengths: the longest sequence in k chunks, the others in as many as their work asks
+    whole_units     1F1B: whole sequences, packed up to the step's longest, first fit by falling
+                    length
+    chunked_units   Seq1F1B on any lengths: the longest sequence in k chunks, the others in as many
+                    as their work asks
                     for, short ones packed up to the longest's largest chunk
-    level_units     auto: every sequence in equal parts of nearly `target` work, short ones spread over the fewest
+    level_units     auto: every sequence in equal parts of nearly `target` work, short ones spread
+                    over the fewest
                     bins so that all are equally full
 
-InfiniPipe's own packing is in `infinipipe.py`. It cuts all sequences at the longest one's places, so every one has a
-tail of arbitrary size, to be filled up; equal parts of each sequence's own leave no tails.
+InfiniPipe's own packing is in `infinipipe.py`. It cuts all sequences at the longest one's places,
+so every one has a tail of arbitrary size, to be filled up; equal parts of each sequence's own
+leave no tails.
 """
 
 import heapq
@@ -32,7 +36,9 @@ def whole_units(lengths: Sequence[int]) -> list[Unit]:
     return [[row] for row in rows]
 
 
-def chunked_units(lengths: Sequence[int], k: int, work: CutWork, most_tokens: int | None = None) -> list[Unit]:
+def chunked_units(
+    lengths: Sequence[int], k: int, work: CutWork, most_tokens: int | None = None
+) -> list[Unit]:
     """Cut sequences, longest first, and packs of the short ones."""
     order = longest_first(lengths)
     if not order:
@@ -40,13 +46,23 @@ def chunked_units(lengths: Sequence[int], k: int, work: CutWork, most_tokens: in
     cuts = cut(lengths[order[0]], k, work, most_tokens)
     largest = max(b - a for a, b in pairwise(cuts))
     target = work.between(0, lengths[order[0]]) / (len(cuts) - 1)
-    long = [q for q in order if work.between(0, lengths[q]) > target * (1 + 1e-9) or lengths[q] > largest]
-    units = [unit_of(q, cut(lengths[q], _parts(work.between(0, lengths[q]), target), work, largest)) for q in long]
+    long = [
+        q
+        for q in order
+        if work.between(0, lengths[q]) > target * (1 + 1e-9) or lengths[q] > largest
+    ]
+    units = [
+        unit_of(q, cut(lengths[q], _parts(work.between(0, lengths[q]), target), work, largest))
+        for q in long
+    ]
     return units + [[row] for row in first_fit(order[len(long) :], lengths, most_tokens=largest)]
 
 
-def level_units(lengths: Sequence[int], target: float, work: CutWork, most_tokens: int | None = None) -> list[Unit]:
-    """Units whose rows all hold nearly `target` work: cut sequences, longest first, and packs, fullest first."""
+def level_units(
+    lengths: Sequence[int], target: float, work: CutWork, most_tokens: int | None = None
+) -> list[Unit]:
+    """Units whose rows all hold nearly `target` work: cut sequences, longest first, and packs,
+    fullest first."""
     units, short = [], []
     for sequence in longest_first(lengths):
         length = lengths[sequence]
@@ -74,11 +90,18 @@ def first_fit(order: Sequence[int], lengths: Sequence[int], *, most_tokens: int)
 
 
 def _level_rows(
-    order: Sequence[int], lengths: Sequence[int], target: float, work: CutWork, most_tokens: int | None
+    order: Sequence[int],
+    lengths: Sequence[int],
+    target: float,
+    work: CutWork,
+    most_tokens: int | None,
 ) -> list[Row]:
-    """Longest first, each to the bin with the least work; one more bin where that one's tokens are used up."""
+    """Longest first, each to the bin with the least work; one more bin where that one's tokens are
+    used up."""
     total = sum(work.between(0, lengths[sequence]) for sequence in order)
-    bins: list[tuple[float, int, int]] = [(0.0, number, 0) for number in range(math.ceil(total / target))]
+    bins: list[tuple[float, int, int]] = [
+        (0.0, number, 0) for number in range(math.ceil(total / target))
+    ]
     rows: list[Row] = [[] for _ in bins]
     for sequence in order:
         length = lengths[sequence]

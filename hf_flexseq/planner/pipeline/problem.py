@@ -13,8 +13,8 @@ from hf_flexseq.planner.pipeline.units import Unit
 class Task:
     """A step to plan on one rank per stage.
 
-    lengths: tokens of each sequence. chunks: of the longest sequence; None to be planned. most_tokens: of a chunk.
-    room: bytes of each stage for what is in flight. None: no limit.
+    lengths: tokens of each sequence. chunks: of the longest sequence; None to be planned.
+    most_tokens: of a chunk. room: bytes of each stage for what is in flight. None: no limit.
     """
 
     lengths: tuple[int, ...]
@@ -30,8 +30,8 @@ class Task:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Answer:
-    """What was decided. actions: of every rank. checkpointed: [stage][place] layers, () for none. makespan_ns: the
-    step's, where the planner knows it."""
+    """What was decided. actions: of every rank. checkpointed: [stage][place] layers, () for none.
+    makespan_ns: the step's, where the planner knows it."""
 
     units: list[Unit]
     actions: tuple[tuple[Action, ...], ...]
@@ -40,8 +40,8 @@ class Answer:
 
 
 def unit_bytes(sizes: Sequence[int], held: Sequence[int], carried: Sequence[int]) -> list[int]:
-    """What each unit holds on a stage when all of it is in flight, with the gradients of keys and values of whichever
-    unit needs most for them, since one after the other goes backward."""
+    """What each unit holds on a stage when all of it is in flight, with the gradients of keys and
+    values of whichever unit needs most for them, since one after the other goes backward."""
     found, place, gradients = [], 0, max(carried, default=0)
     for size in sizes:
         found.append(sum(held[place : place + size]) + carried[place] + gradients)
@@ -57,10 +57,11 @@ def layers_to_fit(
     room: Sequence[int],
     beside: Sequence[int],
 ) -> list[list[int]]:
-    """[stage][unit] the fewest checkpointed layers that leave `beside` bytes of the room free, or all that there are.
+    """[stage][unit] the fewest checkpointed layers that leave `beside` bytes of the room free, or
+    all that there are.
 
-    full, bare: costs without any and with all layers checkpointed. Raises PlanInfeasible, naming the sequence, where
-    not even all layers make a unit fit alone.
+    full, bare: costs without any and with all layers checkpointed. Raises PlanInfeasible, naming
+    the sequence, where not even all layers make a unit fit alone.
     """
     sizes, layers = [len(unit) for unit in units], []
     for number, stage in enumerate(cost.stages):
@@ -70,12 +71,16 @@ def layers_to_fit(
         for unit, high, low in zip(units, most, least, strict=True):
             if low > room[number]:
                 raise PlanInfeasible(
-                    f"sequence {unit[0][0][0]} and what is packed with it hold {low} bytes on stage {number} with all "
-                    f"its layers checkpointed, the limit is {room[number]}. Give more memory, use more stages, or "
+                    f"sequence {unit[0][0][0]} and what is packed with it hold {low} bytes on "
+                    f"stage {number} with all "
+                    f"its layers checkpointed, the limit is {room[number]}. Give more memory, use "
+                    f"more stages, or "
                     "shorten the sequence"
                 )
             over = max(0, high - max(low, room[number] - beside[number]))
             rounded = over + len(unit)  # every chunk's bytes are rounded
-            needed.append(min(stage.layers, -(-rounded * stage.layers // (high - low))) if over else 0)
+            needed.append(
+                min(stage.layers, -(-rounded * stage.layers // (high - low))) if over else 0
+            )
         layers.append(needed)
     return layers

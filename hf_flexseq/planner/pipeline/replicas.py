@@ -1,8 +1,9 @@
-"""Plan a step over several replicas of a pipeline: deal the sequences, then plan each replica for itself.
+"""Plan a step over several replicas of a pipeline: deal the sequences, then plan each replica for
+itself.
 
-Sequences are dealt longest first, each to the replica with the least work so far, which keeps the slowest within a
-third of the best (Graham 1969). Rejected: dealing chunks instead of sequences, for which keys and values would have to
-travel between replicas.
+Sequences are dealt longest first, each to the replica with the least work so far, which keeps the
+slowest within a third of the best (Graham 1969). Rejected: dealing chunks instead of sequences,
+for which keys and values would have to travel between replicas.
 """
 
 from collections.abc import Sequence

@@ -1,4 +1,5 @@
-"""Units while a planner is still at work: plain lists, since it may try many before one becomes chunks.
+"""Units while a planner is still at work: plain lists, since it may try many before one becomes
+chunks.
 
 row    slices (sequence, start, stop) of one chunk
 unit   its rows, first to last
@@ -27,7 +28,11 @@ def row_tokens(row: Row) -> int:
 def chunks_of(units: Sequence[Unit]) -> tuple[Chunk, ...]:
     """The units as a plan holds them."""
     return tuple(
-        Chunk(unit=number, index=index, slices=tuple(Slice(sequence=q, start=a, stop=b) for q, a, b in row))
+        Chunk(
+            unit=number,
+            index=index,
+            slices=tuple(Slice(sequence=q, start=a, stop=b) for q, a, b in row),
+        )
         for number, unit in enumerate(units)
         for index, row in enumerate(unit)
     )

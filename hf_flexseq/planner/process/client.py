@@ -1,7 +1,8 @@
 """The training process's end of a planning process: submit lengths, fetch plans.
 
-A thread writes requests from a queue and a thread reads answers, so that neither pipe can fill up and stop both
-processes, however many requests are outstanding. stderr goes to an unnamed file, whose last lines explain a death.
+A thread writes requests from a queue and a thread reads answers, so that neither pipe can fill up
+and stop both processes, however many requests are outstanding. stderr goes to an unnamed file,
+whose last lines explain a death.
 """
 
 import atexit
@@ -44,7 +45,8 @@ class PlannerWorker:
             stderr=self._stderr,
             text=True,
             env=_environment(),
-            start_new_session=True,  # an interrupt at the keyboard is for the training process to handle
+            # an interrupt at the keyboard is for the training process to handle
+            start_new_session=True,
         )
         self._answers: dict[int, dict[str, Any]] = {}
         self._submitted: set[int] = set()
@@ -53,7 +55,9 @@ class PlannerWorker:
         self._requests: queue.SimpleQueue[str | None] = queue.SimpleQueue()
         self._send(configuration)
         for loop in (self._write, self._read):
-            threading.Thread(target=loop, daemon=True, name=f"flexseq-planner{loop.__name__}").start()
+            threading.Thread(
+                target=loop, daemon=True, name=f"flexseq-planner{loop.__name__}"
+            ).start()
         atexit.register(self.close)
 
     def submit(self, step: int, lengths: Sequence[int]) -> None:
@@ -66,7 +70,8 @@ class PlannerWorker:
     def result(self, step: int, timeout_s: float = 600.0) -> Any:
         """The plan of a submitted step, once.
 
-        Raises what planning raised, or RuntimeError when the process died or gave no answer for `timeout_s` seconds.
+        Raises what planning raised, or RuntimeError when the process died or gave no answer for
+        `timeout_s` seconds.
         """
         if step not in self._submitted:
             raise ValueError(f"step {step} was not submitted, or its result was fetched before")
@@ -87,7 +92,8 @@ class PlannerWorker:
         self._closed = True
         atexit.unregister(self.close)
         self._requests.put(None)
-        self._process.kill()  # it holds no state, and forked children of ours may keep its stdin open
+        # it holds no state, and forked children of ours may keep its stdin open
+        self._process.kill()
         self._process.wait()
 
     def _send(self, message: dict[str, Any]) -> None:
@@ -120,17 +126,24 @@ class PlannerWorker:
         if self._closed:
             return f"no plan for step {step}: the planning process was closed"
         if not self._ended:
-            return f"no plan for step {step}: the planning process has not answered for {timeout_s} s"
+            return (
+                f"no plan for step {step}: the planning process has not answered for {timeout_s} s"
+            )
         self._process.wait()
         self._stderr.seek(0)
         said = self._stderr.read().decode(errors="replace").splitlines()[-STDERR_LINES:]
         return "\n".join(
-            [f"no plan for step {step}: the planning process ended with code {self._process.returncode}", *said]
+            [
+                f"no plan for step {step}: the planning process ended with code "
+                f"{self._process.returncode}",
+                *said,
+            ]
         )
 
 
 def _environment() -> dict[str, str]:
-    """Ours, with this package's folder importable and one thread for NumPy, which has no use for more here."""
+    """Ours, with this package's folder importable and one thread for NumPy, which has no use for
+    more here."""
     package = str(Path(__file__).resolve().parents[2])
     inherited = os.environ.get("PYTHONPATH")
     path = package if inherited is None else os.pathsep.join((package, inherited))

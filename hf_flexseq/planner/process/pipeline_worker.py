@@ -1,5 +1,6 @@
-"""Planning of pipelined steps in a process of its own; the protocol is that of `hf_flexseq.planner.process.worker`, but for
-the first line: {"cost": {...}, "options": {...}}, the fields of a PipelineCost and options of make_step_plan."""
+"""Planning of pipelined steps in a process of its own; the protocol is that of
+`hf_flexseq.planner.process.worker`, but for the first line: {"cost": {...}, "options": {...}}, the
+fields of a PipelineCost and options of make_step_plan."""
 
 import sys
 from collections.abc import Callable

@@ -1,12 +1,14 @@
 """Planning in a process of its own: JSON lines in, JSON lines out. `client.py` is the other end.
 
-    stdin   {"topology": {...}, "cost": {...}, "options": {...}}   once: where, by what model, options of make_plan
+    stdin   {"topology": {...}, "cost": {...}, "options": {...}}   once: where, by what model,
+            options of make_plan
             {"id": 7, "lengths": [...]}                            then any number of requests
     stdout  {"id": 7, "plan": {...}}                               one answer each, in order
             {"id": 7, "error": {"kind": "PlanInfeasible", "message": "..."}}
 
-It ends when stdin closes. An error of our own making ends it with a traceback on stderr. Rejected: multiprocessing,
-whose spawn re-runs scripts that lack a main guard and whose fork is unsafe once CUDA or gloo has threads.
+It ends when stdin closes. An error of our own making ends it with a traceback on stderr. Rejected:
+multiprocessing, whose spawn re-runs scripts that lack a main guard and whose fork is unsafe once
+CUDA or gloo has threads.
 """
 
 import json
@@ -43,7 +45,9 @@ def serve(
     planner = make(configuration)
     for line in requests:
         request = json.loads(line)
-        answers.write(json.dumps({"id": request["id"], **_answer(planner, request["lengths"])}) + "\n")
+        answers.write(
+            json.dumps({"id": request["id"], **_answer(planner, request["lengths"])}) + "\n"
+        )
         answers.flush()
 
 
@@ -51,7 +55,9 @@ def _answer(planner: Callable[[list[int]], Any], lengths: list[int]) -> dict[str
     try:
         return {"plan": planner(lengths).to_record()}
     except ValueError as error:
-        kind = PlanInfeasible.__name__ if isinstance(error, PlanInfeasible) else ValueError.__name__
+        kind = (
+            PlanInfeasible.__name__ if isinstance(error, PlanInfeasible) else ValueError.__name__
+        )
         return {"error": {"kind": kind, "message": str(error)}}
 
 

@@ -1,1 +1,2 @@
-"""Planners re-created from published systems: FlexSP, Zeppelin, Megatron-LM and the two batch baselines."""
+"""Planners re-created from published systems: FlexSP, Zeppelin, Megatron-LM and the two batch
+baselines."""

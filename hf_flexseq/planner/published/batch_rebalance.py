@@ -1,15 +1,19 @@
-"""A baseline: the rule of transformers' `BatchRebalanceSampler` (train_sampling_strategy="batch_rebalance").
+"""A baseline: the rule of transformers' `BatchRebalanceSampler`
+(train_sampling_strategy="batch_rebalance").
 
-It never splits a sequence; it chooses how many of them, sorted by falling length, each (rank, micro-batch) pair gets,
-where n sequences of at most s tokens, padded to s, cost n (s + 0.001 s^2).
+It never splits a sequence; it chooses how many of them, sorted by falling length, each (rank,
+micro-batch) pair gets, where n sequences of at most s tokens, padded to s, cost n (s + 0.001 s^2).
 
 1. Start from equal counts.
-2. Move one sequence from the dearest group to the cheapest, until the counts repeat; keep the smallest spread seen.
-3. A dearest group of one sequence cannot give: its micro-batch is filled up to its cost and left alone from then on.
+2. Move one sequence from the dearest group to the cheapest, until the counts repeat; keep the
+   smallest spread seen.
+3. A dearest group of one sequence cannot give: its micro-batch is filled up to its cost and left
+   alone from then on.
 4. Groups sorted by falling cost make the micro-batches.
 
-The sampler leaves the number of micro-batches and memory to the user: here they are as few as memory allows, counted
-without padding, which our execution does not need. With fewer sequences than pairs, ranks stay idle.
+The sampler leaves the number of micro-batches and memory to the user: here they are as few as
+memory allows, counted without padding, which our execution does not need. With fewer sequences
+than pairs, ranks stay idle.
 """
 
 from collections.abc import Sequence
@@ -48,9 +52,12 @@ def batch_rebalance_micro_batches(
 
 
 def rebalanced(tokens: list[int], ranks: int, batches: int) -> list[tuple[int, int]]:
-    """(start, stop) of every group in `tokens`, which fall, in the order of rank and micro-batch."""
+    """(start, stop) of every group in `tokens`, which fall, in the order of rank and
+    micro-batch."""
     groups = min(len(tokens), ranks * batches)
-    search = _RebalanceSearch(tokens, ranks, [len(tokens) // groups + (i < len(tokens) % groups) for i in range(groups)])
+    search = _RebalanceSearch(
+        tokens, ranks, [len(tokens) // groups + (i < len(tokens) % groups) for i in range(groups)]
+    )
     search.run()
     spans = search.spans()
     costs = search.costs()
@@ -77,11 +84,17 @@ class _RebalanceSearch:
         seen: set[tuple[int, ...]] = set()
         best, least = list(self.counts), None
         for _ in range(max(PATIENCE * len(self.counts), len(self.tokens))):
-            costs, active = self.costs(), [g for g in range(len(self.counts)) if g not in self.frozen]
+            costs, active = (
+                self.costs(),
+                [g for g in range(len(self.counts)) if g not in self.frozen],
+            )
             if tuple(self.counts) in seen or len(active) <= 1:
                 break
             seen.add(tuple(self.counts))
-            dearest, cheapest = max(active, key=costs.__getitem__), min(active, key=costs.__getitem__)
+            dearest, cheapest = (
+                max(active, key=costs.__getitem__),
+                min(active, key=costs.__getitem__),
+            )
             spread = costs[dearest] - costs[cheapest]
             if least is None or spread < least:
                 best, least = list(self.counts), spread
@@ -95,13 +108,18 @@ class _RebalanceSearch:
         self.counts = best
 
     def _freeze(self, costs: list[int], dearest: int) -> None:
-        """Fill the groups that share a micro-batch with `dearest` up to its cost, and leave them alone from now on."""
+        """Fill the groups that share a micro-batch with `dearest` up to its cost, and leave them
+        alone from now on."""
         ranking = sorted(range(len(costs)), key=lambda g: -costs[g])
         first = ranking.index(dearest) // self.ranks * self.ranks
         batch = set(ranking[first : first + self.ranks])
         for group in batch - self.frozen - {dearest}:
             while self._may_take(group, costs[dearest]):
-                donors = [g for g in range(len(costs)) if g not in self.frozen | batch and self.counts[g] > 1]
+                donors = [
+                    g
+                    for g in range(len(costs))
+                    if g not in self.frozen | batch and self.counts[g] > 1
+                ]
                 if not donors:
                     break
                 now = self.costs()

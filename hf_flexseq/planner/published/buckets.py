@@ -1,11 +1,14 @@
-"""FlexSP's bucketing (arXiv 2412.01523, section 4.1.3, equations 15 and 16): few lengths stand for many.
+"""FlexSP's bucketing (arXiv 2412.01523, section 4.1.3, equations 15 and 16): few lengths stand for
+many.
 
-Sequences in ascending order are cut into contiguous buckets, and each is counted as long as its bucket's longest. The
-cut with the least tokens added is found by dynamic programming over the distinct lengths:
+Sequences in ascending order are cut into contiguous buckets, and each is counted as long as its
+bucket's longest. The cut with the least tokens added is found by dynamic programming over the
+distinct lengths:
 
     added[k][q] = min over j of added[j][q - 1] + sum of (s_k - s_i) for i in j + 1 .. k
 
-Buckets grow in number until the tokens added leave half of the spare memory free, as in the released solver.
+Buckets grow in number until the tokens added leave half of the spare memory free, as in the
+released solver.
 """
 
 from collections.abc import Sequence
@@ -20,7 +23,8 @@ BUCKETS = 16
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Buckets:
-    """longest: [Q] tokens, ascending. members: per bucket the ids of its sequences, longest first."""
+    """longest: [Q] tokens, ascending. members: per bucket the ids of its sequences, longest
+    first."""
 
     longest: Int64Array
     members: tuple[tuple[int, ...], ...]
@@ -30,7 +34,9 @@ class Buckets:
         return np.array([len(ids) for ids in self.members], dtype=np.int64)
 
 
-def bucketed(ids: Sequence[int], lengths: Sequence[int], room: int, count: int = BUCKETS) -> Buckets:
+def bucketed(
+    ids: Sequence[int], lengths: Sequence[int], room: int, count: int = BUCKETS
+) -> Buckets:
     """At least `count` buckets of the sequences `ids`, whose tokens may rise halfway to `room`."""
     distinct, repeats = np.unique([lengths[i] for i in ids], return_counts=True)
     stops = _stops(distinct.astype(np.int64), repeats.astype(np.int64), room, count)

@@ -1,14 +1,17 @@
-"""FlexSP (arXiv 2412.01523): the workflow of its section 4.3 around the program of `milp.py`, degree 1 allowed.
+"""FlexSP (arXiv 2412.01523): the workflow of its section 4.3 around the program of `milp.py`,
+degree 1 allowed.
 
-1. For M from the fewest micro-batches that memory allows to four more, `blaster.py` cuts the sequences into M pieces.
-2. Each piece is put into buckets (`buckets.py`) and its groups are found by the MILP, which starts from the best plan
-   with one degree for all of the piece's groups.
-3. The members of a bucket go to its groups longest first, widest group first; groups are cut from rank 0 by falling
-   degree, which aligns them. The M whose plan takes least time wins.
+1. For M from the fewest micro-batches that memory allows to four more, `blaster.py` cuts the
+   sequences into M pieces.
+2. Each piece is put into buckets (`buckets.py`) and its groups are found by the MILP, which starts
+   from the best plan with one degree for all of the piece's groups.
+3. The members of a bucket go to its groups longest first, widest group first; groups are cut from
+   rank 0 by falling degree, which aligns them. The M whose plan takes least time wins.
 
-An M whose lower bound is no better than the best plan in hand is not solved: that cannot change the result. As
-published, it plans for lockstep only. Rejected: the released code's random draw of a bucket's members, its time limit
-per MILP, and degree 1 left out of its options (the paper has it).
+An M whose lower bound is no better than the best plan in hand is not solved: that cannot change
+the result. As published, it plans for lockstep only. Rejected: the released code's random draw of
+a bucket's members, its time limit per MILP, and degree 1 left out of its options (the paper has
+it).
 """
 
 from collections.abc import Sequence
@@ -39,9 +42,21 @@ class FlexSP:
     """One step's planning. `lengths` in tokens; `cap` tokens per rank and micro-batch."""
 
     def __init__(
-        self, lengths: Sequence[int], topology: Topology, cost: CostModel, *, strategy: str, cap: int
+        self,
+        lengths: Sequence[int],
+        topology: Topology,
+        cost: CostModel,
+        *,
+        strategy: str,
+        cap: int,
     ) -> None:
-        self.lengths, self.topology, self.cost, self.strategy, self.cap = lengths, topology, cost, strategy, cap
+        self.lengths, self.topology, self.cost, self.strategy, self.cap = (
+            lengths,
+            topology,
+            cost,
+            strategy,
+            cap,
+        )
         self.degrees = aligned_degrees(topology) if strategy != "local" else (1,)
         self.room = cap * topology.world_size
 
@@ -53,14 +68,19 @@ class FlexSP:
             if best is not None and batches >= fewest + TRIALS:
                 break
             made = self._with(blast(self.lengths, batches), least)
-            taken = step_ns(self.cost, made, self.lengths, self.topology, sync="lockstep") if made else NEVER
+            taken = (
+                step_ns(self.cost, made, self.lengths, self.topology, sync="lockstep")
+                if made
+                else NEVER
+            )
             if made and taken < least:
                 best, least = made, taken
         assert best is not None, "every sequence alone in a micro-batch is a plan"
         return best
 
     def _with(self, pieces: list[list[int]], beat: int) -> tuple[MicroBatch, ...] | None:
-        """The micro-batches of these pieces; None when memory does not hold one, or `beat` is out of reach."""
+        """The micro-batches of these pieces; None when memory does not hold one, or `beat` is out
+        of reach."""
         bounds = [self._bound(piece) for piece in pieces]
         made = []
         for piece in pieces:
@@ -70,7 +90,9 @@ class FlexSP:
             if micro_batch is None:
                 return None
             made.append(micro_batch)
-            bounds[len(made) - 1] = step_ns(self.cost, (micro_batch,), self.lengths, self.topology, sync="lockstep")
+            bounds[len(made) - 1] = step_ns(
+                self.cost, (micro_batch,), self.lengths, self.topology, sync="lockstep"
+            )
         return tuple(made)
 
     def _bound(self, piece: list[int]) -> int:
@@ -83,12 +105,18 @@ class FlexSP:
         """[K, D] nanoseconds of each length at each degree."""
         spans = [self.topology.spans_nodes(0, degree) for degree in self.degrees]
         shapes = zip(self.degrees, spans, strict=True)
-        return np.stack([cheapest(self.cost, tokens, shape, self.strategy)[0] for shape in shapes], axis=1)
+        return np.stack(
+            [cheapest(self.cost, tokens, shape, self.strategy)[0] for shape in shapes], axis=1
+        )
 
     def _micro_batch(self, piece: list[int]) -> MicroBatch | None:
         buckets = bucketed(piece, self.lengths, self.room)
         task = self._task(buckets)
-        starts = [start for column in range(len(self.degrees)) if (start := self._one_degree(task, column))]
+        starts = [
+            start
+            for column in range(len(self.degrees))
+            if (start := self._one_degree(task, column))
+        ]
         if not starts:
             return None
         start = min(starts, key=lambda chosen: slowest_ns(task, chosen))
@@ -116,10 +144,15 @@ class FlexSP:
     def _copies(self, degree: int) -> int:
         """How many groups of one degree fit side by side."""
         node = self.topology.ranks_per_node
-        return self.topology.nodes * (node // degree) if degree <= node else self.topology.world_size // degree
+        return (
+            self.topology.nodes * (node // degree)
+            if degree <= node
+            else self.topology.world_size // degree
+        )
 
     def _one_degree(self, task: GroupingTask, column: int) -> Chosen | None:
-        """Groups of one degree, evenly loaded, or packed where memory is too tight; None when it is too small."""
+        """Groups of one degree, evenly loaded, or packed where memory is too tight; None when it
+        is too small."""
         rows = np.repeat(np.arange(len(task.counts)), task.counts)[::-1].tolist()
         tokens = [int(task.tokens[q]) for q in rows]
         room, count = task.cap * task.degrees[column], task.copies[column]
@@ -129,7 +162,9 @@ class FlexSP:
         bins = even or best_fit(tokens, room)
         if len(bins) > count:
             return None
-        members = [np.bincount([rows[i] for i in there], minlength=len(task.counts)) for there in bins]
+        members = [
+            np.bincount([rows[i] for i in there], minlength=len(task.counts)) for there in bins
+        ]
         return [(column, tuple(counts.tolist())) for counts in members]
 
     def _dealt(self, buckets: Buckets, chosen: Chosen) -> MicroBatch:
@@ -140,5 +175,9 @@ class FlexSP:
         groups = []
         for ranks, (_, counts) in zip(rank_ranges(degrees, self.topology), chosen, strict=True):
             ids = [left[q].pop() for q, count in enumerate(counts) for _ in range(count)]
-            groups.append(one_strategy_group(ranks, ids, (self.lengths, self.topology, self.cost, self.strategy)))
+            groups.append(
+                one_strategy_group(
+                    ranks, ids, (self.lengths, self.topology, self.cost, self.strategy)
+                )
+            )
         return MicroBatch(groups=widest_first(groups))

@@ -1,16 +1,19 @@
-"""A baseline: the dynamic context parallelism of Megatron-Core's dev branch (`data_schedule_utils.py`, August 2026).
+"""A baseline: the dynamic context parallelism of Megatron-Core's dev branch
+(`data_schedule_utils.py`, August 2026).
 
-The work of a sequence of s tokens on d ranks is s^2 / d, whatever the machine. Micro-batch by micro-batch:
+The work of a sequence of s tokens on d ranks is s^2 / d, whatever the machine. Micro-batch by
+micro-batch:
 
-1. The longest sequence takes the smallest degree that memory allows. Work per rank is limited to that sequence's
-   length times the tokens a rank holds, plus 5 %.
-2. Every other one, longest first, goes where the most loaded rank ends up with the least work: to a group with memory
-   left, or to a new group on free ranks, at any degree that memory allows. What fits nowhere is left for later.
-3. While ranks are idle the first group of the smallest degree takes the next one; if none can, one group of all ranks
-   takes as many sequences as fit.
+1. The longest sequence takes the smallest degree that memory allows. Work per rank is limited to
+   that sequence's length times the tokens a rank holds, plus 5 %.
+2. Every other one, longest first, goes where the most loaded rank ends up with the least work: to
+   a group with memory left, or to a new group on free ranks, at any degree that memory allows.
+   What fits nowhere is left for later.
+3. While ranks are idle the first group of the smallest degree takes the next one; if none can, one
+   group of all ranks takes as many sequences as fit.
 
-It knows no linear layers, no communication and no constant per micro-batch: the cost model only prices the outcome.
-Where Megatron allows any ranks, groups are aligned here (`aligned.py`).
+It knows no linear layers, no communication and no constant per micro-batch: the cost model only
+prices the outcome. Where Megatron allows any ranks, groups are aligned here (`aligned.py`).
 """
 
 import math
@@ -29,7 +32,8 @@ SPARE = 5  # per cent of work above the limit
 
 @dataclass(kw_only=True, slots=True)
 class _Pack:
-    """A group in the making. work: of each of its ranks, times the common multiple of all degrees."""
+    """A group in the making. work: of each of its ranks, times the common multiple of all
+    degrees."""
 
     degree: int
     ids: list[int] = field(default_factory=list)
@@ -40,12 +44,15 @@ class _Pack:
 class _Scheduler:
     """The rule above for one step."""
 
-    def __init__(self, lengths: Sequence[int], topology: Topology, degrees: tuple[int, ...], cap: int) -> None:
+    def __init__(
+        self, lengths: Sequence[int], topology: Topology, degrees: tuple[int, ...], cap: int
+    ) -> None:
         self.lengths, self.topology, self.degrees, self.cap = lengths, topology, degrees, cap
         self.multiple = math.lcm(*degrees)
 
     def micro_batch(self, ids: list[int]) -> tuple[list[_Pack], list[int]]:
-        """The groups of the next micro-batch and the sequences left for later; `ids` fall in length."""
+        """The groups of the next micro-batch and the sequences left for later; `ids` fall in
+        length."""
         longest = self.lengths[ids[0]]
         limit = longest * self.cap * self.multiple * (100 + SPARE) // 100
         first = _Pack(degree=self._needed(longest))
@@ -71,14 +78,18 @@ class _Scheduler:
         return self.lengths[i] ** 2 * self.multiple // degree
 
     def _best(self, packs: list[_Pack], i: int, limit: int) -> _Pack | None:
-        """Where the most loaded rank stays lowest; narrow before wide, and groups there before a new one. A new one is
-        added to `packs`."""
+        """Where the most loaded rank stays lowest; narrow before wide, and groups there before a
+        new one. A new one is added to `packs`."""
         busiest, best, least = max(pack.work for pack in packs), None, limit + 1
         for degree in self.degrees[self.degrees.index(self._needed(self.lengths[i])) :]:
             work = self._work(i, degree)
             room = self.cap * degree - self.lengths[i]
             for pack in packs:
-                if pack.degree == degree and pack.tokens <= room and max(busiest, pack.work + work) < least:
+                if (
+                    pack.degree == degree
+                    and pack.tokens <= room
+                    and max(busiest, pack.work + work) < least
+                ):
                     best, least = pack, max(busiest, pack.work + work)
             if max(busiest, work) < least and self._fits([*packs, _Pack(degree=degree)]):
                 best, least = _Pack(degree=degree), max(busiest, work)
@@ -89,7 +100,9 @@ class _Scheduler:
     def _fits(self, packs: list[_Pack]) -> bool:
         return fit_together([pack.degree for pack in packs], self.topology)
 
-    def _filled(self, packs: list[_Pack], ids: list[int], later: list[int]) -> tuple[list[_Pack], list[int]]:
+    def _filled(
+        self, packs: list[_Pack], ids: list[int], later: list[int]
+    ) -> tuple[list[_Pack], list[int]]:
         """The groups grown over idle ranks."""
         while sum(pack.degree for pack in packs) < self.topology.world_size:
             if not self._grown(packs):

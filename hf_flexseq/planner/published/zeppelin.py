@@ -1,17 +1,19 @@
 """Zeppelin's hierarchical partition (arXiv 2509.21841): every sequence in one of three zones.
 
-1. Nodes. Longest first, a sequence of more tokens than a node holds is split over the narrowest range of whole nodes
-   with room, charged to them equally (inter-node zone); every other one goes to the node with the fewest tokens.
-2. Ranks of a node. A sequence longer than a rank's memory, or with more quadratic work than the node's ranks have on
-   average, is split over the narrowest range that brings it below both (intra-node zone); every other one goes to the
-   rank with the least quadratic work (local zone).
-3. Where something does not fit, more of the longest sequences are split: one, two, four, ... and at last all of them.
-4. Zones are groups; widest first is the published order of execution, inter-node, intra-node, local. Split sequences
-   use a ring where the cost model knows one (`zigzag`), else Ulysses.
+1. Nodes. Longest first, a sequence of more tokens than a node holds is split over the narrowest
+   range of whole nodes with room, charged to them equally (inter-node zone); every other one goes
+   to the node with the fewest tokens.
+2. Ranks of a node. A sequence longer than a rank's memory, or with more quadratic work than the
+   node's ranks have on average, is split over the narrowest range that brings it below both
+   (intra-node zone); every other one goes to the rank with the least quadratic work (local zone).
+3. Where something does not fit, more of the longest sequences are split: one, two, four, ... and
+   at last all of them.
+4. Zones are groups; widest first is the published order of execution, inter-node, intra-node,
+   local. Split sequences use a ring where the cost model knows one (`zigzag`), else Ulysses.
 
-A step that does not fit one micro-batch is cut by `blaster.py`, into as few as can be placed. Split ranges are the
-binary tree's of `blocks.py`, so that groups are laminar. The published system also moves tokens between attention and
-linear layers: `remap.py` decides that afterwards.
+A step that does not fit one micro-batch is cut by `blaster.py`, into as few as can be placed.
+Split ranges are the binary tree's of `blocks.py`, so that groups are laminar. The published system
+also moves tokens between attention and linear layers: `remap.py` decides that afterwards.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -61,7 +63,8 @@ def _micro_batch(placed: list[tuple[int, Zone]], split: str) -> MicroBatch:
 def _partitioned(
     piece: list[int], lengths: Sequence[int], topology: Topology, *, split: bool, cap: int
 ) -> list[tuple[int, Zone]] | None:
-    """(id, zone) of each sequence of a micro-batch, which fall in length; None when they do not fit."""
+    """(id, zone) of each sequence of a micro-batch, which fall in length; None when they do not
+    fit."""
     for extra in _more_and_more(len(piece), split):
         placed = _Partition(lengths, topology, split=split, cap=cap).run(piece, extra)
         if placed:
@@ -81,7 +84,9 @@ def _more_and_more(count: int, split: bool) -> Iterator[int]:
 class _Partition:
     """Tokens and quadratic work of every rank while one micro-batch is partitioned."""
 
-    def __init__(self, lengths: Sequence[int], topology: Topology, *, split: bool, cap: int) -> None:
+    def __init__(
+        self, lengths: Sequence[int], topology: Topology, *, split: bool, cap: int
+    ) -> None:
         self.lengths, self.topology, self.split, self.cap = lengths, topology, split, cap
         self.tokens = [0] * topology.world_size
         self.work = [0] * topology.world_size
@@ -91,8 +96,12 @@ class _Partition:
         self.placed: list[tuple[int, Zone]] = []
 
     def run(self, piece: list[int], extra: int) -> list[tuple[int, Zone]] | None:
-        """The whole partition, the first `extra` sequences split over nodes, or over ranks if there is one node."""
-        node, own = self.topology.ranks_per_node, self._over_nodes(piece, extra if self.across else 0)
+        """The whole partition, the first `extra` sequences split over nodes, or over ranks if
+        there is one node."""
+        node, own = (
+            self.topology.ranks_per_node,
+            self._over_nodes(piece, extra if self.across else 0),
+        )
         if own is None:
             return None
         for index, ids in enumerate(own):
@@ -126,16 +135,22 @@ class _Partition:
             if heavy or position < extra or length > self.cap:
                 done = self._split(i, [z for z in inside if z[1] - z[0] > 1], most_work=mean)
             else:
-                done = self._take(i, min((z for z in inside if z[1] - z[0] == 1), key=self._load(i)))
+                done = self._take(
+                    i, min((z for z in inside if z[1] - z[0] == 1), key=self._load(i))
+                )
             if not done:
                 return False
         return True
 
     def _split(self, i: int, zones: list[Zone], *, most_work: int | None) -> bool:
-        """Put a sequence on the narrowest of `zones` with room where it brings no more work than `most_work`, or else
-        on the widest with room; of equal ones on the least loaded."""
+        """Put a sequence on the narrowest of `zones` with room where it brings no more work than
+        `most_work`, or else on the widest with room; of equal ones on the least loaded."""
         roomy = [zone for zone in zones if self._fits(i, zone)]
-        light = [z for z in roomy if most_work is None or self.lengths[i] ** 2 <= most_work * (z[1] - z[0])]
+        light = [
+            z
+            for z in roomy
+            if most_work is None or self.lengths[i] ** 2 <= most_work * (z[1] - z[0])
+        ]
         if not roomy:
             return False
         width = light[0][1] - light[0][0] if light else roomy[-1][1] - roomy[-1][0]
@@ -148,7 +163,8 @@ class _Partition:
         return -(-self.lengths[i] // (zone[1] - zone[0]))
 
     def _load(self, i: int) -> Callable[[Zone], tuple[bool, int, int]]:
-        """Zones in the order in which a sequence prefers them: with room, then least quadratic work."""
+        """Zones in the order in which a sequence prefers them: with room, then least quadratic
+        work."""
         return lambda zone: (not self._fits(i, zone), max(self.work[zone[0] : zone[1]]), zone[0])
 
     def _take(self, i: int, zone: Zone) -> bool:

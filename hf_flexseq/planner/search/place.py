@@ -1,13 +1,17 @@
-"""Placing the long sequences of many candidate plans at once, as arrays over (candidate, micro-batch, block).
+"""Placing the long sequences of many candidate plans at once, as arrays over (candidate,
+micro-batch, block).
 
-A candidate is a time target per micro-batch. Its long sequences go, longest first, to the block with the least
+A candidate is a time target per micro-batch. Its long sequences go, longest first, to the block
+with the least
 
-    max(nanoseconds above the target, fit / ranks x nanoseconds below it) + device-nanoseconds wasted / ranks
+    max(nanoseconds above the target, fit / ranks x nanoseconds below it) + device-nanoseconds
+    wasted / ranks
 
-among those with memory left. Both terms are nanoseconds of objective, so they add; `fit` is 1 for best fit and -1 for
-worst fit. A sequence that ends above a micro-batch's target raises that target, because
-all ranks wait for it anyway. A block's load is its fullest rank's. Time is counted in ticks of a power of two
-nanoseconds, so that arrays of 32 bits hold it: on arrays this small their width is most of the work.
+among those with memory left. Both terms are nanoseconds of objective, so they add; `fit` is 1 for
+best fit and -1 for worst fit. A sequence that ends above a micro-batch's target raises that
+target, because all ranks wait for it anyway. A block's load is its fullest rank's. Time is counted
+in ticks of a power of two nanoseconds, so that arrays of 32 bits hold it: on arrays this small
+their width is most of the work.
 """
 
 from dataclasses import dataclass
@@ -18,17 +22,20 @@ from numpy.typing import NDArray
 from hf_flexseq.cost import Int64Array
 from hf_flexseq.planner.problem import NEVER, Problem
 
-FIT_RANKS = 256  # at least: on few ranks a whole rank's share would outweigh what is wasted; a power of two
+# at least: on few ranks a whole rank's share would outweigh what is wasted; a power of two
+FIT_RANKS = 256
 ANY_SHAPE = -1
-FAR = 2**30  # ticks or tokens of what is not possible: all else stays so far below that 32 bits suffice
+# ticks or tokens of what is not possible: all else stays so far below that 32 bits suffice
+FAR = 2**30
 
 IntArray = NDArray[np.integer]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Candidates:
-    """C ways to start. targets: [C, M] nanoseconds. fit: [C]. long: [C], how many rows count as long, falling.
-    shapes: [C, F] the shape of block that each of the first F rows must take; ANY_SHAPE leaves it open."""
+    """C ways to start. targets: [C, M] nanoseconds. fit: [C]. long: [C], how many rows count as
+    long, falling. shapes: [C, F] the shape of block that each of the first F rows must take;
+    ANY_SHAPE leaves it open."""
 
     targets: Int64Array
     fit: Int64Array
@@ -37,7 +44,10 @@ class Candidates:
 
     def take(self, rows: Int64Array) -> "Candidates":
         return Candidates(
-            targets=self.targets[rows], fit=self.fit[rows], long=self.long[rows], shapes=self.shapes[rows]
+            targets=self.targets[rows],
+            fit=self.fit[rows],
+            long=self.long[rows],
+            shapes=self.shapes[rows],
         )
 
 
@@ -45,8 +55,8 @@ class Candidates:
 class Placement:
     """Where the long rows stand. targets: [C, M], as raised. ok: [C], whether memory sufficed.
 
-    state: [2, C, M, blocks] nanoseconds and tokens of each block's fullest rank; tokens are NEVER where a block partly
-    overlaps one in use. block, batch: [C, most long rows], of each long row.
+    state: [2, C, M, blocks] nanoseconds and tokens of each block's fullest rank; tokens are NEVER
+    where a block partly overlaps one in use. block, batch: [C, most long rows], of each long row.
     """
 
     targets: Int64Array
@@ -64,10 +74,11 @@ class Placement:
 class _Board:
     """All candidates while rows are placed. A page is one micro-batch of one candidate.
 
-    over: [2, pages, blocks] ticks above the target and tokens above the cap of each block's fullest rank.
-    misfit: [pages, blocks] ticks that a row costs there at least, for fitting badly. targets: [pages] ticks.
-    tables: [K, 3, shapes] ticks, ticks wasted per rank, and tokens. shape_of: [M x blocks]. ok: [C].
-    less: [C] the sign of misfit: -1 for best fit. score, short: room for [C, M x blocks]. constant: ticks.
+    over: [2, pages, blocks] ticks above the target and tokens above the cap of each block's
+    fullest rank. misfit: [pages, blocks] ticks that a row costs there at least, for fitting badly.
+    targets: [pages] ticks. tables: [K, 3, shapes] ticks, ticks wasted per rank, and tokens.
+    shape_of: [M x blocks]. ok: [C]. less: [C] the sign of misfit: -1 for best fit. score, short:
+    room for [C, M x blocks]. constant: ticks.
     """
 
     over: IntArray
@@ -102,20 +113,36 @@ def place_long(problem: Problem, candidates: Candidates) -> Placement:
     batch, block = np.divmod(spots.T, len(problem.blocks.start))
     over = board.over.reshape(2, count, batches, -1).astype(np.int64)
     targets = board.targets.reshape(count, batches).astype(np.int64)
-    load, held = (over[0] + targets[:, :, None]) << tick, np.where(over[1] < FAR, over[1] + problem.cap, NEVER)
-    return Placement(targets=targets << tick, state=np.stack([load, held]), block=block, batch=batch, ok=board.ok)
+    load, held = (
+        (over[0] + targets[:, :, None]) << tick,
+        np.where(over[1] < FAR, over[1] + problem.cap, NEVER),
+    )
+    return Placement(
+        targets=targets << tick,
+        state=np.stack([load, held]),
+        block=block,
+        batch=batch,
+        ok=board.ok,
+    )
 
 
 def _active(long: Int64Array, rows: int) -> list[int]:
     """How many candidates count each row as long: a prefix, since `long` falls."""
-    active: list[int] = (len(long) - np.searchsorted(long[::-1], np.arange(rows), side="right")).tolist()
+    active: list[int] = (
+        len(long) - np.searchsorted(long[::-1], np.arange(rows), side="right")
+    ).tolist()
     return active
 
 
 def tick_bits(problem: Problem, candidates: Candidates) -> int:
     """A tick is 2 to this power nanoseconds: so many that no rank's load comes near FAR."""
     longest = np.where(problem.times < NEVER, problem.times, 0).max(axis=1).sum()
-    return max(0, (int(longest) + int(candidates.targets.max(initial=0))).bit_length() - FAR.bit_length() + 3)
+    return max(
+        0,
+        (int(longest) + int(candidates.targets.max(initial=0))).bit_length()
+        - FAR.bit_length()
+        + 3,
+    )
 
 
 def _board(problem: Problem, candidates: Candidates, rows: int, tick: int) -> _Board:
@@ -152,7 +179,8 @@ def _misfit(problem: Problem, over: IntArray, less: IntArray) -> IntArray:
 
 
 def _scores(problem: Problem, board: _Board, active: int, row: int) -> IntArray:
-    """[C, M x blocks] ticks of objective that putting a row there costs, FAR where memory is short."""
+    """[C, M x blocks] ticks of objective that putting a row there costs, FAR where memory is
+    short."""
     time, waste, need = board.tables[row].take(board.shape_of, axis=1)
     score, short = board.score[:active], board.short[:active]
     over, held = board.over.reshape(2, len(board.ok), -1)[:, :active]
@@ -179,7 +207,11 @@ def _put(problem: Problem, board: _Board, row: int, spot: Int64Array, which: Int
     now = board.over.take(page, axis=1)  # [2, C, blocks]
     added = board.tables[row].take(blocks.shape_of[block], axis=1)[::2] * board.ok[: len(which)]
     if problem.free:
-        added[0] += (now[1, which, block] == -problem.cap) * np.int32(board.constant) * board.ok[: len(which)]
+        added[0] += (
+            (now[1, which, block] == -problem.cap)
+            * np.int32(board.constant)
+            * board.ok[: len(which)]
+        )
     inside = blocks.inside.take(block, axis=0)
     now += added[:, :, None] * inside
     # A larger block's fullest rank is its own or the fullest in here: nothing outside has changed.
@@ -190,14 +222,24 @@ def _put(problem: Problem, board: _Board, row: int, spot: Int64Array, which: Int
     if blocks.overlap:
         now[1][blocks.crossing[block]] = FAR
     board.over[1, page] = now[1]
-    changed = page[:, None]  # [C, 1], or [C, M] for free ranks, whose clocks are the same in all micro-batches
+    # [C, 1], or [C, M] for free ranks, whose clocks are the same in all micro-batches
+    changed = page[:, None]
     if problem.free:
         changed = which[:, None] * board.batches + np.arange(board.batches)
-    _set_loads(problem, board, changed, now[0] + board.targets[page, None], reached[0] + board.targets[page])
+    _set_loads(
+        problem,
+        board,
+        changed,
+        now[0] + board.targets[page, None],
+        reached[0] + board.targets[page],
+    )
 
 
-def _set_loads(problem: Problem, board: _Board, pages: Int64Array, load: IntArray, reached: IntArray) -> None:
-    """Give the pages [C, n] the loads [C, blocks], and targets that are not below what was reached [C]."""
+def _set_loads(
+    problem: Problem, board: _Board, pages: Int64Array, load: IntArray, reached: IntArray
+) -> None:
+    """Give the pages [C, n] the loads [C, blocks], and targets that are not below what was reached
+    [C]."""
     targets = board.targets[pages] = np.maximum(board.targets[pages], reached[:, None])
     over = board.over[0, pages] = load[:, None] - targets[:, :, None]
     board.misfit[pages] = _misfit(problem, over, board.less[: len(pages), None])

@@ -1,8 +1,10 @@
-"""Small changes that make a complete candidate faster: the fullest rank of each micro-batch gives something away.
+"""Small changes that make a complete candidate faster: the fullest rank of each micro-batch gives
+something away.
 
-1. A sequence that stands on that rank alone is moved to where the most slack remains, or swapped for a shorter one.
-2. Where that does not help, any sequence on that rank is moved to the block where the most slack remains, which may be
-   wider or narrower.
+1. A sequence that stands on that rank alone is moved to where the most slack remains, or swapped
+   for a shorter one.
+2. Where that does not help, any sequence on that rank is moved to the block where the most slack
+   remains, which may be wider or narrower.
 
 Until nothing helps. Each change is the best of all pairs, so few are needed.
 """
@@ -32,7 +34,9 @@ def repair(problem: Problem, filled: Filled) -> Filled:
         active = [m for m in active if m in helped or m not in stuck]
         if not active:
             break
-    return Filled(objective=lockstep_objective(problem, load), block=block, batch=batch, load=load, held=held)
+    return Filled(
+        objective=lockstep_objective(problem, load), block=block, batch=batch, load=load, held=held
+    )
 
 
 State = tuple[Int64Array, Int64Array, Int64Array, Int64Array]
@@ -73,9 +77,11 @@ def _relieve(problem: Problem, state: State, m: int) -> bool:
 def _best_exchange(
     problem: Problem, state: State, mine: Int64Array, slack: Int64Array
 ) -> tuple[int, int, int | None] | None:
-    """Which of `mine`, rows on one rank each, goes to which slot, and which other row comes from there, if any.
+    """Which of `mine`, rows on one rank each, goes to which slot, and which other row comes from
+    there, if any.
 
-    A slot is micro-batch x W + rank; slack: [M x W] nanoseconds, nothing where the rows of `mine` stand.
+    A slot is micro-batch x W + rank; slack: [M x W] nanoseconds, nothing where the rows of `mine`
+    stand.
     """
     if not len(mine):
         return None
@@ -89,11 +95,17 @@ def _best_exchange(
     tokens = lengths[mine][:, None] - np.concatenate([lengths[rows], nothing])
     value = np.minimum(gain, slack[slots] - gain)
     left = problem.cap - held
-    value[(tokens > left.ravel()[slots]) | (-tokens > left[batch[mine], block[mine]][:, None])] = -1
+    value[
+        (tokens > left.ravel()[slots]) | (-tokens > left[batch[mine], block[mine]][:, None])
+    ] = -1
     mover, partner = np.unravel_index(int(value.argmax()), value.shape)
     if value[mover, partner] <= 0:
         return None
-    return int(mine[mover]), int(slots[partner]), int(rows[partner]) if partner < len(rows) else None
+    return (
+        int(mine[mover]),
+        int(slots[partner]),
+        int(rows[partner]) if partner < len(rows) else None,
+    )
 
 
 def _exchange(problem: Problem, state: State, row: int, slot: int, other: int | None) -> None:
@@ -112,8 +124,8 @@ def _exchange(problem: Problem, state: State, row: int, slot: int, other: int | 
 
 
 def _reshape(problem: Problem, state: State, m: int) -> bool:
-    """Lower the fullest rank of micro-batch m by moving a row from there to any block, wider and narrower ones, too.
-    False when none helps."""
+    """Lower the fullest rank of micro-batch m by moving a row from there to any block, wider and
+    narrower ones, too. False when none helps."""
     load, _, block, batch = state
     here = problem.blocks.inside[block, int(load[m].argmax())]
     mine = np.flatnonzero((batch == m) & here)
@@ -133,8 +145,9 @@ def _reshape(problem: Problem, state: State, m: int) -> bool:
 
 
 def _slack_after(problem: Problem, state: State, mine: Int64Array, m: int) -> Int64Array:
-    """[mine, M, B] nanoseconds below the micro-batch's fullest rank, as it is now, that the ranks of a block have left
-    once a row of micro-batch m has moved there; -1 where memory or an overlapping block forbids it."""
+    """[mine, M, B] nanoseconds below the micro-batch's fullest rank, as it is now, that the ranks
+    of a block have left once a row of micro-batch m has moved there; -1 where memory or an
+    overlapping block forbids it."""
     load, held, block, batch = state
     blocks = problem.blocks
     shape, on = blocks.shape_of[block[mine]], blocks.inside[block[mine], : problem.world]
@@ -152,7 +165,9 @@ def _slack_after(problem: Problem, state: State, mine: Int64Array, m: int) -> In
 
 def _fullest(problem: Problem, total: Int64Array) -> Int64Array:
     """[..., B] what the fullest rank of each block has, of [..., W]."""
-    fullest: Int64Array = np.maximum.reduceat(total[:, problem.blocks.ranks], problem.blocks.first, axis=1)
+    fullest: Int64Array = np.maximum.reduceat(
+        total[:, problem.blocks.ranks], problem.blocks.first, axis=1
+    )
     return fullest
 
 

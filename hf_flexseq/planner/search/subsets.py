@@ -1,14 +1,16 @@
 """Few sequences: the best lockstep plan, by dynamic programming over their subsets.
 
     alone(block)[S]     S on all ranks of a block: the sum of its times
-    inside(block)[S]    some of S on all ranks, the rest divided between the two parts of one cut; the slowest rank
+    inside(block)[S]    some of S on all ranks, the rest divided between the two parts of one cut;
+                        the slowest rank
     step[S]             inside(all ranks)[S] and the constant: S as one micro-batch
     plan[S]             S in micro-batches: plan[part] + plan[rest]
 
-Blocks of one shape share a table. Memory is a second index, the steps of it that are left below the groups around a
-block; what a group takes is rounded up to whole steps. First without such steps: where memory is plenty the plan found
-is legal, and then it is the best there is on these blocks. Otherwise with as many steps as counted work affords; the
-plan is then a good one, and the best but for rounding.
+Blocks of one shape share a table. Memory is a second index, the steps of it that are left below
+the groups around a block; what a group takes is rounded up to whole steps. First without such
+steps: where memory is plenty the plan found is legal, and then it is the best there is on these
+blocks. Otherwise with as many steps as counted work affords; the plan is then a good one, and the
+best but for rounding.
 """
 
 from dataclasses import dataclass
@@ -30,8 +32,9 @@ Spot = tuple[int, int]  # a block's first rank, one past the last
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class _Table:
-    """One shape of block. alone, taken: [sets] nanoseconds and steps of memory of a set on all its ranks.
-    rest, inside: [steps, sets] the slowest rank, of a set on parts of the ranks only and on parts or all of them."""
+    """One shape of block. alone, taken: [sets] nanoseconds and steps of memory of a set on all its
+    ranks. rest, inside: [steps, sets] the slowest rank, of a set on parts of the ranks only and on
+    parts or all of them."""
 
     alone: Int64Array
     taken: Int64Array
@@ -68,7 +71,8 @@ class _SubsetSearch:
         self.least = self._least()
 
     def _least(self) -> Int64Array:
-        """[sets] nanoseconds in any number of micro-batches: one or two, up to four, up to eight, ..."""
+        """[sets] nanoseconds in any number of micro-batches: one or two, up to four, up to eight,
+        ..."""
         least = self.step
         while True:
             part, rest, begins = _divisions(len(self.problem.lengths))
@@ -89,7 +93,10 @@ class _SubsetSearch:
             rest = np.full((self.steps + 1, len(alone)), NEVER)
             rest[:, 0] = 0
             for cut in cuts(start, stop, problem.topology):
-                rest = np.minimum(rest, _shared(self._table((start, cut)).inside, self._table((cut, stop)).inside))
+                rest = np.minimum(
+                    rest,
+                    _shared(self._table((start, cut)).inside, self._table((cut, stop)).inside),
+                )
                 self.divisions += 1
             inside = _on_top(alone, taken, rest)
             self.tables[shape] = _Table(alone=alone, taken=taken, rest=rest, inside=inside)
@@ -117,7 +124,9 @@ class _SubsetSearch:
             return
         table, part = self._table(spot), _subsets_of(members)
         left = level - table.taken[part]
-        sums = np.where(left >= 0, table.alone[part] + table.rest[np.maximum(left, 0), members ^ part], NEVER)
+        sums = np.where(
+            left >= 0, table.alone[part] + table.rest[np.maximum(left, 0), members ^ part], NEVER
+        )
         best = int(sums.argmin())
         chosen, level = int(part[best]), int(left[best])
         for row in range(len(self.problem.lengths)):
@@ -151,16 +160,23 @@ def _sums(amounts: Int64Array) -> Int64Array:
 def _shared(first: Int64Array, second: Int64Array) -> Int64Array:
     """[steps, sets] the least slower one of two parts that take a set between them."""
     part, rest, begins = _divisions(first.shape[1].bit_length() - 1)
-    slower = [np.minimum.reduceat(np.maximum(f[part], s[rest]), begins) for f, s in zip(first, second, strict=True)]
+    slower = [
+        np.minimum.reduceat(np.maximum(f[part], s[rest]), begins)
+        for f, s in zip(first, second, strict=True)
+    ]
     return np.stack(slower)
 
 
 def _on_top(alone: Int64Array, taken: Int64Array, rest: Int64Array) -> Int64Array:
-    """[steps, sets] the least sum of a part on all ranks and the rest below it in the memory then left."""
+    """[steps, sets] the least sum of a part on all ranks and the rest below it in the memory then
+    left."""
     part, others, begins = _divisions(len(alone).bit_length() - 1)
     never = np.full((len(rest) - 1, rest.shape[1]), NEVER)
     below, steps = np.concatenate([never, rest]), len(rest) - 1 - taken[part]
-    sums = [np.minimum.reduceat(below[steps + left, others] + alone[part], begins) for left in range(len(rest))]
+    sums = [
+        np.minimum.reduceat(below[steps + left, others] + alone[part], begins)
+        for left in range(len(rest))
+    ]
     least: Int64Array = np.minimum(np.stack(sums), NEVER)
     return least
 

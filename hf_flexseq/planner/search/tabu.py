@@ -1,12 +1,13 @@
 """Small problems: a walk over single moves that does not stop at the first plan it cannot improve.
 
-1. Every sequence is tried on every block of every micro-batch, as arrays over (sequence, micro-batch, block).
-2. The best of these moves is made, even if it makes the step longer, except that a sequence moved lately stays put
-   unless that gives the best plan so far.
+1. Every sequence is tried on every block of every micro-batch, as arrays over (sequence,
+   micro-batch, block).
+2. The best of these moves is made, even if it makes the step longer, except that a sequence moved
+   lately stays put unless that gives the best plan so far.
 3. The best plan met is the answer. The number of moves is bounded by counted work.
 
-A tabu search (Glover 1989), for lockstep only. Few sequences leave the other parts of the planner few places to even
-things out; with many, `repair.py` gets further in less time.
+A tabu search (Glover 1989), for lockstep only. Few sequences leave the other parts of the planner
+few places to even things out; with many, `repair.py` gets further in less time.
 """
 
 from dataclasses import dataclass
@@ -53,8 +54,8 @@ def _moved(problem: Problem, filled: Filled, row: int, batch: int, block: int) -
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class _Without:
-    """What is left when each row in turn is taken away. load, held: [K, M, W]. crossed: [K, M, B], whether a block
-    partly overlaps one in use. rows: [K, M] how many there are."""
+    """What is left when each row in turn is taken away. load, held: [K, M, W]. crossed: [K, M, B],
+    whether a block partly overlaps one in use. rows: [K, M] how many there are."""
 
     load: Int64Array
     held: Int64Array
@@ -63,16 +64,20 @@ class _Without:
 
 
 def after_each_move(problem: Problem, filled: Filled) -> Int64Array:
-    """[K, M, B] the objective with one row moved there; NEVER where that is not legal, or where it stands."""
+    """[K, M, B] the objective with one row moved there; NEVER where that is not legal, or where it
+    stands."""
     blocks, rows, without = problem.blocks, np.arange(len(filled.block)), _without(problem, filled)
     time, need = (amount[:, None, blocks.shape_of] for amount in (problem.times, problem.needs))
     peak = without.load.max(axis=2)  # [K, M]
     within, held = (
-        np.maximum.reduceat(state[:, :, blocks.ranks], blocks.first, axis=2) for state in (without.load, without.held)
+        np.maximum.reduceat(state[:, :, blocks.ranks], blocks.first, axis=2)
+        for state in (without.load, without.held)
     )
     spent = peak + (without.rows > 0) * problem.constant
     others = spent.sum(axis=1, keepdims=True) - spent
-    objective: Int64Array = others[:, :, None] + np.maximum(peak[:, :, None], within + time) + problem.constant
+    objective: Int64Array = (
+        others[:, :, None] + np.maximum(peak[:, :, None], within + time) + problem.constant
+    )
     objective[(held > problem.cap - need) | without.crossed] = NEVER
     objective[rows, filled.batch, filled.block] = NEVER
     return objective
@@ -91,4 +96,6 @@ def _without(problem: Problem, filled: Filled) -> _Without:
     there[rows, filled.batch] = 1
     crossing = blocks.crossing[filled.block].astype(np.int64)  # [K, B]
     crossed = (there.T @ crossing)[None] - there[:, :, None] * crossing[:, None, :]
-    return _Without(load=states[0], held=states[1], crossed=crossed > 0, rows=there.sum(axis=0)[None] - there)
+    return _Without(
+        load=states[0], held=states[1], crossed=crossed > 0, rows=there.sum(axis=0)[None] - there
+    )

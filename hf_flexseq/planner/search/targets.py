@@ -1,13 +1,16 @@
-"""The candidates a search starts from: how much time each micro-batch should take, and which sequences are long.
+"""The candidates a search starts from: how much time each micro-batch should take, and which
+sequences are long.
 
-1. Cut the sequences, longest first, into as many chunks of tokens as there are micro-batches: equal chunks, or as full
-   as memory allows from the first on.
-2. A micro-batch's target mixes an equal share of the total cheapest device-time with its chunk's own share. Equal
-   targets make every micro-batch alike; unequal ones let one hold the sequences that need many ranks.
-3. A few candidates give the first micro-batch the time of one of the longest sequences at one of its smallest degrees
-   (a breakpoint) and share out the rest: that suits batches with a giant.
+1. Cut the sequences, longest first, into as many chunks of tokens as there are micro-batches:
+   equal chunks, or as full as memory allows from the first on.
+2. A micro-batch's target mixes an equal share of the total cheapest device-time with its chunk's
+   own share. Equal targets make every micro-batch alike; unequal ones let one hold the sequences
+   that need many ranks.
+3. A few candidates give the first micro-batch the time of one of the longest sequences at one of
+   its smallest degrees (a breakpoint) and share out the rest: that suits batches with a giant.
 4. Where sequences are few, every combination of degrees for the longest ones is a candidate.
-5. Long are the sequences above one rank's memory, or whose time on one rank exceeds a fraction of the mean target.
+5. Long are the sequences above one rank's memory, or whose time on one rank exceeds a fraction of
+   the mean target.
 """
 
 import math
@@ -26,11 +29,12 @@ FULL = 960  # per mille of a micro-batch's memory that a full chunk takes
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Recipe:
-    """What a density of sequences calls for; tuned on batches of 512 on 64 ranks, all numbers per mille but `fit`.
+    """What a density of sequences calls for; tuned on batches of 512 on 64 ranks, all numbers per
+    mille but `fit`.
 
-    mixes: (chunks as full as memory allows?, share of the chunk in the mix, factor on all targets).
-    settings: (`fit` of place.py, fraction of the mean target above which a sequence is long).
-    copies: how many changed copies of a good candidate a round tries.
+    mixes: (chunks as full as memory allows?, share of the chunk in the mix, factor on all
+    targets). settings: (`fit` of place.py, fraction of the mean target above which a sequence is
+    long). copies: how many changed copies of a good candidate a round tries.
     """
 
     mixes: tuple[tuple[bool, int, int], ...]
@@ -75,7 +79,8 @@ SPARSE = Recipe(
 WORK = 8_000_000  # (candidate, micro-batch, block, long row) quadruples of one round
 FEWEST = 4  # candidates of a round, however much work
 FORCED = 6  # longest rows whose shapes are tried in every combination
-FORCED_EACH, FORCED_WORK = 20_000, 400_000  # quadruples of one of those candidates, at most, and of all of them
+# quadruples of one of those candidates, at most, and of all of them
+FORCED_EACH, FORCED_WORK = 20_000, 400_000
 FREE_FACTORS = (1000, 1020, 1050, 1100)  # per mille, on the end of a free step
 CROWDED_FROM, SPARSE_BELOW = 2.5, 3.0  # sequences per rank and micro-batch
 
@@ -100,7 +105,9 @@ def starting_candidates(problem: Problem, batches: int) -> Candidates:
     return _with_shapes(problem, started)
 
 
-def _targets(problem: Problem, batches: int, recipe: Recipe) -> list[tuple[tuple[int, ...], tuple[int, int]]]:
+def _targets(
+    problem: Problem, batches: int, recipe: Recipe
+) -> list[tuple[tuple[int, ...], tuple[int, int]]]:
     """(targets, setting) of the recipe's candidates."""
     shares = {full: _shares(problem, batches, full) for full in (False, True)}
     mixed = [_mixed(problem, shares[full], own, factor) for full, own, factor in recipe.mixes]
@@ -121,8 +128,8 @@ def recipes_of(problem: Problem, batches: int) -> tuple[Recipe, ...]:
 
 
 def _with_shapes(problem: Problem, started: Candidates) -> Candidates:
-    """The candidates, before them those in which the longest rows have every combination of shapes, as far as that is
-    affordable; all rows of those count as long."""
+    """The candidates, before them those in which the longest rows have every combination of
+    shapes, as far as that is affordable; all rows of those count as long."""
     rows, batches = len(problem.lengths), started.targets.shape[1]
     each = rows * batches * len(problem.blocks.start)
     possible = [[int(s) for s in np.flatnonzero(row < NEVER)] for row in problem.times[:FORCED]]
@@ -167,7 +174,8 @@ def _shares(problem: Problem, batches: int, full: bool) -> Int64Array:
 
 
 def _mixed(problem: Problem, shares: Int64Array, own: int, factor: int) -> tuple[int, ...]:
-    """Targets of which `own` per mille follow the chunks' shares and the rest is equal, all times `factor`."""
+    """Targets of which `own` per mille follow the chunks' shares and the rest is equal, all times
+    `factor`."""
     equal = int(problem.least_area.sum()) // len(shares)
     mixed = (own * shares + (PERMILLE - own) * equal) // PERMILLE // problem.world
     return tuple((mixed * factor // PERMILLE).tolist())
@@ -175,13 +183,21 @@ def _mixed(problem: Problem, shares: Int64Array, own: int, factor: int) -> tuple
 
 def _clocks(problem: Problem, batches: int, factor: int) -> tuple[int, ...]:
     """The same end of the step for all micro-batches of free ranks."""
-    end = int(problem.least_area.sum()) // problem.world * factor // PERMILLE + batches * problem.constant
+    end = (
+        int(problem.least_area.sum()) // problem.world * factor // PERMILLE
+        + batches * problem.constant
+    )
     return (end,) * batches
 
 
 def _breakpoints(problem: Problem, batches: int) -> list[tuple[int, ...]]:
-    """Targets whose first one is the time of one of the longest sequences at one of its smallest degrees,
-    where that is above the mean."""
+    """Targets whose first one is the time of one of the longest sequences at one of its smallest
+    degrees, where that is above the mean."""
     total = int(problem.least_area.sum()) // problem.world
-    times = {int(t) for row in problem.times[:4] for t in row[row < NEVER][:3] if total // batches < t < total}
+    times = {
+        int(t)
+        for row in problem.times[:4]
+        for t in row[row < NEVER][:3]
+        if total // batches < t < total
+    }
     return [(t, *[(total - t) // (batches - 1)] * (batches - 1)) for t in sorted(times)]

@@ -1,9 +1,11 @@
-"""Go through a pipeline's plan without computing: in which order actions can happen, when, and what is then held.
+"""Go through a pipeline's plan without computing: in which order actions can happen, when, and
+what is then held.
 
-A stage takes its inputs from two queues, one from each neighbour, and each queue hands out chunks in the order in
-which the neighbour made them: sends are buffered, receives are not reordered. A plan in which some rank waits for
-ever under these rules is a deadlock, and so is one that merely needs a reordered queue: an executor that posts
-receives in the order of its own list would hang there.
+A stage takes its inputs from two queues, one from each neighbour, and each queue hands out chunks
+in the order in which the neighbour made them: sends are buffered, receives are not reordered. A
+plan in which some rank waits for ever under these rules is a deadlock, and so is one that merely
+needs a reordered queue: an executor that posts receives in the order of its own list would hang
+there.
 """
 
 from collections import deque
@@ -18,7 +20,8 @@ Key = tuple[str, int]  # (F or B, the stage that sends)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Done:
-    """One action at its time. start, stop: nanoseconds. held: bytes of the rank while it goes on; left: after it."""
+    """One action at its time. start, stop: nanoseconds. held: bytes of the rank while it goes on;
+    left: after it."""
 
     rank: int
     action: Action
@@ -29,8 +32,11 @@ class Done:
 
 
 def walk(plan: PipelinePlan) -> Iterator[tuple[int, Action]]:
-    """All (rank, action), every one after what it waits for. Raises ValueError naming where each rank is stuck."""
-    queues: dict[Key, deque[tuple[int, int]]] = {(way, stage): deque() for way in "FB" for stage in range(plan.stages)}
+    """All (rank, action), every one after what it waits for. Raises ValueError naming where each
+    rank is stuck."""
+    queues: dict[Key, deque[tuple[int, int]]] = {
+        (way, stage): deque() for way in "FB" for stage in range(plan.stages)
+    }
     at = [0] * plan.ranks
     moved = True
     while moved:
@@ -40,14 +46,20 @@ def walk(plan: PipelinePlan) -> Iterator[tuple[int, Action]]:
                 yield rank, actions[at[rank]]
                 at[rank] += 1
                 moved = True
-    stuck = [str(actions[place]) for actions, place in zip(plan.actions, at, strict=True) if place < len(actions)]
+    stuck = [
+        str(actions[place])
+        for actions, place in zip(plan.actions, at, strict=True)
+        if place < len(actions)
+    ]
     if stuck:
-        raise ValueError(f"deadlock: {', '.join(stuck)} wait for what is never sent, or not sent next")
+        raise ValueError(
+            f"deadlock: {', '.join(stuck)} wait for what is never sent, or not sent next"
+        )
 
 
 def _take(action: Action, stages: int, queues: dict[Key, deque[tuple[int, int]]]) -> bool:
-    """Take the action's input from its queue and put its output into the next one; False when the input is not
-    there."""
+    """Take the action's input from its queue and put its output into the next one; False when the
+    input is not there."""
     way, step, last = ("F", -1, 0) if action.kind == "F" else ("B", 1, stages - 1)
     if action.kind != "W":
         chunk = (action.unit, action.chunk)
@@ -61,16 +73,21 @@ def _take(action: Action, stages: int, queues: dict[Key, deque[tuple[int, int]]]
 
 
 def timed(plan: PipelinePlan, cost: PipelineCost) -> Iterator[Done]:
-    """All actions at the earliest time that their ranks' order allows: the longest path through the plan."""
+    """All actions at the earliest time that their ranks' order allows: the longest path through
+    the plan."""
     places = plan.places()
-    costs = chunk_costs(cost, [shape_of(chunk, plan.lengths) for chunk in plan.chunks], plan.checkpointed)
+    costs = chunk_costs(
+        cost, [shape_of(chunk, plan.lengths) for chunk in plan.chunks], plan.checkpointed
+    )
     last = {chunk.unit: chunk.index for chunk in plan.chunks}
     free, held = [0] * plan.ranks, [0] * plan.ranks
     arrived: dict[tuple[str, int, int], int] = {}
     for rank, action in walk(plan):
         place = places[action.unit, action.chunk]
         way = "F" if action.kind == "F" else "B"
-        start = max(free[rank], arrived.get((way, action.stage, place), 0) if action.kind != "W" else 0)
+        start = max(
+            free[rank], arrived.get((way, action.stage, place), 0) if action.kind != "W" else 0
+        )
         stop = start + _duration(action, place, costs)
         if action.kind != "W":
             receiver = action.stage + (1 if way == "F" else -1)
@@ -98,13 +115,20 @@ def _duration(action: Action, place: int, costs: ChunkCosts) -> int:
     stage = action.stage
     if action.kind == "F":
         return costs.forward[stage][place]
-    parts = {"I": (costs.input_grad,), "W": (costs.weight_grad,), "B": (costs.input_grad, costs.weight_grad)}
+    parts = {
+        "I": (costs.input_grad,),
+        "W": (costs.weight_grad,),
+        "B": (costs.input_grad, costs.weight_grad),
+    }
     return sum(part[stage][place] for part in parts[action.kind])
 
 
 def _bytes(action: Action, place: int, costs: ChunkCosts, is_last: bool) -> tuple[int, int]:
-    """Bytes an action gains when it starts and loses when it stops. is_last: of its unit's chunks."""
-    held, owed, carried = (row[action.stage][place] for row in (costs.held, costs.owed, costs.carried))
+    """Bytes an action gains when it starts and loses when it stops. is_last: of its unit's
+    chunks."""
+    held, owed, carried = (
+        row[action.stage][place] for row in (costs.held, costs.owed, costs.carried)
+    )
     if action.kind == "F":
         return held + (carried if action.chunk == 0 else 0), 0
     if action.kind == "W":
