@@ -1,0 +1,216 @@
+"""Private parts of torch that hf_flexseq builds on."""
+
+import datetime
+import inspect
+import weakref
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.tensor import DTensor
+from torch.utils.checkpoint import _CheckpointFrame, checkpoint
+
+from tests.contracts.look import parameters, schema_arguments
+from tests.ranks import run_ranks
+
+# ---- attention/remat.py: a checkpointed region is known by the frame its saved-tensor hooks hold
+
+
+def frame_in_closure(hook):
+    """The checkpoint frame in the cells of a hook, and whether the cell holds it weakly."""
+    for cell in getattr(inspect.unwrap(hook), "__closure__", None) or ():
+        content = cell.cell_contents
+        frame = content() if isinstance(content, weakref.ref) else content
+        if isinstance(frame, _CheckpointFrame):
+            return frame, frame is not content
+    return None
+
+
+def test_the_hooks_of_a_checkpointed_region_hold_its_frame_and_the_replay_s_hold_it_weakly():
+    seen = []
+
+    def region(x):
+        hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
+        seen.append(frame_in_closure(hooks[0]))
+        return x * x
+
+    x = torch.ones(2, requires_grad=True)
+    checkpoint(region, x, use_reentrant=False).sum().backward()
+    (first, first_weak), (replay, replay_weak) = seen
+    assert first is replay
+    assert (first_weak, replay_weak) == (False, True)
+
+
+def test_outside_of_a_region_there_are_no_saved_tensor_hooks():
+    assert torch._C._autograd._top_saved_tensors_default_hooks(True) is None
+
+
+def test_a_dispatch_mode_is_counted():
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    class Mode(TorchDispatchMode):
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            return function(*args, **(kwargs or {}))
+
+    assert torch._C._len_torch_dispatch_stack() == 0
+    with Mode():
+        assert torch._C._len_torch_dispatch_stack() == 1
+
+
+def test_a_tensor_counts_the_writes_to_it():
+    x = torch.zeros(2)
+    before = x._version
+    x.add_(1)
+    assert x._version == before + 1
+
+
+# ---- kernels/torch_varlen.py and kernels/cpu_flash.py: attention with a log-sum-exp
+
+
+def test_flash_attention_on_cuda_takes_what_torch_varlen_gives_it():
+    positional, keywords = schema_arguments(torch.ops.aten._flash_attention_forward.default)
+    assert positional == [
+        "query",
+        "key",
+        "value",
+        "cum_seq_q",
+        "cum_seq_k",
+        "max_q",
+        "max_k",
+        "dropout_p",
+        "is_causal",
+        "return_debug_mask",
+    ]
+    assert "scale" in keywords
+    positional, keywords = schema_arguments(torch.ops.aten._flash_attention_backward.default)
+    assert positional[:6] == ["grad_out", "query", "key", "value", "out", "logsumexp"]
+    assert positional[6:] == [
+        "cum_seq_q",
+        "cum_seq_k",
+        "max_q",
+        "max_k",
+        "dropout_p",
+        "is_causal",
+        positional[12],  # the state of the random numbers, called differently over the versions
+        positional[13],
+    ]
+    assert len(positional) == 14
+    assert "scale" in keywords
+
+
+def test_flash_attention_on_the_cpu_takes_what_cpu_flash_gives_it():
+    forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
+    backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
+    positional, keywords = schema_arguments(forward)
+    assert positional == ["query", "key", "value", "dropout_p", "is_causal"]
+    assert {"attn_mask", "scale"} <= set(keywords)
+    positional, keywords = schema_arguments(backward)
+    assert positional == [
+        "grad_out",
+        "query",
+        "key",
+        "value",
+        "out",
+        "logsumexp",
+        "dropout_p",
+        "is_causal",
+    ]
+    assert {"attn_mask", "scale"} <= set(keywords)
+
+
+def test_flash_attention_on_the_cpu_is_causal_from_the_top_left_and_gives_a_natural_logsumexp():
+    q = torch.randn(1, 1, 2, 8, dtype=torch.float64)
+    k, v = torch.randn(2, 1, 1, 3, 8, dtype=torch.float64)
+    out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+        q, k, v, 0.0, True, scale=1.0
+    )
+    scores = q @ k.transpose(-1, -2)  # [1, 1, 2, 3]
+    assert torch.allclose(out[0, 0, 0], v[0, 0, 0])  # the first query reads the first key alone
+    first, second = lse.flatten()
+    assert torch.allclose(first, scores[0, 0, 0, 0])
+    assert torch.allclose(second, scores[0, 0, 1, :2].logsumexp(0))
+
+
+# ---- kernels/chunked_loss.py
+
+
+def test_linear_cross_entropy_takes_a_chunk_size():
+    found = parameters(torch.nn.functional.linear_cross_entropy)
+    assert found[:3] == ["input", "linear_weight", "target"]
+    assert {"linear_bias", "reduction", "ignore_index", "options"} <= set(found)
+    assert nn.LinearCrossEntropyOptions(batch_chunk_size=3).batch_chunk_size == 3
+
+
+# ---- distributed/communicator.py: the timeout of the job's own group
+
+
+def timeout_of_the_job(rank, world_size):
+    world = dist.distributed_c10d._get_default_group()
+    return world._get_backend(torch.device("cpu")).options._timeout
+
+
+def test_the_default_group_tells_its_timeout():
+    assert (
+        run_ranks(timeout_of_the_job, 2, group_seconds=77) == [datetime.timedelta(seconds=77)] * 2
+    )
+
+
+# ---- pipeline/sharding.py: FSDP2 driven by hand
+
+
+def sharded_by_hand(rank, world_size):
+    linear = nn.Linear(4, 4, bias=False)
+    kind = type(linear)
+    unit = fully_shard(linear, reshard_after_forward=False)
+    unit.set_requires_gradient_sync(False)
+    unit.set_reshard_after_backward(False)
+    sharded = isinstance(linear.weight, DTensor)
+    unit.unshard()
+    whole = linear.weight
+    unsharded = not isinstance(whole, DTensor) and whole.shape == (4, 4)
+    linear(torch.ones(1, 4)).sum().backward()
+    local_gradient = linear.weight.grad is not None and not isinstance(linear.weight.grad, DTensor)
+    linear.weight.grad = None
+    unit.reshard()
+    again = isinstance(linear.weight, DTensor)
+    plain = next(cls for cls in type(linear).__mro__ if not issubclass(cls, FSDPModule))
+    return sharded, unsharded, local_gradient, again, plain is kind
+
+
+def test_a_unit_of_fsdp2_unshards_and_reshards_when_told_to():
+    assert run_ranks(sharded_by_hand, 2) == [(True, True, True, True, True)] * 2
+
+
+def test_fsdp_modules_are_known_by_a_method():
+    # hf/calibration/estimate.py takes a module that has it for one that FSDP shards
+    assert hasattr(FSDPModule, "set_requires_gradient_sync")
+    assert not hasattr(nn.Module, "set_requires_gradient_sync")
+
+
+# ---- pipeline/stages.py, pipeline/weights.py, hf/model/loss.py: forwards replaced on instances
+
+
+def test_a_forward_set_on_an_instance_is_called_and_hooks_still_run():
+    linear, ran = nn.Linear(2, 2), []
+    linear.forward = lambda x: ran.append("forward") or x
+    linear.register_forward_hook(lambda *_: ran.append("hook"))
+    linear(torch.ones(1, 2))
+    assert ran == ["forward", "hook"]
+    del linear.forward
+    assert linear(torch.ones(1, 2)).shape == (1, 2)
+
+
+def test_forward_hooks_can_be_called_after_an_exception():
+    ran = []
+
+    class Raises(nn.Module):
+        def forward(self):
+            raise ValueError
+
+    module = Raises()
+    module.register_forward_hook(lambda *_: ran.append("hook"), always_call=True)
+    with pytest.raises(ValueError):
+        module()
+    assert ran == ["hook"]

@@ -1,0 +1,21 @@
+"""Private parts of TRL's SFTTrainer that hf_flexseq/hf/trainer.py answers to."""
+
+import inspect
+
+import pytest
+
+from tests.contracts.look import calls, parameters
+
+trl = pytest.importorskip("trl")
+
+
+def test_sft_refuses_masks_without_labels_in_a_method_that_is_given_the_collator():
+    # FlexSeqMixin hands it the collator inside ours
+    method = trl.SFTTrainer._reject_skip_prepare_without_labels
+    assert parameters(method) == ["datasets", "data_collator"]
+    assert calls(trl.SFTTrainer, "_reject_skip_prepare_without_labels")
+
+
+def test_sft_asks_the_model_for_a_fused_head():
+    # hf/model/loss.py keeps TRL's head where it is asked for
+    assert "fused_lm_head" in inspect.getsource(trl.SFTTrainer)
