@@ -2,7 +2,7 @@
 
 from itertools import accumulate
 
-from hf_flexseq.cost.stages import PipelineCost, StageCost
+from hf_flexseq.cost.stages import PipelineCost, StageCost, chunk_costs, shape_of
 from hf_flexseq.plan.pipeline import Chunk, PipelinePlan
 from hf_flexseq.plan.shard import Slice
 
@@ -56,3 +56,40 @@ def even_cost(stages, *, forward_ns=1000, tokens=8):
 
 def firsts(sizes):
     return list(accumulate(sizes, initial=0))[:-1]
+
+
+def duration(action, place, costs):
+    split = costs.input_grad[action.stage][place], costs.weight_grad[action.stage][place]
+    return {
+        "F": costs.forward[action.stage][place],
+        "I": split[0],
+        "W": split[1],
+        "B": sum(split),
+    }[action.kind]
+
+
+def relaxed(plan, cost):
+    """When each action stops: every edge of the graph is pulled until nothing moves."""
+    costs = chunk_costs(
+        cost, [shape_of(chunk, plan.lengths) for chunk in plan.chunks], plan.checkpointed
+    )
+    places = plan.places()
+    stops = {action: 0 for actions in plan.actions for action in actions}
+    gives = {
+        (a.stage, "F" if a.kind == "F" else "B", a.unit, a.chunk): a
+        for a in stops
+        if a.kind != "W"
+    }
+    moved = True
+    while moved:
+        moved = False
+        for actions in plan.actions:
+            for before, action in zip((None, *actions), actions, strict=False):
+                place = places[action.unit, action.chunk]
+                way, step = ("F", -1) if action.kind == "F" else ("B", 1)
+                giver = gives.get((action.stage + step, way, action.unit, action.chunk))
+                giver = None if action.kind == "W" else giver
+                start = max(stops.get(before, 0), stops[giver] + costs.send[place] if giver else 0)
+                stop = start + duration(action, place, costs)
+                moved, stops[action] = moved or stop != stops[action], stop
+    return stops

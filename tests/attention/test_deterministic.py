@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from hf_flexseq.attention import SequenceContext, sequence_parallel_attention
+from hf_flexseq.attention import SequenceContext, deterministic, sequence_parallel_attention
 from hf_flexseq.attention.deterministic import BLOCK, slowdown
 from hf_flexseq.distributed.communicator import Communicator
 from hf_flexseq.kernels.choose import choose_kernel
@@ -137,6 +137,27 @@ def test_the_usual_way_has_other_bits_at_other_degrees(alone):
     assert any((x.double().numpy() != y).any() for x, y in zip(tensors, fixed, strict=True))
 
 
-def test_its_cost_is_measured():
+class TicksPerCall:
+    """A kernel under whose every call, forward or backward, a clock goes on by one second."""
+
+    def __init__(self, kernel):
+        self.kernel, self.seconds = kernel, 0
+
+    def __getattr__(self, name):
+        return getattr(self.kernel, name)
+
+    def forward(self, *args, **options):
+        self.seconds += 1
+        return self.kernel.forward(*args, **options)
+
+    def backward(self, *args, **options):
+        self.seconds += 1
+        return self.kernel.backward(*args, **options)
+
+
+def test_its_cost_is_the_ratio_of_the_seconds_it_takes(monkeypatch):
+    kernel = TicksPerCall(choose_kernel(CPU, torch.float32, HEAD_DIM))
+    monkeypatch.setattr(deterministic.time, "perf_counter", lambda: kernel.seconds)
     q, k = torch.ones(2 * BLOCK, 4, HEAD_DIM), torch.ones(2 * BLOCK, 2, HEAD_DIM)
-    assert slowdown(q, k, Communicator(), choose_kernel(CPU, torch.float32, HEAD_DIM)) > 0
+    # Of two blocks there are three pairs with keys to read, and one call for everything otherwise.
+    assert slowdown(q, k, Communicator(), kernel) == 3

@@ -11,7 +11,7 @@ import torch
 from hf_flexseq.attention import SequenceContext, sequence_parallel_attention
 from hf_flexseq.distributed.communicator import Communicator, Transfers
 from hf_flexseq.kernels.choose import choose_kernel
-from hf_flexseq.plan.shard import make_shard
+from hf_flexseq.plan.shard import make_shard, remapped
 from hf_flexseq.schedule.routing import NicFigures
 from hf_flexseq.topology import Topology
 from tests.plans import random_plan
@@ -43,7 +43,9 @@ def run_plans(rank, world_size, kind, plans, pauses_s=PAUSES_S):
         plan = random_plan(lengths, world_size, shared, nodes=nodes)
         for micro_batch in plan.micro_batches:
             shard = make_shard(micro_batch, plan.lengths, rank)
-            if shard.zones:
+            if micro_batch.remap:
+                shard = remapped(shard, micro_batch, plan.lengths, communicator.topology)
+            if shard.zones or shard.linear_tokens:
                 calls += run_layers(shard, communicator, own, pauses_s, links)
     return calls
 
@@ -54,7 +56,7 @@ def run_layers(shard, communicator, own, pauses_s, links):
     seq_ctx = SequenceContext(
         shard, communicator, choose_kernel(CPU, torch.float32, 4), CPU, links=links
     )
-    x = torch.randn(shard.attention_tokens, 4, 4, requires_grad=True)
+    x = torch.randn(shard.linear_tokens, 4, 4, requires_grad=True)
     y = x
     for _ in range(LAYERS):
         time.sleep(own.choice(pauses_s))

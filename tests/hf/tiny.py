@@ -85,25 +85,30 @@ def relative_errors(found, wanted, floor_of=None):
 
 
 class RandomPlanner:
-    """Any legal plan, another one each step."""
+    """Any legal plan, another one each step. accepts: draws go on until it is True of a plan."""
 
-    def __init__(self, world_size, seed):
+    def __init__(self, world_size, seed, accepts=lambda plan: True):
         self.world_size, self.rng, self.submitted = world_size, random.Random(seed), {}
+        self.accepts = accepts
 
     def submit(self, step, lengths):
         self.submitted[step] = lengths
 
     def result(self, step) -> Plan:
-        return random_plan(self.submitted.pop(step), self.world_size, self.rng)
+        lengths = self.submitted.pop(step)
+        plan = random_plan(lengths, self.world_size, self.rng)
+        while not self.accepts(plan):
+            plan = random_plan(lengths, self.world_size, self.rng)
+        return plan
 
     def close(self):
         pass
 
 
 class RandomPlanEngine(FlexSeqEngine):
-    """An engine whose plans are random."""
+    """An engine whose plans are random; see `RandomPlanner` for `accepts`."""
 
-    def __init__(self, accelerator, seed, **options):
+    def __init__(self, accelerator, seed, accepts=lambda plan: True, **options):
         super().__init__(
             accelerator,
             FlexSeqArguments(
@@ -115,7 +120,7 @@ class RandomPlanEngine(FlexSeqEngine):
                 }
             ),
         )
-        self.seed = seed
+        self.seed, self.accepts = seed, accepts
 
     def make_planner(self, *, ahead):
-        return RandomPlanner(self.communicator.world_size, self.seed)
+        return RandomPlanner(self.communicator.world_size, self.seed, self.accepts)
