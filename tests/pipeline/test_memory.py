@@ -6,12 +6,16 @@ from unittest import mock
 import pytest
 import torch
 
+from hf_flexseq.cost.analytic import DEVICES, analytic_cost_model
 from hf_flexseq.cost.stages import PipelineCost, StageCost
 from hf_flexseq.distributed.communicator import Communicator
+from hf_flexseq.hf.calibration.estimate import model_shape
 from hf_flexseq.hf.pipeline.engine import token_bytes
 from hf_flexseq.pipeline import executor as executor_module
+from hf_flexseq.pipeline.cost import pipeline_cost
 from hf_flexseq.planner.pipeline import make_pipeline_plan
 from hf_flexseq.schedule.pipeline.walk import timed
+from hf_flexseq.topology import Topology
 from tests.hf.tiny import documents, tiny_llama
 from tests.pipeline.live import LiveBytes
 from tests.pipeline.test_exactness import columns_of, make_executor
@@ -120,3 +124,39 @@ def test_counted_memory_is_the_simulated(stages):
     most = (CHUNKS + stages - 1) / (CHUNKS * stages)  # of 1f1b's activations, with even cuts
     in_flight = 3 * kv_bytes  # keys and values of two sequences, and the gradients of one
     assert first["seq1f1b"][0] <= most * first["1f1b"][0] + in_flight
+
+
+# ---- the analytic bytes, by which a planner decides where nobody has counted
+
+
+def analytic_and_live(rank, world_size):
+    """The cost of every stage by arithmetic, without and with checkpointing, and as counted."""
+    model = tiny_llama(num_hidden_layers=LAYERS, vocab_size=VOCABULARY)
+    shape, of_token = model_shape(model), token_bytes(model)
+    executor = make_executor(model, world_size, 1, Communicator())
+    analytic = []
+    for checkpointing in (False, True):
+        cost = analytic_cost_model(
+            shape,
+            DEVICES["CPU"],
+            Topology(nodes=1, ranks_per_node=world_size),
+            checkpointing=checkpointing,
+            chunked_loss=True,
+            zero_stage=0,
+        )
+        stages = pipeline_cost(cost, executor.stage, of_token, checkpointed=checkpointing).stages
+        analytic.append(stages)
+    return *analytic, counted_cost(executor).stages
+
+
+def test_analytic_bytes_are_close_to_live_ones():
+    plain, checkpointed, live = run_ranks(analytic_and_live, 2)[0]
+    for stage, (by_arithmetic, counted) in enumerate(zip(plain, live, strict=True)):
+        held = by_arithmetic.token_bytes + by_arithmetic.kv_bytes
+        found = counted.token_bytes + counted.kv_bytes
+        assert 0.75 * found < held < 1.1 * found, stage
+        assert by_arithmetic.kv_bytes == counted.kv_bytes
+        assert by_arithmetic.owed_bytes == pytest.approx(counted.owed_bytes, rel=0.05)
+    # With checkpointing a layer that runs again counts, too: never less than what is kept.
+    for stage, (by_arithmetic, counted) in enumerate(zip(checkpointed, live, strict=True)):
+        assert by_arithmetic.input_bytes > counted.input_bytes, stage
