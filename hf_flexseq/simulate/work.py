@@ -115,7 +115,7 @@ def _spread_transfers(
     else:
         before_sizes, after_sizes = weights(before, layers), weights(after, layers)
     # before and after of the first pass, before and after of the second, ...
-    in_order = []
+    in_order: list[int] = []
     for sizes_of_pass in zip(before_sizes, after_sizes, strict=True):
         in_order += sizes_of_pass
     parts = spread(moved_ns, in_order)
