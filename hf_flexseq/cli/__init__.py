@@ -28,4 +28,5 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _one_line(error: Exception) -> str:
+    """Return an error's message without its line breaks."""
     return " ".join(str(error).split())

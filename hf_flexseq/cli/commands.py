@@ -23,10 +23,11 @@ from hf_flexseq.view.shares import shares
 def plan(options: Namespace) -> None:
     """Plan every step of the lengths, write the plans and say what they promise."""
     cost = load_cost_model(options.cost_model)
-    plans = [
-        planned(lengths, options, cost, planner=options.planner, sp_degree=options.sp_degree)
-        for lengths in steps_of(options)
-    ]
+    plans = []
+    for lengths in steps_of(options):
+        plans.append(
+            planned(lengths, options, cost, planner=options.planner, sp_degree=options.sp_degree)
+        )
     if options.json is not None:
         write_plans(options.json, plans)
     if options.json != "-":
@@ -35,33 +36,34 @@ def plan(options: Namespace) -> None:
 
 
 def simulate(options: Namespace) -> None:
-    """Simulate every step of a file."""
+    """Simulate every step of a file and print its seconds, shares and memory."""
     cost = load_cost_model(options.cost_model)
+    topology, sync = options.topology, options.sync
     for step in read_steps(options.plan):
-        made = step.plan
-        if isinstance(made, PipelinePlan):
+        decided = step.plan
+        if isinstance(decided, PipelinePlan):
             raise ValueError(
                 f"{options.plan}: step {step.number} is a pipeline's, which `flexseq view` shows"
             )
-        check(made, options.topology)
-        timeline = simulate_plan(made, options.topology, cost, sync=options.sync)
-        closed = step_ns(
-            cost, made.micro_batches, made.lengths, options.topology, sync=options.sync
-        )
+        check(decided, topology)
+        timeline = simulate_plan(decided, topology, cost, sync=sync)
+        closed_ns = step_ns(cost, decided.micro_batches, decided.lengths, topology, sync=sync)
         print(
-            f"step {step.number}: simulated {timeline.stop / 1e9:.3f} s, closed form "
-            f"{closed / 1e9:.3f} s; "
-            f"{shares(timeline)}; transfers beside compute "
-            f"{100 * timeline.share('overlapped'):.1f} %; "
+            f"step {step.number}: simulated {timeline.stop / 1e9:.3f} s, "
+            f"closed form {closed_ns / 1e9:.3f} s; {shares(timeline)}; "
+            f"transfers beside compute {100 * timeline.share('overlapped'):.1f} %; "
             f"peak memory {timeline.peak_bytes / 2**30:.2f} GiB"
         )
-        if options.sync == "lockstep":
-            for index, start in enumerate(timeline.starts):
-                stop = (*timeline.starts, timeline.stop)[index + 1]
-                print(
-                    f"  micro-batch {index}: from {start / 1e9:.3f} s, "
-                    f"{(stop - start) / 1e9:.3f} s"
-                )
+        if sync == "lockstep":
+            _print_micro_batches(timeline)
+
+
+def _print_micro_batches(timeline: Timeline) -> None:
+    """Print when each micro-batch begins and how long it takes; in lockstep they do not
+    overlap."""
+    stops = (*timeline.starts[1:], timeline.stop)
+    for index, (start, stop) in enumerate(zip(timeline.starts, stops, strict=True)):
+        print(f"  micro-batch {index}: from {start / 1e9:.3f} s, {(stop - start) / 1e9:.3f} s")
 
 
 def view(options: Namespace) -> None:
@@ -85,8 +87,11 @@ def view(options: Namespace) -> None:
 
 
 def _timeline(step: PlannedStep, options: Namespace, *, layers: int) -> Timeline:
-    """Simulated with a cost model; otherwise by tokens, in measured seconds where there are
-    any."""
+    """Return the timeline to draw: simulated where there is a cost model, else by tokens.
+
+    Without a cost model the measured seconds of the step, if it has any, are its time.
+    layers: simulated layers of a micro-batch; see `Detail`.
+    """
     if isinstance(step.plan, PipelinePlan):
         return simulate_pipeline(step.plan, _stage_costs(step, step.plan, options))
     if options.cost_model is not None:
@@ -105,8 +110,8 @@ def _timeline(step: PlannedStep, options: Namespace, *, layers: int) -> Timeline
 
 
 def _stage_costs(step: PlannedStep, made: PipelinePlan, options: Namespace) -> PipelineCost:
-    """From the cost model of a whole model that was named; or else what the file says; or else
-    tokens as time."""
+    """Return the cost of the stages: from the cost model that was named, or else what the file
+    says, or else tokens as time."""
     check_pipeline(made)
     if options.cost_model is not None:
         return PipelineCost.of_model(load_cost_model(options.cost_model), made.stages)
@@ -114,20 +119,21 @@ def _stage_costs(step: PlannedStep, made: PipelinePlan, options: Namespace) -> P
 
 
 def _measured(step: PlannedStep) -> str:
+    """Return the measured seconds of a step as the end of its title."""
     return "" if step.measured_s is None else f", measured {sum(step.measured_s):.3f} s"
 
 
 def _summary(made: Plan | PipelinePlan) -> str:
-    """A plan in one line."""
+    """Return a plan in one line: what it holds, in how many parts, and its predicted seconds."""
     if isinstance(made, PipelinePlan):
         return (
             f"{len(made.lengths):,} sequences, {sum(made.lengths):,} tokens in "
-            f"{len(made.chunks):,} chunks through "
-            f"{made.stages} stages by {made.schedule}, predicted {made.objective_s:.3f} s"
+            f"{len(made.chunks):,} chunks through {made.stages} stages by {made.schedule}, "
+            f"predicted {made.objective_s:.3f} s"
         )
     gap = made.objective_s / made.lower_bound_s - 1 if made.lower_bound_s else 0.0
     return (
         f"{len(made.lengths):,} sequences, {sum(made.lengths):,} tokens, "
-        f"{len(made.micro_batches)} micro-batches by "
-        f"{made.planner}, predicted {made.objective_s:.3f} s ({100 * gap:.1f} % above the bound)"
+        f"{len(made.micro_batches)} micro-batches by {made.planner}, "
+        f"predicted {made.objective_s:.3f} s ({100 * gap:.1f} % above the bound)"
     )

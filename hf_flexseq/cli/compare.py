@@ -34,23 +34,27 @@ WIDTHS = (18, 8, 7, 9, 9, 7, 7, 13, 9)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Result:
-    """What a planner reached on average over all steps, or why it did not.
-
-    closed_s, simulated_s: seconds of a step. gap: of closed_s above the bound. transfers, idle:
-    shares of the simulated time. peak_bytes: the most of any step. micro_batches: of a step.
-    planning_s: of a step.
-    """
+    """What a planner reached on average over all steps, or why it did not."""
 
     name: str
     closed_s: float = 0.0
+    """Seconds of a step by the closed form."""
     gap: float = 0.0
+    """How far `closed_s` lies above the lower bound, as a share of the bound."""
     simulated_s: float = 0.0
+    """Seconds of a step as simulated."""
     transfers: float = 0.0
+    """Share of the simulated time in which ranks only send and receive."""
     idle: float = 0.0
+    """Share of the simulated time in which ranks wait for each other."""
     peak_bytes: int = 0
+    """The most bytes that any rank holds in any step."""
     micro_batches: float = 0.0
+    """Micro-batches of a step."""
     planning_s: float = 0.0
+    """Seconds that planning a step took."""
     problem: str | None = None
+    """Why the planner has no figures; None when it has."""
 
 
 def compare(options: Namespace) -> None:
@@ -60,20 +64,19 @@ def compare(options: Namespace) -> None:
     steps = list(islice(steps_of(options), options.steps))
     topology = options.topology
     print(
-        f"{len(steps)} steps, {sum(map(len, steps)):,} sequences, {sum(map(sum, steps)):,} tokens "
-        f"on {topology.nodes} "
-        f"x {topology.ranks_per_node} ranks, {cost.name}, {options.sync}; per step:"
+        f"{len(steps)} steps, {sum(map(len, steps)):,} sequences, "
+        f"{sum(map(sum, steps)):,} tokens on {topology.nodes} x {topology.ranks_per_node} ranks, "
+        f"{cost.name}, {options.sync}; per step:"
     )
     print(_line(COLUMNS))
     problems = []
     for planner in CHOICES["planner"]:
         result = _result(planner, steps, options, cost)
-        print(
-            _line(_row(result))
-            if result.problem is None
-            else f"{planner:{WIDTHS[0]}}  {result.problem}",
-            flush=True,
-        )
+        if result.problem is None:
+            line = _line(_row(result))
+        else:
+            line = f"{planner:{WIDTHS[0]}}  {result.problem}"
+        print(line, flush=True)
         problems.append(result.problem)
     if all(problems):
         raise ValueError(f"no planner can plan this: {problems[0]}")
@@ -82,16 +85,15 @@ def compare(options: Namespace) -> None:
 def _result(
     planner: str, steps: Sequence[list[int]], options: Namespace, cost: CostModel
 ) -> Result:
+    """Return the figures of one planner, or its reason for having none."""
     try:
-        if planner != "static":
-            return _measure(
-                planner,
-                [planned(lengths, options, cost, planner=planner) for lengths in steps],
-                options,
-                cost,
-            )
-        degrees = [options.sp_degree] if options.sp_degree else static_degrees(options.topology)
-        return _best_static(degrees, steps, options, cost)
+        if planner == "static":
+            degrees = static_degrees(options.topology)
+            if options.sp_degree:
+                degrees = [options.sp_degree]
+            return _best_static(degrees, steps, options, cost)
+        plans = [planned(lengths, options, cost, planner=planner) for lengths in steps]
+        return _measure(planner, plans, options, cost)
     except (ValueError, ImportError, NotImplementedError) as error:
         return Result(name=planner, problem=" ".join(str(error).split()))
 
@@ -99,8 +101,8 @@ def _result(
 def _best_static(
     degrees: Sequence[int], steps: Sequence[list[int]], options: Namespace, cost: CostModel
 ) -> Result:
-    """The degree with the fewest seconds over all steps, among those that can hold every
-    sequence."""
+    """Return the figures of the degree with the fewest seconds over all steps, among those that
+    can hold every sequence. Raises the last degree's reason when none can."""
     runs: list[tuple[float, int, list[Plan]]] = []
     problem: ValueError | None = None
     for degree in degrees:
@@ -120,8 +122,10 @@ def _best_static(
 
 
 def _measure(name: str, plans: Sequence[Plan], options: Namespace, cost: CostModel) -> Result:
+    """Simulate the plans of all steps and return the figures under `name`."""
     timelines = [simulate(plan, options.topology, cost, sync=options.sync) for plan in plans]
-    count, simulated = len(plans), sum(timeline.stop for timeline in timelines)
+    count = len(plans)
+    simulated = sum(timeline.stop for timeline in timelines)
     closed = sum(plan.objective_s for plan in plans)
     return Result(
         name=name,
@@ -137,11 +141,13 @@ def _measure(name: str, plans: Sequence[Plan], options: Namespace, cost: CostMod
 
 
 def _line(cells: Sequence[str]) -> str:
+    """Return one line of the table: the first cell to the left, the others to the right."""
     first, *rest = cells
     return "  ".join([first.ljust(WIDTHS[0]), *map(str.rjust, rest, WIDTHS[1:])])
 
 
 def _row(result: Result) -> tuple[str, ...]:
+    """Return the cells of one planner, in the order of `COLUMNS`."""
     return (
         result.name,
         f"{result.closed_s:.3f}",

@@ -11,7 +11,7 @@ PACKAGES = (
     "trl", "peft", "datasets", "flash-attn", "pulp",
     "highspy", "numpy", "matplotlib",
 )  # fmt: skip
-HEAD_DIM = 128
+HEAD_DIM = 128  # of the heads that kernels are asked about
 
 
 def env(options: Namespace) -> None:
@@ -25,6 +25,7 @@ def env(options: Namespace) -> None:
 
 
 def _version(package: str) -> str:
+    """Return the installed version of a package."""
     try:
         return metadata.version(package)
     except metadata.PackageNotFoundError:
@@ -32,8 +33,10 @@ def _version(package: str) -> str:
 
 
 def _devices() -> list[str]:
-    """The devices of this machine with their kernels for bfloat16 (CPU: float32) and a head size
-    of 128."""
+    """Return lines that name this machine's devices and their attention kernels.
+
+    Kernels are asked for bfloat16 (on the CPU float32) and a head size of 128.
+    """
     try:
         import torch
     except ModuleNotFoundError:

@@ -14,19 +14,22 @@ from hf_flexseq.plan.pipeline import PipelinePlan
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PlannedStep:
-    """A step of a file. number: the step's, counted by its file or by the training run. plan: of
-    groups, or of a pipeline. measured_s: of each micro-batch, or of the whole step, None where
-    nobody ran it. cost: of the pipeline's stages, where the file says it."""
+    """A step of a file."""
 
     number: int
+    """Number of the step, as counted by the training run, or else its index in the file."""
     plan: Plan | PipelinePlan
     measured_s: tuple[float, ...] | None
+    """Seconds of each micro-batch, or of a pipeline's whole step; None where nobody ran it."""
     cost: PipelineCost | None = None
+    """Cost of the pipeline's stages, where the file has it."""
 
 
 def read_steps(path: str) -> list[PlannedStep]:
-    """The plans in a JSON file, or in JSON lines; of a plan trace with their measurements. `-` is
-    stdin."""
+    """Return the steps in a file of one plan (JSON) or of several (JSON lines, a plan trace).
+
+    path: of the file; `-` is stdin. Raises ValueError, naming the file, for anything else.
+    """
     text = sys.stdin.read() if path == "-" else Path(path).read_text(encoding="utf-8")
     try:
         steps = [_step(index, record) for index, record in enumerate(_records(text))]
@@ -38,7 +41,10 @@ def read_steps(path: str) -> list[PlannedStep]:
 
 
 def write_plans(path: str, plans: Sequence[Plan]) -> None:
-    """One plan as JSON, several as JSON lines. `-` is stdout."""
+    """Write one plan as JSON, several as JSON lines.
+
+    path: of the file; `-` is stdout.
+    """
     text = "".join(plan.to_json() + "\n" for plan in plans)
     if path == "-":
         sys.stdout.write(text)
@@ -47,7 +53,7 @@ def write_plans(path: str, plans: Sequence[Plan]) -> None:
 
 
 def _records(text: str) -> list[Any]:
-    """The JSON value in `text`, spread over lines or not, or one value per line."""
+    """Return the JSON value in `text`, spread over lines or not, or one value per line."""
     try:
         return [json.loads(text)]
     except json.JSONDecodeError:
@@ -55,6 +61,7 @@ def _records(text: str) -> list[Any]:
 
 
 def _step(index: int, record: Any) -> PlannedStep:
+    """Return the step of one record; `index` counts records."""
     if isinstance(record, dict) and "actions" in record:
         return _pipeline_step(index, record)
     plan = Plan.from_record(record)
@@ -72,6 +79,7 @@ def _step(index: int, record: Any) -> PlannedStep:
 
 
 def _pipeline_step(index: int, record: dict[str, Any]) -> PlannedStep:
+    """Return the step of a record that holds a pipeline's actions."""
     measured, cost = record.get("measured_s"), record.get("pipeline_cost")
     return PlannedStep(
         number=record.get("step", index),

@@ -1,4 +1,4 @@
-"""What the commands understand."""
+"""The options of the commands: one parser for each, and what their values may be."""
 
 import argparse
 import re
@@ -15,13 +15,14 @@ from hf_flexseq.topology import Topology
 
 
 class OneLineParser(argparse.ArgumentParser):
-    """argparse, but a mistake is told in one line."""
+    """An argument parser that tells a mistake in one line."""
 
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"{self.prog}: {message} (see {self.prog} --help)\n")
 
 
 def make_parser() -> argparse.ArgumentParser:
+    """Return the parser of `flexseq` with all its commands."""
     parser = OneLineParser(
         prog="flexseq", description="Plan, simulate and look at flexible sequence parallelism."
     )
@@ -44,7 +45,7 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def topology(text: str) -> Topology:
-    """A topology as NODESxRANKS, 8x8 for eight nodes of eight ranks."""
+    """Read a topology written as NODESxRANKS: 8x8 is eight nodes of eight ranks."""
     match = re.fullmatch(r"(\d+)x(\d+)", text)
     if not match:
         raise argparse.ArgumentTypeError(
@@ -57,7 +58,7 @@ def topology(text: str) -> Topology:
 
 
 def at_least(least: int) -> Callable[[str], int]:
-    """A whole number that is not below `least`."""
+    """Return a reader of whole numbers that are not below `least`."""
 
     def number(text: str) -> int:
         try:
@@ -77,7 +78,9 @@ def _command(
     run: Callable[[argparse.Namespace], None],
     help: str,
 ) -> argparse.ArgumentParser:
-    parser = commands.add_parser(name, help=help, description=help[0].upper() + help[1:] + ".")
+    """Add a command that calls `run` with its options, and return its parser."""
+    sentence = help[0].upper() + help[1:] + "."
+    parser = commands.add_parser(name, help=help, description=sentence)
     parser.set_defaults(run=run)
     return parser
 
@@ -98,7 +101,7 @@ def _compare_options(parser: argparse.ArgumentParser) -> None:
 
 
 def _lengths_options(parser: argparse.ArgumentParser) -> None:
-    """What a planner needs to know."""
+    """Add the options that say what is planned: lengths, machine, limits, strategy."""
     parser.add_argument(
         "--lengths",
         required=True,
@@ -128,6 +131,7 @@ def _lengths_options(parser: argparse.ArgumentParser) -> None:
 
 
 def _machine_options(parser: argparse.ArgumentParser, *, required: bool) -> None:
+    """Add the options that say what is planned for: ranks, cost model, synchronisation."""
     parser.add_argument("--topology", required=required, type=topology, metavar="NODESxRANKS")
     parser.add_argument(
         "--cost-model",

@@ -1,4 +1,4 @@
-"""From options to plans."""
+"""The step from a command's options to plans."""
 
 from argparse import Namespace
 from collections.abc import Iterator
@@ -10,7 +10,7 @@ from hf_flexseq.planner import make_plan
 
 
 def steps_of(options: Namespace) -> Iterator[list[int]]:
-    """The lengths of each optimizer step; the last one may hold fewer."""
+    """Return the lengths of each optimizer step; the last one may hold fewer."""
     lengths = read_lengths(options.lengths, options.column)
     size = options.sequences_per_step or len(lengths)
     return (lengths[at : at + size] for at in range(0, len(lengths), size))
@@ -24,7 +24,7 @@ def planned(
     planner: str,
     sp_degree: int | None = None,
 ) -> Plan:
-    """The plan of one step."""
+    """Plan one step as the options say."""
     return make_plan(
         lengths,
         options.topology,

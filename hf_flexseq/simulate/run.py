@@ -1,8 +1,7 @@
 """Run a plan without running it: every rank's computing, transfers, waiting and memory over time.
 
-    simulate(plan, topology, cost)                          what the closed form only estimates,
-                                                            priced
-    simulate(plan, topology, cost, detail=CLOSED_FORM)      the closed form itself, event by event
+    simulate(plan, topology, cost)                      prices what the closed form estimates
+    simulate(plan, topology, cost, detail=CLOSED_FORM)  the closed form itself, event by event
 
 A micro-batch is a constant and then a number of equal layers, forward and back. In every layer
 
@@ -35,7 +34,13 @@ from numpy.typing import NDArray
 
 from hf_flexseq.cost import CostModel, Int64Array, remapped_ns
 from hf_flexseq.plan import Group, MicroBatch, Plan
-from hf_flexseq.simulate.ring import RingTimes, crosses_nodes, moving_ns, ring_steps, ring_times
+from hf_flexseq.simulate.ring import (
+    RingTimes,
+    crosses_nodes,
+    ring_steps,
+    ring_times,
+    ring_traffic_ns,
+)
 from hf_flexseq.simulate.work import LINEAR, RINGS, GroupWork, make_work, spread, weights
 from hf_flexseq.timeline import Recorder, Timeline
 from hf_flexseq.topology import Topology
@@ -45,16 +50,16 @@ __all__ = ["CLOSED_FORM", "Detail", "simulate"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Detail:
-    """How finely to look.
-
-    layers: grouped layers a micro-batch is cut into, forward and back; 0 takes each group in one
-    piece, linear layers included. overlap: ring transfers travel beside the attention; what
-    Ulysses hides counts as attention either way. contention: transfers that meet share the link.
-    """
+    """How finely a simulation looks."""
 
     layers: int = 4
+    """Grouped layers that a micro-batch is cut into, forward and back. With 0 a group is one
+    piece, its linear layers included."""
     overlap: bool = True
+    """Whether a ring's transfers travel beside the attention. What Ulysses hides counts as
+    attention either way."""
     contention: bool = True
+    """Whether transfers that meet share the link."""
 
     def __post_init__(self) -> None:
         if self.layers < 0:
@@ -72,158 +77,184 @@ def simulate(
     sync: str = "lockstep",
     detail: Detail | None = None,
 ) -> Timeline:
-    """The timeline of one optimizer step, in nanoseconds.
+    """Return the timeline of one optimizer step, in nanoseconds.
 
     sync: "lockstep", all ranks begin every micro-batch together, or "free", they meet only inside
-    groups. Raises ValueError for a cost model that cannot price the plan's strategies.
+    groups.
+
+    Raises ValueError for a cost model that cannot price the plan's strategies.
     """
     if sync not in ("lockstep", "free"):
         raise ValueError(f"sync={sync!r} is neither lockstep nor free")
-    run = _Run(topology, cost, sync=sync, detail=detail or Detail())
+    simulation = _Simulation(topology, cost, sync=sync, detail=detail or Detail())
     for micro_batch in plan.micro_batches:
-        run.micro_batch(micro_batch, plan.lengths)
-    return run.recorder.timeline(int(run.clock.max()), "ns")
+        simulation.run_micro_batch(micro_batch, plan.lengths)
+    return simulation.recorder.timeline(int(simulation.clock.max()), "ns")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Remapped:
-    """Nanoseconds of every rank in a remapped micro-batch, by piece: linear layers, and moving
-    tokens to their groups and back."""
+class RemapWork:
+    """Nanoseconds of every rank in a remapped micro-batch, by pass."""
 
     linear_ns: tuple[int, ...]
+    """By pass: linear layers, on evenly spread tokens."""
     before_ns: tuple[int, ...]
+    """By pass: moving tokens to their groups."""
     after_ns: tuple[int, ...]
+    """By pass: moving tokens back."""
 
 
-class _Run:
+class _Simulation:
     """The clocks of all ranks on their way through a plan."""
 
     def __init__(self, topology: Topology, cost: CostModel, *, sync: str, detail: Detail) -> None:
-        self.topology, self.cost, self.sync, self.detail = topology, cost, sync, detail
-        self.clock = np.zeros(topology.world_size, dtype=np.int64)
+        self.topology = topology
+        self.cost = cost
+        self.sync = sync
+        self.detail = detail
+        self.clock = np.zeros(topology.world_size, dtype=np.int64)  # [world] when a rank is free
         self.recorder = Recorder(topology.world_size)
-        self.states = cost.state_bytes + cost.sharded_state_bytes / topology.world_size
+        self.state_bytes = cost.state_bytes + cost.sharded_state_bytes / topology.world_size
 
-    def micro_batch(self, micro_batch: MicroBatch, lengths: Sequence[int]) -> None:
+    def run_micro_batch(self, micro_batch: MicroBatch, lengths: Sequence[int]) -> None:
+        """Advance all clocks through one micro-batch: its constant, then pass after pass."""
         layers = self.detail.layers
-        held = np.array(micro_batch.tokens_per_rank(lengths, self.topology.world_size))
+        tokens = np.array(
+            micro_batch.tokens_per_rank(lengths, self.topology.world_size)
+        )  # [world]
         works = [
-            make_work(place, group, lengths, self.topology, self.cost, layers=layers)
-            for place, group in enumerate(micro_batch.groups)
+            make_work(index, group, lengths, self.topology, self.cost, layers=layers)
+            for index, group in enumerate(micro_batch.groups)
         ]
-        self._begin((held > 0) | micro_batch.remap)
-        kept = (
-            [1.0]
-            if layers == 0
-            else [k / layers for k in (*range(1, layers + 1), *range(layers - 1, -1, -1))]
-        )
-        even = self._remapped(micro_batch, lengths, len(kept)) if micro_batch.remap else None
-        for piece, share in enumerate(kept):
-            self._piece(works, piece, even)
-            self._hold(held * share)
-        self._hold(0 * held)
+        shares = _activation_shares(layers)
+        remap = None
+        if micro_batch.remap:
+            remap = self._remap_work(micro_batch, lengths, len(shares))
 
-    def _remapped(self, micro_batch: MicroBatch, lengths: Sequence[int], pieces: int) -> Remapped:
-        """By piece: linear layers on evenly spread tokens, and half of the transfers to the groups
-        and back."""
+        self._begin_micro_batch((tokens > 0) | micro_batch.remap)
+        for number, share in enumerate(shares):
+            self._run_pass(works, number, remap)
+            self._record_memory(tokens * share)
+        self._record_memory(0 * tokens)
+
+    def _remap_work(
+        self, micro_batch: MicroBatch, lengths: Sequence[int], passes: int
+    ) -> RemapWork:
+        """Return what remapping adds to each pass: half of its transfers before the attention,
+        half after."""
         _, linear, moved = remapped_ns(self.cost, micro_batch, lengths, self.topology)
-        halves = spread(moved, [1] * 2 * pieces)
-        return Remapped(
-            linear_ns=spread(linear, weights(LINEAR, pieces // 2)),
+        halves = spread(moved, [1] * 2 * passes)
+        return RemapWork(
+            linear_ns=spread(linear, weights(LINEAR, passes // 2)),
             before_ns=halves[::2],
             after_ns=halves[1::2],
         )
 
-    def _begin(self, works: NDArray[np.bool_]) -> None:
-        """The constant of a micro-batch, on every rank in lockstep and otherwise on those that
-        work in it."""
+    def _begin_micro_batch(self, works: NDArray[np.bool_]) -> None:
+        """Add the constant of a micro-batch on every rank that takes part.
+
+        works: [world] whether a rank has tokens. In lockstep every rank takes part.
+        """
         if self.sync == "lockstep":
             self.clock[:] = self.clock.max()
             self.recorder.wait_until(int(self.clock[0]))
             works = np.ones_like(works)
         self.recorder.begin_micro_batch(int(self.clock[works].min()))
         stops = self.clock + np.where(works, self.cost.micro_batch_ns, 0)
-        self._add(0, self.clock, stops, kind="constant", label="per micro-batch")
+        self._record(0, self.clock, stops, kind="constant", label="per micro-batch")
         self.clock = stops
 
-    def _piece(self, works: Sequence[GroupWork], piece: int, even: Remapped | None) -> None:
-        """One layer, forward or backward: linear layers of all groups, then their attention; or
-        group after group. even: of a remapped micro-batch, where all ranks meet before and after
-        attention."""
-        if even is not None:
-            self._all_ranks(even.linear_ns[piece], "compute", "linear")
-            self._all_ranks(even.before_ns[piece], "transfer", "remap")
+    def _run_pass(self, works: Sequence[GroupWork], number: int, remap: RemapWork | None) -> None:
+        """Advance through one layer, forward or backward.
+
+        Linear layers of all groups come first, then the attention of one group after the other; in
+        a single pass (`layers=0`) each group has its linear layers and its attention together.
+        remap: for a remapped micro-batch, in which all ranks meet before and after the attention.
+        """
+        if remap is not None:
+            self._busy_all_ranks(remap.linear_ns[number], "compute", "linear")
+            self._busy_all_ranks(remap.before_ns[number], "transfer", "remap")
         rounds = [[work] for work in works] if self.detail.layers == 0 else [works]
-        for together in rounds:
-            for work in together if even is None else ():
-                self._everyone(work, work.linear_ns[piece], "linear")
-            for work in together:
-                self._everyone(work, work.latency_ns[piece], "latency", "transfer")
-                if work.group.strategy in RINGS:
-                    self._ring(work, piece)
-                else:
-                    self._together(work, work.before_ns[piece])
-                    self._everyone(work, work.attention_ns[piece], "attention")
-                    self._together(work, work.after_ns[piece])
+        for groups in rounds:
+            if remap is None:
+                for work in groups:
+                    self._busy(work, work.linear_ns[number], "linear")
+            for work in groups:
+                self._attend(work, number)
+        if remap is not None:
+            self._busy_all_ranks(remap.after_ns[number], "transfer", "remap")
 
-        if even is not None:
-            self._all_ranks(even.after_ns[piece], "transfer", "remap")
+    def _attend(self, work: GroupWork, number: int) -> None:
+        """Advance a group's ranks through its attention and transfers in pass `number`."""
+        self._busy(work, work.latency_ns[number], "latency", "transfer")
+        if work.group.strategy in RINGS:
+            self._run_ring(work, number)
+        else:
+            self._exchange(work, work.before_ns[number])
+            self._busy(work, work.attention_ns[number], "attention")
+            self._exchange(work, work.after_ns[number])
 
-    def _all_ranks(self, duration: int, kind: str, label: str) -> None:
-        """All ranks are busy for `duration`, as soon as the last one is free."""
+    def _busy_all_ranks(self, duration: int, kind: str, label: str) -> None:
+        """Occupy all ranks for `duration`, from when the last one is free."""
         self.clock[:] = self.clock.max()
-        self._add(0, self.clock, self.clock + duration, kind=kind, label=label)
+        self._record(0, self.clock, self.clock + duration, kind=kind, label=label)
         self.clock += duration
 
-    def _everyone(self, work: GroupWork, duration: int, label: str, kind: str = "compute") -> None:
-        """Each rank of the group is busy for `duration` from when it is free."""
-        ranks = _slice(work.group)
+    def _busy(self, work: GroupWork, duration: int, label: str, kind: str = "compute") -> None:
+        """Occupy each rank of a group for `duration`, from when that rank is free."""
+        ranks = _ranks(work.group)
         stops = self.clock[ranks] + duration
-        self._add(work.group.start, self.clock[ranks], stops, kind=kind, label=label, work=work)
+        self._record(work.group.start, self.clock[ranks], stops, kind=kind, label=label, work=work)
         self.clock[ranks] = stops
 
-    def _together(self, work: GroupWork, duration: int) -> None:
-        """All ranks of the group exchange, as soon as the last one is there."""
+    def _exchange(self, work: GroupWork, duration: int) -> None:
+        """Occupy all ranks of a group with a collective, from when the last of them is free."""
         group = work.group
-        if group.degree > 1:
-            self.clock[_slice(group)] = self.clock[_slice(group)].max()
-            what = "all-gather" if group.strategy == "allgather" else "all-to-all"
-            spans = (
-                self.topology.spans_nodes(group.start, group.stop) and group.strategy != "hybrid"
-            )
-            link = _link(spans)
-            self._everyone(work, duration, f"{what}, {link}", "transfer")
+        if group.degree == 1:
+            return
+        self.clock[_ranks(group)] = self.clock[_ranks(group)].max()
+        collective = "all-gather" if group.strategy == "allgather" else "all-to-all"
+        spans_nodes = self.topology.spans_nodes(group.start, group.stop)
+        link = _link(spans_nodes and group.strategy != "hybrid")
+        self._busy(work, duration, f"{collective}, {link}", "transfer")
 
-    def _ring(self, work: GroupWork, piece: int) -> None:
-        group, layers = work.group, self.detail.layers
-        phase = "both" if layers == 0 else "forward" if piece < layers else "backward"
+    def _run_ring(self, work: GroupWork, number: int) -> None:
+        """Advance a group's ranks through one ring attention."""
+        group = work.group
+        if self.detail.layers == 0:
+            phase = "both"
+        elif number < self.detail.layers:
+            phase = "forward"
+        else:
+            phase = "backward"
         times = ring_times(
-            self.clock[_slice(group)],
-            work.attention_ns[piece],
+            self.clock[_ranks(group)],
+            work.attention_ns[number],
             ring_steps(group.strategy, group.degree),
-            moving_ns(group, work.trip_bytes, self.topology, self.cost, phase=phase),
+            ring_traffic_ns(group, work.trip_bytes, self.topology, self.cost, phase=phase),
             overlap=self.cost.ring_overlap if self.detail.overlap else 0.0,
             contention=self.detail.contention,
         )
-        self._add_ring(work, times)
-        self.clock[_slice(group)] = times.stop
+        self._record_ring(work, times)
+        self.clock[_ranks(group)] = times.stop
 
-    def _add_ring(self, work: GroupWork, times: RingTimes) -> None:
-        start, free = work.group.start, times.begin[0]
-        crosses = crosses_nodes(work.group, self.topology)
-        for t in range(len(times.begin)):
+    # ---- events
+
+    def _record_ring(self, work: GroupWork, times: RingTimes) -> None:
+        """Record every step of a ring: waiting for its transfer, the transfer, the attention."""
+        start = work.group.start
+        crosses = crosses_nodes(work.group, self.topology)  # [steps, degree]
+        free = times.begin[0]
+        for t, (begin, end) in enumerate(zip(times.begin, times.end, strict=True)):
             label = f"ring, {_link(bool(crosses[t].any()))}"
-            self._add(start, free, times.begin[t], kind="transfer", label=label, work=work)
-            self._add(
-                start, times.depart[t], times.arrive[t], kind="overlapped", label=label, work=work
-            )
-            self._add(
-                start, times.begin[t], times.end[t], kind="compute", label="attention", work=work
-            )
-            free = times.end[t]
-        self._add(start, free, times.stop, kind="transfer", label="ring, results", work=work)
+            depart, arrive = times.depart[t], times.arrive[t]
+            self._record(start, free, begin, kind="transfer", label=label, work=work)
+            self._record(start, depart, arrive, kind="overlapped", label=label, work=work)
+            self._record(start, begin, end, kind="compute", label="attention", work=work)
+            free = end
+        self._record(start, free, times.stop, kind="transfer", label="ring, results", work=work)
 
-    def _add(
+    def _record(
         self,
         start_rank: int,
         starts: Int64Array,
@@ -233,25 +264,43 @@ class _Run:
         label: str,
         work: GroupWork | None = None,
     ) -> None:
-        place, degree = (None, 0) if work is None else (work.place, work.group.degree)
+        """Record one event on each of some consecutive ranks.
+
+        starts, stops: [ranks] nanoseconds, beginning with `start_rank`.
+        """
         self.recorder.add(
             start_rank,
             starts.tolist(),
             stops.tolist(),
             kind=kind,
             label=label,
-            group=place,
-            degree=degree,
+            group=None if work is None else work.index,
+            degree=0 if work is None else work.group.degree,
         )
 
-    def _hold(self, tokens: NDArray[np.float64]) -> None:
-        held = self.states + self.cost.token_bytes * tokens
-        self.recorder.hold(self.clock.tolist(), held.astype(np.int64).tolist())
+    def _record_memory(self, tokens: NDArray[np.float64]) -> None:
+        """Record the bytes of every rank. tokens: [world] whose activations each rank holds."""
+        total = self.state_bytes + self.cost.token_bytes * tokens  # [world]
+        self.recorder.hold(self.clock.tolist(), total.astype(np.int64).tolist())
 
 
-def _slice(group: Group) -> slice:
+def _activation_shares(layers: int) -> list[float]:
+    """Return the share of a micro-batch's activations that is alive after each pass.
+
+    Two layers: 1/2, 1 in the forward, 1/2, 0 in the backward.
+    """
+    if layers == 0:
+        return [1.0]
+    forward = range(1, layers + 1)
+    backward = range(layers - 1, -1, -1)
+    return [alive / layers for alive in (*forward, *backward)]
+
+
+def _ranks(group: Group) -> slice:
+    """Return where a group's ranks stand in an array of [world]."""
     return slice(group.start, group.stop)
 
 
 def _link(spans_nodes: bool) -> str:
+    """Return what the timeline's labels call a link."""
     return "between nodes" if spans_nodes else "within a node"

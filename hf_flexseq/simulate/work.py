@@ -1,9 +1,9 @@
-"""How much of a group's time is linear layers, attention and transfers, and how that is spread
-over the layers.
+"""A group's time, divided into linear layers, attention and transfers, and spread over the layers.
 
-The parts of a group without a ring add up to its closed form to the nanosecond. A ring's transfers
-follow from its steps, see `ring.py`; here it has attention and linear layers only. A hybrid's ring
-is not gone through: it takes what the closed form says, as part of the attention.
+The parts of a group without a ring add up to its closed form to the nanosecond. A ring's
+transfers follow from its steps (see `ring.py`); here a ring has attention and linear layers only.
+The ring of a hybrid is not walked through: it takes what the closed form says, as part of the
+attention.
 """
 
 from collections.abc import Sequence
@@ -16,36 +16,49 @@ from hf_flexseq.cost import CostModel, group_ns, linear_ns, nodes_spanned
 from hf_flexseq.plan import Group
 from hf_flexseq.topology import Topology
 
-# Forward : backward. In the backward linear layers run forward once more, attention does not.
-LINEAR, ATTENTION, LATENCY = (1, 3), (2, 5), (1, 1)
-# Transfers before and after the attention. An all-gather's way back weighs two of its ways there.
-BEFORE = {"ulysses": (1, 1), "allgather": (1, 1)}
-AFTER = {"ulysses": (1, 1), "allgather": (0, 2)}
+Halves = tuple[int, int]  # relative sizes of a forward and of a backward
+
+# In the backward linear layers cost their forward and two products more (checkpointing), attention
+# five products for the forward's two, and the latency of the transfers is the same.
+LINEAR: Halves = (1, 3)
+ATTENTION: Halves = (2, 5)
+LATENCY: Halves = (1, 1)
+# Transfers before and after the attention. The gradients that an all-gather returns are float32,
+# so its one way back counts as two of its ways there.
+BEFORE: dict[str, Halves] = {"ulysses": (1, 1), "allgather": (1, 1)}
+AFTER: dict[str, Halves] = {"ulysses": (1, 1), "allgather": (0, 2)}
+EVEN: Halves = (1, 1)
 RINGS = ("zigzag", "balanced")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GroupWork:
-    """One group of a micro-batch, index `place` there: nanoseconds on each of its ranks, by piece
-    of the micro-batch.
+    """One group of a micro-batch: nanoseconds on each of its ranks, by pass.
 
-    before_ns, after_ns: transfers of the whole group that attention waits for, and that wait for
-    it. trip_bytes: what a ring's keys and values, and its queries, weigh on one trip in one layer,
-    or in all layers when the micro-batch is one piece; 0 for other strategies.
+    A pass is one simulated layer, forward or backward; a micro-batch that is not cut into layers
+    is a single pass.
     """
 
-    place: int
+    index: int
+    """Index of the group in its micro-batch."""
     group: Group
     latency_ns: tuple[int, ...]
+    """By pass: what the group's transfers wait for, whatever they move."""
     linear_ns: tuple[int, ...]
+    """By pass: linear layers."""
     attention_ns: tuple[int, ...]
+    """By pass: attention, and transfers that travel under it (Ulysses' hidden ones)."""
     before_ns: tuple[int, ...]
+    """By pass: transfers of the whole group that attention waits for."""
     after_ns: tuple[int, ...]
+    """By pass: transfers of the whole group that wait for attention."""
     trip_bytes: tuple[float, float]
+    """Bytes of a ring's keys and values, and of its queries, on one trip in one layer (in all
+    layers when the micro-batch is a single pass); 0 for other strategies."""
 
 
 def make_work(
-    place: int,
+    index: int,
     group: Group,
     lengths: Sequence[int],
     topology: Topology,
@@ -53,76 +66,109 @@ def make_work(
     *,
     layers: int,
 ) -> GroupWork:
-    """The work of `group`, spread over the pieces of a micro-batch of `layers` layers."""
+    """Return the work of `group`, spread over the passes of a micro-batch.
+
+    index: of the group in its micro-batch.
+    lengths: tokens of all sequences of the plan.
+    layers: simulated layers; 0 for a single pass.
+    """
     linear, attention, moved = _totals(group, lengths, topology, cost)
-    before, after = _sides(group.strategy, layers)
-    parts = spread(moved, [x for both in zip(before, after, strict=True) for x in both])
+    before_ns, after_ns = _spread_transfers(moved, group.strategy, layers)
     return GroupWork(
-        place=place,
+        index=index,
         group=group,
         latency_ns=spread(cost.latency_ns(group.degree), weights(LATENCY, layers)),
         linear_ns=spread(linear, weights(LINEAR, layers)),
         attention_ns=spread(attention, weights(ATTENTION, layers)),
-        before_ns=parts[::2],
-        after_ns=parts[1::2],
-        trip_bytes=_trip_bytes(group, lengths, cost, layers)
-        if group.strategy in RINGS
-        else (0.0, 0.0),
+        before_ns=before_ns,
+        after_ns=after_ns,
+        trip_bytes=_trip_bytes(group, lengths, cost, layers),
     )
 
 
-def _sides(strategy: str, layers: int) -> tuple[list[int], list[int]]:
-    """Relative sizes of the transfers before and after the attention of each piece."""
-    before, after = BEFORE.get(strategy, (1, 1)), AFTER.get(strategy, (1, 1))
-    return (
-        ([sum(before)], [sum(after)])
-        if layers == 0
-        else (weights(before, layers), weights(after, layers))
-    )
+def weights(halves: Halves, layers: int) -> list[int]:
+    """Return the relative sizes of all passes: `layers` forwards, then as many backwards.
+
+    A micro-batch that is not cut into layers (0) has a single pass.
+    """
+    if layers == 0:
+        return [1]
+    forward, backward = halves
+    return [forward] * layers + [backward] * layers
+
+
+def spread(total: int, sizes: Sequence[int]) -> tuple[int, ...]:
+    """Return `total` cut in proportion to `sizes`, in whole numbers that add up to it."""
+    bounds = [total * upto // sum(sizes) for upto in accumulate(sizes, initial=0)]
+    return tuple(stop - start for start, stop in pairwise(bounds))
+
+
+def _spread_transfers(
+    moved_ns: int, strategy: str, layers: int
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Return the transfers before and after the attention of every pass, which add up to
+    `moved_ns`."""
+    before = BEFORE.get(strategy, EVEN)
+    after = AFTER.get(strategy, EVEN)
+    if layers == 0:
+        before_sizes, after_sizes = [sum(before)], [sum(after)]
+    else:
+        before_sizes, after_sizes = weights(before, layers), weights(after, layers)
+    # before and after of the first pass, before and after of the second, ...
+    in_order: list[int] = []
+    for sizes_of_pass in zip(before_sizes, after_sizes, strict=True):
+        in_order += sizes_of_pass
+    parts = spread(moved_ns, in_order)
+    return parts[::2], parts[1::2]
 
 
 def _trip_bytes(
     group: Group, lengths: Sequence[int], cost: CostModel, layers: int
 ) -> tuple[float, float]:
+    """Return the bytes of a ring's keys and values, and of its queries, on one trip."""
+    if group.strategy not in RINGS:
+        return 0.0, 0.0
     tokens = group.tokens(lengths)
     keys, queries = cost.trip_bytes()
-    return keys * tokens / max(layers, 1), queries * tokens / max(layers, 1)
-
-
-def weights(halves: tuple[int, int], layers: int) -> list[int]:
-    """Relative sizes of the pieces: `layers` of the forward and as many of the backward, or a
-    single one for 0."""
-    return [1] if layers == 0 else [halves[0]] * layers + [halves[1]] * layers
-
-
-def spread(total: int, sizes: Sequence[int]) -> tuple[int, ...]:
-    """`total` cut in proportion to `sizes`, in whole numbers that add up to it."""
-    bounds = [total * upto // sum(sizes) for upto in accumulate(sizes, initial=0)]
-    return tuple(stop - start for start, stop in pairwise(bounds))
+    passes = max(layers, 1)
+    return keys * tokens / passes, queries * tokens / passes
 
 
 def _totals(
     group: Group, lengths: Sequence[int], topology: Topology, cost: CostModel
 ) -> tuple[int, int, int]:
-    """Nanoseconds of linear layers, of a rank's average attention with what travels under it, and
-    of other transfers than a ring's. Latency is not among them."""
-    s = np.array([lengths[i] for i in group.sequences], dtype=np.float64)
-    degree = group.degree
+    """Return the nanoseconds of a group's linear layers, attention and exposed transfers.
+
+    Attention is a rank's average, with the transfers that travel under it. A ring's transfers and
+    the group's latency are in none of the three.
+    """
+    s = np.array([lengths[i] for i in group.sequences], dtype=np.float64)  # [sequences]
     linear = linear_ns(cost, group, lengths)
     if group.strategy in RINGS:
-        return linear, round(cost.attention_s * float((s * s).sum()) / degree * 1e9), 0
-    whole, moved = group_ns(cost, group, lengths, topology) - cost.latency_ns(group.degree), 0
+        attention_s = cost.attention_s * float((s * s).sum()) / group.degree
+        return linear, round(attention_s * 1e9), 0
+
+    whole = group_ns(cost, group, lengths, topology) - cost.latency_ns(group.degree)
+    moved = 0
     if group.strategy != "local":
-        spans = topology.spans_nodes(group.start, group.stop)
-        traffic = (
-            cost.ring_traffic(degree, "allgather")
-            if group.strategy == "allgather"
-            else cost.all_to_all_bytes
-        )
-        speed = cost.bandwidth(degree, spans)
-        if group.strategy == "hybrid" and spans:
-            speed = cost.bandwidth(degree // nodes_spanned(degree), False)
-        exposed = float((s * (1 - cost.hidden_share(s, degree, group.strategy))).sum())
-        moved = min(whole, round(traffic * exposed / degree / speed * 1e9))
+        hidden = cost.hidden_share(s, group.degree, group.strategy)
+        exposed_tokens = float((s * (1 - hidden)).sum())
+        traffic, speed = _traffic_and_speed(group, topology, cost)
+        moved = min(whole, round(traffic * exposed_tokens / group.degree / speed * 1e9))
     linear = min(linear, whole - moved)
     return linear, whole - moved - linear, moved
+
+
+def _traffic_and_speed(group: Group, topology: Topology, cost: CostModel) -> tuple[float, float]:
+    """Return the bytes per token that a group's collectives move, and their bytes/s."""
+    spans_nodes = topology.spans_nodes(group.start, group.stop)
+    if group.strategy == "allgather":
+        traffic = cost.ring_traffic(group.degree, "allgather")
+    else:
+        traffic = cost.all_to_all_bytes
+    if group.strategy == "hybrid" and spans_nodes:
+        # the all-to-alls of a hybrid stay inside nodes
+        speed = cost.bandwidth(group.degree // nodes_spanned(group.degree), False)
+    else:
+        speed = cost.bandwidth(group.degree, spans_nodes)
+    return traffic, speed

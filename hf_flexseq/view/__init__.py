@@ -1,13 +1,11 @@
 """Show a timeline: as text in a terminal, as a picture, or as a trace for Perfetto.
 
     text_grid(timeline)              ranks downwards, time to the right, one symbol per degree
-    save_picture(timeline, "x.png")  the same with colours; PNG, SVG, or what else matplotlib
-    writes
-    chrome_trace(timeline)           JSON values that Perfetto (ui.perfetto.dev) and
-                                     chrome://tracing open
+    save_picture(timeline, "x.png")  the same with colours: PNG, SVG, or another of matplotlib's
+    chrome_trace(timeline)           JSON values for ui.perfetto.dev and chrome://tracing
 
-All draw a `Timeline`: a simulated one, or the sketch of a plan (`timeline.sketch`) where there is
-no cost model.
+All three draw a `Timeline`: a simulated one, or the sketch of a plan (`timeline.sketch`) where
+there is no cost model.
 """
 
 from hf_flexseq.view.chrome import chrome_trace

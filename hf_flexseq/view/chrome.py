@@ -7,8 +7,10 @@ from hf_flexseq.timeline import Event, Timeline
 
 
 def chrome_trace(timeline: Timeline, *, ranks_per_node: int | None = None) -> dict[str, Any]:
-    """The trace as JSON values. Times are microseconds, or tokens where the timeline has no
-    seconds."""
+    """Return the trace as JSON values.
+
+    Times are microseconds, or tokens where the timeline has no seconds.
+    """
     scale = 1e3 if timeline.unit == "ns" else 1.0
     node = ranks_per_node or timeline.world_size
     events = [_slice(event, node, scale) for event in timeline.events if event.kind != "wait"]
@@ -26,6 +28,8 @@ def chrome_trace(timeline: Timeline, *, ranks_per_node: int | None = None) -> di
 
 
 def _slice(event: Event, node: int, scale: float) -> dict[str, Any]:
+    """Return the record of one event. node: ranks per node; scale: timeline units per trace
+    unit."""
     shown = {"micro_batch": event.micro_batch, "group": event.group, "degree": event.degree}
     return {
         "name": event.label,
@@ -40,29 +44,29 @@ def _slice(event: Event, node: int, scale: float) -> dict[str, Any]:
 
 
 def _names(timeline: Timeline, node: int) -> list[dict[str, Any]]:
-    """Names of nodes and lanes, which keep their order."""
+    """Return the records that name nodes and lanes, in the order in which they are shown.
+
+    node: ranks per node.
+    """
     records = []
-    beside = {event.rank for event in timeline.events if event.kind == "overlapped"}
+    overlapping = {event.rank for event in timeline.events if event.kind == "overlapped"}
     for first in range(0, timeline.world_size, node):
         records.append(_named("process_name", first // node, None, f"node {first // node}"))
     for rank in range(timeline.world_size):
-        records.append(_named("thread_name", rank // node, _lane(rank, False), f"rank {rank}"))
-        if rank in beside:
-            records.append(
-                _named(
-                    "thread_name",
-                    rank // node,
-                    _lane(rank, True),
-                    f"rank {rank}, overlapped transfers",
-                )
-            )
+        pid = rank // node
+        records.append(_named("thread_name", pid, _lane(rank, False), f"rank {rank}"))
+        if rank in overlapping:
+            name = f"rank {rank}, overlapped transfers"
+            records.append(_named("thread_name", pid, _lane(rank, True), name))
     return records
 
 
 def _named(what: str, pid: int, tid: int | None, name: str) -> dict[str, Any]:
+    """Return the record that names a process (a node) or, with `tid`, a thread (a lane)."""
     record: dict[str, Any] = {"name": what, "ph": "M", "pid": pid, "args": {"name": name}}
     return record if tid is None else record | {"tid": tid}
 
 
-def _lane(rank: int, beside: bool) -> int:
-    return 2 * rank + beside
+def _lane(rank: int, overlapped: bool) -> int:
+    """Return the thread id of a rank's main lane, or of its overlapped transfers below it."""
+    return 2 * rank + overlapped

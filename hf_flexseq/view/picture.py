@@ -7,7 +7,6 @@ display is needed.
 
 import math
 from collections.abc import Sequence
-from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -38,8 +37,10 @@ SHADE = 0.25  # the same of every other chunk's
 def save_picture(
     timeline: Timeline, path: str | Path, *, title: str = "", ranks_per_node: int | None = None
 ) -> None:
-    """Write the picture; the name's ending chooses the format. Raises ModuleNotFoundError without
-    matplotlib."""
+    """Write a picture of the timeline; the ending of `path` chooses the format.
+
+    Raises ModuleNotFoundError without matplotlib.
+    """
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -63,67 +64,83 @@ def save_picture(
 
 
 def _draw_events(axes: Any, timeline: Timeline) -> None:
+    """Draw a box for every block of equal events, with white space between groups."""
     from matplotlib.collections import PolyCollection
 
-    drawn = [e for e in timeline.events if e.kind not in ("wait", "overlapped")]
+    drawn = [event for event in timeline.events if event.kind not in ("wait", "overlapped")]
     edges = _group_edges(drawn)
-    boxes: dict[str, list[Any]] = {}
+    scale = _scale(timeline)
+    colour2boxes: dict[str, list[Any]] = {}
     for first, stop, event in _blocks(drawn):
-        lowest, highest = (
-            (first, stop)
-            if event.kind in ACTION_COLOURS
-            else edges[event.micro_batch, event.group]
-        )
-        low = first - 0.5 + (GAP if first == lowest else 0)
-        high = stop - 0.5 - (GAP if stop == highest else 0)
-        left, right = (at / _scale(timeline) for at in (event.start, event.stop))
-        boxes.setdefault(_colour(event), []).append(
-            [(left, low), (left, high), (right, high), (right, low)]
-        )
-    for colour, corners in boxes.items():
+        if event.kind in ACTION_COLOURS:
+            lowest, highest = first, stop  # a stage has no group: white space around each block
+        else:
+            lowest, highest = edges[event.micro_batch, event.group]
+        low = first - 0.5
+        high = stop - 0.5
+        if first == lowest:
+            low += GAP
+        if stop == highest:
+            high -= GAP
+        left = event.start / scale
+        right = event.stop / scale
+        corners = [(left, low), (left, high), (right, high), (right, low)]
+        colour2boxes.setdefault(_colour(event), []).append(corners)
+    for colour, boxes in colour2boxes.items():
         axes.add_collection(
-            PolyCollection(corners, facecolors=colour, edgecolors="none", antialiaseds=False)
+            PolyCollection(boxes, facecolors=colour, edgecolors="none", antialiaseds=False)
         )
 
 
 def _group_edges(events: Sequence[Event]) -> dict[tuple[int, int | None], tuple[int, int]]:
-    """The first rank of each (micro-batch, group), and the one past its last; beyond all ranks
-    where there is none."""
+    """Return the first rank and the one past the last of each (micro-batch, group).
+
+    Events without a group have (-1, -1): no rank is at their edge.
+    """
     edges: dict[tuple[int, int | None], tuple[int, int]] = {}
     for event in events:
-        low, high = edges.get((event.micro_batch, event.group), (event.rank, event.rank + 1))
-        outer = (
-            (-1, -1) if event.group is None else (min(low, event.rank), max(high, event.rank + 1))
-        )
-        edges[event.micro_batch, event.group] = outer
+        key = (event.micro_batch, event.group)
+        if event.group is None:
+            edges[key] = (-1, -1)
+        else:
+            low, high = edges.get(key, (event.rank, event.rank + 1))
+            edges[key] = (min(low, event.rank), max(high, event.rank + 1))
     return edges
 
 
 def _blocks(events: Sequence[Event]) -> list[tuple[int, int, Event]]:
-    """Events that neighbouring ranks have at the same time in the same group, as (first rank, past
-    the last, one)."""
+    """Join events that neighbouring ranks have at the same time in the same group.
 
-    def what(event: Event) -> tuple[Any, ...]:
+    Returns (first rank, the one past the last, one of the events) of every block.
+    """
+
+    def identity(event: Event) -> tuple[Any, ...]:
         group = -1 if event.group is None else event.group
         return event.start, event.stop, event.micro_batch, group, event.kind, event.label
 
-    blocks = []
-    for _, same in groupby(sorted(events, key=lambda e: (what(e), e.rank)), key=what):
-        for _, run in groupby(enumerate(same), key=lambda place: place[1].rank - place[0]):
-            members = [event for _, event in run]
-            blocks.append((members[0].rank, members[-1].rank + 1, members[0]))
+    blocks: list[tuple[int, int, Event]] = []
+    for event in sorted(events, key=lambda e: (identity(e), e.rank)):
+        if blocks:
+            first, stop, member = blocks[-1]
+            if stop == event.rank and identity(member) == identity(event):
+                blocks[-1] = (first, stop + 1, member)
+                continue
+        blocks.append((event.rank, event.rank + 1, event))
     return blocks
 
 
 def _draw_boundaries(axes: Any, timeline: Timeline, ranks_per_node: int | None) -> None:
-    """Dark lines between micro-batches with their numbers on top, pale ones between nodes."""
+    """Draw dark lines between micro-batches, their numbers on top, and pale lines between
+    nodes."""
     marks = [0, *boundaries(timeline)]
     for left, right in zip(marks, [*marks[1:], timeline.stop], strict=True):
         if left:
             axes.axvline(left / _scale(timeline), color=INK, linewidth=0.9)
         if len(marks) > 1:
             middle = (left + right) / 2 / _scale(timeline)
-            number = f"{'micro-batch ' * (left == 0)}{marks.index(left)}"
+            number = str(marks.index(left))
+            if left == 0:
+                number = f"micro-batch {number}"
             axes.annotate(
                 number,
                 (middle, 1),
@@ -140,6 +157,7 @@ def _draw_boundaries(axes: Any, timeline: Timeline, ranks_per_node: int | None) 
 
 
 def _label_axes(axes: Any, timeline: Timeline, ranks_per_node: int | None) -> None:
+    """Label the axes; beyond 16 ranks only the first of each node, or every eighth, has a tick."""
     axes.set_xlim(0, max(timeline.stop, 1) / _scale(timeline))
     axes.set_ylim(timeline.world_size - 0.5, -0.5)  # rank 0 on top
     step = ranks_per_node or max(1, timeline.world_size // 8)
@@ -152,6 +170,7 @@ def _label_axes(axes: Any, timeline: Timeline, ranks_per_node: int | None) -> No
 
 
 def _draw_legend(figure: Any, timeline: Timeline) -> None:
+    """Draw a legend of the degrees and kinds that the timeline has."""
     from matplotlib.patches import Patch
 
     kinds = {event.kind for event in timeline.events}
@@ -183,22 +202,30 @@ def _draw_legend(figure: Any, timeline: Timeline) -> None:
 
 
 def colour_of(degree: int) -> str:
-    """The colour of groups of `degree` ranks."""
+    """Return the colour of groups of `degree` ranks."""
     return COLOURS[min(round(math.log2(max(degree, 1))), len(COLOURS) - 1)]
 
 
 def _colour(event: Event) -> str:
+    """Return an event's colour: by its kind, and by its group's degree."""
     if event.kind == "constant":
         return CONSTANT
     if event.kind in ACTION_COLOURS:
         return _paler(ACTION_COLOURS[event.kind], SHADE * (event.micro_batch % 2))
-    return _paler(colour_of(event.degree)) if event.kind == "transfer" else colour_of(event.degree)
+    if event.kind == "transfer":
+        return _paler(colour_of(event.degree))
+    return colour_of(event.degree)
 
 
 def _paler(colour: str, share: float = PALER) -> str:
-    parts = (int(colour[at : at + 2], 16) for at in (1, 3, 5))
-    return "#" + "".join(f"{round(part + share * (255 - part)):02x}" for part in parts)
+    """Return a colour, written #rrggbb, moved towards white by `share`."""
+    paler = "#"
+    for at in (1, 3, 5):
+        part = int(colour[at : at + 2], 16)
+        paler += f"{round(part + share * (255 - part)):02x}"
+    return paler
 
 
 def _scale(timeline: Timeline) -> float:
+    """Return timeline units per unit of the time axis."""
     return 1e9 if timeline.unit == "ns" else 1.0

@@ -1,7 +1,10 @@
-"""What text and pictures have in common."""
+"""Figures that text and pictures share: boundaries, degrees, durations, and where time goes."""
+
+from collections import Counter
 
 from hf_flexseq.timeline import ACTION_KINDS, Timeline
 
+# What people call the kinds of events.
 NAMES = {
     "compute": "compute",
     **{kind: kind for kind in ACTION_KINDS},
@@ -12,8 +15,10 @@ NAMES = {
 
 
 def boundaries(timeline: Timeline) -> list[int]:
-    """Where one micro-batch ends and the next begins on all ranks at once; in free synchronisation
-    maybe nowhere."""
+    """Return the times at which all ranks have ended one micro-batch and none has begun the next.
+
+    In free synchronisation there may be none.
+    """
     if not timeline.starts:
         return []
     last = [0] * len(timeline.starts)
@@ -28,14 +33,18 @@ def boundaries(timeline: Timeline) -> list[int]:
 
 
 def degrees(timeline: Timeline) -> dict[int, int]:
-    """How many groups of each degree the timeline has, ascending by degree."""
-    groups = {(e.micro_batch, e.group): e.degree for e in timeline.events if e.group is not None}
-    found = sorted(groups.values())
-    return {degree: found.count(degree) for degree in sorted(set(found))}
+    """Count the groups of each degree, ascending by degree."""
+    group2degree = {
+        (event.micro_batch, event.group): event.degree
+        for event in timeline.events
+        if event.group is not None
+    }
+    counts = Counter(group2degree.values())
+    return dict(sorted(counts.items()))
 
 
 def duration(timeline: Timeline, span: int) -> str:
-    """`span` of the timeline's unit, for people."""
+    """Return a span of the timeline's unit in words for people."""
     if timeline.unit != "ns":
         return f"{span:,} {timeline.unit}"
     seconds = span / 1e9
@@ -43,6 +52,6 @@ def duration(timeline: Timeline, span: int) -> str:
 
 
 def shares(timeline: Timeline) -> str:
-    """Where the ranks' time goes, in one line."""
+    """Return one line that says where the ranks' time goes."""
     parts = [(name, timeline.share(kind)) for kind, name in NAMES.items()]
     return ", ".join(f"{name} {100 * share:.1f} %" for name, share in parts if share > 0)

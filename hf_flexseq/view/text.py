@@ -4,7 +4,8 @@ A cell shows what its rank does for most of that time. Neighbouring ranks that d
 same groups share a line, so 64 ranks rarely need 64 lines.
 """
 
-from itertools import groupby
+from itertools import cycle, groupby
+from string import ascii_lowercase, ascii_uppercase
 
 import numpy as np
 
@@ -17,69 +18,77 @@ MOST_LINES = 64
 
 
 def text_grid(timeline: Timeline, *, title: str = "", width: int = 100) -> str:
-    """The timeline in lines of at most `width` characters."""
+    """Return the timeline in lines of at most `width` characters."""
     symbols = _symbols(timeline)
     margin = 2 * len(str(timeline.world_size - 1)) + 3
     columns = max(10, width - margin)
-    by_rank = [list(events) for _, events in groupby(timeline.events, key=lambda e: e.rank)]
-    rows = [
-        (_cells(events, timeline.stop, columns, symbols), _groups(events)) for events in by_rank
-    ]
-    marks = (
-        {start * columns // timeline.stop for start in boundaries(timeline)}
-        if timeline.stop
-        else set()
-    )
-    lines = [
-        f"{_ranks(first, last):>{margin - 1}} {_marked(cells, marks)}"
-        for first, last, cells in _merged(rows)
-    ]
+
+    # 1. one row of cells for each rank
+    rows = []
+    for _, of_rank in groupby(timeline.events, key=lambda event: event.rank):
+        events = list(of_rank)
+        rows.append((_cells(events, timeline.stop, columns, symbols), _groups(events)))
+
+    # 2. one line for neighbouring ranks that look the same, with marks between micro-batches
+    marks = set()
+    if timeline.stop:
+        marks = {start * columns // timeline.stop for start in boundaries(timeline)}
+    lines = []
+    for first, last, cells in _merged(rows):
+        lines.append(f"{_ranks(first, last):>{margin - 1}} {_marked(cells, marks)}")
+
+    # 3. title above, axis and legend below
     axis = " " * margin + _axis(timeline, columns)
     return "\n".join(filter(None, (title, *lines, axis, *_legend(timeline, symbols, width))))
 
 
 def _symbols(timeline: Timeline) -> dict[int, str]:
-    """One character per degree: itself up to 9, then letters."""
-    letters = iter(
-        "ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz" * (1 + timeline.world_size // 52)
-    )
-    return {degree: str(degree) if degree < 10 else next(letters) for degree in degrees(timeline)}
+    """Return one character for each degree: the degree itself up to 9, then letters."""
+    letters = cycle(ascii_uppercase + ascii_lowercase)
+    symbols = {}
+    for degree in degrees(timeline):
+        symbols[degree] = str(degree) if degree < 10 else next(letters)
+    return symbols
 
 
 def _cells(events: list[Event], stop: int, columns: int, symbols: dict[int, str]) -> str:
-    """What a rank does most of the time in each of `columns` equal parts of the step."""
+    """Return what a rank does most of the time in each of `columns` equal parts of the step."""
     names = [*dict.fromkeys(symbols.values()), *ACTIONS.values(), TRANSFER, CONSTANT, IDLE]
-    spent = np.zeros((len(names), columns))
-    edges = np.arange(columns + 1) * (stop / columns)
+    spent = np.zeros((len(names), columns))  # time in each cell
+    edges = np.arange(columns + 1) * (stop / columns)  # [columns + 1] where cells begin and end
     for event in events:
         if event.kind == "overlapped":
             continue
         row = spent[names.index(_symbol(event, symbols))]
         first = int(event.start * columns // stop)
         last = min(columns, int(-(-event.stop * columns // stop)))
-        cell = slice(first, last)
-        row[cell] += np.minimum(edges[first + 1 : last + 1], event.stop) - np.maximum(
-            edges[cell], event.start
-        )
+        begins = np.maximum(edges[first:last], event.start)
+        ends = np.minimum(edges[first + 1 : last + 1], event.stop)
+        row[first:last] += ends - begins
     return "".join(names[index] for index in spent.argmax(axis=0))
 
 
 def _symbol(event: Event, symbols: dict[int, str]) -> str:
+    """Return the character of an event."""
     if event.kind == "compute":
         return symbols[event.degree]
     return {"transfer": TRANSFER, "constant": CONSTANT, "wait": IDLE, **ACTIONS}[event.kind]
 
 
 def _groups(events: list[Event]) -> tuple[tuple[int, int], ...]:
-    """The groups that a rank shares with others, as (micro-batch, group)."""
-    return tuple(
-        sorted({(e.micro_batch, e.group) for e in events if e.group is not None and e.degree > 1})
-    )
+    """Return the groups that a rank shares with others, as (micro-batch, group)."""
+    shared = set()
+    for event in events:
+        if event.group is not None and event.degree > 1:
+            shared.add((event.micro_batch, event.group))
+    return tuple(sorted(shared))
 
 
 def _merged(rows: list[tuple[str, tuple[tuple[int, int], ...]]]) -> list[tuple[int, int, str]]:
-    """(first rank, last rank, cells) of ranks that look the same; of every few ranks where that is
-    still too much."""
+    """Join neighbouring ranks that look the same, as (first rank, last rank, cells).
+
+    Where that leaves too many lines, every few of them become one and show the first.
+    """
     merged = []
     first = 0
     for (cells, _), same in groupby(rows):
@@ -92,19 +101,23 @@ def _merged(rows: list[tuple[str, tuple[tuple[int, int], ...]]]) -> list[tuple[i
 
 
 def _ranks(first: int, last: int) -> str:
+    """Return the name of one rank or of several neighbours."""
     return str(first) if first == last else f"{first}-{last}"
 
 
 def _marked(cells: str, marks: set[int]) -> str:
+    """Return the cells with a boundary in front of every micro-batch but the first."""
     return "".join(BOUNDARY if at in marks else cell for at, cell in enumerate(cells))
 
 
 def _axis(timeline: Timeline, columns: int) -> str:
+    """Return the time axis: its beginning and its end."""
     end = duration(timeline, timeline.stop)
     return "0" + end.rjust(columns - 1)
 
 
 def _legend(timeline: Timeline, symbols: dict[int, str], width: int) -> list[str]:
+    """Return the lines that explain the symbols, and the one that says where time goes."""
     counts = degrees(timeline)
     parts = [f"{symbol} {counts[degree]} x degree {degree}" for degree, symbol in symbols.items()]
     kinds = {event.kind for event in timeline.events}
