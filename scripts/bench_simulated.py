@@ -34,8 +34,8 @@ from torch import nn
 from hf_flexseq import DataCollatorForFlexSeq, FlexSeqArguments, FlexSeqConfig, FlexSeqEngine
 from hf_flexseq.cost import CostModel, lockstep_ns
 from hf_flexseq.hf.calibration.command import calibrate
-from hf_flexseq.hf.calibration.measure import Effort
 from hf_flexseq.plan import MicroBatch
+from hf_flexseq.profiler.design import Effort
 from hf_flexseq.profiler.measure import median_seconds
 from hf_flexseq.steps.step import Inputs
 

@@ -30,7 +30,7 @@ from hf_flexseq.cost.presets import load_cost_model
 from hf_flexseq.distributed.communicator import Communicator
 from hf_flexseq.distributed.control import broadcast_object
 from hf_flexseq.hf.attention import NAME
-from hf_flexseq.hf.calibration.choose import UNNAMED, unnamed_cost_model
+from hf_flexseq.hf.calibration.choose import MADE_FOR_THE_MODEL, cost_model_for
 from hf_flexseq.hf.model.buckets import early_buckets
 from hf_flexseq.hf.model.checks import check_model
 from hf_flexseq.hf.model.loss import ChunkedLoss, attach_chunked_loss
@@ -77,7 +77,9 @@ class FlexSeqEngine:
         # Streams are dispatched from rank 0 by default, which breaks on rows of different lengths.
         accelerator.dataloader_config.dispatch_batches = False
         self.accelerator, self.args = accelerator, args
-        self._named_cost = None if args.cost_model in UNNAMED else load_cost_model(args.cost_model)
+        self._named_cost = None
+        if args.cost_model not in MADE_FOR_THE_MODEL:
+            self._named_cost = load_cost_model(args.cost_model)
         self.communicator = communicator or Communicator()
         if args.sp_degree is not None:
             check_degree(args.sp_degree, self.communicator.topology)
@@ -105,7 +107,7 @@ class FlexSeqEngine:
         base = base_model(model)
         check_model(base)
         self.lockstep = resolve_sync(self.args, base, self.accelerator, lockstep=lockstep)
-        self.cost = self._named_cost or unnamed_cost_model(
+        self.cost = self._named_cost or cost_model_for(
             self.args.cost_model,
             base,
             self.accelerator,

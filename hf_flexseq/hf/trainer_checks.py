@@ -19,7 +19,7 @@ from transformers import Trainer
 from transformers.data.data_collator import DataCollatorWithPadding, default_data_collator
 
 from hf_flexseq.config import FlexSeqArguments
-from hf_flexseq.hf.calibration.estimate import is_fully_sharded, zero_stage
+from hf_flexseq.hf.model.facts import is_fully_sharded, zero_stage
 from hf_flexseq.steps.collator import DataCollatorForFlexSeq
 
 # ---- the accelerator

@@ -1,156 +1,138 @@
-"""Which micro-batches are timed: some to fit the constants, others, of mixed lengths, to see how
-well the fit holds.
+"""Decide which runs are timed: some to fit the constants, others to test the fit.
 
-They scale with two sizes: the most tokens that a rank gets in a whole micro-batch, and the longest
-sequence that the attention kernel alone gets, far longer, since kernels are slower per square
-where sequences are short. Each is the largest power of two for which the estimated seconds stay
-below half of a budget: counted work, so that sizes do not depend on how busy the machine is.
+1. Depths. A small model is copied whole. A larger one is copied with one and with three layers,
+   which tells the cost of a layer from the cost of everything around the layers.
+2. Sizes. All runs scale with two sizes: the most tokens that a rank gets in a whole micro-batch,
+   and the longest sequence that the attention kernel gets by itself. The second is far longer,
+   since kernels are slower per squared token where sequences are short. Each size is the largest
+   power of two for which the *estimated* seconds stay below half of a budget. Work is counted and
+   not timed, so sizes do not depend on how busy the machine is.
+3. Shapes for the fit. Whole micro-batches run on every rank alone; the kernel runs alone; and the
+   transfers of one layer run bare, with so many tokens that bursts and buffers do not matter.
+4. Mixes to test the fit. Whole micro-batches with groups of every measured degree in turn, which
+   show what the separate parts leave out.
 
-Transfers are run bare, one layer's of a group at a time, of so many tokens that bursts and buffers
-do not matter. The mixed micro-batches are whole ones, with groups of every measured degree in
-turn: they show what the parts leave out.
+Nothing here needs torch: a design is plain data, the same on every rank.
 """
 
 import random
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from hf_flexseq.cost import CostModel, lockstep_ns
+from hf_flexseq.cost.analytic import ModelShape
 from hf_flexseq.plan import Group, MicroBatch, widest_first
 from hf_flexseq.topology import Topology
 
-MOST_TOKENS, LONGEST, FEWEST_TOKENS = 16384, 65536, 64
+MOST_TOKENS = 16384  # tokens of a rank in the largest whole micro-batch
+LONGEST = 65536  # tokens of the longest sequence that the kernel gets by itself
+FEWEST_TOKENS = 64  # both sizes stop here, however small the budget is
+
+SMALL = 50_000_000  # parameters up to which a model is copied whole: such a copy costs nothing
+DEPTHS = (1, 3)  # layers of the two copies of a larger model
+
+# Attention takes as long as its arithmetic from this head size on. With smaller heads it takes as
+# long as with this one, because exponentials are most of the work.
+EFFICIENT_HEAD_DIM = 64
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Effort:
+    """How much is measured."""
+
+    budget_s: float = 8.0
+    """Estimated seconds of all runs that are made for the fit."""
+    rounds: int = 3
+    """Timings of each run that count; one more comes first and does not count."""
+    held_out: int = 4
+    """Micro-batches of mixed lengths that are timed to test the fit."""
+
+
+THOROUGH = Effort(budget_s=40.0, rounds=5, held_out=16)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ProbeSizes:
-    """tokens: of a rank in the largest whole micro-batch. sequence: tokens of the attention
-    kernel's longest one."""
+    """The two sizes that all runs scale with."""
 
     tokens: int
+    """Tokens of a rank in the largest whole micro-batch."""
     sequence: int
+    """Tokens of the longest sequence that the attention kernel gets by itself."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ProbeLayout:
-    """A micro-batch to run, with the lengths of its sequences, by id."""
+    """A micro-batch to run, with the lengths of its sequences."""
 
     micro_batch: MicroBatch
     lengths: tuple[int, ...]
+    """Tokens of each sequence, by sequence id."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ProbeShape:
-    """What is run at the same time on all ranks, in groups of `degree`. See `Sample`; lengths: of
-    each group."""
+    """A run in which every working rank does the same, in groups of one degree."""
 
     strategy: str
+    """`local`, `kernel`, `ulysses` or `zigzag`; `Sample` in fit.py says what each one runs."""
     degree: int
+    """Ranks of a group."""
     lengths: tuple[int, ...]
+    """Tokens of each sequence of one group."""
+    starts: tuple[int, ...]
+    """First ranks of the groups, which share no rank and so work at the same time."""
 
 
-def alone(lengths: tuple[int, ...], topology: Topology) -> ProbeLayout:
-    """Sequences of these lengths on each rank."""
-    count = len(lengths)
-    groups = tuple(
-        Group(
-            ranks=(rank,),
-            sequences=tuple(range(rank * count, (rank + 1) * count)),
-            strategy="local",
-        )
-        for rank in range(topology.world_size)
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Design:
+    """Everything that a calibration runs."""
+
+    depths: tuple[int, ...]
+    """Layers of each copy of the model."""
+    sizes: ProbeSizes
+    shapes: tuple[ProbeShape, ...]
+    """Runs for the fit."""
+    mixes: tuple[ProbeLayout, ...]
+    """Micro-batches to test the fit, run by the deepest copy."""
+
+
+def make_design(
+    shape: ModelShape, estimate: CostModel, topology: Topology, effort: Effort
+) -> Design:
+    """Decide the runs that calibrate a model of this shape, for which `estimate` counts the work.
+
+    Rings are timed where `estimate` knows what a ring moves.
+    """
+    rings = estimate.ring_bytes is not None
+    depths = probe_depths(shape)
+    sizes = choose_sizes(
+        _counting(estimate, shape),
+        topology,
+        layers=shape.layers,
+        depths=depths,
+        rounds=effort.rounds + 1,  # the first round, which does not count, takes its time, too
+        budget_s=effort.budget_s,
     )
-    return ProbeLayout(
-        micro_batch=MicroBatch(groups=groups), lengths=lengths * topology.world_size
+    return Design(
+        depths=depths,
+        sizes=sizes,
+        shapes=fitting_shapes(sizes, topology, rings),
+        mixes=hold_out_layouts(sizes.tokens, topology, rings, effort.held_out),
     )
 
 
-def measured_degrees(topology: Topology) -> tuple[int, ...]:
-    """The degrees of the topology's process groups, ascending: others are priced as the next one
-    of them."""
-    return tuple(sorted({stop - start for start, stop in topology.aligned_blocks()}))
+# ---- 1. depths
 
 
-def disjoint_blocks(topology: Topology, degree: int) -> tuple[int, ...]:
-    """Where groups of `degree` ranks start that can work at the same time."""
-    if degree == 1:
-        return tuple(range(topology.world_size))
-    starts: list[int] = []
-    for start, stop in topology.aligned_blocks():
-        if stop - start == degree and (not starts or start >= starts[-1] + degree):
-            starts.append(start)
-    return tuple(starts)
+def probe_depths(shape: ModelShape) -> tuple[int, ...]:
+    """Choose how many layers each timed copy of a model has."""
+    if shape.params <= SMALL or shape.layers <= max(DEPTHS):
+        return (shape.layers,)
+    return DEPTHS
 
 
-def fitting_shapes(sizes: ProbeSizes, topology: Topology, rings: bool) -> tuple[ProbeShape, ...]:
-    """What is timed for the fit. rings: whether the model's rings are of interest."""
-    return (*_whole_shapes(sizes.tokens), *_layer_shapes(sizes.sequence, topology, rings))
-
-
-def _whole_shapes(tokens: int) -> tuple[ProbeShape, ...]:
-    packs = [(tokens,), (tokens // 4,), (tokens // 8,) * 4, (tokens // 32,) * 8, (tokens // 16,)]
-    return tuple(ProbeShape(strategy="local", degree=1, lengths=lengths) for lengths in packs)
-
-
-def _layer_shapes(sequence: int, topology: Topology, rings: bool) -> tuple[ProbeShape, ...]:
-    """One layer's attention, and its transfers."""
-    shapes = [
-        ProbeShape(strategy="kernel", degree=1, lengths=(sequence // part,)) for part in (8, 2, 1)
-    ]
-    for degree in measured_degrees(topology):
-        for share in (sequence // 8, sequence // 4, sequence // 2):
-            shapes.append(ProbeShape(strategy="ulysses", degree=degree, lengths=(share * degree,)))
-            if rings:
-                shapes.append(
-                    ProbeShape(strategy="zigzag", degree=degree, lengths=(share * degree,))
-                )
-    return tuple(shapes)
-
-
-def hold_out_layouts(
-    tokens: int, topology: Topology, rings: bool, count: int
-) -> tuple[ProbeLayout, ...]:
-    """`count` micro-batches of mixed lengths, the same on every machine: all ranks alone, and,
-    where there are several ranks, also with a group of each measured degree in turn, under which
-    the ranks work alone."""
-    rng = random.Random(0)
-    strategies = ("ulysses", "zigzag") if rings else ("ulysses",)
-    wide = [
-        None,
-        *((degree, strategy) for degree in measured_degrees(topology) for strategy in strategies),
-    ]
-    return tuple(_mix(tokens, topology, wide[i % len(wide)], rng) for i in range(count))
-
-
-def _mix(
-    tokens: int, topology: Topology, wide: tuple[int, str] | None, rng: random.Random
-) -> ProbeLayout:
-    lengths: list[int] = []
-    groups: list[Group] = []
-
-    def add(start: int, degree: int, strategy: str, total: int) -> None:
-        drawn = list(_mixed_lengths(total, rng))
-        ids = tuple(range(len(lengths), len(lengths) + len(drawn)))
-        lengths.extend(drawn)
-        groups.append(
-            Group(ranks=tuple(range(start, start + degree)), sequences=ids, strategy=strategy)
-        )
-
-    if wide is not None:
-        degree, strategy = wide
-        for start in disjoint_blocks(topology, degree):
-            add(start, degree, strategy, degree * tokens // 4)
-    for rank in range(topology.world_size):
-        add(rank, 1, "local", tokens // 4)
-    return ProbeLayout(micro_batch=MicroBatch(groups=widest_first(groups)), lengths=tuple(lengths))
-
-
-def _mixed_lengths(total: int, rng: random.Random) -> Iterator[int]:
-    """Lengths that add up to `total`, most of them short."""
-    while total:
-        length = min(total, max(1, int(rng.lognormvariate(0, 1) * total / 6)))
-        yield length
-        total -= length
+# ---- 2. sizes
 
 
 def choose_sizes(
@@ -162,26 +144,41 @@ def choose_sizes(
     rounds: int,
     budget_s: float,
 ) -> ProbeSizes:
-    """The sizes under which `rounds` of everything, with models of each of `depths` layers, take
-    about `budget_s` estimated seconds. estimate: of the whole model, which has `layers` layers."""
+    """Choose the largest sizes for which all runs take about `budget_s` estimated seconds.
+
+    estimate: cost model of the whole model, which has `layers` layers. depths: layers of each
+    copy that runs every whole micro-batch. rounds: how often each run is made.
+    """
     rings = estimate.ring_bytes is not None
 
-    def largest(shapes_of: Callable[[int], Sequence[ProbeShape]], most: int) -> int:
-        size = most
-        while size > FEWEST_TOKENS:
-            once = sum(
-                _estimated_s(shape, estimate, topology, layers, depths)
-                for shape in shapes_of(size)
-            )
-            if rounds * once <= budget_s / 2:
-                break
-            size //= 2
-        return size
+    def estimated_s(shapes: Sequence[ProbeShape]) -> float:
+        once = sum(_estimated_s(shape, estimate, topology, layers, depths) for shape in shapes)
+        return rounds * once
+
+    def whole_s(tokens: int) -> float:
+        return estimated_s(_whole_shapes(tokens, topology))
+
+    def layer_s(sequence: int) -> float:
+        return estimated_s(_layer_shapes(sequence, topology, rings))
 
     return ProbeSizes(
-        tokens=largest(_whole_shapes, MOST_TOKENS),
-        sequence=largest(lambda size: _layer_shapes(size, topology, rings), LONGEST),
+        tokens=_largest(whole_s, MOST_TOKENS, budget_s / 2),
+        sequence=_largest(layer_s, LONGEST, budget_s / 2),
     )
+
+
+def _largest(seconds_of: Callable[[int], float], most: int, budget_s: float) -> int:
+    """Halve `most` until its estimated seconds are within the budget, and return that size."""
+    size = most
+    while size > FEWEST_TOKENS and seconds_of(size) > budget_s:
+        size //= 2
+    return size
+
+
+def _counting(estimate: CostModel, shape: ModelShape) -> CostModel:
+    """Return `estimate` with attention as slow as it is for heads that are small."""
+    stretch = max(1.0, EFFICIENT_HEAD_DIM / shape.head_dim)
+    return replace(estimate, attention_s=estimate.attention_s * stretch)
 
 
 def _estimated_s(
@@ -191,24 +188,149 @@ def _estimated_s(
     layers: int,
     depths: tuple[int, ...],
 ) -> float:
+    """Estimate the seconds of one run of `shape`, by every depth where the whole model runs."""
     if shape.strategy == "kernel":
-        return estimate.attention_s / layers * sum(length * length for length in shape.lengths)
+        squares = sum(length * length for length in shape.lengths)
+        return estimate.attention_s / layers * squares
+
     if shape.strategy == "local":
         layout = alone(shape.lengths, topology)
-        return (
-            lockstep_ns(estimate, [layout.micro_batch], layout.lengths, topology)[0]
-            / 1e9
-            * sum(depths)
-            / layers
-        )
-    ring_bytes = (estimate.ring_bytes or 0.0) * (shape.degree - 1)
-    moved = (
-        (ring_bytes if shape.strategy == "zigzag" else estimate.all_to_all_bytes)
-        / layers
-        * shape.lengths[0]
+        (whole_ns,) = lockstep_ns(estimate, [layout.micro_batch], layout.lengths, topology)
+        return whole_ns / 1e9 * sum(depths) / layers
+
+    if shape.strategy == "zigzag":
+        group_bytes_per_token = (estimate.ring_bytes or 0.0) * (shape.degree - 1)
+    else:
+        group_bytes_per_token = estimate.all_to_all_bytes
+    group_bytes = group_bytes_per_token / layers * shape.lengths[0]
+    spans_nodes = shape.degree > topology.ranks_per_node
+    return group_bytes / shape.degree / estimate.bandwidth(shape.degree, spans_nodes)
+
+
+# ---- 3. shapes for the fit
+
+
+def fitting_shapes(sizes: ProbeSizes, topology: Topology, rings: bool) -> tuple[ProbeShape, ...]:
+    """List the runs that are timed for the fit. rings: whether rings are timed, too."""
+    whole = _whole_shapes(sizes.tokens, topology)
+    return whole + _layer_shapes(sizes.sequence, topology, rings)
+
+
+def _whole_shapes(tokens: int, topology: Topology) -> tuple[ProbeShape, ...]:
+    """List whole micro-batches that every rank runs alone, with at most `tokens` tokens."""
+    packs = (
+        (tokens,),
+        (tokens // 4,),
+        (tokens // 8,) * 4,
+        (tokens // 32,) * 8,
+        (tokens // 16,),
     )
-    return (
-        moved
-        / shape.degree
-        / estimate.bandwidth(shape.degree, shape.degree > topology.ranks_per_node)
+    return tuple(_shape("local", 1, lengths, topology) for lengths in packs)
+
+
+def _layer_shapes(sequence: int, topology: Topology, rings: bool) -> tuple[ProbeShape, ...]:
+    """List runs of one layer: its attention alone, and its bare transfers in each degree."""
+    shapes = []
+    for part in (8, 2, 1):
+        shapes.append(_shape("kernel", 1, (sequence // part,), topology))
+    for degree in measured_degrees(topology):
+        for tokens_per_rank in (sequence // 8, sequence // 4, sequence // 2):
+            lengths = (tokens_per_rank * degree,)
+            shapes.append(_shape("ulysses", degree, lengths, topology))
+            if rings:
+                shapes.append(_shape("zigzag", degree, lengths, topology))
+    return tuple(shapes)
+
+
+def _shape(strategy: str, degree: int, lengths: tuple[int, ...], topology: Topology) -> ProbeShape:
+    starts = disjoint_blocks(topology, degree)
+    return ProbeShape(strategy=strategy, degree=degree, lengths=lengths, starts=starts)
+
+
+def measured_degrees(topology: Topology) -> tuple[int, ...]:
+    """List the degrees of the topology's process groups, ascending; the cost model prices every
+    other degree as the next of these."""
+    return tuple(sorted({stop - start for start, stop in topology.aligned_blocks()}))
+
+
+def disjoint_blocks(topology: Topology, degree: int) -> tuple[int, ...]:
+    """List the first ranks of groups of `degree` ranks that share no rank."""
+    if degree == 1:
+        return tuple(range(topology.world_size))
+    starts: list[int] = []
+    for start, stop in topology.aligned_blocks():
+        fits = stop - start == degree
+        if fits and (not starts or start >= starts[-1] + degree):
+            starts.append(start)
+    return tuple(starts)
+
+
+def alone(lengths: tuple[int, ...], topology: Topology) -> ProbeLayout:
+    """Give sequences of these lengths to each rank, which runs them alone."""
+    count = len(lengths)
+    groups = []
+    for rank in range(topology.world_size):
+        sequences = tuple(range(rank * count, (rank + 1) * count))
+        groups.append(Group(ranks=(rank,), sequences=sequences, strategy="local"))
+    return ProbeLayout(
+        micro_batch=MicroBatch(groups=tuple(groups)), lengths=lengths * topology.world_size
     )
+
+
+# ---- 4. mixes to test the fit
+
+
+def hold_out_layouts(
+    tokens: int, topology: Topology, rings: bool, count: int
+) -> tuple[ProbeLayout, ...]:
+    """Draw `count` micro-batches of mixed lengths, the same on every machine.
+
+    In the first one all ranks work alone. Where there are several ranks, groups of each measured
+    degree follow in turn, under which the ranks work alone, too. tokens: of a rank in the largest
+    whole micro-batch; a mix gives a rank about half of that.
+    """
+    wide_groups: list[tuple[int, str] | None] = [None]  # (degree, strategy); None: ranks alone
+    for degree in measured_degrees(topology):
+        wide_groups.append((degree, "ulysses"))
+        if rings:
+            wide_groups.append((degree, "zigzag"))
+
+    rng = random.Random(0)
+    layouts = []
+    for index in range(count):
+        wide = wide_groups[index % len(wide_groups)]
+        layouts.append(_mix(tokens, topology, wide, rng))
+    return tuple(layouts)
+
+
+def _mix(
+    tokens: int, topology: Topology, wide: tuple[int, str] | None, rng: random.Random
+) -> ProbeLayout:
+    # 1. the wide groups, and every rank alone: (ranks, strategy, tokens)
+    parts: list[tuple[tuple[int, ...], str, int]] = []
+    if wide is not None:
+        degree, strategy = wide
+        for start in disjoint_blocks(topology, degree):
+            ranks = tuple(range(start, start + degree))
+            parts.append((ranks, strategy, degree * tokens // 4))
+    for rank in range(topology.world_size):
+        parts.append(((rank,), "local", tokens // 4))
+
+    # 2. sequences for each group, with ids in the order in which they are drawn
+    lengths: list[int] = []
+    groups: list[Group] = []
+    for ranks, strategy, total in parts:
+        first_id = len(lengths)
+        lengths.extend(_mixed_lengths(total, rng))
+        sequences = tuple(range(first_id, len(lengths)))
+        groups.append(Group(ranks=ranks, sequences=sequences, strategy=strategy))
+    return ProbeLayout(micro_batch=MicroBatch(groups=widest_first(groups)), lengths=tuple(lengths))
+
+
+def _mixed_lengths(total: int, rng: random.Random) -> Iterator[int]:
+    """Draw lengths that add up to `total`, most of them short."""
+    while total:
+        drawn = int(rng.lognormvariate(0, 1) * total / 6)
+        length = min(total, max(1, drawn))
+        yield length
+        total -= length

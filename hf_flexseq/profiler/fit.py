@@ -1,5 +1,4 @@
-"""Constants of the cost model from timed micro-batches, by non-negative least squares in plain
-numpy.
+"""Fit the constants of the cost model to timed runs, by non-negative least squares in plain numpy.
 
 1. Attention, linear layers and constants, from micro-batches that every rank runs alone, with k
    layers each, and from the attention kernel alone, which may be far longer than a whole model
@@ -8,18 +7,20 @@ numpy.
        seconds(model)  = k a1 S2 + k a2 S1 + k c + head S1 + b        S2, S1: sums of squared
                                                                       lengths and of lengths
        seconds(kernel) =   a1 S2 + k1 S1 + k0                         k1, k0: the kernel's share of
-                           a2 and c
+                                                                      a2 and c
 
    so that models too large to be run whole are measured with two depths and priced at any other.
-2. Bandwidth of each degree, from a layer's all-to-alls alone: bytes / v + latency; and what a
-   ring's bytes are worth at that bandwidth, from a layer's ring transfers alone. How much of them
-   attention hides is measured by itself.
+2. Bandwidth of each degree, from the all-to-alls of one layer alone: bytes / v + latency; and what
+   a ring's bytes are worth at that bandwidth, from the ring transfers of one layer alone. How much
+   of the transfers attention hides is measured separately.
 
 Every equation is divided by its measured seconds: relative errors count, and a short run as much
 as a long one. The best of all subsets of unknowns is taken, the others being zero: there are few,
-so this is exact and obvious. Rejected: iterating over active sets (Lawson and Hanson), which pays
-from dozens of unknowns on; and taking transfers from what whole micro-batches in groups take
-beyond their arithmetic: a small difference of two large, noisy numbers.
+so this is exact and obvious.
+
+Rejected: iterating over active sets (Lawson and Hanson), which pays from dozens of unknowns on;
+and taking transfers from what whole micro-batches in groups take beyond their arithmetic, which is
+a small difference of two large, noisy numbers.
 """
 
 from collections.abc import Sequence
@@ -29,56 +30,63 @@ from itertools import combinations
 import numpy as np
 from numpy.typing import NDArray
 
-from hf_flexseq.cost import CostModel
+from hf_flexseq.cost import CostModel, lockstep_ns
+from hf_flexseq.profiler.design import ProbeLayout
+from hf_flexseq.topology import Topology
 
 Floats = NDArray[np.float64]
 
-# of the longest transfer: what else it waits for must not pass for all of it
+# A latency explains at most the other half of the longest transfer. Without this bound, timings
+# that hardly grow with the bytes would fit a latency and no bytes at all, an endless bandwidth.
 LEAST_BYTE_SHARE = 0.5
-# how much slower than an all-to-all a ring can be believed to move a byte
+# How much slower than an all-to-all a ring can be believed to move a byte.
 RING_FACTORS = (0.1, 10.0)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Sample:
-    """A timed run in which every working rank does the same.
-
-    strategy: `local`, a model on each rank; `kernel`, one layer's attention on each; `ulysses` or
-    `zigzag`, the bare transfers of one layer in groups of `degree` ranks. layers: of the model,
-    else 1. lengths: tokens of each sequence of one group. seconds: of forward and backward.
-    """
+    """A timed run in which every working rank does the same."""
 
     strategy: str
+    """`local`: a model on each rank. `kernel`: the attention of one layer on each rank. `ulysses`
+    or `zigzag`: the bare transfers of one layer in groups of `degree` ranks."""
     degree: int
+    """Ranks of a group."""
     layers: int
+    """Layers of the model for `local`, else 1."""
     lengths: tuple[int, ...]
+    """Tokens of each sequence of one group."""
     seconds: float
+    """Seconds of forward and backward together."""
 
     @property
     def tokens(self) -> int:
+        """Sum of the lengths."""
         return sum(self.lengths)
 
     @property
     def squares(self) -> int:
+        """Sum of the squared lengths."""
         return sum(length * length for length in self.lengths)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Compute:
-    """Seconds of a micro-batch that one rank runs alone.
-
-    attention_s, linear_s, layer_s: of a layer, per squared token, per token, and whatever is in
-    it. head_s: per token, outside of the layers. base_s: of a model without layers or tokens.
-    """
+    """Seconds of a micro-batch that one rank runs alone, in the constants of step 1."""
 
     attention_s: float
+    """Seconds of a layer per squared token (a1)."""
     linear_s: float
+    """Seconds of a layer per token (a2)."""
     layer_s: float
+    """Seconds of a layer whatever tokens it has (c)."""
     head_s: float
+    """Seconds per token outside of the layers (head)."""
     base_s: float
+    """Seconds of a model without layers or tokens (b)."""
 
     def fill(self, model: CostModel, layers: int) -> CostModel:
-        """`model` with these constants for a model of `layers` layers."""
+        """Return `model` with these constants for a model of `layers` layers."""
         return replace(
             model,
             attention_s=layers * self.attention_s,
@@ -89,111 +97,145 @@ class Compute:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FittedLinks:
-    """Transfers between ranks.
-
-    bandwidths: (degree, bytes/s). latencies_s: (degree, seconds) of one layer's all-to-alls
-    whatever they move. ring_factor: how much longer a byte takes in a ring. overlap: as
-    `ring_overlap` in `CostModel`.
-    """
+    """Transfers between ranks, in the constants of step 2."""
 
     bandwidths: tuple[tuple[int, float], ...]
+    """(degree, bytes/s that a rank moves), ascending by degree."""
     latencies_s: tuple[tuple[int, float], ...]
+    """(degree, seconds that the all-to-alls of one layer take whatever bytes they move)."""
     ring_factor: float
+    """How many times as long a byte takes in a ring as in an all-to-all."""
     overlap: float
+    """Share of a transfer that attention hides, 0 to 1; `ring_overlap` in `CostModel`."""
 
     def fill(self, model: CostModel, layers: int) -> CostModel:
-        """`model`, of `layers` layers, with these transfers; ring bytes count as many as they are
-        worth at an all-to-all's pace, and latencies by their mean."""
+        """Return `model`, which has `layers` layers, with these transfers.
+
+        Bytes of rings count as many as they are worth at the pace of an all-to-all. Latencies
+        count by their mean over the degrees.
+        """
+        latencies = [seconds for _, seconds in self.latencies_s]
+        latency_s = float(np.mean(latencies)) if latencies else 0.0
+        ring_bytes = model.ring_bytes
+        if ring_bytes is not None:
+            ring_bytes = ring_bytes * self.ring_factor
         return replace(
             model,
             bandwidths=self.bandwidths,
-            group_s=layers * float(np.mean([seconds for _, seconds in self.latencies_s] or [0.0])),
-            ring_bytes=None if model.ring_bytes is None else model.ring_bytes * self.ring_factor,
+            group_s=layers * latency_s,
+            ring_bytes=ring_bytes,
             query_bytes=model.query_bytes * self.ring_factor,
             ring_overlap=self.overlap,
             all_to_all_overlap=self.overlap,
         )
 
 
+# ---- least squares
+
+
 def nnls(rows: Floats, seconds: Floats) -> Floats:
-    """The x >= 0 that minimises ||rows x - seconds||. rows: [equations, unknowns], some ten
-    unknowns at most."""
-    scale = np.maximum(np.abs(rows).max(axis=0), np.finfo(np.float64).tiny)
-    best, least = np.zeros(rows.shape[1]), float(seconds @ seconds)
-    for count in range(1, rows.shape[1] + 1):
-        for subset in combinations(range(rows.shape[1]), count):
+    """Return the x >= 0, [unknowns], that minimises ||rows x - seconds||.
+
+    rows: [equations, unknowns], some ten unknowns at most. seconds: [equations].
+    """
+    unknowns = rows.shape[1]
+    # Columns differ by many orders of magnitude (a constant, a squared length): scaled to 1.
+    scale = np.maximum(np.abs(rows).max(axis=0), np.finfo(np.float64).tiny)  # [unknowns]
+    best = np.zeros(unknowns)
+    least = float(seconds @ seconds)  # squared error of x = 0
+    for count in range(1, unknowns + 1):
+        for subset in combinations(range(unknowns), count):
             columns = list(subset)
-            found = np.linalg.lstsq(rows[:, columns] / scale[columns], seconds, rcond=None)[0]
-            error = float(np.square(rows[:, columns] / scale[columns] @ found - seconds).sum())
-            if (found >= 0).all() and error < least:
-                best, least = np.zeros(rows.shape[1]), error
-                best[columns] = found / scale[columns]
+            scaled = rows[:, columns] / scale[columns]  # [equations, count]
+            solution = np.linalg.lstsq(scaled, seconds, rcond=None)[0]  # [count]
+            error = float(np.square(scaled @ solution - seconds).sum())
+            if (solution >= 0).all() and error < least:
+                least = error
+                best = np.zeros(unknowns)
+                best[columns] = solution / scale[columns]
     return best
 
 
+def _relative_nnls(rows: Sequence[Sequence[float]], seconds: Sequence[float]) -> list[float]:
+    """Solve `nnls` with each equation divided by its seconds, so that relative errors count."""
+    measured = np.array(seconds)
+    relative_rows = np.array(rows, dtype=np.float64) / measured[:, None]
+    solution: list[float] = nnls(relative_rows, np.ones_like(measured)).tolist()
+    return solution
+
+
+# ---- step 1
+
+
 def fit_compute(samples: Sequence[Sample]) -> Compute:
-    """Step 1, from the samples of degree 1. Raises ValueError when there is none of the model or
-    of the kernel."""
+    """Fit the constants of step 1 to the samples of degree 1.
+
+    Raises ValueError when no sample is of the model or none of the kernel.
+    """
     alone = [sample for sample in samples if sample.degree == 1]
     if {sample.strategy for sample in alone} != {"kernel", "local"}:
         raise ValueError(
             "a fit needs timings of the attention kernel and of the model on one rank"
         )
-    found = nnls(
-        *_relative(
-            [_compute_row(sample) for sample in alone], [sample.seconds for sample in alone]
-        )
-    )
-    attention_s, linear_s, layer_s, head_s, base_s = found[:5].tolist()
+    rows = [_compute_row(sample) for sample in alone]
+    seconds = [sample.seconds for sample in alone]
+    # The last two unknowns are the kernel's own, k1 and k0: parts of the linear and the constant
+    # term that the model's equations count already.
+    attention_s, linear_s, layer_s, head_s, base_s, _, _ = _relative_nnls(rows, seconds)
     return Compute(
         attention_s=attention_s, linear_s=linear_s, layer_s=layer_s, head_s=head_s, base_s=base_s
     )
 
 
 def _compute_row(sample: Sample) -> list[float]:
-    k, squares, tokens = sample.layers, sample.squares, sample.tokens
+    """Return the factors of (a1, a2, c, head, b, k1, k0) in the sample's equation."""
+    k = sample.layers
+    s1 = sample.tokens
+    s2 = sample.squares
     if sample.strategy == "kernel":
-        return [squares, 0, 0, 0, 0, tokens, 1]
-    return [k * squares, k * tokens, k, tokens, 1, 0, 0]
+        return [s2, 0, 0, 0, 0, s1, 1]
+    return [k * s2, k * s1, k, s1, 1, 0, 0]
 
 
-def _relative(rows: Sequence[Sequence[float]], seconds: Sequence[float]) -> tuple[Floats, Floats]:
-    wanted = np.array(seconds)
-    return np.array(rows, dtype=np.float64) / wanted[:, None], np.ones_like(wanted)
+# ---- step 2
 
 
 def fit_links(
     samples: Sequence[Sample], estimate: CostModel, *, layers: int, overlap: float
 ) -> FittedLinks:
-    """Step 2. estimate: the model, with `layers` layers, whose bytes are right. overlap: measured
-    by itself.
+    """Fit the constants of step 2 to the samples of bare transfers.
 
-    Without groups of two ranks and more the estimate's own transfers are kept.
+    estimate: cost model of the model, with `layers` layers, whose bytes are right. overlap: share
+    of a transfer that attention hides, measured separately. Without groups of two ranks and more
+    the transfers of `estimate` are kept.
     """
     degrees = sorted({sample.degree for sample in samples if sample.strategy == "ulysses"})
     if not degrees:
-        kept = estimate.bandwidths
         return FittedLinks(
-            bandwidths=kept, latencies_s=(), ring_factor=1.0, overlap=estimate.ring_overlap
+            bandwidths=estimate.bandwidths,
+            latencies_s=(),
+            ring_factor=1.0,
+            overlap=estimate.ring_overlap,
         )
-    found = [
-        (degree, *_fit_transfers(samples, "ulysses", degree, estimate.all_to_all_bytes / layers))
-        for degree in degrees
-    ]
-    factors = [1.0]
-    if estimate.ring_bytes is not None:
-        ring_bytes = estimate.ring_bytes / layers
-        rings = [
-            _fit_transfers(samples, "zigzag", degree, ring_bytes * (degree - 1))
-            for degree in degrees
-        ]
-        factors = [
-            ring[0] / per_byte_s for ring, (_, per_byte_s, _) in zip(rings, found, strict=True)
-        ]
+
+    bandwidths = []
+    latencies_s = []
+    ring_factors = []  # a degree's seconds per byte in a ring over those in an all-to-all
+    for degree in degrees:
+        exchanged = estimate.all_to_all_bytes / layers
+        byte_s, latency_s = _fit_transfers(samples, "ulysses", degree, exchanged)
+        bandwidths.append((degree, 1 / byte_s))
+        latencies_s.append((degree, latency_s))
+        if estimate.ring_bytes is None:
+            ring_factors.append(1.0)
+        else:
+            passed_on = estimate.ring_bytes / layers * (degree - 1)
+            ring_byte_s, _ = _fit_transfers(samples, "zigzag", degree, passed_on)
+            ring_factors.append(ring_byte_s / byte_s)
     return FittedLinks(
-        bandwidths=tuple((degree, 1 / per_byte_s) for degree, per_byte_s, _ in found),
-        latencies_s=tuple((degree, latency_s) for degree, _, latency_s in found),
-        ring_factor=float(np.clip(np.mean(factors), *RING_FACTORS)),
+        bandwidths=tuple(bandwidths),
+        latencies_s=tuple(latencies_s),
+        ring_factor=float(np.clip(np.mean(ring_factors), *RING_FACTORS)),
         overlap=overlap,
     )
 
@@ -201,11 +243,52 @@ def fit_links(
 def _fit_transfers(
     samples: Sequence[Sample], strategy: str, degree: int, token_bytes: float
 ) -> tuple[float, float]:
-    """Seconds per byte, and whatever is moved. token_bytes: that a group moves for each of its
-    tokens."""
-    mine = [sample for sample in samples if (sample.strategy, sample.degree) == (strategy, degree)]
-    moved = [token_bytes * sample.tokens / degree for sample in mine]
-    rows, seconds = [[nbytes, 1] for nbytes in moved], [sample.seconds for sample in mine]
-    per_byte_s, latency_s = nnls(*_relative(rows, seconds)).tolist()
-    most, longest = max(zip(moved, seconds, strict=True))
-    return max(per_byte_s, LEAST_BYTE_SHARE * longest / most), latency_s
+    """Fit seconds per byte, and seconds whatever is moved, of transfers of one kind and degree.
+
+    token_bytes: bytes that a group moves in one layer for each of its tokens.
+    """
+    rank_bytes = []  # bytes that a rank moves in each sample
+    seconds = []
+    for sample in samples:
+        if sample.strategy == strategy and sample.degree == degree:
+            rank_bytes.append(token_bytes * sample.tokens / degree)
+            seconds.append(sample.seconds)
+    rows = [[nbytes, 1.0] for nbytes in rank_bytes]
+    byte_s, latency_s = _relative_nnls(rows, seconds)
+    most_bytes, longest_s = max(zip(rank_bytes, seconds, strict=True))
+    return max(byte_s, LEAST_BYTE_SHARE * longest_s / most_bytes), latency_s
+
+
+# ---- how well the fit holds
+
+
+def of_depth(estimate: CostModel, layers: int, depth: int) -> CostModel:
+    """Return `estimate` with the bytes that a copy of `depth` of its `layers` layers moves."""
+    share = depth / layers
+    ring_bytes = estimate.ring_bytes
+    if ring_bytes is not None:
+        ring_bytes = ring_bytes * share
+    return replace(
+        estimate,
+        all_to_all_bytes=estimate.all_to_all_bytes * share,
+        ring_bytes=ring_bytes,
+        query_bytes=estimate.query_bytes * share,
+    )
+
+
+def relative_errors(
+    cost: CostModel,
+    mixes: Sequence[ProbeLayout],
+    seconds: Sequence[Sequence[float]],
+    topology: Topology,
+) -> tuple[float, ...]:
+    """Return |predicted - measured| / measured of each mix.
+
+    seconds: [mix][rank]; the slowest rank's count.
+    """
+    errors = []
+    for mix, by_rank in zip(mixes, seconds, strict=True):
+        (predicted_ns,) = lockstep_ns(cost, [mix.micro_batch], mix.lengths, topology)
+        measured_s = max(by_rank)
+        errors.append(abs(predicted_ns / 1e9 - measured_s) / measured_s)
+    return tuple(errors)

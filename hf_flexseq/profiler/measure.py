@@ -1,35 +1,256 @@
-"""Time runs on all ranks in turns: one after the other, round by round, so that a busy moment
-spoils none of them.
+"""Time the runs of a design on all ranks.
 
-Ranks start each run together. A rank's figure is the median over the rounds, the first of which,
+Runs take turns, one after the other, round by round, so that a busy moment spoils none of them.
+Ranks start each run together. A rank's figure is the median over the rounds; the first round,
 where memory is allocated and kernels are chosen, does not count.
+
+    measure          everything a calibration needs: samples for the fit, seconds of the mixes,
+                     overlap of transfers and attention, NICs of a node
+    median_seconds   the timing itself
+    ring_overlap, measured_nics
 """
 
+import platform
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
 
 import torch
 
-from hf_flexseq.distributed.all_to_all import all_to_all
-from hf_flexseq.distributed.communicator import Communicator, Transfers
+from hf_flexseq.cost import CostModel
+from hf_flexseq.cost.analytic import ModelShape
+from hf_flexseq.distributed.communicator import Communicator
 from hf_flexseq.distributed.control import gather_ints, gather_objects
 from hf_flexseq.kernels import Kernel
-from hf_flexseq.kernels.segments import Segments
+from hf_flexseq.kernels.choose import choose_kernel
+from hf_flexseq.profiler.design import Design, ProbeLayout, ProbeShape, alone
+from hf_flexseq.profiler.fit import Sample
+from hf_flexseq.profiler.runs import AllToAllRun, CountingKernel, HopRun, KernelRun, RingRun, Run
 
-Run = Callable[[], object]
+HOP_S = 0.01  # estimated seconds of the transfer that counts NICs
+MOST_HOP_BYTES = 1 << 28  # and its bytes at most, which every rank has to allocate
+
+
+class Probe(Protocol):
+    """A copy of the model, made to be timed."""
+
+    def run(self, layout: ProbeLayout, kernel: Kernel) -> Run:
+        """Return a function that runs one micro-batch, forward and backward."""
+        ...
+
+
+class ProbeFactory(Protocol):
+    """The maker of copies of a model; the only thing the profiler knows about the model itself."""
+
+    @property
+    def compute_dtype(self) -> torch.dtype:
+        """The dtype that attention computes in."""
+        ...
+
+    def __call__(self, layers: int) -> Probe:
+        """Make a copy with `layers` layers."""
+        ...
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Timings:
+    """Everything that was measured, the same on every rank."""
+
+    samples: tuple[Sample, ...]
+    """Runs for the fit."""
+    mix_seconds: tuple[tuple[float, ...], ...]
+    """[mix][rank]: seconds of the micro-batches that test the fit."""
+    overlap: float
+    """Share of a transfer that attention hides, 0 to 1."""
+    nics_per_node: int
+    """Links between nodes that the ranks of a node have."""
+    transfer_s: float
+    """Seconds of a transfer between nodes that moves next to nothing."""
+
+
+def measure(
+    design: Design,
+    probes: ProbeFactory,
+    shape: ModelShape,
+    estimate: CostModel,
+    communicator: Communicator,
+    *,
+    device: torch.device,
+    rounds: int,
+) -> Timings:
+    """Make all runs of `design`, and return their seconds. Collective.
+
+    shape: of the whole model. estimate: its cost model, which knows the bytes that are moved.
+    rounds: timings of each run that count.
+    """
+    bench = _Bench(design, probes, shape, estimate, communicator, device)
+
+    # 1. the design's own runs: parts of a layer first, then whole micro-batches, then the mixes
+    runs: list[Run] = []
+    shapes: list[tuple[ProbeShape, int]] = []  # of each run for the fit, with the copy's layers
+    for probe_shape in design.shapes:
+        if probe_shape.strategy != "local":
+            shapes.append((probe_shape, 1))
+            runs.append(bench.layer_run(probe_shape))
+    for layers in design.depths:
+        for probe_shape in design.shapes:
+            if probe_shape.strategy == "local":
+                layout = alone(probe_shape.lengths, communicator.topology)
+                shapes.append((probe_shape, layers))
+                runs.append(bench.whole_run(layout, layers))
+    for mix in design.mixes:
+        runs.append(bench.whole_run(mix, max(design.depths)))
+    seconds = median_seconds(runs, communicator, device, rounds)  # [run][rank]
+
+    # 2. the mean over the ranks that had a part in a run
+    samples = []
+    for (probe_shape, layers), by_rank in zip(shapes, seconds[: len(shapes)], strict=True):
+        samples.append(_sample(probe_shape, layers, by_rank))
+
+    # 3. transfers beside attention, where rings are possible; and links between nodes
+    overlap = estimate.ring_overlap
+    if estimate.ring_bytes is not None and communicator.world_size > 1:
+        overlap = ring_overlap(
+            communicator,
+            bench.kernel_run(design.sizes.sequence),
+            bytes_moved=bench.ring_bytes(design.sizes.sequence, communicator.world_size),
+            device=device,
+            rounds=rounds,
+        )
+    nics_per_node = 1
+    transfer_s = 0.0
+    if communicator.topology.nodes > 1:
+        bandwidth = estimate.bandwidth(communicator.world_size, True)
+        nics_per_node, transfer_s = measured_nics(
+            communicator,
+            bytes_moved=min(int(HOP_S * bandwidth), MOST_HOP_BYTES),
+            device=device,
+            rounds=rounds,
+        )
+    return Timings(
+        samples=tuple(samples),
+        mix_seconds=tuple(tuple(by_rank) for by_rank in seconds[len(shapes) :]),
+        overlap=overlap,
+        nics_per_node=nics_per_node,
+        transfer_s=transfer_s,
+    )
+
+
+class _Bench:
+    """Makes runs with copies of the model of all depths and with one layer of it."""
+
+    def __init__(
+        self,
+        design: Design,
+        probes: ProbeFactory,
+        shape: ModelShape,
+        estimate: CostModel,
+        communicator: Communicator,
+        device: torch.device,
+    ) -> None:
+        self._shape = shape
+        self._communicator = communicator
+        self._device = device
+        self._dtype = probes.compute_dtype
+        self._probes = {layers: probes(layers) for layers in design.depths}
+        # bytes that one layer moves for each token of a group
+        self._exchanged = estimate.all_to_all_bytes / shape.layers
+        self._passed_on = (estimate.ring_bytes or 0.0) / shape.layers
+        self._kernel = choose_kernel(device, self._dtype, shape.head_dim)
+        self._forwards = self._forwards_per_backward()
+
+    def _forwards_per_backward(self) -> int:
+        """Count how often attention runs forward for one backward: checkpointing may repeat it."""
+        counting = CountingKernel(self._kernel)
+        layout = alone((8,), self._communicator.topology)
+        probe = next(iter(self._probes.values()))
+        run = probe.run(layout, counting)
+        run()
+        return counting.forwards // counting.backwards
+
+    def whole_run(self, layout: ProbeLayout, layers: int) -> Run:
+        """Return a run of one micro-batch by the copy of `layers` layers."""
+        return self._probes[layers].run(layout, self._kernel)
+
+    def kernel_run(self, tokens: int) -> KernelRun:
+        """Return a run of one layer's attention over a sequence of `tokens` tokens."""
+        return KernelRun(
+            self._kernel,
+            tokens,
+            query_heads=self._shape.heads,
+            kv_heads=self._shape.kv_heads,
+            head_dim=self._shape.head_dim,
+            forwards=self._forwards,
+            dtype=self._dtype,
+            device=self._device,
+        )
+
+    def layer_run(self, shape: ProbeShape) -> Run:
+        """Return a run of one layer's attention, or of its transfers."""
+        (tokens,) = shape.lengths
+        if shape.strategy == "kernel":
+            return self.kernel_run(tokens)
+
+        tokens_per_rank = tokens / shape.degree
+        if shape.strategy == "ulysses":
+            return AllToAllRun(
+                self._communicator,
+                shape.starts,
+                shape.degree,
+                bytes_moved=int(self._exchanged * tokens_per_rank),
+                device=self._device,
+            )
+        return RingRun(
+            self._communicator,
+            shape.starts,
+            shape.degree,
+            bytes_moved=int(self._passed_on * tokens_per_rank * (shape.degree - 1)),
+            device=self._device,
+        )
+
+    def ring_bytes(self, tokens_per_rank: int, degree: int) -> int:
+        """Count the bytes that a rank of a ring moves in one layer, rounded before they go
+        around."""
+        return int(self._passed_on * tokens_per_rank) * (degree - 1)
+
+
+def _sample(shape: ProbeShape, layers: int, by_rank: Sequence[float]) -> Sample:
+    """Make a sample with the mean seconds of the ranks that have such a group.
+
+    by_rank: seconds of every rank.
+    """
+    working = []
+    for start in shape.starts:
+        working.extend(by_rank[start : start + shape.degree])
+    return Sample(
+        strategy=shape.strategy,
+        degree=shape.degree,
+        layers=layers,
+        lengths=shape.lengths,
+        seconds=statistics.mean(working),
+    )
+
+
+# ---- timing
 
 
 def median_seconds(
     runs: Sequence[Run], communicator: Communicator, device: torch.device, rounds: int
 ) -> list[list[float]]:
-    """[run][rank]: seconds of each of `runs`, the same list on every rank. Collective."""
-    found: list[list[float]] = [[] for _ in runs]
+    """Time `runs`, the same list on every rank, and return [run][rank] median seconds.
+
+    Collective over the world.
+    """
+    timed: list[list[float]] = [[] for _ in runs]  # [run][round]
     for _ in range(rounds + 1):
-        for run, seconds in zip(runs, found, strict=True):
+        for run, seconds in zip(runs, timed, strict=True):
             gather_ints(communicator, [0])  # all start together
             seconds.append(_seconds(run, device))
-    by_rank = gather_objects(communicator, [statistics.median(seconds[1:]) for seconds in found])
+    medians = [statistics.median(seconds[1:]) for seconds in timed]
+    by_rank = gather_objects(communicator, medians)  # [rank][run]
     return [list(of_run) for of_run in zip(*by_rank, strict=True)]
 
 
@@ -42,122 +263,9 @@ def _seconds(run: Run, device: torch.device) -> float:
 
 
 def _finish(device: torch.device) -> None:
+    """Wait for the work that is queued on the device."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
-
-
-class KernelRun:
-    """Attention of one layer over one sequence, forward and backward."""
-
-    def __init__(
-        self,
-        kernel: Kernel,
-        tokens: int,
-        *,
-        heads: tuple[int, int, int],
-        forwards: int,
-        dtype: torch.dtype,
-        device: torch.device,
-    ) -> None:
-        """heads: (query heads, key heads, head size). forwards: how often the forward runs for one
-        backward."""
-        query_heads, key_heads, head_dim = heads
-        self.kernel, self.forwards, self.scale = kernel, forwards, head_dim**-0.5
-        self.segments = Segments((tokens,), (tokens,), causal=True, device=device)
-        self.q = torch.ones(tokens, query_heads, head_dim, dtype=dtype, device=device)
-        self.k = torch.ones(tokens, key_heads, head_dim, dtype=dtype, device=device)
-
-    def __call__(self) -> None:
-        for _ in range(self.forwards):
-            out, lse = self.kernel.forward(self.q, self.k, self.k, self.segments, scale=self.scale)
-        self.kernel.backward(
-            self.q, self.q, self.k, self.k, out, lse, self.segments, scale=self.scale
-        )
-
-
-class AllToAllRun:
-    """One layer's exchanges of a Ulysses group: to heads and back, forward and backward. Other
-    ranks look on."""
-
-    def __init__(
-        self,
-        communicator: Communicator,
-        starts: Sequence[int],
-        degree: int,
-        *,
-        bytes_moved: int,
-        device: torch.device,
-    ) -> None:
-        """starts: first ranks of the groups. bytes_moved: by a rank in all its exchanges."""
-        self.communicator = communicator
-        self.ranks = own_group(communicator, starts, degree)
-        self.parts = [
-            torch.zeros(bytes_moved // 4 // degree, dtype=torch.uint8, device=device)
-            for _ in self.ranks
-        ]
-
-    def __call__(self) -> None:
-        for _ in range(4 if self.ranks else 0):
-            all_to_all(
-                self.communicator, self.ranks, self.parts, [part.numel() for part in self.parts]
-            ).wait()
-
-
-class RingRun:
-    """One layer's transfers of a ring: keys and values in the forward and again in the backward,
-    and their gradients, each to the next rank of the group `degree` - 1 times. Other ranks look
-    on."""
-
-    def __init__(
-        self,
-        communicator: Communicator,
-        starts: Sequence[int],
-        degree: int,
-        *,
-        bytes_moved: int,
-        device: torch.device,
-    ) -> None:
-        """starts: first ranks of the groups. bytes_moved: by a rank in all its transfers."""
-        self.communicator, self.times = communicator, 3 * (degree - 1)
-        self.ranks = own_group(communicator, starts, degree)
-        self.outgoing = torch.zeros(bytes_moved // self.times, dtype=torch.uint8, device=device)
-        self.incoming = torch.empty_like(self.outgoing)
-
-    def __call__(self) -> None:
-        for _ in range(self.times if self.ranks else 0):
-            self.post().wait()
-
-    def post(self) -> Transfers:
-        """One transfer on its way."""
-        place, degree = self.communicator.rank - self.ranks[0], len(self.ranks)
-        ahead, behind = self.ranks[(place + 1) % degree], self.ranks[(place - 1) % degree]
-        return Transfers(
-            self.communicator, sends=[(self.outgoing, ahead)], recvs=[(self.incoming, behind)]
-        )
-
-
-def own_group(communicator: Communicator, starts: Sequence[int], degree: int) -> list[int]:
-    """The ranks of the group that this rank is in; none when it is in none of those that begin at
-    `starts`."""
-    start = next((start for start in starts if start <= communicator.rank < start + degree), None)
-    return [] if start is None else list(range(start, start + degree))
-
-
-class CountingKernel:
-    """A kernel that counts its calls, to see how often a checkpointed layer repeats its
-    attention."""
-
-    def __init__(self, kernel: Kernel) -> None:
-        self.name, self.wide_gradients, self._kernel = kernel.name, kernel.wide_gradients, kernel
-        self.forwards = self.backwards = 0
-
-    def forward(self, *args: object, **kwargs: object):
-        self.forwards += 1
-        return self._kernel.forward(*args, **kwargs)
-
-    def backward(self, *args: object, **kwargs: object):
-        self.backwards += 1
-        return self._kernel.backward(*args, **kwargs)
 
 
 def ring_overlap(
@@ -168,67 +276,60 @@ def ring_overlap(
     device: torch.device,
     rounds: int,
 ) -> float:
-    """How much of the shorter one, of `compute` and of a transfer to the next rank, takes no time
-    of its own when both run together: 0 to 1. Collective."""
+    """Measure the share, 0 to 1, of a transfer to the next rank that `compute` hides.
+
+    Both run alone and together. The share is of the shorter one of the two. bytes_moved: by a
+    rank in all transfers of a layer, of which one is timed. Collective over the world.
+    """
     ring = RingRun(
         communicator, (0,), communicator.world_size, bytes_moved=bytes_moved, device=device
     )
+
+    def transfer() -> None:
+        ring.post().wait()
 
     def both() -> None:
         transfers = ring.post()
         compute()
         transfers.wait()
 
-    by_run = median_seconds(
-        [compute, lambda: ring.post().wait(), both], communicator, device, rounds
-    )
-    compute_s, transfer_s, both_s = (statistics.mean(seconds) for seconds in by_run)
+    by_run = median_seconds([compute, transfer, both], communicator, device, rounds)
+    compute_s, transfer_s, both_s = (statistics.mean(by_rank) for by_rank in by_run)
     hidden = (compute_s + transfer_s - both_s) / min(compute_s, transfer_s)
     return min(max(hidden, 0.0), 1.0)
-
-
-class HopRun:
-    """One transfer from every rank of node 0 to the rank with its place in node 1, or only from
-    the first. Other ranks look on."""
-
-    def __init__(
-        self, communicator: Communicator, *, lone: bool, bytes_moved: int, device: torch.device
-    ) -> None:
-        self.communicator = communicator
-        buffer = torch.zeros(bytes_moved, dtype=torch.uint8, device=device)
-        node, place = divmod(communicator.rank, communicator.topology.ranks_per_node)
-        works = node < 2 and (place == 0 or not lone)
-        self.sends = (
-            [(buffer, communicator.rank + communicator.topology.ranks_per_node)]
-            if works and not node
-            else []
-        )
-        self.recvs = (
-            [(buffer, communicator.rank - communicator.topology.ranks_per_node)]
-            if works and node
-            else []
-        )
-
-    def __call__(self) -> None:
-        Transfers(self.communicator, sends=self.sends, recvs=self.recvs).wait()
 
 
 def measured_nics(
     communicator: Communicator, *, bytes_moved: int, device: torch.device, rounds: int
 ) -> tuple[int, float]:
-    """How many links between nodes the ranks of a node have, and seconds of a transfer that is
-    next to nothing.
+    """Count the links between nodes that a node's ranks have, and time a transfer of one byte.
 
     A node's ranks that send all together take as many times as long as one of them alone as there
-    are ranks to a link. Collective; for two nodes and more.
+    are ranks to a link. Returns (links, seconds). Collective over the world; for two nodes and
+    more.
     """
-    per_node = communicator.topology.ranks_per_node
     runs = [
-        HopRun(communicator, lone=lone, bytes_moved=n, device=device)
-        for lone, n in ((True, bytes_moved), (False, bytes_moved), (True, 1))
+        HopRun(communicator, lone=True, bytes_moved=bytes_moved, device=device),
+        HopRun(communicator, lone=False, bytes_moved=bytes_moved, device=device),
+        HopRun(communicator, lone=True, bytes_moved=1, device=device),
     ]
-    lone_s, together_s, transfer_s = map(max, median_seconds(runs, communicator, device, rounds))
+    by_run = median_seconds(runs, communicator, device, rounds)  # [run][rank]
+    lone_s, together_s, transfer_s = (max(by_rank) for by_rank in by_run)
     if lone_s < 2 * transfer_s:
-        return 1, transfer_s  # too short to tell; one NIC is routed over by nobody
+        return 1, transfer_s  # too short to tell; nothing is routed over one NIC
     slowdown = max(1.0, (together_s - transfer_s) / (lone_s - transfer_s))
-    return max(1, round(per_node / slowdown)), transfer_s
+    ranks_per_node = communicator.topology.ranks_per_node
+    return max(1, round(ranks_per_node / slowdown)), transfer_s
+
+
+def device_name(device: torch.device) -> str:
+    """Return the name of the processor, as it calls itself."""
+    if device.type == "cuda":
+        name: str = torch.cuda.get_device_name(device)
+        return name
+    info = Path("/proc/cpuinfo")
+    if info.is_file():
+        for line in info.read_text(encoding="utf-8").splitlines():
+            if line.startswith("model name"):
+                return line.split(":", 1)[1].strip()
+    return platform.machine()

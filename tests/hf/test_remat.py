@@ -25,7 +25,7 @@ from hf_flexseq.distributed.communicator import Communicator
 from hf_flexseq.kernels.choose import choose_kernel
 from hf_flexseq.plan import Group, MicroBatch
 from hf_flexseq.plan.shard import make_shard
-from hf_flexseq.profiler.measure import CountingKernel
+from hf_flexseq.profiler.runs import CountingKernel
 from tests.hf.test_exactness import whole
 from tests.hf.test_trainer import OPTIONS, dataset, training_arguments
 from tests.hf.tiny import VOCAB, tiny_llama

@@ -15,16 +15,17 @@ from accelerate import Accelerator
 from hf_flexseq.cost import CostModel, lockstep_ns
 from hf_flexseq.cost.analytic import DEVICES, ModelShape, analytic_cost_model
 from hf_flexseq.distributed.communicator import Communicator
-from hf_flexseq.hf.calibration import choose as run_cost
-from hf_flexseq.hf.calibration import measure as calibration
-from hf_flexseq.hf.calibration.choose import fit_key, probe_spec, unnamed_cost_model
+from hf_flexseq.hf.calibration import choose
+from hf_flexseq.hf.calibration.choose import cost_model_for, fit_key
 from hf_flexseq.hf.calibration.command import calibrate
-from hf_flexseq.hf.calibration.estimate import model_shape
-from hf_flexseq.hf.calibration.measure import Calibration, Effort
+from hf_flexseq.hf.model.facts import model_facts
 from hf_flexseq.plan import Plan, check
+from hf_flexseq.profiler import calibrate as profiler
 from hf_flexseq.profiler import measure
 from hf_flexseq.profiler.cache import cache_path, load_cached, save_whole
+from hf_flexseq.profiler.calibrate import Calibration
 from hf_flexseq.profiler.design import (
+    Effort,
     ProbeShape,
     ProbeSizes,
     alone,
@@ -34,6 +35,7 @@ from hf_flexseq.profiler.design import (
     measured_degrees,
 )
 from hf_flexseq.profiler.fit import Compute, Sample, fit_compute, fit_links, nnls
+from hf_flexseq.profiler.runs import HopRun
 from hf_flexseq.topology import Topology
 from tests.hf.tiny import tiny_llama
 from tests.ranks import run_ranks
@@ -293,19 +295,21 @@ def test_a_broken_file_is_no_model(tmp_path: Path) -> None:
 
 def test_the_key_names_all_that_a_fit_depends_on(tmp_path: Path) -> None:
     model = tiny_llama()
-    spec, shape = probe_spec(model, Accelerator(cpu=True)), model_shape(model)
-    two = Topology(nodes=1, ranks_per_node=2)
-    keys = [
-        fit_key(spec, shape, two, torch.device("cpu")),
-        fit_key(spec, shape, TOPOLOGY, torch.device("cpu")),
-        fit_key(spec, dataclasses.replace(shape, layers=3), two, torch.device("cpu")),
-        fit_key(dataclasses.replace(spec, dtype=torch.float32), shape, two, torch.device("cpu")),
-        fit_key(
-            dataclasses.replace(spec, autocast=torch.bfloat16), shape, two, torch.device("cpu")
-        ),
-        fit_key(dataclasses.replace(spec, checkpointing=True), shape, two, torch.device("cpu")),
-        fit_key(dataclasses.replace(spec, frozen=True), shape, two, torch.device("cpu")),
-    ]
+    facts = model_facts(model, Accelerator(cpu=True))
+    two_ranks = Topology(nodes=1, ranks_per_node=2)
+    cpu = torch.device("cpu")
+    changes = (
+        {"shape": dataclasses.replace(facts.shape, layers=3)},
+        {"dtype": torch.float32},
+        {"autocast": torch.bfloat16},
+        {"checkpointing": True},
+        {"attention_remat": False},
+        {"frozen": True},
+        {"zero_stage": 3},
+    )
+    keys = [fit_key(facts, two_ranks, cpu), fit_key(facts, TOPOLOGY, cpu)]
+    for change in changes:
+        keys.append(fit_key(dataclasses.replace(facts, **change), two_ranks, cpu))
     assert len({cache_path(tmp_path, key) for key in keys}) == len(keys)
     assert cache_path(tmp_path, keys[0]) == cache_path(tmp_path, dict(reversed(keys[0].items())))
 
@@ -321,9 +325,9 @@ def any_fit_will_do(monkeypatch: pytest.MonkeyPatch) -> None:
         found = fit_compute(samples)
         return dataclasses.replace(found, linear_s=max(found.linear_s, 1e-12))
 
-    monkeypatch.setattr(calibration, "fit_compute", positive)
+    monkeypatch.setattr(profiler, "fit_compute", positive)
     monkeypatch.setattr(Calibration, "objection", lambda self: None)
-    monkeypatch.setattr(run_cost, "Effort", lambda: QUICK)
+    monkeypatch.setattr(choose, "Effort", lambda: QUICK)
 
 
 def calibrate_tiny(rank: int, world_size: int, output: str) -> dict:
@@ -351,7 +355,7 @@ def automatic(rank: int, world_size: int, folder: str) -> tuple[list[str], bool,
     model = tiny_llama(torch.float32)
     before, state = model.state_dict(), torch.random.get_rng_state()
     found = [
-        unnamed_cost_model("auto", model, accelerator, communicator, Path(folder)).digest()
+        cost_model_for("auto", model, accelerator, communicator, Path(folder)).digest()
         for _ in range(2)
     ]
     same_numbers = bool((torch.random.get_rng_state() == state).all())
@@ -375,9 +379,9 @@ def test_a_senseless_measurement_leaves_the_estimate(
     def senseless(*args: object, **kwargs: object) -> None:
         raise ValueError("linear_s=0.0: must be positive")
 
-    monkeypatch.setattr(run_cost, "measure", senseless)
+    monkeypatch.setattr(choose, "calibrate", senseless)
     arguments = tiny_llama(), Accelerator(cpu=True), Communicator(), tmp_path
-    assert unnamed_cost_model("auto", *arguments) == unnamed_cost_model("estimate", *arguments)
+    assert cost_model_for("auto", *arguments) == cost_model_for("estimate", *arguments)
     assert "linear_s=0.0" in caplog.text
     assert not list(tmp_path.iterdir())
 
@@ -422,7 +426,7 @@ def hops(rank, world_size):
     communicator = Communicator(Topology(nodes=3, ranks_per_node=2))
     found = []
     for lone in (True, False):
-        run = measure.HopRun(communicator, lone=lone, bytes_moved=8, device=torch.device("cpu"))
+        run = HopRun(communicator, lone=lone, bytes_moved=8, device=torch.device("cpu"))
         run()
         found.append([[peer for _, peer in messages] for messages in (run.sends, run.recvs)])
     nics, transfer_s = measure.measured_nics(

@@ -1,2 +1,2 @@
-"""The cost model of a run: chosen, estimated from the model's config, or measured on copies of the
-model."""
+"""Cost models of HF models: chosen for a run, estimated from a configuration, or measured by the
+profiler on copies of the model."""

@@ -1,8 +1,15 @@
-"""The cost model of a run that names none: measured on this machine, now or by an earlier run, or
-only estimated.
+"""Make the cost model that `cost_model="auto"` or `"estimate"` asks for.
 
-A measurement takes seconds and is kept in `hf_flexseq` in the HuggingFace cache, one file for each
-combination of all that it depends on. Rank 0 reads and writes; all ranks get its model.
+`estimate` is arithmetic (estimate.py). `auto` is measured on this machine, now or by an earlier
+run:
+
+    1. the facts about the model, and the estimate that they give
+    2. a measurement that is kept for exactly these facts, this machine and these versions
+    3. otherwise a measurement now, which takes seconds, by the profiler (profiler/calibrate.py)
+       with copies of the model (probe.py); it is kept for the next run
+
+Measurements are kept in the folder `hf_flexseq` of the HuggingFace cache, one file each. Rank 0
+reads and writes; all ranks get its model.
 """
 
 import logging
@@ -14,31 +21,29 @@ from pathlib import Path
 import torch
 from accelerate import Accelerator
 from huggingface_hub.constants import HF_HOME
-from torch.distributed.fsdp import FSDPModule
 from transformers import PreTrainedModel
 
 from hf_flexseq.cost import CostModel
 from hf_flexseq.cost.analytic import ModelShape
 from hf_flexseq.distributed.communicator import Communicator
 from hf_flexseq.distributed.control import broadcast_object
-from hf_flexseq.hf.calibration.estimate import (
-    estimated_cost_model,
-    is_checkpointed,
-    model_shape,
-    zero_stage,
-)
-from hf_flexseq.hf.calibration.measure import Effort, device_name, measure
-from hf_flexseq.hf.calibration.probe import ProbeSpec
+from hf_flexseq.hf.calibration.estimate import estimated_cost_model
+from hf_flexseq.hf.calibration.probe import ModelProbes
+from hf_flexseq.hf.model.facts import ModelFacts, model_facts
+from hf_flexseq.hf.model.loss import has_chunkable_loss
 from hf_flexseq.profiler.cache import cache_path, load_cached, save_whole
+from hf_flexseq.profiler.calibrate import calibrate
+from hf_flexseq.profiler.design import Effort
+from hf_flexseq.profiler.measure import device_name
 from hf_flexseq.topology import Topology
 
 logger = logging.getLogger(__name__)
 
-UNNAMED = ("auto", "estimate")
-AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
+# Values of `cost_model=` for which a cost model is made; every other one is a preset or a file.
+MADE_FOR_THE_MODEL = ("auto", "estimate")
 
 
-def unnamed_cost_model(
+def cost_model_for(
     name: str,
     model: PreTrainedModel,
     accelerator: Accelerator,
@@ -47,45 +52,55 @@ def unnamed_cost_model(
     *,
     attention_remat: bool = True,
 ) -> CostModel:
-    """The model for `name`: `estimate`, or `auto`, a measured one. Collective over the world.
+    """Return the cost model of training `model`: `estimate` by arithmetic, `auto` measured.
 
-    folder: of the cache. A measurement that makes no sense is dropped, with a warning, for the
-    estimate.
+    folder: where measurements are kept. attention_remat: whether recomputed layers keep their
+    attention. A measurement that makes no sense is dropped, with a warning, for the estimate.
+    Collective over the world.
     """
-    estimate = estimated_cost_model(model, accelerator, communicator.topology)
+    # 1. facts and estimate
+    topology = communicator.topology
+    facts = model_facts(model, accelerator, attention_remat=attention_remat)
+    chunked_loss = has_chunkable_loss(model)
+    estimate = estimated_cost_model(facts, accelerator.device, topology, chunked_loss=chunked_loss)
     if name == "estimate":
         return estimate
-    spec = replace(probe_spec(model, accelerator), attention_remat=attention_remat)
-    shape, stage = model_shape(model), zero_stage(model, accelerator)
-    key = {**fit_key(spec, shape, communicator.topology, accelerator.device), "zero_stage": stage}
-    path = cache_path(folder or Path(HF_HOME) / "hf_flexseq", key)
-    cached: CostModel | None = broadcast_object(
-        communicator, load_cached(path) if communicator.rank == 0 else None
+
+    # 2. an earlier measurement
+    path = cache_path(
+        folder or Path(HF_HOME) / "hf_flexseq", fit_key(facts, topology, accelerator.device)
     )
+    kept = load_cached(path) if communicator.rank == 0 else None
+    cached: CostModel | None = broadcast_object(communicator, kept)
     if cached is not None:
         logger.info("cost model measured earlier: %s", path)
         return with_memory_of(estimate, cached)
-    measured = _measured(spec, shape, estimate, communicator, accelerator.device)
+
+    # 3. a measurement now
+    probes = ModelProbes(facts, communicator, accelerator.device)
+    measured = _measured(probes, facts.shape, estimate, communicator, accelerator.device)
     if measured is None:
         return estimate
-    cost = with_gathering(measured, shape, communicator.topology, stage)
+    cost = with_gathering(measured, facts.shape, topology, facts.zero_stage)
     if communicator.rank == 0:
         _keep(cost, path)
     return cost
 
 
 def _measured(
-    spec: ProbeSpec,
+    probes: ModelProbes,
     shape: ModelShape,
     estimate: CostModel,
     communicator: Communicator,
     device: torch.device,
 ) -> CostModel | None:
-    """A fit made now; None, with a warning that says why, when it makes no sense."""
+    """Fit a cost model now, or return None, with a warning that says why it makes no sense."""
     began = time.perf_counter()
     try:
-        fit = measure(spec, shape, estimate, communicator, device=device, effort=Effort())
-        objection = fit.objection()
+        calibration = calibrate(
+            probes, shape, estimate, communicator, device=device, effort=Effort()
+        )
+        objection = calibration.objection()
     except ValueError as error:
         objection = str(error)
     if objection is not None:
@@ -93,55 +108,38 @@ def _measured(
             "the cost model is an estimate, for its measurement makes no sense: %s", objection
         )
         return None
-    seconds, error = time.perf_counter() - began, 100 * fit.hold_out_mean
     logger.info(
         "cost model measured in %.1f s; micro-batches held out are off by %.1f %% on average",
-        seconds,
-        error,
+        time.perf_counter() - began,
+        100 * calibration.hold_out_mean,
     )
-    return fit.cost
+    return calibration.cost
 
 
-def probe_spec(model: PreTrainedModel, accelerator: Accelerator) -> ProbeSpec:
-    """What a copy of `model` is made from, under the arithmetic that accelerate is set up for."""
-    # fully_shard turns the class of a model into one that cannot be made anew.
-    kind = next(cls for cls in type(model).__mro__ if not issubclass(cls, FSDPModule))
-    trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
-    return ProbeSpec(
-        kind=kind,
-        config=model.config,
-        dtype=model.dtype,
-        autocast=AUTOCAST.get(accelerator.mixed_precision),
-        checkpointing=is_checkpointed(model),
-        frozen=2 * trained < sum(parameter.numel() for parameter in model.parameters()),
-    )
-
-
-def fit_key(
-    spec: ProbeSpec, shape: ModelShape, topology: Topology, device: torch.device
-) -> Mapping[str, object]:
-    """All that a fit depends on, but for the sharding, as plain JSON values."""
-    flags = {
-        "checkpointing": spec.checkpointing,
-        "attention_remat": spec.attention_remat,
-        "frozen": spec.frozen,
-        "threads": torch.get_num_threads(),
-    }
-    return flags | {
+def fit_key(facts: ModelFacts, topology: Topology, device: torch.device) -> Mapping[str, object]:
+    """Collect everything that a fit depends on, as plain JSON values."""
+    return {
+        "model": facts.kind.__name__,
+        "shape": asdict(facts.shape),
+        "dtype": str(facts.dtype),
+        "autocast": str(facts.autocast),
+        "checkpointing": facts.checkpointing,
+        "attention_remat": facts.attention_remat,
+        "frozen": facts.frozen,
+        "zero_stage": facts.zero_stage,
         "device": device_name(device),
+        "threads": torch.get_num_threads(),
         "topology": asdict(topology),
-        "model": spec.kind.__name__,
-        "shape": asdict(shape),
-        "dtype": str(spec.dtype),
-        "autocast": str(spec.autocast),
         "torch": torch.__version__,
         "constants": [field.name for field in fields(CostModel)],
     }
 
 
 def with_memory_of(estimate: CostModel, cost: CostModel) -> CostModel:
-    """`cost` with the bytes of `estimate`: how much memory there is may have changed since it was
-    measured."""
+    """Return `cost` with the bytes of `estimate`.
+
+    How much memory there is may have changed since `cost` was measured.
+    """
     return replace(
         cost,
         token_bytes=estimate.token_bytes,
@@ -152,18 +150,18 @@ def with_memory_of(estimate: CostModel, cost: CostModel) -> CostModel:
 
 
 def with_gathering(
-    cost: CostModel, shape: ModelShape, topology: Topology, stage: int
+    cost: CostModel, shape: ModelShape, topology: Topology, zero_stage: int
 ) -> CostModel:
-    """`cost` with what sharded parameters add to every micro-batch: gathered twice, and their
-    gradients scattered. The copies that are timed are whole."""
-    if stage < 3 or topology.world_size == 1:
+    """Return `cost` with the seconds that sharded parameters add to every micro-batch.
+
+    Parameters are gathered twice, and their gradients scattered. The copies that are timed are
+    not sharded, so these transfers are counted and not measured.
+    """
+    if zero_stage < 3 or topology.world_size == 1:
         return cost
-    moved = 3 * shape.params * shape.dtype_bytes
-    return replace(
-        cost,
-        micro_batch_s=cost.micro_batch_s
-        + moved / cost.bandwidth(topology.world_size, topology.nodes > 1),
-    )
+    moved_bytes = 3 * shape.params * shape.dtype_bytes
+    bandwidth = cost.bandwidth(topology.world_size, topology.nodes > 1)
+    return replace(cost, micro_batch_s=cost.micro_batch_s + moved_bytes / bandwidth)
 
 
 def _keep(cost: CostModel, path: Path) -> None:

@@ -1,8 +1,9 @@
-"""Measure the cost model of a model that need not exist: only its sizes matter.
+"""Measure the cost model of a model that need not exist, since only its sizes matter.
 
     record = calibrate("meta-llama/Llama-3.1-8B", dtype="bfloat16", output="cost.json")
 
-Alone, for one device, or under `torchrun`, for all of its ranks and their links.
+This is the command `flexseq calibrate`. It runs alone, for one device, or under `torchrun`, for
+all of its ranks and their links.
 """
 
 from collections.abc import Mapping
@@ -17,9 +18,12 @@ from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, PreTrainedConf
 from hf_flexseq.cost.analytic import analytic_cost_model
 from hf_flexseq.distributed.communicator import Communicator
 from hf_flexseq.hf.calibration.choose import with_gathering
-from hf_flexseq.hf.calibration.estimate import device_spec, model_shape
-from hf_flexseq.hf.calibration.measure import THOROUGH, Calibration, Effort, device_name, measure
-from hf_flexseq.hf.calibration.probe import ProbeSpec
+from hf_flexseq.hf.calibration.estimate import device_spec
+from hf_flexseq.hf.calibration.probe import ModelProbes
+from hf_flexseq.hf.model.facts import ModelFacts, model_shape
+from hf_flexseq.profiler import calibrate as profiler
+from hf_flexseq.profiler.design import THOROUGH, Effort
+from hf_flexseq.profiler.measure import device_name
 
 DTYPES = ("float32", "bfloat16", "float16", "float64")
 
@@ -43,37 +47,42 @@ def calibrate(
     ValueError for an unknown model, dtype or sharding, and when the timings, or their errors, make
     no sense; OSError when the config cannot be read or the result not written.
     """
+    # 1. the facts about a model that is not there
     accelerator = Accelerator(cpu=not torch.cuda.is_available())
     communicator = Communicator()
-    config, device = _config(model), accelerator.device
-    spec = _spec(config, _dtype(dtype, device), checkpointing)
-    with torch.device("meta"):
-        shape = model_shape(spec.kind(config).to(spec.dtype))
     topology = communicator.topology
-    machine = device_spec(device, topology.ranks_per_node)
+    device = accelerator.device
+    facts = _facts(_config(model), _dtype(dtype, device), checkpointing, zero_stage)
+
+    # 2. the estimate that a measurement starts from
     estimate = analytic_cost_model(
-        shape, machine, topology, checkpointing=checkpointing, zero_stage=zero_stage
+        facts.shape,
+        device_spec(device, topology.ranks_per_node),
+        topology,
+        checkpointing=checkpointing,
+        zero_stage=zero_stage,
     )
-    found = measure(spec, shape, estimate, communicator, device=device, effort=effort)
-    found = replace(found, cost=with_gathering(found.cost, shape, topology, zero_stage))
-    if found.objection() is not None:
+
+    # 3. the measurement
+    probes = ModelProbes(facts, communicator, device)
+    calibration = profiler.calibrate(
+        probes, facts.shape, estimate, communicator, device=device, effort=effort
+    )
+    cost = with_gathering(calibration.cost, facts.shape, topology, zero_stage)
+    calibration = replace(calibration, cost=cost)
+    objection = calibration.objection()
+    if objection is not None:
         raise ValueError(
-            f"the measurement makes no sense: {found.objection()}; measure on an idle machine"
+            f"the measurement makes no sense: {objection}; measure on an idle machine"
         )
     if output is not None and communicator.rank == 0:
-        found.cost.save(output)
-    return _record(found, spec, communicator, device)
-
-
-def _record(
-    found: Calibration, spec: ProbeSpec, communicator: Communicator, device: torch.device
-) -> dict[str, Any]:
-    topology = communicator.topology
-    return found.to_record() | {
+        cost.save(output)
+    return {
+        **calibration.to_record(),
         "device": device_name(device),
         "topology": [topology.nodes, topology.ranks_per_node],
-        "model": spec.kind.__name__,
-        "dtype": str(spec.dtype).removeprefix("torch."),
+        "model": facts.kind.__name__,
+        "dtype": str(facts.dtype).removeprefix("torch."),
         "threads": torch.get_num_threads(),
         "torch": torch.__version__,
     }
@@ -95,17 +104,24 @@ def _dtype(name: str, device: torch.device) -> torch.dtype:
     return getattr(torch, name)
 
 
-def _spec(config: PreTrainedConfig, dtype: torch.dtype, checkpointing: bool) -> ProbeSpec:
+def _facts(
+    config: PreTrainedConfig, dtype: torch.dtype, checkpointing: bool, zero_stage: int
+) -> ModelFacts:
+    """Collect the facts about the causal language model that `config` describes."""
     if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
         raise ValueError(
             f"model_type={config.model_type!r} is no causal language model of transformers"
         )
     kind = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
-    return ProbeSpec(
+    with torch.device("meta"):  # sizes without memory
+        shape = model_shape(kind(config).to(dtype))
+    return ModelFacts(
         kind=kind,
         config=config,
+        shape=shape,
         dtype=dtype,
         autocast=None,
         checkpointing=checkpointing,
         frozen=False,
+        zero_stage=zero_stage,
     )

@@ -1,70 +1,74 @@
-"""A small copy of a model, made to be timed: the same layers, but fewer of them, and weights of no
+"""Make small copies of a model to be timed: the same layers, but fewer of them, with weights of no
 meaning.
 
-It runs micro-batches exactly as training does: packed rows with their sequence context, the
+A copy runs micro-batches exactly as training does: packed rows with their sequence context, the
 attention of the plan's groups, the chunked loss, the backward; under the same autocast and with
 the same checkpointing.
 """
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 
 import torch
-from transformers import PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedConfig
 
 from hf_flexseq.distributed.communicator import Communicator
 from hf_flexseq.hf.attention import NAME
+from hf_flexseq.hf.model.facts import ModelFacts
 from hf_flexseq.hf.model.loss import attach_chunked_loss
 from hf_flexseq.kernels import Kernel
 from hf_flexseq.plan.shard import Shard, make_shard
 from hf_flexseq.profiler.design import ProbeLayout
+from hf_flexseq.profiler.runs import Run
 from hf_flexseq.steps.step import model_inputs
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ProbeSpec:
-    """What a copy is made from.
+class ModelProbes:
+    """The profiler's `ProbeFactory` for one HF model."""
 
-    kind: the class of the model. dtype: of its parameters. autocast: of its arithmetic, if another
-    one. checkpointing: whether layers are recomputed. attention_remat: whether their attention is
-    not. frozen: whether only activations get gradients, as under adapters.
-    """
-
-    kind: type[PreTrainedModel]
-    config: PreTrainedConfig
-    dtype: torch.dtype
-    autocast: torch.dtype | None
-    checkpointing: bool
-    attention_remat: bool = True
-    frozen: bool
+    def __init__(
+        self, facts: ModelFacts, communicator: Communicator, device: torch.device
+    ) -> None:
+        self._facts = facts
+        self._communicator = communicator
+        self._device = device
 
     @property
     def compute_dtype(self) -> torch.dtype:
-        return self.autocast or self.dtype
+        """The dtype that attention computes in."""
+        return self._facts.compute_dtype
+
+    def __call__(self, layers: int) -> "ModelProbe":
+        """Make a copy with `layers` layers."""
+        return ModelProbe(self._facts, layers, self._communicator, self._device)
 
 
-class Probe:
-    """A model of `layers` layers on `device`. Leaves the random numbers of the run as they are."""
+class ModelProbe:
+    """A copy of a model with `layers` layers on `device`.
+
+    The random numbers of the run stay as they are.
+    """
 
     def __init__(
-        self, spec: ProbeSpec, layers: int, communicator: Communicator, device: torch.device
+        self, facts: ModelFacts, layers: int, communicator: Communicator, device: torch.device
     ) -> None:
-        self.spec, self.communicator, self.device = spec, communicator, device
+        self.facts = facts
+        self.communicator = communicator
+        self.device = device
         with untouched_random_numbers(device), torch.device(device):
-            model = spec.kind(shortened(spec.config, layers)).to(spec.dtype).train()
+            model = facts.kind(shortened(facts.config, layers)).to(facts.dtype).train()
         model.set_attn_implementation(NAME)
         attach_chunked_loss(model)
-        if spec.checkpointing:
+        if facts.checkpointing:
             model.gradient_checkpointing_enable({"use_reentrant": False})
-        if spec.frozen:
+        if facts.frozen:
             model.requires_grad_(False)
             model.enable_input_require_grads()
         self.model = model
 
-    def run(self, layout: ProbeLayout, kernel: Kernel) -> Callable[[], None]:
-        """One micro-batch, ready to be run again and again."""
+    def run(self, layout: ProbeLayout, kernel: Kernel) -> Run:
+        """Return a function that runs one micro-batch, forward and backward, whenever called."""
         shard = make_shard(layout.micro_batch, layout.lengths, self.communicator.rank)
         ((_, inputs),) = model_inputs(
             [shard],
@@ -73,34 +77,42 @@ class Probe:
             communicator=self.communicator,
             kernel=kernel,
             device=self.device,
-            attention_remat=self.spec.attention_remat,
+            attention_remat=self.facts.attention_remat,
         )
+        items = sum(layout.lengths)
         autocast = torch.autocast(
-            self.device.type, self.spec.autocast, enabled=self.spec.autocast is not None
+            self.device.type, self.facts.autocast, enabled=self.facts.autocast is not None
         )
 
         def forward_backward() -> None:
             with autocast:
-                loss = self.model(
-                    **inputs, use_cache=False, num_items_in_batch=sum(layout.lengths)
-                ).loss
-            loss.backward()
+                outputs = self.model(**inputs, use_cache=False, num_items_in_batch=items)
+            outputs.loss.backward()
 
         return forward_backward
 
     def _columns(self, shard: Shard) -> dict[str, torch.Tensor]:
-        """Some tokens, at the positions that they have in their sequences as far as the model
-        knows such."""
-        config = self.spec.config.get_text_config()
-        last = (getattr(config, "max_position_embeddings", None) or 2**31) - 1
-        rows = [torch.arange(piece.start, piece.stop) for piece in shard.slices]
-        positions = torch.cat(rows) if rows else torch.empty(0, dtype=torch.int64)
+        """Make tokens and labels of no meaning for the shard, each column [tokens].
+
+        Tokens stand at the positions that they have in their sequences, as far as the model knows
+        such positions.
+        """
+        config = self.facts.config.get_text_config()
+        last_position = (getattr(config, "max_position_embeddings", None) or 2**31) - 1
+        positions = torch.empty(0, dtype=torch.int64)
+        if shard.slices:
+            ranges = [torch.arange(part.start, part.stop) for part in shard.slices]
+            positions = torch.cat(ranges)  # [tokens]
         tokens = positions % config.vocab_size
-        return {"input_ids": tokens, "labels": tokens, "position_ids": positions.clamp(max=last)}
+        return {
+            "input_ids": tokens,
+            "labels": tokens,
+            "position_ids": positions.clamp(max=last_position),
+        }
 
 
 def shortened(config: PreTrainedConfig, layers: int) -> PreTrainedConfig:
-    """A copy of `config` with its first `layers` layers."""
+    """Copy `config`, with only the first `layers` layers."""
     short = copy.deepcopy(config)
     text = short.get_text_config()
     text.num_hidden_layers = layers
@@ -111,6 +123,7 @@ def shortened(config: PreTrainedConfig, layers: int) -> PreTrainedConfig:
 
 @contextmanager
 def untouched_random_numbers(device: torch.device) -> Iterator[None]:
-    """The generators of the CPU and of `device` are after the block what they were before it."""
-    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+    """Put the generators of the CPU and of `device` back to their state before the block."""
+    devices = [device] if device.type == "cuda" else []
+    with torch.random.fork_rng(devices=devices):
         yield

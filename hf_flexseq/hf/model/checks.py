@@ -12,6 +12,7 @@ from transformers import AttentionInterface, PreTrainedModel
 from transformers.loss.loss_utils import LOSS_MAPPING, ForCausalLMLoss
 
 from hf_flexseq.hf.attention import UnsupportedAttention, check_call
+from hf_flexseq.hf.model.facts import is_reentrant_layer, is_tensor_parallel
 
 logger = logging.getLogger(__name__)
 
@@ -64,7 +65,7 @@ def _unsuitable_kind(model: PreTrainedModel) -> str | None:
             f"its loss is {model.loss_type}; hf_flexseq trains models that predict the next token "
             "(...ForCausalLM)"
         )
-    if (getattr(model, "tp_size", None) or 1) > 1:
+    if is_tensor_parallel(model):
         return (
             f"tp_size={model.tp_size}: its layers are cut over ranks that hf_flexseq gives "
             "different sequences"
@@ -137,7 +138,7 @@ def _unsuitable_modules(model: PreTrainedModel) -> str | None:
     if getattr(model, "_compiled_call_impl", None) is not None:
         return "it is compiled, but every step has new shapes; leave out model.compile()"
     for name, module in model.named_modules():
-        if getattr(module, "gradient_checkpointing", False) and _is_reentrant(module):
+        if getattr(module, "gradient_checkpointing", False) and is_reentrant_layer(module):
             return (
                 "its checkpointing is reentrant, which runs attention outside of autograd's "
                 "order; enable it with "
@@ -146,15 +147,6 @@ def _unsuitable_modules(model: PreTrainedModel) -> str | None:
         if isinstance(getattr(module, "sinks", None), nn.Parameter):
             return f"{name} has attention sinks, which are not available"
     return None
-
-
-def _is_reentrant(module: nn.Module) -> bool:
-    """Whether a layer is checkpointed the reentrant way, which torch takes unless it is told
-    otherwise."""
-    options = getattr(
-        getattr(module, "_gradient_checkpointing_func", None), "keywords", {"use_reentrant": False}
-    )
-    return options.get("use_reentrant", True) is not False
 
 
 def _try_attention(model: PreTrainedModel) -> str | None:

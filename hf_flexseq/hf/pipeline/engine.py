@@ -21,9 +21,9 @@ from hf_flexseq.config import FlexSeqArguments
 from hf_flexseq.cost.stages import PipelineCost
 from hf_flexseq.distributed.control import gather_objects
 from hf_flexseq.distributed.links import Neighbours
-from hf_flexseq.hf.calibration.choose import unnamed_cost_model
-from hf_flexseq.hf.calibration.estimate import is_checkpointed, model_shape
+from hf_flexseq.hf.calibration.choose import cost_model_for
 from hf_flexseq.hf.engine import FlexSeqEngine
+from hf_flexseq.hf.model.facts import is_checkpointed, model_shape
 from hf_flexseq.hf.model.loss import attach_chunked_loss
 from hf_flexseq.hf.pipeline.attention import NAME
 from hf_flexseq.hf.pipeline.checks import check_divides
@@ -75,7 +75,7 @@ class PipelineEngine(FlexSeqEngine):
         self.degree, self.replicas, self.replica = degree, of_stage // degree, self.place // degree
         self.sharing = self._sharing(degree) if degree > 1 else None
         whole = model if stage_of(model) is None else _empty_twin(model)
-        self.cost = self._named_cost or unnamed_cost_model(
+        self.cost = self._named_cost or cost_model_for(
             args.cost_model, whole, accelerator, self.communicator
         )
         virtual = args.pipeline_virtual_stages

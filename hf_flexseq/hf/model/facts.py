@@ -1,0 +1,201 @@
+"""Read facts from an HF model, each in one way and in this place alone.
+
+model_shape, attention_shape     sizes, from the configuration and the parameters
+autocast_dtype, compute_dtype    the arithmetic that accelerate is set up for
+is_checkpointed, is_reentrant    whether layers are recomputed, and in which way
+zero_stage, is_fully_sharded     what accelerate, transformers or the user shards
+unsharded_class, ...             the model's own class under FSDP2's
+ModelFacts                       all of them that the cost of training depends on
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from accelerate import Accelerator
+from accelerate.utils import DistributedType
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+from transformers import PreTrainedConfig, PreTrainedModel
+
+from hf_flexseq.cost.analytic import ModelShape
+
+AUTOCAST_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}  # by accelerate's names
+
+
+class AttentionShape(NamedTuple):
+    """The heads of one attention layer."""
+
+    query_heads: int
+    kv_heads: int
+    """Heads of keys and values; fewer than query heads where several of these share one."""
+    head_dim: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ModelFacts:
+    """Everything about a model and its training that seconds and memory depend on."""
+
+    kind: type[PreTrainedModel]
+    """Class of the model, from which copies can be made."""
+    config: PreTrainedConfig
+    shape: ModelShape
+    dtype: torch.dtype
+    """Dtype of the parameters."""
+    autocast: torch.dtype | None
+    """Dtype of the arithmetic, if another one than that of the parameters."""
+    checkpointing: bool
+    """Whether layers are recomputed in the backward."""
+    attention_remat: bool = True
+    """Whether the attention of such layers is kept instead of recomputed."""
+    frozen: bool
+    """Whether only activations get gradients, as under adapters."""
+    zero_stage: int
+    """How much of the model's state is sharded, in DeepSpeed's numbering."""
+
+    @property
+    def compute_dtype(self) -> torch.dtype:
+        """The dtype that attention computes in."""
+        return self.autocast or self.dtype
+
+
+def model_facts(
+    model: PreTrainedModel, accelerator: Accelerator, *, attention_remat: bool = True
+) -> ModelFacts:
+    """Collect the facts about `model`, to be trained as accelerate is set up to do."""
+    return ModelFacts(
+        kind=unsharded_class(model),
+        config=model.config,
+        shape=model_shape(model),
+        dtype=model.dtype,
+        autocast=autocast_dtype(accelerator),
+        checkpointing=is_checkpointed(model),
+        attention_remat=attention_remat,
+        frozen=is_mostly_frozen(model),
+        zero_stage=zero_stage(model, accelerator),
+    )
+
+
+# ---- sizes
+
+
+def attention_shape(config: PreTrainedConfig) -> AttentionShape:
+    """Read the heads of a decoder-only model's attention from its (text) configuration."""
+    heads: int = config.num_attention_heads
+    return AttentionShape(
+        query_heads=heads,
+        kv_heads=getattr(config, "num_key_value_heads", None) or heads,
+        head_dim=getattr(config, "head_dim", None) or config.hidden_size // heads,
+    )
+
+
+def model_shape(model: nn.Module) -> ModelShape:
+    """Read the sizes of a decoder-only HF model from its configuration and its parameters."""
+    config = model.config.get_text_config()
+    attention = attention_shape(config)
+    return ModelShape(
+        layers=config.num_hidden_layers,
+        hidden=config.hidden_size,
+        heads=attention.query_heads,
+        kv_heads=attention.kv_heads,
+        head_dim=attention.head_dim,
+        intermediate=getattr(config, "intermediate_size", None) or 4 * config.hidden_size,
+        vocab=config.vocab_size,
+        params=sum(_elements(parameter) for parameter in model.parameters()),
+        dtype_bytes=next(model.parameters()).element_size(),
+    )
+
+
+def _elements(parameter: nn.Parameter) -> int:
+    """Count the elements of the whole parameter.
+
+    ZeRO-3 leaves an empty tensor instead of the parameter and keeps the size beside it.
+    """
+    return int(getattr(parameter, "ds_numel", parameter.numel()))
+
+
+def is_mostly_frozen(model: nn.Module) -> bool:
+    """Tell whether less than half of the parameters are trained."""
+    total = 0
+    trained = 0
+    for parameter in model.parameters():
+        total += parameter.numel()
+        if parameter.requires_grad:
+            trained += parameter.numel()
+    return 2 * trained < total
+
+
+# ---- arithmetic
+
+
+def autocast_dtype(accelerator: Accelerator) -> torch.dtype | None:
+    """Return the dtype that accelerate's autocast computes in, or None without autocast."""
+    return AUTOCAST_DTYPES.get(accelerator.mixed_precision)
+
+
+def compute_dtype(model: nn.Module, accelerator: Accelerator) -> torch.dtype:
+    """Return the dtype that the attention of `model` computes in."""
+    return autocast_dtype(accelerator) or next(model.parameters()).dtype
+
+
+# ---- checkpointing
+
+
+def is_checkpointed(model: nn.Module) -> bool:
+    """Tell whether activation checkpointing is on.
+
+    Layers carry the flag in every version of transformers; the model's own property changes its
+    name.
+    """
+    return any(getattr(module, "gradient_checkpointing", False) for module in model.modules())
+
+
+def is_reentrant(options: Mapping[str, Any]) -> bool:
+    """Tell whether torch's `checkpoint` is reentrant when it is given `options`, as it is unless
+    they say otherwise."""
+    return options.get("use_reentrant", True) is not False
+
+
+def is_reentrant_layer(module: nn.Module) -> bool:
+    """Tell whether transformers has made a layer to be checkpointed the reentrant way."""
+    function = getattr(module, "_gradient_checkpointing_func", None)
+    # transformers binds the options with functools.partial; any other function is not torch's
+    options = getattr(function, "keywords", {"use_reentrant": False})
+    return is_reentrant(options)
+
+
+# ---- sharding
+
+
+def zero_stage(model: nn.Module, accelerator: Accelerator) -> int:
+    """Return how much of the model's state is sharded, in DeepSpeed's numbering.
+
+    FSDP counts as 3, since it shards the parameters, too.
+    """
+    if accelerator.distributed_type == DistributedType.DEEPSPEED:
+        return int(accelerator.state.deepspeed_plugin.zero_stage)
+    if is_fully_sharded(model, accelerator):
+        return 3
+    return 0
+
+
+def is_fully_sharded(model: nn.Module, accelerator: Accelerator) -> bool:
+    """Tell whether FSDP shards, or will shard, the model: by accelerate, by transformers at load,
+    or by the user."""
+    if accelerator.distributed_type == DistributedType.FSDP:
+        return True
+    return any(hasattr(module, "set_requires_gradient_sync") for module in model.modules())
+
+
+def is_tensor_parallel(model: nn.Module) -> bool:
+    """Tell whether transformers has cut the layers themselves over ranks."""
+    return (getattr(model, "tp_size", None) or 1) > 1
+
+
+def unsharded_class(module: nn.Module) -> type[Any]:
+    """Return the class that `module` had before `fully_shard`, which can be made anew.
+
+    fully_shard turns a class such as Linear into FSDPLinear(FSDPModule, Linear).
+    """
+    return next(cls for cls in type(module).__mro__ if not issubclass(cls, FSDPModule))

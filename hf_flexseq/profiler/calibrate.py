@@ -1,0 +1,152 @@
+"""Measure what training a model costs on the machine at hand, and fit a `CostModel` to it.
+
+1. design.py decides what is run.
+2. measure.py runs it on all ranks, with copies of the model that the caller's `ProbeFactory`
+   makes: the profiler itself does not know how a model is built.
+3. fit.py turns the seconds into constants, on rank 0, and tells how far they are off on other
+   micro-batches.
+
+Bytes per token and memory stay those of the estimate: they are arithmetic, not measurements.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import torch
+
+from hf_flexseq.cost import CostModel
+from hf_flexseq.cost.analytic import ModelShape
+from hf_flexseq.distributed.communicator import Communicator
+from hf_flexseq.distributed.control import broadcast_object
+from hf_flexseq.profiler.design import Design, Effort, make_design
+from hf_flexseq.profiler.fit import fit_compute, fit_links, of_depth, relative_errors
+from hf_flexseq.profiler.measure import ProbeFactory, Timings, device_name, measure
+from hf_flexseq.topology import Topology
+
+MAX_ERROR = 0.5  # mean relative error on other micro-batches above which a fit makes no sense
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Calibration:
+    """A fitted cost model and how well it holds."""
+
+    cost: CostModel
+    errors: tuple[float, ...]
+    """|predicted - measured| / measured of each micro-batch held out of the fit."""
+    latencies_s: tuple[tuple[int, float], ...]
+    """(degree, seconds that the all-to-alls of one layer take whatever they move). The cost model
+    has only their mean."""
+    tokens: int
+    """The most tokens that a rank had in one whole micro-batch."""
+
+    @property
+    def hold_out_mean(self) -> float:
+        """Mean of the errors."""
+        return float(np.mean(self.errors))
+
+    @property
+    def hold_out_p95(self) -> float:
+        """95th percentile of the errors."""
+        return float(np.percentile(self.errors, 95))
+
+    def objection(self) -> str | None:
+        """Say why the fit makes no sense, or return None when it does."""
+        if not self.cost.attention_s > 0:
+            return "attention takes no measurable time"
+        if not self.hold_out_mean <= MAX_ERROR:
+            return (
+                f"micro-batches held out of the fit are off by {self.hold_out_mean:.0%} on average"
+            )
+        return None
+
+    def to_record(self) -> dict[str, Any]:
+        """Return plain JSON values: the cost model and the figures that say how good it is."""
+        return {
+            "cost_model": self.cost.to_record(),
+            "hold_out": {
+                "mean": self.hold_out_mean,
+                "p95": self.hold_out_p95,
+                "micro_batches": len(self.errors),
+            },
+            "latencies_s": [list(pair) for pair in self.latencies_s],
+            "tokens": self.tokens,
+        }
+
+
+def calibrate(
+    probes: ProbeFactory,
+    shape: ModelShape,
+    estimate: CostModel,
+    communicator: Communicator,
+    *,
+    device: torch.device,
+    effort: Effort,
+) -> Calibration:
+    """Time copies of a model, and return `estimate` with the constants that were fitted to them.
+
+    shape: sizes of the whole model. estimate: its cost model, for the communicator's topology.
+    Collective; the result is the same on every rank. Raises ValueError, on all ranks, when the
+    timings allow no fit at all.
+    """
+    topology = communicator.topology
+    design = make_design(shape, estimate, topology, effort)
+    timings = measure(
+        design, probes, shape, estimate, communicator, device=device, rounds=effort.rounds
+    )
+
+    def fit() -> Calibration:
+        return _fit(design, timings, shape, estimate, topology, name=device_name(device))
+
+    return _on_rank_0(fit, communicator)
+
+
+def _fit(
+    design: Design,
+    timings: Timings,
+    shape: ModelShape,
+    estimate: CostModel,
+    topology: Topology,
+    *,
+    name: str,
+) -> Calibration:
+    """Fit the constants for the whole model, and test them on the mixes. name: of the device."""
+    # 1. constants of one layer and of everything around the layers
+    compute = fit_compute(timings.samples)
+    links = fit_links(timings.samples, estimate, layers=shape.layers, overlap=timings.overlap)
+
+    # 2. the mixes, as predicted for the deepest copy, which ran them
+    depth = max(design.depths)
+    copy = of_depth(estimate, shape.layers, depth)
+    copy = links.fill(compute.fill(copy, depth), depth)
+    errors = relative_errors(copy, design.mixes, timings.mix_seconds, topology)
+
+    # 3. the whole model
+    cost = links.fill(compute.fill(estimate, shape.layers), shape.layers)
+    cost = replace(
+        cost,
+        name=f"measured-{name}",
+        nics_per_node=timings.nics_per_node,
+        transfer_s=timings.transfer_s,
+    )
+    return Calibration(
+        cost=cost, errors=errors, latencies_s=links.latencies_s, tokens=design.sizes.tokens
+    )
+
+
+def _on_rank_0(function: Callable[[], Calibration], communicator: Communicator) -> Calibration:
+    """Call `function` on rank 0, and return or raise its result on all ranks.
+
+    Least squares may differ in their last bits between machines.
+    """
+    result: Calibration | str | None = None
+    if communicator.rank == 0:
+        try:
+            result = function()
+        except ValueError as error:
+            result = str(error)
+    result = broadcast_object(communicator, result)
+    if isinstance(result, Calibration):
+        return result
+    raise ValueError(result)
