@@ -46,8 +46,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from hf_flexseq.cost.stages import PipelineCost, StageCost, causal_pairs
 from hf_flexseq.distributed.communicator import Communicator
 from hf_flexseq.distributed.links import Neighbours
+from hf_flexseq.hf.attention import PIPELINE_NAME
 from hf_flexseq.hf.model.loss import attach_chunked_loss
-from hf_flexseq.hf.pipeline.attention import NAME
 from hf_flexseq.kernels.choose import choose_kernel
 from hf_flexseq.pipeline import executor as executor_module
 from hf_flexseq.pipeline.executor import PipelineExecutor
@@ -79,7 +79,7 @@ class Pipeline:
         }
         heads = {"num_attention_heads": hidden // 64, "num_key_value_heads": hidden // 128}
         self.model = LlamaForCausalLM(LlamaConfig(**sizes, **heads, vocab_size=vocabulary)).train()
-        self.model.set_attn_implementation(NAME)
+        self.model.set_attn_implementation(PIPELINE_NAME)
         self.vocabulary, communicator = vocabulary, Communicator()
         self.stage = cut(self.model, communicator.rank, STAGES)
         if self.stage.is_last:

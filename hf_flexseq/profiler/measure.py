@@ -222,7 +222,7 @@ def _sample(shape: ProbeShape, layers: int, by_rank: Sequence[float]) -> Sample:
 
     by_rank: seconds of every rank.
     """
-    working = []
+    working: list[float] = []
     for start in shape.starts:
         working.extend(by_rank[start : start + shape.degree])
     return Sample(

@@ -5,8 +5,8 @@ from dataclasses import replace
 
 import pytest
 
+from hf_flexseq.hf.attention import PIPELINE_NAME
 from hf_flexseq.hf.model.loss import attach_chunked_loss
-from hf_flexseq.hf.pipeline.attention import NAME
 from hf_flexseq.kernels.cpu_flash import CpuFlash
 from hf_flexseq.pipeline.carry import WrongOrder
 from hf_flexseq.pipeline.executor import PipelineExecutor
@@ -57,7 +57,7 @@ def plan_of(actions, checkpointed=0):
 
 def executor_of(kernel):
     model = tiny_llama(num_hidden_layers=LAYERS)
-    model.set_attn_implementation(NAME)
+    model.set_attn_implementation(PIPELINE_NAME)
     stage = cut(model.train(), 0, 1)
     attach_chunked_loss(model)
     return PipelineExecutor(stage, None, kernel)

@@ -21,11 +21,11 @@ from hf_flexseq.config import FlexSeqArguments
 from hf_flexseq.cost.stages import PipelineCost
 from hf_flexseq.distributed.control import gather_objects
 from hf_flexseq.distributed.links import Neighbours
+from hf_flexseq.hf.attention import PIPELINE_NAME
 from hf_flexseq.hf.calibration.choose import cost_model_for
 from hf_flexseq.hf.engine import FlexSeqEngine
 from hf_flexseq.hf.model.facts import is_checkpointed, model_shape
 from hf_flexseq.hf.model.loss import attach_chunked_loss
-from hf_flexseq.hf.pipeline.attention import NAME
 from hf_flexseq.hf.pipeline.checks import check_divides
 from hf_flexseq.hf.pipeline.loading import stage_of
 from hf_flexseq.pipeline.cost import StageTokenBytes, pipeline_cost, room_bytes
@@ -110,7 +110,7 @@ class PipelineEngine(FlexSeqEngine):
         assert model is base, "the engine was made for another model"
         self.model = base
         self._former_attention = base.config._attn_implementation
-        base.set_attn_implementation(NAME)
+        base.set_attn_implementation(PIPELINE_NAME)
         self._chunked_loss = attach_chunked_loss(base) if self.stage.is_last else None
         self._executor = PipelineExecutor(
             self.stage, self.neighbours, self._chosen_kernel(), sharing=self.sharing
