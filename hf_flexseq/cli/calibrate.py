@@ -21,17 +21,23 @@ def calibrate(options: Namespace) -> None:
 
 
 def _summary(record: dict[str, Any]) -> str:
-    cost, errors, (nodes, ranks) = record["cost_model"], record["hold_out"], record["topology"]
+    """Describe what was measured, the constants, and their errors, in four lines."""
+    cost = record["cost_model"]
+    errors = record["hold_out"]
+    nodes, ranks_per_node = record["topology"]
     speeds = ", ".join(f"{degree}: {speed / 1e9:.3g}" for degree, speed in cost["bandwidths"])
+    attention_ps = 1e12 * cost["attention_s"]
+    linear_us = 1e6 * cost["linear_s"]
+    micro_batch_ms = 1e3 * cost["micro_batch_s"]
+    mean_percent = 100 * errors["mean"]
+    p95_percent = 100 * errors["p95"]
     lines = (
-        f"{record['model']} in {record['dtype']} on {nodes} x {ranks} {record['device']}, torch "
-        f"{record['torch']}",
-        f"attention {1e12 * cost['attention_s']:.4g} ps per squared token, "
-        f"the rest {1e6 * cost['linear_s']:.4g} us per token, {1e3 * cost['micro_batch_s']:.4g} "
-        f"ms per micro-batch",
+        f"{record['model']} in {record['dtype']} on {nodes} x {ranks_per_node} "
+        f"{record['device']}, torch {record['torch']}",
+        f"attention {attention_ps:.4g} ps per squared token, the rest {linear_us:.4g} us per "
+        f"token, {micro_batch_ms:.4g} ms per micro-batch",
         f"GB/s by degree: {speeds}",
         f"on {errors['micro_batches']} micro-batches held out of the fit: off by "
-        f"{100 * errors['mean']:.1f} % on "
-        f"average, {100 * errors['p95']:.1f} % at the 95th percentile",
+        f"{mean_percent:.1f} % on average, {p95_percent:.1f} % at the 95th percentile",
     )
     return "\n".join(lines)

@@ -1,5 +1,6 @@
 """The chunked loss against the twin that makes all logits, and what it leaves alone."""
 
+import ast
 import itertools
 import json
 import logging
@@ -22,6 +23,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from hf_flexseq.config import IGNORE_INDEX
 from hf_flexseq.hf.model.loss import attach_chunked_loss
+from hf_flexseq.hf.model.loss_source import KeepsOwnLoss, head_in
 from hf_flexseq.kernels import chunked_loss
 from hf_flexseq.kernels.chunked_loss import choose_backend, chunk_rows, chunked_cross_entropy_sum
 from tests.ranks import run_ranks
@@ -441,6 +443,42 @@ class Relabelling(transformers.LlamaForCausalLM):
 @pytest.mark.parametrize("cls", [Twice, Forgetful, Relabelling])
 def test_forwards_that_would_be_computed_wrongly_are_refused(cls):
     assert attach_chunked_loss(cls(transformers.LlamaConfig(**SMALL))) is None
+
+
+SUITABLE = """
+def forward(self, input_ids, labels=None, logits_to_keep=0, **kwargs):
+    outputs = self.model(input_ids, **kwargs)
+    hidden = outputs.last_hidden_state
+    logits = self.lm_head(hidden[:, -logits_to_keep:])
+    loss = None
+    if labels is not None:
+        loss = self.loss_function(logits=logits, labels=labels, **kwargs)
+    if output_router_logits:
+        loss += self.router_aux_loss_coef * aux_loss
+    return CausalLMOutputWithPast(loss=loss, logits=logits)
+"""
+
+
+def test_the_head_is_read_from_the_source():
+    assert head_in(ast.parse(SUITABLE)) == "lm_head"
+
+
+@pytest.mark.parametrize(
+    "line, replaced_by, reason",
+    [
+        ("self.lm_head(hidden[:, -logits_to_keep:])", "self.lm_head(hidden).float()", "line 5"),
+        ("loss = None", "logits = logits / self.config.logits_scaling", "line 6"),
+        ("self.lm_head(hidden", "self.lm_head(self.lm_head(hidden)", "head twice"),
+        ("loss = None", "labels = labels[:, 1:]", "changes the labels"),
+        ("labels=labels, **kwargs)", "labels=labels)", "no `self.loss_function"),
+        ("self.loss_function(logits=logits", "F.cross_entropy(logits", "no `self.loss_function"),
+    ],
+)
+def test_a_source_that_does_more_with_logits_is_refused(line, replaced_by, reason):
+    changed = SUITABLE.replace(line, replaced_by)
+    assert changed != SUITABLE
+    with pytest.raises(KeepsOwnLoss, match=reason):
+        head_in(ast.parse(changed))
 
 
 def test_something_else_than_a_transformers_model_is_refused():

@@ -1,8 +1,8 @@
-"""Gradients that DDP reduces while the last backward still runs.
+"""Let DDP reduce gradients while the last backward still runs.
 
-DDP waits until a bucket is full, 25 MB by default. A model of not much more has all its gradients
-in one or two, whose transfers begin when there is nothing left to hide them. So these have smaller
-ones; large models keep the default.
+DDP waits until a bucket is full, 25 MB by default. A model that is not much larger has all its
+gradients in one or two buckets, whose transfers begin when no backward is left to hide them. Such
+a model gets smaller buckets; large models keep the default.
 """
 
 from dataclasses import replace
@@ -11,18 +11,23 @@ from math import ceil
 from accelerate.utils import DistributedDataParallelKwargs
 from torch import nn
 
-BUCKETS = 8  # at most, each of a MB or more
+BUCKETS = 8  # buckets of a small model at most; each has a MB or more
+MB = 2**20  # bytes
 
 
 def early_buckets(
     asked: DistributedDataParallelKwargs | None, model: nn.Module
 ) -> DistributedDataParallelKwargs:
-    """What DDP should be made with. A bucket size that the user has chosen stays, if it is not the
-    default."""
+    """Return the options that DDP should be made with, from those that the user has asked for.
+
+    A bucket size that the user has chosen stays, if it is not the default.
+    """
     asked = asked or DistributedDataParallelKwargs()
     if asked.bucket_cap_mb != DistributedDataParallelKwargs.bucket_cap_mb:
         return asked
-    gradients = sum(p.numel() * p.element_size() for p in model.parameters() if p.requires_grad)
-    return replace(
-        asked, bucket_cap_mb=min(asked.bucket_cap_mb, max(1, ceil(gradients / 2**20 / BUCKETS)))
-    )
+    gradient_bytes = 0
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            gradient_bytes += parameter.numel() * parameter.element_size()
+    bucket_mb = max(1, ceil(gradient_bytes / MB / BUCKETS))
+    return replace(asked, bucket_cap_mb=min(asked.bucket_cap_mb, bucket_mb))

@@ -1,5 +1,15 @@
-"""What a model must be for training with `flexseq` to be exact, and what to change when it is
-not."""
+"""Check that training a model with `flexseq` would be exact, and say what to change when it would
+not.
+
+1. kind          a decoder-only model that predicts the next token, with transformers' attention
+2. layers        full attention in all of them
+3. options       nothing in the configuration that attention or loss would have to compute
+4. positions     counted from 0 in every sequence
+5. modules       nothing on the model itself: compilation, reentrant checkpointing, sinks
+6. a trial       one forward of an empty twin, which sees what the layers really ask for
+
+The configuration comes first, since it gives reasons in words that a user can act on.
+"""
 
 import copy
 import inspect
@@ -16,10 +26,13 @@ from hf_flexseq.hf.model.facts import is_reentrant_layer, is_tensor_parallel
 
 logger = logging.getLogger(__name__)
 
-_TRIAL = "flexseq-trial"
+_TRIAL = "flexseq-trial"  # name of the attention implementation of the empty twin
+
+# Options of the configuration that must not be set, and the reason.
 _REFUSED_OPTIONS = {
-    "output_router_logits": "a router loss is no sum over tokens; set "
-    "config.output_router_logits=False",
+    "output_router_logits": (
+        "a router loss is no sum over tokens; set config.output_router_logits=False"
+    ),
     "attention_dropout": "dropout in attention is not available; set config.attention_dropout=0",
     "attn_pdrop": "dropout in attention is not available; set config.attn_pdrop=0",
     "attention_probs_dropout_prob": (
@@ -33,11 +46,7 @@ _REFUSED_OPTIONS = {
 
 def check_model(model: PreTrainedModel) -> None:
     """Raise NotImplementedError, naming what to change, when training with `flexseq` could not be
-    exact.
-
-    First what configuration and modules say, in words a user can act on; then a trial of the
-    layers themselves.
-    """
+    exact."""
     config = model.config.get_text_config()
     reason = (
         _unsuitable_kind(model)
@@ -70,9 +79,8 @@ def _unsuitable_kind(model: PreTrainedModel) -> str | None:
             f"tp_size={model.tp_size}: its layers are cut over ranks that hf_flexseq gives "
             "different sequences"
         )
-    takes_any = any(
-        p.kind is p.VAR_KEYWORD for p in inspect.signature(type(model).forward).parameters.values()
-    )
+    parameters = inspect.signature(type(model).forward).parameters.values()
+    takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)
     if not takes_any or not getattr(model, "accepts_loss_kwargs", True):
         return (
             "its forward does not take num_items_in_batch (**kwargs), so its loss would be a "
@@ -85,18 +93,17 @@ def _unsuitable_layers(config: Any) -> str | None:
     kinds = getattr(config, "layer_types", None)
     if kinds is not None:
         others = sorted(set(kinds) - {"full_attention"})
-        return (
-            f"it has layers of the kinds {', '.join(others)}; hf_flexseq needs full attention"
-            if others
-            else None
-        )
+        if others:
+            return (
+                f"it has layers of the kinds {', '.join(others)}; hf_flexseq needs full attention"
+            )
+        return None
     # Without kinds of layers one window is for all of them.
     window = getattr(config, "sliding_window", None)
     if window and getattr(config, "use_sliding_window", True):
         return (
             f"sliding_window={window} is not available; set config.sliding_window=None if no "
-            f"sequence is longer than "
-            "that, or if the model may attend to all of it"
+            "sequence is longer than that, or if the model may attend to all of it"
         )
     return None
 
@@ -110,25 +117,29 @@ def _unsuitable_options(config: Any) -> str | None:
 
 
 def _unsuitable_positions(model: PreTrainedModel, config: Any) -> str | None:
-    """Positions are those of the sequence, wherever a rank's part of it begins; a rank does not
-    know the longest."""
+    """Refuse position embeddings that are not a function of the position in the sequence alone.
+
+    A rank does not know the longest sequence, and a rank's part of a sequence may begin anywhere.
+    """
+    # 1. rotary embeddings: one set of parameters, or a set for each kind of layer
     parameters = getattr(config, "rope_parameters", None) or {}
-    by_layer = [p for p in parameters.values() if isinstance(p, dict)] or [parameters]
-    for kind in {str(p.get("rope_type")) for p in by_layer}:
+    by_layer = [value for value in parameters.values() if isinstance(value, dict)]
+    if not by_layer:
+        by_layer = [parameters]
+    for kind in {str(value.get("rope_type")) for value in by_layer}:
         if kind == "longrope" or "dynamic" in kind:
             return (
                 f"rope_type={kind!r} takes its frequencies from the longest position in a rank's "
-                f"batch, so that "
-                "parts of a sequence would disagree; set config.rope_parameters to another type, "
-                "such as 'yarn'"
+                "batch, so that parts of a sequence would disagree; set config.rope_parameters to "
+                "another type, such as 'yarn'"
             )
+
+    # 2. learned embeddings
     for name, module in model.named_modules():
-        if (
-            name.endswith("position_embeddings")
-            and getattr(module, "padding_idx", None) is not None
-        ):
+        padding_index = getattr(module, "padding_idx", None)
+        if name.endswith("position_embeddings") and padding_index is not None:
             return (
-                f"{name} counts positions from its padding_idx={module.padding_idx}; "
+                f"{name} counts positions from its padding_idx={padding_index}; "
                 "hf_flexseq counts from 0"
             )
     return None
@@ -141,41 +152,44 @@ def _unsuitable_modules(model: PreTrainedModel) -> str | None:
         if getattr(module, "gradient_checkpointing", False) and is_reentrant_layer(module):
             return (
                 "its checkpointing is reentrant, which runs attention outside of autograd's "
-                "order; enable it with "
-                "use_reentrant=False"
+                "order; enable it with use_reentrant=False"
             )
         if isinstance(getattr(module, "sinks", None), nn.Parameter):
             return f"{name} has attention sinks, which are not available"
     return None
 
 
+# ---- the trial
+
+
 def _try_attention(model: PreTrainedModel) -> str | None:
-    """Why the attention layers are not ours to compute: one forward of an empty twin of the model,
-    without data.
+    """Run one forward of an empty twin of the model, and return the reason why the attention
+    layers are not ours to compute.
 
     The twin lives on the meta device, in training mode: it takes a tenth of a second and no
     memory. Where it cannot go on without data, as in the routing of some experts, the layers
     before have been seen.
     """
-    seen: list[str] = []
+    seen: list[str] = []  # classes of the attention layers that were called
     config = copy.deepcopy(model.config)
     config._attn_implementation = _TRIAL
     try:
         with torch.device("meta"), torch.no_grad():
             twin = type(model)(config).to(torch.bfloat16).train()
-            twin(input_ids=torch.zeros(1, 2, dtype=torch.int64), use_cache=False, seq_ctx=seen)
+            tokens = torch.zeros(1, 2, dtype=torch.int64)  # [rows, tokens]
+            twin(input_ids=tokens, use_cache=False, seq_ctx=seen)
     except UnsupportedAttention as reason:
         return str(reason)
-    # of the twin's making; the model itself may be fine
+    # The twin itself may be at fault, while the model is fine.
     except (RuntimeError, TypeError, ValueError) as error:
         logger.debug("the trial of %s ended early: %s", type(model).__name__, error)
         return None
-    return (
-        None
-        if seen
-        else "it does not call transformers' attention interface, so its attention cannot be "
-        "replaced"
-    )
+    if not seen:
+        return (
+            "it does not call transformers' attention interface, so its attention cannot be "
+            "replaced"
+        )
+    return None
 
 
 def _trial_attention(
@@ -188,7 +202,11 @@ def _trial_attention(
     seq_ctx: list[str] | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Stands where `flexseq_attention` would, and notes in `seq_ctx` that it was called."""
+    """Stand where `flexseq_attention` would, and note in `seq_ctx` that the layer was called.
+
+    query [1, heads, tokens, D], key and value [1, kv_heads, tokens, D] -> [1, tokens, heads, D],
+    without numbers.
+    """
     if seq_ctx is None:
         raise UnsupportedAttention(
             f"{type(module).__name__} is not given the keyword arguments of the model"
@@ -196,12 +214,12 @@ def _trial_attention(
     if query.shape[-1] != value.shape[-1]:
         raise UnsupportedAttention(
             f"{type(module).__name__} has queries of {query.shape[-1]} and values of "
-            f"{value.shape[-1]} dimensions per "
-            "head; hf_flexseq needs the same number"
+            f"{value.shape[-1]} dimensions per head; hf_flexseq needs the same number"
         )
     check_call(module, attention_mask, kwargs)
     seq_ctx.append(type(module).__name__)
-    return query.new_empty(query.shape[0], query.shape[2], query.shape[1], value.shape[3]), None
+    rows, heads, tokens, _ = query.shape
+    return query.new_empty(rows, tokens, heads, value.shape[-1]), None
 
 
 AttentionInterface.register(_TRIAL, _trial_attention)
