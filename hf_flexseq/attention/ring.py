@@ -35,6 +35,7 @@ from hf_flexseq.attention.weave import END, ZoneSteps
 from hf_flexseq.distributed.communicator import TAGS, Channel, Exchange
 from hf_flexseq.distributed.routing import RoutedExchange
 from hf_flexseq.kernels import Kernel, lse_dtype
+from hf_flexseq.kernels.merge import merge_partials
 from hf_flexseq.schedule.loans import Loan
 from hf_flexseq.schedule.routing import NicFigures, Routing, make_routing
 from hf_flexseq.schedule.transfers import RowBytes, loan_transfers
@@ -310,8 +311,5 @@ def merge(out: torch.Tensor, lse: torch.Tensor, rows: Rows, made: Tensors) -> No
         return
     block_out, block_lse = made
     index = slice(None) if rows.index is None else rows.index
-    before = lse[index]
-    merged = torch.logaddexp(before, block_lse)
-    keep, add = ((x - merged).exp().unsqueeze(-1) for x in (before, block_lse))  # [n, H, 1]
-    out[index] = out[index] * keep + block_out.to(out.dtype) * add
-    lse[index] = merged
+    # [n, H, D], [n, H]
+    out[index], lse[index] = merge_partials(out[index], lse[index], block_out, block_lse)

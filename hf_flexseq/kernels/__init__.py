@@ -7,12 +7,17 @@ implementations.
     torch_varlen   the FlashAttention-2 that torch ships for CUDA
     flash_attn     the flash-attn package, where it is installed
 
-`choose.choose_kernel` says which one serves a device, a dtype and a head size. Forward and
-backward are separate plain functions instead of one autograd function, because a sequence shared
-by several ranks needs the log-sum-exp of each block to merge partial results (Ring Attention,
-arXiv 2310.01889), and then a backward that takes the *merged* output and log-sum-exp: with these
-every block's gradient is independent of the other blocks and is only summed (FlashAttention-2,
-arXiv 2307.08691, algorithm 2).
+`choose.choose_kernel` picks one for a device, a dtype and a head size; `merge.merge_partials`
+merges results over different keys; `chunked_loss` is the language model's head and loss.
+
+Notation: Tq query rows and Tk key rows of all sequences together, n and m those of one sequence;
+H query heads, Hkv heads of keys and values, D the head size.
+
+Forward and backward are separate plain functions instead of one autograd function, because a
+sequence shared by several ranks needs the log-sum-exp of each block to merge partial results (Ring
+Attention, arXiv 2310.01889), and then a backward that takes the *merged* output and log-sum-exp:
+with these every block's gradient is independent of the other blocks and is only summed
+(FlashAttention-2, arXiv 2307.08691, algorithm 2).
 """
 
 from typing import Protocol
@@ -25,16 +30,14 @@ from hf_flexseq.kernels.segments import Segments
 class Kernel(Protocol):
     """Softmax attention within each sequence of a packed batch.
 
-    H query heads share Hkv key and value heads, H % Hkv == 0, query head h reading key head h *
-    Hkv // H, so callers repeat none. A query whose sequence has no keys gets out = 0, lse = -inf
-    and dq = 0.
-
-    wide_gradients: whether it leaves gradients of 16-bit inputs in float32, in which it computes
-    them.
+    H query heads share Hkv key and value heads, H % Hkv == 0. Query head h reads key head
+    h * Hkv // H, so callers repeat no heads. A query whose sequence has no keys gets out = 0,
+    lse = -inf and dq = 0.
     """
 
     name: str
     wide_gradients: bool
+    """Whether gradients of 16-bit inputs stay in float32, in which they are computed."""
 
     def forward(
         self,
@@ -45,8 +48,8 @@ class Kernel(Protocol):
         *,
         scale: float,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """q [Tq, H, D], k and v [Tk, Hkv, D] -> out [Tq, H, D] in q's dtype, lse [H, Tq] in
-        `lse_dtype` of it.
+        """Attend: q [Tq, H, D], k and v [Tk, Hkv, D] -> out [Tq, H, D] in q's dtype, lse [H, Tq]
+        in `lse_dtype` of it.
 
         scale multiplies the scores; lse is the natural logarithm of the sum over keys of
         exp(scaled score).
@@ -65,17 +68,17 @@ class Kernel(Protocol):
         *,
         scale: float,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Gradients dq [Tq, H, D], dk and dv [Tk, Hkv, D], from dout and out [Tq, H, D], lse [H,
-        Tq].
+        """Compute gradients: dout and out [Tq, H, D], lse [H, Tq] -> dq [Tq, H, D], dk and dv
+        [Tk, Hkv, D].
 
-        They are in q's dtype or, with `wide_gradients`, in `lse_dtype` of it: most of them are
-        parts of a sum, and rounding can wait until that is complete. Where these keys are only
-        some of those that the queries read, `out` and `lse` are the merged ones over all.
+        Gradients are in q's dtype or, with `wide_gradients`, in `lse_dtype` of it: most of them
+        are parts of a sum, and rounding can wait until that is complete. Where these keys are only
+        some of the keys that the queries read, `out` and `lse` are the merged ones over all.
         """
         ...
 
 
 def lse_dtype(dtype: torch.dtype) -> torch.dtype:
-    """The dtype of the log-sum-exp for inputs of `dtype`: float64 for float64, float32 for all
-    others."""
+    """Return the dtype of the log-sum-exp for inputs of `dtype`: float64 for float64, float32 for
+    all others."""
     return torch.float64 if dtype == torch.float64 else torch.float32

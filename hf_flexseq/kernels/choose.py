@@ -1,4 +1,4 @@
-"""Which kernel serves a device, a dtype and a head size, and why not the others.
+"""Choose the kernel that serves a device, a dtype and a head size, and say why not the others.
 
 A fixed order per device, fastest first; the first one without an objection is taken. When all
 object the user hears every objection: falling back to a plain softmax would be right but so slow
@@ -24,11 +24,11 @@ class Candidate(Kernel, Protocol):
     """A kernel that can say why it does not fit."""
 
     def why_not(self, device: torch.device, dtype: torch.dtype, head_dim: int) -> str | None:
-        """Why this kernel cannot serve such inputs, and what to change; None when it can."""
+        """Say why this kernel cannot serve such inputs, and what to change; None when it can."""
         ...
 
 
-CANDIDATES: Mapping[str, tuple[Candidate, ...]] = {
+CANDIDATES: Mapping[str, tuple[Candidate, ...]] = {  # by device type, in order of preference
     "cuda": (FlashAttn(), TorchVarlen()),
     "cpu": (CpuFlash(),),
 }
@@ -36,10 +36,10 @@ CANDIDATES: Mapping[str, tuple[Candidate, ...]] = {
 
 @functools.cache
 def choose_kernel(device: torch.device, dtype: torch.dtype, head_dim: int) -> Kernel:
-    """The fastest kernel for inputs of `dtype` and `head_dim` on `device`, logged once at INFO
-    with the reasons.
+    """Return the fastest kernel for inputs of `dtype` and `head_dim` on `device`.
 
-    Raises ValueError, with every kernel's objection, when there is none.
+    The choice is logged once at INFO, with the reasons. Raises ValueError, with every kernel's
+    objection, when there is none.
     """
     for kernel in _candidates(device):
         if kernel.why_not(device, dtype, head_dim) is None:
@@ -52,13 +52,19 @@ def choose_kernel(device: torch.device, dtype: torch.dtype, head_dim: int) -> Ke
 
 
 def explain(device: torch.device, dtype: torch.dtype, head_dim: int) -> list[str]:
-    """One line per kernel of the device, in order of preference: chosen, not needed, or why
-    not."""
-    lines, chosen = [], False
+    """List one line per kernel of the device, in order of preference: chosen, not needed, or the
+    objection."""
+    lines = []
+    is_chosen = False
     for kernel in _candidates(device):
-        verdict = kernel.why_not(device, dtype, head_dim) or ("not needed" if chosen else "chosen")
-        chosen = chosen or verdict == "chosen"
-        lines.append(f"{kernel.name}: {verdict}")
+        objection = kernel.why_not(device, dtype, head_dim)
+        if objection is not None:
+            lines.append(f"{kernel.name}: {objection}")
+        elif is_chosen:
+            lines.append(f"{kernel.name}: not needed")
+        else:
+            lines.append(f"{kernel.name}: chosen")
+            is_chosen = True
     return lines
 
 

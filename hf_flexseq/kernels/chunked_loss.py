@@ -1,13 +1,15 @@
-"""LM head and cross-entropy in one: the summed loss and its gradients, without logits for all
-tokens at once.
+"""Compute LM head and cross-entropy in one: the summed loss and its gradients, without logits for
+all tokens at once.
 
     for each chunk of tokens:
-        logits = hidden @ weight.T + bias                    [rows, V], in one buffer that all
-                                                             chunks share
+        logits = hidden @ weight.T + bias         [rows, V], in one buffer that all chunks share
         loss of each token = log(sum(exp(logits))) - logits[target]
-        logits become their own gradient: softmax - onehot(target), zero rows where the target is
-        IGNORE_INDEX
-        d hidden = that @ weight,  d weight += that.T @ hidden,  d bias += its sum over rows
+        d logits = softmax - onehot(target)       in place; zero where the target is IGNORE_INDEX
+        d hidden  = d logits @ weight
+        d weight += d logits.T @ hidden
+        d bias   += sum of d logits over rows
+
+In shapes T is the tokens, C the width of the hidden states, V the vocabulary.
 
 The gradients are finished in the forward and only scaled in the backward, so no logits are kept or
 computed twice and the weight is read only while it is whole. Three implementations have this
@@ -28,11 +30,13 @@ ZeRO-3 have taken away by then; chunks over the vocabulary, which need a second 
 softmax's denominator; torch's own choice of chunks, which are so small that 32,000 words took 2.7
 s instead of 1.2 s; and compacting the tokens to those with a target, because counting them makes
 the host wait for the device.
+
+The slow obvious twin, which makes all logits, is `full_sum` in tests/hf/test_loss.py.
 """
 
 import functools
-from collections.abc import Callable
-from typing import NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -41,23 +45,25 @@ from torch.autograd.function import once_differentiable
 
 from hf_flexseq.config import IGNORE_INDEX
 
-_CHUNK_BYTES = 64 * 2**20
+_CHUNK_BYTES = 64 * 2**20  # bytes of logits that exist at a time
 
+# (hidden [T, C], weight [V, C], bias [V] or None, targets [T]) -> scalar
 Sum = Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor], torch.Tensor]
 
 
 class Backend(NamedTuple):
-    """An implementation, and why it is the one."""
+    """An implementation, and the reason for choosing it."""
 
     name: str
     sum: Sum
     why: str
+    """The reason, and the objections to the others, in words for the log."""
 
 
 def chunked_cross_entropy_sum(
     hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, targets: torch.Tensor
 ) -> torch.Tensor:
-    """Sum over tokens of -log softmax(hidden @ weight.T + bias)[target], as a scalar in nats.
+    """Sum -log softmax(hidden @ weight.T + bias)[target] over tokens, as a scalar in nats.
 
     hidden [T, C], weight [V, C] and bias [V] of one dtype; targets [T] int64, those equal to
     IGNORE_INDEX count nothing. The result is float32, float64 for float64 inputs. Its backward
@@ -66,22 +72,21 @@ def chunked_cross_entropy_sum(
     """
     if hidden.dtype != weight.dtype:
         raise ValueError(
-            f"hidden states in {hidden.dtype} meet a head in {weight.dtype}; cast "
-            f"one, or use autocast"
+            f"hidden states in {hidden.dtype} meet a head in {weight.dtype}; cast one, or use "
+            "autocast"
         )
     if not torch.is_grad_enabled():
         # Autograd functions see requires_grad alone, and would compute all gradients for an
         # evaluation.
-        hidden, weight, bias = (
-            hidden.detach(),
-            weight.detach(),
-            None if bias is None else bias.detach(),
-        )
+        hidden = hidden.detach()
+        weight = weight.detach()
+        if bias is not None:
+            bias = bias.detach()
     return choose_backend(hidden, weight).sum(hidden, weight, bias, targets)
 
 
 def choose_backend(hidden: torch.Tensor, weight: torch.Tensor) -> Backend:
-    """Which implementation serves hidden [T, C] and weight [V, C], and why not the others."""
+    """Choose the implementation that serves hidden [T, C] and weight [V, C]."""
     if hidden.dtype.itemsize == 2:
         why_not_liger = _why_not_liger(hidden, weight)
         if why_not_liger is None:
@@ -101,15 +106,19 @@ def choose_backend(hidden: torch.Tensor, weight: torch.Tensor) -> Backend:
 
 
 def _why_not_liger(hidden: torch.Tensor, weight: torch.Tensor) -> str | None:
+    """Say why Liger cannot serve hidden [T, C] and weight [V, C], or return None when it can."""
     if hidden.device.type != "cuda":
         return f"it runs on CUDA, not on {hidden.device.type}"
     if weight.requires_grad and not hidden.requires_grad:
         return "it drops the weight's gradient when the hidden states need none"
-    return None if _liger_function() else "liger_kernel is not installed"
+    if _liger_function() is None:
+        return "liger_kernel is not installed"
+    return None
 
 
 @functools.cache
-def _liger_function():
+def _liger_function() -> Any:
+    """Return Liger's autograd function, or None where the package is not installed."""
     try:
         from liger_kernel.ops.fused_linear_cross_entropy import (
             LigerFusedLinearCrossEntropyFunction,
@@ -120,10 +129,11 @@ def _liger_function():
 
 
 def chunk_rows(width: int, vocab: int, itemsize: int) -> int:
-    """How many tokens [C = width] get their logits [V = vocab] of `itemsize` bytes at a time.
+    """Return how many tokens get their logits at a time.
 
-    64 MiB of logits, but no fewer than a quarter of the weight's own size: every chunk reads the
-    whole weight and adds to its whole gradient, which fewer rows would not pay for.
+    They make 64 MiB of logits, but no fewer than a quarter of the weight's own size: every chunk
+    reads the whole weight and adds to its whole gradient, which fewer rows would not pay for.
+    width: C. vocab: V. itemsize: bytes of a logit.
     """
     return max(_CHUNK_BYTES // (vocab * itemsize), width // 4, 1)
 
@@ -131,7 +141,10 @@ def chunk_rows(width: int, vocab: int, itemsize: int) -> int:
 def torch_sum(
     hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, targets: torch.Tensor
 ) -> torch.Tensor:
-    """`chunked_cross_entropy_sum` by torch; for 32 and 64 bits."""
+    """Compute `chunked_cross_entropy_sum` with torch; for 32 and 64 bits.
+
+    hidden [T, C], weight [V, C], bias [V], targets [T] -> scalar.
+    """
     rows = chunk_rows(hidden.shape[1], weight.shape[0], hidden.dtype.itemsize)
     options = nn.LinearCrossEntropyOptions(batch_chunk_size=rows)
     return F.linear_cross_entropy(
@@ -148,105 +161,165 @@ def torch_sum(
 def liger_sum(
     hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, targets: torch.Tensor
 ) -> torch.Tensor:
-    """`chunked_cross_entropy_sum` by Liger; for 16 bits on CUDA."""
-    # By position, as autograd functions are called: no class weights, no z-loss, no smoothing;
-    # sum; no softcap, no z-loss returned; gradients accumulated in float32, because many chunks
-    # add up to one weight gradient.
-    rest = (None, IGNORE_INDEX, 0.0, 0.0, "sum", None, False, torch.float32)
-    return _liger_function().apply(hidden, weight, targets, bias, *rest)[0]
+    """Compute `chunked_cross_entropy_sum` with Liger; for 16 bits on CUDA.
+
+    hidden [T, C], weight [V, C], bias [V], targets [T] -> scalar.
+    """
+    loss, *_ = _liger_function().apply(  # by position, as autograd functions are called
+        hidden,
+        weight,
+        targets,
+        bias,
+        None,  # no class weights
+        IGNORE_INDEX,
+        0.0,  # no z-loss
+        0.0,  # no label smoothing
+        "sum",
+        None,  # no softcap
+        False,  # return no z-loss
+        torch.float32,  # accumulate in it: many chunks add up to one weight gradient
+    )
+    return loss
 
 
 def loop_sum(
     hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, targets: torch.Tensor
 ) -> torch.Tensor:
-    """`chunked_cross_entropy_sum` by a loop; anywhere."""
+    """Compute `chunked_cross_entropy_sum` with a loop; anywhere.
+
+    hidden [T, C], weight [V, C], bias [V], targets [T] -> scalar.
+    """
     return _Loop.apply(hidden, weight, bias, targets)
 
 
 class _Loop(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, hidden, weight, bias, targets):
+    def forward(
+        ctx: Any,
+        hidden: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        targets: torch.Tensor,
+    ) -> torch.Tensor:
+        """hidden [T, C], weight [V, C], bias [V] or None, targets [T] -> scalar."""
         chunks = _Chunks(hidden, weight, bias, ctx.needs_input_grad)
-        for start in range(0, hidden.shape[0], chunks.logits.shape[0]):
-            chunks.run(hidden, targets, start)
-        ctx.save_for_backward(*chunks.gradients(hidden, weight, bias))
+        for start in range(0, hidden.shape[0], chunks.rows):
+            chunks.run(targets, start)
+        ctx.save_for_backward(*chunks.gradients())
         return chunks.losses.sum()
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, grad_loss):
+    def backward(ctx: Any, grad_loss: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        """grad_loss, a scalar -> d hidden [T, C], d weight [V, C], d bias [V], None."""
         # In place: the weight's gradient is the largest tensor here. A second backward finds a
         # saved tensor that has been modified, and raises.
-        return *(
-            None if grad is None else grad.mul_(grad_loss) for grad in ctx.saved_tensors
-        ), None
+        grads: list[torch.Tensor | None] = []
+        for grad in ctx.saved_tensors:
+            grads.append(None if grad is None else grad.mul_(grad_loss))
+        return (*grads, None)
 
 
 class _Chunks:
     """The buffers of one call, and the arithmetic of a chunk."""
 
-    def __init__(self, hidden, weight, bias, needs):
+    def __init__(
+        self,
+        hidden: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        needs_grad: Sequence[bool],
+    ) -> None:
+        """hidden [T, C], weight [V, C], bias [V] or None. needs_grad: of these three."""
+        tokens = hidden.shape[0]
+        vocab, width = weight.shape
+        self.hidden = hidden
+        self.weight = weight
+        self.bias = bias
+        # Sums are made in `dtype`. Factors of a product may be narrower: CUDA multiplies 16-bit
+        # numbers into float32, elsewhere they are widened first.
         self.dtype = torch.float32 if hidden.dtype.itemsize == 2 else hidden.dtype
-        # CUDA multiplies 16-bit numbers into float32; elsewhere they are widened first.
         self.factor_dtype = hidden.dtype if hidden.device.type == "cuda" else self.dtype
-        self.weight, self.bias = weight.to(self.factor_dtype), bias
-        tokens, (vocab, width) = hidden.shape[0], weight.shape
-        rows = min(chunk_rows(width, vocab, self.dtype.itemsize), max(tokens, 1))
-        self.logits = hidden.new_empty(rows, vocab, dtype=self.dtype)
-        self.losses = hidden.new_empty(tokens, dtype=self.dtype)
-        self.d_hidden = torch.empty_like(hidden) if needs[0] else None
-        self.d_weight = torch.zeros_like(weight, dtype=self.dtype) if needs[1] else None
-        self.d_bias = torch.zeros_like(bias, dtype=self.dtype) if needs[2] else None
+        self.weight_factor = weight.to(self.factor_dtype)
 
-    def run(self, hidden, targets, start):
-        """Losses and gradients of the tokens from `start` on, as many as the buffer holds."""
-        chunk = slice(start, start + self.logits.shape[0])
-        rows = hidden[chunk].to(self.factor_dtype)  # [rows, C]
-        counts = targets[chunk, None] != IGNORE_INDEX  # [rows, 1]
-        index = targets[chunk, None].masked_fill(~counts, 0)  # [rows, 1]
-        logits = _mm(rows, self.weight.t(), out=self.logits[: rows.shape[0]])  # [rows, V]
+        self.rows = min(chunk_rows(width, vocab, self.dtype.itemsize), max(tokens, 1))
+        self.logits = hidden.new_empty(self.rows, vocab, dtype=self.dtype)  # shared by all chunks
+        self.losses = hidden.new_empty(tokens, dtype=self.dtype)
+        self.d_hidden: torch.Tensor | None = None
+        self.d_weight: torch.Tensor | None = None
+        self.d_bias: torch.Tensor | None = None
+        if needs_grad[0]:
+            self.d_hidden = torch.empty_like(hidden)
+        if needs_grad[1]:
+            self.d_weight = torch.zeros_like(weight, dtype=self.dtype)
+        if needs_grad[2]:
+            self.d_bias = torch.zeros_like(bias, dtype=self.dtype)
+
+    def run(self, targets: torch.Tensor, start: int) -> None:
+        """Compute losses and gradients of the tokens from `start` on, as many as the buffer holds.
+
+        targets: [T].
+        """
+        # 1. logits
+        chunk = slice(start, start + self.rows)
+        hidden = self.hidden[chunk].to(self.factor_dtype)  # [rows, C]
+        out = self.logits[: hidden.shape[0]]
+        logits = _mm(hidden, self.weight_factor.t(), out=out)  # [rows, V]
         if self.bias is not None:
             logits += self.bias
+
+        # 2. losses: log(sum(exp(logits))) - logits[target], with the largest logit moved to 0
+        counts = targets[chunk, None] != IGNORE_INDEX  # [rows, 1]
+        index = targets[chunk, None].masked_fill(~counts, 0)  # [rows, 1]
         logits -= logits.amax(1, keepdim=True)
         picked = logits.gather(1, index)  # [rows, 1]
         total = logits.exp_().sum(1, keepdim=True)  # [rows, 1]
-        self.losses[chunk] = (total.log() - picked).masked_fill_(~counts, 0).squeeze(1)
+        losses = (total.log() - picked).masked_fill_(~counts, 0)  # [rows, 1]
+        self.losses[chunk] = losses.squeeze(1)
+
+        # 3. gradients: softmax - onehot(target), in place of the exponentials
         if self.d_hidden is not None or self.d_weight is not None or self.d_bias is not None:
             counts = counts.to(self.dtype)
-            d_logits = logits.mul_(counts / total).scatter_add_(1, index, -counts)
-            self.add_gradients(chunk, rows, d_logits)
+            d_logits = logits.mul_(counts / total).scatter_add_(1, index, -counts)  # [rows, V]
+            self._add_gradients(chunk, hidden, d_logits)
 
-    def add_gradients(self, chunk, rows, d_logits):
-        """Of the tokens in `chunk`, from their hidden states [rows, C] and the logits' gradient
+    def _add_gradients(self, chunk: slice, hidden: torch.Tensor, d_logits: torch.Tensor) -> None:
+        """Add the gradients of the tokens in `chunk`, from hidden [rows, C] and d_logits
         [rows, V]."""
         factor = d_logits.to(self.factor_dtype)
         if self.d_hidden is not None:
-            self.d_hidden[chunk] = factor @ self.weight
+            self.d_hidden[chunk] = factor @ self.weight_factor  # [rows, V] x [V, C] -> [rows, C]
         if self.d_weight is not None:
-            _addmm(factor.t(), rows, out=self.d_weight)
+            _addmm(factor.t(), hidden, out=self.d_weight)  # [V, rows] x [rows, C] -> [V, C]
         if self.d_bias is not None:
-            self.d_bias += d_logits.sum(0)
+            self.d_bias += d_logits.sum(0)  # [rows, V] -> [V]
 
-    def gradients(self, hidden, weight, bias):
-        """d hidden, d weight and d bias in the dtypes of what they belong to; None where not
-        needed."""
-        pairs = ((self.d_hidden, hidden), (self.d_weight, weight), (self.d_bias, bias))
-        return [None if grad is None else grad.to(of.dtype) for grad, of in pairs]
+    def gradients(self) -> list[torch.Tensor | None]:
+        """Return d hidden [T, C], d weight [V, C] and d bias [V] in the dtypes of the inputs, None
+        where none is needed."""
+        pairs = (
+            (self.d_hidden, self.hidden),
+            (self.d_weight, self.weight),
+            (self.d_bias, self.bias),
+        )
+        grads: list[torch.Tensor | None] = []
+        for grad, like in pairs:
+            if grad is None or like is None:
+                grads.append(None)
+            else:
+                grads.append(grad.to(like.dtype))
+        return grads
 
 
-def _mm(a, b, *, out):
-    """out = a @ b, where 16-bit factors may have a float32 product."""
-    return (
-        torch.mm(a, b, out=out)
-        if a.dtype == out.dtype
-        else torch.mm(a, b, out_dtype=out.dtype, out=out)
-    )
+def _mm(a: torch.Tensor, b: torch.Tensor, *, out: torch.Tensor) -> torch.Tensor:
+    """Set out [m, n] to a [m, k] @ b [k, n], where 16-bit factors may have a float32 product."""
+    if a.dtype == out.dtype:
+        return torch.mm(a, b, out=out)
+    return torch.mm(a, b, out_dtype=out.dtype, out=out)
 
 
-def _addmm(a, b, *, out):
-    """out += a @ b, where 16-bit factors may have a float32 product."""
-    return (
-        out.addmm_(a, b)
-        if a.dtype == out.dtype
-        else torch.addmm(out, a, b, out_dtype=out.dtype, out=out)
-    )
+def _addmm(a: torch.Tensor, b: torch.Tensor, *, out: torch.Tensor) -> torch.Tensor:
+    """Add a [m, k] @ b [k, n] to out [m, n], where 16-bit factors may have a float32 product."""
+    if a.dtype == out.dtype:
+        return out.addmm_(a, b)
+    return torch.addmm(out, a, b, out_dtype=out.dtype, out=out)

@@ -1,4 +1,4 @@
-"""torch's CPU flash kernel, sequence by sequence.
+"""Attend with torch's CPU flash kernel, sequence by sequence.
 
 `aten::_scaled_dot_product_flash_attention_for_cpu` and its backward give and take the log-sum-exp,
 accept fewer key heads than query heads, a merged output and log-sum-exp, and every floating dtype.
@@ -14,21 +14,28 @@ Three habits of theirs matter here:
   softmax. So the backward runs in float32, for about 1.4 times the time, and leaves its results
   so.
 
-Every short sequence pays for the calls around its kernel, so all tensors are cut into sequences by
-one call each, and the results go straight to their places.
+Every short sequence pays for the calls around its kernel, so each tensor is split into sequences
+by one call, and the results are copied straight into views of the whole.
 
 Rejected: one padded batch of all sequences, which for long-tailed lengths computes mostly padding;
 and a softmax written in Python, which is several times slower and keeps the whole score matrix.
+
+The slow obvious twin is reference.py; tests/kernels/test_kernels.py compares the two.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import torch
 
-from hf_flexseq.kernels import Segments, lse_dtype
+from hf_flexseq.kernels import lse_dtype
+from hf_flexseq.kernels.merge import merge_partials
+from hf_flexseq.kernels.segments import Segments
 
+# (q, k, v, dropout, is_causal) -> out [1, H, n, D], lse [1, H, n]
 _FORWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
+# (dout, q, k, v, out, lse, dropout, is_causal) -> dq, dk, dv
 _BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
+_NO_DROPOUT = 0.0
 _DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 
 
@@ -39,14 +46,12 @@ class CpuFlash:
     wide_gradients = True
 
     def why_not(self, device: torch.device, dtype: torch.dtype, head_dim: int) -> str | None:
-        """Why this kernel cannot serve such inputs; None when it can."""
+        """Say why this kernel cannot serve such inputs, or return None when it can."""
         if device.type != "cpu":
             return f"it runs on the CPU, not on {device.type}"
-        return (
-            None
-            if dtype in _DTYPES
-            else f"it has no {dtype}; use one of {', '.join(map(str, _DTYPES))}"
-        )
+        if dtype not in _DTYPES:
+            return f"it has no {dtype}; use one of {', '.join(map(str, _DTYPES))}"
+        return None
 
     def forward(
         self,
@@ -57,16 +62,25 @@ class CpuFlash:
         *,
         scale: float,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """See `Kernel.forward`."""
+        """See `Kernel.forward`: q [Tq, H, D], k and v [Tk, Hkv, D] -> out [Tq, H, D], lse
+        [H, Tq]."""
         segments.check(q, k, v)
         out = q.new_empty(q.shape)
         lse = q.new_empty((q.shape[1], q.shape[0]), dtype=lse_dtype(q.dtype))  # [H, Tq]
-        parts = _parts(segments, of_queries=(q, out), of_keys=(k, v))
-        for (q_i, out_i, k_i, v_i), lse_i in zip(parts, _lse_parts(segments, lse), strict=True):
+        # each tensor as one view [1, heads, n, D] per sequence, lse as [1, H, n]
+        sequences = zip(
+            _split(q, segments.q_lens),
+            _split(out, segments.q_lens),
+            _split(k, segments.k_lens),
+            _split(v, segments.k_lens),
+            lse.unsqueeze(0).split(segments.q_lens, dim=2),
+            strict=True,
+        )
+        for q_i, out_i, k_i, v_i, lse_i in sequences:
             if q_i.numel() and k_i.numel():
-                block_out, block_lse = _forward(q_i, k_i, v_i, segments.causal, scale)
-                out_i.copy_(block_out)
-                lse_i.copy_(block_lse)
+                sequence_out, sequence_lse = _forward(q_i, k_i, v_i, segments.causal, scale)
+                out_i.copy_(sequence_out)
+                lse_i.copy_(sequence_lse)
             else:
                 out_i.zero_()
                 lse_i.fill_(-torch.inf)
@@ -84,70 +98,92 @@ class CpuFlash:
         *,
         scale: float,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """See `Kernel.backward`."""
+        """See `Kernel.backward`: dout and out [Tq, H, D], lse [H, Tq] -> dq [Tq, H, D], dk and dv
+        [Tk, Hkv, D]."""
         segments.check(q, k, v)
         dout, q, k, v, out = (x.to(lse_dtype(x.dtype)) for x in (dout, q, k, v, out))
-        dq, dk, dv = q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
-        parts = _parts(segments, of_queries=(dout, q, out, dq), of_keys=(k, v, dk, dv))
-        for (dout_i, q_i, out_i, dq_i, k_i, v_i, *dkv_i), lse_i in zip(
-            parts, _lse_parts(segments, lse), strict=True
-        ):
+        dq = q.new_empty(q.shape)
+        dk = k.new_empty(k.shape)
+        dv = v.new_empty(v.shape)
+        # each tensor as one view [1, heads, n, D] per sequence, lse as [1, H, n]
+        sequences = zip(
+            _split(dout, segments.q_lens),
+            _split(q, segments.q_lens),
+            _split(k, segments.k_lens),
+            _split(v, segments.k_lens),
+            _split(out, segments.q_lens),
+            lse.unsqueeze(0).split(segments.q_lens, dim=2),
+            _split(dq, segments.q_lens),
+            _split(dk, segments.k_lens),
+            _split(dv, segments.k_lens),
+            strict=True,
+        )
+        for dout_i, q_i, k_i, v_i, out_i, lse_i, dq_i, dk_i, dv_i in sequences:
             if q_i.numel() and k_i.numel():
-                block = _backward((dout_i, q_i, k_i, v_i, out_i, lse_i), segments.causal, scale)
-                for gradient, of_block in zip((dq_i, *dkv_i), block, strict=True):
-                    gradient.copy_(of_block)
+                gradients = _backward(dout_i, q_i, k_i, v_i, out_i, lse_i, segments.causal, scale)
+                dq_i.copy_(gradients[0])
+                dk_i.copy_(gradients[1])
+                dv_i.copy_(gradients[2])
             else:
-                for gradient in (dq_i, *dkv_i):
-                    gradient.zero_()
+                dq_i.zero_()
+                dk_i.zero_()
+                dv_i.zero_()
         return dq, dk, dv
 
 
 def _forward(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool, scale: float
-) -> Sequence[torch.Tensor]:
-    """out [1, H, n, D] and lse [1, H, n] of one sequence."""
-    early = k.shape[2] - q.shape[2]
-    if not causal or not early:
-        return _FORWARD(q, k, v, 0.0, causal, scale=scale)
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Attend in one sequence: q [1, H, n, D], k and v [1, Hkv, m, D] -> out [1, H, n, D], lse
+    [1, H, n]."""
+    earlier = k.shape[2] - q.shape[2]  # keys before the first query
+    if not causal or not earlier:
+        out, lse = _FORWARD(q, k, v, _NO_DROPOUT, causal, scale=scale)
+        return out, lse
     q, k, v = (x.to(lse_dtype(x.dtype)) for x in (q, k, v))
-    before = _FORWARD(q, k[:, :, :early], v[:, :, :early], 0.0, False, scale=scale)
-    own = _FORWARD(q, k[:, :, early:], v[:, :, early:], 0.0, True, scale=scale)
-    lse = torch.logaddexp(before[1], own[1])
-    return sum(out * (part_lse - lse).exp().unsqueeze(-1) for out, part_lse in (before, own)), lse
+    k_before, k_own = k[:, :, :earlier], k[:, :, earlier:]
+    v_before, v_own = v[:, :, :earlier], v[:, :, earlier:]
+    out_before, lse_before = _FORWARD(q, k_before, v_before, _NO_DROPOUT, False, scale=scale)
+    out_own, lse_own = _FORWARD(q, k_own, v_own, _NO_DROPOUT, True, scale=scale)
+    return merge_partials(out_before, lse_before, out_own, lse_own)
 
 
 def _backward(
-    tensors: Sequence[torch.Tensor], causal: bool, scale: float
+    dout: torch.Tensor,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    causal: bool,
+    scale: float,
 ) -> Sequence[torch.Tensor]:
-    """dq, dk, dv of one sequence from its dout, q, k, v, out, lse."""
-    dout, q, k, v, out, lse = tensors
-    early = k.shape[2] - q.shape[2]
-    if not causal or not early:
-        return _BACKWARD(dout, q, k, v, out, lse, 0.0, causal, scale=scale)
-    before = _BACKWARD(
-        dout, q, k[:, :, :early], v[:, :, :early], out, lse, 0.0, False, scale=scale
+    """Compute gradients in one sequence: dout, q and out [1, H, n, D], k and v [1, Hkv, m, D],
+    lse [1, H, n] -> dq [1, H, n, D], dk and dv [1, Hkv, m, D]."""
+    earlier = k.shape[2] - q.shape[2]  # keys before the first query
+    if not causal or not earlier:
+        gradients: Sequence[torch.Tensor] = _BACKWARD(
+            dout, q, k, v, out, lse, _NO_DROPOUT, causal, scale=scale
+        )
+        return gradients
+    k_before, k_own = k[:, :, :earlier], k[:, :, earlier:]
+    v_before, v_own = v[:, :, :earlier], v[:, :, earlier:]
+    dq_before, dk_before, dv_before = _BACKWARD(
+        dout, q, k_before, v_before, out, lse, _NO_DROPOUT, False, scale=scale
     )
-    own = _BACKWARD(dout, q, k[:, :, early:], v[:, :, early:], out, lse, 0.0, True, scale=scale)
-    return before[0] + own[0], *(
-        torch.cat(both, dim=2) for both in zip(before[1:], own[1:], strict=True)
+    dq_own, dk_own, dv_own = _BACKWARD(
+        dout, q, k_own, v_own, out, lse, _NO_DROPOUT, True, scale=scale
     )
+    dk = torch.cat((dk_before, dk_own), dim=2)  # [1, Hkv, earlier + n, D]
+    dv = torch.cat((dv_before, dv_own), dim=2)
+    return dq_before + dq_own, dk, dv
 
 
-def _parts(
-    segments: Segments, *, of_queries: Sequence[torch.Tensor], of_keys: Sequence[torch.Tensor]
-) -> Iterator[tuple[torch.Tensor, ...]]:
-    """For every sequence its part of each tensor, [1, heads, n, D] of [tokens, heads, D], as
-    views."""
-    views = [_batched(x).split(segments.q_lens, dim=2) for x in of_queries]
-    views += [_batched(x).split(segments.k_lens, dim=2) for x in of_keys]
-    return zip(*views, strict=True)
-
-
-def _lse_parts(segments: Segments, lse: torch.Tensor) -> Sequence[torch.Tensor]:
-    """[1, H, n] of lse [H, Tq], for every sequence."""
-    return lse.unsqueeze(0).split(segments.q_lens, dim=2)
-
-
-def _batched(x: torch.Tensor) -> torch.Tensor:
-    """[tokens, heads, D] -> [1, heads, tokens, D], with the last dimension contiguous."""
-    return (x if x.stride(-1) == 1 else x.contiguous()).transpose(0, 1).unsqueeze(0)
+def _split(x: torch.Tensor, lengths: Sequence[int]) -> Sequence[torch.Tensor]:
+    """View x [tokens, heads, D] as one [1, heads, n, D] per sequence of n tokens, with the last
+    dimension contiguous."""
+    if x.stride(-1) != 1:
+        x = x.contiguous()
+    # [tokens, heads, D] -> [heads, tokens, D] -> [1, heads, tokens, D]
+    views: Sequence[torch.Tensor] = x.transpose(0, 1).unsqueeze(0).split(lengths, dim=2)
+    return views

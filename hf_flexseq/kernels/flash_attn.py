@@ -1,11 +1,15 @@
-"""The flash-attn package (FlashAttention-2, arXiv 2307.08691) on packed sequences.
+"""Attend with the flash-attn package (FlashAttention-2, arXiv 2307.08691) on packed sequences.
 
 Its low-level varlen functions are called, because the public ones belong to autograd and take no
 merged output and log-sum-exp in the backward. Their Python signature and the [heads, tokens]
 layout of the log-sum-exp date from 2.7; older releases are refused by name instead of being told
 apart by guesses. FlashAttention-3 and -4 are other packages.
 
-The edges are those of `torch_varlen`, which is a build of the same kernels.
+At the edges (no keys, one query) it behaves as `torch_varlen` does, which is a build of the same
+kernels.
+
+The slow obvious twin is reference.py; tests/kernels/test_cuda_kernels.py and scripts/gpu_check.py
+compare the two.
 """
 
 import functools
@@ -13,7 +17,7 @@ from types import ModuleType
 
 import torch
 
-from hf_flexseq.kernels import Segments
+from hf_flexseq.kernels.segments import Segments
 from hf_flexseq.kernels.torch_varlen import (
     flash2_limits,
     flash2_lse,
@@ -22,7 +26,7 @@ from hf_flexseq.kernels.torch_varlen import (
     rows_contiguous,
 )
 
-_OLDEST = (2, 7)
+_OLDEST = (2, 7)  # release of the package
 _NO_WINDOW = {"window_size_left": -1, "window_size_right": -1}
 
 
@@ -33,7 +37,7 @@ class FlashAttn:
     wide_gradients = False
 
     def why_not(self, device: torch.device, dtype: torch.dtype, head_dim: int) -> str | None:
-        """Why this kernel cannot serve such inputs; None when it can."""
+        """Say why this kernel cannot serve such inputs, or return None when it can."""
         return package_problem() or flash2_limits(device, dtype, head_dim)
 
     def forward(
@@ -45,12 +49,16 @@ class FlashAttn:
         *,
         scale: float,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """See `Kernel.forward`."""
+        """See `Kernel.forward`: q [Tq, H, D], k and v [Tk, Hkv, D] -> out [Tq, H, D], lse
+        [H, Tq]."""
         segments.check(q, k, v)
         if not segments.has_work():
             return nothing_to_read(q)
+        # [Tq, H, D], [H, Tq], and what autograd would keep
         out, lse, *_ = _interface()._flash_attn_varlen_forward(
-            *map(rows_contiguous, (q, k, v)),
+            rows_contiguous(q),
+            rows_contiguous(k),
+            rows_contiguous(v),
             **_launch(segments, scale),
             return_softmax=False,
         )
@@ -68,15 +76,23 @@ class FlashAttn:
         *,
         scale: float,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """See `Kernel.backward`. Deterministic under
-        `torch.use_deterministic_algorithms(True)`."""
+        """See `Kernel.backward`: dout and out [Tq, H, D], lse [H, Tq] -> dq [Tq, H, D], dk and dv
+        [Tk, Hkv, D].
+
+        Deterministic under `torch.use_deterministic_algorithms(True)`.
+        """
         segments.check(q, k, v)
         if not segments.has_work():
             return torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
-        dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
+        dq = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+        dk = torch.empty(k.shape, dtype=k.dtype, device=k.device)
+        dv = torch.empty(v.shape, dtype=v.dtype, device=v.device)
         _interface()._flash_attn_varlen_backward(
             dout.contiguous(),
-            *map(rows_contiguous, (q, k, v, out)),
+            rows_contiguous(q),
+            rows_contiguous(k),
+            rows_contiguous(v),
+            rows_contiguous(out),
             lse.contiguous(),
             dq=dq,
             dk=dk,
@@ -88,7 +104,7 @@ class FlashAttn:
 
 
 def _launch(segments: Segments, scale: float) -> dict[str, object]:
-    """The arguments that forward and backward share, by the package's names."""
+    """Collect the arguments that forward and backward share, by the package's names."""
     return {
         "cu_seqlens_q": segments.cu_seqlens_q,
         "cu_seqlens_k": segments.cu_seqlens_k,
@@ -105,19 +121,22 @@ def _launch(segments: Segments, scale: float) -> dict[str, object]:
 
 @functools.cache
 def package_problem() -> str | None:
-    """Why the package cannot be used at all; None when it can."""
+    """Say why the package cannot be used at all, or return None when it can."""
     try:
         import flash_attn
 
         _interface()
-    # also what a build for another torch raises, with the missing symbol
+    # A build for another torch raises ImportError, too, with the missing symbol.
     except ImportError as error:
         return f"the flash-attn package cannot be imported ({error})"
     version = tuple(int(part) for part in flash_attn.__version__.split(".")[:2])
-    return None if version >= _OLDEST else f"flash-attn {flash_attn.__version__} is older than 2.7"
+    if version < _OLDEST:
+        return f"flash-attn {flash_attn.__version__} is older than 2.7"
+    return None
 
 
 def _interface() -> ModuleType:
     from flash_attn import flash_attn_interface
 
-    return flash_attn_interface
+    interface: ModuleType = flash_attn_interface
+    return interface

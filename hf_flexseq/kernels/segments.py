@@ -1,10 +1,12 @@
-"""Where the sequences of one packed attention call lie: their lengths, known on the host, and the
-same on the device.
+"""Describe where the sequences of one packed attention call lie: their lengths, known on the host,
+and the same lengths on the device.
 
 The lengths are Python ints because every decision about them is taken on the host (loops, launch
 bounds, whether there is any work). Kernels on a GPU also want them as cumulative int32 tensors;
 these are made when first asked for, so the CPU never pays for them, and copied from pinned memory,
 since a plain copy to the device would make the host wait for all the work that is queued there.
+
+    lengths (3, 0, 2)  ->  cu_seqlens [0, 3, 3, 5], total 5, max 3
 """
 
 from collections.abc import Iterator, Sequence
@@ -16,11 +18,7 @@ import torch
 class Segments:
     """Sequences packed one after the other, as the queries and the keys of one attention call.
 
-    q_lens, k_lens: tokens of each sequence, either may be 0. causal: the last query of a sequence
-    reads all its keys, each one before it one key fewer, as where the queries are the last tokens
-    of the keys; else each reads all keys. A plain class on purpose: FSDP2's input cast takes
-    dataclasses, tuples and dicts apart. Raises AssertionError for lengths that do not fit each
-    other.
+    A plain class on purpose: FSDP2's input cast takes dataclasses, tuples and dicts apart.
     """
 
     __slots__ = (
@@ -39,56 +37,71 @@ class Segments:
     def __init__(
         self, q_lens: Sequence[int], k_lens: Sequence[int], *, causal: bool, device: torch.device
     ) -> None:
-        self.q_lens, self.k_lens = tuple(q_lens), tuple(k_lens)
-        self.causal, self.device = causal, device
+        """q_lens, k_lens: query and key tokens of each sequence; either may be 0.
+
+        causal: the last query of a sequence reads all its keys, and each query before it one key
+        fewer, as where the queries are the last tokens of the keys; else each query reads all
+        keys. Raises AssertionError for lengths that do not fit each other.
+        """
+        self.q_lens = tuple(q_lens)
+        self.k_lens = tuple(k_lens)
+        self.causal = causal
+        self.device = device
+        self._check_lengths()
+        self.max_q = max(self.q_lens, default=0)
+        self.max_k = max(self.k_lens, default=0)
+        self.total_q = sum(self.q_lens)
+        self.total_k = sum(self.k_lens)
+        self._cu_seqlens_q: torch.Tensor | None = None
+        self._cu_seqlens_k: torch.Tensor | None = None
+
+    def _check_lengths(self) -> None:
         assert len(self.q_lens) == len(self.k_lens), (
             f"{len(self.q_lens)} query and {len(self.k_lens)} key sequences"
         )
         assert min(self.q_lens + self.k_lens, default=0) >= 0, (
             f"negative length in {self.q_lens} or {self.k_lens}"
         )
-        assert not causal or all(q <= k for q, k in zip(self.q_lens, self.k_lens, strict=True)), (
-            f"causal sequences need at least as many keys as queries, got {self.q_lens} and "
-            f"{self.k_lens}"
-        )
-        self.max_q, self.max_k = max(self.q_lens, default=0), max(self.k_lens, default=0)
-        self.total_q, self.total_k = sum(self.q_lens), sum(self.k_lens)
-        self._cu_seqlens_q: torch.Tensor | None = None
-        self._cu_seqlens_k: torch.Tensor | None = None
+        if self.causal:
+            pairs = zip(self.q_lens, self.k_lens, strict=True)
+            assert all(q_len <= k_len for q_len, k_len in pairs), (
+                "causal sequences need at least as many keys as queries, "
+                f"got {self.q_lens} and {self.k_lens}"
+            )
 
     @property
     def cu_seqlens_q(self) -> torch.Tensor:
-        """int32 [sequences + 1] on `device`: where each sequence's queries start, and the
-        total."""
+        """First query row of each sequence, and the total: int32 [sequences + 1] on `device`."""
         if self._cu_seqlens_q is None:
             self._cu_seqlens_q = _cumulative(self.q_lens, self.device)
         return self._cu_seqlens_q
 
     @property
     def cu_seqlens_k(self) -> torch.Tensor:
-        """int32 [sequences + 1] on `device`: where each sequence's keys start, and the total."""
+        """First key row of each sequence, and the total: int32 [sequences + 1] on `device`."""
         if self._cu_seqlens_k is None:
-            same = self.q_lens == self.k_lens
-            self._cu_seqlens_k = (
-                self.cu_seqlens_q if same else _cumulative(self.k_lens, self.device)
-            )
+            if self.q_lens == self.k_lens:
+                self._cu_seqlens_k = self.cu_seqlens_q
+            else:
+                self._cu_seqlens_k = _cumulative(self.k_lens, self.device)
         return self._cu_seqlens_k
 
     def blocks(self) -> Iterator[tuple[slice, slice]]:
-        """Query rows and key rows of every sequence that has both."""
-        q_stops, k_stops = accumulate(self.q_lens), accumulate(self.k_lens)
-        for q_len, k_len, q_stop, k_stop in zip(
-            self.q_lens, self.k_lens, q_stops, k_stops, strict=True
-        ):
+        """Iterate over the query rows and the key rows of every sequence that has both."""
+        q_stop = 0
+        k_stop = 0
+        for q_len, k_len in zip(self.q_lens, self.k_lens, strict=True):
+            q_stop += q_len
+            k_stop += k_len
             if q_len and k_len:
                 yield slice(q_stop - q_len, q_stop), slice(k_stop - k_len, k_stop)
 
     def has_work(self) -> bool:
-        """Whether any query has a key to read."""
+        """Tell whether any query has a key to read."""
         return any(q and k for q, k in zip(self.q_lens, self.k_lens, strict=True))
 
     def has_keyless(self) -> bool:
-        """Whether any query has no key to read."""
+        """Tell whether any query has no key to read."""
         return any(q and not k for q, k in zip(self.q_lens, self.k_lens, strict=True))
 
     def check(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
@@ -100,8 +113,8 @@ class Segments:
         assert k.shape[0] == self.total_k, (
             f"{k.shape[0]} key rows for sequences of {self.total_k} tokens"
         )
-        fit = k.shape == v.shape and k.shape[2] == q.shape[2]
-        assert fit, (
+        fits = k.shape == v.shape and k.shape[2] == q.shape[2]
+        assert fits, (
             f"q {tuple(q.shape)}, k {tuple(k.shape)} and v {tuple(v.shape)} do not fit each other"
         )
         assert q.shape[1] % k.shape[1] == 0, (
@@ -113,7 +126,7 @@ class Segments:
 
 
 def _cumulative(lengths: Sequence[int], device: torch.device) -> torch.Tensor:
-    host = torch.tensor(
-        (0, *accumulate(lengths)), dtype=torch.int32, pin_memory=device.type == "cuda"
-    )
+    """Copy (0, l0, l0 + l1, ...) to the device, as int32 [sequences + 1], without waiting."""
+    is_pinned = device.type == "cuda"
+    host = torch.tensor((0, *accumulate(lengths)), dtype=torch.int32, pin_memory=is_pinned)
     return host.to(device, non_blocking=True)

@@ -30,6 +30,7 @@ from collections.abc import Iterator
 import torch
 
 from hf_flexseq.kernels import Kernel, lse_dtype
+from hf_flexseq.kernels.merge import merge_partials
 from hf_flexseq.kernels.segments import Segments
 from hf_flexseq.plan.shard import Slice
 
@@ -107,7 +108,10 @@ class Carried:
         self._store(piece, k, v)
         out, lse = self._block(piece.start, piece, q, scale)
         if piece.start:
-            out, lse = _merge(self._block(0, piece, q, scale), (out, lse))
+            prefix_out, prefix_lse = self._block(0, piece, q, scale)
+            # [t, H, D] and [t, H]; the kernel's own lse is [H, t]
+            out, lse_t = merge_partials(prefix_out, prefix_lse.t(), out, lse.t())
+            lse = lse_t.t()
         if self.stored == self.length and not self._keeps_grad:
             self._carry.drop(self._key)
         return out.to(q.dtype), lse
@@ -200,13 +204,3 @@ class Carried:
             f"positions, "
             f"{self.length - self.drained} drained)"
         )
-
-
-def _merge(
-    a: tuple[torch.Tensor, torch.Tensor], b: tuple[torch.Tensor, torch.Tensor]
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Two results [t, H, D] over different keys, each with its lse [H, t], as one over all of
-    them, in lse's dtype."""
-    lse = torch.logaddexp(a[1], b[1])
-    weights = [(part - lse).exp().t().unsqueeze(-1) for part in (a[1], b[1])]  # [t, H, 1]
-    return a[0] * weights[0] + b[0] * weights[1], lse

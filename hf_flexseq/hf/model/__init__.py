@@ -1,2 +1,2 @@
-"""Facts, checks, loss and gradient buckets of a transformers model: everything that hf_flexseq asks
-of one and changes on it."""
+"""Everything that hf_flexseq asks of a transformers model and changes on it: facts, checks, the
+loss, gradient buckets."""
