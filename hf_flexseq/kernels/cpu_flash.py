@@ -101,6 +101,7 @@ class CpuFlash:
         """See `Kernel.backward`: dout and out [Tq, H, D], lse [H, Tq] -> dq [Tq, H, D], dk and dv
         [Tk, Hkv, D]."""
         segments.check(q, k, v)
+        # 16-bit inputs are widened, and their gradients stay wide.
         dout, q, k, v, out = (x.to(lse_dtype(x.dtype)) for x in (dout, q, k, v, out))
         dq = q.new_empty(q.shape)
         dk = k.new_empty(k.shape)
@@ -140,11 +141,20 @@ def _forward(
     if not causal or not earlier:
         out, lse = _FORWARD(q, k, v, _NO_DROPOUT, causal, scale=scale)
         return out, lse
-    q, k, v = (x.to(lse_dtype(x.dtype)) for x in (q, k, v))
-    k_before, k_own = k[:, :, :earlier], k[:, :, earlier:]
-    v_before, v_own = v[:, :, :earlier], v[:, :, earlier:]
-    out_before, lse_before = _FORWARD(q, k_before, v_before, _NO_DROPOUT, False, scale=scale)
-    out_own, lse_own = _FORWARD(q, k_own, v_own, _NO_DROPOUT, True, scale=scale)
+
+    # Both results stay wide, and only the merged one is rounded.
+    wide = lse_dtype(q.dtype)
+    q = q.to(wide)
+    k = k.to(wide)
+    v = v.to(wide)
+    # 1. the earlier keys, which every query reads
+    out_before, lse_before = _FORWARD(
+        q, k[:, :, :earlier], v[:, :, :earlier], _NO_DROPOUT, False, scale=scale
+    )
+    # 2. the queries' own keys, causally
+    out_own, lse_own = _FORWARD(
+        q, k[:, :, earlier:], v[:, :, earlier:], _NO_DROPOUT, True, scale=scale
+    )
     return merge_partials(out_before, lse_before, out_own, lse_own)
 
 
@@ -166,11 +176,16 @@ def _backward(
             dout, q, k, v, out, lse, _NO_DROPOUT, causal, scale=scale
         )
         return gradients
-    k_before, k_own = k[:, :, :earlier], k[:, :, earlier:]
-    v_before, v_own = v[:, :, :earlier], v[:, :, earlier:]
+
+    # 1. the earlier keys, which every query reads
+    k_before = k[:, :, :earlier]  # [1, Hkv, earlier, D]
+    v_before = v[:, :, :earlier]
     dq_before, dk_before, dv_before = _BACKWARD(
         dout, q, k_before, v_before, out, lse, _NO_DROPOUT, False, scale=scale
     )
+    # 2. the queries' own keys, causally
+    k_own = k[:, :, earlier:]  # [1, Hkv, n, D]
+    v_own = v[:, :, earlier:]
     dq_own, dk_own, dv_own = _BACKWARD(
         dout, q, k_own, v_own, out, lse, _NO_DROPOUT, True, scale=scale
     )

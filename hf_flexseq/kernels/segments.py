@@ -98,11 +98,13 @@ class Segments:
 
     def has_work(self) -> bool:
         """Tell whether any query has a key to read."""
-        return any(q and k for q, k in zip(self.q_lens, self.k_lens, strict=True))
+        lengths = zip(self.q_lens, self.k_lens, strict=True)
+        return any(q_len and k_len for q_len, k_len in lengths)
 
     def has_keyless(self) -> bool:
         """Tell whether any query has no key to read."""
-        return any(q and not k for q, k in zip(self.q_lens, self.k_lens, strict=True))
+        lengths = zip(self.q_lens, self.k_lens, strict=True)
+        return any(q_len and not k_len for q_len, k_len in lengths)
 
     def check(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
         """Assert that q [total_q, H, D], k and v [total_k, Hkv, D] fit these lengths and each

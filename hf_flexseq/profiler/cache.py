@@ -19,6 +19,7 @@ FORMAT = 4  # version of what is measured and how; raised when older fits must n
 
 def cache_path(folder: Path, key: Mapping[str, object]) -> Path:
     """Return the path of the fit that depends on `key`, a mapping of plain JSON values."""
+    # Sorted and without spaces, so that equal keys give equal text.
     record = json.dumps({"format": FORMAT, **key}, sort_keys=True, separators=(",", ":"))
     digest = hashlib.sha256(record.encode()).hexdigest()
     return folder / f"cost-{digest[:16]}.json"

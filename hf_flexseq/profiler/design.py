@@ -38,7 +38,7 @@ EFFICIENT_HEAD_DIM = 64
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Effort:
-    """How much is measured."""
+    """Amount of measuring, which trades seconds for accuracy."""
 
     budget_s: float = 8.0
     """Estimated seconds of all runs that are made for the fit."""
@@ -213,11 +213,14 @@ def _estimated_s(
 def fitting_shapes(sizes: ProbeSizes, topology: Topology, rings: bool) -> tuple[ProbeShape, ...]:
     """List the runs that are timed for the fit. rings: whether rings are timed, too."""
     whole = _whole_shapes(sizes.tokens, topology)
-    return whole + _layer_shapes(sizes.sequence, topology, rings)
+    layer = _layer_shapes(sizes.sequence, topology, rings)
+    return whole + layer
 
 
 def _whole_shapes(tokens: int, topology: Topology) -> tuple[ProbeShape, ...]:
     """List whole micro-batches that every rank runs alone, with at most `tokens` tokens."""
+    # Long sequences tell attention's seconds, several short ones those of linear layers, and few
+    # tokens the constants.
     packs = (
         (tokens,),
         (tokens // 4,),
@@ -243,14 +246,19 @@ def _layer_shapes(sequence: int, topology: Topology, rings: bool) -> tuple[Probe
 
 
 def _shape(strategy: str, degree: int, lengths: tuple[int, ...], topology: Topology) -> ProbeShape:
-    starts = disjoint_blocks(topology, degree)
-    return ProbeShape(strategy=strategy, degree=degree, lengths=lengths, starts=starts)
+    return ProbeShape(
+        strategy=strategy,
+        degree=degree,
+        lengths=lengths,
+        starts=disjoint_blocks(topology, degree),
+    )
 
 
 def measured_degrees(topology: Topology) -> tuple[int, ...]:
     """List the degrees of the topology's process groups, ascending; the cost model prices every
     other degree as the next of these."""
-    return tuple(sorted({stop - start for start, stop in topology.aligned_blocks()}))
+    degrees = {stop - start for start, stop in topology.aligned_blocks()}
+    return tuple(sorted(degrees))
 
 
 def disjoint_blocks(topology: Topology, degree: int) -> tuple[int, ...]:

@@ -158,9 +158,10 @@ def nnls(rows: Floats, seconds: Floats) -> Floats:
 
 def _relative_nnls(rows: Sequence[Sequence[float]], seconds: Sequence[float]) -> list[float]:
     """Solve `nnls` with each equation divided by its seconds, so that relative errors count."""
-    measured = np.array(seconds)
-    relative_rows = np.array(rows, dtype=np.float64) / measured[:, None]
-    solution: list[float] = nnls(relative_rows, np.ones_like(measured)).tolist()
+    measured = np.array(seconds)  # [equations]
+    relative_rows = np.array(rows, dtype=np.float64) / measured[:, None]  # [equations, unknowns]
+    ones = np.ones_like(measured)  # the seconds, divided by themselves
+    solution: list[float] = nnls(relative_rows, ones).tolist()
     return solution
 
 

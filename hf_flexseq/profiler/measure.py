@@ -165,7 +165,7 @@ class _Bench:
     def _forwards_per_backward(self) -> int:
         """Count how often attention runs forward for one backward: checkpointing may repeat it."""
         counting = CountingKernel(self._kernel)
-        layout = alone((8,), self._communicator.topology)
+        layout = alone((8,), self._communicator.topology)  # any few tokens will do
         probe = next(iter(self._probes.values()))
         run = probe.run(layout, counting)
         run()
@@ -212,8 +212,7 @@ class _Bench:
         )
 
     def ring_bytes(self, tokens_per_rank: int, degree: int) -> int:
-        """Count the bytes that a rank of a ring moves in one layer, rounded before they go
-        around."""
+        """Count the bytes that a rank of a ring moves in one layer."""
         return int(self._passed_on * tokens_per_rank) * (degree - 1)
 
 

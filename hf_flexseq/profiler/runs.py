@@ -131,7 +131,7 @@ class RingRun:
 
 
 class HopRun:
-    """One transfer from each rank of node 0 to the rank with the same index in node 1.
+    """A transfer from each rank of node 0 to the rank with the same index in node 1.
 
     Ranks of other nodes do nothing.
     """

@@ -35,10 +35,8 @@ def hopper(monkeypatch):
 def package(monkeypatch, hopper):
     """The flash-attn package beside it, as far as choosing looks at it."""
     module = types.ModuleType("flash_attn")
-    module.__version__, module.flash_attn_interface = (
-        "2.8.3",
-        types.ModuleType("flash_attn.flash_attn_interface"),
-    )
+    module.__version__ = "2.8.3"
+    module.flash_attn_interface = types.ModuleType("flash_attn.flash_attn_interface")
     monkeypatch.setitem(sys.modules, "flash_attn", module)
     return module
 

@@ -89,14 +89,13 @@ def of_depth(model: CostModel, layers: int) -> CostModel:
 def synthetic_samples(
     depths: tuple[int, ...], noise: float, latency_s: float = 0.0
 ) -> list[Sample]:
-    """What the closed form says each shape takes, with every timing off by up to `noise`."""
+    """Time each shape by the closed form, with every timing off by up to `noise`."""
     rng = random.Random(3)
     samples = []
     for shape in fitting_shapes(ProbeSizes(tokens=8192, sequence=32768), TOPOLOGY, rings=True):
         for layers in depths if shape.strategy == "local" else (1,):
-            seconds = synthetic_seconds(shape, layers, latency_s) * (
-                1 + noise * rng.uniform(-1, 1)
-            )
+            error = noise * rng.uniform(-1, 1)
+            seconds = synthetic_seconds(shape, layers, latency_s) * (1 + error)
             samples.append(
                 Sample(
                     strategy=shape.strategy,
@@ -112,22 +111,18 @@ def synthetic_samples(
 def synthetic_seconds(shape: ProbeShape, layers: int, latency_s: float) -> float:
     if shape.strategy == "local":
         layout = alone(shape.lengths, TOPOLOGY)
-        return (
-            lockstep_ns(of_depth(TRUTH, layers), [layout.micro_batch], layout.lengths, TOPOLOGY)[0]
-            / 1e9
-        )
+        cost = of_depth(TRUTH, layers)
+        (whole_ns,) = lockstep_ns(cost, [layout.micro_batch], layout.lengths, TOPOLOGY)
+        return whole_ns / 1e9
     (tokens,) = shape.lengths
     if shape.strategy == "kernel":
         return 2e-10 * tokens * tokens + 1e-8 * tokens + 1e-5
-    whole = (
-        TRUTH.all_to_all_bytes
-        if shape.strategy == "ulysses"
-        else TRUTH.ring_bytes * (shape.degree - 1)
-    )
-    return (
-        whole / SHAPE.layers * tokens / shape.degree / TRUTH.bandwidth(shape.degree, False)
-        + latency_s
-    )
+    if shape.strategy == "ulysses":
+        model_bytes = TRUTH.all_to_all_bytes
+    else:
+        model_bytes = TRUTH.ring_bytes * (shape.degree - 1)
+    rank_bytes = model_bytes / SHAPE.layers * tokens / shape.degree
+    return rank_bytes / TRUTH.bandwidth(shape.degree, False) + latency_s
 
 
 def check_layout(micro_batch, lengths, topology=TOPOLOGY) -> None:
@@ -196,24 +191,16 @@ def test_waiting_does_not_pass_for_the_whole_transfer() -> None:
     ]
     found = fit_links(samples, ESTIMATE, layers=8, overlap=0.0)
     for degree, speed in found.bandwidths:
-        most = (
-            max(s.tokens for s in samples if s.degree == degree)
-            / degree
-            * ESTIMATE.all_to_all_bytes
-            / 8
-        )
-        assert speed == pytest.approx(2 * most / 1e-3)
+        most_tokens = max(s.tokens for s in samples if s.degree == degree)
+        most_bytes = most_tokens / degree * ESTIMATE.all_to_all_bytes / 8
+        assert speed == pytest.approx(2 * most_bytes / 1e-3)
 
 
 def test_a_fit_needs_the_kernel_and_the_model() -> None:
+    samples = synthetic_samples((8,), noise=0.0)
+    without_kernel = [sample for sample in samples if sample.strategy != "kernel"]
     with pytest.raises(ValueError, match="kernel"):
-        fit_compute(
-            [
-                sample
-                for sample in synthetic_samples((8,), noise=0.0)
-                if sample.strategy != "kernel"
-            ]
-        )
+        fit_compute(without_kernel)
 
 
 def test_nnls_is_the_best_of_the_non_negative() -> None:
@@ -240,10 +227,8 @@ def test_every_timed_micro_batch_is_legal(nodes: int, ranks_per_node: int) -> No
     mixes = hold_out_layouts(256, topology, rings=True, count=9)
     for layout in (*layouts, *mixes):
         check_layout(layout.micro_batch, layout.lengths, topology)
-    assert {g.degree for mix in mixes for g in mix.micro_batch.groups} <= {
-        1,
-        *measured_degrees(topology),
-    }
+    mixed_degrees = {group.degree for mix in mixes for group in mix.micro_batch.groups}
+    assert mixed_degrees <= {1, *measured_degrees(topology)}
 
 
 def test_the_size_follows_the_budget() -> None:
@@ -422,7 +407,7 @@ def test_nics_are_counted_by_what_ranks_do_to_each_other(monkeypatch, lone_s, to
 
 
 def hops(rank, world_size):
-    """What this rank gets to send and receive; and the transfers come to their end."""
+    """Run both kinds of hops, and return the peers that this rank sends to and receives from."""
     communicator = Communicator(Topology(nodes=3, ranks_per_node=2))
     found = []
     for lone in (True, False):

@@ -66,10 +66,9 @@ def cost_model_for(
     if name == "estimate":
         return estimate
 
-    # 2. an earlier measurement
-    path = cache_path(
-        folder or Path(HF_HOME) / "hf_flexseq", fit_key(facts, topology, accelerator.device)
-    )
+    # 2. an earlier measurement; the other ranks may have another disk or none
+    folder = folder or Path(HF_HOME) / "hf_flexseq"
+    path = cache_path(folder, fit_key(facts, topology, accelerator.device))
     kept = load_cached(path) if communicator.rank == 0 else None
     cached: CostModel | None = broadcast_object(communicator, kept)
     if cached is not None:
@@ -131,6 +130,7 @@ def fit_key(facts: ModelFacts, topology: Topology, device: torch.device) -> Mapp
         "threads": torch.get_num_threads(),
         "topology": asdict(topology),
         "torch": torch.__version__,
+        # A cost model with other fields was fitted by another version of hf_flexseq.
         "constants": [field.name for field in fields(CostModel)],
     }
 

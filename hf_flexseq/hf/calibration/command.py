@@ -54,7 +54,7 @@ def calibrate(
     device = accelerator.device
     facts = _facts(_config(model), _dtype(dtype, device), checkpointing, zero_stage)
 
-    # 2. the estimate that a measurement starts from
+    # 2. the estimate that a measurement starts from; its bytes and memory stay in the result
     estimate = analytic_cost_model(
         facts.shape,
         device_spec(device, topology.ranks_per_node),
@@ -63,13 +63,14 @@ def calibrate(
         zero_stage=zero_stage,
     )
 
-    # 3. the measurement
+    # 3. the measurement, and the gathering of sharded parameters, which copies do not show
     probes = ModelProbes(facts, communicator, device)
     calibration = profiler.calibrate(
         probes, facts.shape, estimate, communicator, device=device, effort=effort
     )
     cost = with_gathering(calibration.cost, facts.shape, topology, zero_stage)
     calibration = replace(calibration, cost=cost)
+    # 4. the result, or why there is none
     objection = calibration.objection()
     if objection is not None:
         raise ValueError(

@@ -56,15 +56,17 @@ class ModelProbe:
         self.facts = facts
         self.communicator = communicator
         self.device = device
+        # 1. the copy, with random weights
         with untouched_random_numbers(device), torch.device(device):
             model = facts.kind(shortened(facts.config, layers)).to(facts.dtype).train()
+        # 2. everything that changes its seconds in training
         model.set_attn_implementation(NAME)
         attach_chunked_loss(model)
         if facts.checkpointing:
             model.gradient_checkpointing_enable({"use_reentrant": False})
         if facts.frozen:
             model.requires_grad_(False)
-            model.enable_input_require_grads()
+            model.enable_input_require_grads()  # else there would be no backward at all
         self.model = model
 
     def run(self, layout: ProbeLayout, kernel: Kernel) -> Run:
@@ -80,7 +82,7 @@ class ModelProbe:
             attention_remat=self.facts.attention_remat,
         )
         items = sum(layout.lengths)
-        autocast = torch.autocast(
+        autocast = torch.autocast(  # may be entered again and again
             self.device.type, self.facts.autocast, enabled=self.facts.autocast is not None
         )
 

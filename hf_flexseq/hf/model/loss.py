@@ -84,7 +84,7 @@ def has_chunkable_loss(model: nn.Module) -> bool:
 
 @dataclass(slots=True)
 class _Call:
-    """One forward of the model."""
+    """State of one forward of the model."""
 
     targets: torch.Tensor
     """[B * S], the token that each position predicts."""

@@ -118,9 +118,11 @@ def _logits_passed_on(tree: ast.AST) -> set[ast.AST]:
 def _is_whole_loss(call: ast.Call) -> bool:
     """Tell whether the loss gets the labels as they came, and **kwargs, which bring shift_labels
     and num_items_in_batch."""
-    values = [*call.args, *(keyword.value for keyword in call.keywords)]
+    values = list(call.args)
+    for keyword in call.keywords:
+        values.append(keyword.value)
     has_labels = any(isinstance(value, ast.Name) and value.id == "labels" for value in values)
-    has_kwargs = any(keyword.arg is None for keyword in call.keywords)
+    has_kwargs = any(keyword.arg is None for keyword in call.keywords)  # **kwargs has no name
     return has_labels and has_kwargs
 
 
