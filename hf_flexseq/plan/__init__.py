@@ -1,23 +1,35 @@
-"""What is decided, as frozen data: plans of sequences on groups, plans of chunks through a
-pipeline, and shards.
+"""Decisions as frozen data: plans of sequences on groups, plans of chunks through a pipeline, and
+shards.
 
     sequences.py   Group, MicroBatch, Plan: which ranks work together on which sequences
     pipeline.py    Chunk, Action, PipelinePlan: which stage does what with which part of a sequence
     replicas.py    StepPlan: which pipeline replica takes which sequences
+    records.py     Record, AnyPlan: JSON, digest and notes of every plan
+    check.py       check: whether a topology can run a plan of groups
     shard.py       which tokens each rank holds of a micro-batch
     remap.py       which tokens move where a micro-batch is remapped
 
 Nothing in this package decides anything: planners make plans, the executing half obeys them.
 """
 
+from hf_flexseq.plan.check import check
+from hf_flexseq.plan.records import AnyPlan
 from hf_flexseq.plan.sequences import (
     STRATEGIES,
     Group,
     MicroBatch,
     Plan,
     PlanInfeasible,
-    check,
     widest_first,
 )
 
-__all__ = ["STRATEGIES", "Group", "MicroBatch", "Plan", "PlanInfeasible", "check", "widest_first"]
+__all__ = [
+    "STRATEGIES",
+    "AnyPlan",
+    "Group",
+    "MicroBatch",
+    "Plan",
+    "PlanInfeasible",
+    "check",
+    "widest_first",
+]

@@ -8,23 +8,35 @@ does with them.
 
 Kinds are those of zero-bubble schedules (arXiv 2401.10241, section 2): F forward, B the whole
 backward, or its two parts, I for the gradient of the input, which the stage before waits for, and
-W for the gradient of the weights, which nobody does. Sends and receives are implied: F takes its
-input from the stage before and hands its output to the stage after, B and I the other way round.
+W for the gradient of the weights, which no other stage waits for. Sends and receives are implied:
+F takes its input from the stage before and hands its output to the stage after, B and I the other
+way round.
 
 Inside a unit a chunk's attention reads the keys and values of the chunks before it, so forwards
-ascend and backwards descend (Seq1F1B, arXiv 2406.03488). `check.py` refuses everything else.
+ascend and backwards descend (Seq1F1B, arXiv 2406.03488). A first-in-first-out backward through
+carried keys and values gives gradients that are wrong by two thirds, in silence; torch's own
+pipeline validator accepts it. `PipelinePlan.check_form` refuses it:
+
+    chunks    every token in exactly one chunk; the parts of a cut sequence are the chunks of one
+              unit, in order
+    actions   on every stage every chunk has one F and one B, or one F, one I and one W
+    order     inside a unit forwards ascend and backwards descend; a W follows its I, in the order
+              of the I's, since stage 0 and every carry run the whole backward in it
+
+Whether neighbours can exchange in the order of their lists, and what fits into memory, takes a
+walk through the actions: `schedule/pipeline/check.py`.
 
 Rejected: sends and receives as actions of their own. They follow from the order of the others, and
 a list that says the same twice can contradict itself.
 """
 
-import hashlib
-import json
 import re
+from collections import defaultdict
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+from hf_flexseq.plan.records import Record
 from hf_flexseq.plan.shard import Slice
 
 KINDS = ("F", "B", "I", "W")
@@ -32,105 +44,109 @@ _TEXT = re.compile(r"(\d+)([FBIW])(\d+)\.(\d+)")
 
 
 class Action(NamedTuple):
-    """What `stage` does with chunk number `chunk` of `unit`. A tuple, since a step may have tens
-    of thousands."""
+    """One thing a stage does with one chunk.
+
+    A tuple and no dataclass, since a step may have tens of thousands.
+    """
 
     stage: int
+    """The stage that acts."""
     kind: str
+    """One of `KINDS`."""
     unit: int
+    """The unit of the chunk."""
     chunk: int
+    """The index of the chunk in its unit."""
 
     def __str__(self) -> str:
         return f"{self.stage}{self.kind}{self.unit}.{self.chunk}"
 
     @classmethod
     def parse(cls, text: str) -> "Action":
-        """The inverse of `str`. Raises ValueError for anything else."""
-        found = _TEXT.fullmatch(text)
-        if found is None:
+        """Return the action whose `str` is `text`. Raises ValueError for any other text."""
+        match = _TEXT.fullmatch(text)
+        if match is None:
             raise ValueError(
                 f"{text!r} is no action: expected stage, one of {', '.join(KINDS)}, "
-                f"unit.chunk, as 2F0.1"
+                "unit.chunk, as 2F0.1"
             )
-        stage, kind, unit, chunk = found.groups()
+        stage, kind, unit, chunk = match.groups()
         return cls(int(stage), kind, int(unit), int(chunk))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Chunk:
-    """What one forward and one backward work on.
-
-    unit, index: its name, `unit.index`. slices: in the order of the row. At most one is a part of
-    a sequence, and then it comes first; the others are whole.
-    """
+    """The tokens of one forward and one backward; its name is `unit.index`."""
 
     unit: int
+    """The unit the chunk belongs to."""
     index: int
+    """The chunk's number in its unit, from 0."""
     slices: tuple[Slice, ...]
+    """Slices in the order of the row. At most one is a part of a sequence, and then it comes
+    first; the others are whole sequences."""
 
     @property
     def tokens(self) -> int:
+        """Tokens of all slices."""
         return sum(part.tokens for part in self.slices)
 
     def cut(self, lengths: tuple[int, ...]) -> Slice | None:
-        """The slice that is only a part of its sequence, whose attention therefore crosses
-        chunks."""
+        """Return the slice that is only a part of its sequence, or None.
+
+        The attention of that slice crosses chunks. lengths: tokens of every sequence of the plan.
+        """
         first = self.slices[0]
-        return first if first.tokens < lengths[first.sequence] else None
+        if first.tokens < lengths[first.sequence]:
+            return first
+        return None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class PipelinePlan:
-    """One optimizer step through a pipeline.
-
-    lengths: tokens of each sequence; a sequence's id is its index. ranks: pipeline ranks (of one
-    replica). stages: a multiple of `ranks`; stage s is on rank s % ranks. chunks: by unit, then by
-    index. actions: of each rank, in order. checkpointed: [stage][place in `chunks`] how many of
-    the stage's layers drop their activations and compute them again; () for none anywhere.
-    schedule: who made it. objective_s: modelled seconds of the step, for `auto` at most a wait or
-    two above what `walk.py` finds. planning_s: seconds it took to plan (not in the digest).
-    """
+class PipelinePlan(Record):
+    """One optimizer step through one pipeline."""
 
     lengths: tuple[int, ...]
+    """Tokens of each sequence; a sequence's id is its index."""
     ranks: int
+    """Number of ranks in the pipeline (of one replica)."""
     stages: int
+    """Number of stages, a multiple of `ranks`; stage s is on rank s % ranks."""
     chunks: tuple[Chunk, ...]
+    """All chunks, by unit, then by index."""
     actions: tuple[tuple[Action, ...], ...]
+    """[ranks] The actions of each rank, in order."""
     checkpointed: tuple[tuple[int, ...], ...] = ()
+    """[stages, chunks] Layers of the stage that drop their activations of the chunk and compute
+    them again; () for none anywhere."""
     schedule: str
+    """Name of the schedule that made the plan."""
     objective_s: float
+    """Modelled seconds of the step; for `auto` at most a wait or two above what
+    `schedule/pipeline/walk.py` finds."""
     planning_s: float
+    """Seconds that planning took; not in the digest."""
 
     def places(self) -> dict[tuple[int, int], int]:
-        """Where in `chunks` each (unit, index) stands."""
-        return {(chunk.unit, chunk.index): place for place, chunk in enumerate(self.chunks)}
+        """Return the index in `chunks` of each (unit, index)."""
+        return {(chunk.unit, chunk.index): index for index, chunk in enumerate(self.chunks)}
 
-    def layers_checkpointed(self, stage: int, place: int) -> int:
-        """How many layers of `stage` recompute the chunk at `place` in their backward."""
-        return self.checkpointed[stage][place] if self.checkpointed else 0
+    def layers_checkpointed(self, stage: int, chunk: int) -> int:
+        """Return how many layers of `stage` compute a chunk again in their backward.
 
-    def digest(self) -> str:
-        """Hex digest of all but `planning_s`: equal on every rank and every run of the same
-        decision."""
-        record = json.dumps(
-            replace(self, planning_s=0.0).to_record(), sort_keys=True, separators=(",", ":")
-        )
-        return hashlib.sha256(record.encode()).hexdigest()[:16]
+        chunk: index in `chunks`.
+        """
+        if not self.checkpointed:
+            return 0
+        return self.checkpointed[stage][chunk]
 
     def to_record(self) -> dict[str, Any]:
-        """The plan as plain JSON values; a rank's actions are one line of text."""
+        """Return the plan as plain JSON values; a rank's actions are one line of text."""
         return {
             "lengths": list(self.lengths),
             "ranks": self.ranks,
             "stages": self.stages,
-            "chunks": [
-                {
-                    "unit": chunk.unit,
-                    "index": chunk.index,
-                    "slices": [[part.sequence, part.start, part.stop] for part in chunk.slices],
-                }
-                for chunk in self.chunks
-            ],
+            "chunks": [_chunk_record(chunk) for chunk in self.chunks],
             "actions": [text(actions) for actions in self.actions],
             "checkpointed": [list(layers) for layers in self.checkpointed],
             "schedule": self.schedule,
@@ -140,8 +156,7 @@ class PipelinePlan:
 
     @classmethod
     def from_record(cls, record: dict[str, Any]) -> "PipelinePlan":
-        """The inverse of `to_record`. Raises ValueError for anything that is no plan of a
-        pipeline."""
+        """Return the plan `to_record` was called on. Raises ValueError for any other record."""
         try:
             return cls(
                 lengths=tuple(record["lengths"]),
@@ -159,27 +174,210 @@ class PipelinePlan:
                 f"not a plan of a pipeline: {error!r} (it has the keys of PipelinePlan.to_record)"
             ) from error
 
-    def to_json(self) -> str:
-        return json.dumps(self.to_record())
+    def check_form(self) -> None:
+        """Raise ValueError, naming chunk or action, unless chunks and lists of actions are legal.
 
-    @classmethod
-    def from_json(cls, line: str) -> "PipelinePlan":
-        return cls.from_record(json.loads(line))
+        A plan of legal form can still hang: see `schedule/pipeline/check.py`.
+        """
+        if self.ranks < 1 or self.stages < self.ranks or self.stages % self.ranks:
+            raise ValueError(
+                f"{self.stages} stages cannot be spread evenly over {self.ranks} ranks"
+            )
+        _check_chunks(self)
+        _check_checkpointed(self)
+        if len(self.actions) != self.ranks:
+            raise ValueError(f"{len(self.actions)} lists of actions for {self.ranks} ranks")
+        for rank, actions in enumerate(self.actions):
+            _check_rank(self, rank, actions)
+
+
+# ---- text and records
 
 
 def text(actions: Iterable[Action]) -> str:
-    """Actions as one line: `0F0.0 0F0.1 0B0.1 0B0.0`."""
+    """Return actions as one line: `0F0.0 0F0.1 0B0.1 0B0.0`."""
     return " ".join(map(str, actions))
 
 
 def parse(line: str) -> tuple[Action, ...]:
-    """The inverse of `text`."""
+    """Return the actions whose `text` is `line`."""
     return tuple(Action.parse(word) for word in line.split())
 
 
+def _chunk_record(chunk: Chunk) -> dict[str, Any]:
+    slices = [[part.sequence, part.start, part.stop] for part in chunk.slices]
+    return {"unit": chunk.unit, "index": chunk.index, "slices": slices}
+
+
 def _chunk(record: dict[str, Any]) -> Chunk:
-    slices = tuple(
-        Slice(sequence=sequence, start=start, stop=stop)
-        for sequence, start, stop in record["slices"]
-    )
-    return Chunk(unit=record["unit"], index=record["index"], slices=slices)
+    slices = []
+    for sequence, start, stop in record["slices"]:
+        slices.append(Slice(sequence=sequence, start=start, stop=stop))
+    return Chunk(unit=record["unit"], index=record["index"], slices=tuple(slices))
+
+
+# ---- the form: chunks
+
+
+def _check_chunks(plan: PipelinePlan) -> None:
+    """Raise ValueError unless the chunks hold every token once, in the order of their names."""
+    names = [(chunk.unit, chunk.index) for chunk in plan.chunks]
+    sizes = _unit_sizes(plan.chunks)
+    wanted = []
+    for unit in range(len(sizes)):
+        wanted += [(unit, index) for index in range(sizes.get(unit, 0))]
+    if names != wanted:
+        raise ValueError("chunks must be numbered unit by unit: 0.0, 0.1, ..., 1.0, ...")
+    reached = [0] * len(plan.lengths)  # tokens of each sequence in the chunks so far
+    before: Chunk | None = None
+    for chunk in plan.chunks:
+        _check_slices(chunk, plan, reached)
+        _check_cut(chunk, before, plan)
+        before = chunk
+    for sequence, (length, stop) in enumerate(zip(plan.lengths, reached, strict=True)):
+        if stop != length:
+            raise ValueError(
+                f"sequence {sequence} has {length} tokens, the chunks hold {stop} of them"
+            )
+
+
+def _check_slices(chunk: Chunk, plan: PipelinePlan, reached: list[int]) -> None:
+    """Raise ValueError unless every slice goes on where the chunks before ended.
+
+    reached: [sequences] tokens that the chunks before hold; those of `chunk` are added.
+    """
+    name = f"chunk {chunk.unit}.{chunk.index}"
+    if not chunk.slices:
+        raise ValueError(f"{name} holds no token")
+    for index, part in enumerate(chunk.slices):
+        if not (0 <= part.sequence < len(plan.lengths) and 0 <= part.start < part.stop):
+            raise ValueError(f"{name}: {part} is no slice of a sequence")
+        if part.start != reached[part.sequence]:
+            raise ValueError(f"{name}: {part} must begin at token {reached[part.sequence]}")
+        if index > 0 and part.tokens < plan.lengths[part.sequence]:
+            raise ValueError(
+                f"{name}: only the first slice may be a part of a sequence, not {part}"
+            )
+        reached[part.sequence] = part.stop
+
+
+def _check_cut(chunk: Chunk, before: Chunk | None, plan: PipelinePlan) -> None:
+    """Raise ValueError unless a unit of several chunks is one cut sequence.
+
+    The sequence goes from its first token in chunk 0 to its last token in the last chunk. before:
+    the chunk that stands before `chunk` in the plan.
+    """
+    name = f"chunk {chunk.unit}.{chunk.index}"
+    cut = chunk.cut(plan.lengths)
+    begins = cut is None or cut.start == 0
+    if begins != (chunk.index == 0):
+        raise ValueError(
+            f"{name}: a cut sequence begins in chunk 0 of its unit and goes on in the others"
+        )
+    if cut is None or chunk.index == 0 or before is None:
+        return
+    if before.slices[0].sequence != cut.sequence:
+        raise ValueError(f"{name}: sequence {cut.sequence} does not go on from the chunk before")
+
+
+def _check_checkpointed(plan: PipelinePlan) -> None:
+    """Raise ValueError unless checkpointed layers are given for all stages and chunks, or none."""
+    sizes = [len(layers) for layers in plan.checkpointed]
+    if plan.checkpointed and sizes != [len(plan.chunks)] * plan.stages:
+        raise ValueError(
+            f"checkpointed layers must be given for {plan.stages} stages x "
+            f"{len(plan.chunks)} chunks"
+        )
+    if any(layers < 0 for stage in plan.checkpointed for layers in stage):
+        raise ValueError("checkpointed layers must not be negative")
+
+
+def _unit_sizes(chunks: Iterable[Chunk]) -> dict[int, int]:
+    """Return how many chunks each unit has, by unit."""
+    return dict(sorted((chunk.unit, chunk.index + 1) for chunk in chunks))
+
+
+# ---- the form: actions
+
+
+@dataclass(slots=True)
+class _Progress:
+    """How far one stage has come in its list of actions."""
+
+    forwards: dict[int, int] = field(default_factory=lambda: defaultdict(int))
+    """Chunks whose F is done, by unit."""
+    backwards: dict[int, int] = field(default_factory=lambda: defaultdict(int))
+    """Chunks whose B or I is done, by unit."""
+    owed: dict[int, list[int]] = field(default_factory=lambda: defaultdict(list))
+    """Chunks whose W is due, by unit, in the order of their I's."""
+
+
+def _check_rank(plan: PipelinePlan, rank: int, actions: Iterable[Action]) -> None:
+    """Raise ValueError, naming the action, unless `rank` runs every chunk on all of its stages."""
+    sizes = _unit_sizes(plan.chunks)
+    stages = {stage: _Progress() for stage in range(rank, plan.stages, plan.ranks)}
+    for action in actions:
+        if action.stage not in stages:
+            raise ValueError(f"{action}: stage {action.stage} is not on rank {rank}")
+        if action.kind not in KINDS or not 0 <= action.chunk < sizes.get(action.unit, 0):
+            raise ValueError(f"{action}: there is no such kind, or no such chunk")
+        problem = _advance(stages[action.stage], action, sizes[action.unit])
+        if problem:
+            raise ValueError(f"{action}: {problem}")
+    for stage, progress in stages.items():
+        _check_complete(stage, progress, sizes)
+
+
+def _advance(progress: _Progress, action: Action, size: int) -> str:
+    """Count one action as done, and return what is wrong with it, or "".
+
+    size: chunks of the action's unit.
+    """
+    if action.kind == "F":
+        return _advance_forward(progress, action)
+    if action.kind == "W":
+        return _advance_weights(progress, action)
+    return _advance_backward(progress, action, size)
+
+
+def _advance_forward(progress: _Progress, action: Action) -> str:
+    due = progress.forwards[action.unit]
+    if action.chunk != due:
+        return f"forwards of a unit ascend, {due} comes next"
+    progress.forwards[action.unit] += 1
+    return ""
+
+
+def _advance_weights(progress: _Progress, action: Action) -> str:
+    owed = progress.owed[action.unit]
+    if owed[:1] != [action.chunk]:
+        return f"weight gradients follow their I's, in their order: {owed} are due"
+    owed.pop(0)
+    return ""
+
+
+def _advance_backward(progress: _Progress, action: Action, size: int) -> str:
+    unit = action.unit
+    due = size - 1 - progress.backwards[unit]
+    if progress.forwards[unit] < size or action.chunk != due:
+        return f"backwards of a unit begin after its {size} forwards and descend, {due} comes next"
+    if action.kind == "B" and progress.owed[unit]:
+        return f"the weight gradients of {progress.owed[unit]} come before this one's"
+    progress.backwards[unit] += 1
+    if action.kind == "I":
+        progress.owed[unit].append(action.chunk)
+    return ""
+
+
+def _check_complete(stage: int, progress: _Progress, sizes: dict[int, int]) -> None:
+    """Raise ValueError, naming an action that is missing, unless `stage` is done."""
+    for unit, size in sizes.items():
+        if progress.forwards[unit] < size:
+            raise ValueError(f"stage {stage} has no {stage}F{unit}.{progress.forwards[unit]}")
+        if progress.backwards[unit] < size:
+            due = size - 1 - progress.backwards[unit]
+            raise ValueError(
+                f"stage {stage} has no {stage}B{unit}.{due} and no {stage}I{unit}.{due}"
+            )
+        if progress.owed[unit]:
+            raise ValueError(f"stage {stage} has no {stage}W{unit}.{progress.owed[unit][0]}")

@@ -1,55 +1,108 @@
 """One optimizer step over several pipelines: which replica takes which sequences, and the plan of
-each.
+each replica.
 
 The ranks are `stages` times `replicas`: stage s of replica r is rank s x replicas + r. A replica
-is a pipeline of its own; gradients are summed over replicas once, when all are done, so that they
-need not have as many chunks.
+is a pipeline of its own. Gradients are summed over replicas once, when all are done, so that the
+replicas need not have equally many chunks.
 """
 
 from dataclasses import dataclass, replace
 from typing import Any
 
 from hf_flexseq.plan.pipeline import Chunk, PipelinePlan
+from hf_flexseq.plan.records import Record, notes_of
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class StepPlan:
-    """lengths: of all sequences of the step. members: of each replica, the ids of its sequences,
-    ascending; a plan counts them from 0. plans: of each replica."""
+class StepPlan(Record):
+    """One optimizer step of pipelines."""
 
     lengths: tuple[int, ...]
+    """Tokens of each sequence of the step; a sequence's id is its index."""
     members: tuple[tuple[int, ...], ...]
+    """[replicas] Ids of each replica's sequences, ascending. The replica's own plan counts its
+    sequences from 0, in this order."""
     plans: tuple[PipelinePlan, ...]
+    """[replicas] The plan of each replica."""
+    notes: tuple[str, ...] = ()
+    """Reasons of the decision, one line for people each; not in the digest."""
+
+    @property
+    def objective_s(self) -> float:
+        """Modelled seconds of the step: those of the slowest replica."""
+        return max((plan.objective_s for plan in self.plans), default=0.0)
+
+    @property
+    def planner(self) -> str:
+        """Name of the replicas' schedule."""
+        schedules = dict.fromkeys(plan.schedule for plan in self.plans)
+        return "+".join(schedules)
+
+    @property
+    def planning_s(self) -> float:
+        """Seconds that planning took: replicas are planned one after the other."""
+        return sum(plan.planning_s for plan in self.plans)
 
     def chunks(self, replica: int) -> tuple[Chunk, ...]:
-        """The replica's chunks, with the ids of the whole step."""
-        members = self.members[replica]
-        return tuple(
-            replace(
-                chunk,
-                slices=tuple(
-                    replace(part, sequence=members[part.sequence]) for part in chunk.slices
-                ),
+        """Return the replica's chunks, with the sequence ids of the whole step."""
+        sequence_of = self.members[replica]  # [index in the replica's plan] -> id in the step
+        chunks = []
+        for chunk in self.plans[replica].chunks:
+            slices = tuple(
+                replace(part, sequence=sequence_of[part.sequence]) for part in chunk.slices
             )
-            for chunk in self.plans[replica].chunks
-        )
+            chunks.append(replace(chunk, slices=slices))
+        return tuple(chunks)
 
     def to_record(self) -> dict[str, Any]:
-        """The plan as plain JSON values."""
+        """Return the plan as plain JSON values."""
         return {
             "lengths": list(self.lengths),
             "members": [list(ids) for ids in self.members],
             "plans": [plan.to_record() for plan in self.plans],
+            "notes": list(self.notes),
         }
 
     @classmethod
     def from_record(cls, record: dict[str, Any]) -> "StepPlan":
-        """The inverse of `to_record`. Raises ValueError for anything that is no such plan."""
+        """Return the plan `to_record` was called on. Raises ValueError for any other record."""
         try:
-            members = tuple(tuple(ids) for ids in record["members"])
-            plans = tuple(PipelinePlan.from_record(plan) for plan in record["plans"])
-            return cls(lengths=tuple(record["lengths"]), members=members, plans=plans)
+            return cls(
+                lengths=tuple(record["lengths"]),
+                members=tuple(tuple(ids) for ids in record["members"]),
+                plans=tuple(PipelinePlan.from_record(plan) for plan in record["plans"]),
+                notes=notes_of(record),
+            )
         except (KeyError, TypeError) as error:
             raise ValueError(
                 f"not a step of pipelines: {error!r} (it has the keys of StepPlan.to_record)"
             ) from error
+
+    def decision(self) -> dict[str, Any]:
+        """Return the record without what is no part of the decision, in the step or a replica."""
+        return {
+            "lengths": list(self.lengths),
+            "members": [list(ids) for ids in self.members],
+            "plans": [plan.decision() for plan in self.plans],
+        }
+
+    def check_form(self) -> None:
+        """Raise ValueError unless every sequence is on one replica, whose plan is of legal form
+        and for just these sequences."""
+        placed = sorted(sequence for ids in self.members for sequence in ids)
+        if placed != list(range(len(self.lengths))):
+            raise ValueError(
+                f"replicas must hold each of {len(self.lengths)} sequences once: {self.members}"
+            )
+        if len(self.members) != len(self.plans):
+            raise ValueError(
+                f"{len(self.plans)} plans for {len(self.members)} replicas: give each its own"
+            )
+        for replica, (ids, plan) in enumerate(zip(self.members, self.plans, strict=True)):
+            lengths = tuple(self.lengths[sequence] for sequence in ids)
+            if plan.lengths != lengths:
+                raise ValueError(
+                    f"the plan of replica {replica} is for sequences of other lengths: "
+                    f"{plan.lengths}"
+                )
+            plan.check_form()
