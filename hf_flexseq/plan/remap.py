@@ -10,12 +10,13 @@ from the even layout to the groups, and the output back.
     transport   first between ranks of one node, then between nodes
 
 With link costs that only tell nodes apart this greedy transport is the optimum of the linear
-program: the tokens that move are the sum of the surpluses whatever is done, and those that cross
-nodes are the nodes' own surpluses. Rejected: solving the program, which finds the same numbers
-slower, and an exact minimum of the busiest link, which needs it.
+program that tests/plan/test_remap.py solves: the tokens that move are the sum of the surpluses
+whatever is done, and those that cross nodes are the nodes' own surpluses. Rejected: solving the
+program, which finds the same numbers slower, and an exact minimum of the busiest link, which needs
+it.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from hf_flexseq.topology import Topology
@@ -23,24 +24,34 @@ from hf_flexseq.topology import Topology
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Move:
-    """`tokens` rows of rank `source` that stand on rank `target` outside of attention."""
+    """Rows that one rank holds in attention and another one outside of it."""
 
     source: int
+    """The rank that holds the rows in attention."""
     target: int
+    """The rank that holds the rows outside of attention."""
     tokens: int
+    """Number of rows."""
 
 
 def even_layout(tokens: Sequence[int], topology: Topology) -> tuple[int, ...]:
-    """Tokens of each rank when they are spread to within one. The larger shares go where the
-    fewest tokens then cross nodes, and among those where the fewest move at all."""
+    """Return the tokens of each rank, [world_size], when they are spread to within one token.
+
+    The larger shares go where the fewest tokens then cross nodes, and among those where the fewest
+    tokens move at all. tokens: [world_size] tokens of each rank in attention.
+    """
     share, left = divmod(sum(tokens), topology.world_size)
     even = [share] * topology.world_size
-    spare = [held - share * topology.ranks_per_node for held in _per_node(tokens, topology)]
-    ranks = set(range(topology.world_size))
+    # Tokens of each node above the shares of its ranks: a larger share there keeps one from
+    # crossing.
+    spare = [0] * topology.nodes
+    for rank, count in enumerate(tokens):
+        spare[_node(rank, topology)] += count - share
 
     def worth(rank: int) -> tuple[bool, bool, int]:
         return spare[_node(rank, topology)] > 0, tokens[rank] > share, -rank
 
+    ranks = set(range(topology.world_size))
     for _ in range(left):
         rank = max(ranks, key=worth)
         ranks.remove(rank)
@@ -50,63 +61,52 @@ def even_layout(tokens: Sequence[int], topology: Topology) -> tuple[int, ...]:
 
 
 def transport(tokens: Sequence[int], topology: Topology) -> tuple[Move, ...]:
-    """The moves that turn `tokens` per rank into the even layout, by source, then by target."""
-    even = even_layout(tokens, topology)
-    surplus = [max(0, held - wanted) for held, wanted in zip(tokens, even, strict=True)]
-    deficit = [max(0, wanted - held) for held, wanted in zip(tokens, even, strict=True)]
-    moves = [
-        move
-        for node in range(topology.nodes)
-        for move in _matched(
-            _ranks_of(node, topology), _ranks_of(node, topology), surplus, deficit
-        )
-    ]
-    everywhere = range(topology.world_size)
-    moves += _matched(everywhere, everywhere, surplus, deficit)
+    """Return the moves that turn `tokens` per rank into the even layout, by source, then by
+    target."""
+    surplus = []
+    deficit = []
+    for current, wanted in zip(tokens, even_layout(tokens, topology), strict=True):
+        surplus.append(max(0, current - wanted))
+        deficit.append(max(0, wanted - current))
+    moves: list[Move] = []
+    # 1. between ranks of one node
+    for node in range(topology.nodes):
+        moves += _matched(_ranks_of(node, topology), surplus, deficit)
+    # 2. what is left, between nodes
+    moves += _matched(range(topology.world_size), surplus, deficit)
     return tuple(sorted(moves, key=lambda move: (move.source, move.target)))
 
 
-def _matched(
-    sources: range, targets: range, surplus: list[int], deficit: list[int]
-) -> Iterator[Move]:
-    """Moves from `sources` to `targets` until one side has nothing left; what they take is taken
-    off both lists."""
-    open_targets = [rank for rank in targets if deficit[rank]]
-    for source in sources:
-        while surplus[source] and open_targets:
-            target = open_targets[0]
+def _matched(ranks: range, surplus: list[int], deficit: list[int]) -> list[Move]:
+    """Return moves among `ranks` until none of them has a surplus, or none a deficit, left.
+
+    surplus, deficit: [world_size] tokens; what the moves take is taken off both.
+    """
+    moves = []
+    targets = [rank for rank in ranks if deficit[rank]]
+    for source in ranks:
+        while surplus[source] and targets:
+            target = targets[0]
             tokens = min(surplus[source], deficit[target])
             surplus[source] -= tokens
             deficit[target] -= tokens
             if not deficit[target]:
-                open_targets.pop(0)
-            yield Move(source=source, target=target, tokens=tokens)
+                targets.pop(0)
+            moves.append(Move(source=source, target=target, tokens=tokens))
+    return moves
 
 
 def moved_tokens(moves: Sequence[Move], topology: Topology) -> tuple[int, int]:
-    """(inside a node, between nodes): the most tokens a rank gives away or gets over each kind of
-    link."""
-    most = [0, 0]
-    for rank in range(topology.world_size):
-        for across in (False, True):
-            mine = [m for m in moves if topology.spans_nodes(*_span(m)) == across]
-            out, back = (
-                sum(m.tokens for m in mine if m.source == rank),
-                sum(m.tokens for m in mine if m.target == rank),
-            )
-            most[across] = max(most[across], out, back)
-    return most[0], most[1]
-
-
-def _span(move: Move) -> tuple[int, int]:
-    """The rank range [start, stop) that a move spans."""
-    return min(move.source, move.target), max(move.source, move.target) + 1
-
-
-def _per_node(tokens: Sequence[int], topology: Topology) -> list[int]:
-    return [
-        sum(tokens[rank] for rank in _ranks_of(node, topology)) for node in range(topology.nodes)
-    ]
+    """Return the most tokens a rank gives away or gets: (inside its node, between nodes)."""
+    sent = {False: [0] * topology.world_size, True: [0] * topology.world_size}
+    received = {False: [0] * topology.world_size, True: [0] * topology.world_size}
+    for move in moves:
+        crosses = _node(move.source, topology) != _node(move.target, topology)
+        sent[crosses][move.source] += move.tokens
+        received[crosses][move.target] += move.tokens
+    inside = max(*sent[False], *received[False])
+    between = max(*sent[True], *received[True])
+    return inside, between
 
 
 def _node(rank: int, topology: Topology) -> int:
@@ -114,4 +114,5 @@ def _node(rank: int, topology: Topology) -> int:
 
 
 def _ranks_of(node: int, topology: Topology) -> range:
-    return range(node * topology.ranks_per_node, (node + 1) * topology.ranks_per_node)
+    start = node * topology.ranks_per_node
+    return range(start, start + topology.ranks_per_node)

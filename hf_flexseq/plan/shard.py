@@ -1,5 +1,10 @@
-"""What each rank holds of a micro-batch: integers only, so that layouts are tested without
+"""The tokens each rank holds of a micro-batch: integers only, so that layouts are tested without
 processes.
+
+    make_shard(micro_batch, lengths, rank)    the tokens of one rank
+    remapped(shard, ...)                      the same, with the tokens that stand on other ranks
+                                              outside of attention
+    cuts(strategy, lengths, degree)           where each sequence of a group is cut into chunks
 
 A rank's row is the concatenation of its *zones*, one per group it works in, in the micro-batch's
 order (widest first). Inside a zone the layout depends on the strategy:
@@ -13,23 +18,41 @@ order (widest first). Inside a zone the layout depends on the strategy:
 * balanced: every sequence is cut into `degree` chunks, one per rank; the schedule evens out the
   work (LightSeq, arXiv 2310.03294).
 
+A sequence of 8 tokens on two ranks, and after it one of 6, which lies the other way round:
+
+    ulysses    rank 0 | 0.0 0.1 0.2 0.3 0.4 0.5 0.6         rank 1 | 0.7 1.0 1.1 1.2 1.3 1.4 1.5
+    zigzag     rank 0 | 0.0 0.1 0.6 0.7 1.2 1.3 1.4         rank 1 | 0.2 0.3 0.4 0.5 1.0 1.1 1.5
+    balanced   rank 0 | 0.0 0.1 0.2 0.3 1.3 1.4 1.5         rank 1 | 0.4 0.5 0.6 0.7 1.0 1.1 1.2
+
 Where sequences are cut into chunks, the ranks of the first chunks send and receive other amounts
 than those of the last ones. So about half of a group's tokens lie the other way round, the last
 rank holding the first chunk (`mirrored`), and the ranks that one sequence burdens another one
 spares.
 
 No layout pads: parts differ by at most one token, and no rank holds more than ceil(tokens /
-degree) for a group.
+degree) for a group. tests/plan/test_shard.py counts every token of random plans one by one.
 """
 
 import functools
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
+from typing import NamedTuple
 
-from hf_flexseq.plan import Group, MicroBatch
 from hf_flexseq.plan.remap import Move, transport
+from hf_flexseq.plan.sequences import Group, MicroBatch
 from hf_flexseq.topology import Topology
+
+# Chunks of a sequence that one rank holds, by strategy; other strategies cut no chunks.
+CHUNKS_PER_RANK = {"zigzag": 2, "allgather": 2, "hybrid": 2, "balanced": 1}
+
+# Sequences lie the other way round only if both sides then have at least this share of a group's
+# tokens, as 1 / MIRRORED_SHARE: less would even out little, and every step of a ring exchanges
+# with twice as many ranks.
+MIRRORED_SHARE = 4
+
+
+# ---- a rank's tokens
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -37,90 +60,107 @@ class Slice:
     """Tokens [start, stop) of one sequence."""
 
     sequence: int
+    """Id of the sequence."""
     start: int
+    """First token, counted in the sequence."""
     stop: int
+    """First token behind the slice."""
 
     @property
     def tokens(self) -> int:
+        """Number of tokens in the slice."""
         return self.stop - self.start
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Zone:
-    """A rank's part in one group: its slices in the order of the row, and rows [start, stop) that
-    they fill.
-
-    index: the rank's place in the group, 0..degree-1. lengths: tokens of each sequence of the
-    group.
-    """
+    """The part of a rank's row that belongs to one group."""
 
     group: Group
+    """The group that shares the attention of these tokens."""
     index: int
+    """The rank's index in the group, 0..degree-1."""
     lengths: tuple[int, ...]
+    """Tokens of each sequence of the group, in the order of `group.sequences`."""
     slices: tuple[Slice, ...]
+    """The rank's slices, in the order of its row."""
     start: int
+    """First row of the zone."""
     stop: int
+    """First row behind the zone."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Shard:
-    """What `rank` holds of one micro-batch; no zone at all when it has nothing to do.
-
-    moves: of a remapped micro-batch, of all ranks.
-    """
+    """The tokens of one rank in one micro-batch."""
 
     rank: int
+    """The rank that holds the tokens."""
     zones: tuple[Zone, ...]
+    """The rank's zones, one after the other in its row; () for a rank with nothing to do."""
     moves: tuple[Move, ...] = ()
+    """The moves of all ranks where the micro-batch is remapped; () otherwise."""
 
     @property
     def given(self) -> tuple[tuple[int, int], ...]:
-        """(peer, tokens): the last rows of the zones stand on those peers outside of attention, in
-        this order."""
+        """(peer, tokens) of every peer on which rows of this rank stand outside of attention.
+
+        They are the last rows of the zones, in this order.
+        """
         return tuple((move.target, move.tokens) for move in self.moves if move.source == self.rank)
 
     @property
     def got(self) -> tuple[tuple[int, int], ...]:
-        """(peer, tokens): rows of those peers that stand behind the zones' own outside of
-        attention."""
+        """(peer, tokens) of every peer whose rows stand on this rank outside of attention.
+
+        They stand behind the zones' own rows, in this order.
+        """
         return tuple((move.source, move.tokens) for move in self.moves if move.target == self.rank)
 
     @property
     def attention_tokens(self) -> int:
         """Tokens this rank holds in attention."""
-        return self.zones[-1].stop if self.zones else 0
+        if not self.zones:
+            return 0
+        return self.zones[-1].stop
 
     @property
     def linear_tokens(self) -> int:
-        """Tokens this rank holds in norms, MLP and head; differs from attention where the
-        micro-batch is remapped."""
-        return self.attention_tokens + sum(n for _, n in self.got) - sum(n for _, n in self.given)
+        """Tokens this rank holds in norms, MLP and head.
+
+        The number differs from `attention_tokens` where the micro-batch is remapped.
+        """
+        got = sum(tokens for _, tokens in self.got)
+        given = sum(tokens for _, tokens in self.given)
+        return self.attention_tokens + got - given
 
     @property
     def slices(self) -> Iterator[Slice]:
-        """All slices in row order."""
-        return (piece for zone in self.zones for piece in zone.slices)
+        """All slices in the order of the row."""
+        for zone in self.zones:
+            yield from zone.slices
 
 
 def make_shard(micro_batch: MicroBatch, lengths: Sequence[int], rank: int) -> Shard:
-    """The shard of `rank`. `lengths` are those of the whole plan, indexed by sequence id."""
+    """Return the shard of `rank`.
+
+    lengths: tokens of every sequence of the plan, by sequence id.
+    """
     zones: list[Zone] = []
     row = 0
     for group in micro_batch.groups_of(rank):
         index = rank - group.start
         slices = group_slices(group, lengths, index)
-        tokens = sum(piece.tokens for piece in slices)
-        group_lengths = tuple(lengths[i] for i in group.sequences)
-        zones.append(
-            Zone(
-                group=group,
-                index=index,
-                lengths=group_lengths,
-                slices=slices,
-                start=row,
-                stop=row + tokens,
-            )
+        tokens = sum(part.tokens for part in slices)
+        zone = Zone(
+            group=group,
+            index=index,
+            lengths=_lengths_of(group, lengths),
+            slices=slices,
+            start=row,
+            stop=row + tokens,
         )
+        zones.append(zone)
         row += tokens
     return Shard(rank=rank, zones=tuple(zones))
 
@@ -128,120 +168,166 @@ def make_shard(micro_batch: MicroBatch, lengths: Sequence[int], rank: int) -> Sh
 def remapped(
     shard: Shard, micro_batch: MicroBatch, lengths: Sequence[int], topology: Topology
 ) -> Shard:
-    """`shard` with what goes to other ranks and comes from them outside of attention."""
+    """Return `shard` with the moves that spread the micro-batch's tokens evenly outside of
+    attention."""
     return replace(shard, moves=remap_moves(micro_batch, lengths, topology))
 
 
 def remap_moves(
     micro_batch: MicroBatch, lengths: Sequence[int], topology: Topology
 ) -> tuple[Move, ...]:
-    """Those of a remapped micro-batch, by source, then by target."""
-    tokens = [
-        make_shard(micro_batch, lengths, rank).attention_tokens
-        for rank in range(topology.world_size)
-    ]
+    """Return the moves of a remapped micro-batch, by source, then by target."""
+    tokens = []
+    for rank in range(topology.world_size):
+        tokens.append(make_shard(micro_batch, lengths, rank).attention_tokens)
     return transport(tokens, topology)
 
 
 def group_slices(group: Group, lengths: Sequence[int], index: int) -> tuple[Slice, ...]:
-    """What the rank of `index` in `group` holds of its sequences, in the order of its row."""
-    group_lengths = tuple(lengths[i] for i in group.sequences)
-    return tuple(
-        Slice(sequence=group.sequences[place], start=start, stop=stop)
-        for place, start, stop in _pieces(group.strategy, group_lengths, index, group.degree)
-        if stop > start
-    )
+    """Return the slices that the rank of `index` in `group` holds, in the order of its row.
 
-
-def _pieces(
-    strategy: str, lengths: tuple[int, ...], index: int, degree: int
-) -> Iterator[tuple[int, int, int]]:
-    """(place of the sequence in the group, start, stop) of every piece the rank of `index` holds,
-    in row order."""
-    if strategy in CHUNKS_PER_RANK:
-        for place, cut in enumerate(cuts(strategy, lengths, degree)):
-            for chunk in held_chunks(strategy, index, degree, mirrored=cut.mirrored):
-                yield place, cut.bounds[chunk], cut.bounds[chunk + 1]
+    lengths: tokens of every sequence of the plan, by sequence id.
+    """
+    group_lengths = _lengths_of(group, lengths)
+    if group.strategy in CHUNKS_PER_RANK:
+        parts = _chunk_parts(group.strategy, group_lengths, index, group.degree)
     else:
-        part_start, part_stop = contiguous_part(sum(lengths), index, degree)
-        offset = 0
-        for place, length in enumerate(lengths):
-            start, stop = max(part_start - offset, 0), min(part_stop - offset, length)
-            yield place, start, max(start, stop)
-            offset += length
+        parts = _contiguous_parts(group_lengths, index, group.degree)
+    slices = []
+    for member, start, stop in parts:
+        if stop > start:
+            slices.append(Slice(sequence=group.sequences[member], start=start, stop=stop))
+    return tuple(slices)
+
+
+def _lengths_of(group: Group, lengths: Sequence[int]) -> tuple[int, ...]:
+    """Return the tokens of each sequence of the group."""
+    return tuple(lengths[sequence] for sequence in group.sequences)
+
+
+class _Part(NamedTuple):
+    """Tokens [start, stop) of a group's sequence; there may be none. A tuple, since planning and
+    dealing make one for every sequence and rank."""
+
+    member: int
+    """Index of the sequence in the group."""
+    start: int
+    stop: int
+
+
+def _chunk_parts(
+    strategy: str, lengths: tuple[int, ...], index: int, degree: int
+) -> Iterator[_Part]:
+    """Yield the parts of the rank of `index` where every sequence is cut into chunks."""
+    for member, cut in enumerate(cuts(strategy, lengths, degree)):
+        for chunk in held_chunks(strategy, index, degree, mirrored=cut.mirrored):
+            yield _Part(member, cut.bounds[chunk], cut.bounds[chunk + 1])
+
+
+def _contiguous_parts(lengths: tuple[int, ...], index: int, degree: int) -> Iterator[_Part]:
+    """Yield the parts of the rank of `index` where the concatenation of all sequences is cut."""
+    part_start, part_stop = contiguous_part(sum(lengths), index, degree)
+    offset = 0  # of the sequence in the concatenation
+    for member, length in enumerate(lengths):
+        start = max(part_start - offset, 0)
+        stop = min(part_stop - offset, length)
+        yield _Part(member, start, stop)
+        offset += length
 
 
 def contiguous_part(tokens: int, index: int, degree: int) -> tuple[int, int]:
-    """[start, stop) of part `index` when `tokens` are cut into `degree` parts that differ by at
-    most one."""
+    """Return [start, stop) of part `index` when `tokens` are cut into `degree` parts.
+
+    The parts differ by at most one token.
+    """
     return index * tokens // degree, (index + 1) * tokens // degree
 
 
 # ---- chunks
 
-CHUNKS_PER_RANK = {"zigzag": 2, "allgather": 2, "hybrid": 2, "balanced": 1}
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Cut:
-    """How one sequence lies on a group.
-
-    bounds: the chunks + 1 positions between which its chunks lie. mirrored: the last rank holds
-    the first chunk.
-    """
+    """The chunks of one sequence on a group."""
 
     bounds: tuple[int, ...]
+    """[chunks + 1] Chunk c has tokens [bounds[c], bounds[c + 1])."""
     mirrored: bool
+    """Whether the last rank holds the first chunk."""
 
     def tokens(self, chunks: Iterable[int]) -> int:
-        return sum(self.bounds[c + 1] - self.bounds[c] for c in chunks)
+        """Return the tokens of some chunks together."""
+        return sum(self.bounds[chunk + 1] - self.bounds[chunk] for chunk in chunks)
 
 
 def held_chunks(
     strategy: str, index: int, degree: int, *, mirrored: bool = False
 ) -> tuple[int, ...]:
-    """The chunks of a sequence that the rank of `index` holds, in the order of its row."""
-    place = degree - 1 - index if mirrored else index
-    return (place,) if CHUNKS_PER_RANK[strategy] == 1 else (place, 2 * degree - 1 - place)
+    """Return the chunks of a sequence that the rank of `index` holds, in the order of its row."""
+    front = degree - 1 - index if mirrored else index
+    if CHUNKS_PER_RANK[strategy] == 1:
+        return (front,)
+    back = 2 * degree - 1 - front
+    return (front, back)
 
 
 @functools.lru_cache(maxsize=1024)
 def cuts(strategy: str, lengths: tuple[int, ...], degree: int) -> tuple[Cut, ...]:
-    """How each sequence is cut over a group.
+    """Return the cut of each sequence of a group.
 
     Tokens are dealt to ranks as cards are, one sequence after the other without a new start, so
     that the rounding of many short sequences does not pile up on one rank: over the whole group
     every rank holds its fair share to within one token. With two chunks per rank a rank's share is
     then halved into its front and its back chunk.
+
+    lengths: tokens of each sequence of the group.
     """
-    made, dealt = [], 0
-    for length, flipped in zip(lengths, mirrored(lengths), strict=True):
-        shares = [
-            _dealt_to(dealt + length, i, degree) - _dealt_to(dealt, i, degree)
-            for i in range(degree)
-        ]
-        sizes = shares[::-1] if flipped else shares  # by chunk, not by rank
+    group_cuts = []
+    dealt = 0  # tokens of the sequences before
+    for length, is_mirrored in zip(lengths, mirrored(lengths), strict=True):
+        sizes = _dealt_shares(dealt, length, degree)  # by rank
+        if is_mirrored:
+            sizes.reverse()  # by chunk
         if CHUNKS_PER_RANK[strategy] == 2:
-            sizes = [size - size // 2 for size in sizes] + [size // 2 for size in reversed(sizes)]
-        made.append(Cut(bounds=(0, *accumulate(sizes)), mirrored=flipped))
+            front = [size - size // 2 for size in sizes]
+            back = [size // 2 for size in reversed(sizes)]
+            sizes = front + back
+        bounds = (0, *accumulate(sizes))
+        group_cuts.append(Cut(bounds=bounds, mirrored=is_mirrored))
         dealt += length
-    return tuple(made)
+    return tuple(group_cuts)
 
 
 def mirrored(lengths: Sequence[int]) -> tuple[bool, ...]:
-    """Which sequences of a group lie the other way round: longest first, each joins the side with
-    fewer tokens.
+    """Return for each sequence of a group whether it lies the other way round.
 
-    None does where the lighter side would have less than a quarter of the tokens: it would even
-    out little, and every step exchanges with twice as many ranks.
+    Longest first, each sequence joins the side with fewer tokens. No sequence lies the other way
+    round where the lighter side would have less than 1 / `MIRRORED_SHARE` of the tokens.
     """
-    flipped, sides = [False] * len(lengths), [0, 0]
-    for place in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
-        flipped[place] = sides[1] < sides[0]
-        sides[flipped[place]] += lengths[place]
-    return tuple(flipped) if 4 * min(sides) >= sum(sides) else (False,) * len(lengths)
+    flags = [False] * len(lengths)
+    tokens = [0, 0]  # of the sequences that lie in order, and of those that lie the other way
+    for member in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
+        flags[member] = tokens[True] < tokens[False]
+        tokens[flags[member]] += lengths[member]
+    if MIRRORED_SHARE * min(tokens) < sum(tokens):
+        return (False,) * len(lengths)
+    return tuple(flags)
+
+
+def _dealt_shares(dealt: int, length: int, degree: int) -> list[int]:
+    """Return how many tokens of a sequence each rank is dealt, [degree].
+
+    dealt: tokens that were dealt before this sequence. length: tokens of the sequence.
+    """
+    shares = []
+    for index in range(degree):
+        before = _dealt_to(dealt, index, degree)
+        after = _dealt_to(dealt + length, index, degree)
+        shares.append(after - before)
+    return shares
 
 
 def _dealt_to(tokens: int, index: int, degree: int) -> int:
-    """How many of `tokens`, dealt round robin to `degree` ranks, the rank of `index` has got."""
+    """Return how many of `tokens`, dealt round robin to `degree` ranks, the rank of `index` has
+    got."""
     return (tokens + degree - 1 - index) // degree
