@@ -1,7 +1,27 @@
 """What work costs: seconds and bytes of sequences on groups of ranks, and of chunks on pipeline
-stages."""
+stages.
 
+    model.py      CostModel: the constants, and one sequence on one group
+    evaluate.py   groups, micro-batches and steps by a cost model
+    stages.py     chunks on the stages of a pipeline
+    analytic.py   cost models from a model's and a device's figures
+    presets.py    cost models by name
+"""
+
+from hf_flexseq.cost.evaluate import (
+    RemappedNs,
+    free_ns,
+    group_ns,
+    groups_ns,
+    linear_ns,
+    lockstep_ns,
+    rank_ns,
+    remapped_ns,
+    slowest_ns,
+    step_ns,
+)
 from hf_flexseq.cost.model import (
+    ATTENTION_BACKWARD,
     HEAD_PIECES,
     PIECE_ROWS,
     RING_STRATEGIES,
@@ -9,20 +29,12 @@ from hf_flexseq.cost.model import (
     CostModel,
     FloatArray,
     Int64Array,
-    free_ns,
-    group_ns,
-    groups_ns,
-    linear_ns,
-    lockstep_ns,
     nodes_spanned,
-    rank_ns,
-    remapped_ns,
     ring_stretch,
-    slowest_ns,
-    step_ns,
 )
 
 __all__ = [
+    "ATTENTION_BACKWARD",
     "HEAD_PIECES",
     "PIECE_ROWS",
     "RING_STRATEGIES",
@@ -30,6 +42,7 @@ __all__ = [
     "CostModel",
     "FloatArray",
     "Int64Array",
+    "RemappedNs",
     "free_ns",
     "group_ns",
     "groups_ns",

@@ -9,47 +9,78 @@ from dataclasses import dataclass
 from hf_flexseq.cost import PIECE_ROWS, CostModel
 from hf_flexseq.topology import Topology
 
-EXCHANGES = 4  # a layer's in Ulysses: to heads and back, forward and backward
+# Exchanges of a layer in Ulysses: to heads and back, forward and backward.
+EXCHANGES = 4
+
+# Bytes of one parameter, all float32: the weight, its gradient, and Adam's two moments.
+WEIGHT_BYTES = 4
+GRADIENT_BYTES = 4
+MOMENT_BYTES = 8
+PARAMETER_BYTES = WEIGHT_BYTES + GRADIENT_BYTES + MOMENT_BYTES
+
+FLOAT32_BYTES = 4
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ModelShape:
-    """A Llama-like decoder in numbers. params: all parameters, embeddings included. dtype_bytes:
-    of activations."""
+    """A Llama-like decoder in numbers."""
 
     layers: int
+    """Decoder layers."""
     hidden: int
+    """Width of the hidden states."""
     heads: int
+    """Query heads."""
     kv_heads: int
+    """Heads of keys and values."""
     head_dim: int
+    """Width of a head."""
     intermediate: int
+    """Width inside the MLP."""
     vocab: int
+    """Tokens of the vocabulary."""
     params: int
+    """All parameters, embeddings included."""
     dtype_bytes: int = 2
+    """Bytes of one activation."""
+
+    @property
+    def query_width(self) -> int:
+        """Numbers in a token's queries, all heads."""
+        return self.heads * self.head_dim
+
+    @property
+    def kv_width(self) -> int:
+        """Numbers in a token's keys and values, all heads."""
+        return 2 * self.kv_heads * self.head_dim
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DeviceSpec:
-    """What one rank's device achieves (not its peak).
-
-    flops: FLOP/s in training kernels. memory_bytes: what one rank can use. intra_bytes,
-    inter_bytes: bytes/s a rank moves to ranks of its own node and of others. layer_s: seconds a
-    layer's forward and backward cost beside their arithmetic (launches). transfer_s: seconds until
-    a transfer between ranks begins. overlap: share of a transfer that costs no arithmetic
-    meanwhile: a CPU core moves its bytes itself. own_nic: whether a rank has a link of its own to
-    other nodes; otherwise those of a node share one. piece_rows: as in `CostModel`.
-    """
+    """What one rank's device achieves (not its peak)."""
 
     name: str
+    """The device's name."""
     flops: float
+    """FLOP/s in training kernels."""
     memory_bytes: float
+    """Memory one rank can use, in bytes."""
     intra_bytes: float
+    """Bytes/s a rank moves to ranks of its own node."""
     inter_bytes: float
+    """Bytes/s a rank moves to ranks of other nodes."""
     layer_s: float
+    """Seconds a layer's forward and backward cost beside their arithmetic (launches)."""
     transfer_s: float = 3e-5
+    """Seconds until a transfer between ranks begins."""
     overlap: float = 1.0
+    """Share of a transfer that costs no arithmetic meanwhile: a CPU core moves its bytes
+    itself."""
     own_nic: bool = True
+    """Whether a rank has a link of its own to other nodes; otherwise the ranks of a node share
+    one."""
     piece_rows: int = PIECE_ROWS["cuda"]
+    """Query heads x tokens that make a piece worth a kernel call, as in `CostModel`."""
 
 
 # Achieved rates: about 45 % of the dense bf16 peak, 70 % of NVLink one way, one 400 (A100: 200)
@@ -115,45 +146,54 @@ def analytic_cost_model(
     zero_stage: int = 0,
     memory_fraction: float = 0.85,
 ) -> CostModel:
-    """An estimate from plain numbers.
+    """Return a cost model estimated from plain numbers.
 
     checkpointing: layers are recomputed in the backward, attention is not (its outputs are kept).
-    chunked_loss: no logits of all tokens at once, but a float32 gradient of the head from the
-    forward on. zero_stage: 0 nothing sharded, 1 optimizer, 2 also gradients, 3 also parameters
-    (FSDP). memory_fraction: share of the device's memory to plan with.
+    chunked_loss: the logits of all tokens never stand at once; a float32 gradient of the head
+    does, from the forward on. zero_stage: 0 nothing sharded, 1 the optimizer, 2 also gradients, 3
+    also parameters (FSDP). memory_fraction: share of the device's memory to plan with. Raises
+    ValueError for another zero_stage.
     """
     if zero_stage not in (0, 1, 2, 3):
         raise ValueError(f"zero_stage={zero_stage}: must be 0, 1, 2 or 3")
-    query, key_value = shape.heads * shape.head_dim, 2 * shape.kv_heads * shape.head_dim
-    # looking up embeddings costs no arithmetic
-    computed = shape.params - shape.vocab * shape.hidden
-    flops_per_weight = 8 if checkpointing else 6  # 2 forward, 4 backward, 2 for the second forward
+    # 1. arithmetic
+    # 2 FLOPs a weight in the forward, 4 in the backward, 2 in the second forward
+    flops_per_weight = 8 if checkpointing else 6
+    computed = shape.params - shape.vocab * shape.hidden  # looking up embeddings is no arithmetic
+    # causal: 2 s^2 q forward, 5 s^2 q backward
+    attention_flops = shape.layers * 7.0 * shape.query_width
+    # 2. transfers, as bytes of one number of every layer
     moved = shape.layers * shape.dtype_bytes
     # of q, k, v and the output: forward, again for the backward, gradients
     exchanges = 3.0 if checkpointing else 2.0
-    replicated, sharded = _state_bytes(shape.params, zero_stage)
-    # in the model's dtype, in float32, and the gradient
-    logits = shape.vocab * (shape.dtype_bytes + 8)
-    gathered = (
-        3 * shape.params * shape.dtype_bytes if zero_stage == 3 and topology.world_size > 1 else 0
-    )
+    parameters_gathered = 0
+    if zero_stage == 3 and topology.world_size > 1:
+        parameters_gathered = 3 * shape.params * shape.dtype_bytes
+    # 3. memory
+    state_bytes, sharded_bytes = _state_bytes(shape.params, zero_stage)
+    token_bytes = _token_bytes(shape, checkpointing)
+    if chunked_loss:
+        state_bytes += float(FLOAT32_BYTES * shape.vocab * shape.hidden)
+    else:
+        # logits in the model's dtype, in float32, and their gradient
+        token_bytes += shape.vocab * (shape.dtype_bytes + 2 * FLOAT32_BYTES)
     return CostModel(
         name=f"analytic-{device.name}",
-        # causal: 2 s^2 q forward, 5 s^2 q backward
-        attention_s=shape.layers * 7.0 * query / device.flops,
+        attention_s=attention_flops / device.flops,
         linear_s=computed * flops_per_weight / device.flops,
-        micro_batch_s=shape.layers * device.layer_s + gathered / _bandwidth(device, topology),
+        micro_batch_s=shape.layers * device.layer_s
+        + parameters_gathered / _bandwidth(device, topology),
         group_s=shape.layers * EXCHANGES * device.transfer_s,
-        all_to_all_bytes=moved * exchanges * (2 * query + key_value),
+        all_to_all_bytes=moved * exchanges * (2 * shape.query_width + shape.kv_width),
         # keys and values in both directions, and their gradients
-        ring_bytes=moved * 3.0 * key_value,
-        query_bytes=float(moved * query),
+        ring_bytes=moved * 3.0 * shape.kv_width,
+        query_bytes=float(moved * shape.query_width),
         ring_overlap=device.overlap,
         bandwidths=_bandwidths(device, topology),
         heads=shape.heads,
-        token_bytes=_token_bytes(shape, checkpointing) + (0.0 if chunked_loss else logits),
-        state_bytes=replicated + (4.0 * shape.vocab * shape.hidden if chunked_loss else 0.0),
-        sharded_state_bytes=sharded,
+        token_bytes=token_bytes,
+        state_bytes=state_bytes,
+        sharded_state_bytes=sharded_bytes,
         budget_bytes=memory_fraction * device.memory_bytes,
         nics_per_node=topology.ranks_per_node if device.own_nic else 1,
         transfer_s=device.transfer_s,
@@ -163,38 +203,49 @@ def analytic_cost_model(
 
 
 def _state_bytes(params: int, zero_stage: int) -> tuple[float, float]:
-    """Bytes every rank holds whole, and bytes the world holds together: 4 a parameter for the
-    weight, 4 for its gradient and 8 for Adam's moments."""
-    sharded = (0, 8, 12, 16)[zero_stage]
-    return float((16 - sharded) * params), float(sharded * params)
+    """Return the bytes of model state (that every rank holds whole, that the world holds
+    together)."""
+    sharded = 0  # bytes of a parameter
+    if zero_stage >= 1:
+        sharded += MOMENT_BYTES
+    if zero_stage >= 2:
+        sharded += GRADIENT_BYTES
+    if zero_stage >= 3:
+        sharded += WEIGHT_BYTES
+    return float((PARAMETER_BYTES - sharded) * params), float(sharded * params)
 
 
 def _token_bytes(shape: ModelShape, checkpointing: bool) -> float:
-    """Activation bytes per token, without the logits."""
-    query, key_value = shape.heads * shape.head_dim, 2 * shape.kv_heads * shape.head_dim
-    attention_kept = query * shape.dtype_bytes + shape.heads * 4  # output and log-sum-exp
-    whole_layer = (
-        5 * shape.hidden + 2 * query + key_value + 4 * shape.intermediate
-    ) * shape.dtype_bytes
+    """Return the activation bytes per token, without the logits."""
+    log_sum_exp = shape.heads * FLOAT32_BYTES
+    numbers = 5 * shape.hidden + 2 * shape.query_width + shape.kv_width + 4 * shape.intermediate
+    layer = numbers * shape.dtype_bytes
     if not checkpointing:
-        return float(shape.layers * (whole_layer + shape.heads * 4))
-    return float(
-        shape.layers * (shape.hidden * shape.dtype_bytes + attention_kept) + 2 * whole_layer
-    )
+        return float(shape.layers * (layer + log_sum_exp))
+    # Every layer keeps its input and what attention gave; two layers are whole while one is
+    # recomputed.
+    layer_input = shape.hidden * shape.dtype_bytes
+    attention_output = shape.query_width * shape.dtype_bytes + log_sum_exp
+    return float(shape.layers * (layer_input + attention_output) + 2 * layer)
 
 
 def _bandwidth(device: DeviceSpec, topology: Topology) -> float:
+    """Return the bytes/s of a collective over all ranks."""
     return device.intra_bytes if topology.nodes == 1 else device.inter_bytes
 
 
 def _bandwidths(device: DeviceSpec, topology: Topology) -> tuple[tuple[int, float], ...]:
-    """Bandwidth of each power of two: the node's as far as groups inside a node are looked up
-    there. Those that span nodes are wider, or looked up under 16."""
+    """Return (degree, bytes/s) of each power of two.
+
+    Degrees have the node's bandwidth as far as groups inside a node are looked up there. Groups
+    that span nodes are wider, or looked up under 16.
+    """
     widest_inside = 1 << (topology.ranks_per_node - 1).bit_length()
-    degree, pairs = 2, []
-    while degree <= max(16, 2 * topology.world_size):
-        pairs.append(
-            (degree, device.intra_bytes if degree <= widest_inside else device.inter_bytes)
-        )
+    widest = max(16, 2 * topology.world_size)
+    pairs = []
+    degree = 2
+    while degree <= widest:
+        speed = device.intra_bytes if degree <= widest_inside else device.inter_bytes
+        pairs.append((degree, speed))
         degree *= 2
     return tuple(pairs)

@@ -28,67 +28,62 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
-from hf_flexseq.cost import CostModel
+from hf_flexseq.cost.model import ATTENTION_BACKWARD, LINEAR_PASSES, CostModel, FloatArray
 from hf_flexseq.plan.pipeline import Chunk
 
-ATTENTION_BACKWARD = 2.5  # of the attention's forward
-WEIGHT_CHUNK = 0.5  # the constant of a W, of the one of a forward
-
-Int64Array = NDArray[np.int64]
+WEIGHT_CHUNK = 0.5  # a W's constant over that of a forward
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StageCost:
-    """One stage.
-
-    linear_ns, head_ns: forward nanoseconds per token, of the layers and of the LM head with the
-    loss. attention_ns: forward nanoseconds per (query, key). chunk_ns: forward nanoseconds per
-    chunk, whatever is in it. layers: decoder layers. token_bytes: activations of a token, keys and
-    values left out. kv_bytes: keys and values of a token. input_bytes: what a token keeps when all
-    layers are checkpointed. owed_bytes: what it keeps from I to W; None for as much as it had
-    before.
-    """
+    """Constants of one stage; nanoseconds are those of the forward."""
 
     linear_ns: float
+    """Nanoseconds per token of the stage's layers."""
     attention_ns: float
+    """Nanoseconds per (query, key) pair."""
     chunk_ns: float
+    """Nanoseconds per chunk, whatever is in it."""
     head_ns: float = 0.0
+    """Nanoseconds per token of the LM head with the loss."""
     layers: int = 1
+    """Number of decoder layers."""
     token_bytes: float = 1.0
+    """Bytes of a token's activations, keys and values left out."""
     kv_bytes: float = 0.0
+    """Bytes of a token's keys and values."""
     input_bytes: float = 0.0
+    """Bytes that a token keeps when all layers are checkpointed."""
     owed_bytes: float | None = None
+    """Bytes that a token keeps from I to W. None: as many as it kept before I."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PipelineCost:
-    """All stages. send_ns: nanoseconds per token from a stage to its neighbour, beside its
-    computing."""
+    """Constants of all stages of a pipeline."""
 
     stages: tuple[StageCost, ...]
+    """[stages] The constants of each stage."""
     send_ns: float = 0.0
+    """Nanoseconds per token from a stage to its neighbour, beside its computing."""
 
     def __post_init__(self) -> None:
         for number, stage in enumerate(self.stages):
-            if (
-                min(stage.linear_ns, stage.attention_ns, stage.chunk_ns, stage.head_ns) < 0
-                or stage.token_bytes <= 0
-            ):
+            least_ns = min(stage.linear_ns, stage.attention_ns, stage.chunk_ns, stage.head_ns)
+            if least_ns < 0 or stage.token_bytes <= 0:
                 raise ValueError(
                     f"stage {number}: costs must not be negative, and token_bytes "
                     f"positive: {stage}"
                 )
 
     def to_record(self) -> dict[str, Any]:
-        """The costs as plain JSON values."""
+        """Return the costs as plain JSON values."""
         return asdict(self)
 
     @classmethod
     def from_record(cls, record: dict[str, Any]) -> "PipelineCost":
-        """The inverse of `to_record`. Raises ValueError for anything that is no cost of a
-        pipeline."""
+        """Return the costs `to_record` was called on. Raises ValueError for any other record."""
         try:
             return cls(
                 stages=tuple(StageCost(**stage) for stage in record["stages"]),
@@ -101,107 +96,123 @@ class PipelineCost:
 
     @classmethod
     def even(cls, stages: int, stage: StageCost) -> "PipelineCost":
-        """Equal stages."""
+        """Return the cost of `stages` equal stages."""
         return cls(stages=(stage,) * stages)
 
     @classmethod
     def of_model(cls, cost: CostModel, stages: int) -> "PipelineCost":
-        """A whole model's cost, divided evenly: the stages of one rank each that nobody has
-        measured."""
-        return cls.even(
-            stages,
-            StageCost(
-                linear_ns=cost.linear_s * 1e9 / 3 / stages,
-                # of the causal half
-                attention_ns=2 * cost.attention_s * 1e9 / (1 + ATTENTION_BACKWARD) / stages,
-                chunk_ns=cost.micro_batch_s * 1e9 / (2 + WEIGHT_CHUNK) / stages,
-                token_bytes=cost.token_bytes / stages,
-            ),
+        """Return a whole model's cost, divided evenly over `stages`.
+
+        The stages have one rank each. The division stands in for stages that nobody has measured.
+        """
+        stage = StageCost(
+            linear_ns=cost.forward_linear_s * 1e9 / stages,
+            attention_ns=cost.forward_pair_s * 1e9 / stages,
+            # a chunk pays the constant in its F and its I, and half of it in its W
+            chunk_ns=cost.micro_batch_s * 1e9 / (2 + WEIGHT_CHUNK) / stages,
+            token_bytes=cost.token_bytes / stages,
         )
+        return cls.even(stages, stage)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StageShape:
-    """What a chunk's cost depends on. tokens, pairs: of all its slices. cut: tokens of the slice
-    that is a part of a sequence, of which the sequence has `length`; both 0 without one."""
+    """The numbers that a chunk's cost depends on."""
 
     tokens: int
+    """Tokens of all slices."""
     pairs: int
+    """(query, key) pairs of all slices."""
     cut: int
+    """Tokens of the slice that is a part of a sequence; 0 without one."""
     length: int
+    """Tokens of the sequence which that slice is a part of; 0 without one."""
 
 
 def shape_of(chunk: Chunk, lengths: tuple[int, ...]) -> StageShape:
-    """Tokens and pairs of a chunk."""
+    """Return the shape of a chunk. lengths: tokens of every sequence of the plan."""
     part = chunk.cut(lengths)
     return StageShape(
         tokens=chunk.tokens,
-        pairs=sum(causal_pairs(s.start, s.stop) for s in chunk.slices),
-        cut=part.tokens if part else 0,
-        length=lengths[part.sequence] if part else 0,
+        pairs=sum(causal_pairs(one.start, one.stop) for one in chunk.slices),
+        cut=0 if part is None else part.tokens,
+        length=0 if part is None else lengths[part.sequence],
     )
 
 
 def causal_pairs(start: int, stop: int) -> int:
-    """(query, key) pairs of tokens [start, stop) with all before them and themselves."""
+    """Return the (query, key) pairs of tokens [start, stop) with themselves and all before
+    them."""
     return (stop * (stop + 1) - start * (start + 1)) // 2
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ChunkCosts:
-    """Costs of all chunks on all stages: [stage][place of the chunk], whole nanoseconds and bytes.
-
-    held: activations from F to B or I; owed: from I to W. carried: keys and values of the chunk's
-    cut sequence, as many bytes as their gradients; the same for every chunk of a unit. send:
-    [place] nanoseconds to the neighbour.
-    """
+    """Costs of all chunks on all stages, in whole nanoseconds and bytes."""
 
     forward: list[list[int]]
+    """[stages, chunks] Nanoseconds of F."""
     input_grad: list[list[int]]
+    """[stages, chunks] Nanoseconds of I."""
     weight_grad: list[list[int]]
+    """[stages, chunks] Nanoseconds of W."""
     held: list[list[int]]
+    """[stages, chunks] Bytes of activations from F to B or I."""
     owed: list[list[int]]
+    """[stages, chunks] Bytes that weights' gradients are made of, from I to W."""
     carried: list[list[int]]
+    """[stages, chunks] Bytes of keys and values of the chunk's cut sequence, and as many again of
+    their gradients; the same for every chunk of a unit."""
     send: list[int]
+    """[chunks] Nanoseconds to the neighbour."""
 
 
 def chunk_costs(
     cost: PipelineCost, shapes: Sequence[StageShape], checkpointed: Sequence[Sequence[int]] = ()
 ) -> ChunkCosts:
-    """Price all chunks. checkpointed: [stage][place] layers, () for none."""
-    tokens, pairs, cut, length = (
-        np.array([getattr(shape, name) for shape in shapes], dtype=np.float64)
-        for name in ("tokens", "pairs", "cut", "length")
+    """Return the costs of all chunks on all stages.
+
+    shapes: [chunks]. checkpointed: [stages, chunks] layers that compute again, () for none.
+    """
+    # 1. the chunks as arrays, [chunks] each
+    tokens = np.array([shape.tokens for shape in shapes], dtype=np.float64)
+    pairs = np.array([shape.pairs for shape in shapes], dtype=np.float64)
+    cut = np.array([shape.cut for shape in shapes], dtype=np.float64)
+    length = np.array([shape.length for shape in shapes], dtype=np.float64)
+    costs = ChunkCosts(
+        forward=[],
+        input_grad=[],
+        weight_grad=[],
+        held=[],
+        owed=[],
+        carried=[],
+        send=_whole(cost.send_ns * tokens),
     )
-    rows: list[list[list[int]]] = [[] for _ in range(6)]
     for number, stage in enumerate(cost.stages):
-        share = (
-            np.array(checkpointed[number]) / stage.layers
-            if checkpointed
-            else np.zeros(len(shapes))
-        )
-        linear, attention = stage.linear_ns * tokens, stage.attention_ns * pairs
+        share = np.zeros(len(shapes))  # of the layers that compute again
+        if checkpointed:
+            share = np.array(checkpointed[number]) / stage.layers
+        # 2. nanoseconds, [chunks] each
+        linear = stage.linear_ns * tokens
+        attention = stage.attention_ns * pairs
         body = linear + attention + stage.chunk_ns
         again = share * (linear + attention)
+        backward = linear + ATTENTION_BACKWARD * attention + stage.chunk_ns
+        # The head's passes are all in F.
+        costs.forward.append(_whole(body + LINEAR_PASSES * stage.head_ns * tokens))
+        costs.input_grad.append(_whole(backward + again))
+        costs.weight_grad.append(_whole(linear + WEIGHT_CHUNK * stage.chunk_ns))
+        # 3. bytes, [chunks] each; keys and values of a cut sequence are carried, not held
         whole = stage.token_bytes * tokens + stage.kv_bytes * (tokens - cut)
         held = (1 - share) * whole + share * stage.input_bytes * tokens
-        columns = (
-            body + 3 * stage.head_ns * tokens,
-            linear + ATTENTION_BACKWARD * attention + stage.chunk_ns + again,
-            linear + WEIGHT_CHUNK * stage.chunk_ns,
-            held,
-            held if stage.owed_bytes is None else stage.owed_bytes * tokens,
-            stage.kv_bytes * length,
-        )
-        for row, column in zip(rows, columns, strict=True):
-            row.append(np.rint(column).astype(np.int64).tolist())
-    forward, input_grad, weight_grad, activations, owed, carried = rows
-    return ChunkCosts(
-        forward=forward,
-        input_grad=input_grad,
-        weight_grad=weight_grad,
-        held=activations,
-        owed=owed,
-        carried=carried,
-        send=np.rint(cost.send_ns * tokens).astype(np.int64).tolist(),
-    )
+        owed = held if stage.owed_bytes is None else stage.owed_bytes * tokens
+        costs.held.append(_whole(held))
+        costs.owed.append(_whole(owed))
+        costs.carried.append(_whole(stage.kv_bytes * length))
+    return costs
+
+
+def _whole(values: FloatArray) -> list[int]:
+    """Return values, [chunks], rounded to whole nanoseconds or bytes."""
+    rounded: list[int] = np.rint(values).astype(np.int64).tolist()
+    return rounded

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from hf_flexseq.cost import CostModel
-from hf_flexseq.cost.stages import ATTENTION_BACKWARD, WEIGHT_CHUNK, PipelineCost, StageCost
+from hf_flexseq.cost.stages import WEIGHT_CHUNK, PipelineCost, StageCost
 from hf_flexseq.pipeline.stages import Stage
 
 
@@ -63,10 +63,8 @@ def _stage_cost(
     start, stop = stage.spans[index]
     layers, sizes = stop - start, stage.sizes
     of_layers = layers / len(sizes.layers)
-    # a third of it is the forward
-    linear_ns = cost.linear_s * 1e9 / 3 / (sum(sizes.layers) + sizes.head)
-    # per causal pair, of which s^2 has half
-    attention_ns = 2 * cost.attention_s * 1e9 / (1 + ATTENTION_BACKWARD)
+    linear_ns = cost.forward_linear_s * 1e9 / (sum(sizes.layers) + sizes.head)
+    attention_ns = cost.forward_pair_s * 1e9
     kv_bytes, whole_bytes = layers * token.kv, cost.token_bytes * of_layers
     token_bytes = max(whole_bytes - kv_bytes, layers * token.hidden, 1.0)
     return StageCost(

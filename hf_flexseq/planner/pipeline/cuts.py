@@ -15,7 +15,8 @@ import math
 from dataclasses import dataclass
 from itertools import pairwise
 
-from hf_flexseq.cost.stages import ATTENTION_BACKWARD, PipelineCost
+from hf_flexseq.cost import ATTENTION_BACKWARD
+from hf_flexseq.cost.stages import PipelineCost
 
 CUTS = ("even", "computation", "time")
 

@@ -1,0 +1,198 @@
+"""Nanoseconds of groups, micro-batches and whole steps by a cost model.
+
+    group       the sum over its sequences, and its latency
+    rank        the sum over its groups
+    lockstep    a micro-batch takes as long as its slowest rank, and the constant
+    free        ranks meet only inside groups, so each has a clock of its own
+    remapped    the slowest rank's attention, evenly spread linear layers, and the moves between
+
+The cost of one sequence is `CostModel.sequences_ns`. `simulate/run.py` plays a step event by
+event; without overlap it finds the same nanoseconds (tests/simulate/test_run.py).
+"""
+
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from hf_flexseq.cost.model import CostModel, Int64Array
+from hf_flexseq.plan import Group, MicroBatch
+from hf_flexseq.plan.remap import moved_tokens, transport
+from hf_flexseq.topology import Topology
+
+# In this file `lengths` always are the tokens of every sequence of the plan, by sequence id.
+
+
+# ---- groups
+
+
+class _Kind(NamedTuple):
+    """Groups of one kind are priced by one formula."""
+
+    degree: int
+    strategy: str
+    spans_nodes: bool
+
+
+def group_ns(cost: CostModel, group: Group, lengths: Sequence[int], topology: Topology) -> int:
+    """Return the nanoseconds of a group: the sum over its sequences, and its latency."""
+    return int(groups_ns(cost, (group,), lengths, topology)[0])
+
+
+def groups_ns(
+    cost: CostModel, groups: Sequence[Group], lengths: Sequence[int], topology: Topology
+) -> Int64Array:
+    """Return the nanoseconds of each group, [groups], computed for all groups of a kind at
+    once."""
+    # 1. which groups are of one kind
+    kinds: dict[_Kind, list[int]] = defaultdict(list)
+    for index, group in enumerate(groups):
+        spans_nodes = topology.spans_nodes(group.start, group.stop)
+        kinds[_Kind(group.degree, group.strategy, spans_nodes)].append(index)
+    nanoseconds = np.zeros(len(groups), dtype=np.int64)
+    for kind, indices in kinds.items():
+        # 2. the sequences of these groups, one group after the other
+        members: list[int] = []
+        first: list[int] = []  # where each group's sequences begin in `members`
+        for index in indices:
+            first.append(len(members))
+            members += [lengths[sequence] for sequence in groups[index].sequences]
+        # 3. their nanoseconds, summed by group
+        each = cost.sequences_ns(np.array(members, dtype=np.int64), *kind)  # [members]
+        nanoseconds[indices] = np.add.reduceat(each, first) + cost.latency_ns(kind.degree)
+    return nanoseconds
+
+
+def linear_ns(cost: CostModel, group: Group, lengths: Sequence[int]) -> int:
+    """Return the nanoseconds of a group that are linear layers."""
+    return round(cost.linear_s * group.tokens(lengths) / group.degree * 1e9)
+
+
+# ---- micro-batches
+
+
+def rank_ns(
+    cost: CostModel, groups: Sequence[Group], lengths: Sequence[int], topology: Topology
+) -> tuple[int, ...]:
+    """Return the nanoseconds each rank works in a micro-batch of `groups`, [world_size].
+
+    The constant of the micro-batch is left out.
+    """
+    busy = np.zeros(topology.world_size, dtype=np.int64)
+    work_ns = groups_ns(cost, groups, lengths, topology).tolist()
+    for group, nanoseconds in zip(groups, work_ns, strict=True):
+        busy[group.start : group.stop] += nanoseconds
+    return tuple(busy.tolist())
+
+
+def slowest_ns(
+    cost: CostModel, micro_batch: MicroBatch, lengths: Sequence[int], topology: Topology
+) -> int:
+    """Return the nanoseconds of a micro-batch's slowest rank, without the constant."""
+    if micro_batch.remap:
+        return sum(remapped_ns(cost, micro_batch, lengths, topology))
+    return max(rank_ns(cost, micro_batch.groups, lengths, topology))
+
+
+class RemappedNs(NamedTuple):
+    """Nanoseconds of a remapped micro-batch, part by part; they follow each other."""
+
+    attention: int
+    """The slowest rank's attention and its transfers."""
+    linear: int
+    """Linear layers on evenly spread tokens."""
+    moves: int
+    """Bringing tokens to their groups and back."""
+
+
+def remapped_ns(
+    cost: CostModel, micro_batch: MicroBatch, lengths: Sequence[int], topology: Topology
+) -> RemappedNs:
+    """Return the nanoseconds of `micro_batch` if it is remapped, without the constant.
+
+    Moving a token there and back is as many bytes as an all-to-all moves of it.
+    """
+    tokens = micro_batch.tokens_per_rank(lengths, topology.world_size)
+    # 1. attention stays as it is
+    attention = np.array(rank_ns(cost, micro_batch.groups, lengths, topology))
+    for group in micro_batch.groups:
+        attention[group.start : group.stop] -= linear_ns(cost, group, lengths)
+    # 2. linear layers run on even shares
+    share = -(-sum(tokens) // topology.world_size)
+    # 3. the rank that moves most sets the pace, first inside nodes, then between them
+    inside, between = moved_tokens(transport(tokens, topology), topology)
+    one_byte_s = inside / cost.bandwidth(topology.ranks_per_node, False)  # of every token moved
+    if between:
+        one_byte_s += between / cost.bandwidth(topology.world_size, True)
+    return RemappedNs(
+        attention=max(0, int(attention.max())),
+        linear=round(cost.linear_s * share * 1e9),
+        moves=round(cost.all_to_all_bytes * one_byte_s * 1e9),
+    )
+
+
+# ---- steps
+
+
+def lockstep_ns(
+    cost: CostModel,
+    micro_batches: Iterable[MicroBatch],
+    lengths: Sequence[int],
+    topology: Topology,
+) -> tuple[int, ...]:
+    """Return the nanoseconds of each micro-batch when all ranks run it together, [micro-batches].
+
+    A micro-batch takes as long as its slowest rank, and the constant.
+    """
+    nanoseconds = []
+    for micro_batch in micro_batches:
+        slowest = slowest_ns(cost, micro_batch, lengths, topology)
+        nanoseconds.append(slowest + cost.micro_batch_ns)
+    return tuple(nanoseconds)
+
+
+def free_ns(
+    cost: CostModel,
+    micro_batches: Iterable[MicroBatch],
+    lengths: Sequence[int],
+    topology: Topology,
+) -> tuple[int, ...]:
+    """Return each rank's clock, [world_size], after a step whose ranks meet only inside groups.
+
+    Micro-batch by micro-batch and widest first, a group starts when the last of its ranks is free.
+    A rank pays the constant once for every micro-batch it works in, before its first group there.
+    In a remapped micro-batch all ranks meet.
+    """
+    clock = np.zeros(topology.world_size, dtype=np.int64)
+    for micro_batch in micro_batches:
+        if micro_batch.remap:
+            slowest = slowest_ns(cost, micro_batch, lengths, topology)
+            clock[:] = clock.max() + cost.micro_batch_ns + slowest
+            continue
+        works = np.zeros(topology.world_size, dtype=bool)
+        for group in micro_batch.groups:
+            works[group.start : group.stop] = True
+        clock[works] += cost.micro_batch_ns
+        work_ns = groups_ns(cost, micro_batch.groups, lengths, topology).tolist()
+        for group, nanoseconds in zip(micro_batch.groups, work_ns, strict=True):
+            ranks = slice(group.start, group.stop)
+            clock[ranks] = clock[ranks].max() + nanoseconds
+    return tuple(clock.tolist())
+
+
+def step_ns(
+    cost: CostModel,
+    micro_batches: Iterable[MicroBatch],
+    lengths: Sequence[int],
+    topology: Topology,
+    *,
+    sync: str,
+) -> int:
+    """Return the nanoseconds of an optimizer step; a step without micro-batches takes none.
+
+    sync: `lockstep` or `free`.
+    """
+    if sync == "free":
+        return max(free_ns(cost, micro_batches, lengths, topology))
+    return sum(lockstep_ns(cost, micro_batches, lengths, topology))
