@@ -40,7 +40,6 @@ from hf_flexseq.kernels.choose import choose_kernel
 from hf_flexseq.plan import Plan
 from hf_flexseq.plan import check as check_plan
 from hf_flexseq.planner.process.client import PlannerWorker
-from hf_flexseq.planner.remap import REMAPPING, remap_reason
 from hf_flexseq.planner.static import check_degree
 from hf_flexseq.schedule.routing import NicFigures, links_of
 from hf_flexseq.schedule.routing_notes import LayerTokenBytes, routing_reason
@@ -220,18 +219,9 @@ class FlexSeqEngine:
 
     def _deal(self, drawn: DrawnStep, plan: Plan, *, waited_s: float) -> OptimizerStep:
         """Bring the tokens to the ranks that the plan names."""
-        if (
-            drawn.number == 0
-            and self.lockstep
-            and self.args.remap == "auto"
-            and plan.planner in REMAPPING
-        ):
-            assert self.cost is not None, "attach the model before drawing steps"
-            logger.info(
-                remap_reason(
-                    plan.micro_batches, plan.lengths, self.communicator.topology, self.cost
-                )
-            )
+        if drawn.number == 0:
+            for note in plan.notes:
+                logger.info(note)
         if drawn.number == 0 and self.communicator.world_size > 1:
             self._log_routing(plan)
         shards = shards_of(plan, self.communicator.rank, self.communicator.topology)

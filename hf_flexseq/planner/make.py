@@ -7,15 +7,23 @@
     make_plan(lengths, topology, cost, planner="zeppelin")             Zeppelin's
     ... planner="batch-ada", "megatron", "batch-rebalance"             baselines to compare with
 
+    1. check       arguments that have no meaning, and sequences that fit nowhere, are refused
+    2. decide      the planner makes micro-batches (`search/`, `published/`, `static.py`)
+    3. remap       tokens are spread evenly outside of attention where that pays (`remap.py`)
+    4. order       micro-batches that communicate most come first (`order.py`)
+    5. bound       what no plan can beat (`bound.py`)
+    6. notes       why all this, in lines for people (`notes.py`)
+
 The same arguments give the same plan, but for `planning_s`, on any machine: planners decide by
-integers and are bounded by counted work. `worker.py` and `client.py` run this function beside the
-training process.
+integers and are bounded by counted work. `process/worker.py` and `process/client.py` run this
+function beside the training process. tests/planner/brute.py and exact.py are its slow twins.
 """
 
 import operator
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
+from typing import Protocol
 
 import numpy as np
 
@@ -23,6 +31,7 @@ from hf_flexseq.config import require_solver
 from hf_flexseq.cost import CostModel
 from hf_flexseq.plan import STRATEGIES, MicroBatch, Plan, PlanInfeasible, check
 from hf_flexseq.planner.bound import lower_bound_ns
+from hf_flexseq.planner.notes import degree_note, routing_notes
 from hf_flexseq.planner.order import best_order
 from hf_flexseq.planner.published.batch_ada import batch_ada_micro_batches
 from hf_flexseq.planner.published.batch_rebalance import batch_rebalance_micro_batches
@@ -31,16 +40,33 @@ from hf_flexseq.planner.published.zeppelin import zeppelin_micro_batches
 from hf_flexseq.planner.remap import REMAPPING, with_remap
 from hf_flexseq.planner.search.auto import auto_micro_batches
 from hf_flexseq.planner.static import check_degree, static_micro_batches
+from hf_flexseq.schedule.routing_notes import LayerTokenBytes
 from hf_flexseq.topology import Topology
 
-__all__ = ["make_plan"]
 
-# decide for ranks that run every micro-batch together, whatever they are scored by
-LOCKSTEP_PLANNERS = {
+class MicroBatchMaker(Protocol):
+    """A planner without its options: what `make_plan` calls in step 2."""
+
+    def __call__(
+        self,
+        lengths: Sequence[int],
+        topology: Topology,
+        cost: CostModel,
+        *,
+        strategy: str,
+        cap: int,
+    ) -> tuple[MicroBatch, ...]:
+        """Return the micro-batches of `lengths`, each rank with at most `cap` tokens."""
+
+
+# Planners that decide for ranks that run every micro-batch together, whatever they are scored by.
+LOCKSTEP_PLANNERS: dict[str, MicroBatchMaker] = {
     "zeppelin": zeppelin_micro_batches,
     "megatron": megatron_micro_batches,
     "batch-rebalance": batch_rebalance_micro_batches,
 }
+
+# The values of `make_plan`'s arguments.
 CHOICES = {
     "planner": ("auto", "static", "flexsp", "batch-ada", *LOCKSTEP_PLANNERS),
     "strategy": ("auto", *STRATEGIES),
@@ -60,58 +86,84 @@ def make_plan(
     max_tokens_per_rank: int | None = None,
     sync: str = "lockstep",
     remap: str = "auto",
+    routing: LayerTokenBytes | Mapping[str, int] | None = None,
 ) -> Plan:
-    """The plan of one optimizer step on `lengths` tokens.
+    """Return the plan of one optimizer step.
 
-    strategy: what groups of two ranks and more may use. sp_degree: with planner="static" only.
-    max_tokens_per_rank: None takes the cost model's. sync: "lockstep" when all ranks run every
-    micro-batch together, "free" when they meet only in groups. remap: "auto" lets the planners
-    `auto` and `zeppelin` spread tokens evenly outside of attention where that is faster, in
-    lockstep; "off" never does. Raises ValueError for arguments without meaning, and PlanInfeasible
-    when a sequence fits nowhere.
+    lengths: tokens of each sequence.
+    strategy: what groups of two ranks and more may use.
+    sp_degree: ranks per sequence, with planner="static" only.
+    max_tokens_per_rank: most tokens of a rank in a micro-batch; None takes the cost model's.
+    sync: "lockstep" when all ranks run every micro-batch together, "free" when they meet only in
+        groups.
+    remap: "auto" lets the planners `auto` and `zeppelin` spread tokens evenly outside of attention
+        where that is faster, in lockstep; "off" never does.
+    routing: bytes of a token's queries, and of its keys and values, in one layer; also as a
+        mapping, {"queries": ..., "keys": ...}. Given, and with several nodes, the plan's notes say
+        what of it is routed. It decides nothing else, and finding it out takes time: give it for
+        the steps whose notes are read.
+
+    Raises ValueError for arguments without meaning, and PlanInfeasible when a sequence fits
+    nowhere.
     """
     began = time.perf_counter()
+    # 1. check
     _check_choices(planner=planner, strategy=strategy, sync=sync, remap=remap)
     if planner == "flexsp":
         require_solver()
     tokens = _checked_lengths(lengths)
     widest = _widest_degree(topology, planner=planner, strategy=strategy, sp_degree=sp_degree)
     cost.strategies(strategy)  # raises when it needs a ring and the cost model knows none
-    cap = (
-        cost.max_tokens_per_rank(topology.world_size)
-        if max_tokens_per_rank is None
-        else max_tokens_per_rank
-    )
-    if cap < 1:
-        raise ValueError(f"max_tokens_per_rank={cap}: give at least 1")
+    cap = _checked_cap(max_tokens_per_rank, cost, topology)
     _check_fits(tokens, widest, cap, world=topology.world_size)
+    # 2. decide
     micro_batches: tuple[MicroBatch, ...] = ()
     if tokens:
         make = _maker(planner, sp_degree=sp_degree, sync=sync)
         micro_batches = make(tokens, topology, cost, strategy=strategy, cap=cap)
-        if remap == "auto" and planner in REMAPPING and sync == "lockstep":
-            micro_batches = with_remap(micro_batches, tokens, topology, cost)
-    objective, micro_batches = best_order(micro_batches, tokens, topology, cost, sync=sync)
-    bound = lower_bound_ns(
+    # 3. remap
+    remap_notes: list[str] = []
+    if tokens and remap == "auto" and planner in REMAPPING and sync == "lockstep":
+        micro_batches, remap_note = with_remap(micro_batches, tokens, topology, cost)
+        remap_notes.append(remap_note)
+    # 4. order
+    objective_ns, micro_batches = best_order(micro_batches, tokens, topology, cost, sync=sync)
+    # 5. bound
+    bound_ns = lower_bound_ns(
         np.array(tokens, dtype=np.int64), topology, cost, strategy=strategy, cap=cap, sync=sync
     )
+    # 6. notes
+    notes = []
+    if tokens:
+        notes = [
+            degree_note(
+                micro_batches,
+                tokens,
+                topology,
+                cost,
+                planner=planner,
+                strategy=strategy,
+                sp_degree=sp_degree,
+                cap=cap,
+            ),
+            *remap_notes,
+            *routing_notes(micro_batches, tokens, topology, cost, routing),
+        ]
     plan = Plan(
         lengths=tokens,
         micro_batches=micro_batches,
-        objective_s=objective / 1e9,
-        lower_bound_s=bound / 1e9,
+        objective_s=objective_ns / 1e9,
+        lower_bound_s=bound_ns / 1e9,
         planner=planner,
         planning_s=time.perf_counter() - began,
+        notes=tuple(notes),
     )
     check(plan, topology, cap)
     return plan
 
 
-def _maker(
-    planner: str, *, sp_degree: int | None, sync: str
-) -> Callable[..., tuple[MicroBatch, ...]]:
-    """What makes the micro-batches of `planner` from lengths, topology, cost model, strategy and
-    cap."""
+def _maker(planner: str, *, sp_degree: int | None, sync: str) -> MicroBatchMaker:
+    """Return the function that makes the micro-batches of `planner`."""
     if sp_degree is not None:
         return partial(static_micro_batches, degree=sp_degree)
     if planner == "auto":
@@ -126,13 +178,28 @@ def _maker(
     return LOCKSTEP_PLANNERS[planner]
 
 
+# ---- 1. check
+
+
+def _checked_cap(max_tokens_per_rank: int | None, cost: CostModel, topology: Topology) -> int:
+    """Return the most tokens of a rank in a micro-batch. Raises ValueError where it has no room
+    for a token."""
+    if max_tokens_per_rank is None:
+        return cost.max_tokens_per_rank(topology.world_size)
+    if max_tokens_per_rank < 1:
+        raise ValueError(f"max_tokens_per_rank={max_tokens_per_rank}: give at least 1")
+    return max_tokens_per_rank
+
+
 def _check_choices(**chosen: str) -> None:
+    """Raise ValueError for a value that is not among the `CHOICES` of its argument."""
     for name, value in chosen.items():
         if value not in CHOICES[name]:
             raise ValueError(f"{name}={value!r} is none of {', '.join(CHOICES[name])}")
 
 
 def _checked_lengths(lengths: Sequence[int]) -> tuple[int, ...]:
+    """Return the lengths as Python ints. Raises ValueError for a sequence without tokens."""
     tokens = tuple(operator.index(length) for length in lengths)
     for index, length in enumerate(tokens):
         if length < 1:
@@ -145,7 +212,10 @@ def _checked_lengths(lengths: Sequence[int]) -> tuple[int, ...]:
 def _widest_degree(
     topology: Topology, *, planner: str, strategy: str, sp_degree: int | None
 ) -> int:
-    """The most ranks that may share a sequence."""
+    """Return the most ranks that may share a sequence.
+
+    Raises ValueError where `sp_degree` does not go with the other arguments.
+    """
     if planner == "static":
         if sp_degree is None or sp_degree < 1:
             raise ValueError(
@@ -155,31 +225,33 @@ def _widest_degree(
         if strategy == "local" and sp_degree > 1:
             raise ValueError(
                 f"strategy='local' never splits a sequence, so sp_degree={sp_degree} "
-                f"has no meaning"
+                "has no meaning"
             )
         return sp_degree
     if sp_degree is not None:
         raise ValueError(
             f"sp_degree={sp_degree} is for planner='static'; planner={planner!r} "
-            f"chooses degrees itself"
+            "chooses degrees itself"
         )
-    return 1 if strategy == "local" or planner == "batch-rebalance" else topology.world_size
+    if strategy == "local" or planner == "batch-rebalance":
+        return 1
+    return topology.world_size
 
 
 def _check_fits(lengths: tuple[int, ...], widest: int, cap: int, *, world: int) -> None:
-    longest = max(range(len(lengths)), key=lambda i: lengths[i], default=None)
-    if longest is None or -(-lengths[longest] // widest) <= cap:
+    """Raise PlanInfeasible when `widest` ranks of `cap` tokens cannot hold the longest
+    sequence."""
+    if not lengths:
         return
+    longest = lengths.index(max(lengths))
     need = -(-lengths[longest] // widest)
-    wider = (
-        ""
-        if widest == world
-        else f", let up to {world} ranks share a sequence (they may be {widest} now)"
-    )
+    if need <= cap:
+        return
+    wider = ""
+    if widest != world:
+        wider = f", let up to {world} ranks share a sequence (they may be {widest} now)"
     raise PlanInfeasible(
         f"sequence {longest} has {lengths[longest]} tokens: {need} on each of {widest} ranks, "
-        f"above "
-        f"max_tokens_per_rank={cap}. Raise max_tokens_per_rank to {need}{wider}, use more ranks, "
-        f"or shorten or split "
-        "the sequence"
+        f"above max_tokens_per_rank={cap}. Raise max_tokens_per_rank to {need}{wider}, use more "
+        "ranks, or shorten or split the sequence"
     )

@@ -9,7 +9,7 @@ micro-batch is decided by the cost model.
 from collections.abc import Sequence
 from dataclasses import replace
 
-from hf_flexseq.cost import CostModel, remapped_ns, slowest_ns
+from hf_flexseq.cost import CostModel, RemappedNs, remapped_ns, slowest_ns
 from hf_flexseq.plan import MicroBatch
 from hf_flexseq.topology import Topology
 
@@ -21,39 +21,33 @@ def with_remap(
     lengths: Sequence[int],
     topology: Topology,
     cost: CostModel,
-) -> tuple[MicroBatch, ...]:
-    """The micro-batches, those remapped that are faster so."""
-    return tuple(_decided(micro_batch, lengths, topology, cost) for micro_batch in micro_batches)
+) -> tuple[tuple[MicroBatch, ...], str]:
+    """Return the micro-batches, those remapped that are faster so, and the reason.
 
-
-def remap_reason(
-    micro_batches: Sequence[MicroBatch],
-    lengths: Sequence[int],
-    topology: Topology,
-    cost: CostModel,
-) -> str:
-    """One line for people: what remapping gains and costs in these micro-batches."""
-    plain, remapped, moved = 0, 0, 0
+    The reason is one line for people: what even tokens gain and what moving them costs. lengths:
+    tokens of every sequence, by sequence id.
+    """
+    decided = []
+    uneven_ns: list[int] = []
+    even_ns: list[RemappedNs] = []
     for micro_batch in micro_batches:
-        plain += slowest_ns(cost, replace(micro_batch, remap=False), lengths, topology)
-        *work, transfers = remapped_ns(cost, micro_batch, lengths, topology)
-        remapped, moved = remapped + sum(work), moved + transfers
-    count = sum(micro_batch.remap for micro_batch in micro_batches)
-    of_all = f"remap in {count} of {len(micro_batches)} micro-batches"
-    even, uneven, moving = (f"{ns / 1e6:.1f} ms" for ns in (remapped, plain, moved))
-    return (
-        f"{of_all}: even tokens everywhere take {even} instead of {uneven}, "
-        f"and moving them {moving}"
+        uneven = slowest_ns(cost, replace(micro_batch, remap=False), lengths, topology)
+        even = remapped_ns(cost, micro_batch, lengths, topology)
+        tokens = sum(group.tokens(lengths) for group in micro_batch.groups)
+        # With fewer tokens than ranks some rank would have no token at all.
+        remap = sum(even) < uneven and tokens >= topology.world_size
+        decided.append(replace(micro_batch, remap=remap))
+        uneven_ns.append(uneven)
+        even_ns.append(even)
+    count = sum(micro_batch.remap for micro_batch in decided)
+    computed_ns = sum(even.attention + even.linear for even in even_ns)
+    moves_ns = sum(even.moves for even in even_ns)
+    reason = (
+        f"remap in {count} of {len(decided)} micro-batches: even tokens everywhere take "
+        f"{_ms(computed_ns)} instead of {_ms(sum(uneven_ns))}, and moving them {_ms(moves_ns)}"
     )
+    return tuple(decided), reason
 
 
-def _decided(
-    micro_batch: MicroBatch, lengths: Sequence[int], topology: Topology, cost: CostModel
-) -> MicroBatch:
-    remapped = replace(micro_batch, remap=True)
-    if (
-        sum(lengths[i] for group in micro_batch.groups for i in group.sequences)
-        < topology.world_size
-    ):
-        return micro_batch  # some rank would have no token at all
-    return min(micro_batch, remapped, key=lambda made: slowest_ns(cost, made, lengths, topology))
+def _ms(nanoseconds: int) -> str:
+    return f"{nanoseconds / 1e6:.1f} ms"

@@ -19,11 +19,14 @@ from hf_flexseq.plan import Plan, PlanInfeasible, check
 from hf_flexseq.planner import make_plan
 from hf_flexseq.planner.bound import lower_bound_ns
 from hf_flexseq.planner.static import static_degrees
+from hf_flexseq.schedule.routing import links_of
+from hf_flexseq.schedule.routing_notes import LayerTokenBytes, routing_reason
 from hf_flexseq.topology import Topology
 from planner.brute import best_lockstep_ns
 
 FLEXSP = PRESETS["flexsp-gpt-7b-a100"]
 CLUSTER = Topology(nodes=8, ranks_per_node=8)
+ROOMY = {"max_tokens_per_rank": 100_000}
 TOPOLOGIES = [
     (1, 1),
     (1, 2),
@@ -309,3 +312,64 @@ def test_planning_needs_no_torch() -> None:
         [sys.executable, "-c", code], env=environment, check=True, capture_output=True, text=True
     )
     assert not {"torch", "transformers", "accelerate", "datasets", "pulp"} & eval(loaded.stdout)
+
+
+def test_notes_say_that_memory_forces_a_degree() -> None:
+    plan = make_plan([80_000, *[500] * 40], CLUSTER, FLEXSP, planner="zeppelin")
+    assert max(plan.degrees()) == 16
+    assert plan.notes[0] == (
+        "the widest groups, 1 of degree 16, are forced by memory: sequence 0 of 80,000 tokens "
+        "fits on no fewer ranks at 5,951 tokens a rank"
+    )
+
+
+def test_notes_say_what_the_cost_model_prefers() -> None:
+    plan = make_plan([20_000, *[500] * 100], CLUSTER, FLEXSP)
+    degree = max(plan.degrees())
+    least = FLEXSP.sequence_ns(20_000, 4, "ulysses", spans_nodes=False) / 1e9
+    chosen = FLEXSP.sequence_ns(20_000, degree, "ulysses", spans_nodes=degree > 8) / 1e9
+    assert "preferred by the cost model" in plan.notes[0]
+    assert "sequence 0 of 20,000 tokens, would fit on 4 ranks at 5,951" in plan.notes[0]
+    assert f"{least:.3g} s on 4" in plan.notes[0]
+    assert f"{chosen:.3g} s on {degree}" in plan.notes[0]
+
+
+def test_notes_on_degrees_that_nobody_chose() -> None:
+    node = Topology(nodes=1, ranks_per_node=4)
+    static = make_plan([500] * 4, node, FLEXSP, planner="static", sp_degree=2, **ROOMY)
+    local = make_plan([500] * 4, node, FLEXSP, strategy="local", **ROOMY)
+    assert static.notes == ("degree 2 for every sequence, as sp_degree asks",)
+    assert local.notes[0] == "degree 1 for every sequence, since none may be split"
+    assert make_plan([], node, FLEXSP, **ROOMY).notes == ()
+
+
+def test_notes_say_why_tokens_are_spread_evenly_or_are_not() -> None:
+    lengths = [20_000, *[500] * 100]
+    told = make_plan(lengths, CLUSTER, FLEXSP)
+    untold = [
+        make_plan(lengths, CLUSTER, FLEXSP, remap="off"),
+        make_plan(lengths, CLUSTER, FLEXSP, sync="free"),
+        make_plan(lengths, CLUSTER, FLEXSP, planner="megatron"),
+    ]
+    assert [note for note in told.notes if note.startswith("remap in 0 of 1 micro-batches: ")]
+    assert not any(note.startswith("remap") for plan in untold for note in plan.notes)
+
+
+def test_notes_say_what_is_routed_where_the_bytes_of_a_token_are_given() -> None:
+    two_nodes = Topology(nodes=2, ranks_per_node=4)
+    cost = replace(rings(two_nodes), transfer_s=0.0)
+    options = {"strategy": "zigzag", "planner": "static", "sp_degree": 8}
+    record = {"queries": 4096, "keys": 2048}
+    token = LayerTokenBytes(**record)
+    plan = make_plan([60_000], two_nodes, cost, **options, **ROOMY, routing=token)
+    links = links_of(cost, two_nodes)
+    reason = routing_reason(plan.micro_batches, plan.lengths, two_nodes, links, token)
+    assert reason.startswith("routing ")
+    assert plan.notes[-1] == reason
+    as_json = make_plan([60_000], two_nodes, cost, **options, **ROOMY, routing=record)
+    without = make_plan([60_000], two_nodes, cost, **options, **ROOMY)
+    assert as_json.notes == plan.notes
+    assert without.notes == plan.notes[:-1]
+    assert without.digest() == plan.digest()
+    with pytest.raises(ValueError, match="give the bytes of `queries` and of `keys`"):
+        make_plan([60_000], two_nodes, cost, **options, **ROOMY, routing={"queries": 1})

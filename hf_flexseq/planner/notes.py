@@ -1,0 +1,120 @@
+"""Lines for people on what was decided: why the widest groups are as wide as they are, and what of
+a plan is routed.
+
+Memory forces a degree where the longest sequence fits on no fewer ranks. Everywhere else the
+planner prefers it; the line then says what the sequence would take on more and on fewer ranks.
+`remap.py` has a line of its own.
+"""
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+
+from hf_flexseq.cost import CostModel
+from hf_flexseq.plan import Group, MicroBatch
+from hf_flexseq.planner.blocks import ALL_RANGES, tree_ranges
+from hf_flexseq.planner.bound import shapes_of
+from hf_flexseq.planner.problem import NEVER, cheapest
+from hf_flexseq.schedule.routing import links_of
+from hf_flexseq.schedule.routing_notes import LayerTokenBytes, routing_reason
+from hf_flexseq.topology import Topology
+
+# Planners that choose degrees by the cost model; the others do by a rule of their own.
+BY_COST = ("auto", "flexsp", "batch-ada")
+
+
+def degree_note(
+    micro_batches: Sequence[MicroBatch],
+    lengths: Sequence[int],
+    topology: Topology,
+    cost: CostModel,
+    *,
+    planner: str,
+    strategy: str,
+    sp_degree: int | None,
+    cap: int,
+) -> str:
+    """Return the reason for the degree of a plan's widest groups.
+
+    micro_batches: at least one. lengths: tokens of every sequence, by sequence id. strategy: what
+    groups of two ranks and more may use. sp_degree: the degree of every sequence, None for no
+    such. cap: most tokens of a rank in a micro-batch.
+    """
+    if sp_degree is not None:
+        return f"degree {sp_degree} for every sequence, as sp_degree asks"
+    if planner == "batch-rebalance" or strategy == "local" or topology.world_size == 1:
+        return "degree 1 for every sequence, since none may be split"
+    # 1. the widest groups, and the longest sequence in them
+    groups = [group for micro_batch in micro_batches for group in micro_batch.groups]
+    degree = max(group.degree for group in groups)
+    widest = [group for group in groups if group.degree == degree]
+    sequence = _longest(widest, lengths)
+    tokens = lengths[sequence]
+    subject = f"the widest groups, {len(widest)} of degree {degree}, are"
+    longest = f"sequence {sequence} of {tokens:,} tokens"
+    room = f"at {cap:,} tokens a rank"
+    # 2. the least degree that the sequence fits
+    spans = _degrees(topology, planner)
+    spans[degree] = topology.spans_nodes(widest[0].start, widest[0].stop)
+    least = min(d for d in spans if -(-tokens // d) <= cap)
+    if least == degree > 1:
+        return f"{subject} forced by memory: {longest} fits on no fewer ranks {room}"
+    # 3. its seconds on fewer and on more ranks
+    seconds = []
+    for other in sorted({least, degree // 2, degree, 2 * degree}):
+        if other < least or other not in spans:
+            continue
+        each, _ = cheapest(cost, np.array([tokens]), (other, spans[other]), strategy)
+        nanoseconds = int(each[0])
+        if nanoseconds < NEVER:
+            seconds.append(f"{(nanoseconds + cost.latency_ns(other)) / 1e9:.3g} s on {other}")
+    chooser = "the cost model" if planner in BY_COST else f"planner={planner!r}"
+    return (
+        f"{subject} preferred by {chooser}: their longest, {longest}, would fit on "
+        f"{_ranks(least)} {room}, and alone takes {', '.join(seconds)}"
+    )
+
+
+def routing_notes(
+    micro_batches: Sequence[MicroBatch],
+    lengths: Sequence[int],
+    topology: Topology,
+    cost: CostModel,
+    token: LayerTokenBytes | Mapping[str, int] | None,
+) -> tuple[str, ...]:
+    """Return the reason why exchanges between nodes are routed, or are not.
+
+    There is none on one node, and none without `token`: bytes of one token in one layer. Raises
+    ValueError for a mapping that is no LayerTokenBytes.
+    """
+    if token is None or topology.nodes == 1:
+        return ()
+    if not isinstance(token, LayerTokenBytes):
+        if set(token) != {"queries", "keys"}:
+            raise ValueError(f"routing={token!r}: give the bytes of `queries` and of `keys`")
+        token = LayerTokenBytes(queries=token["queries"], keys=token["keys"])
+    links = links_of(cost, topology)
+    return (routing_reason(micro_batches, lengths, topology, links, token),)
+
+
+def _ranks(count: int) -> str:
+    return "one rank" if count == 1 else f"{count} ranks"
+
+
+def _longest(groups: Sequence[Group], lengths: Sequence[int]) -> int:
+    """Return the id of the longest sequence of some groups; of equal ones the first."""
+    ids = [sequence for group in groups for sequence in group.sequences]
+    return min(ids, key=lambda sequence: (-lengths[sequence], sequence))
+
+
+def _degrees(topology: Topology, planner: str) -> dict[int, bool]:
+    """Return the degrees that `planner` chooses from, and whether each spans nodes.
+
+    `blocks.py` says which ranges of ranks they are.
+    """
+    if planner == "auto" and topology.world_size <= ALL_RANGES:
+        return dict(shapes_of(topology))
+    degrees = {}
+    for start, stop in tree_ranges(topology):
+        degrees[stop - start] = topology.spans_nodes(start, stop)
+    return degrees
