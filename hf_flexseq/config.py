@@ -1,9 +1,14 @@
-"""What a user may choose: one dataclass, usable alone or mixed into `TrainingArguments`."""
+"""The options of a run: one dataclass, usable alone or mixed into `TrainingArguments`.
+
+Values and combinations that never make sense are refused when the options are created, with what
+to change. What depends on the ranks or on the model is checked where those are known.
+"""
 
 from dataclasses import dataclass, field
 from importlib.util import find_spec
 from typing import Any
 
+# The values of the options.
 PLANNERS = ("auto", "static", "flexsp", "zeppelin")
 USER_STRATEGIES = ("auto", "ulysses", "zigzag", "balanced", "allgather", "hybrid", "local")
 SYNCS = ("auto", "lockstep", "free")
@@ -11,34 +16,38 @@ REMAPS = ("auto", "off")
 ROUTINGS = ("auto", "off")
 PIPELINE_SCHEDULES = ("auto", "1f1b", "seq1f1b", "infinipipe")
 
-IGNORE_INDEX = -100  # the label of a token without a target, as in transformers and torch
+# The label of a token without a target, as in transformers and torch.
+IGNORE_INDEX = -100
 
 
 @dataclass
 class FlexSeqArguments:
-    """Options of hf_flexseq. Raises ValueError or NotImplementedError for values that make no
-    sense, when created."""
+    """Options of hf_flexseq; the `help` of each field says what it does.
+
+    Creating them raises ValueError for values that make no sense, and NotImplementedError for
+    combinations that are not available.
+    """
 
     planner: str = field(
         default="auto",
         metadata={
-            "help": "Who decides the groups of a step: `auto` (per step), `flexsp` (a MILP per "
-            "micro-batch: takes "
-            'seconds, and needs `pip install "hf_flexseq[planner]"`), `zeppelin` (zones of nodes '
-            "and ranks), or "
-            "`static` (one degree for the run)."
+            "help": (
+                "Who decides the groups of a step: `auto` (per step), `flexsp` (a MILP per "
+                'micro-batch: takes seconds, and needs `pip install "hf_flexseq[planner]"`), '
+                "`zeppelin` (zones of nodes and ranks), or `static` (one degree for the run)."
+            )
         },
     )
     strategy: str = field(
         default="auto",
         metadata={
-            "help": "How a group shares attention: `auto` (the cheapest per group), `ulysses` "
-            "(heads for tokens), "
-            "`zigzag` (a ring with even work), `balanced` (LightSeq's ring with helpers), "
-            "`allgather` (keys and "
-            "values first, then one kernel call), `hybrid` (Ulysses inside nodes, a ring across "
-            "them), or `local` (no "
-            "sequence is ever split)."
+            "help": (
+                "How a group shares attention: `auto` (the cheapest per group), `ulysses` (heads "
+                "for tokens), `zigzag` (a ring with even work), `balanced` (LightSeq's ring with "
+                "helpers), `allgather` (keys and values first, then one kernel call), `hybrid` "
+                "(Ulysses inside nodes, a ring across them), or `local` (no sequence is ever "
+                "split)."
+            )
         },
     )
     sp_degree: int | None = field(
@@ -48,32 +57,39 @@ class FlexSeqArguments:
     max_tokens_per_rank: int | None = field(
         default=None,
         metadata={
-            "help": "Most tokens one rank may hold in a micro-batch. Default: what the "
-            "memory model says."
+            "help": (
+                "Most tokens one rank may hold in a micro-batch. Default: what the memory model "
+                "says."
+            )
         },
     )
     cost_model: str = field(
         default="auto",
         metadata={
-            "help": "`auto` (measured here once, which takes seconds, and kept), `estimate` "
-            "(computed from the sizes "
-            "of the model and the device), the name of a preset, or a JSON file."
+            "help": (
+                "`auto` (measured here once, which takes seconds, and kept), `estimate` "
+                "(computed from the sizes of the model and the device), the name of a preset, or "
+                "a JSON file."
+            )
         },
     )
     lookahead: int = field(
         default=4,
         metadata={
-            "help": "How many optimizer steps are planned ahead of the one that runs; 0 "
-            "plans in place."
+            "help": (
+                "How many optimizer steps are planned ahead of the one that runs; 0 plans in "
+                "place."
+            )
         },
     )
     sync: str = field(
         default="auto",
         metadata={
-            "help": "`lockstep`: all ranks run every micro-batch together (FSDP, ZeRO-2/3); "
-            "`free`: ranks meet only "
-            "in their groups and at the step's end (DDP, ZeRO-1). `auto` picks by the sharding in "
-            "use."
+            "help": (
+                "`lockstep`: all ranks run every micro-batch together (FSDP, ZeRO-2/3); `free`: "
+                "ranks meet only in their groups and at the step's end (DDP, ZeRO-1). `auto` "
+                "picks by the sharding in use."
+            )
         },
     )
     plan_trace: str | None = field(
@@ -83,63 +99,74 @@ class FlexSeqArguments:
     attention_remat: bool = field(
         default=True,
         metadata={
-            "help": "Under activation checkpointing keep the output and log-sum-exp of every "
-            "attention layer, so that "
-            "attention never runs twice. False recomputes it with the rest of the layer."
+            "help": (
+                "Under activation checkpointing keep the output and log-sum-exp of every "
+                "attention layer, so that attention never runs twice. False recomputes it with "
+                "the rest of the layer."
+            )
         },
     )
     remap: str = field(
         default="auto",
         metadata={
-            "help": "`auto`: in lockstep, spread tokens evenly over the ranks outside of "
-            "attention where the cost "
-            "model says that this is faster than moving them twice a layer; `off`: never."
+            "help": (
+                "`auto`: in lockstep, spread tokens evenly over the ranks outside of attention "
+                "where the cost model says that this is faster than moving them twice a layer; "
+                "`off`: never."
+            )
         },
     )
     routing: str = field(
         default="auto",
         metadata={
-            "help": "`auto`: split transfers of rings and of remapping between nodes over the "
-            "NICs that other ranks "
-            "leave idle, where the cost model says that this is faster than sending them "
-            "straight; `off`: never."
+            "help": (
+                "`auto`: split transfers of rings and of remapping between nodes over the NICs "
+                "that other ranks leave idle, where the cost model says that this is faster than "
+                "sending them straight; `off`: never."
+            )
         },
     )
     pipeline_parallel_size: int = field(
         default=1,
         metadata={
-            "help": "Stages that the model's layers are divided into; it must divide the "
-            "number of ranks."
+            "help": (
+                "Stages that the model's layers are divided into; it must divide the number of "
+                "ranks."
+            )
         },
     )
     pipeline_schedule: str = field(
         default="auto",
         metadata={
-            "help": "How sequences go through the stages: `1f1b` (whole), `seq1f1b` (in chunks), "
-            "`infinipipe` (long "
-            "ones in chunks, short ones packed), or `auto`."
+            "help": (
+                "How sequences go through the stages: `1f1b` (whole), `seq1f1b` (in chunks), "
+                "`infinipipe` (long ones in chunks, short ones packed), or `auto`."
+            )
         },
     )
     pipeline_chunks: int | None = field(
         default=None,
-        metadata={"help": "Chunks that a long sequence is cut into. Default: planned."},
+        metadata={"help": ("Chunks that a long sequence is cut into. Default: planned.")},
     )
     pipeline_virtual_stages: int = field(
         default=1,
         metadata={
-            "help": "Stages on each rank of a pipeline, which take turns (interleaved): a shorter "
-            "bubble for more "
-            "transfers and more chunks in flight. Needs pipeline_schedule='seq1f1b'."
+            "help": (
+                "Stages on each rank of a pipeline, which take turns (interleaved): a shorter "
+                "bubble for more transfers and more chunks in flight. Needs "
+                "pipeline_schedule='seq1f1b'."
+            )
         },
     )
     deterministic: bool = field(
         default=False,
         metadata={
-            "help": "Attention with the same bits however many ranks share a sequence, and under "
-            "every strategy, in "
-            "outputs and gradients. May be slow: the factor is measured and logged. Sums over "
-            "tokens of several "
-            "ranks, such as the parameters' gradients, still differ in their last bits."
+            "help": (
+                "Attention with the same bits however many ranks share a sequence, and under "
+                "every strategy, in outputs and gradients. May be slow: the factor is measured "
+                "and logged. Sums over tokens of several ranks, such as the parameters' "
+                "gradients, still differ in their last bits."
+            )
         },
     )
 
@@ -164,52 +191,54 @@ class FlexSeqArguments:
         if following is not None:
             following()
 
+    def _check_degree(self) -> None:
+        """Raise ValueError where `sp_degree` does not go with the planner or the strategy."""
+        if self.planner == "static" and self.sp_degree is None:
+            raise ValueError("planner='static' needs sp_degree, the number of ranks per sequence")
+        if self.sp_degree is None:
+            return
+        if self.planner != "static":
+            raise ValueError(
+                f"sp_degree={self.sp_degree} is for planner='static'; planner={self.planner!r} "
+                "chooses it"
+            )
+        _whole("sp_degree", self.sp_degree, least=1)
+        if self.strategy == "local" and self.sp_degree > 1:
+            raise ValueError(
+                f"sp_degree={self.sp_degree}: strategy='local' never splits a sequence; set "
+                "sp_degree=1"
+            )
+
     def _check_pipeline(self) -> None:
+        """Raise ValueError, or NotImplementedError, for options that make no pipeline."""
         _whole("pipeline_parallel_size", self.pipeline_parallel_size, least=1)
         _one_of("pipeline_schedule", self.pipeline_schedule, PIPELINE_SCHEDULES)
         if self.pipeline_chunks is not None:
             _whole("pipeline_chunks", self.pipeline_chunks, least=1)
         _whole("pipeline_virtual_stages", self.pipeline_virtual_stages, least=1)
-        if self.pipeline_parallel_size == 1 and (self.pipeline_chunks, self.pipeline_schedule) != (
-            None,
-            "auto",
-        ):
+        chosen = self.pipeline_chunks is not None or self.pipeline_schedule != "auto"
+        if self.pipeline_parallel_size == 1 and chosen:
             raise ValueError(
-                "pipeline_schedule and pipeline_chunks are for "
-                "pipeline_parallel_size of 2 and more"
+                "pipeline_schedule and pipeline_chunks are for pipeline_parallel_size of 2 and "
+                "more"
             )
         if self.pipeline_virtual_stages > 1 and self.pipeline_schedule != "seq1f1b":
             raise ValueError(
                 f"pipeline_virtual_stages={self.pipeline_virtual_stages} is for "
-                f"pipeline_schedule='seq1f1b' of a "
-                f"pipeline; pipeline_schedule={self.pipeline_schedule!r} has one stage per rank"
+                "pipeline_schedule='seq1f1b' of a pipeline; "
+                f"pipeline_schedule={self.pipeline_schedule!r} has one stage per rank"
             )
         if self.pipeline_parallel_size > 1 and self.deterministic:
             raise NotImplementedError(
                 "deterministic=True is not available in a pipeline; turn one of them off"
             )
 
-    def _check_degree(self) -> None:
-        if self.planner == "static" and self.sp_degree is None:
-            raise ValueError("planner='static' needs sp_degree, the number of ranks per sequence")
-        if self.planner != "static" and self.sp_degree is not None:
-            raise ValueError(
-                f"sp_degree={self.sp_degree} is for planner='static'; planner={self.planner!r} "
-                f"chooses it"
-            )
-        if self.sp_degree is None:
-            return
-        _whole("sp_degree", self.sp_degree, least=1)
-        if self.strategy == "local" and self.sp_degree > 1:
-            raise ValueError(
-                f"sp_degree={self.sp_degree}: strategy='local' never splits a "
-                f"sequence; set sp_degree=1"
-            )
-
 
 def require_solver(wanted: str = "planner='flexsp'") -> None:
-    """Raise ValueError, naming what to install, unless `wanted` has its MILP solver. Imports
-    nothing."""
+    """Raise ValueError, naming what to install, unless `wanted` has its MILP solver.
+
+    Nothing is imported.
+    """
     missing = [module for module in ("pulp", "highspy") if find_spec(module) is None]
     if missing:
         raise ValueError(

@@ -1,4 +1,4 @@
-"""What every rank does when, as frozen data: the simulator writes it, `view` draws it.
+"""Everything every rank does in a step, as frozen data: the simulator writes it, `view` draws it.
 
 A rank has two lanes. On the main lane stand, one after the other, what it computes, what it sends
 and receives while it can do nothing else, and what it waits for: together they fill the step.
@@ -6,65 +6,77 @@ Beside it, kind `overlapped`, stand transfers that travel while the rank compute
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from hf_flexseq.plan import MicroBatch, Plan
+from hf_flexseq.plan import Plan
 
-# what a pipeline's stages compute
+# What a pipeline's stages compute.
 ACTION_KINDS = ("forward", "backward", "input gradient", "weight gradient")
+
 MAIN_KINDS = ("compute", "transfer", "constant", "wait", *ACTION_KINDS)
 KINDS = (*MAIN_KINDS, "overlapped")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Event:
-    """Something `rank` does from `start` to `stop` (in the timeline's unit) for one micro-batch,
-    or one chunk.
-
-    kind: one of `KINDS`. group: index in the micro-batch, None for what belongs to no group.
-    degree: of that group, 0 without one. label: what exactly, with the link it uses.
-    """
+    """Something a rank does for one micro-batch, or one chunk."""
 
     rank: int
+    """The rank that acts."""
     start: int
+    """When the event begins, in the timeline's unit."""
     stop: int
+    """When the event ends, in the timeline's unit."""
     kind: str
+    """One of `KINDS`."""
     micro_batch: int
+    """Index of the micro-batch, or of the chunk."""
     group: int | None
+    """Index of the group in the micro-batch; None for what belongs to no group."""
     degree: int
+    """Ranks of that group; 0 without one."""
     label: str
+    """What exactly happens, with the link it uses."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Memory:
-    """From `at` on, `rank` holds `bytes`."""
+    """The bytes of a rank from some time on."""
 
     rank: int
+    """The rank."""
     at: int
+    """When its bytes change, in the timeline's unit."""
     bytes: int
+    """Bytes that the rank holds from then on."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Timeline:
-    """One optimizer step on `world_size` ranks.
-
-    events: by rank, then by time. memory: by rank, then by time; empty when nobody knows. starts:
-    when each micro-batch begins on its first rank; empty for a pipeline, whose chunks overlap.
-    stop: when the last rank is done. unit: "ns" or "tokens".
-    """
+    """One optimizer step."""
 
     world_size: int
+    """Number of ranks."""
     events: tuple[Event, ...]
+    """All events, by rank, then by time."""
     memory: tuple[Memory, ...]
+    """All changes of memory, by rank, then by time; () when nobody knows."""
     starts: tuple[int, ...]
+    """When each micro-batch begins on its first rank; () for a pipeline, whose chunks overlap."""
     stop: int
+    """When the last rank is done."""
     unit: str
+    """Unit of all times: "ns" or "tokens"."""
 
     def share(self, kind: str) -> float:
-        """Which part of all ranks' time goes into events of `kind`; the kinds of the main lane add
-        up to one."""
+        """Return the part of all ranks' time that goes into events of `kind`.
+
+        The kinds of the main lane add up to one.
+        """
+        if not self.stop:
+            return 0.0
         spent = sum(event.stop - event.start for event in self.events if event.kind == kind)
-        return spent / (self.world_size * self.stop) if self.stop else 0.0
+        return spent / (self.world_size * self.stop)
 
     @property
     def peak_bytes(self) -> int:
@@ -76,12 +88,13 @@ class Recorder:
     """Collects the events of a step, rank by rank; gaps on the main lane become waiting."""
 
     def __init__(self, world_size: int) -> None:
-        self._lanes: list[list[Event]] = [[] for _ in range(world_size)]
+        self._main: list[list[Event]] = [[] for _ in range(world_size)]
         self._beside: list[list[Event]] = [[] for _ in range(world_size)]
         self._memory: list[list[Memory]] = [[] for _ in range(world_size)]
         self._starts: list[int] = []
 
     def begin_micro_batch(self, at: int) -> None:
+        """Begin a micro-batch: events that are added from now on belong to it."""
         self._starts.append(at)
 
     def add(
@@ -95,8 +108,11 @@ class Recorder:
         degree: int,
         label: str,
     ) -> None:
-        """One event for each of the ranks from `start_rank` on, of the micro-batch begun last;
-        empty ones are left out."""
+        """Add one event for each of the ranks from `start_rank` on; empty ones are left out.
+
+        starts, stops: [ranks] when each rank's event begins and ends. The other arguments are
+        fields of `Event`.
+        """
         for offset, (start, stop) in enumerate(zip(starts, stops, strict=True)):
             if stop > start:
                 event = Event(
@@ -111,110 +127,96 @@ class Recorder:
                 )
                 self._append(event)
 
-    def _append(self, event: Event) -> None:
-        if event.kind == "overlapped":
-            _extend(self._beside[event.rank], event)
-            return
-        lane = self._lanes[event.rank]
-        free = lane[-1].stop if lane else 0
-        assert event.start >= free, (
-            f"rank {event.rank} does two things at {event.start}: {lane[-1:]} and {event}"
-        )
-        if event.start > free:
-            _extend(lane, _waiting(event, free))
-        _extend(lane, event)
-
     def hold(self, ats: Sequence[int], held: Sequence[int]) -> None:
-        """Bytes of every rank from now on."""
+        """Set the bytes of every rank. ats, held: [world_size] from when on, and how many."""
         for rank, (at, size) in enumerate(zip(ats, held, strict=True)):
             self._memory[rank].append(Memory(rank=rank, at=at, bytes=size))
 
     def wait_until(self, at: int) -> None:
-        """All ranks idle until `at`."""
-        for rank, lane in enumerate(self._lanes):
-            free = lane[-1].stop if lane else 0
-            if free < at:
-                _extend(lane, _idle(rank, free, at, len(self._starts) - 1))
+        """Let all ranks idle until `at`."""
+        for rank, lane in enumerate(self._main):
+            free_at = _free_at(lane)
+            if free_at < at:
+                _extend(lane, _idle(rank, free_at, at, len(self._starts) - 1))
 
     def timeline(self, stop: int, unit: str) -> Timeline:
+        """Return all that was added; ranks that are done earlier idle until `stop`."""
         self.wait_until(stop)
+        events: list[Event] = []
+        memory: list[Memory] = []
+        for main, beside, samples in zip(self._main, self._beside, self._memory, strict=True):
+            events += main
+            events += beside
+            memory += samples
         return Timeline(
-            world_size=len(self._lanes),
-            events=tuple(
-                event
-                for lanes in zip(self._lanes, self._beside, strict=True)
-                for lane in lanes
-                for event in lane
-            ),
-            memory=tuple(sample for samples in self._memory for sample in samples),
+            world_size=len(self._main),
+            events=tuple(events),
+            memory=tuple(memory),
             starts=tuple(self._starts),
             stop=stop,
             unit=unit,
         )
 
+    def _append(self, event: Event) -> None:
+        if event.kind == "overlapped":
+            _extend(self._beside[event.rank], event)
+            return
+        lane = self._main[event.rank]
+        free_at = _free_at(lane)
+        assert event.start >= free_at, (
+            f"rank {event.rank} does two things at {event.start}: {lane[-1:]} and {event}"
+        )
+        if event.start > free_at:
+            _extend(lane, _waiting(event, free_at))
+        _extend(lane, event)
+
 
 def sketch(plan: Plan, world_size: int, measured_s: Sequence[float] | None = None) -> Timeline:
-    """A plan without a cost model: a rank is busy in proportion to its tokens.
+    """Return a plan's timeline without a cost model: a rank is busy in proportion to its tokens.
 
-    The unit is tokens; with the `measured_s` seconds of each micro-batch it is time, the fullest
+    The unit is tokens. With `measured_s`, the seconds of each micro-batch, it is time, the fullest
     rank of a micro-batch being busy all of it.
     """
-    recorder, now = Recorder(world_size), 0
+    recorder = Recorder(world_size)
+    now = 0
     for index, micro_batch in enumerate(plan.micro_batches):
         fullest = max(micro_batch.tokens_per_rank(plan.lengths, world_size))
-        length = fullest if measured_s is None else round(measured_s[index] * 1e9)
+        duration = fullest
+        if measured_s is not None:
+            duration = round(measured_s[index] * 1e9)
         recorder.begin_micro_batch(now)
-        _sketch_micro_batch(
-            recorder, micro_batch, plan.lengths, world_size, now=now, scale=(length, fullest)
-        )
-        now += length
+        tokens = [0] * world_size  # of each rank in the groups so far
+        for group_index, group in enumerate(micro_batch.groups):
+            before = tokens[group.start : group.stop]
+            share = group.tokens_per_rank(plan.lengths)
+            after = [count + share for count in before]
+            tokens[group.start : group.stop] = after
+            recorder.add(
+                group.start,
+                [now + count * duration // fullest for count in before],
+                [now + count * duration // fullest for count in after],
+                kind="compute",
+                group=group_index,
+                degree=group.degree,
+                label=group.strategy,
+            )
+        now += duration
         recorder.wait_until(now)
     return recorder.timeline(now, "tokens" if measured_s is None else "ns")
 
 
-def _sketch_micro_batch(
-    recorder: Recorder,
-    micro_batch: MicroBatch,
-    lengths: Sequence[int],
-    world_size: int,
-    *,
-    now: int,
-    scale: tuple[int, int],
-) -> None:
-    held, (length, fullest) = [0] * world_size, scale
-    for index, group in enumerate(micro_batch.groups):
-        before = held[group.start : group.stop]
-        after = [tokens + group.tokens_per_rank(lengths) for tokens in before]
-        held[group.start : group.stop] = after
-        starts, stops = (
-            [now + tokens * length // fullest for tokens in side] for side in (before, after)
-        )
-        recorder.add(
-            group.start,
-            starts,
-            stops,
-            kind="compute",
-            group=index,
-            degree=group.degree,
-            label=group.strategy,
-        )
+def _free_at(lane: Sequence[Event]) -> int:
+    """Return when the last event of a lane ends."""
+    return lane[-1].stop if lane else 0
 
 
 def _waiting(event: Event, since: int) -> Event:
-    """The wait from `since` until `event` can begin."""
-    return Event(
-        rank=event.rank,
-        start=since,
-        stop=event.start,
-        kind="wait",
-        micro_batch=event.micro_batch,
-        group=event.group,
-        degree=event.degree,
-        label="wait for the group",
-    )
+    """Return the wait from `since` until `event` can begin."""
+    return replace(event, start=since, stop=event.start, kind="wait", label="wait for the group")
 
 
 def _idle(rank: int, start: int, stop: int, micro_batch: int) -> Event:
+    """Return a wait from `start` to `stop` that belongs to no group."""
     return Event(
         rank=rank,
         start=start,
@@ -229,20 +231,11 @@ def _idle(rank: int, start: int, stop: int, micro_batch: int) -> Event:
 
 def _extend(lane: list[Event], event: Event) -> None:
     """Append `event`, joined with the one before when that is the same thing going on."""
-    if lane and lane[-1].stop == event.start and _what(lane[-1]) == _what(event):
-        last = lane.pop()
-        event = Event(
-            rank=last.rank,
-            start=last.start,
-            stop=event.stop,
-            kind=last.kind,
-            micro_batch=last.micro_batch,
-            group=last.group,
-            degree=last.degree,
-            label=last.label,
-        )
+    if lane and lane[-1].stop == event.start and _activity(lane[-1]) == _activity(event):
+        event = replace(lane.pop(), stop=event.stop)
     lane.append(event)
 
 
-def _what(event: Event) -> tuple[str, int, int | None, str]:
+def _activity(event: Event) -> tuple[str, int, int | None, str]:
+    """Return what two events have equal when they are one thing going on."""
     return event.kind, event.micro_batch, event.group, event.label

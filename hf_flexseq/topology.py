@@ -11,10 +11,12 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Topology:
-    """`nodes` machines of `ranks_per_node` ranks each; rank r sits on node r // ranks_per_node."""
+    """Equal machines; rank r sits on node r // ranks_per_node."""
 
     nodes: int
+    """Number of machines."""
     ranks_per_node: int
+    """Number of ranks on each machine."""
 
     def __post_init__(self) -> None:
         for name, value in (("nodes", self.nodes), ("ranks_per_node", self.ranks_per_node)):
@@ -23,12 +25,16 @@ class Topology:
 
     @property
     def world_size(self) -> int:
+        """Number of ranks."""
         return self.nodes * self.ranks_per_node
 
     @classmethod
     def from_world(cls, world_size: int, local_world_size: int) -> "Topology":
-        """The topology a launcher reports: `world_size` ranks, `local_world_size` of them on each
-        node."""
+        """Return the topology a launcher reports: `world_size` ranks, `local_world_size` of them
+        on each node.
+
+        Raises ValueError when the ranks cannot be spread evenly.
+        """
         if local_world_size < 1 or world_size % local_world_size:
             raise ValueError(
                 f"{world_size} ranks cannot be spread evenly over nodes of {local_world_size}: "
@@ -37,11 +43,13 @@ class Topology:
         return cls(nodes=world_size // local_world_size, ranks_per_node=local_world_size)
 
     def spans_nodes(self, start: int, stop: int) -> bool:
-        """Whether ranks [start, stop) sit on more than one node."""
-        return start // self.ranks_per_node != (stop - 1) // self.ranks_per_node
+        """Return whether ranks [start, stop) sit on more than one node."""
+        first_node = start // self.ranks_per_node
+        last_node = (stop - 1) // self.ranks_per_node
+        return first_node != last_node
 
     def allows(self, start: int, stop: int) -> bool:
-        """Whether ranks [start, stop) may form a group: inside one node, or made of whole
+        """Return whether ranks [start, stop) may form a group: inside one node, or made of whole
         nodes."""
         if not 0 <= start < stop <= self.world_size:
             return False
@@ -49,25 +57,27 @@ class Topology:
         return whole_nodes or not self.spans_nodes(start, stop)
 
     def aligned_blocks(self) -> Iterator[tuple[int, int]]:
-        """The rank ranges, as (start, stop), that deserve a process group of their own: aligned
-        powers of two of two ranks and more, inside a node and then of whole nodes, widest first.
-        Their number is below `world_size`."""
-        blocks = {(0, self.world_size)} if self.world_size > 1 else set()
-        blocks |= {
-            (node * self.ranks_per_node + a, node * self.ranks_per_node + b)
-            for node in range(self.nodes)
-            for a, b in _aligned_ranges(self.ranks_per_node)
-        }
-        blocks |= {
-            (a * self.ranks_per_node, b * self.ranks_per_node)
-            for a, b in _aligned_ranges(self.nodes)
-        }
+        """Yield the rank ranges [start, stop) that deserve a process group of their own, widest
+        first.
+
+        They are aligned powers of two of two ranks and more, inside a node and then of whole
+        nodes, each node and the world. Their number is below `world_size`.
+        """
+        per_node = self.ranks_per_node
+        blocks: set[tuple[int, int]] = set()
+        if self.world_size > 1:
+            blocks.add((0, self.world_size))
+        for node in range(self.nodes):
+            for start, stop in _aligned_ranges(per_node):
+                blocks.add((node * per_node + start, node * per_node + stop))
+        for start, stop in _aligned_ranges(self.nodes):
+            blocks.add((start * per_node, stop * per_node))
         yield from sorted(blocks, key=lambda block: (block[0] - block[1], block))
 
 
 def _aligned_ranges(count: int) -> Iterator[tuple[int, int]]:
-    """[k*w, (k+1)*w) inside [0, count) for every power of two w >= 2, and [0, count) itself when
-    it holds two."""
+    """Yield [k*w, (k+1)*w) inside [0, count) for every power of two w >= 2, and [0, count) itself
+    when it holds two."""
     if count >= 2:
         yield 0, count
     width = 2

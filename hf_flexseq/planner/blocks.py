@@ -17,87 +17,107 @@ from numpy.typing import NDArray
 from hf_flexseq.cost import Int64Array
 from hf_flexseq.topology import Topology
 
-ALL_RANGES = 8  # ranks
+# Most ranks for which all ranges are blocks.
+ALL_RANGES = 8
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Blocks:
-    """Arrays over B rank ranges; block r < W is rank r alone.
-
-    start, stop: [B] ranks. shapes: the distinct (degree, spans nodes), ascending; the first is one
-    rank alone. shape_of: [B] index into `shapes`. inside, around, crossing: [B, B], whether the
-    second block lies inside the first or equals it, contains it and is larger, or partly overlaps
-    it. overlap: whether any two blocks do that. ranks: the ranks of all blocks, one block after
-    the other. first: [B] where each block's begin in `ranks`.
-    """
+    """Arrays over B rank ranges, narrow ones first; block r < W is rank r alone."""
 
     start: Int64Array
+    """[B] First rank."""
     stop: Int64Array
+    """[B] First rank behind the block."""
     shapes: tuple[tuple[int, bool], ...]
+    """Distinct (degree, spans nodes), ascending; the first is one rank alone."""
     shape_of: Int64Array
+    """[B] Index in `shapes`."""
     inside: NDArray[np.bool_]
+    """[B, B] Whether the second block lies inside the first or equals it."""
     around: NDArray[np.bool_]
+    """[B, B] Whether the second block contains the first and is larger."""
     crossing: NDArray[np.bool_]
+    """[B, B] Whether the second block partly overlaps the first."""
     overlap: bool
+    """Whether any two blocks partly overlap."""
     ranks: Int64Array
+    """The ranks of all blocks, one block after the other."""
     first: Int64Array
+    """[B] Index in `ranks` of the block's first rank."""
 
     def index(self, start: int, stop: int) -> int:
-        """The block of these ranks."""
+        """Return the index of the block of ranks [start, stop)."""
         return int(np.flatnonzero((self.start == start) & (self.stop == stop))[0])
 
 
 def blocks_of(topology: Topology) -> Blocks:
-    """The blocks of `topology`, narrow ones first."""
-    world = topology.world_size
-    if world <= ALL_RANGES:
-        ranges = {
-            (a, b) for a in range(world) for b in range(a + 1, world + 1) if topology.allows(a, b)
-        }
+    """Return the blocks of `topology`."""
+    if topology.world_size <= ALL_RANGES:
+        ranges = _all_ranges(topology)
     else:
         ranges = tree_ranges(topology)
-    ordered = sorted(ranges, key=lambda r: (r[1] - r[0], r))
-    shape = {(a, b): (b - a, topology.spans_nodes(a, b)) for a, b in ordered}
-    shapes = sorted(set(shape.values()))
-    start, stop = np.array(ordered, dtype=np.int64).T
+    ordered = sorted(ranges, key=lambda block: (block[1] - block[0], block))
+    # 1. shapes
+    block_shapes = []
+    for first, behind in ordered:
+        block_shapes.append((behind - first, topology.spans_nodes(first, behind)))
+    shapes = sorted(set(block_shapes))
+    # 2. how any two blocks lie to each other, [B, B] each
+    start, stop = np.array(ordered, dtype=np.int64).T  # [B] each
     inside = (start[:, None] <= start) & (stop <= stop[:, None])
     around = inside.T & ~inside
     disjoint = (stop <= start[:, None]) | (stop[:, None] <= start)
     crossing = ~(inside | around | disjoint)
+    # 3. the ranks of each block
+    sizes = stop - start
     return Blocks(
         start=start,
         stop=stop,
         shapes=tuple(shapes),
-        shape_of=np.array([shapes.index(shape[block]) for block in ordered]),
+        shape_of=np.array([shapes.index(shape) for shape in block_shapes]),
         inside=inside,
         around=around,
         crossing=crossing,
         overlap=bool(crossing.any()),
-        ranks=np.concatenate([np.arange(a, b) for a, b in ordered]),
-        first=np.cumsum(stop - start) - (stop - start),
+        ranks=np.concatenate([np.arange(first, behind) for first, behind in ordered]),
+        first=np.cumsum(sizes) - sizes,
     )
 
 
 def cuts(start: int, stop: int, topology: Topology) -> list[int]:
-    """Where the block [start, stop) divides into two blocks; of two cuts that give the same two
-    shapes the first."""
+    """Return the ranks at which the block [start, stop) divides into two blocks.
+
+    Of two cuts that give the same two shapes only the first is returned.
+    """
     if stop - start == 1:
         return []
     if topology.world_size > ALL_RANGES:
         return [_middle(start, stop, topology)]
     unit = _unit(start, stop, topology)
-    return list(range(start + unit, start + (stop - start) // unit // 2 * unit + 1, unit))
+    units = (stop - start) // unit
+    return [start + count * unit for count in range(1, units // 2 + 1)]
 
 
 def tree_ranges(topology: Topology) -> set[tuple[int, int]]:
-    """(start, stop) of the binary tree's nodes: any two of them are disjoint or nested."""
+    """Return (start, stop) of the binary tree's nodes: any two of them are disjoint or nested."""
     ranges: set[tuple[int, int]] = set()
     _halve(0, topology.world_size, topology, ranges)
     return ranges
 
 
+def _all_ranges(topology: Topology) -> set[tuple[int, int]]:
+    """Return (start, stop) of every range that may be a group."""
+    ranges = set()
+    for start in range(topology.world_size):
+        for stop in range(start + 1, topology.world_size + 1):
+            if topology.allows(start, stop):
+                ranges.add((start, stop))
+    return ranges
+
+
 def _halve(start: int, stop: int, topology: Topology, ranges: set[tuple[int, int]]) -> None:
-    """Add [start, stop) and its recursive halves, the first the wider one."""
+    """Add [start, stop) and its recursive halves to `ranges`; the first half is the wider one."""
     ranges.add((start, stop))
     if stop - start > 1:
         cut = _middle(start, stop, topology)
@@ -106,10 +126,12 @@ def _halve(start: int, stop: int, topology: Topology, ranges: set[tuple[int, int
 
 
 def _unit(start: int, stop: int, topology: Topology) -> int:
-    """Parts of a block have a multiple of so many ranks."""
+    """Return the number of ranks that the parts of a block are multiples of."""
     return topology.ranks_per_node if topology.spans_nodes(start, stop) else 1
 
 
 def _middle(start: int, stop: int, topology: Topology) -> int:
+    """Return the rank at which a block is halved."""
     unit = _unit(start, stop, topology)
-    return start + -(-(stop - start) // unit // 2) * unit
+    units = (stop - start) // unit
+    return start + -(-units // 2) * unit

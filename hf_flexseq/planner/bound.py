@@ -1,4 +1,4 @@
-"""What no plan can beat: every rank busy all the time at each sequence's cheapest degree.
+"""Seconds that no plan can beat: every rank busy all the time at each sequence's cheapest degree.
 
     bound = (sum over sequences of the least degree x time) / ranks + fewest micro-batches x
     constant
@@ -20,26 +20,35 @@ from hf_flexseq.topology import Topology
 def lower_bound_ns(
     lengths: Int64Array, topology: Topology, cost: CostModel, *, strategy: str, cap: int, sync: str
 ) -> int:
-    """Nanoseconds that no step on these sequences can undercut. Every sequence must fit on some
-    degree."""
+    """Return nanoseconds that no step on these sequences can undercut.
+
+    Every sequence must fit on some degree. lengths: [sequences] tokens. strategy: what groups of
+    two ranks and more may use. cap: most tokens of a rank in a micro-batch. sync: `lockstep` or
+    `free`.
+    """
     if not len(lengths):
         return 0
+    # 1. the cheapest device-nanoseconds of each sequence, [sequences]
     least = np.full(len(lengths), NEVER)
-    for degree, spans in shapes_of(topology):
-        ns, _ = cheapest(cost, lengths, (degree, spans), strategy)
-        fits = (-(-lengths // degree) <= cap) & (ns < NEVER)
-        least = np.minimum(least, np.where(fits, ns * degree, NEVER))
-    total: int = sum(least.tolist())
-    tokens, world = int(lengths.sum()), topology.world_size
+    for degree, spans_nodes in shapes_of(topology):
+        nanoseconds, _ = cheapest(cost, lengths, (degree, spans_nodes), strategy)
+        fits = (-(-lengths // degree) <= cap) & (nanoseconds < NEVER)
+        least = np.minimum(least, np.where(fits, nanoseconds * degree, NEVER))
+    area: int = sum(least.tolist())
+    # 2. spread over all ranks, with the constants of the fewest micro-batches
+    tokens = int(lengths.sum())
+    world = topology.world_size
     if sync == "free":
         started = max(world, -(-tokens // cap))  # (rank, micro-batch) pairs
-        return -(-(total + started * cost.micro_batch_ns) // world)
-    return -(-total // world) + -(-tokens // (cap * world)) * cost.micro_batch_ns
+        return -(-(area + started * cost.micro_batch_ns) // world)
+    fewest = -(-tokens // (cap * world))
+    return -(-area // world) + fewest * cost.micro_batch_ns
 
 
 def shapes_of(topology: Topology) -> list[tuple[int, bool]]:
-    """Every (degree, spans nodes) a group can have: a part of one node, or whole nodes."""
-    inside = [(degree, False) for degree in range(1, topology.ranks_per_node + 1)]
-    return inside + [
-        (nodes * topology.ranks_per_node, True) for nodes in range(2, topology.nodes + 1)
-    ]
+    """Return every (degree, spans nodes) a group can have, ascending by degree: a part of one
+    node, or whole nodes."""
+    shapes = [(degree, False) for degree in range(1, topology.ranks_per_node + 1)]
+    for nodes in range(2, topology.nodes + 1):
+        shapes.append((nodes * topology.ranks_per_node, True))
+    return shapes

@@ -1,13 +1,12 @@
 """The order of a step's micro-batches: those whose ranks communicate most come first.
 
-In lockstep it makes no difference to the sum. Ranks that meet only in their groups wait in each of
-these for the one that had more to do alone before; what they do alone comes last, where such
-differences cancel out. And gradients are reduced while the last micro-batch computes, best on a
-link that it leaves alone.
+In lockstep the order makes no difference to the sum. Ranks that meet only in their groups wait in
+each of these for the one that had more to do alone before; what they do alone comes last, where
+such differences cancel out. And gradients are reduced while the last micro-batch computes, best on
+a link that it leaves alone.
 """
 
 from collections.abc import Sequence
-from operator import itemgetter
 
 from hf_flexseq.cost import CostModel, step_ns
 from hf_flexseq.plan import MicroBatch
@@ -22,20 +21,38 @@ def best_order(
     *,
     sync: str,
 ) -> tuple[int, tuple[MicroBatch, ...]]:
-    """Nanoseconds of the step, and the micro-batches with quiet ones last; or as they come, where
-    the cost model says that this is faster."""
+    """Return the nanoseconds of the step, and its micro-batches in the best order.
+
+    Micro-batches that communicate least come last, unless the ranks are free and the cost model
+    says that the given order is faster. lengths: tokens of every sequence, by sequence id.
+    """
     given = tuple(micro_batches)
-    quiet_last = tuple(sorted(given, key=lambda micro_batch: _quietness(micro_batch, lengths)))
-    orders = (quiet_last,) if sync == "lockstep" else dict.fromkeys((quiet_last, given))
-    timed = ((step_ns(cost, made, lengths, topology, sync=sync), made) for made in orders)
-    return min(timed, key=itemgetter(0))
+    ordered = tuple(sorted(given, key=lambda micro_batch: _communication(micro_batch, lengths)))
+    nanoseconds = step_ns(cost, ordered, lengths, topology, sync=sync)
+    if sync == "lockstep" or ordered == given:
+        return nanoseconds, ordered
+    given_ns = step_ns(cost, given, lengths, topology, sync=sync)
+    if given_ns < nanoseconds:
+        return given_ns, given
+    return nanoseconds, ordered
 
 
-def _quietness(micro_batch: MicroBatch, lengths: Sequence[int]) -> tuple[bool, int, float, int]:
-    """Remapping is loudest, since it moves tokens over all ranks; narrow groups are quieter than
-    wide ones, fewer tokens in the widest than more; of those alike the one with most tokens has
-    most to hide a reduction under."""
+def _communication(
+    micro_batch: MicroBatch, lengths: Sequence[int]
+) -> tuple[bool, int, float, int]:
+    """Return a key that sorts micro-batches by falling communication.
+
+    1. A remapped micro-batch moves tokens over all ranks.
+    2. Wide groups communicate more than narrow ones.
+    3. A larger share of the tokens in the widest groups means more communication.
+    4. Of equal ones the micro-batch with most tokens comes last: it has most to hide a reduction
+       of gradients under.
+    """
     widest = micro_batch.groups[0].degree
-    tokens = sum(group.tokens(lengths) for group in micro_batch.groups)
-    shared = sum(group.tokens(lengths) for group in micro_batch.groups if group.degree == widest)
-    return not micro_batch.remap, -widest, -shared / tokens, tokens
+    tokens = 0
+    widest_tokens = 0
+    for group in micro_batch.groups:
+        tokens += group.tokens(lengths)
+        if group.degree == widest:
+            widest_tokens += group.tokens(lengths)
+    return not micro_batch.remap, -widest, -widest_tokens / tokens, tokens

@@ -5,6 +5,7 @@ long ones" are a prefix. Columns are the shapes of groups that the blocks offer:
 whether it spans nodes.
 """
 
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -15,44 +16,52 @@ from hf_flexseq.plan import Group, MicroBatch, widest_first
 from hf_flexseq.planner.blocks import Blocks, blocks_of
 from hf_flexseq.topology import Topology
 
-NEVER = 2**60  # nanoseconds or tokens of what is not possible; four of them still fit 64 bits
+# Nanoseconds or tokens of what is not possible; four of them still fit 64 bits.
+NEVER = 2**60
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Problem:
-    """K sequences, longest first, on W ranks.
-
-    ids: [K] the sequences' ids. lengths: [K] tokens. cap: most tokens of a rank in a micro-batch.
-    times: [K, shapes] nanoseconds, NEVER where a sequence does not fit. needs: [K, shapes] tokens
-    per rank, likewise. first_fit: [K] the narrowest block that each sequence fits; no narrower one
-    has memory for it. strategies: the names that groups of two ranks and more may use. cheapest:
-    [K, shapes] index of the cheapest one. latency: [shapes] nanoseconds of a group beside its
-    sequences, where they are not charged for it. least_area: [K] the cheapest device-nanoseconds.
-    constant: nanoseconds of a micro-batch, whatever is in it. free: whether ranks meet only in
-    their groups, so that their clocks run on from micro-batch to micro-batch.
-    """
+    """K sequences, longest first, on W ranks; S shapes of groups, as in `Blocks.shapes`."""
 
     topology: Topology
+    """The ranks and their nodes."""
     blocks: Blocks
+    """The rank ranges that groups may have."""
     ids: Int64Array
+    """[K] Ids of the sequences."""
     lengths: Int64Array
+    """[K] Tokens of the sequences."""
     cap: int
+    """Most tokens of a rank in a micro-batch."""
     times: Int64Array
+    """[K, S] Nanoseconds of a sequence; NEVER where it does not fit."""
     needs: Int64Array
+    """[K, S] Tokens per rank of a sequence; NEVER where it does not fit."""
     first_fit: Int64Array
+    """[K] Index of the narrowest block that a sequence fits; no narrower one has memory for it."""
     strategies: tuple[str, ...]
+    """Names of the strategies that groups of two ranks and more may use."""
     cheapest: Int64Array
+    """[K, S] Index in `strategies` of the cheapest one."""
     latency: Int64Array
+    """[S] Nanoseconds of a group beside its sequences, where they are not charged for it."""
     least_area: Int64Array
+    """[K] Cheapest device-nanoseconds of a sequence."""
     constant: int
+    """Nanoseconds of a micro-batch, whatever is in it."""
     free: bool
+    """Whether ranks meet only in their groups, so that their clocks run on from micro-batch to
+    micro-batch."""
 
     @property
     def world(self) -> int:
+        """Number of ranks, W."""
         return self.topology.world_size
 
     @property
     def fewest_micro_batches(self) -> int:
+        """Micro-batches that all tokens need at least."""
         return -(-int(self.lengths.sum()) // (self.cap * self.world))
 
 
@@ -66,21 +75,33 @@ def make_problem(
     sync: str,
     charged: bool = False,
 ) -> Problem:
-    """The tables of `lengths` when groups of two ranks and more may use what `strategy` allows.
+    """Return the tables of some sequences.
 
-    charged: count the latency of a group in the time of each of its sequences. It is paid once a
-    group: that is too much for groups of several, and otherwise most searches count too little.
+    lengths: tokens of every sequence, by sequence id. strategy: what groups of two ranks and more
+    may use. cap: most tokens of a rank in a micro-batch. charged: whether the latency of a group
+    counts in the time of each of its sequences. It is paid once a group: that is too much for
+    groups of several, and otherwise most searches count too little.
     """
-    ids = np.array(sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)), dtype=np.int64)
-    tokens = np.array([lengths[i] for i in ids], dtype=np.int64)
+    # 1. the sequences, [K] each
+    order = sorted(range(len(lengths)), key=lambda i: (-lengths[i], i))
+    ids = np.array(order, dtype=np.int64)
+    tokens = np.array([lengths[i] for i in order], dtype=np.int64)
+    # 2. what each takes on each shape, [K, S] each
     blocks = blocks_of(topology)
+    times_by_shape = []
+    names_by_shape = []
+    for shape in blocks.shapes:
+        shape_times, shape_names = cheapest(cost, tokens, shape, strategy)
+        times_by_shape.append(shape_times)
+        names_by_shape.append(shape_names)
+    times = np.stack(times_by_shape, axis=1)
     degrees = np.array([degree for degree, _ in blocks.shapes])
-    columns = [cheapest(cost, tokens, shape, strategy) for shape in blocks.shapes]
     needs = -(-tokens[:, None] // degrees)
-    times, names = (np.stack(column, axis=1) for column in zip(*columns, strict=True))
-    latency = np.array([cost.latency_ns(degree) for degree in degrees.tolist()])
+    # 3. where each fits, [K, S]
     fits = (needs <= cap) & (times < NEVER)
+    latency = np.array([cost.latency_ns(degree) for degree in degrees.tolist()])
     times = np.where(fits, times + latency * charged, NEVER)
+    area = np.where(fits, times * np.where(fits, degrees, 1), NEVER)
     return Problem(
         topology=topology,
         blocks=blocks,
@@ -92,9 +113,9 @@ def make_problem(
         needs=np.where(fits, needs, NEVER),
         first_fit=np.searchsorted(blocks.shape_of, fits.argmax(axis=1)),
         strategies=cost.strategies(strategy),
-        cheapest=names,
+        cheapest=np.stack(names_by_shape, axis=1),
         latency=latency * (not charged),
-        least_area=np.where(fits, times * np.where(fits, degrees, 1), NEVER).min(axis=1),
+        least_area=area.min(axis=1),
         constant=cost.micro_batch_ns,
         free=sync == "free",
     )
@@ -103,49 +124,52 @@ def make_problem(
 def cheapest(
     cost: CostModel, lengths: Int64Array, shape: tuple[int, bool], strategy: str
 ) -> tuple[Int64Array, Int64Array]:
-    """Nanoseconds of the cheapest allowed strategy for each of `lengths` on a group of `shape`,
-    and its index in `cost.strategies`. NEVER where no strategy is allowed.
+    """Return for each sequence the nanoseconds of its cheapest allowed strategy on a group, and
+    the index of that strategy in `cost.strategies`: two arrays, [sequences].
+
+    The nanoseconds are NEVER where no strategy is allowed. lengths: [sequences] tokens. shape:
+    degree, and whether it spans nodes. strategy: what groups of two ranks and more may use.
     """
-    degree, spans = shape
+    degree, spans_nodes = shape
     names = ("local",) if degree == 1 else cost.strategies(strategy)
     if not names:
         return np.full(len(lengths), NEVER), np.zeros(len(lengths), dtype=np.int64)
-    options = np.stack([cost.sequences_ns(lengths, degree, name, spans) for name in names])
-    return options.min(axis=0), options.argmin(axis=0)
+    options = [cost.sequences_ns(lengths, degree, name, spans_nodes) for name in names]
+    nanoseconds = np.stack(options)  # [strategies, sequences]
+    return nanoseconds.min(axis=0), nanoseconds.argmin(axis=0)
 
 
 def micro_batches_of(
     problem: Problem, where: Sequence[int], batches: Sequence[int]
 ) -> tuple[MicroBatch, ...]:
-    """The micro-batches in which row k of the problem stands on block where[k] in micro-batch
-    batches[k].
+    """Return the micro-batches of a solution.
 
     Sequences of a block that differ in strategy make one group each. Micro-batches without
-    sequences are left out.
+    sequences are left out. where: [K] block of each row of the problem. batches: [K] micro-batch
+    of each row.
     """
-    blocks, ids, world = problem.blocks, problem.ids.tolist(), problem.world
-    start, stop = blocks.start.tolist(), blocks.stop.tolist()
-    cheapest = problem.cheapest[np.arange(len(where)), blocks.shape_of[list(where)]].tolist()
-    members: dict[int, dict[tuple[int, str], list[int]]] = {}
+    blocks = problem.blocks
+    ids = problem.ids.tolist()
+    shapes = blocks.shape_of[list(where)]  # [K]
+    strategies = problem.cheapest[np.arange(len(where)), shapes].tolist()
+    # 1. the sequences of each group: members[micro-batch][block, strategy]
+    members: dict[int, dict[tuple[int, str], list[int]]] = defaultdict(lambda: defaultdict(list))
     for row, (block, batch) in enumerate(zip(where, batches, strict=True)):
-        name = "local" if block < world else problem.strategies[cheapest[row]]
-        members.setdefault(batch, {}).setdefault((block, name), []).append(ids[row])
-
-    def group(block: int, name: str, sequences: list[int]) -> Group:
-        return Group(
-            ranks=tuple(range(start[block], stop[block])),
-            sequences=tuple(sorted(sequences)),
-            strategy=name,
-        )
-
-    return tuple(
-        MicroBatch(
-            groups=widest_first(
-                [
-                    group(block, name, held)
-                    for (block, name), held in sorted(members[batch].items())
-                ]
+        alone = block < problem.world
+        name = "local" if alone else problem.strategies[strategies[row]]
+        members[batch][block, name].append(ids[row])
+    # 2. the groups of each micro-batch
+    start = blocks.start.tolist()
+    stop = blocks.stop.tolist()
+    micro_batches = []
+    for _, groups_of_batch in sorted(members.items()):
+        groups = []
+        for (block, name), sequences in sorted(groups_of_batch.items()):
+            group = Group(
+                ranks=tuple(range(start[block], stop[block])),
+                sequences=tuple(sorted(sequences)),
+                strategy=name,
             )
-        )
-        for batch in sorted(members)
-    )
+            groups.append(group)
+        micro_batches.append(MicroBatch(groups=widest_first(groups)))
+    return tuple(micro_batches)

@@ -31,31 +31,36 @@ def static_micro_batches(
     strategy: str,
     cap: int,
 ) -> tuple[MicroBatch, ...]:
-    """The micro-batches of one-degree groups. Every sequence must fit on `degree` ranks; see
-    `check_degree`."""
-    order = sorted(range(len(lengths)), key=lambda i: (-lengths[i], i))
-    ordered = np.array([lengths[i] for i in order], dtype=np.int64)
-    starts = range(0, topology.world_size, degree)
-    times = cheapest(cost, ordered, (degree, topology.spans_nodes(0, degree)), strategy)[
-        0
-    ].tolist()
-    packed = best_fit(ordered.tolist(), cap * degree)
-    groups = -(-len(packed) // len(starts)) * len(starts)
-    bins = least_loaded(ordered.tolist(), times, groups, cap * degree) or packed
+    """Return micro-batches of groups of `degree` ranks.
+
+    Every sequence must fit on `degree` ranks; see `check_degree`. lengths: tokens of every
+    sequence, by sequence id. strategy: what groups of two ranks and more may use. cap: most tokens
+    of a rank in a micro-batch.
+    """
+    starts = range(0, topology.world_size, degree)  # the first rank of each group
+    room = cap * degree  # tokens of a group
+    # Rows are sequences, longest first.
+    row2id = sorted(range(len(lengths)), key=lambda i: (-lengths[i], i))
+    tokens = [lengths[i] for i in row2id]
+    shape = degree, topology.spans_nodes(0, degree)
+    nanoseconds, _ = cheapest(cost, np.array(tokens, dtype=np.int64), shape, strategy)
+    times = nanoseconds.tolist()
+    # 1. as few groups as possible
+    packed = best_fit(tokens, room)
+    count = -(-len(packed) // len(starts)) * len(starts)
+    # 2. the same groups, more even
+    bins = least_loaded(tokens, times, count, room) or packed
+    # 3. groups of similar time in one micro-batch
     bins.sort(key=lambda rows: -sum(times[row] for row in rows))
-    return tuple(
-        MicroBatch(
-            groups=tuple(
-                one_strategy_group(
-                    range(start, start + degree),
-                    [order[row] for row in rows],
-                    (lengths, topology, cost, strategy),
-                )
-                for start, rows in zip(starts, bins[first : first + len(starts)], strict=False)
-            )
-        )
-        for first in range(0, len(bins), len(starts))
-    )
+    scoring = (lengths, topology, cost, strategy)
+    micro_batches = []
+    for first in range(0, len(bins), len(starts)):
+        groups = []
+        for start, rows in zip(starts, bins[first : first + len(starts)], strict=False):
+            ids = [row2id[row] for row in rows]
+            groups.append(one_strategy_group(range(start, start + degree), ids, scoring))
+        micro_batches.append(MicroBatch(groups=tuple(groups)))
+    return tuple(micro_batches)
 
 
 def check_degree(degree: int, topology: Topology) -> None:
@@ -66,39 +71,51 @@ def check_degree(degree: int, topology: Topology) -> None:
     if not all(topology.allows(start, start + degree) for start in range(0, world, degree)):
         raise ValueError(
             f"sp_degree={degree}: groups must lie inside a node of {topology.ranks_per_node} "
-            f"ranks or be made of "
-            "whole nodes; choose a divisor or a multiple of that"
+            "ranks or be made of whole nodes; choose a divisor or a multiple of that"
         )
 
 
 def static_degrees(topology: Topology) -> list[int]:
-    """The degrees that `check_degree` accepts, ascending."""
-    world, node = topology.world_size, topology.ranks_per_node
-    return [d for d in range(1, world + 1) if world % d == 0 and (node % d == 0 or d % node == 0)]
+    """Return the degrees that `check_degree` accepts, ascending."""
+    world = topology.world_size
+    node = topology.ranks_per_node
+    degrees = []
+    for degree in range(1, world + 1):
+        inside_or_whole = node % degree == 0 or degree % node == 0
+        if world % degree == 0 and inside_or_whole:
+            degrees.append(degree)
+    return degrees
 
 
 def best_fit(lengths: list[int], room: int) -> list[list[int]]:
-    """Rows of `lengths`, longest first, each in the bin it fills best."""
+    """Return bins of rows, each row in the bin it fills best.
+
+    lengths: tokens of each row, longest first. room: tokens of a bin.
+    """
     bins: list[list[int]] = []
-    left: list[tuple[int, int]] = []  # (tokens left, bin), ascending
+    rooms: list[tuple[int, int]] = []  # (tokens left, bin), ascending
     for row, length in enumerate(lengths):
-        at = bisect_left(left, (length, -1))
-        if at < len(left):
-            free, index = left.pop(at)
+        fullest = bisect_left(rooms, (length, -1))  # the least room that is enough
+        if fullest < len(rooms):
+            left, index = rooms.pop(fullest)
         else:
-            free, index = room, len(bins)
+            left = room
+            index = len(bins)
             bins.append([])
         bins[index].append(row)
-        insort(left, (free - length, index))
+        insort(rooms, (left - length, index))
     return bins
 
 
 def least_loaded(lengths: list[int], times: list[int], count: int, room: int) -> list[list[int]]:
-    """Rows, longest first, each in the least loaded of `count` bins with room; no bins at all when
-    one has none."""
+    """Return at most `count` bins of rows, each row in the least loaded bin with room; no bins at
+    all when a row finds none.
+
+    lengths, times: tokens and nanoseconds of each row, longest first. room: tokens of a bin.
+    """
     bins: list[list[int]] = [[] for _ in range(count)]
-    left = [room] * count
-    heap = [(0, index) for index in range(count)]
+    left = [room] * count  # tokens
+    heap = [(0, index) for index in range(count)]  # (nanoseconds, bin)
     for row, length in enumerate(lengths):
         full = []
         while heap and left[heap[0][1]] < length:
@@ -117,15 +134,22 @@ def least_loaded(lengths: list[int], times: list[int], count: int, room: int) ->
 def one_strategy_group(
     ranks: range, ids: list[int], scoring: tuple[Sequence[int], Topology, CostModel, str]
 ) -> Group:
-    """A group whose strategy is the cheapest one for its sequences together.
+    """Return a group whose strategy is the cheapest one for its sequences together.
 
-    scoring: lengths, topology, cost model and what groups of two ranks and more may use.
+    scoring: tokens of every sequence, topology, cost model, and what groups of two ranks and more
+    may use.
     """
     lengths, topology, cost, strategy = scoring
-    names = ("local",) if len(ranks) == 1 else cost.strategies(strategy)
-    members: Int64Array = np.array([lengths[i] for i in ids], dtype=np.int64)
-    spans = topology.spans_nodes(ranks.start, ranks.stop)
-    totals = [int(cost.sequences_ns(members, len(ranks), name, spans).sum()) for name in names]
+    degree = len(ranks)
+    names = ("local",) if degree == 1 else cost.strategies(strategy)
+    tokens: Int64Array = np.array([lengths[i] for i in ids], dtype=np.int64)
+    spans_nodes = topology.spans_nodes(ranks.start, ranks.stop)
+
+    def total_ns(name: str) -> int:
+        return int(cost.sequences_ns(tokens, degree, name, spans_nodes).sum())
+
     return Group(
-        ranks=tuple(ranks), sequences=tuple(sorted(ids)), strategy=names[totals.index(min(totals))]
+        ranks=tuple(ranks),
+        sequences=tuple(sorted(ids)),
+        strategy=min(names, key=total_ns),  # of equal ones the first
     )
