@@ -13,7 +13,9 @@ from hf_flexseq.plan import Plan
 # What a pipeline's stages compute.
 ACTION_KINDS = ("forward", "backward", "input gradient", "weight gradient")
 
+# What a rank does one after the other.
 MAIN_KINDS = ("compute", "transfer", "constant", "wait", *ACTION_KINDS)
+# All kinds; an overlapped event stands beside the main lane.
 KINDS = (*MAIN_KINDS, "overlapped")
 
 
@@ -88,10 +90,12 @@ class Recorder:
     """Collects the events of a step, rank by rank; gaps on the main lane become waiting."""
 
     def __init__(self, world_size: int) -> None:
+        # [world_size] The events of each rank: one after the other, and beside those.
         self._main: list[list[Event]] = [[] for _ in range(world_size)]
         self._beside: list[list[Event]] = [[] for _ in range(world_size)]
+        # [world_size] The changes of each rank's memory.
         self._memory: list[list[Memory]] = [[] for _ in range(world_size)]
-        self._starts: list[int] = []
+        self._starts: list[int] = []  # of each micro-batch
 
     def begin_micro_batch(self, at: int) -> None:
         """Begin a micro-batch: events that are added from now on belong to it."""
@@ -185,6 +189,7 @@ def sketch(plan: Plan, world_size: int, measured_s: Sequence[float] | None = Non
         if measured_s is not None:
             duration = round(measured_s[index] * 1e9)
         recorder.begin_micro_batch(now)
+        # A rank works in its groups one after the other, widest first.
         tokens = [0] * world_size  # of each rank in the groups so far
         for group_index, group in enumerate(micro_batch.groups):
             before = tokens[group.start : group.stop]

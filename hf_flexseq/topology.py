@@ -53,6 +53,7 @@ class Topology:
         nodes."""
         if not 0 <= start < stop <= self.world_size:
             return False
+        # Half of one node and half of the next would share links that no cost model prices.
         whole_nodes = start % self.ranks_per_node == 0 and stop % self.ranks_per_node == 0
         return whole_nodes or not self.spans_nodes(start, stop)
 
@@ -64,6 +65,7 @@ class Topology:
         nodes, each node and the world. Their number is below `world_size`.
         """
         per_node = self.ranks_per_node
+        # A set, since a range may be found twice: a single node is the world.
         blocks: set[tuple[int, int]] = set()
         if self.world_size > 1:
             blocks.add((0, self.world_size))

@@ -39,7 +39,10 @@ from typing import Any, NamedTuple
 from hf_flexseq.plan.records import Record
 from hf_flexseq.plan.shard import Slice
 
+# Forward, whole backward, gradient of the input, gradient of the weights.
 KINDS = ("F", "B", "I", "W")
+
+# stage, kind, unit, chunk: 2F0.1
 _TEXT = re.compile(r"(\d+)([FBIW])(\d+)\.(\d+)")
 
 
@@ -211,7 +214,7 @@ def _chunk_record(chunk: Chunk) -> dict[str, Any]:
 
 def _chunk(record: dict[str, Any]) -> Chunk:
     slices = []
-    for sequence, start, stop in record["slices"]:
+    for sequence, start, stop in record["slices"]:  # three ints each
         slices.append(Slice(sequence=sequence, start=start, stop=stop))
     return Chunk(unit=record["unit"], index=record["index"], slices=tuple(slices))
 
@@ -221,6 +224,7 @@ def _chunk(record: dict[str, Any]) -> Chunk:
 
 def _check_chunks(plan: PipelinePlan) -> None:
     """Raise ValueError unless the chunks hold every token once, in the order of their names."""
+    # 1. names are without gaps
     names = [(chunk.unit, chunk.index) for chunk in plan.chunks]
     sizes = _unit_sizes(plan.chunks)
     wanted = []
@@ -228,12 +232,14 @@ def _check_chunks(plan: PipelinePlan) -> None:
         wanted += [(unit, index) for index in range(sizes.get(unit, 0))]
     if names != wanted:
         raise ValueError("chunks must be numbered unit by unit: 0.0, 0.1, ..., 1.0, ...")
+    # 2. every chunk goes on where those before it ended
     reached = [0] * len(plan.lengths)  # tokens of each sequence in the chunks so far
     before: Chunk | None = None
     for chunk in plan.chunks:
         _check_slices(chunk, plan, reached)
         _check_cut(chunk, before, plan)
         before = chunk
+    # 3. no token is left
     for sequence, (length, stop) in enumerate(zip(plan.lengths, reached, strict=True)):
         if stop != length:
             raise ValueError(
@@ -275,7 +281,7 @@ def _check_cut(chunk: Chunk, before: Chunk | None, plan: PipelinePlan) -> None:
             f"{name}: a cut sequence begins in chunk 0 of its unit and goes on in the others"
         )
     if cut is None or chunk.index == 0 or before is None:
-        return
+        return  # nothing to go on from
     if before.slices[0].sequence != cut.sequence:
         raise ValueError(f"{name}: sequence {cut.sequence} does not go on from the chunk before")
 
@@ -315,6 +321,7 @@ class _Progress:
 def _check_rank(plan: PipelinePlan, rank: int, actions: Iterable[Action]) -> None:
     """Raise ValueError, naming the action, unless `rank` runs every chunk on all of its stages."""
     sizes = _unit_sizes(plan.chunks)
+    # Stages of a rank are `ranks` apart; each has a progress of its own.
     stages = {stage: _Progress() for stage in range(rank, plan.stages, plan.ranks)}
     for action in actions:
         if action.stage not in stages:
@@ -358,14 +365,14 @@ def _advance_weights(progress: _Progress, action: Action) -> str:
 
 def _advance_backward(progress: _Progress, action: Action, size: int) -> str:
     unit = action.unit
-    due = size - 1 - progress.backwards[unit]
+    due = size - 1 - progress.backwards[unit]  # backwards descend
     if progress.forwards[unit] < size or action.chunk != due:
         return f"backwards of a unit begin after its {size} forwards and descend, {due} comes next"
     if action.kind == "B" and progress.owed[unit]:
         return f"the weight gradients of {progress.owed[unit]} come before this one's"
     progress.backwards[unit] += 1
     if action.kind == "I":
-        progress.owed[unit].append(action.chunk)
+        progress.owed[unit].append(action.chunk)  # its W comes later
     return ""
 
 

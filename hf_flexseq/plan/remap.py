@@ -98,6 +98,7 @@ def _matched(ranks: range, surplus: list[int], deficit: list[int]) -> list[Move]
 
 def moved_tokens(moves: Sequence[Move], topology: Topology) -> tuple[int, int]:
     """Return the most tokens a rank gives away or gets: (inside its node, between nodes)."""
+    # [world_size] tokens by whether they cross nodes
     sent = {False: [0] * topology.world_size, True: [0] * topology.world_size}
     received = {False: [0] * topology.world_size, True: [0] * topology.world_size}
     for move in moves:

@@ -98,6 +98,7 @@ class StepPlan(Record):
             raise ValueError(
                 f"{len(self.plans)} plans for {len(self.members)} replicas: give each its own"
             )
+        # Each replica's plan is for its own sequences, counted from 0.
         for replica, (ids, plan) in enumerate(zip(self.members, self.plans, strict=True)):
             lengths = tuple(self.lengths[sequence] for sequence in ids)
             if plan.lengths != lengths:

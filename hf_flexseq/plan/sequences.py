@@ -20,7 +20,16 @@ from typing import Any
 
 from hf_flexseq.plan.records import Record, notes_of
 
-STRATEGIES = ("local", "ulysses", "zigzag", "balanced", "allgather", "hybrid")
+# How the ranks of a group share the attention of a sequence. attention/ runs them, plan/shard.py
+# says which tokens each rank holds.
+STRATEGIES = (
+    "local",  # one rank, no sharing
+    "ulysses",  # tokens are exchanged for heads: each rank attends with some heads to all tokens
+    "zigzag",  # a ring: keys and values go round, each rank has a front and a back chunk
+    "balanced",  # LightSeq's ring: ranks that are done help those with more keys to see
+    "allgather",  # keys and values of all chunks first, then one kernel call
+    "hybrid",  # Ulysses inside nodes, a ring across them
+)
 
 
 class PlanInfeasible(ValueError):
@@ -218,6 +227,7 @@ def _check_coverage(plan: Plan) -> None:
     for micro_batch in plan.micro_batches:
         for group in micro_batch.groups:
             placed.update(group.sequences)
+    # Messages name the ids, since a planner's mistake is found by its sequences.
     wanted = set(range(len(plan.lengths)))
     missing = sorted(wanted - set(placed))
     repeated = sorted(sequence for sequence, count in placed.items() if count > 1)
@@ -239,10 +249,10 @@ def _check_laminar(micro_batch: MicroBatch, where: str) -> None:
     degrees = [group.degree for group in micro_batch.groups]
     if degrees != sorted(degrees, reverse=True):
         raise ValueError(f"{where}: groups must stand widest first, got degrees {degrees}")
-    open_stops: list[int] = []
+    open_stops: list[int] = []  # where each open group ends, the innermost last
     for group in sorted(micro_batch.groups, key=lambda group: (group.start, -group.stop)):
         while open_stops and open_stops[-1] <= group.start:
-            open_stops.pop()
+            open_stops.pop()  # ended before this group begins
         if open_stops and group.stop > open_stops[-1]:
             raise ValueError(
                 f"{where}: ranks {group.start}..{group.stop - 1} partly overlap another group"

@@ -100,8 +100,8 @@ def make_plan(
         where that is faster, in lockstep; "off" never does.
     routing: bytes of a token's queries, and of its keys and values, in one layer; also as a
         mapping, {"queries": ..., "keys": ...}. Given, and with several nodes, the plan's notes say
-        what of it is routed. It decides nothing else, and finding it out takes time: give it for
-        the steps whose notes are read.
+        what of it is routed. It decides nothing, and finding it out takes a fifth of the planning
+        time of plans with many rings: give it for the steps whose notes are read.
 
     Raises ValueError for arguments without meaning, and PlanInfeasible when a sequence fits
     nowhere.

@@ -27,10 +27,11 @@ def best_order(
     says that the given order is faster. lengths: tokens of every sequence, by sequence id.
     """
     given = tuple(micro_batches)
+    # sorted() is stable: equal micro-batches stay in the planner's order
     ordered = tuple(sorted(given, key=lambda micro_batch: _communication(micro_batch, lengths)))
     nanoseconds = step_ns(cost, ordered, lengths, topology, sync=sync)
     if sync == "lockstep" or ordered == given:
-        return nanoseconds, ordered
+        return nanoseconds, ordered  # every order of lockstep micro-batches takes as long
     given_ns = step_ns(cost, given, lengths, topology, sync=sync)
     if given_ns < nanoseconds:
         return given_ns, given
