@@ -151,7 +151,7 @@ def remap(world: Communicator, links: NicFigures, asked: argparse.Namespace) -> 
         for over in (links, None)
     ]
     x = torch.zeros(rows * width if world.rank == 0 else 0, 1, HEAD_DIM)
-    return compared(*(partial(way.to_even, (x,)) for way in ways), asked.rounds)
+    return compared(*(partial(way.attention_to_linear, (x,)) for way in ways), asked.rounds)
 
 
 def gather(world: Communicator, links: NicFigures, asked: argparse.Namespace) -> str:
@@ -167,7 +167,7 @@ def gather(world: Communicator, links: NicFigures, asked: argparse.Namespace) ->
         straight = AllGatherZone(zone, channel, kernel, CPU)
     for made in (relayed, straight):
         # what is done with the keys once they are here is no transfer
-        made.gathered = torch.arange(0)
+        made.key_rows = torch.arange(0)
     kv = torch.zeros(zone.stop, 2, 1, HEAD_DIM)
 
     def gathered(zone: AllGatherZone) -> None:

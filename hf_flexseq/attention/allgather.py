@@ -3,202 +3,276 @@
     keys, values  --gather by need-->  tokens 0..stop of each of this rank's chunks  --kernel-->
     out
 
-A rank holds two chunks of each sequence, as in `zigzag`, which evens out the work. It gathers the
-chunks that its last one reads: inside a node straight from their owners, between nodes in two legs
-(`schedule/gather.py`). One varlen call then takes each of its chunks as a sequence of its own,
-with the chunk as the last of its keys, so that nothing is merged and a 16-bit result is as exact
-as on one rank. Keys that both chunks of a sequence read are in the call twice, on average a
-quarter of the sequence.
-
-Backward: the gathered keys and values are fetched again instead of kept, for they are whole
-sequences; gradients of keys that several queries read are summed in float32 (float64 for float64):
-here, where they leave the node, and at their owner.
+1. A rank holds two chunks of each sequence, as in `zigzag`, which evens out the work. It gathers
+   the chunks that its last one reads: inside a node straight from their owners, between nodes in
+   two legs (`schedule/gather.py`).
+2. One varlen call takes each of its chunks as a sequence of its own, with the chunk as the last of
+   its keys, so that nothing is merged and a 16-bit result is as exact as on one rank. Keys that
+   both chunks of a sequence read are in the call twice, on average a quarter of the sequence.
+3. Backward: the gathered keys and values are fetched again instead of kept, for they are whole
+   sequences. Gradients of keys that several queries read go the way back, and are summed in
+   float32 (float64 for float64): here, where they leave the node, and at their owner.
 
 Llama 3 (arXiv 2407.21783, section 3.3.2) for the gather and the two chunks; there everything is
 gathered, here only what is read, three quarters of it. Rejected: computing this rank's own block
 meanwhile, which would have to be merged; the gather hides under nothing but other zones.
 """
 
-from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 import torch
 
-from hf_flexseq.attention.local import Tensors
-from hf_flexseq.attention.turns import Rows, Share, name_pieces
+from hf_flexseq.attention.turns import Rows, name_pieces
+from hf_flexseq.attention.types import Saved, Tensors
 from hf_flexseq.attention.weave import END, ZoneSteps
 from hf_flexseq.distributed.communicator import Channel, Exchange, Label
 from hf_flexseq.kernels import Kernel, lse_dtype
 from hf_flexseq.kernels.segments import Segments
 from hf_flexseq.plan.shard import Cut, Zone, cuts, held_chunks
-from hf_flexseq.schedule.gather import Hop, Piece, gather_hops
+from hf_flexseq.schedule.gather import Hop, gather_hops
+from hf_flexseq.schedule.gather import Piece as ChunkKey
 
-GATHER, RETURN = 0, 8  # tags, one for every leg
+# Tags of the first leg, for keys and values and for their gradients; the second leg has the next.
+GATHER = 0
+RETURN = 8
+
+
+class ChunkMessage(NamedTuple):
+    """Rows of some chunks that travel between this rank and another one."""
+
+    peer: int  # global rank
+    rows: Rows  # which rows; only their number where they are received
+    chunks: tuple[ChunkKey, ...]  # what the rows are
 
 
 class Leg(NamedTuple):
-    """This rank's part in one leg of the gather.
+    """This rank's part in one leg of the gather."""
 
-    before: rows that it has by then. lent: which of them go to others. fetched: what comes from
-    them, behind those.
-    """
-
-    before: int
-    lent: tuple[Share, ...]
-    fetched: tuple[Share, ...]
+    before: int  # rows that this rank has when the leg begins
+    sent: tuple[ChunkMessage, ...]  # which of these rows go to other ranks
+    received: tuple[ChunkMessage, ...]  # what comes from other ranks, behind these rows
 
     @property
     def sizes(self) -> list[int]:
-        return [share.rows.tokens for share in self.fetched]
+        """Rows of each message that is received."""
+        return [message.rows.tokens for message in self.received]
 
     @property
     def after(self) -> int:
+        """Rows that this rank has when the leg has ended."""
         return self.before + sum(self.sizes)
 
 
 class AllGatherZone:
     """This rank's part in an all-gather group."""
 
-    __slots__ = ("channel", "gathered", "kernel", "legs", "rows", "segments")
+    __slots__ = ("channel", "kernel", "key_rows", "legs", "rows", "segments")
 
     def __init__(self, zone: Zone, channel: Channel, kernel: Kernel, device: torch.device) -> None:
+        """Find what every leg moves, and the kernel call after the last one."""
         self.rows = slice(zone.start, zone.stop)
-        self.channel, self.kernel = channel, kernel
+        self.channel = channel
+        self.kernel = kernel
+
+        # 1. what every leg moves
         degree = zone.group.degree
+        ranks_per_node = channel.communicator.topology.ranks_per_node
         group_cuts = cuts("allgather", zone.lengths, degree)
-        held = GatheredChunks(group_cuts, zone.index, degree)
-        hops = gather_hops(group_cuts, degree, channel.communicator.topology.ranks_per_node)
-        self.legs = tuple(_leg(of_leg, zone, held, device) for of_leg in hops)
-        self.gathered, self.segments = _call(zone, group_cuts, held, device)
+        gathered = GatheredChunks(group_cuts, zone.index, degree)
+        legs = []
+        for hops in gather_hops(group_cuts, degree, ranks_per_node):
+            legs.append(_leg(hops, zone, gathered, device))
+        self.legs = tuple(legs)
+
+        # 2. what the kernel reads; key_rows: [keys of the call], indices of gathered rows
+        self.key_rows, self.segments = _kernel_call(zone, group_cuts, gathered, device)
 
     def forward(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float
-    ) -> ZoneSteps[tuple[torch.Tensor, Tensors]]:
-        """q [t, H, D], k, v [t, Hkv, D] of this rank's chunks -> out [t, H, D], and what
-        `backward` needs."""
-        kv = torch.stack((k, v), dim=1)  # [t, 2, Hkv, D]
-        keys, values = (yield from self._gather(kv, until=1.0)).unbind(1)
-        out, lse = self.kernel.forward(q, keys, values, self.segments, scale=scale)
-        return out, (q, kv, out, lse)
+    ) -> ZoneSteps[tuple[torch.Tensor, Saved]]:
+        """Return out [tokens, heads, head_dim], and save q, k with v, out, lse [heads, tokens].
 
-    def backward(self, dout: torch.Tensor, saved: Tensors, scale: float) -> ZoneSteps[Tensors]:
-        q, kv, out, lse = saved
-        keys, values = (yield from self._gather(kv, until=0.5)).unbind(1)
-        dq, *dkv = self.kernel.backward(
+        q: [tokens, heads, head_dim]. k, v: [tokens, kv_heads, head_dim].
+        """
+        kv = torch.stack((k, v), dim=1)  # [tokens, 2, kv_heads, head_dim]
+        gathered = yield from self._gather(kv, until=1.0)  # [keys, 2, kv_heads, head_dim]
+        keys, values = gathered.unbind(1)  # [keys, kv_heads, head_dim]
+        out, lse = self.kernel.forward(q, keys, values, self.segments, scale=scale)
+        return out, Saved((q, kv, out, lse))
+
+    def backward(self, dout: torch.Tensor, saved: Saved, scale: float) -> ZoneSteps[Tensors]:
+        """Return dq [tokens, heads, head_dim], dk and dv [tokens, kv_heads, head_dim]."""
+        q, kv, out, lse = saved.tensors
+        gathered = yield from self._gather(kv, until=0.5)  # [keys, 2, kv_heads, head_dim]
+        keys, values = gathered.unbind(1)  # [keys, kv_heads, head_dim]
+        dq, dkeys, dvalues = self.kernel.backward(
             dout, q, keys, values, out, lse, self.segments, scale=scale
         )
-        sums = yield from self._return(torch.stack(dkv, dim=1))
-        return dq, *sums.unbind(1)
+        # [keys, 2, kv_heads, head_dim] -> [tokens, 2, kv_heads, head_dim]
+        dkv = yield from self._return(torch.stack((dkeys, dvalues), dim=1))
+        dk, dv = dkv.unbind(1)
+        return dq, dk, dv
 
-    def backward_of_rows(self, q, k, v, out, dout, lse, scale: float) -> ZoneSteps[Tensors]:  # type: ignore[no-untyped-def]
-        """`backward` from this rank's rows and the last of what `forward` left."""
-        return self.backward(dout, (q, torch.stack((k, v), dim=1), out, lse), scale)
+    def backward_of_rows(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        out: torch.Tensor,
+        dout: torch.Tensor,
+        lse: torch.Tensor,
+        scale: float,
+    ) -> ZoneSteps[Tensors]:
+        """Return what `backward` does.
+
+        q, out, dout: [tokens, heads, head_dim]. k, v: [tokens, kv_heads, head_dim]. lse: [heads,
+        tokens].
+        """
+        kv = torch.stack((k, v), dim=1)  # [tokens, 2, kv_heads, head_dim]
+        return self.backward(dout, Saved((q, kv, out, lse)), scale)
 
     def _gather(self, kv: torch.Tensor, *, until: float) -> ZoneSteps[torch.Tensor]:
-        """[t, 2, Hkv, D] of this rank's chunks -> [keys of the call, 2, Hkv, D]. until: a time of
-        the zone."""
-        held = kv.new_empty(self.legs[-1].after, *kv.shape[1:])
-        held[: len(kv)] = kv
+        """Gather [tokens, 2, kv_heads, head_dim] of all ranks -> [keys, 2, kv_heads, head_dim].
+
+        until: the time of the zone at which all keys are there.
+        """
+        # [rows after the last leg, 2, kv_heads, head_dim]: this rank's own rows come first
+        gathered = kv.new_empty(self.legs[-1].after, *kv.shape[1:])
+        gathered[: len(kv)] = kv
         for n, leg in enumerate(self.legs):
-            exchange = Exchange(self._label("keys of", sent=leg.lent, received=leg.fetched))
-            for share in leg.lent:
-                exchange.send([share.rows.take(held)], share.peer)
-            for part, share in zip(
-                held[leg.before : leg.after].split(leg.sizes), leg.fetched, strict=True
-            ):
-                exchange.recv_into([part], share.peer)
+            # 1. rows that other ranks read
+            label = self._label("keys of", sent=leg.sent, received=leg.received)
+            exchange = Exchange(label)
+            for message in leg.sent:
+                exchange.send([message.rows.take(gathered)], message.peer)
+            # 2. rows that this rank reads, or passes on: straight to where they belong
+            parts = gathered[leg.before : leg.after].split(leg.sizes)
+            for part, message in zip(parts, leg.received, strict=True):
+                exchange.recv_into([part], message.peer)
             exchange.post(self.channel.communicator, tag=self.channel.tag(GATHER + n))
             yield until * (n + 1) / len(self.legs)
             exchange.wait()
-        return held.index_select(0, self.gathered)
+        return gathered.index_select(0, self.key_rows)
 
     def _return(self, dkv: torch.Tensor) -> ZoneSteps[torch.Tensor]:
-        """The transpose of `_gather`: [keys of the call, 2, Hkv, D] -> [t, 2, Hkv, D], with what
-        other ranks made."""
+        """Return gradients to the owners of the keys and sum them: [keys, 2, kv_heads, head_dim]
+        -> [tokens, 2, kv_heads, head_dim]. The transpose of `_gather`.
+        """
+        # [rows after the last leg, 2, kv_heads, head_dim]
         sums = dkv.new_zeros(self.legs[-1].after, *dkv.shape[1:], dtype=lse_dtype(dkv.dtype))
-        sums.index_add_(0, self.gathered, dkv.to(sums.dtype))
-        for n, leg in reversed(list(enumerate(self.legs))):
+        sums.index_add_(0, self.key_rows, dkv.to(sums.dtype))
+        for n in reversed(range(len(self.legs))):
+            leg = self.legs[n]
+            # 1. what the leg brought goes back: [rows after, ...] -> [rows before, ...]
             sums, *parts = sums.split([leg.before, *leg.sizes])
-            exchange = Exchange(self._label("gradients of", sent=leg.fetched, received=leg.lent))
-            for part, share in zip(parts, leg.fetched, strict=True):
-                exchange.send([part], share.peer)
-            returned = [
-                exchange.recv([sums], share.rows.tokens, share.peer)[0] for share in leg.lent
-            ]
+            label = self._label("gradients of", sent=leg.received, received=leg.sent)
+            exchange = Exchange(label)
+            for part, message in zip(parts, leg.received, strict=True):
+                exchange.send([part], message.peer)
+            # 2. and what it took away comes back, from every reader
+            returned = []
+            for message in leg.sent:
+                (part,) = exchange.recv([sums], message.rows.tokens, message.peer)
+                returned.append(part)
             exchange.post(self.channel.communicator, tag=self.channel.tag(RETURN + n))
             yield 0.75 if n else END
             exchange.wait()
-            for part, share in zip(returned, leg.lent, strict=True):
-                share.rows.add_to(sums, part)
+            for part, message in zip(returned, leg.sent, strict=True):
+                message.rows.add_to(sums, part)
         return sums
 
-    def _label(self, what: str, *, sent: Sequence[Share], received: Sequence[Share]) -> Label:
+    def _label(
+        self, what: str, *, sent: Sequence[ChunkMessage], received: Sequence[ChunkMessage]
+    ) -> Label:
+        """Make the label that names the chunks of these messages in errors."""
+
         def describe(peer: int, to_peer: bool) -> str:
-            pieces = next(
-                share.pieces for share in (sent if to_peer else received) if share.peer == peer
-            )
-            return f"{what} {name_pieces(pieces, self.channel.group.sequences)}"
+            messages = sent if to_peer else received
+            (chunks,) = [message.chunks for message in messages if message.peer == peer]
+            return f"{what} {name_pieces(chunks, self.channel.group.sequences)}"
 
         return self.channel.label(describe)
 
 
 class GatheredChunks:
-    """Where chunks lie in the rows that this rank has: its own, and then what every leg brings."""
+    """Which rows the chunks fill that this rank has: first its own, then what every leg brings."""
 
     __slots__ = ("_cuts", "_starts", "tokens")
 
     def __init__(self, group_cuts: Sequence[Cut], index: int, degree: int) -> None:
-        self._cuts, self._starts, self.tokens = group_cuts, {}, 0
-        for place, cut in enumerate(group_cuts):
-            self.append(
-                (place, chunk)
-                for chunk in held_chunks("allgather", index, degree, mirrored=cut.mirrored)
-            )
+        """index: this rank's index in the group of `degree` ranks."""
+        self._cuts = group_cuts
+        self._starts: dict[ChunkKey, int] = {}
+        self.tokens = 0  # rows so far
+        for sequence, cut in enumerate(group_cuts):
+            chunks = held_chunks("allgather", index, degree, mirrored=cut.mirrored)
+            self.append((sequence, chunk) for chunk in chunks)
 
-    def append(self, pieces: Iterable[Piece]) -> int:
-        """Their tokens."""
+    def append(self, keys: Iterable[ChunkKey]) -> int:
+        """Put chunks behind the rows so far, and return how many rows they fill."""
         before = self.tokens
-        for place, chunk in pieces:
-            self._starts[place, chunk] = self.tokens
-            self.tokens += self._cuts[place].tokens((chunk,))
+        for key in keys:
+            self._starts[key] = self.tokens
+            self.tokens += self._tokens(key)
         return self.tokens - before
 
-    def index(self, pieces: Iterable[Piece]) -> torch.Tensor:
-        """The rows of those that have any."""
-        sizes = ((piece, self._cuts[piece[0]].tokens(piece[1:])) for piece in pieces)
-        ranges = [
-            torch.arange(self._starts[piece], self._starts[piece] + n) for piece, n in sizes if n
-        ]
-        return torch.cat([torch.arange(0), *ranges])
+    def rows(self, keys: Iterable[ChunkKey]) -> torch.Tensor:
+        """Return [tokens of the chunks], the rows of those that are not empty."""
+        ranges = [torch.arange(0)]  # for `cat`, which wants a tensor at least
+        for key in keys:
+            tokens = self._tokens(key)
+            if tokens:
+                start = self._starts[key]
+                ranges.append(torch.arange(start, start + tokens))
+        return torch.cat(ranges)
+
+    def _tokens(self, key: ChunkKey) -> int:
+        sequence, chunk = key
+        return self._cuts[sequence].tokens((chunk,))
 
 
-def _leg(hops: Sequence[Hop], zone: Zone, held: GatheredChunks, device: torch.device) -> Leg:
-    """This rank's part in these hops, which it then has more rows of."""
-    before, to, of = held.tokens, defaultdict(list), defaultdict(list)
+def _leg(hops: Sequence[Hop], zone: Zone, gathered: GatheredChunks, device: torch.device) -> Leg:
+    """Make this rank's part in a leg, and append the chunks that it brings to `gathered`."""
+    before = gathered.tokens
+
+    # 1. the chunks by the index of the other rank
+    chunks_to: dict[int, list[ChunkKey]] = {}
+    chunks_from: dict[int, list[ChunkKey]] = {}
     for hop in hops:
         if hop.source == zone.index:
-            to[hop.target].append(hop.piece)
+            chunks_to.setdefault(hop.target, []).append(hop.piece)
         elif hop.target == zone.index:
-            of[hop.source].append(hop.piece)
-    lent, fetched = [], []
-    for i, pieces in sorted(to.items()):
-        rows = held.index(pieces).to(device)
-        lent.append(Share(zone.group.ranks[i], Rows(len(rows), rows), tuple(pieces)))
-    for i, pieces in sorted(of.items()):
-        fetched.append(Share(zone.group.ranks[i], Rows(held.append(pieces), None), tuple(pieces)))
-    return Leg(before, tuple(lent), tuple(fetched))
+            chunks_from.setdefault(hop.source, []).append(hop.piece)
+
+    # 2. one message to or from each of them
+    sent = []
+    for i, chunks in sorted(chunks_to.items()):
+        index = gathered.rows(chunks).to(device)
+        rows = Rows(len(index), index)
+        sent.append(ChunkMessage(zone.group.ranks[i], rows, tuple(chunks)))
+    received = []
+    for i, chunks in sorted(chunks_from.items()):
+        rows = Rows(gathered.append(chunks), None)
+        received.append(ChunkMessage(zone.group.ranks[i], rows, tuple(chunks)))
+    return Leg(before, tuple(sent), tuple(received))
 
 
-def _call(
-    zone: Zone, group_cuts: Sequence[Cut], held: GatheredChunks, device: torch.device
+def _kernel_call(
+    zone: Zone, group_cuts: Sequence[Cut], gathered: GatheredChunks, device: torch.device
 ) -> tuple[torch.Tensor, Segments]:
-    """Which of the rows that it has at last are the keys of the call, and the call's sequences."""
-    keys, q_lens, k_lens = [torch.arange(0)], [], []
-    for place, cut in enumerate(group_cuts):
-        for own in held_chunks("allgather", zone.index, zone.group.degree, mirrored=cut.mirrored):
-            q_lens.append(cut.tokens((own,)))
-            before = range(own + 1) if q_lens[-1] else ()
-            k_lens.append(cut.tokens(before))
-            keys.append(held.index((place, chunk) for chunk in before))
-    return torch.cat(keys).to(device), Segments(q_lens, k_lens, causal=True, device=device)
+    """Return which of the gathered rows are keys of the kernel call, [keys], and the call's
+    sequences: one for each chunk that this rank holds, over all tokens up to its end."""
+    key_rows = [torch.arange(0)]
+    q_lens = []
+    k_lens = []
+    for sequence, cut in enumerate(group_cuts):
+        chunks = held_chunks("allgather", zone.index, zone.group.degree, mirrored=cut.mirrored)
+        for chunk in chunks:
+            queries = cut.tokens((chunk,))
+            read = range(chunk + 1) if queries else range(0)
+            q_lens.append(queries)
+            k_lens.append(cut.tokens(read))
+            key_rows.append(gathered.rows((sequence, earlier) for earlier in read))
+    segments = Segments(q_lens, k_lens, causal=True, device=device)
+    return torch.cat(key_rows).to(device), segments

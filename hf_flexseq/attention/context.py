@@ -6,19 +6,18 @@ import torch
 from hf_flexseq.attention.allgather import AllGatherZone
 from hf_flexseq.attention.deterministic import DeterministicZone
 from hf_flexseq.attention.hybrid import hybrid_zone
-from hf_flexseq.attention.local import LocalZone, NoZone, Tensors
+from hf_flexseq.attention.local import LocalZone
 from hf_flexseq.attention.remap import TokenRemap
 from hf_flexseq.attention.remat import KeptAttention
 from hf_flexseq.attention.ring import RingZone, Routes
 from hf_flexseq.attention.turns import make_turns
-from hf_flexseq.attention.ulysses import UlyssesZone, ulysses_zone
+from hf_flexseq.attention.types import NoZone, Tensors, ZoneAttention
+from hf_flexseq.attention.ulysses import ulysses_zone
 from hf_flexseq.distributed.communicator import Channel, Communicator
 from hf_flexseq.kernels import Kernel
 from hf_flexseq.plan.shard import Shard, Zone, cuts
 from hf_flexseq.schedule.loans import group_loans
 from hf_flexseq.schedule.routing import NicFigures
-
-ZoneAttention = NoZone | LocalZone | UlyssesZone | RingZone | AllGatherZone | DeterministicZone
 
 
 class SequenceContext:
@@ -44,25 +43,34 @@ class SequenceContext:
         deterministic: bool = False,
         links: NicFigures | None = None,
     ) -> None:
-        """attention_remat: whether checkpointed layers keep the result of attention, instead of
-        attending again. deterministic: whether its bits are the same however sequences are shared.
-        links: over which transfers between nodes may be routed, the same on all ranks; None: they
-        go straight."""
+        """Make the zones of this rank; no communication.
+
+        attention_remat: whether checkpointed layers keep the result of attention, instead of
+        attending again. deterministic: whether the bits of the result are the same however
+        sequences are shared. links: over which transfers between nodes may be routed, the same on
+        all ranks; with None all of them go straight.
+        """
         self.shard = shard
         self.kept = KeptAttention() if attention_remat else None
-        moves = shard.moves if links is not None else (*shard.given, *shard.got)
-        self.remap = TokenRemap(shard, communicator, links) if moves else None
-        channels = [
-            Channel(communicator, zone.group, number) for number, zone in enumerate(shard.zones)
-        ]
+
+        # 1. the way between the layouts of linear layers and of attention
+        self.remap = None
+        if _takes_part_in_remap(shard, links):
+            self.remap = TokenRemap(shard, communicator, links)
+
+        # 2. the attention of every group, widest first, as the plan has them
+        # The widest zone waits for a transfer about this often: once for every rank of its group.
         waits = max((zone.group.degree for zone in shard.zones), default=1)
-        zones = tuple(
-            DeterministicZone(zone, channel, kernel, device)
-            if deterministic
-            else _zone_attention(zone, channel, kernel, device, waits=waits, links=links)
-            for zone, channel in zip(shard.zones, channels, strict=True)
-        )
-        self.zones = zones or (NoZone(),)
+        zones: list[ZoneAttention] = []
+        for number, zone in enumerate(shard.zones):
+            channel = Channel(communicator, zone.group, number)
+            if deterministic:
+                zones.append(DeterministicZone(zone, channel, kernel, device))
+            else:
+                zones.append(
+                    _zone_attention(zone, channel, kernel, device, waits=waits, links=links)
+                )
+        self.zones: tuple[ZoneAttention, ...] = tuple(zones) or (NoZone(),)
 
     @property
     def linear_tokens(self) -> int:
@@ -70,13 +78,24 @@ class SequenceContext:
         micro-batch is remapped."""
         return self.shard.linear_tokens
 
-    def arriving(self, *tensors: torch.Tensor) -> Tensors:
-        """Tensors of this rank's rows outside of attention, as the groups hold them."""
-        return tensors if self.remap is None else self.remap.to_groups(tensors)
+    def linear_to_attention(self, *tensors: torch.Tensor) -> Tensors:
+        """Move each [linear tokens, heads, head_dim] -> [attention tokens, heads, head_dim]."""
+        if self.remap is None:
+            return tensors
+        return self.remap.linear_to_attention(tensors)
 
-    def leaving(self, *tensors: torch.Tensor) -> Tensors:
-        """The inverse of `arriving`."""
-        return tensors if self.remap is None else self.remap.to_even(tensors)
+    def attention_to_linear(self, *tensors: torch.Tensor) -> Tensors:
+        """Move each [attention tokens, heads, head_dim] -> [linear tokens, heads, head_dim]."""
+        if self.remap is None:
+            return tensors
+        return self.remap.attention_to_linear(tensors)
+
+
+def _takes_part_in_remap(shard: Shard, links: NicFigures | None) -> bool:
+    """Return True where this rank moves tokens in remapping, its own or routed ones of others."""
+    if links is not None:
+        return bool(shard.moves)
+    return bool(shard.given or shard.got)
 
 
 def _zone_attention(
@@ -88,18 +107,21 @@ def _zone_attention(
     waits: int,
     links: NicFigures | None,
 ) -> ZoneAttention:
-    """waits: how often about the widest zone waits for transfers; a local one cuts its work into
-    as many pieces."""
-    rows, ranks = slice(zone.start, zone.stop), zone.group.ranks
+    """Make the attention of a zone by its group's strategy.
+
+    waits: how often about the widest zone of this rank waits for transfers; a local zone cuts its
+    work into as many runs.
+    """
+    rows = slice(zone.start, zone.stop)
+    ranks = zone.group.ranks
     match zone.group.strategy:
         case "local":
-            return LocalZone(rows, zone.lengths, kernel, device, pieces=waits)
+            return LocalZone(rows, zone.lengths, kernel, device, most_runs=waits)
         case "ulysses":
             return ulysses_zone(zone, channel, kernel, device)
-        case "zigzag" | "balanced" as name:
-            turns = make_turns(
-                name, cuts(name, zone.lengths, len(ranks)), zone.index, ranks, device
-            )
+        case "zigzag" | "balanced" as strategy:
+            group_cuts = cuts(strategy, zone.lengths, len(ranks))
+            turns = make_turns(strategy, group_cuts, zone.index, ranks, device)
             return RingZone(rows, turns, channel, kernel, _routes(zone, channel, links))
         case "allgather":
             return AllGatherZone(zone, channel, kernel, device)
@@ -110,9 +132,13 @@ def _zone_attention(
 
 
 def _routes(zone: Zone, channel: Channel, links: NicFigures | None) -> Routes | None:
-    """Those of a ring across nodes, which consists of whole ones: whoever passes something on is
-    in it."""
+    """Return the routes of a ring across nodes; None where every transfer goes straight.
+
+    A group across nodes consists of whole nodes, so any rank that passes something on is in it.
+    """
     group = zone.group
-    if links is None or not channel.communicator.topology.spans_nodes(group.start, group.stop):
+    if links is None:
+        return None
+    if not channel.communicator.topology.spans_nodes(group.start, group.stop):
         return None
     return Routes(group_loans(group, zone.lengths), group.start, links)

@@ -30,10 +30,11 @@ from typing import NamedTuple
 
 import torch
 
-from hf_flexseq.attention.local import LocalZone, Tensors
+from hf_flexseq.attention.local import LocalZone
 from hf_flexseq.attention.relayout import Relayout
 from hf_flexseq.attention.ring import merge
 from hf_flexseq.attention.turns import Rows
+from hf_flexseq.attention.types import Saved, Tensors, ZoneAttention
 from hf_flexseq.attention.weave import END, ZoneSteps, run_zones
 from hf_flexseq.distributed.communicator import Channel, Communicator
 from hf_flexseq.kernels import Kernel, lse_dtype
@@ -41,60 +42,71 @@ from hf_flexseq.kernels.segments import Segments
 from hf_flexseq.plan import Group, MicroBatch
 from hf_flexseq.plan.shard import Slice, Zone, group_slices, make_shard
 
-BLOCK = 128  # one tile of the CUDA kernels in the direction in which they would add atomically
-QUERIES, KEYS, RESULTS = 0, 8, 16  # tags
+# Tokens of a block: one tile of the CUDA kernels in the direction in which they would add
+# atomically.
+BLOCK = 128
+
+# Tags of the three exchanges; each has the next seven for its further tensors.
+QUERIES = 0
+KEYS = 8
+RESULTS = 16
+
 EVERY_ROW = Rows(BLOCK, None)
+SLOWDOWN_RUNS = 4  # times that `slowdown` measures each attention
 
 
 class KeyBlocks(NamedTuple):
-    """A sequence's blocks that one rank works on, by number, ascending."""
+    """The blocks of one sequence that a rank works on: as queries and as keys."""
 
-    sequence: int
-    length: int
-    numbers: tuple[int, ...]
+    sequence: int  # id in the step
+    length: int  # tokens of the sequence
+    numbers: tuple[int, ...]  # of the blocks, counted from the start of the sequence, ascending
 
     def block(self, number: int) -> Slice:
-        return Slice(
-            sequence=self.sequence,
-            start=number * BLOCK,
-            stop=min((number + 1) * BLOCK, self.length),
-        )
+        """The tokens of a block of the sequence; the last one may be shorter than `BLOCK`."""
+        start = number * BLOCK
+        stop = min(start + BLOCK, self.length)
+        return Slice(sequence=self.sequence, start=start, stop=stop)
 
     @property
-    def own(self) -> list[Slice]:
+    def slices(self) -> list[Slice]:
+        """The tokens of these blocks."""
         return [self.block(number) for number in self.numbers]
 
     @property
-    def later(self) -> Slice:
-        """Whose queries read the keys of these blocks, or are in them."""
-        return Slice(
-            sequence=self.sequence, start=self.block(self.numbers[0]).start, stop=self.length
-        )
+    def readers(self) -> Slice:
+        """The tokens from the first of these blocks on: their queries read keys of the blocks."""
+        start = self.block(self.numbers[0]).start
+        return Slice(sequence=self.sequence, start=start, stop=self.length)
 
     @property
-    def earlier(self) -> Slice:
-        """Whose keys the queries of these blocks read."""
-        return Slice(sequence=self.sequence, start=0, stop=self.block(self.numbers[-1]).stop)
+    def read(self) -> Slice:
+        """The tokens up to the last of these blocks: queries of the blocks read their keys."""
+        stop = self.block(self.numbers[-1]).stop
+        return Slice(sequence=self.sequence, start=0, stop=stop)
 
     def pairs(self) -> Iterator[tuple[int, int]]:
-        """(block of queries, block of keys) in which they take part, in an order that is ascending
-        in both."""
-        own = set(self.numbers)
-        for q in range(self.numbers[0], -(-self.length // BLOCK)):
-            yield from ((q, k) for k in range(q + 1) if q in own or k in own)
+        """Yield (block of queries, block of keys), at least one of them among these blocks, in an
+        order that is ascending in both."""
+        mine = set(self.numbers)
+        all_blocks = -(-self.length // BLOCK)  # rounded up
+        for q in range(self.numbers[0], all_blocks):
+            for k in range(q + 1):
+                if q in mine or k in mine:
+                    yield q, k
 
 
-class Call(NamedTuple):
-    """One kernel call: rows of the queries and keys that were fetched, and the rows of this rank's
-    results that it adds to, None where they are another rank's."""
+class BlockPair(NamedTuple):
+    """A kernel call: a block of queries over a block of keys."""
 
-    queries: slice
-    keys: slice
-    causal: bool
-    of_queries: slice | None
-    of_keys: slice | None
+    queries: slice  # rows of the queries that were fetched
+    keys: slice  # rows of the keys that were fetched
+    causal: bool  # both are the same block
+    query_results: slice | None  # rows of this rank's results of queries; None: another rank's
+    key_results: slice | None  # rows of this rank's results of keys; None: another rank's
 
     def segments(self, device: torch.device) -> Segments:
+        """The lengths of the call's queries and keys."""
         return _segments(_size(self.queries), _size(self.keys), self.causal, device)
 
 
@@ -103,196 +115,308 @@ class DeterministicZone:
 
     __slots__ = (
         "backward_calls",
+        "blocks_to_seq",
         "forward_calls",
         "kernel",
         "rows",
-        "to_earlier",
-        "to_later",
-        "to_own",
-        "to_tokens",
+        "seq_to_blocks",
+        "seq_to_read",
+        "seq_to_readers",
     )
 
     def __init__(self, zone: Zone, channel: Channel, kernel: Kernel, device: torch.device) -> None:
-        self.rows, self.kernel = slice(zone.start, zone.stop), kernel
-        lengths = dict(zip(zone.group.sequences, zone.lengths, strict=True))
+        """Deal the blocks to the ranks, and find the rows and kernel calls of this one."""
+        self.rows = slice(zone.start, zone.stop)
+        self.kernel = kernel
+
+        # 1. by rank, the tokens of the strategy's layout and the blocks that follow from it
+        lengths = _lengths_by_id(zone)
         tokens = [group_slices(zone.group, lengths, i) for i in range(zone.group.degree)]
-        blocks = _dealt_blocks(tokens, lengths)
-        own = [[piece for x in of_rank for piece in x.own] for of_rank in blocks]
+        dealt = _dealt_blocks(tokens, lengths)
 
-        def relayout(
-            held: Sequence[Sequence[Slice]], wanted: Sequence[Sequence[Slice]]
-        ) -> Relayout:
-            return Relayout(held, wanted, zone.index, channel, device)
+        # 2. by rank, the tokens of its blocks, those that read them and those that they read
+        in_blocks: list[list[Slice]] = []
+        readers: list[list[Slice]] = []
+        read: list[list[Slice]] = []
+        for of_rank in dealt:
+            slices: list[Slice] = []
+            for blocks in of_rank:
+                slices.extend(blocks.slices)
+            in_blocks.append(slices)
+            readers.append([blocks.readers for blocks in of_rank])
+            read.append([blocks.read for blocks in of_rank])
 
-        self.to_own, self.to_tokens = relayout(tokens, own), relayout(own, tokens)
-        self.to_later = relayout(tokens, [[x.later for x in of_rank] for of_rank in blocks])
-        self.to_earlier = relayout(tokens, [[x.earlier for x in of_rank] for of_rank in blocks])
-        self.forward_calls = tuple(_forward_calls(blocks[zone.index]))
-        self.backward_calls = tuple(_backward_calls(blocks[zone.index]))
+        # 3. the ways between these layouts
+        self.seq_to_blocks = Relayout(tokens, in_blocks, zone.index, channel, device)
+        self.blocks_to_seq = Relayout(in_blocks, tokens, zone.index, channel, device)
+        self.seq_to_readers = Relayout(tokens, readers, zone.index, channel, device)
+        self.seq_to_read = Relayout(tokens, read, zone.index, channel, device)
+
+        # 4. the kernel calls
+        self.forward_calls = tuple(_forward_calls(dealt[zone.index]))
+        self.backward_calls = tuple(_backward_calls(dealt[zone.index]))
 
     def forward(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float
-    ) -> ZoneSteps[tuple[torch.Tensor, Tensors]]:
-        """q [t, H, D], k, v [t, Hkv, D] of this rank's tokens -> out [t, H, D], and what
-        `backward` needs."""
-        queries, keys = self.to_own.post((q,), QUERIES), self.to_earlier.post((k, v), KEYS)
-        yield 0.5
-        moving = self.to_tokens.post(self._attend(*queries.wait(), *keys.wait(), scale), RESULTS)
-        yield END
-        out, lse = moving.wait()  # [t, H, D], [t, H]
-        return out, (q, k, v, out, lse)
+    ) -> ZoneSteps[tuple[torch.Tensor, Saved]]:
+        """Return out [tokens, heads, head_dim], and save q, k, v, out, lse [tokens, heads].
 
-    def backward(self, dout: torch.Tensor, saved: Tensors, scale: float) -> ZoneSteps[Tensors]:
-        q, k, v, out, lse = saved
-        queries, keys = (
-            self.to_later.post((dout, q, out, lse), QUERIES),
-            self.to_earlier.post((k, v), KEYS),
-        )
+        q: [tokens, heads, head_dim]. k, v: [tokens, kv_heads, head_dim].
+        """
+        # [tokens, heads, head_dim] -> [tokens in blocks, heads, head_dim]
+        queries = self.seq_to_blocks.post((q,), QUERIES)
+        # [tokens, kv_heads, head_dim] -> [tokens read, kv_heads, head_dim]
+        keys = self.seq_to_read.post((k, v), KEYS)
         yield 0.5
-        moving = self.to_tokens.post(
-            self._gradients(*queries.wait(), *keys.wait(), scale), RESULTS
+        (block_q,) = queries.wait()
+        block_k, block_v = keys.wait()
+        results = self._attend(block_q, block_k, block_v, scale)
+        # [tokens in blocks, heads, ...] -> [tokens, heads, ...]
+        moving = self.blocks_to_seq.post(results, RESULTS)
+        yield END
+        out, lse = moving.wait()  # [tokens, heads, head_dim], [tokens, heads]
+        return out, Saved((q, k, v, out, lse))
+
+    def backward(self, dout: torch.Tensor, saved: Saved, scale: float) -> ZoneSteps[Tensors]:
+        """Return dq [tokens, heads, head_dim], dk and dv [tokens, kv_heads, head_dim]."""
+        q, k, v, out, lse = saved.tensors
+        # [tokens, heads, ...] -> [tokens of readers, heads, ...]
+        queries = self.seq_to_readers.post((dout, q, out, lse), QUERIES)
+        # [tokens, kv_heads, head_dim] -> [tokens read, kv_heads, head_dim]
+        keys = self.seq_to_read.post((k, v), KEYS)
+        yield 0.5
+        reader_dout, reader_q, reader_out, reader_lse = queries.wait()
+        block_k, block_v = keys.wait()
+        grads = self._gradients(
+            dout=reader_dout,
+            q=reader_q,
+            out=reader_out,
+            lse=reader_lse,
+            k=block_k,
+            v=block_v,
+            scale=scale,
         )
+        # [tokens in blocks, heads, head_dim] -> [tokens, heads, head_dim]
+        moving = self.blocks_to_seq.post(grads, RESULTS)
         yield END
         return moving.wait()
 
-    def backward_of_rows(self, q, k, v, out, dout, lse, scale: float) -> ZoneSteps[Tensors]:  # type: ignore[no-untyped-def]
-        """`backward` from this rank's rows and the last of what `forward` left."""
-        return self.backward(dout, (q, k, v, out, lse), scale)
+    def backward_of_rows(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        out: torch.Tensor,
+        dout: torch.Tensor,
+        lse: torch.Tensor,
+        scale: float,
+    ) -> ZoneSteps[Tensors]:
+        """Return what `backward` does; these are the tensors that `forward` saves.
+
+        q, out, dout: [tokens, heads, head_dim]. k, v: [tokens, kv_heads, head_dim]. lse: [tokens,
+        heads].
+        """
+        return self.backward(dout, Saved((q, k, v, out, lse)), scale)
 
     def _attend(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> Tensors:
-        """out [own, H, D] and lse [own, H] of this rank's blocks."""
+        """Return out [tokens in blocks, heads, head_dim] and lse [tokens in blocks, heads].
+
+        q: [tokens in blocks, heads, head_dim]. k, v: [tokens read, kv_heads, head_dim].
+        """
         out = q.new_zeros(q.shape, dtype=lse_dtype(q.dtype))
         lse = out.new_full(q.shape[:2], -torch.inf)
         for call in self.forward_calls:
-            tensors = _copies(call.queries, q) + _copies(call.keys, k, v)
+            (block_q,) = _copies(call.queries, q)
+            block_k, block_v = _copies(call.keys, k, v)
+            segments = call.segments(q.device)
             block_out, block_lse = self.kernel.forward(
-                *tensors, call.segments(q.device), scale=scale
+                block_q, block_k, block_v, segments, scale=scale
             )
-            merge(
-                out[call.of_queries],
-                lse[call.of_queries],
-                EVERY_ROW,
-                (block_out, block_lse.t().contiguous()),
-            )
+            block_lse = block_lse.t().contiguous()  # [heads, block] -> [block, heads]
+            rows = call.query_results
+            merge(out[rows], lse[rows], EVERY_ROW, (block_out, block_lse))
         return out.to(q.dtype), lse
 
-    def _gradients(self, dout, q, out, lse, k, v, scale: float) -> Tensors:  # type: ignore[no-untyped-def]
-        """dq [own, H, D], dk and dv [own, Hkv, D] of this rank's blocks."""
-        sums = [lse.new_zeros(self.to_own.tokens, *x.shape[1:]) for x in (q, k, v)]
+    def _gradients(
+        self,
+        *,
+        dout: torch.Tensor,
+        q: torch.Tensor,
+        out: torch.Tensor,
+        lse: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        scale: float,
+    ) -> Tensors:
+        """Return dq [tokens in blocks, heads, head_dim], dk and dv [tokens in blocks, kv_heads,
+        head_dim].
+
+        dout, q, out: [tokens of readers, heads, head_dim]. lse: [tokens of readers, heads]. k, v:
+        [tokens read, kv_heads, head_dim].
+        """
+        tokens = self.seq_to_blocks.tokens
+        # in float32 (float64 for float64), as lse is
+        dq_sum = lse.new_zeros(tokens, *q.shape[1:])
+        dk_sum = lse.new_zeros(tokens, *k.shape[1:])
+        dv_sum = lse.new_zeros(tokens, *v.shape[1:])
         for call in self.backward_calls:
             block_dout, block_q, block_out, block_lse = _copies(call.queries, dout, q, out, lse)
-            tensors = (
+            block_k, block_v = _copies(call.keys, k, v)
+            dq, dk, dv = self.kernel.backward(
                 block_dout,
                 block_q,
-                *_copies(call.keys, k, v),
+                block_k,
+                block_v,
                 block_out,
-                block_lse.t().contiguous(),
+                block_lse.t().contiguous(),  # [block, heads] -> [heads, block]
+                call.segments(q.device),
+                scale=scale,
             )
-            made = self.kernel.backward(*tensors, call.segments(q.device), scale=scale)
-            for total, rows, part in zip(
-                sums, (call.of_queries, call.of_keys, call.of_keys), made, strict=True
-            ):
-                if rows is not None:
-                    total[rows] += part
-        return tuple(x.to(q.dtype) for x in sums)
+            if call.query_results is not None:
+                dq_sum[call.query_results] += dq
+            if call.key_results is not None:
+                dk_sum[call.key_results] += dk
+                dv_sum[call.key_results] += dv
+        return dq_sum.to(q.dtype), dk_sum.to(q.dtype), dv_sum.to(q.dtype)
+
+
+def _lengths_by_id(zone: Zone) -> list[int]:
+    """Return the tokens of each sequence of the group, at the index of its id in the step; 0 at
+    the ids of other groups' sequences."""
+    lengths = [0] * (max(zone.group.sequences) + 1)
+    for sequence, length in zip(zone.group.sequences, zone.lengths, strict=True):
+        lengths[sequence] = length
+    return lengths
 
 
 def _dealt_blocks(
-    tokens: Sequence[Sequence[Slice]], lengths: dict[int, int]
+    tokens: Sequence[Sequence[Slice]], lengths: Sequence[int]
 ) -> list[list[KeyBlocks]]:
-    """By rank the blocks it works on: those whose first token it holds. tokens: what each rank
-    holds."""
+    """Return by rank the blocks that it works on: those whose first token it holds.
 
-    def numbers(piece: Slice) -> range:
-        return range(-(-piece.start // BLOCK), -(-piece.stop // BLOCK))
-
+    tokens: by rank, what it holds. lengths: tokens of each sequence, by id.
+    """
     dealt = []
-    for held in tokens:
-        found: dict[int, list[int]] = {}
-        for piece in held:
-            found.setdefault(piece.sequence, []).extend(numbers(piece))
-        dealt.append(
-            [
-                KeyBlocks(s, lengths[s], tuple(sorted(own)))
-                for s, own in sorted(found.items())
-                if own
-            ]
-        )
+    for slices in tokens:
+        numbers_by_sequence: dict[int, list[int]] = {}
+        for part in slices:
+            numbers = numbers_by_sequence.setdefault(part.sequence, [])
+            numbers.extend(_blocks_that_begin_in(part))
+        of_rank = []
+        for sequence, numbers in sorted(numbers_by_sequence.items()):
+            if numbers:
+                of_rank.append(KeyBlocks(sequence, lengths[sequence], tuple(sorted(numbers))))
+        dealt.append(of_rank)
     return dealt
 
 
-def _forward_calls(dealt: Sequence[KeyBlocks]) -> Iterator[Call]:
-    key_row = 0
-    for blocks, own in _with_rows(dealt):
-        for i, j in blocks.pairs():
-            if i in own:
-                yield Call(own[i], _rows(blocks.block(j), key_row), i == j, own[i], None)
-        key_row += blocks.earlier.tokens
+def _blocks_that_begin_in(part: Slice) -> range:
+    """The numbers of the blocks whose first token is in the slice."""
+    first = -(-part.start // BLOCK)  # rounded up
+    stop = -(-part.stop // BLOCK)
+    return range(first, stop)
 
 
-def _backward_calls(dealt: Sequence[KeyBlocks]) -> Iterator[Call]:
-    query_row = key_row = 0
-    for blocks, own in _with_rows(dealt):
-        for i, j in blocks.pairs():
-            queries = _rows(blocks.block(i), query_row - blocks.later.start)
-            yield Call(queries, _rows(blocks.block(j), key_row), i == j, own.get(i), own.get(j))
-        query_row += blocks.later.tokens
-        key_row += blocks.earlier.tokens
+def _forward_calls(dealt: Sequence[KeyBlocks]) -> Iterator[BlockPair]:
+    """Yield the calls of this rank's blocks of queries, in the order of the keys.
+
+    The queries of a call are rows of the tokens in blocks, its keys rows of the tokens read.
+    """
+    key_row = 0  # where the keys of the sequence begin
+    for blocks, block_rows in _with_rows(dealt):
+        for q, k in blocks.pairs():
+            if q in block_rows:
+                yield BlockPair(
+                    queries=block_rows[q],
+                    keys=_rows(blocks.block(k), key_row),
+                    causal=q == k,
+                    query_results=block_rows[q],
+                    key_results=None,
+                )
+        key_row += blocks.read.tokens
+
+
+def _backward_calls(dealt: Sequence[KeyBlocks]) -> Iterator[BlockPair]:
+    """Yield the calls of this rank's blocks of queries and of keys, ascending in both.
+
+    The queries of a call are rows of the tokens of readers, its keys rows of the tokens read.
+    """
+    query_row = 0  # where the readers of the sequence begin
+    key_row = 0  # where the keys of the sequence begin
+    for blocks, block_rows in _with_rows(dealt):
+        for q, k in blocks.pairs():
+            yield BlockPair(
+                queries=_rows(blocks.block(q), query_row - blocks.readers.start),
+                keys=_rows(blocks.block(k), key_row),
+                causal=q == k,
+                query_results=block_rows.get(q),
+                key_results=block_rows.get(k),
+            )
+        query_row += blocks.readers.tokens
+        key_row += blocks.read.tokens
 
 
 def _with_rows(dealt: Sequence[KeyBlocks]) -> Iterator[tuple[KeyBlocks, dict[int, slice]]]:
-    """Every sequence's blocks with their rows among all blocks of this rank."""
+    """Yield every sequence's blocks, with the rows of each among all blocks of this rank."""
     start = 0
     for blocks in dealt:
         rows = {}
         for number in blocks.numbers:
-            rows[number] = slice(start, start + blocks.block(number).tokens)
-            start = rows[number].stop
+            stop = start + blocks.block(number).tokens
+            rows[number] = slice(start, stop)
+            start = stop
         yield blocks, rows
 
 
 def _rows(block: Slice, shift: int) -> slice:
+    """The rows of a block, where token 0 of its sequence would be row `shift`."""
     return slice(block.start + shift, block.stop + shift)
 
 
 def _size(rows: slice) -> int:
+    """The number of rows."""
     return int(rows.stop - rows.start)
 
 
 def _copies(rows: slice, *tensors: torch.Tensor) -> Tensors:
-    """Rows of them in memory of their own: some libraries round by how their operands are
-    aligned."""
+    """Copy [rows, ...] of each tensor [tokens, ...] to memory of its own: some libraries round by
+    how their operands are aligned."""
     return tuple(x[rows].clone() for x in tensors)
 
 
 @functools.cache
 def _segments(queries: int, keys: int, causal: bool, device: torch.device) -> Segments:
+    """The lengths of a call of one sequence; few differ, so they are kept."""
     return Segments((queries,), (keys,), causal=causal, device=device)
 
 
 def slowdown(
     q: torch.Tensor, k: torch.Tensor, communicator: Communicator, kernel: Kernel
 ) -> float:
-    """How many times as long this takes as one kernel call, measured on one sequence that this
-    rank has alone; where ranks share one, each pair of blocks of two ranks is computed twice in
-    the backward. q [t, H, D], k [t, Hkv, D]."""
+    """Measure how many times as long deterministic attention takes as one kernel call.
+
+    q: [tokens, heads, head_dim] and k: [tokens, kv_heads, head_dim] of one sequence, which this
+    rank has alone here; where ranks share one, each pair of blocks of two ranks is computed twice
+    in the backward.
+    """
     group = Group(ranks=(communicator.rank,), sequences=(0,), strategy="local")
-    (zone,) = make_shard(MicroBatch(groups=(group,)), [len(q)], communicator.rank).zones
-    plain = LocalZone(slice(0, len(q)), zone.lengths, kernel, q.device)
-    fixed = DeterministicZone(zone, Channel(communicator, group, 0), kernel, q.device)
-    return _seconds(fixed, q, k) / _seconds(plain, q, k)
+    micro_batch = MicroBatch(groups=(group,))
+    (zone,) = make_shard(micro_batch, [len(q)], communicator.rank).zones
+    channel = Channel(communicator, group, 0)
+    usual = LocalZone(slice(0, len(q)), zone.lengths, kernel, q.device)
+    deterministic = DeterministicZone(zone, channel, kernel, q.device)
+    return _seconds(deterministic, q, k) / _seconds(usual, q, k)
 
 
-def _seconds(zone: LocalZone | DeterministicZone, q: torch.Tensor, k: torch.Tensor) -> float:
-    """Of a forward and a backward; the least of a few, for others may be at work on the
-    machine."""
-
-    def once() -> float:
+def _seconds(zone: ZoneAttention, q: torch.Tensor, k: torch.Tensor) -> float:
+    """Measure the seconds of a forward and a backward: the least of a few runs, for others may be
+    at work on the machine. q: [tokens, heads, head_dim]. k: [tokens, kv_heads, head_dim]."""
+    least = float("inf")
+    for _ in range(SLOWDOWN_RUNS):
         start = time.perf_counter()
         ((out, saved),) = run_zones([zone.forward(q, k, k, 1.0)])
         run_zones([zone.backward(out, saved, 1.0)])
         if q.is_cuda:
             torch.cuda.synchronize()
-        return time.perf_counter() - start
-
-    return min(once() for _ in range(4))
+        least = min(least, time.perf_counter() - start)
+    return least

@@ -1,9 +1,20 @@
-"""Which heads the ranks of an Ulysses group work on, and in which pieces; what several of them
-read of one KV head.
+"""Which heads the ranks of an Ulysses group work on, and in which pieces.
 
 Rank i of d has query heads [i H/d, (i+1) H/d), none at all when d > H, and the KV heads that those
-read. Where its query heads do not fall evenly on its KV heads, they are repeated for the kernel,
-and gradients of repeats are summed.
+read. A rank's query heads are cut into *pieces*, which are computed one after the other, so that
+one piece travels while another computes. For example, 8 query heads over 2 KV heads on 2 ranks,
+in 2 pieces:
+
+    rank 0    query heads 0 1 | 2 3    KV head 0 arrives with the first piece, and its gradient
+                                       leaves with the second one
+    rank 1    query heads 4 5 | 6 7    KV head 1 likewise
+
+1. `head_pieces` cuts the heads; every rank computes the same pieces for all ranks.
+2. `PieceReader` gives each piece the KV heads that it reads, whichever piece they came with.
+3. `PieceSums` gives the gradients of the KV heads that no later piece reads.
+
+Where a rank's query heads do not fall evenly on its KV heads, KV heads are repeated for the
+kernel, one for each query head, and gradients of repeats are summed.
 """
 
 import functools
@@ -13,137 +24,246 @@ from typing import NamedTuple
 
 import torch
 
-from hf_flexseq.attention.local import Tensors
+from hf_flexseq.attention.types import Tensors
 from hf_flexseq.cost import PIECE_ROWS
 from hf_flexseq.plan.shard import contiguous_part
 
 
-def pieces_of_head(lengths: Sequence[int], device: torch.device) -> float:
-    """How many pieces one head would be worth."""
-    squares = sum(n * n for n in lengths)
-    cpu = device.type == "cpu"
-    rows = squares / sum(lengths) if cpu else sum(lengths)  # of the sequence where most work is
-    return rows / PIECE_ROWS["cpu" if cpu else "cuda"]
+def pieces_per_head(lengths: Sequence[int], device: torch.device) -> float:
+    """Return in how many pieces the work of one query head could be done without loss.
+
+    lengths: tokens of each sequence of the group. A kernel call is worth its overhead from
+    `PIECE_ROWS` query rows on (heads x tokens). On the CPU each sequence is a call of its own, and
+    the sequence counts in which most of the work lies; on CUDA all of them fill the device
+    together.
+    """
+    tokens = sum(lengths)
+    if device.type == "cpu":
+        pairs = sum(length * length for length in lengths)
+        return pairs / tokens / PIECE_ROWS["cpu"]
+    return tokens / PIECE_ROWS["cuda"]
 
 
 class HeadShare(NamedTuple):
-    """The heads one rank works on in one piece: query heads [q_start, q_stop), KV heads [kv_start,
-    kv_stop), and, where query heads do not fall evenly on KV heads, which of the latter each query
-    head reads (else None).
+    """The heads that one rank works on in one piece."""
 
-    kv_new: the first KV head that no earlier piece has read. kv_kept: the first one that a later
-    piece reads too.
-    """
-
-    q_start: int
+    q_start: int  # query heads [q_start, q_stop)
     q_stop: int
-    kv_start: int
+    kv_start: int  # the KV heads that they read, [kv_start, kv_stop)
     kv_stop: int
-    repeats: tuple[int, ...] | None
-    kv_new: int
-    kv_kept: int
+
+    # The KV head, counted from kv_start, that each query head reads; None where the query heads
+    # fall evenly on the KV heads, as the kernel expects.
+    query2kv: tuple[int, ...] | None
+
+    kv_new: int  # the first KV head that no earlier piece has read
+    kv_kept: int  # the first KV head that a later piece reads, too
 
     @property
     def q_heads(self) -> int:
+        """The number of query heads."""
         return self.q_stop - self.q_start
+
+    @property
+    def kv_heads(self) -> int:
+        """The number of KV heads that they read."""
+        return self.kv_stop - self.kv_start
+
+    @property
+    def kv_read_before(self) -> int:
+        """The number of KV heads, the first ones, that came with earlier pieces."""
+        return self.kv_new - self.kv_start
+
+    @property
+    def kv_complete(self) -> int:
+        """The number of KV heads, the first ones, that no later piece reads."""
+        return self.kv_kept - self.kv_start
 
 
 class HeadPiece(NamedTuple):
-    """A piece of the heads of all ranks. shares: by rank; the rest are the slices that they mean.
+    """A piece of every rank's heads. All fields are by rank."""
 
-    arriving: KV heads that are sent with it. leaving: those whose gradients are.
-    """
-
-    shares: tuple[HeadShare, ...]
-    queries: tuple[slice, ...]
-    arriving: tuple[slice, ...]
-    leaving: tuple[slice, ...]
+    shares: tuple[HeadShare, ...]  # the heads that each rank works on
+    queries: tuple[slice, ...]  # the same query heads as slices
+    kv_arriving: tuple[slice, ...]  # the KV heads that each rank is sent with the piece
+    kv_leaving: tuple[slice, ...]  # the KV heads of which each rank sends gradients with it
 
 
 @functools.lru_cache(maxsize=64)
 def head_pieces(heads: int, kv_heads: int, degree: int, most: int) -> tuple[HeadPiece, ...]:
-    """At most `most`, and no more than any rank that works has query heads; the same on all
-    ranks."""
-    parts = [contiguous_part(heads, i, degree) for i in range(degree)]
-    count = min(most, *(stop - start for start, stop in parts if stop > start))
-    by_rank = [_shares(range(*part), heads // kv_heads, count) for part in parts]
-    return tuple(
-        HeadPiece(
-            shares,
-            tuple(slice(s.q_start, s.q_stop) for s in shares),
-            tuple(slice(s.kv_new, s.kv_stop) for s in shares),
-            tuple(slice(s.kv_start, s.kv_kept) for s in shares),
+    """Cut each rank's heads into `count` pieces; every rank computes the same pieces.
+
+    count = min(most, the fewest query heads of a rank that has any), so that all ranks have a head
+    in every piece but those that have none at all. heads, kv_heads: of the model. degree: ranks of
+    the group.
+    """
+    # 1. deal the query heads to the ranks
+    heads_by_rank = []
+    for i in range(degree):
+        start, stop = contiguous_part(heads, i, degree)
+        heads_by_rank.append(range(start, stop))
+    count = most
+    for rank_heads in heads_by_rank:
+        if rank_heads:
+            count = min(count, len(rank_heads))
+
+    # 2. cut the heads of each rank
+    shares_by_rank = [
+        _shares(rank_heads, heads // kv_heads, count) for rank_heads in heads_by_rank
+    ]
+
+    # 3. turn pieces by rank into ranks by piece
+    pieces = []
+    for shares in zip(*shares_by_rank, strict=True):
+        piece = HeadPiece(
+            shares=shares,
+            queries=tuple(slice(share.q_start, share.q_stop) for share in shares),
+            kv_arriving=tuple(slice(share.kv_new, share.kv_stop) for share in shares),
+            kv_leaving=tuple(slice(share.kv_start, share.kv_kept) for share in shares),
         )
-        for shares in zip(*by_rank, strict=True)
-    )
+        pieces.append(piece)
+    return tuple(pieces)
 
 
 def _shares(heads: range, queries_per_kv: int, count: int) -> list[HeadShare]:
-    """One rank's query heads in `count` pieces."""
+    """Cut one rank's query heads into `count` pieces.
+
+    queries_per_kv: query heads of the model that read one KV head.
+    """
     if not heads:
-        return [HeadShare(heads.start, heads.stop, 0, 0, None, 0, 0)] * count
-    pieces = [heads[slice(*contiguous_part(len(heads), place, count))] for place in range(count)]
-    spans = [(piece[0] // queries_per_kv, piece[-1] // queries_per_kv + 1) for piece in pieces]
-    new = [spans[0][0], *(stop for _, stop in spans[:-1])]
-    kept = [*(start for start, _ in spans[1:]), spans[-1][1]]
-    return [
-        HeadShare(
-            piece.start, piece.stop, *span, _repeats(piece, queries_per_kv), first_new, first_kept
+        nothing = HeadShare(
+            q_start=heads.start,
+            q_stop=heads.stop,
+            kv_start=0,
+            kv_stop=0,
+            query2kv=None,
+            kv_new=0,
+            kv_kept=0,
         )
-        for piece, span, first_new, first_kept in zip(pieces, spans, new, kept, strict=True)
-    ]
+        return [nothing] * count
+
+    # 1. the query heads of each piece
+    pieces = []
+    for number in range(count):
+        start, stop = contiguous_part(len(heads), number, count)
+        pieces.append(heads[start:stop])
+
+    # 2. the KV heads that they read; two pieces may have one in common
+    kv_starts = [piece[0] // queries_per_kv for piece in pieces]
+    kv_stops = [piece[-1] // queries_per_kv + 1 for piece in pieces]
+
+    # 3. a KV head is new in the first piece that reads it, and complete in the last one
+    shares = []
+    for number, piece in enumerate(pieces):
+        is_first = number == 0
+        is_last = number == count - 1
+        share = HeadShare(
+            q_start=piece.start,
+            q_stop=piece.stop,
+            kv_start=kv_starts[number],
+            kv_stop=kv_stops[number],
+            query2kv=_query2kv(piece, queries_per_kv),
+            kv_new=kv_starts[0] if is_first else kv_stops[number - 1],
+            kv_kept=kv_stops[-1] if is_last else kv_starts[number + 1],
+        )
+        shares.append(share)
+    return shares
 
 
-def _repeats(heads: range, queries_per_kv: int) -> tuple[int, ...] | None:
-    """Which of its KV heads each query head reads; None where all are read by equally many."""
-    reads = [q // queries_per_kv - heads[0] // queries_per_kv for q in heads]
-    return None if len(set(Counter(reads).values())) == 1 else tuple(reads)
+def _query2kv(heads: range, queries_per_kv: int) -> tuple[int, ...] | None:
+    """Return which KV head each of these query heads reads, counted from the first one that is
+    read; None where every KV head has equally many readers."""
+    first = heads[0] // queries_per_kv
+    reads = [q // queries_per_kv - first for q in heads]
+    readers = Counter(reads)
+    if len(set(readers.values())) == 1:
+        return None
+    return tuple(reads)
 
 
 def overlapping(spans: Sequence[Sequence[slice]]) -> bool:
-    """Whether several ranks have a head. spans: of every piece the heads of every rank, all of
-    them together."""
-    every = [span for of_piece in spans for span in of_piece]
-    return sum(span.stop - span.start for span in every) > max(span.stop for span in every)
+    """Return True where several ranks have some head.
+
+    spans: for every piece the heads of every rank; together they are all heads of the model.
+    """
+    total = 0
+    heads = 0
+    for by_rank in spans:
+        for span in by_rank:
+            total += span.stop - span.start
+            heads = max(heads, span.stop)
+    return total > heads
 
 
-def repeated(x: torch.Tensor, share: HeadShare) -> torch.Tensor:
-    """[T, KV heads, D] -> one KV head per query head, where the kernel could not group them
-    itself."""
-    return x if share.repeats is None else x[:, list(share.repeats)]
+class PieceReader:
+    """Keys and values of the KV heads that each piece reads, one piece after the other."""
+
+    __slots__ = ("_kv",)
+
+    def __init__(self) -> None:
+        self._kv: Tensors = ()  # k and v of the piece before
+
+    def next(self, share: HeadShare, new: Sequence[torch.Tensor]) -> Tensors:
+        """Return k and v as the kernel reads them: [tokens, kv_heads, head_dim], or one KV head
+        for each query head.
+
+        share: this rank's share of the next piece. new: k and v that have arrived with the piece,
+        each [tokens, new KV heads, head_dim].
+        """
+        kv = tuple(new)
+        if share.kv_read_before:
+            # The piece begins with the last KV heads of the one before.
+            kv = tuple(
+                # [tokens, read before, head_dim] + [tokens, new, head_dim]
+                torch.cat((before[:, -share.kv_read_before :], x), dim=1)
+                for before, x in zip(self._kv, new, strict=True)
+            )
+        self._kv = kv
+        return tuple(_repeated(x, share) for x in kv)
 
 
-def read_again(
-    share: HeadShare, before: Sequence[torch.Tensor], new: Sequence[torch.Tensor]
-) -> Tensors:
-    """A piece's KV heads: the last ones of the piece before, if it reads them too, and the new
-    ones."""
-    again = share.kv_new - share.kv_start
-    if not again:
-        return tuple(new)
-    return tuple(torch.cat((x[:, -again:], y), dim=1) for x, y in zip(before, new, strict=True))
+class PieceSums:
+    """Gradients of KV heads, summed over the pieces that read them, one piece after the other."""
+
+    __slots__ = ("_incomplete",)
+
+    def __init__(self) -> None:
+        # dk and dv of the KV heads that later pieces add to, [tokens, KV heads, head_dim]
+        self._incomplete: Tensors = ()
+
+    def next(self, share: HeadShare, grads: Sequence[torch.Tensor]) -> Tensors:
+        """Return dk and dv of the KV heads that are complete, each [tokens, complete, head_dim].
+
+        share: this rank's share of the next piece. grads: dk and dv of the keys and values that
+        `PieceReader` gave for it.
+        """
+        complete = []
+        incomplete = []
+        for number, grad in enumerate(grads):
+            total = _sum_repeats(grad, share)  # [tokens, kv_heads, head_dim]
+            again = share.kv_read_before
+            if again:
+                summed = total[:, :again] + self._incomplete[number]
+                total = torch.cat((summed, total[:, again:]), dim=1)
+            complete.append(total[:, : share.kv_complete])
+            incomplete.append(total[:, share.kv_complete :])
+        self._incomplete = tuple(incomplete)
+        return tuple(complete)
 
 
-def closed_sums(share: HeadShare, made: Tensors, before: Tensors) -> tuple[Tensors, Tensors]:
-    """Gradients of a piece's KV heads, as made or of repeats -> those that are complete, and those
-    that later pieces add to. before: the latter, of the piece before."""
-    closed, left_open = [], []
-    for place, x in enumerate(made):
-        total = _sum_repeats(x, share)
-        again = share.kv_new - share.kv_start
-        if again:
-            total = torch.cat((total[:, :again] + before[place], total[:, again:]), dim=1)
-        complete = share.kv_kept - share.kv_start
-        closed.append(total[:, :complete])
-        left_open.append(total[:, complete:])
-    return tuple(closed), tuple(left_open)
+def _repeated(x: torch.Tensor, share: HeadShare) -> torch.Tensor:
+    """Repeat KV heads, [tokens, kv_heads, head_dim] -> [tokens, q_heads, head_dim], where the
+    kernel could not share them out itself; elsewhere return x."""
+    if share.query2kv is None:
+        return x
+    return x[:, list(share.query2kv)]
 
 
 def _sum_repeats(dx: torch.Tensor, share: HeadShare) -> torch.Tensor:
-    """The transpose of `repeated`."""
-    if share.repeats is None:
+    """Sum gradients of repeats, [tokens, q_heads, head_dim] -> [tokens, kv_heads, head_dim]: the
+    transpose of `_repeated`."""
+    if share.query2kv is None:
         return dx
-    index = torch.tensor(share.repeats, device=dx.device)
-    return dx.new_zeros(dx.shape[0], share.kv_stop - share.kv_start, dx.shape[2]).index_add_(
-        1, index, dx
-    )
+    index = torch.tensor(share.query2kv, device=dx.device)
+    sums = dx.new_zeros(dx.shape[0], share.kv_heads, dx.shape[2])
+    return sums.index_add_(1, index, dx)

@@ -4,31 +4,28 @@ One call is best where the rank has nothing else to do. Beside other zones the s
 to a few calls of about equal work, so that every wait for a transfer has something to hide under.
 """
 
-from collections.abc import Iterator, Sequence
-from itertools import accumulate, groupby
-from operator import itemgetter
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
 
-from hf_flexseq.attention.weave import END, ZoneSteps
+from hf_flexseq.attention.types import Saved, Tensors
+from hf_flexseq.attention.weave import ZoneSteps
 from hf_flexseq.kernels import Kernel
 from hf_flexseq.kernels.segments import Segments
 
-Tensors = tuple[torch.Tensor, ...]
 
+class LocalRun(NamedTuple):
+    """A run of whole sequences, one after the other in the rows, that one kernel call takes."""
 
-class Piece(NamedTuple):
-    """Sequences next to each other that one call takes."""
-
-    rows: slice
-    segments: Segments
+    rows: slice  # the rows of the zone that they fill
+    segments: Segments  # their lengths
 
 
 class LocalZone:
-    """The group of this rank alone."""
+    """Attention over the sequences of a group that consists of this rank alone."""
 
-    __slots__ = ("kernel", "pieces", "rows")
+    __slots__ = ("kernel", "rows", "runs")
 
     def __init__(
         self,
@@ -37,77 +34,112 @@ class LocalZone:
         kernel: Kernel,
         device: torch.device,
         *,
-        pieces: int = 1,
+        most_runs: int = 1,
     ) -> None:
-        """pieces: the most calls to make."""
-        self.rows, self.kernel = rows, kernel
-        self.pieces = tuple(_pieces(lengths, pieces, device))
+        """Deal the sequences to at most `most_runs` kernel calls.
+
+        rows: where the sequences stand in the rank's rows. lengths: tokens of each sequence.
+        """
+        self.rows = rows
+        self.kernel = kernel
+        self.runs = _local_runs(lengths, most_runs, device)
 
     def forward(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float
-    ) -> ZoneSteps[tuple[torch.Tensor, Tensors]]:
-        """q [t, H, D], k, v [t, Hkv, D] -> out [t, H, D], and what `backward` needs."""
-        outs, lses = [], []
-        for place, (rows, segments) in enumerate(self.pieces):
-            # the first one under the first transfers of other zones
-            yield place / len(self.pieces)
-            out, lse = self.kernel.forward(q[rows], k[rows], v[rows], segments, scale=scale)
-            outs.append(out)
-            lses.append(lse)
-        out = _joined(outs, 0)
-        return out, (q, k, v, out, _joined(lses, 1))
+    ) -> ZoneSteps[tuple[torch.Tensor, Saved]]:
+        """Return out [tokens, heads, head_dim], and save q, k, v, out, lse [heads, tokens].
 
-    def backward(self, dout: torch.Tensor, saved: Tensors, scale: float) -> ZoneSteps[Tensors]:
-        q, k, v, out, lse = saved
-        grads = []
-        for place, (rows, segments) in enumerate(self.pieces):
-            # the last one under the last gradients that other zones return
-            yield (place + 1) / len(self.pieces)
-            tensors = (x[rows] for x in (dout, q, k, v, out))
-            grads.append(self.kernel.backward(*tensors, lse[:, rows], segments, scale=scale))
-        return tuple(_joined(parts, 0) for parts in zip(*grads, strict=True))
+        q: [tokens, heads, head_dim]. k, v: [tokens, kv_heads, head_dim].
+        """
+        outs = []
+        lses = []
+        for number, run in enumerate(self.runs):
+            # The first run begins at 0, under the first transfers of other zones.
+            yield number / len(self.runs)
+            out, lse = self.kernel.forward(
+                q[run.rows], k[run.rows], v[run.rows], run.segments, scale=scale
+            )
+            outs.append(out)  # [tokens of the run, heads, head_dim]
+            lses.append(lse)  # [heads, tokens of the run]
+        whole_out = _joined(outs, dim=0)
+        return whole_out, Saved((q, k, v, whole_out, _joined(lses, dim=1)))
 
-    def backward_of_rows(self, q, k, v, out, dout, lse, scale: float) -> ZoneSteps[Tensors]:  # type: ignore[no-untyped-def]
-        """`backward` from this rank's rows and the last of what `forward` left."""
-        return self.backward(dout, (q, k, v, out, lse), scale)
+    def backward(self, dout: torch.Tensor, saved: Saved, scale: float) -> ZoneSteps[Tensors]:
+        """Return dq [tokens, heads, head_dim], dk and dv [tokens, kv_heads, head_dim]."""
+        q, k, v, out, lse = saved.tensors
+        dqs = []
+        dks = []
+        dvs = []
+        for number, run in enumerate(self.runs):
+            # The last run begins at 1, under the last gradients that other zones send back.
+            yield (number + 1) / len(self.runs)
+            dq, dk, dv = self.kernel.backward(
+                dout[run.rows],
+                q[run.rows],
+                k[run.rows],
+                v[run.rows],
+                out[run.rows],
+                lse[:, run.rows],
+                run.segments,
+                scale=scale,
+            )
+            dqs.append(dq)
+            dks.append(dk)
+            dvs.append(dv)
+        return _joined(dqs, dim=0), _joined(dks, dim=0), _joined(dvs, dim=0)
+
+    def backward_of_rows(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        out: torch.Tensor,
+        dout: torch.Tensor,
+        lse: torch.Tensor,
+        scale: float,
+    ) -> ZoneSteps[Tensors]:
+        """Return what `backward` does; these are the tensors that `forward` saves.
+
+        q, out, dout: [tokens, heads, head_dim]. k, v: [tokens, kv_heads, head_dim]. lse: [heads,
+        tokens].
+        """
+        return self.backward(dout, Saved((q, k, v, out, lse)), scale)
 
 
-class NoZone:
-    """A rank that works in no group, and stands by with rows that belong to others: see
-    `remap.py`."""
+def _local_runs(
+    lengths: Sequence[int], most_runs: int, device: torch.device
+) -> tuple[LocalRun, ...]:
+    """Cut the list of sequences into at most `most_runs` runs of about equal work.
 
-    __slots__ = ("rows",)
+    All pairs of tokens are divided into `most_runs` equal parts. A sequence joins the run of the
+    part in which the first of its pairs lies, so that none is split.
+    """
+    # 1. deal the sequences, in their order
+    all_pairs = sum(length * length for length in lengths)
+    pairs_before = 0
+    last_part = -1
+    dealt: list[list[int]] = []
+    for length in lengths:
+        part = pairs_before * most_runs // all_pairs
+        if part != last_part:
+            dealt.append([])
+            last_part = part
+        dealt[-1].append(length)
+        pairs_before += length * length
 
-    def __init__(self) -> None:
-        self.rows = slice(0, 0)
-
-    def forward(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float
-    ) -> ZoneSteps[tuple[torch.Tensor, Tensors]]:
-        """Tensors without rows -> a result without rows."""
-        yield END
-        return q, (k, v, q.new_empty(0))
-
-    def backward(self, dout: torch.Tensor, saved: Tensors, scale: float) -> ZoneSteps[Tensors]:
-        yield END
-        return dout, saved[0], saved[1]
-
-    def backward_of_rows(self, q, k, v, out, dout, lse, scale: float) -> ZoneSteps[Tensors]:  # type: ignore[no-untyped-def]
-        return self.backward(dout, (k, v, lse), scale)
-
-
-def _pieces(lengths: Sequence[int], most: int, device: torch.device) -> Iterator[Piece]:
-    """Sequences in their order, cut where one begins in another of `most` equal parts of all pairs
-    of tokens."""
-    pairs = [n * n for n in lengths]
-    parts = [before * most // sum(pairs) for before in accumulate(pairs[:-1], initial=0)]
+    # 2. find the rows of every run
+    runs = []
     start = 0
-    for _, members in groupby(zip(parts, lengths, strict=True), key=itemgetter(0)):
-        part = [n for _, n in members]
-        stop = start + sum(part)
-        yield Piece(slice(start, stop), Segments(part, part, causal=True, device=device))
+    for run_lengths in dealt:
+        stop = start + sum(run_lengths)
+        segments = Segments(run_lengths, run_lengths, causal=True, device=device)
+        runs.append(LocalRun(slice(start, stop), segments))
         start = stop
+    return tuple(runs)
 
 
-def _joined(parts: Sequence[torch.Tensor], dim: int) -> torch.Tensor:
-    return parts[0] if len(parts) == 1 else torch.cat(list(parts), dim=dim)
+def _joined(parts: Sequence[torch.Tensor], *, dim: int) -> torch.Tensor:
+    """Concatenate the parts along `dim`; a single part is returned without a copy."""
+    if len(parts) == 1:
+        return parts[0]
+    return torch.cat(list(parts), dim=dim)

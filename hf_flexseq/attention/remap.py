@@ -1,22 +1,28 @@
 """Tokens on their way between the even layout outside of attention and the layout of the groups;
-see `remap.py` above.
+`planner/remap.py` decides where, and `plan/remap.py` which tokens move.
 
-A rank with a surplus gives its last rows away, one with a deficit has what it got behind its own
-rows. In every layer queries, keys and values come to the groups and the output leaves; in the
-backward the gradient of the output comes and those of queries, keys and values leave. All tensors
-of one trip travel in one message per pair of ranks.
+A rank with a surplus in attention gives its last rows away outside of attention; one with a
+deficit has the rows that it is given behind its own. In every layer
+
+    forward     queries, keys and values    linear_to_attention
+                the output                  attention_to_linear
+    backward    the output's gradient       linear_to_attention
+                those of q, k and v         attention_to_linear
+
+All tensors of one trip travel in one message per pair of ranks. Over links to other nodes the
+messages may be routed over several ranks' NICs (`schedule/routing.py`).
 """
 
 import torch
 
-from hf_flexseq.attention.local import Tensors
+from hf_flexseq.attention.types import Tensors
 from hf_flexseq.distributed.communicator import Communicator, Exchange
 from hf_flexseq.distributed.routing import RoutedExchange
 from hf_flexseq.plan.shard import Shard
 from hf_flexseq.schedule.routing import NicFigures, Routing, make_routing
 from hf_flexseq.schedule.transfers import move_transfers
 
-TAG = 1 << 30  # beyond those of any zone
+TAG = 1 << 30  # beyond the tags of any zone
 Parcels = tuple[tuple[int, int], ...]  # (peer, rows), in the order of the rows
 
 
@@ -30,46 +36,67 @@ class TokenRemap:
     ) -> None:
         """links: see `SequenceContext`. With any, ranks that give and get nothing may have to pass
         something on."""
-        self.communicator, self.given, self.got = communicator, shard.given, shard.got
-        self.moves, self.links = shard.moves, links
+        self.communicator = communicator
+        self.given: Parcels = shard.given  # rows that stand on other ranks outside of attention
+        self.got: Parcels = shard.got  # rows of other ranks that stand here outside of attention
+        self.moves = shard.moves
+        self.links = links
+        # by bytes of a row, and whether the trip leads to attention
         self._routings: dict[tuple[int, bool], Routing] = {}
 
-    def to_groups(self, tensors: Tensors) -> Tensors:
-        """Each [rows of the even layout, heads, D] -> [rows of the groups, heads, D]."""
-        return self._together(tensors, self.got, self.given, back=True)
+    def linear_to_attention(self, tensors: Tensors) -> Tensors:
+        """Move each [linear tokens, heads, head_dim] -> [attention tokens, heads, head_dim]."""
+        return self._move(tensors, to_peers=self.got, from_peers=self.given, to_attention=True)
 
-    def to_even(self, tensors: Tensors) -> Tensors:
-        """Each [rows of the groups, heads, D] -> [rows of the even layout, heads, D]."""
-        return self._together(tensors, self.given, self.got, back=False)
+    def attention_to_linear(self, tensors: Tensors) -> Tensors:
+        """Move each [attention tokens, heads, head_dim] -> [linear tokens, heads, head_dim]."""
+        return self._move(tensors, to_peers=self.given, from_peers=self.got, to_attention=False)
 
-    def _together(
-        self, tensors: Tensors, leaving: Parcels, coming: Parcels, *, back: bool
+    def _move(
+        self, tensors: Tensors, *, to_peers: Parcels, from_peers: Parcels, to_attention: bool
     ) -> Tensors:
+        """Send the last rows of every tensor to peers, and put the rows of other peers in their
+        place: [tokens before, heads, head_dim] -> [tokens after, heads, head_dim]."""
+        # 1. one tensor for all: [tokens before, heads of all tensors, head_dim]
         x = torch.cat(tensors, dim=1)
-        kept = x.shape[0] - sum(rows for _, rows in leaving)
-        exchange = self._exchange(x, back)
-        for part, (peer, _) in zip(
-            x[kept:].split([rows for _, rows in leaving]), leaving, strict=True
-        ):
+        rows_to_peers = [rows for _, rows in to_peers]
+        kept = x.shape[0] - sum(rows_to_peers)
+
+        # 2. the exchange: [rows to peers, heads of all, head_dim] -> [rows from peers, ...]
+        exchange = self._make_exchange(x, to_attention=to_attention)
+        parts = x[kept:].split(rows_to_peers)
+        for part, (peer, _) in zip(parts, to_peers, strict=True):
             exchange.send([part], peer)
-        arriving = [exchange.recv([x], rows, peer)[0] for peer, rows in coming]
+        arriving = []
+        for peer, rows in from_peers:
+            (part,) = exchange.recv([x], rows, peer)
+            arriving.append(part)
         exchange.post(self.communicator, tag=TAG)
         exchange.wait()
-        return torch.cat((x[:kept], *arriving)).split([y.shape[1] for y in tensors], dim=1)
 
-    def _exchange(self, x: torch.Tensor, back: bool) -> Exchange:
-        """For rows like those of x. back: from the even layout to the groups."""
-        row_bytes = x.shape[1:].numel() * x.element_size()
-        if self.links is not None and (row_bytes, back) not in self._routings:
-            self._routings[row_bytes, back] = make_routing(
-                move_transfers(self.moves, row_bytes, back=back), self.links
-            )
-        routing = self._routings.get((row_bytes, back), Routing())
+        # 3. back to one tensor each: [tokens after, heads, head_dim]
+        joined = torch.cat((x[:kept], *arriving))
+        return joined.split([tensor.shape[1] for tensor in tensors], dim=1)
+
+    def _make_exchange(self, x: torch.Tensor, *, to_attention: bool) -> Exchange:
+        """Make the exchange for rows like those of x [tokens, heads, head_dim]."""
+        if self.links is None:
+            return Exchange(_label)
+        routing = self._routing(self.links, x, to_attention=to_attention)
         if not routing.paths:
             return Exchange(_label)
         return RoutedExchange(
             _label, routing, self.communicator, x.device, within=", in remapping"
         )
+
+    def _routing(self, links: NicFigures, x: torch.Tensor, *, to_attention: bool) -> Routing:
+        """Return over which ranks the rows travel: decided once for each size of a row."""
+        row_bytes = x.shape[1:].numel() * x.element_size()
+        key = (row_bytes, to_attention)
+        if key not in self._routings:
+            transfers = move_transfers(self.moves, row_bytes, back=to_attention)
+            self._routings[key] = make_routing(transfers, links)
+        return self._routings[key]
 
 
 def _label(peer: int, sent: bool) -> str:

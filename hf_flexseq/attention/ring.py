@@ -29,8 +29,8 @@ from typing import NamedTuple
 
 import torch
 
-from hf_flexseq.attention.local import Tensors
 from hf_flexseq.attention.turns import OWN, Rows, Share, Turn, backward_order, name_pieces
+from hf_flexseq.attention.types import Saved, Tensors
 from hf_flexseq.attention.weave import END, ZoneSteps
 from hf_flexseq.distributed.communicator import TAGS, Channel, Exchange
 from hf_flexseq.distributed.routing import RoutedExchange
@@ -111,7 +111,7 @@ class RingZone:
 
     def forward(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float
-    ) -> ZoneSteps[tuple[torch.Tensor, Tensors]]:
+    ) -> ZoneSteps[tuple[torch.Tensor, Saved]]:
         """q [t, H, D], k, v [t, Hkv, D] of this rank's chunks -> out [t, H, D], and what
         `backward` needs."""
         kv = torch.stack((k, v), dim=1)  # [t, 2, Hkv, D]
@@ -130,10 +130,10 @@ class RingZone:
         yield END
         _merge_returned(out, lse, returned)
         out = out.to(q.dtype)
-        return out, (q, kv, out, lse)
+        return out, Saved((q, kv, out, lse))
 
-    def backward(self, dout: torch.Tensor, saved: Tensors, scale: float) -> ZoneSteps[Tensors]:
-        q, kv, out, lse = saved
+    def backward(self, dout: torch.Tensor, saved: Saved, scale: float) -> ZoneSteps[Tensors]:
+        q, kv, out, lse = saved.tensors
         of_queries = (q, dout, out, lse)
         dq = torch.zeros(q.shape, dtype=lse_dtype(q.dtype), device=q.device)
         dkv = torch.zeros(kv.shape, dtype=dq.dtype, device=q.device)
@@ -155,7 +155,7 @@ class RingZone:
 
     def backward_of_rows(self, q, k, v, out, dout, lse, scale: float) -> ZoneSteps[Tensors]:  # type: ignore[no-untyped-def]
         """`backward` from this rank's rows and the last of what `forward` left."""
-        return self.backward(dout, (q, torch.stack((k, v), dim=1), out, lse), scale)
+        return self.backward(dout, Saved((q, torch.stack((k, v), dim=1), out, lse)), scale)
 
     def _attend(self, turn: Turn, q: torch.Tensor, kv: torch.Tensor, scale: float) -> Tensors:
         """out [n, H, D] and lse [n, H] of the turn's call; nothing without one."""

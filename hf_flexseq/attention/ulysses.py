@@ -2,17 +2,20 @@
 whole sequences.
 
     [my tokens, all heads]  --seq_to_head-->  [all tokens, my heads]  --kernel-->  ...
-    --head_to_seq-->  my tokens
+    --head_to_seq-->  [my tokens, all heads]
 
 DeepSpeed-Ulysses (arXiv 2309.14509), here for token shares of any size and head counts that do not
 divide: rank i of d works on query heads [i H/d, (i+1) H/d), none at all when d > H, and is sent
-just the KV heads that those read, so a KV head may go to several ranks. Where a rank's query heads
-do not fall evenly on its KV heads, it repeats KV heads after the exchange. Gradients of KV heads
-sum over all ranks that had them.
+just the KV heads that those read, so a KV head may go to several ranks.
 
-A rank's heads come and go in a few pieces, so that one computes while others travel: all that
-arrives is posted at once, and a piece's results are on their way while the next one computes. A KV
-head that two pieces read arrives with the first of them, and its gradient leaves with the last.
+A rank's heads come and go in a few pieces (`heads.py`), so that one computes while others travel:
+
+1. The exchanges of all pieces (`head_exchange.py`) are posted at once.
+2. Piece by piece: wait for its heads, compute, and post the exchange of its results.
+3. Wait for the results of all pieces.
+
+A KV head that two pieces read arrives with the first of them, and its gradient leaves with the
+last.
 
 What is kept for the backward is in the head layout; one exchange carries q, k and v together. In
 checkpointed layers (`remat.py`) only the log-sum-exp is, and q, k, v and out travel again in the
@@ -24,28 +27,31 @@ to equal size, which spends memory and bandwidth on nothing.
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 
+from hf_flexseq.attention.head_exchange import ArrivingHeads, ArrivingTokens, HeadExchange
 from hf_flexseq.attention.heads import (
     HeadPiece,
-    closed_sums,
+    HeadShare,
+    PieceReader,
+    PieceSums,
     head_pieces,
     overlapping,
-    pieces_of_head,
-    read_again,
-    repeated,
+    pieces_per_head,
 )
-from hf_flexseq.attention.local import LocalZone, Tensors
+from hf_flexseq.attention.local import LocalZone
+from hf_flexseq.attention.types import Attention, Saved, Tensors
 from hf_flexseq.attention.weave import END, ZoneSteps, within
 from hf_flexseq.cost import HEAD_PIECES
-from hf_flexseq.distributed.all_to_all import AllToAll, all_to_all
 from hf_flexseq.distributed.communicator import Channel
 from hf_flexseq.kernels import Kernel, lse_dtype
 from hf_flexseq.plan.shard import Zone, contiguous_part
 
-Arriving = Callable[[], list[torch.Tensor]]  # waits for tensors that are on their way
+# The backward of one piece: from its number and the tensors that have arrived for it, dout last,
+# each [all tokens, my heads, head_dim], to dq, dk and dv of what the inner attention read.
+PieceBackward = Callable[[int, Tensors], ZoneSteps[Tensors]]
 
 
 class Span(NamedTuple):
@@ -55,24 +61,116 @@ class Span(NamedTuple):
     stop: float
 
 
-class Leaving(NamedTuple):
-    """Heads' results on their way to the ranks of the tokens. spans: the heads of each tensor that
-    each rank had. sizes: by rank, how many elements of each tensor arrive here."""
+def ulysses_zone(
+    zone: Zone, channel: Channel, kernel: Kernel, device: torch.device
+) -> "UlyssesZone":
+    """Make the attention of an Ulysses group: heads in pieces, around one kernel call for each."""
+    all_tokens = sum(zone.lengths)
+    tokens = []
+    for i in range(zone.group.degree):
+        start, stop = contiguous_part(all_tokens, i, zone.group.degree)
+        tokens.append(stop - start)
+    return UlyssesZone(
+        rows=slice(zone.start, zone.stop),
+        exchange=HeadExchange(channel, zone.group.ranks, zone.index, tokens),
+        inner=LocalZone(slice(0, all_tokens), zone.lengths, kernel, device),
+        pieces_per_head=pieces_per_head(zone.lengths, device),
+        wide=kernel.wide_gradients,
+    )
 
-    moving: AllToAll
-    spans: Sequence[Sequence[slice]]
-    sizes: Sequence[Sequence[int]]
-    head_dim: int
 
+class UlyssesZone:
+    """This rank's part in an Ulysses group."""
 
-class HeadAttention(Protocol):
-    """Attention over all tokens of the group, for some heads."""
+    __slots__ = ("exchange", "inner", "pieces_per_head", "rows", "span", "wide")
+
+    def __init__(
+        self,
+        rows: slice,
+        exchange: HeadExchange,
+        inner: Attention,
+        *,
+        span: Span | None = None,
+        pieces_per_head: float = 0.0,
+        wide: bool,
+    ) -> None:
+        """rows: where this rank's tokens stand among its rows.
+
+        exchange: between the ranks of the group. inner: what computes, on all tokens of the group
+        and some heads; of several pieces its log-sum-exp must be [heads, tokens]. span: at which
+        times of the zone it does; the exchanges have the time before and after it to travel.
+        pieces_per_head: in how many pieces one query head could be done; 0 leaves all heads in
+        one piece. wide: whether `inner` leaves gradients of 16-bit tensors in float32; where ranks
+        share a KV head they travel so, those of queries in the same message.
+        """
+        assert span is None or not pieces_per_head, "pieces have times of their own"
+        self.rows = rows
+        self.exchange = exchange
+        self.inner = inner
+        self.span = span
+        self.pieces_per_head = pieces_per_head
+        self.wide = wide
 
     def forward(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float
-    ) -> ZoneSteps[tuple[torch.Tensor, Tensors]]: ...
+    ) -> ZoneSteps[tuple[torch.Tensor, Saved]]:
+        """Return out [my tokens, heads, head_dim], and save what `inner` does, in the head layout.
 
-    def backward(self, dout: torch.Tensor, saved: Tensors, scale: float) -> ZoneSteps[Tensors]: ...
+        q: [my tokens, heads, head_dim]. k, v: [my tokens, kv_heads, head_dim].
+        """
+        heads = q.shape[1]
+        kv_heads = k.shape[1]
+        pieces = self._pieces(heads, kv_heads)
+
+        # 1. post what the pieces read
+        arriving = []
+        for number, piece in enumerate(pieces):
+            # [my tokens, all heads, head_dim] -> [all tokens, my heads, head_dim]
+            spans = (piece.queries, piece.kv_arriving, piece.kv_arriving)
+            arriving.append(self.exchange.seq_to_head((q, k, v), spans, message=number))
+
+        # 2. compute piece by piece
+        leaving = []
+        saved_by_piece: list[Tensors] = []
+        reader = PieceReader()
+        for number, piece in enumerate(pieces):
+            share = self._share(piece)
+            span = self._span(number, len(pieces))
+            yield span.start
+            q_heads, *new_kv = arriving[number].wait()  # [all tokens, my heads, head_dim]
+            k_heads, v_heads = reader.next(share, new_kv)
+            if share.q_heads:
+                inner_steps = self.inner.forward(q_heads, k_heads, v_heads, scale)
+                out_heads, saved = yield from within(span.start, span.stop, inner_steps)
+                saved_by_piece.append(saved.tensors)
+            else:
+                out_heads = q_heads  # no head here: [all tokens, 0, head_dim]
+            yield span.stop
+            # [all tokens, my heads, head_dim] -> [my tokens, all heads, head_dim]
+            leaving.append(
+                self.exchange.head_to_seq(
+                    (out_heads,), (piece.queries,), message=HEAD_PIECES + number
+                )
+            )
+
+        # 3. wait for the results
+        yield END
+        (out,) = self.exchange.wait_for_tokens(leaving)  # [my tokens, heads, head_dim]
+        if not saved_by_piece:
+            saved_by_piece.append((q.new_empty(0),))  # no head here, and so no log-sum-exp
+        return out, Saved(_flat(saved_by_piece), kv_heads)
+
+    def backward(self, dout: torch.Tensor, saved: Saved, scale: float) -> ZoneSteps[Tensors]:
+        """Return dq [my tokens, heads, head_dim], dk and dv [my tokens, kv_heads, head_dim]."""
+        assert saved.kv_heads is not None, "the forward of Ulysses saves the number of KV heads"
+        pieces = self._pieces(dout.shape[1], saved.kv_heads)
+        arriving = []
+        for number, piece in enumerate(pieces):
+            # [my tokens, all heads, head_dim] -> [all tokens, my heads, head_dim]
+            arriving.append(self.exchange.seq_to_head((dout,), (piece.queries,), message=number))
+        saved_by_piece = self._unflat(saved.tensors, pieces)
+        piece_backward = partial(self._backward_of_saved, saved_by_piece, scale)
+        return (yield from self._gradients(pieces, arriving, piece_backward))
 
     def backward_of_rows(
         self,
@@ -83,278 +181,158 @@ class HeadAttention(Protocol):
         dout: torch.Tensor,
         lse: torch.Tensor,
         scale: float,
-    ) -> ZoneSteps[Tensors]: ...
+    ) -> ZoneSteps[Tensors]:
+        """Return what `backward` does, where nothing is kept in the head layout but the
+        log-sum-exp: all that is missing travels together with dout.
 
-
-def ulysses_zone(
-    zone: Zone, channel: Channel, kernel: Kernel, device: torch.device
-) -> "UlyssesZone":
-    """A group's heads dealt to its ranks, each of which then sees whole sequences."""
-    parts = [
-        contiguous_part(sum(zone.lengths), i, zone.group.degree) for i in range(zone.group.degree)
-    ]
-    tokens = [stop - start for start, stop in parts]
-    inner = LocalZone(slice(zone.start, zone.stop), zone.lengths, kernel, device)
-    pieces = pieces_of_head(zone.lengths, device)
-    return UlyssesZone(
-        inner.rows,
-        tokens,
-        zone.index,
-        zone.group.ranks,
-        channel,
-        inner,
-        pieces=pieces,
-        wide=kernel.wide_gradients,
-    )
-
-
-def _flat(kept: Sequence[Tensors]) -> Tensors:
-    """What the pieces keep for the backward, with their log-sum-exps [heads, tokens] as one,
-    last."""
-    if len(kept) < 2:
-        return tuple(x for saved in kept for x in saved)
-    return *(x for saved in kept for x in saved[:-1]), torch.cat([saved[-1] for saved in kept])
-
-
-class UlyssesZone:
-    """This rank's part in an Ulysses group."""
-
-    __slots__ = ("channel", "index", "inner", "pieces", "ranks", "rows", "span", "tokens", "wide")
-
-    def __init__(
-        self,
-        rows: slice,
-        tokens: Sequence[int],
-        index: int,
-        ranks: Sequence[int],
-        channel: Channel,
-        inner: HeadAttention,
-        *,
-        span: Span | None = None,
-        pieces: float = 0.0,
-        wide: bool,
-    ) -> None:
-        """tokens: how many each of `ranks` holds. index: this rank's place among them. inner: what
-        computes, of one piece in any layout, of several with a log-sum-exp [heads, tokens]. span:
-        at which times of the zone it does; the exchanges have the time before and after it to
-        travel. pieces: how many each query head of a rank is worth. wide: whether `inner` leaves
-        gradients of 16-bit tensors in float32. Where ranks share a KV head they travel so, those
-        of queries in the same message.
+        q, out, dout: [my tokens, heads, head_dim]. k, v: [my tokens, kv_heads, head_dim]. lse: of
+        all pieces, [my heads, all tokens] or as `inner` has it.
         """
-        assert span is None or not pieces, "pieces have times of their own"
-        self.rows, self.tokens, self.index, self.ranks = rows, tokens, index, ranks
-        self.channel, self.inner, self.span, self.pieces, self.wide = (
-            channel,
-            inner,
-            span,
-            pieces,
-            wide,
-        )
-
-    def forward(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float
-    ) -> ZoneSteps[tuple[torch.Tensor, Tensors]]:
-        """q [t, H, D], k, v [t, Hkv, D] of this rank's tokens -> out [t, H, D], and what
-        `backward` needs."""
-        pieces = self._pieces(q, k)
-        arriving = [
-            self._seq_to_head(i, (q, k, v), (p.queries, p.arriving, p.arriving))
-            for i, p in enumerate(pieces)
-        ]
-        leaving, kept, kv = [], [], ()
-        for place, piece in enumerate(pieces):
-            share, span = piece.shares[self.index], self._span(place, len(pieces))
-            yield span.start
-            qh, *new = arriving[place]()  # [T, my heads, D]
-            oh, kv = qh, read_again(share, kv, new)
-            if share.q_heads:
-                read = (repeated(x, share) for x in kv)
-                oh, saved = yield from within(*span, self.inner.forward(qh, *read, scale))
-                kept.append(saved)
-            yield span.stop
-            leaving.append(self._head_to_seq(place, (oh,), (piece.queries,)))
-        yield END
-        (out,) = self._as_tokens(leaving)  # [t, H, D]
-        # The first one carries nothing but the number of KV heads.
-        return out, (k.new_empty(0, k.shape[1]), *_flat(kept))
-
-    def backward(self, dout: torch.Tensor, saved: Tensors, scale: float) -> ZoneSteps[Tensors]:
-        kv_like, *of_inner = saved
-        pieces = self._pieces(dout, kv_like)
-        arriving = [self._seq_to_head(i, (dout,), (p.queries,)) for i, p in enumerate(pieces)]
-        kept = self._unflat(of_inner, pieces)
-
-        def inner(place: int, tensors: Sequence[torch.Tensor]) -> ZoneSteps[Tensors]:
-            return self.inner.backward(*tensors, kept[place], scale)
-
-        return (yield from self._gradients(pieces, arriving, inner))
-
-    def backward_of_rows(self, q, k, v, out, dout, lse, scale: float) -> ZoneSteps[Tensors]:  # type: ignore[no-untyped-def]
-        """`backward` where nothing is kept in the head layout but lse: what it lacks travels
-        together with dout."""
-        pieces = self._pieces(q, k)
-        arriving = [
-            self._seq_to_head(
-                i, (q, k, v, out, dout), (p.queries, p.arriving, p.arriving, p.queries, p.queries)
+        pieces = self._pieces(q.shape[1], k.shape[1])
+        arriving = []
+        for number, piece in enumerate(pieces):
+            # [my tokens, all heads, head_dim] -> [all tokens, my heads, head_dim]
+            tensors = (q, k, v, out, dout)
+            spans = (
+                piece.queries,
+                piece.kv_arriving,
+                piece.kv_arriving,
+                piece.queries,
+                piece.queries,
             )
-            for i, p in enumerate(pieces)
-        ]
-        lses, kv = self._unflat((lse,), pieces), ()
+            arriving.append(self.exchange.seq_to_head(tensors, spans, message=number))
+        lse_by_piece = self._unflat((lse,), pieces)
+        shares = [self._share(piece) for piece in pieces]
+        reader = PieceReader()
+        piece_backward = partial(self._backward_of_heads, shares, reader, lse_by_piece, scale)
+        return (yield from self._gradients(pieces, arriving, piece_backward))
 
-        def inner(place: int, tensors: Sequence[torch.Tensor]) -> ZoneSteps[Tensors]:
-            nonlocal kv
-            (qh, *new, oh, doh), share = tensors, pieces[place].shares[self.index]
-            kv = read_again(share, kv, new)
-            read = (repeated(x, share) for x in kv)
-            return self.inner.backward_of_rows(qh, *read, oh, doh, *lses[place], scale)
+    def _backward_of_saved(
+        self, saved_by_piece: Sequence[Tensors], scale: float, number: int, arrived: Tensors
+    ) -> ZoneSteps[Tensors]:
+        """Start the inner backward of a piece from what its forward saved.
 
-        return (yield from self._gradients(pieces, arriving, inner))
+        arrived: dout [all tokens, my heads, head_dim].
+        """
+        (dout_heads,) = arrived
+        return self.inner.backward(dout_heads, Saved(saved_by_piece[number]), scale)
+
+    def _backward_of_heads(
+        self,
+        shares: Sequence[HeadShare],
+        reader: PieceReader,
+        lse_by_piece: Sequence[Tensors],
+        scale: float,
+        number: int,
+        arrived: Tensors,
+    ) -> ZoneSteps[Tensors]:
+        """Start the inner backward of a piece from its log-sum-exp and what has arrived.
+
+        arrived: q, new k, new v, out and dout, each [all tokens, my heads, head_dim].
+        """
+        q_heads, new_k, new_v, out_heads, dout_heads = arrived
+        k_heads, v_heads = reader.next(shares[number], (new_k, new_v))
+        (lse,) = lse_by_piece[number]
+        return self.inner.backward_of_rows(
+            q=q_heads,
+            k=k_heads,
+            v=v_heads,
+            out=out_heads,
+            dout=dout_heads,
+            lse=lse,
+            scale=scale,
+        )
 
     def _gradients(
         self,
         pieces: Sequence[HeadPiece],
-        arriving: Sequence[Arriving],
-        inner: Callable[[int, Sequence[torch.Tensor]], ZoneSteps[Tensors]],
+        arriving: Sequence[ArrivingHeads],
+        piece_backward: PieceBackward,
     ) -> ZoneSteps[Tensors]:
-        """dq, dk, dv of this rank's tokens. inner: of a piece's heads, from what has arrived, dout
-        last."""
-        leaving, open_sums = [], ()
-        adds_up = self.wide and overlapping([piece.leaving for piece in pieces])
-        for place, piece in enumerate(pieces):
-            share, span = piece.shares[self.index], self._span(place, len(pieces))
+        """Return dq [my tokens, heads, head_dim], dk and dv [my tokens, kv_heads, head_dim].
+
+        arriving: by piece, what `piece_backward` reads, dout last.
+        """
+        several_have_a_head = overlapping([piece.kv_leaving for piece in pieces])
+        leaving: list[ArrivingTokens] = []
+        sums = PieceSums()
+        for number, piece in enumerate(pieces):
+            share = self._share(piece)
+            span = self._span(number, len(pieces))
             yield span.start
-            tensors = arriving[place]()
-            dout = tensors[-1]
-            dqh, *dkv = (dout,) * 3  # of no heads
+            arrived = arriving[number].wait()
+            dout_heads = arrived[-1]  # [all tokens, my heads, head_dim]
             if share.q_heads:
-                dqh, *dkv = yield from within(*span, inner(place, tensors))
-                dkv, open_sums = closed_sums(share, dkv, open_sums)
+                inner_steps = piece_backward(number, arrived)
+                dq_heads, *dkv = yield from within(span.start, span.stop, inner_steps)
+                dk_heads, dv_heads = sums.next(share, dkv)
+            else:
+                # no head here: [all tokens, 0, head_dim]
+                dq_heads = dk_heads = dv_heads = dout_heads
             yield span.stop
-            travels_in = lse_dtype(dout.dtype) if adds_up else dout.dtype
-            made = tuple(x.to(travels_in) for x in (dqh, *dkv))
-            leaving.append(
-                self._head_to_seq(place, made, (piece.queries, piece.leaving, piece.leaving))
+            wire_dtype = dout_heads.dtype
+            if self.wide and several_have_a_head:
+                wire_dtype = lse_dtype(dout_heads.dtype)  # parts of a sum are not rounded yet
+            tensors = (
+                dq_heads.to(wire_dtype),
+                dk_heads.to(wire_dtype),
+                dv_heads.to(wire_dtype),
             )
+            # [all tokens, my heads, head_dim] -> [my tokens, all heads, head_dim]
+            spans = (piece.queries, piece.kv_leaving, piece.kv_leaving)
+            leaving.append(self.exchange.head_to_seq(tensors, spans, message=HEAD_PIECES + number))
         yield END
-        return tuple(self._as_tokens(leaving))
+        return self.exchange.wait_for_tokens(leaving)
 
-    def _pieces(self, of_queries: torch.Tensor, of_keys: torch.Tensor) -> tuple[HeadPiece, ...]:
-        heads, degree = of_queries.shape[1], len(self.ranks)
-        worth = int(self.pieces * heads / degree)
-        return head_pieces(heads, of_keys.shape[1], degree, max(1, min(worth, HEAD_PIECES)))
+    def _pieces(self, heads: int, kv_heads: int) -> tuple[HeadPiece, ...]:
+        """Cut the heads of all ranks into pieces: as many as are worth it, at most `HEAD_PIECES`.
 
-    def _span(self, place: int, pieces: int) -> Span:
-        """When a piece is computed: with equal times before the first, between any two and after
-        the last."""
-        time = (place + 1) / (pieces + 1)
-        return self.span or Span(time, time)
+        heads, kv_heads: of the layer.
+        """
+        degree = len(self.exchange.ranks)
+        worth = int(self.pieces_per_head * heads / degree)
+        most = max(1, min(worth, HEAD_PIECES))
+        return head_pieces(heads, kv_heads, degree, most)
 
-    def _unflat(self, flat: Sequence[torch.Tensor], pieces: Sequence[HeadPiece]) -> list[Tensors]:
-        """What `_flat` joined, for every piece; nothing where this rank has no heads."""
-        if len(pieces) == 1 or not pieces[0].shares[self.index].q_heads:
-            return [tuple(flat)] * len(pieces)
+    def _share(self, piece: HeadPiece) -> HeadShare:
+        """This rank's share of a piece."""
+        return piece.shares[self.exchange.index]
+
+    def _span(self, number: int, pieces: int) -> Span:
+        """Return the time at which a piece is computed.
+
+        Pieces have equal times before the first, between any two and after the last.
+        """
+        if self.span is not None:
+            return self.span
+        time = (number + 1) / (pieces + 1)
+        return Span(time, time)
+
+    def _unflat(self, flat: Tensors, pieces: Sequence[HeadPiece]) -> list[Tensors]:
+        """Take apart by piece what `_flat` joined: nothing where this rank has no heads."""
+        if len(pieces) == 1 or not self._share(pieces[0]).q_heads:
+            return [flat] * len(pieces)
         *tensors, lse = flat
+        # [my heads, all tokens] -> [heads of the piece, all tokens] by piece
+        lses = lse.split([self._share(piece).q_heads for piece in pieces])
         each = len(tensors) // len(pieces)
-        lses = lse.split([piece.shares[self.index].q_heads for piece in pieces])
-        return [(*tensors[i * each : (i + 1) * each], lses[i]) for i in range(len(pieces))]
-
-    def _seq_to_head(
-        self, place: int, tensors: Tensors, spans: Sequence[Sequence[slice]]
-    ) -> Arriving:
-        """Each [my tokens, heads, D] -> [all tokens, my heads, D]; `spans[x][i]` are the heads of
-        rank i in x."""
-        parts = [
-            _flat_cat([x[:, span[i]] for x, span in zip(tensors, spans, strict=True)])
-            for i in self._indices
-        ]
-        widths = [_width(x, span[self.index]) for x, span in zip(tensors, spans, strict=True)]
-        moving = self._all_to_all(place, parts, [t * sum(widths) for t in self.tokens])
-        return partial(self._as_heads, moving, widths, tensors[0].shape[2])
-
-    def _as_heads(
-        self, moving: AllToAll, widths: Sequence[int], head_dim: int
-    ) -> list[torch.Tensor]:
-        by_rank = [
-            part.split([t * w for w in widths])
-            for part, t in zip(moving.wait(), self.tokens, strict=True)
-        ]
-        return [
-            torch.cat(column).view(sum(self.tokens), width // head_dim, head_dim)
-            for column, width in zip(zip(*by_rank, strict=True), widths, strict=True)
-        ]
-
-    def _head_to_seq(
-        self, place: int, tensors: Tensors, spans: Sequence[Sequence[slice]]
-    ) -> Leaving:
-        """Each [all tokens, my heads, D] on its way to [my tokens, heads, D]; see `_as_tokens`."""
-        by_rank = [x.split(self.tokens) for x in tensors]
-        parts = [_flat_cat([pieces[i] for pieces in by_rank]) for i in self._indices]
-        mine, head_dim = self.tokens[self.index], tensors[0].shape[2]
-        sizes = [
-            [mine * (span[i].stop - span[i].start) * head_dim for span in spans]
-            for i in self._indices
-        ]
-        moving = self._all_to_all(HEAD_PIECES + place, parts, [sum(s) for s in sizes])
-        return Leaving(moving, spans, sizes, head_dim)
-
-    def _as_tokens(self, leaving: Sequence[Leaving]) -> list[torch.Tensor]:
-        """Each [my tokens, heads, D], once all pieces are there. Heads that several ranks had are
-        summed, in float32 (float64 for float64): many ranks may share a KV head, and a 16-bit sum
-        would lose with each of them."""
-        mine, results = self.tokens[self.index], []
-        for moving, spans, sizes, head_dim in leaving:
-            received = moving.wait()
-            results = results or [
-                _Sums(received[0], mine, head_dim, of_pieces)
-                for of_pieces in zip(*(piece.spans for piece in leaving), strict=True)
-            ]
-            for i, flat in enumerate(received):
-                for result, span, part in zip(results, spans, flat.split(sizes[i]), strict=True):
-                    result.add(part, span[i])
-        return [result.total for result in results]
-
-    def _all_to_all(
-        self, number: int, parts: Sequence[torch.Tensor], numels: Sequence[int]
-    ) -> AllToAll:
-        label, tag = self.channel.label(self._describe), self.channel.tag(number)
-        return all_to_all(
-            self.channel.communicator, self.ranks, parts, numels, tag=tag, label=label
-        )
-
-    def _describe(self, peer: int, sent: bool) -> str:
-        return f"heads of its part of sequences {list(self.channel.group.sequences)}"
-
-    @property
-    def _indices(self) -> range:
-        return range(len(self.ranks))
+        saved_by_piece = []
+        for number, piece_lse in enumerate(lses):
+            of_piece = tensors[number * each : (number + 1) * each]
+            saved_by_piece.append((*of_piece, piece_lse))
+        return saved_by_piece
 
 
-class _Sums:
-    """[tokens, heads, D] of parts [tokens, some heads, D], which several ranks may have of one
-    head."""
+def _flat(saved_by_piece: Sequence[Tensors]) -> Tensors:
+    """Join what the pieces save into one tuple, their log-sum-exps as one tensor at its end.
 
-    __slots__ = ("_shared", "total")
-
-    def __init__(
-        self, like: torch.Tensor, tokens: int, head_dim: int, spans: Sequence[Sequence[slice]]
-    ) -> None:
-        """spans: see `overlapping`."""
-        heads = max(span.stop for of_piece in spans for span in of_piece)
-        self._shared = overlapping(spans)
-        if self._shared:
-            self.total = like.new_zeros(tokens, heads, head_dim, dtype=lse_dtype(like.dtype))
-        else:
-            self.total = like.new_empty(tokens, heads, head_dim)
-
-    def add(self, part: torch.Tensor, span: slice) -> None:
-        if part.numel():
-            rows = self.total[:, span]
-            (rows.add_ if self._shared else rows.copy_)(part.view(rows.shape))
-
-
-def _width(x: torch.Tensor, span: slice) -> int:
-    return int(span.stop - span.start) * x.shape[2]
-
-
-def _flat_cat(pieces: Sequence[torch.Tensor]) -> torch.Tensor:
-    return torch.cat([piece.reshape(-1) for piece in pieces])
+    The log-sum-exps of several pieces, each [heads of the piece, all tokens], become [my heads,
+    all tokens].
+    """
+    if len(saved_by_piece) == 1:
+        return saved_by_piece[0]
+    flat: list[torch.Tensor] = []
+    for tensors in saved_by_piece:
+        flat.extend(tensors[:-1])
+    lse = torch.cat([tensors[-1] for tensors in saved_by_piece])
+    return (*flat, lse)

@@ -6,10 +6,11 @@ from functools import partial
 
 import torch
 
-from hf_flexseq.attention.local import LocalZone, Tensors
+from hf_flexseq.attention.local import LocalZone
+from hf_flexseq.attention.types import Saved, Tensors, ZoneAttention
 from hf_flexseq.attention.weave import ZoneSteps
 from hf_flexseq.pipeline.carry import Carried, KVCarry
-from hf_flexseq.pipeline.ulysses import Sharing, ZoneAttention, shared_chunk
+from hf_flexseq.pipeline.ulysses import Sharing, shared_chunk
 from hf_flexseq.plan.pipeline import Chunk
 from hf_flexseq.plan.shard import Slice
 
@@ -91,14 +92,14 @@ class LayerContext:
     def __init__(self, linear_tokens: int, zones: tuple[ZoneAttention, ...]) -> None:
         self.kept, self.linear_tokens, self.zones = None, linear_tokens, zones
 
-    def arriving(self, *tensors: torch.Tensor) -> Tensors:
+    def linear_to_attention(self, *tensors: torch.Tensor) -> Tensors:
         return tensors
 
-    def leaving(self, *tensors: torch.Tensor) -> Tensors:
+    def attention_to_linear(self, *tensors: torch.Tensor) -> Tensors:
         return tensors
 
 
-class CutZone:
+class CutZone(ZoneAttention):
     """The part of a sequence that a chunk begins with. For the backward it keeps q, out and lse
     alone; keys and values are in the carry."""
 
@@ -113,16 +114,16 @@ class CutZone:
 
     def forward(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float
-    ) -> ZoneSteps[tuple[torch.Tensor, Tensors]]:
+    ) -> ZoneSteps[tuple[torch.Tensor, Saved]]:
         """q [t, H, D], k, v [t, Hkv, D] -> out [t, H, D], and what `backward` needs."""
         yield 0.0
         self._carried = self._find()
         out, lse = self._carried.forward(self.piece, q, k, v, scale)
-        return out, (q, out, lse)
+        return out, Saved((q, out, lse))
 
-    def backward(self, dout: torch.Tensor, saved: Tensors, scale: float) -> ZoneSteps[Tensors]:
+    def backward(self, dout: torch.Tensor, saved: Saved, scale: float) -> ZoneSteps[Tensors]:
         yield 0.0
-        q, out, lse = saved
+        q, out, lse = saved.tensors
         assert self._carried is not None, "a backward without its forward"
         return self._carried.backward(self.piece, dout, q, out, lse, scale)
 

@@ -13,29 +13,18 @@ exchange happens.
 
 from collections.abc import Mapping, Sequence
 from itertools import islice
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 
-from hf_flexseq.attention.local import Tensors
+from hf_flexseq.attention.head_exchange import HeadExchange
+from hf_flexseq.attention.types import Attention, Saved, Tensors, ZoneAttention
 from hf_flexseq.attention.ulysses import UlyssesZone
 from hf_flexseq.attention.weave import ZoneSteps, run_zones
 from hf_flexseq.config import IGNORE_INDEX
 from hf_flexseq.distributed.communicator import Channel, Communicator
 from hf_flexseq.plan import Group
 from hf_flexseq.plan.shard import contiguous_part
-
-
-class ZoneAttention(Protocol):
-    """A part of the chunk's row."""
-
-    rows: slice
-
-    def forward(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float
-    ) -> ZoneSteps[tuple[torch.Tensor, Tensors]]: ...
-
-    def backward(self, dout: torch.Tensor, saved: Tensors, scale: float) -> ZoneSteps[Tensors]: ...
 
 
 class Sharing(NamedTuple):
@@ -78,11 +67,14 @@ def shared_chunk(
     group = Group(ranks=sharing.ranks, sequences=(0,), strategy="ulysses")
     channel = Channel(sharing.communicator, group, 0)
     return UlyssesZone(
-        slice(0, stop - start), sizes, sharing.index, sharing.ranks, channel, zones, wide=wide
+        rows=slice(0, stop - start),
+        exchange=HeadExchange(channel, sharing.ranks, sharing.index, sizes),
+        inner=zones,
+        wide=wide,
     )
 
 
-class Together:
+class Together(Attention):
     """Zones that follow each other in the rows, as one. They are of this rank alone: nothing in
     them waits."""
 
@@ -94,20 +86,19 @@ class Together:
 
     def forward(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float
-    ) -> ZoneSteps[tuple[torch.Tensor, Tensors]]:
+    ) -> ZoneSteps[tuple[torch.Tensor, Saved]]:
         yield 0.0
         results = run_zones(
             [zone.forward(q[zone.rows], k[zone.rows], v[zone.rows], scale) for zone in self.zones]
         )
-        self._saved = [len(saved) for _, saved in results]
-        return torch.cat([out for out, _ in results]), tuple(
-            x for _, saved in results for x in saved
-        )
+        self._saved = [len(saved.tensors) for _, saved in results]
+        out = torch.cat([out for out, _ in results])
+        return out, Saved(tuple(x for _, saved in results for x in saved.tensors))
 
-    def backward(self, dout: torch.Tensor, saved: Tensors, scale: float) -> ZoneSteps[Tensors]:
+    def backward(self, dout: torch.Tensor, saved: Saved, scale: float) -> ZoneSteps[Tensors]:
         yield 0.0
-        dout, tensors = dout.contiguous(), iter(saved)
-        kept = [tuple(islice(tensors, count)) for count in self._saved]
+        dout, tensors = dout.contiguous(), iter(saved.tensors)
+        kept = [Saved(tuple(islice(tensors, count))) for count in self._saved]
         gradients = run_zones(
             [
                 zone.backward(dout[zone.rows], own, scale)

@@ -10,7 +10,7 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from hf_flexseq.attention import SequenceContext, sequence_parallel_attention
-from hf_flexseq.attention.heads import head_pieces, overlapping, pieces_of_head
+from hf_flexseq.attention.heads import head_pieces, overlapping, pieces_per_head
 from hf_flexseq.cost import HEAD_PIECES, PIECE_ROWS
 from hf_flexseq.cost.presets import PRESETS
 from hf_flexseq.distributed.communicator import Communicator
@@ -36,7 +36,7 @@ def test_every_head_comes_and_goes_once(heads, kv_heads, degree, most):
         of_rank = {
             q * kv_heads // heads for piece in pieces for q in range(heads)[piece.queries[i]]
         }
-        for way in ("arriving", "leaving"):
+        for way in ("kv_arriving", "kv_leaving"):
             assert [
                 kv for piece in pieces for kv in range(kv_heads)[getattr(piece, way)[i]]
             ] == sorted(of_rank)
@@ -47,9 +47,12 @@ def test_every_head_comes_and_goes_once(heads, kv_heads, degree, most):
 def test_ranks_overlap_where_one_kv_head_has_readers_on_several(heads, kv_heads, degree):
     pieces = head_pieces(heads, kv_heads, degree, 4)
     held = [
-        kv for i in range(degree) for piece in pieces for kv in range(kv_heads)[piece.leaving[i]]
+        kv
+        for i in range(degree)
+        for piece in pieces
+        for kv in range(kv_heads)[piece.kv_leaving[i]]
     ]
-    assert overlapping([piece.leaving for piece in pieces]) == (len(held) > len(set(held)))
+    assert overlapping([piece.kv_leaving for piece in pieces]) == (len(held) > len(set(held)))
     assert not overlapping([piece.queries for piece in pieces])
 
 
@@ -60,7 +63,7 @@ def test_the_cost_model_knows_how_many_pieces_there_are(device):
     )
     assert cost.heads == 32
     for degree, length in product((2, 4, 8, 16, 32), (100, 1000, 8192, 20_000, 70_000)):
-        worth = int(pieces_of_head([length], torch.device(device)) * 32 / degree)
+        worth = int(pieces_per_head([length], torch.device(device)) * 32 / degree)
         pieces = len(head_pieces(32, 32, degree, max(1, min(worth, HEAD_PIECES))))
         assert cost.hidden_share(np.array([float(length)]), degree, "ulysses") == pytest.approx(
             [1 - 1 / pieces]

@@ -76,8 +76,6 @@ def test_no_zone_at_all():
     ],
 )
 def test_local_sequences_are_dealt_to_calls_of_about_equal_work(lengths, most, wanted):
-    zone = LocalZone(slice(0, sum(lengths)), lengths, None, torch.device("cpu"), pieces=most)
-    assert [piece.segments.q_lens for piece in zone.pieces] == wanted
-    assert [piece.rows.stop - piece.rows.start for piece in zone.pieces] == [
-        sum(part) for part in wanted
-    ]
+    zone = LocalZone(slice(0, sum(lengths)), lengths, None, torch.device("cpu"), most_runs=most)
+    assert [run.segments.q_lens for run in zone.runs] == wanted
+    assert [run.rows.stop - run.rows.start for run in zone.runs] == [sum(part) for part in wanted]
