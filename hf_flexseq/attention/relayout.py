@@ -1,16 +1,25 @@
 """Rows of a group's tokens on their way from one layout to another, both known to all ranks of the
 group.
 
-A layout is a list of slices for every rank, in the order of its rows. Every rank is sent what it
-wants by those who hold it; several may want the same tokens, but only one holds each.
+A layout is a list of slices for every rank, in the order of its rows. Every rank is sent what its
+new layout asks for by those that have it in the old one; several may ask for the same tokens, but
+only one has each:
+
+    old layout    rank 0: tokens 0-3    rank 1: tokens 4-7
+    new layout    rank 0: tokens 2-5    rank 1: tokens 0-7
+
+1. When made, a `Relayout` finds the rows that every pair of ranks exchanges, once.
+2. `Relayout.post` sends rows of some tensors on their way, for any number of heads.
+3. `Relocation.wait` returns the tensors in the new layout.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
 
 from hf_flexseq.attention.turns import Rows
+from hf_flexseq.attention.types import Tensors
 from hf_flexseq.distributed.communicator import Channel, Exchange
 from hf_flexseq.plan.shard import Slice
 
@@ -18,100 +27,156 @@ Slices = Sequence[Slice]
 
 
 class Overlap(NamedTuple):
-    """Tokens that one rank holds and another one wants, and where its rows of them begin on either
-    side."""
+    """Tokens that one rank has in the old layout, and a rank, maybe another, in the new one."""
 
     tokens: Slice
-    held_row: int
-    wanted_row: int
+    old_row: int  # where the tokens begin among the rows of the one rank
+    new_row: int  # where the tokens begin among the rows of the other rank
+
+
+class ArrivingRows(NamedTuple):
+    """Some rows of the new layout, in a buffer by tensor."""
+
+    rows: Rows  # where they belong in the new layout
+    parts: Tensors  # by tensor, [rows, ...]
 
 
 class Relocation(NamedTuple):
-    """Tensors on their way into the rows of `results`."""
+    """Tensors on their way to a new layout."""
 
     exchange: Exchange
-    arriving: list[tuple[torch.Tensor, tuple[torch.Tensor, ...]]]
-    results: tuple[torch.Tensor, ...]
+    arriving: list[ArrivingRows]
+    results: Tensors  # by tensor, [tokens of the new layout, ...], not yet filled
 
-    def wait(self) -> tuple[torch.Tensor, ...]:
+    def wait(self) -> Tensors:
+        """Return every tensor as [tokens of the new layout, ...]."""
         self.exchange.wait()
-        for index, parts in self.arriving:
+        for rows, parts in self.arriving:
             for result, part in zip(self.results, parts, strict=True):
-                result[index] = part
+                result[rows.index] = part
         return self.results
 
 
 class Relayout:
     """This rank's part in one change of layout."""
 
-    __slots__ = ("channel", "fetched", "held", "index", "lent", "own", "tokens", "wanted")
+    __slots__ = (
+        "channel",
+        "index",
+        "new",
+        "new_rows_kept",
+        "old",
+        "old_rows_kept",
+        "rows_from",
+        "rows_to",
+        "tokens",
+    )
 
     def __init__(
         self,
-        held: Sequence[Slices],
-        wanted: Sequence[Slices],
+        old: Sequence[Slices],
+        new: Sequence[Slices],
         index: int,
         channel: Channel,
         device: torch.device,
     ) -> None:
-        """held, wanted: the layouts, by place in the group. index: this rank's place."""
-        self.held, self.wanted, self.index, self.channel = held, wanted, index, channel
-        self.tokens = sum(piece.tokens for piece in wanted[index])
-        others = [i for i in range(len(held)) if i != index]
-        self.lent = {i: _rows(_overlaps(held[index], wanted[i]), device)[0] for i in others}
-        self.fetched = {i: _rows(_overlaps(held[i], wanted[index]), device)[1] for i in others}
-        self.own = _rows(_overlaps(held[index], wanted[index]), device)
+        """Find the rows that this rank sends and receives.
+
+        old, new: the two layouts, by index in the group. index: this rank's index in the group.
+        """
+        self.old = old
+        self.new = new
+        self.index = index
+        self.channel = channel
+        self.tokens = sum(part.tokens for part in new[index])  # of this rank in the new layout
+
+        # by index in the group: rows of the old layout that go there, of the new one that come
+        self.rows_to: dict[int, Rows] = {}
+        self.rows_from: dict[int, Rows] = {}
+        for i in range(len(old)):
+            if i != index:
+                self.rows_to[i] = _old_rows(_overlaps(old[index], new[i]), device)
+                self.rows_from[i] = _new_rows(_overlaps(old[i], new[index]), device)
+        kept = _overlaps(old[index], new[index])
+        self.old_rows_kept = _old_rows(kept, device)
+        self.new_rows_kept = _new_rows(kept, device)
 
     def post(self, tensors: Sequence[torch.Tensor], tag: int) -> Relocation:
-        """Send rows of these, which are in the old layout, to those who want them."""
-        exchange, ranks = Exchange(self.channel.label(self._describe)), self.channel.group.ranks
-        for i, rows in self.lent.items():
+        """Send rows of these tensors, each [tokens of the old layout, ...], to the ranks that have
+        them in the new layout."""
+        ranks = self.channel.group.ranks
+
+        # 1. to and from other ranks
+        exchange = Exchange(self.channel.label(self._describe))
+        for i, rows in self.rows_to.items():
             exchange.send([rows.take(x) for x in tensors], ranks[i])
-        arriving = [
-            (to.index, exchange.recv(tensors, to.tokens, ranks[i]))
-            for i, to in self.fetched.items()
-        ]
+        arriving = []
+        for i, rows in self.rows_from.items():
+            parts = exchange.recv(tensors, rows.tokens, ranks[i])
+            arriving.append(ArrivingRows(rows, parts))
         exchange.post(self.channel.communicator, tag=self.channel.tag(tag))
+
+        # 2. what stays on this rank: [tokens of the old layout, ...] -> [kept, ...]
         results = tuple(x.new_empty(self.tokens, *x.shape[1:]) for x in tensors)
-        held, wanted = self.own
-        arriving.append((wanted.index, tuple(held.take(x) for x in tensors)))
+        kept = tuple(self.old_rows_kept.take(x) for x in tensors)
+        arriving.append(ArrivingRows(self.new_rows_kept, kept))
         return Relocation(exchange, arriving, results)
 
     def _describe(self, peer: int, sent: bool) -> str:
-        place = peer - self.channel.group.start
-        source, target = (self.index, place) if sent else (place, self.index)
-        pieces = [overlap.tokens for overlap in _overlaps(self.held[source], self.wanted[target])]
-        return "rows of " + ", ".join(
-            f"tokens {x.start}-{x.stop - 1} of sequence {x.sequence}" for x in pieces
-        )
+        """Name the tokens of a message to or from the global rank `peer`."""
+        peer_index = peer - self.channel.group.start
+        source = self.index if sent else peer_index
+        target = peer_index if sent else self.index
+        names = []
+        for overlap in _overlaps(self.old[source], self.new[target]):
+            tokens = overlap.tokens
+            names.append(f"tokens {tokens.start}-{tokens.stop - 1} of sequence {tokens.sequence}")
+        return "rows of " + ", ".join(names)
 
 
-def _overlaps(held: Slices, wanted: Slices) -> Iterator[Overlap]:
-    """In the order of `wanted`."""
-    of_sequence: dict[int, list[tuple[Slice, int]]] = {}
+def _overlaps(old: Slices, new: Slices) -> list[Overlap]:
+    """Return the tokens that both lists of slices have, in the order of `new`."""
+    # 1. where the slices of the old layout begin, by sequence
+    old_slices: dict[int, list[tuple[Slice, int]]] = {}
     row = 0
-    for piece in held:
-        of_sequence.setdefault(piece.sequence, []).append((piece, row))
-        row += piece.tokens
+    for part in old:
+        old_slices.setdefault(part.sequence, []).append((part, row))
+        row += part.tokens
+
+    # 2. what each slice of the new layout has in common with them
+    overlaps = []
     row = 0
-    for want in wanted:
-        for piece, held_row in of_sequence.get(want.sequence, ()):
-            start, stop = max(piece.start, want.start), min(piece.stop, want.stop)
+    for wanted in new:
+        for part, old_row in old_slices.get(wanted.sequence, ()):
+            start = max(part.start, wanted.start)
+            stop = min(part.stop, wanted.stop)
             if start < stop:
-                tokens = Slice(sequence=want.sequence, start=start, stop=stop)
-                yield Overlap(tokens, held_row + start - piece.start, row + start - want.start)
-        row += want.tokens
+                overlap = Overlap(
+                    tokens=Slice(sequence=wanted.sequence, start=start, stop=stop),
+                    old_row=old_row + start - part.start,
+                    new_row=row + start - wanted.start,
+                )
+                overlaps.append(overlap)
+        row += wanted.tokens
+    return overlaps
 
 
-def _rows(overlaps: Iterator[Overlap], device: torch.device) -> tuple[Rows, Rows]:
-    """The rows of these tokens where they are held and where they are wanted."""
-    found = list(overlaps)
-    sides = (
-        [(x.held_row, x.tokens.tokens) for x in found],
-        [(x.wanted_row, x.tokens.tokens) for x in found],
-    )
-    indices = [
-        torch.cat([torch.arange(0), *(torch.arange(row, row + n) for row, n in side)])
-        for side in sides
-    ]
-    return tuple(Rows(len(index), index.to(device)) for index in indices)
+def _old_rows(overlaps: Sequence[Overlap], device: torch.device) -> Rows:
+    """Return the rows of these tokens in the old layout."""
+    starts = [overlap.old_row for overlap in overlaps]
+    return _rows(starts, overlaps, device)
+
+
+def _new_rows(overlaps: Sequence[Overlap], device: torch.device) -> Rows:
+    """Return the rows of these tokens in the new layout."""
+    starts = [overlap.new_row for overlap in overlaps]
+    return _rows(starts, overlaps, device)
+
+
+def _rows(starts: Sequence[int], overlaps: Sequence[Overlap], device: torch.device) -> Rows:
+    """Return the rows of tokens that begin at these rows."""
+    ranges = [torch.arange(0)]  # for `cat`, which wants a tensor at least
+    for start, overlap in zip(starts, overlaps, strict=True):
+        ranges.append(torch.arange(start, start + overlap.tokens.tokens))
+    index = torch.cat(ranges)
+    return Rows(len(index), index.to(device))
