@@ -50,7 +50,7 @@ class ArrivingTokens(NamedTuple):
     """Tensors on their way to this rank, [all tokens, heads, head_dim] of every rank."""
 
     moving: AllToAll
-    head_spans: Sequence[Sequence[slice]]  # by tensor, by rank: the heads that the rank sends
+    head_ranges: Sequence[Sequence[slice]]  # by tensor, by rank: the heads that the rank sends
     numels: Sequence[Sequence[int]]  # by rank, by tensor: elements that arrive here
     head_dim: int
 
@@ -71,11 +71,11 @@ class HeadExchange:
         self.tokens = tokens
 
     def seq_to_head(
-        self, tensors: Tensors, head_spans: Sequence[Sequence[slice]], *, message: int
+        self, tensors: Tensors, head_ranges: Sequence[Sequence[slice]], *, message: int
     ) -> ArrivingHeads:
         """Post each [my tokens, all heads, head_dim] -> [all tokens, my heads, head_dim].
 
-        head_spans: by tensor, by rank, the heads that the rank is sent. message: number of the
+        head_ranges: by tensor, by rank, the heads that the rank is sent. message: number of the
         exchange among those of the group.
         """
         head_dim = tensors[0].shape[2]
@@ -84,24 +84,24 @@ class HeadExchange:
         parts = []
         for i in range(len(self.ranks)):
             flat_heads = []
-            for x, spans in zip(tensors, head_spans, strict=True):
+            for x, ranges in zip(tensors, head_ranges, strict=True):
                 # [my tokens, all heads, head_dim] -> [my tokens * heads of rank i * head_dim]
-                flat_heads.append(x[:, spans[i]].reshape(-1))
+                flat_heads.append(x[:, ranges[i]].reshape(-1))
             parts.append(torch.cat(flat_heads))
 
         # 2. what arrives: my heads of every tensor, for the tokens of each rank
-        heads = [_heads_in(spans[self.index]) for spans in head_spans]
+        heads = [_heads_in(ranges[self.index]) for ranges in head_ranges]
         numels = [tokens * sum(heads) * head_dim for tokens in self.tokens]
 
         moving = self._post(parts, numels, message)
         return ArrivingHeads(moving, self.tokens, heads, head_dim)
 
     def head_to_seq(
-        self, tensors: Tensors, head_spans: Sequence[Sequence[slice]], *, message: int
+        self, tensors: Tensors, head_ranges: Sequence[Sequence[slice]], *, message: int
     ) -> ArrivingTokens:
         """Post each [all tokens, my heads, head_dim] -> [my tokens, all heads, head_dim].
 
-        head_spans: by tensor, by rank, the heads that the rank has. message: number of the
+        head_ranges: by tensor, by rank, the heads that the rank has. message: number of the
         exchange among those of the group. `wait_for_tokens` ends what is posted here.
         """
         head_dim = tensors[0].shape[2]
@@ -118,10 +118,10 @@ class HeadExchange:
         # 2. what arrives: the heads of each rank, for my tokens
         numels = []
         for i in range(len(self.ranks)):
-            numels.append([my_tokens * _heads_in(spans[i]) * head_dim for spans in head_spans])
+            numels.append([my_tokens * _heads_in(ranges[i]) * head_dim for ranges in head_ranges])
 
         moving = self._post(parts, [sum(sizes) for sizes in numels], message)
-        return ArrivingTokens(moving, head_spans, numels, head_dim)
+        return ArrivingTokens(moving, head_ranges, numels, head_dim)
 
     def wait_for_tokens(self, pieces: Sequence[ArrivingTokens]) -> Tensors:
         """Wait for all pieces of the heads, and return each tensor as [my tokens, all heads,
@@ -137,8 +137,8 @@ class HeadExchange:
             for i, flat in enumerate(flat_by_rank):
                 # [my tokens * heads of rank i * head_dim], one tensor after the other
                 parts = flat.split(list(piece.numels[i]))
-                for total, spans, part in zip(totals, piece.head_spans, parts, strict=True):
-                    total.add(part, spans[i])
+                for total, ranges, part in zip(totals, piece.head_ranges, parts, strict=True):
+                    total.add(part, ranges[i])
         return tuple(total.x for total in totals)
 
     def _empty_totals(
@@ -148,8 +148,8 @@ class HeadExchange:
         my_tokens = self.tokens[self.index]
         head_dim = pieces[0].head_dim
         totals = []
-        for spans_by_piece in zip(*(piece.head_spans for piece in pieces), strict=True):
-            totals.append(_HeadTotal(my_tokens, head_dim, spans_by_piece, like=like))
+        for ranges_by_piece in zip(*(piece.head_ranges for piece in pieces), strict=True):
+            totals.append(_HeadTotal(my_tokens, head_dim, ranges_by_piece, like=like))
         return totals
 
     def _post(
@@ -182,30 +182,30 @@ class _HeadTotal:
         self,
         tokens: int,
         head_dim: int,
-        head_spans: Sequence[Sequence[slice]],
+        head_ranges: Sequence[Sequence[slice]],
         *,
         like: torch.Tensor,
     ) -> None:
-        """head_spans: by piece, by rank, the heads of the rank. like: a tensor of the dtype and
+        """head_ranges: by piece, by rank, the heads of the rank. like: a tensor of the dtype and
         device of the parts."""
-        heads = max(span.stop for by_rank in head_spans for span in by_rank)
-        self._shared = overlapping(head_spans)
+        heads = max(head_range.stop for by_rank in head_ranges for head_range in by_rank)
+        self._shared = overlapping(head_ranges)
         if self._shared:
             self.x = like.new_zeros(tokens, heads, head_dim, dtype=lse_dtype(like.dtype))
         else:
             self.x = like.new_empty(tokens, heads, head_dim)
 
-    def add(self, part: torch.Tensor, span: slice) -> None:
-        """Add a flat part [tokens * heads of the span * head_dim] to these heads."""
+    def add(self, part: torch.Tensor, head_range: slice) -> None:
+        """Add a flat part [tokens * heads of the range * head_dim] to these heads."""
         if not part.numel():
             return
-        target = self.x[:, span]  # [tokens, heads of the span, head_dim]
+        target = self.x[:, head_range]  # [tokens, heads of the range, head_dim]
         if self._shared:
             target.add_(part.view(target.shape))
         else:
             target.copy_(part.view(target.shape))
 
 
-def _heads_in(span: slice) -> int:
-    """The number of heads in the span."""
-    return int(span.stop - span.start)
+def _heads_in(head_range: slice) -> int:
+    """Return the number of heads in the range."""
+    return int(head_range.stop - head_range.start)

@@ -181,17 +181,17 @@ def _query2kv(heads: range, queries_per_kv: int) -> tuple[int, ...] | None:
     return tuple(reads)
 
 
-def overlapping(spans: Sequence[Sequence[slice]]) -> bool:
+def overlapping(head_ranges: Sequence[Sequence[slice]]) -> bool:
     """Return True where several ranks have some head.
 
-    spans: for every piece the heads of every rank; together they are all heads of the model.
+    head_ranges: for every piece the heads of every rank; together they are all heads of the model.
     """
     total = 0
     heads = 0
-    for by_rank in spans:
-        for span in by_rank:
-            total += span.stop - span.start
-            heads = max(heads, span.stop)
+    for by_rank in head_ranges:
+        for head_range in by_rank:
+            total += head_range.stop - head_range.start
+            heads = max(heads, head_range.stop)
     return total > heads
 
 

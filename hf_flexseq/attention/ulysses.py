@@ -23,6 +23,8 @@ backward, in one exchange with dout: the replay of the layer has q, k and v in t
 only. What computes between the exchanges is a kernel call, or in `hybrid.py` a ring, which has all
 heads in one piece, since it overlaps its own transfers. Rejected: padding the shares or the heads
 to equal size, which spends memory and bandwidth on nothing.
+
+The slow, obvious twin is `dense_attention` in `tests/attention/test_sequence_parallel.py`.
 """
 
 from collections.abc import Callable, Sequence
@@ -126,8 +128,8 @@ class UlyssesZone:
         arriving = []
         for number, piece in enumerate(pieces):
             # [my tokens, all heads, head_dim] -> [all tokens, my heads, head_dim]
-            spans = (piece.queries, piece.kv_arriving, piece.kv_arriving)
-            arriving.append(self.exchange.seq_to_head((q, k, v), spans, message=number))
+            head_ranges = (piece.queries, piece.kv_arriving, piece.kv_arriving)
+            arriving.append(self.exchange.seq_to_head((q, k, v), head_ranges, message=number))
 
         # 2. compute piece by piece
         leaving = []
@@ -193,14 +195,14 @@ class UlyssesZone:
         for number, piece in enumerate(pieces):
             # [my tokens, all heads, head_dim] -> [all tokens, my heads, head_dim]
             tensors = (q, k, v, out, dout)
-            spans = (
+            head_ranges = (
                 piece.queries,
                 piece.kv_arriving,
                 piece.kv_arriving,
                 piece.queries,
                 piece.queries,
             )
-            arriving.append(self.exchange.seq_to_head(tensors, spans, message=number))
+            arriving.append(self.exchange.seq_to_head(tensors, head_ranges, message=number))
         lse_by_piece = self._unflat((lse,), pieces)
         shares = [self._share(piece) for piece in pieces]
         reader = PieceReader()
@@ -253,7 +255,8 @@ class UlyssesZone:
 
         arriving: by piece, what `piece_backward` reads, dout last.
         """
-        several_have_a_head = overlapping([piece.kv_leaving for piece in pieces])
+        # Where ranks share a KV head its gradients are parts of a sum, and not rounded yet.
+        parts_of_sums = self.wide and overlapping([piece.kv_leaving for piece in pieces])
         leaving: list[ArrivingTokens] = []
         sums = PieceSums()
         for number, piece in enumerate(pieces):
@@ -271,16 +274,18 @@ class UlyssesZone:
                 dq_heads = dk_heads = dv_heads = dout_heads
             yield span.stop
             wire_dtype = dout_heads.dtype
-            if self.wide and several_have_a_head:
-                wire_dtype = lse_dtype(dout_heads.dtype)  # parts of a sum are not rounded yet
+            if parts_of_sums:
+                wire_dtype = lse_dtype(dout_heads.dtype)
             tensors = (
                 dq_heads.to(wire_dtype),
                 dk_heads.to(wire_dtype),
                 dv_heads.to(wire_dtype),
             )
             # [all tokens, my heads, head_dim] -> [my tokens, all heads, head_dim]
-            spans = (piece.queries, piece.kv_leaving, piece.kv_leaving)
-            leaving.append(self.exchange.head_to_seq(tensors, spans, message=HEAD_PIECES + number))
+            head_ranges = (piece.queries, piece.kv_leaving, piece.kv_leaving)
+            leaving.append(
+                self.exchange.head_to_seq(tensors, head_ranges, message=HEAD_PIECES + number)
+            )
         yield END
         return self.exchange.wait_for_tokens(leaving)
 
@@ -309,8 +314,9 @@ class UlyssesZone:
         return Span(time, time)
 
     def _unflat(self, flat: Tensors, pieces: Sequence[HeadPiece]) -> list[Tensors]:
-        """Take apart by piece what `_flat` joined: nothing where this rank has no heads."""
+        """Take apart by piece what `_flat` joined."""
         if len(pieces) == 1 or not self._share(pieces[0]).q_heads:
+            # One piece has all of it; a rank without heads computes none, and so reads nothing.
             return [flat] * len(pieces)
         *tensors, lse = flat
         # [my heads, all tokens] -> [heads of the piece, all tokens] by piece
