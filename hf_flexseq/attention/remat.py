@@ -1,9 +1,9 @@
 """Attention that activation checkpointing does not run again.
 
-A checkpointed layer runs twice: in the forward, and again when its gradient is needed. Attention
-and its transfers are the dearest part of the second run, and the one that need not be: with its
-result and log-sum-exp at hand, all that its backward lacks is q, k and v, which the layer computes
-again anyway.
+A checkpointed layer runs twice: in the forward, and again (the *replay*) when its gradient is
+needed. Attention and its transfers are the most expensive part of the replay, and the one part
+that need not be repeated: with its result and log-sum-exp kept, all that its backward lacks is q,
+k and v, which the replay of the layer computes again anyway.
 
 1. The first run leaves out and lse in a store on the `SequenceContext`, under the checkpointed
    region it runs in.
@@ -12,15 +12,30 @@ again anyway.
    them there, together with the gradient that it exchanges in any case: as many collectives as
    without checkpointing.
 
-Where the checkpoint lies is DistFlashAttn's idea (arXiv 2310.03294, section 3.3), for any model
-and not by moving the bounds of the checkpointed regions. Rejected: lists by layer number, which
-mix two models; one store per process, which mixes two micro-batches; taking a call for a replay
-because the store holds something for its layer, which hands the result of a forward that never had
-a backward to the next forward.
+The place of the checkpoint is DistFlashAttn's idea (arXiv 2310.03294, section 3.3), here for any
+model and without moving the bounds of the checkpointed regions.
 
+What this needs of torch
+------------------------
 The region is known from the hooks with which torch's non-reentrant checkpointing catches saved
-tensors: they hold its frame, the same one in both runs. Entries live no longer than their frame,
-so a graph that is dropped leaves none.
+tensors: they hold the frame of the region, the same one in both runs. These names are private:
+
+    torch._C._autograd._top_saved_tensors_default_hooks(True)
+        returns the innermost pair of hooks, or None
+    torch.utils.checkpoint._CheckpointFrame
+        the frame; it is in a closure cell of the pack hook: itself in the first run, behind a
+        weakref.ref in the replay
+    torch._C._len_torch_dispatch_stack()
+        returns the number of active dispatch modes
+
+If the hooks change, no region is found and attention is simply replayed; tests/hf/test_remat.py
+counts kernel calls and fails.
+
+Rejected: lists by layer number, which mix up two models. Rejected: one store per process, which
+mixes up two micro-batches. Rejected: taking a call for a replay because the store holds something
+for its layer, which hands the result of a forward that never had a backward to the next forward.
+
+Entries live no longer than their frame, so a graph that is dropped leaves none behind.
 """
 
 import inspect
@@ -35,47 +50,69 @@ Hook = Callable[[torch.Tensor], Any]
 
 
 class Region(NamedTuple):
-    """A checkpointed region in one of its runs. hook: another one in every run."""
+    """A checkpointed region of a model in one of its runs."""
 
     frame: _CheckpointFrame
+    """Identifies the region: the same object in the first run and in every replay."""
+
     hook: Hook
+    """Identifies the run: torch makes a new pack hook for each."""
+
     replays: bool
+    """Whether this run is a replay."""
 
 
 def checkpointed_region() -> Region | None:
-    """The region that runs at this moment in this thread; None outside of any, and where nothing
-    needs a gradient."""
+    """Return the region that runs at this moment in this thread.
+
+    None outside of any region, and where nothing needs a gradient.
+    """
     hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
     if hooks is None or not torch.is_grad_enabled():
         return None
-    for cell in getattr(inspect.unwrap(hooks[0]), "__closure__", None) or ():
-        held = cell.cell_contents
-        # the replay's hook holds it weakly
-        frame = held() if isinstance(held, weakref.ref) else held
-        if isinstance(frame, _CheckpointFrame):
-            return Region(frame, hooks[0], replays=frame is not held)
+    pack_hook = hooks[0]
+    cells = getattr(inspect.unwrap(pack_hook), "__closure__", None) or ()
+    for cell in cells:
+        content = cell.cell_contents
+        if isinstance(content, _CheckpointFrame):
+            return Region(content, pack_hook, replays=False)
+        if isinstance(content, weakref.ref):  # a replay's hook holds its frame weakly
+            frame = content()
+            if isinstance(frame, _CheckpointFrame):
+                return Region(frame, pack_hook, replays=True)
     return None
 
 
 class Kept(NamedTuple):
-    """What one call of attention left. out: [tokens, heads, D], this rank's. lse: flat, of all
-    zones; lse_shapes: of each. version: of out, to see whether the model has written to it."""
+    """The result of one call of attention, for the replay of its layer."""
 
     out: torch.Tensor
+    """[tokens, heads, head_dim] of this rank."""
+
     lse: torch.Tensor
+    """The log-sum-exps of all zones, flat and one after the other: [elements]."""
+
     lse_shapes: tuple[torch.Size, ...]
+    """The shape of each zone's log-sum-exp, e.g. [tokens, heads] of a ring."""
+
     version: int
+    """The version of `out` when it was kept; torch counts it up at every write."""
 
     @classmethod
     def of(cls, out: torch.Tensor, saved: Sequence[Sequence[torch.Tensor]]) -> "Kept":
-        """saved: what every zone's backward needs, its log-sum-exp last."""
+        """Return what to keep of a call of attention.
+
+        out: [tokens, heads, head_dim]. saved: for each zone what its backward needs, with its
+        log-sum-exp last.
+        """
         lses = [tensors[-1] for tensors in saved]
-        flat = [lse.flatten() for lse in lses]
-        lse = flat[0] if len(flat) == 1 else torch.cat(flat)
-        return cls(out, lse, tuple(x.shape for x in lses), out._version)
+        flat = [lse.flatten() for lse in lses]  # [tokens, heads] or the like -> [elements]
+        lse = flat[0] if len(flat) == 1 else torch.cat(flat)  # -> [all elements]
+        shapes = tuple(zone_lse.shape for zone_lse in lses)
+        return cls(out, lse, shapes, out._version)
 
     def check(self) -> "Kept":
-        """Raises RuntimeError when the model has written to the result."""
+        """Return this, or raise RuntimeError when the model has written to the result."""
         if self.out._version != self.version:
             raise RuntimeError(
                 "this model changes the result of attention in place: set attention_remat=False"
@@ -84,33 +121,39 @@ class Kept(NamedTuple):
 
 
 class _Calls:
-    """The calls of attention in one region, in their order, which the replay repeats."""
+    """The calls of attention in one region, in their order, which every replay repeats."""
 
-    __slots__ = ("_hook", "_kept", "_place")
+    __slots__ = ("_hook", "_kept", "_next")
 
     def __init__(self) -> None:
-        self._kept: list[Kept | None] = []
-        self._hook: Hook | None = None
-        self._place = 0
+        self._kept: list[Kept | None] = []  # by call; None once taken
+        self._hook: Hook | None = None  # of the run that takes
+        self._next = 0  # the call that this run takes next
 
     def append(self, kept: Kept) -> None:
         self._kept.append(kept)
 
     def take(self, hook: Hook) -> Kept | None:
-        """What the next call of this run left; None in a second replay, for a second backward
-        through one graph."""
-        if hook is not self._hook:
-            self._hook, self._place = hook, 0
-        kept, self._kept[self._place] = self._kept[self._place], None
-        self._place += 1
-        return None if kept is None else kept.check()
+        """Return and drop what the next call of this run left.
+
+        None in a second replay, for a second backward through one graph.
+        """
+        if hook is not self._hook:  # a new run begins
+            self._hook = hook
+            self._next = 0
+        kept = self._kept[self._next]
+        self._kept[self._next] = None
+        self._next += 1
+        if kept is None:
+            return None
+        return kept.check()
 
     def __len__(self) -> int:
         return sum(kept is not None for kept in self._kept)
 
 
 class KeptAttention:
-    """Results of attention that wait for the replay of their layers. Its length is how many do."""
+    """Results of attention that wait for the replay of their layers; `len` counts them."""
 
     __slots__ = ("_calls",)
 
@@ -120,19 +163,27 @@ class KeptAttention:
         )
 
     def serves(self, region: Region) -> bool:
-        """Whether attention in this region is kept. A replay does as its first run did, whatever
-        has changed since; under a dispatch mode, such as selective checkpointing, the mode decides
-        what is kept."""
-        return region.frame in self._calls if region.replays else not _in_dispatch_mode()
+        """Return whether the results of attention in this region are kept.
+
+        A replay does as its first run did, whatever has changed since. Under a dispatch mode, such
+        as selective checkpointing, the mode decides what is kept.
+        """
+        if region.replays:
+            return region.frame in self._calls
+        return not _in_dispatch_mode()
 
     def put(self, region: Region, kept: Kept) -> None:
+        """Keep the result of the region's next call."""
         self._calls.setdefault(region.frame, _Calls()).append(kept)
 
     def take(self, region: Region) -> Kept | None:
-        return self._calls[region.frame].take(region.hook) if region.replays else None
+        """Return what the first run kept of this call; None in a first run."""
+        if not region.replays:
+            return None
+        return self._calls[region.frame].take(region.hook)
 
     def __len__(self) -> int:
-        return sum(map(len, self._calls.values()))
+        return sum(len(calls) for calls in self._calls.values())
 
 
 def _in_dispatch_mode() -> bool:
