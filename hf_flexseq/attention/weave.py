@@ -1,22 +1,36 @@
-"""The zones of a rank in one attention call, woven together: one computes while another's
-transfers are on their way.
+"""The zones of a rank in one attention call, woven together: one computes while another waits.
 
-A zone's forward or backward is a generator. It posts what it can, then yields the *time* at which
-it wants to go on and wait for it, and so on until it returns its result. Times are parts of the
-zone's own course: it posts its first transfers at 0, has done its work at 1, and waits for what is
-still on its way to it at `END`.
+A rank may have a part in several groups of a micro-batch (its *zones*). The forward or backward of
+a zone is a generator. It posts what it can, then yields the *time* at which it wants to go on and
+wait for that, and so on until it returns its result. Times are fractions of the zone's own course:
+a zone posts its first transfers at 0, has done its work at 1, and waits for what is still on its
+way to it at `END`.
 
-1. Every zone posts its first transfers, widest first: the slowest link gets its work at once.
-2. The zone whose time is next goes on, the narrower one of two. So zones advance side by side,
-   each in as many steps as it has, and the local one, which is cut into pieces for the purpose,
-   fills the waiting of the others.
+1. Every zone posts its first transfers, widest zone first: the slowest link gets its work at once.
+2. The zone whose time is next goes on; among equals the narrowest. So zones advance side by side,
+   each in as many steps as it has. The local zone is cut into calls for this purpose and fills the
+   waiting of the others.
+
+    time     0                          1       END
+    wide     post . wait, attend, post . ...... wait for results
+    narrow   post . . wait, attend, post . .... wait for results
+    local    attend . . . attend . . . attend
+
+Why nothing can hang
+--------------------
+Times depend on the strategy and the group only, so all ranks of a group agree on them. Everything
+that is posted on any rank is therefore posted in one global order: by time, then by zone. Suppose
+that some ranks wait for each other in a circle, and take the transfer among those they wait for
+that comes first in this order. Each of its two ranks waits for this transfer or a later one. A
+rank has posted what it waits for, and everything before that, so both ranks have posted this
+transfer: it completes, and there is no circle. This holds whatever a backend does about tags.
+Inside a zone the order goes on: rings post by turn (`ring.py`), routed exchanges by leg
+(`distributed/routing.py`). `tests/attention/test_never_hangs.py` tries it with random plans and
+random pauses.
 
 Zeppelin (arXiv 2509.21841, section 4.1) runs inter-node, intra-node and local queues one after the
-other. Here the order is finer but just as static: times depend on the strategy and the group
-alone, so all ranks of a group agree on them, and everything that is posted on any rank is posted
-in one order, by time and then by zone. Among ranks that wait for each other one would therefore
-wait for what comes first in that order, and all have posted that: nothing can hang, whatever a
-backend does about tags. Rejected: going on with whatever has arrived, since gloo cannot be asked.
+other. Here the order is finer but just as static. Rejected: going on with whatever has arrived,
+since gloo cannot be asked.
 """
 
 import math
@@ -24,39 +38,54 @@ from collections.abc import Generator, Sequence
 from typing import TypeVar
 
 Result = TypeVar("Result")
-ZoneSteps = Generator[float, None, Result]
+ZoneSteps = Generator[float, None, Result]  # yields times, returns the result of the zone
 
-END = 2.0  # after all work
+END = 2.0  # time after all work of every zone
+RETURNED = math.inf  # time of a zone that has returned its result
 
 
 def run_zones(zones: Sequence[ZoneSteps[Result]]) -> list[Result]:
-    """The results of the zones, which stand widest first."""
-    results: list[Result] = [None] * len(zones)
-    times = [0.0] * len(zones)
-    for place in range(len(zones)):
-        _advance(zones, place, times, results)
-    while (time := min(times, default=math.inf)) < math.inf:
-        narrowest = max(place for place, due in enumerate(times) if due == time)
+    """Return the results of the zones, in their order: widest first."""
+    results: dict[int, Result] = {}  # by index of the zone
+    times = [0.0] * len(zones)  # at which each zone goes on
+    # 1. the first transfers of all zones
+    for index in range(len(zones)):
+        _advance(zones, index, times, results)
+    # 2. the zone whose time is next
+    while len(results) < len(zones):
+        time = min(times)
+        narrowest = max(index for index in range(len(zones)) if times[index] == time)
         _advance(zones, narrowest, times, results)
-    return results
+    return [results[index] for index in range(len(zones))]
 
 
 def _advance(
-    zones: Sequence[ZoneSteps[Result]], place: int, times: list[float], results: list[Result]
+    zones: Sequence[ZoneSteps[Result]],
+    index: int,
+    times: list[float],
+    results: dict[int, Result],
 ) -> None:
-    """One step of a zone; infinite is the time of one that has ended."""
+    """Run one zone up to its next time, or up to its result; update `times` and `results`."""
     try:
-        time = next(zones[place])
-        assert time >= times[place], f"a zone cannot go back from {times[place]} to {time}"
-        times[place] = time
+        time = next(zones[index])
     except StopIteration as end:
-        times[place], results[place] = math.inf, end.value
+        times[index] = RETURNED
+        results[index] = end.value
+        return
+    assert time >= times[index], f"a zone cannot go back from {times[index]} to {time}"
+    times[index] = time
 
 
 def within(start: float, stop: float, steps: ZoneSteps[Result]) -> ZoneSteps[Result]:
-    """The same steps as a part of another zone's, from its time `start` to `stop`."""
+    """Run `steps` as a part of another zone, whose times from `start` to `stop` it takes up.
+
+    The inner zone's times from 0 to 1 are mapped to the outer zone's from `start` to `stop`; its
+    `END` is `stop`. Returns the inner zone's result.
+    """
     try:
         while True:
-            yield start + min(next(steps), 1.0) * (stop - start)
+            inner_time = min(next(steps), 1.0)
+            yield start + inner_time * (stop - start)
     except StopIteration as end:
-        return end.value
+        result: Result = end.value
+        return result
