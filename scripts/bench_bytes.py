@@ -35,7 +35,7 @@ def received(group: Group, lengths: list[int]) -> np.ndarray:
     total = np.zeros(group.degree)
     if group.degree > 1:
         for cut in cuts("zigzag", tuple(lengths[i] for i in group.sequences), group.degree):
-            for step in attention_schedule("zigzag", group.degree, cut.mirrored).steps:
+            for step in attention_schedule("zigzag", group.degree, cut.mirrored).calls:
                 if step.source != step.worker and cut.tokens(step.queries):
                     total[step.worker] += TOKEN_BYTES * cut.tokens(step.keys)
     return total

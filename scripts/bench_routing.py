@@ -124,7 +124,7 @@ def hop(world: Communicator, links: NicFigures, asked: argparse.Namespace) -> st
     routing = make_routing(transfers, links)
     if not routing.paths:
         return f"off: {routing.why_not}"
-    predicted = f"predicted {routing.routed_s / routing.direct_s:.2f}, {routing.pieces} pieces"
+    predicted = f"predicted {routing.routed_s / routing.direct_s:.2f}, {routing.packets} packets"
     found = compared(
         lambda: move(world, transfers, routing),
         lambda: move(world, transfers, Routing()),

@@ -23,19 +23,16 @@ from typing import NamedTuple
 
 import torch
 
-from hf_flexseq.attention.turns import Rows, name_pieces
+from hf_flexseq.attention.turns import Rows, name_chunks
 from hf_flexseq.attention.types import Saved, Tensors
 from hf_flexseq.attention.weave import END, ZoneSteps
 from hf_flexseq.distributed.communicator import Channel, Exchange, Label
+from hf_flexseq.distributed.tags import gather_leg, return_leg
 from hf_flexseq.kernels import Kernel, lse_dtype
 from hf_flexseq.kernels.segments import Segments
 from hf_flexseq.plan.shard import Cut, Zone, cuts, held_chunks
+from hf_flexseq.schedule.attention import ChunkKey
 from hf_flexseq.schedule.gather import Hop, gather_hops
-from hf_flexseq.schedule.gather import Piece as ChunkKey
-
-# Tags of the first leg, for keys and values and for their gradients; the second leg has the next.
-GATHER = 0
-RETURN = 8
 
 
 class ChunkMessage(NamedTuple):
@@ -150,7 +147,7 @@ class AllGatherZone:
             parts = gathered[leg.before : leg.after].split(leg.sizes)
             for part, message in zip(parts, leg.received, strict=True):
                 exchange.recv_into([part], message.peer)
-            exchange.post(self.channel.communicator, tag=self.channel.tag(GATHER + n))
+            exchange.post(self.channel.communicator, tag=self.channel.tag(gather_leg(n)))
             yield until * (n + 1) / len(self.legs)
             exchange.wait()
         return gathered.index_select(0, self.key_rows)
@@ -175,7 +172,7 @@ class AllGatherZone:
             for message in leg.sent:
                 (part,) = exchange.recv([sums], message.rows.tokens, message.peer)
                 returned.append(part)
-            exchange.post(self.channel.communicator, tag=self.channel.tag(RETURN + n))
+            exchange.post(self.channel.communicator, tag=self.channel.tag(return_leg(n)))
             yield 0.75 if n else END
             exchange.wait()
             for part, message in zip(returned, leg.sent, strict=True):
@@ -190,7 +187,7 @@ class AllGatherZone:
         def describe(peer: int, to_peer: bool) -> str:
             messages = sent if to_peer else received
             (chunks,) = [message.chunks for message in messages if message.peer == peer]
-            return f"{what} {name_pieces(chunks, self.channel.group.sequences)}"
+            return f"{what} {name_chunks(chunks, self.channel.group.sequences)}"
 
         return self.channel.label(describe)
 
@@ -241,9 +238,9 @@ def _leg(hops: Sequence[Hop], zone: Zone, gathered: GatheredChunks, device: torc
     chunks_from: dict[int, list[ChunkKey]] = {}
     for hop in hops:
         if hop.source == zone.index:
-            chunks_to.setdefault(hop.target, []).append(hop.piece)
+            chunks_to.setdefault(hop.target, []).append(hop.chunk)
         elif hop.target == zone.index:
-            chunks_from.setdefault(hop.source, []).append(hop.piece)
+            chunks_from.setdefault(hop.source, []).append(hop.chunk)
 
     # 2. one message to or from each of them
     sent = []

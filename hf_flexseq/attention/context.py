@@ -16,8 +16,8 @@ from hf_flexseq.attention.ulysses import ulysses_zone
 from hf_flexseq.distributed.communicator import Channel, Communicator
 from hf_flexseq.kernels import Kernel
 from hf_flexseq.plan.shard import Shard, Zone, cuts
-from hf_flexseq.schedule.loans import group_loans
 from hf_flexseq.schedule.routing import NicFigures
+from hf_flexseq.schedule.transfers import group_fetches
 
 
 class SequenceContext:
@@ -141,4 +141,4 @@ def _routes(zone: Zone, channel: Channel, links: NicFigures | None) -> Routes | 
         return None
     if not channel.communicator.topology.spans_nodes(group.start, group.stop):
         return None
-    return Routes(group_loans(group, zone.lengths), group.start, links)
+    return Routes(group_fetches(group, zone.lengths), group.start, links)

@@ -37,6 +37,7 @@ from hf_flexseq.attention.turns import Rows
 from hf_flexseq.attention.types import Saved, Tensors, ZoneAttention
 from hf_flexseq.attention.weave import END, ZoneSteps, run_zones
 from hf_flexseq.distributed.communicator import Channel, Communicator
+from hf_flexseq.distributed.tags import BLOCK_KEYS, BLOCK_QUERIES, BLOCK_RESULTS
 from hf_flexseq.kernels import Kernel, lse_dtype
 from hf_flexseq.kernels.segments import Segments
 from hf_flexseq.plan import Group, MicroBatch
@@ -45,11 +46,6 @@ from hf_flexseq.plan.shard import Slice, Zone, group_slices, make_shard
 # Tokens of a block: one tile of the CUDA kernels in the direction in which they would add
 # atomically.
 BLOCK = 128
-
-# Tags of the three exchanges; each has the next seven for its further tensors.
-QUERIES = 0
-KEYS = 8
-RESULTS = 16
 
 EVERY_ROW = Rows(BLOCK, None)
 SLOWDOWN_RUNS = 4  # times that `slowdown` measures each attention
@@ -164,15 +160,15 @@ class DeterministicZone:
         q: [tokens, heads, head_dim]. k, v: [tokens, kv_heads, head_dim].
         """
         # [tokens, heads, head_dim] -> [tokens in blocks, heads, head_dim]
-        queries = self.seq_to_blocks.post((q,), QUERIES)
+        queries = self.seq_to_blocks.post((q,), BLOCK_QUERIES)
         # [tokens, kv_heads, head_dim] -> [tokens read, kv_heads, head_dim]
-        keys = self.seq_to_read.post((k, v), KEYS)
+        keys = self.seq_to_read.post((k, v), BLOCK_KEYS)
         yield 0.5
         (block_q,) = queries.wait()
         block_k, block_v = keys.wait()
         results = self._attend(block_q, block_k, block_v, scale)
         # [tokens in blocks, heads, ...] -> [tokens, heads, ...]
-        moving = self.blocks_to_seq.post(results, RESULTS)
+        moving = self.blocks_to_seq.post(results, BLOCK_RESULTS)
         yield END
         out, lse = moving.wait()  # [tokens, heads, head_dim], [tokens, heads]
         return out, Saved((q, k, v, out, lse))
@@ -181,9 +177,9 @@ class DeterministicZone:
         """Return dq [tokens, heads, head_dim], dk and dv [tokens, kv_heads, head_dim]."""
         q, k, v, out, lse = saved.tensors
         # [tokens, heads, ...] -> [tokens of readers, heads, ...]
-        queries = self.seq_to_readers.post((dout, q, out, lse), QUERIES)
+        queries = self.seq_to_readers.post((dout, q, out, lse), BLOCK_QUERIES)
         # [tokens, kv_heads, head_dim] -> [tokens read, kv_heads, head_dim]
-        keys = self.seq_to_read.post((k, v), KEYS)
+        keys = self.seq_to_read.post((k, v), BLOCK_KEYS)
         yield 0.5
         reader_dout, reader_q, reader_out, reader_lse = queries.wait()
         block_k, block_v = keys.wait()
@@ -197,7 +193,7 @@ class DeterministicZone:
             scale=scale,
         )
         # [tokens in blocks, heads, head_dim] -> [tokens, heads, head_dim]
-        moving = self.blocks_to_seq.post(grads, RESULTS)
+        moving = self.blocks_to_seq.post(grads, BLOCK_RESULTS)
         yield END
         return moving.wait()
 

@@ -31,7 +31,7 @@ from hf_flexseq.attention.weave import ZoneSteps
 from hf_flexseq.distributed.communicator import Channel
 from hf_flexseq.kernels import Kernel
 from hf_flexseq.plan.shard import Cut, Zone, cuts, held_chunks
-from hf_flexseq.schedule.gather import Piece as ChunkKey
+from hf_flexseq.schedule.attention import ChunkKey
 
 # The part of the zone's time in which the ring computes. The exchanges of heads have the rest.
 RING_SPAN = Span(0.25, 0.75)

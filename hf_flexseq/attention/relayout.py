@@ -53,7 +53,7 @@ class Relocation(NamedTuple):
         self.exchange.wait()
         for rows, parts in self.arriving:
             for result, part in zip(self.results, parts, strict=True):
-                result[rows.index] = part
+                result[rows.selector] = part
         return self.results
 
 
@@ -101,7 +101,7 @@ class Relayout:
         self.old_rows_kept = _old_rows(kept, device)
         self.new_rows_kept = _new_rows(kept, device)
 
-    def post(self, tensors: Sequence[torch.Tensor], tag: int) -> Relocation:
+    def post(self, tensors: Sequence[torch.Tensor], message: int) -> Relocation:
         """Send rows of these tensors, each [tokens of the old layout, ...], to the ranks that have
         them in the new layout."""
         ranks = self.channel.group.ranks
@@ -114,7 +114,7 @@ class Relayout:
         for i, rows in self.rows_from.items():
             parts = exchange.recv(tensors, rows.tokens, ranks[i])
             arriving.append(ArrivingRows(rows, parts))
-        exchange.post(self.channel.communicator, tag=self.channel.tag(tag))
+        exchange.post(self.channel.communicator, tag=self.channel.tag(message))
 
         # 2. what stays on this rank: [tokens of the old layout, ...] -> [kept, ...]
         results = tuple(x.new_empty(self.tokens, *x.shape[1:]) for x in tensors)

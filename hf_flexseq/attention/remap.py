@@ -18,11 +18,11 @@ import torch
 from hf_flexseq.attention.types import Tensors
 from hf_flexseq.distributed.communicator import Communicator, Exchange
 from hf_flexseq.distributed.routing import RoutedExchange
+from hf_flexseq.distributed.tags import REMAP
 from hf_flexseq.plan.shard import Shard
 from hf_flexseq.schedule.routing import NicFigures, Routing, make_routing
 from hf_flexseq.schedule.transfers import move_transfers
 
-TAG = 1 << 30  # beyond the tags of any zone
 Parcels = tuple[tuple[int, int], ...]  # (peer, rows), in the order of the rows
 
 
@@ -71,7 +71,7 @@ class TokenRemap:
         for peer, rows in from_peers:
             (part,) = exchange.recv([x], rows, peer)
             arriving.append(part)
-        exchange.post(self.communicator, tag=TAG)
+        exchange.post(self.communicator, tag=REMAP)
         exchange.wait()
 
         # 3. back to one tensor each: [tokens after, heads, head_dim]

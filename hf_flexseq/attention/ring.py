@@ -1,90 +1,146 @@
-"""The one executor of the ring family: obeys a list of turns (`turns.py`, from
-`schedule/attention.py`).
+"""The one executor of the ring family: obeys a list of turns (`turns.py`).
 
-Forward, at every turn of this rank: fetch the keys and values, or as a helper the queries, that
-its call reads from where they are, while the call before computes; attend; merge the partial
-result into the running one by its log-sum-exp, or send it to the rank that holds the queries,
-which merges it some calls later.
+A *turn* is at most one attention call of this rank: some queries against some keys and values of
+the same sequences. Either side may be held by another rank; which one, and when, is decided by
+`schedule/attention.py`.
 
-Backward, with the *merged* out and lse every call's gradient is independent of the others and is
-only summed: fetch again, compute, send dK and dV straight back to the owner of the keys, and dQ to
-the owner of the queries. They add them up in the order of the turns, so that sums do not depend on
-what arrives first. A part of the work that reads nothing from others comes last, for the last
-gradients to travel under.
+Forward, at every turn of this rank:
 
-Ring Attention (arXiv 2310.01889) for the blockwise merge, DistFlashAttn (arXiv 2310.03294, section
-3) for helpers and for fetching ahead. Everything travels in the inputs' dtype (a log-sum-exp in
-its own), and is merged and summed in float32 (float64 for float64) by one owner: passing sums on
-from rank to rank would need float32 on the wire, and a 16-bit accumulator costs several times the
-error of a single kernel. Between nodes the same bytes may travel over other ranks' NICs, too
-(`schedule/routing.py`). Rejected: keeping the fetched keys and values for the backward, which
-would hold whole sequences on every rank.
+1. fetch the keys and values, or as a helper the queries, that the call reads; they travel while
+   the call before computes;
+2. attend;
+3. merge the partial result into the running one by its log-sum-exp, or send it to the rank that
+   holds the queries, which merges it some turns later.
+
+Backward: with the *merged* out and lse the gradient of every call is independent of the other
+calls and is only summed. At every turn:
+
+1. fetch q, dout, out and lse, or keys and values, again;
+2. compute dQ, dK and dV of the call;
+3. send dK and dV straight to the owner of the keys, and dQ to the owner of the queries.
+
+Owners add up gradients in the order of the turns, so that sums do not depend on what arrives
+first. A part of the work that reads nothing from others comes last, for the last gradients to
+travel under (`turns.backward_order`). Transfers are posted in the order of the turns on all ranks,
+which is why nothing can hang (`weave.py`).
+
+Ring Attention (arXiv 2310.01889) for the blockwise merge; DistFlashAttn (arXiv 2310.03294, section
+3) for helpers and for fetching ahead. Everything travels in the dtype of the inputs (a log-sum-exp
+in its own), and is merged and summed in float32 (float64 for float64) by one owner. Between nodes
+the same bytes may travel over the NICs of other ranks, too (`schedule/routing.py`).
+
+Rejected: handing sums on from rank to rank, which would need float32 on the wire; a 16-bit
+accumulator costs several times the error of a single kernel. Rejected: keeping the fetched keys
+and values for the backward, which would hold whole sequences on every rank.
+
+Shapes: t rows of this rank, n rows of one call, H query heads, Hkv KV heads, D the head dimension.
 """
 
 from collections import deque
 from collections.abc import Iterator, Sequence
 from functools import partial
-from itertools import takewhile
 from typing import NamedTuple
 
 import torch
 
-from hf_flexseq.attention.turns import OWN, Rows, Share, Turn, backward_order, name_pieces
+from hf_flexseq.attention.turns import (
+    DIAGONAL_TIME,
+    Operand,
+    Rows,
+    Share,
+    Turn,
+    backward_order,
+    name_chunks,
+)
 from hf_flexseq.attention.types import Saved, Tensors
 from hf_flexseq.attention.weave import END, ZoneSteps
-from hf_flexseq.distributed.communicator import TAGS, Channel, Exchange
+from hf_flexseq.distributed.communicator import Channel, Exchange
 from hf_flexseq.distributed.routing import RoutedExchange
+from hf_flexseq.distributed.tags import EXCHANGES_IN_FLIGHT, ring_fetch, ring_return
 from hf_flexseq.kernels import Kernel, lse_dtype
 from hf_flexseq.kernels.merge import merge_partials
-from hf_flexseq.schedule.loans import Loan
 from hf_flexseq.schedule.routing import NicFigures, Routing, make_routing
-from hf_flexseq.schedule.transfers import RowBytes, loan_transfers
+from hf_flexseq.schedule.transfers import Fetch, RowBytes, fetch_transfers
 
-AHEAD = 2  # turns for which keys and values, and from which results, are on their way at once
+AHEAD = 2  # turns whose inputs, and whose results, are on their way at once
+
+# Every turn has two exchanges, its fetch and its return. When the fetch of turn t + AHEAD is
+# posted, the oldest that is under way is the return of turn t - AHEAD: 4 * AHEAD exchanges in a
+# row.
+assert 4 * AHEAD <= EXCHANGES_IN_FLIGHT, "tags of routed packets repeat too early for AHEAD"
 
 
-class Arriving(NamedTuple):
-    """What a call of ours reads, once others have sent their part of it."""
+# ---- what is under way
+
+
+class PendingFetch(NamedTuple):
+    """What a call of this rank reads, while parts of it are on their way."""
 
     exchange: Exchange
+
     of_queries: Tensors
+    """Tensors of the n queries: (q [n, H, D],), in the backward (q, dout, out, lse [n, H])."""
+
     of_keys: Tensors
+    """Tensors of the n keys: (kv [n, 2, Hkv, D],)."""
 
     def result(self) -> tuple[Tensors, Tensors]:
+        """Return (of_queries, of_keys) once all of it is here, with the shapes of the fields."""
         self.exchange.wait()
         return self.of_queries, self.of_keys
 
 
-class Returning(NamedTuple):
-    """What others' calls made of our queries and keys, with the rows that it is about."""
+class PendingReturn(NamedTuple):
+    """Results of other ranks' calls about rows of this rank, while they are on their way."""
 
     exchange: Exchange
+
     of_queries: tuple[tuple[Rows, Tensors], ...]
+    """(the n rows, (out [n, H, D], lse [n, H])), in the backward (the n rows, (dq [n, H, D],))."""
+
     of_keys: tuple[tuple[Rows, Tensors], ...]
+    """Nothing in the forward; in the backward (the n rows, (dkv [n, 2, Hkv, D],))."""
 
 
 class Routes:
-    """How the exchanges of a group across nodes travel, for the tensors they turn out to have."""
+    """The routings of a ring's exchanges, made when the sizes of their tensors are known.
 
-    __slots__ = ("_first_rank", "_found", "_links", "_loans")
+    All ranks of the group make the same ones.
+    """
+
+    __slots__ = ("_fetches", "_first_rank", "_links", "_routings")
 
     def __init__(
-        self, loans: Sequence[Sequence[Loan]], first_rank: int, links: NicFigures
+        self, fetches: Sequence[Sequence[Fetch]], first_rank: int, links: NicFigures
     ) -> None:
-        """loans: of all ranks of the group, by turn. first_rank: of the group."""
-        self._loans, self._first_rank, self._links = loans, first_rank, links
-        self._found: dict[tuple[int, bool, RowBytes, RowBytes], Routing] = {}
+        """fetches: of all ranks of the group, by turn. first_rank: global rank of index 0."""
+        self._fetches = fetches
+        self._first_rank = first_rank
+        self._links = links
+        self._routings: dict[tuple[int, bool, RowBytes, RowBytes], Routing] = {}
 
     def find(self, turn: int, returns: bool, of_queries: Tensors, of_keys: Tensors) -> Routing:
-        """The same on every rank. of_queries, of_keys: tensors like those that travel, but for the
-        number of rows."""
-        sizes = _row_bytes(of_queries), _row_bytes(of_keys)
-        if (turn, returns, *sizes) not in self._found:
-            transfers = loan_transfers(
-                self._loans[turn], self._first_rank, *sizes, returns=returns
+        """Return the routing of the fetch of a turn, or with `returns` of its return.
+
+        of_queries, of_keys: tensors [any rows, ...] that are otherwise like those that travel.
+        """
+        query_bytes = _row_bytes(of_queries)
+        key_bytes = _row_bytes(of_keys)
+        key = (turn, returns, query_bytes, key_bytes)
+        if key not in self._routings:
+            transfers = fetch_transfers(
+                self._fetches[turn], self._first_rank, query_bytes, key_bytes, returns=returns
             )
-            self._found[turn, returns, *sizes] = make_routing(transfers, self._links)
-        return self._found[turn, returns, *sizes]
+            self._routings[key] = make_routing(transfers, self._links)
+        return self._routings[key]
+
+
+def _row_bytes(tensors: Tensors) -> RowBytes:
+    """Return the bytes of one row of each of the tensors [rows, ...]."""
+    return tuple(x.shape[1:].numel() * x.element_size() for x in tensors)
+
+
+# ---- the executor
 
 
 class RingZone:
@@ -100,216 +156,329 @@ class RingZone:
         kernel: Kernel,
         routes: Routes | None = None,
     ) -> None:
-        """routes: None where everything goes straight."""
-        self.rows, self.turns, self.backward_turns, self.routes = (
-            rows,
-            turns,
-            backward_order(turns),
-            routes,
-        )
-        self.channel, self.kernel = channel, kernel
+        """rows: the rows [start, stop) of this zone among all rows of the rank.
+        turns: what this rank does, in order.
+        routes: how exchanges travel between nodes; None where everything goes straight.
+        """
+        self.rows = rows
+        self.turns = turns
+        self.backward_turns = backward_order(turns)
+        self.channel = channel
+        self.kernel = kernel
+        self.routes = routes
 
     def forward(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float
     ) -> ZoneSteps[tuple[torch.Tensor, Saved]]:
-        """q [t, H, D], k, v [t, Hkv, D] of this rank's chunks -> out [t, H, D], and what
-        `backward` needs."""
-        kv = torch.stack((k, v), dim=1)  # [t, 2, Hkv, D]
-        out = torch.zeros(q.shape, dtype=lse_dtype(q.dtype), device=q.device)
+        """Return out [t, H, D] of this rank's queries, and what `backward` needs.
+
+        q [t, H, D], k and v [t, Hkv, D]: this rank's chunks.
+        """
+        kv = torch.stack((k, v), dim=1)  # 2 x [t, Hkv, D] -> [t, 2, Hkv, D]
+        out = torch.zeros(q.shape, dtype=lse_dtype(q.dtype), device=q.device)  # [t, H, D]
         lse = out.new_full(q.shape[:2], -torch.inf)  # [t, H]
-        turns, returned = self.turns, deque[Returning]()
-        fetched = self._first_fetches(turns, (q,), kv)
+        turns = self.turns
+        pending = self._first_fetches(turns, (q,), kv)
+        returned: deque[PendingReturn] = deque()
         for t, turn in enumerate(turns):
             yield (t + 1) / len(turns)
-            (block_q,), (block_kv,) = self._next_fetched(fetched, turns, t, (q,), kv)
-            made = self._attend(turn, block_q, block_kv, scale)
+            # 1. fetch: q [t, H, D] -> [n, H, D], kv [t, 2, Hkv, D] -> [m, 2, Hkv, D]
+            (call_q,), (call_kv,) = self._next_fetched(pending, turns, t, (q,), kv)
+            # 2. attend: (out [n, H, D], lse [n, H]), or nothing
+            result = self._attend(turn, call_q, call_kv, scale)
+            # 3. merge here, or send to where the queries are
             if turn.queries.peer is None:
-                merge(out, lse, turn.queries.rows, made)
-            _merge_returned(out, lse, returned, AHEAD - 1)
-            returned.append(self._return(turn, (made, (q, lse)), ((), ())))
+                merge(out, lse, turn.queries.rows, result)
+            _merge_returned(out, lse, returned, leave=AHEAD - 1)
+            returned.append(
+                self._return(
+                    turn, of_queries=result, like_queries=(q, lse), of_keys=(), like_keys=()
+                )
+            )
         yield END
         _merge_returned(out, lse, returned)
         out = out.to(q.dtype)
         return out, Saved((q, kv, out, lse))
 
     def backward(self, dout: torch.Tensor, saved: Saved, scale: float) -> ZoneSteps[Tensors]:
+        """Return dq [t, H, D], dk and dv [t, Hkv, D] of this rank's rows, still in float32.
+
+        dout [t, H, D]: gradient of `forward`'s out. saved: what `forward` returned beside it.
+        """
         q, kv, out, lse = saved.tensors
         of_queries = (q, dout, out, lse)
-        dq = torch.zeros(q.shape, dtype=lse_dtype(q.dtype), device=q.device)
-        dkv = torch.zeros(kv.shape, dtype=dq.dtype, device=q.device)
-        turns, returned = self.backward_turns, deque[Returning]()
-        fetched = self._first_fetches(turns, of_queries, kv)
+        dq = torch.zeros(q.shape, dtype=lse_dtype(q.dtype), device=q.device)  # [t, H, D]
+        dkv = torch.zeros(kv.shape, dtype=dq.dtype, device=q.device)  # [t, 2, Hkv, D]
+        turns = self.backward_turns
+        pending = self._first_fetches(turns, of_queries, kv)
+        returned: deque[PendingReturn] = deque()
         for t, turn in enumerate(turns):
             yield (t + 1) / (len(turns) + 1)  # the last gradients have the rest to travel
-            block_of_queries, (block_kv,) = self._next_fetched(fetched, turns, t, of_queries, kv)
-            dq_made, dkv_made = self._block_backward(turn, block_of_queries, block_kv, scale)
+            # 1. fetch: rows [t, ...] -> [n, ...] of queries and [m, ...] of keys
+            call_queries, (call_kv,) = self._next_fetched(pending, turns, t, of_queries, kv)
+            # 2. gradients of the call: (dq [n, H, D],) and (dkv [m, 2, Hkv, D],), or nothing
+            call_dq, call_dkv = self._call_backward(turn, call_queries, call_kv, scale)
+            # 3. add here, or send to where the rows are
             if turn.queries.peer is None:
-                _add(dq, turn.queries.rows, dq_made)
+                _add(dq, turn.queries.rows, call_dq)
             if turn.keys.peer is None:
-                _add(dkv, turn.keys.rows, dkv_made)
-            _add_returned(dq, dkv, returned, AHEAD - 1)
-            returned.append(self._return(turn, (dq_made, (q,)), (dkv_made, (kv,))))
+                _add(dkv, turn.keys.rows, call_dkv)
+            _add_returned(dq, dkv, returned, leave=AHEAD - 1)
+            returned.append(
+                self._return(
+                    turn, of_queries=call_dq, like_queries=(q,), of_keys=call_dkv, like_keys=(kv,)
+                )
+            )
         yield END
         _add_returned(dq, dkv, returned)
-        return dq, *dkv.unbind(1)
+        dk, dv = dkv.unbind(1)  # [t, 2, Hkv, D] -> 2 x [t, Hkv, D]
+        return dq, dk, dv
 
-    def backward_of_rows(self, q, k, v, out, dout, lse, scale: float) -> ZoneSteps[Tensors]:  # type: ignore[no-untyped-def]
-        """`backward` from this rank's rows and the last of what `forward` left."""
-        return self.backward(dout, Saved((q, torch.stack((k, v), dim=1), out, lse)), scale)
+    def backward_of_rows(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        out: torch.Tensor,
+        dout: torch.Tensor,
+        lse: torch.Tensor,
+        scale: float,
+    ) -> ZoneSteps[Tensors]:
+        """Return what `backward` returns, from this rank's rows in a replayed layer (`remat.py`).
+
+        q, out, dout [t, H, D]; k, v [t, Hkv, D]; lse [t, H], the last tensor that `forward` left.
+        """
+        kv = torch.stack((k, v), dim=1)  # 2 x [t, Hkv, D] -> [t, 2, Hkv, D]
+        return self.backward(dout, Saved((q, kv, out, lse)), scale)
+
+    # -- one call
 
     def _attend(self, turn: Turn, q: torch.Tensor, kv: torch.Tensor, scale: float) -> Tensors:
-        """out [n, H, D] and lse [n, H] of the turn's call; nothing without one."""
+        """Return (out [n, H, D], lse [n, H]) of the turn's call; nothing where it has none.
+
+        q [n, H, D], kv [m, 2, Hkv, D]: the rows that the call reads.
+        """
         if turn.segments is None:
             return ()
-        out, lse = self.kernel.forward(q, *kv.unbind(1), turn.segments, scale=scale)
-        return out, lse.t().contiguous()
+        k, v = kv.unbind(1)  # [m, 2, Hkv, D] -> 2 x [m, Hkv, D]
+        out, lse = self.kernel.forward(q, k, v, turn.segments, scale=scale)
+        return out, lse.t().contiguous()  # lse [H, n] -> [n, H]
 
-    def _block_backward(
+    def _call_backward(
         self, turn: Turn, of_queries: Tensors, kv: torch.Tensor, scale: float
     ) -> tuple[Tensors, Tensors]:
-        """(dq,) and (dkv,) of the turn's call; nothing without one."""
+        """Return (dq [n, H, D],) and (dkv [m, 2, Hkv, D],) of the turn's call; nothing without
+        one.
+
+        of_queries: q, dout, out [n, H, D] and lse [n, H]. kv [m, 2, Hkv, D].
+        """
         if turn.segments is None:
             return (), ()
         q, dout, out, lse = of_queries
-        k, v = kv.unbind(1)
+        k, v = kv.unbind(1)  # [m, 2, Hkv, D] -> 2 x [m, Hkv, D]
+        kernel_lse = lse.t().contiguous()  # [n, H] -> [H, n]
         dq, dk, dv = self.kernel.backward(
-            dout, q, k, v, out, lse.t().contiguous(), turn.segments, scale=scale
+            dout, q, k, v, out, kernel_lse, turn.segments, scale=scale
         )
-        return (dq,), (torch.stack((dk, dv), dim=1),)
+        dkv = torch.stack((dk, dv), dim=1)  # 2 x [m, Hkv, D] -> [m, 2, Hkv, D]
+        return (dq,), (dkv,)
+
+    # -- fetching what calls read
 
     def _first_fetches(
         self, turns: Sequence[Turn], of_queries: Tensors, kv: torch.Tensor
-    ) -> deque[Arriving]:
-        """Of the turns in which every rank attends to what it holds, which read nothing, and of
-        those after them."""
-        own = sum(1 for _ in takewhile(lambda turn: turn.time == OWN, turns))
-        return deque(self._fetch(turn, of_queries, kv) for turn in turns[: own + AHEAD])
+    ) -> deque[PendingFetch]:
+        """Post the fetches of the diagonal turns (which fetch nothing) and of the next AHEAD
+        turns.
+
+        of_queries: tensors [t, ...] of this rank's queries. kv [t, 2, Hkv, D]: its keys and
+        values.
+        """
+        diagonal_turns = 0
+        while diagonal_turns < len(turns) and turns[diagonal_turns].time == DIAGONAL_TIME:
+            diagonal_turns += 1
+        first_turns = turns[: diagonal_turns + AHEAD]
+        return deque(self._fetch(turn, of_queries, kv) for turn in first_turns)
 
     def _next_fetched(
         self,
-        fetched: deque[Arriving],
+        pending: deque[PendingFetch],
         turns: Sequence[Turn],
         t: int,
         of_queries: Tensors,
         kv: torch.Tensor,
     ) -> tuple[Tensors, Tensors]:
-        """What the call of turn t reads; what the next ones read travels while it computes."""
-        result, following = fetched.popleft().result(), t + 1 + len(fetched)
-        if len(fetched) < AHEAD and following < len(turns):
-            fetched.append(self._fetch(turns[following], of_queries, kv))
-        return result
+        """Return what the call of turn t reads, and post the fetch of a later turn.
 
-    def _fetch(self, turn: Turn, of_queries: Tensors, kv: torch.Tensor) -> Arriving:
-        """What a turn's call reads on its way here, and what others' calls read of ours in that
-        turn to them."""
-        exchange = self._exchange(turn, of_queries, (kv,), returns=False)
-        for lent, tensors in ((turn.lent_queries, of_queries), (turn.lent_keys, (kv,))):
-            for share in lent:
-                exchange.send([share.rows.take(x) for x in tensors], share.peer)
-        read = [_read(exchange, turn.queries, of_queries), _read(exchange, turn.keys, (kv,))]
-        exchange.post(self.channel.communicator, tag=self.channel.tag(2 * turn.number * TAGS))
-        return Arriving(exchange, *read)
+        Inputs [t, ...] of this rank -> tensors [n, ...] of the call's queries and [m, ...] of its
+        keys. The fetch that is posted travels while the call computes.
+        """
+        fetched = pending.popleft().result()
+        next_turn = t + 1 + len(pending)  # the first turn without a fetch
+        if len(pending) < AHEAD and next_turn < len(turns):
+            pending.append(self._fetch(turns[next_turn], of_queries, kv))
+        return fetched
+
+    def _fetch(self, turn: Turn, of_queries: Tensors, kv: torch.Tensor) -> PendingFetch:
+        """Post what the calls of a turn read: from peers to this rank, and from here to peers.
+
+        Rows [t, ...] on the rank that holds them -> [n, ...] on the rank that reads them.
+        """
+        exchange = self._new_exchange(turn, of_queries, (kv,), returns=False)
+        for share in turn.sent_queries:
+            exchange.send([share.rows.take(x) for x in of_queries], share.peer)
+        for share in turn.sent_keys:
+            exchange.send([share.rows.take(kv)], share.peer)
+        call_queries = _read(exchange, turn.queries, of_queries)
+        call_keys = _read(exchange, turn.keys, (kv,))
+        tag = self.channel.tag(ring_fetch(turn.number))
+        exchange.post(self.channel.communicator, tag=tag)
+        return PendingFetch(exchange, call_queries, call_keys)
+
+    # -- returning what calls have made
 
     def _return(
-        self, turn: Turn, of_queries: tuple[Tensors, Tensors], of_keys: tuple[Tensors, Tensors]
-    ) -> Returning:
-        """What a turn's call made of others' queries and keys on its way to them, and of ours from
-        others' calls.
+        self,
+        turn: Turn,
+        *,
+        of_queries: Tensors,
+        like_queries: Tensors,
+        of_keys: Tensors,
+        like_keys: Tensors,
+    ) -> PendingReturn:
+        """Post the results of a turn's calls: from this rank to peers, and from peers to here.
 
-        of_queries, of_keys: what was made, and tensors of this rank that are like it but for the
-        number of rows.
+        of_queries, of_keys: results [n, ...] of this rank's call, about its queries and its keys.
+        like_queries, like_keys: tensors [t, ...] of this rank that are like such results but for
+            the number of rows; results travel in their dtypes.
+        Rows [n, ...] on the rank that computed them -> [n, ...] on the rank that holds their
+        tokens.
         """
-        exchange = self._exchange(turn, of_queries[1], of_keys[1], returns=True)
-        coming = []
-        for read, lent, (made, likes) in (
-            (turn.queries, turn.lent_queries, of_queries),
-            (turn.keys, turn.lent_keys, of_keys),
-        ):
-            if read.peer is not None:
-                exchange.send(
-                    [x.to(like.dtype) for x, like in zip(made, likes, strict=True)], read.peer
-                )
-            coming.append(
-                tuple((x.rows, exchange.recv(likes, x.rows.tokens, x.peer)) for x in lent)
-            )
-        exchange.post(
-            self.channel.communicator, tag=self.channel.tag((2 * turn.number + 1) * TAGS)
-        )
-        return Returning(exchange, *coming)
+        exchange = self._new_exchange(turn, like_queries, like_keys, returns=True)
+        # The order of these four decides the tags: queries before keys.
+        _send_results(exchange, turn.queries, of_queries, like_queries)
+        coming_queries = _receive_results(exchange, turn.sent_queries, like_queries)
+        _send_results(exchange, turn.keys, of_keys, like_keys)
+        coming_keys = _receive_results(exchange, turn.sent_keys, like_keys)
+        tag = self.channel.tag(ring_return(turn.number))
+        exchange.post(self.channel.communicator, tag=tag)
+        return PendingReturn(exchange, coming_queries, coming_keys)
 
-    def _exchange(
+    # -- exchanges
+
+    def _new_exchange(
         self, turn: Turn, of_queries: Tensors, of_keys: Tensors, *, returns: bool
     ) -> Exchange:
-        """For rows of tensors like these."""
-        label, routing = self.channel.label(partial(self._describe, turn, returns)), Routing()
+        """Return an empty exchange for rows of tensors [any rows, ...] like these."""
+        label = self.channel.label(partial(self._describe, turn, returns))
+        routing = Routing()
         if self.routes is not None:
             routing = self.routes.find(turn.number, returns, of_queries, of_keys)
         if not routing.paths:
             return Exchange(label)
-        device, within = (
-            (*of_queries, *of_keys)[0].device,
-            f", turn {turn.number}, of {self.channel.name}",
-        )
+        device = (*of_queries, *of_keys)[0].device
+        within = f", turn {turn.number}, of {self.channel.name}"
         return RoutedExchange(label, routing, self.channel.communicator, device, within=within)
 
     def _describe(self, turn: Turn, returns: bool, peer: int, sent: bool) -> str:
-        read, lent = (turn.queries, turn.keys), (*turn.lent_queries, *turn.lent_keys)
-        shares = lent if sent != returns else read
-        pieces = (piece for share in shares if share.peer == peer for piece in share.pieces)
+        """Return the name of a message of a turn, for errors."""
+        read_here: list[Operand | Share] = [turn.queries, turn.keys]
+        read_by_peers: list[Operand | Share] = [*turn.sent_queries, *turn.sent_keys]
+        # Inputs leave for peers that read them; results leave the rank that has read.
+        sides = read_by_peers if sent != returns else read_here
+        chunks = [chunk for side in sides if side.peer == peer for chunk in side.chunks]
         what = "results for" if returns else "rows of"
-        return f"{what} {name_pieces(pieces, self.channel.group.sequences)}, turn {turn.number}"
+        return f"{what} {name_chunks(chunks, self.channel.group.sequences)}, turn {turn.number}"
 
 
-def _row_bytes(tensors: Tensors) -> RowBytes:
-    return tuple(x.shape[1:].numel() * x.element_size() for x in tensors)
+def _read(exchange: Exchange, operand: Operand, tensors: Tensors) -> Tensors:
+    """Return the n rows of a call's operand: [t, ...] here or at a peer -> [n, ...] here.
+
+    The rows of a peer have come when `exchange` has been waited for.
+    """
+    if operand.peer is None:
+        return tuple(operand.rows.take(x) for x in tensors)
+    return exchange.recv(tensors, operand.rows.tokens, operand.peer)
 
 
-def _read(exchange: Exchange, share: Share, tensors: Tensors) -> Tensors:
-    """What a call reads of these tensors: rows of our own, or as many from a peer."""
-    if share.peer is None:
-        return tuple(share.rows.take(x) for x in tensors)
-    return exchange.recv(tensors, share.rows.tokens, share.peer)
+def _send_results(exchange: Exchange, operand: Operand, results: Tensors, likes: Tensors) -> None:
+    """Add the results [n, ...] about an operand to what is sent to the rank that holds it.
+
+    likes: tensors with the dtypes in which the results travel.
+    """
+    if operand.peer is None:
+        return
+    travelling = [x.to(like.dtype) for x, like in zip(results, likes, strict=True)]
+    exchange.send(travelling, operand.peer)
+
+
+def _receive_results(
+    exchange: Exchange, shares: Sequence[Share], likes: Tensors
+) -> tuple[tuple[Rows, Tensors], ...]:
+    """Return (rows, results [n, ...]) of what peers compute about each of the shares.
+
+    The results have come when `exchange` has been waited for. likes: tensors [t, ...] otherwise
+    like them.
+    """
+    coming = []
+    for share in shares:
+        results = exchange.recv(likes, share.rows.tokens, share.peer)
+        coming.append((share.rows, results))
+    return tuple(coming)
+
+
+# ---- merging and adding
 
 
 def _merge_returned(
-    out: torch.Tensor, lse: torch.Tensor, returned: deque[Returning], left: int = 0
+    out: torch.Tensor, lse: torch.Tensor, returned: deque[PendingReturn], *, leave: int = 0
 ) -> None:
-    """Merge what has been returned, in the order of the turns, but for the last `left` of it."""
-    for arrived in _arrived(returned, left):
-        for rows, made in arrived.of_queries:
-            merge(out, lse, rows, made)
+    """Merge what was returned into out [t, H, D] and lse [t, H], in the order of the turns.
+
+    leave: how many of the latest to leave under way.
+    """
+    for arrived in _arrived(returned, leave):
+        for rows, result in arrived.of_queries:
+            merge(out, lse, rows, result)
 
 
 def _add_returned(
-    dq: torch.Tensor, dkv: torch.Tensor, returned: deque[Returning], left: int = 0
+    dq: torch.Tensor, dkv: torch.Tensor, returned: deque[PendingReturn], *, leave: int = 0
 ) -> None:
-    for arrived in _arrived(returned, left):
-        for total, parts in ((dq, arrived.of_queries), (dkv, arrived.of_keys)):
-            for rows, made in parts:
-                _add(total, rows, made)
+    """Add what was returned to dq [t, H, D] and dkv [t, 2, Hkv, D], in the order of the turns.
+
+    leave: how many of the latest to leave under way.
+    """
+    for arrived in _arrived(returned, leave):
+        for rows, parts in arrived.of_queries:
+            _add(dq, rows, parts)
+        for rows, parts in arrived.of_keys:
+            _add(dkv, rows, parts)
 
 
-def _arrived(returned: deque[Returning], left: int) -> Iterator[Returning]:
-    while len(returned) > left:
+def _arrived(returned: deque[PendingReturn], leave: int) -> Iterator[PendingReturn]:
+    """Wait for all but the latest `leave` returns; yield each and drop it from `returned`."""
+    while len(returned) > leave:
         returned[0].exchange.wait()
         yield returned.popleft()
 
 
-def _add(total: torch.Tensor, rows: Rows, made: Tensors) -> None:
-    for part in made:
+def _add(total: torch.Tensor, rows: Rows, parts: Tensors) -> None:
+    """Add each part [n, ...] to these n rows of total [t, ...]."""
+    for part in parts:
         rows.add_to(total, part)
 
 
-def merge(out: torch.Tensor, lse: torch.Tensor, rows: Rows, made: Tensors) -> None:
-    """Merge a partial result, normalised over its own keys, into the running one, in place.
+def merge(out: torch.Tensor, lse: torch.Tensor, rows: Rows, result: Tensors) -> None:
+    """Merge the result of a call into the running result of all calls so far, in place.
 
-    out [t, H, D] and lse [t, H] accumulate; made: out [n, H, D] and lse [n, H] of `rows`, each of
-    which has read a key, or nothing at all. A query that has read nothing before has a running lse
-    of -inf.
+    out [t, H, D], lse [t, H]: the running result; lse is -inf where a query has read no key yet.
+    result: (out [n, H, D], lse [n, H]) of the n rows, normalised over the keys of the call, each
+        of which has read a key; or nothing, where there was no call.
     """
-    if not made:
+    if not result:
         return
-    block_out, block_lse = made
-    index = slice(None) if rows.index is None else rows.index
-    # [n, H, D], [n, H]
-    out[index], lse[index] = merge_partials(out[index], lse[index], block_out, block_lse)
+    call_out, call_lse = result
+    select = rows.selector
+    # rows [n, H, D] and [n, H] of both sides -> merged rows of the same shapes
+    out[select], lse[select] = merge_partials(out[select], lse[select], call_out, call_lse)

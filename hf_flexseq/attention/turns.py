@@ -1,16 +1,28 @@
-"""A schedule made concrete for one rank and one micro-batch: which rows, how many tokens, to and
-from whom.
+"""A ring schedule made concrete for one rank and one micro-batch: which rows go where, and when.
 
-    Step (chunks of a sequence, indices in the group)  ->  Turn (rows of this rank, global ranks,
-    lengths)
+    BlockCall  (schedule/attention.py)          Turn  (here)
+    chunks of one sequence               ->     rows of this rank, of all sequences of a lane
+    indices in the group                 ->     global ranks
+    no lengths                           ->     segments of one kernel call
 
-A turn covers all sequences of a group that lie the same way round (`shard.mirrored`): one kernel
-call, and one message per tensor and partner. Groups with sequences of both kinds take turns, a
-step of the ones and a step of the others.
+A turn covers all sequences of a group that lie the same way round (a *lane*): one kernel call, and
+one message per tensor and peer. Groups with two lanes alternate between them, a turn of the one
+and a turn of the other.
 
-Every rank derives what it sends and what it receives from the same steps and lengths, so that
-every send has its receive. Sequences of which a step has no query or no key are left out of it, on
-both sides.
+What one turn of one rank looks like, in the forward:
+
+    1. this rank sends     sent_queries, sent_keys    to the workers whose calls read them
+    2. this rank fetches   queries, keys              unless they are its own rows
+    3. this rank attends   segments                   one kernel call
+    4. the result goes     to the peer of `queries`   unless the queries are its own
+
+In the backward the same rows travel, dQ goes to the peer of `queries`, and dK and dV to the peer
+of `keys`. `attention/ring.py` obeys a list of turns.
+
+Every rank derives what it sends and what it receives from the same schedule and lengths, so every
+send has its receive. Sequences of which a call has no query or no key are left out of the call, on
+both sides. `tests/attention/test_turns.py` plays the turns of all ranks on token names and
+compares with a list of all pairs.
 """
 
 import functools
@@ -22,108 +34,167 @@ import torch
 
 from hf_flexseq.kernels.segments import Segments
 from hf_flexseq.plan.shard import Cut, held_chunks
-from hf_flexseq.schedule.attention import BlockCall, attention_schedule, in_turns, lanes_of
+from hf_flexseq.schedule.attention import (
+    BlockCall,
+    ChunkKey,
+    attention_schedule,
+    in_turns,
+    lanes_of,
+)
 
-Piece = tuple[int, int]  # place of the sequence in the group, chunk
+DIAGONAL_TIME = 0  # time of a schedule at which every rank attends to its own chunks
+
+
+# ---- rows
 
 
 class Rows(NamedTuple):
-    """Some rows of a rank. index: which; None when they are all of them, or another rank's and
-    only their number is of interest."""
+    """Some of a rank's rows in the tensors [rows, ...] of one zone."""
 
     tokens: int
-    index: torch.Tensor | slice | None
+    """How many rows."""
+
+    indices: torch.Tensor | slice | None
+    """Which rows: int64 [tokens], or a slice where they stand together. None stands for all rows
+    of this rank, or for rows of another rank, of which only the number matters."""
 
     @property
-    def place(self) -> torch.Tensor | slice:
-        """What to index a tensor with."""
-        return slice(None) if self.index is None else self.index
+    def selector(self) -> torch.Tensor | slice:
+        """What selects these rows in `x[selector]`: int64 [tokens, ] or a slice."""
+        return slice(None) if self.indices is None else self.indices
 
     def take(self, x: torch.Tensor) -> torch.Tensor:
-        """A view where the rows stand together."""
-        return (
-            x.index_select(0, self.index)
-            if isinstance(self.index, torch.Tensor)
-            else x[self.place]
-        )
+        """Return these rows of x: [rows, ...] -> [tokens, ...], a view where they are a slice."""
+        if isinstance(self.indices, torch.Tensor):
+            return x.index_select(0, self.indices)
+        return x[self.selector]
 
     def split(self, lengths: Sequence[int]) -> tuple[torch.Tensor, ...]:
-        """Indices of the first of these rows, of the next ones, and so on."""
-        index = self.index if isinstance(self.index, torch.Tensor) else torch.arange(self.tokens)
-        if isinstance(self.index, slice):
-            index += self.index.start
-        return index.split(list(lengths))
+        """Return the row indices in parts: int64 [lengths[0],], then [lengths[1],], and so on."""
+        if isinstance(self.indices, torch.Tensor):
+            indices = self.indices
+        else:
+            indices = torch.arange(self.tokens)
+            if isinstance(self.indices, slice):
+                indices += self.indices.start
+        return indices.split(list(lengths))
 
     def add_to(self, total: torch.Tensor, part: torch.Tensor) -> None:
-        if isinstance(self.index, torch.Tensor):
-            total.index_add_(0, self.index, part.to(total.dtype))
+        """Add part [tokens, ...] to these rows of total [rows, ...], in the dtype of total."""
+        if isinstance(self.indices, torch.Tensor):
+            total.index_add_(0, self.indices, part.to(total.dtype))
         else:
-            total[self.place].add_(part)
+            total[self.selector].add_(part)
+
+
+class Operand(NamedTuple):
+    """Rows that a call of this rank reads, as its queries or as its keys and values."""
+
+    peer: int | None
+    """Global rank that holds the rows; None where they are this rank's own."""
+
+    rows: Rows
+
+    chunks: tuple[ChunkKey, ...] = ()
+    """The chunks that the rows are, in the order of the rows; errors name them."""
 
 
 class Share(NamedTuple):
-    """Rows that one side holds and the other reads. peer: the other side's global rank; None: both
-    are this rank. pieces: what they are."""
+    """Rows that one rank holds and the call of another rank reads."""
 
-    peer: int | None
+    peer: int
+    """Global rank on the other side."""
+
     rows: Rows
-    pieces: tuple[Piece, ...] = ()
+
+    chunks: tuple[ChunkKey, ...] = ()
+    """The chunks that the rows are, in the order of the rows; errors name them."""
 
 
-NOTHING = Share(None, Rows(0, None))
-OWN = 0
+NO_OPERAND = Operand(None, Rows(0, None))
+
+
+# ---- turns
 
 
 class Turn(NamedTuple):
-    """What a rank does at one time.
-
-    number: place among the turns, the same on all ranks. time: of the schedule; at 0 (`OWN`) every
-    rank attends to what it holds. segments: its attention call; None when it has none. queries,
-    keys: what that reads. lent_queries, lent_keys: what other ranks' calls read of this rank's,
-    and to whom it goes.
-    """
+    """What a rank computes, fetches and sends at one time of a lane's schedule."""
 
     number: int
+    """Position among the turns of the group, the same on all of its ranks."""
+
     time: int
+    """Time of the schedule; at `DIAGONAL_TIME` nothing travels."""
+
     segments: Segments | None
-    queries: Share
-    keys: Share
-    lent_queries: tuple[Share, ...]
-    lent_keys: tuple[Share, ...]
+    """Lengths of the attention call of this rank; None when it has no call at this time."""
+
+    queries: Operand
+    """Queries that the call reads."""
+
+    keys: Operand
+    """Keys and values that the call reads."""
+
+    sent_queries: tuple[Share, ...]
+    """Queries of this rank that calls of other ranks read."""
+
+    sent_keys: tuple[Share, ...]
+    """Keys and values of this rank that calls of other ranks read."""
 
 
 class ZoneLayout:
-    """Where the chunks that a rank holds lie in its rows of a group."""
+    """Where the chunks of one rank lie in its rows of a group."""
 
-    __slots__ = ("_starts", "cuts", "device", "tokens")
+    __slots__ = ("_starts", "cuts", "device", "index", "ranks", "tokens")
 
     def __init__(
-        self, cuts: Sequence[Cut], strategy: str, index: int, degree: int, device: torch.device
+        self,
+        cuts: Sequence[Cut],
+        strategy: str,
+        index: int,
+        ranks: Sequence[int],
+        device: torch.device,
     ) -> None:
-        self.cuts, self.device = cuts, device
-        self._starts: dict[tuple[int, int], int] = {}
+        """cuts: the cut of every sequence of the group.
+        index: of this rank in the group. ranks: global ranks of the group, by index.
+        """
+        self.cuts = cuts
+        self.index = index
+        self.ranks = ranks
+        self.device = device
+        self._starts: dict[ChunkKey, int] = {}  # first row of each chunk of this rank
         row = 0
-        for place, cut in enumerate(cuts):
-            for chunk in held_chunks(strategy, index, degree, mirrored=cut.mirrored):
-                self._starts[place, chunk] = row
+        for sequence, cut in enumerate(cuts):
+            for chunk in held_chunks(strategy, index, len(ranks), mirrored=cut.mirrored):
+                self._starts[sequence, chunk] = row
                 row += cut.tokens((chunk,))
         self.tokens = row
 
-    def rows(self, pieces: Iterable[Piece]) -> Rows:
-        """Those of `pieces`, which stand in the order of the rows."""
-        spans: list[slice] = []
-        for place, chunk in pieces:
-            start = self._starts[place, chunk]
-            stop = start + self.cuts[place].tokens((chunk,))
-            together = bool(spans) and spans[-1].stop == start
-            spans[-1:] = (
-                [slice(spans[-1].start, stop)] if together else [*spans[-1:], slice(start, stop)]
-            )
-        tokens = sum(span.stop - span.start for span in spans)
-        if tokens == self.tokens or len(spans) == 1:
-            return Rows(tokens, None if tokens == self.tokens else spans[0])
-        parts = [torch.arange(0), *(torch.arange(span.start, span.stop) for span in spans)]
-        return Rows(tokens, torch.cat(parts).to(self.device))
+    def tokens_of(self, sequences: Sequence[int], chunks: Sequence[int]) -> list[int]:
+        """Return the tokens that `chunks` have in each of the sequences."""
+        return [self.cuts[sequence].tokens(chunks) for sequence in sequences]
+
+    def rows(self, chunks: Iterable[ChunkKey]) -> Rows:
+        """Return the rows of some chunks of this rank, given in the order of its rows."""
+        # 1. ranges of rows, chunks that follow each other in one range
+        ranges: list[slice] = []
+        for sequence, chunk in chunks:
+            start = self._starts[sequence, chunk]
+            stop = start + self.cuts[sequence].tokens((chunk,))
+            if ranges and ranges[-1].stop == start:
+                ranges[-1] = slice(ranges[-1].start, stop)
+            else:
+                ranges.append(slice(start, stop))
+        # 2. the simplest way to say which they are
+        tokens = sum(rows.stop - rows.start for rows in ranges)
+        if tokens == self.tokens:
+            return Rows(tokens, None)
+        if len(ranges) == 1:
+            return Rows(tokens, ranges[0])
+        parts = [torch.arange(0)]
+        for rows in ranges:
+            parts.append(torch.arange(rows.start, rows.stop))
+        return Rows(tokens, torch.cat(parts).to(self.device))  # int64 [tokens]
 
 
 def make_turns(
@@ -133,137 +204,178 @@ def make_turns(
     ranks: Sequence[int],
     device: torch.device,
 ) -> tuple[Turn, ...]:
-    """The turns of the rank of `index` among `ranks`, which share sequences cut so by a ring
-    strategy."""
-    layout, degree = ZoneLayout(group_cuts, strategy, index, len(ranks), device), len(ranks)
-    turns = in_turns(
-        [
-            [
-                _turn(time, at_time, lane.places, layout, index, ranks)
-                for time, at_time in enumerate(
-                    steps_of(strategy, degree, lane.mirrored, index, lane.chunk_by_chunk)
-                )
-            ]
-            for lane in lanes_of(group_cuts)
-        ]
-    )
-    return tuple(turn._replace(number=number) for number, turn in enumerate(turns))
+    """Return the turns of one rank of a group under a ring strategy, in the order of execution.
 
-
-def backward_order(turns: Sequence[Turn]) -> tuple[Turn, ...]:
-    """The same work with what a rank does on its own halved: a part while the first keys and
-    values travel here, the rest while the last gradients travel back."""
-    own = [_halves(turn) for turn in turns if turn.time == OWN]
-    rest = [turn for turn in turns if turn.time != OWN]
-    return (*(first for first, _ in own), *rest, *(second for _, second in own))
-
-
-def _halves(turn: Turn) -> tuple[Turn, Turn]:
-    """A causal call in two of equal work: both halves of every sequence with themselves; second
-    with first halves."""
-    if turn.segments is None:
-        return turn, turn
-    lengths, device = turn.segments.q_lens, turn.segments.device
-    second = [n // 2 for n in lengths]
-    first = [n - half for n, half in zip(lengths, second, strict=True)]
-    apart = [n for pair in zip(first, second, strict=True) for n in pair]
-    in_halves = turn.queries.rows.split(apart)
-    across = Segments(second, first, causal=False, device=device)
-    return (
-        turn._replace(segments=Segments(apart, apart, causal=True, device=device)),
-        turn._replace(
-            segments=across,
-            queries=turn.queries._replace(rows=_joined(in_halves[1::2], device)),
-            keys=turn.keys._replace(rows=_joined(in_halves[::2], device)),
-        ),
-    )
-
-
-def _joined(parts: Sequence[torch.Tensor], device: torch.device) -> Rows:
-    return Rows(sum(map(len, parts)), torch.cat(parts).to(device))
+    group_cuts: the cut of every sequence of the group.
+    index: of the rank in the group. ranks: global ranks of the group, by index.
+    """
+    layout = ZoneLayout(group_cuts, strategy, index, ranks, device)
+    by_lane = []
+    for lane in lanes_of(group_cuts):
+        calls_by_time = calls_of_rank(
+            strategy, len(ranks), lane.mirrored, index, lane.chunk_by_chunk
+        )
+        turns = []
+        for time, calls in enumerate(calls_by_time):
+            turns.append(_make_turn(time, calls, lane.sequences, layout))
+        by_lane.append(turns)
+    numbered = enumerate(in_turns(by_lane))
+    return tuple(turn._replace(number=number) for number, turn in numbered)
 
 
 @functools.cache
-def steps_of(
+def calls_of_rank(
     strategy: str, degree: int, mirrored: bool, index: int, chunk_by_chunk: bool
 ) -> tuple[tuple[BlockCall, ...], ...]:
-    """The steps, by time, in which the rank of `index` works or of which it holds queries or
-    keys."""
+    """Return, by time, the calls in which the rank of `index` has a part: works, reads or
+    holds."""
     schedule = attention_schedule(strategy, degree, mirrored, chunk_by_chunk=chunk_by_chunk)
-    times: list[list[BlockCall]] = [[] for _ in range(schedule.times)]
-    for step in schedule.steps:
-        if index in (step.worker, step.reader, step.source):
-            times[step.time].append(step)
-    return tuple(map(tuple, times))
+    by_time: list[list[BlockCall]] = [[] for _ in range(schedule.times)]
+    for call in schedule.calls:
+        if index in (call.worker, call.reader, call.source):
+            by_time[call.time].append(call)
+    return tuple(tuple(calls) for calls in by_time)
 
 
-def _turn(
-    time: int,
-    steps: Sequence[BlockCall],
-    among: Sequence[int],
-    layout: ZoneLayout,
-    index: int,
-    ranks: Sequence[int],
+def _make_turn(
+    time: int, calls: Sequence[BlockCall], lane_sequences: Sequence[int], layout: ZoneLayout
 ) -> Turn:
-    segments, queries, keys = None, NOTHING, NOTHING
-    lent_queries, lent_keys = [], []
-    for step in steps:
-        places = [
-            p
-            for p in among
-            if layout.cuts[p].tokens(step.queries) and layout.cuts[p].tokens(step.keys)
-        ]
-        if not places:
+    """Return the turn of this rank at one time of a lane, still without its number.
+
+    calls: the calls at this time in which this rank has a part; one at most is its own.
+    """
+    segments = None
+    queries = NO_OPERAND
+    keys = NO_OPERAND
+    sent_queries: list[Share] = []
+    sent_keys: list[Share] = []
+    for call in calls:
+        # Sequences that are too short for one of the chunks are left out of the call.
+        sequences = []
+        for sequence in lane_sequences:
+            cut = layout.cuts[sequence]
+            if cut.tokens(call.queries) and cut.tokens(call.keys):
+                sequences.append(sequence)
+        if not sequences:
             continue
-        if step.worker == index:
-            q_lens, k_lens = (
-                [layout.cuts[p].tokens(c) for p in places] for c in (step.queries, step.keys)
+        if call.worker == layout.index:
+            segments = Segments(
+                layout.tokens_of(sequences, call.queries),
+                layout.tokens_of(sequences, call.keys),
+                causal=call.causal,
+                device=layout.device,
             )
-            segments = Segments(q_lens, k_lens, causal=step.causal, device=layout.device)
-            queries = _read(step.reader, step.queries, places, layout, index, ranks)
-            keys = _read(step.source, step.keys, places, layout, index, ranks)
-        elif step.reader == index:
-            lent_queries.append(_lent(step.worker, step.queries, places, layout, ranks))
-        if step.source == index != step.worker:
-            lent_keys.append(_lent(step.worker, step.keys, places, layout, ranks))
-    return Turn(0, time, segments, queries, keys, tuple(lent_queries), tuple(lent_keys))
-
-
-def _lent(
-    worker: int,
-    chunks: Sequence[int],
-    places: Sequence[int],
-    layout: ZoneLayout,
-    ranks: Sequence[int],
-) -> Share:
-    """What this rank lends to `worker`."""
-    pieces = tuple(product(places, chunks))
-    return Share(ranks[worker], layout.rows(pieces), pieces)
-
-
-def _read(
-    holder: int,
-    chunks: Sequence[int],
-    places: Sequence[int],
-    layout: ZoneLayout,
-    index: int,
-    ranks: Sequence[int],
-) -> Share:
-    """What this rank reads of `holder`, which may be itself."""
-    pieces = tuple(product(places, chunks))
-    if holder == index:
-        return Share(None, layout.rows(pieces), pieces)
-    return Share(
-        ranks[holder], Rows(sum(layout.cuts[p].tokens(chunks) for p in places), None), pieces
+            queries = _operand(call.reader, sequences, call.queries, layout)
+            keys = _operand(call.source, sequences, call.keys, layout)
+            continue
+        if call.reader == layout.index:
+            sent_queries.append(_share(call.worker, sequences, call.queries, layout))
+        if call.source == layout.index:
+            sent_keys.append(_share(call.worker, sequences, call.keys, layout))
+    return Turn(
+        number=0,
+        time=time,
+        segments=segments,
+        queries=queries,
+        keys=keys,
+        sent_queries=tuple(sent_queries),
+        sent_keys=tuple(sent_keys),
     )
 
 
-def name_pieces(pieces: Iterable[Piece], sequences: Sequence[int]) -> str:
-    """Which chunks of which sequences they are; sequences: their ids, by place."""
-    chunks: dict[int, list[int]] = {}
-    for place, chunk in pieces:
-        chunks.setdefault(sequences[place], []).append(chunk)
-    return (
-        ", ".join(f"chunks {held} of sequence {sequence}" for sequence, held in chunks.items())
-        or "nothing"
+def _operand(
+    holder: int, sequences: Sequence[int], chunks: Sequence[int], layout: ZoneLayout
+) -> Operand:
+    """Return the chunks of some sequences that this rank's call reads.
+
+    holder: index in the group of the rank that holds them, which may be this one.
+    """
+    keys = tuple(product(sequences, chunks))
+    if holder == layout.index:
+        return Operand(None, layout.rows(keys), keys)
+    tokens = sum(layout.tokens_of(sequences, chunks))
+    return Operand(layout.ranks[holder], Rows(tokens, None), keys)
+
+
+def _share(
+    worker: int, sequences: Sequence[int], chunks: Sequence[int], layout: ZoneLayout
+) -> Share:
+    """Return the chunks of some sequences that this rank sends to the rank of index `worker`."""
+    keys = tuple(product(sequences, chunks))
+    return Share(layout.ranks[worker], layout.rows(keys), keys)
+
+
+# ---- the order of the backward
+
+
+def backward_order(turns: Sequence[Turn]) -> tuple[Turn, ...]:
+    """Return the turns of a backward: the diagonal in two halves, one first and one last.
+
+    The first half is computed while the first keys and values travel here, the second half while
+    the last gradients travel back.
+    """
+    first_halves = []
+    second_halves = []
+    between = []
+    for turn in turns:
+        if turn.time == DIAGONAL_TIME:
+            first, second = _halves(turn)
+            first_halves.append(first)
+            second_halves.append(second)
+        else:
+            between.append(turn)
+    return (*first_halves, *between, *second_halves)
+
+
+def _halves(turn: Turn) -> tuple[Turn, Turn]:
+    """Return a causal turn of this rank alone as two turns of equal work.
+
+    Every sequence is cut in the middle:
+
+                    first keys     second keys
+        first queries   causal     -               the first turn attends to the two triangles,
+        second queries  full       causal          the second turn to the square
+    """
+    if turn.segments is None:
+        return turn, turn
+    device = turn.segments.device
+    seconds = [length // 2 for length in turn.segments.q_lens]
+    firsts = []
+    all_halves = []  # first and second half of a sequence, then of the next one, ...
+    for length, second in zip(turn.segments.q_lens, seconds, strict=True):
+        firsts.append(length - second)
+        all_halves += [length - second, second]
+    half_rows = turn.queries.rows.split(all_halves)
+    first_rows = _joined(half_rows[::2], device)
+    second_rows = _joined(half_rows[1::2], device)
+
+    triangles = turn._replace(
+        segments=Segments(all_halves, all_halves, causal=True, device=device)
     )
+    squares = turn._replace(
+        segments=Segments(seconds, firsts, causal=False, device=device),
+        queries=turn.queries._replace(rows=second_rows),
+        keys=turn.keys._replace(rows=first_rows),
+    )
+    return triangles, squares
+
+
+def _joined(parts: Sequence[torch.Tensor], device: torch.device) -> Rows:
+    """Return the rows whose indices are int64 parts of any lengths, one after the other."""
+    tokens = sum(len(part) for part in parts)
+    return Rows(tokens, torch.cat(list(parts)).to(device))
+
+
+# ---- names for errors
+
+
+def name_chunks(chunks: Iterable[ChunkKey], sequences: Sequence[int]) -> str:
+    """Return the chunks as text, e.g. "chunks [0, 3] of sequence 7".
+
+    sequences: id of each sequence, by its index in the group.
+    """
+    by_sequence: dict[int, list[int]] = {}
+    for index, chunk in chunks:
+        by_sequence.setdefault(sequences[index], []).append(chunk)
+    names = [f"chunks {found} of sequence {sequence}" for sequence, found in by_sequence.items()]
+    return ", ".join(names) or "nothing"

@@ -48,6 +48,7 @@ from hf_flexseq.attention.types import Attention, Saved, Tensors
 from hf_flexseq.attention.weave import END, ZoneSteps, within
 from hf_flexseq.cost import HEAD_PIECES
 from hf_flexseq.distributed.communicator import Channel
+from hf_flexseq.distributed.tags import head_to_seq, seq_to_head
 from hf_flexseq.kernels import Kernel, lse_dtype
 from hf_flexseq.plan.shard import Zone, contiguous_part
 
@@ -129,7 +130,9 @@ class UlyssesZone:
         for number, piece in enumerate(pieces):
             # [my tokens, all heads, head_dim] -> [all tokens, my heads, head_dim]
             head_ranges = (piece.queries, piece.kv_arriving, piece.kv_arriving)
-            arriving.append(self.exchange.seq_to_head((q, k, v), head_ranges, message=number))
+            arriving.append(
+                self.exchange.seq_to_head((q, k, v), head_ranges, message=seq_to_head(number))
+            )
 
         # 2. compute piece by piece
         leaving = []
@@ -151,7 +154,7 @@ class UlyssesZone:
             # [all tokens, my heads, head_dim] -> [my tokens, all heads, head_dim]
             leaving.append(
                 self.exchange.head_to_seq(
-                    (out_heads,), (piece.queries,), message=HEAD_PIECES + number
+                    (out_heads,), (piece.queries,), message=head_to_seq(number)
                 )
             )
 
@@ -169,7 +172,9 @@ class UlyssesZone:
         arriving = []
         for number, piece in enumerate(pieces):
             # [my tokens, all heads, head_dim] -> [all tokens, my heads, head_dim]
-            arriving.append(self.exchange.seq_to_head((dout,), (piece.queries,), message=number))
+            arriving.append(
+                self.exchange.seq_to_head((dout,), (piece.queries,), message=seq_to_head(number))
+            )
         saved_by_piece = self._unflat(saved.tensors, pieces)
         piece_backward = partial(self._backward_of_saved, saved_by_piece, scale)
         return (yield from self._gradients(pieces, arriving, piece_backward))
@@ -202,7 +207,9 @@ class UlyssesZone:
                 piece.queries,
                 piece.queries,
             )
-            arriving.append(self.exchange.seq_to_head(tensors, head_ranges, message=number))
+            arriving.append(
+                self.exchange.seq_to_head(tensors, head_ranges, message=seq_to_head(number))
+            )
         lse_by_piece = self._unflat((lse,), pieces)
         shares = [self._share(piece) for piece in pieces]
         reader = PieceReader()
@@ -284,7 +291,7 @@ class UlyssesZone:
             # [all tokens, my heads, head_dim] -> [my tokens, all heads, head_dim]
             head_ranges = (piece.queries, piece.kv_leaving, piece.kv_leaving)
             leaving.append(
-                self.exchange.head_to_seq(tensors, head_ranges, message=HEAD_PIECES + number)
+                self.exchange.head_to_seq(tensors, head_ranges, message=head_to_seq(number))
             )
         yield END
         return self.exchange.wait_for_tokens(leaving)

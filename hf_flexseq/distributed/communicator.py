@@ -1,15 +1,24 @@
-"""The process groups of a job, all made once, in one order, before the first step.
+"""The process groups of a job, and point-to-point transfers between its ranks.
 
-* `parent`: every rank; groups of any shape move their bytes by point-to-point transfers on it, so
-  a plan never needs a new communicator (one NCCL communicator per group costs gigabytes, and
-  creating one lazily can hang a job);
-* `blocks`: a process group for each aligned block of the topology, where one collective is faster
-  than many point-to-point transfers. Not on gloo: its uneven all-to-all sends the two directions
-  of a slow link one after the other (3 MB each way at 133 Mbit/s: 0.33 s, and 0.19 s by
-  point-to-point transfers);
-* `control`: every rank, gloo, for lengths, plans and token ids, which never touch an accelerator.
+All groups are made once, in one order, before the first step:
 
-With one process there is no process group, and every exchange below is with oneself.
+    parent     All ranks. Groups of any shape move their bytes by point-to-point transfers on it,
+               so a plan never needs a new communicator: one NCCL communicator per group would cost
+               gigabytes, and making one in the middle of a run can hang a job.
+    blocks     A process group for each aligned block of the topology, where one collective is
+               faster than many point-to-point transfers. Not on gloo, whose uneven all-to-all
+               sends the two directions of a slow link one after the other: 3 MB each way at 133
+               Mbit/s took 0.33 s, and 0.19 s by point-to-point transfers.
+    control    All ranks, over gloo, for lengths, plans and token ids, which never touch an
+               accelerator.
+
+With one process there is no process group, and every exchange is with oneself.
+
+Transfers are layered:
+
+    Transfers    some sends and receives, posted at once and waited for once
+    Exchange     collects the messages of one step of attention, then posts them as Transfers
+    Channel      names and tags the exchanges of one group
 """
 
 import os
@@ -20,80 +29,91 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
+from hf_flexseq.distributed.tags import UNTAGGED, zone_tag
 from hf_flexseq.plan import Group
 from hf_flexseq.topology import Topology
 
+# ---- process groups
+
 
 class Communicator:
-    """This rank's place in the job and the groups it communicates in."""
+    """This rank of the job and the process groups that it communicates in."""
 
     __slots__ = ("blocks", "control", "parent", "rank", "topology")
 
     def __init__(
         self, topology: Topology | None = None, *, use_blocks: bool | None = None
     ) -> None:
-        """Create the groups; collective over the world. `topology` defaults to what the launcher
-        says.
+        """Make the process groups. Collective over the world.
 
-        use_blocks=False leaves all traffic to point-to-point transfers; None does so on gloo
-        alone. Raises ValueError when `topology` does not have as many ranks as the job.
+        topology: nodes and ranks; None takes what the launcher says.
+        use_blocks: False leaves all traffic to point-to-point transfers; None does so on gloo
+        only. Raises ValueError when `topology` does not have as many ranks as the job.
         """
-        world_size = dist.get_world_size() if dist.is_initialized() else 1
-        self.rank = dist.get_rank() if dist.is_initialized() else 0
+        world_size = 1
+        self.rank = 0
+        if dist.is_initialized():
+            world_size = dist.get_world_size()
+            self.rank = dist.get_rank()
         self.topology = topology or Topology.from_world(world_size, local_world_size(world_size))
         if self.topology.world_size != world_size:
             raise ValueError(
                 f"the topology has {self.topology.world_size} ranks, the job {world_size}"
             )
-        self.parent = self.control = None
-        self.blocks: dict[tuple[int, int], dist.ProcessGroup] = {}
+        self.parent: dist.ProcessGroup | None = None
+        self.control: dist.ProcessGroup | None = None
+        self.blocks: dict[tuple[int, int], dist.ProcessGroup] = {}  # by [start, stop) of ranks
         if world_size > 1:
-            timeout = _timeout()
-            self.parent = dist.new_group(timeout=timeout)
-            use_blocks = (
-                dist.get_backend(self.parent) != "gloo" if use_blocks is None else use_blocks
-            )
-            self.control = dist.new_group(backend="gloo", timeout=timeout)
-            for start, stop in self.topology.aligned_blocks() if use_blocks else ():
-                self.blocks[start, stop] = dist.new_group(
-                    ranks=list(range(start, stop)), timeout=timeout
-                )
-            for group in (self.parent, *self.blocks.values()):
-                _connect(group)
+            self._make_groups(use_blocks)
+
+    def _make_groups(self, use_blocks: bool | None) -> None:
+        timeout = _default_timeout()
+        self.parent = dist.new_group(timeout=timeout)
+        self.control = dist.new_group(backend="gloo", timeout=timeout)
+        if use_blocks is None:
+            use_blocks = dist.get_backend(self.parent) != "gloo"
+        if use_blocks:
+            for start, stop in self.topology.aligned_blocks():
+                ranks = list(range(start, stop))
+                self.blocks[start, stop] = dist.new_group(ranks=ranks, timeout=timeout)
+        for group in (self.parent, *self.blocks.values()):
+            connect(group)
 
     @property
     def world_size(self) -> int:
         return self.topology.world_size
 
 
-def _timeout() -> timedelta:
-    """That of the job's own group, which new groups do not take over."""
+def _default_timeout() -> timedelta:
+    """Return the timeout of the job's own group, which new groups do not take over."""
     world = dist.distributed_c10d._get_default_group()
     device = "cuda" if dist.get_backend() == "nccl" else "cpu"
     return world._get_backend(torch.device(device)).options._timeout
 
 
-def _connect(group: "dist.ProcessGroup | int") -> None:
-    """Use `group` once, with all its ranks. NCCL connects a group at its first use, and hangs if
-    that is a transfer between two ranks of it alone."""
-    if isinstance(group, dist.ProcessGroup):  # an int where this rank is no member
-        device = (
-            torch.device("cuda", torch.cuda.current_device())
-            if dist.get_backend(group) == "nccl"
-            else "cpu"
-        )
-        dist.all_reduce(torch.zeros(1, device=device), group=group)
+def connect(group: "dist.ProcessGroup | int") -> None:
+    """Use a new process group once. Collective over its ranks; others return at once.
+
+    NCCL connects a group at its first use, and hangs if that is a transfer between two of several
+    ranks. Where this rank is no member, torch gives an int instead of a group.
+    """
+    if not isinstance(group, dist.ProcessGroup):
+        return
+    device = torch.device("cpu")
+    if dist.get_backend(group) == "nccl":
+        device = torch.device("cuda", torch.cuda.current_device())
+    dist.all_reduce(torch.zeros(1, device=device), group=group)
 
 
 def local_world_size(world_size: int) -> int:
-    """Ranks on this node, from the launcher; all of them when it does not say."""
+    """Return the number of ranks on this node, from the launcher; all when it does not say."""
     return int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
 
 
-# (peer, whether it was to be sent there) -> what a message is; asked for in errors
+# ---- the transfers of one group
+
+# (peer, whether this rank sends to it) -> what the message is; asked for when a transfer fails
 Label = Callable[[int, bool], str]
-TAGS_OF_ZONE = 1 << 17
-TAGS = 8  # numbers kept free for the messages of one exchange between two ranks
 
 
 def unnamed(peer: int, sent: bool) -> str:
@@ -101,32 +121,38 @@ def unnamed(peer: int, sent: bool) -> str:
 
 
 class Channel:
-    """The transfers of one group on this rank: which tags they have, and what errors call them.
-
-    Tags of different zones differ. number: place of the zone among those of this rank; since
-    groups are nested and stand widest first, any two ranks of the group agree on it.
-    """
+    """The transfers of one group on this rank: their tags, and their names in errors."""
 
     __slots__ = ("communicator", "group", "number")
 
     def __init__(self, communicator: Communicator, group: Group, number: int) -> None:
-        self.communicator, self.group, self.number = communicator, group, number
+        """number: index of the group's zone among the zones of this rank.
+
+        Groups are nested and zones stand widest first, so all ranks of a group have the same wider
+        zones before it and agree on its number. Tags of different zones differ.
+        """
+        self.communicator = communicator
+        self.group = group
+        self.number = number
 
     def tag(self, message: int) -> int:
-        assert 0 <= message < TAGS_OF_ZONE, f"a zone has no message {message}"
-        return self.number * TAGS_OF_ZONE + message
+        """Return the tag of a message of this group; see `tags.py` for the messages."""
+        return zone_tag(self.number, message)
 
     @property
     def name(self) -> str:
         return f"the {self.group.strategy} group of ranks {self.group.start}-{self.group.stop - 1}"
 
     def label(self, describe: Label) -> Label:
-        """That label with the group's name."""
+        """Return the label `describe` followed by the name of the group."""
         return lambda peer, sent: f"{describe(peer, sent)}, of {self.name}"
 
 
+# ---- transfers
+
+
 class Transfers:
-    """Point-to-point transfers that have been posted together; `wait` ends them, exactly once."""
+    """Point-to-point transfers that are posted together; `wait` ends them, exactly once."""
 
     __slots__ = ("_label", "_ops", "_works")
 
@@ -136,53 +162,65 @@ class Transfers:
         *,
         sends: Sequence[tuple[torch.Tensor, int]],
         recvs: Sequence[tuple[torch.Tensor, int]],
-        tag: int = 0,
+        tag: int = UNTAGGED,
         label: Label = unnamed,
     ) -> None:
-        """Post contiguous tensors to and from global ranks. Receives are posted first: on a slow
-        link gloo otherwise serialises the two directions. Nothing is posted for tensors without
-        elements, which both sides know. Several for one rank must stand in the same order on both
-        sides; they take the tags from `tag` on."""
+        """Post contiguous tensors to and from global ranks, each a (tensor, peer).
+
+        Receives are posted first: on a slow link gloo otherwise serialises the two directions.
+        Nothing is posted for a tensor without elements, which both sides know. Several tensors for
+        one peer must stand in the same order on both sides; they take the tags from `tag` on.
+        """
         group = communicator.parent
-        ops = [dist.P2POp(dist.irecv, t, peer, group, n) for t, peer, n in _tagged(recvs, tag)]
-        ops += [dist.P2POp(dist.isend, t, peer, group, n) for t, peer, n in _tagged(sends, tag)]
+        ops = []
+        for tensor, peer, own_tag in _tagged(recvs, tag):
+            ops.append(dist.P2POp(dist.irecv, tensor, peer, group, own_tag))
+        for tensor, peer, own_tag in _tagged(sends, tag):
+            ops.append(dist.P2POp(dist.isend, tensor, peer, group, own_tag))
         self._label = label
-        self._ops = ops  # their tensors are alive until the transfers are over
+        self._ops: list[dist.P2POp] = ops  # keeps the tensors alive until the transfers are over
+        self._works: list[dist.Work] | None = []  # None once waited for
         try:
-            self._works = dist.batch_isend_irecv(ops) if ops else []
+            if ops:
+                self._works = dist.batch_isend_irecv(ops)
         except RuntimeError as error:  # a peer is known to be gone
             raise self._failure(ops, error) from error
 
     def wait(self) -> None:
-        """Raises RuntimeError naming the peer and the message when a transfer fails or takes too
-        long."""
+        """Wait until every tensor has been sent or received.
+
+        Raises RuntimeError naming the peer and the message when a transfer fails or takes too
+        long.
+        """
         assert self._works is not None, "these transfers were already waited for"
-        for place, work in enumerate(self._works):
+        for index, work in enumerate(self._works):
             try:
                 work.wait()
             except RuntimeError as error:
-                # Some backends make one work of all transfers.
-                each = len(self._works) == len(self._ops)
-                raise self._failure(
-                    self._ops[place : place + 1] if each else self._ops, error
-                ) from error
+                failed = self._ops
+                if len(self._works) == len(self._ops):  # else one work stands for all transfers
+                    failed = [self._ops[index]]
+                raise self._failure(failed, error) from error
         self._works = None
-        self._ops = None
+        self._ops = []
 
     def _failure(self, ops: Sequence[dist.P2POp], error: RuntimeError) -> RuntimeError:
         names = dict.fromkeys(self._name(op.peer, sent=op.op is dist.isend) for op in ops)
         return RuntimeError(f"rank {dist.get_rank()} could not {', or '.join(names)}: {error}")
 
     def _name(self, peer: int, *, sent: bool) -> str:
-        return f"{'send to' if sent else 'receive from'} rank {peer} {self._label(peer, sent)}"
+        direction = "send to" if sent else "receive from"
+        return f"{direction} rank {peer} {self._label(peer, sent)}"
 
 
 def _tagged(
     transfers: Sequence[tuple[torch.Tensor, int]], tag: int
 ) -> Iterator[tuple[torch.Tensor, int, int]]:
-    """Each tensor that has elements, with its peer and its tag: `tag` and how many went before it
-    to that peer."""
-    before: Counter[int] = Counter()
+    """Yield (tensor, peer, tag) for each tensor that has elements.
+
+    The first tensor for a peer has `tag`, the next one for the same peer `tag` + 1, and so on.
+    """
+    before: Counter[int] = Counter()  # tensors so far, by peer
     for tensor, peer in transfers:
         if tensor.numel():
             yield tensor, peer, tag + before[peer]
@@ -190,37 +228,45 @@ def _tagged(
 
 
 class Exchange:
-    """Messages between this rank and others that are collected one by one, posted together and
-    waited for once."""
+    """Messages between this rank and others: collected one by one, posted together, waited for
+    once."""
 
     __slots__ = ("_label", "_recvs", "_sends", "_transfers")
 
     def __init__(self, label: Label = unnamed) -> None:
         self._label = label
-        self._sends: list[tuple[torch.Tensor, int]] = []
+        self._sends: list[tuple[torch.Tensor, int]] = []  # (tensor, peer)
         self._recvs: list[tuple[torch.Tensor, int]] = []
         self._transfers: Transfers | None = None
 
     def send(self, tensors: Iterable[torch.Tensor], peer: int) -> None:
-        self._sends += [(x.contiguous(), peer) for x in tensors]
+        """Add tensors [rows, ...] of this rank that `peer` will receive."""
+        for tensor in tensors:
+            self._sends.append((tensor.contiguous(), peer))
 
     def recv(
         self, likes: Iterable[torch.Tensor], tokens: int, peer: int
     ) -> tuple[torch.Tensor, ...]:
-        """Tensors of `tokens` rows, otherwise like `likes`, that will hold what `peer` sends."""
-        tensors = tuple(x.new_empty(tokens, *x.shape[1:]) for x in likes)
+        """Return new tensors [tokens, ...] that will hold what `peer` sends.
+
+        likes: tensors [any rows, ...] with the other dimensions, the dtype and the device.
+        """
+        tensors = tuple(like.new_empty(tokens, *like.shape[1:]) for like in likes)
         self.recv_into(tensors, peer)
         return tensors
 
     def recv_into(self, tensors: Iterable[torch.Tensor], peer: int) -> None:
-        """Contiguous tensors that will hold what `peer` sends."""
-        self._recvs += [(x, peer) for x in tensors]
+        """Add contiguous tensors [rows, ...] that will hold what `peer` sends."""
+        for tensor in tensors:
+            self._recvs.append((tensor, peer))
 
     def post(self, communicator: Communicator, tag: int) -> None:
+        """Start all transfers; messages to one peer take the tags from `tag` on."""
         self._transfers = Transfers(
             communicator, sends=self._sends, recvs=self._recvs, tag=tag, label=self._label
         )
 
     def wait(self) -> None:
+        """Wait until all messages have been sent and received."""
         assert self._transfers is not None, "this exchange was not posted"
         self._transfers.wait()

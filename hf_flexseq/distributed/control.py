@@ -1,5 +1,4 @@
-"""Small exchanges of Python values over the control group; all of them collective over the
-world."""
+"""Small exchanges of Python values over the control group; each is collective over the world."""
 
 from typing import Any
 
@@ -10,22 +9,26 @@ from hf_flexseq.distributed.communicator import Communicator
 
 
 def gather_ints(communicator: Communicator, values: list[int]) -> list[list[int]]:
-    """Every rank's list, by rank; the lists may differ in length."""
+    """Return the list of every rank, by rank; the lists may differ in length."""
     if communicator.control is None:
         return [list(values)]
+    world = range(communicator.world_size)
+    # 1. all lengths: [1] -> one [1] per rank
     count = torch.tensor([len(values)])
-    counts = [torch.empty_like(count) for _ in range(communicator.world_size)]
+    counts = [torch.empty_like(count) for _ in world]
     dist.all_gather(counts, count, group=communicator.control)
-    width = max(int(c) for c in counts)
+    # 2. all lists, padded to the longest: [width] -> one [width] per rank
+    width = max(int(n) for n in counts)
     padded = torch.zeros(width, dtype=torch.int64)
     padded[: len(values)] = torch.tensor(values, dtype=torch.int64)
-    rows = [torch.empty_like(padded) for _ in range(communicator.world_size)]
+    rows = [torch.empty_like(padded) for _ in world]
     dist.all_gather(rows, padded, group=communicator.control)
+    # 3. without the padding
     return [row[: int(n)].tolist() for row, n in zip(rows, counts, strict=True)]
 
 
 def gather_objects(communicator: Communicator, value: Any) -> list[Any]:
-    """Every rank's value, by rank."""
+    """Return the value of every rank, by rank; any value that can be pickled."""
     if communicator.control is None:
         return [value]
     values: list[Any] = [None] * communicator.world_size
@@ -34,7 +37,7 @@ def gather_objects(communicator: Communicator, value: Any) -> list[Any]:
 
 
 def broadcast_object(communicator: Communicator, value: Any) -> Any:
-    """Rank 0's value, on every rank."""
+    """Return the value of rank 0 on every rank; any value that can be pickled."""
     if communicator.control is None:
         return value
     box = [value]

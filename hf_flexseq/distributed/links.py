@@ -1,11 +1,13 @@
-"""Links between neighbouring stages of a pipeline, one process group for each pair of ranks and
-direction.
+"""Links between neighbouring stages of a pipeline: one process group per pair and direction.
 
 On one communicator transfers with different peers queue up behind each other where they are
-ordered by a stream (NCCL): a receive that was posted early, for what a neighbour sends much later,
-would then hold back a send that this neighbour waits for. Each link is therefore a communicator of
-its own, on which one side only sends and the other one only receives, in one order that both take
+ordered by a stream (NCCL). A receive that was posted early, for what a neighbour sends much later,
+would then hold back a send that this neighbour waits for. So each link is a communicator of its
+own, on which one side only sends and the other side only receives, in one order that both take
 from the plan.
+
+    rank of stage s   -- to_after:  hidden states -->   rank of stage s + 1
+                      <-- from_after: gradients ------
 """
 
 from collections.abc import Sequence
@@ -14,37 +16,48 @@ from itertools import pairwise
 import torch
 import torch.distributed as dist
 
-from hf_flexseq.distributed.communicator import Communicator, _connect
+from hf_flexseq.distributed.communicator import Communicator, connect
+from hf_flexseq.distributed.tags import link_tag
 
 
-class Channel:
-    """One direction between this rank and a neighbour. Messages arrive in the order in which they
-    are sent."""
+class StageLink:
+    """One direction between this rank and a neighbour in the pipeline.
 
-    __slots__ = ("_group", "_number", "_peer")
+    Messages arrive in the order in which they are sent.
+    """
+
+    __slots__ = ("_group", "_messages", "_peer")
 
     def __init__(self, group: dist.ProcessGroup, peer: int) -> None:
-        self._group, self._peer, self._number = group, peer, 0
+        """group: process group of the two ranks. peer: global rank of the neighbour."""
+        self._group = group
+        self._peer = peer
+        self._messages = 0  # messages so far; both sides count the same ones
 
     def send(self, tensor: torch.Tensor) -> "Message":
-        """`tensor`, which must be contiguous and stay as it is until the message has been waited
-        for. Nothing is posted for a tensor without elements, which both sides know."""
+        """Send a contiguous tensor of any shape, e.g. hidden states [1, tokens, hidden].
+
+        The tensor must stay as it is until the message has been waited for. Nothing is posted for
+        a tensor without elements, which both sides know.
+        """
         tag = self._next_tag()
-        return Message(
-            dist.isend(tensor, self._peer, self._group, tag) if tensor.numel() else None, tensor
-        )
+        work = None
+        if tensor.numel():
+            work = dist.isend(tensor, self._peer, self._group, tag)
+        return Message(work, tensor)
 
     def receive(self, tensor: torch.Tensor) -> "Message":
-        """Into `tensor`, which is ready after `wait`."""
+        """Receive into a contiguous tensor, e.g. [1, tokens, hidden]; it is ready after `wait`."""
         tag = self._next_tag()
-        return Message(
-            dist.irecv(tensor, self._peer, self._group, tag) if tensor.numel() else None, tensor
-        )
+        work = None
+        if tensor.numel():
+            work = dist.irecv(tensor, self._peer, self._group, tag)
+        return Message(work, tensor)
 
     def _next_tag(self) -> int:
-        """The same number on both sides, because both count the messages of this link."""
-        self._number = (self._number + 1) % 2**31
-        return self._number
+        tag = link_tag(self._messages)
+        self._messages += 1
+        return tag
 
 
 class Message:
@@ -53,23 +66,32 @@ class Message:
     __slots__ = ("_tensor", "_work")
 
     def __init__(self, work: dist.Work | None, tensor: torch.Tensor) -> None:
-        self._work, self._tensor = work, tensor
+        """work: None when there is nothing to move. tensor: sent or received, of any shape, e.g.
+        [1, tokens, hidden]; kept alive until `wait`."""
+        self._work = work
+        self._tensor: torch.Tensor | None = tensor
 
     def wait(self) -> torch.Tensor:
+        """Return the tensor, e.g. [1, tokens, hidden], once it has been sent or received."""
         assert self._tensor is not None, "this message was already waited for"
         if self._work is not None:
             self._work.wait()
-        self._work, tensor, self._tensor = None, self._tensor, None
+        tensor = self._tensor
+        self._work = None
+        self._tensor = None
         return tensor
 
 
 class Neighbours:
     """This rank's links in its pipeline, and the groups over which gradients are summed.
 
-    from_before, to_after: hidden states. from_after, to_before: gradients. None at the ends of the
-    pipeline, unless it is a ring, whose last rank is before its first one. ends: the first and the
-    last rank of the pipeline, for a tensor that both hold; None in between. replicas: the ranks
-    with the same stage; None when there is but one pipeline.
+    from_before, to_after: hidden states from the stage before and to the stage after.
+    from_after, to_before: gradients from the stage after and to the stage before.
+        All four are None at the ends of the pipeline, unless it is a ring, in which the last rank
+        comes before the first one.
+    ends: group of the first and the last rank of the pipeline, for a tensor that both hold; None
+        on the ranks in between.
+    replicas: group of the ranks with the same stage; None when there is only one pipeline.
     """
 
     __slots__ = ("ends", "from_after", "from_before", "replicas", "to_after", "to_before")
@@ -77,33 +99,46 @@ class Neighbours:
     def __init__(
         self, communicator: Communicator, pipelines: Sequence[Sequence[int]], *, ring: bool = False
     ) -> None:
-        """Create the groups; collective over the world. pipelines: the ranks of each, by stage.
-        ring: whether the last rank hands on to the first one, which has more stages than one."""
-        self.from_before = self.to_before = self.from_after = self.to_after = self.ends = (
-            self.replicas
-        ) = None
+        """Make the groups. Collective over the world.
+
+        pipelines: global ranks of each pipeline, by stage.
+        ring: whether the last rank hands on to the first one, which has more stages than one.
+        """
+        self.from_before: StageLink | None = None
+        self.to_before: StageLink | None = None
+        self.from_after: StageLink | None = None
+        self.to_after: StageLink | None = None
+        self.ends: dist.ProcessGroup | None = None
+        self.replicas: dist.ProcessGroup | None = None
         rank = communicator.rank
+
+        # Every rank makes every group, in this order, also those it is no member of.
         for ranks in pipelines:
-            for before, after in pairwise((*ranks, ranks[0]) if ring else ranks):
-                forward, backward = _new_group((before, after)), _new_group((before, after))
+            # 1. links between neighbours
+            chain = (*ranks, ranks[0]) if ring else ranks
+            for before, after in pairwise(chain):
+                forward = _new_group((before, after))
+                backward = _new_group((before, after))
                 if rank == before:
-                    self.to_after, self.from_after = (
-                        Channel(forward, after),
-                        Channel(backward, after),
-                    )
+                    self.to_after = StageLink(forward, after)
+                    self.from_after = StageLink(backward, after)
                 if rank == after:
-                    self.from_before, self.to_before = (
-                        Channel(forward, before),
-                        Channel(backward, before),
-                    )
+                    self.from_before = StageLink(forward, before)
+                    self.to_before = StageLink(backward, before)
+            # 2. the ends
             ends = _new_group((ranks[0], ranks[-1]))
-            self.ends = ends if rank in (ranks[0], ranks[-1]) else self.ends
-        for same_stage in zip(*pipelines, strict=True) if len(pipelines) > 1 else ():
-            replicas = _new_group(same_stage)
-            self.replicas = replicas if rank in same_stage else self.replicas
+            if rank in (ranks[0], ranks[-1]):
+                self.ends = ends
+
+        # 3. replicas of each stage
+        if len(pipelines) > 1:
+            for same_stage in zip(*pipelines, strict=True):
+                replicas = _new_group(same_stage)
+                if rank in same_stage:
+                    self.replicas = replicas
 
 
 def _new_group(ranks: Sequence[int]) -> dist.ProcessGroup:
     group = dist.new_group(list(ranks))
-    _connect(group)
+    connect(group)
     return group

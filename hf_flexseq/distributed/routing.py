@@ -1,21 +1,29 @@
-"""Exchanges whose transfers between nodes are split over several NICs; see `schedule/routing.py`
-for which, and how.
+"""Exchanges whose transfers between nodes are split over several NICs.
 
-    post    source --scatter--> mates; every piece goes on as soon as it has come:    mates
-            --cross--> mates
-    wait    every piece goes on as soon as it has come:    mates --gather--> target
+`schedule/routing.py` decides which transfers take which paths; a `RoutedExchange` obeys. Every
+transfer that is routed is one buffer of bytes, a *parcel*. Its paths are slices of the parcel, and
+every path travels in the same number of packets, each over three legs:
+
+    source --scatter--> exit rank --cross--> entry rank --gather--> target
+
+    post    1. scatter all packets
+            2. when a packet has come to its exit rank: send it across
+    wait    3. when a packet has come to its entry rank: gather it
+            4. wait for all packets at the target
 
 What is slow, the way between nodes, is under way from `post` to `wait`, beside whatever is
-computed meanwhile, and pieces follow each other through the legs. Ranks that only pass something
-on take part at the same two points.
+computed meanwhile, and packets follow each other through the legs. Ranks that only pass packets on
+take part at the same two points.
 
-Each leg of each piece is a batch of transfers, and all ranks post these batches in one order:
-scatter of every piece, then cross, then gather. A rank waits for batches only whose other ends
-were posted, or will be without waiting for a later one, so nothing can hang, whatever a backend
-does about tags. Pieces overlap on gloo; NCCL, on which it has not run, would take one batch after
-the other. Rejected: a thread that passes pieces on, which posts in an order of its own; and
-receives of all legs posted at once, on which a backend that runs one batch after the other would
-wait for ever.
+Nothing can hang: each leg of each packet is one batch of transfers, and all ranks post these
+batches in one order, first the scatter of every packet, then cross, then gather. A rank waits only
+for batches whose other ends are posted already, or will be without waiting for a later batch. The
+argument for whole calls of attention is in `attention/weave.py`. Packets overlap on gloo; NCCL, on
+which this has not run, would take one batch after the other.
+
+Rejected: a thread that passes packets on, which would post in an order of its own. Rejected:
+receives of all legs posted at once; a backend that runs one batch after the other would wait on
+them for ever.
 """
 
 from collections.abc import Iterable, Sequence
@@ -23,47 +31,50 @@ from typing import NamedTuple
 
 import torch
 
-from hf_flexseq.distributed.communicator import (
-    TAGS,
-    TAGS_OF_ZONE,
-    Communicator,
-    Exchange,
-    Label,
-    Transfers,
-)
+from hf_flexseq.distributed.communicator import Communicator, Exchange, Label, Transfers
+from hf_flexseq.distributed.tags import packet_tag
 from hf_flexseq.plan.shard import contiguous_part
-from hf_flexseq.schedule.routing import MOST_PIECES, Path, Routing, Transfer
+from hf_flexseq.schedule.routing import Path, Routing, Transfer
 from hf_flexseq.schedule.transfers import aligned
 
-SCATTER, CROSS, GATHER = range(3)
-TAGS_OF_BATCH = 64
+SCATTER, CROSS, GATHER = range(3)  # the legs
 
 
-class TransitRows(NamedTuple):
-    """A path that this rank is on, and what travels on it, [bytes]."""
+class TransitBytes(NamedTuple):
+    """A path that this rank is on, with the bytes that travel on it."""
 
     transfer: Transfer
     path: Path
-    parcel: torch.Tensor
+
+    buffer: torch.Tensor
+    """uint8 [path.nbytes]: a view of the parcel at its source and target, elsewhere on its own."""
 
     def ends(self, leg: int) -> tuple[int, int]:
-        """Between which ranks the leg is; the same one twice where there is none."""
-        stops = self.transfer.source, self.path.leaves, self.path.enters, self.transfer.target
+        """Return the (source, target) ranks of a leg; one rank twice where the leg is empty."""
+        stops = (
+            self.transfer.source,
+            self.path.exit_rank,
+            self.path.entry_rank,
+            self.transfer.target,
+        )
         return stops[leg], stops[leg + 1]
 
 
 class RoutedExchange(Exchange):
-    """An `Exchange` of which `routing` says how it travels. All ranks of the nodes in question
-    make, post and wait for it, also those that neither send nor receive anything."""
+    """An `Exchange` that travels as a `Routing` says.
+
+    All ranks of the nodes in question make it, post it and wait for it, also those that neither
+    send nor receive anything.
+    """
 
     __slots__ = (
         "_communicator",
         "_crossing",
         "_device",
-        "_held",
+        "_exchange_tag",
         "_parcels",
         "_routing",
-        "_tag",
+        "_transit",
         "_within",
     )
 
@@ -76,124 +87,134 @@ class RoutedExchange(Exchange):
         *,
         within: str = "",
     ) -> None:
-        """label: of what goes straight. within: in which exchange pieces are, that errors name by
-        their ends."""
+        """label: names messages that go straight.
+        within: names the exchange; errors name a packet by the ends of its transfer and by this.
+        """
         super().__init__(label)
         self._within = within
-        self._routing, self._communicator, self._device = routing, communicator, device
-        self._parcels = {
-            (t.source, t.target): torch.empty(t.nbytes, dtype=torch.uint8, device=device)
-            for t, _ in routing.paths
-            if communicator.rank in (t.source, t.target)
-        }
-        self._held: list[TransitRows] = []
-        self._crossing: list[Transfers] = []
+        self._routing = routing
+        self._communicator = communicator
+        self._device = device
+        # (source, target) -> uint8 [bytes of the transfer], where this rank is one of the two
+        self._parcels: dict[tuple[int, int], torch.Tensor] = {}
+        for transfer, _ in routing.paths:
+            if communicator.rank in (transfer.source, transfer.target):
+                parcel = torch.empty(transfer.nbytes, dtype=torch.uint8, device=device)
+                self._parcels[transfer.source, transfer.target] = parcel
+        self._transit: list[TransitBytes] = []
+        self._crossing: list[Transfers] = []  # by packet
 
     def send(self, tensors: Iterable[torch.Tensor], peer: int) -> None:
+        """Add tensors [rows, ...] of this rank that `peer` will receive."""
         parcel = self._parcels.get((self._communicator.rank, peer))
         if parcel is None:
             super().send(tensors, peer)
             return
         tensors = list(tensors)
-        for room, x in zip(_unpacked(parcel, tensors, len(tensors[0])), tensors, strict=True):
-            room.copy_(x)
+        views = _unpacked(parcel, tensors, len(tensors[0]))
+        for view, tensor in zip(views, tensors, strict=True):
+            view.copy_(tensor)  # [rows, ...] -> its bytes of the parcel
 
     def recv(
         self, likes: Iterable[torch.Tensor], tokens: int, peer: int
     ) -> tuple[torch.Tensor, ...]:
+        """Return tensors [tokens, ...] that will hold what `peer` sends; see `Exchange.recv`."""
         parcel = self._parcels.get((peer, self._communicator.rank))
-        return (
-            super().recv(likes, tokens, peer)
-            if parcel is None
-            else _unpacked(parcel, list(likes), tokens)
-        )
+        if parcel is None:
+            return super().recv(likes, tokens, peer)
+        return _unpacked(parcel, list(likes), tokens)
 
     def post(self, communicator: Communicator, tag: int) -> None:
-        super().post(communicator, tag)
-        self._tag = tag_of_legs(tag)
-        self._held = [
-            self._hold(t, path)
-            for t, paths in self._routing.paths
-            for path in paths
-            if self._is_on(t, path)
-        ]
-        pieces = range(self._routing.pieces)
-        scattered = [self._batch(SCATTER, piece) for piece in pieces]
-        for piece in pieces:
-            scattered[piece].wait()
-            self._crossing.append(self._batch(CROSS, piece))
+        """Start all transfers and send the packets across; waits for their first leg."""
+        super().post(communicator, tag)  # what goes straight
+        self._exchange_tag = tag
+        for transfer, paths in self._routing.paths:
+            for path in paths:
+                if self._is_on(transfer, path):
+                    self._transit.append(self._transit_bytes(transfer, path))
+        # 1. scatter all packets
+        packets = range(self._routing.packets)
+        scattered = [self._batch(SCATTER, packet) for packet in packets]
+        # 2. send each one across as soon as it has come
+        for packet in packets:
+            scattered[packet].wait()
+            self._crossing.append(self._batch(CROSS, packet))
 
     def wait(self) -> None:
+        """Wait until all messages have been sent and received, and all packets passed on."""
+        # 3. gather each packet as soon as it has come
         gathered = []
-        for piece, crossing in enumerate(self._crossing):
+        for packet, crossing in enumerate(self._crossing):
             crossing.wait()
-            gathered.append(self._batch(GATHER, piece))
+            gathered.append(self._batch(GATHER, packet))
+        # 4. wait for all of them, and for what went straight
         for batch in gathered:
             batch.wait()
         super().wait()
 
-    def _is_on(self, t: Transfer, path: Path) -> bool:
-        return self._communicator.rank in (t.source, path.leaves, path.enters, t.target)
+    def _is_on(self, transfer: Transfer, path: Path) -> bool:
+        ranks = (transfer.source, path.exit_rank, path.entry_rank, transfer.target)
+        return self._communicator.rank in ranks
 
-    def _hold(self, t: Transfer, path: Path) -> TransitRows:
-        whole = self._parcels.get((t.source, t.target))
-        if whole is None:
-            return TransitRows(
-                t,
-                path,
-                torch.empty(path.stop - path.start, dtype=torch.uint8, device=self._device),
-            )
-        return TransitRows(t, path, whole[path.start : path.stop])
+    def _transit_bytes(self, transfer: Transfer, path: Path) -> TransitBytes:
+        """Return a path of this rank, with uint8 [path.nbytes] for what travels on it."""
+        parcel = self._parcels.get((transfer.source, transfer.target))
+        if parcel is None:  # this rank only passes it on
+            buffer = torch.empty(path.nbytes, dtype=torch.uint8, device=self._device)
+        else:
+            buffer = parcel[path.start : path.stop]  # [transfer.nbytes] -> [path.nbytes]
+        return TransitBytes(transfer, path, buffer)
 
-    def _batch(self, leg: int, piece: int) -> Transfers:
-        """One leg of one piece of every path, posted."""
-        ends: dict[str, list[tuple[torch.Tensor, int]]] = {"sends": [], "recvs": []}
-        for held in self._held:
-            source, target = held.ends(leg)
-            start, stop = contiguous_part(len(held.parcel), piece, self._routing.pieces)
+    def _batch(self, leg: int, packet: int) -> Transfers:
+        """Post one leg of one packet of every path, and return the transfers."""
+        sends = []
+        recvs = []
+        for transit in self._transit:
+            source, target = transit.ends(leg)
             if source == target:
                 continue
+            start, stop = contiguous_part(len(transit.buffer), packet, self._routing.packets)
+            packet_bytes = transit.buffer[start:stop]  # [path.nbytes] -> [about 1 / packets of it]
             if source == self._communicator.rank:
-                ends["sends"].append((held.parcel[start:stop], target))
+                sends.append((packet_bytes, target))
             elif target == self._communicator.rank:
-                ends["recvs"].append((held.parcel[start:stop], source))
-        tag = self._tag + (leg * MOST_PIECES + piece) * TAGS_OF_BATCH
+                recvs.append((packet_bytes, source))
         return Transfers(
             self._communicator,
-            **ends,
-            tag=tag,
+            sends=sends,
+            recvs=recvs,
+            tag=packet_tag(self._exchange_tag, leg, packet),
             label=lambda peer, sent: self._name(leg, peer, sent),
         )
 
     def _name(self, leg: int, peer: int, sent: bool) -> str:
-        ends = (self._communicator.rank, peer) if sent else (peer, self._communicator.rank)
-        of = dict.fromkeys(held.transfer[:2] for held in self._held if held.ends(leg) == ends)
-        transfers = ", ".join(f"rank {source} sends to rank {target}" for source, target in of)
-        return f"pieces of what {transfers}{self._within}"
-
-
-def tag_of_legs(tag: int) -> int:
-    """The first of those that the legs of the exchange of `tag` have; they lie in the upper half
-    of its zone's."""
-    zone, message = divmod(tag, TAGS_OF_ZONE)
-    assert message < TAGS_OF_ZONE // 2, f"message {message} lies where those of legs do"
-    return (
-        zone * TAGS_OF_ZONE
-        + TAGS_OF_ZONE // 2
-        + message // TAGS % 16 * (3 * MOST_PIECES * TAGS_OF_BATCH)
-    )
+        """Return the name of the packets between this rank and `peer` on a leg."""
+        own = self._communicator.rank
+        ends = (own, peer) if sent else (peer, own)
+        transfers = dict.fromkeys(
+            f"rank {transit.transfer.source} sends to rank {transit.transfer.target}"
+            for transit in self._transit
+            if transit.ends(leg) == ends
+        )
+        return f"pieces of what {', '.join(transfers)}{self._within}"
 
 
 def _unpacked(
     parcel: torch.Tensor, likes: Sequence[torch.Tensor], tokens: int
 ) -> tuple[torch.Tensor, ...]:
-    """The tensors in a parcel, one behind the other: `tokens` rows each, otherwise like
-    `likes`."""
-    found, start = [], 0
+    """Return views [tokens, ...] of the tensors that lie one behind the other in a parcel.
+
+    parcel: uint8 [bytes of the transfer].
+    likes: tensors [any rows, ...] with the other dimensions and the dtype of each view.
+    """
+    views = []
+    start = 0
     for like in likes:
         shape = torch.Size((tokens, *like.shape[1:]))
         nbytes = shape.numel() * like.element_size()
-        found.append(parcel[start : start + nbytes].view(like.dtype).view(shape))
+        # uint8 [nbytes] -> [elements] of the dtype -> [tokens, ...]
+        view = parcel[start : start + nbytes].view(like.dtype).view(shape)
+        views.append(view)
         start += aligned(nbytes)
     assert start == len(parcel), f"tensors of {start} bytes for a transfer of {len(parcel)}"
-    return tuple(found)
+    return tuple(views)

@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 import torch
 
-from hf_flexseq.distributed.links import Channel, Message
+from hf_flexseq.distributed.links import Message, StageLink
 
 
 class Item(NamedTuple):
@@ -38,7 +38,7 @@ class Inbox:
     __slots__ = ("_empty", "_index", "_link", "_order", "_posted")
 
     def __init__(
-        self, link: Channel, order: Iterable[Item], empty: Callable[[int], torch.Tensor]
+        self, link: StageLink, order: Iterable[Item], empty: Callable[[int], torch.Tensor]
     ) -> None:
         """empty: a tensor to receive the chunk at a place in."""
         self._link, self._order, self._empty = link, tuple(order), empty
@@ -61,7 +61,7 @@ class Outbox:
     __slots__ = ("_link", "_taken_before", "_under_way", "_window")
 
     def __init__(
-        self, link: Channel, *, window: int | None, taken_before: Callable[[Item, Item], bool]
+        self, link: StageLink, *, window: int | None, taken_before: Callable[[Item, Item], bool]
     ) -> None:
         """window: how many sends may be under way; None leaves the waiting to `arrived`.
         taken_before: whether one is certain to be received although this rank waits before it

@@ -1,25 +1,31 @@
-"""Which transfers between nodes go over whose NICs: the routing layer of Zeppelin (arXiv
-2509.21841).
+"""Which transfers between nodes go over whose NICs: Zeppelin's routing (arXiv 2509.21841).
 
-Every rank sends to other nodes over one NIC. Where a few ranks have something to send and the
-others have not, a transfer is split: pieces go to ranks of the source's node, from there over
-their NICs to ranks of the target's node, and from those to the target (*legs*: scatter, cross,
-gather). A step of a ring across nodes is such a case, for all of its ranks but a few read from a
-rank beside them.
+Every rank sends to other nodes over one NIC. Where a few ranks of a node have something to send
+and the others have not, NICs stand idle. Then a transfer is split into *paths*, and every path
+takes three *legs*:
 
-1. The *level* is the least that the busiest NIC can carry: the bytes that leave or enter a node,
-   over its NICs.
-2. What fits under the level goes straight from source to target.
-3. The rest takes the NICs that have the most room left under it; it leaves (enters) by the
-   source's (target's) own as long as that has any.
-4. It pays if the legs, cut into `pieces` that follow each other through them, take less time than
-   the busiest NIC would need otherwise. Where all NICs are equally busy nothing is above the
-   level, and nothing is routed.
+    source --scatter--> exit rank --cross--> entry rank --gather--> target
+    [ node of the source            ]        [ node of the target            ]
 
-The paper splits every transfer evenly over all NICs, whose legs inside the nodes then carry nearly
-all of it twice, and adds the legs up: it gains only if a byte takes more than twice as long
-between nodes as inside one. That stays a condition; here less is moved, and legs overlap. All of
-this is a function of bytes that all ranks know.
+Exit rank and entry rank may be the source and the target themselves; such a leg is empty. A turn
+of a ring across nodes is a case for this: all of its ranks but a few read from a rank beside them.
+
+1. Compute the *level*, the least that the busiest NIC can carry: the bytes that leave or enter a
+   node, divided by its NICs.
+2. Send straight from source to target what fits under the level.
+3. Send the rest over the NICs that have the most room left under the level. It leaves (enters) by
+   the source's (target's) own NIC as long as that has any room.
+4. Cut the paths into *packets* that follow each other through the legs, and route only if the legs
+   then take less time than the busiest NIC would need otherwise. Where all NICs are equally busy
+   nothing is above the level, and nothing is routed.
+
+The paper splits every transfer evenly over all NICs, so that the legs inside the nodes carry
+nearly all of it twice, and adds up the times of the legs: it gains only if a byte takes more than
+twice as long between nodes as inside one. That stays a condition here, but less is moved, and legs
+overlap.
+
+The result is a function of byte counts that all ranks know, so all ranks find the same routing.
+`distributed/routing.py` executes it.
 """
 
 import functools
@@ -31,47 +37,55 @@ from typing import NamedTuple
 from hf_flexseq.cost import CostModel
 from hf_flexseq.topology import Topology
 
-MOST_PIECES = 8
-LEAST_GAIN = 0.1  # of the seconds: less is not worth the messages
-LEAST_SHARE = 16  # a NIC takes at least a 16th of the level, so that a transfer is not crumbled
+MOST_PACKETS = 8  # packets of a path
+LEAST_GAIN = 0.1  # part of the straight seconds; a smaller gain is not worth the messages
+LEAST_SHARE = 16  # a path carries at least 1/16 of the level, so that a transfer does not crumble
 
 BUSY = "all NICs are busy"
-Nic = tuple[int, int]  # (node, place of the NIC in it)
+Nic = tuple[int, int]  # (node, index of the NIC in the node)
+NicEnd = tuple[bool, Nic]  # (True: what the NIC sends, False: what it receives; the NIC)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class NicFigures:
-    """What moves bytes between ranks.
-
-    inside_s, across_s: seconds a byte takes between two ranks of a node, and over one NIC.
-    transfer_s: seconds that a transfer takes beside its bytes.
-    """
+    """What moves bytes between ranks: the links inside a node, and the NICs between nodes."""
 
     ranks_per_node: int
+
     nics_per_node: int
+    """NICs of a node; ranks next to each other share one where there are more ranks than NICs."""
+
     inside_s: float
+    """Seconds that a byte takes between two ranks of a node."""
+
     across_s: float
+    """Seconds that a byte takes between two nodes, over one NIC."""
+
     transfer_s: float
+    """Seconds that a transfer takes beside the time of its bytes."""
 
     def node(self, rank: int) -> int:
         return rank // self.ranks_per_node
 
     def nic(self, rank: int) -> Nic:
-        node, place = divmod(rank, self.ranks_per_node)
-        return node, place * self.nics_per_node // self.ranks_per_node
+        """Return the NIC over which `rank` sends to and receives from other nodes."""
+        node, local_rank = divmod(rank, self.ranks_per_node)
+        return node, local_rank * self.nics_per_node // self.ranks_per_node
 
     def ranks_of(self, nic: Nic) -> list[int]:
-        start = nic[0] * self.ranks_per_node
-        return [
-            rank for rank in range(start, start + self.ranks_per_node) if self.nic(rank) == nic
-        ]
+        """Return the ranks that share `nic`."""
+        node, _ = nic
+        start = node * self.ranks_per_node
+        ranks = range(start, start + self.ranks_per_node)
+        return [rank for rank in ranks if self.nic(rank) == nic]
 
     def objection(self) -> str | None:
-        """Why nothing is ever routed over these links; None when something may be."""
+        """Return why nothing is ever routed over these links; None when something may be."""
         if self.nics_per_node == 1:
             return "the ranks of a node share one NIC"
         if self.across_s <= 2 * self.inside_s:
-            inside, across = (f"{s * 1e9:.3g} ns" for s in (self.inside_s, self.across_s))
+            across = f"{self.across_s * 1e9:.3g} ns"
+            inside = f"{self.inside_s * 1e9:.3g} ns"
             return (
                 f"a byte takes {across} between nodes, not more than twice the {inside} inside one"
             )
@@ -79,9 +93,11 @@ class NicFigures:
 
 
 def links_of(cost: CostModel, topology: Topology) -> NicFigures | None:
-    """The links of several nodes as `cost` knows them: its bandwidth between nodes is a rank's
-    when all of them send, so several ranks of a node may share a NIC of a multiple. None on one
-    node."""
+    """Return the links between and inside the nodes of `topology`; None when there is one node.
+
+    The bandwidth of `cost` between nodes is that of a rank when all ranks send, so the NIC that
+    several ranks of a node share has a multiple of it.
+    """
     if topology.nodes == 1:
         return None
     per_node = topology.ranks_per_node
@@ -96,171 +112,222 @@ def links_of(cost: CostModel, topology: Topology) -> NicFigures | None:
 
 
 class Transfer(NamedTuple):
-    """`nbytes` that go from one rank to another."""
+    """Bytes that go from one rank to another in one exchange."""
 
     source: int
+    """Global rank that sends."""
+
     target: int
+    """Global rank that receives."""
+
     nbytes: int
 
 
 class Path(NamedTuple):
-    """Bytes [start, stop) of a transfer: from the source to `leaves`, over its NIC to `enters`,
-    and to the target."""
+    """Bytes [start, stop) of a transfer and the two ranks over whose NICs they travel."""
 
-    leaves: int
-    enters: int
+    exit_rank: int
+    """Rank of the source's node that sends them to the other node."""
+
+    entry_rank: int
+    """Rank of the target's node that receives them there."""
+
     start: int
     stop: int
 
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Routing:
-    """How the transfers of one exchange travel.
-
-    paths: of each transfer that does not go straight, in the order of the bytes. pieces: into how
-    many pieces each path is cut. direct_s, routed_s: modelled seconds of the transfers between
-    nodes, all straight and as routed. why_not: the reason why none is routed, or None.
-    """
-
-    paths: tuple[tuple[Transfer, tuple[Path, ...]], ...] = ()
-    pieces: int = 1
-    direct_s: float = 0.0
-    routed_s: float = 0.0
-    why_not: str | None = None
+    @property
+    def nbytes(self) -> int:
+        return self.stop - self.start
 
 
 Paths = Sequence[tuple[Transfer, tuple[Path, ...]]]
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Routing:
+    """How the transfers of one exchange travel."""
+
+    paths: tuple[tuple[Transfer, tuple[Path, ...]], ...] = ()
+    """(transfer, its paths in the order of the bytes) of each transfer that does not go
+    straight."""
+
+    packets: int = 1
+    """Packets into which each path is cut."""
+
+    direct_s: float = 0.0
+    """Modelled seconds of the transfers between nodes if all of them go straight."""
+
+    routed_s: float = 0.0
+    """Modelled seconds of the transfers between nodes on their paths."""
+
+    why_not: str | None = None
+    """Why nothing is routed; None where something is."""
+
+
 @functools.lru_cache(maxsize=1024)
 def make_routing(transfers: tuple[Transfer, ...], links: NicFigures) -> Routing:
-    """How `transfers`, which run at the same time, travel over `links`."""
-    crossing = [t for t in transfers if t.nbytes and links.node(t.source) != links.node(t.target)]
+    """Return how `transfers`, which run at the same time, travel over `links`."""
+    # 1. what crosses nodes, and how long that takes straight
+    crossing = []
+    for t in transfers:
+        if t.nbytes and links.node(t.source) != links.node(t.target):
+            crossing.append(t)
     if not crossing:
         return Routing(why_not="nothing crosses nodes")
     straight = [(t, (Path(t.source, t.target, 0, t.nbytes),)) for t in crossing]
     direct_s = _pipelined(_leg_seconds(straight, links), 1, links)
-    if (objection := links.objection()) is not None:
+
+    # 2. whether other NICs could take some of it
+    objection = links.objection()
+    if objection is not None:
         return Routing(direct_s=direct_s, routed_s=direct_s, why_not=objection)
     level = _level(crossing, links)
     if max(_nic_loads(straight, links).values()) <= level:
         return Routing(direct_s=direct_s, routed_s=direct_s, why_not=BUSY)
+
+    # 3. the paths, and the count of packets that is fastest
     paths = _Router(crossing, level, links).paths
     legs = _leg_seconds(paths, links)
-    pieces = min(range(1, MOST_PIECES + 1), key=lambda n: _pipelined(legs, n, links))
-    routed_s = _pipelined(legs, pieces, links)
+    packets = min(range(1, MOST_PACKETS + 1), key=lambda count: _pipelined(legs, count, links))
+    routed_s = _pipelined(legs, packets, links)
+
+    # 4. whether that is worth it
     if routed_s > (1 - LEAST_GAIN) * direct_s:
         return Routing(
             direct_s=direct_s,
             routed_s=routed_s,
             why_not="the legs inside the nodes cost what it gains",
         )
-    routed = tuple((t, found) for t, found in paths if len(found) > 1 or found[0][:2] != t[:2])
-    return Routing(paths=routed, pieces=pieces, direct_s=direct_s, routed_s=routed_s)
+    routed = []
+    for t, found in paths:
+        goes_straight = len(found) == 1 and found[0][:2] == t[:2]
+        if not goes_straight:
+            routed.append((t, found))
+    return Routing(paths=tuple(routed), packets=packets, direct_s=direct_s, routed_s=routed_s)
 
 
 class _Router:
-    """Steps 2 and 3. paths: of every transfer. _room: bytes each NIC may still send (True) and
-    receive (False). _passed: bytes that go through each rank on their way to or from another
-    one."""
+    """Finds the paths of all transfers of an exchange: steps 2 and 3 of the module's list."""
 
     def __init__(self, crossing: Sequence[Transfer], level: int, links: NicFigures) -> None:
-        self._links, self._level = links, level
-        self._room: dict[tuple[bool, Nic], int] = defaultdict(lambda: level)
+        """crossing: the transfers between nodes. level: bytes, see the module's step 1."""
+        self._links = links
+        self._level = level
+        # bytes that each NIC may still send and receive under the level
+        self._room: dict[NicEnd, int] = defaultdict(lambda: level)
+        # bytes that pass through each rank on their way to or from another one
         self._passed: dict[int, int] = defaultdict(int)
-        fits = [self._straight(t) for t in crossing]
-        self.paths = [
-            (t, self._whole(t, stop) if stop == t.nbytes else self._around(t, stop))
-            for t, stop in zip(crossing, fits, strict=True)
-        ]
+        # Everything that fits goes straight, before anything else takes room.
+        fitting = [self._take_straight(t) for t in crossing]
+        self.paths: list[tuple[Transfer, tuple[Path, ...]]] = []
+        for t, straight_bytes in zip(crossing, fitting, strict=True):
+            self.paths.append((t, self._all_paths(t, straight_bytes)))
 
-    def _straight(self, t: Transfer) -> int:
-        """Bytes of a transfer that fit under the level of both its NICs."""
-        ends = (True, self._links.nic(t.source)), (False, self._links.nic(t.target))
-        fits = min(t.nbytes, *(self._room[end] for end in ends))
-        for end in ends:
-            self._room[end] -= fits
-        return fits
+    def _take_straight(self, t: Transfer) -> int:
+        """Take the room of what fits of `t` under the level of both its own NICs; its bytes."""
+        out: NicEnd = (True, self._links.nic(t.source))
+        into: NicEnd = (False, self._links.nic(t.target))
+        nbytes = min(t.nbytes, self._room[out], self._room[into])
+        self._room[out] -= nbytes
+        self._room[into] -= nbytes
+        return nbytes
 
-    def _whole(self, t: Transfer, stop: int) -> tuple[Path, ...]:
-        return (Path(t.source, t.target, 0, stop),)
-
-    def _around(self, t: Transfer, start: int) -> tuple[Path, ...]:
-        """The paths of a transfer of which bytes from `start` on do not fit on its own."""
-        paths = list(self._whole(t, start)) if start else []
+    def _all_paths(self, t: Transfer, straight_bytes: int) -> tuple[Path, ...]:
+        """Return the paths of `t`: first `straight_bytes` bytes straight, then the rest."""
+        paths = []
+        if straight_bytes:
+            paths.append(Path(t.source, t.target, 0, straight_bytes))
+        start = straight_bytes
         while start < t.nbytes:
-            leaves, room_out = self._relay(t.source, sends=True)
-            enters, room_in = self._relay(t.target, sends=False)
-            stop = min(
-                t.nbytes, start + max(min(room_out, room_in), self._level // LEAST_SHARE, 1)
-            )
-            self._pass(leaves, t.source, stop - start, sends=True)
-            self._pass(enters, t.target, stop - start, sends=False)
-            paths.append(Path(leaves, enters, start, stop))
+            exit_rank, room_out = self._relay(t.source, sends=True)
+            entry_rank, room_in = self._relay(t.target, sends=False)
+            nbytes = max(min(room_out, room_in), self._level // LEAST_SHARE, 1)
+            stop = min(t.nbytes, start + nbytes)
+            self._pass(exit_rank, t.source, stop - start, sends=True)
+            self._pass(entry_rank, t.target, stop - start, sends=False)
+            paths.append(Path(exit_rank, entry_rank, start, stop))
             start = stop
         return tuple(paths)
 
     def _relay(self, end: int, *, sends: bool) -> tuple[int, int]:
-        """The rank over whose NIC more can go from (to) `end`, itself if its own has any room, and
-        how much more."""
+        """Return the rank over whose NIC more of a transfer can go, and the room of that NIC.
+
+        end: the source (`sends`) or the target of the transfer; it relays for itself while its own
+        NIC has room.
+        """
+        own_room = self._room[sends, self._links.nic(end)]
+        if own_room > self._level // LEAST_SHARE:
+            return end, own_room
         node = self._links.node(end)
-        own = self._room[sends, self._links.nic(end)]
-        if own > self._level // LEAST_SHARE:
-            return end, own
-        nics = [(node, place) for place in range(self._links.nics_per_node)]
+        nics = [(node, index) for index in range(self._links.nics_per_node)]
+        # the NIC with the most room, the first of several
         nic = max(nics, key=lambda nic: (self._room[sends, nic], -nic[1]))
+        # of its ranks `end` itself, else the one with the least to pass on
         rank = min(
             self._links.ranks_of(nic), key=lambda rank: (rank != end, self._passed[rank], rank)
         )
         return rank, self._room[sends, nic]
 
     def _pass(self, rank: int, end: int, nbytes: int, *, sends: bool) -> None:
+        """Book `nbytes` from (to) rank `end` on the NIC of `rank`."""
         self._room[sends, self._links.nic(rank)] -= nbytes
         if rank != end:
             self._passed[rank] += nbytes
 
 
 def _level(crossing: Sequence[Transfer], links: NicFigures) -> int:
-    """The least that the busiest NIC can carry, if transfers may be cut anywhere."""
+    """Return the least bytes that the busiest NIC can carry, if transfers may be cut anywhere."""
     node_loads: dict[tuple[bool, int], int] = defaultdict(int)
     for t in crossing:
         node_loads[True, links.node(t.source)] += t.nbytes
         node_loads[False, links.node(t.target)] += t.nbytes
-    return -(-max(node_loads.values()) // links.nics_per_node)
+    return -(-max(node_loads.values()) // links.nics_per_node)  # rounded up
 
 
-def _nic_loads(paths: Paths, links: NicFigures) -> dict[tuple[bool, Nic], int]:
-    """Bytes that each NIC sends (True) and receives (False)."""
-    loads: dict[tuple[bool, Nic], int] = defaultdict(int)
+def _nic_loads(paths: Paths, links: NicFigures) -> dict[NicEnd, int]:
+    """Return the bytes that each NIC sends and receives."""
+    loads: dict[NicEnd, int] = defaultdict(int)
     for _, found in paths:
         for path in found:
-            loads[True, links.nic(path.leaves)] += path.stop - path.start
-            loads[False, links.nic(path.enters)] += path.stop - path.start
+            loads[True, links.nic(path.exit_rank)] += path.nbytes
+            loads[False, links.nic(path.entry_rank)] += path.nbytes
     return loads
 
 
 def _leg_seconds(paths: Paths, links: NicFigures) -> tuple[float, float, float]:
-    """Seconds of each leg if it ran alone: of its busiest rank inside the nodes, of the busiest
-    NIC between them."""
-    inside: dict[tuple[int, bool, int], int] = defaultdict(int)
+    """Return the seconds that scatter, cross and gather take, each if it ran alone.
+
+    Inside a node a leg takes as long as its busiest rank, between nodes as its busiest NIC.
+    """
+    scatter: dict[tuple[bool, int], int] = defaultdict(int)  # (sends?, rank) -> bytes
+    gather: dict[tuple[bool, int], int] = defaultdict(int)
     for t, found in paths:
         for path in found:
-            for leg, (source, target) in enumerate(
-                ((t.source, path.leaves), (path.enters, t.target))
-            ):
+            legs = (
+                (scatter, t.source, path.exit_rank),
+                (gather, path.entry_rank, t.target),
+            )
+            for loads, source, target in legs:
                 if source != target:
-                    inside[leg, True, source] += path.stop - path.start
-                    inside[leg, False, target] += path.stop - path.start
-    scatter, gather = (
-        max((n for key, n in inside.items() if key[0] == leg), default=0) for leg in (0, 1)
+                    loads[True, source] += path.nbytes
+                    loads[False, target] += path.nbytes
+    scatter_bytes = max(scatter.values(), default=0)
+    cross_bytes = max(_nic_loads(paths, links).values())
+    gather_bytes = max(gather.values(), default=0)
+    return (
+        scatter_bytes * links.inside_s,
+        cross_bytes * links.across_s,
+        gather_bytes * links.inside_s,
     )
-    across = max(_nic_loads(paths, links).values())
-    return scatter * links.inside_s, across * links.across_s, gather * links.inside_s
 
 
-def _pipelined(legs: tuple[float, float, float], pieces: int, links: NicFigures) -> float:
-    """Seconds of the legs when `pieces` follow each other through them: the first one through all
-    of them, the others at the pace of the slowest; and each of these turns takes a transfer's
-    latency."""
-    turns = pieces - 1 + sum(seconds > 0 for seconds in legs)
-    return sum(legs) / pieces + max(legs) * (pieces - 1) / pieces + turns * links.transfer_s
+def _pipelined(legs: tuple[float, float, float], packets: int, links: NicFigures) -> float:
+    """Return the seconds of the legs when `packets` packets follow each other through them.
+
+    The first packet goes through all legs, the others follow at the pace of the slowest leg. Each
+    of these rounds takes the latency of a transfer.
+    """
+    first = sum(legs) / packets
+    others = max(legs) * (packets - 1) / packets
+    rounds = packets - 1 + sum(seconds > 0 for seconds in legs)
+    return first + others + rounds * links.transfer_s

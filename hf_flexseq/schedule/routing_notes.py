@@ -10,9 +10,8 @@ from dataclasses import dataclass
 
 from hf_flexseq.plan import Group, MicroBatch
 from hf_flexseq.plan.shard import remap_moves
-from hf_flexseq.schedule.loans import group_loans
 from hf_flexseq.schedule.routing import NicFigures, Routing, make_routing
-from hf_flexseq.schedule.transfers import loan_transfers, move_transfers
+from hf_flexseq.schedule.transfers import fetch_transfers, group_fetches, move_transfers
 from hf_flexseq.topology import Topology
 
 
@@ -76,8 +75,8 @@ def _ring_routings(
 ) -> Iterator[Routing]:
     """Yield the routing of each turn of a group's ring."""
     group_lengths = [lengths[sequence] for sequence in group.sequences]
-    for turn in group_loans(group, group_lengths):
-        transfers = loan_transfers(
+    for turn in group_fetches(group, group_lengths):
+        transfers = fetch_transfers(
             turn, group.start, (token.queries,), (token.keys,), returns=False
         )
         yield make_routing(transfers, links)

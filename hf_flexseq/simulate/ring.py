@@ -106,7 +106,7 @@ def ring_steps(strategy: str, degree: int) -> RingSteps:
     keys = np.zeros(shape)
     queries = np.zeros(shape)
     source = np.tile(np.arange(degree), (schedule.times, 1))
-    for call in schedule.steps:
+    for call in schedule.calls:
         at = (call.time, call.worker)
         work[at] = call.work
         if call.source != call.worker:

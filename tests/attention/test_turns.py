@@ -7,7 +7,7 @@ import random
 import pytest
 import torch
 
-from hf_flexseq.attention.turns import OWN, backward_order, make_turns
+from hf_flexseq.attention.turns import DIAGONAL_TIME, backward_order, make_turns
 from hf_flexseq.plan import Group, MicroBatch
 from hf_flexseq.plan.shard import cuts, make_shard
 from hf_flexseq.schedule import attention
@@ -36,11 +36,11 @@ def test_every_send_has_its_receive(strategy, degree, lengths):
     by_rank = turns_of(strategy, lengths, degree)
     assert len({len(turns) for turns in by_rank}) == 1
     for together in zip(*by_rank, strict=True):
-        for lent, read in (("lent_queries", "queries"), ("lent_keys", "keys")):
+        for sent, read in (("sent_queries", "queries"), ("sent_keys", "keys")):
             sends = [
                 (10 + i, share.peer, share.rows.tokens)
                 for i, turn in enumerate(together)
-                for share in getattr(turn, lent)
+                for share in getattr(turn, sent)
             ]
             receives = [
                 (share.peer, 10 + i, share.rows.tokens)
@@ -80,10 +80,10 @@ def pairs_read(by_rank, names):
     """(sequence, query, sequence, key) of every pair that a call of any rank computes."""
     read = []
     for t, together in enumerate(zip(*by_rank, strict=True)):
-        lent = {
+        sent = {
             (10 + i, share.peer, what): share.rows.take(names[i])
             for i, turn in enumerate(together)
-            for what, shares in (("q", turn.lent_queries), ("k", turn.lent_keys))
+            for what, shares in (("q", turn.sent_queries), ("k", turn.sent_keys))
             for share in shares
         }
         for i, turn in enumerate(together):
@@ -91,7 +91,7 @@ def pairs_read(by_rank, names):
                 q, k = (
                     share.rows.take(names[i])
                     if share.peer is None
-                    else lent[share.peer, 10 + i, what]
+                    else sent[share.peer, 10 + i, what]
                     for what, share in (("q", turn.queries), ("k", turn.keys))
                 )
                 assert (len(q), len(k)) == (turn.segments.total_q, turn.segments.total_k), t
@@ -109,9 +109,13 @@ def pairs_read(by_rank, names):
 @pytest.mark.parametrize("strategy", ["zigzag", "balanced"])
 def test_the_backward_ends_with_half_of_what_a_rank_does_alone(strategy):
     for turns in turns_of(strategy, (4096, 1024), 4):
-        (own,) = (turn for turn in turns if turn.time == OWN)
+        (own,) = (turn for turn in turns if turn.time == DIAGONAL_TIME)
         ordered = backward_order(turns)
-        assert [turn.time == OWN for turn in ordered] == [True, *[False] * (len(turns) - 1), True]
+        assert [turn.time == DIAGONAL_TIME for turn in ordered] == [
+            True,
+            *[False] * (len(turns) - 1),
+            True,
+        ]
         assert squares(ordered[0]) == squares(ordered[-1]) == squares(own) / 2
 
 

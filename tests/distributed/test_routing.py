@@ -7,7 +7,6 @@ import pytest
 import torch
 
 from hf_flexseq.attention import SequenceContext, sequence_parallel_attention
-from hf_flexseq.distributed import routing
 from hf_flexseq.distributed.communicator import Communicator, Exchange, unnamed
 from hf_flexseq.distributed.routing import RoutedExchange
 from hf_flexseq.kernels.choose import choose_kernel
@@ -166,12 +165,3 @@ def test_random_exchanges_bring_what_was_sent():
     assert all(all(found) and found for found, _ in by_rank)
     assert {routed for _, routed in by_rank} == {by_rank[0][1]}
     assert by_rank[0][1] > 50
-
-
-def test_legs_have_tags_of_their_own():
-    tags = [routing.tag_of_legs(8 * n) for n in range(16)]
-    width = 3 * routing.MOST_PIECES * routing.TAGS_OF_BATCH
-    assert len(set(tags)) == 16
-    assert max(tags) + width < routing.TAGS_OF_ZONE
-    assert min(tags) >= routing.TAGS_OF_ZONE // 2
-    assert routing.tag_of_legs(1 << 30) + width < (1 << 31) - 1

@@ -39,7 +39,7 @@ def test_balanced_is_done_half_way_round(degree):
 
 @every_degree
 def test_zigzag_is_half_a_square_for_every_rank_at_every_time(degree):
-    assert {step.work for step in attention_schedule("zigzag", degree).steps} == {4}
+    assert {call.work for call in attention_schedule("zigzag", degree).calls} == {4}
 
 
 @every_degree
@@ -49,10 +49,10 @@ def test_at_every_time_each_rank_lends_to_one_other_at_most(strategy, degree):
     for time in range(1, schedule.times):
         lenders = [
             owner
-            for step in schedule.steps
-            if step.time == time
-            for owner in (step.reader, step.source)
-            if owner != step.worker
+            for call in schedule.calls
+            if call.time == time
+            for owner in (call.reader, call.source)
+            if owner != call.worker
         ]
         assert len(lenders) == len(set(lenders))
 
@@ -69,15 +69,15 @@ def test_a_schedule_reads_as_text():
 
 
 def broken(change):
-    """`balanced` of 3 with one step, rank 0's help, changed by `change`; None drops it."""
+    """Return `balanced` of 3 with one call, rank 0's help, changed by `change`; None drops it."""
     schedule = attention_schedule("balanced", 3)
-    steps = [
-        replace(s, **(change or {})) if (s.time, s.worker) == (1, 0) else s for s in schedule.steps
-    ]
-    return Schedule(
-        chunks=schedule.chunks,
-        steps=tuple(s for s in steps if change or (s.time, s.worker) != (1, 0)),
-    )
+    calls = []
+    for call in schedule.calls:
+        if (call.time, call.worker) != (1, 0):
+            calls.append(call)
+        elif change is not None:
+            calls.append(replace(call, **change))
+    return Schedule(chunks=schedule.chunks, calls=tuple(calls))
 
 
 @pytest.mark.parametrize(
@@ -89,8 +89,7 @@ def broken(change):
         ({"worker": 2}, "time 1: rank 2 has 2 calls"),
         (
             {"reader": 0, "queries": (0,)},
-            r"missing \[\(2, 0, False\)\], extra \[\(0, 0, "
-            r"False\)\]",
+            r"missing \[\(2, 0, False\)\], extra \[\(0, 0, False\)\]",
         ),
     ],
 )

@@ -18,10 +18,11 @@ PACKS = [
 ]
 
 
-def pieces_held(group_cuts, index, degree):
+def chunks_held(group_cuts, index, degree):
+    """(sequence, chunk) of every chunk with tokens that the rank of `index` holds."""
     return {
-        (place, chunk)
-        for place, cut in enumerate(group_cuts)
+        (sequence, chunk)
+        for sequence, cut in enumerate(group_cuts)
         for chunk in held_chunks("allgather", index, degree, mirrored=cut.mirrored)
         if cut.tokens((chunk,))
     }
@@ -33,25 +34,24 @@ def pieces_held(group_cuts, index, degree):
 @pytest.mark.parametrize("lengths", PACKS)
 def test_ranks_get_what_they_read_and_lend_what_they_have(degree, per_node, lengths):
     group_cuts = cuts("allgather", lengths, degree)
-    owned = [pieces_held(group_cuts, i, degree) for i in range(degree)]
-    have = [set(pieces) for pieces in owned]
+    owned = [chunks_held(group_cuts, i, degree) for i in range(degree)]
+    have = [set(chunks) for chunks in owned]
     legs = gather_hops(group_cuts, degree, per_node)
     assert len(legs) == (1 if degree <= per_node else 2)
     crossings = Counter()
     for hops in legs:
-        had = [set(pieces) for pieces in have]
+        had = [set(chunks) for chunks in have]
         for hop in hops:
-            assert hop.piece in had[hop.source]
-            assert hop.piece not in have[hop.target], "twice"
-            have[hop.target].add(hop.piece)
+            assert hop.chunk in had[hop.source]
+            assert hop.chunk not in have[hop.target], "twice"
+            have[hop.target].add(hop.chunk)
             if hop.source // per_node != hop.target // per_node:
-                crossings[hop.piece, hop.target // per_node] += 1
+                crossings[hop.chunk, hop.target // per_node] += 1
     for i in range(degree):
-        chunks = {piece for pieces in owned for piece in pieces}
         read = {
-            (p, c)
-            for p, c in chunks
-            if any(p == place and c <= chunk for place, chunk in owned[i])
+            (sequence, chunk)
+            for sequence, chunk in set().union(*owned)
+            if any(sequence == s and chunk <= c for s, c in owned[i])
         }
         assert read <= have[i]
     assert set(crossings.values()) <= {1}
@@ -62,10 +62,6 @@ def test_what_crosses_evens_out_over_the_ranks_of_a_node():
     crossed = Counter()
     for hop in gather_hops(group_cuts, 4, 2)[0]:
         if hop.source // 2 != hop.target // 2:
-            crossed[hop.target] += group_cuts[0].tokens(hop.piece[1:])
-    assert crossed == {
-        0: 16,
-        1: 16,
-        2: 8,
-        3: 8,
-    }  # 8 tokens a chunk; fetched by every reader it would be 32, 32, 16, 16
+            crossed[hop.target] += group_cuts[0].tokens(hop.chunk[1:])
+    # 8 tokens a chunk; fetched by every reader it would be 32, 32, 16, 16
+    assert crossed == {0: 16, 1: 16, 2: 8, 3: 8}

@@ -11,9 +11,8 @@ from hf_flexseq.cost.analytic import DEVICES, analytic_cost_model
 from hf_flexseq.cost.presets import LLAMA_8B, PRESETS
 from hf_flexseq.plan.shard import cuts
 from hf_flexseq.schedule import attention
-from hf_flexseq.schedule.loans import make_loans
 from hf_flexseq.schedule.routing import BUSY, NicFigures, Routing, Transfer, links_of, make_routing
-from hf_flexseq.schedule.transfers import loan_transfers
+from hf_flexseq.schedule.transfers import fetch_transfers, ring_fetches
 from hf_flexseq.topology import Topology
 
 MB = 1_000_000
@@ -55,14 +54,14 @@ def test_one_hop_takes_both_nics_and_half_the_time():
     assert routing.paths == ((hop, ((0, 2, 0, 8 * MB), (1, 3, 8 * MB, 16 * MB))),)
     assert 0.5 < routing.routed_s / routing.direct_s < 0.52
     assert routing.why_not is None
-    assert routing.pieces > 1
+    assert routing.packets > 1
 
 
 def test_a_hop_over_eight_nics_is_priced_by_its_slowest_leg():
     routing = make_routing((Transfer(3, 12, 64 * MB),), replace(EIGHTS, transfer_s=0.0))
     scatter = gather = 64 * MB * 7 / 8 * 5e-12
     across = 64 * MB / 8 * 4e-11
-    assert routing.pieces == 8
+    assert routing.packets == 8
     assert routing.direct_s == pytest.approx(64 * MB * 4e-11)
     assert routing.routed_s == pytest.approx(across + (scatter + gather) / 8)
 
@@ -163,9 +162,9 @@ def test_steps_of_a_ring_with_idle_nics_are_routed_and_the_others_not(strategy, 
     links = free(
         NicFigures(ranks_per_node=4, nics_per_node=4, inside_s=1.0, across_s=1e-8, transfer_s=0.0)
     )
-    for turn in make_loans(strategy, cuts(strategy, lengths, 8), 8):
-        transfers = loan_transfers(turn, 0, (64,), (32,), returns=False)
-        back = loan_transfers(turn, 0, (64,), (32,), returns=True)
+    for turn in ring_fetches(strategy, cuts(strategy, lengths, 8), 8):
+        transfers = fetch_transfers(turn, 0, (64,), (32,), returns=False)
+        back = fetch_transfers(turn, 0, (64,), (32,), returns=True)
         assert sorted((b, a) for a, b, _ in transfers) == sorted((a, b) for a, b, _ in back)
         crossing = [t for t in transfers if t.source // 4 != t.target // 4]
         routing = make_routing(transfers, links)
@@ -182,10 +181,11 @@ def test_a_zigzag_ring_across_two_nodes_crosses_in_little_more_than_half_the_tim
     large, share, monkeypatch
 ):
     monkeypatch.setattr(attention, "LARGE", large)
-    make_loans.cache_clear()
-    turns = make_loans("zigzag", cuts("zigzag", (1 << 17, 1 << 17), 16), 16)
+    ring_fetches.cache_clear()
+    turns = ring_fetches("zigzag", cuts("zigzag", (1 << 17, 1 << 17), 16), 16)
     found = [
-        make_routing(loan_transfers(turn, 0, (), (4096,), returns=False), EIGHTS) for turn in turns
+        make_routing(fetch_transfers(turn, 0, (), (4096,), returns=False), EIGHTS)
+        for turn in turns
     ]
     direct, routed = (
         sum(getattr(x, name) if x.paths else x.direct_s for x in found)

@@ -1,0 +1,180 @@
+"""Message tags: the one table of who uses which numbers, and the functions that compute them.
+
+A *tag* is a number that both ends give to a point-to-point transfer, so that a transport can tell
+several messages between the same two ranks apart. Every tag is a function of the plan (zone, turn,
+leg, head piece, packet), never of what has happened on one rank, so both ends compute the same
+one. All tags are below 2^31, because transports take a signed 32-bit number.
+
+    on the parent communicator          tags                                function
+    ----------------------------------  ----------------------------------
+    -------------------------
+    attention of zone z                 z * 2^17 + message                  zone_tag
+      ulysses, hybrid inside a node     message in [0, 8)                   seq_to_head,
+      head_to_seq
+      allgather                         message in [0, 16)                  gather_leg, return_leg
+      deterministic                     message in [0, 24)                  BLOCK_QUERIES and
+      others
+      zigzag, balanced,                 message in [0, 2^17), or            ring_fetch, ring_return
+        hybrid across nodes               in [0, 2^16) where it is routed
+      packets of a routed ring          message in 2^16 + [0, 24576)        packet_tag
+    remapping                           2^30 + [0, 8)                       REMAP
+      packets of a routed remapping     2^30 + 2^16 + [0, 24576)            packet_tag
+    roll call after a failure           2^31 - 1                            ROLL_CALL
+    measurements of the profiler        0 and up                            UNTAGGED
+
+    on a group of two ranks             tags                                function
+    ----------------------------------  ----------------------------------
+    -------------------------
+    link between stages of a pipeline   1, 2, 3, ... modulo 2^31            link_tag
+
+Why no two messages between the same two ranks are mistaken for each other:
+
+* Zones have ranges of their own, and their numbers are below 2^13, where the range of remapping
+  begins. Any two ranks of a group give its zone the same number (`communicator.Channel`).
+* A zone has one strategy, so the rows of its part of the table exclude each other. Only a hybrid
+  zone has two: its Ulysses runs between ranks of a node, its ring between nodes, so no pair of
+  ranks takes part in both.
+* Inside a strategy the functions below give messages of one call different tags. The exceptions
+  are the packets of a ring, which repeat after `EXCHANGES_IN_FLIGHT` exchanges; see there.
+* Layers, and forward and backward, repeat all tags. A rank waits for all of its transfers before
+  its attention call ends, so two calls never have a transfer of one rank under way together. Where
+  a peer is a call behind, messages of one tag arrive in the order in which they were sent, and
+  both ends post them in one order.
+* The roll call runs when everything else has failed. The profiler measures when nothing else runs.
+* A link has a communicator of its own, on which one side only sends and the other only receives.
+
+`tests/distributed/test_tags.py` draws calls of every user and holds them to this table.
+"""
+
+from hf_flexseq.cost import HEAD_PIECES
+from hf_flexseq.schedule.routing import MOST_PACKETS
+
+TAG_LIMIT = 1 << 31  # no tag reaches this
+
+UNTAGGED = 0  # tag of transfers that run when no others do
+
+
+# ---- zones: attention over the groups of a rank
+
+ZONE_TAGS = 1 << 17  # tags of one zone
+PACKET_TAGS_START = ZONE_TAGS // 2  # message from which on the tags of a zone belong to packets
+MOST_ZONES = 1 << 13  # zones of one rank in a micro-batch, as many as fit below REMAP
+
+# One exchange may bring several tensors from one peer, and each takes the next tag. The most are
+# the five of a ring's backward: q, dout, out, lse and the stacked keys and values.
+EXCHANGE_TAGS = 8
+
+
+def zone_tag(zone: int, message: int) -> int:
+    """Return the tag of a message of a zone.
+
+    zone: number of the zone on this rank, widest first.
+    message: number from one of the functions below.
+    """
+    assert 0 <= zone < MOST_ZONES, f"a rank has no zone {zone}"
+    assert 0 <= message < ZONE_TAGS, f"a zone has no message {message}"
+    return zone * ZONE_TAGS + message
+
+
+# ulysses: one message per peer and piece of the heads
+
+
+def seq_to_head(piece: int) -> int:
+    """Return the message that brings the tokens of a piece of the heads to the heads' rank."""
+    assert 0 <= piece < HEAD_PIECES, f"there is no piece {piece} of the heads"
+    return piece
+
+
+def head_to_seq(piece: int) -> int:
+    """Return the message that brings the results of a piece of the heads to the tokens' rank."""
+    assert 0 <= piece < HEAD_PIECES, f"there is no piece {piece} of the heads"
+    return HEAD_PIECES + piece
+
+
+# allgather: one message per peer and leg
+
+
+def gather_leg(leg: int) -> int:
+    """Return the message of a leg of the gather of keys and values."""
+    assert 0 <= leg < EXCHANGE_TAGS, f"a gather has no leg {leg}"
+    return leg
+
+
+def return_leg(leg: int) -> int:
+    """Return the message of a leg on which gradients of keys and values go back."""
+    assert 0 <= leg < EXCHANGE_TAGS, f"a gather has no leg {leg}"
+    return EXCHANGE_TAGS + leg
+
+
+# deterministic: three exchanges per call
+
+BLOCK_QUERIES = 0 * EXCHANGE_TAGS
+BLOCK_KEYS = 1 * EXCHANGE_TAGS
+BLOCK_RESULTS = 2 * EXCHANGE_TAGS
+
+
+# zigzag and balanced: two exchanges per turn
+
+
+def ring_fetch(turn: int) -> int:
+    """Return the first message of the exchange that brings the inputs of a turn to its workers."""
+    return 2 * turn * EXCHANGE_TAGS
+
+
+def ring_return(turn: int) -> int:
+    """Return the first message of the exchange that brings the results of a turn to the owners."""
+    return (2 * turn + 1) * EXCHANGE_TAGS
+
+
+# ---- remapping: one exchange at a time
+
+REMAP = MOST_ZONES * ZONE_TAGS  # 2^30
+
+
+# ---- packets of routed exchanges
+
+LEGS = 3  # scatter, cross, gather
+LEG_TAGS = 64  # tags of one leg of one packet: the paths that share both ranks of that leg
+ROUTED_TAGS = LEGS * MOST_PACKETS * LEG_TAGS  # tags of all packets of one exchange
+
+# The packets of exchange e of a zone (e = 2 * turn, or 2 * turn + 1 for the returns) have the same
+# tags as those of exchange e + 16. A rank has at most 4 * AHEAD = 8 consecutive exchanges of a
+# ring under way (asserted in attention/ring.py, where the 8 is counted), so equal tags are at
+# least a whole window of exchanges apart on every rank.
+EXCHANGES_IN_FLIGHT = 16
+
+assert PACKET_TAGS_START + EXCHANGES_IN_FLIGHT * ROUTED_TAGS <= ZONE_TAGS, (
+    "the packets of the exchanges in flight do not fit into the tags of a zone"
+)
+assert REMAP + ZONE_TAGS < TAG_LIMIT, "the tags of remapping exceed the limit"
+
+
+def packet_tag(exchange_tag: int, leg: int, packet: int) -> int:
+    """Return the first of the `LEG_TAGS` tags of one leg of one packet of a routed exchange.
+
+    exchange_tag: tag of the exchange, of a zone or of remapping.
+    leg: 0 scatter, 1 cross, 2 gather.
+    """
+    zone, message = divmod(exchange_tag, ZONE_TAGS)
+    assert message < PACKET_TAGS_START, f"message {message} lies where the tags of packets do"
+    assert 0 <= leg < LEGS, f"a routed exchange has no leg {leg}"
+    assert 0 <= packet < MOST_PACKETS, f"a routed exchange has no packet {packet}"
+    exchange = message // EXCHANGE_TAGS % EXCHANGES_IN_FLIGHT
+    first = zone * ZONE_TAGS + PACKET_TAGS_START + exchange * ROUTED_TAGS
+    return first + (leg * MOST_PACKETS + packet) * LEG_TAGS
+
+
+# ---- after a failure
+
+ROLL_CALL = TAG_LIMIT - 1
+
+
+# ---- links of a pipeline
+
+
+def link_tag(messages_before: int) -> int:
+    """Return the tag of the next message of a link.
+
+    messages_before: messages that the link has carried so far; both sides count them.
+    """
+    return (messages_before + 1) % TAG_LIMIT
