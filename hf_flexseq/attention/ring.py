@@ -33,7 +33,8 @@ Rejected: handing sums on from rank to rank, which would need float32 on the wir
 accumulator costs several times the error of a single kernel. Rejected: keeping the fetched keys
 and values for the backward, which would hold whole sequences on every rank.
 
-Shapes: t rows of this rank, n rows of one call, H query heads, Hkv KV heads, D the head dimension.
+Shapes: t rows of this rank, n queries and m keys of one call, H query heads, Hkv KV heads, D the
+head dimension.
 """
 
 from collections import deque
@@ -59,14 +60,14 @@ from hf_flexseq.distributed.routing import RoutedExchange
 from hf_flexseq.distributed.tags import EXCHANGES_IN_FLIGHT, ring_fetch, ring_return
 from hf_flexseq.kernels import Kernel, lse_dtype
 from hf_flexseq.kernels.merge import merge_partials
+from hf_flexseq.schedule.attention import ChunkKey
 from hf_flexseq.schedule.routing import NicFigures, Routing, make_routing
 from hf_flexseq.schedule.transfers import Fetch, RowBytes, fetch_transfers
 
 AHEAD = 2  # turns whose inputs, and whose results, are on their way at once
 
 # Every turn has two exchanges, its fetch and its return. When the fetch of turn t + AHEAD is
-# posted, the oldest that is under way is the return of turn t - AHEAD: 4 * AHEAD exchanges in a
-# row.
+# posted, the oldest one under way is the return of turn t - AHEAD: 4 * AHEAD exchanges together.
 assert 4 * AHEAD <= EXCHANGES_IN_FLIGHT, "tags of routed packets repeat too early for AHEAD"
 
 
@@ -74,7 +75,7 @@ assert 4 * AHEAD <= EXCHANGES_IN_FLIGHT, "tags of routed packets repeat too earl
 
 
 class PendingFetch(NamedTuple):
-    """What a call of this rank reads, while parts of it are on their way."""
+    """The rows that a call of this rank reads, while some of them are on their way."""
 
     exchange: Exchange
 
@@ -82,7 +83,7 @@ class PendingFetch(NamedTuple):
     """Tensors of the n queries: (q [n, H, D],), in the backward (q, dout, out, lse [n, H])."""
 
     of_keys: Tensors
-    """Tensors of the n keys: (kv [n, 2, Hkv, D],)."""
+    """Tensors of the m keys: (kv [m, 2, Hkv, D],)."""
 
     def result(self) -> tuple[Tensors, Tensors]:
         """Return (of_queries, of_keys) once all of it is here, with the shapes of the fields."""
@@ -99,7 +100,7 @@ class PendingReturn(NamedTuple):
     """(the n rows, (out [n, H, D], lse [n, H])), in the backward (the n rows, (dq [n, H, D],))."""
 
     of_keys: tuple[tuple[Rows, Tensors], ...]
-    """Nothing in the forward; in the backward (the n rows, (dkv [n, 2, Hkv, D],))."""
+    """Nothing in the forward; in the backward (the m rows, (dkv [m, 2, Hkv, D],))."""
 
 
 class Routes:
@@ -137,7 +138,11 @@ class Routes:
 
 def _row_bytes(tensors: Tensors) -> RowBytes:
     """Return the bytes of one row of each of the tensors [rows, ...]."""
-    return tuple(x.shape[1:].numel() * x.element_size() for x in tensors)
+    sizes = []
+    for x in tensors:
+        elements = x.shape[1:].numel()  # of one row
+        sizes.append(elements * x.element_size())
+    return tuple(sizes)
 
 
 # ---- the executor
@@ -267,8 +272,7 @@ class RingZone:
     def _call_backward(
         self, turn: Turn, of_queries: Tensors, kv: torch.Tensor, scale: float
     ) -> tuple[Tensors, Tensors]:
-        """Return (dq [n, H, D],) and (dkv [m, 2, Hkv, D],) of the turn's call; nothing without
-        one.
+        """Return (dq [n, H, D],) and (dkv [m, 2, Hkv, D],) of the turn's call, or nothing.
 
         of_queries: q, dout, out [n, H, D] and lse [n, H]. kv [m, 2, Hkv, D].
         """
@@ -288,11 +292,10 @@ class RingZone:
     def _first_fetches(
         self, turns: Sequence[Turn], of_queries: Tensors, kv: torch.Tensor
     ) -> deque[PendingFetch]:
-        """Post the fetches of the diagonal turns (which fetch nothing) and of the next AHEAD
-        turns.
+        """Post the fetches of the diagonal turns, which are empty, and of the next AHEAD turns.
 
-        of_queries: tensors [t, ...] of this rank's queries. kv [t, 2, Hkv, D]: its keys and
-        values.
+        of_queries: tensors [t, ...] of this rank's queries.
+        kv: [t, 2, Hkv, D], its keys and values.
         """
         diagonal_turns = 0
         while diagonal_turns < len(turns) and turns[diagonal_turns].time == DIAGONAL_TIME:
@@ -351,8 +354,7 @@ class RingZone:
         of_queries, of_keys: results [n, ...] of this rank's call, about its queries and its keys.
         like_queries, like_keys: tensors [t, ...] of this rank that are like such results but for
             the number of rows; results travel in their dtypes.
-        Rows [n, ...] on the rank that computed them -> [n, ...] on the rank that holds their
-        tokens.
+        Rows [n, ...] on the rank that computes -> [n, ...] on the rank that holds their tokens.
         """
         exchange = self._new_exchange(turn, like_queries, like_keys, returns=True)
         # The order of these four decides the tags: queries before keys.
@@ -382,13 +384,20 @@ class RingZone:
 
     def _describe(self, turn: Turn, returns: bool, peer: int, sent: bool) -> str:
         """Return the name of a message of a turn, for errors."""
-        read_here: list[Operand | Share] = [turn.queries, turn.keys]
-        read_by_peers: list[Operand | Share] = [*turn.sent_queries, *turn.sent_keys]
-        # Inputs leave for peers that read them; results leave the rank that has read.
-        sides = read_by_peers if sent != returns else read_here
-        chunks = [chunk for side in sides if side.peer == peer for chunk in side.chunks]
+        # Inputs leave for the peers that read them; results leave the rank that has read.
+        read_here = sent == returns
+        sides: Sequence[Operand | Share]
+        if read_here:
+            sides = (turn.queries, turn.keys)
+        else:
+            sides = (*turn.sent_queries, *turn.sent_keys)
+        chunks: list[ChunkKey] = []
+        for side in sides:
+            if side.peer == peer:
+                chunks += side.chunks
+        names = name_chunks(chunks, self.channel.group.sequences)
         what = "results for" if returns else "rows of"
-        return f"{what} {name_chunks(chunks, self.channel.group.sequences)}, turn {turn.number}"
+        return f"{what} {names}, turn {turn.number}"
 
 
 def _read(exchange: Exchange, operand: Operand, tensors: Tensors) -> Tensors:
@@ -417,8 +426,8 @@ def _receive_results(
 ) -> tuple[tuple[Rows, Tensors], ...]:
     """Return (rows, results [n, ...]) of what peers compute about each of the shares.
 
-    The results have come when `exchange` has been waited for. likes: tensors [t, ...] otherwise
-    like them.
+    The results have come when `exchange` has been waited for.
+    likes: tensors [t, ...] that are like the results but for the number of rows.
     """
     coming = []
     for share in shares:

@@ -60,8 +60,10 @@ class Rows(NamedTuple):
 
     @property
     def selector(self) -> torch.Tensor | slice:
-        """What selects these rows in `x[selector]`: int64 [tokens, ] or a slice."""
-        return slice(None) if self.indices is None else self.indices
+        """Return the index of these rows for `x[selector]`: int64 [tokens] or a slice."""
+        if self.indices is None:
+            return slice(None)
+        return self.indices
 
     def take(self, x: torch.Tensor) -> torch.Tensor:
         """Return these rows of x: [rows, ...] -> [tokens, ...], a view where they are a slice."""
@@ -118,7 +120,7 @@ NO_OPERAND = Operand(None, Rows(0, None))
 
 
 class Turn(NamedTuple):
-    """What a rank computes, fetches and sends at one time of a lane's schedule."""
+    """The work and the transfers of one rank at one time of a lane's schedule."""
 
     number: int
     """Position among the turns of the group, the same on all of its ranks."""
@@ -143,7 +145,7 @@ class Turn(NamedTuple):
 
 
 class ZoneLayout:
-    """Where the chunks of one rank lie in its rows of a group."""
+    """The positions of one rank's chunks in its rows of a group."""
 
     __slots__ = ("_starts", "cuts", "device", "index", "ranks", "tokens")
 
@@ -227,8 +229,7 @@ def make_turns(
 def calls_of_rank(
     strategy: str, degree: int, mirrored: bool, index: int, chunk_by_chunk: bool
 ) -> tuple[tuple[BlockCall, ...], ...]:
-    """Return, by time, the calls in which the rank of `index` has a part: works, reads or
-    holds."""
+    """Return, by time, the calls whose worker, reader or source is the rank of `index`."""
     schedule = attention_schedule(strategy, degree, mirrored, chunk_by_chunk=chunk_by_chunk)
     by_time: list[list[BlockCall]] = [[] for _ in range(schedule.times)]
     for call in schedule.calls:
@@ -377,5 +378,7 @@ def name_chunks(chunks: Iterable[ChunkKey], sequences: Sequence[int]) -> str:
     by_sequence: dict[int, list[int]] = {}
     for index, chunk in chunks:
         by_sequence.setdefault(sequences[index], []).append(chunk)
-    names = [f"chunks {found} of sequence {sequence}" for sequence, found in by_sequence.items()]
+    names = []
+    for sequence, its_chunks in by_sequence.items():
+        names.append(f"chunks {its_chunks} of sequence {sequence}")
     return ", ".join(names) or "nothing"

@@ -47,8 +47,8 @@ from hf_flexseq.attention.local import LocalZone
 from hf_flexseq.attention.types import Attention, Saved, Tensors
 from hf_flexseq.attention.weave import END, ZoneSteps, within
 from hf_flexseq.cost import HEAD_PIECES
+from hf_flexseq.distributed import tags
 from hf_flexseq.distributed.communicator import Channel
-from hf_flexseq.distributed.tags import head_to_seq, seq_to_head
 from hf_flexseq.kernels import Kernel, lse_dtype
 from hf_flexseq.plan.shard import Zone, contiguous_part
 
@@ -131,7 +131,7 @@ class UlyssesZone:
             # [my tokens, all heads, head_dim] -> [all tokens, my heads, head_dim]
             head_ranges = (piece.queries, piece.kv_arriving, piece.kv_arriving)
             arriving.append(
-                self.exchange.seq_to_head((q, k, v), head_ranges, message=seq_to_head(number))
+                self.exchange.seq_to_head((q, k, v), head_ranges, message=tags.seq_to_head(number))
             )
 
         # 2. compute piece by piece
@@ -154,7 +154,7 @@ class UlyssesZone:
             # [all tokens, my heads, head_dim] -> [my tokens, all heads, head_dim]
             leaving.append(
                 self.exchange.head_to_seq(
-                    (out_heads,), (piece.queries,), message=head_to_seq(number)
+                    (out_heads,), (piece.queries,), message=tags.head_to_seq(number)
                 )
             )
 
@@ -173,7 +173,9 @@ class UlyssesZone:
         for number, piece in enumerate(pieces):
             # [my tokens, all heads, head_dim] -> [all tokens, my heads, head_dim]
             arriving.append(
-                self.exchange.seq_to_head((dout,), (piece.queries,), message=seq_to_head(number))
+                self.exchange.seq_to_head(
+                    (dout,), (piece.queries,), message=tags.seq_to_head(number)
+                )
             )
         saved_by_piece = self._unflat(saved.tensors, pieces)
         piece_backward = partial(self._backward_of_saved, saved_by_piece, scale)
@@ -208,7 +210,7 @@ class UlyssesZone:
                 piece.queries,
             )
             arriving.append(
-                self.exchange.seq_to_head(tensors, head_ranges, message=seq_to_head(number))
+                self.exchange.seq_to_head(tensors, head_ranges, message=tags.seq_to_head(number))
             )
         lse_by_piece = self._unflat((lse,), pieces)
         shares = [self._share(piece) for piece in pieces]
@@ -291,7 +293,7 @@ class UlyssesZone:
             # [all tokens, my heads, head_dim] -> [my tokens, all heads, head_dim]
             head_ranges = (piece.queries, piece.kv_leaving, piece.kv_leaving)
             leaving.append(
-                self.exchange.head_to_seq(tensors, head_ranges, message=head_to_seq(number))
+                self.exchange.head_to_seq(tensors, head_ranges, message=tags.head_to_seq(number))
             )
         yield END
         return self.exchange.wait_for_tokens(leaving)

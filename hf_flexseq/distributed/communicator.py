@@ -189,8 +189,7 @@ class Transfers:
     def wait(self) -> None:
         """Wait until every tensor has been sent or received.
 
-        Raises RuntimeError naming the peer and the message when a transfer fails or takes too
-        long.
+        Raises RuntimeError naming peer and message when a transfer fails or takes too long.
         """
         assert self._works is not None, "these transfers were already waited for"
         for index, work in enumerate(self._works):
@@ -205,8 +204,14 @@ class Transfers:
         self._ops = []
 
     def _failure(self, ops: Sequence[dist.P2POp], error: RuntimeError) -> RuntimeError:
-        names = dict.fromkeys(self._name(op.peer, sent=op.op is dist.isend) for op in ops)
-        return RuntimeError(f"rank {dist.get_rank()} could not {', or '.join(names)}: {error}")
+        """Return an error that names this rank and each of the failed transfers once."""
+        names = []
+        for op in ops:
+            name = self._name(op.peer, sent=op.op is dist.isend)
+            if name not in names:
+                names.append(name)
+        failed = ", or ".join(names)
+        return RuntimeError(f"rank {dist.get_rank()} could not {failed}: {error}")
 
     def _name(self, peer: int, *, sent: bool) -> str:
         direction = "send to" if sent else "receive from"
@@ -228,8 +233,7 @@ def _tagged(
 
 
 class Exchange:
-    """Messages between this rank and others: collected one by one, posted together, waited for
-    once."""
+    """Messages between this rank and others, collected first, then posted and waited for once."""
 
     __slots__ = ("_label", "_recvs", "_sends", "_transfers")
 

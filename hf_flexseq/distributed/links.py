@@ -21,7 +21,7 @@ from hf_flexseq.distributed.tags import link_tag
 
 
 class StageLink:
-    """One direction between this rank and a neighbour in the pipeline.
+    """A link between this rank and a neighbour in the pipeline, in one direction.
 
     Messages arrive in the order in which they are sent.
     """

@@ -5,27 +5,23 @@ several messages between the same two ranks apart. Every tag is a function of th
 leg, head piece, packet), never of what has happened on one rank, so both ends compute the same
 one. All tags are below 2^31, because transports take a signed 32-bit number.
 
-    on the parent communicator          tags                                function
-    ----------------------------------  ----------------------------------
-    -------------------------
-    attention of zone z                 z * 2^17 + message                  zone_tag
-      ulysses, hybrid inside a node     message in [0, 8)                   seq_to_head,
-      head_to_seq
-      allgather                         message in [0, 16)                  gather_leg, return_leg
-      deterministic                     message in [0, 24)                  BLOCK_QUERIES and
-      others
-      zigzag, balanced,                 message in [0, 2^17), or            ring_fetch, ring_return
-        hybrid across nodes               in [0, 2^16) where it is routed
-      packets of a routed ring          message in 2^16 + [0, 24576)        packet_tag
-    remapping                           2^30 + [0, 8)                       REMAP
-      packets of a routed remapping     2^30 + 2^16 + [0, 24576)            packet_tag
-    roll call after a failure           2^31 - 1                            ROLL_CALL
-    measurements of the profiler        0 and up                            UNTAGGED
+    on the parent communicator         tags                              function
+    ---------------------------------  --------------------------------  ------------------------
+    attention of zone z                z * 2^17 + message                zone_tag
+      ulysses, hybrid inside a node    message in [0, 8)                 seq_to_head, head_to_seq
+      allgather                        message in [0, 16)                gather_leg, return_leg
+      deterministic                    message in [0, 24)                BLOCK_QUERIES, _KEYS, ...
+      zigzag, balanced,                message in [0, 2^17), or          ring_fetch, ring_return
+        hybrid across nodes              in [0, 2^16) where it is routed
+      packets of a routed ring         message in 2^16 + [0, 24576)      packet_tag
+    remapping                          2^30 + [0, 8)                     REMAP
+      packets of a routed remapping    2^30 + 2^16 + [0, 24576)          packet_tag
+    roll call after a failure          2^31 - 1                          ROLL_CALL
+    measurements of the profiler       0 and up                          UNTAGGED
 
-    on a group of two ranks             tags                                function
-    ----------------------------------  ----------------------------------
-    -------------------------
-    link between stages of a pipeline   1, 2, 3, ... modulo 2^31            link_tag
+    on a group of two ranks            tags                              function
+    ---------------------------------  --------------------------------  ------------------------
+    link between stages of a pipeline  1, 2, 3, ... modulo 2^31          link_tag
 
 Why no two messages between the same two ranks are mistaken for each other:
 

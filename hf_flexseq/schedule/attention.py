@@ -50,7 +50,7 @@ LARGE = 1024
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BlockCall:
-    """One attention call: some queries against some keys of the same sequence."""
+    """An attention call: some queries against some keys of the same sequence."""
 
     time: int
     """Position of the call in the worker's list; a worker has at most one call per time."""
@@ -154,8 +154,7 @@ def attention_schedule(
 
 
 def zigzag(degree: int) -> Schedule:
-    """Return the schedule in which a rank at time t reads the keys of the rank t indices before
-    it.
+    """Return the schedule in which each rank reads, at time t, from the rank t indices before.
 
     A rank of index i holds chunks i and 2d-1-i. A source before it has one chunk that all of its
     queries follow. A source after it has two chunks that only its back queries follow. Either way
@@ -266,8 +265,7 @@ def _sorted(calls: Sequence[BlockCall]) -> tuple[BlockCall, ...]:
 
 
 class Lane(NamedTuple):
-    """The sequences of a group that lie the same way round; they share every call of a
-    schedule."""
+    """The sequences of a group that lie the same way round, and so share every call."""
 
     mirrored: bool
     """Whether the last rank holds the first chunk of these sequences."""

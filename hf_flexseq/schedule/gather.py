@@ -25,7 +25,7 @@ from hf_flexseq.schedule.attention import ChunkKey
 
 
 class Hop(NamedTuple):
-    """One chunk that one rank of the group sends to another."""
+    """A send of one chunk from one rank of the group to another."""
 
     chunk: ChunkKey
     """The chunk that travels."""

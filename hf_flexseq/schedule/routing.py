@@ -48,7 +48,7 @@ NicEnd = tuple[bool, Nic]  # (True: what the NIC sends, False: what it receives;
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class NicFigures:
-    """What moves bytes between ranks: the links inside a node, and the NICs between nodes."""
+    """The links that move bytes between ranks: inside a node, and over NICs between nodes."""
 
     ranks_per_node: int
 
@@ -145,11 +145,10 @@ Paths = Sequence[tuple[Transfer, tuple[Path, ...]]]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Routing:
-    """How the transfers of one exchange travel."""
+    """The paths on which the transfers of one exchange travel."""
 
     paths: tuple[tuple[Transfer, tuple[Path, ...]], ...] = ()
-    """(transfer, its paths in the order of the bytes) of each transfer that does not go
-    straight."""
+    """Each transfer that does not go straight, with its paths in the order of the bytes."""
 
     packets: int = 1
     """Packets into which each path is cut."""

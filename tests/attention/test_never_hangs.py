@@ -17,7 +17,9 @@ from hf_flexseq.topology import Topology
 from tests.plans import random_plan
 from tests.ranks import run_ranks
 
-PLANS, LAYERS, PAUSES_S = int(os.environ.get("HANG_PLANS", "200")), 2, (0, 0, 0, 0.002)
+PLANS = int(os.environ.get("HANG_PLANS", "200"))  # of all kinds together
+LAYERS = 2
+PAUSES_S = (0, 0, 0, 0.002)  # one of them before every layer
 CPU = torch.device("cpu")
 # Over these every transfer that leaves a NIC idle is routed.
 LINKS = NicFigures(
@@ -78,17 +80,14 @@ def test_random_plans_never_hang(kind):
 
 
 def posted_transfers(rank, world_size, kind, plans):
-    """Every batch of transfers in the order in which this rank posts them: sends and receives as
-    (peer, elements)."""
+    """Every batch of transfers in the order of posting: its sends and receives, (peer, elements)
+    each."""
     posted, post = [], Transfers.__init__
 
     def record(transfers, communicator, *, sends, recvs, **options):
-        posted.append(
-            [
-                [(peer, x.numel()) for x, peer in messages if x.numel()]
-                for messages in (sends, recvs)
-            ]
-        )
+        sent = [(peer, x.numel()) for x, peer in sends if x.numel()]
+        received = [(peer, x.numel()) for x, peer in recvs if x.numel()]
+        posted.append([sent, received])
         post(transfers, communicator, sends=sends, recvs=recvs, **options)
 
     with pytest.MonkeyPatch.context() as monkeypatch:
