@@ -1,4 +1,4 @@
-"""The parts of the default planner against slow, obvious twins."""
+"""The stages of the default planner against slow, obvious twins."""
 
 import random
 from dataclasses import replace
@@ -10,13 +10,15 @@ from hf_flexseq.cost import step_ns
 from hf_flexseq.cost.presets import PRESETS
 from hf_flexseq.planner.blocks import ALL_RANGES, blocks_of
 from hf_flexseq.planner.problem import NEVER, Problem, make_problem, micro_batches_of
+from hf_flexseq.planner.search.effort import EFFORT
 from hf_flexseq.planner.search.fill import completed, fill_short, water_levels
-from hf_flexseq.planner.search.place import place_long, tick_bits
+from hf_flexseq.planner.search.place import TIME, TOKENS, place_long, tick_bits
 from hf_flexseq.planner.search.repair import repair
 from hf_flexseq.planner.search.tabu import after_each_move, improved
 from hf_flexseq.planner.search.targets import starting_candidates
 from hf_flexseq.planner.static import static_micro_batches
 from hf_flexseq.topology import Topology
+from planner.brute import least_rise_by_search, placed_one_by_one, poured_one_by_one
 
 FLEXSP = PRESETS["flexsp-gpt-7b-a100"]
 SHAPES = [(1, 1), (1, 5), (1, 8), (2, 4), (3, 2), (1, 9), (1, 12), (2, 6), (3, 5), (4, 8)]
@@ -34,7 +36,8 @@ def problem(shape: tuple[int, int], sync: str, *, count: int = 80, cap: int = 40
 
 @pytest.mark.parametrize("shape", SHAPES)
 def test_blocks_and_their_relations(shape: tuple[int, int]) -> None:
-    blocks, where = blocks_of(topology(shape)), topology(shape)
+    where = topology(shape)
+    blocks = blocks_of(where)
     ranges = list(zip(blocks.start.tolist(), blocks.stop.tolist(), strict=True))
     assert ranges[: where.world_size] == [(rank, rank + 1) for rank in range(where.world_size)]
     assert ranges[-1] == (0, where.world_size)
@@ -48,29 +51,28 @@ def test_blocks_and_their_relations(shape: tuple[int, int]) -> None:
         stop = blocks.first[i + 1] if i + 1 < len(ranges) else None
         assert blocks.ranks[blocks.first[i] : stop].tolist() == list(range(a, b))
         for j, (c, d) in enumerate(ranges):
-            mine, other = set(range(a, b)), set(range(c, d))
-            assert blocks.inside[i, j] == (other <= mine)
-            assert blocks.around[i, j] == (other > mine)
-            assert blocks.crossing[i, j] == (
-                bool(mine & other) and not mine <= other and not other <= mine
-            )
+            one = set(range(a, b))
+            other = set(range(c, d))
+            nested = one <= other or other <= one
+            assert blocks.inside[i, j] == (other <= one)
+            assert blocks.around[i, j] == (other > one)
+            assert blocks.crossing[i, j] == (bool(one & other) and not nested)
 
 
 @pytest.mark.parametrize("sync", ["lockstep", "free"])
 @pytest.mark.parametrize("shape", [(1, 12), (2, 6), (4, 8)])
 def test_objectives_are_the_cost_model_s(shape: tuple[int, int], sync: str) -> None:
     """Any placement on a tree, scored by arrays and by walking through the plan it stands for."""
-    asked, rng = problem(shape, sync), random.Random(1)
-    lengths = [
-        int(n) for _, n in sorted(zip(asked.ids.tolist(), asked.lengths.tolist(), strict=True))
-    ]
+    asked = problem(shape, sync)
+    rng = random.Random(1)
+    by_id = sorted(zip(asked.ids.tolist(), asked.lengths.tolist(), strict=True))
+    lengths = [length for _, length in by_id]
     for _ in range(5):
-        block = np.array([rng.randrange(len(asked.blocks.start)) for _ in lengths])
-        batch = np.array([rng.randrange(3) for _ in lengths])
-        plan = micro_batches_of(asked, block.tolist(), batch.tolist())
-        assert completed(asked, block, batch, 3).objective == step_ns(
-            FLEXSP, plan, lengths, asked.topology, sync=sync
-        )
+        row2block = np.array([rng.randrange(len(asked.blocks.start)) for _ in lengths])
+        row2batch = np.array([rng.randrange(3) for _ in lengths])
+        plan = micro_batches_of(asked, row2block.tolist(), row2batch.tolist())
+        walked = step_ns(FLEXSP, plan, lengths, asked.topology, sync=sync)
+        assert completed(asked, row2block, row2batch, 3).objective == walked
 
 
 @pytest.mark.parametrize("shape", [(1, 4), (2, 4), (1, 12), (4, 8)])
@@ -78,20 +80,38 @@ def test_placing_keeps_every_block_s_fullest_rank(shape: tuple[int, int]) -> Non
     asked = problem(shape, "lockstep", count=30)
     candidates = starting_candidates(asked, 2)
     placed = place_long(asked, candidates)
-    blocks, tick = asked.blocks, 2 ** tick_bits(asked, candidates)
-    for c, rows in enumerate(candidates.long.tolist()):
-        load = np.zeros((2, asked.world), dtype=np.int64)
+    blocks = asked.blocks
+    tick = 2 ** tick_bits(asked, candidates)
+    for c, rows in enumerate(candidates.long_rows.tolist()):
+        load = np.zeros((2, asked.world), dtype=np.int64)  # [micro_batches, ranks]
         for row in range(rows):
-            b = placed.block[c, row]
-            load[placed.batch[c, row], blocks.start[b] : blocks.stop[b]] += asked.times[
-                row, blocks.shape_of[b]
-            ]
+            b = placed.row2block[c, row]
+            m = placed.row2batch[c, row]
+            load[m, blocks.start[b] : blocks.stop[b]] += asked.times[row, blocks.shape_of[b]]
         for m in range(2):
-            for b in np.flatnonzero(
-                placed.state[1, c, m] < NEVER
-            ):  # those that are not shut off by an overlapping one
+            in_use = placed.block_state[TOKENS, c, m] < NEVER  # not shut off by an overlapping one
+            for b in np.flatnonzero(in_use):
                 fullest = int(load[m, blocks.start[b] : blocks.stop[b]].max())
-                assert abs(int(placed.state[0, c, m, b]) - fullest) <= tick * (rows + 1)
+                counted = int(placed.block_state[TIME, c, m, b])
+                assert abs(counted - fullest) <= tick * (rows + 1)
+
+
+@pytest.mark.parametrize("cap", [5_000, 40_000])
+@pytest.mark.parametrize("shape", [(2, 2), (1, 12), (4, 8)])
+def test_placing_all_candidates_at_once_is_placing_them_one_by_one(
+    shape: tuple[int, int], cap: int
+) -> None:
+    asked = problem(shape, "lockstep", count=25, cap=cap)
+    candidates = starting_candidates(asked, 2)
+    placed = place_long(asked, candidates)
+    tick = tick_bits(asked, candidates)
+    for c, rows in enumerate(candidates.long_rows.tolist()):
+        slowly = placed_one_by_one(asked, candidates, c, tick)
+        assert placed.fits[c] == (slowly is not None)
+        if slowly is not None:
+            batches = placed.row2batch[c, :rows].tolist()
+            blocks = placed.row2block[c, :rows].tolist()
+            assert list(zip(batches, blocks, strict=True)) == slowly
 
 
 @pytest.mark.parametrize("shape", [(1, 12), (4, 8)])
@@ -101,23 +121,23 @@ def test_free_ranks_wait_for_each_other(shape: tuple[int, int]) -> None:
     asked = problem(shape, "free", count=30)
     started = starting_candidates(asked, 2)
     candidates = replace(started, targets=started.targets * np.array([9, 10]) // 10)
-    placed, tick = place_long(asked, candidates), 2 ** tick_bits(asked, candidates)
+    placed = place_long(asked, candidates)
+    tick = 2 ** tick_bits(asked, candidates)
     blocks = asked.blocks
-    for c, rows in enumerate(candidates.long.tolist()):
-        clock, held = (
-            np.zeros(asked.world, dtype=np.int64),
-            np.zeros((2, asked.world), dtype=np.int64),
-        )
+    for c, rows in enumerate(candidates.long_rows.tolist()):
+        clock = np.zeros(asked.world, dtype=np.int64)
+        tokens = np.zeros((2, asked.world), dtype=np.int64)  # [micro_batches, ranks]
         for row in range(rows):
-            b, m = placed.block[c, row], placed.batch[c, row]
-            ranks, shape_of = slice(blocks.start[b], blocks.stop[b]), blocks.shape_of[b]
-            opens = asked.constant if not held[m, ranks].any() else 0
-            clock[ranks] = clock[ranks].max() + asked.times[row, shape_of] + opens
-            held[m, ranks] += asked.needs[row, shape_of]
+            b = placed.row2block[c, row]
+            m = placed.row2batch[c, row]
+            ranks = slice(blocks.start[b], blocks.stop[b])
+            row_shape = blocks.shape_of[b]
+            opens = asked.constant if not tokens[m, ranks].any() else 0
+            clock[ranks] = clock[ranks].max() + asked.times[row, row_shape] + opens
+            tokens[m, ranks] += asked.needs[row, row_shape]
         for m in range(2):
-            assert (
-                abs(placed.rank_state(asked.world)[0, c, m] - clock) <= 2 * tick * (rows + 1)
-            ).all()
+            counted = placed.rank_state(asked.world)[TIME, c, m]
+            assert (abs(counted - clock) <= 2 * tick * (rows + 1)).all()
 
 
 def test_filling_and_repair_agree_with_a_fresh_count_and_never_worsen() -> None:
@@ -126,14 +146,45 @@ def test_filling_and_repair_agree_with_a_fresh_count_and_never_worsen() -> None:
     placed = place_long(asked, candidates)
     rises = water_levels(asked, candidates, placed)
     for c in range(len(rises)):
-        filled = fill_short(asked, placed, c, long=int(candidates.long[c]), rise=int(rises[c]))
+        long_rows = int(candidates.long_rows[c])
+        filled = fill_short(asked, placed, c, long_rows=long_rows, rise=int(rises[c]))
         assert filled is not None
         better = repair(asked, filled)
-        fresh = completed(asked, better.block, better.batch, len(better.load))
+        fresh = completed(asked, better.row2block, better.row2batch, len(better.load))
         assert better.objective == fresh.objective <= filled.objective
         assert (better.load == fresh.load).all()
-        assert (better.held == fresh.held).all()
-        assert better.held.max() <= asked.cap
+        assert (better.tokens == fresh.tokens).all()
+        assert better.tokens.max() <= asked.cap
+
+
+@pytest.mark.parametrize("cap", [12_000, 20_000])
+def test_water_levels_and_pouring_agree_with_looking_at_every_rank(cap: int) -> None:
+    asked = problem((4, 8), "lockstep", count=300, cap=cap)
+    candidates = starting_candidates(asked, asked.fewest_micro_batches)
+    placed = place_long(asked, candidates)
+    rises = water_levels(asked, candidates, placed)
+    alone = asked.times[:, 0]
+    longest_bisection = int(alone[alone < NEVER].sum())
+    poured = 0
+    for c, long_rows in enumerate(candidates.long_rows.tolist()):
+        # The level is the least rise, but for the steps of the bisection.
+        load, tokens = placed.rank_state(asked.world)[:, c]
+        slack = placed.targets[c][:, None] - load
+        memory = asked.cap - tokens
+        least = least_rise_by_search(asked, slack.tolist(), memory.tolist(), long_rows)
+        step = longest_bisection // 2**EFFORT.water_steps + 1
+        assert least <= rises[c] <= least + step
+        # Each short sequence goes to the rank with most left.
+        filled = fill_short(asked, placed, c, long_rows=long_rows, rise=int(rises[c]))
+        assert filled is not None
+        risen = (slack + rises[c]).tolist()
+        slowly = poured_one_by_one(asked, risen, memory.tolist(), long_rows)
+        if slowly is not None:
+            batches = filled.row2batch[long_rows:].tolist()
+            blocks = filled.row2block[long_rows:].tolist()
+            assert list(zip(batches, blocks, strict=True)) == slowly
+            poured += 1
+    assert poured
 
 
 @pytest.mark.parametrize("shape", [(1, 12), (4, 8)])
@@ -141,13 +192,15 @@ def test_repair_of_free_ranks_stays_within_memory_and_helps(shape: tuple[int, in
     asked = problem(shape, "free", count=150, cap=12_000)
     candidates = starting_candidates(asked, asked.fewest_micro_batches + 1)
     placed = place_long(asked, candidates)
-    rises, helped = water_levels(asked, candidates, placed), 0
+    rises = water_levels(asked, candidates, placed)
+    helped = 0
     for c in range(len(rises)):
-        filled = fill_short(asked, placed, c, long=int(candidates.long[c]), rise=int(rises[c]))
+        long_rows = int(candidates.long_rows[c])
+        filled = fill_short(asked, placed, c, long_rows=long_rows, rise=int(rises[c]))
         assert filled is not None
         better = repair(asked, filled)
         assert better.objective <= filled.objective
-        assert better.held.max() <= asked.cap
+        assert better.tokens.max() <= asked.cap
         helped += better.objective < filled.objective
     assert helped
 
@@ -156,49 +209,49 @@ def test_repair_shares_out_a_sequence_that_all_wait_for() -> None:
     asked = problem((1, 4), "lockstep", count=1, cap=40_000)
     alone = completed(asked, np.array([2]), np.array([0]), 1)
     shared = repair(asked, alone)
-    assert asked.blocks.shapes[asked.blocks.shape_of[shared.block[0]]] == (4, False)
+    assert asked.blocks.shapes[asked.blocks.shape_of[shared.row2block[0]]] == (4, False)
     assert shared.objective < alone.objective
 
 
 @pytest.mark.parametrize("seed", range(10))
 def test_repair_keeps_groups_laminar(seed: int) -> None:
     """On up to eight ranks blocks may partly overlap; two such must not meet in a micro-batch."""
-    asked, rng = problem((1, 6), "lockstep", count=12), random.Random(seed)
-    blocks, crossing = asked.blocks, asked.blocks.crossing
-    block = np.zeros(12, dtype=np.int64)
+    asked = problem((1, 6), "lockstep", count=12)
+    rng = random.Random(seed)
+    crossing = asked.blocks.crossing
+    row2block = np.zeros(12, dtype=np.int64)
     for row in range(12):
-        block[row] = rng.choice(
-            [b for b in range(len(blocks.start)) if not crossing[b, block[:row]].any()]
-        )
-    better = repair(asked, completed(asked, block, np.zeros(12, dtype=np.int64), 1))
-    assert (better.block != block).any()
-    assert not crossing[np.ix_(better.block, better.block)].any()
+        crossed = crossing[:, row2block[:row]].any(axis=1)  # [blocks]
+        row2block[row] = rng.choice(np.flatnonzero(~crossed).tolist())
+    better = repair(asked, completed(asked, row2block, np.zeros(12, dtype=np.int64), 1))
+    assert (better.row2block != row2block).any()
+    assert not crossing[np.ix_(better.row2block, better.row2block)].any()
 
 
 @pytest.mark.parametrize("shape", [(1, 3), (1, 4), (2, 2), (1, 12)])
 def test_every_move_is_priced_as_a_fresh_count_would(shape: tuple[int, int]) -> None:
-    asked, rng = problem(shape, "lockstep", count=8, cap=20_000), random.Random(4)
+    asked = problem(shape, "lockstep", count=8, cap=20_000)
+    rng = random.Random(4)
     blocks = asked.blocks
     for _ in range(5):
-        where = np.array([rng.randrange(asked.world) for _ in range(8)])
-        filled = completed(asked, where, np.array([rng.randrange(2) for _ in range(8)]), 2)
-        priced = after_each_move(asked, filled)
+        row2block = np.array([rng.randrange(asked.world) for _ in range(8)])
+        row2batch = np.array([rng.randrange(2) for _ in range(8)])
+        filled = completed(asked, row2block, row2batch, 2)
+        priced = after_each_move(asked, filled)  # [sequences, micro_batches, blocks]
         for row, batch, block in np.ndindex(priced.shape):
-            moved, batches = filled.block.copy(), filled.batch.copy()
-            moved[row], batches[row] = block, batch
-            fresh = completed(asked, moved, batches, 2)
-            mates = [b for i, b in enumerate(moved.tolist()) if batches[i] == batch]
-            legal = (
-                fresh.held[batch].max() <= asked.cap
-                and not blocks.crossing[np.ix_(mates, mates)].any()
-            )
-            stays = (where[row], filled.batch[row]) == (block, batch)
+            moved2block = row2block.copy()
+            moved2batch = row2batch.copy()
+            moved2block[row] = block
+            moved2batch[row] = batch
+            fresh = completed(asked, moved2block, moved2batch, 2)
+            beside = moved2block[moved2batch == batch]  # blocks in use in the micro-batch
+            crossed = blocks.crossing[np.ix_(beside, beside)].any()
+            legal = fresh.tokens[batch].max() <= asked.cap and not crossed
+            stays = (row2block[row], row2batch[row]) == (block, batch)
+            ranks = slice(blocks.start[block], blocks.stop[block])
             if legal and not stays:
                 assert priced[row, batch, block] == fresh.objective
-            elif (
-                stays
-                or fresh.held[batch, blocks.start[block] : blocks.stop[block]].max() > asked.cap
-            ):
+            elif stays or fresh.tokens[batch, ranks].max() > asked.cap:
                 assert priced[row, batch, block] == NEVER
 
 
@@ -207,7 +260,8 @@ def test_a_walk_never_worsens_a_plan() -> None:
     start = completed(asked, np.zeros(12, dtype=np.int64), np.arange(12) % 2, 2)
     better = improved(asked, start)
     assert better.objective < start.objective
-    assert better.objective == completed(asked, better.block, better.batch, 2).objective
+    fresh = completed(asked, better.row2block, better.row2batch, 2)
+    assert better.objective == fresh.objective
 
 
 def test_static_packs_into_few_micro_batches() -> None:

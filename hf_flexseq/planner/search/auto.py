@@ -1,28 +1,33 @@
 """The default planner: groups of every degree, micro-batches with unequal time targets.
 
-1. As few micro-batches as memory allows; one more only when that fails or is nearly full.
-2. Many candidates of targets at once (`targets.py`), their long sequences placed on blocks of
-   ranks (`place.py`).
-3. The candidates with the lowest water level get their short sequences (`fill.py`).
-4. A few rounds with the best candidates' targets slightly changed, fewer where many sequences are
-   long; then repairs of the best (`repair.py`), and for few sequences a walk over single moves
-   (`tabu.py`).
-5. For free synchronisation the same with one clock per rank that all micro-batches share, beside
-   the lockstep plan.
-6. Ten sequences and fewer take dynamic programming over their subsets (`subsets.py`), and all this
-   only where that leaves doubt.
-7. Where groups have a latency of their own, all of it twice: every sequence is charged for a
-   group, or none is.
-8. One degree for everything (`static.py`) is always among the candidates: it cannot lose to that,
-   and cannot fail.
+1. As few micro-batches as memory allows; one more only when that fails or memory is nearly full.
+2. Many candidates of time targets at once (`targets.py`); their long sequences are placed on
+   blocks of ranks (`place.py`).
+3. The candidates that promise the shortest step, by their water level, get their short sequences
+   (`fill.py`).
+4. A few rounds with the targets of the best candidates slightly changed, fewer rounds where many
+   sequences are long. Then repairs of the best candidate (`repair.py`), and for few sequences a
+   walk over single moves (`tabu.py`).
+5. For free synchronisation the same with one clock for each rank that all micro-batches share,
+   beside the lockstep plan.
+6. Ten sequences and fewer take dynamic programming over their subsets (`subsets.py`), and all of
+   the above only where that leaves doubt.
+7. Where groups have a latency of their own, all of it twice: once every sequence is charged for a
+   group, once none is.
+8. One degree for everything (`static.py`) is always among the candidates: the search cannot lose
+   to that, and cannot fail.
 
-The problem and the idea of groups of different degrees per step are FlexSP's (arXiv 2412.01523,
-section 4). Rejected: its time-limited MILP (seconds per micro-batch, mostly stopped by the limit,
-not reproducible), cutting micro-batches by tokens only, and annealing from a cold start. Work is
-bounded by counts, never by the clock.
+The problem and the idea of groups of different degrees in a step are FlexSP's (arXiv 2412.01523,
+section 4). Rejected: its time-limited MILP (seconds for each micro-batch, mostly stopped by the
+limit, not reproducible), cutting micro-batches by tokens only, and annealing from a cold start.
+Work is bounded by counts (`effort.py`), never by the clock.
+
+A worked example stands in `search/__init__.py`. The slow twins are tests/planner/brute.py and
+tests/planner/exact.py; tests/planner/test_exact.py and test_make_plan.py compare the plans.
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -30,26 +35,15 @@ from hf_flexseq.cost import CostModel, Int64Array, step_ns
 from hf_flexseq.plan import MicroBatch
 from hf_flexseq.planner.order import best_order
 from hf_flexseq.planner.problem import NEVER, Problem, make_problem, micro_batches_of
+from hf_flexseq.planner.search.effort import EFFORT, PERMILLE
 from hf_flexseq.planner.search.fill import Filled, fill_short, water_levels
 from hf_flexseq.planner.search.place import Candidates, place_long
 from hf_flexseq.planner.search.repair import repair
 from hf_flexseq.planner.search.subsets import least_of_few
 from hf_flexseq.planner.search.tabu import improved
-from hf_flexseq.planner.search.targets import PERMILLE, affordable, recipes_of, starting_candidates
+from hf_flexseq.planner.search.targets import affordable, recipes_of, starting_candidates
 from hf_flexseq.planner.static import static_degrees, static_micro_batches
 from hf_flexseq.topology import Topology
-
-KEPT = 1  # candidates whose targets the next round changes, beside one of each recipe
-FILLED = (6, 3)  # candidates that get their short sequences, in the first round and in later ones
-# per mille, after each round but the last
-CHANGES = ((60,), (80, 20), (100, 60, 20), (100, 80, 50, 20))
-ROWS = 400  # long sequences that all rounds together place, in each of their candidates
-NEARLY_FULL = 950  # per mille of the memory, above which one more micro-batch is tried
-# per mille of the second best objective, above which a candidate's promise is not worth completing
-# it
-DOUBT = 1005
-GLANCE = 4  # candidates of the first round with an objective in hand
-HOPELESS = 1015  # per mille of the best objective, above which no more rounds are spent
 
 
 def auto_micro_batches(
@@ -61,155 +55,230 @@ def auto_micro_batches(
     cap: int,
     sync: str,
 ) -> tuple[MicroBatch, ...]:
-    """The micro-batches of the best plan found. Every sequence must fit on all ranks together."""
-    plans = []
-    latency = cost.latency_ns(topology.world_size) > 0
-    # plans made for lockstep are good free ones, too
-    for assumed in dict.fromkeys((sync, "lockstep")):
-        for charged in (True, False) if latency else (False,):
+    """Return the micro-batches of the best plan found.
+
+    cap: most tokens of a rank in a micro-batch. Every sequence must fit on all ranks together.
+    """
+    has_latency = cost.latency_ns(topology.world_size) > 0
+    plans: list[tuple[int, tuple[MicroBatch, ...]]] = []  # (nanoseconds, micro-batches)
+    # 1. Searches. Plans made for lockstep are good plans for free ranks, too.
+    for assumed_sync in dict.fromkeys((sync, "lockstep")):
+        for charged in (True, False) if has_latency else (False,):
             problem = make_problem(
-                lengths, topology, cost, strategy=strategy, cap=cap, sync=assumed, charged=charged
+                lengths,
+                topology,
+                cost,
+                strategy=strategy,
+                cap=cap,
+                sync=assumed_sync,
+                charged=charged,
             )
-            found = _found(problem)
-            if found:
-                made = micro_batches_of(problem, found.block.tolist(), found.batch.tolist())
-                exact = sync == "lockstep" and not latency
-                as_found = found.objective, made
-                plans.append(
-                    as_found if exact else best_order(made, lengths, topology, cost, sync=sync)
-                )
-    to_beat = min((ns for ns, _ in plans), default=NEVER)
+            filled = _best_filled(problem)
+            if filled is None:
+                continue
+            micro_batches = micro_batches_of(
+                problem, filled.row2block.tolist(), filled.row2batch.tolist()
+            )
+            if sync == "lockstep" and not has_latency:
+                plans.append((filled.objective, micro_batches))  # the arrays' objective is exact
+            else:
+                plans.append(best_order(micro_batches, lengths, topology, cost, sync=sync))
+    # 2. One degree for everything, where its bound leaves hope.
+    to_beat = min((nanoseconds for nanoseconds, _ in plans), default=NEVER)
     for degree in static_degrees(topology) if strategy != "local" else (1,):
-        if static_bound_ns(problem, degree) < to_beat:
-            fixed = static_micro_batches(
-                lengths, topology, cost, degree=degree, strategy=strategy, cap=cap
-            )
-            plans.append((step_ns(cost, fixed, lengths, topology, sync=sync), fixed))
-    return min(plans, key=lambda pair: pair[0])[1]
+        if static_bound_ns(problem, degree) >= to_beat:
+            continue
+        micro_batches = static_micro_batches(
+            lengths, topology, cost, degree=degree, strategy=strategy, cap=cap
+        )
+        nanoseconds = step_ns(cost, micro_batches, lengths, topology, sync=sync)
+        plans.append((nanoseconds, micro_batches))
+    _, best = min(plans, key=lambda plan: plan[0])
+    return best
 
 
 def static_bound_ns(problem: Problem, degree: int) -> int:
-    """Nanoseconds that one degree for everything cannot undercut; NEVER when a sequence does not
-    fit it."""
-    degrees = [d for d, _ in problem.blocks.shapes]
-    if degree not in degrees:
-        fits = -(-int(problem.lengths[0]) // degree) <= problem.cap
-        return int(problem.least_area.sum()) // problem.world + problem.constant if fits else NEVER
-    column = degrees.index(degree)
-    if problem.times[0, column] == NEVER:
-        return NEVER
-    return int(problem.times[:, column].sum()) * degree // problem.world + problem.constant
+    """Return nanoseconds that no plan with one degree can undercut; NEVER where there is none."""
+    degrees = [block_degree for block_degree, _ in problem.blocks.shapes]
+    if degree in degrees:
+        times = problem.times[:, degrees.index(degree)]  # [sequences] nanoseconds, longest first
+        if times[0] == NEVER:
+            return NEVER
+        device_ns = int(times.sum()) * degree
+    else:
+        longest = int(problem.lengths[0])
+        if -(-longest // degree) > problem.cap:
+            return NEVER
+        device_ns = int(problem.least_area.sum())
+    return device_ns // problem.world + problem.constant
 
 
-def _found(problem: Problem) -> Filled | None:
-    """The best candidate of subset search and search; of the former alone where nothing can be
-    better."""
-    few, surely = least_of_few(problem)
-    if surely:
-        return few
-    candidates = [improved(problem, few) if few else None, _searched(problem)]
-    return min((f for f in candidates if f), key=lambda f: f.objective, default=None)
+def _best_filled(problem: Problem) -> Filled | None:
+    """Return the best candidate of subset search and search over targets.
 
-
-def _searched(problem: Problem) -> Filled | None:
-    """The best candidate for the fewest micro-batches, or for one more where that may pay.
-
-    To free ranks one more costs nothing unless they use it.
+    Of the subset search alone where no plan can be better.
     """
+    few, is_optimal = least_of_few(problem)
+    if is_optimal:
+        return few
+    if few is not None:
+        few = improved(problem, few)
+    return _faster(few, _search_over_batches(problem))
+
+
+def _faster(first: Filled | None, second: Filled | None) -> Filled | None:
+    """Return the candidate with the lower objective, the first of equal ones, or the only one."""
+    if first is None:
+        return second
+    if second is None or first.objective <= second.objective:
+        return first
+    return second
+
+
+# ---- the search over targets
+
+
+def _search_over_batches(problem: Problem) -> Filled | None:
+    """Return the best candidate with the fewest micro-batches or, where it may pay, one more."""
     fewest = problem.fewest_micro_batches
     if problem.free:
+        # To free ranks one more costs nothing unless they use it.
         return search(problem, fewest + 1, NEVER)
-    found = search(problem, fewest, NEVER)
-    full = (
-        int(problem.lengths.sum()) * PERMILLE > NEARLY_FULL * fewest * problem.cap * problem.world
-    )
-    if full or not found:
-        more = search(problem, fewest + 1, found.objective if found else NEVER)
-        return min((f for f in (found, more) if f), key=lambda f: f.objective, default=None)
-    return found
+    with_fewest = search(problem, fewest, NEVER)
+    if with_fewest is None:
+        return search(problem, fewest + 1, NEVER)
+    tokens = int(problem.lengths.sum())
+    memory = fewest * problem.cap * problem.world  # tokens
+    if tokens * PERMILLE <= EFFORT.nearly_full * memory:
+        return with_fewest
+    with_one_more = search(problem, fewest + 1, with_fewest.objective)
+    return _faster(with_fewest, with_one_more)
 
 
-def search(problem: Problem, batches: int, beat: int) -> Filled | None:
-    """The best complete candidate with `batches` micro-batches; `beat` is an objective in hand."""
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class _Tried:
+    """A complete candidate with the targets that it came from."""
+
+    filled: Filled
+    """Where all sequences are."""
+    origin: Candidates
+    """The one candidate, for the next round to change."""
+
+
+def search(problem: Problem, batches: int, rival: int) -> Filled | None:
+    """Return the best complete candidate with `batches` micro-batches; None when memory is short.
+
+    rival: nanoseconds of a plan in hand, NEVER where there is none. A search that stays far behind
+    it ends early.
+    """
     candidates = starting_candidates(problem, batches)
-    if beat < NEVER:
-        candidates = candidates.take(np.arange(min(GLANCE, len(candidates.fit))))
-    best: list[tuple[Filled, Candidates]] = []
-    keep = KEPT + len(recipes_of(problem, batches))
+    if rival < NEVER:
+        count = min(EFFORT.starts_with_rival, len(candidates.fit))
+        candidates = candidates.take(np.arange(count))
+    keep = EFFORT.kept + len(recipes_of(problem, batches))
+    best: list[_Tried] = []  # fastest first, at most `keep`
     for change in (*_changes(candidates), 0):
-        count = FILLED[bool(best)]
-        enough = (
-            best[-1][0].objective * DOUBT // PERMILLE
-            if len(best) == keep and not problem.free
-            else NEVER
-        )
-        best = sorted(
-            best + _tried(problem, candidates, count, enough), key=lambda pair: pair[0].objective
-        )[:keep]
-        if not best or not change or best[0][0].objective * PERMILLE > beat * HOPELESS:
+        # 1. Complete the candidates that promise most.
+        count = EFFORT.completed_later if best else EFFORT.completed_first
+        limit = NEVER
+        if len(best) == keep and not problem.free:
+            limit = best[-1].filled.objective * EFFORT.promise_margin // PERMILLE
+        best += _complete_best(problem, candidates, count, limit)
+        # 2. Keep the fastest.
+        best.sort(key=lambda tried: tried.filled.objective)
+        best = best[:keep]
+        if not best or not change or _is_hopeless(best[0].filled, rival):
             break
-        candidates = _changed(problem, [kept for _, kept in best], change)
+        # 3. Change their targets for the next round.
+        candidates = _changed(problem, [tried.origin for tried in best], change)
     if not best:
         return None
-    found = best[0][0]
-    if found.objective * PERMILLE > beat * HOPELESS:
-        return found
-    found = repair(problem, found)
-    return found if problem.free else improved(problem, found)
+    fastest = best[0].filled
+    if _is_hopeless(fastest, rival):
+        return fastest
+    repaired = repair(problem, fastest)
+    if problem.free:
+        return repaired
+    return improved(problem, repaired)
+
+
+def _is_hopeless(filled: Filled, rival: int) -> bool:
+    """Return whether a candidate is so far behind a plan in hand that no more work is spent."""
+    return filled.objective * PERMILLE > rival * EFFORT.hopeless
 
 
 def _changes(candidates: Candidates) -> tuple[int, ...]:
-    """How much each round changes targets for the next one: fewer rounds where each of them is
-    much work."""
-    affordable_rounds = ROWS // max(1, int(candidates.long[0]))
-    return CHANGES[min(max(affordable_rounds - 2, 0), len(CHANGES) - 1)]
+    """Return per mille by which targets change after each round but the last.
+
+    Fewer rounds where each of them is much work.
+    """
+    rounds = EFFORT.placed_rows // max(1, int(candidates.long_rows[0]))
+    index = min(max(rounds - 2, 0), len(EFFORT.changes) - 1)  # the first entry makes two rounds
+    return EFFORT.changes[index]
 
 
-def _tried(
-    problem: Problem, candidates: Candidates, count: int, enough: int
-) -> list[tuple[Filled, Candidates]]:
-    """The `count` candidates with the lowest water levels, completed; only those that promise less
-    than `enough`."""
+def _complete_best(
+    problem: Problem, candidates: Candidates, count: int, limit: int
+) -> list[_Tried]:
+    """Complete at most `count` candidates with the best promises, all of them below `limit`.
+
+    A promise is the nanoseconds of the step if short sequences were divisible.
+    """
     placed = place_long(problem, candidates)
-    rises = water_levels(problem, candidates, placed)
+    rises = water_levels(problem, candidates, placed)  # [candidates] nanoseconds
     batches = candidates.targets.shape[1]
-    promise = np.where(
-        rises < NEVER, placed.targets.sum(axis=1) + (rises + problem.constant) * batches, NEVER
-    )
-    tried = []
-    for which in np.argsort(promise, kind="stable")[:count].tolist():
-        if promise[which] >= enough:
+    risen = placed.targets.sum(axis=1) + (rises + problem.constant) * batches  # [candidates]
+    promise = np.where(rises < NEVER, risen, NEVER)
+    completed = []
+    for index in np.argsort(promise, kind="stable")[:count].tolist():
+        if promise[index] >= limit:
             break
         filled = fill_short(
-            problem, placed, which, long=int(candidates.long[which]), rise=int(rises[which])
+            problem,
+            placed,
+            index,
+            long_rows=int(candidates.long_rows[index]),
+            rise=int(rises[index]),
         )
         if filled is not None:
-            tried.append((filled, candidates.take(np.array([which]))))
-    return tried
+            origin = candidates.take(np.array([index]))
+            completed.append(_Tried(filled=filled, origin=origin))
+    return completed
 
 
 def _changed(problem: Problem, kept: list[Candidates], change: int) -> Candidates:
-    """A few copies of each kept candidate with every target changed by up to `change` per
-    mille."""
+    """Return copies of the kept candidates, every target changed by up to `change` per mille."""
     batches = kept[0].targets.shape[1]
-    kept = sorted(kept, key=lambda c: -int(c.long[0]))
-    copies = min(
-        recipes_of(problem, batches)[0].copies,
-        max(1, affordable(problem, batches, int(kept[0].long[0])) // len(kept)),
+    kept = sorted(kept, key=lambda candidate: -int(candidate.long_rows[0]))
+    # 1. How many copies of each.
+    most_long = int(kept[0].long_rows[0])
+    copies = max(1, affordable(problem, batches, most_long) // len(kept))
+    copies = min(recipes_of(problem, batches)[0].copies, copies)
+    # 2. All copies, one kept candidate after the other: [1, ...] each -> [kept * copies, ...].
+    together = Candidates(
+        targets=np.concatenate([candidate.targets for candidate in kept]),
+        fit=np.concatenate([candidate.fit for candidate in kept]),
+        long_rows=np.concatenate([candidate.long_rows for candidate in kept]),
+        forced_shapes=np.concatenate([candidate.forced_shapes for candidate in kept]),
     )
-    targets = np.concatenate([np.repeat(c.targets, copies, axis=0) for c in kept])
+    copied = together.take(np.repeat(np.arange(len(kept)), copies))
+    # 3. Other targets.
+    noise = _noise(copied.targets.shape, change)  # [candidates, micro_batches] per mille
     return Candidates(
-        targets=targets + targets * _noise(targets.shape, change) // PERMILLE,
-        fit=np.concatenate([np.repeat(c.fit, copies) for c in kept]),
-        long=np.concatenate([np.repeat(c.long, copies) for c in kept]),
-        shapes=np.concatenate([np.repeat(c.shapes, copies, axis=0) for c in kept]),
+        targets=copied.targets + copied.targets * noise // PERMILLE,
+        fit=copied.fit,
+        long_rows=copied.long_rows,
+        forced_shapes=copied.forced_shapes,
     )
 
 
 def _noise(shape: tuple[int, ...], change: int) -> Int64Array:
-    """Fixed pseudo-random integers in [-change, change]: a linear congruential generator's high
-    bits."""
-    state, values = 12345 + change, []
+    """Return fixed pseudo-random integers in [-change, change] of a shape.
+
+    They are a linear congruential generator's high bits, alike on every machine and numpy version.
+    """
+    state = 12345 + change
+    values = []
     for _ in range(int(np.prod(shape))):
         state = (1103515245 * state + 12345) % 2**31
         values.append((state >> 8) % (2 * change + 1) - change)

@@ -1,12 +1,25 @@
-"""The short sequences of a candidate: each on one rank, on top of what the long ones take.
+"""Complete a candidate: its short sequences go to one rank each, on top of what the long ones
+take.
 
-1. Water level: the least common rise of a candidate's targets at which the time and memory left
-   below them hold all short sequences as if they were divisible. Cheap, for all candidates at
-   once, and ranks them well.
-2. Longest first, each short sequence goes to the (micro-batch, rank) with the most time below the
-   target, where memory counts as time at the short sequences' mean speed.
-3. One that no single rank has memory for goes to the block where it costs least, so that memory
-   can be filled up.
+The long sequences have left some time below the targets and some memory on every rank. Short
+sequences are like water: there are many of them, each is small, so the best way to hold them is to
+fill all ranks to one level.
+
+1. Water level: how far all targets of a candidate must rise until the time and memory left below
+   them hold the short sequences as if these were divisible. It is found by bisection for all
+   candidates at once, is cheap, and ranks the candidates well.
+2. Longest first, each short sequence goes to the (micro-batch, rank) with the most time left below
+   the risen target. Memory counts as time, too: the tokens left times the short sequences' mean
+   nanoseconds for each token; the smaller of the two is what is left.
+3. A sequence that no single rank has memory for goes to the block of ranks where it costs least
+   slack, so that memory can be filled up.
+
+On free ranks step 2 is another: a rank's clock runs on over all micro-batches, so a sequence goes
+to the rank that is free first, and there to a micro-batch with memory for it.
+
+The slow twins are in tests/planner/test_parts.py: `step_ns` of the cost model for the objective, a
+fresh count of every rank for what `completed` says, and `poured_one_by_one` and
+`least_rise_by_search` of tests/planner/brute.py for the heap and the bisection.
 """
 
 import heapq
@@ -17,218 +30,317 @@ from numpy.typing import NDArray
 
 from hf_flexseq.cost import Int64Array
 from hf_flexseq.planner.problem import NEVER, Problem
+from hf_flexseq.planner.search.effort import EFFORT
 from hf_flexseq.planner.search.place import Candidates, Placement
-
-WATER_STEPS = 24
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Filled:
-    """One complete candidate. objective: nanoseconds of the step. block, batch: [K] per row of the
-    problem.
-
-    load, held: [M, W] nanoseconds and tokens of each rank.
-    """
+    """A complete candidate: a block and a micro-batch for every sequence."""
 
     objective: int
-    block: Int64Array
-    batch: Int64Array
+    """Nanoseconds of the step."""
+    row2block: Int64Array
+    """[sequences] block of each row of the problem."""
+    row2batch: Int64Array
+    """[sequences] micro-batch of each row of the problem."""
     load: Int64Array
-    held: Int64Array
+    """[micro_batches, ranks] nanoseconds."""
+    tokens: Int64Array
+    """[micro_batches, ranks] tokens."""
+
+
+# ---- the water level of every candidate
 
 
 def water_levels(problem: Problem, candidates: Candidates, placed: Placement) -> Int64Array:
-    """[C] nanoseconds by which each candidate's targets must rise; NEVER where memory will not
-    do."""
-    load, held = placed.rank_state(problem.world)
-    tokens_from = np.concatenate([np.cumsum(problem.lengths[::-1])[::-1], [0]])[candidates.long]
-    alone = np.where(problem.times[:, 0] < NEVER, problem.times[:, 0], 0)
-    time_from = np.concatenate([np.cumsum(alone[::-1])[::-1], [0]])[candidates.long]
-    rate = (time_from // np.maximum(tokens_from, 1) + 1)[:, None, None]
-    memory = (problem.cap - held) * rate
-    slack = placed.targets[:, :, None] - load
-    if problem.free:  # a rank's clock is the same in all micro-batches
-        memory, slack = memory.sum(axis=1, keepdims=True), slack[:, :1]
-    low, high = np.zeros_like(time_from), np.full_like(time_from, int(time_from.max(initial=0)))
-    for _ in range(WATER_STEPS):
+    """Return [candidates] nanoseconds by which targets must rise to hold all short sequences.
+
+    NEVER where memory does not hold them, or has not held the long ones.
+    """
+    load, tokens = placed.rank_state(problem.world)  # each [candidates, micro_batches, ranks]
+    # 1. What has to be poured: the tokens and one-rank nanoseconds of the short sequences.
+    alone = np.where(problem.times[:, 0] < NEVER, problem.times[:, 0], 0)  # [sequences]
+    short_tokens = _sums_from_each(problem.lengths)[candidates.long_rows]  # [candidates]
+    short_time = _sums_from_each(alone)[candidates.long_rows]  # [candidates]
+    # 2. What is left on every rank, memory counted as time.
+    rate = short_time // np.maximum(short_tokens, 1) + 1  # [candidates] nanoseconds for each token
+    memory = (problem.cap - tokens) * rate[:, None, None]  # [candidates, micro_batches, ranks]
+    slack = placed.targets[:, :, None] - load  # [candidates, micro_batches, ranks]
+    if problem.free:
+        # A rank's clock is the same in all micro-batches: one target, and the sum of the memory.
+        memory = memory.sum(axis=1, keepdims=True)  # [candidates, 1, ranks]
+        slack = slack[:, :1]  # [candidates, 1, ranks]
+    # 3. Bisection between no rise and one rank taking all of it.
+    low = np.zeros_like(short_time)
+    high = np.full_like(short_time, int(short_time.max(initial=0)))
+    for _ in range(EFFORT.water_steps):
         middle = (low + high) // 2
-        room = np.minimum(slack + middle[:, None, None], memory).clip(min=0).sum(axis=(1, 2))
-        low, high = (
-            np.where(room < time_from, middle, low),
-            np.where(room < time_from, high, middle),
-        )
-    enough = memory.sum(axis=(1, 2)) >= time_from
-    return np.where(placed.ok & enough, high, NEVER)
+        left = np.minimum(slack + middle[:, None, None], memory).clip(min=0)
+        too_low = left.sum(axis=(1, 2)) < short_time  # [candidates]
+        low = np.where(too_low, middle, low)
+        high = np.where(too_low, high, middle)
+    enough = memory.sum(axis=(1, 2)) >= short_time
+    return np.where(placed.fits & enough, high, NEVER)
+
+
+def _sums_from_each(amounts: Int64Array) -> Int64Array:
+    """Return [sequences + 1] the sum of each row's amount and all later ones, 0 after the last."""
+    sums = np.cumsum(amounts[::-1])[::-1]  # [sequences]
+    return np.concatenate([sums, [0]])
+
+
+# ---- one candidate
 
 
 def fill_short(
-    problem: Problem, placed: Placement, which: int, *, long: int, rise: int
+    problem: Problem,
+    placed: Placement,
+    candidate: int,
+    *,
+    long_rows: int,
+    rise: int,
 ) -> Filled | None:
-    """Candidate `which` with its short sequences; None when memory does not hold them."""
-    load, held = placed.rank_state(problem.world)[:, which]
-    below = placed.targets[which][:, None] + rise - load
-    closed = placed.state[1, which] >= NEVER
-    pour = _pour_free if problem.free else _pour
-    spots = pour(problem, below, problem.cap - held, closed, long)
+    """Return a candidate with its short sequences, or None when memory does not hold them.
+
+    candidate: its index. long_rows: how many sequences are placed already. rise: nanoseconds that
+    its targets rise by, its water level.
+    """
+    load, tokens = placed.rank_state(problem.world)[:, candidate]  # each [micro_batches, ranks]
+    slack = placed.targets[candidate][:, None] + rise - load  # [micro_batches, ranks]
+    memory = problem.cap - tokens  # [micro_batches, ranks]
+    if problem.free:
+        spots = _pour_free(problem, slack, memory, long_rows)
+    else:
+        out_of_use = placed.block_state[1, candidate] >= NEVER  # [micro_batches, blocks]
+        spots = _pour(problem, slack, memory, out_of_use, long_rows)
     if spots is None:
         return None
+    short2batch = [batch for batch, _ in spots]
+    short2block = [block for _, block in spots]
+    row2block = np.concatenate([placed.row2block[candidate, :long_rows], short2block])
+    row2batch = np.concatenate([placed.row2batch[candidate, :long_rows], short2batch])
     return completed(
         problem,
-        np.concatenate([placed.block[which, :long], [block for _, block in spots]]).astype(
-            np.int64
-        ),
-        np.concatenate([placed.batch[which, :long], [batch for batch, _ in spots]]).astype(
-            np.int64
-        ),
+        row2block.astype(np.int64),  # float64 where there is no short sequence
+        row2batch.astype(np.int64),
         len(load),
     )
 
 
-def completed(problem: Problem, block: Int64Array, batch: Int64Array, batches: int) -> Filled:
-    """The candidate in which every row stands where `block` and `batch` say."""
-    blocks, rows = problem.blocks, np.arange(len(block))
-    shape = blocks.shape_of[block]
-    # what begins less what ends at each rank
+def completed(
+    problem: Problem, row2block: Int64Array, row2batch: Int64Array, batches: int
+) -> Filled:
+    """Return the complete candidate in which row k is on block row2block[k], in row2batch[k]."""
+    blocks = problem.blocks
+    rows = np.arange(len(row2block))
+    shape = blocks.shape_of[row2block]  # [sequences]
+    start = blocks.start[row2block]  # [sequences] first rank
+    stop = blocks.stop[row2block]  # [sequences] one past the last rank
+    # What begins less what ends at each rank; its running sum is what each rank has.
     edges = np.zeros((2, batches, problem.world + 1), dtype=np.int64)
-    for edge, amount in zip(
-        edges, (problem.times[rows, shape], problem.needs[rows, shape]), strict=True
-    ):
-        np.add.at(edge, (batch, blocks.start[block]), amount)
-        np.subtract.at(edge, (batch, blocks.stop[block]), amount)
-    load, held = edges.cumsum(axis=2)[:, :, :-1]
+    for edge, amounts in zip(edges, (problem.times, problem.needs), strict=True):
+        amount = amounts[rows, shape]  # [sequences] nanoseconds, then tokens
+        np.add.at(edge, (row2batch, start), amount)
+        np.subtract.at(edge, (row2batch, stop), amount)
+    load, tokens = edges.cumsum(axis=2)[:, :, :-1]  # each [micro_batches, ranks]
     if problem.free:
-        objective = int(free_clocks(problem, block, batch, load).max())
+        objective = int(free_clocks(problem, row2block, row2batch, load).max())
     else:
         objective = lockstep_objective(problem, load)
-    return Filled(objective=objective, block=block, batch=batch, load=load, held=held)
+    return Filled(
+        objective=objective,
+        row2block=row2block,
+        row2batch=row2batch,
+        load=load,
+        tokens=tokens,
+    )
 
 
 def lockstep_objective(problem: Problem, load: Int64Array) -> int:
-    """Nanoseconds of [M, W] loads when all ranks wait for each other in every micro-batch. Empty
-    ones cost nothing."""
-    slowest = load.max(axis=1)
-    return int(slowest.sum()) + int((slowest > 0).sum()) * problem.constant
+    """Return the nanoseconds of loads [micro_batches, ranks] when all ranks wait for each other.
+
+    Empty micro-batches cost nothing.
+    """
+    slowest = load.max(axis=1)  # [micro_batches]
+    started = int((slowest > 0).sum())
+    return int(slowest.sum()) + started * problem.constant
 
 
 def free_clocks(
-    problem: Problem, block: Int64Array, batch: Int64Array, load: Int64Array
+    problem: Problem, row2block: Int64Array, row2batch: Int64Array, load: Int64Array
 ) -> Int64Array:
-    """[W] when each rank ends, with the rows on their blocks and [M, W] loads, if ranks meet only
-    in groups; see `cost.free_ns`."""
-    blocks, clock = problem.blocks, np.zeros(problem.world, dtype=np.int64)
-    sums = np.zeros((len(load), len(blocks.start)), dtype=np.int64)
-    np.add.at(sums, (batch, block), problem.times[np.arange(len(block)), blocks.shape_of[block]])
-    for times, worked in zip(sums, load, strict=True):
+    """Return [ranks] the nanoseconds at which each rank ends when ranks meet only in groups.
+
+    load: [micro_batches, ranks] nanoseconds. The cost model's own count is `cost.free_ns`.
+    """
+    blocks = problem.blocks
+    rows = np.arange(len(row2block))
+    block_times = np.zeros((len(load), len(blocks.start)), dtype=np.int64)
+    row_times = problem.times[rows, blocks.shape_of[row2block]]  # [sequences]
+    np.add.at(block_times, (row2batch, row2block), row_times)  # [micro_batches, blocks]
+    clock = np.zeros(problem.world, dtype=np.int64)  # [ranks]
+    for times, worked in zip(block_times, load, strict=True):  # [blocks], [ranks]
         clock += (worked > 0) * problem.constant
-        # widest first
-        for b in (np.flatnonzero(times[problem.world :]) + problem.world)[::-1].tolist():
-            ranks = slice(int(blocks.start[b]), int(blocks.stop[b]))
-            clock[ranks] = clock[ranks].max() + times[b]
-        clock += times[: problem.world]
+        shared = np.flatnonzero(times[problem.world :]) + problem.world
+        for block in shared[::-1].tolist():  # widest first
+            ranks = slice(int(blocks.start[block]), int(blocks.stop[block]))
+            clock[ranks] = clock[ranks].max() + times[block]
+        clock += times[: problem.world]  # alone
     return clock
 
 
-def _pour(
-    problem: Problem, below: Int64Array, left: Int64Array, closed: NDArray[np.bool_], long: int
-) -> list[tuple[int, int]] | None:
-    """(micro-batch, block) of each row from `long` on.
+# ---- pouring
 
-    below: [M, W] nanoseconds below the target. left: [M, W] tokens. closed: [M, B] blocks that may
-    not be used.
+
+def _pour(
+    problem: Problem,
+    slack_of_ranks: Int64Array,
+    memory_of_ranks: Int64Array,
+    out_of_use: NDArray[np.bool_],
+    long_rows: int,
+) -> list[tuple[int, int]] | None:
+    """Return the (micro-batch, block) of each row from `long_rows` on; None when memory is short.
+
+    slack_of_ranks: [micro_batches, ranks] nanoseconds left below the target. memory_of_ranks:
+    [micro_batches, ranks] tokens left. out_of_use: [micro_batches, blocks] blocks that may not be
+    used; it is updated.
     """
-    times, lengths = problem.times[long:, 0].tolist(), problem.lengths[long:].tolist()
-    rate = sum(times) // max(1, sum(lengths)) + 1
-    world, slack, room = problem.world, below.ravel().tolist(), left.ravel().tolist()
-    heap = [
-        (-min(time, tokens * rate), slot)
-        for slot, (time, tokens) in enumerate(zip(slack, room, strict=True))
-    ]
+    world = problem.world
+    times = problem.times[long_rows:, 0].tolist()
+    lengths = problem.lengths[long_rows:].tolist()
+    rate = sum(times) // max(1, sum(lengths)) + 1  # nanoseconds for each token
+    # A slot is one rank in one micro-batch: micro-batch x world + rank.
+    slack = slack_of_ranks.ravel().tolist()
+    memory = memory_of_ranks.ravel().tolist()
+    # (-what is left, slot) of the slots that may have memory for the row, most left on top
+    heap = []
+    for slot, (time, tokens) in enumerate(zip(slack, memory, strict=True)):
+        heap.append((-min(time, tokens * rate), slot))
     heapq.heapify(heap)
-    # (-tokens left, slot) of slots too full for the row before, roomiest on top
+    # (-tokens left, slot) of slots too full for an earlier, longer row, most tokens left on top
     tight: list[tuple[int, int]] = []
     spots = []
-    for row, (time, length) in enumerate(zip(times, lengths, strict=True), start=long):
+    for row, (time, length) in enumerate(zip(times, lengths, strict=True), start=long_rows):
+        # 1. Slots that were too full for longer rows, and have memory for this one.
         while tight and -tight[0][0] >= length:
             slot = heapq.heappop(tight)[1]
-            if room[slot] >= length:
-                heapq.heappush(heap, (-min(slack[slot], room[slot] * rate), slot))
-            else:  # a spread sequence has taken some
-                heapq.heappush(tight, (-room[slot], slot))
-        while heap and room[heap[0][1]] < length:
+            if memory[slot] >= length:
+                heapq.heappush(heap, (-min(slack[slot], memory[slot] * rate), slot))
+            else:  # a row on several ranks has taken some since
+                heapq.heappush(tight, (-memory[slot], slot))
+        # 2. Slots with much time left but too little memory.
+        while heap and memory[heap[0][1]] < length:
             slot = heapq.heappop(heap)[1]
-            heapq.heappush(tight, (-room[slot], slot))
+            heapq.heappush(tight, (-memory[slot], slot))
+        # 3. The slot with most left takes the row; where no rank has memory, several ranks do.
         if heap:
             slot = heap[0][1]
-            slack[slot] = now = slack[slot] - time
-            room[slot] = left_there = room[slot] - length
-            memory = left_there * rate
-            heapq.heapreplace(heap, (-now if now < memory else -memory, slot))
-            spots.append(divmod(slot, world))
+            slack_left = slack[slot] - time
+            tokens_left = memory[slot] - length
+            slack[slot] = slack_left
+            memory[slot] = tokens_left
+            memory_left = tokens_left * rate
+            left = slack_left if slack_left < memory_left else memory_left
+            heapq.heapreplace(heap, (-left, slot))
+            spots.append(divmod(slot, world))  # block r < world is rank r alone
         else:
-            spot = _spread(problem, slack, room, closed, row)
+            spot = _pour_on_several(problem, slack, memory, out_of_use, row)
             if spot is None:
                 return None
             spots.append(spot)
     return spots
 
 
+def _pour_on_several(
+    problem: Problem,
+    slack: list[int],
+    memory: list[int],
+    out_of_use: NDArray[np.bool_],
+    row: int,
+) -> tuple[int, int] | None:
+    """Return the (micro-batch, block) with memory for a row that keeps most slack; None if none
+    has.
+
+    slack, memory: [micro_batches * ranks] nanoseconds and tokens left. They and `out_of_use`
+    [micro_batches, blocks] are updated.
+    """
+    blocks = problem.blocks
+    world = problem.world
+    state = np.array([slack, memory]).reshape(2, -1, world)  # [2, micro_batches, ranks]
+    # [2, micro_batches, ranks] -> [2, micro_batches, blocks], the least of each block's ranks
+    least_slack, least_memory = np.minimum.reduceat(
+        state[:, :, blocks.ranks], blocks.first, axis=2
+    )
+    time = problem.times[row][blocks.shape_of]  # [blocks]
+    need = problem.needs[row][blocks.shape_of]  # [blocks]
+    possible = (least_memory >= need) & ~out_of_use  # [micro_batches, blocks]
+    slack_left = np.where(possible, least_slack - time, -NEVER)  # [micro_batches, blocks]
+    batch, block = divmod(int(slack_left.argmax()), len(blocks.start))
+    if slack_left[batch, block] == -NEVER:
+        return None
+    out_of_use[batch] |= blocks.crossing[block]
+    for rank in range(int(blocks.start[block]), int(blocks.stop[block])):
+        slack[batch * world + rank] -= int(time[block])
+        memory[batch * world + rank] -= int(need[block])
+    return batch, block
+
+
 def _pour_free(
-    problem: Problem, below: Int64Array, left: Int64Array, closed: NDArray[np.bool_], long: int
+    problem: Problem, slack_of_ranks: Int64Array, memory_of_ranks: Int64Array, long_rows: int
 ) -> list[tuple[int, int]] | None:
-    """`_pour` for ranks whose clocks run on: each row goes to the rank with most time below the
-    target, there to the last micro-batch it works in with memory for it, or to the first it does
-    not work in yet."""
-    times, lengths = problem.times[long:, 0].tolist(), problem.lengths[long:].tolist()
-    room, slack = left.tolist(), below[0].tolist()
-    heap = [(-time, rank) for rank, time in enumerate(slack)]
+    """Return the (micro-batch, rank) of each row from `long_rows` on, for ranks whose clocks run
+    on.
+
+    Each row goes to the rank with most time below the target; there to the last micro-batch that
+    the rank works in and that has memory for the row, or to the first that it does not work in
+    yet. None when memory is short. The arrays are those of `_pour`, the slack alike in all
+    micro-batches.
+    """
+    times = problem.times[long_rows:, 0].tolist()
+    lengths = problem.lengths[long_rows:].tolist()
+    memory = memory_of_ranks.tolist()  # [micro_batches][ranks] tokens left
+    slack = slack_of_ranks[0].tolist()  # [ranks] nanoseconds left
+    heap = [(-time, rank) for rank, time in enumerate(slack)]  # most time left on top
     heapq.heapify(heap)
     spots = []
     for time, length in zip(times, lengths, strict=True):
-        full, batch, opening = [], None, 0
+        without_memory = []  # entries of the heap
+        batch = None
+        opening = 0
         while heap:
-            lost, rank = heap[0]
-            batch = _last_with_room(room, rank, length, problem.cap)
+            minus_left, rank = heap[0]
+            batch = _last_with_memory(memory, rank, length, problem.cap)
             if batch is None:
-                full.append(heapq.heappop(heap))
+                without_memory.append(heapq.heappop(heap))
                 continue
-            opening = (room[batch][rank] == problem.cap) * problem.constant
-            if opening - slack[rank] <= lost:
+            opening = (memory[batch][rank] == problem.cap) * problem.constant
+            if opening - slack[rank] <= minus_left:
                 break
-            # others may have room without another micro-batch
+            # The rank would start a micro-batch for this row; others may have memory without that.
             heapq.heapreplace(heap, (opening - slack[rank], rank))
         if batch is None:
             return None
         slack[rank] -= time + opening
-        room[batch][rank] -= length
+        memory[batch][rank] -= length
         heapq.heapreplace(heap, (-slack[rank], rank))
-        for entry in full:
+        for entry in without_memory:
             heapq.heappush(heap, entry)
         spots.append((batch, rank))
     return spots
 
 
-def _last_with_room(room: list[list[int]], rank: int, length: int, cap: int) -> int | None:
-    fitting = [batch for batch, there in enumerate(room) if there[rank] >= length]
-    working = [batch for batch in fitting if room[batch][rank] < cap]
-    return working[-1] if working else fitting[0] if fitting else None
+def _last_with_memory(memory: list[list[int]], rank: int, length: int, cap: int) -> int | None:
+    """Return the micro-batch in which a rank takes a row of `length` tokens; None where none can.
 
-
-def _spread(
-    problem: Problem, slack: list[int], room: list[int], closed: NDArray[np.bool_], row: int
-) -> tuple[int, int] | None:
-    """Put a row that fits no rank on the block with memory where the least slack is lost; update
-    all three."""
-    blocks, world = problem.blocks, problem.world
-    state = np.array([slack, room]).reshape(2, -1, world)
-    # [M, B] each
-    least_slack, least_room = np.minimum.reduceat(state[:, :, blocks.ranks], blocks.first, axis=2)
-    time, need = problem.times[row][blocks.shape_of], problem.needs[row][blocks.shape_of]
-    value = np.where((least_room >= need) & ~closed, least_slack - time, -NEVER)
-    batch, block = divmod(int(value.argmax()), len(blocks.start))
-    if value[batch, block] == -NEVER:
-        return None
-    closed[batch] |= blocks.crossing[block]
-    for rank in range(int(blocks.start[block]), int(blocks.stop[block])):
-        slack[batch * world + rank] -= int(time[block])
-        room[batch * world + rank] -= int(need[block])
-    return batch, block
+    It is the last one that the rank works in already, or else the first that is still empty there.
+    """
+    empty = None
+    for batch in range(len(memory) - 1, -1, -1):
+        left = memory[batch][rank]
+        if left < length:
+            continue
+        if left < cap:
+            return batch
+        empty = batch
+    return empty

@@ -1,180 +1,275 @@
-"""Small changes that make a complete candidate faster: the fullest rank of each micro-batch gives
+"""Repair a complete candidate by small changes: the fullest rank of each micro-batch gives
 something away.
 
-1. A sequence that stands on that rank alone is moved to where the most slack remains, or swapped
-   for a shorter one.
-2. Where that does not help, any sequence on that rank is moved to the block where the most slack
-   remains, which may be wider or narrower.
+Only the fullest rank of a micro-batch sets its seconds, so only a change that takes time off that
+rank can help. Round by round, until nothing helps:
 
-Until nothing helps. Each change is the best of all pairs, so few are needed.
+1. Move or swap. A sequence that is on the fullest rank alone goes to the (micro-batch, rank) with
+   the most slack, or is swapped with a shorter sequence of another rank. All pairs are priced at
+   once, and the best is made:
+
+       value = min(what the fullest rank loses, slack that is left where it goes)
+
+2. Reshape. Where that does not help, any sequence with a part on the fullest rank goes to the
+   block with the most slack left, which may have more ranks or fewer than its block now.
+
+Each change is the best of all, so few are needed. On free ranks, whose clocks run on from
+micro-batch to micro-batch, step 1 alone relieves the rank that ends last.
+
+The slow twin is a fresh count of the repaired plan, in tests/planner/test_parts.py: the tests
+"filling and repair agree with a fresh count and never worsen" and "repair keeps groups laminar".
 """
+
+from dataclasses import dataclass
 
 import numpy as np
 
 from hf_flexseq.cost import Int64Array
 from hf_flexseq.planner.problem import Problem
+from hf_flexseq.planner.search.effort import EFFORT
 from hf_flexseq.planner.search.fill import Filled, completed, free_clocks, lockstep_objective
 
-REPAIRS = 100  # rounds over the micro-batches
-WORK = 300_000  # (micro-batch, rank of a block) pairs that changes of degree may look at
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class _State:
+    """The arrays of a candidate under repair; changes are made in place."""
+
+    load: Int64Array
+    """[micro_batches, ranks] nanoseconds."""
+    tokens: Int64Array
+    """[micro_batches, ranks] tokens."""
+    row2block: Int64Array
+    """[sequences]"""
+    row2batch: Int64Array
+    """[sequences]"""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Exchange:
+    """A change between two ranks, possibly of two micro-batches."""
+
+    row: int
+    """The sequence that moves, on one rank."""
+    slot: int
+    """Where it goes: micro-batch x world + rank."""
+    partner: int | None
+    """The sequence that comes from there in exchange, on one rank, too."""
 
 
 def repair(problem: Problem, filled: Filled) -> Filled:
-    """`filled` after moves and swaps off the fullest ranks."""
+    """Return a candidate after moves and swaps off its fullest ranks, never slower than before."""
+    state = _State(
+        load=filled.load.copy(),
+        tokens=filled.tokens.copy(),
+        row2block=filled.row2block.copy(),
+        row2batch=filled.row2batch.copy(),
+    )
     if problem.free:
-        return _repair_free(problem, filled)
-    state = _copied(filled)
-    load, held, block, batch = state
-    active = list(range(len(load)))
-    reshapes = WORK // (len(load) * len(problem.blocks.ranks))
-    for _ in range(REPAIRS):
-        stuck = [m for m in active if not _relieve(problem, state, m)]
-        helped = [m for m in stuck[:reshapes] if _reshape(problem, state, m)]
+        return _repair_free(problem, state)
+    active = list(range(len(state.load)))  # micro-batches that the last round has improved
+    reshapes = EFFORT.reshape_cells // (len(state.load) * len(problem.blocks.ranks))
+    for _ in range(EFFORT.repair_rounds):
+        # 1. Moves and swaps.
+        stuck = [batch for batch in active if not _relieve(problem, state, batch)]
+        # 2. Reshapes, as many as are affordable.
+        reshaped = [batch for batch in stuck[:reshapes] if _reshape(problem, state, batch)]
         reshapes = max(0, reshapes - len(stuck))
-        active = [m for m in active if m in helped or m not in stuck]
+        active = [batch for batch in active if batch in reshaped or batch not in stuck]
         if not active:
             break
     return Filled(
-        objective=lockstep_objective(problem, load), block=block, batch=batch, load=load, held=held
+        objective=lockstep_objective(problem, state.load),
+        row2block=state.row2block,
+        row2batch=state.row2batch,
+        load=state.load,
+        tokens=state.tokens,
     )
 
 
-State = tuple[Int64Array, Int64Array, Int64Array, Int64Array]
-
-
-def _copied(filled: Filled) -> State:
-    return filled.load.copy(), filled.held.copy(), filled.block.copy(), filled.batch.copy()
-
-
-def _repair_free(problem: Problem, filled: Filled) -> Filled:
-    """The same for free ranks: the rank that ends last gives something to one that ends early."""
-    state = load, held, block, batch = _copied(filled)
-    clock = free_clocks(problem, block, batch, load)
-    for _ in range(REPAIRS):
+def _repair_free(problem: Problem, state: _State) -> Filled:
+    """Return the candidate after exchanges off the free rank that ends last."""
+    batches = len(state.load)
+    clock = free_clocks(problem, state.row2block, state.row2batch, state.load)  # [ranks]
+    for _ in range(EFFORT.repair_rounds):
         last = int(clock.argmax())
-        slack = clock[last] - clock - (held == 0) * problem.constant  # [M, W]
-        found = _best_exchange(problem, state, np.flatnonzero(block == last), slack.ravel())
-        if not found:
+        # A rank that has nothing in a micro-batch yet would pay the constant for it.
+        opening = (state.tokens == 0) * problem.constant  # [micro_batches, ranks]
+        slack = clock[last] - clock - opening  # [micro_batches, ranks]
+        movers = np.flatnonzero(state.row2block == last)  # [movers]
+        exchange = _best_exchange(problem, state, movers, slack.ravel())
+        if exchange is None:
             break
-        kept = block.copy(), batch.copy()
-        _exchange(problem, state, *found)
-        before, clock = clock, free_clocks(problem, block, batch, load)
-        if clock.max() > before.max():  # a group waits for what was moved
-            return completed(problem, *kept, len(load))
-    return completed(problem, block, batch, len(load))
+        row2block_before = state.row2block.copy()
+        row2batch_before = state.row2batch.copy()
+        end_before = clock.max()
+        _make_exchange(problem, state, exchange)
+        clock = free_clocks(problem, state.row2block, state.row2batch, state.load)
+        if clock.max() > end_before:
+            # A group waits for what was moved: take it back.
+            return completed(problem, row2block_before, row2batch_before, batches)
+    return completed(problem, state.row2block, state.row2batch, batches)
 
 
-def _relieve(problem: Problem, state: State, m: int) -> bool:
-    """Lower the fullest rank of micro-batch m by the best move or swap. False when none helps."""
-    load, _, block, batch = state
-    mine = np.flatnonzero((batch == m) & (block == int(load[m].argmax())))
-    found = _best_exchange(problem, state, mine, (load.max(axis=1)[:, None] - load).ravel())
-    if found:
-        _exchange(problem, state, *found)
-    return found is not None
+# ---- moves and swaps between single ranks
 
 
-def _best_exchange(
-    problem: Problem, state: State, mine: Int64Array, slack: Int64Array
-) -> tuple[int, int, int | None] | None:
-    """Which of `mine`, rows on one rank each, goes to which slot, and which other row comes from
-    there, if any.
-
-    A slot is micro-batch x W + rank; slack: [M x W] nanoseconds, nothing where the rows of `mine`
-    stand.
-    """
-    if not len(mine):
-        return None
-    _, held, block, batch = state
-    rows = np.flatnonzero(block < problem.world)
-    times, lengths = problem.times[:, 0], problem.lengths
-    # Partners: every sequence that stands alone elsewhere, and nothing at all on every rank.
-    slots = np.concatenate([batch[rows] * problem.world + block[rows], np.arange(held.size)])
-    nothing = np.zeros(held.size, dtype=np.int64)
-    gain = times[mine][:, None] - np.concatenate([times[rows], nothing])  # [mine, partners]
-    tokens = lengths[mine][:, None] - np.concatenate([lengths[rows], nothing])
-    value = np.minimum(gain, slack[slots] - gain)
-    left = problem.cap - held
-    value[
-        (tokens > left.ravel()[slots]) | (-tokens > left[batch[mine], block[mine]][:, None])
-    ] = -1
-    mover, partner = np.unravel_index(int(value.argmax()), value.shape)
-    if value[mover, partner] <= 0:
-        return None
-    return (
-        int(mine[mover]),
-        int(slots[partner]),
-        int(rows[partner]) if partner < len(rows) else None,
-    )
-
-
-def _exchange(problem: Problem, state: State, row: int, slot: int, other: int | None) -> None:
-    """Move a row to a slot, and the row `other` from there to where the first one stood."""
-    load, held, block, batch = state
-    here, there = (int(batch[row]), int(block[row])), divmod(slot, problem.world)
-    time, tokens = problem.times[row, 0], problem.lengths[row]
-    batch[row], block[row] = there
-    if other is not None:
-        time, tokens = time - problem.times[other, 0], tokens - problem.lengths[other]
-        batch[other], block[other] = here
-    load[here] -= time
-    load[there] += time
-    held[here] -= tokens
-    held[there] += tokens
-
-
-def _reshape(problem: Problem, state: State, m: int) -> bool:
-    """Lower the fullest rank of micro-batch m by moving a row from there to any block, wider and
-    narrower ones, too. False when none helps."""
-    load, _, block, batch = state
-    here = problem.blocks.inside[block, int(load[m].argmax())]
-    mine = np.flatnonzero((batch == m) & here)
-    if not len(mine):
+def _relieve(problem: Problem, state: _State, batch: int) -> bool:
+    """Lower the fullest rank of a micro-batch by the best move or swap; False when none helps."""
+    fullest = int(state.load[batch].argmax())
+    on_fullest = (state.row2batch == batch) & (state.row2block == fullest)  # [sequences]
+    slack = state.load.max(axis=1)[:, None] - state.load  # [micro_batches, ranks]
+    exchange = _best_exchange(problem, state, np.flatnonzero(on_fullest), slack.ravel())
+    if exchange is None:
         return False
-    slack = _slack_after(problem, state, mine, m)
-    gain = problem.times[mine, problem.blocks.shape_of[block[mine]]]
-    value = np.minimum(slack, gain[:, None, None])
-    best = int(value.argmax())
-    if value.flat[best] <= 0:
-        return False
-    mover, there, spot = np.unravel_index(best, value.shape)
-    _carry(problem, state, int(mine[mover]), -1)
-    block[mine[mover]], batch[mine[mover]] = spot, there
-    _carry(problem, state, int(mine[mover]), 1)
+    _make_exchange(problem, state, exchange)
     return True
 
 
-def _slack_after(problem: Problem, state: State, mine: Int64Array, m: int) -> Int64Array:
-    """[mine, M, B] nanoseconds below the micro-batch's fullest rank, as it is now, that the ranks
-    of a block have left once a row of micro-batch m has moved there; -1 where memory or an
-    overlapping block forbids it."""
-    load, held, block, batch = state
+def _best_exchange(
+    problem: Problem, state: _State, movers: Int64Array, slack: Int64Array
+) -> _Exchange | None:
+    """Return the exchange that gains most, or None when no exchange gains anything.
+
+    movers: [movers] rows on one rank each, of which one may go. slack: [micro_batches * ranks]
+    nanoseconds that each slot may take, 0 where the movers are.
+    """
+    if not len(movers):
+        return None
+    times = problem.times[:, 0]  # [sequences] nanoseconds on one rank
+    lengths = problem.lengths  # [sequences] tokens
+    # 1. Partners: every sequence that is alone on a rank, and no sequence at all on every slot.
+    alone = np.flatnonzero(state.row2block < problem.world)  # [alone]
+    alone_slots = state.row2batch[alone] * problem.world + state.row2block[alone]
+    nothing = np.zeros(state.tokens.size, dtype=np.int64)  # [slots]
+    partner_slots = np.concatenate([alone_slots, np.arange(state.tokens.size)])  # [partners]
+    partner_times = np.concatenate([times[alone], nothing])  # [partners]
+    partner_lengths = np.concatenate([lengths[alone], nothing])  # [partners]
+    # 2. What the mover's rank loses, and the other rank gets: [movers, partners].
+    gain = times[movers][:, None] - partner_times
+    tokens = lengths[movers][:, None] - partner_lengths
+    # 3. What the exchange is worth: the lesser of what is lost and what is then left of the slack.
+    value = np.minimum(gain, slack[partner_slots] - gain)  # [movers, partners]
+    memory = problem.cap - state.tokens  # [micro_batches, ranks]
+    no_memory_there = tokens > memory.ravel()[partner_slots]
+    memory_here = memory[state.row2batch[movers], state.row2block[movers]]  # [movers]
+    no_memory_here = -tokens > memory_here[:, None]
+    value[no_memory_there | no_memory_here] = -1
+    mover, partner = np.unravel_index(int(value.argmax()), value.shape)
+    if value[mover, partner] <= 0:
+        return None
+    is_swap = partner < len(alone)
+    return _Exchange(
+        row=int(movers[mover]),
+        slot=int(partner_slots[partner]),
+        partner=int(alone[partner]) if is_swap else None,
+    )
+
+
+def _make_exchange(problem: Problem, state: _State, exchange: _Exchange) -> None:
+    """Move a row to a slot, and its partner from that slot to where the row was."""
+    row = exchange.row
+    old = (int(state.row2batch[row]), int(state.row2block[row]))  # (micro-batch, rank)
+    new = divmod(exchange.slot, problem.world)
+    time = problem.times[row, 0]
+    tokens = problem.lengths[row]
+    state.row2batch[row], state.row2block[row] = new
+    if exchange.partner is not None:
+        time = time - problem.times[exchange.partner, 0]
+        tokens = tokens - problem.lengths[exchange.partner]
+        state.row2batch[exchange.partner], state.row2block[exchange.partner] = old
+    state.load[old] -= time
+    state.load[new] += time
+    state.tokens[old] -= tokens
+    state.tokens[new] += tokens
+
+
+# ---- moves to blocks of any shape
+
+
+def _reshape(problem: Problem, state: _State, batch: int) -> bool:
+    """Lower the fullest rank of a micro-batch by moving a row to any block; False when none helps.
+
+    The row may be on several ranks, the fullest among them, and the block wider or narrower.
+    """
+    fullest = int(state.load[batch].argmax())
+    on_fullest = problem.blocks.inside[state.row2block, fullest]  # [sequences]
+    movers = np.flatnonzero((state.row2batch == batch) & on_fullest)  # [movers]
+    if not len(movers):
+        return False
+    slack = _slack_after(problem, state, movers, batch)  # [movers, micro_batches, blocks]
+    shape = problem.blocks.shape_of[state.row2block[movers]]  # [movers]
+    gain = problem.times[movers, shape]  # [movers] nanoseconds that the fullest rank loses
+    value = np.minimum(slack, gain[:, None, None])  # [movers, micro_batches, blocks]
+    best = int(value.argmax())
+    if value.flat[best] <= 0:
+        return False
+    mover, new_batch, new_block = np.unravel_index(best, value.shape)
+    row = int(movers[mover])
+    _count_row(problem, state, row, -1)
+    state.row2block[row] = new_block
+    state.row2batch[row] = new_batch
+    _count_row(problem, state, row, 1)
+    return True
+
+
+def _slack_after(problem: Problem, state: _State, movers: Int64Array, batch: int) -> Int64Array:
+    """Return [movers, micro_batches, blocks] nanoseconds of slack once a mover is on a block.
+
+    Slack is what the block's ranks have left below the fullest rank of their micro-batch as it is
+    now; -1 where memory or an overlapping block forbids the move. The movers are in micro-batch
+    `batch`.
+    """
     blocks = problem.blocks
-    shape, on = blocks.shape_of[block[mine]], blocks.inside[block[mine], : problem.world]
-    fullest = []  # of each block, [mine, M, B] nanoseconds and tokens
-    for total, amount in ((load, problem.times), (held, problem.needs)):
-        top = np.repeat(_fullest(problem, total)[None], len(mine), axis=0)
-        top[:, m] = _fullest(problem, total[m] - amount[mine, shape][:, None] * on)
-        fullest.append(top + amount[mine][:, None, blocks.shape_of])
-    slack: Int64Array = load.max(axis=1)[None, :, None] - fullest[0]
-    slack[fullest[1] > problem.cap] = -1
-    for used in np.unique(batch) if blocks.overlap else ():
-        slack[:, used, blocks.crossing[block[batch == used]].any(axis=0)] = -1
+    load = _fullest_after(problem, state, movers, batch, (state.load, problem.times))
+    tokens = _fullest_after(problem, state, movers, batch, (state.tokens, problem.needs))
+    slowest = state.load.max(axis=1)  # [micro_batches]
+    slack: Int64Array = slowest[None, :, None] - load
+    slack[tokens > problem.cap] = -1
+    if blocks.overlap:
+        for used in np.unique(state.row2batch):
+            in_use = state.row2block[state.row2batch == used]
+            crossed = blocks.crossing[in_use].any(axis=0)  # [blocks]
+            slack[:, used, crossed] = -1
     return slack
 
 
-def _fullest(problem: Problem, total: Int64Array) -> Int64Array:
-    """[..., B] what the fullest rank of each block has, of [..., W]."""
-    fullest: Int64Array = np.maximum.reduceat(
-        total[:, problem.blocks.ranks], problem.blocks.first, axis=1
-    )
+def _fullest_after(
+    problem: Problem,
+    state: _State,
+    movers: Int64Array,
+    batch: int,
+    figures: tuple[Int64Array, Int64Array],
+) -> Int64Array:
+    """Return [movers, micro_batches, blocks] what a block's fullest rank has with a mover on it.
+
+    figures: [micro_batches, ranks] what each rank has now, and [sequences, shapes] what each row
+    adds to the ranks of a block: nanoseconds or tokens.
+    """
+    rank_total, row_amount = figures
+    blocks = problem.blocks
+    shape = blocks.shape_of[state.row2block[movers]]  # [movers]
+    on_rank = blocks.inside[state.row2block[movers], : problem.world]  # [movers, ranks]
+    # 1. Without the mover: only its own micro-batch differs.
+    fullest = np.repeat(_fullest_of_blocks(problem, rank_total)[None], len(movers), axis=0)
+    own_amount = row_amount[movers, shape]  # [movers]
+    without = rank_total[batch] - own_amount[:, None] * on_rank  # [movers, ranks]
+    fullest[:, batch] = _fullest_of_blocks(problem, without)
+    # 2. With the mover on the block.
+    return fullest + row_amount[movers][:, None, blocks.shape_of]
+
+
+def _fullest_of_blocks(problem: Problem, rank_total: Int64Array) -> Int64Array:
+    """Return [..., blocks] what the fullest rank of each block has, of [..., ranks]."""
+    blocks = problem.blocks
+    fullest: Int64Array = np.maximum.reduceat(rank_total[:, blocks.ranks], blocks.first, axis=1)
     return fullest
 
 
-def _carry(problem: Problem, state: State, row: int, sign: int) -> None:
-    """Add a row to the ranks it stands on, or take it away."""
-    load, held, block, batch = state
-    b = block[row]
-    ranks = slice(problem.blocks.start[b], problem.blocks.stop[b])
-    load[batch[row], ranks] += sign * problem.times[row, problem.blocks.shape_of[b]]
-    held[batch[row], ranks] += sign * problem.needs[row, problem.blocks.shape_of[b]]
+def _count_row(problem: Problem, state: _State, row: int, sign: int) -> None:
+    """Add a row to the ranks of its block (sign 1), or take it away from them (sign -1)."""
+    batch = state.row2batch[row]
+    block = state.row2block[row]
+    shape = problem.blocks.shape_of[block]
+    ranks = slice(problem.blocks.start[block], problem.blocks.stop[block])
+    state.load[batch, ranks] += sign * problem.times[row, shape]
+    state.tokens[batch, ranks] += sign * problem.needs[row, shape]

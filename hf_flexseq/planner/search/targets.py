@@ -1,19 +1,30 @@
-"""The candidates a search starts from: how much time each micro-batch should take, and which
+"""The candidates that a search starts from: a time target for each micro-batch, and which
 sequences are long.
 
-1. Cut the sequences, longest first, into as many chunks of tokens as there are micro-batches:
-   equal chunks, or as full as memory allows from the first on.
-2. A micro-batch's target mixes an equal share of the total cheapest device-time with its chunk's
-   own share. Equal targets make every micro-batch alike; unequal ones let one hold the sequences
+A good plan is easy to complete once it is known how long each micro-batch should take. So the
+search guesses these seconds, many ways at once, and lets the later stages find out what fits.
+
+1. Cut the sequences, longest first, into as many chunks as there are micro-batches: chunks of
+   equal tokens, or chunks as full as memory allows from the first on.
+2. Mix an equal share of the total device-time with the time of the micro-batch's own chunk. Equal
+   targets make every micro-batch alike; unequal targets let one micro-batch hold the sequences
    that need many ranks.
-3. A few candidates give the first micro-batch the time of one of the longest sequences at one of
-   its smallest degrees (a breakpoint) and share out the rest: that suits batches with a giant.
-4. Where sequences are few, every combination of degrees for the longest ones is a candidate.
-5. Long are the sequences above one rank's memory, or whose time on one rank exceeds a fraction of
-   the mean target.
+3. Add a few candidates whose first micro-batch takes the time of one of the longest sequences at
+   one of its smallest degrees (a breakpoint), and share out the rest equally. They suit batches
+   with one giant sequence.
+4. Call a sequence long when no rank alone has memory for it, or when its time on one rank exceeds
+   a fraction of the mean target.
+5. Where sequences are few, put every combination of block shapes for the longest ones in front.
+
+For free ranks the clocks run on from micro-batch to micro-batch, so a candidate has a single
+target: the end of the step.
+
+The numbers are those of `effort.py`. A wrong guess costs time of the step but never legality:
+tests/planner/test_exact.py compares the finished plans with tests/planner/exact.py.
 """
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import product
 
@@ -21,183 +32,197 @@ import numpy as np
 
 from hf_flexseq.cost import Int64Array
 from hf_flexseq.planner.problem import NEVER, Problem
+from hf_flexseq.planner.search.effort import (
+    CROWDED,
+    EFFORT,
+    PERMILLE,
+    SPARSE,
+    Mix,
+    Recipe,
+    Setting,
+)
 from hf_flexseq.planner.search.place import ANY_SHAPE, Candidates
 
-PERMILLE = 1000
-FULL = 960  # per mille of a micro-batch's memory that a full chunk takes
+BREAKPOINT_ROWS = 4  # longest sequences that give a breakpoint
+BREAKPOINT_DEGREES = 3  # smallest degrees of each of them
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Recipe:
-    """What a density of sequences calls for; tuned on batches of 512 on 64 ranks, all numbers per
-    mille but `fit`.
+class _Start:
+    """A starting candidate; equal ones are tried once."""
 
-    mixes: (chunks as full as memory allows?, share of the chunk in the mix, factor on all
-    targets). settings: (`fit` of place.py, fraction of the mean target above which a sequence is
-    long). copies: how many changed copies of a good candidate a round tries.
-    """
-
-    mixes: tuple[tuple[bool, int, int], ...]
-    settings: tuple[tuple[int, int], ...]
-    free_settings: tuple[tuple[int, int], ...]
-    breakpoint_settings: tuple[tuple[int, int], ...]
-    copies: int
-
-
-CROWDED = Recipe(
-    mixes=(
-        (True, 900, 1040),
-        (True, 700, 1020),
-        (False, 800, 1040),
-        (True, 1000, 1000),
-        (False, 1000, 1040),
-        (True, 300, 1000),
-    ),
-    settings=((1, 600), (-1, 400), (1, 250)),
-    free_settings=((1, 600), (-1, 400), (1, 250)),
-    breakpoint_settings=((1, 600), (-1, 400)),
-    copies=8,
-)
-SPARSE = Recipe(
-    mixes=(
-        (True, 800, 1060),
-        (True, 300, 1060),
-        (False, 0, 1060),
-        (False, 600, 1060),
-        (True, 900, 1060),
-        (False, 300, 1040),
-        (True, 1000, 1060),
-        (True, 600, 1060),
-        (True, 850, 1030),
-        (True, 900, 1100),
-    ),
-    settings=((-1, 120),),
-    free_settings=((-1, 120), (1, 120)),
-    breakpoint_settings=(),
-    copies=5,
-)
-WORK = 8_000_000  # (candidate, micro-batch, block, long row) quadruples of one round
-FEWEST = 4  # candidates of a round, however much work
-FORCED = 6  # longest rows whose shapes are tried in every combination
-# quadruples of one of those candidates, at most, and of all of them
-FORCED_EACH, FORCED_WORK = 20_000, 400_000
-FREE_FACTORS = (1000, 1020, 1050, 1100)  # per mille, on the end of a free step
-CROWDED_FROM, SPARSE_BELOW = 2.5, 3.0  # sequences per rank and micro-batch
+    targets: tuple[int, ...]
+    """[micro_batches] nanoseconds."""
+    setting: Setting
+    """How its long sequences are placed, and which these are."""
 
 
 def starting_candidates(problem: Problem, batches: int) -> Candidates:
-    """The candidates for `batches` micro-batches; fewer where each of them means much work."""
-    chosen = [
-        (target, setting, fraction)
-        for recipe in recipes_of(problem, batches)
-        for target, (setting, fraction) in _targets(problem, batches, recipe)
-    ]
-    mean = max(1, int(problem.least_area.sum()) // problem.world // batches)
-    long = {fraction: long_rows(problem, mean * fraction // PERMILLE) for _, _, fraction in chosen}
-    chosen = list(dict.fromkeys(chosen))[: affordable(problem, batches, max(long.values()))]
-    chosen.sort(key=lambda c: -long[c[2]])
+    """Return the candidates for `batches` micro-batches; fewer where each means much work."""
+    # 1. Every recipe's targets with its settings, each once.
+    starts: dict[_Start, None] = {}
+    for recipe in recipes_of(problem, batches):
+        for start in _starts_of(problem, batches, recipe):
+            starts[start] = None
+    # 2. How many sequences are long, for each fraction of the mean target.
+    mean = int(problem.least_area.sum()) // problem.world // batches
+    mean = max(1, mean)
+    above2long: dict[int, int] = {}
+    for start in starts:
+        above = start.setting.long_above
+        above2long[above] = count_long(problem, mean * above // PERMILLE)
+    # 3. As many as a round can afford; those with most long sequences first, as `place.py` wants.
+    most_long = max(above2long.values())
+    chosen = list(starts)[: affordable(problem, batches, most_long)]
+    chosen.sort(key=lambda start: -above2long[start.setting.long_above])
+    shapes = (len(chosen), EFFORT.forced_rows)
     started = Candidates(
-        targets=np.array([t for t, _, _ in chosen], dtype=np.int64),
-        fit=np.array([fit for _, fit, _ in chosen], dtype=np.int64),
-        long=np.array([long[fraction] for _, _, fraction in chosen], dtype=np.int64),
-        shapes=np.full((len(chosen), FORCED), ANY_SHAPE, dtype=np.int64),
+        targets=_int64([start.targets for start in chosen]),
+        fit=_int64([start.setting.fit for start in chosen]),
+        long_rows=_int64([above2long[start.setting.long_above] for start in chosen]),
+        forced_shapes=np.full(shapes, ANY_SHAPE, dtype=np.int64),
     )
-    return _with_shapes(problem, started)
+    return _with_forced_shapes(problem, started)
 
 
-def _targets(
-    problem: Problem, batches: int, recipe: Recipe
-) -> list[tuple[tuple[int, ...], tuple[int, int]]]:
-    """(targets, setting) of the recipe's candidates."""
-    shares = {full: _shares(problem, batches, full) for full in (False, True)}
-    mixed = [_mixed(problem, shares[full], own, factor) for full, own, factor in recipe.mixes]
-    breakpoints = _breakpoints(problem, batches)
-    if problem.free:
-        mixed, breakpoints = [_clocks(problem, batches, factor) for factor in FREE_FACTORS], []
-    settings = recipe.free_settings if problem.free else recipe.settings
-    chosen = [(t, setting) for t in mixed for setting in settings]
-    return chosen + [(t, setting) for t in breakpoints for setting in recipe.breakpoint_settings]
+def _int64(values: Sequence[int] | Sequence[tuple[int, ...]]) -> Int64Array:
+    return np.array(values, dtype=np.int64)
 
 
 def recipes_of(problem: Problem, batches: int) -> tuple[Recipe, ...]:
-    """One, or both where either may be the better one."""
+    """Return the recipe for the density of sequences, or both where either may be better."""
     density = len(problem.lengths) / (problem.world * batches)
-    if density < CROWDED_FROM:
+    if density < EFFORT.crowded_from:
         return (SPARSE,)
-    return (CROWDED, SPARSE) if density < SPARSE_BELOW and not problem.free else (CROWDED,)
-
-
-def _with_shapes(problem: Problem, started: Candidates) -> Candidates:
-    """The candidates, before them those in which the longest rows have every combination of
-    shapes, as far as that is affordable; all rows of those count as long."""
-    rows, batches = len(problem.lengths), started.targets.shape[1]
-    each = rows * batches * len(problem.blocks.start)
-    possible = [[int(s) for s in np.flatnonzero(row < NEVER)] for row in problem.times[:FORCED]]
-    while possible and math.prod(map(len, possible)) * each > FORCED_WORK:
-        possible.pop()
-    if not possible or each > FORCED_EACH or problem.free:
-        return started
-    shapes = np.array(list(product(*possible)), dtype=np.int64)
-    shapes = np.pad(shapes, ((0, 0), (0, FORCED - shapes.shape[1])), constant_values=ANY_SHAPE)
-    count = len(shapes)
-    return Candidates(
-        targets=np.concatenate([np.repeat(started.targets[:1], count, axis=0), started.targets]),
-        fit=np.concatenate([np.full(count, -1), started.fit]),
-        long=np.concatenate([np.full(count, rows), started.long]),
-        shapes=np.concatenate([shapes, started.shapes]),
-    )
+    if density < EFFORT.sparse_below and not problem.free:
+        return (CROWDED, SPARSE)
+    return (CROWDED,)
 
 
 def affordable(problem: Problem, batches: int, long: int) -> int:
-    """How many candidates with `long` long rows a round may place."""
-    return max(FEWEST, WORK // max(1, batches * len(problem.blocks.start) * long))
+    """Return how many candidates with `long` long rows a round may place."""
+    cells_each = batches * len(problem.blocks.start) * long
+    return max(EFFORT.fewest_candidates, EFFORT.round_cells // max(1, cells_each))
 
 
-def long_rows(problem: Problem, limit: int) -> int:
-    """How many sequences do not fit one rank or take longer than `limit` nanoseconds there."""
-    return int((problem.times[:, 0] > limit).sum())
+def count_long(problem: Problem, limit: int) -> int:
+    """Count the sequences that one rank has no memory for, or needs above `limit` nanoseconds."""
+    alone = problem.times[:, 0]  # [sequences] nanoseconds on one rank, NEVER where it does not fit
+    return int((alone > limit).sum())
 
 
-def _shares(problem: Problem, batches: int, full: bool) -> Int64Array:
-    """Device-nanoseconds of each chunk of the sequences, longest first."""
-    ends = np.cumsum(problem.lengths)
-    total, steps = int(ends[-1]), np.arange(1, batches + 1)
-    cuts = (
-        np.minimum(steps * (problem.cap * problem.world * FULL // PERMILLE), total)
-        if full
-        else steps * total // batches
-    )
-    areas = np.concatenate([[0], np.cumsum(problem.least_area)])
-    cut_areas: Int64Array = areas[np.searchsorted(ends, cuts, side="right")]
-    cut_areas[-1] = areas[-1]
+# ---- targets
+
+
+def _starts_of(problem: Problem, batches: int, recipe: Recipe) -> list[_Start]:
+    """Return the recipe's starting candidates, the most promising first."""
+    if problem.free:
+        ends = [_ends(problem, batches, factor) for factor in EFFORT.free_factors]
+        return _paired(ends, recipe.free_settings)
+    full_shares = _chunk_shares(_full_cuts(problem, batches), problem)
+    even_shares = _chunk_shares(_even_cuts(problem, batches), problem)
+    mixed = []
+    for mix in recipe.mixes:
+        shares = full_shares if mix.full else even_shares
+        mixed.append(_mixed(problem, shares, mix))
+    starts = _paired(mixed, recipe.settings)
+    return starts + _paired(_breakpoints(problem, batches), recipe.breakpoint_settings)
+
+
+def _paired(all_targets: list[tuple[int, ...]], settings: tuple[Setting, ...]) -> list[_Start]:
+    """Return every targets with every setting, the settings of one targets side by side."""
+    starts = []
+    for targets, setting in product(all_targets, settings):
+        starts.append(_Start(targets=targets, setting=setting))
+    return starts
+
+
+def _full_cuts(problem: Problem, batches: int) -> Int64Array:
+    """Return [micro_batches] the tokens up to each chunk's end, chunks full of tokens."""
+    total = int(problem.lengths.sum())
+    chunk = problem.cap * problem.world * EFFORT.full_chunk // PERMILLE  # tokens
+    cuts: Int64Array = np.minimum(np.arange(1, batches + 1) * chunk, total)
+    return cuts
+
+
+def _even_cuts(problem: Problem, batches: int) -> Int64Array:
+    """Return [micro_batches] the tokens up to each chunk's end, chunks of equal tokens."""
+    total = int(problem.lengths.sum())
+    cuts: Int64Array = np.arange(1, batches + 1) * total // batches
+    return cuts
+
+
+def _chunk_shares(cuts: Int64Array, problem: Problem) -> Int64Array:
+    """Return [micro_batches] device-nanoseconds of each chunk, of `cuts` [micro_batches]."""
+    ends = np.cumsum(problem.lengths)  # [sequences] tokens
+    areas = np.concatenate([[0], np.cumsum(problem.least_area)])  # [sequences + 1] device-ns
+    cut_areas: Int64Array = areas[np.searchsorted(ends, cuts, side="right")]  # [micro_batches]
+    cut_areas[-1] = areas[-1]  # the last chunk takes what is left
     return np.diff(cut_areas, prepend=0)
 
 
-def _mixed(problem: Problem, shares: Int64Array, own: int, factor: int) -> tuple[int, ...]:
-    """Targets of which `own` per mille follow the chunks' shares and the rest is equal, all times
-    `factor`."""
+def _mixed(problem: Problem, shares: Int64Array, mix: Mix) -> tuple[int, ...]:
+    """Return the targets [micro_batches] of a mix, of the chunks' device-ns [micro_batches]."""
     equal = int(problem.least_area.sum()) // len(shares)
-    mixed = (own * shares + (PERMILLE - own) * equal) // PERMILLE // problem.world
-    return tuple((mixed * factor // PERMILLE).tolist())
+    device_ns = (mix.chunk * shares + (PERMILLE - mix.chunk) * equal) // PERMILLE
+    targets = device_ns // problem.world * mix.factor // PERMILLE
+    return tuple(targets.tolist())
 
 
-def _clocks(problem: Problem, batches: int, factor: int) -> tuple[int, ...]:
-    """The same end of the step for all micro-batches of free ranks."""
-    end = (
-        int(problem.least_area.sum()) // problem.world * factor // PERMILLE
-        + batches * problem.constant
-    )
+def _ends(problem: Problem, batches: int, factor: int) -> tuple[int, ...]:
+    """Return [micro_batches] one end of the step, in nanoseconds, for all micro-batches alike."""
+    mean_rank = int(problem.least_area.sum()) // problem.world
+    end = mean_rank * factor // PERMILLE + batches * problem.constant
     return (end,) * batches
 
 
 def _breakpoints(problem: Problem, batches: int) -> list[tuple[int, ...]]:
-    """Targets whose first one is the time of one of the longest sequences at one of its smallest
-    degrees, where that is above the mean."""
+    """Return targets [micro_batches] whose first is one long sequence's time, above the mean."""
     total = int(problem.least_area.sum()) // problem.world
-    times = {
-        int(t)
-        for row in problem.times[:4]
-        for t in row[row < NEVER][:3]
-        if total // batches < t < total
-    }
-    return [(t, *[(total - t) // (batches - 1)] * (batches - 1)) for t in sorted(times)]
+    mean = total // batches
+    times: set[int] = set()
+    for row in problem.times[:BREAKPOINT_ROWS]:  # [shapes] nanoseconds of one sequence
+        possible = row[row < NEVER][:BREAKPOINT_DEGREES]
+        times.update(time for time in possible.tolist() if mean < time < total)
+    breakpoints = []
+    for time in sorted(times):
+        rest = (total - time) // (
+            batches - 1
+        )  # mean < total, so there is more than one micro-batch
+        breakpoints.append((time, *[rest] * (batches - 1)))
+    return breakpoints
+
+
+# ---- shapes of the longest sequences
+
+
+def _with_forced_shapes(problem: Problem, started: Candidates) -> Candidates:
+    """Put candidates with every combination of shapes for the longest rows before the others.
+
+    As many of the longest rows take part as is affordable, none where one candidate alone is much
+    work. All rows of these candidates count as long.
+    """
+    rows = len(problem.lengths)
+    batches = started.targets.shape[1]
+    cells_each = rows * batches * len(problem.blocks.start)
+    # 1. The shapes that each of the longest rows may take.
+    possible = []
+    for times in problem.times[: EFFORT.forced_rows]:
+        possible.append(np.flatnonzero(times < NEVER).tolist())
+    # 2. Fewer rows, until all combinations are affordable.
+    while possible and math.prod(map(len, possible)) * cells_each > EFFORT.forced_cells:
+        possible.pop()
+    if not possible or cells_each > EFFORT.forced_cells_each or problem.free:
+        return started
+    # 3. One candidate for each combination, with the first targets and worst fit.
+    shapes = _int64(list(product(*possible)))  # [combinations, rows that take part]
+    open_rows = EFFORT.forced_rows - shapes.shape[1]
+    shapes = np.pad(shapes, ((0, 0), (0, open_rows)), constant_values=ANY_SHAPE)
+    count = len(shapes)
+    first_targets = np.repeat(started.targets[:1], count, axis=0)  # [combinations, micro_batches]
+    return Candidates(
+        targets=np.concatenate([first_targets, started.targets]),
+        fit=np.concatenate([np.full(count, -1), started.fit]),
+        long_rows=np.concatenate([np.full(count, rows), started.long_rows]),
+        forced_shapes=np.concatenate([shapes, started.forced_shapes]),
+    )
