@@ -8,6 +8,7 @@ import pytest
 
 from hf_flexseq.cost import step_ns
 from hf_flexseq.cost.presets import PRESETS
+from hf_flexseq.planner import make_plan
 from hf_flexseq.planner.blocks import ALL_RANGES, blocks_of
 from hf_flexseq.planner.problem import NEVER, Problem, make_problem, micro_batches_of
 from hf_flexseq.planner.search.effort import EFFORT
@@ -277,3 +278,69 @@ def test_static_packs_into_few_micro_batches() -> None:
     )
     assert len(tight) == 1
     assert len(tight[0].groups) == 1
+
+
+# ---- the worked example of planner/search/__init__.py
+
+
+def test_the_worked_example_is_what_the_search_does() -> None:
+    lengths = [9000, 3000, 2500, 2000, 1500, 1200, 1000, 800, 600, 500, 400, 300]
+    ranks = topology((1, 4))
+    asked = make_problem(lengths, ranks, FLEXSP, strategy="auto", cap=3500, sync="lockstep")
+
+    def ms(nanoseconds: int) -> int:
+        return round(nanoseconds / 1e6)
+
+    # 1. problem
+    one_rank = [ms(time) for time in asked.times[1:, 0].tolist()]
+    four_ranks = [ms(time) for time in asked.times[:, 3].tolist()]
+    assert (asked.fewest_micro_batches, ms(asked.constant)) == (2, 629)
+    assert one_rank == [598, 492, 388, 287, 228, 189, 150, 112, 93, 74, 56]
+    assert four_ranks == [561, 164, 135, 107, 79, 63, 52, 41, 31, 26, 21, 15]
+    assert ms(int(asked.least_area.sum()) // 4) == 1228
+    # 3. targets
+    candidates = starting_candidates(asked, 2)
+    first = candidates.targets[:, 0]
+    second = candidates.targets[:, 1]
+    assert len(first) == 522
+    assert (candidates.forced_shapes[:, 4] >= 0).sum() == 512
+    assert (candidates.forced_shapes[:, 5] >= 0).sum() == 0
+    assert (ms(first[0]), ms(second[0])) == (733, 569)
+    assert (ms(first[512:].min()), ms(first[512:].max())) == (617, 771)
+    # 4. place and water
+    placed = place_long(asked, candidates)
+    rises = water_levels(asked, candidates, placed)
+    promise = placed.targets.sum(axis=1) + 2 * (rises + asked.constant)
+    best = np.argsort(promise, kind="stable")[:2].tolist()
+    assert [ms(promise[c]) for c in best] == [2533, 2536]
+    assert [(ms(first[c]), ms(second[c])) for c in best] == [(717, 548), (622, 655)]
+    # 5. fill, 7. repair, 8. tabu
+    filled = []
+    for c in best:
+        long_rows = int(candidates.long_rows[c])
+        filled.append(fill_short(asked, placed, c, long_rows=long_rows, rise=int(rises[c])))
+    assert [ms(plan.objective) for plan in filled] == [2532, 2511]
+    assert [ms(load) for load in filled[1].load.max(axis=1)] == [609, 643]
+    repaired = repair(asked, filled[1])
+    assert repaired.objective == filled[1].objective
+    walked = improved(asked, repaired)
+    assert ms(walked.objective) == 2503
+    # The whole search, and 9. one degree
+    plan = make_plan(lengths, ranks, FLEXSP, max_tokens_per_rank=3500, remap="off")
+    one_degree = make_plan(
+        lengths, ranks, FLEXSP, planner="static", sp_degree=4, max_tokens_per_rank=3500
+    )
+    assert plan.objective_s == walked.objective / 1e9
+    assert (round(plan.lower_bound_s, 3), round(one_degree.objective_s, 3)) == (2.487, 2.553)
+    groups = [[(g.ranks, g.sequences) for g in mb.groups] for mb in plan.micro_batches]
+    assert groups == [
+        [((0, 1, 2, 3), (0, 8))],
+        [
+            ((0, 1, 2, 3), (7,)),
+            ((1, 2, 3), (11,)),
+            ((0,), (1,)),
+            ((1,), (2, 9)),
+            ((2,), (3, 6)),
+            ((3,), (4, 5, 10)),
+        ],
+    ]
