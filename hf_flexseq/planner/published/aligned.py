@@ -1,11 +1,19 @@
 """Groups of power-of-two degrees, as FlexSP and Megatron-LM use them, and the ranks they stand on.
 
-* Degrees: powers of two inside a node, the node, powers of two of nodes, the world. On powers of
-  two these are all of them; on other worlds the node and the world keep every legal length
-  plannable.
-* Several groups fit side by side if for every degree d inside a node the groups from d upward
-  leave enough slots of d ranks: each of those degrees but the node's divides the next, so first
-  fit by falling degree then finds room.
+1. Degrees: powers of two inside a node, the node, powers of two of nodes, the world. Where nodes
+   and ranks are powers of two these are all powers of two; on other worlds the node and the world
+   keep every legal length plannable.
+2. Room: several groups fit side by side if, for every degree d inside a node, the groups of d
+   ranks and more leave enough slots of d ranks. Each of those degrees but the node's divides the
+   next, so first fit by falling degree then finds room.
+3. Ranks: first fit by falling degree, from rank 0 upward.
+
+Example: two nodes of six ranks have the degrees 1, 2, 4, 6 and 12. Groups of 4, 4 and 2 ranks fit:
+the groups of four take ranks 0 to 3 and 6 to 9, and the group of two takes ranks 4 and 5.
+
+Left out: nothing is left out of the published rule where ranks are powers of two; the other
+degrees are ours. The test "groups stand side by side on legal ranks" in
+tests/planner/test_flexsp.py tries random sets of degrees.
 """
 
 from collections.abc import Iterable, Sequence
@@ -14,47 +22,68 @@ from hf_flexseq.topology import Topology
 
 
 def aligned_degrees(topology: Topology) -> tuple[int, ...]:
-    """The degrees of aligned groups, ascending."""
+    """Return the degrees of aligned groups, ascending."""
     widths = {stop - start for start, stop in topology.aligned_blocks()}
     return tuple(sorted(widths | {1}))
 
 
 def slots(topology: Topology, degree: int, unit: int) -> int:
-    """How many groups of `unit` ranks a group of `degree` ranks keeps out; unit is at most a node,
-    and degree."""
+    """Return how many groups of `unit` ranks a group of `degree` ranks keeps out.
+
+    unit: ranks, at most a node and at most `degree`.
+    """
     node = topology.ranks_per_node
-    return degree // unit if degree < node else degree // node * (node // unit)
+    if degree < node:
+        return degree // unit
+    nodes = degree // node
+    return nodes * (node // unit)
 
 
 def units(topology: Topology) -> list[int]:
-    """The degrees whose slots have to be counted: one rank, and those that leave a rest of a
-    node."""
+    """Return the degrees whose slots have to be counted, ascending.
+
+    One rank, and the degrees inside a node that leave some ranks of the node over.
+    """
     node = topology.ranks_per_node
-    return [d for d in aligned_degrees(topology) if d == 1 or (d < node and node % d)]
+    counted = []
+    for degree in aligned_degrees(topology):
+        leaves_ranks_over = degree < node and node % degree != 0
+        if degree == 1 or leaves_ranks_over:
+            counted.append(degree)
+    return counted
 
 
 def fit_together(degrees: Iterable[int], topology: Topology) -> bool:
-    """Whether groups of these aligned degrees have room side by side."""
-    node, wanted = topology.ranks_per_node, list(degrees)
-    return all(
-        sum(slots(topology, d, unit) for d in wanted if d >= unit)
-        <= topology.nodes * (node // unit)
-        for unit in units(topology)
-    )
+    """Return whether groups of these aligned degrees have room side by side."""
+    wanted = list(degrees)
+    for unit in units(topology):
+        taken = sum(slots(topology, degree, unit) for degree in wanted if degree >= unit)
+        slots_of_node = topology.ranks_per_node // unit
+        if taken > topology.nodes * slots_of_node:
+            return False
+    return True
 
 
 def rank_ranges(degrees: Sequence[int], topology: Topology) -> list[range]:
-    """The ranks of each group, cut from rank 0 upward by falling degree. The groups must
-    `fit_together`."""
+    """Return the ranks of each group, cut from rank 0 upward by falling degree.
+
+    The groups must `fit_together`.
+    """
     node = topology.ranks_per_node
-    used = [0] * topology.nodes
+    used = [0] * topology.nodes  # ranks of each node, always its first ones
     ranges = [range(0)] * len(degrees)
     for index in sorted(range(len(degrees)), key=lambda i: (-degrees[i], i)):
-        taken = min(degrees[index], node)
-        first = next((n for n, there in enumerate(used) if there + taken <= node), None)
+        degree = degrees[index]
+        ranks_of_node = min(degree, node)
+        first = None  # first node with room
+        for candidate, used_ranks in enumerate(used):
+            if used_ranks + ranks_of_node <= node:
+                first = candidate
+                break
         assert first is not None, f"groups of {sorted(degrees)} ranks do not fit {topology}"
         start = first * node + used[first]
-        ranges[index] = range(start, start + degrees[index])
-        for n in range(first, first + -(-degrees[index] // node)):
-            used[n] += taken
+        ranges[index] = range(start, start + degree)
+        nodes = -(-degree // node)
+        for taken in range(first, first + nodes):
+            used[taken] += ranks_of_node
     return ranges

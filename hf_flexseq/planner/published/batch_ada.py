@@ -1,8 +1,12 @@
 """A baseline: one degree for all groups of a step, chosen anew for every step.
 
-FlexSP's second baseline, FlexSP-BatchAda (arXiv 2412.01523, section 6.1): its groups, its packing
-and its sorting are those of `static.py`. The published one tries powers of two; this one tries
-every degree that covers the ranks.
+FlexSP's second baseline, FlexSP-BatchAda (arXiv 2412.01523, section 6.1):
+
+1. For every degree that covers the ranks and has memory for the longest sequence, make the plan
+   with that degree for everything: groups, packing and sorting are those of `static.py`.
+2. Take the plan of least seconds.
+
+The published one tries powers of two; this one tries every degree that covers the ranks.
 """
 
 from collections.abc import Sequence
@@ -22,15 +26,18 @@ def batch_ada_micro_batches(
     cap: int,
     sync: str,
 ) -> tuple[MicroBatch, ...]:
-    """The micro-batches of the fastest single degree. Every sequence must fit on all ranks
-    together."""
-    degrees = [
-        d
-        for d in static_degrees(topology)
-        if -(-max(lengths) // d) <= cap and (d == 1 or strategy != "local")
-    ]
-    plans = [
-        static_micro_batches(lengths, topology, cost, degree=degree, strategy=strategy, cap=cap)
-        for degree in degrees
-    ]
+    """Return the micro-batches of the fastest single degree.
+
+    cap: most tokens of a rank in a micro-batch. Every sequence must fit on all ranks together.
+    """
+    longest = max(lengths)
+    plans = []
+    for degree in static_degrees(topology):
+        fits = -(-longest // degree) <= cap
+        allowed = degree == 1 or strategy != "local"
+        if fits and allowed:
+            plan = static_micro_batches(
+                lengths, topology, cost, degree=degree, strategy=strategy, cap=cap
+            )
+            plans.append(plan)
     return min(plans, key=lambda plan: step_ns(cost, plan, lengths, topology, sync=sync))

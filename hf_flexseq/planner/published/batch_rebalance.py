@@ -1,19 +1,22 @@
 """A baseline: the rule of transformers' `BatchRebalanceSampler`
 (train_sampling_strategy="batch_rebalance").
 
-It never splits a sequence; it chooses how many of them, sorted by falling length, each (rank,
-micro-batch) pair gets, where n sequences of at most s tokens, padded to s, cost n (s + 0.001 s^2).
+The sampler never splits a sequence. It sorts the sequences by falling length, cuts them into one
+contiguous group for each (rank, micro-batch) pair, and chooses how many sequences each group gets.
+A group of n sequences of at most s tokens, padded to s, costs n (s + 0.001 s^2).
 
 1. Start from equal counts.
-2. Move one sequence from the dearest group to the cheapest, until the counts repeat; keep the
-   smallest spread seen.
-3. A dearest group of one sequence cannot give: its micro-batch is filled up to its cost and left
-   alone from then on.
-4. Groups sorted by falling cost make the micro-batches.
+2. Move one sequence from the most expensive group to the cheapest, until the counts repeat; keep
+   the counts with the smallest difference between the two.
+3. A most expensive group of one sequence cannot give. Its micro-batch is filled up to its cost and
+   left alone from then on (frozen).
+4. Sort the groups by falling cost: each `world` of them make a micro-batch.
 
-The sampler leaves the number of micro-batches and memory to the user: here they are as few as
-memory allows, counted without padding, which our execution does not need. With fewer sequences
-than pairs, ranks stay idle.
+Left out: padding in memory, which our execution does not need. Added: the sampler leaves the
+number of micro-batches and memory to the user; here they are as few as memory allows. With fewer
+sequences than pairs, ranks stay idle.
+
+tests/planner/test_baselines.py compares the counts with those of transformers' own class.
 """
 
 from collections.abc import Sequence
@@ -24,113 +27,134 @@ from hf_flexseq.plan import Group, MicroBatch
 from hf_flexseq.planner.published.blaster import falling
 from hf_flexseq.topology import Topology
 
-PATIENCE = 30  # moves per group
+MOVES = 30  # moves for each group, at most, as in the sampler
 
 
 def batch_rebalance_micro_batches(
     lengths: Sequence[int], topology: Topology, cost: CostModel, *, strategy: str, cap: int
 ) -> tuple[MicroBatch, ...]:
-    """The micro-batches of that rule. Every sequence must fit one rank."""
-    del cost, strategy  # it has a cost of its own
-    order, world = falling(lengths), topology.world_size
+    """Return the micro-batches of the sampler's rule. Every sequence must fit one rank.
+
+    cap: most tokens of a rank in a micro-batch.
+    """
+    del cost, strategy  # the rule has a cost of its own, and groups of one rank
+    world = topology.world_size
+    order = falling(lengths)
     tokens = [lengths[i] for i in order]
+    # 1. As few micro-batches as memory allows. With a group for each sequence everything fits.
     batches = -(-sum(lengths) // (cap * world))
-    while True:
-        spans = rebalanced(tokens, world, batches)
-        if all(sum(tokens[a:b]) <= cap for a, b in spans):
-            break
-        batches += 1  # with a sequence per group, everything fits
-    return tuple(
-        MicroBatch(
-            groups=tuple(
-                Group(ranks=(rank,), sequences=tuple(sorted(order[a:b])), strategy="local")
-                for rank, (a, b) in enumerate(spans[first : first + world])
-            )
-        )
-        for first in range(0, len(spans), world)
-    )
+    slices = rebalanced(tokens, world, batches)
+    while any(sum(tokens[start:stop]) > cap for start, stop in slices):
+        batches += 1
+        slices = rebalanced(tokens, world, batches)
+    # 2. Each `world` groups make a micro-batch.
+    micro_batches = []
+    for first in range(0, len(slices), world):
+        groups = []
+        for rank, (start, stop) in enumerate(slices[first : first + world]):
+            ids = tuple(sorted(order[start:stop]))
+            groups.append(Group(ranks=(rank,), sequences=ids, strategy="local"))
+        micro_batches.append(MicroBatch(groups=tuple(groups)))
+    return tuple(micro_batches)
 
 
 def rebalanced(tokens: list[int], ranks: int, batches: int) -> list[tuple[int, int]]:
-    """(start, stop) of every group in `tokens`, which fall, in the order of rank and
-    micro-batch."""
+    """Return (start, stop) in `tokens` of every group, in the order of micro-batch and rank.
+
+    tokens: falling lengths.
+    """
     groups = min(len(tokens), ranks * batches)
-    search = _RebalanceSearch(
-        tokens, ranks, [len(tokens) // groups + (i < len(tokens) % groups) for i in range(groups)]
-    )
+    each, rest = divmod(len(tokens), groups)
+    counts = [each + 1] * rest + [each] * (groups - rest)
+    search = _RebalanceSearch(tokens, ranks, counts)
     search.run()
-    spans = search.spans()
+    slices = search.slices()
     costs = search.costs()
-    return [spans[g] for g in sorted(range(groups), key=lambda g: -costs[g])]
+    by_falling_cost = sorted(range(groups), key=lambda group: -costs[group])
+    return [slices[group] for group in by_falling_cost]
 
 
 class _RebalanceSearch:
-    """Hill climbing over the counts of sequences per group."""
+    """Hill climbing over the counts of sequences of each group."""
 
     def __init__(self, tokens: list[int], ranks: int, counts: list[int]) -> None:
-        self.tokens, self.ranks, self.counts = tokens, ranks, counts
-        self.frozen: set[int] = set()
+        self.tokens = tokens  # lengths, falling
+        self.ranks = ranks
+        self.counts = counts  # [groups]
+        self.frozen: set[int] = set()  # groups that are left alone
 
-    def spans(self) -> list[tuple[int, int]]:
+    def slices(self) -> list[tuple[int, int]]:
+        """Return (start, stop) in `tokens` of each group."""
         stops = list(accumulate(self.counts))
-        return list(zip([0, *stops[:-1]], stops, strict=True))
+        starts = [0, *stops[:-1]]
+        return list(zip(starts, stops, strict=True))
 
     def costs(self) -> list[int]:
-        """A thousand times each group's cost."""
-        return [padded_cost(stop - start, self.tokens[start]) for start, stop in self.spans()]
+        """Return a thousand times each group's cost."""
+        return [padded_cost(stop - start, self.tokens[start]) for start, stop in self.slices()]
 
     def run(self) -> None:
         """Leave the best counts met in `counts`."""
         seen: set[tuple[int, ...]] = set()
-        best, least = list(self.counts), None
-        for _ in range(max(PATIENCE * len(self.counts), len(self.tokens))):
-            costs, active = (
-                self.costs(),
-                [g for g in range(len(self.counts)) if g not in self.frozen],
-            )
+        best = list(self.counts)
+        least_difference = None
+        for _ in range(max(MOVES * len(self.counts), len(self.tokens))):
+            costs = self.costs()
+            active = [group for group in range(len(self.counts)) if group not in self.frozen]
             if tuple(self.counts) in seen or len(active) <= 1:
                 break
             seen.add(tuple(self.counts))
-            dearest, cheapest = (
-                max(active, key=costs.__getitem__),
-                min(active, key=costs.__getitem__),
-            )
-            spread = costs[dearest] - costs[cheapest]
-            if least is None or spread < least:
-                best, least = list(self.counts), spread
-            if not spread:
+            # 1. The two groups that differ most.
+            most_expensive = max(active, key=costs.__getitem__)
+            cheapest = min(active, key=costs.__getitem__)
+            difference = costs[most_expensive] - costs[cheapest]
+            if least_difference is None or difference < least_difference:
+                best = list(self.counts)
+                least_difference = difference
+            if not difference:
                 break
-            if self.counts[dearest] > 1:
-                self.counts[dearest] -= 1
+            # 2. One sequence from the one to the other, or no more of this micro-batch.
+            if self.counts[most_expensive] > 1:
+                self.counts[most_expensive] -= 1
                 self.counts[cheapest] += 1
             else:
-                self._freeze(costs, dearest)
+                self._freeze(costs, most_expensive)
         self.counts = best
 
-    def _freeze(self, costs: list[int], dearest: int) -> None:
-        """Fill the groups that share a micro-batch with `dearest` up to its cost, and leave them
-        alone from now on."""
-        ranking = sorted(range(len(costs)), key=lambda g: -costs[g])
-        first = ranking.index(dearest) // self.ranks * self.ranks
+    def _freeze(self, costs: list[int], most_expensive: int) -> None:
+        """Fill the groups that share a micro-batch with the most expensive one up to its cost, and
+        leave all of them alone from now on."""
+        ranking = sorted(range(len(costs)), key=lambda group: -costs[group])
+        first = ranking.index(most_expensive) // self.ranks * self.ranks
         batch = set(ranking[first : first + self.ranks])
-        for group in batch - self.frozen - {dearest}:
-            while self._may_take(group, costs[dearest]):
-                donors = [
-                    g
-                    for g in range(len(costs))
-                    if g not in self.frozen | batch and self.counts[g] > 1
-                ]
-                if not donors:
+        for group in batch - self.frozen - {most_expensive}:
+            while self._may_take(group, costs[most_expensive]):
+                if not self._give_to(group, batch):
                     break
-                now = self.costs()
-                self.counts[group] += 1
-                self.counts[min(donors, key=now.__getitem__)] -= 1
         self.frozen |= batch
 
+    def _give_to(self, group: int, batch: set[int]) -> bool:
+        """Move a sequence to `group` from the cheapest group outside of its micro-batch `batch`.
+
+        False when no group can give.
+        """
+        givers = []
+        for other, count in enumerate(self.counts):
+            if other not in self.frozen and other not in batch and count > 1:
+                givers.append(other)
+        if not givers:
+            return False
+        costs = self.costs()
+        self.counts[group] += 1
+        self.counts[min(givers, key=costs.__getitem__)] -= 1
+        return True
+
     def _may_take(self, group: int, most: int) -> bool:
-        return padded_cost(self.counts[group] + 1, self.tokens[sum(self.counts[:group])]) <= most
+        """Return whether a group with one sequence more costs at most `most`."""
+        start = sum(self.counts[:group])
+        return padded_cost(self.counts[group] + 1, self.tokens[start]) <= most
 
 
 def padded_cost(count: int, longest: int) -> int:
-    """A thousand times the cost of `count` sequences padded to `longest` tokens."""
+    """Return a thousand times the cost of `count` sequences padded to `longest` tokens."""
     return count * longest * (1000 + longest)

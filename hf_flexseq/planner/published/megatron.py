@@ -2,18 +2,21 @@
 (`data_schedule_utils.py`, August 2026).
 
 The work of a sequence of s tokens on d ranks is s^2 / d, whatever the machine. Micro-batch by
-micro-batch:
+micro-batch, with the method that does each step:
 
-1. The longest sequence takes the smallest degree that memory allows. Work per rank is limited to
-   that sequence's length times the tokens a rank holds, plus 5 %.
-2. Every other one, longest first, goes where the most loaded rank ends up with the least work: to
-   a group with memory left, or to a new group on free ranks, at any degree that memory allows.
-   What fits nowhere is left for later.
-3. While ranks are idle the first group of the smallest degree takes the next one; if none can, one
-   group of all ranks takes as many sequences as fit.
+1. `micro_batch`: the longest sequence takes the smallest degree that memory allows. Work on a rank
+   is limited to that sequence's length times the tokens a rank holds, plus 5 %.
+2. `_best`: every other sequence, longest first, goes where the busiest rank ends up with the least
+   work: to a group with memory left, or to a new group on free ranks, at any degree that memory
+   allows. What fits nowhere is left for the next micro-batch.
+3. `_grow`: while ranks are idle the first group of the smallest degree takes the next degree.
+4. `_together`: if no group can grow, one group of all ranks takes as many sequences as fit.
 
-It knows no linear layers, no communication and no constant per micro-batch: the cost model only
-prices the outcome. Where Megatron allows any ranks, groups are aligned here (`aligned.py`).
+Left out, because the published rule leaves it out: linear layers, communication and the constant
+of a micro-batch. The cost model only prices the outcome. Changed: where Megatron allows any ranks,
+groups are aligned here (`aligned.py`).
+
+tests/planner/test_baselines.py walks through the steps on small examples.
 """
 
 import math
@@ -27,103 +30,130 @@ from hf_flexseq.planner.published.blaster import falling
 from hf_flexseq.planner.static import one_strategy_group
 from hf_flexseq.topology import Topology
 
-SPARE = 5  # per cent of work above the limit
+SPARE = 5  # per cent of work above the limit, as published
 
 
 @dataclass(kw_only=True, slots=True)
 class _Pack:
-    """A group in the making. work: of each of its ranks, times the common multiple of all
-    degrees."""
+    """A group in the making."""
 
     degree: int
+    """Ranks."""
     ids: list[int] = field(default_factory=list)
+    """The sequences it holds."""
     tokens: int = 0
+    """Tokens of all its sequences."""
     work: int = 0
+    """Squared tokens of each of its ranks, times the common multiple of all degrees."""
 
 
 class _Scheduler:
-    """The rule above for one step."""
+    """The published rule for one step."""
 
     def __init__(
         self, lengths: Sequence[int], topology: Topology, degrees: tuple[int, ...], cap: int
     ) -> None:
-        self.lengths, self.topology, self.degrees, self.cap = lengths, topology, degrees, cap
-        self.multiple = math.lcm(*degrees)
+        self.lengths = lengths
+        self.topology = topology
+        self.degrees = degrees  # ascending
+        self.cap = cap  # tokens of a rank
+        self.multiple = math.lcm(*degrees)  # work times this is a whole number at every degree
 
     def micro_batch(self, ids: list[int]) -> tuple[list[_Pack], list[int]]:
-        """The groups of the next micro-batch and the sequences left for later; `ids` fall in
-        length."""
+        """Return the groups of the next micro-batch and the sequences left for later.
+
+        ids: sequences by falling length.
+        """
+        # 1. The longest sequence sets the limit.
         longest = self.lengths[ids[0]]
         limit = longest * self.cap * self.multiple * (100 + SPARE) // 100
-        first = _Pack(degree=self._needed(longest))
+        first = _Pack(degree=self._smallest_degree(longest))
         self._add(first, ids[0])
-        packs, later = [first], []
+        # 2. All others, as far as they fit.
+        packs = [first]
+        later = []
         for i in ids[1:]:
             pack = self._best(packs, i, limit)
             if pack is None:
                 later.append(i)
             else:
                 self._add(pack, i)
-        return self._filled(packs, ids, later)
+        # 3. and 4. Groups grow over idle ranks, or are given up for one of all ranks.
+        while sum(pack.degree for pack in packs) < self.topology.world_size:
+            if not self._grow(packs):
+                return self._together(ids)
+        return packs, later
 
-    def _needed(self, length: int) -> int:
-        return next(d for d in self.degrees if -(-length // d) <= self.cap)
+    def _smallest_degree(self, length: int) -> int:
+        """Return the smallest degree at which memory allows a sequence."""
+        return next(degree for degree in self.degrees if -(-length // degree) <= self.cap)
 
     def _add(self, pack: _Pack, i: int) -> None:
+        """Add a sequence to a group."""
         pack.ids.append(i)
         pack.tokens += self.lengths[i]
         pack.work += self._work(i, pack.degree)
 
     def _work(self, i: int, degree: int) -> int:
+        """Return a sequence's work on each of `degree` ranks, in the unit of `_Pack.work`."""
         return self.lengths[i] ** 2 * self.multiple // degree
 
     def _best(self, packs: list[_Pack], i: int, limit: int) -> _Pack | None:
-        """Where the most loaded rank stays lowest; narrow before wide, and groups there before a
-        new one. A new one is added to `packs`."""
-        busiest, best, least = max(pack.work for pack in packs), None, limit + 1
-        for degree in self.degrees[self.degrees.index(self._needed(self.lengths[i])) :]:
+        """Return the group where a sequence leaves the busiest rank lowest; None above `limit`.
+
+        Of equal ones narrow before wide, and a group in use before a new one. A new one is added
+        to `packs`.
+        """
+        busiest = max(pack.work for pack in packs)
+        smallest = self._smallest_degree(self.lengths[i])
+        best = None
+        least = limit + 1
+        for degree in self.degrees[self.degrees.index(smallest) :]:
             work = self._work(i, degree)
-            room = self.cap * degree - self.lengths[i]
+            # 1. Groups in use that have memory left.
+            most_tokens = self.cap * degree - self.lengths[i]
             for pack in packs:
-                if (
-                    pack.degree == degree
-                    and pack.tokens <= room
-                    and max(busiest, pack.work + work) < least
-                ):
-                    best, least = pack, max(busiest, pack.work + work)
-            if max(busiest, work) < least and self._fits([*packs, _Pack(degree=degree)]):
-                best, least = _Pack(degree=degree), max(busiest, work)
+                if pack.degree != degree or pack.tokens > most_tokens:
+                    continue
+                busiest_then = max(busiest, pack.work + work)
+                if busiest_then < least:
+                    best = pack
+                    least = busiest_then
+            # 2. A new group on free ranks.
+            busiest_then = max(busiest, work)
+            if busiest_then < least and self._fits([*packs, _Pack(degree=degree)]):
+                best = _Pack(degree=degree)
+                least = busiest_then
         if best is not None and not best.ids:
             packs.append(best)
         return best
 
     def _fits(self, packs: list[_Pack]) -> bool:
+        """Return whether all groups have ranks side by side."""
         return fit_together([pack.degree for pack in packs], self.topology)
 
-    def _filled(
-        self, packs: list[_Pack], ids: list[int], later: list[int]
-    ) -> tuple[list[_Pack], list[int]]:
-        """The groups grown over idle ranks."""
-        while sum(pack.degree for pack in packs) < self.topology.world_size:
-            if not self._grown(packs):
-                return self._together(ids)
-        return packs, later
-
-    def _grown(self, packs: list[_Pack]) -> bool:
-        """Whether a group of the smallest degree could take the next one."""
-        narrowest = min(pack.degree for pack in packs)
-        wider = [d for d in self.degrees if d > narrowest]
+    def _grow(self, packs: list[_Pack]) -> bool:
+        """Give the first group of the smallest degree the next degree; False when none can have
+        it."""
+        smallest = min(pack.degree for pack in packs)
+        wider = [degree for degree in self.degrees if degree > smallest]
+        if not wider:
+            return False
         for pack in packs:
-            if wider and pack.degree == narrowest:
+            if pack.degree == smallest:
                 pack.degree = wider[0]
                 if self._fits(packs):
                     return True
-                pack.degree = narrowest
+                pack.degree = smallest
         return False
 
     def _together(self, ids: list[int]) -> tuple[list[_Pack], list[int]]:
-        """One group of the widest degree with every sequence that fits, longest first."""
-        whole, later = _Pack(degree=self.degrees[-1]), []
+        """Return one group of the widest degree with every sequence that fits, and the others.
+
+        ids: sequences by falling length.
+        """
+        whole = _Pack(degree=self.degrees[-1])
+        later = []
         for i in ids:
             if whole.tokens + self.lengths[i] <= self.cap * whole.degree:
                 self._add(whole, i)
@@ -135,15 +165,20 @@ class _Scheduler:
 def megatron_micro_batches(
     lengths: Sequence[int], topology: Topology, cost: CostModel, *, strategy: str, cap: int
 ) -> tuple[MicroBatch, ...]:
-    """The micro-batches of that schedule. Every sequence must fit on all ranks together."""
+    """Return the micro-batches of Megatron's schedule.
+
+    cap: most tokens of a rank in a micro-batch. Every sequence must fit on all ranks together.
+    """
     degrees = (1,) if strategy == "local" else aligned_degrees(topology)
-    scheduler, left, made = _Scheduler(lengths, topology, degrees, cap), falling(lengths), []
+    scheduler = _Scheduler(lengths, topology, degrees, cap)
+    scoring = (lengths, topology, cost, strategy)
+    left = falling(lengths)
+    micro_batches = []
     while left:
         packs, left = scheduler.micro_batch(left)
         ranges = rank_ranges([pack.degree for pack in packs], topology)
-        groups = [
-            one_strategy_group(ranks, pack.ids, (lengths, topology, cost, strategy))
-            for ranks, pack in zip(ranges, packs, strict=True)
-        ]
-        made.append(MicroBatch(groups=widest_first(groups)))
-    return tuple(made)
+        groups = []
+        for ranks, pack in zip(ranges, packs, strict=True):
+            groups.append(one_strategy_group(ranks, pack.ids, scoring))
+        micro_batches.append(MicroBatch(groups=widest_first(groups)))
+    return tuple(micro_batches)

@@ -1,19 +1,24 @@
 """Zeppelin's hierarchical partition (arXiv 2509.21841): every sequence in one of three zones.
 
-1. Nodes. Longest first, a sequence of more tokens than a node holds is split over the narrowest
-   range of whole nodes with room, charged to them equally (inter-node zone); every other one goes
-   to the node with the fewest tokens.
-2. Ranks of a node. A sequence longer than a rank's memory, or with more quadratic work than the
-   node's ranks have on average, is split over the narrowest range that brings it below both
-   (intra-node zone); every other one goes to the rank with the least quadratic work (local zone).
-3. Where something does not fit, more of the longest sequences are split: one, two, four, ... and
-   at last all of them.
-4. Zones are groups; widest first is the published order of execution, inter-node, intra-node,
-   local. Split sequences use a ring where the cost model knows one (`zigzag`), else Ulysses.
+1. Nodes (`_over_nodes`). Longest first, a sequence of more tokens than a node holds is split over
+   the narrowest range of whole nodes with room, which share it equally: the inter-node zone. Every
+   other sequence goes to the node with the fewest tokens.
+2. Ranks of a node (`_over_ranks`). A sequence longer than a rank's memory, or with more quadratic
+   work than the node's ranks have on average, is split over the narrowest range of ranks that
+   brings it below both: the intra-node zone. Every other one goes to the rank with the least
+   quadratic work: the local zone.
+3. Memory (`_partitioned`). Where something does not fit, more of the longest sequences are split:
+   one, two, four, ... and at last all of them.
+4. Order (`_micro_batch`). Zones are groups, and widest first is the published order of execution:
+   inter-node, intra-node, local. Split sequences use a ring where the cost model knows one
+   (`zigzag`), else Ulysses.
 
-A step that does not fit one micro-batch is cut by `blaster.py`, into as few as can be placed.
-Split ranges are the binary tree's of `blocks.py`, so that groups are laminar. The published system
-also moves tokens between attention and linear layers: `remap.py` decides that afterwards.
+Added: a step that does not fit one micro-batch is cut by `blaster.py`, into as few as can be
+placed; step 3 is ours, too. Changed: split ranges are the binary tree's of `blocks.py`, so that
+groups are laminar. Left out here: routing over several NICs is the transport's, and moving tokens
+between attention and linear layers is decided afterwards, by `planner/remap.py`.
+
+tests/planner/test_baselines.py checks the zones on small examples.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -24,61 +29,79 @@ from hf_flexseq.planner.blocks import tree_ranges
 from hf_flexseq.planner.published.blaster import blast
 from hf_flexseq.topology import Topology
 
-Zone = tuple[int, int]  # first rank, one past the last
+Zone = tuple[int, int]
+"""The ranks of a zone: the first one, and one past the last."""
 
 
 def zeppelin_micro_batches(
     lengths: Sequence[int], topology: Topology, cost: CostModel, *, strategy: str, cap: int
 ) -> tuple[MicroBatch, ...]:
-    """The micro-batches of that partition. Every sequence must fit on all ranks together."""
+    """Return the micro-batches of Zeppelin's partition.
+
+    cap: most tokens of a rank in a micro-batch. Every sequence must fit on all ranks together.
+    """
+    names = cost.strategies(strategy)
+    if "zigzag" in names or not names:
+        split_name = "zigzag"
+    else:
+        split_name = names[0]
     batches = -(-sum(lengths) // (cap * topology.world_size))
     while True:
-        made = [
-            _partitioned(piece, lengths, topology, split=strategy != "local", cap=cap)
-            for piece in blast(lengths, batches)
-        ]
-        if all(made):
-            break
+        partitions = []
+        for ids in blast(lengths, batches):
+            partition = _partitioned(ids, lengths, topology, split=strategy != "local", cap=cap)
+            if partition is None:
+                break
+            partitions.append(_micro_batch(partition, split_name))
+        else:
+            return tuple(partitions)
         batches += 1  # a sequence alone in its micro-batch always fits
-    names = cost.strategies(strategy)
-    name = "zigzag" if "zigzag" in names or not names else names[0]
-    return tuple(_micro_batch(placed, name) for placed in made if placed)
 
 
-def _micro_batch(placed: list[tuple[int, Zone]], split: str) -> MicroBatch:
-    zones: dict[Zone, list[int]] = {}
-    for i, zone in placed:
-        zones.setdefault(zone, []).append(i)
-    groups = [
-        Group(
-            ranks=tuple(range(*zone)),
-            sequences=tuple(sorted(ids)),
-            strategy="local" if zone[1] - zone[0] == 1 else split,
-        )
-        for zone, ids in sorted(zones.items())
-    ]
+def _micro_batch(partition: list[tuple[int, Zone]], split_name: str) -> MicroBatch:
+    """Return the groups of a partition (id, zone) of sequences; split ones use `split_name`."""
+    zone2ids: dict[Zone, list[int]] = {}
+    for i, zone in partition:
+        zone2ids.setdefault(zone, []).append(i)
+    groups = []
+    for zone, ids in sorted(zone2ids.items()):
+        strategy = "local" if _width(zone) == 1 else split_name
+        ranks = tuple(range(*zone))
+        groups.append(Group(ranks=ranks, sequences=tuple(sorted(ids)), strategy=strategy))
     return MicroBatch(groups=widest_first(groups))
 
 
 def _partitioned(
-    piece: list[int], lengths: Sequence[int], topology: Topology, *, split: bool, cap: int
+    ids: list[int], lengths: Sequence[int], topology: Topology, *, split: bool, cap: int
 ) -> list[tuple[int, Zone]] | None:
-    """(id, zone) of each sequence of a micro-batch, which fall in length; None when they do not
-    fit."""
-    for extra in _more_and_more(len(piece), split):
-        placed = _Partition(lengths, topology, split=split, cap=cap).run(piece, extra)
-        if placed:
-            return placed
+    """Return the (id, zone) of each sequence of a micro-batch; None when they do not fit.
+
+    ids: by falling length. split: whether a sequence may be split at all.
+    """
+    for extra in _more_and_more(len(ids), split):
+        partition = _Partition(lengths, topology, split=split, cap=cap)
+        if partition.run(ids, extra):
+            return partition.zones_of_ids
     return None
 
 
 def _more_and_more(count: int, split: bool) -> Iterator[int]:
-    """How many of `count` sequences are split although they need not be: 0, 1, 2, 4, ..., all."""
+    """Yield how many of `count` sequences are split although they need not be: 0, 1, 2, 4, ...,
+    all.
+
+    Only 0 where none may be split.
+    """
     yield 0
     extra = 1
     while split and extra < 2 * count:
         yield min(extra, count)
         extra *= 2
+
+
+def _width(zone: Zone) -> int:
+    """Return how many ranks a zone has."""
+    start, stop = zone
+    return stop - start
 
 
 class _Partition:
@@ -87,93 +110,132 @@ class _Partition:
     def __init__(
         self, lengths: Sequence[int], topology: Topology, *, split: bool, cap: int
     ) -> None:
-        self.lengths, self.topology, self.split, self.cap = lengths, topology, split, cap
-        self.tokens = [0] * topology.world_size
-        self.work = [0] * topology.world_size
-        zones = sorted(tree_ranges(topology), key=lambda zone: (zone[1] - zone[0], zone))
-        self.across = [zone for zone in zones if topology.spans_nodes(*zone)]
-        self.inside = [zone for zone in zones if not topology.spans_nodes(*zone)]
-        self.placed: list[tuple[int, Zone]] = []
+        self.lengths = lengths
+        self.topology = topology
+        self.split = split  # whether a sequence may be split for its work alone
+        self.cap = cap  # tokens of a rank
+        self.tokens = [0] * topology.world_size  # of each rank
+        self.work = [0] * topology.world_size  # squared tokens of each rank
+        # Zones that a sequence may take, narrow ones first: of whole nodes, and inside a node.
+        zones = sorted(tree_ranges(topology), key=lambda zone: (_width(zone), zone))
+        self.across_nodes = [zone for zone in zones if topology.spans_nodes(*zone)]
+        self.inside_nodes = [zone for zone in zones if not topology.spans_nodes(*zone)]
+        self.zones_of_ids: list[tuple[int, Zone]] = []  # the result: (id, zone)
 
-    def run(self, piece: list[int], extra: int) -> list[tuple[int, Zone]] | None:
-        """The whole partition, the first `extra` sequences split over nodes, or over ranks if
-        there is one node."""
-        node, own = (
-            self.topology.ranks_per_node,
-            self._over_nodes(piece, extra if self.across else 0),
-        )
-        if own is None:
-            return None
-        for index, ids in enumerate(own):
-            if not self._over_ranks(ids, (index * node, (index + 1) * node), extra):
-                return None
-        return self.placed
+    def run(self, ids: list[int], extra: int) -> bool:
+        """Put all sequences on zones, into `zones_of_ids`; False when one does not fit.
 
-    def _over_nodes(self, piece: list[int], extra: int) -> list[list[int]] | None:
-        """Split what no node holds, and share out the rest: the ids of each node."""
-        node, own = self.topology.ranks_per_node, [list[int]() for _ in range(self.topology.nodes)]
-        held = [0] * self.topology.nodes
-        for position, i in enumerate(piece):
-            if position < extra or self.lengths[i] > node * self.cap:
-                if not self._split(i, self.across, most_work=None):
-                    return None
-                continue
-            home = min(range(len(own)), key=lambda n: (held[n] + self.tokens[n * node] * node, n))
-            if held[home] + self.lengths[i] > (self.cap - self.tokens[home * node]) * node:
-                return None
-            own[home].append(i)
-            held[home] += self.lengths[i]
-        return own
-
-    def _over_ranks(self, ids: list[int], zone: Zone, extra: int) -> bool:
-        """Place a node's own sequences on its ranks."""
-        mean = sum(self.lengths[i] ** 2 for i in ids) // (zone[1] - zone[0])
-        inside = [z for z in self.inside if zone[0] <= z[0] and z[1] <= zone[1]]
-        for position, i in enumerate(ids):
-            length = self.lengths[i]
-            heavy = self.split and len(inside) > 1 and length**2 > mean
-            if heavy or position < extra or length > self.cap:
-                done = self._split(i, [z for z in inside if z[1] - z[0] > 1], most_work=mean)
-            else:
-                done = self._take(
-                    i, min((z for z in inside if z[1] - z[0] == 1), key=self._load(i))
-                )
-            if not done:
+        The first `extra` sequences are split over nodes, or over ranks if there is one node.
+        """
+        node = self.topology.ranks_per_node
+        ids_of_nodes = self._over_nodes(ids, extra if self.across_nodes else 0)
+        if ids_of_nodes is None:
+            return False
+        for index, node_ids in enumerate(ids_of_nodes):
+            ranks = (index * node, (index + 1) * node)
+            if not self._over_ranks(node_ids, ranks, extra):
                 return False
         return True
 
+    # ---- step 1
+
+    def _over_nodes(self, ids: list[int], extra: int) -> list[list[int]] | None:
+        """Split what no node holds, and return the other ids of each node; None when one fits
+        not."""
+        node = self.topology.ranks_per_node
+        ids_of_nodes: list[list[int]] = [[] for _ in range(self.topology.nodes)]
+        tokens_of_nodes = [0] * self.topology.nodes  # without those of split sequences
+        for position, i in enumerate(ids):
+            length = self.lengths[i]
+            # 1. The inter-node zone.
+            if position < extra or length > node * self.cap:
+                if not self._split(i, self.across_nodes, most_work=None):
+                    return None
+                continue
+            # 2. The node with the fewest tokens. Split sequences have as many on each of its
+            #    ranks.
+            best = None
+            fewest = 0
+            for index, tokens in enumerate(tokens_of_nodes):
+                tokens_then = tokens + self.tokens[index * node] * node
+                if best is None or tokens_then < fewest:
+                    best = index
+                    fewest = tokens_then
+            assert best is not None, "a topology has a node"
+            if fewest + length > self.cap * node:
+                return None
+            ids_of_nodes[best].append(i)
+            tokens_of_nodes[best] += length
+        return ids_of_nodes
+
+    # ---- step 2
+
+    def _over_ranks(self, ids: list[int], node: Zone, extra: int) -> bool:
+        """Put a node's sequences on its ranks; False when one does not fit."""
+        mean_work = sum(self.lengths[i] ** 2 for i in ids) // _width(node)
+        zones = [zone for zone in self.inside_nodes if node[0] <= zone[0] and zone[1] <= node[1]]
+        single_ranks = [zone for zone in zones if _width(zone) == 1]
+        several_ranks = [zone for zone in zones if _width(zone) > 1]
+        for position, i in enumerate(ids):
+            length = self.lengths[i]
+            too_much_work = self.split and len(zones) > 1 and length**2 > mean_work
+            if too_much_work or position < extra or length > self.cap:
+                fits = self._split(i, several_ranks, most_work=mean_work)
+            else:
+                fits = self._take(i, min(single_ranks, key=self._preference(i)))
+            if not fits:
+                return False
+        return True
+
+    # ---- one sequence
+
     def _split(self, i: int, zones: list[Zone], *, most_work: int | None) -> bool:
-        """Put a sequence on the narrowest of `zones` with room where it brings no more work than
-        `most_work`, or else on the widest with room; of equal ones on the least loaded."""
-        roomy = [zone for zone in zones if self._fits(i, zone)]
-        light = [
-            z
-            for z in roomy
-            if most_work is None or self.lengths[i] ** 2 <= most_work * (z[1] - z[0])
-        ]
-        if not roomy:
+        """Put a sequence on the narrowest of `zones` with room that keeps its work small.
+
+        most_work: squared tokens that it may bring to a rank, None for any. Where no zone is that
+        wide, the widest with room is taken; of equal ones the least loaded. False when none has
+        room.
+        """
+        with_room = [zone for zone in zones if self._fits(i, zone)]
+        if not with_room:
             return False
-        width = light[0][1] - light[0][0] if light else roomy[-1][1] - roomy[-1][0]
-        return self._take(i, min((z for z in roomy if z[1] - z[0] == width), key=self._load(i)))
+        work = self.lengths[i] ** 2
+        width = _width(with_room[-1])
+        for zone in with_room:
+            if most_work is None or work <= most_work * _width(zone):
+                width = _width(zone)
+                break
+        equally_wide = [zone for zone in with_room if _width(zone) == width]
+        return self._take(i, min(equally_wide, key=self._preference(i)))
 
     def _fits(self, i: int, zone: Zone) -> bool:
-        return max(self.tokens[zone[0] : zone[1]]) + self._share(i, zone) <= self.cap
+        """Return whether all ranks of a zone have memory for their share of a sequence."""
+        start, stop = zone
+        return max(self.tokens[start:stop]) + self._share(i, zone) <= self.cap
 
     def _share(self, i: int, zone: Zone) -> int:
-        return -(-self.lengths[i] // (zone[1] - zone[0]))
+        """Return the tokens of a sequence on each rank of a zone."""
+        return -(-self.lengths[i] // _width(zone))
 
-    def _load(self, i: int) -> Callable[[Zone], tuple[bool, int, int]]:
-        """Zones in the order in which a sequence prefers them: with room, then least quadratic
-        work."""
-        return lambda zone: (not self._fits(i, zone), max(self.work[zone[0] : zone[1]]), zone[0])
+    def _preference(self, i: int) -> Callable[[Zone], tuple[bool, int, int]]:
+        """Return the key that orders zones as a sequence prefers them.
+
+        Those with room first, of these the one with the least quadratic work.
+        """
+
+        def key(zone: Zone) -> tuple[bool, int, int]:
+            start, stop = zone
+            return not self._fits(i, zone), max(self.work[start:stop]), start
+
+        return key
 
     def _take(self, i: int, zone: Zone) -> bool:
-        """Put a sequence on a zone. False when it has no room."""
+        """Put a sequence on a zone; False when it has no room."""
         if not self._fits(i, zone):
             return False
         share = self._share(i, zone)
         for rank in range(*zone):
             self.tokens[rank] += share
-            self.work[rank] += self.lengths[i] ** 2 // (zone[1] - zone[0])
-        self.placed.append((i, zone))
+            self.work[rank] += self.lengths[i] ** 2 // _width(zone)
+        self.zones_of_ids.append((i, zone))
         return True
