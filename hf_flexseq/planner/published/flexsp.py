@@ -1,17 +1,22 @@
-"""FlexSP (arXiv 2412.01523): the workflow of its section 4.3 around the program of `milp.py`,
-degree 1 allowed.
+"""FlexSP (arXiv 2412.01523): the workflow of its section 4.3, Algorithm 1, around the program of
+`milp.py`, degree 1 allowed.
 
-1. For M from the fewest micro-batches that memory allows to four more, `blaster.py` cuts the
-   sequences into M pieces.
-2. Each piece is put into buckets (`buckets.py`) and its groups are found by the MILP, which starts
-   from the best plan with one degree for all of the piece's groups.
-3. The members of a bucket go to its groups longest first, widest group first; groups are cut from
-   rank 0 by falling degree, which aligns them. The M whose plan takes least time wins.
+1. `plan`: try the fewest micro-batches that memory allows, and up to four more. For each number M
+   cut the sequences into M micro-batches (`blaster.py`, section 4.2).
+2. `_solved`: put each micro-batch's sequences into buckets (`buckets.py`, section 4.1.3) and find
+   its groups by the mixed-integer program (`milp.py`, section 4.1), which starts from the best
+   plan with one degree for all groups.
+3. `_dealt`: the members of a bucket go to its groups longest first, widest group first; groups are
+   cut from rank 0 by falling degree, which aligns them.
+4. `plan`: the M whose plan takes least seconds wins.
 
-An M whose lower bound is no better than the best plan in hand is not solved: that cannot change
-the result. As published, it plans for lockstep only. Rejected: the released code's random draw of
-a bucket's members, its time limit per MILP, and degree 1 left out of its options (the paper has
-it).
+Added: an M whose lower bound is no better than the best plan in hand is not solved, which cannot
+change the result. As published, it plans for lockstep only. Left out: the program of single
+sequences, equations 6 to 10, which the paper replaces by the one with buckets; from the released
+code the random draw of a bucket's members, the time limit of a program, and that degree 1 is
+missing from its options (the paper has it).
+
+tests/planner/test_flexsp.py tries every set of degrees and every assignment on small programs.
 """
 
 from collections.abc import Sequence
@@ -24,22 +29,25 @@ from hf_flexseq.planner.problem import NEVER, cheapest
 from hf_flexseq.planner.published.aligned import aligned_degrees, rank_ranges, slots, units
 from hf_flexseq.planner.published.blaster import blast
 from hf_flexseq.planner.published.buckets import Buckets, bucketed
-from hf_flexseq.planner.published.milp import Chosen, GroupingTask, slowest_ns, solve
+from hf_flexseq.planner.published.milp import Chosen, GroupingTask, Slots, slowest_ns, solve
 from hf_flexseq.planner.static import best_fit, least_loaded, one_strategy_group
 from hf_flexseq.topology import Topology
 
-TRIALS = 5  # numbers of micro-batches
+TRIALS = 5  # numbers of micro-batches, as published
 
 
 def flexsp_micro_batches(
     lengths: Sequence[int], topology: Topology, cost: CostModel, *, strategy: str, cap: int
 ) -> tuple[MicroBatch, ...]:
-    """The micro-batches of FlexSP's plan. Every sequence must fit on all ranks together."""
+    """Return the micro-batches of FlexSP's plan.
+
+    cap: most tokens of a rank in a micro-batch. Every sequence must fit on all ranks together.
+    """
     return FlexSP(lengths, topology, cost, strategy=strategy, cap=cap).plan()
 
 
 class FlexSP:
-    """One step's planning. `lengths` in tokens; `cap` tokens per rank and micro-batch."""
+    """The planning of one step."""
 
     def __init__(
         self,
@@ -50,85 +58,96 @@ class FlexSP:
         strategy: str,
         cap: int,
     ) -> None:
-        self.lengths, self.topology, self.cost, self.strategy, self.cap = (
-            lengths,
-            topology,
-            cost,
-            strategy,
-            cap,
-        )
-        self.degrees = aligned_degrees(topology) if strategy != "local" else (1,)
-        self.room = cap * topology.world_size
+        self.lengths = lengths  # tokens
+        self.topology = topology
+        self.cost = cost
+        self.strategy = strategy  # what groups of two ranks and more may use
+        self.cap = cap  # tokens of a rank in a micro-batch
+        self.room = cap * topology.world_size  # tokens of a micro-batch
+        self.degrees = aligned_degrees(topology) if strategy != "local" else (1,)  # ascending
+
+    # ---- steps 1 and 4: the number of micro-batches
 
     def plan(self) -> tuple[MicroBatch, ...]:
-        """The fastest plan over the numbers of micro-batches tried."""
+        """Return the fastest plan over the numbers of micro-batches tried."""
         fewest = -(-sum(self.lengths) // self.room)
-        best, least = None, NEVER
-        for batches in range(fewest, fewest + len(self.lengths) + TRIALS):
-            if best is not None and batches >= fewest + TRIALS:
+        best = None
+        least = NEVER
+        # More than TRIALS numbers only until memory allows a first plan.
+        for count in range(fewest, fewest + len(self.lengths) + TRIALS):
+            if best is not None and count >= fewest + TRIALS:
                 break
-            made = self._with(blast(self.lengths, batches), least)
-            taken = (
-                step_ns(self.cost, made, self.lengths, self.topology, sync="lockstep")
-                if made
-                else NEVER
-            )
-            if made and taken < least:
-                best, least = made, taken
+            micro_batches = self._with(blast(self.lengths, count), least)
+            if not micro_batches:
+                continue
+            nanoseconds = self._step_ns(micro_batches)
+            if nanoseconds < least:
+                best = micro_batches
+                least = nanoseconds
         assert best is not None, "every sequence alone in a micro-batch is a plan"
         return best
 
-    def _with(self, pieces: list[list[int]], beat: int) -> tuple[MicroBatch, ...] | None:
-        """The micro-batches of these pieces; None when memory does not hold one, or `beat` is out
-        of reach."""
-        bounds = [self._bound(piece) for piece in pieces]
-        made = []
-        for piece in pieces:
-            if sum(bounds) >= beat or sum(self.lengths[i] for i in piece) > self.room:
+    def _with(self, cut: list[list[int]], to_beat: int) -> tuple[MicroBatch, ...] | None:
+        """Return the micro-batches with these ids, solved one by one.
+
+        None when memory does not hold one of them, or when a plan of `to_beat` nanoseconds is out
+        of reach.
+        """
+        nanoseconds = [self._bound(ids) for ids in cut]  # of each: its bound, until it is solved
+        micro_batches: list[MicroBatch] = []
+        for index, ids in enumerate(cut):
+            tokens = sum(self.lengths[i] for i in ids)
+            if sum(nanoseconds) >= to_beat or tokens > self.room:
                 return None
-            micro_batch = self._micro_batch(piece)
+            micro_batch = self._solved(ids)
             if micro_batch is None:
                 return None
-            made.append(micro_batch)
-            bounds[len(made) - 1] = step_ns(
-                self.cost, (micro_batch,), self.lengths, self.topology, sync="lockstep"
-            )
-        return tuple(made)
+            micro_batches.append(micro_batch)
+            nanoseconds[index] = self._step_ns((micro_batch,))
+        return tuple(micro_batches)
 
-    def _bound(self, piece: list[int]) -> int:
-        """Nanoseconds that no groups can undercut on this piece."""
-        times = self._times(np.array([self.lengths[i] for i in piece], dtype=np.int64))
-        areas = (times * np.array(self.degrees)).min(axis=1)
-        return int(areas.sum()) // self.topology.world_size + self.cost.micro_batch_ns
+    def _step_ns(self, micro_batches: tuple[MicroBatch, ...]) -> int:
+        """Return the nanoseconds of micro-batches in lockstep."""
+        return step_ns(self.cost, micro_batches, self.lengths, self.topology, sync="lockstep")
+
+    def _bound(self, ids: list[int]) -> int:
+        """Return nanoseconds that no groups can undercut on these sequences."""
+        tokens = np.array([self.lengths[i] for i in ids], dtype=np.int64)
+        areas = self._times(tokens) * np.array(self.degrees)  # [sequences, degrees] device-ns
+        least = int(areas.min(axis=1).sum())
+        return least // self.topology.world_size + self.cost.micro_batch_ns
 
     def _times(self, tokens: Int64Array) -> Int64Array:
-        """[K, D] nanoseconds of each length at each degree."""
-        spans = [self.topology.spans_nodes(0, degree) for degree in self.degrees]
-        shapes = zip(self.degrees, spans, strict=True)
-        return np.stack(
-            [cheapest(self.cost, tokens, shape, self.strategy)[0] for shape in shapes], axis=1
-        )
+        """Return [lengths, degrees] the nanoseconds of each length [lengths] at each degree."""
+        columns = []
+        for degree in self.degrees:
+            shape = (degree, self.topology.spans_nodes(0, degree))
+            nanoseconds, _ = cheapest(self.cost, tokens, shape, self.strategy)
+            columns.append(nanoseconds)
+        return np.stack(columns, axis=1)
 
-    def _micro_batch(self, piece: list[int]) -> MicroBatch | None:
-        buckets = bucketed(piece, self.lengths, self.room)
+    # ---- step 2: buckets and the program
+
+    def _solved(self, ids: list[int]) -> MicroBatch | None:
+        """Return a micro-batch with these sequences; None when no single degree holds them."""
+        buckets = bucketed(ids, self.lengths, self.room)
         task = self._task(buckets)
-        starts = [
-            start
-            for column in range(len(self.degrees))
-            if (start := self._one_degree(task, column))
-        ]
+        # 1. The best plan with one degree.
+        starts = []
+        for column in range(len(self.degrees)):
+            start = self._one_degree(task, column)
+            if start:
+                starts.append(start)
         if not starts:
             return None
         start = min(starts, key=lambda chosen: slowest_ns(task, chosen))
+        # 2. The program, from there.
         found = solve(task, start)
-        return self._dealt(buckets, min(start, found, key=lambda chosen: slowest_ns(task, chosen)))
+        best = min(start, found, key=lambda chosen: slowest_ns(task, chosen))
+        return self._dealt(buckets, best)
 
     def _task(self, buckets: Buckets) -> GroupingTask:
-        world, nodes = self.topology.world_size, self.topology.nodes
-        taken = {
-            unit: tuple(slots(self.topology, d, unit) if d >= unit else 0 for d in self.degrees)
-            for unit in units(self.topology)
-        }
+        """Return the numbers of the program for these buckets."""
         return GroupingTask(
             tokens=buckets.longest,
             counts=buckets.counts,
@@ -137,47 +156,66 @@ class FlexSP:
             degrees=self.degrees,
             copies=tuple(self._copies(degree) for degree in self.degrees),
             cap=self.cap,
-            ranks=world,
-            slots=tuple((nodes * (self.topology.ranks_per_node // u), taken[u]) for u in taken),
+            ranks=self.topology.world_size,
+            slots=tuple(self._slots(unit) for unit in units(self.topology)),
         )
+
+    def _slots(self, unit: int) -> Slots:
+        """Return how many slots of `unit` ranks there are, and how many each degree takes."""
+        taken = []
+        for degree in self.degrees:
+            taken.append(slots(self.topology, degree, unit) if degree >= unit else 0)
+        slots_of_node = self.topology.ranks_per_node // unit
+        return Slots(available=self.topology.nodes * slots_of_node, taken=tuple(taken))
 
     def _copies(self, degree: int) -> int:
-        """How many groups of one degree fit side by side."""
+        """Return how many groups of one degree fit side by side."""
         node = self.topology.ranks_per_node
-        return (
-            self.topology.nodes * (node // degree)
-            if degree <= node
-            else self.topology.world_size // degree
-        )
+        if degree <= node:
+            return self.topology.nodes * (node // degree)
+        return self.topology.world_size // degree
 
     def _one_degree(self, task: GroupingTask, column: int) -> Chosen | None:
-        """Groups of one degree, evenly loaded, or packed where memory is too tight; None when it
-        is too small."""
-        rows = np.repeat(np.arange(len(task.counts)), task.counts)[::-1].tolist()
-        tokens = [int(task.tokens[q]) for q in rows]
-        room, count = task.cap * task.degrees[column], task.copies[column]
+        """Return groups of the degree of one column, or None when memory does not hold them.
+
+        Evenly loaded, or packed where memory is too tight for that.
+        """
+        # 1. The bucket of each sequence, longest first, with its tokens and nanoseconds.
+        buckets = np.repeat(np.arange(len(task.counts)), task.counts)[::-1].tolist()  # [sequences]
+        tokens = [int(task.tokens[bucket]) for bucket in buckets]
+        times = [int(task.times[bucket, column]) for bucket in buckets]
+        # 2. Bins: positions in these lists, for each group.
+        room = task.cap * task.degrees[column]
+        count = task.copies[column]
         if tokens[0] > room:
             return None
-        even = least_loaded(tokens, [int(task.times[q, column]) for q in rows], count, room)
-        bins = even or best_fit(tokens, room)
+        bins = least_loaded(tokens, times, count, room) or best_fit(tokens, room)
         if len(bins) > count:
             return None
-        members = [
-            np.bincount([rows[i] for i in there], minlength=len(task.counts)) for there in bins
-        ]
-        return [(column, tuple(counts.tolist())) for counts in members]
+        # 3. How many members of each bucket every group has.
+        groups = []
+        for positions in bins:
+            buckets_of_group = [buckets[position] for position in positions]
+            members = np.bincount(buckets_of_group, minlength=len(task.counts))  # [buckets]
+            groups.append((column, tuple(members.tolist())))
+        return groups
+
+    # ---- step 3: ranks and sequences
 
     def _dealt(self, buckets: Buckets, chosen: Chosen) -> MicroBatch:
-        """The groups on their ranks, with the sequences of the buckets."""
-        chosen = sorted(chosen, key=lambda group: (-self.degrees[group[0]], group[1]))
-        left = [list(reversed(ids)) for ids in buckets.members]
-        degrees = [self.degrees[column] for column, _ in chosen]
+        """Return the chosen groups on their ranks, with the sequences of the buckets."""
+        widest_groups_first = sorted(chosen, key=lambda group: (-self.degrees[group[0]], group[1]))
+        degrees = [self.degrees[column] for column, _ in widest_groups_first]
+        ranges = rank_ranges(degrees, self.topology)
+        left = [
+            list(reversed(ids)) for ids in buckets.members
+        ]  # longest last, to take from the end
+        scoring = (self.lengths, self.topology, self.cost, self.strategy)
         groups = []
-        for ranks, (_, counts) in zip(rank_ranges(degrees, self.topology), chosen, strict=True):
-            ids = [left[q].pop() for q, count in enumerate(counts) for _ in range(count)]
-            groups.append(
-                one_strategy_group(
-                    ranks, ids, (self.lengths, self.topology, self.cost, self.strategy)
-                )
-            )
+        for ranks, (_, counts) in zip(ranges, widest_groups_first, strict=True):
+            ids = []
+            for bucket, count in enumerate(counts):
+                for _ in range(count):
+                    ids.append(left[bucket].pop())
+            groups.append(one_strategy_group(ranks, ids, scoring))
         return MicroBatch(groups=widest_first(groups))

@@ -2,31 +2,36 @@
 through PuLP.
 
 For virtual groups p of degree d_p and buckets q of b_q sequences, find m_p in {0, 1} (group used)
-and integers A_qp (members of bucket q in group p):
+and integers A_qp (members of bucket q in group p). On the left the name of the equation in the
+paper's program of single sequences, 6 to 10, which 17 to 22 repeat with buckets:
 
-    minimise C
-    latency(d_p) m_p + sum_q time_q(d_p) A_qp <= C               every group
-    sum_q tokens_q A_qp <= d_p cap m_p                           every group: memory, and nothing
-                                                                 in unused groups
-    sum_p slots(d_p) m_p <= slots of the ranks                   groups fit side by side
-    sum_p A_qp = b_q                                             every bucket
-    sum_qp d_p time_q(d_p) A_qp <= ranks C                       implied; without it the relaxation
-                                                                 is loose
-    m_p >= m_p+1 among groups of one degree                      they are interchangeable
+    objective      minimise C
+    (6) time       latency(d_p) m_p + sum_q time_q(d_p) A_qp <= C     every group
+    (7) memory     sum_q tokens_q A_qp <= d_p cap m_p                 every group
+    (8) ranks      sum_p slots(d_p) m_p <= slots of the ranks         groups fit side by side
+    (9) used       part of (7): nothing in groups that are not used
+    (10) members   sum_p A_qp = b_q                                   every bucket
+    ours           sum_qp d_p time_q(d_p) A_qp <= ranks C             implied; without it the
+                                                                      relaxation is loose
+    ours           m_p >= m_p+1 among groups of one degree            they are interchangeable
 
-C is at least every bucket's time at its best degree, and members whose own time exceeds the
-solution in hand are left out: neither changes the optimum, and the first proves it early where one
-long sequence sets the pace.
+Two bounds are ours, too: C is at least every bucket's time at its best degree, and members whose
+own time exceeds the solution in hand are left out. Neither changes the optimum, and the first
+proves it early where one long sequence sets the pace. The paper's (8) counts ranks; slots are the
+same where degrees are powers of two.
 
-It starts from a solution in hand and ends at a relative gap, a count of nodes or one of
-checkpoints, never by the clock, with one thread and a fixed seed. A program of very many integers,
-which full memory asks for since buckets may add few tokens then, keeps that solution: at FlexSP's
-own time limit such programs find no other. PuLP has no warm start for HiGHS, so the start is
-handed to the solver's own model. Only this module and `checkpointing_milp.py` import PuLP.
-Rejected: PuLP's bundled CBC, which comes as a separate process and a file per model.
+The solver starts from a solution in hand and ends at a relative gap, a count of nodes or a count
+of checkpoints, never by the clock, with one thread and a fixed seed. A program of very many
+integers, which full memory asks for since buckets may add few tokens then, keeps the solution in
+hand: at FlexSP's own time limit such programs find no other. PuLP has no warm start for HiGHS, so
+the start is handed to the solver's own model. Only this module and `checkpointing_milp.py` import
+PuLP.
+
+Rejected: PuLP's bundled CBC, which comes as a separate process and a file for each model. The slow
+twin is `best_chosen` in tests/planner/test_flexsp.py: every set of degrees, every assignment.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -36,43 +41,63 @@ import pulp
 
 from hf_flexseq.cost import Int64Array
 
-GAP = 0.01  # relative
+# Relative distance to the optimum at which the solver may stop.
+GAP = 0.01
+# Nodes of the search tree, at most.
 NODES = 40
-INTEGERS = 8_000  # 16 buckets on 64 ranks make 2,032
-# rounds of cuts, heuristics and nodes; with the others about 2 s per program on 64 ranks
+# Integers of a program that is solved at all; 16 buckets on 64 ranks make 2,032.
+INTEGERS = 8_000
+# Rounds of cuts, heuristics and nodes; with the limits above about 2 s for a program on 64 ranks.
 CHECKPOINTS = 60
-SCALE = 1e9  # nanoseconds to seconds
+# Nanoseconds to seconds.
+SCALE = 1e9
 
-# (column of the degree, members of each bucket) per group
 Chosen = list[tuple[int, tuple[int, ...]]]
+"""The groups that are used: for each the column of its degree, and its members [buckets]."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Slots:
+    """The slots for groups of one unit of `aligned.units`, (8) of the program."""
+
+    available: int
+    """Slots of all ranks."""
+    taken: tuple[int, ...]
+    """[degrees] slots that a group of each degree takes."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class GroupingTask:
-    """One micro-batch.
-
-    tokens, counts: [Q] length and members of each bucket. times: [Q, D] nanoseconds at each
-    degree. latency: [D] nanoseconds of a group beside its members. degrees: [D] ascending. copies:
-    [D] how many groups of each there may be. cap: most tokens of a rank. ranks: of the world.
-    slots: per unit of `aligned.units` its slots and how many of them each degree takes, [D].
-    """
+    """The numbers of the program for one micro-batch."""
 
     tokens: Int64Array
+    """[buckets] length of each bucket's longest sequence."""
     counts: Int64Array
+    """[buckets] sequences of each bucket."""
     times: Int64Array
+    """[buckets, degrees] nanoseconds of one member at each degree."""
     latency: tuple[int, ...]
+    """[degrees] nanoseconds of a group beside its members."""
     degrees: tuple[int, ...]
+    """[degrees] ranks of a group, ascending."""
     copies: tuple[int, ...]
+    """[degrees] how many groups of each degree there may be."""
     cap: int
+    """Most tokens of a rank."""
     ranks: int
-    slots: tuple[tuple[int, tuple[int, ...]], ...]
+    """Ranks of the world."""
+    slots: tuple[Slots, ...]
+    """What must fit side by side, for each unit of `aligned.units`."""
 
 
 def solve(task: GroupingTask, start: Chosen, *, gap: float = GAP, nodes: int = NODES) -> Chosen:
-    """The best groups found, at worst those of `start`, and those at once where the program is
-    large."""
+    """Return the best groups found, at worst those of `start`.
+
+    Those of `start` at once where the program is large.
+    """
     if len(task.counts) * sum(task.copies) > INTEGERS:
         return start
+    # 1. The program and a solver with fixed limits.
     model = _Model(task, slowest_ns(task, start))
     interrupt = highspy.cb.HighsCallbackType.kCallbackMipInterrupt
     solver = pulp.HiGHS(
@@ -87,17 +112,22 @@ def solve(task: GroupingTask, start: Chosen, *, gap: float = GAP, nodes: int = N
     )
     solver.createAndConfigureSolver(model.program)
     solver.buildSolverModel(model.program)
+    # 2. The start, past PuLP.
     highs = model.program.solverModel
     warm = highspy.HighsSolution()
     warm.col_value = model.values_of(start)
     highs.setSolution(warm)
+    # 3. The best solution met.
     solver.callSolver(model.program)
-    return model.groups_in(list(highs.getSolution().col_value)) or start
+    values = list(highs.getSolution().col_value)
+    return model.groups_in(values) or start
 
 
 class _Patience:
-    """Counts the times HiGHS asks whether to go on. Nodes alone do not bound its work: one may
-    take minutes."""
+    """Counts the times HiGHS asks whether to go on, and ends the search after CHECKPOINTS.
+
+    Nodes alone do not bound its work: one of them may take minutes.
+    """
 
     def __init__(self) -> None:
         self.asked = 0
@@ -108,91 +138,126 @@ class _Patience:
 
 
 class _Model:
-    """The program with the variables of every group at hand. `beat`: nanoseconds of a solution in
-    hand."""
+    """The program with the variables of every virtual group at hand.
 
-    def __init__(self, task: GroupingTask, beat: int) -> None:
-        self.task, self.beat = task, beat
+    PuLP has no types, so its variables and expressions are Any.
+    """
+
+    def __init__(self, task: GroupingTask, in_hand: int) -> None:
+        """Build the program. in_hand: nanoseconds of a solution that is known."""
+        self.task = task
+        self.in_hand = in_hand
+        self.group2column: list[int] = []  # column of the degree of each virtual group
+        for column, copies in enumerate(task.copies):
+            self.group2column += [column] * copies
+        groups = range(len(self.group2column))
+        buckets = range(len(task.counts))
+        # 1. Variables: C, m_p and A_qp. Their names are the paper's.
         self.program = pulp.LpProblem("flexsp", pulp.LpMinimize)
         self.slowest = self.program.add_variable("C", lowBound=least_slowest_ns(task) / SCALE)
-        self.column = [c for c, copies in enumerate(task.copies) for _ in range(copies)]
-        self.used = [
-            self.program.add_variable(f"m{p}", cat=pulp.LpBinary) for p in range(len(self.column))
-        ]
-        self.held = [
-            [self._members(q, p) for q in range(len(task.counts))] for p in range(len(self.column))
-        ]
+        self.used = [self.program.add_variable(f"m{p}", cat=pulp.LpBinary) for p in groups]
+        self.members = []  # [groups][buckets]
+        for p in groups:
+            self.members.append([self._members_variable(q, p) for q in buckets])
+        # 2. The objective and what holds.
         self.program += self.slowest
-        for constraint in (*self._per_group(), *self._together()):
+        for constraint in self._constraints_of_groups():
+            self.program += constraint
+        for constraint in self._constraints_of_all():
             self.program += constraint
 
-    def _members(self, q: int, p: int) -> Any:
-        task, room = self.task, self.task.cap * self.task.degrees[self.column[p]]
-        in_time = (self.beat - task.latency[self.column[p]]) // int(task.times[q, self.column[p]])
-        most = min(int(task.counts[q]), room // int(task.tokens[q]), in_time)
+    def _members_variable(self, q: int, p: int) -> Any:
+        """Return the variable A_qp, at most what memory and the solution in hand allow."""
+        task = self.task
+        column = self.group2column[p]
+        in_memory = task.cap * task.degrees[column] // int(task.tokens[q])
+        in_time = (self.in_hand - task.latency[column]) // int(task.times[q, column])
+        most = min(int(task.counts[q]), in_memory, in_time)
         return self.program.add_variable(f"A{q}_{p}", 0, most, pulp.LpInteger)
 
-    def _per_group(self) -> Iterator[Any]:
+    def _constraints_of_groups(self) -> Iterator[Any]:
+        """Yield what holds for every virtual group."""
         task = self.task
-        for p, column in enumerate(self.column):
-            seconds = (task.times[:, column] / SCALE).tolist()
-            waiting = (self.used[p], task.latency[column] / SCALE)
-            yield _sum([waiting, *zip(self.held[p], seconds, strict=True)]) <= self.slowest
-            shares = (task.tokens / (task.cap * task.degrees[column])).tolist()
-            yield _sum(zip(self.held[p], shares, strict=True)) <= self.used[p]
-            if p and self.column[p - 1] == column:
+        for p, column in enumerate(self.group2column):
+            # (6) time
+            seconds = (task.times[:, column] / SCALE).tolist()  # [buckets]
+            latency = (self.used[p], task.latency[column] / SCALE)
+            yield _sum([latency, *zip(self.members[p], seconds, strict=True)]) <= self.slowest
+            # (7) memory, and (9): divided by the group's memory, so that 1 is a full group
+            shares = (task.tokens / (task.cap * task.degrees[column])).tolist()  # [buckets]
+            yield _sum(zip(self.members[p], shares, strict=True)) <= self.used[p]
+            # ours: groups of one degree are used in order
+            if p and self.group2column[p - 1] == column:
                 yield self.used[p - 1] >= self.used[p]
 
-    def _together(self) -> Iterator[Any]:
-        task, groups = self.task, list(enumerate(self.column))
-        for there, taken in task.slots:
-            yield _sum((self.used[p], taken[column]) for p, column in groups) <= there
+    def _constraints_of_all(self) -> Iterator[Any]:
+        """Yield what holds for all groups together."""
+        task = self.task
+        groups = list(enumerate(self.group2column))
+        # (8) ranks
+        for slots in task.slots:
+            taken = [(self.used[p], slots.taken[column]) for p, column in groups]
+            yield _sum(taken) <= slots.available
+        # (10) members
         for q, count in enumerate(task.counts.tolist()):
-            yield _sum((self.held[p][q], 1) for p, _ in groups) == count
-        areas = (task.times * task.degrees / SCALE / task.ranks).tolist()
-        terms = [
-            (self.held[p][q], areas[q][column])
-            for p, column in groups
-            for q in range(len(task.counts))
-        ]
+            yield _sum([(self.members[p][q], 1) for p, _ in groups]) == count
+        # ours: the mean rank is no slower than the slowest
+        areas = (task.times * task.degrees / SCALE / task.ranks).tolist()  # [buckets][degrees]
+        terms = []
+        for p, column in groups:
+            for q in range(len(task.counts)):
+                terms.append((self.members[p][q], areas[q][column]))
         yield _sum(terms) <= self.slowest
 
     def values_of(self, chosen: Chosen) -> list[float]:
-        """A solver's vector of the solution in which these groups are used."""
-        task, free = self.task, {c: self.column.index(c) for c in self.column}
+        """Return the solver's vector [variables] of the solution in which these groups are
+        used."""
         values = [0.0] * len(self.program.variables())
+        # next unused virtual group of each column
+        column2group = {column: self.group2column.index(column) for column in self.group2column}
         for column, members in chosen:
-            p, free[column] = free[column], free[column] + 1
+            p = column2group[column]
+            column2group[column] += 1
             values[self.used[p].index] = 1.0
             for q, count in enumerate(members):
-                values[self.held[p][q].index] = float(count)
-        values[self.slowest.index] = slowest_ns(task, chosen) / SCALE
+                values[self.members[p][q].index] = float(count)
+        values[self.slowest.index] = slowest_ns(self.task, chosen) / SCALE
         return values
 
     def groups_in(self, values: list[float]) -> Chosen:
-        """The groups with members in a solver's vector."""
+        """Return the groups with members in a solver's vector [variables]; none for an empty
+        one."""
         if not values:
             return []
-        groups = [
-            (column, tuple(round(values[variable.index]) for variable in self.held[p]))
-            for p, column in enumerate(self.column)
-        ]
-        return [(column, members) for column, members in groups if any(members)]
+        groups: Chosen = []
+        for p, column in enumerate(self.group2column):
+            members = tuple(round(values[variable.index]) for variable in self.members[p])
+            if any(members):
+                groups.append((column, members))
+        return groups
 
 
 def slowest_ns(task: GroupingTask, chosen: Chosen) -> int:
-    """Nanoseconds of the slowest group, every sequence counted as long as its bucket's longest."""
-    return max(
-        task.latency[column] + int((task.times[:, column] * members).sum())
-        for column, members in chosen
-    )
+    """Return the nanoseconds of the slowest group, every sequence as long as its bucket's
+    longest."""
+    slowest = []
+    for column, members in chosen:
+        nanoseconds = int((task.times[:, column] * members).sum())
+        slowest.append(task.latency[column] + nanoseconds)
+    return max(slowest)
 
 
 def least_slowest_ns(task: GroupingTask) -> int:
-    """Nanoseconds of the longest bucket's sequence at the best degree that holds it."""
-    fits = -(-task.tokens[:, None] // np.array(task.degrees)) <= task.cap
-    return int(np.where(fits, task.times, np.iinfo(np.int64).max).min(axis=1).max())
+    """Return nanoseconds that the slowest group cannot undercut.
+
+    The longest time of one member of a bucket at the best degree that holds it.
+    """
+    tokens_of_rank = -(-task.tokens[:, None] // np.array(task.degrees))  # [buckets, degrees]
+    fits = tokens_of_rank <= task.cap
+    times = np.where(fits, task.times, np.iinfo(np.int64).max)  # [buckets, degrees]
+    return int(times.min(axis=1).max())
 
 
-def _sum(terms: Any) -> Any:
+def _sum(terms: Iterable[tuple[Any, float]]) -> Any:
+    """Return the sum of variables times weights, without the terms of weight 0."""
     return pulp.LpAffineExpression([(variable, weight) for variable, weight in terms if weight])
