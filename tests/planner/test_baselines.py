@@ -49,7 +49,8 @@ def test_any_lengths_on_any_topology(
 ) -> None:
     topology = Topology(nodes=shape[0], ranks_per_node=shape[1])
     widest = 1 if strategy == "local" or planner == "batch-rebalance" else topology.world_size
-    cap, cost = -(-max(lengths) // widest) + spare, rings(topology)
+    cap = -(-max(lengths) // widest) + spare
+    cost = rings(topology)
     plan = make_plan(
         lengths, topology, cost, planner=planner, strategy=strategy, max_tokens_per_rank=cap
     )
@@ -65,19 +66,19 @@ def test_any_lengths_on_any_topology(
 def zones(
     lengths: list[int], topology: Topology, cost: CostModel, cap: int
 ) -> dict[tuple[int, ...], tuple[int, str]]:
-    """(degree, strategy) of the group of each set of sequences, of a plan with one micro-batch."""
+    """Return the (degree, strategy) of the group of each set of sequences, in one micro-batch."""
     plan = make_plan(lengths, topology, cost, planner="zeppelin", max_tokens_per_rank=cap)
     assert len(plan.micro_batches) == 1
     return {g.sequences: (g.degree, g.strategy) for g in plan.micro_batches[0].groups}
 
 
 def test_zeppelin_makes_three_zones() -> None:
-    """A sequence above a node's memory, one above its share of a node's work, and short ones."""
+    """Plan a sequence above a node's memory, one above its share of a node's work, short ones."""
     topology = Topology(nodes=2, ranks_per_node=4)
-    made = zones([9000, 3000] + [100] * 12, topology, rings(topology), 2000)
-    assert made.pop((0,)) == (8, "zigzag")
-    assert made.pop((1,)) == (4, "zigzag")
-    assert set(made.values()) == {(1, "local")}
+    zone_of = zones([9000, 3000] + [100] * 12, topology, rings(topology), 2000)
+    assert zone_of.pop((0,)) == (8, "zigzag")
+    assert zone_of.pop((1,)) == (4, "zigzag")
+    assert set(zone_of.values()) == {(1, "local")}
 
 
 def test_zeppelin_uses_ulysses_where_no_ring_is_known() -> None:
@@ -94,7 +95,8 @@ def test_zeppelin_uses_the_strategy_asked_for(strategy: str) -> None:
 
 
 def test_zeppelin_levels_the_quadratic_work() -> None:
-    rng, topology = random.Random(2), Topology(nodes=1, ranks_per_node=8)
+    rng = random.Random(2)
+    topology = Topology(nodes=1, ranks_per_node=8)
     lengths = [int(rng.lognormvariate(7, 1)) + 1 for _ in range(200)]
     plan = make_plan(
         lengths, topology, FLEXSP, planner="zeppelin", max_tokens_per_rank=2 * sum(lengths) // 8
@@ -119,7 +121,8 @@ def test_zeppelin_splits_more_where_memory_is_full() -> None:
 
 @pytest.mark.parametrize("seed", range(5))
 def test_zeppelin_cuts_long_tails_into_few_micro_batches(seed: int) -> None:
-    rng, limit = random.Random(seed), 64 * 5951
+    rng = random.Random(seed)
+    limit = 64 * 5951
     lengths = [min(limit, int(rng.lognormvariate(6.9, 1.75)) + 1) for _ in range(512)]
     plan = make_plan(lengths, Topology(nodes=8, ranks_per_node=8), FLEXSP, planner="zeppelin")
     assert len(plan.micro_batches) <= -(-sum(lengths) // limit) + 2
@@ -138,8 +141,8 @@ def degrees_of(
 def test_megatron_packs_and_limits_the_work_by_the_longest() -> None:
     node = Topology(nodes=1, ranks_per_node=4)
     assert degrees_of([2500] * 8, node, 1536) == [[(2, (i,)), (2, (i + 1,))] for i in (0, 2, 4, 6)]
-    # 4000 needs two ranks and sets the pace: the others share a rank below it, and take the idle
-    # one, too
+    # 4000 needs two ranks and sets the limit: the others share a rank below it, and grow over the
+    # idle one, too.
     assert degrees_of([4000, 1000, 900], node, 2000) == [[(2, (0,)), (2, (1, 2))]]
 
 
@@ -170,15 +173,17 @@ def test_batch_ada_is_the_best_single_degree() -> None:
 @pytest.mark.parametrize("seed", range(30))
 def test_the_rebalancing_rule_is_transformers_own(seed: int) -> None:
     rng = random.Random(seed)
-    ranks, batches = rng.randint(1, 5), rng.randint(1, 4)
+    ranks = rng.randint(1, 5)
+    batches = rng.randint(1, 4)
     count = rng.randint(ranks * batches, 60)
     lengths = [int(rng.lognormvariate(6, 1.2)) + 1 for _ in range(count)]
     sampler = BatchRebalanceSampler(lengths, count, ranks, batches, shuffle=False)
     order = sorted(range(count), key=lambda i: (-lengths[i], i))
-    spans = rebalanced([lengths[i] for i in order], ranks, batches)
-    theirs = sampler._assign(list(range(count)), lengths)
-    for place, (start, stop) in enumerate(spans):
-        assert theirs[place % ranks][place // ranks] == order[start:stop]
+    slices = rebalanced([lengths[i] for i in order], ranks, batches)
+    theirs = sampler._assign(list(range(count)), lengths)  # [ranks][batches] ids
+    for index, (start, stop) in enumerate(slices):
+        batch, rank = divmod(index, ranks)
+        assert theirs[rank][batch] == order[start:stop]
 
 
 def test_batch_rebalance_never_splits() -> None:
@@ -196,24 +201,19 @@ def test_the_objective_is_the_closed_form(planner: str) -> None:
     lengths = [min(5000, int(rng.lognormvariate(7, 1.5)) + 1) for _ in range(300)]
     for sync in ("lockstep", "free"):
         plan = make_plan(lengths, CLUSTER, FLEXSP, planner=planner, sync=sync)
-        assert (
-            plan.objective_s
-            == step_ns(FLEXSP, plan.micro_batches, lengths, CLUSTER, sync=sync) / 1e9
-        )
+        nanoseconds = step_ns(FLEXSP, plan.micro_batches, lengths, CLUSTER, sync=sync)
+        assert plan.objective_s == nanoseconds / 1e9
 
 
 def test_remapping_is_decided_by_the_cost_model() -> None:
-    """Zeppelin levels attention alone, so that tokens are uneven; moving them pays where links are
-    fast."""
-    node, lengths = Topology(nodes=1, ranks_per_node=4), [16_000, *[500] * 30]
+    """Zeppelin levels attention alone, so tokens are uneven; moving them pays on fast links."""
+    node = Topology(nodes=1, ranks_per_node=4)
+    lengths = [16_000, *[500] * 30]
     fast = replace(rings(node), micro_batch_s=0.0)
-    slow = replace(
-        fast, bandwidths=tuple((degree, speed / 1e4) for degree, speed in fast.bandwidths)
-    )
-    on, off = (
-        make_plan(lengths, node, fast, planner="zeppelin", remap=remap)
-        for remap in ("auto", "off")
-    )
+    slow_bandwidths = tuple((degree, speed / 1e4) for degree, speed in fast.bandwidths)
+    slow = replace(fast, bandwidths=slow_bandwidths)
+    on = make_plan(lengths, node, fast, planner="zeppelin", remap="auto")
+    off = make_plan(lengths, node, fast, planner="zeppelin", remap="off")
     assert [mb.remap for mb in on.micro_batches] == [True]
     assert not any(mb.remap for mb in off.micro_batches)
     assert on.objective_s < off.objective_s

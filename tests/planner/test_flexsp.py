@@ -1,5 +1,4 @@
-"""FlexSP's parts against exhaustive search, and its plans against the same checks as every
-other."""
+"""FlexSP's parts against exhaustive search, and its plans against the checks of every planner."""
 
 import random
 from collections.abc import Iterator
@@ -30,56 +29,61 @@ def topology(shape: tuple[int, int]) -> Topology:
     return Topology(nodes=shape[0], ranks_per_node=shape[1])
 
 
-def pieces_of(count: int, pieces: int) -> Iterator[list[tuple[int, int]]]:
-    """(start, stop) of every way to cut `count` items into at most `pieces` contiguous pieces."""
-    for cuts in combinations_with_replacement(range(count + 1), pieces - 1):
-        yield [(a, b) for a, b in zip((0, *cuts), (*cuts, count), strict=True) if b > a]
+def cuts_of(count: int, most: int) -> Iterator[list[tuple[int, int]]]:
+    """Yield every way to cut `count` items into at most `most` slices, as their (start, stop)."""
+    for cuts in combinations_with_replacement(range(count + 1), most - 1):
+        starts = (0, *cuts)
+        stops = (*cuts, count)
+        yield [(a, b) for a, b in zip(starts, stops, strict=True) if b > a]
 
 
 @settings(deadline=None, max_examples=100)
 @given(st.lists(st.integers(1, 60), min_size=1, max_size=8), st.integers(1, 4))
-def test_the_blaster_s_largest_piece_is_the_smallest_possible(
-    lengths: list[int], pieces: int
+def test_the_blaster_s_largest_slice_is_the_smallest_possible(
+    lengths: list[int], count: int
 ) -> None:
     ordered = sorted(lengths, reverse=True)
-    made = blast(lengths, pieces)
-    assert [lengths[i] for piece in made for i in piece] == ordered
-    assert sorted(i for piece in made for i in piece) == list(range(len(lengths)))
-    best = min(max(sum(ordered[a:b]) for a, b in cut) for cut in pieces_of(len(ordered), pieces))
-    assert max(sum(lengths[i] for i in piece) for piece in made) == best
+    micro_batches = blast(lengths, count)
+    ids = [i for micro_batch in micro_batches for i in micro_batch]
+    assert [lengths[i] for i in ids] == ordered
+    assert sorted(ids) == list(range(len(lengths)))
+    best = min(max(sum(ordered[a:b]) for a, b in cut) for cut in cuts_of(len(ordered), count))
+    largest = max(sum(lengths[i] for i in micro_batch) for micro_batch in micro_batches)
+    assert largest == best
 
 
 def test_the_blaster_evens_out_what_a_giant_leaves_open() -> None:
-    assert [len(piece) for piece in blast([1000] + [10] * 60, 4)] == [1, 20, 20, 20]
+    micro_batches = blast([1000] + [10] * 60, 4)
+    assert [len(micro_batch) for micro_batch in micro_batches] == [1, 20, 20, 20]
 
 
 @settings(deadline=None, max_examples=100)
 @given(st.lists(st.integers(1, 60), min_size=1, max_size=8), st.integers(1, 4))
 def test_buckets_add_as_few_tokens_as_possible(lengths: list[int], count: int) -> None:
-    made = bucketed(range(len(lengths)), lengths, 10**9, count)
-    assert sorted(i for ids in made.members for i in ids) == list(range(len(lengths)))
-    assert all(
-        max(lengths[i] for i in ids) == s
-        for s, ids in zip(made.longest, made.members, strict=True)
-    )
+    buckets = bucketed(range(len(lengths)), lengths, 10**9, count)
+    assert sorted(i for ids in buckets.members for i in ids) == list(range(len(lengths)))
+    for longest, ids in zip(buckets.longest, buckets.members, strict=True):
+        assert max(lengths[i] for i in ids) == longest
     ordered = sorted(lengths)
     best = min(
-        sum((b - a) * ordered[b - 1] for a, b in cut) for cut in pieces_of(len(ordered), count)
+        sum((b - a) * ordered[b - 1] for a, b in cut) for cut in cuts_of(len(ordered), count)
     )
-    assert int((made.longest * made.counts).sum()) == best
+    assert int((buckets.longest * buckets.counts).sum()) == best
 
 
 def test_buckets_leave_half_of_the_spare_memory_free() -> None:
     lengths = [10 * i for i in range(1, 41)]
     for spare in (0, 100, 1000, 10_000):
-        made = bucketed(range(40), lengths, sum(lengths) + spare)
-        assert len(made.longest) >= 16
-        assert int((made.longest * made.counts).sum()) - sum(lengths) <= spare // 2
+        buckets = bucketed(range(40), lengths, sum(lengths) + spare)
+        assert len(buckets.longest) >= 16
+        assert int((buckets.longest * buckets.counts).sum()) - sum(lengths) <= spare // 2
 
 
 @pytest.mark.parametrize("shape", SHAPES)
 def test_groups_stand_side_by_side_on_legal_ranks(shape: tuple[int, int]) -> None:
-    where, rng, degrees = topology(shape), random.Random(0), aligned_degrees(topology(shape))
+    where = topology(shape)
+    rng = random.Random(0)
+    degrees = aligned_degrees(where)
     for _ in range(100):
         chosen: list[int] = []
         while fit_together([*chosen, degree := rng.choice(degrees)], where):
@@ -87,31 +91,33 @@ def test_groups_stand_side_by_side_on_legal_ranks(shape: tuple[int, int]) -> Non
         ranges = rank_ranges(chosen, where)
         assert [len(ranks) for ranks in ranges] == chosen
         assert all(where.allows(ranks.start, ranks.stop) for ranks in ranges)
-        held = [rank for ranks in ranges for rank in ranks]
-        assert len(held) == len(set(held))
+        used = [rank for ranks in ranges for rank in ranks]
+        assert len(used) == len(set(used))
 
 
 # ---- the program
 
 
 def best_chosen(task: GroupingTask, where: Topology) -> int:
-    """Nanoseconds of the best solution of the program, by trying every set of degrees and every
-    assignment."""
-    rows = [q for q, count in enumerate(task.counts.tolist()) for _ in range(count)]
+    """Return the nanoseconds of the program's best solution.
+
+    By trying every set of degrees and every assignment of sequences to groups.
+    """
+    buckets = [q for q, count in enumerate(task.counts.tolist()) for _ in range(count)]
     best = 2**62
     for size in range(1, where.world_size + 1):
         for columns in combinations_with_replacement(range(len(task.degrees)), size):
             if not fit_together([task.degrees[c] for c in columns], where):
                 continue
-            for homes in product(range(size), repeat=len(rows)):
-                tokens, ns = [0] * size, [0] * size
-                for q, p in zip(rows, homes, strict=True):
+            rooms = [task.cap * task.degrees[c] for c in columns]
+            for groups in product(range(size), repeat=len(buckets)):
+                tokens = [0] * size
+                nanoseconds = [0] * size
+                for q, p in zip(buckets, groups, strict=True):
                     tokens[p] += int(task.tokens[q])
-                    ns[p] += int(task.times[q, columns[p]])
-                if all(
-                    t <= task.cap * task.degrees[c] for t, c in zip(tokens, columns, strict=True)
-                ):
-                    best = min(best, max(ns))
+                    nanoseconds[p] += int(task.times[q, columns[p]])
+                if all(t <= room for t, room in zip(tokens, rooms, strict=True)):
+                    best = min(best, max(nanoseconds))
     return best
 
 
@@ -170,15 +176,14 @@ def test_any_lengths_on_any_topology(
         lengths, where, MODEL, planner="flexsp", strategy=strategy, max_tokens_per_rank=cap
     )
     check(plan, where, cap)
-    assert (
-        plan.objective_s
-        == step_ns(MODEL, plan.micro_batches, lengths, where, sync="lockstep") / 1e9
-    )
+    nanoseconds = step_ns(MODEL, plan.micro_batches, lengths, where, sync="lockstep")
+    assert plan.objective_s == nanoseconds / 1e9
     assert set(plan.degrees()) <= set(aligned_degrees(where))
 
 
 def test_it_beats_the_best_single_degree_and_repeats_itself() -> None:
-    rng, where = random.Random(5), topology((1, 8))
+    rng = random.Random(5)
+    where = topology((1, 8))
     lengths = [min(40_000, int(rng.lognormvariate(7, 1.5)) + 1) for _ in range(48)]
     plans = [
         make_plan(lengths, where, MODEL, planner="flexsp", max_tokens_per_rank=9000)
@@ -194,7 +199,6 @@ def test_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("hf_flexseq.config.find_spec", lambda module: None)
     with pytest.raises(
         ValueError,
-        match=r"needs pulp and highspy.*pip install "
-        r'"hf_flexseq\[planner\]"',
+        match=r'needs pulp and highspy.*pip install "hf_flexseq\[planner\]"',
     ):
         make_plan([4], topology((1, 2)), MODEL, planner="flexsp")
