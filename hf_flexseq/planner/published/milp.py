@@ -87,7 +87,7 @@ class GroupingTask:
     ranks: int
     """Ranks of the world."""
     slots: tuple[Slots, ...]
-    """What must fit side by side, for each unit of `aligned.units`."""
+    """Groups that must fit side by side, for each unit of `aligned.units`."""
 
 
 def solve(task: GroupingTask, start: Chosen, *, gap: float = GAP, nodes: int = NODES) -> Chosen:

@@ -11,7 +11,7 @@
 5. For free synchronisation the same with one clock for each rank that all micro-batches share,
    beside the lockstep plan.
 6. Ten sequences and fewer take dynamic programming over their subsets (`subsets.py`), and all of
-   the above only where that leaves doubt.
+   the above only where its plan may not be the best.
 7. Where groups have a latency of their own, all of it twice: once every sequence is charged for a
    group, once none is.
 8. One degree for everything (`static.py`) is always among the candidates: the search cannot lose
@@ -160,7 +160,7 @@ class _Tried:
     """A complete candidate with the targets that it came from."""
 
     filled: Filled
-    """Where all sequences are."""
+    """The blocks and micro-batches of all sequences."""
     origin: Candidates
     """The one candidate, for the next round to change."""
 
@@ -212,9 +212,11 @@ def _changes(candidates: Candidates) -> tuple[int, ...]:
 
     Fewer rounds where each of them is much work.
     """
-    rounds = EFFORT.placed_rows // max(1, int(candidates.long_rows[0]))
-    index = min(max(rounds - 2, 0), len(EFFORT.changes) - 1)  # the first entry makes two rounds
-    return EFFORT.changes[index]
+    most_long = max(1, int(candidates.long_rows[0]))
+    rounds = EFFORT.placed_rows // most_long
+    index = max(rounds - 2, 0)  # the first entry makes two rounds
+    last = len(EFFORT.changes) - 1
+    return EFFORT.changes[min(index, last)]
 
 
 def _complete_best(
@@ -278,8 +280,10 @@ def _noise(shape: tuple[int, ...], change: int) -> Int64Array:
     They are a linear congruential generator's high bits, alike on every machine and numpy version.
     """
     state = 12345 + change
+    count = int(np.prod(shape))
     values = []
-    for _ in range(int(np.prod(shape))):
+    for _ in range(count):
         state = (1103515245 * state + 12345) % 2**31
-        values.append((state >> 8) % (2 * change + 1) - change)
+        high_bits = state >> 8
+        values.append(high_bits % (2 * change + 1) - change)
     return np.array(values, dtype=np.int64).reshape(shape)

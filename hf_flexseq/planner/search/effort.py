@@ -49,6 +49,10 @@ class SearchEffort:
     """(candidate, micro-batch, block, long row) quadruples that a round may look at."""
     fewest_candidates: int = 4
     """Candidates of a round, however many quadruples they need."""
+    breakpoint_rows: int = 4
+    """Longest sequences whose times are breakpoints."""
+    breakpoint_degrees: int = 3
+    """Smallest degrees of each of these sequences that give a breakpoint."""
     forced_rows: int = 6
     """Longest rows whose block shapes are tried in every combination."""
     forced_cells_each: int = 20_000
@@ -92,7 +96,7 @@ class Mix:
     """A rule for the targets of the micro-batches: a mix of two divisions of the total time."""
 
     full: bool
-    """Whether chunks of sequences are as full as memory allows; otherwise equal in tokens."""
+    """True for chunks of sequences as full as memory allows, False for chunks of equal tokens."""
     chunk: int
     """Per mille of a target that follows the chunk's time; the rest is an equal share."""
     factor: int

@@ -103,8 +103,8 @@ def fill_short(
 ) -> Filled | None:
     """Return a candidate with its short sequences, or None when memory does not hold them.
 
-    candidate: its index. long_rows: how many sequences are placed already. rise: nanoseconds that
-    its targets rise by, its water level.
+    candidate: index. long_rows: how many sequences are placed already. rise: the candidate's water
+    level, nanoseconds that its targets rise by.
     """
     load, tokens = placed.rank_state(problem.world)[:, candidate]  # each [micro_batches, ranks]
     slack = placed.targets[candidate][:, None] + rise - load  # [micro_batches, ranks]

@@ -171,8 +171,10 @@ def _active_candidates(long_rows: Int64Array, rows: int) -> list[int]:
 def tick_bits(problem: Problem, candidates: Candidates) -> int:
     """Return the power of two of a tick's nanoseconds, so large that no load comes near FAR."""
     slowest = np.where(problem.times < NEVER, problem.times, 0).max(axis=1)  # [sequences]
-    most = int(slowest.sum()) + int(candidates.targets.max(initial=0))
-    return max(0, most.bit_length() - FAR.bit_length() + 3)
+    largest_target = int(candidates.targets.max(initial=0))
+    most = int(slowest.sum()) + largest_target  # nanoseconds
+    bits = most.bit_length() - FAR.bit_length() + 3  # 3: a load is below a quarter of FAR
+    return max(0, bits)
 
 
 def _empty_board(problem: Problem, candidates: Candidates, rows: int, tick: int) -> _Board:
@@ -283,9 +285,8 @@ def _put(problem: Problem, board: _Board, row: int, slot: Int64Array, which: Int
     # 5. The loads, on all pages of a candidate where ranks are free: their clocks run on.
     changed = page[:, None]  # [active, 1]
     if problem.free:
-        changed = which[:, None] * board.batches + np.arange(
-            board.batches
-        )  # [active, micro_batches]
+        first_page = which[:, None] * board.batches  # [active, 1]
+        changed = first_page + np.arange(board.batches)  # [active, micro_batches]
     load = over[TIME] + board.targets[page, None]  # [active, blocks]
     reached_load = reached[TIME] + board.targets[page]  # [active]
     _set_loads(problem, board, changed, load, reached_load)

@@ -51,7 +51,7 @@ class _Exchange:
     row: int
     """The sequence that moves, on one rank."""
     slot: int
-    """Where it goes: micro-batch x world + rank."""
+    """The slot that it goes to: micro-batch x world + rank."""
     partner: int | None
     """The sequence that comes from there in exchange, on one rank, too."""
 

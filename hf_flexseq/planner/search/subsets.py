@@ -120,9 +120,9 @@ class _SubsetSearch:
         needs = _sums(problem.needs[:, column])  # [sets] tokens
         times = _sums(problem.times[:, column])  # [sets] nanoseconds
         alone = np.where(needs <= problem.cap, times, NEVER)
-        alone[1:] = np.minimum(
-            alone[1:] + problem.latency[column], NEVER
-        )  # a group of no one has none
+        # The empty set, index 0, makes no group and pays no latency.
+        with_latency = alone[1:] + problem.latency[column]
+        alone[1:] = np.minimum(with_latency, NEVER)
         taken = -(-np.minimum(needs, problem.cap) * self.steps // problem.cap)
         # 2. Sets divided between the two parts, at the best cut.
         below = np.full((self.steps + 1, len(alone)), NEVER)  # [levels, sets]

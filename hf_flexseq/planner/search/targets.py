@@ -43,9 +43,6 @@ from hf_flexseq.planner.search.effort import (
 )
 from hf_flexseq.planner.search.place import ANY_SHAPE, Candidates
 
-BREAKPOINT_ROWS = 4  # longest sequences that give a breakpoint
-BREAKPOINT_DEGREES = 3  # smallest degrees of each of them
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Start:
@@ -54,7 +51,7 @@ class _Start:
     targets: tuple[int, ...]
     """[micro_batches] nanoseconds."""
     setting: Setting
-    """How its long sequences are placed, and which these are."""
+    """Which of its sequences are long, and how they are placed."""
 
 
 def starting_candidates(problem: Problem, batches: int) -> Candidates:
@@ -163,9 +160,10 @@ def _chunk_shares(cuts: Int64Array, problem: Problem) -> Int64Array:
 
 def _mixed(problem: Problem, shares: Int64Array, mix: Mix) -> tuple[int, ...]:
     """Return the targets [micro_batches] of a mix, of the chunks' device-ns [micro_batches]."""
-    equal = int(problem.least_area.sum()) // len(shares)
-    device_ns = (mix.chunk * shares + (PERMILLE - mix.chunk) * equal) // PERMILLE
-    targets = device_ns // problem.world * mix.factor // PERMILLE
+    equal = int(problem.least_area.sum()) // len(shares)  # device-nanoseconds
+    mixed = mix.chunk * shares + (PERMILLE - mix.chunk) * equal  # [micro_batches]
+    mean_rank = mixed // PERMILLE // problem.world  # [micro_batches] nanoseconds
+    targets = mean_rank * mix.factor // PERMILLE
     return tuple(targets.tolist())
 
 
@@ -181,15 +179,14 @@ def _breakpoints(problem: Problem, batches: int) -> list[tuple[int, ...]]:
     total = int(problem.least_area.sum()) // problem.world
     mean = total // batches
     times: set[int] = set()
-    for row in problem.times[:BREAKPOINT_ROWS]:  # [shapes] nanoseconds of one sequence
-        possible = row[row < NEVER][:BREAKPOINT_DEGREES]
+    for row in problem.times[: EFFORT.breakpoint_rows]:  # [shapes] nanoseconds of one sequence
+        possible = row[row < NEVER][: EFFORT.breakpoint_degrees]
         times.update(time for time in possible.tolist() if mean < time < total)
     breakpoints = []
     for time in sorted(times):
-        rest = (total - time) // (
-            batches - 1
-        )  # mean < total, so there is more than one micro-batch
-        breakpoints.append((time, *[rest] * (batches - 1)))
+        rest = total - time
+        others = batches - 1  # not 0, since the mean is below the total
+        breakpoints.append((time, *[rest // others] * others))
     return breakpoints
 
 
