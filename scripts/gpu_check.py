@@ -1,6 +1,6 @@
 """Check hf_flexseq on a CUDA GPU, and record what was seen.
 
-    python scripts/gpu_check.py [--out scripts/results]
+    python scripts/gpu_check.py [--out FOLDER]        scripts/benchmarks/results by default
 
 1. Every CUDA attention kernel that serves this machine, in bfloat16, forward and backward, against
    the plain float32 softmax. Its largest error may be twice that of the same softmax written
@@ -48,6 +48,7 @@ from hf_flexseq.kernels.reference import Reference
 from hf_flexseq.kernels.segments import Segments
 
 HERE = Path(__file__).resolve().parent
+RESULTS = HERE / "benchmarks/results"
 FSDP2 = HERE.parent / "recipes/accelerate_configs/fsdp2.yaml"
 HEADS, KV_HEADS, HEAD_DIM, SCALE = 8, 2, 128, 128**-0.5
 LENGTHS = [1, 0, 17, 1021, 128, 64, 2053]
@@ -62,7 +63,9 @@ TENSORS = ("out", "dq", "dk", "dv")
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--out", type=Path, default=HERE / "results", help="folder of the report")
+    parser.add_argument(
+        "--out", type=Path, default=HERE / "benchmarks/results", help="folder of the report"
+    )
     # one of its own processes
     parser.add_argument("--train", choices=["stock", "flexseq"], help=argparse.SUPPRESS)
     args = parser.parse_args()

@@ -15,15 +15,19 @@ from hf_flexseq.view import chrome_trace, save_picture, text_grid
 from pipelines import even_cost, plan_of
 
 GB = 1e9
-SCRIPT = Path(__file__).parents[1] / "scripts/bench_pipeline.py"
+SCRIPT = Path(__file__).parents[2] / "scripts/benchmarks/pipeline.py"
 
 
 def benchmark():
     """The benchmark as a module."""
-    spec = importlib.util.spec_from_file_location("bench_pipeline", SCRIPT)
+    spec = importlib.util.spec_from_file_location("benchmark_of_pipelines", SCRIPT)
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module  # its dataclasses look themselves up
-    spec.loader.exec_module(module)
+    sys.path.insert(0, str(SCRIPT.parent))  # as when it is run: its imports stand beside it
+    try:
+        spec.loader.exec_module(module)
+    finally:
+        sys.path.remove(str(SCRIPT.parent))
     return module
 
 
@@ -140,7 +144,7 @@ def test_the_benchmark_runs_and_marks(capsys, monkeypatch):
     monkeypatch.setattr(
         sys,
         "argv",
-        ["bench_pipeline.py", "--parts", "virtual", "memory", "planning", "--batches", "2"],
+        ["pipeline.py", "--parts", "virtual", "memory", "planning", "--batches", "2"],
     )
     benchmark().main()
     shown = capsys.readouterr().out

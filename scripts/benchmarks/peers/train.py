@@ -1,0 +1,229 @@
+"""One method's training run on one rank: prints nothing, writes rank 0's tokens per second as
+JSON.
+
+    flexseq   FlexSeqTrainer with the default planner
+    static    FlexSeqTrainer with one degree for the run
+    alst      the Trainer with DeepSpeed ALST (Ulysses over all ranks, sdpa), one sequence per
+              micro-batch
+    plain     the Trainer, one sequence per micro-batch on each rank, dealt so that the ranks'
+              costs even out
+
+All train the same small Llama on the same sequences per optimizer step. The clock starts when the
+first step, which warms up, is over on all ranks, and stops when the last one is.
+"""
+
+import argparse
+import json
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from accelerate.utils import DeepSpeedSequenceParallelConfig, ParallelismConfig
+from torch.utils.data import SequentialSampler
+from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback, TrainingArguments
+
+from hf_flexseq import DataCollatorForFlexSeq, FlexSeqConfig, FlexSeqTrainer
+from peers.corpus import LONGEST, PER_STEP, VOCABULARY, read_steps
+
+CAP = 4096
+Rows = list[dict[str, list[int]]]
+COMMON = {
+    "report_to": "none",
+    "save_strategy": "no",
+    "logging_strategy": "no",
+    "disable_tqdm": True,
+    "use_cpu": True,
+    "learning_rate": 1e-3,
+    "remove_unused_columns": False,
+    "ddp_find_unused_parameters": False,
+}
+
+
+def small_llama() -> LlamaForCausalLM:
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        hidden_size=256,
+        intermediate_size=688,
+        num_hidden_layers=4,
+        num_attention_heads=8,
+        num_key_value_heads=4,
+        vocab_size=VOCABULARY,
+        max_position_embeddings=LONGEST,
+    )
+    return LlamaForCausalLM._from_config(config, attn_implementation="sdpa")
+
+
+def row(ids: list[int]) -> dict[str, list[int]]:
+    return {"input_ids": ids, "labels": ids}
+
+
+def cost(ids: list[int]) -> float:
+    """Of a sequence, in tokens: attention equals the rest at about 3,000 of them."""
+    return len(ids) * (1 + len(ids) / 3000)
+
+
+def dealt(sequences: list[list[int]], world: int) -> list[list[int]]:
+    """As many sequences for each rank, costs evened out, and interleaved as ranks draw them one by
+    one."""
+    ranks: list[list[list[int]]] = [[] for _ in range(world)]
+    for ids in sorted(sequences, key=len, reverse=True):
+        open_ranks = [r for r in ranks if len(r) < len(sequences) // world]
+        min(open_ranks, key=lambda r: sum(map(cost, r))).append(ids)
+    return [ranks[r][i] for i in range(len(sequences) // world) for r in range(world)]
+
+
+class InOrder:
+    """Puts the dataset's own order in place of the Trainer's random one."""
+
+    def _get_train_sampler(self, *args: Any, **kwargs: Any) -> SequentialSampler:
+        return SequentialSampler(self.train_dataset)
+
+
+class InOrderTrainer(InOrder, Trainer):
+    pass
+
+
+class InOrderFlexSeqTrainer(InOrder, FlexSeqTrainer):
+    pass
+
+
+def collate_one(rows: Rows) -> dict[str, torch.Tensor]:
+    """A batch of one sequence."""
+    (only,) = rows
+    columns = only | {"position_ids": list(range(len(only["input_ids"])))}
+    return {name: torch.tensor([values]) for name, values in columns.items()}
+
+
+def padded_alike(step: list[list[int]], world: int) -> Rows:
+    """Rows of which each `world` consecutive ones have one length, a multiple of `world`: what
+    ALST's loader, which gathers the ranks' batches, needs. Neighbours in length stand together."""
+    ordered, rows = sorted(step, key=len), []
+    for first in range(0, len(ordered), world):
+        together = ordered[first : first + world]
+        wanted = -(-len(together[-1]) // world) * world
+        rows += [
+            {
+                "input_ids": [*ids, *[0] * (wanted - len(ids))],
+                "labels": [*ids, *[-100] * (wanted - len(ids))],
+            }
+            for ids in together
+        ]
+    return rows
+
+
+class Clock(TrainerCallback):
+    """Seconds from the end of the first optimizer step to the end of the last, on all ranks."""
+
+    def __init__(self) -> None:
+        self.ends: list[float] = []
+
+    def on_step_end(self, *args: Any, **kwargs: Any) -> None:
+        dist.barrier()
+        self.ends.append(time.perf_counter())
+
+    @property
+    def seconds(self) -> float:
+        return self.ends[-1] - self.ends[0]
+
+
+def flexseq_trainer(steps: list[list[list[int]]], world: int, out: str, **plan: Any) -> Trainer:
+    args = FlexSeqConfig(
+        output_dir=out,
+        max_steps=len(steps),
+        per_device_train_batch_size=PER_STEP // world,
+        max_tokens_per_rank=CAP,
+        **plan,
+        **COMMON,
+    )
+    rows = [row(ids) for step in steps for ids in step]
+    return InOrderFlexSeqTrainer(
+        model=small_llama(), args=args, train_dataset=rows, data_collator=DataCollatorForFlexSeq()
+    )
+
+
+def plain_trainer(steps: list[list[list[int]]], world: int, out: str) -> Trainer:
+    args = TrainingArguments(
+        output_dir=out,
+        max_steps=len(steps),
+        per_device_train_batch_size=1,
+        gradient_accumulation_steps=PER_STEP // world,
+        **COMMON,
+    )
+    rows = [row(ids) for step in steps for ids in dealt(step, world)]
+    return InOrderTrainer(
+        model=small_llama(), args=args, train_dataset=rows, data_collator=collate_one
+    )
+
+
+def alst_trainer(steps: list[list[list[int]]], world: int, out: str) -> Trainer:
+    import deepspeed
+
+    deepspeed.init_distributed("gloo")
+    handler = DeepSpeedSequenceParallelConfig(
+        sp_seq_length_is_variable=True, sp_attn_implementation="sdpa"
+    )
+    args = TrainingArguments(
+        output_dir=out,
+        max_steps=len(steps),
+        per_device_train_batch_size=1,
+        gradient_accumulation_steps=PER_STEP,
+        parallelism_config=ParallelismConfig(
+            sp_backend="deepspeed", sp_size=world, sp_handler=handler
+        ),
+        deepspeed={
+            "zero_optimization": {"stage": 1},
+            "train_micro_batch_size_per_gpu": "auto",
+            "gradient_accumulation_steps": "auto",
+            "gradient_clipping": "auto",
+        },
+        **COMMON,
+    )
+    rows = [padded for step in steps for padded in padded_alike(step, world)]
+    return InOrderTrainer(
+        model=small_llama(), args=args, train_dataset=rows, data_collator=collate_one
+    )
+
+
+def make_trainer(method: str, steps: list[list[list[int]]], world: int, out: str) -> Trainer:
+    if method == "alst":
+        return alst_trainer(steps, world, out)
+    if method == "plain":
+        return plain_trainer(steps, world, out)
+    if method.startswith("static"):
+        return flexseq_trainer(
+            steps, world, out, planner="static", sp_degree=int(method.removeprefix("static"))
+        )
+    return flexseq_trainer(steps, world, out)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("method")
+    parser.add_argument("--steps", type=Path, required=True, help="file written by corpus.py")
+    parser.add_argument("--out", type=Path, required=True, help="where rank 0 writes its figure")
+    asked = parser.parse_args()
+    torch.set_num_threads(1)
+    steps, world = read_steps(asked.steps), int(os.environ["WORLD_SIZE"])
+    trainer, clock = (
+        make_trainer(asked.method, steps, world, str(asked.out.parent / "run")),
+        Clock(),
+    )
+    trainer.add_callback(clock)
+    trainer.train()
+    if dist.get_rank() == 0:
+        tokens = sum(len(ids) for step in steps[1:] for ids in step)
+        asked.out.write_text(
+            json.dumps({"tokens_per_s": tokens / clock.seconds, "seconds": clock.seconds})
+        )
+    dist.barrier()
+    time.sleep(0.5)  # gloo drops its last tensors before the group goes
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    main()

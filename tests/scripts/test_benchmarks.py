@@ -1,0 +1,75 @@
+"""scripts/benchmarks: every benchmark starts, is in the index, and records what it measured."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+BENCHMARKS = ROOT / "scripts/benchmarks"
+SHARED = {"common", "lengths"}  # modules that the benchmarks import
+NAMES = sorted({path.stem for path in BENCHMARKS.glob("*.py")} - SHARED)
+
+
+def run(name, *options, cwd=ROOT):
+    command = [sys.executable, str(BENCHMARKS / f"{name}.py"), *map(str, options)]
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    return subprocess.run(
+        command, capture_output=True, text=True, env=environment, check=False, cwd=cwd
+    )
+
+
+@pytest.fixture(scope="module")
+def helps():
+    """What every benchmark says about itself; most of the time goes into importing torch."""
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        return dict(zip(NAMES, pool.map(lambda name: run(name, "--help"), NAMES), strict=True))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_benchmark_starts_and_takes_a_file_for_its_raw_figures(helps, name):
+    done = helps[name]
+    assert done.returncode == 0, done.stderr
+    assert "--json FILE" in done.stdout
+    assert f"scripts/benchmarks/{name}.py" in done.stdout
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_benchmark_is_in_the_index(name):
+    assert f"benchmarks/{name}.py" in (BENCHMARKS / "README.md").read_text()
+
+
+def test_every_link_of_the_index_leads_somewhere():
+    links = re.findall(r"\]\(([^)#]+)\)", (BENCHMARKS / "README.md").read_text())
+    pages = [link for link in links if not link.startswith("http")]
+    assert pages
+    assert [page for page in pages if not (BENCHMARKS / page).exists()] == []
+
+
+def test_a_record_holds_the_figures_and_what_they_were_measured_with(tmp_path):
+    path = tmp_path / "folder" / "record.json"
+    done = run("received_bytes", "--draws", 2, "--json", path)
+    assert done.returncode == 0, done.stderr
+    record = json.loads(path.read_text())
+    assert record["command"].startswith("python scripts/benchmarks/received_bytes.py --draws 2")
+    assert record["machine"]["cores"] == os.cpu_count()
+    assert {"python", "numpy"} <= set(record["versions"])
+    assert len(record["figures"]["draws"]) == 2
+    assert record["figures"]["draws"][0]["busiest_mb"] > 0
+
+
+def test_without_a_file_nothing_is_written(tmp_path):
+    done = run("received_bytes", "--draws", 1, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("received_bytes.py --draws 1, counted, not measured\n")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_no_benchmark_hides_a_module_of_the_standard_library():
+    """A benchmark's own folder comes first on its path."""
+    assert {*NAMES, *SHARED, "peers", "data", "results"} & set(sys.stdlib_module_names) == set()
