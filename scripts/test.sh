@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Everything that must hold: style, types of the deciding half, the import direction, the tests.
+# Everything that must hold: style, format, types, the import direction, the documentation, the tests.
 #
 #   bash scripts/test.sh
 #   bash scripts/test.sh tests/planner -k static     # arguments go to pytest
@@ -8,8 +8,20 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 source scripts/env.sh
 use_environment test
 
+# Every link inside the documentation leads somewhere; the pages themselves are not kept.
+check_documentation() {
+    local site
+    site=$(mktemp -d)
+    if ! NO_MKDOCS_2_WARNING=1 mkdocs build --quiet --strict --site-dir "$site"; then
+        rm -r "$site"
+        return 1
+    fi
+    rm -r "$site"
+}
+
 ruff check .
 ruff format --check .
 mypy
 lint-imports
+check_documentation
 pytest -q "$@"

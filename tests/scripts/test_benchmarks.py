@@ -2,7 +2,6 @@
 
 import json
 import os
-import re
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
@@ -42,13 +41,6 @@ def test_every_benchmark_starts_and_takes_a_file_for_its_raw_figures(helps, name
 @pytest.mark.parametrize("name", NAMES)
 def test_every_benchmark_is_in_the_index(name):
     assert f"benchmarks/{name}.py" in (BENCHMARKS / "README.md").read_text()
-
-
-def test_every_link_of_the_index_leads_somewhere():
-    links = re.findall(r"\]\(([^)#]+)\)", (BENCHMARKS / "README.md").read_text())
-    pages = [link for link in links if not link.startswith("http")]
-    assert pages
-    assert [page for page in pages if not (BENCHMARKS / page).exists()] == []
 
 
 def test_a_record_holds_the_figures_and_what_they_were_measured_with(tmp_path):

@@ -1,0 +1,59 @@
+"""The documentation: what it names exists, and it knows every option."""
+
+import re
+from dataclasses import fields
+from pathlib import Path
+
+import pytest
+
+from hf_flexseq import FlexSeqArguments
+
+ROOT = Path(__file__).parents[2]
+PAGES = [
+    ROOT / "README.md",
+    ROOT / "CONTRIBUTING.md",
+    ROOT / "scripts/benchmarks/README.md",
+    *sorted((ROOT / "docs").glob("*.md")),
+]
+# `plan/shard.py`, `hf_flexseq/planner/search/`, `tests/attention`, `scripts/test.sh`
+PATH = re.compile(
+    r"`((?:hf_flexseq|tests|scripts|recipes|docs|[a-z_]+)/[\w/.-]*?(?:\.(?:py|sh|md|yaml|txt)|/))`"
+)
+NOT_OURS = ("runs/", "build/")
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
+def test_every_file_that_a_page_names_exists(page):
+    missing = []
+    for name in PATH.findall(page.read_text()):
+        # modules are named with and without the package, result pages beside their index
+        places = (ROOT, ROOT / "hf_flexseq", page.parent)
+        if not name.startswith(NOT_OURS) and not any((place / name).exists() for place in places):
+            missing.append(name)
+    assert missing == []
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
+def test_every_link_between_pages_leads_somewhere(page):
+    links = re.findall(r"\]\(([^)#\s]+)(?:#[^)]*)?\)", page.read_text())
+    pages = [link for link in links if not link.startswith("http")]
+    assert [link for link in pages if not (page.parent / link).exists()] == []
+
+
+def test_every_option_is_on_its_page_with_its_default():
+    rows = {}
+    for line in (ROOT / "docs/options.md").read_text().splitlines():
+        cells = [cell.strip() for cell in line.strip("|").split(" | ")]
+        if len(cells) == 3:
+            rows[cells[0]] = cells[2]
+    wanted = {f"`{option.name}`": f"`{option.default}`" for option in fields(FlexSeqArguments)}
+    assert {name: rows.get(name) for name in wanted} == wanted
+    assert set(rows) - {"option", "---"} == set(wanted)
+
+
+def test_every_claim_of_the_readme_is_a_line_with_a_link():
+    text = (ROOT / "README.md").read_text()
+    claims = text.split("## Six claims")[1].split("\n\n")[1]
+    items = re.split(r"^\* ", claims, flags=re.MULTILINE)[1:]
+    assert len(items) == 6
+    assert all("](" in item and len(item) < 250 for item in items)
