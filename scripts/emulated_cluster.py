@@ -1,9 +1,9 @@
-"""Run a command on every rank of a cluster that exists on this machine only: real bytes over slow
-links.
+"""Run a command on every rank of an emulated cluster: real bytes over slow links, on one machine.
 
-    python scripts/emulated_cluster.py --nodes 2 --ranks-per-node 2 --inter 133mbit -- python
-    train.py python scripts/emulated_cluster.py --nodes 2 --ranks-per-node 4 --inter 133mbit
-    --nic-per-rank -- python train.py
+    python scripts/emulated_cluster.py --nodes 2 --ranks-per-node 2 --inter 133mbit -- \\
+        python train.py
+    python scripts/emulated_cluster.py --nodes 2 --ranks-per-node 4 --inter 133mbit \\
+        --nic-per-rank -- python train.py
 
 A node is a Linux network namespace in which torchrun starts the ranks: they reach each other at
 full speed, and all other nodes over one link, shaped to --inter in both directions. With
@@ -11,14 +11,14 @@ full speed, and all other nodes over one link, shaped to --inter in both directi
 ranks of its node; the launcher's variables (RANK, LOCAL_RANK, ...) are then set here. Every rank
 has one thread, and GLOO_SOCKET_IFNAME names its link.
 
-        node 0                 switch                node 1
-     ranks -- nic ==shaped== [ wire ] ==shaped== nic -- ranks          ranks of a node talk over
-                                                                       its loopback
+    node 0                     switch                     node 1
+    ranks -- nic ==shaped==== [ wire ] ====shaped== nic -- ranks
 
-    rank 0  nic  ==shaped== [ wire  ] ==shaped== nic  rank 2           --nic-per-rank: a bridge for
-                                                                       the links between
-    rank 0  mate ---------- [ mates0 ] --------- mate rank 1           nodes, and one for the ranks
-                                                                       of each node
+The ranks of a node talk over its loopback. With --nic-per-rank there is a bridge for the links
+between nodes, and one for the ranks of each node:
+
+    rank 0   nic ==shaped==== [ wire ] ====shaped== nic   rank 2
+    rank 0   mate ---------- [ mates0 ] ---------- mate   rank 1
 
 Needs Linux, root and iproute2. All links lie inside namespaces, those of this machine are never
 touched, and what was made is removed in the end, also after a failure or Ctrl-C. Exits as the
@@ -43,36 +43,44 @@ WIRE, NIC, MATE = "wire", "nic", "mate"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Host:
-    """A namespace with ranks in it. index: its place among all hosts, from 0."""
+    """A namespace with ranks in it: a node, or with a NIC for each rank a single rank."""
 
     index: int
+    """Number among all hosts, from 0."""
     node: int
+    """Number of its node, from 0."""
     namespace: str
 
     @property
     def address(self) -> str:
+        """The address of its NIC."""
         return f"10.78.0.{self.index + 1}"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Cluster:
-    """What is emulated. inter: bits per second of a link between nodes, as tc writes it."""
+    """The cluster that is emulated."""
 
     nodes: int
     ranks_per_node: int
     inter: str
+    """Rate of a link between nodes, as tc writes it: 133mbit."""
     nic_per_rank: bool
+    """Whether each rank has a link of its own, and not each node."""
 
     @property
     def hosts(self) -> tuple[Host, ...]:
+        """All hosts in the order of their ranks."""
         per_node = self.ranks_per_node if self.nic_per_rank else 1
-        names = (f"flexseq-{os.getpid()}-{i}" for i in range(self.nodes * per_node))
-        return tuple(
-            Host(index=i, node=i // per_node, namespace=name) for i, name in enumerate(names)
-        )
+        hosts = []
+        for index in range(self.nodes * per_node):
+            namespace = f"flexseq-{os.getpid()}-{index}"
+            hosts.append(Host(index=index, node=index // per_node, namespace=namespace))
+        return tuple(hosts)
 
     @property
     def switch(self) -> str:
+        """The namespace of the bridges."""
         return f"flexseq-{os.getpid()}-switch"
 
 
@@ -81,8 +89,10 @@ class Cluster:
 
 @contextmanager
 def network(cluster: Cluster) -> Iterator[None]:
-    """The namespaces and links of `cluster`, for as long as the block runs. Raises RuntimeError
-    when one fails."""
+    """Make the namespaces and links of `cluster` for as long as the block runs.
+
+    Raises RuntimeError when one of them cannot be made.
+    """
     with ExitStack() as stack:
         for namespace in (cluster.switch, *(host.namespace for host in cluster.hosts)):
             run("ip", "netns", "add", namespace)
@@ -97,7 +107,7 @@ def network(cluster: Cluster) -> Iterator[None]:
 
 
 def connect(cluster: Cluster, host: Host) -> None:
-    """The links of one host, its address, and the routes to its mates."""
+    """Make the links of one host, its address, and the routes to the other ranks of its node."""
     ip = ("ip", "-n", host.namespace)
     run(*ip, "link", "set", "lo", "up")
     port = plug(cluster, host, NIC, WIRE)
@@ -113,28 +123,18 @@ def connect(cluster: Cluster, host: Host) -> None:
 
 
 def plug(cluster: Cluster, host: Host, device: str, bridge: str) -> str:
-    """A cable from `device` of the host to a bridge in the switch; the name of its end there."""
+    """Plug a cable from `device` of the host into a bridge; return the name of its end there."""
     port = f"{device}{host.index}"
-    ends = (
-        device,
-        "netns",
-        host.namespace,
-        "type",
-        "veth",
-        "peer",
-        "name",
-        port,
-        "netns",
-        cluster.switch,
-    )
-    run("ip", "link", "add", "name", *ends)
+    this_end = (device, "netns", host.namespace)
+    other_end = (port, "netns", cluster.switch)
+    run("ip", "link", "add", "name", *this_end, "type", "veth", "peer", "name", *other_end)
     run("ip", "-n", cluster.switch, "link", "set", port, "master", bridge, "up")
     run("ip", "-n", host.namespace, "link", "set", device, "up")
     return port
 
 
 def remove(namespace: str) -> None:
-    """End what still runs in the namespace, and take it away; its links go with it."""
+    """End what still runs in the namespace and remove it; its links go with it."""
     # again: what is ended may just have started others
     while pids := run("ip", "netns", "pids", namespace).split():
         for pid in pids:
@@ -145,6 +145,7 @@ def remove(namespace: str) -> None:
 
 
 def run(*command: str) -> str:
+    """Run a command and return what it printed. Raises RuntimeError when it fails."""
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
         raise RuntimeError(f"{' '.join(command)}: {done.stderr.strip()}")
@@ -155,20 +156,18 @@ def run(*command: str) -> str:
 
 
 def launch(cluster: Cluster, command: Sequence[str]) -> int:
-    """Run the command on all ranks; the exit status of the first that fails, or 0."""
-    started = [
-        subprocess.Popen(
-            ("ip", "netns", "exec", host.namespace, *words), env=os.environ | environment
-        )
-        for host in cluster.hosts
-        for words, environment in (on_host(cluster, host, command),)
-    ]
-    running = list(started)
+    """Run the command on all ranks; return the exit status of the first that fails, or 0."""
+    running = []
+    for host in cluster.hosts:
+        words, environment = on_host(cluster, host, command)
+        inside = ("ip", "netns", "exec", host.namespace, *words)
+        running.append(subprocess.Popen(inside, env=os.environ | environment))
     while running:
         time.sleep(0.05)
         ended = [process for process in running if process.poll() is not None]
         failed = [process.returncode for process in ended if process.returncode]
         if failed:
+            # ended by a signal: as a shell says it
             return failed[0] if failed[0] > 0 else 128 - failed[0]
         running = [process for process in running if process not in ended]
     return 0
@@ -177,7 +176,7 @@ def launch(cluster: Cluster, command: Sequence[str]) -> int:
 def on_host(
     cluster: Cluster, host: Host, command: Sequence[str]
 ) -> tuple[Sequence[str], dict[str, str]]:
-    """What to start in a host's namespace, and the variables it needs."""
+    """Return what to start in a host's namespace, and the variables it needs."""
     variables = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": NIC}
     master = cluster.hosts[0].address
     if not cluster.nic_per_rank:
@@ -189,13 +188,10 @@ def on_host(
             "master-port": PORT,
             "local-addr": host.address,
         }
-        torchrun = (sys.executable, "-m", "torch.distributed.run", "--no-python")
-        return (
-            *torchrun,
-            *(f"--{name}={value}" for name, value in options.items()),
-            *command,
-        ), variables
-    places = {
+        words = [sys.executable, "-m", "torch.distributed.run", "--no-python"]
+        words += [f"--{name}={value}" for name, value in options.items()]
+        return [*words, *command], variables
+    coordinates = {
         "RANK": host.index,
         "LOCAL_RANK": host.index % cluster.ranks_per_node,
         "LOCAL_WORLD_SIZE": cluster.ranks_per_node,
@@ -203,24 +199,22 @@ def on_host(
         "MASTER_ADDR": master,
         "MASTER_PORT": PORT,
     }
-    return command, variables | {name: str(value) for name, value in places.items()}
+    return command, variables | {name: str(value) for name, value in coordinates.items()}
 
 
 # ---- the command line
 
 
 def why_not() -> str | None:
-    """Why no cluster can be emulated here; None when one can."""
+    """Return why no cluster can be emulated here; None when one can."""
     if not sys.platform.startswith("linux"):
         return f"it needs Linux's network namespaces, and this is {sys.platform}"
     if os.geteuid() != 0:
         return "it needs root, to make network namespaces"
     missing = [tool for tool in ("ip", "tc") if shutil.which(tool) is None]
-    return (
-        f"it needs {' and '.join(missing)} of iproute2 (apt-get install iproute2)"
-        if missing
-        else None
-    )
+    if missing:
+        return f"it needs {' and '.join(missing)} of iproute2 (apt-get install iproute2)"
+    return None
 
 
 def parsed() -> argparse.Namespace:
@@ -259,7 +253,7 @@ def interrupted(signum: int, frame: object) -> None:
 
 
 def ignore_signals() -> None:
-    """From here on all is taken down, and a second Ctrl-C would leave half of it behind."""
+    """Ignore Ctrl-C from here on: all is taken down, and a second one would leave half behind."""
     for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(signum, signal.SIG_IGN)
 

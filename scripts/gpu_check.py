@@ -86,13 +86,11 @@ def main() -> int:
 
 
 def heading() -> list[str]:
-    """What ran on what, as the first lines of the report."""
+    """Return the first lines of the report: the command, the device, the versions."""
     query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader", "--id=0"]
-    driver = (
-        subprocess.check_output(query, text=True).strip()
-        if shutil.which("nvidia-smi")
-        else "unknown"
-    )
+    driver = "unknown"
+    if shutil.which("nvidia-smi"):
+        driver = subprocess.check_output(query, text=True).strip()
     return [
         f"# GPU check, {datetime.date.today()}",
         f"\n    {shlex.join(['python', 'scripts/gpu_check.py', *sys.argv[1:]])}",
@@ -105,8 +103,7 @@ def heading() -> list[str]:
 
 
 def kernel_report(device: torch.device) -> tuple[list[str], bool]:
-    """A table of errors for every kernel of the device, and whether all of them are within
-    bounds."""
+    """Compare every kernel of the device; return a table of errors, and whether all are small."""
     lines = [
         "\n## Attention kernels in bfloat16: largest error against float32 (of a plain "
         "bfloat16 softmax)\n"
@@ -132,18 +129,27 @@ def kernel_report(device: torch.device) -> tuple[list[str], bool]:
 
 
 def kernel_errors(kernel: Kernel, segments: Segments) -> tuple[list[tuple[float, float]], bool]:
-    """(error of the kernel, error of the plain softmax) for each of `TENSORS`, and whether all is
-    as it should be."""
+    """Return (error of kernel, error of plain softmax) for each of `TENSORS`, and a verdict.
+
+    The verdict is True when every error of the kernel is within its bound.
+    """
     make = torch.Generator(segments.device).manual_seed(0)
-    q, dout = (_normal((segments.total_q, HEADS, HEAD_DIM), make) for _ in range(2))
-    k, v = (_normal((segments.total_k, KV_HEADS, HEAD_DIM), make) for _ in range(2))
+    q = _normal((segments.total_q, HEADS, HEAD_DIM), make)  # [tokens, heads, head_dim]
+    dout = _normal((segments.total_q, HEADS, HEAD_DIM), make)
+    k = _normal((segments.total_k, KV_HEADS, HEAD_DIM), make)
+    v = _normal((segments.total_k, KV_HEADS, HEAD_DIM), make)
     out, lse, *grads = _run(kernel, q, k, v, dout, segments)
     true_out, true_lse, *true_grads = _run(
         Reference(), *(x.float() for x in (q, k, v, dout)), segments
     )
-    true, mine = (true_out, *true_grads), (out, *grads)
-    plain = plain_softmax(q, k, v, dout, segments)
-    errors = [(_error(a, t), _error(b, t)) for a, b, t in zip(mine, plain, true, strict=True)]
+    errors = []
+    for mine, plain, true in zip(
+        (out, *grads),
+        plain_softmax(q, k, v, dout, segments),
+        (true_out, *true_grads),
+        strict=True,
+    ):
+        errors.append((_error(mine, true), _error(plain, true)))
     # The log-sum-exp is float32 in both, so it only differs by the order of its sums; -inf must be
     # where it should.
     lse_agrees = torch.allclose(lse, true_lse, rtol=1e-4, atol=1e-4)
@@ -153,17 +159,22 @@ def kernel_errors(kernel: Kernel, segments: Segments) -> tuple[list[tuple[float,
 def plain_softmax(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, dout: torch.Tensor, segments: Segments
 ) -> list[torch.Tensor]:
-    """out, dq, dk, dv of softmax attention written in the dtype of its inputs, by autograd."""
+    """Return out, dq, dk, dv of softmax attention in the dtype of its inputs, by autograd.
+
+    q and dout [tokens, heads, head_dim], k and v [keys, kv_heads, head_dim]; the results have the
+    shapes of q, q, k and v.
+    """
     leaves = [x.clone().requires_grad_() for x in (q, k, v)]
-    lq, lk, lv = leaves[0], *(x.repeat_interleave(HEADS // KV_HEADS, 1) for x in leaves[1:])
+    lq = leaves[0]
+    lk = leaves[1].repeat_interleave(HEADS // KV_HEADS, 1)  # [keys, heads, head_dim]
+    lv = leaves[2].repeat_interleave(HEADS // KV_HEADS, 1)
     out = torch.zeros_like(q)
     for rows, keys in segments.blocks():
-        scores = torch.einsum("nhd,mhd->hnm", lq[rows], lk[keys]) * SCALE
+        scores = torch.einsum("nhd,mhd->hnm", lq[rows], lk[keys]) * SCALE  # [heads, n, m]
         if segments.causal:
-            early = scores.shape[2] - scores.shape[1]
-            scores = scores.masked_fill(
-                torch.ones_like(scores[0], dtype=torch.bool).triu(1 + early), -torch.inf
-            )
+            earlier = scores.shape[2] - scores.shape[1]  # keys in front of the first query
+            later = torch.ones_like(scores[0], dtype=torch.bool).triu(1 + earlier)
+            scores = scores.masked_fill(later, -torch.inf)
         out[rows] = torch.einsum("hnm,mhd->nhd", scores.softmax(-1), lv[keys])
     out.backward(dout)
     return [out.detach(), *(x.grad for x in leaves)]
@@ -177,16 +188,18 @@ def _run(
     dout: torch.Tensor,
     segments: Segments,
 ) -> tuple[torch.Tensor, ...]:
-    """out, lse, dq, dk, dv"""
+    """Return out, lse, dq, dk, dv of a kernel, in its shapes."""
     out, lse = kernel.forward(q, k, v, segments, scale=SCALE)
     return out, lse, *kernel.backward(dout, q, k, v, out, lse, segments, scale=SCALE)
 
 
 def _normal(shape: tuple[int, ...], make: torch.Generator) -> torch.Tensor:
+    """Return normal numbers in bfloat16, of this shape."""
     return torch.randn(shape, generator=make, device=make.device).to(torch.bfloat16)
 
 
 def _error(got: torch.Tensor, true: torch.Tensor) -> float:
+    """Return the largest difference of two tensors of one shape."""
     return (got.float() - true).abs().max().item()
 
 
@@ -194,22 +207,24 @@ def _error(got: torch.Tensor, true: torch.Tensor) -> float:
 
 
 class Sizes(NamedTuple):
-    """A model and a number of steps. longest: tokens; batch: sequences per step; the first
-    `warmup` are not timed."""
+    """The model and the run that the trainers are compared on."""
 
     layers: int
     hidden: int
     longest: int
+    """Tokens of the longest sequence."""
     batch: int
+    """Sequences per step."""
     steps: int
     warmup: int
+    """Steps at the start that are not timed."""
 
 
 FULL = Sizes(layers=12, hidden=1024, longest=8192, batch=8, steps=20, warmup=5)
 
 
 def train_commands() -> dict[str, list[str]]:
-    """A command for every row of the training table."""
+    """Return a command for every row of the training table."""
     accelerate = [
         sys.executable,
         "-m",
@@ -226,8 +241,7 @@ def train_commands() -> dict[str, list[str]]:
 
 
 def launch(command: list[str]) -> dict[str, Any]:
-    """The measurements that the last line of the process holds, or `error`, the last lines that it
-    said instead."""
+    """Run a command; return the measurements of its last line, or `error`, its last words."""
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
         return {"error": " / ".join(done.stderr.strip().splitlines()[-3:])}
@@ -235,8 +249,7 @@ def launch(command: list[str]) -> dict[str, Any]:
 
 
 def training_report(runs: dict[str, dict[str, Any]]) -> tuple[list[str], bool]:
-    """A table of the runs, and whether all of them ran and have the losses of the stock
-    Trainer."""
+    """Return a table of the runs, and whether all of them have the losses of the stock Trainer."""
     lines = [
         f"\n## Training on one GPU: {FULL.layers} layers of {FULL.hidden}, up to "
         f"{FULL.longest} tokens\n"
@@ -245,7 +258,8 @@ def training_report(runs: dict[str, dict[str, Any]]) -> tuple[list[str], bool]:
         "| run | attention | tokens/s | peak GiB | loss, first and last | |",
         "|---|---|---|---|---|---|",
     ]
-    stock, holds = runs["stock"], True
+    stock = runs["stock"]
+    holds = True
     for name, run in runs.items():
         ok = (
             "error" not in run
@@ -268,8 +282,10 @@ def losses_agree(a: list[float], b: list[float]) -> bool:
 
 
 def train(trainer_name: str, sizes: Sizes, **options: Any) -> dict[str, Any]:
-    """Train with the `stock` or the `flexseq` trainer and measure; `options` go to the training
-    arguments."""
+    """Train with the `stock` or the `flexseq` trainer and return what was measured.
+
+    options: for the training arguments.
+    """
     flexseq = trainer_name == "flexseq"
     with tempfile.TemporaryDirectory() as folder:
         args = (FlexSeqConfig if flexseq else TrainingArguments)(
@@ -285,11 +301,9 @@ def train(trainer_name: str, sizes: Sizes, **options: Any) -> dict[str, Any]:
             **options,
         )
         set_seed(0)
-        packed = (
-            "sdpa"
-            if FlashAttn().why_not(args.device, torch.bfloat16, HEAD_DIM)
-            else "flash_attention_2"
-        )
+        packed = "flash_attention_2"
+        if FlashAttn().why_not(args.device, torch.bfloat16, HEAD_DIM):
+            packed = "sdpa"
         clock = Clock(sizes.warmup)
         trainer = (FlexSeqTrainer if flexseq else Trainer)(
             model=small_llama(sizes, packed),
@@ -318,8 +332,7 @@ def small_llama(sizes: Sizes, attention: str) -> LlamaForCausalLM:
 
 
 def examples(sizes: Sizes) -> Iterator[dict[str, list[int]]]:
-    """Random tokens in sequences of long-tailed lengths, enough for one pass: the CommonCrawl-like
-    log-normal."""
+    """Yield random sequences of CommonCrawl-like, log-normal lengths, enough for one pass."""
     rng = random.Random(0)
     for _ in range(sizes.batch * sizes.steps):
         length = min(max(int(rng.lognormvariate(math.log(950), 1.75)), 2), sizes.longest)
@@ -328,11 +341,11 @@ def examples(sizes: Sizes) -> Iterator[dict[str, list[int]]]:
 
 
 class Clock(TrainerCallback):
-    """Time and tokens at the end of every step; `measured` is over the steps after the first
-    `warmup`."""
+    """A clock of the steps after the first `warmup`."""
 
     def __init__(self, warmup: int) -> None:
-        self.warmup, self.marks = warmup, []
+        self.warmup = warmup
+        self.marks: list[tuple[float, int]] = []  # seconds and tokens so far, after each step
 
     def on_step_end(
         self, args: TrainingArguments, state: TrainerState, *others: Any, **kwargs: Any
@@ -342,7 +355,9 @@ class Clock(TrainerCallback):
         self.marks.append((time.perf_counter(), state.num_input_tokens_seen))
 
     def measured(self) -> dict[str, float]:
-        (start, tokens_before), (stop, tokens) = self.marks[self.warmup - 1], self.marks[-1]
+        """Return tokens per second, and the peak memory in GiB."""
+        start, tokens_before = self.marks[self.warmup - 1]
+        stop, tokens = self.marks[-1]
         peak = torch.cuda.max_memory_allocated() / 2**30 if torch.cuda.is_available() else 0.0
         return {"tokens_per_s": (tokens - tokens_before) / (stop - start), "peak_gib": peak}
 

@@ -237,7 +237,7 @@ def check(peers: Peers, ways: dict[str, Method], lengths: Sequence[int], kv_head
                 assert error < 1e-2, f"{name} is wrong by {float(error):.1e}"
                 worst = torch.maximum(worst, error)
     dist.all_reduce(worst, op=dist.ReduceOp.MAX)
-    return float(worst)
+    return float(worst.detach())
 
 
 def dense(whole: Sequence[torch.Tensor], lengths: Sequence[int]) -> list[torch.Tensor]:

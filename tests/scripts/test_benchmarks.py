@@ -4,7 +4,6 @@ import json
 import os
 import subprocess
 import sys
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -23,19 +22,37 @@ def run(name, *options, cwd=ROOT):
     )
 
 
+# Starts every benchmark with --help in one process, for torch takes seconds to import.
+ALL_HELPS = """
+import contextlib, io, json, runpy, sys
+
+folder, *names = sys.argv[1:]
+sys.path.insert(0, folder)
+helps = {}
+for name in names:
+    sys.argv = [f"{folder}/{name}.py", "--help"]
+    said = io.StringIO()
+    with contextlib.redirect_stdout(said), contextlib.suppress(SystemExit):
+        runpy.run_path(sys.argv[0], run_name="__main__")
+    helps[name] = said.getvalue()
+print(json.dumps(helps))
+"""
+
+
 @pytest.fixture(scope="module")
 def helps():
-    """What every benchmark says about itself; most of the time goes into importing torch."""
-    with ThreadPoolExecutor(os.cpu_count()) as pool:
-        return dict(zip(NAMES, pool.map(lambda name: run(name, "--help"), NAMES), strict=True))
+    """What every benchmark says about itself."""
+    command = [sys.executable, "-c", ALL_HELPS, str(BENCHMARKS), *NAMES]
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_every_benchmark_starts_and_takes_a_file_for_its_raw_figures(helps, name):
-    done = helps[name]
-    assert done.returncode == 0, done.stderr
-    assert "--json FILE" in done.stdout
-    assert f"scripts/benchmarks/{name}.py" in done.stdout
+    assert "--json FILE" in helps[name]
+    assert f"scripts/benchmarks/{name}.py" in helps[name]
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -1,5 +1,4 @@
-"""The sequences that all methods train on: the standard library's source, tokenized, capped and
-drawn into steps."""
+"""The sequences that all methods train on: the standard library's source, drawn into steps."""
 
 import json
 import random
@@ -9,11 +8,13 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[3]
 sys.path.append(str(ROOT / "recipes"))
 
-VOCABULARY, LONGEST, PER_STEP = 4096, 8192, 16
+VOCABULARY = 4096
+LONGEST = 8192  # tokens of a sequence; what is longer is cut
+PER_STEP = 16  # sequences of an optimizer step
 
 
 def write_steps(path: Path, steps: int, seed: int) -> None:
-    """[step][sequence][token], each sequence cut at LONGEST, as JSON."""
+    """Write [step][sequence][token] as JSON, each sequence cut at LONGEST."""
     from arguments import DataArguments
     from bpe import cached_bpe
     from corpus import load_documents
@@ -24,10 +25,10 @@ def write_steps(path: Path, steps: int, seed: int) -> None:
     tokenizer = cached_bpe(documents["text"], VOCABULARY)
     chosen = random.Random(seed).sample(range(len(documents)), steps * PER_STEP)
     sequences = [tokenizer(documents[i]["text"]).input_ids[:LONGEST] for i in chosen]
-    path.write_text(
-        json.dumps([sequences[i * PER_STEP : (i + 1) * PER_STEP] for i in range(steps)])
-    )
+    by_step = [sequences[i * PER_STEP : (i + 1) * PER_STEP] for i in range(steps)]
+    path.write_text(json.dumps(by_step))
 
 
 def read_steps(path: Path) -> list[list[list[int]]]:
+    """Return [step][sequence][token]."""
     return json.loads(path.read_text())

@@ -1,5 +1,4 @@
-"""Attention of one layer by several methods: which rows each holds on this rank, and how it
-attends.
+"""Attention of one layer by several methods: the rows each holds on this rank, and how it attends.
 
 Peers keep their own layouts, as they are meant to be used: ring-flash-attn two chunks of every
 sequence (`zigzag`), yunchang one contiguous part of the packed row. Both need lengths that are
@@ -30,21 +29,26 @@ Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 
 
 class Call(NamedTuple):
-    """One attention call of this rank. rows: the tokens it holds, as places in the packed row of
-    all sequences."""
+    """One attention call of this rank."""
 
     rows: torch.Tensor
+    """Indices of this rank's tokens in the packed row of all sequences, [tokens]."""
     attend: Attend
+    """The call itself: q, k, v of these rows -> out, all [tokens, heads, head_dim]."""
 
 
 class Peers(NamedTuple):
+    """The imported libraries."""
+
     ring_flash_attn: ModuleType
     yunchang: ModuleType
 
 
 def import_peers() -> Peers:
-    """Both on torch's CPU kernel. Raises ImportError, saying how to install them, when one is
-    missing."""
+    """Import both libraries on torch's CPU kernel.
+
+    Raises ImportError, saying how to install them, when one is missing.
+    """
     flash_attn_stand_in.install()
     # Its adapter for transformers, which is not used here, does not import with transformers 5.
     adapters = ModuleType("ring_flash_attn.adapters")
@@ -64,12 +68,12 @@ def import_peers() -> Peers:
 def flexseq_calls(
     micro_batches: Sequence[MicroBatch], lengths: Sequence[int], world: Communicator
 ) -> list[Call]:
-    """One for every micro-batch."""
+    """Return our call of every micro-batch."""
     return [_flexseq_call(micro_batch, lengths, world) for micro_batch in micro_batches]
 
 
 def one_group(strategy: str, lengths: Sequence[int], world: Communicator) -> MicroBatch:
-    """All sequences on all ranks."""
+    """Return the micro-batch of all sequences on all ranks."""
     ranks = tuple(range(world.world_size))
     return MicroBatch(
         groups=(Group(ranks=ranks, sequences=tuple(range(len(lengths))), strategy=strategy),)
@@ -77,34 +81,30 @@ def one_group(strategy: str, lengths: Sequence[int], world: Communicator) -> Mic
 
 
 def _flexseq_call(micro_batch: MicroBatch, lengths: Sequence[int], world: Communicator) -> Call:
+    """Return our call of a micro-batch."""
     shard = make_shard(micro_batch, lengths, world.rank)
-    starts = list(accumulate(lengths, initial=0))
-    pieces = [
-        torch.arange(starts[s.sequence] + s.start, starts[s.sequence] + s.stop)
-        for s in shard.slices
-    ]
+    starts = list(accumulate(lengths, initial=0))  # of each sequence in the packed row
+    rows = [torch.arange(0)]  # a rank may hold nothing
+    for part in shard.slices:
+        start = starts[part.sequence]
+        rows.append(torch.arange(start + part.start, start + part.stop))
     seq_ctx = SequenceContext(shard, world, choose_kernel(CPU, torch.bfloat16, 32), CPU)
-    return Call(
-        torch.cat([torch.arange(0), *pieces]),
-        partial(sequence_parallel_attention, seq_ctx=seq_ctx),
-    )
+    return Call(torch.cat(rows), partial(sequence_parallel_attention, seq_ctx=seq_ctx))
 
 
 # ---- peers
 
 
 def zigzag_varlen_call(peers: Peers, lengths: Sequence[int], rank: int, degree: int) -> Call:
-    """ring-flash-attn's `zigzag_ring_flash_attn_varlen_func`."""
-    pieces = []
+    """Return the call of ring-flash-attn's `zigzag_ring_flash_attn_varlen_func`."""
+    rows = []
     for start, length in zip(accumulate(lengths, initial=0), lengths, strict=False):
         chunk, rest = divmod(length, 2 * degree)
         assert not rest, (
             f"a sequence of {length} tokens cannot be cut into {2 * degree} equal chunks"
         )
-        pieces += [
-            torch.arange(start + c * chunk, start + (c + 1) * chunk)
-            for c in (rank, 2 * degree - 1 - rank)
-        ]
+        for index in (rank, 2 * degree - 1 - rank):
+            rows.append(torch.arange(start + index * chunk, start + (index + 1) * chunk))
     shares = [length // degree for length in lengths]
     function = partial(
         peers.ring_flash_attn.zigzag_ring_flash_attn_varlen_func,
@@ -112,12 +112,14 @@ def zigzag_varlen_call(peers: Peers, lengths: Sequence[int], rank: int, degree: 
         max_seqlen=max(shares),
         causal=True,
     )
-    return Call(torch.cat(pieces), function)
+    return Call(torch.cat(rows), function)
 
 
 def receives_first(peers: Peers) -> type:
-    """ring-flash-attn's communication with receives posted before sends, which gloo serialises
-    otherwise: a help that it does not have by itself."""
+    """Return ring-flash-attn's communication with receives posted before sends.
+
+    gloo serialises them otherwise. The library does not have this help by itself.
+    """
 
     class ReceivesFirst(peers.ring_flash_attn.utils.RingComm):
         def commit(self) -> None:
@@ -128,16 +130,21 @@ def receives_first(peers: Peers) -> type:
 
 
 def ulysses_call(peers: Peers, lengths: Sequence[int], rank: int, degree: int) -> Call:
-    """yunchang's `UlyssesAttention`. It knows nothing of packed rows, so where there are several
-    sequences the kernel that it calls is replaced by the one for packed sequences: a help that it
-    does not have by itself."""
+    """Return the call of yunchang's `UlyssesAttention`.
+
+    It knows nothing of packed rows, so where there are several sequences the kernel that it calls
+    is replaced by the one for packed sequences: a help that it does not have by itself.
+    """
     layer = peers.yunchang.UlyssesAttention(None)
     if len(lengths) > 1:
         layer.attn_fn = partial(_packed, cu_seqlens=_cumulative(lengths), longest=max(lengths))
     start, stop = contiguous_part(sum(lengths), rank, degree)
-    return Call(
-        torch.arange(start, stop), lambda q, k, v: layer(q[None], k[None], v[None], causal=True)[0]
-    )
+
+    def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        # [tokens, heads, head_dim] -> [1, tokens, heads, head_dim] and back
+        return layer(q[None], k[None], v[None], causal=True)[0]
+
+    return Call(torch.arange(start, stop), attend)
 
 
 def _packed(

@@ -1,5 +1,4 @@
-"""One method's training run on one rank: prints nothing, writes rank 0's tokens per second as
-JSON.
+"""One method's training run on one rank; rank 0 writes its tokens per second as JSON.
 
     flexseq   FlexSeqTrainer with the default planner
     static    FlexSeqTrainer with one degree for the run
@@ -26,9 +25,10 @@ from torch.utils.data import SequentialSampler
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback, TrainingArguments
 
 from hf_flexseq import DataCollatorForFlexSeq, FlexSeqConfig, FlexSeqTrainer
+from hf_flexseq.config import IGNORE_INDEX
 from peers.corpus import LONGEST, PER_STEP, VOCABULARY, read_steps
 
-CAP = 4096
+CAP = 4096  # tokens per rank and micro-batch, for flexseq and static
 Rows = list[dict[str, list[int]]]
 COMMON = {
     "report_to": "none",
@@ -57,26 +57,33 @@ def small_llama() -> LlamaForCausalLM:
 
 
 def row(ids: list[int]) -> dict[str, list[int]]:
+    """Return a sequence as an example that learns all of its tokens."""
     return {"input_ids": ids, "labels": ids}
 
 
 def cost(ids: list[int]) -> float:
-    """Of a sequence, in tokens: attention equals the rest at about 3,000 of them."""
+    """Return a sequence's cost in tokens; attention equals the rest at about 3,000 of them."""
     return len(ids) * (1 + len(ids) / 3000)
 
 
 def dealt(sequences: list[list[int]], world: int) -> list[list[int]]:
-    """As many sequences for each rank, costs evened out, and interleaved as ranks draw them one by
-    one."""
+    """Return the sequences in the order in which ranks draw them one by one.
+
+    Each rank gets as many, and their costs are evened out.
+    """
     ranks: list[list[list[int]]] = [[] for _ in range(world)]
     for ids in sorted(sequences, key=len, reverse=True):
         open_ranks = [r for r in ranks if len(r) < len(sequences) // world]
         min(open_ranks, key=lambda r: sum(map(cost, r))).append(ids)
-    return [ranks[r][i] for i in range(len(sequences) // world) for r in range(world)]
+    interleaved = []
+    for index in range(len(sequences) // world):
+        for rank in range(world):
+            interleaved.append(ranks[rank][index])
+    return interleaved
 
 
 class InOrder:
-    """Puts the dataset's own order in place of the Trainer's random one."""
+    """A mixin that puts the dataset's own order in place of the Trainer's random one."""
 
     def _get_train_sampler(self, *args: Any, **kwargs: Any) -> SequentialSampler:
         return SequentialSampler(self.train_dataset)
@@ -91,31 +98,36 @@ class InOrderFlexSeqTrainer(InOrder, FlexSeqTrainer):
 
 
 def collate_one(rows: Rows) -> dict[str, torch.Tensor]:
-    """A batch of one sequence."""
+    """Return a batch of one sequence; every column is [1, tokens]."""
     (only,) = rows
     columns = only | {"position_ids": list(range(len(only["input_ids"])))}
     return {name: torch.tensor([values]) for name, values in columns.items()}
 
 
 def padded_alike(step: list[list[int]], world: int) -> Rows:
-    """Rows of which each `world` consecutive ones have one length, a multiple of `world`: what
-    ALST's loader, which gathers the ranks' batches, needs. Neighbours in length stand together."""
-    ordered, rows = sorted(step, key=len), []
+    """Return rows of which each `world` consecutive ones have one length, a multiple of `world`.
+
+    ALST's loader, which gathers the ranks' batches, needs that. Neighbours in length stand
+    together, so that padding is short.
+    """
+    ordered = sorted(step, key=len)
+    rows = []
     for first in range(0, len(ordered), world):
         together = ordered[first : first + world]
-        wanted = -(-len(together[-1]) // world) * world
-        rows += [
-            {
-                "input_ids": [*ids, *[0] * (wanted - len(ids))],
-                "labels": [*ids, *[-100] * (wanted - len(ids))],
-            }
-            for ids in together
-        ]
+        length = -(-len(together[-1]) // world) * world  # rounded up
+        for ids in together:
+            padding = length - len(ids)
+            rows.append(
+                {
+                    "input_ids": [*ids, *[0] * padding],
+                    "labels": [*ids, *[IGNORE_INDEX] * padding],
+                }
+            )
     return rows
 
 
 class Clock(TrainerCallback):
-    """Seconds from the end of the first optimizer step to the end of the last, on all ranks."""
+    """A clock that runs from the end of the first optimizer step to the end of the last."""
 
     def __init__(self) -> None:
         self.ends: list[float] = []
@@ -208,11 +220,10 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True, help="where rank 0 writes its figure")
     asked = parser.parse_args()
     torch.set_num_threads(1)
-    steps, world = read_steps(asked.steps), int(os.environ["WORLD_SIZE"])
-    trainer, clock = (
-        make_trainer(asked.method, steps, world, str(asked.out.parent / "run")),
-        Clock(),
-    )
+    steps = read_steps(asked.steps)
+    world = int(os.environ["WORLD_SIZE"])
+    trainer = make_trainer(asked.method, steps, world, str(asked.out.parent / "run"))
+    clock = Clock()
     trainer.add_callback(clock)
     trainer.train()
     if dist.get_rank() == 0:
