@@ -1,5 +1,4 @@
-"""A training loop of your own on planned steps: HuggingFace Accelerate and hf_flexseq, without the
-Trainer.
+"""A training loop of your own on planned steps: Accelerate and hf_flexseq, without the Trainer.
 
     accelerate launch --config_file recipes/accelerate_configs/cpu.yaml recipes/accelerate_loop.py
 
@@ -15,14 +14,19 @@ from transformers import LlamaConfig, LlamaForCausalLM, set_seed
 
 from hf_flexseq import DataCollatorForFlexSeq, FlexSeqArguments, FlexSeqEngine
 
-STEPS, BATCH, ACCUMULATION = 20, 4, 2
+STEPS = 20  # optimizer steps
+BATCH = 4  # sequences that a rank draws at once
+ACCUMULATION = 2  # draws of an optimizer step
 
 
 def documents(count: int = 320, vocab: int = 128) -> list[dict[str, list[int]]]:
-    """Counting sequences with long-tailed lengths: a small model learns them quickly."""
+    """Return counting sequences of long-tailed lengths, which a small model learns quickly."""
     lengths = torch.empty(count).log_normal_(mean=4.0, std=1.2).clamp(2, 2000).int().tolist()
-    rows = [[(start + i) % vocab for i in range(n)] for start, n in enumerate(lengths)]
-    return [{"input_ids": row, "labels": row} for row in rows]
+    examples = []
+    for start, length in enumerate(lengths):
+        row = [(start + i) % vocab for i in range(length)]
+        examples.append({"input_ids": row, "labels": row})
+    return examples
 
 
 def main() -> None:

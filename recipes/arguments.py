@@ -1,8 +1,8 @@
-"""Options of `sft.py`: three dataclasses filled from a YAML file and the command line, which wins.
+"""Options of `sft.py`: three dataclasses, filled from a YAML file and the command line.
 
-A YAML file holds the options of all three by name, in any order. Its values go through the same
-parser as the command line, so a number, a choice or a mapping is checked the same way wherever it
-was written; null means the default.
+The command line wins. A YAML file holds the options of all three by name, in any order. Its values
+go through the same parser as the command line, so a number, a choice or a mapping is checked the
+same way wherever it was written; null means the default.
 """
 
 import difflib
@@ -88,8 +88,7 @@ class DataArguments:
         default="python-stdlib",
         metadata={
             "help": "Hub id, a local file (.jsonl, .json, .parquet, .csv, .txt), a local folder, "
-            "or python-stdlib: "
-            "the source files of the running Python's standard library."
+            "or python-stdlib: the source files of the running Python's standard library."
         },
     )
     dataset_config: str | None = field(
@@ -151,15 +150,18 @@ class DataArguments:
 
 
 class RecipeParser(HfArgumentParser):
-    """One line per error, on the first process, instead of the usage of 150 options on each."""
+    """A parser that prints one line per error, on the first process, and not its 150 options."""
 
     def error(self, message: str) -> NoReturn:
-        self.exit(2, f"error: {message}\n" if os.environ.get("RANK", "0") == "0" else None)
+        is_first = os.environ.get("RANK", "0") == "0"
+        self.exit(2, f"error: {message}\n" if is_first else None)
 
 
 def parse(argv: list[str], training_type: type, defaults: dict | None = None) -> tuple:
-    """(ModelArguments, DataArguments, training_type) from `defaults`, `--config FILE` and the rest
-    of `argv`; the last one wins."""
+    """Return (ModelArguments, DataArguments, an object of `training_type`).
+
+    Values come from `defaults`, `--config FILE` and the rest of `argv`; the later one wins.
+    """
     types = (ModelArguments, DataArguments, training_type)
     parser = RecipeParser(
         types, prog="sft.py", allow_abbrev=False, description="Fine-tune with hf_flexseq."
@@ -167,7 +169,9 @@ def parse(argv: list[str], training_type: type, defaults: dict | None = None) ->
     parser.add_argument("--config", metavar="FILE", help="YAML file with any of the options below")
     config, rest = _take_config(argv)
     try:
-        options = (defaults or {}) | (_read(config, types) if config else {})
+        options = dict(defaults or {})
+        if config:
+            options |= _read(config, types)
         args = to_argv(options) + rest
         model, data, training, _ = parser.parse_args_into_dataclasses(
             args, look_for_args_file=False
@@ -178,17 +182,20 @@ def parse(argv: list[str], training_type: type, defaults: dict | None = None) ->
 
 
 def to_argv(options: dict) -> list[str]:
-    """A mapping as command line arguments."""
+    """Return a mapping as command line arguments."""
     argv = []
     for name, value in options.items():
         if isinstance(value, list):
             argv += [f"--{name}", *map(str, value)]
+        elif isinstance(value, dict):
+            argv.append(f"--{name}={json.dumps(value)}")
         elif value is not None:
-            argv.append(f"--{name}={json.dumps(value) if isinstance(value, dict) else value}")
+            argv.append(f"--{name}={value}")
     return argv
 
 
 def _take_config(argv: list[str]) -> tuple[str | None, list[str]]:
+    """Return the path behind `--config`, if there is one, and the other arguments."""
     first = ArgumentParser(add_help=False, allow_abbrev=False)
     first.add_argument("--config")
     known, rest = first.parse_known_args(argv)
@@ -196,18 +203,20 @@ def _take_config(argv: list[str]) -> tuple[str | None, list[str]]:
 
 
 def _read(path: str, types: tuple[type, ...]) -> dict:
+    """Return the options of a YAML file. Raises ValueError for one that no type has."""
     try:
         options = yaml.safe_load(Path(path).read_text()) or {}
     except yaml.YAMLError as error:
         raise ValueError(f"{path} is no YAML: {' '.join(str(error).split())}") from error
     if not isinstance(options, dict):
         raise ValueError(f"{path} must be a mapping of options, got a {type(options).__name__}")
-    names = {f.name for t in types for f in fields(t) if f.init}
+    names = {option.name for kind in types for option in fields(kind) if option.init}
     for name in options:
-        if name not in names:
-            near = difflib.get_close_matches(str(name), sorted(names), n=1)
-            raise ValueError(
-                f"{path}: there is no option {name!r}"
-                + (f", did you mean {near[0]!r}?" if near else "")
-            )
+        if name in names:
+            continue
+        message = f"{path}: there is no option {name!r}"
+        near = difflib.get_close_matches(str(name), sorted(names), n=1)
+        if near:
+            message += f", did you mean {near[0]!r}?"
+        raise ValueError(message)
     return options

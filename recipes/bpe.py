@@ -15,11 +15,12 @@ from huggingface_hub.constants import HF_HOME
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast
 
-BOS, EOS = "<s>", "</s>"
+BOS = "<s>"
+EOS = "</s>"
 
 
 def train_bpe(texts: Iterable[str], vocab_size: int) -> PreTrainedTokenizerFast:
-    """A tokenizer of `vocab_size` tokens that puts a BOS before every text."""
+    """Train a tokenizer of `vocab_size` tokens that puts a BOS before every text."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -46,8 +47,11 @@ def train_bpe(texts: Iterable[str], vocab_size: int) -> PreTrainedTokenizerFast:
 def cached_bpe(
     texts: Iterable[str], vocab_size: int, cache: str | Path | None = None
 ) -> PreTrainedTokenizerFast:
-    """The same, from the cache if these texts were seen before. Always read back from disk: every
-    process has the same object, and so the same key in the cache of tokenized data."""
+    """Return such a tokenizer, from the cache if these texts were seen before.
+
+    The tokenizer is always read back from disk: so every process has the same object, and the same
+    key in the cache of tokenized data.
+    """
     texts = list(texts)
     folder = Path(cache or Path(HF_HOME) / "hf_flexseq") / f"bpe-{vocab_size}-{_digest(texts)}"
     if not folder.exists():
@@ -56,6 +60,7 @@ def cached_bpe(
 
 
 def _digest(texts: list[str]) -> str:
+    """Return a name for these texts."""
     digest = hashlib.sha256()
     for text in texts:
         digest.update(hashlib.sha256(text.encode(errors="surrogatepass")).digest())
@@ -63,6 +68,7 @@ def _digest(texts: list[str]) -> str:
 
 
 def _save_whole(tokenizer: PreTrainedTokenizerFast, folder: Path) -> None:
+    """Save a tokenizer so that `folder` appears when it is complete."""
     folder.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=folder.parent) as unfinished:
         tokenizer.save_pretrained(Path(unfinished) / folder.name)

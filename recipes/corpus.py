@@ -30,7 +30,7 @@ FILE_TYPES = {
 
 
 def load_documents(args: DataArguments) -> tuple[Dataset, Dataset]:
-    """(train, held out), still as text, in an order that is always the same."""
+    """Return (train, held out), still as text, in an order that is always the same."""
     train = _load_split(args, args.dataset_split)
     columns = document_columns(train, args)
     if args.held_out_split:
@@ -41,14 +41,13 @@ def load_documents(args: DataArguments) -> tuple[Dataset, Dataset]:
 
 
 def document_columns(documents: Dataset, args: DataArguments) -> tuple[str, ...]:
-    """The columns that make up a document."""
+    """Return the columns that make up a document."""
     for columns in ((args.text_column,), ("messages",), ("prompt", "completion")):
         if set(columns) <= set(documents.column_names):
             return columns
     raise ValueError(
         f"{args.dataset} has neither a column {args.text_column!r} (text_column) nor messages, "
-        f"nor prompt and "
-        f"completion: its columns are {', '.join(documents.column_names)}"
+        f"nor prompt and completion: its columns are {', '.join(documents.column_names)}"
     )
 
 
@@ -76,9 +75,11 @@ def _load_file(path: Path, split: str) -> Dataset:
 
 
 def stdlib_files(root: str, version: str) -> Iterator[dict[str, str]]:
-    """The standard library's own modules, without its tests and what was installed into it.
-    `version` is here because `datasets` caches by the arguments: another Python under the same
-    path is another corpus."""
+    """Yield the standard library's own modules, without its tests and what was installed into it.
+
+    version: unused here, but `datasets` caches by the arguments, and another Python under the same
+    path is another corpus.
+    """
     skipped = {"site-packages", "dist-packages", "test", "tests", "idle_test"}
     for path in sorted(Path(root).rglob("*.py")):
         name = path.relative_to(root)
@@ -90,25 +91,25 @@ def stdlib_files(root: str, version: str) -> Iterator[dict[str, str]]:
 def set_aside(
     documents: Dataset, columns: tuple[str, ...], fraction: float
 ) -> tuple[Dataset, Dataset]:
-    """(kept, held out) by a hash of the content: a document's side depends on nothing else, and
-    two copies of one are on the same side."""
-    kept = documents.filter(
-        _on_side, fn_kwargs={"columns": columns, "fraction": fraction, "held_out": False}
-    )
-    held_out = documents.filter(
-        _on_side, fn_kwargs={"columns": columns, "fraction": fraction, "held_out": True}
-    )
+    """Return (kept, held out) by a hash of the content.
+
+    A document's side depends on nothing else, and two copies of one are on the same side.
+    """
+    options = {"columns": columns, "fraction": fraction}
+    kept = documents.filter(_on_side, fn_kwargs=options | {"held_out": False})
+    held_out = documents.filter(_on_side, fn_kwargs=options | {"held_out": True})
     return kept, held_out
 
 
 def _on_side(row: dict, columns: tuple[str, ...], fraction: float, held_out: bool) -> bool:
+    """Return whether a document is on the held-out side, or on the other one."""
     content = json.dumps([row[column] for column in columns], sort_keys=True).encode()
-    place = int.from_bytes(hashlib.sha256(content).digest()[:8]) / 2**64
-    return (place < fraction) == held_out
+    number = int.from_bytes(hashlib.sha256(content).digest()[:8]) / 2**64  # in [0, 1)
+    return (number < fraction) == held_out
 
 
 def _spread(documents: Dataset, limit: int | None) -> Dataset:
-    """At most `limit` documents, evenly spread over the corpus (neighbours are often alike)."""
+    """Return at most `limit` documents, spread over the corpus: neighbours are often alike."""
     if limit is None or limit >= len(documents):
         return documents
     return documents.select([i * len(documents) // limit for i in range(limit)])

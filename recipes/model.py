@@ -1,5 +1,4 @@
-"""The model: a trained one by hub id or path, or a new one from a config, with LoRA adapters where
-asked."""
+"""The model: a trained one by hub id or path, or a new one from a config, perhaps with LoRA."""
 
 import torch
 from transformers import (
@@ -14,7 +13,7 @@ from arguments import ModelArguments
 
 
 def load_tokenizer(args: ModelArguments) -> PreTrainedTokenizerBase | None:
-    """The tokenizer that was named, or the named model's. None: train one on the corpus."""
+    """Return the named tokenizer, or the named model's; None where one is to be trained."""
     name = args.tokenizer_name_or_path or args.model_name_or_path
     if name is None:
         return None
@@ -24,6 +23,7 @@ def load_tokenizer(args: ModelArguments) -> PreTrainedTokenizerBase | None:
 
 
 def load_model(args: ModelArguments, tokenizer: PreTrainedTokenizerBase) -> PreTrainedModel:
+    """Return the named model or a new one, with adapters where they were asked for."""
     if args.model_name_or_path:
         model = AutoModelForCausalLM.from_pretrained(
             args.model_name_or_path,
@@ -33,7 +33,9 @@ def load_model(args: ModelArguments, tokenizer: PreTrainedTokenizerBase) -> PreT
         )
     else:
         model = _new_model(args, tokenizer)
-    return _with_adapters(model, args) if args.lora_r else model
+    if args.lora_r:
+        model = _with_adapters(model, args)
+    return model
 
 
 def _new_model(args: ModelArguments, tokenizer: PreTrainedTokenizerBase) -> PreTrainedModel:

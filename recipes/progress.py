@@ -9,7 +9,7 @@ from hf_flexseq.steps.trace import plan_line
 
 
 class PlanProgress(ProgressCallback):
-    """Stands in for the Trainer's own progress callback, which writes every log as a dict."""
+    """A progress bar in place of the Trainer's own, which writes every log as a dict."""
 
     def on_log(
         self,
@@ -25,7 +25,7 @@ class PlanProgress(ProgressCallback):
 
 
 def log_line(step: int, logs: dict[str, Any]) -> str | None:
-    """A log in one line; None for those that are not about a step."""
+    """Return a log in one line; None for a log that is not about a step."""
     if "eval_loss" in logs:
         return f"step {step:>4}  held-out loss {logs['eval_loss']:.3f}"
     if "loss" not in logs:

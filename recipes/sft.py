@@ -9,9 +9,9 @@
         --config recipes/llama-3.1-8b/long_context.yaml
 
     # your own model and data: any option of the YAML file can be given here too, and wins
-    accelerate launch --config_file recipes/accelerate_configs/ddp.yaml recipes/sft.py \\ --config
-    recipes/llama-3.1-8b/long_context_lora.yaml --model_name_or_path ./my-model --dataset
-    ./my-data.jsonl
+    accelerate launch --config_file recipes/accelerate_configs/ddp.yaml recipes/sft.py \\
+        --config recipes/llama-3.1-8b/long_context_lora.yaml \\
+        --model_name_or_path ./my-model --dataset ./my-data.jsonl
 
 The options are those of arguments.py here, of `FlexSeqArguments`, and of `TrainingArguments`. A
 run goes on from the last checkpoint in its output_dir; `--resume_from_checkpoint false` starts
@@ -68,8 +68,10 @@ def main(argv: list[str]) -> None:
 def prepare(
     model_args: ModelArguments, data_args: DataArguments, training_args: FlexSeqConfig
 ) -> tuple[PreTrainedTokenizerBase, Dataset, Dataset | None]:
-    """(tokenizer, sequences to train on, held-out sequences). The first process of a node works,
-    the others read its cache."""
+    """Return (tokenizer, sequences to train on, held-out sequences or None).
+
+    The first process of a node works, the others read its cache.
+    """
     if training_args.process_index:
         datasets.disable_progress_bars()
     with training_args.main_process_first():
@@ -87,7 +89,7 @@ def prepare(
 def choose_tokenizer(
     model_args: ModelArguments, data_args: DataArguments, documents: Dataset
 ) -> PreTrainedTokenizerBase:
-    """The one that was named, or one trained on these documents."""
+    """Return the tokenizer that was named, or one trained on these documents."""
     named = load_tokenizer(model_args)
     if named is not None:
         return named
@@ -101,13 +103,15 @@ def choose_tokenizer(
 
 
 def checkpoint_to_resume(args: FlexSeqConfig) -> str | None:
-    """What was asked for; if nothing was, the last checkpoint of this output_dir."""
+    """Return the checkpoint that was asked for, by default the last one of this output_dir."""
     asked = args.resume_from_checkpoint
     if str(asked).lower() == "false":
         return None
     if asked is not None and str(asked).lower() != "true":
         return asked
-    last = get_last_checkpoint(args.output_dir) if Path(args.output_dir).is_dir() else None
+    last = None
+    if Path(args.output_dir).is_dir():
+        last = get_last_checkpoint(args.output_dir)
     if asked is not None and last is None:
         raise ValueError(
             f"resume_from_checkpoint={asked}, but there is no checkpoint in {args.output_dir}"
@@ -123,16 +127,19 @@ def start_trace(args: FlexSeqConfig, anew: bool) -> None:
 
 
 def save(trainer: FlexSeqTrainer) -> None:
-    """The whole model in one place, however it was sharded."""
+    """Save the whole model in one place, however it was sharded."""
     if trainer.is_fsdp_enabled:
         trainer.accelerator.state.fsdp_plugin.set_state_dict_type("FULL_STATE_DICT")
     trainer.save_model()
 
 
 def summary(trainer: FlexSeqTrainer) -> str:
+    """Return the last lines of a run: what was learned, and where it lies."""
     args = trainer.args
     losses = [log["eval_loss"] for log in trainer.state.log_history if "eval_loss" in log]
-    lines = [f"held-out loss: {losses[0]:.2f} -> {losses[-1]:.2f}"] if losses else []
+    lines = []
+    if losses:
+        lines.append(f"held-out loss: {losses[0]:.2f} -> {losses[-1]:.2f}")
     if args.plan_trace:
         lines.append(f"plan trace:    {args.plan_trace}")
     lines.append(
@@ -143,12 +150,11 @@ def summary(trainer: FlexSeqTrainer) -> str:
 
 
 def end(trainer: FlexSeqTrainer) -> None:
-    """Leave together: a process that is torn down while another still talks to it may abort after
-    all is done.
+    """Leave together: a process that ends while another still talks to it may abort.
 
-    Between the two gloo's own thread drops the tensors of its last transfers, for which it needs
-    the interpreter; were the group destroyed meanwhile, which holds the interpreter and waits for
-    that thread, the process would hang.
+    In between gloo's own thread drops the tensors of its last transfers, for which it needs the
+    interpreter. Were the group destroyed meanwhile, which holds the interpreter and waits for that
+    thread, the process would hang.
     """
     trainer.accelerator.wait_for_everyone()
     time.sleep(0.5)
