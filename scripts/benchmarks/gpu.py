@@ -48,8 +48,7 @@ from hf_flexseq.attention import SequenceContext
 from hf_flexseq.cost.stages import PipelineCost, StageCost, causal_pairs
 from hf_flexseq.distributed.communicator import Communicator
 from hf_flexseq.distributed.links import Neighbours
-from hf_flexseq.hf.attention import NAME
-from hf_flexseq.hf.pipeline.attention import NAME as PIPELINE_NAME
+from hf_flexseq.hf.attention import NAME, PIPELINE_NAME
 from hf_flexseq.kernels import Kernel
 from hf_flexseq.kernels.choose import choose_kernel
 from hf_flexseq.kernels.segments import Segments

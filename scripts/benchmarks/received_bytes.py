@@ -37,7 +37,7 @@ def received(group: Group, lengths: list[int]) -> np.ndarray:
     if group.degree == 1:
         return total
     for cut in cuts("zigzag", tuple(lengths[i] for i in group.sequences), group.degree):
-        for step in attention_schedule("zigzag", group.degree, cut.mirrored).steps:
+        for step in attention_schedule("zigzag", group.degree, cut.mirrored).calls:
             is_transfer = step.source != step.worker
             if is_transfer and cut.tokens(step.queries):
                 total[step.worker] += TOKEN_BYTES * cut.tokens(step.keys)

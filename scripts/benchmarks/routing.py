@@ -142,7 +142,7 @@ def hop(
         asked.rounds,
         figures,
     )
-    return f"{found}; predicted {predicted:.2f}, {routing.pieces} pieces"
+    return f"{found}; predicted {predicted:.2f}, {routing.packets} packets"
 
 
 def busy(
@@ -172,8 +172,8 @@ def remap(
     shard = Shard(rank=world.rank, zones=(), moves=tuple(moves))
     surplus = tokens * width if world.rank == 0 else 0
     x = torch.zeros(surplus, 1, HEAD_DIM)  # [tokens, heads, head_dim]
-    routed = partial(TokenRemap(shard, world, links).to_even, (x,))
-    straight = partial(TokenRemap(shard, world, None).to_even, (x,))
+    routed = partial(TokenRemap(shard, world, links).attention_to_linear, (x,))
+    straight = partial(TokenRemap(shard, world, None).attention_to_linear, (x,))
     return compared(routed, straight, asked.rounds, figures)
 
 
@@ -192,8 +192,8 @@ def gather(
     ):
         straight = AllGatherZone(zone, channel, kernel, CPU)
     # what is done with the keys once they are here is no transfer
-    relayed.gathered = torch.arange(0)
-    straight.gathered = torch.arange(0)
+    relayed.key_rows = torch.arange(0)
+    straight.key_rows = torch.arange(0)
     kv = torch.zeros(zone.stop, 2, 1, HEAD_DIM)  # [tokens, keys and values, heads, head_dim]
 
     def gathered(zone: AllGatherZone) -> None:

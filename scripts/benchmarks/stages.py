@@ -51,7 +51,6 @@ from common import (
 from hf_flexseq.cost.stages import PipelineCost, StageCost, causal_pairs
 from hf_flexseq.distributed.communicator import Communicator
 from hf_flexseq.distributed.links import Neighbours
-from hf_flexseq.hf.attention import PIPELINE_NAME
 from hf_flexseq.hf.model.loss import attach_chunked_loss
 from hf_flexseq.kernels.choose import choose_kernel
 from hf_flexseq.pipeline import executor as executor_module
@@ -94,7 +93,7 @@ class Pipeline:
         }
         heads = {"num_attention_heads": hidden // 64, "num_key_value_heads": hidden // 128}
         self.model = LlamaForCausalLM(LlamaConfig(**sizes, **heads, vocab_size=vocabulary)).train()
-        self.model.set_attn_implementation(NAME)
+        self.model.set_attn_implementation(PIPELINE_NAME)
         self.vocabulary = vocabulary
         communicator = Communicator()
         self.stage = cut(self.model, communicator.rank, STAGES)
