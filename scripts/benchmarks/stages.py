@@ -51,6 +51,7 @@ from common import (
 from hf_flexseq.cost.stages import PipelineCost, StageCost, causal_pairs
 from hf_flexseq.distributed.communicator import Communicator
 from hf_flexseq.distributed.links import Neighbours
+from hf_flexseq.hf.attention import PIPELINE_NAME
 from hf_flexseq.hf.model.loss import attach_chunked_loss
 from hf_flexseq.kernels.choose import choose_kernel
 from hf_flexseq.pipeline import executor as executor_module
