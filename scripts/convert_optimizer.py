@@ -20,7 +20,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-from hf_flexseq.hf.pipeline.optimizer import FOLDER
+from hf_flexseq.pipeline.optimizer import FOLDER
 from hf_flexseq.pipeline.optimizer_files import (
     PARTIAL,
     PICKLED,

@@ -48,7 +48,7 @@ class LongestLoader(LoaderProxy):
         return dataloader if longest == own else cls(dataloader, longest)
 
 
-class UnrepeatedShard(IterableDatasetShard):  # type: ignore[misc]
+class UnrepeatedShard(IterableDatasetShard):
     """A process's samples of a stream, as accelerate deals them, without the repeats that fill the
     last batch."""
 

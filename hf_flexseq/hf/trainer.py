@@ -14,6 +14,8 @@
 * `_reject_skip_prepare_without_labels`: a check of TRL's SFTTrainer sees the collator that ours is
   put around.
 * `log`: adds the figures of the step.
+* Everything that handles "the model" as a whole: on a rank that has one pipeline stage of it, the
+  executor's hooks do it (`pipeline/hooks.py`).
 
 Data order, gradient accumulation, clipping, schedules, saving and resuming stay the Trainer's own.
 """
@@ -22,7 +24,7 @@ import inspect
 import logging
 from collections.abc import Iterator
 from dataclasses import dataclass, fields
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -30,19 +32,48 @@ from transformers import Trainer, TrainingArguments
 from transformers.data.data_collator import DataCollatorWithPadding, default_data_collator
 
 from hf_flexseq.config import FlexSeqArguments
-from hf_flexseq.hf.engine import FlexSeqEngine, base_model
+from hf_flexseq.hf.engine import FlexSeqEngine, Step
 from hf_flexseq.hf.evaluation import EvaluationLoss, PlannedBatches, left_unprepared
+from hf_flexseq.hf.executors import TrainerHooks, WholeModelExecutor, base_model
 from hf_flexseq.hf.loaders import LongestLoader
 from hf_flexseq.hf.model.checks import check_model
-from hf_flexseq.hf.pipeline.optimizer import is_of_pipeline, load_optimizer
-from hf_flexseq.hf.pipeline.trainer import PipelineMixin, load_own_stage
+from hf_flexseq.hf.pipeline.executor import stage_executor_for
+from hf_flexseq.hf.pipeline.hooks import load_own_stage
 from hf_flexseq.hf.resume import StepSizeCallback, check_step_size
 from hf_flexseq.hf.trainer_checks import check_trainer
+from hf_flexseq.pipeline.optimizer import is_of_pipeline, load_optimizer
 from hf_flexseq.steps.collator import DataCollatorForFlexSeq
-from hf_flexseq.steps.step import Inputs, StepItem, step_items
-from hf_flexseq.steps.trace import mean_figures
+from hf_flexseq.steps.inputs import Inputs
+from hf_flexseq.steps.step import StepItem, step_items
+from hf_flexseq.steps.trace import Figures, mean_figures, plan_line
+
+if TYPE_CHECKING:
+    from transformers import Trainer as _Trainer  # to a type checker the mixin is a Trainer
+else:
+    _Trainer = object  # at run time a Trainer comes after the mixin
 
 logger = logging.getLogger(__name__)
+
+# What FlexSeqMixin overrides; a test holds that the Trainer has it. Much of it is not public.
+OVERRIDDEN = (
+    "_inner_training_loop",
+    "set_initial_training_values",
+    "get_batch_samples",
+    "training_step",
+    "log",
+    "evaluation_loop",
+    "prediction_step",
+    # for pipelines
+    "_wrap_model",
+    "floating_point_ops",
+    "_clip_grad_norm",
+    "_get_grad_norm",
+    "_save",
+    "_load_from_checkpoint",
+    "_load_best_model",
+    "_save_optimizer_and_scheduler",
+    "_load_optimizer_and_scheduler",
+)
 
 
 @dataclass
@@ -50,7 +81,7 @@ class FlexSeqConfig(FlexSeqArguments, TrainingArguments):
     """`TrainingArguments` with the options of hf_flexseq."""
 
 
-class FlexSeqMixin:
+class FlexSeqMixin(_Trainer):
     """Put in front of `Trainer` or a subclass of it: `class MyTrainer(FlexSeqMixin, SFTTrainer)`.
 
     Args: flexseq_args (`FlexSeqArguments`, *optional*): The options. Taken from `args` when that
@@ -63,48 +94,54 @@ class FlexSeqMixin:
     """
 
     flexseq: FlexSeqEngine
+    data_collator: Any
 
     def __init__(
         self, *given: Any, flexseq_args: FlexSeqArguments | None = None, **named: Any
     ) -> None:
-        order = _positional_names(type(self), after=FlexSeqMixin)
-        # to read; the next class gets what was given
-        arguments = dict(zip(order, given, strict=False)) | named
-        model, training = arguments.get("model"), arguments.get("args")
+        names = _positional_names(type(self), after=FlexSeqMixin)
+        arguments = (
+            dict(zip(names, given, strict=False)) | named
+        )  # to read; given goes on as it is
+        model = arguments.get("model")
+        training = arguments.get("args")
         if isinstance(model, str):
             options = flexseq_args or arguments_on(training)
             if options.pipeline_parallel_size > 1:
                 stage = load_own_stage(model, training, options)
-                if "model" in named:
-                    named["model"] = stage
-                else:
-                    place = order.index("model")
-                    given = (*given[:place], stage, *given[place + 1 :])
+                given, named = _replaced("model", stage, names, given, named)
         super().__init__(*given, **named)
         self._setup_flexseq(flexseq_args)
 
     def _setup_flexseq(self, flexseq_args: FlexSeqArguments | None) -> None:
-        """All that must happen after the Trainer's own constructor."""
+        """Do all that must happen after the Trainer's own constructor. Collective over the
+        world."""
         options = flexseq_args or arguments_on(self.args)
         check_trainer(self, options)
         check_model(base_model(self.model))
-        if options.pipeline_parallel_size > 1 and not isinstance(self, PipelineMixin):
-            former = type(self)
-            self.__class__ = type(f"Pipeline{former.__name__}", (PipelineMixin, former), {})
         self.flexseq = self._make_engine(options)
         self.data_collator = _flexseq_collator(self.data_collator)
-        self._flexseq_figures: list[dict[str, float]] = []  # of the steps since the last log
-        self._flexseq_eval: EvaluationLoss | None = None
+        self._flexseq_figures: list[Figures] = []  # of the steps since the last log
+        self._flexseq_eval = EvaluationLoss()  # of the evaluation that runs
         # Ranks may run different numbers of micro-batches, unless a subclass computes its loss
         # with collectives.
         self._flexseq_lockstep = type(self).compute_loss is not Trainer.compute_loss
         self.add_callback(StepSizeCallback(self._flexseq_step_size()))
 
     def _make_engine(self, options: FlexSeqArguments) -> FlexSeqEngine:
-        return FlexSeqEngine(self.accelerator, options)
+        """Return the engine, with the executor that the options ask for."""
+        if options.pipeline_parallel_size > 1:
+            executor = stage_executor_for(self, options)
+            engine = FlexSeqEngine(self.accelerator, options, executor=executor)
+        else:
+            engine = FlexSeqEngine(self.accelerator, options, executor=WholeModelExecutor)
+        engine.keep_loader_settings()
+        return engine
 
     def _flexseq_step_size(self) -> int:
-        return self.get_total_train_batch_size(self.args)
+        """Return how many sequences an optimizer step draws."""
+        size: int = self.get_total_train_batch_size(self.args)
+        return size
 
     # ---- training
 
@@ -116,13 +153,14 @@ class FlexSeqMixin:
     def set_initial_training_values(self, args: TrainingArguments, dataloader: Any) -> Any:
         """Without `even_batches` ranks draw different numbers of batches; all go on until the last
         one is done."""
-        return super().set_initial_training_values(
-            args, LongestLoader.over(dataloader, self.flexseq.communicator)
-        )
+        longest = LongestLoader.over(dataloader, self.flexseq.communicator)
+        return super().set_initial_training_values(args, longest)
 
     def get_batch_samples(
         self, epoch_iterator: Iterator[Any], num_batches: int, device: torch.device
-    ) -> Any:
+    ) -> tuple[list[StepItem], torch.Tensor | None]:
+        """Return `num_batches` items, of which the last one is the planned step, and the step's
+        target tokens; no item when no rank has data left."""
         step = self.flexseq.next_step(epoch_iterator, num_batches)
         if step is None:
             return [], None
@@ -131,33 +169,35 @@ class FlexSeqMixin:
     def training_step(
         self, model: nn.Module, inputs: Any, num_items_in_batch: Any = None
     ) -> torch.Tensor:
+        """Run all micro-batches of a step, and return the sum of their losses, a scalar."""
         if not isinstance(inputs, StepItem):
-            return super().training_step(model, inputs, num_items_in_batch)
+            loss: torch.Tensor = super().training_step(model, inputs, num_items_in_batch)
+            return loss
         if inputs.step is None:
             return torch.zeros((), device=self.args.device)
 
         def forward_backward(micro_batch: Inputs) -> torch.Tensor:
-            return super(FlexSeqMixin, self).training_step(model, micro_batch, num_items_in_batch)
+            loss: torch.Tensor = super(FlexSeqMixin, self).training_step(
+                model, micro_batch, num_items_in_batch
+            )
+            return loss
 
-        loss = self.flexseq.run(inputs.step, model, forward_backward)
+        if self._hooks is not None:
+            self._hooks.set_training_mode(model, self.optimizer)
+        loss = self.flexseq.train(inputs.step, forward_backward, model)
         self._note_figures(inputs.step)
         return loss
 
-    def _note_figures(self, step: Any) -> None:
-        """Of a step that has run, for the log. Collective."""
+    def _note_figures(self, step: Step) -> None:
+        """Record the figures of a finished step for the next log line. Collective over the
+        world."""
         figures = self.flexseq.finish(step)
         self._flexseq_figures.append(figures)
         if self.is_world_process_zero():
-            logger.info("step %d: %s", step.number, self.flexseq.describe(figures))
-
-    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
-        """Also the state that a pipeline has written."""
-        if is_of_pipeline(checkpoint):
-            load_optimizer(self.model, self.optimizer.optimizer, self.lr_scheduler, checkpoint)
-        else:
-            super()._load_optimizer_and_scheduler(checkpoint)
+            logger.info("step %d: %s", step.number, plan_line(figures))
 
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
+        """Log the mean figures of the steps since the last loss, beside it."""
         if "loss" in logs:
             logs = logs | mean_figures(self._flexseq_figures)
             self._flexseq_figures.clear()
@@ -183,28 +223,25 @@ class FlexSeqMixin:
         ignore_keys: list[str] | None = None,
         metric_key_prefix: str = "eval",
     ) -> Any:
-        """The Trainer's loop over planned batches. The loss is summed over all target tokens of
-        the set, so that it does not depend on batch size or world size; samples repeated to fill
-        the last batch do not count."""
-        if prediction_loss_only is False or (
-            prediction_loss_only is None and not self.args.prediction_loss_only
-        ):
+        """Run the Trainer's loop over planned batches.
+
+        The loss is summed over all target tokens of the set, so that it does not depend on batch
+        size or world size; samples repeated to fill the last batch do not count.
+        """
+        if prediction_loss_only is None:
+            prediction_loss_only = self.args.prediction_loss_only
+        if not prediction_loss_only:
             raise NotImplementedError(
                 "predict() would return logits of tokens that are spread over ranks; evaluate() "
-                "gives the loss, and "
-                "for logits call the model after model.set_attn_implementation('sdpa')"
+                "gives the loss, and for logits call the model after "
+                "model.set_attn_implementation('sdpa')"
             )
         self._flexseq_eval = EvaluationLoss()
-        with (
-            self.flexseq.attached(self.model, lockstep=self._flexseq_lockstep),
-            left_unprepared(self),
-        ):
+        planned = PlannedBatches(self.flexseq, dataloader)
+        attached = self.flexseq.attached(self.model, lockstep=self._flexseq_lockstep)
+        with attached, left_unprepared(self):
             output = super().evaluation_loop(
-                PlannedBatches(self.flexseq, dataloader),
-                description,
-                True,
-                ignore_keys,
-                metric_key_prefix,
+                planned, description, True, ignore_keys, metric_key_prefix
             )
         loss = self._flexseq_eval.mean(self.flexseq.communicator)
         return output._replace(metrics=output.metrics | {f"{metric_key_prefix}_loss": loss})
@@ -212,22 +249,89 @@ class FlexSeqMixin:
     def prediction_step(
         self, model: nn.Module, inputs: Any, prediction_loss_only: bool, ignore_keys: Any = None
     ) -> Any:
+        """Run the forwards of a step, and return its loss, a scalar, without logits or labels."""
         if not isinstance(inputs, StepItem):
             return super().prediction_step(
                 model, inputs, prediction_loss_only, ignore_keys=ignore_keys
             )
         assert inputs.step is not None, "an evaluation batch without its step"
-        count = torch.tensor(max(inputs.step.targets, 1), device=self.args.device)
+        targets = torch.tensor(max(inputs.step.targets, 1), device=self.args.device)
 
         def forward(micro_batch: Inputs) -> torch.Tensor:
             with torch.no_grad(), self.compute_loss_context_manager():
-                return self.compute_loss(
-                    model, self._prepare_inputs(micro_batch), num_items_in_batch=count
+                loss: torch.Tensor = self.compute_loss(
+                    model, self._prepare_inputs(micro_batch), num_items_in_batch=targets
                 )
+            return loss
 
-        loss = inputs.step.run(forward).detach()
+        loss = self.flexseq.evaluate(inputs.step, forward)
         self._flexseq_eval.add(loss, inputs.step.targets)
         return loss, None, None
+
+    # ---- where a rank may have but a part of the model
+
+    @property
+    def _hooks(self) -> TrainerHooks | None:
+        """What is done in place of the Trainer's own methods; None for a whole model."""
+        return self.flexseq.executor.trainer_hooks
+
+    def _wrap_model(self, model: nn.Module, *args: Any, **kwargs: Any) -> nn.Module:
+        if self._hooks is None:
+            wrapped: nn.Module = super()._wrap_model(model, *args, **kwargs)
+            return wrapped
+        return self._hooks.wrap_model(model)
+
+    def floating_point_ops(self, inputs: Any) -> int:
+        if self._hooks is None:
+            operations: int = super().floating_point_ops(inputs)
+            return operations
+        return self._hooks.floating_point_ops(inputs.step)
+
+    def _clip_grad_norm(self, model: nn.Module) -> Any:
+        if self._hooks is None:
+            return super()._clip_grad_norm(model)
+        return self._hooks.clip_grad_norm(model, self.args.max_grad_norm)
+
+    def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> Any:
+        if self._hooks is None:
+            return super()._get_grad_norm(model, grad_norm=grad_norm)
+        return self._hooks.grad_norm() if grad_norm is None else grad_norm
+
+    def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
+        if self._hooks is None:
+            super()._save(output_dir, state_dict=state_dict)
+        else:
+            self._hooks.save(self, self.args.output_dir if output_dir is None else output_dir)
+
+    def _load_from_checkpoint(
+        self, resume_from_checkpoint: str, *args: Any, **kwargs: Any
+    ) -> None:
+        if self._hooks is None:
+            super()._load_from_checkpoint(resume_from_checkpoint, *args, **kwargs)
+        else:
+            self._hooks.load(resume_from_checkpoint)
+
+    def _load_best_model(self) -> None:
+        if self._hooks is None:
+            super()._load_best_model()
+        else:
+            logger.info("loading the best model from %s", self.state.best_model_checkpoint)
+            self._hooks.load(self.state.best_model_checkpoint)
+
+    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        if self._hooks is None:
+            super()._save_optimizer_and_scheduler(output_dir)
+        else:
+            self._hooks.save_optimizer(self, output_dir)
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        """Read also, for a whole model, the state that a pipeline has written."""
+        if self._hooks is not None:
+            self._hooks.load_optimizer(self, checkpoint)
+        elif checkpoint is not None and is_of_pipeline(checkpoint):
+            load_optimizer(self.model, self.optimizer.optimizer, self.lr_scheduler, checkpoint)
+        else:
+            super()._load_optimizer_and_scheduler(checkpoint)
 
 
 class FlexSeqTrainer(FlexSeqMixin, Trainer):
@@ -235,8 +339,11 @@ class FlexSeqTrainer(FlexSeqMixin, Trainer):
     `FlexSeqConfig` as `args`."""
 
 
+# ---- options and arguments
+
+
 def arguments_on(args: Any) -> FlexSeqArguments:
-    """The options found on training arguments. Raises ValueError when they carry none."""
+    """Return the options found on training arguments. Raises ValueError when they carry none."""
     names = [field.name for field in fields(FlexSeqArguments)]
     if not all(hasattr(args, name) for name in names):
         raise ValueError(
@@ -258,18 +365,40 @@ def _positional_names(cls: type, *, after: type) -> list[str]:
     for base in cls.__mro__[cls.__mro__.index(after) + 1 :]:
         if "__init__" not in vars(base):
             continue
-        parameters = list(inspect.signature(base.__init__).parameters.values())[1:]  # without self
-        positional = [
-            p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)
-        ]
-        names += [name for name in positional if name not in names]
-        if not any(p.kind == p.VAR_POSITIONAL for p in parameters):
+        constructor = vars(base)["__init__"]
+        parameters = list(inspect.signature(constructor).parameters.values())[1:]  # without self
+        for parameter in parameters:
+            is_positional = parameter.kind in (
+                parameter.POSITIONAL_ONLY,
+                parameter.POSITIONAL_OR_KEYWORD,
+            )
+            if is_positional and parameter.name not in names:
+                names.append(parameter.name)
+        if not any(parameter.kind == parameter.VAR_POSITIONAL for parameter in parameters):
             break
     return names
 
 
+def _replaced(
+    name: str,
+    value: Any,
+    names: list[str],
+    given: tuple[Any, ...],
+    named: dict[str, Any],
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Return positional and named arguments with another value for one of them, where it stood.
+
+    names: of the positional parameters, in order.
+    """
+    if name in named:
+        return given, {**named, name: value}
+    index = names.index(name)
+    return (*given[:index], value, *given[index + 1 :]), named
+
+
 def _flexseq_collator(collator: Any) -> DataCollatorForFlexSeq:
-    """Ours as it is; the Trainer's defaults, which only pad, replaced; any other one wrapped."""
+    """Return our own collator as it is, one of ours in place of the Trainer's defaults, which only
+    pad, and one of ours around any other."""
     if isinstance(collator, DataCollatorForFlexSeq):
         return collator
     if collator is default_data_collator or type(collator) is DataCollatorWithPadding:

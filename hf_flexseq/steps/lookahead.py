@@ -1,72 +1,49 @@
 """Draw and plan optimizer steps ahead of the one that runs, so that planning hides behind
 training.
 
-For each step: draw its batches from the user's own iterator, gather the lengths of all ranks, hand
-them to the planner on rank 0, and, when the step's turn comes, send its answer to all. Every
-collective is called on the main thread and in the order of the steps, so ranks cannot disagree on
-what comes next; only the solving is elsewhere.
+For each step:
+
+1. draw its batches from the user's own iterator,
+2. gather the lengths of all ranks,
+3. hand them to the planner on rank 0,
+4. when the step's turn comes, send the planner's answer to all ranks.
+
+Every collective is called on the main thread and in the order of the steps, so that ranks cannot
+disagree on what comes next; only the solving is elsewhere.
 """
 
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from functools import partial
 from itertools import islice
-from typing import Any, Protocol
+from typing import Any
 
-from hf_flexseq.cost import CostModel
 from hf_flexseq.distributed.communicator import Communicator
 from hf_flexseq.distributed.control import broadcast_object, gather_ints
-from hf_flexseq.plan import Plan, PlanInfeasible
-from hf_flexseq.planner import make_plan
+from hf_flexseq.plan import PlanInfeasible
+from hf_flexseq.planner.process.client import Planner
 from hf_flexseq.steps.exchange import SourceRow, source_row
-from hf_flexseq.topology import Topology
-
-
-class Planner(Protocol):
-    """Plans steps, perhaps in another process."""
-
-    def submit(self, step: int, lengths: list[int]) -> None: ...
-
-    def result(self, step: int) -> Plan: ...
-
-    def close(self) -> None: ...
-
-
-class InlinePlanner:
-    """Plans in this process, when the result is wanted."""
-
-    def __init__(self, *args: Any, **options: Any) -> None:
-        """Topology, cost model and options, as for a PlannerWorker."""
-        self._plan = self._planner(*args, **options)
-        self._submitted: dict[int, list[int]] = {}
-
-    def _planner(
-        self, topology: Topology, cost: CostModel, **options: Any
-    ) -> Callable[[list[int]], Any]:
-        return partial(make_plan, topology=topology, cost=cost, **options)
-
-    def submit(self, step: int, lengths: list[int]) -> None:
-        self._submitted[step] = lengths
-
-    def result(self, step: int) -> Any:
-        return self._plan(self._submitted.pop(step))
-
-    def close(self) -> None:
-        self._submitted.clear()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DrawnStep:
-    """One optimizer step as drawn: this rank's row, and of all ranks the lengths, who drew them,
-    and the targets."""
+    """One optimizer step as drawn, before it is planned."""
 
     number: int
+    """Counts the steps of one Lookahead from 0."""
+
     row: SourceRow
+    """What this rank drew."""
+
     lengths: tuple[int, ...]
+    """Tokens of each sequence, of all ranks: by the rank that drew it, then in its order."""
+
     sources: tuple[int, ...]
+    """The rank that drew each sequence."""
+
     targets: int
+    """Tokens with a label, of all ranks."""
 
 
 class Lookahead:
@@ -79,60 +56,82 @@ class Lookahead:
         lookahead: int,
         *,
         check: Callable[[Any], None],
-        read: Callable[[Any], Any] = Plan.from_record,
+        read: Callable[[dict[str, Any]], Any],
     ) -> None:
-        """`planner` on rank 0, None elsewhere. check: raises ValueError for a plan that would
-        compute something wrong or hang; called on rank 0. read: makes a plan of the record that
-        rank 0's planner gave."""
-        self.communicator, self.planner, self.lookahead = communicator, planner, lookahead
-        self._check, self._read = check, read
-        self.waited_s = 0.0
+        """Nothing is drawn before the first `next`.
+
+        planner: on rank 0, None elsewhere.
+        lookahead: how many steps are drawn before the one whose turn it is has run.
+        check: raises ValueError for a plan that would compute something wrong or hang; called on
+            rank 0.
+        read: makes a plan of the record that rank 0 sends.
+        """
+        self.communicator = communicator
+        self.planner = planner
+        self.lookahead = lookahead
+        self.waited_s = 0.0  # seconds that the last `next` waited for its plan
+        self._check = check
+        self._read = read
         self._iterator: Iterator[Any] | None = None
-        self._drawn: deque[DrawnStep] = deque()
-        self._exhausted = False
-        self._number = 0
+        self._exhausted = False  # no rank has anything left in the iterator
+        self._drawn: deque[DrawnStep] = deque()  # being planned
+        self._next_number = 0
 
     def next(
         self, iterator: Iterator[Mapping[str, Any]], num_batches: int
-    ) -> tuple[DrawnStep, Plan] | None:
-        """The next step of `num_batches` batches per rank, or None when no rank has a sequence
-        left.
+    ) -> tuple[DrawnStep, Any] | None:
+        """Return the next step of `num_batches` batches per rank and its plan, or None when no
+        rank has a sequence left. Collective over the world.
 
         Raises, on all ranks alike, what the planner raised.
         """
         if iterator is not self._iterator:
-            self._iterator, self._exhausted = iterator, False
+            self._iterator = iterator
+            self._exhausted = False
             self._drawn.clear()
         while not self._exhausted and len(self._drawn) <= self.lookahead:
-            self._draw(num_batches)
+            self._draw(iterator, num_batches)
         if not self._drawn:
             return None
         step = self._drawn.popleft()
         return step, self._plan(step.number)
 
-    def _draw(self, num_batches: int) -> None:
-        assert self._iterator is not None, "no iterator to draw from"
-        row = source_row(list(islice(self._iterator, num_batches)))
+    def close(self) -> None:
+        """End the planner."""
+        if self.planner is not None:
+            self.planner.close()
+
+    def _draw(self, iterator: Iterator[Mapping[str, Any]], num_batches: int) -> None:
+        """Draw one step and submit it to the planner. Collective over the world."""
+        row = source_row(list(islice(iterator, num_batches)))
         gathered = gather_ints(self.communicator, [row.targets, *row.lengths])
-        step = DrawnStep(
-            number=self._number,
-            row=row,
-            lengths=tuple(n for _, *lengths in gathered for n in lengths),
-            sources=tuple(rank for rank, (_, *lengths) in enumerate(gathered) for _ in lengths),
-            targets=sum(targets for targets, *_ in gathered),
-        )
-        self._exhausted = not step.lengths
-        if self._exhausted:
+        targets = 0
+        lengths: list[int] = []
+        sources: list[int] = []
+        for rank, (targets_of_rank, *lengths_of_rank) in enumerate(gathered):
+            targets += targets_of_rank
+            lengths += lengths_of_rank
+            sources += [rank] * len(lengths_of_rank)
+        if not lengths:
+            self._exhausted = True
             return
-        self._number += 1
+        step = DrawnStep(
+            number=self._next_number,
+            row=row,
+            lengths=tuple(lengths),
+            sources=tuple(sources),
+            targets=targets,
+        )
+        self._next_number += 1
         self._drawn.append(step)
         if self.planner is not None:
-            self.planner.submit(step.number, list(step.lengths))
+            self.planner.submit(step.number, lengths)
 
-    def _plan(self, number: int) -> Plan:
-        started = time.perf_counter()
+    def _plan(self, number: int) -> Any:
+        """Return the plan of a submitted step on every rank. Collective over the world."""
+        began = time.perf_counter()
         kind, value = broadcast_object(self.communicator, self._answer(number))
-        self.waited_s = time.perf_counter() - started
+        self.waited_s = time.perf_counter() - began
         if kind == "infeasible":
             raise PlanInfeasible(value)
         if kind == "failed":
@@ -140,18 +139,14 @@ class Lookahead:
         return self._read(value)
 
     def _answer(self, number: int) -> tuple[str, Any]:
-        """Rank 0's plan, checked, or why there is none, in a form that can be sent."""
+        """Return rank 0's plan, checked, or why there is none, in a form that can be sent."""
         if self.planner is None:
             return "elsewhere", None
         try:
             plan = self.planner.result(number)
             self._check(plan)
-            return "plan", plan.to_record()
         except PlanInfeasible as error:
             return "infeasible", str(error)
         except (RuntimeError, ValueError) as error:
             return "failed", f"planning of step {number} failed: {error}"
-
-    def close(self) -> None:
-        if self.planner is not None:
-            self.planner.close()
+        return "plan", plan.to_record()

@@ -8,35 +8,38 @@ import torch
 
 
 class Stopwatch:
-    """Times named blocks: by the wall clock on a CPU, by events of the stream on CUDA, without
-    waiting for it."""
+    """Times numbered blocks: by the wall clock on a CPU, by events of the stream on CUDA, which
+    the host does not wait for."""
+
+    __slots__ = ("_cuda", "_events", "_spans")
 
     def __init__(self, device: torch.device) -> None:
         self._cuda = device.type == "cuda"
-        self._spans: list[tuple[int, float]] = []
-        self._events: list[tuple[int, torch.cuda.Event, torch.cuda.Event]] = []
+        self._spans: list[tuple[int, float]] = []  # (block, seconds)
+        self._events: list[tuple[int, torch.cuda.Event, torch.cuda.Event]] = []  # not yet read
 
     @contextmanager
-    def timing(self, name: int) -> Iterator[None]:
-        """Time the block as `name`."""
+    def timing(self, block: int) -> Iterator[None]:
+        """Time what happens inside as a part of `block`."""
         if self._cuda:
-            begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            begin = torch.cuda.Event(enable_timing=True)
+            end = torch.cuda.Event(enable_timing=True)
             begin.record()
             yield
             end.record()
-            self._events.append((name, begin, end))
+            self._events.append((block, begin, end))
         else:
             began = time.perf_counter()
             yield
-            self._spans.append((name, time.perf_counter() - began))
+            self._spans.append((block, time.perf_counter() - began))
 
     def seconds(self) -> dict[int, float]:
-        """Seconds by name; on CUDA waits until the last block is done."""
-        for name, begin, end in self._events:
+        """Return the seconds of each block; on CUDA wait until the last block is done."""
+        for block, begin, end in self._events:
             end.synchronize()
-            self._spans.append((name, begin.elapsed_time(end) / 1e3))
+            self._spans.append((block, begin.elapsed_time(end) / 1e3))  # milliseconds -> seconds
         self._events.clear()
         total: dict[int, float] = {}
-        for name, span in self._spans:
-            total[name] = total.get(name, 0.0) + span
+        for block, span in self._spans:
+            total[block] = total.get(block, 0.0) + span
         return total

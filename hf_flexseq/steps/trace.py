@@ -1,53 +1,79 @@
-"""What a step was planned to cost and what it cost, for the log and the plan trace."""
+"""What a step was planned to cost and what it cost, for the log and the plan trace.
+
+The figures of a step are numbers by name, with `PREFIX` in front of each name in the Trainer's
+log. The plan trace is a JSONL file: a line has the plan, what identifies the cost model, and the
+measured seconds; a pipelined step has a line for each replica.
+"""
 
 import functools
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from hf_flexseq.cost import CostModel
+from hf_flexseq.cost.stages import PipelineCost
 from hf_flexseq.distributed.communicator import Communicator
 from hf_flexseq.distributed.control import gather_objects
 from hf_flexseq.plan import Plan
-from hf_flexseq.steps.step import OptimizerStep
+from hf_flexseq.plan.pipeline import PipelinePlan
+from hf_flexseq.steps.step import OptimizerStep, PipelineStep
 
 PREFIX = "flexseq/"
 
+Figures = dict[str, float]
+
 
 class PlanTrace:
-    """A JSONL file with one line per step: the plan, the cost model's digest, and the measured
-    seconds."""
+    """Gathers what ranks measured, and writes it with the plan where a trace is wanted."""
 
     def __init__(self, path: str | None, communicator: Communicator) -> None:
+        """path: of the JSONL file, which rank 0 appends to; None for no trace."""
         self.communicator = communicator
         self.path = Path(path) if path and communicator.rank == 0 else None
-        # of the one model that all steps share
+        # All steps share one cost model, whose digest takes longer than a line.
         self._digest = functools.lru_cache(maxsize=1)(CostModel.digest)
 
-    def record(self, step: OptimizerStep, cost: CostModel) -> dict[str, float]:
-        """Gather the ranks' measurements, write the trace, and return the figures to log.
-        Collective."""
+    def record(self, step: OptimizerStep, cost: CostModel) -> Figures:
+        """Write the trace of a finished step and return its figures for the log. Collective over
+        the world."""
         by_rank = gather_objects(self.communicator, step.measured_s())
-        measured = [max(seconds) for seconds in zip(*by_rank, strict=True)]
+        measured = [max(seconds) for seconds in zip(*by_rank, strict=True)]  # by micro-batch
         slowest = max(sum(seconds) for seconds in by_rank)
         line = {"step": step.number, "cost_model": self._digest(cost), "measured_s": measured}
         self.append(line, step.plan)
         return step_figures(step, slowest, self.communicator.world_size)
 
-    def append(self, line: dict[str, Any], plan: Any) -> None:
-        """Write `line`, joined with the plan's record, where there is a trace and this is rank
-        0."""
+    def record_pipeline(self, step: PipelineStep, cost: PipelineCost) -> Figures:
+        """Write the trace of a finished step, a line for each replica, and return its figures for
+        the log. Collective over the world."""
+        seconds = step.stopwatch.seconds().get(0, 0.0)
+        measured = max(gather_objects(self.communicator, seconds))
+        line = {
+            "step": step.number,
+            "measured_s": [measured],
+            "pipeline_cost": cost.to_record(),
+        }
+        plans = zip(step.plan.members, step.plan.plans, strict=True)
+        for replica, (members, plan) in enumerate(plans):
+            self.append(line | {"replica": replica, "sequences": members}, plan)
+        return pipeline_figures(step, measured)
+
+    def append(self, line: Mapping[str, Any], plan: Plan | PipelinePlan) -> None:
+        """Write `line`, joined with the plan's record, if this is rank 0 and a trace is wanted."""
         if self.path is None:
             return
-        line = line | plan.to_record()
+        record = {**line, **plan.to_record()}
         self.path.parent.mkdir(parents=True, exist_ok=True)
         with self.path.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(line) + "\n")
+            file.write(json.dumps(record) + "\n")
 
 
-def step_figures(step: OptimizerStep, measured_s: float, world_size: int) -> dict[str, float]:
-    """The figures of one step under their names in the log."""
+# ---- figures
+
+
+def step_figures(step: OptimizerStep, measured_s: float, world_size: int) -> Figures:
+    """Return the figures of a step in micro-batches. measured_s: seconds of the slowest rank."""
     figures = {
         "micro_batches": len(step.plan.micro_batches),
         "imbalance": imbalance(step.plan, world_size),
@@ -57,45 +83,72 @@ def step_figures(step: OptimizerStep, measured_s: float, world_size: int) -> dic
         "planning_ms_exposed": 1e3 * step.waited_s,
         "tokens_per_s": step.tokens / measured_s if measured_s else 0.0,
     }
-    figures |= {f"groups_of_{degree}": count for degree, count in step.plan.degrees().items()}
+    for degree, count in step.plan.degrees().items():
+        figures[f"groups_of_{degree}"] = count
+    return _for_the_log(figures)
+
+
+def pipeline_figures(step: PipelineStep, measured_s: float) -> Figures:
+    """Return the figures of a step in chunks. measured_s: seconds of the slowest rank."""
+    plans = step.plan.plans
+    figures = {
+        "stages": plans[0].stages,
+        "chunks": max(len(plan.chunks) for plan in plans),
+        "predicted_s": max(plan.objective_s for plan in plans),
+        "measured_s": measured_s,
+        "planning_ms_exposed": 1e3 * step.waited_s,
+        "tokens_per_s": step.tokens / measured_s if measured_s else 0.0,
+    }
+    return _for_the_log(figures)
+
+
+def _for_the_log(figures: Mapping[str, float]) -> Figures:
+    """Return the figures under their names in the log."""
     return {PREFIX + name: float(value) for name, value in figures.items()}
 
 
-def mean_figures(steps: Sequence[dict[str, float]]) -> dict[str, float]:
-    """The mean of every figure over some steps; a degree that a step does not use counts as 0
-    groups."""
-    names = dict.fromkeys(name for figures in steps for name in figures)
-    return {name: sum(figures.get(name, 0.0) for figures in steps) / len(steps) for name in names}
-
-
 def imbalance(plan: Plan, world_size: int) -> float:
-    """Tokens of the fullest rank over those of the mean rank, summed over micro-batches; 1 is
-    perfect."""
-    fullest = sum(max(mb.tokens_per_rank(plan.lengths, world_size)) for mb in plan.micro_batches)
+    """Return tokens of the fullest rank over tokens of the mean rank, summed over micro-batches; 1
+    is perfect."""
+    fullest = 0
+    for micro_batch in plan.micro_batches:
+        fullest += max(micro_batch.tokens_per_rank(plan.lengths, world_size))
     return fullest * world_size / sum(plan.lengths)
 
 
-def plan_line(figures: dict[str, float]) -> str:
-    """One step in one line, for people."""
-    value = {
-        name.removeprefix(PREFIX): figure
-        for name, figure in figures.items()
-        if name.startswith(PREFIX)
-    }
+def mean_figures(steps: Sequence[Figures]) -> Figures:
+    """Return the mean of every figure over some steps; a degree that a step does not use counts as
+    0 groups."""
+    names = dict.fromkeys(name for figures in steps for name in figures)
+    means = {}
+    for name in names:
+        total = sum(figures.get(name, 0.0) for figures in steps)
+        means[name] = total / len(steps)
+    return means
+
+
+# ---- one line for people
+
+
+def plan_line(figures: Figures) -> str:
+    """Return the figures of a step in one line, for people."""
+    value = {}
+    for name, figure in figures.items():
+        if name.startswith(PREFIX):
+            value[name.removeprefix(PREFIX)] = figure
     return (
-        f"{_work_line(value)}, predicted {value['predicted_s']:.3f} s, measured "
-        f"{value['measured_s']:.3f} s, "
-        f"{value['tokens_per_s']:,.0f} tokens/s"
+        f"{_work_line(value)}, predicted {value['predicted_s']:.3f} s, "
+        f"measured {value['measured_s']:.3f} s, {value['tokens_per_s']:,.0f} tokens/s"
     )
 
 
-def _work_line(value: dict[str, float]) -> str:
-    """What was planned: chunks through a pipeline, or groups in micro-batches."""
+def _work_line(value: Figures) -> str:
+    """Return what was planned: chunks through a pipeline, or groups in micro-batches."""
     if "chunks" in value:
         return f"{value['chunks']:g} chunk(s) through {value['stages']:g} stages"
-    groups = " + ".join(
-        f"{count:g} x degree {name.removeprefix('groups_of_')}"
-        for name, count in value.items()
-        if name.startswith("groups_of_")
-    )
-    return f"{groups} in {value['micro_batches']:g} micro-batch(es)"
+    groups = []
+    for name, count in value.items():
+        if name.startswith("groups_of_"):
+            degree = name.removeprefix("groups_of_")
+            groups.append(f"{count:g} x degree {degree}")
+    return f"{' + '.join(groups)} in {value['micro_batches']:g} micro-batch(es)"

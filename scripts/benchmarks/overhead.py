@@ -56,7 +56,7 @@ from transformers import (
 
 from common import argument_parser, machine, table, write_record
 from hf_flexseq import DataCollatorForFlexSeq, FlexSeqConfig, FlexSeqTrainer
-from hf_flexseq.hf import engine
+from hf_flexseq.hf import executors
 from hf_flexseq.hf.model.loss import attach_chunked_loss
 from hf_flexseq.kernels.chunked_loss import choose_backend
 from hf_flexseq.steps import exchange as rows
@@ -72,7 +72,7 @@ PARTS = {  # where our own time goes: what is timed in the flexseq lane
     "gather of lengths": [(lookahead, "gather_ints")],
     "batches to one row": [(lookahead, "source_row")],
     "exchange of tokens": [(rows.RowExchange, "__call__")],
-    "shards and contexts": [(engine, "shards_of"), (engine, "model_inputs")],
+    "shards and contexts": [(executors, "shards_of"), (executors, "model_inputs")],
     "trace and figures": [(trace.PlanTrace, "record")],
 }
 

@@ -188,7 +188,7 @@ def trainer_run(rank, world_size, folder, remat, checkpointing=True):
         **OPTIONS,
     )
     trainer = FlexSeqTrainer(model=model, args=args, train_dataset=dataset())
-    kernel = trainer.flexseq._kernel = CountingKernel(choose_kernel(CPU, torch.float64, 8))
+    kernel = trainer.flexseq.executor.kernel = CountingKernel(choose_kernel(CPU, torch.float64, 8))
     trainer.train()
     return kernel.forwards, {name: p.detach().numpy() for name, p in model.named_parameters()}
 

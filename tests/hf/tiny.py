@@ -120,7 +120,6 @@ class RandomPlanEngine(FlexSeqEngine):
                 }
             ),
         )
-        self.seed, self.accepts = seed, accepts
-
-    def make_planner(self, *, ahead):
-        return RandomPlanner(self.communicator.world_size, self.seed, self.accepts)
+        self.executor.planner = lambda ahead: RandomPlanner(
+            self.communicator.world_size, seed, accepts
+        )

@@ -26,9 +26,8 @@ FSDP = {"fsdp": True, "fsdp_config": {"version": 2}}
 
 
 def weights_of(trainer):
-    return {
-        name: whole(p.detach()).numpy() for name, p in trainer.flexseq.stage.global_parameters()
-    }
+    parameters = trainer.flexseq.executor.stage.global_parameters()
+    return {name: whole(p.detach()).numpy() for name, p in parameters}
 
 
 def fsdp_run(rank, world_size, folder, tied, options, seed=0, resume=None):
@@ -197,7 +196,7 @@ def test_what_stages_cannot_follow_is_refused(setting, value, message):
 
 def alone_on_its_stage(rank, world_size, folder):
     trainer = make_trainer(model_of(True), folder, 2, max_steps=2, **FSDP)
-    assert trainer.flexseq.sharded is None
+    assert trainer.flexseq.executor.sharded is None
     trainer.train()
     return (weights_of(trainer),)
 

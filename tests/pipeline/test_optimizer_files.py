@@ -12,8 +12,8 @@ from safetensors import safe_open
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict
 
 import hf_flexseq
-from hf_flexseq.hf.pipeline.optimizer import FOLDER, load_optimizer
 from hf_flexseq.pipeline import optimizer_files
+from hf_flexseq.pipeline.optimizer import FOLDER, load_optimizer
 from hf_flexseq.pipeline.optimizer_files import (
     SavedState,
     check_plain,

@@ -119,4 +119,4 @@ def on_a_stock_trainer(rank, world_size, folder):
 
 
 def test_the_callback_makes_a_pipeline_of_a_stock_trainer(tmp_path):
-    assert run_ranks(on_a_stock_trainer, 2, tmp_path) == [(1, "PipelineFlexSeqTrainer")] * 2
+    assert run_ranks(on_a_stock_trainer, 2, tmp_path) == [(1, "FlexSeqTrainer")] * 2

@@ -10,9 +10,10 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, Tr
 from hf_flexseq import FlexSeqConfig, FlexSeqTrainer
 from hf_flexseq.cli import main
 from hf_flexseq.cli.files import read_steps
-from hf_flexseq.hf.pipeline.engine import InlinePipelinePlanner, PipelineEngine
-from hf_flexseq.hf.pipeline.trainer import OVERRIDDEN
+from hf_flexseq.hf.pipeline.executor import StageExecutor
+from hf_flexseq.hf.trainer import OVERRIDDEN, FlexSeqMixin
 from hf_flexseq.plan.replicas import StepPlan
+from hf_flexseq.planner.process.client import InlinePlanner
 from hf_flexseq.schedule.pipeline.check import check
 from hf_flexseq.schedule.pipeline.walk import makespan_ns
 from tests.hf.test_trainer import (
@@ -31,31 +32,31 @@ from tests.ranks import run_ranks
 LAYERS = 3
 
 
-class RandomPlanner(InlinePipelinePlanner):
+class RandomJob:
     """Any legal plan, another one each step; the same ones however often a run is repeated."""
 
-    def _planner(self, stages, replicas):
-        def plan(lengths):
-            rng = random.Random(len(lengths) + sum(lengths))
-            members = tuple(tuple(range(r, len(lengths), replicas)) for r in range(replicas))
-            plans = tuple(
-                random_pipeline_plan(
-                    [lengths[i] for i in ids],
-                    stages,
-                    rng,
-                    split_weights=True,
-                    checkpointing=True,
-                    layers=LAYERS,
-                )
-                for ids in members
+    def __init__(self, stages, replicas):
+        self.stages, self.replicas = stages, replicas
+
+    def plan(self, lengths):
+        rng = random.Random(len(lengths) + sum(lengths))
+        members = tuple(tuple(range(r, len(lengths), self.replicas)) for r in range(self.replicas))
+        plans = tuple(
+            random_pipeline_plan(
+                [lengths[i] for i in ids],
+                self.stages,
+                rng,
+                split_weights=True,
+                checkpointing=True,
+                layers=LAYERS,
             )
-            return StepPlan(lengths=tuple(lengths), members=members, plans=plans)
+            for ids in members
+        )
+        return StepPlan(lengths=tuple(lengths), members=members, plans=plans)
 
-        return plan
 
-
-def random_planner(engine, *, ahead):
-    return RandomPlanner(engine.stage.count, engine.replicas)
+def random_planner(executor, *, ahead):
+    return InlinePlanner(RandomJob(executor.stage.count, executor.replicas))
 
 
 def make_trainer(model, folder, stages, *, batch=2, plans="random", **options):
@@ -74,7 +75,8 @@ def make_trainer(model, folder, stages, *, batch=2, plans="random", **options):
         model=model, args=args, train_dataset=dataset(), eval_dataset=dataset(11)
     )
     if stages > 1 and plans == "random":
-        trainer.flexseq.make_planner = random_planner.__get__(trainer.flexseq)
+        executor = trainer.flexseq.executor
+        executor.planner = random_planner.__get__(executor)
     return trainer
 
 
@@ -84,9 +86,9 @@ def model_of(tied):
 
 def pipeline_run(rank, world_size, folder, stages, tied, options):
     trainer = make_trainer(model_of(tied), folder, stages, **options)
-    assert isinstance(trainer.flexseq, PipelineEngine)
+    assert isinstance(trainer.flexseq.executor, StageExecutor)
     trainer.train()
-    parameters = trainer.flexseq.stage.global_parameters()
+    parameters = trainer.flexseq.executor.stage.global_parameters()
     return (
         {name: p.detach().numpy() for name, p in parameters},
         trainer.state.log_history,
@@ -251,7 +253,9 @@ def loaded_runs(rank, world_size, folder):
 
 def trained_weights(trainer):
     trainer.train()
-    return {name: p.detach().numpy() for name, p in trainer.flexseq.stage.global_parameters()}
+    return {
+        name: p.detach().numpy() for name, p in trainer.flexseq.executor.stage.global_parameters()
+    }
 
 
 @pytest.mark.parametrize("tied", [True, False])
@@ -287,7 +291,9 @@ def saved_run(rank, world_size, folder, stages, tied, options, resume=None):
     trainer = make_trainer(model, folder, stages, save_strategy="steps", save_steps=3, **options)
     trainer.train(resume_from_checkpoint=resume)
     parameters = (
-        trainer.flexseq.stage.global_parameters() if stages > 1 else model.named_parameters()
+        trainer.flexseq.executor.stage.global_parameters()
+        if stages > 1
+        else model.named_parameters()
     )
     return {name: p.detach().numpy() for name, p in parameters}, trainer.state
 
@@ -351,6 +357,11 @@ def test_a_checkpoint_of_another_model_is_refused(tmp_path):
 @pytest.mark.parametrize("name", OVERRIDDEN)
 def test_what_is_overridden_is_there(name):
     assert callable(getattr(Trainer, name))
+
+
+def test_all_that_is_overridden_is_listed():
+    ours = {name for name in vars(FlexSeqMixin) if hasattr(Trainer, name)}
+    assert {name for name in ours if not name.startswith("__")} == set(OVERRIDDEN)
 
 
 # ---- other arithmetic and other models

@@ -118,9 +118,8 @@ def model_of(seed=0):
 
 
 def weights_of(trainer):
-    return {
-        name: whole(p.detach()).numpy() for name, p in trainer.flexseq.stage.global_parameters()
-    }
+    parameters = trainer.flexseq.executor.stage.global_parameters()
+    return {name: whole(p.detach()).numpy() for name, p in parameters}
 
 
 def virtual_run(rank, world_size, folder, options):
@@ -157,7 +156,7 @@ def resumed_run(rank, world_size, folder, virtual):
     trainer = make_trainer(
         checkpoint if virtual > 1 else model_of(99), folder, 2, batch=4 // world_size, **options
     )
-    assert len(trainer.flexseq.stage.virtual) == virtual
+    assert len(trainer.flexseq.executor.stage.virtual) == virtual
     trainer.train(resume_from_checkpoint=checkpoint)
     return (weights_of(trainer),)
 

@@ -9,6 +9,7 @@ import sys
 import time
 from collections.abc import Iterator
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -16,16 +17,22 @@ from hf_flexseq.cost.presets import PRESETS
 from hf_flexseq.plan import PlanInfeasible
 from hf_flexseq.planner import make_plan
 from hf_flexseq.planner.process.client import PlannerWorker
+from hf_flexseq.planner.process.jobs import GroupsJob, StagesJob, job_from_record
 from hf_flexseq.planner.process.worker import serve
 from hf_flexseq.topology import Topology
+from tests.pipelines import even_cost
 
 NODE = Topology(nodes=1, ranks_per_node=4)
 FLEXSP = replace(PRESETS["flexsp-gpt-7b-a100"], sharded_state_bytes=0.0)
 
 
+def groups_job(**options: Any) -> GroupsJob:
+    return GroupsJob(topology=NODE, cost=FLEXSP, options=options)
+
+
 @pytest.fixture
 def worker() -> Iterator[PlannerWorker]:
-    worker = PlannerWorker(NODE, FLEXSP, max_tokens_per_rank=10_000)
+    worker = PlannerWorker(groups_job(max_tokens_per_rank=10_000))
     yield worker
     worker.close()
 
@@ -79,7 +86,7 @@ def test_a_killed_worker_is_reported(worker: PlannerWorker) -> None:
 
 
 def test_a_worker_that_fails_shows_its_last_words() -> None:
-    worker = PlannerWorker(NODE, FLEXSP, colour="blue")
+    worker = PlannerWorker(groups_job(colour="blue"))
     worker.submit(0, [1])
     with pytest.raises(
         RuntimeError,
@@ -108,9 +115,12 @@ def test_close_ends_the_process_and_may_be_repeated(worker: PlannerWorker) -> No
 
 LEAVES_IT_OPEN = """
 from hf_flexseq.planner.process.client import PlannerWorker
+from hf_flexseq.planner.process.jobs import GroupsJob
 from hf_flexseq.cost.presets import PRESETS
 from hf_flexseq.topology import Topology
-worker = PlannerWorker(Topology(nodes=1, ranks_per_node=64), PRESETS["flexsp-gpt-7b-a100"])
+topology = Topology(nodes=1, ranks_per_node=64)
+cost = PRESETS["flexsp-gpt-7b-a100"]
+worker = PlannerWorker(GroupsJob(topology=topology, cost=cost, options={}))
 worker.submit(0, [1] * 100)
 print(worker._process.pid)
 """
@@ -133,6 +143,7 @@ def test_it_ends_with_the_interpreter() -> None:
 def test_serve_speaks_only_json_lines() -> None:
     options = {"max_tokens_per_rank": 10, "sync": "free"}
     configuration = {
+        "kind": "groups",
         "topology": {"nodes": 1, "ranks_per_node": 2},
         "cost": FLEXSP.to_record(),
         "options": options,
@@ -143,3 +154,30 @@ def test_serve_speaks_only_json_lines() -> None:
     first, second = (json.loads(line) for line in answers.getvalue().splitlines())
     assert (first["id"], first["plan"]["lengths"]) == (5, [3, 4])
     assert (second["id"], second["error"]["kind"]) == (6, "PlanInfeasible")
+
+
+PIPELINE = even_cost(2)
+
+
+def test_a_worker_plans_pipelines_too() -> None:
+    job = StagesJob(cost=PIPELINE, options={"replicas": 2, "schedule": "seq1f1b"})
+    worker = PlannerWorker(job)
+    worker.submit(0, [40, 30, 20])
+    there = worker.result(0)
+    worker.close()
+    here = job.plan([40, 30, 20])
+    assert there.members == here.members
+    for one, other in zip(there.plans, here.plans, strict=True):
+        assert (one.chunks, one.actions) == (other.chunks, other.actions)
+
+
+@pytest.mark.parametrize(
+    "job", [groups_job(sync="free"), StagesJob(cost=PIPELINE, options={"replicas": 2})]
+)
+def test_a_job_comes_back_from_its_record(job: GroupsJob | StagesJob) -> None:
+    assert job_from_record(json.loads(json.dumps(job.to_record()))) == job
+
+
+def test_a_job_of_no_kind_is_refused() -> None:
+    with pytest.raises(ValueError, match="kind='rows' of a planner's job is none of groups"):
+        job_from_record({"kind": "rows"})

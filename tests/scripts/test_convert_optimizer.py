@@ -9,7 +9,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
-from hf_flexseq.hf.pipeline.optimizer import _FLAT, FOLDER, _other_names, _renamed
+from hf_flexseq.pipeline.optimizer import _FLAT, FOLDER, _other_names, _renamed
 from tests.hf.test_trainer import update_error
 from tests.pipeline.test_optimizer_files import Planted, marks
 from tests.pipeline.test_trainer import joined, make_trainer, model_of, saved_run
@@ -34,25 +34,25 @@ def run_of_earlier_version(rank, world_size, folder):
     trainer = make_trainer(
         model_of(True), folder, 2, save_strategy="steps", save_steps=3, **OPTIONS
     )
-    engine = trainer.flexseq
+    executor = trainer.flexseq.executor
 
     def save(output_dir):
-        names = _other_names(engine.stage)
+        names = _other_names(executor.stage)
         state = get_optimizer_state_dict(
-            engine.stage.stack.model, trainer.optimizer.optimizer, options=_FLAT
+            executor.stage.stack.model, trainer.optimizer.optimizer, options=_FLAT
         )
         named = {_renamed(key, names): value for key, value in state.items()}
         dcp.save(
             named,
             checkpoint_id=f"{output_dir}/{FOLDER}",
-            process_group=engine.communicator.control,
+            process_group=executor.member.communicator.control,
         )
         if rank == 0:
             torch.save(trainer.lr_scheduler.state_dict(), f"{output_dir}/scheduler.pt")
 
     trainer._save_optimizer_and_scheduler = save
     trainer.train()
-    return ({name: p.detach().numpy() for name, p in engine.stage.global_parameters()},)
+    return ({name: p.detach().numpy() for name, p in executor.stage.global_parameters()},)
 
 
 def test_a_converted_checkpoint_goes_on_as_before(tmp_path, capsys):

@@ -8,8 +8,7 @@ import torch
 from safetensors.torch import load_file
 
 from hf_flexseq import FlexSeqConfig, FlexSeqTrainer
-from hf_flexseq.hf.pipeline.engine import InlinePipelinePlanner
-from hf_flexseq.steps.lookahead import InlinePlanner
+from hf_flexseq.planner.process.client import InlinePlanner
 from tests.hf.test_trainer import training_arguments
 from tests.hf.tiny import documents, tiny_llama
 from tests.ranks import run_ranks
@@ -76,7 +75,7 @@ class LosesASequence(InlinePlanner):
         return replace(plan, micro_batches=(*others, replace(last, groups=last.groups[:-1])))
 
 
-class NeverGoesBackward(InlinePipelinePlanner):
+class NeverGoesBackward(InlinePlanner):
     """Its plans leave out the last action of the first rank."""
 
     def result(self, step):
@@ -93,14 +92,15 @@ def wrongly_planned(rank, world_size, folder, stages):
         FlexSeqConfig, folder, batch=2, accumulation=1, lookahead=0, **options
     )
     trainer = FlexSeqTrainer(model=tiny_llama(), args=args, train_dataset=documents([5, 3, 8, 2]))
-    engine, make = trainer.flexseq, trainer.flexseq.make_planner
+    executor = trainer.flexseq.executor
+    make = executor.planner
 
     def make_planner(*, ahead):
         planner = make(ahead=ahead)
         planner.__class__ = LosesASequence if stages == 1 else NeverGoesBackward
         return planner
 
-    engine.make_planner = make_planner
+    executor.planner = make_planner
     with pytest.raises(RuntimeError) as raised:
         trainer.train()
     return str(raised.value)

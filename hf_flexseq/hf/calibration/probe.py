@@ -9,10 +9,12 @@ the same checkpointing.
 import copy
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 
 import torch
 from transformers import PreTrainedConfig
 
+from hf_flexseq.attention import SequenceContext
 from hf_flexseq.distributed.communicator import Communicator
 from hf_flexseq.hf.attention import NAME
 from hf_flexseq.hf.model.facts import ModelFacts
@@ -21,7 +23,7 @@ from hf_flexseq.kernels import Kernel
 from hf_flexseq.plan.shard import Shard, make_shard
 from hf_flexseq.profiler.design import ProbeLayout
 from hf_flexseq.profiler.runs import Run
-from hf_flexseq.steps.step import model_inputs
+from hf_flexseq.steps.inputs import model_inputs
 
 
 class ModelProbes:
@@ -76,10 +78,14 @@ class ModelProbe:
             [shard],
             [self._columns(shard)],
             lockstep=True,
-            communicator=self.communicator,
-            kernel=kernel,
             device=self.device,
-            attention_remat=self.facts.attention_remat,
+            make_context=partial(
+                SequenceContext,
+                communicator=self.communicator,
+                kernel=kernel,
+                device=self.device,
+                attention_remat=self.facts.attention_remat,
+            ),
         )
         items = sum(layout.lengths)
         autocast = torch.autocast(  # may be entered again and again

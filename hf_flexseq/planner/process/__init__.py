@@ -1,1 +1,2 @@
-"""Planning in a process of its own: the training process's end and the planning process's."""
+"""Planning beside training: what is asked (jobs), the training process's end (client), and the
+planning process's (worker)."""

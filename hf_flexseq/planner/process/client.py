@@ -1,8 +1,11 @@
-"""The training process's end of a planning process: submit lengths, fetch plans.
+"""Planners as the training process sees them: submit lengths, fetch plans later.
 
-A thread writes requests from a queue and a thread reads answers, so that neither pipe can fill up
-and stop both processes, however many requests are outstanding. stderr goes to an unnamed file,
-whose last lines explain a death.
+    InlinePlanner    plans in the training process, when the plan is fetched
+    PlannerWorker    plans in a process of its own, from the moment of submission on
+
+A PlannerWorker has two threads: one writes requests from a queue, the other reads answers. Neither
+pipe can therefore fill up and stop both processes, however many requests are outstanding. The
+planning process writes stderr into an unnamed file, whose last lines explain a death.
 """
 
 import atexit
@@ -14,32 +17,59 @@ import sys
 import tempfile
 import threading
 from collections.abc import Sequence
-from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
-from hf_flexseq.cost import CostModel
-from hf_flexseq.plan import Plan, PlanInfeasible
-from hf_flexseq.topology import Topology
+from hf_flexseq.plan import PlanInfeasible
+from hf_flexseq.planner.process.jobs import Job
 
+MODULE = "hf_flexseq.planner.process.worker"  # what the planning process runs
 ERRORS = {"PlanInfeasible": PlanInfeasible, "ValueError": ValueError}
-STDERR_LINES = 20
+STDERR_LINES = 20  # of a dead planning process, shown in the error; a traceback fits
+
+
+class Planner(Protocol):
+    """Plans optimizer steps, perhaps in another process."""
+
+    def submit(self, step: int, lengths: list[int]) -> None:
+        """Ask for the plan of `step`. Returns at once."""
+
+    def result(self, step: int) -> Any:
+        """Return the plan of a submitted step, once; raise what planning raised."""
+
+    def close(self) -> None:
+        """End the planner. Plans not fetched are lost."""
+
+
+class InlinePlanner:
+    """Plans in this process, when the result is wanted."""
+
+    def __init__(self, job: Job) -> None:
+        self._job = job
+        self._submitted: dict[int, list[int]] = {}
+
+    def submit(self, step: int, lengths: list[int]) -> None:
+        """Note the lengths of `step`."""
+        self._submitted[step] = lengths
+
+    def result(self, step: int) -> Any:
+        """Plan a submitted step. Raises ValueError as the job does."""
+        return self._job.plan(self._submitted.pop(step))
+
+    def close(self) -> None:
+        """Forget what was submitted."""
+        self._submitted.clear()
 
 
 class PlannerWorker:
-    """A planning process for one topology, cost model and set of `make_plan` options."""
+    """A planning process for one job."""
 
-    MODULE = "hf_flexseq.planner.process.worker"
-    PLAN: Any = Plan  # what an answer is a record of
-
-    def __init__(self, topology: Topology, cost: CostModel, **options: Any) -> None:
-        self._start({"topology": asdict(topology), "cost": cost.to_record(), "options": options})
-
-    def _start(self, configuration: dict[str, Any]) -> None:
+    def __init__(self, job: Job) -> None:
+        self._job = job
         self._stderr = tempfile.TemporaryFile()  # noqa: SIM115 (lives as long as the process)
         self._process = subprocess.Popen(
             # -P: modules in the current directory must not hide the standard library's
-            [sys.executable, "-P", "-m", self.MODULE],
+            [sys.executable, "-P", "-m", MODULE],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._stderr,
@@ -48,16 +78,21 @@ class PlannerWorker:
             # an interrupt at the keyboard is for the training process to handle
             start_new_session=True,
         )
-        self._answers: dict[int, dict[str, Any]] = {}
-        self._submitted: set[int] = set()
-        self._changed = threading.Condition()
-        self._ended = self._closed = False
+
+        # what the training thread and the two threads below share
         self._requests: queue.SimpleQueue[str | None] = queue.SimpleQueue()
-        self._send(configuration)
+        self._answers: dict[int, dict[str, Any]] = {}  # by step, not yet fetched
+        self._changed = threading.Condition()  # notified with every answer and at the end
+        self._ended = False  # the planning process has closed its stdout
+
+        # what the training thread alone reads
+        self._submitted: set[int] = set()
+        self._closed = False
+
+        self._send(job.to_record())
         for loop in (self._write, self._read):
-            threading.Thread(
-                target=loop, daemon=True, name=f"flexseq-planner{loop.__name__}"
-            ).start()
+            name = f"flexseq-planner{loop.__name__}"
+            threading.Thread(target=loop, daemon=True, name=name).start()
         atexit.register(self.close)
 
     def submit(self, step: int, lengths: Sequence[int]) -> None:
@@ -68,7 +103,7 @@ class PlannerWorker:
         self._send({"id": step, "lengths": [int(length) for length in lengths]})
 
     def result(self, step: int, timeout_s: float = 600.0) -> Any:
-        """The plan of a submitted step, once.
+        """Return the plan of a submitted step, once.
 
         Raises what planning raised, or RuntimeError when the process died or gave no answer for
         `timeout_s` seconds.
@@ -82,8 +117,9 @@ class PlannerWorker:
             raise RuntimeError(self._why_none(step, timeout_s))
         self._submitted.discard(step)
         if "error" in answer:
-            raise ERRORS[answer["error"]["kind"]](answer["error"]["message"])
-        return self.PLAN.from_record(answer["plan"])
+            error = answer["error"]
+            raise ERRORS[error["kind"]](error["message"])
+        return self._job.read(answer["plan"])
 
     def close(self) -> None:
         """End the process. Plans not fetched are lost. May be called again."""
@@ -92,7 +128,7 @@ class PlannerWorker:
         self._closed = True
         atexit.unregister(self.close)
         self._requests.put(None)
-        # it holds no state, and forked children of ours may keep its stdin open
+        # The process holds no state, and forked children of ours may keep its stdin open.
         self._process.kill()
         self._process.wait()
 
@@ -100,6 +136,7 @@ class PlannerWorker:
         self._requests.put(json.dumps(message) + "\n")
 
     def _write(self) -> None:
+        """Write queued requests to the process. The writing thread runs this."""
         stream = self._process.stdin
         assert stream is not None, "stdin is a pipe"
         try:
@@ -111,6 +148,7 @@ class PlannerWorker:
             return  # the process died; the reader sees that and says so
 
     def _read(self) -> None:
+        """File the answers of the process. The reading thread runs this."""
         stream = self._process.stdout
         assert stream is not None, "stdout is a pipe"
         for line in stream:
@@ -123,6 +161,7 @@ class PlannerWorker:
             self._changed.notify_all()
 
     def _why_none(self, step: int, timeout_s: float) -> str:
+        """Return the reason why `step` has no plan, with the last words of a dead process."""
         if self._closed:
             return f"no plan for step {step}: the planning process was closed"
         if not self._ended:
@@ -131,20 +170,16 @@ class PlannerWorker:
             )
         self._process.wait()
         self._stderr.seek(0)
-        said = self._stderr.read().decode(errors="replace").splitlines()[-STDERR_LINES:]
-        return "\n".join(
-            [
-                f"no plan for step {step}: the planning process ended with code "
-                f"{self._process.returncode}",
-                *said,
-            ]
-        )
+        said = self._stderr.read().decode(errors="replace").splitlines()
+        code = self._process.returncode
+        first = f"no plan for step {step}: the planning process ended with code {code}"
+        return "\n".join([first, *said[-STDERR_LINES:]])
 
 
 def _environment() -> dict[str, str]:
-    """Ours, with this package's folder importable and one thread for NumPy, which has no use for
-    more here."""
-    package = str(Path(__file__).resolve().parents[2])
+    """Return this process's environment with this package's folder importable, and with one thread
+    for NumPy, which has no use for more here."""
+    package = str(Path(__file__).resolve().parents[3])
     inherited = os.environ.get("PYTHONPATH")
     path = package if inherited is None else os.pathsep.join((package, inherited))
     return {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}

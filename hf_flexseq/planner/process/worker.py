@@ -1,64 +1,45 @@
 """Planning in a process of its own: JSON lines in, JSON lines out. `client.py` is the other end.
 
-    stdin   {"topology": {...}, "cost": {...}, "options": {...}}   once: where, by what model,
-            options of make_plan
-            {"id": 7, "lengths": [...]}                            then any number of requests
-    stdout  {"id": 7, "plan": {...}}                               one answer each, in order
+    stdin   {"kind": "groups", "cost": {...}, ...}     once: the job, as in `jobs.py`
+            {"id": 7, "lengths": [...]}                then any number of requests
+    stdout  {"id": 7, "plan": {...}}                   one answer each, in order
             {"id": 7, "error": {"kind": "PlanInfeasible", "message": "..."}}
 
-It ends when stdin closes. An error of our own making ends it with a traceback on stderr. Rejected:
-multiprocessing, whose spawn re-runs scripts that lack a main guard and whose fork is unsafe once
-CUDA or gloo has threads.
+The process ends when stdin closes. An error of our own making ends it with a traceback on stderr.
+Rejected: multiprocessing, whose spawn re-runs scripts that lack a main guard and whose fork is
+unsafe once CUDA or gloo has threads.
 """
 
 import json
 import sys
-from collections.abc import Callable
-from functools import partial
+from collections.abc import Sequence
 from typing import Any, TextIO
 
-from hf_flexseq.cost import CostModel
 from hf_flexseq.plan import PlanInfeasible
-from hf_flexseq.planner import make_plan
-from hf_flexseq.topology import Topology
+from hf_flexseq.planner.process.jobs import Job, job_from_record
 
 
-def make_planner(configuration: dict[str, Any]) -> Callable[[list[int]], Any]:
-    """The planner that the first line asks for."""
-    return partial(
-        make_plan,
-        topology=Topology(**configuration["topology"]),
-        cost=CostModel.from_record(configuration["cost"]),
-        **configuration["options"],
-    )
-
-
-def serve(
-    requests: TextIO,
-    answers: TextIO,
-    make: Callable[[dict[str, Any]], Callable[[list[int]], Any]] = make_planner,
-) -> None:
+def serve(requests: TextIO, answers: TextIO) -> None:
     """Answer the requests of one stream on another until the first one ends."""
-    configuration = json.loads(requests.readline() or "null")
-    if configuration is None:
-        return
-    planner = make(configuration)
+    first_line = requests.readline()
+    if not first_line:
+        return  # the training process ended before it had a job
+    job = job_from_record(json.loads(first_line))
     for line in requests:
         request = json.loads(line)
-        answers.write(
-            json.dumps({"id": request["id"], **_answer(planner, request["lengths"])}) + "\n"
-        )
+        answer = {"id": request["id"], **_answer(job, request["lengths"])}
+        answers.write(json.dumps(answer) + "\n")
         answers.flush()
 
 
-def _answer(planner: Callable[[list[int]], Any], lengths: list[int]) -> dict[str, Any]:
+def _answer(job: Job, lengths: Sequence[int]) -> dict[str, Any]:
+    """Return the plan as a record, or the error that says why there is none."""
     try:
-        return {"plan": planner(lengths).to_record()}
+        return {"plan": job.plan(lengths).to_record()}
+    except PlanInfeasible as error:
+        return {"error": {"kind": PlanInfeasible.__name__, "message": str(error)}}
     except ValueError as error:
-        kind = (
-            PlanInfeasible.__name__ if isinstance(error, PlanInfeasible) else ValueError.__name__
-        )
-        return {"error": {"kind": kind, "message": str(error)}}
+        return {"error": {"kind": ValueError.__name__, "message": str(error)}}
 
 
 if __name__ == "__main__":

@@ -6,8 +6,8 @@
 Every stage writes the state of its parameters under their global names, by one of its ranks. The
 state of a tied tensor is written by the first stage, and both copies read it. A stage reads what
 it has parameters for; a run without a pipeline reads everything. The other way round, the
-Trainer's own `optimizer.pt` numbers parameters in the order of the whole model, decayed ones
-first: an empty twin of the model says which number is which.
+Trainer's own `optimizer.pt` numbers parameters in an order of the whole model, which the caller
+knows.
 
 No file is unpickled: a checkpoint may come from anywhere.
 """
@@ -26,7 +26,7 @@ from torch.distributed.checkpoint.state_dict import (
 )
 
 from hf_flexseq.distributed.control import gather_objects
-from hf_flexseq.hf.pipeline.engine import PipelineEngine
+from hf_flexseq.pipeline.checkpoint import StageMember
 from hf_flexseq.pipeline.optimizer_files import (
     TENSORS,
     SavedState,
@@ -44,28 +44,30 @@ WHOLE = "optimizer.pt"
 SCHEDULER = "scheduler.pt"
 _FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
 
+# ---- writing
 
-def save_optimizer(engine: PipelineEngine, optimizer: Any, scheduler: Any, folder: str) -> None:
+
+def save_optimizer(member: StageMember, optimizer: Any, scheduler: Any, folder: str) -> None:
     """Write the optimizer's and the scheduler's state. Collective over the world."""
     path = Path(folder) / FOLDER
-    stage = engine.stage
-    rank = engine.communicator.rank
-    tensors, values = _owned_state(engine, optimizer)
+    stage = member.stage
+    communicator = member.communicator
+    tensors, values = _owned_state(member, optimizer)
 
     # 1. the folder is there, and empty of what is old
-    if rank == 0:
+    if communicator.rank == 0:
         clear(path)
-    dist.barrier(group=engine.communicator.control)
+    dist.barrier(group=communicator.control)
 
     # 2. each stage's tensors, in a file of their own
     file = TENSORS.format(part=stage.index + 1, parts=stage.count)
     if tensors:
         write_tensors(path, file, tensors)
     files = dict.fromkeys(tensors, file)
-    written = gather_objects(engine.communicator, (files, values))
+    written = gather_objects(communicator, (files, values))
 
     # 3. the index, when all files are there
-    if rank == 0:
+    if communicator.rank == 0:
         all_files: dict[str, str] = {}
         all_values: dict[str, Any] = {}
         for files_of_rank, values_of_rank in written:
@@ -73,18 +75,18 @@ def save_optimizer(engine: PipelineEngine, optimizer: Any, scheduler: Any, folde
             all_values.update(values_of_rank)
         write_index(path, all_files, all_values)
         torch.save(scheduler.state_dict(), f"{folder}/{SCHEDULER}")
-    dist.barrier(group=engine.communicator.control)
+    dist.barrier(group=communicator.control)
 
 
 def _owned_state(
-    engine: PipelineEngine, optimizer: Any
+    member: StageMember, optimizer: Any
 ) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
     """Return the stage's tensors, each whole, and its other values, both by global key.
 
     All ranks of the stage but its first get two empty dicts. Collective over the ranks of a stage
     that share its parameters. Raises ValueError for a value that cannot be saved.
     """
-    stage = engine.stage
+    stage = member.stage
     names = _other_names(stage)
     copied = stage.tied_name if stage.is_last else None  # the first stage writes it
     state = get_optimizer_state_dict(stage.stack.model, optimizer, options=_FLAT)
@@ -96,18 +98,21 @@ def _owned_state(
             continue
         if isinstance(value, torch.Tensor):
             tensor = whole(value.detach())  # [rows / ranks, ...] -> [rows, ...] where sharded
-            if engine.place == 0:
+            if member.writes:
                 # A gathered tensor leaves the device, which has no room for the stage twice.
-                tensors[key] = tensor if engine.sharded is None else tensor.cpu()
+                tensors[key] = tensor.cpu() if member.is_sharded else tensor
         else:
             check_plain(key, value)  # on every rank, since the others would wait for one alone
-            if engine.place == 0:
+            if member.writes:
                 values[key] = value
     return tensors, values
 
 
+# ---- reading what a pipeline wrote
+
+
 def is_of_pipeline(folder: str | None) -> bool:
-    """Whether `folder` holds an optimizer's state that `save_optimizer` wrote."""
+    """Tell if `folder` holds an optimizer's state that `save_optimizer` wrote."""
     return folder is not None and (Path(folder) / FOLDER).is_dir()
 
 
@@ -116,19 +121,19 @@ def load_optimizer(
     optimizer: Any,
     scheduler: Any,
     folder: str,
-    engine: PipelineEngine | None = None,
+    member: StageMember | None = None,
 ) -> None:
-    """Read what `save_optimizer` wrote, for `engine`'s stage, or for a whole model without it.
+    """Read what `save_optimizer` wrote, for `member`'s stage, or for a whole model without it.
 
     The number of stages may differ from that of the run that wrote. Collective over the world of
-    `engine`. Raises ValueError, naming the parameters, when the state is of other parameters than
+    `member`. Raises ValueError, naming the parameters, when the state is of other parameters than
     this run trains.
     """
     saved = SavedState(Path(folder) / FOLDER)
-    names = _other_names(engine.stage) if engine is not None else {}
+    names = {} if member is None else _other_names(member.stage)
     state = get_optimizer_state_dict(model, optimizer, options=_FLAT)
     own_key_of = {_renamed(own_key, names): own_key for own_key in state}
-    _check_same_parameters(saved, own_key_of, engine, folder)
+    _check_same_parameters(saved, own_key_of, member, folder)
 
     # 1. tensors, into the memory of the optimizer's own
     is_tensor = {key: isinstance(state[own], torch.Tensor) for key, own in own_key_of.items()}
@@ -137,7 +142,8 @@ def load_optimizer(
         for key, tensor in saved.tensors(wanted):
             own = state[own_key_of[key]]
             if tensor.shape != own.shape:
-                found, expected = list(tensor.shape), list(own.shape)
+                found = list(tensor.shape)
+                expected = list(own.shape)
                 raise ValueError(f"{folder} holds {key} as {found}, but this run has {expected}")
             own.copy_(divided_like(tensor, own))  # [rows, ...] -> [rows / ranks, ...]
 
@@ -151,16 +157,16 @@ def load_optimizer(
 
 
 def _check_same_parameters(
-    saved: SavedState, keys: Collection[str], engine: PipelineEngine | None, folder: str
+    saved: SavedState, keys: Collection[str], member: StageMember | None, folder: str
 ) -> None:
     """Raise ValueError unless the state is of the parameters that this run trains, and has `keys`.
 
-    All stages together count as this run. Collective over the world of `engine`; every rank raises
+    All stages together count as this run. Collective over the world of `member`; every rank raises
     for the same parameters.
     """
     trained = parameters_of(keys)
-    if engine is not None:
-        trained = set().union(*gather_objects(engine.communicator, trained))
+    if member is not None:
+        trained = set().union(*gather_objects(member.communicator, trained))
     known = saved.keys()
     of_saved = parameters_of(known)
     lacking = trained - of_saved
@@ -182,83 +188,90 @@ def _listed(names: Collection[str], most: int = 3) -> str:
     return first if len(names) <= most else f"{first} and {len(names) - most} others"
 
 
-def load_whole_optimizer(engine: PipelineEngine, trainer: Any, folder: str) -> None:
-    """This stage's part of the state that a Trainer without a pipeline wrote. Collective over the
-    world.
+# ---- reading what a Trainer without a pipeline wrote
 
+
+def load_whole_optimizer(
+    stage: Stage, optimizer: Any, scheduler: Any, folder: str, names: Sequence[str]
+) -> None:
+    """Read this stage's part of the state that a Trainer without a pipeline wrote.
+
+    names: the whole model's trained parameters, in the order in which that Trainer numbers them.
     Raises ValueError when that run trained other parameters.
     """
-    optimizer = trainer.optimizer.optimizer
     saved = torch.load(Path(folder) / WHOLE, map_location="cpu", weights_only=True)
-    names = _names_in_order(engine, trainer)
-    numbers = [number for group in saved["param_groups"] for number in group["params"]]
-    if len(numbers) != len(names) or len(saved["param_groups"]) != len(optimizer.param_groups):
+    groups = saved["param_groups"]
+    numbers = []
+    for group in groups:
+        numbers += group["params"]
+    if len(numbers) != len(names) or len(groups) != len(optimizer.param_groups):
         raise ValueError(
-            f"{folder}/{WHOLE} has the state of {len(numbers)} parameters in "
-            f"{len(saved['param_groups'])} groups, but "
-            f"this run trains {len(names)} in {len(optimizer.param_groups)}"
+            f"{folder}/{WHOLE} has the state of {len(numbers)} parameters in {len(groups)} "
+            f"groups, but this run trains {len(names)} in {len(optimizer.param_groups)}"
         )
-    states = {
-        name: saved["state"].get(number) for number, name in zip(numbers, names, strict=True)
-    }
-    optimizer.load_state_dict(
-        _state_of_stage(engine.stage, optimizer, states, saved["param_groups"])
-    )
-    _load_scheduler(trainer.lr_scheduler, folder)
+    states = {}
+    for number, name in zip(numbers, names, strict=True):
+        states[name] = saved["state"].get(number)  # None before its first gradient
+    optimizer.load_state_dict(_state_of_stage(stage, optimizer, states, groups))
+    _load_scheduler(scheduler, folder)
 
 
-def _names_in_order(engine: PipelineEngine, trainer: Any) -> list[str]:
-    """The whole model's trained parameters as the Trainer numbers them: those with weight decay,
-    then the others."""
-    own = [name for name, p in engine.stage.global_parameters() if p.requires_grad]
-    trained = {name for names in gather_objects(engine.communicator, own) for name in names}
-    with torch.device("meta"):
-        twin = type(trainer.model)(trainer.model.config)
-    names = [name for name, _ in twin.named_parameters() if name in trained]
-    decayed = set(trainer.get_decay_parameter_names(twin))
-    return sorted(names, key=lambda name: name not in decayed)  # stable
+def trained_names(member: StageMember) -> set[str]:
+    """Return the global names of all stages' trained parameters. Collective over the world."""
+    own = [name for name, p in member.stage.global_parameters() if p.requires_grad]
+    return set().union(*gather_objects(member.communicator, own))
 
 
 def _state_of_stage(
     stage: Stage, optimizer: Any, states: Mapping[str, Any], groups: Sequence[Mapping[str, Any]]
 ) -> dict[str, Any]:
-    """A state dict for `optimizer` from the states by global name, and the options of the saved
-    groups."""
-    name_of = {id(p): name for name, p in stage.global_parameters()}
+    """Return a state dict for `optimizer`.
+
+    states: of each parameter by its global name; None for one without a state.
+    groups: as saved; their options are taken over.
+    """
+    name_of = {id(parameter): name for name, parameter in stage.global_parameters()}
     own = optimizer.state_dict()
     state = {}
-    for of_optimizer, of_state in zip(optimizer.param_groups, own["param_groups"], strict=True):
-        for parameter, number in zip(of_optimizer["params"], of_state["params"], strict=True):
-            found = states[name_of[id(parameter)]]
-            if found is not None:
-                state[number] = {
-                    key: divided_like(value, parameter)
-                    if isinstance(value, torch.Tensor)
-                    else value
-                    for key, value in found.items()
-                }
-    options = [
-        {**saved, "params": of_state["params"]}
-        for saved, of_state in zip(groups, own["param_groups"], strict=True)
-    ]
+    options = []
+    for group, own_group, saved_group in zip(
+        optimizer.param_groups, own["param_groups"], groups, strict=True
+    ):
+        options.append({**saved_group, "params": own_group["params"]})
+        for parameter, number in zip(group["params"], own_group["params"], strict=True):
+            values = states[name_of[id(parameter)]]
+            if values is None:
+                continue
+            divided = {}
+            for key, value in values.items():
+                if isinstance(value, torch.Tensor):
+                    value = divided_like(value, parameter)  # [rows, ...] -> [rows / ranks, ...]
+                divided[key] = value
+            state[number] = divided
     return {"state": state, "param_groups": options}
 
 
 def _load_scheduler(scheduler: Any, folder: str) -> None:
+    """Read the scheduler's state as the Trainer writes it."""
     scheduler.load_state_dict(torch.load(Path(folder) / SCHEDULER, weights_only=True))
 
 
+# ---- names
+
+
 def _other_names(stage: Stage) -> dict[str, str]:
-    """Parameters of this stage that have another name in the whole model: the head that is a copy
-    of the embedding."""
+    """Return the global names of parameters that have another name in this stage: of the head that
+    is a copy of the embedding."""
     tied = stage.tied_parameter()
+    if tied is None or not stage.tied_name:
+        return {}
     names = [name for name, p in stage.stack.model.named_parameters() if p is tied]
-    return {name: stage.tied_name for name in names if stage.tied_name and name != stage.tied_name}
+    return {name: stage.tied_name for name in names if name != stage.tied_name}
 
 
 def _renamed(key: str, names: Mapping[str, str]) -> str:
-    """`state.<parameter>.exp_avg` or `param_groups.<parameter>.lr` with the parameter's other
-    name."""
+    """Return `state.<parameter>.exp_avg` or `param_groups.<parameter>.lr` with the parameter's
+    other name."""
     for name, other in names.items():
         for prefix in ("state.", "param_groups."):
             if key.startswith(f"{prefix}{name}."):

@@ -1,0 +1,487 @@
+"""What an engine's steps are executed by, which depends on how much of the model a rank has.
+
+    WholeModelExecutor    all of it: a plan is micro-batches of groups (here)
+    StageExecutor         one stage of a pipeline: a plan is chunks and actions
+                          (`pipeline/executor.py`)
+
+`FlexSeqEngine` does everything that is alike: it draws, plans ahead, traces. It asks its
+`Executor` for the rest, and never which of the two it has.
+"""
+
+import inspect
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from accelerate import Accelerator
+from accelerate.utils import DistributedDataParallelKwargs
+from torch import nn
+from transformers import PreTrainedModel
+
+from hf_flexseq.attention import SequenceContext
+from hf_flexseq.attention.deterministic import slowdown
+from hf_flexseq.config import FlexSeqArguments
+from hf_flexseq.cost import CostModel
+from hf_flexseq.cost.analytic import ModelShape
+from hf_flexseq.cost.presets import load_cost_model
+from hf_flexseq.distributed.communicator import Communicator
+from hf_flexseq.distributed.control import broadcast_object
+from hf_flexseq.hf.attention import NAME
+from hf_flexseq.hf.calibration.choose import UNNAMED, unnamed_cost_model
+from hf_flexseq.hf.calibration.estimate import model_shape
+from hf_flexseq.hf.model.buckets import early_buckets
+from hf_flexseq.hf.model.checks import check_model
+from hf_flexseq.hf.model.loss import ChunkedLoss, attach_chunked_loss
+from hf_flexseq.hf.trainer_checks import resolve_sync
+from hf_flexseq.kernels import Kernel
+from hf_flexseq.kernels.choose import choose_kernel
+from hf_flexseq.plan import Plan
+from hf_flexseq.plan import check as check_plan
+from hf_flexseq.plan.shard import Shard
+from hf_flexseq.planner import make_plan
+from hf_flexseq.planner.process.client import InlinePlanner, Planner, PlannerWorker
+from hf_flexseq.planner.process.jobs import GroupsJob, Job
+from hf_flexseq.schedule.routing import NicFigures, links_of
+from hf_flexseq.steps.exchange import RowExchange
+from hf_flexseq.steps.inputs import Inputs, model_inputs, shards_of
+from hf_flexseq.steps.lookahead import DrawnStep
+from hf_flexseq.steps.step import OptimizerStep
+from hf_flexseq.steps.trace import Figures, PlanTrace
+
+logger = logging.getLogger(__name__)
+
+MEASURED_TOKENS = 1024  # of one call that tells what deterministic attention costs; takes ~0.1 s
+
+ForwardBackward = Callable[[Inputs], torch.Tensor]  # one micro-batch -> its loss, a scalar
+
+
+# ---- what an executor is
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EngineSetup:
+    """What an engine has before it has seen a model; its executor is made from it."""
+
+    accelerator: Accelerator
+    args: FlexSeqArguments
+    communicator: Communicator
+
+    named_cost: CostModel | None
+    """The cost model that the user has named; None for one that is measured or estimated."""
+
+    @classmethod
+    def of(
+        cls, accelerator: Accelerator, args: FlexSeqArguments, communicator: Communicator | None
+    ) -> "EngineSetup":
+        """Load the named cost model and connect the ranks. Raises ValueError for a cost model that
+        does not exist."""
+        named = None if args.cost_model in UNNAMED else load_cost_model(args.cost_model)
+        return cls(
+            accelerator=accelerator,
+            args=args,
+            communicator=communicator or Communicator(),
+            named_cost=named,
+        )
+
+    def cost_of(self, model: PreTrainedModel, *, attention_remat: bool = True) -> CostModel:
+        """Return the cost model for training `model`. Collective over the world unless the user
+        has named one.
+
+        attention_remat: whether checkpointed layers keep their attention.
+        """
+        if self.named_cost is not None:
+            return self.named_cost
+        return unnamed_cost_model(
+            self.args.cost_model,
+            model,
+            self.accelerator,
+            self.communicator,
+            attention_remat=attention_remat,
+        )
+
+
+class TrainerHooks(Protocol):
+    """What a Trainer has to do otherwise when a rank has but a part of the model; `FlexSeqMixin`
+    calls each method in place of the Trainer's own."""
+
+    def wrap_model(self, model: nn.Module) -> nn.Module:
+        """Return the model as the Trainer is to run it."""
+
+    def set_training_mode(self, model: nn.Module, optimizer: Any) -> None:
+        """Do what the Trainer does to model and optimizer before a step."""
+
+    def floating_point_ops(self, step: Any) -> int:
+        """Return the operations of this rank in one step; 0 for no step."""
+
+    def clip_grad_norm(self, model: nn.Module, max_norm: float) -> torch.Tensor:
+        """Scale gradients down to a norm of `max_norm` over the whole model; return the former
+        norm."""
+
+    def grad_norm(self) -> torch.Tensor:
+        """Return the norm of the whole model's gradients."""
+
+    def save(self, trainer: Any, folder: str) -> None:
+        """Write the weights, and what the Trainer saves beside them."""
+
+    def load(self, folder: str) -> None:
+        """Read the weights."""
+
+    def save_optimizer(self, trainer: Any, folder: str) -> None:
+        """Write the state of optimizer and scheduler."""
+
+    def load_optimizer(self, trainer: Any, folder: str | None) -> None:
+        """Read the state of optimizer and scheduler, where `folder` has one."""
+
+
+class Executor(Protocol):
+    """Runs the steps of one model.
+
+    In the order of calls: `attach`; `planner`; then for each step `check` (on rank 0), `read`,
+    `deal`, `train` or `evaluate`, `figures`; at last `detach`.
+    """
+
+    @property
+    def cost(self) -> CostModel | None:
+        """The cost model of the whole model; None before it is known."""
+
+    @property
+    def attached(self) -> bool:
+        """Whether a model is attached."""
+
+    @property
+    def trainer_hooks(self) -> TrainerHooks | None:
+        """What a Trainer has to do otherwise; None for nothing."""
+
+    def attach(self, model: nn.Module, *, lockstep: bool) -> None:
+        """Make `model` run on planned steps. Collective over the world.
+
+        lockstep: whether something outside makes all ranks run every micro-batch together.
+        """
+
+    def detach(self) -> None:
+        """Leave the model and the accelerator as `attach` found them."""
+
+    def planner(self, *, ahead: bool) -> Planner:
+        """Make the planner of rank 0. ahead: in a process of its own."""
+
+    def check(self, plan: Any) -> None:
+        """Raise ValueError for a plan that would compute something wrong or hang."""
+
+    def read(self, record: dict[str, Any]) -> Any:
+        """Return the plan whose `to_record` gave `record`."""
+
+    def deal(self, drawn: DrawnStep, plan: Any, *, waited_s: float) -> Any:
+        """Bring the drawn tokens to where the plan wants them, and return the step that this rank
+        runs. Collective over the world."""
+
+    def train(
+        self, step: Any, forward_backward: ForwardBackward, model: nn.Module
+    ) -> torch.Tensor:
+        """Run forwards and backwards of one step, and reduce gradients once.
+
+        forward_backward: runs a micro-batch of a whole model. model: as accelerate has wrapped it.
+        Returns this rank's loss, a scalar; the mean over ranks is the mean over target tokens.
+        """
+
+    def evaluate(self, step: Any, forward: ForwardBackward) -> torch.Tensor:
+        """Run the forwards of one step. Returns a loss as `train` does."""
+
+    def figures(self, step: Any, trace: PlanTrace) -> Figures:
+        """Write the trace of a finished step and return its figures for the log. Collective over
+        the world."""
+
+
+# ---- the executor of a whole model
+
+
+class WholeModelExecutor:
+    """Runs micro-batches of groups on a model that every rank has, or of which accelerate gives it
+    what it needs (FSDP, ZeRO)."""
+
+    trainer_hooks: TrainerHooks | None = None
+
+    def __init__(self, setup: EngineSetup) -> None:
+        """Raises NotImplementedError for pipeline stages, which a Trainer alone can run."""
+        stages = setup.args.pipeline_parallel_size
+        if stages > 1:
+            raise NotImplementedError(
+                f"pipeline_parallel_size={stages} in a loop of your own: use FlexSeqTrainer, or 1"
+            )
+        self.setup = setup
+        self.cost: CostModel | None = None
+        self.lockstep = False
+        self.kernel: Kernel | None = None  # chosen with the first step
+        self._exchange = RowExchange(setup.communicator)
+        self._links: NicFigures | None = None  # None: transfers go straight
+
+        # what `detach` gives back
+        self._model: PreTrainedModel | None = None
+        self._chunked_loss: ChunkedLoss | None = None
+        self._former_attention: str | None = None
+        self._former_ddp: DistributedDataParallelKwargs | None = None
+
+    @property
+    def attached(self) -> bool:
+        """Whether a model is attached."""
+        return self._model is not None
+
+    # ---- the model
+
+    def attach(self, model: nn.Module, *, lockstep: bool) -> None:
+        """Give `model` our attention and loss, and DDP buckets that are reduced early.
+
+        Raises NotImplementedError when the model cannot be trained exactly, and ValueError when
+        its state alone is too large. Collective over the world.
+        """
+        args = self.setup.args
+        accelerator = self.setup.accelerator
+        communicator = self.setup.communicator
+
+        # 1. what the model needs of the ranks, and what it costs
+        base = base_model(model)
+        check_model(base)
+        self.lockstep = resolve_sync(args, base, accelerator, lockstep=lockstep)
+        self.cost = self.setup.cost_of(base, attention_remat=args.attention_remat)
+        self.cost.strategies(args.strategy)  # raises for one that it has no figures for
+        self._links = self._agreed_links(self.cost)
+        if args.max_tokens_per_rank is None:
+            self.cost.max_tokens_per_rank(communicator.world_size)  # raises where nothing is left
+
+        # 2. what `detach` undoes
+        self._former_ddp = accelerator.ddp_handler
+        self._former_attention = base.config._attn_implementation
+        accelerator.ddp_handler = early_buckets(accelerator.ddp_handler, model)
+        base.set_attn_implementation(NAME)
+        self._chunked_loss = attach_chunked_loss(model)
+        self._model = base
+
+    def detach(self) -> None:
+        """Give the model its own attention and loss back, and accelerate its DDP handler."""
+        if self._model is None:
+            return
+        self._model.set_attn_implementation(self._former_attention)
+        self.setup.accelerator.ddp_handler = self._former_ddp
+        if self._chunked_loss is not None:
+            self._chunked_loss.detach()
+        self._model = None
+        self._chunked_loss = None
+
+    def _agreed_links(self, cost: CostModel) -> NicFigures | None:
+        """Return the NICs over which transfers may be routed; None for no routing. Collective.
+
+        A file of a cost model may differ from node to node, and all ranks must route alike:
+        rank 0's counts.
+        """
+        communicator = self.setup.communicator
+        if self.setup.args.routing == "off" or communicator.topology.nodes == 1:
+            return None
+        links: NicFigures | None = broadcast_object(
+            communicator, links_of(cost, communicator.topology)
+        )
+        return links
+
+    # ---- planning
+
+    def planner(self, *, ahead: bool) -> Planner:
+        """Make the planner of rank 0. ahead: in a process of its own."""
+        assert self.cost is not None, "attach sets the cost model"
+        job = GroupsJob(
+            topology=self.setup.communicator.topology, cost=self.cost, options=self._options()
+        )
+        return planner_of(job, ahead=ahead)
+
+    def _options(self) -> dict[str, Any]:
+        """Return the keyword arguments of `make_plan`, as JSON values."""
+        args = self.setup.args
+        options: dict[str, Any] = {
+            "planner": args.planner,
+            "strategy": args.strategy,
+            "sp_degree": args.sp_degree,
+            "max_tokens_per_rank": args.max_tokens_per_rank,
+            "sync": "lockstep" if self.lockstep else "free",
+            "remap": args.remap,
+        }
+        # merge: notes (make_plan does not take `routing` everywhere yet)
+        if "routing" in inspect.signature(make_plan).parameters:
+            options["routing"] = self._routed_bytes()
+        return options
+
+    def _routed_bytes(self) -> dict[str, int] | None:
+        """Return the bytes of a token in one layer, for the plan's note on routing; None where
+        nothing could be routed."""
+        args = self.setup.args
+        # deterministic groups gather: there are no rings
+        if args.routing == "off" or args.deterministic or self.setup.communicator.world_size == 1:
+            return None
+        shape = self._shape()
+        head_bytes = shape.head_dim * self._compute_dtype().itemsize
+        return {"queries": shape.heads * head_bytes, "keys": 2 * shape.kv_heads * head_bytes}
+
+    def check(self, plan: Plan) -> None:
+        """Raise ValueError for a plan that would compute something wrong or hang."""
+        check_plan(plan, self.setup.communicator.topology, self.setup.args.max_tokens_per_rank)
+
+    def read(self, record: dict[str, Any]) -> Plan:
+        """Return the plan whose `to_record` gave `record`."""
+        return Plan.from_record(record)
+
+    # ---- steps
+
+    def deal(self, drawn: DrawnStep, plan: Plan, *, waited_s: float) -> OptimizerStep:
+        """Bring the drawn tokens to the ranks that the plan names. Collective over the world."""
+        communicator = self.setup.communicator
+        device = self.setup.accelerator.device
+
+        # 1. what this rank holds in each micro-batch: first as the groups do, then as remapped
+        shards = shards_of(plan, communicator.rank, communicator.topology)
+        columns = self._exchange(drawn.row, plan, drawn.sources, shards)
+        for index, micro_batch in enumerate(plan.micro_batches):
+            if micro_batch.remap:
+                columns[index] = self._exchange.evened(columns[index], shards[index])
+
+        # 2. what the model is called with
+        micro_batches = model_inputs(
+            shards,
+            columns,
+            lockstep=self.lockstep,
+            device=device,
+            make_context=self._make_context,
+        )
+        return OptimizerStep(drawn, plan, micro_batches, waited_s=waited_s, device=device)
+
+    def _make_context(self, shard: Shard) -> SequenceContext:
+        """Return what attention is told about one shard."""
+        args = self.setup.args
+        return SequenceContext(
+            shard,
+            self.setup.communicator,
+            self._chosen_kernel(),
+            self.setup.accelerator.device,
+            attention_remat=args.attention_remat,
+            deterministic=args.deterministic,
+            links=self._links,
+        )
+
+    def train(
+        self, step: OptimizerStep, forward_backward: ForwardBackward, model: nn.Module
+    ) -> torch.Tensor:
+        """Run forward and backward of every micro-batch and return the sum of the losses, a
+        detached scalar.
+
+        Gradients are reduced with the last micro-batch, in lockstep under a sharded model with
+        each.
+        """
+        return step.run(forward_backward, lambda: self._accumulating(model)).detach()
+
+    def evaluate(self, step: OptimizerStep, forward: ForwardBackward) -> torch.Tensor:
+        """Run the forward of every micro-batch and return the sum of the losses, a detached
+        scalar."""
+        return step.run(forward).detach()
+
+    @contextmanager
+    def _accumulating(self, model: nn.Module) -> Iterator[None]:
+        """Surround a micro-batch that is not the step's last."""
+        state = self.setup.accelerator.gradient_state
+        syncs = state.sync_gradients
+        state._set_sync_gradients(False)  # DeepSpeed would step its optimizer otherwise
+        try:
+            with self._without_reduction(model):
+                yield
+        finally:
+            state._set_sync_gradients(syncs)
+
+    def _without_reduction(self, model: nn.Module) -> AbstractContextManager[Any]:
+        """Return a context in which DDP keeps gradients local.
+
+        FSDP and DeepSpeed reduce into their shards each time: waiting would hold the whole model's
+        gradients on every rank.
+        """
+        accelerator = self.setup.accelerator
+        each = accelerator.gradient_state.plugin_kwargs.get("sync_each_batch", False)
+        if each or not isinstance(model, nn.parallel.DistributedDataParallel):
+            return nullcontext()
+        context: AbstractContextManager[Any] = accelerator.no_sync(model)
+        return context
+
+    def figures(self, step: OptimizerStep, trace: PlanTrace) -> Figures:
+        """Write the trace of a finished step and return its figures for the log. Collective over
+        the world."""
+        assert self.cost is not None, "attach sets the cost model"
+        return trace.record(step, self.cost)
+
+    # ---- the kernel
+
+    def _chosen_kernel(self) -> Kernel:
+        """Return the kernel of all steps, chosen with the first one."""
+        if self.kernel is None:
+            device = self.setup.accelerator.device
+            self.kernel = choose_kernel(device, self._compute_dtype(), self._shape().head_dim)
+            if self.setup.args.deterministic and self.setup.communicator.rank == 0:
+                self._log_slowdown(self.kernel)
+        return self.kernel
+
+    def _log_slowdown(self, kernel: Kernel) -> None:
+        """Measure on rank 0 how much longer deterministic attention takes, and log it."""
+        shape = self._shape()
+        dtype = self._compute_dtype()
+        device = self.setup.accelerator.device
+        q = torch.ones(MEASURED_TOKENS, shape.heads, shape.head_dim, dtype=dtype, device=device)
+        k = torch.ones(MEASURED_TOKENS, shape.kv_heads, shape.head_dim, dtype=dtype, device=device)
+        factor = slowdown(q, k, self.setup.communicator, kernel)
+        logger.warning(
+            "deterministic=True: attention of %s tokens on one rank takes %.1f times as long as "
+            "otherwise; where ranks share a sequence its backward computes up to twice as much, "
+            "and its keys are gathered",
+            f"{MEASURED_TOKENS:,}",
+            factor,
+        )
+
+    def _shape(self) -> ModelShape:
+        assert self._model is not None, "attach sets the model"
+        return model_shape(self._model)
+
+    def _compute_dtype(self) -> torch.dtype:
+        assert self._model is not None, "attach sets the model"
+        return compute_dtype(self._model, self.setup.accelerator)
+
+
+# ---- what both executors use
+
+
+def planner_of(job: Job, *, ahead: bool) -> Planner:
+    """Return a planner for `job`: in a process of its own when steps are planned ahead of the one
+    that runs, in this process otherwise."""
+    if ahead:
+        return PlannerWorker(job)
+    return InlinePlanner(job)
+
+
+def compute_dtype(model: nn.Module, accelerator: Accelerator) -> torch.dtype:
+    """Return the dtype that attention computes in: autocast's, or that of the parameters."""
+    if accelerator.mixed_precision == "bf16":
+        return torch.bfloat16
+    if accelerator.mixed_precision == "fp16":
+        return torch.float16
+    return next(model.parameters()).dtype
+
+
+def base_model(model: nn.Module) -> PreTrainedModel:
+    """Return the transformers model under PEFT's wrapper, if there is one.
+
+    Raises ValueError for a model that accelerate has wrapped, NotImplementedError for one that is
+    not transformers'.
+    """
+    is_wrapped = isinstance(getattr(model, "module", None), nn.Module)
+    if is_wrapped and not isinstance(model, PreTrainedModel):
+        raise ValueError(
+            f"attach the model before accelerator.prepare wraps it in {type(model).__name__}"
+        )
+    base = model.get_base_model() if hasattr(model, "get_base_model") else model
+    if not isinstance(base, PreTrainedModel):
+        raise NotImplementedError(
+            f"hf_flexseq trains transformers models; {type(base).__name__} is none"
+        )
+    return base

@@ -1,0 +1,314 @@
+"""The executor of a rank that has one stage of the model.
+
+It differs from that of a whole model in three things: the model is cut, and sharded, when the
+executor is made, so that the optimizer sees the parameters of the stage alone; a step's plan has
+chunks and actions instead of micro-batches; and gradients are summed here, over replicas and over
+the two copies of a tied tensor, where otherwise accelerate does it.
+
+    pipeline 0    rank 0    rank 2    rank 4         two pipelines of three stages:
+    pipeline 1    rank 1    rank 3    rank 5         ranks with the same stage are neighbours
+                  stage 0   stage 1   stage 2
+
+`degree` neighbours of a stage share the chunks of one replica by Ulysses; without, every pipeline
+is a replica of its own.
+"""
+
+import logging
+from collections.abc import Callable
+from contextlib import nullcontext
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel, Trainer
+
+from hf_flexseq.config import FlexSeqArguments
+from hf_flexseq.cost import CostModel
+from hf_flexseq.cost.stages import PipelineCost
+from hf_flexseq.distributed.communicator import Communicator
+from hf_flexseq.distributed.links import Neighbours
+from hf_flexseq.hf.calibration.estimate import is_checkpointed, model_shape
+from hf_flexseq.hf.executors import EngineSetup, ForwardBackward, compute_dtype, planner_of
+from hf_flexseq.hf.model.loss import ChunkedLoss, attach_chunked_loss
+from hf_flexseq.hf.pipeline.attention import NAME
+from hf_flexseq.hf.pipeline.checks import check_divides, check_pipeline_trainer
+from hf_flexseq.hf.pipeline.fsdp import take_over_fsdp
+from hf_flexseq.hf.pipeline.hooks import PipelineHooks
+from hf_flexseq.hf.pipeline.loading import stage_of
+from hf_flexseq.kernels.choose import choose_kernel
+from hf_flexseq.pipeline.checkpoint import StageMember
+from hf_flexseq.pipeline.cost import StageTokenBytes, pipeline_cost, room_bytes
+from hf_flexseq.pipeline.executor import PipelineExecutor
+from hf_flexseq.pipeline.reduction import equalise, sum_gradients
+from hf_flexseq.pipeline.sharding import ShardedStage
+from hf_flexseq.pipeline.stages import Stage, cut
+from hf_flexseq.pipeline.ulysses import Sharing
+from hf_flexseq.plan.replicas import StepPlan
+from hf_flexseq.planner.process.client import Planner
+from hf_flexseq.planner.process.jobs import StagesJob
+from hf_flexseq.schedule.pipeline.check import check_step
+from hf_flexseq.steps.exchange import ChunkExchange
+from hf_flexseq.steps.lookahead import DrawnStep
+from hf_flexseq.steps.step import PipelineStep
+from hf_flexseq.steps.trace import Figures, PlanTrace
+
+logger = logging.getLogger(__name__)
+
+
+class StageExecutor:
+    """Runs chunks on a model in `args.pipeline_parallel_size` stages."""
+
+    def __init__(self, setup: EngineSetup, model: PreTrainedModel, *, fsdp: bool = False) -> None:
+        """Cut `model` in place, unless it was loaded as a stage. Collective over the world.
+
+        fsdp: whether the ranks of a stage share its parameters (FSDP2); of no effect where a stage
+        has one rank. Raises ValueError for a number of stages that does not divide the ranks or
+        exceeds layers + 1, NotImplementedError for a model without a plain decoder stack.
+        """
+        self.setup = setup
+        args = setup.args
+        communicator = setup.communicator
+        device = setup.accelerator.device
+
+        # 1. which rank has what
+        stages = args.pipeline_parallel_size
+        check_divides(stages, communicator.world_size)
+        self.ranks_per_stage = communicator.world_size // stages
+        self.degree = args.sp_degree or 1
+        if self.ranks_per_stage % self.degree:
+            raise ValueError(
+                f"sp_degree={self.degree} does not divide the {self.ranks_per_stage} ranks of a "
+                f"stage"
+            )
+        stage_index, member_index = divmod(communicator.rank, self.ranks_per_stage)
+        self.replicas = self.ranks_per_stage // self.degree
+        self.replica = member_index // self.degree
+        self.sharing = _sharing(communicator, self.degree)
+
+        # 2. the cost model of the whole, then this rank's stage of it
+        whole = model if stage_of(model) is None else _empty_twin(model)
+        self.cost: CostModel = setup.cost_of(whole)
+        self.stage: Stage = stage_of(model) or cut(
+            model, stage_index, stages, virtual=args.pipeline_virtual_stages
+        )
+        for number, virtual_stage in self.stage.virtual.items():
+            first, last = virtual_stage.layers
+            count = len(self.stage.spans)
+            logger.info("stage %d of %d has layers %d to %d", number, count, first, last)
+
+        # 3. the ranks before and after, and equal weights on all ranks with the same stage
+        self.neighbours = Neighbours(
+            communicator,
+            _pipelines(stages, self.ranks_per_stage),
+            ring=args.pipeline_virtual_stages > 1,
+        )
+        self.stage.stack.model.to(device)
+        equalise(self.stage, self.neighbours)
+        self.sharded: ShardedStage | None = None
+        if fsdp and self.neighbours.replicas is not None:
+            self.sharded = ShardedStage(self.stage, self.neighbours.replicas)
+
+        self.member = StageMember(
+            stage=self.stage,
+            communicator=communicator,
+            index=member_index,
+            is_sharded=self.sharded is not None,
+        )
+        self.trainer_hooks = PipelineHooks(self.member, self.degree)
+        self._exchange = ChunkExchange(communicator, self.ranks_per_stage, self.degree)
+
+        # what `detach` gives back
+        self._pipeline: PipelineExecutor | None = None
+        self._chunked_loss: ChunkedLoss | None = None
+        self._former_attention: str | None = None
+
+    @property
+    def attached(self) -> bool:
+        """Whether the stage runs on chunks."""
+        return self._pipeline is not None
+
+    # ---- the model
+
+    def attach(self, model: nn.Module, *, lockstep: bool) -> None:
+        """Make the stage run on chunks. `lockstep` is of no effect: ranks meet as actions say.
+
+        Raises ValueError for another model than the one that was cut.
+        """
+        base = self.stage.stack.model
+        if model is not base:
+            raise ValueError("the engine was made for another model")
+        self._former_attention = base.config._attn_implementation
+        base.set_attn_implementation(NAME)
+        if self.stage.is_last:
+            self._chunked_loss = attach_chunked_loss(base)
+        accelerator = self.setup.accelerator
+        kernel = choose_kernel(
+            accelerator.device, compute_dtype(base, accelerator), model_shape(base).head_dim
+        )
+        self._pipeline = PipelineExecutor(
+            self.stage, self.neighbours, kernel, sharing=self.sharing
+        )
+
+    def detach(self) -> None:
+        """Give the stage its own attention, loss and layers back. The model stays cut."""
+        if self._pipeline is None:
+            return
+        self._pipeline.detach()
+        self.stage.stack.model.set_attn_implementation(self._former_attention)
+        if self._chunked_loss is not None:
+            self._chunked_loss.detach()
+        self._pipeline = None
+        self._chunked_loss = None
+
+    # ---- planning
+
+    def planner(self, *, ahead: bool) -> Planner:
+        """Make the planner of rank 0. ahead: in a process of its own."""
+        job = StagesJob(cost=self._stage_costs(), options=self._options())
+        return planner_of(job, ahead=ahead)
+
+    def _options(self) -> dict[str, Any]:
+        """Return the keyword arguments of `make_step_plan`, as JSON values."""
+        args = self.setup.args
+        max_tokens = args.max_tokens_per_rank
+        if max_tokens is not None:
+            max_tokens *= self.degree  # so many ranks share a chunk
+        sharded_over = self.ranks_per_stage if self.sharded is not None else 1
+        return {
+            "replicas": self.replicas,
+            "schedule": args.pipeline_schedule,
+            "stages_per_rank": args.pipeline_virtual_stages,
+            "chunks": args.pipeline_chunks,
+            "max_tokens": max_tokens,
+            "room": room_bytes(self.cost, self.stage, sharded_over=sharded_over),
+        }
+
+    def _stage_costs(self) -> PipelineCost:
+        """Return the costs of the stages as they are now: activation checkpointing may begin with
+        training."""
+        model = self.stage.stack.model
+        return pipeline_cost(
+            self.cost,
+            self.stage,
+            token_bytes(model),
+            checkpointed=is_checkpointed(model),
+            degree=self.degree,
+        )
+
+    def check(self, plan: StepPlan) -> None:
+        """Raise ValueError for a plan that would compute something wrong or hang."""
+        check_step(plan)
+
+    def read(self, record: dict[str, Any]) -> StepPlan:
+        """Return the plan whose `to_record` gave `record`."""
+        return StepPlan.from_record(record)
+
+    # ---- steps
+
+    def deal(self, drawn: DrawnStep, plan: StepPlan, *, waited_s: float) -> PipelineStep:
+        """Bring the drawn tokens to every rank of the replica that works on them. Collective over
+        the world."""
+        columns = self._exchange(drawn.row, plan, drawn.sources, self.replica)
+        return PipelineStep(
+            drawn,
+            plan,
+            columns,
+            replica=self.replica,
+            waited_s=waited_s,
+            device=self.setup.accelerator.device,
+        )
+
+    def train(
+        self, step: PipelineStep, forward_backward: ForwardBackward, model: nn.Module
+    ) -> torch.Tensor:
+        """Run the actions of one step; afterwards gradients are those of the whole step.
+
+        Neither a micro-batch nor a wrapped model is run. Returns the loss times the number of
+        ranks on the last stage, 0 on the others: the mean over ranks, which is what the Trainer
+        logs, is the mean over the step's target tokens.
+        """
+        pipeline = self._attached_pipeline()
+        with step.stopwatch.timing(0):
+            with self.sharded.training() if self.sharded is not None else nullcontext():
+                loss = pipeline.train(
+                    step.own_plan,
+                    step.columns,
+                    max(step.targets, 1),
+                    self.setup.accelerator.autocast,
+                )
+            sum_gradients(self.stage, self.neighbours)
+        return loss * self.setup.communicator.world_size
+
+    def evaluate(self, step: PipelineStep, forward: ForwardBackward) -> torch.Tensor:
+        """Run the forwards of one step's actions. Returns a loss as `train` does."""
+        pipeline = self._attached_pipeline()
+        with self.sharded.whole() if self.sharded is not None else nullcontext():
+            loss = pipeline.evaluate(
+                step.own_plan,
+                step.columns,
+                max(step.targets, 1),
+                self.setup.accelerator.autocast,
+            )
+        return loss * self.setup.communicator.world_size
+
+    def _attached_pipeline(self) -> PipelineExecutor:
+        assert self._pipeline is not None, "a drawn step has an attached stage"
+        return self._pipeline
+
+    def figures(self, step: PipelineStep, trace: PlanTrace) -> Figures:
+        """Write the trace of a finished step, a line for each replica, and return its figures for
+        the log. Collective over the world."""
+        return trace.record_pipeline(step, self._stage_costs())
+
+
+def stage_executor_for(
+    trainer: Trainer, args: FlexSeqArguments
+) -> Callable[[EngineSetup], StageExecutor]:
+    """Return what makes the executor of the trainer's engine.
+
+    Raises NotImplementedError for a Trainer or a setting of FSDP that stages cannot follow.
+    """
+    fsdp = take_over_fsdp(trainer)
+    check_pipeline_trainer(trainer, args)
+    return partial(StageExecutor, model=trainer.model, fsdp=fsdp)
+
+
+def _sharing(communicator: Communicator, degree: int) -> Sharing | None:
+    """Return the ranks that share this rank's chunks; None where it is alone."""
+    if degree == 1:
+        return None
+    index = communicator.rank % degree
+    first = communicator.rank - index
+    return Sharing(communicator, tuple(range(first, first + degree)), index)
+
+
+def _pipelines(stages: int, ranks_per_stage: int) -> list[list[int]]:
+    """Return the ranks of each pipeline, by stage."""
+    pipelines = []
+    for index in range(ranks_per_stage):
+        ranks = [stage * ranks_per_stage + index for stage in range(stages)]
+        pipelines.append(ranks)
+    return pipelines
+
+
+def _empty_twin(model: PreTrainedModel) -> PreTrainedModel:
+    """Return the whole model that `model` is a stage of, without memory."""
+    with torch.device("meta"):
+        return type(model)(model.config).to(model.dtype)
+
+
+def token_bytes(model: PreTrainedModel) -> StageTokenBytes:
+    """Return the bytes of one token, from the model's configuration."""
+    shape = model_shape(model)
+    query = shape.heads * shape.head_dim
+    key_value = 2 * shape.kv_heads * shape.head_dim
+    # what the weights of one layer are multiplied with: q, k, v; gate, up; o; down
+    inputs = shape.hidden + shape.hidden + query + shape.intermediate
+    # and the gradients of what comes out: q; k, v; gate, up; o, down
+    gradients = query + key_value + 2 * shape.intermediate + 2 * shape.hidden
+    return StageTokenBytes(
+        hidden=shape.hidden * shape.dtype_bytes,
+        kv=key_value * shape.dtype_bytes,
+        owed=(inputs + gradients) * shape.dtype_bytes,
+    )

@@ -1,0 +1,152 @@
+"""The Trainer on a pipeline: what `FlexSeqMixin` does in place of the Trainer's own methods.
+
+A rank has one stage, so whatever the Trainer does with "the model" is changed where it means all
+of it:
+
+* `wrap_model`: a thin wrapper of ours, which accelerate then leaves alone; accelerate prepares the
+  optimizer only.
+* `clip_grad_norm`, `grad_norm`: over all stages.
+* `save`, `load`: see `hf_flexseq/pipeline/checkpoint.py`; `save_optimizer`, `load_optimizer`: see
+  `hf_flexseq/pipeline/optimizer.py`.
+* `floating_point_ops`: of this stage, for all tokens that pass through it.
+
+A step itself is run by the engine's executor.
+"""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel, Trainer
+
+from hf_flexseq.config import FlexSeqArguments
+from hf_flexseq.hf.pipeline.checks import check_divides
+from hf_flexseq.hf.pipeline.loading import load_stage_of
+from hf_flexseq.pipeline.checkpoint import StageMember, load_stage, save_stage
+from hf_flexseq.pipeline.optimizer import (
+    WHOLE,
+    is_of_pipeline,
+    load_optimizer,
+    load_whole_optimizer,
+    save_optimizer,
+    trained_names,
+)
+from hf_flexseq.pipeline.reduction import gradient_norm
+from hf_flexseq.steps.step import PipelineStep
+
+
+class StageModule(nn.Module):
+    """The wrapper of a stage: accelerate would wrap the model itself in DDP, and average gradients
+    of other layers."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module = module
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Raise NotImplementedError."""
+        raise NotImplementedError(
+            "a pipeline stage runs the chunks of a plan; it is no model that can be called"
+        )
+
+
+class PipelineHooks:
+    """What a Trainer does otherwise on a rank that has one stage of the model."""
+
+    def __init__(self, member: StageMember, degree: int) -> None:
+        """degree: so many ranks of the stage share each chunk."""
+        self.member = member
+        self.degree = degree
+        self.stage = member.stage
+
+    # ---- steps
+
+    def wrap_model(self, model: nn.Module) -> nn.Module:
+        """Return the model in a wrapper that accelerate leaves alone."""
+        return model if isinstance(model, StageModule) else StageModule(model)
+
+    def set_training_mode(self, model: nn.Module, optimizer: Any) -> None:
+        """Do what the Trainer does to model and optimizer before a step."""
+        model.train()
+        if callable(getattr(optimizer, "train", None)):
+            optimizer.train()  # schedule-free optimizers have two modes
+
+    def floating_point_ops(self, step: PipelineStep | None) -> int:
+        """Return the operations of this rank in one step: 6 per parameter and token."""
+        if step is None:
+            return 0
+        tokens = sum(step.own_plan.lengths)
+        parameters = self.stage.stack.model.num_parameters(exclude_embeddings=True)
+        return int(6 * tokens * parameters / self.degree)
+
+    # ---- gradients
+
+    def clip_grad_norm(self, model: nn.Module, max_norm: float) -> torch.Tensor:
+        """Scale gradients down to a norm of `max_norm` over all stages; return the former norm, a
+        scalar. Collective over the world."""
+        norm = self.grad_norm()
+        torch.nn.utils.clip_grads_with_norm_(model.parameters(), max_norm, norm)
+        return norm
+
+    def grad_norm(self) -> torch.Tensor:
+        """Return the norm of all stages' gradients, a scalar. Collective over the world."""
+        # the gradients of one rank of a stage count, and all shares of sharded ones
+        counts = self.member.index == 0 or self.member.is_sharded
+        return gradient_norm(self.stage, self.member.communicator.parent, counts=counts)
+
+    # ---- files
+
+    def save(self, trainer: Trainer, folder: str) -> None:
+        """Write the weights, and what the Trainer saves beside them. Collective over the world."""
+        save_stage(self.member, folder)
+        if not trainer.args.should_save:
+            return
+        tokenizer = trainer.processing_class or getattr(trainer.data_collator, "tokenizer", None)
+        if tokenizer is not None:
+            tokenizer.save_pretrained(folder)
+        torch.save(trainer.args, f"{folder}/training_args.bin")
+
+    def load(self, folder: str) -> None:
+        """Read the stage's weights. Raises ValueError for tensors that are missing."""
+        load_stage(self.stage, folder)
+
+    def save_optimizer(self, trainer: Trainer, folder: str) -> None:
+        """Write the state of optimizer and scheduler. Collective over the world."""
+        save_optimizer(self.member, trainer.optimizer.optimizer, trainer.lr_scheduler, folder)
+
+    def load_optimizer(self, trainer: Trainer, folder: str | None) -> None:
+        """Read the state of optimizer and scheduler that a pipeline wrote, or a Trainer without
+        one; nothing where there is none. Collective over the world."""
+        if folder is None:
+            return
+        optimizer = trainer.optimizer.optimizer
+        scheduler = trainer.lr_scheduler
+        if is_of_pipeline(folder):
+            load_optimizer(trainer.model, optimizer, scheduler, folder, self.member)
+        elif (Path(folder) / WHOLE).is_file():
+            names = self._names_in_order(trainer)
+            load_whole_optimizer(self.stage, optimizer, scheduler, folder, names)
+
+    def _names_in_order(self, trainer: Trainer) -> list[str]:
+        """Return the whole model's trained parameters as the Trainer numbers them: those with
+        weight decay, then the others. Collective over the world."""
+        trained = trained_names(self.member)
+        with torch.device("meta"):
+            twin = type(trainer.model)(trainer.model.config)  # the whole model, without memory
+        names = [name for name, _ in twin.named_parameters() if name in trained]
+        decayed = set(trainer.get_decay_parameter_names(twin))
+        return sorted(names, key=lambda name: name not in decayed)  # stable
+
+
+def load_own_stage(name: str, training: Any, args: FlexSeqArguments) -> PreTrainedModel:
+    """Load this rank's stage of the model `name`. Raises ValueError when the stages do not divide
+    the ranks.
+
+    training: the arguments of the Trainer.
+    """
+    stages = args.pipeline_parallel_size
+    check_divides(stages, training.world_size)
+    ranks_per_stage = training.world_size // stages
+    index = training.process_index // ranks_per_stage
+    return load_stage_of(name, index, stages, virtual=args.pipeline_virtual_stages)

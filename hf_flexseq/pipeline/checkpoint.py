@@ -1,0 +1,179 @@
+"""The weights of a pipeline as one ordinary HF checkpoint.
+
+    model-00001-of-00002.safetensors   each stage's tensors under their global names, by one of its
+                                       ranks: a tied tensor once, a sharded tensor whole
+    model.safetensors.index.json       which file has which tensor, by rank 0
+
+All ranks read and write one folder, so the file system must be shared. Files of an earlier save
+that do not belong to this one are removed first: an index and a `model.safetensors` side by side
+would leave open which one counts.
+"""
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from safetensors import safe_open
+from safetensors.torch import save_file
+
+from hf_flexseq.distributed.communicator import Communicator
+from hf_flexseq.distributed.control import gather_objects
+from hf_flexseq.pipeline.sharding import divided_like, whole
+from hf_flexseq.pipeline.stages import Stage
+
+INDEX = "model.safetensors.index.json"
+WHOLE = "model.safetensors"
+FILE = "model-{part:05d}-of-{parts:05d}.safetensors"  # of one stage
+
+# what an earlier save, of a pipeline or of a Trainer, may have left
+_WRITTEN = ("model*.safetensors", INDEX, "pytorch_model*.bin", "pytorch_model.bin.index.json")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StageMember:
+    """One rank as a member of its stage: what reading and writing a checkpoint needs to know."""
+
+    stage: Stage
+    """What this rank has of the model."""
+
+    communicator: Communicator
+    """All ranks of the pipelines."""
+
+    index: int
+    """Counts the ranks of the stage from 0; rank 0 of a stage writes its files."""
+
+    is_sharded: bool
+    """Whether the ranks of the stage share its parameters by FSDP2."""
+
+    @property
+    def writes(self) -> bool:
+        """Whether this rank writes the files of its stage."""
+        return self.index == 0
+
+
+# ---- writing
+
+
+def save_stage(member: StageMember, folder: str) -> None:
+    """Write the stage's part of the checkpoint, by one of its ranks. Collective over the world."""
+    path = Path(folder)
+    stage = member.stage
+    communicator = member.communicator
+
+    # 1. who writes what: each rank's file, and the bytes of each tensor in it
+    file = FILE.format(part=stage.index + 1, parts=stage.count)
+    tensors = _owned_tensors(member)
+    sizes = {name: tensor.numel() * tensor.element_size() for name, tensor in tensors.items()}
+    written: list[tuple[str, dict[str, int]]] = gather_objects(communicator, (file, sizes))
+
+    # 2. the folder is there, and empty of what is old
+    if communicator.rank == 0:
+        path.mkdir(parents=True, exist_ok=True)
+        _remove_stale(path)
+        _save_config(stage, path)
+        _save_index(path, written)
+    dist.barrier(group=communicator.control)
+
+    # 3. each stage's tensors, in a file of their own
+    if tensors:
+        save_file(tensors, path / file, metadata={"format": "pt"})
+    dist.barrier(group=communicator.control)
+
+
+def _owned_tensors(member: StageMember) -> dict[str, torch.Tensor]:
+    """Return the stage's tensors by global name, each whole, on the rank that writes them, and
+    nothing on the others.
+
+    Of a tied tensor the first stage's copy counts. Collective over the ranks of a stage that share
+    its parameters.
+    """
+    stage = member.stage
+    copied = stage.tied_parameter() if stage.is_last else None
+    dropped = {name for name, p in stage.stack.model.named_parameters() if p is copied}
+    tensors = {}
+    for name, tensor in stage.stack.model.state_dict().items():
+        if name in dropped:
+            continue
+        gathered = whole(tensor.detach()).contiguous()  # [rows / ranks, ...] -> [rows, ...]
+        if member.writes:
+            # A gathered tensor leaves the device, which has no room for the stage twice.
+            tensors[name] = gathered.cpu() if member.is_sharded else gathered
+    return tensors
+
+
+def _remove_stale(path: Path) -> None:
+    """Remove the files of an earlier save."""
+    for pattern in _WRITTEN:
+        for file in path.glob(pattern):
+            file.unlink()
+
+
+def _save_index(path: Path, written: Sequence[tuple[str, dict[str, int]]]) -> None:
+    """Write the index. written: (file, bytes of each tensor in it) of every rank."""
+    weight_map = {}
+    total = 0
+    for file, sizes in written:
+        for name, size in sizes.items():
+            weight_map[name] = file
+            total += size
+    index = {"metadata": {"total_size": total}, "weight_map": weight_map}
+    text = json.dumps(index, indent=2, sort_keys=True)
+    (path / INDEX).write_text(text + "\n", encoding="utf-8")
+
+
+def _save_config(stage: Stage, path: Path) -> None:
+    """Write the model's configuration, as `from_pretrained` reads it."""
+    model = stage.stack.model
+    model.config.architectures = [type(model).__name__]
+    model.config.dtype = str(model.dtype).removeprefix("torch.")
+    former = model.config._attn_implementation
+    model.config.save_pretrained(path)
+    assert model.config._attn_implementation == former, (
+        "saving the configuration changed the attention"
+    )
+    if model.can_generate():
+        model.generation_config.save_pretrained(path)
+
+
+# ---- reading
+
+
+def load_stage(stage: Stage, folder: str) -> None:
+    """Read the stage's tensors from any HF checkpoint in safetensors.
+
+    Raises ValueError, naming them, for tensors that are missing.
+    """
+    path = Path(folder)
+    files = _files_by_tensor(path)
+    own = dict(stage.stack.model.state_dict(keep_vars=True))
+    tied = stage.tied_parameter()
+    global_names = {}
+    for name, tensor in own.items():
+        global_names[name] = name
+        if tensor is tied and stage.tied_name:
+            global_names[name] = stage.tied_name
+    missing = sorted({name for name in global_names.values() if name not in files})
+    if missing:
+        raise ValueError(
+            f"{folder} has no {', '.join(missing)}: it is no checkpoint of this model"
+        )
+    for file in sorted({files[name] for name in global_names.values()}):
+        with safe_open(path / file, framework="pt") as tensors, torch.no_grad():
+            for name, global_name in global_names.items():
+                if files[global_name] == file:
+                    tensor = tensors.get_tensor(global_name)
+                    own[name].copy_(divided_like(tensor, own[name]))  # [rows, ...] -> own rows
+
+
+def _files_by_tensor(path: Path) -> dict[str, str]:
+    """Return the file of each tensor of a checkpoint. Raises ValueError where there is none."""
+    if (path / INDEX).is_file():
+        index = json.loads((path / INDEX).read_text(encoding="utf-8"))
+        return dict(index["weight_map"])
+    if not (path / WHOLE).is_file():
+        raise ValueError(f"{path} has neither {INDEX} nor {WHOLE}")
+    with safe_open(path / WHOLE, framework="pt") as tensors:
+        return dict.fromkeys(tensors.keys(), WHOLE)

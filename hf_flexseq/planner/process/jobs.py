@@ -1,0 +1,123 @@
+"""A planner's job: all that it needs to know before it is asked for the first plan.
+
+    GroupsJob    plans of groups and micro-batches (`make_plan`), for a whole model
+    StagesJob    plans of chunks through the stages of pipelines (`make_step_plan`)
+
+A job goes to the planning process as the first line of its input (`worker.py`), and says there by
+its `kind` which of the two it is. Whoever carries a job, here or in another process, needs to know
+no more of it than `Job`.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, ClassVar, Protocol
+
+from hf_flexseq.cost import CostModel
+from hf_flexseq.cost.stages import PipelineCost
+from hf_flexseq.plan import Plan
+from hf_flexseq.plan.replicas import StepPlan
+from hf_flexseq.planner.make import make_plan
+from hf_flexseq.planner.pipeline.replicas import make_step_plan
+from hf_flexseq.topology import Topology
+
+
+class Job(Protocol):
+    """Everything a planner can be asked to do."""
+
+    def to_record(self) -> dict[str, Any]:
+        """Return the job as plain JSON values; `job_from_record` is the inverse."""
+
+    def plan(self, lengths: Sequence[int]) -> Any:
+        """Return the plan of one optimizer step on sequences of `lengths` tokens."""
+
+    def read(self, record: dict[str, Any]) -> Any:
+        """Return the plan whose `to_record` gave `record`."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GroupsJob:
+    """Plan which ranks work together on which sequences."""
+
+    KIND: ClassVar[str] = "groups"
+
+    topology: Topology
+    """The machines and their ranks."""
+
+    cost: CostModel
+    """Seconds and bytes of the whole model."""
+
+    options: Mapping[str, Any]
+    """Keyword arguments of `make_plan`, as JSON values."""
+
+    def to_record(self) -> dict[str, Any]:
+        """Return the job as plain JSON values."""
+        return {
+            "kind": self.KIND,
+            "topology": asdict(self.topology),
+            "cost": self.cost.to_record(),
+            "options": dict(self.options),
+        }
+
+    @classmethod
+    def from_record(cls, record: Mapping[str, Any]) -> "GroupsJob":
+        """Return the job whose `to_record` gave `record`."""
+        return cls(
+            topology=Topology(**record["topology"]),
+            cost=CostModel.from_record(record["cost"]),
+            options=record["options"],
+        )
+
+    def plan(self, lengths: Sequence[int]) -> Plan:
+        """Return the plan of one optimizer step. Raises ValueError as `make_plan` does."""
+        return make_plan(lengths, self.topology, self.cost, **self.options)
+
+    def read(self, record: dict[str, Any]) -> Plan:
+        """Return the plan whose `to_record` gave `record`."""
+        return Plan.from_record(record)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StagesJob:
+    """Plan how the chunks of sequences go through the stages of one pipeline or several."""
+
+    KIND: ClassVar[str] = "stages"
+
+    cost: PipelineCost
+    """Nanoseconds and bytes of chunks on every stage."""
+
+    options: Mapping[str, Any]
+    """Keyword arguments of `make_step_plan`, as JSON values."""
+
+    def to_record(self) -> dict[str, Any]:
+        """Return the job as plain JSON values."""
+        return {
+            "kind": self.KIND,
+            "cost": self.cost.to_record(),
+            "options": dict(self.options),
+        }
+
+    @classmethod
+    def from_record(cls, record: Mapping[str, Any]) -> "StagesJob":
+        """Return the job whose `to_record` gave `record`."""
+        return cls(cost=PipelineCost.from_record(record["cost"]), options=record["options"])
+
+    def plan(self, lengths: Sequence[int]) -> StepPlan:
+        """Return the plan of one optimizer step. Raises ValueError as `make_step_plan` does."""
+        return make_step_plan(lengths, self.cost, **self.options)
+
+    def read(self, record: dict[str, Any]) -> StepPlan:
+        """Return the plan whose `to_record` gave `record`."""
+        return StepPlan.from_record(record)
+
+
+def job_from_record(record: Mapping[str, Any]) -> Job:
+    """Return the job of either kind whose `to_record` gave `record`.
+
+    Raises ValueError for a kind that does not exist.
+    """
+    kind = record.get("kind")
+    if kind == GroupsJob.KIND:
+        return GroupsJob.from_record(record)
+    if kind == StagesJob.KIND:
+        return StagesJob.from_record(record)
+    raise ValueError(f"kind={kind!r} of a planner's job is none of groups, stages")

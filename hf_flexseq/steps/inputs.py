@@ -1,0 +1,101 @@
+"""What the model is called with in each micro-batch of a plan.
+
+In lockstep a rank runs all micro-batches, with a dummy token where it has nothing to do. Otherwise
+it runs those that hold work for it. When none does it runs a dummy after all, since every rank
+takes part in the last gradient reduction.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from hf_flexseq.attention import SequenceContext
+from hf_flexseq.config import IGNORE_INDEX
+from hf_flexseq.plan import Group, MicroBatch, Plan
+from hf_flexseq.plan.shard import Shard, make_shard, remapped
+from hf_flexseq.steps.exchange import Columns
+from hf_flexseq.topology import Topology
+
+Inputs = dict[str, Any]
+
+
+def shards_of(plan: Plan, rank: int, topology: Topology) -> list[Shard]:
+    """Return what `rank` holds in each micro-batch."""
+    shards = []
+    for micro_batch in plan.micro_batches:
+        shard = make_shard(micro_batch, plan.lengths, rank)
+        if micro_batch.remap:
+            shard = remapped(shard, micro_batch, plan.lengths, topology)
+        shards.append(shard)
+    return shards
+
+
+def model_inputs(
+    shards: Sequence[Shard],
+    columns: Sequence[Columns],
+    *,
+    lockstep: bool,
+    device: torch.device,
+    make_context: Callable[[Shard], SequenceContext],
+) -> list[tuple[int, Inputs]]:
+    """Return (index, inputs of the model) for each micro-batch that this rank runs.
+
+    shards: this rank's, one for each micro-batch.
+    columns: of each micro-batch, each [linear_tokens] on the CPU.
+    lockstep: whether all ranks run every micro-batch together.
+    device: where the model's tensors [1, linear_tokens] go.
+    make_context: says how attention runs on a shard.
+    """
+    inputs = []
+    for index in _indices_to_run(shards, lockstep=lockstep):
+        shard = shards[index]
+        columns_of_shard = columns[index]
+        if not shard.linear_tokens:
+            shard = _with_dummy(shard)
+            columns_of_shard = _dummy_columns(columns_of_shard)
+        inputs.append((index, _inputs_of(shard, columns_of_shard, device, make_context)))
+    return inputs
+
+
+def _indices_to_run(shards: Sequence[Shard], *, lockstep: bool) -> list[int]:
+    """Return the indices of the micro-batches that this rank runs, at least one."""
+    if lockstep:
+        return list(range(len(shards)))
+    # A rank may compute for a group (zones) and hold none of its tokens, or the other way round.
+    busy = [index for index, shard in enumerate(shards) if shard.zones or shard.linear_tokens]
+    return busy or [len(shards) - 1]
+
+
+def _inputs_of(
+    shard: Shard,
+    columns: Columns,
+    device: torch.device,
+    make_context: Callable[[Shard], SequenceContext],
+) -> Inputs:
+    """Return the keyword arguments of one call of the model: columns [1, tokens] and `seq_ctx`."""
+    inputs: Inputs = {}
+    for name, value in columns.items():
+        row = value.unsqueeze(0)  # [tokens] -> [1, tokens]
+        inputs[name] = row.to(device, non_blocking=True)
+    inputs["shift_labels"] = inputs["labels"]  # they are shifted already
+    inputs["seq_ctx"] = make_context(shard)
+    return inputs
+
+
+def _with_dummy(shard: Shard) -> Shard:
+    """Return a shard without tokens plus one token on this rank alone.
+
+    The dummy makes every collective of the model happen, and adds nothing to the loss or the
+    gradients. The zones stay: a rank may compute for a group and hold none of it.
+    """
+    group = Group(ranks=(shard.rank,), sequences=(0,), strategy="local")
+    dummy = make_shard(MicroBatch(groups=(group,)), [1], shard.rank)
+    return Shard(rank=shard.rank, zones=(*shard.zones, *dummy.zones))
+
+
+def _dummy_columns(like: Columns) -> Columns:
+    """Return columns of one token, each [1], with the names and dtypes of `like`."""
+    columns = {name: value.new_zeros(1) for name, value in like.items()}
+    columns["labels"] = columns["labels"].new_full((1,), IGNORE_INDEX)
+    return columns

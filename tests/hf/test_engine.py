@@ -1,0 +1,125 @@
+"""What the engine promises whatever executes its steps: it draws only for an attached model, and
+when it is detached the accelerator is as it was."""
+
+from functools import partial
+
+import pytest
+from accelerate import Accelerator, DistributedDataParallelKwargs
+
+from hf_flexseq import DataCollatorForFlexSeq, FlexSeqArguments, FlexSeqEngine
+from hf_flexseq.hf.executors import WholeModelExecutor
+from hf_flexseq.hf.pipeline.executor import StageExecutor
+from tests.hf.tiny import documents, tiny_llama
+from tests.ranks import run_ranks
+
+MESSAGE = r"call engine\.attach\(model\) before drawing steps"
+
+
+def engine_of(accelerator, kind, model):
+    """An engine of either kind, on two ranks."""
+    options = {"cost_model": "estimate", "max_tokens_per_rank": 64, "lookahead": 0}
+    if kind == "whole":
+        return FlexSeqEngine(accelerator, FlexSeqArguments(**options), executor=WholeModelExecutor)
+    args = FlexSeqArguments(pipeline_parallel_size=2, **options)
+    return FlexSeqEngine(accelerator, args, executor=partial(StageExecutor, model=model))
+
+
+def batches():
+    return iter([DataCollatorForFlexSeq()(documents([5, 9])) for _ in range(3)])
+
+
+def drawn_too_early(rank, world_size, kind):
+    """Every way to draw raises, before `attach` and after `detach`, and draws nothing."""
+    model = tiny_llama()
+    engine = engine_of(Accelerator(cpu=True), kind, model)
+    for is_detached in (False, True):
+        if is_detached:
+            engine.attach(model)
+            engine.detach()
+        untouched = batches()
+        ways = (
+            lambda source: engine.next_step(source, 1),
+            lambda source: next(engine.steps(source)),
+            lambda source: next(engine.evaluation_steps(source)),
+        )
+        for draw in ways:
+            with pytest.raises(RuntimeError, match=MESSAGE):
+                draw(untouched)
+        assert len(list(untouched)) == 3
+    # All ranks have raised, and none waits for another: they go on together.
+    with engine.attached(model):
+        return engine.next_step(batches(), 1).number
+
+
+@pytest.mark.parametrize("kind", ["whole", "stages"])
+def test_drawing_without_a_model_raises_on_every_rank(kind):
+    assert run_ranks(drawn_too_early, 2, kind) == [0, 0]
+
+
+def settings(accelerator):
+    """All attributes of an accelerator, its state and its configuration of dataloaders."""
+    parts = {
+        "accelerator": accelerator,
+        "dataloaders": accelerator.dataloader_config,
+        "state": accelerator.state,
+    }
+    found = {}
+    for part, holder in parts.items():
+        for name, value in vars(holder).items():
+            found[part, name] = (id(value), repr(value))
+    return found
+
+
+def before_and_after(rank, world_size, kind, dispatch, has_handler):
+    """What changes by a step, attached before it and detached after it, and again."""
+    handlers = [DistributedDataParallelKwargs(bucket_cap_mb=25)] if has_handler else []
+    accelerator = Accelerator(cpu=True, kwargs_handlers=handlers)
+    accelerator.dataloader_config.dispatch_batches = dispatch
+    before = settings(accelerator)
+    assert (before["accelerator", "ddp_handler"][1] != "None") == has_handler
+    model = tiny_llama()
+    engine = engine_of(accelerator, kind, model)
+    changed = []
+    for _ in range(2):
+        engine.attach(model)
+        step = next(engine.steps(batches()))
+        assert accelerator.dataloader_config.dispatch_batches is False
+        assert step.plan.lengths == (5, 9) * world_size
+        engine.detach()
+        after = settings(accelerator)
+        assert after.keys() == before.keys()
+        changed += [name for name, value in after.items() if value != before[name]]
+    assert model.config._attn_implementation == "sdpa"
+    return changed
+
+
+@pytest.mark.parametrize("has_handler", [True, False])
+@pytest.mark.parametrize("dispatch", [None, False])
+@pytest.mark.parametrize("kind", ["whole", "stages"])
+def test_detached_it_leaves_the_accelerator_as_it_was(kind, dispatch, has_handler):
+    assert run_ranks(before_and_after, 2, kind, dispatch, has_handler) == [[], []]
+
+
+def loop_over_stages(rank, world_size):
+    model = tiny_llama()
+    engine = engine_of(Accelerator(cpu=True), "stages", model)
+    with engine.attached(model):
+        losses = [float(step.backward(model)) for step in engine.steps(batches())]
+    assert any(p.grad is not None for p in model.parameters())
+    return losses
+
+
+def test_a_plain_loop_runs_stages_when_it_is_given_their_executor():
+    first, last = run_ranks(loop_over_stages, 2)
+    assert first == [0.0] * 3
+    assert all(loss > 0 for loss in last)
+
+
+def attached_to_another_model(rank, world_size):
+    engine = engine_of(Accelerator(cpu=True), "stages", tiny_llama())
+    with pytest.raises(ValueError, match="the engine was made for another model"):
+        engine.attach(tiny_llama())
+
+
+def test_the_executor_of_stages_refuses_another_model():
+    run_ranks(attached_to_another_model, 2)
