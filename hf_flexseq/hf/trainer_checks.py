@@ -2,11 +2,12 @@
 what to change.
 
 ValueError is for what contradicts itself or is wrong, NotImplementedError for what would make
-sense and is not there. What a model must be is in `attention.py`, what an example must be in
-`collator.py`.
+sense and is not there. What a model must be is in `model/checks.py`, what an example must be in
+`hf_flexseq/steps/collator.py`.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -51,8 +52,7 @@ def _check_parallelism(accelerator: Accelerator) -> None:
         if size > 1:
             raise ValueError(
                 f"{name}={size}: hf_flexseq chooses the sequence-parallel groups itself, over all "
-                f"ranks; "
-                "leave parallelism_config out"
+                "ranks; leave parallelism_config out"
             )
     if accelerator.distributed_type in (DistributedType.XLA, DistributedType.MEGATRON_LM):
         raise NotImplementedError(
@@ -69,128 +69,187 @@ def _check_loaders(accelerator: Accelerator, args: FlexSeqArguments) -> None:
     if dataloader.use_stateful_dataloader and args.lookahead:
         raise ValueError(
             f"use_stateful_dataloader=True saves a state that lookahead={args.lookahead} has read "
-            f"past: set "
-            "lookahead=0"
+            "past: set lookahead=0"
         )
     steps = accelerator.gradient_accumulation_steps
     if steps > 1 and accelerator.distributed_type != DistributedType.DEEPSPEED:
         raise ValueError(
             f"gradient_accumulation_steps={steps} makes the Accelerator divide every loss once "
-            f"more; leave it at 1 "
-            f"and give engine.steps(..., accumulation={steps})"
+            f"more; leave it at 1 and give engine.steps(..., accumulation={steps})"
         )
 
 
 def resolve_sync(
     args: FlexSeqArguments, model: nn.Module, accelerator: Accelerator, *, lockstep: bool
 ) -> bool:
-    """Whether all ranks run every micro-batch together. Raises ValueError when sync='free' is not
-    possible.
+    """Decide if all ranks run every micro-batch together.
 
     lockstep: whether something that cannot be seen here makes them.
+    Raises ValueError when they have to and sync='free' asks otherwise.
     """
-    sharded = is_fully_sharded(model, accelerator) or zero_stage(model, accelerator) >= 2
+    is_sharded = is_fully_sharded(model, accelerator) or zero_stage(model, accelerator) >= 2
     each = accelerator.gradient_state.plugin_kwargs.get("sync_each_batch", False)
-    if (sharded or each or lockstep) and args.sync == "free":
+    must = bool(is_sharded or each or lockstep)
+    if must and args.sync == "free":
         raise ValueError(
             "sync='free' needs ranks that run different numbers of micro-batches, but here they "
-            "meet in every one "
-            "(FSDP, ZeRO-2/3, sync_each_batch, or a compute_loss of your own): use sync='auto'"
+            "meet in every one (FSDP, ZeRO-2/3, sync_each_batch, or a compute_loss of your own): "
+            "use sync='auto'"
         )
-    return bool(sharded or each or lockstep or args.sync == "lockstep")
+    return must or args.sync == "lockstep"
 
 
 # ---- the trainer
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Refusal:
+    """One thing that hf_flexseq does not support."""
+
+    when: Any
+    """Truthy where it is asked for."""
+
+    message: str
+    """What it is, and what to change."""
+
+
+def refuse(kind: type[Exception], refusals: Iterable[Refusal], *, where: str = "") -> None:
+    """Raise an exception of `kind` for the first refusal that applies.
+
+    where: said at the end of the message.
+    """
+    for refusal in refusals:
+        if refusal.when:
+            raise kind(f"hf_flexseq does not support {refusal.message}{where}")
+
+
 def check_trainer(trainer: Trainer, args: FlexSeqArguments) -> None:
     """Raise ValueError or NotImplementedError for a Trainer that does not go with hf_flexseq."""
-    training = trainer.args
-    _refuse(ValueError, _contradictions(training))
-    _refuse(NotImplementedError, _missing(trainer) | _missing_in_arguments(training))
+    refuse(ValueError, _contradictions(trainer.args))
+    refuse(NotImplementedError, _missing(trainer))
+    refuse(NotImplementedError, _missing_in_arguments(trainer.args))
     own_loss = type(trainer).compute_loss is not Trainer.compute_loss
     resolve_sync(args, trainer.model, trainer.accelerator, lockstep=own_loss)
     _check_labels(trainer)
 
 
-def _refuse(kind: type[Exception], found: Mapping[str, Any]) -> None:
-    for what, there in found.items():
-        if there:
-            raise kind(f"hf_flexseq does not support {what}")
-
-
-def _contradictions(training: Any) -> dict[str, Any]:
-    return {
-        f"n_gpu={training.n_gpu} (DataParallel): start one process per GPU with accelerate "
-        f"launch": training.n_gpu > 1,
-        "average_tokens_across_devices=False: tokens move between ranks, so only their common "
-        "mean makes sense": (not training.average_tokens_across_devices),
-        "auto_find_batch_size=True: max_tokens_per_rank bounds the memory instead": (
-            training.auto_find_batch_size
+def _contradictions(training: Any) -> list[Refusal]:
+    """Return what training arguments may ask for that contradicts planned steps."""
+    return [
+        Refusal(
+            when=training.n_gpu > 1,
+            message=f"n_gpu={training.n_gpu} (DataParallel): start one process per GPU with "
+            "accelerate launch",
         ),
-        "use_reentrant=True, which is torch's default: set "
-        "gradient_checkpointing_kwargs={'use_reentrant': False}": (_is_reentrant(training)),
-        "packing=True: rows that are packed already would be taken for single sequences; set "
-        "packing=False": (
-            getattr(training, "packing", False) or getattr(training, "eval_packing", False)
+        Refusal(
+            when=not training.average_tokens_across_devices,
+            message="average_tokens_across_devices=False: tokens move between ranks, so only "
+            "their common mean makes sense",
         ),
-    }
+        Refusal(
+            when=training.auto_find_batch_size,
+            message="auto_find_batch_size=True: max_tokens_per_rank bounds the memory instead",
+        ),
+        Refusal(
+            when=_is_reentrant(training),
+            message="use_reentrant=True, which is torch's default: set "
+            "gradient_checkpointing_kwargs={'use_reentrant': False}",
+        ),
+        Refusal(
+            when=getattr(training, "packing", False) or getattr(training, "eval_packing", False),
+            message="packing=True: rows that are packed already would be taken for single "
+            "sequences; set packing=False",
+        ),
+    ]
 
 
 def _is_reentrant(training: Any) -> bool:
-    """Whether layers would be checkpointed the reentrant way: torch does so when it is given
-    options, but not this."""
-    options = dict(
+    """Tell if layers would be checkpointed the reentrant way: torch does so when it is given
+    options, but not this one."""
+    given = (
         getattr(training, "activation_checkpointing_kwargs", None)
         or getattr(training, "gradient_checkpointing_kwargs", None)
         or {}
     )
+    options = dict(given)
     for not_for_torch in ("every_n_layers", "offload"):
         options.pop(not_for_torch, None)
     return bool(options) and options.get("use_reentrant", True) is not False
 
 
-def _missing(trainer: Trainer) -> dict[str, Any]:
-    scaled = getattr(trainer, "loss_is_scaled_for_ga", None)
-    adapters = getattr(trainer.model, "peft_config", {}).values()
-    return {
-        "compute_loss_func: it would see one rank's part of each sequence": (
-            trainer.compute_loss_func is not None
+def _missing(trainer: Trainer) -> list[Refusal]:
+    """Return what a trainer may ask for that would make sense and is not there."""
+    tp_size = trainer.get_tp_size()
+    return [
+        Refusal(
+            when=trainer.compute_loss_func is not None,
+            message="compute_loss_func: it would see one rank's part of each sequence",
         ),
-        "compute_metrics: predictions stay spread over ranks; evaluate() gives the loss": (
-            trainer.compute_metrics is not None
+        Refusal(
+            when=trainer.compute_metrics is not None,
+            message="compute_metrics: predictions stay spread over ranks; evaluate() gives the "
+            "loss",
         ),
-        f"loss_is_scaled_for_ga=False of {type(trainer).__name__}: the mean of a rank's tokens is "
-        f"not that of the "
-        "step; divide the summed loss by num_items_in_batch": scaled is False,
-        "a model on several devices (device_map): give every process the whole model": (
-            trainer.is_model_parallel
+        Refusal(
+            when=getattr(trainer, "loss_is_scaled_for_ga", None) is False,
+            message=f"loss_is_scaled_for_ga=False of {type(trainer).__name__}: the mean of a "
+            "rank's tokens is not that of the step; divide the summed loss by num_items_in_batch",
         ),
-        f"tensor parallelism (tp_size={trainer.get_tp_size()}): leave it out": (
-            trainer.get_tp_size() > 1
+        Refusal(
+            when=trainer.is_model_parallel,
+            message="a model on several devices (device_map): give every process the whole model",
         ),
-        "prompt learning and adaption prompts of PEFT: they lengthen sequences; use LoRA": any(
-            getattr(adapter, "is_prompt_learning", False)
-            or getattr(adapter, "is_adaption_prompt", False)
-            for adapter in adapters
+        Refusal(
+            when=tp_size > 1,
+            message=f"tensor parallelism (tp_size={tp_size}): leave it out",
         ),
-    }
+        Refusal(
+            when=_lengthens_sequences(trainer.model),
+            message="prompt learning and adaption prompts of PEFT: they lengthen sequences; use "
+            "LoRA",
+        ),
+    ]
 
 
-def _missing_in_arguments(training: Any) -> dict[str, Any]:
+def _lengthens_sequences(model: Any) -> bool:
+    """Tell if an adapter of PEFT puts tokens of its own in front of a sequence."""
+    for adapter in getattr(model, "peft_config", {}).values():
+        if getattr(adapter, "is_prompt_learning", False):
+            return True
+        if getattr(adapter, "is_adaption_prompt", False):
+            return True
+    return False
+
+
+def _missing_in_arguments(training: Any) -> list[Refusal]:
+    """Return what training arguments may ask for that would make sense and is not there."""
     optim = str(getattr(training.optim, "value", training.optim))
-    return {
-        f"label_smoothing_factor={training.label_smoothing_factor}: the Trainer's smoother would "
-        f"shift labels that "
-        "are already shifted; set it to 0": training.label_smoothing_factor != 0,
-        "torch_compile=True: every step has new shapes; set it to False": training.torch_compile,
-        "use_liger_kernel=True: it replaces the model's forward; hf_flexseq computes the loss in "
-        "chunks by itself": (training.use_liger_kernel),
-        f"neftune_noise_alpha={training.neftune_noise_alpha}: its noise depends on how sequences "
-        f"are packed": (training.neftune_noise_alpha is not None),
-        f"optim={optim!r}: it updates the weights in every backward, and a step has several; use "
-        f"adamw_torch": (optim in ("lomo", "adalomo") or optim.endswith("layerwise")),
-    }
+    return [
+        Refusal(
+            when=training.label_smoothing_factor != 0,
+            message=f"label_smoothing_factor={training.label_smoothing_factor}: the Trainer's "
+            "smoother would shift labels that are already shifted; set it to 0",
+        ),
+        Refusal(
+            when=training.torch_compile,
+            message="torch_compile=True: every step has new shapes; set it to False",
+        ),
+        Refusal(
+            when=training.use_liger_kernel,
+            message="use_liger_kernel=True: it replaces the model's forward; hf_flexseq computes "
+            "the loss in chunks by itself",
+        ),
+        Refusal(
+            when=training.neftune_noise_alpha is not None,
+            message=f"neftune_noise_alpha={training.neftune_noise_alpha}: its noise depends on "
+            "how sequences are packed",
+        ),
+        Refusal(
+            when=optim in ("lomo", "adalomo") or optim.endswith("layerwise"),
+            message=f"optim={optim!r}: it updates the weights in every backward, and a step has "
+            "several; use adamw_torch",
+        ),
+    ]
 
 
 # ---- the datasets
@@ -205,35 +264,37 @@ def _check_labels(trainer: Trainer) -> None:
         if columns is not None and "labels" not in columns:
             raise ValueError(
                 f"{name} has the columns {sorted(columns)} but no labels: give `labels` (for "
-                f"plain language modelling "
-                "a copy of input_ids), or a data_collator that makes them"
+                "plain language modelling a copy of input_ids), or a data_collator that makes them"
             )
 
 
 def _takes_labels_from_examples(collator: Any) -> bool:
+    """Tell if a collator leaves labels as the examples have them."""
     if isinstance(collator, DataCollatorForFlexSeq):
         return collator.example_collator is None
     return collator is default_data_collator or type(collator) is DataCollatorWithPadding
 
 
 def _datasets(trainer: Trainer) -> Iterator[tuple[str, Any]]:
+    """Yield the trainer's datasets with their names in messages."""
     yield "train_dataset", trainer.train_dataset
     evaluation = trainer.eval_dataset
-    if isinstance(evaluation, dict):
-        yield from ((f"eval_dataset[{name!r}]", dataset) for name, dataset in evaluation.items())
-    else:
+    if not isinstance(evaluation, dict):
         yield "eval_dataset", evaluation
+        return
+    for name, dataset in evaluation.items():
+        yield f"eval_dataset[{name!r}]", dataset
 
 
 def _columns(dataset: Any) -> set[str] | None:
-    """The columns of a dataset, from its first example; of a stream, which is left alone, only if
-    it knows them."""
+    """Return the columns of a dataset, from its first example; of a stream, which is left alone,
+    only if it knows them. None where they are not known."""
     if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__getitem__"):
         names = getattr(dataset, "column_names", None)
         return set(names) if names else None
     if not hasattr(dataset, "__len__") or not len(dataset):
         return None
-    # an example may be drawn at random; the run must not notice
+    # An example may be drawn at random; the run must not notice.
     with torch.random.fork_rng(devices=[]):
         first = dataset[0]
     return set(first) if isinstance(first, Mapping) else None

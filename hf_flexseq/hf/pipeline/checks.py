@@ -6,46 +6,87 @@ from accelerate.utils import DistributedType
 from transformers import Trainer
 
 from hf_flexseq.config import FlexSeqArguments
+from hf_flexseq.hf.trainer_checks import Refusal, refuse
 
 
 def check_pipeline_trainer(trainer: Any, args: FlexSeqArguments) -> None:
     """Raise NotImplementedError for a Trainer whose work a pipeline would change."""
-    kind = trainer.accelerator.distributed_type
-    training = trainer.args
-    stages = f"pipeline_parallel_size={args.pipeline_parallel_size}"
-    for what, there in {
-        "DeepSpeed with a pipeline: leave it out, or use FSDP2": kind == DistributedType.DEEPSPEED,
-        "a PEFT model with a pipeline: train all parameters, or set "
-        "pipeline_parallel_size=1": hasattr(trainer.model, "peft_config"),
-        "fp16 with a pipeline, whose stages would scale their losses differently; use bf16": (
-            trainer.accelerator.mixed_precision == "fp16"
+    stages = f" (pipeline_parallel_size={args.pipeline_parallel_size})"
+    refuse(NotImplementedError, _of_trainer(trainer), where=stages)
+    refuse(NotImplementedError, _of_options(args), where=stages)
+    refuse(NotImplementedError, _of_model(trainer), where=stages)
+
+
+def _of_trainer(trainer: Any) -> list[Refusal]:
+    """Return what a trainer may ask for that a stage alone cannot do."""
+    accelerator = trainer.accelerator
+    return [
+        Refusal(
+            when=accelerator.distributed_type == DistributedType.DEEPSPEED,
+            message="DeepSpeed with a pipeline: leave it out, or use FSDP2",
         ),
-        f"{type(trainer).__name__}'s own compute_loss with a pipeline, whose last stage alone "
-        f"sees a loss and could "
-        "count metrics of tokens (SFTTrainer's accuracy and entropy): use FlexSeqTrainer": (
-            type(trainer).compute_loss is not Trainer.compute_loss
+        Refusal(
+            when=hasattr(trainer.model, "peft_config"),
+            message="a PEFT model with a pipeline: train all parameters, or set "
+            "pipeline_parallel_size=1",
         ),
-        "predict_with_generate with a pipeline: a stage alone cannot generate": getattr(
-            training, "predict_with_generate", False
+        Refusal(
+            when=accelerator.mixed_precision == "fp16",
+            message="fp16 with a pipeline, whose stages would scale their losses differently; use "
+            "bf16",
         ),
-        f"planner={args.planner!r} with a pipeline; use 'auto', or 'static' with sp_degree ranks "
-        f"per chunk": (args.planner not in ("auto", "static")),
-        f"strategy={args.strategy!r} with a pipeline, whose chunks are rectangles over their "
-        f"prefix; use 'auto', or "
-        "'ulysses' with planner='static'": args.strategy not in ("auto", "local", "ulysses"),
-        "strategy='ulysses' without planner='static' with a pipeline; give sp_degree, too": (
-            args.strategy == "ulysses" and args.planner != "static"
+        Refusal(
+            when=type(trainer).compute_loss is not Trainer.compute_loss,
+            message=f"{type(trainer).__name__}'s own compute_loss with a pipeline, whose last "
+            "stage alone sees a loss and could count metrics of tokens (SFTTrainer's accuracy and "
+            "entropy): use FlexSeqTrainer",
         ),
-        f"sync={args.sync!r} with a pipeline; leave it at 'auto'": args.sync != "auto",
-        "a model sharded at load with a pipeline: load it whole, and set fsdp=True": any(
-            hasattr(module, "set_requires_gradient_sync") for module in trainer.model.modules()
+        Refusal(
+            when=getattr(trainer.args, "predict_with_generate", False),
+            message="predict_with_generate with a pipeline: a stage alone cannot generate",
         ),
-        "model_init with a pipeline: a trial would begin with stages of the one before": (
-            trainer.model_init is not None
+    ]
+
+
+def _of_options(args: FlexSeqArguments) -> list[Refusal]:
+    """Return the options of hf_flexseq that have no meaning for chunks."""
+    return [
+        Refusal(
+            when=args.planner not in ("auto", "static"),
+            message=f"planner={args.planner!r} with a pipeline; use 'auto', or 'static' with "
+            "sp_degree ranks per chunk",
         ),
-    }.items():
-        if there:
-            raise NotImplementedError(f"hf_flexseq does not support {what} ({stages})")
+        Refusal(
+            when=args.strategy not in ("auto", "local", "ulysses"),
+            message=f"strategy={args.strategy!r} with a pipeline, whose chunks are rectangles "
+            "over their prefix; use 'auto', or 'ulysses' with planner='static'",
+        ),
+        Refusal(
+            when=args.strategy == "ulysses" and args.planner != "static",
+            message="strategy='ulysses' without planner='static' with a pipeline; give "
+            "sp_degree, too",
+        ),
+        Refusal(
+            when=args.sync != "auto",
+            message=f"sync={args.sync!r} with a pipeline; leave it at 'auto'",
+        ),
+    ]
+
+
+def _of_model(trainer: Any) -> list[Refusal]:
+    """Return the ways to make or load a model that leave nothing to cut."""
+    modules = trainer.model.modules()
+    return [
+        Refusal(
+            when=any(hasattr(module, "set_requires_gradient_sync") for module in modules),
+            message="a model sharded at load with a pipeline: load it whole, and set fsdp=True",
+        ),
+        Refusal(
+            when=trainer.model_init is not None,
+            message="model_init with a pipeline: a trial would begin with stages of the one "
+            "before",
+        ),
+    ]
 
 
 def check_divides(stages: int, world: int) -> None:

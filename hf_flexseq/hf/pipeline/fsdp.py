@@ -13,9 +13,12 @@ from accelerate.state import PartialState
 from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
 from torch.distributed.fsdp import CPUOffloadPolicy
 
+from hf_flexseq.hf.trainer_checks import Refusal, refuse
+
 
 def take_over_fsdp(trainer: Any) -> bool:
-    """Whether the stages are to be sharded; accelerate then leaves them alone.
+    """Decide if the stages are to be sharded; accelerate then leaves them alone for good, since a
+    model that is cut stays cut.
 
     Raises NotImplementedError, naming it, for a setting of FSDP that stages cannot follow.
     """
@@ -23,34 +26,47 @@ def take_over_fsdp(trainer: Any) -> bool:
     plugin = getattr(state, "fsdp_plugin", None) or _asked_for(trainer.args)
     if plugin is None:
         return False
-    _refuse(plugin)
+    refuse(NotImplementedError, _settings(plugin), where=" (pipeline_parallel_size)")
     if state.distributed_type == DistributedType.FSDP:
+        # accelerate has no way to change its mind: all its states share what is set here.
         state.distributed_type = DistributedType.MULTI_GPU
         PartialState._shared_state["distributed_type"] = state.distributed_type
-    state.fsdp_plugin, trainer.is_fsdp_enabled = None, False
+    state.fsdp_plugin = None
+    trainer.is_fsdp_enabled = False
     return True
 
 
 def _asked_for(args: Any) -> FullyShardedDataParallelPlugin | None:
-    """What the training arguments ask for, which accelerate drops on CPU."""
+    """Return what the training arguments ask for, which accelerate drops on CPU; None for no
+    FSDP."""
     options: Mapping[str, Any] | None = getattr(args, "fsdp_plugin_args", None)
-    return None if options is None else FullyShardedDataParallelPlugin(**options)
+    if options is None:
+        return None
+    return FullyShardedDataParallelPlugin(**options)
 
 
-def _refuse(plugin: FullyShardedDataParallelPlugin) -> None:
-    for what, there in {
-        f"version {plugin.fsdp_version} of FSDP; set version=2 in fsdp_config": plugin.fsdp_version
-        != 2,
-        "FSDP's cpu_offload; leave it out": isinstance(plugin.cpu_offload, CPUOffloadPolicy),
-        "FSDP's activation_checkpointing; set gradient_checkpointing=True instead": (
-            plugin.activation_checkpointing
+def _settings(plugin: FullyShardedDataParallelPlugin) -> list[Refusal]:
+    """Return the settings of FSDP that stages cannot follow."""
+    return [
+        Refusal(
+            when=plugin.fsdp_version != 2,
+            message=f"version {plugin.fsdp_version} of FSDP; set version=2 in fsdp_config",
         ),
-        "FSDP's cpu_ram_efficient_loading, which leaves stages without values; give "
-        "FlexSeqTrainer the model's name, "
-        "and every rank loads its own stage alone": plugin.cpu_ram_efficient_loading,
-        "FSDP's ignored_modules; leave them out": plugin.ignored_modules,
-    }.items():
-        if there:
-            raise NotImplementedError(
-                f"hf_flexseq does not support {what} (pipeline_parallel_size)"
-            )
+        Refusal(
+            when=isinstance(plugin.cpu_offload, CPUOffloadPolicy),
+            message="FSDP's cpu_offload; leave it out",
+        ),
+        Refusal(
+            when=plugin.activation_checkpointing,
+            message="FSDP's activation_checkpointing; set gradient_checkpointing=True instead",
+        ),
+        Refusal(
+            when=plugin.cpu_ram_efficient_loading,
+            message="FSDP's cpu_ram_efficient_loading, which leaves stages without values; give "
+            "FlexSeqTrainer the model's name, and every rank loads its own stage alone",
+        ),
+        Refusal(
+            when=plugin.ignored_modules,
+            message="FSDP's ignored_modules; leave them out",
+        ),
+    ]
