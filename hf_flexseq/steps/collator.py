@@ -17,10 +17,12 @@ import torch
 from hf_flexseq.config import IGNORE_INDEX
 
 LENGTHS = "lengths"
-# columns of TRL, 1 for each token that is a target
+
+# Columns of TRL, 1 for each token that is a target.
 _MASKS = ("completion_mask", "assistant_masks")
-# What collators add for attention implementations that read the limits of sequences from their
-# batch.
+
+# Columns that collators add for attention implementations that read the limits of sequences from
+# their batch.
 _MADE_FOR_OTHERS = (
     "seq_lengths",
     "seq_idx",
@@ -48,60 +50,75 @@ class DataCollatorForFlexSeq:
         self.example_collator = example_collator
 
     def __call__(self, examples: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-        """A dict of [1, tokens] tensors and `lengths`, a list of int.
+        """Return a dict of [1, tokens] tensors and `lengths`, a list of int.
 
         Raises ValueError for an example without labels or tokens, a packed one, a column that is
         not per token, or masks of targets that the labels do not follow.
         """
-        columns = [self._columns(example, place) for place, example in enumerate(examples)]
+        columns = [self._columns(example, index) for index, example in enumerate(examples)]
         names = list(columns[0])
-        for place, column in enumerate(columns):
+        for index, column in enumerate(columns):
             if set(column) != set(names):
                 raise ValueError(
-                    f"example {place} has the columns {sorted(column)}, the first "
-                    f"one {sorted(names)}"
+                    f"example {index} has the columns {sorted(column)}, the first one "
+                    f"{sorted(names)}"
                 )
-        batch: dict[str, Any] = {
-            name: torch.cat([c[name] for c in columns]).unsqueeze(0) for name in names
-        }
-        return batch | {LENGTHS: [len(c["input_ids"]) for c in columns]}
+        batch: dict[str, Any] = {}
+        for name in names:
+            row = torch.cat([column[name] for column in columns])  # each [tokens] -> [all tokens]
+            batch[name] = row.unsqueeze(0)  # -> [1, all tokens]
+        batch[LENGTHS] = [len(column["input_ids"]) for column in columns]
+        return batch
 
-    def _columns(self, example: Mapping[str, Any], place: int) -> dict[str, torch.Tensor]:
-        """The per-token columns of one example, each [tokens], with the labels shifted."""
+    def _columns(self, example: Mapping[str, Any], index: int) -> dict[str, torch.Tensor]:
+        """Return the per-token columns of one example, each [tokens], with the labels shifted.
+
+        index: of the example in its batch, for messages.
+        """
+        # 1. the user's own collator, if there is one
         masks: dict[str, torch.Tensor] = {}
         given_ids = torch.empty(0)
         if self.example_collator is not None:
             # Read before the collator runs, because a collator may take columns out of the
             # example.
-            masks = _masks_without_labels(example, place)
+            masks = _masks_without_labels(example, index)
             if masks:
-                given_ids = _tensor("input_ids", example["input_ids"], place).flatten()  # [tokens]
-            example = _only_row(self.example_collator([example]), place)
-        found = _without_padding(_tensors(example, place), place)
+                given_ids = _tensor("input_ids", example["input_ids"], index).flatten()  # [tokens]
+            example = _only_row(self.example_collator([example]), index)
+
+        # 2. one value for each token that is no padding
+        columns = _without_padding(_tensors(example, index), index)
         if masks:
-            _check_masks(masks, given_ids, found, place)
-        tokens = found["input_ids"].numel()
+            _check_masks(masks, given_ids, columns, index)
+        tokens = columns["input_ids"].numel()
         if tokens == 0:
             raise ValueError(
-                f"example {place} has no tokens: filter empty examples out of the dataset"
+                f"example {index} has no tokens: filter empty examples out of the dataset"
             )
-        positions = found.setdefault("position_ids", torch.arange(tokens))
+
+        # 3. the columns that the plan's micro-batches need
+        positions = columns.setdefault("position_ids", torch.arange(tokens))
         if (positions.diff() < 1).any():
             raise ValueError(
-                f"position_ids of example {place} start over: it is packed, and its sequences "
-                f"would attend to each "
-                "other; give every sequence as an example of its own"
+                f"position_ids of example {index} start over: it is packed, and its sequences "
+                "would attend to each other; give every sequence as an example of its own"
             )
-        found["labels"] = found["shift_labels"] = shifted(found["labels"])
-        return found
+        columns["labels"] = shifted(columns["labels"])
+        columns["shift_labels"] = columns["labels"]
+        return columns
 
 
 def shifted(labels: torch.Tensor) -> torch.Tensor:
-    """The target of each token of one sequence: the label of the next one, none for the last."""
-    return torch.cat((labels[1:], labels.new_full((1,), IGNORE_INDEX)))
+    """Return the target of each token of one sequence, [tokens] -> [tokens]: the label of the next
+    token, none for the last."""
+    none = labels.new_full((1,), IGNORE_INDEX)
+    return torch.cat((labels[1:], none))
 
 
-def _masks_without_labels(example: Mapping[str, Any], place: int) -> dict[str, torch.Tensor]:
+# ---- masks without labels
+
+
+def _masks_without_labels(example: Mapping[str, Any], index: int) -> dict[str, torch.Tensor]:
     """Return the masks, each [tokens], that leave tokens out of the loss; none of an example that
     has labels."""
     if not isinstance(example, Mapping) or example.get("input_ids") is None:
@@ -112,7 +129,7 @@ def _masks_without_labels(example: Mapping[str, Any], place: int) -> dict[str, t
     for name in _MASKS:
         if example.get(name) is None:
             continue
-        mask = _tensor(name, example[name], place).flatten()  # [tokens]
+        mask = _tensor(name, example[name], index).flatten()  # [tokens]
         if (mask == 0).any():
             masks[name] = mask
     return masks
@@ -121,24 +138,23 @@ def _masks_without_labels(example: Mapping[str, Any], place: int) -> dict[str, t
 def _check_masks(
     masks: Mapping[str, torch.Tensor],
     given_ids: torch.Tensor,
-    found: Mapping[str, torch.Tensor],
-    place: int,
+    columns: Mapping[str, torch.Tensor],
+    index: int,
 ) -> None:
     """Raise ValueError when labels that a collator made follow none of the masks, each [tokens].
 
     One mask is enough: TRL leaves completion masks alone under completion_only_loss=False.
-    given_ids: [tokens], before the collator; found: the columns that the collator made, each
-    [tokens made].
+    given_ids: [tokens], before the collator.
+    columns: what the collator made, each [tokens made].
     """
-    if any(
-        _follows(found["labels"], found["input_ids"], mask, given_ids) for mask in masks.values()
-    ):
+    labels = columns["labels"]
+    ids = columns["input_ids"]
+    if any(_follows(labels, ids, mask, given_ids) for mask in masks.values()):
         return
     raise ValueError(
-        f"example {place} has {' and '.join(masks)} but no labels, and the collator made labels "
-        f"for tokens that are "
-        f"masked out: give `labels` ({IGNORE_INDEX} where a mask is 0), or a data_collator that "
-        f"reads the masks"
+        f"example {index} has {' and '.join(masks)} but no labels, and the collator made labels "
+        f"for tokens that are masked out: give `labels` ({IGNORE_INDEX} where a mask is 0), or a "
+        "data_collator that reads the masks"
     )
 
 
@@ -156,18 +172,24 @@ def _follows(
     # other tokens than those of the mask: labels that leave some out were made with care
     if not agreeing:
         return bool((labels == IGNORE_INDEX).any())
-    return any(bool((labels[end][mask[end] == 0] == IGNORE_INDEX).all()) for end in agreeing)
+    for end in agreeing:
+        masked_out = labels[end][mask[end] == 0]  # [tokens that the mask leaves out]
+        if (masked_out == IGNORE_INDEX).all():
+            return True
+    return False
 
 
-def _only_row(batch: Mapping[str, Any], place: int) -> dict[str, Any]:
-    """The columns of a batch of one example, without those made for other attention
-    implementations."""
+# ---- columns of one example
+
+
+def _only_row(batch: Mapping[str, Any], index: int) -> dict[str, Any]:
+    """Return the columns of a batch of one example, each [1, tokens] -> [tokens], without those
+    made for other attention implementations."""
     if not isinstance(batch, Mapping):
         raise ValueError(
-            f"the collator made a {type(batch).__name__} of example {place}, not a batch of "
-            f"columns; hf_flexseq does "
-            "not support trainers that make their samples in training_step, as for reinforcement "
-            "learning"
+            f"the collator made a {type(batch).__name__} of example {index}, not a batch of "
+            "columns; hf_flexseq does not support trainers that make their samples in "
+            "training_step, as for reinforcement learning"
         )
     columns = {name: value for name, value in batch.items() if name not in _MADE_FOR_OTHERS}
     tokens = columns["input_ids"].shape[-1] if "input_ids" in columns else 0
@@ -175,65 +197,77 @@ def _only_row(batch: Mapping[str, Any], place: int) -> dict[str, Any]:
         shape = getattr(value, "shape", None)
         if shape != (1, tokens):
             raise ValueError(
-                f"the collator made column {name!r} of example {place}, given alone, with shape "
+                f"the collator made column {name!r} of example {index}, given alone, with shape "
                 f"{shape and tuple(shape)} instead of {(1, tokens)}; hf_flexseq moves one value "
-                f"per token and column"
+                "per token and column"
             )
     return {name: value[0] for name, value in columns.items()}
 
 
-def _tensors(example: Mapping[str, Any], place: int) -> dict[str, torch.Tensor]:
-    """The columns of an example, each [tokens]; text is left out, as by the Trainer's own
+def _tensors(example: Mapping[str, Any], index: int) -> dict[str, torch.Tensor]:
+    """Return the columns of an example, each [tokens]; text is left out, as by the Trainer's own
     collator."""
-    what_labels = "for plain language modelling, give input_ids"
-    masks = [name for name in _MASKS if example.get(name) is not None]
-    if masks:
-        what_labels = (
-            f"it has {' and '.join(masks)}, so give input_ids with {IGNORE_INDEX} "
-            "where a mask is 0"
-        )
-    for name, what in (("input_ids", "tokenize it"), ("labels", what_labels)):
-        if example.get(name) is None:
-            raise ValueError(f"example {place} has no {name}: {what}")
-    names = [
-        name for name, value in example.items() if value is not None and not isinstance(value, str)
-    ]
-    columns = {name: _tensor(name, example[name], place) for name in names}
+    _check_required(example, index)
+    columns = {}
+    for name, value in example.items():
+        if value is not None and not isinstance(value, str):
+            columns[name] = _tensor(name, value, index)
     tokens = columns["input_ids"].numel()
     for name, value in columns.items():
         if value.shape != (tokens,):
             raise ValueError(
-                f"column {name!r} of example {place} has shape {tuple(value.shape)}, not one "
-                f"value for each of its "
-                f"{tokens} tokens; drop the column, or set remove_unused_columns=True"
+                f"column {name!r} of example {index} has shape {tuple(value.shape)}, not one "
+                f"value for each of its {tokens} tokens; drop the column, or set "
+                "remove_unused_columns=True"
             )
-    # Whatever integers a dataset stores: embeddings and losses take int64.
-    return columns | {name: columns[name].long() for name in ("input_ids", "labels")}
+    # A dataset may store integers of any width: embeddings and losses take int64.
+    for name in ("input_ids", "labels"):
+        columns[name] = columns[name].long()
+    return columns
 
 
-def _tensor(name: str, value: Any, place: int) -> torch.Tensor:
+def _check_required(example: Mapping[str, Any], index: int) -> None:
+    """Raise ValueError for an example without tokens or labels, and say what to give."""
+    if example.get("input_ids") is None:
+        raise ValueError(f"example {index} has no input_ids: tokenize it")
+    if example.get("labels") is not None:
+        return
+    masks = [name for name in _MASKS if example.get(name) is not None]
+    if masks:
+        raise ValueError(
+            f"example {index} has no labels: it has {' and '.join(masks)}, so give input_ids with "
+            f"{IGNORE_INDEX} where a mask is 0"
+        )
+    raise ValueError(
+        f"example {index} has no labels: for plain language modelling, give input_ids"
+    )
+
+
+def _tensor(name: str, value: Any, index: int) -> torch.Tensor:
+    """Return a column as a tensor. Raises ValueError for one that cannot be."""
     try:
         return torch.as_tensor(value)
     except (TypeError, ValueError, RuntimeError) as error:
         raise ValueError(
-            f"column {name!r} of example {place} cannot be a tensor ({error}); drop the column, "
-            f"or set "
-            "remove_unused_columns=True"
+            f"column {name!r} of example {index} cannot be a tensor ({error}); drop the column, "
+            "or set remove_unused_columns=True"
         ) from error
 
 
-def _without_padding(columns: dict[str, torch.Tensor], place: int) -> dict[str, torch.Tensor]:
-    """The columns without `attention_mask` and without the padding that it marks, on either
-    side."""
+def _without_padding(columns: dict[str, torch.Tensor], index: int) -> dict[str, torch.Tensor]:
+    """Return the columns without `attention_mask` and without the padding that it marks, on either
+    side: each [padded tokens] -> [tokens]."""
     mask = columns.pop("attention_mask", None)
     if mask is None:
         return columns
-    real = mask.nonzero().flatten()
-    start, stop = (int(real[0]), int(real[-1]) + 1) if real.numel() else (0, 0)
-    if stop - start != real.numel() or (mask > 1).any():
+    marked = mask.nonzero().flatten()  # indices of tokens
+    start = stop = 0
+    if marked.numel():
+        start = int(marked[0])
+        stop = int(marked[-1]) + 1
+    if stop - start != marked.numel() or (mask > 1).any():
         raise ValueError(
-            f"attention_mask of example {place} does more than to mark padding (1 for tokens, 0 "
-            f"around them): give "
-            "every sequence as an example of its own, without other masks"
+            f"attention_mask of example {index} does more than to mark padding (1 for tokens, 0 "
+            "around them): give every sequence as an example of its own, without other masks"
         )
     return {name: value[start:stop] for name, value in columns.items()}
