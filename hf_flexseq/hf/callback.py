@@ -12,20 +12,21 @@ from hf_flexseq.hf.trainer import FlexSeqMixin, arguments_on
 class FlexSeqCallback(TrainerCallback):
     """Makes `trainer` plan its steps.
 
-    The events of a callback come too late to change how batches are drawn, so the work is done in
-    the constructor: it puts `FlexSeqMixin` in front of the trainer's class, for this instance.
-    Subclass, mixin and callback are thereby one code path.
-
     Args: trainer (`Trainer`): the trainer to switch on; not one that plans already. args
     (`FlexSeqArguments`, *optional*): the options; by default those on `trainer.args`, or the
     defaults.
     """
 
     def __init__(self, trainer: Trainer, args: FlexSeqArguments | None = None) -> None:
+        """Raises ValueError or NotImplementedError as `FlexSeqTrainer` does; the trainer is then
+        what it was."""
         if isinstance(trainer, FlexSeqMixin):
             raise ValueError(
                 f"{type(trainer).__name__} plans its steps already; leave the callback out"
             )
+        # The events of a callback come too late to change how batches are drawn, and the trainer
+        # is made already: its class is changed, for this instance. Subclass, mixin and callback
+        # are thereby one code path.
         former = type(trainer)
         trainer.__class__ = type(f"FlexSeq{former.__name__}", (FlexSeqMixin, former), {})
         try:
@@ -36,6 +37,7 @@ class FlexSeqCallback(TrainerCallback):
 
 
 def _arguments_or_defaults(args: Any) -> FlexSeqArguments:
+    """Return the options found on training arguments, or the defaults."""
     try:
         return arguments_on(args)
     except ValueError:

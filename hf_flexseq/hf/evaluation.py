@@ -18,7 +18,7 @@ from accelerate.utils import DistributedType
 from hf_flexseq.distributed.communicator import Communicator
 from hf_flexseq.hf.engine import FlexSeqEngine
 from hf_flexseq.hf.loaders import LoaderProxy, without_repeats
-from hf_flexseq.steps.step import step_items
+from hf_flexseq.steps.step import StepItem, step_items
 
 
 class PlannedBatches(LoaderProxy):
@@ -28,7 +28,7 @@ class PlannedBatches(LoaderProxy):
         super().__init__(dataloader)
         self._engine = engine
 
-    def __iter__(self) -> Iterator[Any]:
+    def __iter__(self) -> Iterator[StepItem]:
         with without_repeats(self.dataloader):
             for step in self._engine.evaluation_steps(self.dataloader):
                 yield from step_items(step, 1)
@@ -38,24 +38,27 @@ class EvaluationLoss:
     """Sums the losses of evaluation steps over their target tokens."""
 
     def __init__(self) -> None:
-        self._sum = torch.zeros((), dtype=torch.float64)
-        self._targets = 0
+        self._sum = torch.zeros((), dtype=torch.float64)  # of loss x targets, on this rank
+        self._targets = 0  # of all ranks
 
     def add(self, loss: torch.Tensor, targets: int) -> None:
-        """`loss`: this rank's share of a step, scaled so that the mean over ranks is the mean over
-        `targets`."""
+        """Add one step.
+
+        loss: a scalar, this rank's share of the step's loss; the mean over ranks is the mean over
+            target tokens.
+        targets: the step's target tokens, of all ranks.
+        """
         self._sum += loss.double().cpu() * targets
         self._targets += targets
 
     def mean(self, communicator: Communicator) -> float:
-        """The mean over all target tokens of all ranks; nan without any. Collective."""
+        """Return the mean loss over all target tokens of all ranks; nan without any. Collective
+        over the world."""
         if communicator.control is not None:
-            dist.all_reduce(self._sum, group=communicator.control)
-        return (
-            float(self._sum) / communicator.world_size / self._targets
-            if self._targets
-            else math.nan
-        )
+            dist.all_reduce(self._sum, group=communicator.control)  # [] -> []
+        if not self._targets:
+            return math.nan
+        return float(self._sum) / communicator.world_size / self._targets
 
 
 # What accelerate's `prepare_model` may set on the model itself: its forward under mixed precision,
@@ -65,23 +68,24 @@ _SET_BY_PREPARE = ("forward", "_original_forward", "_is_accelerate_prepared")
 
 @contextmanager
 def left_unprepared(trainer: Any) -> Iterator[None]:
-    """Evaluation before training must not leave its mark on the model: accelerate would take it
-    for prepared and never wrap it in DDP, so that every rank would train a model of its own.
+    """Take back, after this block, what an evaluation before training leaves on the model:
+    accelerate would take the model for prepared and never wrap it in DDP, so that every rank would
+    train a model of its own.
 
     Only what was set meanwhile is taken back. `accelerator.unwrap_model` would undo too much: it
     goes on to the innermost forward, past the decorators of transformers and the forward that TRL
     puts on a model.
     """
     accelerator = trainer.accelerator
-    sharded = accelerator.distributed_type in (DistributedType.FSDP, DistributedType.DEEPSPEED)
-    mine = not sharded and not accelerator._models
-    model = trainer.model
-    before = {name: vars(model)[name] for name in _SET_BY_PREPARE if name in vars(model)}
+    is_sharded = accelerator.distributed_type in (DistributedType.FSDP, DistributedType.DEEPSPEED)
+    is_first = not is_sharded and not accelerator._models  # nothing was prepared for training yet
+    attributes = vars(trainer.model)
+    before = {name: attributes[name] for name in _SET_BY_PREPARE if name in attributes}
     try:
         yield
     finally:
-        if mine and not trainer.is_in_train:
+        if is_first and not trainer.is_in_train:
             for name in _SET_BY_PREPARE:
-                vars(model).pop(name, None)
-            vars(model).update(before)
+                attributes.pop(name, None)
+            attributes.update(before)
             accelerator._models.clear()

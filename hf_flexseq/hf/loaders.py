@@ -12,7 +12,7 @@ from hf_flexseq.distributed.control import gather_ints
 
 
 class LoaderProxy:
-    """All that the loader inside is, and iterates as it does."""
+    """Stands for the dataloader inside: has its attributes, and iterates as it does."""
 
     def __init__(self, dataloader: Any) -> None:
         self.dataloader = dataloader
@@ -39,51 +39,59 @@ class LongestLoader(LoaderProxy):
 
     @classmethod
     def over(cls, dataloader: Any, communicator: Communicator) -> Any:
-        """`dataloader` itself when the lengths agree, or when it has none. Collective."""
+        """Return `dataloader` itself when all ranks' lengths agree, or when it has none.
+        Collective over the world."""
         try:
             own = len(dataloader)
         except TypeError:
             return dataloader
-        longest = max(n for (n,) in gather_ints(communicator, [own]))
-        return dataloader if longest == own else cls(dataloader, longest)
+        lengths = [length for (length,) in gather_ints(communicator, [own])]
+        longest = max(lengths)
+        if longest == own:
+            return dataloader
+        return cls(dataloader, longest)
 
 
 class UnrepeatedShard(IterableDatasetShard):
     """A process's samples of a stream, as accelerate deals them, without the repeats that fill the
-    last batch."""
+    last batch.
+
+    accelerate deals in rounds: the first samples of a round are process 0's batch, the next ones
+    process 1's, and so on.
+    """
 
     def __iter__(self) -> Iterator[Any]:
         samples = iter(self.dataset)
-        process_batch = (
-            self.batch_size // self.num_processes if self.split_batches else self.batch_size
-        )
-        first = self.process_index * process_batch
-        while round_of_all := list(islice(samples, process_batch * self.num_processes)):
-            yield from round_of_all[first : first + process_batch]
+        batch_size = self.batch_size
+        if self.split_batches:
+            batch_size = self.batch_size // self.num_processes
+        first = self.process_index * batch_size
+        while one_round := list(islice(samples, batch_size * self.num_processes)):
+            yield from one_round[first : first + batch_size]
 
 
 @contextmanager
 def without_repeats(dataloader: Any) -> Iterator[None]:
-    """Inside this block the loader gives every sample once. Ranks may then draw different numbers
-    of batches.
+    """Make the loader give every sample once inside this block. Ranks may then draw different
+    numbers of batches.
 
     accelerate fills the last round of batches with samples from the beginning unless
     `even_batches` is off, and on streams always.
     """
-    sampler, dataset = (
-        getattr(dataloader, "batch_sampler", None),
-        getattr(dataloader, "dataset", None),
-    )
+    sampler: Any = getattr(dataloader, "batch_sampler", None)
+    dataset: Any = getattr(dataloader, "dataset", None)
     repeats = isinstance(sampler, BatchSamplerShard) and sampler.even_batches
-    stream = type(dataset) is IterableDatasetShard
+    is_stream = type(dataset) is IterableDatasetShard
     if repeats:
         sampler.even_batches = False
-    if stream:
+    if is_stream:
+        # The loader keeps the dataset itself, with its workers and buffers, and offers no way to
+        # put another one in: what this one does when it is iterated is changed by its class.
         dataset.__class__ = UnrepeatedShard
     try:
         yield
     finally:
         if repeats:
             sampler.even_batches = True
-        if stream:
+        if is_stream:
             dataset.__class__ = IterableDatasetShard

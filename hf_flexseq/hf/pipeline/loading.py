@@ -18,9 +18,10 @@ STAGE = "_flexseq_stage"  # where a model that was cut keeps its Stage
 def load_stage_of(
     name: str, index: int, count: int, *, virtual: int = 1, **options: Any
 ) -> PreTrainedModel:
-    """What rank `index` of `count` has of the causal language model `name`, in `virtual` stages
-    per rank; `options` as for `from_pretrained`.
+    """Load what rank `index` of `count` has of the causal language model `name`.
 
+    virtual: stages per rank.
+    options: as for `from_pretrained`.
     Raises ValueError for more stages than layers + 1 and for a checkpoint that lacks a tensor,
     NotImplementedError for a model without a plain decoder stack.
     """
@@ -32,21 +33,26 @@ def load_stage_of(
     model, info = loader.from_pretrained(name, config=config, output_loading_info=True, **options)
     if info["missing_keys"]:
         raise ValueError(f"{name} has no {', '.join(sorted(info['missing_keys']))}")
+    # The model was made by a subclass that cuts, because `from_pretrained` offers nothing between
+    # the making of a model and the reading of its tensors. Cut, it is of its own class again.
     model.__class__ = kind
-    check_identity(stage_of(model).stack)
+    stage = stage_of(model)
+    assert stage is not None, "the constructor of a cutting class keeps the stage"
+    check_identity(stage.stack)
     return model
 
 
 def stage_of(model: PreTrainedModel) -> Stage | None:
-    """What a model was cut into; None for a whole one."""
-    return vars(model).get(STAGE)
+    """Return the stage that a model was cut into; None for a whole model."""
+    stage: Stage | None = vars(model).get(STAGE)
+    return stage
 
 
 def _cutting(
     kind: type[PreTrainedModel], index: int, count: int, virtual: int
 ) -> type[PreTrainedModel]:
-    """`kind` with a constructor that cuts. Nothing is tied in a stage, and most of a checkpoint is
-    not for it."""
+    """Return a subclass of `kind` with a constructor that cuts. Nothing is tied in a stage, and
+    most of a checkpoint is not for it."""
 
     def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
         kind.__init__(self, *args, **kwargs)
@@ -62,6 +68,6 @@ def _cutting(
 
 
 def _tied_names(kind: type[PreTrainedModel]) -> dict[str, str]:
-    """From the name in the checkpoint to that of the head, as patterns."""
+    """Return patterns that map the tied tensor's name in the checkpoint to that of the head."""
     tied = kind._tied_weights_keys or {}
     return {f"^{source}$": head for head, source in tied.items()}
