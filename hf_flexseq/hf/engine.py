@@ -39,12 +39,12 @@ from hf_flexseq.hf.trainer_checks import check_accelerator
 from hf_flexseq.planner.static import check_degree
 from hf_flexseq.steps.inputs import Inputs
 from hf_flexseq.steps.lookahead import Lookahead
-from hf_flexseq.steps.step import PlannedStep
+from hf_flexseq.steps.step import RankStep
 from hf_flexseq.steps.trace import Figures, PlanTrace
 
 logger = logging.getLogger(__name__)
 
-Step = PlannedStep[Any]  # of either kind: the engine only hands it on
+Step = RankStep[Any]  # of either kind: the engine only hands it on
 
 
 class FlexSeqEngine:
@@ -250,7 +250,7 @@ class EngineStep:
 
 
 class LoaderSettings:
-    """How an accelerator prepares dataloaders: changed, and given back."""
+    """Changes how an accelerator prepares dataloaders, and gives the former setting back."""
 
     __slots__ = ("_configuration", "_former", "_is_changed")
 

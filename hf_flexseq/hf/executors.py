@@ -63,7 +63,7 @@ ForwardBackward = Callable[[Inputs], torch.Tensor]  # one micro-batch -> its los
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EngineSetup:
-    """What an engine has before it has seen a model; its executor is made from it."""
+    """Holds all that an engine has before it has seen a model; its executor is made from it."""
 
     accelerator: Accelerator
     args: FlexSeqArguments
@@ -104,8 +104,8 @@ class EngineSetup:
 
 
 class TrainerHooks(Protocol):
-    """What a Trainer has to do otherwise when a rank has but a part of the model; `FlexSeqMixin`
-    calls each method in place of the Trainer's own."""
+    """Does what a Trainer has to do otherwise when a rank has but a part of the model;
+    `FlexSeqMixin` calls each method in place of the Trainer's own."""
 
     def wrap_model(self, model: nn.Module) -> nn.Module:
         """Return the model as the Trainer is to run it."""
@@ -149,11 +149,11 @@ class Executor(Protocol):
 
     @property
     def attached(self) -> bool:
-        """Whether a model is attached."""
+        """True between `attach` and `detach`."""
 
     @property
     def trainer_hooks(self) -> TrainerHooks | None:
-        """What a Trainer has to do otherwise; None for nothing."""
+        """The hooks of a Trainer that has to do some things otherwise; None for nothing."""
 
     def attach(self, model: nn.Module, *, lockstep: bool) -> None:
         """Make `model` run on planned steps. Collective over the world.
@@ -225,7 +225,7 @@ class WholeModelExecutor:
 
     @property
     def attached(self) -> bool:
-        """Whether a model is attached."""
+        """True between `attach` and `detach`."""
         return self._model is not None
 
     # ---- the model

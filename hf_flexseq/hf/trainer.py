@@ -272,7 +272,7 @@ class FlexSeqMixin(_Trainer):
 
     @property
     def _hooks(self) -> TrainerHooks | None:
-        """What is done in place of the Trainer's own methods; None for a whole model."""
+        """The executor's hooks, in place of the Trainer's own methods; None for a whole model."""
         return self.flexseq.executor.trainer_hooks
 
     def _wrap_model(self, model: nn.Module, *args: Any, **kwargs: Any) -> nn.Module:

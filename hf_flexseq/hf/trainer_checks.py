@@ -104,7 +104,7 @@ def resolve_sync(
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Refusal:
-    """One thing that hf_flexseq does not support."""
+    """A setting that hf_flexseq does not support."""
 
     when: Any
     """Truthy where it is asked for."""

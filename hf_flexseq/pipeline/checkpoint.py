@@ -34,7 +34,7 @@ _WRITTEN = ("model*.safetensors", INDEX, "pytorch_model*.bin", "pytorch_model.bi
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StageMember:
-    """One rank as a member of its stage: what reading and writing a checkpoint needs to know."""
+    """A rank as a member of its stage: all that reading and writing a checkpoint needs to know."""
 
     stage: Stage
     """What this rank has of the model."""
@@ -50,7 +50,7 @@ class StageMember:
 
     @property
     def writes(self) -> bool:
-        """Whether this rank writes the files of its stage."""
+        """True on the rank that writes the files of its stage."""
         return self.index == 0
 
 

@@ -28,7 +28,7 @@ from hf_flexseq.steps.exchange import SourceRow, source_row
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DrawnStep:
-    """One optimizer step as drawn, before it is planned."""
+    """An optimizer step as drawn, before it is planned."""
 
     number: int
     """Counts the steps of one Lookahead from 0."""

@@ -24,8 +24,8 @@ from hf_flexseq.steps.stopwatch import Stopwatch
 PlanT = TypeVar("PlanT", bound=Plan | StepPlan)
 
 
-class PlannedStep(Generic[PlanT]):
-    """What steps of both kinds have: what was drawn, the plan, and how long things took."""
+class RankStep(Generic[PlanT]):
+    """An optimizer step as one rank runs it: drawn, planned, and timed."""
 
     __slots__ = ("number", "plan", "row", "stopwatch", "targets", "waited_s")
 
@@ -46,7 +46,7 @@ class PlannedStep(Generic[PlanT]):
         return sum(self.plan.lengths)
 
 
-class OptimizerStep(PlannedStep[Plan]):
+class OptimizerStep(RankStep[Plan]):
     """The micro-batches of one plan that this rank runs, with the tokens it holds in each."""
 
     __slots__ = ("micro_batches",)
@@ -93,7 +93,7 @@ class OptimizerStep(PlannedStep[Plan]):
         return [seconds.get(index, 0.0) for index in range(len(self.plan.micro_batches))]
 
 
-class PipelineStep(PlannedStep[StepPlan]):
+class PipelineStep(RankStep[StepPlan]):
     """The chunks of one replica's plan, with their tokens: a few integers each, which every rank
     of the replica gets for all of its chunks."""
 
@@ -128,12 +128,12 @@ class PipelineStep(PlannedStep[StepPlan]):
 
 
 class StepItem(dict[str, Any]):
-    """One of the items that the Trainer counts."""
+    """A batch to the Trainer, which counts these."""
 
-    step: PlannedStep[Any] | None = None  # the whole step on its last item, None on the others
+    step: RankStep[Any] | None = None  # the whole step on its last item, None on the others
 
 
-def step_items(step: PlannedStep[Any], num_batches: int) -> list[StepItem]:
+def step_items(step: RankStep[Any], num_batches: int) -> list[StepItem]:
     """Return `num_batches` items, of which the last one holds the step.
 
     Their `input_ids` are for the Trainer's token counters: this rank's own tokens [1, tokens] on

@@ -125,7 +125,7 @@ class StageExecutor:
 
     @property
     def attached(self) -> bool:
-        """Whether the stage runs on chunks."""
+        """True between `attach` and `detach`, while the stage runs on chunks."""
         return self._pipeline is not None
 
     # ---- the model
