@@ -181,7 +181,7 @@ class FlexSeqEngine:
             return None
         drawn, plan = drawn_and_planned
         if drawn.number == 0:
-            for note in getattr(plan, "notes", ()):  # merge: notes
+            for note in plan.notes:
                 logger.info("%s", note)
         step: Step = self.executor.deal(drawn, plan, waited_s=lookahead.waited_s)
         return step

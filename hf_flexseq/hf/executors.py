@@ -8,7 +8,6 @@
 `Executor` for the rest, and never which of the two it has.
 """
 
-import inspect
 import logging
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -25,15 +24,14 @@ from hf_flexseq.attention import SequenceContext
 from hf_flexseq.attention.deterministic import slowdown
 from hf_flexseq.config import FlexSeqArguments
 from hf_flexseq.cost import CostModel
-from hf_flexseq.cost.analytic import ModelShape
 from hf_flexseq.cost.presets import load_cost_model
 from hf_flexseq.distributed.communicator import Communicator
 from hf_flexseq.distributed.control import broadcast_object
 from hf_flexseq.hf.attention import NAME
-from hf_flexseq.hf.calibration.choose import UNNAMED, unnamed_cost_model
-from hf_flexseq.hf.calibration.estimate import model_shape
+from hf_flexseq.hf.calibration.choose import MADE_FOR_THE_MODEL, cost_model_for
 from hf_flexseq.hf.model.buckets import early_buckets
 from hf_flexseq.hf.model.checks import check_model
+from hf_flexseq.hf.model.facts import AttentionShape, attention_shape, compute_dtype
 from hf_flexseq.hf.model.loss import ChunkedLoss, attach_chunked_loss
 from hf_flexseq.hf.trainer_checks import resolve_sync
 from hf_flexseq.kernels import Kernel
@@ -41,7 +39,6 @@ from hf_flexseq.kernels.choose import choose_kernel
 from hf_flexseq.plan import Plan
 from hf_flexseq.plan import check as check_plan
 from hf_flexseq.plan.shard import Shard
-from hf_flexseq.planner import make_plan
 from hf_flexseq.planner.process.client import InlinePlanner, Planner, PlannerWorker
 from hf_flexseq.planner.process.jobs import GroupsJob, Job
 from hf_flexseq.schedule.routing import NicFigures, links_of
@@ -78,7 +75,9 @@ class EngineSetup:
     ) -> "EngineSetup":
         """Load the named cost model and connect the ranks. Raises ValueError for a cost model that
         does not exist."""
-        named = None if args.cost_model in UNNAMED else load_cost_model(args.cost_model)
+        named = None
+        if args.cost_model not in MADE_FOR_THE_MODEL:
+            named = load_cost_model(args.cost_model)
         return cls(
             accelerator=accelerator,
             args=args,
@@ -94,7 +93,7 @@ class EngineSetup:
         """
         if self.named_cost is not None:
             return self.named_cost
-        return unnamed_cost_model(
+        return cost_model_for(
             self.args.cost_model,
             model,
             self.accelerator,
@@ -289,14 +288,17 @@ class WholeModelExecutor:
         """Make the planner of rank 0. ahead: in a process of its own."""
         assert self.cost is not None, "attach sets the cost model"
         job = GroupsJob(
-            topology=self.setup.communicator.topology, cost=self.cost, options=self._options()
+            topology=self.setup.communicator.topology,
+            cost=self.cost,
+            options=self._options(),
+            routing=self._routed_bytes(),
         )
         return planner_of(job, ahead=ahead)
 
     def _options(self) -> dict[str, Any]:
         """Return the keyword arguments of `make_plan`, as JSON values."""
         args = self.setup.args
-        options: dict[str, Any] = {
+        return {
             "planner": args.planner,
             "strategy": args.strategy,
             "sp_degree": args.sp_degree,
@@ -304,10 +306,6 @@ class WholeModelExecutor:
             "sync": "lockstep" if self.lockstep else "free",
             "remap": args.remap,
         }
-        # merge: notes (make_plan does not take `routing` everywhere yet)
-        if "routing" in inspect.signature(make_plan).parameters:
-            options["routing"] = self._routed_bytes()
-        return options
 
     def _routed_bytes(self) -> dict[str, int] | None:
         """Return the bytes of a token in one layer, for the plan's note on routing; None where
@@ -318,7 +316,7 @@ class WholeModelExecutor:
             return None
         shape = self._shape()
         head_bytes = shape.head_dim * self._compute_dtype().itemsize
-        return {"queries": shape.heads * head_bytes, "keys": 2 * shape.kv_heads * head_bytes}
+        return {"queries": shape.query_heads * head_bytes, "keys": 2 * shape.kv_heads * head_bytes}
 
     def check(self, plan: Plan) -> None:
         """Raise ValueError for a plan that would compute something wrong or hang."""
@@ -426,10 +424,9 @@ class WholeModelExecutor:
     def _log_slowdown(self, kernel: Kernel) -> None:
         """Measure on rank 0 how much longer deterministic attention takes, and log it."""
         shape = self._shape()
-        dtype = self._compute_dtype()
-        device = self.setup.accelerator.device
-        q = torch.ones(MEASURED_TOKENS, shape.heads, shape.head_dim, dtype=dtype, device=device)
-        k = torch.ones(MEASURED_TOKENS, shape.kv_heads, shape.head_dim, dtype=dtype, device=device)
+        like = {"dtype": self._compute_dtype(), "device": self.setup.accelerator.device}
+        q = torch.ones(MEASURED_TOKENS, shape.query_heads, shape.head_dim, **like)
+        k = torch.ones(MEASURED_TOKENS, shape.kv_heads, shape.head_dim, **like)
         factor = slowdown(q, k, self.setup.communicator, kernel)
         logger.warning(
             "deterministic=True: attention of %s tokens on one rank takes %.1f times as long as "
@@ -439,9 +436,9 @@ class WholeModelExecutor:
             factor,
         )
 
-    def _shape(self) -> ModelShape:
+    def _shape(self) -> AttentionShape:
         assert self._model is not None, "attach sets the model"
-        return model_shape(self._model)
+        return attention_shape(self._model.config.get_text_config())
 
     def _compute_dtype(self) -> torch.dtype:
         assert self._model is not None, "attach sets the model"
@@ -457,15 +454,6 @@ def planner_of(job: Job, *, ahead: bool) -> Planner:
     if ahead:
         return PlannerWorker(job)
     return InlinePlanner(job)
-
-
-def compute_dtype(model: nn.Module, accelerator: Accelerator) -> torch.dtype:
-    """Return the dtype that attention computes in: autocast's, or that of the parameters."""
-    if accelerator.mixed_precision == "bf16":
-        return torch.bfloat16
-    if accelerator.mixed_precision == "fp16":
-        return torch.float16
-    return next(model.parameters()).dtype
 
 
 def base_model(model: nn.Module) -> PreTrainedModel:

@@ -28,10 +28,10 @@ from hf_flexseq.cost import CostModel
 from hf_flexseq.cost.stages import PipelineCost
 from hf_flexseq.distributed.communicator import Communicator
 from hf_flexseq.distributed.links import Neighbours
-from hf_flexseq.hf.calibration.estimate import is_checkpointed, model_shape
-from hf_flexseq.hf.executors import EngineSetup, ForwardBackward, compute_dtype, planner_of
+from hf_flexseq.hf.attention import PIPELINE_NAME
+from hf_flexseq.hf.executors import EngineSetup, ForwardBackward, planner_of
+from hf_flexseq.hf.model.facts import compute_dtype, is_checkpointed, model_shape
 from hf_flexseq.hf.model.loss import ChunkedLoss, attach_chunked_loss
-from hf_flexseq.hf.pipeline.attention import NAME
 from hf_flexseq.hf.pipeline.checks import check_divides, check_pipeline_trainer
 from hf_flexseq.hf.pipeline.fsdp import take_over_fsdp
 from hf_flexseq.hf.pipeline.hooks import PipelineHooks
@@ -139,7 +139,7 @@ class StageExecutor:
         if model is not base:
             raise ValueError("the engine was made for another model")
         self._former_attention = base.config._attn_implementation
-        base.set_attn_implementation(NAME)
+        base.set_attn_implementation(PIPELINE_NAME)
         if self.stage.is_last:
             self._chunked_loss = attach_chunked_loss(base)
         accelerator = self.setup.accelerator

@@ -32,7 +32,10 @@ class Planner(Protocol):
     """Plans optimizer steps, perhaps in another process."""
 
     def submit(self, step: int, lengths: list[int]) -> None:
-        """Ask for the plan of `step`. Returns at once."""
+        """Ask for the plan of `step`, counted from 0. Returns at once.
+
+        The plan of step 0 has all notes; later ones lack those that take long to find.
+        """
 
     def result(self, step: int) -> Any:
         """Return the plan of a submitted step, once; raise what planning raised."""
@@ -54,7 +57,7 @@ class InlinePlanner:
 
     def result(self, step: int) -> Any:
         """Plan a submitted step. Raises ValueError as the job does."""
-        return self._job.plan(self._submitted.pop(step))
+        return self._job.plan(self._submitted.pop(step), explain=step == 0)
 
     def close(self) -> None:
         """Forget what was submitted."""
@@ -100,7 +103,8 @@ class PlannerWorker:
         if step in self._submitted:
             raise ValueError(f"step {step} was submitted before and its result not fetched")
         self._submitted.add(step)
-        self._send({"id": step, "lengths": [int(length) for length in lengths]})
+        tokens = [int(length) for length in lengths]
+        self._send({"id": step, "lengths": tokens, "explain": step == 0})
 
     def result(self, step: int, timeout_s: float = 600.0) -> Any:
         """Return the plan of a submitted step, once.

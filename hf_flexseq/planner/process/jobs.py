@@ -27,8 +27,11 @@ class Job(Protocol):
     def to_record(self) -> dict[str, Any]:
         """Return the job as plain JSON values; `job_from_record` is the inverse."""
 
-    def plan(self, lengths: Sequence[int]) -> Any:
-        """Return the plan of one optimizer step on sequences of `lengths` tokens."""
+    def plan(self, lengths: Sequence[int], *, explain: bool = False) -> Any:
+        """Return the plan of one optimizer step on sequences of `lengths` tokens.
+
+        explain: add the notes that take long to find.
+        """
 
     def read(self, record: dict[str, Any]) -> Any:
         """Return the plan whose `to_record` gave `record`."""
@@ -49,6 +52,10 @@ class GroupsJob:
     options: Mapping[str, Any]
     """Keyword arguments of `make_plan`, as JSON values."""
 
+    routing: Mapping[str, int] | None = None
+    """Bytes of a token's `queries`, and of its `keys` and values, in one layer, for the note on
+    what is routed; None for no such note."""
+
     def to_record(self) -> dict[str, Any]:
         """Return the job as plain JSON values."""
         return {
@@ -56,6 +63,7 @@ class GroupsJob:
             "topology": asdict(self.topology),
             "cost": self.cost.to_record(),
             "options": dict(self.options),
+            "routing": None if self.routing is None else dict(self.routing),
         }
 
     @classmethod
@@ -65,11 +73,16 @@ class GroupsJob:
             topology=Topology(**record["topology"]),
             cost=CostModel.from_record(record["cost"]),
             options=record["options"],
+            routing=record.get("routing"),
         )
 
-    def plan(self, lengths: Sequence[int]) -> Plan:
-        """Return the plan of one optimizer step. Raises ValueError as `make_plan` does."""
-        return make_plan(lengths, self.topology, self.cost, **self.options)
+    def plan(self, lengths: Sequence[int], *, explain: bool = False) -> Plan:
+        """Return the plan of one optimizer step. Raises ValueError as `make_plan` does.
+
+        explain: let the plan's notes say what is routed, which may take a fifth of planning.
+        """
+        routing = self.routing if explain else None
+        return make_plan(lengths, self.topology, self.cost, **self.options, routing=routing)
 
     def read(self, record: dict[str, Any]) -> Plan:
         """Return the plan whose `to_record` gave `record`."""
@@ -101,8 +114,11 @@ class StagesJob:
         """Return the job whose `to_record` gave `record`."""
         return cls(cost=PipelineCost.from_record(record["cost"]), options=record["options"])
 
-    def plan(self, lengths: Sequence[int]) -> StepPlan:
-        """Return the plan of one optimizer step. Raises ValueError as `make_step_plan` does."""
+    def plan(self, lengths: Sequence[int], *, explain: bool = False) -> StepPlan:
+        """Return the plan of one optimizer step. Raises ValueError as `make_step_plan` does.
+
+        explain: of no effect; a pipeline's plan has no notes that take long.
+        """
         return make_step_plan(lengths, self.cost, **self.options)
 
     def read(self, record: dict[str, Any]) -> StepPlan:
