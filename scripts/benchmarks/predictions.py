@@ -38,7 +38,7 @@ from hf_flexseq.hf.calibration.command import calibrate
 from hf_flexseq.plan import MicroBatch
 from hf_flexseq.profiler.design import Effort
 from hf_flexseq.profiler.measure import median_seconds
-from hf_flexseq.steps.step import Inputs
+from hf_flexseq.steps.inputs import Inputs
 
 sys.path.append(str(ROOT / "recipes"))
 

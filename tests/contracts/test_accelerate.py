@@ -165,5 +165,5 @@ def test_the_fsdp_plugin_has_the_settings_that_stages_refuse(name):
 
 
 def test_deepspeed_s_plugin_tells_its_stage():
-    # hf/calibration/estimate.py
+    # hf/model/facts.py
     assert "zero_stage" in parameters(DeepSpeedPlugin)

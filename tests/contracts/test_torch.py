@@ -184,7 +184,7 @@ def test_a_unit_of_fsdp2_unshards_and_reshards_when_told_to():
 
 
 def test_fsdp_modules_are_known_by_a_method():
-    # hf/calibration/estimate.py takes a module that has it for one that FSDP shards
+    # hf/model/facts.py takes a module that has it for one that FSDP shards
     assert hasattr(FSDPModule, "set_requires_gradient_sync")
     assert not hasattr(nn.Module, "set_requires_gradient_sync")
 

@@ -120,6 +120,5 @@ class RandomPlanEngine(FlexSeqEngine):
                 }
             ),
         )
-        self.executor.planner = lambda ahead: RandomPlanner(
-            self.communicator.world_size, seed, accepts
-        )
+        world_size = self.communicator.world_size
+        self.executor.planner = lambda ahead: RandomPlanner(world_size, seed, accepts)

@@ -27,13 +27,13 @@ from hf_flexseq.cost import CostModel
 from hf_flexseq.cost.analytic import ModelShape
 from hf_flexseq.distributed.communicator import Communicator
 from hf_flexseq.distributed.control import broadcast_object
-from hf_flexseq.hf.calibration.estimate import estimated_cost_model
 from hf_flexseq.hf.calibration.probe import ModelProbes
 from hf_flexseq.hf.model.facts import ModelFacts, model_facts
 from hf_flexseq.hf.model.loss import has_chunkable_loss
 from hf_flexseq.profiler.cache import cache_path, load_cached, save_whole
 from hf_flexseq.profiler.calibrate import calibrate
 from hf_flexseq.profiler.design import Effort
+from hf_flexseq.profiler.estimate import estimated_cost_model
 from hf_flexseq.profiler.measure import device_name
 from hf_flexseq.topology import Topology
 
@@ -61,8 +61,14 @@ def cost_model_for(
     # 1. facts and estimate
     topology = communicator.topology
     facts = model_facts(model, accelerator, attention_remat=attention_remat)
-    chunked_loss = has_chunkable_loss(model)
-    estimate = estimated_cost_model(facts, accelerator.device, topology, chunked_loss=chunked_loss)
+    estimate = estimated_cost_model(
+        facts.shape,
+        accelerator.device,
+        topology,
+        checkpointing=facts.checkpointing,
+        zero_stage=facts.zero_stage,
+        chunked_loss=has_chunkable_loss(model),
+    )
     if name == "estimate":
         return estimate
 

@@ -18,11 +18,11 @@ from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, PreTrainedConf
 from hf_flexseq.cost.analytic import analytic_cost_model
 from hf_flexseq.distributed.communicator import Communicator
 from hf_flexseq.hf.calibration.choose import with_gathering
-from hf_flexseq.hf.calibration.estimate import device_spec
 from hf_flexseq.hf.calibration.probe import ModelProbes
 from hf_flexseq.hf.model.facts import ModelFacts, model_shape
 from hf_flexseq.profiler import calibrate as profiler
 from hf_flexseq.profiler.design import THOROUGH, Effort
+from hf_flexseq.profiler.estimate import device_spec
 from hf_flexseq.profiler.measure import device_name
 
 DTYPES = ("float32", "bfloat16", "float16", "float64")

@@ -30,14 +30,14 @@ import ast
 import inspect
 import textwrap
 
-from torch import nn
+from transformers import PreTrainedModel
 
 
 class KeepsOwnLoss(Exception):
     """A model must keep its own loss; the message is the reason."""
 
 
-def head_name(cls: type[nn.Module]) -> str:
+def head_name(cls: type[PreTrainedModel]) -> str:
     """Return the attribute that makes the logits in the forward of `cls`, such as `lm_head`.
 
     Raises KeepsOwnLoss when anything else happens to the logits, or the source cannot be read.

@@ -30,7 +30,12 @@ from hf_flexseq.distributed.communicator import Communicator
 from hf_flexseq.distributed.links import Neighbours
 from hf_flexseq.hf.attention import PIPELINE_NAME
 from hf_flexseq.hf.executors import EngineSetup, ForwardBackward, planner_of
-from hf_flexseq.hf.model.facts import compute_dtype, is_checkpointed, model_shape
+from hf_flexseq.hf.model.facts import (
+    attention_shape,
+    compute_dtype,
+    is_checkpointed,
+    model_shape,
+)
 from hf_flexseq.hf.model.loss import ChunkedLoss, attach_chunked_loss
 from hf_flexseq.hf.pipeline.checks import check_divides, check_pipeline_trainer
 from hf_flexseq.hf.pipeline.fsdp import take_over_fsdp
@@ -143,9 +148,8 @@ class StageExecutor:
         if self.stage.is_last:
             self._chunked_loss = attach_chunked_loss(base)
         accelerator = self.setup.accelerator
-        kernel = choose_kernel(
-            accelerator.device, compute_dtype(base, accelerator), model_shape(base).head_dim
-        )
+        head_dim = attention_shape(base.config.get_text_config()).head_dim
+        kernel = choose_kernel(accelerator.device, compute_dtype(base, accelerator), head_dim)
         self._pipeline = PipelineExecutor(
             self.stage, self.neighbours, kernel, sharing=self.sharing
         )

@@ -1,4 +1,4 @@
-"""Estimate a cost model from the model's configuration, the device and the sharding.
+"""Estimate a cost model from a model's sizes, the device and the sharding.
 
 This is the cost model that `cost_model="estimate"` asks for, and the one that a measurement
 (`cost_model="auto"`) starts from: bytes and memory are never measured.
@@ -11,33 +11,40 @@ from dataclasses import replace
 import torch
 
 from hf_flexseq.cost import CostModel
-from hf_flexseq.cost.analytic import DEVICES, DeviceSpec, analytic_cost_model
-from hf_flexseq.hf.model.facts import ModelFacts
+from hf_flexseq.cost.analytic import DEVICES, DeviceSpec, ModelShape, analytic_cost_model
 from hf_flexseq.topology import Topology
 
 logger = logging.getLogger(__name__)
 
 
 def estimated_cost_model(
-    facts: ModelFacts, device: torch.device, topology: Topology, *, chunked_loss: bool
+    shape: ModelShape,
+    device: torch.device,
+    topology: Topology,
+    *,
+    checkpointing: bool,
+    zero_stage: int,
+    chunked_loss: bool,
 ) -> CostModel:
     """Estimate what steps of a model cost on ranks with devices like `device`.
 
+    checkpointing: whether layers are computed again in the backward.
+    zero_stage: how training is sharded, in ZeRO's numbers; FSDP is 3.
     chunked_loss: whether the loss does without the logits of all tokens.
     """
     spec = device_spec(device, topology.ranks_per_node)
     cost = analytic_cost_model(
-        facts.shape,
+        shape,
         spec,
         topology,
-        checkpointing=facts.checkpointing,
+        checkpointing=checkpointing,
         chunked_loss=chunked_loss,
-        zero_stage=facts.zero_stage,
+        zero_stage=zero_stage,
     )
     logger.info(
         "cost model estimated for %s with parameters sharded as in ZeRO stage %d",
         spec.name,
-        facts.zero_stage,
+        zero_stage,
     )
     return cost
 
