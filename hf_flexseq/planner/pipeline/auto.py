@@ -1,14 +1,14 @@
 """Our own pipeline planner: few, level chunks, played in one pass under a memory limit.
 
-1. How many chunks? Each costs its constant, 2.5 b over F, I and W, and fewer make longer chunks,
-   of which P - 1 stand in the bubble: 2.5 b n + (P - 1) work / n is least at n = sqrt((P - 1) work
-   / 2.5 b). A few factors of it are tried.
+1. How many chunks? Each costs its constant b, 2.5 times over F, I and W, and fewer chunks are
+   longer, of which P - 1 stand in the bubble: 2.5 b n + (P - 1) work / n is least at
+   n = sqrt((P - 1) work / 2.5 b). A few factors of this n are tried (`WAYS`).
 2. Every sequence is cut into equal parts of that size and short ones are packed to it
    (`pack.level_units`).
 3. Some packs, the emptiest first, warm the pipeline up; then come the cut sequences, longest
    first, and the other packs, which drain it.
-4. The step is played (`greedy.py`), and the fastest of the tried wins. Work is bounded by a count
-   of played actions.
+4. The step is played (`greedy.play`), and the fastest trial wins, after single actions were put
+   off where that helps. A count of played actions bounds the planner's work, never a clock.
 
 A unit that does not fit checkpoints the fewest layers that make it fit, or that leave room for its
 neighbours beside it. Without a limit a stage may hold the largest unit and a window of 1.5 P mean
@@ -19,7 +19,6 @@ hence no tails; a window in bytes, not in chunks of the longest sequence; no flu
 input and weight gradients apart.
 """
 
-import itertools
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -29,30 +28,49 @@ from hf_flexseq.plan import PlanInfeasible
 from hf_flexseq.planner.pipeline.cuts import CutWork
 from hf_flexseq.planner.pipeline.greedy import Manner, Played, actions_of, play
 from hf_flexseq.planner.pipeline.pack import level_units
-from hf_flexseq.planner.pipeline.problem import Answer, Task, layers_to_fit, unit_bytes
-from hf_flexseq.planner.pipeline.units import Unit, shapes_of
+from hf_flexseq.planner.pipeline.problem import (
+    Answer,
+    Layers,
+    Task,
+    Unit,
+    layers_to_fit,
+    shapes_of,
+    unit_bytes,
+)
 
-TURNS, PROMPT, GRADIENTS = Manner(), Manner(prompt=True), Manner(first="I")
-PATIENT, FORWARDS = Manner(patience=1), Manner(first="F", patience=2)
-WINDOW = 1.5
-MOST_CHUNKS = 1_000
-ACTIONS = 20_000  # played in all
-OPTIONS = (1, 2)  # other things to do
+# The constants were chosen with `bench_pipeline.py`: its part "tail" weighs seconds and peaks on
+# long-tailed batches, its part "planning" prints the planner's CPU time.
+WINDOW = 1.5  # mean chunks per stage that may be in flight beside the largest unit
+MOST_CHUNKS = 1_000  # chunks of equal work that a step is cut into, at most
+MOST_ACTIONS = 20_000  # actions played in all trials of a step together
+OPTIONS = (1, 2)  # what is tried in place of an action: see `deviations` of `greedy.play`
+
+TURNS = Manner()
+PROMPT = Manner(prompt=True)
+GRADIENTS = Manner(first="I")
+PATIENT = Manner(patience=1)
+FORWARDS = Manner(first="F", patience=2)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Way:
-    """How a trial goes about it. factor: of the number of chunks. front: share of the packs that
-    go first. spare: mean chunks per stage kept free beside a unit, which matters within a limit
-    only, as `manner.prompt` does."""
+    """Settings of one trial."""
 
     factor: float = 1.0
+    """Multiplies the number of chunks of step 1."""
+
     front: float = 0.1
+    """Share of the packs that go first."""
+
     spare: int = 0
+    """Mean chunks per stage for which room is kept beside a unit; of effect within a limit
+    only."""
+
     manner: Manner = TURNS
+    """The rule of the play. A prompt one is of effect within a limit only."""
 
 
-WAYS = (  # the most useful first
+WAYS = (  # the most useful first, since the count of actions may end the trials early
     _Way(),
     _Way(factor=1.2, manner=GRADIENTS),
     _Way(manner=PROMPT),
@@ -66,136 +84,139 @@ WAYS = (  # the most useful first
     _Way(manner=FORWARDS),
     _Way(factor=2.0, manner=PROMPT),
     _Way(front=0.4),
-    *(
-        _Way(factor=factor, manner=manner)
-        for factor in (2.8, 2.25, 1.2, 1.7, 3.4, 4.0)
-        for manner in (TURNS, PROMPT)
-    ),
+    _Way(factor=2.8),
+    _Way(factor=2.8, manner=PROMPT),
+    _Way(factor=2.25),
+    _Way(factor=2.25, manner=PROMPT),
+    _Way(factor=1.2),
+    _Way(factor=1.2, manner=PROMPT),
+    _Way(factor=1.7),
+    _Way(factor=1.7, manner=PROMPT),
+    _Way(factor=3.4),
+    _Way(factor=3.4, manner=PROMPT),
+    _Way(factor=4.0),
+    _Way(factor=4.0, manner=PROMPT),
 )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Trial:
-    """One way to do it. sizes: chunks of each unit. checkpointed: [stage][place] layers, () for
-    none. room: bytes of each stage."""
+    """A step that was planned in one of the ways."""
 
     way: _Way
+
     units: list[Unit]
+
     sizes: list[int]
+    """Chunks of each unit."""
+
     costs: ChunkCosts
-    checkpointed: tuple[tuple[int, ...], ...]
+
+    checkpointed: Layers
+    """[stage][chunk] layers, () for none."""
+
     room: tuple[int, ...]
+    """Bytes of each stage."""
+
     played: Played
 
     @property
     def actions(self) -> int:
+        """Actions that one play of the step counts: F, I and W of each chunk on each stage."""
         return 3 * len(self.room) * len(self.costs.send)
 
 
 def auto_pipeline(task: Task) -> Answer:
-    """The fastest of the tried plans. Raises PlanInfeasible when none fits."""
+    """Return the fastest plan of all trials. Raises PlanInfeasible when none fits."""
     trials: list[_Trial] = []
     refused: PlanInfeasible | None = None
-    left = ACTIONS
+    actions_left = MOST_ACTIONS
     for way, units in _candidates(task):
         try:
-            trials.append(_trial(way, units, task))
+            trial = _trial(way, units, task)
         except PlanInfeasible as error:
             refused = refused or error
             continue
-        left -= trials[-1].actions
-        if left < trials[-1].actions:
+        trials.append(trial)
+        actions_left -= trial.actions
+        if actions_left < trial.actions:
             break
     if not trials:
         assert refused is not None, "there is always a candidate"
         raise refused
-    return _answer(_polished(_distinct(trials), left))
+    return _answer(_polished(_distinct(trials), actions_left))
 
 
-def _distinct(trials: Sequence[_Trial]) -> list[_Trial]:
-    """The fastest first, those that came to the same orders only once."""
-    found: dict[tuple[int, ...], _Trial] = {}
-    for trial in sorted(trials, key=lambda trial: trial.played.makespan):
-        found.setdefault((trial.played.makespan, *itertools.chain(*trial.played.orders)), trial)
-    return list(found.values())
-
-
-def _polished(trials: Sequence[_Trial], left: int) -> _Trial:
-    """The fastest trial after each has put off the one action whose delay helps most, and then the
-    next one, for as many actions as are left to play."""
-    best = trials[0]
-    for trial in trials:
-        kept: dict[int, int] = {}
-        while True:
-            found, better = trial.played, kept
-            for number, option in itertools.product(range(trial.actions), OPTIONS):
-                left -= trial.actions
-                if left < 0:
-                    return best
-                deviations = {**kept, number: option}
-                played = play(trial.sizes, trial.costs, trial.room, trial.way.manner, deviations)
-                if played is not None and played.makespan < found.makespan:
-                    found, better = played, deviations
-            if found is trial.played:
-                break
-            trial, kept = replace(trial, played=found), better
-            best = min(best, trial, key=lambda trial: trial.played.makespan)
-    return best
+# ---- candidates
 
 
 def _candidates(task: Task) -> Iterator[tuple[_Way, list[Unit]]]:
-    """Ways to try with their units, of `WAYS` those that differ here."""
-    work, most_tokens = CutWork.of(task.cost, "time"), _most_tokens(task)
-    units: dict[float, list[Unit]] = {}
+    """Yield the ways of `WAYS` that differ for this task, each with its units."""
+    work = CutWork.of(task.cost, "time")
+    most_tokens = _most_tokens(task)
+    units_by_target: dict[float, list[Unit]] = {}
     for way in WAYS:
-        matters = way.factor == 1.0 or task.chunks is None
-        if matters and (task.room is not None or not (way.spare or way.manner.prompt)):
-            target = _target(task, work, way.factor)
-            if target not in units:
-                units[target] = level_units(task.lengths, target, work, most_tokens)
-            yield way, _ordered(units[target], way.front)
+        if task.chunks is not None and way.factor != 1.0:
+            continue  # the number of chunks is given
+        if task.room is None and (way.spare or way.manner.prompt):
+            continue  # of no effect without a limit
+        target = _target(task, work, way.factor)
+        if target not in units_by_target:
+            units_by_target[target] = level_units(task.lengths, target, work, most_tokens)
+        yield way, _ordered(units_by_target[target], way.front)
 
 
 def _target(task: Task, work: CutWork, factor: float) -> float:
-    """Work of a chunk."""
+    """Return the work of a chunk in nanoseconds, for `factor` times the best number of chunks."""
     longest = work.between(0, max(task.lengths))
     if task.chunks is not None:
         return longest / task.chunks
     total = sum(work.between(0, length) for length in task.lengths)
-    constant = (2 + WEIGHT_CHUNK) * sum(stage.chunk_ns for stage in task.cost.stages) / task.stages
     least = total / min(MOST_CHUNKS, sum(task.lengths))
+    # the constants of a chunk's F, I and W, on a mean stage
+    chunk_ns = sum(stage.chunk_ns for stage in task.cost.stages)
+    constant = (2 + WEIGHT_CHUNK) * chunk_ns / task.stages
     best = math.sqrt(total * constant / max(1, task.stages - 1))
     return max(least, min(longest, best / factor))
 
 
 def _most_tokens(task: Task) -> int | None:
-    """Tokens of a chunk: what is asked for, and so few that every stage has room for as many as
-    there are stages."""
+    """Return the tokens that a chunk may have: as many as the task allows, and so few that every
+    stage has room for one chunk per stage."""
     if task.room is None:
         return task.most_tokens
-    fits = min(
-        int(room / (stage.token_bytes + stage.kv_bytes) / task.stages)
-        for room, stage in zip(task.room, task.cost.stages, strict=True)
-    )
-    return max(1, min(fits, task.most_tokens or fits))
+    limits = []
+    for room, stage in zip(task.room, task.cost.stages, strict=True):
+        token_bytes = stage.token_bytes + stage.kv_bytes
+        limits.append(int(room / token_bytes / task.stages))
+    if task.most_tokens is not None:
+        limits.append(task.most_tokens)
+    return max(1, min(limits))
 
 
 def _ordered(units: Sequence[Unit], front: float) -> list[Unit]:
-    """A share of the packs first, the emptiest of them; then the cut sequences and the other
-    packs."""
+    """Return the units in the order in which they start: a share of the packs, the emptiest of
+    them; then the cut sequences; then the other packs."""
     cut = [unit for unit in units if len(unit) > 1]
-    packs = [unit for unit in units if len(unit) == 1]
-    first = len(packs) - math.ceil(front * len(packs))
-    return packs[first:][::-1] + cut + packs[:first]
+    packs = [unit for unit in units if len(unit) == 1]  # fullest first
+    rest = len(packs) - math.ceil(front * len(packs))
+    emptiest_first = list(reversed(packs[rest:]))
+    return emptiest_first + cut + packs[:rest]
+
+
+# ---- trials
 
 
 def _trial(way: _Way, units: list[Unit], task: Task) -> _Trial:
-    """Play the step of these units, with checkpointing where a unit needs it."""
-    sizes, shapes = [len(unit) for unit in units], shapes_of(units, task.lengths)
+    """Return the played step of these units, with checkpointing where a unit needs it. Raises
+    PlanInfeasible where a unit cannot fit."""
+    sizes = [len(unit) for unit in units]
+    shapes = shapes_of(units, task.lengths)
     costs = chunk_costs(task.cost, shapes)
-    checkpointed: tuple[tuple[int, ...], ...] = ()
     room = _window(sizes, costs) if task.room is None else task.room
+    # bytes of each stage to be left free beside a unit
     beside = [way.spare * task.stages * sum(held) // len(held) for held in costs.held]
+    checkpointed: Layers = ()
     if _exceeds(sizes, costs, room, beside):
         checkpointed = _checkpointed(units, shapes, costs, task.cost, room, beside)
         costs = chunk_costs(task.cost, shapes, checkpointed)
@@ -213,22 +234,24 @@ def _trial(way: _Way, units: list[Unit], task: Task) -> _Trial:
 
 
 def _window(sizes: Sequence[int], costs: ChunkCosts) -> tuple[int, ...]:
-    """Bytes of each stage for the largest unit and a few chunks of its neighbours."""
-    beside = WINDOW * len(costs.held) / len(costs.send)
-    return tuple(
-        max(unit_bytes(sizes, held, carried)) + round(beside * sum(held))
-        for held, carried in zip(costs.held, costs.carried, strict=True)
-    )
+    """Return the bytes of each stage for the largest unit and `WINDOW` mean chunks per stage."""
+    stages = len(costs.held)
+    chunks = len(costs.send)
+    room = []
+    for held, carried in zip(costs.held, costs.carried, strict=True):
+        largest = max(unit_bytes(sizes, held, carried))
+        room.append(largest + round(WINDOW * stages / chunks * sum(held)))
+    return tuple(room)
 
 
 def _exceeds(
     sizes: Sequence[int], costs: ChunkCosts, room: Sequence[int], beside: Sequence[int]
 ) -> bool:
-    stages = zip(costs.held, costs.carried, room, beside, strict=True)
-    return any(
-        max(unit_bytes(sizes, held, carried)) + free > limit
-        for held, carried, limit, free in stages
-    )
+    """Return whether some unit does not fit on some stage with `beside` bytes left free."""
+    for held, carried, limit, free in zip(costs.held, costs.carried, room, beside, strict=True):
+        if max(unit_bytes(sizes, held, carried)) + free > limit:
+            return True
+    return False
 
 
 def _checkpointed(
@@ -238,17 +261,69 @@ def _checkpointed(
     cost: PipelineCost,
     room: Sequence[int],
     beside: Sequence[int],
-) -> tuple[tuple[int, ...], ...]:
-    """[stage][place] layers, the same for all chunks of a unit."""
+) -> Layers:
+    """Return [stage][chunk] checkpointed layers, as many for all chunks of a unit. Raises
+    PlanInfeasible where a unit cannot fit."""
     everything = [[stage.layers] * len(shapes) for stage in cost.stages]
-    layers = layers_to_fit(units, costs, chunk_costs(cost, shapes, everything), cost, room, beside)
-    return tuple(
-        tuple(count for unit, count in zip(units, counts, strict=True) for _ in unit)
-        for counts in layers
-    )
+    bare = chunk_costs(cost, shapes, everything)
+    checkpointed = []
+    for layers in layers_to_fit(units, costs, bare, cost, room, beside):
+        of_chunks: list[int] = []
+        for unit, count in zip(units, layers, strict=True):
+            of_chunks += [count] * len(unit)
+        checkpointed.append(tuple(of_chunks))
+    return tuple(checkpointed)
+
+
+# ---- the best trial
+
+
+def _distinct(trials: Sequence[_Trial]) -> list[_Trial]:
+    """Return the trials, fastest first, each makespan and orders only once."""
+    distinct = []
+    outcomes = []
+    for trial in sorted(trials, key=_makespan):
+        outcome = (trial.played.makespan, trial.played.orders)
+        if outcome not in outcomes:
+            outcomes.append(outcome)
+            distinct.append(trial)
+    return distinct
+
+
+def _polished(trials: Sequence[_Trial], actions_left: int) -> _Trial:
+    """Return the fastest trial after each has put off the one action whose delay helps most, and
+    then the next one, for as many actions as are left to play."""
+    best = trials[0]
+    for first in trials:
+        trial = first
+        kept: dict[int, int] = {}  # deviations that helped
+        while True:
+            faster = trial.played
+            deviations = kept
+            for number in range(trial.actions):
+                for option in OPTIONS:
+                    actions_left -= trial.actions
+                    if actions_left < 0:
+                        return best
+                    tried = {**kept, number: option}
+                    played = play(trial.sizes, trial.costs, trial.room, trial.way.manner, tried)
+                    if played is not None and played.makespan < faster.makespan:
+                        faster = played
+                        deviations = tried
+            if faster is trial.played:
+                break
+            trial = replace(trial, played=faster)
+            kept = deviations
+            best = min(best, trial, key=_makespan)
+    return best
+
+
+def _makespan(trial: _Trial) -> int:
+    return trial.played.makespan
 
 
 def _answer(trial: _Trial) -> Answer:
+    """Return the trial as a planner's answer."""
     return Answer(
         units=trial.units,
         actions=actions_of(trial.played, trial.sizes, trial.costs),

@@ -5,67 +5,80 @@ C_j is how many layers are recomputed by every backward on diagonal j of the pip
 backward of stage p is on diagonal k + P - p. A layer recomputed on one stage delays all others as
 much, so a diagonal's stages may as well share it, and n + P - 1 integers are enough:
 
-    minimise sum_j C_j
-    sum_i saving_i C_(j_i) >= excess      every moment of a stage that would hold too much, i in
-                                          flight then
-    0 <= C_j <= layers of a stage
-    sum_j C_j <= a limit                  beyond which somebody has a better plan
+    minimise    sum_j C_j
+    such that   sum_i saving_i C_(j_i) >= excess    for every moment at which a stage would hold
+                                                    too much, over the chunks i in flight then
+                0 <= C_j <= layers of a stage
+                sum_j C_j <= a limit                beyond which a better plan is known
 
-It ends at the paper's gap of 2 % or after a count of nodes, never by the clock, with one thread
-and a fixed seed. The paper solves it with SCIP.
+The solver ends at the paper's gap of 2 % or after a count of nodes, never by the clock, with one
+thread and a fixed seed. The paper solves the program with SCIP.
 """
 
 from dataclasses import dataclass
 
 import pulp
 
-GAP = 0.02
-NODES = 200
+from hf_flexseq.planner.pipeline.problem import Moment
+
+GAP = 0.02  # the paper's: how far the solution may be above the proven bound
+NODES = 200  # branch-and-bound nodes of one program; bounds the planning time of a step
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CheckpointingTask:
-    """variables: diagonals. most: layers each may have. limit: layers of all together. moments:
-    (excess bytes, ((diagonal, bytes saved per layer), ...)) of every moment that would hold too
-    much."""
+    """A program to solve."""
 
     variables: int
+    """Diagonals of the pipeline."""
+
     most: int
+    """Layers that each diagonal may recompute."""
+
     limit: int
-    moments: tuple[tuple[int, tuple[tuple[int, int], ...]], ...]
+    """Layers that all diagonals together may recompute."""
+
+    moments: tuple[Moment, ...]
+    """Every moment at which a stage would hold too much."""
 
 
 def solve(task: CheckpointingTask) -> tuple[int, ...] | None:
-    """The layers of each diagonal; None where no allowed number of layers saves enough, or none
-    was found."""
-    if any(
-        task.most * sum(saved for _, saved in terms) < excess for excess, terms in task.moments
-    ):
-        return None
+    """Return the layers of each diagonal; None where no allowed number of layers saves enough, or
+    none was found."""
+    # 1. what no solution can save
+    for excess, terms in task.moments:
+        if task.most * sum(saved for _, saved in terms) < excess:
+            return None
+
+    # 2. the program
     program = pulp.LpProblem("checkpointing", pulp.LpMinimize)
-    layers = [
-        program.add_variable(f"C{j}", 0, task.most, pulp.LpInteger) for j in range(task.variables)
-    ]
+    layers = []
+    for diagonal in range(task.variables):
+        layers.append(program.add_variable(f"C{diagonal}", 0, task.most, pulp.LpInteger))
     program += pulp.lpSum(layers)
     program += pulp.lpSum(layers) <= task.limit
     for excess, terms in task.moments:
-        program += (
-            pulp.LpAffineExpression([(layers[j], saved / excess) for j, saved in terms]) >= 1
-        )
+        weighted = [(layers[diagonal], saved / excess) for diagonal, saved in terms]
+        program += pulp.LpAffineExpression(weighted) >= 1
+
+    # 3. its solution
     solver = pulp.HiGHS(
         msg=False, gapRel=GAP, threads=1, random_seed=1, mip_max_nodes=NODES, parallel="off"
     )
     solver.createAndConfigureSolver(program)
     solver.buildSolverModel(program)
     solver.callSolver(program)
-    # PuLP itself cannot read what a count of nodes ended
+    # Taken from HiGHS itself: PuLP cannot read what a count of nodes ended.
     values = list(program.solverModel.getSolution().col_value)
-    chosen = (
-        tuple(round(values[variable.index]) for variable in layers)
-        if values
-        else (0,) * task.variables
-    )
-    saves = all(
-        sum(chosen[j] * saved for j, saved in terms) >= excess for excess, terms in task.moments
-    )
-    return chosen if saves and sum(chosen) <= task.limit else None
+    if values:
+        chosen = tuple(round(values[variable.index]) for variable in layers)
+    else:
+        chosen = (0,) * task.variables
+
+    # 4. checked in integers, since the solver's tolerances are not
+    if sum(chosen) > task.limit:
+        return None
+    for excess, terms in task.moments:
+        if sum(chosen[diagonal] * saved for diagonal, saved in terms) < excess:
+            return None
+    return chosen

@@ -11,7 +11,7 @@ text.
 5. A bucket with a tail is a hybrid chunk, the last of its sequence; one without is a batched
    chunk, its own unit.
 
-Tails are never packed together: two long sequences would have to be in flight at once.
+Rejected: packing tails together, since two long sequences would have to be in flight at once.
 """
 
 from collections.abc import Sequence
@@ -20,18 +20,20 @@ from itertools import pairwise
 
 from hf_flexseq.planner.pipeline.cuts import CutWork, cut
 from hf_flexseq.planner.pipeline.pack import longest_first
-from hf_flexseq.planner.pipeline.units import Row, Unit
+from hf_flexseq.planner.pipeline.problem import Row, Unit
 
 
 @dataclass(slots=True)
 class _Bucket:
-    """A row in the making, with its time and its tokens."""
+    """A row in the making."""
 
     row: Row
     time: float
+    """Work of the row's slices, nanoseconds."""
     tokens: int
 
     def add(self, sequence: int, length: int, time: float) -> None:
+        """Put a whole sequence at the end of the row."""
         self.row.append((sequence, 0, length))
         self.time += time
         self.tokens += length
@@ -40,21 +42,43 @@ class _Bucket:
 def infinipipe_units(
     lengths: Sequence[int], k: int, work: CutWork, most_tokens: int | None = None
 ) -> list[Unit]:
-    """Units of `k` chunks for the longest sequence, more chunks first."""
+    """Return units of `k` chunks for the longest sequence, those of more chunks first.
+
+    lengths: tokens of each sequence; k: more where a chunk would exceed `most_tokens`
+    """
+    # 1. the mesh
     order = longest_first(lengths)
-    mesh = list(pairwise(cut(lengths[order[0]], k, work, most_tokens)))
-    long = [sequence for sequence in order if lengths[sequence] > mesh[0][1]]
-    units = [[[(q, a, min(b, lengths[q]))] for a, b in mesh if a < lengths[q]] for q in long]
-    most_tokens = max(b - a for a, b in mesh)
-    limit = max(work.between(a, b) for a, b in mesh)
-    tails = [_tail(unit[-1], work) for unit in units if unit[-1][0][2] not in {b for _, b in mesh}]
-    batched = _fill(order[len(long) :], lengths, tails, most_tokens, limit, work)
-    return sorted(units + [[row] for row in batched], key=lambda unit: -len(unit))
+    cuts = cut(lengths[order[0]], k, work, most_tokens)
+    mesh = list(pairwise(cuts))
+    most_tokens = max(stop - start for start, stop in mesh)
+    most_time = max(work.between(start, stop) for start, stop in mesh)
+
+    # 2. long sequences on the mesh, 3. and their tails
+    long = [sequence for sequence in order if lengths[sequence] > cuts[1]]
+    short = order[len(long) :]
+    units = [_on_mesh(sequence, lengths[sequence], mesh) for sequence in long]
+    tails = []
+    for unit in units:
+        last_row = unit[-1]
+        _, start, stop = last_row[0]
+        if stop not in cuts[1:]:
+            tails.append(
+                _Bucket(row=last_row, time=work.between(start, stop), tokens=stop - start)
+            )
+
+    # 4. and 5. short sequences beside the tails and in new rows
+    for row in _fill(short, lengths, tails, most_tokens, most_time, work):
+        units.append([row])
+    return sorted(units, key=lambda unit: -len(unit))
 
 
-def _tail(row: Row, work: CutWork) -> _Bucket:
-    (_, start, stop) = row[0]
-    return _Bucket(row=row, time=work.between(start, stop), tokens=stop - start)
+def _on_mesh(sequence: int, length: int, mesh: Sequence[tuple[int, int]]) -> Unit:
+    """Return a sequence of `length` tokens, cut where the longest one is."""
+    unit = []
+    for start, stop in mesh:
+        if start < length:
+            unit.append([(sequence, start, min(stop, length))])
+    return unit
 
 
 def _fill(
@@ -62,21 +86,26 @@ def _fill(
     lengths: Sequence[int],
     tails: list[_Bucket],
     most_tokens: int,
-    limit: float,
+    most_time: float,
     work: CutWork,
 ) -> list[Row]:
-    """Put short sequences beside tails and into new rows, which are returned."""
-    buckets, opened = tails, []
+    """Put short sequences beside tails and into new rows; return the new rows.
+
+    short: sequence ids, longest first; most_time: nanoseconds of a row
+    """
+    buckets = list(tails)
+    opened: list[_Bucket] = []
     for sequence in short:
-        length, time = lengths[sequence], work.between(0, lengths[sequence])
+        length = lengths[sequence]
+        time = work.between(0, length)
         roomy = [bucket for bucket in buckets if bucket.tokens + length <= most_tokens]
         if not roomy:
-            opened.append(_Bucket(row=[], time=0.0, tokens=0))
-            buckets = [*buckets, opened[-1]]
-            roomy = opened[-1:]
-        limit = max(limit, min(bucket.time for bucket in roomy) + time)
-        fits = [bucket for bucket in roomy if bucket.time + time <= limit]
-        min(fits, key=lambda bucket: bucket.time / max(1, bucket.tokens)).add(
-            sequence, length, time
-        )
+            new = _Bucket(row=[], time=0.0, tokens=0)
+            opened.append(new)
+            buckets.append(new)
+            roomy = [new]
+        most_time = max(most_time, min(bucket.time for bucket in roomy) + time)
+        fits = [bucket for bucket in roomy if bucket.time + time <= most_time]
+        chosen = min(fits, key=lambda bucket: bucket.time / max(1, bucket.tokens))
+        chosen.add(sequence, length, time)
     return [bucket.row for bucket in opened]

@@ -6,9 +6,11 @@
     time           equal forward and backward time by the cost model, all stages together, the LM
                    head included
 
-All three are a t + c t^2 for the first t tokens, so the j-th cut solves a quadratic. The paper
-cuts greedily from the end and solves once per run for one length; forward operations leave out
-that attention's backward takes 2.5 forwards and a linear layer's 2.
+In all three the first t tokens are a t + c t^2 of work, so the j-th cut solves a quadratic.
+
+What the paper does otherwise: it cuts greedily from the end, and solves once per run for one
+length. Its forward operations leave out that attention's backward takes 2.5 forwards and a linear
+layer's 2.
 """
 
 import math
@@ -23,30 +25,40 @@ CUTS = ("even", "computation", "time")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CutWork:
-    """Work of the first t tokens of a sequence: linear t + square t^2."""
+    """The work of a sequence's first t tokens, linear t + square t^2, in nanoseconds of a mean
+    stage, or in tokens for `even` cuts."""
 
     linear: float
+    """Work per token."""
+
     square: float
+    """Work per squared token: t tokens have t^2 / 2 causal pairs."""
 
     @classmethod
     def of(cls, cost: PipelineCost, cuts: str) -> "CutWork":
-        """What `cuts` makes equal, in nanoseconds of a mean stage; of `even`, in tokens."""
+        """Return the work that `cuts`, one of CUTS, makes equal. Raises ValueError for any other
+        name."""
         if cuts not in CUTS:
             raise ValueError(f"cuts={cuts!r} is none of {', '.join(CUTS)}")
         if cuts == "even":
             return cls(linear=1.0, square=0.0)
         stages = len(cost.stages)
-        linear = sum(stage.linear_ns + stage.head_ns for stage in cost.stages) / stages
-        square = sum(stage.attention_ns for stage in cost.stages) / 2 / stages
-        passes, attention_passes = (3, 1 + ATTENTION_BACKWARD) if cuts == "time" else (1, 1)
-        return cls(linear=passes * linear, square=attention_passes * square)
+        linear_ns = sum(stage.linear_ns + stage.head_ns for stage in cost.stages) / stages
+        square_ns = sum(stage.attention_ns for stage in cost.stages) / 2 / stages
+        if cuts == "computation":
+            return cls(linear=linear_ns, square=square_ns)
+        # A linear layer's backward takes two forwards: one for its input, one for its weight.
+        return cls(linear=3 * linear_ns, square=(1 + ATTENTION_BACKWARD) * square_ns)
 
     def between(self, start: int, stop: int) -> float:
-        """Work of tokens [start, stop)."""
-        return self.linear * (stop - start) + self.square * (stop * stop - start * start)
+        """Return the work of tokens [start, stop)."""
+        linear = self.linear * (stop - start)
+        square = self.square * (stop * stop - start * start)
+        return linear + square
 
     def reach(self, work: float) -> float:
-        """How many first tokens make up this much work."""
+        """Return how many first tokens make up `work`: the positive root of
+        square t^2 + linear t = work."""
         if not self.square:
             return work / self.linear
         root = math.sqrt(self.linear * self.linear + 4 * self.square * work)
@@ -54,15 +66,28 @@ class CutWork:
 
 
 def cut(length: int, count: int, work: CutWork, most_tokens: int | None = None) -> list[int]:
-    """Cuts 0 = c_0 < c_1 < ... = length into `count` parts of equal work, into more where a part
-    would exceed `most_tokens`, and into no more than there are tokens."""
+    """Return cuts 0 = c_0 < c_1 < ... = length into `count` parts of equal work.
+
+    There are more parts where a part would exceed `most_tokens`, and never more than tokens.
+    """
     most = most_tokens or length
-    count = min(length, max(count, -(-length // most)))
+    count = max(count, -(-length // most))  # rounded up
+    count = min(count, length)
     while True:
-        total = work.between(0, length)
-        cuts = [0, *(round(work.reach(total * part / count)) for part in range(1, count)), length]
-        for place in range(1, count):
-            cuts[place] = min(max(cuts[place], cuts[place - 1] + 1), length - count + place)
-        if max(b - a for a, b in pairwise(cuts)) <= most:
+        cuts = _equal_cuts(length, count, work)
+        if max(stop - start for start, stop in pairwise(cuts)) <= most:
             return cuts
         count += 1
+
+
+def _equal_cuts(length: int, count: int, work: CutWork) -> list[int]:
+    """Return cuts into `count` parts of equal work, each of a token at least; count <= length."""
+    total = work.between(0, length)
+    cuts = [0]
+    for part in range(1, count):
+        equal = round(work.reach(total * part / count))
+        least = cuts[-1] + 1
+        most = length - count + part  # leaves a token for each part behind
+        cuts.append(min(max(equal, least), most))
+    cuts.append(length)
+    return cuts

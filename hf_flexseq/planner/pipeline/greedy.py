@@ -264,7 +264,10 @@ def _backward_order(sizes: Sequence[int]) -> list[int]:
     """Return the chunks in the order of their backwards: unit by unit, each unit's last chunk
     first."""
     first_chunks = list(accumulate(sizes, initial=0))
-    return [first_chunks[unit] + index for unit, index in backward_names(sizes)]
+    order = []
+    for unit, index in backward_names(sizes):
+        order.append(first_chunks[unit] + index)
+    return order
 
 
 def _may_split(sizes: Sequence[int], costs: ChunkCosts) -> list[list[bool]]:

@@ -8,7 +8,7 @@ For every number K of slices of the longest sequence
    more chunks first, flushed before the next: a dynamic program over chunk counts (equation 14)
    weighs the cost of a flush, (P - 1) x the mean chunk's time, against recomputing;
 3. where a group holds more than there is room for, a program chooses the layers to recompute on
-   every diagonal of the pipeline (`planner/checkpointing_milp.py`).
+   every diagonal of the pipeline (`checkpointing_milp.py`).
 
 The best K is the one whose step is shortest when simulated; the paper optimises it "in the solving
 process". The window of a group is P - p + the chunks of its longest sequence (equation 7), which
@@ -26,94 +26,125 @@ from hf_flexseq.plan import PlanInfeasible
 from hf_flexseq.plan.pipeline import Action, PipelinePlan
 from hf_flexseq.planner.pipeline.chunking import infinipipe_units
 from hf_flexseq.planner.pipeline.cuts import CutWork
-from hf_flexseq.planner.pipeline.problem import Answer, Task
-from hf_flexseq.planner.pipeline.units import Unit, chunks_of, shapes_of
+from hf_flexseq.planner.pipeline.problem import (
+    Answer,
+    Layers,
+    Moment,
+    Task,
+    Unit,
+    chunks_of,
+    shapes_of,
+)
 from hf_flexseq.schedule.pipeline.orders import backward_names, one_forward_one_backward
 from hf_flexseq.schedule.pipeline.walk import makespan_ns
 
 COUNTS = range(1, 97)  # the K that are tried
-# What seems to take so much longer than the best plan is not looked at, of plans that flush and
-# that recompute.
-HOPELESS = {False: 1.02, True: 1.005}
 
-
-# excess bytes, (diagonal, bytes saved per layer) in flight
-Moment = tuple[int, tuple[tuple[int, int], ...]]
+# Grouping a K takes a dynamic program, and with recomputing integer programs too. A K is therefore
+# passed over when the best plan so far, times this factor, is faster than the K without a limit.
+HOPELESS_FLUSHING = 1.02
+HOPELESS_RECOMPUTING = 1.005  # closer, since its programs are slow
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Group:
-    """Units [start, stop) as one pipeline. layers: recomputed on each diagonal, () for none.
-    price: nanoseconds of recomputing and of the flush."""
+    """Units [start, stop) as one pipeline, flushed before the next."""
 
     start: int
+
     stop: int
+
     layers: tuple[int, ...]
+    """Layers recomputed on each diagonal, () for none."""
+
     price: float
+    """Nanoseconds of recomputing and of the flush."""
 
 
 def infinipipe_pipeline(task: Task) -> Answer:
-    """The best plan over all K. Raises PlanInfeasible when there is none."""
+    """Return the best plan over all K. Raises PlanInfeasible when there is none."""
     if task.room is not None:
         require_solver("pipeline_schedule='infinipipe' within a memory limit")
+    # 1. the chunks of every K, and how long they take without a limit
     work = CutWork.of(task.cost, "time")
     counts = COUNTS if task.chunks is None else (task.chunks,)
-    trials = [infinipipe_units(task.lengths, k, work, task.most_tokens) for k in counts]
-    free = [
-        (_makespan(_answer(units, [_whole(units)], task), task), place)
-        for place, units in enumerate(trials)
-    ]
+    trials = []
+    for number, k in enumerate(counts):
+        units = infinipipe_units(task.lengths, k, work, task.most_tokens)
+        unlimited_ns = _makespan(_answer(units, [_whole(units)], task), task)
+        trials.append((unlimited_ns, number, units))
+    trials.sort(key=lambda trial: trial[:2])
+
+    # 2. groups and recomputed layers for those that may be best. Flushing alone comes first: it is
+    # quickly found, and bounds what is worth solving.
     best: tuple[int, Answer] | None = None
-    # flushing alone first: it is quickly found, and bounds what is worth solving
     for recompute in (False, True):
-        for unlimited, place in sorted(free):
-            spare = math.inf if best is None else HOPELESS[recompute] * best[0] - unlimited
-            groups = (
-                _grouped(trials[place], task, spare, recompute=recompute) if spare > 0 else None
-            )
-            if groups is not None:
-                answer = _answer(trials[place], groups, task)
-                took = _makespan(answer, task)
-                best = (took, answer) if best is None or took < best[0] else best
+        hopeless = HOPELESS_RECOMPUTING if recompute else HOPELESS_FLUSHING
+        for unlimited_ns, _, units in trials:
+            spare_ns = math.inf if best is None else hopeless * best[0] - unlimited_ns
+            if spare_ns <= 0:
+                continue
+            groups = _grouped(units, task, spare_ns, recompute=recompute)
+            if groups is None:
+                continue
+            answer = _answer(units, groups, task)
+            makespan = _makespan(answer, task)
+            if best is None or makespan < best[0]:
+                best = (makespan, answer)
     if best is None:
+        longest = task.lengths.index(max(task.lengths))
         raise PlanInfeasible(
-            f"sequence {task.lengths.index(max(task.lengths))} fits for no number of chunks: not "
-            f"even all layers "
-            "checkpointed save enough. Give more memory or use more stages"
+            f"sequence {longest} fits for no number of chunks: not even all layers checkpointed "
+            "save enough. Give more memory or use more stages"
         )
     return best[1]
 
 
+# ---- groups
+
+
 def _whole(units: Sequence[Unit]) -> _Group:
+    """Return all units as one pipeline without recomputing."""
     return _Group(start=0, stop=len(units), layers=(), price=0.0)
 
 
 def _grouped(
-    units: list[Unit], task: Task, spare: float, *, recompute: bool
+    units: list[Unit], task: Task, spare_ns: float, *, recompute: bool
 ) -> list[_Group] | None:
-    """The cheapest groups, more chunks first; None when no grouping fits, or none that costs at
-    most `spare` nanoseconds more than one pipeline without recomputing."""
+    """Return the cheapest groups, more chunks first; None when no grouping fits, or none that
+    costs at most `spare_ns` nanoseconds more than one pipeline without recomputing."""
     if task.room is None:
         return [_whole(units)]
     sizes = [len(unit) for unit in units]
-    ends = [
-        0,
-        *(stop for stop in range(1, len(units)) if sizes[stop] != sizes[stop - 1]),
-        len(units),
-    ]
+    ends = [0]  # a group may end where the number of chunks changes
+    for stop in range(1, len(units)):
+        if sizes[stop] != sizes[stop - 1]:
+            ends.append(stop)
+    ends.append(len(units))
+
     shapes = shapes_of(units, task.lengths)
     everything = [[stage.layers] * len(shapes) for stage in task.cost.stages]
-    full, bare = chunk_costs(task.cost, shapes), chunk_costs(task.cost, shapes, everything)
-    cheapest: dict[int, tuple[float, list[_Group]]] = {0: (0.0, [])}
-    spare += _passes(full, slice(None))[1] * (task.stages - 1)
+    full = chunk_costs(task.cost, shapes)
+    bare = chunk_costs(task.cost, shapes, everything)
+
+    # The price of every group includes a flush, that of the last group too.
+    _, both_ns = _passes(full, slice(None))
+    spare_ns += both_ns * (task.stages - 1)
+    cheapest: dict[int, tuple[float, list[_Group]]] = {0: (0.0, [])}  # of units [0, stop)
     for stop in ends[1:]:
-        for start in reversed([end for end in ends if end < stop and end in cheapest]):
-            before, groups = cheapest[start]
-            beat = cheapest[stop][0] - before if stop in cheapest else spare - before
-            group = _group(start, stop, sizes, full, bare, task, beat=beat, recompute=recompute)
+        for start in reversed(ends):
+            if start >= stop or start not in cheapest:
+                continue
+            price, groups = cheapest[start]
+            known = cheapest[stop][0] if stop in cheapest else spare_ns
+            group = _group(
+                start, stop, sizes, full, bare, task, beat=known - price, recompute=recompute
+            )
             if group is not None:
-                cheapest[stop] = (before + group.price, [*groups, group])
-    return cheapest[len(units)][1] if len(units) in cheapest else None
+                cheapest[stop] = (price + group.price, [*groups, group])
+    if len(units) not in cheapest:
+        return None
+    return cheapest[len(units)][1]
 
 
 def _group(
@@ -127,129 +158,168 @@ def _group(
     beat: float,
     recompute: bool,
 ) -> _Group | None:
-    """Units [start, stop) as a pipeline, with the layers that have to be recomputed; None when it
-    cannot fit, costs no less than `beat`, or may not `recompute` and has to."""
-    offsets = list(accumulate(sizes, initial=0))
-    places = slice(offsets[start], offsets[stop])
-    count, stages = offsets[stop] - offsets[start], task.stages
-    forward, both = _passes(full, places)
-    flush = (stages - 1) * both
-    most = min(stage.layers for stage in task.cost.stages)
-    if flush >= beat:
+    """Return units [start, stop) as a pipeline, with the layers that have to be recomputed.
+
+    sizes: chunks of each unit of the step
+    full, bare: costs of all chunks without any and with all layers checkpointed
+    beat: nanoseconds that the price must stay below
+
+    Returns None when the group cannot fit, costs no less than `beat`, or has to recompute and may
+    not.
+    """
+    first_chunks = list(accumulate(sizes, initial=0))
+    first = first_chunks[start]
+    end = first_chunks[stop]
+
+    # 1. the flush
+    forward_ns, both_ns = _passes(full, slice(first, end))
+    flush_ns = (task.stages - 1) * both_ns
+    if flush_ns >= beat:
         return None
-    moments = list(
-        islice(
-            _moments(sizes[start:stop], offsets[start], full, bare, task), None if recompute else 1
-        )
-    )
+
+    # 2. moments at which a stage would hold too much
+    found = _moments(sizes[start:stop], first, full, bare, task)
+    if not recompute:
+        found = islice(found, 1)  # a single one is too many
+    moments = tuple(found)
     if not moments:
-        return _Group(start=start, stop=stop, layers=(), price=flush)
-    if not recompute or flush + _least_layers(moments) * forward / most >= beat:
+        return _Group(start=start, stop=stop, layers=(), price=flush_ns)
+    if not recompute:
+        return None
+
+    # 3. layers to recompute: a lower bound, then the program. A diagonal's layer delays the step
+    # by that layer's share of a mean forward.
+    most = min(stage.layers for stage in task.cost.stages)
+    if flush_ns + _least_layers(moments) * forward_ns / most >= beat:
         return None
     # its solver is an optional dependency
-    from hf_flexseq.planner.pipeline.checkpointing_milp import (
-        CheckpointingTask,
-        solve,
-    )
+    from hf_flexseq.planner.pipeline.checkpointing_milp import CheckpointingTask, solve
 
-    variables = count + stages - 1
-    limit = int(min(variables * most, (beat - flush) * most / forward))
-    layers = solve(
-        CheckpointingTask(variables=variables, most=most, limit=limit, moments=tuple(moments))
-    )
+    diagonals = (end - first) + task.stages - 1
+    limit = int(min(diagonals * most, (beat - flush_ns) * most / forward_ns))
+    layers = solve(CheckpointingTask(variables=diagonals, most=most, limit=limit, moments=moments))
     if layers is None:
         return None
-    return _Group(
-        start=start, stop=stop, layers=layers, price=flush + sum(layers) * forward / most
-    )
+    price = flush_ns + sum(layers) * forward_ns / most
+    return _Group(start=start, stop=stop, layers=layers, price=price)
 
 
-def _passes(costs: ChunkCosts, places: slice) -> tuple[float, float]:
-    """Mean nanoseconds of a chunk's forward on a stage, and of its forward and backward."""
-    forward, input_grad, weight_grad = (
-        sum(sum(row[places]) for row in rows) / sum(len(row[places]) for row in rows)
-        for rows in (costs.forward, costs.input_grad, costs.weight_grad)
-    )
+def _passes(costs: ChunkCosts, chunks: slice) -> tuple[float, float]:
+    """Return mean nanoseconds of a chunk's forward on a stage, and of its forward and backward."""
+    forward = _mean(costs.forward, chunks)
+    input_grad = _mean(costs.input_grad, chunks)
+    weight_grad = _mean(costs.weight_grad, chunks)
     return forward, forward + input_grad + weight_grad
 
 
+def _mean(table: Sequence[Sequence[int]], chunks: slice) -> float:
+    """Return the mean of a [stage][chunk] table over all stages and these chunks."""
+    total = 0
+    count = 0
+    for row in table:
+        total += sum(row[chunks])
+        count += len(row[chunks])
+    return total / count
+
+
+# ---- recomputing
+
+
 def _least_layers(moments: Sequence[Moment]) -> int:
-    """A lower bound on all diagonals' layers: what moments without a common diagonal need."""
+    """Return a lower bound on all diagonals' layers: what moments without a common diagonal
+    need."""
     used: set[int] = set()
     least = 0
     for excess, terms in moments:
         diagonals = {diagonal for diagonal, _ in terms}
         if not used & diagonals:
             used |= diagonals
-            least += -(-excess // max(1, max(saved for _, saved in terms)))
+            most_saved = max(1, max(saved for _, saved in terms))
+            least += -(-excess // most_saved)  # rounded up
     return least
 
 
 def _moments(
-    sizes: Sequence[int], offset: int, full: ChunkCosts, bare: ChunkCosts, task: Task
+    sizes: Sequence[int], first: int, full: ChunkCosts, bare: ChunkCosts, task: Task
 ) -> Iterator[Moment]:
-    """(excess, (diagonal, bytes saved per layer) of every chunk in flight) when a stage would hold
-    too much. offset: place of the first chunk."""
+    """Yield the moments at which a stage of a 1F1B pipeline would hold too much.
+
+    sizes: chunks of each unit of the pipeline; first: the first unit's first chunk
+    """
     assert task.room is not None, "without a limit nothing is too much"
-    firsts = list(accumulate(sizes, initial=offset))
-    turns = {firsts[unit] + index: k for k, (unit, index) in enumerate(backward_names(sizes))}
+    first_chunks = list(accumulate(sizes, initial=first))
+    backward_number = {}  # chunk -> the number of its backward on any stage
+    for number, (unit, index) in enumerate(backward_names(sizes)):
+        backward_number[first_chunks[unit] + index] = number
+
     for stage, actions in enumerate(one_forward_one_backward(sizes, task.stages)):
-        held, carried = full.held[stage], full.carried[stage]
-        saved = [
-            (high - low) // task.cost.stages[stage].layers
-            for high, low in zip(held, bare.held[stage], strict=True)
-        ]
-        flying: dict[int, int] = {}
-        total, reached = 0, task.stages - 1 - stage
+        held = full.held[stage]
+        carried = full.carried[stage]
+        layers = task.cost.stages[stage].layers
+        saved = []  # of each chunk, bytes per recomputed layer
+        for high, low in zip(held, bare.held[stage], strict=True):
+            saved.append((high - low) // layers)
+        stages_behind = task.stages - 1 - stage
+        in_flight: dict[int, int] = {}  # chunk -> diagonal
+        total = 0  # bytes
         for action in actions:
-            place = firsts[action.unit] + action.chunk
+            chunk = first_chunks[action.unit] + action.chunk
+            grows = False
             if action.kind == "F":
-                flying[place] = turns[place] + reached
-                total += held[place] + (carried[place] if action.chunk == 0 else 0)
-            gradients = (
-                carried[place]
-                if action.kind == "B" and action.chunk == sizes[action.unit] - 1
-                else 0
-            )
-            total += gradients
-            if total > task.room[stage] and (action.kind == "F" or gradients):
-                yield (
-                    total - task.room[stage],
-                    tuple((diagonal, saved[p]) for p, diagonal in flying.items()),
-                )
+                in_flight[chunk] = backward_number[chunk] + stages_behind
+                grows = True
+                total += held[chunk]
+                if action.chunk == 0:
+                    total += carried[chunk]
+            elif action.chunk == sizes[action.unit] - 1:
+                # The gradients of keys and values come with the unit's first backward.
+                grows = carried[chunk] > 0
+                total += carried[chunk]
+            if grows and total > task.room[stage]:
+                terms = tuple((diagonal, saved[other]) for other, diagonal in in_flight.items())
+                yield total - task.room[stage], terms
             if action.kind == "B":
-                del flying[place]
-                total -= held[place] + (2 * carried[place] if action.chunk == 0 else 0)
+                del in_flight[chunk]
+                total -= held[chunk]
+                if action.chunk == 0:
+                    total -= 2 * carried[chunk]  # keys and values, and their gradients
 
 
-def _answer(units: list[Unit], groups: Sequence[_Group], task: Task) -> Answer:
-    """One pipeline after the other."""
-    lists: list[list[Action]] = [[] for _ in range(task.stages)]
-    layers: list[list[int]] = [[] for _ in range(task.stages)]
-    for group in groups:
-        sizes = [len(unit) for unit in units[group.start : group.stop]]
-        for stage, actions in enumerate(
-            one_forward_one_backward(sizes, task.stages, first=group.start)
-        ):
-            lists[stage] += actions
-            layers[stage] += _layers(sizes, group.layers, task.stages - 1 - stage)
-    checkpointed = tuple(map(tuple, layers)) if any(map(any, layers)) else ()
-    return Answer(units=units, actions=tuple(map(tuple, lists)), checkpointed=checkpointed)
+def _layers(sizes: Sequence[int], diagonals: Sequence[int], stages_behind: int) -> list[int]:
+    """Return the checkpointed layers of each chunk on a stage.
 
-
-def _layers(sizes: Sequence[int], diagonals: Sequence[int], reached: int) -> list[int]:
-    """Checkpointed layers by place, from those of the diagonals. reached: stages from this one to
-    the last."""
-    if not diagonals:
-        return [0] * sum(sizes)
-    firsts = list(accumulate(sizes, initial=0))
+    diagonals: layers of each, () for none; stages_behind: stages from this one to the last
+    """
     layers = [0] * sum(sizes)
-    for k, (unit, index) in enumerate(backward_names(sizes)):
-        layers[firsts[unit] + index] = diagonals[k + reached]
+    if not diagonals:
+        return layers
+    first_chunks = list(accumulate(sizes, initial=0))
+    for number, (unit, index) in enumerate(backward_names(sizes)):
+        layers[first_chunks[unit] + index] = diagonals[number + stages_behind]
     return layers
 
 
+# ---- the answer
+
+
+def _answer(units: list[Unit], groups: Sequence[_Group], task: Task) -> Answer:
+    """Return the groups as one pipeline after the other."""
+    actions: list[list[Action]] = [[] for _ in range(task.stages)]
+    layers: list[list[int]] = [[] for _ in range(task.stages)]
+    for group in groups:
+        sizes = [len(unit) for unit in units[group.start : group.stop]]
+        orders = one_forward_one_backward(sizes, task.stages, first=group.start)
+        for stage, order in enumerate(orders):
+            actions[stage] += order
+            layers[stage] += _layers(sizes, group.layers, task.stages - 1 - stage)
+    checkpointed: Layers = ()
+    if any(map(any, layers)):
+        checkpointed = tuple(map(tuple, layers))
+    return Answer(units=units, actions=tuple(map(tuple, actions)), checkpointed=checkpointed)
+
+
 def _makespan(answer: Answer, task: Task) -> int:
+    """Return the simulated nanoseconds of an answer."""
     plan = PipelinePlan(
         lengths=task.lengths,
         ranks=task.stages,

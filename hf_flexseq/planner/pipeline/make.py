@@ -3,7 +3,7 @@
     make_pipeline_plan(lengths, cost)                           our own schedule
     make_pipeline_plan(lengths, cost, schedule="1f1b")          whole sequences
     make_pipeline_plan(lengths, cost, schedule="seq1f1b", ...)  Seq1F1B, also over several stages
-    per rank
+                                                                per rank
     make_pipeline_plan(lengths, cost, schedule="infinipipe")    InfiniPipe, re-created from the
                                                                 paper's text
 
@@ -23,8 +23,7 @@ from hf_flexseq.planner.pipeline.auto import auto_pipeline
 from hf_flexseq.planner.pipeline.cuts import CutWork
 from hf_flexseq.planner.pipeline.infinipipe import infinipipe_pipeline
 from hf_flexseq.planner.pipeline.pack import chunked_units, whole_units
-from hf_flexseq.planner.pipeline.problem import Answer, Task
-from hf_flexseq.planner.pipeline.units import chunks_of
+from hf_flexseq.planner.pipeline.problem import Answer, Task, chunks_of
 from hf_flexseq.schedule.pipeline.check import check_memory
 from hf_flexseq.schedule.pipeline.orders import interleaved, one_forward_one_backward
 from hf_flexseq.schedule.pipeline.walk import makespan_ns
@@ -32,7 +31,7 @@ from hf_flexseq.schedule.pipeline.walk import makespan_ns
 __all__ = ["SCHEDULES", "make_pipeline_plan"]
 
 SCHEDULES = ("auto", "1f1b", "seq1f1b", "infinipipe")
-SEQ1F1B_CHUNKS = 4  # Seq1F1B's own setting at 64K tokens
+SEQ1F1B_CHUNKS = 4  # chunks of the longest sequence: Seq1F1B's own setting at 64K tokens
 
 
 def make_pipeline_plan(
@@ -46,28 +45,37 @@ def make_pipeline_plan(
     cuts: str = "time",
     stages_per_rank: int = 1,
 ) -> PipelinePlan:
-    """The plan of one optimizer step over the stages of `cost`.
+    """Plan one optimizer step over the stages of `cost`.
 
-    chunks: of the longest sequence; None to be planned. max_tokens: of a chunk. room: bytes of
-    each rank for what is in flight; None for no limit. cuts: what the parts of a sequence have
-    equal, for seq1f1b. stages_per_rank: more than one interleaves them, for seq1f1b. Raises
-    ValueError for arguments without meaning and PlanInfeasible when memory holds no plan.
+    lengths: tokens of each sequence
+    schedule: one of SCHEDULES
+    chunks: how many the longest sequence has; None to be planned
+    max_tokens: tokens that a chunk may have; None for no limit
+    room: bytes of each rank for what is in flight; None for no limit
+    cuts: what the parts of a sequence have equal, one of `cuts.CUTS`; for seq1f1b
+    stages_per_rank: more than one interleaves them; for seq1f1b
+
+    Raises ValueError for arguments without meaning and PlanInfeasible when memory holds no plan.
     """
     began = time.perf_counter()
+    # 1. the question
     _check(
         schedule, cost=cost, chunks=chunks, max_tokens=max_tokens, stages_per_rank=stages_per_rank
     )
+    ranks = len(cost.stages) // stages_per_rank
     task = Task(
         lengths=_checked_lengths(lengths),
         cost=cost,
         chunks=chunks,
         most_tokens=max_tokens,
-        room=_checked_room(room, len(cost.stages) // stages_per_rank),
+        room=_checked_room(room, ranks),
     )
+
+    # 2. the answer, as a plan
     answer = _answer(task, schedule, cuts, stages_per_rank)
     plan = PipelinePlan(
         lengths=task.lengths,
-        ranks=task.stages // stages_per_rank,
+        ranks=ranks,
         stages=task.stages,
         chunks=chunks_of(answer.units),
         actions=answer.actions,
@@ -76,15 +84,21 @@ def make_pipeline_plan(
         objective_s=0.0,
         planning_s=0.0,
     )
+
+    # 3. memory and time, where the planner has not seen to them
     if schedule in ("1f1b", "seq1f1b") and task.room is not None:
-        _check_room(plan, task)
-    took = makespan_ns(plan, cost) if answer.makespan_ns is None else answer.makespan_ns
-    return replace(plan, objective_s=took / 1e9, planning_s=time.perf_counter() - began)
+        _check_room(plan, task, task.room)
+    makespan = answer.makespan_ns
+    if makespan is None:
+        makespan = makespan_ns(plan, cost)
+    return replace(plan, objective_s=makespan / 1e9, planning_s=time.perf_counter() - began)
 
 
 def _answer(task: Task, schedule: str, cuts: str, stages_per_rank: int) -> Answer:
+    """Return what the planner of this schedule decides. Raises PlanInfeasible."""
+    ranks = task.stages // stages_per_rank
     if not task.lengths:
-        return Answer(units=[], actions=((),) * (task.stages // stages_per_rank), makespan_ns=0)
+        return Answer(units=[], actions=((),) * ranks, makespan_ns=0)
     if schedule == "auto":
         return auto_pipeline(task)
     if schedule == "infinipipe":
@@ -97,31 +111,35 @@ def _answer(task: Task, schedule: str, cuts: str, stages_per_rank: int) -> Answe
         units = chunked_units(task.lengths, task.chunks or SEQ1F1B_CHUNKS, work, task.most_tokens)
     sizes = [len(unit) for unit in units]
     if stages_per_rank == 1:
-        return Answer(units=units, actions=one_forward_one_backward(sizes, task.stages))
-    return Answer(
-        units=units, actions=interleaved(sizes, task.stages // stages_per_rank, stages_per_rank)
-    )
+        actions = one_forward_one_backward(sizes, ranks)
+    else:
+        actions = interleaved(sizes, ranks, stages_per_rank)
+    return Answer(units=units, actions=actions)
 
 
 def _check_whole(task: Task) -> None:
+    """Raise PlanInfeasible when a whole sequence has more tokens than a chunk may have."""
     longest = max(task.lengths)
     if task.most_tokens is not None and longest > task.most_tokens:
         raise PlanInfeasible(
             f"sequence {task.lengths.index(longest)} has {longest} tokens, a chunk may have "
-            f"{task.most_tokens}: "
-            "schedule='1f1b' does not cut it. Raise the limit, or take schedule='auto'"
+            f"{task.most_tokens}: schedule='1f1b' does not cut it. Raise the limit, or take "
+            "schedule='auto'"
         )
 
 
-def _check_room(plan: PipelinePlan, task: Task) -> None:
-    """These schedules do not adapt to memory: they fit or they do not."""
-    assert task.room is not None, "there is nothing to check without a limit"
+def _check_room(plan: PipelinePlan, task: Task, room: Sequence[int]) -> None:
+    """Raise PlanInfeasible unless the plan fits in `room`: these schedules do not adapt to
+    memory."""
     try:
-        check_memory(plan, task.cost, task.room)
+        check_memory(plan, task.cost, room)
     except ValueError as error:
         raise PlanInfeasible(
             f"schedule {plan.schedule}: {error}. Raise chunks, or take schedule='auto'"
         ) from error
+
+
+# ---- arguments
 
 
 def _check(
@@ -132,13 +150,15 @@ def _check(
     max_tokens: int | None,
     stages_per_rank: int,
 ) -> None:
+    """Raise ValueError for arguments without meaning, alone or together."""
     if schedule not in SCHEDULES:
         raise ValueError(f"schedule={schedule!r} is none of {', '.join(SCHEDULES)}")
-    for name, value in (
-        ("chunks", chunks),
-        ("max_tokens", max_tokens),
-        ("stages_per_rank", stages_per_rank),
-    ):
+    at_least_one = {
+        "chunks": chunks,
+        "max_tokens": max_tokens,
+        "stages_per_rank": stages_per_rank,
+    }
+    for name, value in at_least_one.items():
         if value is not None and value < 1:
             raise ValueError(f"{name}={value}: give at least 1")
     if schedule == "1f1b" and (chunks or 1) > 1:
@@ -154,13 +174,17 @@ def _check(
 
 
 def _checked_lengths(lengths: Sequence[int]) -> tuple[int, ...]:
-    tokens = tuple(operator.index(length) for length in lengths)
-    if tokens and min(tokens) < 1:
-        raise ValueError(f"sequence {tokens.index(min(tokens))} has no token")
+    """Return the lengths as plain ints. Raises ValueError for one below 1."""
+    tokens = tuple(map(operator.index, lengths))
+    shortest = min(tokens, default=1)
+    if shortest < 1:
+        raise ValueError(f"sequence {tokens.index(shortest)} has no token")
     return tokens
 
 
 def _checked_room(room: Sequence[int] | None, ranks: int) -> tuple[int, ...] | None:
+    """Return the bytes of each rank as a tuple. Raises ValueError unless there is a positive
+    number for each."""
     if room is None:
         return None
     if len(room) != ranks or min(room) < 1:

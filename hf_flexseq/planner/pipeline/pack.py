@@ -1,16 +1,15 @@
-"""Sequences into units: how long ones are cut and short ones packed.
+"""Sequences into units: where long sequences are cut, and how short ones are packed.
 
-    whole_units     1F1B: whole sequences, packed up to the step's longest, first fit by falling
-                    length
-    chunked_units   Seq1F1B on any lengths: the longest sequence in k chunks, the others in as many
-                    as their work asks
-                    for, short ones packed up to the longest's largest chunk
-    level_units     auto: every sequence in equal parts of nearly `target` work, short ones spread
-                    over the fewest
-                    bins so that all are equally full
+    whole_units      1F1B: whole sequences, packed up to the step's longest, first fit by falling
+                     length
+    chunked_units    Seq1F1B on any lengths: the longest sequence in k chunks, the others in as
+                     many as their work asks for, short ones packed up to the longest's largest
+                     chunk
+    level_units      auto: every sequence in equal parts of nearly `target` work, short ones spread
+                     over the fewest bins so that all are equally full
 
-InfiniPipe's own packing is in `infinipipe.py`. It cuts all sequences at the longest one's places,
-so every one has a tail of arbitrary size, to be filled up; equal parts of each sequence's own
+InfiniPipe's own packing is in `chunking.py`. It cuts all sequences where the longest is cut, so
+every sequence has a tail of arbitrary size, to be filled up; equal parts of each sequence's own
 leave no tails.
 """
 
@@ -20,50 +19,65 @@ from collections.abc import Sequence
 from itertools import pairwise
 
 from hf_flexseq.planner.pipeline.cuts import CutWork, cut
-from hf_flexseq.planner.pipeline.units import Row, Unit, unit_of
+from hf_flexseq.planner.pipeline.problem import Row, Unit, unit_of
 
-SLACK = 0.15  # a part may exceed its target by this share before there is one more part
+SLACK = 0.15  # share of its target that a part may exceed it by, before there is one more part
+ROUNDING = 1e-9  # relative: a part of exactly the target's work must not become two
 
 
 def longest_first(lengths: Sequence[int]) -> list[int]:
-    """Sequence ids by falling length, equal ones as given."""
+    """Return sequence ids by falling length, those of equal length in their given order."""
     return sorted(range(len(lengths)), key=lambda sequence: -lengths[sequence])
 
 
 def whole_units(lengths: Sequence[int]) -> list[Unit]:
-    """Packs of whole sequences."""
-    rows = first_fit(longest_first(lengths), lengths, most_tokens=max(lengths, default=0))
+    """Return packs of whole sequences, none longer than the longest sequence."""
+    longest = max(lengths, default=0)
+    rows = first_fit(longest_first(lengths), lengths, most_tokens=longest)
     return [[row] for row in rows]
 
 
 def chunked_units(
     lengths: Sequence[int], k: int, work: CutWork, most_tokens: int | None = None
 ) -> list[Unit]:
-    """Cut sequences, longest first, and packs of the short ones."""
+    """Return the cut sequences, longest first, and then packs of the short ones.
+
+    k: chunks of the longest sequence; more where a chunk would exceed `most_tokens`
+    """
     order = longest_first(lengths)
     if not order:
         return []
-    cuts = cut(lengths[order[0]], k, work, most_tokens)
-    largest = max(b - a for a, b in pairwise(cuts))
-    target = work.between(0, lengths[order[0]]) / (len(cuts) - 1)
-    long = [
-        q
-        for q in order
-        if work.between(0, lengths[q]) > target * (1 + 1e-9) or lengths[q] > largest
-    ]
-    units = [
-        unit_of(q, cut(lengths[q], _parts(work.between(0, lengths[q]), target), work, largest))
-        for q in long
-    ]
-    return units + [[row] for row in first_fit(order[len(long) :], lengths, most_tokens=largest)]
+    # 1. the longest sequence sets a chunk's work and tokens
+    longest = lengths[order[0]]
+    cuts = cut(longest, k, work, most_tokens)
+    most_tokens = max(stop - start for start, stop in pairwise(cuts))
+    target = work.between(0, longest) / (len(cuts) - 1)
+
+    # 2. sequences that exceed a chunk are cut
+    units: list[Unit] = []
+    short: list[int] = []
+    for sequence in order:
+        length = lengths[sequence]
+        its_work = work.between(0, length)
+        if its_work > target * (1 + ROUNDING) or length > most_tokens:
+            parts = _parts(its_work, target)
+            units.append(unit_of(sequence, cut(length, parts, work, most_tokens)))
+        else:
+            short.append(sequence)
+
+    # 3. the others are packed
+    for row in first_fit(short, lengths, most_tokens=most_tokens):
+        units.append([row])
+    return units
 
 
 def level_units(
     lengths: Sequence[int], target: float, work: CutWork, most_tokens: int | None = None
 ) -> list[Unit]:
-    """Units whose rows all hold nearly `target` work: cut sequences, longest first, and packs,
-    fullest first."""
-    units, short = [], []
+    """Return units whose rows all hold nearly `target` work: the cut sequences, longest first, and
+    then packs, fullest first."""
+    units: list[Unit] = []
+    short: list[int] = []
     for sequence in longest_first(lengths):
         length = lengths[sequence]
         parts = _parts(work.between(0, length), target)
@@ -71,22 +85,36 @@ def level_units(
             units.append(unit_of(sequence, cut(length, parts, work, most_tokens)))
         else:
             short.append(sequence)
-    return units + [[row] for row in _level_rows(short, lengths, target, work, most_tokens)]
+    for row in _level_rows(short, lengths, target, work, most_tokens):
+        units.append([row])
+    return units
 
 
 def first_fit(order: Sequence[int], lengths: Sequence[int], *, most_tokens: int) -> list[Row]:
-    """Whole sequences into rows of at most `most_tokens`, each into the first that has room."""
+    """Return rows of whole sequences, each sequence in the first row that has room for it.
+
+    order: sequence ids; most_tokens: of a row, unless a sequence alone has more
+    """
     rows: list[Row] = []
-    rooms: list[int] = []
+    free_tokens: list[int] = []  # of each row
     for sequence in order:
         length = lengths[sequence]
-        place = next((place for place, room in enumerate(rooms) if room >= length), len(rows))
-        if place == len(rows):
+        index = _first_with_room(free_tokens, length)
+        if index is None:
+            index = len(rows)
             rows.append([])
-            rooms.append(most_tokens)
-        rows[place].append((sequence, 0, length))
-        rooms[place] -= length
+            free_tokens.append(most_tokens)
+        rows[index].append((sequence, 0, length))
+        free_tokens[index] -= length
     return rows
+
+
+def _first_with_room(free_tokens: Sequence[int], length: int) -> int | None:
+    """Return the first index with at least `length` free tokens; None without one."""
+    for index, free in enumerate(free_tokens):
+        if free >= length:
+            return index
+    return None
 
 
 def _level_rows(
@@ -96,26 +124,27 @@ def _level_rows(
     work: CutWork,
     most_tokens: int | None,
 ) -> list[Row]:
-    """Longest first, each to the bin with the least work; one more bin where that one's tokens are
-    used up."""
+    """Return rows of whole sequences, fullest first: longest first, each sequence goes to the row
+    with the least work, or into one more row where that row's tokens are used up."""
     total = sum(work.between(0, lengths[sequence]) for sequence in order)
-    bins: list[tuple[float, int, int]] = [
-        (0.0, number, 0) for number in range(math.ceil(total / target))
-    ]
-    rows: list[Row] = [[] for _ in bins]
+    count = math.ceil(total / target)
+    rows: list[Row] = [[] for _ in range(count)]
+    heap = [(0.0, index, 0) for index in range(count)]  # (work, index in rows, tokens)
     for sequence in order:
         length = lengths[sequence]
-        load, number, tokens = bins[0]
+        its_work = work.between(0, length)
+        row_work, index, tokens = heap[0]
         if most_tokens and tokens + length > most_tokens:
-            load, number, tokens = 0.0, len(rows), 0
+            index = len(rows)
             rows.append([])
-            heapq.heappush(bins, (work.between(0, length), number, length))
+            heapq.heappush(heap, (its_work, index, length))
         else:
-            heapq.heapreplace(bins, (load + work.between(0, length), number, tokens + length))
-        rows[number].append((sequence, 0, length))
-    filled = sorted((-load, number) for load, number, _ in bins if rows[number])
-    return [rows[number] for _, number in filled]
+            heapq.heapreplace(heap, (row_work + its_work, index, tokens + length))
+        rows[index].append((sequence, 0, length))
+    fullest_first = sorted((-row_work, index) for row_work, index, _ in heap if rows[index])
+    return [rows[index] for _, index in fullest_first]
 
 
 def _parts(work: float, target: float) -> int:
+    """Return into how many parts of nearly `target` a sequence of this work is cut."""
     return max(1, math.ceil(work / target - SLACK))

@@ -1,27 +1,51 @@
-"""What a pipeline planner is asked, and what it answers."""
+"""The question to a pipeline planner, what it works on, and its answer.
+
+    Task      lengths, costs and limits of one step, on one rank per stage
+    Row       slices (sequence, start, stop) of one chunk
+    Unit      its rows, first to last: one cut sequence with what is packed beside it, or a pack
+    Answer    units, actions of every rank, checkpointed layers
+
+Units are plain lists while a planner is at work, since it may try many before one becomes chunks.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
-from hf_flexseq.cost.stages import ChunkCosts, PipelineCost
+from hf_flexseq.cost.stages import ChunkCosts, PipelineCost, StageShape, causal_pairs
 from hf_flexseq.plan import PlanInfeasible
-from hf_flexseq.plan.pipeline import Action
-from hf_flexseq.planner.pipeline.units import Unit
+from hf_flexseq.plan.pipeline import Action, Chunk
+from hf_flexseq.plan.shard import Slice
+
+Row = list[tuple[int, int, int]]
+Unit = list[Row]
+
+Actions = tuple[tuple[Action, ...], ...]  # [rank] in their order
+Layers = tuple[tuple[int, ...], ...]  # [stage][chunk]; () for none
+
+# A moment at which a stage would hold too much: bytes above its limit, and for every chunk then in
+# flight the diagonal of its backward (checkpointing_milp.py) and the bytes that one recomputed
+# layer saves.
+Moment = tuple[int, tuple[tuple[int, int], ...]]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Task:
-    """A step to plan on one rank per stage.
-
-    lengths: tokens of each sequence. chunks: of the longest sequence; None to be planned.
-    most_tokens: of a chunk. room: bytes of each stage for what is in flight. None: no limit.
-    """
+    """A step to plan on one rank per stage."""
 
     lengths: tuple[int, ...]
+    """Tokens of each sequence."""
+
     cost: PipelineCost
+
     chunks: int | None
+    """Chunks of the longest sequence; None lets the planner choose."""
+
     most_tokens: int | None
+    """Tokens that a chunk may have; None for no limit."""
+
     room: tuple[int, ...] | None
+    """Bytes of each stage for what is in flight; None for no limit."""
 
     @property
     def stages(self) -> int:
@@ -30,23 +54,87 @@ class Task:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Answer:
-    """What was decided. actions: of every rank. checkpointed: [stage][place] layers, () for none.
-    makespan_ns: the step's, where the planner knows it."""
+    """A planner's decision."""
 
     units: list[Unit]
-    actions: tuple[tuple[Action, ...], ...]
-    checkpointed: tuple[tuple[int, ...], ...] = ()
+
+    actions: Actions
+    """[rank] what the rank does, in order."""
+
+    checkpointed: Layers = ()
+    """[stage][chunk] layers that are computed again in the backward; () for none."""
+
     makespan_ns: int | None = None
+    """Nanoseconds of the step, where the planner knows them."""
+
+
+# ---- units
+
+
+def unit_of(sequence: int, cuts: Sequence[int]) -> Unit:
+    """Return the unit of one sequence, cut into tokens [cuts[i], cuts[i + 1])."""
+    unit = []
+    for start, stop in pairwise(cuts):
+        unit.append([(sequence, start, stop)])
+    return unit
+
+
+def chunks_of(units: Sequence[Unit]) -> tuple[Chunk, ...]:
+    """Return the units' rows as the chunks of a plan."""
+    chunks = []
+    for number, unit in enumerate(units):
+        for index, row in enumerate(unit):
+            slices = []
+            for sequence, start, stop in row:
+                slices.append(Slice(sequence=sequence, start=start, stop=stop))
+            chunks.append(Chunk(unit=number, index=index, slices=tuple(slices)))
+    return tuple(chunks)
+
+
+def shapes_of(units: Sequence[Unit], lengths: Sequence[int]) -> list[StageShape]:
+    """Return what the cost of every row depends on, unit by unit."""
+    shapes = []
+    for unit in units:
+        for row in unit:
+            shapes.append(_shape(row, lengths))
+    return shapes
+
+
+def _shape(row: Row, lengths: Sequence[int]) -> StageShape:
+    """Return tokens and causal pairs of a row. Only its first slice may be a part of a
+    sequence."""
+    tokens = 0
+    pairs = 0
+    for _, start, stop in row:
+        tokens += stop - start
+        pairs += causal_pairs(start, stop)
+    sequence, start, stop = row[0]
+    length = lengths[sequence]
+    if stop - start == length:
+        return StageShape(tokens=tokens, pairs=pairs, cut=0, length=0)
+    return StageShape(tokens=tokens, pairs=pairs, cut=stop - start, length=length)
+
+
+# ---- bytes
 
 
 def unit_bytes(sizes: Sequence[int], held: Sequence[int], carried: Sequence[int]) -> list[int]:
-    """What each unit holds on a stage when all of it is in flight, with the gradients of keys and
-    values of whichever unit needs most for them, since one after the other goes backward."""
-    found, place, gradients = [], 0, max(carried, default=0)
+    """Return the bytes that each unit holds on a stage when all of it is in flight.
+
+    The gradients of keys and values are those of whichever unit needs most for them, since units
+    go backward one after the other.
+
+    sizes: how many chunks each unit has
+    held, carried: of every chunk, as in `ChunkCosts`
+    """
+    gradients = max(carried, default=0)
+    units = []
+    first = 0  # the unit's first chunk
     for size in sizes:
-        found.append(sum(held[place : place + size]) + carried[place] + gradients)
-        place += size
-    return found
+        activations = sum(held[first : first + size])
+        units.append(activations + carried[first] + gradients)
+        first += size
+    return units
 
 
 def layers_to_fit(
@@ -57,30 +145,35 @@ def layers_to_fit(
     room: Sequence[int],
     beside: Sequence[int],
 ) -> list[list[int]]:
-    """[stage][unit] the fewest checkpointed layers that leave `beside` bytes of the room free, or
-    all that there are.
+    """Return [stage][unit] the fewest checkpointed layers that leave `beside` bytes of the room
+    free, or all layers where even these do not.
 
-    full, bare: costs without any and with all layers checkpointed. Raises PlanInfeasible, naming
-    the sequence, where not even all layers make a unit fit alone.
+    full, bare: costs without any and with all layers checkpointed
+    room, beside: bytes of each stage
+
+    Raises PlanInfeasible, naming the sequence, where not even all layers make a unit fit alone.
     """
-    sizes, layers = [len(unit) for unit in units], []
+    sizes = [len(unit) for unit in units]
+    layers = []
     for number, stage in enumerate(cost.stages):
         most = unit_bytes(sizes, full.held[number], full.carried[number])
         least = unit_bytes(sizes, bare.held[number], bare.carried[number])
-        needed = []
+        of_stage = []
         for unit, high, low in zip(units, most, least, strict=True):
             if low > room[number]:
+                sequence = unit[0][0][0]
                 raise PlanInfeasible(
-                    f"sequence {unit[0][0][0]} and what is packed with it hold {low} bytes on "
-                    f"stage {number} with all "
-                    f"its layers checkpointed, the limit is {room[number]}. Give more memory, use "
-                    f"more stages, or "
-                    "shorten the sequence"
+                    f"sequence {sequence} and what is packed with it hold {low} bytes on stage "
+                    f"{number} with all its layers checkpointed, the limit is {room[number]}. "
+                    "Give more memory, use more stages, or shorten the sequence"
                 )
-            over = max(0, high - max(low, room[number] - beside[number]))
-            rounded = over + len(unit)  # every chunk's bytes are rounded
-            needed.append(
-                min(stage.layers, -(-rounded * stage.layers // (high - low))) if over else 0
-            )
-        layers.append(needed)
+            # `beside` may ask for more than all layers together can leave free.
+            limit = max(low, room[number] - beside[number])
+            over = max(0, high - limit)
+            needed = 0
+            if over:
+                over += len(unit)  # the bytes of every chunk are rounded
+                needed = min(stage.layers, -(-over * stage.layers // (high - low)))
+            of_stage.append(needed)
+        layers.append(of_stage)
     return layers

@@ -1,9 +1,11 @@
-"""Plan a step over several replicas of a pipeline: deal the sequences, then plan each replica for
-itself.
+"""Plan a step over several replicas of a pipeline.
 
-Sequences are dealt longest first, each to the replica with the least work so far, which keeps the
-slowest within a third of the best (Graham 1969). Rejected: dealing chunks instead of sequences,
-for which keys and values would have to travel between replicas.
+1. Sequences are dealt longest first, each to the replica with the least work so far, which keeps
+   the slowest within a third of the best (Graham 1969).
+2. Each replica's step is planned for itself.
+
+Rejected: dealing chunks instead of sequences, for which keys and values would have to travel
+between replicas.
 """
 
 from collections.abc import Sequence
@@ -24,11 +26,15 @@ def make_step_plan(
     room: Sequence[int] | None = None,
     stages_per_rank: int = 1,
 ) -> StepPlan:
-    """See `make_pipeline_plan` for the arguments; memory and cost are those of one replica."""
+    """Plan one optimizer step over `replicas` pipelines.
+
+    The other arguments are those of `make_pipeline_plan`; cost and room are those of one replica.
+    """
     members = deal(lengths, replicas, cost)
-    plans = tuple(
-        make_pipeline_plan(
-            [lengths[i] for i in ids],
+    plans = []
+    for ids in members:
+        plan = make_pipeline_plan(
+            [lengths[sequence] for sequence in ids],
             cost,
             schedule=schedule,
             chunks=chunks,
@@ -36,20 +42,21 @@ def make_step_plan(
             room=room,
             stages_per_rank=stages_per_rank,
         )
-        for ids in members
-    )
-    return StepPlan(lengths=tuple(lengths), members=members, plans=plans)
+        plans.append(plan)
+    return StepPlan(lengths=tuple(lengths), members=members, plans=tuple(plans))
 
 
 def deal(lengths: Sequence[int], replicas: int, cost: PipelineCost) -> tuple[tuple[int, ...], ...]:
-    """The ids of each replica's sequences, ascending."""
-    linear = sum(stage.linear_ns + stage.head_ns for stage in cost.stages)
-    attention = sum(stage.attention_ns for stage in cost.stages)
-    held: list[list[int]] = [[] for _ in range(replicas)]
-    work = [0] * replicas
-    for sequence in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
-        replica = min(range(replicas), key=lambda r: (work[r], r))
-        held[replica].append(sequence)
+    """Return the ids of each replica's sequences, ascending."""
+    linear_ns = sum(stage.linear_ns + stage.head_ns for stage in cost.stages)
+    attention_ns = sum(stage.attention_ns for stage in cost.stages)
+    members: list[list[int]] = [[] for _ in range(replicas)]
+    work_ns = [0] * replicas
+    longest_first = sorted(range(len(lengths)), key=lambda sequence: -lengths[sequence])
+    for sequence in longest_first:
+        least_loaded = work_ns.index(min(work_ns))
+        members[least_loaded].append(sequence)
         length = lengths[sequence]
-        work[replica] += round(linear * length + attention * causal_pairs(0, length))
-    return tuple(tuple(sorted(ids)) for ids in held)
+        forward_ns = linear_ns * length + attention_ns * causal_pairs(0, length)
+        work_ns[least_loaded] += round(forward_ns)
+    return tuple(tuple(sorted(ids)) for ids in members)
