@@ -5,8 +5,8 @@ the bubble costs.
     report(plan, cost)               seconds, bubble and peaks in one record
 
 Times are the longest path through the plan's actions (`schedule/pipeline/walk.py`), so they are
-exact for the given cost of each action; what they leave out are transfers that disturb each other
-and stages that disturb their own.
+exact for the given cost of each action. They leave out transfers that disturb each other and
+stages that disturb their own computing.
 """
 
 from collections.abc import Sequence
@@ -17,34 +17,46 @@ from hf_flexseq.plan.pipeline import KINDS, PipelinePlan
 from hf_flexseq.schedule.pipeline.walk import Done, timed
 from hf_flexseq.timeline import ACTION_KINDS, Event, Memory, Timeline
 
-_NAMES = dict(zip(KINDS, ACTION_KINDS, strict=True))
+EVENT_KINDS = dict(zip(KINDS, ACTION_KINDS, strict=True))  # kind of an action -> of its event
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Report:
-    """A simulated step. seconds: until the last rank is done. bubble: share of the ranks' time
-    without work. peak_bytes, peak_tokens: of each rank, of what is in flight; a checkpointed token
-    counts whole."""
+    """A simulated step in numbers."""
 
     seconds: float
+    """Until the last rank is done."""
+
     bubble: float
+    """Share of the ranks' time without work."""
+
     peak_bytes: tuple[int, ...]
+    """[rank] the most bytes of what is in flight."""
+
     peak_tokens: tuple[int, ...]
+    """[rank] the most tokens in flight; a checkpointed token counts whole."""
 
 
 def simulate_pipeline(plan: PipelinePlan, cost: PipelineCost) -> Timeline:
-    """The timeline of one optimizer step."""
-    places = plan.places()
-    lanes: list[list[Done]] = [[] for _ in range(plan.ranks)]
+    """Return the timeline of one optimizer step."""
+    by_rank: list[list[Done]] = [[] for _ in range(plan.ranks)]
+    stop = 0
     for done in timed(plan, cost):
-        lanes[done.rank].append(done)
-    stop = max((lane[-1].stop for lane in lanes if lane), default=0)
+        by_rank[done.rank].append(done)
+        stop = max(stop, done.stop)
+
+    chunk_numbers = plan.places()
+    events: list[Event] = []
+    memory: list[Memory] = []
+    for rank, actions in enumerate(by_rank):
+        events += _events(rank, actions, chunk_numbers, stop)
+        for done in actions:
+            memory.append(Memory(rank=rank, at=done.start, bytes=done.held))
+            memory.append(Memory(rank=rank, at=done.stop, bytes=done.left))
     return Timeline(
         world_size=plan.ranks,
-        events=tuple(
-            event for rank, lane in enumerate(lanes) for event in _events(rank, lane, places, stop)
-        ),
-        memory=tuple(sample for lane in lanes for done in lane for sample in _memory(done)),
+        events=tuple(events),
+        memory=tuple(memory),
         starts=(),
         stop=stop,
         unit="ns",
@@ -52,7 +64,7 @@ def simulate_pipeline(plan: PipelinePlan, cost: PipelineCost) -> Timeline:
 
 
 def report(plan: PipelinePlan, cost: PipelineCost) -> Report:
-    """The step in numbers."""
+    """Return the simulated step in numbers."""
     timeline = simulate_pipeline(plan, cost)
     peaks = [0] * plan.ranks
     for sample in timeline.memory:
@@ -66,56 +78,60 @@ def report(plan: PipelinePlan, cost: PipelineCost) -> Report:
 
 
 def peak_tokens(plan: PipelinePlan) -> tuple[int, ...]:
-    """The most tokens each rank has between their forward and the end of their backward."""
-    places = plan.places()
+    """Return the most tokens that each rank has between their forward and the end of their
+    backward."""
+    chunk_numbers = plan.places()
     peaks = []
     for actions in plan.actions:
-        held = peak = 0
+        tokens_held = 0
+        peak = 0
         for action in actions:
-            tokens = plan.chunks[places[action.unit, action.chunk]].tokens
-            held += {"F": tokens, "I": 0}.get(action.kind, -tokens)
-            peak = max(peak, held)
+            chunk = plan.chunks[chunk_numbers[action.unit, action.chunk]]
+            if action.kind == "F":
+                tokens_held += chunk.tokens
+            elif action.kind in ("B", "W"):
+                tokens_held -= chunk.tokens
+            peak = max(peak, tokens_held)
         peaks.append(peak)
     return tuple(peaks)
 
 
 def tokens_as_time(stages: int) -> PipelineCost:
-    """A cost for plans whose real one is not known: a microsecond per token, forward."""
+    """Return a cost for plans whose real one is not known: a microsecond per token, forward."""
     return PipelineCost.even(stages, StageCost(linear_ns=1e3, attention_ns=0.0, chunk_ns=0.0))
 
 
 def _events(
-    rank: int, lane: Sequence[Done], places: dict[tuple[int, int], int], stop: int
+    rank: int, actions: Sequence[Done], chunk_numbers: dict[tuple[int, int], int], stop: int
 ) -> list[Event]:
-    events, free = [], 0
-    for done in lane:
-        place = places[done.action.unit, done.action.chunk]
-        if done.start > free:
-            events.append(_event(rank, free, done.start, "wait", place, "wait for the neighbour"))
-        events.append(
-            _event(rank, done.start, done.stop, _NAMES[done.action.kind], place, str(done.action))
-        )
-        free = done.stop
-    if free < stop:
-        events.append(_event(rank, free, stop, "wait", 0, "wait for the other ranks"))
+    """Return a rank's actions and the waits before, between and after them, up to `stop`
+    nanoseconds."""
+    events = []
+    free_at = 0
+    for done in actions:
+        action = done.action
+        chunk = chunk_numbers[action.unit, action.chunk]
+        if done.start > free_at:
+            label = "wait for the neighbour"
+            events.append(_event(rank, free_at, done.start, "wait", chunk, label))
+        kind = EVENT_KINDS[action.kind]
+        events.append(_event(rank, done.start, done.stop, kind, chunk, str(action)))
+        free_at = done.stop
+    if free_at < stop:
+        events.append(_event(rank, free_at, stop, "wait", 0, "wait for the other ranks"))
     return events
 
 
-def _event(rank: int, start: int, stop: int, kind: str, place: int, label: str) -> Event:
+def _event(rank: int, start: int, stop: int, kind: str, chunk: int, label: str) -> Event:
+    """Return an event of a chunk, which stands where events of other plans have their
+    micro-batch."""
     return Event(
         rank=rank,
         start=start,
         stop=stop,
         kind=kind,
-        micro_batch=place,
+        micro_batch=chunk,
         group=None,
         degree=0,
         label=label,
     )
-
-
-def _memory(done: Done) -> list[Memory]:
-    return [
-        Memory(rank=done.rank, at=done.start, bytes=done.held),
-        Memory(rank=done.rank, at=done.stop, bytes=done.left),
-    ]

@@ -38,8 +38,8 @@ from hf_flexseq.planner.pipeline.problem import (
     unit_bytes,
 )
 
-# The constants were chosen with `bench_pipeline.py`: its part "tail" weighs seconds and peaks on
-# long-tailed batches, its part "planning" prints the planner's CPU time.
+# Chosen with the benchmark of pipelines (scripts/benchmarks/pipeline.py): its part "tail" weighs
+# seconds and peaks on long-tailed batches, its part "planning" prints the planner's CPU time.
 WINDOW = 1.5  # mean chunks per stage that may be in flight beside the largest unit
 MOST_CHUNKS = 1_000  # chunks of equal work that a step is cut into, at most
 MOST_ACTIONS = 20_000  # actions played in all trials of a step together

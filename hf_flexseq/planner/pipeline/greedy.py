@@ -43,8 +43,8 @@ from hf_flexseq.cost.stages import ChunkCosts
 from hf_flexseq.plan.pipeline import KINDS, Action
 from hf_flexseq.schedule.pipeline.orders import backward_names, forward_names
 
-# Rule 5, in chunks of the step. It bounds planning time, which `bench_pipeline.py` prints in its
-# part "planning".
+# Rule 5, in chunks of the step. It bounds planning time, which the benchmark of pipelines
+# (scripts/benchmarks/pipeline.py --parts planning) prints.
 SPLIT_ALL = 400  # up to so many chunks, every backward may be split
 SPLIT_LAST = 100  # of more chunks, only the last so many
 

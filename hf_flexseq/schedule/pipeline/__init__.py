@@ -1,1 +1,1 @@
-"""The pipeline's schedules: which stage does which action, and when."""
+"""The schedules of a pipeline: which stage does which action, in which order, and when."""

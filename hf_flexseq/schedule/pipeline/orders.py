@@ -5,8 +5,9 @@ Chunks are forwarded unit by unit, and go backward unit by unit with the last ch
 the paper's partially ordered queue. With P ranks, k chunks in the largest unit and n chunks in
 all, rank r runs
 
-    w_r = min(P - r - 2 + k, n) forwards, then pairs of one forward and one backward, then w_r
-    backwards;
+1. w_r = min(P - r - 2 + k, n) forwards,
+2. pairs of one forward and one backward,
+3. w_r backwards.
 
 k = 1 is 1F1B. The warm-up is the shortest that has the first unit's last chunk at the last stage
 in time. Over V stages per rank, stages take turns every P chunks and
@@ -23,96 +24,98 @@ the fewest that have P chunks; with g chunks in a turn
 which is the above where k divides P.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Sequence
 
 from hf_flexseq.plan.pipeline import Action
 
-Name = tuple[int, int]  # (unit, index)
+Name = tuple[int, int]  # (unit, index of the chunk inside the unit)
+Actions = tuple[tuple[Action, ...], ...]  # [rank] in their order
 
 
-def one_forward_one_backward(
-    sizes: Sequence[int], ranks: int, first: int = 0
-) -> tuple[tuple[Action, ...], ...]:
-    """Every rank's actions for units of these many chunks, one stage per rank. first: the first
-    unit's number."""
-    forwards = [(first + unit, index) for unit, index in forward_names(sizes)]
-    backwards = [(first + unit, index) for unit, index in backward_names(sizes)]
-    warm_ups = [
-        min(ranks - rank - 2 + max(sizes, default=0), len(forwards)) for rank in range(ranks)
-    ]
-    return tuple(
-        _paired(
-            _actions([(rank, *n) for n in forwards], "F"),
-            _actions([(rank, *n) for n in backwards], "B"),
-            warm_up,
-        )
-        for rank, warm_up in enumerate(warm_ups)
-    )
+def one_forward_one_backward(sizes: Sequence[int], ranks: int, first: int = 0) -> Actions:
+    """Return every rank's actions, with one stage per rank.
 
-
-def interleaved(
-    sizes: Sequence[int], ranks: int, stages_per_rank: int
-) -> tuple[tuple[Action, ...], ...]:
-    """The same over several stages per rank, which take turns."""
-    turns = _turns(sizes, ranks)
-    needed = max(
-        (
-            (stages_per_rank - 1) * sum(sizes[u] for u in turn) + sizes[u] - 1
-            for turn in turns
-            for u in turn
-        ),
-        default=0,
-    )
+    sizes: how many chunks each unit has
+    first: the number of the first unit
+    """
+    largest = max(sizes, default=0)
+    forward_order = forward_names(sizes)
+    backward_order = backward_names(sizes)
     lists = []
     for rank in range(ranks):
-        stages = [rank + ranks * place for place in range(stages_per_rank)]
-        forwards = [
-            (stage, u, i)
-            for turn in turns
-            for stage in stages
-            for u in turn
-            for i in range(sizes[u])
-        ]
-        backwards = [
-            (stage, u, i)
-            for turn in turns
-            for stage in stages[::-1]
-            for u in turn
-            for i in reversed(range(sizes[u]))
-        ]
-        warm_up = min(needed + 2 * (ranks - rank - 1), len(forwards))
-        lists.append(_paired(_actions(forwards, "F"), _actions(backwards, "B"), warm_up))
+        forwards = [Action(rank, "F", first + unit, index) for unit, index in forward_order]
+        backwards = [Action(rank, "B", first + unit, index) for unit, index in backward_order]
+        warm_up = min(ranks - rank - 2 + largest, len(forwards))
+        lists.append(_paired(forwards, backwards, warm_up))
+    return tuple(lists)
+
+
+def interleaved(sizes: Sequence[int], ranks: int, stages_per_rank: int) -> Actions:
+    """Return every rank's actions, with several stages per rank, which take turns.
+
+    sizes: how many chunks each unit has
+    """
+    turns = _turns(sizes, ranks)
+    # chunks from a unit's first forward on a rank to its last one on the rank's last stage
+    longest_way = 0
+    for turn in turns:
+        turn_chunks = sum(sizes[unit] for unit in turn)
+        for unit in turn:
+            way = (stages_per_rank - 1) * turn_chunks + sizes[unit] - 1
+            longest_way = max(longest_way, way)
+
+    lists = []
+    for rank in range(ranks):
+        stages = [rank + ranks * number for number in range(stages_per_rank)]
+        forwards = []
+        backwards = []
+        for turn in turns:
+            for stage in stages:
+                for unit in turn:
+                    for index in range(sizes[unit]):
+                        forwards.append(Action(stage, "F", unit, index))
+            for stage in reversed(stages):
+                for unit in turn:
+                    for index in reversed(range(sizes[unit])):
+                        backwards.append(Action(stage, "B", unit, index))
+        warm_up = min(longest_way + 2 * (ranks - rank - 1), len(forwards))
+        lists.append(_paired(forwards, backwards, warm_up))
     return tuple(lists)
 
 
 def forward_names(sizes: Sequence[int]) -> list[Name]:
+    """Return all chunks in the order of their forwards, which is their order in a plan."""
     return [(unit, index) for unit, size in enumerate(sizes) for index in range(size)]
 
 
 def backward_names(sizes: Sequence[int]) -> list[Name]:
+    """Return all chunks in the order of their backwards."""
     return [(unit, index) for unit, size in enumerate(sizes) for index in reversed(range(size))]
 
 
 def _turns(sizes: Sequence[int], ranks: int) -> list[list[int]]:
-    """Units of every turn: as few as have a chunk for each rank; what is left joins the last
-    turn."""
+    """Return the units of every turn: the fewest that have a chunk for each rank.
+
+    Units that are too few for a turn of their own join the last turn.
+    """
     turns: list[list[int]] = [[]]
-    left = sum(sizes)
+    chunks_left = sum(sizes)
     for unit, size in enumerate(sizes):
-        if sum(sizes[u] for u in turns[-1]) >= ranks <= left:
+        turn_chunks = sum(sizes[other] for other in turns[-1])
+        if turn_chunks >= ranks and chunks_left >= ranks:
             turns.append([])
         turns[-1].append(unit)
-        left -= size
+        chunks_left -= size
     return turns
 
 
-def _actions(where: Iterable[tuple[int, int, int]], kind: str) -> list[Action]:
-    return [Action(stage, kind, unit, index) for stage, unit, index in where]
-
-
 def _paired(forwards: list[Action], backwards: list[Action], warm_up: int) -> tuple[Action, ...]:
-    def pairs() -> Iterator[Action]:
-        for forward, backward in zip(forwards[warm_up:], backwards, strict=False):
-            yield from (forward, backward)
-
-    return (*forwards[:warm_up], *pairs(), *backwards[len(forwards) - warm_up :])
+    """Return `warm_up` forwards, then pairs of a forward and a backward, then the remaining
+    backwards."""
+    pairs = len(forwards) - warm_up
+    actions = forwards[:warm_up]
+    for forward, backward in zip(forwards[warm_up:], backwards[:pairs], strict=True):
+        actions.append(forward)
+        actions.append(backward)
+    actions += backwards[pairs:]
+    return tuple(actions)

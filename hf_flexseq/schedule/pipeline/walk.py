@@ -1,11 +1,19 @@
 """Go through a pipeline's plan without computing: in which order actions can happen, when, and
 what is then held.
 
+    walk          every action after what it waits for, or where each rank is stuck
+    timed         every action at its earliest time, with the bytes of its rank
+    makespan_ns   nanoseconds of the step
+    peak_bytes    the most bytes of each rank
+
 A stage takes its inputs from two queues, one from each neighbour, and each queue hands out chunks
 in the order in which the neighbour made them: sends are buffered, receives are not reordered. A
 plan in which some rank waits for ever under these rules is a deadlock, and so is one that merely
 needs a reordered queue: an executor that posts receives in the order of its own list would hang
 there.
+
+The slow, obvious twin of `timed`, which pulls every edge of the plan's graph until nothing moves,
+is `relaxed` in the tests.
 """
 
 from collections import deque
@@ -15,124 +23,159 @@ from dataclasses import dataclass
 from hf_flexseq.cost.stages import ChunkCosts, PipelineCost, chunk_costs, shape_of
 from hf_flexseq.plan.pipeline import Action, PipelinePlan
 
-Key = tuple[str, int]  # (F or B, the stage that sends)
+# (F or B, the stage that sends) -> (unit, index) of the chunks that were sent and not yet taken
+Queues = dict[tuple[str, int], deque[tuple[int, int]]]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Done:
-    """One action at its time. start, stop: nanoseconds. held: bytes of the rank while it goes on;
-    left: after it."""
+    """An action at its time."""
 
     rank: int
+
     action: Action
+
     start: int
+    """Nanoseconds since the step began."""
+
     stop: int
+    """Nanoseconds since the step began."""
+
     held: int
+    """Bytes of the rank while the action goes on."""
+
     left: int
+    """Bytes of the rank after it."""
 
 
 def walk(plan: PipelinePlan) -> Iterator[tuple[int, Action]]:
-    """All (rank, action), every one after what it waits for. Raises ValueError naming where each
-    rank is stuck."""
-    queues: dict[Key, deque[tuple[int, int]]] = {
-        (way, stage): deque() for way in "FB" for stage in range(plan.stages)
-    }
-    at = [0] * plan.ranks
+    """Yield every (rank, action), each after what it waits for. Raises ValueError naming the
+    actions at which ranks are stuck."""
+    queues: Queues = {}
+    for stage in range(plan.stages):
+        queues["F", stage] = deque()
+        queues["B", stage] = deque()
+    done = [0] * plan.ranks  # how many actions of each rank have happened
     moved = True
     while moved:
         moved = False
         for rank, actions in enumerate(plan.actions):
-            while at[rank] < len(actions) and _take(actions[at[rank]], plan.stages, queues):
-                yield rank, actions[at[rank]]
-                at[rank] += 1
+            while done[rank] < len(actions) and _take(actions[done[rank]], plan.stages, queues):
+                yield rank, actions[done[rank]]
+                done[rank] += 1
                 moved = True
-    stuck = [
-        str(actions[place])
-        for actions, place in zip(plan.actions, at, strict=True)
-        if place < len(actions)
-    ]
+
+    stuck = []
+    for rank, actions in enumerate(plan.actions):
+        if done[rank] < len(actions):
+            stuck.append(str(actions[done[rank]]))
     if stuck:
         raise ValueError(
             f"deadlock: {', '.join(stuck)} wait for what is never sent, or not sent next"
         )
 
 
-def _take(action: Action, stages: int, queues: dict[Key, deque[tuple[int, int]]]) -> bool:
-    """Take the action's input from its queue and put its output into the next one; False when the
-    input is not there."""
-    way, step, last = ("F", -1, 0) if action.kind == "F" else ("B", 1, stages - 1)
-    if action.kind != "W":
-        chunk = (action.unit, action.chunk)
-        if action.stage != last:
-            queue = queues[way, action.stage + step]
-            if not queue or queue[0] != chunk:
-                return False
-            queue.popleft()
-        queues[way, action.stage].append(chunk)
+def _take(action: Action, stages: int, queues: Queues) -> bool:
+    """Take the action's input from its queue and put its output into the next one; return False
+    when the input is not the next in its queue."""
+    if action.kind == "W":
+        return True  # what it needs is on its stage
+    if action.kind == "F":
+        direction = "F"
+        sender = action.stage - 1
+    else:
+        direction = "B"
+        sender = action.stage + 1
+    chunk = (action.unit, action.chunk)
+    if 0 <= sender < stages:
+        queue = queues[direction, sender]
+        if not queue or queue[0] != chunk:
+            return False
+        queue.popleft()
+    queues[direction, action.stage].append(chunk)
     return True
 
 
 def timed(plan: PipelinePlan, cost: PipelineCost) -> Iterator[Done]:
-    """All actions at the earliest time that their ranks' order allows: the longest path through
-    the plan."""
-    places = plan.places()
-    costs = chunk_costs(
-        cost, [shape_of(chunk, plan.lengths) for chunk in plan.chunks], plan.checkpointed
-    )
-    last = {chunk.unit: chunk.index for chunk in plan.chunks}
-    free, held = [0] * plan.ranks, [0] * plan.ranks
-    arrived: dict[tuple[str, int, int], int] = {}
+    """Yield all actions at the earliest time that their ranks' order allows: the longest path
+    through the plan."""
+    chunk_numbers = plan.places()  # (unit, index) -> index in the plan's chunks
+    shapes = [shape_of(chunk, plan.lengths) for chunk in plan.chunks]
+    costs = chunk_costs(cost, shapes, plan.checkpointed)
+    last_index = {chunk.unit: chunk.index for chunk in plan.chunks}
+    free_at = [0] * plan.ranks
+    held = [0] * plan.ranks
+    arrived_at: dict[tuple[str, int, int], int] = {}  # (F or B, receiving stage, chunk)
     for rank, action in walk(plan):
-        place = places[action.unit, action.chunk]
-        way = "F" if action.kind == "F" else "B"
-        start = max(
-            free[rank], arrived.get((way, action.stage, place), 0) if action.kind != "W" else 0
-        )
-        stop = start + _duration(action, place, costs)
+        chunk = chunk_numbers[action.unit, action.chunk]
+        stage = action.stage
+
+        # 1. time: when rank and input are there
+        direction = "F" if action.kind == "F" else "B"
+        start = free_at[rank]
         if action.kind != "W":
-            receiver = action.stage + (1 if way == "F" else -1)
-            arrived[way, receiver, place] = stop + costs.send[place]
-        gained, lost = _bytes(action, place, costs, action.chunk == last[action.unit])
+            start = max(start, arrived_at.get((direction, stage, chunk), 0))
+        stop = start + _duration(action, chunk, costs)
+        free_at[rank] = stop
+        if action.kind != "W":
+            receiver = stage + 1 if direction == "F" else stage - 1
+            arrived_at[direction, receiver, chunk] = stop + costs.send[chunk]
+
+        # 2. bytes
+        is_last = action.chunk == last_index[action.unit]
+        gained, lost = _bytes(action, chunk, costs, is_last)
         during = held[rank] + gained
-        free[rank], held[rank] = stop, during - lost
+        held[rank] = during - lost
         yield Done(rank=rank, action=action, start=start, stop=stop, held=during, left=held[rank])
 
 
 def makespan_ns(plan: PipelinePlan, cost: PipelineCost) -> int:
-    """Nanoseconds of the step."""
+    """Return the nanoseconds of the step."""
     return max((done.stop for done in timed(plan, cost)), default=0)
 
 
 def peak_bytes(plan: PipelinePlan, cost: PipelineCost) -> tuple[int, ...]:
-    """The most bytes each rank holds of what is in flight."""
+    """Return the most bytes that each rank holds of what is in flight."""
     peaks = [0] * plan.ranks
     for done in timed(plan, cost):
         peaks[done.rank] = max(peaks[done.rank], done.held)
     return tuple(peaks)
 
 
-def _duration(action: Action, place: int, costs: ChunkCosts) -> int:
+def _duration(action: Action, chunk: int, costs: ChunkCosts) -> int:
+    """Return the nanoseconds of an action. chunk: its index in the plan."""
     stage = action.stage
     if action.kind == "F":
-        return costs.forward[stage][place]
-    parts = {
-        "I": (costs.input_grad,),
-        "W": (costs.weight_grad,),
-        "B": (costs.input_grad, costs.weight_grad),
-    }
-    return sum(part[stage][place] for part in parts[action.kind])
+        return costs.forward[stage][chunk]
+    if action.kind == "I":
+        return costs.input_grad[stage][chunk]
+    if action.kind == "W":
+        return costs.weight_grad[stage][chunk]
+    return costs.input_grad[stage][chunk] + costs.weight_grad[stage][chunk]
 
 
-def _bytes(action: Action, place: int, costs: ChunkCosts, is_last: bool) -> tuple[int, int]:
-    """Bytes an action gains when it starts and loses when it stops. is_last: of its unit's
-    chunks."""
-    held, owed, carried = (
-        row[action.stage][place] for row in (costs.held, costs.owed, costs.carried)
-    )
+def _bytes(action: Action, chunk: int, costs: ChunkCosts, is_last: bool) -> tuple[int, int]:
+    """Return the bytes that an action gains when it starts, and those that it loses when it stops.
+
+    chunk: its index in the plan; is_last: whether it is the last chunk of its unit
+    """
+    held = costs.held[action.stage][chunk]
+    owed = costs.owed[action.stage][chunk]
+    carried = costs.carried[action.stage][chunk]
+    is_first = action.chunk == 0
     if action.kind == "F":
-        return held + (carried if action.chunk == 0 else 0), 0
+        gained = held
+        if is_first:
+            gained += carried  # keys and values of the whole sequence
+        return gained, 0
     if action.kind == "W":
         return 0, owed
-    kept = owed if action.kind == "I" else 0
-    drained = 2 * carried if action.chunk == 0 else 0
-    return (carried if is_last else 0) + max(0, kept - held), drained + max(0, held - kept)
+
+    kept = owed if action.kind == "I" else 0  # from I to W
+    gained = max(0, kept - held)
+    lost = max(0, held - kept)
+    if is_last:
+        gained += carried  # gradients of keys and values: the unit goes backward from here
+    if is_first:
+        lost += 2 * carried  # keys and values, and their gradients
+    return gained, lost
