@@ -3,13 +3,11 @@
 A chunk's queries read [the prefix of their own sequence | their own chunk, causally]. For each
 (layer, sequence):
 
-    forward    write the chunk's K, V into one buffer of the sequence's length; attend to the
-               prefix and to the chunk
-               itself, and merge the two by their log-sum-exp
-    backward   with the merged out and lse both parts are independent: the prefix's dK, dV are
-               added to a second
-               buffer, the chunk's own are returned together with what later chunks have left there
-               for it
+    forward     write the chunk's K, V into one buffer of the sequence's length; attend to the
+                prefix and to the chunk itself, and merge the two by their log-sum-exp
+    backward    with the merged out and lse both parts are independent: the prefix's dK, dV are
+                added to a second buffer, the chunk's own are returned together with what later
+                chunks have left there for it
 
 Chunks of a sequence go forward in order and backward in the opposite one (Seq1F1B, arXiv
 2406.03488). Any other order would give wrong gradients in silence, so a forward mark (positions
@@ -21,8 +19,12 @@ Both buffers are written in place and sliced, where Seq1F1B's code joins the who
 every chunk and layer and holds K, V twice. The second buffer is as long as the prefix of the last
 chunk, and in float32 (float64 for float64), because many chunks add to it.
 
+The slow, obvious twin is attention over the whole sequence, in `tests/pipeline/test_carry.py`.
+
 Rejected: transformers' cache, which appends, so that a replayed forward appends twice, and which
 its checkpointing drops without an error.
+
+In shapes, `tokens` are those of the chunk's part of the sequence.
 """
 
 from collections.abc import Iterator
@@ -38,12 +40,12 @@ Tensors = tuple[torch.Tensor, ...]
 
 
 class WrongOrder(RuntimeError):
-    """A chunk is not the next one of its sequence, or something was left when all should be
-    over."""
+    """Raised when a chunk is not the next one of its sequence, or when something was left at the
+    end of a step."""
 
 
 class KVCarry:
-    """What one stage carries, by (layer, sequence)."""
+    """Everything that one stage carries, by (layer, sequence)."""
 
     __slots__ = ("_carried", "kernel")
 
@@ -51,32 +53,40 @@ class KVCarry:
         self.kernel = kernel
         self._carried: dict[tuple[int, int], Carried] = {}
 
-    def at(self, layer: int, piece: Slice, length: int, *, keeps_grad: bool) -> "Carried":
-        """What `layer` carries of the sequence that `piece` is a part of. keeps_grad: whether a
-        backward will follow; otherwise the sequence is over with its last chunk's forward."""
-        key = (layer, piece.sequence)
+    def at(self, layer: int, part: Slice, length: int, *, keeps_grad: bool) -> "Carried":
+        """Return what `layer` carries of the sequence that `part` belongs to; it begins with the
+        sequence's first chunk.
+
+        length: tokens of the sequence
+        keeps_grad: whether a backward will follow; otherwise the sequence is over with its last
+            chunk's forward
+
+        Raises WrongOrder when the first part that is seen is not the sequence's first.
+        """
+        key = (layer, part.sequence)
         if key not in self._carried:
-            if piece.start:
+            if part.start:
                 raise WrongOrder(
-                    f"layer {layer}: sequence {piece.sequence} begins at "
-                    f"{piece.start} instead of 0"
+                    f"layer {layer}: sequence {part.sequence} begins at {part.start} instead of 0"
                 )
             self._carried[key] = Carried(self, key, length, keeps_grad=keeps_grad)
         return self._carried[key]
 
     def drop(self, key: tuple[int, int]) -> None:
+        """Forget a sequence that is over. key: (layer, sequence)"""
         del self._carried[key]
 
     def bytes(self) -> int:
-        """Memory of all buffers."""
-        return sum(
-            x.numel() * x.element_size()
-            for carried in self._carried.values()
-            for x in carried.buffers()
-        )
+        """Return the memory of all buffers."""
+        total = 0
+        for carried in self._carried.values():
+            for buffer in carried.buffers():
+                total += buffer.numel() * buffer.element_size()
+        return total
 
     def check_empty(self) -> None:
-        """Raise WrongOrder unless every sequence that began has been drained."""
+        """Raise WrongOrder unless every sequence that began has been drained. Afterwards nothing
+        is carried."""
         if self._carried:
             left = ", ".join(str(carried) for carried in self._carried.values())
             self._carried.clear()
@@ -84,123 +94,148 @@ class KVCarry:
 
 
 class Carried:
-    """K and V of one sequence in one layer. Positions before `stored` are written, from `drained`
-    on done."""
+    """Keys and values of one sequence in one layer, and their gradients.
+
+    Positions before `stored` are written, those from `drained` on have gone backward.
+    """
 
     __slots__ = ("_carry", "_dkv", "_keeps_grad", "_key", "_kv", "drained", "length", "stored")
 
     def __init__(
         self, carry: KVCarry, key: tuple[int, int], length: int, *, keeps_grad: bool
     ) -> None:
-        self._carry, self._key, self._keeps_grad = carry, key, keeps_grad
-        self.length, self.stored, self.drained = length, 0, length
-        self._kv: torch.Tensor | None = None  # [2, length, Hkv, D]
-        self._dkv: torch.Tensor | None = None  # [2, start of the last chunk, Hkv, D]
+        self._carry = carry
+        self._key = key  # (layer, sequence)
+        self._keeps_grad = keeps_grad
+        self.length = length
+        self.stored = 0
+        self.drained = length
+        self._kv: torch.Tensor | None = None  # [2, length, kv_heads, head_dim]
+        self._dkv: torch.Tensor | None = None  # [2, start of last chunk, kv_heads, head_dim]
 
     def buffers(self) -> Iterator[torch.Tensor]:
-        yield from (x for x in (self._kv, self._dkv) if x is not None)
+        """Yield the buffers there are: [2, positions, kv_heads, head_dim] each."""
+        if self._kv is not None:
+            yield self._kv
+        if self._dkv is not None:
+            yield self._dkv
 
     def forward(
-        self, piece: Slice, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float
+        self, part: Slice, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """q [t, H, D], k and v [t, Hkv, D] of the chunk -> out [t, H, D] and lse [H, t] over
-        prefix and chunk."""
-        self._store(piece, k, v)
-        out, lse = self._block(piece.start, piece, q, scale)
-        if piece.start:
-            prefix_out, prefix_lse = self._block(0, piece, q, scale)
-            # [t, H, D] and [t, H]; the kernel's own lse is [H, t]
-            out, lse_t = merge_partials(prefix_out, prefix_lse.t(), out, lse.t())
-            lse = lse_t.t()
+        """Return out [tokens, heads, head_dim] and lse [heads, tokens] over prefix and chunk.
+
+        q: [tokens, heads, head_dim]; k, v: [tokens, kv_heads, head_dim], those of the chunk
+
+        Raises WrongOrder when the part is not the next one to go forward.
+        """
+        kernel = self._carry.kernel
+        # 1. the chunk itself: [tokens, heads, head_dim], [heads, tokens]
+        self._store(part, k, v)
+        own_k, own_v, own_segments = self._own_keys(part)
+        out, lse = kernel.forward(q, own_k, own_v, own_segments, scale=scale)
+        # 2. the prefix, in the same shapes
+        if part.start:
+            prefix_k, prefix_v, prefix_segments = self._prefix_keys(part)
+            prefix_out, prefix_lse = kernel.forward(
+                q, prefix_k, prefix_v, prefix_segments, scale=scale
+            )
+            # lse as [tokens, heads], as `merge_partials` takes it, and back to [heads, tokens]
+            out, merged_lse = merge_partials(prefix_out, prefix_lse.t(), out, lse.t())
+            lse = merged_lse.t()
         if self.stored == self.length and not self._keeps_grad:
             self._carry.drop(self._key)
         return out.to(q.dtype), lse
 
     def backward(
         self,
-        piece: Slice,
+        part: Slice,
         dout: torch.Tensor,
         q: torch.Tensor,
         out: torch.Tensor,
         lse: torch.Tensor,
         scale: float,
     ) -> Tensors:
-        """dq [t, H, D], dk and dv [t, Hkv, D] of the chunk; those of its prefix are kept for the
-        chunks before."""
-        if self.stored < self.length or piece.stop != self.drained:
+        """Return dq [tokens, heads, head_dim], dk and dv [tokens, kv_heads, head_dim] of the
+        chunk; those of its prefix are kept for the chunks before.
+
+        dout, q, out: [tokens, heads, head_dim]; lse: [heads, tokens], as `forward` returned them
+
+        Raises WrongOrder when the part is not the next one to go backward.
+        """
+        if self.stored < self.length or part.stop != self.drained:
             raise WrongOrder(
-                f"{self}: the backward of [{piece.start}, {piece.stop}) is not the next one"
+                f"{self}: the backward of [{part.start}, {part.stop}) is not the next one"
             )
-        dq, *own = self._block_backward(piece.start, piece, dout, q, out, lse, scale)
-        dkv = torch.stack(own)  # [2, t, Hkv, D]
+        kernel = self._carry.kernel
+        # 1. the chunk itself, with the gradients that later chunks have left for its keys
+        own_k, own_v, own_segments = self._own_keys(part)
+        dq, dk, dv = kernel.backward(dout, q, own_k, own_v, out, lse, own_segments, scale=scale)
+        dkv = torch.stack([dk, dv])  # 2 x [tokens, ...] -> [2, tokens, kv_heads, head_dim]
         if self._dkv is not None:
-            dkv = self._dkv[:, piece.start : piece.stop] + dkv
-        if piece.start:
-            dq_prefix, *of_prefix = self._block_backward(0, piece, dout, q, out, lse, scale)
-            dq = dq.to(lse.dtype) + dq_prefix
-            self._add_to_prefix(piece.start, of_prefix)
-        self.drained = piece.start
+            dkv = self._dkv[:, part.start : part.stop] + dkv
+        # 2. the prefix: dk, dv [part.start, kv_heads, head_dim]
+        if part.start:
+            prefix_k, prefix_v, prefix_segments = self._prefix_keys(part)
+            prefix_dq, prefix_dk, prefix_dv = kernel.backward(
+                dout, q, prefix_k, prefix_v, out, lse, prefix_segments, scale=scale
+            )
+            dq = dq.to(lse.dtype) + prefix_dq
+            self._add_to_prefix(prefix_dk, prefix_dv)
+        # 3. the marks
+        self.drained = part.start
         if self.drained == 0:
             self._carry.drop(self._key)
-            self._kv = self._dkv = None  # autograd may still hold this object for a while
+            # Autograd may still hold this object for a while.
+            self._kv = None
+            self._dkv = None
         return dq, dkv[0], dkv[1]
 
-    def _store(self, piece: Slice, k: torch.Tensor, v: torch.Tensor) -> None:
-        if self.stored == self.length and piece.stop == self.drained:
+    def _store(self, part: Slice, k: torch.Tensor, v: torch.Tensor) -> None:
+        """Write k and v [tokens, kv_heads, head_dim] into the buffer, unless this is a replay.
+        Raises WrongOrder when the part is not the next one."""
+        if self.stored == self.length and part.stop == self.drained:
             return  # a replay
-        if piece.start != self.stored or piece.stop > self.length:
+        if part.start != self.stored or part.stop > self.length:
             raise WrongOrder(
-                f"{self}: the forward of [{piece.start}, {piece.stop}) is not the next one"
+                f"{self}: the forward of [{part.start}, {part.stop}) is not the next one"
             )
         if self._kv is None:
             self._kv = k.new_empty(2, self.length, *k.shape[1:])
-        self._kv[0, piece.start : piece.stop] = k
-        self._kv[1, piece.start : piece.stop] = v
-        self.stored = piece.stop
+        self._kv[0, part.start : part.stop] = k
+        self._kv[1, part.start : part.stop] = v
+        self.stored = part.stop
 
-    def _keys(self, start: int, piece: Slice) -> tuple[torch.Tensor, torch.Tensor, Segments]:
-        """K, V and who reads whom: of the chunk itself, causally, if that is where `start` is;
-        else of the prefix."""
+    def _own_keys(self, part: Slice) -> tuple[torch.Tensor, torch.Tensor, Segments]:
+        """Return k and v [tokens, kv_heads, head_dim] of the chunk itself, to be read causally."""
         assert self._kv is not None, "nothing was stored"
-        causal = start == piece.start
-        rows = slice(start, piece.stop if causal else piece.start)
-        segments = Segments(
-            [piece.tokens], [rows.stop - rows.start], causal=causal, device=self._kv.device
-        )
-        return self._kv[0, rows], self._kv[1, rows], segments
+        segments = Segments([part.tokens], [part.tokens], causal=True, device=self._kv.device)
+        keys = self._kv[0, part.start : part.stop]
+        values = self._kv[1, part.start : part.stop]
+        return keys, values, segments
 
-    def _block(
-        self, start: int, piece: Slice, q: torch.Tensor, scale: float
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        k, v, segments = self._keys(start, piece)
-        return self._carry.kernel.forward(q, k, v, segments, scale=scale)
+    def _prefix_keys(self, part: Slice) -> tuple[torch.Tensor, torch.Tensor, Segments]:
+        """Return k and v [part.start, kv_heads, head_dim] of the prefix, which every query
+        reads."""
+        assert self._kv is not None, "nothing was stored"
+        segments = Segments([part.tokens], [part.start], causal=False, device=self._kv.device)
+        return self._kv[0, : part.start], self._kv[1, : part.start], segments
 
-    def _block_backward(
-        self,
-        start: int,
-        piece: Slice,
-        dout: torch.Tensor,
-        q: torch.Tensor,
-        out: torch.Tensor,
-        lse: torch.Tensor,
-        scale: float,
-    ) -> Tensors:
-        k, v, segments = self._keys(start, piece)
-        return self._carry.kernel.backward(dout, q, k, v, out, lse, segments, scale=scale)
-
-    def _add_to_prefix(self, stop: int, gradients: list[torch.Tensor]) -> None:
+    def _add_to_prefix(self, dk: torch.Tensor, dv: torch.Tensor) -> None:
+        """Add gradients [prefix, kv_heads, head_dim] of the prefix's keys and values to the second
+        buffer."""
+        prefix = dk.shape[0]
         if self._dkv is None:
-            dtype = lse_dtype(gradients[0].dtype)
+            # The last chunk goes backward first, and its prefix is the longest one.
             self._dkv = torch.zeros(
-                2, stop, *gradients[0].shape[1:], dtype=dtype, device=gradients[0].device
-            )
-        for total, gradient in zip(self._dkv, gradients, strict=True):
-            total[:stop] += gradient
+                2, *dk.shape, dtype=lse_dtype(dk.dtype), device=dk.device
+            )  # [2, prefix, kv_heads, head_dim]
+        self._dkv[0, :prefix] += dk
+        self._dkv[1, :prefix] += dv
 
     def __str__(self) -> str:
         layer, sequence = self._key
         return (
             f"layer {layer}, sequence {sequence} (stored {self.stored} of {self.length} "
-            f"positions, "
-            f"{self.length - self.drained} drained)"
+            f"positions, {self.length - self.drained} drained)"
         )

@@ -8,6 +8,8 @@ slower than this. Every stage but the last has at least one layer.
 
 Costs are integers, so that every rank finds the same split. Of equal splits the one with the
 fewest layers in front is taken, where most chunks are in flight.
+
+The slow, obvious twin, which tries every split, is in `tests/pipeline/test_divide.py`.
 """
 
 from collections.abc import Sequence
@@ -17,28 +19,43 @@ from itertools import accumulate
 def divide_layers(
     costs: Sequence[int], stages: int, *, first: int = 0, last: int = 0
 ) -> tuple[tuple[int, int], ...]:
-    """[start, stop) of the layers of every stage.
+    """Return [start, stop) of the layers of every stage.
 
-    costs: of each layer, in any unit. first, last: what the first and the last stage cost beside
-    their layers. Raises ValueError for more stages than layers + 1.
+    costs: of each layer, in any unit
+    first, last: costs of the first and of the last stage beside their layers
+
+    Raises ValueError for more stages than layers + 1.
     """
-    if not 1 <= stages <= len(costs) + 1:
-        raise ValueError(f"{len(costs)} layers make at most {len(costs) + 1} stages, not {stages}")
+    layers = len(costs)
+    if not 1 <= stages <= layers + 1:
+        raise ValueError(f"{layers} layers make at most {layers + 1} stages, not {stages}")
     sums = (0, *accumulate(costs))
 
-    def cost(stage: int, start: int, stop: int) -> int:
-        return sums[stop] - sums[start] + first * (stage == 0) + last * (stage == stages - 1)
+    def stage_cost(stage: int, start: int, stop: int) -> int:
+        cost = sums[stop] - sums[start]
+        if stage == 0:
+            cost += first
+        if stage == stages - 1:
+            cost += last
+        return cost
 
-    layers = len(costs)
-    best = {stop: (cost(0, 0, stop), (0,)) for stop in range(min(1, layers), layers + 1)}
+    # best[n] for the stages so far: (the slowest one's cost, where each of them starts). Tuples
+    # compare the starts where costs are equal.
+    best: dict[int, tuple[int, tuple[int, ...]]] = {}
+    for stop in range(min(1, layers), layers + 1):
+        best[stop] = (stage_cost(0, 0, stop), (0,))
     for stage in range(1, stages):
-        best = {
-            stop: min(
-                (max(slowest, cost(stage, start, stop)), (*starts, start))
-                for start, (slowest, starts) in best.items()
-                if start + (stage < stages - 1) <= stop
-            )
-            for stop in range(stage + (stage < stages - 1), layers + 1)
-        }
-    starts = best[layers][1]
-    return tuple(zip(starts, (*starts[1:], layers), strict=True))
+        least = 1 if stage < stages - 1 else 0  # layers that the stage must have
+        with_stage: dict[int, tuple[int, tuple[int, ...]]] = {}
+        for stop in range(stage + least, layers + 1):
+            options = []
+            for start, (slowest, starts) in best.items():
+                if start + least <= stop:
+                    cost = max(slowest, stage_cost(stage, start, stop))
+                    options.append((cost, (*starts, start)))
+            with_stage[stop] = min(options)
+        best = with_stage
+
+    _, starts = best[layers]
+    stops = (*starts[1:], layers)
+    return tuple(zip(starts, stops, strict=True))

@@ -1,8 +1,8 @@
-"""Obeys the list of actions that a plan has for this rank, and knows no schedule.
+"""The executor obeys the list of actions that a plan has for this rank, and knows no schedule.
 
     F   take the hidden states of the stage before (the first stage: token ids), run the layers,
-        hand on what comes
-        out (the last stage: the loss, which goes backward at once, as far as the head's input)
+        hand on what comes out (the last stage: the loss, which goes backward at once, as far as
+        the head's input)
     B   take the gradient of what was handed on, go backward, hand on the gradient of what was
         taken
     I   B, but the weight gradients of the layers are left in the store
@@ -19,6 +19,8 @@ head. Only that of its input is kept.
 Rejected: torch.distributed.pipelining, whose stages hold one shape for all micro-batches or
 exchange it every time, whose schedules are lowered in up to a second per step, and which has no
 keys and values to carry.
+
+In shapes, `tokens` are those that this rank has of a chunk.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -42,18 +44,22 @@ from hf_flexseq.pipeline.weights import WeightGradients
 from hf_flexseq.plan.pipeline import Action, PipelinePlan
 from hf_flexseq.schedule.pipeline.walk import walk
 
-Columns = Mapping[str, torch.Tensor]
+Columns = Mapping[str, torch.Tensor]  # by name, [1, tokens] each
 Context = Callable[[], AbstractContextManager[Any]]
 
 
 @dataclass(slots=True)
 class _Flight:
-    """A chunk between its forward and its backward: the hidden states it came with, what it
-    became, and the gradient of that, which only the last stage has already."""
+    """A chunk between its forward and its backward."""
 
     source: torch.Tensor
+    """[1, tokens] token ids on the first stage, [1, tokens, hidden_size] elsewhere."""
+
     result: torch.Tensor
+    """[1, tokens, hidden_size] the stage's hidden states."""
+
     gradient: torch.Tensor | None
+    """[1, tokens, hidden_size] of `result`, which only the last stage has already."""
 
 
 class PipelineExecutor:
@@ -68,13 +74,18 @@ class PipelineExecutor:
         *,
         sharing: Sharing | None = None,
     ) -> None:
-        """neighbours: None for the only stage of a pipeline of one. sharing: the ranks of this
-        stage that share every chunk's tokens; None for one rank."""
-        self.stage, self.neighbours, self.sharing = stage, neighbours, sharing
+        """Take over the layers' forwards, until `detach`.
+
+        neighbours: None for the only stage of a pipeline of one
+        sharing: the ranks of this stage that share every chunk's tokens; None for one rank
+        """
+        self.stage = stage
+        self.neighbours = neighbours
+        self.sharing = sharing
         self.carry = KVCarry(kernel)
         self.weights = WeightGradients(stage.own_layers.values())
         for index, layer in stage.own_layers.items():
-            layer.forward = _checkpointable(layer, index)  # type: ignore[method-assign]
+            layer.forward = _checkpointable(layer, index)
 
     def detach(self) -> None:
         """Leave nothing on the stage's layers."""
@@ -89,12 +100,15 @@ class PipelineExecutor:
         targets: int,
         autocast: Context = nullcontext,
     ) -> torch.Tensor:
-        """All actions of one step. Returns the loss: sum over targets / `targets` on the last
-        stage, 0 elsewhere.
+        """Run all actions of one step and return the loss, a scalar: sum over targets / `targets`
+        on the last stage, 0 elsewhere.
 
-        columns: of each chunk, by its place in the plan, tensors [1, t] on the stage's device:
-        input_ids, labels, position_ids. Gradients are added to those that are there; of a tied
-        tensor, only those of this stage's copy.
+        columns: [chunk] tensors [1, tokens of the chunk] on the stage's device: input_ids, labels,
+            position_ids
+        targets: target tokens of the whole step
+
+        Gradients are added to those that are there; of a tied tensor, only those of this stage's
+        copy.
         """
         step = _Step(self, plan, columns, targets, autocast)
         for action in plan.actions[self.stage.index]:
@@ -109,7 +123,8 @@ class PipelineExecutor:
         targets: int,
         autocast: Context = nullcontext,
     ) -> torch.Tensor:
-        """The loss of one step, without gradients: the forwards of the plan, in its order."""
+        """Run the forwards of one step in the plan's order, without gradients, and return the
+        loss, a scalar. Arguments and loss are those of `train`, columns [1, tokens] included."""
         with torch.no_grad():
             step = _Step(self, _forwards(plan), columns, targets, autocast)
             for action in step.plan.actions[self.stage.index]:
@@ -129,81 +144,117 @@ class _Step:
         targets: int,
         autocast: Context,
     ) -> None:
-        self.executor, self.stage, self.plan = executor, executor.stage, plan
-        stages, ranks = len(self.stage.spans), self.stage.count
-        fits = (plan.stages, plan.ranks) == (stages, ranks)
-        assert fits, (
+        """Arguments are those of `PipelineExecutor.train`; columns: [chunk] of [1, tokens of the
+        chunk]."""
+        self.executor = executor
+        self.stage = executor.stage
+        self.plan = plan
+        self.targets = targets
+        self.autocast = autocast
+        stages = len(self.stage.spans)
+        ranks = self.stage.count
+        assert (plan.stages, plan.ranks) == (stages, ranks), (
             f"a plan for {plan.stages} stages on {plan.ranks} ranks, not {stages} on {ranks}"
         )
+        # [1, tokens of the chunk] -> [1, tokens of this rank]
         self.columns = [own_columns(of_chunk, executor.sharing) for of_chunk in columns]
-        self.targets, self.autocast = targets, autocast
-        self.places = plan.places()
+        self.chunk_numbers = plan.places()  # (unit, index) -> index in the plan's chunks
         self.flights: dict[Item, _Flight] = {}
+
         parameter = next(self.stage.stack.model.parameters())
-        self.dtype, self.device = parameter.dtype, parameter.device
+        self.dtype = parameter.dtype
+        self.device = parameter.device
         self.loss = torch.zeros((), dtype=lse_dtype(self.dtype), device=self.device)
-        self._open()
 
-    def _open(self) -> None:
-        links, index, ranks = self.executor.neighbours, self.stage.index, self.stage.count
-        training = torch.is_grad_enabled()
-        self.outboxes: list[Outbox] = []
-        if links is None:
-            return
-        if links.from_before is not None:
-            self.sources = Inbox(
-                links.from_before, self._sent((index - 1) % ranks, "F", 1), self._empty
-            )
-            self.gradients_out = Outbox(
-                links.to_before, window=WINDOW, taken_before=self._taken_before("B", -1)
-            )
-            self.outboxes.append(self.gradients_out)
-        if links.from_after is not None:
-            window = None if training else WINDOW
-            self.gradients = Inbox(
-                links.from_after, self._sent((index + 1) % ranks, "BI", -1), self._empty
-            )
-            self.results = Outbox(
-                links.to_after, window=window, taken_before=self._taken_before("F", 1)
-            )
-            self.outboxes.append(self.results)
+        # None at the ends of the pipeline
+        self.sources = self._inbox_of_sources()
+        self.results = self._outbox_of_results()
+        self.gradients = self._inbox_of_gradients()
+        self.gradients_out = self._outbox_of_gradients()
 
-    def _sent(self, rank: int, kinds: str, step: int) -> list[Item]:
-        """What a neighbour sends to this rank's stages, `step` from its own, in its order."""
-        own = self.stage.virtual
-        return [
-            Item(a.stage + step, self.places[a.unit, a.chunk])
-            for a in self.plan.actions[rank]
-            if a.kind in kinds and a.stage + step in own
-        ]
+    # ---- neighbours
 
-    def _taken_before(self, way: str, step: int) -> Callable[[Item, Item], bool]:
-        """See `Outbox`; for what goes `step` stages on. Where ranks have one stage each nothing is
-        in doubt."""
+    def _inbox_of_sources(self) -> Inbox | None:
+        """Return what hidden states of the stage before arrive in; None where there is none."""
+        links = self.executor.neighbours
+        if links is None or links.from_before is None:
+            return None
+        rank_before = (self.stage.index - 1) % self.stage.count
+        return Inbox(links.from_before, self._sent(rank_before, "F", 1), self._empty)
+
+    def _outbox_of_results(self) -> Outbox | None:
+        """Return what sends hidden states to the stage after; None where there is none."""
+        links = self.executor.neighbours
+        if links is None or links.to_after is None:
+            return None
+        # In training the gradient of a result tells that the result has arrived.
+        window = None if torch.is_grad_enabled() else WINDOW
+        return Outbox(links.to_after, window=window, taken_before=self._taken_before("F", 1))
+
+    def _inbox_of_gradients(self) -> Inbox | None:
+        """Return what gradients of the stage after arrive in; None where there is none."""
+        links = self.executor.neighbours
+        if links is None or links.from_after is None:
+            return None
+        rank_after = (self.stage.index + 1) % self.stage.count
+        return Inbox(links.from_after, self._sent(rank_after, "BI", -1), self._empty)
+
+    def _outbox_of_gradients(self) -> Outbox | None:
+        """Return what sends gradients to the stage before; None where there is none."""
+        links = self.executor.neighbours
+        if links is None or links.to_before is None:
+            return None
+        return Outbox(links.to_before, window=WINDOW, taken_before=self._taken_before("B", -1))
+
+    def _sent(self, rank: int, kinds: str, distance: int) -> list[Item]:
+        """Return what a neighbour sends to this rank's stages, in its order.
+
+        kinds: of the neighbour's actions that send; distance: stages from the sender's on
+        """
+        items = []
+        for action in self.plan.actions[rank]:
+            receiver = action.stage + distance
+            if action.kind in kinds and receiver in self.stage.virtual:
+                chunk = self.chunk_numbers[action.unit, action.chunk]
+                items.append(Item(receiver, chunk))
+        return items
+
+    def _taken_before(self, direction: str, distance: int) -> Callable[[Item, Item], bool]:
+        """Return the `taken_before` of an `Outbox` that sends F's hidden states or B's gradients,
+        `direction`, `distance` stages on."""
+        # Where ranks have one stage each there is no circle, and waiting is always safe.
         if len(self.stage.virtual) == 1:
-            return lambda one, other: True
+            return lambda sent, sending: True
         order = self.order
-        return lambda one, other: (
-            order[way, one.stage + step, one.place] < order[way, other.stage, other.place]
-        )
+
+        def taken_before(sent: Item, sending: Item) -> bool:
+            receiver = sent.stage + distance
+            taken = order[direction, receiver, sent.chunk]
+            return taken < order[direction, sending.stage, sending.chunk]
+
+        return taken_before
 
     @cached_property
     def order(self) -> dict[tuple[str, int, int], int]:
-        """One order in which all forwards and backwards can happen: the number of each (way,
-        stage, place)."""
-        actions = (action for _, action in walk(self.plan) if action.kind != "W")
-        return {
-            ("F" if a.kind == "F" else "B", a.stage, self.places[a.unit, a.chunk]): number
-            for number, a in enumerate(actions)
-        }
+        """The number of each (F or B, stage, chunk) in one order in which all forwards and
+        backwards can happen."""
+        numbers: dict[tuple[str, int, int], int] = {}
+        for _, action in walk(self.plan):
+            if action.kind != "W":
+                direction = "F" if action.kind == "F" else "B"
+                chunk = self.chunk_numbers[action.unit, action.chunk]
+                numbers[direction, action.stage, chunk] = len(numbers)
+        return numbers
 
-    def _empty(self, place: int) -> torch.Tensor:
-        tokens = self.columns[place]["input_ids"].shape[1]
+    def _empty(self, chunk: int) -> torch.Tensor:
+        """Return a tensor [1, tokens, hidden_size] to receive a chunk in."""
+        tokens = self.columns[chunk]["input_ids"].shape[1]
         return torch.empty(1, tokens, self.stage.width, dtype=self.dtype, device=self.device)
 
     # ---- actions
 
     def obey(self, action: Action) -> None:
+        """Run one action of the plan."""
         match action.kind:
             case "F":
                 self.forward(action)
@@ -216,14 +267,22 @@ class _Step:
                 self.executor.weights.run((action.stage, action.unit, action.chunk))
 
     def forward(self, action: Action) -> None:
+        """Run an F."""
         item, stage = self._find(action)
         assert item not in self.flights, f"{action} comes twice"
-        columns = dict(self.columns[item.place])
-        tokens, labels = columns.pop("input_ids"), columns.pop("labels")
-        source = tokens if stage.is_first else self.sources.take(item)
-        if source.is_floating_point() and torch.is_grad_enabled():
-            source.requires_grad_()
-        columns |= {"seq_ctx": self._context(item, stage)}
+        # 1. take the source: token ids [1, tokens] or hidden states [1, tokens, hidden_size]
+        columns: dict[str, Any] = dict(self.columns[item.chunk])
+        token_ids = columns.pop("input_ids")
+        labels = columns.pop("labels")
+        source = token_ids
+        if not stage.is_first:
+            assert self.sources is not None, "a stage that is not the first has one before it"
+            source = self.sources.take(item)
+            if torch.is_grad_enabled():
+                source.requires_grad_()
+        columns["seq_ctx"] = self._context(item, stage)
+
+        # 2. run the layers -> [1, tokens, hidden_size]; 3. hand the result on
         gradient = None
         if stage.is_last:
             result, gradient = self._loss(stage, source, labels, columns)
@@ -233,14 +292,15 @@ class _Step:
             assert result.dtype == self.dtype, (
                 f"hidden states are {result.dtype}, expected {self.dtype}"
             )
+            assert self.results is not None, "a stage that is not the last has one after it"
             self.results.put(item, result)
         if torch.is_grad_enabled():
             self.flights[item] = _Flight(source, result, gradient)
 
     def _find(self, action: Action) -> tuple[Item, VirtualStage]:
-        return Item(action.stage, self.places[action.unit, action.chunk]), self.stage.virtual[
-            action.stage
-        ]
+        """Return an action's chunk, and the stage that works on it."""
+        item = Item(action.stage, self.chunk_numbers[action.unit, action.chunk])
+        return item, self.stage.virtual[action.stage]
 
     def _loss(
         self,
@@ -249,49 +309,63 @@ class _Step:
         labels: torch.Tensor,
         columns: dict[str, Any],
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """The head's input and its gradient; the loss and the head's gradients are added to what
-        is there."""
+        """Return the head's input [1, tokens, hidden_size] and its gradient, of the same shape;
+        the loss and the head's gradients are added to those that are there.
+
+        source: [1, tokens] or [1, tokens, hidden_size]; labels: [1, tokens]
+        """
         with self.autocast():
-            of_loss = {
-                "labels": labels,
-                "shift_labels": labels,
-                "num_items_in_batch": self.targets,
-            }
-            loss, hidden, entry = stage.loss(source, **columns, **of_loss)
+            loss, hidden, entry = stage.loss(
+                source,
+                **columns,
+                labels=labels,
+                shift_labels=labels,
+                num_items_in_batch=self.targets,
+            )
         self.loss += loss.detach()
         if loss.requires_grad:
             loss.backward()
         return hidden, entry.grad
 
     def backward(self, action: Action) -> None:
+        """Run a B, or an I where the store defers weight gradients."""
         item, stage = self._find(action)
         assert item in self.flights, f"{action} comes before its forward, or twice"
         flight = self.flights.pop(item)
+        # 1. take the gradient of the result: [1, tokens, hidden_size]
         gradient = flight.gradient
         if not stage.is_last:
+            assert self.gradients is not None, "a stage that is not the last has one after it"
+            assert self.results is not None, "a stage that is not the last has one after it"
             gradient = self.gradients.take(item)
             self.results.arrived(item)  # long ago, since its gradient is here
+        # 2. go backward
         if flight.result.requires_grad:
             flight.result.backward(gradient)
+        # 3. hand on the gradient of the source: [1, tokens, hidden_size]
         if not stage.is_first:
+            assert self.gradients_out is not None, "a stage that is not the first has one before"
             self.gradients_out.put(item, flight.source.grad)
 
     def _context(self, item: Item, stage: VirtualStage) -> ChunkContext:
-        first, stop = stage.layers
-        count = self.plan.layers_checkpointed(item.stage, item.place)
+        """Return what attention and layers must know of the chunk."""
+        start, stop = stage.layers
+        count = self.plan.layers_checkpointed(item.stage, item.chunk)
+        checkpointed = range(start, min(start + count, stop))
         return ChunkContext(
-            self.plan.chunks[item.place],
+            self.plan.chunks[item.chunk],
             self.plan.lengths,
             self.executor.carry,
             self.device,
-            checkpointed=frozenset(range(first, min(first + count, stop))),
+            checkpointed=frozenset(checkpointed),
             sharing=self.executor.sharing,
         )
 
     def close(self) -> None:
         """Wait for what is under way, and make sure that nothing is left."""
-        for outbox in self.outboxes:
-            outbox.close()
+        for outbox in (self.gradients_out, self.results):
+            if outbox is not None:
+                outbox.close()
         self.executor.carry.check_empty()
         self.executor.weights.check_empty()
         assert not self.flights, (
@@ -300,21 +374,28 @@ class _Step:
 
 
 def _forwards(plan: PipelinePlan) -> PipelinePlan:
-    """The plan's chunks, forward alone."""
-    return replace(
-        plan, actions=tuple(tuple(a for a in actions if a.kind == "F") for actions in plan.actions)
-    )
+    """Return the plan with its forwards alone."""
+    lists = []
+    for actions in plan.actions:
+        lists.append(tuple(action for action in actions if action.kind == "F"))
+    return replace(plan, actions=tuple(lists))
 
 
 def _checkpointable(layer: nn.Module, index: int) -> Callable[..., torch.Tensor]:
-    """The layer's forward, which keeps its input alone where the context of the chunk says so."""
+    """Return a forward for the layer, [1, tokens, hidden_size] -> the same shape, that keeps its
+    input alone where the context of the chunk says so.
+
+    index: of the layer in the model
+    """
     own_forward = layer.forward
 
     def forward(hidden: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         # A model that checkpoints all its layers anyway does so inside own_forward.
-        own = getattr(layer, "gradient_checkpointing", False)
-        if torch.is_grad_enabled() and not own and index in kwargs["seq_ctx"].checkpointed:
-            return checkpoint(own_forward, hidden, *args, use_reentrant=False, **kwargs)
-        return own_forward(hidden, *args, **kwargs)
+        checkpoints_itself = getattr(layer, "gradient_checkpointing", False)
+        if not torch.is_grad_enabled() or checkpoints_itself:
+            return own_forward(hidden, *args, **kwargs)
+        if index not in kwargs["seq_ctx"].checkpointed:
+            return own_forward(hidden, *args, **kwargs)
+        return checkpoint(own_forward, hidden, *args, use_reentrant=False, **kwargs)
 
     return forward

@@ -21,46 +21,53 @@ from hf_flexseq.distributed.links import Neighbours
 from hf_flexseq.pipeline.sharding import local
 from hf_flexseq.pipeline.stages import Stage
 
-_BUCKET_BYTES = 64 * 2**20
+BUCKET_BYTES = 64 * 2**20  # gradients per all-reduce: large messages, and little memory for a copy
 
 
 def sum_gradients(stage: Stage, neighbours: Neighbours) -> None:
     """Make every gradient of this stage that of the whole step. Collective over the world."""
-    parameters = [
-        p for p in stage.stack.model.parameters() if p.requires_grad and not isinstance(p, DTensor)
-    ]
+    # 1. over replicas
+    whole_parameters = []
+    for parameter in stage.stack.model.parameters():
+        if parameter.requires_grad and not isinstance(parameter, DTensor):
+            whole_parameters.append(parameter)
     if neighbours.replicas is not None:
-        for bucket in _buckets(parameters):
+        for bucket in _buckets(whole_parameters):
             _all_reduce(bucket, neighbours.replicas)
+    # 2. over the two copies of a tied tensor
     tied = stage.tied_parameter()
     if tied is not None and tied.requires_grad:
         _all_reduce([tied], neighbours.ends)
 
 
 def _all_reduce(parameters: Sequence[nn.Parameter], group: dist.ProcessGroup) -> None:
+    """Sum the parameters' gradients over the group, in place. Collective over the group."""
+    gradients = []
     for parameter in parameters:
         if parameter.grad is None:
             parameter.grad = torch.zeros_like(parameter)
-    gradients = [local(p.grad) for p in parameters]
+        gradients.append(local(parameter.grad))
+    # gradients of any shapes -> [elements of all]
     flat = torch.cat([gradient.reshape(-1) for gradient in gradients])
     dist.all_reduce(flat, group=group)
-    for gradient, part in zip(gradients, flat.split([g.numel() for g in gradients]), strict=True):
-        gradient.copy_(part.view_as(gradient))
+    sizes = [gradient.numel() for gradient in gradients]
+    for gradient, summed in zip(gradients, flat.split(sizes), strict=True):
+        gradient.copy_(summed.view_as(gradient))  # [elements] -> the gradient's shape
 
 
 def _buckets(parameters: Sequence[nn.Parameter]) -> Iterator[list[nn.Parameter]]:
-    """Neighbouring parameters of one dtype, up to a bucket's bytes."""
+    """Yield neighbouring parameters of one dtype, up to `BUCKET_BYTES` together."""
     bucket: list[nn.Parameter] = []
-    size = 0
+    bucket_bytes = 0
     for parameter in parameters:
         parameter_bytes = parameter.numel() * parameter.element_size()
-        if bucket and (
-            bucket[0].dtype != parameter.dtype or size + parameter_bytes > _BUCKET_BYTES
-        ):
+        is_full = bucket_bytes + parameter_bytes > BUCKET_BYTES
+        if bucket and (is_full or bucket[0].dtype != parameter.dtype):
             yield bucket
-            bucket, size = [], 0
+            bucket = []
+            bucket_bytes = 0
         bucket.append(parameter)
-        size += parameter_bytes
+        bucket_bytes += parameter_bytes
     if bucket:
         yield bucket
 
@@ -77,18 +84,22 @@ def equalise(stage: Stage, neighbours: Neighbours) -> None:
 
 
 def gradient_norm(stage: Stage, parent: dist.ProcessGroup, *, counts: bool) -> torch.Tensor:
-    """The norm of all stages' gradients together, a tied tensor's once. Collective over the world.
+    """Return the norm, a scalar in float64, of all stages' gradients together, a tied tensor's
+    counted once. Collective over the world.
 
     counts: whether this rank's gradients count: those of one replica do, and all shares of sharded
-    ones.
+        ones
     """
-    other = stage.tied_parameter() if stage.is_last else None
-    gradients = [
-        local(p.grad)
-        for p in stage.stack.model.parameters()
-        if p.grad is not None and p is not other
-    ]
-    norm = torch.nn.utils.get_total_norm(gradients) if gradients and counts else torch.zeros(())
-    square = norm.to(next(stage.stack.model.parameters()).device, torch.float64).square()
+    # The first stage counts the tied tensor.
+    second_copy = stage.tied_parameter() if stage.is_last else None
+    gradients = []
+    for parameter in stage.stack.model.parameters():
+        if parameter.grad is not None and parameter is not second_copy:
+            gradients.append(local(parameter.grad))
+    norm = torch.zeros(())
+    if gradients and counts:
+        norm = torch.nn.utils.get_total_norm(gradients)
+    device = next(stage.stack.model.parameters()).device
+    square = norm.to(device, torch.float64).square()
     dist.all_reduce(square, group=parent)
     return square.sqrt()

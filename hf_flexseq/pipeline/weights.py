@@ -15,7 +15,7 @@ Rejected: torch's `stage_backward_weight`, which walks the graph again from ever
 replays a checkpointed layer each time: 99 attention forwards instead of 18.
 """
 
-from collections.abc import Hashable, Iterable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -24,11 +24,11 @@ import torch.nn.functional as F
 from torch import nn
 from torch.autograd.function import once_differentiable
 
-Key = Hashable
+Key = Hashable  # names the backward of a chunk on a stage
 
 
 class WeightGradients:
-    """The store of one stage: what waits, by the chunk that left it."""
+    """The store of one stage: products that wait, by the backward that left them."""
 
     __slots__ = ("_deferred_to", "_linears", "_waiting")
 
@@ -36,12 +36,14 @@ class WeightGradients:
         """Let every plain nn.Linear inside `layers` ask this store in its backward. Undone by
         `detach`."""
         self._waiting: dict[Key, list[_Product]] = {}
-        self._deferred_to: Key | None = None
-        self._linears = [
-            module for layer in layers for module in layer.modules() if type(module) is nn.Linear
-        ]
+        self._deferred_to: Key | None = None  # the backward that is running, if it is an I
+        self._linears: list[nn.Linear] = []
+        for layer in layers:
+            for module in layer.modules():
+                if type(module) is nn.Linear:
+                    self._linears.append(module)
         for linear in self._linears:
-            linear.forward = _split_forward(linear, self)  # type: ignore[method-assign]
+            linear.forward = _split_forward(linear, self)
 
     def detach(self) -> None:
         """Give the Linears their own forward back."""
@@ -51,10 +53,11 @@ class WeightGradients:
 
     @contextmanager
     def deferred(self, key: Key) -> Iterator[None]:
-        """Backwards inside this block leave their weight gradients for `run(key)`."""
+        """Make backwards inside this block leave their weight gradients for `run(key)`."""
         assert self._deferred_to is None, f"a backward inside the backward of {self._deferred_to}"
         assert key not in self._waiting, f"the input gradient of {key} comes twice"
-        self._deferred_to, self._waiting[key] = key, []
+        self._deferred_to = key
+        self._waiting[key] = []
         try:
             yield
         finally:
@@ -69,47 +72,71 @@ class WeightGradients:
             product.add()
 
     def put(self, product: "_Product") -> bool:
-        """Whether the product waits now; if not, it is to be computed at once."""
+        """Keep the product if the running backward is an I. Returns whether it was kept; if not,
+        it is to be computed at once."""
         if self._deferred_to is None:
             return False
         self._waiting[self._deferred_to].append(product)
         return True
 
     def check_empty(self) -> None:
-        left, self._waiting = list(self._waiting), {}
+        """Fail unless all weight gradients have been added. Afterwards nothing waits."""
+        left = list(self._waiting)
+        self._waiting = {}
         assert not left, f"the step is over, but the weight gradients of {left} were never added"
 
 
 class _Product:
-    """One Linear's x [rows, in] and dy [rows, out] of one chunk."""
+    """The weight gradient of one Linear for one chunk, not yet computed.
+
+    x: [rows, in_features], what the Linear read; dy: [rows, out_features], the gradient of what it
+    gave
+    """
 
     __slots__ = ("dy", "linear", "x")
 
     def __init__(self, linear: nn.Linear, x: torch.Tensor, dy: torch.Tensor) -> None:
-        self.linear, self.x, self.dy = (
-            linear,
-            x.reshape(-1, x.shape[-1]),
-            dy.reshape(-1, dy.shape[-1]),
-        )
+        self.linear = linear
+        self.x = x.reshape(-1, x.shape[-1])  # [..., in_features] -> [rows, in_features]
+        self.dy = dy.reshape(-1, dy.shape[-1])  # [..., out_features] -> [rows, out_features]
 
     def gradients(self) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-        """dW [out, in] and db [out], in the weights' dtype; None where not wanted."""
-        weight, bias = self.linear.weight, self.linear.bias
-        d_weight = (self.dy.t() @ self.x).to(weight.dtype) if weight.requires_grad else None
-        d_bias = self.dy.sum(0).to(bias.dtype) if bias is not None and bias.requires_grad else None
+        """Return dW [out_features, in_features] and db [out_features] in the weights' dtype; None
+        for each that is not wanted."""
+        weight = self.linear.weight
+        bias = self.linear.bias
+        d_weight = None
+        d_bias = None
+        if weight.requires_grad:
+            # [out_features, rows] @ [rows, in_features] -> [out_features, in_features]
+            d_weight = (self.dy.t() @ self.x).to(weight.dtype)
+        if bias is not None and bias.requires_grad:
+            d_bias = self.dy.sum(0).to(bias.dtype)  # [rows, out_features] -> [out_features]
         return d_weight, d_bias
 
     def add(self) -> None:
-        for parameter, gradient in zip(
-            (self.linear.weight, self.linear.bias), self.gradients(), strict=True
-        ):
-            if gradient is not None:
-                parameter.grad = (
-                    gradient if parameter.grad is None else parameter.grad.add_(gradient)
-                )
+        """Add the gradients to those of the Linear."""
+        d_weight, d_bias = self.gradients()
+        _add_gradient(self.linear.weight, d_weight)
+        _add_gradient(self.linear.bias, d_bias)
 
 
-def _split_forward(linear: nn.Linear, store: WeightGradients) -> Any:
+def _add_gradient(parameter: nn.Parameter, gradient: torch.Tensor | None) -> None:
+    """Add `gradient`, of the parameter's shape, to the parameter's own; None adds nothing."""
+    if gradient is None:
+        return
+    if parameter.grad is None:
+        parameter.grad = gradient
+    else:
+        parameter.grad.add_(gradient)
+
+
+def _split_forward(
+    linear: nn.Linear, store: WeightGradients
+) -> Callable[[torch.Tensor], torch.Tensor]:
+    """Return a forward for `linear`, [..., in_features] -> [..., out_features], that asks the
+    store in its backward."""
+
     def forward(x: torch.Tensor) -> torch.Tensor:
         return _SplitLinear.apply(x, linear.weight, linear.bias, linear, store)
 
@@ -118,24 +145,41 @@ def _split_forward(linear: nn.Linear, store: WeightGradients) -> Any:
 
 class _SplitLinear(torch.autograd.Function):
     """F.linear whose backward may leave its weight gradient in the store. Under autocast it
-    computes in its dtype."""
+    computes in autocast's dtype."""
 
     @staticmethod
-    def forward(ctx, x, weight, bias, linear, store):  # type: ignore[no-untyped-def]
+    def forward(
+        ctx: Any,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        linear: nn.Linear,
+        store: WeightGradients,
+    ) -> torch.Tensor:
+        """Return x [..., in_features] times weight [out_features, in_features], plus bias
+        [out_features]: [..., out_features]."""
         ctx.input_dtype = x.dtype
         device = x.device.type
         if torch.is_autocast_enabled(device) and x.dtype != torch.float64:
             x = x.to(torch.get_autocast_dtype(device))
         ctx.save_for_backward(x)
-        ctx.linear, ctx.store = linear, store
-        return F.linear(x, weight.to(x.dtype), None if bias is None else bias.to(x.dtype))
+        ctx.linear = linear
+        ctx.store = store
+        if bias is not None:
+            bias = bias.to(x.dtype)
+        return F.linear(x, weight.to(x.dtype), bias)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, dy):  # type: ignore[no-untyped-def]
+    def backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        """Return dx [..., in_features] for dy [..., out_features], and the gradients of weight and
+        bias unless the store has kept their product."""
         (x,) = ctx.saved_tensors
         weight = ctx.linear.weight
-        dx = (dy @ weight.to(dy.dtype)).to(ctx.input_dtype) if ctx.needs_input_grad[0] else None
+        dx = None
+        if ctx.needs_input_grad[0]:
+            # [..., out_features] @ [out_features, in_features] -> [..., in_features]
+            dx = (dy @ weight.to(dy.dtype)).to(ctx.input_dtype)
         # As an output of the forward x would hold its graph until W, and with it the stage's
         # input.
         product = _Product(ctx.linear, x.detach(), dy)
