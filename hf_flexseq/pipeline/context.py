@@ -1,5 +1,15 @@
-"""What attention must know of the chunk it works on; travels as `seq_ctx`, like the context of a
-micro-batch."""
+"""Everything that attention must know of the chunk it works on; travels as `seq_ctx`, like the
+context of a micro-batch.
+
+A chunk's row is [the part of a cut sequence | whole sequences], either of which may be missing:
+
+    ChunkContext    the chunk on one stage
+    LayerContext    its attention in one layer: the zones of the row
+    CutZone         the part of a cut sequence, which also reads the carry
+    LocalZone       the whole sequences, as in a group of one rank
+
+Where ranks share the chunk (`ulysses.py`), both zones are inside an exchange of tokens for heads.
+"""
 
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -16,11 +26,7 @@ from hf_flexseq.plan.shard import Slice
 
 
 class ChunkContext:
-    """One chunk on one stage. A plain class, as `SequenceContext` is, and for the same reason.
-
-    carry: of the stage. checkpointed: layers, by index in the model, that drop their activations
-    and compute them again in the backward.
-    """
+    """A chunk on a stage. A plain class, as `SequenceContext` is, and for the same reason."""
 
     __slots__ = (
         "_chunk_tokens",
@@ -44,35 +50,51 @@ class ChunkContext:
         checkpointed: frozenset[int] = frozenset(),
         sharing: Sharing | None = None,
     ) -> None:
-        """sharing: with whom this rank shares the chunk's tokens; None when it has all."""
-        self.carry, self.checkpointed, self._sharing = carry, checkpointed, sharing
-        start, stop = sharing.part(chunk.tokens) if sharing is not None else (0, chunk.tokens)
+        """Lay the chunk's row out.
+
+        lengths: tokens of every sequence of the plan
+        carry: of the stage
+        checkpointed: layers, by index in the model, that drop their activations and compute them
+            again in the backward
+        sharing: with whom this rank shares the chunk's tokens; None when it has all
+        """
+        self.carry = carry
+        self.checkpointed = checkpointed
+        self._lengths = lengths
+        self._sharing = sharing
+
+        # 1. this rank's tokens: a part of the row, or a dummy token
         self._chunk_tokens = chunk.tokens
-        self._dummy = _local_zone((1,), 1, carry, device) if start == stop else None
-        self.tokens = max(stop - start, 1)
-        self._lengths, self._cut = lengths, chunk.cut(lengths)
+        self.tokens = chunk.tokens
+        self._dummy: LocalZone | None = None
+        if sharing is not None:
+            start, stop = sharing.part(chunk.tokens)
+            self.tokens = stop - start
+            if start == stop:
+                self.tokens = 1
+                self._dummy = _local_zone((1,), 1, carry, device)
+
+        # 2. the whole row: the part of a cut sequence, and whole sequences
+        self._cut = chunk.cut(lengths)  # None without one
         whole = chunk.slices if self._cut is None else chunk.slices[1:]
-        assert all(part.tokens == lengths[part.sequence] for part in whole), (
-            f"{chunk} has two parts of sequences"
-        )
-        self._whole = (
-            _local_zone([part.tokens for part in whole], chunk.tokens, carry, device)
-            if whole
-            else None
-        )
+        for part in whole:
+            assert part.tokens == lengths[part.sequence], f"{chunk} has two parts of sequences"
+        self._whole: LocalZone | None = None
+        if whole:
+            tokens = [part.tokens for part in whole]
+            self._whole = _local_zone(tokens, chunk.tokens, carry, device)
 
     def of_layer(self, layer: int, *, keeps_grad: bool) -> "LayerContext":
-        """The context of one layer's attention, for `sequence_parallel_attention`. keeps_grad: see
-        `KVCarry.at`."""
+        """Return the context of one layer's attention, for `sequence_parallel_attention`.
+
+        layer: its index in the model
+        keeps_grad: whether a backward will follow
+        """
         zones: list[ZoneAttention] = []
         if self._cut is not None:
             length = self._lengths[self._cut.sequence]
-            zones.append(
-                CutZone(
-                    self._cut,
-                    partial(self.carry.at, layer, self._cut, length, keeps_grad=keeps_grad),
-                )
-            )
+            find = partial(self.carry.at, layer, self._cut, length, keeps_grad=keeps_grad)
+            zones.append(CutZone(self._cut, find))
         if self._whole is not None:
             zones.append(self._whole)
         if self._sharing is not None:
@@ -84,13 +106,18 @@ class ChunkContext:
 
 
 class LayerContext:
-    """What `sequence_parallel_attention` asks of a context. Nothing is kept for a replay, which
-    finds keys and values in the carry, and no token stands elsewhere outside of attention."""
+    """The context that `sequence_parallel_attention` asks for.
+
+    Nothing is kept for a replay, which finds keys and values in the carry, and no token stands
+    elsewhere outside of attention.
+    """
 
     __slots__ = ("kept", "linear_tokens", "zones")
 
     def __init__(self, linear_tokens: int, zones: tuple[ZoneAttention, ...]) -> None:
-        self.kept, self.linear_tokens, self.zones = None, linear_tokens, zones
+        self.kept = None
+        self.linear_tokens = linear_tokens
+        self.zones = zones
 
     def linear_to_attention(self, *tensors: torch.Tensor) -> Tensors:
         return tensors
@@ -131,5 +158,8 @@ class CutZone(ZoneAttention):
 def _local_zone(
     lengths: Sequence[int], stop: int, carry: KVCarry, device: torch.device
 ) -> LocalZone:
-    """Whole sequences, at the end of a row that stops at `stop`, as a group of this rank alone."""
+    """Return whole sequences as a group of this rank alone.
+
+    lengths: tokens of each; stop: where they end in the row
+    """
     return LocalZone(slice(stop - sum(lengths), stop), lengths, carry.kernel, device)

@@ -1,9 +1,13 @@
-"""What chunks cost on the stages of one model, from the cost model of the whole: seconds by
+"""The cost of chunks on the stages of one model, from the cost model of the whole: seconds by
 weights, bytes by layers.
 
-A whole model's linear part is divided by the weights that multiply a token, so that the stage with
-the LM head is priced with it; attention, launches and activations by layers; parameters' state by
-parameters.
+    linear part                        by the weights that multiply a token, so that the stage with
+                                       the LM head is priced with it
+    attention, launches, activations   by layers
+    model state                        by parameters
+
+Where ranks share every chunk of a stage by Ulysses, each has a part of a chunk's work and bytes,
+and their exchanges are added to the linear part.
 """
 
 from collections.abc import Sequence
@@ -13,38 +17,55 @@ from hf_flexseq.cost import CostModel
 from hf_flexseq.cost.stages import WEIGHT_CHUNK, PipelineCost, StageCost
 from hf_flexseq.pipeline.stages import Stage
 
+NS = 1e9  # nanoseconds of a second
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StageTokenBytes:
-    """Of one token: hidden states between layers, keys and values of one layer, and what the
-    gradients of one layer's weights are made of."""
+    """Bytes of one token on a stage."""
 
     hidden: int
+    """Hidden states between two layers."""
+
     kv: int
+    """Keys and values of one layer."""
+
     owed: int
+    """Inputs and gradients that the weight gradients of one layer are made of."""
 
 
 def pipeline_cost(
     cost: CostModel, stage: Stage, token: StageTokenBytes, *, checkpointed: bool, degree: int = 1
 ) -> PipelineCost:
-    """The cost of all stages. checkpointed: whether all layers are checkpointed in any case.
-    degree: ranks that share every chunk of a stage by Ulysses."""
-    stages = [
-        _stage_cost(cost, stage, index, token, checkpointed) for index in range(len(stage.spans))
-    ]
-    if degree > 1:
-        stages = [
-            _shared(cost, one, one.layers / len(stage.sizes.layers), degree) for one in stages
-        ]
-    return PipelineCost(
-        stages=tuple(stages), send_ns=1e9 * token.hidden / degree / cost.bandwidth(2, False)
-    )
+    """Return the cost of all stages.
+
+    cost: of the whole model
+    stage: of any rank; each knows the sizes and spans of all
+    checkpointed: whether all layers are checkpointed in any case
+    degree: ranks that share every chunk of a stage by Ulysses
+    """
+    stages = []
+    for index in range(len(stage.spans)):
+        stage_cost = _stage_cost(cost, stage, index, token, checkpointed)
+        if degree > 1:
+            share_of_layers = stage_cost.layers / len(stage.sizes.layers)
+            stage_cost = _shared(cost, stage_cost, share_of_layers, degree)
+        stages.append(stage_cost)
+    send_ns = NS * token.hidden / degree / cost.bandwidth(2, False)
+    return PipelineCost(stages=tuple(stages), send_ns=send_ns)
 
 
-def _shared(cost: CostModel, stage: StageCost, of_layers: float, degree: int) -> StageCost:
-    """A stage whose chunks `degree` ranks share; its exchanges, a third of them in the forward,
-    are linear too."""
-    exchanged_ns = 1e9 * cost.all_to_all_bytes * of_layers / 3 / cost.bandwidth(degree, False)
+def _shared(cost: CostModel, stage: StageCost, share_of_layers: float, degree: int) -> StageCost:
+    """Return the cost on one of `degree` ranks that share the stage's chunks.
+
+    share_of_layers: the stage's, of all layers of the model
+    """
+    # A third of the exchanges are in the forward, as of the linear part, which they add to.
+    bandwidth = cost.bandwidth(degree, False)
+    exchanged_ns = NS * cost.all_to_all_bytes * share_of_layers / 3 / bandwidth
+    owed_bytes = stage.owed_bytes
+    if owed_bytes is not None:
+        owed_bytes = owed_bytes / degree
     return replace(
         stage,
         linear_ns=(stage.linear_ns + exchanged_ns) / degree,
@@ -53,62 +74,85 @@ def _shared(cost: CostModel, stage: StageCost, of_layers: float, degree: int) ->
         token_bytes=stage.token_bytes / degree,
         kv_bytes=stage.kv_bytes / degree,
         input_bytes=stage.input_bytes / degree,
-        owed_bytes=None if stage.owed_bytes is None else stage.owed_bytes / degree,
+        owed_bytes=owed_bytes,
     )
 
 
 def _stage_cost(
     cost: CostModel, stage: Stage, index: int, token: StageTokenBytes, checkpointed: bool
 ) -> StageCost:
+    """Return the cost of stage `index` on a rank alone."""
+    sizes = stage.sizes
     start, stop = stage.spans[index]
-    layers, sizes = stop - start, stage.sizes
-    of_layers = layers / len(sizes.layers)
-    linear_ns = cost.forward_linear_s * 1e9 / (sum(sizes.layers) + sizes.head)
-    attention_ns = cost.forward_pair_s * 1e9
-    kv_bytes, whole_bytes = layers * token.kv, cost.token_bytes * of_layers
-    token_bytes = max(whole_bytes - kv_bytes, layers * token.hidden, 1.0)
+    layers = stop - start
+    share_of_layers = layers / len(sizes.layers)
+
+    # 1. nanoseconds of the forward: per number that multiplies a token, and per causal pair
+    linear_ns = cost.forward_linear_s * NS / (sum(sizes.layers) + sizes.head)
+    attention_ns = cost.forward_pair_s * NS
+    head_ns = 0.0
+    if index == len(stage.spans) - 1:
+        head_ns = linear_ns * sizes.head
+
+    # 2. bytes of a token: at least the hidden states that layers hand on, and one byte
+    kv_bytes = layers * token.kv
+    hidden_bytes = layers * token.hidden
+    token_bytes = max(cost.token_bytes * share_of_layers - kv_bytes, hidden_bytes, 1.0)
+    # a layer that is checkpointed anyway saves nothing more
+    input_bytes = token_bytes if checkpointed else min(hidden_bytes, token_bytes)
     return StageCost(
         linear_ns=linear_ns * sum(sizes.layers[start:stop]),
-        head_ns=linear_ns * sizes.head if index == len(stage.spans) - 1 else 0.0,
-        attention_ns=attention_ns * of_layers,
-        chunk_ns=cost.micro_batch_s * 1e9 / (2 + WEIGHT_CHUNK) * of_layers,
+        head_ns=head_ns,
+        attention_ns=attention_ns * share_of_layers,
+        chunk_ns=cost.micro_batch_s * NS / (2 + WEIGHT_CHUNK) * share_of_layers,
         layers=max(layers, 1),
         token_bytes=token_bytes,
         kv_bytes=kv_bytes,
-        input_bytes=token_bytes if checkpointed else min(layers * token.hidden, token_bytes),
+        input_bytes=input_bytes,
         owed_bytes=float(layers * token.owed),
     )
 
 
 def room_bytes(cost: CostModel, stage: Stage, *, sharded_over: int = 1) -> Sequence[int]:
-    """Bytes that each rank of a pipeline has left for what is in flight. Raises ValueError when
-    some rank's state takes all.
+    """Return the bytes that each rank of a pipeline has left for what is in flight.
 
-    sharded_over: ranks that share the state of a stage by FSDP2.
+    cost: of the whole model
+    stage: of any rank; each knows the sizes and spans of all
+    sharded_over: ranks that share the state of a stage by FSDP2
+
+    Raises ValueError when some rank's state takes all of its memory.
     """
-    sizes, state = (
-        stage.sizes,
-        (cost.state_bytes + cost.sharded_state_bytes) * _held_of_state(sharded_over),
-    )
+    sizes = stage.sizes
+    state_bytes = cost.state_bytes + cost.sharded_state_bytes  # of the whole model
+    state_bytes *= _held_of_state(sharded_over)
+    # The first rank has the embedding, which is as large as the head.
+    model_weights = sum(sizes.layers) + 2 * sizes.head
     room = []
     for index in range(stage.count):
-        layers = sum(
-            sum(sizes.layers[start:stop]) for start, stop in stage.spans[index :: stage.count]
-        )
-        own = layers + sizes.head * (index in (0, stage.count - 1))
-        left = int(cost.budget_bytes - state * own / (sum(sizes.layers) + 2 * sizes.head))
+        own_weights = 0
+        for start, stop in stage.spans[index :: stage.count]:
+            own_weights += sum(sizes.layers[start:stop])
+        if index in (0, stage.count - 1):
+            own_weights += sizes.head
+        left = int(cost.budget_bytes - state_bytes * own_weights / model_weights)
         if left < 1:
             raise ValueError(
                 f"cost model {cost.name!r}: the state of rank {index} of the pipeline alone takes "
-                f"more than the "
-                f"{cost.budget_bytes / 2**30:.1f} GiB of a rank: use more stages, or fsdp=True"
+                f"more than the {cost.budget_bytes / 2**30:.1f} GiB of a rank: use more stages, "
+                "or fsdp=True"
             )
         room.append(left)
     return room
 
 
 def _held_of_state(ranks: int) -> float:
-    """How much of a stage's state one of the `ranks` that share it holds during a step: weights
-    and gradients whole (4 bytes each), and its part of the weights (4) and of Adam's moments
-    (8)."""
-    return 1.0 if ranks == 1 else (4 + 4 + (4 + 8) / ranks) / 16
+    """Return the share of a stage's state that one of `ranks` ranks holds during a step, when they
+    share it by FSDP2."""
+    if ranks == 1:
+        return 1.0
+    # bytes of a parameter: weight and gradient are whole, a part of weight and Adam's moments
+    weight = 4
+    gradient = 4
+    moments = 8
+    held = weight + gradient + (weight + moments) / ranks
+    return held / (weight + gradient + moments)

@@ -63,7 +63,7 @@ class _Flight:
 
 
 class PipelineExecutor:
-    """One rank at work. Make it once; `train` runs an optimizer step, `evaluate` forwards
+    """A rank at work. Make it once; `train` runs an optimizer step, `evaluate` forwards
     alone."""
 
     def __init__(
@@ -134,7 +134,7 @@ class PipelineExecutor:
 
 
 class _Step:
-    """One optimizer step of one rank."""
+    """An optimizer step of one rank."""
 
     def __init__(
         self,

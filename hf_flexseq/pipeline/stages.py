@@ -182,7 +182,7 @@ def _no_stack(model: nn.Module, reason: str) -> NotImplementedError:
 
 
 class Stage:
-    """One rank's part of the model, which is several stages with virtual ones."""
+    """The part of the model that one rank has, which is several stages with virtual ones."""
 
     __slots__ = ("count", "index", "sizes", "spans", "stack", "tied_name", "virtual", "width")
 
@@ -269,7 +269,7 @@ class Loss(NamedTuple):
 
 
 class VirtualStage:
-    """One stage of the model, on a rank that may have several."""
+    """A stage of the model, on a rank that may have several."""
 
     __slots__ = ("_alone", "_stack", "is_first", "is_last", "layers", "number")
 

@@ -12,8 +12,8 @@ exchange happens.
 """
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from itertools import islice
-from typing import NamedTuple
 
 import torch
 
@@ -27,42 +27,53 @@ from hf_flexseq.plan import Group
 from hf_flexseq.plan.shard import contiguous_part
 
 
-class Sharing(NamedTuple):
-    """Ranks that share every chunk of a stage, contiguous, and the place of this rank among
-    them."""
+@dataclass(frozen=True, slots=True)
+class Sharing:
+    """Ranks that share every chunk of a stage."""
 
     communicator: Communicator
+
     ranks: tuple[int, ...]
+    """Contiguous ranks of the world."""
+
     index: int
+    """This rank's index among them."""
 
     def part(self, tokens: int) -> tuple[int, int]:
-        """[start, stop) of a row of `tokens` that this rank holds."""
+        """Return [start, stop) of the tokens that this rank holds of a row of `tokens`."""
         return contiguous_part(tokens, self.index, len(self.ranks))
 
 
 def own_columns(
     columns: Mapping[str, torch.Tensor], sharing: Sharing | None
 ) -> dict[str, torch.Tensor]:
-    """This rank's part of a chunk's columns [1, t], or a dummy token."""
+    """Return this rank's part of a chunk's columns: [1, tokens of the chunk] -> [1, tokens of this
+    rank], or a dummy token [1, 1]."""
     if sharing is None:
         return dict(columns)
-    part = slice(*sharing.part(columns["input_ids"].shape[1]))
-    if part.stop > part.start:
-        return {name: value[:, part] for name, value in columns.items()}
-    return {
-        name: value.new_full((1, 1), IGNORE_INDEX if name == "labels" else 0)
-        for name, value in columns.items()
-    }
+    start, stop = sharing.part(columns["input_ids"].shape[1])
+    own = {}
+    for name, value in columns.items():
+        if start < stop:
+            own[name] = value[:, start:stop]
+        else:
+            own[name] = value.new_full((1, 1), IGNORE_INDEX if name == "labels" else 0)
+    return own
 
 
 def shared_chunk(
     tokens: int, inner: Sequence[ZoneAttention], sharing: Sharing, *, wide: bool
 ) -> UlyssesZone:
-    """This rank's part in a chunk. inner: the chunk's zones as a rank alone would have them. wide:
-    see UlyssesZone."""
-    parts = [contiguous_part(tokens, i, len(sharing.ranks)) for i in range(len(sharing.ranks))]
-    start, stop = parts[sharing.index]
-    sizes = [stop - start for start, stop in parts]
+    """Return the zone of this rank's part in a chunk of `tokens`.
+
+    inner: the chunk's zones as a rank alone would have them; wide: see UlyssesZone
+    """
+    degree = len(sharing.ranks)
+    sizes = []  # tokens of every rank
+    for index in range(degree):
+        start, stop = contiguous_part(tokens, index, degree)
+        sizes.append(stop - start)
+    start, stop = sharing.part(tokens)
     zones = Together(inner)
     group = Group(ranks=sharing.ranks, sequences=(0,), strategy="ulysses")
     channel = Channel(sharing.communicator, group, 0)
@@ -75,8 +86,8 @@ def shared_chunk(
 
 
 class Together(Attention):
-    """Zones that follow each other in the rows, as one. They are of this rank alone: nothing in
-    them waits."""
+    """Zones that follow each other in the rows, as a single one. All are of this rank alone:
+    nothing in them waits."""
 
     __slots__ = ("_saved", "zones")
 
