@@ -16,6 +16,7 @@ from dataclasses import dataclass, replace
 from hf_flexseq.cost import CostModel
 from hf_flexseq.cost.stages import WEIGHT_CHUNK, PipelineCost, StageCost
 from hf_flexseq.pipeline.stages import Stage
+from hf_flexseq.topology import Topology
 
 NS = 1e9  # nanoseconds of a second
 
@@ -35,7 +36,13 @@ class StageTokenBytes:
 
 
 def pipeline_cost(
-    cost: CostModel, stage: Stage, token: StageTokenBytes, *, checkpointed: bool, degree: int = 1
+    cost: CostModel,
+    stage: Stage,
+    token: StageTokenBytes,
+    *,
+    checkpointed: bool,
+    degree: int = 1,
+    topology: Topology | None = None,
 ) -> PipelineCost:
     """Return the cost of all stages.
 
@@ -43,6 +50,8 @@ def pipeline_cost(
     stage: of any rank; each knows the sizes and spans of all
     checkpointed: whether all layers are checkpointed in any case
     degree: ranks that share every chunk of a stage by Ulysses
+    topology: of the world, in which ranks with the same stage are neighbours; None for a world
+        inside one node
     """
     stages = []
     for index in range(len(stage.spans)):
@@ -52,7 +61,31 @@ def pipeline_cost(
             stage_cost = _shared(cost, stage_cost, share_of_layers, degree)
         stages.append(stage_cost)
     send_ns = NS * token.hidden / degree / cost.bandwidth(2, False)
+    if topology is not None:
+        across_ns = NS * token.hidden / degree / cost.bandwidth(2, True)
+        send_ns += _share_across(stage, topology) * (across_ns - send_ns)
     return PipelineCost(stages=tuple(stages), send_ns=send_ns)
+
+
+def _share_across(stage: Stage, topology: Topology) -> float:
+    """Return the share of the hops between stages that cross nodes.
+
+    A hop crosses where it does so for any rank of its stage. All hops are priced at their mean:
+    a chunk's whole way through the pipeline is then as long as it is.
+    """
+    ranks_per_stage = topology.world_size // stage.count
+    hops = len(stage.spans) - 1
+    across = 0
+    for number in range(hops):
+        first = number % stage.count * ranks_per_stage  # of the ranks with stage `number`
+        after = (number + 1) % stage.count * ranks_per_stage
+        for member in range(ranks_per_stage):
+            node = (first + member) // topology.ranks_per_node
+            node_after = (after + member) // topology.ranks_per_node
+            if node != node_after:
+                across += 1
+                break
+    return across / max(1, hops)
 
 
 def _shared(cost: CostModel, stage: StageCost, share_of_layers: float, degree: int) -> StageCost:

@@ -1,0 +1,50 @@
+"""The cost of stages on ranks that share chunks and on more nodes than one."""
+
+import pytest
+
+from hf_flexseq.cost.presets import PRESETS
+from hf_flexseq.pipeline.cost import StageTokenBytes, pipeline_cost
+from hf_flexseq.pipeline.stages import cut
+from hf_flexseq.topology import Topology
+from tests.hf.tiny import tiny_llama
+
+COST = PRESETS["flexsp-gpt-7b-a100"]
+TOKEN = StageTokenBytes(hidden=8192, kv=4096, owed=90_000)
+INSIDE_NS = 1e9 * TOKEN.hidden / COST.bandwidth(2, False)
+ACROSS_NS = 1e9 * TOKEN.hidden / COST.bandwidth(16, False)
+
+
+def send_ns(stages, topology, *, virtual=1, degree=1):
+    stage = cut(tiny_llama(num_hidden_layers=8), 0, stages, virtual=virtual)
+    cost = pipeline_cost(COST, stage, TOKEN, checkpointed=False, degree=degree, topology=topology)
+    return cost.send_ns
+
+
+def test_across_nodes_is_several_times_slower():
+    assert ACROSS_NS > 3 * INSIDE_NS
+
+
+@pytest.mark.parametrize("topology", [None, Topology(nodes=1, ranks_per_node=8)])
+def test_hops_inside_a_node_have_its_bandwidth(topology):
+    assert send_ns(4, topology) == INSIDE_NS
+    assert send_ns(4, topology, degree=2) == INSIDE_NS / 2
+
+
+@pytest.mark.parametrize(
+    "nodes, ranks_per_node, stages, virtual, across, hops",
+    [
+        (4, 8, 4, 1, 3, 3),  # a stage is a node
+        (8, 4, 4, 1, 3, 3),  # a stage is two nodes
+        (2, 4, 4, 1, 1, 3),  # two stages are a node
+        (2, 1, 2, 4, 7, 7),  # every virtual stage's neighbours are on the other node
+        (2, 2, 4, 2, 3, 7),  # 0 1 | 2 3 | and round to 0 again
+        (2, 3, 3, 1, 2, 2),  # two ranks a stage: rank 1 -> 3 crosses, 0 -> 2 does not
+        (2, 4, 1, 1, 0, 1),  # no hop
+    ],
+)
+def test_hops_that_cross_nodes_have_the_bandwidth_of_sixteen_ranks(
+    nodes, ranks_per_node, stages, virtual, across, hops
+):
+    topology = Topology(nodes=nodes, ranks_per_node=ranks_per_node)
+    mean = (across * ACROSS_NS + (hops - across) * INSIDE_NS) / hops
+    assert send_ns(stages, topology, virtual=virtual) == pytest.approx(mean)
