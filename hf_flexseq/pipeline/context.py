@@ -120,9 +120,11 @@ class LayerContext:
         self.zones = zones
 
     def linear_to_attention(self, *tensors: torch.Tensor) -> Tensors:
+        """Return the tensors [tokens, ...] as they are."""
         return tensors
 
     def attention_to_linear(self, *tensors: torch.Tensor) -> Tensors:
+        """Return the tensors [tokens, ...] as they are."""
         return tensors
 
 
@@ -130,29 +132,37 @@ class CutZone(ZoneAttention):
     """The part of a sequence that a chunk begins with. For the backward it keeps q, out and lse
     alone; keys and values are in the carry."""
 
-    __slots__ = ("_carried", "_find", "piece", "rows")
+    __slots__ = ("_carried", "_find", "part", "rows")
 
-    def __init__(self, piece: Slice, find: Callable[[], Carried]) -> None:
-        """find: what is carried of the piece's sequence; called when there is something to
-        carry."""
-        self.rows = slice(0, piece.tokens)
-        self.piece, self._find = piece, find
+    def __init__(self, part: Slice, find: Callable[[], Carried]) -> None:
+        """Carry nothing yet.
+
+        find: returns what is carried of the part's sequence; called when there is something to
+            carry
+        """
+        self.part = part
+        self.rows = slice(0, part.tokens)
+        self._find = find
         self._carried: Carried | None = None
 
     def forward(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float
     ) -> ZoneSteps[tuple[torch.Tensor, Saved]]:
-        """q [t, H, D], k, v [t, Hkv, D] -> out [t, H, D], and what `backward` needs."""
+        """Return out [tokens, heads, head_dim], and what `backward` needs.
+
+        q: [tokens, heads, head_dim]; k, v: [tokens, kv_heads, head_dim]
+        """
         yield 0.0
         self._carried = self._find()
-        out, lse = self._carried.forward(self.piece, q, k, v, scale)
+        out, lse = self._carried.forward(self.part, q, k, v, scale)
         return out, Saved((q, out, lse))
 
     def backward(self, dout: torch.Tensor, saved: Saved, scale: float) -> ZoneSteps[Tensors]:
+        """Return dq [tokens, heads, head_dim], dk and dv [tokens, kv_heads, head_dim]."""
         yield 0.0
         q, out, lse = saved.tensors
         assert self._carried is not None, "a backward without its forward"
-        return self._carried.backward(self.piece, dout, q, out, lse, scale)
+        return self._carried.backward(self.part, dout, q, out, lse, scale)
 
 
 def _local_zone(

@@ -93,27 +93,39 @@ class Together(Attention):
 
     def __init__(self, zones: Sequence[ZoneAttention]) -> None:
         self.zones = tuple(zones)
-        self._saved: list[int] = []  # how many tensors each of them keeps
+        self._saved: list[int] = []  # how many tensors each of them keeps, once forward has run
 
     def forward(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float
     ) -> ZoneSteps[tuple[torch.Tensor, Saved]]:
+        """Return out [tokens, heads, head_dim], and what `backward` needs.
+
+        q: [tokens, heads, head_dim]; k, v: [tokens, kv_heads, head_dim], of all zones
+        """
         yield 0.0
-        results = run_zones(
-            [zone.forward(q[zone.rows], k[zone.rows], v[zone.rows], scale) for zone in self.zones]
-        )
-        self._saved = [len(saved.tensors) for _, saved in results]
-        out = torch.cat([out for out, _ in results])
-        return out, Saved(tuple(x for _, saved in results for x in saved.tensors))
+        steps = []
+        for zone in self.zones:
+            # [tokens, ...] -> [tokens of the zone, ...]
+            steps.append(zone.forward(q[zone.rows], k[zone.rows], v[zone.rows], scale))
+        outs = []
+        tensors: list[torch.Tensor] = []
+        self._saved = []
+        for out, saved in run_zones(steps):
+            outs.append(out)
+            tensors += saved.tensors
+            self._saved.append(len(saved.tensors))
+        # [tokens of a zone, heads, head_dim] of each -> [tokens, heads, head_dim]
+        return torch.cat(outs), Saved(tuple(tensors))
 
     def backward(self, dout: torch.Tensor, saved: Saved, scale: float) -> ZoneSteps[Tensors]:
+        """Return dq [tokens, heads, head_dim], dk and dv [tokens, kv_heads, head_dim]."""
         yield 0.0
-        dout, tensors = dout.contiguous(), iter(saved.tensors)
-        kept = [Saved(tuple(islice(tensors, count))) for count in self._saved]
-        gradients = run_zones(
-            [
-                zone.backward(dout[zone.rows], own, scale)
-                for zone, own in zip(self.zones, kept, strict=True)
-            ]
-        )
-        return tuple(torch.cat(parts) for parts in zip(*gradients, strict=True))
+        dout = dout.contiguous()
+        tensors = iter(saved.tensors)
+        steps = []
+        for zone, count in zip(self.zones, self._saved, strict=True):
+            own = Saved(tuple(islice(tensors, count)))
+            steps.append(zone.backward(dout[zone.rows], own, scale))
+        # (dq, dk, dv) of every zone -> each of all zones, [tokens, ...]
+        dq, dk, dv = zip(*run_zones(steps), strict=True)
+        return torch.cat(dq), torch.cat(dk), torch.cat(dv)
