@@ -198,6 +198,7 @@ class StageExecutor:
             token_bytes(model),
             checkpointed=is_checkpointed(model),
             degree=self.degree,
+            topology=self.setup.communicator.topology,
         )
 
     def check(self, plan: StepPlan) -> None:
