@@ -1,6 +1,15 @@
-"""One thread for every test: ranks are forked, and a forked child of a multi-threaded parent can
-hang. And every test finds the process as the first one did: training arguments leave environment
-variables and accelerate's state behind, which ranks forked later would inherit."""
+"""What every test finds, and the two sets of tests.
+
+    pytest                   all tests
+    pytest -m quick -n 2     those that start no process, properties on a tenth of their examples
+
+A test that forks ranks or starts a command is marked `processes`; every other test is `quick`. In
+the quick set a test that starts a process all the same fails and says which mark it lacks.
+
+Every test runs on one thread, because ranks are forked and a forked child of a multi-threaded
+parent can hang. And every test finds the process as the first one did: training arguments leave
+environment variables and accelerate's state behind, which ranks forked later would inherit.
+"""
 
 import os
 import sys
@@ -8,13 +17,39 @@ import sys
 import pytest
 import torch
 
+from tests import budget
+
 torch.set_num_threads(1)
+
+_STARTS_A_PROCESS = ("os.fork", "os.forkpty", "os.posix_spawn", "subprocess.Popen")
+_watched: list[str] = []  # the quick test that runs now
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    budget.quick = config.option.markexpr == "quick"
+    if budget.quick:
+        sys.addaudithook(_refuse_processes)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if item.get_closest_marker("processes") is None:
+            item.add_marker(pytest.mark.quick)
+
+
+def _refuse_processes(event: str, args: object) -> None:
+    if event in _STARTS_A_PROCESS and _watched:
+        raise AssertionError(
+            f"{_watched[-1]} starts a process ({event}): mark it pytest.mark.processes"
+        )
 
 
 @pytest.fixture(autouse=True)
-def nothing_is_left_behind():
+def nothing_is_left_behind(request):
     before = dict(os.environ)
+    _watched.append(request.node.nodeid)
     yield
+    _watched.pop()
     os.environ.clear()
     os.environ.update(before)
     state = sys.modules.get("accelerate.state")

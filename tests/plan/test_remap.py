@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 
 from hf_flexseq.plan.remap import Move, even_layout, moved_tokens, transport
 from hf_flexseq.topology import Topology
+from tests.budget import examples
 
 SHAPES = st.sampled_from([(1, 1), (1, 4), (2, 2), (2, 3), (3, 2), (4, 1)])
 
@@ -48,7 +49,7 @@ def optimum(tokens: list[int], topology: Topology) -> tuple[int, int]:
     return sum(n for _, _, n in moved), sum(n for i, j, n in moved if node(i) != node(j))
 
 
-@settings(deadline=None, max_examples=25, derandomize=True)
+@settings(deadline=None, max_examples=examples(25), derandomize=True)
 @given(SHAPES, st.data())
 def test_transport_is_the_linear_programs(shape: tuple[int, int], data: st.DataObject) -> None:
     topology = Topology(nodes=shape[0], ranks_per_node=shape[1])

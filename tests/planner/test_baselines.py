@@ -16,6 +16,7 @@ from hf_flexseq.planner import make_plan
 from hf_flexseq.planner.published.batch_rebalance import rebalanced
 from hf_flexseq.planner.static import static_degrees
 from hf_flexseq.topology import Topology
+from tests.budget import examples
 
 FLEXSP = PRESETS["flexsp-gpt-7b-a100"]
 CLUSTER = Topology(nodes=8, ranks_per_node=8)
@@ -36,7 +37,7 @@ def rings(topology: Topology) -> CostModel:
     return analytic_cost_model(SMALL, DEVICES["H100"], topology)
 
 
-@settings(deadline=None, max_examples=100)
+@settings(deadline=None, max_examples=examples(100))
 @given(
     st.lists(st.integers(1, 60_000), min_size=1, max_size=40),
     st.sampled_from(SHAPES),

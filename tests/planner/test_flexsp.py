@@ -20,6 +20,7 @@ from hf_flexseq.planner.published.buckets import bucketed
 from hf_flexseq.planner.published.flexsp import FlexSP
 from hf_flexseq.planner.published.milp import Chosen, GroupingTask, slowest_ns, solve
 from hf_flexseq.topology import Topology
+from tests.budget import examples
 
 MODEL = replace(PRESETS["flexsp-gpt-7b-a100"], micro_batch_s=0.05)
 SHAPES = [(1, 1), (1, 2), (1, 3), (1, 6), (2, 2), (2, 6), (3, 4), (6, 8), (8, 8), (2, 7)]
@@ -37,7 +38,7 @@ def cuts_of(count: int, most: int) -> Iterator[list[tuple[int, int]]]:
         yield [(a, b) for a, b in zip(starts, stops, strict=True) if b > a]
 
 
-@settings(deadline=None, max_examples=100)
+@settings(deadline=None, max_examples=examples(100))
 @given(st.lists(st.integers(1, 60), min_size=1, max_size=8), st.integers(1, 4))
 def test_the_blaster_s_largest_slice_is_the_smallest_possible(
     lengths: list[int], count: int
@@ -57,7 +58,7 @@ def test_the_blaster_evens_out_what_a_giant_leaves_open() -> None:
     assert [len(micro_batch) for micro_batch in micro_batches] == [1, 20, 20, 20]
 
 
-@settings(deadline=None, max_examples=100)
+@settings(deadline=None, max_examples=examples(100))
 @given(st.lists(st.integers(1, 60), min_size=1, max_size=8), st.integers(1, 4))
 def test_buckets_add_as_few_tokens_as_possible(lengths: list[int], count: int) -> None:
     buckets = bucketed(range(len(lengths)), lengths, 10**9, count)
@@ -160,7 +161,7 @@ def test_no_nodes_leave_the_start() -> None:
 # ---- the plans
 
 
-@settings(deadline=None, max_examples=25)
+@settings(deadline=None, max_examples=examples(25))
 @given(
     st.lists(st.integers(1, 60_000), min_size=1, max_size=12),
     st.sampled_from([shape for shape in SHAPES if shape[0] * shape[1] <= 14]),

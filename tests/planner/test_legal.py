@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from hf_flexseq.cost.analytic import DEVICES, ModelShape, analytic_cost_model
 from hf_flexseq.planner import make_plan
 from hf_flexseq.topology import Topology
+from tests.budget import examples
 
 EXAMPLES = int(os.environ.get("PLAN_EXAMPLES", "100"))
 SMALL = ModelShape(
@@ -63,7 +64,7 @@ def wrong_ranks(ranks: set[int], nodes: int, per_node: int) -> list[str]:
 
 
 @pytest.mark.parametrize("planner", ["auto", "zeppelin", "megatron", "batch-ada"])
-@settings(deadline=None, max_examples=EXAMPLES)
+@settings(deadline=None, max_examples=examples(EXAMPLES))
 @given(
     st.lists(
         st.integers(0, 255).map(lambda x: int(2 ** (x / 16)) + x % 7), min_size=1, max_size=60

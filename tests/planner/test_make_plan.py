@@ -23,6 +23,7 @@ from hf_flexseq.schedule.routing import links_of
 from hf_flexseq.schedule.routing_notes import LayerTokenBytes, routing_reason
 from hf_flexseq.topology import Topology
 from planner.brute import best_lockstep_ns
+from tests.budget import examples
 
 FLEXSP = PRESETS["flexsp-gpt-7b-a100"]
 CLUSTER = Topology(nodes=8, ranks_per_node=8)
@@ -75,7 +76,7 @@ def verify(
     assert plan.lower_bound_s <= plan.objective_s
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=examples(60))
 @given(
     st.lists(st.integers(1, 60_000), min_size=1, max_size=40),
     st.sampled_from(TOPOLOGIES),
@@ -98,7 +99,7 @@ def test_any_lengths_on_any_topology(
     assert strategy == "auto" or used <= {"local", strategy}
 
 
-@settings(deadline=None, max_examples=40)
+@settings(deadline=None, max_examples=examples(40))
 @given(
     st.lists(st.integers(1, 60_000), min_size=1, max_size=40),
     st.sampled_from(TOPOLOGIES),

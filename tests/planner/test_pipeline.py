@@ -18,6 +18,7 @@ from hf_flexseq.schedule.pipeline.check import check, check_memory
 from hf_flexseq.schedule.pipeline.walk import peak_bytes
 from pipelines import relaxed, stage_cost
 from planner.pipeline_exact import shortest
+from tests.budget import examples
 
 MANNERS = [
     Manner(first=a, prompt=b, patience=c)
@@ -32,7 +33,7 @@ def price(stages, **changed):
     return PipelineCost.even(stages, stage_cost(**changed))
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(LENGTHS, st.integers(1, 4), st.sampled_from(SCHEDULES), st.sampled_from([None, 1, 3]))
 def test_every_plan_is_legal_and_says_what_it_takes(lengths, stages, schedule, chunks):
     assume(schedule != "1f1b" or chunks in (None, 1))
@@ -52,7 +53,7 @@ def test_every_plan_is_legal_and_says_what_it_takes(lengths, stages, schedule, c
     )
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40), deadline=None)
 @given(
     LENGTHS.filter(bool),
     st.integers(1, 4),
@@ -74,7 +75,7 @@ def test_plans_stay_within_their_room(lengths, stages, tenths, schedule):
     check_memory(plan, cost, room)
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=examples(20), deadline=None)
 @given(
     LENGTHS.filter(bool), st.integers(1, 500), st.sampled_from(["auto", "seq1f1b", "infinipipe"])
 )

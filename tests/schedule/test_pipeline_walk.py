@@ -14,6 +14,7 @@ from hf_flexseq.plan.pipeline import parse
 from hf_flexseq.planner.pipeline import make_pipeline_plan
 from hf_flexseq.schedule.pipeline.walk import makespan_ns, peak_bytes, timed
 from pipelines import even_cost, plan_of, relaxed, stage_cost
+from tests.budget import examples
 
 
 def random_plan(seed):
@@ -39,7 +40,7 @@ def random_plan(seed):
     return replace(plan, checkpointed=layers), cost
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40), deadline=None)
 @given(st.integers(0, 10_000))
 def test_times_are_the_longest_path(seed):
     plan, cost = random_plan(seed)
@@ -70,7 +71,7 @@ def held_before(plan, cost, stage, done):
     return total
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=examples(15), deadline=None)
 @given(st.integers(0, 10_000))
 def test_bytes_are_what_chunks_and_carries_still_need(seed):
     plan, cost = random_plan(seed)

@@ -19,6 +19,7 @@ from hf_flexseq.simulate.work import spread
 from hf_flexseq.timeline import MAIN_KINDS, Timeline
 from hf_flexseq.topology import Topology
 from plans import random_plan
+from tests.budget import examples
 
 FLEXSP = dataclasses.replace(PRESETS["flexsp-gpt-7b-a100"], group_s=0.04)
 NODE = Topology(nodes=1, ranks_per_node=4)
@@ -76,7 +77,7 @@ def check_timeline(timeline: Timeline) -> None:
     assert not timeline.stop or sum(map(timeline.share, MAIN_KINDS)) == pytest.approx(1)
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=examples(60))
 @given(
     lengths=st.lists(st.integers(1, 20_000), min_size=1, max_size=12),
     world=st.integers(1, 6),
@@ -102,7 +103,7 @@ def test_whole_groups_without_overlap_are_the_closed_form(
         check_timeline(timeline)
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=examples(60))
 @given(
     lengths=st.lists(st.integers(1, 20_000), min_size=1, max_size=12),
     degree=st.sampled_from([1, 2, 4, 8]),
@@ -121,7 +122,7 @@ def test_disjoint_groups_are_the_closed_form_however_many_layers(
     check_timeline(timeline)
 
 
-@settings(deadline=None, max_examples=40)
+@settings(deadline=None, max_examples=examples(40))
 @given(
     lengths=st.lists(st.integers(1, 2000), min_size=1, max_size=10),
     world=st.integers(1, 6),
