@@ -18,6 +18,9 @@ from hf_flexseq.plan.shard import make_shard
 from hf_flexseq.topology import Topology
 from tests.ranks import run_ranks
 
+pytestmark = pytest.mark.processes
+
+
 CPU, HEADS, KV_HEADS, HEAD_DIM = torch.device("cpu"), 4, 2, 32
 LENGTHS = (384, 130)
 ONE_ROUNDING, MERGED = 1.05, 1.3

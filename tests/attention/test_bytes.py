@@ -17,6 +17,9 @@ from hf_flexseq.plan.shard import make_shard
 from hf_flexseq.topology import Topology
 from tests.ranks import run_ranks
 
+pytestmark = pytest.mark.processes
+
+
 CPU, HEAD_DIM, CHUNK = torch.device("cpu"), 128, 16
 CASES = {  # (heads, key and value heads, tokens of the sequences for one rank)
     "MHA": (2, 2, (CHUNK,)),

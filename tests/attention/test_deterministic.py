@@ -97,6 +97,7 @@ def alone():
     return run_ranks(run_placements, 1)
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("world_size", [2, 3, 4, 8])
 def test_every_degree_and_strategy_has_the_same_bits(alone, world_size):
     torch.set_default_dtype(torch.float64)
@@ -113,6 +114,7 @@ def test_every_degree_and_strategy_has_the_same_bits(alone, world_size):
         torch.set_default_dtype(torch.float32)
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("heads", HEADS)
 def test_it_is_exact(alone, heads):
     tensors, slices = alone[0]["local", heads, "torch.float64"]
@@ -129,6 +131,7 @@ def test_it_is_exact(alone, heads):
         assert (torch.from_numpy(x) - y).norm() <= 1e-12 * y.norm()
 
 
+@pytest.mark.processes
 def test_the_usual_way_has_other_bits_at_other_degrees(alone):
     """Otherwise the test above would show nothing."""
     groups = placements(1)["local"]

@@ -110,6 +110,7 @@ def gradients(rank, world_size, heads, kv_heads):
     return [bool((a == b).all()) for a, b in zip(*found, strict=True)]
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("heads, kv_heads", [(4, 4), (8, 2), (6, 1)])
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_checkpointing_changes_no_bit(world_size, heads, kv_heads):

@@ -18,6 +18,9 @@ from hf_flexseq.schedule.routing import NicFigures
 from hf_flexseq.topology import Topology
 from tests.ranks import run_ranks
 
+pytestmark = pytest.mark.processes
+
+
 LOST, GROUP_SECONDS = 2, 3
 LENGTHS = (16, 9, 23)
 MESSAGE = (

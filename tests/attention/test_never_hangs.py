@@ -17,6 +17,9 @@ from hf_flexseq.topology import Topology
 from tests.plans import random_plan
 from tests.ranks import run_ranks
 
+pytestmark = pytest.mark.processes
+
+
 PLANS = int(os.environ.get("HANG_PLANS", "200"))  # of all kinds together
 LAYERS = 2
 PAUSES_S = (0, 0, 0, 0.002)  # one of them before every layer

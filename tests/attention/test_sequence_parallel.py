@@ -17,6 +17,9 @@ from hf_flexseq.topology import Topology
 from tests.plans import random_plan
 from tests.ranks import run_ranks
 
+pytestmark = pytest.mark.processes
+
+
 HEAD_DIM = 8
 CPU = torch.device("cpu")
 SHARED = [name for name in STRATEGIES if name != "local"]

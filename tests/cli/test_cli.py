@@ -337,6 +337,7 @@ def test_what_is_no_plan_is_refused(
     assert "bad.json" in failed(["view", str(tmp_path / "bad.json")], capsys)
 
 
+@pytest.mark.processes
 def test_the_command_line_imports_no_torch_and_runs_alone(lengths: str) -> None:
     """In a process of its own: plans, and has imported none of the heavy libraries."""
     script = (
@@ -355,6 +356,7 @@ def test_the_command_line_imports_no_torch_and_runs_alone(lengths: str) -> None:
     assert done.stderr.strip() == "[]"
 
 
+@pytest.mark.processes
 def test_the_module_can_be_run(lengths: str) -> None:
     command = [
         sys.executable,

@@ -1,6 +1,7 @@
 """Helpers of the contract tests: what a signature has, and what a source calls."""
 
 import ast
+import functools
 import inspect
 import textwrap
 from collections.abc import Callable
@@ -16,9 +17,8 @@ def parameters(function: Callable[..., Any]) -> list[str]:
 def calls(source_of: Any, name: str) -> list[ast.Call]:
     """Every call of a function or method called `name` in the source of a class, function or
     module."""
-    tree = ast.parse(textwrap.dedent(inspect.getsource(source_of)))
     found = []
-    for node in ast.walk(tree):
+    for node in _nodes(source_of):
         if not isinstance(node, ast.Call):
             continue
         function = node.func
@@ -33,8 +33,13 @@ def calls(source_of: Any, name: str) -> list[ast.Call]:
 def attributes(source_of: Any, name: str) -> int:
     """How often the source of a class, function or module reads or writes an attribute called
     `name`."""
-    tree = ast.parse(textwrap.dedent(inspect.getsource(source_of)))
-    return sum(isinstance(node, ast.Attribute) and node.attr == name for node in ast.walk(tree))
+    return sum(isinstance(node, ast.Attribute) and node.attr == name for node in _nodes(source_of))
+
+
+@functools.cache
+def _nodes(source_of: Any) -> list[ast.AST]:
+    """Return all nodes of the syntax tree of a source. Kept, for the Trainer's is large."""
+    return list(ast.walk(ast.parse(textwrap.dedent(inspect.getsource(source_of)))))
 
 
 def schema_arguments(operation: Any) -> tuple[list[str], list[str]]:

@@ -151,6 +151,7 @@ def timeout_of_the_job(rank, world_size):
     return world._get_backend(torch.device("cpu")).options._timeout
 
 
+@pytest.mark.processes
 def test_the_default_group_tells_its_timeout():
     assert (
         run_ranks(timeout_of_the_job, 2, group_seconds=77) == [datetime.timedelta(seconds=77)] * 2
@@ -179,6 +180,7 @@ def sharded_by_hand(rank, world_size):
     return sharded, unsharded, local_gradient, again, plain is kind
 
 
+@pytest.mark.processes
 def test_a_unit_of_fsdp2_unshards_and_reshards_when_told_to():
     assert run_ranks(sharded_by_hand, 2) == [(True, True, True, True, True)] * 2
 

@@ -139,7 +139,7 @@ def busiest_link(degree: int, keys: float, queries: float) -> float:
             out[source] += size
             into[target] += size
 
-        for step in balanced(degree).steps:
+        for step in balanced(degree).calls:
             if step.source != step.worker:
                 move(step.source, step.worker, keys)
                 move(step.worker, step.source, back_of_keys * keys)

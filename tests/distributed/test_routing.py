@@ -17,6 +17,9 @@ from hf_flexseq.topology import Topology
 from tests.plans import random_plan
 from tests.ranks import run_ranks
 
+pytestmark = pytest.mark.processes
+
+
 TOPOLOGY = Topology(nodes=2, ranks_per_node=2)
 LINKS = NicFigures(
     ranks_per_node=2, nics_per_node=2, inside_s=1e-15, across_s=1e-9, transfer_s=0.0

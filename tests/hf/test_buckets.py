@@ -27,6 +27,7 @@ def bucket_mib(rank, world_size, chosen):
     return found, accelerator.ddp_handler and accelerator.ddp_handler.bucket_cap_mb
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("chosen, wanted", [(None, 3), (25, 3), (7, 7)])
 def test_a_small_model_has_several_buckets_unless_the_user_chose(chosen, wanted):
     assert run_ranks(bucket_mib, 2, chosen) == [(wanted, chosen)] * 2

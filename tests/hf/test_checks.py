@@ -179,6 +179,7 @@ def both_runs(rank, world_size, folder, settings):
     return update_error(before, wanted, found), (plain_tokens, tokens)
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize(
     "settings",
     [
@@ -261,6 +262,7 @@ def free_under_zero(rank, world_size, folder, stage):
     make_trainer(folder, sync="free", deepspeed=zero)
 
 
+@pytest.mark.processes
 def test_free_synchronisation_under_zero(tmp_path):
     run_ranks(free_under_zero, 2, tmp_path, 1)
     with pytest.raises(AssertionError, match="ValueError: sync='free' needs ranks"):
@@ -279,6 +281,7 @@ def degree_of_three(rank, world_size, folder):
     make_trainer(folder, planner="static", sp_degree=3)
 
 
+@pytest.mark.processes
 def test_a_degree_that_does_not_divide_the_ranks(tmp_path):
     with pytest.raises(AssertionError, match="ValueError: sp_degree=3 does not divide 2 ranks"):
         run_ranks(degree_of_three, 2, tmp_path)

@@ -1,5 +1,6 @@
 """How the sequence context reaches attention: as itself, through every wrapper."""
 
+import pytest
 import torch
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from transformers import AttentionInterface
@@ -11,6 +12,8 @@ from hf_flexseq.plan import Group, MicroBatch
 from hf_flexseq.plan.shard import make_shard
 from tests.hf.tiny import tiny_llama
 from tests.ranks import run_ranks
+
+pytestmark = pytest.mark.processes
 
 
 def local_context(tokens, dtype, communicator):

@@ -3,6 +3,7 @@ with its price."""
 
 import logging
 
+import pytest
 import torch
 
 from hf_flexseq import FlexSeqConfig, FlexSeqTrainer
@@ -24,6 +25,7 @@ def losses_of_run(folder, **options):
     return torch.tensor([entry["loss"] for entry in trainer.state.log_history if "loss" in entry])
 
 
+@pytest.mark.processes
 def test_a_trainer_attends_so_and_says_what_it_costs(tmp_path, caplog, monkeypatch):
     attended, forward = [], DeterministicZone.forward
 

@@ -12,6 +12,9 @@ from hf_flexseq.hf.pipeline.executor import StageExecutor
 from tests.hf.tiny import documents, tiny_llama
 from tests.ranks import run_ranks
 
+pytestmark = pytest.mark.processes
+
+
 MESSAGE = r"call engine\.attach\(model\) before drawing steps"
 
 

@@ -9,6 +9,9 @@ from hf_flexseq import FlexSeqConfig, FlexSeqTrainer
 from tests.hf.tiny import documents, reference_loss, tiny_llama
 from tests.ranks import run_ranks
 
+pytestmark = pytest.mark.processes
+
+
 LENGTHS = [3, 50, 1, 17, 8, 30, 2, 61, 5, 12, 44]
 
 

@@ -18,6 +18,9 @@ from tests.hf.tiny import (
 )
 from tests.ranks import run_ranks
 
+pytestmark = pytest.mark.processes
+
+
 LENGTHS = [1, 2, 17, 5, 31, 3, 1, 40, 11, 2, 13, 23]
 
 

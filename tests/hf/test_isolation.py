@@ -12,6 +12,9 @@ from hf_flexseq.plan.shard import make_shard
 from tests.hf.tiny import VOCAB, tiny_llama
 from tests.ranks import run_ranks
 
+pytestmark = pytest.mark.processes
+
+
 LENGTHS = [9, 14, 5, 1, 11]
 CHANGED = 2
 

@@ -18,6 +18,9 @@ from tests.hf.test_trainer import (
 from tests.hf.tiny import documents, tiny_llama
 from tests.ranks import run_ranks
 
+pytestmark = pytest.mark.processes
+
+
 LENGTHS = [1 + (i * i * 7) % 60 for i in range(50)]
 
 CASES = {

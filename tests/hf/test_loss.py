@@ -703,10 +703,12 @@ def assert_ranks_agree_with_one_process(function, *args) -> None:
         )
 
 
+@pytest.mark.processes
 def test_sharded_by_fsdp2():
     assert_ranks_agree_with_one_process(sharded_gradients, MixedPrecisionPolicy())
 
 
+@pytest.mark.processes
 def test_an_output_cast_of_fsdp2_does_not_round_the_gradients():
     # 1/29 in bfloat16 is 0.3 % off, and would be so in every gradient.
     assert_ranks_agree_with_one_process(
@@ -714,5 +716,6 @@ def test_an_output_cast_of_fsdp2_does_not_round_the_gradients():
     )
 
 
+@pytest.mark.processes
 def test_replicated_by_ddp():
     assert_ranks_agree_with_one_process(replicated_gradients)

@@ -74,6 +74,7 @@ def sft_run(rank, world_size, folder):
     }, trainer.state.log_history
 
 
+@pytest.mark.processes
 def test_sft_trainer_with_its_own_head(tmp_path):
     plain = sft_trainer(SFTTrainer, tmp_path, 4)
     before = {n: p.detach().clone() for n, p in plain.model.named_parameters()}
@@ -154,6 +155,7 @@ def bf16_sft_run(rank, world_size, folder, evaluates_first):
     return {n: p.detach().numpy() for n, p in trainer.model.named_parameters()}
 
 
+@pytest.mark.processes
 def test_evaluating_first_in_bf16_keeps_the_head_of_the_sft_trainer(tmp_path):
     with_evaluation = run_ranks(bf16_sft_run, 2, tmp_path, True, seconds=120)
     without = run_ranks(bf16_sft_run, 2, tmp_path, False, seconds=120)
@@ -287,6 +289,7 @@ def test_dpo_trainer_is_refused_for_its_loss(tmp_path, positional):
     assert "\n" not in str(raised.value)
 
 
+@pytest.mark.processes
 def test_grpo_trainer_is_refused_at_its_first_batch(tmp_path):
     def reward(completions, **columns):
         return [float(len(completion)) for completion in completions]
@@ -324,6 +327,7 @@ def lora_run(rank, world_size, folder):
     return {n: p.detach().numpy() for n, p in model.named_parameters() if p.requires_grad}
 
 
+@pytest.mark.processes
 def test_lora(tmp_path):
     model = lora_llama()
     model.get_base_model().loss_function = float64_loss

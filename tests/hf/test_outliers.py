@@ -17,6 +17,8 @@ from tests.hf.test_trainer import training_arguments
 from tests.hf.tiny import documents, tiny_llama
 from tests.ranks import run_ranks
 
+pytestmark = pytest.mark.processes
+
 
 class CountForwards(TrainerCallback):
     def __init__(self, model):

@@ -10,6 +10,8 @@ from tests.hf.test_trainer import OPTIONS, dataset, logged, padded, training_arg
 from tests.hf.tiny import tiny_llama
 from tests.ranks import run_ranks
 
+pytestmark = pytest.mark.processes
+
 
 def bf16_run(rank, world_size, folder):
     common = {

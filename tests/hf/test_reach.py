@@ -15,6 +15,9 @@ from tests.hf.test_exactness import own_batches
 from tests.hf.tiny import RandomPlanEngine, documents, reference_gradients, relative_errors
 from tests.ranks import run_ranks
 
+pytestmark = pytest.mark.processes
+
+
 LENGTHS = [1, 2, 17, 5, 23, 3, 40, 11]
 FULL = {"layer_types": ["full_attention"] * 2}
 ROUTED = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}

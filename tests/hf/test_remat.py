@@ -157,6 +157,7 @@ def steps_of_every_strategy(rank, world_size, sharding):
     return found
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("sharding", ["ddp", "fsdp2"])
 def test_attention_and_its_transfers_run_once(sharding):
     for found in run_ranks(steps_of_every_strategy, 2, sharding):
@@ -193,6 +194,7 @@ def trainer_run(rank, world_size, folder, remat, checkpointing=True):
     return kernel.forwards, {name: p.detach().numpy() for name, p in model.named_parameters()}
 
 
+@pytest.mark.processes
 def test_a_trainer_keeps_attention_unless_told_otherwise(tmp_path):
     kept, again = (run_ranks(trainer_run, 2, tmp_path, remat) for remat in (True, False))
     plain = run_ranks(trainer_run, 2, tmp_path, True, False)

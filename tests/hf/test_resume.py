@@ -13,6 +13,9 @@ from tests.hf.test_sharding import ZERO
 from tests.hf.tiny import documents, tiny_llama
 from tests.ranks import run_ranks
 
+pytestmark = pytest.mark.processes
+
+
 KILLED_AT = 5
 
 

@@ -17,6 +17,9 @@ from hf_flexseq.topology import Topology
 from tests.hf.tiny import documents, tiny_llama
 from tests.ranks import run_ranks
 
+pytestmark = pytest.mark.processes
+
+
 TWO_NODES = Topology(nodes=2, ranks_per_node=2)
 # Tensors are small here: only a slow and prompt network makes routing them pay.
 SLOW = replace(PRESETS["llama-3.1-8b-a800"], bandwidths=((2, 1e12), (16, 1e3)), transfer_s=0.0)

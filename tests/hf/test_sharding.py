@@ -26,6 +26,9 @@ from tests.hf.test_trainer import (
 from tests.hf.tiny import tiny_llama
 from tests.ranks import run_ranks
 
+pytestmark = pytest.mark.processes
+
+
 LEARNING_RATE = 0.1
 
 ZERO = {

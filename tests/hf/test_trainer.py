@@ -128,6 +128,7 @@ def logged(history, key):
     return [entry[key] for entry in history if key in entry]
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize(
     ("how", "world_size", "accumulation", "optim"),
     [
@@ -163,6 +164,7 @@ def plain_run_of_a_rank(rank, world_size, folder, size):
     )
 
 
+@pytest.mark.processes
 def test_the_last_partial_step_holds_the_plain_trainers_samples(tmp_path):
     """On as many ranks as the plain run: 49 documents end in a batch that is filled up with
     repeats, in a step of fewer batches than the others."""
@@ -173,6 +175,7 @@ def test_the_last_partial_step_holds_the_plain_trainers_samples(tmp_path):
         assert logged(log, "epoch") == logged(history, "epoch")
 
 
+@pytest.mark.processes
 def test_stock_float32_loss_differs_by_its_rounding_only(tmp_path):
     before, wanted, _ = plain_run(tmp_path, batch=4)
     for found, _ in run_ranks(flexseq_run, 2, "subclass", tmp_path, 2, 1, "sgd"):

@@ -28,6 +28,7 @@ def gpu_check():
     return module
 
 
+@pytest.mark.processes
 def test_without_a_gpu_it_says_so_in_one_line():
     environment = os.environ | {"CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(SCRIPT.parents[1])}
     done = subprocess.run(
@@ -57,6 +58,7 @@ def test_a_wrong_kernel_does_not(gpu_check, monkeypatch):
     assert any("FAILED" in line for line in lines)
 
 
+@pytest.mark.processes
 def test_both_trainers_train_alike(gpu_check):
     sizes = gpu_check.Sizes(layers=1, hidden=128, longest=64, batch=2, steps=3, warmup=1)
     runs = {name: gpu_check.train(name, sizes, use_cpu=True) for name in ("stock", "flexseq")}
@@ -67,6 +69,7 @@ def test_both_trainers_train_alike(gpu_check):
     assert sum("| ok |" in line for line in lines) == 2
 
 
+@pytest.mark.processes
 def test_a_run_that_dies_is_reported(gpu_check):
     died = gpu_check.launch([sys.executable, "-c", "raise ValueError('no luck')"])
     lines, holds = gpu_check.training_report({"stock": died})

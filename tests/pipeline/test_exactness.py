@@ -21,6 +21,9 @@ from tests.hf.tiny import documents, reference_gradients, relative_errors, tiny_
 from tests.pipeline.plans import random_pipeline_plan
 from tests.ranks import run_ranks
 
+pytestmark = pytest.mark.processes
+
+
 LENGTHS = [1, 2, 17, 5, 31, 3, 40, 11]
 LAYERS = 4
 CASES = {

@@ -23,6 +23,9 @@ from tests.pipeline.plans import random_pipeline_plan
 from tests.pipeline.test_exactness import CASES, LAYERS, LENGTHS, TARGETS, columns_of, loss_error
 from tests.ranks import run_ranks
 
+pytestmark = pytest.mark.processes
+
+
 STAGES = 2
 MEMBERS = {
     "both work": ((0, 1, 2, 4, 5, 6), (3, 7)),

@@ -38,6 +38,7 @@ def fsdp_run(rank, world_size, folder, tied, options, seed=0, resume=None):
     return weights_of(trainer), trainer.state.log_history, trainer.evaluate()["eval_loss"]
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize(
     ("tied", "optim", "plans"), [(True, "adamw_torch", "random"), (False, "sgd", "own")]
 )
@@ -65,6 +66,7 @@ def two_steps(rank, world_size, folder):
     ]
 
 
+@pytest.mark.processes
 def test_it_goes_with_shared_chunks_and_with_checkpointing(tmp_path):
     before, wanted, _ = plain_weights(tmp_path, 8, True, max_steps=2)
     results = run_ranks(two_steps, 4, tmp_path)
@@ -105,6 +107,7 @@ def saved_run(rank, world_size, folder, stages, options):
     return ({name: p.detach().numpy() for name, p in trainer.model.named_parameters()},)
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize(
     ("ranks", "stages", "options", "then"),
     [(4, 2, FSDP, [(4, 2, FSDP), (4, 2, {}), (2, 2, {}), (1, 1, {})]), (1, 1, {}, [(4, 2, FSDP)])],
@@ -127,6 +130,7 @@ def last_weights(rank, world_size, folder):
     return (weights,)
 
 
+@pytest.mark.processes
 def test_a_checkpoint_is_an_ordinary_one(tmp_path):
     weights = joined(run_ranks(last_weights, 4, tmp_path))
     loaded, info = AutoModelForCausalLM.from_pretrained(
@@ -162,6 +166,7 @@ def after_accelerate(rank, world_size, folder):
     return (weights_of(trainer),)
 
 
+@pytest.mark.processes
 def test_fsdp_is_taken_over_from_accelerate(tmp_path):
     before, wanted, _ = plain_weights(tmp_path, 8, True, max_steps=2)
     found = joined(run_ranks(after_accelerate, 4, tmp_path))
@@ -201,6 +206,7 @@ def alone_on_its_stage(rank, world_size, folder):
     return (weights_of(trainer),)
 
 
+@pytest.mark.processes
 def test_a_rank_alone_on_its_stage_shares_nothing(tmp_path):
     before, wanted, _ = plain_weights(tmp_path, 8, True, max_steps=2)
     assert update_error(before, wanted, joined(run_ranks(alone_on_its_stage, 2, tmp_path))) < 1e-8

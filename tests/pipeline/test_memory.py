@@ -21,6 +21,9 @@ from tests.pipeline.live import LiveBytes
 from tests.pipeline.test_exactness import columns_of, make_executor
 from tests.ranks import run_ranks
 
+pytestmark = pytest.mark.processes
+
+
 TOKENS, SEQUENCES, CHUNKS, LAYERS = 96, 4, 4, 4
 # the head's gradient is as large as a chunk: one for every chunk in flight would show
 VOCABULARY = 1000

@@ -55,6 +55,7 @@ def test_the_planted_pickle_would_run(tmp_path):
     assert len(marks(tmp_path)) == 1
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("beside_the_index", [True, False])
 def test_a_planted_pickle_does_not_run(tmp_path, beside_the_index):
     """Two ranks resume in two stages, and without a pipeline."""
@@ -156,6 +157,7 @@ def test_no_module_unpickles_a_file():
 # ---- what is written
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("tied", [True, False])
 def test_each_stage_writes_a_file_and_a_tied_tensor_is_stored_once(tmp_path, tied):
     folder = tmp_path / "checkpoint-3" / FOLDER
@@ -376,6 +378,7 @@ def run_of_layers(rank, world_size, folder, layers, resume=None):
     trainer.train(resume_from_checkpoint=resume)
 
 
+@pytest.mark.processes
 def test_stages_refuse_the_state_of_more_layers_than_they_have_together(tmp_path):
     """The weights of more layers are not refused: each stage reads its own."""
     run_ranks(run_of_layers, 2, tmp_path, LAYERS)

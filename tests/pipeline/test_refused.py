@@ -99,6 +99,7 @@ def refusals_on_four_ranks(rank, world_size, folder):
     return messages
 
 
+@pytest.mark.processes
 def test_refused_on_four_ranks(tmp_path):
     for divides, layers, stack in run_ranks(refusals_on_four_ranks, 4, tmp_path):
         assert divides == "pipeline_parallel_size=3 does not divide the 4 ranks of the job"
@@ -118,5 +119,6 @@ def on_a_stock_trainer(rank, world_size, folder):
     return trainer.state.global_step, type(trainer).__name__
 
 
+@pytest.mark.processes
 def test_the_callback_makes_a_pipeline_of_a_stock_trainer(tmp_path):
     assert run_ranks(on_a_stock_trainer, 2, tmp_path) == [(1, "FlexSeqTrainer")] * 2

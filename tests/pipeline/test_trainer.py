@@ -120,6 +120,7 @@ def joined(results):
     return weights
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize(
     ("world_size", "stages", "tied", "optim"),
     [
@@ -164,6 +165,7 @@ def schedule_runs(rank, world_size, folder, options):
     ]
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize(("world_size", "options"), [(2, SCHEDULES), (4, (SHARED,))])
 def test_every_schedule_equals_the_plain_trainer(tmp_path, world_size, options):
     before, wanted, _ = plain_weights(tmp_path, 8, True, max_steps=2)
@@ -172,12 +174,14 @@ def test_every_schedule_equals_the_plain_trainer(tmp_path, world_size, options):
         assert update_error(before, wanted, joined(of_ranks)) < 1e-8, used
 
 
+@pytest.mark.processes
 def test_stock_float32_loss_differs_by_its_rounding_only(tmp_path):
     before, wanted, _ = plain_run(tmp_path, batch=4, model=model_of(True), optim="sgd")
     found = joined(run_ranks(pipeline_run, 2, tmp_path, 2, True, {"batch": 1}, seconds=150))
     assert update_error(before, wanted, found) < 2e-6
 
 
+@pytest.mark.processes
 def test_evaluation_is_the_mean_over_target_tokens(tmp_path):
     model = model_of(tied=True)
     args = training_arguments(
@@ -208,6 +212,7 @@ def best_run(rank, world_size, folder):
     return losses, trainer.evaluate()["eval_loss"], trainer.state.best_model_checkpoint
 
 
+@pytest.mark.processes
 def test_the_best_model_is_loaded_at_the_end(tmp_path):
     for losses, again, folder in run_ranks(best_run, 2, tmp_path):
         assert min(losses) < max(losses)
@@ -220,6 +225,7 @@ def traced_run(rank, world_size, folder):
     make_trainer(model_of(True), folder, 2, plans="own", max_steps=2, plan_trace=str(path)).train()
 
 
+@pytest.mark.processes
 def test_the_trace_is_what_flexseq_view_reads(tmp_path, capsys):
     run_ranks(traced_run, 4, tmp_path)
     path = str(tmp_path / "plans.jsonl")
@@ -258,6 +264,7 @@ def trained_weights(trainer):
     }
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("tied", [True, False])
 def test_a_model_is_loaded_stage_by_stage(tmp_path, tied):
     """Its norms are transformers' own, in float32."""
@@ -298,6 +305,7 @@ def saved_run(rank, world_size, folder, stages, tied, options, resume=None):
     return {name: p.detach().numpy() for name, p in parameters}, trainer.state
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("tied", [True, False])
 def test_a_checkpoint_is_an_ordinary_one(tmp_path, tied):
     (tmp_path / "checkpoint-3").mkdir()
@@ -322,6 +330,7 @@ def test_a_checkpoint_is_an_ordinary_one(tmp_path, tied):
         assert (weights[name] == parameter.detach().numpy()).all(), name
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize(
     ("stages", "then"), [(2, [(2, 2), (4, 4), (4, 2), (1, 1)]), (1, [(2, 2)])]
 )
@@ -342,6 +351,7 @@ def test_resumed_on_any_number_of_stages_it_goes_on_as_before(tmp_path, stages, 
         assert update_error(before, wanted, joined(found)) < 1e-8, (ranks, then_stages)
 
 
+@pytest.mark.processes
 def test_a_checkpoint_of_another_model_is_refused(tmp_path):
     model_of(True).save_pretrained(tmp_path / "checkpoint-3")
     index = {"metadata": {}, "weight_map": {"model.norm.weight": "model.safetensors"}}
@@ -389,6 +399,7 @@ def other_log(kind, folder, world_size, options):
     return trainer.state.log_history
 
 
+@pytest.mark.processes
 def test_other_models_and_bfloat16_train_as_without_a_pipeline(tmp_path):
     """In float32, and under autocast: two stages of one rank each against one rank."""
     (wanted,) = run_ranks(other_runs, 1, tmp_path)

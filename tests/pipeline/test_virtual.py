@@ -65,6 +65,7 @@ def errors_by_case(rank, world_size, degree, virtual):
     return errors
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize(
     ("world_size", "degree", "virtual"), [(2, 1, 2), (2, 1, 3), (3, 1, 2), (4, 2, 2)]
 )
@@ -105,6 +106,7 @@ def delayed_steps(rank, world_size, virtual, plans):
     return plans
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize(("world_size", "virtual"), [(4, 2), (2, 4)])
 def test_ranks_that_fall_behind_never_hang(world_size, virtual):
     assert run_ranks(delayed_steps, world_size, virtual, 6, seconds=90) == [6] * world_size
@@ -128,6 +130,7 @@ def virtual_run(rank, world_size, folder, options):
     return weights_of(trainer), trainer.state.log_history, trainer.evaluate()["eval_loss"]
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize(("world_size", "options"), [(2, {}), (4, FSDP | {"lookahead": 2})])
 def test_ten_steps_equal_the_plain_trainer(tmp_path, world_size, options):
     before, wanted, history = plain_run(tmp_path, batch=8, loss=float64_loss, model=model_of())
@@ -161,6 +164,7 @@ def resumed_run(rank, world_size, folder, virtual):
     return (weights_of(trainer),)
 
 
+@pytest.mark.processes
 def test_a_checkpoint_is_the_same_for_any_number_of_stages_per_rank(tmp_path):
     before = {name: p.detach() for name, p in model_of().named_parameters()}
     wanted = {

@@ -286,6 +286,7 @@ for nodes, ranks in ((8, 8), (1, 6)):
 """
 
 
+@pytest.mark.processes
 def test_the_hash_seed_does_not_matter() -> None:
     def digests(seed: str) -> str:
         environment = os.environ | {
@@ -303,6 +304,7 @@ def test_the_hash_seed_does_not_matter() -> None:
     assert digests("0") == digests("4242") != ""
 
 
+@pytest.mark.processes
 def test_planning_needs_no_torch() -> None:
     code = (
         "import sys, hf_flexseq.planner.process.worker; "

@@ -37,6 +37,7 @@ def worker() -> Iterator[PlannerWorker]:
     worker.close()
 
 
+@pytest.mark.processes
 def test_answers_are_make_plan_s_in_any_order_of_asking(worker: PlannerWorker) -> None:
     batches = {step: [step * 1000 + 1, 17, 30_000] for step in range(3)}
     for step, lengths in batches.items():
@@ -48,6 +49,7 @@ def test_answers_are_make_plan_s_in_any_order_of_asking(worker: PlannerWorker) -
         assert there.planning_s > 0
 
 
+@pytest.mark.processes
 def test_errors_come_back_as_they_were_and_do_not_end_it(worker: PlannerWorker) -> None:
     worker.submit(0, [50_000])
     worker.submit(1, [0])
@@ -59,6 +61,7 @@ def test_errors_come_back_as_they_were_and_do_not_end_it(worker: PlannerWorker) 
     assert worker.result(2).lengths == (1,)
 
 
+@pytest.mark.processes
 def test_asking_twice_or_for_nothing_is_refused(worker: PlannerWorker) -> None:
     worker.submit(0, [1])
     with pytest.raises(ValueError, match="submitted before"):
@@ -69,6 +72,7 @@ def test_asking_twice_or_for_nothing_is_refused(worker: PlannerWorker) -> None:
             worker.result(step)
 
 
+@pytest.mark.processes
 def test_many_outstanding_requests_do_not_block(worker: PlannerWorker) -> None:
     """Far more than two pipes hold, submitted before the first answer is fetched."""
     began = time.monotonic()
@@ -78,6 +82,7 @@ def test_many_outstanding_requests_do_not_block(worker: PlannerWorker) -> None:
     assert all(len(worker.result(step).lengths) == 4096 for step in range(4))
 
 
+@pytest.mark.processes
 def test_a_killed_worker_is_reported(worker: PlannerWorker) -> None:
     os.kill(worker._process.pid, signal.SIGKILL)
     worker.submit(0, [1])
@@ -85,6 +90,7 @@ def test_a_killed_worker_is_reported(worker: PlannerWorker) -> None:
         worker.result(0)
 
 
+@pytest.mark.processes
 def test_a_worker_that_fails_shows_its_last_words() -> None:
     worker = PlannerWorker(groups_job(colour="blue"))
     worker.submit(0, [1])
@@ -97,6 +103,7 @@ def test_a_worker_that_fails_shows_its_last_words() -> None:
     worker.close()
 
 
+@pytest.mark.processes
 def test_a_stopped_worker_does_not_block_forever(worker: PlannerWorker) -> None:
     os.kill(worker._process.pid, signal.SIGSTOP)
     worker.submit(0, [1])
@@ -104,6 +111,7 @@ def test_a_stopped_worker_does_not_block_forever(worker: PlannerWorker) -> None:
         worker.result(0, timeout_s=0.2)
 
 
+@pytest.mark.processes
 def test_close_ends_the_process_and_may_be_repeated(worker: PlannerWorker) -> None:
     worker.submit(0, [1])
     worker.close()
@@ -126,6 +134,7 @@ print(worker._process.pid)
 """
 
 
+@pytest.mark.processes
 def test_it_ends_with_the_interpreter() -> None:
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
     done = subprocess.run(
@@ -159,6 +168,7 @@ def test_serve_speaks_only_json_lines() -> None:
 PIPELINE = even_cost(2)
 
 
+@pytest.mark.processes
 def test_a_worker_plans_pipelines_too() -> None:
     job = StagesJob(cost=PIPELINE, options={"replicas": 2, "schedule": "seq1f1b"})
     worker = PlannerWorker(job)

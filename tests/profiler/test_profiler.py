@@ -319,6 +319,7 @@ def calibrate_tiny(rank: int, world_size: int, output: str) -> dict:
     return calibrate(TINY, dtype="float32", output=output, effort=QUICK)
 
 
+@pytest.mark.processes
 @pytest.mark.usefixtures("any_fit_will_do")
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 def test_all_ranks_get_the_model_that_is_written(world_size: int, tmp_path: Path) -> None:
@@ -348,6 +349,7 @@ def automatic(rank: int, world_size: int, folder: str) -> tuple[list[str], bool,
     return found, same_numbers, kept and model.config._attn_implementation != "flexseq"
 
 
+@pytest.mark.processes
 @pytest.mark.usefixtures("any_fit_will_do")
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_auto_measures_once_and_keeps_it(world_size: int, tmp_path: Path) -> None:
@@ -420,6 +422,7 @@ def hops(rank, world_size):
     return found, nics, transfer_s
 
 
+@pytest.mark.processes
 def test_nics_are_counted_between_two_nodes_while_others_look_on():
     lone, together = zip(*(found for found, *_ in run_ranks(hops, 6)), strict=True)
     assert list(lone) == [[[2], []], [[], []], [[], [0]], [[], []], [[], []], [[], []]]

@@ -125,6 +125,7 @@ def run_recipe(folder, config, **options) -> str:
     return run.stdout
 
 
+@pytest.mark.processes
 @pytest.mark.timeout(300)
 def test_a_whole_run_on_two_processes(tmp_path):
     assert "held-out loss: 5." in run_recipe(tmp_path, "small_llama.yaml", max_tokens_per_rank=200)
@@ -133,6 +134,7 @@ def test_a_whole_run_on_two_processes(tmp_path):
     assert len(AutoTokenizer.from_pretrained(tmp_path / "out")) <= 300
 
 
+@pytest.mark.processes
 @pytest.mark.timeout(300)
 def test_a_whole_run_in_two_stages(tmp_path, capsys):
     printed = run_recipe(tmp_path, "pipeline.yaml", max_tokens_per_rank=100)

@@ -49,6 +49,7 @@ def helps():
     return json.loads(done.stdout)
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("name", NAMES)
 def test_every_benchmark_starts_and_takes_a_file_for_its_raw_figures(helps, name):
     assert "--json FILE" in helps[name]
@@ -60,6 +61,7 @@ def test_every_benchmark_is_in_the_index(name):
     assert f"benchmarks/{name}.py" in (BENCHMARKS / "README.md").read_text()
 
 
+@pytest.mark.processes
 def test_a_record_holds_the_figures_and_what_they_were_measured_with(tmp_path):
     path = tmp_path / "folder" / "record.json"
     done = run("received_bytes", "--draws", 2, "--json", path)
@@ -72,6 +74,7 @@ def test_a_record_holds_the_figures_and_what_they_were_measured_with(tmp_path):
     assert record["figures"]["draws"][0]["busiest_mb"] > 0
 
 
+@pytest.mark.processes
 def test_without_a_file_nothing_is_written(tmp_path):
     done = run("received_bytes", "--draws", 1, cwd=tmp_path)
     assert done.returncode == 0, done.stderr

@@ -72,6 +72,7 @@ def namespaces(pid):
     return [line for line in done.stdout.splitlines() if line.startswith(f"flexseq-{pid}-")]
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("nic_per_rank", [False, True])
 def test_links_between_nodes_are_shaped_and_no_others(cluster, tmp_path, nic_per_rank):
     options = ["--nodes", 2, "--ranks-per-node", 2, *["--nic-per-rank"] * nic_per_rank]
@@ -92,6 +93,7 @@ def test_links_between_nodes_are_shaped_and_no_others(cluster, tmp_path, nic_per
         assert ranks[source][transfer]["seconds"] >= 0.95 * IDEAL_S
 
 
+@pytest.mark.processes
 def test_a_rank_that_fails_ends_all(cluster):
     script = "import os, sys, time; sys.exit(7) if os.environ['RANK'] == '1' else time.sleep(600)"
     status, _ = cluster(
@@ -100,6 +102,7 @@ def test_a_rank_that_fails_ends_all(cluster):
     assert status == 7
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("number, status", [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 def test_nothing_is_left_of_one_that_is_interrupted(cluster, tmp_path, number, status):
     process = start(

@@ -13,6 +13,8 @@ from tests.hf.test_trainer import training_arguments
 from tests.hf.tiny import documents, tiny_llama
 from tests.ranks import run_ranks
 
+pytestmark = pytest.mark.processes
+
 
 def run(rank, world_size, folder, lookahead):
     """The log without its timings, and the checkpoint after two steps."""
