@@ -14,6 +14,7 @@ from hf_flexseq.planner.pipeline import SCHEDULES, make_pipeline_plan
 from hf_flexseq.planner.pipeline.cuts import CUTS, CutWork, cut
 from hf_flexseq.planner.pipeline.greedy import Manner, actions_of, play
 from hf_flexseq.planner.pipeline.pack import chunked_units, first_fit, level_units, whole_units
+from hf_flexseq.planner.pipeline.replicas import make_step_plan
 from hf_flexseq.schedule.pipeline.check import check, check_memory
 from hf_flexseq.schedule.pipeline.walk import peak_bytes
 from pipelines import relaxed, stage_cost
@@ -327,3 +328,25 @@ def test_checkpointing_fits_to_the_byte():
     plan = make_pipeline_plan([5], cost, chunks=5, room=(38, 38))
     check_memory(plan, cost, (38, 38))
     assert plan.checkpointed == ((2,) * 5,) * 2
+
+
+# ---- notes of a step over several replicas
+
+
+def test_notes_say_into_how_many_chunks_and_by_whose_choice():
+    cost = price(2)
+    asked = make_step_plan([4000, 100, 90], cost, replicas=2, chunks=4)
+    (note,) = asked.notes
+    count = sum(len(plan.chunks) for plan in asked.plans)
+    assert note == (
+        f"{count} chunks, 3 of 3 sequences cut, the longest of these (4,000 tokens) into 4: "
+        "as chunks=4 asks"
+    )
+    whole = make_step_plan([40, 30], cost, schedule="1f1b")
+    assert whole.notes == ("2 chunks of whole sequences, by the rule of schedule='1f1b'",)
+    planned = make_step_plan([90_000, 30], cost, max_tokens=1000)
+    assert planned.notes[0].endswith(
+        "the fastest by the cost model, with at most 1,000 tokens a chunk"
+    )
+    longest = max(chunk.tokens for chunk in planned.plans[0].chunks)
+    assert longest <= 1000

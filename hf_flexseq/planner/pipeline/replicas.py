@@ -8,9 +8,11 @@ Rejected: dealing chunks instead of sequences, for which keys and values would h
 between replicas.
 """
 
+from collections import Counter
 from collections.abc import Sequence
 
 from hf_flexseq.cost.stages import PipelineCost, causal_pairs
+from hf_flexseq.plan.pipeline import PipelinePlan
 from hf_flexseq.plan.replicas import StepPlan
 from hf_flexseq.planner.pipeline import make_pipeline_plan
 
@@ -43,7 +45,59 @@ def make_step_plan(
             stages_per_rank=stages_per_rank,
         )
         plans.append(plan)
-    return StepPlan(lengths=tuple(lengths), members=members, plans=tuple(plans))
+    note = chunk_note(plans, chunks=chunks, max_tokens=max_tokens, room=room)
+    return StepPlan(lengths=tuple(lengths), members=members, plans=tuple(plans), notes=(note,))
+
+
+def chunk_note(
+    plans: Sequence[PipelinePlan],
+    *,
+    chunks: int | None,
+    max_tokens: int | None,
+    room: Sequence[int] | None,
+) -> str:
+    """Return a line for people: into how many chunks sequences are cut, and by whose choice.
+
+    plans: one for each replica. The other arguments are those of `make_step_plan`.
+    """
+    # 1. the parts of the longest sequence that is cut at all
+    cut_sequences = 0
+    longest = 0
+    parts_of_longest = 0
+    for plan in plans:
+        parts = Counter(part.sequence for chunk in plan.chunks for part in chunk.slices)
+        for sequence, count in parts.items():
+            if count == 1:
+                continue
+            cut_sequences += 1
+            if plan.lengths[sequence] > longest:
+                longest = plan.lengths[sequence]
+                parts_of_longest = count
+
+    # 2. who chose so
+    if chunks is not None:
+        reason = f"as chunks={chunks} asks"
+    elif plans and plans[0].schedule != "auto":
+        reason = f"by the rule of schedule={plans[0].schedule!r}"
+    else:
+        limits = []
+        if max_tokens is not None:
+            limits.append(f"at most {max_tokens:,} tokens a chunk")
+        if room is not None:
+            limits.append(f"at most {min(room) / 2**30:.3g} GiB in flight on a rank")
+        reason = "the fastest by the cost model"
+        if limits:
+            reason = f"{reason}, with {' and '.join(limits)}"
+
+    # 3. both in one line
+    total = sum(len(plan.chunks) for plan in plans)
+    if not cut_sequences:
+        return f"{total} chunks of whole sequences, {reason}"
+    sequences = sum(len(plan.lengths) for plan in plans)
+    return (
+        f"{total} chunks, {cut_sequences} of {sequences} sequences cut, the longest of these "
+        f"({longest:,} tokens) into {parts_of_longest}: {reason}"
+    )
 
 
 def deal(lengths: Sequence[int], replicas: int, cost: PipelineCost) -> tuple[tuple[int, ...], ...]:
