@@ -18,9 +18,9 @@ blocks of two ranks is computed by both: the one has the sum over keys, the othe
 queries. Rejected: sending every pair's dK and dV to their owner to be summed there, which computes
 them once but moves as many bytes as there are pairs.
 
-The price is many small calls, up to twice the backward, and no overlap inside a zone; `slowdown`
-measures the first. The layout is the strategy's, the traffic about that of `allgather`. Results of
-16 bits are rounded once per block of keys, not once.
+The price is many small calls, up to two backwards' work, and no overlap inside a zone; `slowdown`
+measures the first. The layout is the strategy's, the traffic about that of `allgather`. A result
+of 16 bits is rounded after every block of keys; elsewhere it is rounded once.
 """
 
 import functools

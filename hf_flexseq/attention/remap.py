@@ -23,7 +23,7 @@ from hf_flexseq.plan.shard import Shard
 from hf_flexseq.schedule.routing import NicFigures, Routing, make_routing
 from hf_flexseq.schedule.transfers import move_transfers
 
-Parcels = tuple[tuple[int, int], ...]  # (peer, rows), in the order of the rows
+PeerRows = tuple[tuple[int, int], ...]  # (peer, rows), in the order of the rows
 
 
 class TokenRemap:
@@ -37,8 +37,8 @@ class TokenRemap:
         """links: see `SequenceContext`. With any, ranks that give and get nothing may have to pass
         something on."""
         self.communicator = communicator
-        self.given: Parcels = shard.given  # rows that stand on other ranks outside of attention
-        self.got: Parcels = shard.got  # rows of other ranks that stand here outside of attention
+        self.given: PeerRows = shard.given  # rows that stand on other ranks outside of attention
+        self.got: PeerRows = shard.got  # rows of other ranks that stand here outside of attention
         self.moves = shard.moves
         self.links = links
         # by bytes of a row, and whether the trip leads to attention
@@ -53,7 +53,7 @@ class TokenRemap:
         return self._move(tensors, to_peers=self.given, from_peers=self.got, to_attention=False)
 
     def _move(
-        self, tensors: Tensors, *, to_peers: Parcels, from_peers: Parcels, to_attention: bool
+        self, tensors: Tensors, *, to_peers: PeerRows, from_peers: PeerRows, to_attention: bool
     ) -> Tensors:
         """Send the last rows of every tensor to peers, and put the rows of other peers in their
         place: [tokens before, heads, head_dim] -> [tokens after, heads, head_dim]."""

@@ -18,8 +18,10 @@ bandwidth,
 * `stretch` is ceil(H/d) d / H: the rank with the most of H query heads sets Ulysses' pace, and
   ranks beyond H idle.
 * Ring transfers run beside the attention they feed (LightSeq, arXiv 2310.03294, section 3.2), so
-  the longer counts; an all-gather ends before its attention begins. Ulysses' heads come and go in
-  pieces, of which all but one travel while others are computed: the share h.
+  the longer counts. That is for `ring_overlap` = 1; of a smaller one only that share r of the
+  transfers t hides, and a ring takes max(attention, r t) + (1 - r) t. An all-gather ends before
+  its attention begins. Ulysses' heads come and go in pieces, of which all but one travel while
+  others are computed: the share h.
 * A rank holds token_bytes x tokens + state_bytes + sharded_state_bytes / ranks, at most
   budget_bytes.
 

@@ -69,6 +69,8 @@ class PipelineCost:
     """Nanoseconds per token from a stage to its neighbour, beside its computing."""
 
     def __post_init__(self) -> None:
+        if self.send_ns < 0:
+            raise ValueError(f"send_ns={self.send_ns}: must not be negative")
         for number, stage in enumerate(self.stages):
             least_ns = min(stage.linear_ns, stage.attention_ns, stage.chunk_ns, stage.head_ns)
             if least_ns < 0 or stage.token_bytes <= 0:

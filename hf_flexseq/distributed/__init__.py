@@ -1,1 +1,4 @@
-"""The only place that creates process groups or moves bytes between ranks."""
+"""The only place that creates process groups; it moves the bytes of attention, tokens and stages.
+
+Collectives on these groups that need no more than one call stand where they are used.
+"""

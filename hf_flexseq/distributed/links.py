@@ -87,8 +87,8 @@ class Neighbours:
 
     from_before, to_after: hidden states from the stage before and to the stage after.
     from_after, to_before: gradients from the stage after and to the stage before.
-        All four are None at the ends of the pipeline, unless it is a ring, in which the last rank
-        comes before the first one.
+        The first rank has none before it and the last none after it (None), unless the pipeline is
+        a ring, in which the last rank comes before the first one.
     ends: group of the first and the last rank of the pipeline, for a tensor that both hold; None
         on the ranks in between.
     replicas: group of the ranks with the same stage; None when there is only one pipeline.

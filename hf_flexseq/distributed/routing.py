@@ -124,6 +124,13 @@ class RoutedExchange(Exchange):
             return super().recv(likes, tokens, peer)
         return _unpacked(parcel, list(likes), tokens)
 
+    def recv_into(self, tensors: Iterable[torch.Tensor], peer: int) -> None:
+        """Add tensors [rows, ...] that will hold what `peer` sends straight."""
+        assert (peer, self._communicator.rank) not in self._parcels, (
+            f"what rank {peer} sends comes in a parcel: it is received by `recv`"
+        )
+        super().recv_into(tensors, peer)
+
     def post(self, communicator: Communicator, tag: int) -> None:
         """Start all transfers and send the packets across; waits for their first leg."""
         super().post(communicator, tag)  # what goes straight

@@ -12,14 +12,16 @@ from hf_flexseq.hf.trainer import FlexSeqMixin, arguments_on
 class FlexSeqCallback(TrainerCallback):
     """Makes `trainer` plan its steps.
 
-    Args: trainer (`Trainer`): the trainer to switch on; not one that plans already. args
-    (`FlexSeqArguments`, *optional*): the options; by default those on `trainer.args`, or the
-    defaults.
+    Args:
+        trainer (`Trainer`):
+            The trainer to switch on; not one that plans already.
+        args (`FlexSeqArguments`, *optional*):
+            The options; by default those on `trainer.args`, or the defaults.
     """
 
     def __init__(self, trainer: Trainer, args: FlexSeqArguments | None = None) -> None:
-        """Raises ValueError or NotImplementedError as `FlexSeqTrainer` does; the trainer is then
-        what it was."""
+        """Raises ValueError or NotImplementedError as `FlexSeqTrainer` does; the trainer then has
+        its own class again."""
         if isinstance(trainer, FlexSeqMixin):
             raise ValueError(
                 f"{type(trainer).__name__} plans its steps already; leave the callback out"

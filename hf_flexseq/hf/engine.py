@@ -92,16 +92,18 @@ class FlexSeqEngine:
         lockstep: whether something outside of the engine's sight makes all ranks run every
         micro-batch together. Raises NotImplementedError when the model cannot be trained exactly.
         """
-        self._loader_settings.change()
         self.executor.attach(model, lockstep=lockstep)
+        self._loader_settings.change()
 
     def detach(self) -> None:
         """Leave the model and the accelerator as they were, and end the planner."""
-        self.executor.detach()
-        self._loader_settings.restore()
-        if self._training is not None:
-            self._training.close()
-            self._training = None
+        try:
+            self.executor.detach()
+        finally:
+            self._loader_settings.restore()
+            if self._training is not None:
+                self._training.close()
+                self._training = None
 
     @contextmanager
     def attached(self, model: nn.Module, *, lockstep: bool = False) -> Iterator[None]:

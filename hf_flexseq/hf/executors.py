@@ -103,7 +103,7 @@ class EngineSetup:
 
 
 class TrainerHooks(Protocol):
-    """Does what a Trainer has to do otherwise when a rank has but a part of the model;
+    """Does what a Trainer has to do differently when a rank has but a part of the model;
     `FlexSeqMixin` calls each method in place of the Trainer's own."""
 
     def wrap_model(self, model: nn.Module) -> nn.Module:
@@ -152,7 +152,7 @@ class Executor(Protocol):
 
     @property
     def trainer_hooks(self) -> TrainerHooks | None:
-        """The hooks of a Trainer that has to do some things otherwise; None for nothing."""
+        """The hooks of a Trainer that has to do some things differently; None for nothing."""
 
     def attach(self, model: nn.Module, *, lockstep: bool) -> None:
         """Make `model` run on planned steps. Collective over the world.

@@ -84,8 +84,10 @@ class FlexSeqConfig(FlexSeqArguments, TrainingArguments):
 class FlexSeqMixin(_Trainer):
     """Put in front of `Trainer` or a subclass of it: `class MyTrainer(FlexSeqMixin, SFTTrainer)`.
 
-    Args: flexseq_args (`FlexSeqArguments`, *optional*): The options. Taken from `args` when that
-    is a `FlexSeqConfig`, or another class with the same fields.
+    Args:
+        flexseq_args (`FlexSeqArguments`, *optional*):
+            The options. Taken from `args` when that is a `FlexSeqConfig`, or another class with
+            the same fields.
 
     All other arguments, positional or not, go to the next class as they are.
 

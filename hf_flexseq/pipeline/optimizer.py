@@ -165,9 +165,11 @@ def _check_same_parameters(
     for the same parameters.
     """
     trained = parameters_of(keys)
+    known = saved.keys()
+    missing = {key for key in keys if key not in known}
     if member is not None:
         trained = set().union(*gather_objects(member.communicator, trained))
-    known = saved.keys()
+        missing = set().union(*gather_objects(member.communicator, missing))
     of_saved = parameters_of(known)
     lacking = trained - of_saved
     surplus = of_saved - trained
@@ -177,7 +179,6 @@ def _check_same_parameters(
     if surplus:
         names = _listed(surplus)
         raise ValueError(f"{folder} has optimizer state of {names}, which this run does not train")
-    missing = {key for key in keys if key not in known}
     if missing:
         raise ValueError(f"{folder} has no {_listed(missing)}: it is of another optimizer")
 

@@ -172,7 +172,7 @@ class PipelinePlan(Record):
                 objective_s=record["objective_s"],
                 planning_s=record["planning_s"],
             )
-        except (KeyError, TypeError) as error:
+        except (KeyError, TypeError, AttributeError) as error:
             raise ValueError(
                 f"not a plan of a pipeline: {error!r} (it has the keys of PipelinePlan.to_record)"
             ) from error

@@ -1,9 +1,9 @@
 """One optimizer step over several pipelines: which replica takes which sequences, and the plan of
 each replica.
 
-The ranks are `stages` times `replicas`: stage s of replica r is rank s x replicas + r. A replica
-is a pipeline of its own. Gradients are summed over replicas once, when all are done, so that the
-replicas need not have equally many chunks.
+The ranks are stages x replicas x degree: member m of replica r on stage s is rank (s x replicas +
+r) x degree + m. A replica is a pipeline of its own. Gradients are summed over replicas once, when
+all are done, so that the replicas need not have equally many chunks.
 """
 
 from dataclasses import dataclass, replace

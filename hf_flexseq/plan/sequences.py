@@ -175,9 +175,11 @@ class Plan(Record):
 
     def check_form(self) -> None:
         """Raise ValueError unless every sequence has a token and is in exactly one group, and the
-        groups of each micro-batch are laminar and widest first."""
+        groups of each micro-batch, at least one, are laminar and widest first."""
         _check_coverage(self)
         for index, micro_batch in enumerate(self.micro_batches):
+            if not micro_batch.groups:
+                raise ValueError(f"micro-batch {index} has no group: leave it out")
             _check_laminar(micro_batch, f"micro-batch {index}")
 
 

@@ -1,8 +1,9 @@
 """Lines for people on what was decided: why the widest groups are as wide as they are, and what of
 a plan is routed.
 
-Memory forces a degree where the longest sequence fits on no fewer ranks. Everywhere else the
-planner prefers it; the line then says what the sequence would take on more and on fewer ranks.
+Memory forces a degree where the longest sequence fits on no fewer ranks. Otherwise the planner
+chose the degree by cost, and the line says what the longest sequence alone takes on fewer and on
+more ranks.
 `remap.py` has a line of its own.
 """
 
@@ -84,10 +85,10 @@ def routing_notes(
 ) -> tuple[str, ...]:
     """Return the reason why exchanges between nodes are routed, or are not.
 
-    There is none on one node, and none without `token`: bytes of one token in one layer. Raises
-    ValueError for a mapping that is no LayerTokenBytes.
+    There is none without `token`: bytes of one token in one layer. Raises ValueError for a mapping
+    that is no LayerTokenBytes.
     """
-    if token is None or topology.nodes == 1:
+    if token is None:
         return ()
     if not isinstance(token, LayerTokenBytes):
         if set(token) != {"queries", "keys"}:

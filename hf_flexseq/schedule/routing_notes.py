@@ -34,8 +34,7 @@ def routing_reason(
 ) -> str:
     """Return the reason why exchanges between nodes are routed, or are not.
 
-    lengths: tokens of every sequence of the plan, by sequence id. links: of the nodes, None on
-    one node.
+    lengths: tokens of every sequence of the plan, by sequence id. links: None on one node.
     """
     if links is None:
         return "routing off: all ranks are on one node"

@@ -37,9 +37,10 @@ class DataCollatorForFlexSeq:
     """Collates examples with `input_ids` and `labels` (and any other per-token columns) for the
     FlexSeq trainer.
 
-    Args: example_collator (`Callable`, *optional*): Another collator that turns one example into a
-    batch of one, for tasks whose labels are made while collating (a completion mask, say). It is
-    called once per example.
+    Args:
+        example_collator (`Callable`, *optional*):
+            Another collator that turns one example into a batch of one, for tasks whose labels are
+            made while collating (a completion mask, say). It is called once per example.
 
     Padding, on either side, is cut off where an `attention_mask` marks it.
     """
@@ -235,11 +236,11 @@ def _check_required(example: Mapping[str, Any], index: int) -> None:
     masks = [name for name in _MASKS if example.get(name) is not None]
     if masks:
         raise ValueError(
-            f"example {index} has no labels: it has {' and '.join(masks)}, so give input_ids with "
-            f"{IGNORE_INDEX} where a mask is 0"
+            f"example {index} has no labels: it has {' and '.join(masks)}, so give a copy of "
+            f"input_ids with {IGNORE_INDEX} where a mask is 0"
         )
     raise ValueError(
-        f"example {index} has no labels: for plain language modelling, give input_ids"
+        f"example {index} has no labels: for plain language modelling, give a copy of input_ids"
     )
 
 

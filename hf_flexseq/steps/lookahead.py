@@ -61,7 +61,7 @@ class Lookahead:
         """Nothing is drawn before the first `next`.
 
         planner: on rank 0, None elsewhere.
-        lookahead: how many steps are drawn before the one whose turn it is has run.
+        lookahead: how many steps are drawn and being planned beyond the current one.
         check: raises ValueError for a plan that would compute something wrong or hang; called on
             rank 0.
         read: makes a plan of the record that rank 0 sends.
@@ -83,7 +83,8 @@ class Lookahead:
         """Return the next step of `num_batches` batches per rank and its plan, or None when no
         rank has a sequence left. Collective over the world.
 
-        Raises, on all ranks alike, what the planner raised.
+        Raises, on all ranks alike, PlanInfeasible, or RuntimeError with the reason why planning
+        failed.
         """
         if iterator is not self._iterator:
             self._iterator = iterator
@@ -145,8 +146,8 @@ class Lookahead:
         try:
             plan = self.planner.result(number)
             self._check(plan)
+            return "plan", plan.to_record()
         except PlanInfeasible as error:
             return "infeasible", str(error)
         except (RuntimeError, ValueError) as error:
             return "failed", f"planning of step {number} failed: {error}"
-        return "plan", plan.to_record()

@@ -1,7 +1,7 @@
 """Make the cost model that `cost_model="auto"` or `"estimate"` asks for.
 
-`estimate` is arithmetic (estimate.py). `auto` is measured on this machine, now or by an earlier
-run:
+`estimate` is arithmetic (`profiler/estimate.py`). `auto` is measured on this machine, now or by an
+earlier run:
 
     1. the facts about the model, and the estimate that they give
     2. a measurement that is kept for exactly these facts, this machine and these versions

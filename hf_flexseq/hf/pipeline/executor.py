@@ -114,6 +114,10 @@ class StageExecutor:
         if fsdp and self.neighbours.replicas is not None:
             self.sharded = ShardedStage(self.stage, self.neighbours.replicas)
 
+        # raises, on all ranks alike, where a stage's state alone is too large
+        sharded_over = self.ranks_per_stage if self.sharded is not None else 1
+        self.room = room_bytes(self.cost, self.stage, sharded_over=sharded_over)
+
         self.member = StageMember(
             stage=self.stage,
             communicator=communicator,
@@ -178,14 +182,13 @@ class StageExecutor:
         max_tokens = args.max_tokens_per_rank
         if max_tokens is not None:
             max_tokens *= self.degree  # so many ranks share a chunk
-        sharded_over = self.ranks_per_stage if self.sharded is not None else 1
         return {
             "replicas": self.replicas,
             "schedule": args.pipeline_schedule,
             "stages_per_rank": args.pipeline_virtual_stages,
             "chunks": args.pipeline_chunks,
             "max_tokens": max_tokens,
-            "room": room_bytes(self.cost, self.stage, sharded_over=sharded_over),
+            "room": self.room,
         }
 
     def _stage_costs(self) -> PipelineCost:

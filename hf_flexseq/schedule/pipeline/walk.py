@@ -13,7 +13,7 @@ needs a reordered queue: an executor that posts receives in the order of its own
 there.
 
 The slow, obvious twin of `timed`, which pulls every edge of the plan's graph until nothing moves,
-is `relaxed` in the tests.
+is `relaxed` in tests/pipelines.py.
 """
 
 from collections import deque
