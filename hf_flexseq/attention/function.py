@@ -18,7 +18,7 @@ from typing import Any, Protocol
 import torch
 
 from hf_flexseq.attention.remat import Kept, KeptAttention, Region, checkpointed_region
-from hf_flexseq.attention.types import Saved, Tensors, ZoneAttention
+from hf_flexseq.attention.types import Saved, Tensors, ZoneAttention, joined
 from hf_flexseq.attention.weave import run_zones
 
 
@@ -197,7 +197,7 @@ def _attend(
     saved = [of_zone for _, of_zone in results]
 
     # 3. and back: [attention tokens, heads, head_dim] -> [linear tokens, heads, head_dim]
-    (out,) = seq_ctx.attention_to_linear(_joined(outs))
+    (out,) = seq_ctx.attention_to_linear(joined(outs))
     return out, saved
 
 
@@ -206,14 +206,7 @@ def _joined_gradients(grads: Sequence[Tensors], dtype: torch.dtype) -> Tensors:
 
     They are complete sums by now, and so are rounded to `dtype`, once.
     """
-    joined = []
+    complete = []
     for parts in zip(*grads, strict=True):
-        joined.append(_joined([part.to(dtype) for part in parts]))
-    return tuple(joined)
-
-
-def _joined(parts: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Concatenate the zones' rows; those of a single zone are returned without a copy."""
-    if len(parts) == 1:
-        return parts[0]
-    return torch.cat(list(parts))
+        complete.append(joined([part.to(dtype) for part in parts]))
+    return tuple(complete)

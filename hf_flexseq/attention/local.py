@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import torch
 
-from hf_flexseq.attention.types import Saved, Tensors
+from hf_flexseq.attention.types import Saved, Tensors, joined
 from hf_flexseq.attention.weave import ZoneSteps
 from hf_flexseq.kernels import Kernel
 from hf_flexseq.kernels.segments import Segments
@@ -61,8 +61,8 @@ class LocalZone:
             )
             outs.append(out)  # [tokens of the run, heads, head_dim]
             lses.append(lse)  # [heads, tokens of the run]
-        whole_out = _joined(outs, dim=0)
-        return whole_out, Saved((q, k, v, whole_out, _joined(lses, dim=1)))
+        whole_out = joined(outs, dim=0)
+        return whole_out, Saved((q, k, v, whole_out, joined(lses, dim=1)))
 
     def backward(self, dout: torch.Tensor, saved: Saved, scale: float) -> ZoneSteps[Tensors]:
         """Return dq [tokens, heads, head_dim], dk and dv [tokens, kv_heads, head_dim]."""
@@ -86,7 +86,7 @@ class LocalZone:
             dqs.append(dq)
             dks.append(dk)
             dvs.append(dv)
-        return _joined(dqs, dim=0), _joined(dks, dim=0), _joined(dvs, dim=0)
+        return joined(dqs, dim=0), joined(dks, dim=0), joined(dvs, dim=0)
 
     def backward_of_rows(
         self,
@@ -136,10 +136,3 @@ def _local_runs(
         runs.append(LocalRun(slice(start, stop), segments))
         start = stop
     return tuple(runs)
-
-
-def _joined(parts: Sequence[torch.Tensor], *, dim: int) -> torch.Tensor:
-    """Concatenate the parts along `dim`; a single part is returned without a copy."""
-    if len(parts) == 1:
-        return parts[0]
-    return torch.cat(list(parts), dim=dim)

@@ -16,6 +16,7 @@ Forward and backward are generators, so that `weave.run_zones` can let one zone 
 the transfers of another one are on their way.
 """
 
+from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
 import torch
@@ -23,6 +24,13 @@ import torch
 from hf_flexseq.attention.weave import END, ZoneSteps
 
 Tensors = tuple[torch.Tensor, ...]
+
+
+def joined(parts: Sequence[torch.Tensor], *, dim: int = 0) -> torch.Tensor:
+    """Concatenate the parts along `dim`; a single part is returned without a copy."""
+    if len(parts) == 1:
+        return parts[0]
+    return torch.cat(list(parts), dim=dim)
 
 
 class Saved(NamedTuple):

@@ -20,7 +20,7 @@ from transformers import Trainer
 from transformers.data.data_collator import DataCollatorWithPadding, default_data_collator
 
 from hf_flexseq.config import FlexSeqArguments
-from hf_flexseq.hf.model.facts import is_fully_sharded, zero_stage
+from hf_flexseq.hf.model.facts import is_fully_sharded, is_reentrant, zero_stage
 from hf_flexseq.steps.collator import DataCollatorForFlexSeq
 
 # ---- the accelerator
@@ -174,7 +174,7 @@ def _is_reentrant(training: Any) -> bool:
     options = dict(given)
     for not_for_torch in ("every_n_layers", "offload"):
         options.pop(not_for_torch, None)
-    return bool(options) and options.get("use_reentrant", True) is not False
+    return bool(options) and is_reentrant(options)
 
 
 def _missing(trainer: Trainer) -> list[Refusal]:

@@ -185,6 +185,11 @@ def is_fully_sharded(model: nn.Module, accelerator: Accelerator) -> bool:
     or by the user."""
     if accelerator.distributed_type == DistributedType.FSDP:
         return True
+    return has_sharded_modules(model)
+
+
+def has_sharded_modules(model: nn.Module) -> bool:
+    """Tell whether FSDP2 shards parts of the model already."""
     return any(hasattr(module, "set_requires_gradient_sync") for module in model.modules())
 
 

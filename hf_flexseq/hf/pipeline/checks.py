@@ -6,6 +6,7 @@ from accelerate.utils import DistributedType
 from transformers import Trainer
 
 from hf_flexseq.config import FlexSeqArguments
+from hf_flexseq.hf.model.facts import has_sharded_modules
 from hf_flexseq.hf.trainer_checks import Refusal, refuse
 
 
@@ -75,10 +76,9 @@ def _of_options(args: FlexSeqArguments) -> list[Refusal]:
 
 def _of_model(trainer: Any) -> list[Refusal]:
     """Return the ways to make or load a model that leave nothing to cut."""
-    modules = trainer.model.modules()
     return [
         Refusal(
-            when=any(hasattr(module, "set_requires_gradient_sync") for module in modules),
+            when=has_sharded_modules(trainer.model),
             message="a model sharded at load with a pipeline: load it whole, and set fsdp=True",
         ),
         Refusal(

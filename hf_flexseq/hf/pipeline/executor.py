@@ -40,7 +40,7 @@ from hf_flexseq.hf.model.loss import ChunkedLoss, attach_chunked_loss
 from hf_flexseq.hf.pipeline.checks import check_divides, check_pipeline_trainer
 from hf_flexseq.hf.pipeline.fsdp import take_over_fsdp
 from hf_flexseq.hf.pipeline.hooks import PipelineHooks
-from hf_flexseq.hf.pipeline.loading import stage_of
+from hf_flexseq.hf.pipeline.loading import empty_twin, stage_of
 from hf_flexseq.kernels.choose import choose_kernel
 from hf_flexseq.pipeline.checkpoint import StageMember
 from hf_flexseq.pipeline.cost import StageTokenBytes, pipeline_cost, room_bytes
@@ -92,7 +92,7 @@ class StageExecutor:
         self.sharing = _sharing(communicator, self.degree)
 
         # 2. the cost model of the whole, then this rank's stage of it
-        whole = model if stage_of(model) is None else _empty_twin(model)
+        whole = model if stage_of(model) is None else empty_twin(model)
         self.cost: CostModel = setup.cost_of(whole)
         self.stage: Stage = stage_of(model) or cut(
             model, stage_index, stages, virtual=args.pipeline_virtual_stages
@@ -298,12 +298,6 @@ def _pipelines(stages: int, ranks_per_stage: int) -> list[list[int]]:
         ranks = [stage * ranks_per_stage + index for stage in range(stages)]
         pipelines.append(ranks)
     return pipelines
-
-
-def _empty_twin(model: PreTrainedModel) -> PreTrainedModel:
-    """Return the whole model that `model` is a stage of, without memory."""
-    with torch.device("meta"):
-        return type(model)(model.config).to(model.dtype)
 
 
 def token_bytes(model: PreTrainedModel) -> StageTokenBytes:

@@ -22,7 +22,7 @@ from transformers import PreTrainedModel, Trainer
 
 from hf_flexseq.config import FlexSeqArguments
 from hf_flexseq.hf.pipeline.checks import check_divides
-from hf_flexseq.hf.pipeline.loading import load_stage_of
+from hf_flexseq.hf.pipeline.loading import empty_twin, load_stage_of
 from hf_flexseq.pipeline.checkpoint import StageMember, load_stage, save_stage
 from hf_flexseq.pipeline.optimizer import (
     WHOLE,
@@ -132,8 +132,7 @@ class PipelineHooks:
         """Return the whole model's trained parameters as the Trainer numbers them: those with
         weight decay, then the others. Collective over the world."""
         trained = trained_names(self.member)
-        with torch.device("meta"):
-            twin = type(trainer.model)(trainer.model.config)  # the whole model, without memory
+        twin = empty_twin(trainer.model)
         names = [name for name, _ in twin.named_parameters() if name in trained]
         decayed = set(trainer.get_decay_parameter_names(twin))
         return sorted(names, key=lambda name: name not in decayed)  # stable
