@@ -4,11 +4,15 @@ implementations.
     reference      plain softmax, sequence by sequence; the obvious twin that the others are tested
                    against
     cpu_flash      torch's CPU flash kernel, sequence by sequence
-    torch_varlen   the FlashAttention-2 that torch ships for CUDA
-    flash_attn     the flash-attn package, where it is installed
+    torch_varlen   the FlashAttention that is active in torch: -2, which it ships for CUDA, or -3
+    flash_attn     FlashAttention-2 from its package, where it is installed
+    flash_attn3    FlashAttention-3 from its package, where it is installed, on Hopper
 
-`choose.choose_kernel` picks one for a device, a dtype and a head size; `merge.merge_partials`
-merges results over different keys; `chunked_loss` is the language model's head and loss.
+Each states in `guarantees.Guarantees` what holds for every call that it serves; `cuda_flash` is
+what the CUDA builds have in common. `choose.choose_kernel` picks one for a device, a dtype and a
+head size, and says what the others lack; `merge.merge_partials` merges results over different
+keys; `chunked_loss` is the language model's head and loss; `products` adds up products of 16-bit
+matrices in float32.
 
 Notation: Tq query rows and Tk key rows of all sequences together, n and m those of one sequence;
 H query heads, Hkv heads of keys and values, D the head size.

@@ -3,61 +3,89 @@
 A fixed order per device, fastest first; the first one without an objection is taken. When all
 object the user hears every objection: falling back to a plain softmax would be right but so slow
 and large that nobody wants it silently.
+
+A package that is installed and not used has its reason in the list, too.
 """
 
 import functools
 import logging
 from collections.abc import Mapping
+from importlib import metadata
 from typing import Protocol
 
 import torch
 
 from hf_flexseq.kernels import Kernel
 from hf_flexseq.kernels.cpu_flash import CpuFlash
+from hf_flexseq.kernels.cuda_flash import FLASH4_PROBLEM
 from hf_flexseq.kernels.flash_attn import FlashAttn
+from hf_flexseq.kernels.flash_attn3 import FlashAttn3
+from hf_flexseq.kernels.guarantees import Guarantees
 from hf_flexseq.kernels.torch_varlen import TorchVarlen
 
 logger = logging.getLogger(__name__)
 
 
 class Candidate(Kernel, Protocol):
-    """A kernel that can say why it does not fit."""
+    """A kernel that states what it guarantees, and can say why it does not fit."""
 
-    def why_not(self, device: torch.device, dtype: torch.dtype, head_dim: int) -> str | None:
-        """Say why this kernel cannot serve such inputs, and what to change; None when it can."""
+    @property
+    def guarantees(self) -> Guarantees:
+        """What holds for every call that it serves."""
+        ...
+
+    def why_not(
+        self, device: torch.device, dtype: torch.dtype, head_dim: int, repeatable_keys: int = 0
+    ) -> str | None:
+        """Say why this kernel cannot serve such inputs, and what to change; None when it can.
+
+        repeatable_keys: keys of a sequence over which the backward must give the same bits every
+        time; 0 asks for none.
+        """
         ...
 
 
 CANDIDATES: Mapping[str, tuple[Candidate, ...]] = {  # by device type, in order of preference
-    "cuda": (FlashAttn(), TorchVarlen()),
+    "cuda": (FlashAttn3(), FlashAttn(), TorchVarlen()),
     "cpu": (CpuFlash(),),
+}
+# by device type: a distribution that is not used where it is installed, and why
+_NOT_USED: Mapping[str, Mapping[str, str]] = {
+    "cuda": {"flash-attn-4": FLASH4_PROBLEM},
 }
 
 
-@functools.cache
-def choose_kernel(device: torch.device, dtype: torch.dtype, head_dim: int) -> Kernel:
+def choose_kernel(
+    device: torch.device, dtype: torch.dtype, head_dim: int, *, repeatable_keys: int = 0
+) -> Kernel:
     """Return the fastest kernel for inputs of `dtype` and `head_dim` on `device`.
+
+    repeatable_keys: keys of a sequence over which the backward must give the same bits every time;
+    0 asks for none.
 
     The choice is logged once at INFO, with the reasons. Raises ValueError, with every kernel's
     objection, when there is none.
     """
+    lines = tuple(explain(device, dtype, head_dim, repeatable_keys))
     for kernel in _candidates(device):
-        if kernel.why_not(device, dtype, head_dim) is None:
-            logger.info("attention kernel: %s", "; ".join(explain(device, dtype, head_dim)))
+        if kernel.why_not(device, dtype, head_dim, repeatable_keys) is None:
+            _log_once(lines)
             return kernel
     raise ValueError(
         f"no attention kernel for {dtype} with head size {head_dim} on {device}: "
-        + "; ".join(explain(device, dtype, head_dim))
+        + "; ".join(lines)
     )
 
 
-def explain(device: torch.device, dtype: torch.dtype, head_dim: int) -> list[str]:
+def explain(
+    device: torch.device, dtype: torch.dtype, head_dim: int, repeatable_keys: int = 0
+) -> list[str]:
     """List one line per kernel of the device, in order of preference: chosen, not needed, or the
-    objection."""
+    objection; then one per package that is installed and not used."""
     lines = []
     is_chosen = False
     for kernel in _candidates(device):
-        objection = kernel.why_not(device, dtype, head_dim)
+        objection = kernel.why_not(device, dtype, head_dim, repeatable_keys)
         if objection is not None:
             lines.append(f"{kernel.name}: {objection}")
         elif is_chosen:
@@ -65,7 +93,20 @@ def explain(device: torch.device, dtype: torch.dtype, head_dim: int) -> list[str
         else:
             lines.append(f"{kernel.name}: chosen")
             is_chosen = True
+    for package, reason in _NOT_USED.get(device.type, {}).items():
+        if _is_installed(package):
+            lines.append(f"{package}: not used, for {reason}")
     return lines
+
+
+def guarantees(device: torch.device, dtype: torch.dtype, head_dim: int) -> list[str]:
+    """List one line per kernel that can serve such inputs on the device, in order of preference:
+    what it guarantees."""
+    return [
+        f"{kernel.name}: {kernel.guarantees.text()}"
+        for kernel in _candidates(device)
+        if kernel.why_not(device, dtype, head_dim) is None
+    ]
 
 
 def _candidates(device: torch.device) -> tuple[Candidate, ...]:
@@ -75,3 +116,17 @@ def _candidates(device: torch.device) -> tuple[Candidate, ...]:
             f"{', '.join(CANDIDATES)}"
         )
     return CANDIDATES[device.type]
+
+
+@functools.cache
+def _log_once(lines: tuple[str, ...]) -> None:
+    """Log a choice, with the reasons, unless the same was logged before."""
+    logger.info("attention kernel: %s", "; ".join(lines))
+
+
+def _is_installed(package: str) -> bool:
+    try:
+        metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return False
+    return True

@@ -44,6 +44,7 @@ from torch import nn
 from torch.autograd.function import once_differentiable
 
 from hf_flexseq.config import IGNORE_INDEX
+from hf_flexseq.kernels.products import addmm_into, factor_dtype, mm_into, sum_dtype
 
 _CHUNK_BYTES = 64 * 2**20  # bytes of logits that exist at a time
 
@@ -236,10 +237,9 @@ class _Chunks:
         self.hidden = hidden
         self.weight = weight
         self.bias = bias
-        # Sums are made in `dtype`. Factors of a product may be narrower: CUDA multiplies 16-bit
-        # numbers into float32, elsewhere they are widened first.
-        self.dtype = torch.float32 if hidden.dtype.itemsize == 2 else hidden.dtype
-        self.factor_dtype = hidden.dtype if hidden.device.type == "cuda" else self.dtype
+        # Sums are made in `dtype`, of factors that may be narrower (products.py).
+        self.dtype = sum_dtype(hidden.dtype)
+        self.factor_dtype = factor_dtype(hidden.dtype, hidden.device)
         self.weight_factor = weight.to(self.factor_dtype)
 
         self.rows = min(chunk_rows(width, vocab, self.dtype.itemsize), max(tokens, 1))
@@ -264,7 +264,7 @@ class _Chunks:
         chunk = slice(start, start + self.rows)
         hidden = self.hidden[chunk].to(self.factor_dtype)  # [rows, C]
         out = self.logits[: hidden.shape[0]]
-        logits = _mm(hidden, self.weight_factor.t(), out=out)  # [rows, V]
+        logits = mm_into(out, hidden, self.weight_factor.t())  # [rows, V]
         if self.bias is not None:
             logits += self.bias
 
@@ -290,7 +290,7 @@ class _Chunks:
         if self.d_hidden is not None:
             self.d_hidden[chunk] = factor @ self.weight_factor  # [rows, V] x [V, C] -> [rows, C]
         if self.d_weight is not None:
-            _addmm(factor.t(), hidden, out=self.d_weight)  # [V, rows] x [rows, C] -> [V, C]
+            addmm_into(self.d_weight, factor.t(), hidden)  # [V, rows] x [rows, C] -> [V, C]
         if self.d_bias is not None:
             self.d_bias += d_logits.sum(0)  # [rows, V] -> [V]
 
@@ -309,17 +309,3 @@ class _Chunks:
             else:
                 grads.append(grad.to(like.dtype))
         return grads
-
-
-def _mm(a: torch.Tensor, b: torch.Tensor, *, out: torch.Tensor) -> torch.Tensor:
-    """Set out [m, n] to a [m, k] @ b [k, n], where 16-bit factors may have a float32 product."""
-    if a.dtype == out.dtype:
-        return torch.mm(a, b, out=out)
-    return torch.mm(a, b, out_dtype=out.dtype, out=out)
-
-
-def _addmm(a: torch.Tensor, b: torch.Tensor, *, out: torch.Tensor) -> torch.Tensor:
-    """Add a [m, k] @ b [k, n] to out [m, n], where 16-bit factors may have a float32 product."""
-    if a.dtype == out.dtype:
-        return out.addmm_(a, b)
-    return torch.addmm(out, a, b, out_dtype=out.dtype, out=out)

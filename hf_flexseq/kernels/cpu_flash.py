@@ -28,6 +28,7 @@ from collections.abc import Sequence
 import torch
 
 from hf_flexseq.kernels import lse_dtype
+from hf_flexseq.kernels.guarantees import Guarantees
 from hf_flexseq.kernels.merge import merge_partials
 from hf_flexseq.kernels.segments import Segments
 
@@ -36,22 +37,24 @@ _FORWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
 # (dout, q, k, v, out, lse, dropout, is_causal) -> dq, dk, dv
 _BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
 _NO_DROPOUT = 0.0
-_DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 
 
 class CpuFlash:
     """FlashAttention on the CPU."""
 
     name = "cpu_flash"
-    wide_gradients = True
+    guarantees = Guarantees(
+        device="cpu",
+        dtypes=(torch.float32, torch.float64, torch.bfloat16, torch.float16),
+        wide_gradients=True,
+    )
+    wide_gradients = guarantees.wide_gradients
 
-    def why_not(self, device: torch.device, dtype: torch.dtype, head_dim: int) -> str | None:
+    def why_not(
+        self, device: torch.device, dtype: torch.dtype, head_dim: int, repeatable_keys: int = 0
+    ) -> str | None:
         """Say why this kernel cannot serve such inputs, or return None when it can."""
-        if device.type != "cpu":
-            return f"it runs on the CPU, not on {device.type}"
-        if dtype not in _DTYPES:
-            return f"it has no {dtype}; use one of {', '.join(map(str, _DTYPES))}"
-        return None
+        return self.guarantees.objection(device, dtype, head_dim, repeatable_keys)
 
     def forward(
         self,

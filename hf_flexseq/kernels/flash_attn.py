@@ -5,11 +5,8 @@ merged output and log-sum-exp in the backward. Their Python signature and the [h
 layout of the log-sum-exp date from 2.7; older releases are refused by name instead of being told
 apart by guesses. FlashAttention-3 and -4 are other packages.
 
-At the edges (no keys, one query) it behaves as `torch_varlen` does, which is a build of the same
-kernels.
-
-The slow obvious twin is reference.py; tests/kernels/test_cuda_kernels.py and scripts/gpu_check.py
-compare the two.
+What the builds of these kernels have in common is in cuda_flash.py. The slow obvious twin is
+reference.py; tests/kernels/test_cuda_kernels.py and scripts/gpu_check.py compare the two.
 """
 
 import functools
@@ -17,14 +14,14 @@ from types import ModuleType
 
 import torch
 
-from hf_flexseq.kernels.segments import Segments
-from hf_flexseq.kernels.torch_varlen import (
-    flash2_limits,
-    flash2_lse,
+from hf_flexseq.kernels.cuda_flash import (
+    FLASH2,
+    checked_lse,
     nothing_to_read,
     query_bound,
     rows_contiguous,
 )
+from hf_flexseq.kernels.segments import Segments
 
 _OLDEST = (2, 7)  # release of the package
 _NO_WINDOW = {"window_size_left": -1, "window_size_right": -1}
@@ -34,11 +31,15 @@ class FlashAttn:
     """FlashAttention-2 from the flash-attn package."""
 
     name = "flash_attn"
-    wide_gradients = False
+    guarantees = FLASH2
+    wide_gradients = FLASH2.wide_gradients
 
-    def why_not(self, device: torch.device, dtype: torch.dtype, head_dim: int) -> str | None:
+    def why_not(
+        self, device: torch.device, dtype: torch.dtype, head_dim: int, repeatable_keys: int = 0
+    ) -> str | None:
         """Say why this kernel cannot serve such inputs, or return None when it can."""
-        return package_problem() or flash2_limits(device, dtype, head_dim)
+        problem = package_problem()
+        return problem or FLASH2.objection(device, dtype, head_dim, repeatable_keys)
 
     def forward(
         self,
@@ -62,7 +63,7 @@ class FlashAttn:
             **_launch(segments, scale),
             return_softmax=False,
         )
-        return out, flash2_lse(lse, q, segments)
+        return out, checked_lse(lse, q, segments, FLASH2)
 
     def backward(
         self,

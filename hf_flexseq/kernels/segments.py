@@ -3,8 +3,7 @@ and the same lengths on the device.
 
 The lengths are Python ints because every decision about them is taken on the host (loops, launch
 bounds, whether there is any work). Kernels on a GPU also want them as cumulative int32 tensors;
-these are made when first asked for, so the CPU never pays for them, and copied from pinned memory,
-since a plain copy to the device would make the host wait for all the work that is queued there.
+these are made when first asked for, so the CPU never pays for them.
 
     lengths (3, 0, 2)  ->  cu_seqlens [0, 3, 3, 5], total 5, max 3
 """
@@ -13,6 +12,8 @@ from collections.abc import Iterator, Sequence
 from itertools import accumulate
 
 import torch
+
+from hf_flexseq.kernels.upload import to_device
 
 
 class Segments:
@@ -129,6 +130,5 @@ class Segments:
 
 def _cumulative(lengths: Sequence[int], device: torch.device) -> torch.Tensor:
     """Copy (0, l0, l0 + l1, ...) to the device, as int32 [sequences + 1], without waiting."""
-    is_pinned = device.type == "cuda"
-    host = torch.tensor((0, *accumulate(lengths)), dtype=torch.int32, pin_memory=is_pinned)
-    return host.to(device, non_blocking=True)
+    host = torch.tensor((0, *accumulate(lengths)), dtype=torch.int32)
+    return to_device(host, device)

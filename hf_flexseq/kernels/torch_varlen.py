@@ -1,45 +1,74 @@
-"""Attend with the FlashAttention-2 that torch ships for CUDA, on packed sequences.
+"""Attend with the FlashAttention that torch ships for CUDA, on packed sequences.
 
 `torch.nn.attention.varlen` documents this kernel, but its backward belongs to autograd and takes
 no merged output and log-sum-exp, and the private ops beneath it (`torch_attn::_varlen_attn`)
 gained positional arguments between torch 2.11 and 2.13. So the aten ops below those are called,
 with the arguments that every version from 2.11 on shares.
 
-The kernel has habits at the edges, which are dealt with here:
+Behind these ops stands FlashAttention-2, unless `activate_flash_attention_impl` of
+`torch.nn.attention` has put another implementation there. So the registry is asked with every
+choice and every forward: what holds for FlashAttention-2 is not taken for granted of another.
+FlashAttention-3 has guarantees of its own, any other implementation is refused by name. A version
+of torch without the registry has FlashAttention-2 alone.
 
-* it refuses an empty launch, so a call in which no query has a key is answered here;
-* it reports +inf instead of -inf as the log-sum-exp of a query without keys, which is mended;
-* when no sequence has more than one query it takes a path for decoding that assumes exactly one
-  query in each, which empty sequences break; a bound of two (it is only a bound) keeps it on the
-  general path.
-
-The slow obvious twin is reference.py; tests/kernels/test_cuda_kernels.py and scripts/gpu_check.py
-compare the two.
+What the builds have in common is in cuda_flash.py. The slow obvious twin is reference.py;
+tests/kernels/test_cuda_kernels.py and scripts/gpu_check.py compare the two.
 """
 
-import torch
+from collections.abc import Mapping
 
-from hf_flexseq.kernels import lse_dtype
+import torch
+from torch.nn import attention
+
+from hf_flexseq.kernels.cuda_flash import (
+    FLASH2,
+    FLASH3,
+    FLASH4_PROBLEM,
+    checked_lse,
+    nothing_to_read,
+    query_bound,
+    rows_contiguous,
+)
+from hf_flexseq.kernels.guarantees import Guarantees
 from hf_flexseq.kernels.segments import Segments
 
-_DTYPES = (torch.bfloat16, torch.float16)
-_OLDEST_CAPABILITY = (8, 0)  # Ampere
-_MAX_HEAD_DIM = 256
-_HEAD_DIM_STEP = 8  # head sizes are multiples of this
 _NO_DROPOUT = 0.0
+# by the name under which torch's registry has an implementation; None is torch's own
+_KNOWN: Mapping[str | None, Guarantees] = {None: FLASH2, "FA3": FLASH3}
+_UNDO = "undo it with torch.nn.attention.restore_flash_attention_impl()"
+_REASONS: Mapping[str, str] = {"FA4": FLASH4_PROBLEM}
 
 
 class TorchVarlen:
-    """FlashAttention-2 as built into torch."""
+    """The implementation of FlashAttention that is active in torch."""
 
     name = "torch_varlen"
     wide_gradients = False
 
-    def why_not(self, device: torch.device, dtype: torch.dtype, head_dim: int) -> str | None:
+    @property
+    def guarantees(self) -> Guarantees:
+        """What the active implementation guarantees.
+
+        Raises NotImplementedError for one that is not known here.
+        """
+        active = active_implementation()
+        if active not in _KNOWN:
+            raise NotImplementedError(_unknown(active))
+        return _KNOWN[active]
+
+    def why_not(
+        self, device: torch.device, dtype: torch.dtype, head_dim: int, repeatable_keys: int = 0
+    ) -> str | None:
         """Say why this kernel cannot serve such inputs, or return None when it can."""
         if device.type == "cuda" and not torch.backends.cuda.is_flash_attention_available():
             return "this build of torch has no FlashAttention"
-        return flash2_limits(device, dtype, head_dim)
+        active = active_implementation()
+        if active not in _KNOWN:
+            return _unknown(active)
+        objection = _KNOWN[active].objection(device, dtype, head_dim, repeatable_keys)
+        if objection is not None and active is not None:
+            return f"{active} is active in torch: {objection}; or {_UNDO}"
+        return objection
 
     def forward(
         self,
@@ -53,6 +82,7 @@ class TorchVarlen:
         """See `Kernel.forward`: q [Tq, H, D], k and v [Tk, Hkv, D] -> out [Tq, H, D], lse
         [H, Tq]."""
         segments.check(q, k, v)
+        guarantees = self.guarantees
         if not segments.has_work():
             return nothing_to_read(q)
         # [Tq, H, D], [H, Tq], and what autograd would keep
@@ -69,7 +99,7 @@ class TorchVarlen:
             False,  # return no debug mask
             scale=scale,
         )
-        return out, flash2_lse(lse, q, segments)
+        return out, checked_lse(lse, q, segments, guarantees)
 
     def backward(
         self,
@@ -111,56 +141,17 @@ class TorchVarlen:
         return dq, dk, dv
 
 
-# ---- shared by every build of FlashAttention-2
+def active_implementation() -> str | None:
+    """Return the name under which torch's registry has the active implementation of
+    FlashAttention, None for torch's own."""
+    ask = getattr(attention, "current_flash_attention_impl", None)
+    if ask is None:
+        return None
+    active: str | None = ask()
+    return active
 
 
-def flash2_limits(device: torch.device, dtype: torch.dtype, head_dim: int) -> str | None:
-    """Say why no FlashAttention-2 kernel can serve such inputs, and what to change; None when one
-    can."""
-    if device.type != "cuda":
-        return f"it runs on CUDA, not on {device.type}"
-    if dtype not in _DTYPES:
-        return f"it has no {dtype}, only bfloat16 and float16; train with bf16=True"
-    if head_dim % _HEAD_DIM_STEP or not _HEAD_DIM_STEP <= head_dim <= _MAX_HEAD_DIM:
-        return (
-            f"a head size of {head_dim} is not a multiple of {_HEAD_DIM_STEP} up to "
-            f"{_MAX_HEAD_DIM}"
-        )
-    if torch.cuda.get_device_capability(device) < _OLDEST_CAPABILITY:
-        return f"{torch.cuda.get_device_name(device)} is older than Ampere"
-    return None
-
-
-def nothing_to_read(q: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return out [Tq, H, D] and lse [H, Tq] for q [Tq, H, D] when no query has a key."""
-    tokens, heads, _ = q.shape
-    lse = q.new_full((heads, tokens), -torch.inf, dtype=lse_dtype(q.dtype))
-    return torch.zeros_like(q), lse
-
-
-def query_bound(segments: Segments) -> int:
-    """Return the bound on queries per sequence that the kernel is told: never 1, as the docstring
-    of the module explains."""
-    return max(segments.max_q, 2)
-
-
-def rows_contiguous(x: torch.Tensor) -> torch.Tensor:
-    """Return x [tokens, heads, D] with a stride of 1 in the last dimension; the kernels take any
-    other strides."""
-    if x.stride(-1) == 1:
-        return x
-    return x.contiguous()
-
-
-def flash2_lse(lse: torch.Tensor, q: torch.Tensor, segments: Segments) -> torch.Tensor:
-    """Return the kernel's lse [H, Tq], changed in place to -inf for queries without keys.
-
-    q: [Tq, H, D].
-    """
-    tokens, heads, _ = q.shape
-    assert lse.shape == (heads, tokens), (
-        f"the kernel's lse is {tuple(lse.shape)}, not [heads, tokens]"
-    )
-    if segments.has_keyless():
-        lse.masked_fill_(lse == torch.inf, -torch.inf)
-    return lse
+def _unknown(active: str | None) -> str:
+    """Say why an implementation that is active in torch is not used, and what to call."""
+    reason = _REASONS.get(active or "", "what it guarantees is not known")
+    return f"{active} is active in torch, and {reason}; {_UNDO}"

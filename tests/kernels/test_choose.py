@@ -6,26 +6,32 @@ import types
 
 import pytest
 import torch
+from torch.nn import attention
 
-from hf_flexseq.kernels import flash_attn
-from hf_flexseq.kernels.choose import choose_kernel, explain
+from hf_flexseq.kernels import choose, flash_attn, flash_attn3
+from hf_flexseq.kernels.choose import choose_kernel, explain, guarantees
+from hf_flexseq.kernels.segments import Segments
+from hf_flexseq.kernels.torch_varlen import TorchVarlen
+from tests.kernels.test_cuda_kernels import flash3_operators
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
+REMEMBERED = (flash_attn.package_problem, flash_attn3.package_problem, choose._log_once)
 
 
 @pytest.fixture(autouse=True)
 def fresh_choices():
-    for function in (choose_kernel, flash_attn.package_problem):
+    for function in REMEMBERED:
         function.cache_clear()
     yield
-    for function in (choose_kernel, flash_attn.package_problem):
+    for function in REMEMBERED:
         function.cache_clear()
 
 
 @pytest.fixture
 def hopper(monkeypatch):
-    """A torch that believes it has a Hopper GPU, and no flash-attn package."""
+    """A torch that believes it has a Hopper GPU, and no package of FlashAttention."""
     monkeypatch.setitem(sys.modules, "flash_attn", None)
+    monkeypatch.setitem(sys.modules, "flash_attn_interface", None)
     monkeypatch.setattr(torch.backends.cuda, "is_flash_attention_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "some GPU")
@@ -39,6 +45,49 @@ def package(monkeypatch, hopper):
     module.flash_attn_interface = types.ModuleType("flash_attn.flash_attn_interface")
     monkeypatch.setitem(sys.modules, "flash_attn", module)
     return module
+
+
+@pytest.fixture
+def package3(monkeypatch, hopper):
+    """The FlashAttention-3 package, as far as choosing looks at it."""
+    monkeypatch.setitem(
+        sys.modules, "flash_attn_interface", types.ModuleType("flash_attn_interface")
+    )
+    with flash3_operators() as library:
+        yield library
+
+
+@pytest.fixture
+def strict():
+    """torch demands deterministic algorithms."""
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+@pytest.fixture
+def activate():
+    """Put an implementation of a name into torch's registry, and activate it there."""
+
+    class Handle:
+        def remove(self):
+            pass
+
+    registered = dict(attention._registry._FLASH_ATTENTION_IMPLS)
+
+    def activate(name):
+        attention.register_flash_attention_impl(name, register_fn=Handle)
+        attention.activate_flash_attention_impl(name)
+
+    yield activate
+    attention.restore_flash_attention_impl(_raise_warn=False)
+    attention._registry._FLASH_ATTENTION_IMPLS = registered
+
+
+def said_of(name, lines):
+    """What a list of lines says of a kernel."""
+    (line,) = (line for line in lines if line.startswith(f"{name}: "))
+    return line.removeprefix(f"{name}: ")
 
 
 @pytest.mark.parametrize(
@@ -56,19 +105,22 @@ def test_choice_is_logged_once(caplog):
 
 def test_torch_varlen_without_the_package(hopper):
     assert choose_kernel(CUDA, torch.bfloat16, 128).name == "torch_varlen"
-    missing, chosen = explain(CUDA, torch.bfloat16, 128)
-    assert missing.startswith("flash_attn: the flash-attn package cannot be imported")
+    missing3, missing2, chosen = explain(CUDA, torch.bfloat16, 128)
+    assert missing3.startswith("flash_attn3: the FlashAttention-3 package cannot be imported")
+    assert missing2.startswith("flash_attn: the flash-attn package cannot be imported")
     assert chosen == "torch_varlen: chosen"
 
 
 def test_the_package_comes_first(package):
     assert choose_kernel(CUDA, torch.float16, 64).name == "flash_attn"
-    assert explain(CUDA, torch.float16, 64) == ["flash_attn: chosen", "torch_varlen: not needed"]
+    lines = explain(CUDA, torch.float16, 64)
+    assert lines[1:] == ["flash_attn: chosen", "torch_varlen: not needed"]
 
 
 def test_an_old_package_is_refused(package):
     package.__version__ = "2.6.3"
-    assert explain(CUDA, torch.float16, 64)[0] == "flash_attn: flash-attn 2.6.3 is older than 2.7"
+    said = said_of("flash_attn", explain(CUDA, torch.float16, 64))
+    assert said == "flash-attn 2.6.3 is older than 2.7"
 
 
 @pytest.mark.parametrize(
@@ -86,7 +138,9 @@ def test_cuda_without_a_kernel_says_what_to_change(hopper, dtype, head_dim, advi
 
 def test_old_gpu(hopper, monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
-    with pytest.raises(ValueError, match="some GPU is older than Ampere"):
+    with pytest.raises(
+        ValueError, match=r"some GPU has compute capability 7\.5, not 8\.0 or newer"
+    ):
         choose_kernel(CUDA, torch.float16, 64)
 
 
@@ -97,10 +151,176 @@ def test_cuda_build_without_flash_attention(hopper, monkeypatch):
 
 
 def test_cpu_without_a_kernel():
-    with pytest.raises(ValueError, match=r"no torch\.int32; use one of torch\.float32"):
+    with pytest.raises(ValueError, match="no int32, only float32"):
         choose_kernel(CPU, torch.int32, 64)
 
 
 def test_unknown_device():
     with pytest.raises(ValueError, match="device type 'mps'"):
         choose_kernel(torch.device("mps"), torch.bfloat16, 64)
+
+
+# ---- FlashAttention-3 and -4
+
+
+def test_flash_attention_3_comes_first_on_hopper(package, package3):
+    names = [line.split(":")[0] for line in explain(CUDA, torch.bfloat16, 128)]
+    assert names == ["flash_attn3", "flash_attn", "torch_varlen"]
+    assert choose_kernel(CUDA, torch.bfloat16, 128).name == "flash_attn3"
+
+
+@pytest.mark.parametrize("capability", [(8, 0), (10, 0)])
+def test_flash_attention_3_is_refused_on_other_generations(package3, monkeypatch, capability):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    said = said_of("flash_attn3", explain(CUDA, torch.bfloat16, 128))
+    major, minor = capability
+    assert said == f"some GPU has compute capability {major}.{minor}, not 9.x"
+    assert choose_kernel(CUDA, torch.bfloat16, 128).name == "torch_varlen"
+
+
+def test_flash_attention_3_whose_operators_lack_an_argument_is_refused(hopper, monkeypatch):
+    monkeypatch.setitem(
+        sys.modules, "flash_attn_interface", types.ModuleType("flash_attn_interface")
+    )
+    with flash3_operators(backward_lacks="bool deterministic = False, "):
+        said = said_of("flash_attn3", explain(CUDA, torch.bfloat16, 128))
+    assert said == "flash_attn_3::bwd has no argument deterministic; install a newer one"
+
+
+def test_flash_attention_3_without_operators_is_refused(hopper, monkeypatch):
+    monkeypatch.setitem(
+        sys.modules, "flash_attn_interface", types.ModuleType("flash_attn_interface")
+    )
+    said = said_of("flash_attn3", explain(CUDA, torch.bfloat16, 128))
+    assert said == "flash_attn_interface registers no operator flash_attn_3::fwd"
+
+
+def test_flash_attention_3_built_without_a_backward_is_refused(package3, monkeypatch):
+    config = types.ModuleType("flash_attn_config")
+    config.CONFIG = {"build_flags": {"FLASHATTENTION_DISABLE_BACKWARD": True}}
+    monkeypatch.setitem(sys.modules, "flash_attn_config", config)
+    said = said_of("flash_attn3", explain(CUDA, torch.bfloat16, 128))
+    assert said == "this build has no backward; build it without FLASHATTENTION_DISABLE_BACKWARD"
+
+
+def test_flash_attention_4_is_named_where_it_is_installed(hopper, monkeypatch):
+    monkeypatch.setattr(choose, "_is_installed", lambda package: package == "flash-attn-4")
+    said = said_of("flash-attn-4", explain(CUDA, torch.bfloat16, 128))
+    assert said.startswith("not used, for the releases of FlashAttention-4 differ")
+
+
+# ---- torch's registry of implementations
+
+
+def test_an_implementation_in_torch_that_nobody_knows_is_refused_with_what_to_call(
+    hopper, activate
+):
+    assert choose_kernel(CUDA, torch.bfloat16, 128).name == "torch_varlen"
+    activate("MINE")
+    with pytest.raises(ValueError, match=r"MINE is active .*\.restore_flash_attention_impl\(\)"):
+        choose_kernel(CUDA, torch.bfloat16, 128)
+    attention.restore_flash_attention_impl()
+    assert choose_kernel(CUDA, torch.bfloat16, 128).name == "torch_varlen"
+
+
+def test_flash_attention_4_active_in_torch_is_refused(hopper, activate):
+    activate("FA4")
+    said = said_of("torch_varlen", explain(CUDA, torch.bfloat16, 128))
+    assert said.startswith("FA4 is active in torch, and the releases of FlashAttention-4 differ")
+
+
+def test_flash_attention_3_active_in_torch_has_guarantees_of_its_own(
+    hopper, activate, monkeypatch
+):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
+    assert choose_kernel(CUDA, torch.bfloat16, 128).name == "torch_varlen"
+    activate("FA3")
+    with pytest.raises(ValueError, match=r"FA3 is active in torch: .* capability 8\.0, not 9\.x"):
+        choose_kernel(CUDA, torch.bfloat16, 128)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    assert choose_kernel(CUDA, torch.bfloat16, 128).name == "torch_varlen"
+
+
+def test_a_torch_without_a_registry_has_its_own_implementation(hopper, monkeypatch):
+    monkeypatch.delattr(attention, "current_flash_attention_impl")
+    assert choose_kernel(CUDA, torch.bfloat16, 128).name == "torch_varlen"
+
+
+def test_an_implementation_activated_after_the_choice_is_not_called(hopper, activate):
+    kernel = choose_kernel(CUDA, torch.bfloat16, 128)
+    assert isinstance(kernel, TorchVarlen)
+    activate("FA4")
+    segments = Segments([3], [3], causal=True, device=CPU)
+    q = torch.zeros(3, 2, 8, dtype=torch.bfloat16)
+    with pytest.raises(NotImplementedError, match="FA4 is active in torch"):
+        kernel.forward(q, q, q, segments, scale=1.0)
+
+
+# ---- a backward of the same bits every time
+
+
+def test_flash_attention_2_repeats_itself_over_a_block_of_keys(hopper):
+    assert choose_kernel(CUDA, torch.bfloat16, 192, repeatable_keys=128).name == "torch_varlen"
+
+
+@pytest.mark.parametrize(("head_dim", "keys"), [(256, 128), (128, 129)])
+def test_more_keys_or_larger_heads_ask_for_torch_s_switch(hopper, head_dim, keys):
+    with pytest.raises(ValueError, match=r"call torch\.use_deterministic_algorithms\(True\)"):
+        choose_kernel(CUDA, torch.bfloat16, head_dim, repeatable_keys=keys)
+
+
+@pytest.mark.parametrize(("head_dim", "keys"), [(256, 128), (128, 129)])
+def test_torch_s_switch_is_enough(hopper, strict, head_dim, keys):
+    chosen = choose_kernel(CUDA, torch.bfloat16, head_dim, repeatable_keys=keys)
+    assert chosen.name == "torch_varlen"
+
+
+def test_a_switch_that_only_warns_is_not_enough(hopper, strict):
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    with pytest.raises(ValueError, match=r"call torch\.use_deterministic_algorithms\(True\)"):
+        choose_kernel(CUDA, torch.bfloat16, 128, repeatable_keys=129)
+
+
+def test_flash_attention_3_gives_way_where_bits_must_repeat(package3):
+    assert choose_kernel(CUDA, torch.bfloat16, 128).name == "flash_attn3"
+    assert choose_kernel(CUDA, torch.bfloat16, 128, repeatable_keys=128).name == "torch_varlen"
+
+
+def test_flash_attention_3_repeats_itself_under_the_switch_up_to_its_head_size(package3, strict):
+    assert choose_kernel(CUDA, torch.bfloat16, 192, repeatable_keys=1).name == "flash_attn3"
+    said = said_of("flash_attn3", explain(CUDA, torch.bfloat16, 256, 1))
+    assert said == "its backward is not deterministic for a head size of 256, only up to 192"
+
+
+def test_the_cpu_always_repeats_itself():
+    assert choose_kernel(CPU, torch.float32, 64, repeatable_keys=10**6).name == "cpu_flash"
+
+
+# ---- what is said of the guarantees
+
+
+def test_guarantees_of_the_kernels_that_fit(package3):
+    flash3, flash2 = guarantees(CUDA, torch.bfloat16, 128)
+    assert flash3 == (
+        "flash_attn3: bfloat16, float16; head size a multiple of 8 up to 256; compute capability "
+        "9.x; lse -inf without keys; gradients in the inputs' dtype; deterministic backward with "
+        "torch.use_deterministic_algorithms(True) up to head size 192; no sliding windows"
+    )
+    assert flash2 == (
+        "torch_varlen: bfloat16, float16; head size a multiple of 8 up to 256; compute capability "
+        "8.0 or newer; lse -inf without keys (mended from +inf); gradients in the inputs' dtype; "
+        "deterministic backward up to 128 keys and head size 192, else with "
+        "torch.use_deterministic_algorithms(True); no sliding windows"
+    )
+
+
+def test_a_kernel_that_does_not_fit_guarantees_nothing(hopper):
+    assert guarantees(CUDA, torch.float32, 128) == []
+
+
+def test_guarantees_of_the_cpu_kernel():
+    (line,) = guarantees(CPU, torch.float32, 128)
+    assert line == (
+        "cpu_flash: float32, float64, bfloat16, float16; head size any number; lse -inf without "
+        "keys; 16-bit inputs get float32 gradients; deterministic backward; no sliding windows"
+    )

@@ -1,19 +1,23 @@
-"""What the CUDA kernels are called with, held against stand-ins that obey FlashAttention-2's
-contract on the CPU.
+"""What the CUDA kernels are called with, held against stand-ins that obey the contracts of
+FlashAttention-2 and -3 on the CPU.
 
 The numbers of the real kernels are checked by `scripts/gpu_check.py` on a GPU. Here the arguments
-go through torch's own op schema, or a signature copied from flash-attn 2.8, and end in the
-reference. The stand-ins refuse what the kernels refuse and report +inf for queries without keys.
+go through torch's own op schema, the signature of flash-attn 2.8, or the names and the order of
+FlashAttention-3's operators, and end in the reference. The stand-ins refuse what the kernels
+refuse, and report for queries without keys what they report: +inf in FlashAttention-2.
 """
 
+import contextlib
 import sys
 import types
 
 import pytest
 import torch
+from torch.nn import attention
 
 from hf_flexseq.kernels import flash_attn
 from hf_flexseq.kernels.flash_attn import FlashAttn
+from hf_flexseq.kernels.flash_attn3 import FlashAttn3
 from hf_flexseq.kernels.reference import Reference
 from hf_flexseq.kernels.segments import Segments
 from hf_flexseq.kernels.torch_varlen import TorchVarlen
@@ -21,7 +25,7 @@ from tests.kernels.test_kernels import CPU, HEADS, random_inputs, random_segment
 
 
 def launched(q, k, cu_q, cu_k, max_q, max_k, causal):
-    """The segments that a launch describes, after the checks of FlashAttention-2."""
+    """The segments that a launch describes, after the checks that both have."""
     assert cu_q.dtype == cu_k.dtype == torch.int32
     assert cu_q.is_contiguous()
     assert cu_k.is_contiguous()
@@ -31,20 +35,25 @@ def launched(q, k, cu_q, cu_k, max_q, max_k, causal):
     q_lens, k_lens = cu_q.diff().tolist(), cu_k.diff().tolist()
     assert max_q >= max(q_lens), "the bound on queries is too low"
     assert max_k == max(k_lens) > 0, "the bound on keys is wrong, or the launch empty"
-    if max_q == 1 and q.shape[1] > k.shape[1]:
-        assert q.shape[0] == len(q_lens), (
-            "the path for decoding needs exactly one query per sequence"
-        )
     return Segments(q_lens, k_lens, causal=causal, device=q.device)
 
 
 def flash2_forward(q, k, v, cu_q, cu_k, max_q, max_k, causal, scale):
     segments = launched(q, k, cu_q, cu_k, max_q, max_k, causal)
+    if max_q == 1 and q.shape[1] > k.shape[1]:
+        assert q.shape[0] == len(segments.q_lens), (
+            "the path for decoding needs exactly one query per sequence"
+        )
     out, lse = Reference().forward(q, k, v, segments, scale=scale)
     return out, lse.masked_fill(lse == -torch.inf, torch.inf)
 
 
-def flash2_backward(dout, q, k, v, out, lse, cu_q, cu_k, max_q, max_k, causal, scale):
+def flash3_forward(q, k, v, cu_q, cu_k, max_q, max_k, causal, scale):
+    segments = launched(q, k, cu_q, cu_k, max_q, max_k, causal)
+    return Reference().forward(q, k, v, segments, scale=scale)
+
+
+def flash_backward(dout, q, k, v, out, lse, cu_q, cu_k, max_q, max_k, causal, scale):
     assert dout.dtype == out.dtype == q.dtype
     assert lse.dtype == torch.float32
     assert lse.is_contiguous()
@@ -52,15 +61,15 @@ def flash2_backward(dout, q, k, v, out, lse, cu_q, cu_k, max_q, max_k, causal, s
     return Reference().backward(dout, q, k, v, out, lse, segments, scale=scale)
 
 
-@pytest.fixture
-def torch_varlen():
-    """The kernel on aten ops whose CPU implementation is the stand-in."""
+@contextlib.contextmanager
+def aten_stand_in(stand_in):
+    """torch's ops on the CPU, whose forward is a stand-in."""
 
     def forward(q, k, v, cu_q, cu_k, max_q, max_k, dropout, causal, debug, *, scale=None, **unset):
         assert dropout == 0.0
         assert not debug
         assert not any(x is not None for x in unset.values())
-        out, lse = flash2_forward(q, k, v, cu_q, cu_k, max_q, max_k, causal, scale)
+        out, lse = stand_in(q, k, v, cu_q, cu_k, max_q, max_k, causal, scale)
         return out, lse, torch.empty(2, dtype=torch.uint64), torch.empty(0), torch.empty(0)
 
     def backward(
@@ -86,11 +95,26 @@ def torch_varlen():
         assert rng_state.dtype == torch.uint64
         assert not unused.numel()
         assert not any(x is not None for x in unset.values())
-        return flash2_backward(dout, q, k, v, out, lse, cu_q, cu_k, max_q, max_k, causal, scale)
+        return flash_backward(dout, q, k, v, out, lse, cu_q, cu_k, max_q, max_k, causal, scale)
 
     with torch.library._scoped_library("aten", "IMPL") as library:
         library.impl("_flash_attention_forward", forward, "CPU")
         library.impl("_flash_attention_backward", backward, "CPU")
+        yield
+
+
+@pytest.fixture
+def torch_varlen():
+    """The kernel on aten ops whose CPU implementation is the stand-in."""
+    with aten_stand_in(flash2_forward):
+        yield TorchVarlen()
+
+
+@pytest.fixture
+def torch_varlen_fa3(monkeypatch):
+    """The same with FlashAttention-3 active in torch."""
+    monkeypatch.setattr(attention, "current_flash_attention_impl", lambda: "FA3")
+    with aten_stand_in(flash3_forward):
         yield TorchVarlen()
 
 
@@ -118,7 +142,7 @@ def flash_attn_package(monkeypatch):
         assert window_size_left == window_size_right == -1
         assert deterministic == torch.are_deterministic_algorithms_enabled()
         launch = (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, causal, softmax_scale)
-        grads = flash2_backward(dout, q, k, v, out, softmax_lse, *launch)
+        grads = flash_backward(dout, q, k, v, out, softmax_lse, *launch)
         for target, grad in zip((dq, dk, dv), grads, strict=True):
             target.copy_(grad)
         return torch.empty(0)
@@ -137,12 +161,102 @@ def flash_attn_package(monkeypatch):
     flash_attn.package_problem.cache_clear()
 
 
-@pytest.fixture(params=["torch_varlen", "flash_attn"])
-def kernel(request):
-    if request.param == "torch_varlen":
-        return request.getfixturevalue("torch_varlen")
-    request.getfixturevalue("flash_attn_package")
+# Names and order of the arguments of FlashAttention-3's operators.
+FLASH3_FORWARD = (
+    "fwd(Tensor q, Tensor k, Tensor v, Tensor? k_new = None, Tensor? v_new = None, "
+    "Tensor? q_v = None, Tensor? out = None, Tensor? cu_seqlens_q = None, "
+    "Tensor? cu_seqlens_k = None, Tensor? cu_seqlens_k_new = None, Tensor? seqused_q = None, "
+    "Tensor? seqused_k = None, int? max_seqlen_q = None, int? max_seqlen_k = None, "
+    "Tensor? page_table = None, Tensor? kv_batch_idx = None, Tensor? leftpad_k = None, "
+    "Tensor? rotary_cos = None, Tensor? rotary_sin = None, Tensor? seqlens_rotary = None, "
+    "Tensor? q_descale = None, Tensor? k_descale = None, Tensor? v_descale = None, "
+    "float? softmax_scale = None, bool is_causal = False, int window_size_left = -1, "
+    "int window_size_right = -1, int attention_chunk = 0, float softcap = 0.0, "
+    "bool is_rotary_interleaved = False, Tensor? scheduler_metadata = None, "
+    "int num_splits = 0, bool? pack_gqa = None, int sm_margin = 0) "
+    "-> (Tensor, Tensor, Tensor, Tensor)"
+)
+FLASH3_BACKWARD = (
+    "bwd(Tensor dout, Tensor q, Tensor k, Tensor v, Tensor out, Tensor softmax_lse, "
+    "Tensor(a!)? dq = None, Tensor(b!)? dk = None, Tensor(c!)? dv = None, "
+    "Tensor? cu_seqlens_q = None, Tensor? cu_seqlens_k = None, Tensor? seqused_q = None, "
+    "Tensor? seqused_k = None, int? max_seqlen_q = None, int? max_seqlen_k = None, "
+    "float? softmax_scale = None, bool is_causal = False, int window_size_left = -1, "
+    "int window_size_right = -1, float softcap = 0.0, bool deterministic = False, "
+    "int sm_margin = 0) -> Tensor[]"
+)
+
+
+LAUNCH = {  # the operators' names -> those of the stand-in
+    "cu_seqlens_q": "cu_q",
+    "cu_seqlens_k": "cu_k",
+    "max_seqlen_q": "max_q",
+    "max_seqlen_k": "max_k",
+    "softmax_scale": "scale",
+    "is_causal": "causal",
+}
+TENSORS = ("dout", "q", "k", "v", "out")
+
+
+def arguments_of(name, given):
+    """The arguments of a call by their names, those that were left out included."""
+    arguments = getattr(torch.ops.flash_attn_3, name).default._schema.arguments
+    named = {argument.name: argument.default_value for argument in arguments}
+    return named | dict(zip(named, given, strict=False))
+
+
+def launch_of(named):
+    """What describes the launch, by the stand-in's names; all else must be at its default."""
+    launch = {mine: named.pop(theirs) for theirs, mine in LAUNCH.items()}
+    launch |= {tensor: named.pop(tensor) for tensor in TENSORS if named.get(tensor) is not None}
+    assert named.pop("window_size_left") == named.pop("window_size_right") == -1
+    assert not any(named.values()), named
+    return launch
+
+
+@contextlib.contextmanager
+def flash3_operators(backward_lacks=""):
+    """The operators of FlashAttention-3 on the CPU, whose code is the stand-in."""
+
+    def forward(*given):
+        named = arguments_of("fwd", given)
+        assert named.pop("num_splits") == 1
+        return *flash3_forward(**launch_of(named)), torch.empty(0), torch.empty(0)
+
+    def backward(*given):
+        named = arguments_of("bwd", given)
+        assert named.pop("deterministic") == torch.are_deterministic_algorithms_enabled()
+        lse = named.pop("softmax_lse")
+        targets = [named.pop(name) for name in ("dq", "dk", "dv")]
+        grads = flash_backward(lse=lse, **launch_of(named))
+        for target, grad in zip(targets, grads, strict=True):
+            target.copy_(grad)
+        return []
+
+    with torch.library._scoped_library("flash_attn_3", "DEF") as library:
+        library.define(FLASH3_FORWARD)
+        library.define(FLASH3_BACKWARD.replace(backward_lacks, ""))
+        library.impl("fwd", forward, "CPU")
+        library.impl("bwd", backward, "CPU")
+        yield library
+    for name in ("fwd", "bwd"):  # torch.ops remembers what it has found
+        torch.ops.flash_attn_3.__dict__.pop(name, None)
+
+
+@pytest.fixture
+def flash_attn3():
+    with flash3_operators():
+        yield FlashAttn3()
+
+
+@pytest.fixture
+def flash_attn2(flash_attn_package):
     return FlashAttn()
+
+
+@pytest.fixture(params=["torch_varlen", "torch_varlen_fa3", "flash_attn2", "flash_attn3"])
+def kernel(request):
+    return request.getfixturevalue(request.param)
 
 
 def assert_like_the_reference(kernel, inputs, segments):
@@ -187,12 +301,14 @@ def test_strides_that_the_kernels_refuse_are_copied_away(kernel):
     assert_like_the_reference(kernel, (*fused.unbind(-1), dout), segments)
 
 
-def test_flash_attn_follows_torchs_determinism_switch(flash_attn_package):
+@pytest.mark.parametrize("package", ["flash_attn2", "flash_attn3"])
+def test_the_packages_follow_torchs_determinism_switch(package, request):
+    kernel = request.getfixturevalue(package)
     segments = Segments([5], [5], causal=True, device=CPU)
     inputs = random_inputs(segments, (2, 2), dtype=torch.bfloat16)
     torch.use_deterministic_algorithms(True)
     try:
-        assert_like_the_reference(FlashAttn(), inputs, segments)
+        assert_like_the_reference(kernel, inputs, segments)
     finally:
         torch.use_deterministic_algorithms(False)
 

@@ -1,0 +1,92 @@
+"""Share what the CUDA builds of FlashAttention have in common: what they guarantee, and how they
+behave where a sequence has no queries or no keys.
+
+FlashAttention-2 (arXiv 2307.08691), as the flash-attn package and torch build it:
+
+* it refuses an empty launch, so a call in which no query has a key is answered here;
+* it reports +inf instead of -inf as the log-sum-exp of a query without keys, which is mended;
+* when no sequence has more than one query it takes a path for decoding that assumes exactly one
+  query in each, which empty sequences break; a bound of two (it is only a bound) keeps it on the
+  general path;
+* its backward adds dq up in any order over tiles of 64 to 128 keys (32 for head sizes above 192 on
+  GPUs with little shared memory). Two terms on a zero give the same bits in any order, so the
+  backward of up to 128 keys is deterministic.
+
+FlashAttention-3 (arXiv 2407.08608), the same code behind the flash_attn_3 operators and behind
+torch's registry, not run on a GPU yet:
+
+* Hopper only, for torch's registry refuses every other generation;
+* a query without keys gets -inf, in a launch without any key +inf; that launch is answered here;
+* its backward adds dk and dv up over the query heads that share a key head in any order, so no
+  number of keys is deterministic by itself; its deterministic mode has no head sizes above 192.
+"""
+
+import torch
+
+from hf_flexseq.kernels import lse_dtype
+from hf_flexseq.kernels.guarantees import Guarantees
+from hf_flexseq.kernels.segments import Segments
+
+FLASH2 = Guarantees(
+    device="cuda",
+    dtypes=(torch.bfloat16, torch.float16),
+    oldest=8,
+    most_head_dim=256,
+    head_dim_step=8,
+    keyless_lse=torch.inf,
+    wide_gradients=False,
+    repeatable_keys=128,
+    repeatable_head_dim=192,
+)
+FLASH3 = Guarantees(
+    device="cuda",
+    dtypes=(torch.bfloat16, torch.float16),
+    oldest=9,
+    newest=9,
+    most_head_dim=256,
+    head_dim_step=8,
+    wide_gradients=False,
+    repeatable_keys=0,
+    switched_head_dim=192,
+)
+FLASH4_PROBLEM = (
+    "the releases of FlashAttention-4 differ in what their forward returns and in whether they "
+    "bear sequences without queries or keys"
+)
+
+
+def nothing_to_read(q: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return out [Tq, H, D] and lse [H, Tq] for q [Tq, H, D] when no query has a key."""
+    tokens, heads, _ = q.shape
+    lse = q.new_full((heads, tokens), -torch.inf, dtype=lse_dtype(q.dtype))
+    return torch.zeros_like(q), lse
+
+
+def query_bound(segments: Segments) -> int:
+    """Return the bound on queries per sequence that FlashAttention-2 is told: never 1, as the
+    docstring of the module explains."""
+    return max(segments.max_q, 2)
+
+
+def rows_contiguous(x: torch.Tensor) -> torch.Tensor:
+    """Return x [tokens, heads, D] with a stride of 1 in the last dimension; the kernels take any
+    other strides."""
+    if x.stride(-1) == 1:
+        return x
+    return x.contiguous()
+
+
+def checked_lse(
+    lse: torch.Tensor, q: torch.Tensor, segments: Segments, guarantees: Guarantees
+) -> torch.Tensor:
+    """Return the kernel's lse [H, Tq], changed in place to -inf for queries without keys.
+
+    q: [Tq, H, D].
+    """
+    tokens, heads, _ = q.shape
+    assert lse.shape == (heads, tokens), (
+        f"the kernel's lse is {tuple(lse.shape)}, not [heads, tokens]"
+    )
+    if guarantees.keyless_lse != -torch.inf and segments.has_keyless():
+        lse.masked_fill_(lse == guarantees.keyless_lse, -torch.inf)
+    return lse

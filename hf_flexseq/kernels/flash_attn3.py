@@ -1,0 +1,186 @@
+"""Attend with the FlashAttention-3 package (arXiv 2407.08608) on packed sequences, on Hopper.
+
+Importing its module `flash_attn_interface` registers the operators `flash_attn_3::fwd` and
+`flash_attn_3::bwd`, which are called here by the names of their arguments. The Python functions
+above them belong to autograd, or have changed the order of their arguments between releases. A
+release whose operators lack an argument, and a build without a backward or without packed
+sequences, are refused by name.
+
+The backward takes any output and log-sum-exp, and so the merged ones.
+
+Written from the operators' schemas and sources; it has never run on a GPU. What the builds of
+FlashAttention have in common is in cuda_flash.py. The slow obvious twin is reference.py;
+tests/kernels/test_cuda_kernels.py holds the arguments against it on a stand-in, and
+scripts/gpu_check.py the numbers on a GPU.
+
+Rejected: FlashAttention-4 (`flash_attn.cute`). Its forward returns two tensors or four, depending
+on the release, and 4.0.0b13 accesses memory that is not its own in the backward of a sequence
+without queries, which rings have, at head size 256 on Blackwell (flash-attention#2562).
+"""
+
+import functools
+import importlib
+from collections.abc import Mapping
+
+import torch
+
+from hf_flexseq.kernels.cuda_flash import (
+    FLASH3,
+    checked_lse,
+    nothing_to_read,
+    rows_contiguous,
+)
+from hf_flexseq.kernels.segments import Segments
+
+_INTERFACE = "flash_attn_interface"
+_LAUNCH = (
+    "cu_seqlens_q", "cu_seqlens_k",
+    "max_seqlen_q", "max_seqlen_k",
+    "softmax_scale", "is_causal",
+)  # fmt: skip
+# What is passed to each operator: first by position, in this order, then by name.
+_BY_POSITION: Mapping[str, tuple[str, ...]] = {
+    "fwd": ("q", "k", "v"),
+    "bwd": ("dout", "q", "k", "v", "out", "softmax_lse"),
+}
+_BY_NAME: Mapping[str, tuple[str, ...]] = {
+    "fwd": (*_LAUNCH, "num_splits"),
+    "bwd": (*_LAUNCH, "dq", "dk", "dv", "deterministic"),
+}
+# Flags of a build, and what is missing under each.
+_MISSING: Mapping[str, str] = {
+    "FLASHATTENTION_DISABLE_BACKWARD": "backward",
+    "FLASHATTENTION_DISABLE_VARLEN": "packed sequences",
+}
+
+
+class FlashAttn3:
+    """FlashAttention-3 from its package."""
+
+    name = "flash_attn3"
+    guarantees = FLASH3
+    wide_gradients = FLASH3.wide_gradients
+
+    def why_not(
+        self, device: torch.device, dtype: torch.dtype, head_dim: int, repeatable_keys: int = 0
+    ) -> str | None:
+        """Say why this kernel cannot serve such inputs, or return None when it can."""
+        problem = package_problem()
+        return problem or FLASH3.objection(device, dtype, head_dim, repeatable_keys)
+
+    def forward(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        segments: Segments,
+        *,
+        scale: float,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """See `Kernel.forward`: q [Tq, H, D], k and v [Tk, Hkv, D] -> out [Tq, H, D], lse
+        [H, Tq]."""
+        segments.check(q, k, v)
+        if not segments.has_work():
+            return nothing_to_read(q)
+        # [Tq, H, D], [H, Tq], and the parts of keys that were split, of which there are none
+        out, lse, *_ = torch.ops.flash_attn_3.fwd(
+            rows_contiguous(q),
+            rows_contiguous(k),
+            rows_contiguous(v),
+            **_launch(segments, scale),
+            num_splits=1,
+        )
+        return out, checked_lse(lse, q, segments, FLASH3)
+
+    def backward(
+        self,
+        dout: torch.Tensor,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        out: torch.Tensor,
+        lse: torch.Tensor,
+        segments: Segments,
+        *,
+        scale: float,
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """See `Kernel.backward`: dout and out [Tq, H, D], lse [H, Tq] -> dq [Tq, H, D], dk and dv
+        [Tk, Hkv, D].
+
+        Deterministic under `torch.use_deterministic_algorithms(True)`.
+        """
+        segments.check(q, k, v)
+        if not segments.has_work():
+            return torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
+        dq = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+        dk = torch.empty(k.shape, dtype=k.dtype, device=k.device)
+        dv = torch.empty(v.shape, dtype=v.dtype, device=v.device)
+        torch.ops.flash_attn_3.bwd(
+            rows_contiguous(dout),
+            rows_contiguous(q),
+            rows_contiguous(k),
+            rows_contiguous(v),
+            rows_contiguous(out),
+            lse.contiguous(),
+            **_launch(segments, scale),
+            dq=dq,
+            dk=dk,
+            dv=dv,
+            deterministic=torch.are_deterministic_algorithms_enabled(),
+        )
+        return dq, dk, dv
+
+
+def _launch(segments: Segments, scale: float) -> dict[str, object]:
+    """Collect the arguments that forward and backward share, by the operators' names."""
+    return {
+        "cu_seqlens_q": segments.cu_seqlens_q,
+        "cu_seqlens_k": segments.cu_seqlens_k,
+        "max_seqlen_q": segments.max_q,
+        "max_seqlen_k": segments.max_k,
+        "softmax_scale": scale,
+        "is_causal": segments.causal,
+    }
+
+
+@functools.cache
+def package_problem() -> str | None:
+    """Say why the package cannot be used at all, or return None when it can."""
+    try:
+        importlib.import_module(_INTERFACE)
+    # A build for another torch raises ImportError, too, with the missing symbol.
+    except ImportError as error:
+        return f"the FlashAttention-3 package cannot be imported ({error})"
+    for name in ("fwd", "bwd"):
+        problem = _operator_problem(name)
+        if problem is not None:
+            return problem
+    return _build_problem()
+
+
+def _operator_problem(name: str) -> str | None:
+    """Say what the operator `flash_attn_3::name` lacks, or return None when it lacks nothing."""
+    packet = getattr(torch.ops.flash_attn_3, name, None)
+    if packet is None:
+        return f"{_INTERFACE} registers no operator flash_attn_3::{name}"
+    arguments = [argument.name for argument in packet.default._schema.arguments]
+    first = _BY_POSITION[name]
+    if tuple(arguments[: len(first)]) != first:
+        return f"flash_attn_3::{name} does not begin with the arguments {', '.join(first)}"
+    lacking = [argument for argument in _BY_NAME[name] if argument not in arguments]
+    if lacking:
+        return f"flash_attn_3::{name} has no argument {', '.join(lacking)}; install a newer one"
+    return None
+
+
+def _build_problem() -> str | None:
+    """Say what the build was made without, or return None when it has all or does not tell."""
+    try:
+        config = importlib.import_module("flash_attn_config")
+    except ImportError:
+        return None
+    flags = config.CONFIG["build_flags"]
+    for flag, missing in _MISSING.items():
+        if flags.get(flag, False):
+            return f"this build has no {missing}; build it without {flag}"
+    return None

@@ -1,0 +1,183 @@
+"""State what an attention kernel guarantees, and say why it cannot serve a call.
+
+Every kernel declares one `Guarantees`. `choose_kernel` asks it for an objection, and `flexseq env`
+prints it. Whether a package is installed or an operator there is another question, which each
+kernel answers in its own module.
+
+Rejected: trying a kernel and catching its error. Most of what is stated here fails in silence: a
+log-sum-exp of +inf, gradients whose bits change from run to run.
+"""
+
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Guarantees:
+    """What holds for every call that a kernel serves."""
+
+    device: str
+    """Type of the device that it runs on."""
+    dtypes: tuple[torch.dtype, ...]
+    """Dtypes of queries, keys and values."""
+    oldest: int = 0
+    """Lowest major compute capability of a GPU: 8 is Ampere."""
+    newest: int | None = None
+    """Highest major compute capability of a GPU. None: any."""
+    most_head_dim: int | None = None
+    """Largest head size. None: any."""
+    head_dim_step: int = 1
+    """Head sizes are multiples of this."""
+    keyless_lse: float = -torch.inf
+    """The log-sum-exp of a query without keys as the code beneath reports it; callers of `Kernel`
+    always get -inf."""
+    wide_gradients: bool
+    """Whether gradients of 16-bit inputs are float32, else they have the inputs' dtype."""
+    repeatable_keys: int | None = None
+    """Keys of a sequence up to which the backward always gives the same bits. None: any number."""
+    repeatable_head_dim: int | None = None
+    """Largest head size for which `repeatable_keys` holds. None: any."""
+    switched_head_dim: int | None = None
+    """Largest head size for which `torch.use_deterministic_algorithms(True)` makes the backward
+    give the same bits for any number of keys. None: any."""
+    windows: bool = False
+    """Whether a query may be kept from keys that are too far before it."""
+
+    def objection(
+        self, device: torch.device, dtype: torch.dtype, head_dim: int, repeatable_keys: int
+    ) -> str | None:
+        """Say which guarantee such calls lack, and what to change; None when they lack none.
+
+        repeatable_keys: keys of a sequence over which the backward must give the same bits every
+        time; 0 asks for none.
+        """
+        return (
+            self._device_objection(device)
+            or self._dtype_objection(dtype)
+            or self._head_dim_objection(head_dim)
+            or self._generation_objection(device)
+            or self._repeatable_objection(head_dim, repeatable_keys)
+        )
+
+    def _device_objection(self, device: torch.device) -> str | None:
+        if device.type == self.device:
+            return None
+        return f"it runs on {self.device}, not on {device.type}"
+
+    def _dtype_objection(self, dtype: torch.dtype) -> str | None:
+        if dtype in self.dtypes:
+            return None
+        objection = f"it has no {_short(dtype)}, only {self._dtypes_text()}"
+        if torch.bfloat16 in self.dtypes and dtype.is_floating_point:
+            objection += "; train with bf16=True"
+        return objection
+
+    def _head_dim_objection(self, head_dim: int) -> str | None:
+        is_small_enough = self.most_head_dim is None or head_dim <= self.most_head_dim
+        if is_small_enough and head_dim > 0 and head_dim % self.head_dim_step == 0:
+            return None
+        return f"a head size of {head_dim} is not {self._head_dims_text()}"
+
+    def _generation_objection(self, device: torch.device) -> str | None:
+        if not self.oldest:
+            return None
+        major, minor = torch.cuda.get_device_capability(device)
+        if major >= self.oldest and (self.newest is None or major <= self.newest):
+            return None
+        name = torch.cuda.get_device_name(device)
+        return f"{name} has compute capability {major}.{minor}, not {self._generations_text()}"
+
+    def _repeatable_objection(self, head_dim: int, keys: int) -> str | None:
+        """Object where the backward may give other bits with every run, and they must be the
+        same."""
+        if not keys:
+            return None
+        if _within(keys, self.repeatable_keys) and _within(head_dim, self.repeatable_head_dim):
+            return None
+        if not _within(head_dim, self.switched_head_dim):
+            return (
+                f"its backward is not deterministic for a head size of {head_dim}, only up to "
+                f"{self.switched_head_dim}"
+            )
+        if _switch_is_on():
+            return None
+        return (
+            f"its backward is not deterministic over {keys} keys; call "
+            "torch.use_deterministic_algorithms(True)"
+        )
+
+    # ---- in words
+
+    def text(self) -> str:
+        """Return all guarantees in one line."""
+        parts = [self._dtypes_text(), f"head size {self._head_dims_text()}"]
+        if self.oldest:
+            parts.append(f"compute capability {self._generations_text()}")
+        parts.append(self._keyless_text())
+        parts.append(self._gradients_text())
+        parts.append(self._repeatable_text())
+        parts.append("sliding windows" if self.windows else "no sliding windows")
+        return "; ".join(parts)
+
+    def _dtypes_text(self) -> str:
+        return ", ".join(_short(dtype) for dtype in self.dtypes)
+
+    def _head_dims_text(self) -> str:
+        if self.head_dim_step == 1:
+            text = "any number"
+        else:
+            text = f"a multiple of {self.head_dim_step}"
+        if self.most_head_dim is not None:
+            text += f" up to {self.most_head_dim}"
+        return text
+
+    def _generations_text(self) -> str:
+        if self.newest is None:
+            return f"{self.oldest}.0 or newer"
+        if self.newest == self.oldest:
+            return f"{self.oldest}.x"
+        return f"{self.oldest}.0 to {self.newest}.x"
+
+    def _keyless_text(self) -> str:
+        if self.keyless_lse == -torch.inf:
+            return "lse -inf without keys"
+        return f"lse -inf without keys (mended from {self.keyless_lse:+})"
+
+    def _gradients_text(self) -> str:
+        if self.wide_gradients:
+            return "16-bit inputs get float32 gradients"
+        return "gradients in the inputs' dtype"
+
+    def _repeatable_text(self) -> str:
+        """Say when the backward gives the same bits every time."""
+        if self.repeatable_keys is None:
+            return "deterministic backward"
+        conditions = []
+        if self.repeatable_keys:
+            condition = f"up to {self.repeatable_keys} keys"
+            if self.repeatable_head_dim is not None:
+                condition += f" and head size {self.repeatable_head_dim}"
+            conditions.append(condition)
+        switched = "with torch.use_deterministic_algorithms(True)"
+        if self.switched_head_dim is not None:
+            switched += f" up to head size {self.switched_head_dim}"
+        conditions.append(switched)
+        return f"deterministic backward {', else '.join(conditions)}"
+
+
+def _within(number: int, most: int | None) -> bool:
+    """Tell whether a number is at most `most`, where None is no limit."""
+    return most is None or number <= most
+
+
+def _switch_is_on() -> bool:
+    """Tell whether torch demands deterministic algorithms. Where it is asked only to warn, its own
+    FlashAttention stays as it is."""
+    is_on = torch.are_deterministic_algorithms_enabled()
+    return is_on and not torch.is_deterministic_algorithms_warn_only_enabled()
+
+
+def _short(dtype: torch.dtype) -> str:
+    """Return a dtype's name: bfloat16 for torch.bfloat16."""
+    return str(dtype).removeprefix("torch.")
