@@ -1,18 +1,26 @@
 """What every test finds, and the two sets of tests.
 
     pytest                   all tests
-    pytest -m quick -n 2     those that start no process, properties on a tenth of their examples
+    pytest -m quick -n 2     those that start no process and compute little, properties on a tenth
+                             of their examples
 
-A test that forks ranks or starts a command is marked `processes`; every other test is `quick`. In
-the quick set a test that starts a process all the same fails and says which mark it lacks.
+A test that forks ranks or starts a command is marked `processes`, one that computes for many
+seconds `slow`; every other test is `quick`. In the quick set a test that starts a process all the
+same fails and says which mark it lacks.
 
 Every test runs on one thread, because ranks are forked and a forked child of a multi-threaded
-parent can hang. And every test finds the process as the first one did: training arguments leave
+parent can hang. What was imported by then is left out of garbage collection: a full collection,
+which accelerate asks for after every training, would walk all of it, and in a forked rank copy
+it, too. And every test finds the process as the first one did: training arguments leave
 environment variables and accelerate's state behind, which ranks forked later would inherit.
 """
 
+import gc
 import os
 import sys
+
+# Read by libraries when they are loaded, and by accelerate, which would give ranks more threads.
+os.environ["OMP_NUM_THREADS"] = "1"
 
 import pytest
 import torch
@@ -33,8 +41,14 @@ def pytest_configure(config: pytest.Config) -> None:
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
-        if item.get_closest_marker("processes") is None:
+        marks = ("processes", "slow")
+        if all(item.get_closest_marker(mark) is None for mark in marks):
             item.add_marker(pytest.mark.quick)
+
+
+def pytest_collection_finish() -> None:
+    gc.collect()
+    gc.freeze()
 
 
 def _refuse_processes(event: str, args: object) -> None:

@@ -1,7 +1,10 @@
-"""Run a function on several gloo ranks: forked, one thread each, float64 by default, under a
-watchdog.
+"""Run a function on several ranks, under a watchdog.
 
-Forking costs a fifth of a second where spawning costs ten. The parent must not have touched CUDA.
+    run_threads    ranks are threads of this process, on the transport that holds them to all rules
+    run_ranks      ranks are forked processes, one thread each, over gloo
+
+The function gets its rank and the number of ranks, and connects to the others by `join`. Forking
+costs a fifth of a second where spawning costs ten. The parent must not have touched CUDA.
 """
 
 import faulthandler
@@ -9,6 +12,7 @@ import multiprocessing
 import os
 import sys
 import tempfile
+import threading
 import time
 import traceback
 from datetime import timedelta
@@ -18,6 +22,43 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from hf_flexseq.distributed.communicator import Communicator
+from hf_flexseq.distributed.matching import Launches
+from hf_flexseq.distributed.threads import ThreadHub, ThreadTransport
+from hf_flexseq.topology import Topology
+
+_this_rank = threading.local()  # .transport, where this rank is a thread
+
+
+def join(topology: Topology | None = None, **options: Any) -> Communicator:
+    """This rank's communicator, whatever kind of rank it is."""
+    transport = getattr(_this_rank, "transport", None)
+    return Communicator(topology, transport=transport, **options)
+
+
+def this_rank() -> int:
+    """The number of this rank, where it is a thread."""
+    return _this_rank.transport.rank
+
+
+def run_threads(
+    function: Any,
+    world_size: int,
+    *args: Any,
+    launches: Launches = Launches.BY_LANE,
+    seed: int | None = None,
+    seconds: float = 60,
+) -> list[Any]:
+    """`function(rank, world_size, *args)` on every rank; the results by rank. seconds: for which a
+    rank may compute before it posts or waits again."""
+
+    def run_rank(transport: ThreadTransport) -> Any:
+        _this_rank.transport = transport
+        return function(transport.rank, world_size, *args)
+
+    hub = ThreadHub(world_size, launches=launches, seed=seed)
+    return hub.run(run_rank, seconds=seconds)
+
 
 def run_ranks(
     function: Any,
@@ -26,12 +67,14 @@ def run_ranks(
     seconds: float = 60,
     group_seconds: float = 120,
     may_die: tuple[int, ...] = (),
+    ranks_per_node: int | None = None,
 ) -> list[Any]:
     """`function(rank, world_size, *args)` on every rank; the results by rank, None of those that
     `may_die` and did.
 
-    group_seconds: the timeout of the process group. Raises AssertionError with the traceback of
-    the first rank that failed, or naming the ranks that were still running after `seconds`.
+    ranks_per_node: as a launcher would report them; None is one node for all. group_seconds: the
+    timeout of the process group. Raises AssertionError with the traceback of the first rank that
+    failed, or naming the ranks that were still running after `seconds`.
     """
     # a forked child of a multi-threaded parent hangs in its first parallel region
     torch.set_num_threads(1)
@@ -41,8 +84,9 @@ def run_ranks(
         for rank in range(world_size):
             here, there = context.Pipe(duplex=False)
             limits = (seconds, group_seconds)
+            sizes = (world_size, ranks_per_node or world_size)
             process = context.Process(
-                target=_main, args=(there, folder, limits, function, rank, world_size, args)
+                target=_main, args=(there, folder, limits, function, rank, sizes, args)
             )
             process.start()
             there.close()
@@ -81,14 +125,17 @@ def _main(
     limits: tuple[float, float],
     function: Any,
     rank: int,
-    world_size: int,
+    sizes: tuple[int, int],
     args: tuple[Any, ...],
 ) -> None:
     seconds, group_seconds = limits
+    world_size, ranks_per_node = sizes
     # where a rank hangs
     faulthandler.dump_traceback_later(max(seconds - 2, 1), file=sys.__stderr__)
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size))
-    os.environ.update(LOCAL_WORLD_SIZE=str(world_size), MASTER_ADDR="127.0.0.1", MASTER_PORT="0")
+    os.environ.update(
+        LOCAL_WORLD_SIZE=str(ranks_per_node), MASTER_ADDR="127.0.0.1", MASTER_PORT="0"
+    )
     torch.manual_seed(0)
     try:
         dist.init_process_group(

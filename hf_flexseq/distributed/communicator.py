@@ -1,123 +1,161 @@
-"""The process groups of a job, and point-to-point transfers between its ranks.
+"""The ranks of a job as attention sees them: who is near, and how messages reach them.
 
-All groups are made once, in one order, before the first step:
+Below is a transport (`transport.py`), which moves tensors and knows nothing of plans. Here is what
+plans ask of it:
 
-    parent     All ranks. Groups of any shape move their bytes by point-to-point transfers on it,
-               so a plan never needs a new communicator: one NCCL communicator per group would cost
-               gigabytes, and making one in the middle of a run can hang a job.
-    blocks     A process group for each aligned block of the topology, where one collective is
-               faster than many point-to-point transfers. Not on gloo, whose uneven all-to-all
-               sends the two directions of a slow link one after the other: 3 MB each way at 133
-               Mbit/s took 0.33 s, and 0.19 s by point-to-point transfers.
-    control    All ranks, over gloo, for lengths, plans and token ids, which never touch an
-               accelerator.
+    Communicator    this rank, the topology, and the lanes that messages take
+    Channel         names and tags the exchanges of one group
+    Exchange        collects the messages of one step of attention, then posts them as Transfers
+    Transfers       some sends and receives, posted at once and waited for once
 
-With one process there is no process group, and every exchange is with oneself.
+Groups of any shape move their bytes by messages, so a plan never needs a new communicator: making
+one in a step can hang a job. Messages take one of three lanes, opened at the start:
 
-Transfers are layered:
+    inside nodes     between ranks of a node
+    between nodes    between ranks of different nodes, which would hold up those inside
+    remapping        between all ranks, when tokens change their layout around attention
 
-    Transfers    some sends and receives, posted at once and waited for once
-    Exchange     collects the messages of one step of attention, then posts them as Transfers
-    Channel      names and tags the exchanges of one group
+Where a collective is faster than many messages, the aligned blocks of the topology have a group of
+their own (`open_blocks`), made at the start, too, for the degrees that plans may use.
 """
 
-import os
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from datetime import timedelta
+from collections.abc import Iterable, Iterator, Sequence
 
 import torch
-import torch.distributed as dist
 
+from hf_flexseq.distributed.connect import connect
+from hf_flexseq.distributed.hosts import topology_of
 from hf_flexseq.distributed.tags import UNTAGGED, zone_tag
+from hf_flexseq.distributed.transport import (
+    HostGroup,
+    Label,
+    Lane,
+    Message,
+    Pending,
+    RankGroup,
+    Transport,
+    unnamed,
+)
 from hf_flexseq.plan import Group
 from hf_flexseq.topology import Topology
 
-# ---- process groups
+# ---- the ranks of a job
 
 
 class Communicator:
-    """This rank of the job and the process groups that it communicates in."""
+    """This rank of the job, and its ways to the others."""
 
-    __slots__ = ("blocks", "control", "parent", "rank", "topology")
+    __slots__ = ("blocks", "lanes", "rank", "remapping", "topology", "transport")
 
     def __init__(
-        self, topology: Topology | None = None, *, use_blocks: bool | None = None
+        self,
+        topology: Topology | None = None,
+        *,
+        transport: Transport | None = None,
+        use_blocks: bool = False,
     ) -> None:
-        """Make the process groups. Collective over the world.
+        """Open the lanes. Collective over the world.
 
-        topology: nodes and ranks; None takes what the launcher says.
-        use_blocks: False leaves all traffic to point-to-point transfers; None does so on gloo
-        only. Raises ValueError when `topology` does not have as many ranks as the job.
+        topology: nodes and ranks; None finds them out.
+        transport: between the ranks; None takes that of this process.
+        use_blocks: whether to make a group for every aligned block at once.
+        Raises ValueError when `topology` does not have as many ranks as the job.
         """
-        world_size = 1
-        self.rank = 0
-        if dist.is_initialized():
-            world_size = dist.get_world_size()
-            self.rank = dist.get_rank()
-        self.topology = topology or Topology.from_world(world_size, local_world_size(world_size))
+        self.transport = transport or connect()
+        self.rank = self.transport.rank
+        world_size = self.transport.world_size
+        self.topology = topology or topology_of(self.transport)
         if self.topology.world_size != world_size:
             raise ValueError(
                 f"the topology has {self.topology.world_size} ranks, the job {world_size}"
             )
-        self.parent: dist.ProcessGroup | None = None
-        self.control: dist.ProcessGroup | None = None
-        self.blocks: dict[tuple[int, int], dist.ProcessGroup] = {}  # by [start, stop) of ranks
-        if world_size > 1:
-            self._make_groups(use_blocks)
-
-    def _make_groups(self, use_blocks: bool | None) -> None:
-        timeout = _default_timeout()
-        self.parent = dist.new_group(timeout=timeout)
-        self.control = dist.new_group(backend="gloo", timeout=timeout)
-        if use_blocks is None:
-            use_blocks = dist.get_backend(self.parent) != "gloo"
+        everyone = [range(world_size)]
+        mates, counterparts = _usual_peers(self.rank, self.topology)
+        # Lanes of attention, near peers first: all ranks post in this order.
+        if self.transport.capabilities.ordered:
+            nodes = self.topology.node_ranks()
+            self.lanes = [self._open_lane("inside nodes", nodes, mates)]
+            if self.topology.nodes > 1:
+                self.lanes.append(self._open_lane("between nodes", everyone, counterparts))
+        else:
+            # Posts are independent: messages to near and far peers go in one post.
+            self.lanes = [self._open_lane("between ranks", everyone, mates + counterparts)]
+        self.remapping = self._open_lane("remapping", everyone, ())
+        self.blocks: dict[tuple[int, int], RankGroup] = {}  # by [start, stop) of ranks
         if use_blocks:
-            for start, stop in self.topology.aligned_blocks():
-                ranks = list(range(start, stop))
-                self.blocks[start, stop] = dist.new_group(ranks=ranks, timeout=timeout)
-        for group in (self.parent, *self.blocks.values()):
-            connect(group)
+            self.open_blocks(range(2, world_size + 1))
+
+    def _open_lane(self, kind: str, parts: Sequence[Sequence[int]], peers: Sequence[int]) -> Lane:
+        """Open this rank's lane of disjoint sets of ranks that hold all ranks together. Collective
+        over the world."""
+        lane = self.transport.open_lane(kind, parts, peers=peers)
+        assert lane is not None, f"rank {self.rank} has no lane {kind}"
+        return lane
 
     @property
     def world_size(self) -> int:
+        """The number of ranks."""
         return self.topology.world_size
 
+    @property
+    def host(self) -> HostGroup:
+        """Exchanges of values on the CPU."""
+        return self.transport.host
 
-def _default_timeout() -> timedelta:
-    """Return the timeout of the job's own group, which new groups do not take over."""
-    world = dist.distributed_c10d._get_default_group()
-    device = "cuda" if dist.get_backend() == "nccl" else "cpu"
-    return world._get_backend(torch.device(device)).options._timeout
+    def open_blocks(self, degrees: Iterable[int]) -> None:
+        """Make a group for the aligned blocks of these degrees. Collective over the world.
+
+        Each degree takes one step, whatever the number of its blocks.
+        """
+        for degree in sorted(set(degrees)):
+            blocks = self.topology.blocks_of(degree)
+            if not blocks:
+                continue
+            group = self.transport.open_group([range(start, stop) for start, stop in blocks])
+            if group is not None:
+                self.blocks[group.ranks[0], group.ranks[-1] + 1] = group
+
+    def open_fast_blocks(self, degrees: Iterable[int]) -> None:
+        """Make the groups of `open_blocks` on a transport whose collectives are faster than
+        messages, and none on others. Collective over the world."""
+        if self.transport.capabilities.fast_collectives:
+            self.open_blocks(degrees)
+
+    def open_world(self) -> RankGroup | None:
+        """Return the group of all ranks; None where there is but one rank. Collective over the
+        world when it is made, which is the first time."""
+        return self.transport.open_group([range(self.world_size)])
+
+    def all_reduce(self, tensor: torch.Tensor) -> None:
+        """Replace a tensor of any shape by its sum over all ranks. Collective over the world."""
+        everyone = self.open_world()
+        if everyone is not None:
+            everyone.all_reduce(tensor)
+
+    def lane(self, peer: int) -> Lane:
+        """Return the lane of messages between this rank and `peer` in attention."""
+        if self.topology.node_of(peer) == self.topology.node_of(self.rank):
+            return self.lanes[0]
+        return self.lanes[-1]
 
 
-def connect(group: "dist.ProcessGroup | int") -> None:
-    """Use a new process group once. Collective over its ranks; others return at once.
-
-    NCCL connects a group at its first use, and hangs if that is a transfer between two of several
-    ranks. Where this rank is no member, torch gives an int instead of a group.
-    """
-    if not isinstance(group, dist.ProcessGroup):
-        return
-    device = torch.device("cpu")
-    if dist.get_backend(group) == "nccl":
-        device = torch.device("cuda", torch.cuda.current_device())
-    dist.all_reduce(torch.zeros(1, device=device), group=group)
-
-
-def local_world_size(world_size: int) -> int:
-    """Return the number of ranks on this node, from the launcher; all when it does not say."""
-    return int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
+def _usual_peers(rank: int, topology: Topology) -> tuple[list[int], list[int]]:
+    """Return the ranks that plans make `rank` exchange messages with again and again: the others
+    of its node, and those with the same index in other nodes."""
+    mates = []
+    counterparts = []
+    for other in range(topology.world_size):
+        if other == rank:
+            continue
+        if topology.node_of(other) == topology.node_of(rank):
+            mates.append(other)
+        elif (other - rank) % topology.ranks_per_node == 0:
+            counterparts.append(other)
+    return mates, counterparts
 
 
 # ---- the transfers of one group
-
-# (peer, whether this rank sends to it) -> what the message is; asked for when a transfer fails
-Label = Callable[[int, bool], str]
-
-
-def unnamed(peer: int, sent: bool) -> str:
-    return "a message"
 
 
 class Channel:
@@ -152,9 +190,9 @@ class Channel:
 
 
 class Transfers:
-    """Point-to-point transfers that are posted together; `wait` ends them, exactly once."""
+    """Messages that are posted together; `wait` ends them, exactly once."""
 
-    __slots__ = ("_label", "_ops", "_works")
+    __slots__ = ("_pending",)
 
     def __init__(
         self,
@@ -164,58 +202,47 @@ class Transfers:
         recvs: Sequence[tuple[torch.Tensor, int]],
         tag: int = UNTAGGED,
         label: Label = unnamed,
+        lane: Lane | None = None,
+        scratch: bool = False,
     ) -> None:
         """Post contiguous tensors to and from global ranks, each a (tensor, peer).
 
-        Receives are posted first: on a slow link gloo otherwise serialises the two directions.
         Nothing is posted for a tensor without elements, which both sides know. Several tensors for
         one peer must stand in the same order on both sides; they take the tags from `tag` on.
+
+        lane: of all messages; None takes the lane to each peer, which both ends agree on.
+        scratch: whether nobody reads what is sent once it has been sent.
         """
-        group = communicator.parent
-        ops = []
-        for tensor, peer, own_tag in _tagged(recvs, tag):
-            ops.append(dist.P2POp(dist.irecv, tensor, peer, group, own_tag))
+        # 1. the messages of each lane
+        sends_by_lane: dict[Lane, list[Message]] = {}
+        recvs_by_lane: dict[Lane, list[Message]] = {}
         for tensor, peer, own_tag in _tagged(sends, tag):
-            ops.append(dist.P2POp(dist.isend, tensor, peer, group, own_tag))
-        self._label = label
-        self._ops: list[dist.P2POp] = ops  # keeps the tensors alive until the transfers are over
-        self._works: list[dist.Work] | None = []  # None once waited for
-        try:
-            if ops:
-                self._works = dist.batch_isend_irecv(ops)
-        except RuntimeError as error:  # a peer is known to be gone
-            raise self._failure(ops, error) from error
+            message = Message(tensor, peer, own_tag, scratch)
+            sends_by_lane.setdefault(lane or communicator.lane(peer), []).append(message)
+        for tensor, peer, own_tag in _tagged(recvs, tag):
+            message = Message(tensor, peer, own_tag)
+            recvs_by_lane.setdefault(lane or communicator.lane(peer), []).append(message)
+
+        # 2. one post for each; all ranks take the lanes in one order
+        self._pending: list[Pending] | None = []  # None once waited for
+        for own_lane in [lane] if lane else communicator.lanes:
+            lane_sends = sends_by_lane.get(own_lane, [])
+            lane_recvs = recvs_by_lane.get(own_lane, [])
+            if lane_sends or lane_recvs:
+                pending = communicator.transport.post(
+                    own_lane, sends=lane_sends, recvs=lane_recvs, label=label
+                )
+                self._pending.append(pending)
 
     def wait(self) -> None:
         """Wait until every tensor has been sent or received.
 
         Raises RuntimeError naming peer and message when a transfer fails or takes too long.
         """
-        assert self._works is not None, "these transfers were already waited for"
-        for index, work in enumerate(self._works):
-            try:
-                work.wait()
-            except RuntimeError as error:
-                failed = self._ops
-                if len(self._works) == len(self._ops):  # else one work stands for all transfers
-                    failed = [self._ops[index]]
-                raise self._failure(failed, error) from error
-        self._works = None
-        self._ops = []
-
-    def _failure(self, ops: Sequence[dist.P2POp], error: RuntimeError) -> RuntimeError:
-        """Return an error that names this rank and each of the failed transfers once."""
-        names = []
-        for op in ops:
-            name = self._name(op.peer, sent=op.op is dist.isend)
-            if name not in names:
-                names.append(name)
-        failed = ", or ".join(names)
-        return RuntimeError(f"rank {dist.get_rank()} could not {failed}: {error}")
-
-    def _name(self, peer: int, *, sent: bool) -> str:
-        direction = "send to" if sent else "receive from"
-        return f"{direction} rank {peer} {self._label(peer, sent)}"
+        assert self._pending is not None, "these transfers were already waited for"
+        for pending in self._pending:
+            pending.wait()
+        self._pending = None
 
 
 def _tagged(
@@ -264,10 +291,18 @@ class Exchange:
         for tensor in tensors:
             self._recvs.append((tensor, peer))
 
-    def post(self, communicator: Communicator, tag: int) -> None:
-        """Start all transfers; messages to one peer take the tags from `tag` on."""
+    def post(self, communicator: Communicator, tag: int, *, lane: Lane | None = None) -> None:
+        """Start all transfers; messages to one peer take the tags from `tag` on.
+
+        lane: see `Transfers`.
+        """
         self._transfers = Transfers(
-            communicator, sends=self._sends, recvs=self._recvs, tag=tag, label=self._label
+            communicator,
+            sends=self._sends,
+            recvs=self._recvs,
+            tag=tag,
+            label=self._label,
+            lane=lane,
         )
 
     def wait(self) -> None:

@@ -1,23 +1,31 @@
-"""Links between neighbouring stages of a pipeline: one process group per pair and direction.
+"""Links between neighbouring stages of a pipeline: one lane per pair and direction.
 
-On one communicator transfers with different peers queue up behind each other where they are
-ordered by a stream (NCCL). A receive that was posted early, for what a neighbour sends much later,
-would then hold back a send that this neighbour waits for. So each link is a communicator of its
-own, on which one side only sends and the other side only receives, in one order that both take
-from the plan.
+On a transport that carries out the posts of a lane one after the other, a receive that was posted
+early, for what a neighbour sends much later, would hold back a send that this neighbour waits for.
+So each link is a lane of its own, on which one side only sends and the other side only receives,
+in one order that both take from the plan.
 
     rank of stage s   -- to_after:  hidden states -->   rank of stage s + 1
                       <-- from_after: gradients ------
 """
 
 from collections.abc import Sequence
-from itertools import pairwise
 
 import torch
-import torch.distributed as dist
 
-from hf_flexseq.distributed.communicator import Communicator, connect
+from hf_flexseq.distributed.communicator import Communicator
 from hf_flexseq.distributed.tags import link_tag
+from hf_flexseq.distributed.transport import (
+    Label,
+    Lane,
+    Message,
+    Pending,
+    RankGroup,
+    Transport,
+    own_part,
+)
+
+HIDDEN_STATES, GRADIENTS = range(2)  # the kinds of links
 
 
 class StageLink:
@@ -26,58 +34,68 @@ class StageLink:
     Messages arrive in the order in which they are sent.
     """
 
-    __slots__ = ("_group", "_messages", "_peer")
+    __slots__ = ("_kind", "_lane", "_messages", "_peer", "_transport")
 
-    def __init__(self, group: dist.ProcessGroup, peer: int) -> None:
-        """group: process group of the two ranks. peer: global rank of the neighbour."""
-        self._group = group
+    def __init__(self, transport: Transport, lane: Lane, peer: int, kind: int) -> None:
+        """lane: of the two ranks. peer: global rank of the neighbour.
+        kind: HIDDEN_STATES or GRADIENTS."""
+        self._transport = transport
+        self._lane = lane
         self._peer = peer
+        self._kind = kind
         self._messages = 0  # messages so far; both sides count the same ones
 
-    def send(self, tensor: torch.Tensor) -> "Message":
+    @property
+    def is_ordered(self) -> bool:
+        """Whether the transport carries out posts one after the other."""
+        return self._transport.capabilities.ordered
+
+    def send(self, tensor: torch.Tensor) -> "LinkMessage":
         """Send a contiguous tensor of any shape, e.g. hidden states [1, tokens, hidden].
 
         The tensor must stay as it is until the message has been waited for. Nothing is posted for
         a tensor without elements, which both sides know.
         """
-        tag = self._next_tag()
-        work = None
+        message, label = self._next(tensor)
+        pending = None
         if tensor.numel():
-            work = dist.isend(tensor, self._peer, self._group, tag)
-        return Message(work, tensor)
+            pending = self._transport.post(self._lane, sends=[message], recvs=[], label=label)
+        return LinkMessage(pending, tensor)
 
-    def receive(self, tensor: torch.Tensor) -> "Message":
+    def receive(self, tensor: torch.Tensor) -> "LinkMessage":
         """Receive into a contiguous tensor, e.g. [1, tokens, hidden]; it is ready after `wait`."""
-        tag = self._next_tag()
-        work = None
+        message, label = self._next(tensor)
+        pending = None
         if tensor.numel():
-            work = dist.irecv(tensor, self._peer, self._group, tag)
-        return Message(work, tensor)
+            pending = self._transport.post(self._lane, sends=[], recvs=[message], label=label)
+        return LinkMessage(pending, tensor)
 
-    def _next_tag(self) -> int:
-        tag = link_tag(self._messages)
+    def _next(self, tensor: torch.Tensor) -> tuple[Message, Label]:
+        """Return the next message of the link, and its name in errors."""
+        tag = link_tag(self._kind, self._messages)
         self._messages += 1
-        return tag
+        name = f"message {self._messages} of {self._lane.kind}"
+        return Message(tensor, self._peer, tag), lambda peer, sent: name
 
 
-class Message:
+class LinkMessage:
     """A transfer that has been posted; `wait` ends it, exactly once, and returns the tensor."""
 
-    __slots__ = ("_tensor", "_work")
+    __slots__ = ("_pending", "_tensor")
 
-    def __init__(self, work: dist.Work | None, tensor: torch.Tensor) -> None:
-        """work: None when there is nothing to move. tensor: sent or received, of any shape, e.g.
-        [1, tokens, hidden]; kept alive until `wait`."""
-        self._work = work
+    def __init__(self, pending: Pending | None, tensor: torch.Tensor) -> None:
+        """pending: None when there is nothing to move. tensor: sent or received, of any shape,
+        e.g. [1, tokens, hidden]; kept alive until `wait`."""
+        self._pending = pending
         self._tensor: torch.Tensor | None = tensor
 
     def wait(self) -> torch.Tensor:
         """Return the tensor, e.g. [1, tokens, hidden], once it has been sent or received."""
         assert self._tensor is not None, "this message was already waited for"
-        if self._work is not None:
-            self._work.wait()
+        if self._pending is not None:
+            self._pending.wait()
         tensor = self._tensor
-        self._work = None
+        self._pending = None
         self._tensor = None
         return tensor
 
@@ -108,37 +126,44 @@ class Neighbours:
         self.to_before: StageLink | None = None
         self.from_after: StageLink | None = None
         self.to_after: StageLink | None = None
-        self.ends: dist.ProcessGroup | None = None
-        self.replicas: dist.ProcessGroup | None = None
-        rank = communicator.rank
+        transport = communicator.transport
 
-        # Every rank makes every group, in this order, also those it is no member of.
-        for ranks in pipelines:
-            # 1. links between neighbours
-            chain = (*ranks, ranks[0]) if ring else ranks
-            for before, after in pairwise(chain):
-                forward = _new_group((before, after))
-                backward = _new_group((before, after))
-                if rank == before:
-                    self.to_after = StageLink(forward, after)
-                    self.from_after = StageLink(backward, after)
-                if rank == after:
-                    self.from_before = StageLink(forward, before)
-                    self.to_before = StageLink(backward, before)
-            # 2. the ends
-            ends = _new_group((ranks[0], ranks[-1]))
-            if rank in (ranks[0], ranks[-1]):
-                self.ends = ends
+        # 1. links between neighbours: all pipelines make that of one pair of stages together
+        stages = len(pipelines[0]) if pipelines else 0
+        for before in range(stages if ring else stages - 1):
+            after = (before + 1) % stages
+            pairs = [(ranks[before], ranks[after]) for ranks in pipelines]
+            self._open_links(transport, pairs, stage=before)
+
+        # 2. the ends
+        self.ends: RankGroup | None = None
+        if stages > 1:
+            self.ends = transport.open_group([(ranks[0], ranks[-1]) for ranks in pipelines])
 
         # 3. replicas of each stage
+        self.replicas: RankGroup | None = None
         if len(pipelines) > 1:
-            for same_stage in zip(*pipelines, strict=True):
-                replicas = _new_group(same_stage)
-                if rank in same_stage:
-                    self.replicas = replicas
+            self.replicas = transport.open_group(list(zip(*pipelines, strict=True)))
 
+    def _open_links(
+        self, transport: Transport, pairs: Sequence[tuple[int, int]], *, stage: int
+    ) -> None:
+        """Make the links between a stage and the stage after it.
 
-def _new_group(ranks: Sequence[int]) -> dist.ProcessGroup:
-    group = dist.new_group(list(ranks))
-    connect(group)
-    return group
+        pairs: of each pipeline, the rank of the one and that of the other.
+        """
+        own = own_part(pairs, transport.rank) or ()
+        peers = [rank for rank in own if rank != transport.rank]
+        states = f"hidden states of rank {stage} of a pipeline"
+        gradients = f"gradients for rank {stage} of a pipeline"
+        forward = transport.open_lane(states, pairs, peers=peers)
+        backward = transport.open_lane(gradients, pairs, peers=peers)
+        if forward is None or backward is None:
+            return
+        for before, after in pairs:
+            if transport.rank == before:
+                self.to_after = StageLink(transport, forward, after, HIDDEN_STATES)
+                self.from_after = StageLink(transport, backward, after, GRADIENTS)
+            if transport.rank == after:
+                self.from_before = StageLink(transport, forward, before, HIDDEN_STATES)
+                self.to_before = StageLink(transport, backward, before, GRADIENTS)

@@ -18,8 +18,8 @@ take part at the same two points.
 Nothing can hang: each leg of each packet is one batch of transfers, and all ranks post these
 batches in one order, first the scatter of every packet, then cross, then gather. A rank waits only
 for batches whose other ends are posted already, or will be without waiting for a later batch. The
-argument for whole calls of attention is in `attention/weave.py`. Packets overlap on gloo; NCCL, on
-which this has not run, would take one batch after the other.
+argument for whole calls of attention is in `attention/weave.py`. Legs inside a node and legs
+between nodes have different lanes, so packets overlap; in remapping they share one.
 
 Rejected: a thread that passes packets on, which would post in an order of its own. Rejected:
 receives of all legs posted at once; a backend that runs one batch after the other would wait on
@@ -31,8 +31,9 @@ from typing import NamedTuple
 
 import torch
 
-from hf_flexseq.distributed.communicator import Communicator, Exchange, Label, Transfers
+from hf_flexseq.distributed.communicator import Communicator, Exchange, Transfers
 from hf_flexseq.distributed.tags import packet_tag
+from hf_flexseq.distributed.transport import Label, Lane
 from hf_flexseq.plan.shard import contiguous_part
 from hf_flexseq.schedule.routing import Path, Routing, Transfer
 from hf_flexseq.schedule.transfers import aligned
@@ -72,6 +73,7 @@ class RoutedExchange(Exchange):
         "_crossing",
         "_device",
         "_exchange_tag",
+        "_lane",
         "_parcels",
         "_routing",
         "_transit",
@@ -131,10 +133,14 @@ class RoutedExchange(Exchange):
         )
         super().recv_into(tensors, peer)
 
-    def post(self, communicator: Communicator, tag: int) -> None:
-        """Start all transfers and send the packets across; waits for their first leg."""
-        super().post(communicator, tag)  # what goes straight
+    def post(self, communicator: Communicator, tag: int, *, lane: Lane | None = None) -> None:
+        """Start all transfers and send the packets across; waits for their first leg.
+
+        lane: see `Transfers`.
+        """
+        super().post(communicator, tag, lane=lane)  # what goes straight
         self._exchange_tag = tag
+        self._lane = lane
         for transfer, paths in self._routing.paths:
             for path in paths:
                 if self._is_on(transfer, path):
@@ -192,6 +198,7 @@ class RoutedExchange(Exchange):
             recvs=recvs,
             tag=packet_tag(self._exchange_tag, leg, packet),
             label=lambda peer, sent: self._name(leg, peer, sent),
+            lane=self._lane,
         )
 
     def _name(self, leg: int, peer: int, sent: bool) -> str:

@@ -5,7 +5,7 @@ several messages between the same two ranks apart. Every tag is a function of th
 leg, head piece, packet), never of what has happened on one rank, so both ends compute the same
 one. All tags are below 2^31, because transports take a signed 32-bit number.
 
-    on the parent communicator         tags                              function
+    messages of                        tags                              function
     ---------------------------------  --------------------------------  ------------------------
     attention of zone z                z * 2^17 + message                zone_tag
       ulysses, hybrid inside a node    message in [0, 8)                 seq_to_head, head_to_seq
@@ -16,12 +16,10 @@ one. All tags are below 2^31, because transports take a signed 32-bit number.
       packets of a routed ring         message in 2^16 + [0, 24576)      packet_tag
     remapping                          2^30 + [0, 8)                     REMAP
       packets of a routed remapping    2^30 + 2^16 + [0, 24576)          packet_tag
-    roll call after a failure          2^31 - 1                          ROLL_CALL
+    links between stages               3 * 2^29 + [0, 2^29)              link_tag
     measurements of the profiler       0 and up                          UNTAGGED
-
-    on a group of two ranks            tags                              function
-    ---------------------------------  --------------------------------  ------------------------
-    link between stages of a pipeline  1, 2, 3, ... modulo 2^31          link_tag
+    roll call, on the host's group     0                                 ROLL_CALL
+    meetings, on the host's group      1                                 MEETING
 
 Why no two messages between the same two ranks are mistaken for each other:
 
@@ -36,8 +34,12 @@ Why no two messages between the same two ranks are mistaken for each other:
   its attention call ends, so two calls never have a transfer of one rank under way together. Where
   a peer is a call behind, messages of one tag arrive in the order in which they were sent, and
   both ends post them in one order.
-* The roll call runs when everything else has failed. The profiler measures when nothing else runs.
-* A link has a communicator of its own, on which one side only sends and the other only receives.
+* The roll call has a group of its own, and runs when everything else has failed. The profiler
+  measures when nothing else runs.
+* Between two ranks one side sends on the link of hidden states, the other on that of gradients;
+  where two ranks are a ring, each sends on one link of either kind. The two kinds take turns in
+  the numbers, and repeat them long after a message has arrived.
+* On a transport without tags the order of the posts takes their place (`transport.py`).
 
 `tests/distributed/test_tags.py` draws calls of every user and holds them to this table.
 """
@@ -142,7 +144,6 @@ EXCHANGES_IN_FLIGHT = 16
 assert PACKET_TAGS_START + EXCHANGES_IN_FLIGHT * ROUTED_TAGS <= ZONE_TAGS, (
     "the packets of the exchanges in flight do not fit into the tags of a zone"
 )
-assert REMAP + ZONE_TAGS < TAG_LIMIT, "the tags of remapping exceed the limit"
 
 
 def packet_tag(exchange_tag: int, leg: int, packet: int) -> int:
@@ -160,17 +161,26 @@ def packet_tag(exchange_tag: int, leg: int, packet: int) -> int:
     return first + (leg * MOST_PACKETS + packet) * LEG_TAGS
 
 
-# ---- after a failure
-
-ROLL_CALL = TAG_LIMIT - 1
-
-
 # ---- links of a pipeline
 
+LINKS = 3 << 29  # 2^30 + 2^29
+LINK_KINDS = 2  # hidden states, gradients
 
-def link_tag(messages_before: int) -> int:
+assert REMAP + ZONE_TAGS <= LINKS, "the tags of remapping reach those of links"
+
+
+def link_tag(kind: int, messages_before: int) -> int:
     """Return the tag of the next message of a link.
 
+    kind: 0 for hidden states, 1 for gradients.
     messages_before: messages that the link has carried so far; both sides count them.
     """
-    return (messages_before + 1) % TAG_LIMIT
+    assert 0 <= kind < LINK_KINDS, f"there is no kind {kind} of links"
+    return LINKS + (messages_before * LINK_KINDS + kind) % (TAG_LIMIT - LINKS)
+
+
+# ---- after a failure
+
+ROLL_CALL = 0
+
+MEETING = 1  # all messages of a meeting; the next one begins when each has arrived

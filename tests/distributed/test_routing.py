@@ -2,23 +2,22 @@
 carries them."""
 
 import random
+from collections import Counter
 
 import pytest
 import torch
 
 from hf_flexseq.attention import SequenceContext, sequence_parallel_attention
-from hf_flexseq.distributed.communicator import Communicator, Exchange, unnamed
+from hf_flexseq.distributed.communicator import Exchange
 from hf_flexseq.distributed.routing import RoutedExchange
+from hf_flexseq.distributed.transport import unnamed
 from hf_flexseq.kernels.choose import choose_kernel
 from hf_flexseq.plan import Group, MicroBatch
 from hf_flexseq.plan.shard import make_shard, remapped
 from hf_flexseq.schedule.routing import NicFigures, Transfer, make_routing
 from hf_flexseq.topology import Topology
 from tests.plans import random_plan
-from tests.ranks import run_ranks
-
-pytestmark = pytest.mark.processes
-
+from tests.ranks import join, run_ranks, run_threads
 
 TOPOLOGY = Topology(nodes=2, ranks_per_node=2)
 LINKS = NicFigures(
@@ -47,26 +46,31 @@ def attention(communicator, micro_batch, lengths, dtype, links):
     ]
 
 
-def compare(rank, world_size, cases):
+@pytest.fixture
+def routed(monkeypatch):
+    """By rank: how many exchanges were routed."""
+    posts, post = Counter(), RoutedExchange.post
+
+    def counted(exchange, communicator, tag, **options):
+        posts[communicator.rank] += 1
+        post(exchange, communicator, tag, **options)
+
+    monkeypatch.setattr(RoutedExchange, "post", counted)
+    return posts
+
+
+def compare(rank, world_size, cases, routed):
     """Of each (micro-batch, lengths, dtype): the results straight and routed, and how many
     exchanges were routed."""
-    communicator, made, post = Communicator(TOPOLOGY), [], RoutedExchange.post
+    communicator = join(TOPOLOGY)
     found = []
-    with pytest.MonkeyPatch.context() as monkeypatch:
-        monkeypatch.setattr(
-            RoutedExchange,
-            "post",
-            lambda *args, **kwargs: (made.append(1), post(*args, **kwargs))[1],
-        )
-        for case in cases:
-            if case[0].remap or case[0].groups_of(rank):
-                found.append(
-                    (
-                        *(attention(communicator, *case, links) for links in (None, LINKS)),
-                        len(made),
-                    )
-                )
-                made.clear()
+    for case in cases:
+        if case[0].remap or case[0].groups_of(rank):
+            before = routed[rank]
+            straight, by_routes = (
+                attention(communicator, *case, links) for links in (None, LINKS)
+            )
+            found.append((straight, by_routes, routed[rank] - before))
     return found
 
 
@@ -77,7 +81,7 @@ def assert_same(by_rank):
 
 
 @pytest.mark.parametrize("strategy", ["zigzag", "balanced"])
-def test_attention_is_the_same_to_the_bit(strategy):
+def test_attention_is_the_same_to_the_bit(strategy, routed):
     groups = [
         Group(ranks=(0, 1, 2, 3), sequences=tuple(range(len(p))), strategy=strategy) for p in PACKS
     ]
@@ -86,30 +90,30 @@ def test_attention_is_the_same_to_the_bit(strategy):
         for g, p in zip(groups, PACKS, strict=True)
         for dtype in DTYPES
     ]
-    by_rank = run_ranks(compare, 4, cases)
+    by_rank = run_threads(compare, 4, cases, routed)
     assert_same(by_rank)
     counts = [[count for *_, count in found] for found in by_rank]
     assert counts == counts[:1] * 4, "ranks differ about what is routed"
     assert all(counts[0][: len(DTYPES)]), "no exchange of a sequence of 64 tokens was routed"
 
 
-def test_a_remapping_is_the_same_to_the_bit_and_passed_on_by_who_gives_nothing():
+def test_a_remapping_is_the_same_to_the_bit_and_passed_on_by_who_gives_nothing(routed):
     lengths = (100, 30, 4, 2)  # rank 0 gives to all; the others' NICs are idle
     groups = tuple(Group(ranks=(rank,), sequences=(rank,), strategy="local") for rank in range(4))
     cases = [(MicroBatch(groups=groups, remap=True), lengths, dtype) for dtype in DTYPES]
-    by_rank = run_ranks(compare, 4, cases)
+    by_rank = run_threads(compare, 4, cases, routed)
     assert_same(by_rank)
     # to and from the groups, forward and backward
     assert all(count == 4 for found in by_rank for *_, count in found)
 
 
-def test_random_plans_are_the_same_to_the_bit():
+def test_random_plans_are_the_same_to_the_bit(routed):
     rng = random.Random(0)
     cases = []
     while len(cases) < 60:
         plan = random_plan([rng.choice((1, 3, 9, 40)) for _ in range(8)], 4, rng, nodes=2)
         cases += [(micro_batch, plan.lengths, torch.float32) for micro_batch in plan.micro_batches]
-    by_rank = run_ranks(compare, 4, cases)
+    by_rank = run_threads(compare, 4, cases, routed)
     assert_same(by_rank)
     assert all(sum(count for *_, count in found) > 100 for found in by_rank)
 
@@ -117,7 +121,7 @@ def test_random_plans_are_the_same_to_the_bit():
 def exchange_at_random(rank, world_size, rounds):
     """Random tensors in random exchanges, some ranks without a part in them; what came, and what
     should have."""
-    communicator, shared = Communicator(TOPOLOGY), random.Random(0)
+    communicator, shared = join(TOPOLOGY), random.Random(0)
     found, routed = [], 0
     for n in range(rounds):
         pairs = shared.sample(
@@ -163,8 +167,11 @@ def _tensors(rows, seed):
     ]
 
 
-def test_random_exchanges_bring_what_was_sent():
-    by_rank = run_ranks(exchange_at_random, 4, 150)
+@pytest.mark.parametrize(
+    "start", [run_threads, pytest.param(run_ranks, marks=pytest.mark.processes)]
+)
+def test_random_exchanges_bring_what_was_sent(start):
+    by_rank = start(exchange_at_random, 4, 150)
     assert all(all(found) and found for found, _ in by_rank)
     assert {routed for _, routed in by_rank} == {by_rank[0][1]}
     assert by_rank[0][1] > 50

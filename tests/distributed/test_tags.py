@@ -15,7 +15,8 @@ import torch
 from hf_flexseq.attention import SequenceContext, sequence_parallel_attention
 from hf_flexseq.cost import HEAD_PIECES, PIECE_ROWS
 from hf_flexseq.distributed import links, tags
-from hf_flexseq.distributed.communicator import Transfers, _tagged, unnamed
+from hf_flexseq.distributed.communicator import Communicator
+from hf_flexseq.distributed.transport import Capabilities, Lane, own_part
 from hf_flexseq.kernels.choose import choose_kernel
 from hf_flexseq.plan import Group, MicroBatch
 from hf_flexseq.plan.shard import make_shard, remapped
@@ -102,29 +103,42 @@ def test_packets_repeat_after_the_exchanges_in_flight():
         tags.packet_tag(0, 0, MOST_PACKETS)
 
 
-def test_remapping_lies_between_all_zones_and_the_roll_call():
+def test_remapping_lies_between_all_zones_and_the_links():
     every = packet_tags(tags.REMAP)
     assert len(set(every)) == len(every)
     assert min(every) >= tags.REMAP + tags.EXCHANGE_TAGS
-    assert max(every) < tags.ROLL_CALL == (1 << 31) - 1
+    assert max(every) < tags.LINKS == 3 << 29
 
 
-def test_both_sides_of_a_link_count_its_messages(monkeypatch):
-    seen = []
+class RecordingTransport:
+    """Writes the tags of posts down instead of posting."""
 
-    def record(tensor, peer, group, tag):
-        seen.append(tag)
+    def __init__(self):
+        self.tags = []
+
+    def post(self, lane, *, sends, recvs, label):
+        self.tags += [message.tag for message in (*sends, *recvs)]
         return SimpleNamespace(wait=lambda: None)
 
-    monkeypatch.setattr(links.dist, "isend", record)
-    monkeypatch.setattr(links.dist, "irecv", record)
-    one, other = links.StageLink(None, 1), links.StageLink(None, 0)
+
+def test_both_sides_of_a_link_count_its_messages():
+    transport, lane = RecordingTransport(), Lane("hidden states", (0, 1))
+    one = links.StageLink(transport, lane, 1, links.HIDDEN_STATES)
+    other = links.StageLink(transport, lane, 0, links.HIDDEN_STATES)
     for elements in (3, 0, 2):  # a message without elements is counted but not posted
         one.send(torch.zeros(elements)).wait()
         other.receive(torch.zeros(elements)).wait()
-    assert seen == [1, 1, 3, 3]
-    assert tags.link_tag((1 << 31) - 2) == (1 << 31) - 1
-    assert tags.link_tag((1 << 31) - 1) == 0
+    first = tags.LINKS
+    assert transport.tags == [first, first, first + 4, first + 4]
+
+
+def test_tags_of_links_stay_in_range_and_differ_by_kind():
+    last = (1 << 28) - 1
+    assert tags.link_tag(0, last) == (1 << 31) - 2
+    assert tags.link_tag(1, last) == (1 << 31) - 1
+    assert tags.link_tag(0, last + 1) == tags.LINKS
+    with pytest.raises(AssertionError, match="no kind 2"):
+        tags.link_tag(2, 0)
 
 
 # ---- calls of every user
@@ -140,42 +154,38 @@ class Wire:
         self.sent, self.received = defaultdict(list), defaultdict(list)
         self.most_open = 0
 
-    def post(self, rank, sends, recvs, tag):
+    def post(self, rank, sends, recvs):
         messages = []
         for way, transfers in (("receive", recvs), ("send", sends)):
-            for tensor, peer, message_tag in _tagged(transfers, tag):
-                assert 0 <= message_tag < 1 << 31
-                key = (rank, way, peer, message_tag)
+            for message in transfers:
+                assert 0 <= message.tag < 1 << 31
+                key = (rank, way, message.peer, message.tag)
                 assert not self.open[key], f"two messages at once: {key}"
                 self.open[key] += 1
                 messages.append(key)
+                elements = message.tensor.numel()
                 if way == "send":
-                    self.sent[rank, peer, message_tag].append(tensor.numel())
+                    self.sent[rank, message.peer, message.tag].append(elements)
                 else:
-                    self.received[peer, rank, message_tag].append(tensor.numel())
-                    tensor.zero_()
+                    self.received[message.peer, rank, message.tag].append(elements)
+                    message.tensor.zero_()
         self.most_open = max(self.most_open, self.open.total())
-        return messages
-
-    def wait(self, messages):
-        self.open.subtract(messages)
+        return SimpleNamespace(wait=lambda: self.open.subtract(messages))
 
 
-@pytest.fixture
-def wire(monkeypatch):
-    """Every transfer written down instead of made."""
-    wire = Wire()
+class WireTransport:
+    """Every message of a rank written down instead of sent."""
 
-    def post(transfers, communicator, *, sends, recvs, tag=tags.UNTAGGED, label=unnamed):
-        transfers._works = wire.post(communicator.rank, sends, recvs, tag)
+    capabilities = Capabilities(ordered=False, waits_on_stream=False)
 
-    def wait(transfers):
-        wire.wait(transfers._works)
-        transfers._works = None
+    def __init__(self, wire, rank, world_size):
+        self.wire, self.rank, self.world_size = wire, rank, world_size
 
-    monkeypatch.setattr(Transfers, "__init__", post)
-    monkeypatch.setattr(Transfers, "wait", wait)
-    return wire
+    def open_lane(self, kind, parts, *, peers=()):
+        return Lane(kind, own_part(parts, self.rank))
+
+    def post(self, lane, *, sends, recvs, label):
+        return self.wire.post(self.rank, sends, recvs)
 
 
 @pytest.fixture(params=[1, schedule.LARGE], ids=["chunk by chunk", "together"])
@@ -189,13 +199,14 @@ def large(request, monkeypatch):
     ring_fetches.cache_clear()
 
 
-def run_rank(micro_batch, lengths, rank, topology, *, links, deterministic):
+def run_rank(wire, micro_batch, lengths, rank, topology, *, links, deterministic):
     """One rank's forward and backward of one layer; the strategies of its zones."""
     shard = make_shard(micro_batch, lengths, rank)
     if micro_batch.remap:
         shard = remapped(shard, micro_batch, lengths, topology)
     if shard.zones or shard.moves:
-        communicator = SimpleNamespace(rank=rank, topology=topology, parent=None, blocks={})
+        transport = WireTransport(wire, rank, topology.world_size)
+        communicator = Communicator(topology, transport=transport)
         kernel = choose_kernel(CPU, torch.float32, 4)
         seq_ctx = SequenceContext(
             shard, communicator, kernel, CPU, links=links, deterministic=deterministic
@@ -251,7 +262,8 @@ KINDS = {
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_messages_under_way_together_differ_and_stay_in_range(kind, wire, large):
+def test_messages_under_way_together_differ_and_stay_in_range(kind, large):
+    wire = Wire()
     routed, deterministic = KINDS[kind]["routed"], KINDS[kind]["deterministic"]
     topology = Topology(nodes=2, ranks_per_node=3)
     # Over these every transfer that leaves a NIC idle is routed.
@@ -265,6 +277,7 @@ def test_messages_under_way_together_differ_and_stay_in_range(kind, wire, large)
         strategies = {}  # by rank
         for rank in range(topology.world_size):
             strategies[rank] = run_rank(
+                wire,
                 micro_batch,
                 lengths,
                 rank,

@@ -1,0 +1,107 @@
+"""Finds the backend of a job, and makes its transport once per process.
+
+Backends are asked for by device, never by the name of the job's group: that may be "undefined", or
+"cuda:nccl,cpu:gloo" where a job has one for each device.
+
+A process may have any number of trainers, one after the other. They share one transport, and with
+it all groups and lanes, as long as the job's own process group lives.
+"""
+
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from hf_flexseq.distributed.gloo import GlooTransport
+from hf_flexseq.distributed.lone import LoneTransport
+from hf_flexseq.distributed.nccl import NcclTransport
+from hf_flexseq.distributed.transport import Capabilities, Transport
+
+# The transports of this process, by device and timeout, and the job's group they belong to.
+_transports: dict[tuple[torch.device, timedelta], Transport] = {}
+_job: dist.ProcessGroup | None = None
+
+
+def connect(device: torch.device | None = None, *, timeout: timedelta | None = None) -> Transport:
+    """Return this process's transport for tensors on `device`. Collective over the world when it
+    is made, which is the first time.
+
+    device: None takes the current CUDA device if the job has a backend for it, else the CPU.
+    timeout: of every exchange; None takes that of the job's own group.
+    Raises ValueError for a timeout that is not positive, and for a device whose backend cannot
+    carry what plans need.
+    """
+    global _job
+    if timeout is not None and timeout <= timedelta(0):
+        raise ValueError(
+            f"a timeout of {timeout.total_seconds():g} s leaves no time for any exchange: give a "
+            "ddp_timeout of more than 0 seconds"
+        )
+    if _is_alone():
+        _transports.clear()
+        _job = None
+        return LoneTransport()
+    job = dist.distributed_c10d._get_default_group()
+    if job is not _job:
+        _transports.clear()
+        _job = job
+    device = device or _device_of(job)
+    backend = backend_of(job, device)
+    timeout = timeout or backend.options._timeout
+    key = (device, timeout)
+    if key not in _transports:
+        kind = _transport_kind(backend, device)
+        _transports[key] = kind(timeout, device)
+    return _transports[key]
+
+
+def capabilities_on(device: torch.device) -> Capabilities:
+    """Return what `connect(device)` would promise. Makes nothing, and raises what that would."""
+    if _is_alone():
+        return LoneTransport.capabilities
+    job = dist.distributed_c10d._get_default_group()
+    return _transport_kind(backend_of(job, device), device).capabilities
+
+
+def _is_alone() -> bool:
+    """Return whether this process is the only rank of its job."""
+    return not dist.is_initialized() or dist.get_world_size() == 1
+
+
+def backend_of(group: dist.ProcessGroup, device: torch.device) -> "dist.Backend":
+    """Return the backend that `group` has for tensors on `device`.
+
+    Raises ValueError, naming what to change, where it has none.
+    """
+    try:
+        return group._get_backend(device)
+    except RuntimeError as error:
+        raise ValueError(
+            f"the job's process group has no backend for tensors on {device.type}: start it with "
+            'init_process_group("cuda:nccl,cpu:gloo"), or with the one of your device'
+        ) from error
+
+
+def _device_of(job: dist.ProcessGroup) -> torch.device:
+    """Return the current CUDA device if the job has a backend for it, else the CPU."""
+    if torch.cuda.is_available():
+        device = torch.device("cuda", torch.cuda.current_device())
+        if device in job._device_types or torch.device("cuda") in job._device_types:
+            return device
+    return torch.device("cpu")
+
+
+def _transport_kind(
+    backend: "dist.Backend", device: torch.device
+) -> type[GlooTransport] | type[NcclTransport]:
+    """Return the transport over a backend of the job for tensors on `device`."""
+    match backend.name(), device.type:
+        case "gloo", "cpu":
+            return GlooTransport
+        case "nccl", "cuda":
+            return NcclTransport
+    # gloo takes CUDA tensors, too, but not those of messages.
+    raise ValueError(
+        f"the backend {backend.name()!r} cannot carry the messages of plans on {device.type}: "
+        'start the job with init_process_group("cuda:nccl,cpu:gloo"), or on the CPU with "gloo"'
+    )

@@ -1,0 +1,81 @@
+"""The transport of a job of one rank: there is nobody to exchange anything with."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from hf_flexseq.distributed.transport import (
+    Capabilities,
+    Label,
+    Lane,
+    Message,
+    Pending,
+    RankGroup,
+    unnamed,
+)
+
+
+class LoneHost:
+    """Exchanges of one rank with itself."""
+
+    __slots__ = ("phase",)
+
+    def __init__(self) -> None:
+        self.phase = "the start"
+
+    def gather_ints(self, values: list[int]) -> list[list[int]]:
+        """Return the list of the only rank."""
+        return [list(values)]
+
+    def gather_objects(self, value: Any) -> list[Any]:
+        """Return the value of the only rank."""
+        return [value]
+
+    def broadcast_object(self, value: Any) -> Any:
+        """Return the value."""
+        return value
+
+    def exchange_rows(self, rows: torch.Tensor, counts: Sequence[int]) -> list[torch.Tensor]:
+        """Return the rows [fields, columns], all of which are for this rank."""
+        return [rows]
+
+    def all_reduce(self, tensor: torch.Tensor) -> None:
+        """Leave the sum of one tensor as it is."""
+
+    def barrier(self) -> None:
+        """Wait for nobody."""
+
+
+class LoneTransport:
+    """The way of a single rank to all others, of which there are none."""
+
+    __slots__ = ("host",)
+
+    rank = 0
+    world_size = 1
+    capabilities = Capabilities(ordered=False, waits_on_stream=False)
+
+    def __init__(self) -> None:
+        self.host = LoneHost()
+
+    def open_lane(
+        self, kind: str, parts: Sequence[Sequence[int]], *, peers: Sequence[int] = ()
+    ) -> Lane | None:
+        """Return a lane without peers."""
+        return Lane(kind, (0,))
+
+    def open_group(self, parts: Sequence[Sequence[int]]) -> RankGroup | None:
+        """Return no group: one rank needs none."""
+        return None
+
+    def post(
+        self,
+        lane: Lane,
+        *,
+        sends: Sequence[Message],
+        recvs: Sequence[Message],
+        label: Label = unnamed,
+    ) -> Pending:
+        """Refuse: there is no peer."""
+        raise AssertionError("a job of one rank has nobody to exchange messages with")

@@ -1,0 +1,396 @@
+"""What transports over torch.distributed have in common: groups, posts, and exchanges on the host.
+
+Groups are made once per process and kept as long as the job's own group lives, so that any number
+of trainers in one process share them (`connect.py`).
+"""
+
+import resource
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from datetime import timedelta
+from itertools import accumulate
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from hf_flexseq.distributed.roll_call import roll_call
+from hf_flexseq.distributed.tags import MEETING
+from hf_flexseq.distributed.transport import (
+    Label,
+    Message,
+    Parts,
+    as_tuples,
+    failure,
+    own_part,
+    unnamed,
+)
+
+SPARE_DESCRIPTORS = 512  # for everything else that a process opens
+
+
+def reserve_descriptors(sockets: int) -> None:
+    """Make sure that this process may open so many sockets more.
+
+    Raises ValueError, naming `ulimit -n`, where the system does not allow that.
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    needed = sockets + SPARE_DESCRIPTORS
+    if soft == resource.RLIM_INFINITY or soft >= needed:
+        return
+    if hard != resource.RLIM_INFINITY and hard < needed:
+        raise ValueError(
+            f"a process needs {needed:,} descriptors, with a socket to every rank, and may open "
+            f"{hard:,}: raise `ulimit -n`"
+        )
+    resource.setrlimit(resource.RLIMIT_NOFILE, (needed, hard))
+
+
+def new_group(
+    parts: Sequence[Sequence[int]], backend: str, timeout: timedelta, host: "GlooHost"
+) -> dist.ProcessGroup | None:
+    """Make a process group for each of some disjoint sets of ranks, and return this rank's, if it
+    has one. Collective over the world.
+
+    A rank makes one group, whatever the number of sets, so that its work does not grow with the
+    world. A rank in none of the sets makes one of itself alone, for two reasons. torch names a
+    group by the number of groups that a process is in, which all members must agree on. And where
+    the job's group is bound to a device, a group is split off from it, which takes all ranks at
+    once. Where others have put ranks into different numbers of groups, all ranks make all sets.
+    Rejected: `split_group`, which gives every part all backends of the job, so that each lane
+    would have sockets between all of its ranks, too.
+    """
+    rank = dist.get_rank()
+    own = own_part(parts, rank)
+    if own is not None and len(own) == dist.get_world_size():
+        return dist.new_group(backend=backend, timeout=timeout)
+    group: dist.ProcessGroup
+    counts = host.gather_ints([len(dist.distributed_c10d._world.pg_names)])  # by rank
+    if all(count == counts[0] for count in counts):
+        group = dist.new_group(
+            list(own or (rank,)), backend=backend, timeout=timeout, use_local_synchronization=True
+        )
+        return None if own is None else group
+    for part in parts:
+        made = dist.new_group(sorted(part), backend=backend, timeout=timeout)
+        if rank in part:
+            group = made
+    return None if own is None else group
+
+
+def post_transfers(
+    group: dist.ProcessGroup,
+    sends: Sequence[Message],
+    recvs: Sequence[Message],
+    label: Label,
+) -> "PendingTransfers":
+    """Post all messages as one batch, also a single one.
+
+    Receives come first: on a slow link gloo otherwise serialises the two directions. A single
+    message is batched, too: unbatched ones make NCCL connect a communicator of their own.
+    """
+    ops = []
+    for message in recvs:
+        ops.append(dist.P2POp(dist.irecv, message.tensor, message.peer, group, message.tag))
+    for message in sends:
+        ops.append(dist.P2POp(dist.isend, message.tensor, message.peer, group, message.tag))
+    try:
+        works = dist.batch_isend_irecv(ops)
+    except RuntimeError as error:  # a peer is known to be gone
+        raise failure(dist.get_rank(), sends, recvs, label, error) from error
+    return PendingTransfers(works, sends, recvs, label)
+
+
+class PendingTransfers:
+    """A batch of transfers that is under way. Keeps its tensors alive until it is over."""
+
+    __slots__ = ("_label", "_recvs", "_sends", "_works")
+
+    def __init__(
+        self,
+        works: list[dist.Work],
+        sends: Sequence[Message],
+        recvs: Sequence[Message],
+        label: Label,
+    ) -> None:
+        """works: one for each receive and then for each send, or one for all of them."""
+        self._works: list[dist.Work] | None = works  # None once waited for
+        self._sends = tuple(sends)
+        self._recvs = tuple(recvs)
+        self._label = label
+
+    def wait(self) -> None:
+        """See `Pending.wait`."""
+        assert self._works is not None, "these transfers were already waited for"
+        for index, work in enumerate(self._works):
+            try:
+                work.wait()
+            except RuntimeError as error:
+                raise self._failure(index, error) from error
+        self._works = None
+        self._sends = ()
+        self._recvs = ()
+
+    def _failure(self, index: int, error: RuntimeError) -> RuntimeError:
+        """Return the error of the work of this index."""
+        assert self._works is not None, "these transfers were already waited for"
+        sends = self._sends
+        recvs = self._recvs
+        if len(self._works) == len(sends) + len(recvs):
+            is_send = index >= len(recvs)
+            sends = sends[index - len(recvs) :][:1] if is_send else ()
+            recvs = () if is_send else recvs[index : index + 1]
+        return failure(dist.get_rank(), sends, recvs, self._label, error)
+
+
+class OpenGroups:
+    """The groups of one transport for collectives, each made once."""
+
+    __slots__ = ("_groups", "_host", "_make")
+
+    def __init__(
+        self,
+        make: Callable[[Sequence[Sequence[int]]], dist.ProcessGroup | None],
+        host: "GlooHost",
+    ) -> None:
+        """make: makes this rank's process group of disjoint sets of ranks. Collective."""
+        self._make = make
+        self._host = host
+        self._groups: dict[Parts, ProcessGroupRanks | None] = {}
+
+    def open(self, parts: Sequence[Sequence[int]]) -> "ProcessGroupRanks | None":
+        """See `Transport.open_group`."""
+        key = as_tuples(parts)
+        if key not in self._groups:
+            group = self._make(parts)
+            self._groups[key] = None if group is None else ProcessGroupRanks(group, self._host)
+        return self._groups[key]
+
+
+class ProcessGroupRanks:
+    """Collectives over a process group of torch.distributed."""
+
+    __slots__ = ("_host", "process_group", "ranks")
+
+    def __init__(self, process_group: dist.ProcessGroup, host: "GlooHost") -> None:
+        """host: finds who is missing when a collective fails."""
+        self.process_group = process_group
+        self.ranks = tuple(dist.get_process_group_ranks(process_group))
+        self._host = host
+
+    def all_reduce(self, tensor: torch.Tensor) -> None:
+        """See `RankGroup.all_reduce`."""
+        with self._naming_missing("a sum"):
+            dist.all_reduce(tensor, group=self.process_group)
+
+    def broadcast(self, tensor: torch.Tensor) -> None:
+        """See `RankGroup.broadcast`."""
+        with self._naming_missing("a broadcast"):
+            dist.broadcast(tensor, group_src=0, group=self.process_group)
+
+    def all_to_all(
+        self,
+        received: torch.Tensor,
+        sent: torch.Tensor,
+        received_counts: Sequence[int],
+        sent_counts: Sequence[int],
+        *,
+        label: Label = unnamed,
+    ) -> "PendingCollective":
+        """See `RankGroup.all_to_all`."""
+        work = dist.all_to_all_single(
+            received,
+            sent,
+            list(received_counts),
+            list(sent_counts),
+            group=self.process_group,
+            async_op=True,
+        )
+        return PendingCollective(work, self, sent, label)
+
+    @contextmanager
+    def _naming_missing(self, what: str) -> Iterator[None]:
+        """Name who does not answer in the error of a collective."""
+        try:
+            yield
+        except RuntimeError as error:
+            raise RuntimeError(
+                f"rank {dist.get_rank()} could not exchange with ranks {self.missing()} {what}: "
+                f"{error}"
+            ) from error
+
+    def missing(self) -> list[int]:
+        """Return the other ranks of the group that do not answer; all where every one does."""
+        others = [rank for rank in self.ranks if rank != dist.get_rank()]
+        return self._host.roll_call(others) or others
+
+
+class PendingCollective:
+    """A collective that is under way.
+
+    All ranks of the group see it fail, whoever caused it. Then a roll call finds who is missing.
+    """
+
+    __slots__ = ("_group", "_label", "_sent", "_work")
+
+    def __init__(
+        self, work: dist.Work, group: ProcessGroupRanks, sent: torch.Tensor, label: Label
+    ) -> None:
+        """sent: kept alive until the collective is over."""
+        self._work = work
+        self._group = group
+        self._sent: torch.Tensor | None = sent
+        self._label = label
+
+    def wait(self) -> None:
+        """See `Pending.wait`."""
+        assert self._sent is not None, "this collective was already waited for"
+        try:
+            self._work.wait()
+        except RuntimeError as error:
+            missing = self._group.missing()
+            raise RuntimeError(
+                f"rank {dist.get_rank()} could not exchange with ranks {missing} "
+                f"{self._label(missing[0], False)}: {error}"
+            ) from error
+        self._sent = None
+
+
+# ---- the host
+
+
+class GlooHost:
+    """Exchanges on the CPU over a gloo group of all ranks.
+
+    Every exchange begins with a meeting: each rank sends every other one a number, by a message of
+    its own. So a rank that does not come is known to all others, by its number. In a collective
+    ranks wait for each other in a chain, and none is told who broke it.
+    """
+
+    __slots__ = ("_group", "_rank", "_world_size", "phase")
+
+    def __init__(self, timeout: timedelta) -> None:
+        """Make the group. Collective over the world."""
+        self._group = dist.new_group(backend="gloo", timeout=timeout)
+        self._rank = dist.get_rank()
+        self._world_size = dist.get_world_size()
+        self.phase = "the start"
+
+    def gather_ints(self, values: list[int]) -> list[list[int]]:
+        """See `HostGroup.gather_ints`."""
+        rows = self._gather(torch.tensor(values, dtype=torch.int64))
+        return [row.tolist() for row in rows]
+
+    def gather_objects(self, value: Any) -> list[Any]:
+        """See `HostGroup.gather_objects`."""
+        self.barrier()
+        values: list[Any] = [None] * self._world_size
+        with self._naming_phase():
+            dist.all_gather_object(values, value, group=self._group)
+        return values
+
+    def broadcast_object(self, value: Any) -> Any:
+        """See `HostGroup.broadcast_object`."""
+        self.barrier()
+        box = [value]
+        with self._naming_phase():
+            dist.broadcast_object_list(box, src=0, group=self._group)
+        return box[0]
+
+    def exchange_rows(self, rows: torch.Tensor, counts: Sequence[int]) -> list[torch.Tensor]:
+        """See `HostGroup.exchange_rows`."""
+        fields = rows.shape[0]
+
+        # 1. how many columns come from each rank
+        counts_in = self._meet(counts)
+
+        # 2. the columns, flat: [fields * columns to rank i], by i -> [fields * columns from it]
+        parts = [part.reshape(-1) for part in rows.split(list(counts), dim=1)]
+        sent = torch.cat(parts)
+        received = rows.new_empty(sum(counts_in) * fields)
+        sizes_in = [fields * n for n in counts_in]
+        sizes_out = [fields * n for n in counts]
+        with self._naming_phase():
+            dist.all_to_all_single(received, sent, sizes_in, sizes_out, group=self._group)
+
+        # 3. flat -> [fields, columns] per rank
+        results = []
+        for stop, size in zip(accumulate(sizes_in), sizes_in, strict=True):
+            results.append(received[stop - size : stop].view(fields, -1))
+        return results
+
+    def all_reduce(self, tensor: torch.Tensor) -> None:
+        """See `HostGroup.all_reduce`."""
+        self.barrier()
+        with self._naming_phase():
+            dist.all_reduce(tensor, group=self._group)
+
+    def barrier(self) -> None:
+        """See `HostGroup.barrier`."""
+        self._meet([0] * self._world_size)
+
+    def roll_call(self, ranks: Sequence[int]) -> list[int]:
+        """Return those of `ranks` that do not answer."""
+        return roll_call(self._group, ranks)
+
+    # ---- how
+
+    def _gather(self, row: torch.Tensor) -> list[torch.Tensor]:
+        """Return the flat tensor of every rank, by rank: [own elements] -> [elements of each]."""
+        # 1. all lengths
+        counts = self._meet([row.numel()] * self._world_size)
+        # 2. all tensors, padded to the longest: [width] -> one [width] per rank
+        padded = row.new_zeros(max(counts))
+        padded[: row.numel()] = row
+        rows = [torch.empty_like(padded) for _ in counts]
+        with self._naming_phase():
+            dist.all_gather(rows, padded, group=self._group)
+        # 3. without the padding
+        return [padded[:n] for padded, n in zip(rows, counts, strict=True)]
+
+    def _meet(self, numbers: Sequence[int]) -> list[int]:
+        """Send a number to every rank, and return those that they have sent, by rank.
+
+        Raises RuntimeError that names the ranks which are gone, or the first one that is silent.
+        """
+        outgoing = torch.tensor(numbers, dtype=torch.int64)  # [world]: to rank i
+        incoming = outgoing.clone()  # [world]: from rank i
+        others = [rank for rank in range(self._world_size) if rank != self._rank]
+        messages = []  # (peer, its message)
+        missing: list[int] = []
+        why: RuntimeError | None = None
+        for peer in others:
+            theirs = incoming[peer : peer + 1]
+            own = outgoing[peer : peer + 1]
+            try:
+                messages.append((peer, dist.irecv(theirs, peer, self._group, MEETING)))
+                messages.append((peer, dist.isend(own, peer, self._group, MEETING)))
+            except RuntimeError as error:  # it is known to be gone
+                missing.append(peer)
+                why = error
+        # Wait for all others, who want their numbers before this rank ends with an error.
+        for peer, message in messages:
+            try:
+                message.wait()
+            except RuntimeError as error:
+                # One that is too late makes gloo fail all later ones, whose ranks may be there.
+                if why is None:
+                    missing.append(peer)
+                    why = error
+        if why is not None:
+            names = ", ".join(f"rank {peer}" for peer in missing)
+            raise RuntimeError(
+                f"rank {self._rank}: {names} did not answer in {self.phase}: {why}"
+            ) from why
+        numbers_in: list[int] = incoming.tolist()
+        return numbers_in
+
+    @contextmanager
+    def _naming_phase(self) -> Iterator[None]:
+        """Name the phase in the error of a rank that is lost after all have met."""
+        try:
+            yield
+        except RuntimeError as error:
+            raise RuntimeError(
+                f"rank {self._rank}: a rank was lost in {self.phase}: {error}"
+            ) from error

@@ -1,0 +1,452 @@
+"""The transport between ranks that are threads of one process: it holds every rank to the rules.
+
+What other transports allow themselves now and then, this one does always, so that a mistake shows
+in the first run and not in the thousandth:
+
+* What is received is NaN until it is waited for (the least number of an integer type).
+* What is sent is compared at its wait with what it was when it was posted; a scratch tensor is
+  NaN from then on.
+* Messages that can never match fail at once, and so does a wait that can never end. Both name both
+  sides.
+* A post that nobody has waited for when the ranks end is an error.
+
+Ranks take turns: one runs until it waits for something that is not there yet, then another one
+that can go on. Without a seed that is the lowest one. With a seed it is any one, and a rank may
+lose its turn at every post; the same seed gives the same course of events.
+
+    hub = ThreadHub(4, launches=Launches.ONE_QUEUE, seed=7)
+    results = hub.run(function)    # function(transport) on every rank
+
+A rank has one thread of torch's. Tensors may be on the CPU, on the meta device, or on one CUDA
+device that all ranks share, each on a stream of its own. `matching.py` says which posts belong
+together.
+"""
+
+import random
+import sys
+import threading
+import traceback
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from hf_flexseq.distributed.matching import (
+    Combine,
+    Launches,
+    Matcher,
+    ThreadCollective,
+    ThreadPost,
+    ThreadTransfers,
+)
+from hf_flexseq.distributed.transport import (
+    Capabilities,
+    Label,
+    Lane,
+    Message,
+    own_part,
+    unnamed,
+)
+
+STUCK_S = 60.0  # seconds after which a rank that does not pass its turn on is given up
+YIELDS = 0.5  # share of the posts at which a rank loses its turn, with a seed
+
+
+class RankStopped(RuntimeError):
+    """Ends a rank because another one has failed."""
+
+
+def _always() -> bool:
+    return True
+
+
+def _its_turn() -> str:
+    return "its turn"
+
+
+# ---- the ranks
+
+
+class ThreadHub:
+    """The ranks of one process: who runs, and what is under way between them."""
+
+    def __init__(
+        self,
+        world_size: int,
+        *,
+        launches: Launches = Launches.BY_LANE,
+        seed: int | None = None,
+        device: torch.device | None = None,
+    ) -> None:
+        """launches: how posts are carried out. seed: of the course of events; None takes the
+        simplest one. device: a CUDA device gives every rank a stream of its own."""
+        self.world_size = world_size
+        self.launches = launches
+        self.matcher = Matcher(launches)
+        self.device = device or torch.device("cpu")
+        self._random = None if seed is None else random.Random(seed)
+        self._turns = [threading.Semaphore(0) for _ in range(world_size)]
+        self._ended = threading.Semaphore(0)
+        self._turns_passed = 0
+        self._open: dict[ThreadPost, None] = {}  # posts that nobody has waited for yet, in order
+        # by rank: whether it can go on, and what it waits for; None once it has ended
+        self._can_go_on: list[Callable[[], bool] | None] = [_always] * world_size
+        self._waits_for: list[Callable[[], str]] = [_its_turn] * world_size
+        self._error: BaseException | None = None
+        self.meetings = Meetings(self)
+
+    def run(
+        self, function: Callable[["ThreadTransport"], Any], *, seconds: float = STUCK_S
+    ) -> list[Any]:
+        """Run `function` as every rank, and return the results by rank.
+
+        Raises what the first rank raised that failed; RuntimeError for a post that nobody has
+        waited for; and RuntimeError, with the place where each rank is, when one keeps its turn
+        for `seconds`. Ranks that wait for each other need no clock: see `wait_until`.
+        """
+        results: list[Any] = [None] * self.world_size
+        self._synchronize()  # what this thread has made is there for the streams of the ranks
+        torch_threads = torch.get_num_threads()
+        threads = []
+        for rank in range(self.world_size):
+            transport = ThreadTransport(self, rank)
+            arguments = (transport, function, results)
+            thread = threading.Thread(target=self._run_rank, args=arguments, daemon=True)
+            thread.start()
+            threads.append(thread)
+        self._pass_turn()
+        turns_before = -1
+        while not self._ended.acquire(timeout=seconds):
+            if self._turns_passed == turns_before:
+                raise RuntimeError(
+                    f"a rank has kept its turn for {seconds:g} s\n{_places(threads)}"
+                )
+            turns_before = self._turns_passed
+        for thread in threads:
+            thread.join()
+        torch.set_num_threads(torch_threads)
+        self._synchronize()
+        if self._error is not None:
+            raise self._error
+        if self._open:
+            forgotten = "; ".join(post.describe() for post in self._open)
+            raise RuntimeError(f"nobody has waited for what was posted: {forgotten}")
+        return results
+
+    def _run_rank(
+        self,
+        transport: "ThreadTransport",
+        function: Callable[["ThreadTransport"], Any],
+        results: list[Any],
+    ) -> None:
+        """Run one rank in its thread, from its first turn on."""
+        rank = transport.rank
+        self._turns[rank].acquire()
+        # Ranks share the processors. And libraries that begin threads of their own in this one
+        # would leave them to processes that are forked later, which then hang.
+        torch.set_num_threads(1)
+        try:
+            if self._error is None:
+                # A backward runs on the thread that asks for it, also on CUDA.
+                with torch.autograd.set_multithreading_enabled(False), self._own_stream():
+                    results[rank] = function(transport)
+        except RankStopped:
+            pass
+        except BaseException as error:  # raised again by `run`
+            self._error = self._error or error
+        finally:
+            self._can_go_on[rank] = None
+            self._pass_turn()
+
+    def _synchronize(self) -> None:
+        """Wait until the device has done all that it was given."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
+    def _own_stream(self) -> AbstractContextManager[Any]:
+        """Return the context of a new stream, where the device has streams."""
+        if self.device.type != "cuda":
+            return nullcontext()
+        return torch.cuda.stream(torch.cuda.Stream(self.device))
+
+    # ---- turns
+
+    def wait_until(
+        self, rank: int, can_go_on: Callable[[], bool], waits_for: Callable[[], str]
+    ) -> None:
+        """Let other ranks run until this one can go on.
+
+        waits_for: says what for, in the error of a wait that can never end.
+        """
+        if not can_go_on():
+            self._give_up_turn(rank, can_go_on, waits_for)
+
+    def post(self, post: ThreadPost) -> None:
+        """Take a post of the rank whose turn it is; it may lose its turn."""
+        self._open[post] = None
+        self.matcher.add(post)
+        if self._random is not None and self._random.random() < YIELDS:
+            self._give_up_turn(post.rank, _always, _its_turn)
+
+    def wait(self, post: ThreadPost) -> None:
+        """Let other ranks run until a post is over, and end it."""
+        self.wait_until(post.rank, lambda: post.is_over, lambda: self.matcher.waits_for(post))
+        post.finish()
+        del self._open[post]
+
+    def _give_up_turn(
+        self, rank: int, can_go_on: Callable[[], bool], waits_for: Callable[[], str]
+    ) -> None:
+        self._can_go_on[rank] = can_go_on
+        self._waits_for[rank] = waits_for
+        self._pass_turn()
+        self._turns[rank].acquire()
+        if self._error is not None:
+            raise RankStopped(f"rank {rank} stops because another one has failed")
+
+    def _pass_turn(self) -> None:
+        """Give the turn to a rank that can go on. After a failure all go on, to their end."""
+        self._turns_passed += 1
+        running = []
+        ready = []
+        for rank, can_go_on in enumerate(self._can_go_on):
+            if can_go_on is not None:
+                running.append(rank)
+                if self._error is not None or can_go_on():
+                    ready.append(rank)
+        if not running:
+            self._ended.release()
+            return
+        if not ready:
+            waiting = "; ".join(self._waits_for[rank]() for rank in running)
+            ended = [rank for rank in range(self.world_size) if rank not in running]
+            after = f", after the end of ranks {ended}" if ended else ""
+            self._error = RuntimeError(f"no rank can go on{after}: {waiting}")
+            ready = running
+        chosen = ready[0] if self._random is None else self._random.choice(ready)
+        self._turns[chosen].release()
+
+
+def _places(threads: Sequence[threading.Thread]) -> str:
+    """Return the stacks of the ranks whose threads still run."""
+    frames = sys._current_frames()
+    places = []
+    for rank, thread in enumerate(threads):
+        if thread.is_alive() and thread.ident in frames:
+            stack = "".join(traceback.format_stack(frames[thread.ident]))
+            places.append(f"rank {rank} is here:\n{stack}")
+    return "\n".join(places)
+
+
+# ---- one rank's way to the others
+
+
+class ThreadTransport:
+    """One rank's way to all others in the same process."""
+
+    def __init__(self, hub: ThreadHub, rank: int) -> None:
+        self.hub = hub
+        self.rank = rank
+        self.world_size = hub.world_size
+        is_ordered = hub.launches is not Launches.BY_TAG
+        self.capabilities = Capabilities(
+            ordered=is_ordered, waits_on_stream=hub.device.type == "cuda"
+        )
+        self.host = ThreadHost(self)
+
+    def open_lane(
+        self, kind: str, parts: Sequence[Sequence[int]], *, peers: Sequence[int] = ()
+    ) -> Lane | None:
+        """See `Transport.open_lane`; nothing is made."""
+        own = own_part(parts, self.rank)
+        return None if own is None else Lane(kind, own)
+
+    def open_group(self, parts: Sequence[Sequence[int]]) -> "ThreadGroup | None":
+        """See `Transport.open_group`; nothing is made."""
+        own = own_part(parts, self.rank)
+        return None if own is None else ThreadGroup(self, own)
+
+    def post(
+        self,
+        lane: Lane,
+        *,
+        sends: Sequence[Message],
+        recvs: Sequence[Message],
+        label: Label = unnamed,
+    ) -> "ThreadPending":
+        """See `Transport.post`."""
+        post = ThreadTransfers(self.rank, lane, sends=sends, recvs=recvs, label=label)
+        self.hub.post(post)
+        return ThreadPending(self.hub, post)
+
+    def post_collective(
+        self,
+        ranks: tuple[int, ...],
+        what: str,
+        *,
+        inputs: Sequence[torch.Tensor],
+        outputs: Sequence[torch.Tensor],
+        combine: Combine,
+    ) -> "ThreadPending":
+        """Post this rank's share in a collective; see `ThreadCollective`."""
+        post = ThreadCollective(
+            self.rank, ranks, what, inputs=inputs, outputs=outputs, combine=combine
+        )
+        self.hub.post(post)
+        return ThreadPending(self.hub, post)
+
+
+class ThreadPending:
+    """Something that this rank has posted; see `Pending`."""
+
+    __slots__ = ("_hub", "_post")
+
+    def __init__(self, hub: ThreadHub, post: ThreadPost) -> None:
+        self._hub = hub
+        self._post: ThreadPost | None = post
+
+    def wait(self) -> None:
+        """See `Pending.wait`."""
+        post = self._post
+        assert post is not None, "this was already waited for"
+        self._post = None
+        self._hub.wait(post)
+
+
+class ThreadGroup:
+    """Collectives over some ranks; see `RankGroup`."""
+
+    __slots__ = ("_transport", "ranks")
+
+    def __init__(self, transport: ThreadTransport, ranks: tuple[int, ...]) -> None:
+        self._transport = transport
+        self.ranks = ranks
+
+    @property
+    def process_group(self) -> dist.ProcessGroup:
+        """Refuse: torch.distributed knows no threads."""
+        raise NotImplementedError("ranks that are threads have no process group")
+
+    def all_reduce(self, tensor: torch.Tensor) -> None:
+        """See `RankGroup.all_reduce`; added up in the order of the ranks."""
+
+        def combine(inputs: list[list[torch.Tensor]]) -> list[torch.Tensor]:
+            total = inputs[0][0].clone()
+            for (of_rank,) in inputs[1:]:
+                total += of_rank
+            return [total]
+
+        self._run(f"all_reduce of {_kind(tensor)}", [tensor], [tensor], combine)
+
+    def broadcast(self, tensor: torch.Tensor) -> None:
+        """See `RankGroup.broadcast`."""
+        self._run(f"broadcast of {_kind(tensor)}", [tensor], [tensor], lambda inputs: inputs[0])
+
+    def _run(
+        self,
+        what: str,
+        inputs: Sequence[torch.Tensor],
+        outputs: Sequence[torch.Tensor],
+        combine: Combine,
+    ) -> None:
+        """Post a collective and wait for it."""
+        pending = self._transport.post_collective(
+            self.ranks, what, inputs=inputs, outputs=outputs, combine=combine
+        )
+        pending.wait()
+
+    def all_to_all(
+        self,
+        received: torch.Tensor,
+        sent: torch.Tensor,
+        received_counts: Sequence[int],
+        sent_counts: Sequence[int],
+        *,
+        label: Label = unnamed,
+    ) -> ThreadPending:
+        """See `RankGroup.all_to_all`."""
+        index = self.ranks.index(self._transport.rank)
+
+        def combine(inputs: list[list[torch.Tensor]]) -> list[torch.Tensor]:
+            return [parts[index] for parts in inputs]
+
+        return self._transport.post_collective(
+            self.ranks,
+            f"all_to_all of {sent.dtype}",
+            inputs=sent.split(list(sent_counts)),
+            outputs=received.split(list(received_counts)),
+            combine=combine,
+        )
+
+
+def _kind(tensor: torch.Tensor) -> str:
+    """Return what must be equal on all ranks of a collective."""
+    return f"{tensor.dtype} {list(tensor.shape)}"
+
+
+# ---- the host
+
+
+class ThreadHost:
+    """Exchanges of values between the ranks; see `HostGroup`.
+
+    Values are handed over as they are, so nobody may change them afterwards.
+    """
+
+    __slots__ = ("_transport", "phase")
+
+    def __init__(self, transport: ThreadTransport) -> None:
+        self._transport = transport
+        self.phase = "the start"
+
+    def gather_objects(self, value: Any) -> list[Any]:
+        """See `HostGroup.gather_objects`."""
+        return self._transport.hub.meetings.gather(self._transport.rank, value)
+
+    def gather_ints(self, values: list[int]) -> list[list[int]]:
+        """See `HostGroup.gather_ints`."""
+        return [list(of_rank) for of_rank in self.gather_objects(list(values))]
+
+    def broadcast_object(self, value: Any) -> Any:
+        """See `HostGroup.broadcast_object`."""
+        return self.gather_objects(value)[0]
+
+    def exchange_rows(self, rows: torch.Tensor, counts: Sequence[int]) -> list[torch.Tensor]:
+        """See `HostGroup.exchange_rows`."""
+        parts_by_rank = self.gather_objects(rows.split(list(counts), dim=1))
+        return [parts[self._transport.rank].clone() for parts in parts_by_rank]
+
+    def all_reduce(self, tensor: torch.Tensor) -> None:
+        """See `HostGroup.all_reduce`."""
+        of_ranks = self.gather_objects(tensor.clone())
+        tensor.copy_(torch.stack(of_ranks).sum(0))  # [world, ...] -> [...]
+
+    def barrier(self) -> None:
+        """See `HostGroup.barrier`."""
+        self.gather_objects(None)
+
+
+class Meetings:
+    """Values that all ranks show each other, one exchange after the other."""
+
+    def __init__(self, hub: ThreadHub) -> None:
+        self._hub = hub
+        self._next = [0] * hub.world_size  # by rank: number of its next exchange
+        self._values: dict[int, dict[int, Any]] = {}  # by exchange, by rank
+
+    def gather(self, rank: int, value: Any) -> list[Any]:
+        """Return the value of every rank, by rank."""
+        number = self._next[rank]
+        self._next[rank] += 1
+        values = self._values.setdefault(number, {})
+        values[rank] = value
+        self._hub.wait_until(
+            rank,
+            lambda: len(values) == self._hub.world_size,
+            lambda: f"rank {rank} is in exchange {number} of the host",
+        )
+        # Who comes to the exchange after the next one has read this one, as has everybody else.
+        self._values.pop(number - 2, None)
+        return [values[other] for other in range(self._hub.world_size)]

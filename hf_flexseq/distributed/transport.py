@@ -1,0 +1,249 @@
+"""What a transport promises, and what others may rely on; one module per backend keeps it.
+
+    gloo.py       CPU: messages carry tags, and `wait` blocks the host
+    nccl.py       CUDA: a lane carries out one post after the other, and `wait` blocks the stream
+    threads.py    all ranks are threads of one process: any of these promises, held to the letter
+    lone.py       one rank, which has nobody to talk to
+
+A transport moves tensors in two ways:
+
+    post     some sends and receives on a *lane*, at once; `wait` ends them
+    group    collectives over fixed ranks
+
+and Python values, on the host alone, by its `host`.
+
+A lane is a queue of its own. On a transport that is *ordered* a lane carries out its posts in the
+order in which they were posted, and a post is over when all of its messages are: a post that waits
+for a slow link holds back all that stand behind it in the lane. So links of different speed have
+different lanes. There messages between two ranks match in the order of the posts, whatever their
+tags are. On a transport that is not ordered posts are independent, and messages match by tag.
+
+Whoever posts keeps to three rules, on every transport:
+
+* What is received must not be read before `wait`, and what is sent must not be changed before it.
+* Every post is waited for exactly once.
+* All ranks post their messages in one order that they all take from the plan. Then a transport
+  that carries out all posts of a rank one after the other, of all lanes together, ends every plan
+  (docs/architecture.md says why).
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol
+
+import torch
+import torch.distributed as dist
+
+# (peer, whether this rank sends to it) -> what the message is; asked for when a transfer fails
+Label = Callable[[int, bool], str]
+
+Parts = tuple[tuple[int, ...], ...]  # disjoint sets of global ranks
+
+
+def unnamed(peer: int, sent: bool) -> str:
+    """Return the label of a message that nobody has named."""
+    return "a message"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Capabilities:
+    """Says what a transport promises about posts."""
+
+    ordered: bool
+    """Whether a lane carries out one post after the other, and matches messages by their order.
+    Otherwise posts are independent, and messages match by tag."""
+
+    waits_on_stream: bool
+    """Whether `wait` makes the device's stream wait, and not the host."""
+
+    fast_collectives: bool = False
+    """Whether an all-to-all over a group is faster than messages between its ranks."""
+
+
+class Lane(NamedTuple):
+    """A queue of posts between some ranks."""
+
+    kind: str
+    """What it is for, as errors name it, e.g. "inside nodes"."""
+
+    ranks: tuple[int, ...]
+    """Global ranks of which any two may exchange messages on it."""
+
+    number: int = 0
+    """Tells lanes of one kind and the same ranks apart, where a transport has several of them."""
+
+
+class Message(NamedTuple):
+    """A tensor that this rank sends or receives."""
+
+    tensor: torch.Tensor
+    """Contiguous, of any shape, with at least one element."""
+
+    peer: int
+    """Global rank on the other side."""
+
+    tag: int
+
+    scratch: bool = False
+    """Whether nobody reads the tensor after it has been sent."""
+
+
+class Pending(Protocol):
+    """Something that was posted."""
+
+    def wait(self) -> None:
+        """Wait until it is over, exactly once. What was received may be read from then on.
+
+        Raises RuntimeError, naming this rank, the peers and the messages, when it fails or takes
+        longer than the transport's timeout; a transport that waits on a stream cannot tell then.
+        """
+
+
+class RankGroup(Protocol):
+    """Collectives over fixed ranks. Each is called by all of them, in one order."""
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """Global ranks of the group, ascending."""
+
+    @property
+    def process_group(self) -> dist.ProcessGroup:
+        """The group as torch.distributed knows it, for libraries that ask for one."""
+
+    def all_reduce(self, tensor: torch.Tensor) -> None:
+        """Replace a tensor of any shape by its sum over the ranks."""
+
+    def broadcast(self, tensor: torch.Tensor) -> None:
+        """Replace a tensor of any shape by that of the first rank."""
+
+    def all_to_all(
+        self,
+        received: torch.Tensor,
+        sent: torch.Tensor,
+        received_counts: Sequence[int],
+        sent_counts: Sequence[int],
+        *,
+        label: Label = unnamed,
+    ) -> Pending:
+        """Post the transfer of sent_counts[i] elements to the i-th rank of the group, and of
+        received_counts[i] elements from it.
+
+        received, sent: flat [elements of all ranks], by rank.
+        """
+
+
+class HostGroup(Protocol):
+    """Exchanges of values on the CPU between all ranks. Each is collective over the world.
+
+    One that a rank does not come to raises RuntimeError on the others, which names the rank and
+    `phase`.
+    """
+
+    phase: str
+    """What the exchanges to come belong to, e.g. "step 12, gathering figures"."""
+
+    def gather_ints(self, values: list[int]) -> list[list[int]]:
+        """Return the list of every rank, by rank; the lists may differ in length."""
+
+    def gather_objects(self, value: Any) -> list[Any]:
+        """Return the value of every rank, by rank; any value that can be pickled."""
+
+    def broadcast_object(self, value: Any) -> Any:
+        """Return the value of rank 0 on every rank; any value that can be pickled."""
+
+    def exchange_rows(self, rows: torch.Tensor, counts: Sequence[int]) -> list[torch.Tensor]:
+        """Exchange columns of a CPU tensor.
+
+        rows: [fields, columns]; the first counts[0] columns go to rank 0, the next counts[1] to
+            rank 1, and so on.
+        Returns one [fields, columns from that rank] per rank.
+        """
+
+    def all_reduce(self, tensor: torch.Tensor) -> None:
+        """Replace a CPU tensor of any shape by its sum over the ranks."""
+
+    def barrier(self) -> None:
+        """Wait until all ranks have come here."""
+
+
+class Transport(Protocol):
+    """One rank's way to all others."""
+
+    @property
+    def rank(self) -> int:
+        """This rank."""
+
+    @property
+    def world_size(self) -> int:
+        """The number of ranks."""
+
+    @property
+    def capabilities(self) -> Capabilities:
+        """What this transport promises."""
+
+    @property
+    def host(self) -> HostGroup:
+        """Exchanges of values on the CPU."""
+
+    def open_lane(
+        self, kind: str, parts: Sequence[Sequence[int]], *, peers: Sequence[int] = ()
+    ) -> Lane | None:
+        """Make a lane for each of some disjoint sets of ranks, and return this rank's, if it has
+        one. Collective over the world; a lane that is open already is returned as it is.
+
+        kind: what the lanes are for.
+        parts: global ranks, the same list on all ranks.
+        peers: ranks of this rank's lane that it will exchange messages with again and again; it is
+            one of theirs, too. Where a first message is slow they are connected at once.
+        """
+
+    def open_group(self, parts: Sequence[Sequence[int]]) -> RankGroup | None:
+        """Make a group for each of some disjoint sets of ranks, and return this rank's, if it has
+        one. Collective over the world; a group that is there already is returned as it is.
+
+        parts: global ranks, the same list on all ranks.
+        """
+
+    def post(
+        self,
+        lane: Lane,
+        *,
+        sends: Sequence[Message],
+        recvs: Sequence[Message],
+        label: Label = unnamed,
+    ) -> Pending:
+        """Start some transfers between this rank and others of the lane.
+
+        Several messages for one peer must stand in the same order on both sides. Raises
+        RuntimeError, as `Pending.wait` does, for a peer that is known to be gone.
+        """
+
+
+def failure(
+    rank: int,
+    sends: Sequence[Message],
+    recvs: Sequence[Message],
+    label: Label,
+    error: RuntimeError | str,
+) -> RuntimeError:
+    """Return an error that names this rank and each of the failed messages once."""
+    names = []
+    for message in recvs:
+        names.append(f"receive from rank {message.peer} {label(message.peer, False)}")
+    for message in sends:
+        names.append(f"send to rank {message.peer} {label(message.peer, True)}")
+    failed = ", or ".join(dict.fromkeys(names))
+    return RuntimeError(f"rank {rank} could not {failed}: {error}")
+
+
+def as_tuples(parts: Sequence[Sequence[int]]) -> Parts:
+    """Return disjoint sets of ranks as a value that a dictionary takes for a key."""
+    return tuple(tuple(sorted(part)) for part in parts)
+
+
+def own_part(parts: Sequence[Sequence[int]], rank: int) -> tuple[int, ...] | None:
+    """Return the part that `rank` is in, ascending; None where it is in none."""
+    for part in parts:
+        if rank in part:
+            return tuple(sorted(part))
+    return None

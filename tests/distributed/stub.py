@@ -1,0 +1,97 @@
+"""A stand-in for torch.distributed with NCCL: it writes down what it is asked for.
+
+It has the rules of torch 2.11 to 2.13 that matter here: a group that only its members make is
+named by its ranks and by the number of groups that the process has had before, and members must
+agree on the name.
+"""
+
+from dataclasses import dataclass, field
+from datetime import timedelta
+from types import SimpleNamespace
+
+import torch
+import torch.distributed as dist
+
+from hf_flexseq.distributed.process_groups import GlooHost
+
+
+class StubBackend:
+    """A backend for some devices, with its timeout."""
+
+    def __init__(self, name, seconds=1800):
+        self._name = name
+        self.options = SimpleNamespace(_timeout=timedelta(seconds=seconds))
+
+    def name(self):
+        return self._name
+
+
+class StubJob:
+    """The job's own group: backends by device type."""
+
+    def __init__(self, **backends):
+        self._backends = {name: StubBackend(backend) for name, backend in backends.items()}
+        self._device_types = [torch.device(name) for name in backends]
+        self.bound_device_id = None
+
+    def _get_backend(self, device):
+        if device.type not in self._backends:
+            raise RuntimeError(f"No backend type associated with device type {device.type}")
+        return self._backends[device.type]
+
+
+@dataclass
+class StubGroup:
+    """What `new_group` was called with, and what ran on the group, in order."""
+
+    ranks: tuple[int, ...]
+    backend: str
+    timeout: timedelta
+    local: bool  # made by its members alone
+    name: str
+    ran: list = field(default_factory=list)
+
+    def size(self):
+        return len(self.ranks)
+
+
+class StubDistributed:
+    """torch.distributed of one rank."""
+
+    def __init__(self, monkeypatch, *, rank, world_size, job):
+        self.rank, self.world_size, self.groups = rank, world_size, []
+        replaced = {
+            "is_initialized": lambda: True,
+            "get_rank": lambda: rank,
+            "get_world_size": lambda: world_size,
+            "new_group": self.new_group,
+            "get_process_group_ranks": lambda group: list(group.ranks),
+            "all_reduce": lambda tensor, group: group.ran.append("all_reduce"),
+            "P2POp": lambda op, tensor, peer, group, tag: (op, peer, group),
+            "batch_isend_irecv": self.batch,
+        }
+        for name, value in replaced.items():
+            monkeypatch.setattr(dist, name, value)
+        monkeypatch.setattr(dist.distributed_c10d, "_get_default_group", lambda: job)
+        # All ranks have made equally many groups.
+        monkeypatch.setattr(GlooHost, "gather_ints", lambda host, values: [values] * world_size)
+
+    def new_group(
+        self, ranks=None, *, backend, timeout, use_local_synchronization=False, **unknown
+    ):
+        assert not unknown, unknown
+        ranks = tuple(range(self.world_size)) if ranks is None else tuple(ranks)
+        number = len(self.groups)
+        name = f"{ranks} after {number}" if use_local_synchronization else str(number)
+        group = StubGroup(ranks, backend, timeout, use_local_synchronization, name)
+        self.groups.append(group)
+        return group
+
+    def batch(self, ops):
+        group = ops[0][2]
+        names = {dist.isend: "send", dist.irecv: "recv"}
+        group.ran.append([(names[op], peer) for op, peer, _ in ops])
+        return [SimpleNamespace(wait=lambda: None)]
+
+    def by_backend(self, backend):
+        return [group for group in self.groups if group.backend == backend]

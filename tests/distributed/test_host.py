@@ -1,0 +1,173 @@
+"""Exchanges of values on the CPU, and a rank that does not come to one."""
+
+import os
+import re
+import signal
+import socket
+import time
+from datetime import timedelta
+
+import pytest
+import torch
+
+from hf_flexseq.distributed.communicator import Communicator
+from hf_flexseq.distributed.connect import connect
+from hf_flexseq.distributed.transport import Message
+from tests.ranks import join, run_ranks, run_threads
+
+LOST, TIMEOUT_S = 2, 2
+
+
+# ---- values
+
+
+def exchange_all(rank, world_size):
+    """Everything a host can do, each rank with something of another size."""
+    host = join().host
+    own = list(range(rank))  # rank 0 has nothing
+    rows = torch.arange(2 * world_size * (world_size + 1) // 2).view(2, -1) + 100 * rank
+    counts = list(range(1, world_size + 1))  # so many columns to each rank
+    received = host.exchange_rows(rows, counts)
+    total = torch.tensor([float(rank), 1.0])
+    host.all_reduce(total)
+    host.barrier()
+    return {
+        "ints": host.gather_ints(own),
+        "objects": host.gather_objects({"of": rank, "text": "x" * 100 * rank}),
+        "broadcast": host.broadcast_object({"plan": "y" * 1000} if rank == 0 else rank),
+        "rows": [part.tolist() for part in received],
+        "sum": total.tolist(),
+    }
+
+
+def assert_exchanged(results):
+    world_size = len(results)
+    for rank, found in enumerate(results):
+        assert found["ints"] == [list(range(of)) for of in range(world_size)]
+        assert found["objects"] == [{"of": of, "text": "x" * 100 * of} for of in range(world_size)]
+        assert found["broadcast"] == {"plan": "y" * 1000}
+        assert found["sum"] == [sum(range(world_size)), world_size]
+        start = sum(range(1, rank + 1))  # columns to the ranks before
+        width = world_size * (world_size + 1) // 2
+        for source, part in enumerate(found["rows"]):
+            first = [100 * source + column for column in range(start, start + rank + 1)]
+            assert part == [first, [value + width for value in first]]
+
+
+def test_exchanges_of_threads():
+    assert_exchanged(run_threads(exchange_all, 3))
+
+
+@pytest.mark.processes
+def test_exchanges_of_processes():
+    assert_exchanged(run_ranks(exchange_all, 3))
+
+
+# ---- lost ranks
+
+
+def exchange_until_one_is_lost(rank, world_size, exchange, dies):
+    """How long this rank was left waiting, and with which words it gave up."""
+    host = Communicator().host
+    host.phase = "step 12, doing something"
+    host.gather_ints([rank])
+    if rank == LOST:
+        if dies:
+            os.kill(os.getpid(), signal.SIGKILL)
+        time.sleep(2 * TIMEOUT_S)
+        return None
+    if dies:
+        time.sleep(0.2 * rank)  # some post before it is gone, some after
+    calls = {
+        "gather_ints": lambda: host.gather_ints([rank]),
+        "gather_objects": lambda: host.gather_objects(rank),
+        "broadcast_object": lambda: host.broadcast_object(rank),
+        "exchange_rows": lambda: host.exchange_rows(torch.zeros(1, 4), [1, 1, 1, 1]),
+        "all_reduce": lambda: host.all_reduce(torch.ones(2)),
+        "barrier": host.barrier,
+    }
+    began = time.monotonic()
+    with pytest.raises(RuntimeError) as raised:
+        calls[exchange]()
+    return time.monotonic() - began, str(raised.value)
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize(
+    ("exchange", "dies"),
+    [
+        ("gather_ints", True),
+        ("gather_ints", False),
+        ("gather_objects", False),
+        ("broadcast_object", True),
+        ("exchange_rows", True),
+        ("all_reduce", False),
+        ("barrier", True),
+    ],
+)
+def test_the_others_name_the_rank_and_what_it_was_about(exchange, dies):
+    found = run_ranks(
+        exchange_until_one_is_lost,
+        4,
+        exchange,
+        dies,
+        group_seconds=30 if dies else TIMEOUT_S,
+        may_die=(LOST,) if dies else (),
+    )
+    assert found.pop(LOST) is None
+    assert all(seconds < (10 if dies else 3 * TIMEOUT_S) for seconds, _ in found), found
+    for _, message in found:
+        wanted = rf"rank \d: rank {LOST} did not answer in step 12, doing something: "
+        assert re.match(wanted, message), message
+
+
+# ---- timeouts
+
+
+def wait_for_a_silent_rank(rank, world_size):
+    """The seconds after which each group of a transport gives up."""
+    transport = connect(torch.device("cpu"), timeout=timedelta(seconds=1))
+    assert connect(torch.device("cpu")) is not transport
+    group = transport.open_group([range(world_size)])
+    lane = transport.open_lane("inside nodes", [range(world_size)])
+    transport.host.barrier()
+    if rank == 1:
+        time.sleep(6)
+        return None
+    seconds = []
+    receive = transport.post(lane, sends=[], recvs=[Message(torch.ones(1), 1, 0)])
+    for wait in (receive.wait, transport.host.barrier, lambda: group.all_reduce(torch.ones(1))):
+        began = time.monotonic()
+        with pytest.raises(RuntimeError):
+            wait()
+        seconds.append(time.monotonic() - began)
+    return seconds
+
+
+@pytest.mark.processes
+def test_groups_have_the_timeout_that_was_given_not_that_of_the_job():
+    seconds, _ = run_ranks(wait_for_a_silent_rank, 2, group_seconds=100)
+    assert all(0.9 < waited < 4 for waited in seconds), seconds
+
+
+# ---- hosts
+
+
+def refuse_forged_hosts(rank, world_size, launcher):
+    os.environ.pop("LOCAL_WORLD_SIZE")
+    if launcher is not None:
+        os.environ["LOCAL_WORLD_SIZE"] = launcher
+    name = f"host{rank}"
+    socket.gethostname = lambda: name
+    try:
+        return Communicator().topology.nodes
+    except ValueError as error:
+        return str(error)
+
+
+@pytest.mark.processes
+def test_all_ranks_alike_refuse_hosts_that_contradict_the_launcher():
+    assert run_ranks(refuse_forged_hosts, 2, None) == [2, 2]
+    refused = run_ranks(refuse_forged_hosts, 2, "2")
+    assert refused[0] == refused[1]
+    assert "on host0, host1" in refused[0]

@@ -1,0 +1,69 @@
+"""Nodes as launchers and host names tell them."""
+
+import pytest
+
+from hf_flexseq.distributed import hosts
+from hf_flexseq.distributed.hosts import topology_of
+from hf_flexseq.distributed.lone import LoneTransport
+from hf_flexseq.topology import Topology
+
+
+class Answers:
+    """A transport on whose host all ranks have answered."""
+
+    def __init__(self, sizes, names):
+        self.world_size = len(names)
+        self.host = self
+        self._answers = list(zip(sizes, names, strict=True))
+
+    def gather_objects(self, own):
+        return self._answers
+
+
+def found(sizes, names):
+    return topology_of(Answers(sizes, names))
+
+
+def test_the_launcher_says_how_many_ranks_a_node_has():
+    assert found(["2"] * 4, ["a", "a", "b", "b"]) == Topology(nodes=2, ranks_per_node=2)
+
+
+def test_without_a_word_of_the_launcher_host_names_say_it():
+    topology = found([None] * 6, ["a", "a", "b", "b", "c", "c"])
+    assert topology == Topology(nodes=3, ranks_per_node=2)
+
+
+def test_several_nodes_may_be_emulated_on_one_machine():
+    assert found(["2"] * 4, ["here"] * 4) == Topology(nodes=2, ranks_per_node=2)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "names", "message"),
+    [
+        (["2"] * 4, ["a", "b", "c", "d"], "LOCAL_WORLD_SIZE=2 .* ranks 0 to 1 .* on a, b:"),
+        (["4"] * 4, ["a", "a", "b", "b"], "LOCAL_WORLD_SIZE=4 .* ranks 0 to 3 .* on a, b:"),
+        (["2"] * 4, ["a", "b", "a", "b"], "ranks 0 to 1 share a node, but they are on a, b:"),
+        (["3", "3", "3", "1"], ["a", "a", "a", "b"], r"differs .*\(3, 1\).* a: 3, b: 1; start"),
+        (["2", "2", None, None], ["a", "a", "b", "b"], r"differs .*\(2, None\).* a: 2, b: 2"),
+        (["3"] * 4, ["a"] * 4, "4 ranks cannot be spread evenly over nodes of 3"),
+        ([None] * 4, ["a", "a", "a", "b"], "spread evenly over nodes of 3"),
+        ([None] * 4, ["a", "b", "b", "a"], "ranks 0 to 1 should share a machine.*a, b, b, a"),
+        (["two"] * 2, ["a", "a"], "LOCAL_WORLD_SIZE='two' is no number"),
+        (["0"] * 2, ["a", "a"], "2 ranks cannot be spread evenly over nodes of 0"),
+    ],
+)
+def test_what_cannot_be_is_refused_in_one_line(sizes, names, message):
+    with pytest.raises(ValueError, match=message) as raised:
+        found(sizes, names)
+    assert "\n" not in str(raised.value)
+
+
+def test_a_rank_answers_with_its_environment_and_its_host(monkeypatch):
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")
+    monkeypatch.setattr(hosts.socket, "gethostname", lambda: "a")
+    assert topology_of(LoneTransport()) == Topology(nodes=1, ranks_per_node=1)
+    monkeypatch.delenv("LOCAL_WORLD_SIZE")
+    assert topology_of(LoneTransport()) == Topology(nodes=1, ranks_per_node=1)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "none")
+    with pytest.raises(ValueError, match="'none' is no number"):
+        topology_of(LoneTransport())

@@ -1,0 +1,108 @@
+"""The process group between threads: its collectives against sums and slices written out, and it
+holds torch to the rules of the transport."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from hf_flexseq.distributed.matching import Launches
+from tests.process_group import needs_new_names, run_threads_with_groups
+
+pytestmark = needs_new_names
+
+
+def own(rank):
+    return torch.arange(6.0, dtype=torch.float64).view(3, 2) * 10**rank
+
+
+def every_collective(rank, world_size):
+    found = {"all_reduce": own(rank), "average": own(rank), "broadcast": own(rank)}
+    dist.all_reduce(found["all_reduce"])
+    dist.all_reduce(found["average"], op=dist.ReduceOp.AVG)
+    dist.broadcast(found["broadcast"], 1)
+    parts = [torch.empty(3, 2, dtype=torch.float64) for _ in range(world_size)]
+    dist.all_gather(parts, own(rank))
+    found["all_gather"] = torch.cat(parts)
+    found["all_gather_single"] = torch.empty(9, 2, dtype=torch.float64)
+    dist.all_gather_single(found["all_gather_single"], own(rank))
+    found["reduce_scatter"] = torch.empty(1, 2, dtype=torch.float64)
+    dist.reduce_scatter(found["reduce_scatter"], list(own(rank).split(1)))
+    found["reduce_scatter_single"] = torch.empty(1, 2, dtype=torch.float64)
+    dist.reduce_scatter_single(found["reduce_scatter_single"], own(rank))
+    found["all_to_all"] = torch.empty(3, 2, dtype=torch.float64)
+    dist.all_to_all_single(found["all_to_all"], own(rank))
+    dist.barrier()
+    return found
+
+
+@pytest.mark.parametrize("launches", Launches)
+@pytest.mark.parametrize("seed", [None, 1, 2])
+def test_every_collective_does_what_its_name_says(launches, seed):
+    total = own(0) + own(1) + own(2)
+    gathered = torch.cat([own(0), own(1), own(2)])
+    results = run_threads_with_groups(every_collective, 3, launches=launches, seed=seed)
+    for rank, found in enumerate(results):
+        scattered = total[rank : rank + 1]
+        wanted = {
+            "all_reduce": total,
+            "average": total / 3,
+            "broadcast": own(1),
+            "all_gather": gathered,
+            "all_gather_single": gathered,
+            "reduce_scatter": scattered,
+            "reduce_scatter_single": scattered,
+            "all_to_all": torch.stack([own(other)[rank] for other in range(3)]),
+        }
+        torch.testing.assert_close(found, wanted)
+
+
+def asynchronous(rank, world_size):
+    x = own(rank)
+    work = dist.all_reduce(x, async_op=True)
+    before = x.clone()
+    work.wait()
+    work.wait()  # as torch does in some places
+    return before, x
+
+
+def test_what_is_reduced_cannot_be_read_before_the_wait():
+    for before, after in run_threads_with_groups(asynchronous, 2):
+        assert before.isnan().all()
+        torch.testing.assert_close(after, own(0) + own(1))
+
+
+def two_orders(rank, world_size):
+    first, second = (4, 6) if rank == 0 else (6, 4)
+    dist.all_reduce(torch.ones(first))
+    dist.all_reduce(torch.ones(second))
+
+
+def test_collectives_in_another_order_are_named_on_both_sides():
+    with pytest.raises(RuntimeError, match=r"rank \d comes to allreduce .* where rank \d comes"):
+        run_threads_with_groups(two_orders, 2)
+
+
+def ddp_gradients(rank, world_size):
+    torch.manual_seed(rank)  # DDP gives all ranks the weights of rank 0
+    model = nn.Sequential(nn.Linear(3, 5), nn.Linear(5, 3)).double()
+    ddp = DistributedDataParallel(model, bucket_cap_mb=1e-5)
+    for _ in range(2):  # buckets are made anew after the first one
+        model.zero_grad()
+        ddp(torch.full((1, 3), 1.0 + rank, dtype=torch.float64)).sum().backward()
+    return [p.detach() for p in model.parameters()], [p.grad for p in model.parameters()]
+
+
+@pytest.mark.parametrize("seed", [None, 1, 2])
+def test_ddp_reduces_over_it(seed):
+    results = run_threads_with_groups(ddp_gradients, 3, launches=Launches.ONE_QUEUE, seed=seed)
+    weights, _ = results[0]
+    model = nn.Sequential(nn.Linear(3, 5), nn.Linear(5, 3)).double()
+    with torch.no_grad():
+        for parameter, weight in zip(model.parameters(), weights, strict=True):
+            parameter.copy_(weight)
+    inputs = torch.tensor([[1.0], [2.0], [3.0]], dtype=torch.float64).expand(3, 3)
+    (model(inputs).sum() / 3).backward()
+    for _, gradients in results:
+        torch.testing.assert_close(gradients, [p.grad for p in model.parameters()])

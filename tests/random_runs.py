@@ -1,0 +1,493 @@
+"""Random plans on ranks that are threads: each comes to its end with the gradients of one process.
+
+    python -m tests.random_runs --count 10000
+
+runs them by number and prints how many had what. A number stands for the same plan on any machine:
+
+    attention    an optimizer step over 2 to 8 ranks on 1 to 4 nodes: micro-batches of any laminar
+                 groups, remapped, routed, by collectives, under checkpointing; its one sum of
+                 gradients over all ranks comes last
+    pipeline     a step of a small model: any cuts, one or two stages per rank, ranks that share
+                 every chunk, checkpointing, split weight gradients
+
+The launches of a rank and the course of events are drawn, too (`ThreadHub`). What is received is
+NaN until it has been waited for, so an early read shows in the gradients, which are compared in
+float64 with attention written out, or with the model on one process.
+"""
+
+import argparse
+import copy
+import functools
+import math
+import random
+import time
+from collections import Counter
+from dataclasses import dataclass
+from unittest import mock
+
+import torch
+from torch.utils.checkpoint import checkpoint
+
+from hf_flexseq.attention import SequenceContext, sequence_parallel_attention
+from hf_flexseq.attention import heads as head_pieces
+from hf_flexseq.distributed.matching import Launches
+from hf_flexseq.distributed.routing import RoutedExchange
+from hf_flexseq.distributed.threads import ThreadGroup
+from hf_flexseq.kernels.choose import choose_kernel
+from hf_flexseq.pipeline.reduction import sum_gradients
+from hf_flexseq.plan import Plan
+from hf_flexseq.plan.pipeline import PipelinePlan
+from hf_flexseq.plan.shard import Shard, make_shard, remapped
+from hf_flexseq.schedule import attention as schedule
+from hf_flexseq.schedule.routing import NicFigures
+from hf_flexseq.schedule.transfers import ring_fetches
+from hf_flexseq.topology import Topology
+from tests.attention.test_sequence_parallel import dense_attention
+from tests.hf.tiny import documents, reference_gradients, relative_errors, tiny_llama
+from tests.pipeline.plans import random_pipeline_plan
+from tests.pipeline.test_exactness import columns_of, make_executor
+from tests.plans import random_plan
+from tests.ranks import join, run_threads
+
+CPU = torch.device("cpu")
+MOST_ERROR = 1e-10
+WORLDS = {2: (1, 2), 3: (1, 3), 4: (1, 2, 4), 6: (1, 2, 3), 8: (1, 2, 4)}  # ranks: nodes
+HEADS = ((4, 4), (4, 2), (3, 1))  # of queries, and of keys and values
+HEAD_DIM = 4
+PIPELINE_EVERY = 16  # one plan of so many is a pipeline's
+
+
+# ---- what is drawn
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class AttentionRun:
+    """An optimizer step without a model: some layers of attention over a plan."""
+
+    number: int
+    launches: Launches
+    topology: Topology
+    plan: Plan
+    heads: tuple[int, int]
+    layers: int
+    use_blocks: bool
+    routes: bool
+    checkpoints: bool
+    keeps_attention: bool
+    deterministic: bool
+    large: int
+    """Tokens from which on chunks travel one by one; see `schedule.attention.LARGE`."""
+
+    @property
+    def links(self) -> NicFigures | None:
+        """Over these every transfer that leaves a NIC idle is routed."""
+        if not self.routes:
+            return None
+        per_node = self.topology.ranks_per_node
+        return NicFigures(
+            ranks_per_node=per_node,
+            nics_per_node=per_node,
+            inside_s=1e-15,
+            across_s=1e-9,
+            transfer_s=0.0,
+        )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PipelineRun:
+    """An optimizer step of a small model in stages."""
+
+    number: int
+    launches: Launches
+    stages: int
+    """Ranks of a pipeline."""
+
+    degree: int
+    """Ranks that share every chunk of a stage."""
+
+    virtual: int
+    """Stages of a rank."""
+
+    layers: int
+    plan: PipelinePlan
+
+
+Run = AttentionRun | PipelineRun
+
+
+def draw(number: int) -> Run:
+    """Return the run of this number, on any machine the same."""
+    rng = random.Random(number)
+    launches = rng.choice(list(Launches))
+    if number % PIPELINE_EVERY == PIPELINE_EVERY - 1:
+        return _draw_pipeline(number, launches, rng)
+    world_size = rng.choice(list(WORLDS))
+    nodes = rng.choice(WORLDS[world_size])
+    lengths = [rng.choice((1, 2, 3, 5, 8, 13, 40)) for _ in range(rng.randint(1, 6))]
+    micro_batches = rng.choice((1, 1, 2))
+    plan = random_plan(
+        lengths, world_size, rng, nodes=nodes, micro_batches=micro_batches, shared=0.8
+    )
+    return AttentionRun(
+        number=number,
+        launches=launches,
+        topology=Topology(nodes=nodes, ranks_per_node=world_size // nodes),
+        plan=plan,
+        heads=rng.choice(HEADS),
+        layers=rng.choice((2, 2, 2, 3)),
+        use_blocks=rng.random() < 0.5,
+        routes=1 < nodes < world_size and rng.random() < 0.8,
+        checkpoints=rng.random() < 0.4,
+        keeps_attention=rng.random() < 0.6,
+        deterministic=rng.random() < 0.1,
+        large=rng.choice((1, schedule.LARGE)),
+    )
+
+
+def _draw_pipeline(number: int, launches: Launches, rng: random.Random) -> PipelineRun:
+    degree = rng.choice((1, 1, 2))
+    virtual = rng.choice((1, 1, 2))
+    stages = rng.choice((2, 3, 4) if virtual * degree > 1 else (2, 3, 4, 6, 8))
+    layers = stages * virtual
+    # A document of five tokens has a target.
+    lengths = [5, *(rng.choice((1, 2, 3, 5, 8, 13)) for _ in range(rng.randint(1, 4)))]
+    plan = random_pipeline_plan(
+        lengths,
+        stages,
+        rng,
+        virtual=virtual,
+        split_weights=rng.random() < 0.5,
+        checkpointing=rng.random() < 0.5,
+        layers=layers,
+    )
+    return PipelineRun(
+        number=number,
+        launches=launches,
+        stages=stages,
+        degree=degree,
+        virtual=virtual,
+        layers=layers,
+        plan=plan,
+    )
+
+
+# ---- attention
+
+
+def run_attention(run: AttentionRun) -> float:
+    """Run the plan on all ranks; return the largest relative error of a gradient."""
+    pieces_of_any_size = mock.patch.dict(head_pieces.PIECE_ROWS, {"cpu": 0.01})
+    with mock.patch.object(schedule, "LARGE", run.large), pieces_of_any_size:
+        ring_fetches.cache_clear()  # what is kept there depends on it
+        by_rank = run_threads(
+            attention_rank,
+            run.topology.world_size,
+            run,
+            launches=run.launches,
+            seed=run.number,
+        )
+    return attention_error(run, by_rank)
+
+
+def attention_error(run: AttentionRun, by_rank) -> float:
+    """Return the largest relative error of a gradient. by_rank: what `attention_rank` returns."""
+    wanted_weight, wanted_tokens = _reference(run)
+    found_tokens = [torch.full_like(x, torch.nan) for x in wanted_tokens]
+    errors = []
+    for weight, rows in by_rank:
+        errors.append(_error(torch.from_numpy(weight), wanted_weight))
+        for sequence, position, gradient in rows:
+            found_tokens[sequence][position] = torch.from_numpy(gradient)
+    errors.append(_error(torch.cat(found_tokens), torch.cat(wanted_tokens)))
+    return _largest(errors)
+
+
+def attention_rank(rank, world_size, run):
+    """The gradient of the weight, summed over all ranks, and (sequence, position, gradient) of
+    every token that this rank has outside of attention."""
+    communicator = join(run.topology, use_blocks=run.use_blocks)
+    weight = _weight(run)
+    weight.grad = torch.zeros_like(weight)
+    found = []
+    for index, micro_batch in enumerate(run.plan.micro_batches):
+        shards = [make_shard(micro_batch, run.plan.lengths, r) for r in range(world_size)]
+        if micro_batch.remap:
+            shards = [
+                remapped(shard, micro_batch, run.plan.lengths, run.topology) for shard in shards
+            ]
+        if shards[rank].zones or shards[rank].linear_tokens:
+            found += _run_shard(shards, weight, run, communicator)
+        if reduces_after(index, len(run.plan.micro_batches)):
+            communicator.all_reduce(weight.grad)
+    return weight.grad.numpy(), found
+
+
+def reduces_after(index: int, micro_batches: int) -> bool:
+    """Whether gradients are summed over all ranks after this micro-batch: after the last one."""
+    return index == micro_batches - 1
+
+
+def _run_shard(shards, weight, run, communicator):
+    """Forward and backward of one micro-batch; (sequence, position, gradient) of every token."""
+    rank = communicator.rank
+    seq_ctx = SequenceContext(
+        shards[rank],
+        communicator,
+        choose_kernel(CPU, torch.float64, HEAD_DIM),
+        CPU,
+        attention_remat=run.keeps_attention,
+        deterministic=run.deterministic,
+        links=run.links,
+    )
+    tokens = _tokens(run)
+    rows = _linear_rows(shards, rank)
+    x = _stack([tokens[sequence][position] for sequence, position in rows], run)
+    x.requires_grad_()
+    y = x * weight
+    for layer in range(run.layers):
+        y = _layer(y, layer, run, seq_ctx)
+    y.square().sum().backward()
+    gradients = x.grad.numpy()
+    return [(*row, gradient) for row, gradient in zip(rows, gradients, strict=True)]
+
+
+def _layer(y, layer, run, seq_ctx):
+    """[tokens, heads, head_dim] -> the same shape."""
+
+    def attend(x):
+        out = sequence_parallel_attention(*_qkv(x, layer, run), seq_ctx)
+        return out.tanh()
+
+    if run.checkpoints:
+        return checkpoint(attend, y, use_reentrant=False)
+    return attend(y)
+
+
+def _qkv(x, layer, run):
+    """[tokens, heads, head_dim] -> q of the same shape, k and v [tokens, kv_heads, head_dim]."""
+    kv_heads = run.heads[1]
+    return x * (1 + layer), x[:, :kv_heads], x[:, -kv_heads:] * 2
+
+
+def _linear_rows(shards: list[Shard], rank: int) -> list[tuple[int, int]]:
+    """(sequence, position) of every row of a rank outside of attention."""
+    rows = _kept_and_given(shards[rank])
+    own = rows.pop(None)
+    for move in shards[rank].moves:
+        if move.target == rank:
+            own = own + _kept_and_given(shards[move.source])[rank]
+    return own
+
+
+def _kept_and_given(shard: Shard) -> dict[int | None, list[tuple[int, int]]]:
+    """The rows that a rank keeps outside of attention, by None, and gives, by the peer."""
+    rows = [(s.sequence, n) for s in shard.slices for n in range(s.start, s.stop)]
+    kept = len(rows) - sum(tokens for _, tokens in shard.given)
+    parts = {None: rows[:kept]}
+    start = kept
+    for peer, count in shard.given:
+        parts[peer] = rows[start : start + count]
+        start += count
+    return parts
+
+
+def _tokens(run: AttentionRun) -> list[torch.Tensor]:
+    """By sequence: [length, heads, head_dim]."""
+    generator = torch.Generator().manual_seed(run.number)
+    options = {"generator": generator, "dtype": torch.float64}
+    return [torch.randn(n, run.heads[0], HEAD_DIM, **options) for n in run.plan.lengths]
+
+
+def _weight(run: AttentionRun) -> torch.Tensor:
+    """[heads, head_dim]"""
+    generator = torch.Generator().manual_seed(run.number + 1)
+    shape = (run.heads[0], HEAD_DIM)
+    return torch.randn(shape, generator=generator, dtype=torch.float64).requires_grad_()
+
+
+def _stack(rows: list[torch.Tensor], run: AttentionRun) -> torch.Tensor:
+    """Rows [heads, head_dim] -> [rows, heads, head_dim]; there may be none."""
+    if rows:
+        return torch.stack(rows)
+    return torch.empty(0, run.heads[0], HEAD_DIM, dtype=torch.float64)
+
+
+def _reference(run):
+    """The gradients of the weight, and of the tokens by sequence, on one process."""
+    weight = _weight(run)
+    leaves = [x.requires_grad_() for x in _tokens(run)]
+    for leaf in leaves:
+        y = leaf * weight
+        for layer in range(run.layers):
+            y = dense_attention(*_qkv(y, layer, run)).tanh()
+        y.square().sum().backward()
+    return weight.grad, [leaf.grad for leaf in leaves]
+
+
+def _error(found: torch.Tensor, wanted: torch.Tensor) -> float:
+    return float((found - wanted).norm() / wanted.norm())
+
+
+def _largest(errors: list[float]) -> float:
+    """NaN counts as the largest."""
+    return max(errors, key=lambda error: (math.isnan(error), error))
+
+
+# ---- pipelines
+
+
+@functools.cache
+def _model(layers: int, tied: bool):
+    return tiny_llama(
+        num_hidden_layers=layers, hidden_size=16, intermediate_size=16, tie_word_embeddings=tied
+    )
+
+
+def run_pipeline(run: PipelineRun) -> float:
+    """Train and evaluate one step on all ranks; return the largest relative error of a gradient,
+    or of a loss."""
+    examples = documents(run.plan.lengths)
+    model = _model(run.layers, run.number % 2 == 0)
+    targets = sum(label != -100 for e in examples for label in e["labels"][1:])
+    wanted_loss, wanted = reference_gradients(copy.deepcopy(model), examples)
+    by_rank = run_threads(
+        _pipeline_rank,
+        run.stages * run.degree,
+        run,
+        model,
+        columns_of(run.plan, examples),
+        targets,
+        launches=run.launches,
+        seed=run.number,
+    )
+    errors = []
+    for way in ("trained", "evaluated"):
+        loss = sum(float(found[way]) for found in by_rank)
+        errors.append(abs(loss - wanted_loss))
+    for found in by_rank:
+        gradients = found["gradients"]
+        own = {name: wanted[name] for name in gradients}
+        errors += relative_errors(gradients, own, floor_of=wanted).values()
+    return _largest(errors)
+
+
+def _pipeline_rank(rank, world_size, run, model, columns, targets):
+    executor = make_executor(copy.deepcopy(model), run.stages, run.degree, join(), run.virtual)
+    trained = executor.train(run.plan, columns, targets)
+    sum_gradients(executor.stage, executor.neighbours)
+    gradients = {name: p.grad.clone() for name, p in executor.stage.global_parameters()}
+    evaluated = executor.evaluate(run.plan, columns, targets)
+    return {"trained": trained, "evaluated": evaluated, "gradients": gradients}
+
+
+# ---- all of them, and what they had
+
+
+def error_of(drawn: Run) -> float:
+    """Return the largest relative error of a run."""
+    if isinstance(drawn, PipelineRun):
+        return run_pipeline(drawn)
+    return run_attention(drawn)
+
+
+class Used:
+    """Counts exchanges that were routed, and those that took a collective."""
+
+    def __init__(self) -> None:
+        self.routed = 0
+        self.collectives = 0
+
+    def __enter__(self) -> "Used":
+        self._post = RoutedExchange.post
+        self._all_to_all = ThreadGroup.all_to_all
+
+        def post(*args, **options):
+            self.routed += 1
+            return self._post(*args, **options)
+
+        def all_to_all(*args, **options):
+            self.collectives += 1
+            return self._all_to_all(*args, **options)
+
+        RoutedExchange.post = post
+        ThreadGroup.all_to_all = all_to_all
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        RoutedExchange.post = self._post
+        ThreadGroup.all_to_all = self._all_to_all
+
+
+def had(drawn: Run, used: Used) -> set[str]:
+    """What a run was made of."""
+    found = {drawn.launches.name}
+    if isinstance(drawn, PipelineRun):
+        found |= {"pipeline", f"{drawn.stages * drawn.degree} ranks"}
+        if drawn.degree > 1:
+            found |= {"pipeline: ranks share chunks", "degree above 1"}
+        if drawn.virtual > 1:
+            found.add("pipeline: several stages per rank")
+        return found
+    topology = drawn.topology
+    found |= {f"{topology.world_size} ranks", f"{topology.nodes} nodes"}
+    groups = [group for micro_batch in drawn.plan.micro_batches for group in micro_batch.groups]
+    found |= {group.strategy for group in groups}
+    if any(group.degree > 1 for group in groups):
+        found.add("degree above 1")
+    if any(
+        len(micro_batch.groups_of(rank)) > 1
+        for micro_batch in drawn.plan.micro_batches
+        for rank in range(topology.world_size)
+    ):
+        found.add("several zones on a rank")
+    named = {
+        "remapped": any(micro_batch.remap for micro_batch in drawn.plan.micro_batches),
+        "routed": used.routed > 0,
+        "collectives of blocks": used.collectives > 0,
+        "checkpointing": drawn.checkpoints,
+        "checkpointing, attention kept": drawn.checkpoints and drawn.keeps_attention,
+        "deterministic": drawn.deterministic,
+        "three layers": drawn.layers == 3,
+    }
+    return found | {name for name, is_so in named.items() if is_so}
+
+
+def run_all(numbers: range) -> Counter[str]:
+    """Run these numbers; return how many had what. Raises AssertionError naming the first run that
+    fails, or whose gradients are not those of one process."""
+    counts: Counter[str] = Counter()
+    for number in numbers:
+        drawn = draw(number)
+        with Used() as used:
+            try:
+                error = error_of(drawn)
+            except (AssertionError, RuntimeError, ValueError) as failed:
+                raise AssertionError(f"run {number} fails: {drawn}") from failed
+        assert error <= MOST_ERROR, f"run {number} is off by {error}: {drawn}"
+        counts.update(had(drawn, used))
+        counts["all"] += 1
+    return counts
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--first", type=int, default=0, help="number of the first run")
+    parser.add_argument("--count", type=int, default=10_000, help="how many runs")
+    asked = parser.parse_args()
+    torch.set_num_threads(1)
+    start = time.perf_counter()
+    busy = time.process_time()
+    counts = run_all(range(asked.first, asked.first + asked.count))
+    print("| runs with | number |")
+    print("|---|---|")
+    for name, count in sorted(counts.items(), key=lambda item: (-item[1], item[0])):
+        print(f"| {name} | {count:,} |")
+    print()
+    print(f"No hang; all gradients are within {MOST_ERROR:g} of one process.")
+    print(f"{time.perf_counter() - start:.0f} s, {time.process_time() - busy:.0f} s of one core.")
+
+
+if __name__ == "__main__":
+    main()

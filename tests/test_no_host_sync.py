@@ -1,0 +1,417 @@
+"""No layer makes the host wait for the device: attention of every strategy, the chunks of a
+pipeline, the loss and a model, forward and backward, on tensors without data."""
+
+from contextlib import nullcontext
+
+import pytest
+import torch
+from torch.utils.checkpoint import checkpoint
+
+from hf_flexseq.attention import (
+    SequenceContext,
+    allgather,
+    heads,
+    hybrid,
+    relayout,
+    remat,
+    ring,
+    sequence_parallel_attention,
+    turns,
+    ulysses,
+)
+from hf_flexseq.hf.attention import NAME, PIPELINE_NAME
+from hf_flexseq.hf.model.loss import attach_chunked_loss
+from hf_flexseq.kernels import chunked_loss, segments
+from hf_flexseq.kernels.reference import Reference
+from hf_flexseq.kernels.torch_varlen import TorchVarlen
+from hf_flexseq.kernels.upload import to_device
+from hf_flexseq.pipeline.carry import KVCarry
+from hf_flexseq.pipeline.context import ChunkContext
+from hf_flexseq.pipeline.executor import PipelineExecutor
+from hf_flexseq.pipeline.stages import cut
+from hf_flexseq.pipeline.ulysses import Sharing
+from hf_flexseq.plan import Group, MicroBatch
+from hf_flexseq.plan.pipeline import Chunk
+from hf_flexseq.plan.shard import Slice, make_shard, remapped
+from hf_flexseq.schedule.routing import NicFigures
+from hf_flexseq.steps.inputs import model_inputs
+from hf_flexseq.topology import Topology
+from tests.hf.tiny import VOCAB, tiny_llama
+from tests.no_sync import META, HostSync, NoHostSync, alone
+from tests.pipeline import test_executor as pipeline
+from tests.pipeline.test_exactness import columns_of
+
+HEAD_DIM = 8
+LAYERS = 2
+LENGTHS = (37, 12, 3, 1, 20)
+FOUR = tuple(range(4))
+RANKS = (0, 3)  # that run, of four: those in most groups and in fewest, with unequal heads
+# query heads and KV heads
+DIVIDING = (8, 4)  # over 4 ranks: a KV head each
+UNEVEN = (7, 7)  # 1 or 2 each
+REPEATED = (30, 6)  # 7 or 8 query heads each; a piece of rank 3 reads two KV heads unequally
+TWO_NODES = Topology(nodes=2, ranks_per_node=2)
+SIZES = {"hidden_size": 80, "num_attention_heads": 10, "num_key_value_heads": 5}  # of a model
+# Over these every transfer that leaves a NIC idle is routed.
+LINKS = NicFigures(
+    ranks_per_node=2, nics_per_node=2, inside_s=1e-15, across_s=1e-9, transfer_s=0.0
+)
+
+
+@pytest.fixture(autouse=True)
+def like_a_gpu_of_few_rows(monkeypatch):
+    """Heads come and go in pieces, and what a checkpointed layer keeps does not depend on the mode
+    that watches it."""
+    monkeypatch.setitem(heads.PIECE_ROWS, "cuda", 1)
+    monkeypatch.setattr(ulysses, "HEAD_PIECES", 2)
+    monkeypatch.setattr(remat, "_in_dispatch_mode", lambda: False)
+
+
+def group(ranks, sequences, strategy):
+    return Group(ranks=tuple(ranks), sequences=tuple(sequences), strategy=strategy)
+
+
+def one_group(strategy):
+    return MicroBatch(groups=(group(FOUR, range(len(LENGTHS)), strategy),))
+
+
+def nested(remap=False):
+    """Groups of 4, 2 and 1 ranks; rank 3 works in the first one alone."""
+    return MicroBatch(
+        groups=(
+            group(FOUR, [0], "zigzag"),
+            group((0, 1), [4], "ulysses"),
+            group((2,), [1, 2], "local"),
+            group((0,), [3], "local"),
+        ),
+        remap=remap,
+    )
+
+
+STRATEGIES = ("ulysses", "zigzag", "balanced", "allgather", "hybrid")
+MICRO_BATCHES = {strategy: (one_group(strategy), {}) for strategy in STRATEGIES}
+MICRO_BATCHES |= {
+    "nested": (nested(), {}),
+    "remapped": (nested(remap=True), {}),
+    "routed": (nested(remap=True), {"links": LINKS}),
+    "deterministic": (nested(), {"deterministic": True}),
+}
+
+
+def context(monkeypatch, rank, name, kernel=None, **more):
+    micro_batch, options = MICRO_BATCHES[name]
+    shard = make_shard(micro_batch, LENGTHS, rank)
+    if micro_batch.remap:
+        shard = remapped(shard, micro_batch, LENGTHS, TWO_NODES)
+    communicator = alone(rank, TWO_NODES)
+    return SequenceContext(shard, communicator, kernel or TorchVarlen(), META, **options, **more)
+
+
+def attend(x, seq_ctx, kv_heads):
+    """x [tokens, heads, head_dim] -> the same shape."""
+    k = x[:, :kv_heads] * 2
+    v = x[:, :kv_heads] * 3
+    return x + sequence_parallel_attention(x, k, v, seq_ctx)
+
+
+def run_layers(seq_ctx, number_of_heads, *, checkpointed=False, dtype=torch.bfloat16):
+    """Forward and backward of some layers on tensors without data."""
+    query_heads, kv_heads = number_of_heads
+    x = torch.empty(
+        seq_ctx.linear_tokens, query_heads, HEAD_DIM, dtype=dtype, device=META, requires_grad=True
+    )
+    y = x
+    for _ in range(LAYERS):
+        if checkpointed:
+            y = checkpoint(attend, y, seq_ctx, kv_heads, use_reentrant=False)
+        else:
+            y = attend(y, seq_ctx, kv_heads)
+    y.sum().backward()
+    assert x.grad.shape == x.shape
+
+
+# ---- what is allowed
+
+
+HEADS = [(name, REPEATED) for name in MICRO_BATCHES]
+HEADS += [(name, number) for name in ("ulysses", "hybrid") for number in (DIVIDING, UNEVEN)]
+
+
+@pytest.mark.parametrize("name, number_of_heads", HEADS)
+def test_attention_never_waits(monkeypatch, name, number_of_heads):
+    for rank in RANKS:
+        with NoHostSync() as mode:
+            seq_ctx = context(monkeypatch, rank, name)
+            run_layers(seq_ctx, number_of_heads)
+            uploads = mode.uploads
+            run_layers(seq_ctx, number_of_heads)
+            assert mode.uploads == uploads, "layers copy again what the first ones have copied"
+
+
+@pytest.mark.parametrize("attention_remat", [True, False])
+@pytest.mark.parametrize("name", MICRO_BATCHES)
+def test_attention_of_checkpointed_layers_never_waits(monkeypatch, name, attention_remat):
+    for rank in RANKS:
+        with NoHostSync():
+            seq_ctx = context(monkeypatch, rank, name, attention_remat=attention_remat)
+            run_layers(seq_ctx, REPEATED, checkpointed=True)
+
+
+@pytest.mark.parametrize("name", ["balanced", "ulysses"])
+def test_attention_never_waits_with_another_kernel_in_another_dtype(monkeypatch, name):
+    for rank in RANKS:
+        with NoHostSync():
+            seq_ctx = context(monkeypatch, rank, name, Reference())
+            run_layers(seq_ctx, REPEATED, dtype=torch.float32)
+
+
+def test_a_rank_that_runs_repeats_kv_heads():
+    pieces = heads.head_pieces(*REPEATED, len(FOUR), 2)
+    assert any(piece.shares[RANKS[-1]].query2kv for piece in pieces)
+
+
+CHUNKS = (
+    ((0, 0, 30),),
+    ((0, 30, 31),),
+    ((0, 31, 37), (1, 0, 12), (3, 0, 1)),
+    ((2, 0, 3), (4, 0, 20)),
+)
+
+
+def run_chunks(monkeypatch, ranks, *, checkpointed=False):
+    """Forward and backward of chunks on a stage, which `ranks` ranks share."""
+    query_heads, kv_heads = REPEATED
+    for rank in RANKS[:ranks]:
+        communicator = alone(rank, TWO_NODES)
+        sharing = Sharing(communicator, FOUR, rank) if ranks > 1 else None
+        carry = KVCarry(TorchVarlen())
+        outs = []
+        with NoHostSync():
+            for slices in CHUNKS:
+                parts = tuple(Slice(sequence=i, start=a, stop=b) for i, a, b in slices)
+                chunk = Chunk(unit=0, index=0, slices=parts)
+                chunk_context = ChunkContext(chunk, LENGTHS, carry, META, sharing=sharing)
+                y = torch.empty(
+                    chunk_context.tokens,
+                    query_heads,
+                    HEAD_DIM,
+                    dtype=torch.bfloat16,
+                    device=META,
+                    requires_grad=True,
+                )
+                for layer in range(LAYERS):
+                    seq_ctx = chunk_context.of_layer(layer, keeps_grad=True)
+                    if checkpointed:
+                        y = checkpoint(attend, y, seq_ctx, kv_heads, use_reentrant=False)
+                    else:
+                        y = attend(y, seq_ctx, kv_heads)
+                outs.append(y)
+            for out in reversed(outs):
+                out.sum().backward()
+        carry.check_empty()
+
+
+@pytest.mark.parametrize("checkpointed", [False, True])
+@pytest.mark.parametrize("ranks", [1, 4])
+def test_the_chunks_of_a_pipeline_never_wait(monkeypatch, ranks, checkpointed):
+    run_chunks(monkeypatch, ranks, checkpointed=checkpointed)
+
+
+def run_loss(backend, dtype, monkeypatch):
+    chosen = chunked_loss.Backend("chosen", backend, "by the test")
+    monkeypatch.setattr(chunked_loss, "choose_backend", lambda hidden, weight: chosen)
+    monkeypatch.setattr(chunked_loss, "chunk_rows", lambda width, vocab, itemsize: 7)
+    with torch.device(META):
+        hidden = torch.empty(20, 8, dtype=dtype, requires_grad=True)
+        weight = torch.empty(VOCAB, 8, dtype=dtype, requires_grad=True)
+        bias = torch.empty(VOCAB, dtype=dtype, requires_grad=True)
+        targets = torch.empty(20, dtype=torch.int64)
+    with NoHostSync():
+        chunked_loss.chunked_cross_entropy_sum(hidden, weight, bias, targets).backward()
+    assert hidden.grad.shape == hidden.shape
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_the_chunked_loss_never_waits(monkeypatch, dtype):
+    run_loss(chunked_loss.loop_sum, dtype, monkeypatch)
+
+
+@pytest.mark.skipif(
+    not hasattr(torch.nn, "LinearCrossEntropyOptions"), reason="torch has no such loss"
+)
+def test_torch_s_chunked_loss_never_waits(monkeypatch):
+    run_loss(chunked_loss.torch_sum, torch.float32, monkeypatch)
+
+
+def without_autocast(monkeypatch):
+    """autocast does not know the device."""
+    monkeypatch.setattr(torch, "is_autocast_enabled", lambda device_type: False)
+    monkeypatch.setattr(torch, "autocast", lambda device_type, enabled: nullcontext())
+
+
+def run_model(monkeypatch, rank, *, checkpointed):
+    """A step of a model: tokens from the host to the device, forward, loss and backward."""
+    without_autocast(monkeypatch)
+    model = tiny_llama(torch.bfloat16, **SIZES).to(META)
+    model.set_attn_implementation(NAME)
+    assert attach_chunked_loss(model) is not None
+    if checkpointed:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    model.train()
+    micro_batch, _ = MICRO_BATCHES["remapped"]
+    shard = remapped(make_shard(micro_batch, LENGTHS, rank), micro_batch, LENGTHS, TWO_NODES)
+    names = ("input_ids", "labels", "position_ids")
+    columns = {name: torch.zeros(shard.linear_tokens, dtype=torch.int64) for name in names}
+    with NoHostSync() as mode:
+        ((_, inputs),) = model_inputs(
+            [shard],
+            [columns],
+            lockstep=True,
+            device=META,
+            make_context=lambda shard: context(monkeypatch, rank, "remapped"),
+        )
+        assert mode.uploads >= len(names)
+        items = torch.full((), sum(LENGTHS), device=META)
+        model(**inputs, use_cache=False, num_items_in_batch=items).loss.backward()
+    assert all(p.grad is not None for p in model.parameters())
+
+
+@pytest.mark.parametrize("checkpointed", [False, True])
+def test_a_model_never_waits(monkeypatch, checkpointed):
+    for rank in RANKS:
+        run_model(monkeypatch, rank, checkpointed=checkpointed)
+
+
+@pytest.mark.parametrize("checkpointed", [0, pipeline.LAYERS])
+@pytest.mark.parametrize("ends", ["0B0.2 0B0.1 0B0.0", "0I0.2 0I0.1 0W0.2 0I0.0 0W0.1 0W0.0"])
+@pytest.mark.parametrize("ranks", [1, 4])
+def test_a_stage_never_waits(monkeypatch, ranks, ends, checkpointed):
+    without_autocast(monkeypatch)
+    plan = pipeline.plan_of(f"{pipeline.FORWARDS} {ends}", checkpointed)
+    model = tiny_llama(torch.bfloat16, **SIZES)
+    model.set_attn_implementation(PIPELINE_NAME)
+    stage = cut(model.train(), 0, 1)
+    model.to(META)
+    assert attach_chunked_loss(model) is not None
+    sharing = None
+    if ranks > 1:
+        sharing = Sharing(alone(RANKS[-1], TWO_NODES), FOUR, RANKS[-1])
+    executor = PipelineExecutor(stage, None, TorchVarlen(), sharing=sharing)
+    columns = []
+    for on_host in columns_of(plan, pipeline.EXAMPLES):
+        columns.append({name: to_device(value, META) for name, value in on_host.items()})
+    with NoHostSync():
+        executor.train(plan, columns, pipeline.TARGETS)
+    executor.detach()
+    assert all(p.grad is not None for p in model.parameters())
+
+
+# ---- what is refused
+
+
+def run_rank_by_rank(monkeypatch, name):
+    for rank in RANKS:
+        with NoHostSync():
+            run_layers(context(monkeypatch, rank, name), REPEATED)
+
+
+def by_list(repeats, x, share):
+    return x if share.query2kv is None else x[:, list(share.query2kv)]
+
+
+def made_on_the_device(repeats, query2kv, device):
+    return torch.tensor(query2kv, device=device)
+
+
+def not_pinned(host, device):
+    return host.to(device, non_blocking=True)
+
+
+def left_on_the_host(host, device):
+    return host
+
+
+def made_with(read):
+    """`merge_partials` that first does something with the log-sum-exp."""
+
+    def merge(out, lse, call_out, call_lse):
+        read(lse)
+        return merge_partials(out, lse, call_out, call_lse)
+
+    merge_partials = ring.merge_partials
+    return merge
+
+
+def read_in_the_ring(read):
+    """The fault of a ring that first does something with a log-sum-exp."""
+    return "balanced", ring, "merge_partials", made_with(read)
+
+
+# the groups, what is replaced where and by what, and words of the error
+FAULTS = {
+    "a list as an index": (
+        ("ulysses", heads.Repeats, "repeated", by_list),
+        "is a list",
+    ),
+    "an index made in a layer": (
+        ("ulysses", heads.Repeats, "_index", made_on_the_device),
+        "numbers of the host",
+    ),
+    "rows left on the host": (
+        ("zigzag", turns, "to_device", left_on_the_host),
+        "tensor of the host",
+    ),
+    "lengths": (("balanced", segments, "to_device", not_pinned), "not pinned"),
+    "rows of a ring": (("balanced", turns, "to_device", not_pinned), "not pinned"),
+    "rows of a gather": (("allgather", allgather, "to_device", not_pinned), "not pinned"),
+    "the order of a hybrid": (("hybrid", hybrid, "to_device", not_pinned), "not pinned"),
+    "rows of a layout": (("deterministic", relayout, "to_device", not_pinned), "not pinned"),
+    "an item": (read_in_the_ring(lambda lse: lse.sum().item()), "reads from"),
+    "a list": (read_in_the_ring(lambda lse: lse.tolist()), "to the host|reads from"),
+    "a truth value": (read_in_the_ring(lambda lse: bool((lse > 0).any())), "reads from"),
+    "a mask as an index": (read_in_the_ring(lambda lse: lse[lse > 0]), "reads from"),
+    "a copy to the host": (read_in_the_ring(lambda lse: lse.cpu()), "to the host"),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_planted_fault_is_caught(monkeypatch, fault):
+    (name, owner, attribute, replacement), words = FAULTS[fault]
+    monkeypatch.setattr(owner, attribute, replacement)
+    with pytest.raises(HostSync, match=words):
+        run_rank_by_rank(monkeypatch, name)
+
+
+def test_an_item_in_a_chunk_is_caught(monkeypatch):
+    fault = made_with(lambda lse: lse.sum().item())
+    monkeypatch.setattr("hf_flexseq.pipeline.carry.merge_partials", fault)
+    with pytest.raises(HostSync, match="reads from"):
+        run_chunks(monkeypatch, 1)
+
+
+def test_targets_that_are_counted_are_caught(monkeypatch):
+    run = chunked_loss._Chunks.run
+
+    def compacted(chunks, targets, start):
+        run(chunks, targets[targets != -100], start)
+
+    monkeypatch.setattr(chunked_loss._Chunks, "run", compacted)
+    with pytest.raises(HostSync, match="reads from"):
+        run_loss(chunked_loss.loop_sum, torch.bfloat16, monkeypatch)
+
+
+def test_columns_that_are_not_pinned_are_caught(monkeypatch):
+    monkeypatch.setattr("hf_flexseq.steps.inputs.to_device", not_pinned)
+    with pytest.raises(HostSync, match="not pinned"):
+        run_model(monkeypatch, 0, checkpointed=False)
+
+
+def test_copies_in_every_layer_are_counted(monkeypatch):
+    seq_ctx = context(monkeypatch, RANKS[-1], "ulysses")
+    with NoHostSync() as mode:
+        run_layers(seq_ctx, REPEATED)
+        (zone,) = seq_ctx.zones
+        zone.repeats = heads.Repeats()
+        uploads = mode.uploads
+        run_layers(seq_ctx, REPEATED)
+    assert mode.uploads == uploads + 1
