@@ -5,7 +5,7 @@ than this: how many nodes there are and how many ranks each holds. Ranks are num
 as every launcher does.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 
@@ -42,11 +42,37 @@ class Topology:
             )
         return cls(nodes=world_size // local_world_size, ranks_per_node=local_world_size)
 
+    @classmethod
+    def from_hosts(cls, hosts: Sequence[str]) -> "Topology":
+        """Return the topology of ranks on these hosts, by rank.
+
+        Raises ValueError when hosts have different numbers of ranks, or ranks are not numbered
+        host by host.
+        """
+        ranks_per_node = hosts.count(hosts[0])
+        topology = cls.from_world(len(hosts), ranks_per_node)
+        for node in topology.node_ranks():
+            names = {hosts[rank] for rank in node}
+            if len(names) > 1 or hosts.count(hosts[node[0]]) != ranks_per_node:
+                raise ValueError(
+                    f"ranks {node[0]} to {node[-1]} should share a machine, but the hosts of all "
+                    f"ranks are {', '.join(hosts)}: start the same number of processes on every "
+                    "node, and number them node by node"
+                )
+        return topology
+
+    def node_of(self, rank: int) -> int:
+        """Return the node that `rank` sits on."""
+        return rank // self.ranks_per_node
+
+    def node_ranks(self) -> list[range]:
+        """Return the ranks of each node."""
+        per_node = self.ranks_per_node
+        return [range(node * per_node, (node + 1) * per_node) for node in range(self.nodes)]
+
     def spans_nodes(self, start: int, stop: int) -> bool:
         """Return whether ranks [start, stop) sit on more than one node."""
-        first_node = start // self.ranks_per_node
-        last_node = (stop - 1) // self.ranks_per_node
-        return first_node != last_node
+        return self.node_of(start) != self.node_of(stop - 1)
 
     def allows(self, start: int, stop: int) -> bool:
         """Return whether ranks [start, stop) may form a group: inside one node, or made of whole
@@ -75,6 +101,16 @@ class Topology:
         for start, stop in _aligned_ranges(self.nodes):
             blocks.add((start * per_node, stop * per_node))
         yield from sorted(blocks, key=lambda block: (block[0] - block[1], block))
+
+    def blocks_of(self, degree: int) -> list[tuple[int, int]]:
+        """Return the aligned blocks [start, stop) of `degree` ranks, which are disjoint; none
+        where that is no degree of a block."""
+        blocks = []
+        for start, stop in self.aligned_blocks():
+            # A node of 6 ranks has blocks of 6, 4 and 2; of two nodes, the 12 stand alone.
+            if stop - start == degree:
+                blocks.append((start, stop))
+        return blocks
 
 
 def _aligned_ranges(count: int) -> Iterator[tuple[int, int]]:

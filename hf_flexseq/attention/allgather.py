@@ -26,10 +26,12 @@ import torch
 from hf_flexseq.attention.turns import Rows, name_chunks
 from hf_flexseq.attention.types import Saved, Tensors
 from hf_flexseq.attention.weave import END, ZoneSteps
-from hf_flexseq.distributed.communicator import Channel, Exchange, Label
+from hf_flexseq.distributed.communicator import Channel, Exchange
 from hf_flexseq.distributed.tags import gather_leg, return_leg
+from hf_flexseq.distributed.transport import Label
 from hf_flexseq.kernels import Kernel, lse_dtype
 from hf_flexseq.kernels.segments import Segments
+from hf_flexseq.kernels.upload import to_device
 from hf_flexseq.plan.shard import Cut, Zone, cuts, held_chunks
 from hf_flexseq.schedule.attention import ChunkKey
 from hf_flexseq.schedule.gather import Hop, gather_hops
@@ -245,7 +247,7 @@ def _leg(hops: Sequence[Hop], zone: Zone, gathered: GatheredChunks, device: torc
     # 2. one message to or from each of them
     sent = []
     for i, chunks in sorted(chunks_to.items()):
-        index = gathered.rows(chunks).to(device)
+        index = to_device(gathered.rows(chunks), device)
         rows = Rows(len(index), index)
         sent.append(ChunkMessage(zone.group.ranks[i], rows, tuple(chunks)))
     received = []
@@ -272,4 +274,4 @@ def _kernel_call(
             k_lens.append(cut.tokens(read))
             key_rows.append(gathered.rows((sequence, earlier) for earlier in read))
     segments = Segments(q_lens, k_lens, causal=True, device=device)
-    return torch.cat(key_rows).to(device), segments
+    return to_device(torch.cat(key_rows), device), segments

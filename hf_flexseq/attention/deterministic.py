@@ -1,35 +1,49 @@
 """Attention whose bits do not depend on the degree, the strategy, or which rank holds what:
 `deterministic=True`.
 
-Kernels round in an order that depends on the shape of a call, and sums depend on the order of
+Kernels round in an order that depends on the shape of a sequence, and sums depend on the order of
 their terms. So here
 
 1. every sequence lies on one grid of blocks of `BLOCK` tokens from its start, whoever holds them;
-2. one kernel call computes one block of queries over one block of keys, at degree 1 as at any
-   other;
+2. every pair of a block of queries and a block of keys is a sequence of its own for the kernel, at
+   degree 1 as at any other, and one varlen call takes many of them (`block_pairs.py`);
 3. a block belongs to one rank, the one that holds its first token, which fetches the queries and
    keys it needs;
-4. that rank merges the block's outputs and sums its dQ in the order of the keys, and sums the dK
-   and dV of its keys in the order of the queries, over the whole sequence, in float32 (float64 for
-   float64).
+4. that rank merges the block's outputs and sums its dQ from the nearest keys to the farthest, and
+   sums the dK and dV of its keys in the order of the queries, over the whole sequence, in float32
+   (float64 for float64).
 
 Nothing is summed across ranks, so nothing depends on how many there are. In the backward a pair of
 blocks of two ranks is computed by both: the one has the sum over keys, the other the sum over
-queries. Rejected: sending every pair's dK and dV to their owner to be summed there, which computes
-them once but moves as many bytes as there are pairs.
+queries. The price is rounds of small sums, copies of blocks, up to two backwards' work, and no
+overlap inside a zone; `slowdown` measures the first two. The layout is the strategy's, the
+traffic about that of `allgather`. A result of 16 bits is rounded after every block of keys;
+elsewhere it is rounded once.
 
-The price is many small calls, up to two backwards' work, and no overlap inside a zone; `slowdown`
-measures the first. The layout is the strategy's, the traffic about that of `allgather`. A result
-of 16 bits is rounded after every block of keys; elsewhere it is rounded once.
+Rejected:
+
+* a kernel call for each pair, which gives the same guarantee with a Python loop and some 20
+  launches for each of 33,000 pairs at 32K tokens;
+* one sequence of many blocks of queries over a block of keys, which saves the copies of keys, but
+  libraries then tile the queries by how many there are;
+* sending every pair's dK and dV to their owner to be summed there, which computes them once but
+  moves as many bytes as there are pairs.
 """
 
-import functools
+import math
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
 
+from hf_flexseq.attention.block_pairs import (
+    BLOCK,
+    PaddedBlocks,
+    SequenceBlocks,
+    backward_rounds,
+    forward_rounds,
+)
 from hf_flexseq.attention.local import LocalZone
 from hf_flexseq.attention.relayout import Relayout
 from hf_flexseq.attention.ring import merge
@@ -39,81 +53,29 @@ from hf_flexseq.attention.weave import END, ZoneSteps, run_zones
 from hf_flexseq.distributed.communicator import Channel, Communicator
 from hf_flexseq.distributed.tags import BLOCK_KEYS, BLOCK_QUERIES, BLOCK_RESULTS
 from hf_flexseq.kernels import Kernel, lse_dtype
-from hf_flexseq.kernels.segments import Segments
 from hf_flexseq.plan import Group, MicroBatch
 from hf_flexseq.plan.shard import Slice, Zone, group_slices, make_shard
 
-# Tokens of a block: one tile of the CUDA kernels in the direction in which they would add
-# atomically.
-BLOCK = 128
+# Elements that torch's functions on the CPU leave to one thread. Of more elements each thread has
+# a share, and exponentials are rounded otherwise at the end of a share than within it.
+SERIAL_ELEMENTS = 32768
 
-EVERY_ROW = Rows(BLOCK, None)
-SLOWDOWN_RUNS = 4  # times that `slowdown` measures each attention
-
-
-class KeyBlocks(NamedTuple):
-    """The blocks of one sequence that a rank works on: as queries and as keys."""
-
-    sequence: int  # id in the step
-    length: int  # tokens of the sequence
-    numbers: tuple[int, ...]  # of the blocks, counted from the start of the sequence, ascending
-
-    def block(self, number: int) -> Slice:
-        """The tokens of a block of the sequence; the last one may be shorter than `BLOCK`."""
-        start = number * BLOCK
-        stop = min(start + BLOCK, self.length)
-        return Slice(sequence=self.sequence, start=start, stop=stop)
-
-    @property
-    def slices(self) -> list[Slice]:
-        """The tokens of these blocks."""
-        return [self.block(number) for number in self.numbers]
-
-    @property
-    def readers(self) -> Slice:
-        """The tokens from the first of these blocks on: their queries read keys of the blocks."""
-        start = self.block(self.numbers[0]).start
-        return Slice(sequence=self.sequence, start=start, stop=self.length)
-
-    @property
-    def read(self) -> Slice:
-        """The tokens up to the last of these blocks: queries of the blocks read their keys."""
-        stop = self.block(self.numbers[-1]).stop
-        return Slice(sequence=self.sequence, start=0, stop=stop)
-
-    def pairs(self) -> Iterator[tuple[int, int]]:
-        """Yield (block of queries, block of keys), at least one of them among these blocks, in an
-        order that is ascending in both."""
-        mine = set(self.numbers)
-        all_blocks = -(-self.length // BLOCK)  # rounded up
-        for q in range(self.numbers[0], all_blocks):
-            for k in range(q + 1):
-                if q in mine or k in mine:
-                    yield q, k
-
-
-class BlockPair(NamedTuple):
-    """A kernel call: a block of queries over a block of keys."""
-
-    queries: slice  # rows of the queries that were fetched
-    keys: slice  # rows of the keys that were fetched
-    causal: bool  # both are the same block
-    query_results: slice | None  # rows of this rank's results of queries; None: another rank's
-    key_results: slice | None  # rows of this rank's results of keys; None: another rank's
-
-    def segments(self, device: torch.device) -> Segments:
-        """The lengths of the call's queries and keys."""
-        return _segments(_size(self.queries), _size(self.keys), self.causal, device)
+SLOWDOWN_RUNS = 3  # times that `slowdown` measures each attention
+SLOWDOWN_FIRST_TOKENS = 1024  # length that `slowdown` begins with
+SLOWDOWN_SECONDS = 1.0  # that `slowdown` spends on its last length, about
 
 
 class DeterministicZone:
     """This rank's part in a group of any strategy."""
 
     __slots__ = (
-        "backward_calls",
+        "backward_rounds",
         "blocks_to_seq",
-        "forward_calls",
+        "forward_rounds",
         "kernel",
+        "own_blocks",
+        "read_blocks",
+        "reader_blocks",
         "rows",
         "seq_to_blocks",
         "seq_to_read",
@@ -128,29 +90,28 @@ class DeterministicZone:
         # 1. by rank, the tokens of the strategy's layout and the blocks that follow from it
         lengths = _lengths_by_id(zone)
         tokens = [group_slices(zone.group, lengths, i) for i in range(zone.group.degree)]
-        dealt = _dealt_blocks(tokens, lengths)
+        own = _dealt_blocks(tokens, lengths)
 
-        # 2. by rank, the tokens of its blocks, those that read them and those that they read
-        in_blocks: list[list[Slice]] = []
-        readers: list[list[Slice]] = []
-        read: list[list[Slice]] = []
-        for of_rank in dealt:
-            slices: list[Slice] = []
-            for blocks in of_rank:
-                slices.extend(blocks.slices)
-            in_blocks.append(slices)
-            readers.append([blocks.readers for blocks in of_rank])
-            read.append([blocks.read for blocks in of_rank])
+        # 2. by rank, the blocks that read those blocks and those that they read
+        readers = [[blocks.readers for blocks in of_rank] for of_rank in own]
+        read = [[blocks.read for blocks in of_rank] for of_rank in own]
 
         # 3. the ways between these layouts
-        self.seq_to_blocks = Relayout(tokens, in_blocks, zone.index, channel, device)
-        self.blocks_to_seq = Relayout(in_blocks, tokens, zone.index, channel, device)
-        self.seq_to_readers = Relayout(tokens, readers, zone.index, channel, device)
-        self.seq_to_read = Relayout(tokens, read, zone.index, channel, device)
+        in_blocks = [_slices(of_rank) for of_rank in own]
+        in_readers = [_slices(of_rank) for of_rank in readers]
+        in_read = [_slices(of_rank) for of_rank in read]
+        index = zone.index
+        self.seq_to_blocks = Relayout(tokens, in_blocks, index, channel, device)
+        self.blocks_to_seq = Relayout(in_blocks, tokens, index, channel, device)
+        self.seq_to_readers = Relayout(tokens, in_readers, index, channel, device)
+        self.seq_to_read = Relayout(tokens, in_read, index, channel, device)
 
-        # 4. the kernel calls
-        self.forward_calls = tuple(_forward_calls(dealt[zone.index]))
-        self.backward_calls = tuple(_backward_calls(dealt[zone.index]))
+        # 4. this rank's blocks with padding, and the kernel calls
+        self.own_blocks = PaddedBlocks(own[index], device)
+        self.reader_blocks = PaddedBlocks(readers[index], device)
+        self.read_blocks = PaddedBlocks(read[index], device)
+        self.forward_rounds = forward_rounds(own[index], device)
+        self.backward_rounds = backward_rounds(own[index], device)
 
     def forward(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float
@@ -164,11 +125,11 @@ class DeterministicZone:
         # [tokens, kv_heads, head_dim] -> [tokens read, kv_heads, head_dim]
         keys = self.seq_to_read.post((k, v), BLOCK_KEYS)
         yield 0.5
-        (block_q,) = queries.wait()
-        block_k, block_v = keys.wait()
+        (block_q,) = _padded(self.own_blocks, queries.wait())  # [blocks, BLOCK, heads, head_dim]
+        block_k, block_v = _padded(self.read_blocks, keys.wait())
         results = self._attend(block_q, block_k, block_v, scale)
         # [tokens in blocks, heads, ...] -> [tokens, heads, ...]
-        moving = self.blocks_to_seq.post(results, BLOCK_RESULTS)
+        moving = self.blocks_to_seq.post(self._unpadded(results), BLOCK_RESULTS)
         yield END
         out, lse = moving.wait()  # [tokens, heads, head_dim], [tokens, heads]
         return out, Saved((q, k, v, out, lse))
@@ -181,8 +142,10 @@ class DeterministicZone:
         # [tokens, kv_heads, head_dim] -> [tokens read, kv_heads, head_dim]
         keys = self.seq_to_read.post((k, v), BLOCK_KEYS)
         yield 0.5
-        reader_dout, reader_q, reader_out, reader_lse = queries.wait()
-        block_k, block_v = keys.wait()
+        reader_dout, reader_q, reader_out, reader_lse = _padded(
+            self.reader_blocks, queries.wait()
+        )  # [readers, BLOCK, heads, ...]
+        block_k, block_v = _padded(self.read_blocks, keys.wait())
         grads = self._gradients(
             dout=reader_dout,
             q=reader_q,
@@ -193,7 +156,7 @@ class DeterministicZone:
             scale=scale,
         )
         # [tokens in blocks, heads, head_dim] -> [tokens, heads, head_dim]
-        moving = self.blocks_to_seq.post(grads, BLOCK_RESULTS)
+        moving = self.blocks_to_seq.post(self._unpadded(grads), BLOCK_RESULTS)
         yield END
         return moving.wait()
 
@@ -214,23 +177,33 @@ class DeterministicZone:
         """
         return self.backward(dout, Saved((q, k, v, out, lse)), scale)
 
-    def _attend(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> Tensors:
-        """Return out [tokens in blocks, heads, head_dim] and lse [tokens in blocks, heads].
+    def _unpadded(self, results: Tensors) -> Tensors:
+        """Return results of this rank's blocks, each [blocks, BLOCK, ...] -> [tokens in blocks,
+        ...]."""
+        return tuple(self.own_blocks.unpad(x) for x in results)
 
-        q: [tokens in blocks, heads, head_dim]. k, v: [tokens read, kv_heads, head_dim].
+    def _attend(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> Tensors:
+        """Return out [blocks, BLOCK, heads, head_dim] and lse [blocks, BLOCK, heads].
+
+        q: [blocks, BLOCK, heads, head_dim]. k, v: [blocks read, BLOCK, kv_heads, head_dim].
         """
         out = q.new_zeros(q.shape, dtype=lse_dtype(q.dtype))
-        lse = out.new_full(q.shape[:2], -torch.inf)
-        for call in self.forward_calls:
-            (block_q,) = _copies(call.queries, q)
-            block_k, block_v = _copies(call.keys, k, v)
-            segments = call.segments(q.device)
-            block_out, block_lse = self.kernel.forward(
-                block_q, block_k, block_v, segments, scale=scale
+        lse = out.new_full(q.shape[:3], -torch.inf)
+        pair_bytes = 2 * _block_bytes(q, k)  # q and out, k and v
+        for call in self.forward_rounds.calls(pair_bytes):
+            # [blocks, BLOCK, ...] -> [pairs * BLOCK, ...]
+            (pair_q,) = _rows_of_pairs(call.queries, q)
+            pair_k, pair_v = _rows_of_pairs(call.keys, k, v)
+            rows_out, rows_lse = self.kernel.forward(
+                pair_q, pair_k, pair_v, call.segments, scale=scale
             )
-            block_lse = block_lse.t().contiguous()  # [heads, block] -> [block, heads]
-            rows = call.query_results
-            merge(out[rows], lse[rows], EVERY_ROW, (block_out, block_lse))
+            # [pairs * BLOCK, heads, head_dim] -> [pairs, BLOCK, heads, head_dim]
+            pair_out = rows_out.unflatten(0, (-1, BLOCK))
+            # [heads, pairs * BLOCK] -> [pairs, BLOCK, heads]
+            pair_lse = rows_lse.t().contiguous().unflatten(0, (-1, BLOCK))
+            for pairs, share in call.shares():
+                blocks = pairs.query_results.blocks
+                _merge_round(out, lse, blocks, pair_out[share], pair_lse[share])
         return out.to(q.dtype), lse
 
     def _gradients(
@@ -244,36 +217,102 @@ class DeterministicZone:
         v: torch.Tensor,
         scale: float,
     ) -> Tensors:
-        """Return dq [tokens in blocks, heads, head_dim], dk and dv [tokens in blocks, kv_heads,
+        """Return dq [blocks, BLOCK, heads, head_dim], dk and dv [blocks, BLOCK, kv_heads,
         head_dim].
 
-        dout, q, out: [tokens of readers, heads, head_dim]. lse: [tokens of readers, heads]. k, v:
-        [tokens read, kv_heads, head_dim].
+        dout, q, out: [readers, BLOCK, heads, head_dim]. lse: [readers, BLOCK, heads]. k, v:
+        [blocks read, BLOCK, kv_heads, head_dim].
         """
-        tokens = self.seq_to_blocks.tokens
         # in float32 (float64 for float64), as lse is
-        dq_sum = lse.new_zeros(tokens, *q.shape[1:])
-        dk_sum = lse.new_zeros(tokens, *k.shape[1:])
-        dv_sum = lse.new_zeros(tokens, *v.shape[1:])
-        for call in self.backward_calls:
-            block_dout, block_q, block_out, block_lse = _copies(call.queries, dout, q, out, lse)
-            block_k, block_v = _copies(call.keys, k, v)
-            dq, dk, dv = self.kernel.backward(
-                block_dout,
-                block_q,
-                block_k,
-                block_v,
-                block_out,
-                block_lse.t().contiguous(),  # [block, heads] -> [heads, block]
-                call.segments(q.device),
+        dq_sum = lse.new_zeros(self.own_blocks.blocks, *q.shape[1:])
+        dk_sum = lse.new_zeros(self.own_blocks.blocks, *k.shape[1:])
+        dv_sum = torch.zeros_like(dk_sum)
+        pair_bytes = 4 * _block_bytes(q, k)  # dout, q, out and dq; k, v, dk and dv
+        for call in self.backward_rounds.calls(pair_bytes):
+            # [readers, BLOCK, ...] -> [pairs * BLOCK, ...]
+            pair_dout, pair_q, pair_out, pair_lse = _rows_of_pairs(call.queries, dout, q, out, lse)
+            pair_k, pair_v = _rows_of_pairs(call.keys, k, v)
+            gradients = self.kernel.backward(
+                pair_dout,
+                pair_q,
+                pair_k,
+                pair_v,
+                pair_out,
+                pair_lse.t().contiguous(),  # [pairs * BLOCK, heads] -> [heads, pairs * BLOCK]
+                call.segments,
                 scale=scale,
             )
-            if call.query_results is not None:
-                dq_sum[call.query_results] += dq
-            if call.key_results is not None:
-                dk_sum[call.key_results] += dk
-                dv_sum[call.key_results] += dv
+            # [pairs * BLOCK, heads, head_dim] -> [pairs, BLOCK, heads, head_dim]
+            dq, dk, dv = (x.unflatten(0, (-1, BLOCK)) for x in gradients)
+            for pairs, share in call.shares():
+                of_queries = pairs.query_results
+                of_queries.blocks.add_to(dq_sum, dq[share][of_queries.pairs])
+                of_keys = pairs.key_results
+                of_keys.blocks.add_to(dk_sum, dk[share][of_keys.pairs])
+                of_keys.blocks.add_to(dv_sum, dv[share][of_keys.pairs])
         return dq_sum.to(q.dtype), dk_sum.to(q.dtype), dv_sum.to(q.dtype)
+
+
+# ---- blocks and their results
+
+
+def _padded(blocks: PaddedBlocks, tensors: Tensors) -> Tensors:
+    """Return each tensor [tokens, ...] as [blocks, BLOCK, ...]."""
+    return tuple(blocks.pad(x) for x in tensors)
+
+
+def _rows_of_pairs(numbers: torch.Tensor, *tensors: torch.Tensor) -> Tensors:
+    """Return the blocks with these numbers, of each tensor [blocks, BLOCK, ...] ->
+    [pairs * BLOCK, ...]."""
+    return tuple(x.index_select(0, numbers).flatten(0, 1) for x in tensors)
+
+
+def _block_bytes(q: torch.Tensor, k: torch.Tensor) -> int:
+    """Return the bytes of a block of queries and a block of keys: q [blocks, BLOCK, heads,
+    head_dim], k [blocks, BLOCK, kv_heads, head_dim]."""
+    elements = math.prod(q.shape[1:]) + math.prod(k.shape[1:])
+    return elements * q.element_size()
+
+
+def _merge_round(
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    blocks: Rows,
+    pair_out: torch.Tensor,
+    pair_lse: torch.Tensor,
+) -> None:
+    """Merge the results of a round into these blocks of the running result, in place.
+
+    out: [blocks, BLOCK, heads, head_dim]. lse: [blocks, BLOCK, heads]. pair_out, pair_lse: the
+    same of the pairs, one for each of these blocks.
+    """
+    most = blocks.tokens
+    if lse.device.type == "cpu":
+        most = max(1, SERIAL_ELEMENTS // math.prod(lse.shape[1:]))
+    for start in range(0, blocks.tokens, most):
+        piece = slice(start, min(start + most, blocks.tokens))
+        merge(out, lse, _part(blocks, piece), (pair_out[piece], pair_lse[piece]))
+
+
+def _part(rows: Rows, piece: slice) -> Rows:
+    """Return some of these rows, counted from the first of them."""
+    indices = rows.indices
+    if isinstance(indices, torch.Tensor):
+        return Rows(piece.stop - piece.start, indices[piece])
+    assert indices is not None, "a round's blocks are known"
+    first = indices.start
+    return Rows(piece.stop - piece.start, slice(first + piece.start, first + piece.stop))
+
+
+# ---- which rank has which blocks
+
+
+def _slices(of_rank: Sequence[SequenceBlocks]) -> list[Slice]:
+    """Return the tokens of a rank's blocks."""
+    slices: list[Slice] = []
+    for blocks in of_rank:
+        slices.extend(blocks.slices)
+    return slices
 
 
 def _lengths_by_id(zone: Zone) -> list[int]:
@@ -287,7 +326,7 @@ def _lengths_by_id(zone: Zone) -> list[int]:
 
 def _dealt_blocks(
     tokens: Sequence[Sequence[Slice]], lengths: Sequence[int]
-) -> list[list[KeyBlocks]]:
+) -> list[list[SequenceBlocks]]:
     """Return by rank the blocks that it works on: those whose first token it holds.
 
     tokens: by rank, what it holds. lengths: tokens of each sequence, by id.
@@ -301,7 +340,7 @@ def _dealt_blocks(
         of_rank = []
         for sequence, numbers in sorted(numbers_by_sequence.items()):
             if numbers:
-                of_rank.append(KeyBlocks(sequence, lengths[sequence], tuple(sorted(numbers))))
+                of_rank.append(SequenceBlocks(sequence, lengths[sequence], tuple(sorted(numbers))))
         dealt.append(of_rank)
     return dealt
 
@@ -313,95 +352,53 @@ def _blocks_that_begin_in(part: Slice) -> range:
     return range(first, stop)
 
 
-def _forward_calls(dealt: Sequence[KeyBlocks]) -> Iterator[BlockPair]:
-    """Yield the calls of this rank's blocks of queries, in the order of the keys.
-
-    The queries of a call are rows of the tokens in blocks, its keys rows of the tokens read.
-    """
-    key_row = 0  # where the keys of the sequence begin
-    for blocks, block_rows in _with_rows(dealt):
-        for q, k in blocks.pairs():
-            if q in block_rows:
-                yield BlockPair(
-                    queries=block_rows[q],
-                    keys=_rows(blocks.block(k), key_row),
-                    causal=q == k,
-                    query_results=block_rows[q],
-                    key_results=None,
-                )
-        key_row += blocks.read.tokens
+# ---- the price
 
 
-def _backward_calls(dealt: Sequence[KeyBlocks]) -> Iterator[BlockPair]:
-    """Yield the calls of this rank's blocks of queries and of keys, ascending in both.
+class Slowdown(NamedTuple):
+    """What deterministic attention costs on one rank."""
 
-    The queries of a call are rows of the tokens of readers, its keys rows of the tokens read.
-    """
-    query_row = 0  # where the readers of the sequence begin
-    key_row = 0  # where the keys of the sequence begin
-    for blocks, block_rows in _with_rows(dealt):
-        for q, k in blocks.pairs():
-            yield BlockPair(
-                queries=_rows(blocks.block(q), query_row - blocks.readers.start),
-                keys=_rows(blocks.block(k), key_row),
-                causal=q == k,
-                query_results=block_rows.get(q),
-                key_results=block_rows.get(k),
-            )
-        query_row += blocks.readers.tokens
-        key_row += blocks.read.tokens
-
-
-def _with_rows(dealt: Sequence[KeyBlocks]) -> Iterator[tuple[KeyBlocks, dict[int, slice]]]:
-    """Yield every sequence's blocks, with the rows of each among all blocks of this rank."""
-    start = 0
-    for blocks in dealt:
-        rows = {}
-        for number in blocks.numbers:
-            stop = start + blocks.block(number).tokens
-            rows[number] = slice(start, stop)
-            start = stop
-        yield blocks, rows
-
-
-def _rows(block: Slice, shift: int) -> slice:
-    """The rows of a block, where token 0 of its sequence would be row `shift`."""
-    return slice(block.start + shift, block.stop + shift)
-
-
-def _size(rows: slice) -> int:
-    """The number of rows."""
-    return int(rows.stop - rows.start)
-
-
-def _copies(rows: slice, *tensors: torch.Tensor) -> Tensors:
-    """Copy [rows, ...] of each tensor [tokens, ...] to memory of its own: some libraries round by
-    how their operands are aligned."""
-    return tuple(x[rows].clone() for x in tensors)
-
-
-@functools.cache
-def _segments(queries: int, keys: int, causal: bool, device: torch.device) -> Segments:
-    """The lengths of a call of one sequence; few differ, so they are kept."""
-    return Segments((queries,), (keys,), causal=causal, device=device)
+    tokens: int  # of the sequence that was measured
+    factor: float  # how many times as long it takes as one kernel call
 
 
 def slowdown(
-    q: torch.Tensor, k: torch.Tensor, communicator: Communicator, kernel: Kernel
-) -> float:
+    longest: int, q: torch.Tensor, k: torch.Tensor, communicator: Communicator, kernel: Kernel
+) -> Slowdown:
     """Measure how many times as long deterministic attention takes as one kernel call.
 
-    q: [tokens, heads, head_dim] and k: [tokens, kv_heads, head_dim] of one sequence, which this
-    rank has alone here; where ranks share one, each pair of blocks of two ranks is computed twice
-    in the backward.
+    The sequence has `longest` tokens, or the largest power of two of them that is measured in
+    about `SLOWDOWN_SECONDS`. This rank has it alone; where ranks share one, each pair of blocks of
+    two ranks is computed twice in the backward.
+
+    q: [1, heads, head_dim] and k: [1, kv_heads, head_dim], one token.
+    """
+    tokens = min(longest, SLOWDOWN_FIRST_TOKENS)
+    while True:
+        usual_s, deterministic_s = _seconds_of_both(tokens, q, k, communicator, kernel)
+        # twice the tokens have four times the pairs
+        next_s = 4 * SLOWDOWN_RUNS * (usual_s + deterministic_s)
+        if tokens == longest or next_s > SLOWDOWN_SECONDS:
+            return Slowdown(tokens, deterministic_s / usual_s)
+        tokens = min(2 * tokens, longest)
+
+
+def _seconds_of_both(
+    tokens: int, q: torch.Tensor, k: torch.Tensor, communicator: Communicator, kernel: Kernel
+) -> tuple[float, float]:
+    """Measure the seconds of one kernel call, and those of deterministic attention.
+
+    q: [1, heads, head_dim] and k: [1, kv_heads, head_dim], each token of the sequence.
     """
     group = Group(ranks=(communicator.rank,), sequences=(0,), strategy="local")
     micro_batch = MicroBatch(groups=(group,))
-    (zone,) = make_shard(micro_batch, [len(q)], communicator.rank).zones
+    (zone,) = make_shard(micro_batch, [tokens], communicator.rank).zones
     channel = Channel(communicator, group, 0)
-    usual = LocalZone(slice(0, len(q)), zone.lengths, kernel, q.device)
+    usual = LocalZone(slice(0, tokens), zone.lengths, kernel, q.device)
     deterministic = DeterministicZone(zone, channel, kernel, q.device)
-    return _seconds(deterministic, q, k) / _seconds(usual, q, k)
+    q = q.repeat(tokens, 1, 1)  # [1, heads, head_dim] -> [tokens, heads, head_dim]
+    k = k.repeat(tokens, 1, 1)
+    return _seconds(usual, q, k), _seconds(deterministic, q, k)
 
 
 def _seconds(zone: ZoneAttention, q: torch.Tensor, k: torch.Tensor) -> float:

@@ -14,7 +14,7 @@ in 2 pieces:
 3. `PieceSums` gives the gradients of the KV heads that no later piece reads.
 
 Where a rank's query heads do not fall evenly on its KV heads, KV heads are repeated for the
-kernel, one for each query head, and gradients of repeats are summed.
+kernel, one for each query head, and gradients of repeats are summed (`Repeats`).
 """
 
 import functools
@@ -26,6 +26,7 @@ import torch
 
 from hf_flexseq.attention.types import Tensors
 from hf_flexseq.cost import PIECE_ROWS
+from hf_flexseq.kernels.upload import to_device
 from hf_flexseq.plan.shard import contiguous_part
 
 
@@ -195,12 +196,51 @@ def overlapping(head_ranges: Sequence[Sequence[slice]]) -> bool:
     return total > heads
 
 
+class Repeats:
+    """Repeats KV heads where the kernel could not share them out itself, and sums gradients of
+    repeats.
+
+    The index tensors are made and copied to the device with the first layer; a zone keeps its
+    `Repeats` for all layers. Not kept in a module: another thread may run on another stream, to
+    which the copy has not come.
+    """
+
+    __slots__ = ("_indices",)
+
+    def __init__(self) -> None:
+        # by `query2kv` and device: the same as int64 [q_heads]
+        self._indices: dict[tuple[tuple[int, ...], torch.device], torch.Tensor] = {}
+
+    def repeated(self, x: torch.Tensor, share: HeadShare) -> torch.Tensor:
+        """Return x [tokens, kv_heads, head_dim] as [tokens, q_heads, head_dim] where the share
+        needs it, elsewhere as it is."""
+        if share.query2kv is None:
+            return x
+        return x.index_select(1, self._index(share.query2kv, x.device))
+
+    def summed(self, dx: torch.Tensor, share: HeadShare) -> torch.Tensor:
+        """Return the sums of gradients, [tokens, q_heads, head_dim] -> [tokens, kv_heads,
+        head_dim]: the transpose of `repeated`."""
+        if share.query2kv is None:
+            return dx
+        sums = dx.new_zeros(dx.shape[0], share.kv_heads, dx.shape[2])
+        return sums.index_add_(1, self._index(share.query2kv, dx.device), dx)
+
+    def _index(self, query2kv: tuple[int, ...], device: torch.device) -> torch.Tensor:
+        """Return the KV head of each query head, int64 [q_heads] on the device."""
+        key = (query2kv, device)
+        if key not in self._indices:
+            self._indices[key] = to_device(torch.tensor(query2kv), device)
+        return self._indices[key]
+
+
 class PieceReader:
     """Keys and values of the KV heads that each piece reads, one piece after the other."""
 
-    __slots__ = ("_kv",)
+    __slots__ = ("_kv", "_repeats")
 
-    def __init__(self) -> None:
+    def __init__(self, repeats: Repeats) -> None:
+        self._repeats = repeats
         self._kv: Tensors = ()  # k and v of the piece before
 
     def next(self, share: HeadShare, new: Sequence[torch.Tensor]) -> Tensors:
@@ -219,15 +259,16 @@ class PieceReader:
                 for before, x in zip(self._kv, new, strict=True)
             )
         self._kv = kv
-        return tuple(_repeated(x, share) for x in kv)
+        return tuple(self._repeats.repeated(x, share) for x in kv)
 
 
 class PieceSums:
     """Gradients of KV heads, summed over the pieces that read them, one piece after the other."""
 
-    __slots__ = ("_incomplete",)
+    __slots__ = ("_incomplete", "_repeats")
 
-    def __init__(self) -> None:
+    def __init__(self, repeats: Repeats) -> None:
+        self._repeats = repeats
         # dk and dv of the KV heads that later pieces add to, [tokens, KV heads, head_dim]
         self._incomplete: Tensors = ()
 
@@ -240,7 +281,7 @@ class PieceSums:
         complete = []
         incomplete = []
         for number, grad in enumerate(grads):
-            total = _sum_repeats(grad, share)  # [tokens, kv_heads, head_dim]
+            total = self._repeats.summed(grad, share)  # [tokens, kv_heads, head_dim]
             again = share.kv_read_before
             if again:
                 summed = total[:, :again] + self._incomplete[number]
@@ -249,21 +290,3 @@ class PieceSums:
             incomplete.append(total[:, share.kv_complete :])
         self._incomplete = tuple(incomplete)
         return tuple(complete)
-
-
-def _repeated(x: torch.Tensor, share: HeadShare) -> torch.Tensor:
-    """Repeat KV heads, [tokens, kv_heads, head_dim] -> [tokens, q_heads, head_dim], where the
-    kernel could not share them out itself; elsewhere return x."""
-    if share.query2kv is None:
-        return x
-    return x[:, list(share.query2kv)]
-
-
-def _sum_repeats(dx: torch.Tensor, share: HeadShare) -> torch.Tensor:
-    """Sum gradients of repeats, [tokens, q_heads, head_dim] -> [tokens, kv_heads, head_dim]: the
-    transpose of `_repeated`."""
-    if share.query2kv is None:
-        return dx
-    index = torch.tensor(share.query2kv, device=dx.device)
-    sums = dx.new_zeros(dx.shape[0], share.kv_heads, dx.shape[2])
-    return sums.index_add_(1, index, dx)

@@ -30,6 +30,7 @@ from hf_flexseq.attention.ulysses import Span, UlyssesZone
 from hf_flexseq.attention.weave import ZoneSteps
 from hf_flexseq.distributed.communicator import Channel
 from hf_flexseq.kernels import Kernel
+from hf_flexseq.kernels.upload import to_device
 from hf_flexseq.plan.shard import Cut, Zone, cuts, held_chunks
 from hf_flexseq.schedule.attention import ChunkKey
 
@@ -62,12 +63,12 @@ def hybrid_zone(zone: Zone, channel: Channel, kernel: Kernel, device: torch.devi
     ring_ranks = range(zone.group.start + index_in_node, zone.group.start + degree, width)
     turns = make_turns("zigzag", node_cuts, node, ring_ranks, device)
     ring = RingZone(slice(0, sum(tokens)), turns, channel, kernel)
-    ring2node = _rows_in_order(group_cuts, chunks_by_rank, device)
+    ring2node = _rows_in_order(group_cuts, chunks_by_rank)
 
     return UlyssesZone(
         rows=slice(zone.start, zone.stop),
         exchange=exchange,
-        inner=Reordered(ring2node, ring),
+        inner=Reordered(ring2node, ring, device),
         span=RING_SPAN,
         wide=True,
     )
@@ -78,10 +79,10 @@ class Reordered:
 
     __slots__ = ("inner", "inner2outer", "outer2inner")
 
-    def __init__(self, inner2outer: torch.Tensor, inner: Attention) -> None:
-        """inner2outer: [tokens], for every row inside its index outside."""
-        self.inner2outer = inner2outer
-        self.outer2inner = inner2outer.argsort()
+    def __init__(self, inner2outer: torch.Tensor, inner: Attention, device: torch.device) -> None:
+        """inner2outer: [tokens] on the host, for every row inside its index outside."""
+        self.inner2outer = to_device(inner2outer, device)
+        self.outer2inner = to_device(inner2outer.argsort(), device)
         self.inner = inner
 
     def forward(
@@ -142,12 +143,10 @@ def _chunks_of_rank(group_cuts: Sequence[Cut], index: int, degree: int) -> list[
 
 
 def _rows_in_order(
-    group_cuts: Sequence[Cut],
-    chunks_by_rank: Sequence[Sequence[ChunkKey]],
-    device: torch.device,
+    group_cuts: Sequence[Cut], chunks_by_rank: Sequence[Sequence[ChunkKey]]
 ) -> torch.Tensor:
-    """Return [tokens of the node], the rows of the node's tokens in the order of the sequences,
-    first token to last.
+    """Return [tokens of the node] on the host, the rows of the node's tokens in the order of the
+    sequences, first token to last.
 
     Rows are counted over the ranks of the node, one rank after the other. chunks_by_rank: what
     each of them holds.
@@ -160,4 +159,4 @@ def _rows_in_order(
             rows_of_chunk[sequence, chunk] = torch.arange(start, stop)
             start = stop
     in_order = [rows_of_chunk[key] for key in sorted(rows_of_chunk)]
-    return torch.cat(in_order).to(device)
+    return torch.cat(in_order)

@@ -21,6 +21,7 @@ import torch
 from hf_flexseq.attention.turns import Rows
 from hf_flexseq.attention.types import Tensors
 from hf_flexseq.distributed.communicator import Channel, Exchange
+from hf_flexseq.kernels.upload import to_device
 from hf_flexseq.plan.shard import Slice
 
 Slices = Sequence[Slice]
@@ -179,4 +180,4 @@ def _rows(starts: Sequence[int], overlaps: Sequence[Overlap], device: torch.devi
     for start, overlap in zip(starts, overlaps, strict=True):
         ranges.append(torch.arange(start, start + overlap.tokens.tokens))
     index = torch.cat(ranges)
-    return Rows(len(index), index.to(device))
+    return Rows(len(index), to_device(index, device))

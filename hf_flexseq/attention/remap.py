@@ -71,7 +71,7 @@ class TokenRemap:
         for peer, rows in from_peers:
             (part,) = exchange.recv([x], rows, peer)
             arriving.append(part)
-        exchange.post(self.communicator, tag=REMAP)
+        exchange.post(self.communicator, tag=REMAP, lane=self.communicator.remapping)
         exchange.wait()
 
         # 3. back to one tensor each: [tokens after, heads, head_dim]

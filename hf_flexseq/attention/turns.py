@@ -33,6 +33,7 @@ from typing import NamedTuple
 import torch
 
 from hf_flexseq.kernels.segments import Segments
+from hf_flexseq.kernels.upload import to_device
 from hf_flexseq.plan.shard import Cut, held_chunks
 from hf_flexseq.schedule.attention import (
     BlockCall,
@@ -196,7 +197,7 @@ class ZoneLayout:
         parts = [torch.arange(0)]
         for rows in ranges:
             parts.append(torch.arange(rows.start, rows.stop))
-        return Rows(tokens, torch.cat(parts).to(self.device))  # int64 [tokens]
+        return Rows(tokens, to_device(torch.cat(parts), self.device))  # int64 [tokens]
 
 
 def make_turns(
@@ -364,7 +365,7 @@ def _halves(turn: Turn) -> tuple[Turn, Turn]:
 def _joined(parts: Sequence[torch.Tensor], device: torch.device) -> Rows:
     """Return the rows whose indices are int64 parts of any lengths, one after the other."""
     tokens = sum(len(part) for part in parts)
-    return Rows(tokens, torch.cat(list(parts)).to(device))
+    return Rows(tokens, to_device(torch.cat(list(parts)), device))
 
 
 # ---- names for errors

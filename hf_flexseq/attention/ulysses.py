@@ -39,6 +39,7 @@ from hf_flexseq.attention.heads import (
     HeadShare,
     PieceReader,
     PieceSums,
+    Repeats,
     head_pieces,
     overlapping,
     pieces_per_head,
@@ -85,7 +86,7 @@ def ulysses_zone(
 class UlyssesZone:
     """This rank's part in an Ulysses group."""
 
-    __slots__ = ("exchange", "inner", "pieces_per_head", "rows", "span", "wide")
+    __slots__ = ("exchange", "inner", "pieces_per_head", "repeats", "rows", "span", "wide")
 
     def __init__(
         self,
@@ -95,6 +96,7 @@ class UlyssesZone:
         *,
         span: Span | None = None,
         pieces_per_head: float = 0.0,
+        repeats: Repeats | None = None,
         wide: bool,
     ) -> None:
         """rows: where this rank's tokens stand among its rows.
@@ -103,8 +105,9 @@ class UlyssesZone:
         and some heads; of several pieces its log-sum-exp must be [heads, tokens]. span: at which
         times of the zone it does; the exchanges have the time before and after it to travel.
         pieces_per_head: in how many pieces one query head could be done; 0 leaves all heads in
-        one piece. wide: whether `inner` leaves gradients of 16-bit tensors in float32; where ranks
-        share a KV head they travel so, those of queries in the same message.
+        one piece. repeats: of KV heads, shared with other zones; None makes them. wide: whether
+        `inner` leaves gradients of 16-bit tensors in float32; where ranks share a KV head they
+        travel so, those of queries in the same message.
         """
         assert span is None or not pieces_per_head, "pieces have times of their own"
         self.rows = rows
@@ -113,6 +116,7 @@ class UlyssesZone:
         self.span = span
         self.pieces_per_head = pieces_per_head
         self.wide = wide
+        self.repeats = repeats or Repeats()
 
     def forward(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float
@@ -137,7 +141,7 @@ class UlyssesZone:
         # 2. compute piece by piece
         leaving = []
         saved_by_piece: list[Tensors] = []
-        reader = PieceReader()
+        reader = PieceReader(self.repeats)
         for number, piece in enumerate(pieces):
             share = self._share(piece)
             span = self._span(number, len(pieces))
@@ -214,7 +218,7 @@ class UlyssesZone:
             )
         lse_by_piece = self._unflat((lse,), pieces)
         shares = [self._share(piece) for piece in pieces]
-        reader = PieceReader()
+        reader = PieceReader(self.repeats)
         piece_backward = partial(self._backward_of_heads, shares, reader, lse_by_piece, scale)
         return (yield from self._gradients(pieces, arriving, piece_backward))
 
@@ -267,7 +271,7 @@ class UlyssesZone:
         # Where ranks share a KV head its gradients are parts of a sum, and not rounded yet.
         parts_of_sums = self.wide and overlapping([piece.kv_leaving for piece in pieces])
         leaving: list[ArrivingTokens] = []
-        sums = PieceSums()
+        sums = PieceSums(self.repeats)
         for number, piece in enumerate(pieces):
             share = self._share(piece)
             span = self._span(number, len(pieces))

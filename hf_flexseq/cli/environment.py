@@ -1,15 +1,21 @@
-"""`env`: what is installed, which devices there are, and which attention kernel each would use."""
+"""`env`: what is installed, which devices there are, and which attention kernels each has: the one
+that it would use, what the others lack, and what each guarantees."""
 
 import platform
 from argparse import Namespace
 from importlib import metadata
+from typing import TYPE_CHECKING
 
 from hf_flexseq import __version__
 
+if TYPE_CHECKING:
+    import torch
+
 PACKAGES = (
     "torch", "transformers", "accelerate", "deepspeed",
-    "trl", "peft", "datasets", "flash-attn", "pulp",
+    "trl", "peft", "datasets", "pulp",
     "highspy", "numpy", "matplotlib",
+    "flash-attn", "flash-attn-3", "flash-attn-4",
 )  # fmt: skip
 HEAD_DIM = 128  # of the heads that kernels are asked about
 
@@ -41,15 +47,21 @@ def _devices() -> list[str]:
         import torch
     except ModuleNotFoundError:
         return ["no torch: only planning works here"]
-    from hf_flexseq.kernels.choose import explain
 
-    lines = [f"cpu: {torch.get_num_threads()} threads"]
-    lines += [f"  kernel {line}" for line in explain(torch.device("cpu"), torch.float32, HEAD_DIM)]
+    cpu = torch.device("cpu")
+    lines = [f"cpu: {torch.get_num_threads()} threads", *_kernels(cpu, torch.float32)]
     for index in range(torch.cuda.device_count()):
         properties = torch.cuda.get_device_properties(index)
         lines.append(f"cuda:{index}: {properties.name}, {properties.total_memory / 2**30:.0f} GiB")
-        lines += [
-            f"  kernel {line}"
-            for line in explain(torch.device("cuda", index), torch.bfloat16, HEAD_DIM)
-        ]
+        lines += _kernels(torch.device("cuda", index), torch.bfloat16)
+    return lines
+
+
+def _kernels(device: "torch.device", dtype: "torch.dtype") -> list[str]:
+    """Return lines that name a device's kernels: which is chosen and why not the others, and what
+    each of those that could be chosen guarantees."""
+    from hf_flexseq.kernels.choose import explain, guarantees
+
+    lines = [f"  kernel {line}" for line in explain(device, dtype, HEAD_DIM)]
+    lines += [f"  guaranteed by {line}" for line in guarantees(device, dtype, HEAD_DIM)]
     return lines

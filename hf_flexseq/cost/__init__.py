@@ -4,6 +4,7 @@ stages.
     model.py      CostModel: the constants, and one sequence on one group
     evaluate.py   groups, micro-batches and steps by a cost model
     stages.py     chunks on the stages of a pipeline
+    sharding.py   FSDP2's trips in a micro-batch, and the policies that a step can afford
     analytic.py   cost models from a model's and a device's figures
     presets.py    cost models by name
 """

@@ -7,6 +7,7 @@ Good enough to rank plans on a machine nobody has measured; a measured model is 
 from dataclasses import dataclass
 
 from hf_flexseq.cost import PIECE_ROWS, CostModel
+from hf_flexseq.cost.sharding import TRIPS, shards_span_nodes
 from hf_flexseq.topology import Topology
 
 # Exchanges of a layer in Ulysses: to heads and back, forward and backward.
@@ -19,6 +20,9 @@ MOMENT_BYTES = 8
 PARAMETER_BYTES = WEIGHT_BYTES + GRADIENT_BYTES + MOMENT_BYTES
 
 FLOAT32_BYTES = 4
+
+# Share of a device's memory to plan with.
+MEMORY_FRACTION = 0.85
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -144,15 +148,17 @@ def analytic_cost_model(
     checkpointing: bool = True,
     chunked_loss: bool = True,
     zero_stage: int = 0,
-    memory_fraction: float = 0.85,
+    replicas: int = 1,
+    memory_fraction: float = MEMORY_FRACTION,
 ) -> CostModel:
     """Return a cost model estimated from plain numbers.
 
     checkpointing: layers are recomputed in the backward, attention is not (its outputs are kept).
     chunked_loss: the logits of all tokens never stand at once; a float32 gradient of the head
     does, from the forward on. zero_stage: 0 nothing sharded, 1 the optimizer, 2 also gradients, 3
-    also parameters (FSDP). memory_fraction: share of the device's memory to plan with. Raises
-    ValueError for another zero_stage.
+    also parameters (FSDP). replicas: how often what is sharded is there, as in HSDP.
+    memory_fraction: share of the device's memory to plan with. Raises ValueError for another
+    zero_stage.
     """
     if zero_stage not in (0, 1, 2, 3):
         raise ValueError(f"zero_stage={zero_stage}: must be 0, 1, 2 or 3")
@@ -167,8 +173,8 @@ def analytic_cost_model(
     # of q, k, v and the output: forward, again for the backward, gradients
     exchanges = 3.0 if checkpointing else 2.0
     parameters_gathered = 0
-    if zero_stage == 3 and topology.world_size > 1:
-        parameters_gathered = 3 * shape.params * shape.dtype_bytes
+    if zero_stage == 3 and topology.world_size > replicas:
+        parameters_gathered = TRIPS * shape.params * shape.dtype_bytes
     # 3. memory
     state_bytes, sharded_bytes = _state_bytes(shape.params, zero_stage)
     token_bytes = _token_bytes(shape, checkpointing)
@@ -182,7 +188,7 @@ def analytic_cost_model(
         attention_s=attention_flops / device.flops,
         linear_s=computed * flops_per_weight / device.flops,
         micro_batch_s=shape.layers * device.layer_s
-        + parameters_gathered / _bandwidth(device, topology),
+        + parameters_gathered / _bandwidth(device, topology, replicas),
         group_s=shape.layers * EXCHANGES * device.transfer_s,
         all_to_all_bytes=moved * exchanges * (2 * shape.query_width + shape.kv_width),
         # keys and values in both directions, and their gradients
@@ -193,7 +199,7 @@ def analytic_cost_model(
         heads=shape.heads,
         token_bytes=token_bytes,
         state_bytes=state_bytes,
-        sharded_state_bytes=sharded_bytes,
+        sharded_state_bytes=sharded_bytes * replicas,
         budget_bytes=memory_fraction * device.memory_bytes,
         nics_per_node=topology.ranks_per_node if device.own_nic else 1,
         transfer_s=device.transfer_s,
@@ -229,9 +235,9 @@ def _token_bytes(shape: ModelShape, checkpointing: bool) -> float:
     return float(shape.layers * (layer_input + attention_output) + 2 * layer)
 
 
-def _bandwidth(device: DeviceSpec, topology: Topology) -> float:
-    """Return the bytes/s of a collective over all ranks."""
-    return device.intra_bytes if topology.nodes == 1 else device.inter_bytes
+def _bandwidth(device: DeviceSpec, topology: Topology, replicas: int) -> float:
+    """Return the bytes/s of a collective over the ranks that share a replica."""
+    return device.inter_bytes if shards_span_nodes(topology, replicas) else device.intra_bytes
 
 
 def _bandwidths(device: DeviceSpec, topology: Topology) -> tuple[tuple[int, float], ...]:

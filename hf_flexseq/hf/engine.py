@@ -24,6 +24,7 @@ The engine is alike for a whole model and for one in pipeline stages; its execut
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -35,6 +36,7 @@ from hf_flexseq.config import FlexSeqArguments
 from hf_flexseq.cost import CostModel
 from hf_flexseq.distributed.communicator import Communicator
 from hf_flexseq.hf.executors import EngineSetup, Executor, ForwardBackward, WholeModelExecutor
+from hf_flexseq.hf.loaders import batches_on_host
 from hf_flexseq.hf.trainer_checks import check_accelerator
 from hf_flexseq.planner.static import check_degree
 from hf_flexseq.steps.inputs import Inputs
@@ -56,17 +58,19 @@ class FlexSeqEngine:
         args: FlexSeqArguments,
         *,
         communicator: Communicator | None = None,
+        timeout: timedelta | None = None,
         executor: Callable[[EngineSetup], Executor] = WholeModelExecutor,
     ) -> None:
         """Connect the ranks. Collective over the world.
 
         communicator: over all ranks; None makes one.
+        timeout: of every exchange of that one; None takes the timeout of the job's group.
         executor: makes what runs the steps.
         Raises ValueError or NotImplementedError for an accelerator, a cost model or a degree that
         cannot work.
         """
         check_accelerator(accelerator, args)
-        setup = EngineSetup.of(accelerator, args, communicator)
+        setup = EngineSetup.of(accelerator, args, communicator, timeout=timeout)
         if args.sp_degree is not None:
             check_degree(args.sp_degree, setup.communicator.topology)
         self.accelerator = accelerator
@@ -156,10 +160,11 @@ class FlexSeqEngine:
     ) -> Iterator["EngineStep"]:
         """Yield the steps of one pass over a prepared dataloader, of `accumulation` batches per
         rank. Collective over the world."""
-        iterator = iter(dataloader)
-        while (step := self.next_step(iterator, accumulation)) is not None:
-            yield EngineStep(self, step)
-            self.finish(step)
+        with batches_on_host(dataloader):
+            iterator = iter(dataloader)
+            while (step := self.next_step(iterator, accumulation)) is not None:
+                yield EngineStep(self, step)
+                self.finish(step)
 
     def _lookahead(self, steps: int) -> Lookahead:
         """Return a Lookahead over so many steps, with the planner on rank 0."""
@@ -185,7 +190,9 @@ class FlexSeqEngine:
         if drawn.number == 0:
             for note in plan.notes:
                 logger.info("%s", note)
+        self.communicator.host.phase = f"step {drawn.number}, exchanging tokens"
         step: Step = self.executor.deal(drawn, plan, waited_s=lookahead.waited_s)
+        self.communicator.host.phase = f"step {drawn.number}"
         return step
 
     # ---- running steps
@@ -210,7 +217,11 @@ class FlexSeqEngine:
     def finish(self, step: Step) -> Figures:
         """Write the plan trace of a step that has run, and return its figures for the log.
         Collective over the world."""
-        return self.executor.figures(step, self._trace)
+        host = self.communicator.host
+        host.phase = f"step {step.number}, gathering its figures"
+        figures = self.executor.figures(step, self._trace)
+        host.phase = f"what follows on step {step.number}"
+        return figures
 
 
 class EngineStep:

@@ -12,12 +12,11 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from accelerate.utils import DistributedType
 
 from hf_flexseq.distributed.communicator import Communicator
 from hf_flexseq.hf.engine import FlexSeqEngine
-from hf_flexseq.hf.loaders import LoaderProxy, without_repeats
+from hf_flexseq.hf.loaders import LoaderProxy, batches_on_host, without_repeats
 from hf_flexseq.steps.step import StepItem, step_items
 
 
@@ -29,7 +28,7 @@ class PlannedBatches(LoaderProxy):
         self._engine = engine
 
     def __iter__(self) -> Iterator[StepItem]:
-        with without_repeats(self.dataloader):
+        with without_repeats(self.dataloader), batches_on_host(self.dataloader):
             for step in self._engine.evaluation_steps(self.dataloader):
                 yield from step_items(step, 1)
 
@@ -38,7 +37,8 @@ class EvaluationLoss:
     """Sums the losses of evaluation steps over their target tokens."""
 
     def __init__(self) -> None:
-        self._sum = torch.zeros((), dtype=torch.float64)  # of loss x targets, on this rank
+        # of loss x targets, on this rank: first on the host, then where the losses are
+        self._sum = torch.zeros((), dtype=torch.float64)
         self._targets = 0  # of all ranks
 
     def add(self, loss: torch.Tensor, targets: int) -> None:
@@ -48,17 +48,17 @@ class EvaluationLoss:
             target tokens.
         targets: the step's target tokens, of all ranks.
         """
-        self._sum += loss.double().cpu() * targets
+        self._sum = self._sum + loss.double() * targets
         self._targets += targets
 
     def mean(self, communicator: Communicator) -> float:
         """Return the mean loss over all target tokens of all ranks; nan without any. Collective
         over the world."""
-        if communicator.control is not None:
-            dist.all_reduce(self._sum, group=communicator.control)  # [] -> []
+        total = self._sum.cpu()
+        communicator.host.all_reduce(total)  # [] -> []
         if not self._targets:
             return math.nan
-        return float(self._sum) / communicator.world_size / self._targets
+        return float(total) / communicator.world_size / self._targets
 
 
 # What accelerate's `prepare_model` may set on the model itself: its forward under mixed precision,

@@ -12,6 +12,8 @@ import logging
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
+from datetime import timedelta
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -21,36 +23,39 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from hf_flexseq.attention import SequenceContext
+from hf_flexseq.attention.block_pairs import BLOCK
 from hf_flexseq.attention.deterministic import slowdown
 from hf_flexseq.config import FlexSeqArguments
 from hf_flexseq.cost import CostModel
 from hf_flexseq.cost.presets import load_cost_model
+from hf_flexseq.cost.sharding import replicated
 from hf_flexseq.distributed.communicator import Communicator
-from hf_flexseq.distributed.control import broadcast_object
+from hf_flexseq.distributed.connect import connect
 from hf_flexseq.hf.attention import NAME
 from hf_flexseq.hf.calibration.choose import MADE_FOR_THE_MODEL, cost_model_for
 from hf_flexseq.hf.model.buckets import early_buckets
 from hf_flexseq.hf.model.checks import check_model
-from hf_flexseq.hf.model.facts import AttentionShape, attention_shape, compute_dtype
+from hf_flexseq.hf.model.facts import AttentionShape, attention_shape, compute_dtype, replicas
 from hf_flexseq.hf.model.loss import ChunkedLoss, attach_chunked_loss
+from hf_flexseq.hf.sharding import BeforeLast, SteppedFsdp, fsdp_figures, reduces_each_batch
 from hf_flexseq.hf.trainer_checks import resolve_sync
 from hf_flexseq.kernels import Kernel
 from hf_flexseq.kernels.choose import choose_kernel
 from hf_flexseq.plan import Plan
 from hf_flexseq.plan import check as check_plan
 from hf_flexseq.plan.shard import Shard
+from hf_flexseq.planner.blocks import exchange_degrees
 from hf_flexseq.planner.process.client import InlinePlanner, Planner, PlannerWorker
 from hf_flexseq.planner.process.jobs import GroupsJob, Job
 from hf_flexseq.schedule.routing import NicFigures, links_of
 from hf_flexseq.steps.exchange import RowExchange
 from hf_flexseq.steps.inputs import Inputs, model_inputs, shards_of
 from hf_flexseq.steps.lookahead import DrawnStep
+from hf_flexseq.steps.reduction import reduced_once
 from hf_flexseq.steps.step import OptimizerStep
 from hf_flexseq.steps.trace import Figures, PlanTrace
 
 logger = logging.getLogger(__name__)
-
-MEASURED_TOKENS = 1024  # of one call that tells what deterministic attention costs; takes ~0.1 s
 
 ForwardBackward = Callable[[Inputs], torch.Tensor]  # one micro-batch -> its loss, a scalar
 
@@ -71,17 +76,27 @@ class EngineSetup:
 
     @classmethod
     def of(
-        cls, accelerator: Accelerator, args: FlexSeqArguments, communicator: Communicator | None
+        cls,
+        accelerator: Accelerator,
+        args: FlexSeqArguments,
+        communicator: Communicator | None,
+        *,
+        timeout: timedelta | None = None,
     ) -> "EngineSetup":
-        """Load the named cost model and connect the ranks. Raises ValueError for a cost model that
-        does not exist."""
+        """Load the named cost model and connect the ranks, unless `communicator` does already.
+
+        timeout: of every exchange; None takes that of the job's group. Raises ValueError for a
+        cost model that does not exist, and where the ranks cannot be connected.
+        """
         named = None
         if args.cost_model not in MADE_FOR_THE_MODEL:
             named = load_cost_model(args.cost_model)
+        if communicator is None:
+            communicator = Communicator(transport=connect(accelerator.device, timeout=timeout))
         return cls(
             accelerator=accelerator,
             args=args,
-            communicator=communicator or Communicator(),
+            communicator=communicator,
             named_cost=named,
         )
 
@@ -92,7 +107,7 @@ class EngineSetup:
         attention_remat: whether checkpointed layers keep their attention.
         """
         if self.named_cost is not None:
-            return self.named_cost
+            return replicated(self.named_cost, replicas(model, self.accelerator))
         return cost_model_for(
             self.args.cost_model,
             model,
@@ -179,7 +194,7 @@ class Executor(Protocol):
     def train(
         self, step: Any, forward_backward: ForwardBackward, model: nn.Module
     ) -> torch.Tensor:
-        """Run forwards and backwards of one step, and reduce gradients once.
+        """Run forwards and backwards of one step, and reduce gradients.
 
         forward_backward: runs a micro-batch of a whole model. model: as accelerate has wrapped it.
         Returns this rank's loss, a scalar; the mean over ranks is the mean over target tokens.
@@ -215,6 +230,7 @@ class WholeModelExecutor:
         self.kernel: Kernel | None = None  # chosen with the first step
         self._exchange = RowExchange(setup.communicator)
         self._links: NicFigures | None = None  # None: transfers go straight
+        self.fsdp: SteppedFsdp | None = None  # made with the cost model
 
         # what `detach` gives back
         self._model: PreTrainedModel | None = None
@@ -242,12 +258,26 @@ class WholeModelExecutor:
         # 1. what the model needs of the ranks, and what it costs
         base = base_model(model)
         check_model(base)
-        self.lockstep = resolve_sync(args, base, accelerator, lockstep=lockstep)
-        self.cost = self.setup.cost_of(base, attention_remat=args.attention_remat)
-        self.cost.strategies(args.strategy)  # raises for one that it has no figures for
-        self._links = self._agreed_links(self.cost)
+        is_ordered = communicator.transport.capabilities.ordered
+        self.lockstep = resolve_sync(
+            args, base, accelerator, lockstep=lockstep, is_ordered=is_ordered
+        )
+        if is_ordered and not self.lockstep:
+            communicator.open_world()  # for gradients: no group is made in a step
+        # A file of a cost model may differ from node to node: rank 0's counts.
+        own_cost = self.setup.cost_of(base, attention_remat=args.attention_remat)
+        cost: CostModel = communicator.host.broadcast_object(own_cost)
+        self.cost = cost
+        cost.strategies(args.strategy)  # raises for one that it has no figures for
+        self._open_blocks(cost)
+        self._links = self._links_of(cost)
         if args.max_tokens_per_rank is None:
-            self.cost.max_tokens_per_rank(communicator.world_size)  # raises where nothing is left
+            cost.max_tokens_per_rank(communicator.world_size)  # raises where nothing is left
+        self.fsdp = SteppedFsdp(
+            fsdp_figures(base, accelerator, communicator, self.cost),
+            communicator,
+            over_replicas=reduces_each_batch(accelerator),
+        )
 
         # 2. what `detach` undoes
         self._former_ddp = accelerator.ddp_handler
@@ -268,30 +298,35 @@ class WholeModelExecutor:
         self._model = None
         self._chunked_loss = None
 
-    def _agreed_links(self, cost: CostModel) -> NicFigures | None:
-        """Return the NICs over which transfers may be routed; None for no routing. Collective.
-
-        A file of a cost model may differ from node to node, and all ranks must route alike:
-        rank 0's counts.
-        """
+    def _open_blocks(self, cost: CostModel) -> None:
+        """Make the groups of ranks that may exchange heads, where a collective is faster than
+        messages. Collective."""
+        args = self.setup.args
         communicator = self.setup.communicator
-        if self.setup.args.routing == "off" or communicator.topology.nodes == 1:
-            return None
-        links: NicFigures | None = broadcast_object(
-            communicator, links_of(cost, communicator.topology)
+        degrees = exchange_degrees(
+            cost, communicator.topology, strategy=args.strategy, sp_degree=args.sp_degree
         )
-        return links
+        communicator.open_fast_blocks(degrees)
+
+    def _links_of(self, cost: CostModel) -> NicFigures | None:
+        """Return the NICs over which transfers may be routed; None for no routing."""
+        topology = self.setup.communicator.topology
+        if self.setup.args.routing == "off" or topology.nodes == 1:
+            return None
+        return links_of(cost, topology)
 
     # ---- planning
 
     def planner(self, *, ahead: bool) -> Planner:
         """Make the planner of rank 0. ahead: in a process of its own."""
         assert self.cost is not None, "attach sets the cost model"
+        assert self.fsdp is not None, "attach sets FSDP2's figures"
         job = GroupsJob(
             topology=self.setup.communicator.topology,
             cost=self.cost,
             options=self._options(),
             routing=self._routed_bytes(),
+            fsdp=self.fsdp.figures,
         )
         return planner_of(job, ahead=ahead)
 
@@ -332,6 +367,8 @@ class WholeModelExecutor:
         """Bring the drawn tokens to the ranks that the plan names. Collective over the world."""
         communicator = self.setup.communicator
         device = self.setup.accelerator.device
+        if self.kernel is None and self.setup.args.deterministic and communicator.rank == 0:
+            self._log_slowdown(self._chosen_kernel(), max(plan.lengths))
 
         # 1. what this rank holds in each micro-batch: first as the groups do, then as remapped
         shards = shards_of(plan, communicator.rank, communicator.topology)
@@ -369,10 +406,23 @@ class WholeModelExecutor:
         """Run forward and backward of every micro-batch and return the sum of the losses, a
         detached scalar.
 
-        Gradients are reduced with the last micro-batch, in lockstep under a sharded model with
-        each.
+        DDP reduces gradients with the last micro-batch, or after it (`_reducing`); ZeRO reduces
+        with each, and FSDP2 as memory allows.
         """
-        return step.run(forward_backward, lambda: self._accumulating(model)).detach()
+        assert self.fsdp is not None, "attach sets FSDP2's figures"
+        with self._reducing(model), self.fsdp.of_step(step.plan, model) as fsdp_before_last:
+            before_last = partial(self._accumulating, model, fsdp_before_last)
+            return step.run(forward_backward, before_last).detach()
+
+    def _reducing(self, model: nn.Module) -> AbstractContextManager[Any]:
+        """Surround all micro-batches of a step by what reduces gradients in place of DDP, where
+        ranks run different micro-batches and transfers are carried out in order."""
+        communicator = self.setup.communicator
+        if self.lockstep or not communicator.transport.capabilities.ordered:
+            return nullcontext()
+        if not isinstance(model, nn.parallel.DistributedDataParallel):
+            return nullcontext()
+        return reduced_once(model, communicator)
 
     def evaluate(self, step: OptimizerStep, forward: ForwardBackward) -> torch.Tensor:
         """Run the forward of every micro-batch and return the sum of the losses, a detached
@@ -380,25 +430,25 @@ class WholeModelExecutor:
         return step.run(forward).detach()
 
     @contextmanager
-    def _accumulating(self, model: nn.Module) -> Iterator[None]:
+    def _accumulating(self, model: nn.Module, fsdp_before_last: BeforeLast) -> Iterator[None]:
         """Surround a micro-batch that is not the step's last."""
         state = self.setup.accelerator.gradient_state
         syncs = state.sync_gradients
         state._set_sync_gradients(False)  # DeepSpeed would step its optimizer otherwise
         try:
-            with self._without_reduction(model):
+            with self._without_reduction(model), fsdp_before_last():
                 yield
         finally:
             state._set_sync_gradients(syncs)
 
     def _without_reduction(self, model: nn.Module) -> AbstractContextManager[Any]:
-        """Return a context in which DDP keeps gradients local.
+        """Return a context in which DDP keeps gradients local until its last micro-batch.
 
-        FSDP and DeepSpeed reduce into their shards each time: waiting would hold the whole model's
-        gradients on every rank.
+        DeepSpeed and FSDP1 reduce into their shards each time: waiting would hold the whole
+        model's gradients on every rank. FSDP2 has policies of its own (`hf/sharding.py`).
         """
         accelerator = self.setup.accelerator
-        each = accelerator.gradient_state.plugin_kwargs.get("sync_each_batch", False)
+        each = reduces_each_batch(accelerator)
         if each or not isinstance(model, nn.parallel.DistributedDataParallel):
             return nullcontext()
         context: AbstractContextManager[Any] = accelerator.no_sync(model)
@@ -416,24 +466,32 @@ class WholeModelExecutor:
         """Return the kernel of all steps, chosen with the first one."""
         if self.kernel is None:
             device = self.setup.accelerator.device
-            self.kernel = choose_kernel(device, self._compute_dtype(), self._shape().head_dim)
-            if self.setup.args.deterministic and self.setup.communicator.rank == 0:
-                self._log_slowdown(self.kernel)
+            self.kernel = choose_kernel(
+                device,
+                self._compute_dtype(),
+                self._shape().head_dim,
+                repeatable_keys=BLOCK if self.setup.args.deterministic else 0,
+            )
         return self.kernel
 
-    def _log_slowdown(self, kernel: Kernel) -> None:
-        """Measure on rank 0 how much longer deterministic attention takes, and log it."""
+    def _log_slowdown(self, kernel: Kernel, longest: int) -> None:
+        """Measure on rank 0 how much longer deterministic attention takes, and log it. The other
+        ranks wait for it about a second, once.
+
+        longest: tokens of the longest sequence of the first step.
+        """
         shape = self._shape()
         like = {"dtype": self._compute_dtype(), "device": self.setup.accelerator.device}
-        q = torch.ones(MEASURED_TOKENS, shape.query_heads, shape.head_dim, **like)
-        k = torch.ones(MEASURED_TOKENS, shape.kv_heads, shape.head_dim, **like)
-        factor = slowdown(q, k, self.setup.communicator, kernel)
+        q = torch.ones(1, shape.query_heads, shape.head_dim, **like)  # one token
+        k = torch.ones(1, shape.kv_heads, shape.head_dim, **like)
+        found = slowdown(longest, q, k, self.setup.communicator, kernel)
         logger.warning(
             "deterministic=True: attention of %s tokens on one rank takes %.1f times as long as "
-            "otherwise; where ranks share a sequence its backward computes up to twice as much, "
-            "and its keys are gathered",
-            f"{MEASURED_TOKENS:,}",
-            factor,
+            "otherwise (the longest sequence of the first step has %s); where ranks share a "
+            "sequence its backward computes up to twice as much, and its keys are gathered",
+            f"{found.tokens:,}",
+            found.factor,
+            f"{longest:,}",
         )
 
     def _shape(self) -> AttentionShape:

@@ -5,10 +5,9 @@ from contextlib import contextmanager
 from itertools import islice
 from typing import Any
 
-from accelerate.data_loader import BatchSamplerShard, IterableDatasetShard
+from accelerate.data_loader import BatchSamplerShard, DataLoaderShard, IterableDatasetShard
 
 from hf_flexseq.distributed.communicator import Communicator
-from hf_flexseq.distributed.control import gather_ints
 
 
 class LoaderProxy:
@@ -25,6 +24,25 @@ class LoaderProxy:
 
     def __iter__(self) -> Iterator[Any]:
         return iter(self.dataloader)
+
+
+@contextmanager
+def batches_on_host(dataloader: Any) -> Iterator[None]:
+    """Make a loader that accelerate has prepared leave its batches on the host inside this block.
+
+    Tokens travel between ranks on the host, and only a rank's share of them goes to its device.
+    The loader itself is told, when it is drawn from: it may have been prepared long before there
+    was an engine, and the accelerator's own setting is also about models and optimizers.
+    """
+    former = getattr(dataloader, "device", None)
+    if not isinstance(dataloader, DataLoaderShard) or former is None:
+        yield
+        return
+    dataloader.device = None  # asked for with every batch
+    try:
+        yield
+    finally:
+        dataloader.device = former
 
 
 class LongestLoader(LoaderProxy):
@@ -45,7 +63,7 @@ class LongestLoader(LoaderProxy):
             own = len(dataloader)
         except TypeError:
             return dataloader
-        lengths = [length for (length,) in gather_ints(communicator, [own])]
+        lengths = [length for (length,) in communicator.host.gather_ints([own])]
         longest = max(lengths)
         if longest == own:
             return dataloader

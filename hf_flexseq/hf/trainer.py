@@ -22,8 +22,10 @@ Data order, gradient accumulation, clipping, schedules, saving and resuming stay
 
 import inspect
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from dataclasses import dataclass, fields
+from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -34,8 +36,14 @@ from transformers.data.data_collator import DataCollatorWithPadding, default_dat
 from hf_flexseq.config import FlexSeqArguments
 from hf_flexseq.hf.engine import FlexSeqEngine, Step
 from hf_flexseq.hf.evaluation import EvaluationLoss, PlannedBatches, left_unprepared
-from hf_flexseq.hf.executors import TrainerHooks, WholeModelExecutor, base_model
-from hf_flexseq.hf.loaders import LongestLoader
+from hf_flexseq.hf.executors import (
+    EngineSetup,
+    Executor,
+    TrainerHooks,
+    WholeModelExecutor,
+    base_model,
+)
+from hf_flexseq.hf.loaders import LongestLoader, batches_on_host
 from hf_flexseq.hf.model.checks import check_model
 from hf_flexseq.hf.pipeline.executor import stage_executor_for
 from hf_flexseq.hf.pipeline.hooks import load_own_stage
@@ -125,18 +133,25 @@ class FlexSeqMixin(_Trainer):
         self.data_collator = _flexseq_collator(self.data_collator)
         self._flexseq_figures: list[Figures] = []  # of the steps since the last log
         self._flexseq_eval = EvaluationLoss()  # of the evaluation that runs
+        self._flexseq_loaders = ExitStack()  # what the end of training undoes on its dataloader
         # Ranks may run different numbers of micro-batches, unless a subclass computes its loss
         # with collectives.
         self._flexseq_lockstep = type(self).compute_loss is not Trainer.compute_loss
         self.add_callback(StepSizeCallback(self._flexseq_step_size()))
 
     def _make_engine(self, options: FlexSeqArguments) -> FlexSeqEngine:
-        """Return the engine, with the executor that the options ask for."""
+        """Return the engine, with the executor that the options ask for.
+
+        A timeout that the user has chosen is handed on: on a CPU the Trainer does not give it to
+        the job's group.
+        """
+        executor: Callable[[EngineSetup], Executor] = WholeModelExecutor
         if options.pipeline_parallel_size > 1:
             executor = stage_executor_for(self, options)
-            engine = FlexSeqEngine(self.accelerator, options, executor=executor)
-        else:
-            engine = FlexSeqEngine(self.accelerator, options, executor=WholeModelExecutor)
+        timeout = None
+        if self.args.ddp_timeout != TrainingArguments.ddp_timeout:
+            timeout = timedelta(seconds=self.args.ddp_timeout)
+        engine = FlexSeqEngine(self.accelerator, options, timeout=timeout, executor=executor)
         engine.keep_loader_settings()
         return engine
 
@@ -149,12 +164,17 @@ class FlexSeqMixin(_Trainer):
 
     def _inner_training_loop(self, *args: Any, **kwargs: Any) -> Any:
         check_step_size(kwargs.get("resume_from_checkpoint"), self._flexseq_step_size())
-        with self.flexseq.attached(self.model, lockstep=self._flexseq_lockstep):
+        attached = self.flexseq.attached(self.model, lockstep=self._flexseq_lockstep)
+        with attached, ExitStack() as self._flexseq_loaders:
             return super()._inner_training_loop(*args, **kwargs)
 
     def set_initial_training_values(self, args: TrainingArguments, dataloader: Any) -> Any:
-        """Without `even_batches` ranks draw different numbers of batches; all go on until the last
-        one is done."""
+        """Keep batches on the host until training ends.
+
+        Without `even_batches` ranks draw different numbers of them; all go on until the last one
+        is done.
+        """
+        self._flexseq_loaders.enter_context(batches_on_host(dataloader))
         longest = LongestLoader.over(dataloader, self.flexseq.communicator)
         return super().set_initial_training_values(args, longest)
 
@@ -166,7 +186,9 @@ class FlexSeqMixin(_Trainer):
         step = self.flexseq.next_step(epoch_iterator, num_batches)
         if step is None:
             return [], None
-        return step_items(step, num_batches), torch.tensor(max(step.targets, 1), device=device)
+        # Filled on the device: a tensor made of the number would be copied there, and waited for.
+        targets = torch.full((), max(step.targets, 1), device=device)
+        return step_items(step, num_batches), targets
 
     def training_step(
         self, model: nn.Module, inputs: Any, num_items_in_batch: Any = None
@@ -257,7 +279,7 @@ class FlexSeqMixin(_Trainer):
                 model, inputs, prediction_loss_only, ignore_keys=ignore_keys
             )
         assert inputs.step is not None, "an evaluation batch without its step"
-        targets = torch.tensor(max(inputs.step.targets, 1), device=self.args.device)
+        targets = torch.full((), max(inputs.step.targets, 1), device=self.args.device)
 
         def forward(micro_batch: Inputs) -> torch.Tensor:
             with torch.no_grad(), self.compute_loss_context_manager():

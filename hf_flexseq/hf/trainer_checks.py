@@ -13,13 +13,14 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator
-from accelerate.utils import DistributedType, DynamoBackend
+from accelerate.utils import DDPCommunicationHookType, DistributedType, DynamoBackend
 from torch import nn
 from torch.utils.data import IterableDataset
 from transformers import Trainer
 from transformers.data.data_collator import DataCollatorWithPadding, default_data_collator
 
 from hf_flexseq.config import FlexSeqArguments
+from hf_flexseq.distributed.connect import capabilities_on
 from hf_flexseq.hf.model.facts import is_fully_sharded, is_reentrant, zero_stage
 from hf_flexseq.steps.collator import DataCollatorForFlexSeq
 
@@ -80,23 +81,44 @@ def _check_loaders(accelerator: Accelerator, args: FlexSeqArguments) -> None:
 
 
 def resolve_sync(
-    args: FlexSeqArguments, model: nn.Module, accelerator: Accelerator, *, lockstep: bool
+    args: FlexSeqArguments,
+    model: nn.Module,
+    accelerator: Accelerator,
+    *,
+    lockstep: bool,
+    is_ordered: bool,
 ) -> bool:
     """Decide if all ranks run every micro-batch together.
 
     lockstep: whether something that cannot be seen here makes them.
+    is_ordered: whether the transport carries out transfers one after the other.
     Raises ValueError when they have to and sync='free' asks otherwise.
     """
+    reason = None
     is_sharded = is_fully_sharded(model, accelerator) or zero_stage(model, accelerator) >= 2
     each = accelerator.gradient_state.plugin_kwargs.get("sync_each_batch", False)
-    must = bool(is_sharded or each or lockstep)
-    if must and args.sync == "free":
-        raise ValueError(
-            "sync='free' needs ranks that run different numbers of micro-batches, but here they "
-            "meet in every one (FSDP, ZeRO-2/3, sync_each_batch, or a compute_loss of your own): "
-            "use sync='auto'"
+    if is_sharded or each or lockstep:
+        reason = (
+            "needs ranks that run different numbers of micro-batches, but here they meet in every "
+            "one (FSDP, ZeRO-2/3, sync_each_batch, or a compute_loss of your own)"
         )
-    return must or args.sync == "lockstep"
+    elif is_ordered and _reduces_by_itself(accelerator):
+        reason = (
+            "needs one place in the plan where all ranks reduce gradients, but here each does so "
+            "in its own last micro-batch (DeepSpeed, or a DDP comm_hook), which can hang on NCCL"
+        )
+    if reason is not None and args.sync == "free":
+        raise ValueError(f"sync='free' {reason}: use sync='auto'")
+    return reason is not None or args.sync == "lockstep"
+
+
+def _reduces_by_itself(accelerator: Accelerator) -> bool:
+    """Tell if gradients are reduced by something that `hf_flexseq/steps/reduction.py` cannot stand
+    in for."""
+    if accelerator.distributed_type == DistributedType.DEEPSPEED:
+        return True
+    hook = getattr(accelerator.ddp_handler, "comm_hook", DDPCommunicationHookType.NO)
+    return bool(hook != DDPCommunicationHookType.NO)
 
 
 # ---- the trainer
@@ -129,7 +151,13 @@ def check_trainer(trainer: Trainer, args: FlexSeqArguments) -> None:
     refuse(NotImplementedError, _missing(trainer))
     refuse(NotImplementedError, _missing_in_arguments(trainer.args))
     own_loss = type(trainer).compute_loss is not Trainer.compute_loss
-    resolve_sync(args, trainer.model, trainer.accelerator, lockstep=own_loss)
+    resolve_sync(
+        args,
+        trainer.model,
+        trainer.accelerator,
+        lockstep=own_loss,
+        is_ordered=capabilities_on(trainer.accelerator.device).ordered,
+    )
     _check_labels(trainer)
 
 
@@ -145,6 +173,11 @@ def _contradictions(training: Any) -> list[Refusal]:
             when=not training.average_tokens_across_devices,
             message="average_tokens_across_devices=False: tokens move between ranks, so only "
             "their common mean makes sense",
+        ),
+        Refusal(
+            when=training.ddp_timeout <= 0,
+            message=f"ddp_timeout={training.ddp_timeout}: no exchange between ranks would have "
+            "time; give more than 0 seconds",
         ),
         Refusal(
             when=training.auto_find_batch_size,

@@ -39,6 +39,23 @@ from hf_flexseq.plan.shard import Slice
 Tensors = tuple[torch.Tensor, ...]
 
 
+class CutPart:
+    """The part of a sequence that a chunk begins with, and which keys its queries read.
+
+    Made once per chunk, for all layers and both directions: on CUDA segments copy their lengths to
+    the device.
+    """
+
+    __slots__ = ("own", "part", "prefix")
+
+    def __init__(self, part: Slice, device: torch.device) -> None:
+        self.part = part
+        # the chunk itself, causally
+        self.own = Segments([part.tokens], [part.tokens], causal=True, device=device)
+        # the prefix, all of which every query reads
+        self.prefix = Segments([part.tokens], [part.start], causal=False, device=device)
+
+
 class WrongOrder(RuntimeError):
     """Raised when a chunk is not the next one of its sequence, or when something was left at the
     end of a step."""
@@ -121,7 +138,7 @@ class Carried:
             yield self._dkv
 
     def forward(
-        self, part: Slice, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float
+        self, cut: CutPart, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return out [tokens, heads, head_dim] and lse [heads, tokens] over prefix and chunk.
 
@@ -130,16 +147,15 @@ class Carried:
         Raises WrongOrder when the part is not the next one to go forward.
         """
         kernel = self._carry.kernel
+        part = cut.part
         # 1. the chunk itself: [tokens, heads, head_dim], [heads, tokens]
         self._store(part, k, v)
-        own_k, own_v, own_segments = self._own_keys(part)
-        out, lse = kernel.forward(q, own_k, own_v, own_segments, scale=scale)
+        own_k, own_v = self._keys(part.start, part.stop)
+        out, lse = kernel.forward(q, own_k, own_v, cut.own, scale=scale)
         # 2. the prefix, in the same shapes
         if part.start:
-            prefix_k, prefix_v, prefix_segments = self._prefix_keys(part)
-            prefix_out, prefix_lse = kernel.forward(
-                q, prefix_k, prefix_v, prefix_segments, scale=scale
-            )
+            prefix_k, prefix_v = self._keys(0, part.start)
+            prefix_out, prefix_lse = kernel.forward(q, prefix_k, prefix_v, cut.prefix, scale=scale)
             # lse as [tokens, heads], as `merge_partials` takes it, and back to [heads, tokens]
             out, merged_lse = merge_partials(prefix_out, prefix_lse.t(), out, lse.t())
             lse = merged_lse.t()
@@ -149,7 +165,7 @@ class Carried:
 
     def backward(
         self,
-        part: Slice,
+        cut: CutPart,
         dout: torch.Tensor,
         q: torch.Tensor,
         out: torch.Tensor,
@@ -163,22 +179,23 @@ class Carried:
 
         Raises WrongOrder when the part is not the next one to go backward.
         """
+        part = cut.part
         if self.stored < self.length or part.stop != self.drained:
             raise WrongOrder(
                 f"{self}: the backward of [{part.start}, {part.stop}) is not the next one"
             )
         kernel = self._carry.kernel
         # 1. the chunk itself, with the gradients that later chunks have left for its keys
-        own_k, own_v, own_segments = self._own_keys(part)
-        dq, dk, dv = kernel.backward(dout, q, own_k, own_v, out, lse, own_segments, scale=scale)
+        own_k, own_v = self._keys(part.start, part.stop)
+        dq, dk, dv = kernel.backward(dout, q, own_k, own_v, out, lse, cut.own, scale=scale)
         dkv = torch.stack([dk, dv])  # 2 x [tokens, ...] -> [2, tokens, kv_heads, head_dim]
         if self._dkv is not None:
             dkv = self._dkv[:, part.start : part.stop] + dkv
         # 2. the prefix: dk, dv [part.start, kv_heads, head_dim]
         if part.start:
-            prefix_k, prefix_v, prefix_segments = self._prefix_keys(part)
+            prefix_k, prefix_v = self._keys(0, part.start)
             prefix_dq, prefix_dk, prefix_dv = kernel.backward(
-                dout, q, prefix_k, prefix_v, out, lse, prefix_segments, scale=scale
+                dout, q, prefix_k, prefix_v, out, lse, cut.prefix, scale=scale
             )
             dq = dq.to(lse.dtype) + prefix_dq
             self._add_to_prefix(prefix_dk, prefix_dv)
@@ -206,20 +223,11 @@ class Carried:
         self._kv[1, part.start : part.stop] = v
         self.stored = part.stop
 
-    def _own_keys(self, part: Slice) -> tuple[torch.Tensor, torch.Tensor, Segments]:
-        """Return k and v [tokens, kv_heads, head_dim] of the chunk itself, to be read causally."""
+    def _keys(self, start: int, stop: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the stored k and v of positions [start, stop), [stop - start, kv_heads, head_dim]
+        each."""
         assert self._kv is not None, "nothing was stored"
-        segments = Segments([part.tokens], [part.tokens], causal=True, device=self._kv.device)
-        keys = self._kv[0, part.start : part.stop]
-        values = self._kv[1, part.start : part.stop]
-        return keys, values, segments
-
-    def _prefix_keys(self, part: Slice) -> tuple[torch.Tensor, torch.Tensor, Segments]:
-        """Return k and v [part.start, kv_heads, head_dim] of the prefix, which every query
-        reads."""
-        assert self._kv is not None, "nothing was stored"
-        segments = Segments([part.tokens], [part.start], causal=False, device=self._kv.device)
-        return self._kv[0, : part.start], self._kv[1, : part.start], segments
+        return self._kv[0, start:stop], self._kv[1, start:stop]
 
     def _add_to_prefix(self, dk: torch.Tensor, dv: torch.Tensor) -> None:
         """Add gradients [prefix, kv_heads, head_dim] of the prefix's keys and values to the second

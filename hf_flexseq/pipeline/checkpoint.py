@@ -15,12 +15,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
 from safetensors import safe_open
 from safetensors.torch import save_file
 
 from hf_flexseq.distributed.communicator import Communicator
-from hf_flexseq.distributed.control import gather_objects
 from hf_flexseq.pipeline.sharding import divided_like, whole
 from hf_flexseq.pipeline.stages import Stage
 
@@ -67,7 +65,7 @@ def save_stage(member: StageMember, folder: str) -> None:
     file = FILE.format(part=stage.index + 1, parts=stage.count)
     tensors = _owned_tensors(member)
     sizes = {name: tensor.numel() * tensor.element_size() for name, tensor in tensors.items()}
-    written: list[tuple[str, dict[str, int]]] = gather_objects(communicator, (file, sizes))
+    written: list[tuple[str, dict[str, int]]] = communicator.host.gather_objects((file, sizes))
 
     # 2. the folder is there, and empty of what is old
     if communicator.rank == 0:
@@ -75,12 +73,12 @@ def save_stage(member: StageMember, folder: str) -> None:
         _remove_stale(path)
         _save_config(stage, path)
         _save_index(path, written)
-    dist.barrier(group=communicator.control)
+    communicator.host.barrier()
 
     # 3. each stage's tensors, in a file of their own
     if tensors:
         save_file(tensors, path / file, metadata={"format": "pt"})
-    dist.barrier(group=communicator.control)
+    communicator.host.barrier()
 
 
 def _owned_tensors(member: StageMember) -> dict[str, torch.Tensor]:

@@ -16,13 +16,13 @@ from functools import partial
 
 import torch
 
+from hf_flexseq.attention.heads import Repeats
 from hf_flexseq.attention.local import LocalZone
 from hf_flexseq.attention.types import Saved, Tensors, ZoneAttention
 from hf_flexseq.attention.weave import ZoneSteps
-from hf_flexseq.pipeline.carry import Carried, KVCarry
+from hf_flexseq.pipeline.carry import Carried, CutPart, KVCarry
 from hf_flexseq.pipeline.ulysses import Sharing, shared_chunk
 from hf_flexseq.plan.pipeline import Chunk
-from hf_flexseq.plan.shard import Slice
 
 
 class ChunkContext:
@@ -33,6 +33,7 @@ class ChunkContext:
         "_cut",
         "_dummy",
         "_lengths",
+        "_repeats",
         "_sharing",
         "_whole",
         "carry",
@@ -61,6 +62,7 @@ class ChunkContext:
         self.carry = carry
         self.checkpointed = checkpointed
         self._lengths = lengths
+        self._repeats = Repeats()  # of KV heads, in all layers
         self._sharing = sharing
 
         # 1. this rank's tokens: a part of the row, or a dummy token
@@ -75,13 +77,17 @@ class ChunkContext:
                 self._dummy = _local_zone((1,), 1, carry, device)
 
         # 2. the whole row: the part of a cut sequence, and whole sequences
-        self._cut = chunk.cut(lengths)  # None without one
-        whole = chunk.slices if self._cut is None else chunk.slices[1:]
-        for part in whole:
-            assert part.tokens == lengths[part.sequence], f"{chunk} has two parts of sequences"
+        self._cut: CutPart | None = None
+        whole = chunk.slices
+        part = chunk.cut(lengths)  # None without one
+        if part is not None:
+            self._cut = CutPart(part, device)
+            whole = chunk.slices[1:]
+        for one in whole:
+            assert one.tokens == lengths[one.sequence], f"{chunk} has two parts of sequences"
         self._whole: LocalZone | None = None
         if whole:
-            tokens = [part.tokens for part in whole]
+            tokens = [one.tokens for one in whole]
             self._whole = _local_zone(tokens, chunk.tokens, carry, device)
 
     def of_layer(self, layer: int, *, keeps_grad: bool) -> "LayerContext":
@@ -92,14 +98,19 @@ class ChunkContext:
         """
         zones: list[ZoneAttention] = []
         if self._cut is not None:
-            length = self._lengths[self._cut.sequence]
-            find = partial(self.carry.at, layer, self._cut, length, keeps_grad=keeps_grad)
+            part = self._cut.part
+            length = self._lengths[part.sequence]
+            find = partial(self.carry.at, layer, part, length, keeps_grad=keeps_grad)
             zones.append(CutZone(self._cut, find))
         if self._whole is not None:
             zones.append(self._whole)
         if self._sharing is not None:
             wide = self.carry.kernel.wide_gradients
-            zones = [shared_chunk(self._chunk_tokens, zones, self._sharing, wide=wide)]
+            zones = [
+                shared_chunk(
+                    self._chunk_tokens, zones, self._sharing, repeats=self._repeats, wide=wide
+                )
+            ]
         if self._dummy is not None:
             zones.append(self._dummy)
         return LayerContext(self.tokens, tuple(zones))
@@ -132,16 +143,16 @@ class CutZone(ZoneAttention):
     """The part of a sequence that a chunk begins with. For the backward it keeps q, out and lse
     alone; keys and values are in the carry."""
 
-    __slots__ = ("_carried", "_find", "part", "rows")
+    __slots__ = ("_carried", "_cut", "_find", "rows")
 
-    def __init__(self, part: Slice, find: Callable[[], Carried]) -> None:
+    def __init__(self, cut: CutPart, find: Callable[[], Carried]) -> None:
         """Carry nothing yet.
 
         find: returns what is carried of the part's sequence; called when there is something to
             carry
         """
-        self.part = part
-        self.rows = slice(0, part.tokens)
+        self._cut = cut
+        self.rows = slice(0, cut.part.tokens)
         self._find = find
         self._carried: Carried | None = None
 
@@ -154,7 +165,7 @@ class CutZone(ZoneAttention):
         """
         yield 0.0
         self._carried = self._find()
-        out, lse = self._carried.forward(self.part, q, k, v, scale)
+        out, lse = self._carried.forward(self._cut, q, k, v, scale)
         return out, Saved((q, out, lse))
 
     def backward(self, dout: torch.Tensor, saved: Saved, scale: float) -> ZoneSteps[Tensors]:
@@ -162,7 +173,7 @@ class CutZone(ZoneAttention):
         yield 0.0
         q, out, lse = saved.tensors
         assert self._carried is not None, "a backward without its forward"
-        return self._carried.backward(self.part, dout, q, out, lse, scale)
+        return self._carried.backward(self._cut, dout, q, out, lse, scale)
 
 
 def _local_zone(

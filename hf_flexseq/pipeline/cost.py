@@ -4,10 +4,11 @@ weights, bytes by layers.
     linear part                        by the weights that multiply a token, so that the stage with
                                        the LM head is priced with it
     attention, launches, activations   by layers
-    model state                        by parameters
+    model state                        by parameters, copies of weights in 16 bits included
 
 Where ranks share every chunk of a stage by Ulysses, each has a part of a chunk's work and bytes,
-and their exchanges are added to the linear part.
+and their exchanges are added to the linear part: with the bandwidth across nodes where some of the
+stage's ranks share chunks with a rank of another node.
 """
 
 from collections.abc import Sequence
@@ -58,7 +59,10 @@ def pipeline_cost(
         stage_cost = _stage_cost(cost, stage, index, token, checkpointed)
         if degree > 1:
             share_of_layers = stage_cost.layers / len(stage.sizes.layers)
-            stage_cost = _shared(cost, stage_cost, share_of_layers, degree)
+            exchange_bandwidth = cost.bandwidth(
+                degree, _shares_across(stage, index, degree, topology)
+            )
+            stage_cost = _shared(cost, stage_cost, share_of_layers, degree, exchange_bandwidth)
         stages.append(stage_cost)
     send_ns = NS * token.hidden / degree / cost.bandwidth(2, False)
     if topology is not None:
@@ -73,28 +77,45 @@ def _share_across(stage: Stage, topology: Topology) -> float:
     A hop crosses where it does so for any rank of its stage. All hops are priced at their mean:
     a chunk's whole way through the pipeline is then as long as it is.
     """
-    ranks_per_stage = topology.world_size // stage.count
     hops = len(stage.spans) - 1
     across = 0
     for number in range(hops):
-        first = number % stage.count * ranks_per_stage  # of the ranks with stage `number`
-        after = (number + 1) % stage.count * ranks_per_stage
-        for member in range(ranks_per_stage):
-            node = (first + member) // topology.ranks_per_node
-            node_after = (after + member) // topology.ranks_per_node
-            if node != node_after:
+        ranks = _ranks_of(stage, number, topology)
+        ranks_after = _ranks_of(stage, number + 1, topology)
+        for rank, rank_after in zip(ranks, ranks_after, strict=True):
+            if rank // topology.ranks_per_node != rank_after // topology.ranks_per_node:
                 across += 1
                 break
     return across / max(1, hops)
 
 
-def _shared(cost: CostModel, stage: StageCost, share_of_layers: float, degree: int) -> StageCost:
+def _shares_across(stage: Stage, number: int, degree: int, topology: Topology | None) -> bool:
+    """Return whether any `degree` ranks that share the chunks of stage `number` sit on more than
+    one node: the slowest of them set the stage's pace."""
+    if topology is None:
+        return False
+    for first in _ranks_of(stage, number, topology)[::degree]:
+        if topology.spans_nodes(first, first + degree):
+            return True
+    return False
+
+
+def _ranks_of(stage: Stage, number: int, topology: Topology) -> range:
+    """Return the ranks of the world that have stage `number`."""
+    ranks_per_stage = topology.world_size // stage.count
+    first = number % stage.count * ranks_per_stage
+    return range(first, first + ranks_per_stage)
+
+
+def _shared(
+    cost: CostModel, stage: StageCost, share_of_layers: float, degree: int, bandwidth: float
+) -> StageCost:
     """Return the cost on one of `degree` ranks that share the stage's chunks.
 
     share_of_layers: the stage's, of all layers of the model
+    bandwidth: bytes/s of the ranks' exchanges
     """
     # A third of the exchanges are in the forward, as of the linear part, which they add to.
-    bandwidth = cost.bandwidth(degree, False)
     exchanged_ns = NS * cost.all_to_all_bytes * share_of_layers / 3 / bandwidth
     owed_bytes = stage.owed_bytes
     if owed_bytes is not None:
@@ -146,28 +167,32 @@ def _stage_cost(
     )
 
 
-def room_bytes(cost: CostModel, stage: Stage, *, sharded_over: int = 1) -> Sequence[int]:
+def room_bytes(
+    cost: CostModel, stage: Stage, *, sharded_over: int = 1, mixed: bool = False
+) -> Sequence[int]:
     """Return the bytes that each rank of a pipeline has left for what is in flight.
 
     cost: of the whole model
     stage: of any rank; each knows the sizes and spans of all
     sharded_over: ranks that share the state of a stage by FSDP2
+    mixed: whether float32 weights are cast to 16 bits once per step
 
     Raises ValueError when some rank's state takes all of its memory.
     """
     sizes = stage.sizes
     state_bytes = cost.state_bytes + cost.sharded_state_bytes  # of the whole model
-    state_bytes *= _held_of_state(sharded_over)
     # The first rank has the embedding, which is as large as the head.
     model_weights = sum(sizes.layers) + 2 * sizes.head
+    of_layers = _held_of_state(sharded_over, mixed=mixed, casts=mixed)
+    of_ends = _held_of_state(sharded_over, mixed=mixed, casts=False)
     room = []
     for index in range(stage.count):
-        own_weights = 0
+        held_weights = 0.0  # so many weights have as much state as the rank holds
         for start, stop in stage.spans[index :: stage.count]:
-            own_weights += sum(sizes.layers[start:stop])
+            held_weights += of_layers * sum(sizes.layers[start:stop])
         if index in (0, stage.count - 1):
-            own_weights += sizes.head
-        left = int(cost.budget_bytes - state_bytes * own_weights / model_weights)
+            held_weights += of_ends * sizes.head
+        left = int(cost.budget_bytes - state_bytes * held_weights / model_weights)
         if left < 1:
             raise ValueError(
                 f"cost model {cost.name!r}: the state of rank {index} of the pipeline alone takes "
@@ -178,14 +203,20 @@ def room_bytes(cost: CostModel, stage: Stage, *, sharded_over: int = 1) -> Seque
     return room
 
 
-def _held_of_state(ranks: int) -> float:
-    """Return the share of a stage's state that one of `ranks` ranks holds during a step, when they
-    share it by FSDP2."""
-    if ranks == 1:
-        return 1.0
-    # bytes of a parameter: weight and gradient are whole, a part of weight and Adam's moments
+def _held_of_state(ranks: int, *, mixed: bool, casts: bool) -> float:
+    """Return the bytes of a parameter that a rank holds during a step, over those of its state.
+
+    ranks: that share the state by FSDP2, which gathers 16 bits if `mixed`
+    casts: whether weights that are not gathered have a copy in 16 bits
+    """
+    # bytes of a parameter
     weight = 4
     gradient = 4
     moments = 8
-    held = weight + gradient + (weight + moments) / ranks
-    return held / (weight + gradient + moments)
+    cast = 2
+    state = weight + gradient + moments
+    if ranks == 1:
+        return (state + cast) / state if casts else 1.0
+    # weight and gradient are whole, beside a part of weight and moments
+    gathered = cast if mixed else weight
+    return (gathered + gradient + (weight + moments) / ranks) / state

@@ -26,7 +26,6 @@ In shapes, `tokens` are those that this rank has of a chunk.
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
-from functools import cached_property
 from typing import Any
 
 import torch
@@ -37,7 +36,7 @@ from hf_flexseq.distributed.links import Neighbours
 from hf_flexseq.kernels import Kernel, lse_dtype
 from hf_flexseq.pipeline.carry import KVCarry
 from hf_flexseq.pipeline.context import ChunkContext
-from hf_flexseq.pipeline.mailbox import WINDOW, Inbox, Item, Outbox
+from hf_flexseq.pipeline.mailbox import WINDOW, Inbox, Item, Outbox, post_receives
 from hf_flexseq.pipeline.stages import Stage, VirtualStage
 from hf_flexseq.pipeline.ulysses import Sharing, own_columns
 from hf_flexseq.pipeline.weights import WeightGradients
@@ -110,10 +109,11 @@ class PipelineExecutor:
         Gradients are added to those that are there; of a tied tensor, only those of this stage's
         copy.
         """
-        step = _Step(self, plan, columns, targets, autocast)
-        for action in plan.actions[self.stage.index]:
-            step.obey(action)
-        step.close()
+        with self.weights.casting_once():
+            step = _Step(self, plan, columns, targets, autocast)
+            for action in plan.actions[self.stage.index]:
+                step.obey(action)
+            step.close()
         return step.loss
 
     def evaluate(
@@ -125,10 +125,10 @@ class PipelineExecutor:
     ) -> torch.Tensor:
         """Run the forwards of one step in the plan's order, without gradients, and return the
         loss, a scalar. Arguments and loss are those of `train`, columns [1, tokens] included."""
-        with torch.no_grad():
+        with torch.no_grad(), self.weights.casting_once():
             step = _Step(self, _forwards(plan), columns, targets, autocast)
             for action in step.plan.actions[self.stage.index]:
-                step.forward(action)
+                step.obey(action)
             step.close()
         return step.loss
 
@@ -159,6 +159,8 @@ class _Step:
         # [1, tokens of the chunk] -> [1, tokens of this rank]
         self.columns = [own_columns(of_chunk, executor.sharing) for of_chunk in columns]
         self.chunk_numbers = plan.places()  # (unit, index) -> index in the plan's chunks
+        # The number of each action in the order in which the messages of all ranks are posted.
+        self.order = {action: number for number, (_, action) in enumerate(walk(plan))}
         self.flights: dict[Item, _Flight] = {}
 
         parameter = next(self.stage.stack.model.parameters())
@@ -171,6 +173,7 @@ class _Step:
         self.results = self._outbox_of_results()
         self.gradients = self._inbox_of_gradients()
         self.gradients_out = self._outbox_of_gradients()
+        self.inboxes = [box for box in (self.sources, self.gradients) if box is not None]
 
     # ---- neighbours
 
@@ -189,7 +192,7 @@ class _Step:
             return None
         # In training the gradient of a result tells that the result has arrived.
         window = None if torch.is_grad_enabled() else WINDOW
-        return Outbox(links.to_after, window=window, taken_before=self._taken_before("F", 1))
+        return Outbox(links.to_after, window=window)
 
     def _inbox_of_gradients(self) -> Inbox | None:
         """Return what gradients of the stage after arrive in; None where there is none."""
@@ -204,47 +207,21 @@ class _Step:
         links = self.executor.neighbours
         if links is None or links.to_before is None:
             return None
-        return Outbox(links.to_before, window=WINDOW, taken_before=self._taken_before("B", -1))
+        return Outbox(links.to_before, window=WINDOW)
 
-    def _sent(self, rank: int, kinds: str, distance: int) -> list[Item]:
-        """Return what a neighbour sends to this rank's stages, in its order.
+    def _sent(self, rank: int, kinds: str, distance: int) -> list[tuple[int, Item]]:
+        """Return what a neighbour sends to this rank's stages, in its order, with the number of
+        the action that sends it.
 
         kinds: of the neighbour's actions that send; distance: stages from the sender's on
         """
-        items = []
+        sent = []
         for action in self.plan.actions[rank]:
             receiver = action.stage + distance
             if action.kind in kinds and receiver in self.stage.virtual:
                 chunk = self.chunk_numbers[action.unit, action.chunk]
-                items.append(Item(receiver, chunk))
-        return items
-
-    def _taken_before(self, direction: str, distance: int) -> Callable[[Item, Item], bool]:
-        """Return the `taken_before` of an `Outbox` that sends F's hidden states or B's gradients,
-        `direction`, `distance` stages on."""
-        # Where ranks have one stage each there is no circle, and waiting is always safe.
-        if len(self.stage.virtual) == 1:
-            return lambda sent, sending: True
-        order = self.order
-
-        def taken_before(sent: Item, sending: Item) -> bool:
-            receiver = sent.stage + distance
-            taken = order[direction, receiver, sent.chunk]
-            return taken < order[direction, sending.stage, sending.chunk]
-
-        return taken_before
-
-    @cached_property
-    def order(self) -> dict[tuple[str, int, int], int]:
-        """The number of each (F or B, stage, chunk) in one order in which all forwards and
-        backwards can happen."""
-        numbers: dict[tuple[str, int, int], int] = {}
-        for _, action in walk(self.plan):
-            if action.kind != "W":
-                direction = "F" if action.kind == "F" else "B"
-                chunk = self.chunk_numbers[action.unit, action.chunk]
-                numbers[direction, action.stage, chunk] = len(numbers)
-        return numbers
+                sent.append((self.order[action], Item(receiver, chunk)))
+        return sent
 
     def _empty(self, chunk: int) -> torch.Tensor:
         """Return a tensor [1, tokens, hidden_size] to receive a chunk in."""
@@ -254,7 +231,8 @@ class _Step:
     # ---- actions
 
     def obey(self, action: Action) -> None:
-        """Run one action of the plan."""
+        """Run one action of the plan, after the posts that stand before it."""
+        post_receives(self.inboxes, before=self.order[action])
         match action.kind:
             case "F":
                 self.forward(action)

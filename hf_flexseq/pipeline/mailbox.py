@@ -1,27 +1,46 @@
-"""Tensors that arrive from and leave for a neighbouring rank, in an order that both sides take
+"""Tensors that arrive from and leave for a neighbouring rank, in one order that all ranks take
 from the plan.
 
-    Inbox     receives are posted in the order in which the neighbour sends, one ahead of the one
-              that is needed, so that a transfer runs beside the computation before it
-    Outbox    hidden states: a send never waits until it is received, since a stage would wait for
-              one that waits for its gradient
-              gradients: sends do wait, a few at a time. They flow towards the first stage, which
-              waits for gradients alone, so there is no circle.
+    Inbox            receives from one neighbour, in the order in which it sends
+    post_receives    posts the receives of all inboxes that are due
+    Outbox           sends to one neighbour; of those that nothing else tells about, a few at a
+                     time are under way
 
-With several stages per rank there is a circle: gradients flow from the first rank to the last one,
-too. There a send only waits for what has been taken before it in one order in which all actions
-can happen, the same on every rank. In that order nobody waits for what comes later, so somebody
-can always go on.
+Why nothing can hang
+--------------------
+The actions of all ranks are numbered by `schedule/pipeline/walk.py`: in this order all of them can
+happen, ranks side by side. A message has the number of the action that sends it.
+
+1. Before a rank begins its action of number n, it posts all receives of messages below n, of both
+   neighbours, in the order of their numbers.
+2. What an action sends is posted when the action is over, so every rank posts all of its messages
+   in the order of their numbers. What the ranks of a stage exchange inside an action stands
+   between the two.
+3. A rank waits only for what it has posted.
+
+Take the message with the lowest number of all that are not over. Both of its ranks have posted it,
+or can go on until they have: each waits at most for messages that stand before it, and those are
+over. So it completes, also on a transport that carries out all posts of a rank one after the other
+(`distributed/transport.py`), and every wait is safe: that of a stage for its input, and that of a
+full `Outbox`.
+
+A transport whose posts are independent takes receives earlier, too. There one receive more is
+posted than an action needs, so that a transfer runs beside the computation before it. Where posts
+are ordered the host runs ahead of the device, which does the same.
+
+Rejected: receives posted ahead on every transport. Such a receive, for what a neighbour sends
+later, would stand before a send that the neighbour waits for.
 """
 
-from collections.abc import Callable, Iterable
+import math
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
 
-from hf_flexseq.distributed.links import Message, StageLink
+from hf_flexseq.distributed.links import LinkMessage, StageLink
 
-AHEAD = 1  # receives posted beyond the one that is needed
+AHEAD = 1  # receives posted beyond the one that is needed, where posts are independent
 WINDOW = 2  # sends that may be under way when nothing else tells that they have arrived
 
 
@@ -35,64 +54,81 @@ class Item(NamedTuple):
 class Inbox:
     """Receives from one neighbour."""
 
-    __slots__ = ("_channel", "_empty", "_index", "_order", "_posted")
+    __slots__ = ("_ahead", "_empty", "_index", "_link", "_numbers", "_order", "_posted")
 
     def __init__(
-        self, channel: StageLink, order: Iterable[Item], empty: Callable[[int], torch.Tensor]
+        self,
+        link: StageLink,
+        order: Sequence[tuple[int, Item]],
+        empty: Callable[[int], torch.Tensor],
     ) -> None:
         """Post nothing yet.
 
-        order: everything that the neighbour sends, in its order
+        order: (number of the action that sends it, item) of all that the neighbour sends, in its
+            order; numbers ascend
         empty: makes a tensor [1, tokens, hidden_size] to receive the chunk of this index in
         """
-        self._channel = channel
-        self._order = tuple(order)
+        self._link = link
+        self._ahead = 0 if link.is_ordered else AHEAD
+        self._numbers = [number for number, _ in order]
+        self._order = [item for _, item in order]
         self._empty = empty
         self._index = {item: index for index, item in enumerate(self._order)}
-        self._posted: list[Message | None] = []  # None once it was taken
+        self._posted: list[LinkMessage | None] = []  # None once it was taken
+
+    @property
+    def next_number(self) -> float:
+        """Number of the next message without a receive; infinite where there is none."""
+        if len(self._posted) == len(self._order):
+            return math.inf
+        return self._numbers[len(self._posted)]
+
+    def post_next(self) -> None:
+        """Post the next receive."""
+        item = self._order[len(self._posted)]
+        self._posted.append(self._link.receive(self._empty(item.chunk)))
 
     def take(self, item: Item) -> torch.Tensor:
         """Return the tensor [1, tokens, hidden_size] that was sent; waits for it."""
         index = self._index[item]
-        for coming in self._order[len(self._posted) : index + 1 + AHEAD]:
-            self._posted.append(self._channel.receive(self._empty(coming.chunk)))
+        assert index < len(self._posted), f"{item} is taken before its receive was posted"
+        while len(self._posted) < min(index + 1 + self._ahead, len(self._order)):
+            self.post_next()
         message = self._posted[index]
         assert message is not None, f"{item} was taken twice"
         self._posted[index] = None
         return message.wait()
 
 
+def post_receives(inboxes: Sequence[Inbox], before: int) -> None:
+    """Post the receives of all messages below a number, in the order of their numbers."""
+    while True:
+        due = [inbox for inbox in inboxes if inbox.next_number < before]
+        if not due:
+            return
+        min(due, key=lambda inbox: inbox.next_number).post_next()
+
+
 class Outbox:
     """Sends to one neighbour."""
 
-    __slots__ = ("_channel", "_taken_before", "_under_way", "_window")
+    __slots__ = ("_link", "_under_way", "_window")
 
-    def __init__(
-        self,
-        channel: StageLink,
-        *,
-        window: int | None,
-        taken_before: Callable[[Item, Item], bool],
-    ) -> None:
+    def __init__(self, link: StageLink, *, window: int | None) -> None:
         """Send nothing yet.
 
         window: how many sends may be under way; None leaves the waiting to `arrived`
-        taken_before: tells whether its first item is certain to be received although this rank
-            waits for that before it sends the second one
         """
-        self._channel = channel
+        self._link = link
         self._window = window
-        self._taken_before = taken_before
-        self._under_way: dict[Item, Message] = {}
+        self._under_way: dict[Item, LinkMessage] = {}
 
     def put(self, item: Item, tensor: torch.Tensor) -> None:
-        """Send a tensor [1, tokens, hidden_size]; wait for the oldest send where the window is
-        full and waiting is safe."""
-        self._under_way[item] = self._channel.send(tensor.detach().contiguous())
+        """Send a tensor [1, tokens, hidden_size]; where the window is full wait for the oldest
+        send."""
+        self._under_way[item] = self._link.send(tensor.detach().contiguous())
         if self._window is not None and len(self._under_way) > self._window:
-            oldest = next(iter(self._under_way))
-            if self._taken_before(oldest, item):
-                self.arrived(oldest)
+            self.arrived(next(iter(self._under_way)))
 
     def arrived(self, item: Item) -> None:
         """Let go of a tensor that was sent; waits unless it has arrived."""

@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
@@ -25,7 +24,6 @@ from torch.distributed.checkpoint.state_dict import (
     set_optimizer_state_dict,
 )
 
-from hf_flexseq.distributed.control import gather_objects
 from hf_flexseq.pipeline.checkpoint import StageMember
 from hf_flexseq.pipeline.optimizer_files import (
     TENSORS,
@@ -57,14 +55,14 @@ def save_optimizer(member: StageMember, optimizer: Any, scheduler: Any, folder: 
     # 1. the folder is there, and empty of what is old
     if communicator.rank == 0:
         clear(path)
-    dist.barrier(group=communicator.control)
+    communicator.host.barrier()
 
     # 2. each stage's tensors, in a file of their own
     file = TENSORS.format(part=stage.index + 1, parts=stage.count)
     if tensors:
         write_tensors(path, file, tensors)
     files = dict.fromkeys(tensors, file)
-    written = gather_objects(communicator, (files, values))
+    written = communicator.host.gather_objects((files, values))
 
     # 3. the index, when all files are there
     if communicator.rank == 0:
@@ -75,7 +73,7 @@ def save_optimizer(member: StageMember, optimizer: Any, scheduler: Any, folder: 
             all_values.update(values_of_rank)
         write_index(path, all_files, all_values)
         torch.save(scheduler.state_dict(), f"{folder}/{SCHEDULER}")
-    dist.barrier(group=communicator.control)
+    communicator.host.barrier()
 
 
 def _owned_state(
@@ -168,8 +166,8 @@ def _check_same_parameters(
     known = saved.keys()
     missing = {key for key in keys if key not in known}
     if member is not None:
-        trained = set().union(*gather_objects(member.communicator, trained))
-        missing = set().union(*gather_objects(member.communicator, missing))
+        trained = set().union(*member.communicator.host.gather_objects(trained))
+        missing = set().union(*member.communicator.host.gather_objects(missing))
     of_saved = parameters_of(known)
     lacking = trained - of_saved
     surplus = of_saved - trained
@@ -220,7 +218,7 @@ def load_whole_optimizer(
 def trained_names(member: StageMember) -> set[str]:
     """Return the global names of all stages' trained parameters. Collective over the world."""
     own = [name for name, p in member.stage.global_parameters() if p.requires_grad]
-    return set().union(*gather_objects(member.communicator, own))
+    return set().union(*member.communicator.host.gather_objects(own))
 
 
 def _state_of_stage(

@@ -1,7 +1,7 @@
 """Gradients of a step, summed once after its last backward.
 
     over replicas    ranks with the same stage and different sequences: one all-reduce per bucket
-                     of parameters
+                     of them (`distributed/reduction.py`)
     over copies      a tied tensor's two copies, on the first and the last stage
 
 Once and at the end, because replicas may run different numbers of chunks, which the hooks of DDP
@@ -10,18 +10,17 @@ same buckets. Sharded parameters have been summed over replicas before (`shardin
 copies are divided alike, so that shares add up.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from hf_flexseq.distributed.communicator import Communicator
 from hf_flexseq.distributed.links import Neighbours
+from hf_flexseq.distributed.reduction import sum_over
 from hf_flexseq.pipeline.sharding import local
 from hf_flexseq.pipeline.stages import Stage
-
-BUCKET_BYTES = 64 * 2**20  # gradients per all-reduce: large messages, and little memory for a copy
 
 
 def sum_gradients(stage: Stage, neighbours: Neighbours) -> None:
@@ -32,44 +31,23 @@ def sum_gradients(stage: Stage, neighbours: Neighbours) -> None:
         if parameter.requires_grad and not isinstance(parameter, DTensor):
             whole_parameters.append(parameter)
     if neighbours.replicas is not None:
-        for bucket in _buckets(whole_parameters):
-            _all_reduce(bucket, neighbours.replicas)
+        sum_over(neighbours.replicas, _gradients(whole_parameters))
     # 2. over the two copies of a tied tensor
     tied = stage.tied_parameter()
     if tied is not None and tied.requires_grad:
-        _all_reduce([tied], neighbours.ends)
+        assert neighbours.ends is not None, "copies of a tensor are on the ends of a pipeline"
+        sum_over(neighbours.ends, _gradients([tied]))
 
 
-def _all_reduce(parameters: Sequence[nn.Parameter], group: dist.ProcessGroup) -> None:
-    """Sum the parameters' gradients over the group, in place. Collective over the group."""
+def _gradients(parameters: Sequence[nn.Parameter]) -> list[torch.Tensor]:
+    """Return this rank's part of every gradient, of the parameter's shape; zeros where there was
+    none."""
     gradients = []
     for parameter in parameters:
         if parameter.grad is None:
             parameter.grad = torch.zeros_like(parameter)
         gradients.append(local(parameter.grad))
-    # gradients of any shapes -> [elements of all]
-    flat = torch.cat([gradient.reshape(-1) for gradient in gradients])
-    dist.all_reduce(flat, group=group)
-    sizes = [gradient.numel() for gradient in gradients]
-    for gradient, summed in zip(gradients, flat.split(sizes), strict=True):
-        gradient.copy_(summed.view_as(gradient))  # [elements] -> the gradient's shape
-
-
-def _buckets(parameters: Sequence[nn.Parameter]) -> Iterator[list[nn.Parameter]]:
-    """Yield neighbouring parameters of one dtype, up to `BUCKET_BYTES` together."""
-    bucket: list[nn.Parameter] = []
-    bucket_bytes = 0
-    for parameter in parameters:
-        parameter_bytes = parameter.numel() * parameter.element_size()
-        is_full = bucket_bytes + parameter_bytes > BUCKET_BYTES
-        if bucket and (is_full or bucket[0].dtype != parameter.dtype):
-            yield bucket
-            bucket = []
-            bucket_bytes = 0
-        bucket.append(parameter)
-        bucket_bytes += parameter_bytes
-    if bucket:
-        yield bucket
+    return gradients
 
 
 def equalise(stage: Stage, neighbours: Neighbours) -> None:
@@ -77,13 +55,14 @@ def equalise(stage: Stage, neighbours: Neighbours) -> None:
     first rank that has them. Collective over the world."""
     if neighbours.replicas is not None:
         for tensor in (*stage.stack.model.parameters(), *stage.stack.model.buffers()):
-            dist.broadcast(tensor.detach(), group_src=0, group=neighbours.replicas)
+            neighbours.replicas.broadcast(tensor.detach())
     tied = stage.tied_parameter()
     if tied is not None:
-        dist.broadcast(tied.detach(), group_src=0, group=neighbours.ends)
+        assert neighbours.ends is not None, "copies of a tensor are on the ends of a pipeline"
+        neighbours.ends.broadcast(tied.detach())
 
 
-def gradient_norm(stage: Stage, parent: dist.ProcessGroup, *, counts: bool) -> torch.Tensor:
+def gradient_norm(stage: Stage, communicator: Communicator, *, counts: bool) -> torch.Tensor:
     """Return the norm, a scalar in float64, of all stages' gradients together, a tied tensor's
     counted once. Collective over the world.
 
@@ -101,5 +80,5 @@ def gradient_norm(stage: Stage, parent: dist.ProcessGroup, *, counts: bool) -> t
         norm = torch.nn.utils.get_total_norm(gradients)
     device = next(stage.stack.model.parameters()).device
     square = norm.to(device, torch.float64).square()
-    dist.all_reduce(square, group=parent)
+    communicator.all_reduce(square)
     return square.sqrt()

@@ -18,6 +18,7 @@ from itertools import islice
 import torch
 
 from hf_flexseq.attention.head_exchange import HeadExchange
+from hf_flexseq.attention.heads import Repeats
 from hf_flexseq.attention.types import Attention, Saved, Tensors, ZoneAttention
 from hf_flexseq.attention.ulysses import UlyssesZone
 from hf_flexseq.attention.weave import ZoneSteps, run_zones
@@ -62,11 +63,13 @@ def own_columns(
 
 
 def shared_chunk(
-    tokens: int, inner: Sequence[ZoneAttention], sharing: Sharing, *, wide: bool
+    tokens: int, inner: Sequence[ZoneAttention], sharing: Sharing, *, repeats: Repeats, wide: bool
 ) -> UlyssesZone:
     """Return the zone of this rank's part in a chunk of `tokens`.
 
-    inner: the chunk's zones as a rank alone would have them; wide: see UlyssesZone
+    inner: the chunk's zones as a rank alone would have them
+    repeats: of KV heads, the same in all layers of the chunk
+    wide: see UlyssesZone
     """
     degree = len(sharing.ranks)
     sizes = []  # tokens of every rank
@@ -81,6 +84,7 @@ def shared_chunk(
         rows=slice(0, stop - start),
         exchange=HeadExchange(channel, sharing.ranks, sharing.index, sizes),
         inner=zones,
+        repeats=repeats,
         wide=wide,
     )
 

@@ -11,32 +11,47 @@ follows the inputs, and W:
 Only the Linears inside layers are split. Norms, embedding and head, whose weight gradients are
 either tiny or a by-product of the loss, are done in I.
 
-Rejected: torch's `stage_backward_weight`, which walks the graph again from every weight and
-replays a checkpointed layer each time: 99 attention forwards instead of 18.
+Every chunk uses the same weights and adds to the same gradients, split or not:
+
+    casts    under autocast a weight is cast at its first use in a step, and all later ones find
+             that copy, until the step ends or the weight changes
+    sums     dW is added to the gradient of the Linear where it is multiplied, never rounded to
+             the 16 bits of its factors (`kernels/products.py` says how, and what is copied on
+             which device)
+
+Rejected: autocast's own cache of weights, which is emptied after every forward and which lives on
+in the graph of every chunk in flight; handing dW to autograd, which would add a copy of it; and
+torch's `stage_backward_weight`, which walks the graph again from every weight and replays a
+checkpointed layer each time: 99 attention forwards instead of 18.
 """
 
 from collections.abc import Callable, Hashable, Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.autograd.function import once_differentiable
 
+from hf_flexseq.kernels.products import addmm_into, mm_into
+
 Key = Hashable  # names the backward of a chunk on a stage
 
 
 class WeightGradients:
-    """The store of one stage: products that wait, by the backward that left them."""
+    """The store of one stage: products that wait, by the backward that left them, and the weights
+    that have been cast."""
 
-    __slots__ = ("_deferred_to", "_linears", "_waiting")
+    __slots__ = ("_casts", "_deferred_to", "_keeps_casts", "_linears", "_waiting")
 
     def __init__(self, layers: Iterable[nn.Module]) -> None:
         """Let every plain nn.Linear inside `layers` ask this store in its backward. Undone by
         `detach`."""
         self._waiting: dict[Key, list[_Product]] = {}
         self._deferred_to: Key | None = None  # the backward that is running, if it is an I
+        self._casts: dict[nn.Linear, _Cast] = {}
+        self._keeps_casts = False  # whether a step is running
         self._linears: list[nn.Linear] = []
         for layer in layers:
             for module in layer.modules():
@@ -50,6 +65,34 @@ class WeightGradients:
         for linear in self._linears:
             linear.__dict__.pop("forward", None)
         self._linears = []
+
+    # ---- casts
+
+    @contextmanager
+    def casting_once(self) -> Iterator[None]:
+        """Keep the weights that are cast inside this block until it ends: one optimizer step, or
+        the forwards of one."""
+        self._keeps_casts = True
+        try:
+            yield
+        finally:
+            self._keeps_casts = False
+            self._casts.clear()
+
+    def cast(self, linear: nn.Linear, dtype: torch.dtype) -> torch.Tensor:
+        """Return the weight [out_features, in_features] in `dtype`, cast at most once per step."""
+        weight = linear.weight
+        if weight.dtype == dtype:
+            return weight
+        kept = self._casts.get(linear)
+        if kept is not None and kept.is_of(weight, dtype):
+            return kept.value
+        value = weight.detach().to(dtype)
+        if self._keeps_casts:
+            self._casts[linear] = _Cast(weight, weight._version, value)
+        return value
+
+    # ---- gradients
 
     @contextmanager
     def deferred(self, key: Key) -> Iterator[None]:
@@ -86,6 +129,19 @@ class WeightGradients:
         assert not left, f"the step is over, but the weight gradients of {left} were never added"
 
 
+class _Cast(NamedTuple):
+    """A weight [out_features, in_features] in another dtype."""
+
+    weight: nn.Parameter  # what was cast
+    version: int  # of the weight at that time; changes in place count it up
+    value: torch.Tensor
+
+    def is_of(self, weight: nn.Parameter, dtype: torch.dtype) -> bool:
+        """Return whether this is `weight` as it is now, in `dtype`."""
+        unchanged = self.weight is weight and self.version == weight._version
+        return unchanged and self.value.dtype == dtype
+
+
 class _Product:
     """The weight gradient of one Linear for one chunk, not yet computed.
 
@@ -100,35 +156,33 @@ class _Product:
         self.x = x.reshape(-1, x.shape[-1])  # [..., in_features] -> [rows, in_features]
         self.dy = dy.reshape(-1, dy.shape[-1])  # [..., out_features] -> [rows, out_features]
 
-    def gradients(self) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-        """Return dW [out_features, in_features] and db [out_features] in the weights' dtype; None
-        for each that is not wanted."""
+    def add(self) -> None:
+        """Add dW [out_features, in_features] and db [out_features] to the gradients of the Linear,
+        in the gradients' dtype."""
         weight = self.linear.weight
         bias = self.linear.bias
-        d_weight = None
-        d_bias = None
         if weight.requires_grad:
             # [out_features, rows] @ [rows, in_features] -> [out_features, in_features]
-            d_weight = (self.dy.t() @ self.x).to(weight.dtype)
+            if weight.grad is None:
+                weight.grad = mm_into(_empty_gradient(weight), self.dy.t(), self.x)
+            else:
+                addmm_into(weight.grad, self.dy.t(), self.x)
         if bias is not None and bias.requires_grad:
-            d_bias = self.dy.sum(0).to(bias.dtype)  # [rows, out_features] -> [out_features]
-        return d_weight, d_bias
-
-    def add(self) -> None:
-        """Add the gradients to those of the Linear."""
-        d_weight, d_bias = self.gradients()
-        _add_gradient(self.linear.weight, d_weight)
-        _add_gradient(self.linear.bias, d_bias)
+            # [rows, out_features] -> [out_features]
+            d_bias = self.dy.sum(0, dtype=_gradient_dtype(bias))
+            bias.grad = d_bias if bias.grad is None else bias.grad.add_(d_bias)
 
 
-def _add_gradient(parameter: nn.Parameter, gradient: torch.Tensor | None) -> None:
-    """Add `gradient`, of the parameter's shape, to the parameter's own; None adds nothing."""
-    if gradient is None:
-        return
-    if parameter.grad is None:
-        parameter.grad = gradient
-    else:
-        parameter.grad.add_(gradient)
+def _empty_gradient(parameter: nn.Parameter) -> torch.Tensor:
+    """Return memory for the parameter's gradient, of its shape."""
+    return torch.empty_like(parameter, dtype=_gradient_dtype(parameter), requires_grad=False)
+
+
+def _gradient_dtype(parameter: nn.Parameter) -> torch.dtype:
+    """Return the dtype of the parameter's gradient, which may be wider than its own
+    (`ShardedStage`)."""
+    dtype: torch.dtype = parameter.grad_dtype or parameter.dtype
+    return dtype
 
 
 def _split_forward(
@@ -144,8 +198,8 @@ def _split_forward(
 
 
 class _SplitLinear(torch.autograd.Function):
-    """F.linear whose backward may leave its weight gradient in the store. Under autocast it
-    computes in autocast's dtype."""
+    """F.linear whose backward adds its weight gradient itself, or leaves it in the store. Under
+    autocast it computes in autocast's dtype."""
 
     @staticmethod
     def forward(
@@ -162,27 +216,28 @@ class _SplitLinear(torch.autograd.Function):
         device = x.device.type
         if torch.is_autocast_enabled(device) and x.dtype != torch.float64:
             x = x.to(torch.get_autocast_dtype(device))
+            weight = store.cast(linear, x.dtype)
+            if bias is not None:
+                bias = bias.to(x.dtype)
         ctx.save_for_backward(x)
         ctx.linear = linear
         ctx.store = store
-        if bias is not None:
-            bias = bias.to(x.dtype)
-        return F.linear(x, weight.to(x.dtype), bias)
+        return F.linear(x, weight, bias)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        """Return dx [..., in_features] for dy [..., out_features], and the gradients of weight and
-        bias unless the store has kept their product."""
+        """Return dx [..., in_features] for dy [..., out_features]. The gradients of weight and
+        bias are added to those of the Linear, unless the store has kept their product."""
         (x,) = ctx.saved_tensors
-        weight = ctx.linear.weight
         dx = None
         if ctx.needs_input_grad[0]:
             # [..., out_features] @ [out_features, in_features] -> [..., in_features]
-            dx = (dy @ weight.to(dy.dtype)).to(ctx.input_dtype)
-        # As an output of the forward x would hold its graph until W, and with it the stage's
-        # input.
-        product = _Product(ctx.linear, x.detach(), dy)
-        if not any(ctx.needs_input_grad[1:3]) or ctx.store.put(product):
-            return dx, None, None, None, None
-        return dx, *product.gradients(), None, None
+            dx = (dy @ ctx.store.cast(ctx.linear, dy.dtype)).to(ctx.input_dtype)
+        if any(ctx.needs_input_grad[1:3]):
+            # As an output of the forward x would hold its graph until W, and with it the stage's
+            # input.
+            product = _Product(ctx.linear, x.detach(), dy)
+            if not ctx.store.put(product):
+                product.add()
+        return dx, None, None, None, None

@@ -6,8 +6,8 @@
 
 A rank may be in several groups of a micro-batch, but any two groups either share no rank or one
 contains the other (a laminar family). Every rank walks through its groups in the plan's order,
-widest first, so two ranks that share several groups meet in the same order, and no plan can
-deadlock.
+widest first, so two ranks that share several groups meet in the same order. docs/architecture.md
+shows from there that no plan can deadlock.
 
 Nothing here decides anything: planners make plans, `check.py` refuses the illegal ones, `shard.py`
 says what each rank holds, the executing half obeys.

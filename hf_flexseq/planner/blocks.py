@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from hf_flexseq.cost import Int64Array
+from hf_flexseq.cost import CostModel, Int64Array
 from hf_flexseq.topology import Topology
 
 # Most ranks for which all ranges are blocks.
@@ -104,6 +104,28 @@ def tree_ranges(topology: Topology) -> set[tuple[int, int]]:
     ranges: set[tuple[int, int]] = set()
     _halve(0, topology.world_size, topology, ranges)
     return ranges
+
+
+def exchange_degrees(
+    cost: CostModel, topology: Topology, *, strategy: str, sp_degree: int | None
+) -> list[int]:
+    """Return the numbers of ranks, ascending, that may exchange heads for tokens among each other.
+
+    Those of aligned blocks (`Topology.aligned_blocks`) over which a strategy may spread heads, no
+    more ranks than heads: of wider ones some would have none. strategy: what groups may use.
+    sp_degree: the one degree of all groups; None for any.
+    """
+    strategies = cost.strategies(strategy)
+    widest = topology.world_size if cost.heads is None else cost.heads
+    degrees = set()
+    for start, stop in topology.aligned_blocks():
+        degree = stop - start
+        # A hybrid exchanges heads inside nodes alone.
+        by_ulysses = "ulysses" in strategies and sp_degree in (None, degree)
+        by_hybrid = "hybrid" in strategies and degree <= topology.ranks_per_node
+        if degree <= widest and (by_ulysses or by_hybrid):
+            degrees.add(degree)
+    return sorted(degrees)
 
 
 def _all_ranges(topology: Topology) -> set[tuple[int, int]]:

@@ -19,7 +19,6 @@ import torch
 from hf_flexseq.cost import CostModel
 from hf_flexseq.cost.analytic import ModelShape
 from hf_flexseq.distributed.communicator import Communicator
-from hf_flexseq.distributed.control import broadcast_object
 from hf_flexseq.profiler.design import Design, Effort, make_design
 from hf_flexseq.profiler.fit import fit_compute, fit_links, of_depth, relative_errors
 from hf_flexseq.profiler.measure import ProbeFactory, Timings, device_name, measure
@@ -146,7 +145,7 @@ def _on_rank_0(function: Callable[[], Calibration], communicator: Communicator) 
             result = function()
         except ValueError as error:
             result = str(error)
-    result = broadcast_object(communicator, result)
+    result = communicator.host.broadcast_object(result)
     if isinstance(result, Calibration):
         return result
     raise ValueError(result)

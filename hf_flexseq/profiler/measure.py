@@ -23,7 +23,6 @@ import torch
 from hf_flexseq.cost import CostModel
 from hf_flexseq.cost.analytic import ModelShape
 from hf_flexseq.distributed.communicator import Communicator
-from hf_flexseq.distributed.control import gather_ints, gather_objects
 from hf_flexseq.kernels import Kernel
 from hf_flexseq.kernels.choose import choose_kernel
 from hf_flexseq.profiler.design import Design, ProbeLayout, ProbeShape, alone
@@ -87,6 +86,9 @@ def measure(
     rounds: timings of each run that count.
     """
     bench = _Bench(design, probes, shape, estimate, communicator, device)
+
+    exchanging = [shape.degree for shape in design.shapes if shape.strategy == "ulysses"]
+    communicator.open_fast_blocks(exchanging)
 
     # 1. the design's own runs: parts of a layer first, then whole micro-batches, then the mixes
     runs: list[Run] = []
@@ -246,10 +248,10 @@ def median_seconds(
     timed: list[list[float]] = [[] for _ in runs]  # [run][round]
     for _ in range(rounds + 1):
         for run, seconds in zip(runs, timed, strict=True):
-            gather_ints(communicator, [0])  # all start together
+            communicator.host.gather_ints([0])  # all start together
             seconds.append(_seconds(run, device))
     medians = [statistics.median(seconds[1:]) for seconds in timed]
-    by_rank = gather_objects(communicator, medians)  # [rank][run]
+    by_rank = communicator.host.gather_objects(medians)  # [rank][run]
     return [list(of_run) for of_run in zip(*by_rank, strict=True)]
 
 

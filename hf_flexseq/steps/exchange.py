@@ -19,9 +19,7 @@ from typing import Any
 import torch
 
 from hf_flexseq.config import IGNORE_INDEX
-from hf_flexseq.distributed.all_to_all import exchange_rows
 from hf_flexseq.distributed.communicator import Communicator
-from hf_flexseq.distributed.control import gather_objects
 from hf_flexseq.plan import Plan
 from hf_flexseq.plan.replicas import StepPlan
 from hf_flexseq.plan.shard import Shard, Slice, group_slices
@@ -122,7 +120,7 @@ class TokenExchange:
             parts = [drawn[:, part] for part in slices]
             sent = torch.cat([drawn[:, :0], *parts], dim=1)  # [names, drawn] -> [names, sent]
             # [names, sent] -> by source, [names, received from it]
-            received = exchange_rows(self.communicator, sent, counts)
+            received = self.communicator.host.exchange_rows(sent, counts)
             for result, arranged in zip(results, _arrange(received, wanted, sources), strict=True):
                 result.update(zip(names, arranged.unbind(0), strict=True))  # each [tokens]
         return results
@@ -132,7 +130,7 @@ class TokenExchange:
         of them."""
         own = {name: value.dtype for name, value in row.columns.items()}
         if self._dtypes is None:
-            gathered = gather_objects(self.communicator, own)
+            gathered = self.communicator.host.gather_objects(own)
             known = [dtypes for dtypes in gathered if dtypes]
             if any(dtypes != known[0] for dtypes in known):
                 raise ValueError(f"ranks collate different columns: {known}")
@@ -227,7 +225,9 @@ class RowExchange:
             counts[peer] = tokens
         kept = column.shape[0] - sum(counts)
         given = column[kept:].unsqueeze(0)  # [attention_tokens] -> [1, given]
-        received = exchange_rows(self.communicator, given, counts)  # -> by peer, [1, got from it]
+        received = self.communicator.host.exchange_rows(
+            given, counts
+        )  # -> by peer, [1, got from it]
         arrived = [received[peer][0] for peer, _ in shard.got]  # each [got]
         return torch.cat([column[:kept], *arrived])  # [linear_tokens]
 

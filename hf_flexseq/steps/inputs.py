@@ -12,6 +12,7 @@ import torch
 
 from hf_flexseq.attention import SequenceContext
 from hf_flexseq.config import IGNORE_INDEX
+from hf_flexseq.kernels.upload import to_device
 from hf_flexseq.plan import Group, MicroBatch, Plan
 from hf_flexseq.plan.shard import Shard, make_shard, remapped
 from hf_flexseq.steps.exchange import Columns
@@ -77,7 +78,7 @@ def _inputs_of(
     inputs: Inputs = {}
     for name, value in columns.items():
         row = value.unsqueeze(0)  # [tokens] -> [1, tokens]
-        inputs[name] = row.to(device, non_blocking=True)
+        inputs[name] = to_device(row, device)
     inputs["shift_labels"] = inputs["labels"]  # they are shifted already
     inputs["seq_ctx"] = make_context(shard)
     return inputs

@@ -20,7 +20,6 @@ from itertools import islice
 from typing import Any
 
 from hf_flexseq.distributed.communicator import Communicator
-from hf_flexseq.distributed.control import broadcast_object, gather_ints
 from hf_flexseq.plan import PlanInfeasible
 from hf_flexseq.planner.process.client import Planner
 from hf_flexseq.steps.exchange import SourceRow, source_row
@@ -105,7 +104,8 @@ class Lookahead:
     def _draw(self, iterator: Iterator[Mapping[str, Any]], num_batches: int) -> None:
         """Draw one step and submit it to the planner. Collective over the world."""
         row = source_row(list(islice(iterator, num_batches)))
-        gathered = gather_ints(self.communicator, [row.targets, *row.lengths])
+        self.communicator.host.phase = f"step {self._next_number}, gathering its lengths"
+        gathered = self.communicator.host.gather_ints([row.targets, *row.lengths])
         targets = 0
         lengths: list[int] = []
         sources: list[int] = []
@@ -130,8 +130,9 @@ class Lookahead:
 
     def _plan(self, number: int) -> Any:
         """Return the plan of a submitted step on every rank. Collective over the world."""
+        self.communicator.host.phase = f"step {number}, sending its plan"
         began = time.perf_counter()
-        kind, value = broadcast_object(self.communicator, self._answer(number))
+        kind, value = self.communicator.host.broadcast_object(self._answer(number))
         self.waited_s = time.perf_counter() - began
         if kind == "infeasible":
             raise PlanInfeasible(value)

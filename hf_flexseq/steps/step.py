@@ -13,6 +13,7 @@ from typing import Any, Generic, TypeVar
 
 import torch
 
+from hf_flexseq.kernels.upload import to_device
 from hf_flexseq.plan import Plan
 from hf_flexseq.plan.pipeline import PipelinePlan
 from hf_flexseq.plan.replicas import StepPlan
@@ -118,7 +119,7 @@ class PipelineStep(RankStep[StepPlan]):
             moved = {}
             for name, value in columns_of_chunk.items():
                 row = value.unsqueeze(0)  # [tokens] -> [1, tokens]
-                moved[name] = row.to(device, non_blocking=True)
+                moved[name] = to_device(row, device)
             self.columns.append(moved)
 
     @property

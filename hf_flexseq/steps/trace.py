@@ -14,7 +14,6 @@ from typing import Any
 from hf_flexseq.cost import CostModel
 from hf_flexseq.cost.stages import PipelineCost
 from hf_flexseq.distributed.communicator import Communicator
-from hf_flexseq.distributed.control import gather_objects
 from hf_flexseq.plan import Plan
 from hf_flexseq.plan.pipeline import PipelinePlan
 from hf_flexseq.steps.step import OptimizerStep, PipelineStep
@@ -37,7 +36,8 @@ class PlanTrace:
     def record(self, step: OptimizerStep, cost: CostModel) -> Figures:
         """Write the trace of a finished step and return its figures for the log. Collective over
         the world."""
-        by_rank = gather_objects(self.communicator, step.measured_s())
+        self._meet()
+        by_rank = self.communicator.host.gather_objects(step.measured_s())
         measured = [max(seconds) for seconds in zip(*by_rank, strict=True)]  # by micro-batch
         slowest = max(sum(seconds) for seconds in by_rank)
         line = {"step": step.number, "cost_model": self._digest(cost), "measured_s": measured}
@@ -47,8 +47,9 @@ class PlanTrace:
     def record_pipeline(self, step: PipelineStep, cost: PipelineCost) -> Figures:
         """Write the trace of a finished step, a line for each replica, and return its figures for
         the log. Collective over the world."""
+        self._meet()
         seconds = step.stopwatch.seconds().get(0, 0.0)
-        measured = max(gather_objects(self.communicator, seconds))
+        measured = max(self.communicator.host.gather_objects(seconds))
         line = {
             "step": step.number,
             "measured_s": [measured],
@@ -58,6 +59,12 @@ class PlanTrace:
         for replica, (members, plan) in enumerate(plans):
             self.append(line | {"replica": replica, "sequences": members}, plan)
         return pipeline_figures(step, measured)
+
+    def _meet(self) -> None:
+        """Let all ranks meet before they wait for their devices: a device whose peer is lost never
+        ends its work and tells nobody, and the host group names the peer."""
+        if self.communicator.transport.capabilities.waits_on_stream:
+            self.communicator.host.barrier()
 
     def append(self, line: Mapping[str, Any], plan: Plan | PipelinePlan) -> None:
         """Write `line`, joined with the plan's record, if this is rank 0 and a trace is wanted."""

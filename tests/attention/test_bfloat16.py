@@ -2,34 +2,59 @@
 against float64.
 
 Ulysses and the all-gather make one call per query, so they round an output once, as one rank does.
-The rings merge partial results, rounded to 16 bits by the kernel, in float32. Gradients leave the
-CPU kernel in float32; they are rounded when complete, and where a ring sends parts of them to
-another rank. The all-gather, and Ulysses where several ranks share a KV head, send float32.
+The rings merge partial results, rounded to 16 bits by the kernel, in float32.
+
+Gradients leave the CPU kernel in float32; they are rounded when complete, and where a ring sends
+parts of them to another rank. The all-gather sends float32, as does Ulysses where several ranks
+share a KV head. The reference gives gradients of 16 bits, as the CUDA kernels do: then every part
+of a sum is rounded before it is added, in float32, to the others.
 """
 
 import pytest
 import torch
 
 from hf_flexseq.attention import SequenceContext, sequence_parallel_attention
-from hf_flexseq.distributed.communicator import Communicator
-from hf_flexseq.kernels.choose import choose_kernel
+from hf_flexseq.kernels.cpu_flash import CpuFlash
+from hf_flexseq.kernels.reference import Reference
 from hf_flexseq.plan import Group, MicroBatch
 from hf_flexseq.plan.shard import make_shard
 from hf_flexseq.topology import Topology
-from tests.ranks import run_ranks
-
-pytestmark = pytest.mark.processes
-
+from tests.ranks import join, run_threads
 
 CPU, HEADS, KV_HEADS, HEAD_DIM = torch.device("cpu"), 4, 2, 32
 LENGTHS = (384, 130)
-ONE_ROUNDING, MERGED = 1.05, 1.3
+KERNELS = (CpuFlash(), Reference())  # gradients of 32 bits, and of 16
+
+# By kernel and strategy: how many times the error of one call the errors of out, dq, dk, dv may
+# be.
+#
+# One rounding is what a single call has, too. Measured: 1.000 at most.
+ONE_ROUNDING = 1.05
+# Outputs are merged of rounded ones, gradients are rounded on their way. Measured: 1.252 at most.
+MERGED = 1.3
+# A sum of parts that were rounded each, rounded again. The errors of parts that do not depend on
+# each other add up to about that of one rounding, so that two of them are sqrt(2) = 1.41 of one;
+# where parts cancel it is more. Measured: out 1.289, dq 1.324, dk 1.394, dv 1.458 at most.
+TWICE_ROUNDED = 1.5
+
+# Heads that share a KV head are in several pieces or on several ranks, and queries that read a key
+# on several ranks; but all keys of a query are in one call.
+ONE_CALL_PER_QUERY = (ONE_ROUNDING, ONE_ROUNDING, TWICE_ROUNDED, TWICE_ROUNDED)
 MOST = {
-    "ulysses": ONE_ROUNDING,
-    "allgather": ONE_ROUNDING,
-    "zigzag": MERGED,
-    "balanced": MERGED,
-    "hybrid": MERGED,
+    "cpu_flash": {
+        "ulysses": (ONE_ROUNDING,) * 4,
+        "allgather": (ONE_ROUNDING,) * 4,
+        "zigzag": (MERGED,) * 4,
+        "balanced": (MERGED,) * 4,
+        "hybrid": (MERGED,) * 4,
+    },
+    "reference": {
+        "ulysses": ONE_CALL_PER_QUERY,
+        "allgather": ONE_CALL_PER_QUERY,
+        "zigzag": (TWICE_ROUNDED,) * 4,
+        "balanced": (TWICE_ROUNDED,) * 4,
+        "hybrid": (TWICE_ROUNDED,) * 4,
+    },
 }
 
 
@@ -39,10 +64,10 @@ def tensors_of(sequence, dtype):
     return [torch.randn(s, generator=generator).bfloat16().to(dtype) for s in shapes]
 
 
-def attend(group, dtype, communicator):
+def attend(group, dtype, communicator, kernel):
     """out, dq, dk, dv of this rank's shard."""
     shard = make_shard(MicroBatch(groups=(group,)), LENGTHS, communicator.rank)
-    seq_ctx = SequenceContext(shard, communicator, choose_kernel(CPU, dtype, HEAD_DIM), CPU)
+    seq_ctx = SequenceContext(shard, communicator, kernel, CPU)
     whole = [tensors_of(i, dtype) for i in range(len(LENGTHS))]
     q, k, v, dout = (
         torch.cat([whole[s.sequence][x][s.start : s.stop] for s in shard.slices]) for x in range(4)
@@ -51,40 +76,51 @@ def attend(group, dtype, communicator):
     out = sequence_parallel_attention(q, k, v, seq_ctx)
     assert out.dtype == dtype
     out.backward(dout)
+    assert {x.grad.dtype for x in (q, k, v)} == {dtype}
     return out.detach(), q.grad, k.grad, v.grad
 
 
 def run_strategies(rank, world_size):
-    """By strategy the squared norms of the errors over the group, and of one kernel call on the
-    same rows."""
+    """By kernel and strategy the squared norms of the errors over the group, and of one call of
+    the same kernel on the same rows."""
     nodes = 2 if world_size % 2 == 0 else 1
-    communicator = Communicator(Topology(nodes=nodes, ranks_per_node=world_size // nodes))
+    communicator = join(Topology(nodes=nodes, ranks_per_node=world_size // nodes))
     sequences = tuple(range(len(LENGTHS)))
     alone = Group(ranks=(rank,), sequences=sequences, strategy="local")
-    exact, single = (
-        attend(alone, torch.float64, communicator),
-        attend(alone, torch.bfloat16, communicator),
-    )
+    exact = attend(alone, torch.float64, communicator, Reference())
     found = {}
-    for strategy in MOST:
-        group = Group(ranks=tuple(range(world_size)), sequences=sequences, strategy=strategy)
-        shard = make_shard(MicroBatch(groups=(group,)), LENGTHS, rank)
-        starts = (0, LENGTHS[0])
-        mine = torch.cat(
-            [torch.arange(s.start, s.stop) + starts[s.sequence] for s in shard.slices]
-        )
-        shared = attend(group, torch.bfloat16, communicator)
-        found[strategy] = [
-            [float((x.double() - y[mine]).square().sum()) for x in (x, z[mine])]
-            for x, y, z in zip(shared, exact, single, strict=True)
-        ]
+    for kernel in KERNELS:
+        single = attend(alone, torch.bfloat16, communicator, kernel)
+        for strategy in MOST[kernel.name]:
+            group = Group(ranks=tuple(range(world_size)), sequences=sequences, strategy=strategy)
+            shared = attend(group, torch.bfloat16, communicator, kernel)
+            mine = rows_of(group, rank)
+            found[kernel.name, strategy] = [
+                [error(x, y[mine]), error(z[mine], y[mine])]
+                for x, y, z in zip(shared, exact, single, strict=True)
+            ]
     return found
+
+
+def rows_of(group, rank):
+    """Which rows of the packed sequences a rank holds: int64 [tokens]."""
+    shard = make_shard(MicroBatch(groups=(group,)), LENGTHS, rank)
+    starts = (0, LENGTHS[0])
+    return torch.cat([torch.arange(s.start, s.stop) + starts[s.sequence] for s in shard.slices])
+
+
+def error(x, exact):
+    """The squared norm of what x [tokens, heads, head_dim] differs by."""
+    return float((x.double() - exact).square().sum())
 
 
 @pytest.mark.parametrize("world_size", [2, 3, 8])
 def test_bfloat16_stays_close_to_one_kernel(world_size):
-    by_rank = run_ranks(run_strategies, world_size)
-    for strategy, most in MOST.items():
-        found, single = torch.tensor([rank[strategy] for rank in by_rank]).sum(0).sqrt().unbind(1)
-        ratios = (found / single).tolist()
-        assert max(ratios) <= most, (strategy, ratios)  # of out, dq, dk, dv
+    by_rank = run_threads(run_strategies, world_size)
+    for kernel, by_strategy in MOST.items():
+        for strategy, most in by_strategy.items():
+            errors = torch.tensor([rank[kernel, strategy] for rank in by_rank])
+            found, single = errors.sum(0).sqrt().unbind(1)
+            ratios = (found / single).tolist()  # of out, dq, dk, dv
+            within = [ratio <= bound for ratio, bound in zip(ratios, most, strict=True)]
+            assert all(within), (kernel, strategy, ratios)

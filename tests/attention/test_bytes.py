@@ -4,21 +4,15 @@ A unit is one [tokens / ranks, heads, head_dim] tensor; g is the share of heads 
 value heads.
 """
 
-import functools
-
 import pytest
 import torch
 
 from hf_flexseq.attention import SequenceContext, sequence_parallel_attention
-from hf_flexseq.distributed.communicator import Communicator, Transfers
 from hf_flexseq.kernels.choose import choose_kernel
 from hf_flexseq.plan import Group, MicroBatch
 from hf_flexseq.plan.shard import make_shard
 from hf_flexseq.topology import Topology
-from tests.ranks import run_ranks
-
-pytestmark = pytest.mark.processes
-
+from tests.ranks import join, run_threads
 
 CPU, HEAD_DIM, CHUNK = torch.device("cpu"), 128, 16
 CASES = {  # (heads, key and value heads, tokens of the sequences for one rank)
@@ -29,19 +23,19 @@ CASES = {  # (heads, key and value heads, tokens of the sequences for one rank)
 
 
 class Counter:
-    """Bytes sent and received by this rank since the last `read`."""
+    """Bytes sent and received by this rank since the last `read`, on its transport."""
 
-    def __init__(self, monkeypatch):
+    def __init__(self, transport):
+        self._transport = transport
         self.sent = self.received = 0
-        post = Transfers.__init__
 
-        @functools.wraps(post)
-        def counted_post(transfers, communicator, *, sends, recvs, **options):
-            self.sent += sum(x.numel() * x.element_size() for x, _ in sends)
-            self.received += sum(x.numel() * x.element_size() for x, _ in recvs)
-            post(transfers, communicator, sends=sends, recvs=recvs, **options)
+    def __getattr__(self, name):
+        return getattr(self._transport, name)
 
-        monkeypatch.setattr(Transfers, "__init__", counted_post)
+    def post(self, lane, *, sends, recvs, label):
+        self.sent += sum(message.tensor.nbytes for message in sends)
+        self.received += sum(message.tensor.nbytes for message in recvs)
+        return self._transport.post(lane, sends=sends, recvs=recvs, label=label)
 
     def read(self):
         found, self.sent, self.received = (self.sent, self.received), 0, 0
@@ -50,37 +44,33 @@ class Counter:
 
 def run_cases(rank, world_size, strategies, topology=None):
     """{(strategy, case): [(sent, received) in the forward, in the backward]} in units."""
-    with pytest.MonkeyPatch.context() as monkeypatch:
-        counter, found = Counter(monkeypatch), {}
-        world = Communicator(topology, use_blocks=False)
-        for strategy in strategies:
-            for case, (heads, kv_heads, shares) in CASES.items():
-                lengths = tuple(share * world_size for share in shares)
-                group = Group(
-                    ranks=tuple(range(world_size)),
-                    sequences=tuple(range(len(lengths))),
-                    strategy=strategy,
+    found = {}
+    world = join(topology, use_blocks=False)
+    counter = world.transport = Counter(world.transport)
+    for strategy in strategies:
+        for case, (heads, kv_heads, shares) in CASES.items():
+            lengths = tuple(share * world_size for share in shares)
+            group = Group(
+                ranks=tuple(range(world_size)),
+                sequences=tuple(range(len(lengths))),
+                strategy=strategy,
+            )
+            shard = make_shard(MicroBatch(groups=(group,)), lengths, rank)
+            kernel = choose_kernel(CPU, torch.bfloat16, HEAD_DIM)
+            seq_ctx = SequenceContext(shard, world, kernel, CPU)
+            q, k, v = (
+                torch.ones(
+                    shard.attention_tokens, h, HEAD_DIM, dtype=torch.bfloat16, requires_grad=True
                 )
-                shard = make_shard(MicroBatch(groups=(group,)), lengths, rank)
-                kernel = choose_kernel(CPU, torch.bfloat16, HEAD_DIM)
-                seq_ctx = SequenceContext(shard, world, kernel, CPU)
-                q, k, v = (
-                    torch.randn(
-                        shard.attention_tokens,
-                        h,
-                        HEAD_DIM,
-                        dtype=torch.bfloat16,
-                        requires_grad=True,
-                    )
-                    for h in (heads, kv_heads, kv_heads)
-                )
-                unit = 2 * CHUNK * heads * HEAD_DIM
-                counter.read()
-                out = sequence_parallel_attention(q, k, v, seq_ctx)
-                forward = [x / unit for x in counter.read()]
-                out.sum().backward()
-                found[strategy, case] = [forward, [x / unit for x in counter.read()]]
-        return found
+                for h in (heads, kv_heads, kv_heads)
+            )
+            unit = 2 * CHUNK * heads * HEAD_DIM
+            counter.read()
+            out = sequence_parallel_attention(q, k, v, seq_ctx)
+            forward = [x / unit for x in counter.read()]
+            out.sum().backward()
+            found[strategy, case] = [forward, [x / unit for x in counter.read()]]
+    return found
 
 
 def mean_and_busiest(by_rank, strategy, case, phase):
@@ -92,7 +82,7 @@ def mean_and_busiest(by_rank, strategy, case, phase):
 
 @pytest.mark.parametrize("world_size", [2, 3, 8])
 def test_keys_are_fetched_by_need(world_size):
-    by_rank = run_ranks(run_cases, world_size, ["zigzag", "allgather"])
+    by_rank = run_threads(run_cases, world_size, ["zigzag", "allgather"])
     others = world_size - 1
     for strategy, of_gradients in (("zigzag", 1), ("allgather", 2)):  # sums travel in float32
         for case, (heads, kv_heads, _) in CASES.items():
@@ -106,7 +96,7 @@ def test_keys_are_fetched_by_need(world_size):
 
 
 def test_helpers_at_eight_ranks():
-    by_rank = run_ranks(run_cases, 8, ["balanced"])
+    by_rank = run_threads(run_cases, 8, ["balanced"])
     mean, busiest = mean_and_busiest(by_rank, "balanced", "MHA", 0)
     assert mean <= 7.02
     assert busiest <= 11.1
@@ -118,7 +108,7 @@ def test_helpers_at_eight_ranks():
 
 
 def test_ulysses_moves_a_share_of_four_tensors():
-    by_rank = run_ranks(run_cases, 2, ["ulysses"])
+    by_rank = run_threads(run_cases, 2, ["ulysses"])
     for phase in (0, 1):
         mean, _ = mean_and_busiest(by_rank, "ulysses", "MHA", phase)
         assert mean == pytest.approx(4 * (1 / 2) * 1)
@@ -127,7 +117,7 @@ def test_ulysses_moves_a_share_of_four_tensors():
 def test_a_hybrid_moves_one_share_of_the_keys_across_nodes():
     """Four ranks: q, k, v and out between the two of a node, and then half of the KV heads between
     two nodes."""
-    by_rank = run_ranks(run_cases, 4, ["hybrid"], Topology(nodes=2, ranks_per_node=2))
+    by_rank = run_threads(run_cases, 4, ["hybrid"], Topology(nodes=2, ranks_per_node=2))
     mean, _ = mean_and_busiest(by_rank, "hybrid", "MHA", 0)
     # a node's tokens are two ranks', each has half of the heads
     inside, across = 4 / 2, 1.5 * (2 - 1)

@@ -3,14 +3,24 @@
 import pytest
 import torch
 
-from hf_flexseq.attention import SequenceContext, deterministic, sequence_parallel_attention
-from hf_flexseq.attention.deterministic import BLOCK, slowdown
+from hf_flexseq.attention import (
+    SequenceContext,
+    block_pairs,
+    deterministic,
+    sequence_parallel_attention,
+)
+from hf_flexseq.attention.block_pairs import BLOCK
+from hf_flexseq.attention.deterministic import slowdown
+from hf_flexseq.attention.ring import merge
+from hf_flexseq.attention.turns import Rows
 from hf_flexseq.distributed.communicator import Communicator
 from hf_flexseq.kernels.choose import choose_kernel
+from hf_flexseq.kernels.segments import Segments
 from hf_flexseq.plan import STRATEGIES, Group, MicroBatch
 from hf_flexseq.plan.shard import make_shard
+from hf_flexseq.profiler.runs import CountingKernel
 from tests.attention.test_sequence_parallel import CPU, dense_attention
-from tests.ranks import run_ranks
+from tests.ranks import join, run_ranks, run_threads
 
 LENGTHS = (3 * BLOCK + 41, 2 * BLOCK, 1, 17, BLOCK + 1)
 HEAD_DIM = 16
@@ -26,10 +36,10 @@ def tensors_of(sequence, heads, kv_heads, dtype):
     return [torch.randn(s, generator=generator, dtype=torch.float64).to(dtype) for s in shapes]
 
 
-def attend(communicator, groups, heads, dtype, deterministic=True):
+def attend(communicator, groups, heads, dtype, deterministic=True, kernel=None):
     """out, dq, dk, dv of this rank's rows, and which rows they are."""
     shard = make_shard(MicroBatch(groups=groups), LENGTHS, communicator.rank)
-    kernel = choose_kernel(CPU, dtype, HEAD_DIM)
+    kernel = kernel or choose_kernel(CPU, dtype, HEAD_DIM)
     seq_ctx = SequenceContext(shard, communicator, kernel, CPU, deterministic=deterministic)
     whole = [tensors_of(i, *heads, dtype) for i in range(len(LENGTHS))]
     q, k, v, dout = (
@@ -66,7 +76,7 @@ def placements(world_size):
 
 
 def run_placements(rank, world_size):
-    communicator = Communicator()
+    communicator = join()
     found = {}
     for name, groups in placements(world_size).items():
         for heads in HEADS:
@@ -94,15 +104,21 @@ def whole_sequences(by_rank, case):
 
 @pytest.fixture(scope="module")
 def alone():
-    return run_ranks(run_placements, 1)
+    return run_threads(run_placements, 1)
 
 
-@pytest.mark.processes
-@pytest.mark.parametrize("world_size", [2, 3, 4, 8])
-def test_every_degree_and_strategy_has_the_same_bits(alone, world_size):
+@pytest.mark.parametrize(
+    ("start", "world_size"),
+    [
+        (run_threads, 2),
+        *(pytest.param(run_threads, n, marks=pytest.mark.slow) for n in (3, 4, 8)),
+        pytest.param(run_ranks, 2, marks=pytest.mark.processes),
+    ],
+)
+def test_every_degree_and_strategy_has_the_same_bits(alone, start, world_size):
     torch.set_default_dtype(torch.float64)
     try:
-        by_rank = run_ranks(run_placements, world_size, seconds=150)
+        by_rank = start(run_placements, world_size, seconds=150)
         for case in by_rank[0]:
             found, wanted = (
                 whole_sequences(by_rank, case),
@@ -114,7 +130,6 @@ def test_every_degree_and_strategy_has_the_same_bits(alone, world_size):
         torch.set_default_dtype(torch.float32)
 
 
-@pytest.mark.processes
 @pytest.mark.parametrize("heads", HEADS)
 def test_it_is_exact(alone, heads):
     tensors, slices = alone[0]["local", heads, "torch.float64"]
@@ -131,7 +146,6 @@ def test_it_is_exact(alone, heads):
         assert (torch.from_numpy(x) - y).norm() <= 1e-12 * y.norm()
 
 
-@pytest.mark.processes
 def test_the_usual_way_has_other_bits_at_other_degrees(alone):
     """Otherwise the test above would show nothing."""
     groups = placements(1)["local"]
@@ -140,27 +154,103 @@ def test_the_usual_way_has_other_bits_at_other_degrees(alone):
     assert any((x.double().numpy() != y).any() for x, y in zip(tensors, fixed, strict=True))
 
 
+def bits_of(monkeypatch, call_bytes, dtype):
+    """out, dq, dk, dv on one rank, with kernel calls of so many bytes; and how many calls."""
+    monkeypatch.setattr(block_pairs, "CALL_BYTES", {"cpu": call_bytes})
+    counting = CountingKernel(choose_kernel(CPU, dtype, HEAD_DIM))
+    groups = placements(1)["local"]
+    tensors, _ = attend(Communicator(), groups, HEADS[0], dtype, kernel=counting)
+    return tensors, counting.forwards + counting.backwards
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_how_many_pairs_a_call_takes_changes_no_bit(monkeypatch, dtype):
+    wanted, fewest_calls = bits_of(monkeypatch, 2**40, dtype)
+    found, most_calls = bits_of(monkeypatch, 1, dtype)
+    # The longest sequence has four blocks: a call for each distance, or one for 0 and one for
+    # all others.
+    assert (fewest_calls, most_calls) == (4, 8)
+    assert all(torch.equal(x, y) for x, y in zip(found, wanted, strict=True))
+
+
+def test_a_pair_has_the_bits_of_a_call_of_its_own():
+    """A rank with one block computes pairs alone that another rank computes among many."""
+    kernel = choose_kernel(CPU, torch.bfloat16, HEAD_DIM)
+    generator = torch.Generator().manual_seed(0)
+    shape = (5 * BLOCK, 3, HEAD_DIM)
+    dout, q, k, v = (torch.randn(shape, generator=generator).bfloat16() for _ in range(4))
+    many = Segments((BLOCK,) * 5, (BLOCK,) * 5, causal=True, device=CPU)
+    one = Segments((BLOCK,), (BLOCK,), causal=True, device=CPU)
+    out, lse = kernel.forward(q, k, v, many, scale=0.3)
+    gradients = kernel.backward(dout, q, k, v, out, lse, many, scale=0.3)
+    for i in range(5):
+        rows = slice(i * BLOCK, (i + 1) * BLOCK)
+        qkv = [x[rows].clone() for x in (q, k, v)]
+        block_out, block_lse = kernel.forward(*qkv, one, scale=0.3)
+        assert torch.equal(block_out, out[rows])
+        assert torch.equal(block_lse, lse[:, rows])
+        of_block = kernel.backward(dout[rows].clone(), *qkv, block_out, block_lse, one, scale=0.3)
+        assert all(torch.equal(x, y[rows]) for x, y in zip(of_block, gradients, strict=True))
+
+
+def test_how_many_blocks_and_threads_merge_at_once_changes_no_bit():
+    blocks, heads = 61, 32  # of more elements than torch leaves to one thread
+    generator = torch.Generator().manual_seed(0)
+    out, pair_out = torch.randn(2, blocks, BLOCK, heads, 2, generator=generator)
+    lse, pair_lse = 3 * torch.randn(2, blocks, BLOCK, heads, generator=generator)
+    wanted_out, wanted_lse = out.clone(), lse.clone()
+    for i in range(blocks):
+        one = slice(i, i + 1)
+        merge(wanted_out, wanted_lse, Rows(1, one), (pair_out[one], pair_lse[one]))
+    threads = torch.get_num_threads()
+    torch.set_num_threads(7)
+    try:
+        every = Rows(blocks, torch.arange(blocks))
+        deterministic._merge_round(out, lse, every, pair_out, pair_lse)
+    finally:
+        torch.set_num_threads(threads)
+    assert torch.equal(out, wanted_out)
+    assert torch.equal(lse, wanted_lse)
+
+
 class TicksPerCall:
-    """A kernel under whose every call, forward or backward, a clock goes on by one second."""
+    """A kernel under whose every call, forward or backward, a clock goes on by a millisecond for
+    every sequence of the call."""
 
     def __init__(self, kernel):
-        self.kernel, self.seconds = kernel, 0
+        self.kernel, self.seconds = kernel, 0.0
 
     def __getattr__(self, name):
         return getattr(self.kernel, name)
 
-    def forward(self, *args, **options):
-        self.seconds += 1
-        return self.kernel.forward(*args, **options)
+    def forward(self, q, k, v, segments, **options):
+        self.seconds += 0.001 * len(segments.q_lens)
+        return self.kernel.forward(q, k, v, segments, **options)
 
-    def backward(self, *args, **options):
-        self.seconds += 1
-        return self.kernel.backward(*args, **options)
+    def backward(self, dout, q, k, v, out, lse, segments, **options):
+        self.seconds += 0.001 * len(segments.q_lens)
+        return self.kernel.backward(dout, q, k, v, out, lse, segments, **options)
 
 
-def test_its_cost_is_the_ratio_of_the_seconds_it_takes(monkeypatch):
+@pytest.mark.parametrize(
+    ("longest", "seconds", "tokens", "pairs"),
+    [
+        (200, 1.0, 200, 3),  # the whole sequence, where it is short
+        (4 * BLOCK, 0.0, 2 * BLOCK, 3),  # the first length, however long that takes
+        # 4 lengths x 3 runs x (2 + 6) ms are too long for twice the first one, or are not
+        (4 * BLOCK, 0.09, 2 * BLOCK, 3),
+        (4 * BLOCK, 0.1, 4 * BLOCK, 10),
+        (3 * BLOCK, 0.1, 3 * BLOCK, 6),
+    ],
+)
+def test_its_cost_is_measured_at_the_longest_length_that_is_affordable(
+    monkeypatch, longest, seconds, tokens, pairs
+):
     kernel = TicksPerCall(choose_kernel(CPU, torch.float32, HEAD_DIM))
     monkeypatch.setattr(deterministic.time, "perf_counter", lambda: kernel.seconds)
-    q, k = torch.ones(2 * BLOCK, 4, HEAD_DIM), torch.ones(2 * BLOCK, 2, HEAD_DIM)
-    # Of two blocks there are three pairs with keys to read, and one call for everything otherwise.
-    assert slowdown(q, k, Communicator(), kernel) == 3
+    monkeypatch.setattr(deterministic, "SLOWDOWN_FIRST_TOKENS", 2 * BLOCK)
+    monkeypatch.setattr(deterministic, "SLOWDOWN_SECONDS", seconds)
+    q, k = torch.ones(1, 4, HEAD_DIM), torch.ones(1, 2, HEAD_DIM)
+    found = slowdown(longest, q, k, Communicator(), kernel)
+    assert found.tokens == tokens
+    assert found.factor == pytest.approx(pairs)

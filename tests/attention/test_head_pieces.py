@@ -13,11 +13,10 @@ from hf_flexseq.attention import SequenceContext, sequence_parallel_attention
 from hf_flexseq.attention.heads import head_pieces, overlapping, pieces_per_head
 from hf_flexseq.cost import HEAD_PIECES, PIECE_ROWS
 from hf_flexseq.cost.presets import PRESETS
-from hf_flexseq.distributed.communicator import Communicator
 from hf_flexseq.kernels.choose import choose_kernel
 from hf_flexseq.plan import Group, MicroBatch
 from hf_flexseq.plan.shard import make_shard
-from tests.ranks import run_ranks
+from tests.ranks import join, run_threads
 
 HEADS = [(4, 4), (8, 2), (8, 8), (12, 4), (7, 7), (6, 1), (3, 3), (32, 8)]
 
@@ -96,11 +95,11 @@ def gradients(rank, world_size, heads, kv_heads):
     token layout."""
     group = Group(ranks=tuple(range(world_size)), sequences=(0, 1), strategy="ulysses")
     shard, cpu = make_shard(MicroBatch(groups=(group,)), (23, 40), rank), torch.device("cpu")
+    options = {"dtype": torch.float64, "generator": torch.Generator().manual_seed(rank)}
     tensors = [
-        torch.randn(shard.attention_tokens, h, 8, dtype=torch.float64)
-        for h in (heads, kv_heads, kv_heads)
+        torch.randn(shard.attention_tokens, h, 8, **options) for h in (heads, kv_heads, kv_heads)
     ]
-    seq_ctx = SequenceContext(shard, Communicator(), choose_kernel(cpu, torch.float64, 8), cpu)
+    seq_ctx = SequenceContext(shard, join(), choose_kernel(cpu, torch.float64, 8), cpu)
     found = []
     for run in (lambda attend, *qkv: attend(*qkv), partial(checkpoint, use_reentrant=False)):
         qkv = [x.clone().requires_grad_() for x in tensors]
@@ -110,8 +109,7 @@ def gradients(rank, world_size, heads, kv_heads):
     return [bool((a == b).all()) for a, b in zip(*found, strict=True)]
 
 
-@pytest.mark.processes
 @pytest.mark.parametrize("heads, kv_heads", [(4, 4), (8, 2), (6, 1)])
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_checkpointing_changes_no_bit(world_size, heads, kv_heads):
-    assert run_ranks(gradients, world_size, heads, kv_heads) == [[True] * 3] * world_size
+    assert run_threads(gradients, world_size, heads, kv_heads) == [[True] * 3] * world_size

@@ -8,17 +8,13 @@ import pytest
 import torch
 
 from hf_flexseq.attention import SequenceContext, sequence_parallel_attention
-from hf_flexseq.distributed.communicator import Communicator
 from hf_flexseq.kernels.choose import choose_kernel
 from hf_flexseq.plan import STRATEGIES, Group, MicroBatch
 from hf_flexseq.plan.shard import make_shard
 from hf_flexseq.schedule import attention
 from hf_flexseq.topology import Topology
 from tests.plans import random_plan
-from tests.ranks import run_ranks
-
-pytestmark = pytest.mark.processes
-
+from tests.ranks import join, run_ranks, run_threads
 
 HEAD_DIM = 8
 CPU = torch.device("cpu")
@@ -105,7 +101,7 @@ def relative_errors(by_rank):
 def run_every_case(rank, world_size):
     per_node = 1 if world_size % 2 else 2
     topology = Topology(nodes=world_size // per_node, ranks_per_node=per_node)
-    communicator = Communicator(topology, use_blocks=world_size % 3 != 0)
+    communicator = join(topology, use_blocks=world_size % 3 != 0)
     found = {}
     for strategy in SHARED if world_size > 1 else ["local"]:
         for lengths in PACKS:
@@ -122,14 +118,21 @@ def run_every_case(rank, world_size):
     return found
 
 
-@pytest.mark.parametrize("world_size", range(1, 9))
-def test_every_strategy_is_exact(world_size):
-    errors = dict(relative_errors(run_ranks(run_every_case, world_size, seconds=100)))
+@pytest.mark.parametrize(
+    ("start", "world_size"),
+    [
+        *((run_threads, world_size) for world_size in range(1, 5)),
+        *(pytest.param(run_threads, n, marks=pytest.mark.slow) for n in range(5, 9)),
+        *(pytest.param(run_ranks, n, marks=pytest.mark.processes) for n in (2, 4)),
+    ],
+)
+def test_every_strategy_is_exact(start, world_size):
+    errors = dict(relative_errors(start(run_every_case, world_size, seconds=100)))
     assert {case: error for case, error in errors.items() if not error <= 1e-12} == {}
 
 
 def run_random_plans(rank, world_size, plans):
-    communicator = Communicator()
+    communicator = join()
     rng = random.Random(world_size)
     found = {}
     for n in range(plans):
@@ -146,12 +149,12 @@ def run_random_plans(rank, world_size, plans):
 def test_random_plans_are_exact(world_size, large, monkeypatch):
     # of these short sequences chunks travel together otherwise
     monkeypatch.setattr(attention, "LARGE", large)
-    errors = dict(relative_errors(run_ranks(run_random_plans, world_size, 15)))
+    errors = dict(relative_errors(run_threads(run_random_plans, world_size, 15)))
     assert {case: error for case, error in errors.items() if not error <= 1e-12} == {}
 
 
 def run_on_nodes(rank, world_size, per_node):
-    communicator = Communicator(Topology(nodes=world_size // per_node, ranks_per_node=per_node))
+    communicator = join(Topology(nodes=world_size // per_node, ranks_per_node=per_node))
     group = Group(
         ranks=tuple(range(world_size)), sequences=tuple(range(len(MIXED))), strategy="hybrid"
     )
@@ -163,5 +166,5 @@ def run_on_nodes(rank, world_size, per_node):
 
 @pytest.mark.parametrize(("nodes", "per_node"), [(1, 3), (2, 3), (2, 4)])
 def test_hybrid_is_exact_on_wider_nodes(nodes, per_node):
-    errors = dict(relative_errors(run_ranks(run_on_nodes, nodes * per_node, per_node)))
+    errors = dict(relative_errors(run_threads(run_on_nodes, nodes * per_node, per_node)))
     assert {case: error for case, error in errors.items() if not error <= 1e-12} == {}

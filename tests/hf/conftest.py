@@ -1,12 +1,34 @@
-"""Import once, in the parent, what every forked rank would import again."""
+"""Import once, in the parent, what every forked rank would import again; and count what is routed
+between ranks that are threads."""
 
 import importlib.util
 
+import pytest
+
 import hf_flexseq.hf.trainer  # noqa: F401
+from hf_flexseq.distributed.routing import RoutedExchange
+
+if importlib.util.find_spec("torch.nn.modules.linear_cross_entropy"):
+    import torch.nn.modules.linear_cross_entropy  # noqa: F401
 
 if importlib.util.find_spec("deepspeed"):
     import deepspeed
+    import deepspeed.runtime.zero.muon.muon_optimizer
 
     # A shared-memory collective that DeepSpeed would compile on the spot, for minutes; gloo does
     # without.
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+
+
+@pytest.fixture
+def routed_posts(monkeypatch):
+    """The ranks that have posted a routed exchange, once for each that they have posted."""
+    posts = []
+    post = RoutedExchange.post
+
+    def record(exchange, communicator, tag, **options):
+        posts.append(communicator.rank)
+        post(exchange, communicator, tag, **options)
+
+    monkeypatch.setattr(RoutedExchange, "post", record)
+    return posts

@@ -1,6 +1,6 @@
 """The same batch gives the same loss and gradients under any plan, to rounding: float64, random
 legal plans of mixed degrees, strategies, packing and micro-batch counts, against one process that
-takes one document at a time."""
+takes one document at a time. Four ranks are two nodes; `test_two_nodes.py` has more of them."""
 
 import pytest
 import torch
@@ -78,8 +78,10 @@ def gradients_under_random_plans(rank, world_size, sharding, checkpointing, dtyp
 @pytest.mark.parametrize("sharding", ["ddp", "fsdp2"])
 def test_float64_gradients_equal_one_process(world_size, sharding, checkpointing):
     plans = 20 if sharding == "ddp" and not checkpointing else 6
+    settings = (sharding, checkpointing, torch.float64, plans)
+    ranks_per_node = 2 if world_size == 4 else None
     for worst in run_ranks(
-        gradients_under_random_plans, world_size, sharding, checkpointing, torch.float64, plans
+        gradients_under_random_plans, world_size, *settings, ranks_per_node=ranks_per_node
     ):
         assert worst["loss"] < 1e-12
         assert worst["norm"] < 1e-10

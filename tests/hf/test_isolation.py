@@ -1,76 +1,183 @@
 """Documents that share a row, a rank or a group do not see each other: not one bit of another
-document changes."""
+document changes. Ranks are threads."""
+
+from dataclasses import replace
 
 import pytest
 import torch
 
 from hf_flexseq.attention import SequenceContext
-from hf_flexseq.distributed.communicator import Communicator
 from hf_flexseq.kernels.choose import choose_kernel
+from hf_flexseq.pipeline.carry import KVCarry
+from hf_flexseq.pipeline.context import ChunkContext
+from hf_flexseq.pipeline.ulysses import Sharing
 from hf_flexseq.plan import Group, MicroBatch
-from hf_flexseq.plan.shard import make_shard
+from hf_flexseq.plan.pipeline import Chunk
+from hf_flexseq.plan.shard import Slice, make_shard, remapped
+from hf_flexseq.steps.exchange import RowExchange
+from hf_flexseq.topology import Topology
+from tests.hf.by_hand import CPU, SLOW_LINKS, ways_between_nodes
 from tests.hf.tiny import VOCAB, tiny_llama
-from tests.ranks import run_ranks
-
-pytestmark = pytest.mark.processes
-
+from tests.ranks import join, run_threads
 
 LENGTHS = [9, 14, 5, 1, 11]
 CHANGED = 2
+# A document in two chunks, the tail of it with short ones, and another one in two.
+CHUNKS = (((1, 0, 6),), ((1, 6, 14), (2, 0, 5), (3, 0, 1)), ((4, 0, 7),), ((4, 7, 11), (0, 0, 9)))
 
 
-def logits_and_gradient(rank, world_size, strategy, tokens):
-    """This rank's logits, and the gradient of the loss of every document but the changed one with
-    respect to the input embeddings, row by row, with the document that each row belongs to."""
+def changed_tokens(changed):
+    """The tokens of all documents, before and after one of them has changed."""
+    generator = torch.Generator().manual_seed(0)
+    tokens = [torch.randint(VOCAB, (n,), generator=generator).tolist() for n in LENGTHS]
+    after = list(tokens)
+    after[changed] = [(token + 1) % VOCAB for token in tokens[changed]]
+    return tokens, after
+
+
+def embedded(model, rows, tokens):
+    """Embeddings [1, rows, C] of rows [rows, 2], each a document and a position in it."""
+    ids = torch.tensor([[tokens[document][position] for document, position in rows.tolist()]])
+    return model.get_input_embeddings()(ids).detach().requires_grad_()
+
+
+def loss_of_others(logits, rows, changed):
+    """The loss of every document but the changed one, from logits [1, rows, V]."""
+    others = rows[:, 0] != changed
+    return (logits[0, others].logsumexp(-1) - logits[0, others, 0]).sum()
+
+
+def check_isolated(before, after, changed):
+    """Compare (rows, logits, gradient of the others' loss) of every part of a batch: bits of the
+    other documents are the same, every token of the changed one has other logits, and the others'
+    loss does not depend on it."""
+    touched = 0
+    for (rows, logits, gradient), (_, new_logits, new_gradient) in zip(before, after, strict=True):
+        own = rows[:, 0] == changed
+        touched += int((logits[own] != new_logits[own]).any(-1).sum())
+        assert not gradient[own].any()
+        assert not new_gradient[own].any()
+        assert torch.equal(logits[~own], new_logits[~own])
+        assert torch.equal(gradient[~own], new_gradient[~own])
+    assert touched == LENGTHS[changed]
+
+
+# ---- micro-batches of groups
+
+
+def micro_batch_of(strategy, world_size, *, remap):
+    """All documents in one group; remapped, beside one that rank 0 has alone."""
+    everyone = tuple(range(world_size))
+    if not remap:
+        sequences = tuple(range(len(LENGTHS)))
+        return MicroBatch(groups=(Group(ranks=everyone, sequences=sequences, strategy=strategy),))
+    shared = Group(ranks=everyone, sequences=(0, 1, 2, 3), strategy=strategy)
+    own = Group(ranks=(0,), sequences=(4,), strategy="local")
+    return MicroBatch(groups=(shared, own), remap=True)
+
+
+def logits_and_gradient(rank, world_size, topology, micro_batch, links, tokens):
+    """This rank's rows [rows, 2], logits [rows, V], the gradient [rows, C] of the other documents'
+    loss with respect to the embeddings, and its ways between nodes."""
+    communicator = join(topology)
     model = tiny_llama()
     model.set_attn_implementation("flexseq")
-    group = Group(
-        ranks=tuple(range(world_size)), sequences=tuple(range(len(LENGTHS))), strategy=strategy
-    )
-    shard = make_shard(MicroBatch(groups=(group,)), LENGTHS, rank)
-    kernel = choose_kernel(torch.device("cpu"), torch.float64, 8)
-    seq_ctx = SequenceContext(shard, Communicator(), kernel, torch.device("cpu"))
-    rows = torch.tensor(
-        [[i, t] for s in shard.slices for i in [s.sequence] for t in range(s.start, s.stop)]
-    )
-    ids = torch.tensor([[tokens[i][t] for i, t in rows.tolist()]])
-    embeddings = model.get_input_embeddings()(ids).detach().requires_grad_()
+    shard = make_shard(micro_batch, LENGTHS, rank)
+    rows = torch.tensor([[s.sequence, t] for s in shard.slices for t in range(s.start, s.stop)])
+    columns = {"document": rows[:, 0], "position": rows[:, 1]}
+    if micro_batch.remap:
+        shard = remapped(shard, micro_batch, LENGTHS, topology)
+        columns = RowExchange(communicator).evened(columns, shard)
+    rows = torch.stack([columns["document"], columns["position"]], dim=1)
+    kernel = choose_kernel(CPU, torch.float64, 8)
+    seq_ctx = SequenceContext(shard, communicator, kernel, CPU, links=links)
+    embeddings = embedded(model, rows, tokens)
     logits = model(
         inputs_embeds=embeddings, position_ids=rows[:, 1][None], seq_ctx=seq_ctx, use_cache=False
     ).logits
-    others = rows[:, 0] != CHANGED
-    (logits[0, others].logsumexp(-1) - logits[0, others, 0]).sum().backward()
-    return rows[:, 0].tolist(), logits[0].detach().numpy(), embeddings.grad[0].numpy()
+    loss_of_others(logits, rows, CHANGED).backward()
+    return (rows, logits[0].detach(), embeddings.grad[0]), ways_between_nodes([seq_ctx])
 
 
-@pytest.mark.parametrize(
-    ("world_size", "strategy"),
-    [
-        (1, "local"),
-        (2, "ulysses"),
-        (3, "ulysses"),
-        (2, "zigzag"),
-        (3, "zigzag"),
-        (3, "balanced"),
-        (2, "allgather"),
-    ],
-)
-def test_a_changed_document_changes_no_other(world_size, strategy):
-    generator = torch.Generator().manual_seed(0)
-    tokens = [torch.randint(VOCAB, (n,), generator=generator).tolist() for n in LENGTHS]
-    changed = [
-        [(t + 1) % VOCAB for t in row] if i == CHANGED else row for i, row in enumerate(tokens)
-    ]
-    before = run_ranks(logits_and_gradient, world_size, strategy, tokens)
-    after = run_ranks(logits_and_gradient, world_size, strategy, changed)
-    touched = 0
-    for (rows, logits, gradient), (_, new_logits, new_gradient) in zip(before, after, strict=True):
-        for place, document in enumerate(rows):
-            if document == CHANGED:
-                touched += int((logits[place] != new_logits[place]).any())
-                assert not gradient[place].any()
-                assert not new_gradient[place].any()
-            else:
-                assert (logits[place] == new_logits[place]).all()
-                assert (gradient[place] == new_gradient[place]).all()
-    assert touched == LENGTHS[CHANGED]
+# nodes, ranks of each, strategy, whether the micro-batch is remapped and transfers are routed
+LAYOUTS = [
+    (1, 1, "local", False, False),
+    (1, 2, "ulysses", False, False),
+    (1, 3, "ulysses", False, False),
+    (2, 2, "ulysses", True, True),
+    (1, 2, "zigzag", False, False),
+    (1, 3, "zigzag", False, False),
+    (2, 2, "zigzag", False, True),
+    (2, 2, "zigzag", True, True),
+    (1, 2, "balanced", False, False),
+    (1, 3, "balanced", True, False),
+    (2, 2, "balanced", False, True),
+    (1, 2, "allgather", False, False),
+    (2, 2, "allgather", True, False),
+    (1, 2, "hybrid", False, False),
+    (2, 2, "hybrid", False, False),
+    (3, 1, "hybrid", True, False),
+]
+
+
+@pytest.mark.parametrize(("nodes", "per_node", "strategy", "remap", "routed"), LAYOUTS)
+def test_a_changed_document_changes_no_other(
+    nodes, per_node, strategy, remap, routed, routed_posts
+):
+    topology = Topology(nodes=nodes, ranks_per_node=per_node)
+    micro_batch = micro_batch_of(strategy, topology.world_size, remap=remap)
+    links = replace(SLOW_LINKS, ranks_per_node=per_node) if routed else None
+    parts = []
+    for tokens in changed_tokens(CHANGED):
+        by_rank = run_threads(
+            logits_and_gradient, topology.world_size, topology, micro_batch, links, tokens
+        )
+        parts.append([part for part, _ in by_rank])
+        has_ring = all("ring of a hybrid" in ways for _, ways in by_rank)
+        assert has_ring == (strategy == "hybrid" and nodes > 1)
+    check_isolated(*parts, CHANGED)
+    assert bool(routed_posts) == routed
+
+
+# ---- chunks of a pipeline, whose keys and values are carried
+
+
+def chunks_one_by_one(rank, world_size, tokens, changed):
+    """(rows, logits, gradient) of this rank's part of every chunk, as above."""
+    communicator = join()
+    model = tiny_llama()
+    model.set_attn_implementation("flexseq-pipeline")
+    sharing = None
+    if world_size > 1:
+        sharing = Sharing(communicator, tuple(range(world_size)), rank)
+    carry = KVCarry(choose_kernel(CPU, torch.float64, 8))
+    done = []
+    for index, parts in enumerate(CHUNKS):
+        slices = tuple(Slice(sequence=i, start=a, stop=b) for i, a, b in parts)
+        chunk = Chunk(unit=0, index=index, slices=slices)
+        rows = torch.tensor([[s.sequence, t] for s in slices for t in range(s.start, s.stop)])
+        if sharing is not None:
+            rows = rows[slice(*sharing.part(len(rows)))]
+        context = ChunkContext(chunk, tuple(LENGTHS), carry, CPU, sharing=sharing)
+        embeddings = embedded(model, rows, tokens)
+        logits = model(
+            inputs_embeds=embeddings,
+            position_ids=rows[:, 1][None],
+            seq_ctx=context,
+            use_cache=False,
+        ).logits
+        done.append((rows, logits, embeddings))
+    for rows, logits, _ in reversed(done):
+        loss_of_others(logits, rows, changed).backward()
+    carry.check_empty()
+    return [(rows, logits[0].detach(), x.grad[0]) for rows, logits, x in done]
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("changed", [1, 2, 4], ids=["cut", "whole", "cut, beside a whole one"])
+def test_a_changed_document_changes_no_other_in_chunks(changed, world_size):
+    parts = []
+    for tokens in changed_tokens(changed):
+        by_rank = run_threads(chunks_one_by_one, world_size, tokens, changed)
+        parts.append([part for of_rank in by_rank for part in of_rank])
+    check_isolated(*parts, changed)

@@ -1,24 +1,24 @@
-"""Model families: on two ranks, under random plans, plain and checkpointed, each one's loss and
-gradients are those of one process. What is refused is in `test_checks.py`."""
+"""Model families: on two nodes of two ranks, under random plans that share sequences between the
+nodes, plain and checkpointed, each one's loss and gradients are those of one process. What is
+refused is in `test_checks.py`. Ranks are threads."""
 
-import zlib
+import random
 
 import pytest
 import torch
 import transformers
-from accelerate import Accelerator
 from torch.nn import functional as F
-from torch.nn.parallel import DistributedDataParallel
 
+from hf_flexseq.plan.shard import group_slices
+from tests.budget import examples
+from tests.hf.by_hand import TWO_NODES, attach, run_plan
 from tests.hf.test_checks import EXPERTS, ROPE, SIZES
-from tests.hf.test_exactness import own_batches
-from tests.hf.tiny import RandomPlanEngine, documents, reference_gradients, relative_errors
-from tests.ranks import run_ranks
-
-pytestmark = pytest.mark.processes
-
+from tests.hf.tiny import documents, reference_gradients, relative_errors
+from tests.plans import random_plan
+from tests.ranks import join, run_threads
 
 LENGTHS = [1, 2, 17, 5, 23, 3, 40, 11]
+CHECKPOINTING = (False, True)  # of a family's plans
 FULL = {"layer_types": ["full_attention"] * 2}
 ROUTED = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
 FAMILIES = {
@@ -64,83 +64,79 @@ def make_model(family):
     return kind._from_config(config, dtype=torch.float64, experts_implementation="eager").train()
 
 
-def stay_in_float64():
-    """Norms and routers of transformers compute in float32 whatever the dtype; in this process
-    they no longer do."""
+@pytest.fixture
+def stays_in_float64(monkeypatch):
+    """Norms and routers of transformers compute in float32 whatever the dtype; here they do
+    not."""
     to, softmax = torch.Tensor.to, F.softmax
 
     def stays(tensor, dtype):
         return tensor.dtype == torch.float64 and dtype == torch.float32
 
     def patched_to(tensor, *args, **kwargs):
-        return (
-            tensor
-            if stays(tensor, kwargs.get("dtype", args[0] if args else None))
-            else to(tensor, *args, **kwargs)
-        )
+        dtype = kwargs.get("dtype", args[0] if args else None)
+        if stays(tensor, dtype):
+            return tensor
+        return to(tensor, *args, **kwargs)
 
     def patched_softmax(tensor, *args, **kwargs):
         if stays(tensor, kwargs.get("dtype")):
             kwargs["dtype"] = None
         return softmax(tensor, *args, **kwargs)
 
-    torch.Tensor.to, F.softmax = patched_to, patched_softmax
-    torch.Tensor.float = lambda tensor: patched_to(tensor, torch.float32)
+    monkeypatch.setattr(torch.Tensor, "to", patched_to)
+    monkeypatch.setattr(F, "softmax", patched_softmax)
+    monkeypatch.setattr(torch.Tensor, "float", lambda tensor: patched_to(tensor, torch.float32))
 
 
-def splits_a_sequence(plan):
-    """Whether some sequence of two tokens or more is on several ranks."""
-    groups = [group for micro_batch in plan.micro_batches for group in micro_batch.groups]
-    return any(
-        group.degree > 1 and plan.lengths[sequence] > 1
-        for group in groups
-        for sequence in group.sequences
-    )
+def is_shared_by_nodes(plan):
+    """Whether tokens of some sequence are on both nodes."""
+    for micro_batch in plan.micro_batches:
+        nodes_of = {}  # sequence -> the nodes that hold some of its tokens
+        for group in micro_batch.groups:
+            for index, rank in enumerate(group.ranks):
+                for part in group_slices(group, plan.lengths, index):
+                    nodes_of.setdefault(part.sequence, set()).add(TWO_NODES.node_of(rank))
+        if any(len(nodes) > 1 for nodes in nodes_of.values()):
+            return True
+    return False
 
 
-def error_of(family, rank, world_size):
-    """The largest relative error of loss and gradients, and whether its plans split a sequence,
-    plain and under checkpointing."""
-    examples = documents(LENGTHS)
+def plans_of(family):
+    """Plans of this family's own, each with a sequence that both nodes share."""
+    rng = random.Random(family)
+    plans = []
+    while len(plans) < len(CHECKPOINTING):
+        plan = random_plan(LENGTHS, TWO_NODES.world_size, rng, nodes=TWO_NODES.nodes)
+        if is_shared_by_nodes(plan):
+            plans.append(plan)
+    return plans
+
+
+def errors_of(rank, world_size, family, plans, wanted):
+    """The largest relative error of loss and gradients under each plan."""
+    communicator = join(TWO_NODES)
     model = make_model(family)
-    wanted_loss, wanted = reference_gradients(model, examples, attention="eager")
-    engine = RandomPlanEngine(
-        Accelerator(cpu=True), seed=zlib.crc32(family.encode()), accepts=splits_a_sequence
-    )
-    engine.attach(model)
-    wrapped = DistributedDataParallel(model)
-    worst, split = 0.0, []
-    for checkpointing in (False, True):
+    attach(model)
+    wanted_loss, wanted_gradients = wanted
+    worst = []
+    for plan, checkpointing in zip(plans, CHECKPOINTING, strict=True):
         if checkpointing:
             model.gradient_checkpointing_enable({"use_reentrant": False})
-        (loss,) = [
-            split.append(splits_a_sequence(step.plan)) or step.backward(wrapped)
-            for step in engine.steps(own_batches(examples, rank, world_size), 2)
-        ]
-        torch.distributed.all_reduce(loss)
-        found = {name: p.grad.clone() for name, p in model.named_parameters()}
-        model.zero_grad()
-        worst = max(
-            worst,
-            abs(float(loss) / world_size / wanted_loss - 1),
-            *relative_errors(found, wanted).values(),
-        )
-    engine.detach()
-    return worst, split
+        loss, gradients, _ = run_plan(model, plan, documents(LENGTHS), communicator)
+        errors = relative_errors(gradients, wanted_gradients)
+        worst.append(max(abs(loss / wanted_loss - 1), *errors.values()))
+    return worst
 
 
-def errors_of_all(rank, world_size):
-    stay_in_float64()
-    return {family: error_of(family, rank, world_size) for family in FAMILIES}
+@pytest.mark.parametrize("family", list(FAMILIES)[: examples(len(FAMILIES))])
+def test_a_family_is_exact(family, stays_in_float64):
+    wanted = reference_gradients(make_model(family), documents(LENGTHS), attention="eager")
+    plans = plans_of(family)
+    for errors in run_threads(errors_of, TWO_NODES.world_size, family, plans, wanted):
+        assert max(errors) < 1e-10
 
 
-@pytest.fixture(scope="module")
-def errors():
-    return run_ranks(errors_of_all, 2, seconds=170)
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-def test_a_family_is_exact(errors, family):
-    for worst, split in (found[family] for found in errors):
-        assert worst < 1e-10
-        assert split == [True, True]
+def test_families_have_plans_of_their_own():
+    digests = {plan.digest() for family in FAMILIES for plan in plans_of(family)}
+    assert len(digests) == len(FAMILIES) * len(CHECKPOINTING)

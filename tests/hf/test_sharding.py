@@ -1,19 +1,22 @@
-"""Ten Trainer steps under DeepSpeed ZeRO-2 and ZeRO-3 and under FSDP2 give the plain Trainer's
-weights.
+"""Ten Trainer steps under DeepSpeed ZeRO-2 and ZeRO-3, under FSDP2 and under HSDP give the plain
+Trainer's weights.
 
 DeepSpeed takes no float64 parameters, so both sides are float32; the larger learning rate keeps
 the rounding of the weights themselves, which both sides have, small beside the update.
 """
 
 import copy
+from dataclasses import replace
 
 import deepspeed
 import pytest
 import torch
-from transformers import LlamaForCausalLM
+from transformers import LlamaForCausalLM, TrainerCallback
 from transformers.distributed import DistributedConfig
 
 from hf_flexseq import FlexSeqConfig, FlexSeqTrainer
+from hf_flexseq.cost.presets import PRESETS
+from hf_flexseq.cost.sharding import PLAIN, FsdpPolicy
 from tests.hf.test_trainer import (
     OPTIONS,
     STEPS,
@@ -82,36 +85,83 @@ def test_zero_equals_the_plain_trainer(tmp_path, stage, accumulation, checkpoint
         assert logged(log, "grad_norm") == pytest.approx(logged(history, "grad_norm"), rel=1e-4)
 
 
-def fsdp2_run(rank, world_size, folder, checkpointing):
-    """Weights and log under FSDP2, sharded by transformers at load."""
+def fsdp2_run(rank, world_size, folder, checkpointing, config, accumulation, cost_model):
+    """Weights, log, optimizer steps and the policies taken under FSDP2, sharded by transformers at
+    load."""
     model = LlamaForCausalLM.from_pretrained(
         folder / "model",
-        distributed_config=DistributedConfig(fsdp_size=world_size),
+        distributed_config=DistributedConfig(**config),
         dtype=torch.float32,
     )
     args = training_arguments(
         FlexSeqConfig,
         folder,
-        batch=2,
-        accumulation=1,
+        batch=1,
+        accumulation=accumulation,
         optim="sgd",
         learning_rate=LEARNING_RATE,
         gradient_checkpointing=checkpointing,
-        **OPTIONS,
+        **OPTIONS | {"cost_model": cost_model},
     )
     trainer = FlexSeqTrainer(model=model, args=args, train_dataset=dataset())
+    updates = []
+    trainer.add_callback(CountedUpdates(updates))
     trainer.train()
     weights = {name: p.detach().full_tensor().numpy() for name, p in model.named_parameters()}
-    return weights, trainer.state.log_history
+    policies = trainer.flexseq.executor.fsdp.taken
+    return weights, trainer.state.log_history, len(updates), policies
 
 
-@pytest.mark.parametrize("checkpointing", [False, True])
-def test_fsdp2_equals_the_plain_trainer(tmp_path, checkpointing):
+class CountedUpdates(TrainerCallback):
+    """Notes each step of the optimizer itself."""
+
+    def __init__(self, updates):
+        self.updates = updates
+
+    def on_train_begin(self, args, state, control, optimizer=None, **kwargs):
+        optimizer.optimizer.register_step_post_hook(lambda *_: self.updates.append(1))
+
+
+HSDP = {"fsdp_size": 2, "dp_replicate_size": 2}
+
+
+@pytest.mark.parametrize(
+    ("world_size", "config", "accumulation", "checkpointing", "memory"),
+    [
+        (2, {"fsdp_size": 2}, 3, False, "of this machine"),
+        (2, {"fsdp_size": 2}, 2, True, "none to spare"),
+        (4, HSDP, 2, True, "of this machine"),
+    ],
+)
+def test_fsdp2_equals_the_plain_trainer(
+    tmp_path, world_size, config, accumulation, checkpointing, memory
+):
     tiny_llama(torch.float32).save_pretrained(tmp_path / "model")
+    cost_model = "estimate"
+    if memory == "none to spare":
+        cost_model = str(tmp_path / "cost.json")
+        replace(PRESETS["llama-3.1-8b-h200"], budget_bytes=1.0).save(cost_model)
     before, wanted, history = plain_run(
-        tmp_path, batch=4, dtype=torch.float32, learning_rate=LEARNING_RATE
+        tmp_path,
+        batch=world_size * accumulation,
+        dtype=torch.float32,
+        learning_rate=LEARNING_RATE,
     )
-    for found, log in run_ranks(fsdp2_run, 2, tmp_path, checkpointing, seconds=120):
+    for found, log, updates, policies in run_ranks(
+        fsdp2_run,
+        world_size,
+        tmp_path,
+        checkpointing,
+        config,
+        accumulation,
+        cost_model,
+        seconds=120,
+    ):
+        assert updates == STEPS
+        if memory == "none to spare":
+            assert policies == {PLAIN}
+        else:
+            assert FsdpPolicy(reduces_each=False, regathers=False) in policies
         assert update_error(before, wanted, found) < 2e-6
         assert logged(log, "loss") == pytest.approx(logged(history, "loss"), rel=1e-5)
         assert logged(log, "grad_norm") == pytest.approx(logged(history, "grad_norm"), rel=1e-4)

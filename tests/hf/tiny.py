@@ -87,8 +87,8 @@ def relative_errors(found, wanted, floor_of=None):
 class RandomPlanner:
     """Any legal plan, another one each step. accepts: draws go on until it is True of a plan."""
 
-    def __init__(self, world_size, seed, accepts=lambda plan: True):
-        self.world_size, self.rng, self.submitted = world_size, random.Random(seed), {}
+    def __init__(self, topology, seed, accepts=lambda plan: True):
+        self.topology, self.rng, self.submitted = topology, random.Random(seed), {}
         self.accepts = accepts
 
     def submit(self, step, lengths):
@@ -96,10 +96,14 @@ class RandomPlanner:
 
     def result(self, step) -> Plan:
         lengths = self.submitted.pop(step)
-        plan = random_plan(lengths, self.world_size, self.rng)
+        plan = self._draw(lengths)
         while not self.accepts(plan):
-            plan = random_plan(lengths, self.world_size, self.rng)
+            plan = self._draw(lengths)
         return plan
+
+    def _draw(self, lengths):
+        topology = self.topology
+        return random_plan(lengths, topology.world_size, self.rng, nodes=topology.nodes)
 
     def close(self):
         pass
@@ -120,5 +124,5 @@ class RandomPlanEngine(FlexSeqEngine):
                 }
             ),
         )
-        world_size = self.communicator.world_size
-        self.executor.planner = lambda ahead: RandomPlanner(world_size, seed, accepts)
+        topology = self.communicator.topology
+        self.executor.planner = lambda ahead: RandomPlanner(topology, seed, accepts)

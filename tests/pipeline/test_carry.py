@@ -110,6 +110,30 @@ def test_without_gradients_a_sequence_is_over_with_its_last_chunk():
     carry.check_empty()
 
 
+def test_segments_are_made_once_per_chunk_for_all_layers_and_both_directions(monkeypatch):
+    made = []
+
+    def counted(*lengths, **options):
+        made.append(lengths)
+        return Segments(*lengths, **options)
+
+    monkeypatch.setattr("hf_flexseq.pipeline.carry.Segments", counted)
+    carry = KVCarry(CpuFlash())
+    tensors = qkv()
+    outs = []
+    for slices in CHUNKS[:3]:
+        context = ChunkContext(chunk(*slices), LENGTHS, carry, CPU)
+        parts = [x[rows_of(slices)] for x in tensors]
+        for layer in range(4):
+            outs.append(
+                sequence_parallel_attention(*parts, context.of_layer(layer, keeps_grad=True))
+            )
+    for out in reversed(outs):
+        out.sum().backward(retain_graph=True)
+    carry.check_empty()
+    assert made == [([6], [6]), ([6], [0]), ([1], [1]), ([1], [6]), ([4], [4]), ([4], [7])]
+
+
 def test_bfloat16_gradients_accumulate_in_float32():
     tensors = qkv(dtype=torch.bfloat16)
     carry = KVCarry(CpuFlash())

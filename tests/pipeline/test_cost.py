@@ -48,3 +48,34 @@ def test_hops_that_cross_nodes_have_the_bandwidth_of_sixteen_ranks(
     topology = Topology(nodes=nodes, ranks_per_node=ranks_per_node)
     mean = (across * ACROSS_NS + (hops - across) * INSIDE_NS) / hops
     assert send_ns(stages, topology, virtual=virtual) == pytest.approx(mean)
+
+
+# ---- exchanges of the ranks that share a stage's chunks
+
+
+@pytest.mark.parametrize(
+    ("topology", "stages", "degree", "across"),
+    [
+        (None, 2, 4, [False, False]),
+        (Topology(nodes=1, ranks_per_node=8), 2, 4, [False, False]),
+        (Topology(nodes=2, ranks_per_node=4), 2, 4, [False, False]),  # a stage is a node
+        (Topology(nodes=4, ranks_per_node=2), 2, 4, [True, True]),  # a stage is two nodes
+        (Topology(nodes=4, ranks_per_node=2), 2, 2, [False, False]),  # of which each shares alone
+        (Topology(nodes=2, ranks_per_node=3), 3, 2, [False, True, False]),  # 0 1 | 2 3 | 4 5
+        (Topology(nodes=2, ranks_per_node=9), 3, 2, [False, True, False]),  # 8 9 of 6 to 11
+    ],
+)
+def test_shared_chunks_are_exchanged_across_nodes_where_their_ranks_lie_on_more_than_one(
+    topology, stages, degree, across
+):
+    stage = cut(tiny_llama(num_hidden_layers=2 * stages), 0, stages)
+    alone = pipeline_cost(COST, stage, TOKEN, checkpointed=False).stages
+    shared = pipeline_cost(
+        COST, stage, TOKEN, checkpointed=False, degree=degree, topology=topology
+    ).stages
+    assert COST.bandwidth(degree, True) < COST.bandwidth(degree, False) / 2
+    for one, part, spans_nodes in zip(alone, shared, across, strict=True):
+        layers = one.layers / (2 * stages)
+        forward_bytes = COST.all_to_all_bytes * layers / 3
+        exchange_ns = 1e9 * forward_bytes / COST.bandwidth(degree, spans_nodes)
+        assert part.linear_ns == pytest.approx((one.linear_ns + exchange_ns) / degree)

@@ -3,12 +3,12 @@ checkpointing, split weight gradients, on 2, 3 and 4 stages, and on 2 stages of 
 every chunk."""
 
 import copy
+import functools
 import random
 
 import pytest
 import torch
 
-from hf_flexseq.distributed.communicator import Communicator
 from hf_flexseq.distributed.links import Neighbours
 from hf_flexseq.hf.attention import PIPELINE_NAME
 from hf_flexseq.hf.model.loss import attach_chunked_loss
@@ -19,10 +19,7 @@ from hf_flexseq.pipeline.stages import cut
 from hf_flexseq.pipeline.ulysses import Sharing
 from tests.hf.tiny import documents, reference_gradients, relative_errors, tiny_llama
 from tests.pipeline.plans import random_pipeline_plan
-from tests.ranks import run_ranks
-
-pytestmark = pytest.mark.processes
-
+from tests.ranks import join, run_ranks, run_threads
 
 LENGTHS = [1, 2, 17, 5, 31, 3, 40, 11]
 LAYERS = 4
@@ -69,22 +66,27 @@ def make_executor(model, stages, degree, communicator, virtual=1):
     return PipelineExecutor(stage, neighbours, CpuFlash(), sharing=sharing)
 
 
+@functools.cache
+def model_and_gradients(layers, tied, uneven_heads=False):
+    """A model, which nobody may change, and its loss and gradients on one process."""
+    heads = {}
+    if uneven_heads:
+        heads = {"hidden_size": 36, "num_attention_heads": 6, "num_key_value_heads": 3}
+    model = tiny_llama(num_hidden_layers=layers, tie_word_embeddings=tied, **heads)
+    return model, *reference_gradients(copy.deepcopy(model), documents(LENGTHS))
+
+
 def errors_by_case(rank, world_size, degree):
     """For each kind of model and case: the largest error of this stage's gradients, and that of
     the loss."""
     stages = world_size // degree
     examples = documents(LENGTHS)
-    communicator = Communicator()
+    communicator = join()
     errors = {}
     for tied in (False, True):
         # With a degree of 2 a rank's heads do not fall evenly on key heads.
-        heads = (
-            {"hidden_size": 36, "num_attention_heads": 6, "num_key_value_heads": 3}
-            if degree > 1
-            else {}
-        )
-        model = tiny_llama(num_hidden_layers=LAYERS, tie_word_embeddings=tied, **heads)
-        wanted_loss, wanted = reference_gradients(copy.deepcopy(model), examples)
+        model, wanted_loss, wanted = model_and_gradients(LAYERS, tied, uneven_heads=degree > 1)
+        model = copy.deepcopy(model)
         executor = make_executor(model, stages, degree, communicator)
         for name, options in CASES.items():
             rng = random.Random(f"{stages} {tied} {name}")
@@ -99,19 +101,28 @@ def errors_by_case(rank, world_size, degree):
             here = relative_errors(found, {name: wanted[name] for name in found}, floor_of=wanted)
             errors[tied, name] = (
                 max(here.values()),
-                max(loss_error(loss, wanted_loss) for loss in losses),
+                max(loss_error(loss, wanted_loss, communicator) for loss in losses),
             )
     return errors
 
 
-def loss_error(loss, wanted):
-    torch.distributed.all_reduce(loss)
+def loss_error(loss, wanted, communicator):
+    communicator.all_reduce(loss)
     return abs(float(loss) - wanted)
 
 
-@pytest.mark.parametrize(("world_size", "degree"), [(2, 1), (3, 1), (4, 1), (4, 2)])
-def test_gradients_equal_one_process(world_size, degree):
-    for errors in run_ranks(errors_by_case, world_size, degree):
+@pytest.mark.parametrize(
+    ("start", "world_size", "degree"),
+    [
+        (run_threads, 2, 1),
+        pytest.param(run_threads, 3, 1, marks=pytest.mark.slow),
+        pytest.param(run_threads, 4, 1, marks=pytest.mark.slow),
+        pytest.param(run_threads, 4, 2, marks=pytest.mark.slow),
+        pytest.param(run_ranks, 4, 2, marks=pytest.mark.processes),
+    ],
+)
+def test_gradients_equal_one_process(start, world_size, degree):
+    for errors in start(errors_by_case, world_size, degree):
         assert len(errors) == 2 * len(CASES)
         for case, (of_gradients, of_loss) in errors.items():
             assert of_gradients < 1e-10, case

@@ -3,6 +3,8 @@ of chunks."""
 
 import copy
 import random
+from contextlib import contextmanager
+from unittest import mock
 
 import pytest
 import torch
@@ -57,13 +59,15 @@ def errors_by_case(rank, world_size):
                 ids = members[replica]
                 plan = plan_of([LENGTHS[i] for i in ids], rng, options)
                 columns = columns_of(plan, [examples[i] for i in ids])
-                with sharded.training():
+                with few_in_a_bucket() as reductions, sharded.training():
                     losses = [executor.train(plan, columns, TARGETS)]
+                parameters = len(list(model.parameters()))
+                assert 2 < reductions.call_count < parameters / 2
                 sum_gradients(executor.stage, executor.neighbours)
                 with sharded.whole():
                     losses.append(executor.evaluate(plan, columns, TARGETS))
                 found = {name: whole(p.grad) for name, p in executor.stage.global_parameters()}
-                norm = float(gradient_norm(executor.stage, communicator.parent, counts=True))
+                norm = float(gradient_norm(executor.stage, communicator, counts=True))
                 model.zero_grad()
                 here = relative_errors(
                     found, {name: wanted[name] for name in found}, floor_of=wanted
@@ -72,24 +76,33 @@ def errors_by_case(rank, world_size):
                 errors[tied, deal, case] = (
                     max(here.values()),
                     abs(norm / float(norm_wanted) - 1),
-                    max(loss_error(loss, wanted_loss) for loss in losses),
+                    max(loss_error(loss, wanted_loss, communicator) for loss in losses),
                     held(model) / sum(p.numel() for p in model.parameters()),
                 )
     return errors
+
+
+@contextmanager
+def few_in_a_bucket():
+    """Gradients are reduced several at a time, but not all at once; yields the calls."""
+    reduce = torch.distributed.reduce_scatter_tensor
+    counted = mock.patch.object(torch.distributed, "reduce_scatter_tensor", side_effect=reduce)
+    with mock.patch("hf_flexseq.distributed.reduction.BUCKET_BYTES", 40_000), counted as calls:
+        yield calls
 
 
 def held(model):
     return sum(p.to_local().numel() for p in model.parameters())
 
 
-def sharded_executor(model, index, communicator):
+def sharded_executor(model, index, communicator, **options):
     model.set_attn_implementation(PIPELINE_NAME)
     stage = cut(model.train(), index, STAGES)
     if stage.is_last:
         attach_chunked_loss(model)
     neighbours = Neighbours(communicator, [[0, 2], [1, 3]])
     equalise(stage, neighbours)
-    sharded = ShardedStage(stage, neighbours.replicas)
+    sharded = ShardedStage(stage, neighbours.replicas.process_group, **options)
     return PipelineExecutor(stage, neighbours, CpuFlash()), sharded
 
 
@@ -102,3 +115,40 @@ def test_gradients_equal_one_process():
             assert of_loss < 1e-12, case
             # 61 rows of the embedding are 31 and 30
             assert share == pytest.approx(0.5, abs=0.02), case
+
+
+# ---- mixed precision
+
+
+def bfloat16_step(rank, world_size):
+    """The largest error of this stage's gradients against float64, and the dtypes of parameters
+    and gradients inside of a step, and of both and their shares afterwards."""
+    index, replica = divmod(rank, 2)
+    examples = documents(LENGTHS)
+    model = tiny_llama(torch.float32, num_hidden_layers=LAYERS)
+    _, wanted = reference_gradients(copy.deepcopy(model).double(), examples)
+    executor, sharded = sharded_executor(model, index, Communicator(), param_dtype=torch.bfloat16)
+    with sharded.whole():
+        inside = {p.dtype for p in model.parameters()}
+    ids = MEMBERS["both work"][replica]
+    plan = plan_of([LENGTHS[i] for i in ids], random.Random(replica), CASES["both"])
+    columns = columns_of(plan, [examples[i] for i in ids])
+
+    def autocast():
+        return torch.autocast("cpu", torch.bfloat16)
+
+    with sharded.training():
+        executor.train(plan, columns, TARGETS, autocast)
+        whole_gradients = {p.grad.dtype for p in model.parameters()}
+    sum_gradients(executor.stage, executor.neighbours)
+    shares = {(p.dtype, p.grad.dtype, p.grad.to_local().dtype) for p in model.parameters()}
+    found = {name: whole(p.grad) for name, p in executor.stage.global_parameters()}
+    here = relative_errors(found, {name: wanted[name] for name in found}, floor_of=wanted)
+    return max(here.values()), (inside, whole_gradients, shares)
+
+
+def test_in_mixed_precision_parameters_are_gathered_in_16_bits_and_gradients_are_in_float32():
+    wide = torch.float32
+    for error, dtypes in run_ranks(bfloat16_step, 4):
+        assert dtypes == ({torch.bfloat16}, {wide}, {(wide, wide, wide)})
+        assert error < 5e-2

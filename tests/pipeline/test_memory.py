@@ -111,7 +111,11 @@ def peaks(rank, world_size):
         plan = plan_of_step([TOKENS] * SEQUENCES, cost, *case)
         simulated = max(done.held for done in timed(plan, cost) if done.rank == rank)
         found[name] = max(held_after(executor, plan)), simulated
-    owed = cost.stages[rank].owed_bytes / len(executor.stage.own_layers) / token_bytes(model).owed
+    owed = (
+        cost.stages[rank].owed_bytes
+        / len(executor.stage.own_layers)
+        / token_bytes(model, hidden_bytes=8).owed
+    )
     return found, len(executor.stage.own_layers) * KV_BYTES * TOKENS, owed
 
 
@@ -135,7 +139,7 @@ def test_counted_memory_is_the_simulated(stages):
 def analytic_and_live(rank, world_size):
     """The cost of every stage by arithmetic, without and with checkpointing, and as counted."""
     model = tiny_llama(num_hidden_layers=LAYERS, vocab_size=VOCABULARY)
-    shape, of_token = model_shape(model), token_bytes(model)
+    shape, of_token = model_shape(model), token_bytes(model, hidden_bytes=8)
     executor = make_executor(model, world_size, 1, Communicator())
     analytic = []
     for checkpointing in (False, True):

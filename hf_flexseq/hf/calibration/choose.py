@@ -25,8 +25,8 @@ from transformers import PreTrainedModel
 
 from hf_flexseq.cost import CostModel
 from hf_flexseq.cost.analytic import ModelShape
+from hf_flexseq.cost.sharding import TRIPS, trip_seconds
 from hf_flexseq.distributed.communicator import Communicator
-from hf_flexseq.distributed.control import broadcast_object
 from hf_flexseq.hf.calibration.probe import ModelProbes
 from hf_flexseq.hf.model.facts import ModelFacts, model_facts
 from hf_flexseq.hf.model.loss import has_chunkable_loss
@@ -67,6 +67,7 @@ def cost_model_for(
         topology,
         checkpointing=facts.checkpointing,
         zero_stage=facts.zero_stage,
+        replicas=facts.replicas,
         chunked_loss=has_chunkable_loss(model),
     )
     if name == "estimate":
@@ -76,7 +77,7 @@ def cost_model_for(
     folder = folder or Path(HF_HOME) / "hf_flexseq"
     path = cache_path(folder, fit_key(facts, topology, accelerator.device))
     kept = load_cached(path) if communicator.rank == 0 else None
-    cached: CostModel | None = broadcast_object(communicator, kept)
+    cached: CostModel | None = communicator.host.broadcast_object(kept)
     if cached is not None:
         logger.info("cost model measured earlier: %s", path)
         return with_memory_of(estimate, cached)
@@ -86,7 +87,9 @@ def cost_model_for(
     measured = _measured(probes, facts.shape, estimate, communicator, accelerator.device)
     if measured is None:
         return estimate
-    cost = with_gathering(measured, facts.shape, topology, facts.zero_stage)
+    cost = with_gathering(
+        measured, facts.shape, topology, facts.zero_stage, replicas=facts.replicas
+    )
     if communicator.rank == 0:
         _keep(cost, path)
     return cost
@@ -132,6 +135,7 @@ def fit_key(facts: ModelFacts, topology: Topology, device: torch.device) -> Mapp
         "attention_remat": facts.attention_remat,
         "frozen": facts.frozen,
         "zero_stage": facts.zero_stage,
+        "replicas": facts.replicas,
         "device": device_name(device),
         "threads": torch.get_num_threads(),
         "topology": asdict(topology),
@@ -156,18 +160,22 @@ def with_memory_of(estimate: CostModel, cost: CostModel) -> CostModel:
 
 
 def with_gathering(
-    cost: CostModel, shape: ModelShape, topology: Topology, zero_stage: int
+    cost: CostModel, shape: ModelShape, topology: Topology, zero_stage: int, *, replicas: int = 1
 ) -> CostModel:
     """Return `cost` with the seconds that sharded parameters add to every micro-batch.
 
     Parameters are gathered twice, and their gradients scattered. The copies that are timed are
-    not sharded, so these transfers are counted and not measured.
+    not sharded, so these transfers are counted and not measured. replicas: of what is sharded.
     """
-    if zero_stage < 3 or topology.world_size == 1:
+    if zero_stage < 3:
         return cost
-    moved_bytes = 3 * shape.params * shape.dtype_bytes
-    bandwidth = cost.bandwidth(topology.world_size, topology.nodes > 1)
-    return replace(cost, micro_batch_s=cost.micro_batch_s + moved_bytes / bandwidth)
+    trip_s = trip_seconds(
+        cost,
+        moved_bytes=shape.params * shape.dtype_bytes,
+        topology=topology,
+        replicas=replicas,
+    )
+    return replace(cost, micro_batch_s=cost.micro_batch_s + TRIPS * trip_s)
 
 
 def _keep(cost: CostModel, path: Path) -> None:

@@ -3,11 +3,13 @@
 model_shape, attention_shape     sizes, from the configuration and the parameters
 autocast_dtype, compute_dtype    the arithmetic that accelerate is set up for
 is_checkpointed, is_reentrant    whether layers are recomputed, and in which way
-zero_stage, is_fully_sharded     what accelerate, transformers or the user shards
+zero_stage, is_fully_sharded,    what accelerate, transformers or the user shards, and over how
+replicas, is_fsdp2               many of the ranks
 unsharded_class, ...             the model's own class under FSDP2's
 ModelFacts                       all of them that the cost of training depends on
 """
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -16,7 +18,8 @@ import torch
 from accelerate import Accelerator
 from accelerate.utils import DistributedType
 from torch import nn
-from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule
+from torch.distributed.tensor import DTensor
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from hf_flexseq.cost.analytic import ModelShape
@@ -53,6 +56,8 @@ class ModelFacts:
     """Whether only activations get gradients, as under adapters."""
     zero_stage: int
     """How much of the model's state is sharded, in DeepSpeed's numbering."""
+    replicas: int = 1
+    """How often the sharded state is there: more than once in HSDP."""
 
     @property
     def compute_dtype(self) -> torch.dtype:
@@ -74,6 +79,7 @@ def model_facts(
         attention_remat=attention_remat,
         frozen=is_mostly_frozen(model),
         zero_stage=zero_stage(model, accelerator),
+        replicas=replicas(model, accelerator),
     )
 
 
@@ -191,6 +197,57 @@ def is_fully_sharded(model: nn.Module, accelerator: Accelerator) -> bool:
 def has_sharded_modules(model: nn.Module) -> bool:
     """Tell whether FSDP2 shards parts of the model already."""
     return any(hasattr(module, "set_requires_gradient_sync") for module in model.modules())
+
+
+def is_fsdp2(model: nn.Module, accelerator: Accelerator) -> bool:
+    """Tell whether FSDP2 shards, or will shard, the model, and keeps its share on the device."""
+    if accelerator.distributed_type == DistributedType.FSDP:
+        plugin = accelerator.state.fsdp_plugin
+        is_offloaded = isinstance(plugin.cpu_offload, CPUOffloadPolicy)
+        return plugin.fsdp_version == 2 and not is_offloaded
+    return has_sharded_modules(model) and not _is_offloaded(model)
+
+
+def _is_offloaded(model: nn.Module) -> bool:
+    """Tell whether transformers has told FSDP2 to keep its share in the memory of the CPU."""
+    return getattr(_distributed_config(model), "fsdp_cpu_offload", False)
+
+
+def _distributed_config(model: nn.Module) -> Any:
+    """Return the DistributedConfig that transformers has loaded the model with, or None."""
+    return getattr(getattr(model, "config", None), "distributed_config", None)
+
+
+def replicas(model: nn.Module, accelerator: Accelerator) -> int:
+    """Return how often the model's sharded state is there: 1, or in HSDP the number of
+    replicas."""
+    if accelerator.distributed_type == DistributedType.FSDP:
+        parallelism = getattr(accelerator, "parallelism_config", None)
+        return getattr(parallelism, "dp_replicate_size", 1) or 1
+    for parameter in model.parameters():
+        if isinstance(parameter, DTensor):
+            sizes = []
+            for dimension, placement in enumerate(parameter.placements):
+                if placement.is_replicate():
+                    sizes.append(parameter.device_mesh.size(dimension))
+            return math.prod(sizes)
+    return 1
+
+
+def gathered_itemsize(model: nn.Module, accelerator: Accelerator) -> int:
+    """Return the bytes of one number of a parameter as FSDP2 gathers it."""
+    gathered: torch.dtype | None = None
+    if accelerator.distributed_type == DistributedType.FSDP:
+        policy = accelerator.state.fsdp_plugin.mixed_precision_policy
+        gathered = getattr(policy, "param_dtype", None)
+    elif getattr(_distributed_config(model), "fsdp_mixed_precision", False):
+        gathered = torch.bfloat16
+    return (gathered or next(model.parameters()).dtype).itemsize
+
+
+def trained_elements(model: nn.Module) -> int:
+    """Count the elements of all parameters that get gradients."""
+    return sum(_elements(p) for p in model.parameters() if p.requires_grad)
 
 
 def is_tensor_parallel(model: nn.Module) -> bool:

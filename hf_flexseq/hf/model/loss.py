@@ -41,6 +41,7 @@ from hf_flexseq.config import IGNORE_INDEX
 from hf_flexseq.hf.model.facts import is_tensor_parallel, unsharded_class
 from hf_flexseq.hf.model.loss_source import KeepsOwnLoss, head_name
 from hf_flexseq.kernels.chunked_loss import choose_backend, chunked_cross_entropy_sum
+from hf_flexseq.kernels.upload import to_device
 
 logger = logging.getLogger(__name__)
 
@@ -169,12 +170,12 @@ class ChunkedLoss:
                 f"head; give every token a label ({IGNORE_INDEX} for those without a target), and "
                 "do not give `logits_to_keep` together with labels"
             )
-        targets = call.targets.to(hidden.device)
+        targets = to_device(call.targets, hidden.device)
         items = call.items
         if items is None:
             items = (targets != IGNORE_INDEX).sum()
         if isinstance(items, torch.Tensor):
-            items = items.to(hidden.device)
+            items = to_device(items, hidden.device)
         # No items mean no targets, a sum of 0 and zero gradients: divided by 1 they stay so.
         call.loss = self._sum(rows, targets) / (items + (items == 0))
         return call.loss.reshape(1, 1, 1)

@@ -20,6 +20,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from accelerate import Accelerator
 from torch import nn
 from transformers import PreTrainedModel, Trainer
 
@@ -32,6 +33,7 @@ from hf_flexseq.hf.attention import PIPELINE_NAME
 from hf_flexseq.hf.executors import EngineSetup, ForwardBackward, planner_of
 from hf_flexseq.hf.model.facts import (
     attention_shape,
+    autocast_dtype,
     compute_dtype,
     is_checkpointed,
     model_shape,
@@ -89,7 +91,9 @@ class StageExecutor:
         stage_index, member_index = divmod(communicator.rank, self.ranks_per_stage)
         self.replicas = self.ranks_per_stage // self.degree
         self.replica = member_index // self.degree
+        communicator.open_world()  # for the norm of gradients: no group is made in a step
         self.sharing = _sharing(communicator, self.degree)
+        communicator.open_fast_blocks([self.degree])
 
         # 2. the cost model of the whole, then this rank's stage of it
         whole = model if stage_of(model) is None else empty_twin(model)
@@ -110,13 +114,23 @@ class StageExecutor:
         )
         self.stage.stack.model.to(device)
         equalise(self.stage, self.neighbours)
+        cast_dtype = _cast_dtype(model, setup.accelerator)
         self.sharded: ShardedStage | None = None
         if fsdp and self.neighbours.replicas is not None:
-            self.sharded = ShardedStage(self.stage, self.neighbours.replicas)
+            self.sharded = ShardedStage(
+                self.stage, self.neighbours.replicas.process_group, param_dtype=cast_dtype
+            )
+
+        # Hidden states have the dtype that the parameters have during a step.
+        self._hidden_bytes = model.dtype.itemsize
+        if self.sharded is not None and cast_dtype is not None:
+            self._hidden_bytes = cast_dtype.itemsize
 
         # raises, on all ranks alike, where a stage's state alone is too large
         sharded_over = self.ranks_per_stage if self.sharded is not None else 1
-        self.room = room_bytes(self.cost, self.stage, sharded_over=sharded_over)
+        self.room = room_bytes(
+            self.cost, self.stage, sharded_over=sharded_over, mixed=cast_dtype is not None
+        )
 
         self.member = StageMember(
             stage=self.stage,
@@ -198,7 +212,7 @@ class StageExecutor:
         return pipeline_cost(
             self.cost,
             self.stage,
-            token_bytes(model),
+            token_bytes(model, hidden_bytes=self._hidden_bytes),
             checkpointed=is_checkpointed(model),
             degree=self.degree,
             topology=self.setup.communicator.topology,
@@ -282,6 +296,12 @@ def stage_executor_for(
     return partial(StageExecutor, model=trainer.model, fsdp=fsdp)
 
 
+def _cast_dtype(model: PreTrainedModel, accelerator: Accelerator) -> torch.dtype | None:
+    """Return the 16-bit dtype that float32 weights are cast to for the arithmetic of a step; None
+    where they are used as they are."""
+    return autocast_dtype(accelerator) if model.dtype == torch.float32 else None
+
+
 def _sharing(communicator: Communicator, degree: int) -> Sharing | None:
     """Return the ranks that share this rank's chunks; None where it is alone."""
     if degree == 1:
@@ -300,8 +320,11 @@ def _pipelines(stages: int, ranks_per_stage: int) -> list[list[int]]:
     return pipelines
 
 
-def token_bytes(model: PreTrainedModel) -> StageTokenBytes:
-    """Return the bytes of one token, from the model's configuration."""
+def token_bytes(model: PreTrainedModel, *, hidden_bytes: int) -> StageTokenBytes:
+    """Return the bytes of one token, from the model's configuration.
+
+    hidden_bytes: of one number of the hidden states between two layers
+    """
     shape = model_shape(model)
     query = shape.heads * shape.head_dim
     key_value = 2 * shape.kv_heads * shape.head_dim
@@ -310,7 +333,7 @@ def token_bytes(model: PreTrainedModel) -> StageTokenBytes:
     # and the gradients of what comes out: q; k, v; gate, up; o, down
     gradients = query + key_value + 2 * shape.intermediate + 2 * shape.hidden
     return StageTokenBytes(
-        hidden=shape.hidden * shape.dtype_bytes,
+        hidden=shape.hidden * hidden_bytes,
         kv=key_value * shape.dtype_bytes,
         owed=(inputs + gradients) * shape.dtype_bytes,
     )

@@ -4,15 +4,21 @@
 accelerate shards one model over all ranks. A stage is on some of them, so its engine shards it,
 and here accelerate is made to forget its own FSDP. On CPU it has done so by itself: there its FSDP
 silently is DDP, and what the training arguments ask for is read from them.
+
+Of FSDP's mixed precision only the dtype of the gathered parameters is the stages' own, that of
+accelerate's mixed precision; gradients are summed in the dtype of the optimizer's parameters,
+whatever the policy that accelerate makes up says.
 """
 
 from collections.abc import Mapping
 from typing import Any
 
+import torch
 from accelerate.state import PartialState
 from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
 from torch.distributed.fsdp import CPUOffloadPolicy
 
+from hf_flexseq.hf.model.facts import autocast_dtype
 from hf_flexseq.hf.trainer_checks import Refusal, refuse
 
 
@@ -26,7 +32,8 @@ def take_over_fsdp(trainer: Any) -> bool:
     plugin = getattr(state, "fsdp_plugin", None) or _asked_for(trainer.args)
     if plugin is None:
         return False
-    refuse(NotImplementedError, _settings(plugin), where=" (pipeline_parallel_size)")
+    cast_dtype = autocast_dtype(trainer.accelerator)
+    refuse(NotImplementedError, _settings(plugin, cast_dtype), where=" (pipeline_parallel_size)")
     if state.distributed_type == DistributedType.FSDP:
         # accelerate has no way to change its mind: all its states share what is set here.
         state.distributed_type = DistributedType.MULTI_GPU
@@ -45,8 +52,14 @@ def _asked_for(args: Any) -> FullyShardedDataParallelPlugin | None:
     return FullyShardedDataParallelPlugin(**options)
 
 
-def _settings(plugin: FullyShardedDataParallelPlugin) -> list[Refusal]:
-    """Return the settings of FSDP that stages cannot follow."""
+def _settings(
+    plugin: FullyShardedDataParallelPlugin, cast_dtype: torch.dtype | None
+) -> list[Refusal]:
+    """Return the settings of FSDP that stages cannot follow.
+
+    cast_dtype: of accelerate's mixed precision, in which parameters are gathered; None without
+    """
+    param_dtype = getattr(plugin.mixed_precision_policy, "param_dtype", None)
     return [
         Refusal(
             when=plugin.fsdp_version != 2,
@@ -64,6 +77,11 @@ def _settings(plugin: FullyShardedDataParallelPlugin) -> list[Refusal]:
             when=plugin.cpu_ram_efficient_loading,
             message="FSDP's cpu_ram_efficient_loading, which leaves stages without values; give "
             "FlexSeqTrainer the model's name, and every rank loads its own stage alone",
+        ),
+        Refusal(
+            when=param_dtype not in (None, cast_dtype),
+            message=f"FSDP's mixed_precision_policy with param_dtype={param_dtype}, beside a "
+            f"mixed precision in {cast_dtype}; leave the policy out, and set bf16=True if wanted",
         ),
         Refusal(
             when=plugin.ignored_modules,

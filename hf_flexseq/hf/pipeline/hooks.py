@@ -93,7 +93,7 @@ class PipelineHooks:
         """Return the norm of all stages' gradients, a scalar. Collective over the world."""
         # the gradients of one rank of a stage count, and all shares of sharded ones
         counts = self.member.index == 0 or self.member.is_sharded
-        return gradient_norm(self.stage, self.member.communicator.parent, counts=counts)
+        return gradient_norm(self.stage, self.member.communicator, counts=counts)
 
     # ---- files
 

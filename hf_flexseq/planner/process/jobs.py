@@ -9,12 +9,13 @@ no more of it than `Job`.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any, ClassVar, Protocol
 
 from hf_flexseq.cost import CostModel
+from hf_flexseq.cost.sharding import FsdpFigures
 from hf_flexseq.cost.stages import PipelineCost
-from hf_flexseq.plan import Plan
+from hf_flexseq.plan import Plan, PlanInfeasible
 from hf_flexseq.plan.replicas import StepPlan
 from hf_flexseq.planner.make import make_plan
 from hf_flexseq.planner.pipeline.replicas import make_step_plan
@@ -56,6 +57,9 @@ class GroupsJob:
     """Bytes of a token's `queries`, and of its `keys` and values, in one layer, for the note on
     what is routed; None for no such note."""
 
+    fsdp: FsdpFigures | None = None
+    """What FSDP2's policies cost; None where it shards nothing, or has no choice."""
+
     def to_record(self) -> dict[str, Any]:
         """Return the job as plain JSON values."""
         return {
@@ -64,16 +68,19 @@ class GroupsJob:
             "cost": self.cost.to_record(),
             "options": dict(self.options),
             "routing": None if self.routing is None else dict(self.routing),
+            "fsdp": None if self.fsdp is None else self.fsdp.to_record(),
         }
 
     @classmethod
     def from_record(cls, record: Mapping[str, Any]) -> "GroupsJob":
         """Return the job whose `to_record` gave `record`."""
+        fsdp = record.get("fsdp")
         return cls(
             topology=Topology(**record["topology"]),
             cost=CostModel.from_record(record["cost"]),
             options=record["options"],
             routing=record.get("routing"),
+            fsdp=None if fsdp is None else FsdpFigures.from_record(fsdp),
         )
 
     def plan(self, lengths: Sequence[int], *, explain: bool = False) -> Plan:
@@ -82,7 +89,31 @@ class GroupsJob:
         explain: let the plan's notes say what is routed, which may take a fifth of planning.
         """
         routing = self.routing if explain else None
+        if self.fsdp is not None:
+            plan = self._plan_beside_held(lengths, self.fsdp, routing)
+            if plan is not None:
+                return plan
         return make_plan(lengths, self.topology, self.cost, **self.options, routing=routing)
+
+    def _plan_beside_held(
+        self,
+        lengths: Sequence[int],
+        fsdp: FsdpFigures,
+        routing: Mapping[str, int] | None,
+    ) -> Plan | None:
+        """Return a plan for ranks that hold parameters or gradients between micro-batches, priced
+        as such; None where that promises nothing, or leaves the longest sequence no room."""
+        bound = self.options.get("max_tokens_per_rank")
+        for policy, tokens in fsdp.candidates(lengths, self.topology.world_size, self.cost, bound):
+            cost = fsdp.priced(self.cost, policy)
+            options = {**self.options, "max_tokens_per_rank": tokens}
+            try:
+                plan = make_plan(lengths, self.topology, cost, **options, routing=routing)
+            except PlanInfeasible:
+                continue
+            note = f"FSDP2: planned for {policy}, at most {tokens:,} tokens a rank"
+            return replace(plan, notes=(*plan.notes, note))
+        return None
 
     def read(self, record: dict[str, Any]) -> Plan:
         """Return the plan whose `to_record` gave `record`."""

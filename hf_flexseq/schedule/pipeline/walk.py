@@ -49,8 +49,8 @@ class Done:
 
 
 def walk(plan: PipelinePlan) -> Iterator[tuple[int, Action]]:
-    """Yield every (rank, action), each after what it waits for. Raises ValueError naming the
-    actions at which ranks are stuck."""
+    """Yield every (rank, action), each after what it waits for; ranks go on side by side, one
+    action at a time. Raises ValueError naming the actions at which ranks are stuck."""
     queues: Queues = {}
     for stage in range(plan.stages):
         queues["F", stage] = deque()
@@ -60,7 +60,7 @@ def walk(plan: PipelinePlan) -> Iterator[tuple[int, Action]]:
     while moved:
         moved = False
         for rank, actions in enumerate(plan.actions):
-            while done[rank] < len(actions) and _take(actions[done[rank]], plan.stages, queues):
+            if done[rank] < len(actions) and _take(actions[done[rank]], plan.stages, queues):
                 yield rank, actions[done[rank]]
                 done[rank] += 1
                 moved = True

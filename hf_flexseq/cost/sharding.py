@@ -1,0 +1,210 @@
+"""What FSDP2 costs in the micro-batches of a step, and which of its policies a step can afford.
+
+A micro-batch under FSDP2 moves the sharded state three times: parameters are gathered for the
+forward and again for the backward, and gradients are scattered. A policy may leave two of these
+for once in a step, and pays with memory:
+
+    policy                   trips, of n micro-batches   held between micro-batches
+    regathers, reduces each  2 n + n                     nothing
+    keeps parameters         1 + n                       all parameters, whole
+    reduces once             2 n + 1                     all gradients, whole
+    both                     1 + 1                       both
+
+1. `candidates` orders the policies that could go with a step's lengths, before it is planned: the
+   more a rank holds, the fewer tokens fit beside it and the more micro-batches the step needs.
+2. The step is planned with the trips that the policy makes in every micro-batch, and with the
+   tokens that fit beside it (`planner/process/jobs.py`).
+3. `beside` chooses for the plan as it is: the fewest trips that fit beside its fullest
+   micro-batch. A plan of any other origin thus gets a policy that its memory allows, too.
+
+Both are pure, so that all ranks choose alike. Trips that are made once in a step are in no plan's
+favour and have no price, as the one reduction of DDP has none. In HSDP state is sharded over some
+ranks and replicated over the others: trips stay among the ranks that share a replica, and the sum
+over replicas is made once.
+
+Rejected: one policy for the run. Beside the longest sequences nothing can be held, so either they
+would not fit or all other steps would pay for them.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+from hf_flexseq.cost.model import CostModel
+from hf_flexseq.plan import Plan
+from hf_flexseq.topology import Topology
+
+# Trips of a micro-batch that leaves none of them out.
+TRIPS = 3
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FsdpPolicy:
+    """What FSDP2 does between the micro-batches of a step."""
+
+    reduces_each: bool = True
+    """Whether every micro-batch reduces its gradients; otherwise the last one reduces all."""
+    regathers: bool = True
+    """Whether parameters are gathered for each forward and each backward; otherwise once."""
+
+    def trips(self, micro_batches: int) -> int:
+        """Return how often the sharded state moves in a step of so many micro-batches."""
+        gathers = 2 * micro_batches if self.regathers else 1
+        reductions = micro_batches if self.reduces_each else 1
+        return gathers + reductions
+
+    @property
+    def repeated_trips(self) -> int:
+        """How many of its trips every micro-batch makes."""
+        return 2 * self.regathers + self.reduces_each
+
+    def __str__(self) -> str:
+        reduced = "in every micro-batch" if self.reduces_each else "once"
+        gathered = "for every forward and backward" if self.regathers else "once"
+        return f"gradients reduced {reduced}, parameters gathered {gathered}"
+
+
+# What FSDP2 does by itself, and holds nothing for.
+PLAIN = FsdpPolicy()
+
+POLICIES = (
+    PLAIN,
+    FsdpPolicy(regathers=False),
+    FsdpPolicy(reduces_each=False),
+    FsdpPolicy(reduces_each=False, regathers=False),
+)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FsdpFigures:
+    """What the choice of a policy depends on, beside the step."""
+
+    free_bytes: float
+    """Memory of a rank beside its share of the model's state; below 0 where that alone is too
+    much."""
+    token_bytes: float
+    """Activation bytes of a token."""
+    parameter_bytes: float
+    """Bytes of all parameters as they are gathered."""
+    gradient_bytes: float
+    """Bytes of the gradients of all trained parameters, before they are scattered."""
+    trip_s: float
+    """Seconds of a trip, as far as the cost model's seconds of a micro-batch hold its trips; 0
+    where they do not."""
+
+    def to_record(self) -> dict[str, Any]:
+        """Return the figures as plain JSON values."""
+        return asdict(self)
+
+    @classmethod
+    def from_record(cls, record: Mapping[str, Any]) -> "FsdpFigures":
+        """Return the figures whose `to_record` gave `record`."""
+        return cls(**record)
+
+    # ---- memory
+
+    def held_bytes(self, policy: FsdpPolicy) -> float:
+        """Return the bytes that a rank holds between micro-batches for the policy's sake."""
+        held = 0.0
+        if not policy.regathers:
+            held += self.parameter_bytes
+        if not policy.reduces_each:
+            held += self.gradient_bytes
+        return held
+
+    def tokens_beside(self, policy: FsdpPolicy) -> int:
+        """Return the most tokens of a rank that fit beside what the policy holds; below 1 for
+        none."""
+        return int((self.free_bytes - self.held_bytes(policy)) // self.token_bytes)
+
+    # ---- the choice
+
+    def beside(self, plan: Plan, world_size: int) -> FsdpPolicy:
+        """Return the policy of the fewest trips that fits beside the plan's fullest micro-batch;
+        of equal ones that which holds least."""
+        most_tokens = 0
+        for micro_batch in plan.micro_batches:
+            tokens = micro_batch.tokens_per_rank(plan.lengths, world_size)
+            most_tokens = max(most_tokens, *tokens)
+        fitting = [PLAIN]
+        for policy in POLICIES:
+            if self.tokens_beside(policy) >= most_tokens:
+                fitting.append(policy)
+        count = len(plan.micro_batches)
+        return min(fitting, key=lambda policy: (policy.trips(count), self.held_bytes(policy)))
+
+    def candidates(
+        self,
+        lengths: Sequence[int],
+        world_size: int,
+        cost: CostModel,
+        max_tokens_per_rank: int | None,
+    ) -> list[tuple[FsdpPolicy, int]]:
+        """Return the policies that promise to be faster than the plain one, the fastest first,
+        each with the most tokens of a rank.
+
+        The promise counts what micro-batches cost whatever is in them, and the fewest of them
+        that can hold all tokens. max_tokens_per_rank: the user's bound, which stays as it is:
+        then a policy must fit beside so many tokens. None for no such bound.
+        """
+        plain_tokens = max_tokens_per_rank or cost.max_tokens_per_rank(world_size)
+        plain_s = self._least_s(PLAIN, sum(lengths), plain_tokens * world_size, cost)
+        faster = []
+        for policy in POLICIES:
+            tokens = self.tokens_beside(policy)
+            if max_tokens_per_rank is not None:
+                fits = tokens >= max_tokens_per_rank
+                tokens = max_tokens_per_rank
+            else:
+                fits = tokens >= 1
+                tokens = min(tokens, plain_tokens)
+            if policy == PLAIN or not fits:
+                continue
+            seconds = self._least_s(policy, sum(lengths), tokens * world_size, cost)
+            if seconds < plain_s:
+                faster.append((seconds, self.held_bytes(policy), policy, tokens))
+        faster.sort(key=lambda one: one[:2])
+        return [(policy, tokens) for _, _, policy, tokens in faster]
+
+    def _least_s(
+        self, policy: FsdpPolicy, tokens: int, micro_batch_tokens: int, cost: CostModel
+    ) -> float:
+        """Return the least seconds that a step of so many tokens spends on the constants of its
+        micro-batches and on trips."""
+        micro_batches = -(-tokens // micro_batch_tokens)
+        alone_s = cost.micro_batch_s - TRIPS * self.trip_s
+        return micro_batches * alone_s + policy.trips(micro_batches) * self.trip_s
+
+    def priced(self, cost: CostModel, policy: FsdpPolicy) -> CostModel:
+        """Return `cost` with only those trips in every micro-batch that the policy makes there."""
+        saved = (TRIPS - policy.repeated_trips) * self.trip_s
+        return replace(cost, micro_batch_s=max(0.0, cost.micro_batch_s - saved))
+
+
+# ---- trips
+
+
+def trip_seconds(
+    cost: CostModel, *, moved_bytes: float, topology: Topology, replicas: int
+) -> float:
+    """Return the seconds of one trip of the sharded state.
+
+    moved_bytes: of all parameters. replicas: over which state is replicated instead of sharded.
+    """
+    shards = topology.world_size // replicas
+    if shards == 1:
+        return 0.0
+    return moved_bytes / cost.bandwidth(shards, shards_span_nodes(topology, replicas))
+
+
+def shards_span_nodes(topology: Topology, replicas: int) -> bool:
+    """Return whether the ranks that share a replica, which stand side by side, are on more than
+    one node for some replica."""
+    return topology.ranks_per_node % (topology.world_size // replicas) != 0
+
+
+def replicated(cost: CostModel, replicas: int) -> CostModel:
+    """Return `cost` where so many replicas each hold what otherwise all ranks hold together."""
+    if replicas == 1:
+        return cost
+    return replace(cost, sharded_state_bytes=cost.sharded_state_bytes * replicas)

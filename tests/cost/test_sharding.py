@@ -1,0 +1,224 @@
+"""FSDP2's policies: what each moves and holds, and which of them a step gets."""
+
+import random
+from dataclasses import replace
+
+import pytest
+
+from hf_flexseq.cost.analytic import DEVICES, analytic_cost_model
+from hf_flexseq.cost.presets import LLAMA_8B, PRESETS
+from hf_flexseq.cost.sharding import (
+    PLAIN,
+    POLICIES,
+    FsdpFigures,
+    FsdpPolicy,
+    replicated,
+    shards_span_nodes,
+    trip_seconds,
+)
+from hf_flexseq.plan import Group, MicroBatch, Plan, PlanInfeasible
+from hf_flexseq.planner.process.jobs import GroupsJob
+from hf_flexseq.topology import Topology
+from tests.plans import random_plan
+
+KEEPS = FsdpPolicy(regathers=False)
+ONCE = FsdpPolicy(reduces_each=False)
+BOTH = FsdpPolicy(reduces_each=False, regathers=False)
+
+FIGURES = FsdpFigures(
+    free_bytes=1000.0,
+    token_bytes=1.0,
+    parameter_bytes=300.0,
+    gradient_bytes=400.0,
+    trip_s=1.0,
+)
+# Micro-batches of 3.5 s, of which 3 s are trips, and next to nothing for what is in them.
+COST = replace(
+    PRESETS["flexsp-gpt-7b-a100"],
+    attention_s=0.0,
+    linear_s=1e-9,
+    micro_batch_s=3.5,
+    token_bytes=1.0,
+    state_bytes=0.0,
+    sharded_state_bytes=0.0,
+    budget_bytes=1000.0,
+)
+ONE_RANK = Topology(nodes=1, ranks_per_node=1)
+
+
+def plan_of(*tokens: int) -> Plan:
+    """A plan for one rank, with one sequence in each micro-batch."""
+    micro_batches = []
+    for sequence in range(len(tokens)):
+        group = Group(ranks=(0,), sequences=(sequence,), strategy="local")
+        micro_batches.append(MicroBatch(groups=(group,)))
+    return Plan(
+        lengths=tokens,
+        micro_batches=tuple(micro_batches),
+        objective_s=0.0,
+        lower_bound_s=0.0,
+        planner="test",
+        planning_s=0.0,
+    )
+
+
+def test_trips_are_counted_by_step() -> None:
+    assert [policy.trips(4) for policy in (PLAIN, KEEPS, ONCE, BOTH)] == [12, 5, 9, 2]
+    assert [policy.trips(1) for policy in (PLAIN, KEEPS, ONCE, BOTH)] == [3, 2, 3, 2]
+    for policy in POLICIES:
+        assert policy.trips(9) - policy.trips(8) == policy.repeated_trips
+
+
+@pytest.mark.parametrize(
+    ("tokens", "policy"),
+    [
+        ((300, 300), BOTH),
+        ((301, 300), KEEPS),
+        ((700, 1), KEEPS),
+        ((701, 1), PLAIN),
+        ((5000, 1), PLAIN),
+        ((300,), KEEPS),  # one micro-batch has nothing to hold gradients for
+    ],
+)
+def test_the_fewest_trips_that_fit_beside_the_fullest_micro_batch(
+    tokens: tuple[int, ...], policy: FsdpPolicy
+) -> None:
+    assert FIGURES.beside(plan_of(*tokens), 1) == policy
+
+
+def test_gradients_alone_are_held_where_parameters_are_too_large() -> None:
+    figures = replace(FIGURES, parameter_bytes=900.0)
+    assert figures.beside(plan_of(300, 300), 1) == ONCE
+
+
+def test_no_plan_gets_a_policy_that_its_memory_does_not_allow() -> None:
+    rng = random.Random(0)
+    taken = set()
+    for _ in range(300):
+        world = rng.choice([1, 2, 4])
+        lengths = [rng.randint(1, 200) for _ in range(rng.randint(1, 12))]
+        plan = random_plan(lengths, world, rng)
+        figures = replace(
+            FIGURES,
+            free_bytes=rng.uniform(-100, 2000),
+            token_bytes=rng.uniform(0.5, 2),
+            parameter_bytes=rng.uniform(0, 1000),
+            gradient_bytes=rng.uniform(0, 1000),
+        )
+        fullest = max(max(m.tokens_per_rank(lengths, world)) for m in plan.micro_batches)
+
+        def fits(policy: FsdpPolicy, figures=figures, fullest=fullest) -> bool:
+            held = 0.0 if policy.regathers else figures.parameter_bytes
+            held += 0.0 if policy.reduces_each else figures.gradient_bytes
+            return held + fullest * figures.token_bytes <= figures.free_bytes
+
+        policy = figures.beside(plan, world)
+        taken.add(policy)
+        count = len(plan.micro_batches)
+        assert policy == PLAIN or fits(policy)
+        for other in POLICIES:
+            assert policy.trips(count) <= other.trips(count) or not fits(other)
+    assert taken == set(POLICIES)
+
+
+# ---- before a step is planned
+
+
+def test_candidates_weigh_trips_against_more_micro_batches() -> None:
+    # plain: 4 micro-batches, 4 * 3.5 s. both: 300 tokens each, 14 of 0.5 s and 2 s. parameters
+    # kept: 700 tokens each, 6 of 1.5 s and 1 s.
+    assert FIGURES.candidates([100] * 40, 1, COST, None) == [(BOTH, 300), (KEEPS, 700)]
+    # with 1.5 s more beside trips: plain 4 * 5 s, both 14 * 2 s and 2 s, parameters kept 6 * 3 s
+    # and 1 s
+    slow = replace(COST, micro_batch_s=5.0)
+    assert FIGURES.candidates([100] * 40, 1, slow, None) == [(KEEPS, 700)]
+    # all fits one micro-batch, whatever is held: then least is held
+    few = FIGURES.candidates([100], 1, COST, None)
+    assert few == [(KEEPS, 700), (BOTH, 300)]
+
+
+def test_the_user_s_bound_on_tokens_stays_and_must_fit() -> None:
+    assert FIGURES.candidates([100] * 40, 1, COST, 300) == [(BOTH, 300), (KEEPS, 300), (ONCE, 300)]
+    assert FIGURES.candidates([100] * 40, 1, COST, 301) == [(KEEPS, 301), (ONCE, 301)]
+    assert FIGURES.candidates([100] * 40, 1, COST, 701) == []
+    assert FIGURES.candidates([100] * 40, 1, COST, 2000) == []
+
+
+def test_nothing_is_promised_where_the_cost_model_has_no_trips() -> None:
+    assert replace(FIGURES, trip_s=0.0).candidates([100] * 40, 1, COST, 300) == []
+
+
+def test_only_repeated_trips_have_a_price() -> None:
+    prices = [FIGURES.priced(COST, policy).micro_batch_s for policy in (PLAIN, KEEPS, ONCE, BOTH)]
+    assert prices == [3.5, 1.5, 2.5, 0.5]
+
+
+# ---- planning with them
+
+
+def job(figures: FsdpFigures | None, **options: object) -> GroupsJob:
+    return GroupsJob(topology=ONE_RANK, cost=COST, options=options, fsdp=figures)
+
+
+def test_a_step_is_planned_and_priced_for_the_policy_that_it_gets() -> None:
+    lengths = [100] * 40
+    plan = job(FIGURES).plan(lengths)
+    assert len(plan.micro_batches) == 14
+    assert plan.objective_s == pytest.approx(14 * 0.5, rel=1e-5)
+    assert FIGURES.beside(plan, 1) == BOTH
+    assert plan.notes[-1] == (
+        "FSDP2: planned for gradients reduced once, parameters gathered once, at most 300 tokens "
+        "a rank"
+    )
+    plain = job(None).plan(lengths)
+    assert len(plain.micro_batches) == 4
+    assert plain.objective_s == pytest.approx(4 * 3.5, rel=1e-5)
+
+
+def test_a_sequence_too_long_beside_what_is_held_is_planned_all_the_same() -> None:
+    plan = job(FIGURES).plan([650, *[100] * 33])
+    assert FIGURES.beside(plan, 1) == KEEPS
+    assert any("at most 700 tokens" in note for note in plan.notes)
+    plan = job(FIGURES).plan([1000, *[100] * 30])
+    assert FIGURES.beside(plan, 1) == PLAIN
+    assert not any("FSDP2" in note for note in plan.notes)
+    with pytest.raises(PlanInfeasible, match="max_tokens_per_rank=1000"):
+        job(FIGURES).plan([1001])
+
+
+# ---- HSDP
+
+
+def test_replicas_hold_more_and_move_less_far() -> None:
+    nodes = Topology(nodes=2, ranks_per_node=8)
+
+    def cost(replicas: int):
+        return analytic_cost_model(
+            LLAMA_8B, DEVICES["H100"], nodes, zero_stage=3, replicas=replicas
+        )
+
+    flat, hybrid = cost(1), cost(2)
+    assert hybrid.sharded_state_bytes == 2 * flat.sharded_state_bytes
+    assert replicated(flat, 2).sharded_state_bytes == hybrid.sharded_state_bytes
+    assert replicated(flat, 1) is flat
+    trip = {}
+    for replicas in (1, 2):
+        trip[replicas] = trip_seconds(
+            flat, moved_bytes=2.0 * LLAMA_8B.params, topology=nodes, replicas=replicas
+        )
+    device = DEVICES["H100"]
+    assert trip[1] / trip[2] == pytest.approx(device.intra_bytes / device.inter_bytes)
+    saved = flat.micro_batch_s - hybrid.micro_batch_s
+    assert saved == pytest.approx(3 * (trip[1] - trip[2]))
+    assert trip_seconds(flat, moved_bytes=1.0, topology=nodes, replicas=16) == 0
+    assert cost(16).micro_batch_s == pytest.approx(flat.micro_batch_s - 3 * trip[1])
+
+
+@pytest.mark.parametrize(
+    ("nodes", "ranks", "replicas", "spans"),
+    [(2, 8, 1, True), (2, 8, 2, False), (2, 8, 4, False), (2, 6, 3, True), (1, 8, 1, False)],
+)
+def test_ranks_that_share_a_replica_stand_side_by_side(
+    nodes: int, ranks: int, replicas: int, spans: bool
+) -> None:
+    assert shards_span_nodes(Topology(nodes=nodes, ranks_per_node=ranks), replicas) == spans

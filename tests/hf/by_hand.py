@@ -1,0 +1,96 @@
+"""One planned step without engine, accelerate or DDP, so that ranks can be threads: what the
+executor of a whole model does with a plan, and gradients added up over ranks by hand."""
+
+import torch
+
+from hf_flexseq import DataCollatorForFlexSeq
+from hf_flexseq.attention import SequenceContext
+from hf_flexseq.attention.allgather import AllGatherZone
+from hf_flexseq.attention.hybrid import Reordered
+from hf_flexseq.attention.ulysses import UlyssesZone
+from hf_flexseq.hf.model.checks import check_model
+from hf_flexseq.hf.model.facts import attention_shape
+from hf_flexseq.hf.model.loss import attach_chunked_loss
+from hf_flexseq.kernels.choose import choose_kernel
+from hf_flexseq.schedule.routing import NicFigures
+from hf_flexseq.steps.exchange import RowExchange, source_row
+from hf_flexseq.steps.inputs import model_inputs, shards_of
+from hf_flexseq.topology import Topology
+
+CPU = torch.device("cpu")
+TWO_NODES = Topology(nodes=2, ranks_per_node=2)
+# Tensors are small here: only a slow and prompt network makes routing them pay.
+SLOW_LINKS = NicFigures(
+    ranks_per_node=2, nics_per_node=2, inside_s=1e-15, across_s=1e-9, transfer_s=0.0
+)
+
+
+def attach(model):
+    """Give `model` the attention and the loss that the executor gives it."""
+    check_model(model)
+    model.set_attn_implementation("flexseq")
+    attach_chunked_loss(model)
+
+
+def run_plan(model, plan, examples, communicator, *, links=None):
+    """Loss, gradients by parameter name, both of the whole step, and the contexts of this rank's
+    micro-batches. Collective over the world.
+
+    model: attached by `attach`. Every rank draws its part of `examples`, in their order.
+    """
+    # 1. the tokens, from where they were drawn to where the plan wants them
+    rank, world_size = communicator.rank, communicator.world_size
+    sources = [index * world_size // len(examples) for index in range(len(examples))]
+    drawn = [example for example, source in zip(examples, sources, strict=True) if source == rank]
+    row = source_row([DataCollatorForFlexSeq()(drawn)] if drawn else [])
+    shards = shards_of(plan, rank, communicator.topology)
+    exchange = RowExchange(communicator)
+    columns = exchange(row, plan, sources, shards)
+    for index, micro_batch in enumerate(plan.micro_batches):
+        if micro_batch.remap:
+            columns[index] = exchange.evened(columns[index], shards[index])
+
+    # 2. forward and backward of every micro-batch
+    shape = attention_shape(model.config.get_text_config())
+    kernel = choose_kernel(CPU, torch.float64, shape.head_dim)
+    targets = sum(count for (count,) in communicator.host.gather_ints([row.targets]))
+    loss = torch.zeros((), dtype=torch.float64)
+    contexts = []
+    inputs_by_micro_batch = model_inputs(
+        shards,
+        columns,
+        lockstep=False,
+        device=CPU,
+        make_context=lambda shard: SequenceContext(shard, communicator, kernel, CPU, links=links),
+    )
+    for _, inputs in inputs_by_micro_batch:
+        own = model(**inputs, use_cache=False, num_items_in_batch=targets).loss
+        own.backward()
+        loss += own.detach()
+        contexts.append(inputs["seq_ctx"])
+
+    # 3. sums over ranks
+    communicator.host.all_reduce(loss)
+    gradients = {}
+    for name, parameter in model.named_parameters():
+        gradients[name] = torch.zeros_like(parameter)
+        if parameter.grad is not None:
+            gradients[name] += parameter.grad
+        communicator.host.all_reduce(gradients[name])
+    model.zero_grad()
+    return float(loss), gradients, contexts
+
+
+def ways_between_nodes(contexts):
+    """What a rank's contexts have of a hybrid's ring and of a gather's second leg, as a set of
+    words."""
+    found = set()
+    for zone in (zone for context in contexts for zone in context.zones):
+        if isinstance(zone, UlyssesZone) and isinstance(zone.inner, Reordered):
+            turns = zone.inner.inner.turns
+            if any(turn.keys.peer is not None or turn.sent_keys for turn in turns):
+                found.add("ring of a hybrid")
+        later_legs = zone.legs[1:] if isinstance(zone, AllGatherZone) else ()
+        if any(leg.sent or leg.received for leg in later_legs):
+            found.add("second leg of a gather")
+    return found

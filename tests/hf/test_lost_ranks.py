@@ -1,0 +1,71 @@
+"""A rank that dies or falls silent between two steps: the others name it, and the step."""
+
+import os
+import re
+import signal
+import time
+
+import pytest
+import torch
+from accelerate import Accelerator
+from torch.utils.data import DataLoader
+
+from hf_flexseq import DataCollatorForFlexSeq, FlexSeqArguments, FlexSeqEngine
+from tests.hf.tiny import documents, tiny_llama
+from tests.ranks import run_ranks
+
+pytestmark = pytest.mark.processes
+
+LOST, LOST_AFTER, TIMEOUT_S = 1, 2, 4  # after the step of this number
+
+
+def train_until_one_is_lost(rank, world_size, dies):
+    """How long this rank was left waiting in the end, and with which words it gave up."""
+    accelerator = Accelerator(cpu=True)
+    args = FlexSeqArguments(
+        cost_model="estimate", max_tokens_per_rank=40, lookahead=1, strategy="local"
+    )
+    engine = FlexSeqEngine(accelerator, args)
+    model = tiny_llama(torch.float32)
+    engine.attach(model)
+    loader = DataLoader(
+        documents([5 + index % 30 for index in range(60)]),
+        batch_size=2,
+        collate_fn=DataCollatorForFlexSeq(),
+    )
+    model, loader = accelerator.prepare(model, loader)
+    ran = []  # when each step had run
+
+    def train():
+        for step, planned in enumerate(engine.steps(loader)):
+            planned.backward(model)
+            ran.append(time.monotonic())
+            if rank == LOST and step == LOST_AFTER:
+                if dies:
+                    os.kill(os.getpid(), signal.SIGKILL)
+                time.sleep(3 * TIMEOUT_S)
+                raise RuntimeError("this rank was silent")
+
+    with pytest.raises(RuntimeError) as raised:
+        train()
+    engine.detach()
+    return time.monotonic() - ran[-1], str(raised.value)
+
+
+@pytest.mark.parametrize("dies", [True, False], ids=["dead", "silent"])
+def test_the_others_name_rank_and_step(dies):
+    found = run_ranks(
+        train_until_one_is_lost,
+        3,
+        dies,
+        group_seconds=60 if dies else TIMEOUT_S,
+        may_die=(LOST,) if dies else (),
+        seconds=100,
+    )
+    found.pop(LOST)
+    for seconds, message in found:
+        assert seconds < (30 if dies else 3 * TIMEOUT_S), found
+        wanted = (
+            rf"rank \d: rank {LOST} did not answer in step {LOST_AFTER}, gathering its figures"
+        )
+        assert re.match(wanted, message), message
