@@ -24,4 +24,5 @@ ruff format --check .
 mypy
 lint-imports
 check_documentation
-pytest -q "$@"
+# Two tests at a time: each worker takes half of the tests in their order, and then what the other has left.
+pytest -q -n 2 --dist worksteal "$@"

@@ -14,9 +14,13 @@ def random_plan(
     *,
     micro_batches: int | None = None,
     nodes: int = 1,
+    shared: float | None = None,
 ) -> Plan:
     """Any sequences on any laminar family of groups inside a node or of whole ones, in any number
-    of micro-batches, some of them remapped."""
+    of micro-batches, some of them remapped.
+
+    shared: share of the sequences that go to groups of several ranks; None leaves it to chance.
+    """
     topology = Topology(nodes=nodes, ranks_per_node=world_size // nodes)
     count = micro_batches or rng.randint(1, 3)
     bins: list[list[int]] = [[] for _ in range(count)]
@@ -25,7 +29,9 @@ def random_plan(
     plan = Plan(
         lengths=tuple(lengths),
         micro_batches=tuple(
-            _random_micro_batch(members, lengths, topology, rng) for members in bins if members
+            _random_micro_batch(members, lengths, topology, rng, shared)
+            for members in bins
+            if members
         ),
         objective_s=0.0,
         lower_bound_s=0.0,
@@ -37,12 +43,20 @@ def random_plan(
 
 
 def _random_micro_batch(
-    members: list[int], lengths: Sequence[int], topology: Topology, rng: random.Random
+    members: list[int],
+    lengths: Sequence[int],
+    topology: Topology,
+    rng: random.Random,
+    shared: float | None,
 ) -> MicroBatch:
     ranges = _random_laminar(0, topology.world_size, topology.ranks_per_node, rng)
     held: dict[tuple[int, int], list[int]] = {}
     for sequence in members:
-        held.setdefault(rng.choice(ranges), []).append(sequence)
+        allowed = ranges
+        if shared is not None:
+            is_shared = rng.random() < shared
+            allowed = [(start, stop) for start, stop in ranges if (stop - start > 1) == is_shared]
+        held.setdefault(rng.choice(allowed), []).append(sequence)
     groups = [
         Group(
             ranks=tuple(range(start, stop)),

@@ -56,6 +56,7 @@ from transformers import (
 
 from common import argument_parser, machine, table, write_record
 from hf_flexseq import DataCollatorForFlexSeq, FlexSeqConfig, FlexSeqTrainer
+from hf_flexseq.distributed.lone import LoneHost
 from hf_flexseq.hf import executors
 from hf_flexseq.hf.model.loss import attach_chunked_loss
 from hf_flexseq.kernels.chunked_loss import choose_backend
@@ -69,7 +70,7 @@ OURS = "flexseq"
 Clocks = tuple[list[float], list[float]]  # seconds: by the wall clock, and on the processor
 PARTS = {  # where our own time goes: what is timed in the flexseq lane
     "planning, exposed": [(lookahead.Lookahead, "_plan")],
-    "gather of lengths": [(lookahead, "gather_ints")],
+    "gather of lengths": [(LoneHost, "gather_ints")],
     "batches to one row": [(lookahead, "source_row")],
     "exchange of tokens": [(rows.RowExchange, "__call__")],
     "shards and contexts": [(executors, "shards_of"), (executors, "model_inputs")],

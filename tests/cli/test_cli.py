@@ -6,6 +6,7 @@ import json
 import random
 import subprocess
 import sys
+import types
 from collections.abc import Callable
 from pathlib import Path
 
@@ -206,6 +207,29 @@ def test_env_names_versions_and_kernels(capsys: pytest.CaptureFixture[str]) -> N
     shown = capsys.readouterr().out
     assert "torch 2" in shown
     assert "kernel cpu_flash: chosen" in shown
+    assert "guaranteed by cpu_flash: float32, float64" in shown
+
+
+def test_env_names_a_gpu_s_kernels_and_what_they_lack(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    torch = pytest.importorskip("torch")
+    properties = types.SimpleNamespace(name="some GPU", total_memory=80 * 2**30)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: properties)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    monkeypatch.setattr(torch.backends.cuda, "is_flash_attention_available", lambda: True)
+    monkeypatch.setattr(
+        torch.nn.attention, "current_flash_attention_impl", lambda: "FA4", raising=False
+    )
+    assert main(["env"]) == 0
+    shown = capsys.readouterr().out
+    assert "cuda:0: some GPU, 80 GiB" in shown
+    assert "kernel torch_varlen: FA4 is active in torch" in shown
+    assert "guaranteed by torch_varlen" not in shown
+    monkeypatch.setattr(torch.nn.attention, "current_flash_attention_impl", lambda: None)
+    assert main(["env"]) == 0
+    assert "guaranteed by torch_varlen: bfloat16, float16" in capsys.readouterr().out
 
 
 def test_calibrate_passes_its_options_on_and_reports(

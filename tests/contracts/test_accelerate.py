@@ -4,7 +4,7 @@ import inspect
 
 import pytest
 import torch
-from accelerate import Accelerator
+from accelerate import Accelerator, skip_first_batches
 from accelerate.data_loader import BatchSamplerShard, DataLoaderShard, IterableDatasetShard
 from accelerate.state import AcceleratorState, GradientState, PartialState
 from accelerate.utils import (
@@ -131,6 +131,18 @@ def test_a_prepared_loader_has_its_sampler_under_the_usual_name():
     assert isinstance(loader, DataLoaderShard)
     assert hasattr(loader, "batch_sampler")
     assert hasattr(loader, "dataset")
+
+
+def test_a_prepared_loader_asks_for_its_device_with_every_batch_and_hands_it_on_when_resuming():
+    loader = Accelerator(cpu=True).prepare(DataLoader(range(3), batch_size=1))
+    assert loader.device == torch.device("cpu")
+    batches = iter(loader)
+    loader.device = torch.device("meta")
+    assert next(batches).device.type == "meta"
+    loader.device = None
+    # accelerate is one batch ahead
+    assert [batch.device.type for batch in batches] == ["cpu", "cpu"]
+    assert skip_first_batches(loader, 1).device is None
 
 
 # ---- hf/pipeline/fsdp.py: accelerate forgets its own FSDP

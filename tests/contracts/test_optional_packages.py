@@ -27,6 +27,13 @@ def test_flash_attn_takes_packed_sequences_by_these_names():
     assert shared | {"dq", "dk", "dv", "deterministic"} <= set(backward)
 
 
+def test_flash_attn_3_s_operators_have_the_arguments_that_are_passed():
+    pytest.importorskip("flash_attn_interface")
+    from hf_flexseq.kernels import flash_attn3
+
+    assert flash_attn3.package_problem() is None
+
+
 def test_liger_s_loss_takes_its_arguments_in_this_order():
     # kernels/chunked_loss.py calls it by position, as autograd functions are called
     ops = pytest.importorskip("liger_kernel.ops.fused_linear_cross_entropy")

@@ -8,10 +8,16 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
+from torch.nn import attention
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import _CheckpointFrame, checkpoint
 
+from hf_flexseq.distributed.communicator import Communicator
+from hf_flexseq.steps.reduction import reduced_once
+from hf_flexseq.steps.sharding import parameter_groups
 from tests.contracts.look import parameters, schema_arguments
 from tests.ranks import run_ranks
 
@@ -100,6 +106,14 @@ def test_flash_attention_on_cuda_takes_what_torch_varlen_gives_it():
     assert "scale" in keywords
 
 
+def test_the_registry_of_attention_names_what_is_active():
+    # kernels/torch_varlen.py; a torch without it has FlashAttention-2 alone
+    if not hasattr(attention, "current_flash_attention_impl"):
+        pytest.skip("this torch has no registry of attention implementations")
+    assert attention.current_flash_attention_impl() is None
+    assert callable(attention.restore_flash_attention_impl)
+
+
 def test_flash_attention_on_the_cpu_takes_what_cpu_flash_gives_it():
     forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
     backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
@@ -161,6 +175,66 @@ def test_the_default_group_tells_its_timeout():
     )
 
 
+# ---- steps/reduction.py: DDP that does not reduce, and broadcasts buffers all the same
+
+
+class HasBuffer(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(1, 1)
+        self.register_buffer("own_rank", torch.zeros(1))
+
+    def forward(self, x):
+        return self.linear(x) + 0 * self.own_rank
+
+
+def broadcasts(rank, world_size, is_ours):
+    """Whether each of four forwards, two a step, has given this rank the buffer of rank 0."""
+    model = HasBuffer()
+    ddp = DistributedDataParallel(model)
+    communicator = Communicator()
+    found = []
+
+    def micro_batch():
+        model.own_rank.fill_(rank)
+        ddp(torch.ones(1, 1)).sum().backward()
+        found.append(float(model.own_rank) != rank)
+
+    for _ in range(2):
+        if is_ours:
+            with reduced_once(ddp, communicator):
+                micro_batch()
+                micro_batch()
+        else:
+            with ddp.no_sync():
+                micro_batch()
+            micro_batch()
+    return found
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("is_ours", [True, False])
+def test_ddp_broadcasts_buffers_with_the_first_forward_of_a_step(is_ours):
+    first, second = run_ranks(broadcasts, 2, is_ours)
+    assert first == [False] * 4  # rank 0 has its own
+    assert second == [True, False, True, False]
+
+
+def what_ddp_is_asked(rank, world_size):
+    model = HasBuffer()
+    model._ddp_params_and_buffers_to_ignore = ["linear.bias"]
+    ddp = DistributedDataParallel(model, find_unused_parameters=True)
+    before = len(ddp._comm_hooks)
+    ddp.register_comm_hook(None, allreduce_hook)
+    ignored = "linear.bias" in ddp.parameters_to_ignore
+    return ignored, ddp.find_unused_parameters, before, len(ddp._comm_hooks)
+
+
+@pytest.mark.processes
+def test_ddp_tells_its_hooks_and_what_it_ignores():
+    assert run_ranks(what_ddp_is_asked, 2) == [(True, True, 0, 1)] * 2
+
+
 # ---- pipeline/sharding.py: FSDP2 driven by hand
 
 
@@ -192,6 +266,47 @@ def test_fsdp_modules_are_known_by_a_method():
     # hf/model/facts.py takes a module that has it for one that FSDP shards
     assert hasattr(FSDPModule, "set_requires_gradient_sync")
     assert not hasattr(nn.Module, "set_requires_gradient_sync")
+
+
+# ---- steps/sharding.py: FSDP2 told per step what to keep
+
+
+def settings_of_units(rank, world_size):
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4))
+    fully_shard(model[0], reshard_after_forward=True)
+    fully_shard(model[1], reshard_after_forward=False)
+    fully_shard(model)
+
+    def found():
+        states = [fully_shard.state(unit) for unit in (model[0], model[1], model)]
+        frees = []
+        for state in states:
+            (group,) = parameter_groups(state)
+            frees.append(group.post_forward_mesh_info is not None)
+        return [state._auto_reshard_after_forward for state in states], frees
+
+    before = found()
+    model(torch.ones(1, 4)).sum().backward()
+    after = found()
+    model[0].set_reshard_after_forward(False, recurse=False)
+    kept = found()
+    return before, after, kept
+
+
+@pytest.mark.processes
+def test_fsdp2_says_which_units_free_their_parameters_after_a_forward():
+    automatic = [False, False, True]
+    for before, after, kept in run_ranks(settings_of_units, 2):
+        # the outermost unit decides in its first forward
+        assert before == (automatic, [True, False, True])
+        assert after == (automatic, [True, False, False])
+        assert kept == (automatic, [False, False, False])
+
+
+def test_fsdp2_can_be_told_unit_by_unit():
+    for name in ("reshard_after_forward", "reshard_after_backward", "requires_gradient_sync"):
+        assert parameters(getattr(FSDPModule, f"set_{name}"))[-1:] == ["recurse"], name
+    assert parameters(FSDPModule.set_requires_all_reduce)[-1:] == ["recurse"]
 
 
 # ---- pipeline/stages.py, pipeline/weights.py, hf/model/loss.py: forwards replaced on instances

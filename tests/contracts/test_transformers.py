@@ -1,6 +1,7 @@
 """Private parts of transformers that hf_flexseq overrides, registers itself with, or reads."""
 
 import inspect
+from dataclasses import fields
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from transformers import (
     Trainer,
     TrainingArguments,
 )
+from transformers.distributed import DistributedConfig
 from transformers.loss.loss_utils import LOSS_MAPPING, ForCausalLMLoss
 from transformers.models.auto.auto_factory import _BaseAutoModelClass
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
@@ -101,6 +103,16 @@ def test_input_tokens_are_counted_from_the_items():
 
 def test_the_reduction_of_a_model_sharded_at_load_is_deferred_by_the_trainer():
     assert parameters(Trainer._defer_fsdp_gradient_reduction) == []
+
+
+def test_what_transformers_shards_at_load_is_in_the_model_s_configuration():
+    # hf/model/facts.py
+    names = {field.name for field in fields(DistributedConfig)}
+    assert {"fsdp_size", "dp_replicate_size"} <= names
+    assert {"fsdp_cpu_offload", "fsdp_mixed_precision"} <= names
+    assert "config.distributed_config = " in inspect.getsource(
+        PreTrainedModel.maybe_distribute_model
+    )
 
 
 def test_initial_training_values_are_counted_from_the_loader_s_length():

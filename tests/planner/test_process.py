@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from hf_flexseq.cost.presets import PRESETS
+from hf_flexseq.cost.sharding import FsdpFigures
 from hf_flexseq.plan import PlanInfeasible
 from hf_flexseq.planner import make_plan
 from hf_flexseq.planner.process.client import PlannerWorker
@@ -24,6 +25,13 @@ from tests.pipelines import even_cost
 
 NODE = Topology(nodes=1, ranks_per_node=4)
 FLEXSP = replace(PRESETS["flexsp-gpt-7b-a100"], sharded_state_bytes=0.0)
+FSDP = FsdpFigures(
+    free_bytes=1e11,
+    token_bytes=FLEXSP.token_bytes,
+    parameter_bytes=1e9,
+    gradient_bytes=1e9,
+    trip_s=0.2,
+)
 
 
 def groups_job(**options: Any) -> GroupsJob:
@@ -182,7 +190,12 @@ def test_a_worker_plans_pipelines_too() -> None:
 
 
 @pytest.mark.parametrize(
-    "job", [groups_job(sync="free"), StagesJob(cost=PIPELINE, options={"replicas": 2})]
+    "job",
+    [
+        groups_job(sync="free"),
+        replace(groups_job(), fsdp=FSDP),
+        StagesJob(cost=PIPELINE, options={"replicas": 2}),
+    ],
 )
 def test_a_job_comes_back_from_its_record(job: GroupsJob | StagesJob) -> None:
     assert job_from_record(json.loads(json.dumps(job.to_record()))) == job

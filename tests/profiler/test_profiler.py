@@ -291,6 +291,7 @@ def test_the_key_names_all_that_a_fit_depends_on(tmp_path: Path) -> None:
         {"attention_remat": False},
         {"frozen": True},
         {"zero_stage": 3},
+        {"replicas": 2},
     )
     keys = [fit_key(facts, two_ranks, cpu), fit_key(facts, TOPOLOGY, cpu)]
     for change in changes:

@@ -1,9 +1,9 @@
-"""What sft.py does around the training; the last test is a whole run on two processes."""
+"""What sft.py does around the training; the last tests are whole runs: one by the documented
+command, one on forked ranks."""
 
 import os
 import subprocess
 import sys
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -12,8 +12,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from hf_flexseq.cli import main
 from progress import log_line
 from sft import checkpoint_to_resume, start_trace, summary
+from tests.programs import ROOT, run_program_on_ranks
 
-ROOT = Path(__file__).parents[2]
 FIGURES = {
     "flexseq/micro_batches": 2.0,
     "flexseq/groups_of_1": 3.0,
@@ -81,8 +81,8 @@ def test_the_summary_ends_with_what_a_user_looks_for(tmp_path):
     assert 'AutoModelForCausalLM.from_pretrained("runs/x")' in third
 
 
-def run_recipe(folder, config, **options) -> str:
-    """What a run of three steps on two processes prints; it writes to folder / "out"."""
+def words_of_a_run(folder, config, **options) -> list[str]:
+    """The options of a run of three steps that writes to folder / "out"."""
     corpus = folder / "corpus"
     corpus.mkdir()
     for i in range(24):
@@ -98,6 +98,11 @@ def run_recipe(folder, config, **options) -> str:
         "held_out_fraction": 0.3,
     }
     options |= {"max_length": 256, "max_steps": 3, "per_device_train_batch_size": 2}
+    return [word for name, value in options.items() for word in (f"--{name}", str(value))]
+
+
+def launch_recipe(folder, words) -> str:
+    """What `accelerate launch recipes/sft.py` prints, on two processes."""
     command = [sys.executable, "-m", "accelerate.commands.launch"]
     command += [
         "--config_file",
@@ -106,14 +111,13 @@ def run_recipe(folder, config, **options) -> str:
         "0",
         "recipes/sft.py",
     ]
-    command += [word for name, value in options.items() for word in (f"--{name}", str(value))]
     environment = os.environ | {
         "OMP_NUM_THREADS": "1",
         "HF_HOME": str(folder / "hf"),
         "PYTHONPATH": str(ROOT),
     }
     run = subprocess.run(
-        command,
+        [*command, *words],
         cwd=ROOT,
         env=environment,
         capture_output=True,
@@ -128,16 +132,17 @@ def run_recipe(folder, config, **options) -> str:
 @pytest.mark.processes
 @pytest.mark.timeout(300)
 def test_a_whole_run_on_two_processes(tmp_path):
-    assert "held-out loss: 5." in run_recipe(tmp_path, "small_llama.yaml", max_tokens_per_rank=200)
+    words = words_of_a_run(tmp_path, "small_llama.yaml", max_tokens_per_rank=200)
+    assert "held-out loss: 5." in launch_recipe(tmp_path, words)
     assert len((tmp_path / "out" / "plan_trace.jsonl").read_text().splitlines()) == 3
     AutoModelForCausalLM.from_pretrained(tmp_path / "out")
     assert len(AutoTokenizer.from_pretrained(tmp_path / "out")) <= 300
 
 
 @pytest.mark.processes
-@pytest.mark.timeout(300)
 def test_a_whole_run_in_two_stages(tmp_path, capsys):
-    printed = run_recipe(tmp_path, "pipeline.yaml", max_tokens_per_rank=100)
+    words = words_of_a_run(tmp_path, "pipeline.yaml", max_tokens_per_rank=100)
+    printed, _ = run_program_on_ranks(2, ROOT / "recipes/sft.py", *words)
     assert "held-out loss: 5." in printed
     assert printed.count("chunk(s) through 2 stages, predicted") == 3
     model, info = AutoModelForCausalLM.from_pretrained(tmp_path / "out", output_loading_info=True)

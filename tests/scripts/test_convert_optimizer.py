@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
@@ -45,7 +46,7 @@ def run_of_earlier_version(rank, world_size, folder):
         dcp.save(
             named,
             checkpoint_id=f"{output_dir}/{FOLDER}",
-            process_group=executor.member.communicator.control,
+            process_group=dist.new_group(backend="gloo"),
         )
         if rank == 0:
             torch.save(trainer.lr_scheduler.state_dict(), f"{output_dir}/scheduler.pt")

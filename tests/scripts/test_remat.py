@@ -1,31 +1,33 @@
 """scripts/benchmarks/remat.py, on a document so short that its figures mean nothing."""
 
-import os
-import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+
+from tests.programs import ROOT, run_program
 
 pytestmark = pytest.mark.processes
 
 
-SCRIPT = Path(__file__).parents[2] / "scripts/benchmarks/remat.py"
+@pytest.fixture
+def starts_by_forks(monkeypatch):
+    """The processes that the benchmark starts for its peaks of memory are forks as well."""
+
+    def run(command, **options):
+        interpreter, path, *words = command
+        assert interpreter == sys.executable
+        return SimpleNamespace(stdout=run_program(Path(path), *words))
+
+    monkeypatch.setattr("subprocess.run", run)
 
 
+@pytest.mark.usefixtures("starts_by_forks")
 def test_it_states_the_gain_its_bound_and_the_memory():
-    command = [sys.executable, SCRIPT, "--tokens", "64", "--layers", "2", "--pairs", "2"]
-    environment = os.environ | {"PYTHONPATH": str(SCRIPT.parents[2])}
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
-    assert done.returncode == 0, done.stderr
-    assert "one document of 64 tokens; 2 pairs" in done.stdout
-    assert [
-        line.split("|")[1].strip() for line in done.stdout.splitlines() if line.startswith("| ")
-    ] == [
-        "attention_remat",
-        "True",
-        "False",
-    ]
-    assert all(
-        words in done.stdout for words in ("faster on the processor", "bound by the formula")
-    )
+    options = ["--tokens", 64, "--layers", 2, "--pairs", 2]
+    printed = run_program(ROOT / "scripts/benchmarks/remat.py", *options)
+    assert "one document of 64 tokens; 2 pairs" in printed
+    rows = [line for line in printed.splitlines() if line.startswith("| ")]
+    assert [row.split("|")[1].strip() for row in rows] == ["attention_remat", "True", "False"]
+    assert all(words in printed for words in ("faster on the processor", "bound by the formula"))

@@ -1,0 +1,306 @@
+"""What the planner believes of one GPU, against what is measured there.
+
+    calibration    the cost model that is fitted to this GPU predicts micro-batches that were held
+                   out of the fit, to 5 % on average
+    memory         the memory model predicts the peak bytes of a step, optimizer included, to 3 %
+    host           seconds that the host takes to hand a layer's attention to the device, beside
+                   the seconds until the device is done: one rank of eight whose messages are there
+                   at once (`stub.py`). After a warm-up the host may not wait for the device.
+
+In a rehearsal times and bytes are shown and not judged.
+"""
+
+import resource
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from gpu_checks.kernels import synchronize
+from gpu_checks.report import Section, Setting, table, verdict
+from gpu_checks.several import host_waits_nowhere
+from gpu_checks.stub import StubTransport
+from hf_flexseq.attention import SequenceContext, sequence_parallel_attention
+from hf_flexseq.distributed.communicator import Communicator
+from hf_flexseq.hf.calibration.command import calibrate
+from hf_flexseq.hf.calibration.probe import ModelProbes
+from hf_flexseq.hf.model.facts import ModelFacts, model_shape
+from hf_flexseq.kernels.choose import choose_kernel
+from hf_flexseq.plan import Group, MicroBatch
+from hf_flexseq.plan.shard import make_shard
+from hf_flexseq.profiler.design import THOROUGH, Effort, alone
+from hf_flexseq.profiler.estimate import estimated_cost_model
+from hf_flexseq.topology import Topology
+
+HOLD_OUT_BOUND = 0.05
+MEMORY_BOUND = 0.03
+
+WIDE = {  # as wide as Llama-3.1-8B
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "num_hidden_layers": 32,
+    "vocab_size": 128256,
+    "max_position_embeddings": 131072,
+}
+SMALL = {  # as many parameters as Llama-3.2-1B, about: its optimizer state must fit
+    "hidden_size": 2048,
+    "intermediate_size": 8192,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 8,
+    "num_hidden_layers": 16,
+    "vocab_size": 128256,
+    "max_position_embeddings": 131072,
+    "tie_word_embeddings": True,
+}
+TINY = {  # in a rehearsal
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "num_hidden_layers": 2,
+    "vocab_size": 64,
+    "max_position_embeddings": 4096,
+}
+BRIEF = Effort(budget_s=0.05, rounds=1, held_out=2)  # in a rehearsal
+
+MEMORY_TOKENS = (8192, 16384)
+HOST_TOKENS = 2048  # of the rank
+ROUNDS = 10
+
+
+# ---- calibration
+
+
+def calibration_section(setting: Setting) -> Section:
+    """Calibrate a cost model, and judge how well it predicts what was held out of the fit."""
+    sizes = TINY if setting.rehearse else WIDE
+    title = "Calibration of computation, one rank"
+    try:
+        record = calibrate(
+            {"model_type": "llama", **sizes},
+            dtype="float32" if setting.rehearse else "bfloat16",
+            effort=BRIEF if setting.rehearse else THOROUGH,
+        )
+    except ValueError as error:  # a fit that is off by half and more
+        line = f"{error}: {_judged(setting, False)}."
+        return Section(title=title, lines=(line,), holds=setting.rehearse)
+    hold_out = record["hold_out"]
+    holds = setting.rehearse or hold_out["mean"] <= HOLD_OUT_BOUND
+    return Section(
+        title=title,
+        lines=(
+            f"{hold_out['micro_batches']} micro-batches held out of the fit are off by "
+            f"{hold_out['mean']:.1%} on average, {hold_out['p95']:.1%} at the 95th percentile "
+            f"(bound {HOLD_OUT_BOUND:.0%}): {_judged(setting, holds)}.",
+        ),
+        holds=holds,
+    )
+
+
+def _judged(setting: Setting, holds: bool) -> str:
+    return "not judged" if setting.rehearse else verdict(holds)
+
+
+# ---- memory
+
+
+def memory_section(setting: Setting) -> Section:
+    """Compare the peak memory of training steps with the memory model."""
+    device = setting.device
+    topology = Topology(nodes=1, ranks_per_node=1)
+    facts = _facts(LlamaConfig(**(TINY if setting.rehearse else SMALL)))
+    estimate = estimated_cost_model(
+        facts.shape,
+        device,
+        topology,
+        checkpointing=True,
+        zero_stage=0,
+        replicas=1,
+        chunked_loss=True,
+    )
+    step_of = _steps(facts, device)
+    rows = []
+    holds = True
+    for tokens in (64, 128) if setting.rehearse else MEMORY_TOKENS:
+        predicted = estimate.state_bytes + estimate.sharded_state_bytes
+        predicted += estimate.token_bytes * tokens
+        measured = _peak_bytes(step_of(tokens), device)
+        error = predicted / measured - 1
+        is_close = setting.rehearse or abs(error) <= MEMORY_BOUND
+        holds = holds and is_close
+        cells = [f"{tokens:,}", f"{predicted / 2**30:.2f}", f"{measured / 2**30:.2f}"]
+        rows.append([*cells, f"{error:+.1%}", _judged(setting, is_close)])
+    return Section(
+        title=f"Memory of one rank: peak of a step (bound {MEMORY_BOUND:.0%})",
+        lines=table(["tokens", "predicted GiB", "measured GiB", "error", ""], rows),
+        holds=holds,
+    )
+
+
+def _facts(config: LlamaConfig) -> ModelFacts:
+    """Collect the facts about float32 weights that are trained in bfloat16, layers
+    checkpointed."""
+    with torch.device("meta"):  # sizes without memory
+        shape = model_shape(LlamaForCausalLM(config))
+    return ModelFacts(
+        kind=LlamaForCausalLM,
+        config=config,
+        shape=shape,
+        dtype=torch.float32,
+        autocast=torch.bfloat16,
+        checkpointing=True,
+        frozen=False,
+        zero_stage=0,
+    )
+
+
+def _steps(facts: ModelFacts, device: torch.device) -> Callable[[int], Callable[[], None]]:
+    """Return what makes a training step, optimizer included, of one sequence of some tokens."""
+    communicator = Communicator()
+    probe = ModelProbes(facts, communicator, device)(facts.shape.layers)
+    optimizer = torch.optim.AdamW(probe.model.parameters())
+    kernel = choose_kernel(device, torch.bfloat16, facts.shape.head_dim)
+
+    def step_of(tokens: int) -> Callable[[], None]:
+        forward_backward = probe.run(alone((tokens,), communicator.topology), kernel)
+
+        def step() -> None:
+            forward_backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+        return step
+
+    return step_of
+
+
+def _peak_bytes(step: Callable[[], None], device: torch.device) -> int:
+    """Return the most bytes that tensors took during a step that was not the first one; on a CPU,
+    in a rehearsal, those of the whole process."""
+    step()  # the optimizer makes its state
+    if device.type != "cuda":
+        step()
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    torch.cuda.reset_peak_memory_stats(device)
+    step()
+    torch.cuda.synchronize(device)
+    return torch.cuda.max_memory_allocated(device)
+
+
+# ---- the host
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Work:
+    """What one rank of eight does in a layer."""
+
+    name: str
+    topology: Topology
+    groups: tuple[Group, ...]
+    lengths: tuple[int, ...]
+
+
+class LayerTimes:
+    """Seconds of a layer's attention, forward and backward, round by round."""
+
+    def __init__(self) -> None:
+        self.host: list[float] = []  # until everything was handed to the device
+        self.total: list[float] = []  # until the device was done
+
+    def cells(self) -> list[str]:
+        """Return milliseconds of the host and of both, and the host's share."""
+        host = statistics.median(self.host)
+        total = statistics.median(self.total)
+        return [f"{1e3 * host:.2f}", f"{1e3 * total:.2f}", f"{host / total:.0%}"]
+
+
+def host_section(setting: Setting) -> Section:
+    """Time the host in every kind of attention, of one rank of eight."""
+    tokens = 16 if setting.rehearse else HOST_TOKENS
+    rows = []
+    holds = True
+    for work in _works(tokens):
+        collectives = {group.strategy for group in work.groups} & {"ulysses", "hybrid"}
+        for blocks in (False, True) if collectives else (False,):
+            names = [work.name, "yes" if blocks else "no"]
+            try:
+                times = _timed(work, setting, use_blocks=blocks)
+            except RuntimeError as error:  # so does torch report a host that waits
+                rows.append([*names, f"FAILED: {error}"])
+                holds = False
+                continue
+            rows.append([*names, *times.cells(), "not checked" if setting.rehearse else "none"])
+    columns = ["attention of a layer", "groups of blocks", "host ms", "ms", "host's share"]
+    return Section(
+        title=f"The host's share, forward and backward of one layer, {tokens:,} tokens on one "
+        "rank of eight, messages there at once",
+        lines=table([*columns, "waits of the host"], rows),
+        holds=holds,
+    )
+
+
+def _works(tokens: int) -> list[Work]:
+    """Return every strategy over eight ranks, and three zones of one rank.
+
+    tokens: of one rank.
+    """
+    one_node = Topology(nodes=1, ranks_per_node=8)
+    two_nodes = Topology(nodes=2, ranks_per_node=4)
+    works = [
+        Work(
+            name="local",
+            topology=one_node,
+            groups=(Group(ranks=(0,), sequences=(0,), strategy="local"),),
+            lengths=(tokens,),
+        )
+    ]
+    for strategy in ("ulysses", "zigzag", "balanced", "allgather", "hybrid"):
+        group = Group(ranks=tuple(range(8)), sequences=(0,), strategy=strategy)
+        topology = two_nodes if strategy == "hybrid" else one_node
+        work = Work(name=strategy, topology=topology, groups=(group,), lengths=(8 * tokens,))
+        works.append(work)
+    zones = (
+        Group(ranks=tuple(range(8)), sequences=(0,), strategy="zigzag"),
+        Group(ranks=(0, 1), sequences=(1,), strategy="ulysses"),
+        Group(ranks=(0,), sequences=(2,), strategy="local"),
+    )
+    lengths = (4 * tokens, tokens // 2, tokens // 4)
+    return [*works, Work(name="three zones", topology=one_node, groups=zones, lengths=lengths)]
+
+
+def _timed(work: Work, setting: Setting, *, use_blocks: bool) -> LayerTimes:
+    """Time the attention of the first rank; after the first rounds its host may not wait."""
+    device = setting.device
+    sizes = TINY if setting.rehearse else WIDE
+    heads, kv_heads = sizes["num_attention_heads"], sizes["num_key_value_heads"]
+    head_dim = sizes["hidden_size"] // heads
+    communicator = Communicator(
+        work.topology, transport=StubTransport(0, work.topology.world_size), use_blocks=use_blocks
+    )
+    kernel = choose_kernel(device, torch.bfloat16, head_dim)
+    shard = make_shard(MicroBatch(groups=work.groups), work.lengths, 0)
+    context = SequenceContext(shard, communicator, kernel, device)
+    rows = shard.attention_tokens
+    like = {"dtype": torch.bfloat16, "device": device, "requires_grad": True}
+    q = torch.randn(rows, heads, head_dim, **like)  # [tokens, heads, head_dim]
+    k = torch.randn(rows, kv_heads, head_dim, **like)  # [tokens, kv_heads, head_dim]
+    v = torch.randn(rows, kv_heads, head_dim, **like)
+    dout = torch.randn_like(q)
+    times = LayerTimes()
+    rounds = 1 if setting.rehearse else ROUNDS
+    for number in range(2 * rounds):
+        synchronize(device)
+        began = time.perf_counter()
+        with host_waits_nowhere(device.type == "cuda" and number >= rounds):
+            sequence_parallel_attention(q, k, v, context).backward(dout)
+        handed_over = time.perf_counter()
+        synchronize(device)
+        if number >= rounds:
+            times.host.append(handed_over - began)
+            times.total.append(time.perf_counter() - began)
+    return times

@@ -1,0 +1,126 @@
+"""Settings, a section of the page, and commands in processes of their own."""
+
+import json
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+SCRIPT = Path(__file__).resolve().parents[1] / "gpu_check.py"
+LAST_LINES = 3  # of what a failed command says
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Setting:
+    """How the checks are run."""
+
+    rehearse: bool
+    """Whether on a CPU, with small sizes: it shows that the checks run, and nothing of a GPU."""
+
+    plans: int
+    """Random plans for every way of running them."""
+
+    @property
+    def device(self) -> torch.device:
+        """The device of a process that has one rank or several threads."""
+        return torch.device("cpu" if self.rehearse else "cuda")
+
+    @property
+    def processes(self) -> int:
+        """Ranks that are processes: one for each GPU, two in a rehearsal."""
+        return 2 if self.rehearse else torch.cuda.device_count()
+
+    def options(self) -> list[str]:
+        """Return the command line of another process with this setting."""
+        options = ["--plans", str(self.plans)]
+        if self.rehearse:
+            options.append("--rehearse")
+        return options
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Section:
+    """What one part has to say on the page."""
+
+    title: str
+
+    lines: tuple[str, ...]
+    """Lines of Markdown below the title."""
+
+    holds: bool = True
+    """Whether all of its checks hold."""
+
+    def to_record(self) -> dict[str, Any]:
+        """Return plain JSON values."""
+        return asdict(self)
+
+    @classmethod
+    def from_record(cls, record: dict[str, Any]) -> "Section":
+        """Return the section whose `to_record` gave `record`."""
+        return cls(title=record["title"], lines=tuple(record["lines"]), holds=record["holds"])
+
+    @classmethod
+    def not_run(cls, title: str, reason: str) -> "Section":
+        """Return the section of a part that cannot run here, which is no failure."""
+        return cls(title=title, lines=(f"Not run: {reason}.",))
+
+    def text(self) -> str:
+        """Return the section as the page has it."""
+        return "\n".join([f"\n## {self.title}\n", *self.lines])
+
+
+def verdict(holds: bool) -> str:
+    """Return the last cell of a row."""
+    return "ok" if holds else "FAILED"
+
+
+def table(columns: Sequence[str], rows: Sequence[Sequence[object]]) -> tuple[str, ...]:
+    """Return the lines of a Markdown table."""
+    lines = [_row(columns), "|" + "---|" * len(columns)]
+    for row in rows:
+        lines.append(_row(row))
+    return tuple(lines)
+
+
+def _row(cells: Sequence[object]) -> str:
+    return f"| {' | '.join(str(cell) for cell in cells)} |"
+
+
+# ---- commands
+
+
+def this_script(part: str, setting: Setting, *options: str) -> list[str]:
+    """Return the arguments, behind the interpreter, of a process that runs one part."""
+    return [str(SCRIPT), "--part", part, *setting.options(), *options]
+
+
+def torchrun(processes: int, arguments: Sequence[str]) -> list[str]:
+    """Return the command that starts a script on so many ranks of this machine."""
+    launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={processes}"]
+    return [sys.executable, *launcher, *arguments]
+
+
+def launch(command: Sequence[str], *, seconds: float | None = None) -> dict[str, Any]:
+    """Run a command; return the JSON of its last line, or `error`, its last words.
+
+    seconds: after which it is ended; None for no limit.
+    """
+    try:
+        done = subprocess.run(
+            list(command), capture_output=True, text=True, check=False, timeout=seconds
+        )
+    except subprocess.TimeoutExpired:
+        return {"error": f"it had not ended after {seconds:g} s"}
+    if done.returncode:
+        return {"error": last_words(done.stderr) or f"it ended with {done.returncode}"}
+    found: dict[str, Any] = json.loads(done.stdout.strip().splitlines()[-1])
+    return found
+
+
+def last_words(text: str) -> str:
+    """Return the last lines of what a command said, as one line."""
+    return " / ".join(text.strip().splitlines()[-LAST_LINES:])

@@ -1,0 +1,268 @@
+"""What the checks of exactness train: a small Llama on a few documents, under random plans.
+
+The truth is one process that takes one document at a time, through transformers' own attention, in
+float64. What a plan gives is judged in two ways:
+
+    float32     with the plain softmax as its kernel: no error may be above 1e-4. Sums of a few
+                thousand rounded terms differ by some 1e-6 with their order; a token that is lost
+                changes a gradient by more than 1e-4.
+    bfloat16    with the GPU's own kernel, under autocast: the error may be twice that of the same
+                documents on one rank. Rounding decides both of them; a chunk that comes too late
+                or from elsewhere gives errors of the size of the gradient.
+"""
+
+import copy
+import random
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.nn import functional as F
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from gpu_checks.report import Setting
+from hf_flexseq import DataCollatorForFlexSeq
+from hf_flexseq.hf.attention import NAME
+from hf_flexseq.hf.model.loss import attach_chunked_loss
+from hf_flexseq.kernels import Kernel
+from hf_flexseq.kernels.choose import choose_kernel
+from hf_flexseq.kernels.reference import Reference
+from hf_flexseq.plan import STRATEGIES, Group, MicroBatch, Plan, check, widest_first
+from hf_flexseq.schedule.routing import NicFigures
+from hf_flexseq.topology import Topology
+
+VOCAB = 509
+LENGTHS = (1, 2, 170, 64, 1021, 3, 1, 512, 333, 2, 129, 700)  # on a GPU
+SHORT_LENGTHS = (1, 2, 17, 5, 31, 3, 1, 40, 11, 2)  # in a rehearsal
+FLOAT32_BOUND = 1e-4
+BFLOAT16_FACTOR = 2.0
+FLOOR = 1e-3  # of the largest gradient's norm: what smaller gradients are compared with
+REMAPPED = 0.3  # share of the micro-batches that are remapped
+
+Gradients = dict[str, torch.Tensor]  # by name of the parameter
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Precision:
+    """The arithmetic of a run."""
+
+    name: str
+    kernel: Kernel
+    autocast: torch.dtype | None
+    """What the forward computes in; None for the dtype of the parameters."""
+
+    def forward(self, device: torch.device) -> AbstractContextManager[Any]:
+        """Return the context of a forward."""
+        if self.autocast is None:
+            return nullcontext()
+        return torch.autocast(device.type, self.autocast)
+
+
+def precisions(device: torch.device) -> tuple[Precision, Precision]:
+    """Return float32 by the plain softmax and bfloat16 by the device's own kernel."""
+    kernel = choose_kernel(device, torch.bfloat16, head_dim(device))
+    return (
+        Precision(name="float32", kernel=Reference(), autocast=None),
+        Precision(name="bfloat16", kernel=kernel, autocast=torch.bfloat16),
+    )
+
+
+# ---- the model
+
+
+def head_dim(device: torch.device) -> int:
+    """Return the size of a head: the CUDA kernels take multiples of 8."""
+    return 64 if device.type == "cuda" else 8
+
+
+def small_llama(device: torch.device, *, layers: int) -> LlamaForCausalLM:
+    """Return a float32 model with 8 query heads that share 4 key heads."""
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=VOCAB,
+        hidden_size=8 * head_dim(device),
+        intermediate_size=16 * head_dim(device),
+        num_hidden_layers=layers,
+        num_attention_heads=8,
+        num_key_value_heads=4,
+        max_position_embeddings=max(LENGTHS),
+        attn_implementation="eager",
+    )
+    return LlamaForCausalLM(config).to(device).train()
+
+
+def planned(model: LlamaForCausalLM) -> LlamaForCausalLM:
+    """Give a model the attention and the loss of planned steps, and return it."""
+    model.set_attn_implementation(NAME)
+    attach_chunked_loss(model)
+    return model
+
+
+# ---- documents
+
+
+def documents(setting: Setting) -> list[dict[str, list[int]]]:
+    """Return examples of very different lengths, of which some labels are masked."""
+    rng = random.Random(0)
+    examples = []
+    for length in SHORT_LENGTHS if setting.rehearse else LENGTHS:
+        tokens = rng.choices(range(VOCAB), k=length)
+        prompt = rng.randrange(length)
+        examples.append({"input_ids": tokens, "labels": [-100] * prompt + tokens[prompt:]})
+    return examples
+
+
+def targets_of(examples: Sequence[Mapping[str, list[int]]]) -> int:
+    """Count the tokens that have to be predicted."""
+    targets = 0
+    for example in examples:
+        targets += sum(label != -100 for label in example["labels"][1:])
+    return targets
+
+
+def drawn_by(
+    rank: int, world_size: int, examples: Sequence[dict[str, list[int]]]
+) -> list[dict[str, Any]]:
+    """Return the batches that a rank's dataloader gives: every world_size-th example."""
+    own = list(examples[rank::world_size])
+    return [DataCollatorForFlexSeq()(own)] if own else []
+
+
+# ---- the truth
+
+
+def true_gradients(
+    model: LlamaForCausalLM, examples: Sequence[Mapping[str, list[int]]]
+) -> Gradients:
+    """Return the gradients of the mean loss over all targets, in float64, on the model's device.
+
+    model: in eager attention; left as it is.
+    """
+    twin = copy.deepcopy(model).double()
+    targets = targets_of(examples)
+    for example in examples:
+        ids = torch.tensor([example["input_ids"]], device=twin.device)  # [1, tokens]
+        labels = ids.new_tensor(example["labels"][1:])  # [tokens - 1]
+        logits = twin(input_ids=ids, use_cache=False).logits[0, :-1]  # [tokens - 1, vocab]
+        loss = F.cross_entropy(logits, labels, ignore_index=-100, reduction="sum") / targets
+        loss.backward()
+    return {name: parameter.grad for name, parameter in twin.named_parameters()}
+
+
+def largest_error(found: Gradients, true: Gradients) -> float:
+    """Return the largest ||found - true|| / ||true|| of the parameters in `found`."""
+    floor = FLOOR * max(float(gradient.norm()) for gradient in true.values())
+    largest = 0.0
+    for name, gradient in found.items():
+        wanted = true[name]
+        error = float((gradient.double() - wanted).norm()) / max(float(wanted.norm()), floor)
+        # NaN is larger than everything
+        largest = max(largest, error) if error == error else float("inf")
+    return largest
+
+
+def bound_of(precision: Precision, error_of_one_rank: float) -> float:
+    """Return the largest error that a plan may have.
+
+    error_of_one_rank: of the same documents on one rank, in the same precision.
+    """
+    if precision.autocast is None:
+        return FLOAT32_BOUND
+    return BFLOAT16_FACTOR * error_of_one_rank
+
+
+# ---- random plans
+
+
+def eager_routes(topology: Topology) -> NicFigures:
+    """Return figures by which every transfer that leaves a NIC idle is routed."""
+    return NicFigures(
+        ranks_per_node=topology.ranks_per_node,
+        nics_per_node=topology.ranks_per_node,
+        inside_s=1e-15,
+        across_s=1e-9,
+        transfer_s=0.0,
+    )
+
+
+def random_plan(lengths: Sequence[int], topology: Topology, rng: random.Random) -> Plan:
+    """Return a legal plan of one to three micro-batches: any sequences, on any groups of a random
+    laminar family, in any strategy, some micro-batches remapped."""
+    members: list[list[int]] = [[] for _ in range(rng.randint(1, 3))]
+    for sequence in range(len(lengths)):
+        rng.choice(members).append(sequence)
+    micro_batches = []
+    for sequences in members:
+        if sequences:
+            micro_batches.append(_random_micro_batch(sequences, lengths, topology, rng))
+    plan = Plan(
+        lengths=tuple(lengths),
+        micro_batches=tuple(micro_batches),
+        objective_s=0.0,
+        lower_bound_s=0.0,
+        planner="random",
+        planning_s=0.0,
+    )
+    check(plan, topology)
+    return plan
+
+
+def _random_micro_batch(
+    sequences: Sequence[int], lengths: Sequence[int], topology: Topology, rng: random.Random
+) -> MicroBatch:
+    family = _laminar_family(topology, rng)
+    widths = [stop - start for start, stop in family]
+    held: dict[tuple[int, int], list[int]] = {}  # by [start, stop) of ranks
+    for sequence in sequences:
+        # half of a family are single ranks
+        (chosen,) = rng.choices(family, widths)
+        held.setdefault(chosen, []).append(sequence)
+    groups = []
+    for (start, stop), of_group in held.items():
+        strategy = "local" if stop - start == 1 else rng.choice(STRATEGIES[1:])
+        group = Group(
+            ranks=tuple(range(start, stop)), sequences=tuple(of_group), strategy=strategy
+        )
+        groups.append(group)
+    tokens = sum(lengths[sequence] for sequence in sequences)
+    remap = tokens >= topology.world_size and rng.random() < REMAPPED
+    return MicroBatch(groups=widest_first(groups), remap=remap)
+
+
+def _laminar_family(topology: Topology, rng: random.Random) -> list[tuple[int, int]]:
+    """Return ranges [start, stop) of ranks, of which any two are nested or apart: the world, cut
+    at random again and again, between nodes first."""
+    family = []
+    uncut = [(0, topology.world_size)]
+    while uncut:
+        start, stop = uncut.pop()
+        family.append((start, stop))
+        if stop - start == 1:
+            continue
+        step = topology.ranks_per_node if topology.spans_nodes(start, stop) else 1
+        cut = rng.choice(range(start + step, stop, step))
+        uncut += [(start, cut), (cut, stop)]
+    return family
+
+
+def features(plan: Plan, topology: Topology) -> Counter[str]:
+    """Count what there is in a plan: groups of each strategy, and micro-batches of some kinds."""
+    counts: Counter[str] = Counter()
+    for micro_batch in plan.micro_batches:
+        counts.update(group.strategy for group in micro_batch.groups)
+        counts["remapped"] += micro_batch.remap
+        zones = [len(micro_batch.groups_of(rank)) for rank in range(topology.world_size)]
+        counts["several zones"] += max(zones) > 1
+        counts["across nodes"] += any(
+            topology.spans_nodes(group.start, group.stop) for group in micro_batch.groups
+        )
+    return counts
+
+
+def counts_line(counts: Counter[str]) -> str:
+    """Return a sentence with all counts, the largest first."""
+    names = [f"{number} {name}" for name, number in counts.most_common()]
+    return f"Groups of each strategy, and micro-batches of some kinds: {', '.join(names)}."

@@ -1,0 +1,194 @@
+"""A small Llama on long-tailed lengths: FlexSeqTrainer against the stock Trainer with packed
+sequences, plain and under accelerate's FSDP2, each in a process of its own.
+
+Losses must agree to 1 % at every step; tokens per second and peak memory are reported.
+"""
+
+import json
+import math
+import random
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import torch
+from transformers import (
+    DataCollatorWithFlattening,
+    LlamaConfig,
+    LlamaForCausalLM,
+    Trainer,
+    TrainerCallback,
+    TrainerState,
+    TrainingArguments,
+    set_seed,
+)
+
+from gpu_checks.report import SCRIPT, Section, Setting, launch, table, this_script, verdict
+from hf_flexseq import DataCollatorForFlexSeq, FlexSeqConfig, FlexSeqTrainer
+from hf_flexseq.kernels.flash_attn import FlashAttn
+
+TRAIN_PART = "train"  # the part that one row of the table runs
+FSDP2 = SCRIPT.parents[1] / "recipes/accelerate_configs/fsdp2.yaml"
+HEAD_DIM = 128
+VOCAB = 8192
+
+
+class Sizes(NamedTuple):
+    """The model and the run that the trainers are compared on."""
+
+    layers: int
+    hidden: int
+    longest: int
+    """Tokens of the longest sequence."""
+    batch: int
+    """Sequences per step."""
+    steps: int
+    warmup: int
+    """Steps at the start that are not timed."""
+
+
+FULL = Sizes(layers=12, hidden=1024, longest=8192, batch=8, steps=20, warmup=5)
+SHORT = Sizes(layers=1, hidden=128, longest=64, batch=2, steps=3, warmup=1)
+
+
+def training_section(setting: Setting) -> Section:
+    """Train in all ways, and compare the losses with those of the stock Trainer."""
+    runs = {name: launch(command) for name, command in train_commands(setting).items()}
+    return section_of(runs, SHORT if setting.rehearse else FULL)
+
+
+def train_commands(setting: Setting) -> dict[str, list[str]]:
+    """Return a command for every row of the table; on a CPU accelerate has no FSDP2."""
+    launchers = {"": [sys.executable]}
+    if not setting.rehearse:
+        accelerate = ["-m", "accelerate.commands.launch", f"--config_file={FSDP2}"]
+        launchers[", FSDP2"] = [sys.executable, *accelerate, "--num_processes=1"]
+    commands = {}
+    for how, launcher in launchers.items():
+        for trainer in ("stock", "flexseq"):
+            arguments = this_script(TRAIN_PART, setting, "--trainer", trainer)
+            commands[trainer + how] = [*launcher, *arguments]
+    return commands
+
+
+def section_of(runs: dict[str, dict[str, Any]], sizes: Sizes) -> Section:
+    """Return a table of the runs, by name; "stock" is what the others are compared with."""
+    stock = runs["stock"]
+    rows = []
+    holds = True
+    for name, run in runs.items():
+        if "error" in run:
+            rows.append([name, f"FAILED: {run['error']}"])
+            holds = False
+            continue
+        agrees = "error" not in stock and losses_agree(run["losses"], stock["losses"])
+        holds = holds and agrees
+        losses = f"{run['losses'][0]:.4f}, {run['losses'][-1]:.4f}"
+        speed = f"{run['tokens_per_s']:,.0f}"
+        cells = [name, run["attention"], speed, f"{run['peak_gib']:.2f}", losses]
+        rows.append([*cells, verdict(agrees)])
+    columns = ["run", "attention", "tokens/s", "peak GiB", "loss, first and last", ""]
+    return Section(
+        title=f"Training on one device: {sizes.layers} layers of {sizes.hidden}, up to "
+        f"{sizes.longest} tokens",
+        lines=table(columns, rows),
+        holds=holds,
+    )
+
+
+def losses_agree(a: list[float], b: list[float]) -> bool:
+    """Return whether losses, by step, differ by 1 % at most."""
+    return len(a) == len(b) and all(abs(x - y) <= 0.01 * y for x, y in zip(a, b, strict=True))
+
+
+def run_training(setting: Setting, trainer_name: str) -> None:
+    """Train in one way, and print what was measured as JSON."""
+    if setting.rehearse:
+        print(json.dumps(train(trainer_name, SHORT, use_cpu=True)))
+    else:
+        print(json.dumps(train(trainer_name, FULL)))
+
+
+def train(trainer_name: str, sizes: Sizes, **options: Any) -> dict[str, Any]:
+    """Train with the `stock` or the `flexseq` trainer and return what was measured.
+
+    options: for the training arguments.
+    """
+    flexseq = trainer_name == "flexseq"
+    with tempfile.TemporaryDirectory() as folder:
+        args = (FlexSeqConfig if flexseq else TrainingArguments)(
+            output_dir=folder,
+            per_device_train_batch_size=sizes.batch,
+            max_steps=sizes.steps,
+            bf16=True,
+            logging_steps=1,
+            include_num_input_tokens_seen="all",
+            save_strategy="no",
+            report_to="none",
+            disable_tqdm=True,
+            **options,
+        )
+        set_seed(0)
+        packed = "flash_attention_2"
+        if FlashAttn().why_not(args.device, torch.bfloat16, HEAD_DIM):
+            packed = "sdpa"
+        clock = Clock(sizes.warmup)
+        trainer = (FlexSeqTrainer if flexseq else Trainer)(
+            model=small_llama(sizes, packed),
+            args=args,
+            train_dataset=list(examples(sizes)),
+            data_collator=DataCollatorForFlexSeq() if flexseq else DataCollatorWithFlattening(),
+            callbacks=[clock],
+        )
+        trainer.train()
+    losses = [line["loss"] for line in trainer.state.log_history if "loss" in line]
+    return {"attention": "flexseq" if flexseq else packed, "losses": losses} | clock.measured()
+
+
+def small_llama(sizes: Sizes, attention: str) -> LlamaForCausalLM:
+    """Return a model of these sizes with transformers' own attention of this name."""
+    config = LlamaConfig(
+        vocab_size=VOCAB,
+        hidden_size=sizes.hidden,
+        intermediate_size=sizes.hidden * 11 // 4,
+        num_hidden_layers=sizes.layers,
+        num_attention_heads=sizes.hidden // HEAD_DIM,
+        num_key_value_heads=max(sizes.hidden // HEAD_DIM // 4, 1),
+        max_position_embeddings=sizes.longest,
+        attn_implementation=attention,
+    )
+    return LlamaForCausalLM(config)
+
+
+def examples(sizes: Sizes) -> Iterator[dict[str, list[int]]]:
+    """Yield random sequences of CommonCrawl-like, log-normal lengths, enough for one pass."""
+    rng = random.Random(0)
+    for _ in range(sizes.batch * sizes.steps):
+        length = min(max(int(rng.lognormvariate(math.log(950), 1.75)), 2), sizes.longest)
+        tokens = rng.choices(range(VOCAB), k=length)
+        yield {"input_ids": tokens, "labels": tokens}
+
+
+class Clock(TrainerCallback):
+    """A clock of the steps after the first `warmup`."""
+
+    def __init__(self, warmup: int) -> None:
+        self.warmup = warmup
+        self.marks: list[tuple[float, int]] = []  # seconds and tokens so far, after each step
+
+    def on_step_end(
+        self, args: TrainingArguments, state: TrainerState, *others: Any, **kwargs: Any
+    ) -> None:
+        """Note the time of a step, and the tokens so far."""
+        if args.device.type == "cuda":
+            torch.cuda.synchronize()
+        self.marks.append((time.perf_counter(), state.num_input_tokens_seen))
+
+    def measured(self) -> dict[str, float]:
+        """Return tokens per second, and the peak memory in GiB."""
+        start, tokens_before = self.marks[self.warmup - 1]
+        stop, tokens = self.marks[-1]
+        peak = torch.cuda.max_memory_allocated() / 2**30 if torch.cuda.is_available() else 0.0
+        return {"tokens_per_s": (tokens - tokens_before) / (stop - start), "peak_gib": peak}
