@@ -1,5 +1,6 @@
 """The transport of a job of one rank: there is nobody to exchange anything with."""
 
+import json
 from collections.abc import Sequence
 from typing import Any
 
@@ -28,13 +29,13 @@ class LoneHost:
         """Return the list of the only rank."""
         return [list(values)]
 
-    def gather_objects(self, value: Any) -> list[Any]:
+    def gather_values(self, value: Any) -> list[Any]:
         """Return the value of the only rank."""
-        return [value]
+        return [json.loads(json.dumps(value))]
 
-    def broadcast_object(self, value: Any) -> Any:
+    def broadcast_value(self, value: Any) -> Any:
         """Return the value."""
-        return value
+        return json.loads(json.dumps(value))
 
     def exchange_rows(self, rows: torch.Tensor, counts: Sequence[int]) -> list[torch.Tensor]:
         """Return the rows [fields, columns], all of which are for this rank."""

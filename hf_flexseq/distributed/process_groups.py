@@ -4,6 +4,7 @@ Groups are made once per process and kept as long as the job's own group lives, 
 of trainers in one process share them (`connect.py`).
 """
 
+import json
 import resource
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -259,6 +260,16 @@ class PendingCollective:
 # ---- the host
 
 
+def _as_bytes(value: Any) -> torch.Tensor:
+    """Return a JSON value as its text: uint8 [bytes]."""
+    return torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
+
+
+def _from_bytes(text: torch.Tensor) -> Any:
+    """Return the JSON value whose text is `text`, uint8 [bytes]."""
+    return json.loads(text.numpy().tobytes())
+
+
 class GlooHost:
     """Exchanges on the CPU over a gloo group of all ranks.
 
@@ -281,21 +292,18 @@ class GlooHost:
         rows = self._gather(torch.tensor(values, dtype=torch.int64))
         return [row.tolist() for row in rows]
 
-    def gather_objects(self, value: Any) -> list[Any]:
-        """See `HostGroup.gather_objects`."""
-        self.barrier()
-        values: list[Any] = [None] * self._world_size
-        with self._naming_phase():
-            dist.all_gather_object(values, value, group=self._group)
-        return values
+    def gather_values(self, value: Any) -> list[Any]:
+        """See `HostGroup.gather_values`."""
+        return [_from_bytes(of_rank) for of_rank in self._gather(_as_bytes(value))]
 
-    def broadcast_object(self, value: Any) -> Any:
-        """See `HostGroup.broadcast_object`."""
-        self.barrier()
-        box = [value]
+    def broadcast_value(self, value: Any) -> Any:
+        """See `HostGroup.broadcast_value`."""
+        own = _as_bytes(value if self._rank == 0 else None)
+        counts = self._meet([own.numel()] * self._world_size)
+        sent = own if self._rank == 0 else own.new_empty(counts[0])
         with self._naming_phase():
-            dist.broadcast_object_list(box, src=0, group=self._group)
-        return box[0]
+            dist.broadcast(sent, src=0, group=self._group)
+        return _from_bytes(sent)
 
     def exchange_rows(self, rows: torch.Tensor, counts: Sequence[int]) -> list[torch.Tensor]:
         """See `HostGroup.exchange_rows`."""

@@ -22,6 +22,7 @@ device that all ranks share, each on a stream of its own. `matching.py` says whi
 together.
 """
 
+import json
 import random
 import sys
 import threading
@@ -401,31 +402,35 @@ class ThreadHost:
         self._transport = transport
         self.phase = "the start"
 
-    def gather_objects(self, value: Any) -> list[Any]:
-        """See `HostGroup.gather_objects`."""
-        return self._transport.hub.meetings.gather(self._transport.rank, value)
+    def gather_values(self, value: Any) -> list[Any]:
+        """See `HostGroup.gather_values`."""
+        return [json.loads(text) for text in self._gather(json.dumps(value))]
 
     def gather_ints(self, values: list[int]) -> list[list[int]]:
         """See `HostGroup.gather_ints`."""
-        return [list(of_rank) for of_rank in self.gather_objects(list(values))]
+        return [list(of_rank) for of_rank in self._gather(list(values))]
 
-    def broadcast_object(self, value: Any) -> Any:
-        """See `HostGroup.broadcast_object`."""
-        return self.gather_objects(value)[0]
+    def broadcast_value(self, value: Any) -> Any:
+        """See `HostGroup.broadcast_value`."""
+        return json.loads(self._gather(json.dumps(value))[0])
 
     def exchange_rows(self, rows: torch.Tensor, counts: Sequence[int]) -> list[torch.Tensor]:
         """See `HostGroup.exchange_rows`."""
-        parts_by_rank = self.gather_objects(rows.split(list(counts), dim=1))
+        parts_by_rank = self._gather(rows.split(list(counts), dim=1))
         return [parts[self._transport.rank].clone() for parts in parts_by_rank]
 
     def all_reduce(self, tensor: torch.Tensor) -> None:
         """See `HostGroup.all_reduce`."""
-        of_ranks = self.gather_objects(tensor.clone())
+        of_ranks = self._gather(tensor.clone())
         tensor.copy_(torch.stack(of_ranks).sum(0))  # [world, ...] -> [...]
 
     def barrier(self) -> None:
         """See `HostGroup.barrier`."""
-        self.gather_objects(None)
+        self._gather(None)
+
+    def _gather(self, value: Any) -> list[Any]:
+        """Return the value of every rank, by rank, as it is."""
+        return self._transport.hub.meetings.gather(self._transport.rank, value)
 
 
 class Meetings:

@@ -136,7 +136,7 @@ class HostGroup(Protocol):
     """Exchanges of values on the CPU between all ranks. Each is collective over the world.
 
     One that a rank does not come to raises RuntimeError on the others, which names the rank and
-    `phase`.
+    `phase`. Values travel as JSON and as tensors, never as pickles: nothing that arrives is run.
     """
 
     phase: str
@@ -145,11 +145,12 @@ class HostGroup(Protocol):
     def gather_ints(self, values: list[int]) -> list[list[int]]:
         """Return the list of every rank, by rank; the lists may differ in length."""
 
-    def gather_objects(self, value: Any) -> list[Any]:
-        """Return the value of every rank, by rank; any value that can be pickled."""
+    def gather_values(self, value: Any) -> list[Any]:
+        """Return the value of every rank, by rank: plain JSON values, in which tuples come back as
+        lists. Raises TypeError for other ones."""
 
-    def broadcast_object(self, value: Any) -> Any:
-        """Return the value of rank 0 on every rank; any value that can be pickled."""
+    def broadcast_value(self, value: Any) -> Any:
+        """Return the value of rank 0 on every rank, as `gather_values` does."""
 
     def exchange_rows(self, rows: torch.Tensor, counts: Sequence[int]) -> list[torch.Tensor]:
         """Exchange columns of a CPU tensor.

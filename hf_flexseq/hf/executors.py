@@ -266,7 +266,7 @@ class WholeModelExecutor:
             communicator.open_world()  # for gradients: no group is made in a step
         # A file of a cost model may differ from node to node: rank 0's counts.
         own_cost = self.setup.cost_of(base, attention_remat=args.attention_remat)
-        cost: CostModel = communicator.host.broadcast_object(own_cost)
+        cost = CostModel.from_record(communicator.host.broadcast_value(own_cost.to_record()))
         self.cost = cost
         cost.strategies(args.strategy)  # raises for one that it has no figures for
         self._open_blocks(cost)

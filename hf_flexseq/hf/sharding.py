@@ -70,16 +70,14 @@ def fsdp_figures(
     )
     if TRIPS * trip_s > cost.micro_batch_s:
         trip_s = 0.0
-    figures: FsdpFigures = communicator.host.broadcast_object(
-        FsdpFigures(
-            free_bytes=budget_bytes - state_bytes,
-            token_bytes=cost.token_bytes,
-            parameter_bytes=float(shape.params * gathered_itemsize(model, accelerator)),
-            gradient_bytes=float(trained_elements(model) * max(GRADIENT_BYTES, shape.dtype_bytes)),
-            trip_s=trip_s,
-        ),
+    own_figures = FsdpFigures(
+        free_bytes=budget_bytes - state_bytes,
+        token_bytes=cost.token_bytes,
+        parameter_bytes=float(shape.params * gathered_itemsize(model, accelerator)),
+        gradient_bytes=float(trained_elements(model) * max(GRADIENT_BYTES, shape.dtype_bytes)),
+        trip_s=trip_s,
     )
-    return figures
+    return FsdpFigures.from_record(communicator.host.broadcast_value(own_figures.to_record()))
 
 
 class SteppedFsdp:

@@ -65,7 +65,7 @@ def save_stage(member: StageMember, folder: str) -> None:
     file = FILE.format(part=stage.index + 1, parts=stage.count)
     tensors = _owned_tensors(member)
     sizes = {name: tensor.numel() * tensor.element_size() for name, tensor in tensors.items()}
-    written: list[tuple[str, dict[str, int]]] = communicator.host.gather_objects((file, sizes))
+    written = communicator.host.gather_values((file, sizes))
 
     # 2. the folder is there, and empty of what is old
     if communicator.rank == 0:

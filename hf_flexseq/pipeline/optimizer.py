@@ -62,7 +62,7 @@ def save_optimizer(member: StageMember, optimizer: Any, scheduler: Any, folder: 
     if tensors:
         write_tensors(path, file, tensors)
     files = dict.fromkeys(tensors, file)
-    written = communicator.host.gather_objects((files, values))
+    written = communicator.host.gather_values((files, values))
 
     # 3. the index, when all files are there
     if communicator.rank == 0:
@@ -166,8 +166,8 @@ def _check_same_parameters(
     known = saved.keys()
     missing = {key for key in keys if key not in known}
     if member is not None:
-        trained = set().union(*member.communicator.host.gather_objects(trained))
-        missing = set().union(*member.communicator.host.gather_objects(missing))
+        trained = set().union(*member.communicator.host.gather_values(sorted(trained)))
+        missing = set().union(*member.communicator.host.gather_values(sorted(missing)))
     of_saved = parameters_of(known)
     lacking = trained - of_saved
     surplus = of_saved - trained
@@ -218,7 +218,7 @@ def load_whole_optimizer(
 def trained_names(member: StageMember) -> set[str]:
     """Return the global names of all stages' trained parameters. Collective over the world."""
     own = [name for name, p in member.stage.global_parameters() if p.requires_grad]
-    return set().union(*member.communicator.host.gather_objects(own))
+    return set().union(*member.communicator.host.gather_values(own))
 
 
 def _state_of_stage(

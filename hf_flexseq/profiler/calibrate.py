@@ -60,6 +60,25 @@ class Calibration:
             )
         return None
 
+    def parts(self) -> dict[str, Any]:
+        """Return all fields as plain JSON values; `from_parts` is the inverse."""
+        return {
+            "cost": self.cost.to_record(),
+            "errors": list(self.errors),
+            "latencies_s": [list(pair) for pair in self.latencies_s],
+            "tokens": self.tokens,
+        }
+
+    @classmethod
+    def from_parts(cls, parts: dict[str, Any]) -> "Calibration":
+        """Return the calibration whose `parts` these are."""
+        return cls(
+            cost=CostModel.from_record(parts["cost"]),
+            errors=tuple(parts["errors"]),
+            latencies_s=tuple((degree, seconds) for degree, seconds in parts["latencies_s"]),
+            tokens=parts["tokens"],
+        )
+
     def to_record(self) -> dict[str, Any]:
         """Return plain JSON values: the cost model and the figures that say how good it is."""
         return {
@@ -139,13 +158,14 @@ def _on_rank_0(function: Callable[[], Calibration], communicator: Communicator) 
 
     Least squares may differ in their last bits between machines.
     """
-    result: Calibration | str | None = None
+    calibration, problem = None, ""
     if communicator.rank == 0:
         try:
-            result = function()
+            calibration = function()
         except ValueError as error:
-            result = str(error)
-    result = communicator.host.broadcast_object(result)
-    if isinstance(result, Calibration):
-        return result
-    raise ValueError(result)
+            problem = str(error)
+    parts = None if calibration is None else calibration.parts()
+    parts, problem = communicator.host.broadcast_value((parts, problem))
+    if parts is None:
+        raise ValueError(problem)
+    return Calibration.from_parts(parts)

@@ -251,7 +251,7 @@ def median_seconds(
             communicator.host.gather_ints([0])  # all start together
             seconds.append(_seconds(run, device))
     medians = [statistics.median(seconds[1:]) for seconds in timed]
-    by_rank = communicator.host.gather_objects(medians)  # [rank][run]
+    by_rank = communicator.host.gather_values(medians)  # [rank][run]
     return [list(of_run) for of_run in zip(*by_rank, strict=True)]
 
 

@@ -130,11 +130,12 @@ class TokenExchange:
         of them."""
         own = {name: value.dtype for name, value in row.columns.items()}
         if self._dtypes is None:
-            gathered = self.communicator.host.gather_objects(own)
+            named = {name: str(dtype).removeprefix("torch.") for name, dtype in own.items()}
+            gathered = self.communicator.host.gather_values(named)
             known = [dtypes for dtypes in gathered if dtypes]
             if any(dtypes != known[0] for dtypes in known):
                 raise ValueError(f"ranks collate different columns: {known}")
-            self._dtypes = known[0]
+            self._dtypes = {name: getattr(torch, dtype) for name, dtype in known[0].items()}
         if own and own != self._dtypes:
             raise ValueError(f"this step's columns {own} are not the first step's {self._dtypes}")
         return self._dtypes

@@ -132,7 +132,7 @@ class Lookahead:
         """Return the plan of a submitted step on every rank. Collective over the world."""
         self.communicator.host.phase = f"step {number}, sending its plan"
         began = time.perf_counter()
-        kind, value = self.communicator.host.broadcast_object(self._answer(number))
+        kind, value = self.communicator.host.broadcast_value(self._answer(number))
         self.waited_s = time.perf_counter() - began
         if kind == "infeasible":
             raise PlanInfeasible(value)

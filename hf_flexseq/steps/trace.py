@@ -37,7 +37,7 @@ class PlanTrace:
         """Write the trace of a finished step and return its figures for the log. Collective over
         the world."""
         self._meet()
-        by_rank = self.communicator.host.gather_objects(step.measured_s())
+        by_rank = self.communicator.host.gather_values(step.measured_s())
         measured = [max(seconds) for seconds in zip(*by_rank, strict=True)]  # by micro-batch
         slowest = max(sum(seconds) for seconds in by_rank)
         line = {"step": step.number, "cost_model": self._digest(cost), "measured_s": measured}
@@ -49,7 +49,7 @@ class PlanTrace:
         the log. Collective over the world."""
         self._meet()
         seconds = step.stopwatch.seconds().get(0, 0.0)
-        measured = max(self.communicator.host.gather_objects(seconds))
+        measured = max(self.communicator.host.gather_values(seconds))
         line = {
             "step": step.number,
             "measured_s": [measured],

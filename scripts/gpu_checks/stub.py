@@ -73,11 +73,11 @@ class StubHost:
         """Return the list once for every rank."""
         return [list(values) for _ in range(self._world_size)]
 
-    def gather_objects(self, value: Any) -> list[Any]:
+    def gather_values(self, value: Any) -> list[Any]:
         """Return the value once for every rank."""
         return [value] * self._world_size
 
-    def broadcast_object(self, value: Any) -> Any:
+    def broadcast_value(self, value: Any) -> Any:
         """Return the value."""
         return value
 

@@ -33,8 +33,8 @@ def exchange_all(rank, world_size):
     host.barrier()
     return {
         "ints": host.gather_ints(own),
-        "objects": host.gather_objects({"of": rank, "text": "x" * 100 * rank}),
-        "broadcast": host.broadcast_object({"plan": "y" * 1000} if rank == 0 else rank),
+        "objects": host.gather_values({"of": rank, "text": "x" * 100 * rank}),
+        "broadcast": host.broadcast_value({"plan": "y" * 1000} if rank == 0 else rank),
         "rows": [part.tolist() for part in received],
         "sum": total.tolist(),
     }
@@ -80,8 +80,8 @@ def exchange_until_one_is_lost(rank, world_size, exchange, dies):
         time.sleep(0.2 * rank)  # some post before it is gone, some after
     calls = {
         "gather_ints": lambda: host.gather_ints([rank]),
-        "gather_objects": lambda: host.gather_objects(rank),
-        "broadcast_object": lambda: host.broadcast_object(rank),
+        "gather_values": lambda: host.gather_values(rank),
+        "broadcast_value": lambda: host.broadcast_value(rank),
         "exchange_rows": lambda: host.exchange_rows(torch.zeros(1, 4), [1, 1, 1, 1]),
         "all_reduce": lambda: host.all_reduce(torch.ones(2)),
         "barrier": host.barrier,
@@ -98,8 +98,8 @@ def exchange_until_one_is_lost(rank, world_size, exchange, dies):
     [
         ("gather_ints", True),
         ("gather_ints", False),
-        ("gather_objects", False),
-        ("broadcast_object", True),
+        ("gather_values", False),
+        ("broadcast_value", True),
         ("exchange_rows", True),
         ("all_reduce", False),
         ("barrier", True),

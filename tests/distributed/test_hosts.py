@@ -16,7 +16,7 @@ class Answers:
         self.host = self
         self._answers = list(zip(sizes, names, strict=True))
 
-    def gather_objects(self, own):
+    def gather_values(self, own):
         return self._answers
 
 

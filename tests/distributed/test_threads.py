@@ -301,8 +301,8 @@ def test_the_host_exchanges_values():
         host.all_reduce(total)
         return (
             host.gather_ints([mine] * mine),
-            host.gather_objects({"rank": mine}),
-            host.broadcast_object(f"of rank {mine}"),
+            host.gather_values({"rank": mine}),
+            host.broadcast_value(f"of rank {mine}"),
             [part.tolist() for part in parts],
             total.tolist(),
         )

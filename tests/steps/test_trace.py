@@ -15,7 +15,7 @@ def test_ranks_meet_before_they_wait_for_devices(monkeypatch, waits_on_stream):
     done = []
     host = SimpleNamespace(
         barrier=lambda: done.append("meet"),
-        gather_objects=lambda own: done.append("gather") or [own],
+        gather_values=lambda own: done.append("gather") or [own],
     )
     capabilities = Capabilities(ordered=waits_on_stream, waits_on_stream=waits_on_stream)
     transport = SimpleNamespace(capabilities=capabilities)

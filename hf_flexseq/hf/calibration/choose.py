@@ -77,10 +77,10 @@ def cost_model_for(
     folder = folder or Path(HF_HOME) / "hf_flexseq"
     path = cache_path(folder, fit_key(facts, topology, accelerator.device))
     kept = load_cached(path) if communicator.rank == 0 else None
-    cached: CostModel | None = communicator.host.broadcast_object(kept)
-    if cached is not None:
+    record = communicator.host.broadcast_value(None if kept is None else kept.to_record())
+    if record is not None:
         logger.info("cost model measured earlier: %s", path)
-        return with_memory_of(estimate, cached)
+        return with_memory_of(estimate, CostModel.from_record(record))
 
     # 3. a measurement now
     probes = ModelProbes(facts, communicator, accelerator.device)
