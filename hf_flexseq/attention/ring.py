@@ -59,7 +59,7 @@ from hf_flexseq.distributed.communicator import Channel, Exchange
 from hf_flexseq.distributed.routing import RoutedExchange
 from hf_flexseq.distributed.tags import EXCHANGES_IN_FLIGHT, ring_fetch, ring_return
 from hf_flexseq.kernels import Kernel, lse_dtype
-from hf_flexseq.kernels.merge import merge_partials
+from hf_flexseq.kernels.merge import merge_into
 from hf_flexseq.schedule.attention import ChunkKey
 from hf_flexseq.schedule.routing import NicFigures, Routing, make_routing
 from hf_flexseq.schedule.transfers import Fetch, RowBytes, fetch_transfers
@@ -489,5 +489,9 @@ def merge(out: torch.Tensor, lse: torch.Tensor, rows: Rows, result: Tensors) -> 
         return
     call_out, call_lse = result
     select = rows.selector
-    # rows [n, H, D] and [n, H] of both sides -> merged rows of the same shapes
-    out[select], lse[select] = merge_partials(out[select], lse[select], call_out, call_lse)
+    row_out = out[select]  # [t, H, D] -> [n, H, D]: a view where the rows are a slice
+    row_lse = lse[select]  # [t, H] -> [n, H]
+    merge_into(row_out, row_lse, call_out, call_lse)
+    if isinstance(select, torch.Tensor):
+        out[select] = row_out
+        lse[select] = row_lse

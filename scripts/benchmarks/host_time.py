@@ -102,6 +102,7 @@ class CountingMode(TorchDispatchMode):
         "select.",
         "detach",
         "empty",
+        "new_empty",
         "unsqueeze",
         "squeeze",
         "permute",
