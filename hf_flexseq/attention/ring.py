@@ -181,7 +181,8 @@ class RingZone:
         """
         kv = torch.stack((k, v), dim=1)  # 2 x [t, Hkv, D] -> [t, 2, Hkv, D]
         out = torch.zeros(q.shape, dtype=lse_dtype(q.dtype), device=q.device)  # [t, H, D]
-        lse = out.new_full(q.shape[:2], -torch.inf)  # [t, H]
+        # In memory as kernels have it, so that whole rows need no copy on their way to a kernel.
+        lse = out.new_full((q.shape[1], q.shape[0]), -torch.inf).t()  # [H, t] -> [t, H]
         turns = self.turns
         pending = self._first_fetches(turns, (q,), kv)
         returned: deque[PendingReturn] = deque()
@@ -267,7 +268,7 @@ class RingZone:
             return ()
         k, v = kv.unbind(1)  # [m, 2, Hkv, D] -> 2 x [m, Hkv, D]
         out, lse = self.kernel.forward(q, k, v, turn.segments, scale=scale)
-        return out, lse.t().contiguous()  # lse [H, n] -> [n, H]
+        return out, lse.t()  # lse [H, n] -> [n, H]
 
     def _call_backward(
         self, turn: Turn, of_queries: Tensors, kv: torch.Tensor, scale: float
