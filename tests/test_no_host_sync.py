@@ -332,19 +332,19 @@ def left_on_the_host(host, device):
 
 
 def made_with(read):
-    """`merge_partials` that first does something with the log-sum-exp."""
+    """`merge_into` that first does something with the log-sum-exp."""
 
     def merge(out, lse, call_out, call_lse):
         read(lse)
-        return merge_partials(out, lse, call_out, call_lse)
+        merge_into(out, lse, call_out, call_lse)
 
-    merge_partials = ring.merge_partials
+    merge_into = ring.merge_into
     return merge
 
 
 def read_in_the_ring(read):
     """The fault of a ring that first does something with a log-sum-exp."""
-    return "balanced", ring, "merge_partials", made_with(read)
+    return "balanced", ring, "merge_into", made_with(read)
 
 
 # the groups, what is replaced where and by what, and words of the error

@@ -26,24 +26,15 @@ class ArrivingHeads(NamedTuple):
     """Tensors on their way to this rank, [my tokens, heads, head_dim] of every rank."""
 
     moving: AllToAll
-    tokens: Sequence[int]  # by rank: the tokens it sends of
+    tokens: int  # of all ranks
     heads: Sequence[int]  # by tensor: the heads that this rank is sent
     head_dim: int
 
     def wait(self) -> Tensors:
-        """Return every tensor as [all tokens, my heads, head_dim]."""
-        parts_by_tensor: list[list[torch.Tensor]] = [[] for _ in self.heads]
-        for flat, tokens in zip(self.moving.wait(), self.tokens, strict=True):
-            # [tokens of the rank * heads of all tensors * head_dim] -> one flat part per tensor
-            sizes = [tokens * heads * self.head_dim for heads in self.heads]
-            for parts, part in zip(parts_by_tensor, flat.split(sizes), strict=True):
-                parts.append(part)
-        all_tokens = sum(self.tokens)
-        tensors = []
-        for parts, heads in zip(parts_by_tensor, self.heads, strict=True):
-            # parts by rank -> [all tokens, my heads, head_dim]
-            tensors.append(torch.cat(parts).view(all_tokens, heads, self.head_dim))
-        return tuple(tensors)
+        """Return every tensor as [all tokens, my heads, head_dim], a view."""
+        # flat, by rank -> [all tokens, my heads of all tensors, head_dim]
+        together = self.moving.wait().view(self.tokens, sum(self.heads), self.head_dim)
+        return tuple(together.split(list(self.heads), dim=1))
 
 
 class ArrivingTokens(NamedTuple):
@@ -51,7 +42,6 @@ class ArrivingTokens(NamedTuple):
 
     moving: AllToAll
     head_ranges: Sequence[Sequence[slice]]  # by tensor, by rank: the heads that the rank sends
-    numels: Sequence[Sequence[int]]  # by rank, by tensor: elements that arrive here
     head_dim: int
 
 
@@ -78,23 +68,15 @@ class HeadExchange:
         head_ranges: by tensor, by rank, the heads that the rank is sent. message: number of the
         exchange among those of the group.
         """
-        head_dim = tensors[0].shape[2]
-
-        # 1. what leaves: a flat part for each rank, one tensor after the other
-        parts = []
-        for i in range(len(self.ranks)):
-            flat_heads = []
-            for x, ranges in zip(tensors, head_ranges, strict=True):
-                # [my tokens, all heads, head_dim] -> [my tokens * heads of rank i * head_dim]
-                flat_heads.append(x[:, ranges[i]].reshape(-1))
-            parts.append(torch.cat(flat_heads))
-
-        # 2. what arrives: my heads of every tensor, for the tokens of each rank
-        heads = [_heads_in(ranges[self.index]) for ranges in head_ranges]
-        numels = [tokens * sum(heads) * head_dim for tokens in self.tokens]
-
-        moving = self._post(parts, numels, message)
-        return ArrivingHeads(moving, self.tokens, heads, head_dim)
+        own_tokens, _, head_dim = tensors[0].shape
+        heads_by_rank = _heads_by_rank(head_ranges)
+        own_heads = [_heads_in(ranges[self.index]) for ranges in head_ranges]
+        sent_counts = [own_tokens * heads * head_dim for heads in heads_by_rank]
+        received_counts = [tokens * sum(own_heads) * head_dim for tokens in self.tokens]
+        # [my tokens, all heads, head_dim] -> [my tokens, heads of rank i, head_dim], by i, flat
+        sent = _dealt(tensors, head_ranges, sent_counts)
+        moving = self._post(sent, sent_counts, received_counts, message)
+        return ArrivingHeads(moving, sum(self.tokens), own_heads, head_dim)
 
     def head_to_seq(
         self, tensors: Tensors, head_ranges: Sequence[Sequence[slice]], *, message: int
@@ -105,23 +87,16 @@ class HeadExchange:
         exchange among those of the group. `wait_for_tokens` ends what is posted here.
         """
         head_dim = tensors[0].shape[2]
-        my_tokens = self.tokens[self.index]
-
-        # 1. what leaves: a flat part for each rank, one tensor after the other
-        # [all tokens, my heads, head_dim] -> [tokens of rank i, my heads, head_dim] by rank
-        tensors_by_rank = [x.split(list(self.tokens)) for x in tensors]
-        parts = []
-        for i in range(len(self.ranks)):
-            flat_tokens = [by_rank[i].reshape(-1) for by_rank in tensors_by_rank]
-            parts.append(torch.cat(flat_tokens))
-
-        # 2. what arrives: the heads of each rank, for my tokens
-        numels = []
-        for i in range(len(self.ranks)):
-            numels.append([my_tokens * _heads_in(ranges[i]) * head_dim for ranges in head_ranges])
-
-        moving = self._post(parts, [sum(sizes) for sizes in numels], message)
-        return ArrivingTokens(moving, head_ranges, numels, head_dim)
+        own_tokens = self.tokens[self.index]
+        own_heads = sum(x.shape[1] for x in tensors)
+        sent_counts = [tokens * own_heads * head_dim for tokens in self.tokens]
+        received_counts = []
+        for heads in _heads_by_rank(head_ranges):
+            received_counts.append(own_tokens * heads * head_dim)
+        # [all tokens, my heads, head_dim] -> [all tokens, my heads of all tensors, head_dim], flat
+        sent = torch.cat(tensors, dim=1).view(-1)
+        moving = self._post(sent, sent_counts, received_counts, message)
+        return ArrivingTokens(moving, head_ranges, head_dim)
 
     def wait_for_tokens(self, pieces: Sequence[ArrivingTokens]) -> Tensors:
         """Wait for all pieces of the heads, and return each tensor as [my tokens, all heads,
@@ -131,15 +106,39 @@ class HeadExchange:
         """
         totals: list[_HeadTotal] = []
         for piece in pieces:
-            flat_by_rank = piece.moving.wait()
+            received = piece.moving.wait()
             if not totals:
-                totals = self._empty_totals(pieces, like=flat_by_rank[0])
-            for i, flat in enumerate(flat_by_rank):
-                # [my tokens * heads of rank i * head_dim], one tensor after the other
-                parts = flat.split(list(piece.numels[i]))
-                for total, ranges, part in zip(totals, piece.head_ranges, parts, strict=True):
-                    total.add(part, ranges[i])
+                totals = self._empty_totals(pieces, like=received)
+            self._add_piece(totals, piece, received)
         return tuple(total.x for total in totals)
+
+    def _add_piece(
+        self, totals: Sequence["_HeadTotal"], piece: ArrivingTokens, received: torch.Tensor
+    ) -> None:
+        """Add a piece of the heads to the totals, one for each tensor.
+
+        received: of every rank, flat, [my tokens, its heads of all tensors, head_dim].
+        """
+        own_tokens = self.tokens[self.index]
+        ranks = len(self.ranks)
+        combs = _combs(piece.head_ranges, [total.x.shape[1] for total in totals])
+        if combs is not None:
+            widths = [comb.width for comb in combs]
+            shape = (ranks, own_tokens, sum(widths), piece.head_dim)
+            # flat, by rank -> [my tokens, ranks, heads of a rank, head_dim] per tensor
+            parts = received.view(shape).transpose(0, 1).split(widths, dim=2)
+            for total, comb, part in zip(totals, combs, parts, strict=True):
+                comb.of(total.x, ranks).copy_(part)
+            return
+        heads_by_rank = _heads_by_rank(piece.head_ranges)
+        counts = [own_tokens * heads * piece.head_dim for heads in heads_by_rank]
+        for i, flat in enumerate(received.split(counts)):
+            rows = flat.view(own_tokens, heads_by_rank[i], piece.head_dim)
+            ranges_of_rank = [ranges[i] for ranges in piece.head_ranges]
+            # [my tokens, heads of rank i, head_dim] -> one part per tensor
+            parts = rows.split([_heads_in(one) for one in ranges_of_rank], dim=1)
+            for total, one, part in zip(totals, ranges_of_rank, parts, strict=True):
+                total.add(part, one)
 
     def _empty_totals(
         self, pieces: Sequence[ArrivingTokens], *, like: torch.Tensor
@@ -153,14 +152,20 @@ class HeadExchange:
         return totals
 
     def _post(
-        self, parts: Sequence[torch.Tensor], numels: Sequence[int], message: int
+        self,
+        sent: torch.Tensor,
+        sent_counts: Sequence[int],
+        received_counts: Sequence[int],
+        message: int,
     ) -> AllToAll:
-        """Send parts[i], flat, to the i-th rank, and expect numels[i] elements from it."""
+        """Send sent_counts[i] elements of `sent`, flat, to the i-th rank, and expect
+        received_counts[i] from it."""
         return all_to_all(
             self.channel.communicator,
             self.ranks,
-            parts,
-            numels,
+            sent,
+            sent_counts,
+            received_counts,
             tag=self.channel.tag(message),
             label=self.channel.label(self._describe),
         )
@@ -196,14 +201,84 @@ class _HeadTotal:
             self.x = like.new_empty(tokens, heads, head_dim)
 
     def add(self, part: torch.Tensor, head_range: slice) -> None:
-        """Add a flat part [tokens * heads of the range * head_dim] to these heads."""
-        if not part.numel():
-            return
-        target = self.x[:, head_range]  # [tokens, heads of the range, head_dim]
+        """Add a part [tokens, heads of the range, head_dim] to these heads."""
+        target = self.x[:, head_range]
         if self._shared:
-            target.add_(part.view(target.shape))
+            target.add_(part)
         else:
-            target.copy_(part.view(target.shape))
+            target.copy_(part)
+
+
+# ---- heads by rank
+
+
+class Comb(NamedTuple):
+    """Heads that stand alike on all ranks: of each `stride` heads rank after rank has `width`,
+    from the one of number `start` on."""
+
+    start: int
+    width: int
+    stride: int
+
+    def of(self, x: torch.Tensor, ranks: int) -> torch.Tensor:
+        """Return a view of these heads: [tokens, all heads, head_dim] -> [tokens, ranks, width,
+        head_dim]."""
+        by_rank = x.unflatten(1, (ranks, self.stride))
+        return by_rank[:, :, self.start : self.start + self.width]
+
+
+def _combs(head_ranges: Sequence[Sequence[slice]], heads: Sequence[int]) -> list[Comb] | None:
+    """Return the heads of every tensor as a comb; None where those of one are no comb.
+
+    head_ranges: by tensor, by rank. heads: all heads of each tensor.
+    """
+    combs = []
+    for ranges, all_heads in zip(head_ranges, heads, strict=True):
+        stride, left = divmod(all_heads, len(ranges))
+        start = ranges[0].start
+        width = _heads_in(ranges[0])
+        if left or start + width > stride:
+            return None
+        for i, one in enumerate(ranges):
+            if one.start != start + i * stride or _heads_in(one) != width:
+                return None
+        combs.append(Comb(start, width, stride))
+    return combs
+
+
+def _dealt(
+    tensors: Tensors, head_ranges: Sequence[Sequence[slice]], counts: Sequence[int]
+) -> torch.Tensor:
+    """Return what each rank is sent, flat, by rank: [tokens, its heads of all tensors, head_dim].
+
+    tensors: [tokens, all heads, head_dim] each. head_ranges: by tensor, by rank, the heads of the
+    rank. counts: elements for each rank.
+    """
+    tokens, _, head_dim = tensors[0].shape
+    ranks = len(counts)
+    sent = tensors[0].new_empty(sum(counts))
+    combs = _combs(head_ranges, [x.shape[1] for x in tensors])
+    if combs is not None:
+        # [tokens, ranks, heads of a rank, head_dim] per tensor -> of all tensors together
+        columns = [comb.of(x, ranks) for x, comb in zip(tensors, combs, strict=True)]
+        together = sent.view(ranks, tokens, sum(comb.width for comb in combs), head_dim)
+        torch.cat(columns, dim=2, out=together.transpose(0, 1))
+        return sent
+    for i, flat in enumerate(sent.split(list(counts))):
+        heads = [x[:, ranges[i]] for x, ranges in zip(tensors, head_ranges, strict=True)]
+        torch.cat(heads, dim=1, out=flat.view(tokens, sum(x.shape[1] for x in heads), head_dim))
+    return sent
+
+
+def _heads_by_rank(head_ranges: Sequence[Sequence[slice]]) -> list[int]:
+    """Return how many heads of all tensors together each rank has.
+
+    head_ranges: by tensor, by rank.
+    """
+    heads = []
+    for ranges_of_rank in zip(*head_ranges, strict=True):
+        heads.append(sum(_heads_in(one) for one in ranges_of_rank))
+    return heads
 
 
 def _heads_in(head_range: slice) -> int:

@@ -59,7 +59,7 @@ from hf_flexseq.distributed.communicator import Channel, Exchange
 from hf_flexseq.distributed.routing import RoutedExchange
 from hf_flexseq.distributed.tags import EXCHANGES_IN_FLIGHT, ring_fetch, ring_return
 from hf_flexseq.kernels import Kernel, lse_dtype
-from hf_flexseq.kernels.merge import merge_partials
+from hf_flexseq.kernels.merge import merge_into
 from hf_flexseq.schedule.attention import ChunkKey
 from hf_flexseq.schedule.routing import NicFigures, Routing, make_routing
 from hf_flexseq.schedule.transfers import Fetch, RowBytes, fetch_transfers
@@ -181,7 +181,8 @@ class RingZone:
         """
         kv = torch.stack((k, v), dim=1)  # 2 x [t, Hkv, D] -> [t, 2, Hkv, D]
         out = torch.zeros(q.shape, dtype=lse_dtype(q.dtype), device=q.device)  # [t, H, D]
-        lse = out.new_full(q.shape[:2], -torch.inf)  # [t, H]
+        # In memory as kernels have it, so that whole rows need no copy on their way to a kernel.
+        lse = out.new_full((q.shape[1], q.shape[0]), -torch.inf).t()  # [H, t] -> [t, H]
         turns = self.turns
         pending = self._first_fetches(turns, (q,), kv)
         returned: deque[PendingReturn] = deque()
@@ -267,7 +268,7 @@ class RingZone:
             return ()
         k, v = kv.unbind(1)  # [m, 2, Hkv, D] -> 2 x [m, Hkv, D]
         out, lse = self.kernel.forward(q, k, v, turn.segments, scale=scale)
-        return out, lse.t().contiguous()  # lse [H, n] -> [n, H]
+        return out, lse.t()  # lse [H, n] -> [n, H]
 
     def _call_backward(
         self, turn: Turn, of_queries: Tensors, kv: torch.Tensor, scale: float
@@ -489,5 +490,9 @@ def merge(out: torch.Tensor, lse: torch.Tensor, rows: Rows, result: Tensors) -> 
         return
     call_out, call_lse = result
     select = rows.selector
-    # rows [n, H, D] and [n, H] of both sides -> merged rows of the same shapes
-    out[select], lse[select] = merge_partials(out[select], lse[select], call_out, call_lse)
+    row_out = out[select]  # [t, H, D] -> [n, H, D]: a view where the rows are a slice
+    row_lse = lse[select]  # [t, H] -> [n, H]
+    merge_into(row_out, row_lse, call_out, call_lse)
+    if isinstance(select, torch.Tensor):
+        out[select] = row_out
+        lse[select] = row_lse

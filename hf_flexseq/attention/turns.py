@@ -347,9 +347,16 @@ def _halves(turn: Turn) -> tuple[Turn, Turn]:
     for length, second in zip(turn.segments.q_lens, seconds, strict=True):
         firsts.append(length - second)
         all_halves += [length - second, second]
-    half_rows = turn.queries.rows.split(all_halves)
-    first_rows = _joined(half_rows[::2], device)
-    second_rows = _joined(half_rows[1::2], device)
+    rows = turn.queries.rows
+    if len(seconds) == 1 and not isinstance(rows.indices, torch.Tensor):
+        start = rows.selector.start or 0
+        middle = start + firsts[0]
+        first_rows = Rows(firsts[0], slice(start, middle))
+        second_rows = Rows(seconds[0], slice(middle, middle + seconds[0]))
+    else:
+        half_rows = rows.split(all_halves)
+        first_rows = _joined(half_rows[::2], device)
+        second_rows = _joined(half_rows[1::2], device)
 
     triangles = turn._replace(
         segments=Segments(all_halves, all_halves, causal=True, device=device)

@@ -15,13 +15,13 @@ class AllToAll:
 
     __slots__ = ("_pending", "_received")
 
-    def __init__(self, pending: Pending, received: list[torch.Tensor]) -> None:
-        """received: flat [elements], by rank, filled during `wait`."""
+    def __init__(self, pending: Pending, received: torch.Tensor) -> None:
+        """received: flat [elements from all ranks], filled during `wait`."""
         self._pending = pending
         self._received = received
 
-    def wait(self) -> list[torch.Tensor]:
-        """Return what each of the ranks has sent to this one, flat [elements], by rank."""
+    def wait(self) -> torch.Tensor:
+        """Return what the ranks have sent to this one, flat [elements from all ranks], by rank."""
         self._pending.wait()
         return self._received
 
@@ -29,38 +29,39 @@ class AllToAll:
 def all_to_all(
     communicator: Communicator,
     ranks: Sequence[int],
-    parts: Sequence[torch.Tensor],
-    numels: Sequence[int],
+    sent: torch.Tensor,
+    sent_counts: Sequence[int],
+    received_counts: Sequence[int],
     *,
     tag: int = UNTAGGED,
     label: Label = unnamed,
 ) -> AllToAll:
-    """Post the transfer of `parts[i]` to `ranks[i]` and of what that rank sends here.
+    """Post the transfer of sent_counts[i] elements to `ranks[i]`, and of received_counts[i]
+    elements from there.
 
-    ranks: contiguous global ranks, this one among them.
-    parts: one flat tensor [elements] per rank, all of one dtype.
-    numels: elements to expect from each rank.
-    On each rank: parts [elements to rank i], by i -> received [elements from rank i], by i.
+    ranks: contiguous global ranks, this one among them. sent: contiguous, flat [elements to all
+    ranks], by rank; nobody reads it afterwards.
+    On each rank: [elements to all ranks] -> [elements from all ranks].
     """
-    outgoing = torch.cat(list(parts))  # [elements to rank i], by i -> [all elements]
-    counts = [part.numel() for part in parts]
-    received = parts[0].new_empty(sum(numels))
-    results = list(received.split(list(numels)))  # views: [all elements] -> [from rank i], by i
+    received = sent.new_empty(sum(received_counts))
     block = communicator.blocks.get((ranks[0], ranks[-1] + 1))
     if block is not None:
-        pending = block.all_to_all(received, outgoing, numels, counts, label=label)
-        return AllToAll(pending, results)
+        pending = block.all_to_all(received, sent, received_counts, sent_counts, label=label)
+        return AllToAll(pending, received)
 
-    outgoing_parts = outgoing.split(counts)
     own = communicator.rank - ranks[0]
-    results[own].copy_(outgoing_parts[own])
     sends = []
     recvs = []
+    # views: [elements of all ranks] -> [elements of one rank], by rank
+    parts_out = sent.split(list(sent_counts))
+    parts_in = received.split(list(received_counts))
     for index, rank in enumerate(ranks):
-        if index != own:
-            sends.append((outgoing_parts[index], rank))
-            recvs.append((results[index], rank))
+        if index == own:
+            parts_in[own].copy_(parts_out[own])
+        else:
+            sends.append((parts_out[index], rank))
+            recvs.append((parts_in[index], rank))
     transfers = Transfers(
         communicator, sends=sends, recvs=recvs, tag=tag, label=label, scratch=True
     )
-    return AllToAll(transfers, results)
+    return AllToAll(transfers, received)

@@ -3,14 +3,30 @@
 A partial result is normalised over its own keys and brings the log-sum-exp of its scores. With
 
     lse = log(exp(lse_a) + exp(lse_b))
-    out = out_a * exp(lse_a - lse) + out_b * exp(lse_b - lse)
+    out = out_a + (out_b - out_a) * sigmoid(lse_b - lse_a)
 
 `out` is the softmax over both sets of keys and `lse` its log-sum-exp (Ring Attention, arXiv
-2310.01889; FlashAttention-2, arXiv 2307.08691, section 3.1). The weights are 1 at most and sum to
-1, so nothing overflows.
+2310.01889; FlashAttention-2, arXiv 2307.08691, section 3.1). The sigmoid is exp(lse_b - lse), the
+weight of the second result. It is at most 1, so nothing overflows, and it takes four operations
+where the two weights take eight.
 """
 
 import torch
+
+
+def merge_into(
+    out: torch.Tensor, lse: torch.Tensor, part_out: torch.Tensor, part_lse: torch.Tensor
+) -> None:
+    """Replace out [..., D] and lse [...] by the result over their keys and those of a part.
+
+    part_out: [..., D] in any floating dtype. out, lse, part_lse: float32 or float64, all of one
+    dtype. Of the leading dimensions heads or tokens may come first, as long as all four tensors
+    agree. A result over no keys has out = 0 and lse = -inf and changes nothing; at least one of
+    the two must have read a key, else the result is NaN.
+    """
+    weight = (part_lse - lse).sigmoid_().unsqueeze(-1)  # [...] -> [..., 1]
+    out.lerp_(part_out.to(out.dtype), weight)
+    torch.logaddexp(lse, part_lse, out=lse)
 
 
 def merge_partials(
@@ -19,11 +35,9 @@ def merge_partials(
     """Return out [..., D] and lse [...] over the keys of both partial results.
 
     out_a, out_b: [..., D] in any floating dtype. lse_a, lse_b: [...] in float32 or float64, which
-    is the dtype of the result. Of the leading dimensions heads or tokens may come first, as long
-    as all four tensors agree. A partial result over no keys has out = 0 and lse = -inf and changes
-    nothing; at least one of the two must have read a key, else the result is NaN.
+    is the dtype of the result. See `merge_into` for the rest.
     """
-    lse = torch.logaddexp(lse_a, lse_b)  # [...]
-    weight_a = (lse_a - lse).exp().unsqueeze(-1)  # [...] -> [..., 1]
-    weight_b = (lse_b - lse).exp().unsqueeze(-1)
-    return out_a * weight_a + out_b * weight_b, lse  # [..., D], [...]
+    out = out_a.to(lse_a.dtype, copy=True)
+    lse = lse_a.clone()
+    merge_into(out, lse, out_b, lse_b)
+    return out, lse

@@ -41,21 +41,25 @@ def even_layout(tokens: Sequence[int], topology: Topology) -> tuple[int, ...]:
     tokens move at all. tokens: [world_size] tokens of each rank in attention.
     """
     share, left = divmod(sum(tokens), topology.world_size)
+
+    def worth(rank: int) -> tuple[bool, int]:
+        """Return the place of a rank among those that may get one more: ascending."""
+        return tokens[rank] <= share, rank
+
+    # 1. Ranks whose one more keeps a token of their node from crossing: so many of each node as it
+    #    has tokens above the shares of its ranks.
+    keeping = []
+    for node in range(topology.nodes):
+        ranks = _ranks_of(node, topology)
+        spare = sum(tokens[rank] for rank in ranks) - share * len(ranks)
+        keeping += sorted(ranks, key=worth)[: max(spare, 0)]
+    larger = sorted(keeping, key=worth)[:left]
+    # 2. Then any others.
+    if len(larger) < left:
+        others = set(range(topology.world_size)).difference(larger)
+        larger += sorted(others, key=worth)[: left - len(larger)]
     even = [share] * topology.world_size
-    # Tokens of each node above the shares of its ranks: a larger share there keeps one from
-    # crossing.
-    spare = [0] * topology.nodes
-    for rank, count in enumerate(tokens):
-        spare[_node(rank, topology)] += count - share
-
-    def worth(rank: int) -> tuple[bool, bool, int]:
-        return spare[_node(rank, topology)] > 0, tokens[rank] > share, -rank
-
-    ranks = set(range(topology.world_size))
-    for _ in range(left):
-        rank = max(ranks, key=worth)
-        ranks.remove(rank)
-        spare[_node(rank, topology)] -= 1
+    for rank in larger:
         even[rank] += 1
     return tuple(even)
 

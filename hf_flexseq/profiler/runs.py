@@ -75,16 +75,14 @@ class AllToAllRun:
         self.communicator = communicator
         self.ranks = own_group(communicator, starts, degree)
         part_bytes = bytes_moved // ALL_TO_ALLS // degree
-        self.parts = []  # for each rank of the group a uint8 [part_bytes]
-        for _ in self.ranks:
-            self.parts.append(torch.zeros(part_bytes, dtype=torch.uint8, device=device))
+        self.sizes = [part_bytes] * len(self.ranks)  # by rank of the group
+        self.sent = torch.zeros(sum(self.sizes), dtype=torch.uint8, device=device)
 
     def __call__(self) -> None:
         if not self.ranks:
             return
-        sizes = [part.numel() for part in self.parts]
         for _ in range(ALL_TO_ALLS):
-            all_to_all(self.communicator, self.ranks, self.parts, sizes).wait()
+            all_to_all(self.communicator, self.ranks, self.sent, self.sizes, self.sizes).wait()
 
 
 class RingRun:
