@@ -79,7 +79,8 @@ def _gather_in_store(value: Any) -> list[Any]:
     rank = dist.get_rank()
     store.set(f"{name}/{rank}", json.dumps(value))
     if rank == 0:
-        values = [json.loads(store.get(f"{name}/{other}")) for other in range(dist.get_world_size())]
+        ranks = range(dist.get_world_size())
+        values = [json.loads(store.get(f"{name}/{other}")) for other in ranks]
         store.set(f"{name}/all", json.dumps(values))
     gathered: list[Any] = json.loads(store.get(f"{name}/all"))
     return gathered

@@ -67,8 +67,8 @@ class FlexSeqEngine:
         communicator: over all ranks; None makes one.
         timeout: of every exchange of that one; None takes the timeout of the job's group.
         executor: makes what runs the steps.
-        Raises ValueError or NotImplementedError for an accelerator, a cost model or a degree that
-        cannot work.
+        Raises ValueError or NotImplementedError for an accelerator, a cost model, a degree or a
+        plan trace that cannot work.
         """
         check_accelerator(accelerator, args)
         setup = EngineSetup.of(accelerator, args, communicator, timeout=timeout)
@@ -77,9 +77,9 @@ class FlexSeqEngine:
         self.accelerator = accelerator
         self.args = args
         self.communicator = setup.communicator
+        self._trace = PlanTrace(args.plan_trace, setup.communicator)
         self.executor = executor(setup)
         self._training: Lookahead | None = None
-        self._trace = PlanTrace(args.plan_trace, setup.communicator)
         # Dataloaders may be prepared before a model is attached.
         self._loader_settings = LoaderSettings(accelerator)
 
