@@ -163,16 +163,16 @@ class StageExecutor:
         base = self.stage.stack.model
         if model is not base:
             raise ValueError("the engine was made for another model")
-        self._former_attention = base.config._attn_implementation
-        base.set_attn_implementation(PIPELINE_NAME)
-        if self.stage.is_last:
-            self._chunked_loss = attach_chunked_loss(base)
         accelerator = self.setup.accelerator
         head_dim = attention_shape(base.config.get_text_config()).head_dim
         with Attempt() as choosing:  # a machine may lack what the others have
             kernel = choose_kernel(accelerator.device, compute_dtype(base, accelerator), head_dim)
         host = self.setup.communicator.host
         choosing.raise_together(host.gather_values, "choosing the attention kernel")
+        self._former_attention = base.config._attn_implementation
+        base.set_attn_implementation(PIPELINE_NAME)
+        if self.stage.is_last:
+            self._chunked_loss = attach_chunked_loss(base)
         self._pipeline = PipelineExecutor(
             self.stage, self.neighbours, kernel, sharing=self.sharing
         )
