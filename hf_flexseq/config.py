@@ -94,7 +94,12 @@ class FlexSeqArguments:
     )
     plan_trace: str | None = field(
         default=None,
-        metadata={"help": "JSONL file that receives every step's plan with its measured seconds."},
+        metadata={
+            "help": (
+                "JSONL file, in a folder that is there, that receives every step's plan with its "
+                "measured seconds."
+            )
+        },
     )
     attention_remat: bool = field(
         default=True,

@@ -5,21 +5,32 @@ Backends are asked for by device, never by the name of the job's group: that may
 
 A process may have any number of trainers, one after the other. They share one transport, and with
 it all groups and lanes, as long as the job's own process group lives.
+
+What one machine alone does not allow is refused on all ranks. There is no group of ours yet by
+which they could tell each other: they do so in the store by which the job has found together.
 """
 
+import json
 from datetime import timedelta
+from itertools import count
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from hf_flexseq.distributed.agreement import Attempt
 from hf_flexseq.distributed.gloo import GlooTransport
 from hf_flexseq.distributed.lone import LoneTransport
 from hf_flexseq.distributed.nccl import NcclTransport
+from hf_flexseq.distributed.process_groups import reserve_descriptors
 from hf_flexseq.distributed.transport import Capabilities, Transport
 
 # The transports of this process, by device and timeout, and the job's group they belong to.
 _transports: dict[tuple[torch.device, timedelta], Transport] = {}
 _job: dist.ProcessGroup | None = None
+
+# Numbers the exchanges in the store. It goes on with the next job, whose store may be the same.
+_exchanges = count()
 
 
 def connect(device: torch.device | None = None, *, timeout: timedelta | None = None) -> Transport:
@@ -28,8 +39,8 @@ def connect(device: torch.device | None = None, *, timeout: timedelta | None = N
 
     device: None takes the current CUDA device if the job has a backend for it, else the CPU.
     timeout: of every exchange; None takes that of the job's own group.
-    Raises ValueError for a timeout that is not positive, and for a device whose backend cannot
-    carry what plans need.
+    Raises ValueError for a timeout that is not positive, for a device whose backend cannot carry
+    what plans need, and, on all ranks, where one of them may not open enough descriptors.
     """
     global _job
     if timeout is not None and timeout <= timedelta(0):
@@ -51,8 +62,28 @@ def connect(device: torch.device | None = None, *, timeout: timedelta | None = N
     key = (device, timeout)
     if key not in _transports:
         kind = _transport_kind(backend, device)
+        with Attempt() as reserving:
+            reserve_descriptors(kind.meshes * dist.get_world_size())
+        reserving.raise_together(_gather_in_store, "connecting to the others")
         _transports[key] = kind(timeout, device)
     return _transports[key]
+
+
+def _gather_in_store(value: Any) -> list[Any]:
+    """Return the value of every rank, by rank: plain JSON values. Collective over the world.
+
+    Rank 0 collects them, so that the work grows with the number of ranks and not with its square.
+    """
+    store = dist.distributed_c10d._get_default_store()
+    name = f"hf_flexseq/{next(_exchanges)}"
+    rank = dist.get_rank()
+    store.set(f"{name}/{rank}", json.dumps(value))
+    if rank == 0:
+        ranks = range(dist.get_world_size())
+        values = [json.loads(store.get(f"{name}/{other}")) for other in ranks]
+        store.set(f"{name}/all", json.dumps(values))
+    gathered: list[Any] = json.loads(store.get(f"{name}/all"))
+    return gathered
 
 
 def capabilities_on(device: torch.device) -> Capabilities:

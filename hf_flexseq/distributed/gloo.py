@@ -23,7 +23,6 @@ from hf_flexseq.distributed.process_groups import (
     ProcessGroupRanks,
     new_group,
     post_transfers,
-    reserve_descriptors,
 )
 from hf_flexseq.distributed.transport import (
     Capabilities,
@@ -34,8 +33,6 @@ from hf_flexseq.distributed.transport import (
     unnamed,
 )
 
-MESHES = 2  # groups in which each rank is connected to every other one
-
 
 class GlooTransport:
     """One rank's way to all others over gloo."""
@@ -43,6 +40,7 @@ class GlooTransport:
     __slots__ = ("_groups", "_messages", "host", "rank", "world_size")
 
     capabilities = Capabilities(ordered=False, waits_on_stream=False)
+    meshes = 2  # groups in which each rank is connected to every other one
 
     def __init__(self, timeout: timedelta, device: torch.device) -> None:
         """Make the groups of all ranks. Collective over the world.
@@ -52,7 +50,6 @@ class GlooTransport:
         assert device.type == "cpu", f"gloo carries no messages on {device.type}"
         self.rank = dist.get_rank()
         self.world_size = dist.get_world_size()
-        reserve_descriptors(MESHES * self.world_size)
         self.host = GlooHost(timeout)
         self._messages = dist.new_group(backend="gloo", timeout=timeout)
         self._groups = OpenGroups(

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from hf_flexseq.distributed.transport import (
+    DEFAULT_TIMEOUT,
     Capabilities,
     Label,
     Lane,
@@ -20,10 +21,11 @@ from hf_flexseq.distributed.transport import (
 class LoneHost:
     """Exchanges of one rank with itself."""
 
-    __slots__ = ("phase",)
+    __slots__ = ("phase", "timeout")
 
     def __init__(self) -> None:
         self.phase = "the start"
+        self.timeout = DEFAULT_TIMEOUT
 
     def gather_ints(self, values: list[int]) -> list[list[int]]:
         """Return the list of the only rank."""

@@ -26,7 +26,6 @@ from hf_flexseq.distributed.process_groups import (
     ProcessGroupRanks,
     new_group,
     post_transfers,
-    reserve_descriptors,
 )
 from hf_flexseq.distributed.tags import UNTAGGED
 from hf_flexseq.distributed.transport import (
@@ -56,6 +55,7 @@ class NcclTransport:
     )
 
     capabilities = Capabilities(ordered=True, waits_on_stream=True, fast_collectives=True)
+    meshes = 1  # groups in which each rank has a socket to every other one: that of the host
 
     def __init__(self, timeout: timedelta, device: torch.device) -> None:
         """Make the host's group. Collective over the world.
@@ -64,7 +64,6 @@ class NcclTransport:
         """
         self.rank = dist.get_rank()
         self.world_size = dist.get_world_size()
-        reserve_descriptors(self.world_size)
         self.host = GlooHost(timeout)
         self._timeout = timeout
         self._device = device

@@ -278,10 +278,11 @@ class GlooHost:
     ranks wait for each other in a chain, and none is told who broke it.
     """
 
-    __slots__ = ("_group", "_rank", "_world_size", "phase")
+    __slots__ = ("_group", "_rank", "_world_size", "phase", "timeout")
 
     def __init__(self, timeout: timedelta) -> None:
         """Make the group. Collective over the world."""
+        self.timeout = timeout
         self._group = dist.new_group(backend="gloo", timeout=timeout)
         self._rank = dist.get_rank()
         self._world_size = dist.get_world_size()

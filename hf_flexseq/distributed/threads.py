@@ -43,6 +43,7 @@ from hf_flexseq.distributed.matching import (
     ThreadTransfers,
 )
 from hf_flexseq.distributed.transport import (
+    DEFAULT_TIMEOUT,
     Capabilities,
     Label,
     Lane,
@@ -393,14 +394,16 @@ def _kind(tensor: torch.Tensor) -> str:
 class ThreadHost:
     """Exchanges of values between the ranks; see `HostGroup`.
 
-    Values are handed over as they are, so nobody may change them afterwards.
+    Values are handed over as they are, so nobody may change them afterwards. No rank waits by the
+    clock: the timeout is for those who wait for something else.
     """
 
-    __slots__ = ("_transport", "phase")
+    __slots__ = ("_transport", "phase", "timeout")
 
     def __init__(self, transport: ThreadTransport) -> None:
         self._transport = transport
         self.phase = "the start"
+        self.timeout = DEFAULT_TIMEOUT
 
     def gather_values(self, value: Any) -> list[Any]:
         """See `HostGroup.gather_values`."""

@@ -29,6 +29,7 @@ Whoever posts keeps to three rules, on every transport:
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -38,6 +39,9 @@ import torch.distributed as dist
 Label = Callable[[int, bool], str]
 
 Parts = tuple[tuple[int, ...], ...]  # disjoint sets of global ranks
+
+# of exchanges on the host where no process group says otherwise; that of torch's own groups
+DEFAULT_TIMEOUT = timedelta(minutes=30)
 
 
 def unnamed(peer: int, sent: bool) -> str:
@@ -141,6 +145,9 @@ class HostGroup(Protocol):
 
     phase: str
     """What the exchanges to come belong to, e.g. "step 12, gathering figures"."""
+
+    timeout: timedelta
+    """How long a rank waits for the others in an exchange."""
 
     def gather_ints(self, values: list[int]) -> list[list[int]]:
         """Return the list of every rank, by rank; the lists may differ in length."""

@@ -34,6 +34,7 @@ from torch import nn
 
 from hf_flexseq.config import FlexSeqArguments
 from hf_flexseq.cost import CostModel
+from hf_flexseq.distributed.agreement import Attempt
 from hf_flexseq.distributed.communicator import Communicator
 from hf_flexseq.hf.executors import EngineSetup, Executor, ForwardBackward, WholeModelExecutor
 from hf_flexseq.hf.loaders import batches_on_host
@@ -66,8 +67,8 @@ class FlexSeqEngine:
         communicator: over all ranks; None makes one.
         timeout: of every exchange of that one; None takes the timeout of the job's group.
         executor: makes what runs the steps.
-        Raises ValueError or NotImplementedError for an accelerator, a cost model or a degree that
-        cannot work.
+        Raises ValueError or NotImplementedError for an accelerator, a cost model, a degree or a
+        plan trace that cannot work.
         """
         check_accelerator(accelerator, args)
         setup = EngineSetup.of(accelerator, args, communicator, timeout=timeout)
@@ -76,9 +77,9 @@ class FlexSeqEngine:
         self.accelerator = accelerator
         self.args = args
         self.communicator = setup.communicator
+        self._trace = PlanTrace(args.plan_trace, setup.communicator)
         self.executor = executor(setup)
         self._training: Lookahead | None = None
-        self._trace = PlanTrace(args.plan_trace, setup.communicator)
         # Dataloaders may be prepared before a model is attached.
         self._loader_settings = LoaderSettings(accelerator)
 
@@ -135,15 +136,19 @@ class FlexSeqEngine:
 
     # ---- drawing steps
 
-    def next_step(self, iterator: Iterator[Mapping[str, Any]], num_batches: int) -> Step | None:
+    def next_step(
+        self, iterator: Iterator[Mapping[str, Any]], num_batches: int, *, first_number: int = 0
+    ) -> Step | None:
         """Return the next training step, of `num_batches` batches per rank; None when no rank has
         data left. Collective over the world.
 
+        first_number: of the first step since the model was attached, e.g. how many steps earlier
+            runs made; of no effect on later ones.
         Raises RuntimeError when no model is attached, PlanInfeasible when a sequence fits nowhere.
         """
         self._check_attached()
         if self._training is None:
-            self._training = self._lookahead(self.args.lookahead)
+            self._training = self._lookahead(self.args.lookahead, first_number)
         return self._next(self._training, iterator, num_batches)
 
     def evaluation_steps(self, batches: Iterable[Mapping[str, Any]]) -> Iterator[Step]:
@@ -156,27 +161,40 @@ class FlexSeqEngine:
             yield step
 
     def steps(
-        self, dataloader: Iterable[Mapping[str, Any]], accumulation: int = 1
+        self,
+        dataloader: Iterable[Mapping[str, Any]],
+        accumulation: int = 1,
+        *,
+        first_number: int = 0,
     ) -> Iterator["EngineStep"]:
         """Yield the steps of one pass over a prepared dataloader, of `accumulation` batches per
-        rank. Collective over the world."""
+        rank. Collective over the world.
+
+        first_number: see `next_step`; for a loop that goes on where an earlier one ended.
+        """
         with batches_on_host(dataloader):
             iterator = iter(dataloader)
-            while (step := self.next_step(iterator, accumulation)) is not None:
+            while (
+                step := self.next_step(iterator, accumulation, first_number=first_number)
+            ) is not None:
                 yield EngineStep(self, step)
                 self.finish(step)
 
-    def _lookahead(self, steps: int) -> Lookahead:
-        """Return a Lookahead over so many steps, with the planner on rank 0."""
+    def _lookahead(self, steps: int, first_number: int = 0) -> Lookahead:
+        """Return a Lookahead over so many steps, with the planner on rank 0. Collective over the
+        world."""
         planner = None
-        if self.communicator.rank == 0:
-            planner = self.executor.planner(ahead=steps > 0)
+        with Attempt() as starting:  # a process may be one too many for the machine
+            if self.communicator.rank == 0:
+                planner = self.executor.planner(ahead=steps > 0)
+        starting.raise_together(self.communicator.host.gather_values, "starting the planner")
         return Lookahead(
             self.communicator,
             planner,
             steps,
             check=self.executor.check,
             read=self.executor.read,
+            first_number=first_number,
         )
 
     def _next(
@@ -187,7 +205,7 @@ class FlexSeqEngine:
         if drawn_and_planned is None:
             return None
         drawn, plan = drawn_and_planned
-        if drawn.number == 0:
+        if drawn.request == 0:
             for note in plan.notes:
                 logger.info("%s", note)
         self.communicator.host.phase = f"step {drawn.number}, exchanging tokens"

@@ -29,6 +29,7 @@ from hf_flexseq.config import FlexSeqArguments
 from hf_flexseq.cost import CostModel
 from hf_flexseq.cost.presets import load_cost_model
 from hf_flexseq.cost.sharding import replicated
+from hf_flexseq.distributed.agreement import Attempt
 from hf_flexseq.distributed.communicator import Communicator
 from hf_flexseq.distributed.connect import connect
 from hf_flexseq.hf.attention import NAME
@@ -83,38 +84,54 @@ class EngineSetup:
         *,
         timeout: timedelta | None = None,
     ) -> "EngineSetup":
-        """Load the named cost model and connect the ranks, unless `communicator` does already.
+        """Connect the ranks, unless `communicator` does already, and load the named cost model.
+        Collective over the world.
 
-        timeout: of every exchange; None takes that of the job's group. Raises ValueError for a
-        cost model that does not exist, and where the ranks cannot be connected.
+        timeout: of every exchange; None takes that of the job's group. Raises ValueError, on all
+        ranks, for a cost model that does not exist on rank 0's machine, and where the ranks cannot
+        be connected.
         """
-        named = None
-        if args.cost_model not in MADE_FOR_THE_MODEL:
-            named = load_cost_model(args.cost_model)
         if communicator is None:
             communicator = Communicator(transport=connect(accelerator.device, timeout=timeout))
         return cls(
             accelerator=accelerator,
             args=args,
             communicator=communicator,
-            named_cost=named,
+            named_cost=_named_cost(args.cost_model, communicator),
         )
 
     def cost_of(self, model: PreTrainedModel, *, attention_remat: bool = True) -> CostModel:
-        """Return the cost model for training `model`. Collective over the world unless the user
-        has named one.
+        """Return the cost model for training `model`, on all ranks that of rank 0. Collective over
+        the world.
 
         attention_remat: whether checkpointed layers keep their attention.
         """
         if self.named_cost is not None:
-            return replicated(self.named_cost, replicas(model, self.accelerator))
-        return cost_model_for(
-            self.args.cost_model,
-            model,
-            self.accelerator,
-            self.communicator,
-            attention_remat=attention_remat,
-        )
+            cost = replicated(self.named_cost, replicas(model, self.accelerator))
+        else:
+            cost = cost_model_for(
+                self.args.cost_model,
+                model,
+                self.accelerator,
+                self.communicator,
+                attention_remat=attention_remat,
+            )
+        # Machines may have memories of different sizes: rank 0's counts.
+        return CostModel.from_record(self.communicator.host.broadcast_value(cost.to_record()))
+
+
+def _named_cost(name: str, communicator: Communicator) -> CostModel | None:
+    """Return the cost model that the user has named, as rank 0 has it: a file may differ from
+    machine to machine, or be on one alone. None for one that is measured or estimated. Collective
+    over the world."""
+    if name in MADE_FOR_THE_MODEL:
+        return None
+    record = None
+    with Attempt() as loading:
+        if communicator.rank == 0:
+            record = load_cost_model(name).to_record()
+    loading.raise_together(communicator.host.gather_values, "loading the cost model")
+    return CostModel.from_record(communicator.host.broadcast_value(record))
 
 
 class TrainerHooks(Protocol):
@@ -264,9 +281,7 @@ class WholeModelExecutor:
         )
         if is_ordered and not self.lockstep:
             communicator.open_world()  # for gradients: no group is made in a step
-        # A file of a cost model may differ from node to node: rank 0's counts.
-        own_cost = self.setup.cost_of(base, attention_remat=args.attention_remat)
-        cost = CostModel.from_record(communicator.host.broadcast_value(own_cost.to_record()))
+        cost = self.setup.cost_of(base, attention_remat=args.attention_remat)
         self.cost = cost
         cost.strategies(args.strategy)  # raises for one that it has no figures for
         self._open_blocks(cost)
@@ -367,8 +382,8 @@ class WholeModelExecutor:
         """Bring the drawn tokens to the ranks that the plan names. Collective over the world."""
         communicator = self.setup.communicator
         device = self.setup.accelerator.device
-        if self.kernel is None and self.setup.args.deterministic and communicator.rank == 0:
-            self._log_slowdown(self._chosen_kernel(), max(plan.lengths))
+        if self.kernel is None:
+            self.kernel = self._choose_kernel(max(plan.lengths))
 
         # 1. what this rank holds in each micro-batch: first as the groups do, then as remapped
         shards = shards_of(plan, communicator.rank, communicator.topology)
@@ -390,10 +405,11 @@ class WholeModelExecutor:
     def _make_context(self, shard: Shard) -> SequenceContext:
         """Return what attention is told about one shard."""
         args = self.setup.args
+        assert self.kernel is not None, "deal chooses the kernel first"
         return SequenceContext(
             shard,
             self.setup.communicator,
-            self._chosen_kernel(),
+            self.kernel,
             self.setup.accelerator.device,
             attention_remat=args.attention_remat,
             deterministic=args.deterministic,
@@ -462,17 +478,25 @@ class WholeModelExecutor:
 
     # ---- the kernel
 
-    def _chosen_kernel(self) -> Kernel:
-        """Return the kernel of all steps, chosen with the first one."""
-        if self.kernel is None:
-            device = self.setup.accelerator.device
-            self.kernel = choose_kernel(
-                device,
+    def _choose_kernel(self, longest: int) -> Kernel:
+        """Return the kernel of all steps. Collective over the world: a machine may lack what the
+        others have.
+
+        longest: tokens of the longest sequence of the first step.
+        """
+        args = self.setup.args
+        communicator = self.setup.communicator
+        with Attempt() as choosing:
+            kernel = choose_kernel(
+                self.setup.accelerator.device,
                 self._compute_dtype(),
                 self._shape().head_dim,
-                repeatable_keys=BLOCK if self.setup.args.deterministic else 0,
+                repeatable_keys=BLOCK if args.deterministic else 0,
             )
-        return self.kernel
+            if args.deterministic and communicator.rank == 0:
+                self._log_slowdown(kernel, longest)
+        choosing.raise_together(communicator.host.gather_values, "choosing the attention kernel")
+        return kernel
 
     def _log_slowdown(self, kernel: Kernel, longest: int) -> None:
         """Measure on rank 0 how much longer deterministic attention takes, and log it. The other

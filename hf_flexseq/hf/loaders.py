@@ -1,13 +1,15 @@
 """Dataloaders that differ from a given one in a single respect."""
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from itertools import islice
 from typing import Any
 
 from accelerate.data_loader import BatchSamplerShard, DataLoaderShard, IterableDatasetShard
 
 from hf_flexseq.distributed.communicator import Communicator
+
+NO_LENGTH = -1  # of a stream, among lengths of loaders
 
 
 class LoaderProxy:
@@ -57,15 +59,14 @@ class LongestLoader(LoaderProxy):
 
     @classmethod
     def over(cls, dataloader: Any, communicator: Communicator) -> Any:
-        """Return `dataloader` itself when all ranks' lengths agree, or when it has none.
+        """Return `dataloader` itself when all ranks' lengths agree, or when one of them has none.
         Collective over the world."""
-        try:
+        own = NO_LENGTH
+        with suppress(TypeError):
             own = len(dataloader)
-        except TypeError:
-            return dataloader
         lengths = [length for (length,) in communicator.host.gather_ints([own])]
         longest = max(lengths)
-        if longest == own:
+        if longest == own or NO_LENGTH in lengths:
             return dataloader
         return cls(dataloader, longest)
 

@@ -183,7 +183,9 @@ class FlexSeqMixin(_Trainer):
     ) -> tuple[list[StepItem], torch.Tensor | None]:
         """Return `num_batches` items, of which the last one is the planned step, and the step's
         target tokens; no item when no rank has data left."""
-        step = self.flexseq.next_step(epoch_iterator, num_batches)
+        step = self.flexseq.next_step(
+            epoch_iterator, num_batches, first_number=self.state.global_step
+        )
         if step is None:
             return [], None
         # Filled on the device: a tensor made of the number would be copied there, and waited for.

@@ -8,7 +8,6 @@ sense and is not there. What a model must be is in `model/checks.py`, what an ex
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -32,8 +31,6 @@ def check_accelerator(accelerator: Accelerator, args: FlexSeqArguments) -> None:
     hf_flexseq."""
     _check_parallelism(accelerator)
     _check_loaders(accelerator, args)
-    if args.plan_trace is not None and Path(args.plan_trace).is_dir():
-        raise ValueError(f"plan_trace={args.plan_trace!r} is a folder; give the path of a file")
     if accelerator.state.dynamo_plugin.backend != DynamoBackend.NO:
         raise NotImplementedError(
             "torch.compile (dynamo_backend): every step has new shapes; leave it at 'no'"

@@ -8,9 +8,12 @@ step is all of them in one row. A plan then says which rank holds which slice of
 
 Both find out what this rank sends to whom, and leave the sending to `TokenExchange`: one
 all-to-all per dtype brings every token to where it is wanted. Sender and receiver walk through the
-plan in the same order, so that nothing but tokens has to be sent.
+plan in the same order, so that nothing but tokens has to be sent. For that all rows of a step have
+the same columns (`common_dtypes`), also that of a rank which drew nothing.
 """
 
+import hashlib
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
@@ -20,6 +23,7 @@ import torch
 
 from hf_flexseq.config import IGNORE_INDEX
 from hf_flexseq.distributed.communicator import Communicator
+from hf_flexseq.distributed.transport import HostGroup
 from hf_flexseq.plan import Plan
 from hf_flexseq.plan.replicas import StepPlan
 from hf_flexseq.plan.shard import Shard, Slice, group_slices
@@ -27,13 +31,16 @@ from hf_flexseq.steps.collator import LENGTHS
 
 Columns = dict[str, torch.Tensor]
 
+NO_COLUMNS = 0  # the signature of a row without any
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SourceRow:
     """The sequences that this rank drew for one step, one after the other."""
 
     columns: Columns
-    """Tensors of [tokens] on the CPU by name; empty when the rank drew nothing."""
+    """Tensors of [tokens] on the CPU by name; none as long as a rank that drew nothing has not
+    been told by the others."""
 
     lengths: tuple[int, ...]
     """Tokens of each sequence."""
@@ -45,16 +52,74 @@ class SourceRow:
             return 0
         return int((self.columns["labels"] != IGNORE_INDEX).sum())
 
+    @property
+    def dtypes(self) -> dict[str, str]:
+        """Names of dtypes, such as `int64`, by column."""
+        return {name: _dtype_name(value.dtype) for name, value in self.columns.items()}
+
+    @property
+    def signature(self) -> int:
+        """A number that tells names and dtypes of the columns, below 2^56 on every rank alike;
+        NO_COLUMNS for none."""
+        if not self.columns:
+            return NO_COLUMNS
+        text = json.dumps(self.dtypes, sort_keys=True)
+        return int.from_bytes(hashlib.sha256(text.encode()).digest()[:7])
+
+    def with_columns(self, dtypes: Mapping[str, str]) -> "SourceRow":
+        """Return this row; in place of one that has no columns, one with columns of [0]."""
+        if self.columns:
+            return self
+        columns = {name: torch.empty(0, dtype=getattr(torch, d)) for name, d in dtypes.items()}
+        return SourceRow(columns=columns, lengths=())
+
+
+def _dtype_name(dtype: torch.dtype) -> str:
+    """Return the name of a dtype, such as `int64`."""
+    return str(dtype).removeprefix("torch.")
+
+
+def common_dtypes(row: SourceRow, host: HostGroup) -> dict[str, str]:
+    """Return the name of the dtype of each column that the rows of all ranks have, as a rank has
+    them that drew something. Collective over the world.
+
+    Raises ValueError, on every rank, where ranks drew different columns.
+    """
+    known: dict[str, str] = {}
+    known_of = 0  # the rank that has them
+    for rank, dtypes in enumerate(host.gather_values(row.dtypes)):
+        if not dtypes:
+            continue
+        if not known:
+            known, known_of = dtypes, rank
+        if dtypes != known:
+            raise ValueError(
+                f"ranks drew different columns in {host.phase}: "
+                f"rank {known_of} {_beside(known, dtypes)}, rank {rank} {_beside(dtypes, known)}"
+            )
+    return known
+
+
+def _beside(dtypes: Mapping[str, str], others: Mapping[str, str]) -> str:
+    """Return what `dtypes` has that the others have not, for people."""
+    own = [f"{name}: {dtype}" for name, dtype in dtypes.items() if others.get(name) != dtype]
+    return ", ".join(own) or "without"
+
 
 def source_row(batches: Sequence[Mapping[str, Any]]) -> SourceRow:
     """Join the batches of one step, each of columns [1, tokens], into one row.
 
     Raises ValueError for a batch that DataCollatorForFlexSeq did not make.
     """
-    for batch in batches:
-        _check_batch(batch)
     if not batches:
         return SourceRow(columns={}, lengths=())
+    for batch in batches:
+        _check_batch(batch)
+        if set(batch) != set(batches[0]):
+            raise ValueError(
+                f"a batch has the keys {sorted(batch)}, another one of its step "
+                f"{sorted(batches[0])}"
+            )
     # shift_labels repeats labels, which are already shifted: it is not sent a second time.
     names = [name for name in batches[0] if name not in (LENGTHS, "shift_labels")]
     columns = {}
@@ -87,7 +152,6 @@ class TokenExchange:
 
     def __init__(self, communicator: Communicator) -> None:
         self.communicator = communicator
-        self._dtypes: dict[str, torch.dtype] | None = None  # by column, agreed with the first step
 
     def __call__(
         self,
@@ -99,13 +163,13 @@ class TokenExchange:
         """Return this rank's columns, each [tokens], one dict per entry of `wanted`. Collective
         over the world.
 
-        row: what this rank drew.
+        row: what this rank drew, with the columns that the rows of all ranks have.
         sources: the rank that drew each sequence.
         outgoing: for each rank, the slices of `row` to send to it.
         wanted: the slices of sequences that this rank gets, for each micro-batch or chunk.
-        Raises ValueError on every rank when the ranks' columns differ.
         """
-        dtypes = self._agreed_dtypes(row)
+        # Ranks may have their columns in different orders.
+        dtypes = {name: row.columns[name].dtype for name in sorted(row.columns)}
         slices: list[slice] = []  # in the order of sending
         counts: list[int] = []  # tokens for each rank
         for slices_of_rank in outgoing:
@@ -113,10 +177,9 @@ class TokenExchange:
             counts.append(sum(part.stop - part.start for part in slices_of_rank))
 
         results: list[Columns] = [{} for _ in wanted]
-        for dtype in dict.fromkeys(dtypes.values()):
+        for dtype in sorted(set(dtypes.values()), key=_dtype_name):
             names = [name for name, other in dtypes.items() if other == dtype]
-            empty = torch.empty(0, dtype=dtype)  # where this rank drew nothing
-            drawn = torch.stack([row.columns.get(name, empty) for name in names])  # [names, drawn]
+            drawn = torch.stack([row.columns[name] for name in names])  # [names, drawn]
             parts = [drawn[:, part] for part in slices]
             sent = torch.cat([drawn[:, :0], *parts], dim=1)  # [names, drawn] -> [names, sent]
             # [names, sent] -> by source, [names, received from it]
@@ -124,21 +187,6 @@ class TokenExchange:
             for result, arranged in zip(results, _arrange(received, wanted, sources), strict=True):
                 result.update(zip(names, arranged.unbind(0), strict=True))  # each [tokens]
         return results
-
-    def _agreed_dtypes(self, row: SourceRow) -> dict[str, torch.dtype]:
-        """Return the dtype of each column, agreed on once: a rank may draw nothing and know none
-        of them."""
-        own = {name: value.dtype for name, value in row.columns.items()}
-        if self._dtypes is None:
-            named = {name: str(dtype).removeprefix("torch.") for name, dtype in own.items()}
-            gathered = self.communicator.host.gather_values(named)
-            known = [dtypes for dtypes in gathered if dtypes]
-            if any(dtypes != known[0] for dtypes in known):
-                raise ValueError(f"ranks collate different columns: {known}")
-            self._dtypes = {name: getattr(torch, dtype) for name, dtype in known[0].items()}
-        if own and own != self._dtypes:
-            raise ValueError(f"this step's columns {own} are not the first step's {self._dtypes}")
-        return self._dtypes
 
 
 def _arrange(
@@ -189,10 +237,9 @@ class RowExchange:
         """Return this rank's columns, each [tokens], for every micro-batch. Collective over the
         world.
 
-        row: what this rank drew.
+        row: what this rank drew, with the columns that the rows of all ranks have.
         sources: the rank that drew each sequence.
         shards: this rank's, one for each micro-batch.
-        Raises ValueError on every rank when the ranks' columns differ.
         """
         outgoing = self._outgoing(row, plan, sources)
         wanted = [tuple(shard.slices) for shard in shards]
@@ -253,10 +300,9 @@ class ChunkExchange:
     ) -> list[Columns]:
         """Return the columns of all chunks of `replica`, each [tokens]. Collective over the world.
 
-        row: what this rank drew.
+        row: what this rank drew, with the columns that the rows of all ranks have.
         sources: the rank that drew each sequence.
         replica: the one that this rank works for.
-        Raises ValueError on every rank when the ranks' columns differ.
         """
         outgoing = self._outgoing(row, plan, sources)
         wanted = [chunk.slices for chunk in plan.chunks(replica)]

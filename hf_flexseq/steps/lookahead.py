@@ -10,19 +10,32 @@ For each step:
 
 Every collective is called on the main thread and in the order of the steps, so that ranks cannot
 disagree on what comes next; only the solving is elsewhere.
+
+What goes wrong on one rank is raised on all of them. A rank whose data cannot be drawn says so in
+place of its lengths. Rank 0 waits for the planner as long as ranks wait for each other; all that
+time it tells them every few seconds that it still waits, so that none of them gives it up, however
+late it came to ask. Rejected: that rank 0 gives up a little earlier than the others, who may have
+been waiting for it since long before.
 """
 
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from typing import Any
 
+from hf_flexseq.distributed.agreement import Attempt
 from hf_flexseq.distributed.communicator import Communicator
 from hf_flexseq.plan import PlanInfeasible
 from hf_flexseq.planner.process.client import Planner
-from hf_flexseq.steps.exchange import SourceRow, source_row
+from hf_flexseq.steps.exchange import NO_COLUMNS, SourceRow, common_dtypes, source_row
+
+FAILED = -1  # in place of the target tokens of a rank whose data could not be drawn
+
+# Rank 0 tells the others so often that it still waits for the planner.
+ROUND_S = 5.0
+ROUNDS = 4  # in a timeout that is shorter than so many rounds
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -30,10 +43,13 @@ class DrawnStep:
     """An optimizer step as drawn, before it is planned."""
 
     number: int
-    """Counts the steps of one Lookahead from 0."""
+    """Counts the steps that run, on from the Lookahead's first number."""
+
+    request: int
+    """What the planner knows the step by. It counts steps that were drawn and never ran, too."""
 
     row: SourceRow
-    """What this rank drew."""
+    """What this rank drew, with the columns that the rows of all ranks have."""
 
     lengths: tuple[int, ...]
     """Tokens of each sequence, of all ranks: by the rank that drew it, then in its order."""
@@ -56,6 +72,7 @@ class Lookahead:
         *,
         check: Callable[[Any], None],
         read: Callable[[dict[str, Any]], Any],
+        first_number: int = 0,
     ) -> None:
         """Nothing is drawn before the first `next`.
 
@@ -64,6 +81,7 @@ class Lookahead:
         check: raises ValueError for a plan that would compute something wrong or hang; called on
             rank 0.
         read: makes a plan of the record that rank 0 sends.
+        first_number: of the first step.
         """
         self.communicator = communicator
         self.planner = planner
@@ -74,7 +92,9 @@ class Lookahead:
         self._iterator: Iterator[Any] | None = None
         self._exhausted = False  # no rank has anything left in the iterator
         self._drawn: deque[DrawnStep] = deque()  # being planned
-        self._next_number = 0
+        self._next_number = first_number  # of the next step to run
+        self._next_request = 0
+        self._dtypes: dict[int, dict[str, str]] = {}  # by signature of columns, agreed on once
 
     def next(
         self, iterator: Iterator[Mapping[str, Any]], num_batches: int
@@ -82,8 +102,8 @@ class Lookahead:
         """Return the next step of `num_batches` batches per rank and its plan, or None when no
         rank has a sequence left. Collective over the world.
 
-        Raises, on all ranks alike, PlanInfeasible, or RuntimeError with the reason why planning
-        failed.
+        Raises, on all ranks alike, PlanInfeasible, RuntimeError with the reason why planning
+        failed, or what `Attempt.raise_together` makes of data that cannot be drawn.
         """
         if iterator is not self._iterator:
             self._iterator = iterator
@@ -94,7 +114,8 @@ class Lookahead:
         if not self._drawn:
             return None
         step = self._drawn.popleft()
-        return step, self._plan(step.number)
+        self._next_number += 1
+        return step, self._plan(step)
 
     def close(self) -> None:
         """End the planner."""
@@ -103,52 +124,106 @@ class Lookahead:
 
     def _draw(self, iterator: Iterator[Mapping[str, Any]], num_batches: int) -> None:
         """Draw one step and submit it to the planner. Collective over the world."""
-        row = source_row(list(islice(iterator, num_batches)))
-        self.communicator.host.phase = f"step {self._next_number}, gathering its lengths"
-        gathered = self.communicator.host.gather_ints([row.targets, *row.lengths])
+        # 1. what this rank draws
+        number = self._next_number + len(self._drawn)
+        row = SourceRow(columns={}, lengths=())
+        own = [FAILED, NO_COLUMNS]
+        with Attempt() as drawing:
+            row = source_row(list(islice(iterator, num_batches)))
+            own = [row.targets, row.signature, *row.lengths]
+
+        # 2. what all ranks have drawn
+        host = self.communicator.host
+        host.phase = f"step {number}, gathering its lengths"
+        gathered = host.gather_ints(own)
+        if any(numbers[0] == FAILED for numbers in gathered):
+            drawing.raise_together(host.gather_values, f"drawing step {number}")
         targets = 0
         lengths: list[int] = []
         sources: list[int] = []
-        for rank, (targets_of_rank, *lengths_of_rank) in enumerate(gathered):
+        for rank, (targets_of_rank, _, *lengths_of_rank) in enumerate(gathered):
             targets += targets_of_rank
             lengths += lengths_of_rank
             sources += [rank] * len(lengths_of_rank)
         if not lengths:
             self._exhausted = True
             return
+
+        # 3. the step
+        dtypes = self._common_dtypes([numbers[1] for numbers in gathered], row)
         step = DrawnStep(
-            number=self._next_number,
-            row=row,
+            number=number,
+            request=self._next_request,
+            row=row.with_columns(dtypes),
             lengths=tuple(lengths),
             sources=tuple(sources),
             targets=targets,
         )
-        self._next_number += 1
+        self._next_request += 1
         self._drawn.append(step)
         if self.planner is not None:
-            self.planner.submit(step.number, lengths)
+            self.planner.submit(step.request, lengths)
 
-    def _plan(self, number: int) -> Any:
+    def _common_dtypes(self, signatures: Sequence[int], row: SourceRow) -> dict[str, str]:
+        """Return the dtypes of the columns that all rows have, as `common_dtypes` does. Collective
+        over the world with the first step, and with one whose columns are others.
+
+        signatures: of the rows, by rank.
+        """
+        drawn = {signature for signature in signatures if signature != NO_COLUMNS}
+        if len(drawn) == 1:
+            (signature,) = drawn
+            if signature not in self._dtypes:
+                self._dtypes[signature] = common_dtypes(row, self.communicator.host)
+            return self._dtypes[signature]
+        return common_dtypes(row, self.communicator.host)  # raises
+
+    def _plan(self, step: DrawnStep) -> Any:
         """Return the plan of a submitted step on every rank. Collective over the world."""
-        self.communicator.host.phase = f"step {number}, sending its plan"
+        host = self.communicator.host
+        host.phase = f"step {step.number}, sending its plan"
         began = time.perf_counter()
-        kind, value = self.communicator.host.broadcast_value(self._answer(number))
+        planning = Attempt()
+        kind = "waiting"
+        while kind == "waiting":
+            waited_s = time.perf_counter() - began
+            kind, value = host.broadcast_value(self._answer(step, waited_s, planning))
         self.waited_s = time.perf_counter() - began
         if kind == "infeasible":
-            raise PlanInfeasible(value)
+            raise PlanInfeasible(value) from planning.error
         if kind == "failed":
-            raise RuntimeError(value)
+            raise RuntimeError(
+                f"planning of step {step.number} failed: {value}"
+            ) from planning.error
         return self._read(value)
 
-    def _answer(self, number: int) -> tuple[str, Any]:
-        """Return rank 0's plan, checked, or why there is none, in a form that can be sent."""
+    def _answer(self, step: DrawnStep, waited_s: float, planning: Attempt) -> tuple[str, Any]:
+        """Return rank 0's plan, checked, or why there is none, in a form that can be sent.
+
+        waited_s: seconds that the planner has been waited for already. planning: keeps the error.
+        """
         if self.planner is None:
             return "elsewhere", None
-        try:
-            plan = self.planner.result(number)
+        timeout_s = self.communicator.host.timeout.total_seconds()
+        round_s = min(ROUND_S, timeout_s / ROUNDS)
+        late = self.planner.wait(step.request, min(round_s, timeout_s - waited_s))
+        if late is not None and waited_s + round_s < timeout_s:
+            return "waiting", None
+        if late is not None:
+            return "failed", (
+                f"{late} has not answered for {timeout_s:g} s; if it is slow and not stuck, raise "
+                "ddp_timeout, the time that ranks wait for each other"
+            )
+        record = None
+        with planning:
+            plan = self.planner.result(step.request)
             self._check(plan)
-            return "plan", plan.to_record()
-        except PlanInfeasible as error:
-            return "infeasible", str(error)
-        except (RuntimeError, ValueError) as error:
-            return "failed", f"planning of step {number} failed: {error}"
+            record = plan.to_record()
+        match planning.error:
+            case None:
+                return "plan", record
+            case PlanInfeasible():
+                return "infeasible", str(planning.error)
+            case RuntimeError() | ValueError():
+                return "failed", str(planning.error)
+        return "failed", repr(planning.error)

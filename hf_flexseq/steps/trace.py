@@ -2,21 +2,19 @@
 
 The figures of a step are numbers by name, with `PREFIX` in front of each name in the Trainer's
 log. The plan trace is a JSONL file: a line has the plan, what identifies the cost model, and the
-measured seconds; a pipelined step has a line for each replica.
+measured seconds; a pipelined step has a line for each replica. `trace_file.py` writes it.
 """
 
 import functools
-import json
 from collections.abc import Mapping, Sequence
-from pathlib import Path
-from typing import Any
 
 from hf_flexseq.cost import CostModel
 from hf_flexseq.cost.stages import PipelineCost
+from hf_flexseq.distributed.agreement import Attempt
 from hf_flexseq.distributed.communicator import Communicator
 from hf_flexseq.plan import Plan
-from hf_flexseq.plan.pipeline import PipelinePlan
 from hf_flexseq.steps.step import OptimizerStep, PipelineStep
+from hf_flexseq.steps.trace_file import TraceFile
 
 PREFIX = "flexseq/"
 
@@ -27,9 +25,17 @@ class PlanTrace:
     """Gathers what ranks measured, and writes it with the plan where a trace is wanted."""
 
     def __init__(self, path: str | None, communicator: Communicator) -> None:
-        """path: of the JSONL file, which rank 0 appends to; None for no trace."""
+        """Find out if the trace can be written. Collective over the world.
+
+        path: of the JSONL file, which rank 0 appends to; None for no trace. Rank 0's counts.
+        Raises ValueError, on all ranks, for a path that rank 0 cannot write to.
+        """
         self.communicator = communicator
-        self.path = Path(path) if path and communicator.rank == 0 else None
+        self._file: TraceFile | None = None
+        with Attempt() as opening:
+            if path is not None and communicator.rank == 0:
+                self._file = TraceFile(path)
+        opening.raise_together(communicator.host.gather_values, "opening the plan trace")
         # All steps share one cost model, whose digest takes longer than a line.
         self._digest = functools.lru_cache(maxsize=1)(CostModel.digest)
 
@@ -40,8 +46,9 @@ class PlanTrace:
         by_rank = self.communicator.host.gather_values(step.measured_s())
         measured = [max(seconds) for seconds in zip(*by_rank, strict=True)]  # by micro-batch
         slowest = max(sum(seconds) for seconds in by_rank)
-        line = {"step": step.number, "cost_model": self._digest(cost), "measured_s": measured}
-        self.append(line, step.plan)
+        if self._file is not None:
+            line = {"cost_model": self._digest(cost), "measured_s": measured}
+            self._file.append(step.number, [line | step.plan.to_record()])
         return step_figures(step, slowest, self.communicator.world_size)
 
     def record_pipeline(self, step: PipelineStep, cost: PipelineCost) -> Figures:
@@ -50,14 +57,14 @@ class PlanTrace:
         self._meet()
         seconds = step.stopwatch.seconds().get(0, 0.0)
         measured = max(self.communicator.host.gather_values(seconds))
-        line = {
-            "step": step.number,
-            "measured_s": [measured],
-            "pipeline_cost": cost.to_record(),
-        }
-        plans = zip(step.plan.members, step.plan.plans, strict=True)
-        for replica, (members, plan) in enumerate(plans):
-            self.append(line | {"replica": replica, "sequences": members}, plan)
+        if self._file is not None:
+            of_all = {"measured_s": [measured], "pipeline_cost": cost.to_record()}
+            lines = []
+            plans = zip(step.plan.members, step.plan.plans, strict=True)
+            for replica, (members, plan) in enumerate(plans):
+                own = {"replica": replica, "sequences": members}
+                lines.append(of_all | own | plan.to_record())
+            self._file.append(step.number, lines)
         return pipeline_figures(step, measured)
 
     def _meet(self) -> None:
@@ -65,15 +72,6 @@ class PlanTrace:
         ends its work and tells nobody, and the host group names the peer."""
         if self.communicator.transport.capabilities.waits_on_stream:
             self.communicator.host.barrier()
-
-    def append(self, line: Mapping[str, Any], plan: Plan | PipelinePlan) -> None:
-        """Write `line`, joined with the plan's record, if this is rank 0 and a trace is wanted."""
-        if self.path is None:
-            return
-        record = {**line, **plan.to_record()}
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        with self.path.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(record) + "\n")
 
 
 # ---- figures

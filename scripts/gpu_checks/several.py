@@ -211,6 +211,10 @@ class RandomPlans:
         """Note the lengths of a step."""
         self._lengths[step] = lengths
 
+    def wait(self, step: int, seconds: float) -> str | None:
+        """Wait for nobody: planning happens in `result`."""
+        return None
+
     def result(self, step: int) -> Plan:
         """Return a random plan of a step that was submitted."""
         plan = subject.random_plan(self._lengths.pop(step), self._topology, self._random)

@@ -5,6 +5,7 @@ named by its ranks and by the number of groups that the process has had before, 
 agree on the name.
 """
 
+import json
 from dataclasses import dataclass, field
 from datetime import timedelta
 from types import SimpleNamespace
@@ -40,6 +41,24 @@ class StubJob:
         return self._backends[device.type]
 
 
+class StubStore:
+    """The store of a job whose other ranks have nothing to say."""
+
+    def __init__(self, rank, world_size):
+        self._rank, self._world_size, self._own = rank, world_size, "null"
+
+    def set(self, key, value):
+        if key.endswith(f"/{self._rank}"):
+            self._own = value
+
+    def get(self, key):
+        if not key.endswith("/all"):
+            return self._own if key.endswith(f"/{self._rank}") else "null"
+        values = [None] * self._world_size
+        values[self._rank] = json.loads(self._own)
+        return json.dumps(values)
+
+
 @dataclass
 class StubGroup:
     """What `new_group` was called with, and what ran on the group, in order."""
@@ -73,6 +92,8 @@ class StubDistributed:
         for name, value in replaced.items():
             monkeypatch.setattr(dist, name, value)
         monkeypatch.setattr(dist.distributed_c10d, "_get_default_group", lambda: job)
+        store = StubStore(rank, world_size)
+        monkeypatch.setattr(dist.distributed_c10d, "_get_default_store", lambda: store)
         # All ranks have made equally many groups.
         monkeypatch.setattr(GlooHost, "gather_ints", lambda host, values: [values] * world_size)
 

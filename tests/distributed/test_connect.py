@@ -157,3 +157,18 @@ def sums_after_a_group_of_one(rank, world_size):
 @pytest.mark.processes
 def test_groups_can_be_made_where_ranks_are_in_different_numbers_of_others():
     assert run_ranks(sums_after_a_group_of_one, 4) == [[2.0, 1.0], [4.0, 1.0], [2.0], [4.0]]
+
+
+def connected_with_few_descriptors_on_one_rank(rank, world_size):
+    if rank == 1:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (300, 300))
+    with pytest.raises(ValueError) as raised:
+        connect(CPU)
+    return str(raised.value)
+
+
+@pytest.mark.processes
+def test_too_few_descriptors_on_one_machine_are_refused_on_all_ranks():
+    first, second = run_ranks(connected_with_few_descriptors_on_one_rank, 2)
+    assert first == second
+    assert first.startswith("rank 1, connecting to the others: a process needs 516 descriptors")

@@ -8,7 +8,6 @@ import torch
 
 from hf_flexseq.cost.presets import load_cost_model
 from hf_flexseq.distributed import connect as connecting
-from hf_flexseq.distributed import process_groups
 from hf_flexseq.distributed.communicator import Communicator, Transfers
 from hf_flexseq.distributed.connect import connect
 from hf_flexseq.distributed.links import Neighbours
@@ -24,7 +23,7 @@ PRESET = "llama-3.1-8b-h200"
 def cuda_tensors_lie_on_the_cpu(monkeypatch):
     zeros = torch.zeros
     monkeypatch.setattr(torch, "zeros", lambda *sizes, device=None: zeros(*sizes))
-    monkeypatch.setattr(process_groups, "reserve_descriptors", lambda sockets: None)
+    monkeypatch.setattr(connecting, "reserve_descriptors", lambda sockets: None)
 
 
 def rank_of(monkeypatch, topology, rank, *, bound=False):

@@ -13,7 +13,7 @@ from hf_flexseq.hf.model.facts import attention_shape
 from hf_flexseq.hf.model.loss import attach_chunked_loss
 from hf_flexseq.kernels.choose import choose_kernel
 from hf_flexseq.schedule.routing import NicFigures
-from hf_flexseq.steps.exchange import RowExchange, source_row
+from hf_flexseq.steps.exchange import RowExchange, common_dtypes, source_row
 from hf_flexseq.steps.inputs import model_inputs, shards_of
 from hf_flexseq.topology import Topology
 
@@ -45,6 +45,7 @@ def run_plan(model, plan, examples, communicator, *, links=None):
     row = source_row([DataCollatorForFlexSeq()(drawn)] if drawn else [])
     shards = shards_of(plan, rank, communicator.topology)
     exchange = RowExchange(communicator)
+    row = row.with_columns(common_dtypes(row, communicator.host))
     columns = exchange(row, plan, sources, shards)
     for index, micro_batch in enumerate(plan.micro_batches):
         if micro_batch.remap:

@@ -1,5 +1,5 @@
-"""What the engine promises whatever executes its steps: it draws only for an attached model, and
-when it is detached the accelerator is as it was."""
+"""What the engine promises whatever executes its steps: it draws only for an attached model, when
+it is detached the accelerator is as it was, and what one machine lacks is refused on all ranks."""
 
 from functools import partial
 
@@ -7,13 +7,13 @@ import pytest
 from accelerate import Accelerator, DistributedDataParallelKwargs
 
 from hf_flexseq import DataCollatorForFlexSeq, FlexSeqArguments, FlexSeqEngine
+from hf_flexseq.cost.presets import PRESETS
+from hf_flexseq.hf import executors
 from hf_flexseq.hf.executors import WholeModelExecutor
+from hf_flexseq.hf.pipeline import executor as of_stages
 from hf_flexseq.hf.pipeline.executor import StageExecutor
 from tests.hf.tiny import documents, tiny_llama
-from tests.ranks import run_ranks
-
-pytestmark = pytest.mark.processes
-
+from tests.ranks import join, run_ranks, run_threads
 
 MESSAGE = r"call engine\.attach\(model\) before drawing steps"
 
@@ -54,6 +54,7 @@ def drawn_too_early(rank, world_size, kind):
         return engine.next_step(batches(), 1).number
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("kind", ["whole", "stages"])
 def test_drawing_without_a_model_raises_on_every_rank(kind):
     assert run_ranks(drawn_too_early, 2, kind) == [0, 0]
@@ -96,6 +97,7 @@ def before_and_after(rank, world_size, kind, dispatch, has_handler):
     return changed
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("has_handler", [True, False])
 @pytest.mark.parametrize("dispatch", [None, False])
 @pytest.mark.parametrize("kind", ["whole", "stages"])
@@ -112,6 +114,7 @@ def loop_over_stages(rank, world_size):
     return losses
 
 
+@pytest.mark.processes
 def test_a_plain_loop_runs_stages_when_it_is_given_their_executor():
     first, last = run_ranks(loop_over_stages, 2)
     assert first == [0.0] * 3
@@ -124,5 +127,65 @@ def attached_to_another_model(rank, world_size):
         engine.attach(tiny_llama())
 
 
+@pytest.mark.processes
 def test_the_executor_of_stages_refuses_another_model():
     run_ranks(attached_to_another_model, 2)
+
+
+# ---- what one machine lacks
+
+
+def cost_model_named(rank, world_size, names):
+    try:
+        return executors._named_cost(names[rank], join()).name
+    except ValueError as error:
+        return str(error)
+
+
+def test_rank_0_s_file_of_a_cost_model_counts_and_no_other_rank_needs_it(tmp_path):
+    cost = PRESETS["flexsp-gpt-7b-a100"]
+    path = str(tmp_path / "cost.json")
+    cost.save(path)
+    missing = str(tmp_path / "not-there.json")
+    assert run_threads(cost_model_named, 2, [path, missing]) == [cost.name] * 2
+    first, second = run_threads(cost_model_named, 2, [missing, path])
+    assert first == second
+    assert first.startswith(f"rank 0, loading the cost model: cost_model='{missing}' is neither")
+
+
+def without_a_kernel_or_a_process(rank, world_size, kind):
+    """What is raised where rank 1 has no kernel, and then where rank 0 can start no process."""
+
+    def no_kernel(*args, **options):
+        raise ValueError("no attention kernel")
+
+    def no_process(*, ahead):
+        raise BlockingIOError(11, "Resource temporarily unavailable")
+
+    model = tiny_llama()
+    engine = engine_of(Accelerator(cpu=True), kind, model)
+    choose = executors.choose_kernel
+    if rank == 1:
+        executors.choose_kernel = of_stages.choose_kernel = no_kernel
+    messages = []
+    with pytest.raises(ValueError) as raised, engine.attached(model):
+        engine.next_step(batches(), 1)
+    messages.append(str(raised.value))
+    executors.choose_kernel = of_stages.choose_kernel = choose
+
+    if rank == 0:
+        engine.executor.planner = no_process
+    with pytest.raises(RuntimeError) as raised, engine.attached(model):
+        engine.next_step(batches(), 1)
+    return [*messages, str(raised.value)]
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("kind", ["whole", "stages"])
+def test_what_one_machine_lacks_is_refused_on_all_ranks(kind):
+    kernel = "rank 1, choosing the attention kernel: no attention kernel"
+    process = (
+        "rank 0, starting the planner: BlockingIOError: [Errno 11] Resource temporarily "
+        "unavailable"
+    )
+    assert run_ranks(without_a_kernel_or_a_process, 2, kind) == [[kernel, process]] * 2

@@ -7,6 +7,7 @@ from torch.utils.data import IterableDataset
 from transformers import Trainer, TrainingArguments
 
 from hf_flexseq import FlexSeqConfig, FlexSeqTrainer
+from hf_flexseq.hf.loaders import LongestLoader
 from tests.hf.test_trainer import (
     OPTIONS,
     float64_loss,
@@ -16,7 +17,7 @@ from tests.hf.test_trainer import (
     update_error,
 )
 from tests.hf.tiny import documents, tiny_llama
-from tests.ranks import run_ranks
+from tests.ranks import join, run_ranks, run_threads
 
 pytestmark = pytest.mark.processes
 
@@ -112,3 +113,13 @@ def test_without_even_batches_every_sample_is_used_once(tmp_path):
     for seen, steps in run_ranks(drawn_lengths, 3, tmp_path, seconds=120):
         assert seen == sorted(LENGTHS[:21])
         assert steps == 4
+
+
+def reported_length(rank, world_size, loaders):
+    loader = LongestLoader.over(loaders[rank], join())
+    return len(loader) if hasattr(loader, "__len__") else None
+
+
+def test_a_stream_on_one_rank_leaves_no_rank_waiting():
+    assert run_threads(reported_length, 2, [[1, 2], [1, 2, 3]]) == [3, 3]
+    assert run_threads(reported_length, 2, [[1, 2], iter([1, 2, 3])]) == [2, None]

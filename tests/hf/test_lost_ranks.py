@@ -1,4 +1,5 @@
-"""A rank that dies or falls silent between two steps: the others name it, and the step."""
+"""A rank that dies or falls silent between two steps, or the planner: all that are left name it,
+and the step."""
 
 import os
 import re
@@ -19,8 +20,9 @@ pytestmark = pytest.mark.processes
 LOST, LOST_AFTER, TIMEOUT_S = 1, 2, 4  # after the step of this number
 
 
-def train_until_one_is_lost(rank, world_size, dies):
-    """How long this rank was left waiting in the end, and with which words it gave up."""
+def train_until(after):
+    """Train until an error; how long this rank was left waiting in the end, and with which words
+    it gave up. after: called with the engine after each step, and the step's index."""
     accelerator = Accelerator(cpu=True)
     args = FlexSeqArguments(
         cost_model="estimate", max_tokens_per_rank=40, lookahead=1, strategy="local"
@@ -40,16 +42,37 @@ def train_until_one_is_lost(rank, world_size, dies):
         for step, planned in enumerate(engine.steps(loader)):
             planned.backward(model)
             ran.append(time.monotonic())
-            if rank == LOST and step == LOST_AFTER:
-                if dies:
-                    os.kill(os.getpid(), signal.SIGKILL)
-                time.sleep(3 * TIMEOUT_S)
-                raise RuntimeError("this rank was silent")
+            after(engine, step)
 
     with pytest.raises(RuntimeError) as raised:
         train()
     engine.detach()
     return time.monotonic() - ran[-1], str(raised.value)
+
+
+def train_until_one_is_lost(rank, world_size, dies):
+    def after(engine, step):
+        if rank == LOST and step == LOST_AFTER:
+            if dies:
+                os.kill(os.getpid(), signal.SIGKILL)
+            time.sleep(3 * TIMEOUT_S)
+            raise RuntimeError("this rank was silent")
+
+    return train_until(after)
+
+
+def train_until_the_planner_is_stopped(rank, world_size):
+    """What `train_until` returns, and on rank 0 the planner's number and how it ended."""
+    planners = []
+
+    def after(engine, step):
+        if rank == 0 and step == LOST_AFTER:
+            planner = engine._training.planner
+            planners.append(planner._process)
+            os.kill(planner._process.pid, signal.SIGSTOP)
+
+    seconds, message = train_until(after)
+    return seconds, message, [(process.pid, process.returncode) for process in planners]
 
 
 @pytest.mark.parametrize("dies", [True, False], ids=["dead", "silent"])
@@ -69,3 +92,17 @@ def test_the_others_name_rank_and_step(dies):
             rf"rank \d: rank {LOST} did not answer in step {LOST_AFTER}, gathering its figures"
         )
         assert re.match(wanted, message), message
+
+
+def test_a_stopped_planner_fails_on_all_ranks_together_after_the_timeout():
+    found = run_ranks(train_until_the_planner_is_stopped, 3, group_seconds=TIMEOUT_S)
+    ((planner, ended),) = found[0][2]
+    assert ended == -signal.SIGKILL, "detaching ends it, stopped as it is"
+    assert len({message for _, message, _ in found}) == 1
+    for seconds, message, _ in found:
+        assert TIMEOUT_S <= seconds < 3 * TIMEOUT_S, found
+        assert re.match(
+            rf"planning of step \d+ failed: the planning process \({planner} on \S+\) has not "
+            rf"answered for {TIMEOUT_S} s; if it is slow and not stuck, raise ddp_timeout",
+            message,
+        )

@@ -1,6 +1,7 @@
 """A run that is killed in the middle of an epoch and resumed goes on with the same data and the
-same losses."""
+same losses, and its plan trace with the same steps."""
 
+import json
 import os
 
 import deepspeed
@@ -47,6 +48,7 @@ def losses(rank, world_size, folder, zero, killed, resume, batch=2):
         max_tokens_per_rank=40,
         lookahead=3,
         cost_model="estimate",
+        plan_trace=str(folder / "plans.jsonl"),
         deepspeed={**ZERO, "zero_optimization": {"stage": 3}} if zero else None,
     )
     trainer = FlexSeqTrainer(
@@ -67,6 +69,22 @@ def test_a_killed_run_resumes_with_the_same_losses(tmp_path, zero):
     resumed = run_ranks(losses, 2, tmp_path / "killed", zero, False, True, seconds=120)
     assert len(wanted[0]) > KILLED_AT
     assert resumed == wanted
+    whole = traced(tmp_path / "whole")
+    again = traced(tmp_path / "killed")
+    assert [step for step, *_ in whole] == list(range(len(wanted[0])))
+    saved = KILLED_AT - 1  # steps in the last checkpoint
+    assert again[:KILLED_AT] == whole[:KILLED_AT]
+    assert again[KILLED_AT] == (saved, True, *whole[saved][2:])
+    assert again[KILLED_AT + 1 :] == whole[KILLED_AT:]
+
+
+def traced(folder):
+    """Step, whether it is a repeat, and lengths, of every line of a trace."""
+    found = []
+    for line in (folder / "plans.jsonl").read_text().splitlines():
+        record = json.loads(line)
+        found.append((record["step"], record.get("repeat", False), record["lengths"]))
+    return found
 
 
 def test_another_step_size_is_refused(tmp_path):

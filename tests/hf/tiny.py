@@ -94,6 +94,9 @@ class RandomPlanner:
     def submit(self, step, lengths):
         self.submitted[step] = lengths
 
+    def wait(self, step, seconds):
+        return None
+
     def result(self, step) -> Plan:
         lengths = self.submitted.pop(step)
         plan = self._draw(lengths)

@@ -3,12 +3,14 @@
 import io
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,7 +19,7 @@ from hf_flexseq.cost.presets import PRESETS
 from hf_flexseq.cost.sharding import FsdpFigures
 from hf_flexseq.plan import PlanInfeasible
 from hf_flexseq.planner import make_plan
-from hf_flexseq.planner.process.client import PlannerWorker
+from hf_flexseq.planner.process.client import PlannerWorker, _environment
 from hf_flexseq.planner.process.jobs import GroupsJob, StagesJob, job_from_record
 from hf_flexseq.planner.process.worker import serve
 from hf_flexseq.topology import Topology
@@ -112,11 +114,13 @@ def test_a_worker_that_fails_shows_its_last_words() -> None:
 
 
 @pytest.mark.processes
-def test_a_stopped_worker_does_not_block_forever(worker: PlannerWorker) -> None:
+def test_a_stopped_worker_is_waited_for_as_long_as_asked(worker: PlannerWorker) -> None:
     os.kill(worker._process.pid, signal.SIGSTOP)
     worker.submit(0, [1])
-    with pytest.raises(RuntimeError, match=r"has not answered for 0\.2 s"):
-        worker.result(0, timeout_s=0.2)
+    assert re.match(rf"the planning process \({worker._process.pid} on ", worker.wait(0, 0.2))
+    os.kill(worker._process.pid, signal.SIGCONT)
+    assert worker.wait(0, 30) is None
+    assert worker.result(0).lengths == (1,)
 
 
 @pytest.mark.processes
@@ -155,6 +159,87 @@ def test_it_ends_with_the_interpreter() -> None:
     )
     with pytest.raises(ProcessLookupError):
         os.kill(int(done.stdout), 0)
+
+
+FORKS_AND_IS_KILLED = (
+    LEAVES_IT_OPEN
+    + """
+import os, signal, sys, time
+sys.stdout.flush()
+if os.fork() == 0:  # as a dataloader's worker: it holds the planning process's stdin
+    time.sleep(60)
+worker.result(0)
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+)
+
+
+def is_running(pid: int) -> bool:
+    """Whether a process is there, and no zombie that nobody has waited for."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+@pytest.mark.processes
+@pytest.mark.skipif(not Path("/proc").is_dir(), reason="asks /proc who is there")
+def test_it_ends_when_its_parent_is_killed_though_a_forked_child_holds_its_pipe() -> None:
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
+    parent = subprocess.Popen(
+        [sys.executable, "-c", FORKS_AND_IS_KILLED],
+        env=environment,
+        stdout=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    try:
+        pid = int(parent.stdout.readline())
+        assert is_running(pid)
+        assert parent.wait(timeout=30) == -signal.SIGKILL
+        killed = time.monotonic()
+        while is_running(pid) and time.monotonic() < killed + 2:
+            time.sleep(0.05)
+        assert not is_running(pid)
+        os.killpg(parent.pid, 0)  # the forked child is still there
+    finally:
+        os.killpg(parent.pid, signal.SIGKILL)
+        parent.stdout.close()
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("path", ["", ".", "{here}", "{here}/sub/..", "/nowhere:"])
+def test_nothing_is_imported_from_the_current_folder(
+    path: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("json", "queue", "numpy", "sitecustomize", "hf_flexseq"):
+        (tmp_path / f"{name}.py").write_text("import os\nos._exit(77)\n")
+    (tmp_path / "sub").mkdir()
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PYTHONPATH", path.format(here=tmp_path))
+    worker = PlannerWorker(groups_job())
+    worker.submit(0, [1])
+    assert worker.result(0).lengths == (1,)
+    worker.close()
+
+
+def test_other_folders_on_the_path_stay(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PYTHONPATH", f"/one::lib:{tmp_path}:/two")
+    assert _environment()["PYTHONPATH"] == f"/one:{tmp_path}/lib:/two"
+    monkeypatch.delenv("PYTHONPATH")
+    assert "PYTHONPATH" not in _environment()
+
+
+@pytest.mark.processes
+def test_the_first_plan_asked_for_has_all_notes(monkeypatch: pytest.MonkeyPatch) -> None:
+    sent: list[dict[str, Any]] = []
+    monkeypatch.setattr(PlannerWorker, "_send", lambda worker, message: sent.append(message))
+    worker = PlannerWorker(groups_job())
+    for step in (7, 8):
+        worker.submit(step, [1])
+    worker.close()
+    assert [message["explain"] for message in sent[1:]] == [True, False]
 
 
 def test_serve_speaks_only_json_lines() -> None:

@@ -1,4 +1,4 @@
-"""What a step's end does, in which order."""
+"""What a step's end does, in which order, and who refuses a trace."""
 
 from types import SimpleNamespace
 
@@ -7,6 +7,7 @@ import pytest
 from hf_flexseq.distributed.transport import Capabilities
 from hf_flexseq.steps import trace as tracing
 from hf_flexseq.steps.trace import PlanTrace
+from tests.ranks import join, run_threads
 
 
 @pytest.mark.parametrize("waits_on_stream", [True, False])
@@ -25,6 +26,24 @@ def test_ranks_meet_before_they_wait_for_devices(monkeypatch, waits_on_stream):
     )
     monkeypatch.setattr(tracing, "step_figures", lambda *figures: {})
     trace = PlanTrace(None, communicator)
-    monkeypatch.setattr(trace, "_digest", lambda cost: "")
+    done.clear()
     trace.record(step, None)
     assert done == [*["meet"] * waits_on_stream, "wait for the device", "gather"]
+
+
+def opened(rank, world_size, paths):
+    with pytest.raises(ValueError) as raised:
+        PlanTrace(paths[rank], join())
+    return str(raised.value)
+
+
+def test_a_folder_that_is_not_there_on_rank_0_is_an_error_on_all_ranks(tmp_path):
+    missing = str(tmp_path / "not-there" / "trace.jsonl")
+    messages = run_threads(opened, 3, [missing] * 3)
+    assert len(set(messages)) == 1
+    assert messages[0].startswith(f"rank 0, opening the plan trace: plan_trace='{missing}' is in")
+
+
+def test_only_rank_0_needs_the_folder(tmp_path):
+    paths = [str(tmp_path / "trace.jsonl"), str(tmp_path / "not-there" / "trace.jsonl"), None]
+    run_threads(lambda rank, world_size: PlanTrace(paths[rank], join()), 3)

@@ -27,6 +27,7 @@ from transformers import PreTrainedModel, Trainer
 from hf_flexseq.config import FlexSeqArguments
 from hf_flexseq.cost import CostModel
 from hf_flexseq.cost.stages import PipelineCost
+from hf_flexseq.distributed.agreement import Attempt
 from hf_flexseq.distributed.communicator import Communicator
 from hf_flexseq.distributed.links import Neighbours
 from hf_flexseq.hf.attention import PIPELINE_NAME
@@ -155,19 +156,23 @@ class StageExecutor:
 
     def attach(self, model: nn.Module, *, lockstep: bool) -> None:
         """Make the stage run on chunks. `lockstep` is of no effect: ranks meet as actions say.
+        Collective over the world.
 
         Raises ValueError for another model than the one that was cut.
         """
         base = self.stage.stack.model
         if model is not base:
             raise ValueError("the engine was made for another model")
+        accelerator = self.setup.accelerator
+        head_dim = attention_shape(base.config.get_text_config()).head_dim
+        with Attempt() as choosing:  # a machine may lack what the others have
+            kernel = choose_kernel(accelerator.device, compute_dtype(base, accelerator), head_dim)
+        host = self.setup.communicator.host
+        choosing.raise_together(host.gather_values, "choosing the attention kernel")
         self._former_attention = base.config._attn_implementation
         base.set_attn_implementation(PIPELINE_NAME)
         if self.stage.is_last:
             self._chunked_loss = attach_chunked_loss(base)
-        accelerator = self.setup.accelerator
-        head_dim = attention_shape(base.config.get_text_config()).head_dim
-        kernel = choose_kernel(accelerator.device, compute_dtype(base, accelerator), head_dim)
         self._pipeline = PipelineExecutor(
             self.stage, self.neighbours, kernel, sharing=self.sharing
         )

@@ -6,12 +6,16 @@
 A PlannerWorker has two threads: one writes requests from a queue, the other reads answers. Neither
 pipe can therefore fill up and stop both processes, however many requests are outstanding. The
 planning process writes stderr into an unnamed file, whose last lines explain a death.
+
+The planning process imports nothing from the current folder, where a user's `random.py` would hide
+the standard library's: `_environment` and `start.py`.
 """
 
 import atexit
 import json
 import os
 import queue
+import socket
 import subprocess
 import sys
 import tempfile
@@ -23,6 +27,7 @@ from typing import Any, Protocol
 from hf_flexseq.plan import PlanInfeasible
 from hf_flexseq.planner.process.jobs import Job
 
+START = Path(__file__).with_name("start.py")  # runs a module of this package as a program
 MODULE = "hf_flexseq.planner.process.worker"  # what the planning process runs
 ERRORS = {"PlanInfeasible": PlanInfeasible, "ValueError": ValueError}
 STDERR_LINES = 20  # of a dead planning process, shown in the error; a traceback fits
@@ -32,9 +37,15 @@ class Planner(Protocol):
     """Plans optimizer steps, perhaps in another process."""
 
     def submit(self, step: int, lengths: list[int]) -> None:
-        """Ask for the plan of `step`, counted from 0. Returns at once.
+        """Ask for the plan of `step`, a number of its own. Returns at once.
 
-        The plan of step 0 has all notes; later ones lack those that take long to find.
+        The first plan has all notes; later ones lack those that take long to find.
+        """
+
+    def wait(self, step: int, seconds: float) -> str | None:
+        """Wait until a submitted step has been planned, at most for so many seconds.
+
+        Returns None as soon as `result` need not wait, else the name of who has not answered.
         """
 
     def result(self, step: int) -> Any:
@@ -49,15 +60,22 @@ class InlinePlanner:
 
     def __init__(self, job: Job) -> None:
         self._job = job
+        self._first: int | None = None  # the first step submitted
         self._submitted: dict[int, list[int]] = {}
 
     def submit(self, step: int, lengths: list[int]) -> None:
         """Note the lengths of `step`."""
+        if self._first is None:
+            self._first = step
         self._submitted[step] = lengths
+
+    def wait(self, step: int, seconds: float) -> str | None:
+        """Wait for nobody: planning happens here, in `result`."""
+        return None
 
     def result(self, step: int) -> Any:
         """Plan a submitted step. Raises ValueError as the job does."""
-        return self._job.plan(self._submitted.pop(step), explain=step == 0)
+        return self._job.plan(self._submitted.pop(step), explain=step == self._first)
 
     def close(self) -> None:
         """Forget what was submitted."""
@@ -71,8 +89,8 @@ class PlannerWorker:
         self._job = job
         self._stderr = tempfile.TemporaryFile()  # noqa: SIM115 (lives as long as the process)
         self._process = subprocess.Popen(
-            # -P: modules in the current directory must not hide the standard library's
-            [sys.executable, "-P", "-m", MODULE],
+            # -P: the folder of start.py is not for imports, either
+            [sys.executable, "-P", str(START), MODULE, str(os.getpid())],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._stderr,
@@ -89,6 +107,7 @@ class PlannerWorker:
         self._ended = False  # the planning process has closed its stdout
 
         # what the training thread alone reads
+        self._first: int | None = None  # the first step submitted
         self._submitted: set[int] = set()
         self._closed = False
 
@@ -102,23 +121,33 @@ class PlannerWorker:
         """Ask for the plan of `step`. Returns at once."""
         if step in self._submitted:
             raise ValueError(f"step {step} was submitted before and its result not fetched")
+        if self._first is None:
+            self._first = step
         self._submitted.add(step)
         tokens = [int(length) for length in lengths]
-        self._send({"id": step, "lengths": tokens, "explain": step == 0})
+        self._send({"id": step, "lengths": tokens, "explain": step == self._first})
 
-    def result(self, step: int, timeout_s: float = 600.0) -> Any:
-        """Return the plan of a submitted step, once.
+    def wait(self, step: int, seconds: float) -> str | None:
+        """Wait for an answer or for the end of the process, which needs no more waiting, either.
+        See `Planner.wait`."""
+        with self._changed:
+            if self._changed.wait_for(lambda: self._is_known(step), timeout=seconds):
+                return None
+        return f"the planning process ({self._process.pid} on {socket.gethostname()})"
 
-        Raises what planning raised, or RuntimeError when the process died or gave no answer for
-        `timeout_s` seconds.
+    def result(self, step: int) -> Any:
+        """Return the plan of a submitted step, once. Waits as long as the process takes; `wait`
+        sets a limit.
+
+        Raises what planning raised, or RuntimeError when the process died.
         """
         if step not in self._submitted:
             raise ValueError(f"step {step} was not submitted, or its result was fetched before")
         with self._changed:
-            self._changed.wait_for(lambda: step in self._answers or self._ended, timeout=timeout_s)
+            self._changed.wait_for(lambda: self._is_known(step))
             answer = self._answers.pop(step, None)
         if answer is None:
-            raise RuntimeError(self._why_none(step, timeout_s))
+            raise RuntimeError(self._why_none())
         self._submitted.discard(step)
         if "error" in answer:
             error = answer["error"]
@@ -135,6 +164,10 @@ class PlannerWorker:
         # The process holds no state, and forked children of ours may keep its stdin open.
         self._process.kill()
         self._process.wait()
+
+    def _is_known(self, step: int) -> bool:
+        """Return whether there is an answer to `step`, or never will be."""
+        return step in self._answers or self._ended
 
     def _send(self, message: dict[str, Any]) -> None:
         self._requests.put(json.dumps(message) + "\n")
@@ -164,26 +197,33 @@ class PlannerWorker:
             self._ended = True
             self._changed.notify_all()
 
-    def _why_none(self, step: int, timeout_s: float) -> str:
-        """Return the reason why `step` has no plan, with the last words of a dead process."""
+    def _why_none(self) -> str:
+        """Return why the process has ended, with the last words of a dead one."""
         if self._closed:
-            return f"no plan for step {step}: the planning process was closed"
-        if not self._ended:
-            return (
-                f"no plan for step {step}: the planning process has not answered for {timeout_s} s"
-            )
+            return "the planning process was closed"
         self._process.wait()
         self._stderr.seek(0)
         said = self._stderr.read().decode(errors="replace").splitlines()
         code = self._process.returncode
-        first = f"no plan for step {step}: the planning process ended with code {code}"
+        first = f"the planning process ended with code {code}"
         return "\n".join([first, *said[-STDERR_LINES:]])
 
 
 def _environment() -> dict[str, str]:
-    """Return this process's environment with this package's folder importable, and with one thread
-    for NumPy, which has no use for more here."""
-    package = str(Path(__file__).resolve().parents[3])
-    inherited = os.environ.get("PYTHONPATH")
-    path = package if inherited is None else os.pathsep.join((package, inherited))
-    return {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
+    """Return this process's environment with a path of no current folder, and with one thread for
+    NumPy, which has no use for more here."""
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
+    if "PYTHONPATH" in environment:
+        environment["PYTHONPATH"] = _without_current(environment["PYTHONPATH"])
+    return environment
+
+
+def _without_current(path: str) -> str:
+    """Return a PYTHONPATH without the current folder, by whatever name: an empty part means it,
+    and so does a dot. Other parts are made absolute."""
+    current = os.path.realpath(os.curdir)
+    folders = []
+    for part in path.split(os.pathsep):
+        if os.path.realpath(part or os.curdir) != current:
+            folders.append(os.path.abspath(part))
+    return os.pathsep.join(folders)

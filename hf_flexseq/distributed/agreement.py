@@ -1,0 +1,95 @@
+"""Makes an error that one rank alone has met an error of all ranks.
+
+A rank that raised alone would leave the others waiting for it until their timeout, for a reason
+that they never learn.
+
+    with Attempt() as reading:
+        text = Path(name).read_text()
+    reading.raise_together(host.gather_values, "reading the file")
+
+1. `Attempt` keeps what its block raises. The block exchanges nothing.
+2. All ranks show each other what they have kept, in an exchange made for it, or, where an exchange
+   follows anyway, only after that one has told them that some rank has failed.
+3. The error of the first rank that failed is raised on all of them, in one line.
+
+Rejected: an exchange at the end of the block itself, which would hide a collective in the closing
+of a `with`, and cost one where none is needed.
+"""
+
+from collections.abc import Callable
+from types import TracebackType
+from typing import Any
+
+# Values of all ranks, by rank, of this rank's one: plain JSON values. Collective.
+Gather = Callable[[Any], list[Any]]
+
+CAUSE_CHARACTERS = 240  # of another rank's error; its own rank shows all of it
+KINDS = {kind.__name__: kind for kind in (NotImplementedError, ValueError, RuntimeError)}
+
+
+class Attempt:
+    """Keeps the error of its block, which goes no further until the ranks have agreed on it.
+
+    Interrupts and exits are no errors of the block: they go on at once.
+    """
+
+    __slots__ = ("error",)
+
+    def __init__(self) -> None:
+        self.error: Exception | None = None
+
+    def __enter__(self) -> "Attempt":
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        where: TracebackType | None,
+    ) -> bool:
+        """Keep the error. Whatever a user's dataset or collator raises counts as one."""
+        if not isinstance(error, Exception):
+            return False
+        self.error = error
+        return True
+
+    def raise_together(self, gather: Gather, doing: str) -> None:
+        """Return when no rank has failed; otherwise raise on all ranks. Collective over the world.
+
+        The error names the first rank that failed, what it was `doing`, and its cause; on a rank
+        that failed its own error is the cause of it. Where all ranks have failed alike each raises
+        its own error, as it is.
+        """
+        own = None if self.error is None else _report(self.error)
+        reports = gather(own)
+        failed = [rank for rank, report in enumerate(reports) if report is not None]
+        if not failed:
+            return
+        first = reports[failed[0]]
+        if self.error is not None and all(report == first for report in reports):
+            raise self.error
+        kind, cause = first
+        raise KINDS[kind](f"rank {failed[0]}, {doing}: {cause}") from self.error
+
+
+def _report(error: Exception) -> list[str]:
+    """Return the name of the kind of error to raise, and its cause in one line."""
+    text = _one_line(str(error))
+    for kind in (NotImplementedError, ValueError):
+        if isinstance(error, kind):
+            return [kind.__name__, text]
+    if type(error) is not RuntimeError:
+        text = f"{type(error).__name__}: {text}"
+    return [RuntimeError.__name__, text]
+
+
+def _one_line(text: str) -> str:
+    """Return a message in one line. Of several lines the first says where it happened, and the
+    last what: those between are a traceback."""
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    if len(lines) > 1:
+        lines = [lines[0], lines[-1]]
+    line = " ... ".join(lines)
+    if len(line) > CAUSE_CHARACTERS:
+        line = line[: CAUSE_CHARACTERS - 3] + "..."
+    return line

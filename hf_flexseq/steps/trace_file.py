@@ -1,0 +1,159 @@
+"""The file of a plan trace: whole lines, appended step by step, whatever happens to the disk.
+
+A trace is a diagnostic, so it never ends a training that has begun:
+
+* What cannot be written is left out, and the first time a warning says so. Every step tries anew,
+  so that the trace goes on once there is room again.
+* The lines of a step are written at once, behind all others. Of a write that was cut short nothing
+  stays.
+* A run that was killed may leave a torn last line. The next one cuts it off.
+
+A run that goes on in the file of an earlier one may repeat some of its steps: those lines have
+`"repeat": true`, and the last line of a step is the one whose result training kept.
+"""
+
+import json
+import logging
+import os
+import stat
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+logger = logging.getLogger(__name__)
+
+START = b'{"step": '  # how each line begins
+
+
+class TraceFile:
+    """Appends the steps of a run to a file."""
+
+    def __init__(self, path: str) -> None:
+        """Leave the file as it is, or absent.
+
+        Raises ValueError where no trace can be written there, or where something else is.
+        """
+        _check_place(path)
+        _check_content(path)
+        self.path = Path(path)
+        self._steps: set[int] | None = None  # numbers of steps in the file; None: not read yet
+        self._has_warned = False
+
+    def append(self, step: int, lines: Sequence[Mapping[str, Any]]) -> None:
+        """Write the lines of a step, each plain JSON values, with the step's number in front."""
+        try:
+            if self._steps is None:
+                self._steps = self._read_steps()
+            start: dict[str, Any] = {"step": step}
+            if step in self._steps:
+                start["repeat"] = True
+            self._write("".join(json.dumps({**start, **line}) + "\n" for line in lines))
+            self._steps.add(step)
+        except OSError as error:
+            self._warn(error)
+
+    def _write(self, text: str) -> None:
+        """Write text behind what is there, all of it or nothing. Raises OSError for nothing.
+
+        The file is opened anew each time: one that was removed, or whose disk is gone, would take
+        what is written to it and lose it.
+        """
+        data = text.encode()
+        flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC
+        handle = os.open(self.path, flags, 0o666)
+        try:
+            before = os.fstat(handle)
+            written = os.write(handle, data)
+            if written < len(data):
+                if stat.S_ISREG(before.st_mode):
+                    os.ftruncate(handle, before.st_size)
+                raise OSError(f"only {written:,} of {len(data):,} bytes could be written")
+        finally:
+            os.close(handle)
+
+    def _read_steps(self) -> set[int]:
+        """Return the numbers of the steps in the file, and cut a torn last line off."""
+        if not self.path.is_file():
+            return set()
+        with self.path.open("r+b") as file:
+            steps, whole = _whole_lines(file)
+            torn = os.fstat(file.fileno()).st_size - whole
+            if torn:
+                file.truncate(whole)
+                logger.warning(
+                    "plan_trace=%r: cut a torn last line of %d bytes off", str(self.path), torn
+                )
+        return steps
+
+    def _warn(self, error: OSError) -> None:
+        """Say once that steps are left out."""
+        if not self._has_warned:
+            self._has_warned = True
+            logger.warning(
+                "plan_trace=%r cannot be written (%s): training goes on, and the trace lacks "
+                "steps until it can be",
+                str(self.path),
+                error.strerror or error,
+            )
+
+
+def _whole_lines(lines: Iterable[bytes]) -> tuple[set[int], int]:
+    """Return the numbers of the steps in some lines, and the bytes of the lines without a torn
+    last one."""
+    steps: set[int] = set()
+    size = 0  # of the lines before the last one
+    last = b""
+    for line in lines:
+        steps.update(_step_of(last))
+        size += len(last)
+        last = line
+    if _is_whole(last):
+        steps.update(_step_of(last))
+        size += len(last)
+    return steps, size
+
+
+def _step_of(line: bytes) -> list[int]:
+    """Return the number of the step of a line; none for a line that has no such number."""
+    number = line[len(START) :].split(b",", 1)[0]
+    return [int(number)] if line.startswith(START) and number.isdigit() else []
+
+
+def _is_whole(line: bytes) -> bool:
+    """Return whether a line was written to its end."""
+    try:
+        json.loads(line)
+    except ValueError:
+        return False
+    return line.endswith(b"\n")
+
+
+# ---- what can be known before training
+
+
+def _check_place(path: str) -> None:
+    """Raise ValueError where no file can be written at `path`."""
+    if Path(path).is_dir():
+        raise ValueError(f"plan_trace={path!r} is a folder; give the path of a file")
+    folder = Path(path).parent
+    if not folder.is_dir():
+        raise ValueError(
+            f"plan_trace={path!r} is in {str(folder)!r}, which is no folder: make it first, or "
+            "give another path"
+        )
+    target = path if os.path.exists(path) else folder
+    if not os.access(target, os.W_OK):
+        raise ValueError(f"plan_trace={path!r} may not be written; give another path")
+
+
+def _check_content(path: str) -> None:
+    """Raise ValueError for a file that is no trace: it would lose its last line as a torn one."""
+    if not os.path.isfile(path):
+        return
+    try:
+        with open(path, "rb") as file:
+            start = file.read(len(START))
+    except OSError as error:
+        raise ValueError(f"plan_trace={path!r} cannot be read ({error.strerror})") from error
+    if not START.startswith(start):
+        raise ValueError(f"plan_trace={path!r} is no plan trace; give the path of a new file")
