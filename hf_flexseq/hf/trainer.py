@@ -34,6 +34,7 @@ from transformers import Trainer, TrainingArguments
 from transformers.data.data_collator import DataCollatorWithPadding, default_data_collator
 
 from hf_flexseq.config import FlexSeqArguments
+from hf_flexseq.hf.dataset_checks import check_examples, check_first_step, check_labels
 from hf_flexseq.hf.engine import FlexSeqEngine, Step
 from hf_flexseq.hf.evaluation import EvaluationLoss, PlannedBatches, left_unprepared
 from hf_flexseq.hf.executors import (
@@ -129,8 +130,10 @@ class FlexSeqMixin(_Trainer):
         options = flexseq_args or arguments_on(self.args)
         check_trainer(self, options)
         check_model(base_model(self.model))
+        collator = _flexseq_collator(self.data_collator)
+        check_labels(self, collator)
         self.flexseq = self._make_engine(options)
-        self.data_collator = _flexseq_collator(self.data_collator)
+        self.data_collator = collator
         self._flexseq_figures: list[Figures] = []  # of the steps since the last log
         self._flexseq_eval = EvaluationLoss()  # of the evaluation that runs
         self._flexseq_loaders = ExitStack()  # what the end of training undoes on its dataloader
@@ -164,6 +167,7 @@ class FlexSeqMixin(_Trainer):
 
     def _inner_training_loop(self, *args: Any, **kwargs: Any) -> Any:
         check_step_size(kwargs.get("resume_from_checkpoint"), self._flexseq_step_size())
+        check_examples(self, self.flexseq.args)
         attached = self.flexseq.attached(self.model, lockstep=self._flexseq_lockstep)
         with attached, ExitStack() as self._flexseq_loaders:
             return super()._inner_training_loop(*args, **kwargs)
@@ -184,6 +188,8 @@ class FlexSeqMixin(_Trainer):
         """Return `num_batches` items, of which the last one is the planned step, and the step's
         target tokens; no item when no rank has data left."""
         step = self.flexseq.next_step(epoch_iterator, num_batches)
+        if self.state.global_step == 0:
+            check_first_step(step)
         if step is None:
             return [], None
         # Filled on the device: a tensor made of the number would be copied there, and waited for.

@@ -66,6 +66,7 @@ OVERRIDDEN = {
     "get_total_train_batch_size": ["args"],
     "get_decay_parameter_names": ["model"],
     "_prepare_inputs": ["inputs"],
+    "_set_signature_columns_if_needed": [],
     "compute_loss_context_manager": [],
 }
 
