@@ -49,6 +49,7 @@ from hf_flexseq.hf.model.checks import check_model
 from hf_flexseq.hf.pipeline.executor import stage_executor_for
 from hf_flexseq.hf.pipeline.hooks import load_own_stage
 from hf_flexseq.hf.resume import StepSizeCallback, check_step_size
+from hf_flexseq.hf.screen import Predictions, beside_bars
 from hf_flexseq.hf.trainer_checks import check_trainer
 from hf_flexseq.pipeline.optimizer import is_of_pipeline, load_optimizer
 from hf_flexseq.steps.collator import DataCollatorForFlexSeq
@@ -135,6 +136,7 @@ class FlexSeqMixin(_Trainer):
         self.flexseq = self._make_engine(options)
         self.data_collator = collator
         self._flexseq_figures: list[Figures] = []  # of the steps since the last log
+        self._flexseq_predictions = Predictions(options.cost_model)
         self._flexseq_eval = EvaluationLoss()  # of the evaluation that runs
         self._flexseq_loaders = ExitStack()  # what the end of training undoes on its dataloader
         # Ranks may run different numbers of micro-batches, unless a subclass computes its loss
@@ -223,8 +225,10 @@ class FlexSeqMixin(_Trainer):
         world."""
         figures = self.flexseq.finish(step)
         self._flexseq_figures.append(figures)
-        if self.is_world_process_zero():
-            logger.info("step %d: %s", step.number, plan_line(figures))
+        self._flexseq_predictions.add(figures)
+        if self.is_world_process_zero() and logger.isEnabledFor(logging.INFO):
+            with beside_bars():
+                logger.info("step %d: %s", step.number, plan_line(figures))
 
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
         """Log the mean figures of the steps since the last loss, beside it."""
@@ -232,6 +236,11 @@ class FlexSeqMixin(_Trainer):
             logs = logs | mean_figures(self._flexseq_figures)
             self._flexseq_figures.clear()
         super().log(logs, *args, **kwargs)
+        if "loss" in logs:
+            line = self._flexseq_predictions.verdict()
+            if line is not None and self.is_world_process_zero():
+                with beside_bars():
+                    logger.warning("%s", line)
 
     # ---- the datasets
 
