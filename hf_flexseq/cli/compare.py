@@ -107,10 +107,7 @@ def _result(
             if options.sp_degree:
                 degrees = [options.sp_degree]
             return _best_static(degrees, steps, options, cost, progress)
-        plans = []
-        for number, lengths in enumerate(steps):
-            progress.now(f"{planner}: planning step {number}, {number} of {len(steps)} done")
-            plans.append(planned(lengths, options, cost, planner=planner))
+        plans = _plans(steps, options, cost, progress, planner=planner)
         return _measure(planner, plans, options, cost, progress)
     except (ValueError, ImportError, NotImplementedError) as error:
         return Result(name=planner, problem=" ".join(str(error).split()))
@@ -128,14 +125,8 @@ def _best_static(
     runs: list[tuple[float, int, list[Plan]]] = []
     problem: ValueError | None = None
     for degree in degrees:
-        plans = []
         try:
-            for number, lengths in enumerate(steps):
-                progress.now(
-                    f"static, degree {degree}: planning step {number}, {number} of {len(steps)} "
-                    "done"
-                )
-                plans.append(planned(lengths, options, cost, planner="static", sp_degree=degree))
+            plans = _plans(steps, options, cost, progress, planner="static", sp_degree=degree)
             runs.append((sum(plan.objective_s for plan in plans), degree, plans))
         except ValueError as error:
             problem = error
@@ -144,6 +135,27 @@ def _best_static(
         raise problem
     _, degree, plans = min(runs, key=lambda run: run[:2])
     return _measure(f"static, degree {degree}", plans, options, cost, progress)
+
+
+def _plans(
+    steps: Sequence[list[int]],
+    options: Namespace,
+    cost: CostModel,
+    progress: Progress,
+    *,
+    planner: str,
+    sp_degree: int | None = None,
+) -> list[Plan]:
+    """Return the plan of every step. Raises ValueError, naming the step, where there is none."""
+    name = planner if sp_degree is None else f"{planner}, degree {sp_degree}"
+    plans = []
+    for number, lengths in enumerate(steps):
+        progress.now(f"{name}: planning step {number}, {number} of {len(steps)} done")
+        try:
+            plans.append(planned(lengths, options, cost, planner=planner, sp_degree=sp_degree))
+        except ValueError as error:
+            raise ValueError(f"step {number}: {error}") from error
+    return plans
 
 
 def _measure(

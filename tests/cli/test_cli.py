@@ -215,7 +215,7 @@ def test_compare_fails_when_no_planner_can(
         "--sp-degree",
         "2",
     ]
-    assert "no planner can plan this" in failed(argv, capsys)
+    assert "no planner can plan this: step 0: sequence " in failed(argv, capsys)
 
 
 def test_env_names_versions_and_kernels(capsys: pytest.CaptureFixture[str]) -> None:
