@@ -3,6 +3,7 @@
 import json
 import random
 import re
+import tomllib
 from dataclasses import replace
 from pathlib import Path
 
@@ -249,3 +250,7 @@ def test_a_picture_without_matplotlib_names_the_extra(
     message = r'pip install "hf_flexseq\[pictures\]"'
     with pytest.raises(ModuleNotFoundError, match=message):
         save_picture(lasting(1), tmp_path / "a.png")
+    project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]
+    extras = project["optional-dependencies"]
+    assert any(needed.startswith("matplotlib") for needed in extras["pictures"])
+    assert "hf_flexseq[pictures]" in extras["recipes"]
