@@ -49,6 +49,8 @@ def check_examples(trainer: Trainer, args: FlexSeqArguments) -> None:
             "train_dataset is empty: it has 0 examples; look at what filtered them out"
         )
     for name, dataset in _datasets(trainer):
+        if not _reads_all(trainer, is_training=dataset is training):
+            continue
         lengths = _token_counts(dataset)
         if lengths is not None and len(lengths):
             _check_tokens(name, lengths)
@@ -84,6 +86,25 @@ def _datasets(trainer: Trainer) -> Iterator[tuple[str, Any]]:
         return
     for name, dataset in evaluation.items():
         yield f"eval_dataset[{name!r}]", dataset
+
+
+def _reads_all(trainer: Trainer, *, is_training: bool) -> bool:
+    """Tell if a run surely draws every example of its training dataset, or of the others."""
+    args = trainer.args
+    if not is_training:
+        return bool(args.eval_strategy != "no")
+    cls = type(trainer)
+    # A sampler of the user may leave examples out.
+    if cls.get_train_dataloader is not Trainer.get_train_dataloader:
+        return False
+    if cls._get_train_sampler is not Trainer._get_train_sampler:
+        return False
+    if args.max_steps <= 0:
+        return bool(args.num_train_epochs >= 1)
+    if not _is_map_style(trainer.train_dataset):
+        return False
+    drawn = args.max_steps * trainer.get_total_train_batch_size(args)
+    return bool(drawn >= len(trainer.train_dataset))
 
 
 def _is_map_style(dataset: Any) -> bool:

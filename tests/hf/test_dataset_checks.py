@@ -88,9 +88,12 @@ def as_list(examples):
     return examples
 
 
+ONE_STEP = {"max_steps": 1, "per_device_train_batch_size": 8}
+
+
 def train(folder, data, **settings):
     """Train on examples as they are."""
-    trainer = make_trainer(folder, data=data, max_steps=1, cost_model="estimate", **settings)
+    trainer = make_trainer(folder, data=data, cost_model="estimate", **ONE_STEP | settings)
     trainer.train()
 
 
@@ -123,6 +126,24 @@ def test_padding_needs_no_room(tmp_path):
 def test_examples_that_were_filtered_out_do_not_count(tmp_path):
     whole = Dataset.from_list([example(n) for n in (5, 0, 3)])
     train(tmp_path, whole.select([0, 2]))
+
+
+def test_examples_that_a_run_does_not_draw_are_left_alone(tmp_path):
+    data = [example(5), example(9)]
+    order = {"train_sampling_strategy": "sequential", "per_device_train_batch_size": 1}
+    train(tmp_path, data, max_tokens_per_rank=8, **order)
+    trainer = make_trainer(
+        tmp_path,
+        data=data[:1],
+        trainer={"eval_dataset": data},
+        cost_model="estimate",
+        max_tokens_per_rank=8,
+        **ONE_STEP,
+    )
+    trainer.train()
+    trainer.args.eval_strategy = "epoch"
+    with pytest.raises(PlanInfeasible, match=r"eval_dataset\[1\] has 9 tokens"):
+        trainer.train()
 
 
 def drawing(rank, world_size, folder, examples):
