@@ -40,16 +40,23 @@ def check_labels(trainer: Trainer, collator: DataCollatorForFlexSeq) -> None:
             )
 
 
-def check_examples(trainer: Trainer, args: FlexSeqArguments) -> None:
+def check_examples(trainer: Trainer, args: FlexSeqArguments, *, resumes: bool) -> None:
     """Raise ValueError for datasets without examples or tokens, and PlanInfeasible for an example
-    that fits nowhere, where this can be known before training."""
+    that fits nowhere, where this can be known before training.
+
+    resumes: whether the run goes on from a checkpoint, and draws what was left.
+    """
     training = trainer.train_dataset
     if _is_map_style(training) and len(training) == 0:
         raise ValueError(
             "train_dataset is empty: it has 0 examples; look at what filtered them out"
         )
     for name, dataset in _datasets(trainer):
-        if not _reads_all(trainer, is_training=dataset is training):
+        if dataset is training:
+            is_read = not resumes and _draws_all(trainer)
+        else:
+            is_read = trainer.args.eval_strategy != "no"
+        if not is_read:
             continue
         lengths = _token_counts(dataset)
         if lengths is not None and len(lengths):
@@ -88,11 +95,9 @@ def _datasets(trainer: Trainer) -> Iterator[tuple[str, Any]]:
         yield f"eval_dataset[{name!r}]", dataset
 
 
-def _reads_all(trainer: Trainer, *, is_training: bool) -> bool:
-    """Tell if a run surely draws every example of its training dataset, or of the others."""
+def _draws_all(trainer: Trainer) -> bool:
+    """Tell if a run surely draws every example of its training dataset."""
     args = trainer.args
-    if not is_training:
-        return bool(args.eval_strategy != "no")
     cls = type(trainer)
     # A sampler of the user may leave examples out.
     if cls.get_train_dataloader is not Trainer.get_train_dataloader:

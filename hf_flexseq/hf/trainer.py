@@ -168,8 +168,9 @@ class FlexSeqMixin(_Trainer):
     # ---- training
 
     def _inner_training_loop(self, *args: Any, **kwargs: Any) -> Any:
-        check_step_size(kwargs.get("resume_from_checkpoint"), self._flexseq_step_size())
-        check_examples(self, self.flexseq.args)
+        checkpoint = kwargs.get("resume_from_checkpoint")
+        check_step_size(checkpoint, self._flexseq_step_size())
+        check_examples(self, self.flexseq.args, resumes=checkpoint is not None)
         attached = self.flexseq.attached(self.model, lockstep=self._flexseq_lockstep)
         with attached, ExitStack() as self._flexseq_loaders:
             return super()._inner_training_loop(*args, **kwargs)
