@@ -18,21 +18,28 @@ use_environment() {
 }
 
 make_environment() {
-    local pip=("$VENV/bin/python" -m pip --disable-pip-version-check)
+    echo "installing into $VENV, once: 1 of 3, an empty environment"
     [ -x "$VENV/bin/python" ] || "$(find_python)" -m venv "$VENV"
-    echo "installing into $VENV (once)"
-    install_torch "${pip[@]}"
-    "${pip[@]}" install --quiet --constraint scripts/constraints.txt --editable ".[$1]"
+    echo "installing into $VENV, once: 2 of 3, torch (its CPU build is 200 MB, with CUDA it is some GB)"
+    install_torch
+    echo "installing into $VENV, once: 3 of 3, hf_flexseq with its extras $1"
+    pip_install --editable ".[$1]"
+}
+
+# What pip does is shown on a terminal. In a file it would be hundreds of lines.
+pip_install() {
+    local pip=("$VENV/bin/python" -m pip --disable-pip-version-check)
+    [ -t 1 ] || pip+=(--quiet)
+    "${pip[@]}" install --constraint scripts/constraints.txt "$@"
 }
 
 # torch comes first: without a GPU its CPU build is wanted, a tenth of the size, and nothing else must pull in the other.
 install_torch() {
     if ! has_gpu; then
-        "$@" install --quiet --retries 1 --constraint scripts/constraints.txt torch --extra-index-url "$TORCH_CPU_INDEX" \
-            && return
+        pip_install --retries 1 torch --extra-index-url "$TORCH_CPU_INDEX" && return
         echo "no torch from $TORCH_CPU_INDEX: going on without it"
     fi
-    "$@" install --quiet --constraint scripts/constraints.txt torch
+    pip_install torch
 }
 
 has_gpu() {

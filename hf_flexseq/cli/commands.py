@@ -1,6 +1,5 @@
 """`plan`, `simulate` and `view`."""
 
-import json
 from argparse import Namespace
 from pathlib import Path
 
@@ -16,7 +15,8 @@ from hf_flexseq.simulate import Detail
 from hf_flexseq.simulate import simulate as simulate_plan
 from hf_flexseq.simulate.pipeline import simulate_pipeline, tokens_as_time
 from hf_flexseq.timeline import Timeline, sketch
-from hf_flexseq.view import chrome_trace, save_picture, text_grid
+from hf_flexseq.view import chrome_text, save_picture, text_grid
+from hf_flexseq.view.chrome import MOST_BYTES
 from hf_flexseq.view.shares import shares
 
 
@@ -80,10 +80,21 @@ def view(options: Namespace) -> None:
     for path in pictures:
         save_picture(_timeline(step, options, layers=0), path, title=title, ranks_per_node=node)
     if options.chrome:
-        trace = chrome_trace(_timeline(step, options, layers=Detail().layers), ranks_per_node=node)
-        Path(options.chrome).write_text(json.dumps(trace), encoding="utf-8")
+        _write_chrome(step, options, node)
     if not pictures and not options.chrome:
         print(text_grid(_timeline(step, options, layers=0), title=title))
+
+
+def _write_chrome(step: PlannedStep, options: Namespace, node: int | None) -> None:
+    """Write the trace for Perfetto, and say what was left out of it. node: ranks per node."""
+    text, left_out = chrome_text(
+        lambda layers: _timeline(step, options, layers=layers),
+        layers=Detail().layers,
+        ranks_per_node=node,
+    )
+    Path(options.chrome).write_text(text, encoding="utf-8")
+    if left_out:
+        print(f"{options.chrome} shows {left_out}, to stay below {MOST_BYTES / 1e6:g} MB")
 
 
 def _timeline(step: PlannedStep, options: Namespace, *, layers: int) -> Timeline:

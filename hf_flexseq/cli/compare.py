@@ -2,7 +2,8 @@
 
 `static` stands for the best single degree of the whole run, or the one of --sp-degree: what a run
 without flexible groups can have. A planner that cannot plan a step has its reason in the table
-instead of figures.
+instead of figures. So has `flexsp` where its programs would take minutes, unless --planners names
+it.
 """
 
 from argparse import Namespace
@@ -11,6 +12,7 @@ from dataclasses import dataclass
 from itertools import islice
 
 from hf_flexseq.cli.planning import planned, steps_of
+from hf_flexseq.cli.progress import Progress
 from hf_flexseq.cost import CostModel
 from hf_flexseq.cost.presets import load_cost_model
 from hf_flexseq.plan import Plan
@@ -30,6 +32,9 @@ COLUMNS = (
     "planning",
 )
 WIDTHS = (18, 8, 7, 9, 9, 7, 7, 13, 9)
+# Sequences of all steps up to which `flexsp` is compared unasked: 512 on 64 ranks take it 5 s or
+# more (scripts/benchmarks/planners.py --flexsp 12), 2,000 in one step minutes.
+FLEXSP_SEQUENCES = 512
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -64,42 +69,56 @@ def compare(options: Namespace) -> None:
     steps = list(islice(steps_of(options), options.steps))
     topology = options.topology
     print(
-        f"{len(steps)} steps, {sum(map(len, steps)):,} sequences, "
+        f"{len(steps)} step{'s' * (len(steps) != 1)}, {sum(map(len, steps)):,} sequences, "
         f"{sum(map(sum, steps)):,} tokens on {topology.nodes} x {topology.ranks_per_node} ranks, "
         f"{cost.name}, {options.sync}; per step:"
     )
-    print(_line(COLUMNS))
+    print(_line(COLUMNS), flush=True)
     problems = []
-    for planner in CHOICES["planner"]:
-        result = _result(planner, steps, options, cost)
-        if result.problem is None:
-            line = _line(_row(result))
-        else:
-            line = f"{planner:{WIDTHS[0]}}  {result.problem}"
-        print(line, flush=True)
-        problems.append(result.problem)
+    with Progress() as progress:
+        for planner in options.planners or CHOICES["planner"]:
+            result = _result(planner, steps, options, cost, progress)
+            if result.problem is None:
+                line = _line(_row(result))
+            else:
+                line = f"{planner:{WIDTHS[0]}}  {result.problem}"
+            progress.clear()
+            print(line, flush=True)
+            problems.append(result.problem)
     if all(problems):
         raise ValueError(f"no planner can plan this: {problems[0]}")
 
 
 def _result(
-    planner: str, steps: Sequence[list[int]], options: Namespace, cost: CostModel
+    planner: str,
+    steps: Sequence[list[int]],
+    options: Namespace,
+    cost: CostModel,
+    progress: Progress,
 ) -> Result:
     """Return the figures of one planner, or its reason for having none."""
+    sequences = sum(map(len, steps))
+    if planner == "flexsp" and not options.planners and sequences > FLEXSP_SEQUENCES:
+        problem = f"left out: {sequences:,} sequences may take minutes; ask with --planners flexsp"
+        return Result(name=planner, problem=problem)
     try:
         if planner == "static":
             degrees = static_degrees(options.topology)
             if options.sp_degree:
                 degrees = [options.sp_degree]
-            return _best_static(degrees, steps, options, cost)
-        plans = [planned(lengths, options, cost, planner=planner) for lengths in steps]
-        return _measure(planner, plans, options, cost)
+            return _best_static(degrees, steps, options, cost, progress)
+        plans = _plans(steps, options, cost, progress, planner=planner)
+        return _measure(planner, plans, options, cost, progress)
     except (ValueError, ImportError, NotImplementedError) as error:
         return Result(name=planner, problem=" ".join(str(error).split()))
 
 
 def _best_static(
-    degrees: Sequence[int], steps: Sequence[list[int]], options: Namespace, cost: CostModel
+    degrees: Sequence[int],
+    steps: Sequence[list[int]],
+    options: Namespace,
+    cost: CostModel,
+    progress: Progress,
 ) -> Result:
     """Return the figures of the degree with the fewest seconds over all steps, among those that
     can hold every sequence. Raises the last degree's reason when none can."""
@@ -107,10 +126,7 @@ def _best_static(
     problem: ValueError | None = None
     for degree in degrees:
         try:
-            plans = [
-                planned(lengths, options, cost, planner="static", sp_degree=degree)
-                for lengths in steps
-            ]
+            plans = _plans(steps, options, cost, progress, planner="static", sp_degree=degree)
             runs.append((sum(plan.objective_s for plan in plans), degree, plans))
         except ValueError as error:
             problem = error
@@ -118,12 +134,38 @@ def _best_static(
         assert problem is not None, "there is always a degree to try"
         raise problem
     _, degree, plans = min(runs, key=lambda run: run[:2])
-    return _measure(f"static, degree {degree}", plans, options, cost)
+    return _measure(f"static, degree {degree}", plans, options, cost, progress)
 
 
-def _measure(name: str, plans: Sequence[Plan], options: Namespace, cost: CostModel) -> Result:
+def _plans(
+    steps: Sequence[list[int]],
+    options: Namespace,
+    cost: CostModel,
+    progress: Progress,
+    *,
+    planner: str,
+    sp_degree: int | None = None,
+) -> list[Plan]:
+    """Return the plan of every step. Raises ValueError, naming the step, where there is none."""
+    name = planner if sp_degree is None else f"{planner}, degree {sp_degree}"
+    plans = []
+    for number, lengths in enumerate(steps):
+        progress.now(f"{name}: planning step {number}, {number} of {len(steps)} done")
+        try:
+            plans.append(planned(lengths, options, cost, planner=planner, sp_degree=sp_degree))
+        except ValueError as error:
+            raise ValueError(f"step {number}: {error}") from error
+    return plans
+
+
+def _measure(
+    name: str, plans: Sequence[Plan], options: Namespace, cost: CostModel, progress: Progress
+) -> Result:
     """Simulate the plans of all steps and return the figures under `name`."""
-    timelines = [simulate(plan, options.topology, cost, sync=options.sync) for plan in plans]
+    timelines = []
+    for number, plan in enumerate(plans):
+        progress.now(f"{name}: simulating step {number}, {number} of {len(plans)} done")
+        timelines.append(simulate(plan, options.topology, cost, sync=options.sync))
     count = len(plans)
     simulated = sum(timeline.stop for timeline in timelines)
     closed = sum(plan.objective_s for plan in plans)

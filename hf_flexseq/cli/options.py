@@ -7,7 +7,7 @@ from typing import NoReturn
 
 from hf_flexseq.cli.calibrate import calibrate
 from hf_flexseq.cli.commands import plan, simulate, view
-from hf_flexseq.cli.compare import compare
+from hf_flexseq.cli.compare import FLEXSP_SEQUENCES, compare
 from hf_flexseq.cli.environment import env
 from hf_flexseq.cost.presets import PRESETS
 from hf_flexseq.planner import CHOICES
@@ -98,6 +98,14 @@ def _plan_options(parser: argparse.ArgumentParser) -> None:
 def _compare_options(parser: argparse.ArgumentParser) -> None:
     _lengths_options(parser)
     parser.add_argument("--steps", type=at_least(1), metavar="N", help="only the first N steps")
+    parser.add_argument(
+        "--planners",
+        nargs="+",
+        choices=CHOICES["planner"],
+        metavar="NAME",
+        help=f"some of {', '.join(CHOICES['planner'])}; default: all, but flexsp only for "
+        f"{FLEXSP_SEQUENCES:,} sequences or fewer, since it takes minutes",
+    )
 
 
 def _lengths_options(parser: argparse.ArgumentParser) -> None:

@@ -38,6 +38,7 @@ from hf_flexseq.distributed.agreement import Attempt
 from hf_flexseq.distributed.communicator import Communicator
 from hf_flexseq.hf.executors import EngineSetup, Executor, ForwardBackward, WholeModelExecutor
 from hf_flexseq.hf.loaders import batches_on_host
+from hf_flexseq.hf.screen import beside_bars
 from hf_flexseq.hf.trainer_checks import check_accelerator
 from hf_flexseq.planner.static import check_degree
 from hf_flexseq.steps.inputs import Inputs
@@ -206,8 +207,9 @@ class FlexSeqEngine:
             return None
         drawn, plan = drawn_and_planned
         if drawn.request == 0:
-            for note in plan.notes:
-                logger.info("%s", note)
+            with beside_bars():
+                for note in plan.notes:
+                    logger.info("%s", note)
         self.communicator.host.phase = f"step {drawn.number}, exchanging tokens"
         step: Step = self.executor.deal(drawn, plan, waited_s=lookahead.waited_s)
         self.communicator.host.phase = f"step {drawn.number}"

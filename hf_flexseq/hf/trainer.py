@@ -34,6 +34,7 @@ from transformers import Trainer, TrainingArguments
 from transformers.data.data_collator import DataCollatorWithPadding, default_data_collator
 
 from hf_flexseq.config import FlexSeqArguments
+from hf_flexseq.hf.dataset_checks import check_examples, check_first_step, check_labels
 from hf_flexseq.hf.engine import FlexSeqEngine, Step
 from hf_flexseq.hf.evaluation import EvaluationLoss, PlannedBatches, left_unprepared
 from hf_flexseq.hf.executors import (
@@ -48,6 +49,7 @@ from hf_flexseq.hf.model.checks import check_model
 from hf_flexseq.hf.pipeline.executor import stage_executor_for
 from hf_flexseq.hf.pipeline.hooks import load_own_stage
 from hf_flexseq.hf.resume import StepSizeCallback, check_step_size
+from hf_flexseq.hf.screen import Predictions, beside_bars
 from hf_flexseq.hf.trainer_checks import check_trainer
 from hf_flexseq.pipeline.optimizer import is_of_pipeline, load_optimizer
 from hf_flexseq.steps.collator import DataCollatorForFlexSeq
@@ -129,9 +131,12 @@ class FlexSeqMixin(_Trainer):
         options = flexseq_args or arguments_on(self.args)
         check_trainer(self, options)
         check_model(base_model(self.model))
+        collator = _flexseq_collator(self.data_collator)
+        check_labels(self, collator)
         self.flexseq = self._make_engine(options)
-        self.data_collator = _flexseq_collator(self.data_collator)
+        self.data_collator = collator
         self._flexseq_figures: list[Figures] = []  # of the steps since the last log
+        self._flexseq_predictions = Predictions(options.cost_model)
         self._flexseq_eval = EvaluationLoss()  # of the evaluation that runs
         self._flexseq_loaders = ExitStack()  # what the end of training undoes on its dataloader
         # Ranks may run different numbers of micro-batches, unless a subclass computes its loss
@@ -163,7 +168,9 @@ class FlexSeqMixin(_Trainer):
     # ---- training
 
     def _inner_training_loop(self, *args: Any, **kwargs: Any) -> Any:
-        check_step_size(kwargs.get("resume_from_checkpoint"), self._flexseq_step_size())
+        checkpoint = kwargs.get("resume_from_checkpoint")
+        check_step_size(checkpoint, self._flexseq_step_size())
+        check_examples(self, self.flexseq.args, resumes=checkpoint is not None)
         attached = self.flexseq.attached(self.model, lockstep=self._flexseq_lockstep)
         with attached, ExitStack() as self._flexseq_loaders:
             return super()._inner_training_loop(*args, **kwargs)
@@ -186,6 +193,8 @@ class FlexSeqMixin(_Trainer):
         step = self.flexseq.next_step(
             epoch_iterator, num_batches, first_number=self.state.global_step
         )
+        if self.state.global_step == 0:
+            check_first_step(step)
         if step is None:
             return [], None
         # Filled on the device: a tensor made of the number would be copied there, and waited for.
@@ -219,8 +228,10 @@ class FlexSeqMixin(_Trainer):
         world."""
         figures = self.flexseq.finish(step)
         self._flexseq_figures.append(figures)
-        if self.is_world_process_zero():
-            logger.info("step %d: %s", step.number, plan_line(figures))
+        self._flexseq_predictions.add(figures)
+        if self.is_world_process_zero() and logger.isEnabledFor(logging.INFO):
+            with beside_bars():
+                logger.info("step %d: %s", step.number, plan_line(figures))
 
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
         """Log the mean figures of the steps since the last loss, beside it."""
@@ -228,6 +239,11 @@ class FlexSeqMixin(_Trainer):
             logs = logs | mean_figures(self._flexseq_figures)
             self._flexseq_figures.clear()
         super().log(logs, *args, **kwargs)
+        if "loss" in logs:
+            line = self._flexseq_predictions.verdict()
+            if line is not None and self.is_world_process_zero():
+                with beside_bars():
+                    logger.warning("%s", line)
 
     # ---- the datasets
 

@@ -2,26 +2,22 @@
 what to change.
 
 ValueError is for what contradicts itself or is wrong, NotImplementedError for what would make
-sense and is not there. What a model must be is in `model/checks.py`, what an example must be in
-`hf_flexseq/steps/collator.py`.
+sense and is not there. What a model must be is in `model/checks.py`, what a dataset must hold in
+`dataset_checks.py`, what an example must be in `hf_flexseq/steps/collator.py`.
 """
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from accelerate import Accelerator
 from accelerate.utils import DDPCommunicationHookType, DistributedType, DynamoBackend
 from torch import nn
-from torch.utils.data import IterableDataset
 from transformers import Trainer
-from transformers.data.data_collator import DataCollatorWithPadding, default_data_collator
 
 from hf_flexseq.config import FlexSeqArguments
 from hf_flexseq.distributed.connect import capabilities_on
 from hf_flexseq.hf.model.facts import is_fully_sharded, is_reentrant, zero_stage
-from hf_flexseq.steps.collator import DataCollatorForFlexSeq
 
 # ---- the accelerator
 
@@ -155,7 +151,6 @@ def check_trainer(trainer: Trainer, args: FlexSeqArguments) -> None:
         lockstep=own_loss,
         is_ordered=capabilities_on(trainer.accelerator.device).ordered,
     )
-    _check_labels(trainer)
 
 
 def _contradictions(training: Any) -> list[Refusal]:
@@ -222,8 +217,15 @@ def _missing(trainer: Trainer) -> list[Refusal]:
         ),
         Refusal(
             when=getattr(trainer, "loss_is_scaled_for_ga", None) is False,
-            message=f"loss_is_scaled_for_ga=False of {type(trainer).__name__}: the mean of a "
-            "rank's tokens is not that of the step; divide the summed loss by num_items_in_batch",
+            message=f"{_class_with(trainer, 'loss_is_scaled_for_ga')}: its loss is not a sum over "
+            "tokens divided by those of the step, num_items_in_batch (loss_is_scaled_for_ga="
+            "False); train with next-token loss, as Trainer and SFTTrainer do",
+        ),
+        Refusal(
+            when=_makes_its_samples(trainer),
+            message=f"{_class_with(trainer, '_prepare_inputs')}: it makes samples while it "
+            "trains, as for reinforcement learning, and its loss is not a sum over tokens of the "
+            "dataset; train with next-token loss, as Trainer and SFTTrainer do",
         ),
         Refusal(
             when=trainer.is_model_parallel,
@@ -239,6 +241,22 @@ def _missing(trainer: Trainer) -> list[Refusal]:
             "LoRA",
         ),
     ]
+
+
+def _class_with(trainer: Trainer, name: str) -> str:
+    """Return the name of the class that gives a trainer its attribute `name`."""
+    for cls in type(trainer).__mro__:
+        if name in vars(cls):
+            return cls.__name__
+    return type(trainer).__name__
+
+
+def _makes_its_samples(trainer: Trainer) -> bool:
+    """Tell if a trainer draws prompts, and makes of them what it trains on."""
+    if type(trainer)._prepare_inputs is Trainer._prepare_inputs:
+        return False
+    trainer._set_signature_columns_if_needed()
+    return "input_ids" not in trainer._signature_columns
 
 
 def _lengthens_sequences(model: Any) -> bool:
@@ -280,51 +298,3 @@ def _missing_in_arguments(training: Any) -> list[Refusal]:
             "several; use adamw_torch",
         ),
     ]
-
-
-# ---- the datasets
-
-
-def _check_labels(trainer: Trainer) -> None:
-    """Raise ValueError when examples have no labels and no collator is there to make them."""
-    if not _takes_labels_from_examples(trainer.data_collator):
-        return
-    for name, dataset in _datasets(trainer):
-        columns = _columns(dataset)
-        if columns is not None and "labels" not in columns:
-            raise ValueError(
-                f"{name} has the columns {sorted(columns)} but no labels: give `labels` (for "
-                "plain language modelling a copy of input_ids), or a data_collator that makes them"
-            )
-
-
-def _takes_labels_from_examples(collator: Any) -> bool:
-    """Tell if a collator leaves labels as the examples have them."""
-    if isinstance(collator, DataCollatorForFlexSeq):
-        return collator.example_collator is None
-    return collator is default_data_collator or type(collator) is DataCollatorWithPadding
-
-
-def _datasets(trainer: Trainer) -> Iterator[tuple[str, Any]]:
-    """Yield the trainer's datasets with their names in messages."""
-    yield "train_dataset", trainer.train_dataset
-    evaluation = trainer.eval_dataset
-    if not isinstance(evaluation, dict):
-        yield "eval_dataset", evaluation
-        return
-    for name, dataset in evaluation.items():
-        yield f"eval_dataset[{name!r}]", dataset
-
-
-def _columns(dataset: Any) -> set[str] | None:
-    """Return the columns of a dataset, from its first example; of a stream, which is left alone,
-    only if it knows them. None where they are not known."""
-    if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__getitem__"):
-        names = getattr(dataset, "column_names", None)
-        return set(names) if names else None
-    if not hasattr(dataset, "__len__") or not len(dataset):
-        return None
-    # An example may be drawn at random; the run must not notice.
-    with torch.random.fork_rng(devices=[]):
-        first = dataset[0]
-    return set(first) if isinstance(first, Mapping) else None

@@ -7,6 +7,8 @@ display is needed.
 
 import math
 from collections.abc import Sequence
+from importlib.util import find_spec
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +34,12 @@ CONSTANT, INK = "#d5d8dc", "#2b2f36"
 GAP = 0.06  # white space above and below a group, in ranks
 PALER = 0.55  # how far towards white the colour of a transfer lies
 SHADE = 0.25  # the same of every other chunk's
+DPI = 150  # pixels per inch of a PNG
+# Inches: of a picture with few micro-batches, of each micro-batch where there are many, at most.
+WIDTH, WIDTH_OF_MICRO_BATCH, MOST_WIDTH = 12.0, 0.8, 40.0
+LABEL = 8.0  # size of small text, in points
+CHARACTER = 0.65 * LABEL  # room for a character of it, in points
+POINTS = 72  # points per inch
 
 
 def save_picture(
@@ -39,19 +47,26 @@ def save_picture(
 ) -> None:
     """Write a picture of the timeline; the ending of `path` chooses the format.
 
-    Raises ModuleNotFoundError without matplotlib.
+    Raises ModuleNotFoundError, naming what to install, without matplotlib.
     """
+    if find_spec("matplotlib") is None:
+        raise ModuleNotFoundError(
+            'pictures need matplotlib, which is not installed: pip install "hf_flexseq[pictures]"'
+        )
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
+    width = min(MOST_WIDTH, max(WIDTH, WIDTH_OF_MICRO_BATCH * len(timeline.starts)))
     height = min(9.0, 2.0 + 0.1 * max(timeline.world_size, 8))
-    figure = Figure(figsize=(12, height), dpi=150, layout="constrained")
+    figure = Figure(figsize=(width, height), dpi=DPI, layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.add_subplot()
     _draw_events(axes, timeline)
-    _draw_boundaries(axes, timeline, ranks_per_node)
-    _label_axes(axes, timeline, ranks_per_node)
-    _draw_legend(figure, timeline)
+    _draw_boundaries(axes, timeline)
+    _number_micro_batches(axes, timeline, width * POINTS)
+    _draw_nodes(axes, timeline, ranks_per_node)
+    _label_axes(axes, timeline, ranks_per_node, width)
+    _draw_legend(figure, timeline, columns=int(width / 2))
     axes.set_title(
         f"{title}\n{shares(timeline)}".strip(),
         loc="left",
@@ -129,48 +144,68 @@ def _blocks(events: Sequence[Event]) -> list[tuple[int, int, Event]]:
     return blocks
 
 
-def _draw_boundaries(axes: Any, timeline: Timeline, ranks_per_node: int | None) -> None:
-    """Draw dark lines between micro-batches, their numbers on top, and pale lines between
-    nodes."""
-    marks = [0, *boundaries(timeline)]
-    for left, right in zip(marks, [*marks[1:], timeline.stop], strict=True):
-        if left:
-            axes.axvline(left / _scale(timeline), color=INK, linewidth=0.9)
-        if len(marks) > 1:
-            middle = (left + right) / 2 / _scale(timeline)
-            number = str(marks.index(left))
-            if left == 0:
-                number = f"micro-batch {number}"
-            axes.annotate(
-                number,
-                (middle, 1),
-                xycoords=axes.get_xaxis_transform(),
-                xytext=(0, 3),
-                textcoords="offset points",
-                ha="center",
-                fontsize=8,
-                color=INK,
-            )
+def _draw_boundaries(axes: Any, timeline: Timeline) -> None:
+    """Draw a dark line between micro-batches."""
+    for at in boundaries(timeline):
+        axes.axvline(at / _scale(timeline), color=INK, linewidth=0.7)
+
+
+def _number_micro_batches(axes: Any, timeline: Timeline, width: float) -> None:
+    """Write the number of each micro-batch above it, unless it would touch the one before.
+
+    width: of the picture, in points.
+    """
+    marks = [0, *boundaries(timeline), timeline.stop]
+    if len(marks) == 2:
+        return
+    free = 0.0  # where the text before ends, in points
+    for start, stop in pairwise(marks):
+        number = timeline.starts.index(start) if start else 0
+        text = str(number) if number else "micro-batch 0"
+        middle = (start + stop) / 2
+        at = middle / timeline.stop * width
+        half = CHARACTER * len(text) / 2
+        if number and at - half < free:
+            continue
+        free = at + half + CHARACTER
+        axes.annotate(
+            text,
+            (middle / _scale(timeline), 1),
+            xycoords=axes.get_xaxis_transform(),
+            xytext=(0, 3),
+            textcoords="offset points",
+            ha="center",
+            fontsize=LABEL,
+            color=INK,
+        )
+
+
+def _draw_nodes(axes: Any, timeline: Timeline, ranks_per_node: int | None) -> None:
+    """Draw a pale line between nodes."""
     if ranks_per_node and ranks_per_node < timeline.world_size:
         for rank in range(ranks_per_node, timeline.world_size, ranks_per_node):
             axes.axhline(rank - 0.5, color=INK, linewidth=0.5, alpha=0.45)
 
 
-def _label_axes(axes: Any, timeline: Timeline, ranks_per_node: int | None) -> None:
-    """Label the axes; beyond 16 ranks only the first of each node, or every eighth, has a tick."""
+def _label_axes(axes: Any, timeline: Timeline, ranks_per_node: int | None, width: float) -> None:
+    """Label the axes; beyond 16 ranks only the first of each node, or every eighth, has a tick.
+
+    width: of the picture, in inches; each has a tick of the time axis.
+    """
+    axes.locator_params(axis="x", nbins=int(width))
     axes.set_xlim(0, max(timeline.stop, 1) / _scale(timeline))
     axes.set_ylim(timeline.world_size - 0.5, -0.5)  # rank 0 on top
     step = ranks_per_node or max(1, timeline.world_size // 8)
     axes.set_yticks(range(0, timeline.world_size, step if timeline.world_size > 16 else 1))
     axes.set_ylabel("rank", color=INK)
     axes.set_xlabel("seconds" if timeline.unit == "ns" else f"{timeline.unit} per rank", color=INK)
-    axes.tick_params(colors=INK, labelsize=8)
+    axes.tick_params(colors=INK, labelsize=LABEL)
     for side in ("top", "right"):
         axes.spines[side].set_visible(False)
 
 
-def _draw_legend(figure: Any, timeline: Timeline) -> None:
-    """Draw a legend of the degrees and kinds that the timeline has."""
+def _draw_legend(figure: Any, timeline: Timeline, columns: int) -> None:
+    """Draw a legend of the degrees and kinds that the timeline has, in at most `columns`."""
     from matplotlib.patches import Patch
 
     kinds = {event.kind for event in timeline.events}
@@ -192,8 +227,8 @@ def _draw_legend(figure: Any, timeline: Timeline) -> None:
     figure.legend(
         handles=patches,
         loc="outside lower left",
-        ncols=min(6, len(patches)),
-        fontsize=8,
+        ncols=min(columns, len(patches)),
+        fontsize=LABEL,
         frameon=False,
         labelcolor=INK,
         handlelength=1.4,

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from hf_flexseq.cli import compare as comparing
 from hf_flexseq.cli import main
 from hf_flexseq.cost.presets import PRESETS
 from hf_flexseq.plan import Plan, check
@@ -179,10 +180,26 @@ def test_compare_has_a_line_for_every_planner(
     options = ["--sequences-per-step", "6", "--steps", "1"]
     assert main(["compare", "--lengths", lengths, *MACHINE, *CAP, *options]) == 0
     head, columns, *rows = capsys.readouterr().out.splitlines()
-    assert head.startswith("1 steps, 6 sequences")
+    assert head.startswith("1 step, 6 sequences")
     assert columns.split()[:3] == ["planner", "seconds", "gap"]
     assert [row.split()[0].rstrip(",") for row in rows] == list(CHOICES["planner"])
     assert rows[CHOICES["planner"].index("static")].startswith("static, degree ")
+
+
+def test_compare_leaves_the_slow_planner_out_unless_it_is_asked_for(
+    lengths: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("highspy")
+    monkeypatch.setattr(comparing, "FLEXSP_SEQUENCES", 5)
+    words = ["compare", "--lengths", lengths, *MACHINE, *CAP, "--sequences-per-step", "3"]
+    assert main([*words, "--steps", "2"]) == 0
+    (row,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("flexsp")]
+    assert "left out: 6 sequences may take minutes; ask with --planners flexsp" in row
+    assert main([*words, "--steps", "1", "--planners", "zeppelin", "flexsp"]) == 0
+    assert main([*words, "--steps", "2", "--planners", "flexsp"]) == 0
+    rows = [line.split() for line in capsys.readouterr().out.splitlines()]
+    assert [row[0] for row in rows if row[-1] == "ms"] == ["zeppelin", "flexsp", "flexsp"]
+    assert "--planners: invalid choice: 'fast'" in failed([*words, "--planners", "fast"], capsys)
 
 
 def test_compare_fails_when_no_planner_can(
@@ -198,7 +215,7 @@ def test_compare_fails_when_no_planner_can(
         "--sp-degree",
         "2",
     ]
-    assert "no planner can plan this" in failed(argv, capsys)
+    assert "no planner can plan this: step 0: sequence " in failed(argv, capsys)
 
 
 def test_env_names_versions_and_kernels(capsys: pytest.CaptureFixture[str]) -> None:

@@ -8,17 +8,16 @@ import torch
 import transformers
 from accelerate import Accelerator, DistributedDataParallelKwargs
 from accelerate.state import AcceleratorState, GradientState, PartialState
-from datasets import Dataset
 from peft import PrefixTuningConfig, get_peft_model
-from torch.utils.data import IterableDataset
 from transformers import Trainer, TrainingArguments
-from trl import SFTConfig
+from trl import DPOTrainer, GRPOTrainer, KTOTrainer, RewardTrainer, RLOOTrainer, SFTConfig
 
 from hf_flexseq import (
     FlexSeqArguments,
     FlexSeqCallback,
     FlexSeqConfig,
     FlexSeqEngine,
+    FlexSeqMixin,
     FlexSeqTrainer,
 )
 from hf_flexseq.hf.model.checks import check_model
@@ -239,10 +238,33 @@ class MeanLoss(OwnLoss):
 
 
 def test_a_mean_over_a_rank(tmp_path):
-    with pytest.raises(
-        NotImplementedError, match="loss_is_scaled_for_ga=False.*num_items_in_batch"
-    ):
+    message = "MeanLoss: its loss is not a sum over tokens.*num_items_in_batch"
+    with pytest.raises(NotImplementedError, match=message) as raised:
         MeanLoss(model=tiny_llama(), args=arguments(tmp_path), train_dataset=DATA)
+    one_line(raised)
+
+
+@pytest.mark.parametrize("base", [DPOTrainer, GRPOTrainer, KTOTrainer, RewardTrainer, RLOOTrainer])
+def test_trainers_whose_loss_is_no_sum_over_tokens_are_told_so(tmp_path, base):
+    plain = Trainer(
+        model=tiny_llama(), args=arguments(tmp_path, TrainingArguments), train_dataset=DATA
+    )
+    # Made without the constructor of TRL, which wants a tokenizer and a model or two.
+    trainer = object.__new__(type("Mine", (FlexSeqMixin, base), {}))
+    trainer.__dict__ = vars(plain)
+    message = f"hf_flexseq does not support {base.__name__}: .*its loss is not a sum over tokens"
+    with pytest.raises(NotImplementedError, match=message) as raised:
+        trainer._setup_flexseq(FlexSeqArguments())
+    one_line(raised)
+
+
+class Preparing(FlexSeqTrainer):
+    def _prepare_inputs(self, inputs):
+        return super()._prepare_inputs(inputs)
+
+
+def test_a_trainer_may_prepare_its_inputs(tmp_path):
+    Preparing(model=tiny_llama(), args=arguments(tmp_path), train_dataset=DATA)
 
 
 def test_free_synchronisation_where_ranks_meet(tmp_path):
@@ -328,68 +350,6 @@ def test_a_stateful_dataloader_with_lookahead():
     with pytest.raises(ValueError, match="lookahead=4 has read past: set lookahead=0"):
         FlexSeqEngine(accelerator, FlexSeqArguments())
     FlexSeqEngine(accelerator, FlexSeqArguments(lookahead=0))
-
-
-# ---- datasets
-
-
-def unlabelled(examples):
-    return [{"input_ids": e["input_ids"], "text": "abc"} for e in examples]
-
-
-class Stream(IterableDataset):
-    column_names = None
-
-    def __iter__(self):
-        raise AssertionError("a stream was read before training")
-
-
-def with_names(names):
-    stream = Stream()
-    stream.column_names = names
-    return stream
-
-
-@pytest.mark.parametrize(
-    "data",
-    [
-        unlabelled(DATA),
-        with_names(["input_ids", "text"]),
-        Dataset.from_list(unlabelled(DATA)),
-        Dataset.from_list(unlabelled(DATA)).to_iterable_dataset(),
-    ],
-)
-def test_missing_labels(tmp_path, data):
-    message = r"train_dataset has the columns \['input_ids', 'text'\] but no labels"
-    with pytest.raises(ValueError, match=message) as raised:
-        make_trainer(tmp_path, data=data, max_steps=1)
-    one_line(raised)
-    with pytest.raises(ValueError, match=r"eval_dataset\['b'\] has the columns .* no labels"):
-        make_trainer(tmp_path, trainer={"eval_dataset": {"a": DATA, "b": data}})
-
-
-@pytest.mark.parametrize("data", [DATA, [], with_names(None), with_names(["input_ids", "labels"])])
-def test_labels_that_are_there_or_may_be(tmp_path, data):
-    make_trainer(tmp_path, data=data, max_steps=1)
-
-
-def test_labels_that_a_collator_makes(tmp_path):
-    make_trainer(tmp_path, data=unlabelled(DATA), collator=padded)
-
-
-def test_looking_at_an_example_leaves_the_run_as_it_was(tmp_path):
-    class Random:
-        def __len__(self):
-            return 4
-
-        def __getitem__(self, index):
-            tokens = torch.randint(VOCAB, (5,))
-            return {"input_ids": tokens, "labels": tokens}
-
-    make_trainer(tmp_path, data=Random())
-    after = torch.get_rng_state()
-    torch.manual_seed(TrainingArguments.seed)
-    assert torch.equal(after, torch.get_rng_state())
 
 
 # ---- models

@@ -5,8 +5,11 @@ from dataclasses import fields
 from pathlib import Path
 
 import pytest
+import torch
 
 from hf_flexseq import FlexSeqArguments
+from hf_flexseq.hf.calibration import choose
+from tests.hf.tiny import documents, tiny_llama
 
 ROOT = Path(__file__).parents[2]
 PAGES = [
@@ -49,6 +52,18 @@ def test_every_option_is_on_its_page_with_its_default():
     wanted = {f"`{option.name}`": f"`{option.default}`" for option in fields(FlexSeqArguments)}
     assert {name: rows.get(name) for name in wanted} == wanted
     assert set(rows) - {"option", "---"} == set(wanted)
+
+
+@pytest.mark.processes
+def test_the_first_snippet_trains_on_any_machine(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(choose, "HF_HOME", tmp_path)  # a cost model is measured, and kept here
+    page = (ROOT / "README.md").read_text()
+    snippet = re.search(r"^```python\n(.*?)^```", page, re.MULTILINE | re.DOTALL)[1]
+    assert snippet in (ROOT / "docs/usage.md").read_text()
+    names = {"model": tiny_llama(torch.float32), "dataset": documents([5, 3, 8, 4])}
+    exec(compile(snippet, "README.md", "exec"), names)
+    assert names["trainer"].state.global_step == 3
 
 
 def test_every_claim_of_the_readme_is_a_line_with_a_link():

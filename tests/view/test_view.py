@@ -2,6 +2,8 @@
 
 import json
 import random
+import re
+import tomllib
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,7 +15,7 @@ from hf_flexseq.planner import make_plan
 from hf_flexseq.simulate import Detail, simulate
 from hf_flexseq.timeline import Recorder, Timeline, sketch
 from hf_flexseq.topology import Topology
-from hf_flexseq.view import chrome_trace, save_picture, text_grid
+from hf_flexseq.view import chrome, chrome_text, chrome_trace, picture, save_picture, text_grid
 from hf_flexseq.view.picture import COLOURS, colour_of
 from hf_flexseq.view.shares import boundaries, degrees, duration, shares
 
@@ -176,3 +178,79 @@ def test_chrome_trace_is_json_with_ordered_lanes() -> None:
         lanes[e["tid"]] = e["ts"] + e["dur"]
     counters = [e for e in trace["traceEvents"] if e["ph"] == "C"]
     assert len(counters) == len(timeline.memory)
+
+
+def test_a_trace_stays_small_and_says_what_it_lacks(monkeypatch: pytest.MonkeyPatch) -> None:
+    drawn = []
+
+    def draw(layers: int) -> Timeline:
+        drawn.append(layers)
+        return simulate(large_plan(), LARGE, FLEXSP, detail=Detail(layers=layers))
+
+    def lanes(text: str) -> set[int]:
+        return {e["tid"] for e in json.loads(text)["traceEvents"] if e["ph"] == "X"}
+
+    whole, left_out = chrome_text(draw, layers=2, ranks_per_node=8)
+    assert json.loads(whole) == chrome_trace(draw(2), ranks_per_node=8)
+    assert left_out == ""
+    monkeypatch.setattr(chrome, "MOST_BYTES", len(whole) - 1)
+    fewer, left_out = chrome_text(draw, layers=2, ranks_per_node=8)
+    assert left_out == "1 instead of 2 layers of each micro-batch"
+    assert len(fewer) < len(whole)
+    assert lanes(fewer) == lanes(whole)
+    monkeypatch.setattr(chrome, "MOST_BYTES", len(whole) // 10)
+    least, left_out = chrome_text(draw, layers=2, ranks_per_node=8)
+    assert len(least) <= len(whole) // 10
+    shown = len({lane // 2 for lane in lanes(least)})
+    assert 0 < shown < 64
+    assert f"and the first {shown} of 64 ranks" in left_out
+    assert drawn == [2, 2, 2, 1, 2, 0]
+
+
+def numbered(timeline: Timeline, path: Path) -> list[str]:
+    """The numbers of micro-batches in a picture: matplotlib writes texts beside their outlines."""
+    save_picture(timeline, path)
+    texts = re.findall(r"<!-- (.*?) -->", path.read_text())
+    assert "micro-batch 0" in texts
+    after = texts[texts.index("micro-batch 0") :]
+    return [text for text in after if text.isdigit()]
+
+
+def lasting(*durations: int) -> Timeline:
+    """Micro-batches of one rank."""
+    recorder = Recorder(1)
+    now = 0
+    for each in durations:
+        recorder.begin_micro_batch(now)
+        recorder.add(0, [now], [now + each], kind="compute", group=0, degree=1, label="x")
+        now += each
+    return recorder.timeline(now, "ns")
+
+
+def test_micro_batches_are_numbered_where_there_is_room(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    path = tmp_path / "a.svg"
+    assert numbered(lasting(*[10] * 30), path)[:29] == [str(number) for number in range(1, 30)]
+    assert numbered(lasting(1000, 1, 1, 1, 1000), path)[:2] == ["1", "4"]
+
+
+def test_a_picture_is_as_wide_as_its_micro_batches_need(tmp_path: Path) -> None:
+    image = pytest.importorskip("matplotlib.image")
+    widths = []
+    for count in (2, 25, 200):
+        save_picture(lasting(*[10] * count), tmp_path / "a.png")
+        widths.append(image.imread(tmp_path / "a.png").shape[1])
+    assert widths == [12 * 150, 20 * 150, 40 * 150]
+
+
+def test_a_picture_without_matplotlib_names_the_extra(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(picture, "find_spec", lambda name: None)
+    message = r'pip install "hf_flexseq\[pictures\]"'
+    with pytest.raises(ModuleNotFoundError, match=message):
+        save_picture(lasting(1), tmp_path / "a.png")
+    project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]
+    extras = project["optional-dependencies"]
+    assert any(needed.startswith("matplotlib") for needed in extras["pictures"])
+    assert "hf_flexseq[pictures]" in extras["recipes"]

@@ -1,0 +1,88 @@
+"""What a training run says on the screen beside its metrics.
+
+beside_bars()    lines that do not tear a progress bar
+Predictions      why steps take much more, or much less, time than was predicted
+"""
+
+import os
+import sys
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+
+from tqdm import tqdm
+
+from hf_flexseq.cost.presets import PRESETS
+from hf_flexseq.steps.trace import PREFIX, Figures
+
+# A prediction is far off when it differs by more than this factor.
+FAR_OFF = 2.0
+# Steps that are judged together, at least: one alone may have met a hiccup of the machine.
+JUDGED = 3
+# Load of a machine per core beyond which processes take turns.
+BUSY = 1.5
+
+
+def beside_bars() -> AbstractContextManager[None]:
+    """Return a context in which lines may be written to stderr: progress bars are gone in it, and
+    come back below."""
+    bars: AbstractContextManager[None] = tqdm.external_write_mode(file=sys.stderr)
+    return bars
+
+
+class Predictions:
+    """Compares predicted with measured seconds, and speaks up once when they are far apart."""
+
+    def __init__(self, cost_model: str) -> None:
+        """cost_model: as in `FlexSeqArguments`."""
+        self._cost_model = cost_model
+        self._steps: list[Figures] | None = None  # to be judged; None before the first step
+        self._has_spoken = False
+
+    def add(self, figures: Figures) -> None:
+        """Count a step, but for the first one, which also warms up."""
+        if self._steps is None:
+            self._steps = []
+        elif not self._has_spoken:
+            self._steps.append(figures)
+
+    def verdict(self) -> str | None:
+        """Return why the steps since the last verdict are far from their predictions, in one line;
+        None where they are not, where they are too few, and after the first such line."""
+        if self._steps is None or len(self._steps) < JUDGED:
+            return None
+        line = _far_off(self._steps, self._cost_model)
+        self._steps.clear()
+        self._has_spoken = line is not None
+        return line
+
+
+def _far_off(steps: Sequence[Figures], cost_model: str) -> str | None:
+    """Return why predictions are far off, in one line; None where they are not."""
+    predicted = sum(figures[PREFIX + "predicted_s"] for figures in steps) / len(steps)
+    measured = sum(figures[PREFIX + "measured_s"] for figures in steps) / len(steps)
+    if not predicted or not measured:
+        return None
+    ratio = measured / predicted
+    if 1 / FAR_OFF <= ratio <= FAR_OFF:
+        return None
+    reasons = []
+    load = os.getloadavg()[0]
+    cores = os.cpu_count() or 1
+    if ratio > 1 and load > BUSY * cores:
+        reasons.append(f"this machine is busy, load {load:.1f} on {cores} cores")
+    reasons.append(_of_the_cost_model(cost_model))
+    return (
+        f"a step takes {measured:.3g} s, {ratio:.2g} times the predicted {predicted:.3g} s (the "
+        f"first step, which warms up, is not counted): {'; '.join(reasons)}"
+    )
+
+
+def _of_the_cost_model(name: str) -> str:
+    """Return why a cost model may be wrong here, and what to do."""
+    if name == "estimate":
+        return "cost_model='estimate' is arithmetic, cost_model='auto' measures this machine"
+    if name == "auto":
+        return "the cost model was measured at another load of this machine"
+    if name in PRESETS:
+        return f"cost_model={name!r} describes other devices, cost_model='auto' measures these"
+    return f"cost_model={name!r} may describe another machine, cost_model='auto' measures this one"
