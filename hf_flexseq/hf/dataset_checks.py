@@ -6,6 +6,7 @@ first step that is drawn. All ranks have the same datasets and draw the same ste
 together.
 """
 
+import logging
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -19,6 +20,8 @@ from hf_flexseq.config import FlexSeqArguments
 from hf_flexseq.plan import PlanInfeasible
 from hf_flexseq.steps.collator import LENGTHS, DataCollatorForFlexSeq
 from hf_flexseq.steps.step import RankStep
+
+logger = logging.getLogger(__name__)
 
 # Over-long examples that are collated, at most: padding or a collator may make each one shorter.
 COLLATED = 8
@@ -65,7 +68,8 @@ def check_examples(trainer: Trainer, args: FlexSeqArguments, *, resumes: bool) -
 
 
 def check_first_step(step: RankStep[Any] | None) -> None:
-    """Raise ValueError when the first step of a training run holds nothing to learn.
+    """Raise ValueError when a training run has no first step; warn when that step holds nothing to
+    learn, which in a run of small steps may be as it should.
 
     step: the same one on all ranks; None when no rank has drawn an example.
     """
@@ -74,10 +78,11 @@ def check_first_step(step: RankStep[Any] | None) -> None:
             "train_dataset gave no example to any rank: it is empty, or all of it was filtered out"
         )
     if step.targets == 0:
-        raise ValueError(
-            "the first step has nothing to learn: all labels of its "
-            f"{len(step.plan.lengths):,} sequences are -100 (a sequence's first token "
-            "is never predicted); look at how labels are masked"
+        logger.warning(
+            "the first step has nothing to learn: all labels of its %d sequences are -100 (a "
+            "sequence's first token is never predicted); if that is so in all steps, look at how "
+            "labels are masked",
+            len(step.plan.lengths),
         )
 
 

@@ -159,11 +159,18 @@ def drawing(rank, world_size, folder, examples):
 
 
 @pytest.mark.processes
-def test_a_first_step_without_anything_to_learn_ends_all_ranks(tmp_path):
+def test_a_stream_without_examples_ends_all_ranks(tmp_path):
+    for said in run_ranks(drawing, 2, tmp_path, []):
+        assert "gave no example" in said
+
+
+def test_a_first_step_without_anything_to_learn_is_named(tmp_path, caplog):
     masked = example(5) | {"labels": [3] + [IGNORE_INDEX] * 4}
-    for examples, message in (([], "gave no example"), ([masked] * 64, "labels of its 16 sequen")):
-        for said in run_ranks(drawing, 2, tmp_path, examples):
-            assert message in said
+    train(tmp_path, [masked] * 4)
+    assert "labels of its 4 sequences are -100" in caplog.text
+    caplog.clear()
+    train(tmp_path, [example(5)] * 4)
+    assert "nothing to learn" not in caplog.text
 
 
 def test_a_later_step_without_anything_to_learn_is_run(tmp_path):
