@@ -27,15 +27,13 @@ from hf_flexseq.attention.block_pairs import BLOCK
 from hf_flexseq.attention.deterministic import slowdown
 from hf_flexseq.config import FlexSeqArguments
 from hf_flexseq.cost import CostModel
-from hf_flexseq.cost.presets import load_cost_model
-from hf_flexseq.cost.sharding import replicated
 from hf_flexseq.distributed.communicator import Communicator
 from hf_flexseq.distributed.connect import connect
 from hf_flexseq.hf.attention import NAME
-from hf_flexseq.hf.calibration.choose import MADE_FOR_THE_MODEL, cost_model_for
+from hf_flexseq.hf.calibration.source import CostSource, named_cost
 from hf_flexseq.hf.model.buckets import early_buckets
 from hf_flexseq.hf.model.checks import check_model
-from hf_flexseq.hf.model.facts import AttentionShape, attention_shape, compute_dtype, replicas
+from hf_flexseq.hf.model.facts import AttentionShape, attention_shape, compute_dtype
 from hf_flexseq.hf.model.loss import ChunkedLoss, attach_chunked_loss
 from hf_flexseq.hf.sharding import BeforeLast, SteppedFsdp, fsdp_figures, reduces_each_batch
 from hf_flexseq.hf.trainer_checks import resolve_sync
@@ -71,8 +69,8 @@ class EngineSetup:
     args: FlexSeqArguments
     communicator: Communicator
 
-    named_cost: CostModel | None
-    """The cost model that the user has named; None for one that is measured or estimated."""
+    costs: CostSource
+    """Where the cost model comes from."""
 
     @classmethod
     def of(
@@ -88,32 +86,14 @@ class EngineSetup:
         timeout: of every exchange; None takes that of the job's group. Raises ValueError for a
         cost model that does not exist, and where the ranks cannot be connected.
         """
-        named = None
-        if args.cost_model not in MADE_FOR_THE_MODEL:
-            named = load_cost_model(args.cost_model)
+        named = named_cost(args.cost_model)
         if communicator is None:
             communicator = Communicator(transport=connect(accelerator.device, timeout=timeout))
         return cls(
             accelerator=accelerator,
             args=args,
             communicator=communicator,
-            named_cost=named,
-        )
-
-    def cost_of(self, model: PreTrainedModel, *, attention_remat: bool = True) -> CostModel:
-        """Return the cost model for training `model`. Collective over the world unless the user
-        has named one.
-
-        attention_remat: whether checkpointed layers keep their attention.
-        """
-        if self.named_cost is not None:
-            return replicated(self.named_cost, replicas(model, self.accelerator))
-        return cost_model_for(
-            self.args.cost_model,
-            model,
-            self.accelerator,
-            self.communicator,
-            attention_remat=attention_remat,
+            costs=CostSource(args.cost_model, named, accelerator, communicator),
         )
 
 
@@ -264,9 +244,8 @@ class WholeModelExecutor:
         )
         if is_ordered and not self.lockstep:
             communicator.open_world()  # for gradients: no group is made in a step
-        # A file of a cost model may differ from node to node: rank 0's counts.
-        own_cost = self.setup.cost_of(base, attention_remat=args.attention_remat)
-        cost = CostModel.from_record(communicator.host.broadcast_value(own_cost.to_record()))
+        costs = self.setup.costs
+        cost = costs.find(costs.subject(base, attention_remat=args.attention_remat))
         self.cost = cost
         cost.strategies(args.strategy)  # raises for one that it has no figures for
         self._open_blocks(cost)

@@ -12,14 +12,14 @@ from safetensors import safe_open
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict
 
 import hf_flexseq
-from hf_flexseq.pipeline import optimizer_files
+from hf_flexseq.pipeline import files
+from hf_flexseq.pipeline.files import write_tensors
 from hf_flexseq.pipeline.optimizer import FOLDER, load_optimizer
 from hf_flexseq.pipeline.optimizer_files import (
     SavedState,
     check_plain,
     clear,
     write_index,
-    write_tensors,
 )
 from tests.hf.tiny import tiny_llama
 from tests.pipeline.test_trainer import LAYERS, make_trainer, model_of, saved_run
@@ -202,8 +202,8 @@ def test_tensors_and_values_come_back_bit_for_bit(tmp_path):
     tensors["h"] = torch.randn(3, dtype=torch.bfloat16)
     values = {"lr": 0.1 + 0.2, "step": 3, "foreach": None, "fused": False, "betas": [0.9, 0.999]}
     clear(tmp_path / "state")
-    write_tensors(tmp_path / "state", "one", {key: tensors[key] for key in "abcdef"})
-    write_tensors(tmp_path / "state", "two", {key: tensors[key] for key in "gh"})
+    write_tensors(tmp_path / "state" / "one", {key: tensors[key] for key in "abcdef"})
+    write_tensors(tmp_path / "state" / "two", {key: tensors[key] for key in "gh"})
     files = dict.fromkeys("abcdef", "one") | dict.fromkeys("gh", "two")
     write_index(tmp_path / "state", files, values)
     saved = SavedState(tmp_path / "state")
@@ -228,18 +228,18 @@ def test_a_value_that_json_would_change_is_refused_by_name():
 def test_a_write_that_breaks_off_leaves_nothing_that_is_read(tmp_path, monkeypatch):
     folder = tmp_path / "state"
     clear(folder)
-    write_tensors(folder, "one", {"a": torch.ones(2)})
+    write_tensors(folder / "one", {"a": torch.ones(2)})
     write_index(folder, {"a": "one"}, {})
     assert SavedState(folder).keys() == {"a"}
 
-    def broken(tensors, path):
+    def broken(tensors, path, **options):
         Path(path).write_bytes(b"half a file")
         raise OSError("no space left")
 
-    monkeypatch.setattr(optimizer_files, "save_file", broken)
+    monkeypatch.setattr(files, "save_file", broken)
     clear(folder)
     with pytest.raises(OSError, match="no space left"):
-        write_tensors(folder, "state-00001-of-00001.safetensors", {"a": torch.ones(2)})
+        write_tensors(folder / "state-00001-of-00001.safetensors", {"a": torch.ones(2)})
     assert not (folder / "state-00001-of-00001.safetensors").exists()
     with pytest.raises(ValueError, match="has no index.json: its writer did not come to the end"):
         SavedState(folder)
@@ -261,7 +261,7 @@ def written(folder, model, optimizer, *, change=None):
         change(state)
     tensors = {key: value for key, value in state.items() if isinstance(value, torch.Tensor)}
     clear(folder / FOLDER)
-    write_tensors(folder / FOLDER, "one", tensors)
+    write_tensors(folder / FOLDER / "one", tensors)
     values = {key: value for key, value in state.items() if key not in tensors}
     write_index(folder / FOLDER, dict.fromkeys(tensors, "one"), values)
 
