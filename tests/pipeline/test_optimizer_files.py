@@ -21,6 +21,7 @@ from hf_flexseq.pipeline.optimizer_files import (
     clear,
     write_index,
 )
+from hf_flexseq.steps.manifest import MANIFEST, MARKER
 from tests.hf.tiny import tiny_llama
 from tests.pipeline.test_trainer import LAYERS, make_trainer, model_of, saved_run
 from tests.ranks import run_ranks
@@ -58,9 +59,12 @@ def test_the_planted_pickle_would_run(tmp_path):
 @pytest.mark.processes
 @pytest.mark.parametrize("beside_the_index", [True, False])
 def test_a_planted_pickle_does_not_run(tmp_path, beside_the_index):
-    """Two ranks resume in two stages, and without a pipeline."""
+    """Two ranks resume in two stages, and without a pipeline, from a checkpoint that no manifest
+    protects."""
     run_ranks(saved_run, 2, tmp_path, 2, True, SAVED)
     checkpoint = tmp_path / "checkpoint-3"
+    (checkpoint / MARKER).unlink()
+    (checkpoint / MANIFEST).unlink()
     (checkpoint / FOLDER / ".metadata").write_bytes(pickle.dumps(Planted(tmp_path)))
     if not beside_the_index:
         (checkpoint / FOLDER / "index.json").unlink()
@@ -171,7 +175,9 @@ def test_each_stage_writes_a_file_and_a_tied_tensor_is_stored_once(tmp_path, tie
         (folder / left).write_text("left by an earlier run")
     run_ranks(saved_run, 2, tmp_path, 2, tied, SAVED)
     names = ["state-00001-of-00002.safetensors", "state-00002-of-00002.safetensors"]
-    assert sorted(path.name for path in folder.iterdir()) == ["index.json", *names]
+    found = sorted(path.name for path in folder.iterdir())
+    assert found == ["index.json", "scheduler.json", *names]
+    assert not (tmp_path / "checkpoint-3" / "scheduler.pt").exists()
     index = json.loads((folder / "index.json").read_text())
     held = {}
     for name in names:

@@ -16,6 +16,7 @@ import logging
 import time
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields, replace
+from functools import cached_property
 from pathlib import Path
 
 import torch
@@ -43,14 +44,13 @@ logger = logging.getLogger(__name__)
 MADE_FOR_THE_MODEL = ("auto", "estimate")
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True)  # no slots: the estimate is kept
 class CostSubject:
     """A model as it is to be trained on some devices: what a cost model is made for."""
 
     facts: ModelFacts
 
-    estimate: CostModel
-    """What arithmetic says, bytes included."""
+    has_chunked_loss: bool
 
     topology: Topology
 
@@ -66,17 +66,25 @@ class CostSubject:
         attention_remat: bool = True,
     ) -> "CostSubject":
         """Collect the facts. attention_remat: whether recomputed layers keep their attention."""
-        facts = model_facts(model, accelerator, attention_remat=attention_remat)
-        estimate = estimated_cost_model(
-            facts.shape,
-            accelerator.device,
-            topology,
-            checkpointing=facts.checkpointing,
-            zero_stage=facts.zero_stage,
-            replicas=facts.replicas,
-            chunked_loss=has_chunkable_loss(model),
+        return cls(
+            facts=model_facts(model, accelerator, attention_remat=attention_remat),
+            has_chunked_loss=has_chunkable_loss(model),
+            topology=topology,
+            device=accelerator.device,
         )
-        return cls(facts=facts, estimate=estimate, topology=topology, device=accelerator.device)
+
+    @cached_property
+    def estimate(self) -> CostModel:
+        """The cost model that arithmetic gives, bytes included."""
+        return estimated_cost_model(
+            self.facts.shape,
+            self.device,
+            self.topology,
+            checkpointing=self.facts.checkpointing,
+            zero_stage=self.facts.zero_stage,
+            replicas=self.facts.replicas,
+            chunked_loss=self.has_chunked_loss,
+        )
 
     def key(self) -> Mapping[str, object]:
         """Collect everything that a fit depends on, as plain JSON values."""

@@ -165,7 +165,9 @@ class CostSource:
 
     def _made_for(self, subject: CostSubject) -> dict[str, Any]:
         """Return model, devices and the option, in the values that JSON gives back."""
-        made_for = {"cost_model": self._asked, MEMORY: subject.estimate.budget_bytes}
+        made_for: dict[str, Any] = {"cost_model": self._asked}
+        if self._named is None:
+            made_for[MEMORY] = subject.estimate.budget_bytes
         for name, value in subject.key().items():
             if name not in MAY_DIFFER:
                 made_for[name] = value
