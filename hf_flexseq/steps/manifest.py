@@ -51,6 +51,7 @@ _STALE = (
     "pytorch_model.bin.index.json",
     "adapter_model.*",
     f"*{PARTIAL}",
+    ".tmp??????",  # safetensors, while it writes
 )
 
 

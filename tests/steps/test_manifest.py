@@ -58,7 +58,7 @@ def test_whole_again_it_is_torn_from_the_first_moment(tmp_path, monkeypatch):
 def test_a_new_save_removes_what_resuming_would_read_and_nothing_else(tmp_path):
     kept = ("notes.txt", "my_model.safetensors.txt", "tokenizer.json")
     stale = ("optimizer.pt", "scheduler.pt", "rng_state_3.pth", "model-00001-of-00002.safetensors")
-    for name in (*kept, *stale, "index.json.partial"):
+    for name in (*kept, *stale, "index.json.partial", ".tmpUkmVPc"):
         (tmp_path / name).write_text("of an earlier save")
     for name in ("flexseq_optimizer", "global_step3", "optimizer_0", "pytorch_model_fsdp_0"):
         (tmp_path / name).mkdir()
