@@ -23,7 +23,7 @@ logger = logging.getLogger(__name__)
 
 _NAME = re.compile(rf"{PREFIX_CHECKPOINT_DIR}-(\d+)")
 # What the Trainer and accelerate's FSDP write an optimizer's state to.
-_OPTIMIZERS = ("optimizer.pt", "optimizer.bin", "optimizer_*")
+_OPTIMIZERS = ("optimizer.pt", "optimizer.bin", "optimizer_[0-9]*")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -36,7 +36,7 @@ _STALE = (
     "flexseq_optimizer",
     "optimizer.pt",
     "optimizer.bin",
-    "optimizer_*",  # accelerate's FSDP
+    "optimizer_[0-9]*",  # accelerate's FSDP
     "scheduler.pt",
     "scaler.pt",
     "rng_state*.pth",

@@ -14,7 +14,12 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimi
 import hf_flexseq
 from hf_flexseq.pipeline import files
 from hf_flexseq.pipeline.files import write_tensors
-from hf_flexseq.pipeline.optimizer import FOLDER, load_optimizer
+from hf_flexseq.pipeline.optimizer import (
+    FOLDER,
+    _load_scheduler,
+    _save_scheduler,
+    load_optimizer,
+)
 from hf_flexseq.pipeline.optimizer_files import (
     SavedState,
     check_plain,
@@ -287,6 +292,34 @@ def small_run(names=("in", "out"), width=3, kind=torch.optim.AdamW, seed=0):
     optimizer.step()
     scheduler.step()
     return model, optimizer, scheduler
+
+
+@pytest.mark.parametrize(
+    ("kind", "options", "file"),
+    [
+        ("LinearLR", {"start_factor": 0.1}, f"{FOLDER}/scheduler.json"),
+        ("ReduceLROnPlateau", {"patience": 2}, f"{FOLDER}/scheduler.json"),
+        # its counts by number are nothing that JSON gives back
+        ("MultiStepLR", {"milestones": [1, 2]}, "scheduler.pt"),
+    ],
+)
+def test_the_state_of_a_scheduler_comes_back(tmp_path, kind, options, file):
+    def scheduler():
+        optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=0.3)
+        return getattr(torch.optim.lr_scheduler, kind)(optimizer, **options)
+
+    first = scheduler()
+    for loss in (0.5, 0.4):
+        first.optimizer.step()
+        first.step(*((loss,) if kind == "ReduceLROnPlateau" else ()))
+    (tmp_path / FOLDER).mkdir()
+    _save_scheduler(first.state_dict(), tmp_path)
+    written = [path for path in tmp_path.rglob("*") if path.is_file()]
+    assert written == [tmp_path / file]
+    other = scheduler()
+    assert other.state_dict() != first.state_dict()
+    _load_scheduler(other, str(tmp_path))
+    assert other.state_dict() == first.state_dict()
 
 
 def without(part):
