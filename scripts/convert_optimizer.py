@@ -20,15 +20,14 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
+from hf_flexseq.pipeline.files import PARTIAL, write_tensors
 from hf_flexseq.pipeline.optimizer import FOLDER
 from hf_flexseq.pipeline.optimizer_files import (
-    PARTIAL,
     PICKLED,
     TENSORS,
     check_plain,
     clear,
     write_index,
-    write_tensors,
 )
 
 TRUSTED = "--i-trust-this-file"
@@ -64,7 +63,7 @@ def convert(old: Path, new: Path) -> int:
     folder = partial / FOLDER
     file = TENSORS.format(part=1, parts=1)
     clear(folder)
-    write_tensors(folder, file, tensors)
+    write_tensors(folder / file, tensors)
     write_index(folder, dict.fromkeys(tensors, file), values)
     partial.rename(new)
     return len(state)

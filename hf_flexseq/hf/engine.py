@@ -80,6 +80,7 @@ class FlexSeqEngine:
         self.communicator = setup.communicator
         self._trace = PlanTrace(args.plan_trace, setup.communicator)
         self.executor = executor(setup)
+        self._costs = setup.costs
         self._training: Lookahead | None = None
         # Dataloaders may be prepared before a model is attached.
         self._loader_settings = LoaderSettings(accelerator)
@@ -88,6 +89,19 @@ class FlexSeqEngine:
     def cost(self) -> CostModel | None:
         """The cost model of the attached model."""
         return self.executor.cost
+
+    def bring_cost(self, checkpoint: str | None, record: Any) -> None:
+        """Offer the cost model of the checkpoint that the run goes on from, for the next `attach`;
+        None for no checkpoint.
+
+        record: as `cost_record` returned it when the checkpoint was written.
+        """
+        self._costs.bring(checkpoint, record)
+
+    def cost_record(self) -> dict[str, Any] | None:
+        """Return the cost model as a checkpoint keeps it, plain JSON values; None before it is
+        known."""
+        return self._costs.to_record()
 
     # ---- the model
 

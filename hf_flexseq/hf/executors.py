@@ -27,16 +27,14 @@ from hf_flexseq.attention.block_pairs import BLOCK
 from hf_flexseq.attention.deterministic import slowdown
 from hf_flexseq.config import FlexSeqArguments
 from hf_flexseq.cost import CostModel
-from hf_flexseq.cost.presets import load_cost_model
-from hf_flexseq.cost.sharding import replicated
 from hf_flexseq.distributed.agreement import Attempt
 from hf_flexseq.distributed.communicator import Communicator
 from hf_flexseq.distributed.connect import connect
 from hf_flexseq.hf.attention import NAME
-from hf_flexseq.hf.calibration.choose import MADE_FOR_THE_MODEL, cost_model_for
+from hf_flexseq.hf.calibration.source import CostSource, named_cost
 from hf_flexseq.hf.model.buckets import early_buckets
 from hf_flexseq.hf.model.checks import check_model
-from hf_flexseq.hf.model.facts import AttentionShape, attention_shape, compute_dtype, replicas
+from hf_flexseq.hf.model.facts import AttentionShape, attention_shape, compute_dtype
 from hf_flexseq.hf.model.loss import ChunkedLoss, attach_chunked_loss
 from hf_flexseq.hf.sharding import BeforeLast, SteppedFsdp, fsdp_figures, reduces_each_batch
 from hf_flexseq.hf.trainer_checks import resolve_sync
@@ -72,8 +70,8 @@ class EngineSetup:
     args: FlexSeqArguments
     communicator: Communicator
 
-    named_cost: CostModel | None
-    """The cost model that the user has named; None for one that is measured or estimated."""
+    costs: CostSource
+    """Where the cost model comes from."""
 
     @classmethod
     def of(
@@ -97,41 +95,13 @@ class EngineSetup:
             accelerator=accelerator,
             args=args,
             communicator=communicator,
-            named_cost=_named_cost(args.cost_model, communicator),
+            costs=CostSource(
+                args.cost_model,
+                named_cost(args.cost_model, communicator),
+                accelerator,
+                communicator,
+            ),
         )
-
-    def cost_of(self, model: PreTrainedModel, *, attention_remat: bool = True) -> CostModel:
-        """Return the cost model for training `model`, on all ranks that of rank 0. Collective over
-        the world.
-
-        attention_remat: whether checkpointed layers keep their attention.
-        """
-        if self.named_cost is not None:
-            cost = replicated(self.named_cost, replicas(model, self.accelerator))
-        else:
-            cost = cost_model_for(
-                self.args.cost_model,
-                model,
-                self.accelerator,
-                self.communicator,
-                attention_remat=attention_remat,
-            )
-        # Machines may have memories of different sizes: rank 0's counts.
-        return CostModel.from_record(self.communicator.host.broadcast_value(cost.to_record()))
-
-
-def _named_cost(name: str, communicator: Communicator) -> CostModel | None:
-    """Return the cost model that the user has named, as rank 0 has it: a file may differ from
-    machine to machine, or be on one alone. None for one that is measured or estimated. Collective
-    over the world."""
-    if name in MADE_FOR_THE_MODEL:
-        return None
-    record = None
-    with Attempt() as loading:
-        if communicator.rank == 0:
-            record = load_cost_model(name).to_record()
-    loading.raise_together(communicator.host.gather_values, "loading the cost model")
-    return CostModel.from_record(communicator.host.broadcast_value(record))
 
 
 class TrainerHooks(Protocol):
@@ -281,7 +251,8 @@ class WholeModelExecutor:
         )
         if is_ordered and not self.lockstep:
             communicator.open_world()  # for gradients: no group is made in a step
-        cost = self.setup.cost_of(base, attention_remat=args.attention_remat)
+        costs = self.setup.costs
+        cost = costs.find(costs.subject(base, attention_remat=args.attention_remat))
         self.cost = cost
         cost.strategies(args.strategy)  # raises for one that it has no figures for
         self._open_blocks(cost)

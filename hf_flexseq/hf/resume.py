@@ -1,46 +1,163 @@
-"""A checkpoint continues with the same data only when an optimizer step still draws as many
-sequences: the number is kept beside every checkpoint, in `flexseq.json`."""
+"""Choose the checkpoint that a run goes on from: a whole one.
 
-import json
+`resume_from_checkpoint=True` takes the newest whole checkpoint and passes over others with a
+warning; a checkpoint that is named must be whole. What whole means is told in `steps/manifest.py`.
+Rank 0 looks, and all ranks do as it says.
+"""
+
+import logging
 import os
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from transformers import TrainerCallback
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
-FILE = "flexseq.json"
-KEY = "sequences_per_step"
+from hf_flexseq.distributed.communicator import Communicator
+from hf_flexseq.pipeline.optimizer import WHOLE_SCHEDULER, is_of_pipeline
+from hf_flexseq.steps.manifest import MANIFEST, MARKER, Inspection, inspect
+
+logger = logging.getLogger(__name__)
+
+_NAME = re.compile(rf"{PREFIX_CHECKPOINT_DIR}-(\d+)")
+# What the Trainer and accelerate's FSDP write an optimizer's state to.
+_OPTIMIZERS = ("optimizer.pt", "optimizer.bin", "optimizer_[0-9]*")
 
 
-class StepSizeCallback(TrainerCallback):
-    """Notes beside every checkpoint how many sequences an optimizer step drew."""
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Resumed:
+    """The checkpoint that a run goes on from."""
 
-    def __init__(self, sequences_per_step: int) -> None:
-        self.sequences_per_step = sequences_per_step
+    folder: str
 
-    def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Write the note into the checkpoint that was just saved, by rank 0."""
-        folder = Path(args.output_dir) / f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}"
-        if state.is_world_process_zero and folder.is_dir():
-            # renamed when it is whole, so that no reader finds half of it
-            partial = folder / f"{FILE}.partial"
-            partial.write_text(json.dumps({KEY: self.sequences_per_step}), encoding="utf-8")
-            partial.replace(folder / FILE)
+    marker: Mapping[str, Any]
+    """What hf_flexseq knows about it; empty for one that it has not written."""
+
+    def check_step_size(self, sequences_per_step: int) -> None:
+        """Raise ValueError when the checkpoint was made with another number of sequences per
+        optimizer step: the data would come in another order."""
+        former = self.marker.get("sequences_per_step", sequences_per_step)
+        if former != sequences_per_step:
+            raise ValueError(
+                f"{self.folder} was trained with {former} sequences per optimizer step, this run "
+                f"draws {sequences_per_step} (per_device_train_batch_size x "
+                "gradient_accumulation_steps x processes): the data order would change"
+            )
 
 
-def check_step_size(checkpoint: str | os.PathLike[str] | None, sequences_per_step: int) -> None:
-    """Raise ValueError when `checkpoint` was made with another number of sequences per optimizer
-    step."""
-    if not checkpoint:
-        return
-    path = Path(checkpoint) / FILE
-    if not path.is_file():
-        return
-    former = json.loads(path.read_text(encoding="utf-8"))[KEY]
-    if former != sequences_per_step:
+def choose_checkpoint(
+    asked: str | os.PathLike[str] | bool | None, output_dir: str | None, communicator: Communicator
+) -> Resumed | None:
+    """Return the checkpoint to go on from, the same on all ranks; None for none. Collective over
+    the world.
+
+    asked: as for `Trainer.train`. Raises ValueError, on all ranks together, where the named
+    checkpoint, or every one there is, cannot be gone on from.
+    """
+    found: dict[str, Any] | None = None
+    if communicator.rank == 0:
+        found = _chosen(asked, output_dir)
+    found = communicator.host.broadcast_value(found)
+    if found is None:
+        return None
+    if "error" in found:
+        raise ValueError(found["error"])
+    folder = found["folder"]
+    sees = communicator.host.gather_values(Path(folder).is_dir())
+    if not all(sees):
         raise ValueError(
-            f"{checkpoint} was trained with {former} sequences per optimizer step, this run draws "
-            f"{sequences_per_step} (per_device_train_batch_size x gradient_accumulation_steps x "
-            f"processes): the data order would change"
+            f"rank {sees.index(False)} does not see {folder}: all ranks must read one folder"
+        )
+    return Resumed(folder=folder, marker=found["marker"])
+
+
+def _chosen(
+    asked: str | os.PathLike[str] | bool | None, output_dir: str | None
+) -> dict[str, Any] | None:
+    """Return folder and marker of the checkpoint to go on from, or an error, as JSON values; None
+    to start anew."""
+    if asked is None or asked is False:
+        return None
+    if asked is True:
+        if not output_dir or not Path(output_dir).is_dir():
+            return {"error": f"resume_from_checkpoint=True: there is no folder {output_dir}"}
+        return _newest_whole(Path(output_dir))
+    folder = Path(asked)
+    if not folder.is_dir():
+        return {"error": f"resume_from_checkpoint={str(folder)!r}: there is no such folder"}
+    found = inspect(folder)
+    if found.problem is not None:
+        return {"error": f"{folder}: {found.problem}; {_advice(folder, found.problem)}"}
+    return _accepted(folder, found)
+
+
+def _newest_whole(output_dir: Path) -> dict[str, Any]:
+    """Return the newest whole checkpoint in a folder, with a warning for each that is passed
+    over."""
+    passed_over: list[str] = []
+    for folder in _newest_first(output_dir):
+        found = inspect(folder)
+        if found.problem is None:
+            for problem in passed_over:
+                logger.warning("going on from %s, not from %s", folder.name, problem)
+            return _accepted(folder, found)
+        passed_over.append(f"{folder.name}: {found.problem}")
+    if not passed_over:
+        return {"error": f"resume_from_checkpoint=True: no checkpoint in {output_dir}"}
+    return {
+        "error": f"resume_from_checkpoint=True: no whole checkpoint in {output_dir} "
+        f"({passed_over[0]}); start anew without it"
+    }
+
+
+def _newest_first(output_dir: Path) -> list[Path]:
+    """Return the checkpoints in a folder, that of the last step first."""
+    folders = [path for path in output_dir.iterdir() if path.is_dir() and _step(path) >= 0]
+    return sorted(folders, key=_step, reverse=True)
+
+
+def _step(folder: Path) -> int:
+    """Return the step in the name of a checkpoint; -1 for another name."""
+    match = _NAME.fullmatch(folder.name)
+    return -1 if match is None else int(match[1])
+
+
+def _advice(folder: Path, problem: str) -> str:
+    """Return what the user may do about a checkpoint that cannot be gone on from."""
+    others = [other for other in _newest_first(folder.parent) if other != folder]
+    for other in others:
+        if inspect(other).problem is None:
+            return f"name {other.name} instead"
+    if problem.startswith("torn"):
+        return "no other checkpoint is whole: start anew"
+    return f"restore it, or remove {MARKER} and {MANIFEST} to have it taken as it is"
+
+
+def _accepted(folder: Path, found: Inspection) -> dict[str, Any]:
+    """Return folder and marker, with a warning where nothing tells if the checkpoint is whole."""
+    if found.caveat is not None:
+        logger.warning("%s: %s, so nothing tells if it is whole", folder, found.caveat)
+    return {"folder": str(folder), "marker": dict(found.marker or {})}
+
+
+def warn_without_optimizer(folder: str, communicator: Communicator) -> None:
+    """Warn, on rank 0, of a checkpoint without the state of optimizer or scheduler: the Trainer
+    then reads neither and says nothing."""
+    if communicator.rank != 0:
+        return
+    path = Path(folder)
+    if is_of_pipeline(folder):
+        return
+    missing = []
+    if not any(any(path.glob(pattern)) for pattern in _OPTIMIZERS):
+        missing.append("optimizer")
+    if not (path / WHOLE_SCHEDULER).is_file():
+        missing.append("scheduler")
+    if missing:
+        logger.warning(
+            "%s has no state of the %s: optimizer and learning rate start anew",
+            folder,
+            " and the ".join(missing),
         )

@@ -9,15 +9,17 @@
   `training_step`.
 * `evaluation_loop`, `prediction_step`: the same for evaluation, with a loss over all target
   tokens.
-* `_inner_training_loop`: the model has our attention and loss while it trains, and its own
-  afterwards.
+* `train`, `_inner_training_loop`: the run goes on from a whole checkpoint; the model has our
+  attention and loss while it trains, and its own afterwards.
+* `_save_checkpoint`: a checkpoint can be told from one whose writer was killed.
 * `_reject_skip_prepare_without_labels`: a check of TRL's SFTTrainer sees the collator that ours is
   put around.
 * `log`: adds the figures of the step.
 * Everything that handles "the model" as a whole: on a rank that has one pipeline stage of it, the
   executor's hooks do it (`pipeline/hooks.py`).
 
-Data order, gradient accumulation, clipping, schedules, saving and resuming stay the Trainer's own.
+Data order, gradient accumulation, clipping, schedules, and what is saved and resumed stay the
+Trainer's own.
 """
 
 import inspect
@@ -48,7 +50,8 @@ from hf_flexseq.hf.loaders import LongestLoader, batches_on_host
 from hf_flexseq.hf.model.checks import check_model
 from hf_flexseq.hf.pipeline.executor import stage_executor_for
 from hf_flexseq.hf.pipeline.hooks import load_own_stage
-from hf_flexseq.hf.resume import StepSizeCallback, check_step_size
+from hf_flexseq.hf.resume import Resumed, choose_checkpoint, warn_without_optimizer
+from hf_flexseq.hf.saving import checkpoint_folder, saved_whole
 from hf_flexseq.hf.screen import Predictions, beside_bars
 from hf_flexseq.hf.trainer_checks import check_trainer
 from hf_flexseq.pipeline.optimizer import is_of_pipeline, load_optimizer
@@ -66,6 +69,7 @@ logger = logging.getLogger(__name__)
 
 # What FlexSeqMixin overrides; a test holds that the Trainer has it. Much of it is not public.
 OVERRIDDEN = (
+    "train",
     "_inner_training_loop",
     "set_initial_training_values",
     "get_batch_samples",
@@ -73,6 +77,7 @@ OVERRIDDEN = (
     "log",
     "evaluation_loop",
     "prediction_step",
+    "_save_checkpoint",
     # for pipelines
     "_wrap_model",
     "floating_point_ops",
@@ -142,7 +147,7 @@ class FlexSeqMixin(_Trainer):
         # Ranks may run different numbers of micro-batches, unless a subclass computes its loss
         # with collectives.
         self._flexseq_lockstep = type(self).compute_loss is not Trainer.compute_loss
-        self.add_callback(StepSizeCallback(self._flexseq_step_size()))
+        self._flexseq_resumed: Resumed | None = None  # the checkpoint that this run goes on from
 
     def _make_engine(self, options: FlexSeqArguments) -> FlexSeqEngine:
         """Return the engine, with the executor that the options ask for.
@@ -167,10 +172,26 @@ class FlexSeqMixin(_Trainer):
 
     # ---- training
 
+    def train(
+        self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any
+    ) -> Any:
+        """Train, from a whole checkpoint where one is asked for: True takes the newest. Raises
+        ValueError for one that is not whole."""
+        resumed = choose_checkpoint(
+            resume_from_checkpoint, self.args.output_dir, self.flexseq.communicator
+        )
+        self._flexseq_resumed = resumed
+        folder = None if resumed is None else resumed.folder
+        return super().train(folder, *args, **kwargs)
+
     def _inner_training_loop(self, *args: Any, **kwargs: Any) -> Any:
-        checkpoint = kwargs.get("resume_from_checkpoint")
-        check_step_size(checkpoint, self._flexseq_step_size())
-        check_examples(self, self.flexseq.args, resumes=checkpoint is not None)
+        resumed = self._flexseq_resumed
+        check_examples(self, self.flexseq.args, resumes=resumed is not None)
+        if resumed is None:
+            self.flexseq.bring_cost(None, None)
+        else:
+            resumed.check_step_size(self._flexseq_step_size())
+            self.flexseq.bring_cost(resumed.folder, resumed.marker.get("cost_model"))
         attached = self.flexseq.attached(self.model, lockstep=self._flexseq_lockstep)
         with attached, ExitStack() as self._flexseq_loaders:
             return super()._inner_training_loop(*args, **kwargs)
@@ -244,6 +265,18 @@ class FlexSeqMixin(_Trainer):
             if line is not None and self.is_world_process_zero():
                 with beside_bars():
                     logger.warning("%s", line)
+
+    # ---- checkpoints
+
+    def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
+        """Save a checkpoint between its marker and its manifest. Collective over the world."""
+        marker = {
+            "sequences_per_step": self._flexseq_step_size(),
+            "cost_model": self.flexseq.cost_record(),
+        }
+        folder = checkpoint_folder(self, trial)
+        with saved_whole(self, folder, marker, self.flexseq.communicator):
+            super()._save_checkpoint(model, trial)
 
     # ---- the datasets
 
@@ -368,6 +401,8 @@ class FlexSeqMixin(_Trainer):
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         """Read also, for a whole model, the state that a pipeline has written."""
+        if checkpoint is not None and not self.is_deepspeed_enabled:
+            warn_without_optimizer(checkpoint, self.flexseq.communicator)
         if self._hooks is not None:
             self._hooks.load_optimizer(self, checkpoint)
         elif checkpoint is not None and is_of_pipeline(checkpoint):

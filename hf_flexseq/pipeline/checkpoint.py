@@ -16,9 +16,9 @@ from pathlib import Path
 
 import torch
 from safetensors import safe_open
-from safetensors.torch import save_file
 
 from hf_flexseq.distributed.communicator import Communicator
+from hf_flexseq.pipeline.files import write_json, write_tensors
 from hf_flexseq.pipeline.sharding import divided_like, whole
 from hf_flexseq.pipeline.stages import Stage
 
@@ -77,7 +77,7 @@ def save_stage(member: StageMember, folder: str) -> None:
 
     # 3. each stage's tensors, in a file of their own
     if tensors:
-        save_file(tensors, path / file, metadata={"format": "pt"})
+        write_tensors(path / file, tensors, metadata={"format": "pt"})
     communicator.host.barrier()
 
 
@@ -118,8 +118,7 @@ def _save_index(path: Path, written: Sequence[tuple[str, dict[str, int]]]) -> No
             weight_map[name] = file
             total += size
     index = {"metadata": {"total_size": total}, "weight_map": weight_map}
-    text = json.dumps(index, indent=2, sort_keys=True)
-    (path / INDEX).write_text(text + "\n", encoding="utf-8")
+    write_json(path / INDEX, index)
 
 
 def _save_config(stage: Stage, path: Path) -> None:

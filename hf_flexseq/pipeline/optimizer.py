@@ -1,7 +1,7 @@
 """The optimizer's state of a pipeline, which a run on any number of stages can go on from.
 
-    flexseq_optimizer/   safetensors and JSON, keyed by parameter names: see `optimizer_files.py`
-    scheduler.pt         as the Trainer's
+    flexseq_optimizer/   safetensors and JSON, keyed by parameter names, and the scheduler's state:
+                         see `optimizer_files.py`
 
 Every stage writes the state of its parameters under their global names, by one of its ranks. The
 state of a tied tensor is written by the first stage, and both copies read it. A stage reads what
@@ -9,9 +9,11 @@ it has parameters for; a run without a pipeline reads everything. The other way 
 Trainer's own `optimizer.pt` numbers parameters in an order of the whole model, which the caller
 knows.
 
-No file is unpickled: a checkpoint may come from anywhere.
+A checkpoint may come from anywhere, so no file is unpickled. `optimizer.pt` and `scheduler.pt` are
+read as the Trainer reads them, by torch's restricted reader (`weights_only=True`).
 """
 
+import json
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -25,21 +27,23 @@ from torch.distributed.checkpoint.state_dict import (
 )
 
 from hf_flexseq.pipeline.checkpoint import StageMember
+from hf_flexseq.pipeline.files import write_json, write_tensors
 from hf_flexseq.pipeline.optimizer_files import (
+    SCHEDULER,
     TENSORS,
     SavedState,
     check_plain,
     clear,
+    is_plain,
     parameters_of,
     write_index,
-    write_tensors,
 )
 from hf_flexseq.pipeline.sharding import divided_like, whole
 from hf_flexseq.pipeline.stages import Stage
 
 FOLDER = "flexseq_optimizer"
 WHOLE = "optimizer.pt"
-SCHEDULER = "scheduler.pt"
+WHOLE_SCHEDULER = "scheduler.pt"
 _FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
 
 # ---- writing
@@ -60,7 +64,7 @@ def save_optimizer(member: StageMember, optimizer: Any, scheduler: Any, folder: 
     # 2. each stage's tensors, in a file of their own
     file = TENSORS.format(part=stage.index + 1, parts=stage.count)
     if tensors:
-        write_tensors(path, file, tensors)
+        write_tensors(path / file, tensors)
     files = dict.fromkeys(tensors, file)
     written = communicator.host.gather_values((files, values))
 
@@ -71,9 +75,17 @@ def save_optimizer(member: StageMember, optimizer: Any, scheduler: Any, folder: 
         for files_of_rank, values_of_rank in written:
             all_files.update(files_of_rank)
             all_values.update(values_of_rank)
+        _save_scheduler(scheduler.state_dict(), Path(folder))
         write_index(path, all_files, all_values)
-        torch.save(scheduler.state_dict(), f"{folder}/{SCHEDULER}")
     communicator.host.barrier()
+
+
+def _save_scheduler(state: dict[str, Any], folder: Path) -> None:
+    """Write the scheduler's state: as the Trainer does where JSON cannot hold it."""
+    if is_plain(state):
+        write_json(folder / FOLDER / SCHEDULER, state)
+    else:
+        torch.save(state, folder / WHOLE_SCHEDULER)
 
 
 def _owned_state(
@@ -251,8 +263,12 @@ def _state_of_stage(
 
 
 def _load_scheduler(scheduler: Any, folder: str) -> None:
-    """Read the scheduler's state as the Trainer writes it."""
-    scheduler.load_state_dict(torch.load(Path(folder) / SCHEDULER, weights_only=True))
+    """Read the scheduler's state, in either form."""
+    own = Path(folder) / FOLDER / SCHEDULER
+    if own.is_file():
+        scheduler.load_state_dict(json.loads(own.read_text(encoding="utf-8")))
+    else:
+        scheduler.load_state_dict(torch.load(Path(folder) / WHOLE_SCHEDULER, weights_only=True))
 
 
 # ---- names

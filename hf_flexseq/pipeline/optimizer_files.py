@@ -1,16 +1,20 @@
 """The files of an optimizer's state: tensors as safetensors, everything else as JSON.
 
     state-00001-of-00002.safetensors   the tensors of one stage
+    scheduler.json                     the state of the learning rate's scheduler; scheduler.pt
+                                       beside the folder, as the Trainer's, where JSON cannot hold
+                                       it
     index.json                         which file holds which tensor, and all other values
 
 A state is flat. Keys are `state.<parameter>.exp_avg` and `param_groups.<parameter>.lr`, where
 <parameter> is a name in the whole model. A tensor is whole in its file, whatever ranks shared it.
 
-A folder is written in this order, so that no reader takes half of it for all of it:
+A folder is written in this order, and files appear whole (`files.py`), so that no reader takes
+half of it for all of it:
 
 1. `clear` removes the index first, then the files of an earlier save.
-2. `write_tensors` writes a file under a partial name and renames it, once for each stage.
-3. `write_index` does the same with the index. A folder without an index is refused.
+2. `write_tensors` writes a file, once for each stage, `write_json` the scheduler's state.
+3. `write_index` writes the index. A folder without an index is refused.
 
 Rejected: `torch.distributed.checkpoint`. Its `.metadata` is a pickle, and to unpickle a file is to
 run what the file says. Its writer for safetensors knows tensors only, so that learning rates would
@@ -25,17 +29,18 @@ from typing import Any
 
 import torch
 from safetensors import safe_open
-from safetensors.torch import save_file
+
+from hf_flexseq.pipeline.files import PARTIAL, write_json
 
 INDEX = "index.json"
+SCHEDULER = "scheduler.json"
 TENSORS = "state-{part:05d}-of-{parts:05d}.safetensors"
 PICKLED = ".metadata"  # the index of torch.distributed.checkpoint, which earlier versions wrote
-PARTIAL = ".partial"  # what the name of a file ends with until all of it is written
 FORMAT = 1  # of the index; raise it when a reader of the former format would go wrong
 CONVERTER = "python scripts/convert_optimizer.py OLD NEW --i-trust-this-file"
 
 # What a save may have left in the folder, one by an earlier version too. The index goes first.
-_WRITTEN = (INDEX, PICKLED, "state-*.safetensors", f"*{PARTIAL}", "*.distcp")
+_WRITTEN = (INDEX, PICKLED, SCHEDULER, "state-*.safetensors", f"*{PARTIAL}", "*.distcp")
 _PLAIN = bool | int | float | str | None  # what JSON gives back as it was
 
 
@@ -50,30 +55,6 @@ def clear(folder: Path) -> None:
             file.unlink()
 
 
-def write_tensors(folder: Path, name: str, tensors: Mapping[str, torch.Tensor]) -> None:
-    """Write tensors of any shapes into the file `name`."""
-    partial = folder / f"{name}{PARTIAL}"
-    save_file(_each_with_its_own_memory(tensors), partial)
-    partial.replace(folder / name)
-
-
-def _each_with_its_own_memory(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Return contiguous tensors of the same shapes, no two of which share memory.
-
-    safetensors refuses those that do; quantised optimizers keep one table for all parameters.
-    """
-    taken: set[int] = set()
-    separate = {}
-    for key, tensor in tensors.items():
-        own = tensor.detach().contiguous()
-        address = own.untyped_storage().data_ptr()
-        if address in taken:
-            own = own.clone()
-        taken.add(address)
-        separate[key] = own
-    return separate
-
-
 def check_plain(key: str, value: Any) -> None:
     """Raise ValueError, naming `key`, for a value that JSON would not give back as it was."""
     parts = value if isinstance(value, tuple | list) else (value,)
@@ -85,12 +66,19 @@ def check_plain(key: str, value: Any) -> None:
             )
 
 
+def is_plain(value: Any) -> bool:
+    """Tell if JSON gives a value back as it was, but for lists in place of tuples."""
+    if isinstance(value, Mapping):
+        return all(isinstance(key, str) and is_plain(part) for key, part in value.items())
+    if isinstance(value, tuple | list):
+        return all(is_plain(part) for part in value)
+    return isinstance(value, _PLAIN)
+
+
 def write_index(folder: Path, tensors: Mapping[str, str], values: Mapping[str, Any]) -> None:
     """Write the index: by key, the file that holds a tensor, and each value that is no tensor."""
     index = {"format": FORMAT, "tensors": dict(tensors), "values": dict(values)}
-    partial = folder / f"{INDEX}{PARTIAL}"
-    partial.write_text(json.dumps(index, indent=1, sort_keys=True) + "\n", encoding="utf-8")
-    partial.replace(folder / INDEX)
+    write_json(folder / INDEX, index)
 
 
 # ---- reading

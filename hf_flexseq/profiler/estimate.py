@@ -44,7 +44,7 @@ def estimated_cost_model(
         zero_stage=zero_stage,
         replicas=replicas,
     )
-    logger.info(
+    logger.debug(
         "cost model estimated for %s with parameters sharded as in ZeRO stage %d",
         spec.name,
         zero_stage,

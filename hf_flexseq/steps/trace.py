@@ -51,14 +51,21 @@ class PlanTrace:
             self._file.append(step.number, [line | step.plan.to_record()])
         return step_figures(step, slowest, self.communicator.world_size)
 
-    def record_pipeline(self, step: PipelineStep, cost: PipelineCost) -> Figures:
+    def record_pipeline(self, step: PipelineStep, cost: PipelineCost, whole: CostModel) -> Figures:
         """Write the trace of a finished step, a line for each replica, and return its figures for
-        the log. Collective over the world."""
+        the log. Collective over the world.
+
+        cost: of the stages. whole: of the whole model, which that was made from.
+        """
         self._meet()
         seconds = step.stopwatch.seconds().get(0, 0.0)
         measured = max(self.communicator.host.gather_values(seconds))
         if self._file is not None:
-            of_all = {"measured_s": [measured], "pipeline_cost": cost.to_record()}
+            of_all = {
+                "cost_model": self._digest(whole),
+                "measured_s": [measured],
+                "pipeline_cost": cost.to_record(),
+            }
             lines = []
             plans = zip(step.plan.members, step.plan.plans, strict=True)
             for replica, (members, plan) in enumerate(plans):

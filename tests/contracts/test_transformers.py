@@ -58,6 +58,8 @@ OVERRIDDEN = {
     "_get_grad_norm": ["model", "grad_norm"],
     "_save": ["output_dir", "state_dict"],
     "_save_optimizer_and_scheduler": ["output_dir"],
+    "train": ["resume_from_checkpoint", "trial", "ignore_keys_for_eval"],
+    "_save_checkpoint": ["model", "trial"],
     "_load_from_checkpoint": ["resume_from_checkpoint", "model"],
     "_load_best_model": [],
     "floating_point_ops": ["inputs"],
@@ -65,6 +67,7 @@ OVERRIDDEN = {
     "compute_loss": ["model", "inputs", "return_outputs", "num_items_in_batch"],
     "get_total_train_batch_size": ["args"],
     "get_decay_parameter_names": ["model"],
+    "_get_output_dir": ["trial"],
     "_prepare_inputs": ["inputs"],
     "_set_signature_columns_if_needed": [],
     "get_train_dataloader": [],
@@ -138,6 +141,22 @@ def test_the_optimizer_numbers_decayed_parameters_first():
 
 def test_checkpoints_are_folders_with_the_prefix():
     assert PREFIX_CHECKPOINT_DIR == "checkpoint"
+
+
+def test_the_trainers_state_is_the_last_file_of_a_checkpoint_and_comes_before_the_rotation():
+    # hf/saving.py hangs the manifest on it
+    source = inspect.getsource(Trainer._save_checkpoint)
+    assert "self.state.save_to_json(os.path.join(output_dir, TRAINER_STATE_NAME))" in source
+    order = [
+        "self.save_model(",
+        "self._save_rng_state(",
+        "self.state.save_to_json(",
+        "self._push_from_checkpoint(",
+        "rotate_checkpoints(",
+    ]
+    positions = [source.index(call) for call in order]
+    assert positions == sorted(positions)
+    assert 'f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"' in source
 
 
 def test_a_trainer_can_change_its_class(tmp_path):

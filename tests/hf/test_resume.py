@@ -1,8 +1,12 @@
 """A run that is killed in the middle of an epoch and resumed goes on with the same data and the
 same losses, and its plan trace with the same steps."""
 
+import functools
 import json
 import os
+import signal
+from dataclasses import replace
+from pathlib import Path
 
 import deepspeed
 import pytest
@@ -10,6 +14,9 @@ import torch
 from transformers import TrainerCallback
 
 from hf_flexseq import FlexSeqConfig, FlexSeqTrainer
+from hf_flexseq.hf.calibration import source
+from hf_flexseq.pipeline import files
+from hf_flexseq.steps.manifest import is_torn
 from tests.hf.test_sharding import ZERO
 from tests.hf.tiny import documents, tiny_llama
 from tests.ranks import run_ranks
@@ -18,6 +25,15 @@ pytestmark = pytest.mark.processes
 
 
 KILLED_AT = 5
+TORN_AT = 4  # saves come every 2 steps
+OPTIONS = {
+    "ddp": {},
+    "zero3": {"deepspeed": {**ZERO, "zero_optimization": {"stage": 3}}},
+    "pipeline": {"pipeline_parallel_size": 2},
+}
+
+
+DEFAULTS = {"cost_model": "estimate"}
 
 
 class KilledAfter(TrainerCallback):
@@ -31,9 +47,28 @@ class KilledAfter(TrainerCallback):
             os._exit(1)
 
 
-def losses(rank, world_size, folder, zero, killed, resume, batch=2):
-    if zero:
+def kill_within(module, name):
+    """Let `module.name(what, path)` write half of an optimizer's file and be killed."""
+    function = getattr(module, name)
+
+    @functools.wraps(function)
+    def killed(what, path, *args, **kwargs):
+        function(what, path, *args, **kwargs)
+        if "optimizer" in str(path) and f"checkpoint-{TORN_AT}" in str(path):
+            os.truncate(path, 100)
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    setattr(module, name, killed)
+
+
+def losses(rank, world_size, folder, kind, killed, resume, batch=2, **options):
+    """Of every step. killed: "at a step" or "while saving"; None for not at all."""
+    if kind == "zero3":
         deepspeed.init_distributed("gloo")
+    if killed == "while saving" and kind == "pipeline" and rank == 1:
+        kill_within(files, "save_file")
+    if killed == "while saving" and kind == "ddp" and rank == 0:
+        kill_within(torch, "save")
     args = FlexSeqConfig(
         output_dir=str(folder),
         per_device_train_batch_size=batch,
@@ -47,31 +82,46 @@ def losses(rank, world_size, folder, zero, killed, resume, batch=2):
         use_cpu=True,
         max_tokens_per_rank=40,
         lookahead=3,
-        cost_model="estimate",
-        plan_trace=str(folder / "plans.jsonl"),
-        deepspeed={**ZERO, "zero_optimization": {"stage": 3}} if zero else None,
+        **DEFAULTS | {"plan_trace": str(folder / "plans.jsonl")} | OPTIONS[kind] | options,
     )
     trainer = FlexSeqTrainer(
-        model=tiny_llama(torch.float32 if zero else torch.float64),
+        model=tiny_llama(torch.float32 if kind == "zero3" else torch.float64),
         args=args,
         train_dataset=documents([1 + (i * i * 7) % 60 for i in range(30)]),
-        callbacks=[KilledAfter(KILLED_AT)] if killed else None,
+        callbacks=[KilledAfter(KILLED_AT)] if killed == "at a step" else None,
     )
     trainer.train(resume_from_checkpoint=resume)
     return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
 
 
-@pytest.mark.parametrize("zero", [False, True], ids=["ddp", "zero3"])
-def test_a_killed_run_resumes_with_the_same_losses(tmp_path, zero):
-    wanted = run_ranks(losses, 2, tmp_path / "whole", zero, False, None, seconds=120)
-    with pytest.raises(AssertionError, match="the process died"):
-        run_ranks(losses, 2, tmp_path / "killed", zero, True, None, seconds=120)
-    resumed = run_ranks(losses, 2, tmp_path / "killed", zero, False, True, seconds=120)
+@pytest.mark.parametrize(
+    ("kind", "kills"),
+    [
+        ("ddp", ("at a step", "while saving")),
+        ("zero3", ("at a step",)),
+        ("pipeline", ("while saving",)),
+    ],
+)
+def test_a_killed_run_resumes_with_the_same_losses(tmp_path, kind, kills):
+    wanted = run_ranks(losses, 2, tmp_path / "whole", kind, None, None, seconds=120)
     assert len(wanted[0]) > KILLED_AT
-    assert resumed == wanted
-    whole = traced(tmp_path / "whole")
-    again = traced(tmp_path / "killed")
-    assert [step for step, *_ in whole] == list(range(len(wanted[0])))
+    for killed in kills:
+        folder = tmp_path / killed
+        with pytest.raises(AssertionError, match="the process died"):
+            run_ranks(losses, 2, folder, kind, killed, None, seconds=120)
+        torn = [path.name for path in folder.glob("checkpoint-*") if is_torn(path)]
+        assert torn == ([f"checkpoint-{TORN_AT}"] if killed == "while saving" else [])
+        resumed = run_ranks(losses, 2, folder, kind, None, True, seconds=120)
+        assert resumed == wanted
+        if killed == "at a step" and kind != "pipeline":
+            assert_traced(tmp_path / "whole", folder, len(wanted[0]))
+
+
+def assert_traced(whole_folder, killed_folder, steps):
+    """A resumed run's trace has the steps of a whole run's, and marks those that it repeats."""
+    whole = traced(whole_folder)
+    again = traced(killed_folder)
+    assert [step for step, *_ in whole] == list(range(steps))
     saved = KILLED_AT - 1  # steps in the last checkpoint
     assert again[:KILLED_AT] == whole[:KILLED_AT]
     assert again[KILLED_AT] == (saved, True, *whole[saved][2:])
@@ -87,10 +137,38 @@ def traced(folder):
     return found
 
 
+def measuring_another(rank, world_size, folder, factor, resume):
+    """The losses of stages, on a machine whose cache of measurements was lost.
+
+    factor: of the seconds that are measured; None where nothing is to be measured.
+    """
+
+    def measure(name, subject, communicator):
+        assert factor is not None, "nothing is to be measured"
+        estimate = subject.estimate
+        return replace(estimate, linear_s=estimate.linear_s * factor), "measured now"
+
+    source.make_cost = measure
+    options = {"cost_model": "auto", "plan_trace": f"{folder}-{factor}"}
+    return losses(rank, world_size, folder, "pipeline", None, resume, **options)
+
+
 def test_another_step_size_is_refused(tmp_path):
-    run_ranks(losses, 2, tmp_path, False, False, None)
+    run_ranks(losses, 2, tmp_path, "ddp", None, None)
     with pytest.raises(AssertionError, match="8 sequences per optimizer step, this run draws 12"):
-        run_ranks(losses, 2, tmp_path, False, False, True, 3)
-    assert run_ranks(losses, 1, tmp_path, False, False, True, 4), (
+        run_ranks(losses, 2, tmp_path, "ddp", None, True, 3)
+    assert run_ranks(losses, 1, tmp_path, "ddp", None, True, 4), (
         "the same step size on another number of ranks"
     )
+
+
+def test_resumed_stages_keep_the_cost_model_and_measure_nothing(tmp_path):
+    folder = tmp_path / "run"
+    wanted = run_ranks(measuring_another, 2, folder, 1.5, None)
+    resume = str(folder / f"checkpoint-{TORN_AT}")
+    assert run_ranks(measuring_another, 2, folder, None, resume) == wanted
+    digests = set()
+    for trace in (f"{folder}-1.5", f"{folder}-None"):
+        lines = Path(trace).read_text().splitlines()
+        digests |= {json.loads(line)["cost_model"] for line in lines}
+    assert len(digests) == 1

@@ -12,15 +12,21 @@ from safetensors import safe_open
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict
 
 import hf_flexseq
-from hf_flexseq.pipeline import optimizer_files
-from hf_flexseq.pipeline.optimizer import FOLDER, load_optimizer
+from hf_flexseq.pipeline import files
+from hf_flexseq.pipeline.files import write_tensors
+from hf_flexseq.pipeline.optimizer import (
+    FOLDER,
+    _load_scheduler,
+    _save_scheduler,
+    load_optimizer,
+)
 from hf_flexseq.pipeline.optimizer_files import (
     SavedState,
     check_plain,
     clear,
     write_index,
-    write_tensors,
 )
+from hf_flexseq.steps.manifest import MANIFEST, MARKER
 from tests.hf.tiny import tiny_llama
 from tests.pipeline.test_trainer import LAYERS, make_trainer, model_of, saved_run
 from tests.ranks import run_ranks
@@ -58,9 +64,12 @@ def test_the_planted_pickle_would_run(tmp_path):
 @pytest.mark.processes
 @pytest.mark.parametrize("beside_the_index", [True, False])
 def test_a_planted_pickle_does_not_run(tmp_path, beside_the_index):
-    """Two ranks resume in two stages, and without a pipeline."""
+    """Two ranks resume in two stages, and without a pipeline, from a checkpoint that no manifest
+    protects."""
     run_ranks(saved_run, 2, tmp_path, 2, True, SAVED)
     checkpoint = tmp_path / "checkpoint-3"
+    (checkpoint / MARKER).unlink()
+    (checkpoint / MANIFEST).unlink()
     (checkpoint / FOLDER / ".metadata").write_bytes(pickle.dumps(Planted(tmp_path)))
     if not beside_the_index:
         (checkpoint / FOLDER / "index.json").unlink()
@@ -169,9 +178,13 @@ def test_each_stage_writes_a_file_and_a_tied_tensor_is_stored_once(tmp_path, tie
         "index.json.partial",
     ):
         (folder / left).write_text("left by an earlier run")
+    for left in ("optimizer.pt", "scheduler.pt"):  # by one without a pipeline
+        (folder.parent / left).write_text("left by an earlier run")
     run_ranks(saved_run, 2, tmp_path, 2, tied, SAVED)
     names = ["state-00001-of-00002.safetensors", "state-00002-of-00002.safetensors"]
-    assert sorted(path.name for path in folder.iterdir()) == ["index.json", *names]
+    found = sorted(path.name for path in folder.iterdir())
+    assert found == ["index.json", "scheduler.json", *names]
+    assert not list(folder.parent.glob("*.pt"))
     index = json.loads((folder / "index.json").read_text())
     held = {}
     for name in names:
@@ -202,8 +215,8 @@ def test_tensors_and_values_come_back_bit_for_bit(tmp_path):
     tensors["h"] = torch.randn(3, dtype=torch.bfloat16)
     values = {"lr": 0.1 + 0.2, "step": 3, "foreach": None, "fused": False, "betas": [0.9, 0.999]}
     clear(tmp_path / "state")
-    write_tensors(tmp_path / "state", "one", {key: tensors[key] for key in "abcdef"})
-    write_tensors(tmp_path / "state", "two", {key: tensors[key] for key in "gh"})
+    write_tensors(tmp_path / "state" / "one", {key: tensors[key] for key in "abcdef"})
+    write_tensors(tmp_path / "state" / "two", {key: tensors[key] for key in "gh"})
     files = dict.fromkeys("abcdef", "one") | dict.fromkeys("gh", "two")
     write_index(tmp_path / "state", files, values)
     saved = SavedState(tmp_path / "state")
@@ -228,18 +241,18 @@ def test_a_value_that_json_would_change_is_refused_by_name():
 def test_a_write_that_breaks_off_leaves_nothing_that_is_read(tmp_path, monkeypatch):
     folder = tmp_path / "state"
     clear(folder)
-    write_tensors(folder, "one", {"a": torch.ones(2)})
+    write_tensors(folder / "one", {"a": torch.ones(2)})
     write_index(folder, {"a": "one"}, {})
     assert SavedState(folder).keys() == {"a"}
 
-    def broken(tensors, path):
+    def broken(tensors, path, **options):
         Path(path).write_bytes(b"half a file")
         raise OSError("no space left")
 
-    monkeypatch.setattr(optimizer_files, "save_file", broken)
+    monkeypatch.setattr(files, "save_file", broken)
     clear(folder)
     with pytest.raises(OSError, match="no space left"):
-        write_tensors(folder, "state-00001-of-00001.safetensors", {"a": torch.ones(2)})
+        write_tensors(folder / "state-00001-of-00001.safetensors", {"a": torch.ones(2)})
     assert not (folder / "state-00001-of-00001.safetensors").exists()
     with pytest.raises(ValueError, match="has no index.json: its writer did not come to the end"):
         SavedState(folder)
@@ -261,7 +274,7 @@ def written(folder, model, optimizer, *, change=None):
         change(state)
     tensors = {key: value for key, value in state.items() if isinstance(value, torch.Tensor)}
     clear(folder / FOLDER)
-    write_tensors(folder / FOLDER, "one", tensors)
+    write_tensors(folder / FOLDER / "one", tensors)
     values = {key: value for key, value in state.items() if key not in tensors}
     write_index(folder / FOLDER, dict.fromkeys(tensors, "one"), values)
 
@@ -279,6 +292,34 @@ def small_run(names=("in", "out"), width=3, kind=torch.optim.AdamW, seed=0):
     optimizer.step()
     scheduler.step()
     return model, optimizer, scheduler
+
+
+@pytest.mark.parametrize(
+    ("kind", "options", "file"),
+    [
+        ("LinearLR", {"start_factor": 0.1}, f"{FOLDER}/scheduler.json"),
+        ("ReduceLROnPlateau", {"patience": 2}, f"{FOLDER}/scheduler.json"),
+        # its counts by number are nothing that JSON gives back
+        ("MultiStepLR", {"milestones": [1, 2]}, "scheduler.pt"),
+    ],
+)
+def test_the_state_of_a_scheduler_comes_back(tmp_path, kind, options, file):
+    def scheduler():
+        optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=0.3)
+        return getattr(torch.optim.lr_scheduler, kind)(optimizer, **options)
+
+    first = scheduler()
+    for loss in (0.5, 0.4):
+        first.optimizer.step()
+        first.step(*((loss,) if kind == "ReduceLROnPlateau" else ()))
+    (tmp_path / FOLDER).mkdir()
+    _save_scheduler(first.state_dict(), tmp_path)
+    written = [path for path in tmp_path.rglob("*") if path.is_file()]
+    assert written == [tmp_path / file]
+    other = scheduler()
+    assert other.state_dict() != first.state_dict()
+    _load_scheduler(other, str(tmp_path))
+    assert other.state_dict() == first.state_dict()
 
 
 def without(part):

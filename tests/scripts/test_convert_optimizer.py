@@ -11,6 +11,7 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
 from hf_flexseq.pipeline.optimizer import _FLAT, FOLDER, _other_names, _renamed
+from hf_flexseq.steps.manifest import MANIFEST, MARKER
 from tests.hf.test_trainer import update_error
 from tests.pipeline.test_optimizer_files import Planted, marks
 from tests.pipeline.test_trainer import joined, make_trainer, model_of, saved_run
@@ -64,6 +65,8 @@ def test_a_converted_checkpoint_goes_on_as_before(tmp_path, capsys):
     first = joined(run_ranks(run_of_earlier_version, 2, tmp_path))
     wanted = {name: torch.as_tensor(p) for name, p in first.items()}
     assert (old / FOLDER / ".metadata").is_file()
+    (old / MANIFEST).unlink()  # earlier versions wrote none, and this alone into the marker:
+    (old / MARKER).write_text('{"sequences_per_step": 8}')
 
     assert convert_optimizer.main([str(old), str(new)]) == 2
     refusal = capsys.readouterr().err

@@ -15,7 +15,8 @@ reads and writes; all ranks get its model.
 import logging
 import time
 from collections.abc import Mapping
-from dataclasses import asdict, fields, replace
+from dataclasses import asdict, dataclass, fields, replace
+from functools import cached_property
 from pathlib import Path
 
 import torch
@@ -43,6 +44,53 @@ logger = logging.getLogger(__name__)
 MADE_FOR_THE_MODEL = ("auto", "estimate")
 
 
+@dataclass(frozen=True, kw_only=True)  # no slots: the estimate is kept
+class CostSubject:
+    """A model as it is to be trained on some devices: what a cost model is made for."""
+
+    facts: ModelFacts
+
+    has_chunked_loss: bool
+
+    topology: Topology
+
+    device: torch.device
+
+    @classmethod
+    def of(
+        cls,
+        model: PreTrainedModel,
+        accelerator: Accelerator,
+        topology: Topology,
+        *,
+        attention_remat: bool = True,
+    ) -> "CostSubject":
+        """Collect the facts. attention_remat: whether recomputed layers keep their attention."""
+        return cls(
+            facts=model_facts(model, accelerator, attention_remat=attention_remat),
+            has_chunked_loss=has_chunkable_loss(model),
+            topology=topology,
+            device=accelerator.device,
+        )
+
+    @cached_property
+    def estimate(self) -> CostModel:
+        """The cost model that arithmetic gives, bytes included."""
+        return estimated_cost_model(
+            self.facts.shape,
+            self.device,
+            self.topology,
+            checkpointing=self.facts.checkpointing,
+            zero_stage=self.facts.zero_stage,
+            replicas=self.facts.replicas,
+            chunked_loss=self.has_chunked_loss,
+        )
+
+    def key(self) -> Mapping[str, object]:
+        """Collect everything that a fit depends on, as plain JSON values."""
+        return fit_key(self.facts, self.topology, self.device)
+
+
 def cost_model_for(
     name: str,
     model: PreTrainedModel,
@@ -52,47 +100,48 @@ def cost_model_for(
     *,
     attention_remat: bool = True,
 ) -> CostModel:
-    """Return the cost model of training `model`: `estimate` by arithmetic, `auto` measured.
-
-    folder: where measurements are kept. attention_remat: whether recomputed layers keep their
-    attention. A measurement that makes no sense is dropped, with a warning, for the estimate.
-    Collective over the world.
-    """
-    # 1. facts and estimate
-    topology = communicator.topology
-    facts = model_facts(model, accelerator, attention_remat=attention_remat)
-    estimate = estimated_cost_model(
-        facts.shape,
-        accelerator.device,
-        topology,
-        checkpointing=facts.checkpointing,
-        zero_stage=facts.zero_stage,
-        replicas=facts.replicas,
-        chunked_loss=has_chunkable_loss(model),
+    """Return the cost model of training `model`, as `make_cost` does for its subject."""
+    subject = CostSubject.of(
+        model, accelerator, communicator.topology, attention_remat=attention_remat
     )
+    cost, _ = make_cost(name, subject, communicator, folder)
+    return cost
+
+
+def make_cost(
+    name: str, subject: CostSubject, communicator: Communicator, folder: Path | None = None
+) -> tuple[CostModel, str]:
+    """Return a cost model, `estimate` by arithmetic and `auto` measured, and in a few words where
+    it comes from.
+
+    folder: where measurements are kept. A measurement that makes no sense is dropped, with a
+    warning, for the estimate. Collective over the world.
+    """
+    # 1. the estimate
+    estimate = subject.estimate
     if name == "estimate":
-        return estimate
+        return estimate, "estimated"
 
     # 2. an earlier measurement; the other ranks may have another disk or none
     folder = folder or Path(HF_HOME) / "hf_flexseq"
-    path = cache_path(folder, fit_key(facts, topology, accelerator.device))
+    path = cache_path(folder, subject.key())
     kept = load_cached(path) if communicator.rank == 0 else None
     record = communicator.host.broadcast_value(None if kept is None else kept.to_record())
     if record is not None:
-        logger.info("cost model measured earlier: %s", path)
-        return with_memory_of(estimate, CostModel.from_record(record))
+        return with_memory_of(estimate, CostModel.from_record(record)), f"measured earlier, {path}"
 
     # 3. a measurement now
-    probes = ModelProbes(facts, communicator, accelerator.device)
-    measured = _measured(probes, facts.shape, estimate, communicator, accelerator.device)
+    facts = subject.facts
+    probes = ModelProbes(facts, communicator, subject.device)
+    measured = _measured(probes, facts.shape, estimate, communicator, subject.device)
     if measured is None:
-        return estimate
+        return estimate, "estimated, for want of a measurement"
     cost = with_gathering(
-        measured, facts.shape, topology, facts.zero_stage, replicas=facts.replicas
+        measured, facts.shape, subject.topology, facts.zero_stage, replicas=facts.replicas
     )
     if communicator.rank == 0:
         _keep(cost, path)
-    return cost
+    return cost, "measured now"
 
 
 def _measured(

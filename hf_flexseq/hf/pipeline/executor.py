@@ -14,7 +14,7 @@ is a replica of its own.
 """
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from functools import partial
 from typing import Any
@@ -96,9 +96,10 @@ class StageExecutor:
         self.sharing = _sharing(communicator, self.degree)
         communicator.open_fast_blocks([self.degree])
 
-        # 2. the cost model of the whole, then this rank's stage of it
+        # 2. what the cost model of the whole is to be made for, then this rank's stage of it
         whole = model if stage_of(model) is None else empty_twin(model)
-        self.cost: CostModel = setup.cost_of(whole)
+        self._cost_subject = setup.costs.subject(whole)
+        self.cost: CostModel | None = None  # found when training begins
         self.stage: Stage = stage_of(model) or cut(
             model, stage_index, stages, virtual=args.pipeline_virtual_stages
         )
@@ -128,10 +129,8 @@ class StageExecutor:
             self._hidden_bytes = cast_dtype.itemsize
 
         # raises, on all ranks alike, where a stage's state alone is too large
-        sharded_over = self.ranks_per_stage if self.sharded is not None else 1
-        self.room = room_bytes(
-            self.cost, self.stage, sharded_over=sharded_over, mixed=cast_dtype is not None
-        )
+        self._is_mixed = cast_dtype is not None
+        self.room = self._room(setup.costs.expected(self._cost_subject))
 
         self.member = StageMember(
             stage=self.stage,
@@ -146,6 +145,11 @@ class StageExecutor:
         self._pipeline: PipelineExecutor | None = None
         self._chunked_loss: ChunkedLoss | None = None
         self._former_attention: str | None = None
+
+    def _room(self, cost: CostModel) -> Sequence[int]:
+        """Return the bytes that each rank of a pipeline has left beside the state of its stage."""
+        sharded_over = self.ranks_per_stage if self.sharded is not None else 1
+        return room_bytes(cost, self.stage, sharded_over=sharded_over, mixed=self._is_mixed)
 
     @property
     def attached(self) -> bool:
@@ -169,6 +173,8 @@ class StageExecutor:
             kernel = choose_kernel(accelerator.device, compute_dtype(base, accelerator), head_dim)
         host = self.setup.communicator.host
         choosing.raise_together(host.gather_values, "choosing the attention kernel")
+        self.cost = self.setup.costs.find(self._cost_subject)
+        self.room = self._room(self.cost)
         self._former_attention = base.config._attn_implementation
         base.set_attn_implementation(PIPELINE_NAME)
         if self.stage.is_last:
@@ -213,6 +219,7 @@ class StageExecutor:
     def _stage_costs(self) -> PipelineCost:
         """Return the costs of the stages as they are now: activation checkpointing may begin with
         training."""
+        assert self.cost is not None, "attach finds the cost model"
         model = self.stage.stack.model
         return pipeline_cost(
             self.cost,
@@ -286,7 +293,8 @@ class StageExecutor:
     def figures(self, step: PipelineStep, trace: PlanTrace) -> Figures:
         """Write the trace of a finished step, a line for each replica, and return its figures for
         the log. Collective over the world."""
-        return trace.record_pipeline(step, self._stage_costs())
+        assert self.cost is not None, "attach finds the cost model"
+        return trace.record_pipeline(step, self._stage_costs(), self.cost)
 
 
 def stage_executor_for(

@@ -26,6 +26,7 @@ from hf_flexseq.hf.pipeline.loading import empty_twin, load_stage_of
 from hf_flexseq.pipeline.checkpoint import StageMember, load_stage, save_stage
 from hf_flexseq.pipeline.optimizer import (
     WHOLE,
+    WHOLE_SCHEDULER,
     is_of_pipeline,
     load_optimizer,
     load_whole_optimizer,
@@ -117,14 +118,14 @@ class PipelineHooks:
 
     def load_optimizer(self, trainer: Trainer, folder: str | None) -> None:
         """Read the state of optimizer and scheduler that a pipeline wrote, or a Trainer without
-        one; nothing where there is none. Collective over the world."""
+        one; nothing where either is missing, as the Trainer. Collective over the world."""
         if folder is None:
             return
         optimizer = trainer.optimizer.optimizer
         scheduler = trainer.lr_scheduler
         if is_of_pipeline(folder):
             load_optimizer(trainer.model, optimizer, scheduler, folder, self.member)
-        elif (Path(folder) / WHOLE).is_file():
+        elif all((Path(folder) / name).is_file() for name in (WHOLE, WHOLE_SCHEDULER)):
             names = self._names_in_order(trainer)
             load_whole_optimizer(self.stage, optimizer, scheduler, folder, names)
 

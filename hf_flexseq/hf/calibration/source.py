@@ -1,0 +1,222 @@
+"""Where the cost model of a run comes from, in this order:
+
+    1. `cost_model=` names one: a preset or a file
+    2. the checkpoint that the run goes on from brings one, for the same model on the same devices
+    3. it is made (`choose.py`)
+
+Plans depend on the cost model. A measurement differs a little each time, so a resumed run that
+made its own would run other plans, which add up numbers in another order. Where the run cannot
+take over the checkpoint's, one warning says why.
+"""
+
+import json
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from accelerate import Accelerator
+from transformers import PreTrainedModel
+
+from hf_flexseq.cost import CostModel
+from hf_flexseq.cost.presets import load_cost_model
+from hf_flexseq.cost.sharding import replicated
+from hf_flexseq.distributed.agreement import Attempt
+from hf_flexseq.distributed.communicator import Communicator
+from hf_flexseq.hf.calibration.choose import MADE_FOR_THE_MODEL, CostSubject, make_cost
+
+logger = logging.getLogger(__name__)
+
+# Parts of a fit's key that may differ: a run goes on as it began with other versions, too, and no
+# number of threads makes a plan wrong.
+MAY_DIFFER = ("threads", "torch", "constants")
+MEMORY = "memory_bytes"
+SAME_MEMORY = 0.01  # share by which a machine's memory differs from start to start
+SHOWN_CHARACTERS = 40  # of a value in a warning
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SavedCost:
+    """The cost model of a run, as its checkpoints keep it."""
+
+    cost: CostModel
+
+    made_for: Mapping[str, Any]
+    """Model, devices and `cost_model=` that it was made for, as plain JSON values."""
+
+    def to_record(self) -> dict[str, Any]:
+        """Return the cost model as plain JSON values."""
+        return {
+            "digest": self.cost.digest(),
+            "made_for": dict(self.made_for),
+            "record": self.cost.to_record(),
+        }
+
+    @classmethod
+    def from_record(cls, record: Any) -> "SavedCost":
+        """Return the cost model `to_record` was called on. Raises ValueError for anything else."""
+        if not isinstance(record, dict) or not isinstance(record.get("made_for"), dict):
+            raise ValueError("it is no record of a cost model")
+        cost = CostModel.from_record(record.get("record"))
+        if record.get("digest") != cost.digest():
+            raise ValueError("its digest is of other figures")
+        return cls(cost=cost, made_for=record["made_for"])
+
+    def differences(self, made_for: Mapping[str, Any]) -> list[str]:
+        """Return the names of all in which this run differs, with both values where these are
+        short."""
+        found = []
+        for name, now in made_for.items():
+            then = self.made_for.get(name)
+            if name == MEMORY:
+                is_same = isinstance(then, int | float) and abs(now - then) <= SAME_MEMORY * now
+            else:
+                is_same = then == now
+            if not is_same:
+                found.append(f"{name}{_shown(then, now)}")
+        return found
+
+
+def _shown(then: Any, now: Any) -> str:
+    """Return both values in brackets; nothing where they are long."""
+    values = [json.dumps(then), json.dumps(now)]
+    if max(len(value) for value in values) > SHOWN_CHARACTERS:
+        return ""
+    return f" ({values[0]} then, {values[1]} now)"
+
+
+def named_cost(asked: str, communicator: Communicator) -> CostModel | None:
+    """Return the cost model that the option `cost_model` names, as rank 0 has it: a file may
+    differ from machine to machine, or be on one alone. None for one that is to be made. Collective
+    over the world.
+
+    Raises ValueError, on all ranks, for one that does not exist on rank 0's machine.
+    """
+    if asked in MADE_FOR_THE_MODEL:
+        return None
+    record = None
+    with Attempt() as loading:
+        if communicator.rank == 0:
+            record = load_cost_model(asked).to_record()
+    loading.raise_together(communicator.host.gather_values, "loading the cost model")
+    return CostModel.from_record(communicator.host.broadcast_value(record))
+
+
+class CostSource:
+    """Finds the cost model of a run. Its methods are collective over the world where they say
+    so."""
+
+    __slots__ = ("_accelerator", "_asked", "_brought", "_communicator", "_named", "_used")
+
+    def __init__(
+        self,
+        asked: str,
+        named: CostModel | None,
+        accelerator: Accelerator,
+        communicator: Communicator,
+    ) -> None:
+        """asked: the option `cost_model`. named: as `named_cost` returns it."""
+        self._asked = asked
+        self._named = named
+        self._accelerator = accelerator
+        self._communicator = communicator
+        self._brought: tuple[str, SavedCost] | None = None  # checkpoint, and what it brings
+        self._used: SavedCost | None = None
+
+    def bring(self, checkpoint: str | None, record: Any) -> None:
+        """Offer the cost model that a checkpoint has kept; None for no checkpoint.
+
+        record: as `SavedCost.to_record` gives it; None where the checkpoint has kept none.
+        """
+        self._brought = None
+        if checkpoint is None or record is None:
+            return
+        name = Path(checkpoint).name
+        try:
+            self._brought = (name, SavedCost.from_record(record))
+        except ValueError as error:
+            self._warn(f"the cost model of {name} is not used: {error}")
+
+    def to_record(self) -> dict[str, Any] | None:
+        """Return the cost model that was found last, for a checkpoint; None before."""
+        return None if self._used is None else self._used.to_record()
+
+    def subject(self, model: PreTrainedModel, *, attention_remat: bool = True) -> CostSubject:
+        """Return what the cost model is to be made for. attention_remat: whether checkpointed
+        layers keep their attention."""
+        topology = self._communicator.topology
+        return CostSubject.of(model, self._accelerator, topology, attention_remat=attention_remat)
+
+    def expected(self, subject: CostSubject) -> CostModel:
+        """Return a cost model with the bytes of the one to come, on all ranks that of rank 0:
+        machines may have memories of different sizes. Nothing is measured. Collective over the
+        world."""
+        own = subject.estimate
+        if self._named is not None:
+            own = replicated(self._named, subject.facts.replicas)
+        return CostModel.from_record(self._communicator.host.broadcast_value(own.to_record()))
+
+    def find(self, subject: CostSubject) -> CostModel:
+        """Return the cost model of the run, that of rank 0 on all ranks. Collective over the
+        world."""
+        made_for = self._made_for(subject)
+        brought = self._taken_over(made_for)
+        if self._named is not None:
+            own, origin = self.expected(subject), "named by cost_model"
+            self._compare_named(own)
+        elif brought is not None:
+            own, origin = brought.cost, f"from {self._name_of_checkpoint()}"
+        else:
+            own, origin = make_cost(self._asked, subject, self._communicator)
+        # A file of a cost model may differ from node to node.
+        cost = CostModel.from_record(self._communicator.host.broadcast_value(own.to_record()))
+        self._used = SavedCost(cost=cost, made_for=made_for)
+        if self._communicator.rank == 0:
+            logger.info("cost model %s, digest %s: %s", cost.name, cost.digest(), origin)
+        return cost
+
+    def _made_for(self, subject: CostSubject) -> dict[str, Any]:
+        """Return model, devices and the option, in the values that JSON gives back."""
+        made_for: dict[str, Any] = {"cost_model": self._asked}
+        if self._named is None:
+            made_for[MEMORY] = subject.estimate.budget_bytes
+        for name, value in subject.key().items():
+            if name not in MAY_DIFFER:
+                made_for[name] = value
+        values: dict[str, Any] = json.loads(json.dumps(made_for))
+        return values
+
+    def _taken_over(self, made_for: Mapping[str, Any]) -> SavedCost | None:
+        """Return what the checkpoint brings, if this run can use it. Collective over the world
+        where a checkpoint brings something."""
+        if self._brought is None or self._named is not None:
+            return None
+        name, brought = self._brought
+        # the ranks of a node may have devices of their own: rank 0's count
+        differences = self._communicator.host.broadcast_value(brought.differences(made_for))
+        if not differences:
+            return brought
+        self._warn(
+            f"the cost model of {name} is not used, so that plans may differ from those it was "
+            f"trained with: this run differs in {', '.join(differences)}"
+        )
+        return None
+
+    def _compare_named(self, own: CostModel) -> None:
+        """Warn where the run names another cost model than the checkpoint was trained with."""
+        if self._brought is not None and self._brought[1].cost.digest() != own.digest():
+            name, brought = self._brought
+            self._warn(
+                f"cost_model={self._asked!r} is used, not {brought.cost.name!r} of {name}: plans "
+                "may differ from those it was trained with"
+            )
+
+    def _name_of_checkpoint(self) -> str:
+        assert self._brought is not None, "something was taken over"
+        return self._brought[0]
+
+    def _warn(self, text: str) -> None:
+        """Warn once, by rank 0."""
+        if self._communicator.rank == 0:
+            logger.warning("%s", text)

@@ -1,0 +1,97 @@
+"""Write the Trainer's checkpoints so that a whole one is told from a torn one.
+
+A checkpoint is written in this order; what marker and manifest are is told in
+`steps/manifest.py`:
+
+1. rank 0: the marker, after removing what an earlier save has left
+2. all ranks: weights, optimizer, random numbers, as the Trainer has it
+3. rank 0: `trainer_state.json`, the Trainer's last file
+4. rank 0: the manifest, when all ranks have written their files and these are on disk
+5. rank 0: the push to the Hub and the removal of old checkpoints, as the Trainer has it
+
+Steps 3 and 5 are in one method of the Trainer. Step 4 has to come between them: the Hub would get
+a torn checkpoint otherwise, and a kill would find the old checkpoint gone and the new one torn. So
+it is hung on the writing of `trainer_state.json`.
+"""
+
+import logging
+import shutil
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from transformers import Trainer
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
+
+from hf_flexseq.distributed.communicator import Communicator
+from hf_flexseq.steps.manifest import begin, finish, flush_files, is_torn
+
+logger = logging.getLogger(__name__)
+
+
+def checkpoint_folder(trainer: Trainer, trial: Any) -> Path:
+    """Return the folder of the checkpoint that the trainer would save now."""
+    name = f"{PREFIX_CHECKPOINT_DIR}-{trainer.state.global_step}"
+    return Path(trainer._get_output_dir(trial=trial)) / name
+
+
+@contextmanager
+def saved_whole(
+    trainer: Trainer, folder: Path, marker: Mapping[str, Any], communicator: Communicator
+) -> Iterator[None]:
+    """Surround the Trainer's own saving of the checkpoint `folder`. Collective over the world.
+
+    marker: what the checkpoint is of, plain JSON values.
+    """
+    host = communicator.host
+    host.phase = f"saving {folder.name}"
+    writes = communicator.rank == 0
+    flushes = communicator.rank % communicator.topology.ranks_per_node == 0  # for its machine
+    if writes:
+        begin(folder, marker)
+    host.barrier()  # no rank writes before the marker is there
+    is_finished = False
+
+    def finish_once() -> None:
+        """Write the manifest when all ranks have come here."""
+        nonlocal is_finished
+        if is_finished:
+            return
+        is_finished = True
+        host.barrier()
+        if flushes:
+            flush_files(folder)
+        host.barrier()
+        if writes:
+            finish(folder, marker)
+            if (trainer.args.save_total_limit or 0) > 0:
+                _remove_torn(folder)
+
+    with _followed(trainer.state, finish_once):
+        yield
+    finish_once()  # on ranks that write no state
+
+
+@contextmanager
+def _followed(state: Any, then: Any) -> Iterator[None]:
+    """Call `then` whenever the Trainer has written its state."""
+    save_to_json = state.save_to_json
+
+    def save_and_then(json_path: str) -> None:
+        save_to_json(json_path)
+        then()
+
+    vars(state)["save_to_json"] = save_and_then  # on the instance, in front of its class's
+    try:
+        yield
+    finally:
+        del vars(state)["save_to_json"]
+
+
+def _remove_torn(folder: Path) -> None:
+    """Remove torn checkpoints beside `folder`: they would count as checkpoints to be kept."""
+    for other in folder.parent.glob(f"{PREFIX_CHECKPOINT_DIR}-*"):
+        if other != folder and is_torn(other):
+            logger.warning("%s is removed: its writer did not come to the end", other)
+            shutil.rmtree(other)

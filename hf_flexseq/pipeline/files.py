@@ -1,0 +1,63 @@
+"""Write files that appear when they are whole: under a partial name, which is then changed."""
+
+import errno
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+
+PARTIAL = ".partial"  # what the name of a file ends with until all of it is written
+
+
+def write_json(path: Path, value: Any) -> None:
+    """Write plain JSON values. The file is on disk when the call returns."""
+    partial = path.with_name(path.name + PARTIAL)
+    partial.write_text(json.dumps(value, indent=1, sort_keys=True) + "\n", encoding="utf-8")
+    flush(partial)
+    partial.replace(path)
+    flush(path.parent)
+
+
+def write_tensors(
+    path: Path, tensors: Mapping[str, torch.Tensor], *, metadata: dict[str, str] | None = None
+) -> None:
+    """Write tensors of any shapes as safetensors. metadata: for readers that ask for it."""
+    partial = path.with_name(path.name + PARTIAL)
+    save_file(_each_with_its_own_memory(tensors), partial, metadata=metadata)
+    partial.replace(path)
+
+
+def _each_with_its_own_memory(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Return contiguous tensors of the same shapes, no two of which share memory.
+
+    safetensors refuses those that do; quantised optimizers keep one table for all parameters.
+    """
+    taken: set[int] = set()
+    separate = {}
+    for key, tensor in tensors.items():
+        own = tensor.detach().contiguous()
+        address = own.untyped_storage().data_ptr()
+        if address in taken:
+            own = own.clone()
+        taken.add(address)
+        separate[key] = own
+    return separate
+
+
+def flush(path: Path) -> None:
+    """Wait until a file, or the names in a folder, are on disk.
+
+    Does nothing on a file system that cannot be asked to.
+    """
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    except OSError as error:
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP, errno.ENOSYS):
+            raise
+    finally:
+        os.close(handle)
