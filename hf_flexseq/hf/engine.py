@@ -36,11 +36,13 @@ from hf_flexseq.config import FlexSeqArguments
 from hf_flexseq.cost import CostModel
 from hf_flexseq.distributed.communicator import Communicator
 from hf_flexseq.hf.executors import EngineSetup, Executor, ForwardBackward, WholeModelExecutor
+from hf_flexseq.hf.gradients import gradients_of, step_was_skipped
 from hf_flexseq.hf.loaders import batches_on_host
 from hf_flexseq.hf.trainer_checks import check_accelerator
 from hf_flexseq.planner.static import check_degree
 from hf_flexseq.steps.inputs import Inputs
 from hf_flexseq.steps.lookahead import Lookahead
+from hf_flexseq.steps.nonfinite import NonfiniteWatch
 from hf_flexseq.steps.step import RankStep
 from hf_flexseq.steps.trace import Figures, PlanTrace
 
@@ -79,6 +81,7 @@ class FlexSeqEngine:
         self.executor = executor(setup)
         self._training: Lookahead | None = None
         self._trace = PlanTrace(args.plan_trace, setup.communicator)
+        self._watch = NonfiniteWatch(args.on_nonfinite, setup.communicator.rank)
         # Dataloaders may be prepared before a model is attached.
         self._loader_settings = LoaderSettings(accelerator)
 
@@ -105,6 +108,7 @@ class FlexSeqEngine:
             self.executor.detach()
         finally:
             self._loader_settings.restore()
+            self._watch.forget()
             if self._training is not None:
                 self._training.close()
                 self._training = None
@@ -159,12 +163,17 @@ class FlexSeqEngine:
         self, dataloader: Iterable[Mapping[str, Any]], accumulation: int = 1
     ) -> Iterator["EngineStep"]:
         """Yield the steps of one pass over a prepared dataloader, of `accumulation` batches per
-        rank. Collective over the world."""
+        rank. Collective over the world.
+
+        Raises FloatingPointError as `check_finite` does, a step late, and for the last step when
+        there is none after it.
+        """
         with batches_on_host(dataloader):
             iterator = iter(dataloader)
             while (step := self.next_step(iterator, accumulation)) is not None:
                 yield EngineStep(self, step)
                 self.finish(step)
+        self.check_finite()
 
     def _lookahead(self, steps: int) -> Lookahead:
         """Return a Lookahead over so many steps, with the planner on rank 0."""
@@ -208,7 +217,11 @@ class FlexSeqEngine:
         Returns this rank's loss, a detached scalar; the mean over ranks is the mean over the
         step's target tokens.
         """
-        return self.executor.train(step, forward_backward, model)
+        # The optimizer has had its turn with the step before.
+        self._watch.settle(skipped=step_was_skipped(self.accelerator))
+        loss = self.executor.train(step, forward_backward, model)
+        self._watch.take(step.number, loss, gradients_of(model, self.accelerator))
+        return loss
 
     def evaluate(self, step: Step, forward: ForwardBackward) -> torch.Tensor:
         """Run the forwards of one step. Returns a loss as `train` does."""
@@ -216,12 +229,28 @@ class FlexSeqEngine:
 
     def finish(self, step: Step) -> Figures:
         """Write the plan trace of a step that has run, and return its figures for the log.
-        Collective over the world."""
+        Collective over the world.
+
+        Raises FloatingPointError as `check_finite` does, for the step before.
+        """
+        step.remark = self._watch.report()
         host = self.communicator.host
         host.phase = f"step {step.number}, gathering its figures"
         figures = self.executor.figures(step, self._trace)
         host.phase = f"what follows on step {step.number}"
+        self._watch.judge(step.remarks)
         return figures
+
+    def check_finite(self) -> None:
+        """Make sure, after an optimizer step, that nothing in it was NaN or infinite: call this
+        before saving. Collective over the world.
+
+        Raises FloatingPointError on all ranks alike, or warns where `on_nonfinite` says so. A step
+        that fp16's loss scaling has skipped does not count.
+        """
+        self._watch.settle(skipped=step_was_skipped(self.accelerator))
+        own = self._watch.report()
+        self._watch.judge(self.communicator.host.gather_values(own))
 
 
 class EngineStep:

@@ -71,6 +71,7 @@ OVERRIDDEN = (
     "log",
     "evaluation_loop",
     "prediction_step",
+    "_save_checkpoint",
     # for pipelines
     "_wrap_model",
     "floating_point_ops",
@@ -166,7 +167,9 @@ class FlexSeqMixin(_Trainer):
         check_step_size(kwargs.get("resume_from_checkpoint"), self._flexseq_step_size())
         attached = self.flexseq.attached(self.model, lockstep=self._flexseq_lockstep)
         with attached, ExitStack() as self._flexseq_loaders:
-            return super()._inner_training_loop(*args, **kwargs)
+            output = super()._inner_training_loop(*args, **kwargs)
+            self.flexseq.check_finite()
+            return output
 
     def set_initial_training_values(self, args: TrainingArguments, dataloader: Any) -> Any:
         """Keep batches on the host until training ends.
@@ -341,6 +344,11 @@ class FlexSeqMixin(_Trainer):
         else:
             logger.info("loading the best model from %s", self.state.best_model_checkpoint)
             self._hooks.load(self.state.best_model_checkpoint)
+
+    def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
+        """Save no weights that NaN has gone into."""
+        self.flexseq.check_finite()
+        super()._save_checkpoint(model, trial)
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         if self._hooks is None:

@@ -7,7 +7,7 @@ measured seconds; a pipelined step has a line for each replica.
 
 import functools
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,7 @@ from hf_flexseq.cost.stages import PipelineCost
 from hf_flexseq.distributed.communicator import Communicator
 from hf_flexseq.plan import Plan
 from hf_flexseq.plan.pipeline import PipelinePlan
-from hf_flexseq.steps.step import OptimizerStep, PipelineStep
+from hf_flexseq.steps.step import OptimizerStep, PipelineStep, RankStep
 
 PREFIX = "flexseq/"
 
@@ -36,8 +36,7 @@ class PlanTrace:
     def record(self, step: OptimizerStep, cost: CostModel) -> Figures:
         """Write the trace of a finished step and return its figures for the log. Collective over
         the world."""
-        self._meet()
-        by_rank = self.communicator.host.gather_values(step.measured_s())
+        by_rank = self._gather(step, step.measured_s)
         measured = [max(seconds) for seconds in zip(*by_rank, strict=True)]  # by micro-batch
         slowest = max(sum(seconds) for seconds in by_rank)
         line = {"step": step.number, "cost_model": self._digest(cost), "measured_s": measured}
@@ -47,9 +46,7 @@ class PlanTrace:
     def record_pipeline(self, step: PipelineStep, cost: PipelineCost) -> Figures:
         """Write the trace of a finished step, a line for each replica, and return its figures for
         the log. Collective over the world."""
-        self._meet()
-        seconds = step.stopwatch.seconds().get(0, 0.0)
-        measured = max(self.communicator.host.gather_values(seconds))
+        measured = max(self._gather(step, lambda: step.stopwatch.seconds().get(0, 0.0)))
         line = {
             "step": step.number,
             "measured_s": [measured],
@@ -60,11 +57,19 @@ class PlanTrace:
             self.append(line | {"replica": replica, "sequences": members}, plan)
         return pipeline_figures(step, measured)
 
-    def _meet(self) -> None:
-        """Let all ranks meet before they wait for their devices: a device whose peer is lost never
-        ends its work and tells nobody, and the host group names the peer."""
+    def _gather(self, step: RankStep[Any], measure: Callable[[], Any]) -> list[Any]:
+        """Return what every rank measured, by rank, and leave their remarks on the step.
+        Collective over the world.
+
+        measure: waits for the device of this rank. All ranks meet before they do so: a device
+        whose peer is lost never ends its work and tells nobody, and the host group names the peer.
+        """
+        host = self.communicator.host
         if self.communicator.transport.capabilities.waits_on_stream:
-            self.communicator.host.barrier()
+            host.barrier()
+        gathered = host.gather_values([measure(), step.remark])
+        step.remarks = [remark for _, remark in gathered]
+        return [measured for measured, _ in gathered]
 
     def append(self, line: Mapping[str, Any], plan: Plan | PipelinePlan) -> None:
         """Write `line`, joined with the plan's record, if this is rank 0 and a trace is wanted."""

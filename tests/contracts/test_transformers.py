@@ -57,6 +57,7 @@ OVERRIDDEN = {
     "_clip_grad_norm": ["model"],
     "_get_grad_norm": ["model", "grad_norm"],
     "_save": ["output_dir", "state_dict"],
+    "_save_checkpoint": ["model", "trial"],
     "_save_optimizer_and_scheduler": ["output_dir"],
     "_load_from_checkpoint": ["resume_from_checkpoint", "model"],
     "_load_best_model": [],
