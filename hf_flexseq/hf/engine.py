@@ -219,7 +219,8 @@ class FlexSeqEngine:
         """
         # The optimizer has had its turn with the step before.
         self._watch.settle(skipped=step_was_skipped(self.accelerator))
-        loss = self.executor.train(step, forward_backward, model)
+        with self.communicator.host.naming_lost():
+            loss = self.executor.train(step, forward_backward, model)
         self._watch.take(step.number, loss, gradients_of(model, self.accelerator))
         return loss
 

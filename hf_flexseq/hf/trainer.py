@@ -166,7 +166,8 @@ class FlexSeqMixin(_Trainer):
     def _inner_training_loop(self, *args: Any, **kwargs: Any) -> Any:
         check_step_size(kwargs.get("resume_from_checkpoint"), self._flexseq_step_size())
         attached = self.flexseq.attached(self.model, lockstep=self._flexseq_lockstep)
-        with attached, ExitStack() as self._flexseq_loaders:
+        naming_lost = self.flexseq.communicator.host.naming_lost()
+        with naming_lost, attached, ExitStack() as self._flexseq_loaders:
             output = super()._inner_training_loop(*args, **kwargs)
             self.flexseq.check_finite()
             return output
