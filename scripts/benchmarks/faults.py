@@ -387,6 +387,9 @@ def options() -> argparse.Namespace:
 
 def main() -> None:
     asked = options()
+    if "ZeRO-3" in asked.kinds and not asked.kills:
+        import deepspeed  # noqa: F401 (an extra; forks have it then)
+
     print(f"on {machine('torch', 'transformers')}, load {load_average()}\n")
     root = Path(tempfile.mkdtemp(prefix="faults_"))
     if asked.kills:
