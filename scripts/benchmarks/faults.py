@@ -385,10 +385,18 @@ def options() -> argparse.Namespace:
     return parser.parse_args()
 
 
+def load_deepspeed() -> None:
+    """Import DeepSpeed, an extra, so that forks have it."""
+    import deepspeed
+
+    # Ranks would compile its shared memory transfers, one while the others wait for it.
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+
+
 def main() -> None:
     asked = options()
     if "ZeRO-3" in asked.kinds and not asked.kills:
-        import deepspeed  # noqa: F401 (an extra; forks have it then)
+        load_deepspeed()
 
     print(f"on {machine('torch', 'transformers')}, load {load_average()}\n")
     root = Path(tempfile.mkdtemp(prefix="faults_"))
