@@ -14,7 +14,8 @@ Each row is such a job, and says
                    checkpoint, are those of a job that nothing happened to
 
 All ranks are on this machine, over gloo, with a worker for their dataloader and a planner beside
-rank 0. A job of plain FSDP2 is not resumed: on CPUs transformers cannot.
+rank 0. A job of plain FSDP2 is not resumed: on CPUs transformers cannot. Exits with 1 where a rank
+hung or did not name the lost one, a process was left, or losses differ.
 """
 
 import argparse
@@ -35,12 +36,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM, TrainerCallback
+from transformers import LlamaForCausalLM, TrainerCallback
 from transformers.distributed import DistributedConfig
 
 from common import argument_parser, load_average, machine, table_head, table_row, write_record
 from forked import children, main_or_rank, reap, start_ranks
 from hf_flexseq import FlexSeqConfig, FlexSeqTrainer
+from tiny import documents, tiny_llama_config
 
 FAULTS = ("killed", "stopped", "raises")
 STEPS = 10
@@ -51,8 +53,7 @@ PATIENCE_S = TIMEOUT_S + 40  # for the others to end
 LINGER_S = 12  # for planners and workers to end; a worker looks for its parent every 5 s
 MESSAGE_CHARACTERS = 150  # that are shown
 COLUMNS = ("job", "lost rank", "fault", "others ended, s", "they say", "left", "resumed")
-WORDS = ("planner", "spawn", "torch_shm")  # of commands that are no ranks
-VOCABULARY = 61
+MOST_TOKENS = 64  # of a document
 
 ZERO3 = {
     "train_micro_batch_size_per_gpu": "auto",
@@ -110,29 +111,11 @@ PLACES = ("forward", "optimizer", "end")
 def model_of(kind: str, folder: Path) -> torch.nn.Module:
     """Return a model of two layers. folder: of the whole job; keeps the weights for FSDP2."""
     torch.manual_seed(0)
-    config = LlamaConfig(
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        vocab_size=VOCABULARY,
-    )
     if kind != "FSDP2":
-        return LlamaForCausalLM(config)
+        return LlamaForCausalLM(tiny_llama_config())
     return LlamaForCausalLM.from_pretrained(
         folder / "model", distributed_config=DistributedConfig(fsdp_size=KINDS[kind].ranks)
     )
-
-
-def examples(count: int) -> list[dict[str, list[int]]]:
-    """Return documents of 1 to 60 tokens."""
-    draw = random.Random(0)
-    found = []
-    for index in range(count):
-        tokens = [draw.randrange(VOCABULARY) for _ in range(2 + (index * index * 7) % 59)]
-        found.append({"input_ids": tokens, "labels": tokens})
-    return found
 
 
 def train(rank: int, *, kind: str, folder: Path, fault: Fault | None, resume: bool) -> None:
@@ -149,7 +132,7 @@ def train(rank: int, *, kind: str, folder: Path, fault: Fault | None, resume: bo
         "per_device_train_batch_size": 2,
         "learning_rate": 1e-2,
         "lookahead": 3,
-        "max_tokens_per_rank": 64,
+        "max_tokens_per_rank": MOST_TOKENS,
         "cost_model": "estimate",
         "dataloader_num_workers": 1,
         "ddp_timeout": TIMEOUT_S,
@@ -161,7 +144,7 @@ def train(rank: int, *, kind: str, folder: Path, fault: Fault | None, resume: bo
     trainer = FlexSeqTrainer(
         model=model_of(kind, folder),
         args=FlexSeqConfig(output_dir=str(folder / "run"), **options),
-        train_dataset=examples(STEPS * 2 * KINDS[kind].ranks),
+        train_dataset=documents(STEPS * 2 * KINDS[kind].ranks, MOST_TOKENS),
     )
     if fault is not None and fault.rank == rank:
         arrange(fault, trainer, folder)
@@ -273,8 +256,15 @@ def faulty_run(kind: str, fault: Fault, folder: Path) -> dict[str, Any]:
                 os.waitpid(pid, 0)
     speaker = 0 if fault.rank else 1
     found["message"] = last_error(folder / f"rank{speaker}.log")
+    found["named"] = re.search(rf"\brank {fault.rank}\b", found["message"]) is not None
     found["left_s"], found["left"] = left_over()
     return found
+
+
+def is_bad(found: dict[str, Any]) -> bool:
+    """Tell if a job did not end as it should."""
+    is_unequal = found.get("resumed") is False
+    return bool(found["hung"] or found["left"] or is_unequal or not found["named"])
 
 
 def last_error(log: Path) -> str:
@@ -401,14 +391,17 @@ def main() -> None:
     print(f"on {machine('torch', 'transformers')}, load {load_average()}\n")
     root = Path(tempfile.mkdtemp(prefix="faults_"))
     if asked.kills:
-        figures: dict[str, Any] = {"kills": random_kills(asked.kills, root)}
+        rows = random_kills(asked.kills, root)
     else:
-        figures = {"faults": fault_rows(asked.kinds, asked.faults, root)}
-    write_record(asked.json, figures)
+        rows = fault_rows(asked.kinds, asked.faults, root)
+    write_record(asked.json, {"kills" if asked.kills else "faults": rows})
     if asked.keep:
         print(f"logs and checkpoints are in {root}")
     else:
         shutil.rmtree(root)
+    bad = sum(is_bad(row) for row in rows)
+    if bad:
+        sys.exit(f"{bad} of {len(rows)} jobs did not end as they should")
 
 
 if __name__ == "__main__":

@@ -10,7 +10,6 @@ after the warm-up.
 """
 
 import os
-import random
 import shutil
 import signal
 import statistics
@@ -22,18 +21,18 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaForCausalLM
 
 from common import argument_parser, load_average, machine, table, write_record
 from forked import children, main_or_rank, start_ranks
 from hf_flexseq import FlexSeqConfig, FlexSeqTrainer
+from tiny import documents, tiny_llama_config
 
 RANKS = 2
 TIMEOUT_S = 120
 PERIOD_S = 0.5  # between two looks
 WARM_UP = 0.2  # of the steps: allocators and caches fill
 MOST_TOKENS = 200  # of a document
-VOCABULARY = 61
 FIGURES = ("memory, MiB", "descriptors", "threads")
 COLUMNS = ("process", "figure", "first", "last", "slope per 1,000 steps")
 
@@ -44,14 +43,6 @@ COLUMNS = ("process", "figure", "first", "last", "slope per 1,000 steps")
 def train(rank: int, *, steps: int, folder: Path) -> None:
     """Train on one rank."""
     torch.manual_seed(0)
-    config = LlamaConfig(
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        vocab_size=VOCABULARY,
-    )
     args = FlexSeqConfig(
         output_dir=str(folder / "run"),
         per_device_train_batch_size=2,
@@ -66,20 +57,8 @@ def train(rank: int, *, steps: int, folder: Path) -> None:
         report_to="none",
         disable_tqdm=True,
     )
-    FlexSeqTrainer(
-        model=LlamaForCausalLM(config), args=args, train_dataset=documents(1000)
-    ).train()
-
-
-def documents(count: int) -> list[dict[str, list[int]]]:
-    """Return documents of long-tailed lengths."""
-    draw = random.Random(0)
-    found = []
-    for _ in range(count):
-        length = min(MOST_TOKENS, max(2, int(draw.lognormvariate(3, 1))))
-        tokens = [draw.randrange(VOCABULARY) for _ in range(length)]
-        found.append({"input_ids": tokens, "labels": tokens})
-    return found
+    model = LlamaForCausalLM(tiny_llama_config())
+    FlexSeqTrainer(model=model, args=args, train_dataset=documents(1000, MOST_TOKENS)).train()
 
 
 def trace_of(folder: Path) -> Path:
