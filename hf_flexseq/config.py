@@ -15,6 +15,7 @@ SYNCS = ("auto", "lockstep", "free")
 REMAPS = ("auto", "off")
 ROUTINGS = ("auto", "off")
 PIPELINE_SCHEDULES = ("auto", "1f1b", "seq1f1b", "infinipipe")
+ON_NONFINITE = ("raise", "warn")
 
 # The label of a token without a target, as in transformers and torch.
 IGNORE_INDEX = -100
@@ -163,6 +164,16 @@ class FlexSeqArguments:
             )
         },
     )
+    on_nonfinite: str = field(
+        default="raise",
+        metadata={
+            "help": (
+                "What a loss or a gradient that is NaN or infinite does: `raise` ends training "
+                "one optimizer step later, on all ranks and before anything is saved; `warn` logs "
+                "it and goes on. Steps that fp16's loss scaling skips do not count."
+            )
+        },
+    )
     deterministic: bool = field(
         default=False,
         metadata={
@@ -183,6 +194,7 @@ class FlexSeqArguments:
         _one_of("sync", self.sync, SYNCS)
         _one_of("remap", self.remap, REMAPS)
         _one_of("routing", self.routing, ROUTINGS)
+        _one_of("on_nonfinite", self.on_nonfinite, ON_NONFINITE)
         _whole("lookahead", self.lookahead, least=0)
         if self.max_tokens_per_rank is not None:
             _whole("max_tokens_per_rank", self.max_tokens_per_rank, least=1)

@@ -26,6 +26,7 @@ def test_defaults_are_valid_and_documented() -> None:
         ({"strategy": "ring"}, "strategy='ring'"),
         ({"sync": "loose"}, "sync='loose'"),
         ({"routing": "on"}, "routing='on' is none of auto, off"),
+        ({"on_nonfinite": "skip"}, "on_nonfinite='skip' is none of raise, warn"),
         ({"planner": "static"}, "needs sp_degree"),
         ({"sp_degree": 2}, "is for planner='static'"),
         ({"planner": "static", "sp_degree": 0}, "sp_degree=0"),

@@ -19,6 +19,7 @@ from hf_flexseq.distributed.roll_call import roll_call
 from hf_flexseq.distributed.tags import MEETING
 from hf_flexseq.distributed.transport import (
     Label,
+    LostRank,
     Message,
     Parts,
     as_tuples,
@@ -215,7 +216,7 @@ class ProcessGroupRanks:
         try:
             yield
         except RuntimeError as error:
-            raise RuntimeError(
+            raise LostRank(
                 f"rank {dist.get_rank()} could not exchange with ranks {self.missing()} {what}: "
                 f"{error}"
             ) from error
@@ -250,7 +251,7 @@ class PendingCollective:
             self._work.wait()
         except RuntimeError as error:
             missing = self._group.missing()
-            raise RuntimeError(
+            raise LostRank(
                 f"rank {dist.get_rank()} could not exchange with ranks {missing} "
                 f"{self._label(missing[0], False)}: {error}"
             ) from error
@@ -258,6 +259,21 @@ class PendingCollective:
 
 
 # ---- the host
+
+# What gloo's errors have in them: the path of its sources, or this.
+_SIGNS_OF_GLOO = ("/gloo/", "pair closure")
+
+
+def _is_of_transfer(error: RuntimeError) -> bool:
+    """Tell if an error is one of a transfer, whoever has called it."""
+    if isinstance(error, dist.DistError):
+        return True
+    return any(sign in str(error) for sign in _SIGNS_OF_GLOO)
+
+
+def _named(ranks: Sequence[int]) -> str:
+    """Return some ranks as an error names them."""
+    return ", ".join(f"rank {rank}" for rank in ranks)
 
 
 def _as_bytes(value: Any) -> torch.Tensor:
@@ -338,6 +354,24 @@ class GlooHost:
         """See `HostGroup.barrier`."""
         self._meet([0] * self._world_size)
 
+    @contextmanager
+    def naming_lost(self) -> Iterator[None]:
+        """See `HostGroup.naming_lost`."""
+        try:
+            yield
+        except LostRank:
+            raise
+        except RuntimeError as error:
+            if not _is_of_transfer(error):
+                raise
+            others = [rank for rank in range(self._world_size) if rank != self._rank]
+            missing = self.roll_call(others)
+            if not missing:
+                raise
+            raise LostRank(
+                f"rank {self._rank}: {_named(missing)} did not answer in {self.phase}: {error}"
+            ) from error
+
     def roll_call(self, ranks: Sequence[int]) -> list[int]:
         """Return those of `ranks` that do not answer."""
         return roll_call(self._group, ranks)
@@ -360,7 +394,7 @@ class GlooHost:
     def _meet(self, numbers: Sequence[int]) -> list[int]:
         """Send a number to every rank, and return those that they have sent, by rank.
 
-        Raises RuntimeError that names the ranks which are gone, or the first one that is silent.
+        Raises LostRank that names the ranks which are gone, or the first one that is silent.
         """
         outgoing = torch.tensor(numbers, dtype=torch.int64)  # [world]: to rank i
         incoming = outgoing.clone()  # [world]: from rank i
@@ -387,9 +421,8 @@ class GlooHost:
                     missing.append(peer)
                     why = error
         if why is not None:
-            names = ", ".join(f"rank {peer}" for peer in missing)
-            raise RuntimeError(
-                f"rank {self._rank}: {names} did not answer in {self.phase}: {why}"
+            raise LostRank(
+                f"rank {self._rank}: {_named(missing)} did not answer in {self.phase}: {why}"
             ) from why
         numbers_in: list[int] = incoming.tolist()
         return numbers_in
@@ -400,6 +433,6 @@ class GlooHost:
         try:
             yield
         except RuntimeError as error:
-            raise RuntimeError(
+            raise LostRank(
                 f"rank {self._rank}: a rank was lost in {self.phase}: {error}"
             ) from error

@@ -431,6 +431,10 @@ class ThreadHost:
         """See `HostGroup.barrier`."""
         self._gather(None)
 
+    def naming_lost(self) -> AbstractContextManager[None]:
+        """See `HostGroup.naming_lost`: threads are not lost, and the hub says who waits."""
+        return nullcontext()
+
     def _gather(self, value: Any) -> list[Any]:
         """Return the value of every rank, by rank, as it is."""
         return self._transport.hub.meetings.gather(self._transport.rank, value)

@@ -28,6 +28,7 @@ Whoever posts keeps to three rules, on every transport:
 """
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, NamedTuple, Protocol
@@ -92,13 +93,17 @@ class Message(NamedTuple):
     """Whether nobody reads the tensor after it has been sent."""
 
 
+class LostRank(RuntimeError):
+    """Says that an exchange has failed, and which rank is gone or does not answer."""
+
+
 class Pending(Protocol):
     """Something that was posted."""
 
     def wait(self) -> None:
         """Wait until it is over, exactly once. What was received may be read from then on.
 
-        Raises RuntimeError, naming this rank, the peers and the messages, when it fails or takes
+        Raises LostRank, naming this rank, the peers and the messages, when it fails or takes
         longer than the transport's timeout; a transport that waits on a stream cannot tell then.
         """
 
@@ -139,7 +144,7 @@ class RankGroup(Protocol):
 class HostGroup(Protocol):
     """Exchanges of values on the CPU between all ranks. Each is collective over the world.
 
-    One that a rank does not come to raises RuntimeError on the others, which names the rank and
+    One that a rank does not come to raises LostRank on the others, which names the rank and
     `phase`. Values travel as JSON and as tensors, never as pickles: nothing that arrives is run.
     """
 
@@ -172,6 +177,10 @@ class HostGroup(Protocol):
 
     def barrier(self) -> None:
         """Wait until all ranks have come here."""
+
+    def naming_lost(self) -> AbstractContextManager[None]:
+        """Surround exchanges of others: when one of DDP's or the Trainer's own fails, the error is
+        a LostRank, which names the ranks that do not answer and `phase`."""
 
 
 class Transport(Protocol):
@@ -223,7 +232,7 @@ class Transport(Protocol):
         """Start some transfers between this rank and others of the lane.
 
         Several messages for one peer must stand in the same order on both sides. Raises
-        RuntimeError, as `Pending.wait` does, for a peer that is known to be gone.
+        LostRank, as `Pending.wait` does, for a peer that is known to be gone.
         """
 
 
@@ -233,7 +242,7 @@ def failure(
     recvs: Sequence[Message],
     label: Label,
     error: RuntimeError | str,
-) -> RuntimeError:
+) -> LostRank:
     """Return an error that names this rank and each of the failed messages once."""
     names = []
     for message in recvs:
@@ -241,7 +250,7 @@ def failure(
     for message in sends:
         names.append(f"send to rank {message.peer} {label(message.peer, True)}")
     failed = ", or ".join(dict.fromkeys(names))
-    return RuntimeError(f"rank {rank} could not {failed}: {error}")
+    return LostRank(f"rank {rank} could not {failed}: {error}")
 
 
 def as_tuples(parts: Sequence[Sequence[int]]) -> Parts:

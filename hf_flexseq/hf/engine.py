@@ -37,12 +37,14 @@ from hf_flexseq.cost import CostModel
 from hf_flexseq.distributed.agreement import Attempt
 from hf_flexseq.distributed.communicator import Communicator
 from hf_flexseq.hf.executors import EngineSetup, Executor, ForwardBackward, WholeModelExecutor
+from hf_flexseq.hf.gradients import gradients_of, step_was_skipped
 from hf_flexseq.hf.loaders import batches_on_host
 from hf_flexseq.hf.screen import beside_bars
 from hf_flexseq.hf.trainer_checks import check_accelerator
 from hf_flexseq.planner.static import check_degree
 from hf_flexseq.steps.inputs import Inputs
 from hf_flexseq.steps.lookahead import Lookahead
+from hf_flexseq.steps.nonfinite import NonfiniteWatch
 from hf_flexseq.steps.step import RankStep
 from hf_flexseq.steps.trace import Figures, PlanTrace
 
@@ -82,6 +84,7 @@ class FlexSeqEngine:
         self.executor = executor(setup)
         self._costs = setup.costs
         self._training: Lookahead | None = None
+        self._watch = NonfiniteWatch(args.on_nonfinite, setup.communicator.rank)
         # Dataloaders may be prepared before a model is attached.
         self._loader_settings = LoaderSettings(accelerator)
 
@@ -121,6 +124,7 @@ class FlexSeqEngine:
             self.executor.detach()
         finally:
             self._loader_settings.restore()
+            self._watch.forget()
             if self._training is not None:
                 self._training.close()
                 self._training = None
@@ -186,6 +190,8 @@ class FlexSeqEngine:
         rank. Collective over the world.
 
         first_number: see `next_step`; for a loop that goes on where an earlier one ended.
+        Raises FloatingPointError as `check_finite` does, a step late, and for the last step when
+        there is none after it.
         """
         with batches_on_host(dataloader):
             iterator = iter(dataloader)
@@ -194,6 +200,7 @@ class FlexSeqEngine:
             ) is not None:
                 yield EngineStep(self, step)
                 self.finish(step)
+        self.check_finite()
 
     def _lookahead(self, steps: int, first_number: int = 0) -> Lookahead:
         """Return a Lookahead over so many steps, with the planner on rank 0. Collective over the
@@ -242,7 +249,12 @@ class FlexSeqEngine:
         Returns this rank's loss, a detached scalar; the mean over ranks is the mean over the
         step's target tokens.
         """
-        return self.executor.train(step, forward_backward, model)
+        # The optimizer has had its turn with the step before.
+        self._watch.settle(skipped=step_was_skipped(self.accelerator))
+        with self.communicator.host.naming_lost():
+            loss = self.executor.train(step, forward_backward, model)
+        self._watch.take(step.number, loss, gradients_of(model, self.accelerator))
+        return loss
 
     def evaluate(self, step: Step, forward: ForwardBackward) -> torch.Tensor:
         """Run the forwards of one step. Returns a loss as `train` does."""
@@ -250,12 +262,28 @@ class FlexSeqEngine:
 
     def finish(self, step: Step) -> Figures:
         """Write the plan trace of a step that has run, and return its figures for the log.
-        Collective over the world."""
+        Collective over the world.
+
+        Raises FloatingPointError as `check_finite` does, for the step before.
+        """
+        step.remark = self._watch.report()
         host = self.communicator.host
         host.phase = f"step {step.number}, gathering its figures"
         figures = self.executor.figures(step, self._trace)
         host.phase = f"what follows on step {step.number}"
+        self._watch.judge(step.remarks)
         return figures
+
+    def check_finite(self) -> None:
+        """Make sure, after an optimizer step, that nothing in it was NaN or infinite: call this
+        before saving. Collective over the world.
+
+        Raises FloatingPointError on all ranks alike, or warns where `on_nonfinite` says so. A step
+        that fp16's loss scaling has skipped does not count.
+        """
+        self._watch.settle(skipped=step_was_skipped(self.accelerator))
+        own = self._watch.report()
+        self._watch.judge(self.communicator.host.gather_values(own))
 
 
 class EngineStep:

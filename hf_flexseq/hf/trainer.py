@@ -193,8 +193,11 @@ class FlexSeqMixin(_Trainer):
             resumed.check_step_size(self._flexseq_step_size())
             self.flexseq.bring_cost(resumed.folder, resumed.marker.get("cost_model"))
         attached = self.flexseq.attached(self.model, lockstep=self._flexseq_lockstep)
-        with attached, ExitStack() as self._flexseq_loaders:
-            return super()._inner_training_loop(*args, **kwargs)
+        naming_lost = self.flexseq.communicator.host.naming_lost()
+        with naming_lost, attached, ExitStack() as self._flexseq_loaders:
+            output = super()._inner_training_loop(*args, **kwargs)
+            self.flexseq.check_finite()
+            return output
 
     def set_initial_training_values(self, args: TrainingArguments, dataloader: Any) -> Any:
         """Keep batches on the host until training ends.
@@ -269,7 +272,9 @@ class FlexSeqMixin(_Trainer):
     # ---- checkpoints
 
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
-        """Save a checkpoint between its marker and its manifest. Collective over the world."""
+        """Save a checkpoint between its marker and its manifest, and none that NaN has gone into.
+        Collective over the world."""
+        self.flexseq.check_finite()
         marker = {
             "sequences_per_step": self._flexseq_step_size(),
             "cost_model": self.flexseq.cost_record(),

@@ -28,7 +28,16 @@ PlanT = TypeVar("PlanT", bound=Plan | StepPlan)
 class RankStep(Generic[PlanT]):
     """An optimizer step as one rank runs it: drawn, planned, and timed."""
 
-    __slots__ = ("number", "plan", "row", "stopwatch", "targets", "waited_s")
+    __slots__ = (
+        "number",
+        "plan",
+        "remark",
+        "remarks",
+        "row",
+        "stopwatch",
+        "targets",
+        "waited_s",
+    )
 
     def __init__(
         self, drawn: DrawnStep, plan: PlanT, *, waited_s: float, device: torch.device
@@ -40,6 +49,8 @@ class RankStep(Generic[PlanT]):
         self.targets = drawn.targets  # tokens with a label in the whole step, over all ranks
         self.waited_s = waited_s
         self.stopwatch = Stopwatch(device)
+        self.remark: Any = None  # a JSON value that goes to all ranks when the step is over
+        self.remarks: list[Any] = []  # then those of all ranks
 
     @property
     def tokens(self) -> int:

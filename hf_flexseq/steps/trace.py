@@ -6,14 +6,15 @@ measured seconds; a pipelined step has a line for each replica. `trace_file.py` 
 """
 
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 from hf_flexseq.cost import CostModel
 from hf_flexseq.cost.stages import PipelineCost
 from hf_flexseq.distributed.agreement import Attempt
 from hf_flexseq.distributed.communicator import Communicator
 from hf_flexseq.plan import Plan
-from hf_flexseq.steps.step import OptimizerStep, PipelineStep
+from hf_flexseq.steps.step import OptimizerStep, PipelineStep, RankStep
 from hf_flexseq.steps.trace_file import TraceFile
 
 PREFIX = "flexseq/"
@@ -42,8 +43,7 @@ class PlanTrace:
     def record(self, step: OptimizerStep, cost: CostModel) -> Figures:
         """Write the trace of a finished step and return its figures for the log. Collective over
         the world."""
-        self._meet()
-        by_rank = self.communicator.host.gather_values(step.measured_s())
+        by_rank = self._gather(step, step.measured_s)
         measured = [max(seconds) for seconds in zip(*by_rank, strict=True)]  # by micro-batch
         slowest = max(sum(seconds) for seconds in by_rank)
         if self._file is not None:
@@ -57,9 +57,7 @@ class PlanTrace:
 
         cost: of the stages. whole: of the whole model, which that was made from.
         """
-        self._meet()
-        seconds = step.stopwatch.seconds().get(0, 0.0)
-        measured = max(self.communicator.host.gather_values(seconds))
+        measured = max(self._gather(step, lambda: step.stopwatch.seconds().get(0, 0.0)))
         if self._file is not None:
             of_all = {
                 "cost_model": self._digest(whole),
@@ -74,11 +72,19 @@ class PlanTrace:
             self._file.append(step.number, lines)
         return pipeline_figures(step, measured)
 
-    def _meet(self) -> None:
-        """Let all ranks meet before they wait for their devices: a device whose peer is lost never
-        ends its work and tells nobody, and the host group names the peer."""
+    def _gather(self, step: RankStep[Any], measure: Callable[[], Any]) -> list[Any]:
+        """Return what every rank measured, by rank, and leave their remarks on the step.
+        Collective over the world.
+
+        measure: waits for the device of this rank. All ranks meet before they do so: a device
+        whose peer is lost never ends its work and tells nobody, and the host group names the peer.
+        """
+        host = self.communicator.host
         if self.communicator.transport.capabilities.waits_on_stream:
-            self.communicator.host.barrier()
+            host.barrier()
+        gathered = host.gather_values([measure(), step.remark])
+        step.remarks = [remark for _, remark in gathered]
+        return [measured for measured, _ in gathered]
 
 
 # ---- figures

@@ -1,23 +1,28 @@
-"""A rank that dies or falls silent between two steps, or the planner: all that are left name it,
-and the step."""
+"""A rank that dies or falls silent, between two steps or in the middle of one, or the planner: all
+that are left name it, and the step, whoever had called what they waited in."""
 
 import os
 import re
 import signal
 import time
 
+import deepspeed
 import pytest
 import torch
 from accelerate import Accelerator
 from torch.utils.data import DataLoader
 
 from hf_flexseq import DataCollatorForFlexSeq, FlexSeqArguments, FlexSeqEngine
+from hf_flexseq.distributed.connect import connect
+from hf_flexseq.distributed.transport import LostRank
+from tests.hf.test_nonfinite import make_trainer
 from tests.hf.tiny import documents, tiny_llama
 from tests.ranks import run_ranks
 
 pytestmark = pytest.mark.processes
 
 LOST, LOST_AFTER, TIMEOUT_S = 1, 2, 4  # after the step of this number
+SHORT_S = 3  # a timeout where nothing but the lost rank takes long
 
 
 def train_until(after):
@@ -106,3 +111,64 @@ def test_a_stopped_planner_fails_on_all_ranks_together_after_the_timeout():
             rf"answered for {TIMEOUT_S} s; if it is slow and not stuck, raise ddp_timeout",
             message,
         )
+
+
+def lost_in_a_forward(rank, world_size, kind, folder, dies):
+    """With which words this rank gave up, in a Trainer of which one rank was lost."""
+    if kind == "zero":
+        deepspeed.init_distributed("gloo")
+    trainer = make_trainer(kind, folder / "model", folder, ddp_timeout=SHORT_S)
+
+    def lose(*_):
+        if trainer.state.global_step == LOST_AFTER:
+            if dies:
+                os.kill(os.getpid(), signal.SIGKILL)
+            time.sleep(2 * SHORT_S)
+            raise RuntimeError("this rank was silent")
+
+    if rank == LOST:
+        # the last layer is on every rank but the first of a pipeline
+        trainer.model.model.layers[-1].register_forward_hook(lose)
+    with pytest.raises(RuntimeError) as raised:
+        trainer.train()
+    if rank != LOST:
+        assert isinstance(raised.value, LostRank), raised.value
+    return str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("kind", "dies"),
+    [("ddp", True), ("fsdp2", True), ("fsdp2", False), ("zero", True), ("pipeline", True)],
+)
+def test_the_other_names_the_rank_that_is_lost_in_a_forward(tmp_path, kind, dies):
+    if kind == "fsdp2":
+        tiny_llama(torch.float32).save_pretrained(tmp_path / "model")
+    message, _ = run_ranks(
+        lost_in_a_forward,
+        2,
+        kind,
+        tmp_path,
+        dies,
+        group_seconds=60 if dies else SHORT_S,
+        may_die=(LOST,) if dies else (),
+        seconds=100,
+    )
+    assert message.startswith("rank 0")
+    assert f"rank {LOST}" in message
+
+
+def errors_of_others(rank, world_size):
+    """What becomes of errors that are raised where ranks would be named."""
+    host = connect(torch.device("cpu"), timeout=None).host
+    host.phase = "step 7"
+    said = []
+    for message in ("out of memory", "[/gloo/pair.cc:1] Connection closed by peer"):
+        with pytest.raises(RuntimeError) as raised, host.naming_lost():
+            raise RuntimeError(message)
+        said.append((type(raised.value) is RuntimeError, str(raised.value) == message))
+    return said
+
+
+def test_errors_without_a_lost_rank_stay_what_they_are():
+    unchanged = (True, True)
+    assert run_ranks(errors_of_others, 2) == [[unchanged, unchanged]] * 2

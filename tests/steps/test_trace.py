@@ -22,7 +22,10 @@ def test_ranks_meet_before_they_wait_for_devices(monkeypatch, waits_on_stream):
     transport = SimpleNamespace(capabilities=capabilities)
     communicator = SimpleNamespace(rank=1, world_size=2, host=host, transport=transport)
     step = SimpleNamespace(
-        number=3, plan=None, measured_s=lambda: done.append("wait for the device") or [0.5]
+        number=3,
+        plan=None,
+        remark=None,
+        measured_s=lambda: done.append("wait for the device") or [0.5],
     )
     monkeypatch.setattr(tracing, "step_figures", lambda *figures: {})
     trace = PlanTrace(None, communicator)

@@ -1,0 +1,408 @@
+"""What becomes of a training job of which one rank is lost.
+
+    python scripts/benchmarks/faults.py                  every fault, under every kind of sharding
+    python scripts/benchmarks/faults.py --kills 20       only kills at random steps, under DDP
+
+A rank is killed (kill -9), stopped (kill -STOP) or raises an exception in the middle of a forward.
+Each row is such a job, and says
+
+    others ended   seconds after the fault until all other ranks have ended by themselves
+    they say       the last line of the first of them, which should name the lost rank
+    left           processes (ranks, planners, workers of dataloaders) that are there seconds after
+                   all ranks have ended; a stopped rank is killed then, as its launcher would do
+    resumed        whether the losses of all steps, after the job was started again from its last
+                   checkpoint, are those of a job that nothing happened to
+
+All ranks are on this machine, over gloo, with a worker for their dataloader and a planner beside
+rank 0. A job of plain FSDP2 is not resumed: on CPUs transformers cannot. Exits with 1 where a rank
+hung or did not name the lost one, a process was left, or losses differ.
+"""
+
+import argparse
+import contextlib
+import json
+import os
+import random
+import re
+import shutil
+import signal
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import LlamaForCausalLM, TrainerCallback
+from transformers.distributed import DistributedConfig
+
+from common import argument_parser, load_average, machine, table_head, table_row, write_record
+from forked import children, main_or_rank, reap, start_ranks
+from hf_flexseq import FlexSeqConfig, FlexSeqTrainer
+from tiny import documents, tiny_llama_config
+
+FAULTS = ("killed", "stopped", "raises")
+STEPS = 10
+FAULT_STEP = 5
+SAVE_STEPS = 2
+TIMEOUT_S = 8  # of every exchange, as `ddp_timeout`
+PATIENCE_S = TIMEOUT_S + 40  # for the others to end
+LINGER_S = 12  # for planners and workers to end; a worker looks for its parent every 5 s
+MESSAGE_CHARACTERS = 150  # that are shown
+COLUMNS = ("job", "lost rank", "fault", "others ended, s", "they say", "left", "resumed")
+MOST_TOKENS = 64  # of a document
+
+ZERO3 = {
+    "train_micro_batch_size_per_gpu": "auto",
+    "gradient_accumulation_steps": "auto",
+    "gradient_clipping": "auto",
+    "zero_allow_untested_optimizer": True,
+    "zero_force_ds_cpu_optimizer": False,
+    "communication_data_type": "fp32",
+    "zero_optimization": {"stage": 3},
+}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Kind:
+    """A way of spreading a model over ranks."""
+
+    ranks: int = 2
+    options: dict[str, Any]
+    """Of `FlexSeqConfig`."""
+
+    resumes: bool = True
+
+
+KINDS = {
+    "DDP": Kind(options={}),
+    "FSDP2": Kind(options={"save_strategy": "no"}, resumes=False),
+    "ZeRO-3": Kind(options={"deepspeed": ZERO3}),
+    "pipeline": Kind(options={"pipeline_parallel_size": 2}),
+    "pipeline, FSDP2": Kind(
+        ranks=4,
+        options={"pipeline_parallel_size": 2, "fsdp": True, "fsdp_config": {"version": 2}},
+    ),
+}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Fault:
+    """What happens to one rank."""
+
+    kind: str
+    rank: int
+    step: int = FAULT_STEP
+    """Of the optimizer, counted from 0."""
+
+    place: str = "forward"
+    """One of `PLACES`."""
+
+
+PLACES = ("forward", "optimizer", "end")
+
+
+# ---- a rank
+
+
+def model_of(kind: str, folder: Path) -> torch.nn.Module:
+    """Return a model of two layers. folder: of the whole job; keeps the weights for FSDP2."""
+    torch.manual_seed(0)
+    if kind != "FSDP2":
+        return LlamaForCausalLM(tiny_llama_config())
+    return LlamaForCausalLM.from_pretrained(
+        folder / "model", distributed_config=DistributedConfig(fsdp_size=KINDS[kind].ranks)
+    )
+
+
+def train(rank: int, *, kind: str, folder: Path, fault: Fault | None, resume: bool) -> None:
+    """Train on one rank and write the losses that were logged, by rank 0."""
+    if "deepspeed" in KINDS[kind].options:
+        import deepspeed
+
+        deepspeed.init_distributed("gloo")
+    options = {
+        "save_strategy": "steps",
+        "save_steps": SAVE_STEPS,
+        "logging_steps": 1,
+        "max_steps": STEPS,
+        "per_device_train_batch_size": 2,
+        "learning_rate": 1e-2,
+        "lookahead": 3,
+        "max_tokens_per_rank": MOST_TOKENS,
+        "cost_model": "estimate",
+        "dataloader_num_workers": 1,
+        "ddp_timeout": TIMEOUT_S,
+        "use_cpu": True,
+        "report_to": "none",
+        "disable_tqdm": True,
+        **KINDS[kind].options,
+    }
+    trainer = FlexSeqTrainer(
+        model=model_of(kind, folder),
+        args=FlexSeqConfig(output_dir=str(folder / "run"), **options),
+        train_dataset=documents(STEPS * 2 * KINDS[kind].ranks, MOST_TOKENS),
+    )
+    if fault is not None and fault.rank == rank:
+        arrange(fault, trainer, folder)
+    trainer.train(resume_from_checkpoint=resume)
+    if rank == 0:
+        losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+        (folder / "losses.json").write_text(json.dumps(losses))
+
+
+def arrange(fault: Fault, trainer: FlexSeqTrainer, folder: Path) -> None:
+    """Let a fault happen to this rank."""
+
+    def happen() -> None:
+        if trainer.state.global_step != fault.step:
+            return
+        (folder / "fault").write_text(str(time.time()))
+        match fault.kind:
+            case "killed":
+                os.kill(os.getpid(), signal.SIGKILL)
+            case "stopped":
+                os.kill(os.getpid(), signal.SIGSTOP)
+            case "raises":
+                raise ValueError("this rank has a fault of its own")
+
+    if fault.place == "forward":
+        for layer in trainer.model.model.layers:
+            if next(layer.parameters(), None) is not None:  # one that this rank has
+                layer.register_forward_hook(lambda *_: happen())
+    else:
+        trainer.add_callback(Happening(fault.place, happen))
+
+
+class Happening(TrainerCallback):
+    """Calls a function at one place of every step."""
+
+    def __init__(self, place: str, happen: Callable[[], None]) -> None:
+        self.place = place
+        self.happen = happen
+
+    def on_pre_optimizer_step(self, *args: Any, **kwargs: Any) -> None:
+        """Call it after the backwards."""
+        if self.place == "optimizer":
+            self.happen()
+
+    def on_step_begin(self, *args: Any, **kwargs: Any) -> None:
+        """Call it where the step before has ended, and may have been saved."""
+        if self.place == "end":
+            self.happen()
+
+
+# ---- a job
+
+
+def run(kind: str, folder: Path, *, fault: Fault | None = None, resume: bool = False) -> list[int]:
+    """Start a job and return the numbers of its processes, by rank."""
+    work = partial(train, kind=kind, folder=folder, fault=fault, resume=resume)
+    return start_ranks(KINDS[kind].ranks, work, folder, TIMEOUT_S)
+
+
+def wait(pids: list[int], seconds: float) -> dict[int, float]:
+    """Return when each process had ended, by its number; those that have not after so many seconds
+    are left out."""
+    ended: dict[int, float] = {}
+    deadline = time.time() + seconds
+    while len(ended) < len(pids) and time.time() < deadline:
+        for pid in pids:
+            if pid not in ended and os.waitpid(pid, os.WNOHANG)[0]:
+                ended[pid] = time.time()
+        time.sleep(0.02)
+    return ended
+
+
+def losses_of(kind: str, folder: Path, *, resume: bool = False) -> list[float] | None:
+    """Run a job to its end and return its losses; None where it does not come to its end."""
+    pids = run(kind, folder, resume=resume)
+    ended = wait(pids, 120)
+    for pid in pids:
+        if pid not in ended:
+            os.kill(pid, signal.SIGKILL)
+            os.waitpid(pid, 0)
+    file = folder / "losses.json"
+    return json.loads(file.read_text()) if file.exists() else None
+
+
+def folder_of(kind: str, root: Path, name: str) -> Path:
+    """Return a new folder for a job, with what its ranks want to find there."""
+    folder = root / name
+    folder.mkdir()
+    if kind == "FSDP2":
+        model_of("DDP", folder).save_pretrained(folder / "model")
+    return folder
+
+
+def faulty_run(kind: str, fault: Fault, folder: Path) -> dict[str, Any]:
+    """Run a job with a fault to its end, kill what does not end, and return what was seen."""
+    pids = run(kind, folder, fault=fault)
+    others = [pid for rank, pid in enumerate(pids) if rank != fault.rank]
+    ended = wait(others, PATIENCE_S + 20)  # until the fault, too
+    happened = float((folder / "fault").read_text())
+    lost = pids[fault.rank]
+    found: dict[str, Any] = {"seconds": None, "hung": len(others) - len(ended)}
+    if not found["hung"]:
+        found["seconds"] = max(ended.values()) - happened
+    for pid in (*others, lost):
+        if pid not in ended:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+            with contextlib.suppress(ChildProcessError):
+                os.waitpid(pid, 0)
+    speaker = 0 if fault.rank else 1
+    found["message"] = last_error(folder / f"rank{speaker}.log")
+    found["named"] = re.search(rf"\brank {fault.rank}\b", found["message"]) is not None
+    found["left_s"], found["left"] = left_over()
+    return found
+
+
+def is_bad(found: dict[str, Any]) -> bool:
+    """Tell if a job did not end as it should."""
+    is_unequal = found.get("resumed") is False
+    return bool(found["hung"] or found["left"] or is_unequal or not found["named"])
+
+
+def last_error(log: Path) -> str:
+    """Return the last exception that a rank has printed, in one line; "nothing" where there is
+    none."""
+    # torch puts the rank in front of each line
+    pattern = r"^(?:\[rank\d+\]: )?(?:\w+\.)*(\w*(?:Error|Rank|Exception): .*)"
+    lines = re.findall(pattern, log.read_text(), re.MULTILINE)
+    return lines[-1] if lines else "nothing"
+
+
+def left_over() -> tuple[float, list[str]]:
+    """Wait for processes that are left of a job, and end those that stay.
+
+    Returns after how many seconds the last one ended by itself, and what those that stayed ran.
+    """
+    began = time.time()
+    reap()
+    while (found := children()) and time.time() < began + LINGER_S:
+        time.sleep(0.05)
+        reap()
+    seconds = time.time() - began
+    for pid in found:
+        os.kill(pid, signal.SIGKILL)
+    while children():
+        time.sleep(0.05)
+    reap()
+    return seconds, list(found.values())
+
+
+# ---- the tables
+
+
+def fault_rows(kinds: list[str], faults: list[str], root: Path) -> list[dict[str, Any]]:
+    """Run every fault under every kind of sharding, on the first and on the last rank; print a
+    table."""
+    print(table_head(COLUMNS, numbers=(3,)))
+    rows = []
+    for kind in kinds:
+        wanted = losses_of(kind, folder_of(kind, root, f"{kind} whole"))
+        assert wanted is not None, f"a job without a fault failed: see {root}/{kind} whole"
+        left_over()
+        for rank in (0, KINDS[kind].ranks - 1):
+            for name in faults:
+                folder = folder_of(kind, root, f"{kind} {rank} {name}")
+                found = faulty_run(kind, Fault(kind=name, rank=rank), folder)
+                if KINDS[kind].resumes:
+                    found["resumed"] = losses_of(kind, folder, resume=True) == wanted
+                    left_over()
+                found |= {"job": kind, "rank": rank, "fault": name}
+                rows.append(found)
+                print(table_row(cells(found)), flush=True)
+    return rows
+
+
+def cells(found: dict[str, Any]) -> list[str]:
+    """Return a row of the table."""
+    seconds = f"{found['hung']} hung" if found["hung"] else f"{found['seconds']:.1f}"
+    message = found["message"]
+    if len(message) > MESSAGE_CHARACTERS:
+        message = message[:MESSAGE_CHARACTERS] + " ..."
+    left = "; ".join(found["left"]) or f"none after {found['left_s']:.1f} s"
+    resumed = {True: "equal", False: "NO", None: "-"}[found.get("resumed")]
+    job, rank = found["job"], str(found["rank"])
+    return [job, rank, found["fault"], seconds, message.replace("|", "/"), left, resumed]
+
+
+def random_kills(count: int, root: Path) -> list[dict[str, Any]]:
+    """Kill a random rank of a job under DDP at a random place of a random step, and resume it, so
+    many times."""
+    wanted = losses_of("DDP", folder_of("DDP", root, "kills whole"))
+    assert wanted is not None, f"a job without a fault failed: see {root}/kills whole"
+    draw = random.Random(0)
+    rows = []
+    for number in range(count):
+        fault = Fault(
+            kind="killed",
+            rank=draw.randrange(2),
+            step=draw.randrange(SAVE_STEPS, STEPS),  # there is a checkpoint
+            place=draw.choice(PLACES),
+        )
+        folder = folder_of("DDP", root, f"kill {number}")
+        found = faulty_run("DDP", fault, folder)
+        found["resumed"] = losses_of("DDP", folder, resume=True) == wanted
+        left_over()
+        rows.append(found | {"rank": fault.rank, "step": fault.step, "place": fault.place})
+        print(f"kill {number + 1}: {rows[-1]}", file=sys.stderr, flush=True)
+    equal = sum(row["resumed"] for row in rows)
+    hung = sum(row["hung"] for row in rows)
+    left = sum(bool(row["left"]) for row in rows)
+    print(
+        f"{count} kills at random steps under DDP: {equal} resumed with equal losses, "
+        f"{hung} ranks hung, {left} jobs left processes"
+    )
+    return rows
+
+
+def options() -> argparse.Namespace:
+    parser = argument_parser(__doc__)
+    parser.add_argument("--kinds", nargs="+", choices=KINDS, default=list(KINDS))
+    parser.add_argument("--faults", nargs="+", choices=FAULTS, default=list(FAULTS))
+    parser.add_argument(
+        "--kills", type=int, default=0, help="so many kills at random steps, in place of the table"
+    )
+    parser.add_argument(
+        "--keep", action="store_true", help="keep logs and checkpoints, and say where they are"
+    )
+    return parser.parse_args()
+
+
+def load_deepspeed() -> None:
+    """Import DeepSpeed, an extra, so that forks have it."""
+    import deepspeed
+
+    # Ranks would compile its shared memory transfers, one while the others wait for it.
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+
+
+def main() -> None:
+    asked = options()
+    if "ZeRO-3" in asked.kinds and not asked.kills:
+        load_deepspeed()
+
+    print(f"on {machine('torch', 'transformers')}, load {load_average()}\n")
+    root = Path(tempfile.mkdtemp(prefix="faults_"))
+    if asked.kills:
+        rows = random_kills(asked.kills, root)
+    else:
+        rows = fault_rows(asked.kinds, asked.faults, root)
+    write_record(asked.json, {"kills" if asked.kills else "faults": rows})
+    if asked.keep:
+        print(f"logs and checkpoints are in {root}")
+    else:
+        shutil.rmtree(root)
+    bad = sum(is_bad(row) for row in rows)
+    if bad:
+        sys.exit(f"{bad} of {len(rows)} jobs did not end as they should")
+
+
+if __name__ == "__main__":
+    main_or_rank(main)
