@@ -39,12 +39,12 @@ from hf_flexseq.distributed.communicator import Communicator
 from hf_flexseq.hf.executors import EngineSetup, Executor, ForwardBackward, WholeModelExecutor
 from hf_flexseq.hf.gradients import gradients_of, step_was_skipped
 from hf_flexseq.hf.loaders import batches_on_host
-from hf_flexseq.hf.screen import beside_bars
 from hf_flexseq.hf.trainer_checks import check_accelerator
 from hf_flexseq.planner.static import check_degree
 from hf_flexseq.steps.inputs import Inputs
 from hf_flexseq.steps.lookahead import Lookahead
 from hf_flexseq.steps.nonfinite import NonfiniteWatch
+from hf_flexseq.steps.screen import beside_bars
 from hf_flexseq.steps.step import RankStep
 from hf_flexseq.steps.trace import Figures, PlanTrace
 

@@ -9,6 +9,7 @@ from accelerate import Accelerator, DistributedDataParallelKwargs
 from hf_flexseq import DataCollatorForFlexSeq, FlexSeqArguments, FlexSeqEngine
 from hf_flexseq.cost.presets import PRESETS
 from hf_flexseq.hf import executors
+from hf_flexseq.hf.calibration import source
 from hf_flexseq.hf.executors import WholeModelExecutor
 from hf_flexseq.hf.pipeline import executor as of_stages
 from hf_flexseq.hf.pipeline.executor import StageExecutor
@@ -137,7 +138,7 @@ def test_the_executor_of_stages_refuses_another_model():
 
 def cost_model_named(rank, world_size, names):
     try:
-        return executors._named_cost(names[rank], join()).name
+        return source.named_cost(names[rank], join()).name
     except ValueError as error:
         return str(error)
 

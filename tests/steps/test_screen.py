@@ -7,8 +7,8 @@ import os
 import pytest
 from tqdm import tqdm
 
-from hf_flexseq.hf import screen
-from hf_flexseq.hf.screen import Predictions, beside_bars
+from hf_flexseq.steps import screen
+from hf_flexseq.steps.screen import Predictions, beside_bars
 from tests.hf.test_checks import make_trainer
 from tests.hf.tiny import documents
 
