@@ -43,7 +43,7 @@ from hf_flexseq.hf.executors import (
     WholeModelExecutor,
     base_model,
 )
-from hf_flexseq.hf.loaders import LongestLoader, batches_on_host
+from hf_flexseq.hf.loaders import EpochBatches, LongestLoader, batches_on_host
 from hf_flexseq.hf.model.checks import check_model
 from hf_flexseq.hf.pipeline.executor import stage_executor_for
 from hf_flexseq.hf.pipeline.hooks import load_own_stage
@@ -176,6 +176,7 @@ class FlexSeqMixin(_Trainer):
         """
         self._flexseq_loaders.enter_context(batches_on_host(dataloader))
         longest = LongestLoader.over(dataloader, self.flexseq.communicator)
+        self._flexseq_epochs = EpochBatches(longest)
         return super().set_initial_training_values(args, longest)
 
     def get_batch_samples(
@@ -183,7 +184,7 @@ class FlexSeqMixin(_Trainer):
     ) -> tuple[list[StepItem], torch.Tensor | None]:
         """Return `num_batches` items, of which the last one is the planned step, and the step's
         target tokens; no item when no rank has data left."""
-        step = self.flexseq.next_step(epoch_iterator, num_batches)
+        step = self.flexseq.next_step(self._flexseq_epochs.of(epoch_iterator), num_batches)
         if step is None:
             return [], None
         # Filled on the device: a tensor made of the number would be copied there, and waited for.
@@ -426,5 +427,8 @@ def _flexseq_collator(collator: Any) -> DataCollatorForFlexSeq:
     if isinstance(collator, DataCollatorForFlexSeq):
         return collator
     if collator is default_data_collator or type(collator) is DataCollatorWithPadding:
-        return DataCollatorForFlexSeq()
+        ours = DataCollatorForFlexSeq()
+        if hasattr(collator, "tokenizer"):
+            ours.tokenizer = collator.tokenizer  # the Trainer saves it with the model
+        return ours
     return DataCollatorForFlexSeq(collator)
