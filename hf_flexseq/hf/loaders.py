@@ -1,11 +1,12 @@
 """Dataloaders that differ from a given one in a single respect."""
 
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from itertools import islice
 from typing import Any
 
 from accelerate.data_loader import BatchSamplerShard, DataLoaderShard, IterableDatasetShard
+from transformers.trainer_utils import has_length
 
 from hf_flexseq.distributed.communicator import Communicator
 
@@ -61,14 +62,36 @@ class LongestLoader(LoaderProxy):
     def over(cls, dataloader: Any, communicator: Communicator) -> Any:
         """Return `dataloader` itself when all ranks' lengths agree, or when one of them has none.
         Collective over the world."""
-        own = NO_LENGTH
-        with suppress(TypeError):
-            own = len(dataloader)
+        own = len(dataloader) if has_length(dataloader) else NO_LENGTH
         lengths = [length for (length,) in communicator.host.gather_ints([own])]
         longest = max(lengths)
         if longest == own or NO_LENGTH in lengths:
             return dataloader
         return cls(dataloader, longest)
+
+
+class EpochBatches:
+    """Bounds the iterators of a loader by its length.
+
+    The Trainer asks an iterator for that many batches and no more, while steps that are planned
+    ahead would ask until it ends. A loader may count its ends, as accelerate's do, and shuffle by
+    that count; those that the Trainer tells the epoch (`set_epoch`) shuffle by the epoch instead,
+    and are left alone. A chain of loaders is not told.
+    """
+
+    def __init__(self, dataloader: Any) -> None:
+        self._length: int | None = None  # no bound
+        if not hasattr(dataloader, "set_epoch") and has_length(dataloader):
+            self._length = len(dataloader)
+        self._unbounded: Iterator[Any] | None = None
+        self._bounded: Iterator[Any] = iter(())
+
+    def of(self, iterator: Iterator[Any]) -> Iterator[Any]:
+        """Return the iterator that stands for `iterator`, the same one every time."""
+        if iterator is not self._unbounded:
+            self._unbounded = iterator
+            self._bounded = islice(iterator, self._length)
+        return self._bounded
 
 
 class UnrepeatedShard(IterableDatasetShard):

@@ -46,7 +46,7 @@ from hf_flexseq.hf.executors import (
     WholeModelExecutor,
     base_model,
 )
-from hf_flexseq.hf.loaders import LongestLoader, batches_on_host
+from hf_flexseq.hf.loaders import EpochBatches, LongestLoader, batches_on_host
 from hf_flexseq.hf.model.checks import check_model
 from hf_flexseq.hf.pipeline.executor import stage_executor_for
 from hf_flexseq.hf.pipeline.hooks import load_own_stage
@@ -207,6 +207,7 @@ class FlexSeqMixin(_Trainer):
         """
         self._flexseq_loaders.enter_context(batches_on_host(dataloader))
         longest = LongestLoader.over(dataloader, self.flexseq.communicator)
+        self._flexseq_epochs = EpochBatches(longest)
         return super().set_initial_training_values(args, longest)
 
     def get_batch_samples(
@@ -214,9 +215,8 @@ class FlexSeqMixin(_Trainer):
     ) -> tuple[list[StepItem], torch.Tensor | None]:
         """Return `num_batches` items, of which the last one is the planned step, and the step's
         target tokens; no item when no rank has data left."""
-        step = self.flexseq.next_step(
-            epoch_iterator, num_batches, first_number=self.state.global_step
-        )
+        epochs = self._flexseq_epochs.of(epoch_iterator)
+        step = self.flexseq.next_step(epochs, num_batches, first_number=self.state.global_step)
         if self.state.global_step == 0:
             check_first_step(step)
         if step is None:
@@ -484,5 +484,8 @@ def _flexseq_collator(collator: Any) -> DataCollatorForFlexSeq:
     if isinstance(collator, DataCollatorForFlexSeq):
         return collator
     if collator is default_data_collator or type(collator) is DataCollatorWithPadding:
-        return DataCollatorForFlexSeq()
+        ours = DataCollatorForFlexSeq()
+        if hasattr(collator, "tokenizer"):
+            ours.tokenizer = collator.tokenizer  # the Trainer saves it with the model
+        return ours
     return DataCollatorForFlexSeq(collator)

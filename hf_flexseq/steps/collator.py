@@ -42,13 +42,24 @@ class DataCollatorForFlexSeq:
             Another collator that turns one example into a batch of one, for tasks whose labels are
             made while collating (a completion mask, say). It is called once per example.
 
-    Padding, on either side, is cut off where an `attention_mask` marks it.
+    Padding, on either side, is cut off where an `attention_mask` marks it. What is asked of this
+    collator and is not here, such as the `tokenizer` that a Trainer saves, is asked of the other.
     """
+
+    tokenizer: Any  # there only if another collator has it
 
     def __init__(
         self, example_collator: Callable[[list[Any]], Mapping[str, Any]] | None = None
     ) -> None:
         self.example_collator = example_collator
+
+    def __getattr__(self, name: str) -> Any:
+        """Return an attribute of the other collator; called for those that this one lacks."""
+        # A copy or an unpickled collator is asked before it has any attribute.
+        other = self.__dict__.get("example_collator")
+        if other is None or name.startswith("__"):
+            raise AttributeError(f"{type(self).__name__} has no attribute {name!r}")
+        return getattr(other, name)
 
     def __call__(self, examples: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         """Return a dict of [1, tokens] tensors and `lengths`, a list of int.

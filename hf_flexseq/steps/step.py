@@ -148,12 +148,13 @@ class StepItem(dict[str, Any]):
 def step_items(step: RankStep[Any], num_batches: int) -> list[StepItem]:
     """Return `num_batches` items, of which the last one holds the step.
 
-    Their `input_ids` are for the Trainer's token counters: this rank's own tokens [1, tokens] on
-    the last item, [1, 0] on the others.
+    Their `input_ids` and `attention_mask` are for the Trainer's token counters: this rank's own
+    tokens [1, tokens] on the last item, [1, 0] on the others. Without the mask a token that has
+    the id of padding would not count.
     """
-    nothing = torch.empty(0, dtype=torch.int64)
-    items = [StepItem(input_ids=nothing.unsqueeze(0)) for _ in range(num_batches)]  # each [1, 0]
-    own = step.row.columns.get("input_ids", nothing)
-    items[-1]["input_ids"] = own.unsqueeze(0)  # [tokens] -> [1, tokens]
+    nothing = torch.empty(1, 0, dtype=torch.int64)
+    items = [StepItem(input_ids=nothing, attention_mask=nothing) for _ in range(num_batches)]
+    own = step.row.columns.get("input_ids", nothing[0]).unsqueeze(0)  # [tokens] -> [1, tokens]
+    items[-1].update(input_ids=own, attention_mask=torch.ones_like(own))
     items[-1].step = step
     return items

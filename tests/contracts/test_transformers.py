@@ -110,6 +110,7 @@ def test_input_tokens_are_counted_from_the_items():
     source = inspect.getsource(Trainer._track_num_input_tokens)
     assert "main_input_name" in source
     assert "numel" in source
+    assert 'inputs["attention_mask"].sum()' in source
 
 
 def test_the_reduction_of_a_model_sharded_at_load_is_deferred_by_the_trainer():

@@ -8,6 +8,7 @@ from transformers import Trainer, TrainingArguments
 
 from hf_flexseq import FlexSeqConfig, FlexSeqTrainer
 from hf_flexseq.hf.loaders import LongestLoader
+from tests.hf.test_mixin import tokenizer
 from tests.hf.test_trainer import (
     OPTIONS,
     float64_loss,
@@ -59,13 +60,16 @@ def train(rank, world_size, folder, case, planned):
         "batch": 2,
         "accumulation": 3,
         "optim": "sgd",
-        "include_num_input_tokens_seen": "non_padding" if not planned else "all",
+        "include_num_input_tokens_seen": "non_padding",
         **CASES[case],
     }
     data = Stream() if case == "stream" else Examples(documents(LENGTHS))
     if planned:
         args = training_arguments(FlexSeqConfig, folder, **common, **OPTIONS)
-        trainer = FlexSeqTrainer(model=model, args=args, train_dataset=data)
+        # "non_padding" counts tokens with the tokenizer's id of padding, 0, in the documents
+        trainer = FlexSeqTrainer(
+            model=model, args=args, train_dataset=data, processing_class=tokenizer()
+        )
     else:
         if case == "stream":
             common["accelerator_config"] = {"dispatch_batches": False}  # ours does so by itself
@@ -123,3 +127,63 @@ def reported_length(rank, world_size, loaders):
 def test_a_stream_on_one_rank_leaves_no_rank_waiting():
     assert run_threads(reported_length, 2, [[1, 2], [1, 2, 3]]) == [3, 3]
     assert run_threads(reported_length, 2, [[1, 2], iter([1, 2, 3])]) == [2, None]
+
+
+# ---- a chain of loaders
+
+
+class Chain:
+    """Two loaders, one after the other, as users write it: without `set_epoch`."""
+
+    def __init__(self, loaders):
+        self.loaders = loaders
+
+    def __len__(self):
+        return sum(len(loader) for loader in self.loaders)
+
+    def __iter__(self):
+        for loader in self.loaders:
+            yield from loader
+
+
+class Chained:
+    """A trainer that draws from a chain."""
+
+    def get_train_dataloader(self):
+        return Chain([super().get_train_dataloader(), super().get_train_dataloader()])
+
+
+class ChainedTrainer(Chained, Trainer):
+    pass
+
+
+class ChainedFlexSeqTrainer(Chained, FlexSeqTrainer):
+    pass
+
+
+def drawn_from_a_chain(rank, world_size, folder, cls, config, options):
+    """The samples, by their numbers, in the order in which a trainer drew them: 3 epochs of 2 x 6
+    batches."""
+    drawn = []
+
+    def noted(examples):
+        drawn.extend(example["number"] for example in examples)
+        return padded(examples)
+
+    args = training_arguments(
+        config, folder, batch=2, accumulation=2, remove_unused_columns=False, **options
+    )
+    args.max_steps, args.num_train_epochs = -1, 3
+    examples = documents([3 + i % 4 for i in range(12)])
+    data = [example | {"number": number} for number, example in enumerate(examples)]
+    cls(model=tiny_llama(), args=args, train_dataset=data, data_collator=noted).train()
+    return drawn
+
+
+def test_a_chain_of_loaders_draws_the_plain_trainers_order_with_lookahead(tmp_path):
+    plain = (ChainedTrainer, TrainingArguments, {})
+    planned = (ChainedFlexSeqTrainer, FlexSeqConfig, OPTIONS | {"lookahead": 4})
+    (wanted,) = run_ranks(drawn_from_a_chain, 1, tmp_path, *plain, seconds=120)
+    (found,) = run_ranks(drawn_from_a_chain, 1, tmp_path, *planned, seconds=120)
+    assert len(wanted) == 3 * 2 * 12
+    assert found == wanted

@@ -1,6 +1,9 @@
 """DataCollatorForFlexSeq: flat rows with shifted labels, padding cut off, and examples it
 refuses."""
 
+import copy
+import pickle
+
 import numpy as np
 import pytest
 import torch
@@ -239,3 +242,40 @@ def test_refuses_masks_alone(name):
 def test_takes_labels_that_follow_a_mask(collator, example, labels):
     batch = DataCollatorForFlexSeq(collator)([{"input_ids": IDS, **example}])
     assert batch["labels"].tolist() == [labels]
+
+
+# ---- what another collator has
+
+
+class WithTokenizer:
+    def __init__(self):
+        self.tokenizer = "a tokenizer"
+
+    def __call__(self, examples):
+        return {name: torch.tensor([value]) for name, value in examples[0].items()}
+
+
+def test_has_what_the_other_collator_has_and_nothing_else():
+    collator = DataCollatorForFlexSeq(WithTokenizer())
+    assert collator.tokenizer == "a tokenizer"
+    for without in (collator, DataCollatorForFlexSeq()):
+        assert not hasattr(without, "feature_extractor")
+    with pytest.raises(
+        AttributeError, match="DataCollatorForFlexSeq has no attribute 'tokenizer'"
+    ):
+        _ = DataCollatorForFlexSeq().tokenizer
+
+
+@pytest.mark.parametrize(
+    "copied", [copy.copy, copy.deepcopy, lambda collator: pickle.loads(pickle.dumps(collator))]
+)
+@pytest.mark.parametrize("other", [None, WithTokenizer()])
+def test_a_copy_collates_as_the_collator_does(copied, other):
+    """Workers of a dataloader get a pickled one."""
+    collator = DataCollatorForFlexSeq(other)
+    twin = copied(collator)
+    assert type(twin) is DataCollatorForFlexSeq
+    assert hasattr(twin, "tokenizer") == (other is not None)
+    found, wanted = twin([THREE]), collator([THREE])
+    assert found.keys() == wanted.keys()
+    assert torch.equal(found["labels"], wanted["labels"])

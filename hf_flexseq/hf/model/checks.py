@@ -31,7 +31,8 @@ _TRIAL = "flexseq-trial"  # name of the attention implementation of the empty tw
 # Options of the configuration that must not be set, and the reason.
 _REFUSED_OPTIONS = {
     "output_router_logits": (
-        "a router loss is no sum over tokens; set config.output_router_logits=False"
+        "a router loss is no sum over tokens; set config.output_router_logits=False, or for TRL's "
+        "SFTTrainer, which sets that itself, SFTConfig(router_aux_loss_coef=0.0)"
     ),
     "attention_dropout": "dropout in attention is not available; set config.attention_dropout=0",
     "attn_pdrop": "dropout in attention is not available; set config.attn_pdrop=0",
