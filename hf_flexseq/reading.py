@@ -24,7 +24,7 @@ from hf_flexseq.values import quoted, whole
 PIECE = 1 << 20  # bytes that are read at a time
 
 # Bytes of text per list or object in it: a list takes up to 250 bytes of memory, from 3 of text.
-BYTES_PER_CONTAINER = 32
+BYTES_PER_CONTAINER = 64
 
 # The most that a limit can be raised to.
 MAX_LIMIT = 2**50
@@ -48,8 +48,8 @@ class Limits:
     """Sequences of one step that is planned: the planner takes seconds for these."""
     ranks: int = 4096
     """Ranks of a topology or of a plan."""
-    work: int = 2_000_000
-    """Events of a timeline, and looks at a pipeline's actions: microseconds each."""
+    work: int = 500_000
+    """Events of the timelines of a file: about ten microseconds each."""
 
     def __post_init__(self) -> None:
         for one in fields(self):

@@ -49,12 +49,12 @@ from hf_flexseq.values import (
     MAX_TOKENS,
     MAX_TOKENS_PER_RANK,
     VERSION,
+    duration,
     fields_of,
     items,
     number,
     positive,
     quoted,
-    duration,
     whole,
     word,
 )

@@ -210,10 +210,15 @@ def chunk_costs(
         carried=[],
         send=_whole(cost.send_ns * tokens),
     )
-    for number, stage in enumerate(cost.stages):
+    for index, stage in enumerate(cost.stages):
         share = np.zeros(len(shapes))  # of the layers that compute again
         if checkpointed:
-            share = np.array(checkpointed[number]) / stage.layers
+            share = np.array(checkpointed[index]) / stage.layers
+            if share.max(initial=0) > 1:
+                raise ValueError(
+                    f"stage {index} has {stage.layers} layers, of which "
+                    f"{max(checkpointed[index])} are checkpointed"
+                )
         # 2. nanoseconds, [chunks] each
         linear = stage.linear_ns * tokens
         attention = stage.attention_ns * pairs

@@ -41,10 +41,10 @@ from hf_flexseq.plan.shard import Slice
 from hf_flexseq.values import (
     MAX_TOKENS,
     VERSION,
+    duration,
     fields_of,
     items,
     quoted,
-    duration,
     whole,
     wholes,
     word,
