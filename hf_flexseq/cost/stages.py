@@ -108,8 +108,11 @@ class PipelineCost:
         stages = []
         for index, stage in enumerate(items("stages", record["stages"])):
             what = f"the cost of stage {index}"
-            # The constructor checks the values.
-            stages.append(StageCost(**fields_of(stage, what, needed=needed, optional=optional)))
+            values = fields_of(stage, what, needed=needed, optional=optional)
+            try:
+                stages.append(StageCost(**values))
+            except ValueError as error:
+                raise ValueError(f"{what}: {error}") from error
         return cls(stages=tuple(stages), send_ns=record["send_ns"])
 
     @classmethod

@@ -71,12 +71,12 @@ class Group:
 
     def __post_init__(self) -> None:
         ranks = self.ranks
-        if not ranks or type(ranks[0]) is not int:
-            raise ValueError(f"a group's ranks must be whole numbers, got {quoted(ranks)}")
+        first = ranks[0] if ranks else None
         degree = len(ranks)
-        if ranks != tuple(range(ranks[0], ranks[0] + degree)):
+        if type(first) is not int or ranks != tuple(range(first, first + degree)):
             raise ValueError(
-                f"a group's ranks must be contiguous and ascending, got {quoted(ranks)}"
+                f"a group's ranks must be whole numbers, contiguous and ascending, got "
+                f"{quoted(ranks)}"
             )
         if not self.sequences:
             raise ValueError(f"the group of ranks {quoted(ranks)} holds no sequence")

@@ -53,14 +53,8 @@ def _symbols(timeline: Timeline) -> dict[int, str]:
 
 def _cells(events: list[Event], stop: int, columns: int, symbols: dict[int, str]) -> str:
     """Return what a rank does most of the time in each of `columns` equal parts of the step."""
-    names = [
-        *dict.fromkeys(symbols.values()),
-        *ACTIONS.values(),
-        REMAPPED,
-        TRANSFER,
-        CONSTANT,
-        IDLE,
-    ]
+    kinds = (*ACTIONS.values(), REMAPPED, TRANSFER, CONSTANT, IDLE)
+    names = [*dict.fromkeys(symbols.values()), *kinds]
     spent = np.zeros((len(names), columns))  # time in each cell
     edges = np.arange(columns + 1) * (stop / columns)  # [columns + 1] where cells begin and end
     for event in events:

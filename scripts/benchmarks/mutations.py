@@ -27,7 +27,6 @@ import signal
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 import traceback
 import warnings
@@ -523,7 +522,26 @@ def broken_promise(case: Case, status: int | None, out: str, err: str) -> str:
         return "a number that is not finite in the output"
     if "predicted -" in out or "simulated -" in out or "measured -" in out:
         return "negative seconds in the output"
+    if case.kind == "plan" and not is_plan(json.loads(Path(case.argv[1]).read_text())):
+        return "what is no plan was taken for one"
     return broken_file(case)
+
+
+def is_plan(record: Any) -> bool:
+    """Return whether a JSON value is a plan, without a word of the code that is tried."""
+    placed = []
+    numbers = [record["objective_s"], record["lower_bound_s"], record["planning_s"]]
+    for micro_batch in record["micro_batches"]:
+        for group in micro_batch["groups"]:
+            placed += group["sequences"]
+            numbers += group["ranks"]
+    numbers += placed + record["lengths"]
+    return (
+        all(type(one) in (int, float) and 0 <= one < 2**63 for one in numbers)
+        and all(type(one) is int for one in placed + record["lengths"])
+        and sorted(placed) == list(range(len(record["lengths"])))
+        and min(record["lengths"], default=1) > 0
+    )
 
 
 def broken_file(case: Case) -> str:
@@ -554,19 +572,32 @@ def run_command(case: Case, folder: Path) -> tuple[Outcome, int]:
         process = subprocess.Popen(
             command, stdin=subprocess.DEVNULL, stdout=out_file, stderr=err_file, env=environment
         )
-        timer = threading.Timer(4 * MOST_S, process.kill)
-        timer.start()
-        _, status, usage = os.wait4(process.pid, 0)
-        timer.cancel()
-    process.returncode = os.waitstatus_to_exitcode(status)
+        peak_bytes = 0
+        while process.poll() is None:
+            peak_bytes = max(peak_bytes, resident_bytes(process.pid))
+            if time.perf_counter() - began > 4 * MOST_S:
+                process.kill()
+            time.sleep(0.005)
     seconds = time.perf_counter() - began
-    peak_bytes = usage.ru_maxrss * 1024
     problem = broken_promise(case, process.returncode, out.read_text(), err.read_text())
     if not problem and seconds > MOST_S:
         problem = f"took more than {MOST_S:.0f} s"
     if not problem and peak_bytes > MOST_BYTES:
         problem = "took more than 1 GB"
     return Outcome(process.returncode, problem, seconds), peak_bytes
+
+
+def resident_bytes(pid: int) -> int:
+    """Return the most bytes that a process has had in memory so far.
+
+    What `wait4` reports is no less than what the starting program had.
+    """
+    try:
+        status = Path(f"/proc/{pid}/status").read_text()
+    except OSError:
+        return 0  # it has ended
+    found = re.search(r"VmHWM:\s+(\d+) kB", status)
+    return 1024 * int(found[1]) if found else 0
 
 
 def large_cases(folder: Path) -> list[tuple[str, Case]]:
@@ -632,8 +663,7 @@ def main() -> None:
     asked = parser.parse_args()
     warnings.simplefilter("always")
     signal.signal(signal.SIGALRM, _too_long)
-    sys.stdin = open(os.devnull)  # noqa: SIM115 - for the whole program
-    with tempfile.TemporaryDirectory() as name:
+    with tempfile.TemporaryDirectory() as name, open(os.devnull) as sys.stdin:
         maker = Maker(Path(name))
         figures = in_this_process(maker, asked.count, asked.seed)
         commands = as_commands(maker, asked.commands, asked.seed)
