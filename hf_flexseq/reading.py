@@ -43,7 +43,7 @@ class Limits:
     lengths: int = 4_000_000
     """Sequences in a file."""
     tokens: int = 1_000_000_000
-    """Token ids in a column that is counted, of a Parquet file or a saved dataset."""
+    """Token ids in a column of a Parquet file, whose lists are counted."""
     sequences: int = 8192
     """Sequences of one step that is planned: the planner takes seconds for these."""
     ranks: int = 4096

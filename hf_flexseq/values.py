@@ -158,7 +158,7 @@ def are_whole(values: Sequence[Any], *, least: int, most: int) -> bool:
     # No Python call for each value; `type` knows True from 1.
     if countOf(map(type, values), int) < len(values):
         return False
-    return least <= min(values) and max(values) <= most
+    return bool(least <= min(values) and max(values) <= most)
 
 
 def words(name: str, value: Any, *, most: int = MAX_NOTE) -> tuple[str, ...]:

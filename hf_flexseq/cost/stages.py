@@ -102,18 +102,18 @@ class PipelineCost:
     @classmethod
     def from_record(cls, record: dict[str, Any]) -> "PipelineCost":
         """Return the costs `to_record` was called on. Raises ValueError for any other record."""
-        record = fields_of(record, "the cost of a pipeline", needed=("stages", "send_ns"))
+        values = fields_of(record, "the cost of a pipeline", needed=("stages", "send_ns"))
         needed = [one.name for one in fields(StageCost) if one.default is MISSING]
         optional = [one.name for one in fields(StageCost) if one.default is not MISSING]
         stages = []
-        for index, stage in enumerate(items("stages", record["stages"])):
+        for index, stage in enumerate(items("stages", values["stages"])):
             what = f"the cost of stage {index}"
-            values = fields_of(stage, what, needed=needed, optional=optional)
+            constants = fields_of(stage, what, needed=needed, optional=optional)
             try:
-                stages.append(StageCost(**values))
+                stages.append(StageCost(**constants))
             except ValueError as error:
                 raise ValueError(f"{what}: {error}") from error
-        return cls(stages=tuple(stages), send_ns=record["send_ns"])
+        return cls(stages=tuple(stages), send_ns=values["send_ns"])
 
     @classmethod
     def even(cls, stages: int, stage: StageCost) -> "PipelineCost":

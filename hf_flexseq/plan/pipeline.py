@@ -188,26 +188,26 @@ class PipelinePlan(Record):
     @classmethod
     def from_record(cls, record: dict[str, Any]) -> "PipelinePlan":
         """Return the plan `to_record` was called on. Raises ValueError for any other record."""
-        record = fields_of(record, "a plan of a pipeline", needed=KEYS)
+        values = fields_of(record, "a plan of a pipeline", needed=KEYS)
         return cls(
-            lengths=wholes("lengths", record["lengths"], least=1, most=MAX_TOKENS),
-            ranks=whole("ranks", record["ranks"], least=1, most=MAX_STAGES),
-            stages=whole("stages", record["stages"], least=1, most=MAX_STAGES),
+            lengths=wholes("lengths", values["lengths"], least=1, most=MAX_TOKENS),
+            ranks=whole("ranks", values["ranks"], least=1, most=MAX_STAGES),
+            stages=whole("stages", values["stages"], least=1, most=MAX_STAGES),
             chunks=tuple(
                 _chunk(chunk, f"chunks[{index}]")
-                for index, chunk in enumerate(items("chunks", record["chunks"]))
+                for index, chunk in enumerate(items("chunks", values["chunks"]))
             ),
             actions=tuple(
                 parse(_text_of(line, f"actions[{rank}]"))
-                for rank, line in enumerate(items("actions", record["actions"]))
+                for rank, line in enumerate(items("actions", values["actions"]))
             ),
             checkpointed=tuple(
                 wholes(f"checkpointed[{stage}]", layers)
-                for stage, layers in enumerate(items("checkpointed", record["checkpointed"]))
+                for stage, layers in enumerate(items("checkpointed", values["checkpointed"]))
             ),
-            schedule=word("schedule", record["schedule"]),
-            objective_s=duration("objective_s", record["objective_s"]),
-            planning_s=duration("planning_s", record["planning_s"]),
+            schedule=word("schedule", values["schedule"]),
+            objective_s=duration("objective_s", values["objective_s"]),
+            planning_s=duration("planning_s", values["planning_s"]),
         )
 
     def check_form(self) -> None:

@@ -69,18 +69,18 @@ class StepPlan(Record):
     def from_record(cls, record: dict[str, Any]) -> "StepPlan":
         """Return the plan `to_record` was called on. Raises ValueError for any other record."""
         needed = ("lengths", "members", "plans")
-        record = fields_of(record, "a step of pipelines", needed=needed, optional=("notes",))
-        lengths = wholes("lengths", record["lengths"], least=1, most=MAX_TOKENS)
+        values = fields_of(record, "a step of pipelines", needed=needed, optional=("notes",))
+        lengths = wholes("lengths", values["lengths"], least=1, most=MAX_TOKENS)
         return cls(
             lengths=lengths,
             members=tuple(
                 wholes(f"members[{replica}]", ids, most=len(lengths) - 1)
-                for replica, ids in enumerate(items("members", record["members"]))
+                for replica, ids in enumerate(items("members", values["members"]))
             ),
             plans=tuple(
-                PipelinePlan.from_record(plan) for plan in items("plans", record["plans"])
+                PipelinePlan.from_record(plan) for plan in items("plans", values["plans"])
             ),
-            notes=words("notes", record.get("notes", ())),
+            notes=words("notes", values.get("notes", ())),
         )
 
     def decision(self) -> dict[str, Any]:

@@ -185,16 +185,16 @@ class Plan(Record):
     @classmethod
     def from_record(cls, record: dict[str, Any]) -> "Plan":
         """Return the plan `to_record` was called on. Raises ValueError for any other record."""
-        record = fields_of(record, "a plan", needed=KEYS, optional=("notes",))
-        batches = items("micro_batches", record["micro_batches"])
+        values = fields_of(record, "a plan", needed=KEYS, optional=("notes",))
+        batches = items("micro_batches", values["micro_batches"])
         plan = cls(
-            lengths=wholes("lengths", record["lengths"], least=1, most=MAX_TOKENS),
+            lengths=wholes("lengths", values["lengths"], least=1, most=MAX_TOKENS),
             micro_batches=tuple(_micro_batch(batch, index) for index, batch in enumerate(batches)),
-            objective_s=duration("objective_s", record["objective_s"]),
-            lower_bound_s=duration("lower_bound_s", record["lower_bound_s"]),
-            planner=word("planner", record["planner"]),
-            planning_s=duration("planning_s", record["planning_s"]),
-            notes=words("notes", record.get("notes", ())),
+            objective_s=duration("objective_s", values["objective_s"]),
+            lower_bound_s=duration("lower_bound_s", values["lower_bound_s"]),
+            planner=word("planner", values["planner"]),
+            planning_s=duration("planning_s", values["planning_s"]),
+            notes=words("notes", values.get("notes", ())),
         )
         _check_numbers(plan)
         return plan
