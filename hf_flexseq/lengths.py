@@ -144,6 +144,9 @@ def _saved_dataset(path: Path, column: str | None, limits: Limits) -> Sequence[A
     pyarrow = _imported("pyarrow", "saved datasets need pyarrow")
     if not (path / "state.json").exists() and not (path / "dataset_dict.json").exists():
         raise ValueError("is no saved dataset")
+    logs = datasets.utils.logging
+    verbosity = logs.get_verbosity()
+    logs.set_verbosity_error()  # it remarks on strange files at any length
     try:
         dataset = datasets.load_from_disk(str(path))
         if isinstance(dataset, datasets.DatasetDict):
@@ -158,6 +161,8 @@ def _saved_dataset(path: Path, column: str | None, limits: Limits) -> Sequence[A
         raise ValueError(f"is no saved dataset that can be read ({error!r})") from error
     except pyarrow.ArrowException as error:
         raise ValueError(f"is no saved dataset that can be read ({error})") from error
+    finally:
+        logs.set_verbosity(verbosity)
 
 
 def _lengths_of(values: Any) -> Sequence[Any]:
