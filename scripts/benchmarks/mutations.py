@@ -175,7 +175,7 @@ def mutated_value(value: Any, rng: random.Random) -> Any:
         elif act == 2 and isinstance(old, int | float) and not isinstance(old, bool):
             holder[path[-1]] = rng.choice((old + 1, old - 1, -old, old * 10**9, float(old)))
         elif act == 3:
-            holder[path[-1]] = nested(rng.choice((2, 50, 300)))
+            holder[path[-1]] = nested(rng.choice((2, 50, 150)))
         else:
             holder[path[-1]] = rng.choice(STRANGE)
     return value
