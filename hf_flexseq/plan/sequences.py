@@ -73,7 +73,8 @@ class Group:
         ranks = self.ranks
         first = ranks[0] if ranks else None
         degree = len(ranks)
-        if type(first) is not int or ranks != tuple(range(first, first + degree)):
+        # Most groups are of one rank, which is always contiguous.
+        if type(first) is not int or (degree > 1 and ranks != tuple(range(first, first + degree))):
             raise ValueError(
                 f"a group's ranks must be whole numbers, contiguous and ascending, got "
                 f"{quoted(ranks)}"
