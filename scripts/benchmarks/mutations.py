@@ -174,7 +174,8 @@ def mutated_value(value: Any, rng: random.Random) -> Any:
         elif act == 1:
             holder["extra"] = old
         elif act == 2 and isinstance(old, int | float) and not isinstance(old, bool):
-            holder[path[-1]] = rng.choice((old + 1, old - 1, -old, old * 10**9, float(old)))
+            half = old / 2 if abs(old) < 2**63 else 0.5
+            holder[path[-1]] = rng.choice((old + 1, old - 1, -old, old * 10**9, half))
         elif act == 3:
             holder[path[-1]] = nested(rng.choice((2, 50, 150)))
         else:
