@@ -6,7 +6,10 @@ to change. What depends on the ranks or on the model is checked where those are 
 
 from dataclasses import dataclass, field
 from importlib.util import find_spec
+from os import PathLike
 from typing import Any
+
+from hf_flexseq.values import MAX_COUNT, MAX_RANKS, MAX_TOKENS_PER_RANK, quoted
 
 # The values of the options.
 PLANNERS = ("auto", "static", "flexsp", "zeppelin")
@@ -16,6 +19,9 @@ REMAPS = ("auto", "off")
 ROUTINGS = ("auto", "off")
 PIPELINE_SCHEDULES = ("auto", "1f1b", "seq1f1b", "infinipipe")
 ON_NONFINITE = ("raise", "warn")
+
+# Optimizer steps that may be planned ahead: their token ids wait in memory.
+MAX_LOOKAHEAD = 1 << 16
 
 # The label of a token without a target, as in transformers and torch.
 IGNORE_INDEX = -100
@@ -195,9 +201,17 @@ class FlexSeqArguments:
         _one_of("remap", self.remap, REMAPS)
         _one_of("routing", self.routing, ROUTINGS)
         _one_of("on_nonfinite", self.on_nonfinite, ON_NONFINITE)
-        _whole("lookahead", self.lookahead, least=0)
+        if not isinstance(self.cost_model, str | PathLike) or not str(self.cost_model):
+            raise ValueError(
+                f"cost_model={quoted(self.cost_model)}: give `auto`, `estimate`, a preset's name "
+                "or a path"
+            )
+        _whole("lookahead", self.lookahead, least=0, most=MAX_LOOKAHEAD)
         if self.max_tokens_per_rank is not None:
-            _whole("max_tokens_per_rank", self.max_tokens_per_rank, least=1)
+            most = MAX_TOKENS_PER_RANK
+            _whole("max_tokens_per_rank", self.max_tokens_per_rank, least=1, most=most)
+        if self.plan_trace is not None:
+            _path("plan_trace", self.plan_trace)
         _true_or_false("attention_remat", self.attention_remat)
         _true_or_false("deterministic", self.deterministic)
         self._check_degree()
@@ -216,10 +230,10 @@ class FlexSeqArguments:
             return
         if self.planner != "static":
             raise ValueError(
-                f"sp_degree={self.sp_degree} is for planner='static'; planner={self.planner!r} "
-                "chooses it"
+                f"sp_degree={quoted(self.sp_degree)} is for planner='static'; "
+                f"planner={self.planner!r} chooses it"
             )
-        _whole("sp_degree", self.sp_degree, least=1)
+        _whole("sp_degree", self.sp_degree, least=1, most=MAX_RANKS)
         if self.strategy == "local" and self.sp_degree > 1:
             raise ValueError(
                 f"sp_degree={self.sp_degree}: strategy='local' never splits a sequence; set "
@@ -228,7 +242,7 @@ class FlexSeqArguments:
 
     def _check_pipeline(self) -> None:
         """Raise ValueError, or NotImplementedError, for options that make no pipeline."""
-        _whole("pipeline_parallel_size", self.pipeline_parallel_size, least=1)
+        _whole("pipeline_parallel_size", self.pipeline_parallel_size, least=1, most=MAX_RANKS)
         _one_of("pipeline_schedule", self.pipeline_schedule, PIPELINE_SCHEDULES)
         if self.pipeline_chunks is not None:
             _whole("pipeline_chunks", self.pipeline_chunks, least=1)
@@ -264,16 +278,23 @@ def require_solver(wanted: str = "planner='flexsp'") -> None:
         )
 
 
-def _one_of(name: str, value: str, allowed: tuple[str, ...]) -> None:
-    if value not in allowed:
-        raise ValueError(f"{name}={value!r} is none of {', '.join(allowed)}")
+def _one_of(name: str, value: object, allowed: tuple[str, ...]) -> None:
+    if not isinstance(value, str) or value not in allowed:
+        raise ValueError(f"{name}={quoted(value)} is none of {', '.join(allowed)}")
 
 
-def _whole(name: str, value: object, *, least: int) -> None:
-    if not isinstance(value, int) or isinstance(value, bool) or value < least:
-        raise ValueError(f"{name}={value!r}: give a whole number, at least {least}")
+def _whole(name: str, value: object, *, least: int, most: int = MAX_COUNT) -> None:
+    if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= most:
+        raise ValueError(
+            f"{name}={quoted(value)}: give a whole number, at least {least} and at most {most:,}"
+        )
 
 
 def _true_or_false(name: str, value: object) -> None:
     if not isinstance(value, bool):
-        raise ValueError(f"{name}={value!r}: give True or False")
+        raise ValueError(f"{name}={quoted(value)}: give True or False")
+
+
+def _path(name: str, value: object) -> None:
+    if not isinstance(value, str | PathLike) or not str(value):
+        raise ValueError(f"{name}={quoted(value)}: give a path")

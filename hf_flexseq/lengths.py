@@ -6,37 +6,46 @@
 
 A column holds the lengths themselves, or lists (token ids), whose lengths count. Without a name,
 `length` or `input_ids` is taken. Everything that is no list of positive lengths raises ValueError
-in one line.
+in one line, and so does what is beyond the limits (`reading.Limits`), which hold while reading.
 """
 
-import gzip
 import importlib
-import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterator, Sequence
+from io import StringIO
 from pathlib import Path
 from typing import Any
+
+from hf_flexseq.reading import DEFAULT_LIMITS, Limits, parse_json, read_text
+from hf_flexseq.values import MAX_TOKENS, are_whole, quoted
 
 # Columns that are taken when the user names none, in this order.
 USUAL_COLUMNS = ("length", "input_ids")
 
-# Most characters of a wrong value that a message repeats.
-QUOTED = 40
+COLUMNS_NAMED = 8  # columns that a message names
+
+# Rows of a column that are in memory at a time.
+ROWS_AT_A_TIME = 1024
+
+# What the datasets library raises for files that are no saved dataset, besides ValueError.
+UNREADABLE = (AttributeError, FileNotFoundError, IndexError, KeyError, RecursionError, TypeError)
 
 
-def read_lengths(path: str | Path, column: str | None = None) -> list[int]:
+def read_lengths(
+    path: str | Path, column: str | None = None, limits: Limits = DEFAULT_LIMITS
+) -> list[int]:
     """Return the lengths in `path`, in its order.
 
     Raises ValueError, naming the file, and OSError when it cannot be read. column: name of the
-    column, None for a usual one.
+    column, None for a usual one. limits: how much is read.
     """
     path = Path(path)
     try:
         if path.is_dir():
-            values = _saved_dataset(path, column)
+            values = _saved_dataset(path, column, limits)
         elif path.suffix == ".parquet":
-            values = _parquet(path, column)
+            values = _parquet(path, column, limits)
         else:
-            values = _text(_read_text(path), column)
+            values = _text(read_text(path, limits), column, limits)
         return _checked(values)
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from error
@@ -45,39 +54,34 @@ def read_lengths(path: str | Path, column: str | None = None) -> list[int]:
 # ---- text
 
 
-def _read_text(path: Path) -> str:
-    """Return the text of a file, gzipped or not."""
-    data = path.read_bytes()
-    try:
-        if path.suffix == ".gz":
-            data = gzip.decompress(data)
-        return data.decode("utf-8")
-    except (gzip.BadGzipFile, EOFError, UnicodeDecodeError) as error:
-        raise ValueError(f"is neither text nor gzipped text ({error})") from error
-
-
-def _text(text: str, column: str | None) -> Iterable[Any]:
+def _text(text: str, column: str | None, limits: Limits) -> Sequence[Any]:
     """Return the values of a JSON list, of JSON lines, or of one integer per line."""
     first = text.lstrip()[:1]
     if first == "[":
-        values: list[Any] = _json(text, "the JSON list")
+        values: list[Any] = _json(text, "the JSON list", limits)
+        limits.refuse_above("lengths", len(values), f"has {len(values):,} lengths")
         return values
-    lines = []  # (number, line), empty lines left out
-    for number, line in enumerate(text.splitlines(), 1):
-        if line.strip():
-            lines.append((number, line))
+    # one on each line: counted before there is a string for each of them
+    count = text.count("\n") + 1
+    limits.refuse_above("lengths", count, f"has {count:,} lines")
     if first == "{":
-        rows = [_json(line, f"line {number}") for number, line in lines]
-        return _from_rows(rows, column)
-    return [_integer(line, number) for number, line in lines]
+        return _from_rows(_lines(text), column, limits)
+    return [_integer(line, number) for number, line in _lines(text)]
 
 
-def _json(text: str, where: str) -> Any:
+def _lines(text: str) -> Iterator[tuple[int, str]]:
+    """Yield the number and the text of every line that is not empty."""
+    for number, line in enumerate(StringIO(text), 1):
+        if line.strip():
+            yield number, line
+
+
+def _json(text: str, where: str, limits: Limits) -> Any:
     """Return the JSON value in `text`. Raises ValueError, saying where, for other text."""
     try:
-        return json.loads(text)
-    except json.JSONDecodeError as error:
-        raise ValueError(f"{where} is not JSON ({error})") from error
+        return parse_json(text, limits)
+    except ValueError as error:
+        raise ValueError(f"{where} {error}") from error
 
 
 def _integer(line: str, number: int) -> int:
@@ -85,46 +89,83 @@ def _integer(line: str, number: int) -> int:
     try:
         return int(line)
     except ValueError:
-        raise ValueError(f"line {number} is no integer: {line.strip()[:QUOTED]!r}") from None
+        raise ValueError(f"line {number} is no integer: {quoted(line.strip())}") from None
 
 
-def _from_rows(rows: Sequence[Any], column: str | None) -> Iterable[Any]:
-    """Return the column's value of each row."""
-    name = _chosen(column, list(rows[0]))
+def _from_rows(
+    lines: Iterator[tuple[int, str]], column: str | None, limits: Limits
+) -> Sequence[int]:
+    """Return the column's length of each row, one row to a line."""
+    name = None
     values = []
-    for number, row in enumerate(rows):
+    for index, (number, line) in enumerate(lines):
+        row = _json(line, f"line {number}", limits)
+        if index == 0 and isinstance(row, dict):
+            name = _chosen(column, list(row))
         if not isinstance(row, dict) or name not in row:
-            raise ValueError(f"row {number} has no column {name!r}")
-        values.append(row[name])
+            raise ValueError(f"row {index} has no column {quoted(name)}")
+        values.append(_length_of(row[name]))  # lists of token ids are not kept
     return values
 
 
 # ---- columns
 
 
-def _parquet(path: Path, column: str | None) -> Iterable[Any]:
-    """Return the lengths in a column of a Parquet file."""
+def _parquet(path: Path, column: str | None, limits: Limits) -> Sequence[Any]:
+    """Return the lengths in a column of a Parquet file.
+
+    A few bytes of a file can stand for billions of equal values, so rows are counted before they
+    are unpacked, and token ids while they are. How many ids one row has is not known before: what
+    the file says of its columns ends the whole process where it is broken (pyarrow 26).
+    """
     parquet = _imported("pyarrow.parquet", "Parquet files need pyarrow")
-    name = _chosen(column, parquet.read_schema(path).names)
-    return _lengths_of(parquet.read_table(path, columns=[name]).column(name))
+    pyarrow = _imported("pyarrow", "Parquet files need pyarrow")
+    try:
+        with parquet.ParquetFile(path) as file:
+            name = _chosen(column, file.schema_arrow.names)
+            rows = file.metadata.num_rows
+            limits.refuse_above("lengths", rows, f"has {rows:,} rows")
+            lengths: list[Any] = []
+            tokens = 0
+            for batch in file.iter_batches(batch_size=ROWS_AT_A_TIME, columns=[name]):
+                values = batch.column(0)
+                if hasattr(values, "flatten"):  # of lists
+                    tokens += len(values.flatten())
+                    limits.refuse_above("tokens", tokens, f"has {tokens:,} token ids and more")
+                lengths += _lengths_of(values)
+            return lengths
+    except (pyarrow.ArrowException, OverflowError) as error:
+        raise ValueError(f"is no Parquet file that pyarrow reads ({error})") from error
 
 
-def _saved_dataset(path: Path, column: str | None) -> Iterable[Any]:
+def _saved_dataset(path: Path, column: str | None, limits: Limits) -> Sequence[Any]:
     """Return the lengths in a column of a saved HuggingFace dataset."""
     datasets = _imported("datasets", "saved datasets need the datasets library")
+    pyarrow = _imported("pyarrow", "saved datasets need pyarrow")
+    if not (path / "state.json").exists() and not (path / "dataset_dict.json").exists():
+        raise ValueError("is no saved dataset")
+    logs = datasets.utils.logging
+    verbosity = logs.get_verbosity()
+    logs.set_verbosity_error()  # it remarks on strange files at any length
     try:
         dataset = datasets.load_from_disk(str(path))
-    except FileNotFoundError as error:
-        raise ValueError("is no saved dataset") from error
-    if isinstance(dataset, datasets.DatasetDict):
-        raise ValueError(
-            f"holds several splits: give the directory of one of {', '.join(dataset)}"
-        )
-    name = _chosen(column, dataset.column_names)
-    return _lengths_of(dataset.with_format("arrow")[:][name])
+        if isinstance(dataset, datasets.DatasetDict):
+            raise ValueError(
+                f"holds several splits: give the directory of one of {', '.join(dataset)}"
+            )
+        name = _chosen(column, dataset.column_names)
+        limits.refuse_above("lengths", len(dataset), f"has {len(dataset):,} rows")
+        # The table as it lies in the file: no format, whose fingerprint would take a pickle.
+        return _lengths_of(dataset.data.column(name))
+    except UNREADABLE as error:
+        raise ValueError(f"is no saved dataset that can be read ({error!r})") from error
+    except pyarrow.ArrowException as error:
+        raise ValueError(f"is no saved dataset that can be read ({error})") from error
+    finally:
+        logs.set_verbosity(verbosity)
 
 
-def _lengths_of(values: Any) -> Iterable[Any]:
+def _lengths_of(values: Any) -> Sequence[Any]:
     """Return the values of an arrow column, or the lengths of its lists.
 
     Lists are measured where they are, without making Python lists of them.
@@ -133,6 +174,8 @@ def _lengths_of(values: Any) -> Iterable[Any]:
     compute = _imported("pyarrow.compute", "columns need pyarrow")
     if types.is_list(values.type) or types.is_large_list(values.type):
         values = compute.list_value_length(values)
+    elif not types.is_integer(values.type):
+        raise ValueError(f"holds values of type {values.type}: lengths are whole numbers")
     column: list[Any] = values.to_pylist()
     return column
 
@@ -151,27 +194,40 @@ def _chosen(column: str | None, names: Sequence[str]) -> str:
     for name in wanted:
         if name in names:
             return name
-    missing = f"no column {column!r}"
+    missing = f"no column {quoted(column)}"
     if column is None:
         missing = "no column `length` or `input_ids`: name one"
-    raise ValueError(f"{missing} (it has {', '.join(map(str, names))})")
+    shown = ", ".join(map(str, names[:COLUMNS_NAMED]))
+    more = ", ..." if len(names) > COLUMNS_NAMED else ""
+    raise ValueError(f"{missing} (it has {shown}{more})")
 
 
 # ---- values
 
 
-def _checked(values: Iterable[Any]) -> list[int]:
+def _length_of(value: Any) -> Any:
+    """Return the length of a list, and any other value as it is."""
+    return len(value) if isinstance(value, list) else value
+
+
+def _checked(values: Sequence[Any]) -> list[int]:
     """Return the lengths that are, or that lists have. Raises ValueError for other values."""
-    lengths = [len(value) if isinstance(value, list) else value for value in values]
+    lengths = [_length_of(value) for value in values]
     if not lengths:
         raise ValueError("holds no lengths")
+    if are_whole(lengths, least=1, most=MAX_TOKENS):
+        return lengths
     for index, length in enumerate(lengths):
         if isinstance(length, bool) or not isinstance(length, int):
-            raise ValueError(
-                f"sequence {index} has length {str(length)[:QUOTED]!r}, which is no integer"
-            )
+            raise ValueError(f"sequence {index} has length {quoted(length)}, which is no integer")
         if length < 1:
             raise ValueError(
-                f"sequence {index} has length {length}: every sequence needs at least one token"
+                f"sequence {index} has length {quoted(length)}: every sequence needs at least one "
+                "token"
+            )
+        if length > MAX_TOKENS:
+            raise ValueError(
+                f"sequence {index} has length {quoted(length)}: at most {MAX_TOKENS:,} tokens "
+                "can be planned for"
             )
     return lengths

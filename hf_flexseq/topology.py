@@ -8,6 +8,8 @@ as every launcher does.
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+from hf_flexseq.values import MAX_RANKS, whole
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Topology:
@@ -20,8 +22,12 @@ class Topology:
 
     def __post_init__(self) -> None:
         for name, value in (("nodes", self.nodes), ("ranks_per_node", self.ranks_per_node)):
-            if value < 1:
-                raise ValueError(f"Topology({name}={value}): {name} must be at least 1")
+            whole(f"Topology: {name}", value, least=1, most=MAX_RANKS)
+        if self.world_size > MAX_RANKS:
+            raise ValueError(
+                f"Topology of {self.nodes} x {self.ranks_per_node}: at most {MAX_RANKS:,} ranks "
+                "can be planned for"
+            )
 
     @property
     def world_size(self) -> int:

@@ -2,12 +2,14 @@
 
 import gzip
 import json
+import pickle
 import sys
 from pathlib import Path
 
 import pytest
 
 from hf_flexseq.lengths import read_lengths
+from hf_flexseq.reading import Limits
 
 LENGTHS = [5, 1, 300]
 ROWS = [{"length": n, "input_ids": [0] * (n + 1), "text": "x"} for n in LENGTHS]
@@ -36,10 +38,44 @@ def test_parquet(tmp_path: Path) -> None:
     parquet.write_table(pyarrow.Table.from_pylist(ROWS), tmp_path / "a.parquet")
     assert read_lengths(tmp_path / "a.parquet") == LENGTHS
     assert read_lengths(tmp_path / "a.parquet", "input_ids") == [6, 2, 301]
-    with pytest.raises(ValueError, match=r"sequence 0 has length 'x', which is no integer"):
+    with pytest.raises(ValueError, match="holds values of type string: lengths are whole"):
         read_lengths(tmp_path / "a.parquet", "text")
     with pytest.raises(ValueError, match=r"no column 'tokens' \(it has length, input_ids, text\)"):
         read_lengths(tmp_path / "a.parquet", "tokens")
+
+
+@pytest.mark.parametrize("name, column", [("lengths", None), ("tokens", "input_ids")])
+def test_a_parquet_file_beyond_the_limits_is_refused(
+    tmp_path: Path, name: str, column: str | None
+) -> None:
+    pyarrow = pytest.importorskip("pyarrow")
+    parquet = pytest.importorskip("pyarrow.parquet")
+    table = pyarrow.table({"length": [7] * 5000, "input_ids": [[1] * 100] * 5000})
+    parquet.write_table(table, tmp_path / "a.parquet")
+    limits = {"lengths": Limits(lengths=4999), "tokens": Limits(tokens=499_999)}[name]
+    with pytest.raises(ValueError, match=f"raise it with --limit {name}="):
+        read_lengths(tmp_path / "a.parquet", column, limits)
+    assert read_lengths(tmp_path / "a.parquet", "input_ids") == [100] * 5000
+
+
+def test_a_pickle_in_a_saved_dataset_is_not_loaded(tmp_path: Path) -> None:
+    datasets = pytest.importorskip("datasets")
+
+    class Planted:
+        def __reduce__(self) -> tuple[object, ...]:
+            return open, (str(tmp_path / "mark"), "w")
+
+    datasets.Dataset.from_list(ROWS).save_to_disk(tmp_path / "saved")
+    names = [path.name for path in (tmp_path / "saved").iterdir()]
+    assert len(names) == 3
+    for name in names:
+        whole = (tmp_path / "saved" / name).read_bytes()
+        (tmp_path / "saved" / name).write_bytes(pickle.dumps(Planted()))
+        with pytest.raises((ValueError, OSError)):
+            read_lengths(tmp_path / "saved")
+        (tmp_path / "saved" / name).write_bytes(whole)
+    assert not (tmp_path / "mark").exists()
+    assert read_lengths(tmp_path / "saved") == LENGTHS
 
 
 def test_saved_dataset(tmp_path: Path) -> None:
@@ -63,7 +99,7 @@ def test_saved_dataset(tmp_path: Path) -> None:
         ("[]", None, "holds no lengths"),
         ("5\n0\n", None, "sequence 1 has length 0: every sequence needs at least one token"),
         ("[5, -3]", None, "sequence 1 has length -3"),
-        ("[5, 2.5]", None, "sequence 1 has length '2.5', which is no integer"),
+        ("[5, 2.5]", None, "sequence 1 has length 2.5, which is no integer"),
         ("[5, true]", None, "which is no integer"),
         ("5\nlong\n", None, "line 2 is no integer: 'long'"),
         ("[5, ", None, "the JSON list is not JSON"),

@@ -8,8 +8,9 @@ Importing it imports no torch, so planning starts at once and works where torch 
 import sys
 from collections.abc import Sequence
 
-from hf_flexseq.cli.options import make_parser
+from hf_flexseq.cli.options import make_parser, set_limits
 from hf_flexseq.plan import PlanInfeasible
+from hf_flexseq.values import one_line
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -17,16 +18,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = make_parser()
     options = parser.parse_args(argv)
     try:
+        set_limits(options)
         options.run(options)
     except BrokenPipeError:
         sys.stderr.close()  # whoever read our output has seen enough
     except (ValueError, OSError, NotImplementedError, ModuleNotFoundError) as error:
         kind = "infeasible: " if isinstance(error, PlanInfeasible) else ""
-        print(f"flexseq {options.command}: {kind}{_one_line(error)}", file=sys.stderr)
+        print(one_line(f"flexseq {options.command}: {kind}{error}"), file=sys.stderr)
         return 2
     return 0
-
-
-def _one_line(error: Exception) -> str:
-    """Return an error's message without its line breaks."""
-    return " ".join(str(error).split())

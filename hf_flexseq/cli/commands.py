@@ -1,9 +1,10 @@
 """`plan`, `simulate` and `view`."""
 
+import sys
 from argparse import Namespace
 from pathlib import Path
 
-from hf_flexseq.cli.files import PlannedStep, read_steps, write_plans
+from hf_flexseq.cli.files import PlannedStep, StepsFile, read_steps, write_plans
 from hf_flexseq.cli.planning import planned, steps_of
 from hf_flexseq.cost import step_ns
 from hf_flexseq.cost.presets import load_cost_model
@@ -11,10 +12,11 @@ from hf_flexseq.cost.stages import PipelineCost
 from hf_flexseq.plan import Plan, check
 from hf_flexseq.plan.pipeline import PipelinePlan
 from hf_flexseq.schedule.pipeline.check import check as check_pipeline
-from hf_flexseq.simulate import Detail
+from hf_flexseq.simulate import Detail, most_events
 from hf_flexseq.simulate import simulate as simulate_plan
 from hf_flexseq.simulate.pipeline import simulate_pipeline, tokens_as_time
 from hf_flexseq.timeline import Timeline, sketch
+from hf_flexseq.values import one_line
 from hf_flexseq.view import chrome_text, save_picture, text_grid
 from hf_flexseq.view.chrome import MOST_BYTES
 from hf_flexseq.view.shares import shares
@@ -39,23 +41,44 @@ def simulate(options: Namespace) -> None:
     """Simulate every step of a file and print its seconds, shares and memory."""
     cost = load_cost_model(options.cost_model)
     topology, sync = options.topology, options.sync
-    for step in read_steps(options.plan):
-        decided = step.plan
-        if isinstance(decided, PipelinePlan):
-            raise ValueError(
-                f"{options.plan}: step {step.number} is a pipeline's, which `flexseq view` shows"
-            )
-        check(decided, topology)
+    file = read_steps(options.plan, options.limits)
+    for number, decided in _plans_to_simulate(file, options):
         timeline = simulate_plan(decided, topology, cost, sync=sync)
         closed_ns = step_ns(cost, decided.micro_batches, decided.lengths, topology, sync=sync)
         print(
-            f"step {step.number}: simulated {timeline.stop / 1e9:.3f} s, "
+            f"step {number}: simulated {timeline.stop / 1e9:.3f} s, "
             f"closed form {closed_ns / 1e9:.3f} s; {shares(timeline)}; "
             f"transfers beside compute {100 * timeline.share('overlapped'):.1f} %; "
             f"peak memory {timeline.peak_bytes / 2**30:.2f} GiB"
         )
         if sync == "lockstep":
             _print_micro_batches(timeline)
+    _tell_broken_lines(file, options)
+
+
+def _plans_to_simulate(file: StepsFile, options: Namespace) -> list[tuple[int, Plan]]:
+    """Return the number and the plan of each step of a file, all of which are legal and no more
+    work than the limit."""
+    plans = []
+    work = 0
+    for step in file.steps:
+        decided = step.plan
+        if isinstance(decided, PipelinePlan):
+            raise ValueError(
+                f"{options.plan}: step {step.number} is a pipeline's, which `flexseq view` shows"
+            )
+        check(decided, options.topology)
+        plans.append((step.number, decided))
+        work += most_events(decided, options.topology, Detail())
+    options.limits.refuse_above("work", work, f"{options.plan}: may be {work:,} events")
+    return plans
+
+
+def _tell_broken_lines(file: StepsFile, options: Namespace) -> None:
+    """Say on stderr, in one line, which lines of the file are broken."""
+    if file.broken:
+        remark = f"flexseq {options.command}: {options.plan}: {file.remark()}"
+        print(one_line(remark), file=sys.stderr)
 
 
 def _print_micro_batches(timeline: Timeline) -> None:
@@ -68,7 +91,8 @@ def _print_micro_batches(timeline: Timeline) -> None:
 
 def view(options: Namespace) -> None:
     """Draw one step of a file: on the terminal, or into the files asked for."""
-    steps = read_steps(options.plan)
+    file = read_steps(options.plan, options.limits)
+    steps = file.steps
     if options.step >= len(steps):
         raise ValueError(
             f"{options.plan}: has {len(steps)} steps, so there is no --step {options.step}"
@@ -83,6 +107,7 @@ def view(options: Namespace) -> None:
         _write_chrome(step, options, node)
     if not pictures and not options.chrome:
         print(text_grid(_timeline(step, options, layers=0), title=title))
+    _tell_broken_lines(file, options)
 
 
 def _write_chrome(step: PlannedStep, options: Namespace, node: int | None) -> None:
@@ -105,10 +130,13 @@ def _timeline(step: PlannedStep, options: Namespace, *, layers: int) -> Timeline
     """
     if isinstance(step.plan, PipelinePlan):
         return simulate_pipeline(step.plan, _stage_costs(step, step.plan, options))
+    limits = options.limits
     if options.cost_model is not None:
         if options.topology is None:
             raise ValueError("--cost-model also needs --topology")
         check(step.plan, options.topology)
+        work = most_events(step.plan, options.topology, Detail(layers=layers))
+        limits.refuse_above("work", work, f"step {step.number} may be {work:,} events")
         cost = load_cost_model(options.cost_model)
         return simulate_plan(
             step.plan, options.topology, cost, sync=options.sync, detail=Detail(layers=layers)
@@ -117,16 +145,24 @@ def _timeline(step: PlannedStep, options: Namespace, *, layers: int) -> Timeline
     if options.topology is not None:
         check(step.plan, options.topology)
         world = options.topology.world_size
+    limits.refuse_above("ranks", world, f"step {step.number} is for {world:,} ranks")
+    work = world * len(step.plan.micro_batches)
+    limits.refuse_above("work", work, f"step {step.number} may be {work:,} events")
     return sketch(step.plan, world, step.measured_s)
 
 
 def _stage_costs(step: PlannedStep, made: PipelinePlan, options: Namespace) -> PipelineCost:
     """Return the cost of the stages: from the cost model that was named, or else what the file
     says, or else tokens as time."""
+    # Finding the next action may take a look at every rank, and a hundred looks take as long as an
+    # event.
+    actions = sum(map(len, made.actions))
+    work = actions + actions * made.ranks // 100
+    options.limits.refuse_above("work", work, f"step {step.number} may be {work:,} events")
     check_pipeline(made)
     if options.cost_model is not None:
         return PipelineCost.of_model(load_cost_model(options.cost_model), made.stages)
-    return step.cost or tokens_as_time(made.stages)
+    return step.cost or tokens_as_time(made)
 
 
 def _measured(step: PlannedStep) -> str:
@@ -142,7 +178,8 @@ def _summary(made: Plan | PipelinePlan) -> str:
             f"{len(made.chunks):,} chunks through {made.stages} stages by {made.schedule}, "
             f"predicted {made.objective_s:.3f} s"
         )
-    gap = made.objective_s / made.lower_bound_s - 1 if made.lower_bound_s else 0.0
+    # The bound is whole nanoseconds; without one there is nothing to be above of.
+    gap = made.objective_s / made.lower_bound_s - 1 if made.lower_bound_s >= 1e-9 else 0.0
     return (
         f"{len(made.lengths):,} sequences, {sum(made.lengths):,} tokens, "
         f"{len(made.micro_batches)} micro-batches by {made.planner}, "

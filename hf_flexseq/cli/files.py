@@ -1,6 +1,13 @@
-"""Plans in and out of files."""
+"""Plans in and out of files.
 
-import json
+A file holds one plan, as JSON on any number of lines, or several, one to a line. A line of a plan
+trace has more than its plan: the step, the cost model, measured seconds, and whatever else a
+training run finds worth writing down. What is read is a plan that could run somewhere: its values
+are checked, and its form.
+
+A training run that was killed may leave a torn line. Such lines are named and passed over.
+"""
+
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -9,7 +16,14 @@ from typing import Any
 
 from hf_flexseq.cost.stages import PipelineCost
 from hf_flexseq.plan import Plan
+from hf_flexseq.plan.pipeline import KEYS as PIPELINE_KEYS
 from hf_flexseq.plan.pipeline import PipelinePlan
+from hf_flexseq.plan.sequences import KEYS as PLAN_KEYS
+from hf_flexseq.reading import Limits, parse_json, read_text
+from hf_flexseq.values import MAX_SECONDS, duration, items, one_line, quoted, whole
+
+# Broken lines that a message names.
+LINES_NAMED = 5
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -25,19 +39,39 @@ class PlannedStep:
     """Cost of the pipeline's stages, where the file has it."""
 
 
-def read_steps(path: str) -> list[PlannedStep]:
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StepsFile:
+    """What a file holds."""
+
+    steps: list[PlannedStep]
+    """The steps, in the order of the file; at least one."""
+    broken: list[tuple[int, str]]
+    """(number, problem) of each line that is no step."""
+
+    def remark(self) -> str:
+        """Return one line about the broken lines, or "" where there are none."""
+        if not self.broken:
+            return ""
+        numbers = [str(number) for number, _ in self.broken[:LINES_NAMED]]
+        if len(self.broken) > LINES_NAMED:
+            numbers.append(f"{len(self.broken) - LINES_NAMED:,} more")
+        lines = "line" if len(self.broken) == 1 else "lines"
+        number, problem = self.broken[0]
+        return (
+            f"{lines} {', '.join(numbers)} cannot be read and left out, the other "
+            f"{len(self.steps):,} can (line {number}: {problem})"
+        )
+
+
+def read_steps(path: str, limits: Limits) -> StepsFile:
     """Return the steps in a file of one plan (JSON) or of several (JSON lines, a plan trace).
 
-    path: of the file; `-` is stdin. Raises ValueError, naming the file, for anything else.
+    path: of the file; `-` is stdin. Raises ValueError, naming the file, where no step can be read.
     """
-    text = sys.stdin.read() if path == "-" else Path(path).read_text(encoding="utf-8")
     try:
-        steps = [_step(index, record) for index, record in enumerate(_records(text))]
+        return _steps(read_text(path, limits), limits)
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from error
-    if not steps:
-        raise ValueError(f"{path}: holds no plan")
-    return steps
 
 
 def write_plans(path: str, plans: Sequence[Plan]) -> None:
@@ -52,38 +86,87 @@ def write_plans(path: str, plans: Sequence[Plan]) -> None:
         Path(path).write_text(text, encoding="utf-8")
 
 
-def _records(text: str) -> list[Any]:
-    """Return the JSON value in `text`, spread over lines or not, or one value per line."""
+def _steps(text: str, limits: Limits) -> StepsFile:
+    """Return the steps in `text`: one JSON value, spread over lines or not, or one per line."""
+    lines = [(number, line) for number, line in enumerate(text.split("\n"), 1) if line.strip()]
+    if not lines:
+        raise ValueError("holds no plan")
+    if len(lines) == 1:
+        return StepsFile(steps=[_step(0, parse_json(text, limits), limits)], broken=[])
+    steps: list[PlannedStep] = []
+    broken: list[tuple[int, str]] = []
+    for number, line in lines:
+        try:
+            steps.append(_step(len(steps), parse_json(line, limits), limits))
+        except ValueError as error:
+            broken.append((number, one_line(str(error))))
+            if number == lines[0][0] and line.strip() in ("{", "["):
+                break  # one value on many lines
+    if steps:
+        return StepsFile(steps=steps, broken=broken)
     try:
-        return [json.loads(text)]
-    except json.JSONDecodeError:
-        return [json.loads(line) for line in text.splitlines() if line.strip()]
+        record = parse_json(text, limits)
+    except ValueError as error:
+        number, problem = broken[0]
+        raise ValueError(
+            f"holds no plan (line {number}: {problem}; as a whole it {error})"
+        ) from None
+    return StepsFile(steps=[_step(0, record, limits)], broken=[])
 
 
-def _step(index: int, record: Any) -> PlannedStep:
+def _step(index: int, record: Any, limits: Limits) -> PlannedStep:
     """Return the step of one record; `index` counts records."""
-    if isinstance(record, dict) and "actions" in record:
-        return _pipeline_step(index, record)
-    plan = Plan.from_record(record)
-    measured = record.get("measured_s")
+    if not isinstance(record, dict):
+        raise ValueError(f"not a plan: that is a JSON object, got {type(record).__name__}")
+    pipeline = "actions" in record
+    number = whole("step", record.get("step", index))
+    # A line of a trace may say more than a plan does.
+    plan_record = record
+    if "step" in record:
+        known = ("version", "notes", *(PIPELINE_KEYS if pipeline else PLAN_KEYS))
+        plan_record = {key: record[key] for key in known if key in record}
+    if pipeline:
+        return _pipeline_step(number, record, plan_record, limits)
+    plan = Plan.from_record(plan_record)
+    plan.check_form()
+    measured = _measured(record)
     if measured is not None and len(measured) != len(plan.micro_batches):
         raise ValueError(
-            f"step {index} has {len(plan.micro_batches)} micro-batches, "
+            f"step {number} has {len(plan.micro_batches)} micro-batches, "
             f"{len(measured)} of them measured"
         )
-    return PlannedStep(
-        number=record.get("step", index),
-        plan=plan,
-        measured_s=None if measured is None else tuple(measured),
-    )
+    return PlannedStep(number=number, plan=plan, measured_s=measured)
 
 
-def _pipeline_step(index: int, record: dict[str, Any]) -> PlannedStep:
+def _pipeline_step(
+    number: int, record: dict[str, Any], plan_record: dict[str, Any], limits: Limits
+) -> PlannedStep:
     """Return the step of a record that holds a pipeline's actions."""
-    measured, cost = record.get("measured_s"), record.get("pipeline_cost")
-    return PlannedStep(
-        number=record.get("step", index),
-        plan=PipelinePlan.from_record(record),
-        measured_s=None if measured is None else tuple(measured),
-        cost=None if cost is None else PipelineCost.from_record(cost),
-    )
+    # A word of text becomes a tuple with a dozen times its bytes.
+    texts = [line for line in items("actions", record["actions"]) if isinstance(line, str)]
+    actions = sum(line.count(" ") + 1 for line in texts)
+    limits.refuse_above("work", actions, f"step {number} has {actions:,} actions")
+    plan = PipelinePlan.from_record(plan_record)
+    plan.check_form()
+    cost = None
+    if record.get("pipeline_cost") is not None:
+        cost = PipelineCost.from_record(record["pipeline_cost"])
+        if len(cost.stages) != plan.stages:
+            raise ValueError(
+                f"step {number} has {plan.stages} stages, pipeline_cost {len(cost.stages)}"
+            )
+    return PlannedStep(number=number, plan=plan, measured_s=_measured(record), cost=cost)
+
+
+def _measured(record: dict[str, Any]) -> tuple[float, ...] | None:
+    """Return the measured seconds in a record, None where it has none."""
+    if record.get("measured_s") is None:
+        return None
+    measured = []
+    for index, one in enumerate(items("measured_s", record["measured_s"])):
+        measured.append(duration(f"measured_s[{index}]", one))
+    if sum(measured) > MAX_SECONDS:
+        raise ValueError(
+            f"measured_s={quoted(measured)}: a step takes at most {MAX_SECONDS:.0e} s"
+        )
+    return tuple(measured)

@@ -2,7 +2,9 @@
 
 import argparse
 import re
+from argparse import Namespace
 from collections.abc import Callable
+from dataclasses import fields
 from typing import NoReturn
 
 from hf_flexseq.cli.calibrate import calibrate
@@ -11,14 +13,17 @@ from hf_flexseq.cli.compare import FLEXSP_SEQUENCES, compare
 from hf_flexseq.cli.environment import env
 from hf_flexseq.cost.presets import PRESETS
 from hf_flexseq.planner import CHOICES
+from hf_flexseq.reading import DEFAULT_LIMITS, Limits
 from hf_flexseq.topology import Topology
+from hf_flexseq.values import LINE, MAX_COUNT, one_line, quoted
 
 
 class OneLineParser(argparse.ArgumentParser):
     """An argument parser that tells a mistake in one line."""
 
     def error(self, message: str) -> NoReturn:
-        self.exit(2, f"{self.prog}: {message} (see {self.prog} --help)\n")
+        hint = f" (see {self.prog} --help)"
+        self.exit(2, one_line(f"{self.prog}: {message}", LINE - len(hint)) + hint + "\n")
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -46,10 +51,10 @@ def make_parser() -> argparse.ArgumentParser:
 
 def topology(text: str) -> Topology:
     """Read a topology written as NODESxRANKS: 8x8 is eight nodes of eight ranks."""
-    match = re.fullmatch(r"(\d+)x(\d+)", text)
+    match = re.fullmatch(r"([0-9]{1,9})x([0-9]{1,9})", text)
     if not match:
         raise argparse.ArgumentTypeError(
-            f"{text!r} is no topology: write NODESxRANKS, such as 8x8"
+            f"{quoted(text)} is no topology: write NODESxRANKS, such as 8x8"
         )
     try:
         return Topology(nodes=int(match[1]), ranks_per_node=int(match[2]))
@@ -64,12 +69,36 @@ def at_least(least: int) -> Callable[[str], int]:
         try:
             value = int(text)
         except ValueError:
-            raise argparse.ArgumentTypeError(f"{text!r} is no whole number") from None
+            raise argparse.ArgumentTypeError(f"{quoted(text)} is no whole number") from None
         if value < least:
-            raise argparse.ArgumentTypeError(f"{value} is below {least}")
+            raise argparse.ArgumentTypeError(f"{quoted(value)} is below {least}")
+        if value > MAX_COUNT:
+            raise argparse.ArgumentTypeError(f"{quoted(value)} is above {MAX_COUNT}")
         return value
 
     return number
+
+
+def limit(text: str) -> tuple[str, int]:
+    """Read a limit written as NAME=VALUE."""
+    names = [one.name for one in fields(Limits)]
+    match = re.fullmatch(r"([a-z]+)=([0-9]{1,18})", text)
+    if not match or match[1] not in names:
+        raise argparse.ArgumentTypeError(
+            f"{quoted(text)} is no limit: write NAME=VALUE, NAME one of {', '.join(names)}"
+        )
+    return match[1], int(match[2])
+
+
+def set_limits(options: Namespace) -> None:
+    """Set `options.limits` to the limits that the options ask for. Raises ValueError where the
+    topology is beyond them."""
+    options.limits = DEFAULT_LIMITS.with_values(getattr(options, "limit", []))
+    machine = getattr(options, "topology", None)
+    if machine is not None:
+        ranks = machine.world_size
+        what = f"--topology {machine.nodes}x{machine.ranks_per_node} has {ranks:,} ranks"
+        options.limits.refuse_above("ranks", ranks, what)
 
 
 def _command(
@@ -148,6 +177,17 @@ def _machine_options(parser: argparse.ArgumentParser, *, required: bool) -> None
         help=f"a JSON file, or one of {', '.join(PRESETS)}",
     )
     parser.add_argument("--sync", choices=CHOICES["sync"], default="lockstep")
+    defaults = ", ".join(
+        f"{one.name}={getattr(DEFAULT_LIMITS, one.name)}" for one in fields(Limits)
+    )
+    parser.add_argument(
+        "--limit",
+        action="append",
+        default=[],
+        type=limit,
+        metavar="NAME=VALUE",
+        help=f"take more than usual; may be given several times (default: {defaults})",
+    )
 
 
 def _simulate_options(parser: argparse.ArgumentParser) -> None:

@@ -11,8 +11,13 @@ from hf_flexseq.planner import make_plan
 
 def steps_of(options: Namespace) -> Iterator[list[int]]:
     """Return the lengths of each optimizer step; the last one may hold fewer."""
-    lengths = read_lengths(options.lengths, options.column)
-    size = options.sequences_per_step or len(lengths)
+    lengths = read_lengths(options.lengths, options.column, options.limits)
+    size = min(options.sequences_per_step or len(lengths), len(lengths))
+    options.limits.refuse_above(
+        "sequences",
+        size,
+        f"{size:,} sequences in one step: --sequences-per-step makes several steps of them",
+    )
     return (lengths[at : at + size] for at in range(0, len(lengths), size))
 
 

@@ -33,12 +33,31 @@ their order or on the machine.
 
 import hashlib
 import json
+from collections.abc import Sequence
 from dataclasses import MISSING, dataclass, fields
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+
+from hf_flexseq.reading import parse_json, read_text
+from hf_flexseq.values import (
+    MAX_BYTES,
+    MAX_RANKS,
+    MAX_SECONDS,
+    MAX_TOKENS,
+    MAX_TOKENS_PER_RANK,
+    VERSION,
+    duration,
+    fields_of,
+    items,
+    number,
+    positive,
+    quoted,
+    whole,
+    word,
+)
 
 Int64Array = NDArray[np.int64]
 FloatArray = NDArray[np.float64]
@@ -113,46 +132,28 @@ class CostModel:
     leaves out."""
 
     def __post_init__(self) -> None:
-        for name in ("linear_s", "token_bytes", "budget_bytes", "piece_rows"):
-            value = getattr(self, name)
-            _require(value > 0, f"{name}={value}: must be positive")
-        for name in (
-            "attention_s",
-            "micro_batch_s",
-            "group_s",
-            "all_to_all_bytes",
-            "query_bytes",
-            "state_bytes",
-            "sharded_state_bytes",
-            "transfer_s",
-        ):
-            value = getattr(self, name)
-            _require(value >= 0, f"{name}={value}: must not be negative")
+        word("name", self.name)
+        positive("linear_s", self.linear_s, most=MAX_SECONDS)
+        for name in ("attention_s", "micro_batch_s", "group_s", "transfer_s"):
+            duration(name, getattr(self, name))
+        for name in ("token_bytes", "budget_bytes", "piece_rows"):
+            positive(name, getattr(self, name))
+        for name in ("all_to_all_bytes", "query_bytes", "state_bytes", "sharded_state_bytes"):
+            number(name, getattr(self, name))
+        if self.ring_bytes is not None:
+            number("ring_bytes", self.ring_bytes)
         for name in ("ring_overlap", "all_to_all_overlap"):
-            value = getattr(self, name)
-            _require(0 <= value <= 1, f"{name}={value}: must be between 0 and 1")
-        _require(
-            self.ring_bytes is None or self.ring_bytes >= 0,
-            f"ring_bytes={self.ring_bytes}: must not be negative",
-        )
-        _require(
-            self.heads is None or self.heads >= 1,
-            f"heads={self.heads}: must be at least 1, or null",
-        )
-        _require(
-            self.nics_per_node >= 1,
-            f"nics_per_node={self.nics_per_node}: must be at least 1",
-        )
-        degrees = [degree for degree, _ in self.bandwidths]
-        _require(bool(degrees), "bandwidths: give at least one (degree, bytes/s) pair")
-        _require(
-            degrees == sorted(set(degrees)) and degrees[0] >= 1,
-            f"bandwidths: degrees {degrees} must ascend from 1",
-        )
-        _require(
-            all(speed > 0 for _, speed in self.bandwidths),
-            "bandwidths: bytes/s must be positive",
-        )
+            number(name, getattr(self, name), most=1.0)
+        if self.heads is not None:
+            whole("heads", self.heads, least=1)
+        whole("nics_per_node", self.nics_per_node, least=1)
+        if not self.bandwidths:
+            raise ValueError("bandwidths: give at least one (degree, bytes/s) pair")
+        degrees = [whole("bandwidths, degree", one, most=MAX_RANKS) for one, _ in self.bandwidths]
+        if degrees != sorted(set(degrees)) or degrees[0] < 1:
+            raise ValueError(f"bandwidths: degrees {quoted(degrees)} must ascend from 1")
+        for _, speed in self.bandwidths:
+            positive("bandwidths, bytes/s", speed)
 
     # ---- what is allowed
 
@@ -362,7 +363,7 @@ class CostModel:
         Raises ValueError where the states leave no room for a token.
         """
         states = self.state_bytes + self.sharded_state_bytes / world_size
-        tokens = int((self.budget_bytes - states) // self.token_bytes)
+        tokens = int(min((self.budget_bytes - states) // self.token_bytes, MAX_TOKENS_PER_RANK))
         if tokens < 1:
             raise ValueError(
                 f"cost model {self.name!r}: model states take {states / 2**30:.1f} of "
@@ -372,6 +373,44 @@ class CostModel:
             )
         return tokens
 
+    # ---- what can be counted
+
+    def check_countable(self, lengths: Sequence[int]) -> None:
+        """Raise ValueError unless a step of these sequences can be counted in 63 bits, however it
+        is planned: its nanoseconds, and the bytes of a rank.
+
+        Every sequence on its own, without a rank to share it and with all its transfers by the
+        slowest link, takes at least as long as any plan. lengths: tokens of each sequence.
+        """
+        if not len(lengths):
+            return
+        longest = max(lengths)
+        if longest > MAX_TOKENS:
+            raise ValueError(f"a sequence of {longest} tokens: it may have at most {MAX_TOKENS:,}")
+        # Python's floats, and no arrays, for they become infinite in silence.
+        tokens = float(sum(lengths))
+        slowest = min(speed for _, speed in self.bandwidths)
+        ring_bytes = 2 * (self.ring_bytes or 0.0) + 2 * self.query_bytes
+        moved = 2 * self.all_to_all_bytes + ring_bytes  # a remapped token moves twice
+        longest_s = (
+            self.attention_s * longest * tokens  # at least the sum of squares
+            + self.linear_s * tokens
+            + moved * tokens / slowest
+            + (self.micro_batch_s + self.group_s) * len(lengths)
+        )
+        if longest_s > MAX_SECONDS:
+            raise ValueError(
+                f"cost model {self.name!r}: a step of {len(lengths)} sequences may take "
+                f"{longest_s:.3g} s, at most {MAX_SECONDS:.0e} s can be counted: check its "
+                "constants and the lengths"
+            )
+        held = self.state_bytes + self.sharded_state_bytes + self.token_bytes * tokens
+        if held > MAX_BYTES:
+            raise ValueError(
+                f"cost model {self.name!r}: a step of {len(lengths)} sequences takes {held:.3g} "
+                f"bytes, at most {MAX_BYTES:.3g} can be counted: check its constants"
+            )
+
     # ---- JSON
 
     def to_record(self) -> dict[str, Any]:
@@ -379,7 +418,7 @@ class CostModel:
 
         Seconds, bytes and shares are floats, so that equal models have equal digests.
         """
-        record: dict[str, Any] = {}
+        record: dict[str, Any] = {"version": VERSION}
         for one in fields(self):
             value = getattr(self, one.name)
             if one.name == "bandwidths":
@@ -394,33 +433,12 @@ class CostModel:
     def from_record(cls, record: Any) -> "CostModel":
         """Return the model `to_record` was called on. Raises ValueError, naming the key, for
         anything that is no cost model."""
-        _require(
-            isinstance(record, dict),
-            f"a cost model is a JSON object, got {type(record).__name__}",
-        )
-        # 1. all keys are there, and no others
-        known = {one.name for one in fields(cls)}
-        needed = {one.name for one in fields(cls) if one.default is MISSING}
-        _require(set(record) <= known, f"unknown keys {sorted(set(record) - known)}")
-        _require(needed <= set(record), f"missing keys {sorted(needed - set(record))}")
-        # 2. each has a value of its type
-        for name in set(record) - {"name", "bandwidths"}:
-            value = record[name]
-            may_be_none = name in ("ring_bytes", "heads")
-            _require(
-                (may_be_none and value is None) or _is_number(value),
-                f"{name}={value!r}: must be a finite number",
-            )
-        _require(isinstance(record["name"], str), f"name={record['name']!r}: must be a string")
-        _require(
-            record["heads"] is None or isinstance(record["heads"], int),
-            f"heads={record['heads']!r}: not an integer",
-        )
-        nics = record.get("nics_per_node", 1)
-        _require(isinstance(nics, int), f"nics_per_node={nics!r}: not an integer")
-        bandwidths = _bandwidths(record["bandwidths"])
-        # 3. the values make sense, says the constructor
-        return cls(**record | {"bandwidths": bandwidths})
+        needed = [one.name for one in fields(cls) if one.default is MISSING]
+        optional = [one.name for one in fields(cls) if one.default is not MISSING]
+        values = dict(fields_of(record, "a cost model", needed=needed, optional=optional))
+        values.pop("version", None)
+        # The constructor checks the values.
+        return cls(**values | {"bandwidths": _bandwidths(values["bandwidths"])})
 
     def save(self, path: str | Path) -> None:
         """Write the model to a JSON file."""
@@ -431,14 +449,16 @@ class CostModel:
         """Return the model that `save` wrote. Raises ValueError naming the file and what is wrong
         with it."""
         try:
-            return cls.from_record(json.loads(Path(path).read_text(encoding="utf-8")))
+            return cls.from_record(parse_json(read_text(path)))
         except (OSError, ValueError) as error:
             raise ValueError(f"cost model file {path}: {error}") from error
 
     def digest(self) -> str:
         """Return the hex digest of every constant: part of a plan's input."""
-        record = json.dumps(self.to_record(), sort_keys=True, separators=(",", ":"))
-        return hashlib.sha256(record.encode()).hexdigest()[:16]
+        record = self.to_record()
+        del record["version"]  # digests in old traces were computed so
+        text = json.dumps(record, sort_keys=True, separators=(",", ":"))
+        return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
 def ring_stretch(degree: int, strategy: str) -> float:
@@ -466,24 +486,9 @@ def nodes_spanned(degree: int) -> int:
 
 def _bandwidths(value: Any) -> tuple[tuple[int, float], ...]:
     """Return a record's bandwidths as (degree, bytes/s) pairs. Raises ValueError for others."""
-    _require(
-        isinstance(value, list) and all(isinstance(one, list) and len(one) == 2 for one in value),
-        f"bandwidths={value!r}: must be a list of [degree, bytes/s] pairs",
-    )
-    _require(
-        all(isinstance(degree, int) and _is_number(speed) for degree, speed in value),
-        f"bandwidths={value!r}: degrees must be integers, speeds finite numbers",
-    )
-    return tuple((degree, speed) for degree, speed in value)
-
-
-def _is_number(value: Any) -> bool:
-    """Return whether `value` is a finite number; True and False are none."""
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        return False
-    return abs(value) < float("inf")
-
-
-def _require(condition: bool, problem: str) -> None:
-    if not condition:
-        raise ValueError(problem)
+    pairs = []
+    for pair in items("bandwidths", value):
+        if not isinstance(pair, list) or len(pair) != 2:
+            raise ValueError(f"bandwidths={quoted(value)}: must be [degree, bytes/s] pairs")
+        pairs.append((pair[0], pair[1]))
+    return tuple(pairs)

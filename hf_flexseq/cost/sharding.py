@@ -27,12 +27,13 @@ would not fit or all other steps would pay for them.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
 from hf_flexseq.cost.model import CostModel
 from hf_flexseq.plan import Plan
 from hf_flexseq.topology import Topology
+from hf_flexseq.values import MAX_BYTES, duration, fields_of, number, positive
 
 # Trips of a micro-batch that leaves none of them out.
 TRIPS = 3
@@ -92,14 +93,22 @@ class FsdpFigures:
     """Seconds of a trip, as far as the cost model's seconds of a micro-batch hold its trips; 0
     where they do not."""
 
+    def __post_init__(self) -> None:
+        number("free_bytes", self.free_bytes, least=-MAX_BYTES)
+        positive("token_bytes", self.token_bytes)
+        number("parameter_bytes", self.parameter_bytes)
+        number("gradient_bytes", self.gradient_bytes)
+        duration("trip_s", self.trip_s)
+
     def to_record(self) -> dict[str, Any]:
         """Return the figures as plain JSON values."""
         return asdict(self)
 
     @classmethod
     def from_record(cls, record: Mapping[str, Any]) -> "FsdpFigures":
-        """Return the figures whose `to_record` gave `record`."""
-        return cls(**record)
+        """Return the figures whose `to_record` gave `record`. Raises ValueError for others."""
+        needed = [one.name for one in fields(cls)]
+        return cls(**fields_of(record, "the figures of FSDP2", needed=needed))
 
     # ---- memory
 

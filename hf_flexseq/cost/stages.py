@@ -24,13 +24,25 @@ I.
 """
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import MISSING, asdict, dataclass, fields
 from typing import Any
 
 import numpy as np
 
 from hf_flexseq.cost.model import ATTENTION_BACKWARD, LINEAR_PASSES, CostModel, FloatArray
-from hf_flexseq.plan.pipeline import Chunk
+from hf_flexseq.plan.pipeline import MAX_STAGES, Chunk
+from hf_flexseq.values import (
+    MAX_BYTES,
+    VERSION,
+    fields_of,
+    items,
+    number,
+    positive,
+    whole,
+)
+
+# Nanoseconds of a token, of a pair or of a chunk: those of `MAX_SECONDS`.
+MAX_NS = 1e18
 
 WEIGHT_CHUNK = 0.5  # a W's constant over that of a forward
 
@@ -58,6 +70,16 @@ class StageCost:
     owed_bytes: float | None = None
     """Bytes that a token keeps from I to W. None: as many as it kept before I."""
 
+    def __post_init__(self) -> None:
+        for name in ("linear_ns", "attention_ns", "chunk_ns", "head_ns"):
+            number(name, getattr(self, name), most=MAX_NS)
+        whole("layers", self.layers, least=1)
+        positive("token_bytes", self.token_bytes)
+        for name in ("kv_bytes", "input_bytes"):
+            number(name, getattr(self, name))
+        if self.owed_bytes is not None:
+            number("owed_bytes", self.owed_bytes)
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PipelineCost:
@@ -69,32 +91,29 @@ class PipelineCost:
     """Nanoseconds per token from a stage to its neighbour, beside its computing."""
 
     def __post_init__(self) -> None:
-        if self.send_ns < 0:
-            raise ValueError(f"send_ns={self.send_ns}: must not be negative")
-        for number, stage in enumerate(self.stages):
-            least_ns = min(stage.linear_ns, stage.attention_ns, stage.chunk_ns, stage.head_ns)
-            if least_ns < 0 or stage.token_bytes <= 0:
-                raise ValueError(
-                    f"stage {number}: costs must not be negative, and token_bytes "
-                    f"positive: {stage}"
-                )
+        number("send_ns", self.send_ns, most=MAX_NS)
+        if len(self.stages) > MAX_STAGES:
+            raise ValueError(f"{len(self.stages):,} stages: at most {MAX_STAGES:,} can be priced")
 
     def to_record(self) -> dict[str, Any]:
         """Return the costs as plain JSON values."""
-        return asdict(self)
+        return {"version": VERSION, **asdict(self)}
 
     @classmethod
     def from_record(cls, record: dict[str, Any]) -> "PipelineCost":
         """Return the costs `to_record` was called on. Raises ValueError for any other record."""
-        try:
-            return cls(
-                stages=tuple(StageCost(**stage) for stage in record["stages"]),
-                send_ns=record["send_ns"],
-            )
-        except (KeyError, TypeError) as error:
-            raise ValueError(
-                f"not the cost of a pipeline: {error!r} (see PipelineCost.to_record)"
-            ) from error
+        values = fields_of(record, "the cost of a pipeline", needed=("stages", "send_ns"))
+        needed = [one.name for one in fields(StageCost) if one.default is MISSING]
+        optional = [one.name for one in fields(StageCost) if one.default is not MISSING]
+        stages = []
+        for index, stage in enumerate(items("stages", values["stages"])):
+            what = f"the cost of stage {index}"
+            constants = fields_of(stage, what, needed=needed, optional=optional)
+            try:
+                stages.append(StageCost(**constants))
+            except ValueError as error:
+                raise ValueError(f"{what}: {error}") from error
+        return cls(stages=tuple(stages), send_ns=values["send_ns"])
 
     @classmethod
     def even(cls, stages: int, stage: StageCost) -> "PipelineCost":
@@ -176,6 +195,10 @@ def chunk_costs(
 
     shapes: [chunks]. checkpointed: [stages, chunks] layers that compute again, () for none.
     """
+    if len(checkpointed) not in (0, len(cost.stages)):
+        raise ValueError(
+            f"a plan of {len(checkpointed)} stages goes with no cost of {len(cost.stages)}"
+        )
     # 1. the chunks as arrays, [chunks] each
     tokens = np.array([shape.tokens for shape in shapes], dtype=np.float64)
     pairs = np.array([shape.pairs for shape in shapes], dtype=np.float64)
@@ -190,10 +213,15 @@ def chunk_costs(
         carried=[],
         send=_whole(cost.send_ns * tokens),
     )
-    for number, stage in enumerate(cost.stages):
+    for index, stage in enumerate(cost.stages):
         share = np.zeros(len(shapes))  # of the layers that compute again
         if checkpointed:
-            share = np.array(checkpointed[number]) / stage.layers
+            share = np.array(checkpointed[index]) / stage.layers
+            if share.max(initial=0) > 1:
+                raise ValueError(
+                    f"stage {index} has {stage.layers} layers, of which "
+                    f"{max(checkpointed[index])} are checkpointed"
+                )
         # 2. nanoseconds, [chunks] each
         linear = stage.linear_ns * tokens
         attention = stage.attention_ns * pairs
@@ -215,6 +243,12 @@ def chunk_costs(
 
 
 def _whole(values: FloatArray) -> list[int]:
-    """Return values, [chunks], rounded to whole nanoseconds or bytes."""
+    """Return values, [chunks], rounded to whole nanoseconds or bytes. Raises ValueError for more
+    than 63 bits can count."""
+    if values.size and not values.max() <= MAX_BYTES:
+        raise ValueError(
+            f"the cost of a chunk is {values.max():.3g} ns or bytes, at most {MAX_BYTES:.3g} can "
+            "be counted: check the constants of the stages and the lengths"
+        )
     rounded: list[int] = np.rint(values).astype(np.int64).tolist()
     return rounded

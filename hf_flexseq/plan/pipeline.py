@@ -38,12 +38,39 @@ from typing import Any, NamedTuple
 
 from hf_flexseq.plan.records import Record
 from hf_flexseq.plan.shard import Slice
+from hf_flexseq.values import (
+    MAX_TOKENS,
+    VERSION,
+    duration,
+    fields_of,
+    items,
+    quoted,
+    whole,
+    wholes,
+    word,
+)
 
 # Forward, whole backward, gradient of the input, gradient of the weights.
 KINDS = ("F", "B", "I", "W")
 
-# stage, kind, unit, chunk: 2F0.1
-_TEXT = re.compile(r"(\d+)([FBIW])(\d+)\.(\d+)")
+# stage, kind, unit, chunk: 2F0.1; nothing has as many as 10 digits tell
+_TEXT = re.compile(r"([0-9]{1,9})([FBIW])([0-9]{1,9})\.([0-9]{1,9})")
+
+# The keys of a plan's record, besides `version`.
+KEYS = (
+    "lengths",
+    "ranks",
+    "stages",
+    "chunks",
+    "actions",
+    "checkpointed",
+    "schedule",
+    "objective_s",
+    "planning_s",
+)
+
+# Stages of a pipeline: each has a layer at least, and no model has as many.
+MAX_STAGES = 1 << 14
 
 
 class Action(NamedTuple):
@@ -70,7 +97,7 @@ class Action(NamedTuple):
         match = _TEXT.fullmatch(text)
         if match is None:
             raise ValueError(
-                f"{text!r} is no action: expected stage, one of {', '.join(KINDS)}, "
+                f"{quoted(text)} is no action: expected stage, one of {', '.join(KINDS)}, "
                 "unit.chunk, as 2F0.1"
             )
         stage, kind, unit, chunk = match.groups()
@@ -146,6 +173,7 @@ class PipelinePlan(Record):
     def to_record(self) -> dict[str, Any]:
         """Return the plan as plain JSON values; a rank's actions are one line of text."""
         return {
+            "version": VERSION,
             "lengths": list(self.lengths),
             "ranks": self.ranks,
             "stages": self.stages,
@@ -160,22 +188,27 @@ class PipelinePlan(Record):
     @classmethod
     def from_record(cls, record: dict[str, Any]) -> "PipelinePlan":
         """Return the plan `to_record` was called on. Raises ValueError for any other record."""
-        try:
-            return cls(
-                lengths=tuple(record["lengths"]),
-                ranks=record["ranks"],
-                stages=record["stages"],
-                chunks=tuple(_chunk(chunk) for chunk in record["chunks"]),
-                actions=tuple(parse(line) for line in record["actions"]),
-                checkpointed=tuple(tuple(layers) for layers in record["checkpointed"]),
-                schedule=record["schedule"],
-                objective_s=record["objective_s"],
-                planning_s=record["planning_s"],
-            )
-        except (KeyError, TypeError, AttributeError) as error:
-            raise ValueError(
-                f"not a plan of a pipeline: {error!r} (it has the keys of PipelinePlan.to_record)"
-            ) from error
+        values = fields_of(record, "a plan of a pipeline", needed=KEYS)
+        return cls(
+            lengths=wholes("lengths", values["lengths"], least=1, most=MAX_TOKENS),
+            ranks=whole("ranks", values["ranks"], least=1, most=MAX_STAGES),
+            stages=whole("stages", values["stages"], least=1, most=MAX_STAGES),
+            chunks=tuple(
+                _chunk(chunk, f"chunks[{index}]")
+                for index, chunk in enumerate(items("chunks", values["chunks"]))
+            ),
+            actions=tuple(
+                parse(_text_of(line, f"actions[{rank}]"))
+                for rank, line in enumerate(items("actions", values["actions"]))
+            ),
+            checkpointed=tuple(
+                wholes(f"checkpointed[{stage}]", layers)
+                for stage, layers in enumerate(items("checkpointed", values["checkpointed"]))
+            ),
+            schedule=word("schedule", values["schedule"]),
+            objective_s=duration("objective_s", values["objective_s"]),
+            planning_s=duration("planning_s", values["planning_s"]),
+        )
 
     def check_form(self) -> None:
         """Raise ValueError, naming chunk or action, unless chunks and lists of actions are legal.
@@ -212,11 +245,29 @@ def _chunk_record(chunk: Chunk) -> dict[str, Any]:
     return {"unit": chunk.unit, "index": chunk.index, "slices": slices}
 
 
-def _chunk(record: dict[str, Any]) -> Chunk:
+def _chunk(record: Any, where: str) -> Chunk:
+    record = fields_of(record, where, needed=("unit", "index", "slices"))
     slices = []
-    for sequence, start, stop in record["slices"]:  # three ints each
+    for number, numbers in enumerate(items(f"{where}, slices", record["slices"])):
+        if len(items(f"{where}, slices[{number}]", numbers)) != 3:
+            raise ValueError(
+                f"{where}: {quoted(numbers)} is no slice, which is [sequence, start, stop]"
+            )
+        # `check_form` compares them with the lengths
+        sequence, start, stop = wholes(f"{where}, slices[{number}]", numbers, most=MAX_TOKENS)
         slices.append(Slice(sequence=sequence, start=start, stop=stop))
-    return Chunk(unit=record["unit"], index=record["index"], slices=tuple(slices))
+    return Chunk(
+        unit=whole(f"{where}, unit", record["unit"]),
+        index=whole(f"{where}, index", record["index"]),
+        slices=tuple(slices),
+    )
+
+
+def _text_of(line: Any, name: str) -> str:
+    """Return a rank's line of actions. Raises ValueError for what is no text."""
+    if not isinstance(line, str):
+        raise ValueError(f"{name}={quoted(line)}: must be a string of actions, such as 0F0.0")
+    return line
 
 
 # ---- the form: chunks
@@ -225,13 +276,11 @@ def _chunk(record: dict[str, Any]) -> Chunk:
 def _check_chunks(plan: PipelinePlan) -> None:
     """Raise ValueError unless the chunks hold every token once, in the order of their names."""
     # 1. names are without gaps
-    names = [(chunk.unit, chunk.index) for chunk in plan.chunks]
-    sizes = _unit_sizes(plan.chunks)
-    wanted = []
-    for unit in range(len(sizes)):
-        wanted += [(unit, index) for index in range(sizes.get(unit, 0))]
-    if names != wanted:
-        raise ValueError("chunks must be numbered unit by unit: 0.0, 0.1, ..., 1.0, ...")
+    next_names = [(0, 0)]
+    for chunk in plan.chunks:
+        if (chunk.unit, chunk.index) not in next_names:
+            raise ValueError("chunks must be numbered unit by unit: 0.0, 0.1, ..., 1.0, ...")
+        next_names = [(chunk.unit, chunk.index + 1), (chunk.unit + 1, 0)]
     # 2. every chunk goes on where those before it ended
     reached = [0] * len(plan.lengths)  # tokens of each sequence in the chunks so far
     before: Chunk | None = None

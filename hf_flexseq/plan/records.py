@@ -5,6 +5,9 @@
               planning took, and the notes for people
     digest    a hash of the decision: equal on every rank and in every run
 
+A record says its `version` (`values.VERSION`); those from before it are of version 1. Whatever is
+read back is checked value by value, so that nothing else needs to ask what a file may hold.
+
 A `Record` is a frozen dataclass. A plan of a whole optimizer step, made of groups or of pipelines,
 also is an `AnyPlan`: that is all an engine needs to know of it.
 
@@ -16,8 +19,9 @@ field into a part of the file format.
 import hashlib
 import json
 from abc import ABC, abstractmethod
-from collections.abc import Iterable
 from typing import Any, Protocol, Self
+
+from hf_flexseq.reading import parse_json
 
 DIGEST_CHARACTERS = 16  # 64 bits: enough to tell the plans of a run from each other
 
@@ -50,7 +54,7 @@ class Record(ABC):
     @classmethod
     def from_json(cls, text: str) -> Self:
         """Return what `to_json` was called on. Raises ValueError for any other text."""
-        return cls.from_record(json.loads(text))
+        return cls.from_record(parse_json(text))
 
     def decision(self) -> dict[str, Any]:
         """Return the record without what is no part of the decision."""
@@ -58,6 +62,7 @@ class Record(ABC):
         # The key stays, with a constant: digests in old traces were computed so.
         record["planning_s"] = 0.0
         record.pop("notes", None)
+        record.pop("version", None)
         return record
 
     def digest(self) -> str:
@@ -97,14 +102,3 @@ class AnyPlan(Protocol):
 
     def check_form(self) -> None:
         """Raise ValueError, saying where, unless the parts fit each other."""
-
-
-def notes_of(record: dict[str, Any]) -> tuple[str, ...]:
-    """Return the notes of a plan's record; records written before there were notes have none.
-
-    Raises TypeError for notes that are not a list of strings.
-    """
-    notes: Iterable[Any] = record.get("notes", ())
-    if isinstance(notes, str) or not all(isinstance(note, str) for note in notes):
-        raise TypeError(f"notes must be a list of strings, got {notes!r}")
-    return tuple(notes)

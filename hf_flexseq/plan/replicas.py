@@ -10,7 +10,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from hf_flexseq.plan.pipeline import Chunk, PipelinePlan
-from hf_flexseq.plan.records import Record, notes_of
+from hf_flexseq.plan.records import Record
+from hf_flexseq.values import MAX_TOKENS, VERSION, fields_of, items, quoted, wholes, words
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -57,6 +58,7 @@ class StepPlan(Record):
     def to_record(self) -> dict[str, Any]:
         """Return the plan as plain JSON values."""
         return {
+            "version": VERSION,
             "lengths": list(self.lengths),
             "members": [list(ids) for ids in self.members],
             "plans": [plan.to_record() for plan in self.plans],
@@ -66,17 +68,20 @@ class StepPlan(Record):
     @classmethod
     def from_record(cls, record: dict[str, Any]) -> "StepPlan":
         """Return the plan `to_record` was called on. Raises ValueError for any other record."""
-        try:
-            return cls(
-                lengths=tuple(record["lengths"]),
-                members=tuple(tuple(ids) for ids in record["members"]),
-                plans=tuple(PipelinePlan.from_record(plan) for plan in record["plans"]),
-                notes=notes_of(record),
-            )
-        except (KeyError, TypeError) as error:
-            raise ValueError(
-                f"not a step of pipelines: {error!r} (it has the keys of StepPlan.to_record)"
-            ) from error
+        needed = ("lengths", "members", "plans")
+        values = fields_of(record, "a step of pipelines", needed=needed, optional=("notes",))
+        lengths = wholes("lengths", values["lengths"], least=1, most=MAX_TOKENS)
+        return cls(
+            lengths=lengths,
+            members=tuple(
+                wholes(f"members[{replica}]", ids, most=len(lengths) - 1)
+                for replica, ids in enumerate(items("members", values["members"]))
+            ),
+            plans=tuple(
+                PipelinePlan.from_record(plan) for plan in items("plans", values["plans"])
+            ),
+            notes=words("notes", values.get("notes", ())),
+        )
 
     def decision(self) -> dict[str, Any]:
         """Return the record without what is no part of the decision, in the step or a replica."""
@@ -92,7 +97,8 @@ class StepPlan(Record):
         placed = sorted(sequence for ids in self.members for sequence in ids)
         if placed != list(range(len(self.lengths))):
             raise ValueError(
-                f"replicas must hold each of {len(self.lengths)} sequences once: {self.members}"
+                f"replicas must hold each of {len(self.lengths)} sequences once: "
+                f"{quoted(self.members)}"
             )
         if len(self.members) != len(self.plans):
             raise ValueError(
@@ -104,6 +110,6 @@ class StepPlan(Record):
             if plan.lengths != lengths:
                 raise ValueError(
                     f"the plan of replica {replica} is for sequences of other lengths: "
-                    f"{plan.lengths}"
+                    f"{quoted(plan.lengths)}"
                 )
             plan.check_form()

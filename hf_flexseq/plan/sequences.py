@@ -16,9 +16,24 @@ says what each rank holds, the executing half obeys.
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
-from hf_flexseq.plan.records import Record, notes_of
+from hf_flexseq.plan.records import Record
+from hf_flexseq.values import (
+    MAX_RANKS,
+    MAX_TOKENS,
+    VERSION,
+    are_whole,
+    duration,
+    fields_of,
+    flag,
+    items,
+    quoted,
+    wholes,
+    word,
+    words,
+)
 
 # How the ranks of a group share the attention of a sequence. attention/ runs them, plan/shard.py
 # says which tokens each rank holds.
@@ -30,6 +45,10 @@ STRATEGIES = (
     "allgather",  # keys and values of all chunks first, then one kernel call
     "hybrid",  # Ulysses inside nodes, a ring across them
 )
+
+# The keys of a plan's record, besides `notes` and `version`, and of its parts.
+KEYS = ("lengths", "micro_batches", "objective_s", "lower_bound_s", "planner", "planning_s")
+GROUP_KEYS = ("ranks", "sequences", "strategy")
 
 
 class PlanInfeasible(ValueError):
@@ -51,16 +70,24 @@ class Group:
     """How the ranks share attention: one of `STRATEGIES`, `local` for one rank alone."""
 
     def __post_init__(self) -> None:
-        if not self.ranks or self.ranks != tuple(range(self.start, self.start + self.degree)):
-            raise ValueError(f"a group's ranks must be contiguous and ascending, got {self.ranks}")
-        if not self.sequences:
-            raise ValueError(f"the group of ranks {self.ranks} holds no sequence")
-        if self.strategy not in STRATEGIES:
-            raise ValueError(f"strategy {self.strategy!r} is none of {', '.join(STRATEGIES)}")
-        if (self.strategy == "local") != (self.degree == 1):
+        ranks = self.ranks
+        first = ranks[0] if ranks else None
+        degree = len(ranks)
+        # Most groups are of one rank, which is always contiguous.
+        if type(first) is not int or (degree > 1 and ranks != tuple(range(first, first + degree))):
             raise ValueError(
-                f"strategy {self.strategy!r} does not fit degree {self.degree}: "
-                "local means one rank"
+                f"a group's ranks must be whole numbers, contiguous and ascending, got "
+                f"{quoted(ranks)}"
+            )
+        if not self.sequences:
+            raise ValueError(f"the group of ranks {quoted(ranks)} holds no sequence")
+        if self.strategy not in STRATEGIES:
+            raise ValueError(
+                f"strategy {quoted(self.strategy)} is none of {', '.join(STRATEGIES)}"
+            )
+        if (self.strategy == "local") != (degree == 1):
+            raise ValueError(
+                f"strategy {self.strategy!r} does not fit degree {degree}: local means one rank"
             )
 
     @property
@@ -146,6 +173,7 @@ class Plan(Record):
     def to_record(self) -> dict[str, Any]:
         """Return the plan as plain JSON values."""
         return {
+            "version": VERSION,
             "lengths": list(self.lengths),
             "micro_batches": [_micro_batch_record(batch) for batch in self.micro_batches],
             "objective_s": self.objective_s,
@@ -158,20 +186,19 @@ class Plan(Record):
     @classmethod
     def from_record(cls, record: dict[str, Any]) -> "Plan":
         """Return the plan `to_record` was called on. Raises ValueError for any other record."""
-        try:
-            return cls(
-                lengths=tuple(record["lengths"]),
-                micro_batches=tuple(_micro_batch(batch) for batch in record["micro_batches"]),
-                objective_s=record["objective_s"],
-                lower_bound_s=record["lower_bound_s"],
-                planner=record["planner"],
-                planning_s=record["planning_s"],
-                notes=notes_of(record),
-            )
-        except (KeyError, TypeError) as error:
-            raise ValueError(
-                f"not a plan: {error!r} (a plan has the keys of Plan.to_record)"
-            ) from error
+        values = fields_of(record, "a plan", needed=KEYS, optional=("notes",))
+        batches = items("micro_batches", values["micro_batches"])
+        plan = cls(
+            lengths=wholes("lengths", values["lengths"], least=1, most=MAX_TOKENS),
+            micro_batches=tuple(_micro_batch(batch, index) for index, batch in enumerate(batches)),
+            objective_s=duration("objective_s", values["objective_s"]),
+            lower_bound_s=duration("lower_bound_s", values["lower_bound_s"]),
+            planner=word("planner", values["planner"]),
+            planning_s=duration("planning_s", values["planning_s"]),
+            notes=words("notes", values.get("notes", ())),
+        )
+        _check_numbers(plan)
+        return plan
 
     def check_form(self) -> None:
         """Raise ValueError unless every sequence has a token and is in exactly one group, and the
@@ -207,17 +234,49 @@ def _micro_batch_record(micro_batch: MicroBatch) -> dict[str, Any]:
     return record
 
 
-def _micro_batch(record: dict[str, Any]) -> MicroBatch:
+def _micro_batch(record: Any, index: int) -> MicroBatch:
+    """Return micro-batch `index` of a plan's record; the numbers in it are checked later, all at
+    once."""
+    where = f"micro-batch {index}"
+    record = fields_of(record, where, needed=("groups",), optional=("remap",))
     groups = []
-    for group in record["groups"]:
-        groups.append(
-            Group(
+    for group in items(f"{where}, groups", record["groups"]):
+        # Plans come from the planner's process in every step: no call for what is right.
+        try:
+            made = Group(
                 ranks=tuple(group["ranks"]),
                 sequences=tuple(group["sequences"]),
                 strategy=group["strategy"],
             )
-        )
-    return MicroBatch(groups=tuple(groups), remap=record.get("remap", False))
+        except (KeyError, TypeError):
+            raise ValueError(f"{where}: {_no_group(group)}") from None
+        if len(group) != len(GROUP_KEYS):
+            raise ValueError(f"{where}: {_no_group(group)}")
+        groups.append(made)
+    return MicroBatch(groups=tuple(groups), remap=flag("remap", record.get("remap", False)))
+
+
+def _no_group(record: Any) -> str:
+    """Return what is wrong with the record of a group."""
+    return f"{quoted(record)} is no group, which has the keys {', '.join(GROUP_KEYS)}"
+
+
+def _check_numbers(plan: Plan) -> None:
+    """Raise ValueError unless all ranks and sequences in the plan's groups are whole numbers.
+
+    A plan may have a thousand groups: one look at all their numbers takes a tenth of one at each.
+    """
+    groups = list(chain.from_iterable(batch.groups for batch in plan.micro_batches))
+    ranks = tuple(chain.from_iterable(group.ranks for group in groups))
+    sequences = tuple(chain.from_iterable(group.sequences for group in groups))
+    # The constructor of a group has compared its ranks, but 1.0 and True are equal to 1.
+    if are_whole(ranks, least=0, most=MAX_RANKS - 1) and are_whole(
+        sequences, least=0, most=len(plan.lengths) - 1
+    ):
+        return
+    for group in groups:
+        wholes("ranks", group.ranks, most=MAX_RANKS - 1)
+        wholes("sequences", group.sequences, most=len(plan.lengths) - 1)
 
 
 # ---- the form
@@ -236,7 +295,8 @@ def _check_coverage(plan: Plan) -> None:
     unknown = sorted(set(placed) - wanted)
     if missing or repeated or unknown:
         raise ValueError(
-            f"sequences missing {missing}, placed more than once {repeated}, unknown {unknown}"
+            f"sequences missing {quoted(missing)}, placed more than once {quoted(repeated)}, "
+            f"unknown {quoted(unknown)}"
         )
     if any(length < 1 for length in plan.lengths):
         raise ValueError(f"sequence {plan.lengths.index(min(plan.lengths))} has no token")
@@ -250,7 +310,7 @@ def _check_laminar(micro_batch: MicroBatch, where: str) -> None:
     """
     degrees = [group.degree for group in micro_batch.groups]
     if degrees != sorted(degrees, reverse=True):
-        raise ValueError(f"{where}: groups must stand widest first, got degrees {degrees}")
+        raise ValueError(f"{where}: groups must stand widest first, got degrees {quoted(degrees)}")
     open_stops: list[int] = []  # where each open group ends, the innermost last
     for group in sorted(micro_batch.groups, key=lambda group: (group.start, -group.stop)):
         while open_stops and open_stops[-1] <= group.start:

@@ -42,6 +42,7 @@ from hf_flexseq.planner.search.auto import auto_micro_batches
 from hf_flexseq.planner.static import check_degree, static_micro_batches
 from hf_flexseq.schedule.routing_notes import LayerTokenBytes
 from hf_flexseq.topology import Topology
+from hf_flexseq.values import MAX_TOKENS_PER_RANK
 
 
 class MicroBatchMaker(Protocol):
@@ -115,6 +116,7 @@ def make_plan(
     widest = _widest_degree(topology, planner=planner, strategy=strategy, sp_degree=sp_degree)
     cost.strategies(strategy)  # raises when it needs a ring and the cost model knows none
     cap = _checked_cap(max_tokens_per_rank, cost, topology)
+    cost.check_countable(tokens)
     _check_fits(tokens, widest, cap, world=topology.world_size)
     # 2. decide
     micro_batches: tuple[MicroBatch, ...] = ()
@@ -188,7 +190,7 @@ def _checked_cap(max_tokens_per_rank: int | None, cost: CostModel, topology: Top
         return cost.max_tokens_per_rank(topology.world_size)
     if max_tokens_per_rank < 1:
         raise ValueError(f"max_tokens_per_rank={max_tokens_per_rank}: give at least 1")
-    return max_tokens_per_rank
+    return min(max_tokens_per_rank, MAX_TOKENS_PER_RANK)  # more of them would fit no integer
 
 
 def _check_choices(**chosen: str) -> None:

@@ -96,9 +96,12 @@ def peak_tokens(plan: PipelinePlan) -> tuple[int, ...]:
     return tuple(peaks)
 
 
-def tokens_as_time(stages: int) -> PipelineCost:
-    """Return a cost for plans whose real one is not known: a microsecond per token, forward."""
-    return PipelineCost.even(stages, StageCost(linear_ns=1e3, attention_ns=0.0, chunk_ns=0.0))
+def tokens_as_time(plan: PipelinePlan) -> PipelineCost:
+    """Return a cost for a plan whose real one is not known: a microsecond per token, forward."""
+    # As many layers as are checkpointed at most: there are no fewer.
+    layers = max((max(of_stage, default=1) for of_stage in plan.checkpointed), default=1)
+    stage = StageCost(linear_ns=1e3, attention_ns=0.0, chunk_ns=0.0, layers=max(1, layers))
+    return PipelineCost.even(plan.stages, stage)
 
 
 def _events(

@@ -45,7 +45,7 @@ from hf_flexseq.simulate.work import LINEAR, RINGS, GroupWork, make_work, spread
 from hf_flexseq.timeline import Recorder, Timeline
 from hf_flexseq.topology import Topology
 
-__all__ = ["CLOSED_FORM", "Detail", "simulate"]
+__all__ = ["CLOSED_FORM", "Detail", "most_events", "simulate"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -86,10 +86,27 @@ def simulate(
     """
     if sync not in ("lockstep", "free"):
         raise ValueError(f"sync={sync!r} is neither lockstep nor free")
+    cost.check_countable(plan.lengths)
     simulation = _Simulation(topology, cost, sync=sync, detail=detail or Detail())
     for micro_batch in plan.micro_batches:
         simulation.run_micro_batch(micro_batch, plan.lengths)
     return simulation.recorder.timeline(int(simulation.clock.max()), "ns")
+
+
+def most_events(plan: Plan, topology: Topology, detail: Detail) -> int:
+    """Return an upper bound on the events and changes of memory of a simulated step."""
+    passes = max(1, 2 * detail.layers)
+    count = 0
+    for micro_batch in plan.micro_batches:
+        # Of every rank: the constant, waits and, in each pass, remapping and memory.
+        count += topology.world_size * (3 + 4 * passes)
+        for group in micro_batch.groups:
+            # Of its ranks in each pass: linear layers, latency, waits, transfers, attention.
+            of_a_pass = 7
+            if group.strategy in RINGS:
+                of_a_pass += 4 * group.degree  # a ring has at most so many steps
+            count += group.degree * of_a_pass * passes
+    return count
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

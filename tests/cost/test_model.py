@@ -330,7 +330,9 @@ def test_json_round_trip(tmp_path: Path) -> None:
 
 def test_digest_sees_every_constant() -> None:
     digests = {FLEXSP.digest()}
-    for name, value in FLEXSP.to_record().items():
+    constants = FLEXSP.to_record()
+    assert constants.pop("version") == 1
+    for name, value in constants.items():
         changed = {
             "heads": 64,
             "ring_bytes": 1.0,
@@ -339,8 +341,8 @@ def test_digest_sees_every_constant() -> None:
             "name": "x",
             "bandwidths": [[2, 1.0]],
         }.get(name) or value + 1
-        digests.add(CostModel.from_record(FLEXSP.to_record() | {name: changed}).digest())
-    assert len(digests) == 1 + len(FLEXSP.to_record())
+        digests.add(CostModel.from_record(constants | {name: changed}).digest())
+    assert len(digests) == 1 + len(constants)
 
 
 @pytest.mark.parametrize(
@@ -349,19 +351,24 @@ def test_digest_sees_every_constant() -> None:
         ({"linear_s": "fast"}, "linear_s='fast'"),
         ({"linear_s": 0}, "linear_s=0"),
         ({"attention_s": -1.0}, "attention_s=-1.0"),
-        ({"budget_bytes": float("nan")}, "budget_bytes=nan"),
+        ({"budget_bytes": float("nan")}, "NaN is no number"),
+        ({"budget_bytes": 1e300}, "budget_bytes=1e.300: must be at most"),
+        ({"attention_s": True}, "attention_s=True: must be a finite number"),
+        ({"attention_s": 10**400}, "attention_s=1000.*: must be at most"),
+        ({"name": "\x1b[31m"}, r"name='\\x1b\[31m': must be one line"),
+        ({"version": 2}, "version 2: this hf_flexseq reads version 1"),
         ({"heads": 2.5}, "heads=2.5"),
         ({"heads": 0}, "heads=0"),
         ({"nics_per_node": 0}, "nics_per_node=0"),
-        ({"nics_per_node": 1.5}, "nics_per_node=1.5: not an integer"),
+        ({"nics_per_node": 1.5}, "nics_per_node=1.5: must be a whole number"),
         ({"transfer_s": -1.0}, "transfer_s=-1.0"),
         ({"all_to_all_overlap": 1.5}, "all_to_all_overlap=1.5"),
         ({"name": 3}, "name=3"),
         ({"bandwidths": []}, "at least one"),
-        ({"bandwidths": {"2": 1}}, "list of"),
+        ({"bandwidths": {"2": 1}}, "must be a list"),
         ({"bandwidths": [[4, 1.0], [2, 1.0]]}, "must ascend"),
         ({"bandwidths": [[2, 0.0]]}, "positive"),
-        ({"bandwidths": [["2", 1.0]]}, "degrees must be integers"),
+        ({"bandwidths": [["2", 1.0]]}, "degree='2': must be a whole number"),
         ({"extra": 1}, r"unknown keys \['extra'\]"),
     ],
 )

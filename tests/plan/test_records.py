@@ -71,8 +71,18 @@ def test_records_without_notes_are_read(plan: Plan | StepPlan) -> None:
 @pytest.mark.parametrize("plan", PLANS)
 @pytest.mark.parametrize("notes", ["because", [1], 3, None])
 def test_notes_are_a_list_of_strings(plan: Plan | StepPlan, notes: object) -> None:
-    with pytest.raises(ValueError, match="not a"):
+    with pytest.raises(ValueError, match="notes.*must be a"):
         type(plan).from_record(plan.to_record() | {"notes": notes})
+
+
+@pytest.mark.parametrize("plan", PLANS)
+def test_a_record_says_its_version_and_another_one_is_refused(plan: Plan | StepPlan) -> None:
+    record = plan.to_record()
+    assert record.pop("version") == 1
+    assert type(plan).from_record(record) == plan  # of before there were versions
+    for version in (2, "1", True, None):
+        with pytest.raises(ValueError, match=f"of version {version!r}: .* reads version 1"):
+            type(plan).from_record(record | {"version": version})
 
 
 @pytest.mark.parametrize("plan", PLANS)

@@ -125,7 +125,7 @@ def test_sending_delays_the_neighbour_only():
 
 @pytest.mark.parametrize("field", ["linear_ns", "attention_ns", "chunk_ns", "head_ns"])
 def test_negative_costs_are_refused(field):
-    with pytest.raises(ValueError, match="costs must not be negative"):
+    with pytest.raises(ValueError, match=f"{field}=-1.0: must not be negative"):
         PipelineCost.even(1, stage_cost(**{field: -1.0}))
 
 

@@ -109,7 +109,7 @@ def test_flexseq_view_shows_pipelines_and_simulate_says_so(plan, tmp_path, capsy
 
 
 def test_tokens_stand_for_time_where_there_is_no_cost_model(plan):
-    assert simulate_pipeline(plan, tokens_as_time(2)).stop == 11 * 8 * 1000
+    assert simulate_pipeline(plan, tokens_as_time(plan)).stop == 11 * 8 * 1000
 
 
 # ---- Seq1F1B's memory

@@ -91,7 +91,8 @@ def calibrate(
 
 def _config(model: str | Mapping[str, Any]) -> PreTrainedConfig:
     if isinstance(model, str):
-        return AutoConfig.from_pretrained(model)
+        # None would ask on the terminal whether a model's own code may run
+        return AutoConfig.from_pretrained(model, trust_remote_code=False)
     if "model_type" not in model:
         raise ValueError("a model given by its sizes needs its model_type, such as llama")
     return AutoConfig.for_model(**model)

@@ -1,0 +1,789 @@
+"""What hostile input does to the commands: thousands of mutated files and arguments.
+
+    python scripts/benchmarks/mutations.py --count 20000 --commands 50
+
+Files that hf_flexseq reads (plans, traces, plans of pipelines, cost models, lengths in every
+format) and arguments are mutated: bits flip, keys go, types change, numbers become huge, negative
+or NaN, values nest deep, files are cut, joined, or replaced by pickles that would leave a mark.
+The commands run on them in this process, and some as commands of their own. Every mutation follows
+from a seed and its index.
+
+The promise: a command ends with 0, or with 2 and one line of at most 300 characters; on 0 nothing
+that it prints or writes holds a number that is not finite, and a plan that it writes passes the
+check. Nobody's pickle runs, and nothing takes 10 seconds or a gigabyte.
+"""
+
+import contextlib
+import copy
+import gzip
+import io
+import json
+import math
+import os
+import pickle
+import random
+import re
+import resource
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+import traceback
+import warnings
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from common import argument_parser, machine, table, write_record
+from hf_flexseq.cli import main as flexseq
+from hf_flexseq.config import FlexSeqArguments
+from hf_flexseq.cost.presets import PRESETS
+from hf_flexseq.cost.stages import PipelineCost
+from hf_flexseq.plan import Plan, check
+from hf_flexseq.planner import make_plan
+from hf_flexseq.planner.pipeline.make import make_pipeline_plan
+from hf_flexseq.topology import Topology
+
+LINE = 300  # characters of a message
+MOST_S = 10.0
+MOST_BYTES = 1_000_000_000
+
+TOPOLOGY = Topology(nodes=2, ranks_per_node=4)
+MACHINE = ("--topology", "2x4", "--cost-model", "llama-3.1-8b-h200")
+CAP = ("--max-tokens-per-rank", "6000")
+LENGTHS = (900, 12_000, 40, 2500, 7, 300, 5000, 64, 128, 1)
+
+# What a number, a string or anything else becomes.
+STRANGE: tuple[Any, ...] = (
+    *(0, -1, 1, 2, 7, -(2**63), 2**31, 2**63, 10**9, 10**18, 10**30, 10**400),
+    *(0.0, -0.5, 0.5, 1e-300, 1e300, math.nan, math.inf, -math.inf),
+    *(None, True, False, "", "x", "7", "\x1b[31mred\x1b[0m", "\u202eleft", "a\nb", "\ud800"),
+    *("y" * 5000, [], {}, [[]], [1], [True], {"a": 1}, ["\x1b]0;title\x07"]),
+)
+NAN_IN_TEXT = re.compile(r"(?<![\w/.-])-?(nan|inf|infinity)(?![\w/.-])", re.IGNORECASE)
+
+
+# ---- the files to begin with
+
+
+def planted(mark: Path) -> bytes:
+    """Return a pickle that makes the file `mark` when it is loaded."""
+
+    class Planted:
+        def __reduce__(self) -> tuple[Any, ...]:
+            return open, (str(mark), "w")
+
+    return pickle.dumps(Planted())
+
+
+def plan_text() -> str:
+    """Return a plan of groups."""
+    cost = PRESETS["llama-3.1-8b-h200"]
+    return make_plan(LENGTHS, TOPOLOGY, cost, max_tokens_per_rank=6000).to_json()
+
+
+def trace_text() -> str:
+    """Return a plan trace of three steps."""
+    record = json.loads(plan_text())
+    lines = []
+    for step in range(3):
+        measured = [0.25] * len(record["micro_batches"])
+        line = {"step": step, "cost_model": "0123456789abcdef", "measured_s": measured, **record}
+        lines.append(json.dumps(line))
+    return "\n".join(lines) + "\n"
+
+
+def pipeline_text() -> str:
+    """Return a line of a pipeline's trace."""
+    cost = PipelineCost.of_model(PRESETS["llama-3.1-8b-h200"], 4)
+    plan = make_pipeline_plan((900, 5000, 40), cost, schedule="seq1f1b", chunks=4)
+    line = {"step": 3, "measured_s": [0.5], "pipeline_cost": cost.to_record(), "replica": 0}
+    return json.dumps({**line, "sequences": [0, 1, 2], **plan.to_record()})
+
+
+def cost_text() -> str:
+    """Return a cost model."""
+    return json.dumps(PRESETS["llama-3.1-8b-h200"].to_record())
+
+
+def lengths_text(kind: str) -> str:
+    """Return lengths as text: `list`, `lines` or `rows`."""
+    if kind == "list":
+        return json.dumps(LENGTHS)
+    if kind == "lines":
+        return "".join(f"{length}\n" for length in LENGTHS)
+    rows = [{"length": length, "input_ids": [1] * (length % 50)} for length in LENGTHS]
+    return "".join(json.dumps(row) + "\n" for row in rows)
+
+
+def parquet_bytes() -> bytes:
+    """Return lengths and token ids as a Parquet file."""
+    import pyarrow
+    import pyarrow.parquet
+
+    columns = {"length": list(LENGTHS), "input_ids": [[1] * (n % 50) for n in LENGTHS]}
+    buffer = io.BytesIO()
+    pyarrow.parquet.write_table(pyarrow.table(columns), buffer)
+    return buffer.getvalue()
+
+
+def dataset_files(folder: Path) -> dict[str, bytes]:
+    """Return the files of a saved dataset, by name."""
+    import datasets
+
+    datasets.disable_progress_bars()
+    saved = datasets.Dataset.from_dict({"length": list(LENGTHS)})
+    saved.save_to_disk(folder / "dataset")
+    return {path.name: path.read_bytes() for path in (folder / "dataset").iterdir()}
+
+
+# ---- mutations of values
+
+
+def places(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+    """Yield the path of every value inside a JSON value."""
+    yield path
+    if isinstance(value, dict):
+        for key, inner in value.items():
+            yield from places(inner, (*path, key))
+    elif isinstance(value, list):
+        for index, inner in enumerate(value):
+            yield from places(inner, (*path, index))
+
+
+def mutated_value(value: Any, rng: random.Random) -> Any:
+    """Return a JSON value with something in it changed, gone, added or there twice."""
+    value = json.loads(json.dumps(value))
+    for _ in range(rng.choice((1, 1, 1, 2, 4))):
+        inside = list(places(value))[1:]
+        if not inside:
+            return strange(rng)
+        path = rng.choice(inside)
+        holder = value
+        for key in path[:-1]:
+            holder = holder[key]
+        act = rng.randrange(6)
+        old = holder[path[-1]]
+        if act == 0:
+            del holder[path[-1]]
+        elif act == 1 and isinstance(holder, list):
+            holder.insert(path[-1], old)
+        elif act == 1:
+            holder["extra"] = old
+        elif act == 2 and isinstance(old, int | float) and not isinstance(old, bool):
+            half = old / 2 if abs(old) < 2**63 else 0.5
+            holder[path[-1]] = rng.choice((old + 1, old - 1, -old, old * 10**9, half))
+        elif act == 3:
+            holder[path[-1]] = nested(rng.choice((2, 50, 150)))
+        else:
+            holder[path[-1]] = strange(rng)
+    return value
+
+
+def strange(rng: random.Random) -> Any:
+    """Return a value that nobody expects, of its own: the next mutation may change it."""
+    return copy.deepcopy(rng.choice(STRANGE))
+
+
+def nested(depth: int) -> Any:
+    """Return a list in a list in a list."""
+    value: Any = 1
+    for _ in range(depth):
+        value = [value]
+    return value
+
+
+def json_text(value: Any) -> bytes:
+    """Return a value as JSON, lone surrogates and NaN included."""
+    return json.dumps(value).encode()
+
+
+# ---- mutations of bytes
+
+
+def mutated_bytes(data: bytes, rng: random.Random, mark: Path) -> bytes:
+    """Return the bytes of a file after an accident or an attack."""
+    act = rng.randrange(10)
+    at = rng.randrange(len(data) + 1)
+    if act <= 2:
+        flipped = bytearray(data)
+        for _ in range(rng.choice((1, 1, 3, 20))):
+            flipped[rng.randrange(len(flipped))] ^= 1 << rng.randrange(8)
+        return bytes(flipped)
+    if act == 3:
+        return data[:at]
+    if act == 4:
+        return data + data[at:]
+    if act == 5:
+        return (
+            data[:at] + rng.choice((b"\x00", b"\xff\xfe", b"\x1b[2J", b"[" * 100_000)) + data[at:]
+        )
+    if act == 6:
+        return planted(mark)
+    if act == 7:
+        return rng.choice((b"", b"\n", b"null", b"[" * 100_000, b'{"a":' * 50_000, b"9" * 6000))
+    if act == 8:
+        return re.sub(rb"\d+", lambda found: found[0] * rng.choice((1, 1, 1, 2, 900)), data)
+    return data.replace(b"{", rng.choice((b'{"version": 2, ', b'{"lengths": [1], ', b"{{")), 1)
+
+
+# ---- cases
+
+
+@dataclass
+class Case:
+    """One mutated input."""
+
+    kind: str
+    """What is mutated."""
+    argv: list[str]
+    """Arguments of `flexseq`; empty for `options`."""
+    options: dict[str, Any] | None = None
+    """Arguments of FlexSeqArguments."""
+    written: Path | None = None
+    """File that the command may write: a plan, or a trace of events."""
+
+
+@dataclass
+class Maker:
+    """Makes cases in a folder, from the same files every time."""
+
+    folder: Path
+    originals: dict[str, bytes] = field(init=False)
+    dataset: dict[str, bytes] = field(init=False)
+    mark: Path = field(init=False)
+    """File that no pickle may make."""
+
+    def __post_init__(self) -> None:
+        self.mark = self.folder / "planted"
+        self.originals = {
+            "plan": plan_text().encode(),
+            "trace": trace_text().encode(),
+            "pipeline plan": pipeline_text().encode(),
+            "cost model": cost_text().encode(),
+            "lengths list": lengths_text("list").encode(),
+            "lengths lines": lengths_text("lines").encode(),
+            "lengths rows": lengths_text("rows").encode(),
+            "lengths parquet": parquet_bytes(),
+        }
+        self.dataset = dataset_files(self.folder)
+
+    def case(self, index: int, seed: int) -> Case:
+        """Return case `index`, with its file written."""
+        rng = random.Random(f"{seed} {index}")
+        kind = KINDS[index % len(KINDS)]
+        if kind == "arguments":
+            return Case(kind, mutated_arguments(rng, self.folder))
+        if kind == "FlexSeqArguments":
+            return Case(kind, [], options=mutated_options(rng))
+        if kind == "saved dataset":
+            return Case(kind, ["plan", "--lengths", str(self._dataset(rng)), *MACHINE, *CAP])
+        original = self.originals[kind.removesuffix(" gz")]
+        data = self._mutated(original, kind, rng)
+        suffix = ".parquet" if kind == "lengths parquet" else ".json"
+        if kind.endswith(" gz"):
+            data = self._packed(data, rng)
+            suffix = ".json.gz"
+        path = self.folder / f"input{suffix}"
+        path.write_bytes(data)
+        return self._command(kind, str(path), rng)
+
+    def _mutated(self, original: bytes, kind: str, rng: random.Random) -> bytes:
+        """Return a mutated file: its values where it is JSON, or its bytes."""
+        if kind in ("lengths parquet", "lengths lines") or rng.random() < 0.4:
+            return mutated_bytes(original, rng, self.mark)
+        lines = original.splitlines()
+        at = rng.randrange(len(lines))
+        lines[at] = json_text(mutated_value(json.loads(lines[at]), rng))
+        return b"\n".join(lines)
+
+    def _packed(self, data: bytes, rng: random.Random) -> bytes:
+        """Return a gzipped file, which may be broken or far larger than it looks."""
+        if rng.random() < 0.01:
+            data = rng.choice((b"0", b"[1,", b"1\n")) * (40 << 20)
+        packed = gzip.compress(data, 1)
+        return mutated_bytes(packed, rng, self.mark) if rng.random() < 0.3 else packed
+
+    def _dataset(self, rng: random.Random) -> Path:
+        """Return the folder of a saved dataset of which one file is mutated."""
+        folder = self.folder / "input"
+        folder.mkdir(exist_ok=True)
+        chosen = rng.choice(sorted(self.dataset))
+        for name, data in self.dataset.items():
+            if name == chosen and name.endswith(".json") and rng.random() < 0.5:
+                data = json_text(mutated_value(json.loads(data), rng))
+            elif name == chosen:
+                data = mutated_bytes(data, rng, self.mark)
+            (folder / name).write_bytes(data)
+        return folder
+
+    def _command(self, kind: str, path: str, rng: random.Random) -> Case:
+        """Return a command that reads the file at `path`."""
+        written = self.folder / "written.json"
+        written.unlink(missing_ok=True)
+        if kind.startswith("lengths"):
+            write = ["--json", str(written)] if rng.random() < 0.5 else []
+            planner = rng.choice(("auto", "auto", "zeppelin", "megatron"))
+            argv = ["plan", "--lengths", path, *MACHINE, *CAP, *write, "--planner", planner]
+            return Case(kind, argv, written=written if write else None)
+        if kind == "cost model":
+            lengths = self.folder / "good.json"
+            lengths.write_text(json.dumps(LENGTHS))
+            chosen = ["--topology", "2x4", "--cost-model", path]
+            argv = ["plan", "--lengths", str(lengths), *chosen, "--json", str(written)]
+            if rng.random() < 0.5:
+                argv += CAP
+            return Case(kind, argv, written=written)
+        act = rng.randrange(4)
+        if act == 0:
+            return Case(kind, ["simulate", path, *MACHINE])
+        if act == 1:
+            return Case(kind, ["view", path])
+        if act == 2:
+            return Case(kind, ["view", path, *MACHINE, "--step", str(rng.randrange(3))])
+        return Case(kind, ["view", path, "--chrome", str(written)], written=written)
+
+
+KINDS = (
+    "plan",
+    "trace",
+    "pipeline plan",
+    "cost model",
+    "lengths list",
+    "lengths lines",
+    "lengths rows",
+    "lengths rows gz",
+    "lengths parquet",
+    "plan",
+    "trace gz",
+    "pipeline plan",
+    "cost model",
+    "arguments",
+    "FlexSeqArguments",
+    "saved dataset",
+)
+
+# Values of an argument on the command line.
+WORDS = (
+    *(
+        "",
+        "0",
+        "-1",
+        "8",
+        "x",
+        "nan",
+        "1e9",
+        "9" * 30,
+        "9" * 6000,
+        "\x1b[31m",
+        "2x4",
+        "0x0",
+        "1x1",
+    ),
+    *(
+        "100000x8",
+        "999999999x999999999",
+        "-",
+        "/dev/zero",
+        "/",
+        "/dev/null",
+        "a\nb",
+        "no/such",
+        "\uff12",
+    ),
+    *(
+        "\u202e",
+        "auto",
+        "static",
+        "zigzag",
+        "llama-3.1-8b-h200",
+        "flexsp-gpt-7b-a100",
+        "=",
+        "--help",
+    ),
+)
+
+
+def mutated_arguments(rng: random.Random, folder: Path) -> list[str]:
+    """Return the arguments of a command with some of them changed."""
+    lengths = folder / "good.json"
+    lengths.write_text(json.dumps(LENGTHS))
+    plan = folder / "good_plan.json"
+    if not plan.exists():
+        plan.write_text(plan_text())
+    argv = rng.choice(
+        (
+            ["plan", "--lengths", str(lengths), *MACHINE, *CAP, "--sequences-per-step", "5"],
+            [
+                "plan",
+                "--lengths",
+                str(lengths),
+                *MACHINE,
+                "--planner",
+                "static",
+                "--sp-degree",
+                "8",
+            ],
+            ["simulate", str(plan), *MACHINE, "--sync", "free"],
+            ["view", str(plan), *MACHINE, "--step", "0"],
+        )
+    )
+    for _ in range(rng.choice((1, 1, 2))):
+        at = rng.randrange(1, len(argv))
+        act = rng.randrange(4)
+        if act == 0:
+            del argv[at]
+        elif act == 1:
+            argv.insert(at, rng.choice(WORDS))
+        else:
+            argv[at] = rng.choice(WORDS)
+        if len(argv) < 2:
+            break
+    return argv
+
+
+def mutated_options(rng: random.Random) -> dict[str, Any]:
+    """Return arguments of FlexSeqArguments, some of them strange."""
+    names = sorted(FlexSeqArguments.__dataclass_fields__)
+    usual = ("auto", "static", "flexsp", "zigzag", "lockstep", "seq1f1b", 1, 2, 4)
+    return {
+        name: rng.choice(usual) if rng.random() < 0.3 else strange(rng)
+        for name in rng.sample(names, rng.choice((1, 1, 2, 3)))
+    }
+
+
+# ---- the promise
+
+
+@dataclass
+class Outcome:
+    """How a case ended."""
+
+    status: int | None
+    """Exit status; None where it raised."""
+    problem: str
+    """How it breaks the promise, "" where it keeps it."""
+    seconds: float = 0.0
+
+
+def run_case(case: Case) -> Outcome:
+    """Run one case in this process."""
+    began = time.perf_counter()
+    out, err = io.StringIO(), io.StringIO()
+    status: int | None = None
+    problem = ""
+    try:
+        with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+            if case.options is not None:
+                status = configured(case.options, err)
+            else:
+                status = flexseq(case.argv)
+    except SystemExit as end:
+        status = end.code if isinstance(end.code, int) else 1
+    except Exception as error:  # whatever comes out is what is looked for
+        where = traceback.extract_tb(error.__traceback__)[-1]
+        problem = f"{type(error).__name__} from {Path(where.filename).name}:{where.lineno}"
+    seconds = time.perf_counter() - began
+    if not problem:
+        problem = broken_promise(case, status, out.getvalue(), err.getvalue())
+    if not problem and seconds > MOST_S:
+        problem = f"took more than {MOST_S:.0f} s"
+    return Outcome(status, problem, seconds)
+
+
+def configured(options: dict[str, Any], err: io.StringIO) -> int:
+    """Return 0 where FlexSeqArguments takes the options, and 2 with its message in `err`."""
+    try:
+        made = FlexSeqArguments(**options)
+    except (ValueError, NotImplementedError) as error:
+        err.write(f"{error}\n")
+        return 2
+    for name in ("lookahead", "max_tokens_per_rank", "pipeline_parallel_size", "sp_degree"):
+        value = getattr(made, name)
+        if value is not None and (type(value) is not int or value > 2**40):
+            raise AssertionError(f"{name}={value!r} was taken")
+    return 0
+
+
+def broken_promise(case: Case, status: int | None, out: str, err: str) -> str:
+    """Return how the end of a command breaks the promise, "" where it does not."""
+    lines = err.splitlines()
+    if status not in (0, 2):
+        return f"exit status {status}"
+    if status == 2 and (len(lines) != 1 or not err.endswith("\n")):
+        return f"{len(lines)} lines of error"
+    if len(lines) > 1:
+        return f"{len(lines)} lines of warnings"
+    if any(len(line) > LINE for line in lines):
+        return "a message of more than 300 characters"
+    if not all(line.isprintable() for line in lines):
+        return "a message with control characters"
+    if status == 2:
+        return ""
+    if not all(line.isprintable() for line in out.split("\n")):
+        return "control characters in the output"
+    if NAN_IN_TEXT.search(out):
+        return "a number that is not finite in the output"
+    if "predicted -" in out or "simulated -" in out or "measured -" in out:
+        return "negative seconds in the output"
+    if case.kind == "plan" and not is_plan(json.loads(Path(case.argv[1]).read_text())):
+        return "what is no plan was taken for one"
+    return broken_file(case)
+
+
+def is_plan(record: Any) -> bool:
+    """Return whether a JSON value is a plan, without a word of the code that is tried."""
+    placed = []
+    numbers = [record["objective_s"], record["lower_bound_s"], record["planning_s"]]
+    for micro_batch in record["micro_batches"]:
+        for group in micro_batch["groups"]:
+            placed += group["sequences"]
+            numbers += group["ranks"]
+    numbers += placed + record["lengths"]
+    return (
+        all(type(one) in (int, float) and 0 <= one < 2**63 for one in numbers)
+        and all(type(one) is int for one in placed + record["lengths"])
+        and sorted(placed) == list(range(len(record["lengths"])))
+        and min(record["lengths"], default=1) > 0
+    )
+
+
+def broken_file(case: Case) -> str:
+    """Return what is wrong with the file that a command wrote, "" where nothing is."""
+    if case.written is None or not case.written.exists():
+        return ""
+    for line in case.written.read_text().splitlines():
+        if NAN_IN_TEXT.search(line):
+            return "a number that is not finite in a file"
+        if case.argv[0] == "plan":
+            try:
+                check(Plan.from_json(line), TOPOLOGY)
+            except ValueError:
+                return "a plan that the check refuses"
+    return ""
+
+
+# ---- commands of their own
+
+
+def run_command(case: Case, folder: Path) -> tuple[Outcome, int]:
+    """Run one case as a command of its own; return also the most bytes that it had in memory."""
+    command = [sys.executable, "-m", "hf_flexseq.cli", *case.argv]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
+    out, err = folder / "out", folder / "err"
+    began = time.perf_counter()
+    with out.open("w") as out_file, err.open("w") as err_file:
+        process = subprocess.Popen(
+            command, stdin=subprocess.DEVNULL, stdout=out_file, stderr=err_file, env=environment
+        )
+        peak_bytes = 0
+        while process.poll() is None:
+            peak_bytes = max(peak_bytes, resident_bytes(process.pid))
+            if time.perf_counter() - began > 4 * MOST_S:
+                process.kill()
+            time.sleep(0.005)
+    seconds = time.perf_counter() - began
+    problem = broken_promise(case, process.returncode, out.read_text(), err.read_text())
+    if not problem and seconds > MOST_S:
+        problem = f"took more than {MOST_S:.0f} s"
+    if not problem and peak_bytes > MOST_BYTES:
+        problem = "took more than 1 GB"
+    return Outcome(process.returncode, problem, seconds), peak_bytes
+
+
+def resident_bytes(pid: int) -> int:
+    """Return the most bytes that a process has had in memory so far.
+
+    What `wait4` reports is no less than what the starting program had.
+    """
+    try:
+        status = Path(f"/proc/{pid}/status").read_text()
+    except OSError:
+        return 0  # it has ended
+    found = re.search(r"VmHWM:\s+(\d+) kB", status)
+    return 1024 * int(found[1]) if found else 0
+
+
+def large_cases(folder: Path) -> list[tuple[str, Case]]:
+    """Return commands on input that is far too large, or as large as it may be, by name."""
+    lengths = folder / "ten_million.txt"
+    lengths.write_text("1234\n" * 10_000_000)
+    archive = folder / "archive.txt.gz"
+    with gzip.open(archive, "wb", compresslevel=9) as file:
+        for _ in range(3000):
+            file.write(b"0" * 1_000_000)
+    good = folder / "good.json"
+    good.write_text(json.dumps(LENGTHS))
+    plan = json.loads(plan_text())
+    plan["micro_batches"][0]["groups"][0] |= {"ranks": [10**9], "strategy": "local"}
+    rank = folder / "rank.json"
+    rank.write_text(json.dumps(plan))
+    million = folder / "million.jsonl"
+    million.write_text(long_trace(1_000_000))
+    nested = folder / "nested.json"
+    nested.write_text("[" * 1_000_000)
+    plan_of = ["plan", *MACHINE, *CAP, "--lengths"]
+    wide = ["--topology", "100000x8", "--cost-model", "llama-3.1-8b-h200"]
+    return [
+        ("10 million lengths", Case("large", [*plan_of, str(lengths)])),
+        ("a topology of 100,000 x 8", Case("large", ["plan", "--lengths", str(good), *wide])),
+        ("an archive of 3 GB", Case("large", [*plan_of, str(archive)])),
+        ("lengths from /dev/zero", Case("large", [*plan_of, "/dev/zero"])),
+        ("a plan from /dev/zero", Case("large", ["view", "/dev/zero"])),
+        ("rank 10^9", Case("large", ["view", str(rank)])),
+        ("JSON nested a million deep", Case("large", ["view", str(nested)])),
+        ("a trace of a million lengths", Case("large", ["view", str(million)])),
+    ]
+
+
+def long_trace(count: int) -> str:
+    """Return a trace of one step of so many sequences on 64 ranks, ten to a group."""
+    groups = []
+    for first in range(0, count, 10):
+        ids = list(range(first, min(count, first + 10)))
+        groups.append({"ranks": [first // 10 % 64], "sequences": ids, "strategy": "local"})
+    micro_batches = [{"groups": groups[at : at + 64]} for at in range(0, len(groups), 64)]
+    record = {
+        "step": 0,
+        "lengths": [500 + index % 200 for index in range(count)],
+        "micro_batches": micro_batches,
+        "objective_s": 100.0,
+        "lower_bound_s": 90.0,
+        "planner": "auto",
+        "planning_s": 1.0,
+    }
+    return json.dumps(record) + "\n"
+
+
+# ---- the program
+
+
+def main() -> None:
+    """Run the cases and print how they ended."""
+    parser = argument_parser(__doc__)
+    parser.add_argument("--count", type=int, default=20_000, help="inputs in this process")
+    parser.add_argument("--commands", type=int, default=50, help="inputs as commands")
+    parser.add_argument("--seed", type=int, default=0)
+    asked = parser.parse_args()
+    warnings.simplefilter("always")
+    signal.signal(signal.SIGALRM, _too_long)
+    with tempfile.TemporaryDirectory() as name, open(os.devnull) as sys.stdin:
+        maker = Maker(Path(name))
+        figures = in_this_process(maker, asked.count, asked.seed)
+        commands = as_commands(maker, asked.commands, asked.seed)
+        executed = maker.mark.exists()
+    print_page(figures, commands, executed)
+    write_record(asked.json, {**figures, "commands": commands, "pickles_executed": executed})
+
+
+def in_this_process(maker: Maker, count: int, seed: int) -> dict[str, Any]:
+    """Run so many cases and return how they ended, by kind."""
+    ends: dict[str, Counter[str]] = {kind: Counter() for kind in KINDS}
+    broken: Counter[str] = Counter()
+    first: dict[str, int] = {}
+    slowest = 0.0
+    for index in range(count):
+        case = maker.case(index, seed)
+        signal.alarm(int(3 * MOST_S))
+        outcome = run_case(case)
+        signal.alarm(0)
+        slowest = max(slowest, outcome.seconds)
+        end = "broken" if outcome.problem else f"exit {outcome.status}"
+        ends[case.kind][end] += 1
+        if outcome.problem:
+            what = f"{case.kind}: {outcome.problem}"
+            broken[what] += 1
+            first.setdefault(what, index)
+    peak_bytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    return {
+        "count": count,
+        "seed": seed,
+        "ends": {kind: dict(counts) for kind, counts in ends.items()},
+        "broken": dict(broken.most_common()),
+        "first_index": first,
+        "slowest_s": slowest,
+        "peak_bytes": peak_bytes,
+    }
+
+
+def as_commands(maker: Maker, count: int, seed: int) -> list[dict[str, Any]]:
+    """Run large inputs and some mutated ones as commands, `count` together."""
+    results = []
+    cases = large_cases(maker.folder)[:count]
+    index = 0
+    while len(cases) + len(results) < count:
+        index += 7  # of every kind in turn
+        case = maker.case(index, seed + 1)
+        if case.argv:
+            outcome, peak = run_command(case, maker.folder)
+            results.append(_command_record(f"{case.kind}, mutated", outcome, peak))
+    for name, case in cases:
+        outcome, peak = run_command(case, maker.folder)
+        results.append(_command_record(name, outcome, peak))
+    return results
+
+
+def _command_record(name: str, outcome: Outcome, peak_bytes: int) -> dict[str, Any]:
+    return {
+        "input": name,
+        "status": outcome.status,
+        "problem": outcome.problem,
+        "seconds": round(outcome.seconds, 2),
+        "peak_mb": round(peak_bytes / 1e6),
+    }
+
+
+def _too_long(number: int, frame: Any) -> None:
+    raise TimeoutError("the case does not end")
+
+
+def print_page(figures: dict[str, Any], commands: list[dict[str, Any]], executed: bool) -> None:
+    """Print how the cases ended, as Markdown."""
+    print(f"{figures['count']:,} mutated inputs in one process, seed {figures['seed']}, on")
+    print(f"{machine('numpy')}.\n")
+    rows = []
+    for kind, ends in figures["ends"].items():
+        rows.append((kind, *(f"{ends.get(end, 0):,}" for end in ("exit 0", "exit 2", "broken"))))
+    print(table(("input", "exit 0", "exit 2", "promise broken"), rows, numbers=(1, 2, 3)))
+    total = sum(figures["broken"].values())
+    print(f"\nThe promise is broken by {total:,} of {figures['count']:,} inputs.")
+    print(f"Slowest: {figures['slowest_s']:.1f} s. ", end="")
+    print(f"Most memory of the process: {figures['peak_bytes'] / 1e6:,.0f} MB.")
+    print(f"Planted pickles executed: {'some' if executed else 'none'}.\n")
+    if figures["broken"]:
+        rows = [
+            (what, count, figures["first_index"][what])
+            for what, count in figures["broken"].items()
+        ]
+        print(table(("how", "inputs", "first index"), rows, numbers=(1, 2)))
+        print()
+    print(f"{len(commands)} commands of their own:\n")
+    mutated = [one for one in commands if one["input"].endswith("mutated")]
+    large = [one for one in commands if one not in mutated]
+    columns = ("input", "exit", "seconds", "peak MB", "problem")
+    rows = [_summed(mutated)] if mutated else []
+    rows += [
+        tuple(one[key] for key in ("input", "status", "seconds", "peak_mb", "problem"))
+        for one in large
+    ]
+    print(table(columns, rows, numbers=(2, 3)))
+
+
+def _summed(commands: list[dict[str, Any]]) -> tuple[Any, ...]:
+    """Return one row for all commands on mutated files."""
+    statuses = Counter(str(one["status"]) for one in commands)
+    problems = Counter(one["problem"] for one in commands if one["problem"])
+    return (
+        f"{len(commands)} mutated files",
+        ", ".join(f"{status}: {count}" for status, count in sorted(statuses.items())),
+        max(one["seconds"] for one in commands),
+        max(one["peak_mb"] for one in commands),
+        ", ".join(f"{problem}: {count}" for problem, count in problems.items()),
+    )
+
+
+if __name__ == "__main__":
+    main()
