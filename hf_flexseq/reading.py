@@ -158,6 +158,8 @@ def parse_json(text: str, limits: Limits = DEFAULT_LIMITS) -> Any:
         )
     except json.JSONDecodeError as error:
         where = f"line {error.lineno} column {error.colno}"
+        if "\n" not in text.strip():
+            where = f"column {error.colno}"  # a line of a file, which has another number there
         raise ValueError(f"is not JSON ({error.msg}: {where})") from error
     except RecursionError:
         raise ValueError("is not read: lists or objects are nested too deep") from None

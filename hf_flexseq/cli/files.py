@@ -58,8 +58,8 @@ class StepsFile:
         lines = "line" if len(self.broken) == 1 else "lines"
         number, problem = self.broken[0]
         return (
-            f"{lines} {', '.join(numbers)} cannot be read and left out, the other "
-            f"{len(self.steps):,} can (line {number}: {problem})"
+            f"{lines} {', '.join(numbers)} cannot be read, {len(self.steps):,} can "
+            f"(line {number} {problem})"
         )
 
 
@@ -109,7 +109,7 @@ def _steps(text: str, limits: Limits) -> StepsFile:
     except ValueError as error:
         number, problem = broken[0]
         raise ValueError(
-            f"holds no plan (line {number}: {problem}; as a whole it {error})"
+            f"holds no plan (line {number} {problem}; as a whole it {error})"
         ) from None
     return StepsFile(steps=[_step(0, record, limits)], broken=[])
 

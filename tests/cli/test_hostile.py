@@ -50,7 +50,7 @@ def test_a_torn_line_is_named_and_the_others_are_shown(
     shown = capsys.readouterr()
     assert "Step 5:" in shown.out
     assert shown.err.count("\n") == 1
-    assert "line 4 cannot be read and left out, the other 3 can (line 4: is not JSON" in shown.err
+    assert "line 4 cannot be read, 3 can (line 4 is not JSON" in shown.err
     assert "there is no --step 3" in failed(["view", str(path), "--step", "3"], capsys)
 
 
@@ -74,7 +74,7 @@ def test_a_file_without_a_line_that_can_be_read_is_an_error(
 ) -> None:
     path = tmp_path / "trace.jsonl"
     path.write_text('{"step": 1, "lengths"\n{"step": 2}\n')
-    assert "holds no plan (line 1: is not JSON" in failed(["view", str(path)], capsys)
+    assert "holds no plan (line 1 is not JSON" in failed(["view", str(path)], capsys)
 
 
 def test_a_plan_on_many_lines_and_a_trace_of_before_versions_are_read(
