@@ -125,7 +125,8 @@ def drop_in(
         stock = run(exchange=False, tests=passing)
         passing = [found["test"] for found in stock if found["outcome"] == "passed"]
         ours = run(exchange=True, tests=passing) if passing else []
-        yield {"library": name, "ranks": ranks, "stock": stock, "ours": ours}
+        kinds = Counter(found["outcome"] for found in stock)
+        yield {"library": name, "ranks": ranks, "stock": kinds, "ours": ours}
 
 
 # ---- the page

@@ -123,7 +123,7 @@ def test_the_page_counts_and_names(monkeypatch):
         {"test": "d", "outcome": "failed", "why": "AssertionError: 1 | 2"},
         {"test": "e", "outcome": "unused", "why": ""},
     ]
-    printed = page([{"library": "trl", "ranks": 2, "stock": [], "ours": ours}])
+    printed = page([{"library": "trl", "ranks": 2, "stock": {}, "ours": ours}])
     assert "| trl | 2 | 4 | 1 | 2 | 1 |" in printed
     assert "| trl | 2 | an example has no labels | 2 |" in printed
     assert "| trl | 2 | d | AssertionError: 1 / 2 |" in printed
