@@ -3,6 +3,7 @@ compute."""
 
 import pytest
 from accelerate import Accelerator
+from torch.utils.data import IterableDataset
 from transformers import TrainerCallback
 
 from hf_flexseq import (
@@ -26,8 +27,19 @@ class CountForwards(TrainerCallback):
         model.register_forward_pre_hook(lambda *_: setattr(self, "calls", self.calls + 1))
 
 
-def train_on_outlier(rank, world_size, folder, longest, cap):
+class Stream(IterableDataset):
+    """Examples whose lengths nobody knows before they are drawn."""
+
+    def __init__(self, examples):
+        self.examples = examples
+
+    def __iter__(self):
+        return iter(self.examples)
+
+
+def train_on_outlier(rank, world_size, folder, longest, cap, streamed=False):
     """What was raised, and how often the model had run by then."""
+    examples = documents([longest, 3] * 10)
     model = tiny_llama()
     counter = CountForwards(model)
     args = training_arguments(
@@ -38,7 +50,8 @@ def train_on_outlier(rank, world_size, folder, longest, cap):
         max_tokens_per_rank=cap,
         train_sampling_strategy="sequential",
     )
-    trainer = FlexSeqTrainer(model=model, args=args, train_dataset=documents([longest, 3] * 10))
+    data = Stream(examples) if streamed else examples
+    trainer = FlexSeqTrainer(model=model, args=args, train_dataset=data)
     try:
         trainer.train()
     except PlanInfeasible as error:
@@ -52,11 +65,12 @@ def test_an_outlier_is_split(tmp_path):
         assert calls >= 10
 
 
-def test_what_fits_nowhere_is_refused_on_every_rank_before_any_compute(tmp_path):
-    for message, calls in run_ranks(train_on_outlier, 2, tmp_path, 103, 51):
+@pytest.mark.parametrize("streamed", [False, True], ids=["before training", "at its step"])
+def test_what_fits_nowhere_is_refused_on_every_rank_before_any_compute(tmp_path, streamed):
+    for message, calls in run_ranks(train_on_outlier, 2, tmp_path, 103, 51, streamed):
         assert calls == 0
-        for part in ("103 tokens", "max_tokens_per_rank=51", "Raise max_tokens_per_rank to 52"):
-            assert part in message
+        for part in ("103 tokens", "max_tokens_per_rank=51", "raise max_tokens_per_rank to 52"):
+            assert part in message.lower()
 
 
 def kill_the_planner(rank, world_size):

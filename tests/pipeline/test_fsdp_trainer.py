@@ -260,10 +260,10 @@ def bfloat16_run(rank, world_size, folder):
     model = tiny_llama(torch.float32, num_hidden_layers=LAYERS)
     trainer = make_trainer(model, folder, 2, batch=1, bf16=True, **FSDP)
     dtypes = {p.dtype for p in trainer.model.parameters()}
-    costs = trainer.flexseq.executor._stage_costs()
     with trainer.flexseq.executor.sharded.whole():
         whole_dtypes = {p.dtype for p in trainer.model.parameters()}
     trainer.train()
+    costs = trainer.flexseq.executor._stage_costs()
     trainer.evaluate()
     # inputs of checkpointed layers: hidden states alone
     input_bytes = [stage.input_bytes / stage.layers for stage in costs.stages]

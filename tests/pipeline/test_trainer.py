@@ -14,6 +14,7 @@ from hf_flexseq.hf.pipeline.executor import StageExecutor
 from hf_flexseq.hf.trainer import OVERRIDDEN, FlexSeqMixin
 from hf_flexseq.plan.replicas import StepPlan
 from hf_flexseq.planner.process.client import InlinePlanner
+from hf_flexseq.reading import Limits
 from hf_flexseq.schedule.pipeline.check import check
 from hf_flexseq.schedule.pipeline.walk import makespan_ns
 from tests.hf.test_trainer import (
@@ -229,7 +230,7 @@ def traced_run(rank, world_size, folder):
 def test_the_trace_is_what_flexseq_view_reads(tmp_path, capsys):
     run_ranks(traced_run, 4, tmp_path)
     path = str(tmp_path / "plans.jsonl")
-    steps = read_steps(path)
+    steps = read_steps(path, Limits()).steps
     assert [step.number for step in steps] == [0, 0, 1, 1]  # a line for each replica
     for step in steps:
         check(step.plan)

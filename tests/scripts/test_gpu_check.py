@@ -129,12 +129,12 @@ def test_pipelines_on_threads_are_exact():
 
 def test_a_ring_that_loses_a_hundredth_is_found(monkeypatch):
     subject, one_device = part("subject"), part("one_device")
-    merge = ring.merge_partials
+    merge = ring.merge_into
 
-    def wrong(out_a, lse_a, out_b, lse_b):
-        return merge(out_a, lse_a, 0.99 * out_b, lse_b)
+    def wrong(out, lse, part_out, part_lse):
+        merge(out, lse, 0.99 * part_out, part_lse)
 
-    monkeypatch.setattr(ring, "merge_partials", wrong)
+    monkeypatch.setattr(ring, "merge_into", wrong)
     examples = subject.documents(rehearsal())
     lengths = []
     for rank in range(2):
@@ -153,7 +153,7 @@ def test_a_ring_that_loses_a_hundredth_is_found(monkeypatch):
     model = subject.small_llama(CPU, layers=1)
     true = subject.true_gradients(model, examples)
     assert one_device._error_of(case, model, examples, true) > subject.FLOAT32_BOUND
-    monkeypatch.setattr(ring, "merge_partials", merge)
+    monkeypatch.setattr(ring, "merge_into", merge)
     assert one_device._error_of(case, model, examples, true) < subject.FLOAT32_BOUND
 
 
