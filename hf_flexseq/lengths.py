@@ -103,7 +103,7 @@ def _from_rows(
         if index == 0 and isinstance(row, dict):
             name = _chosen(column, list(row))
         if not isinstance(row, dict) or name not in row:
-            raise ValueError(f"row {index} has no column {quoted(name)}")
+            raise ValueError(f"line {number} has no column {quoted(name)}")
         values.append(_length_of(row[name]))  # lists of token ids are not kept
     return values
 

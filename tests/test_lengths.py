@@ -105,7 +105,7 @@ def test_saved_dataset(tmp_path: Path) -> None:
         ("[5, ", None, "the JSON list is not JSON"),
         ('{"length": 5}\n{"length"', None, "line 2 is not JSON"),
         ('{"tokens": 5}', None, r"no column `length` or `input_ids`: name one \(it has tokens\)"),
-        ('{"tokens": 5}\n{"length": 5}', "tokens", "row 1 has no column 'tokens'"),
+        ('{"tokens": 5}\n{"length": 5}', "tokens", "line 2 has no column 'tokens'"),
         ('{"tokens": 5}', "size", "no column 'size'"),
     ],
 )
