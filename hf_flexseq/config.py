@@ -6,7 +6,7 @@ to change. What depends on the ranks or on the model is checked where those are 
 
 from dataclasses import dataclass, field
 from importlib.util import find_spec
-from os import PathLike
+from os import PathLike, fspath
 from typing import Any
 
 from hf_flexseq.values import MAX_COUNT, MAX_RANKS, MAX_TOKENS_PER_RANK, quoted
@@ -206,12 +206,14 @@ class FlexSeqArguments:
                 f"cost_model={quoted(self.cost_model)}: give `auto`, `estimate`, a preset's name "
                 "or a path"
             )
+        self.cost_model = fspath(self.cost_model)
         _whole("lookahead", self.lookahead, least=0, most=MAX_LOOKAHEAD)
         if self.max_tokens_per_rank is not None:
             most = MAX_TOKENS_PER_RANK
             _whole("max_tokens_per_rank", self.max_tokens_per_rank, least=1, most=most)
         if self.plan_trace is not None:
             _path("plan_trace", self.plan_trace)
+            self.plan_trace = fspath(self.plan_trace)
         _true_or_false("attention_remat", self.attention_remat)
         _true_or_false("deterministic", self.deterministic)
         self._check_degree()

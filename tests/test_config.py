@@ -1,6 +1,7 @@
 """FlexSeqArguments: defaults, nonsense refused when created, and mixing with another dataclass."""
 
 from dataclasses import dataclass, fields
+from pathlib import Path
 
 import pytest
 
@@ -74,6 +75,11 @@ def test_takes_what_makes_sense(chosen: dict) -> None:
     assert all(
         getattr(FlexSeqArguments(**chosen), name) == value for name, value in chosen.items()
     )
+
+
+def test_paths_become_text() -> None:
+    args = FlexSeqArguments(cost_model=Path("cost.json"), plan_trace=Path("trace.jsonl"))
+    assert (args.cost_model, args.plan_trace) == ("cost.json", "trace.jsonl")
 
 
 @pytest.mark.parametrize("planner", ["auto", "flexsp", "zeppelin"])

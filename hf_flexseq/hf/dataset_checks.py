@@ -7,7 +7,9 @@ together.
 """
 
 import logging
-from collections.abc import Iterator, Mapping
+import random
+from collections.abc import Iterator, Mapping, Sized
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -50,7 +52,8 @@ def check_examples(trainer: Trainer, args: FlexSeqArguments, *, resumes: bool) -
     resumes: whether the run goes on from a checkpoint, and draws what was left.
     """
     training = trainer.train_dataset
-    if _is_map_style(training) and len(training) == 0:
+    draws_from_it = type(trainer).get_train_dataloader is Trainer.get_train_dataloader
+    if draws_from_it and _is_map_style(training) and len(training) == 0:
         raise ValueError(
             "train_dataset is empty: it has 0 examples; look at what filtered them out"
         )
@@ -63,7 +66,8 @@ def check_examples(trainer: Trainer, args: FlexSeqArguments, *, resumes: bool) -
             continue
         lengths = _token_counts(dataset)
         if lengths is not None and len(lengths):
-            _check_tokens(name, lengths)
+            if trainer.data_collator.example_collator is None:  # one may add tokens
+                _check_tokens(name, lengths)
             _check_room(name, dataset, lengths, trainer, args)
 
 
@@ -138,8 +142,19 @@ def _columns(dataset: Any) -> set[str] | None:
 
 def _example(dataset: Any, index: int) -> Any:
     """Return an example. It may be made at random: the run does not notice."""
-    with torch.random.fork_rng(devices=[]):
+    with _random_numbers_kept():
         return dataset[index]
+
+
+@contextmanager
+def _random_numbers_kept() -> Iterator[None]:
+    """Give the run the random numbers back that the block has drawn, on the CPU."""
+    of_python = random.getstate()
+    of_numpy = np.random.get_state()
+    with torch.random.fork_rng(devices=[]):
+        yield
+    random.setstate(of_python)
+    np.random.set_state(of_numpy)
 
 
 # ---- lengths
@@ -151,6 +166,8 @@ def _token_counts(dataset: Any) -> np.ndarray | None:
     if isinstance(dataset, list | tuple):
         if not all(isinstance(example, Mapping) and "input_ids" in example for example in dataset):
             return None
+        if not all(isinstance(example["input_ids"], Sized) for example in dataset):
+            return None
         return np.array([len(example["input_ids"]) for example in dataset])
     if not is_datasets_available():
         return None
@@ -161,8 +178,11 @@ def _token_counts(dataset: Any) -> np.ndarray | None:
     if not is_table or dataset._indices is not None or "input_ids" not in dataset.column_names:
         return None
     import pyarrow.compute
+    import pyarrow.types as kinds
 
     column = dataset.data.column("input_ids")
+    if not (kinds.is_list(column.type) or kinds.is_large_list(column.type)) or column.null_count:
+        return None
     return pyarrow.compute.list_value_length(column).to_numpy()
 
 
@@ -214,6 +234,6 @@ def _collated_tokens(example: Mapping[str, Any], trainer: Trainer) -> int:
     if trainer.args.remove_unused_columns:
         trainer._set_signature_columns_if_needed()
         columns = {name: columns[name] for name in columns if name in trainer._signature_columns}
-    with torch.random.fork_rng(devices=[]):
+    with _random_numbers_kept():
         tokens: int = trainer.data_collator([columns])[LENGTHS][0]
     return tokens

@@ -174,7 +174,7 @@ class FlexSeqEngine:
         """Yield every batch as a step, until no rank has data left. Planned in place. Collective
         over the world."""
         self._check_attached()
-        lookahead = self._lookahead(0)
+        lookahead = self._lookahead(0, what="evaluation step")
         iterator = iter(batches)
         while (step := self._next(lookahead, iterator, 1)) is not None:
             yield step
@@ -202,7 +202,7 @@ class FlexSeqEngine:
                 self.finish(step)
         self.check_finite()
 
-    def _lookahead(self, steps: int, first_number: int = 0) -> Lookahead:
+    def _lookahead(self, steps: int, first_number: int = 0, *, what: str = "step") -> Lookahead:
         """Return a Lookahead over so many steps, with the planner on rank 0. Collective over the
         world."""
         planner = None
@@ -217,6 +217,7 @@ class FlexSeqEngine:
             check=self.executor.check,
             read=self.executor.read,
             first_number=first_number,
+            what=what,
         )
 
     def _next(
@@ -231,9 +232,10 @@ class FlexSeqEngine:
             with beside_bars():
                 for note in plan.notes:
                     logger.info("%s", note)
-        self.communicator.host.phase = f"step {drawn.number}, exchanging tokens"
+        host = self.communicator.host
+        host.phase = f"{lookahead.what} {drawn.number}, exchanging tokens"
         step: Step = self.executor.deal(drawn, plan, waited_s=lookahead.waited_s)
-        self.communicator.host.phase = f"step {drawn.number}"
+        host.phase = f"{lookahead.what} {drawn.number}"
         return step
 
     # ---- running steps

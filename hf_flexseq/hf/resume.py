@@ -15,6 +15,7 @@ from typing import Any
 
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
+from hf_flexseq.distributed.agreement import Attempt
 from hf_flexseq.distributed.communicator import Communicator
 from hf_flexseq.pipeline.optimizer import WHOLE_SCHEDULER, is_of_pipeline
 from hf_flexseq.steps.manifest import MANIFEST, MARKER, Inspection, inspect
@@ -57,8 +58,10 @@ def choose_checkpoint(
     checkpoint, or every one there is, cannot be gone on from.
     """
     found: dict[str, Any] | None = None
-    if communicator.rank == 0:
-        found = _chosen(asked, output_dir)
+    with Attempt() as looking:
+        if communicator.rank == 0:
+            found = _chosen(asked, output_dir)
+    looking.raise_together(communicator.host.gather_values, "looking for a checkpoint")
     found = communicator.host.broadcast_value(found)
     if found is None:
         return None

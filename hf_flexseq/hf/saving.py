@@ -16,7 +16,7 @@ it is hung on the writing of `trainer_state.json`.
 
 import logging
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -24,6 +24,7 @@ from typing import Any
 from transformers import Trainer
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
+from hf_flexseq.distributed.agreement import Attempt
 from hf_flexseq.distributed.communicator import Communicator
 from hf_flexseq.steps.manifest import begin, finish, flush_files, is_torn
 
@@ -48,9 +49,11 @@ def saved_whole(
     host.phase = f"saving {folder.name}"
     writes = communicator.rank == 0
     flushes = communicator.rank % communicator.topology.ranks_per_node == 0  # for its machine
-    if writes:
-        begin(folder, marker)
-    host.barrier()  # no rank writes before the marker is there
+    with Attempt() as beginning:
+        if writes:
+            begin(folder, marker)
+    # No rank writes before the marker is there.
+    beginning.raise_together(host.gather_values, f"beginning {folder.name}")
     is_finished = False
 
     def finish_once() -> None:
@@ -68,19 +71,20 @@ def saved_whole(
             if (trainer.args.save_total_limit or 0) > 0:
                 _remove_torn(folder)
 
-    with _followed(trainer.state, finish_once):
+    with _followed(trainer.state, folder, finish_once):
         yield
     finish_once()  # on ranks that write no state
 
 
 @contextmanager
-def _followed(state: Any, then: Any) -> Iterator[None]:
-    """Call `then` whenever the Trainer has written its state."""
+def _followed(state: Any, folder: Path, then: Callable[[], None]) -> Iterator[None]:
+    """Call `then` whenever the Trainer has written its state into `folder`."""
     save_to_json = state.save_to_json
 
     def save_and_then(json_path: str) -> None:
         save_to_json(json_path)
-        then()
+        if Path(json_path).parent == folder:
+            then()
 
     vars(state)["save_to_json"] = save_and_then  # on the instance, in front of its class's
     try:
@@ -94,4 +98,4 @@ def _remove_torn(folder: Path) -> None:
     for other in folder.parent.glob(f"{PREFIX_CHECKPOINT_DIR}-*"):
         if other != folder and is_torn(other):
             logger.warning("%s is removed: its writer did not come to the end", other)
-            shutil.rmtree(other)
+            shutil.rmtree(other, ignore_errors=True)

@@ -36,6 +36,7 @@ from transformers import Trainer, TrainingArguments
 from transformers.data.data_collator import DataCollatorWithPadding, default_data_collator
 
 from hf_flexseq.config import FlexSeqArguments
+from hf_flexseq.distributed.agreement import Attempt
 from hf_flexseq.hf.dataset_checks import check_examples, check_first_step, check_labels
 from hf_flexseq.hf.engine import FlexSeqEngine, Step
 from hf_flexseq.hf.evaluation import EvaluationLoss, PlannedBatches, left_unprepared
@@ -186,15 +187,17 @@ class FlexSeqMixin(_Trainer):
 
     def _inner_training_loop(self, *args: Any, **kwargs: Any) -> Any:
         resumed = self._flexseq_resumed
-        check_examples(self, self.flexseq.args, resumes=resumed is not None)
+        with Attempt() as checking:
+            check_examples(self, self.flexseq.args, resumes=resumed is not None)
+        host = self.flexseq.communicator.host
+        checking.raise_together(host.gather_values, "looking at the datasets")
         if resumed is None:
             self.flexseq.bring_cost(None, None)
         else:
             resumed.check_step_size(self._flexseq_step_size())
             self.flexseq.bring_cost(resumed.folder, resumed.marker.get("cost_model"))
         attached = self.flexseq.attached(self.model, lockstep=self._flexseq_lockstep)
-        naming_lost = self.flexseq.communicator.host.naming_lost()
-        with naming_lost, attached, ExitStack() as self._flexseq_loaders:
+        with host.naming_lost(), attached, ExitStack() as self._flexseq_loaders:
             output = super()._inner_training_loop(*args, **kwargs)
             self.flexseq.check_finite()
             return output

@@ -73,6 +73,7 @@ class Lookahead:
         check: Callable[[Any], None],
         read: Callable[[dict[str, Any]], Any],
         first_number: int = 0,
+        what: str = "step",
     ) -> None:
         """Nothing is drawn before the first `next`.
 
@@ -81,11 +82,12 @@ class Lookahead:
         check: raises ValueError for a plan that would compute something wrong or hang; called on
             rank 0.
         read: makes a plan of the record that rank 0 sends.
-        first_number: of the first step.
+        first_number: of the first step. what: a step is called in messages.
         """
         self.communicator = communicator
         self.planner = planner
         self.lookahead = lookahead
+        self.what = what
         self.waited_s = 0.0  # seconds that the last `next` waited for its plan
         self._check = check
         self._read = read
@@ -134,10 +136,10 @@ class Lookahead:
 
         # 2. what all ranks have drawn
         host = self.communicator.host
-        host.phase = f"step {number}, gathering its lengths"
+        host.phase = f"{self.what} {number}, gathering its lengths"
         gathered = host.gather_ints(own)
         if any(numbers[0] == FAILED for numbers in gathered):
-            drawing.raise_together(host.gather_values, f"drawing step {number}")
+            drawing.raise_together(host.gather_values, f"drawing {self.what} {number}")
         targets = 0
         lengths: list[int] = []
         sources: list[int] = []
@@ -181,7 +183,7 @@ class Lookahead:
     def _plan(self, step: DrawnStep) -> Any:
         """Return the plan of a submitted step on every rank. Collective over the world."""
         host = self.communicator.host
-        host.phase = f"step {step.number}, sending its plan"
+        host.phase = f"{self.what} {step.number}, sending its plan"
         began = time.perf_counter()
         planning = Attempt()
         kind = "waiting"
@@ -193,7 +195,7 @@ class Lookahead:
             raise PlanInfeasible(value) from planning.error
         if kind == "failed":
             raise RuntimeError(
-                f"planning of step {step.number} failed: {value}"
+                f"planning of {self.what} {step.number} failed: {value}"
             ) from planning.error
         return self._read(value)
 

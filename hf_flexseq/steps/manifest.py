@@ -4,9 +4,9 @@
     ...                      weights, optimizer, random numbers, by all ranks
     flexseq_manifest.json    the manifest, the last file: names and sizes of all others
 
-Both are written by rank 0, and appear whole. A checkpoint is whole when it
-has both and its files are as the manifest says. It is torn when the manifest is missing. One with
-neither was written by a Trainer without hf_flexseq, which leaves open whether it is whole.
+Both are written by rank 0, and appear whole. A checkpoint is whole when it has both and its files
+are as the manifest says. It is torn when the manifest is missing. One with neither was written by
+a Trainer without hf_flexseq, which leaves open whether it is whole.
 
 Before the manifest is written, all files are on disk (`flush_files`): after a power cut, too, a
 manifest stands for what it lists.
@@ -29,6 +29,10 @@ MANIFEST = "flexseq_manifest.json"
 FORMAT = 1  # of both files; raise it when a reader of the former format would go wrong
 LARGEST_BYTES = 64 * 2**20  # of either file: more is no file of ours
 NAMED_MOST = 3  # files in one message
+
+# transformers' own mark on a checkpoint that it saves when a job is preempted; it removes the mark
+# once it is back from saving, when the manifest is there already.
+_PREEMPTED = "checkpoint-is-incomplete.txt"
 
 # What resuming reads, of any way to train. What an earlier save has left of it is removed, so that
 # nothing of that save is taken for a part of this one.
@@ -95,9 +99,10 @@ def flush_files(folder: Path) -> None:
 
 def _files(folder: Path) -> list[Path]:
     """Return all files of a checkpoint but the manifest, in subfolders, too."""
+    left_out = (folder / MANIFEST, folder / _PREEMPTED)
     found = []
     for path in sorted(folder.rglob("*")):
-        if path.is_file() and path != folder / MANIFEST and not path.name.endswith(PARTIAL):
+        if path.is_file() and path not in left_out and not path.name.endswith(PARTIAL):
             found.append(path)
     return found
 

@@ -23,6 +23,7 @@ from typing import Any
 logger = logging.getLogger(__name__)
 
 START = b'{"step": '  # how each line begins
+MOST_DIGITS = 18  # of the number of a step
 
 
 class TraceFile:
@@ -116,14 +117,16 @@ def _whole_lines(lines: Iterable[bytes]) -> tuple[set[int], int]:
 def _step_of(line: bytes) -> list[int]:
     """Return the number of the step of a line; none for a line that has no such number."""
     number = line[len(START) :].split(b",", 1)[0]
-    return [int(number)] if line.startswith(START) and number.isdigit() else []
+    if not line.startswith(START) or not number.isdigit() or len(number) > MOST_DIGITS:
+        return []
+    return [int(number)]
 
 
 def _is_whole(line: bytes) -> bool:
     """Return whether a line was written to its end."""
     try:
         json.loads(line)
-    except ValueError:
+    except (ValueError, RecursionError):
         return False
     return line.endswith(b"\n")
 

@@ -1,5 +1,8 @@
 """What is wrong with a dataset is said when a trainer is made, or at the first step."""
 
+import random
+
+import numpy as np
 import pytest
 import torch
 from datasets import Dataset
@@ -8,6 +11,7 @@ from transformers import TrainingArguments
 
 from hf_flexseq import FlexSeqEngine
 from hf_flexseq.config import IGNORE_INDEX
+from hf_flexseq.hf.dataset_checks import _example, _token_counts
 from hf_flexseq.plan import PlanInfeasible
 from tests.hf.test_checks import DATA, make_trainer, one_line
 from tests.hf.test_trainer import padded
@@ -181,3 +185,36 @@ def test_a_later_step_without_anything_to_learn_is_run(tmp_path):
     trainer = make_trainer(tmp_path, data=data, num_train_epochs=1, **settings, **order)
     trainer.train()
     assert trainer.state.global_step == 3
+
+
+@pytest.mark.parametrize(
+    "column",
+    [["text", "more"], [1, 2], [[1, 2], None]],
+    ids=["text", "numbers", "missing"],
+)
+def test_columns_that_a_collator_makes_rows_of_are_left_alone(column):
+    assert _token_counts(Dataset.from_dict({"input_ids": column})) is None
+    assert _token_counts([{"input_ids": 5}]) is None
+
+
+class AtRandom(list):
+    """Examples that are changed at random when they are read."""
+
+    def __getitem__(self, index):
+        random.random()
+        np.random.rand()
+        torch.rand(1)
+        return super().__getitem__(index)
+
+
+def test_looking_at_examples_draws_no_random_numbers_of_the_run():
+    def drawn():
+        return random.random(), np.random.rand(), torch.rand(1).item()
+
+    for seeded in (random.seed, np.random.seed, torch.manual_seed):
+        seeded(0)
+    wanted = drawn()
+    for seeded in (random.seed, np.random.seed, torch.manual_seed):
+        seeded(0)
+    _example(AtRandom([example(5)]), 0)
+    assert drawn() == wanted

@@ -57,6 +57,20 @@ def tear(checkpoint):
 # ---- what is written
 
 
+class SavesItsState(FlexSeqTrainer):
+    """Writes the state into the output folder with every checkpoint, before the optimizer."""
+
+    def _save(self, *args, **kwargs):
+        super()._save(*args, **kwargs)
+        self.save_state()
+
+
+def test_a_state_that_is_written_elsewhere_does_not_end_the_checkpoint(tmp_path):
+    make_trainer(tmp_path, SavesItsState, max_steps=2).train()
+    files = json.loads((tmp_path / "checkpoint-2" / MANIFEST).read_text())["files"]
+    assert "optimizer.pt" in files
+
+
 def test_the_marker_is_the_first_file_and_the_manifest_the_last(tmp_path, monkeypatch):
     seen = []
 

@@ -19,6 +19,7 @@ from hf_flexseq.cost.presets import PRESETS
 from hf_flexseq.cost.sharding import FsdpFigures
 from hf_flexseq.plan import PlanInfeasible
 from hf_flexseq.planner import make_plan
+from hf_flexseq.planner.process import client
 from hf_flexseq.planner.process.client import PlannerWorker, _environment
 from hf_flexseq.planner.process.jobs import GroupsJob, StagesJob, job_from_record
 from hf_flexseq.planner.process.worker import serve
@@ -229,6 +230,20 @@ def test_other_folders_on_the_path_stay(tmp_path: Path, monkeypatch: pytest.Monk
     assert _environment()["PYTHONPATH"] == f"/one:{tmp_path}/lib:/two"
     monkeypatch.delenv("PYTHONPATH")
     assert "PYTHONPATH" not in _environment()
+
+
+@pytest.mark.processes
+def test_a_line_that_was_cut_short_ends_the_planner_at_once(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    cut = tmp_path / "cut.py"
+    cut.write_text('import time\nprint(\'{"id": 0, "pl\', flush=True)\nprint()\ntime.sleep(600)')
+    monkeypatch.setattr(client, "START", cut)
+    worker = PlannerWorker(groups_job())
+    worker.submit(0, [1])
+    with pytest.raises(RuntimeError, match="the planning process ended with code -9"):
+        worker.result(0)
+    worker.close()
 
 
 @pytest.mark.processes

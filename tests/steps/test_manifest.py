@@ -32,6 +32,16 @@ def test_a_whole_checkpoint_has_no_problem_and_brings_its_marker(tmp_path):
     assert sizes == {MARKER: marker_bytes, "global_step5/shard": 5, "weights": 3}
 
 
+def test_transformers_mark_of_a_preempted_job_may_go_afterwards(tmp_path):
+    folder = tmp_path / "checkpoint-5"
+    folder.mkdir()
+    mark = folder / "checkpoint-is-incomplete.txt"
+    mark.touch()
+    written(folder)
+    mark.unlink()
+    assert inspect(folder).problem is None
+
+
 def test_without_a_manifest_it_is_torn(tmp_path):
     folder = written(tmp_path, until_the_end=False)
     assert json.loads((folder / MARKER).read_text())["complete"] is False

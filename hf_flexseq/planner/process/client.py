@@ -188,11 +188,14 @@ class PlannerWorker:
         """File the answers of the process. The reading thread runs this."""
         stream = self._process.stdout
         assert stream is not None, "stdout is a pipe"
-        for line in stream:
-            answer = json.loads(line)
-            with self._changed:
-                self._answers[answer["id"]] = answer
-                self._changed.notify_all()
+        try:
+            for line in stream:
+                answer = json.loads(line)
+                with self._changed:
+                    self._answers[answer["id"]] = answer
+                    self._changed.notify_all()
+        except ValueError:
+            self._process.kill()  # it was killed in the middle of a line, or writes no answers
         with self._changed:
             self._ended = True
             self._changed.notify_all()
