@@ -233,7 +233,7 @@ class FlexSeqArguments:
         if self.planner != "static":
             raise ValueError(
                 f"sp_degree={quoted(self.sp_degree)} is for planner='static'; "
-                f"planner={self.planner!r} chooses it"
+                f"planner={self.planner!r} chooses it: leave it out, or set planner='static'"
             )
         _whole("sp_degree", self.sp_degree, least=1, most=MAX_RANKS)
         if self.strategy == "local" and self.sp_degree > 1:

@@ -182,6 +182,6 @@ def _summary(made: Plan | PipelinePlan) -> str:
     gap = made.objective_s / made.lower_bound_s - 1 if made.lower_bound_s >= 1e-9 else 0.0
     return (
         f"{len(made.lengths):,} sequences, {sum(made.lengths):,} tokens, "
-        f"{len(made.micro_batches)} micro-batches by {made.planner}, "
+        f"{len(made.micro_batches)} micro-batch(es) by {made.planner}, "
         f"predicted {made.objective_s:.3f} s ({100 * gap:.1f} % above the bound)"
     )

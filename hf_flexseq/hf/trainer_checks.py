@@ -6,10 +6,12 @@ sense and is not there. What a model must be is in `model/checks.py`, what a dat
 `dataset_checks.py`, what an example must be in `hf_flexseq/steps/collator.py`.
 """
 
+import os
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
+import torch.distributed as dist
 from accelerate import Accelerator
 from accelerate.utils import DDPCommunicationHookType, DistributedType, DynamoBackend
 from torch import nn
@@ -25,6 +27,7 @@ from hf_flexseq.hf.model.facts import is_fully_sharded, is_reentrant, zero_stage
 def check_accelerator(accelerator: Accelerator, args: FlexSeqArguments) -> None:
     """Raise ValueError or NotImplementedError for an Accelerator that does not go with
     hf_flexseq."""
+    _check_world(accelerator)
     _check_parallelism(accelerator)
     _check_loaders(accelerator, args)
     if accelerator.state.dynamo_plugin.backend != DynamoBackend.NO:
@@ -37,6 +40,19 @@ def check_accelerator(accelerator: Accelerator, args: FlexSeqArguments) -> None:
         )
     if accelerator.mixed_precision == "fp8":
         raise NotImplementedError("mixed_precision='fp8' is not available; use 'bf16'")
+
+
+def _check_world(accelerator: Accelerator) -> None:
+    """Raise ValueError where the accelerator does not know all processes of the job: each would
+    draw the same data, and none would reduce its gradients."""
+    launched = int(os.environ.get("WORLD_SIZE", "1"))
+    if dist.is_initialized():
+        launched = dist.get_world_size()
+    if launched != accelerator.num_processes:
+        raise ValueError(
+            f"the job has {launched} processes, but accelerate sees {accelerator.num_processes}: "
+            "on a CPU set use_cpu=True in the training arguments, or Accelerator(cpu=True)"
+        )
 
 
 def _check_parallelism(accelerator: Accelerator) -> None:

@@ -21,6 +21,7 @@ from hf_flexseq import (
     FlexSeqTrainer,
 )
 from hf_flexseq.hf.model.checks import check_model
+from hf_flexseq.hf.trainer_checks import check_accelerator
 from tests.hf.test_trainer import (
     OPTIONS,
     dataset,
@@ -521,3 +522,13 @@ def test_the_attention_by_itself_names_the_way_back():
     model.set_attn_implementation("flexseq")
     with pytest.raises(ValueError, match=r"set_attn_implementation\('sdpa'\)"):
         model(input_ids=torch.tensor([[1, 2]]))
+
+
+def test_processes_that_accelerate_does_not_know_of(monkeypatch):
+    accelerator = Accelerator(cpu=True)
+    monkeypatch.setenv("WORLD_SIZE", "2")  # as torchrun has it, without use_cpu=True on a CPU
+    with pytest.raises(
+        ValueError, match="2 processes, but accelerate sees 1: .* use_cpu=True"
+    ) as e:
+        check_accelerator(accelerator, FlexSeqArguments())
+    one_line(e)
