@@ -136,6 +136,9 @@ def _main(
     os.environ.update(
         LOCAL_WORLD_SIZE=str(ranks_per_node), MASTER_ADDR="127.0.0.1", MASTER_PORT="0"
     )
+    # torch's thread pool did not survive the fork, and is made anew by the first thread that sets
+    # its number of threads. Two at once, as where transformers loads a model, would find none.
+    torch.set_num_threads(1)
     torch.manual_seed(0)
     try:
         dist.init_process_group(
