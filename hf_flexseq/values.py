@@ -72,6 +72,12 @@ def one_line(text: str, most: int = LINE) -> str:
     return line
 
 
+def listed(names: Sequence[str], most: int = 3) -> str:
+    """Return the first names, and how many others there are, on one line."""
+    first = ", ".join(names[:most])
+    return first if len(names) <= most else f"{first} and {len(names) - most} others"
+
+
 # ---- single values
 
 

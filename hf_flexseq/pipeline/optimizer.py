@@ -40,6 +40,7 @@ from hf_flexseq.pipeline.optimizer_files import (
 )
 from hf_flexseq.pipeline.sharding import divided_like, whole
 from hf_flexseq.pipeline.stages import Stage
+from hf_flexseq.values import listed
 
 FOLDER = "flexseq_optimizer"
 WHOLE = "optimizer.pt"
@@ -184,19 +185,13 @@ def _check_same_parameters(
     lacking = trained - of_saved
     surplus = of_saved - trained
     if lacking:
-        names = _listed(lacking)
+        names = listed(sorted(lacking))
         raise ValueError(f"{folder} has no optimizer state of {names}, which this run trains")
     if surplus:
-        names = _listed(surplus)
+        names = listed(sorted(surplus))
         raise ValueError(f"{folder} has optimizer state of {names}, which this run does not train")
     if missing:
-        raise ValueError(f"{folder} has no {_listed(missing)}: it is of another optimizer")
-
-
-def _listed(names: Collection[str], most: int = 3) -> str:
-    """Return the first names, and how many others there are, on one line."""
-    first = ", ".join(sorted(names)[:most])
-    return first if len(names) <= most else f"{first} and {len(names) - most} others"
+        raise ValueError(f"{folder} has no {listed(sorted(missing))}: it is of another optimizer")
 
 
 # ---- reading what a Trainer without a pipeline wrote

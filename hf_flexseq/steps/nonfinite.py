@@ -23,11 +23,11 @@ from typing import Any
 import torch
 
 from hf_flexseq.pipeline.sharding import local
+from hf_flexseq.values import listed
 
 logger = logging.getLogger(__name__)
 
 LOSS = "the loss"
-MOST_NAMES = 3  # of parameters in a message
 
 Report = dict[str, Any]  # of one rank: the step's number, and names of what is not finite
 
@@ -157,10 +157,7 @@ def _message(step: int, names: Sequence[str]) -> str:
         places.append(LOSS)
     parameters = [name for name in names if name != LOSS]
     if parameters:
-        shown = ", ".join(parameters[:MOST_NAMES])
-        others = len(parameters) - MOST_NAMES
-        more = f" and {others} others" if others > 0 else ""
-        places.append(f"the gradients of {shown}{more}")
+        places.append(f"the gradients of {listed(parameters)}")
     return (
         f"optimizer step {step}, counted from 0: NaN or infinity in {' and in '.join(places)}; "
         "go on from the last checkpoint, with a lower learning rate or without that step's data"
