@@ -33,14 +33,10 @@ from typing import NamedTuple
 
 import torch
 
-from hf_flexseq.attention.turns import Rows
+from hf_flexseq.kernels.merge import merge_into
 from hf_flexseq.kernels.segments import Segments
 from hf_flexseq.kernels.upload import to_device
-from hf_flexseq.plan.shard import Slice
-
-# Tokens of a block: one tile of the CUDA kernels in the direction in which they would add
-# atomically.
-BLOCK = 128
+from hf_flexseq.program.blocks import BLOCK, SequenceBlocks
 
 # Bytes of what a kernel call is given and returns, by type of device. With 32 query heads and 8
 # KV heads of size 128 in 16 bits, 2**28 bytes are 102 pairs in the forward and 51 in the backward,
@@ -50,41 +46,6 @@ CALL_BYTES = {"cpu": 2**24, "cuda": 2**28}
 
 
 # ---- blocks
-
-
-class SequenceBlocks(NamedTuple):
-    """Some blocks of one sequence."""
-
-    sequence: int  # id in the step
-    length: int  # tokens of the sequence
-    numbers: Sequence[int]  # of the blocks, counted from the start of the sequence, ascending
-
-    @property
-    def all_blocks(self) -> int:
-        """The number of blocks of the whole sequence."""
-        return -(-self.length // BLOCK)  # rounded up
-
-    @property
-    def slices(self) -> list[Slice]:
-        """The tokens of these blocks; neighbours are one slice."""
-        slices: list[Slice] = []
-        for number in self.numbers:
-            start = number * BLOCK
-            stop = min(start + BLOCK, self.length)
-            if slices and slices[-1].stop == start:
-                start = slices.pop().start
-            slices.append(Slice(sequence=self.sequence, start=start, stop=stop))
-        return slices
-
-    @property
-    def readers(self) -> "SequenceBlocks":
-        """The blocks from the first of these on: their queries read keys of these blocks."""
-        return self._replace(numbers=range(self.numbers[0], self.all_blocks))
-
-    @property
-    def read(self) -> "SequenceBlocks":
-        """The blocks up to the last of these: queries of these blocks read their keys."""
-        return self._replace(numbers=range(self.numbers[-1] + 1))
 
 
 class PaddedBlocks:
@@ -125,11 +86,49 @@ class PaddedBlocks:
 # ---- rounds and calls
 
 
+class OwnResults(NamedTuple):
+    """Some of this rank's blocks, none twice, as rows of a tensor [blocks, ...]."""
+
+    count: int
+
+    where: torch.Tensor | slice
+    """int64 [count], or a slice where they stand together."""
+
+    def part(self, start: int, stop: int) -> "OwnResults":
+        """Return those from `start` to `stop`."""
+        if isinstance(self.where, slice):
+            first: int = self.where.start
+            return OwnResults(stop - start, slice(first + start, first + stop))
+        return OwnResults(stop - start, self.where[start:stop])
+
+    def add_to(self, total: torch.Tensor, part: torch.Tensor) -> None:
+        """Add part [count, ...] to these rows of total [blocks, ...], in the dtype of total."""
+        if isinstance(self.where, slice):
+            total[self.where].add_(part)
+        else:
+            total.index_add_(0, self.where, part.to(total.dtype))
+
+    def merge_into(
+        self, out: torch.Tensor, lse: torch.Tensor, part_out: torch.Tensor, part_lse: torch.Tensor
+    ) -> None:
+        """Merge results into these rows of the running result, in place.
+
+        out: [blocks, BLOCK, heads, head_dim]. lse: [blocks, BLOCK, heads]. part_out, part_lse: the
+        same of [count, ...].
+        """
+        row_out = out[self.where]  # a view where it is a slice
+        row_lse = lse[self.where]
+        merge_into(row_out, row_lse, part_out, part_lse)
+        if not isinstance(self.where, slice):
+            out[self.where] = row_out
+            lse[self.where] = row_lse
+
+
 class RoundResults(NamedTuple):
     """Results of a round that belong to blocks of this rank."""
 
     pairs: slice  # those of the round that have such a result
-    blocks: Rows  # the block of each, among this rank's; none twice
+    blocks: OwnResults  # the block of each, among this rank's
 
 
 class Round(NamedTuple):
@@ -344,8 +343,8 @@ def _on_device(rounds: Sequence[HostRound], device: torch.device) -> list[Round]
     return on_device
 
 
-def _blocks(host: torch.Tensor, copy: torch.Tensor) -> Rows:
+def _blocks(host: torch.Tensor, copy: torch.Tensor) -> OwnResults:
     """Return these blocks, as a slice where they follow each other: it takes no copies."""
     if len(host) and bool((host.diff() == 1).all()):
-        return Rows(len(host), slice(int(host[0]), int(host[-1]) + 1))
-    return Rows(len(host), copy)
+        return OwnResults(len(host), slice(int(host[0]), int(host[-1]) + 1))
+    return OwnResults(len(host), copy)

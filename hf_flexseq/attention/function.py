@@ -1,10 +1,9 @@
 """Attention of one layer over all the groups this rank works in, as one autograd node.
 
-    rows outside of attention  --remap-->  rows of the groups  --zones, woven-->  results of the
-    groups  --remap-->  results outside of attention
+    q, k, v  --program (`program/compile.py`), replayed (`replay.py`)-->  out
 
 One node, not one per group: autograd then cannot reorder the groups' communication, and in the
-backward too they run together (`weave.py`), in the same order on every rank.
+backward too they run together, in the same order on every rank.
 
 There are two such nodes. The plain one saves what every zone asks for. The one for layers under
 activation checkpointing (`remat.py`) saves this rank's own rows alone.
@@ -12,14 +11,19 @@ activation checkpointing (`remat.py`) saves this rank's own rows alone.
 The slow, obvious twin is `dense_attention` in `tests/attention/test_sequence_parallel.py`.
 """
 
-from collections.abc import Sequence
 from typing import Any, Protocol
 
 import torch
 
+from hf_flexseq.attention.programs import (
+    BACKWARD,
+    BACKWARD_OF_ROWS,
+    FORWARD,
+    MicroBatchPrograms,
+    layer_shape,
+)
 from hf_flexseq.attention.remat import Kept, KeptAttention, Region, checkpointed_region
-from hf_flexseq.attention.types import Saved, Tensors, ZoneAttention, joined
-from hf_flexseq.attention.weave import run_zones
+from hf_flexseq.attention.replay import CutAttention, Tensors
 
 
 class AttentionContext(Protocol):
@@ -30,8 +34,12 @@ class AttentionContext(Protocol):
     """
 
     @property
-    def zones(self) -> tuple[ZoneAttention, ...]:
-        """The attention of every group of this rank, widest group first."""
+    def programs(self) -> MicroBatchPrograms:
+        """What this rank does."""
+
+    @property
+    def cut(self) -> CutAttention | None:
+        """Attention of the part of a cut sequence; None where all are whole."""
 
     @property
     def kept(self) -> KeptAttention | None:
@@ -40,12 +48,6 @@ class AttentionContext(Protocol):
     @property
     def linear_tokens(self) -> int:
         """Tokens this rank holds in norms, MLP and head."""
-
-    def linear_to_attention(self, *tensors: torch.Tensor) -> Tensors:
-        """Move each [linear tokens, heads, head_dim] -> [attention tokens, heads, head_dim]."""
-
-    def attention_to_linear(self, *tensors: torch.Tensor) -> Tensors:
-        """Move each [attention tokens, heads, head_dim] -> [linear tokens, heads, head_dim]."""
 
 
 def sequence_parallel_attention(
@@ -89,32 +91,20 @@ class _SequenceParallelAttention(torch.autograd.Function):
         scale: float,
     ) -> torch.Tensor:
         """Return out [tokens, heads, head_dim] from q and k, v [tokens, kv_heads, head_dim]."""
-        out, saved = _attend(q, k, v, seq_ctx, scale)
         ctx.seq_ctx = seq_ctx
         ctx.scale = scale
-        # Autograd takes tensors as one flat list, and must have all of them.
-        ctx.counts = [len(of_zone.tensors) for of_zone in saved]
-        ctx.kv_heads = [of_zone.kv_heads for of_zone in saved]
-        flat: list[torch.Tensor] = []
-        for of_zone in saved:
-            flat.extend(of_zone.tensors)
-        ctx.save_for_backward(*flat)
+        ctx.shape = layer_shape(q, k)
+        out, saved = _attend(q, k, v, seq_ctx, scale)
+        ctx.save_for_backward(*saved)
         return out
 
     @staticmethod
     def backward(ctx: Any, dout: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         """Return dq, dk, dv, shaped as q, k, v are, from dout [tokens, heads, head_dim]."""
         seq_ctx: AttentionContext = ctx.seq_ctx
-        flat: Tensors = ctx.saved_tensors
-        (dout,) = seq_ctx.linear_to_attention(dout.contiguous())
-        steps = []
-        start = 0
-        for zone, count, kv_heads in zip(seq_ctx.zones, ctx.counts, ctx.kv_heads, strict=True):
-            saved = Saved(tuple(flat[start : start + count]), kv_heads)
-            steps.append(zone.backward(dout[zone.rows], saved, ctx.scale))
-            start += count
-        grads = _joined_gradients(run_zones(steps), dout.dtype)
-        dq, dk, dv = seq_ctx.attention_to_linear(*grads)
+        program = seq_ctx.programs.find(BACKWARD, ctx.shape)
+        inputs = (dout.contiguous(), *ctx.saved_tensors)
+        (dq, dk, dv), _ = program.run(inputs, ctx.scale, seq_ctx.cut)
         return dq, dk, dv, None, None
 
 
@@ -138,10 +128,12 @@ class _CheckpointedAttention(torch.autograd.Function):
         """Return out [tokens, heads, head_dim]: computed in the first run, taken in the replay."""
         store = seq_ctx.kept
         assert store is not None, "this context keeps no attention for a replay"
+        ctx.shape = layer_shape(q, k)
         kept = store.take(region)
         if kept is None:
             out, saved = _attend(q, k, v, seq_ctx, scale)
-            kept = Kept.of(out, [of_zone.tensors for of_zone in saved])
+            program = seq_ctx.programs.find(FORWARD, ctx.shape).program
+            kept = Kept.of(out, program.log_sum_exps(saved))
         if not region.replays:
             store.put(region, kept)
         ctx.seq_ctx = seq_ctx
@@ -157,56 +149,22 @@ class _CheckpointedAttention(torch.autograd.Function):
         """Return dq, dk, dv, shaped as q, k, v are, from dout [tokens, heads, head_dim]."""
         seq_ctx: AttentionContext = ctx.seq_ctx
         q, k, v, out, flat_lse = ctx.saved_tensors
-        q, k, v, out, dout = seq_ctx.linear_to_attention(q, k, v, out, dout.contiguous())
         # The zones' log-sum-exps, which stand in one flat tensor, one after the other.
-        lses = flat_lse.split([shape.numel() for shape in ctx.lse_shapes])
-        steps = []
-        for zone, lse, lse_shape in zip(seq_ctx.zones, lses, ctx.lse_shapes, strict=True):
-            rows = zone.rows
-            zone_steps = zone.backward_of_rows(
-                q=q[rows],
-                k=k[rows],
-                v=v[rows],
-                out=out[rows],
-                dout=dout[rows],
-                lse=lse.view(lse_shape),
-                scale=ctx.scale,
-            )
-            steps.append(zone_steps)
-        grads = _joined_gradients(run_zones(steps), dout.dtype)
-        dq, dk, dv = seq_ctx.attention_to_linear(*grads)
+        flat = flat_lse.split([shape.numel() for shape in ctx.lse_shapes])
+        lses = [lse.view(shape) for lse, shape in zip(flat, ctx.lse_shapes, strict=True)]
+        program = seq_ctx.programs.find(BACKWARD_OF_ROWS, ctx.shape)
+        inputs = (q, k, v, out, dout.contiguous(), *lses)
+        (dq, dk, dv), _ = program.run(inputs, ctx.scale, seq_ctx.cut)
         return dq, dk, dv, None, None, None
 
 
 def _attend(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, seq_ctx: AttentionContext, scale: float
-) -> tuple[torch.Tensor, Sequence[Saved]]:
-    """Return out [linear tokens, heads, head_dim] and what every zone saves for its backward.
+) -> tuple[torch.Tensor, Tensors]:
+    """Return out [linear tokens, heads, head_dim] and what all zones save for their backward.
 
     q: [linear tokens, heads, head_dim]. k, v: [linear tokens, kv_heads, head_dim].
     """
-    # 1. to the rows of the groups: each [linear tokens, ...] -> [attention tokens, ...]
-    q, k, v = seq_ctx.linear_to_attention(q, k, v)
-
-    # 2. all zones together, each on rows of its own
-    steps = []
-    for zone in seq_ctx.zones:
-        steps.append(zone.forward(q[zone.rows], k[zone.rows], v[zone.rows], scale))
-    results = run_zones(steps)
-    outs = [out for out, _ in results]
-    saved = [of_zone for _, of_zone in results]
-
-    # 3. and back: [attention tokens, heads, head_dim] -> [linear tokens, heads, head_dim]
-    (out,) = seq_ctx.attention_to_linear(joined(outs))
+    program = seq_ctx.programs.find(FORWARD, layer_shape(q, k))
+    (out,), saved = program.run((q, k, v), scale, seq_ctx.cut)
     return out, saved
-
-
-def _joined_gradients(grads: Sequence[Tensors], dtype: torch.dtype) -> Tensors:
-    """Join dq, dk and dv of all zones, each [tokens of the zone, ...] -> [tokens, ...].
-
-    They are complete sums by now, and so are rounded to `dtype`, once.
-    """
-    complete = []
-    for parts in zip(*grads, strict=True):
-        complete.append(joined([part.to(dtype) for part in parts]))
-    return tuple(complete)

@@ -99,13 +99,11 @@ class Kept(NamedTuple):
     """The version of `out` when it was kept; torch counts it up at every write."""
 
     @classmethod
-    def of(cls, out: torch.Tensor, saved: Sequence[Sequence[torch.Tensor]]) -> "Kept":
+    def of(cls, out: torch.Tensor, lses: Sequence[torch.Tensor]) -> "Kept":
         """Return what to keep of a call of attention.
 
-        out: [tokens, heads, head_dim]. saved: for each zone what its backward needs, with its
-        log-sum-exp last.
+        out: [tokens, heads, head_dim]. lses: the log-sum-exp of each zone.
         """
-        lses = [tensors[-1] for tensors in saved]
         flat = [lse.flatten() for lse in lses]  # [tokens, heads] or the like -> [elements]
         lse = flat[0] if len(flat) == 1 else torch.cat(flat)  # -> [all elements]
         shapes = tuple(zone_lse.shape for zone_lse in lses)

@@ -2,28 +2,24 @@
 communicator has a group for the ranks, by messages elsewhere."""
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 
 from hf_flexseq.distributed.communicator import Communicator, Transfers
-from hf_flexseq.distributed.tags import UNTAGGED
 from hf_flexseq.distributed.transport import Label, Pending, unnamed
+from hf_flexseq.program.tags import UNTAGGED
 
 
-class AllToAll:
-    """An all-to-all that is under way; `wait` ends it, exactly once."""
+class AllToAll(NamedTuple):
+    """An all-to-all that is under way."""
 
-    __slots__ = ("_pending", "_received")
+    pending: Pending
+    """To be waited for, exactly once."""
 
-    def __init__(self, pending: Pending, received: torch.Tensor) -> None:
-        """received: flat [elements from all ranks], filled during `wait`."""
-        self._pending = pending
-        self._received = received
-
-    def wait(self) -> torch.Tensor:
-        """Return what the ranks have sent to this one, flat [elements from all ranks], by rank."""
-        self._pending.wait()
-        return self._received
+    received: torch.Tensor
+    """What the ranks send to this one, flat [elements from all ranks], by rank; it may be read
+    after the wait."""
 
 
 def all_to_all(

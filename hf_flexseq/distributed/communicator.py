@@ -4,8 +4,6 @@ Below is a transport (`transport.py`), which moves tensors and knows nothing of 
 plans ask of it:
 
     Communicator    this rank, the topology, and the lanes that messages take
-    Channel         names and tags the exchanges of one group
-    Exchange        collects the messages of one step of attention, then posts them as Transfers
     Transfers       some sends and receives, posted at once and waited for once
 
 Groups of any shape move their bytes by messages, so a plan never needs a new communicator: making
@@ -26,7 +24,6 @@ import torch
 
 from hf_flexseq.distributed.connect import connect
 from hf_flexseq.distributed.hosts import topology_of
-from hf_flexseq.distributed.tags import UNTAGGED, zone_tag
 from hf_flexseq.distributed.transport import (
     HostGroup,
     Label,
@@ -37,7 +34,7 @@ from hf_flexseq.distributed.transport import (
     Transport,
     unnamed,
 )
-from hf_flexseq.plan import Group
+from hf_flexseq.program.tags import UNTAGGED
 from hf_flexseq.topology import Topology
 
 # ---- the ranks of a job
@@ -155,37 +152,6 @@ def _usual_peers(rank: int, topology: Topology) -> tuple[list[int], list[int]]:
     return mates, counterparts
 
 
-# ---- the transfers of one group
-
-
-class Channel:
-    """The transfers of one group on this rank: their tags, and their names in errors."""
-
-    __slots__ = ("communicator", "group", "number")
-
-    def __init__(self, communicator: Communicator, group: Group, number: int) -> None:
-        """number: index of the group's zone among the zones of this rank.
-
-        Groups are nested and zones stand widest first, so all ranks of a group have the same wider
-        zones before it and agree on its number. Tags of different zones differ.
-        """
-        self.communicator = communicator
-        self.group = group
-        self.number = number
-
-    def tag(self, message: int) -> int:
-        """Return the tag of a message of this group; see `tags.py` for the messages."""
-        return zone_tag(self.number, message)
-
-    @property
-    def name(self) -> str:
-        return f"the {self.group.strategy} group of ranks {self.group.start}-{self.group.stop - 1}"
-
-    def label(self, describe: Label) -> Label:
-        """Return the label `describe` followed by the name of the group."""
-        return lambda peer, sent: f"{describe(peer, sent)}, of {self.name}"
-
-
 # ---- transfers
 
 
@@ -257,55 +223,3 @@ def _tagged(
         if tensor.numel():
             yield tensor, peer, tag + before[peer]
             before[peer] += 1
-
-
-class Exchange:
-    """Messages between this rank and others, collected first, then posted and waited for once."""
-
-    __slots__ = ("_label", "_recvs", "_sends", "_transfers")
-
-    def __init__(self, label: Label = unnamed) -> None:
-        self._label = label
-        self._sends: list[tuple[torch.Tensor, int]] = []  # (tensor, peer)
-        self._recvs: list[tuple[torch.Tensor, int]] = []
-        self._transfers: Transfers | None = None
-
-    def send(self, tensors: Iterable[torch.Tensor], peer: int) -> None:
-        """Add tensors [rows, ...] of this rank that `peer` will receive."""
-        for tensor in tensors:
-            self._sends.append((tensor.contiguous(), peer))
-
-    def recv(
-        self, likes: Iterable[torch.Tensor], tokens: int, peer: int
-    ) -> tuple[torch.Tensor, ...]:
-        """Return new tensors [tokens, ...] that will hold what `peer` sends.
-
-        likes: tensors [any rows, ...] with the other dimensions, the dtype and the device.
-        """
-        tensors = tuple(like.new_empty(tokens, *like.shape[1:]) for like in likes)
-        self.recv_into(tensors, peer)
-        return tensors
-
-    def recv_into(self, tensors: Iterable[torch.Tensor], peer: int) -> None:
-        """Add contiguous tensors [rows, ...] that will hold what `peer` sends."""
-        for tensor in tensors:
-            self._recvs.append((tensor, peer))
-
-    def post(self, communicator: Communicator, tag: int, *, lane: Lane | None = None) -> None:
-        """Start all transfers; messages to one peer take the tags from `tag` on.
-
-        lane: see `Transfers`.
-        """
-        self._transfers = Transfers(
-            communicator,
-            sends=self._sends,
-            recvs=self._recvs,
-            tag=tag,
-            label=self._label,
-            lane=lane,
-        )
-
-    def wait(self) -> None:
-        """Wait until all messages have been sent and received."""
-        assert self._transfers is not None, "this exchange was not posted"
-        self._transfers.wait()

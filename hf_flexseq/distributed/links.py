@@ -14,7 +14,6 @@ from collections.abc import Sequence
 import torch
 
 from hf_flexseq.distributed.communicator import Communicator
-from hf_flexseq.distributed.tags import link_tag
 from hf_flexseq.distributed.transport import (
     Label,
     Lane,
@@ -24,6 +23,7 @@ from hf_flexseq.distributed.transport import (
     Transport,
     own_part,
 )
+from hf_flexseq.program.tags import link_tag
 
 HIDDEN_STATES, GRADIENTS = range(2)  # the kinds of links
 

@@ -27,7 +27,6 @@ from hf_flexseq.distributed.process_groups import (
     new_group,
     post_transfers,
 )
-from hf_flexseq.distributed.tags import UNTAGGED
 from hf_flexseq.distributed.transport import (
     Capabilities,
     Label,
@@ -38,6 +37,7 @@ from hf_flexseq.distributed.transport import (
     own_part,
     unnamed,
 )
+from hf_flexseq.program.tags import UNTAGGED
 
 
 class NcclTransport:

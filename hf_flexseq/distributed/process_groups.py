@@ -16,7 +16,6 @@ import torch
 import torch.distributed as dist
 
 from hf_flexseq.distributed.roll_call import roll_call
-from hf_flexseq.distributed.tags import MEETING
 from hf_flexseq.distributed.transport import (
     Label,
     LostRank,
@@ -27,6 +26,7 @@ from hf_flexseq.distributed.transport import (
     own_part,
     unnamed,
 )
+from hf_flexseq.program.tags import MEETING
 
 SPARE_DESCRIPTORS = 512  # for everything else that a process opens
 

@@ -12,7 +12,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from hf_flexseq.distributed.tags import ROLL_CALL
+from hf_flexseq.program.tags import ROLL_CALL
 
 ROLL_CALL_S = 2  # seconds that a rank has to answer
 LEAST_WAIT_S = 0.1  # seconds to wait for an answer when the time of the roll call is over

@@ -3,7 +3,8 @@ and the same lengths on the device.
 
 The lengths are Python ints because every decision about them is taken on the host (loops, launch
 bounds, whether there is any work). Kernels on a GPU also want them as cumulative int32 tensors;
-these are made when first asked for, so the CPU never pays for them.
+these are brought together with others (`attention/uploads.py`), or made when first asked for, so
+the CPU never pays for them.
 
     lengths (3, 0, 2)  ->  cu_seqlens [0, 3, 3, 5], total 5, max 3
 """
@@ -74,7 +75,7 @@ class Segments:
     def cu_seqlens_q(self) -> torch.Tensor:
         """First query row of each sequence, and the total: int32 [sequences + 1] on `device`."""
         if self._cu_seqlens_q is None:
-            self._cu_seqlens_q = _cumulative(self.q_lens, self.device)
+            self._cu_seqlens_q = to_device(cumulative(self.q_lens), self.device)
         return self._cu_seqlens_q
 
     @property
@@ -84,8 +85,14 @@ class Segments:
             if self.q_lens == self.k_lens:
                 self._cu_seqlens_k = self.cu_seqlens_q
             else:
-                self._cu_seqlens_k = _cumulative(self.k_lens, self.device)
+                self._cu_seqlens_k = to_device(cumulative(self.k_lens), self.device)
         return self._cu_seqlens_k
+
+    def place(self, cu_seqlens_q: torch.Tensor, cu_seqlens_k: torch.Tensor) -> None:
+        """Take the cumulative lengths, int32 [sequences + 1] on `device`, from whoever has brought
+        them there."""
+        self._cu_seqlens_q = cu_seqlens_q
+        self._cu_seqlens_k = cu_seqlens_k
 
     def blocks(self) -> Iterator[tuple[slice, slice]]:
         """Iterate over the query rows and the key rows of every sequence that has both."""
@@ -128,7 +135,6 @@ class Segments:
         return f"Segments(q_lens={self.q_lens}, k_lens={self.k_lens}, causal={self.causal})"
 
 
-def _cumulative(lengths: Sequence[int], device: torch.device) -> torch.Tensor:
-    """Copy (0, l0, l0 + l1, ...) to the device, as int32 [sequences + 1], without waiting."""
-    host = torch.tensor((0, *accumulate(lengths)), dtype=torch.int32)
-    return to_device(host, device)
+def cumulative(lengths: Sequence[int]) -> torch.Tensor:
+    """Return (0, l0, l0 + l1, ...) on the host: int32 [sequences + 1]."""
+    return torch.tensor((0, *accumulate(lengths)), dtype=torch.int32)

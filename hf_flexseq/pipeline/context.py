@@ -3,43 +3,33 @@ context of a micro-batch.
 
 A chunk's row is [the part of a cut sequence | whole sequences], either of which may be missing:
 
-    ChunkContext    the chunk on one stage
-    LayerContext    its attention in one layer: the zones of the row
+    ChunkContext    the chunk on one stage, with the programs of its attention
+    LayerContext    its attention in one layer
     CutZone         the part of a cut sequence, which also reads the carry
     LocalZone       the whole sequences, as in a group of one rank
 
 Where ranks share the chunk (`ulysses.py`), both zones are inside an exchange of tokens for heads.
 """
 
-from collections.abc import Callable, Sequence
-from functools import partial
-
 import torch
 
-from hf_flexseq.attention.heads import Repeats
-from hf_flexseq.attention.local import LocalZone
-from hf_flexseq.attention.types import Saved, Tensors, ZoneAttention
-from hf_flexseq.attention.weave import ZoneSteps
+from hf_flexseq.attention.programs import MicroBatchPrograms
+from hf_flexseq.attention.replay import CutAttention, Tensors
 from hf_flexseq.pipeline.carry import Carried, CutPart, KVCarry
 from hf_flexseq.pipeline.ulysses import Sharing, shared_chunk
 from hf_flexseq.plan.pipeline import Chunk
+from hf_flexseq.program.builder import Builder, Tables, Values
+from hf_flexseq.program.compile import Parts
+from hf_flexseq.program.instructions import INPUT, WIDE, LayerShape, Value
+from hf_flexseq.program.local import LocalZone
+from hf_flexseq.program.weave import ZoneSteps
+from hf_flexseq.program.zones import ZoneAttention
 
 
 class ChunkContext:
     """A chunk on a stage. A plain class, as `SequenceContext` is, and for the same reason."""
 
-    __slots__ = (
-        "_chunk_tokens",
-        "_cut",
-        "_dummy",
-        "_lengths",
-        "_repeats",
-        "_sharing",
-        "_whole",
-        "carry",
-        "checkpointed",
-        "tokens",
-    )
+    __slots__ = ("_cut", "_lengths", "carry", "checkpointed", "programs", "tokens")
 
     def __init__(
         self,
@@ -62,33 +52,46 @@ class ChunkContext:
         self.carry = carry
         self.checkpointed = checkpointed
         self._lengths = lengths
-        self._repeats = Repeats()  # of KV heads, in all layers
-        self._sharing = sharing
+        tables = Tables()
+        zones: list[ZoneAttention] = []
 
-        # 1. this rank's tokens: a part of the row, or a dummy token
-        self._chunk_tokens = chunk.tokens
-        self.tokens = chunk.tokens
-        self._dummy: LocalZone | None = None
-        if sharing is not None:
-            start, stop = sharing.part(chunk.tokens)
-            self.tokens = stop - start
-            if start == stop:
-                self.tokens = 1
-                self._dummy = _local_zone((1,), 1, carry, device)
-
-        # 2. the whole row: the part of a cut sequence, and whole sequences
+        # 1. the whole row: the part of a cut sequence, and whole sequences
         self._cut: CutPart | None = None
         whole = chunk.slices
         part = chunk.cut(lengths)  # None without one
         if part is not None:
             self._cut = CutPart(part, device)
+            zones.append(CutZone(part.tokens))
             whole = chunk.slices[1:]
         for one in whole:
             assert one.tokens == lengths[one.sequence], f"{chunk} has two parts of sequences"
-        self._whole: LocalZone | None = None
         if whole:
             tokens = [one.tokens for one in whole]
-            self._whole = _local_zone(tokens, chunk.tokens, carry, device)
+            rows = slice(chunk.tokens - sum(tokens), chunk.tokens)
+            zones.append(LocalZone(rows, tokens, tables))
+
+        # 2. this rank's tokens: all, a part of them, or a dummy token
+        self.tokens = chunk.tokens
+        if sharing is not None:
+            zones = [shared_chunk(chunk.tokens, zones, sharing)]
+            start, stop = sharing.part(chunk.tokens)
+            self.tokens = stop - start
+            if start == stop:
+                self.tokens = 1
+                zones.append(LocalZone(slice(0, 1), (1,), tables))
+
+        # 3. what the attention of all layers does with them
+        parts = Parts(
+            rank=0 if sharing is None else sharing.ranks[sharing.index],
+            wide=carry.kernel.wide_gradients,
+            tables=tables,
+            linear_tokens=self.tokens,
+            attention_tokens=self.tokens,
+            zones=tuple(zones),
+            remap=None,
+        )
+        communicator = None if sharing is None else sharing.communicator
+        self.programs = MicroBatchPrograms(parts, communicator, carry.kernel, device)
 
     def of_layer(self, layer: int, *, keeps_grad: bool) -> "LayerContext":
         """Return the context of one layer's attention, for `sequence_parallel_attention`.
@@ -96,24 +99,15 @@ class ChunkContext:
         layer: its index in the model
         keeps_grad: whether a backward will follow
         """
-        zones: list[ZoneAttention] = []
+        cut = None
         if self._cut is not None:
-            part = self._cut.part
-            length = self._lengths[part.sequence]
-            find = partial(self.carry.at, layer, part, length, keeps_grad=keeps_grad)
-            zones.append(CutZone(self._cut, find))
-        if self._whole is not None:
-            zones.append(self._whole)
-        if self._sharing is not None:
-            wide = self.carry.kernel.wide_gradients
-            zones = [
-                shared_chunk(
-                    self._chunk_tokens, zones, self._sharing, repeats=self._repeats, wide=wide
-                )
-            ]
-        if self._dummy is not None:
-            zones.append(self._dummy)
-        return LayerContext(self.tokens, tuple(zones))
+            cut = LayerCut(self, self._cut, layer, keeps_grad=keeps_grad)
+        return LayerContext(self.tokens, self.programs, cut)
+
+    def carried(self, part: CutPart, layer: int, *, keeps_grad: bool) -> Carried:
+        """Return what is carried in a layer of the sequence of a part."""
+        length = self._lengths[part.part.sequence]
+        return self.carry.at(layer, part.part, length, keeps_grad=keeps_grad)
 
 
 class LayerContext:
@@ -123,64 +117,84 @@ class LayerContext:
     elsewhere outside of attention.
     """
 
-    __slots__ = ("kept", "linear_tokens", "zones")
+    __slots__ = ("cut", "kept", "linear_tokens", "programs")
 
-    def __init__(self, linear_tokens: int, zones: tuple[ZoneAttention, ...]) -> None:
+    def __init__(
+        self, linear_tokens: int, programs: MicroBatchPrograms, cut: CutAttention | None
+    ) -> None:
         self.kept = None
         self.linear_tokens = linear_tokens
-        self.zones = zones
+        self.programs = programs
+        self.cut = cut
 
-    def linear_to_attention(self, *tensors: torch.Tensor) -> Tensors:
-        """Return the tensors [tokens, ...] as they are."""
-        return tensors
 
-    def attention_to_linear(self, *tensors: torch.Tensor) -> Tensors:
-        """Return the tensors [tokens, ...] as they are."""
-        return tensors
+class LayerCut:
+    """The part of a cut sequence in one layer: it attends to the carry, too."""
+
+    __slots__ = ("_carried", "_chunk", "_keeps_grad", "_layer", "_part")
+
+    def __init__(
+        self, chunk: ChunkContext, part: CutPart, layer: int, *, keeps_grad: bool
+    ) -> None:
+        """Carry nothing yet. keeps_grad: whether a backward will follow."""
+        self._chunk = chunk
+        self._part = part
+        self._layer = layer
+        self._keeps_grad = keeps_grad
+        self._carried: Carried | None = None
+
+    def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> Tensors:
+        """Return out [tokens, heads, head_dim] and lse [heads, tokens].
+
+        q: [tokens, heads, head_dim]; k, v: [tokens, kv_heads, head_dim]
+        """
+        self._carried = self._chunk.carried(self._part, self._layer, keeps_grad=self._keeps_grad)
+        return self._carried.forward(self._part, q, k, v, scale)
+
+    def backward(
+        self,
+        dout: torch.Tensor,
+        q: torch.Tensor,
+        out: torch.Tensor,
+        lse: torch.Tensor,
+        scale: float,
+    ) -> Tensors:
+        """Return dq [tokens, heads, head_dim], dk and dv [tokens, kv_heads, head_dim], in the
+        dtype of lse.
+
+        dout, q, out: [tokens, heads, head_dim]; lse: [heads, tokens]
+        """
+        assert self._carried is not None, "a backward without its forward"
+        grads = self._carried.backward(self._part, dout, q, out, lse, scale)
+        return tuple(grad.to(lse.dtype) for grad in grads)
 
 
 class CutZone(ZoneAttention):
     """The part of a sequence that a chunk begins with. For the backward it keeps q, out and lse
     alone; keys and values are in the carry."""
 
-    __slots__ = ("_carried", "_cut", "_find", "rows")
+    __slots__ = ("_key_shapes", "rows")
 
-    def __init__(self, cut: CutPart, find: Callable[[], Carried]) -> None:
-        """Carry nothing yet.
+    def __init__(self, tokens: int) -> None:
+        """tokens: of the part, which are the first of the row."""
+        self.rows = slice(0, tokens)
+        self._key_shapes: dict[LayerShape, tuple[int, ...]] = {}  # of the forward's keys
 
-        find: returns what is carried of the part's sequence; called when there is something to
-            carry
-        """
-        self._cut = cut
-        self.rows = slice(0, cut.part.tokens)
-        self._find = find
-        self._carried: Carried | None = None
-
-    def forward(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float
-    ) -> ZoneSteps[tuple[torch.Tensor, Saved]]:
+    def forward(self, b: Builder, q: Value, k: Value, v: Value) -> ZoneSteps[tuple[Value, Values]]:
         """Return out [tokens, heads, head_dim], and what `backward` needs.
 
         q: [tokens, heads, head_dim]; k, v: [tokens, kv_heads, head_dim]
         """
         yield 0.0
-        self._carried = self._find()
-        out, lse = self._carried.forward(self._cut, q, k, v, scale)
-        return out, Saved((q, out, lse))
+        self._key_shapes[b.shape] = k.shape
+        made = ((q.shape, INPUT), ((q.shape[1], q.rows), WIDE))
+        out, lse = b.special("attend_cut", (q, k, v), made)
+        return out, (q, out, lse)
 
-    def backward(self, dout: torch.Tensor, saved: Saved, scale: float) -> ZoneSteps[Tensors]:
+    def backward(self, b: Builder, dout: Value, saved: Values) -> ZoneSteps[Values]:
         """Return dq [tokens, heads, head_dim], dk and dv [tokens, kv_heads, head_dim]."""
         yield 0.0
-        q, out, lse = saved.tensors
-        assert self._carried is not None, "a backward without its forward"
-        return self._carried.backward(self._cut, dout, q, out, lse, scale)
-
-
-def _local_zone(
-    lengths: Sequence[int], stop: int, carry: KVCarry, device: torch.device
-) -> LocalZone:
-    """Return whole sequences as a group of this rank alone.
-
-    lengths: tokens of each; stop: where they end in the row
-    """
-    return LocalZone(slice(stop - sum(lengths), stop), lengths, carry.kernel, device)
+        q, out, lse = saved
+        key_shape = self._key_shapes[b.shape]
+        made = ((q.shape, WIDE), (key_shape, WIDE), (key_shape, WIDE))
+        return b.special("gradients_of_cut", (dout, q, out, lse), made)

@@ -17,15 +17,17 @@ from itertools import islice
 
 import torch
 
-from hf_flexseq.attention.head_exchange import HeadExchange
-from hf_flexseq.attention.heads import Repeats
-from hf_flexseq.attention.types import Attention, Saved, Tensors, ZoneAttention
-from hf_flexseq.attention.ulysses import UlyssesZone
-from hf_flexseq.attention.weave import ZoneSteps, run_zones
 from hf_flexseq.config import IGNORE_INDEX
-from hf_flexseq.distributed.communicator import Channel, Communicator
+from hf_flexseq.distributed.communicator import Communicator
 from hf_flexseq.plan import Group
 from hf_flexseq.plan.shard import contiguous_part
+from hf_flexseq.program.builder import Builder, Values
+from hf_flexseq.program.exchange import Channel
+from hf_flexseq.program.head_exchange import HeadExchange
+from hf_flexseq.program.instructions import LayerShape, Value
+from hf_flexseq.program.ulysses import UlyssesZone
+from hf_flexseq.program.weave import ZoneSteps, run_zones
+from hf_flexseq.program.zones import Attention, ZoneAttention
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,14 +64,10 @@ def own_columns(
     return own
 
 
-def shared_chunk(
-    tokens: int, inner: Sequence[ZoneAttention], sharing: Sharing, *, repeats: Repeats, wide: bool
-) -> UlyssesZone:
+def shared_chunk(tokens: int, inner: Sequence[ZoneAttention], sharing: Sharing) -> UlyssesZone:
     """Return the zone of this rank's part in a chunk of `tokens`.
 
     inner: the chunk's zones as a rank alone would have them
-    repeats: of KV heads, the same in all layers of the chunk
-    wide: see UlyssesZone
     """
     degree = len(sharing.ranks)
     sizes = []  # tokens of every rank
@@ -77,15 +75,11 @@ def shared_chunk(
         start, stop = contiguous_part(tokens, index, degree)
         sizes.append(stop - start)
     start, stop = sharing.part(tokens)
-    zones = Together(inner)
     group = Group(ranks=sharing.ranks, sequences=(0,), strategy="ulysses")
-    channel = Channel(sharing.communicator, group, 0)
     return UlyssesZone(
         rows=slice(0, stop - start),
-        exchange=HeadExchange(channel, sharing.ranks, sharing.index, sizes),
-        inner=zones,
-        repeats=repeats,
-        wide=wide,
+        exchange=HeadExchange(Channel(group, 0), sharing.ranks, sharing.index, sizes),
+        inner=Together(inner),
     )
 
 
@@ -97,11 +91,9 @@ class Together(Attention):
 
     def __init__(self, zones: Sequence[ZoneAttention]) -> None:
         self.zones = tuple(zones)
-        self._saved: list[int] = []  # how many tensors each of them keeps, once forward has run
+        self._saved: dict[LayerShape, list[int]] = {}  # how many values each keeps, by layer
 
-    def forward(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float
-    ) -> ZoneSteps[tuple[torch.Tensor, Saved]]:
+    def forward(self, b: Builder, q: Value, k: Value, v: Value) -> ZoneSteps[tuple[Value, Values]]:
         """Return out [tokens, heads, head_dim], and what `backward` needs.
 
         q: [tokens, heads, head_dim]; k, v: [tokens, kv_heads, head_dim], of all zones
@@ -110,26 +102,29 @@ class Together(Attention):
         steps = []
         for zone in self.zones:
             # [tokens, ...] -> [tokens of the zone, ...]
-            steps.append(zone.forward(q[zone.rows], k[zone.rows], v[zone.rows], scale))
+            rows = [b.part(x, zone.rows.start, zone.rows.stop) for x in (q, k, v)]
+            steps.append(zone.forward(b, *rows))
         outs = []
-        tensors: list[torch.Tensor] = []
-        self._saved = []
+        values: list[Value] = []
+        counts = []
         for out, saved in run_zones(steps):
             outs.append(out)
-            tensors += saved.tensors
-            self._saved.append(len(saved.tensors))
+            values += saved
+            counts.append(len(saved))
+        self._saved[b.shape] = counts
         # [tokens of a zone, heads, head_dim] of each -> [tokens, heads, head_dim]
-        return torch.cat(outs), Saved(tuple(tensors))
+        return b.join(outs), tuple(values)
 
-    def backward(self, dout: torch.Tensor, saved: Saved, scale: float) -> ZoneSteps[Tensors]:
+    def backward(self, b: Builder, dout: Value, saved: Values) -> ZoneSteps[Values]:
         """Return dq [tokens, heads, head_dim], dk and dv [tokens, kv_heads, head_dim]."""
         yield 0.0
-        dout = dout.contiguous()
-        tensors = iter(saved.tensors)
+        values = iter(saved)
         steps = []
-        for zone, count in zip(self.zones, self._saved, strict=True):
-            own = Saved(tuple(islice(tensors, count)))
-            steps.append(zone.backward(dout[zone.rows], own, scale))
-        # (dq, dk, dv) of every zone -> each of all zones, [tokens, ...]
-        dq, dk, dv = zip(*run_zones(steps), strict=True)
-        return torch.cat(dq), torch.cat(dk), torch.cat(dv)
+        for zone, count in zip(self.zones, self._saved[b.shape], strict=True):
+            own = tuple(islice(values, count))
+            steps.append(zone.backward(b, b.part(dout, zone.rows.start, zone.rows.stop), own))
+        # dq, dk and dv of every zone -> each of all zones, [tokens, ...]
+        grads = []
+        for parts in zip(*run_zones(steps), strict=True):
+            grads.append(b.join(parts))
+        return tuple(grads)

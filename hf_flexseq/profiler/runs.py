@@ -82,7 +82,9 @@ class AllToAllRun:
         if not self.ranks:
             return
         for _ in range(ALL_TO_ALLS):
-            all_to_all(self.communicator, self.ranks, self.sent, self.sizes, self.sizes).wait()
+            all_to_all(
+                self.communicator, self.ranks, self.sent, self.sizes, self.sizes
+            ).pending.wait()
 
 
 class RingRun:

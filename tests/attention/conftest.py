@@ -1,6 +1,6 @@
 import pytest
 
-from hf_flexseq.attention import heads
+from hf_flexseq.program import heads
 
 
 @pytest.fixture(autouse=True)

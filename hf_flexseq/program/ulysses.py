@@ -31,10 +31,13 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import NamedTuple
 
-import torch
-
-from hf_flexseq.attention.head_exchange import ArrivingHeads, ArrivingTokens, HeadExchange
-from hf_flexseq.attention.heads import (
+from hf_flexseq.cost import HEAD_PIECES
+from hf_flexseq.plan.shard import Zone, contiguous_part
+from hf_flexseq.program import tags
+from hf_flexseq.program.builder import Builder, Tables, Values
+from hf_flexseq.program.exchange import Channel
+from hf_flexseq.program.head_exchange import ArrivingHeads, ArrivingTokens, HeadExchange
+from hf_flexseq.program.heads import (
     HeadPiece,
     HeadShare,
     PieceReader,
@@ -44,18 +47,14 @@ from hf_flexseq.attention.heads import (
     overlapping,
     pieces_per_head,
 )
-from hf_flexseq.attention.local import LocalZone
-from hf_flexseq.attention.types import Attention, Saved, Tensors
-from hf_flexseq.attention.weave import END, ZoneSteps, within
-from hf_flexseq.cost import HEAD_PIECES
-from hf_flexseq.distributed import tags
-from hf_flexseq.distributed.communicator import Channel
-from hf_flexseq.kernels import Kernel, lse_dtype
-from hf_flexseq.plan.shard import Zone, contiguous_part
+from hf_flexseq.program.instructions import WIDE, Value
+from hf_flexseq.program.local import LocalZone
+from hf_flexseq.program.weave import END, ZoneSteps, within
+from hf_flexseq.program.zones import Attention
 
 # The backward of one piece: from its number and the tensors that have arrived for it, dout last,
 # each [all tokens, my heads, head_dim], to dq, dk and dv of what the inner attention read.
-PieceBackward = Callable[[int, Tensors], ZoneSteps[Tensors]]
+PieceBackward = Callable[[int, Values], ZoneSteps[Values]]
 
 
 class Span(NamedTuple):
@@ -65,10 +64,11 @@ class Span(NamedTuple):
     stop: float
 
 
-def ulysses_zone(
-    zone: Zone, channel: Channel, kernel: Kernel, device: torch.device
-) -> "UlyssesZone":
-    """Make the attention of an Ulysses group: heads in pieces, around one kernel call for each."""
+def ulysses_zone(zone: Zone, channel: Channel, tables: Tables, device: str) -> "UlyssesZone":
+    """Make the attention of an Ulysses group: heads in pieces, around one kernel call for each.
+
+    device: "cpu" or "cuda".
+    """
     all_tokens = sum(zone.lengths)
     tokens = []
     for i in range(zone.group.degree):
@@ -77,16 +77,15 @@ def ulysses_zone(
     return UlyssesZone(
         rows=slice(zone.start, zone.stop),
         exchange=HeadExchange(channel, zone.group.ranks, zone.index, tokens),
-        inner=LocalZone(slice(0, all_tokens), zone.lengths, kernel, device),
+        inner=LocalZone(slice(0, all_tokens), zone.lengths, tables),
         pieces_per_head=pieces_per_head(zone.lengths, device),
-        wide=kernel.wide_gradients,
     )
 
 
 class UlyssesZone:
     """This rank's part in an Ulysses group."""
 
-    __slots__ = ("exchange", "inner", "pieces_per_head", "repeats", "rows", "span", "wide")
+    __slots__ = ("exchange", "inner", "pieces_per_head", "rows", "span", "wide")
 
     def __init__(
         self,
@@ -96,8 +95,7 @@ class UlyssesZone:
         *,
         span: Span | None = None,
         pieces_per_head: float = 0.0,
-        repeats: Repeats | None = None,
-        wide: bool,
+        wide: bool = False,
     ) -> None:
         """rows: where this rank's tokens stand among its rows.
 
@@ -105,9 +103,7 @@ class UlyssesZone:
         and some heads; of several pieces its log-sum-exp must be [heads, tokens]. span: at which
         times of the zone it does; the exchanges have the time before and after it to travel.
         pieces_per_head: in how many pieces one query head could be done; 0 leaves all heads in
-        one piece. repeats: of KV heads, shared with other zones; None makes them. wide: whether
-        `inner` leaves gradients of 16-bit tensors in float32; where ranks share a KV head they
-        travel so, those of queries in the same message.
+        one piece. wide: whether `inner` sums gradients in WIDE whatever the kernel does.
         """
         assert span is None or not pieces_per_head, "pieces have times of their own"
         self.rows = rows
@@ -116,18 +112,13 @@ class UlyssesZone:
         self.span = span
         self.pieces_per_head = pieces_per_head
         self.wide = wide
-        self.repeats = repeats or Repeats()
 
-    def forward(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float
-    ) -> ZoneSteps[tuple[torch.Tensor, Saved]]:
+    def forward(self, b: Builder, q: Value, k: Value, v: Value) -> ZoneSteps[tuple[Value, Values]]:
         """Return out [my tokens, heads, head_dim], and save what `inner` does, in the head layout.
 
         q: [my tokens, heads, head_dim]. k, v: [my tokens, kv_heads, head_dim].
         """
-        heads = q.shape[1]
-        kv_heads = k.shape[1]
-        pieces = self._pieces(heads, kv_heads)
+        pieces = self._pieces(b.shape.query_heads, b.shape.kv_heads)
 
         # 1. post what the pieces read
         arriving = []
@@ -135,13 +126,15 @@ class UlyssesZone:
             # [my tokens, all heads, head_dim] -> [all tokens, my heads, head_dim]
             head_ranges = (piece.queries, piece.kv_arriving, piece.kv_arriving)
             arriving.append(
-                self.exchange.seq_to_head((q, k, v), head_ranges, message=tags.seq_to_head(number))
+                self.exchange.seq_to_head(
+                    b, (q, k, v), head_ranges, message=tags.seq_to_head(number)
+                )
             )
 
         # 2. compute piece by piece
         leaving = []
-        saved_by_piece: list[Tensors] = []
-        reader = PieceReader(self.repeats)
+        saved_by_piece: list[Values] = []
+        reader = PieceReader(b, Repeats(b))
         for number, piece in enumerate(pieces):
             share = self._share(piece)
             span = self._span(number, len(pieces))
@@ -149,59 +142,51 @@ class UlyssesZone:
             q_heads, *new_kv = arriving[number].wait()  # [all tokens, my heads, head_dim]
             k_heads, v_heads = reader.next(share, new_kv)
             if share.q_heads:
-                inner_steps = self.inner.forward(q_heads, k_heads, v_heads, scale)
+                inner_steps = self.inner.forward(b, q_heads, k_heads, v_heads)
                 out_heads, saved = yield from within(span.start, span.stop, inner_steps)
-                saved_by_piece.append(saved.tensors)
+                saved_by_piece.append(saved)
             else:
                 out_heads = q_heads  # no head here: [all tokens, 0, head_dim]
             yield span.stop
             # [all tokens, my heads, head_dim] -> [my tokens, all heads, head_dim]
             leaving.append(
                 self.exchange.head_to_seq(
-                    (out_heads,), (piece.queries,), message=tags.head_to_seq(number)
+                    b, (out_heads,), (piece.queries,), message=tags.head_to_seq(number)
                 )
             )
 
         # 3. wait for the results
         yield END
-        (out,) = self.exchange.wait_for_tokens(leaving)  # [my tokens, heads, head_dim]
+        (out,) = self.exchange.wait_for_tokens(b, leaving)  # [my tokens, heads, head_dim]
         if not saved_by_piece:
-            saved_by_piece.append((q.new_empty(0),))  # no head here, and so no log-sum-exp
-        return out, Saved(_flat(saved_by_piece), kv_heads)
+            saved_by_piece.append((b.empty((0,), WIDE),))  # no head here, and so no log-sum-exp
+        return out, _flat(b, saved_by_piece)
 
-    def backward(self, dout: torch.Tensor, saved: Saved, scale: float) -> ZoneSteps[Tensors]:
+    def backward(self, b: Builder, dout: Value, saved: Values) -> ZoneSteps[Values]:
         """Return dq [my tokens, heads, head_dim], dk and dv [my tokens, kv_heads, head_dim]."""
-        assert saved.kv_heads is not None, "the forward of Ulysses saves the number of KV heads"
-        pieces = self._pieces(dout.shape[1], saved.kv_heads)
+        pieces = self._pieces(b.shape.query_heads, b.shape.kv_heads)
         arriving = []
         for number, piece in enumerate(pieces):
             # [my tokens, all heads, head_dim] -> [all tokens, my heads, head_dim]
             arriving.append(
                 self.exchange.seq_to_head(
-                    (dout,), (piece.queries,), message=tags.seq_to_head(number)
+                    b, (dout,), (piece.queries,), message=tags.seq_to_head(number)
                 )
             )
-        saved_by_piece = self._unflat(saved.tensors, pieces)
-        piece_backward = partial(self._backward_of_saved, saved_by_piece, scale)
-        return (yield from self._gradients(pieces, arriving, piece_backward))
+        saved_by_piece = self._unflat(b, saved, pieces)
+        piece_backward = partial(self._backward_of_saved, b, saved_by_piece)
+        return (yield from self._gradients(b, pieces, arriving, piece_backward))
 
     def backward_of_rows(
-        self,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        out: torch.Tensor,
-        dout: torch.Tensor,
-        lse: torch.Tensor,
-        scale: float,
-    ) -> ZoneSteps[Tensors]:
+        self, b: Builder, q: Value, k: Value, v: Value, out: Value, dout: Value, lse: Value
+    ) -> ZoneSteps[Values]:
         """Return what `backward` does, where nothing is kept in the head layout but the
         log-sum-exp: all that is missing travels together with dout.
 
         q, out, dout: [my tokens, heads, head_dim]. k, v: [my tokens, kv_heads, head_dim]. lse: of
         all pieces, [my heads, all tokens] or as `inner` has it.
         """
-        pieces = self._pieces(q.shape[1], k.shape[1])
+        pieces = self._pieces(b.shape.query_heads, b.shape.kv_heads)
         arriving = []
         for number, piece in enumerate(pieces):
             # [my tokens, all heads, head_dim] -> [all tokens, my heads, head_dim]
@@ -214,33 +199,35 @@ class UlyssesZone:
                 piece.queries,
             )
             arriving.append(
-                self.exchange.seq_to_head(tensors, head_ranges, message=tags.seq_to_head(number))
+                self.exchange.seq_to_head(
+                    b, tensors, head_ranges, message=tags.seq_to_head(number)
+                )
             )
-        lse_by_piece = self._unflat((lse,), pieces)
+        lse_by_piece = self._unflat(b, (lse,), pieces)
         shares = [self._share(piece) for piece in pieces]
-        reader = PieceReader(self.repeats)
-        piece_backward = partial(self._backward_of_heads, shares, reader, lse_by_piece, scale)
-        return (yield from self._gradients(pieces, arriving, piece_backward))
+        reader = PieceReader(b, Repeats(b))
+        piece_backward = partial(self._backward_of_heads, b, shares, reader, lse_by_piece)
+        return (yield from self._gradients(b, pieces, arriving, piece_backward))
 
     def _backward_of_saved(
-        self, saved_by_piece: Sequence[Tensors], scale: float, number: int, arrived: Tensors
-    ) -> ZoneSteps[Tensors]:
+        self, b: Builder, saved_by_piece: Sequence[Values], number: int, arrived: Values
+    ) -> ZoneSteps[Values]:
         """Start the inner backward of a piece from what its forward saved.
 
         arrived: dout [all tokens, my heads, head_dim].
         """
         (dout_heads,) = arrived
-        return self.inner.backward(dout_heads, Saved(saved_by_piece[number]), scale)
+        return self.inner.backward(b, dout_heads, saved_by_piece[number])
 
     def _backward_of_heads(
         self,
+        b: Builder,
         shares: Sequence[HeadShare],
         reader: PieceReader,
-        lse_by_piece: Sequence[Tensors],
-        scale: float,
+        lse_by_piece: Sequence[Values],
         number: int,
-        arrived: Tensors,
-    ) -> ZoneSteps[Tensors]:
+        arrived: Values,
+    ) -> ZoneSteps[Values]:
         """Start the inner backward of a piece from its log-sum-exp and what has arrived.
 
         arrived: q, new k, new v, out and dout, each [all tokens, my heads, head_dim].
@@ -249,29 +236,25 @@ class UlyssesZone:
         k_heads, v_heads = reader.next(shares[number], (new_k, new_v))
         (lse,) = lse_by_piece[number]
         return self.inner.backward_of_rows(
-            q=q_heads,
-            k=k_heads,
-            v=v_heads,
-            out=out_heads,
-            dout=dout_heads,
-            lse=lse,
-            scale=scale,
+            b, q=q_heads, k=k_heads, v=v_heads, out=out_heads, dout=dout_heads, lse=lse
         )
 
     def _gradients(
         self,
+        b: Builder,
         pieces: Sequence[HeadPiece],
         arriving: Sequence[ArrivingHeads],
         piece_backward: PieceBackward,
-    ) -> ZoneSteps[Tensors]:
+    ) -> ZoneSteps[Values]:
         """Return dq [my tokens, heads, head_dim], dk and dv [my tokens, kv_heads, head_dim].
 
         arriving: by piece, what `piece_backward` reads, dout last.
         """
         # Where ranks share a KV head its gradients are parts of a sum, and not rounded yet.
-        parts_of_sums = self.wide and overlapping([piece.kv_leaving for piece in pieces])
+        sums_wide = self.wide or b.wide
+        parts_of_sums = sums_wide and overlapping([piece.kv_leaving for piece in pieces])
         leaving: list[ArrivingTokens] = []
-        sums = PieceSums(self.repeats)
+        sums = PieceSums(b, Repeats(b))
         for number, piece in enumerate(pieces):
             share = self._share(piece)
             span = self._span(number, len(pieces))
@@ -286,21 +269,17 @@ class UlyssesZone:
                 # no head here: [all tokens, 0, head_dim]
                 dq_heads = dk_heads = dv_heads = dout_heads
             yield span.stop
-            wire_dtype = dout_heads.dtype
-            if parts_of_sums:
-                wire_dtype = lse_dtype(dout_heads.dtype)
-            tensors = (
-                dq_heads.to(wire_dtype),
-                dk_heads.to(wire_dtype),
-                dv_heads.to(wire_dtype),
-            )
+            wire_dtype = WIDE if parts_of_sums else dout_heads.dtype
+            tensors = tuple(b.cast(x, wire_dtype) for x in (dq_heads, dk_heads, dv_heads))
             # [all tokens, my heads, head_dim] -> [my tokens, all heads, head_dim]
             head_ranges = (piece.queries, piece.kv_leaving, piece.kv_leaving)
             leaving.append(
-                self.exchange.head_to_seq(tensors, head_ranges, message=tags.head_to_seq(number))
+                self.exchange.head_to_seq(
+                    b, tensors, head_ranges, message=tags.head_to_seq(number)
+                )
             )
         yield END
-        return self.exchange.wait_for_tokens(leaving)
+        return self.exchange.wait_for_tokens(b, leaving)
 
     def _pieces(self, heads: int, kv_heads: int) -> tuple[HeadPiece, ...]:
         """Cut the heads of all ranks into pieces: as many as are worth it, at most `HEAD_PIECES`.
@@ -326,32 +305,35 @@ class UlyssesZone:
         time = (number + 1) / (pieces + 1)
         return Span(time, time)
 
-    def _unflat(self, flat: Tensors, pieces: Sequence[HeadPiece]) -> list[Tensors]:
+    def _unflat(self, b: Builder, flat: Values, pieces: Sequence[HeadPiece]) -> list[Values]:
         """Take apart by piece what `_flat` joined."""
         if len(pieces) == 1 or not self._share(pieces[0]).q_heads:
             # One piece has all of it; a rank without heads computes none, and so reads nothing.
             return [flat] * len(pieces)
-        *tensors, lse = flat
-        # [my heads, all tokens] -> [heads of the piece, all tokens] by piece
-        lses = lse.split([self._share(piece).q_heads for piece in pieces])
-        each = len(tensors) // len(pieces)
+        *values, lse = flat
+        each = len(values) // len(pieces)
         saved_by_piece = []
-        for number, piece_lse in enumerate(lses):
-            of_piece = tensors[number * each : (number + 1) * each]
+        start = 0
+        for number, piece in enumerate(pieces):
+            stop = start + self._share(piece).q_heads
+            # [my heads, all tokens] -> [heads of the piece, all tokens]
+            piece_lse = b.part(lse, start, stop)
+            of_piece = values[number * each : (number + 1) * each]
             saved_by_piece.append((*of_piece, piece_lse))
+            start = stop
         return saved_by_piece
 
 
-def _flat(saved_by_piece: Sequence[Tensors]) -> Tensors:
-    """Join what the pieces save into one tuple, their log-sum-exps as one tensor at its end.
+def _flat(b: Builder, saved_by_piece: Sequence[Values]) -> Values:
+    """Join what the pieces save into one tuple, their log-sum-exps as one value at its end.
 
     The log-sum-exps of several pieces, each [heads of the piece, all tokens], become [my heads,
     all tokens].
     """
     if len(saved_by_piece) == 1:
         return saved_by_piece[0]
-    flat: list[torch.Tensor] = []
-    for tensors in saved_by_piece:
-        flat.extend(tensors[:-1])
-    lse = torch.cat([tensors[-1] for tensors in saved_by_piece])
+    flat: list[Value] = []
+    for values in saved_by_piece:
+        flat.extend(values[:-1])
+    lse = b.join([values[-1] for values in saved_by_piece])
     return (*flat, lse)

@@ -1,10 +1,11 @@
 """The zones of a rank in one attention call, woven together: one computes while another waits.
 
 A rank may have a part in several groups of a micro-batch (its *zones*). The forward or backward of
-a zone is a generator. It posts what it can, then yields the *time* at which it wants to go on and
-wait for that, and so on until it returns its result. Times are fractions of the zone's own course:
-a zone posts its first transfers at 0, has done its work at 1, and waits for what is still on its
-way to it at `END`.
+a zone is a generator that emits instructions (`builder.py`). It posts what it can, then yields the
+*time* at which it wants to go on and wait for that, and so on until it returns its result. So the
+program has the instructions of all zones in the one order in which they run. Times are fractions
+of the zone's own course: a zone posts its first transfers at 0, has done its work at 1, and waits
+for what is still on its way to it at `END`.
 
 1. Every zone posts its first transfers, widest zone first: the slowest link gets its work at once.
 2. The zone whose time is next goes on; among equals the narrowest. So zones advance side by side,
@@ -26,7 +27,7 @@ stands before it in a queue of theirs: it completes, and there is no such transf
 tags, and holds where all posts of a rank are carried out one after the other. The calls of a step,
 remapping and the reduction of gradients stand in the same order (docs/architecture.md).
 Inside a zone the order goes on: rings post by turn (`ring.py`), routed exchanges by leg
-(`distributed/routing.py`). `tests/attention/test_never_hangs.py` tries it with random plans, also
+(`exchange.py`). `tests/attention/test_never_hangs.py` tries it with random plans, also
 where a rank has one queue for all of its transfers.
 
 Zeppelin (arXiv 2509.21841, section 4.1) runs inter-node, intra-node and local queues one after the

@@ -20,29 +20,29 @@ have to be put in order.
 
 from collections.abc import Sequence
 
-import torch
+import numpy as np
 
-from hf_flexseq.attention.head_exchange import HeadExchange
-from hf_flexseq.attention.ring import RingZone
-from hf_flexseq.attention.turns import make_turns
-from hf_flexseq.attention.types import Attention, Saved, Tensors
-from hf_flexseq.attention.ulysses import Span, UlyssesZone
-from hf_flexseq.attention.weave import ZoneSteps
-from hf_flexseq.distributed.communicator import Channel
-from hf_flexseq.kernels import Kernel
-from hf_flexseq.kernels.upload import to_device
 from hf_flexseq.plan.shard import Cut, Zone, cuts, held_chunks
+from hf_flexseq.program.builder import Builder, IntArray, Tables, Values
+from hf_flexseq.program.exchange import Channel
+from hf_flexseq.program.head_exchange import HeadExchange
+from hf_flexseq.program.instructions import Value
+from hf_flexseq.program.ring import RingZone
+from hf_flexseq.program.turns import make_turns
+from hf_flexseq.program.ulysses import Span, UlyssesZone
+from hf_flexseq.program.weave import ZoneSteps
+from hf_flexseq.program.zones import Attention
 from hf_flexseq.schedule.attention import ChunkKey
 
 # The part of the zone's time in which the ring computes. The exchanges of heads have the rest.
 RING_SPAN = Span(0.25, 0.75)
 
 
-def hybrid_zone(zone: Zone, channel: Channel, kernel: Kernel, device: torch.device) -> UlyssesZone:
+def hybrid_zone(zone: Zone, channel: Channel, tables: Tables, ranks_per_node: int) -> UlyssesZone:
     """Make this rank's part in a hybrid group; inside one node its ring has a single rank."""
     # 1. this rank's node, and its index in the node
     degree = zone.group.degree
-    width = min(degree, channel.communicator.topology.ranks_per_node)
+    width = min(degree, ranks_per_node)
     assert degree % width == 0, f"a group of {degree} ranks is not made of whole nodes of {width}"
     node, index_in_node = divmod(zone.index, width)
     group_cuts = cuts("hybrid", zone.lengths, degree)
@@ -61,14 +61,14 @@ def hybrid_zone(zone: Zone, channel: Channel, kernel: Kernel, device: torch.devi
     # 3. the ring among the ranks with this index in their nodes; its chunks are those of a node
     node_cuts = [Cut(bounds=cut.bounds[::width], mirrored=cut.mirrored) for cut in group_cuts]
     ring_ranks = range(zone.group.start + index_in_node, zone.group.start + degree, width)
-    turns = make_turns("zigzag", node_cuts, node, ring_ranks, device)
-    ring = RingZone(slice(0, sum(tokens)), turns, channel, kernel)
+    turns = make_turns("zigzag", node_cuts, node, ring_ranks, tables)
+    ring = RingZone(slice(0, sum(tokens)), turns, channel, tables)
     ring2node = _rows_in_order(group_cuts, chunks_by_rank)
 
     return UlyssesZone(
         rows=slice(zone.start, zone.stop),
         exchange=exchange,
-        inner=Reordered(ring2node, ring, device),
+        inner=Reordered(ring2node, ring, tables),
         span=RING_SPAN,
         wide=True,
     )
@@ -79,58 +79,38 @@ class Reordered:
 
     __slots__ = ("inner", "inner2outer", "outer2inner")
 
-    def __init__(self, inner2outer: torch.Tensor, inner: Attention, device: torch.device) -> None:
-        """inner2outer: [tokens] on the host, for every row inside its index outside."""
-        self.inner2outer = to_device(inner2outer, device)
-        self.outer2inner = to_device(inner2outer.argsort(), device)
+    def __init__(self, inner2outer: IntArray, inner: Attention, tables: Tables) -> None:
+        """inner2outer: int64 [tokens], for every row inside its index outside."""
+        self.inner2outer = tables.order(inner2outer)
+        self.outer2inner = tables.order(np.argsort(inner2outer))
         self.inner = inner
 
-    def forward(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float
-    ) -> ZoneSteps[tuple[torch.Tensor, Saved]]:
+    def forward(self, b: Builder, q: Value, k: Value, v: Value) -> ZoneSteps[tuple[Value, Values]]:
         """Return out [tokens, heads, head_dim]; what is saved stands in the inner order.
 
         q: [tokens, heads, head_dim]. k, v: [tokens, kv_heads, head_dim].
         """
-        out, saved = yield from self.inner.forward(
-            q.index_select(0, self.inner2outer),
-            k.index_select(0, self.inner2outer),
-            v.index_select(0, self.inner2outer),
-            scale,
-        )
-        return out.index_select(0, self.outer2inner), saved
+        inner_q, inner_k, inner_v = (b.take(x, self.inner2outer) for x in (q, k, v))
+        out, saved = yield from self.inner.forward(b, inner_q, inner_k, inner_v)
+        return b.take(out, self.outer2inner), saved
 
-    def backward(self, dout: torch.Tensor, saved: Saved, scale: float) -> ZoneSteps[Tensors]:
+    def backward(self, b: Builder, dout: Value, saved: Values) -> ZoneSteps[Values]:
         """Return dq [tokens, heads, head_dim], dk and dv [tokens, kv_heads, head_dim]."""
-        inner_dout = dout.index_select(0, self.inner2outer)
-        grads = yield from self.inner.backward(inner_dout, saved, scale)
-        return tuple(grad.index_select(0, self.outer2inner) for grad in grads)
+        inner_dout = b.take(dout, self.inner2outer)
+        grads = yield from self.inner.backward(b, inner_dout, saved)
+        return tuple(b.take(grad, self.outer2inner) for grad in grads)
 
     def backward_of_rows(
-        self,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        out: torch.Tensor,
-        dout: torch.Tensor,
-        lse: torch.Tensor,
-        scale: float,
-    ) -> ZoneSteps[Tensors]:
+        self, b: Builder, q: Value, k: Value, v: Value, out: Value, dout: Value, lse: Value
+    ) -> ZoneSteps[Values]:
         """Return what `backward` does.
 
         q, out, dout: [tokens, heads, head_dim] and k, v: [tokens, kv_heads, head_dim] stand in the
         outer order, lse as `inner` saved it.
         """
-        grads = yield from self.inner.backward_of_rows(
-            q=q.index_select(0, self.inner2outer),
-            k=k.index_select(0, self.inner2outer),
-            v=v.index_select(0, self.inner2outer),
-            out=out.index_select(0, self.inner2outer),
-            dout=dout.index_select(0, self.inner2outer),
-            lse=lse,
-            scale=scale,
-        )
-        return tuple(grad.index_select(0, self.outer2inner) for grad in grads)
+        inner = [b.take(x, self.inner2outer) for x in (q, k, v, out, dout)]
+        grads = yield from self.inner.backward_of_rows(b, *inner, lse)
+        return tuple(b.take(grad, self.outer2inner) for grad in grads)
 
 
 def _chunks_of_rank(group_cuts: Sequence[Cut], index: int, degree: int) -> list[ChunkKey]:
@@ -144,8 +124,8 @@ def _chunks_of_rank(group_cuts: Sequence[Cut], index: int, degree: int) -> list[
 
 def _rows_in_order(
     group_cuts: Sequence[Cut], chunks_by_rank: Sequence[Sequence[ChunkKey]]
-) -> torch.Tensor:
-    """Return [tokens of the node] on the host, the rows of the node's tokens in the order of the
+) -> IntArray:
+    """Return int64 [tokens of the node], the rows of the node's tokens in the order of the
     sequences, first token to last.
 
     Rows are counted over the ranks of the node, one rank after the other. chunks_by_rank: what
@@ -156,7 +136,7 @@ def _rows_in_order(
     for chunks in chunks_by_rank:
         for sequence, chunk in chunks:
             stop = start + group_cuts[sequence].tokens((chunk,))
-            rows_of_chunk[sequence, chunk] = torch.arange(start, stop)
+            rows_of_chunk[sequence, chunk] = np.arange(start, stop)
             start = stop
     in_order = [rows_of_chunk[key] for key in sorted(rows_of_chunk)]
-    return torch.cat(in_order)
+    return np.concatenate(in_order)

@@ -3,7 +3,7 @@
     BlockCall  (schedule/attention.py)          Turn  (here)
     chunks of one sequence               ->     rows of this rank, of all sequences of a lane
     indices in the group                 ->     global ranks
-    no lengths                           ->     segments of one kernel call
+    no lengths                           ->     lengths of one kernel call
 
 A turn covers all sequences of a group that lie the same way round (a *lane*): one kernel call, and
 one message per tensor and peer. Groups with two lanes alternate between them, a turn of the one
@@ -13,15 +13,15 @@ What one turn of one rank looks like, in the forward:
 
     1. this rank sends     sent_queries, sent_keys    to the workers whose calls read them
     2. this rank fetches   queries, keys              unless they are its own rows
-    3. this rank attends   segments                   one kernel call
+    3. this rank attends   call                       one kernel call
     4. the result goes     to the peer of `queries`   unless the queries are its own
 
 In the backward the same rows travel, dQ goes to the peer of `queries`, and dK and dV to the peer
-of `keys`. `attention/ring.py` obeys a list of turns.
+of `keys`. `ring.py` compiles a list of turns.
 
 Every rank derives what it sends and what it receives from the same schedule and lengths, so every
 send has its receive. Sequences of which a call has no query or no key are left out of the call, on
-both sides. `tests/attention/test_turns.py` plays the turns of all ranks on token names and
+both sides. `tests/program/test_turns.py` plays the turns of all ranks on token names and
 compares with a list of all pairs.
 """
 
@@ -30,11 +30,11 @@ from collections.abc import Iterable, Sequence
 from itertools import product
 from typing import NamedTuple
 
-import torch
+import numpy as np
 
-from hf_flexseq.kernels.segments import Segments
-from hf_flexseq.kernels.upload import to_device
 from hf_flexseq.plan.shard import Cut, held_chunks
+from hf_flexseq.program.builder import Tables
+from hf_flexseq.program.instructions import Rows
 from hf_flexseq.schedule.attention import (
     BlockCall,
     ChunkKey,
@@ -44,50 +44,6 @@ from hf_flexseq.schedule.attention import (
 )
 
 DIAGONAL_TIME = 0  # time of a schedule at which every rank attends to its own chunks
-
-
-# ---- rows
-
-
-class Rows(NamedTuple):
-    """Some of a rank's rows in the tensors [rows, ...] of one zone."""
-
-    tokens: int
-    """How many rows."""
-
-    indices: torch.Tensor | slice | None
-    """Which rows: int64 [tokens], or a slice where they stand together. None stands for all rows
-    of this rank, or for rows of another rank, of which only the number matters."""
-
-    @property
-    def selector(self) -> torch.Tensor | slice:
-        """Return the index of these rows for `x[selector]`: int64 [tokens] or a slice."""
-        if self.indices is None:
-            return slice(None)
-        return self.indices
-
-    def take(self, x: torch.Tensor) -> torch.Tensor:
-        """Return these rows of x: [rows, ...] -> [tokens, ...], a view where they are a slice."""
-        if isinstance(self.indices, torch.Tensor):
-            return x.index_select(0, self.indices)
-        return x[self.selector]
-
-    def split(self, lengths: Sequence[int]) -> tuple[torch.Tensor, ...]:
-        """Return the row indices in parts: int64 [lengths[0],], then [lengths[1],], and so on."""
-        if isinstance(self.indices, torch.Tensor):
-            indices = self.indices
-        else:
-            indices = torch.arange(self.tokens)
-            if isinstance(self.indices, slice):
-                indices += self.indices.start
-        return indices.split(list(lengths))
-
-    def add_to(self, total: torch.Tensor, part: torch.Tensor) -> None:
-        """Add part [tokens, ...] to these rows of total [rows, ...], in the dtype of total."""
-        if isinstance(self.indices, torch.Tensor):
-            total.index_add_(0, self.indices, part.to(total.dtype))
-        else:
-            total[self.selector].add_(part)
 
 
 class Operand(NamedTuple):
@@ -114,7 +70,7 @@ class Share(NamedTuple):
     """The chunks that the rows are, in the order of the rows; errors name them."""
 
 
-NO_OPERAND = Operand(None, Rows(0, None))
+NO_OPERAND = Operand(None, Rows(0, start=0))
 
 
 # ---- turns
@@ -129,8 +85,8 @@ class Turn(NamedTuple):
     time: int
     """Time of the schedule; at `DIAGONAL_TIME` nothing travels."""
 
-    segments: Segments | None
-    """Lengths of the attention call of this rank; None when it has no call at this time."""
+    call: int | None
+    """Number of the lengths of this rank's kernel call; None when it has no call at this time."""
 
     queries: Operand
     """Queries that the call reads."""
@@ -148,7 +104,7 @@ class Turn(NamedTuple):
 class ZoneLayout:
     """The positions of one rank's chunks in its rows of a group."""
 
-    __slots__ = ("_starts", "cuts", "device", "index", "ranks", "tokens")
+    __slots__ = ("_starts", "cuts", "index", "ranks", "tables", "tokens")
 
     def __init__(
         self,
@@ -156,7 +112,7 @@ class ZoneLayout:
         strategy: str,
         index: int,
         ranks: Sequence[int],
-        device: torch.device,
+        tables: Tables,
     ) -> None:
         """cuts: the cut of every sequence of the group.
         index: of this rank in the group. ranks: global ranks of the group, by index.
@@ -164,7 +120,7 @@ class ZoneLayout:
         self.cuts = cuts
         self.index = index
         self.ranks = ranks
-        self.device = device
+        self.tables = tables
         self._starts: dict[ChunkKey, int] = {}  # first row of each chunk of this rank
         row = 0
         for sequence, cut in enumerate(cuts):
@@ -179,25 +135,11 @@ class ZoneLayout:
 
     def rows(self, chunks: Iterable[ChunkKey]) -> Rows:
         """Return the rows of some chunks of this rank, given in the order of its rows."""
-        # 1. ranges of rows, chunks that follow each other in one range
-        ranges: list[slice] = []
+        ranges = []
         for sequence, chunk in chunks:
             start = self._starts[sequence, chunk]
-            stop = start + self.cuts[sequence].tokens((chunk,))
-            if ranges and ranges[-1].stop == start:
-                ranges[-1] = slice(ranges[-1].start, stop)
-            else:
-                ranges.append(slice(start, stop))
-        # 2. the simplest way to say which they are
-        tokens = sum(rows.stop - rows.start for rows in ranges)
-        if tokens == self.tokens:
-            return Rows(tokens, None)
-        if len(ranges) == 1:
-            return Rows(tokens, ranges[0])
-        parts = [torch.arange(0)]
-        for rows in ranges:
-            parts.append(torch.arange(rows.start, rows.stop))
-        return Rows(tokens, to_device(torch.cat(parts), self.device))  # int64 [tokens]
+            ranges.append((start, start + self.cuts[sequence].tokens((chunk,))))
+        return self.tables.rows(ranges)
 
 
 def make_turns(
@@ -205,14 +147,15 @@ def make_turns(
     group_cuts: Sequence[Cut],
     index: int,
     ranks: Sequence[int],
-    device: torch.device,
+    tables: Tables,
 ) -> tuple[Turn, ...]:
     """Return the turns of one rank of a group under a ring strategy, in the order of execution.
 
     group_cuts: the cut of every sequence of the group.
-    index: of the rank in the group. ranks: global ranks of the group, by index.
+    index: of the rank in the group. ranks: global ranks of the group, by index. tables: take the
+        rows and the lengths of the turns.
     """
-    layout = ZoneLayout(group_cuts, strategy, index, ranks, device)
+    layout = ZoneLayout(group_cuts, strategy, index, ranks, tables)
     by_lane = []
     for lane in lanes_of(group_cuts):
         calls_by_time = calls_of_rank(
@@ -246,7 +189,7 @@ def _make_turn(
 
     calls: the calls at this time in which this rank has a part; one at most is its own.
     """
-    segments = None
+    number = None
     queries = NO_OPERAND
     keys = NO_OPERAND
     sent_queries: list[Share] = []
@@ -261,11 +204,10 @@ def _make_turn(
         if not sequences:
             continue
         if call.worker == layout.index:
-            segments = Segments(
+            number = layout.tables.call(
                 layout.tokens_of(sequences, call.queries),
                 layout.tokens_of(sequences, call.keys),
                 causal=call.causal,
-                device=layout.device,
             )
             queries = _operand(call.reader, sequences, call.queries, layout)
             keys = _operand(call.source, sequences, call.keys, layout)
@@ -277,7 +219,7 @@ def _make_turn(
     return Turn(
         number=0,
         time=time,
-        segments=segments,
+        call=number,
         queries=queries,
         keys=keys,
         sent_queries=tuple(sent_queries),
@@ -296,7 +238,7 @@ def _operand(
     if holder == layout.index:
         return Operand(None, layout.rows(keys), keys)
     tokens = sum(layout.tokens_of(sequences, chunks))
-    return Operand(layout.ranks[holder], Rows(tokens, None), keys)
+    return Operand(layout.ranks[holder], Rows(tokens), keys)
 
 
 def _share(
@@ -310,7 +252,7 @@ def _share(
 # ---- the order of the backward
 
 
-def backward_order(turns: Sequence[Turn]) -> tuple[Turn, ...]:
+def backward_order(turns: Sequence[Turn], tables: Tables) -> tuple[Turn, ...]:
     """Return the turns of a backward: the diagonal in two halves, one first and one last.
 
     The first half is computed while the first keys and values travel here, the second half while
@@ -321,7 +263,7 @@ def backward_order(turns: Sequence[Turn]) -> tuple[Turn, ...]:
     between = []
     for turn in turns:
         if turn.time == DIAGONAL_TIME:
-            first, second = _halves(turn)
+            first, second = _halves(turn, tables)
             first_halves.append(first)
             second_halves.append(second)
         else:
@@ -329,7 +271,7 @@ def backward_order(turns: Sequence[Turn]) -> tuple[Turn, ...]:
     return (*first_halves, *between, *second_halves)
 
 
-def _halves(turn: Turn) -> tuple[Turn, Turn]:
+def _halves(turn: Turn, tables: Tables) -> tuple[Turn, Turn]:
     """Return a causal turn of this rank alone as two turns of equal work.
 
     Every sequence is cut in the middle:
@@ -338,41 +280,31 @@ def _halves(turn: Turn) -> tuple[Turn, Turn]:
         first queries   causal     -               the first turn attends to the two triangles,
         second queries  full       causal          the second turn to the square
     """
-    if turn.segments is None:
+    if turn.call is None:
         return turn, turn
-    device = turn.segments.device
-    seconds = [length // 2 for length in turn.segments.q_lens]
+    # 1. the lengths of the halves
+    lengths = tables.calls[turn.call].q_lens
+    seconds = [length // 2 for length in lengths]
     firsts = []
     all_halves = []  # first and second half of a sequence, then of the next one, ...
-    for length, second in zip(turn.segments.q_lens, seconds, strict=True):
+    for length, second in zip(lengths, seconds, strict=True):
         firsts.append(length - second)
         all_halves += [length - second, second]
-    rows = turn.queries.rows
-    if len(seconds) == 1 and not isinstance(rows.indices, torch.Tensor):
-        start = rows.selector.start or 0
-        middle = start + firsts[0]
-        first_rows = Rows(firsts[0], slice(start, middle))
-        second_rows = Rows(seconds[0], slice(middle, middle + seconds[0]))
-    else:
-        half_rows = rows.split(all_halves)
-        first_rows = _joined(half_rows[::2], device)
-        second_rows = _joined(half_rows[1::2], device)
 
-    triangles = turn._replace(
-        segments=Segments(all_halves, all_halves, causal=True, device=device)
-    )
+    # 2. their rows: [rows of the turn] -> [rows of a half], by half
+    rows = tables.positions(turn.queries.rows)
+    half_rows = np.split(rows, np.cumsum(all_halves)[:-1])
+    first_rows = tables.order(np.concatenate(half_rows[::2]))
+    second_rows = tables.order(np.concatenate(half_rows[1::2]))
+
+    # 3. the turns
+    triangles = turn._replace(call=tables.call(all_halves, all_halves, causal=True))
     squares = turn._replace(
-        segments=Segments(seconds, firsts, causal=False, device=device),
+        call=tables.call(seconds, firsts, causal=False) if sum(seconds) else None,
         queries=turn.queries._replace(rows=second_rows),
         keys=turn.keys._replace(rows=first_rows),
     )
     return triangles, squares
-
-
-def _joined(parts: Sequence[torch.Tensor], device: torch.device) -> Rows:
-    """Return the rows whose indices are int64 parts of any lengths, one after the other."""
-    tokens = sum(len(part) for part in parts)
-    return Rows(tokens, to_device(torch.cat(list(parts)), device))
 
 
 # ---- names for errors

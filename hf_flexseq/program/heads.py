@@ -22,24 +22,22 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import NamedTuple
 
-import torch
-
-from hf_flexseq.attention.types import Tensors
 from hf_flexseq.cost import PIECE_ROWS
-from hf_flexseq.kernels.upload import to_device
 from hf_flexseq.plan.shard import contiguous_part
+from hf_flexseq.program.builder import Builder, Values
+from hf_flexseq.program.instructions import Value
 
 
-def pieces_per_head(lengths: Sequence[int], device: torch.device) -> float:
+def pieces_per_head(lengths: Sequence[int], device: str) -> float:
     """Return in how many pieces the work of one query head could be done without loss.
 
     lengths: tokens of each sequence of the group. A kernel call is worth its overhead from
     `PIECE_ROWS` query rows on (heads x tokens). On the CPU each sequence is a call of its own, and
     the sequence counts in which most of the work lies; on CUDA all of them fill the device
-    together.
+    together. device: "cpu" or "cuda".
     """
     tokens = sum(lengths)
-    if device.type == "cpu":
+    if device == "cpu":
         pairs = sum(length * length for length in lengths)
         return pairs / tokens / PIECE_ROWS["cpu"]
     return tokens / PIECE_ROWS["cuda"]
@@ -198,66 +196,58 @@ def overlapping(head_ranges: Sequence[Sequence[slice]]) -> bool:
 
 class Repeats:
     """Repeats KV heads where the kernel could not share them out itself, and sums gradients of
-    repeats.
+    repeats."""
 
-    The index tensors are made and copied to the device with the first layer; a zone keeps its
-    `Repeats` for all layers. Not kept in a module: another thread may run on another stream, to
-    which the copy has not come.
-    """
+    __slots__ = ("_builder",)
 
-    __slots__ = ("_indices",)
+    def __init__(self, b: Builder) -> None:
+        self._builder = b
 
-    def __init__(self) -> None:
-        # by `query2kv` and device: the same as int64 [q_heads]
-        self._indices: dict[tuple[tuple[int, ...], torch.device], torch.Tensor] = {}
-
-    def repeated(self, x: torch.Tensor, share: HeadShare) -> torch.Tensor:
+    def repeated(self, x: Value, share: HeadShare) -> Value:
         """Return x [tokens, kv_heads, head_dim] as [tokens, q_heads, head_dim] where the share
         needs it, elsewhere as it is."""
         if share.query2kv is None:
             return x
-        return x.index_select(1, self._index(share.query2kv, x.device))
+        index = self._builder.tables.constant(share.query2kv)
+        return self._builder.repeat_heads(x, index, share.q_heads)
 
-    def summed(self, dx: torch.Tensor, share: HeadShare) -> torch.Tensor:
+    def summed(self, dx: Value, share: HeadShare) -> Value:
         """Return the sums of gradients, [tokens, q_heads, head_dim] -> [tokens, kv_heads,
         head_dim]: the transpose of `repeated`."""
         if share.query2kv is None:
             return dx
-        sums = dx.new_zeros(dx.shape[0], share.kv_heads, dx.shape[2])
-        return sums.index_add_(1, self._index(share.query2kv, dx.device), dx)
-
-    def _index(self, query2kv: tuple[int, ...], device: torch.device) -> torch.Tensor:
-        """Return the KV head of each query head, int64 [q_heads] on the device."""
-        key = (query2kv, device)
-        if key not in self._indices:
-            self._indices[key] = to_device(torch.tensor(query2kv), device)
-        return self._indices[key]
+        index = self._builder.tables.constant(share.query2kv)
+        return self._builder.sum_heads(dx, index, share.kv_heads)
 
 
 class PieceReader:
     """Keys and values of the KV heads that each piece reads, one piece after the other."""
 
-    __slots__ = ("_kv", "_repeats")
+    __slots__ = ("_builder", "_kv", "_repeats")
 
-    def __init__(self, repeats: Repeats) -> None:
+    def __init__(self, b: Builder, repeats: Repeats) -> None:
+        self._builder = b
         self._repeats = repeats
-        self._kv: Tensors = ()  # k and v of the piece before
+        self._kv: Values = ()  # k and v of the piece before
 
-    def next(self, share: HeadShare, new: Sequence[torch.Tensor]) -> Tensors:
+    def next(self, share: HeadShare, new: Sequence[Value]) -> Values:
         """Return k and v as the kernel reads them: [tokens, kv_heads, head_dim], or one KV head
         for each query head.
 
         share: this rank's share of the next piece. new: k and v that have arrived with the piece,
         each [tokens, new KV heads, head_dim].
         """
+        b = self._builder
         kv = tuple(new)
-        if share.kv_read_before:
+        again = share.kv_read_before
+        if again:
             # The piece begins with the last KV heads of the one before.
-            kv = tuple(
+            joined = []
+            for before, x in zip(self._kv, new, strict=True):
+                last = b.heads(before, before.shape[1] - again, before.shape[1])
                 # [tokens, read before, head_dim] + [tokens, new, head_dim]
-                torch.cat((before[:, -share.kv_read_before :], x), dim=1)
-                for before, x in zip(self._kv, new, strict=True)
-            )
+                joined.append(b.join((last, x), dim=1) if x.shape[1] else last)
+            kv = tuple(joined)
         self._kv = kv
         return tuple(self._repeats.repeated(x, share) for x in kv)
 
@@ -265,28 +255,33 @@ class PieceReader:
 class PieceSums:
     """Gradients of KV heads, summed over the pieces that read them, one piece after the other."""
 
-    __slots__ = ("_incomplete", "_repeats")
+    __slots__ = ("_builder", "_incomplete", "_repeats")
 
-    def __init__(self, repeats: Repeats) -> None:
+    def __init__(self, b: Builder, repeats: Repeats) -> None:
+        self._builder = b
         self._repeats = repeats
         # dk and dv of the KV heads that later pieces add to, [tokens, KV heads, head_dim]
-        self._incomplete: Tensors = ()
+        self._incomplete: Values = ()
 
-    def next(self, share: HeadShare, grads: Sequence[torch.Tensor]) -> Tensors:
+    def next(self, share: HeadShare, grads: Sequence[Value]) -> Values:
         """Return dk and dv of the KV heads that are complete, each [tokens, complete, head_dim].
 
         share: this rank's share of the next piece. grads: dk and dv of the keys and values that
         `PieceReader` gave for it.
         """
+        b = self._builder
         complete = []
         incomplete = []
         for number, grad in enumerate(grads):
             total = self._repeats.summed(grad, share)  # [tokens, kv_heads, head_dim]
+            heads = total.shape[1]
             again = share.kv_read_before
             if again:
-                summed = total[:, :again] + self._incomplete[number]
-                total = torch.cat((summed, total[:, again:]), dim=1)
-            complete.append(total[:, : share.kv_complete])
-            incomplete.append(total[:, share.kv_complete :])
+                summed = b.plus(b.heads(total, 0, again), self._incomplete[number])
+                rest = b.heads(total, again, heads)
+                total = b.join((summed, rest), dim=1) if again < heads else summed
+            complete.append(b.heads(total, 0, share.kv_complete))
+            if share.kv_complete < heads:
+                incomplete.append(b.heads(total, share.kv_complete, heads))
         self._incomplete = tuple(incomplete)
         return tuple(complete)

@@ -9,20 +9,17 @@ only one has each:
     new layout    rank 0: tokens 2-5    rank 1: tokens 0-7
 
 1. When made, a `Relayout` finds the rows that every pair of ranks exchanges, once.
-2. `Relayout.post` sends rows of some tensors on their way, for any number of heads.
-3. `Relocation.wait` returns the tensors in the new layout.
+2. `Relayout.post` sends rows of some values on their way, for any number of heads.
+3. `Relocation.wait` returns the values in the new layout.
 """
 
 from collections.abc import Sequence
 from typing import NamedTuple
 
-import torch
-
-from hf_flexseq.attention.turns import Rows
-from hf_flexseq.attention.types import Tensors
-from hf_flexseq.distributed.communicator import Channel, Exchange
-from hf_flexseq.kernels.upload import to_device
 from hf_flexseq.plan.shard import Slice
+from hf_flexseq.program.builder import Builder, Tables, Values
+from hf_flexseq.program.exchange import Channel, Exchange, Label, post
+from hf_flexseq.program.instructions import Rows
 
 Slices = Sequence[Slice]
 
@@ -36,25 +33,26 @@ class Overlap(NamedTuple):
 
 
 class ArrivingRows(NamedTuple):
-    """Some rows of the new layout, in a buffer by tensor."""
+    """Some rows of the new layout, in a buffer by value."""
 
     rows: Rows  # where they belong in the new layout
-    parts: Tensors  # by tensor, [rows, ...]
+    parts: Values  # by value, [rows, ...]
 
 
 class Relocation(NamedTuple):
-    """Tensors on their way to a new layout."""
+    """Values on their way to a new layout."""
 
+    builder: Builder
     exchange: Exchange
     arriving: list[ArrivingRows]
-    results: Tensors  # by tensor, [tokens of the new layout, ...], not yet filled
+    results: Values  # by value, [tokens of the new layout, ...], not yet filled
 
-    def wait(self) -> Tensors:
-        """Return every tensor as [tokens of the new layout, ...]."""
+    def wait(self) -> Values:
+        """Return every value as [tokens of the new layout, ...]."""
         self.exchange.wait()
         for rows, parts in self.arriving:
             for result, part in zip(self.results, parts, strict=True):
-                result[rows.selector] = part
+                self.builder.put(result, rows, part)
         return self.results
 
 
@@ -79,7 +77,7 @@ class Relayout:
         new: Sequence[Slices],
         index: int,
         channel: Channel,
-        device: torch.device,
+        tables: Tables,
     ) -> None:
         """Find the rows that this rank sends and receives.
 
@@ -96,32 +94,32 @@ class Relayout:
         self.rows_from: dict[int, Rows] = {}
         for i in range(len(old)):
             if i != index:
-                self.rows_to[i] = _old_rows(_overlaps(old[index], new[i]), device)
-                self.rows_from[i] = _new_rows(_overlaps(old[i], new[index]), device)
+                self.rows_to[i] = _old_rows(_overlaps(old[index], new[i]), tables)
+                self.rows_from[i] = _new_rows(_overlaps(old[i], new[index]), tables)
         kept = _overlaps(old[index], new[index])
-        self.old_rows_kept = _old_rows(kept, device)
-        self.new_rows_kept = _new_rows(kept, device)
+        self.old_rows_kept = _old_rows(kept, tables)
+        self.new_rows_kept = _new_rows(kept, tables)
 
-    def post(self, tensors: Sequence[torch.Tensor], message: int) -> Relocation:
-        """Send rows of these tensors, each [tokens of the old layout, ...], to the ranks that have
+    def post(self, b: Builder, values: Values, message: int) -> Relocation:
+        """Send rows of these values, each [tokens of the old layout, ...], to the ranks that have
         them in the new layout."""
         ranks = self.channel.group.ranks
 
         # 1. to and from other ranks
-        exchange = Exchange(self.channel.label(self._describe))
+        exchange = Exchange(b, self.channel.tag(message), Label(self.channel, self._describe))
         for i, rows in self.rows_to.items():
-            exchange.send([rows.take(x) for x in tensors], ranks[i])
+            exchange.send([b.take(x, rows) for x in values], ranks[i])
         arriving = []
         for i, rows in self.rows_from.items():
-            parts = exchange.recv(tensors, rows.tokens, ranks[i])
+            parts = exchange.recv(values, rows.tokens, ranks[i])
             arriving.append(ArrivingRows(rows, parts))
-        exchange.post(self.channel.communicator, tag=self.channel.tag(message))
+        post(b, [exchange])
 
         # 2. what stays on this rank: [tokens of the old layout, ...] -> [kept, ...]
-        results = tuple(x.new_empty(self.tokens, *x.shape[1:]) for x in tensors)
-        kept = tuple(self.old_rows_kept.take(x) for x in tensors)
+        results = tuple(b.empty((self.tokens, *x.shape[1:]), x.dtype) for x in values)
+        kept = tuple(b.take(x, self.old_rows_kept) for x in values)
         arriving.append(ArrivingRows(self.new_rows_kept, kept))
-        return Relocation(exchange, arriving, results)
+        return Relocation(b, exchange, arriving, results)
 
     def _describe(self, peer: int, sent: bool) -> str:
         """Name the tokens of a message to or from the global rank `peer`."""
@@ -162,22 +160,15 @@ def _overlaps(old: Slices, new: Slices) -> list[Overlap]:
     return overlaps
 
 
-def _old_rows(overlaps: Sequence[Overlap], device: torch.device) -> Rows:
+def _old_rows(overlaps: Sequence[Overlap], tables: Tables) -> Rows:
     """Return the rows of these tokens in the old layout."""
-    starts = [overlap.old_row for overlap in overlaps]
-    return _rows(starts, overlaps, device)
+    return tables.rows([_range(one.old_row, one) for one in overlaps])
 
 
-def _new_rows(overlaps: Sequence[Overlap], device: torch.device) -> Rows:
+def _new_rows(overlaps: Sequence[Overlap], tables: Tables) -> Rows:
     """Return the rows of these tokens in the new layout."""
-    starts = [overlap.new_row for overlap in overlaps]
-    return _rows(starts, overlaps, device)
+    return tables.rows([_range(one.new_row, one) for one in overlaps])
 
 
-def _rows(starts: Sequence[int], overlaps: Sequence[Overlap], device: torch.device) -> Rows:
-    """Return the rows of tokens that begin at these rows."""
-    ranges = [torch.arange(0)]  # for `cat`, which wants a tensor at least
-    for start, overlap in zip(starts, overlaps, strict=True):
-        ranges.append(torch.arange(start, start + overlap.tokens.tokens))
-    index = torch.cat(ranges)
-    return Rows(len(index), to_device(index, device))
+def _range(start: int, overlap: Overlap) -> tuple[int, int]:
+    return start, start + overlap.tokens.tokens

@@ -7,46 +7,39 @@ to a few calls of about equal work, so that every wait for a transfer has someth
 from collections.abc import Sequence
 from typing import NamedTuple
 
-import torch
-
-from hf_flexseq.attention.types import Saved, Tensors, joined
-from hf_flexseq.attention.weave import ZoneSteps
-from hf_flexseq.kernels import Kernel
-from hf_flexseq.kernels.segments import Segments
+from hf_flexseq.program.builder import Builder, Tables, Values
+from hf_flexseq.program.instructions import Value
+from hf_flexseq.program.weave import ZoneSteps
 
 
 class LocalRun(NamedTuple):
     """A run of whole sequences, one after the other in the rows, that one kernel call takes."""
 
-    rows: slice  # the rows of the zone that they fill
-    segments: Segments  # their lengths
+    start: int
+    """First row of the zone that they fill."""
+
+    stop: int
+
+    call: int
+    """Number of their lengths."""
 
 
 class LocalZone:
     """Attention over the sequences of a group that consists of this rank alone."""
 
-    __slots__ = ("kernel", "rows", "runs")
+    __slots__ = ("rows", "runs")
 
     def __init__(
-        self,
-        rows: slice,
-        lengths: Sequence[int],
-        kernel: Kernel,
-        device: torch.device,
-        *,
-        most_runs: int = 1,
+        self, rows: slice, lengths: Sequence[int], tables: Tables, *, most_runs: int = 1
     ) -> None:
         """Deal the sequences to at most `most_runs` kernel calls.
 
         rows: where the sequences stand in the rank's rows. lengths: tokens of each sequence.
         """
         self.rows = rows
-        self.kernel = kernel
-        self.runs = _local_runs(lengths, most_runs, device)
+        self.runs = _local_runs(lengths, most_runs, tables)
 
-    def forward(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float
-    ) -> ZoneSteps[tuple[torch.Tensor, Saved]]:
+    def forward(self, b: Builder, q: Value, k: Value, v: Value) -> ZoneSteps[tuple[Value, Values]]:
         """Return out [tokens, heads, head_dim], and save q, k, v, out, lse [heads, tokens].
 
         q: [tokens, heads, head_dim]. k, v: [tokens, kv_heads, head_dim].
@@ -56,59 +49,42 @@ class LocalZone:
         for number, run in enumerate(self.runs):
             # The first run begins at 0, under the first transfers of other zones.
             yield number / len(self.runs)
-            out, lse = self.kernel.forward(
-                q[run.rows], k[run.rows], v[run.rows], run.segments, scale=scale
-            )
+            run_q, run_k, run_v = (b.part(x, run.start, run.stop) for x in (q, k, v))
+            out, lse = b.attend(run_q, run_k, run_v, run.call)
             outs.append(out)  # [tokens of the run, heads, head_dim]
             lses.append(lse)  # [heads, tokens of the run]
-        whole_out = joined(outs, dim=0)
-        return whole_out, Saved((q, k, v, whole_out, joined(lses, dim=1)))
+        whole_out = b.join(outs)
+        return whole_out, (q, k, v, whole_out, b.join(lses, dim=1))
 
-    def backward(self, dout: torch.Tensor, saved: Saved, scale: float) -> ZoneSteps[Tensors]:
+    def backward(self, b: Builder, dout: Value, saved: Values) -> ZoneSteps[Values]:
         """Return dq [tokens, heads, head_dim], dk and dv [tokens, kv_heads, head_dim]."""
-        q, k, v, out, lse = saved.tensors
+        q, k, v, out, lse = saved
         dqs = []
         dks = []
         dvs = []
         for number, run in enumerate(self.runs):
             # The last run begins at 1, under the last gradients that other zones send back.
             yield (number + 1) / len(self.runs)
-            dq, dk, dv = self.kernel.backward(
-                dout[run.rows],
-                q[run.rows],
-                k[run.rows],
-                v[run.rows],
-                out[run.rows],
-                lse[:, run.rows],
-                run.segments,
-                scale=scale,
-            )
+            parts = [b.part(x, run.start, run.stop) for x in (dout, q, k, v, out)]
+            run_lse = b.columns(lse, run.start, run.stop)
+            dq, dk, dv = b.gradients(*parts, run_lse, run.call)
             dqs.append(dq)
             dks.append(dk)
             dvs.append(dv)
-        return joined(dqs, dim=0), joined(dks, dim=0), joined(dvs, dim=0)
+        return b.join(dqs), b.join(dks), b.join(dvs)
 
     def backward_of_rows(
-        self,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        out: torch.Tensor,
-        dout: torch.Tensor,
-        lse: torch.Tensor,
-        scale: float,
-    ) -> ZoneSteps[Tensors]:
-        """Return what `backward` does; these are the tensors that `forward` saves.
+        self, b: Builder, q: Value, k: Value, v: Value, out: Value, dout: Value, lse: Value
+    ) -> ZoneSteps[Values]:
+        """Return what `backward` does; these are the values that `forward` saves.
 
         q, out, dout: [tokens, heads, head_dim]. k, v: [tokens, kv_heads, head_dim]. lse: [heads,
         tokens].
         """
-        return self.backward(dout, Saved((q, k, v, out, lse)), scale)
+        return self.backward(b, dout, (q, k, v, out, lse))
 
 
-def _local_runs(
-    lengths: Sequence[int], most_runs: int, device: torch.device
-) -> tuple[LocalRun, ...]:
+def _local_runs(lengths: Sequence[int], most_runs: int, tables: Tables) -> tuple[LocalRun, ...]:
     """Cut the list of sequences into at most `most_runs` runs of about equal work.
 
     All pairs of tokens are divided into `most_runs` equal parts. A sequence joins the run of the
@@ -132,7 +108,7 @@ def _local_runs(
     start = 0
     for run_lengths in dealt:
         stop = start + sum(run_lengths)
-        segments = Segments(run_lengths, run_lengths, causal=True, device=device)
-        runs.append(LocalRun(slice(start, stop), segments))
+        call = tables.call(run_lengths, run_lengths, causal=True)
+        runs.append(LocalRun(start, stop, call))
         start = stop
     return tuple(runs)

@@ -21,18 +21,15 @@ meanwhile, which would have to be merged; the gather hides under nothing but oth
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
-import torch
+import numpy as np
 
-from hf_flexseq.attention.turns import Rows, name_chunks
-from hf_flexseq.attention.types import Saved, Tensors
-from hf_flexseq.attention.weave import END, ZoneSteps
-from hf_flexseq.distributed.communicator import Channel, Exchange
-from hf_flexseq.distributed.tags import gather_leg, return_leg
-from hf_flexseq.distributed.transport import Label
-from hf_flexseq.kernels import Kernel, lse_dtype
-from hf_flexseq.kernels.segments import Segments
-from hf_flexseq.kernels.upload import to_device
 from hf_flexseq.plan.shard import Cut, Zone, cuts, held_chunks
+from hf_flexseq.program.builder import Builder, IntArray, Tables, Values
+from hf_flexseq.program.exchange import Channel, Exchange, Label, post
+from hf_flexseq.program.instructions import WIDE, Rows, Value
+from hf_flexseq.program.tags import gather_leg, return_leg
+from hf_flexseq.program.turns import name_chunks
+from hf_flexseq.program.weave import END, ZoneSteps
 from hf_flexseq.schedule.attention import ChunkKey
 from hf_flexseq.schedule.gather import Hop, gather_hops
 
@@ -40,145 +37,146 @@ from hf_flexseq.schedule.gather import Hop, gather_hops
 class ChunkMessage(NamedTuple):
     """Rows of some chunks that travel between this rank and another one."""
 
-    peer: int  # global rank
-    rows: Rows  # which rows; only their number where they are received
-    chunks: tuple[ChunkKey, ...]  # what the rows are
+    peer: int
+    """Global rank."""
+
+    rows: Rows
+    """Which rows; only their number where they are received."""
+
+    chunks: tuple[ChunkKey, ...]
+    """What the rows are."""
 
 
 class Leg(NamedTuple):
     """This rank's part in one leg of the gather."""
 
-    before: int  # rows that this rank has when the leg begins
-    sent: tuple[ChunkMessage, ...]  # which of these rows go to other ranks
-    received: tuple[ChunkMessage, ...]  # what comes from other ranks, behind these rows
+    before: int
+    """Rows that this rank has when the leg begins."""
 
-    @property
-    def sizes(self) -> list[int]:
-        """Rows of each message that is received."""
-        return [message.rows.tokens for message in self.received]
+    sent: tuple[ChunkMessage, ...]
+    """Which of these rows go to other ranks."""
+
+    received: tuple[ChunkMessage, ...]
+    """What comes from other ranks, behind these rows."""
 
     @property
     def after(self) -> int:
         """Rows that this rank has when the leg has ended."""
-        return self.before + sum(self.sizes)
+        return self.before + sum(message.rows.tokens for message in self.received)
+
+    def parts(self, b: Builder, gathered: Value) -> list[Value]:
+        """Return the rows of each message that is received, views of gathered [rows after the last
+        leg, ...]."""
+        parts = []
+        start = self.before
+        for message in self.received:
+            stop = start + message.rows.tokens
+            parts.append(b.part(gathered, start, stop))
+            start = stop
+        return parts
 
 
 class AllGatherZone:
     """This rank's part in an all-gather group."""
 
-    __slots__ = ("channel", "kernel", "key_rows", "legs", "rows", "segments")
+    __slots__ = ("call", "channel", "key_rows", "legs", "rows")
 
-    def __init__(self, zone: Zone, channel: Channel, kernel: Kernel, device: torch.device) -> None:
+    def __init__(self, zone: Zone, channel: Channel, tables: Tables, ranks_per_node: int) -> None:
         """Find what every leg moves, and the kernel call after the last one."""
         self.rows = slice(zone.start, zone.stop)
         self.channel = channel
-        self.kernel = kernel
 
         # 1. what every leg moves
         degree = zone.group.degree
-        ranks_per_node = channel.communicator.topology.ranks_per_node
         group_cuts = cuts("allgather", zone.lengths, degree)
         gathered = GatheredChunks(group_cuts, zone.index, degree)
         legs = []
         for hops in gather_hops(group_cuts, degree, ranks_per_node):
-            legs.append(_leg(hops, zone, gathered, device))
+            legs.append(_leg(hops, zone, gathered, tables))
         self.legs = tuple(legs)
 
-        # 2. what the kernel reads; key_rows: [keys of the call], indices of gathered rows
-        self.key_rows, self.segments = _kernel_call(zone, group_cuts, gathered, device)
+        # 2. what the kernel reads; key_rows: [keys of the call], gathered rows
+        self.key_rows, self.call = _kernel_call(zone, group_cuts, gathered, tables)
 
-    def forward(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float
-    ) -> ZoneSteps[tuple[torch.Tensor, Saved]]:
+    def forward(self, b: Builder, q: Value, k: Value, v: Value) -> ZoneSteps[tuple[Value, Values]]:
         """Return out [tokens, heads, head_dim], and save q, k with v, out, lse [heads, tokens].
 
         q: [tokens, heads, head_dim]. k, v: [tokens, kv_heads, head_dim].
         """
-        kv = torch.stack((k, v), dim=1)  # [tokens, 2, kv_heads, head_dim]
-        gathered = yield from self._gather(kv, until=1.0)  # [keys, 2, kv_heads, head_dim]
-        keys, values = gathered.unbind(1)  # [keys, kv_heads, head_dim]
-        out, lse = self.kernel.forward(q, keys, values, self.segments, scale=scale)
-        return out, Saved((q, kv, out, lse))
+        kv = b.pair(k, v)  # [tokens, 2, kv_heads, head_dim]
+        gathered = yield from self._gather(b, kv, until=1.0)  # [keys, 2, kv_heads, head_dim]
+        keys, values = b.unpair(gathered)  # [keys, kv_heads, head_dim]
+        out, lse = b.attend(q, keys, values, self.call)
+        return out, (q, kv, out, lse)
 
-    def backward(self, dout: torch.Tensor, saved: Saved, scale: float) -> ZoneSteps[Tensors]:
+    def backward(self, b: Builder, dout: Value, saved: Values) -> ZoneSteps[Values]:
         """Return dq [tokens, heads, head_dim], dk and dv [tokens, kv_heads, head_dim]."""
-        q, kv, out, lse = saved.tensors
-        gathered = yield from self._gather(kv, until=0.5)  # [keys, 2, kv_heads, head_dim]
-        keys, values = gathered.unbind(1)  # [keys, kv_heads, head_dim]
-        dq, dkeys, dvalues = self.kernel.backward(
-            dout, q, keys, values, out, lse, self.segments, scale=scale
-        )
+        q, kv, out, lse = saved
+        gathered = yield from self._gather(b, kv, until=0.5)  # [keys, 2, kv_heads, head_dim]
+        keys, values = b.unpair(gathered)  # [keys, kv_heads, head_dim]
+        dq, dkeys, dvalues = b.gradients(dout, q, keys, values, out, lse, self.call)
         # [keys, 2, kv_heads, head_dim] -> [tokens, 2, kv_heads, head_dim]
-        dkv = yield from self._return(torch.stack((dkeys, dvalues), dim=1))
-        dk, dv = dkv.unbind(1)
+        dkv = yield from self._return(b, b.pair(dkeys, dvalues))
+        dk, dv = b.unpair(dkv)
         return dq, dk, dv
 
     def backward_of_rows(
-        self,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        out: torch.Tensor,
-        dout: torch.Tensor,
-        lse: torch.Tensor,
-        scale: float,
-    ) -> ZoneSteps[Tensors]:
+        self, b: Builder, q: Value, k: Value, v: Value, out: Value, dout: Value, lse: Value
+    ) -> ZoneSteps[Values]:
         """Return what `backward` does.
 
         q, out, dout: [tokens, heads, head_dim]. k, v: [tokens, kv_heads, head_dim]. lse: [heads,
         tokens].
         """
-        kv = torch.stack((k, v), dim=1)  # [tokens, 2, kv_heads, head_dim]
-        return self.backward(dout, Saved((q, kv, out, lse)), scale)
+        return self.backward(b, dout, (q, b.pair(k, v), out, lse))
 
-    def _gather(self, kv: torch.Tensor, *, until: float) -> ZoneSteps[torch.Tensor]:
+    def _gather(self, b: Builder, kv: Value, *, until: float) -> ZoneSteps[Value]:
         """Gather [tokens, 2, kv_heads, head_dim] of all ranks -> [keys, 2, kv_heads, head_dim].
 
         until: the time of the zone at which all keys are there.
         """
         # [rows after the last leg, 2, kv_heads, head_dim]: this rank's own rows come first
-        gathered = kv.new_empty(self.legs[-1].after, *kv.shape[1:])
-        gathered[: len(kv)] = kv
+        gathered = b.empty((self.legs[-1].after, *kv.shape[1:]), kv.dtype)
+        b.put(gathered, Rows(kv.rows, start=0), kv)
         for n, leg in enumerate(self.legs):
             # 1. rows that other ranks read
             label = self._label("keys of", sent=leg.sent, received=leg.received)
-            exchange = Exchange(label)
+            exchange = Exchange(b, self.channel.tag(gather_leg(n)), label)
             for message in leg.sent:
-                exchange.send([message.rows.take(gathered)], message.peer)
+                exchange.send([b.take(gathered, message.rows)], message.peer)
             # 2. rows that this rank reads, or passes on: straight to where they belong
-            parts = gathered[leg.before : leg.after].split(leg.sizes)
-            for part, message in zip(parts, leg.received, strict=True):
-                exchange.recv_into([part], message.peer)
-            exchange.post(self.channel.communicator, tag=self.channel.tag(gather_leg(n)))
+            for part, message in zip(leg.parts(b, gathered), leg.received, strict=True):
+                exchange.recv_into(part, message.peer)
+            post(b, [exchange])
             yield until * (n + 1) / len(self.legs)
             exchange.wait()
-        return gathered.index_select(0, self.key_rows)
+        return b.take(gathered, self.key_rows)
 
-    def _return(self, dkv: torch.Tensor) -> ZoneSteps[torch.Tensor]:
+    def _return(self, b: Builder, dkv: Value) -> ZoneSteps[Value]:
         """Return gradients to the owners of the keys and sum them: [keys, 2, kv_heads, head_dim]
         -> [tokens, 2, kv_heads, head_dim]. The transpose of `_gather`.
         """
         # [rows after the last leg, 2, kv_heads, head_dim]
-        sums = dkv.new_zeros(self.legs[-1].after, *dkv.shape[1:], dtype=lse_dtype(dkv.dtype))
-        sums.index_add_(0, self.key_rows, dkv.to(sums.dtype))
+        sums = b.zeros((self.legs[-1].after, *dkv.shape[1:]), WIDE)
+        b.add(sums, self.key_rows, dkv)
         for n in reversed(range(len(self.legs))):
             leg = self.legs[n]
             # 1. what the leg brought goes back: [rows after, ...] -> [rows before, ...]
-            sums, *parts = sums.split([leg.before, *leg.sizes])
             label = self._label("gradients of", sent=leg.received, received=leg.sent)
-            exchange = Exchange(label)
-            for part, message in zip(parts, leg.received, strict=True):
+            exchange = Exchange(b, self.channel.tag(return_leg(n)), label)
+            for part, message in zip(leg.parts(b, sums), leg.received, strict=True):
                 exchange.send([part], message.peer)
             # 2. and what it took away comes back, from every reader
             returned = []
             for message in leg.sent:
                 (part,) = exchange.recv([sums], message.rows.tokens, message.peer)
                 returned.append(part)
-            exchange.post(self.channel.communicator, tag=self.channel.tag(return_leg(n)))
+            post(b, [exchange])
             yield 0.75 if n else END
             exchange.wait()
+            sums = b.part(sums, 0, leg.before)
             for part, message in zip(returned, leg.sent, strict=True):
-                message.rows.add_to(sums, part)
+                b.add(sums, message.rows, part)
         return sums
 
     def _label(
@@ -191,7 +189,7 @@ class AllGatherZone:
             (chunks,) = [message.chunks for message in messages if message.peer == peer]
             return f"{what} {name_chunks(chunks, self.channel.group.sequences)}"
 
-        return self.channel.label(describe)
+        return Label(self.channel, describe)
 
 
 class GatheredChunks:
@@ -216,22 +214,22 @@ class GatheredChunks:
             self.tokens += self._tokens(key)
         return self.tokens - before
 
-    def rows(self, keys: Iterable[ChunkKey]) -> torch.Tensor:
-        """Return [tokens of the chunks], the rows of those that are not empty."""
-        ranges = [torch.arange(0)]  # for `cat`, which wants a tensor at least
+    def ranges(self, keys: Iterable[ChunkKey]) -> list[tuple[int, int]]:
+        """Return the rows [start, stop) of each of the chunks that is not empty."""
+        ranges = []
         for key in keys:
             tokens = self._tokens(key)
             if tokens:
                 start = self._starts[key]
-                ranges.append(torch.arange(start, start + tokens))
-        return torch.cat(ranges)
+                ranges.append((start, start + tokens))
+        return ranges
 
     def _tokens(self, key: ChunkKey) -> int:
         sequence, chunk = key
         return self._cuts[sequence].tokens((chunk,))
 
 
-def _leg(hops: Sequence[Hop], zone: Zone, gathered: GatheredChunks, device: torch.device) -> Leg:
+def _leg(hops: Sequence[Hop], zone: Zone, gathered: GatheredChunks, tables: Tables) -> Leg:
     """Make this rank's part in a leg, and append the chunks that it brings to `gathered`."""
     before = gathered.tokens
 
@@ -247,22 +245,22 @@ def _leg(hops: Sequence[Hop], zone: Zone, gathered: GatheredChunks, device: torc
     # 2. one message to or from each of them
     sent = []
     for i, chunks in sorted(chunks_to.items()):
-        index = to_device(gathered.rows(chunks), device)
-        rows = Rows(len(index), index)
+        rows = tables.rows(gathered.ranges(chunks))
         sent.append(ChunkMessage(zone.group.ranks[i], rows, tuple(chunks)))
     received = []
     for i, chunks in sorted(chunks_from.items()):
-        rows = Rows(gathered.append(chunks), None)
+        rows = Rows(gathered.append(chunks))
         received.append(ChunkMessage(zone.group.ranks[i], rows, tuple(chunks)))
     return Leg(before, tuple(sent), tuple(received))
 
 
 def _kernel_call(
-    zone: Zone, group_cuts: Sequence[Cut], gathered: GatheredChunks, device: torch.device
-) -> tuple[torch.Tensor, Segments]:
-    """Return which of the gathered rows are keys of the kernel call, [keys], and the call's
-    sequences: one for each chunk that this rank holds, over all tokens up to its end."""
-    key_rows = [torch.arange(0)]
+    zone: Zone, group_cuts: Sequence[Cut], gathered: GatheredChunks, tables: Tables
+) -> tuple[Rows, int]:
+    """Return which of the gathered rows are keys of the kernel call, [keys], and the number of the
+    call's lengths: one sequence for each chunk that this rank holds, over all tokens up to its
+    end."""
+    ranges: list[tuple[int, int]] = []
     q_lens = []
     k_lens = []
     for sequence, cut in enumerate(group_cuts):
@@ -272,6 +270,14 @@ def _kernel_call(
             read = range(chunk + 1) if queries else range(0)
             q_lens.append(queries)
             k_lens.append(cut.tokens(read))
-            key_rows.append(gathered.rows((sequence, earlier) for earlier in read))
-    segments = Segments(q_lens, k_lens, causal=True, device=device)
-    return to_device(torch.cat(key_rows), device), segments
+            ranges += gathered.ranges((sequence, earlier) for earlier in read)
+    return _listed(ranges, tables), tables.call(q_lens, k_lens, causal=True)
+
+
+def _listed(ranges: Sequence[tuple[int, int]], tables: Tables) -> Rows:
+    """Return rows given as ranges, listed one by one: they become a tensor of their own."""
+    parts: list[IntArray] = [np.arange(0)]
+    for start, stop in ranges:
+        parts.append(np.arange(start, stop))
+    rows = np.concatenate(parts)
+    return Rows(len(rows), index=tables.index(rows))

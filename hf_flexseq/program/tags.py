@@ -24,7 +24,7 @@ one. All tags are below 2^31, because transports take a signed 32-bit number.
 Why no two messages between the same two ranks are mistaken for each other:
 
 * Zones have ranges of their own, and their numbers are below 2^13, where the range of remapping
-  begins. Any two ranks of a group give its zone the same number (`communicator.Channel`).
+  begins. Any two ranks of a group give its zone the same number (`exchange.Channel`).
 * A zone has one strategy, so the rows of its part of the table exclude each other. Only a hybrid
   zone has two: its Ulysses runs between ranks of a node, its ring between nodes, so no pair of
   ranks takes part in both.
@@ -136,9 +136,9 @@ LEG_TAGS = 64  # tags of one leg of one packet: the paths that share both ranks 
 ROUTED_TAGS = LEGS * MOST_PACKETS * LEG_TAGS  # tags of all packets of one exchange
 
 # The packets of exchange e of a zone (e = 2 * turn, or 2 * turn + 1 for the returns) have the same
-# tags as those of exchange e + 16. A rank has at most 4 * AHEAD = 8 consecutive exchanges of a
-# ring under way (asserted in attention/ring.py, where the 8 is counted), so equal tags are at
-# least a whole window of exchanges apart on every rank.
+# tags as those of exchange e + 16. A rank has at most 2 * (2 * AHEAD + 1) = 10 consecutive
+# exchanges of a ring under way (asserted in ring.py, where the 10 is counted), so equal tags are
+# never under way together.
 EXCHANGES_IN_FLIGHT = 16
 
 assert PACKET_TAGS_START + EXCHANGES_IN_FLIGHT * ROUTED_TAGS <= ZONE_TAGS, (

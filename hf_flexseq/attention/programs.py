@@ -1,0 +1,78 @@
+"""The programs of a micro-batch, compiled and bound: once for all layers of one shape."""
+
+from collections.abc import Iterable
+
+import torch
+
+from hf_flexseq.attention.replay import BoundProgram
+from hf_flexseq.attention.uploads import Uploads
+from hf_flexseq.distributed.communicator import Communicator
+from hf_flexseq.kernels import Kernel
+from hf_flexseq.program.compile import Parts, backward, backward_of_rows, forward
+from hf_flexseq.program.instructions import LayerShape
+
+FORWARD = "forward"
+BACKWARD = "backward"
+BACKWARD_OF_ROWS = "backward of rows"  # of a layer that is replayed (`remat.py`)
+
+ProgramKey = tuple[str, LayerShape]  # (one of these three, the layer)
+
+
+def layer_shape(q: torch.Tensor, k: torch.Tensor) -> LayerShape:
+    """Return the shape of a layer, from q [tokens, heads, head_dim] and k [tokens, kv_heads,
+    head_dim]."""
+    return LayerShape(
+        query_heads=q.shape[1],
+        kv_heads=k.shape[1],
+        head_dim=q.shape[2],
+        dtype=str(q.dtype).removeprefix("torch."),
+    )
+
+
+class MicroBatchPrograms:
+    """Compiles a program when a layer first asks for it, or ahead."""
+
+    __slots__ = ("_bound", "_communicator", "_kernel", "_uploads", "parts")
+
+    def __init__(
+        self,
+        parts: Parts,
+        communicator: Communicator | None,
+        kernel: Kernel,
+        device: torch.device,
+    ) -> None:
+        """parts: what programs are compiled from."""
+        self.parts = parts
+        self._communicator = communicator
+        self._kernel = kernel
+        self._uploads = Uploads(parts.tables, device)
+        self._bound: dict[ProgramKey, BoundProgram] = {}
+
+    def find(self, direction: str, shape: LayerShape) -> BoundProgram:
+        """Return the program of one direction for layers of one shape."""
+        bound = self._bound.get((direction, shape))
+        if bound is None:
+            bound = self._make(direction, shape)
+            self._bound[direction, shape] = bound
+        return bound
+
+    def prepare(self, keys: Iterable[ProgramKey]) -> None:
+        """Make the programs that layers are expected to ask for."""
+        for direction, shape in keys:
+            self.find(direction, shape)
+
+    @property
+    def keys(self) -> tuple[ProgramKey, ...]:
+        """Which programs there are."""
+        return tuple(self._bound)
+
+    def _make(self, direction: str, shape: LayerShape) -> BoundProgram:
+        if direction == FORWARD:
+            program = forward(self.parts, shape)
+        else:
+            saved = self.find(FORWARD, shape).program.saved
+            compile_backward = backward if direction == BACKWARD else backward_of_rows
+            program = compile_backward(self.parts, shape, saved)
+        self._uploads.bring()
+        dtype = getattr(torch, shape.dtype)
+        return BoundProgram(program, self._uploads, self._communicator, self._kernel, dtype)

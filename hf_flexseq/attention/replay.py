@@ -1,0 +1,499 @@
+"""The executor: obeys the instructions of a program, one after the other, and decides nothing.
+
+    bound      a program whose constants are tensors of the device, lengths of kernel calls and
+               lanes of messages: made once for a micro-batch
+    Replay     one run of it, in one direction of one layer
+
+Every operation that an instruction can name is a method of `Replay`, and says what it does with
+tensors; `program/builder.py` says what they mean, with their shapes.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, Protocol
+
+import torch
+
+from hf_flexseq.attention.pair_attention import PairAttention
+from hf_flexseq.attention.uploads import Uploads
+from hf_flexseq.distributed.all_to_all import all_to_all
+from hf_flexseq.distributed.communicator import Communicator
+from hf_flexseq.distributed.transport import Label, Lane, Message, Pending
+from hf_flexseq.kernels import Kernel, lse_dtype
+from hf_flexseq.kernels.merge import merge_into
+from hf_flexseq.kernels.segments import Segments
+from hf_flexseq.program.blocks import BlocksSpec
+from hf_flexseq.program.instructions import (
+    BYTES,
+    INPUT,
+    WIDE,
+    AllToAllSpec,
+    Call,
+    Comb,
+    HeadsSpec,
+    Index,
+    Instruction,
+    PostSpec,
+    Program,
+)
+
+Tensors = tuple[torch.Tensor, ...]
+
+
+class CutAttention(Protocol):
+    """Attention of the part of a sequence that a pipeline's chunk begins with, in one layer
+    (`pipeline/carry.py`)."""
+
+    def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> Tensors:
+        """Return out [tokens, heads, head_dim] and lse [heads, tokens]."""
+
+    def backward(
+        self,
+        dout: torch.Tensor,
+        q: torch.Tensor,
+        out: torch.Tensor,
+        lse: torch.Tensor,
+        scale: float,
+    ) -> Tensors:
+        """Return dq [tokens, heads, head_dim], dk and dv [tokens, kv_heads, head_dim]."""
+
+
+# ---- bound programs
+
+
+class LaneMessages(NamedTuple):
+    """Messages of a post that take one lane: (position among the tensors, peer, tag) each."""
+
+    lane: Lane
+    sends: tuple[tuple[int, int, int], ...]
+    recvs: tuple[tuple[int, int, int], ...]
+
+
+class BoundPost(NamedTuple):
+    """A post whose lanes are known."""
+
+    number: int
+    made: tuple[tuple[tuple[int, ...], torch.dtype], ...]
+    """Shape and dtype of the tensors that are received and do not exist yet."""
+
+    lanes: tuple[LaneMessages, ...]
+    label: Label
+
+
+class Step(NamedTuple):
+    """An instruction whose operation and constants are bound."""
+
+    operation: Callable[..., Any]
+    ins: tuple[int, ...]
+    outs: tuple[int, ...]
+    constants: tuple[Any, ...]
+    frees: tuple[int, ...]
+
+
+class BoundProgram:
+    """A program that can run, as often as there are layers."""
+
+    __slots__ = (
+        "communicator",
+        "device",
+        "inputs",
+        "kernel",
+        "outputs",
+        "program",
+        "saved",
+        "steps",
+    )
+
+    def __init__(
+        self,
+        program: Program,
+        uploads: Uploads,
+        communicator: Communicator | None,
+        kernel: Kernel,
+        dtype: torch.dtype,
+    ) -> None:
+        """uploads: the integers that the program refers to. dtype: of queries, keys and values."""
+        self.program = program
+        self.communicator = communicator
+        self.kernel = kernel
+        self.device = uploads.device
+        self.inputs = tuple(value.number for value in program.inputs)
+        self.outputs = tuple(value.number for value in program.outputs)
+        self.saved = tuple(value.number for of_zone in program.saved for value in of_zone)
+        binder = _Binder(uploads, communicator, dtype)
+        self.steps = []
+        for instruction, frees in zip(program.instructions, program.frees, strict=True):
+            self.steps.append(binder.step(instruction, frees))
+
+    def run(
+        self, inputs: Sequence[torch.Tensor], scale: float, cut: CutAttention | None = None
+    ) -> tuple[Tensors, Tensors]:
+        """Run the program on tensors of the inputs' shapes.
+
+        scale: of the scores. cut: attention of the part of a cut sequence, where the program has
+        one. Returns the outputs, and what the backward will need, of all zones.
+        """
+        values: list[Any] = [None] * self.program.values
+        for number, tensor in zip(self.inputs, inputs, strict=True):
+            values[number] = tensor
+        run = Replay(self, scale, cut)
+        for operation, ins, outs, constants, frees in self.steps:
+            result = operation(run, *[values[number] for number in ins], *constants)
+            if type(result) is tuple:
+                for number, tensor in zip(outs, result, strict=True):
+                    values[number] = tensor
+            elif outs:
+                values[outs[0]] = result
+            for number in frees:
+                values[number] = None
+        assert not run.pending, f"posts {sorted(run.pending)} were not waited for"
+        outputs = tuple(values[number] for number in self.outputs)
+        return outputs, tuple(values[number] for number in self.saved)
+
+
+class _Binder:
+    """Binds instructions to a device, a dtype and the lanes of a communicator."""
+
+    def __init__(self, uploads: Uploads, communicator: Communicator, dtype: torch.dtype) -> None:
+        self._uploads = uploads
+        self._communicator = communicator
+        self._dtypes = {INPUT: dtype, WIDE: lse_dtype(dtype), BYTES: torch.uint8}
+
+    def step(self, instruction: Instruction, frees: tuple[int, ...]) -> Step:
+        """Return the step of an instruction, after which values are freed."""
+        if instruction.operation == "post":
+            constants: tuple[Any, ...] = (self._post(instruction),)
+        else:
+            constants = tuple(self._constant(one) for one in instruction.constants)
+        return Step(
+            getattr(Replay, instruction.operation),
+            instruction.ins,
+            instruction.outs,
+            constants,
+            frees,
+        )
+
+    def _constant(self, constant: Any) -> Any:
+        if isinstance(constant, Index):
+            return self._uploads.index(constant.number)
+        if isinstance(constant, Call):
+            return self._uploads.segments(constant.number)
+        if isinstance(constant, BlocksSpec):
+            return self._uploads.pair_attention(constant)
+        if isinstance(constant, str):
+            return self._dtypes[constant]
+        return constant
+
+    def _post(self, instruction: Instruction) -> BoundPost:
+        number, spec, made = instruction.constants
+        position = {value: at for at, value in enumerate((*instruction.ins, *instruction.outs))}
+        return BoundPost(
+            number=number,
+            made=tuple((shape, self._dtypes[dtype]) for _, shape, dtype in made),
+            lanes=self._lanes(spec, position),
+            label=spec.label,
+        )
+
+    def _lanes(self, spec: PostSpec, position: dict[int, int]) -> tuple[LaneMessages, ...]:
+        """Return the messages of a post by lane; all ranks take the lanes in one order.
+
+        position: of each value among the tensors of the post.
+        """
+        communicator = self._communicator
+        sends: dict[Lane, list[tuple[int, int, int]]] = {}
+        recvs: dict[Lane, list[tuple[int, int, int]]] = {}
+        for by_lane, messages in ((sends, spec.sends), (recvs, spec.recvs)):
+            for value, peer, tag in messages:
+                lane = communicator.remapping if spec.remaps else communicator.lane(peer)
+                by_lane.setdefault(lane, []).append((position[value], peer, tag))
+        lanes = []
+        for lane in (*communicator.lanes, communicator.remapping):
+            if lane in sends or lane in recvs:
+                lanes.append(
+                    LaneMessages(lane, tuple(sends.pop(lane, ())), tuple(recvs.pop(lane, ())))
+                )
+        return tuple(lanes)
+
+
+# ---- the operations
+
+
+class Replay:
+    """One run of a program. Methods are its operations: tensors first, then constants."""
+
+    __slots__ = ("_program", "cut", "pending", "scale")
+
+    def __init__(self, program: BoundProgram, scale: float, cut: CutAttention | None) -> None:
+        self._program = program
+        self.scale = scale
+        self.cut = cut
+        self.pending: dict[int, list[Pending]] = {}  # what is under way, by number of the post
+
+    # -- memory
+
+    def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        return torch.empty(shape, dtype=dtype, device=self._program.device)
+
+    def zeros(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        return torch.zeros(shape, dtype=dtype, device=self._program.device)
+
+    def cast(self, x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        return x.to(dtype)
+
+    # -- rows
+
+    def take(self, x: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
+        return x.index_select(0, index)
+
+    def part(self, x: torch.Tensor, start: int, stop: int) -> torch.Tensor:
+        return x[start:stop]
+
+    def put(self, total: torch.Tensor, part: torch.Tensor, start: int, stop: int) -> None:
+        total[start:stop].copy_(part)
+
+    def put_by_index(self, total: torch.Tensor, part: torch.Tensor, index: torch.Tensor) -> None:
+        total.index_copy_(0, index, part.to(total.dtype))
+
+    def add(self, total: torch.Tensor, part: torch.Tensor, start: int, stop: int) -> None:
+        total[start:stop].add_(part)
+
+    def add_by_index(self, total: torch.Tensor, part: torch.Tensor, index: torch.Tensor) -> None:
+        total.index_add_(0, index, part.to(total.dtype))
+
+    def merge(
+        self,
+        out: torch.Tensor,
+        lse: torch.Tensor,
+        part_out: torch.Tensor,
+        part_lse: torch.Tensor,
+        start: int,
+        stop: int,
+    ) -> None:
+        merge_into(out[start:stop], lse[start:stop], part_out, part_lse)
+
+    def merge_by_index(
+        self,
+        out: torch.Tensor,
+        lse: torch.Tensor,
+        part_out: torch.Tensor,
+        part_lse: torch.Tensor,
+        index: torch.Tensor,
+    ) -> None:
+        row_out = out.index_select(0, index)  # [t, H, D] -> [n, H, D]
+        row_lse = lse.index_select(0, index)  # [t, H] -> [n, H]
+        merge_into(row_out, row_lse, part_out, part_lse)
+        out.index_copy_(0, index, row_out)
+        lse.index_copy_(0, index, row_lse)
+
+    def join(self, *parts_and_dim: Any) -> torch.Tensor:
+        *parts, dim = parts_and_dim
+        return torch.cat(parts, dim=dim)
+
+    # -- heads
+
+    def heads(self, x: torch.Tensor, start: int, stop: int) -> torch.Tensor:
+        return x[:, start:stop]
+
+    def columns(self, lse: torch.Tensor, start: int, stop: int) -> torch.Tensor:
+        return lse[:, start:stop]
+
+    def repeat_heads(self, x: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
+        return x.index_select(1, index)
+
+    def sum_heads(self, x: torch.Tensor, index: torch.Tensor, count: int) -> torch.Tensor:
+        sums = x.new_zeros(x.shape[0], count, x.shape[2])
+        return sums.index_add_(1, index, x)
+
+    def plus(self, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        return a + b
+
+    def pair(self, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        return torch.stack((k, v), dim=1)
+
+    def unpair(self, kv: torch.Tensor) -> Tensors:
+        return kv.unbind(1)
+
+    def turned(self, lse: torch.Tensor) -> torch.Tensor:
+        return lse.t()
+
+    def kernel_lse(self, lse: torch.Tensor) -> torch.Tensor:
+        return lse.t().contiguous()
+
+    def deal_heads(self, *tensors_and_spec: Any) -> torch.Tensor:
+        *tensors, spec = tensors_and_spec
+        return _dealt(tensors, spec)
+
+    def flat_heads(self, *tensors: torch.Tensor) -> torch.Tensor:
+        return torch.cat(tensors, dim=1).view(-1)
+
+    def arrived_heads(
+        self, flat: torch.Tensor, tokens: int, heads: tuple[int, ...], head_dim: int
+    ) -> Tensors:
+        return flat.view(tokens, sum(heads), head_dim).split(heads, dim=1)
+
+    def place_heads(self, flat: torch.Tensor, *totals_and_spec: Any) -> None:
+        *totals, spec = totals_and_spec
+        _place(totals, flat, spec)
+
+    # -- kernels
+
+    def attend(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, segments: Segments
+    ) -> Tensors:
+        return self._program.kernel.forward(q, k, v, segments, scale=self.scale)
+
+    def gradients(
+        self,
+        dout: torch.Tensor,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        out: torch.Tensor,
+        lse: torch.Tensor,
+        segments: Segments,
+    ) -> Tensors:
+        kernel = self._program.kernel
+        return kernel.backward(dout, q, k, v, out, lse, segments, scale=self.scale)
+
+    def attend_blocks(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, pairs: PairAttention
+    ) -> Tensors:
+        return pairs.forward(self._program.kernel, q, k, v, self.scale)
+
+    def gradients_of_blocks(
+        self,
+        dout: torch.Tensor,
+        q: torch.Tensor,
+        out: torch.Tensor,
+        lse: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        pairs: PairAttention,
+    ) -> Tensors:
+        return pairs.backward(self._program.kernel, dout, q, out, lse, k, v, self.scale)
+
+    def attend_cut(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Tensors:
+        assert self.cut is not None, "this layer has no part of a cut sequence"
+        return self.cut.forward(q, k, v, self.scale)
+
+    def gradients_of_cut(
+        self, dout: torch.Tensor, q: torch.Tensor, out: torch.Tensor, lse: torch.Tensor
+    ) -> Tensors:
+        assert self.cut is not None, "this layer has no part of a cut sequence"
+        return self.cut.backward(dout, q, out, lse, self.scale)
+
+    # -- transfers
+
+    def post(self, *tensors_and_post: Any) -> Tensors:
+        *tensors, post = tensors_and_post
+        made = tuple(self.empty(shape, dtype) for shape, dtype in post.made)
+        tensors += made
+        transport = self._program.communicator.transport
+        pending = []
+        for lane, sends, recvs in post.lanes:
+            pending.append(
+                transport.post(
+                    lane,
+                    sends=[
+                        Message(tensors[at].contiguous(), peer, tag) for at, peer, tag in sends
+                    ],
+                    recvs=[Message(tensors[at], peer, tag) for at, peer, tag in recvs],
+                    label=post.label,
+                )
+            )
+        self.pending[post.number] = pending
+        return made
+
+    def all_to_all(self, sent: torch.Tensor, number: int, spec: AllToAllSpec) -> torch.Tensor:
+        posted = all_to_all(
+            self._program.communicator,
+            spec.ranks,
+            sent,
+            spec.sent,
+            spec.received,
+            tag=spec.tag,
+            label=spec.label,
+        )
+        self.pending[number] = [posted.pending]
+        return posted.received
+
+    def wait(self, number: int) -> None:
+        for pending in self.pending.pop(number):
+            pending.wait()
+
+    # -- bytes
+
+    def fill_parcel(self, parcel: torch.Tensor, *tensors_and_offsets: Any) -> None:
+        *tensors, offsets = tensors_and_offsets
+        for tensor, offset in zip(tensors, offsets, strict=True):
+            self.in_parcel(parcel, offset, tensor.shape, tensor.dtype).copy_(tensor)
+
+    def in_parcel(
+        self, parcel: torch.Tensor, offset: int, shape: tuple[int, ...], dtype: torch.dtype
+    ) -> torch.Tensor:
+        nbytes = torch.Size(shape).numel() * dtype.itemsize
+        # uint8 [nbytes] -> [elements] of the dtype -> shape
+        return parcel[offset : offset + nbytes].view(dtype).view(shape)
+
+
+# ---- heads by rank
+
+
+def _of_comb(comb: Comb, x: torch.Tensor, ranks: int) -> torch.Tensor:
+    """Return a view of a comb of heads: [tokens, all heads, head_dim] -> [tokens, ranks, width,
+    head_dim]."""
+    by_rank = x.unflatten(1, (ranks, comb.stride))
+    return by_rank[:, :, comb.start : comb.start + comb.width]
+
+
+def _dealt(tensors: Sequence[torch.Tensor], spec: HeadsSpec) -> torch.Tensor:
+    """Return what each rank is sent, flat, by rank: [tokens, its heads of all tensors, head_dim].
+
+    tensors: [tokens, all heads, head_dim] each.
+    """
+    tokens, _, head_dim = tensors[0].shape
+    ranks = len(spec.heads_by_rank)
+    sent = tensors[0].new_empty(tokens * sum(spec.heads_by_rank) * head_dim)
+    if spec.combs is not None:
+        # [tokens, ranks, heads of a rank, head_dim] per tensor -> of all tensors together
+        columns = [_of_comb(comb, x, ranks) for x, comb in zip(tensors, spec.combs, strict=True)]
+        together = sent.view(ranks, tokens, spec.heads_by_rank[0], head_dim)
+        torch.cat(columns, dim=2, out=together.transpose(0, 1))
+        return sent
+    counts = [tokens * heads * head_dim for heads in spec.heads_by_rank]
+    for i, flat in enumerate(sent.split(counts)):
+        heads = []
+        for x, ranges in zip(tensors, spec.ranges, strict=True):
+            start, stop = ranges[i]
+            heads.append(x[:, start:stop])
+        torch.cat(heads, dim=1, out=flat.view(tokens, spec.heads_by_rank[i], head_dim))
+    return sent
+
+
+def _place(totals: Sequence[torch.Tensor], flat: torch.Tensor, spec: HeadsSpec) -> None:
+    """Write what has come from each rank to the totals, [tokens, all heads, head_dim] each; add it
+    where ranks share heads.
+
+    flat: by rank, [tokens, its heads of all tensors, head_dim].
+    """
+    ranks = len(spec.heads_by_rank)
+    head_dim = totals[0].shape[2]
+    if spec.combs is not None:
+        widths = [comb.width for comb in spec.combs]
+        # flat, by rank -> [tokens, ranks, heads of a rank, head_dim] per tensor
+        by_rank = flat.view(ranks, spec.tokens, sum(widths), head_dim).transpose(0, 1)
+        parts = by_rank.split(widths, dim=2)
+        for total, comb, part in zip(totals, spec.combs, parts, strict=True):
+            _of_comb(comb, total, ranks).copy_(part)
+        return
+    counts = [spec.tokens * heads * head_dim for heads in spec.heads_by_rank]
+    for i, of_rank in enumerate(flat.split(counts)):
+        rows = of_rank.view(spec.tokens, spec.heads_by_rank[i], head_dim)
+        first = 0  # head of the rows
+        for total, ranges, shared in zip(totals, spec.ranges, spec.shared, strict=True):
+            start, stop = ranges[i]
+            part = rows[:, first : first + stop - start]
+            first += stop - start
+            if shared:
+                total[:, start:stop].add_(part)
+            else:
+                total[:, start:stop].copy_(part)

@@ -1,0 +1,73 @@
+"""The integers of a micro-batch's programs on the device that runs them: index arrays, and the
+lengths of kernel calls.
+
+All that is new goes in one copy, from pinned memory, which the host does not wait for.
+"""
+
+import numpy as np
+import torch
+
+from hf_flexseq.attention.pair_attention import PairAttention
+from hf_flexseq.kernels.segments import Segments, cumulative
+from hf_flexseq.kernels.upload import to_device
+from hf_flexseq.program.blocks import BlocksSpec
+from hf_flexseq.program.builder import Tables
+
+
+class Uploads:
+    """Tensors of the tables of a micro-batch."""
+
+    __slots__ = ("_indices", "_pairs", "_segments", "_tables", "device")
+
+    def __init__(self, tables: Tables, device: torch.device) -> None:
+        """tables: they may grow afterwards."""
+        self._tables = tables
+        self.device = device
+        self._indices: list[torch.Tensor] = []
+        self._segments: list[Segments] = []
+        self._pairs: dict[BlocksSpec, PairAttention] = {}
+
+    def bring(self) -> None:
+        """Copy to the device what the tables have got since the last time."""
+        indices = self._tables.indices[len(self._indices) :]
+        calls = self._tables.calls[len(self._segments) :]
+        segments = []
+        for call in calls:
+            segments.append(
+                Segments(call.q_lens, call.k_lens, causal=call.causal, device=self.device)
+            )
+        if self.device.type == "cpu":
+            self._indices += [torch.from_numpy(index) for index in indices]
+        elif indices or segments:
+            self._copy(indices, segments)
+        self._segments += segments
+
+    def _copy(self, indices: list[np.ndarray], segments: list[Segments]) -> None:
+        """Copy index arrays, int64, and the cumulative lengths of kernel calls, int32, at once."""
+        # 1. one buffer of bytes: first the int64, then the int32
+        lengths = []
+        for one in segments:
+            lengths += [cumulative(one.q_lens), cumulative(one.k_lens)]
+        parts = [torch.from_numpy(index).view(torch.uint8) for index in indices]
+        parts += [length.view(torch.uint8) for length in lengths]
+        buffer = to_device(torch.cat(parts), self.device)
+        # 2. views of it: uint8 [bytes] -> int64 [n] or int32 [sequences + 1]
+        views = buffer.split([part.numel() for part in parts])
+        self._indices += [view.view(torch.int64) for view in views[: len(indices)]]
+        cumulatives = [view.view(torch.int32) for view in views[len(indices) :]]
+        for one, q, k in zip(segments, cumulatives[::2], cumulatives[1::2], strict=True):
+            one.place(q, k)
+
+    def index(self, number: int) -> torch.Tensor:
+        """Return an index array: int64 [n]."""
+        return self._indices[number]
+
+    def segments(self, number: int) -> Segments:
+        """Return the lengths of a kernel call."""
+        return self._segments[number]
+
+    def pair_attention(self, spec: BlocksSpec) -> PairAttention:
+        """Return what computes with some blocks, in both directions."""
+        if spec not in self._pairs:
+            self._pairs[spec] = PairAttention(spec.own, self.device)
+        return self._pairs[spec]

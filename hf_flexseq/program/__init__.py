@@ -1,0 +1,24 @@
+"""What a rank does in the attention of a micro-batch, compiled to flat lists of instructions.
+
+A plan says which ranks work together on which sequences. Here it becomes, for one rank, a
+*program*: a list of plain instructions (take these rows, post this exchange, wait for it, attend,
+merge, ...) over numbered tensors. All that there is to decide is decided when the program is
+compiled: turns, routes, pieces of heads, the order of zones. `attention/replay.py` obeys, layer
+after layer, and decides nothing.
+
+    instructions.py    Value, Rows, Instruction, Program, and its text form
+    builder.py         Builder: emits instructions; Tables: the integers that they refer to
+    exchange.py        messages between ranks, straight or over the NICs of other ranks
+    weave.py           the order in which the zones of a rank take turns
+    local.py ring.py ulysses.py gathered.py hybrid.py deterministic.py
+                       the attention of a zone, by strategy
+    remap.py           between the even layout and that of attention
+    compile.py         all zones of a micro-batch: forward, backward, backward of a replayed layer
+    check.py           plays the programs of all ranks without tensors
+    tags.py            the one table of message tags
+
+The modules of the strategies read like the attention that they describe: they are functions that
+run once, on values without contents, and leave instructions behind.
+
+Nothing here needs torch: programs are integers, and are tested without processes.
+"""

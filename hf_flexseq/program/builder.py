@@ -1,0 +1,434 @@
+"""The builder of a program: every method emits an instruction and returns the values it makes.
+
+H query heads, Hkv heads of keys and values, D the head dimension; [n, ...] n rows of any shape.
+A method emits nothing where there is nothing to do: taking all rows of a value returns the value.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hf_flexseq.program.instructions import (
+    BYTES,
+    INPUT,
+    WIDE,
+    AllToAllSpec,
+    Call,
+    CallLengths,
+    HeadsSpec,
+    Index,
+    Instruction,
+    LayerShape,
+    PostSpec,
+    Program,
+    Rows,
+    Value,
+    last_uses,
+)
+
+IntArray = NDArray[np.int64]
+Values = tuple[Value, ...]
+
+
+class Tables:
+    """The integers that the programs of a micro-batch share: index arrays, and lengths of kernel
+    calls. They go to the device in one copy (`attention/uploads.py`)."""
+
+    __slots__ = ("_calls", "_constants", "_ranges", "calls", "indices")
+
+    def __init__(self) -> None:
+        self.indices: list[IntArray] = []
+        self.calls: list[CallLengths] = []
+        self._calls: dict[CallLengths, int] = {}
+        self._ranges: dict[tuple[tuple[int, int], ...], int] = {}
+        self._constants: dict[tuple[int, ...], int] = {}
+
+    def index(self, array: IntArray) -> int:
+        """Add an index array, int64 [n], and return its number."""
+        self.indices.append(array)
+        return len(self.indices) - 1
+
+    def constant(self, numbers: tuple[int, ...]) -> int:
+        """Return the number of an index array of these numbers, which is made once."""
+        if numbers not in self._constants:
+            self._constants[numbers] = self.index(np.array(numbers, dtype=np.int64))
+        return self._constants[numbers]
+
+    def rows(self, ranges: Sequence[tuple[int, int]]) -> Rows:
+        """Return rows given as ranges [start, stop), which may be empty, one after the other."""
+        # 1. ranges that follow each other are one
+        joined: list[tuple[int, int]] = []
+        tokens = 0
+        for start, stop in ranges:
+            if start == stop:
+                continue
+            tokens += stop - start
+            if joined and joined[-1][1] == start:
+                joined[-1] = (joined[-1][0], stop)
+            else:
+                joined.append((start, stop))
+        # 2. the simplest way to say which they are
+        if not joined:
+            return Rows(0, start=0)
+        if len(joined) == 1:
+            return Rows(tokens, start=joined[0][0])
+        key = tuple(joined)
+        if key not in self._ranges:
+            parts = [np.arange(start, stop) for start, stop in joined]
+            self._ranges[key] = self.index(np.concatenate(parts))
+        return Rows(tokens, index=self._ranges[key])
+
+    def positions(self, rows: Rows) -> IntArray:
+        """Return the rows one by one: int64 [n]."""
+        if rows.index is not None:
+            return self.indices[rows.index]
+        assert rows.start is not None, "the rows of another rank have no positions here"
+        return np.arange(rows.start, rows.start + rows.tokens)
+
+    def order(self, array: IntArray) -> Rows:
+        """Return rows in the order of `array`, int64 [n]."""
+        tokens = len(array)
+        if tokens == 0 or (array[0] + np.arange(tokens) == array).all():
+            return Rows(tokens, start=int(array[0]) if tokens else 0)
+        return Rows(tokens, index=self.index(array))
+
+    def call(self, q_lens: Sequence[int], k_lens: Sequence[int], *, causal: bool) -> int:
+        """Add the lengths of a kernel call, and return their number."""
+        lengths = CallLengths(tuple(q_lens), tuple(k_lens), causal)
+        if lengths not in self._calls:
+            self._calls[lengths] = len(self.calls)
+            self.calls.append(lengths)
+        return self._calls[lengths]
+
+
+class Builder:
+    """Emits the instructions of one program."""
+
+    def __init__(self, tables: Tables, shape: LayerShape, *, rank: int, wide: bool) -> None:
+        """tables: of the micro-batch. rank: the global rank that will run the program. wide:
+        whether the kernel leaves gradients of 16-bit tensors in WIDE."""
+        self.tables = tables
+        self.shape = shape
+        self.rank = rank
+        self.wide = wide
+        self._inputs: list[Value] = []
+        self._instructions: list[Instruction] = []
+        self._values = 0
+        self._posts = 0
+        self._waited: set[int] = set()
+        self._parts: dict[tuple[int, int, int], Value] = {}  # views, by value and rows
+        self._kernel_lses: dict[int, Value] = {}  # by number of the log-sum-exp
+
+    # ---- programs
+
+    def input(self, shape: Sequence[int], dtype: str = INPUT) -> Value:
+        """Return a value that whoever runs the program gives; they are given in this order."""
+        value = self._value(shape, dtype)
+        self._inputs.append(value)
+        return value
+
+    def program(self, outputs: Values, saved: Sequence[Values] = ()) -> Program:
+        """Return the program of all that was emitted."""
+        instructions = tuple(self._instructions)
+        kept = [value.number for value in outputs]
+        for of_zone in saved:
+            kept += [value.number for value in of_zone]
+        return Program(
+            inputs=tuple(self._inputs),
+            outputs=outputs,
+            saved=tuple(saved),
+            instructions=instructions,
+            frees=last_uses(instructions, kept),
+            values=self._values,
+        )
+
+    def row_bytes(self, values: Values) -> tuple[int, ...]:
+        """Return the bytes of one row of each value."""
+        sizes = []
+        for value in values:
+            elements = 1
+            for size in value.shape[1:]:
+                elements *= size
+            sizes.append(elements * self.shape.item_bytes(value.dtype))
+        return tuple(sizes)
+
+    def _value(self, shape: Sequence[int], dtype: str) -> Value:
+        value = Value(self._values, tuple(shape), dtype)
+        self._values += 1
+        return value
+
+    def _emit(
+        self, operation: str, ins: Sequence[Value], outs: Sequence[Value], *constants: Any
+    ) -> None:
+        self._instructions.append(
+            Instruction(
+                operation,
+                tuple([value.number for value in ins]),
+                tuple([value.number for value in outs]),
+                constants,
+            )
+        )
+
+    def _made(
+        self,
+        operation: str,
+        ins: Sequence[Value],
+        shape: Sequence[int],
+        dtype: str,
+        *constants: Any,
+    ) -> Value:
+        """Emit an operation that makes one value."""
+        made = self._value(shape, dtype)
+        self._emit(operation, ins, (made,), *constants)
+        return made
+
+    # ---- memory
+
+    def empty(self, shape: Sequence[int], dtype: str) -> Value:
+        """Return a value without contents."""
+        return self._made("empty", (), shape, dtype, tuple(shape), dtype)
+
+    def zeros(self, shape: Sequence[int], dtype: str) -> Value:
+        """Return a value of zeros."""
+        return self._made("zeros", (), shape, dtype, tuple(shape), dtype)
+
+    def cast(self, x: Value, dtype: str) -> Value:
+        """Return x in another dtype; x itself where that is the same."""
+        if self.shape.item_bytes(x.dtype) == self.shape.item_bytes(dtype):
+            return x._replace(dtype=dtype)
+        return self._made("cast", (x,), x.shape, dtype, dtype)
+
+    # ---- rows
+
+    def take(self, x: Value, rows: Rows) -> Value:
+        """Return some rows of x: [t, ...] -> [n, ...], a view where they stand together."""
+        if rows.index is not None:
+            shape = (rows.tokens, *x.shape[1:])
+            return self._made("take", (x,), shape, x.dtype, Index(rows.index))
+        assert rows.start is not None, "rows of another rank cannot be taken"
+        return self.part(x, rows.start, rows.start + rows.tokens)
+
+    def part(self, x: Value, start: int, stop: int) -> Value:
+        """Return rows [start, stop) of x: [t, ...] -> [stop - start, ...], a view."""
+        if (start, stop) == (0, x.rows):
+            return x
+        key = (x.number, start, stop)
+        if key not in self._parts:
+            shape = (stop - start, *x.shape[1:])
+            self._parts[key] = self._made("part", (x,), shape, x.dtype, start, stop)
+        return self._parts[key]
+
+    def put(self, total: Value, rows: Rows, part: Value) -> None:
+        """Write part [n, ...] to these n rows of total [t, ...], in the dtype of total."""
+        if rows.index is not None:
+            self._emit("put_by_index", (total, part), (), Index(rows.index))
+        elif rows.tokens:
+            assert rows.start is not None, "rows of another rank cannot be written to"
+            self._emit("put", (total, part), (), rows.start, rows.start + rows.tokens)
+
+    def add(self, total: Value, rows: Rows, part: Value) -> None:
+        """Add part [n, ...] to these n rows of total [t, ...], in the dtype of total."""
+        if rows.index is not None:
+            self._emit("add_by_index", (total, part), (), Index(rows.index))
+        elif rows.tokens:
+            assert rows.start is not None, "rows of another rank cannot be added to"
+            self._emit("add", (total, part), (), rows.start, rows.start + rows.tokens)
+
+    def merge(self, out: Value, lse: Value, rows: Rows, part: tuple[Value, Value]) -> None:
+        """Merge the result of a call into the running result of all calls so far.
+
+        out [t, H, D], lse [t, H]: the running result; rows: those n that the part is about.
+        part: (out [n, H, D], lse [n, H]) over the keys of the call.
+        """
+        ins = (out, lse, *part)
+        if rows.index is not None:
+            self._emit("merge_by_index", ins, (), Index(rows.index))
+        elif rows.tokens:
+            assert rows.start is not None, "results of other ranks' rows are sent to them"
+            self._emit("merge", ins, (), rows.start, rows.start + rows.tokens)
+
+    def join(self, parts: Sequence[Value], dim: int = 0) -> Value:
+        """Concatenate the parts along `dim`; a single part is returned as it is."""
+        if len(parts) == 1:
+            return parts[0]
+        shape = list(parts[0].shape)
+        shape[dim] = sum(part.shape[dim] for part in parts)
+        return self._made("join", parts, shape, parts[0].dtype, dim)
+
+    # ---- heads
+
+    def heads(self, x: Value, start: int, stop: int) -> Value:
+        """Return heads [start, stop) of x: [t, heads, D] -> [t, stop - start, D], a view."""
+        if (start, stop) == (0, x.shape[1]):
+            return x
+        shape = (x.shape[0], stop - start, *x.shape[2:])
+        return self._made("heads", (x,), shape, x.dtype, start, stop)
+
+    def split_heads(self, x: Value, counts: Sequence[int]) -> Values:
+        """Return x [t, heads, D] as views of so many heads each."""
+        parts = []
+        start = 0
+        for count in counts:
+            parts.append(self.heads(x, start, start + count))
+            start += count
+        return tuple(parts)
+
+    def repeat_heads(self, x: Value, index: int, count: int) -> Value:
+        """Return the heads of x that an index array lists: [t, heads, D] -> [t, count, D]."""
+        shape = (x.shape[0], count, *x.shape[2:])
+        return self._made("repeat_heads", (x,), shape, x.dtype, Index(index))
+
+    def sum_heads(self, x: Value, index: int, count: int) -> Value:
+        """Sum heads that are repeats of one: [t, heads, D] -> [t, count, D], the transpose of
+        `repeat_heads`."""
+        shape = (x.shape[0], count, *x.shape[2:])
+        return self._made("sum_heads", (x,), shape, x.dtype, Index(index), count)
+
+    def plus(self, a: Value, b: Value) -> Value:
+        """Return the sum of two values of one shape."""
+        return self._made("plus", (a, b), a.shape, a.dtype)
+
+    def pair(self, k: Value, v: Value) -> Value:
+        """Return k and v side by side: 2 x [t, Hkv, D] -> [t, 2, Hkv, D]."""
+        return self._made("pair", (k, v), (k.rows, 2, *k.shape[1:]), k.dtype)
+
+    def unpair(self, kv: Value) -> tuple[Value, Value]:
+        """Return kv as views: [t, 2, Hkv, D] -> 2 x [t, Hkv, D]."""
+        shape = (kv.rows, *kv.shape[2:])
+        k = self._value(shape, kv.dtype)
+        v = self._value(shape, kv.dtype)
+        self._emit("unpair", (kv,), (k, v))
+        return k, v
+
+    def turned(self, lse: Value) -> Value:
+        """Return a log-sum-exp with its dimensions the other way round, a view: [H, n] <-> [n,
+        H]."""
+        return self._made("turned", (lse,), lse.shape[::-1], lse.dtype)
+
+    def kernel_lse(self, lse: Value) -> Value:
+        """Return lse [n, H] as kernels have it in memory, [H, n]; made once for each value, which
+        must not change any more."""
+        if lse.number not in self._kernel_lses:
+            made = self._made("kernel_lse", (lse,), lse.shape[::-1], lse.dtype)
+            self._kernel_lses[lse.number] = made
+        return self._kernel_lses[lse.number]
+
+    def columns(self, lse: Value, start: int, stop: int) -> Value:
+        """Return columns [start, stop) of lse: [H, t] -> [H, stop - start], a view."""
+        if (start, stop) == (0, lse.shape[1]):
+            return lse
+        shape = (lse.rows, stop - start)
+        return self._made("columns", (lse,), shape, lse.dtype, start, stop)
+
+    def deal_heads(self, tensors: Values, spec: HeadsSpec) -> Value:
+        """Return what each rank is sent, flat, by rank: [tokens, its heads of all tensors, D].
+
+        tensors: [tokens, all heads, D] each.
+        """
+        elements = spec.tokens * sum(spec.heads_by_rank) * tensors[0].shape[2]
+        return self._made("deal_heads", tensors, (elements,), tensors[0].dtype, spec)
+
+    def flat_heads(self, tensors: Values) -> Value:
+        """Return the heads of all tensors side by side, flat: [tokens, heads, D] each -> [tokens x
+        all heads x D]."""
+        elements = tensors[0].rows * sum(x.shape[1] for x in tensors) * tensors[0].shape[2]
+        return self._made("flat_heads", tensors, (elements,), tensors[0].dtype)
+
+    def arrived_heads(
+        self, flat: Value, tokens: int, heads: Sequence[int], head_dim: int
+    ) -> Values:
+        """Return what has come from all ranks as views: flat, by rank -> [tokens, heads, D] by
+        tensor."""
+        outs = tuple(self._value((tokens, count, head_dim), flat.dtype) for count in heads)
+        self._emit("arrived_heads", (flat,), outs, tokens, tuple(heads), head_dim)
+        return outs
+
+    def place_heads(self, totals: Values, flat: Value, spec: HeadsSpec) -> None:
+        """Write, or where ranks share heads add, what has come from each rank to the totals.
+
+        totals: [tokens, all heads, D] each. flat: by rank, [tokens, its heads of all tensors, D].
+        """
+        self._emit("place_heads", (flat, *totals), (), spec)
+
+    # ---- kernels
+
+    def attend(self, q: Value, k: Value, v: Value, call: int) -> tuple[Value, Value]:
+        """Return out [n, H, D] and lse [H, n] of a kernel call: q [n, H, D], k and v [m, Hkv,
+        D]."""
+        out = self._value((*q.shape[:2], v.shape[2]), INPUT)
+        lse = self._value((q.shape[1], q.rows), WIDE)
+        self._emit("attend", (q, k, v), (out, lse), Call(call))
+        return out, lse
+
+    def gradients(
+        self, dout: Value, q: Value, k: Value, v: Value, out: Value, lse: Value, call: int
+    ) -> tuple[Value, Value, Value]:
+        """Return dq [n, H, D], dk and dv [m, Hkv, D] of a kernel call.
+
+        dout, q, out [n, H, D]; k, v [m, Hkv, D]; lse [H, n], merged over all keys of the queries.
+        """
+        dtype = WIDE if self.wide else INPUT
+        dq, dk, dv = (self._value(x.shape, dtype) for x in (q, k, v))
+        self._emit("gradients", (dout, q, k, v, out, lse), (dq, dk, dv), Call(call))
+        return dq, dk, dv
+
+    def special(
+        self,
+        operation: str,
+        ins: Sequence[Value],
+        made: Sequence[tuple[Sequence[int], str]],
+        *constants: Any,
+    ) -> Values:
+        """Emit an operation of one strategy alone; made: (shape, dtype) of what it makes."""
+        outs = tuple(self._value(shape, dtype) for shape, dtype in made)
+        self._emit(operation, ins, outs, *constants)
+        return outs
+
+    # ---- transfers
+
+    def received(self, shape: Sequence[int], dtype: str) -> Value:
+        """Return a value that a later `post` makes and fills."""
+        return self._value(shape, dtype)
+
+    def post(self, spec: PostSpec, sent: Sequence[Value], received: Sequence[Value]) -> int:
+        """Post some messages, and return the number of the post.
+
+        sent: what is sent, kept as it is until the wait. received: values of `received`, which
+        hold what has come from the wait on.
+        """
+        shapes = tuple((value.number, value.shape, value.dtype) for value in received)
+        number = self._posts
+        self._posts += 1
+        self._emit("post", sent, received, number, spec, shapes)
+        return number
+
+    def all_to_all(self, sent: Value, spec: AllToAllSpec) -> tuple[int, Value]:
+        """Post an exchange of parts of a flat value, [elements to all ranks] -> [elements from all
+        ranks]; return its number, and what has come from the wait on."""
+        number = self._posts
+        self._posts += 1
+        shape = (sum(spec.received),)
+        received = self._made("all_to_all", (sent,), shape, sent.dtype, number, spec)
+        return number, received
+
+    def wait(self, number: int) -> None:
+        """Wait for a post, unless that was done already."""
+        if number not in self._waited:
+            self._waited.add(number)
+            self._emit("wait", (), (), number)
+
+    # ---- bytes
+
+    def parcel(self, nbytes: int) -> Value:
+        """Return uint8 [nbytes] without contents."""
+        return self.empty((nbytes,), BYTES)
+
+    def fill_parcel(self, parcel: Value, tensors: Values, offsets: Sequence[int]) -> None:
+        """Write the bytes of tensors into a parcel, each from its offset on."""
+        self._emit("fill_parcel", (parcel, *tensors), (), tuple(offsets))
+
+    def in_parcel(self, parcel: Value, offset: int, shape: Sequence[int], dtype: str) -> Value:
+        """Return a tensor that lies in a parcel from `offset` on, a view."""
+        return self._made("in_parcel", (parcel,), shape, dtype, offset, tuple(shape), dtype)

@@ -1,0 +1,240 @@
+"""The attention of one rank in one micro-batch, as programs.
+
+    rows outside of attention  --remap-->  rows of the groups  --zones, woven-->  results of the
+    groups  --remap-->  results outside of attention
+
+    MicroBatchLayout    finds rows, turns and lengths of all zones: what does not depend on a layer
+    forward, backward, backward_of_rows
+                        compile them for layers of one shape
+
+All layers of one shape share a program, so it is compiled once for a micro-batch. A backward saves
+what every zone asks for; `backward_of_rows` is for layers under activation checkpointing, which
+keep this rank's own rows alone (`attention/remat.py`).
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from hf_flexseq.plan.shard import Shard, Zone, cuts
+from hf_flexseq.program.builder import Builder, Tables, Values
+from hf_flexseq.program.deterministic import DeterministicZone
+from hf_flexseq.program.exchange import Channel
+from hf_flexseq.program.gathered import AllGatherZone
+from hf_flexseq.program.hybrid import hybrid_zone
+from hf_flexseq.program.instructions import INPUT, LayerShape, Program, Value
+from hf_flexseq.program.local import LocalZone
+from hf_flexseq.program.remap import TokenRemap
+from hf_flexseq.program.ring import RingZone, Routes
+from hf_flexseq.program.turns import make_turns
+from hf_flexseq.program.ulysses import ulysses_zone
+from hf_flexseq.program.weave import run_zones
+from hf_flexseq.program.zones import NoZone, ZoneAttention
+from hf_flexseq.schedule.routing import NicFigures
+from hf_flexseq.schedule.transfers import group_fetches
+from hf_flexseq.topology import Topology
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Machine:
+    """What programs depend on beside the plan and the layer; the same on all ranks."""
+
+    topology: Topology
+
+    device: str
+    """"cpu" or "cuda": how large a piece of the heads must be to be worth a kernel call."""
+
+    wide_gradients: bool
+    """Whether the kernel leaves gradients of 16-bit tensors in float32."""
+
+    deterministic: bool = False
+    """Whether the bits of the result are the same however sequences are shared."""
+
+    links: NicFigures | None = None
+    """Over which transfers between nodes may be routed; with None all of them go straight."""
+
+
+class Parts(NamedTuple):
+    """What the programs of some rows are compiled from."""
+
+    rank: int
+    wide: bool
+    tables: Tables
+    linear_tokens: int
+    attention_tokens: int
+    zones: tuple[ZoneAttention, ...]
+    remap: TokenRemap | None
+
+
+class MicroBatchLayout:
+    """A rank's zones in one micro-batch, as far as they do not depend on a layer."""
+
+    __slots__ = ("parts", "tables")
+
+    def __init__(self, shard: Shard, machine: Machine) -> None:
+        """Find rows, turns and lengths."""
+        self.tables = Tables()
+        # 1. the way between the layouts of linear layers and of attention
+        remap = None
+        if _takes_part_in_remap(shard, machine.links):
+            remap = TokenRemap(shard, machine.links)
+
+        # 2. the attention of every group, widest first, as the plan has them
+        # The widest zone waits for a transfer about this often: once for every rank of its group.
+        waits = max((zone.group.degree for zone in shard.zones), default=1)
+        zones: list[ZoneAttention] = []
+        for number, zone in enumerate(shard.zones):
+            channel = Channel(zone.group, number)
+            if machine.deterministic:
+                zones.append(DeterministicZone(zone, channel, self.tables))
+            else:
+                zones.append(_zone_attention(zone, channel, self.tables, machine, waits=waits))
+        self.parts = Parts(
+            rank=shard.rank,
+            wide=machine.wide_gradients,
+            tables=self.tables,
+            linear_tokens=shard.linear_tokens,
+            attention_tokens=shard.attention_tokens,
+            zones=tuple(zones) or (NoZone(),),
+            remap=remap,
+        )
+
+
+def forward(parts: Parts, shape: LayerShape) -> Program:
+    """Compile the forward: q, k, v -> out, [linear tokens, heads, head_dim] each."""
+    b = _builder(parts, shape)
+    q, k, v = _inputs(b, parts.linear_tokens, "qkv")
+    # 1. to the rows of the groups: each [linear tokens, ...] -> [attention tokens, ...]
+    q, k, v = _to_attention(b, parts, (q, k, v))
+
+    # 2. all zones together, each on rows of its own
+    steps = []
+    for zone in parts.zones:
+        rows = [b.part(x, zone.rows.start, zone.rows.stop) for x in (q, k, v)]
+        steps.append(zone.forward(b, *rows))
+    results = run_zones(steps)
+    outs = [out for out, _ in results]
+
+    # 3. and back: [attention tokens, heads, head_dim] -> [linear tokens, heads, head_dim]
+    (out,) = _to_linear(b, parts, (b.join(outs),))
+    return b.program((out,), [saved for _, saved in results])
+
+
+def backward(parts: Parts, shape: LayerShape, saved: Sequence[Values]) -> Program:
+    """Compile the backward: dout, and by zone what the forward saved -> dq, dk, dv, [linear
+    tokens, heads, head_dim] each.
+
+    saved: of the program of the forward.
+    """
+    b = _builder(parts, shape)
+    (dout,) = _inputs(b, parts.linear_tokens, "q")
+    inputs = []
+    for of_zone in saved:
+        inputs.append(tuple(b.input(value.shape, value.dtype) for value in of_zone))
+    (dout,) = _to_attention(b, parts, (dout,))
+    steps = []
+    for zone, of_zone in zip(parts.zones, inputs, strict=True):
+        zone_dout = b.part(dout, zone.rows.start, zone.rows.stop)
+        steps.append(zone.backward(b, zone_dout, of_zone))
+    return b.program(_to_linear(b, parts, _joined(b, run_zones(steps))))
+
+
+def backward_of_rows(parts: Parts, shape: LayerShape, saved: Sequence[Values]) -> Program:
+    """Compile the backward of a replayed layer: q, k, v, out, dout, and by zone the log-sum-exp
+    -> dq, dk, dv, [linear tokens, heads, head_dim] each.
+
+    saved: of the program of the forward; its log-sum-exps alone are kept.
+    """
+    b = _builder(parts, shape)
+    inputs = _inputs(b, parts.linear_tokens, "qkvqq")
+    lses = [b.input(of_zone[-1].shape, of_zone[-1].dtype) for of_zone in saved]
+    q, k, v, out, dout = _to_attention(b, parts, inputs)
+    steps = []
+    for zone, lse in zip(parts.zones, lses, strict=True):
+        rows = [b.part(x, zone.rows.start, zone.rows.stop) for x in (q, k, v, out, dout)]
+        steps.append(zone.backward_of_rows(b, *rows, lse))
+    return b.program(_to_linear(b, parts, _joined(b, run_zones(steps))))
+
+
+def _builder(parts: Parts, shape: LayerShape) -> Builder:
+    return Builder(parts.tables, shape, rank=parts.rank, wide=parts.wide)
+
+
+def _inputs(b: Builder, tokens: int, kinds: str) -> Values:
+    """Return inputs of [tokens, heads, head_dim], one for each letter: q has the query heads."""
+    inputs = []
+    for kind in kinds:
+        heads = b.shape.query_heads if kind == "q" else b.shape.kv_heads
+        inputs.append(b.input((tokens, heads, b.shape.head_dim)))
+    return tuple(inputs)
+
+
+def _to_attention(b: Builder, parts: Parts, values: Values) -> Values:
+    if parts.remap is None:
+        return values
+    return parts.remap.linear_to_attention(b, values)
+
+
+def _to_linear(b: Builder, parts: Parts, values: Values) -> Values:
+    if parts.remap is None:
+        return values
+    return parts.remap.attention_to_linear(b, values)
+
+
+def _joined(b: Builder, grads: Sequence[Values]) -> Values:
+    """Join dq, dk and dv of all zones, each [tokens of the zone, ...] -> [tokens, ...].
+
+    They are complete sums by now, and so are rounded, once.
+    """
+    complete: list[Value] = []
+    for of_zones in zip(*grads, strict=True):
+        complete.append(b.join([b.cast(part, INPUT) for part in of_zones]))
+    return tuple(complete)
+
+
+def _takes_part_in_remap(shard: Shard, links: NicFigures | None) -> bool:
+    """Return True where this rank moves tokens in remapping, its own or routed ones of others."""
+    if links is not None:
+        return bool(shard.moves)
+    return bool(shard.given or shard.got)
+
+
+def _zone_attention(
+    zone: Zone, channel: Channel, tables: Tables, machine: Machine, *, waits: int
+) -> ZoneAttention:
+    """Make the attention of a zone by its group's strategy.
+
+    waits: how often about the widest zone of this rank waits for transfers; a local zone cuts its
+    work into as many runs.
+    """
+    rows = slice(zone.start, zone.stop)
+    ranks = zone.group.ranks
+    ranks_per_node = machine.topology.ranks_per_node
+    match zone.group.strategy:
+        case "local":
+            return LocalZone(rows, zone.lengths, tables, most_runs=waits)
+        case "ulysses":
+            return ulysses_zone(zone, channel, tables, machine.device)
+        case "zigzag" | "balanced" as strategy:
+            group_cuts = cuts(strategy, zone.lengths, len(ranks))
+            turns = make_turns(strategy, group_cuts, zone.index, ranks, tables)
+            return RingZone(rows, turns, channel, tables, _routes(zone, machine))
+        case "allgather":
+            return AllGatherZone(zone, channel, tables, ranks_per_node)
+        case "hybrid":
+            return hybrid_zone(zone, channel, tables, ranks_per_node)
+        case other:
+            raise AssertionError(f"no attention for strategy {other!r}")
+
+
+def _routes(zone: Zone, machine: Machine) -> Routes | None:
+    """Return the routes of a ring across nodes; None where every transfer goes straight.
+
+    A group across nodes consists of whole nodes, so any rank that passes something on is in it.
+    """
+    group = zone.group
+    if machine.links is None:
+        return None
+    if not machine.topology.spans_nodes(group.start, group.stop):
+        return None
+    return Routes(group_fetches(group, zone.lengths), group.start, machine.links)

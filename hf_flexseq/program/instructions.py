@@ -1,0 +1,260 @@
+"""A program: a flat list of instructions over numbered values.
+
+    3  attend        v7, v8 <- v0, v4[0:64], v5       call 0
+    4  post          v12 <- v9                        fetch of turn 2
+    5  wait                                           post 1
+
+A *value* is a tensor of known shape that does not exist yet. An instruction names an operation of
+`attention/replay.py`, the values that it reads, those that it makes, and its constants. Some
+operations write to what they read (`merge`, `add`, `put`); which ones is said at their methods in
+`builder.py`.
+"""
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple, TypeVar
+
+Saved = TypeVar("Saved")
+
+# ---- dtypes of values
+
+INPUT = "input"  # the dtype of queries, keys and values
+WIDE = "wide"  # float32, or float64 for float64: log-sum-exps and sums
+BYTES = "bytes"  # uint8: several tensors on their way between nodes
+
+ITEM_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
+
+
+class LayerShape(NamedTuple):
+    """What the attention of a layer is computed on, as far as a program depends on it."""
+
+    query_heads: int
+    kv_heads: int
+    head_dim: int
+    dtype: str
+    """A key of `ITEM_BYTES`."""
+
+    def item_bytes(self, dtype: str) -> int:
+        """Return the bytes of a number of a value: `dtype` is INPUT, WIDE or BYTES."""
+        if dtype == BYTES:
+            return 1
+        if dtype == INPUT:
+            return ITEM_BYTES[self.dtype]
+        return 8 if self.dtype == "float64" else 4
+
+
+# ---- values
+
+
+class Value(NamedTuple):
+    """A tensor of a program, before it exists."""
+
+    number: int
+    """Its place among all values of the program."""
+
+    shape: tuple[int, ...]
+
+    dtype: str
+    """INPUT, WIDE or BYTES."""
+
+    @property
+    def rows(self) -> int:
+        """Size of the first dimension."""
+        return self.shape[0]
+
+
+class Rows(NamedTuple):
+    """Some rows of a value."""
+
+    tokens: int
+    """How many rows."""
+
+    start: int | None = None
+    """The first of them, where they stand together."""
+
+    index: int | None = None
+    """The number of the index array that lists them, where they do not. None of both for rows of
+    another rank, of which only the number matters."""
+
+
+class Index(NamedTuple):
+    """Stands for an index array, int64, among the constants of an instruction."""
+
+    number: int
+
+
+class Call(NamedTuple):
+    """Stands for the lengths of a kernel call among the constants of an instruction."""
+
+    number: int
+
+
+class CallLengths(NamedTuple):
+    """Sequences packed one after the other, as the queries and the keys of one kernel call."""
+
+    q_lens: tuple[int, ...]
+    k_lens: tuple[int, ...]
+    causal: bool
+
+
+# ---- messages
+
+
+class MessageSpec(NamedTuple):
+    """A value on its way between this rank and another one."""
+
+    value: int
+    """Number of the value."""
+
+    peer: int
+    """Global rank on the other side."""
+
+    tag: int
+
+
+class PostSpec(NamedTuple):
+    """Some messages that are posted together."""
+
+    sends: tuple[MessageSpec, ...]
+    recvs: tuple[MessageSpec, ...]
+    remaps: bool
+    """Whether they take the lane of remapping."""
+
+    labels: tuple[Any, ...]
+    """Callables (peer, whether this rank sends) -> what the message is, or None for another one's;
+    asked for when a transfer fails."""
+
+    def label(self, peer: int, sent: bool) -> str:
+        """Return what the messages between this rank and `peer` are, for errors."""
+        names = [label(peer, sent) for label in self.labels]
+        return " or ".join(name for name in names if name is not None)
+
+
+class Comb(NamedTuple):
+    """Heads that stand alike on all ranks: of each `stride` heads rank after rank has `width`,
+    from the one of number `start` on."""
+
+    start: int
+    width: int
+    stride: int
+
+
+class HeadsSpec(NamedTuple):
+    """Which heads of some tensors each rank of an Ulysses group has."""
+
+    tokens: int
+    """Rows of the tensors."""
+
+    ranges: tuple[tuple[tuple[int, int], ...], ...]
+    """By tensor, by rank, the heads [start, stop)."""
+
+    heads_by_rank: tuple[int, ...]
+    """Heads of all tensors together."""
+
+    combs: tuple[Comb, ...] | None
+    """The same ranges as a comb for each tensor; None where those of one are no comb."""
+
+    shared: tuple[bool, ...]
+    """By tensor, whether ranks share heads, so that what comes from them is summed."""
+
+
+class AllToAllSpec(NamedTuple):
+    """Elements of a flat value that go to and come from each of some ranks."""
+
+    ranks: tuple[int, ...]
+    sent: tuple[int, ...]
+    received: tuple[int, ...]
+    tag: int
+    label: Any
+
+
+# ---- programs
+
+
+class Instruction(NamedTuple):
+    """One thing that a rank does."""
+
+    operation: str
+    """Name of a method of `attention.replay.Replay`."""
+
+    ins: tuple[int, ...]
+    """Values that are read, or written to."""
+
+    outs: tuple[int, ...]
+    """Values that are made."""
+
+    constants: tuple[Any, ...]
+    """What the operation takes beside the tensors."""
+
+
+class Program(NamedTuple):
+    """All that a rank does in one direction of a layer's attention."""
+
+    inputs: tuple[Value, ...]
+    outputs: tuple[Value, ...]
+
+    saved: tuple[tuple[Value, ...], ...]
+    """By zone, what the backward will need; the log-sum-exp is the last of each. Empty for a
+    backward."""
+
+    instructions: tuple[Instruction, ...]
+
+    frees: tuple[tuple[int, ...], ...]
+    """By instruction, the values that no later one reads."""
+
+    values: int
+    """How many values there are."""
+
+    def count(self) -> Counter[str]:
+        """Return how often each operation occurs."""
+        return Counter(instruction.operation for instruction in self.instructions)
+
+    @property
+    def posts(self) -> int:
+        """Batches of messages that this rank posts."""
+        counts = self.count()
+        return counts["post"] + counts["all_to_all"]
+
+    def log_sum_exps(self, saved: Sequence[Saved]) -> list[Saved]:
+        """Return the log-sum-exp of each zone, of all that the zones have saved, one zone after
+        the other."""
+        found = []
+        stop = 0
+        for of_zone in self.saved:
+            stop += len(of_zone)
+            found.append(saved[stop - 1])
+        return found
+
+    def __str__(self) -> str:
+        """Return one line for each instruction."""
+        lines = ["inputs  " + _names(value.number for value in self.inputs)]
+        for number, one in enumerate(self.instructions):
+            made = f"{_names(one.outs)} <- " if one.outs else ""
+            constants = " ".join(str(constant) for constant in one.constants)
+            text = f"{number:4} {one.operation:16} {made}{_names(one.ins)}  {constants}"
+            lines.append(text.rstrip())
+        lines.append("outputs " + _names(value.number for value in self.outputs))
+        return "\n".join(lines)
+
+
+def _names(numbers: Iterable[int]) -> str:
+    return ", ".join(f"v{number}" for number in numbers)
+
+
+def last_uses(
+    instructions: tuple[Instruction, ...], kept: Iterable[int]
+) -> tuple[tuple[int, ...], ...]:
+    """Return by instruction the values that no later one reads, those of `kept` left out.
+
+    kept: values that outlive the program.
+    """
+    seen = set(kept)
+    frees = []
+    for one in reversed(instructions):
+        over = []
+        for number in (*one.ins, *one.outs):
+            if number not in seen:
+                seen.add(number)
+                over.append(number)
+        frees.append(tuple(over))
+    return tuple(reversed(frees))

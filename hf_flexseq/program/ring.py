@@ -1,0 +1,533 @@
+"""The one compiler of the ring family: turns a list of turns (`turns.py`) into instructions.
+
+A *turn* is at most one attention call of this rank: some queries against some keys and values of
+the same sequences. Either side may be held by another rank; which one, and when, is decided by
+`schedule/attention.py`.
+
+Forward, at every turn of this rank:
+
+1. fetch the keys and values, or as a helper the queries, that the call reads; they travel while
+   calls before it compute;
+2. attend;
+3. merge the partial result into the running one by its log-sum-exp, or send it to the rank that
+   holds the queries, which merges it some turns later.
+
+Backward: with the *merged* out and lse the gradient of every call is independent of the other
+calls and is only summed. At every turn:
+
+1. fetch q, dout, out and lse, or keys and values, again;
+2. compute dQ, dK and dV of the call;
+3. send dK and dV straight to the owner of the keys, and dQ to the owner of the queries.
+
+What a turn sends back leaves in one post with what a turn `AHEAD` + 1 later reads, so a turn has
+one post, and as many turns' inputs are on their way as if each had left when the turn before its
+predecessor began.
+
+The first call, over this rank's own chunks, reads all of its rows: its result begins the sums, and
+nothing has to be cleared. Owners add up gradients in the order of the turns, so that sums do not
+depend on what arrives first. A part of the work that reads nothing from others comes last, for the
+last gradients to travel under (`turns.backward_order`). Transfers are posted in the order of the
+turns on all ranks, which is why nothing can hang (`weave.py`).
+
+Ring Attention (arXiv 2310.01889) for the blockwise merge; DistFlashAttn (arXiv 2310.03294, section
+3) for helpers and for fetching ahead. Everything travels in the dtype of the inputs (a log-sum-exp
+in its own), and is merged and summed in float32 (float64 for float64) by one owner. Between nodes
+the same bytes may travel over the NICs of other ranks, too (`schedule/routing.py`).
+
+Rejected: handing sums on from rank to rank, which would need float32 on the wire; a 16-bit
+accumulator costs several times the error of a single kernel. Rejected: keeping the fetched keys
+and values for the backward, which would hold whole sequences on every rank.
+
+Shapes: t rows of this rank, n queries and m keys of one call, H query heads, Hkv heads of keys and
+values, D the head dimension.
+"""
+
+from collections import deque
+from collections.abc import Iterable, Sequence
+from functools import partial
+from typing import NamedTuple
+
+from hf_flexseq.program.builder import Builder, Tables, Values
+from hf_flexseq.program.exchange import STRAIGHT, Channel, Exchange, Label, post
+from hf_flexseq.program.instructions import INPUT, WIDE, Rows, Value
+from hf_flexseq.program.tags import EXCHANGES_IN_FLIGHT, ring_fetch, ring_return
+from hf_flexseq.program.turns import (
+    DIAGONAL_TIME,
+    Operand,
+    Share,
+    Turn,
+    backward_order,
+    name_chunks,
+)
+from hf_flexseq.program.weave import END, ZoneSteps
+from hf_flexseq.schedule.attention import ChunkKey
+from hf_flexseq.schedule.routing import NicFigures, Routing, make_routing
+from hf_flexseq.schedule.transfers import Fetch, RowBytes, fetch_transfers
+
+AHEAD = 2  # turns whose inputs are on their way when a turn begins
+
+# Every turn has two exchanges, its fetch and its return. When the return of turn t and the fetch
+# of turn t + AHEAD + 1 are posted, the oldest one under way is the return of turn t - AHEAD.
+assert 2 * (2 * AHEAD + 1) <= EXCHANGES_IN_FLIGHT, "tags of routed packets repeat too early"
+
+
+# ---- what is under way
+
+
+class PendingFetch(NamedTuple):
+    """The rows that a call of this rank reads, while some of them are on their way."""
+
+    exchange: Exchange
+
+    of_queries: Values
+    """Values of the n queries: (q [n, H, D],), in the backward (q, dout, out, lse [n, H])."""
+
+    of_keys: Values
+    """Values of the m keys: (kv [m, 2, Hkv, D],)."""
+
+
+class PendingReturn(NamedTuple):
+    """Results of other ranks' calls about rows of this rank, while they are on their way."""
+
+    exchange: Exchange
+
+    of_queries: tuple[tuple[Rows, Values], ...]
+    """(the n rows, (out [n, H, D], lse [n, H])), in the backward (the n rows, (dq [n, H, D],))."""
+
+    of_keys: tuple[tuple[Rows, Values], ...]
+    """Nothing in the forward; in the backward (the m rows, (dkv [m, 2, Hkv, D],))."""
+
+
+class Routes:
+    """The routings of a ring's exchanges, by the sizes of what travels.
+
+    All ranks of the group make the same ones.
+    """
+
+    __slots__ = ("_fetches", "_first_rank", "_links")
+
+    def __init__(
+        self, fetches: Sequence[Sequence[Fetch]], first_rank: int, links: NicFigures
+    ) -> None:
+        """fetches: of all ranks of the group, by turn. first_rank: global rank of index 0."""
+        self._fetches = fetches
+        self._first_rank = first_rank
+        self._links = links
+
+    def find(
+        self, turn: int, query_bytes: RowBytes, key_bytes: RowBytes, *, returns: bool
+    ) -> Routing:
+        """Return the routing of the fetch of a turn, or with `returns` of its return.
+
+        query_bytes, key_bytes: of one row of each tensor that travels.
+        """
+        transfers = fetch_transfers(
+            self._fetches[turn], self._first_rank, query_bytes, key_bytes, returns=returns
+        )
+        return make_routing(transfers, self._links)
+
+
+# ---- the compiler
+
+
+class RingZone:
+    """This rank's part in a group of the ring family."""
+
+    __slots__ = ("backward_turns", "channel", "routes", "rows", "turns")
+
+    def __init__(
+        self,
+        rows: slice,
+        turns: Sequence[Turn],
+        channel: Channel,
+        tables: Tables,
+        routes: Routes | None = None,
+    ) -> None:
+        """rows: the rows [start, stop) of this zone among all rows of the rank.
+        turns: what this rank does, in order. tables: of the turns.
+        routes: how exchanges travel between nodes; None where everything goes straight.
+        """
+        self.rows = rows
+        self.turns = turns
+        self.backward_turns = backward_order(turns, tables)
+        self.channel = channel
+        self.routes = routes
+
+    def forward(self, b: Builder, q: Value, k: Value, v: Value) -> ZoneSteps[tuple[Value, Values]]:
+        """Return out [t, H, D] of this rank's queries, and what `backward` needs.
+
+        q [t, H, D], k and v [t, Hkv, D]: this rank's chunks.
+        """
+        kv = b.pair(k, v)  # 2 x [t, Hkv, D] -> [t, 2, Hkv, D]
+        lse_like = Value(-1, q.shape[:2], WIDE)  # [t, H]
+        running = RunningResult(b, q)
+        fetches = Fetches(self, b, self.turns, (q,), kv)
+        returned: deque[PendingReturn] = deque()
+        fetches.post_first([1] * AHEAD)
+        for t, turn in enumerate(self.turns):
+            yield (t + 1) / len(self.turns)
+            # 1. fetch: q [t, H, D] -> [n, H, D], kv [t, 2, Hkv, D] -> [m, 2, Hkv, D]
+            (call_q,), (call_kv,) = fetches.next()
+            for arrived in _arrived(returned, leave=AHEAD):
+                running.merge_all(arrived.of_queries)
+            # 2. attend: (out [n, H, D], lse [n, H]), or nothing
+            result = _attend(b, turn, call_q, call_kv)
+            # 3. merge here, or send to where the queries are
+            if result and turn.queries.peer is None:
+                running.take(turn.queries.rows, result, first=turn.time == DIAGONAL_TIME)
+            back = self._return(
+                b,
+                turn,
+                of_queries=result,
+                like_queries=(q, lse_like),
+                of_keys=(),
+                like_keys=(),
+            )
+            returned.append(back)
+            fetches.post_with(back.exchange)
+        yield END
+        for arrived in _arrived(returned):
+            running.merge_all(arrived.of_queries)
+        out = b.cast(running.out, INPUT)
+        return out, (q, kv, out, running.lse)
+
+    def backward(self, b: Builder, dout: Value, saved: Values) -> ZoneSteps[Values]:
+        """Return dq [t, H, D], dk and dv [t, Hkv, D] of this rank's rows, still in float32.
+
+        dout [t, H, D]: gradient of `forward`'s out. saved: what `forward` returned beside it.
+        """
+        q, kv, out, lse = saved
+        dq = Total(b, q)
+        dkv = Total(b, kv)
+        turns = self.backward_turns
+        fetches = Fetches(self, b, turns, (q, dout, out, lse), kv)
+        returned: deque[PendingReturn] = deque()
+        # The first turn, half of the diagonal, is too short for a post of its own behind it.
+        fetches.post_first([1, AHEAD])
+        for t, turn in enumerate(turns):
+            yield (t + 1) / (len(turns) + 1)  # the last gradients have the rest to travel
+            # 1. fetch: rows [t, ...] -> [n, ...] of queries and [m, ...] of keys
+            call_queries, (call_kv,) = fetches.next()
+            for arrived in _arrived(returned, leave=AHEAD):
+                _add_arrived(dq, dkv, arrived)
+            # 2. gradients of the call: (dq [n, H, D],) and (dkv [m, 2, Hkv, D],), or nothing
+            call_dq, call_dkv = _call_backward(b, turn, call_queries, call_kv)
+            # 3. add here, or send to where the rows are
+            if turn.queries.peer is None:
+                dq.add(turn.queries.rows, call_dq)
+            if turn.keys.peer is None:
+                dkv.add(turn.keys.rows, call_dkv)
+            back = self._return(
+                b, turn, of_queries=call_dq, like_queries=(q,), of_keys=call_dkv, like_keys=(kv,)
+            )
+            returned.append(back)
+            fetches.post_with(back.exchange)
+        yield END
+        for arrived in _arrived(returned):
+            _add_arrived(dq, dkv, arrived)
+        dk, dv = b.unpair(dkv.value())  # [t, 2, Hkv, D] -> 2 x [t, Hkv, D]
+        return dq.value(), dk, dv
+
+    def backward_of_rows(
+        self, b: Builder, q: Value, k: Value, v: Value, out: Value, dout: Value, lse: Value
+    ) -> ZoneSteps[Values]:
+        """Return what `backward` returns, from this rank's rows in a replayed layer.
+
+        q, out, dout [t, H, D]; k, v [t, Hkv, D]; lse [t, H], the last value that `forward` saved.
+        """
+        return self.backward(b, dout, (q, b.pair(k, v), out, lse))
+
+    # -- exchanges
+
+    def fetch(self, b: Builder, turn: Turn, of_queries: Values, kv: Value) -> PendingFetch:
+        """Collect what the calls of a turn read: from peers to this rank, and from here to peers.
+
+        Rows [t, ...] on the rank that holds them -> [n, ...] on the rank that reads them.
+        """
+        exchange = self._new_exchange(b, turn, of_queries, (kv,), returns=False)
+        for share in turn.sent_queries:
+            exchange.send([b.take(x, share.rows) for x in of_queries], share.peer)
+        for share in turn.sent_keys:
+            exchange.send([b.take(kv, share.rows)], share.peer)
+        call_queries = _read(b, exchange, turn.queries, of_queries)
+        call_keys = _read(b, exchange, turn.keys, (kv,))
+        return PendingFetch(exchange, call_queries, call_keys)
+
+    def _return(
+        self,
+        b: Builder,
+        turn: Turn,
+        *,
+        of_queries: Values,
+        like_queries: Values,
+        of_keys: Values,
+        like_keys: Values,
+    ) -> PendingReturn:
+        """Collect the results of a turn's calls: from this rank to peers, and from peers to here.
+
+        of_queries, of_keys: results [n, ...] of this rank's call, about its queries and its keys.
+        like_queries, like_keys: values [t, ...] of this rank that are like such results but for
+            the number of rows; results travel in their dtypes.
+        Rows [n, ...] on the rank that computes -> [n, ...] on the rank that holds their tokens.
+        """
+        exchange = self._new_exchange(b, turn, like_queries, like_keys, returns=True)
+        # The order of these four decides the tags: queries before keys.
+        _send_results(b, exchange, turn.queries, of_queries, like_queries)
+        coming_queries = _receive_results(exchange, turn.sent_queries, like_queries)
+        _send_results(b, exchange, turn.keys, of_keys, like_keys)
+        coming_keys = _receive_results(exchange, turn.sent_keys, like_keys)
+        return PendingReturn(exchange, coming_queries, coming_keys)
+
+    def _new_exchange(
+        self, b: Builder, turn: Turn, of_queries: Values, of_keys: Values, *, returns: bool
+    ) -> Exchange:
+        """Return an empty exchange for rows of values [any rows, ...] like these."""
+        message = ring_return(turn.number) if returns else ring_fetch(turn.number)
+        routing = STRAIGHT
+        if self.routes is not None:
+            routing = self.routes.find(
+                turn.number, b.row_bytes(of_queries), b.row_bytes(of_keys), returns=returns
+            )
+        return Exchange(
+            b,
+            self.channel.tag(message),
+            Label(self.channel, partial(self._describe, turn, returns)),
+            routing=routing,
+            within=f", turn {turn.number}, of {self.channel.name}",
+        )
+
+    def _describe(self, turn: Turn, returns: bool, peer: int, sent: bool) -> str:
+        """Return the name of a message of a turn, for errors."""
+        # Inputs leave for the peers that read them; results leave the rank that has read.
+        read_here = sent == returns
+        sides: Sequence[Operand | Share]
+        if read_here:
+            sides = (turn.queries, turn.keys)
+        else:
+            sides = (*turn.sent_queries, *turn.sent_keys)
+        chunks: list[ChunkKey] = []
+        for side in sides:
+            if side.peer == peer:
+                chunks += side.chunks
+        names = name_chunks(chunks, self.channel.group.sequences)
+        what = "results for" if returns else "rows of"
+        return f"{what} {names}, turn {turn.number}"
+
+
+class Fetches:
+    """The fetches of all turns: posted ahead, and waited for one by one."""
+
+    def __init__(
+        self, zone: RingZone, b: Builder, turns: Sequence[Turn], of_queries: Values, kv: Value
+    ) -> None:
+        """of_queries: values [t, ...] of this rank's queries. kv: [t, 2, Hkv, D]."""
+        self._zone = zone
+        self._builder = b
+        self._turns = turns
+        self._of_queries = of_queries
+        self._kv = kv
+        self._pending: deque[PendingFetch] = deque()
+        self._posted = 0  # turns whose fetches are posted, the first ones
+        self._taken = 0  # turns whose fetches have been waited for
+
+    def post_first(self, counts: Iterable[int]) -> None:
+        """Post the fetches of the diagonal turns, which are empty, and of some turns after them.
+
+        counts: of turns whose fetches leave in one post, by post.
+        """
+        while self._posted < len(self._turns) and self._next.time == DIAGONAL_TIME:
+            self._pending.append(self._collected())
+        for count in counts:
+            post(self._builder, self._collect_until(self._posted + count))
+
+    def post_with(self, back: Exchange) -> None:
+        """Post the return of the turn that has been taken last, together with the fetch that is
+        due: that of the turn `AHEAD` + 1 later, so that `AHEAD` are on their way when the next
+        turn begins."""
+        post(self._builder, [back, *self._collect_until(self._taken + AHEAD + 1)])
+
+    def next(self) -> tuple[Values, Values]:
+        """Wait for what the next turn's call reads: values [n, ...] of its queries and [m, ...] of
+        its keys."""
+        fetch = self._pending.popleft()
+        self._taken += 1
+        fetch.exchange.wait()
+        return fetch.of_queries, fetch.of_keys
+
+    @property
+    def _next(self) -> Turn:
+        return self._turns[self._posted]
+
+    def _collected(self) -> PendingFetch:
+        """Collect the fetch of the next turn."""
+        fetch = self._zone.fetch(self._builder, self._next, self._of_queries, self._kv)
+        self._posted += 1
+        return fetch
+
+    def _collect_until(self, stop: int) -> list[Exchange]:
+        """Collect the fetches of all turns before number `stop`, and return those to be posted."""
+        collected = []
+        while self._posted < min(stop, len(self._turns)):
+            fetch = self._collected()
+            self._pending.append(fetch)
+            collected.append(fetch.exchange)
+        return collected
+
+
+def _read(b: Builder, exchange: Exchange, operand: Operand, values: Values) -> Values:
+    """Return the n rows of a call's operand: [t, ...] here or at a peer -> [n, ...] here.
+
+    The rows of a peer have come when `exchange` has been waited for.
+    """
+    if operand.peer is None:
+        return tuple(b.take(x, operand.rows) for x in values)
+    return exchange.recv(values, operand.rows.tokens, operand.peer)
+
+
+def _send_results(
+    b: Builder, exchange: Exchange, operand: Operand, results: Values, likes: Values
+) -> None:
+    """Add the results [n, ...] about an operand to what is sent to the rank that holds it.
+
+    likes: values with the dtypes in which the results travel.
+    """
+    if operand.peer is None or not results:
+        return
+    travelling = [b.cast(x, like.dtype) for x, like in zip(results, likes, strict=True)]
+    exchange.send(travelling, operand.peer)
+
+
+def _receive_results(
+    exchange: Exchange, shares: Sequence[Share], likes: Values
+) -> tuple[tuple[Rows, Values], ...]:
+    """Return (rows, results [n, ...]) of what peers compute about each of the shares.
+
+    The results have come when `exchange` has been waited for.
+    likes: values [t, ...] that are like the results but for the number of rows.
+    """
+    coming = []
+    for share in shares:
+        results = exchange.recv(likes, share.rows.tokens, share.peer)
+        if results:
+            coming.append((share.rows, results))
+    return tuple(coming)
+
+
+def _arrived(returned: deque[PendingReturn], leave: int = 0) -> Iterable[PendingReturn]:
+    """Wait for all but the latest `leave` returns; yield each and drop it from `returned`."""
+    while len(returned) > leave:
+        returned[0].exchange.wait()
+        yield returned.popleft()
+
+
+# ---- one call
+
+
+def _attend(b: Builder, turn: Turn, q: Value, kv: Value) -> Values:
+    """Return (out [n, H, D], lse [n, H]) of the turn's call; nothing where it has none.
+
+    q [n, H, D], kv [m, 2, Hkv, D]: the rows that the call reads.
+    """
+    if turn.call is None:
+        return ()
+    k, v = b.unpair(kv)  # [m, 2, Hkv, D] -> 2 x [m, Hkv, D]
+    out, lse = b.attend(q, k, v, turn.call)
+    return out, b.turned(lse)  # lse [H, n] -> [n, H]
+
+
+def _call_backward(b: Builder, turn: Turn, of_queries: Values, kv: Value) -> tuple[Values, Values]:
+    """Return (dq [n, H, D],) and (dkv [m, 2, Hkv, D],) of the turn's call, or nothing.
+
+    of_queries: q, dout, out [n, H, D] and lse [n, H]. kv [m, 2, Hkv, D].
+    """
+    if turn.call is None:
+        return (), ()
+    q, dout, out, lse = of_queries
+    k, v = b.unpair(kv)  # [m, 2, Hkv, D] -> 2 x [m, Hkv, D]
+    dq, dk, dv = b.gradients(dout, q, k, v, out, b.kernel_lse(lse), turn.call)
+    return (dq,), (b.pair(dk, dv),)  # 2 x [m, Hkv, D] -> [m, 2, Hkv, D]
+
+
+# ---- merging and adding
+
+
+class RunningResult:
+    """The merged result of all calls so far about this rank's queries."""
+
+    def __init__(self, b: Builder, q: Value) -> None:
+        """q: [t, H, D]."""
+        self._builder = b
+        self._shape = q.shape
+        self._out: Value | None = None  # [t, H, D] in WIDE
+        self._lse: Value | None = None  # [t, H], in memory as kernels have it
+
+    @property
+    def out(self) -> Value:
+        """[t, H, D] in WIDE."""
+        return self._begun()[0]
+
+    @property
+    def lse(self) -> Value:
+        """[t, H] in WIDE."""
+        return self._begun()[1]
+
+    def _begun(self) -> tuple[Value, Value]:
+        """Return out and lse, without contents as long as no call has given any."""
+        if self._out is None or self._lse is None:
+            rows, heads, _ = self._shape
+            self._out = self._builder.empty(self._shape, WIDE)
+            lse = self._builder.empty((heads, rows), WIDE)
+            self._lse = self._builder.turned(lse)
+        return self._out, self._lse
+
+    def take(self, rows: Rows, result: Values, *, first: bool) -> None:
+        """Take the result (out [n, H, D], lse [n, H]) of a call of this rank about these rows.
+
+        first: whether no call before it has read these rows.
+        """
+        out, lse = result
+        if first and rows.tokens == self._shape[0] and self._out is None:
+            self._out = self._builder.cast(out, WIDE)
+            self._lse = lse
+        elif first:
+            self._builder.put(self.out, rows, out)
+            self._builder.put(self.lse, rows, lse)
+        else:
+            self._builder.merge(self.out, self.lse, rows, (out, lse))
+
+    def merge_all(self, results: Iterable[tuple[Rows, Values]]) -> None:
+        """Merge results that have come back, in their order."""
+        for rows, result in results:
+            self.take(rows, result, first=False)
+
+
+class Total:
+    """Gradients of this rank's rows, summed in float32 (float64 for float64)."""
+
+    def __init__(self, b: Builder, like: Value) -> None:
+        """like: the value whose gradient it is, [t, ...]."""
+        self._builder = b
+        self._shape = like.shape
+        self._value: Value | None = None  # [t, ...] in WIDE
+
+    def value(self) -> Value:
+        """Return the sum, [t, ...]: zero where nothing was added."""
+        if self._value is None:
+            self._value = self._builder.zeros(self._shape, WIDE)
+        return self._value
+
+    def add(self, rows: Rows, parts: Values) -> None:
+        """Add each part [n, ...] to these n rows."""
+        for part in parts:
+            if self._value is None and rows.index is None and rows.tokens == self._shape[0]:
+                self._value = self._builder.cast(part, WIDE)
+            else:
+                self._builder.add(self.value(), rows, part)
+
+
+def _add_arrived(dq: Total, dkv: Total, arrived: PendingReturn) -> None:
+    """Add the gradients that have come back from a turn."""
+    for rows, parts in arrived.of_queries:
+        dq.add(rows, parts)
+    for rows, parts in arrived.of_keys:
+        dkv.add(rows, parts)
