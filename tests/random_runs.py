@@ -29,15 +29,15 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from hf_flexseq.attention import SequenceContext, sequence_parallel_attention
-from hf_flexseq.attention import heads as head_pieces
 from hf_flexseq.distributed.matching import Launches
-from hf_flexseq.distributed.routing import RoutedExchange
 from hf_flexseq.distributed.threads import ThreadGroup
 from hf_flexseq.kernels.choose import choose_kernel
 from hf_flexseq.pipeline.reduction import sum_gradients
 from hf_flexseq.plan import Plan
 from hf_flexseq.plan.pipeline import PipelinePlan
 from hf_flexseq.plan.shard import Shard, make_shard, remapped
+from hf_flexseq.program import heads as head_pieces
+from hf_flexseq.program.exchange import Exchange
 from hf_flexseq.schedule import attention as schedule
 from hf_flexseq.schedule.routing import NicFigures
 from hf_flexseq.schedule.transfers import ring_fetches
@@ -391,30 +391,30 @@ def error_of(drawn: Run) -> float:
 
 
 class Used:
-    """Counts exchanges that were routed, and those that took a collective."""
+    """Counts exchanges of programs that are routed, and those that took a collective."""
 
     def __init__(self) -> None:
         self.routed = 0
         self.collectives = 0
 
     def __enter__(self) -> "Used":
-        self._post = RoutedExchange.post
+        self._post = Exchange.post_routed
         self._all_to_all = ThreadGroup.all_to_all
 
-        def post(*args, **options):
+        def post(exchange):
             self.routed += 1
-            return self._post(*args, **options)
+            self._post(exchange)
 
         def all_to_all(*args, **options):
             self.collectives += 1
             return self._all_to_all(*args, **options)
 
-        RoutedExchange.post = post
+        Exchange.post_routed = post
         ThreadGroup.all_to_all = all_to_all
         return self
 
     def __exit__(self, *error: object) -> None:
-        RoutedExchange.post = self._post
+        Exchange.post_routed = self._post
         ThreadGroup.all_to_all = self._all_to_all
 
 

@@ -9,19 +9,15 @@ from torch.utils.checkpoint import checkpoint
 
 from hf_flexseq.attention import (
     SequenceContext,
-    allgather,
-    heads,
-    hybrid,
-    relayout,
+    block_pairs,
     remat,
-    ring,
+    replay,
     sequence_parallel_attention,
-    turns,
-    ulysses,
+    uploads,
 )
 from hf_flexseq.hf.attention import NAME, PIPELINE_NAME
 from hf_flexseq.hf.model.loss import attach_chunked_loss
-from hf_flexseq.kernels import chunked_loss, segments
+from hf_flexseq.kernels import chunked_loss
 from hf_flexseq.kernels.reference import Reference
 from hf_flexseq.kernels.torch_varlen import TorchVarlen
 from hf_flexseq.kernels.upload import to_device
@@ -33,6 +29,7 @@ from hf_flexseq.pipeline.ulysses import Sharing
 from hf_flexseq.plan import Group, MicroBatch
 from hf_flexseq.plan.pipeline import Chunk
 from hf_flexseq.plan.shard import Slice, make_shard, remapped
+from hf_flexseq.program import heads, ulysses
 from hf_flexseq.schedule.routing import NicFigures
 from hf_flexseq.steps.inputs import model_inputs
 from hf_flexseq.topology import Topology
@@ -143,9 +140,9 @@ def test_attention_never_waits(monkeypatch, name, number_of_heads):
         with NoHostSync() as mode:
             seq_ctx = context(monkeypatch, rank, name)
             run_layers(seq_ctx, number_of_heads)
-            uploads = mode.uploads
+            copies = mode.uploads
             run_layers(seq_ctx, number_of_heads)
-            assert mode.uploads == uploads, "layers copy again what the first ones have copied"
+            assert mode.uploads == copies, "layers copy again what the first ones have copied"
 
 
 @pytest.mark.parametrize("attention_remat", [True, False])
@@ -315,12 +312,12 @@ def run_rank_by_rank(monkeypatch, name):
             run_layers(context(monkeypatch, rank, name), REPEATED)
 
 
-def by_list(repeats, x, share):
-    return x if share.query2kv is None else x[:, list(share.query2kv)]
+def by_list(run, x, index):
+    return x[:, [0] * len(index)]
 
 
-def made_on_the_device(repeats, query2kv, device):
-    return torch.tensor(query2kv, device=device)
+def made_on_the_device(run, x, index):
+    return x.index_select(1, torch.tensor([0] * len(index), device=x.device))
 
 
 def not_pinned(host, device):
@@ -338,34 +335,31 @@ def made_with(read):
         read(lse)
         merge_into(out, lse, call_out, call_lse)
 
-    merge_into = ring.merge_into
+    merge_into = replay.merge_into
     return merge
 
 
 def read_in_the_ring(read):
     """The fault of a ring that first does something with a log-sum-exp."""
-    return "balanced", ring, "merge_into", made_with(read)
+    return "balanced", replay, "merge_into", made_with(read)
 
 
 # the groups, what is replaced where and by what, and words of the error
 FAULTS = {
     "a list as an index": (
-        ("ulysses", heads.Repeats, "repeated", by_list),
+        ("ulysses", replay.Replay, "repeat_heads", by_list),
         "is a list",
     ),
     "an index made in a layer": (
-        ("ulysses", heads.Repeats, "_index", made_on_the_device),
+        ("ulysses", replay.Replay, "repeat_heads", made_on_the_device),
         "numbers of the host",
     ),
     "rows left on the host": (
-        ("zigzag", turns, "to_device", left_on_the_host),
+        ("zigzag", uploads, "to_device", left_on_the_host),
         "tensor of the host",
     ),
-    "lengths": (("balanced", segments, "to_device", not_pinned), "not pinned"),
-    "rows of a ring": (("balanced", turns, "to_device", not_pinned), "not pinned"),
-    "rows of a gather": (("allgather", allgather, "to_device", not_pinned), "not pinned"),
-    "the order of a hybrid": (("hybrid", hybrid, "to_device", not_pinned), "not pinned"),
-    "rows of a layout": (("deterministic", relayout, "to_device", not_pinned), "not pinned"),
+    "rows and lengths": (("balanced", uploads, "to_device", not_pinned), "not pinned"),
+    "pairs of blocks": (("deterministic", block_pairs, "to_device", not_pinned), "not pinned"),
     "an item": (read_in_the_ring(lambda lse: lse.sum().item()), "reads from"),
     "a list": (read_in_the_ring(lambda lse: lse.tolist()), "to the host|reads from"),
     "a truth value": (read_in_the_ring(lambda lse: bool((lse > 0).any())), "reads from"),
@@ -410,8 +404,6 @@ def test_copies_in_every_layer_are_counted(monkeypatch):
     seq_ctx = context(monkeypatch, RANKS[-1], "ulysses")
     with NoHostSync() as mode:
         run_layers(seq_ctx, REPEATED)
-        (zone,) = seq_ctx.zones
-        zone.repeats = heads.Repeats()
-        uploads = mode.uploads
-        run_layers(seq_ctx, REPEATED)
-    assert mode.uploads == uploads + 1
+        copies = mode.uploads
+        run_layers(context(monkeypatch, RANKS[-1], "ulysses"), REPEATED)
+    assert mode.uploads > copies

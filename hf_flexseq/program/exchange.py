@@ -169,6 +169,11 @@ class Exchange:
         self._transit: list[TransitBytes] = []
         self._crossing: list[int | None] = []  # posts, by packet
 
+    @property
+    def is_routed(self) -> bool:
+        """Whether any transfer goes over the NICs of other ranks, of this rank or not."""
+        return bool(self._routing.paths)
+
     # ---- collecting
 
     def send(self, values: Sequence[Value], peer: int) -> None:
@@ -247,14 +252,19 @@ class Exchange:
 
     # ---- packets
 
-    def _post_routed(self) -> None:
+    @property
+    def rank(self) -> int:
+        """The global rank that takes part."""
+        return self._builder.rank
+
+    def post_routed(self) -> None:
         """Send the packets across; waits for their first leg."""
         for transfer, paths in self._routing.paths:
             for path in paths:
                 if self._is_on(transfer, path):
                     self._transit.append(self._transit_bytes(transfer, path))
         # 1. scatter all packets
-        packets = range(self._routing.packets) if self._routing.paths else range(0)
+        packets = range(self._routing.packets)
         scattered = [self._post_leg(SCATTER, packet) for packet in packets]
         # 2. send each one across as soon as it has come
         for packet in packets:
@@ -337,7 +347,8 @@ def post(builder: Builder, exchanges: Sequence[Exchange]) -> None:
     for one in exchanges:
         one._post = number
     for one in exchanges:
-        one._post_routed()
+        if one.is_routed:
+            one.post_routed()
 
 
 def _posted(

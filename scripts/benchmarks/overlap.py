@@ -25,10 +25,10 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
+from hf_flexseq.attention.weave import Result, ZoneSteps, run_zones
 
 from common import argument_parser, ratios, slowest_rank_s, write_record
 from hf_flexseq.attention import SequenceContext, function, sequence_parallel_attention
-from hf_flexseq.attention.weave import Result, ZoneSteps, run_zones
 from hf_flexseq.distributed import all_to_all, communicator
 from hf_flexseq.distributed.communicator import Communicator
 from hf_flexseq.kernels.choose import choose_kernel

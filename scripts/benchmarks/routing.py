@@ -34,13 +34,13 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
+from hf_flexseq.attention.allgather import AllGatherZone
+from hf_flexseq.attention.remap import TokenRemap
+from hf_flexseq.distributed.routing import RoutedExchange
 
 from common import argument_parser, ratios, slowest_rank_s, spread, write_record
 from hf_flexseq.attention import SequenceContext, allgather, sequence_parallel_attention
-from hf_flexseq.attention.allgather import AllGatherZone
-from hf_flexseq.attention.remap import TokenRemap
 from hf_flexseq.distributed.communicator import Channel, Communicator, Exchange
-from hf_flexseq.distributed.routing import RoutedExchange
 from hf_flexseq.distributed.transport import unnamed
 from hf_flexseq.kernels.choose import choose_kernel
 from hf_flexseq.kernels.segments import Segments

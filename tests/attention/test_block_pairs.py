@@ -39,8 +39,8 @@ def names_of(sequences):
 
 def blocks_of(rows, names):
     """The names of the blocks that the results of a round belong to."""
-    chosen = torch.arange(len(names))[rows.selector]
-    assert len(chosen) == rows.tokens
+    chosen = torch.arange(len(names))[rows.where]
+    assert len(chosen) == rows.count
     return [names[i] for i in chosen.tolist()]
 
 

@@ -7,18 +7,19 @@ from hf_flexseq.attention import (
     SequenceContext,
     block_pairs,
     deterministic,
+    pair_attention,
     sequence_parallel_attention,
 )
-from hf_flexseq.attention.block_pairs import BLOCK
+from hf_flexseq.attention.block_pairs import OwnResults
 from hf_flexseq.attention.deterministic import slowdown
-from hf_flexseq.attention.ring import merge
-from hf_flexseq.attention.turns import Rows
 from hf_flexseq.distributed.communicator import Communicator
 from hf_flexseq.kernels.choose import choose_kernel
+from hf_flexseq.kernels.merge import merge_into
 from hf_flexseq.kernels.segments import Segments
 from hf_flexseq.plan import STRATEGIES, Group, MicroBatch
 from hf_flexseq.plan.shard import make_shard
 from hf_flexseq.profiler.runs import CountingKernel
+from hf_flexseq.program.blocks import BLOCK
 from tests.attention.test_sequence_parallel import CPU, dense_attention
 from tests.ranks import join, run_ranks, run_threads
 
@@ -201,12 +202,12 @@ def test_how_many_blocks_and_threads_merge_at_once_changes_no_bit():
     wanted_out, wanted_lse = out.clone(), lse.clone()
     for i in range(blocks):
         one = slice(i, i + 1)
-        merge(wanted_out, wanted_lse, Rows(1, one), (pair_out[one], pair_lse[one]))
+        merge_into(wanted_out[one], wanted_lse[one], pair_out[one], pair_lse[one])
     threads = torch.get_num_threads()
     torch.set_num_threads(7)
     try:
-        every = Rows(blocks, torch.arange(blocks))
-        deterministic._merge_round(out, lse, every, pair_out, pair_lse)
+        every = OwnResults(blocks, torch.arange(blocks))
+        pair_attention._merge_round(out, lse, every, pair_out, pair_lse)
     finally:
         torch.set_num_threads(threads)
     assert torch.equal(out, wanted_out)

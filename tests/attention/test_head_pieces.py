@@ -10,12 +10,12 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from hf_flexseq.attention import SequenceContext, sequence_parallel_attention
-from hf_flexseq.attention.heads import head_pieces, overlapping, pieces_per_head
 from hf_flexseq.cost import HEAD_PIECES, PIECE_ROWS
 from hf_flexseq.cost.presets import PRESETS
 from hf_flexseq.kernels.choose import choose_kernel
 from hf_flexseq.plan import Group, MicroBatch
 from hf_flexseq.plan.shard import make_shard
+from hf_flexseq.program.heads import head_pieces, overlapping, pieces_per_head
 from tests.ranks import join, run_threads
 
 HEADS = [(4, 4), (8, 2), (8, 8), (12, 4), (7, 7), (6, 1), (3, 3), (32, 8)]
@@ -62,7 +62,7 @@ def test_the_cost_model_knows_how_many_pieces_there_are(device):
     )
     assert cost.heads == 32
     for degree, length in product((2, 4, 8, 16, 32), (100, 1000, 8192, 20_000, 70_000)):
-        worth = int(pieces_per_head([length], torch.device(device)) * 32 / degree)
+        worth = int(pieces_per_head([length], device) * 32 / degree)
         pieces = len(head_pieces(32, 32, degree, max(1, min(worth, HEAD_PIECES))))
         assert cost.hidden_share(np.array([float(length)]), degree, "ulysses") == pytest.approx(
             [1 - 1 / pieces]

@@ -5,17 +5,15 @@ way round on one rank, a buffer used again too early, a tag that one side comput
 second wait, a receive left out, a reduction one micro-batch early.
 """
 
-from collections import deque
-
 import pytest
 
-from hf_flexseq.attention import ring
-from hf_flexseq.attention.ring import PendingFetch, RingZone
-from hf_flexseq.attention.turns import DIAGONAL_TIME
-from hf_flexseq.distributed.communicator import Channel, Transfers
+from hf_flexseq.attention.replay import Replay
 from hf_flexseq.distributed.links import StageLink
 from hf_flexseq.distributed.matching import Launches
-from hf_flexseq.distributed.threads import ThreadPending
+from hf_flexseq.distributed.threads import ThreadPending, ThreadTransport
+from hf_flexseq.program import ring
+from hf_flexseq.program.exchange import Channel
+from hf_flexseq.program.ring import Fetches
 from tests import random_runs
 from tests.random_runs import MOST_ERROR, AttentionRun, PipelineRun, draw, error_of
 from tests.ranks import this_rank
@@ -25,52 +23,58 @@ MOST_RUNS = 40  # among the first so many a fault must show
 
 def leave_out_a_wait(monkeypatch):
     """Rank 0 goes on before what it has posted is over."""
-    wait = Transfers.wait
-    monkeypatch.setattr(Transfers, "wait", lambda posted: this_rank() == 0 or wait(posted))
+    wait = Replay.wait
+
+    def left_out(run, number):
+        if this_rank() == 0:
+            del run.pending[number]
+        else:
+            wait(run, number)
+
+    monkeypatch.setattr(Replay, "wait", left_out)
 
 
 def read_before_the_wait(monkeypatch):
-    """Rank 0 reads what a ring fetches, and waits for it afterwards."""
-    result = PendingFetch.result
+    """Rank 0 reads what is to be received when it posts, and not after the wait."""
+    post = Replay.post
 
-    def early(pending):
-        if this_rank() != 0:
-            return result(pending)
-        read = [tuple(x.clone() for x in of) for of in (pending.of_queries, pending.of_keys)]
-        result(pending)
-        return tuple(read)
+    def early(run, *tensors_and_post):
+        made = post(run, *tensors_and_post)
+        return made if this_rank() else tuple(x.clone() for x in made)
 
-    monkeypatch.setattr(PendingFetch, "result", early)
+    monkeypatch.setattr(Replay, "post", early)
 
 
 def swap_fetches(monkeypatch):
     """Rank 0 posts the first fetches of a ring the other way round."""
-    first_fetches = RingZone._first_fetches
+    post_first = Fetches.post_first
 
-    def swapped(zone, turns, of_queries, kv):
+    def swapped(fetches, counts):
         if this_rank() != 0:
-            return first_fetches(zone, turns, of_queries, kv)
-        diagonal = sum(turn.time == DIAGONAL_TIME for turn in turns[:-1])
-        first_turns = turns[: diagonal + ring.AHEAD]
-        posted = deque()
-        for turn in reversed(first_turns):
-            posted.appendleft(zone._fetch(turn, of_queries, kv))
-        return posted
+            post_first(fetches, counts)
+            return
+        posts = []
+        with pytest.MonkeyPatch.context() as collecting:
+            collecting.setattr(ring, "post", lambda b, exchanges: posts.append((b, exchanges)))
+            post_first(fetches, counts)
+        for b, exchanges in reversed(posts):
+            ring.post(b, exchanges)
 
-    monkeypatch.setattr(RingZone, "_first_fetches", swapped)
+    monkeypatch.setattr(Fetches, "post_first", swapped)
 
 
 def use_a_buffer_again(monkeypatch):
     """Rank 0 writes to what it sends before it has been sent."""
-    post = Transfers.__init__
+    post = ThreadTransport.post
 
-    def changed(transfers, *args, sends, **options):
-        post(transfers, *args, sends=sends, **options)
+    def changed(transport, lane, *, sends, **options):
+        pending = post(transport, lane, sends=sends, **options)
         if this_rank() == 0:
-            for tensor, _ in sends:
-                tensor += 1
+            for message in sends:
+                message.tensor += 1
+        return pending
 
-    monkeypatch.setattr(Transfers, "__init__", changed)
+    monkeypatch.setattr(ThreadTransport, "post", changed)
 
 
 def compute_another_tag(monkeypatch):
@@ -94,14 +98,14 @@ def wait_twice(monkeypatch):
 
 
 def leave_out_a_receive(monkeypatch):
-    """Rank 0 does not post the last receive of an exchange."""
-    post = Transfers.__init__
+    """Rank 0 does not post the last receive of a post."""
+    post = ThreadTransport.post
 
-    def without(transfers, *args, recvs, **options):
+    def without(transport, lane, *, sends, recvs, **options):
         kept = recvs[:-1] if this_rank() == 0 else recvs
-        post(transfers, *args, recvs=kept, **options)
+        return post(transport, lane, sends=sends, recvs=kept, **options)
 
-    monkeypatch.setattr(Transfers, "__init__", without)
+    monkeypatch.setattr(ThreadTransport, "post", without)
 
 
 def reduce_early(monkeypatch):

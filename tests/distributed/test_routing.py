@@ -2,22 +2,24 @@
 carries them."""
 
 import random
-from collections import Counter
 
 import pytest
 import torch
 
 from hf_flexseq.attention import SequenceContext, sequence_parallel_attention
-from hf_flexseq.distributed.communicator import Exchange
-from hf_flexseq.distributed.routing import RoutedExchange
-from hf_flexseq.distributed.transport import unnamed
+from hf_flexseq.attention.replay import BoundProgram
+from hf_flexseq.attention.uploads import Uploads
 from hf_flexseq.kernels.choose import choose_kernel
 from hf_flexseq.plan import Group, MicroBatch
 from hf_flexseq.plan.shard import make_shard, remapped
+from hf_flexseq.program.builder import Builder, Tables
+from hf_flexseq.program.exchange import STRAIGHT, Exchange, Label, post
+from hf_flexseq.program.instructions import INPUT, WIDE, LayerShape
 from hf_flexseq.schedule.routing import NicFigures, Transfer, make_routing
 from hf_flexseq.topology import Topology
 from tests.plans import random_plan
 from tests.ranks import join, run_ranks, run_threads
+from tests.routed import routed_exchanges
 
 TOPOLOGY = Topology(nodes=2, ranks_per_node=2)
 LINKS = NicFigures(
@@ -47,16 +49,10 @@ def attention(communicator, micro_batch, lengths, dtype, links):
 
 
 @pytest.fixture
-def routed(monkeypatch):
-    """By rank: how many exchanges were routed."""
-    posts, post = Counter(), RoutedExchange.post
-
-    def counted(exchange, communicator, tag, **options):
-        posts[communicator.rank] += 1
-        post(exchange, communicator, tag, **options)
-
-    monkeypatch.setattr(RoutedExchange, "post", counted)
-    return posts
+def routed():
+    """The ranks whose programs have a routed exchange, once for each that they have."""
+    with routed_exchanges() as ranks:
+        yield ranks
 
 
 def compare(rank, world_size, cases, routed):
@@ -66,11 +62,11 @@ def compare(rank, world_size, cases, routed):
     found = []
     for case in cases:
         if case[0].remap or case[0].groups_of(rank):
-            before = routed[rank]
+            before = routed.count(rank)
             straight, by_routes = (
                 attention(communicator, *case, links) for links in (None, LINKS)
             )
-            found.append((straight, by_routes, routed[rank] - before))
+            found.append((straight, by_routes, routed.count(rank) - before))
     return found
 
 
@@ -118,6 +114,10 @@ def test_random_plans_are_the_same_to_the_bit(routed):
     assert all(sum(count for *_, count in found) > 100 for found in by_rank)
 
 
+SHAPE = LayerShape(query_heads=3, kv_heads=1, head_dim=5, dtype="bfloat16")
+KINDS = (((3, 5), INPUT), ((3,), WIDE), ((2,), WIDE))  # shape of a row, and dtype
+
+
 def exchange_at_random(rank, world_size, rounds):
     """Random tensors in random exchanges, some ranks without a part in them; what came, and what
     should have."""
@@ -132,38 +132,51 @@ def exchange_at_random(rank, world_size, rounds):
             Transfer(*pair, sum(-(-x.nbytes // 16) * 16 for x in xs)) for pair, xs in sent.items()
         )
         decided = make_routing(transfers, LINKS)
-        exchange = (
-            RoutedExchange(unnamed, decided, communicator, CPU)
-            if decided.paths
-            else Exchange(unnamed)
-        )
-        for (source, target), tensors in sent.items():
-            if source == rank:
-                exchange.send(tensors, target)
-        came = {
-            pair: exchange.recv(xs, len(xs[0]), pair[0])
-            for pair, xs in sent.items()
-            if pair[1] == rank
-        }
-        exchange.post(communicator, tag=8 * (n % 50))
-        exchange.wait()
-        found += [
-            torch.equal(x, y)
-            for pair, xs in came.items()
-            for x, y in zip(xs, sent[pair], strict=True)
-        ]
+        program, inputs, wanted = _program(rank, sent, decided, tag=8 * (n % 50))
+        bound = BoundProgram(program, Uploads(Tables(), CPU), communicator, None, torch.bfloat16)
+        came, _ = bound.run(inputs, 1.0)
+        found += [torch.equal(x, y) for x, y in zip(came, wanted, strict=True)]
         routed += bool(decided.paths)
     return found, routed
 
 
+def _program(rank, sent, routing, tag):
+    """The program of a rank's part in an exchange, its inputs, and what should come of it."""
+    b = Builder(Tables(), SHAPE, rank=rank, wide=False)
+    inputs, values = [], {}
+    for pair, tensors in sent.items():
+        if pair[0] == rank:
+            values[pair] = _inputs(b, tensors)
+            inputs += tensors
+    label = Label(None, lambda peer, sent: "a message")
+    exchange = Exchange(b, tag, label, routing=routing or STRAIGHT)
+    came, wanted = [], []
+    for pair, of_pair in values.items():
+        exchange.send(of_pair, pair[1])
+    likes = [b.empty((1, *shape), dtype) for shape, dtype in KINDS]
+    for pair, tensors in sent.items():
+        if pair[1] == rank:
+            came += exchange.recv(likes, len(tensors[0]), pair[0])
+            wanted += tensors
+    post(b, [exchange])
+    exchange.wait()
+    return b.program(tuple(came)), inputs, wanted
+
+
+def _inputs(b, tensors):
+    values = []
+    for tensor, (shape, dtype) in zip(tensors, KINDS, strict=True):
+        values.append(b.input((len(tensor), *shape), dtype))
+    return values
+
+
 def _tensors(rows, seed):
     """As a message of the backward: of several types and shapes."""
-    generator = torch.Generator().manual_seed(seed)
-    options = {"generator": generator}
+    options = {"generator": torch.Generator().manual_seed(seed)}
     return [
         torch.randn(rows, 3, 5, **options).bfloat16(),
         torch.randn(rows, 3, **options),
-        torch.randn(rows, **options, dtype=torch.float64),
+        torch.randn(rows, 2, **options),
     ]
 
 

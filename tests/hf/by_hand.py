@@ -5,13 +5,13 @@ import torch
 
 from hf_flexseq import DataCollatorForFlexSeq
 from hf_flexseq.attention import SequenceContext
-from hf_flexseq.attention.allgather import AllGatherZone
-from hf_flexseq.attention.hybrid import Reordered
-from hf_flexseq.attention.ulysses import UlyssesZone
 from hf_flexseq.hf.model.checks import check_model
 from hf_flexseq.hf.model.facts import attention_shape
 from hf_flexseq.hf.model.loss import attach_chunked_loss
 from hf_flexseq.kernels.choose import choose_kernel
+from hf_flexseq.program.gathered import AllGatherZone
+from hf_flexseq.program.hybrid import Reordered
+from hf_flexseq.program.ulysses import UlyssesZone
 from hf_flexseq.schedule.routing import NicFigures
 from hf_flexseq.steps.exchange import RowExchange, common_dtypes, source_row
 from hf_flexseq.steps.inputs import model_inputs, shards_of
@@ -86,7 +86,7 @@ def ways_between_nodes(contexts):
     """What a rank's contexts have of a hybrid's ring and of a gather's second leg, as a set of
     words."""
     found = set()
-    for zone in (zone for context in contexts for zone in context.zones):
+    for zone in (zone for context in contexts for zone in context.programs.parts.zones):
         if isinstance(zone, UlyssesZone) and isinstance(zone.inner, Reordered):
             turns = zone.inner.inner.turns
             if any(turn.keys.peer is not None or turn.sent_keys for turn in turns):

@@ -6,7 +6,7 @@ import importlib.util
 import pytest
 
 import hf_flexseq.hf.trainer  # noqa: F401
-from hf_flexseq.distributed.routing import RoutedExchange
+from tests.routed import routed_exchanges
 
 if importlib.util.find_spec("torch.nn.modules.linear_cross_entropy"):
     import torch.nn.modules.linear_cross_entropy  # noqa: F401
@@ -21,14 +21,7 @@ if importlib.util.find_spec("deepspeed"):
 
 
 @pytest.fixture
-def routed_posts(monkeypatch):
-    """The ranks that have posted a routed exchange, once for each that they have posted."""
-    posts = []
-    post = RoutedExchange.post
-
-    def record(exchange, communicator, tag, **options):
-        posts.append(communicator.rank)
-        post(exchange, communicator, tag, **options)
-
-    monkeypatch.setattr(RoutedExchange, "post", record)
-    return posts
+def routed_posts():
+    """The ranks whose programs have a routed exchange, once for each that they have."""
+    with routed_exchanges() as ranks:
+        yield ranks

@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from hf_flexseq import FlexSeqConfig, FlexSeqTrainer
-from hf_flexseq.attention.deterministic import DeterministicZone
 from hf_flexseq.kernels.choose import CANDIDATES
 from hf_flexseq.kernels.cpu_flash import CpuFlash
+from hf_flexseq.program.deterministic import DeterministicZone
 from tests.hf.test_trainer import OPTIONS, dataset, training_arguments
 from tests.hf.tiny import tiny_llama
 

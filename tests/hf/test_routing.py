@@ -18,7 +18,6 @@ from hf_flexseq import (
 )
 from hf_flexseq.cost.presets import PRESETS
 from hf_flexseq.distributed.communicator import Communicator
-from hf_flexseq.distributed.routing import RoutedExchange
 from hf_flexseq.topology import Topology
 from tests.hf.test_trainer import (
     dataset,
@@ -30,6 +29,7 @@ from tests.hf.test_trainer import (
 )
 from tests.hf.tiny import documents, reference_gradients, relative_errors, tiny_llama
 from tests.ranks import run_ranks
+from tests.routed import routed_exchanges
 
 pytestmark = pytest.mark.processes
 
@@ -53,12 +53,7 @@ class Lines(logging.Handler):
 
 def run_step(rank, world_size, folder, routing, cost, strategy):
     """Gradients of one step, exchanges that were routed, and what was logged about it."""
-    logger, handler, routed, post = (
-        logging.getLogger("hf_flexseq"),
-        Lines(),
-        [],
-        RoutedExchange.post,
-    )
+    logger, handler = logging.getLogger("hf_flexseq"), Lines()
     logger.setLevel(logging.INFO)
     logger.addHandler(handler)
     path = folder / f"{rank}.json"
@@ -75,18 +70,14 @@ def run_step(rank, world_size, folder, routing, cost, strategy):
     accelerator = Accelerator(cpu=True)
     engine = FlexSeqEngine(accelerator, args, communicator=Communicator(TWO_NODES))
     model = tiny_llama()
-    with pytest.MonkeyPatch.context() as monkeypatch:
-        monkeypatch.setattr(
-            RoutedExchange, "post", lambda *a, **k: (routed.append(1), post(*a, **k))[1]
+    with routed_exchanges() as routed, engine.attached(model):
+        loader = DataLoader(
+            documents(LENGTHS * world_size),
+            batch_size=4,
+            collate_fn=DataCollatorForFlexSeq(),
         )
-        with engine.attached(model):
-            loader = DataLoader(
-                documents(LENGTHS * world_size),
-                batch_size=4,
-                collate_fn=DataCollatorForFlexSeq(),
-            )
-            step = next(engine.steps(accelerator.prepare(loader)))
-            step.backward(model)
+        step = next(engine.steps(accelerator.prepare(loader)))
+        step.backward(model)
     gradients = {name: p.grad.numpy() for name, p in model.named_parameters()}
     return gradients, len(routed), [line for line in handler.lines if line.startswith("routing")]
 
@@ -141,7 +132,6 @@ def test_it_says_why_not(tmp_path, change, strategy, reason):
 
 def train(rank, world_size, folder):
     """Weights, log, and exchanges that were routed, of three steps of the trainer."""
-    routed, post = [], RoutedExchange.post
     args = training_arguments(
         FlexSeqConfig,
         folder,
@@ -157,10 +147,7 @@ def train(rank, world_size, folder):
         lookahead=0,
     )
     model = tiny_llama()
-    with pytest.MonkeyPatch.context() as monkeypatch:
-        monkeypatch.setattr(
-            RoutedExchange, "post", lambda *a, **k: (routed.append(1), post(*a, **k))[1]
-        )
+    with routed_exchanges() as routed:
         trainer = FlexSeqTrainer(model=model, args=args, train_dataset=dataset())
         trainer.train()
     weights = {name: p.detach().numpy() for name, p in model.named_parameters()}

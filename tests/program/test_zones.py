@@ -1,10 +1,10 @@
 """The order in which zones go on, without tensors."""
 
 import pytest
-import torch
 
-from hf_flexseq.attention.local import LocalZone
-from hf_flexseq.attention.weave import END, run_zones, within
+from hf_flexseq.program.builder import Tables
+from hf_flexseq.program.local import LocalZone
+from hf_flexseq.program.weave import END, run_zones, within
 
 
 def zone(name, times, log):
@@ -76,6 +76,7 @@ def test_no_zone_at_all():
     ],
 )
 def test_local_sequences_are_dealt_to_calls_of_about_equal_work(lengths, most, wanted):
-    zone = LocalZone(slice(0, sum(lengths)), lengths, None, torch.device("cpu"), most_runs=most)
-    assert [run.segments.q_lens for run in zone.runs] == wanted
-    assert [run.rows.stop - run.rows.start for run in zone.runs] == [sum(part) for part in wanted]
+    tables = Tables()
+    zone = LocalZone(slice(0, sum(lengths)), lengths, tables, most_runs=most)
+    assert [tables.calls[run.call].q_lens for run in zone.runs] == wanted
+    assert [run.stop - run.start for run in zone.runs] == [sum(part) for part in wanted]

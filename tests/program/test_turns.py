@@ -4,15 +4,15 @@ the ones meant."""
 import itertools
 import random
 
+import numpy as np
 import pytest
-import torch
 
-from hf_flexseq.attention.turns import DIAGONAL_TIME, backward_order, make_turns
 from hf_flexseq.plan import Group, MicroBatch
 from hf_flexseq.plan.shard import cuts, make_shard
+from hf_flexseq.program.builder import Tables
+from hf_flexseq.program.turns import DIAGONAL_TIME, backward_order, make_turns
 from hf_flexseq.schedule import attention
 
-CPU = torch.device("cpu")
 PACKS = [(1,), (2, 1), (17,), (40, 3, 29), tuple(random.Random(0).choices(range(1, 9), k=12))]
 
 
@@ -23,17 +23,21 @@ def large(request, monkeypatch):
 
 
 def turns_of(strategy, lengths, degree):
+    """Tables of each rank, and its turns."""
     group_cuts = cuts(strategy, lengths, degree)
-    return [
-        make_turns(strategy, group_cuts, i, range(10, 10 + degree), CPU) for i in range(degree)
-    ]
+    by_rank = []
+    for i in range(degree):
+        tables = Tables()
+        turns = make_turns(strategy, group_cuts, i, range(10, 10 + degree), tables)
+        by_rank.append((tables, turns))
+    return by_rank
 
 
 @pytest.mark.parametrize("strategy", ["zigzag", "balanced"])
 @pytest.mark.parametrize("degree", [2, 3, 4, 5, 8])
 @pytest.mark.parametrize("lengths", PACKS)
 def test_every_send_has_its_receive(strategy, degree, lengths):
-    by_rank = turns_of(strategy, lengths, degree)
+    by_rank = [turns for _, turns in turns_of(strategy, lengths, degree)]
     assert len({len(turns) for turns in by_rank}) == 1
     for together in zip(*by_rank, strict=True):
         for sent, read in (("sent_queries", "queries"), ("sent_keys", "keys")):
@@ -65,72 +69,84 @@ def test_every_query_reads_every_earlier_key_of_its_sequence_once(strategy, degr
     names = []
     for i in range(degree):
         slices = make_shard(MicroBatch(groups=(group,)), lengths, 10 + i).slices
-        names.append(
-            torch.tensor([(s.sequence, t) for s in slices for t in range(s.start, s.stop)]).view(
-                -1, 2
-            )
-        )
+        own = [(s.sequence, t) for s in slices for t in range(s.start, s.stop)]
+        names.append(np.array(own, dtype=np.int64).reshape(-1, 2))
     by_rank = turns_of(strategy, lengths, degree)
+    backwards = [(tables, backward_order(turns, tables)) for tables, turns in by_rank]
     wanted = [(s, a, s, b) for s, n in enumerate(lengths) for a in range(n) for b in range(a + 1)]
-    for ordered in (by_rank, [backward_order(turns) for turns in by_rank]):
+    for ordered in (by_rank, backwards):
         assert sorted(pairs_read(ordered, names)) == wanted
 
 
 def pairs_read(by_rank, names):
     """(sequence, query, sequence, key) of every pair that a call of any rank computes."""
     read = []
-    for t, together in enumerate(zip(*by_rank, strict=True)):
+    tables = [tables for tables, _ in by_rank]
+    for t, together in enumerate(zip(*(turns for _, turns in by_rank), strict=True)):
         sent = {
-            (10 + i, share.peer, what): share.rows.take(names[i])
+            (10 + i, share.peer, what): names[i][tables[i].positions(share.rows)]
             for i, turn in enumerate(together)
             for what, shares in (("q", turn.sent_queries), ("k", turn.sent_keys))
             for share in shares
         }
         for i, turn in enumerate(together):
-            if turn.segments is not None:
+            if turn.call is not None:
+                call = tables[i].calls[turn.call]
                 q, k = (
-                    share.rows.take(names[i])
+                    names[i][tables[i].positions(share.rows)]
                     if share.peer is None
                     else sent[share.peer, 10 + i, what]
                     for what, share in (("q", turn.queries), ("k", turn.keys))
                 )
-                assert (len(q), len(k)) == (turn.segments.total_q, turn.segments.total_k), t
-                for rows, keys in turn.segments.blocks():
+                assert (len(q), len(k)) == (sum(call.q_lens), sum(call.k_lens)), t
+                for rows, keys in blocks(call):
                     read += [
                         (*a, *b)
                         for (n, a), (m, b) in itertools.product(
                             enumerate(q[rows].tolist()), enumerate(k[keys].tolist())
                         )
-                        if m <= n or not turn.segments.causal
+                        if m <= n or not call.causal
                     ]
     return read
 
 
+def blocks(call):
+    """Rows of the queries and of the keys of every sequence of a call."""
+    q = k = 0
+    for q_len, k_len in zip(call.q_lens, call.k_lens, strict=True):
+        yield slice(q, q + q_len), slice(k, k + k_len)
+        q += q_len
+        k += k_len
+
+
 @pytest.mark.parametrize("strategy", ["zigzag", "balanced"])
 def test_the_backward_ends_with_half_of_what_a_rank_does_alone(strategy):
-    for turns in turns_of(strategy, (4096, 1024), 4):
+    for tables, turns in turns_of(strategy, (4096, 1024), 4):
         (own,) = (turn for turn in turns if turn.time == DIAGONAL_TIME)
-        ordered = backward_order(turns)
+        ordered = backward_order(turns, tables)
         assert [turn.time == DIAGONAL_TIME for turn in ordered] == [
             True,
             *[False] * (len(turns) - 1),
             True,
         ]
-        assert squares(ordered[0]) == squares(ordered[-1]) == squares(own) / 2
+        assert squares(tables, ordered[0]) == squares(tables, ordered[-1])
+        assert squares(tables, ordered[0]) == squares(tables, own) / 2
 
 
-def squares(turn):
+def squares(tables, turn):
     """Query-key pairs of a turn's call, half of them where it is causal."""
-    if turn.segments is None:
+    if turn.call is None:
         return 0
-    pairs = sum(q * k for q, k in zip(turn.segments.q_lens, turn.segments.k_lens, strict=True))
-    return pairs / 2 if turn.segments.causal else pairs
+    call = tables.calls[turn.call]
+    pairs = sum(q * k for q, k in zip(call.q_lens, call.k_lens, strict=True))
+    return pairs / 2 if call.causal else pairs
 
 
 @pytest.mark.parametrize("degree", [2, 4, 8])
 def test_sequences_that_lie_both_ways_round_fill_the_idle_half_block_of_even_degrees(degree):
     chunk = 10
     one, two = (turns_of("balanced", (chunk * degree,) * count, degree) for count in (1, 2))
-    work = [sum(map(squares, turns)) / chunk**2 for turns in one]
+    work = [sum(squares(t, turn) for turn in turns) / chunk**2 for t, turns in one]
     assert (max(work), min(work)) == (degree / 2 + 0.5, degree / 2 - 0.5)
-    assert {sum(map(squares, turns)) / chunk**2 for turns in two} == {float(degree)}
+    work = {sum(squares(t, turn) for turn in turns) / chunk**2 for t, turns in two}
+    assert work == {float(degree)}
