@@ -71,7 +71,7 @@ def use_a_buffer_again(monkeypatch):
         pending = post(transport, lane, sends=sends, **options)
         if this_rank() == 0:
             for message in sends:
-                message.tensor += 1
+                message.tensor.add_(1)
         return pending
 
     monkeypatch.setattr(ThreadTransport, "post", changed)
