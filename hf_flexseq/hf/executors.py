@@ -23,7 +23,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from hf_flexseq.attention import SequenceContext
-from hf_flexseq.attention.block_pairs import BLOCK
+from hf_flexseq.program.blocks import BLOCK
 from hf_flexseq.attention.deterministic import slowdown
 from hf_flexseq.config import FlexSeqArguments
 from hf_flexseq.cost import CostModel

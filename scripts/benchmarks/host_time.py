@@ -30,11 +30,12 @@ from common import (
     table_row,
     write_record,
 )
-from hf_flexseq.attention import SequenceContext, heads, sequence_parallel_attention
+from hf_flexseq.attention import SequenceContext, sequence_parallel_attention
 from hf_flexseq.distributed.communicator import Communicator
 from hf_flexseq.kernels.choose import choose_kernel
 from hf_flexseq.plan import Group, MicroBatch
 from hf_flexseq.plan.shard import make_shard
+from hf_flexseq.program import heads
 from hf_flexseq.topology import Topology
 
 sys.path.insert(0, str(ROOT / "scripts"))

@@ -14,12 +14,13 @@ import torch
 
 from hf_flexseq.attention import SequenceContext, sequence_parallel_attention
 from hf_flexseq.cost import HEAD_PIECES, PIECE_ROWS
-from hf_flexseq.distributed import links, tags
+from hf_flexseq.distributed import links
 from hf_flexseq.distributed.communicator import Communicator
 from hf_flexseq.distributed.transport import Capabilities, Lane, own_part
 from hf_flexseq.kernels.choose import choose_kernel
 from hf_flexseq.plan import Group, MicroBatch
 from hf_flexseq.plan.shard import make_shard, remapped
+from hf_flexseq.program import tags
 from hf_flexseq.schedule import attention as schedule
 from hf_flexseq.schedule.routing import MOST_PACKETS, NicFigures
 from hf_flexseq.schedule.transfers import ring_fetches

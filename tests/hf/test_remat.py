@@ -20,7 +20,7 @@ from torch.utils.checkpoint import (
 )
 
 from hf_flexseq import FlexSeqConfig, FlexSeqTrainer
-from hf_flexseq.attention import SequenceContext, head_exchange, sequence_parallel_attention
+from hf_flexseq.attention import SequenceContext, replay, sequence_parallel_attention
 from hf_flexseq.distributed.communicator import Communicator
 from hf_flexseq.kernels.choose import choose_kernel
 from hf_flexseq.plan import Group, MicroBatch
@@ -141,7 +141,7 @@ def steps_of_every_strategy(rank, world_size, sharding):
     """By strategy: the counts without checkpointing, with it, and with attention that is kept."""
     communicator = Communicator()
     transfers = [
-        Counter(head_exchange, "all_to_all"),
+        Counter(replay, "all_to_all"),
         Counter(torch.distributed, "batch_isend_irecv"),
     ]
     models = {on: sharded(model_of(on), sharding) for on in (False, True)}
