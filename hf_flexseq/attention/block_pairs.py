@@ -87,12 +87,12 @@ class PaddedBlocks:
 
 
 class OwnResults(NamedTuple):
-    """Some of this rank's blocks, none twice, as rows of a tensor [blocks, ...]."""
+    """Some of this rank's blocks, none twice, as rows of a tensor [all blocks, ...]."""
 
-    count: int
+    blocks: int
 
     where: torch.Tensor | slice
-    """int64 [count], or a slice where they stand together."""
+    """int64 [blocks], or a slice where they stand together."""
 
     def part(self, start: int, stop: int) -> "OwnResults":
         """Return those from `start` to `stop`."""
@@ -102,7 +102,7 @@ class OwnResults(NamedTuple):
         return OwnResults(stop - start, self.where[start:stop])
 
     def add_to(self, total: torch.Tensor, part: torch.Tensor) -> None:
-        """Add part [count, ...] to these rows of total [blocks, ...], in the dtype of total."""
+        """Add part [blocks, ...] to these rows of total [all blocks, ...], in its dtype."""
         if isinstance(self.where, slice):
             total[self.where].add_(part)
         else:
@@ -113,8 +113,8 @@ class OwnResults(NamedTuple):
     ) -> None:
         """Merge results into these rows of the running result, in place.
 
-        out: [blocks, BLOCK, heads, head_dim]. lse: [blocks, BLOCK, heads]. part_out, part_lse: the
-        same of [count, ...].
+        out: [all blocks, BLOCK, heads, head_dim]. lse: [all blocks, BLOCK, heads]. part_out,
+        part_lse: the same of [blocks, ...].
         """
         row_out = out[self.where]  # a view where it is a slice
         row_lse = lse[self.where]

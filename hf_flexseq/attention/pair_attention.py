@@ -191,10 +191,10 @@ def _merge_round(
     out: [blocks, BLOCK, heads, head_dim]. lse: [blocks, BLOCK, heads]. pair_out, pair_lse: the
     same of the pairs, one for each of these blocks.
     """
-    most = blocks.count
+    most = blocks.blocks
     if lse.device.type == "cpu":
         most = max(1, SERIAL_ELEMENTS // math.prod(lse.shape[1:]))
-    for start in range(0, blocks.count, most):
-        stop = min(start + most, blocks.count)
+    for start in range(0, blocks.blocks, most):
+        stop = min(start + most, blocks.blocks)
         part = blocks.part(start, stop)
         part.merge_into(out, lse, pair_out[start:stop], pair_lse[start:stop])

@@ -93,7 +93,7 @@ class BoundProgram:
     """A program that can run, as often as there are layers."""
 
     __slots__ = (
-        "communicator",
+        "_communicator",
         "device",
         "inputs",
         "kernel",
@@ -111,18 +111,25 @@ class BoundProgram:
         kernel: Kernel,
         dtype: torch.dtype,
     ) -> None:
-        """uploads: the integers that the program refers to. dtype: of queries, keys and values."""
+        """uploads: the integers that the program refers to. communicator: None where this rank
+        works alone. dtype: of queries, keys and values."""
         self.program = program
-        self.communicator = communicator
+        self._communicator = communicator
         self.kernel = kernel
         self.device = uploads.device
         self.inputs = tuple(value.number for value in program.inputs)
         self.outputs = tuple(value.number for value in program.outputs)
         self.saved = tuple(value.number for of_zone in program.saved for value in of_zone)
-        binder = _Binder(uploads, communicator, dtype)
+        binder = _Binder(self, uploads, dtype)
         self.steps = []
         for instruction, frees in zip(program.instructions, program.frees, strict=True):
             self.steps.append(binder.step(instruction, frees))
+
+    @property
+    def communicator(self) -> Communicator:
+        """The ways to other ranks."""
+        assert self._communicator is not None, "a rank that works alone posts nothing"
+        return self._communicator
 
     def run(
         self, inputs: Sequence[torch.Tensor], scale: float, cut: CutAttention | None = None
@@ -153,9 +160,9 @@ class BoundProgram:
 class _Binder:
     """Binds instructions to a device, a dtype and the lanes of a communicator."""
 
-    def __init__(self, uploads: Uploads, communicator: Communicator, dtype: torch.dtype) -> None:
+    def __init__(self, bound: BoundProgram, uploads: Uploads, dtype: torch.dtype) -> None:
+        self._bound = bound
         self._uploads = uploads
-        self._communicator = communicator
         self._dtypes = {INPUT: dtype, WIDE: lse_dtype(dtype), BYTES: torch.uint8}
 
     def step(self, instruction: Instruction, frees: tuple[int, ...]) -> Step:
@@ -198,7 +205,7 @@ class _Binder:
 
         position: of each value among the tensors of the post.
         """
-        communicator = self._communicator
+        communicator = self._bound.communicator
         sends: dict[Lane, list[tuple[int, int, int]]] = {}
         recvs: dict[Lane, list[tuple[int, int, int]]] = {}
         for by_lane, messages in ((sends, spec.sends), (recvs, spec.recvs)):

@@ -23,7 +23,6 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from hf_flexseq.attention import SequenceContext
-from hf_flexseq.program.blocks import BLOCK
 from hf_flexseq.attention.deterministic import slowdown
 from hf_flexseq.config import FlexSeqArguments
 from hf_flexseq.cost import CostModel
@@ -46,6 +45,7 @@ from hf_flexseq.plan.shard import Shard
 from hf_flexseq.planner.blocks import exchange_degrees
 from hf_flexseq.planner.process.client import InlinePlanner, Planner, PlannerWorker
 from hf_flexseq.planner.process.jobs import GroupsJob, Job
+from hf_flexseq.program.blocks import BLOCK
 from hf_flexseq.schedule.routing import NicFigures, links_of
 from hf_flexseq.steps.exchange import RowExchange
 from hf_flexseq.steps.inputs import Inputs, model_inputs, shards_of

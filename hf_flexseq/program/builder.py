@@ -78,12 +78,12 @@ class Tables:
         if key not in self._ranges:
             parts = [np.arange(start, stop) for start, stop in joined]
             self._ranges[key] = self.index(np.concatenate(parts))
-        return Rows(tokens, index=self._ranges[key])
+        return Rows(tokens, array=self._ranges[key])
 
     def positions(self, rows: Rows) -> IntArray:
         """Return the rows one by one: int64 [n]."""
-        if rows.index is not None:
-            return self.indices[rows.index]
+        if rows.array is not None:
+            return self.indices[rows.array]
         assert rows.start is not None, "the rows of another rank have no positions here"
         return np.arange(rows.start, rows.start + rows.tokens)
 
@@ -92,7 +92,7 @@ class Tables:
         tokens = len(array)
         if tokens == 0 or (array[0] + np.arange(tokens) == array).all():
             return Rows(tokens, start=int(array[0]) if tokens else 0)
-        return Rows(tokens, index=self.index(array))
+        return Rows(tokens, array=self.index(array))
 
     def call(self, q_lens: Sequence[int], k_lens: Sequence[int], *, causal: bool) -> int:
         """Add the lengths of a kernel call, and return their number."""
@@ -204,9 +204,9 @@ class Builder:
 
     def take(self, x: Value, rows: Rows) -> Value:
         """Return some rows of x: [t, ...] -> [n, ...], a view where they stand together."""
-        if rows.index is not None:
+        if rows.array is not None:
             shape = (rows.tokens, *x.shape[1:])
-            return self._made("take", (x,), shape, x.dtype, Index(rows.index))
+            return self._made("take", (x,), shape, x.dtype, Index(rows.array))
         assert rows.start is not None, "rows of another rank cannot be taken"
         return self.part(x, rows.start, rows.start + rows.tokens)
 
@@ -222,16 +222,16 @@ class Builder:
 
     def put(self, total: Value, rows: Rows, part: Value) -> None:
         """Write part [n, ...] to these n rows of total [t, ...], in the dtype of total."""
-        if rows.index is not None:
-            self._emit("put_by_index", (total, part), (), Index(rows.index))
+        if rows.array is not None:
+            self._emit("put_by_index", (total, part), (), Index(rows.array))
         elif rows.tokens:
             assert rows.start is not None, "rows of another rank cannot be written to"
             self._emit("put", (total, part), (), rows.start, rows.start + rows.tokens)
 
     def add(self, total: Value, rows: Rows, part: Value) -> None:
         """Add part [n, ...] to these n rows of total [t, ...], in the dtype of total."""
-        if rows.index is not None:
-            self._emit("add_by_index", (total, part), (), Index(rows.index))
+        if rows.array is not None:
+            self._emit("add_by_index", (total, part), (), Index(rows.array))
         elif rows.tokens:
             assert rows.start is not None, "rows of another rank cannot be added to"
             self._emit("add", (total, part), (), rows.start, rows.start + rows.tokens)
@@ -243,8 +243,8 @@ class Builder:
         part: (out [n, H, D], lse [n, H]) over the keys of the call.
         """
         ins = (out, lse, *part)
-        if rows.index is not None:
-            self._emit("merge_by_index", ins, (), Index(rows.index))
+        if rows.array is not None:
+            self._emit("merge_by_index", ins, (), Index(rows.array))
         elif rows.tokens:
             assert rows.start is not None, "results of other ranks' rows are sent to them"
             self._emit("merge", ins, (), rows.start, rows.start + rows.tokens)

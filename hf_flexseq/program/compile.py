@@ -151,8 +151,17 @@ def backward_of_rows(parts: Parts, shape: LayerShape, saved: Sequence[Values]) -
     q, k, v, out, dout = _to_attention(b, parts, inputs)
     steps = []
     for zone, lse in zip(parts.zones, lses, strict=True):
-        rows = [b.part(x, zone.rows.start, zone.rows.stop) for x in (q, k, v, out, dout)]
-        steps.append(zone.backward_of_rows(b, *rows, lse))
+        start, stop = zone.rows.start, zone.rows.stop
+        zone_steps = zone.backward_of_rows(
+            b,
+            q=b.part(q, start, stop),
+            k=b.part(k, start, stop),
+            v=b.part(v, start, stop),
+            out=b.part(out, start, stop),
+            dout=b.part(dout, start, stop),
+            lse=lse,
+        )
+        steps.append(zone_steps)
     return b.program(_to_linear(b, parts, _joined(b, run_zones(steps))))
 
 

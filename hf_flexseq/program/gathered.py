@@ -280,4 +280,4 @@ def _listed(ranges: Sequence[tuple[int, int]], tables: Tables) -> Rows:
     for start, stop in ranges:
         parts.append(np.arange(start, stop))
     rows = np.concatenate(parts)
-    return Rows(len(rows), index=tables.index(rows))
+    return Rows(len(rows), array=tables.index(rows))

@@ -108,8 +108,15 @@ class Reordered:
         q, out, dout: [tokens, heads, head_dim] and k, v: [tokens, kv_heads, head_dim] stand in the
         outer order, lse as `inner` saved it.
         """
-        inner = [b.take(x, self.inner2outer) for x in (q, k, v, out, dout)]
-        grads = yield from self.inner.backward_of_rows(b, *inner, lse)
+        grads = yield from self.inner.backward_of_rows(
+            b,
+            q=b.take(q, self.inner2outer),
+            k=b.take(k, self.inner2outer),
+            v=b.take(v, self.inner2outer),
+            out=b.take(out, self.inner2outer),
+            dout=b.take(dout, self.inner2outer),
+            lse=lse,
+        )
         return tuple(b.take(grad, self.outer2inner) for grad in grads)
 
 

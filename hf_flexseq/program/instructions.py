@@ -72,7 +72,7 @@ class Rows(NamedTuple):
     start: int | None = None
     """The first of them, where they stand together."""
 
-    index: int | None = None
+    array: int | None = None
     """The number of the index array that lists them, where they do not. None of both for rows of
     another rank, of which only the number matters."""
 
@@ -205,14 +205,14 @@ class Program(NamedTuple):
     values: int
     """How many values there are."""
 
-    def count(self) -> Counter[str]:
+    def operations(self) -> Counter[str]:
         """Return how often each operation occurs."""
         return Counter(instruction.operation for instruction in self.instructions)
 
     @property
     def posts(self) -> int:
         """Batches of messages that this rank posts."""
-        counts = self.count()
+        counts = self.operations()
         return counts["post"] + counts["all_to_all"]
 
     def log_sum_exps(self, saved: Sequence[Saved]) -> list[Saved]:

@@ -65,9 +65,15 @@ class LocalZone:
         for number, run in enumerate(self.runs):
             # The last run begins at 1, under the last gradients that other zones send back.
             yield (number + 1) / len(self.runs)
-            parts = [b.part(x, run.start, run.stop) for x in (dout, q, k, v, out)]
-            run_lse = b.columns(lse, run.start, run.stop)
-            dq, dk, dv = b.gradients(*parts, run_lse, run.call)
+            dq, dk, dv = b.gradients(
+                b.part(dout, run.start, run.stop),
+                b.part(q, run.start, run.stop),
+                b.part(k, run.start, run.stop),
+                b.part(v, run.start, run.stop),
+                b.part(out, run.start, run.stop),
+                b.columns(lse, run.start, run.stop),
+                run.call,
+            )
             dqs.append(dq)
             dks.append(dk)
             dvs.append(dv)

@@ -519,7 +519,7 @@ class Total:
     def add(self, rows: Rows, parts: Values) -> None:
         """Add each part [n, ...] to these n rows."""
         for part in parts:
-            if self._value is None and rows.index is None and rows.tokens == self._shape[0]:
+            if self._value is None and rows.array is None and rows.tokens == self._shape[0]:
                 self._value = self._builder.cast(part, WIDE)
             else:
                 self._builder.add(self.value(), rows, part)

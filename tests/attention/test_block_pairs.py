@@ -40,7 +40,7 @@ def names_of(sequences):
 def blocks_of(rows, names):
     """The names of the blocks that the results of a round belong to."""
     chosen = torch.arange(len(names))[rows.where]
-    assert len(chosen) == rows.count
+    assert len(chosen) == rows.blocks
     return [names[i] for i in chosen.tolist()]
 
 
