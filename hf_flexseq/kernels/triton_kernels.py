@@ -263,11 +263,13 @@ def unpack_kernel(
     d = tl.arange(0, BLOCK_DIM)
     mask = (n < tokens)[:, None] & (d < HEAD_DIM)[None, :]
     sums = tl.full((BLOCK_TOKENS, BLOCK_DIM), 0.0, SUM)
-    for column in range(first, last):
+    column = first
+    while column < last:
         slot = tl.load(table + 4 * column + 2)
         stride = tl.load(table + 4 * column + 3)
         flat_at = flat + (slot + n * stride)[:, None] * HEAD_DIM + d[None, :]
         sums += tl.load(flat_at, mask=mask).to(SUM)
+        column += 1
     number = tl.load(table + 4 * first)
     head = tl.load(table + 4 * first + 1)
     for i in tl.static_range(len(tensors)):
