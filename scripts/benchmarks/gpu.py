@@ -9,8 +9,9 @@
                32 heads of 128 that share 32, 8 or 4 key heads: whole squares as in a ring, forward
                and backward; and from which chunk on it reaches 80 % of the best, which is what a
                chunk should not fall below
-    fused      merging, adding, gathering and packing of a rank in a group of 8, by torch's operations
-               and by Triton's kernels: launches, microseconds of the host and until it is done
+    fused      merging, adding, gathering and packing of a rank in a group of 8, by torch's
+               operations and by Triton's kernels: launches, microseconds for the host and until
+               the device has done it
     remat      decoder layers as wide as Llama-3.1-8B's under activation checkpointing, attention
                recomputed and not: median of the ratios of neighbouring runs
     overlap    a square of attention beside a copy of its keys and values on a stream of its own:
@@ -28,7 +29,6 @@ import argparse
 import statistics
 import sys
 import tempfile
-import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 from unittest import mock
@@ -36,7 +36,6 @@ from unittest import mock
 import numpy as np
 import torch
 import torch.distributed as dist
-from torch.profiler import ProfilerActivity, profile
 from transformers import LlamaConfig, LlamaForCausalLM, LlamaModel
 
 from common import (
@@ -57,7 +56,6 @@ from hf_flexseq.distributed.links import Neighbours
 from hf_flexseq.hf.attention import NAME, PIPELINE_NAME
 from hf_flexseq.kernels import Kernel
 from hf_flexseq.kernels.choose import choose_kernel
-from hf_flexseq.kernels.fused import Fused, TorchFused
 from hf_flexseq.kernels.segments import Segments
 from hf_flexseq.pipeline import executor as executor_module
 from hf_flexseq.pipeline.executor import PipelineExecutor
@@ -70,14 +68,14 @@ from hf_flexseq.simulate.pipeline import report
 from lengths import K, long_tailed
 
 sys.path.insert(0, str(ROOT / "scripts"))
-from gpu_checks.fused import Sizes, Work, why_not_here, works
+from gpu_checks.fused import Sizes
+from gpu_checks.operation_times import operation_times
 
 HEAD_DIM = 128
 FLOPS = 4  # of a pair of a query and a key, per head and element, forward; 10 backward
 ENOUGH = 0.8  # of the best throughput
 LAYERS = 32  # of the model whose layers are timed
 GROUP = 8  # ranks to which heads are dealt
-REPEATS = 50  # of an operation that is timed, without a wait between them
 Figures = list[dict[str, Any]]
 
 
@@ -192,55 +190,16 @@ def fused(machine: Machine, asked: argparse.Namespace, figures: Figures) -> None
     heads = asked.hidden // HEAD_DIM
     rows = min(8192, asked.most)
     sizes = Sizes(rows, rows // 2, heads, max(1, heads // 4), HEAD_DIM, min(GROUP, heads))
-    print(
-        f"\n## Between kernel calls: {rows // 2:,} of {rows:,} rows, {heads} heads of {HEAD_DIM}\n"
-    )
-    found: list[Fused] = [TorchFused()]
-    refusal = why_not_here(machine.device)
-    if refusal is None and machine.device.type == "cuda":
-        from hf_flexseq.kernels.triton_fused import TritonFused
-
-        found.append(TritonFused())
+    print(f"\n## Between kernel calls: {rows // 2:,} of {rows:,} rows, {heads} heads\n")
     columns = ("operation", "by", "launches", "host, us", "until done, us")
     print(table_head(columns, numbers=range(2, 5)))
-    for name, make in works(sizes, machine.device, machine.dtype).items():
-        for one in found:
-            work = make()
-            launched = launches(machine, one, work)
-            host_us, done_us = microseconds(machine, one, work)
-            cells = [name, one.name, "-" if launched is None else launched]
-            print(table_row([*cells, f"{host_us:.1f}", f"{done_us:.1f}"]))
-            case = {"part": "fused", "operation": name, "by": one.name, "launches": launched}
-            figures.append(case | {"host_us": host_us, "done_us": done_us})
-    if len(found) == 1:
-        print(f"\nTriton's kernels are not timed: {refusal or 'they need a CUDA GPU'}.")
-
-
-def launches(machine: Machine, one: Fused, work: Work) -> int | None:
-    """Return how many kernels and copies an operation launches; None on a CPU."""
-    work.run(one)  # Triton compiles with the first one
-    if machine.device.type != "cuda":
-        return None
-    machine.synchronize()
-    with profile(activities=[ProfilerActivity.CUDA]) as seen:
-        work.run(one)
-        machine.synchronize()
-    return sum(event.device_type == torch.autograd.DeviceType.CUDA for event in seen.events())
-
-
-def microseconds(machine: Machine, one: Fused, work: Work) -> tuple[float, float]:
-    """Return the microseconds of an operation for the host, and until the device has done it:
-    medians of the rounds, each of some operations without a wait between them."""
-    host, done = [], []
-    for _ in range(machine.rounds):
-        machine.synchronize()
-        began = time.perf_counter()
-        for _ in range(REPEATS):
-            work.run(one)
-        host.append((time.perf_counter() - began) / REPEATS)
-        machine.synchronize()
-        done.append((time.perf_counter() - began) / REPEATS)
-    return 1e6 * statistics.median(host), 1e6 * statistics.median(done)
+    for one in operation_times(sizes, machine.device, machine.dtype, rounds=machine.rounds):
+        launched = "-" if one.launches is None else one.launches
+        times = (f"{one.host_us:.1f}", f"{one.done_us:.1f}")
+        print(table_row([one.operation, one.by, launched, *times]))
+        figures.append({"part": "fused"} | one._asdict())
+    if machine.device.type == "cpu":
+        print("\nTriton's kernels are not timed: they need a CUDA GPU.")
 
 
 # ---- remat

@@ -53,6 +53,7 @@ CASES = (
 # Triton's interpreter cuts bfloat16 sums off, where a GPU rounds them.
 SHORT_CASES = (Case("sizes that divide nothing", Sizes(23, 7, 9, 3, 80, 4), FP32),)
 COMPARED_ROWS = 1 << 16  # at once
+UNWRITTEN = 99.0  # in what an operation is to write
 
 
 class Work(NamedTuple):
@@ -130,9 +131,9 @@ def gather_work(sizes: Sizes, device: torch.device, dtype: torch.dtype) -> Work:
     kv = numbers(sizes.rows, 2, sizes.kv_heads, sizes.head_dim, dtype=dtype)
     rows = numbers.some_rows(sizes)
     sources = (q, out, dout, lse, kv)
-    targets = [x.new_empty(sizes.moved, *x.shape[1:]) for x in (q, out, dout)]
-    targets.append(lse.new_empty(sizes.heads, sizes.moved).t())
-    targets.append(kv.new_empty(sizes.moved, *kv.shape[1:]))
+    targets = [x.new_full((sizes.moved, *x.shape[1:]), UNWRITTEN) for x in (q, out, dout)]
+    targets.append(lse.new_full((sizes.heads, sizes.moved), UNWRITTEN).t())
+    targets.append(kv.new_full((sizes.moved, *kv.shape[1:]), UNWRITTEN))
     return Work(lambda fused: fused.gather(sources, [rows] * 5, targets), targets)
 
 
@@ -154,7 +155,7 @@ def pack_work(sizes: Sizes, device: torch.device, dtype: torch.dtype) -> Work:
     layout = head_layout(sizes)
     numbers_of_layout = torch.from_numpy(layout.numbers).to(device)
     tensors = [numbers(sizes.moved, heads, sizes.head_dim, dtype=dtype) for heads in layout.heads]
-    flat = torch.empty(sum(layout.slots) * sizes.head_dim, dtype=dtype, device=device)
+    flat = tensors[0].new_full((sum(layout.slots) * sizes.head_dim,), UNWRITTEN)
     return Work(lambda fused: fused.pack(tensors, layout, numbers_of_layout, flat), [flat])
 
 
@@ -164,10 +165,9 @@ def unpack_work(sizes: Sizes, device: torch.device, dtype: torch.dtype) -> Work:
     layout = head_layout(sizes)
     numbers_of_layout = torch.from_numpy(layout.numbers).to(device)
     flat = numbers(sum(layout.slots) * sizes.head_dim, dtype=dtype)
-    tensors = [
-        torch.empty(sizes.moved, heads, sizes.head_dim, dtype=dtype, device=device)
-        for heads in layout.heads
-    ]
+    tensors = []
+    for heads in layout.heads:
+        tensors.append(flat.new_full((sizes.moved, heads, sizes.head_dim), UNWRITTEN))
     return Work(lambda fused: fused.unpack(flat, layout, numbers_of_layout, tensors), tensors)
 
 
