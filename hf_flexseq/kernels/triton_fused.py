@@ -157,11 +157,13 @@ class RowShape(NamedTuple):
     """Elements of such a run."""
 
 
-def _row_shape(x: torch.Tensor) -> RowShape:
-    """Return where x [rows, ...] has the elements of its rows.
+def _row_shape(x: torch.Tensor, width: int) -> RowShape:
+    """Return where x [rows, ...] has the `width` elements of its rows.
 
     All but the first and the second dimension must follow each other.
     """
+    if x.is_contiguous():
+        return RowShape(width, 0, width)
     inner = 1
     outer = x.dim()  # the first of the dimensions that follow each other
     while outer > 1 and (x.stride(outer - 1) == inner or x.shape[outer - 1] == 1):
@@ -177,65 +179,50 @@ def _launch_rows(
     wholes: Tensors, rows: Sequence[Rows], parts: Tensors, mode: tl.constexpr
 ) -> None:
     """Launch the kernel that moves rows, once: wholes [t, ...], parts [n, ...]."""
-    pairs = []
+    all_blocks = 0
+    arguments = []
     for whole, selected, part in zip(wholes, rows, parts, strict=True):
-        if part.numel():
-            pairs.append(_pair(whole, selected, part))
-    if pairs:
-        blocks = sum(pair.blocks for pair in pairs)
-        arguments = [pair.arguments() for pair in pairs]
-        rows_kernel[(blocks,)](*zip(*arguments, strict=True), mode)
+        elements = part.numel()
+        if elements:
+            count = part.shape[0]
+            width = elements // count
+            block_columns = min(_power_of_2(width), MOST_COLUMNS)
+            block_rows = _rows_of_tile(block_columns)
+            blocks = _blocks(count, block_rows) * _blocks(width, block_columns)
+            all_blocks += blocks
+            arguments.append(
+                _pair(whole, selected, part, blocks, width) + (block_rows, block_columns)
+            )
+    if arguments:
+        rows_kernel[(all_blocks,)](*zip(*arguments, strict=True), mode)
 
 
-class _Pair(NamedTuple):
-    """A tensor and rows of it, as `rows_kernel` takes them."""
+def _pair(
+    whole: torch.Tensor, rows: Rows, part: torch.Tensor, blocks: int, width: int
+) -> tuple[Any, ...]:
+    """Return what `rows_kernel` is told of whole [t, ...] and part [n, ...], but for the tiles.
 
-    whole: torch.Tensor
-    part: torch.Tensor
-    selection: Selection
-    block_rows: int
-    block_columns: int
-
-    @property
-    def width(self) -> int:
-        """Elements of a row."""
-        return self.part.numel() // len(self.part)
-
-    @property
-    def blocks(self) -> int:
-        """Programs of the pair."""
-        return _blocks(len(self.part), self.block_rows) * _blocks(self.width, self.block_columns)
-
-    def arguments(self) -> tuple[Any, ...]:
-        """Return one member of each tuple that the kernel takes."""
-        whole = _row_shape(self.whole)
-        part = _row_shape(self.part)
-        return (
-            self.whole,
-            self.part,
-            self.selection.index,
-            odd(self.selection.start),
-            odd(len(self.part)),
-            odd(self.blocks),
-            whole.stride,
-            part.stride,
-            odd(whole.outer_stride),
-            odd(part.outer_stride),
-            self.selection.has_index,
-            self.width,
-            whole.inner,
-            part.inner,
-            self.block_rows,
-            self.block_columns,
-        )
-
-
-def _pair(whole: torch.Tensor, rows: Rows, part: torch.Tensor) -> _Pair:
-    """Return the pair of whole [t, ...] and part [n, ...], with the size of its tiles."""
-    width = part.numel() // len(part)
-    block_columns = min(_power_of_2(width), MOST_COLUMNS)
-    block_rows = _rows_of_tile(block_columns)
-    return _Pair(whole, part, _selection(rows, whole), block_rows, block_columns)
+    blocks: programs of the pair. width: elements of a row.
+    """
+    selection = _selection(rows, whole)
+    whole_shape = _row_shape(whole, width)
+    part_shape = _row_shape(part, width)
+    return (
+        whole,
+        part,
+        selection.index,
+        odd(selection.start),
+        odd(part.shape[0]),
+        odd(blocks),
+        whole_shape.stride,
+        part_shape.stride,
+        odd(whole_shape.outer_stride),
+        odd(part_shape.outer_stride),
+        selection.has_index,
+        width,
+        whole_shape.inner,
+        part_shape.inner,
+    )
 
 
 # ---- sizes

@@ -29,8 +29,8 @@ COMPILE = Path(__file__).with_name("compile_triton.py")
 @pytest.fixture
 def fused(monkeypatch):
     """The kernels, with tiles so small that a tensor has several."""
-    monkeypatch.setattr(triton_fused, "TILE", 16)
-    monkeypatch.setattr(triton_fused, "MOST_COLUMNS", 16)
+    monkeypatch.setattr(triton_fused, "TILE", 64)
+    monkeypatch.setattr(triton_fused, "MOST_COLUMNS", 32)
     return triton_fused.TritonFused()
 
 
