@@ -5,7 +5,8 @@
     python scripts/gpu_check.py --rehearse --plans 2  the same on a CPU, with small sizes
 
     kernels        every attention kernel in bfloat16 against float32
-    speeds         their TFLOP/s, FlashAttention-3 and -4 included where they are installed
+    fused          Triton's kernels for merging and packing against torch's operations
+    speeds         TFLOP/s of attention kernels, FlashAttention-3 and -4 where they are installed
     threads        random plans of all strategies on one GPU, with ranks that are threads
     pipelines      pipelines on one GPU, with ranks that are threads
     several        the same plans over NCCL, one rank per GPU: DDP and FSDP2; from two GPUs on
@@ -36,7 +37,7 @@ from pathlib import Path
 
 import torch
 
-from gpu_checks import figures, kernels, lost_rank, one_device, several, training
+from gpu_checks import figures, fused, kernels, lost_rank, one_device, several, training
 from gpu_checks.report import Section, Setting, launch, this_script
 
 RESULTS = Path(__file__).resolve().parent / "benchmarks/results"
@@ -45,6 +46,7 @@ PART_S = 7200.0  # after which a part is given up
 
 PARTS: dict[str, Callable[[Setting], Section]] = {
     "kernels": kernels.kernel_errors_section,
+    "fused": fused.fused_section,
     "speeds": kernels.kernel_seconds_section,
     "threads": one_device.plans_section,
     "pipelines": one_device.pipelines_section,

@@ -21,6 +21,8 @@ import sys
 
 # Read by libraries when they are loaded, and by accelerate, which would give ranks more threads.
 os.environ["OMP_NUM_THREADS"] = "1"
+# Read by Triton when it is imported, by whichever library is first: its kernels run on the CPU.
+os.environ["TRITON_INTERPRET"] = "1"
 
 import pytest
 import torch

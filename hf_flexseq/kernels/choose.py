@@ -5,12 +5,19 @@ object the user hears every objection: falling back to a plain softmax would be 
 and large that nobody wants it silently.
 
 A package that is installed and not used has its reason in the list, too.
+
+What is done between kernel calls (`fused.py`) is chosen by the device alone: Triton's kernels on
+CUDA, where Triton can start, and torch's operations everywhere else.
 """
 
 import functools
 import logging
+import os
+import shutil
+import sysconfig
 from collections.abc import Mapping
-from importlib import metadata
+from importlib import metadata, util
+from pathlib import Path
 from typing import Protocol
 
 import torch
@@ -20,6 +27,7 @@ from hf_flexseq.kernels.cpu_flash import CpuFlash
 from hf_flexseq.kernels.cuda_flash import FLASH4_PROBLEM
 from hf_flexseq.kernels.flash_attn import FlashAttn
 from hf_flexseq.kernels.flash_attn3 import FlashAttn3
+from hf_flexseq.kernels.fused import Fused, TorchFused
 from hf_flexseq.kernels.guarantees import Guarantees
 from hf_flexseq.kernels.torch_varlen import TorchVarlen
 
@@ -107,6 +115,41 @@ def guarantees(device: torch.device, dtype: torch.dtype, head_dim: int) -> list[
         for kernel in _candidates(device)
         if kernel.why_not(device, dtype, head_dim) is None
     ]
+
+
+def choose_fused(device: torch.device) -> Fused:
+    """Return the implementation of the operations between kernel calls for a device.
+
+    On CUDA the choice is logged once, at WARNING where Triton cannot serve.
+    """
+    if device.type != "cuda":
+        return TorchFused()
+    return _fused_for_cuda()
+
+
+def why_not_triton() -> str | None:
+    """Say why Triton's kernels cannot serve on CUDA, and what to install; None when they can."""
+    if util.find_spec("triton") is None:
+        return "triton is not installed; install the version that this torch names as its own"
+    # Triton compiles its own launcher, once for each machine.
+    if not (os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")):
+        return "triton finds no C compiler; install gcc"
+    if not Path(sysconfig.get_path("include"), "Python.h").exists():
+        return "triton needs Python.h; install Python's development headers"
+    return None
+
+
+@functools.cache
+def _fused_for_cuda() -> Fused:
+    """Return the implementation for CUDA, and log which it is."""
+    objection = why_not_triton()
+    if objection is not None:
+        logger.warning("merging and packing take several launches each: %s", objection)
+        return TorchFused()
+    from hf_flexseq.kernels.triton_fused import TritonFused
+
+    logger.info("merging and packing: one launch of a Triton kernel each")
+    return TritonFused()
 
 
 def _candidates(device: torch.device) -> tuple[Candidate, ...]:

@@ -7,8 +7,8 @@ A partial result is normalised over its own keys and brings the log-sum-exp of i
 
 `out` is the softmax over both sets of keys and `lse` its log-sum-exp (Ring Attention, arXiv
 2310.01889; FlashAttention-2, arXiv 2307.08691, section 3.1). The sigmoid is exp(lse_b - lse), the
-weight of the second result. It is at most 1, so nothing overflows, and it takes four operations
-where the two weights take eight.
+weight of the second result. It is at most 1, so nothing overflows, and it takes five operations
+where the two weights take nine.
 """
 
 import torch
@@ -21,10 +21,11 @@ def merge_into(
 
     part_out: [..., D] in any floating dtype. out, lse, part_lse: float32 or float64, all of one
     dtype. Of the leading dimensions heads or tokens may come first, as long as all four tensors
-    agree. A result over no keys has out = 0 and lse = -inf and changes nothing; at least one of
-    the two must have read a key, else the result is NaN.
+    agree. A result over no keys has out = 0 and lse = -inf and changes nothing.
     """
-    weight = (part_lse - lse).sigmoid_().unsqueeze(-1)  # [...] -> [..., 1]
+    # Of two results over no keys the difference is NaN: any weight does, for both are 0.
+    difference = (part_lse - lse).nan_to_num_()
+    weight = difference.sigmoid_().unsqueeze(-1)  # [...] -> [..., 1]
     out.lerp_(part_out.to(out.dtype), weight)
     torch.logaddexp(lse, part_lse, out=lse)
 

@@ -9,6 +9,9 @@
                32 heads of 128 that share 32, 8 or 4 key heads: whole squares as in a ring, forward
                and backward; and from which chunk on it reaches 80 % of the best, which is what a
                chunk should not fall below
+    fused      merging, adding, gathering and packing of a rank in a group of 8, by torch's
+               operations and by Triton's kernels: launches, microseconds for the host and until
+               the device has done it
     remat      decoder layers as wide as Llama-3.1-8B's under activation checkpointing, attention
                recomputed and not: median of the ratios of neighbouring runs
     overlap    a square of attention beside a copy of its keys and values on a stream of its own:
@@ -24,6 +27,7 @@ Times are CUDA's after a synchronisation, medians of --rounds. float32 on a CPU,
 
 import argparse
 import statistics
+import sys
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
@@ -35,6 +39,7 @@ import torch.distributed as dist
 from transformers import LlamaConfig, LlamaForCausalLM, LlamaModel
 
 from common import (
+    ROOT,
     argument_parser,
     machine,
     ratios,
@@ -62,10 +67,15 @@ from hf_flexseq.profiler.fit import nnls
 from hf_flexseq.simulate.pipeline import report
 from lengths import K, long_tailed
 
+sys.path.insert(0, str(ROOT / "scripts"))
+from gpu_checks.fused import Sizes
+from gpu_checks.operation_times import operation_times
+
 HEAD_DIM = 128
 FLOPS = 4  # of a pair of a query and a key, per head and element, forward; 10 backward
 ENOUGH = 0.8  # of the best throughput
 LAYERS = 32  # of the model whose layers are timed
+GROUP = 8  # ranks to which heads are dealt
 Figures = list[dict[str, Any]]
 
 
@@ -170,6 +180,26 @@ def sizes(least: int, most: int) -> Iterator[int]:
     while size <= most:
         yield size
         size *= 2
+
+
+# ---- fused
+
+
+def fused(machine: Machine, asked: argparse.Namespace, figures: Figures) -> None:
+    """Print what the operations between kernel calls take, by torch and by Triton."""
+    heads = asked.hidden // HEAD_DIM
+    rows = min(8192, asked.most)
+    sizes = Sizes(rows, rows // 2, heads, max(1, heads // 4), HEAD_DIM, min(GROUP, heads))
+    print(f"\n## Between kernel calls: {rows // 2:,} of {rows:,} rows, {heads} heads\n")
+    columns = ("operation", "by", "launches", "host, us", "until done, us")
+    print(table_head(columns, numbers=range(2, 5)))
+    for one in operation_times(sizes, machine.device, machine.dtype, rounds=machine.rounds):
+        launched = "-" if one.launches is None else one.launches
+        times = (f"{one.host_us:.1f}", f"{one.done_us:.1f}")
+        print(table_row([one.operation, one.by, launched, *times]))
+        figures.append({"part": "fused"} | one._asdict())
+    if machine.device.type == "cpu":
+        print("\nTriton's kernels are not timed: they need a CUDA GPU.")
 
 
 # ---- remat
@@ -413,7 +443,7 @@ def stage_cost(layer: StageCost, layers: int) -> StageCost:
     )
 
 
-PARTS: Sequence[str] = ("kernels", "remat", "overlap", "chunks", "traces")
+PARTS: Sequence[str] = ("kernels", "fused", "remat", "overlap", "chunks", "traces")
 
 
 def main() -> None:
@@ -444,7 +474,8 @@ def main() -> None:
         dist.init_process_group(
             "gloo", init_method=f"file://{folder}/meeting", rank=0, world_size=1
         )
-        for part, run in {"kernels": kernels, "remat": remat, "overlap": overlap}.items():
+        runs = {"kernels": kernels, "fused": fused, "remat": remat, "overlap": overlap}
+        for part, run in runs.items():
             if part in asked.parts:
                 run(measured, asked, figures)
         if {"chunks", "traces"} & set(asked.parts):

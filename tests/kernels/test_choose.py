@@ -9,13 +9,18 @@ import torch
 from torch.nn import attention
 
 from hf_flexseq.kernels import choose, flash_attn, flash_attn3
-from hf_flexseq.kernels.choose import choose_kernel, explain, guarantees
+from hf_flexseq.kernels.choose import choose_fused, choose_kernel, explain, guarantees
 from hf_flexseq.kernels.segments import Segments
 from hf_flexseq.kernels.torch_varlen import TorchVarlen
 from tests.kernels.test_cuda_kernels import flash3_operators
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
-REMEMBERED = (flash_attn.package_problem, flash_attn3.package_problem, choose._log_once)
+REMEMBERED = (
+    flash_attn.package_problem,
+    flash_attn3.package_problem,
+    choose._log_once,
+    choose._fused_for_cuda,
+)
 
 
 @pytest.fixture(autouse=True)
@@ -324,3 +329,45 @@ def test_guarantees_of_the_cpu_kernel():
         "cpu_flash: float32, float64, bfloat16, float16; head size any number; lse -inf without "
         "keys; 16-bit inputs get float32 gradients; deterministic backward; no sliding windows"
     )
+
+
+# ---- between kernel calls
+
+
+def test_the_cpu_has_torch_between_kernel_calls(caplog):
+    caplog.set_level(logging.INFO)
+    assert choose_fused(CPU).name == "torch"
+    assert not caplog.records
+
+
+def test_cuda_has_triton_between_kernel_calls(caplog):
+    pytest.importorskip("triton", reason="Triton has wheels for Linux only")
+    caplog.set_level(logging.INFO)
+    assert choose_fused(CUDA).name == "triton"
+    choose_fused(CUDA)
+    (record,) = caplog.records
+    assert record.levelname == "INFO"
+
+
+def test_without_triton_torch_serves_and_says_so_once(monkeypatch, caplog):
+    monkeypatch.setattr(choose.util, "find_spec", lambda name: None)
+    assert choose_fused(CUDA).name == "torch"
+    choose_fused(CUDA)
+    (record,) = caplog.records
+    assert record.levelname == "WARNING"
+    assert record.getMessage().startswith("merging and packing take several launches each: triton")
+
+
+@pytest.mark.parametrize(
+    "lacks, advice", [("compiler", "install gcc"), ("headers", "development headers")]
+)
+def test_triton_that_cannot_start_is_not_chosen(monkeypatch, caplog, tmp_path, lacks, advice):
+    pytest.importorskip("triton", reason="Triton has wheels for Linux only")
+    if lacks == "compiler":
+        monkeypatch.delenv("CC", raising=False)
+        monkeypatch.setattr(choose.shutil, "which", lambda name: None)
+    else:
+        monkeypatch.setenv("CC", "cc")
+        monkeypatch.setattr(choose.sysconfig, "get_path", lambda name: str(tmp_path))
+    assert choose_fused(CUDA).name == "torch"
+    assert advice in caplog.text

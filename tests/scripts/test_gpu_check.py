@@ -13,6 +13,7 @@ from hf_flexseq.attention import replay
 from hf_flexseq.distributed.matching import Launches
 from hf_flexseq.kernels.choose import CANDIDATES
 from hf_flexseq.kernels.cpu_flash import CpuFlash
+from hf_flexseq.kernels.fused import TorchFused
 from hf_flexseq.topology import Topology
 
 SCRIPT = Path(__file__).parents[2] / "scripts/gpu_check.py"
@@ -108,6 +109,32 @@ def test_kernels_that_are_not_there_are_named_with_the_reason():
     text = part("kernels").kernel_seconds_section(rehearsal()).text()
     assert "| cpu_flash | 0." in text
     assert "| FA3 | not run: it runs on CUDA, not on cpu |" in text
+
+
+# ---- between kernel calls
+
+
+def test_triton_s_kernels_hold():
+    section = part("fused").fused_section(rehearsal())
+    assert section.holds, section.text()
+    assert section.text().count("| ok |") == len(part("fused").SHORT_CASES)
+
+
+@pytest.mark.parametrize("operation", ["merge", "add", "gather", "pack", "unpack"])
+def test_an_operation_that_leaves_something_out_does_not(operation):
+    class Wrong(TorchFused):
+        pass
+
+    setattr(Wrong, operation, lambda *_: None)
+    section = part("fused").section_of(Wrong(), CPU, part("fused").SHORT_CASES)
+    assert not section.holds
+    assert "FAILED" in section.text()
+
+
+def test_without_triton_s_interpreter_a_cpu_says_so(monkeypatch):
+    monkeypatch.delenv("TRITON_INTERPRET")
+    text = part("fused").fused_section(rehearsal()).text()
+    assert "Not run: on a CPU it needs Triton's interpreter: set TRITON_INTERPRET=1." in text
 
 
 # ---- plans

@@ -1,0 +1,170 @@
+"""Where the heads of several tensors lie in one flat buffer that is cut into parts.
+
+Ulysses sends every rank its heads of q, k and v in one message. The message, a *part* of the
+buffer, is [tokens, heads of the part, head_dim], with its heads of all tensors side by side. For
+example q of four heads and k of two, dealt to two ranks:
+
+    part 0    of every token    q0 q1 k0
+    part 1    of every token    q2 q3 k1
+
+A *slot* is the place of one head of one token. With T tokens part 0 has slots 0 to 3T - 1, and
+head q1 of token n is in slot 1 + 3n. So a head of a part is a *column* of slots: a first one and a
+stride. Columns that lie alike in part after part are a *run*.
+
+`kernels/fused.py` packs tensors into such a buffer, run by run, and unpacks them again;
+`kernels/triton_kernels.py` does so column by column.
+"""
+
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+
+class HeadColumn(NamedTuple):
+    """One head of one tensor, in one part of the buffer."""
+
+    tensor: int
+    head: int
+    slot: int  # of token 0
+    stride: int  # slots from a token to the next one
+
+
+class HeadRun(NamedTuple):
+    """Some heads that lie side by side, in as many parts of the buffer as have them alike."""
+
+    tensor: int
+    head: int  # the first head in the first part
+    heads: int  # in each part
+    slot: int  # of that first head and token 0
+    stride: int  # slots from a token to the next one
+    parts: int
+    head_step: int  # heads from a part to the next one
+    slot_step: int  # slots from a part to the next one
+
+    def columns(self) -> Iterator[HeadColumn]:
+        """Yield the columns of the run, part after part."""
+        for part in range(self.parts):
+            head = self.head + part * self.head_step
+            slot = self.slot + part * self.slot_step
+            for i in range(self.heads):
+                yield HeadColumn(self.tensor, head + i, slot + i, self.stride)
+
+
+class HeadLayout:
+    """The places of the heads of some tensors [tokens, heads, head_dim] in a flat buffer."""
+
+    __slots__ = ("columns", "heads", "numbers", "runs", "shared", "slots", "tokens")
+
+    def __init__(self, head_ranges: Sequence[Sequence[slice]], tokens: int) -> None:
+        """Lay out the heads.
+
+        head_ranges: by tensor, by part, the heads of the tensor that the part has. A head may be
+        in several parts, but must be in one.
+        """
+        slots, runs = _runs(head_ranges, tokens)
+        columns: list[HeadColumn] = []
+        for run in runs:
+            columns.extend(run.columns())
+        # Sorted by head; parts that share a head stay in their order.
+        columns.sort(key=lambda column: (column.tensor, column.head))
+
+        self.tokens = tokens
+        self.runs = tuple(runs)
+        self.columns = len(columns)
+        """How many columns there are."""
+        self.slots = tuple(slots)
+        """Slots of each part; times head_dim they are its elements."""
+        self.heads = tuple(_all_heads(ranges) for ranges in head_ranges)
+        """Heads of each tensor."""
+        self.shared = tuple(_is_shared(ranges) for ranges in head_ranges)
+        """By tensor, whether several parts have some head."""
+        self.numbers: NDArray[np.int64] = _numbers(columns, self.heads)
+        """The columns as integers: [columns, 4], the fields of each, sorted by tensor and head;
+        then, by tensor and head, the number of its first column, and at the end `columns`. One
+        array of one dimension, int64."""
+
+
+def _runs(head_ranges: Sequence[Sequence[slice]], tokens: int) -> tuple[list[int], list[HeadRun]]:
+    """Return the slots of each part, and the runs of all tensors."""
+    # 1. one run for each tensor and part
+    starts: list[int] = []  # first slot of each part
+    single: list[list[HeadRun]] = [[] for _ in head_ranges]
+    slots = []
+    end = 0
+    for ranges_of_part in zip(*head_ranges, strict=True):
+        stride = sum(_heads_in(one) for one in ranges_of_part)
+        starts.append(end)
+        before = 0  # heads of the tensors before
+        for number, one in enumerate(ranges_of_part):
+            heads = _heads_in(one)
+            if heads:
+                run = HeadRun(number, one.start, heads, end + before, stride, 1, 0, 0)
+                single[number].append(run)
+            before += heads
+        slots.append(tokens * stride)
+        end += tokens * stride
+    # 2. parts that go on alike are joined
+    runs: list[HeadRun] = []
+    for of_tensor in single:
+        joined: list[HeadRun] = []
+        for run in of_tensor:
+            longer = _longer(joined[-1], run) if joined else None
+            if longer is None:
+                joined.append(run)
+            else:
+                joined[-1] = longer
+        runs += joined
+    return slots, runs
+
+
+def _longer(run: HeadRun, following: HeadRun) -> HeadRun | None:
+    """Return a run with another part at its end; None where that one does not lie alike.
+
+    following: a run of one part.
+    """
+    if (following.heads, following.stride) != (run.heads, run.stride):
+        return None
+    head_step = following.head - run.head - (run.parts - 1) * run.head_step
+    slot_step = following.slot - run.slot - (run.parts - 1) * run.slot_step
+    if run.parts == 1:
+        # Parts that share a head are no run: they could not be added to it at once.
+        is_alike = head_step >= run.heads
+    else:
+        is_alike = (head_step, slot_step) == (run.head_step, run.slot_step)
+    if not is_alike:
+        return None
+    return run._replace(parts=run.parts + 1, head_step=head_step, slot_step=slot_step)
+
+
+def _all_heads(ranges: Sequence[slice]) -> int:
+    """Return how many heads a tensor has; each must be in some part."""
+    heads: set[int] = set()
+    for one in ranges:
+        heads.update(range(one.start, one.stop))
+    assert heads == set(range(len(heads))), "every head is in some part"
+    return len(heads)
+
+
+def _is_shared(ranges: Sequence[slice]) -> bool:
+    """Return True where several parts have some head."""
+    return sum(_heads_in(one) for one in ranges) > _all_heads(ranges)
+
+
+def _heads_in(heads: slice) -> int:
+    """Return how many heads a range has."""
+    return int(heads.stop - heads.start)
+
+
+def _numbers(columns: Sequence[HeadColumn], heads: Sequence[int]) -> NDArray[np.int64]:
+    """Return `HeadLayout.numbers`. columns: sorted by tensor and head. heads: of each tensor."""
+    firsts: list[int] = []
+    last = None
+    for number, column in enumerate(columns):
+        if (column.tensor, column.head) != last:
+            last = (column.tensor, column.head)
+            firsts.append(number)
+    assert len(firsts) == sum(heads), "every head has a column"
+    fields = np.array(columns, dtype=np.int64).reshape(-1)
+    return np.concatenate((fields, np.array([*firsts, len(columns)], dtype=np.int64)))

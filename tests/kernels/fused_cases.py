@@ -1,0 +1,122 @@
+"""Operations of `Fused` on random tensors: each returns what an implementation writes."""
+
+import torch
+
+from hf_flexseq.kernels import lse_dtype
+from hf_flexseq.kernels.fused import Fused, Rows
+from hf_flexseq.schedule.head_layout import HeadLayout
+
+ROWS: dict[str, tuple[Rows, int]] = {  # a selection of 11 rows, and how many it has
+    "a slice": (slice(3, 9), 6),
+    "all rows": (slice(None), 11),
+    "an index": (torch.tensor([7, 0, 10, 3, 4]), 5),
+    "one row": (torch.tensor([6]), 1),
+    "no row": (slice(4, 4), 0),
+    "an index of no row": (torch.tensor([], dtype=torch.int64), 0),
+}
+TOTAL_ROWS = 11
+
+# by tensor, by part, the heads of a part
+HEAD_RANGES: dict[str, list[list[slice]]] = {
+    "heads that divide": [
+        [slice(0, 2), slice(2, 4), slice(4, 6)],
+        [slice(0, 1), slice(1, 2), slice(2, 3)],
+        [slice(0, 1), slice(1, 2), slice(2, 3)],
+    ],
+    "heads that do not divide": [
+        [slice(0, 1), slice(1, 3), slice(3, 5)],
+        [slice(0, 1), slice(1, 2), slice(2, 3)],
+    ],
+    "shared heads": [
+        [slice(0, 1), slice(1, 2), slice(2, 3), slice(3, 4)],
+        [slice(0, 1), slice(0, 1), slice(1, 2), slice(1, 2)],
+    ],
+    "overlapping heads": [
+        [slice(0, 2), slice(2, 4), slice(4, 6)],
+        [slice(0, 2), slice(1, 3), slice(2, 4)],
+    ],
+    "a part without heads": [
+        [slice(0, 1), slice(1, 1), slice(1, 2)],
+        [slice(0, 1), slice(0, 0), slice(0, 1)],
+    ],
+    "one part": [[slice(0, 3)], [slice(0, 1)]],
+}
+
+
+def normal(seed: int, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    """Normal numbers of this shape and dtype."""
+    random = torch.Generator().manual_seed(seed)
+    return torch.randn(shape, dtype=torch.float64, generator=random).to(dtype)
+
+
+def merged(
+    fused: Fused, selection: str, *, dtype: torch.dtype, heads: int = 3, head_dim: int = 7
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """out [11, H, D] and lse [11, H] after a merge; some rows have no key on one side or both.
+
+    dtype: of the part. Log-sum-exps are [H, rows] in memory, as kernels leave them.
+    """
+    rows, count = ROWS[selection]
+    wide = lse_dtype(dtype)
+    out = normal(0, (TOTAL_ROWS, heads, head_dim), wide)
+    lse = (300 * normal(1, (heads, TOTAL_ROWS), wide)).t()
+    part_out = normal(2, (count, heads, head_dim), dtype)
+    part_lse = (300 * normal(3, (heads, count), wide)).t()
+    for row in (0, 3):
+        lse[row] = -torch.inf
+        out[row] = 0
+    for row in (1, 4):
+        part_lse[row : row + 1] = -torch.inf
+        part_out[row : row + 1] = 0
+    fused.merge(out, lse, rows, part_out, part_lse)
+    return out, lse
+
+
+def added(fused: Fused, selection: str, *, dtype: torch.dtype) -> list[torch.Tensor]:
+    """dq [11, 5, 7], dk and dv [11, 2, 7] after parts were added; dk and dv are views."""
+    rows, count = ROWS[selection]
+    wide = lse_dtype(dtype)
+    dq = normal(0, (TOTAL_ROWS, 5, 7), wide)
+    dkv = normal(1, (TOTAL_ROWS, 2, 2, 7), wide)
+    dk, dv = dkv.unbind(1)
+    parts = (
+        normal(2, (count, 5, 7), dtype),
+        normal(3, (4, 2, 7), dtype),
+        normal(4, (4, 2, 7), dtype),
+    )
+    fused.add((dq, dk, dv), (rows, slice(2, 6), slice(2, 6)), parts)
+    return [dq, dkv]
+
+
+def gathered(fused: Fused, selection: str, *, dtype: torch.dtype) -> list[torch.Tensor]:
+    """q [n, 3, 7], kv [4, 2, 1, 40] and lse [n, 3], in one buffer where dtypes allow."""
+    rows, count = ROWS[selection]
+    q = normal(0, (TOTAL_ROWS, 3, 7), dtype)
+    kv = normal(1, (TOTAL_ROWS, 2, 1, 40), dtype)
+    lse = normal(2, (3, TOTAL_ROWS), lse_dtype(dtype)).t()
+    buffer = torch.full((count * 21 + 4 * 80,), 9.0, dtype=dtype)
+    q_rows = buffer[: count * 21].view(count, 3, 7)
+    kv_rows = buffer[count * 21 :].view(4, 2, 1, 40)
+    lse_rows = torch.full((3, count), 9.0, dtype=lse.dtype).t()
+    keys = torch.tensor([9, 8, 1, 1])
+    fused.gather((q, kv, lse), (rows, keys, rows), (q_rows, kv_rows, lse_rows))
+    return [buffer, lse_rows]
+
+
+def packed(
+    fused: Fused, case: str, *, dtype: torch.dtype, head_dim: int = 7, tokens: int = 5
+) -> list[torch.Tensor]:
+    """The buffer of a layout, [slots x D], and the tensors that are unpacked from such a one."""
+    layout = HeadLayout(HEAD_RANGES[case], tokens)
+    table = torch.from_numpy(layout.numbers)
+    slots = sum(layout.slots)
+    tensors = []
+    targets = []
+    for number, heads in enumerate(layout.heads):
+        # one head more, for strides that are not those of a tensor of its own
+        tensors.append(normal(number, (tokens, heads + 1, head_dim), dtype)[:, 1:])
+        targets.append(torch.full((tokens, heads, head_dim), 9.0, dtype=dtype))
+    flat = torch.full((slots * head_dim,), 9.0, dtype=dtype)
+    fused.pack(tensors, layout, table, flat)
+    fused.unpack(normal(9, (slots * head_dim,), dtype), layout, table, targets)
+    return [flat, *targets]
