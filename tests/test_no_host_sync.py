@@ -17,7 +17,7 @@ from hf_flexseq.attention import (
 )
 from hf_flexseq.hf.attention import NAME, PIPELINE_NAME
 from hf_flexseq.hf.model.loss import attach_chunked_loss
-from hf_flexseq.kernels import chunked_loss
+from hf_flexseq.kernels import chunked_loss, fused
 from hf_flexseq.kernels.reference import Reference
 from hf_flexseq.kernels.torch_varlen import TorchVarlen
 from hf_flexseq.kernels.upload import to_device
@@ -335,13 +335,13 @@ def made_with(read):
         read(lse)
         merge_into(out, lse, call_out, call_lse)
 
-    merge_into = replay.merge_into
+    merge_into = fused.merge_into
     return merge
 
 
 def read_in_the_ring(read):
     """The fault of a ring that first does something with a log-sum-exp."""
-    return "balanced", replay, "merge_into", made_with(read)
+    return "balanced", fused, "merge_into", made_with(read)
 
 
 # the groups, what is replaced where and by what, and words of the error

@@ -19,7 +19,8 @@ from hf_flexseq.distributed.all_to_all import all_to_all
 from hf_flexseq.distributed.communicator import Communicator
 from hf_flexseq.distributed.transport import Label, Lane, Message, Pending
 from hf_flexseq.kernels import Kernel, lse_dtype
-from hf_flexseq.kernels.merge import merge_into
+from hf_flexseq.kernels.choose import choose_fused
+from hf_flexseq.kernels.fused import Rows
 from hf_flexseq.kernels.segments import Segments
 from hf_flexseq.program.blocks import BlocksSpec
 from hf_flexseq.program.instructions import (
@@ -28,13 +29,13 @@ from hf_flexseq.program.instructions import (
     WIDE,
     AllToAllSpec,
     Call,
-    Comb,
-    HeadsSpec,
     Index,
     Instruction,
     PostSpec,
     Program,
 )
+from hf_flexseq.program.instructions import Rows as RowsSpec
+from hf_flexseq.schedule.head_layout import HeadLayout
 
 Tensors = tuple[torch.Tensor, ...]
 
@@ -95,6 +96,7 @@ class BoundProgram:
     __slots__ = (
         "_communicator",
         "device",
+        "fused",
         "inputs",
         "kernel",
         "outputs",
@@ -117,6 +119,7 @@ class BoundProgram:
         self._communicator = communicator
         self.kernel = kernel
         self.device = uploads.device
+        self.fused = choose_fused(uploads.device)
         self.inputs = tuple(value.number for value in program.inputs)
         self.outputs = tuple(value.number for value in program.outputs)
         self.saved = tuple(value.number for of_zone in program.saved for value in of_zone)
@@ -182,6 +185,8 @@ class _Binder:
     def _constant(self, constant: Any) -> Any:
         if isinstance(constant, Index):
             return self._uploads.index(constant.number)
+        if isinstance(constant, RowsSpec):
+            return self._rows(constant)
         if isinstance(constant, Call):
             return self._uploads.segments(constant.number)
         if isinstance(constant, BlocksSpec):
@@ -189,6 +194,12 @@ class _Binder:
         if isinstance(constant, str):
             return self._dtypes[constant]
         return constant
+
+    def _rows(self, rows: RowsSpec) -> Rows:
+        if rows.array is not None:
+            return self._uploads.index(rows.array)
+        assert rows.start is not None, "rows of another rank are not bound"
+        return slice(rows.start, rows.start + rows.tokens)
 
     def _post(self, instruction: Instruction) -> BoundPost:
         number, spec, made = instruction.constants
@@ -248,22 +259,25 @@ class Replay:
 
     # -- rows
 
-    def take(self, x: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
-        return x.index_select(0, index)
+    def take(self, *tensors_and_rows: Any) -> Tensors:
+        *tensors, rows = tensors_and_rows
+        targets = tuple(x.new_empty(len(rows), *x.shape[1:]) for x in tensors)
+        self._program.fused.gather(tensors, [rows] * len(tensors), targets)
+        return targets
 
     def part(self, x: torch.Tensor, start: int, stop: int) -> torch.Tensor:
         return x[start:stop]
 
-    def put(self, total: torch.Tensor, part: torch.Tensor, start: int, stop: int) -> None:
-        total[start:stop].copy_(part)
+    def put(self, total: torch.Tensor, part: torch.Tensor, rows: Rows) -> None:
+        if isinstance(rows, slice):
+            total[rows].copy_(part)
+        else:
+            total.index_copy_(0, rows, part.to(total.dtype))
 
-    def put_by_index(self, total: torch.Tensor, part: torch.Tensor, index: torch.Tensor) -> None:
-        total.index_copy_(0, index, part.to(total.dtype))
+    def add(self, total: torch.Tensor, part: torch.Tensor, rows: Rows) -> None:
+        self._program.fused.add([total], [rows], [part])
 
-    def add(self, total: torch.Tensor, part: torch.Tensor, start: int, stop: int) -> None:
-        total[start:stop].add_(part)
-
-    def add_by_index(self, total: torch.Tensor, part: torch.Tensor, index: torch.Tensor) -> None:
+    def accumulate(self, total: torch.Tensor, part: torch.Tensor, index: torch.Tensor) -> None:
         total.index_add_(0, index, part.to(total.dtype))
 
     def merge(
@@ -272,24 +286,9 @@ class Replay:
         lse: torch.Tensor,
         part_out: torch.Tensor,
         part_lse: torch.Tensor,
-        start: int,
-        stop: int,
+        rows: Rows,
     ) -> None:
-        merge_into(out[start:stop], lse[start:stop], part_out, part_lse)
-
-    def merge_by_index(
-        self,
-        out: torch.Tensor,
-        lse: torch.Tensor,
-        part_out: torch.Tensor,
-        part_lse: torch.Tensor,
-        index: torch.Tensor,
-    ) -> None:
-        row_out = out.index_select(0, index)  # [t, H, D] -> [n, H, D]
-        row_lse = lse.index_select(0, index)  # [t, H] -> [n, H]
-        merge_into(row_out, row_lse, part_out, part_lse)
-        out.index_copy_(0, index, row_out)
-        lse.index_copy_(0, index, row_lse)
+        self._program.fused.merge(out, lse, rows, part_out, part_lse)
 
     def join(self, *parts_and_dim: Any) -> torch.Tensor:
         *parts, dim = parts_and_dim
@@ -325,9 +324,23 @@ class Replay:
     def kernel_lse(self, lse: torch.Tensor) -> torch.Tensor:
         return lse.t().contiguous()
 
-    def deal_heads(self, *tensors_and_spec: Any) -> torch.Tensor:
-        *tensors, spec = tensors_and_spec
-        return _dealt(tensors, spec)
+    def pack_heads(self, *tensors_and_layout: Any) -> torch.Tensor:
+        *tensors, shape, layout, table = tensors_and_layout
+        flat: torch.Tensor = tensors[0].new_empty(shape)
+        self._program.fused.pack(tensors, layout, table, flat)
+        return flat
+
+    def unpack_heads(
+        self,
+        flat: torch.Tensor,
+        shapes: tuple[tuple[int, ...], ...],
+        dtype: torch.dtype,
+        layout: HeadLayout,
+        table: torch.Tensor,
+    ) -> Tensors:
+        tensors = tuple(self.empty(shape, dtype) for shape in shapes)
+        self._program.fused.unpack(flat, layout, table, tensors)
+        return tensors
 
     def flat_heads(self, *tensors: torch.Tensor) -> torch.Tensor:
         return torch.cat(tensors, dim=1).view(-1)
@@ -336,10 +349,6 @@ class Replay:
         self, flat: torch.Tensor, tokens: int, heads: tuple[int, ...], head_dim: int
     ) -> Tensors:
         return flat.view(tokens, sum(heads), head_dim).split(heads, dim=1)
-
-    def place_heads(self, flat: torch.Tensor, *totals_and_spec: Any) -> None:
-        *totals, spec = totals_and_spec
-        _place(totals, flat, spec)
 
     # -- kernels
 
@@ -410,18 +419,20 @@ class Replay:
         self.pending[post.number] = pending
         return made
 
-    def all_to_all(self, sent: torch.Tensor, number: int, spec: AllToAllSpec) -> torch.Tensor:
-        posted = all_to_all(
+    def all_to_all(
+        self, sent: torch.Tensor, received: torch.Tensor, number: int, spec: AllToAllSpec
+    ) -> None:
+        pending = all_to_all(
             self._program.communicator,
             spec.ranks,
             sent,
+            received,
             spec.sent,
             spec.received,
             tag=spec.tag,
             label=spec.label,
         )
-        self.pending[number] = [posted.pending]
-        return posted.received
+        self.pending[number] = [pending]
 
     def wait(self, number: int) -> None:
         for pending in self.pending.pop(number):
@@ -440,67 +451,3 @@ class Replay:
         nbytes = torch.Size(shape).numel() * dtype.itemsize
         # uint8 [nbytes] -> [elements] of the dtype -> shape
         return parcel[offset : offset + nbytes].view(dtype).view(shape)
-
-
-# ---- heads by rank
-
-
-def _of_comb(comb: Comb, x: torch.Tensor, ranks: int) -> torch.Tensor:
-    """Return a view of a comb of heads: [tokens, all heads, head_dim] -> [tokens, ranks, width,
-    head_dim]."""
-    by_rank = x.unflatten(1, (ranks, comb.stride))
-    return by_rank[:, :, comb.start : comb.start + comb.width]
-
-
-def _dealt(tensors: Sequence[torch.Tensor], spec: HeadsSpec) -> torch.Tensor:
-    """Return what each rank is sent, flat, by rank: [tokens, its heads of all tensors, head_dim].
-
-    tensors: [tokens, all heads, head_dim] each.
-    """
-    tokens, _, head_dim = tensors[0].shape
-    ranks = len(spec.heads_by_rank)
-    sent = tensors[0].new_empty(tokens * sum(spec.heads_by_rank) * head_dim)
-    if spec.combs is not None:
-        # [tokens, ranks, heads of a rank, head_dim] per tensor -> of all tensors together
-        columns = [_of_comb(comb, x, ranks) for x, comb in zip(tensors, spec.combs, strict=True)]
-        together = sent.view(ranks, tokens, spec.heads_by_rank[0], head_dim)
-        torch.cat(columns, dim=2, out=together.transpose(0, 1))
-        return sent
-    counts = [tokens * heads * head_dim for heads in spec.heads_by_rank]
-    for i, flat in enumerate(sent.split(counts)):
-        heads = []
-        for x, ranges in zip(tensors, spec.ranges, strict=True):
-            start, stop = ranges[i]
-            heads.append(x[:, start:stop])
-        torch.cat(heads, dim=1, out=flat.view(tokens, spec.heads_by_rank[i], head_dim))
-    return sent
-
-
-def _place(totals: Sequence[torch.Tensor], flat: torch.Tensor, spec: HeadsSpec) -> None:
-    """Write what has come from each rank to the totals, [tokens, all heads, head_dim] each; add it
-    where ranks share heads.
-
-    flat: by rank, [tokens, its heads of all tensors, head_dim].
-    """
-    ranks = len(spec.heads_by_rank)
-    head_dim = totals[0].shape[2]
-    if spec.combs is not None:
-        widths = [comb.width for comb in spec.combs]
-        # flat, by rank -> [tokens, ranks, heads of a rank, head_dim] per tensor
-        by_rank = flat.view(ranks, spec.tokens, sum(widths), head_dim).transpose(0, 1)
-        parts = by_rank.split(widths, dim=2)
-        for total, comb, part in zip(totals, spec.combs, parts, strict=True):
-            _of_comb(comb, total, ranks).copy_(part)
-        return
-    counts = [spec.tokens * heads * head_dim for heads in spec.heads_by_rank]
-    for i, of_rank in enumerate(flat.split(counts)):
-        rows = of_rank.view(spec.tokens, spec.heads_by_rank[i], head_dim)
-        first = 0  # head of the rows
-        for total, ranges, shared in zip(totals, spec.ranges, spec.shared, strict=True):
-            start, stop = ranges[i]
-            part = rows[:, first : first + stop - start]
-            first += stop - start
-            if shared:
-                total[:, start:stop].add_(part)
-            else:
-                total[:, start:stop].copy_(part)

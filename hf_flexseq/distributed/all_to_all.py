@@ -2,7 +2,6 @@
 communicator has a group for the ranks, by messages elsewhere."""
 
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import torch
 
@@ -11,39 +10,27 @@ from hf_flexseq.distributed.transport import Label, Pending, unnamed
 from hf_flexseq.program.tags import UNTAGGED
 
 
-class AllToAll(NamedTuple):
-    """An all-to-all that is under way."""
-
-    pending: Pending
-    """To be waited for, exactly once."""
-
-    received: torch.Tensor
-    """What the ranks send to this one, flat [elements from all ranks], by rank; it may be read
-    after the wait."""
-
-
 def all_to_all(
     communicator: Communicator,
     ranks: Sequence[int],
     sent: torch.Tensor,
+    received: torch.Tensor,
     sent_counts: Sequence[int],
     received_counts: Sequence[int],
     *,
     tag: int = UNTAGGED,
     label: Label = unnamed,
-) -> AllToAll:
+) -> Pending:
     """Post the transfer of sent_counts[i] elements to `ranks[i]`, and of received_counts[i]
-    elements from there.
+    elements from there; the result is waited for exactly once.
 
     ranks: contiguous global ranks, this one among them. sent: contiguous, flat [elements to all
-    ranks], by rank; nobody reads it afterwards.
-    On each rank: [elements to all ranks] -> [elements from all ranks].
+    ranks], by rank; nobody reads it afterwards. received: contiguous, flat [elements from all
+    ranks], by rank; it may be read after the wait.
     """
-    received = sent.new_empty(sum(received_counts))
     block = communicator.blocks.get((ranks[0], ranks[-1] + 1))
     if block is not None:
-        pending = block.all_to_all(received, sent, received_counts, sent_counts, label=label)
-        return AllToAll(pending, received)
+        return block.all_to_all(received, sent, received_counts, sent_counts, label=label)
 
     own = communicator.rank - ranks[0]
     sends = []
@@ -57,7 +44,4 @@ def all_to_all(
         else:
             sends.append((parts_out[index], rank))
             recvs.append((parts_in[index], rank))
-    transfers = Transfers(
-        communicator, sends=sends, recvs=recvs, tag=tag, label=label, scratch=True
-    )
-    return AllToAll(transfers, received)
+    return Transfers(communicator, sends=sends, recvs=recvs, tag=tag, label=label, scratch=True)

@@ -81,10 +81,11 @@ class AllToAllRun:
     def __call__(self) -> None:
         if not self.ranks:
             return
+        received = torch.empty_like(self.sent)
         for _ in range(ALL_TO_ALLS):
             all_to_all(
-                self.communicator, self.ranks, self.sent, self.sizes, self.sizes
-            ).pending.wait()
+                self.communicator, self.ranks, self.sent, received, self.sizes, self.sizes
+            ).wait()
 
 
 class RingRun:

@@ -17,7 +17,6 @@ from hf_flexseq.program.instructions import (
     AllToAllSpec,
     Call,
     CallLengths,
-    HeadsSpec,
     Index,
     Instruction,
     LayerShape,
@@ -27,6 +26,7 @@ from hf_flexseq.program.instructions import (
     Value,
     last_uses,
 )
+from hf_flexseq.schedule.head_layout import HeadLayout
 
 IntArray = NDArray[np.int64]
 Values = tuple[Value, ...]
@@ -36,7 +36,7 @@ class Tables:
     """The integers that the programs of a micro-batch share: index arrays, and lengths of kernel
     calls. They go to the device in one copy (`attention/uploads.py`)."""
 
-    __slots__ = ("_calls", "_constants", "_ranges", "calls", "indices")
+    __slots__ = ("_calls", "_constants", "_head_tables", "_ranges", "calls", "indices")
 
     def __init__(self) -> None:
         self.indices: list[IntArray] = []
@@ -44,6 +44,7 @@ class Tables:
         self._calls: dict[CallLengths, int] = {}
         self._ranges: dict[tuple[tuple[int, int], ...], int] = {}
         self._constants: dict[tuple[int, ...], int] = {}
+        self._head_tables: dict[HeadLayout, int] = {}
 
     def index(self, array: IntArray) -> int:
         """Add an index array, int64 [n], and return its number."""
@@ -55,6 +56,12 @@ class Tables:
         if numbers not in self._constants:
             self._constants[numbers] = self.index(np.array(numbers, dtype=np.int64))
         return self._constants[numbers]
+
+    def head_table(self, layout: HeadLayout) -> int:
+        """Return the number of the array of a layout of heads, which is made once."""
+        if layout not in self._head_tables:
+            self._head_tables[layout] = self.index(layout.numbers)
+        return self._head_tables[layout]
 
     def rows(self, ranges: Sequence[tuple[int, int]]) -> Rows:
         """Return rows given as ranges [start, stop), which may be empty, one after the other."""
@@ -204,11 +211,21 @@ class Builder:
 
     def take(self, x: Value, rows: Rows) -> Value:
         """Return some rows of x: [t, ...] -> [n, ...], a view where they stand together."""
-        if rows.array is not None:
-            shape = (rows.tokens, *x.shape[1:])
-            return self._made("take", (x,), shape, x.dtype, Index(rows.array))
-        assert rows.start is not None, "rows of another rank cannot be taken"
-        return self.part(x, rows.start, rows.start + rows.tokens)
+        (taken,) = self.take_all((x,), rows)
+        return taken
+
+    def take_all(self, values: Values, rows: Rows) -> Values:
+        """Return the same rows of some values: [t, ...] -> [n, ...] each, views where they stand
+        together."""
+        if rows.array is None:
+            assert rows.start is not None, "rows of another rank cannot be taken"
+            stop = rows.start + rows.tokens
+            return tuple(self.part(x, rows.start, stop) for x in values)
+        taken = []
+        for x in values:
+            taken.append(self._value((rows.tokens, *x.shape[1:]), x.dtype))
+        self._emit("take", values, taken, rows)
+        return tuple(taken)
 
     def part(self, x: Value, start: int, stop: int) -> Value:
         """Return rows [start, stop) of x: [t, ...] -> [stop - start, ...], a view."""
@@ -222,19 +239,20 @@ class Builder:
 
     def put(self, total: Value, rows: Rows, part: Value) -> None:
         """Write part [n, ...] to these n rows of total [t, ...], in the dtype of total."""
-        if rows.array is not None:
-            self._emit("put_by_index", (total, part), (), Index(rows.array))
-        elif rows.tokens:
-            assert rows.start is not None, "rows of another rank cannot be written to"
-            self._emit("put", (total, part), (), rows.start, rows.start + rows.tokens)
+        if rows.tokens:
+            self._emit("put", (total, part), (), rows)
 
     def add(self, total: Value, rows: Rows, part: Value) -> None:
-        """Add part [n, ...] to these n rows of total [t, ...], in the dtype of total."""
-        if rows.array is not None:
-            self._emit("add_by_index", (total, part), (), Index(rows.array))
-        elif rows.tokens:
-            assert rows.start is not None, "rows of another rank cannot be added to"
-            self._emit("add", (total, part), (), rows.start, rows.start + rows.tokens)
+        """Add part [n, ...] to these n rows of total [t, ...], in the dtype of total; no row is
+        meant twice."""
+        if rows.tokens:
+            self._emit("add", (total, part), (), rows)
+
+    def accumulate(self, total: Value, rows: Rows, part: Value) -> None:
+        """Add part [n, ...] to rows of total [t, ...], in the dtype of total; a row may be meant
+        several times."""
+        assert rows.array is not None, "rows that stand together are meant once: add them"
+        self._emit("accumulate", (total, part), (), Index(rows.array))
 
     def merge(self, out: Value, lse: Value, rows: Rows, part: tuple[Value, Value]) -> None:
         """Merge the result of a call into the running result of all calls so far.
@@ -242,12 +260,8 @@ class Builder:
         out [t, H, D], lse [t, H]: the running result; rows: those n that the part is about.
         part: (out [n, H, D], lse [n, H]) over the keys of the call.
         """
-        ins = (out, lse, *part)
-        if rows.array is not None:
-            self._emit("merge_by_index", ins, (), Index(rows.array))
-        elif rows.tokens:
-            assert rows.start is not None, "results of other ranks' rows are sent to them"
-            self._emit("merge", ins, (), rows.start, rows.start + rows.tokens)
+        if rows.tokens:
+            self._emit("merge", (out, lse, *part), (), rows)
 
     def join(self, parts: Sequence[Value], dim: int = 0) -> Value:
         """Concatenate the parts along `dim`; a single part is returned as it is."""
@@ -322,13 +336,21 @@ class Builder:
         shape = (lse.rows, stop - start)
         return self._made("columns", (lse,), shape, lse.dtype, start, stop)
 
-    def deal_heads(self, tensors: Values, spec: HeadsSpec) -> Value:
-        """Return what each rank is sent, flat, by rank: [tokens, its heads of all tensors, D].
+    def pack_heads(self, tensors: Values, layout: HeadLayout) -> Value:
+        """Return the heads of all tensors side by side, part after part: [tokens, heads, D] each
+        -> flat [slots x D]."""
+        shape = (sum(layout.slots) * tensors[0].shape[2],)
+        table = Index(self.tables.head_table(layout))
+        return self._made("pack_heads", tensors, shape, tensors[0].dtype, shape, layout, table)
 
-        tensors: [tokens, all heads, D] each.
-        """
-        elements = spec.tokens * sum(spec.heads_by_rank) * tensors[0].shape[2]
-        return self._made("deal_heads", tensors, (elements,), tensors[0].dtype, spec)
+    def unpack_heads(self, flat: Value, layout: HeadLayout, head_dim: int) -> Values:
+        """Return the tensors of a layout in INPUT, heads that several parts have summed: flat
+        [slots x D] -> [tokens, heads, D] by tensor."""
+        shapes = tuple((layout.tokens, heads, head_dim) for heads in layout.heads)
+        outs = tuple(self._value(shape, INPUT) for shape in shapes)
+        table = Index(self.tables.head_table(layout))
+        self._emit("unpack_heads", (flat,), outs, shapes, INPUT, layout, table)
+        return outs
 
     def flat_heads(self, tensors: Values) -> Value:
         """Return the heads of all tensors side by side, flat: [tokens, heads, D] each -> [tokens x
@@ -344,13 +366,6 @@ class Builder:
         outs = tuple(self._value((tokens, count, head_dim), flat.dtype) for count in heads)
         self._emit("arrived_heads", (flat,), outs, tokens, tuple(heads), head_dim)
         return outs
-
-    def place_heads(self, totals: Values, flat: Value, spec: HeadsSpec) -> None:
-        """Write, or where ranks share heads add, what has come from each rank to the totals.
-
-        totals: [tokens, all heads, D] each. flat: by rank, [tokens, its heads of all tensors, D].
-        """
-        self._emit("place_heads", (flat, *totals), (), spec)
 
     # ---- kernels
 
@@ -404,14 +419,13 @@ class Builder:
         self._emit("post", sent, received, number, spec, shapes)
         return number
 
-    def all_to_all(self, sent: Value, spec: AllToAllSpec) -> tuple[int, Value]:
-        """Post an exchange of parts of a flat value, [elements to all ranks] -> [elements from all
-        ranks]; return its number, and what has come from the wait on."""
+    def all_to_all(self, sent: Value, received: Value, spec: AllToAllSpec) -> int:
+        """Post an exchange of parts of flat values, [elements to all ranks] -> [elements from all
+        ranks], and return its number. `received` is filled from the wait on."""
         number = self._posts
         self._posts += 1
-        shape = (sum(spec.received),)
-        received = self._made("all_to_all", (sent,), shape, sent.dtype, number, spec)
-        return number, received
+        self._emit("all_to_all", (sent, received), (), number, spec)
+        return number
 
     def wait(self, number: int) -> None:
         """Wait for a post, unless that was done already."""

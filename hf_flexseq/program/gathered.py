@@ -158,7 +158,7 @@ class AllGatherZone:
         """
         # [rows after the last leg, 2, kv_heads, head_dim]
         sums = b.zeros((self.legs[-1].after, *dkv.shape[1:]), WIDE)
-        b.add(sums, self.key_rows, dkv)
+        b.accumulate(sums, self.key_rows, dkv)
         for n in reversed(range(len(self.legs))):
             leg = self.legs[n]
             # 1. what the leg brought goes back: [rows after, ...] -> [rows before, ...]

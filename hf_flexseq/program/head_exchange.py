@@ -11,13 +11,14 @@ read, so several ranks may have one; their gradients are summed where they arriv
 (float64 for float64): many ranks may share a KV head, and a 16-bit sum would lose with each.
 """
 
+import functools
 from collections.abc import Sequence
 from typing import NamedTuple
 
 from hf_flexseq.program.builder import Builder, Values
 from hf_flexseq.program.exchange import Channel, Label
-from hf_flexseq.program.heads import overlapping
-from hf_flexseq.program.instructions import WIDE, AllToAllSpec, Comb, HeadsSpec, Value
+from hf_flexseq.program.instructions import AllToAllSpec, Value
+from hf_flexseq.schedule.head_layout import HeadLayout
 
 HeadRanges = Sequence[Sequence[slice]]  # by tensor, by rank
 
@@ -38,15 +39,6 @@ class ArrivingHeads(NamedTuple):
         return self.builder.arrived_heads(self.received, self.tokens, self.heads, self.head_dim)
 
 
-class ArrivingTokens(NamedTuple):
-    """Tensors on their way to this rank, [all tokens, heads, head_dim] of every rank."""
-
-    post: int
-    received: Value  # flat, by rank
-    head_ranges: HeadRanges  # the heads that each rank sends
-    head_dim: int
-
-
 class HeadExchange:
     """The exchanges of one Ulysses group, seen from one of its ranks."""
 
@@ -62,80 +54,54 @@ class HeadExchange:
         self.index = index
         self.tokens = tokens
 
+    @property
+    def own_tokens(self) -> int:
+        """Tokens that this rank holds."""
+        return self.tokens[self.index]
+
     def seq_to_head(
-        self, b: Builder, tensors: Values, head_ranges: HeadRanges, *, message: int
-    ) -> ArrivingHeads:
-        """Post each [my tokens, all heads, head_dim] -> [all tokens, my heads, head_dim].
+        self,
+        b: Builder,
+        tensors: Values,
+        pieces: Sequence[HeadRanges],
+        messages: Sequence[int],
+    ) -> list[ArrivingHeads]:
+        """Post each [my tokens, all heads, head_dim] -> [all tokens, my heads, head_dim], piece by
+        piece of the heads.
 
-        head_ranges: the heads that each rank is sent. message: number of the exchange among those
-        of the group.
-        """
-        own_tokens, _, head_dim = tensors[0].shape
-        spec = heads_spec(own_tokens, head_ranges, [x.shape[1] for x in tensors])
-        own_heads = [_heads_in(ranges[self.index]) for ranges in head_ranges]
-        sent_counts = [own_tokens * heads * head_dim for heads in spec.heads_by_rank]
-        received_counts = [tokens * sum(own_heads) * head_dim for tokens in self.tokens]
-        # [my tokens, all heads, head_dim] -> [my tokens, heads of rank i, head_dim], by i, flat
-        sent = b.deal_heads(tensors, spec)
-        post, received = self._post(b, sent, sent_counts, received_counts, message)
-        return ArrivingHeads(b, post, received, sum(self.tokens), own_heads, head_dim)
-
-    def head_to_seq(
-        self, b: Builder, tensors: Values, head_ranges: HeadRanges, *, message: int
-    ) -> ArrivingTokens:
-        """Post each [all tokens, my heads, head_dim] -> [my tokens, all heads, head_dim].
-
-        head_ranges: the heads that each rank has. message: number of the exchange among those of
-        the group. `wait_for_tokens` ends what is posted here.
+        pieces: the heads that each rank is sent with a piece. messages: number of the exchange of
+        each piece among those of the group.
         """
         head_dim = tensors[0].shape[2]
-        own_tokens = self.tokens[self.index]
-        own_heads = sum(x.shape[1] for x in tensors)
-        sent_counts = [tokens * own_heads * head_dim for tokens in self.tokens]
-        received_counts = []
-        for heads in _heads_by_rank(head_ranges):
-            received_counts.append(own_tokens * heads * head_dim)
-        # [all tokens, my heads, head_dim] -> [all tokens, my heads of all tensors, head_dim], flat
-        sent = b.flat_heads(tensors)
-        post, received = self._post(b, sent, sent_counts, received_counts, message)
-        return ArrivingTokens(post, received, head_ranges, head_dim)
+        layout = layout_of(pieces, self.own_tokens)
+        # [my tokens, all heads, head_dim] -> [my tokens, heads of rank i, head_dim], by piece and
+        # i, flat
+        packed = b.pack_heads(tensors, layout)
+        arriving = []
+        for (start, sent_counts), head_ranges, message in zip(
+            _parts(layout, len(pieces), head_dim), pieces, messages, strict=True
+        ):
+            own_heads = [_heads_in(ranges[self.index]) for ranges in head_ranges]
+            received_counts = [tokens * sum(own_heads) * head_dim for tokens in self.tokens]
+            received = b.empty((sum(received_counts),), packed.dtype)
+            sent = b.part(packed, start, start + sum(sent_counts))
+            post = self.post(b, sent, received, sent_counts, received_counts, message)
+            arriving.append(
+                ArrivingHeads(b, post, received, sum(self.tokens), own_heads, head_dim)
+            )
+        return arriving
 
-    def wait_for_tokens(self, b: Builder, pieces: Sequence[ArrivingTokens]) -> Values:
-        """Wait for all pieces of the heads, and return each tensor as [my tokens, all heads,
-        head_dim].
-
-        Heads that several ranks had are summed.
-        """
-        own_tokens = self.tokens[self.index]
-        totals: list[Value] = []
-        heads: list[int] = []  # by tensor
-        shared: list[bool] = []
-        for piece in pieces:
-            b.wait(piece.post)
-            if not totals:
-                # [my tokens, all heads, head_dim] by tensor
-                for by_piece in zip(*(one.head_ranges for one in pieces), strict=True):
-                    heads.append(max(part.stop for by_rank in by_piece for part in by_rank))
-                    shared.append(overlapping(by_piece))
-                    shape = (own_tokens, heads[-1], piece.head_dim)
-                    if shared[-1]:
-                        totals.append(b.zeros(shape, WIDE))
-                    else:
-                        totals.append(b.empty(shape, piece.received.dtype))
-            spec = heads_spec(own_tokens, piece.head_ranges, heads, shared)
-            b.place_heads(tuple(totals), piece.received, spec)
-        return tuple(totals)
-
-    def _post(
+    def post(
         self,
         b: Builder,
         sent: Value,
+        received: Value,
         sent_counts: Sequence[int],
         received_counts: Sequence[int],
         message: int,
-    ) -> tuple[int, Value]:
+    ) -> int:
         """Send sent_counts[i] elements of `sent`, flat, to the i-th rank, and expect
-        received_counts[i] from it."""
+        received_counts[i] from it; return the number of the post."""
         label = Label(self.channel, self._describe)
         for rank in self.ranks:
             label.peers |= {(rank, True), (rank, False)}
@@ -146,58 +112,89 @@ class HeadExchange:
             tag=self.channel.tag(message),
             label=label,
         )
-        return b.all_to_all(sent, spec)
+        return b.all_to_all(sent, received, spec)
 
     def _describe(self, peer: int, sent: bool) -> str:
         return f"heads of its part of sequences {list(self.channel.group.sequences)}"
 
 
-def heads_spec(
-    tokens: int, head_ranges: HeadRanges, heads: Sequence[int], shared: Sequence[bool] = ()
-) -> HeadsSpec:
-    """Return which heads of some tensors each rank has.
+class LeavingHeads:
+    """Tensors on their way back, [all tokens, my heads, head_dim] -> [my tokens, all heads,
+    head_dim], piece by piece of the heads."""
 
-    tokens: rows of the tensors. heads: all heads of each. shared: by tensor, whether ranks share
-    heads; empty where nothing is summed.
+    def __init__(
+        self,
+        b: Builder,
+        exchange: HeadExchange,
+        pieces: Sequence[HeadRanges],
+        head_dim: int,
+        dtype: str,
+    ) -> None:
+        """pieces: the heads that each rank has in a piece. dtype: of what travels."""
+        self._builder = b
+        self._exchange = exchange
+        self._head_dim = head_dim
+        self._layout = layout_of(pieces, exchange.own_tokens)
+        self._parts = _parts(self._layout, len(pieces), head_dim)
+        # flat, by piece and rank: [my tokens, its heads of all tensors, head_dim]
+        self._received = b.empty((sum(self._layout.slots) * head_dim,), dtype)
+        self._posts: list[int] = []
+
+    def post(self, tensors: Values, message: int) -> None:
+        """Post the tensors [all tokens, my heads, head_dim] of the next piece.
+
+        message: number of the exchange among those of the group.
+        """
+        b = self._builder
+        start, received_counts = self._parts[len(self._posts)]
+        own_heads = sum(x.shape[1] for x in tensors)
+        sent_counts = [tokens * own_heads * self._head_dim for tokens in self._exchange.tokens]
+        # [all tokens, my heads, head_dim] -> [all tokens, my heads of all tensors, head_dim], flat
+        sent = b.flat_heads(tensors)
+        received = b.part(self._received, start, start + sum(received_counts))
+        self._posts.append(
+            self._exchange.post(b, sent, received, sent_counts, received_counts, message)
+        )
+
+    def wait(self) -> Values:
+        """Wait for all pieces, and return each tensor as [my tokens, all heads, head_dim].
+
+        Heads that several ranks had are summed.
+        """
+        for post in self._posts:
+            self._builder.wait(post)
+        return self._builder.unpack_heads(self._received, self._layout, self._head_dim)
+
+
+def layout_of(pieces: Sequence[HeadRanges], tokens: int) -> HeadLayout:
+    """Return the layout of the heads of some tensors: parts by piece, and in a piece by rank.
+
+    pieces: the heads of each rank in a piece. tokens: rows of the tensors.
     """
     ranges = []
-    for of_tensor in head_ranges:
-        ranges.append(tuple((one.start, one.stop) for one in of_tensor))
-    any_shared = any(shared)
-    return HeadsSpec(
-        tokens=tokens,
-        ranges=tuple(ranges),
-        heads_by_rank=tuple(_heads_by_rank(head_ranges)),
-        combs=None if any_shared else _combs(head_ranges, heads),
-        shared=tuple(shared) or (False,) * len(ranges),
-    )
+    for by_piece in zip(*pieces, strict=True):  # by tensor
+        of_tensor = [(one.start, one.stop) for by_rank in by_piece for one in by_rank]
+        ranges.append(tuple(of_tensor))
+    return _layout(tuple(ranges), tokens)
 
 
-def _combs(head_ranges: HeadRanges, heads: Sequence[int]) -> tuple[Comb, ...] | None:
-    """Return the heads of every tensor as a comb; None where those of one are no comb.
-
-    heads: all heads of each tensor.
-    """
-    combs = []
-    for ranges, all_heads in zip(head_ranges, heads, strict=True):
-        stride, left = divmod(all_heads, len(ranges))
-        start = ranges[0].start
-        width = _heads_in(ranges[0])
-        if left or start + width > stride:
-            return None
-        for i, one in enumerate(ranges):
-            if one.start != start + i * stride or _heads_in(one) != width:
-                return None
-        combs.append(Comb(start, width, stride))
-    return tuple(combs)
+@functools.lru_cache(maxsize=256)
+def _layout(ranges: tuple[tuple[tuple[int, int], ...], ...], tokens: int) -> HeadLayout:
+    """Return the layout of heads given as (start, stop), by tensor and part."""
+    return HeadLayout([[slice(*one) for one in of_tensor] for of_tensor in ranges], tokens)
 
 
-def _heads_by_rank(head_ranges: HeadRanges) -> list[int]:
-    """Return how many heads of all tensors together each rank has."""
-    heads = []
-    for ranges_of_rank in zip(*head_ranges, strict=True):
-        heads.append(sum(_heads_in(one) for one in ranges_of_rank))
-    return heads
+def _parts(layout: HeadLayout, pieces: int, head_dim: int) -> list[tuple[int, list[int]]]:
+    """Return where the elements of each piece begin in a buffer, and how many each rank has."""
+    ranks = len(layout.slots) // pieces
+    parts = []
+    start = 0
+    for piece in range(pieces):
+        slots = layout.slots[piece * ranks : (piece + 1) * ranks]
+        counts = [count * head_dim for count in slots]
+        parts.append((start, counts))
+        start += sum(counts)
+    return parts
 
 
 def _heads_in(head_range: slice) -> int:

@@ -78,7 +78,7 @@ class Rows(NamedTuple):
 
 
 class Index(NamedTuple):
-    """Stands for an index array, int64, among the constants of an instruction."""
+    """Stands for an array of integers, int64, among the constants of an instruction."""
 
     number: int
 
@@ -128,34 +128,6 @@ class PostSpec(NamedTuple):
         """Return what the messages between this rank and `peer` are, for errors."""
         names = [label(peer, sent) for label in self.labels]
         return " or ".join(name for name in names if name is not None)
-
-
-class Comb(NamedTuple):
-    """Heads that stand alike on all ranks: of each `stride` heads rank after rank has `width`,
-    from the one of number `start` on."""
-
-    start: int
-    width: int
-    stride: int
-
-
-class HeadsSpec(NamedTuple):
-    """Which heads of some tensors each rank of an Ulysses group has."""
-
-    tokens: int
-    """Rows of the tensors."""
-
-    ranges: tuple[tuple[tuple[int, int], ...], ...]
-    """By tensor, by rank, the heads [start, stop)."""
-
-    heads_by_rank: tuple[int, ...]
-    """Heads of all tensors together."""
-
-    combs: tuple[Comb, ...] | None
-    """The same ranges as a comb for each tensor; None where those of one are no comb."""
-
-    shared: tuple[bool, ...]
-    """By tensor, whether ranks share heads, so that what comes from them is summed."""
 
 
 class AllToAllSpec(NamedTuple):

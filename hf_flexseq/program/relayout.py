@@ -108,7 +108,7 @@ class Relayout:
         # 1. to and from other ranks
         exchange = Exchange(b, self.channel.tag(message), Label(self.channel, self._describe))
         for i, rows in self.rows_to.items():
-            exchange.send([b.take(x, rows) for x in values], ranks[i])
+            exchange.send(b.take_all(values, rows), ranks[i])
         arriving = []
         for i, rows in self.rows_from.items():
             parts = exchange.recv(values, rows.tokens, ranks[i])
@@ -117,7 +117,7 @@ class Relayout:
 
         # 2. what stays on this rank: [tokens of the old layout, ...] -> [kept, ...]
         results = tuple(b.empty((self.tokens, *x.shape[1:]), x.dtype) for x in values)
-        kept = tuple(b.take(x, self.old_rows_kept) for x in values)
+        kept = b.take_all(values, self.old_rows_kept)
         arriving.append(ArrivingRows(self.new_rows_kept, kept))
         return Relocation(b, exchange, arriving, results)
 

@@ -246,7 +246,7 @@ class RingZone:
         """
         exchange = self._new_exchange(b, turn, of_queries, (kv,), returns=False)
         for share in turn.sent_queries:
-            exchange.send([b.take(x, share.rows) for x in of_queries], share.peer)
+            exchange.send(b.take_all(of_queries, share.rows), share.peer)
         for share in turn.sent_keys:
             exchange.send([b.take(kv, share.rows)], share.peer)
         call_queries = _read(b, exchange, turn.queries, of_queries)
@@ -380,7 +380,7 @@ def _read(b: Builder, exchange: Exchange, operand: Operand, values: Values) -> V
     The rows of a peer have come when `exchange` has been waited for.
     """
     if operand.peer is None:
-        return tuple(b.take(x, operand.rows) for x in values)
+        return b.take_all(values, operand.rows)
     return exchange.recv(values, operand.rows.tokens, operand.peer)
 
 

@@ -36,7 +36,12 @@ from hf_flexseq.plan.shard import Zone, contiguous_part
 from hf_flexseq.program import tags
 from hf_flexseq.program.builder import Builder, Tables, Values
 from hf_flexseq.program.exchange import Channel
-from hf_flexseq.program.head_exchange import ArrivingHeads, ArrivingTokens, HeadExchange
+from hf_flexseq.program.head_exchange import (
+    ArrivingHeads,
+    HeadExchange,
+    HeadRanges,
+    LeavingHeads,
+)
 from hf_flexseq.program.heads import (
     HeadPiece,
     HeadShare,
@@ -47,7 +52,7 @@ from hf_flexseq.program.heads import (
     overlapping,
     pieces_per_head,
 )
-from hf_flexseq.program.instructions import WIDE, Value
+from hf_flexseq.program.instructions import INPUT, WIDE, Value
 from hf_flexseq.program.local import LocalZone
 from hf_flexseq.program.weave import END, ZoneSteps, within
 from hf_flexseq.program.zones import Attention
@@ -120,19 +125,13 @@ class UlyssesZone:
         """
         pieces = self._pieces(b.shape.query_heads, b.shape.kv_heads)
 
-        # 1. post what the pieces read
-        arriving = []
-        for number, piece in enumerate(pieces):
-            # [my tokens, all heads, head_dim] -> [all tokens, my heads, head_dim]
-            head_ranges = (piece.queries, piece.kv_arriving, piece.kv_arriving)
-            arriving.append(
-                self.exchange.seq_to_head(
-                    b, (q, k, v), head_ranges, message=tags.seq_to_head(number)
-                )
-            )
+        # 1. post what the pieces read: [my tokens, all heads] -> [all tokens, my heads]
+        read = [(piece.queries, piece.kv_arriving, piece.kv_arriving) for piece in pieces]
+        arriving = self.exchange.seq_to_head(b, (q, k, v), read, _messages(tags.seq_to_head, read))
 
         # 2. compute piece by piece
-        leaving = []
+        written = [(piece.queries,) for piece in pieces]
+        leaving = LeavingHeads(b, self.exchange, written, q.shape[2], INPUT)
         saved_by_piece: list[Values] = []
         reader = PieceReader(b, Repeats(b))
         for number, piece in enumerate(pieces):
@@ -149,15 +148,11 @@ class UlyssesZone:
                 out_heads = q_heads  # no head here: [all tokens, 0, head_dim]
             yield span.stop
             # [all tokens, my heads, head_dim] -> [my tokens, all heads, head_dim]
-            leaving.append(
-                self.exchange.head_to_seq(
-                    b, (out_heads,), (piece.queries,), message=tags.head_to_seq(number)
-                )
-            )
+            leaving.post((out_heads,), tags.head_to_seq(number))
 
         # 3. wait for the results
         yield END
-        (out,) = self.exchange.wait_for_tokens(b, leaving)  # [my tokens, heads, head_dim]
+        (out,) = leaving.wait()  # [my tokens, heads, head_dim]
         if not saved_by_piece:
             saved_by_piece.append((b.empty((0,), WIDE),))  # no head here, and so no log-sum-exp
         return out, _flat(b, saved_by_piece)
@@ -165,14 +160,9 @@ class UlyssesZone:
     def backward(self, b: Builder, dout: Value, saved: Values) -> ZoneSteps[Values]:
         """Return dq [my tokens, heads, head_dim], dk and dv [my tokens, kv_heads, head_dim]."""
         pieces = self._pieces(b.shape.query_heads, b.shape.kv_heads)
-        arriving = []
-        for number, piece in enumerate(pieces):
-            # [my tokens, all heads, head_dim] -> [all tokens, my heads, head_dim]
-            arriving.append(
-                self.exchange.seq_to_head(
-                    b, (dout,), (piece.queries,), message=tags.seq_to_head(number)
-                )
-            )
+        # [my tokens, all heads, head_dim] -> [all tokens, my heads, head_dim]
+        read = [(piece.queries,) for piece in pieces]
+        arriving = self.exchange.seq_to_head(b, (dout,), read, _messages(tags.seq_to_head, read))
         saved_by_piece = self._unflat(b, saved, pieces)
         piece_backward = partial(self._backward_of_saved, b, saved_by_piece)
         return (yield from self._gradients(b, pieces, arriving, piece_backward))
@@ -187,22 +177,14 @@ class UlyssesZone:
         all pieces, [my heads, all tokens] or as `inner` has it.
         """
         pieces = self._pieces(b.shape.query_heads, b.shape.kv_heads)
-        arriving = []
-        for number, piece in enumerate(pieces):
-            # [my tokens, all heads, head_dim] -> [all tokens, my heads, head_dim]
-            tensors = (q, k, v, out, dout)
-            head_ranges = (
-                piece.queries,
-                piece.kv_arriving,
-                piece.kv_arriving,
-                piece.queries,
-                piece.queries,
-            )
-            arriving.append(
-                self.exchange.seq_to_head(
-                    b, tensors, head_ranges, message=tags.seq_to_head(number)
-                )
-            )
+        # [my tokens, all heads, head_dim] -> [all tokens, my heads, head_dim]
+        read = []
+        for piece in pieces:
+            keys = piece.kv_arriving
+            read.append((piece.queries, keys, keys, piece.queries, piece.queries))
+        arriving = self.exchange.seq_to_head(
+            b, (q, k, v, out, dout), read, _messages(tags.seq_to_head, read)
+        )
         lse_by_piece = self._unflat(b, (lse,), pieces)
         shares = [self._share(piece) for piece in pieces]
         reader = PieceReader(b, Repeats(b))
@@ -253,7 +235,9 @@ class UlyssesZone:
         # Where ranks share a KV head its gradients are parts of a sum, and not rounded yet.
         sums_wide = self.wide or b.wide
         parts_of_sums = sums_wide and overlapping([piece.kv_leaving for piece in pieces])
-        leaving: list[ArrivingTokens] = []
+        wire_dtype = WIDE if parts_of_sums else INPUT
+        written = [(piece.queries, piece.kv_leaving, piece.kv_leaving) for piece in pieces]
+        leaving = LeavingHeads(b, self.exchange, written, b.shape.head_dim, wire_dtype)
         sums = PieceSums(b, Repeats(b))
         for number, piece in enumerate(pieces):
             share = self._share(piece)
@@ -269,17 +253,11 @@ class UlyssesZone:
                 # no head here: [all tokens, 0, head_dim]
                 dq_heads = dk_heads = dv_heads = dout_heads
             yield span.stop
-            wire_dtype = WIDE if parts_of_sums else dout_heads.dtype
             tensors = tuple(b.cast(x, wire_dtype) for x in (dq_heads, dk_heads, dv_heads))
             # [all tokens, my heads, head_dim] -> [my tokens, all heads, head_dim]
-            head_ranges = (piece.queries, piece.kv_leaving, piece.kv_leaving)
-            leaving.append(
-                self.exchange.head_to_seq(
-                    b, tensors, head_ranges, message=tags.head_to_seq(number)
-                )
-            )
+            leaving.post(tensors, tags.head_to_seq(number))
         yield END
-        return self.exchange.wait_for_tokens(b, leaving)
+        return leaving.wait()
 
     def _pieces(self, heads: int, kv_heads: int) -> tuple[HeadPiece, ...]:
         """Cut the heads of all ranks into pieces: as many as are worth it, at most `HEAD_PIECES`.
@@ -322,6 +300,11 @@ class UlyssesZone:
             saved_by_piece.append((*of_piece, piece_lse))
             start = stop
         return saved_by_piece
+
+
+def _messages(message: Callable[[int], int], pieces: Sequence[HeadRanges]) -> list[int]:
+    """Return the number of the message of each piece."""
+    return [message(number) for number in range(len(pieces))]
 
 
 def _flat(b: Builder, saved_by_piece: Sequence[Values]) -> Values:

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from hf_flexseq.attention import replay
+from hf_flexseq.kernels import fused
 from hf_flexseq.distributed.matching import Launches
 from hf_flexseq.kernels.choose import CANDIDATES
 from hf_flexseq.kernels.cpu_flash import CpuFlash
@@ -156,12 +156,12 @@ def test_pipelines_on_threads_are_exact():
 
 def test_a_ring_that_loses_a_hundredth_is_found(monkeypatch):
     subject, one_device = part("subject"), part("one_device")
-    merge = replay.merge_into
+    merge = fused.merge_into
 
     def wrong(out, lse, part_out, part_lse):
         merge(out, lse, 0.99 * part_out, part_lse)
 
-    monkeypatch.setattr(replay, "merge_into", wrong)
+    monkeypatch.setattr(fused, "merge_into", wrong)
     examples = subject.documents(rehearsal())
     lengths = []
     for rank in range(2):
@@ -180,7 +180,7 @@ def test_a_ring_that_loses_a_hundredth_is_found(monkeypatch):
     model = subject.small_llama(CPU, layers=1)
     true = subject.true_gradients(model, examples)
     assert one_device._error_of(case, model, examples, true) > subject.FLOAT32_BOUND
-    monkeypatch.setattr(replay, "merge_into", merge)
+    monkeypatch.setattr(fused, "merge_into", merge)
     assert one_device._error_of(case, model, examples, true) < subject.FLOAT32_BOUND
 
 
