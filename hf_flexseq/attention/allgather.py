@@ -34,7 +34,7 @@ from hf_flexseq.kernels.segments import Segments
 from hf_flexseq.kernels.upload import to_device
 from hf_flexseq.plan.shard import Cut, Zone, cuts, held_chunks
 from hf_flexseq.schedule.attention import ChunkKey
-from hf_flexseq.schedule.gather import Hop, gather_hops
+from hf_flexseq.schedule.gather import RankLeg, gather_of_rank
 
 
 class ChunkMessage(NamedTuple):
@@ -80,8 +80,8 @@ class AllGatherZone:
         group_cuts = cuts("allgather", zone.lengths, degree)
         gathered = GatheredChunks(group_cuts, zone.index, degree)
         legs = []
-        for hops in gather_hops(group_cuts, degree, ranks_per_node):
-            legs.append(_leg(hops, zone, gathered, device))
+        for messages in gather_of_rank(group_cuts, degree, ranks_per_node, zone.index):
+            legs.append(_leg(messages, zone, gathered, device))
         self.legs = tuple(legs)
 
         # 2. what the kernel reads; key_rows: [keys of the call], indices of gathered rows
@@ -231,29 +231,17 @@ class GatheredChunks:
         return self._cuts[sequence].tokens((chunk,))
 
 
-def _leg(hops: Sequence[Hop], zone: Zone, gathered: GatheredChunks, device: torch.device) -> Leg:
+def _leg(messages: RankLeg, zone: Zone, gathered: GatheredChunks, device: torch.device) -> Leg:
     """Make this rank's part in a leg, and append the chunks that it brings to `gathered`."""
     before = gathered.tokens
-
-    # 1. the chunks by the index of the other rank
-    chunks_to: dict[int, list[ChunkKey]] = {}
-    chunks_from: dict[int, list[ChunkKey]] = {}
-    for hop in hops:
-        if hop.source == zone.index:
-            chunks_to.setdefault(hop.target, []).append(hop.chunk)
-        elif hop.target == zone.index:
-            chunks_from.setdefault(hop.source, []).append(hop.chunk)
-
-    # 2. one message to or from each of them
     sent = []
-    for i, chunks in sorted(chunks_to.items()):
+    for i, chunks in messages.sent:
         index = to_device(gathered.rows(chunks), device)
-        rows = Rows(len(index), index)
-        sent.append(ChunkMessage(zone.group.ranks[i], rows, tuple(chunks)))
+        sent.append(ChunkMessage(zone.group.ranks[i], Rows(len(index), index), chunks))
     received = []
-    for i, chunks in sorted(chunks_from.items()):
+    for i, chunks in messages.received:
         rows = Rows(gathered.append(chunks), None)
-        received.append(ChunkMessage(zone.group.ranks[i], rows, tuple(chunks)))
+        received.append(ChunkMessage(zone.group.ranks[i], rows, chunks))
     return Leg(before, tuple(sent), tuple(received))
 
 
