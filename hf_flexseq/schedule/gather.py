@@ -136,7 +136,8 @@ class _RankGather:
     def _owners_of(self, local: int) -> NDArray[np.int64]:
         """Return the ranks of other nodes whose chunks the rank at a place of this node relays."""
         owners = np.arange(local, self._degree, self._per_node)
-        return owners[owners // self._per_node != self._node]
+        elsewhere: NDArray[np.int64] = owners[owners // self._per_node != self._node]
+        return elsewhere
 
 
 class _Layout:
@@ -162,7 +163,8 @@ class _Layout:
         counts = self.filled[owners]
         if last is not None:
             counts &= held <= last
-        return held[counts].tolist()
+        chunks: list[int] = held[counts].tolist()
+        return chunks
 
 
 def _messages(chunks_by_rank: dict[int, list[ChunkKey]]) -> tuple[Message, ...]:

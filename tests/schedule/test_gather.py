@@ -102,9 +102,7 @@ def test_what_crosses_evens_out_over_the_ranks_of_a_node():
 
 
 @pytest.mark.parametrize("degree, per_node", [(8, 2), (16, 8), (32, 4), (64, 8)])
-def test_ranks_of_a_node_get_the_same_from_other_nodes_to_within_a_few_tokens(
-    degree, per_node
-):
+def test_ranks_of_a_node_get_the_same_from_other_nodes_to_within_a_few_tokens(degree, per_node):
     rng = random.Random(degree)
     for _ in range(5):
         lengths = tuple(rng.randint(1, 20_000) for _ in range(rng.randint(1, 8)))
