@@ -19,7 +19,6 @@ find the same routing, and the same as `make_routing`, the slow twin
 import functools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
@@ -61,21 +60,8 @@ class TransferArrays(NamedTuple):
     nbytes: Ints
 
 
-class _Parts(NamedTuple):
-    """Transfers in parts that have no node in common: none sends from, or to, the same node."""
-
-    order: Ints
-    """[transfers] Indices of the transfers, part by part, ascending in each."""
-
-    bounds: list[int]
-    """[parts + 1] Part p is order[bounds[p] : bounds[p + 1]]."""
-
-    def of(self, wanted: NDArray[np.bool_]) -> Iterator[Ints]:
-        """Yield the parts that have some of the wanted transfers, [transfers]."""
-        places = np.flatnonzero(wanted[self.order])
-        numbers = np.unique(np.searchsorted(self.bounds, places, side="right") - 1)
-        for number in numbers.tolist():
-            yield self.order[self.bounds[number] : self.bounds[number + 1]]
+# transfers with their paths
+_PartPaths = list[tuple[Transfer, tuple[Path, ...]]]
 
 
 class _Turn(NamedTuple):
@@ -233,11 +219,10 @@ def route_arrays(
     if rank is not None and not may_gain(busiest, level, links):
         return Routing(why_not=TOO_ALIKE)
     # 2. the legs of one part of each kind; a leg takes as long as in the slowest part
-    crossing = TransferArrays(source, target, nbytes)
-    parts = _parts(source_node, target_node)
+    parts = _Parts(TransferArrays(source, target, nbytes), level, links)
     worst = (0, 0, 0)
-    for part in _one_of_each_kind(crossing, parts, links):
-        scatter, cross, gather = leg_bytes(_paths(crossing, part, level, links), links)
+    for paths in parts.of_each_kind():
+        scatter, cross, gather = leg_bytes(paths, links)
         worst = (max(worst[0], scatter), max(worst[1], cross), max(worst[2], gather))
     decided = decided_routing(worst, kept.direct_s, links)
     if decided.why_not is not None:
@@ -247,7 +232,7 @@ def route_arrays(
     if rank is not None:
         node = rank // links.ranks_per_node
         wanted = (source_node == node) | (target_node == node)
-    return replace(decided, paths=_wanted_paths(crossing, parts, wanted, level, links))
+    return replace(decided, paths=without_straight(parts.paths_of(wanted)))
 
 
 def _most(holders: Ints, nbytes: Ints) -> int:
@@ -270,24 +255,102 @@ def _nics(ranks: Ints, links: NicFigures) -> Ints:
 # ---- parts
 
 
-def _parts(source_node: Ints, target_node: Ints) -> _Parts:
-    """Return the parts of transfers between these nodes, [transfers] each.
+class _Parts:
+    """Transfers in parts that have no node in common: none sends from, or to, the same node.
+
+    Parts are of one *kind* if they are the same but for the nodes. Their paths are then the same,
+    too, and are found once, with ranks counted from the first nodes of the part.
+    """
+
+    def __init__(self, crossing: TransferArrays, level: int, links: NicFigures) -> None:
+        """crossing: transfers between nodes. level: bytes, see `routing.py`."""
+        self._level = level
+        self._links = links
+        per_node = links.ranks_per_node
+        labels = _part_labels(crossing.source // per_node, crossing.target // per_node)
+        # [transfers] indices of the transfers, part by part, ascending in each
+        self._order = np.argsort(labels, kind="stable")
+        starts = np.flatnonzero(np.diff(labels[self._order], prepend=-1))
+        # [parts + 1] part p is order[bounds[p] : bounds[p + 1]]
+        self._bounds = [*starts.tolist(), len(labels)]
+        source, target, nbytes = (column[self._order] for column in crossing)
+        # [parts] the first rank of the nodes of each part's first transfer
+        self._first_source = source[starts] // per_node * per_node
+        self._first_target = target[starts] // per_node * per_node
+        sizes = np.diff(self._bounds)
+        source = source - np.repeat(self._first_source, sizes)
+        target = target - np.repeat(self._first_target, sizes)
+        # [transfers, 3] source, target and bytes of each transfer, part by part
+        self._rows = np.stack((source, target, nbytes), axis=1)
+        self._content = self._rows.tobytes()
+        self._paths: dict[bytes, _PartPaths] = {}  # by kind
+
+    def of_each_kind(self) -> Iterator[_PartPaths]:
+        """Yield the paths of one part of each kind."""
+        for part in range(len(self._first_source)):
+            if self._kind(part) not in self._paths:
+                yield self._of_part(part)
+
+    def paths_of(self, wanted: NDArray[np.bool_]) -> _PartPaths:
+        """Return the wanted transfers, [transfers], with their paths, in their order."""
+        places = np.flatnonzero(wanted[self._order])
+        parts = np.unique(np.searchsorted(self._bounds, places, side="right") - 1)
+        found = {}
+        for part in parts.tolist():
+            indices = self._order[self._bounds[part] : self._bounds[part + 1]]
+            ranks = int(self._first_source[part]), int(self._first_target[part])
+            for index, counted in zip(indices.tolist(), self._of_part(part), strict=True):
+                if wanted[index]:
+                    found[index] = _from_ranks(counted, *ranks)
+        return [found[index] for index in sorted(found)]
+
+    def _kind(self, part: int) -> bytes:
+        row_bytes = self._rows.strides[0]
+        start, stop = self._bounds[part], self._bounds[part + 1]
+        return self._content[start * row_bytes : stop * row_bytes]
+
+    def _of_part(self, part: int) -> _PartPaths:
+        """Return the transfers of a part with their paths, ranks counted from its first nodes."""
+        kind = self._kind(part)
+        if kind not in self._paths:
+            rows = self._rows[self._bounds[part] : self._bounds[part + 1]].tolist()
+            transfers = [Transfer(*row) for row in rows]
+            self._paths[kind] = Router(transfers, self._level, self._links).paths
+        return self._paths[kind]
+
+
+def _from_ranks(
+    counted: tuple[Transfer, tuple[Path, ...]], first_source: int, first_target: int
+) -> tuple[Transfer, tuple[Path, ...]]:
+    """Return a transfer and its paths with global ranks, from ranks counted from these."""
+    transfer, paths = counted
+    source, target, nbytes = transfer
+    moved = []
+    for exit_rank, entry_rank, start, stop in paths:
+        moved.append(Path(first_source + exit_rank, first_target + entry_rank, start, stop))
+    return Transfer(first_source + source, first_target + target, nbytes), tuple(moved)
+
+
+def _part_labels(source_node: Ints, target_node: Ints) -> Ints:
+    """Return the number of the part that each transfer between these nodes is in, [transfers].
 
     Two transfers are in one part if they leave the same node or enter the same node, or if others
     connect them so.
     """
     nodes = 1 + max(int(source_node.max()), int(target_node.max()))
     pairs, pair_of = np.unique(source_node * nodes + target_node, return_inverse=True)
-    labels = np.array(_connected(pairs.tolist(), nodes))[pair_of]  # [transfers]
-    order = np.argsort(labels, kind="stable")
-    starts = np.flatnonzero(np.diff(labels[order], prepend=-1))
-    return _Parts(order, [*starts.tolist(), len(order)])
+    sources, targets = np.divmod(pairs, nodes)
+    most = max(int(np.bincount(sources).max()), int(np.bincount(targets).max()))
+    labels: Ints = np.arange(len(pairs))
+    if most > 1:  # some pairs have a node in common
+        labels = np.array(_connected(sources.tolist(), targets.tolist(), nodes))
+    return labels[pair_of]
 
 
-def _connected(pairs: Sequence[int], nodes: int) -> list[int]:
-    """Return a label for each pair, the same for pairs that are connected.
+def _connected(sources: Sequence[int], targets: Sequence[int], nodes: int) -> list[int]:
+    """Return a label for each pair of nodes, [pairs] each, the same for pairs that are connected.
 
-    pairs: source node x nodes + target node. A node as a source and as a target are two things.
+    A node as a source and as a target are two things.
     """
     leader = list(range(2 * nodes))
 
@@ -297,58 +360,6 @@ def _connected(pairs: Sequence[int], nodes: int) -> list[int]:
             thing = leader[thing]
         return thing
 
-    for pair in pairs:
-        leader[find(pair // nodes)] = find(nodes + pair % nodes)
-    return [find(pair // nodes) for pair in pairs]
-
-
-def _one_of_each_kind(
-    crossing: TransferArrays, parts: _Parts, links: NicFigures
-) -> Iterator[Ints]:
-    """Yield the parts, but of those that are the same apart from the nodes only the first."""
-    source, target, nbytes = (x[parts.order] for x in crossing)
-    starts = parts.bounds[:-1]
-    sizes = np.diff(parts.bounds)
-    per_node = links.ranks_per_node
-    first_source = np.repeat(source[starts] // per_node * per_node, sizes)
-    first_target = np.repeat(target[starts] // per_node * per_node, sizes)
-    rows = np.stack((source - first_source, target - first_target, nbytes), axis=1)
-    row_bytes = rows.strides[0]
-    content = rows.tobytes()
-    seen = set()
-    for start, stop in pairwise(parts.bounds):
-        kind = content[start * row_bytes : stop * row_bytes]
-        if kind not in seen:
-            seen.add(kind)
-            yield parts.order[start:stop]
-
-
-# ---- paths
-
-
-def _paths(
-    crossing: TransferArrays, part: Ints, level: int, links: NicFigures
-) -> list[tuple[Transfer, tuple[Path, ...]]]:
-    """Return the transfers of a part, with their paths."""
-    columns = [x[part].tolist() for x in crossing]
-    transfers = [Transfer(*row) for row in zip(*columns, strict=True)]
-    return Router(transfers, level, links).paths
-
-
-def _wanted_paths(
-    crossing: TransferArrays,
-    parts: _Parts,
-    wanted: NDArray[np.bool_],
-    level: int,
-    links: NicFigures,
-) -> tuple[tuple[Transfer, tuple[Path, ...]], ...]:
-    """Return the wanted transfers that do not go straight, with their paths, in their order.
-
-    wanted: [transfers].
-    """
-    found = {}
-    for part in parts.of(wanted):
-        for index, path in zip(part.tolist(), _paths(crossing, part, level, links), strict=True):
-            if wanted[index]:
-                found[index] = path
-    return without_straight([found[index] for index in sorted(found)])
+    for source, target in zip(sources, targets, strict=True):
+        leader[find(source)] = find(nodes + target)
+    return [find(source) for source in sources]

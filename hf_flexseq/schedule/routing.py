@@ -210,10 +210,11 @@ def may_gain(busiest: int, level: int, links: NicFigures) -> bool:
     """Return whether paths could be worth it, whatever they are: False is sure, True is not.
 
     busiest: bytes of the busiest NIC, or more. level: bytes of the level, or less. No paths carry
-    less than the level over some NIC.
+    less than the level over some NIC; and those that are not straight take a round more, for a
+    leg inside a node.
     """
     direct_s = _pipelined(_leg_seconds((0, busiest, 0), links), 1, links)
-    least_s = _pipelined(_leg_seconds((0, level, 0), links), 1, links)
+    least_s = _pipelined(_leg_seconds((0, level, 0), links), 1, links) + links.transfer_s
     rounding = 1 - 1e-9  # of the sums that `decided_routing` compares
     return least_s * rounding <= (1 - LEAST_GAIN) * direct_s
 
