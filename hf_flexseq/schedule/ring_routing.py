@@ -30,6 +30,7 @@ from hf_flexseq.schedule.attention import in_turns, lanes_of
 from hf_flexseq.schedule.ring_tokens import LaneTokens, TurnTokens
 from hf_flexseq.schedule.rounds import Role, Round, ring_rounds
 from hf_flexseq.schedule.routing import (
+    LEGS_COST,
     NOTHING_CROSSES,
     NicFigures,
     Path,
@@ -38,10 +39,11 @@ from hf_flexseq.schedule.routing import (
     Transfer,
     decided_routing,
     leg_bytes,
-    may_gain,
     straight_routing,
     without_straight,
+    worth_it,
 )
+from hf_flexseq.schedule.routing_bounds import ROUNDING, least_seconds, may_gain
 from hf_flexseq.schedule.transfers import ALIGNMENT, RowBytes, aligned
 
 Ints = NDArray[np.int64]
@@ -207,17 +209,16 @@ def route_arrays(
         return Routing(why_not=NOTHING_CROSSES)
     source, target, nbytes = (x[crosses] for x in transfers)
     source_node, target_node = source_node[crosses], target_node[crosses]
-    busiest = max(
-        _most(_nics(source, links), nbytes),
-        _most(_nics(target, links), nbytes),
-    )
+    sent = _most(_nics(source, links), nbytes)
+    received = _most(_nics(target, links), nbytes)
     most_of_node = max(_most(source_node, nbytes), _most(target_node, nbytes))
     level = -(-most_of_node // links.nics_per_node)
-    kept = straight_routing(busiest, level, links)
+    kept = straight_routing(max(sent, received), level, links)
     if kept.why_not is not None:
         return kept
-    if rank is not None and not may_gain(busiest, level, links):
-        return Routing(why_not=TOO_ALIKE)
+    least_s = least_seconds(sent, received, level, links)
+    if rank is not None and not worth_it(least_s * ROUNDING, kept.direct_s):
+        return replace(kept, why_not=LEGS_COST)
     # 2. the legs of one part of each kind; a leg takes as long as in the slowest part
     parts = _Parts(TransferArrays(source, target, nbytes), level, links)
     worst = (0, 0, 0)
@@ -270,7 +271,8 @@ class _Parts:
         labels = _part_labels(crossing.source // per_node, crossing.target // per_node)
         # [transfers] indices of the transfers, part by part, ascending in each
         self._order = np.argsort(labels, kind="stable")
-        starts = np.flatnonzero(np.diff(labels[self._order], prepend=-1))
+        ordered = labels[self._order]
+        starts = np.concatenate(([0], 1 + np.flatnonzero(ordered[1:] != ordered[:-1])))
         # [parts + 1] part p is order[bounds[p] : bounds[p + 1]]
         self._bounds = [*starts.tolist(), len(labels)]
         source, target, nbytes = (column[self._order] for column in crossing)
@@ -337,14 +339,21 @@ def _part_labels(source_node: Ints, target_node: Ints) -> Ints:
     Two transfers are in one part if they leave the same node or enter the same node, or if others
     connect them so.
     """
+    # 1. mostly each node has one target and each target one node: then it is its number
     nodes = 1 + max(int(source_node.max()), int(target_node.max()))
+    target_of = np.zeros(nodes, dtype=np.int64)
+    source_of = np.zeros(nodes, dtype=np.int64)
+    target_of[source_node] = target_node  # any of several
+    source_of[target_node] = source_node
+    one_target = target_of[source_node] == target_node
+    one_source = source_of[target_node] == source_node
+    if one_target.all() and one_source.all():
+        return source_node
+    # 2. otherwise pairs of nodes that are connected
     pairs, pair_of = np.unique(source_node * nodes + target_node, return_inverse=True)
     sources, targets = np.divmod(pairs, nodes)
-    most = max(int(np.bincount(sources).max()), int(np.bincount(targets).max()))
-    labels: Ints = np.arange(len(pairs))
-    if most > 1:  # some pairs have a node in common
-        labels = np.array(_connected(sources.tolist(), targets.tolist(), nodes))
-    return labels[pair_of]
+    labels: Ints = np.array(_connected(sources.tolist(), targets.tolist(), nodes))[pair_of]
+    return labels
 
 
 def _connected(sources: Sequence[int], targets: Sequence[int], nodes: int) -> list[int]:

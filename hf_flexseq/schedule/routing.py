@@ -206,17 +206,9 @@ def straight_routing(busiest: int, level: int, links: NicFigures) -> Routing:
     return Routing(direct_s=direct_s, routed_s=direct_s, why_not=why_not)
 
 
-def may_gain(busiest: int, level: int, links: NicFigures) -> bool:
-    """Return whether paths could be worth it, whatever they are: False is sure, True is not.
-
-    busiest: bytes of the busiest NIC, or more. level: bytes of the level, or less. No paths carry
-    less than the level over some NIC; and those that are not straight take a round more, for a
-    leg inside a node.
-    """
-    direct_s = _pipelined(_leg_seconds((0, busiest, 0), links), 1, links)
-    least_s = _pipelined(_leg_seconds((0, level, 0), links), 1, links) + links.transfer_s
-    rounding = 1 - 1e-9  # of the sums that `decided_routing` compares
-    return least_s * rounding <= (1 - LEAST_GAIN) * direct_s
+def worth_it(routed_s: float, direct_s: float) -> bool:
+    """Return whether paths are worth their messages: seconds on them, and straight."""
+    return routed_s <= (1 - LEAST_GAIN) * direct_s
 
 
 def decided_routing(
@@ -230,7 +222,7 @@ def decided_routing(
     legs = _leg_seconds(bytes_of_legs, links)
     packets = min(range(1, MOST_PACKETS + 1), key=lambda count: _pipelined(legs, count, links))
     routed_s = _pipelined(legs, packets, links)
-    if routed_s > (1 - LEAST_GAIN) * direct_s:
+    if not worth_it(routed_s, direct_s):
         return Routing(direct_s=direct_s, routed_s=routed_s, why_not=LEGS_COST)
     return Routing(packets=packets, direct_s=direct_s, routed_s=routed_s)
 
