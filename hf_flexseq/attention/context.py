@@ -17,7 +17,6 @@ from hf_flexseq.distributed.communicator import Channel, Communicator
 from hf_flexseq.kernels import Kernel
 from hf_flexseq.plan.shard import Shard, Zone, cuts
 from hf_flexseq.schedule.routing import NicFigures
-from hf_flexseq.schedule.transfers import group_fetches
 
 
 class SequenceContext:
@@ -141,4 +140,4 @@ def _routes(zone: Zone, channel: Channel, links: NicFigures | None) -> Routes | 
         return None
     if not channel.communicator.topology.spans_nodes(group.start, group.stop):
         return None
-    return Routes(group_fetches(group, zone.lengths), group.start, links)
+    return Routes(group, zone.lengths, links, rank=channel.communicator.rank)

@@ -60,9 +60,11 @@ from hf_flexseq.distributed.routing import RoutedExchange
 from hf_flexseq.distributed.tags import EXCHANGES_IN_FLIGHT, ring_fetch, ring_return
 from hf_flexseq.kernels import Kernel, lse_dtype
 from hf_flexseq.kernels.merge import merge_into
+from hf_flexseq.plan import Group
 from hf_flexseq.schedule.attention import ChunkKey
-from hf_flexseq.schedule.routing import NicFigures, Routing, make_routing
-from hf_flexseq.schedule.transfers import Fetch, RowBytes, fetch_transfers
+from hf_flexseq.schedule.ring_routing import ring_routings
+from hf_flexseq.schedule.routing import NicFigures, Routing
+from hf_flexseq.schedule.transfers import RowBytes
 
 AHEAD = 2  # turns whose inputs, and whose results, are on their way at once
 
@@ -106,34 +108,40 @@ class PendingReturn(NamedTuple):
 class Routes:
     """The routings of a ring's exchanges, made when the sizes of their tensors are known.
 
-    All ranks of the group make the same ones.
+    All ranks of the group make the same ones, each as far as its node is concerned.
     """
 
-    __slots__ = ("_fetches", "_first_rank", "_links", "_routings")
+    __slots__ = ("_group", "_lengths", "_links", "_rank", "_routings")
 
     def __init__(
-        self, fetches: Sequence[Sequence[Fetch]], first_rank: int, links: NicFigures
+        self, group: Group, lengths: Sequence[int], links: NicFigures, *, rank: int
     ) -> None:
-        """fetches: of all ranks of the group, by turn. first_rank: global rank of index 0."""
-        self._fetches = fetches
-        self._first_rank = first_rank
+        """lengths: tokens of each sequence of the group. rank: this rank."""
+        self._group = group
+        self._lengths = lengths
         self._links = links
-        self._routings: dict[tuple[int, bool, RowBytes, RowBytes], Routing] = {}
+        self._rank = rank
+        # by turn
+        self._routings: dict[tuple[bool, RowBytes, RowBytes], tuple[Routing, ...]] = {}
 
     def find(self, turn: int, returns: bool, of_queries: Tensors, of_keys: Tensors) -> Routing:
         """Return the routing of the fetch of a turn, or with `returns` of its return.
 
         of_queries, of_keys: tensors [any rows, ...] that are otherwise like those that travel.
         """
-        query_bytes = _row_bytes(of_queries)
-        key_bytes = _row_bytes(of_keys)
-        key = (turn, returns, query_bytes, key_bytes)
+        key = (returns, _row_bytes(of_queries), _row_bytes(of_keys))
         if key not in self._routings:
-            transfers = fetch_transfers(
-                self._fetches[turn], self._first_rank, query_bytes, key_bytes, returns=returns
+            _, query_bytes, key_bytes = key
+            self._routings[key] = ring_routings(
+                self._group,
+                self._lengths,
+                self._links,
+                query_bytes,
+                key_bytes,
+                returns=returns,
+                rank=self._rank,
             )
-            self._routings[key] = make_routing(transfers, self._links)
-        return self._routings[key]
+        return self._routings[key][turn]
 
 
 def _row_bytes(tensors: Tensors) -> RowBytes:
