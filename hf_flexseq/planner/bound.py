@@ -8,7 +8,21 @@ often as ranks must start a micro-batch to hold all tokens, shared by all ranks,
 whoever works longest works in one.
 
     bound = max(area / ranks + constant, (area + ceil(tokens / cap) x constant) / ranks)
+
+In lockstep there is a tighter one, which matters where ranks are many. A sequence has to end with
+its micro-batch, so a long one may have no time for its cheapest degree. What a micro-batch lasts
+is what the others leave of the step: they hold all tokens for which it has no room, and their
+constants are paid. So a step of Z seconds needs an area that grows as Z shrinks,
+
+    longest(Z) = Z - fewest micro-batches x constant - (least area of the other tokens) / ranks
+    area(Z)    = sum over sequences of the least degree x time, of the degrees on which the
+                 attention of the sequence ends within longest(Z)
+
+and no plan takes Z with Z < area(Z) / ranks + fewest micro-batches x constant. Only attention
+counts in longest(Z), since a remapped micro-batch spreads the linear layers over all ranks.
 """
+
+from collections.abc import Callable
 
 import numpy as np
 
@@ -28,12 +42,8 @@ def lower_bound_ns(
     """
     if not len(lengths):
         return 0
-    # 1. the cheapest device-nanoseconds of each sequence, [sequences]
-    least = np.full(len(lengths), NEVER)
-    for degree, spans_nodes in shapes_of(topology):
-        nanoseconds, _ = cheapest(cost, lengths, (degree, spans_nodes), strategy)
-        fits = (-(-lengths // degree) <= cap) & (nanoseconds < NEVER)
-        least = np.minimum(least, np.where(fits, nanoseconds * degree, NEVER))
+    # 1. the cheapest device-nanoseconds of all sequences
+    least, _ = _cheapest(lengths, topology, cost, strategy, cap)
     area: int = sum(least.tolist())
     # 2. spread over all ranks, with the constants of the fewest micro-batches
     tokens = int(lengths.sum())
@@ -43,6 +53,112 @@ def lower_bound_ns(
         return -(-(area + started * cost.micro_batch_ns) // world)
     fewest = -(-tokens // (cap * world))
     return -(-area // world) + fewest * cost.micro_batch_ns
+
+
+def tighter_bound_ns(
+    lengths: Int64Array, topology: Topology, cost: CostModel, *, strategy: str, cap: int
+) -> int:
+    """Return nanoseconds that no step in lockstep can undercut: `lower_bound_ns` or more.
+
+    The arguments are those of `lower_bound_ns`.
+    """
+    if not len(lengths):
+        return 0
+    world = topology.world_size
+    # 1. the cheapest shape of each sequence, [sequences]: its area, and its attention there
+    least, attention = _cheapest(lengths, topology, cost, strategy, cap)
+    # 2. what of a step is left for one micro-batch
+    tokens = int(lengths.sum())
+    constants = -(-tokens // (cap * world)) * cost.micro_batch_ns
+    others = _least_area_of(tokens - cap * world, lengths, least) // world
+    spent = constants + others - len(lengths)  # the nanoseconds of each sequence are rounded
+    bound = -(-sum(least.tolist()) // world) + constants
+    # 3. sequences that may be too long for it on their cheapest shape, on all shapes: [shapes, n]
+    is_long = attention > bound - spent
+    short_area: int = sum(least[~is_long].tolist())
+    on_shapes = []
+    for shape in shapes_of(topology):
+        on_shapes.append(_on_shape(lengths[is_long], shape, cost, strategy, cap))
+    long_areas = np.stack([areas for areas, _ in on_shapes])
+    long_attention = np.stack([nanoseconds for _, nanoseconds in on_shapes])
+
+    def has_time(step_ns: int) -> bool:
+        """Return whether a step has the time that its sequences need in it."""
+        ends = long_attention <= step_ns - spent
+        areas = np.where(ends, long_areas, NEVER).min(axis=0)  # [n]
+        if (areas == NEVER).any():
+            return False  # no degree is fast enough for some sequence
+        area: int = short_area + sum(areas.tolist())
+        return step_ns >= -(-area // world) + constants
+
+    # 4. the least step that has it
+    return _least(has_time, bound)
+
+
+def _least(holds: Callable[[int], bool], start: int) -> int:
+    """Return the least number from `start` on for which `holds`, which then holds for all more."""
+    if holds(start):
+        return start
+    below, above = start, 2 * start
+    while not holds(above):
+        below, above = above, 2 * above
+    while above - below > 1:
+        middle = (below + above) // 2
+        if holds(middle):
+            above = middle
+        else:
+            below = middle
+    return above
+
+
+def _cheapest(
+    lengths: Int64Array, topology: Topology, cost: CostModel, strategy: str, cap: int
+) -> tuple[Int64Array, Int64Array]:
+    """Return the least device-nanoseconds of each sequence, and the nanoseconds of its attention
+    where it has them: two arrays, [sequences]."""
+    least = np.full(len(lengths), NEVER)
+    attention = np.full(len(lengths), NEVER)
+    for shape in shapes_of(topology):
+        areas, nanoseconds = _on_shape(lengths, shape, cost, strategy, cap)
+        better = areas < least
+        least = np.where(better, areas, least)
+        attention = np.where(better, nanoseconds, attention)
+    return least, attention
+
+
+def _on_shape(
+    lengths: Int64Array, shape: tuple[int, bool], cost: CostModel, strategy: str, cap: int
+) -> tuple[Int64Array, Int64Array]:
+    """Return what each sequence takes on a shape: two arrays, [sequences].
+
+    They are its least device-nanoseconds, and at most the nanoseconds of these that are no linear
+    layers; NEVER where it does not fit.
+    """
+    degree, _ = shape
+    nanoseconds, _ = cheapest(cost, lengths, shape, strategy)
+    fits = (-(-lengths // degree) <= cap) & (nanoseconds < NEVER)
+    linear = np.ceil(cost.linear_s * lengths / degree * 1e9).astype(np.int64)
+    areas = np.where(fits, nanoseconds * degree, NEVER)
+    return areas, np.where(fits, nanoseconds - linear, NEVER)
+
+
+def _least_area_of(tokens: int, lengths: Int64Array, least: Int64Array) -> int:
+    """Return device-nanoseconds that any `tokens` of the sequences need at least.
+
+    least: [sequences] device-nanoseconds. Sequences are taken cheapest per token first, and the
+    last one in part.
+    """
+    if tokens <= 0:
+        return 0
+    order = np.argsort(least / lengths, kind="stable")
+    held = lengths[order].cumsum()
+    full = int(np.searchsorted(held, tokens, side="right"))  # sequences that are taken whole
+    area: int = sum(least[order[:full]].tolist())
+    left = tokens - (int(held[full - 1]) if full else 0)
+    if left:
+        last = order[full]
+        area += int(least[last]) * left // int(lengths[last])
+    return area
 
 
 def shapes_of(topology: Topology) -> list[tuple[int, bool]]:

@@ -20,6 +20,8 @@ from hf_flexseq.schedule.routing import links_of
 from hf_flexseq.schedule.routing_notes import LayerTokenBytes, routing_reason
 from hf_flexseq.topology import Topology
 
+LEAST_TIGHTER = 0.001  # part of the bound; less is not worth a line
+
 # Planners that choose degrees by the cost model; the others do by a rule of their own.
 BY_COST = ("auto", "flexsp", "batch-ada")
 
@@ -73,6 +75,20 @@ def degree_note(
     return (
         f"{subject} preferred by {chooser}: their longest, {longest}, would fit on "
         f"{_ranks(least)} {room}, and alone takes {', '.join(seconds)}"
+    )
+
+
+def bound_notes(bound_ns: int, tighter_ns: int, objective_ns: int) -> tuple[str, ...]:
+    """Return how near a plan is to a bound that is tighter than the plan's own, if there is one.
+
+    bound_ns, tighter_ns: of `bound.py`. objective_ns: nanoseconds of the plan.
+    """
+    if tighter_ns < (1 + LEAST_TIGHTER) * bound_ns:
+        return ()
+    gap = objective_ns / tighter_ns - 1
+    return (
+        f"no plan takes less than {tighter_ns / 1e9:.4g} s, since long sequences have to end with "
+        f"their micro-batch: this one is {100 * gap:.1f} % above that",
     )
 
 
