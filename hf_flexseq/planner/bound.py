@@ -23,6 +23,7 @@ counts in longest(Z), since a remapped micro-batch spreads the linear layers ove
 """
 
 from collections.abc import Callable
+from typing import NamedTuple
 
 import numpy as np
 
@@ -31,68 +32,75 @@ from hf_flexseq.planner.problem import NEVER, cheapest
 from hf_flexseq.topology import Topology
 
 
-def lower_bound_ns(
+class Bounds(NamedTuple):
+    """Nanoseconds that no step on some sequences can undercut."""
+
+    plain: int
+    """The first formula of the module."""
+
+    tighter: int
+    """The tighter one, `plain` or more; `plain` where ranks are free."""
+
+
+def bounds_ns(
     lengths: Int64Array, topology: Topology, cost: CostModel, *, strategy: str, cap: int, sync: str
-) -> int:
-    """Return nanoseconds that no step on these sequences can undercut.
+) -> Bounds:
+    """Return the bounds of a step on these sequences.
 
     Every sequence must fit on some degree. lengths: [sequences] tokens. strategy: what groups of
     two ranks and more may use. cap: most tokens of a rank in a micro-batch. sync: `lockstep` or
     `free`.
     """
     if not len(lengths):
-        return 0
-    # 1. the cheapest device-nanoseconds of all sequences
-    least, _ = _cheapest(lengths, topology, cost, strategy, cap)
+        return Bounds(0, 0)
+    # 1. the cheapest shape of each sequence, [sequences]: its area, and its attention there
+    least, attention = _cheapest(lengths, topology, cost, strategy, cap)
     area: int = sum(least.tolist())
     # 2. spread over all ranks, with the constants of the fewest micro-batches
     tokens = int(lengths.sum())
     world = topology.world_size
     if sync == "free":
         started = max(world, -(-tokens // cap))  # (rank, micro-batch) pairs
-        return -(-(area + started * cost.micro_batch_ns) // world)
+        plain = -(-(area + started * cost.micro_batch_ns) // world)
+        return Bounds(plain, plain)
     fewest = -(-tokens // (cap * world))
-    return -(-area // world) + fewest * cost.micro_batch_ns
-
-
-def tighter_bound_ns(
-    lengths: Int64Array, topology: Topology, cost: CostModel, *, strategy: str, cap: int
-) -> int:
-    """Return nanoseconds that no step in lockstep can undercut: `lower_bound_ns` or more.
-
-    The arguments are those of `lower_bound_ns`.
-    """
-    if not len(lengths):
-        return 0
-    world = topology.world_size
-    # 1. the cheapest shape of each sequence, [sequences]: its area, and its attention there
-    least, attention = _cheapest(lengths, topology, cost, strategy, cap)
-    # 2. what of a step is left for one micro-batch
-    tokens = int(lengths.sum())
-    constants = -(-tokens // (cap * world)) * cost.micro_batch_ns
+    constants = fewest * cost.micro_batch_ns
+    plain = -(-area // world) + constants
+    # 3. what of a step is left for its longest micro-batch
     others = _least_area_of(tokens - cap * world, lengths, least) // world
     spent = constants + others - len(lengths)  # the nanoseconds of each sequence are rounded
-    bound = -(-sum(least.tolist()) // world) + constants
-    # 3. sequences that may be too long for it on their cheapest shape, on all shapes: [shapes, n]
-    is_long = attention > bound - spent
+    # 4. sequences that may be too long for that on their cheapest shape
+    is_long = attention > plain - spent
     short_area: int = sum(least[~is_long].tolist())
-    on_shapes = []
-    for shape in shapes_of(topology):
-        on_shapes.append(_on_shape(lengths[is_long], shape, cost, strategy, cap))
-    long_areas = np.stack([areas for areas, _ in on_shapes])
-    long_attention = np.stack([nanoseconds for _, nanoseconds in on_shapes])
+    long_area = _area_within(lengths[is_long], topology, cost, strategy, cap)
 
     def has_time(step_ns: int) -> bool:
         """Return whether a step has the time that its sequences need in it."""
-        ends = long_attention <= step_ns - spent
-        areas = np.where(ends, long_areas, NEVER).min(axis=0)  # [n]
-        if (areas == NEVER).any():
-            return False  # no degree is fast enough for some sequence
-        area: int = short_area + sum(areas.tolist())
-        return step_ns >= -(-area // world) + constants
+        area = long_area(step_ns - spent)
+        return area is not None and step_ns >= -(-(short_area + area) // world) + constants
 
-    # 4. the least step that has it
-    return _least(has_time, bound)
+    return Bounds(plain, _least(has_time, plain))
+
+
+def _area_within(
+    lengths: Int64Array, topology: Topology, cost: CostModel, strategy: str, cap: int
+) -> Callable[[int], int | None]:
+    """Return a function: the least device-nanoseconds of some sequences, [sequences], together, if
+    the attention of each has to end within so many nanoseconds; None where one cannot."""
+    on_shapes = []
+    for shape in shapes_of(topology):
+        on_shapes.append(_on_shape(lengths, shape, cost, strategy, cap))
+    all_areas = np.stack([areas for areas, _ in on_shapes])  # [shapes, sequences]
+    attention = np.stack([nanoseconds for _, nanoseconds in on_shapes])
+
+    def area_within(within_ns: int) -> int | None:
+        areas = np.where(attention <= within_ns, all_areas, NEVER).min(axis=0)  # [sequences]
+        if (areas == NEVER).any():
+            return None
+        area: int = sum(areas.tolist())
+        return area
+
+    return area_within
 
 
 def _least(holds: Callable[[int], bool], start: int) -> int:

@@ -30,7 +30,7 @@ import numpy as np
 from hf_flexseq.config import require_solver
 from hf_flexseq.cost import CostModel
 from hf_flexseq.plan import STRATEGIES, MicroBatch, Plan, PlanInfeasible, check
-from hf_flexseq.planner.bound import lower_bound_ns, tighter_bound_ns
+from hf_flexseq.planner.bound import bounds_ns
 from hf_flexseq.planner.notes import bound_notes, degree_note, routing_notes
 from hf_flexseq.planner.order import best_order
 from hf_flexseq.planner.published.batch_ada import batch_ada_micro_batches
@@ -131,11 +131,9 @@ def make_plan(
     # 4. order
     objective_ns, micro_batches = best_order(micro_batches, tokens, topology, cost, sync=sync)
     # 5. bound
-    tokens_array = np.array(tokens, dtype=np.int64)
-    bound_ns = lower_bound_ns(tokens_array, topology, cost, strategy=strategy, cap=cap, sync=sync)
-    tighter_ns = bound_ns
-    if sync == "lockstep":
-        tighter_ns = tighter_bound_ns(tokens_array, topology, cost, strategy=strategy, cap=cap)
+    bounds = bounds_ns(
+        np.array(tokens, dtype=np.int64), topology, cost, strategy=strategy, cap=cap, sync=sync
+    )
     # 6. notes
     notes = []
     if tokens:
@@ -151,14 +149,14 @@ def make_plan(
                 cap=cap,
             ),
             *remap_notes,
-            *bound_notes(bound_ns, tighter_ns, objective_ns),
+            *bound_notes(bounds, objective_ns),
             *routing_notes(micro_batches, tokens, topology, cost, routing),
         ]
     plan = Plan(
         lengths=tokens,
         micro_batches=micro_batches,
         objective_s=objective_ns / 1e9,
-        lower_bound_s=bound_ns / 1e9,
+        lower_bound_s=bounds.plain / 1e9,
         planner=planner,
         planning_s=time.perf_counter() - began,
         notes=tuple(notes),

@@ -14,7 +14,7 @@ import numpy as np
 from hf_flexseq.cost import CostModel
 from hf_flexseq.plan import Group, MicroBatch
 from hf_flexseq.planner.blocks import ALL_RANGES, tree_ranges
-from hf_flexseq.planner.bound import shapes_of
+from hf_flexseq.planner.bound import Bounds, shapes_of
 from hf_flexseq.planner.problem import NEVER, cheapest
 from hf_flexseq.schedule.routing import links_of
 from hf_flexseq.schedule.routing_notes import LayerTokenBytes, routing_reason
@@ -78,17 +78,17 @@ def degree_note(
     )
 
 
-def bound_notes(bound_ns: int, tighter_ns: int, objective_ns: int) -> tuple[str, ...]:
+def bound_notes(bounds: Bounds, objective_ns: int) -> tuple[str, ...]:
     """Return how near a plan is to a bound that is tighter than the plan's own, if there is one.
 
-    bound_ns, tighter_ns: of `bound.py`. objective_ns: nanoseconds of the plan.
+    objective_ns: nanoseconds of the plan.
     """
-    if tighter_ns < (1 + LEAST_TIGHTER) * bound_ns:
+    if bounds.tighter < (1 + LEAST_TIGHTER) * bounds.plain:
         return ()
-    gap = objective_ns / tighter_ns - 1
+    gap = objective_ns / bounds.tighter - 1
     return (
-        f"no plan takes less than {tighter_ns / 1e9:.4g} s, since long sequences have to end with "
-        f"their micro-batch: this one is {100 * gap:.1f} % above that",
+        f"no plan takes less than {bounds.tighter / 1e9:.4g} s, since long sequences have to end "
+        f"with their micro-batch: this one is {100 * gap:.1f} % above that",
     )
 
 

@@ -8,7 +8,7 @@ import pytest
 
 from hf_flexseq.cost.presets import PRESETS
 from hf_flexseq.planner import make_plan
-from hf_flexseq.planner.bound import lower_bound_ns, tighter_bound_ns
+from hf_flexseq.planner.bound import bounds_ns
 from hf_flexseq.topology import Topology
 from planner.brute import best_lockstep_ns
 
@@ -18,9 +18,7 @@ SMALL = [Topology(nodes=n, ranks_per_node=r) for n, r in ((1, 2), (1, 3), (1, 4)
 
 def bounds(lengths, topology, cost, cap):
     """(the closed form, the tighter bound)"""
-    tokens = np.array(lengths)
-    closed = lower_bound_ns(tokens, topology, cost, strategy="auto", cap=cap, sync="lockstep")
-    return closed, tighter_bound_ns(tokens, topology, cost, strategy="auto", cap=cap)
+    return bounds_ns(np.array(lengths), topology, cost, strategy="auto", cap=cap, sync="lockstep")
 
 
 def random_case(rng, topologies):
