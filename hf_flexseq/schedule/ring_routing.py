@@ -199,6 +199,7 @@ def route_arrays(
 ) -> Routing:
     """Return how `transfers`, which run at the same time, travel over `links`.
 
+    Where nothing is routed since it would not pay, `routed_s` is that of going straight.
     rank: only the paths of transfers from and to the node of this rank; None for all.
     """
     # 1. what crosses nodes, and how long that takes straight
@@ -217,7 +218,7 @@ def route_arrays(
     if kept.why_not is not None:
         return kept
     least_s = least_seconds(sent, received, level, links)
-    if rank is not None and not worth_it(least_s * ROUNDING, kept.direct_s):
+    if not worth_it(least_s * ROUNDING, kept.direct_s):
         return replace(kept, why_not=LEGS_COST)
     # 2. the legs of one part of each kind; a leg takes as long as in the slowest part
     parts = _Parts(TransferArrays(source, target, nbytes), level, links)

@@ -1,6 +1,7 @@
 """All ranks of a ring find the routing of all transfers, each the part of its own node."""
 
 import random
+from dataclasses import replace
 
 import pytest
 
@@ -61,7 +62,9 @@ def test_every_rank_finds_the_paths_of_its_node(strategy, large, monkeypatch):
         for returns in (False, True):
             expected = slow_routings(group, lengths, links, widths, returns)
             if not returns:
-                assert list(all_ring_routings(group, lengths, links, widths)) == expected
+                found = all_ring_routings(group, lengths, links, widths)
+                for whole, slow in zip(found, expected, strict=True):
+                    assert whole == slow if slow.paths else straight(whole) == straight(slow)
             for rank in rng.sample(group.ranks, 2):
                 found = ring_routings(group, lengths, links, *widths, returns=returns, rank=rank)
                 for own, of_all in zip(found, expected, strict=True):
@@ -69,6 +72,11 @@ def test_every_rank_finds_the_paths_of_its_node(strategy, large, monkeypatch):
             routed += sum(bool(routing.paths) for routing in expected)
     assert routed > 20
     ring_fetches.cache_clear()
+
+
+def straight(routing):
+    """The same, without the seconds of paths that were looked for and not worth it."""
+    return replace(routing, routed_s=routing.direct_s, packets=1)
 
 
 def compare(own, of_all, node, links):
