@@ -35,6 +35,9 @@ def plan(options: Namespace) -> None:
     if options.json != "-":
         for number, made in enumerate(plans):
             print(f"step {number}: {_summary(made)}, planned in {1e3 * made.planning_s:.0f} ms")
+            if number == 0:  # as in a run's log: why the plan is as it is, how near to a bound
+                for note in made.notes:
+                    print(f"    {note}")
 
 
 def simulate(options: Namespace) -> None:

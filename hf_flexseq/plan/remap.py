@@ -18,8 +18,14 @@ it.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
 
 from hf_flexseq.topology import Topology
+
+Ints = NDArray[np.int64]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -40,64 +46,98 @@ def even_layout(tokens: Sequence[int], topology: Topology) -> tuple[int, ...]:
     The larger shares go where the fewest tokens then cross nodes, and among those where the fewest
     tokens move at all. tokens: [world_size] tokens of each rank in attention.
     """
-    share, left = divmod(sum(tokens), topology.world_size)
+    return tuple(_even(np.array(tokens, dtype=np.int64), topology).tolist())
 
-    def worth(rank: int) -> tuple[bool, int]:
-        """Return the place of a rank among those that may get one more: ascending."""
-        return tokens[rank] <= share, rank
 
+def _even(tokens: Ints, topology: Topology) -> Ints:
+    """Return the tokens of each rank when they are spread, [world_size] -> [world_size]."""
+    world_size = topology.world_size
+    share, left = divmod(int(tokens.sum()), world_size)
+    # Ranks in the order in which they may get one more: first those that have more than a share.
+    order = np.argsort(tokens <= share, kind="stable")
     # 1. Ranks whose one more keeps a token of their node from crossing: so many of each node as it
     #    has tokens above the shares of its ranks.
-    keeping = []
-    for node in range(topology.nodes):
-        ranks = _ranks_of(node, topology)
-        spare = sum(tokens[rank] for rank in ranks) - share * len(ranks)
-        keeping += sorted(ranks, key=worth)[: max(spare, 0)]
-    larger = sorted(keeping, key=worth)[:left]
+    by_node = tokens.reshape(topology.nodes, topology.ranks_per_node)
+    spare = by_node.sum(axis=1) - share * topology.ranks_per_node  # [nodes]
+    order_of_node = np.argsort(by_node <= share, axis=1, kind="stable")
+    place_in_node = np.argsort(order_of_node, axis=1)  # the inverse
+    keeps = (place_in_node < spare[:, None]).reshape(-1)  # [world_size]
     # 2. Then any others.
-    if len(larger) < left:
-        others = set(range(topology.world_size)).difference(larger)
-        larger += sorted(others, key=worth)[: left - len(larger)]
-    even = [share] * topology.world_size
-    for rank in larger:
-        even[rank] += 1
-    return tuple(even)
+    first_those = np.argsort(~keeps[order], kind="stable")
+    even = np.full(world_size, share)
+    even[order[first_those[:left]]] += 1
+    return even
 
 
-def transport(tokens: Sequence[int], topology: Topology) -> tuple[Move, ...]:
+class MoveArrays(NamedTuple):
+    """The moves of all ranks as arrays [moves], by source, then by target; see `Move`."""
+
+    source: Ints
+    target: Ints
+    tokens: Ints
+
+
+def transport(
+    tokens: Sequence[int], topology: Topology, *, rank: int | None = None
+) -> tuple[Move, ...]:
     """Return the moves that turn `tokens` per rank into the even layout, by source, then by
-    target."""
-    surplus = []
-    deficit = []
-    for current, wanted in zip(tokens, even_layout(tokens, topology), strict=True):
-        surplus.append(max(0, current - wanted))
-        deficit.append(max(0, wanted - current))
-    moves: list[Move] = []
-    # 1. between ranks of one node
-    for node in range(topology.nodes):
-        moves += _matched(_ranks_of(node, topology), surplus, deficit)
-    # 2. what is left, between nodes
-    moves += _matched(range(topology.world_size), surplus, deficit)
-    return tuple(sorted(moves, key=lambda move: (move.source, move.target)))
+    target.
 
-
-def _matched(ranks: range, surplus: list[int], deficit: list[int]) -> list[Move]:
-    """Return moves among `ranks` until none of them has a surplus, or none a deficit, left.
-
-    surplus, deficit: [world_size] tokens; what the moves take is taken off both.
+    rank: only the moves from and to this rank; None for all.
     """
-    moves = []
-    targets = [rank for rank in ranks if deficit[rank]]
-    for source in ranks:
-        while surplus[source] and targets:
-            target = targets[0]
-            tokens = min(surplus[source], deficit[target])
-            surplus[source] -= tokens
-            deficit[target] -= tokens
-            if not deficit[target]:
-                targets.pop(0)
-            moves.append(Move(source=source, target=target, tokens=tokens))
-    return moves
+    moves = transport_arrays(tokens, topology)
+    if rank is not None:
+        of_rank = (moves.source == rank) | (moves.target == rank)
+        moves = MoveArrays(*(column[of_rank] for column in moves))
+    rows = zip(*(column.tolist() for column in moves), strict=True)
+    return tuple(Move(source=source, target=target, tokens=n) for source, target, n in rows)
+
+
+def transport_arrays(tokens: Sequence[int], topology: Topology) -> MoveArrays:
+    """Return the moves of `transport` as arrays."""
+    current = np.array(tokens, dtype=np.int64)
+    wanted = _even(current, topology)
+    surplus = np.maximum(current - wanted, 0)
+    deficit = np.maximum(wanted - current, 0)
+    # 1. between ranks of one node: the first tokens of both, as many as both have there
+    given = _first_of_node(surplus, deficit, topology)
+    taken = _first_of_node(deficit, surplus, topology)
+    inside = _matched(given, taken)
+    # 2. what is left, between nodes
+    between = _matched(surplus - given, deficit - taken)
+    source, target, moved = map(np.concatenate, zip(inside, between, strict=True))
+    order = np.lexsort((target, source))
+    return MoveArrays(source[order], target[order], moved[order])
+
+
+def _first_of_node(of_ranks: Ints, of_others: Ints, topology: Topology) -> Ints:
+    """Return how many of each rank's tokens are among the first of its node, [world_size].
+
+    of_ranks, of_others: [world_size] surpluses and deficits, or the other way round. A node has as
+    many first tokens as the lesser of its two sums.
+    """
+    shape = (topology.nodes, topology.ranks_per_node)
+    by_node = of_ranks.reshape(shape)
+    first = np.minimum(by_node.sum(axis=1), of_others.reshape(shape).sum(axis=1))  # [nodes]
+    up_to = np.minimum(by_node.cumsum(axis=1), first[:, None])  # [nodes, ranks per node]
+    of_each: Ints = np.diff(up_to, axis=1, prepend=0).reshape(-1)
+    return of_each
+
+
+def _matched(given: Ints, taken: Ints) -> MoveArrays:
+    """Return the moves of tokens that ranks give to those that ranks take, both in their order.
+
+    given, taken: [world_size] tokens, with the same sum.
+    """
+    given_up_to = given.cumsum()
+    taken_up_to = taken.cumsum()
+    # Every move ends where a giver has given all, or a taker taken all.
+    stops = np.union1d(given_up_to, taken_up_to)
+    stops = stops[stops > 0]
+    tokens = np.diff(stops, prepend=0)
+    source = np.searchsorted(given_up_to, stops)
+    target = np.searchsorted(taken_up_to, stops)
+    return MoveArrays(source, target, tokens)
 
 
 def moved_tokens(moves: Sequence[Move], topology: Topology) -> tuple[int, int]:
@@ -105,19 +145,11 @@ def moved_tokens(moves: Sequence[Move], topology: Topology) -> tuple[int, int]:
     # [world_size] tokens by whether they cross nodes
     sent = {False: [0] * topology.world_size, True: [0] * topology.world_size}
     received = {False: [0] * topology.world_size, True: [0] * topology.world_size}
+    per_node = topology.ranks_per_node
     for move in moves:
-        crosses = _node(move.source, topology) != _node(move.target, topology)
+        crosses = move.source // per_node != move.target // per_node
         sent[crosses][move.source] += move.tokens
         received[crosses][move.target] += move.tokens
     inside = max(*sent[False], *received[False])
     between = max(*sent[True], *received[True])
     return inside, between
-
-
-def _node(rank: int, topology: Topology) -> int:
-    return rank // topology.ranks_per_node
-
-
-def _ranks_of(node: int, topology: Topology) -> range:
-    start = node * topology.ranks_per_node
-    return range(start, start + topology.ranks_per_node)

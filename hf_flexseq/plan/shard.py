@@ -37,11 +37,16 @@ import functools
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
 
 from hf_flexseq.plan.remap import Move, transport
 from hf_flexseq.plan.sequences import Group, MicroBatch
 from hf_flexseq.topology import Topology
+
+Index = TypeVar("Index", int, NDArray[np.int64])  # of one rank in its group, or of several
 
 # Chunks of a sequence that one rank holds, by strategy; other strategies cut no chunks.
 CHUNKS_PER_RANK = {"zigzag": 2, "allgather": 2, "hybrid": 2, "balanced": 1}
@@ -174,13 +179,38 @@ def remapped(
 
 
 def remap_moves(
-    micro_batch: MicroBatch, lengths: Sequence[int], topology: Topology
+    micro_batch: MicroBatch, lengths: Sequence[int], topology: Topology, *, rank: int | None = None
 ) -> tuple[Move, ...]:
-    """Return the moves of a remapped micro-batch, by source, then by target."""
-    tokens = []
-    for rank in range(topology.world_size):
-        tokens.append(make_shard(micro_batch, lengths, rank).attention_tokens)
-    return transport(tokens, topology)
+    """Return the moves of a remapped micro-batch, by source, then by target.
+
+    rank: only the moves from and to this rank; None for all.
+    """
+    tokens = attention_tokens(micro_batch, lengths, topology.world_size)
+    return transport(tokens, topology, rank=rank)
+
+
+def attention_tokens(
+    micro_batch: MicroBatch, lengths: Sequence[int], world_size: int
+) -> list[int]:
+    """Return the tokens that each rank holds in attention, [world_size].
+
+    They are the `attention_tokens` of all shards, found without any slice.
+    """
+    held = np.zeros(world_size, dtype=np.int64)
+    for group in micro_batch.groups:
+        tokens = group.tokens(lengths)
+        if group.degree == 1:  # most groups
+            held[group.start] += tokens
+            continue
+        index = np.arange(group.degree)
+        if group.strategy in CHUNKS_PER_RANK:
+            shares = _dealt_to(tokens, index, group.degree)
+        else:
+            start, stop = contiguous_part(tokens, index, group.degree)
+            shares = stop - start
+        held[group.start : group.stop] += shares
+    of_ranks: list[int] = held.tolist()
+    return of_ranks
 
 
 def group_slices(group: Group, lengths: Sequence[int], index: int) -> tuple[Slice, ...]:
@@ -235,10 +265,10 @@ def _contiguous_parts(lengths: tuple[int, ...], index: int, degree: int) -> Iter
         offset += length
 
 
-def contiguous_part(tokens: int, index: int, degree: int) -> tuple[int, int]:
+def contiguous_part(tokens: int, index: Index, degree: int) -> tuple[Index, Index]:
     """Return [start, stop) of part `index` when `tokens` are cut into `degree` parts.
 
-    The parts differ by at most one token.
+    The parts differ by at most one token. index: one, or an array of any.
     """
     return index * tokens // degree, (index + 1) * tokens // degree
 
@@ -327,7 +357,7 @@ def _dealt_shares(dealt: int, length: int, degree: int) -> list[int]:
     return shares
 
 
-def _dealt_to(tokens: int, index: int, degree: int) -> int:
+def _dealt_to(tokens: int, index: Index, degree: int) -> Index:
     """Return how many of `tokens`, dealt round robin to `degree` ranks, the rank of `index` has
-    got."""
+    got. index: one, or an array of any."""
     return (tokens + degree - 1 - index) // degree

@@ -30,8 +30,8 @@ import numpy as np
 from hf_flexseq.config import require_solver
 from hf_flexseq.cost import CostModel
 from hf_flexseq.plan import STRATEGIES, MicroBatch, Plan, PlanInfeasible, check
-from hf_flexseq.planner.bound import lower_bound_ns
-from hf_flexseq.planner.notes import degree_note, routing_notes
+from hf_flexseq.planner.bound import bounds_ns
+from hf_flexseq.planner.notes import bound_notes, degree_note, routing_notes
 from hf_flexseq.planner.order import best_order
 from hf_flexseq.planner.published.batch_ada import batch_ada_micro_batches
 from hf_flexseq.planner.published.batch_rebalance import batch_rebalance_micro_batches
@@ -131,7 +131,7 @@ def make_plan(
     # 4. order
     objective_ns, micro_batches = best_order(micro_batches, tokens, topology, cost, sync=sync)
     # 5. bound
-    bound_ns = lower_bound_ns(
+    bounds = bounds_ns(
         np.array(tokens, dtype=np.int64), topology, cost, strategy=strategy, cap=cap, sync=sync
     )
     # 6. notes
@@ -149,13 +149,14 @@ def make_plan(
                 cap=cap,
             ),
             *remap_notes,
+            *bound_notes(bounds, objective_ns),
             *routing_notes(micro_batches, tokens, topology, cost, routing),
         ]
     plan = Plan(
         lengths=tokens,
         micro_batches=micro_batches,
         objective_s=objective_ns / 1e9,
-        lower_bound_s=bound_ns / 1e9,
+        lower_bound_s=bounds.plain / 1e9,
         planner=planner,
         planning_s=time.perf_counter() - began,
         notes=tuple(notes),

@@ -14,11 +14,13 @@ import numpy as np
 from hf_flexseq.cost import CostModel
 from hf_flexseq.plan import Group, MicroBatch
 from hf_flexseq.planner.blocks import ALL_RANGES, tree_ranges
-from hf_flexseq.planner.bound import shapes_of
+from hf_flexseq.planner.bound import Bounds, shapes_of
 from hf_flexseq.planner.problem import NEVER, cheapest
 from hf_flexseq.schedule.routing import links_of
 from hf_flexseq.schedule.routing_notes import LayerTokenBytes, routing_reason
 from hf_flexseq.topology import Topology
+
+LEAST_TIGHTER = 0.001  # part of the bound; less is not worth a line
 
 # Planners that choose degrees by the cost model; the others do by a rule of their own.
 BY_COST = ("auto", "flexsp", "batch-ada")
@@ -73,6 +75,20 @@ def degree_note(
     return (
         f"{subject} preferred by {chooser}: their longest, {longest}, would fit on "
         f"{_ranks(least)} {room}, and alone takes {', '.join(seconds)}"
+    )
+
+
+def bound_notes(bounds: Bounds, objective_ns: int) -> tuple[str, ...]:
+    """Return how near a plan is to a bound that is tighter than the plan's own, if there is one.
+
+    objective_ns: nanoseconds of the plan.
+    """
+    if bounds.tighter < (1 + LEAST_TIGHTER) * bounds.plain:
+        return ()
+    gap = objective_ns / bounds.tighter - 1
+    return (
+        f"no plan takes less than {bounds.tighter / 1e9:.4g} s, since long sequences have to end "
+        f"with their micro-batch: this one is {100 * gap:.1f} % above that",
     )
 
 

@@ -31,7 +31,6 @@ from hf_flexseq.program.ulysses import ulysses_zone
 from hf_flexseq.program.weave import run_zones
 from hf_flexseq.program.zones import NoZone, ZoneAttention
 from hf_flexseq.schedule.routing import NicFigures
-from hf_flexseq.schedule.transfers import group_fetches
 from hf_flexseq.topology import Topology
 
 
@@ -88,7 +87,10 @@ class MicroBatchLayout:
             if machine.deterministic:
                 zones.append(DeterministicZone(zone, channel, self.tables))
             else:
-                zones.append(_zone_attention(zone, channel, self.tables, machine, waits=waits))
+                attention = _zone_attention(
+                    zone, channel, self.tables, machine, rank=shard.rank, waits=waits
+                )
+                zones.append(attention)
         self.parts = Parts(
             rank=shard.rank,
             wide=machine.wide_gradients,
@@ -209,11 +211,11 @@ def _takes_part_in_remap(shard: Shard, links: NicFigures | None) -> bool:
 
 
 def _zone_attention(
-    zone: Zone, channel: Channel, tables: Tables, machine: Machine, *, waits: int
+    zone: Zone, channel: Channel, tables: Tables, machine: Machine, *, rank: int, waits: int
 ) -> ZoneAttention:
     """Make the attention of a zone by its group's strategy.
 
-    waits: how often about the widest zone of this rank waits for transfers; a local zone cuts its
+    rank: the global rank that works in it. waits: how often about the widest zone of this rank waits for transfers; a local zone cuts its
     work into as many runs.
     """
     rows = slice(zone.start, zone.stop)
@@ -227,7 +229,7 @@ def _zone_attention(
         case "zigzag" | "balanced" as strategy:
             group_cuts = cuts(strategy, zone.lengths, len(ranks))
             turns = make_turns(strategy, group_cuts, zone.index, ranks, tables)
-            return RingZone(rows, turns, channel, tables, _routes(zone, machine))
+            return RingZone(rows, turns, channel, tables, _routes(zone, machine, rank))
         case "allgather":
             return AllGatherZone(zone, channel, tables, ranks_per_node)
         case "hybrid":
@@ -236,7 +238,7 @@ def _zone_attention(
             raise AssertionError(f"no attention for strategy {other!r}")
 
 
-def _routes(zone: Zone, machine: Machine) -> Routes | None:
+def _routes(zone: Zone, machine: Machine, rank: int) -> Routes | None:
     """Return the routes of a ring across nodes; None where every transfer goes straight.
 
     A group across nodes consists of whole nodes, so any rank that passes something on is in it.
@@ -246,4 +248,4 @@ def _routes(zone: Zone, machine: Machine) -> Routes | None:
         return None
     if not machine.topology.spans_nodes(group.start, group.stop):
         return None
-    return Routes(group_fetches(group, zone.lengths), group.start, machine.links)
+    return Routes(group, zone.lengths, machine.links, rank=rank)

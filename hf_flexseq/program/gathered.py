@@ -31,7 +31,7 @@ from hf_flexseq.program.tags import gather_leg, return_leg
 from hf_flexseq.program.turns import name_chunks
 from hf_flexseq.program.weave import END, ZoneSteps
 from hf_flexseq.schedule.attention import ChunkKey
-from hf_flexseq.schedule.gather import Hop, gather_hops
+from hf_flexseq.schedule.gather import RankLeg, gather_of_rank
 
 
 class ChunkMessage(NamedTuple):
@@ -91,8 +91,8 @@ class AllGatherZone:
         group_cuts = cuts("allgather", zone.lengths, degree)
         gathered = GatheredChunks(group_cuts, zone.index, degree)
         legs = []
-        for hops in gather_hops(group_cuts, degree, ranks_per_node):
-            legs.append(_leg(hops, zone, gathered, tables))
+        for messages in gather_of_rank(group_cuts, degree, ranks_per_node, zone.index):
+            legs.append(_leg(messages, zone, gathered, tables))
         self.legs = tuple(legs)
 
         # 2. what the kernel reads; key_rows: [keys of the call], gathered rows
@@ -229,28 +229,17 @@ class GatheredChunks:
         return self._cuts[sequence].tokens((chunk,))
 
 
-def _leg(hops: Sequence[Hop], zone: Zone, gathered: GatheredChunks, tables: Tables) -> Leg:
+def _leg(messages: RankLeg, zone: Zone, gathered: GatheredChunks, tables: Tables) -> Leg:
     """Make this rank's part in a leg, and append the chunks that it brings to `gathered`."""
     before = gathered.tokens
-
-    # 1. the chunks by the index of the other rank
-    chunks_to: dict[int, list[ChunkKey]] = {}
-    chunks_from: dict[int, list[ChunkKey]] = {}
-    for hop in hops:
-        if hop.source == zone.index:
-            chunks_to.setdefault(hop.target, []).append(hop.chunk)
-        elif hop.target == zone.index:
-            chunks_from.setdefault(hop.source, []).append(hop.chunk)
-
-    # 2. one message to or from each of them
     sent = []
-    for i, chunks in sorted(chunks_to.items()):
+    for i, chunks in messages.sent:
         rows = tables.rows(gathered.ranges(chunks))
-        sent.append(ChunkMessage(zone.group.ranks[i], rows, tuple(chunks)))
+        sent.append(ChunkMessage(zone.group.ranks[i], rows, chunks))
     received = []
-    for i, chunks in sorted(chunks_from.items()):
+    for i, chunks in messages.received:
         rows = Rows(gathered.append(chunks))
-        received.append(ChunkMessage(zone.group.ranks[i], rows, tuple(chunks)))
+        received.append(ChunkMessage(zone.group.ranks[i], rows, chunks))
     return Leg(before, tuple(sent), tuple(received))
 
 

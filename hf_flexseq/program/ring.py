@@ -47,6 +47,7 @@ from collections.abc import Iterable, Sequence
 from functools import partial
 from typing import NamedTuple
 
+from hf_flexseq.plan import Group
 from hf_flexseq.program.builder import Builder, Tables, Values
 from hf_flexseq.program.exchange import STRAIGHT, Channel, Exchange, Label, post
 from hf_flexseq.program.instructions import INPUT, WIDE, Rows, Value
@@ -61,8 +62,9 @@ from hf_flexseq.program.turns import (
 )
 from hf_flexseq.program.weave import END, ZoneSteps
 from hf_flexseq.schedule.attention import ChunkKey
-from hf_flexseq.schedule.routing import NicFigures, Routing, make_routing
-from hf_flexseq.schedule.transfers import Fetch, RowBytes, fetch_transfers
+from hf_flexseq.schedule.ring_routing import ring_routings
+from hf_flexseq.schedule.routing import NicFigures, Routing
+from hf_flexseq.schedule.transfers import RowBytes
 
 AHEAD = 2  # turns whose inputs are on their way when a turn begins
 
@@ -101,18 +103,21 @@ class PendingReturn(NamedTuple):
 class Routes:
     """The routings of a ring's exchanges, by the sizes of what travels.
 
-    All ranks of the group make the same ones.
+    All ranks of the group make the same ones, each as far as its node is concerned.
     """
 
-    __slots__ = ("_fetches", "_first_rank", "_links")
+    __slots__ = ("_group", "_lengths", "_links", "_rank", "_routings")
 
     def __init__(
-        self, fetches: Sequence[Sequence[Fetch]], first_rank: int, links: NicFigures
+        self, group: Group, lengths: Sequence[int], links: NicFigures, *, rank: int
     ) -> None:
-        """fetches: of all ranks of the group, by turn. first_rank: global rank of index 0."""
-        self._fetches = fetches
-        self._first_rank = first_rank
+        """lengths: tokens of each sequence of the group. rank: this rank."""
+        self._group = group
+        self._lengths = lengths
         self._links = links
+        self._rank = rank
+        # by turn
+        self._routings: dict[tuple[bool, RowBytes, RowBytes], tuple[Routing, ...]] = {}
 
     def find(
         self, turn: int, query_bytes: RowBytes, key_bytes: RowBytes, *, returns: bool
@@ -121,10 +126,18 @@ class Routes:
 
         query_bytes, key_bytes: of one row of each tensor that travels.
         """
-        transfers = fetch_transfers(
-            self._fetches[turn], self._first_rank, query_bytes, key_bytes, returns=returns
-        )
-        return make_routing(transfers, self._links)
+        key = (returns, query_bytes, key_bytes)
+        if key not in self._routings:
+            self._routings[key] = ring_routings(
+                self._group,
+                self._lengths,
+                self._links,
+                query_bytes,
+                key_bytes,
+                returns=returns,
+                rank=self._rank,
+            )
+        return self._routings[key][turn]
 
 
 # ---- the compiler

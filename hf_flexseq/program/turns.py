@@ -25,7 +25,6 @@ both sides. `tests/program/test_turns.py` plays the turns of all ranks on token 
 compares with a list of all pairs.
 """
 
-import functools
 from collections.abc import Iterable, Sequence
 from itertools import product
 from typing import NamedTuple
@@ -38,7 +37,7 @@ from hf_flexseq.program.instructions import Rows
 from hf_flexseq.schedule.attention import (
     BlockCall,
     ChunkKey,
-    attention_schedule,
+    calls_of_rank,
     in_turns,
     lanes_of,
 )
@@ -159,7 +158,11 @@ def make_turns(
     by_lane = []
     for lane in lanes_of(group_cuts):
         calls_by_time = calls_of_rank(
-            strategy, len(ranks), lane.mirrored, index, lane.chunk_by_chunk
+            strategy,
+            len(ranks),
+            index,
+            mirrored=lane.mirrored,
+            chunk_by_chunk=lane.chunk_by_chunk,
         )
         turns = []
         for time, calls in enumerate(calls_by_time):
@@ -167,19 +170,6 @@ def make_turns(
         by_lane.append(turns)
     numbered = enumerate(in_turns(by_lane))
     return tuple(turn._replace(number=number) for number, turn in numbered)
-
-
-@functools.cache
-def calls_of_rank(
-    strategy: str, degree: int, mirrored: bool, index: int, chunk_by_chunk: bool
-) -> tuple[tuple[BlockCall, ...], ...]:
-    """Return, by time, the calls whose worker, reader or source is the rank of `index`."""
-    schedule = attention_schedule(strategy, degree, mirrored, chunk_by_chunk=chunk_by_chunk)
-    by_time: list[list[BlockCall]] = [[] for _ in range(schedule.times)]
-    for call in schedule.calls:
-        if index in (call.worker, call.reader, call.source):
-            by_time[call.time].append(call)
-    return tuple(tuple(calls) for calls in by_time)
 
 
 def _make_turn(

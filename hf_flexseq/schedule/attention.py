@@ -9,36 +9,28 @@ A `BlockCall` is one attention call. Three ranks have a part in it:
 
 What travels follows from these three. Keys and values travel to a worker that is not their source.
 Queries travel to a worker that is not their reader (the worker is then a *helper*), and the
-partial result travels back from there. The executor in `attention/ring.py` knows nothing else, so
-a new member of the ring family is a new function here. There are two:
+partial result travels back from there. The executor in `attention/ring.py` knows nothing else.
 
-    zigzag     A rank holds two chunks, one from each half of the sequence, and computes for its
-               own queries only. This choice of chunks gives all ranks equal work.
-    balanced   A rank holds one chunk, so late ranks have more keys to read than early ones. Ranks
-               that have run out of keys before their own queries compute for the late ones.
-               LightSeq (DistFlashAttn, arXiv 2310.03294, section 3.1).
+Which calls there are follows from the rounds of a strategy (`rounds.py`):
 
-`balanced` departs from the paper, which is right for even degrees only: as printed, and in the
-code published with it, nobody helps at the last time, which loses (d - 1) / 2 blocks of an odd
-degree d. With these blocks an odd degree has no idle rank at any time. An even degree idles for
-half a block's time per rank and takes (d + 1) / d of the ideal time.
-
-Rejected: handing keys and values on from rank to rank around the ring. A chunk is fetched straight
-from its owner, and only when some query of the worker reads it: the zigzag schedule moves a
-quarter less than the ring of the same name.
+    calls_of_rank         the calls in which one rank has a part, in time that grows with the
+                          degree: what a rank needs
+    attention_schedule    the calls of all ranks, in time that grows with its square: for checks,
+                          simulation and pictures
 
 `check` below is the slow and obvious test of a schedule; `tests/schedule/test_attention.py` runs
-it on every strategy.
+it on every strategy, and compares the calls of each rank with the whole schedule.
 """
 
 import functools
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import zip_longest
 from typing import NamedTuple, TypeVar
 
 from hf_flexseq.plan.shard import Cut, held_chunks
+from hf_flexseq.schedule.rounds import Round, ring_rounds
 
 Item = TypeVar("Item")
 ChunkKey = tuple[int, int]  # (index of the sequence in the group, chunk of that sequence)
@@ -48,9 +40,9 @@ ChunkKey = tuple[int, int]  # (index of the sequence in the group, chunk of that
 LARGE = 1024
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class BlockCall:
-    """An attention call: some queries against some keys of the same sequence."""
+class BlockCall(NamedTuple):
+    """An attention call: some queries against some keys of the same sequence. A tuple, since a
+    rank of a large group has thousands."""
 
     time: int
     """Position of the call in the worker's list; a worker has at most one call per time."""
@@ -132,7 +124,29 @@ class Schedule:
         return "\n".join(lines)
 
 
-@functools.cache
+# ---- the calls
+
+
+@functools.lru_cache(maxsize=32)
+def calls_of_rank(
+    strategy: str, degree: int, index: int, *, mirrored: bool = False, chunk_by_chunk: bool = False
+) -> tuple[tuple[BlockCall, ...], ...]:
+    """Return, by time, the calls whose worker, reader or source is the rank of `index`.
+
+    They are those of `attention_schedule`, in its order, found without the others.
+    """
+    calls = _Calls(strategy, degree, mirrored)
+    place = calls.place(index)
+    by_time = []
+    for time, one_round in enumerate(ring_rounds(strategy, degree, chunk_by_chunk=chunk_by_chunk)):
+        # this rank's own call, and that of the worker whose partner this rank is
+        places = {place, (place + one_round.distance) % degree}
+        found = [calls.of_worker(time, one_round, worker) for worker in places]
+        by_time.append(tuple(sorted(call for call in found if call is not None)))
+    return tuple(by_time)
+
+
+@functools.lru_cache(maxsize=64)
 def attention_schedule(
     strategy: str, degree: int, mirrored: bool = False, *, chunk_by_chunk: bool = False
 ) -> Schedule:
@@ -141,124 +155,55 @@ def attention_schedule(
     mirrored: build it for a sequence whose first chunk is held by the last rank.
     chunk_by_chunk: let a call read one chunk of another rank's keys at a time.
     """
-    strategies = {"zigzag": zigzag, "balanced": balanced}
-    schedule = strategies[strategy](degree)
-    if chunk_by_chunk:
-        schedule = _chunk_by_chunk(schedule)
-    if mirrored:
-        schedule = _mirror(schedule)
-    return schedule
-
-
-# ---- the strategies
-
-
-def zigzag(degree: int) -> Schedule:
-    """Return the schedule in which each rank reads, at time t, from the rank t indices before.
-
-    A rank of index i holds chunks i and 2d-1-i. A source before it has one chunk that all of its
-    queries follow. A source after it has two chunks that only its back queries follow. Either way
-    the call is half a square of work, for every rank at every time.
-    """
-    chunks = tuple(held_chunks("zigzag", index, degree) for index in range(degree))
-    calls = [_diagonal(index, chunks[index]) for index in range(degree)]
-    for time in range(1, degree):
+    calls = _Calls(strategy, degree, mirrored)
+    of_all = []
+    for time, one_round in enumerate(ring_rounds(strategy, degree, chunk_by_chunk=chunk_by_chunk)):
         for index in range(degree):
-            source = (index - time) % degree
-            if source < index:
-                queries = chunks[index]
-                keys = chunks[source][:1]
-            else:
-                queries = chunks[index][1:]
-                keys = chunks[source]
-            call = BlockCall(
-                time=time,
-                worker=index,
-                reader=index,
-                source=source,
-                queries=queries,
-                keys=keys,
-                causal=False,
-            )
-            calls.append(call)
-    return Schedule(chunks=chunks, calls=tuple(calls))
+            call = calls.of_worker(time, one_round, calls.place(index))
+            if call is not None:
+                of_all.append(call)
+    chunks = tuple(calls.chunks(calls.place(index)) for index in range(degree))
+    return Schedule(chunks=chunks, calls=tuple(of_all))
 
 
-def balanced(degree: int) -> Schedule:
-    """Return the schedule in which ranks without keys to read help ranks with many.
+class _Calls:
+    """Makes the calls of a ring: rounds know *places*, the ranks in the order of their tokens."""
 
-    At time t a rank reads the keys of the rank t indices before it. A rank that has none there
-    helps the rank t indices before it, counted around the end, with its own keys. Half way round
-    an even degree these would be blocks that are computed already, so nobody helps there.
-    """
-    chunks = tuple(held_chunks("balanced", index, degree) for index in range(degree))
-    calls = [_diagonal(index, chunks[index]) for index in range(degree)]
-    for time in range(1, degree // 2 + 1):
-        half_way = 2 * time == degree
-        for index in range(degree):
-            helps = index < time
-            if helps and half_way:
-                continue
-            reader = index - time + degree if helps else index
-            source = index if helps else index - time
-            call = BlockCall(
-                time=time,
-                worker=index,
-                reader=reader,
-                source=source,
-                queries=chunks[reader],
-                keys=chunks[source],
-                causal=False,
-            )
-            calls.append(call)
-    return Schedule(chunks=chunks, calls=tuple(calls))
+    def __init__(self, strategy: str, degree: int, mirrored: bool) -> None:
+        self._strategy = strategy
+        self._degree = degree
+        self._mirrored = mirrored
 
+    def place(self, index: int) -> int:
+        """Return the place of the rank of `index`, or the index of the rank at a place."""
+        return self._degree - 1 - index if self._mirrored else index
 
-def _diagonal(index: int, chunks: tuple[int, ...]) -> BlockCall:
-    """Return the first call of a rank: its own chunks against themselves."""
-    return BlockCall(
-        time=0, worker=index, reader=index, source=index, queries=chunks, keys=chunks, causal=True
-    )
+    def chunks(self, place: int) -> tuple[int, ...]:
+        """Return the chunks that the rank at a place holds."""
+        return held_chunks(self._strategy, place, self._degree)
 
-
-# ---- changes of a whole schedule
-
-
-def _chunk_by_chunk(schedule: Schedule) -> Schedule:
-    """Return the schedule with one key chunk per call after time 0.
-
-    Every later time becomes as many times as a rank holds chunks. A call with fewer key chunks
-    leaves its worker idle in the rest of them.
-    """
-    most_chunks = max(map(len, schedule.chunks))
-    calls = []
-    for call in schedule.calls:
-        if call.time == 0:
-            calls.append(call)
-            continue
-        first = 1 + (call.time - 1) * most_chunks
-        for offset, chunk in enumerate(call.keys):
-            calls.append(replace(call, time=first + offset, keys=(chunk,)))
-    return Schedule(chunks=schedule.chunks, calls=_sorted(calls))
-
-
-def _mirror(schedule: Schedule) -> Schedule:
-    """Return the schedule with the order of the ranks reversed."""
-    last = schedule.degree - 1
-    calls = []
-    for call in schedule.calls:
-        mirrored = replace(
-            call,
-            worker=last - call.worker,
-            reader=last - call.reader,
-            source=last - call.source,
+    def of_worker(self, time: int, one_round: Round, worker: int) -> BlockCall | None:
+        """Return the call of the worker at a place in the round of `time`; None for no call."""
+        partner = worker - one_round.distance
+        role = one_round.earlier
+        if partner < 0:
+            partner += self._degree
+            role = one_round.later
+        if role is None:
+            return None
+        reader = partner if role.helps else worker
+        source = worker if role.helps else partner
+        reader_chunks = self.chunks(reader)
+        source_chunks = self.chunks(source)
+        return BlockCall(
+            time=time,
+            worker=self.place(worker),
+            reader=self.place(reader),
+            source=self.place(source),
+            queries=tuple(reader_chunks[position] for position in role.queries),
+            keys=tuple(source_chunks[position] for position in role.keys),
+            causal=one_round.distance == 0,
         )
-        calls.append(mirrored)
-    return Schedule(chunks=schedule.chunks[::-1], calls=_sorted(calls))
-
-
-def _sorted(calls: Sequence[BlockCall]) -> tuple[BlockCall, ...]:
-    return tuple(sorted(calls, key=lambda call: (call.time, call.worker)))
 
 
 # ---- several sequences in one group

@@ -31,7 +31,7 @@ The result is a function of byte counts that all ranks know, so all ranks find t
 import functools
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from hf_flexseq.cost import CostModel
@@ -42,6 +42,8 @@ LEAST_GAIN = 0.1  # part of the straight seconds; a smaller gain is not worth th
 LEAST_SHARE = 16  # a path carries at least 1/16 of the level, so that a transfer does not crumble
 
 BUSY = "all NICs are busy"
+NOTHING_CROSSES = "nothing crosses nodes"
+LEGS_COST = "the legs inside the nodes cost what it gains"
 Nic = tuple[int, int]  # (node, index of the NIC in the node)
 NicEnd = tuple[bool, Nic]  # (True: what the NIC sends, False: what it receives; the NIC)
 
@@ -72,12 +74,13 @@ class NicFigures:
         node, local_rank = divmod(rank, self.ranks_per_node)
         return node, local_rank * self.nics_per_node // self.ranks_per_node
 
-    def ranks_of(self, nic: Nic) -> list[int]:
+    def ranks_of(self, nic: Nic) -> range:
         """Return the ranks that share `nic`."""
-        node, _ = nic
+        node, index = nic
         start = node * self.ranks_per_node
-        ranks = range(start, start + self.ranks_per_node)
-        return [rank for rank in ranks if self.nic(rank) == nic]
+        first = -(-index * self.ranks_per_node // self.nics_per_node)
+        stop = -(-(index + 1) * self.ranks_per_node // self.nics_per_node)
+        return range(start + first, start + stop)
 
     def objection(self) -> str | None:
         """Return why nothing is ever routed over these links; None when something may be."""
@@ -163,59 +166,90 @@ class Routing:
     """Why nothing is routed; None where something is."""
 
 
-@functools.lru_cache(maxsize=1024)
+@functools.lru_cache(maxsize=128)
 def make_routing(transfers: tuple[Transfer, ...], links: NicFigures) -> Routing:
-    """Return how `transfers`, which run at the same time, travel over `links`."""
+    """Return how `transfers`, which run at the same time, travel over `links`.
+
+    For the turns of a ring `ring_routing.py` finds the same much faster.
+    """
     # 1. what crosses nodes, and how long that takes straight
     crossing = []
     for t in transfers:
         if t.nbytes and links.node(t.source) != links.node(t.target):
             crossing.append(t)
     if not crossing:
-        return Routing(why_not="nothing crosses nodes")
+        return Routing(why_not=NOTHING_CROSSES)
     straight = [(t, (Path(t.source, t.target, 0, t.nbytes),)) for t in crossing]
-    direct_s = _pipelined(_leg_seconds(straight, links), 1, links)
-
-    # 2. whether other NICs could take some of it
-    objection = links.objection()
-    if objection is not None:
-        return Routing(direct_s=direct_s, routed_s=direct_s, why_not=objection)
+    busiest = max(_nic_loads(straight, links).values())
     level = _level(crossing, links)
-    if max(_nic_loads(straight, links).values()) <= level:
-        return Routing(direct_s=direct_s, routed_s=direct_s, why_not=BUSY)
+    kept = straight_routing(busiest, level, links)
+    if kept.why_not is not None:
+        return kept
+    # 2. the paths, and whether they are worth it
+    paths = Router(crossing, level, links).paths
+    decided = decided_routing(leg_bytes(paths, links), kept.direct_s, links)
+    if decided.why_not is not None:
+        return decided
+    return replace(decided, paths=without_straight(paths))
 
-    # 3. the paths, and the count of packets that is fastest
-    paths = _Router(crossing, level, links).paths
-    legs = _leg_seconds(paths, links)
+
+def straight_routing(busiest: int, level: int, links: NicFigures) -> Routing:
+    """Return the routing of transfers that all go straight.
+
+    It says why, or nothing where other NICs could take some of the bytes. busiest: bytes of the
+    busiest NIC. level: bytes, see the module's step 1.
+    """
+    direct_s = _pipelined(_leg_seconds((0, busiest, 0), links), 1, links)
+    why_not = links.objection()
+    if why_not is None and busiest <= level:
+        why_not = BUSY
+    return Routing(direct_s=direct_s, routed_s=direct_s, why_not=why_not)
+
+
+def worth_it(routed_s: float, direct_s: float) -> bool:
+    """Return whether paths are worth their messages: seconds on them, and straight."""
+    return routed_s <= (1 - LEAST_GAIN) * direct_s
+
+
+def decided_routing(
+    bytes_of_legs: tuple[int, int, int], direct_s: float, links: NicFigures
+) -> Routing:
+    """Return the routing of some paths, still without them: the fastest count of packets.
+
+    It says why not, where the paths are not worth it. direct_s: seconds of the same bytes
+    straight.
+    """
+    legs = _leg_seconds(bytes_of_legs, links)
     packets = min(range(1, MOST_PACKETS + 1), key=lambda count: _pipelined(legs, count, links))
     routed_s = _pipelined(legs, packets, links)
+    if not worth_it(routed_s, direct_s):
+        return Routing(direct_s=direct_s, routed_s=routed_s, why_not=LEGS_COST)
+    return Routing(packets=packets, direct_s=direct_s, routed_s=routed_s)
 
-    # 4. whether that is worth it
-    if routed_s > (1 - LEAST_GAIN) * direct_s:
-        return Routing(
-            direct_s=direct_s,
-            routed_s=routed_s,
-            why_not="the legs inside the nodes cost what it gains",
-        )
+
+def without_straight(paths: Paths) -> tuple[tuple[Transfer, tuple[Path, ...]], ...]:
+    """Return the transfers that do not go straight, with their paths."""
     routed = []
     for t, found in paths:
         goes_straight = len(found) == 1 and found[0][:2] == t[:2]
         if not goes_straight:
             routed.append((t, found))
-    return Routing(paths=tuple(routed), packets=packets, direct_s=direct_s, routed_s=routed_s)
+    return tuple(routed)
 
 
-class _Router:
+class Router:
     """Finds the paths of all transfers of an exchange: steps 2 and 3 of the module's list."""
 
     def __init__(self, crossing: Sequence[Transfer], level: int, links: NicFigures) -> None:
         """crossing: the transfers between nodes. level: bytes, see the module's step 1."""
         self._links = links
         self._level = level
-        # bytes that each NIC may still send and receive under the level
-        self._room: dict[NicEnd, int] = defaultdict(lambda: level)
-        # bytes that pass through each rank on their way to or from another one
-        self._passed: dict[int, int] = defaultdict(int)
+        # bytes that each NIC of a node may still send, or receive, under the level:
+        # (sends?, node) -> [nics_per_node]
+        self._room: dict[tuple[bool, int], list[int]]
+        self._room = defaultdict(lambda: [level] * links.nics_per_node)
+        # bytes that pass through each rank, (out of the node?, rank) -> bytes
+        self._passed: dict[tuple[bool, int], int] = defaultdict(int)
         # Everything that fits goes straight, before anything else takes room.
         fitting = [self._take_straight(t) for t in crossing]
         self.paths: list[tuple[Transfer, tuple[Path, ...]]] = []
@@ -224,11 +258,13 @@ class _Router:
 
     def _take_straight(self, t: Transfer) -> int:
         """Take the room of what fits of `t` under the level of both its own NICs; its bytes."""
-        out: NicEnd = (True, self._links.nic(t.source))
-        into: NicEnd = (False, self._links.nic(t.target))
-        nbytes = min(t.nbytes, self._room[out], self._room[into])
-        self._room[out] -= nbytes
-        self._room[into] -= nbytes
+        out_node, out_nic = self._links.nic(t.source)
+        in_node, in_nic = self._links.nic(t.target)
+        room_out = self._room[True, out_node]
+        room_in = self._room[False, in_node]
+        nbytes = min(t.nbytes, room_out[out_nic], room_in[in_nic])
+        room_out[out_nic] -= nbytes
+        room_in[in_nic] -= nbytes
         return nbytes
 
     def _all_paths(self, t: Transfer, straight_bytes: int) -> tuple[Path, ...]:
@@ -254,24 +290,26 @@ class _Router:
         end: the source (`sends`) or the target of the transfer; it relays for itself while its own
         NIC has room.
         """
-        own_room = self._room[sends, self._links.nic(end)]
-        if own_room > self._level // LEAST_SHARE:
-            return end, own_room
-        node = self._links.node(end)
-        nics = [(node, index) for index in range(self._links.nics_per_node)]
+        node, own_nic = self._links.nic(end)
+        rooms = self._room[sends, node]
+        if rooms[own_nic] > self._level // LEAST_SHARE:
+            return end, rooms[own_nic]
         # the NIC with the most room, the first of several
-        nic = max(nics, key=lambda nic: (self._room[sends, nic], -nic[1]))
-        # of its ranks `end` itself, else the one with the least to pass on
-        rank = min(
-            self._links.ranks_of(nic), key=lambda rank: (rank != end, self._passed[rank], rank)
-        )
-        return rank, self._room[sends, nic]
+        room = max(rooms)
+        nic = rooms.index(room)
+        # of its ranks `end` itself, else the first of those with the least to pass on
+        ranks = self._links.ranks_of((node, nic))
+        if end in ranks:
+            return end, room
+        rank = min(ranks, key=lambda rank: self._passed[sends, rank])
+        return rank, room
 
     def _pass(self, rank: int, end: int, nbytes: int, *, sends: bool) -> None:
         """Book `nbytes` from (to) rank `end` on the NIC of `rank`."""
-        self._room[sends, self._links.nic(rank)] -= nbytes
+        node, nic = self._links.nic(rank)
+        self._room[sends, node][nic] -= nbytes
         if rank != end:
-            self._passed[rank] += nbytes
+            self._passed[sends, rank] += nbytes
 
 
 def _level(crossing: Sequence[Transfer], links: NicFigures) -> int:
@@ -293,10 +331,10 @@ def _nic_loads(paths: Paths, links: NicFigures) -> dict[NicEnd, int]:
     return loads
 
 
-def _leg_seconds(paths: Paths, links: NicFigures) -> tuple[float, float, float]:
-    """Return the seconds that scatter, cross and gather take, each if it ran alone.
+def leg_bytes(paths: Paths, links: NicFigures) -> tuple[int, int, int]:
+    """Return the bytes that scatter, cross and gather wait for.
 
-    Inside a node a leg takes as long as its busiest rank, between nodes as its busiest NIC.
+    Inside a node that is what the busiest rank sends or receives, between nodes the busiest NIC.
     """
     scatter: dict[tuple[bool, int], int] = defaultdict(int)  # (sends?, rank) -> bytes
     gather: dict[tuple[bool, int], int] = defaultdict(int)
@@ -310,14 +348,19 @@ def _leg_seconds(paths: Paths, links: NicFigures) -> tuple[float, float, float]:
                 if source != target:
                     loads[True, source] += path.nbytes
                     loads[False, target] += path.nbytes
-    scatter_bytes = max(scatter.values(), default=0)
-    cross_bytes = max(_nic_loads(paths, links).values())
-    gather_bytes = max(gather.values(), default=0)
     return (
-        scatter_bytes * links.inside_s,
-        cross_bytes * links.across_s,
-        gather_bytes * links.inside_s,
+        max(scatter.values(), default=0),
+        max(_nic_loads(paths, links).values()),
+        max(gather.values(), default=0),
     )
+
+
+def _leg_seconds(
+    bytes_of_legs: tuple[int, int, int], links: NicFigures
+) -> tuple[float, float, float]:
+    """Return the seconds that scatter, cross and gather take, each if it ran alone."""
+    scatter, cross, gather = bytes_of_legs
+    return scatter * links.inside_s, cross * links.across_s, gather * links.inside_s
 
 
 def _pipelined(legs: tuple[float, float, float], packets: int, links: NicFigures) -> float:

@@ -8,10 +8,11 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from hf_flexseq.plan import Group, MicroBatch
+from hf_flexseq.plan import MicroBatch
 from hf_flexseq.plan.shard import remap_moves
+from hf_flexseq.schedule.ring_routing import all_ring_routings
 from hf_flexseq.schedule.routing import NicFigures, Routing, make_routing
-from hf_flexseq.schedule.transfers import fetch_transfers, group_fetches, move_transfers
+from hf_flexseq.schedule.transfers import move_transfers
 from hf_flexseq.topology import Topology
 
 
@@ -59,7 +60,9 @@ def _routings(
     """Yield the routing of each exchange in the forward of one layer."""
     for group in micro_batch.groups:
         if group.strategy in ("zigzag", "balanced"):
-            yield from _ring_routings(group, lengths, links, token)
+            group_lengths = [lengths[sequence] for sequence in group.sequences]
+            row_bytes = ((token.queries,), (token.keys,))
+            yield from all_ring_routings(group, group_lengths, links, row_bytes)
     if micro_batch.remap:
         moves = remap_moves(micro_batch, lengths, topology)
         # to the groups: queries, keys and values; back to the even layout: the output
@@ -67,18 +70,6 @@ def _routings(
         to_even = move_transfers(moves, token.queries, back=False)
         yield make_routing(to_groups, links)
         yield make_routing(to_even, links)
-
-
-def _ring_routings(
-    group: Group, lengths: Sequence[int], links: NicFigures, token: LayerTokenBytes
-) -> Iterator[Routing]:
-    """Yield the routing of each turn of a group's ring."""
-    group_lengths = [lengths[sequence] for sequence in group.sequences]
-    for turn in group_fetches(group, group_lengths):
-        transfers = fetch_transfers(
-            turn, group.start, (token.queries,), (token.keys,), returns=False
-        )
-        yield make_routing(transfers, links)
 
 
 def _summary(crossing: Sequence[Routing]) -> str:

@@ -10,6 +10,9 @@ There are two kinds of these exchanges:
     remapping   Rows that move between the layout of attention and the even one (`plan/remap.py`).
 
 All of this is a function of the plan, so all ranks agree on it. `routing.py` decides what to do.
+
+The fetches of a ring are listed one by one, in time that grows with the square of the degree.
+`ring_tokens.py` has the same as arrays, with which `ring_routing.py` finds the routing of a ring.
 """
 
 import functools

@@ -48,7 +48,7 @@ from hf_flexseq.plan import Group, MicroBatch
 from hf_flexseq.plan.remap import Move
 from hf_flexseq.plan.shard import Shard, make_shard
 from hf_flexseq.profiler.measure import measured_nics, median_seconds
-from hf_flexseq.schedule.gather import gather_hops
+from hf_flexseq.schedule.gather import gather_of_rank
 from hf_flexseq.schedule.routing import NicFigures, Routing, Transfer, make_routing
 
 CPU = torch.device("cpu")
@@ -189,7 +189,9 @@ def gather(
     channel = Channel(world, group, 0)
     relayed = AllGatherZone(zone, channel, kernel, CPU)
     with mock.patch.object(
-        allgather, "gather_hops", lambda cuts, degree, _: gather_hops(cuts, degree, degree)
+        allgather,
+        "gather_of_rank",
+        lambda cuts, degree, _, index: gather_of_rank(cuts, degree, degree, index),
     ):
         straight = AllGatherZone(zone, channel, kernel, CPU)
     # what is done with the keys once they are here is no transfer

@@ -12,7 +12,7 @@ from hf_flexseq.cost import CostModel, free_ns, lockstep_ns, nodes_spanned, rank
 from hf_flexseq.cost.analytic import DEVICES, ModelShape, analytic_cost_model
 from hf_flexseq.cost.presets import PRESETS, load_cost_model
 from hf_flexseq.plan import Group, MicroBatch
-from hf_flexseq.schedule.attention import balanced
+from hf_flexseq.schedule.attention import attention_schedule
 from hf_flexseq.topology import Topology
 
 FLEXSP = PRESETS["flexsp-gpt-7b-a100"]
@@ -139,7 +139,7 @@ def busiest_link(degree: int, keys: float, queries: float) -> float:
             out[source] += size
             into[target] += size
 
-        for step in balanced(degree).calls:
+        for step in attention_schedule("balanced", degree).calls:
             if step.source != step.worker:
                 move(step.source, step.worker, keys)
                 move(step.worker, step.source, back_of_keys * keys)

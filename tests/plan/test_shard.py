@@ -5,7 +5,17 @@ import random
 import pytest
 
 from hf_flexseq.plan import Group, MicroBatch
-from hf_flexseq.plan.shard import contiguous_part, cuts, held_chunks, make_shard, mirrored
+from hf_flexseq.plan.shard import (
+    attention_tokens,
+    contiguous_part,
+    cuts,
+    held_chunks,
+    make_shard,
+    mirrored,
+    remap_moves,
+    remapped,
+)
+from hf_flexseq.topology import Topology
 from tests.plans import random_plan
 
 
@@ -52,9 +62,11 @@ def test_every_token_is_held_once_and_no_rank_holds_more_than_its_share(seed):
     held = {(i, t): 0 for i, n in enumerate(lengths) for t in range(n)}
     for micro_batch in plan.micro_batches:
         limits = micro_batch.tokens_per_rank(lengths, world_size)
+        tokens = attention_tokens(micro_batch, lengths, world_size)
         for rank in range(world_size):
             shard = make_shard(micro_batch, lengths, rank)
             assert shard.attention_tokens == sum(s.tokens for s in shard.slices) <= limits[rank]
+            assert shard.attention_tokens == tokens[rank]
             for piece in shard.slices:
                 for token in range(piece.start, piece.stop):
                     held[piece.sequence, token] += 1
@@ -108,3 +120,20 @@ def test_contiguous_parts_differ_by_one_at_most():
     sizes = [stop - start for start, stop in (contiguous_part(11, i, 4) for i in range(4))]
     assert sum(sizes) == 11
     assert set(sizes) == {2, 3}
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_a_rank_finds_its_own_moves_without_those_of_the_others(seed):
+    rng = random.Random(seed)
+    topology = Topology(nodes=3, ranks_per_node=3)
+    lengths = [rng.randint(1, 90) for _ in range(9)]
+    for micro_batch in random_plan(lengths, topology.world_size, rng).micro_batches:
+        moves = remap_moves(micro_batch, lengths, topology)
+        assert moves
+        for rank in range(topology.world_size):
+            shard = remapped(
+                make_shard(micro_batch, lengths, rank), micro_batch, lengths, topology
+            )
+            own = remap_moves(micro_batch, lengths, topology, rank=rank)
+            assert shard.moves == moves
+            assert own == tuple(move for move in moves if rank in (move.source, move.target))

@@ -17,7 +17,7 @@ from hf_flexseq.cost.analytic import DEVICES, ModelShape, analytic_cost_model
 from hf_flexseq.cost.presets import PRESETS
 from hf_flexseq.plan import Plan, PlanInfeasible, check
 from hf_flexseq.planner import make_plan
-from hf_flexseq.planner.bound import lower_bound_ns
+from hf_flexseq.planner.bound import bounds_ns
 from hf_flexseq.planner.static import static_degrees
 from hf_flexseq.schedule.routing import links_of
 from hf_flexseq.schedule.routing_notes import LayerTokenBytes, routing_reason
@@ -194,11 +194,11 @@ def test_the_bound_by_hand() -> None:
     )
     lengths = np.array([100, 3000])
     bound = {
-        sync: lower_bound_ns(lengths, node, cost, strategy="auto", cap=1500, sync=sync)
+        sync: bounds_ns(lengths, node, cost, strategy="auto", cap=1500, sync=sync).plain
         for sync in ("lockstep", "free")
     }
     assert bound == {"lockstep": -(-areas // 2) + 2 * 10**9, "free": -(-(areas + 3 * 10**9) // 2)}
-    roomy = lower_bound_ns(lengths, node, cost, strategy="auto", cap=3000, sync="free")
+    roomy = bounds_ns(lengths, node, cost, strategy="auto", cap=3000, sync="free").plain
     alone = sum(cost.sequence_ns(s, 1, "local", False) for s in (100, 3000))
     assert roomy == -(-alone // 2) + 10**9
 

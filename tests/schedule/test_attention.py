@@ -1,11 +1,9 @@
 """Block schedules as data: each covers the causal triangle exactly once, and everyone is
 served."""
 
-from dataclasses import replace
-
 import pytest
 
-from hf_flexseq.schedule.attention import Schedule, attention_schedule, check
+from hf_flexseq.schedule.attention import Schedule, attention_schedule, calls_of_rank, check
 
 DEGREES = [1, 2, 3, 4, 5, 6, 7, 8, 9, 15, 16]
 
@@ -19,6 +17,25 @@ every_schedule = pytest.mark.parametrize("strategy", ["zigzag", "balanced"])
 def test_every_block_is_computed_once_from_chunks_where_they_are(strategy, degree, mirrored):
     check(attention_schedule(strategy, degree, mirrored))
     check(attention_schedule(strategy, degree, mirrored, chunk_by_chunk=True))
+
+
+@every_degree
+@every_schedule
+@pytest.mark.parametrize("mirrored", [False, True])
+@pytest.mark.parametrize("chunk_by_chunk", [False, True])
+def test_a_rank_finds_its_own_calls_in_the_order_of_the_whole_schedule(
+    strategy, degree, mirrored, chunk_by_chunk
+):
+    schedule = attention_schedule(strategy, degree, mirrored, chunk_by_chunk=chunk_by_chunk)
+    for index in range(degree):
+        expected = [[] for _ in range(schedule.times)]
+        for call in schedule.calls:
+            if index in (call.worker, call.reader, call.source):
+                expected[call.time].append(call)
+        found = calls_of_rank(
+            strategy, degree, index, mirrored=mirrored, chunk_by_chunk=chunk_by_chunk
+        )
+        assert found == tuple(tuple(calls) for calls in expected)
 
 
 @every_degree
@@ -76,7 +93,7 @@ def broken(change):
         if (call.time, call.worker) != (1, 0):
             calls.append(call)
         elif change is not None:
-            calls.append(replace(call, **change))
+            calls.append(call._replace(**change))
     return Schedule(chunks=schedule.chunks, calls=tuple(calls))
 
 

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from hf_flexseq.kernels import fused
 from hf_flexseq.distributed.matching import Launches
+from hf_flexseq.kernels import fused
 from hf_flexseq.kernels.choose import CANDIDATES
 from hf_flexseq.kernels.cpu_flash import CpuFlash
 from hf_flexseq.kernels.fused import TorchFused

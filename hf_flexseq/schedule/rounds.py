@@ -1,0 +1,116 @@
+"""The ring strategies: what a rank of a group does in each round, and with whom.
+
+In a *round* every worker has a call with one *partner*, the rank that many indices before it,
+counted around the end; the round says what the call is where the partner holds earlier tokens than
+the worker, and where it holds later ones. So a new member of the ring family is a new function
+from a degree to its rounds. There are two:
+
+    zigzag     A rank holds two chunks, one from each half of the sequence, and computes for its
+               own queries only. This choice of chunks gives all ranks equal work.
+    balanced   A rank holds one chunk, so late ranks have more keys to read than early ones. Ranks
+               that have run out of keys before their own queries compute for the late ones.
+               LightSeq (DistFlashAttn, arXiv 2310.03294, section 3.1).
+
+`balanced` departs from the paper, which is right for even degrees only: as printed, and in the
+code published with it, nobody helps at the last time, which loses (d - 1) / 2 blocks of an odd
+degree d. With these blocks an odd degree has no idle rank at any time. An even degree idles for
+half a block's time per rank and takes (d + 1) / d of the ideal time.
+
+Rejected: handing keys and values on from rank to rank around the ring. A chunk is fetched straight
+from its owner, and only when some query of the worker reads it: the zigzag schedule moves a
+quarter less than the ring of the same name.
+"""
+
+import functools
+from typing import NamedTuple
+
+from hf_flexseq.plan.shard import CHUNKS_PER_RANK
+
+FRONT, BACK = 0, 1  # positions of a rank's two chunks in its row
+
+
+class Role(NamedTuple):
+    """What a worker does in a round with the chunks of its partner and its own."""
+
+    helps: bool
+    """True: the worker computes for the partner's queries, with its own keys.
+    False: it computes for its own queries, with the partner's keys."""
+
+    queries: tuple[int, ...]
+    """Which of the reader's chunks are the queries: positions in the reader's row."""
+
+    keys: tuple[int, ...]
+    """Which of the source's chunks are the keys: positions in the source's row."""
+
+
+class Round(NamedTuple):
+    """What all workers do at one time."""
+
+    distance: int
+    """How many indices before a worker its partner is, counted around the end. At 0 a worker is
+    its own partner, and its call is causal."""
+
+    earlier: Role | None
+    """What a worker does whose partner holds earlier tokens; None for nothing."""
+
+    later: Role | None
+    """What a worker does whose partner, behind the end, holds later tokens; None for nothing."""
+
+
+def zigzag(degree: int) -> list[Round]:
+    """Return the rounds after the first in which each rank reads from all others in turn.
+
+    A rank of index i holds chunks i and 2d-1-i. A source before it has one chunk that all of its
+    queries follow. A source after it has two chunks that only its back queries follow. Either way
+    the call is half a square of work, for every rank at every time.
+    """
+    earlier = Role(helps=False, queries=(FRONT, BACK), keys=(FRONT,))
+    later = Role(helps=False, queries=(BACK,), keys=(FRONT, BACK))
+    return [Round(distance, earlier, later) for distance in range(1, degree)]
+
+
+def balanced(degree: int) -> list[Round]:
+    """Return the rounds after the first in which ranks without keys to read help ranks with many.
+
+    At time t a rank reads the keys of the rank t indices before it. A rank that has none there
+    helps the rank t indices before it, counted around the end, with its own keys. Half way round
+    an even degree these would be blocks that are computed already, so nobody helps there.
+    """
+    reads = Role(helps=False, queries=(FRONT,), keys=(FRONT,))
+    helps = Role(helps=True, queries=(FRONT,), keys=(FRONT,))
+    rounds = []
+    for distance in range(1, degree // 2 + 1):
+        half_way = 2 * distance == degree
+        rounds.append(Round(distance, reads, None if half_way else helps))
+    return rounds
+
+
+RINGS = {"zigzag": zigzag, "balanced": balanced}
+
+
+@functools.lru_cache(maxsize=64)
+def ring_rounds(strategy: str, degree: int, *, chunk_by_chunk: bool) -> tuple[Round, ...]:
+    """Return the rounds of a ring strategy over `degree` ranks, by time.
+
+    At time 0 every rank attends to its own chunks. chunk_by_chunk: every later round becomes as
+    many as a rank holds chunks, with one chunk of the keys in each; a worker with fewer key chunks
+    idles in the rest of them.
+    """
+    all_chunks = tuple(range(CHUNKS_PER_RANK[strategy]))
+    rounds = [Round(0, Role(helps=False, queries=all_chunks, keys=all_chunks), None)]
+    for whole in RINGS[strategy](degree):
+        if not chunk_by_chunk:
+            rounds.append(whole)
+            continue
+        for position in all_chunks:
+            earlier = _with_one_key_chunk(whole.earlier, position)
+            later = _with_one_key_chunk(whole.later, position)
+            rounds.append(Round(whole.distance, earlier, later))
+    return tuple(rounds)
+
+
+def _with_one_key_chunk(role: Role | None, position: int) -> Role | None:
+    """Return the role with its key chunk at `position` alone; None where it has fewer."""
+    if role is None or position >= len(role.keys):
+        return None
+    return role._replace(keys=(role.keys[position],))
