@@ -1,6 +1,6 @@
 """Nanoseconds of groups, micro-batches and whole steps by a cost model.
 
-    group       the sum over its sequences, and its latency
+    group       the sum over its sequences, and what it waits for beside them
     rank        the sum over its groups
     lockstep    a micro-batch takes as long as its slowest rank, and the constant
     free        ranks meet only inside groups, so each has a clock of its own
@@ -36,7 +36,8 @@ class _Kind(NamedTuple):
 
 
 def group_ns(cost: CostModel, group: Group, lengths: Sequence[int], topology: Topology) -> int:
-    """Return the nanoseconds of a group: the sum over its sequences, and its latency."""
+    """Return the nanoseconds of a group: the sum over its sequences, and what it waits for beside
+    them."""
     return int(groups_ns(cost, (group,), lengths, topology)[0])
 
 
@@ -59,8 +60,13 @@ def groups_ns(
             first.append(len(members))
             members += [lengths[sequence] for sequence in groups[index].sequences]
         # 3. their nanoseconds, summed by group
-        each = cost.sequences_ns(np.array(members, dtype=np.int64), *kind)  # [members]
-        nanoseconds[indices] = np.add.reduceat(each, first) + cost.latency_ns(kind.degree)
+        tokens = np.array(members, dtype=np.int64)  # [members]
+        each = cost.sequences_ns(tokens, *kind)  # [members]
+        nanoseconds[indices] = np.add.reduceat(each, first)
+        # 4. and what they wait for beside them
+        if cost.has_waits and kind.degree > 1:
+            cover = np.add.reduceat(cost.cover_ns(each, tokens, kind.degree), first)
+            nanoseconds[indices] += cost.waits(*kind).beyond(cover)
     return nanoseconds
 
 

@@ -46,6 +46,9 @@ GATHER_LEG_LAUNCHES = 6  # for each rank of a node, and for each node
 HYBRID_LAUNCHES = 28
 HYBRID_NODE_LAUNCHES = 8
 
+# No count of a strategy exceeds so many for each rank of the group.
+MOST_PER_RANK = 32
+
 EXCHANGES = 4  # of Ulysses: to heads and back, forward and backward
 RING_PASSES = 3  # keys and values forward and backward, and their gradients
 

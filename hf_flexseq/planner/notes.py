@@ -65,10 +65,11 @@ def degree_note(
     for other in sorted({least, degree // 2, degree, 2 * degree}):
         if other < least or other not in spans:
             continue
-        each, _ = cheapest(cost, np.array([tokens]), (other, spans[other]), strategy)
+        shape = (other, spans[other])
+        each, _ = cheapest(cost, np.array([tokens]), shape, strategy, alone=True)
         nanoseconds = int(each[0])
         if nanoseconds < NEVER:
-            seconds.append(f"{(nanoseconds + cost.latency_ns(other)) / 1e9:.3g} s on {other}")
+            seconds.append(f"{nanoseconds / 1e9:.3g} s on {other}")
     chooser = "the cost model" if planner in BY_COST else f"planner={planner!r}"
     return (
         f"{subject} preferred by {chooser}: their longest, {longest}, would fit on "

@@ -338,6 +338,7 @@ def test_digest_sees_every_constant() -> None:
             "ring_bytes": 1.0,
             "ring_overlap": 0.5,
             "all_to_all_overlap": 0.5,
+            "host_overlap": 0.5,
             "name": "x",
             "bandwidths": [[2, 1.0]],
         }.get(name) or value + 1
