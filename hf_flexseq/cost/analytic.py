@@ -24,9 +24,9 @@ FLOAT32_BYTES = 4
 # * A launch: PyTorch's way from an operation to its kernel, on an H100, 5 to 25 us
 #   (https://jiahuanglin.xyz/all_lessons/gpu_kernel_serving/18_pytorch_to_kernel.html). Most of
 #   ours are small operations without autograd, which are near its lower end.
-# * A post: c10d's all-reduce, reduce-scatter and all-gather over NCCL take the host 89, 122 and 131
-#   us (https://github.com/pytorch/pytorch/issues/138773); a batch of sends and receives goes the
-#   same way. The figure holds the messages of a call, so these have none of their own.
+# * A post: c10d's all-reduce, reduce-scatter and all-gather over NCCL take the host 89, 122 and
+#   131 us (https://github.com/pytorch/pytorch/issues/138773); a batch of sends and receives goes
+#   the same way. The figure holds the messages of a call, so these have none of their own.
 # * A first contact: the first ncclSend and ncclRecv between two H100 of a node, about 700 ms
 #   (https://github.com/NVIDIA/nccl/issues/1487).
 CUDA_LAUNCH_S = 8e-6

@@ -12,16 +12,16 @@ sequences: a zigzag of eight ranks has 17 attention calls and 21 posts where Uly
 The counts are those of the busiest rank of d, which are w on each of n nodes, when the sequences
 of the group lie one way round and are short enough for a turn of a ring to be one call:
 
-                 turns        posts within a node      posts more across nodes   messages
-    local        2            0                        -                         0
-    ulysses      2 p          4 p                      4 p                       8 p (d - 1)
-    zigzag       2 d + 1      3 (d - 1)                6 (w - 1)                 6 (d - 1)
-    balanced     2 d/2 + 3    4 d/2, even d: one less  3 (w - 1)                 3 d/2 + 8 (d - 1)/2
-    allgather    2            3                        6                         6 (d - 1), across
-                                                                                 nodes 12 w + 9 n - 21
-    hybrid       2 n + 1      4 + 3 (n - 1)            0                         8 (w - 1) + 6 (n - 1)
+                 turns      posts within a node    more across nodes  messages
+    local        2          0                      -                  0
+    ulysses      2 p        4 p                    4 p                8 p (d - 1)
+    zigzag       2 d + 1    3 (d - 1)              6 (w - 1)          6 (d - 1)
+    balanced     2 d/2 + 3  4 d/2, even d: 1 less  3 (w - 1)          3 d/2 + 8 (d - 1)/2
+    allgather    2          3                      6                  6 (d - 1)
+    hybrid       2 n + 1    4 + 3 (n - 1)          0                  8 (w - 1) + 6 (n - 1)
 
-with p pieces of heads and halves rounded down. A post is counted once for each lane that it takes,
+with p pieces of heads and halves rounded down; an all-gather across nodes sends 12 w + 9 n - 21
+messages. A post is counted once for each lane that it takes,
 inside nodes and between them, as on ordered transports. tests/cost/test_launches.py holds all of
 it to what the executor does.
 

@@ -368,9 +368,7 @@ class CostModel:
         waits = self.waits(degree, strategy, spans_nodes)
         return nanoseconds + waits.beyond(self.cover_ns(nanoseconds, lengths, degree))
 
-    def group_ns(
-        self, lengths: Int64Array, degree: int, strategy: str, spans_nodes: bool
-    ) -> int:
+    def group_ns(self, lengths: Int64Array, degree: int, strategy: str, spans_nodes: bool) -> int:
         """Return the nanoseconds of a group with sequences of these lengths, at least one."""
         nanoseconds = self.sequences_ns(lengths, degree, strategy, spans_nodes)
         cover = self.cover_ns(nanoseconds, lengths, degree).sum()

@@ -2,7 +2,6 @@
 transport that is always done."""
 
 import importlib
-import sys
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -11,7 +10,7 @@ import pytest
 import torch
 
 from hf_flexseq.attention import SequenceContext, heads, sequence_parallel_attention
-from hf_flexseq.cost.launches import LayerWork, layer_work
+from hf_flexseq.cost.launches import MOST_PER_RANK, LayerWork, layer_work
 from hf_flexseq.distributed.communicator import Communicator
 from hf_flexseq.kernels.choose import choose_kernel
 from hf_flexseq.plan import STRATEGIES, Group, MicroBatch
@@ -144,6 +143,16 @@ def test_every_piece_of_the_heads_is_exchanged_on_its_own(
         wanted.messages,
     )
     assert wanted.launches == pytest.approx(found.launches, rel=0.1)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_no_count_exceeds_the_bound(strategy: str) -> None:
+    for degree in (2, 3, 4, 7, 8, 64, 1024):
+        for nodes in (1, 2, degree // 2, degree):
+            if degree % nodes == 0:
+                work = layer_work(strategy, degree, nodes=nodes)
+                most = max(work.turns, work.launches, work.posts, work.messages)
+                assert most <= MOST_PER_RANK * degree
 
 
 def test_an_unknown_strategy_is_refused() -> None:

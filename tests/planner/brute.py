@@ -2,13 +2,16 @@
 default search with loops over single candidates, micro-batches and ranks.
 
 * `best_lockstep_ns`: the best of all laminar plans, for any planner.
+* `best_of_one_micro_batch_ns`: the best of all micro-batches of all strategies, priced whole.
 * `placed_one_by_one`: the twin of `planner/search/place.py`.
 * `least_rise_by_search` and `poured_one_by_one`: the twins of `planner/search/fill.py`.
 """
 
 from collections.abc import Iterator, Sequence
+from itertools import combinations, product
 
-from hf_flexseq.cost import CostModel
+from hf_flexseq.cost import CostModel, lockstep_ns
+from hf_flexseq.plan import Group, MicroBatch, widest_first
 from hf_flexseq.planner.problem import NEVER, Problem
 from hf_flexseq.planner.search.place import ANY_SHAPE, FIT_RANKS, Candidates
 from hf_flexseq.topology import Topology
@@ -77,10 +80,33 @@ def _options(
             names = ("local",) if degree == 1 else cost.strategies("auto")
             time = min(cost.sequence_ns(length, degree, name, spans) for name in names)
             if (start, stop) not in used_blocks:
-                time += cost.latency_ns(degree)
+                time += min(cost.waits(degree, name, spans).always for name in names)
             yield batch, (start, stop), time, -(-length // degree)
         if not used_blocks:
             return  # the micro-batches after an empty one are empty too, and like it
+
+
+def best_of_one_micro_batch_ns(lengths: Sequence[int], topology: Topology, cost: CostModel) -> int:
+    """Return the nanoseconds of the best micro-batch of all sequences: every strategy and every
+    ranks for each of them, memory left aside."""
+    world = topology.world_size
+    spots = []  # (start, stop, strategy)
+    for start, stop in combinations(range(world + 1), 2):
+        names = ("local",) if stop - start == 1 else cost.strategies("auto")
+        spots += [(start, stop, name) for name in names]
+    best = 2**62
+    for chosen in product(spots, repeat=len(lengths)):
+        if any(a < b < c < d for (a, c, _), (b, d, _) in product(chosen, repeat=2)):
+            continue  # they overlap in part
+        groups = []
+        for start, stop, name in dict.fromkeys(chosen):
+            members = tuple(i for i, spot in enumerate(chosen) if spot == (start, stop, name))
+            ranks = tuple(range(start, stop))
+            groups.append(Group(ranks=ranks, sequences=members, strategy=name))
+        micro_batch = MicroBatch(groups=widest_first(groups))
+        (nanoseconds,) = lockstep_ns(cost, [micro_batch], lengths, topology)
+        best = min(best, nanoseconds)
+    return best
 
 
 # ---- the stages of the default search, on blocks that do not partly overlap

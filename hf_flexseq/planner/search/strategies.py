@@ -58,6 +58,4 @@ def with_joint_strategies(
 def _joined(groups: Sequence[Group], strategy: str) -> Group:
     """Return one group with the sequences of some groups of the same ranks."""
     sequences = [sequence for group in groups for sequence in group.sequences]
-    return Group(
-        ranks=groups[0].ranks, sequences=tuple(sorted(sequences)), strategy=strategy
-    )
+    return Group(ranks=groups[0].ranks, sequences=tuple(sorted(sequences)), strategy=strategy)
