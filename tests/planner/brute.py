@@ -10,6 +10,8 @@ default search with loops over single candidates, micro-batches and ranks.
 from collections.abc import Iterator, Sequence
 from itertools import combinations, product
 
+import numpy as np
+
 from hf_flexseq.cost import CostModel, lockstep_ns
 from hf_flexseq.plan import Group, MicroBatch, widest_first
 from hf_flexseq.planner.problem import NEVER, Problem
@@ -17,6 +19,7 @@ from hf_flexseq.planner.search.place import ANY_SHAPE, FIT_RANKS, Candidates
 from hf_flexseq.topology import Topology
 
 Block = tuple[int, int]
+Lengths = tuple[int, ...]
 
 
 def best_lockstep_ns(
@@ -24,8 +27,8 @@ def best_lockstep_ns(
 ) -> int:
     """Return the nanoseconds of the best plan with at most `batches` micro-batches.
 
-    Each sequence takes its cheapest strategy. Depth first over the sequences, cut where the time
-    so far already exceeds the best plan met.
+    Sequences on the same ranks share them in the best way. Depth first over the sequences, cut
+    where the time so far already exceeds the best plan met.
     """
     world = topology.world_size
     blocks = [
@@ -34,9 +37,10 @@ def best_lockstep_ns(
         for stop in range(start + 1, world + 1)
         if topology.allows(start, stop)
     ]
+    price = _Prices(cost)
     load = [[0] * world for _ in range(batches)]  # [batches][world] nanoseconds
     tokens = [[0] * world for _ in range(batches)]  # [batches][world] tokens
-    used: list[list[Block]] = [[] for _ in range(batches)]  # blocks with a sequence
+    used: list[dict[Block, Lengths]] = [{} for _ in range(batches)]  # blocks with sequences
     best = 2**62
 
     def so_far() -> int:
@@ -49,16 +53,23 @@ def best_lockstep_ns(
         if index == len(lengths):
             best = so_far()
             return
-        for option in _options(lengths[index], blocks, topology, cost, used):
-            batch, (start, stop), time, need = option
+        for batch, (start, stop) in _spots(blocks, used):
+            degree = stop - start
+            need = -(-lengths[index] // degree)
             if max(tokens[batch][start:stop]) + need > cap:
                 continue
+            before = used[batch].get((start, stop), ())
+            after = tuple(sorted((*before, lengths[index])))
+            spans = topology.spans_nodes(start, stop)
+            time = price.of(after, degree, spans) - price.of(before, degree, spans)
             for rank in range(start, stop):
                 load[batch][rank] += time
                 tokens[batch][rank] += need
-            used[batch].append((start, stop))
+            used[batch][start, stop] = after
             visit(index + 1)
-            used[batch].pop()
+            used[batch][start, stop] = before
+            if not before:
+                del used[batch][start, stop]
             for rank in range(start, stop):
                 load[batch][rank] -= time
                 tokens[batch][rank] -= need
@@ -67,23 +78,41 @@ def best_lockstep_ns(
     return best
 
 
-def _options(
-    length: int, blocks: list[Block], topology: Topology, cost: CostModel, used: list[list[Block]]
-) -> Iterator[tuple[int, Block, int, int]]:
-    """Yield (micro-batch, block, nanoseconds, tokens of a rank) of every way to add a sequence."""
+def _spots(blocks: list[Block], used: list[dict[Block, Lengths]]) -> Iterator[tuple[int, Block]]:
+    """Yield (micro-batch, block) of every way to add a sequence."""
     for batch, used_blocks in enumerate(used):
         for start, stop in blocks:
-            if any(start < b < stop < d or b < start < d < stop for b, d in used_blocks):
-                continue
-            degree = stop - start
-            spans = topology.spans_nodes(start, stop)
-            names = ("local",) if degree == 1 else cost.strategies("auto")
-            time = min(cost.sequence_ns(length, degree, name, spans) for name in names)
-            if (start, stop) not in used_blocks:
-                time += min(cost.waits(degree, name, spans).always for name in names)
-            yield batch, (start, stop), time, -(-length // degree)
+            if not any(start < b < stop < d or b < start < d < stop for b, d in used_blocks):
+                yield batch, (start, stop)
         if not used_blocks:
             return  # the micro-batches after an empty one are empty too, and like it
+
+
+class _Prices:
+    """The least nanoseconds of sequences that share their ranks, in groups of any strategies."""
+
+    def __init__(self, cost: CostModel) -> None:
+        self._cost = cost
+        self._known: dict[tuple[Lengths, int, bool], int] = {}
+
+    def of(self, lengths: Lengths, degree: int, spans: bool) -> int:
+        """Return the price. lengths: in ascending order."""
+        if not lengths:
+            return 0
+        key = (lengths, degree, spans)
+        if key not in self._known:
+            names = ("local",) if degree == 1 else self._cost.strategies("auto")
+            together = min(
+                self._cost.group_ns(np.array(lengths), degree, name, spans) for name in names
+            )
+            apart = [together]
+            for count in range(1, len(lengths)):
+                for chosen in combinations(range(1, len(lengths)), count):
+                    part = tuple(lengths[i] for i in chosen)
+                    rest = tuple(s for i, s in enumerate(lengths) if i not in chosen)
+                    apart.append(self.of(part, degree, spans) + self.of(rest, degree, spans))
+            self._known[key] = min(apart)
+        return self._known[key]
 
 
 def best_of_one_micro_batch_ns(lengths: Sequence[int], topology: Topology, cost: CostModel) -> int:

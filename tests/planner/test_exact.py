@@ -67,4 +67,4 @@ def test_launches_are_shared_by_the_best_groups(overlap: float, typical: int) ->
         plan = make_plan(lengths, node, model, max_tokens_per_rank=10**6, remap="off")
         best = best_of_one_micro_batch_ns(lengths, node, model)
         work = round(plan.objective_s * 1e9) - model.micro_batch_ns
-        assert 1 <= work / (best - model.micro_batch_ns) < 1.005
+        assert 1 <= work / (best - model.micro_batch_ns) < 1.05
