@@ -21,7 +21,7 @@ def calibrate(options: Namespace) -> None:
 
 
 def _summary(record: dict[str, Any]) -> str:
-    """Describe what was measured, the constants, and their errors, in four lines."""
+    """Describe what was measured, the constants, and their errors, in a few lines."""
     cost = record["cost_model"]
     errors = record["hold_out"]
     nodes, ranks_per_node = record["topology"]
@@ -31,12 +31,16 @@ def _summary(record: dict[str, Any]) -> str:
     micro_batch_ms = 1e3 * cost["micro_batch_s"]
     mean_percent = 100 * errors["mean"]
     p95_percent = 100 * errors["p95"]
+    host = [1e6 * record["host"][name] for name in ("launch_s", "post_s", "message_s")]
+    launch_us, post_us, message_us = host
     lines = (
         f"{record['model']} in {record['dtype']} on {nodes} x {ranks_per_node} "
         f"{record['device']}, torch {record['torch']}",
         f"attention {attention_ps:.4g} ps per squared token, the rest {linear_us:.4g} us per "
         f"token, {micro_batch_ms:.4g} ms per micro-batch",
         f"GB/s by degree: {speeds}",
+        f"the host: {launch_us:.3g} us per launch, {post_us:.3g} us per post, {message_us:.3g} us "
+        f"per message; {cost['contact_s']:.3g} s for a first contact",
         f"on {errors['micro_batches']} micro-batches held out of the fit: off by "
         f"{mean_percent:.1f} % on average, {p95_percent:.1f} % at the 95th percentile",
     )
