@@ -380,7 +380,8 @@ class CostModel:
         nanoseconds: [sequences] as `sequences_ns` returns them for `lengths`.
         """
         linear = np.rint(self.linear_s * lengths / degree * 1e9).astype(np.int64)
-        return np.maximum(0, nanoseconds - linear)
+        cover: Int64Array = np.maximum(0, nanoseconds - linear)
+        return cover
 
     @property
     def forward_linear_s(self) -> float:

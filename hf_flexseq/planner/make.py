@@ -31,7 +31,7 @@ from hf_flexseq.config import require_solver
 from hf_flexseq.cost import CostModel
 from hf_flexseq.plan import STRATEGIES, MicroBatch, Plan, PlanInfeasible, check
 from hf_flexseq.planner.bound import lower_bound_ns
-from hf_flexseq.planner.notes import degree_note, routing_notes
+from hf_flexseq.planner.notes import contact_notes, degree_note, routing_notes
 from hf_flexseq.planner.order import best_order
 from hf_flexseq.planner.published.batch_ada import batch_ada_micro_batches
 from hf_flexseq.planner.published.batch_rebalance import batch_rebalance_micro_batches
@@ -149,6 +149,7 @@ def make_plan(
                 cap=cap,
             ),
             *remap_notes,
+            *contact_notes(micro_batches, topology, cost),
             *routing_notes(micro_batches, tokens, topology, cost, routing),
         ]
     plan = Plan(

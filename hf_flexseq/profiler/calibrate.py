@@ -6,7 +6,8 @@
 3. fit.py turns the seconds into constants, on rank 0, and tells how far they are off on other
    micro-batches.
 
-Bytes per token, memory, and whether the device hides the host's work stay those of the estimate: they are arithmetic, not measurements.
+Bytes per token and memory stay those of the estimate: they are arithmetic, not measurements. So
+does whether the device hides what the host does.
 """
 
 from collections.abc import Callable

@@ -50,8 +50,9 @@ class Sample:
     """A timed run in which every working rank does the same."""
 
     strategy: str
-    """Of `host.py`, or `local`: a model on each rank. `kernel`: the attention of one layer on each rank. `ulysses`
-    or `zigzag`: the bare transfers of one layer in groups of `degree` ranks."""
+    """`local`: a model on each rank. `kernel`: the attention of one layer on each rank. `ulysses`
+    or `zigzag`: the bare transfers of one layer in groups of `degree` ranks. In host.py: the
+    attention of one layer by that strategy, or one of its names for bare transfers."""
     degree: int
     """Ranks of a group."""
     layers: int
