@@ -11,10 +11,12 @@ stages.
 """
 
 from hf_flexseq.cost.evaluate import (
+    GroupKind,
     RemappedNs,
     free_ns,
     group_ns,
     groups_ns,
+    kinds_ns,
     linear_ns,
     lockstep_ns,
     rank_ns,
@@ -44,12 +46,14 @@ __all__ = [
     "WIDEST_WITHIN_A_NODE",
     "CostModel",
     "FloatArray",
+    "GroupKind",
     "Int64Array",
     "RemappedNs",
     "Waits",
     "free_ns",
     "group_ns",
     "groups_ns",
+    "kinds_ns",
     "linear_ns",
     "lockstep_ns",
     "nodes_spanned",

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from hf_flexseq.cost import CostModel, groups_ns
+from hf_flexseq.cost import CostModel, GroupKind, groups_ns, kinds_ns
 from hf_flexseq.plan import Group, MicroBatch, widest_first
 from hf_flexseq.topology import Topology
 
@@ -38,24 +38,39 @@ def with_joint_strategies(
     if not wide:
         return tuple(micro_batches)
     # 2. each of them as one group of every strategy, [strategies, wide]
-    joined = [[_joined(groups, name) for groups in wide] for name in names]
-    joined_ns = np.stack([groups_ns(cost, of_name, lengths, topology) for of_name in joined])
+    spans = [topology.spans_nodes(groups[0].start, groups[0].stop) for groups in wide]
+    members = [_members(groups) for groups in wide]
+    joined = []
+    for name in names:
+        kinds = []
+        for groups, spans_nodes in zip(wide, spans, strict=True):
+            kinds.append(GroupKind(groups[0].degree, name, spans_nodes))
+        joined.append(kinds_ns(cost, kinds, members, lengths))
+    joined_ns = np.stack(joined)
     # 3. and as they are, [wide]
     each = [group for groups in wide for group in groups]
     first = np.cumsum([0, *(len(groups) for groups in wide[:-1])])
     given_ns = np.add.reduceat(groups_ns(cost, each, lengths, topology), first)
     # 4. the faster ones
-    for index, groups in enumerate(wide):
-        fastest = int(joined_ns[:, index].argmin())
-        if joined_ns[fastest, index] < given_ns[index]:
-            groups[:] = [joined[fastest][index]]
+    fastest = joined_ns.argmin(axis=0).tolist()
+    faster = joined_ns.min(axis=0) < given_ns
+    if not faster.any():
+        return tuple(micro_batches)
+    for index in np.flatnonzero(faster).tolist():
+        groups = wide[index]
+        groups[:] = [
+            Group(
+                ranks=groups[0].ranks,
+                sequences=tuple(members[index]),
+                strategy=names[fastest[index]],
+            )
+        ]
     chosen: list[list[Group]] = [[] for _ in micro_batches]
     for (index, _, _), groups in given.items():
         chosen[index] += groups
     return tuple(MicroBatch(groups=widest_first(groups)) for groups in chosen)
 
 
-def _joined(groups: Sequence[Group], strategy: str) -> Group:
-    """Return one group with the sequences of some groups of the same ranks."""
-    sequences = [sequence for group in groups for sequence in group.sequences]
-    return Group(ranks=groups[0].ranks, sequences=tuple(sorted(sequences)), strategy=strategy)
+def _members(groups: Sequence[Group]) -> list[int]:
+    """Return the sequences of some groups, in ascending order."""
+    return sorted(sequence for group in groups for sequence in group.sequences)
