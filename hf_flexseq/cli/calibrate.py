@@ -21,7 +21,7 @@ def calibrate(options: Namespace) -> None:
 
 
 def _summary(record: dict[str, Any]) -> str:
-    """Describe what was measured, the constants, and their errors, in four lines."""
+    """Describe what was measured, the constants, and their errors, in a few lines."""
     cost = record["cost_model"]
     errors = record["hold_out"]
     nodes, ranks_per_node = record["topology"]
@@ -37,7 +37,25 @@ def _summary(record: dict[str, Any]) -> str:
         f"attention {attention_ps:.4g} ps per squared token, the rest {linear_us:.4g} us per "
         f"token, {micro_batch_ms:.4g} ms per micro-batch",
         f"GB/s by degree: {speeds}",
+        _host(record),
         f"on {errors['micro_batches']} micro-batches held out of the fit: off by "
         f"{mean_percent:.1f} % on average, {p95_percent:.1f} % at the 95th percentile",
     )
     return "\n".join(lines)
+
+
+def _host(record: dict[str, Any]) -> str:
+    """Describe what the host takes to launch and post attention, in a line."""
+    nodes, ranks_per_node = record["topology"]
+    if nodes * ranks_per_node == 1:
+        return "launches and posts of groups: estimated, since one rank has no group"
+    names = ("launch_s", "post_s", "message_s")
+    launch_us, post_us, message_us = (1e6 * record["host"][name] for name in names)
+    contact_s = record["cost_model"]["contact_s"]
+    contact = f"{contact_s:.3g} s to connect two ranks at their first message"
+    if not contact_s:
+        contact = "all ranks are connected at the start"
+    return (
+        f"the host: {launch_us:.3g} us per launch, {post_us:.3g} us per post, {message_us:.3g} us "
+        f"per message; {contact}"
+    )

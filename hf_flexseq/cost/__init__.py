@@ -3,6 +3,7 @@ stages.
 
     model.py      CostModel: the constants, and one sequence on one group
     evaluate.py   groups, micro-batches and steps by a cost model
+    launches.py   what the host does for a group in one layer, counted
     stages.py     chunks on the stages of a pipeline
     sharding.py   FSDP2's trips in a micro-batch, and the policies that a step can afford
     analytic.py   cost models from a model's and a device's figures
@@ -10,10 +11,12 @@ stages.
 """
 
 from hf_flexseq.cost.evaluate import (
+    GroupKind,
     RemappedNs,
     free_ns,
     group_ns,
     groups_ns,
+    kinds_ns,
     linear_ns,
     lockstep_ns,
     rank_ns,
@@ -30,6 +33,7 @@ from hf_flexseq.cost.model import (
     CostModel,
     FloatArray,
     Int64Array,
+    Waits,
     nodes_spanned,
     ring_stretch,
 )
@@ -42,11 +46,14 @@ __all__ = [
     "WIDEST_WITHIN_A_NODE",
     "CostModel",
     "FloatArray",
+    "GroupKind",
     "Int64Array",
     "RemappedNs",
+    "Waits",
     "free_ns",
     "group_ns",
     "groups_ns",
+    "kinds_ns",
     "linear_ns",
     "lockstep_ns",
     "nodes_spanned",

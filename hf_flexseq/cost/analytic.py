@@ -7,11 +7,9 @@ Good enough to rank plans on a machine nobody has measured; a measured model is 
 from dataclasses import dataclass
 
 from hf_flexseq.cost import PIECE_ROWS, CostModel
+from hf_flexseq.cost.launches import EXCHANGES
 from hf_flexseq.cost.sharding import TRIPS, shards_span_nodes
 from hf_flexseq.topology import Topology
-
-# Exchanges of a layer in Ulysses: to heads and back, forward and backward.
-EXCHANGES = 4
 
 # Bytes of one parameter, all float32: the weight, its gradient, and Adam's two moments.
 WEIGHT_BYTES = 4
@@ -20,6 +18,20 @@ MOMENT_BYTES = 8
 PARAMETER_BYTES = WEIGHT_BYTES + GRADIENT_BYTES + MOMENT_BYTES
 
 FLOAT32_BYTES = 4
+
+# What the host takes on a GPU machine, in seconds. Measure your own with `flexseq calibrate`.
+#
+# * A launch: PyTorch's way from an operation to its kernel, on an H100, 5 to 25 us
+#   (https://jiahuanglin.xyz/all_lessons/gpu_kernel_serving/18_pytorch_to_kernel.html). Most of
+#   ours are small operations without autograd, which are near its lower end.
+# * A post: c10d's all-reduce, reduce-scatter and all-gather over NCCL take the host 89, 122 and
+#   131 us (https://github.com/pytorch/pytorch/issues/138773); a batch of sends and receives goes
+#   the same way. The figure holds the messages of a call, so these have none of their own.
+# * A first contact: the first ncclSend and ncclRecv between two H100 of a node, about 700 ms
+#   (https://github.com/NVIDIA/nccl/issues/1487).
+CUDA_LAUNCH_S = 8e-6
+CUDA_POST_S = 1e-4
+NCCL_CONTACT_S = 0.7
 
 # Share of a device's memory to plan with.
 MEMORY_FRACTION = 0.85
@@ -77,9 +89,15 @@ class DeviceSpec:
     """Seconds a layer's forward and backward cost beside their arithmetic (launches)."""
     transfer_s: float = 3e-5
     """Seconds until a transfer between ranks begins."""
+    launch_s: float = CUDA_LAUNCH_S
+    """Seconds of the host per operation that it launches."""
+    post_s: float = CUDA_POST_S
+    """Seconds of the host per call that posts messages."""
+    contact_s: float = NCCL_CONTACT_S
+    """Seconds of the first message between two ranks that are not connected."""
     overlap: float = 1.0
-    """Share of a transfer that costs no arithmetic meanwhile: a CPU core moves its bytes
-    itself."""
+    """Share of a transfer, and of the host's work, that costs no arithmetic meanwhile: a CPU core
+    moves its bytes and launches its operations itself."""
     own_nic: bool = True
     """Whether a rank has a link of its own to other nodes; otherwise the ranks of a node share
     one."""
@@ -132,6 +150,9 @@ DEVICES = {
             inter_bytes=1e8,
             layer_s=1e-3,
             transfer_s=3e-4,
+            launch_s=1e-5,
+            post_s=3e-4,
+            contact_s=0.0,  # gloo connects all ranks at the start
             overlap=0.0,
             own_nic=False,
             piece_rows=PIECE_ROWS["cpu"],
@@ -189,7 +210,7 @@ def analytic_cost_model(
         linear_s=computed * flops_per_weight / device.flops,
         micro_batch_s=shape.layers * device.layer_s
         + parameters_gathered / _bandwidth(device, topology, replicas),
-        group_s=shape.layers * EXCHANGES * device.transfer_s,
+        group_s=shape.layers * EXCHANGES * _beyond_post(device),
         all_to_all_bytes=moved * exchanges * (2 * shape.query_width + shape.kv_width),
         # keys and values in both directions, and their gradients
         ring_bytes=moved * 3.0 * shape.kv_width,
@@ -205,7 +226,19 @@ def analytic_cost_model(
         transfer_s=device.transfer_s,
         all_to_all_overlap=device.overlap,
         piece_rows=device.piece_rows,
+        launch_s=shape.layers * device.launch_s,
+        post_s=shape.layers * device.post_s,
+        host_overlap=device.overlap,
+        contact_s=device.contact_s,
     )
+
+
+def _beyond_post(device: DeviceSpec) -> float:
+    """Return the seconds until a transfer begins that the host has not spent on posting it.
+
+    A host that is ahead of its device posts a transfer long before it can begin.
+    """
+    return max(0.0, device.transfer_s - (1 - device.overlap) * device.post_s)
 
 
 def _state_bytes(params: int, zero_stage: int) -> tuple[float, float]:

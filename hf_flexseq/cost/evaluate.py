@@ -1,6 +1,6 @@
 """Nanoseconds of groups, micro-batches and whole steps by a cost model.
 
-    group       the sum over its sequences, and its latency
+    group       the sum over its sequences, and what it waits for beside them
     rank        the sum over its groups
     lockstep    a micro-batch takes as long as its slowest rank, and the constant
     free        ranks meet only inside groups, so each has a clock of its own
@@ -27,7 +27,7 @@ from hf_flexseq.topology import Topology
 # ---- groups
 
 
-class _Kind(NamedTuple):
+class GroupKind(NamedTuple):
     """Groups of one kind are priced by one formula."""
 
     degree: int
@@ -36,31 +36,50 @@ class _Kind(NamedTuple):
 
 
 def group_ns(cost: CostModel, group: Group, lengths: Sequence[int], topology: Topology) -> int:
-    """Return the nanoseconds of a group: the sum over its sequences, and its latency."""
+    """Return the nanoseconds of a group: the sum over its sequences, and what it waits for beside
+    them."""
     return int(groups_ns(cost, (group,), lengths, topology)[0])
 
 
 def groups_ns(
     cost: CostModel, groups: Sequence[Group], lengths: Sequence[int], topology: Topology
 ) -> Int64Array:
-    """Return the nanoseconds of each group, [groups], computed for all groups of a kind at
-    once."""
-    # 1. which groups are of one kind
-    kinds: dict[_Kind, list[int]] = defaultdict(list)
-    for index, group in enumerate(groups):
+    """Return the nanoseconds of each group, [groups]."""
+    kinds = []
+    for group in groups:
         spans_nodes = topology.spans_nodes(group.start, group.stop)
-        kinds[_Kind(group.degree, group.strategy, spans_nodes)].append(index)
-    nanoseconds = np.zeros(len(groups), dtype=np.int64)
-    for kind, indices in kinds.items():
+        kinds.append(GroupKind(group.degree, group.strategy, spans_nodes))
+    return kinds_ns(cost, kinds, [group.sequences for group in groups], lengths)
+
+
+def kinds_ns(
+    cost: CostModel,
+    kinds: Sequence[GroupKind],
+    sequences: Sequence[Sequence[int]],
+    lengths: Sequence[int],
+) -> Int64Array:
+    """Return the nanoseconds of groups of these kinds with these sequences, [groups], computed for
+    all groups of a kind at once."""
+    # 1. which groups are of one kind
+    kind2groups: dict[GroupKind, list[int]] = defaultdict(list)
+    for index, kind in enumerate(kinds):
+        kind2groups[kind].append(index)
+    nanoseconds = np.zeros(len(kinds), dtype=np.int64)
+    for kind, indices in kind2groups.items():
         # 2. the sequences of these groups, one group after the other
         members: list[int] = []
         first: list[int] = []  # where each group's sequences begin in `members`
         for index in indices:
             first.append(len(members))
-            members += [lengths[sequence] for sequence in groups[index].sequences]
+            members += [lengths[sequence] for sequence in sequences[index]]
         # 3. their nanoseconds, summed by group
-        each = cost.sequences_ns(np.array(members, dtype=np.int64), *kind)  # [members]
-        nanoseconds[indices] = np.add.reduceat(each, first) + cost.latency_ns(kind.degree)
+        tokens = np.array(members, dtype=np.int64)  # [members]
+        each = cost.sequences_ns(tokens, *kind)  # [members]
+        nanoseconds[indices] = np.add.reduceat(each, first)
+        # 4. and what they wait for beside them
+        if cost.has_waits and kind.degree > 1:
+            cover = np.add.reduceat(cost.cover_ns(each, tokens, kind.degree), first)
+            nanoseconds[indices] += cost.waits(*kind).beyond(cover)
     return nanoseconds
 
 

@@ -12,9 +12,15 @@ bandwidth,
     hybrid    Ulysses' transfers inside a node + max(a1 s^2 stretch, ring bytes s (nodes - 1) /
               v_d) / d + a2 s / d
 
-* A group takes the sum over its sequences and, of two ranks and more, `group_s`: what its
-  transfers wait for whatever they move. `cost/evaluate.py` adds up groups, micro-batches and
-  steps.
+* A group of two ranks and more takes, with A the seconds of its sequences' attention and transfers
+  and H those in which its host launches and posts them (counted in `launches.py`),
+
+      linear layers + max(A, o H) + (1 - o) H + group_s
+
+  `group_s` is what transfers wait for whatever they move, and o = `host_overlap` the share of the
+  host's work that runs ahead of the device: 1 on a GPU, 0 where both are one processor. Sequences
+  of a group share its launches, so that H counts once a group. `cost/evaluate.py` adds up groups,
+  micro-batches and steps.
 * `stretch` is ceil(H/d) d / H: the rank with the most of H query heads sets Ulysses' pace, and
   ranks beyond H idle.
 * Ring transfers run beside the attention they feed (LightSeq, arXiv 2310.03294, section 3.2), so
@@ -22,8 +28,16 @@ bandwidth,
   transfers t hides, and a ring takes max(attention, r t) + (1 - r) t. An all-gather ends before
   its attention begins. Ulysses' heads come and go in pieces, of which all but one travel while
   others are computed: the share h.
+* The max is taken group by group, so that groups are priced one by one: what one group's attention
+  leaves of its cover never hides the launches of another, nor do linear layers, which have
+  launches of their own to hide (they are in b1). Where attention is short beside linear layers a
+  ring may be cheaper than priced, by H - A at most. Forward and backward count together.
 * A rank holds token_bytes x tokens + state_bytes + sharded_state_bytes / ranks, at most
   budget_bytes.
+
+Rejected: H as a sum. A long sequence launches as often as a short one, but a device that is busy
+all the time does not notice. Rejected: one max for a rank, over all its groups and linear layers,
+which is closer, but makes the price of a group depend on the others.
 
 The formula is FlexSP's (arXiv 2412.01523, equations 11 to 14), with heads, rings, latency and
 unsharded states added. Rejected: the factor (d - 1)/d on all-to-all bytes, which the published
@@ -36,11 +50,12 @@ import json
 from collections.abc import Sequence
 from dataclasses import MISSING, dataclass, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
+from hf_flexseq.cost.launches import MOST_PER_RANK, layer_work
 from hf_flexseq.reading import parse_json, read_text
 from hf_flexseq.values import (
     MAX_BYTES,
@@ -82,6 +97,27 @@ LINEAR_PASSES = 3
 ATTENTION_BACKWARD = 2.5
 
 
+# Constants that older models have not: where they are as in those, digests leave them out.
+HOST_CONSTANTS = ("launch_s", "post_s", "message_s", "host_overlap", "contact_s")
+
+
+class Waits(NamedTuple):
+    """Nanoseconds of a group beside what its sequences take on the device."""
+
+    always: int
+    """Those that nothing hides."""
+    uncovered: int
+    """Those that hide under the attention and the transfers of the group, as far as these
+    last."""
+
+    def beyond(self, cover: Int64Array) -> Int64Array:
+        """Return the nanoseconds that groups take longer, [groups].
+
+        cover: [groups] nanoseconds of their attention and transfers.
+        """
+        return self.always + np.maximum(0, self.uncovered - cover)
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CostModel:
     """Measured or estimated constants of one model on one machine."""
@@ -95,8 +131,8 @@ class CostModel:
     micro_batch_s: float
     """Seconds per micro-batch, whatever is in it (b1)."""
     group_s: float
-    """Seconds per group of two ranks and more, whatever is in it: the latency of its transfers,
-    all layers."""
+    """Seconds per group of two ranks and more, whatever is in it: the latency of its transfers
+    beside the host's work, all layers."""
     all_to_all_bytes: float
     """Bytes per token that Ulysses moves, forward and backward, all layers."""
     ring_bytes: float | None
@@ -130,11 +166,32 @@ class CostModel:
     """Query heads x tokens of one sequence that make a piece worth a kernel call, see
     `PIECE_ROWS`. On CUDA the sequences packed in a row fill a piece together, which the model
     leaves out."""
+    launch_s: float = 0.0
+    """Seconds of the host per operation that it launches in every layer, all layers."""
+    post_s: float = 0.0
+    """Seconds of the host per call that posts messages in every layer, all layers."""
+    message_s: float = 0.0
+    """Seconds of the host per message in such a call, all layers."""
+    host_overlap: float = 1.0
+    """Share of the host's work that the device's can hide: 1 where the host launches ahead of the
+    device, 0 where both are one processor."""
+    contact_s: float = 0.0
+    """Seconds of the first message between two ranks that are not connected, once in a run. No
+    plan is decided by it."""
 
     def __post_init__(self) -> None:
         word("name", self.name)
         positive("linear_s", self.linear_s, most=MAX_SECONDS)
-        for name in ("attention_s", "micro_batch_s", "group_s", "transfer_s"):
+        for name in (
+            "attention_s",
+            "micro_batch_s",
+            "group_s",
+            "transfer_s",
+            "launch_s",
+            "post_s",
+            "message_s",
+            "contact_s",
+        ):
             duration(name, getattr(self, name))
         for name in ("token_bytes", "budget_bytes", "piece_rows"):
             positive(name, getattr(self, name))
@@ -142,7 +199,7 @@ class CostModel:
             number(name, getattr(self, name))
         if self.ring_bytes is not None:
             number("ring_bytes", self.ring_bytes)
-        for name in ("ring_overlap", "all_to_all_overlap"):
+        for name in ("ring_overlap", "all_to_all_overlap", "host_overlap"):
             number(name, getattr(self, name), most=1.0)
         if self.heads is not None:
             whole("heads", self.heads, least=1)
@@ -268,11 +325,63 @@ class CostModel:
         """Nanoseconds every micro-batch costs, whatever is in it."""
         return int(self.micro_batch_s * 1e9 + 0.5)
 
-    def latency_ns(self, degree: int) -> int:
-        """Return the nanoseconds a group of `degree` ranks costs beside its sequences."""
+    # ---- seconds of the host
+
+    @property
+    def has_waits(self) -> bool:
+        """Whether a group takes longer than its sequences on the device."""
+        return any((self.group_s, self.launch_s, self.post_s, self.message_s))
+
+    def waits(self, degree: int, strategy: str, spans_nodes: bool) -> Waits:
+        """Return what a group of `degree` ranks takes beside its sequences. A rank alone has it in
+        the constant of the micro-batch."""
         if degree == 1:
-            return 0
-        return int(self.group_s * 1e9 + 0.5)
+            return Waits(0, 0)
+        host_s = self.host_s(degree, strategy, spans_nodes)
+        hidden_s = self.host_overlap * host_s
+        always_s = self.group_s + (host_s - hidden_s)
+        return Waits(int(always_s * 1e9 + 0.5), int(hidden_s * 1e9 + 0.5))
+
+    def host_s(self, degree: int, strategy: str, spans_nodes: bool) -> float:
+        """Return the seconds in which the host launches and posts a group's attention.
+
+        Heads come in one piece: where they come in more, these have more work to hide under.
+        """
+        nodes = 1
+        if spans_nodes:
+            nodes = nodes_spanned(degree)
+        elif strategy == "hybrid":
+            strategy = "ulysses"
+        work = layer_work(strategy, degree, nodes=nodes)
+        return (
+            self.launch_s * work.launches
+            + self.post_s * work.posts
+            + self.message_s * work.messages
+        )
+
+    def alone_ns(
+        self, lengths: Int64Array, degree: int, strategy: str, spans_nodes: bool
+    ) -> Int64Array:
+        """Return the nanoseconds of each sequence as the only one of a group, [sequences]: as
+        `sequences_ns`, with what the group waits for."""
+        nanoseconds = self.sequences_ns(lengths, degree, strategy, spans_nodes)
+        waits = self.waits(degree, strategy, spans_nodes)
+        return nanoseconds + waits.beyond(self.cover_ns(nanoseconds, lengths, degree))
+
+    def group_ns(self, lengths: Int64Array, degree: int, strategy: str, spans_nodes: bool) -> int:
+        """Return the nanoseconds of a group with sequences of these lengths, at least one."""
+        nanoseconds = self.sequences_ns(lengths, degree, strategy, spans_nodes)
+        cover = self.cover_ns(nanoseconds, lengths, degree).sum()
+        return int(nanoseconds.sum() + self.waits(degree, strategy, spans_nodes).beyond(cover))
+
+    def cover_ns(self, nanoseconds: Int64Array, lengths: Int64Array, degree: int) -> Int64Array:
+        """Return the nanoseconds of each sequence's attention and transfers, [sequences].
+
+        nanoseconds: [sequences] as `sequences_ns` returns them for `lengths`.
+        """
+        linear = np.rint(self.linear_s * lengths / degree * 1e9).astype(np.int64)
+        cover: Int64Array = np.maximum(0, nanoseconds - linear)
+        return cover
 
     @property
     def forward_linear_s(self) -> float:
@@ -375,12 +484,13 @@ class CostModel:
 
     # ---- what can be counted
 
-    def check_countable(self, lengths: Sequence[int]) -> None:
+    def check_countable(self, lengths: Sequence[int], world_size: int) -> None:
         """Raise ValueError unless a step of these sequences can be counted in 63 bits, however it
         is planned: its nanoseconds, and the bytes of a rank.
 
-        Every sequence on its own, without a rank to share it and with all its transfers by the
-        slowest link, takes at least as long as any plan. lengths: tokens of each sequence.
+        Every sequence on its own, without a rank to share it, with all its transfers by the
+        slowest link and with the most launches of `world_size` ranks, takes at least as long as
+        any plan. lengths: tokens of each sequence.
         """
         if not len(lengths):
             return
@@ -392,11 +502,13 @@ class CostModel:
         slowest = min(speed for _, speed in self.bandwidths)
         ring_bytes = 2 * (self.ring_bytes or 0.0) + 2 * self.query_bytes
         moved = 2 * self.all_to_all_bytes + ring_bytes  # a remapped token moves twice
+        of_each_s = self.launch_s + self.post_s + self.message_s
+        most_host_s = MOST_PER_RANK * world_size * of_each_s
         longest_s = (
             self.attention_s * longest * tokens  # at least the sum of squares
             + self.linear_s * tokens
             + moved * tokens / slowest
-            + (self.micro_batch_s + self.group_s) * len(lengths)
+            + (self.micro_batch_s + self.group_s + most_host_s) * len(lengths)
         )
         if longest_s > MAX_SECONDS:
             raise ValueError(
@@ -457,6 +569,9 @@ class CostModel:
         """Return the hex digest of every constant: part of a plan's input."""
         record = self.to_record()
         del record["version"]  # digests in old traces were computed so
+        for one in fields(self):
+            if one.name in HOST_CONSTANTS and record[one.name] == one.default:
+                del record[one.name]
         text = json.dumps(record, sort_keys=True, separators=(",", ":"))
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 

@@ -54,7 +54,9 @@ class NcclTransport:
         "world_size",
     )
 
-    capabilities = Capabilities(ordered=True, waits_on_stream=True, fast_collectives=True)
+    capabilities = Capabilities(
+        ordered=True, waits_on_stream=True, fast_collectives=True, connects_lazily=True
+    )
     meshes = 1  # groups in which each rank has a socket to every other one: that of the host
 
     def __init__(self, timeout: timedelta, device: torch.device) -> None:

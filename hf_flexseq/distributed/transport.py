@@ -64,6 +64,9 @@ class Capabilities:
     fast_collectives: bool = False
     """Whether an all-to-all over a group is faster than messages between its ranks."""
 
+    connects_lazily: bool = False
+    """Whether two ranks are connected by their first message, if not when a lane was opened."""
+
 
 class Lane(NamedTuple):
     """A queue of posts between some ranks."""

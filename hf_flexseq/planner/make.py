@@ -31,7 +31,7 @@ from hf_flexseq.config import require_solver
 from hf_flexseq.cost import CostModel
 from hf_flexseq.plan import STRATEGIES, MicroBatch, Plan, PlanInfeasible, check
 from hf_flexseq.planner.bound import bounds_ns
-from hf_flexseq.planner.notes import bound_notes, degree_note, routing_notes
+from hf_flexseq.planner.notes import bound_notes, contact_notes, degree_note, routing_notes
 from hf_flexseq.planner.order import best_order
 from hf_flexseq.planner.published.batch_ada import batch_ada_micro_batches
 from hf_flexseq.planner.published.batch_rebalance import batch_rebalance_micro_batches
@@ -116,7 +116,7 @@ def make_plan(
     widest = _widest_degree(topology, planner=planner, strategy=strategy, sp_degree=sp_degree)
     cost.strategies(strategy)  # raises when it needs a ring and the cost model knows none
     cap = _checked_cap(max_tokens_per_rank, cost, topology)
-    cost.check_countable(tokens)
+    cost.check_countable(tokens, topology.world_size)
     _check_fits(tokens, widest, cap, world=topology.world_size)
     # 2. decide
     micro_batches: tuple[MicroBatch, ...] = ()
@@ -150,6 +150,7 @@ def make_plan(
             ),
             *remap_notes,
             *bound_notes(bounds, objective_ns),
+            *contact_notes(micro_batches, topology, cost),
             *routing_notes(micro_batches, tokens, topology, cost, routing),
         ]
     plan = Plan(

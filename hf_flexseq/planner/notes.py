@@ -1,5 +1,5 @@
 """Lines for people on what was decided: why the widest groups are as wide as they are, and what of
-a plan is routed.
+a plan is routed, and which ranks meet that are not connected at the start.
 
 Memory forces a degree where the longest sequence fits on no fewer ranks. Otherwise the planner
 chose the degree by cost, and the line says what the longest sequence alone takes on fewer and on
@@ -24,6 +24,10 @@ LEAST_TIGHTER = 0.001  # part of the bound; less is not worth a line
 
 # Planners that choose degrees by the cost model; the others do by a rule of their own.
 BY_COST = ("auto", "flexsp", "batch-ada")
+
+# Strategies in which any two ranks of a group exchange messages. In the others ranks of different
+# nodes meet that have the same index on their nodes.
+MEETING = ("ulysses", "zigzag", "balanced")
 
 
 def degree_note(
@@ -67,10 +71,11 @@ def degree_note(
     for other in sorted({least, degree // 2, degree, 2 * degree}):
         if other < least or other not in spans:
             continue
-        each, _ = cheapest(cost, np.array([tokens]), (other, spans[other]), strategy)
+        shape = (other, spans[other])
+        each, _ = cheapest(cost, np.array([tokens]), shape, strategy, alone=True)
         nanoseconds = int(each[0])
         if nanoseconds < NEVER:
-            seconds.append(f"{(nanoseconds + cost.latency_ns(other)) / 1e9:.3g} s on {other}")
+            seconds.append(f"{nanoseconds / 1e9:.3g} s on {other}")
     chooser = "the cost model" if planner in BY_COST else f"planner={planner!r}"
     return (
         f"{subject} preferred by {chooser}: their longest, {longest}, would fit on "
@@ -112,6 +117,41 @@ def routing_notes(
         token = LayerTokenBytes(queries=token["queries"], keys=token["keys"])
     links = links_of(cost, topology)
     return (routing_reason(micro_batches, lengths, topology, links, token),)
+
+
+def contact_notes(
+    micro_batches: Sequence[MicroBatch], topology: Topology, cost: CostModel
+) -> tuple[str, ...]:
+    """Return what a plan takes once in a run, to connect ranks; nothing where that is free.
+
+    Ranks of a node, and those with the same index on their nodes, are connected at the start; a
+    group across nodes may have others meet. No plan is chosen by it: plans do not depend on what
+    has been run before.
+    """
+    width = topology.ranks_per_node
+    if not cost.contact_s or topology.nodes == 1 or width == 1:
+        return ()
+    # 1. the nodes [first, last] that each node meets
+    first = list(range(topology.nodes))
+    last = list(range(topology.nodes))
+    for micro_batch in micro_batches:
+        for group in micro_batch.groups:
+            if group.strategy not in MEETING or not topology.spans_nodes(group.start, group.stop):
+                continue
+            start, stop = topology.node_of(group.start), topology.node_of(group.stop - 1)
+            for node in range(start, stop + 1):
+                first[node] = min(first[node], start)
+                last[node] = max(last[node], stop)
+    # 2. the ranks there that a rank is not connected to
+    met = [(b - a) * (width - 1) for a, b in zip(first, last, strict=True)]
+    if not any(met):
+        return ()
+    pairs = sum(met) * width // 2
+    return (
+        f"once in a run, {pairs:,} pairs of ranks of different nodes connect at their first "
+        f"message, up to {max(met):,} of one rank: at {cost.contact_s:.3g} s each up to "
+        f"{max(met) * cost.contact_s:.3g} s, not in the objective",
+    )
 
 
 def _ranks(count: int) -> str:

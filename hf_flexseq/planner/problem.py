@@ -45,7 +45,8 @@ class Problem:
     cheapest: Int64Array
     """[K, S] Index in `strategies` of the cheapest one."""
     latency: Int64Array
-    """[S] Nanoseconds of a group beside its sequences, where they are not charged for it."""
+    """[S] Nanoseconds that any group takes beside its sequences, where they are not charged for
+    it."""
     least_area: Int64Array
     """[K] Cheapest device-nanoseconds of a sequence."""
     constant: int
@@ -78,9 +79,10 @@ def make_problem(
     """Return the tables of some sequences.
 
     lengths: tokens of every sequence, by sequence id. strategy: what groups of two ranks and more
-    may use. cap: most tokens of a rank in a micro-batch. charged: whether the latency of a group
-    counts in the time of each of its sequences. It is paid once a group: that is too much for
-    groups of several, and otherwise most searches count too little.
+    may use. cap: most tokens of a rank in a micro-batch. charged: whether what a group waits
+    for counts in the time of each of its sequences, as if each were alone in its group. It is paid
+    once a group: that is too much for groups of several, and otherwise most searches count too
+    little.
     """
     # 1. the sequences, [K] each
     order = sorted(range(len(lengths)), key=lambda i: (-lengths[i], i))
@@ -91,7 +93,7 @@ def make_problem(
     times_by_shape = []
     names_by_shape = []
     for shape in blocks.shapes:
-        shape_times, shape_names = cheapest(cost, tokens, shape, strategy)
+        shape_times, shape_names = cheapest(cost, tokens, shape, strategy, alone=charged)
         times_by_shape.append(shape_times)
         names_by_shape.append(shape_names)
     times = np.stack(times_by_shape, axis=1)
@@ -99,8 +101,8 @@ def make_problem(
     needs = -(-tokens[:, None] // degrees)
     # 3. where each fits, [K, S]
     fits = (needs <= cap) & (times < NEVER)
-    latency = np.array([cost.latency_ns(degree) for degree in degrees.tolist()])
-    times = np.where(fits, times + latency * charged, NEVER)
+    times = np.where(fits, times, NEVER)
+    latency = np.array([least_wait_ns(cost, shape, strategy) for shape in blocks.shapes])
     area = np.where(fits, times * np.where(fits, degrees, 1), NEVER)
     return Problem(
         topology=topology,
@@ -122,21 +124,41 @@ def make_problem(
 
 
 def cheapest(
-    cost: CostModel, lengths: Int64Array, shape: tuple[int, bool], strategy: str
+    cost: CostModel,
+    lengths: Int64Array,
+    shape: tuple[int, bool],
+    strategy: str,
+    *,
+    alone: bool = False,
 ) -> tuple[Int64Array, Int64Array]:
     """Return for each sequence the nanoseconds of its cheapest allowed strategy on a group, and
     the index of that strategy in `cost.strategies`: two arrays, [sequences].
 
     The nanoseconds are NEVER where no strategy is allowed. lengths: [sequences] tokens. shape:
-    degree, and whether it spans nodes. strategy: what groups of two ranks and more may use.
+    degree, and whether it spans nodes. strategy: what groups of two ranks and more may use. alone:
+    whether the nanoseconds are those of a group of this sequence only.
     """
     degree, spans_nodes = shape
     names = ("local",) if degree == 1 else cost.strategies(strategy)
     if not names:
         return np.full(len(lengths), NEVER), np.zeros(len(lengths), dtype=np.int64)
-    options = [cost.sequences_ns(lengths, degree, name, spans_nodes) for name in names]
+    price = cost.alone_ns if alone and cost.has_waits else cost.sequences_ns
+    options = [price(lengths, degree, name, spans_nodes) for name in names]
     nanoseconds = np.stack(options)  # [strategies, sequences]
     return nanoseconds.min(axis=0), nanoseconds.argmin(axis=0)
+
+
+def least_wait_ns(cost: CostModel, shape: tuple[int, bool], strategy: str) -> int:
+    """Return the nanoseconds that a group takes beside its sequences at least, however long they
+    are.
+
+    shape, strategy: as in `cheapest`.
+    """
+    degree, spans_nodes = shape
+    if degree == 1 or not cost.has_waits:
+        return 0
+    names = cost.strategies(strategy)
+    return min((cost.waits(degree, name, spans_nodes).always for name in names), default=0)
 
 
 def micro_batches_of(

@@ -146,7 +146,7 @@ def one_strategy_group(
     spans_nodes = topology.spans_nodes(ranks.start, ranks.stop)
 
     def total_ns(name: str) -> int:
-        return int(cost.sequences_ns(tokens, degree, name, spans_nodes).sum())
+        return cost.group_ns(tokens, degree, name, spans_nodes)
 
     return Group(
         ranks=tuple(ranks),

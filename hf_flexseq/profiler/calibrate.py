@@ -6,11 +6,12 @@
 3. fit.py turns the seconds into constants, on rank 0, and tells how far they are off on other
    micro-batches.
 
-Bytes per token and memory stay those of the estimate: they are arithmetic, not measurements.
+Bytes per token and memory stay those of the estimate: they are arithmetic, not measurements. So
+does whether the device hides what the host does.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -21,6 +22,7 @@ from hf_flexseq.cost.analytic import ModelShape
 from hf_flexseq.distributed.communicator import Communicator
 from hf_flexseq.profiler.design import Design, Effort, make_design
 from hf_flexseq.profiler.fit import fit_compute, fit_links, of_depth, relative_errors
+from hf_flexseq.profiler.host import HostSeconds, fit_host
 from hf_flexseq.profiler.measure import ProbeFactory, Timings, device_name, measure
 from hf_flexseq.topology import Topology
 
@@ -36,7 +38,11 @@ class Calibration:
     """|predicted - measured| / measured of each micro-batch held out of the fit."""
     latencies_s: tuple[tuple[int, float], ...]
     """(degree, seconds that the all-to-alls of one layer take whatever they move). The cost model
-    has only their mean."""
+    has the mean of what is not the host's work."""
+    ring_latencies_s: tuple[tuple[int, float], ...]
+    """(degree, the same of the transfers of one layer in a ring)."""
+    host: HostSeconds
+    """What the host takes for launches, posts and messages, in one layer."""
     tokens: int
     """The most tokens that a rank had in one whole micro-batch."""
 
@@ -66,6 +72,8 @@ class Calibration:
             "cost": self.cost.to_record(),
             "errors": list(self.errors),
             "latencies_s": [list(pair) for pair in self.latencies_s],
+            "ring_latencies_s": [list(pair) for pair in self.ring_latencies_s],
+            "host": asdict(self.host),
             "tokens": self.tokens,
         }
 
@@ -76,6 +84,10 @@ class Calibration:
             cost=CostModel.from_record(parts["cost"]),
             errors=tuple(parts["errors"]),
             latencies_s=tuple((degree, seconds) for degree, seconds in parts["latencies_s"]),
+            ring_latencies_s=tuple(
+                (degree, seconds) for degree, seconds in parts["ring_latencies_s"]
+            ),
+            host=HostSeconds(**parts["host"]),
             tokens=parts["tokens"],
         )
 
@@ -89,6 +101,8 @@ class Calibration:
                 "micro_batches": len(self.errors),
             },
             "latencies_s": [list(pair) for pair in self.latencies_s],
+            "ring_latencies_s": [list(pair) for pair in self.ring_latencies_s],
+            "host": asdict(self.host),
             "tokens": self.tokens,
         }
 
@@ -133,23 +147,32 @@ def _fit(
     # 1. constants of one layer and of everything around the layers
     compute = fit_compute(timings.samples)
     links = fit_links(timings.samples, estimate, layers=shape.layers, overlap=timings.overlap)
+    host = fit_host(timings.small, HostSeconds.of(estimate, shape.layers))
 
     # 2. the mixes, as predicted for the deepest copy, which ran them
     depth = max(design.depths)
     copy = of_depth(estimate, shape.layers, depth)
-    copy = links.fill(compute.fill(copy, depth), depth)
+    copy = host.fill(links.fill(compute.fill(copy, depth), depth, host), depth)
     errors = relative_errors(copy, design.mixes, timings.mix_seconds, topology)
 
     # 3. the whole model
-    cost = links.fill(compute.fill(estimate, shape.layers), shape.layers)
+    cost = links.fill(compute.fill(estimate, shape.layers), shape.layers, host)
+    cost = host.fill(cost, shape.layers)
+    contact_s = estimate.contact_s if timings.contact_s is None else timings.contact_s
     cost = replace(
         cost,
         name=f"measured-{name}",
         nics_per_node=timings.nics_per_node,
         transfer_s=timings.transfer_s,
+        contact_s=contact_s,
     )
     return Calibration(
-        cost=cost, errors=errors, latencies_s=links.latencies_s, tokens=design.sizes.tokens
+        cost=cost,
+        errors=errors,
+        latencies_s=links.latencies_s,
+        ring_latencies_s=links.ring_latencies_s,
+        host=host,
+        tokens=design.sizes.tokens,
     )
 
 

@@ -75,7 +75,8 @@ class ProbeShape:
     """A run in which every working rank does the same, in groups of one degree."""
 
     strategy: str
-    """`local`, `kernel`, `ulysses` or `zigzag`; `Sample` in fit.py says what each one runs."""
+    """`local`, `kernel`, `ulysses` or `zigzag`; `Sample` in fit.py says what each one runs. In the
+    runs of host.py: whose attention, or which bare transfers."""
     degree: int
     """Ranks of a group."""
     lengths: tuple[int, ...]
@@ -282,6 +283,19 @@ def alone(lengths: tuple[int, ...], topology: Topology) -> ProbeLayout:
         groups.append(Group(ranks=(rank,), sequences=sequences, strategy="local"))
     return ProbeLayout(
         micro_batch=MicroBatch(groups=tuple(groups)), lengths=lengths * topology.world_size
+    )
+
+
+def in_groups(shape: ProbeShape) -> ProbeLayout:
+    """Give sequences of the shape's lengths to each of its groups."""
+    count = len(shape.lengths)
+    groups = []
+    for index, start in enumerate(shape.starts):
+        sequences = tuple(range(index * count, (index + 1) * count))
+        ranks = tuple(range(start, start + shape.degree))
+        groups.append(Group(ranks=ranks, sequences=sequences, strategy=shape.strategy))
+    return ProbeLayout(
+        micro_batch=MicroBatch(groups=tuple(groups)), lengths=shape.lengths * len(shape.starts)
     )
 
 

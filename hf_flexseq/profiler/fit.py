@@ -11,8 +11,9 @@
 
    so that models too large to be run whole are measured with two depths and priced at any other.
 2. Bandwidth of each degree, from the all-to-alls of one layer alone: bytes / v + latency; and what
-   a ring's bytes are worth at that bandwidth, from the ring transfers of one layer alone. How much
-   of the transfers attention hides is measured separately.
+   a ring's bytes are worth at that bandwidth, from the ring transfers of one layer alone. What of
+   the latencies is no work of the host (`host.py`) is a group's own. How much of the transfers
+   attention hides is measured separately.
 
 Every equation is divided by its measured seconds: relative errors count, and a short run as much
 as a long one. The best of all subsets of unknowns is taken, the others being zero: there are few,
@@ -26,6 +27,7 @@ a small difference of two large, noisy numbers.
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import combinations
+from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -49,7 +51,8 @@ class Sample:
 
     strategy: str
     """`local`: a model on each rank. `kernel`: the attention of one layer on each rank. `ulysses`
-    or `zigzag`: the bare transfers of one layer in groups of `degree` ranks."""
+    or `zigzag`: the bare transfers of one layer in groups of `degree` ranks. In host.py: the
+    attention of one layer by that strategy, or one of its names for bare transfers."""
     degree: int
     """Ranks of a group."""
     layers: int
@@ -95,6 +98,14 @@ class Compute:
         )
 
 
+class HostTransfers(Protocol):
+    """What the host takes for transfers: `HostSeconds` in host.py."""
+
+    def transfers_s(self, strategy: str, degree: int) -> float:
+        """Return the seconds of the host for one layer's transfers of a group."""
+        ...
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FittedLinks:
     """Transfers between ranks, in the constants of step 2."""
@@ -103,19 +114,27 @@ class FittedLinks:
     """(degree, bytes/s that a rank moves), ascending by degree."""
     latencies_s: tuple[tuple[int, float], ...]
     """(degree, seconds that the all-to-alls of one layer take whatever bytes they move)."""
+    ring_latencies_s: tuple[tuple[int, float], ...]
+    """(degree, the same of a layer's transfers in a ring)."""
     ring_factor: float
     """How many times as long a byte takes in a ring as in an all-to-all."""
     overlap: float
     """Share of a transfer that attention hides, 0 to 1; `ring_overlap` in `CostModel`."""
 
-    def fill(self, model: CostModel, layers: int) -> CostModel:
+    def fill(self, model: CostModel, layers: int, host: HostTransfers) -> CostModel:
         """Return `model`, which has `layers` layers, with these transfers.
 
         Bytes of rings count as many as they are worth at the pace of an all-to-all. Latencies
-        count by their mean over the degrees.
+        count by the mean, over strategies and degrees, of what they have beyond the host's work.
         """
-        latencies = [seconds for _, seconds in self.latencies_s]
-        latency_s = float(np.mean(latencies)) if latencies else 0.0
+        beyond = []
+        for strategy, latencies_s in (
+            ("ulysses", self.latencies_s),
+            ("zigzag", self.ring_latencies_s),
+        ):
+            for degree, seconds in latencies_s:
+                beyond.append(max(0.0, seconds - host.transfers_s(strategy, degree)))
+        latency_s = float(np.mean(beyond)) if beyond else 0.0
         ring_bytes = model.ring_bytes
         if ring_bytes is not None:
             ring_bytes = ring_bytes * self.ring_factor
@@ -156,7 +175,7 @@ def nnls(rows: Floats, seconds: Floats) -> Floats:
     return best
 
 
-def _relative_nnls(rows: Sequence[Sequence[float]], seconds: Sequence[float]) -> list[float]:
+def relative_nnls(rows: Sequence[Sequence[float]], seconds: Sequence[float]) -> list[float]:
     """Solve `nnls` with each equation divided by its seconds, so that relative errors count."""
     measured = np.array(seconds)  # [equations]
     relative_rows = np.array(rows, dtype=np.float64) / measured[:, None]  # [equations, unknowns]
@@ -182,7 +201,7 @@ def fit_compute(samples: Sequence[Sample]) -> Compute:
     seconds = [sample.seconds for sample in alone]
     # The last two unknowns are the kernel's own, k1 and k0: parts of the linear and the constant
     # term that the model's equations count already.
-    attention_s, linear_s, layer_s, head_s, base_s, _, _ = _relative_nnls(rows, seconds)
+    attention_s, linear_s, layer_s, head_s, base_s, _, _ = relative_nnls(rows, seconds)
     return Compute(
         attention_s=attention_s, linear_s=linear_s, layer_s=layer_s, head_s=head_s, base_s=base_s
     )
@@ -215,12 +234,14 @@ def fit_links(
         return FittedLinks(
             bandwidths=estimate.bandwidths,
             latencies_s=(),
+            ring_latencies_s=(),
             ring_factor=1.0,
             overlap=estimate.ring_overlap,
         )
 
     bandwidths = []
     latencies_s = []
+    ring_latencies_s = []
     ring_factors = []  # a degree's seconds per byte in a ring over those in an all-to-all
     for degree in degrees:
         exchanged = estimate.all_to_all_bytes / layers
@@ -231,11 +252,13 @@ def fit_links(
             ring_factors.append(1.0)
         else:
             passed_on = estimate.ring_bytes / layers * (degree - 1)
-            ring_byte_s, _ = _fit_transfers(samples, "zigzag", degree, passed_on)
+            ring_byte_s, ring_latency_s = _fit_transfers(samples, "zigzag", degree, passed_on)
+            ring_latencies_s.append((degree, ring_latency_s))
             ring_factors.append(ring_byte_s / byte_s)
     return FittedLinks(
         bandwidths=tuple(bandwidths),
         latencies_s=tuple(latencies_s),
+        ring_latencies_s=tuple(ring_latencies_s),
         ring_factor=float(np.clip(np.mean(ring_factors), *RING_FACTORS)),
         overlap=overlap,
     )
@@ -255,7 +278,7 @@ def _fit_transfers(
             rank_bytes.append(token_bytes * sample.tokens / degree)
             seconds.append(sample.seconds)
     rows = [[nbytes, 1.0] for nbytes in rank_bytes]
-    byte_s, latency_s = _relative_nnls(rows, seconds)
+    byte_s, latency_s = relative_nnls(rows, seconds)
     most_bytes, longest_s = max(zip(rank_bytes, seconds, strict=True))
     return max(byte_s, LEAST_BYTE_SHARE * longest_s / most_bytes), latency_s
 
@@ -264,7 +287,8 @@ def _fit_transfers(
 
 
 def of_depth(estimate: CostModel, layers: int, depth: int) -> CostModel:
-    """Return `estimate` with the bytes that a copy of `depth` of its `layers` layers moves."""
+    """Return `estimate` with the bytes that a copy of `depth` of its `layers` layers moves, and
+    with what the host does there."""
     share = depth / layers
     ring_bytes = estimate.ring_bytes
     if ring_bytes is not None:
@@ -274,6 +298,9 @@ def of_depth(estimate: CostModel, layers: int, depth: int) -> CostModel:
         all_to_all_bytes=estimate.all_to_all_bytes * share,
         ring_bytes=ring_bytes,
         query_bytes=estimate.query_bytes * share,
+        launch_s=estimate.launch_s * share,
+        post_s=estimate.post_s * share,
+        message_s=estimate.message_s * share,
     )
 
 

@@ -5,18 +5,18 @@ Ranks start each run together. A rank's figure is the median over the rounds; th
 where memory is allocated and kernels are chosen, does not count.
 
     measure          everything a calibration needs: samples for the fit, seconds of the mixes,
-                     overlap of transfers and attention, NICs of a node
+                     overlap of transfers and attention, NICs of a node, the host's work
     median_seconds   the timing itself
-    ring_overlap, measured_nics
+    ring_overlap, measured_nics, first_contact_s
 """
 
 import platform
 import statistics
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
@@ -25,9 +25,20 @@ from hf_flexseq.cost.analytic import ModelShape
 from hf_flexseq.distributed.communicator import Communicator
 from hf_flexseq.kernels import Kernel
 from hf_flexseq.kernels.choose import choose_kernel
-from hf_flexseq.profiler.design import Design, ProbeLayout, ProbeShape, alone
+from hf_flexseq.profiler.design import Design, ProbeLayout, ProbeShape, alone, in_groups
 from hf_flexseq.profiler.fit import Sample
-from hf_flexseq.profiler.runs import AllToAllRun, CountingKernel, HopRun, KernelRun, RingRun, Run
+from hf_flexseq.profiler.host import ALL_TO_ALLS, RING, small_shapes
+from hf_flexseq.profiler.runs import (
+    REPEATS,
+    AllToAllRun,
+    CountingKernel,
+    HopRun,
+    KernelRun,
+    LayerRun,
+    Repeated,
+    RingRun,
+    Run,
+)
 
 HOP_S = 0.01  # estimated seconds of the transfer that counts NICs
 MOST_HOP_BYTES = 1 << 28  # and its bytes at most, which every rank has to allocate
@@ -68,6 +79,11 @@ class Timings:
     """Links between nodes that the ranks of a node have."""
     transfer_s: float
     """Seconds of a transfer between nodes that moves next to nothing."""
+    small: tuple[Sample, ...]
+    """Runs on next to no tokens, for the host's seconds."""
+    contact_s: float | None
+    """Seconds of a first message between two ranks beyond those of the next one; None where no
+    two could be measured."""
 
 
 def measure(
@@ -85,6 +101,9 @@ def measure(
     shape: of the whole model. estimate: its cost model, which knows the bytes that are moved.
     rounds: timings of each run that count.
     """
+    # Before anything else, for all runs connect ranks.
+    contact_s = first_contact_s(communicator, device)
+    topology = communicator.topology
     bench = _Bench(design, probes, shape, estimate, communicator, device)
 
     exchanging = [shape.degree for shape in design.shapes if shape.strategy == "ulysses"]
@@ -100,7 +119,7 @@ def measure(
     for layers in design.depths:
         for probe_shape in design.shapes:
             if probe_shape.strategy == "local":
-                layout = alone(probe_shape.lengths, communicator.topology)
+                layout = alone(probe_shape.lengths, topology)
                 shapes.append((probe_shape, layers))
                 runs.append(bench.whole_run(layout, layers))
     for mix in design.mixes:
@@ -112,7 +131,10 @@ def measure(
     for (probe_shape, layers), by_rank in zip(shapes, seconds[: len(shapes)], strict=True):
         samples.append(_sample(probe_shape, layers, by_rank))
 
-    # 3. transfers beside attention, where rings are possible; and links between nodes
+    # 3. the host, which few tokens show
+    small = bench.small_samples(small_shapes(topology, estimate.ring_bytes is not None), rounds)
+
+    # 4. transfers beside attention, where rings are possible; and links between nodes
     overlap = estimate.ring_overlap
     if estimate.ring_bytes is not None and communicator.world_size > 1:
         overlap = ring_overlap(
@@ -124,7 +146,7 @@ def measure(
         )
     nics_per_node = 1
     transfer_s = 0.0
-    if communicator.topology.nodes > 1:
+    if topology.nodes > 1:
         bandwidth = estimate.bandwidth(communicator.world_size, True)
         nics_per_node, transfer_s = measured_nics(
             communicator,
@@ -138,6 +160,8 @@ def measure(
         overlap=overlap,
         nics_per_node=nics_per_node,
         transfer_s=transfer_s,
+        small=small,
+        contact_s=contact_s,
     )
 
 
@@ -210,6 +234,37 @@ class _Bench:
             shape.starts,
             shape.degree,
             bytes_moved=int(self._passed_on * tokens_per_rank * (shape.degree - 1)),
+            device=self._device,
+        )
+
+    def small_samples(self, shapes: Sequence[ProbeShape], rounds: int) -> tuple[Sample, ...]:
+        """Time runs on next to no tokens. Collective over the world."""
+        runs = [self._small_run(shape) for shape in shapes]
+        seconds = median_seconds(runs, self._communicator, self._device, rounds)  # [run][rank]
+        samples = []
+        for shape, by_rank in zip(shapes, seconds, strict=True):
+            sample = _sample(shape, 1, by_rank)
+            samples.append(replace(sample, seconds=sample.seconds / REPEATS))
+        return tuple(samples)
+
+    def _small_run(self, shape: ProbeShape) -> Run:
+        """Return a run of one layer's attention in groups, or of its bare transfers."""
+        communicator = self._communicator
+        options: dict[str, Any] = {"bytes_moved": 0, "device": self._device}
+        if shape.strategy == ALL_TO_ALLS:
+            return Repeated(AllToAllRun(communicator, shape.starts, shape.degree, **options))
+        if shape.strategy == RING:
+            return Repeated(RingRun(communicator, shape.starts, shape.degree, **options))
+        layout = in_groups(shape)
+        return LayerRun(
+            communicator,
+            layout.micro_batch,
+            layout.lengths,
+            self._kernel,
+            query_heads=self._shape.heads,
+            kv_heads=self._shape.kv_heads,
+            head_dim=self._shape.head_dim,
+            dtype=self._dtype,
             device=self._device,
         )
 
@@ -321,6 +376,28 @@ def measured_nics(
     slowdown = max(1.0, (together_s - transfer_s) / (lone_s - transfer_s))
     ranks_per_node = communicator.topology.ranks_per_node
     return max(1, round(ranks_per_node / slowdown)), transfer_s
+
+
+def first_contact_s(communicator: Communicator, device: torch.device) -> float | None:
+    """Time a first message between two ranks, beyond the next one. Collective over the world.
+
+    0 on a transport that connects all ranks at the start. None on one that does not, where all
+    ranks are connected all the same: on one node, or with one rank on each.
+    """
+    topology = communicator.topology
+    if not communicator.transport.capabilities.connects_lazily:
+        return 0.0
+    if topology.nodes == 1 or topology.ranks_per_node == 1:
+        return None
+    run = HopRun(communicator, lone=True, bytes_moved=1, device=device, shift=1)
+    seconds = []
+    for _ in range(2):
+        communicator.host.gather_ints([0])  # all start together
+        seconds.append(_seconds(run, device))
+    first_s, next_s = (
+        max(by_rank) for by_rank in zip(*communicator.host.gather_values(seconds), strict=True)
+    )
+    return max(0.0, first_s - next_s)
 
 
 def device_name(device: torch.device) -> str:

@@ -1,5 +1,6 @@
 """Provide the runs that a calibration times, apart from whole micro-batches of a model.
 
+    LayerRun      attention of one layer in groups, as training runs it, on next to no tokens
     KernelRun     attention of one layer over one sequence, on every rank
     AllToAllRun   the exchanges of one layer in Ulysses groups
     RingRun       the transfers of one layer in rings
@@ -14,15 +15,60 @@ from collections.abc import Callable, Sequence
 
 import torch
 
+from hf_flexseq.attention import SequenceContext, sequence_parallel_attention
+from hf_flexseq.cost.launches import EXCHANGES, RING_PASSES
 from hf_flexseq.distributed.all_to_all import all_to_all
 from hf_flexseq.distributed.communicator import Communicator, Transfers
 from hf_flexseq.kernels import Kernel
 from hf_flexseq.kernels.segments import Segments
+from hf_flexseq.plan import MicroBatch
+from hf_flexseq.plan.shard import make_shard
 
 Run = Callable[[], object]
 
-ALL_TO_ALLS = 4  # of a layer: to heads and back, in the forward and in the backward
-RING_PASSES = 3  # of a layer: keys and values twice (forward, backward), their gradients once
+REPEATS = 8  # of a run on next to no tokens, which takes about a millisecond
+
+
+class LayerRun:
+    """Attention of one layer in groups of one degree, forward and backward, several times."""
+
+    def __init__(
+        self,
+        communicator: Communicator,
+        micro_batch: MicroBatch,
+        lengths: Sequence[int],
+        kernel: Kernel,
+        *,
+        query_heads: int,
+        kv_heads: int,
+        head_dim: int,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        """lengths: tokens of each sequence, by sequence id."""
+        shard = make_shard(micro_batch, tuple(lengths), communicator.rank)
+        self.context = SequenceContext(shard, communicator, kernel, device)
+        tokens = shard.attention_tokens
+        options = {"dtype": dtype, "device": device, "requires_grad": True}
+        # [tokens, query_heads, head_dim], [tokens, kv_heads, head_dim]
+        self.q = torch.ones(tokens, query_heads, head_dim, **options)
+        self.k = torch.ones(tokens, kv_heads, head_dim, **options)
+
+    def __call__(self) -> None:
+        for _ in range(REPEATS):
+            out = sequence_parallel_attention(self.q, self.k, self.k, self.context)
+            torch.autograd.grad(out, (self.q, self.k), out)
+
+
+class Repeated:
+    """A run, several times."""
+
+    def __init__(self, run: Run) -> None:
+        self.run = run
+
+    def __call__(self) -> None:
+        for _ in range(REPEATS):
+            self.run()
 
 
 class KernelRun:
@@ -74,7 +120,7 @@ class AllToAllRun:
         """starts: first ranks of the groups. bytes_moved: by a rank in all its exchanges."""
         self.communicator = communicator
         self.ranks = own_group(communicator, starts, degree)
-        part_bytes = bytes_moved // ALL_TO_ALLS // degree
+        part_bytes = max(1, bytes_moved // EXCHANGES // degree)
         self.sizes = [part_bytes] * len(self.ranks)  # by rank of the group
         self.sent = torch.zeros(sum(self.sizes), dtype=torch.uint8, device=device)
 
@@ -82,7 +128,7 @@ class AllToAllRun:
         if not self.ranks:
             return
         received = torch.empty_like(self.sent)
-        for _ in range(ALL_TO_ALLS):
+        for _ in range(EXCHANGES):
             all_to_all(
                 self.communicator, self.ranks, self.sent, received, self.sizes, self.sizes
             ).wait()
@@ -108,7 +154,7 @@ class RingRun:
         self.communicator = communicator
         self.transfers = RING_PASSES * (degree - 1)
         self.ranks = own_group(communicator, starts, degree)
-        nbytes = bytes_moved // self.transfers
+        nbytes = max(1, bytes_moved // self.transfers)
         self.outgoing = torch.zeros(nbytes, dtype=torch.uint8, device=device)
         self.incoming = torch.empty_like(self.outgoing)
 
@@ -132,26 +178,33 @@ class RingRun:
 
 
 class HopRun:
-    """A transfer from each rank of node 0 to the rank with the same index in node 1.
+    """A transfer from each rank of node 0 to a rank of node 1.
 
     Ranks of other nodes do nothing.
     """
 
     def __init__(
-        self, communicator: Communicator, *, lone: bool, bytes_moved: int, device: torch.device
+        self,
+        communicator: Communicator,
+        *,
+        lone: bool,
+        bytes_moved: int,
+        device: torch.device,
+        shift: int = 0,
     ) -> None:
-        """lone: whether only the first rank of node 0 sends. bytes_moved: by each transfer."""
+        """lone: whether only the first rank of node 0 sends. bytes_moved: by each transfer. shift:
+        index on its node of the rank that the first one sends to."""
         self.communicator = communicator
         buffer = torch.zeros(bytes_moved, dtype=torch.uint8, device=device)
         per_node = communicator.topology.ranks_per_node
         node, index = divmod(communicator.rank, per_node)
-        takes_part = index == 0 or not lone
+        sender = (index - shift) % per_node  # index of the rank that sends here, were this node 1
         self.sends: list[tuple[torch.Tensor, int]] = []  # (buffer, peer)
         self.recvs: list[tuple[torch.Tensor, int]] = []
-        if takes_part and node == 0:
-            self.sends.append((buffer, communicator.rank + per_node))
-        if takes_part and node == 1:
-            self.recvs.append((buffer, communicator.rank - per_node))
+        if node == 0 and (index == 0 or not lone):
+            self.sends.append((buffer, per_node + (index + shift) % per_node))
+        if node == 1 and (sender == 0 or not lone):
+            self.recvs.append((buffer, sender))
 
     def __call__(self) -> None:
         Transfers(self.communicator, sends=self.sends, recvs=self.recvs).wait()

@@ -215,8 +215,8 @@ def _zone_attention(
 ) -> ZoneAttention:
     """Make the attention of a zone by its group's strategy.
 
-    rank: the global rank that works in it. waits: how often about the widest zone of this rank waits for transfers; a local zone cuts its
-    work into as many runs.
+    rank: the global rank that works in it. waits: how often about the widest zone of this rank
+    waits for transfers; a local zone cuts its work into as many runs.
     """
     rows = slice(zone.start, zone.stop)
     ranks = zone.group.ranks

@@ -86,7 +86,7 @@ def simulate(
     """
     if sync not in ("lockstep", "free"):
         raise ValueError(f"sync={sync!r} is neither lockstep nor free")
-    cost.check_countable(plan.lengths)
+    cost.check_countable(plan.lengths, topology.world_size)
     simulation = _Simulation(topology, cost, sync=sync, detail=detail or Detail())
     for micro_batch in plan.micro_batches:
         simulation.run_micro_batch(micro_batch, plan.lengths)
@@ -203,7 +203,7 @@ class _Simulation:
 
     def _attend(self, work: GroupWork, number: int) -> None:
         """Advance a group's ranks through its attention and transfers in pass `number`."""
-        self._busy(work, work.latency_ns[number], "latency", "transfer")
+        self._busy(work, work.waits_ns[number], "launches, latency", "transfer")
         if work.group.strategy in RINGS:
             self._run_ring(work, number)
         else:

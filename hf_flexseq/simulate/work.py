@@ -1,5 +1,7 @@
 """A group's time, divided into linear layers, attention and transfers, and spread over the layers.
 
+What a group waits for beside its work is the closed form's (`CostModel.waits`).
+
 The parts of a group without a ring add up to its closed form to the nanosecond. A ring's
 transfers follow from its steps (see `ring.py`); here a ring has attention and linear layers only.
 The ring of a hybrid is not walked through: it takes what the closed form says, as part of the
@@ -12,17 +14,17 @@ from itertools import accumulate, pairwise
 
 import numpy as np
 
-from hf_flexseq.cost import CostModel, group_ns, linear_ns, nodes_spanned
+from hf_flexseq.cost import CostModel, linear_ns, nodes_spanned
 from hf_flexseq.plan import Group
 from hf_flexseq.topology import Topology
 
 Halves = tuple[int, int]  # relative sizes of a forward and of a backward
 
 # In the backward linear layers cost their forward and two products more (checkpointing), attention
-# five products for the forward's two, and the latency of the transfers is the same.
+# five products for the forward's two, and what a group waits for is the same.
 LINEAR: Halves = (1, 3)
 ATTENTION: Halves = (2, 5)
-LATENCY: Halves = (1, 1)
+WAITS: Halves = (1, 1)
 # Transfers before and after the attention. The gradients that an all-gather returns are float32,
 # so its one way back counts as two of its ways there.
 BEFORE: dict[str, Halves] = {"ulysses": (1, 1), "allgather": (1, 1)}
@@ -42,8 +44,9 @@ class GroupWork:
     index: int
     """Index of the group in its micro-batch."""
     group: Group
-    latency_ns: tuple[int, ...]
-    """By pass: what the group's transfers wait for, whatever they move."""
+    waits_ns: tuple[int, ...]
+    """By pass: what the group waits for beside its work: transfers that begin, and launches and
+    posts of the host that attention and transfers do not hide."""
     linear_ns: tuple[int, ...]
     """By pass: linear layers."""
     attention_ns: tuple[int, ...]
@@ -72,12 +75,17 @@ def make_work(
     lengths: tokens of all sequences of the plan.
     layers: simulated layers; 0 for a single pass.
     """
-    linear, attention, moved = _totals(group, lengths, topology, cost)
+    spans_nodes = topology.spans_nodes(group.start, group.stop)
+    kind = (group.degree, group.strategy, spans_nodes)
+    tokens = np.array([lengths[i] for i in group.sequences], dtype=np.int64)  # [sequences]
+    work = int(cost.sequences_ns(tokens, *kind).sum())
+    waits = cost.group_ns(tokens, *kind) - work
+    linear, attention, moved = _totals(group, lengths, topology, cost, work)
     before_ns, after_ns = _spread_transfers(moved, group.strategy, layers)
     return GroupWork(
         index=index,
         group=group,
-        latency_ns=spread(cost.latency_ns(group.degree), weights(LATENCY, layers)),
+        waits_ns=spread(waits, weights(WAITS, layers)),
         linear_ns=spread(linear, weights(LINEAR, layers)),
         attention_ns=spread(attention, weights(ATTENTION, layers)),
         before_ns=before_ns,
@@ -135,12 +143,12 @@ def _trip_bytes(
 
 
 def _totals(
-    group: Group, lengths: Sequence[int], topology: Topology, cost: CostModel
+    group: Group, lengths: Sequence[int], topology: Topology, cost: CostModel, whole: int
 ) -> tuple[int, int, int]:
     """Return the nanoseconds of a group's linear layers, attention and exposed transfers.
 
     Attention is a rank's average, with the transfers that travel under it. A ring's transfers and
-    the group's latency are in none of the three.
+    what the group waits for are in none of the three. whole: nanoseconds of all sequences.
     """
     s = np.array([lengths[i] for i in group.sequences], dtype=np.float64)  # [sequences]
     linear = linear_ns(cost, group, lengths)
@@ -148,7 +156,6 @@ def _totals(
         attention_s = cost.attention_s * float((s * s).sum()) / group.degree
         return linear, round(attention_s * 1e9), 0
 
-    whole = group_ns(cost, group, lengths, topology) - cost.latency_ns(group.degree)
     moved = 0
     if group.strategy != "local":
         hidden = cost.hidden_share(s, group.degree, group.strategy)

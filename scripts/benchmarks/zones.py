@@ -34,7 +34,7 @@ TOKENS_PER_RANK = 8 * K
 
 def without_constants(cost: CostModel) -> CostModel:
     """Return the cost model with attention, linear layers and transfers alone."""
-    return replace(cost, micro_batch_s=0.0, group_s=0.0)
+    return replace(cost, micro_batch_s=0.0, group_s=0.0, launch_s=0.0, post_s=0.0)
 
 
 def over_ideal(

@@ -8,14 +8,26 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from hf_flexseq.cost import CostModel, free_ns, lockstep_ns, nodes_spanned, rank_ns, step_ns
+from hf_flexseq.cost import (
+    CostModel,
+    free_ns,
+    group_ns,
+    lockstep_ns,
+    nodes_spanned,
+    rank_ns,
+    step_ns,
+)
 from hf_flexseq.cost.analytic import DEVICES, ModelShape, analytic_cost_model
+from hf_flexseq.cost.launches import layer_work
+from hf_flexseq.cost.model import HOST_CONSTANTS
 from hf_flexseq.cost.presets import PRESETS, load_cost_model
 from hf_flexseq.plan import Group, MicroBatch
+from hf_flexseq.planner import make_plan
 from hf_flexseq.schedule.attention import attention_schedule
 from hf_flexseq.topology import Topology
 
 FLEXSP = PRESETS["flexsp-gpt-7b-a100"]
+H200 = PRESETS["llama-3.1-8b-h200"]
 LLAMA_8B = ModelShape(
     layers=32,
     hidden=4096,
@@ -257,6 +269,49 @@ def test_groups_of_two_ranks_and_more_pay_their_latency() -> None:
     assert free_ns(cost, STEP, LENGTHS, node) > free_ns(SIMPLE, STEP, LENGTHS, node)
 
 
+def of_host(cost: CostModel, strategy: str, degree: int) -> float:
+    """Seconds of the host, from the counts of `launches.py`."""
+    work = layer_work(strategy, degree)
+    messages = cost.message_s * work.messages
+    return cost.launch_s * work.launches + cost.post_s * work.posts + messages
+
+
+@pytest.mark.parametrize("overlap", [1.0, 0.5, 0.0])
+@pytest.mark.parametrize("strategy", ["ulysses", "zigzag", "balanced", "allgather"])
+def test_a_group_takes_its_attention_or_its_launches_whichever_is_longer(
+    strategy: str, overlap: float
+) -> None:
+    """Sequences of a group share its launches; linear layers and latencies come on top."""
+    cost = replace(
+        SIMPLE, attention_s=1.0, ring_bytes=3.0, group_s=7.0, launch_s=2.0, post_s=5.0,
+        message_s=1.0, host_overlap=overlap,
+    )  # fmt: skip
+    node, host = Topology(nodes=1, ranks_per_node=4), of_host(cost, strategy, 4)
+    for lengths in ((4,), (4, 8, 2), (40,), (40, 30)):
+        shared = Group(ranks=(0, 1, 2, 3), sequences=tuple(range(len(lengths))), strategy=strategy)
+        linear = sum(lengths) / 4
+        alone = cost.sequences_ns(np.array(lengths), 4, strategy, False).sum() / 1e9
+        device = max(alone - linear, overlap * host) + (1 - overlap) * host
+        expected = linear + device + 7.0
+        assert group_ns(cost, shared, lengths, node) / 1e9 == pytest.approx(expected, rel=1e-9)
+    for length in (1, 40):
+        alone = Group(ranks=(0, 1, 2, 3), sequences=(0,), strategy=strategy)
+        (found,) = cost.alone_ns(np.array([length]), 4, strategy, False)
+        assert found == group_ns(cost, alone, (length,), node)
+
+
+def test_a_rank_alone_launches_in_the_constant_of_the_micro_batch() -> None:
+    cost = replace(SIMPLE, launch_s=2.0, post_s=5.0, message_s=1.0, host_overlap=0.0)
+    alone, node = group(0, 1, 0), Topology(nodes=1, ranks_per_node=1)
+    assert group_ns(cost, alone, (8,), node) == group_ns(SIMPLE, alone, (8,), node)
+
+
+def test_a_hybrid_inside_a_node_launches_what_ulysses_does() -> None:
+    cost = replace(SIMPLE, ring_bytes=3.0, launch_s=1.0, post_s=1.0)
+    assert cost.waits(4, "hybrid", False) == cost.waits(4, "ulysses", False)
+    assert cost.waits(16, "hybrid", True) != cost.waits(16, "ulysses", True)
+
+
 def test_free_ranks_wait_only_in_their_groups() -> None:
     node = Topology(nodes=1, ranks_per_node=3)
     assert [ns / 1e9 for ns in free_ns(SIMPLE, STEP, LENGTHS, node)] == [210, 210, 0]
@@ -338,6 +393,7 @@ def test_digest_sees_every_constant() -> None:
             "ring_bytes": 1.0,
             "ring_overlap": 0.5,
             "all_to_all_overlap": 0.5,
+            "host_overlap": 0.5,
             "name": "x",
             "bandwidths": [[2, 1.0]],
         }.get(name) or value + 1
@@ -362,6 +418,11 @@ def test_digest_sees_every_constant() -> None:
         ({"nics_per_node": 0}, "nics_per_node=0"),
         ({"nics_per_node": 1.5}, "nics_per_node=1.5: must be a whole number"),
         ({"transfer_s": -1.0}, "transfer_s=-1.0"),
+        ({"launch_s": -1.0}, "launch_s=-1.0"),
+        ({"post_s": 1e10}, "post_s=1.*: must be at most"),
+        ({"message_s": "x"}, "message_s='x'"),
+        ({"contact_s": -1.0}, "contact_s=-1.0"),
+        ({"host_overlap": 1.5}, "host_overlap=1.5"),
         ({"all_to_all_overlap": 1.5}, "all_to_all_overlap=1.5"),
         ({"name": 3}, "name=3"),
         ({"bandwidths": []}, "at least one"),
@@ -396,6 +457,62 @@ def test_a_file_that_knows_no_nics_has_one(tmp_path: Path) -> None:
     }
     assert CostModel.from_record(record) == FLEXSP
     assert (FLEXSP.nics_per_node, FLEXSP.transfer_s, FLEXSP.all_to_all_overlap) == (1, 0.0, 0.0)
+
+
+def test_models_without_launches_keep_their_digests() -> None:
+    """That of the released 7B model is in the records of plans made before there were launches."""
+    assert FLEXSP.digest() == "afa882b7c5c26842"
+    assert not FLEXSP.has_waits
+    record = {
+        name: value for name, value in H200.to_record().items() if name not in HOST_CONSTANTS
+    }
+    old = CostModel.from_record(record)
+    assert (old.launch_s, old.post_s, old.message_s, old.contact_s) == (0, 0, 0, 0)
+    assert old.digest() != H200.digest()
+
+
+# ---- what the launches decide on an H200
+
+K = 1024
+NODE = Topology(nodes=1, ranks_per_node=8)
+
+
+def chosen(cost: CostModel, length: int) -> tuple[str, int]:
+    """Strategy and degree of the planner for one sequence on eight H200."""
+    plan = make_plan([length], NODE, cost, max_tokens_per_rank=256 * K)
+    ((only,),) = (micro_batch.groups for micro_batch in plan.micro_batches)
+    return only.strategy, only.degree
+
+
+def seconds(cost: CostModel, strategy: str, length: int) -> float:
+    return int(cost.alone_ns(np.array([length]), 8, strategy, False)[0]) / 1e9
+
+
+def crossover(cost: CostModel) -> int:
+    """The shortest length, in steps of 1K tokens, from which a zigzag of 8 beats Ulysses of 8."""
+    lengths = range(K, 129 * K, K)
+    beats = [seconds(cost, "zigzag", s) < seconds(cost, "ulysses", s) for s in lengths]
+    assert beats == sorted(beats), "once it is faster it stays so"
+    return lengths[beats.index(True)]
+
+
+def test_launches_rule_out_a_zigzag_of_8_at_16k_and_allow_it_at_128k() -> None:
+    without = replace(H200, launch_s=0.0, post_s=0.0)
+    assert chosen(without, 16 * K) == ("zigzag", 8)
+    assert chosen(H200, 16 * K) == ("ulysses", 8)
+    assert seconds(H200, "zigzag", 16 * K) > seconds(H200, "ulysses", 16 * K)
+    # At 128K it is chosen, and its launches cost nothing: all of them hide under its attention.
+    assert chosen(H200, 128 * K) == ("zigzag", 8)
+    assert seconds(H200, "zigzag", 128 * K) == seconds(without, "zigzag", 128 * K)
+
+
+def test_doubling_the_cost_of_a_launch_moves_the_crossover() -> None:
+    assert 16 * K < crossover(H200) < 128 * K
+    launches_twice = replace(H200, launch_s=2 * H200.launch_s)
+    both_twice = replace(launches_twice, post_s=2 * H200.post_s)
+    assert crossover(H200) < crossover(launches_twice) < crossover(both_twice) < 128 * K
+    assert chosen(both_twice, crossover(H200)) != ("zigzag", 8)
+    assert chosen(H200, crossover(H200)) == ("zigzag", 8)
 
 
 def test_unknown_names_list_the_presets() -> None:

@@ -2,18 +2,24 @@
 default search with loops over single candidates, micro-batches and ranks.
 
 * `best_lockstep_ns`: the best of all laminar plans, for any planner.
+* `best_of_one_micro_batch_ns`: the best of all micro-batches of all strategies, priced whole.
 * `placed_one_by_one`: the twin of `planner/search/place.py`.
 * `least_rise_by_search` and `poured_one_by_one`: the twins of `planner/search/fill.py`.
 """
 
 from collections.abc import Iterator, Sequence
+from itertools import combinations, product
 
-from hf_flexseq.cost import CostModel
+import numpy as np
+
+from hf_flexseq.cost import CostModel, lockstep_ns
+from hf_flexseq.plan import Group, MicroBatch, widest_first
 from hf_flexseq.planner.problem import NEVER, Problem
 from hf_flexseq.planner.search.place import ANY_SHAPE, FIT_RANKS, Candidates
 from hf_flexseq.topology import Topology
 
 Block = tuple[int, int]
+Lengths = tuple[int, ...]
 
 
 def best_lockstep_ns(
@@ -21,8 +27,8 @@ def best_lockstep_ns(
 ) -> int:
     """Return the nanoseconds of the best plan with at most `batches` micro-batches.
 
-    Each sequence takes its cheapest strategy. Depth first over the sequences, cut where the time
-    so far already exceeds the best plan met.
+    Sequences on the same ranks share them in the best way. Depth first over the sequences, cut
+    where the time so far already exceeds the best plan met.
     """
     world = topology.world_size
     blocks = [
@@ -31,9 +37,10 @@ def best_lockstep_ns(
         for stop in range(start + 1, world + 1)
         if topology.allows(start, stop)
     ]
+    price = _Prices(cost)
     load = [[0] * world for _ in range(batches)]  # [batches][world] nanoseconds
     tokens = [[0] * world for _ in range(batches)]  # [batches][world] tokens
-    used: list[list[Block]] = [[] for _ in range(batches)]  # blocks with a sequence
+    used: list[dict[Block, Lengths]] = [{} for _ in range(batches)]  # blocks with sequences
     best = 2**62
 
     def so_far() -> int:
@@ -46,16 +53,23 @@ def best_lockstep_ns(
         if index == len(lengths):
             best = so_far()
             return
-        for option in _options(lengths[index], blocks, topology, cost, used):
-            batch, (start, stop), time, need = option
+        for batch, (start, stop) in _spots(blocks, used):
+            degree = stop - start
+            need = -(-lengths[index] // degree)
             if max(tokens[batch][start:stop]) + need > cap:
                 continue
+            before = used[batch].get((start, stop), ())
+            after = tuple(sorted((*before, lengths[index])))
+            spans = topology.spans_nodes(start, stop)
+            time = price.of(after, degree, spans) - price.of(before, degree, spans)
             for rank in range(start, stop):
                 load[batch][rank] += time
                 tokens[batch][rank] += need
-            used[batch].append((start, stop))
+            used[batch][start, stop] = after
             visit(index + 1)
-            used[batch].pop()
+            used[batch][start, stop] = before
+            if not before:
+                del used[batch][start, stop]
             for rank in range(start, stop):
                 load[batch][rank] -= time
                 tokens[batch][rank] -= need
@@ -64,23 +78,64 @@ def best_lockstep_ns(
     return best
 
 
-def _options(
-    length: int, blocks: list[Block], topology: Topology, cost: CostModel, used: list[list[Block]]
-) -> Iterator[tuple[int, Block, int, int]]:
-    """Yield (micro-batch, block, nanoseconds, tokens of a rank) of every way to add a sequence."""
+def _spots(blocks: list[Block], used: list[dict[Block, Lengths]]) -> Iterator[tuple[int, Block]]:
+    """Yield (micro-batch, block) of every way to add a sequence."""
     for batch, used_blocks in enumerate(used):
         for start, stop in blocks:
-            if any(start < b < stop < d or b < start < d < stop for b, d in used_blocks):
-                continue
-            degree = stop - start
-            spans = topology.spans_nodes(start, stop)
-            names = ("local",) if degree == 1 else cost.strategies("auto")
-            time = min(cost.sequence_ns(length, degree, name, spans) for name in names)
-            if (start, stop) not in used_blocks:
-                time += cost.latency_ns(degree)
-            yield batch, (start, stop), time, -(-length // degree)
+            if not any(start < b < stop < d or b < start < d < stop for b, d in used_blocks):
+                yield batch, (start, stop)
         if not used_blocks:
             return  # the micro-batches after an empty one are empty too, and like it
+
+
+class _Prices:
+    """The least nanoseconds of sequences that share their ranks, in groups of any strategies."""
+
+    def __init__(self, cost: CostModel) -> None:
+        self._cost = cost
+        self._known: dict[tuple[Lengths, int, bool], int] = {}
+
+    def of(self, lengths: Lengths, degree: int, spans: bool) -> int:
+        """Return the price. lengths: in ascending order."""
+        if not lengths:
+            return 0
+        key = (lengths, degree, spans)
+        if key not in self._known:
+            names = ("local",) if degree == 1 else self._cost.strategies("auto")
+            together = min(
+                self._cost.group_ns(np.array(lengths), degree, name, spans) for name in names
+            )
+            apart = [together]
+            for count in range(1, len(lengths)):
+                for chosen in combinations(range(1, len(lengths)), count):
+                    part = tuple(lengths[i] for i in chosen)
+                    rest = tuple(s for i, s in enumerate(lengths) if i not in chosen)
+                    apart.append(self.of(part, degree, spans) + self.of(rest, degree, spans))
+            self._known[key] = min(apart)
+        return self._known[key]
+
+
+def best_of_one_micro_batch_ns(lengths: Sequence[int], topology: Topology, cost: CostModel) -> int:
+    """Return the nanoseconds of the best micro-batch of all sequences: every strategy and every
+    ranks for each of them, memory left aside."""
+    world = topology.world_size
+    spots = []  # (start, stop, strategy)
+    for start, stop in combinations(range(world + 1), 2):
+        names = ("local",) if stop - start == 1 else cost.strategies("auto")
+        spots += [(start, stop, name) for name in names]
+    best = 2**62
+    for chosen in product(spots, repeat=len(lengths)):
+        if any(a < b < c < d for (a, c, _), (b, d, _) in product(chosen, repeat=2)):
+            continue  # they overlap in part
+        groups = []
+        for start, stop, name in dict.fromkeys(chosen):
+            members = tuple(i for i, spot in enumerate(chosen) if spot == (start, stop, name))
+            ranks = tuple(range(start, stop))
+            groups.append(Group(ranks=ranks, sequences=members, strategy=name))
+        micro_batch = MicroBatch(groups=widest_first(groups))
+        (nanoseconds,) = lockstep_ns(cost, [micro_batch], lengths, topology)
+        best = min(best, nanoseconds)
+    return best
 
 
 # ---- the stages of the default search, on blocks that do not partly overlap

@@ -77,7 +77,8 @@ def alone(
     """Return [sets] nanoseconds of each set on one group; NEVER when it does not fit there."""
     names = ("local",) if degree == 1 else cost.strategies("auto")
     times = [min(cost.sequence_ns(s, degree, name, spans) for name in names) for s in lengths]
-    latency = np.where(np.arange(1 << len(lengths)) > 0, cost.latency_ns(degree), 0)  # [sets]
+    least = min(cost.waits(degree, name, spans).always for name in names)
+    latency = np.where(np.arange(1 << len(lengths)) > 0, least, 0)  # [sets]
     fits = -(-total(lengths) // degree) <= cap  # [sets]
     return np.where(fits, total(times) + latency, NEVER)
 

@@ -9,7 +9,7 @@ import pytest
 from hf_flexseq.cost.presets import PRESETS
 from hf_flexseq.planner import make_plan
 from hf_flexseq.topology import Topology
-from planner.brute import best_lockstep_ns
+from planner.brute import best_lockstep_ns, best_of_one_micro_batch_ns
 from planner.exact import least_lockstep_ns
 
 MODEL = replace(PRESETS["flexsp-gpt-7b-a100"], micro_batch_s=0.05)
@@ -53,3 +53,18 @@ def test_the_default_planner_is_close_where_memory_is_tight(fill: float, seed: i
     plan = make_plan(lengths, topology, MODEL, max_tokens_per_rank=cap, remap="off")
     least = least_lockstep_ns(lengths, topology, MODEL, cap=cap) / 1e9
     assert least <= plan.objective_s <= 1.03 * least
+
+
+@pytest.mark.parametrize("overlap", [1.0, 0.5, 0.0])
+@pytest.mark.parametrize("typical", [7, 8, 9])
+def test_launches_are_shared_by_the_best_groups(overlap: float, typical: int) -> None:
+    """Three sequences on three H200: every group of every strategy, priced whole."""
+    model = replace(PRESETS["llama-3.1-8b-h200"], micro_batch_s=10.0, host_overlap=overlap)
+    node = Topology(nodes=1, ranks_per_node=3)
+    rng = random.Random(typical)
+    for _ in range(2):
+        lengths = [200 + int(rng.lognormvariate(typical, 1.2)) for _ in range(3)]
+        plan = make_plan(lengths, node, model, max_tokens_per_rank=10**6, remap="off")
+        best = best_of_one_micro_batch_ns(lengths, node, model)
+        work = round(plan.objective_s * 1e9) - model.micro_batch_ns
+        assert 1 <= work / (best - model.micro_batch_ns) < 1.05

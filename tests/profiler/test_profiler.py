@@ -2,6 +2,7 @@
 same on every rank."""
 
 import dataclasses
+import importlib
 import json
 import random
 from pathlib import Path
@@ -14,6 +15,7 @@ from accelerate import Accelerator
 
 from hf_flexseq.cost import CostModel, lockstep_ns
 from hf_flexseq.cost.analytic import DEVICES, ModelShape, analytic_cost_model
+from hf_flexseq.cost.launches import layer_work
 from hf_flexseq.distributed.communicator import Communicator
 from hf_flexseq.hf.calibration import choose
 from hf_flexseq.hf.calibration.choose import cost_model_for, fit_key
@@ -35,10 +37,19 @@ from hf_flexseq.profiler.design import (
     measured_degrees,
 )
 from hf_flexseq.profiler.fit import Compute, Sample, fit_compute, fit_links, nnls
-from hf_flexseq.profiler.runs import HopRun
+from hf_flexseq.profiler.host import (
+    ALL_TO_ALLS,
+    FEW_TOKENS,
+    RING,
+    HostSeconds,
+    bare_work,
+    fit_host,
+    small_shapes,
+)
+from hf_flexseq.profiler.runs import AllToAllRun, HopRun, RingRun
 from hf_flexseq.topology import Topology
 from tests.hf.tiny import tiny_llama
-from tests.ranks import run_ranks
+from tests.ranks import join, run_ranks, run_threads
 
 SHAPE = ModelShape(
     layers=8,
@@ -71,6 +82,7 @@ TINY = {
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
 }
+NO_HOST = HostSeconds(launch_s=0.0, post_s=0.0, message_s=0.0)
 QUICK = Effort(budget_s=0.3, rounds=2, held_out=2)
 
 
@@ -148,7 +160,7 @@ def test_a_fit_recovers_the_constants(
     samples = synthetic_samples(depths, noise, latency_s=1e-3)
     compute = fit_compute(samples)
     links = fit_links(samples, ESTIMATE, layers=8, overlap=0.6)
-    found = links.fill(compute.fill(ESTIMATE, 8), 8)
+    found = links.fill(compute.fill(ESTIMATE, 8), 8, NO_HOST)
     assert found.attention_s == pytest.approx(TRUTH.attention_s, rel=tolerance)
     assert found.linear_s == pytest.approx(TRUTH.linear_s, rel=tolerance)
     assert found.micro_batch_s == pytest.approx(TRUTH.micro_batch_s, rel=10 * tolerance)
@@ -164,7 +176,8 @@ def test_a_fit_recovers_the_constants(
 def test_bytes_and_memory_are_the_estimate_s() -> None:
     samples = synthetic_samples((8,), noise=0.0)
     compute = fit_compute(samples)
-    found = fit_links(samples, ESTIMATE, layers=8, overlap=1.0).fill(compute.fill(ESTIMATE, 8), 8)
+    links = fit_links(samples, ESTIMATE, layers=8, overlap=1.0)
+    found = links.fill(compute.fill(ESTIMATE, 8), 8, NO_HOST)
     for name in (
         "all_to_all_bytes",
         "token_bytes",
@@ -179,7 +192,7 @@ def test_bytes_and_memory_are_the_estimate_s() -> None:
 def test_one_rank_keeps_the_estimate_s_transfers() -> None:
     samples = [sample for sample in synthetic_samples((8,), noise=0.0) if sample.degree == 1]
     links = fit_links(samples, ESTIMATE, layers=8, overlap=0.3)
-    found = links.fill(ESTIMATE, 8)
+    found = links.fill(ESTIMATE, 8, NO_HOST)
     assert (found.bandwidths, found.ring_bytes) == (ESTIMATE.bandwidths, ESTIMATE.ring_bytes)
 
 
@@ -213,6 +226,91 @@ def test_nnls_is_the_best_of_the_non_negative() -> None:
         assert (found >= 0).all()
         assert np.allclose(slope[found > 0], 0, atol=1e-9)
         assert (slope[found == 0] >= -1e-9).all()
+
+
+# ---- the host
+
+HOST = HostSeconds(launch_s=1e-5, post_s=1e-4, message_s=2e-6)
+
+
+def small_samples(noise: float) -> list[Sample]:
+    """Time the small runs by the counts, with a constant for each call of a layer."""
+    rng = random.Random(5)
+    samples = []
+    for shape in small_shapes(TOPOLOGY, rings=True):
+        if shape.strategy in (ALL_TO_ALLS, RING):
+            call_s, work = 0.0, bare_work(shape.strategy, shape.degree)
+        else:
+            call_s, work = 3e-4, layer_work(shape.strategy, shape.degree)
+        seconds = call_s + HOST.launch_s * work.launches + HOST.post_s * work.posts
+        seconds += HOST.message_s * work.messages
+        samples.append(
+            Sample(
+                strategy=shape.strategy,
+                degree=shape.degree,
+                layers=1,
+                lengths=shape.lengths,
+                seconds=seconds * (1 + noise * rng.uniform(-1, 1)),
+            )
+        )
+    return samples
+
+
+@pytest.mark.parametrize("noise, tolerance", [(0.0, 1e-6), (0.02, 0.3)])
+def test_few_tokens_tell_launches_from_posts_and_messages(noise: float, tolerance: float) -> None:
+    found = fit_host(small_samples(noise), NO_HOST)
+    assert found.launch_s == pytest.approx(HOST.launch_s, rel=tolerance)
+    assert found.post_s == pytest.approx(HOST.post_s, rel=tolerance)
+    assert found.message_s == pytest.approx(HOST.message_s, rel=3 * tolerance)
+    cost = found.fill(ESTIMATE, 8)
+    assert cost.post_s == 8 * found.post_s
+    assert HostSeconds.of(cost, 8) == found
+
+
+def test_one_rank_keeps_the_estimate_s_host() -> None:
+    assert small_shapes(Topology(nodes=1, ranks_per_node=1), rings=True) == ()
+    assert fit_host((), HOST) == HOST
+
+
+def test_small_runs_give_every_rank_tokens_and_stay_on_a_node_where_they_can() -> None:
+    for nodes, ranks in ((1, 4), (2, 2), (3, 1), (2, 3)):
+        for shape in small_shapes(Topology(nodes=nodes, ranks_per_node=ranks), rings=True):
+            assert shape.lengths == (FEW_TOKENS * shape.degree,)
+            assert shape.degree <= (ranks if ranks > 1 else nodes)
+    no_rings = small_shapes(TOPOLOGY, rings=False)
+    assert {shape.strategy for shape in no_rings} == {"local", "ulysses", ALL_TO_ALLS}
+
+
+@pytest.mark.parametrize("degree", [2, 3, 5])
+def test_bare_runs_post_what_is_counted(degree: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(Path(__file__).parents[2] / "scripts")
+    transport = importlib.import_module("gpu_checks.stub").StubTransport(0, degree)
+    communicator = Communicator(Topology(nodes=1, ranks_per_node=degree), transport=transport)
+    posted = []  # messages of each post
+    post = type(transport).post
+
+    def counting(self, lane, *, sends, recvs, **options):
+        posted.append(len(sends) + len(recvs))
+        return post(self, lane, sends=sends, recvs=recvs, **options)
+
+    monkeypatch.setattr(type(transport), "post", counting)
+    for name, run in ((ALL_TO_ALLS, AllToAllRun), (RING, RingRun)):
+        posted.clear()
+        run(communicator, (0,), degree, bytes_moved=0, device=torch.device("cpu"))()
+        work = bare_work(name, degree)
+        assert (len(posted), sum(posted)) == (work.posts, work.messages)
+
+
+def test_a_latency_that_posts_explain_is_no_latency_of_the_group() -> None:
+    """All-to-alls of a layer take four posts, a ring of d three (d - 1); only the rest counts."""
+    samples = synthetic_samples((8,), noise=0.0, latency_s=2e-3)
+    links = fit_links(samples, ESTIMATE, layers=8, overlap=1.0)
+    posts = HostSeconds(launch_s=1.0, post_s=1e-4, message_s=0.0)
+    rest_s = [2e-3 - 1e-4 * count for degree in (2, 4) for count in (4, 3 * (degree - 1))]
+    assert [degree for degree, _ in links.ring_latencies_s] == [2, 4]
+    assert links.fill(ESTIMATE, 8, posts).group_s == pytest.approx(8 * np.mean(rest_s), rel=0.05)
+    slow = dataclasses.replace(posts, post_s=1.0)
+    assert links.fill(ESTIMATE, 8, slow).group_s == 0.0
 
 
 # ---- the design
@@ -407,6 +505,43 @@ def test_nics_are_counted_by_what_ranks_do_to_each_other(monkeypatch, lone_s, to
     communicator = SimpleNamespace(rank=0, topology=Topology(nodes=2, ranks_per_node=4))
     options = {"bytes_moved": 8, "device": torch.device("cpu"), "rounds": 1}
     assert measure.measured_nics(communicator, **options) == (nics, 1e-3)
+
+
+def lazy(nodes: int, ranks_per_node: int, *, connects_lazily: bool = True) -> SimpleNamespace:
+    """Stand in for a communicator whose ranks all answer alike."""
+    topology = Topology(nodes=nodes, ranks_per_node=ranks_per_node)
+    host = SimpleNamespace(
+        gather_ints=lambda values: [values],
+        gather_values=lambda values: [values, [x / 2 for x in values]],
+    )
+    transport = SimpleNamespace(capabilities=SimpleNamespace(connects_lazily=connects_lazily))
+    return SimpleNamespace(rank=0, topology=topology, host=host, transport=transport)
+
+
+def test_a_first_contact_is_what_a_first_message_takes_longer(monkeypatch) -> None:
+    timed = iter([0.75, 0.25])
+    monkeypatch.setattr(measure, "_seconds", lambda run, device: next(timed))
+    assert measure.first_contact_s(lazy(2, 2), torch.device("cpu")) == 0.5
+
+
+def test_a_first_contact_needs_ranks_that_are_not_connected() -> None:
+    cpu = torch.device("cpu")
+    assert measure.first_contact_s(lazy(2, 2, connects_lazily=False), cpu) == 0.0
+    assert measure.first_contact_s(lazy(1, 4), cpu) is None
+    assert measure.first_contact_s(lazy(4, 1), cpu) is None
+
+
+def diagonal_hop(rank, world_size):
+    """Run the hop of a first contact, and return the peers of this rank."""
+    communicator = join(Topology(nodes=2, ranks_per_node=2))
+    run = HopRun(communicator, lone=True, bytes_moved=1, device=torch.device("cpu"), shift=1)
+    run()
+    return [peer for _, peer in run.sends], [peer for _, peer in run.recvs]
+
+
+def test_first_contacts_are_measured_between_ranks_that_are_no_counterparts():
+    found = run_threads(diagonal_hop, 4)
+    assert found == [([3], []), ([], []), ([], []), ([], [0])]
 
 
 def hops(rank, world_size):

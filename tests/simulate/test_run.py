@@ -21,7 +21,10 @@ from hf_flexseq.topology import Topology
 from plans import random_plan
 from tests.budget import examples
 
-FLEXSP = dataclasses.replace(PRESETS["flexsp-gpt-7b-a100"], group_s=0.04)
+# With launches that short sequences do not hide, and with a part that nothing hides.
+FLEXSP = dataclasses.replace(
+    PRESETS["flexsp-gpt-7b-a100"], group_s=0.04, launch_s=0.01, post_s=0.05, host_overlap=0.75
+)
 NODE = Topology(nodes=1, ranks_per_node=4)
 
 
@@ -186,6 +189,19 @@ def test_a_ring_hides_its_transfers_behind_its_attention() -> None:
     assert 64 < seconds(once, 6.0) <= 16 + 3 * 24 + 1e-6  # 12 or 24 s a step
     serial = Detail(layers=0, overlap=False)
     assert seconds(serial, 4.0) == pytest.approx(64 + 16 + 16 + 16, abs=1e-6)
+
+
+def test_a_ring_waits_for_its_launches_as_in_the_closed_form() -> None:
+    """Four ranks launch 49 s. 8 tokens' attention of 16 s hides a part of them, 64 s all."""
+    node = Topology(nodes=1, ranks_per_node=4)
+    for length, launched in ((8, 49 - 16), (16, 0)):
+        plan = plan_of((length,), [(0, 4, (0,))], strategy="zigzag")
+        for layers in (0, 3):
+            stop = [
+                simulate(plan, node, ring_model(launch_s=launch_s), detail=Detail(layers=layers))
+                for launch_s in (0.0, 1.0)
+            ]
+            assert (stop[1].stop - stop[0].stop) / 1e9 == pytest.approx(launched, abs=1e-6)
 
 
 def test_returning_gradients_share_the_link_with_what_is_fetched() -> None:

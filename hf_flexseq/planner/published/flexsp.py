@@ -25,7 +25,7 @@ import numpy as np
 
 from hf_flexseq.cost import CostModel, Int64Array, step_ns
 from hf_flexseq.plan import MicroBatch, widest_first
-from hf_flexseq.planner.problem import NEVER, cheapest
+from hf_flexseq.planner.problem import NEVER, cheapest, least_wait_ns
 from hf_flexseq.planner.published.aligned import aligned_degrees, rank_ranges, slots, units
 from hf_flexseq.planner.published.blaster import blast
 from hf_flexseq.planner.published.buckets import Buckets, bucketed
@@ -152,13 +152,18 @@ class FlexSP:
             tokens=buckets.longest,
             counts=buckets.counts,
             times=self._times(buckets.longest),
-            latency=tuple(self.cost.latency_ns(degree) for degree in self.degrees),
+            latency=tuple(self._latency(degree) for degree in self.degrees),
             degrees=self.degrees,
             copies=tuple(self._copies(degree) for degree in self.degrees),
             cap=self.cap,
             ranks=self.topology.world_size,
             slots=tuple(self._slots(unit) for unit in units(self.topology)),
         )
+
+    def _latency(self, degree: int) -> int:
+        """Return the nanoseconds that any group of `degree` ranks takes beside its sequences."""
+        shape = (degree, self.topology.spans_nodes(0, degree))
+        return least_wait_ns(self.cost, shape, self.strategy)
 
     def _slots(self, unit: int) -> Slots:
         """Return how many slots of `unit` ranks there are, and how many each degree takes."""

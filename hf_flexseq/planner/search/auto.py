@@ -12,8 +12,9 @@
    beside the lockstep plan.
 6. Ten sequences and fewer take dynamic programming over their subsets (`subsets.py`), and all of
    the above only where its plan may not be the best.
-7. Where groups have a latency of their own, all of it twice: once every sequence is charged for a
-   group, once none is.
+7. Where groups wait for launches or latencies of their own, all of it twice: once every sequence
+   is charged for a group, once none is. Then sequences on the same ranks join in one group where
+   that waits less (`strategies.py`).
 8. One degree for everything (`static.py`) is always among the candidates: the search cannot lose
    to that, and cannot fail.
 
@@ -39,6 +40,7 @@ from hf_flexseq.planner.search.effort import EFFORT, PERMILLE
 from hf_flexseq.planner.search.fill import Filled, fill_short, water_levels
 from hf_flexseq.planner.search.place import Candidates, place_long
 from hf_flexseq.planner.search.repair import repair
+from hf_flexseq.planner.search.strategies import with_joint_strategies
 from hf_flexseq.planner.search.subsets import least_of_few
 from hf_flexseq.planner.search.tabu import improved
 from hf_flexseq.planner.search.targets import affordable, recipes_of, starting_candidates
@@ -59,11 +61,11 @@ def auto_micro_batches(
 
     cap: most tokens of a rank in a micro-batch. Every sequence must fit on all ranks together.
     """
-    has_latency = cost.latency_ns(topology.world_size) > 0
+    has_waits = cost.has_waits and topology.world_size > 1
     plans: list[tuple[int, tuple[MicroBatch, ...]]] = []  # (nanoseconds, micro-batches)
     # 1. Searches. Plans made for lockstep are good plans for free ranks, too.
     for assumed_sync in dict.fromkeys((sync, "lockstep")):
-        for charged in (True, False) if has_latency else (False,):
+        for charged in (True, False) if has_waits else (False,):
             problem = make_problem(
                 lengths,
                 topology,
@@ -79,7 +81,11 @@ def auto_micro_batches(
             micro_batches = micro_batches_of(
                 problem, filled.row2block.tolist(), filled.row2batch.tolist()
             )
-            if sync == "lockstep" and not has_latency:
+            if has_waits:
+                micro_batches = with_joint_strategies(
+                    micro_batches, lengths, topology, cost, cost.strategies(strategy)
+                )
+            if sync == "lockstep" and not has_waits:
                 plans.append((filled.objective, micro_batches))  # the arrays' objective is exact
             else:
                 plans.append(best_order(micro_batches, lengths, topology, cost, sync=sync))
