@@ -72,7 +72,7 @@ def train_until_the_planner_is_stopped(rank, world_size):
 
     def after(engine, step):
         if rank == 0 and step == LOST_AFTER:
-            planner = engine._training.planner
+            planner = engine._training.lookahead.planner
             planners.append(planner._process)
             os.kill(planner._process.pid, signal.SIGSTOP)
 
