@@ -9,8 +9,8 @@ one runs.
 3. `next` hands that step out, when it is asked for one of the same iterator.
 
 Nothing of this shows. What goes wrong in `deal_ahead` belongs to the next step and is raised
-there; the current one goes on. A step of an iterator that is left before its end was not there: the
-next one has its number. Only a lost rank is an error at once, since nothing works without it.
+there; the current one goes on. A step of an iterator that is left before its end was not there:
+the next one has its number. Only a lost rank is an error at once: nothing works without it.
 
 Rejected: to deal between two micro-batches, which ranks reach at different times or never, where
 they run different numbers of them.

@@ -94,9 +94,7 @@ class Lookahead:
         self._iterator: Iterator[Any] | None = None
         self._exhausted = False  # no rank has anything left in the iterator
         self._drawn: deque[DrawnStep] = deque()  # being planned
-        self.next_number = (
-            first_number  # of the next step to run; set back for one that never does
-        )
+        self.next_number = first_number  # of the next step to run; see `DealtSteps`
         self._next_request = 0
         self._dtypes: dict[int, dict[str, str]] = {}  # by signature of columns, agreed on once
 

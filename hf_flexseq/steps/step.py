@@ -79,7 +79,8 @@ class OptimizerStep(RankStep[Plan]):
         super().__init__(drawn, plan, waited_s=waited_s, device=device)
         self.indices = tuple(indices)
         self._inputs = inputs
-        self._coming = next(inputs)  # of the micro-batch to run next
+        # of the micro-batch to run next
+        self._coming: tuple[int, Inputs] | None = next(inputs)
 
     def run(
         self,
@@ -96,19 +97,21 @@ class OptimizerStep(RankStep[Plan]):
         losses = []
         for index in self.indices[:-1]:
             with self.stopwatch.timing(index), before_last():
-                losses.append(forward_backward(self._inputs_of(index)))
+                losses.append(forward_backward(self._take(index)))
             self._coming = next(self._inputs)
         last = self.indices[-1]
         with self.stopwatch.timing(last):
-            losses.append(forward_backward(self._inputs_of(last)))
+            losses.append(forward_backward(self._take(last)))
         total = losses[0]
         for loss in losses[1:]:
             total = total + loss
         return total
 
-    def _inputs_of(self, index: int) -> Inputs:
-        """Return the inputs of a micro-batch, which are ready."""
-        ready, inputs = self._coming
+    def _take(self, index: int) -> Inputs:
+        """Return the inputs of a micro-batch, which are ready, and keep them no longer."""
+        coming, self._coming = self._coming, None
+        assert coming is not None, "a step runs once"
+        ready, inputs = coming
         assert ready == index, f"the inputs of micro-batch {ready} are ready, not those of {index}"
         return inputs
 
