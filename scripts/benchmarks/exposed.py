@@ -7,8 +7,13 @@ optimizer, part by part, on two CPU processes.
 A run is the quickstart for some steps, in which every call of a part's functions is timed on rank
 0, without the parts that are called inside: by the wall clock, and by the time of the training
 thread on the processor, in which neither other work on the machine shows nor waiting for the other
-rank. `the rest` is what no part has: the Trainer's own loop. With `--against` the runs of both
-checkouts take turns; the recipe and its data are this checkout's.
+rank. `the rest` is what no part has: the Trainer's own loop.
+
+A third figure counts only what happens between the optimizer and the next forward, by the wall
+clock. There a device that works behind the host, as a GPU does, has nothing left to do: what
+stands elsewhere it does not notice.
+
+With `--against` the runs of both checkouts take turns; recipe and data are this checkout's.
 """
 
 import importlib
@@ -59,7 +64,9 @@ PARTS: dict[str, list[Function]] = {
 REST = "the rest"
 EXPOSED = "exposed, together"
 
-Clocks = tuple[float, float]  # seconds: by the wall clock, and of the thread on the processor
+# seconds: by the wall clock, of the thread on the processor, and of the wall clock's what lies
+# between optimizer and forward
+Clocks = tuple[float, float, float]
 Steps = list[dict[str, Clocks]]  # by part
 
 
@@ -71,16 +78,22 @@ class Parts:
 
     def __init__(self) -> None:
         self.steps: Steps = []
-        self._began = _now()
-        self._sums: dict[str, list[float]] = defaultdict(lambda: [0.0, 0.0])
+        self._sums: dict[str, list[float]] = defaultdict(lambda: [0.0] * 3)
         self._inside: list[list[float]] = []  # of each open part: seconds of the parts in it
+        # The third clock runs between the optimizer and the next forward alone.
+        self._idle_s = 0.0
+        self._idle_since: float | None = None
+        self._began = self._now()
 
     def next_step(self) -> None:
         """End a step, and begin the next one."""
-        now = _now()
-        step = {part: (seconds[0], seconds[1]) for part, seconds in self._sums.items()}
-        known = [sum(seconds[clock] for seconds in step.values()) for clock in (0, 1)]
-        step[REST] = tuple(now[c] - self._began[c] - known[c] for c in (0, 1))
+        now = self._now()
+        step = {part: tuple(seconds) for part, seconds in self._sums.items()}
+        known = [sum(clocks) for clocks in zip(*step.values(), strict=True)] or [0.0] * 3
+        step[REST] = tuple(
+            end - begin - of_parts
+            for end, begin, of_parts in zip(now, self._began, known, strict=True)
+        )
         self.steps.append(step)
         self._sums.clear()
         self._began = now
@@ -89,23 +102,37 @@ class Parts:
         """Return `function` with its calls timed as a part."""
 
         def call(*args: Any, **kwargs: Any) -> Any:
-            began = _now()
-            self._inside.append([0.0, 0.0])
+            if part == "forward":
+                self._stop_idle()
+            began = self._now()
+            self._inside.append([0.0] * 3)
             try:
                 return function(*args, **kwargs)
             finally:
                 inside = self._inside.pop()
-                for clock, now in enumerate(_now()):
+                for clock, now in enumerate(self._now()):
                     whole = now - began[clock]
                     self._sums[part][clock] += whole - inside[clock]
                     if self._inside:
                         self._inside[-1][clock] += whole
+                if part == "optimizer" and function.__name__ == "step":
+                    self._idle_since = time.perf_counter()
 
         return call
 
+    def _stop_idle(self) -> None:
+        """Stop the third clock."""
+        if self._idle_since is not None:
+            self._idle_s += time.perf_counter() - self._idle_since
+            self._idle_since = None
 
-def _now() -> Clocks:
-    return time.perf_counter(), time.thread_time()
+    def _now(self) -> Clocks:
+        """Return what the clocks show."""
+        wall = time.perf_counter()
+        idle = self._idle_s
+        if self._idle_since is not None:
+            idle += wall - self._idle_since
+        return wall, time.thread_time(), idle
 
 
 def run_rank(arguments: Sequence[str]) -> None:
@@ -169,20 +196,19 @@ def medians(steps: Steps) -> dict[str, Clocks]:
     """Return the median seconds of each part, and of all that are exposed."""
     found: dict[str, Clocks] = {}
     for part in [*HIDDEN, *PARTS, REST]:
-        seconds = [step.get(part, (0.0, 0.0)) for step in steps]
-        found[part] = (
-            statistics.median(wall for wall, _ in seconds),
-            statistics.median(cpu for _, cpu in seconds),
-        )
+        found[part] = _median([step.get(part, (0.0, 0.0, 0.0)) for step in steps])
     totals = []
     for step in steps:
         exposed = [seconds for part, seconds in step.items() if part not in HIDDEN]
-        totals.append([sum(seconds[clock] for seconds in exposed) for clock in (0, 1)])
-    found[EXPOSED] = (
-        statistics.median(wall for wall, _ in totals),
-        statistics.median(cpu for _, cpu in totals),
-    )
+        totals.append(tuple(sum(clocks) for clocks in zip(*exposed, strict=True)))
+    found[EXPOSED] = _median(totals)
     return found
+
+
+def _median(steps: Sequence[Clocks]) -> Clocks:
+    """Return the median of each clock over some steps."""
+    wall, processor, idle = (statistics.median(clock) for clock in zip(*steps, strict=True))
+    return wall, processor, idle
 
 
 def main() -> None:
@@ -201,14 +227,17 @@ def main() -> None:
             steps[name] += steps_of(package, asked.steps, asked.warmup)
 
     print(f"{machine('torch', 'transformers')}, one thread, load {load_average()}\n")
-    print("median milliseconds of a step on rank 0: wall clock (on the processor)\n")
+    print(
+        "median milliseconds of a step on rank 0: wall clock / on the processor / between the "
+        "optimizer and the next forward\n"
+    )
     found = {name: medians(of_checkout) for name, of_checkout in steps.items()}
     rows = []
     for part in [*HIDDEN, *PARTS, REST, EXPOSED]:
         cells = [part]
         for name in checkouts:
-            wall, cpu = found[name][part]
-            cells.append(f"{1e3 * wall:.2f} ({1e3 * cpu:.2f})")
+            milliseconds = [f"{1e3 * seconds:.2f}" for seconds in found[name][part]]
+            cells.append(" / ".join(milliseconds))
         rows.append(cells)
     print(table(("part", *checkouts), rows, numbers=(1, 2)))
     write_record(asked.json, {"steps": steps})

@@ -201,3 +201,22 @@ def test_what_is_not_finite_is_raised_in_the_same_step(behind):
         ran, updates, said = loop(poisoned=poisoned)
         assert (ran, updates) == (wanted, wanted)
         assert f"in the gradients of {PARAMETER};" in said
+
+
+def test_an_engine_that_is_detached_in_the_middle_begins_anew(behind):
+    numbers = []
+    engine = FlexSeqEngine(
+        Accelerator(cpu=True),
+        FlexSeqArguments(cost_model="estimate"),
+        on_figures=lambda number, figures: numbers.append(number),
+    )
+    model = tiny_llama()
+    for _ in range(2):
+        engine.attach(model)
+        batches = [DataCollatorForFlexSeq()(documents([5, 9])) for _ in range(9)]
+        for step in engine.steps(batches):
+            step.backward(model)
+            if step.step.number == 2:
+                break  # the third step is not finished, and the fourth is dealt
+        engine.detach()
+    assert numbers == [0, 0]
