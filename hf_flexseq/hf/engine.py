@@ -42,14 +42,11 @@ from hf_flexseq.hf.gradients import gradients_of, step_was_skipped
 from hf_flexseq.hf.loaders import batches_on_host
 from hf_flexseq.hf.trainer_checks import check_accelerator
 from hf_flexseq.planner.static import check_degree
-from hf_flexseq.steps.ahead import DealtSteps
+from hf_flexseq.steps.ahead import DealtSteps, Step
 from hf_flexseq.steps.inputs import Inputs
 from hf_flexseq.steps.lookahead import Lookahead
 from hf_flexseq.steps.nonfinite import NonfiniteWatch
-from hf_flexseq.steps.step import RankStep
 from hf_flexseq.steps.trace import Figures, PlanTrace
-
-Step = RankStep[Any]  # of either kind: the engine only hands it on
 
 
 class FlexSeqEngine:

@@ -29,7 +29,7 @@ from hf_flexseq.steps.step import RankStep
 logger = logging.getLogger(__name__)
 
 Batches = Iterator[Mapping[str, Any]]
-Step = RankStep[Any]
+Step = RankStep[Any]  # of either kind: it is only handed on
 # (drawn step, its plan, waited_s=seconds that the plan was waited for) -> the step. Collective.
 Deal = Callable[..., Step]
 
