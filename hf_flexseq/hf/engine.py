@@ -13,15 +13,16 @@ and of a plain loop.
 An optimizer step goes through these hands:
 
 1. `Lookahead` draws its batches, and has the step planned while earlier ones run.
-2. The executor deals the tokens to the ranks that the plan names.
+2. The executor deals the tokens to the ranks that the plan names: for the next step already when
+   all work of this one has been launched (`DealtSteps`).
 3. The executor trains, or evaluates.
-4. `finish` writes the plan trace and gathers the figures for the log.
+4. `finish` writes the plan trace and gathers the figures for the log, a step later where the
+   device works behind the host.
 
 The engine is alike for a whole model and for one in pipeline stages; its executor is not
 (`executors.py`).
 """
 
-import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from datetime import timedelta
@@ -41,16 +42,11 @@ from hf_flexseq.hf.gradients import gradients_of, step_was_skipped
 from hf_flexseq.hf.loaders import batches_on_host
 from hf_flexseq.hf.trainer_checks import check_accelerator
 from hf_flexseq.planner.static import check_degree
+from hf_flexseq.steps.ahead import DealtSteps, Step
 from hf_flexseq.steps.inputs import Inputs
 from hf_flexseq.steps.lookahead import Lookahead
 from hf_flexseq.steps.nonfinite import NonfiniteWatch
-from hf_flexseq.steps.screen import beside_bars
-from hf_flexseq.steps.step import RankStep
 from hf_flexseq.steps.trace import Figures, PlanTrace
-
-logger = logging.getLogger(__name__)
-
-Step = RankStep[Any]  # of either kind: the engine only hands it on
 
 
 class FlexSeqEngine:
@@ -64,12 +60,14 @@ class FlexSeqEngine:
         communicator: Communicator | None = None,
         timeout: timedelta | None = None,
         executor: Callable[[EngineSetup], Executor] = WholeModelExecutor,
+        on_figures: Callable[[int, Figures], None] | None = None,
     ) -> None:
         """Connect the ranks. Collective over the world.
 
         communicator: over all ranks; None makes one.
         timeout: of every exchange of that one; None takes the timeout of the job's group.
         executor: makes what runs the steps.
+        on_figures: gets the number and the figures of each step as soon as they are known.
         Raises ValueError or NotImplementedError for an accelerator, a cost model, a degree or a
         plan trace that cannot work.
         """
@@ -83,7 +81,9 @@ class FlexSeqEngine:
         self._trace = PlanTrace(args.plan_trace, setup.communicator)
         self.executor = executor(setup)
         self._costs = setup.costs
-        self._training: Lookahead | None = None
+        self._training: DealtSteps | None = None
+        self._on_figures = on_figures
+        self._unread: Step | None = None  # has run, and its figures have not been gathered
         self._watch = NonfiniteWatch(args.on_nonfinite, setup.communicator.rank)
         # Dataloaders may be prepared before a model is attached.
         self._loader_settings = LoaderSettings(accelerator)
@@ -119,12 +119,17 @@ class FlexSeqEngine:
         self._loader_settings.change()
 
     def detach(self) -> None:
-        """Leave the model and the accelerator as they were, and end the planner."""
+        """Leave the model and the accelerator as they were, and end the planner.
+
+        No other rank is waited for, since this one may have failed alone: a loop that was broken
+        off calls `check_finite` before, for the figures of its last step.
+        """
         try:
             self.executor.detach()
         finally:
             self._loader_settings.restore()
             self._watch.forget()
+            self._unread = None
             if self._training is not None:
                 self._training.close()
                 self._training = None
@@ -167,16 +172,16 @@ class FlexSeqEngine:
         """
         self._check_attached()
         if self._training is None:
-            self._training = self._lookahead(self.args.lookahead, first_number)
-        return self._next(self._training, iterator, num_batches)
+            self._training = self._dealt_steps(self.args.lookahead, first_number)
+        return self._training.next(iterator, num_batches)
 
     def evaluation_steps(self, batches: Iterable[Mapping[str, Any]]) -> Iterator[Step]:
         """Yield every batch as a step, until no rank has data left. Planned in place. Collective
         over the world."""
         self._check_attached()
-        lookahead = self._lookahead(0, what="evaluation step")
+        dealt = self._dealt_steps(0, what="evaluation step")
         iterator = iter(batches)
-        while (step := self._next(lookahead, iterator, 1)) is not None:
+        while (step := dealt.next(iterator, 1)) is not None:
             yield step
 
     def steps(
@@ -202,52 +207,44 @@ class FlexSeqEngine:
                 self.finish(step)
         self.check_finite()
 
-    def _lookahead(self, steps: int, first_number: int = 0, *, what: str = "step") -> Lookahead:
-        """Return a Lookahead over so many steps, with the planner on rank 0. Collective over the
-        world."""
+    def _dealt_steps(
+        self, lookahead: int, first_number: int = 0, *, what: str = "step"
+    ) -> DealtSteps:
+        """Return steps of which so many are planned ahead, by the planner on rank 0. Collective
+        over the world."""
         planner = None
         with Attempt() as starting:  # a process may be one too many for the machine
             if self.communicator.rank == 0:
-                planner = self.executor.planner(ahead=steps > 0)
+                planner = self.executor.planner(ahead=lookahead > 0)
         starting.raise_together(self.communicator.host.gather_values, "starting the planner")
-        return Lookahead(
+        planned = Lookahead(
             self.communicator,
             planner,
-            steps,
+            lookahead,
             check=self.executor.check,
             read=self.executor.read,
             first_number=first_number,
             what=what,
         )
-
-    def _next(
-        self, lookahead: Lookahead, iterator: Iterator[Mapping[str, Any]], num_batches: int
-    ) -> Step | None:
-        """Draw the next step, with the tokens where its plan wants them. Collective."""
-        drawn_and_planned = lookahead.next(iterator, num_batches)
-        if drawn_and_planned is None:
-            return None
-        drawn, plan = drawn_and_planned
-        if drawn.request == 0:
-            with beside_bars():
-                for note in plan.notes:
-                    logger.info("%s", note)
-        host = self.communicator.host
-        host.phase = f"{lookahead.what} {drawn.number}, exchanging tokens"
-        step: Step = self.executor.deal(drawn, plan, waited_s=lookahead.waited_s)
-        host.phase = f"{lookahead.what} {drawn.number}"
-        return step
+        return DealtSteps(planned, self.executor.deal)
 
     # ---- running steps
 
     def train(
-        self, step: Step, forward_backward: ForwardBackward, model: nn.Module
+        self,
+        step: Step,
+        forward_backward: ForwardBackward,
+        model: nn.Module,
+        *,
+        is_last: bool = False,
     ) -> torch.Tensor:
         """Run forwards and backwards of one step; afterwards gradients are those of the whole
-        step.
+        step. Then the next step is dealt, while the device still works on this one. Collective
+        over the world.
 
         forward_backward: runs one micro-batch, where a rank has the whole model.
         model: as accelerate has wrapped it.
+        is_last: whether no step comes after it, as far as is known.
         Returns this rank's loss, a detached scalar; the mean over ranks is the mean over the
         step's target tokens.
         """
@@ -256,36 +253,60 @@ class FlexSeqEngine:
         with self.communicator.host.naming_lost():
             loss = self.executor.train(step, forward_backward, model)
         self._watch.take(step.number, loss, gradients_of(model, self.accelerator))
+        if self._training is not None and not is_last:
+            self._training.deal_ahead()
         return loss
 
     def evaluate(self, step: Step, forward: ForwardBackward) -> torch.Tensor:
         """Run the forwards of one step. Returns a loss as `train` does."""
         return self.executor.evaluate(step, forward)
 
-    def finish(self, step: Step) -> Figures:
-        """Write the plan trace of a step that has run, and return its figures for the log.
-        Collective over the world.
+    def finish(self, step: Step) -> None:
+        """Gather the figures of a step that has run, and write its plan trace. Collective over the
+        world.
 
-        Raises FloatingPointError as `check_finite` does, for the step before.
+        Where the device works behind the host this is done with the next step, when they can be
+        read without waiting; `check_finite` and `gather_figures` do not put it off. Raises
+        FloatingPointError as `check_finite` does, for the step before.
         """
-        step.remark = self._watch.report()
-        host = self.communicator.host
-        host.phase = f"step {step.number}, gathering its figures"
-        figures = self.executor.figures(step, self._trace)
-        host.phase = f"what follows on step {step.number}"
-        self._watch.judge(step.remarks)
-        return figures
+        due: Step | None = step
+        if step.stopwatch.is_behind:
+            due, self._unread = self._unread, step
+        self._gather(due)
+        self.communicator.host.phase = f"what follows on step {step.number}"
+
+    def gather_figures(self) -> None:
+        """Gather the figures of the last step, if `finish` has put it off; wait for the device.
+        Collective over the world."""
+        due, self._unread = self._unread, None
+        if due is not None:
+            self._gather(due)
 
     def check_finite(self) -> None:
-        """Make sure, after an optimizer step, that nothing in it was NaN or infinite: call this
-        before saving. Collective over the world.
+        """Make sure, after an optimizer step, that nothing in it was NaN or infinite, and gather
+        all figures: call this before saving. Collective over the world.
 
         Raises FloatingPointError on all ranks alike, or warns where `on_nonfinite` says so. A step
         that fp16's loss scaling has skipped does not count.
         """
         self._watch.settle(skipped=step_was_skipped(self.accelerator))
+        due, self._unread = self._unread, None
+        self._gather(due)
+
+    def _gather(self, due: Step | None) -> None:
+        """Gather what ranks have found that is not finite, and with it the figures of a step, None
+        for none. Collective over the world."""
+        host = self.communicator.host
         own = self._watch.report()
-        self._watch.judge(self.communicator.host.gather_values(own))
+        if due is None:
+            self._watch.judge(host.gather_values(own))
+            return
+        host.phase = f"step {due.number}, gathering its figures"
+        due.remark = own
+        figures = self.executor.figures(due, self._trace)
+        if self._on_figures is not None:
+            self._on_figures(due.number, figures)
+        self._watch.judge(due.remarks)
 
 
 class EngineStep:

@@ -48,7 +48,7 @@ from hf_flexseq.planner.process.jobs import GroupsJob, Job
 from hf_flexseq.program.blocks import BLOCK
 from hf_flexseq.schedule.routing import NicFigures, links_of
 from hf_flexseq.steps.exchange import RowExchange
-from hf_flexseq.steps.inputs import Inputs, model_inputs, shards_of
+from hf_flexseq.steps.inputs import Inputs, indices_to_run, model_inputs, shards_of
 from hf_flexseq.steps.lookahead import DrawnStep
 from hf_flexseq.steps.reduction import reduced_once
 from hf_flexseq.steps.step import OptimizerStep
@@ -363,15 +363,16 @@ class WholeModelExecutor:
             if micro_batch.remap:
                 columns[index] = self._exchange.evened(columns[index], shards[index])
 
-        # 2. what the model is called with
-        micro_batches = model_inputs(
+        # 2. what the model is called with; beyond the first micro-batch it is made while they run
+        indices = indices_to_run(shards, lockstep=self.lockstep)
+        inputs = model_inputs(
             shards,
             columns,
             lockstep=self.lockstep,
             device=device,
             make_context=self._make_context,
         )
-        return OptimizerStep(drawn, plan, micro_batches, waited_s=waited_s, device=device)
+        return OptimizerStep(drawn, plan, indices, inputs, waited_s=waited_s, device=device)
 
     def _make_context(self, shard: Shard) -> SequenceContext:
         """Return what attention is told about one shard."""

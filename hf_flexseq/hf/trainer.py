@@ -38,7 +38,7 @@ from transformers.data.data_collator import DataCollatorWithPadding, default_dat
 from hf_flexseq.config import FlexSeqArguments
 from hf_flexseq.distributed.agreement import Attempt
 from hf_flexseq.hf.dataset_checks import check_examples, check_first_step, check_labels
-from hf_flexseq.hf.engine import FlexSeqEngine, Step
+from hf_flexseq.hf.engine import FlexSeqEngine
 from hf_flexseq.hf.evaluation import EvaluationLoss, PlannedBatches, left_unprepared
 from hf_flexseq.hf.executors import (
     EngineSetup,
@@ -162,7 +162,13 @@ class FlexSeqMixin(_Trainer):
         timeout = None
         if self.args.ddp_timeout != TrainingArguments.ddp_timeout:
             timeout = timedelta(seconds=self.args.ddp_timeout)
-        engine = FlexSeqEngine(self.accelerator, options, timeout=timeout, executor=executor)
+        engine = FlexSeqEngine(
+            self.accelerator,
+            options,
+            timeout=timeout,
+            executor=executor,
+            on_figures=self._note_figures,
+        )
         engine.keep_loader_settings()
         return engine
 
@@ -246,23 +252,28 @@ class FlexSeqMixin(_Trainer):
 
         if self._hooks is not None:
             self._hooks.set_training_mode(model, self.optimizer)
-        loss = self.flexseq.train(inputs.step, forward_backward, model)
-        self._note_figures(inputs.step)
+        is_last = self.state.global_step + 1 >= self.state.max_steps
+        loss = self.flexseq.train(inputs.step, forward_backward, model, is_last=is_last)
+        self.flexseq.finish(inputs.step)
         return loss
 
-    def _note_figures(self, step: Step) -> None:
-        """Record the figures of a finished step for the next log line. Collective over the
-        world."""
-        figures = self.flexseq.finish(step)
+    def _note_figures(self, number: int, figures: Figures) -> None:
+        """Record the figures of a step for the next log line."""
         self._flexseq_figures.append(figures)
         self._flexseq_predictions.add(figures)
         if self.is_world_process_zero() and logger.isEnabledFor(logging.INFO):
             with beside_bars():
-                logger.info("step %d: %s", step.number, plan_line(figures))
+                logger.info("step %d: %s", number, plan_line(figures))
 
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
-        """Log the mean figures of the steps since the last loss, beside it."""
+        """Log the mean figures of the steps since the last loss, beside it.
+
+        Collective over the world where the Trainer logs a loss, which it has gathered just before;
+        a loss that somebody else logs in the middle of a step may be that of one rank alone.
+        """
         if "loss" in logs:
+            if self.control.should_log:
+                self.flexseq.gather_figures()
             logs = logs | mean_figures(self._flexseq_figures)
             self._flexseq_figures.clear()
         super().log(logs, *args, **kwargs)

@@ -5,7 +5,7 @@ it runs those that hold work for it. When none does it runs a dummy after all, s
 takes part in the last gradient reduction.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -39,8 +39,9 @@ def model_inputs(
     lockstep: bool,
     device: torch.device,
     make_context: Callable[[Shard], SequenceContext],
-) -> list[tuple[int, Inputs]]:
-    """Return (index, inputs of the model) for each micro-batch that this rank runs.
+) -> Iterator[tuple[int, Inputs]]:
+    """Yield (index, inputs of the model) for each micro-batch that this rank runs; they are made
+    when they are asked for.
 
     shards: this rank's, one for each micro-batch.
     columns: of each micro-batch, each [linear_tokens] on the CPU.
@@ -48,18 +49,16 @@ def model_inputs(
     device: where the model's tensors [1, linear_tokens] go.
     make_context: says how attention runs on a shard.
     """
-    inputs = []
-    for index in _indices_to_run(shards, lockstep=lockstep):
+    for index in indices_to_run(shards, lockstep=lockstep):
         shard = shards[index]
         columns_of_shard = columns[index]
         if not shard.linear_tokens:
             shard = _with_dummy(shard)
             columns_of_shard = _dummy_columns(columns_of_shard)
-        inputs.append((index, _inputs_of(shard, columns_of_shard, device, make_context)))
-    return inputs
+        yield index, _inputs_of(shard, columns_of_shard, device, make_context)
 
 
-def _indices_to_run(shards: Sequence[Shard], *, lockstep: bool) -> list[int]:
+def indices_to_run(shards: Sequence[Shard], *, lockstep: bool) -> list[int]:
     """Return the indices of the micro-batches that this rank runs, at least one."""
     if lockstep:
         return list(range(len(shards)))

@@ -94,7 +94,7 @@ class Lookahead:
         self._iterator: Iterator[Any] | None = None
         self._exhausted = False  # no rank has anything left in the iterator
         self._drawn: deque[DrawnStep] = deque()  # being planned
-        self._next_number = first_number  # of the next step to run
+        self.next_number = first_number  # of the next step to run; see `DealtSteps`
         self._next_request = 0
         self._dtypes: dict[int, dict[str, str]] = {}  # by signature of columns, agreed on once
 
@@ -116,7 +116,7 @@ class Lookahead:
         if not self._drawn:
             return None
         step = self._drawn.popleft()
-        self._next_number += 1
+        self.next_number += 1
         return step, self._plan(step)
 
     def close(self) -> None:
@@ -127,7 +127,7 @@ class Lookahead:
     def _draw(self, iterator: Iterator[Mapping[str, Any]], num_batches: int) -> None:
         """Draw one step and submit it to the planner. Collective over the world."""
         # 1. what this rank draws
-        number = self._next_number + len(self._drawn)
+        number = self.next_number + len(self._drawn)
         row = SourceRow(columns={}, lengths=())
         own = [FAILED, NO_COLUMNS]
         with Attempt() as drawing:

@@ -7,7 +7,7 @@ The Trainer counts the batches that it draws. A step therefore goes to it as a l
 but the last of them empty: `step_items`.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Generic, TypeVar
 
@@ -61,42 +61,59 @@ class RankStep(Generic[PlanT]):
 class OptimizerStep(RankStep[Plan]):
     """The micro-batches of one plan that this rank runs, with the tokens it holds in each."""
 
-    __slots__ = ("micro_batches",)
+    __slots__ = ("_coming", "_inputs", "indices")
 
     def __init__(
         self,
         drawn: DrawnStep,
         plan: Plan,
-        micro_batches: Sequence[tuple[int, Inputs]],
+        indices: Sequence[int],
+        inputs: Iterator[tuple[int, Inputs]],
         *,
         waited_s: float,
         device: torch.device,
     ) -> None:
-        """micro_batches: (index in the plan, inputs of the model) pairs, in order, never empty."""
+        """indices: in the plan, of the micro-batches that this rank runs, never empty.
+        inputs: makes (index, inputs of the model) for each of them, when it is asked for the next.
+        """
         super().__init__(drawn, plan, waited_s=waited_s, device=device)
-        self.micro_batches = tuple(micro_batches)
+        self.indices = tuple(indices)
+        self._inputs = inputs
+        # of the micro-batch to run next
+        self._coming: tuple[int, Inputs] | None = next(inputs)
 
     def run(
         self,
         forward_backward: Callable[[Inputs], torch.Tensor],
         before_last: Callable[[], AbstractContextManager[Any]] = nullcontext,
     ) -> torch.Tensor:
-        """Run every micro-batch and return the sum of their losses, a scalar.
+        """Run every micro-batch, once, and return the sum of their losses, a scalar.
+
+        The inputs of a micro-batch are made when all work of the one before has been launched, so
+        that a device which computes on its own need not wait for them.
 
         before_last: surrounds every micro-batch but the last one.
         """
-        *earlier, last = self.micro_batches
         losses = []
-        for index, inputs in earlier:
+        for index in self.indices[:-1]:
             with self.stopwatch.timing(index), before_last():
-                losses.append(forward_backward(inputs))
-        index, inputs = last
-        with self.stopwatch.timing(index):
-            losses.append(forward_backward(inputs))
+                losses.append(forward_backward(self._take(index)))
+            self._coming = next(self._inputs)
+        last = self.indices[-1]
+        with self.stopwatch.timing(last):
+            losses.append(forward_backward(self._take(last)))
         total = losses[0]
         for loss in losses[1:]:
             total = total + loss
         return total
+
+    def _take(self, index: int) -> Inputs:
+        """Return the inputs of a micro-batch, which are ready, and keep them no longer."""
+        coming, self._coming = self._coming, None
+        assert coming is not None, "a step runs once"
+        ready, inputs = coming
+        assert ready == index, f"the inputs of micro-batch {ready} are ready, not those of {index}"
+        return inputs
 
     def measured_s(self) -> list[float]:
         """Return the seconds of every micro-batch of the plan on this rank, 0 where the rank had

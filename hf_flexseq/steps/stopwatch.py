@@ -18,6 +18,11 @@ class Stopwatch:
         self._spans: list[tuple[int, float]] = []  # (block, seconds)
         self._events: list[tuple[int, torch.cuda.Event, torch.cuda.Event]] = []  # not yet read
 
+    @property
+    def is_behind(self) -> bool:
+        """Whether the device works behind the host, which has to wait before it can read."""
+        return self._cuda
+
     @contextmanager
     def timing(self, block: int) -> Iterator[None]:
         """Time what happens inside as a part of `block`."""

@@ -61,7 +61,7 @@ from hf_flexseq.hf import executors
 from hf_flexseq.hf.model.loss import attach_chunked_loss
 from hf_flexseq.kernels.chunked_loss import choose_backend
 from hf_flexseq.steps import exchange as rows
-from hf_flexseq.steps import lookahead, trace
+from hf_flexseq.steps import inputs, lookahead, trace
 
 # Drawn from a log-normal with mu = ln 950 and sigma = 1.75, like CommonCrawl's documents.
 LONG_TAILED = (2087, 718, 630, 320, 190, 181, 56, 21)
@@ -73,7 +73,7 @@ PARTS = {  # where our own time goes: what is timed in the flexseq lane
     "gather of lengths": [(LoneHost, "gather_ints")],
     "batches to one row": [(lookahead, "source_row")],
     "exchange of tokens": [(rows.RowExchange, "__call__")],
-    "shards and contexts": [(executors, "shards_of"), (executors, "model_inputs")],
+    "shards and contexts": [(executors, "shards_of"), (inputs, "_inputs_of")],
     "trace and figures": [(trace.PlanTrace, "record")],
 }
 

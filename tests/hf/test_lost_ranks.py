@@ -26,8 +26,8 @@ SHORT_S = 3  # a timeout where nothing but the lost rank takes long
 
 
 def train_until(after):
-    """Train until an error; how long this rank was left waiting in the end, and with which words
-    it gave up. after: called with the engine after each step, and the step's index."""
+    """Train until an error; how long its last step and the error took, and with which words it
+    gave up. after: called with the engine after each step, and the step's index."""
     accelerator = Accelerator(cpu=True)
     args = FlexSeqArguments(
         cost_model="estimate", max_tokens_per_rank=40, lookahead=1, strategy="local"
@@ -41,18 +41,18 @@ def train_until(after):
         collate_fn=DataCollatorForFlexSeq(),
     )
     model, loader = accelerator.prepare(model, loader)
-    ran = []  # when each step had run
+    began = []  # when each step began, in which the next one is planned
 
     def train():
         for step, planned in enumerate(engine.steps(loader)):
+            began.append(time.monotonic())
             planned.backward(model)
-            ran.append(time.monotonic())
             after(engine, step)
 
     with pytest.raises(RuntimeError) as raised:
         train()
     engine.detach()
-    return time.monotonic() - ran[-1], str(raised.value)
+    return time.monotonic() - began[-1], str(raised.value)
 
 
 def train_until_one_is_lost(rank, world_size, dies):
@@ -72,7 +72,7 @@ def train_until_the_planner_is_stopped(rank, world_size):
 
     def after(engine, step):
         if rank == 0 and step == LOST_AFTER:
-            planner = engine._training.planner
+            planner = engine._training.lookahead.planner
             planners.append(planner._process)
             os.kill(planner._process.pid, signal.SIGSTOP)
 

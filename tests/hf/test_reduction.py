@@ -63,7 +63,7 @@ def gradients_by_step(rank, world_size, is_ordered, plans, frozen=(), **ddp):
         for _ in range(plans):
             for step in engine.steps(own_batches(examples, rank, world_size), 2):
                 step.backward(wrapped)
-                indices = [index for index, _ in step.step.micro_batches]
+                indices = list(step.step.indices)
                 gradients = {n: p.grad for n, p in model.named_parameters() if p.requires_grad}
                 found.append(({n: g.numpy() for n, g in gradients.items()}, indices))
                 model.zero_grad()

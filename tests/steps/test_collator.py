@@ -78,6 +78,18 @@ def test_all_forms_of_the_same_examples_give_the_same_row(collator, examples):
     )
 
 
+@pytest.mark.parametrize(
+    "values",
+    [[1, 2], [-1, 2**62], [1, 0.5], [0.1, 2], [True, False], [1, True], [1, torch.tensor(2)]],
+)
+def test_lists_become_what_torch_makes_of_them(values):
+    example = {"input_ids": [3, 4], "labels": [3, 4], "column": values}
+    (found,) = DataCollatorForFlexSeq()([example])["column"]
+    wanted = torch.as_tensor(values)
+    assert found.dtype == wanted.dtype
+    assert torch.equal(found, wanted)
+
+
 def test_keeps_positions_and_other_columns_of_one_value_per_token():
     batch = DataCollatorForFlexSeq()(
         [THREE | {"position_ids": [4, 5, 9], "weights": [0.5, 1.0, 0.0]}]

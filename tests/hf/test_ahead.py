@@ -1,0 +1,222 @@
+"""The next step is dealt while this one runs, and figures are read a step later where the device
+works behind the host. Neither shows: in gradients, in the log, in the plan trace, in errors."""
+
+import json
+
+import pytest
+import torch
+from accelerate import Accelerator
+from transformers import TrainerCallback
+
+from hf_flexseq import (
+    DataCollatorForFlexSeq,
+    FlexSeqArguments,
+    FlexSeqConfig,
+    FlexSeqEngine,
+    FlexSeqTrainer,
+)
+from hf_flexseq.distributed.matching import Launches
+from hf_flexseq.steps import step as steps
+from hf_flexseq.steps.stopwatch import Stopwatch
+from tests.hf.test_nonfinite import PARAMETER, STEPS, loop
+from tests.hf.test_trainer import OPTIONS, dataset
+from tests.hf.tiny import RandomPlanner, documents, tiny_llama
+from tests.ranks import join, run_threads
+
+# ---- any plans, on ranks that run different numbers of micro-batches
+
+
+def run_random_plans(rank, world_size, lookahead):
+    """Numbers, micro-batches of this rank, and gradients of each step; with how many steps were
+    dealt while another one ran."""
+    communicator = join()
+    options = FlexSeqArguments(
+        lookahead=lookahead,
+        cost_model="flexsp-gpt-7b-a100",
+        max_tokens_per_rank=1000,
+        sync="free",
+    )
+    engine = FlexSeqEngine(Accelerator(cpu=True), options, communicator=communicator)
+    engine.executor.planner = lambda ahead: RandomPlanner(communicator.topology, 5)
+    model = tiny_llama()
+    engine.attach(model)
+    collate = DataCollatorForFlexSeq()
+    examples = documents([3 + (index * 7 + rank * 5) % 30 for index in range(12)], seed=rank)
+    found = []
+    dealt = []
+    deal = engine.executor.deal
+
+    def noted(drawn, plan, *, waited_s):
+        dealt.append(drawn.number > len(found))
+        return deal(drawn, plan, waited_s=waited_s)
+
+    engine.executor.deal = noted
+    for _ in range(2):
+        batches = [collate(examples[index : index + 2]) for index in range(0, 12, 2)]
+        for step in engine.steps(batches, 2):
+            step.backward(model)
+            gradients = {name: p.grad.clone() for name, p in model.named_parameters()}
+            found.append((step.step.number, step.step.indices, gradients))
+            model.zero_grad()
+    engine.detach()
+    return found, sum(dealt)
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_gradients_are_those_of_steps_that_are_dealt_in_place(world_size):
+    wanted = run_threads(run_random_plans, world_size, 0)
+    found = run_threads(run_random_plans, world_size, 2, launches=Launches.ONE_QUEUE)
+    ran = [[indices for _, indices, _ in of_rank] for of_rank, _ in wanted]
+    assert any(indices != ran[0] for indices in ran), "all ranks run the same micro-batches"
+    for (steps_found, ahead), (steps_wanted, in_place) in zip(found, wanted, strict=True):
+        assert (ahead, in_place) == (4, 0), "all but the first step of each of two passes"
+        assert [number for number, *_ in steps_found] == list(range(6))
+        for (*step, gradients), (*wanted_step, wanted_gradients) in zip(
+            steps_found, steps_wanted, strict=True
+        ):
+            assert step == wanted_step
+            for name, gradient in gradients.items():
+                torch.testing.assert_close(
+                    gradient, wanted_gradients[name], rtol=1e-12, atol=1e-12
+                )
+
+
+# ---- a device that works behind the host
+
+
+class Behind(Stopwatch):
+    """The stopwatch of such a device. `events` tells which steps ran and were read, in order."""
+
+    __slots__ = ()
+
+    is_behind = True
+    events: list[tuple[str, int]] = []  # noqa: RUF012 (of one test at a time)
+
+    def seconds(self):
+        Behind.events.append("read")
+        return super().seconds()
+
+
+@pytest.fixture
+def behind(monkeypatch):
+    """Make every step one of a device that works behind the host; return its events."""
+    events = []
+    monkeypatch.setattr(Behind, "events", events)
+    monkeypatch.setattr(steps, "Stopwatch", Behind)
+    return events
+
+
+class TracedWhenSaved(TrainerCallback):
+    """Counts the lines of the plan trace at every save."""
+
+    def __init__(self, trace):
+        self.trace, self.found = trace, []
+
+    def on_save(self, args, state, control, **kwargs):
+        self.found.append((state.global_step, len(self.trace.read_text().splitlines())))
+
+
+def train(folder, logging_steps, events=None):
+    """The log without its seconds, the numbers of the traced steps, and how many of them are
+    there when a checkpoint is saved."""
+    trace = folder / "plans.jsonl"
+    saves = TracedWhenSaved(trace)
+    args = FlexSeqConfig(
+        output_dir=str(folder),
+        per_device_train_batch_size=2,
+        gradient_accumulation_steps=2,
+        max_steps=5,
+        logging_steps=logging_steps,
+        save_strategy="steps",
+        save_steps=2,
+        eval_strategy="steps",
+        eval_steps=3,
+        plan_trace=str(trace),
+        use_cpu=True,
+        report_to="none",
+        disable_tqdm=True,
+        **OPTIONS | {"max_tokens_per_rank": 80},
+    )
+    trainer = FlexSeqTrainer(
+        model=tiny_llama(), args=args, train_dataset=dataset(), eval_dataset=dataset(5),
+        callbacks=[saves],
+    )  # fmt: skip
+    if events is not None:
+        run = trainer.flexseq.executor.train
+
+        def noted(step, *args):
+            events.append(step.number)
+            return run(step, *args)
+
+        trainer.flexseq.executor.train = noted
+    trainer.train()
+    timed = ("measured_s", "planning_ms_exposed", "tokens_per_s", "runtime", "per_second")
+    log = []
+    for entry in trainer.state.log_history:
+        log.append({key: v for key, v in entry.items() if not key.endswith(timed)})
+    traced = [json.loads(line)["step"] for line in trace.read_text().splitlines()]
+    return log, traced, saves.found
+
+
+@pytest.mark.parametrize("logging_steps", [1, 2, 500])
+def test_the_log_and_the_trace_are_those_of_figures_that_are_read_at_once(
+    tmp_path, monkeypatch, logging_steps
+):
+    wanted = train(tmp_path / "at once", logging_steps)
+    events = []
+    monkeypatch.setattr(Behind, "events", events)
+    monkeypatch.setattr(steps, "Stopwatch", Behind)
+    found = train(tmp_path / "behind", logging_steps, events)
+    assert found == wanted
+    assert found[1] == list(range(5))
+    assert found[2] == [(2, 2), (4, 4), (5, 5)]
+    if logging_steps == 1:
+        assert any("flexseq/micro_batches" in entry for entry in found[0])
+    if logging_steps == 500:
+        # A step is read behind the next one, or where the device is waited for anyway: for the
+        # checkpoints after steps 1 and 3, and in the end.
+        assert events == [0, 1, "read", "read", 2, 3, "read", "read", 4, "read"]
+
+
+def test_a_loop_of_its_own_has_the_whole_trace(tmp_path, behind):
+    told = []
+    trace = tmp_path / "plans.jsonl"
+    options = FlexSeqArguments(cost_model="estimate", plan_trace=str(trace))
+    engine = FlexSeqEngine(
+        Accelerator(cpu=True), options, on_figures=lambda number, figures: told.append(number)
+    )
+    model = tiny_llama()
+    with engine.attached(model):
+        batches = [DataCollatorForFlexSeq()(documents([5, 9])) for _ in range(4)]
+        for step in engine.steps(batches):
+            step.backward(model)
+            assert told == list(range(step.step.number - 1))
+    assert told == [0, 1, 2, 3]
+    assert len(trace.read_text().splitlines()) == 4
+
+
+def test_what_is_not_finite_is_raised_in_the_same_step(behind):
+    assert loop() == (STEPS, STEPS, None)
+    for poisoned, wanted in ((1, 3), (STEPS - 1, STEPS)):
+        ran, updates, said = loop(poisoned=poisoned)
+        assert (ran, updates) == (wanted, wanted)
+        assert f"in the gradients of {PARAMETER};" in said
+
+
+def test_an_engine_that_is_detached_in_the_middle_begins_anew(behind):
+    numbers = []
+    engine = FlexSeqEngine(
+        Accelerator(cpu=True),
+        FlexSeqArguments(cost_model="estimate"),
+        on_figures=lambda number, figures: numbers.append(number),
+    )
+    model = tiny_llama()
+    for _ in range(2):
+        engine.attach(model)
+        batches = [DataCollatorForFlexSeq()(documents([5, 9])) for _ in range(9)]
+        for step in engine.steps(batches):
+            step.backward(model)
+            if step.step.number == 2:
+                break  # the third step is not finished, and the fourth is dealt
+        engine.detach()
+    assert numbers == [0, 0]
