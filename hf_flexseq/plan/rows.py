@@ -229,7 +229,9 @@ class Destinations:
         by_target = np.argsort(target, kind="stable")
         got_before[by_target] = _before_in(target[by_target], moved[by_target])
         holders = np.arange(held.size)
-        begin = np.concatenate([self.first_row, self.first_row[source] + kept[source] + given_before])
+        begin = np.concatenate(
+            [self.first_row, self.first_row[source] + kept[source] + given_before]
+        )
         order = np.argsort(begin, kind="stable")
         self.begin = begin[order]
         """[runs] First row of each run."""

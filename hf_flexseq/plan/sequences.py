@@ -303,7 +303,9 @@ def _arrays_of(plan: Plan) -> PlanArrays:
         remap=np.array([batch.remap for batch in plan.micro_batches], dtype=np.int64),
         starts=np.array([group.start for group in groups], dtype=np.int64),
         degrees=np.array([group.degree for group in groups], dtype=np.int64),
-        strategies=np.array([STRATEGIES.index(group.strategy) for group in groups], dtype=np.int64),
+        strategies=np.array(
+            [STRATEGIES.index(group.strategy) for group in groups], dtype=np.int64
+        ),
         members=np.array([len(group.sequences) for group in groups], dtype=np.int64),
         sequences=np.array(
             list(chain.from_iterable(group.sequences for group in groups)), dtype=np.int64
