@@ -288,9 +288,9 @@ def _from_bytes(text: torch.Tensor) -> Any:
 class GlooHost:
     """Exchanges on the CPU over a gloo group of all ranks.
 
-    Every exchange but that of rows begins with a meeting: each rank sends every other one a number,
-    by a message of its own. So a rank that does not come is known to all others, by its number. In
-    a collective ranks wait for each other in a chain, and none is told who broke it.
+    Every exchange but that of rows begins with a meeting: each rank sends every other one a
+    number, by a message of its own. So a rank that does not come is known to all others, by its
+    number. In a collective ranks wait for each other in a chain, and none is told who broke it.
     """
 
     __slots__ = ("_group", "_rank", "_world_size", "phase", "timeout")

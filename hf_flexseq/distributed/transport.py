@@ -175,10 +175,10 @@ class HostGroup(Protocol):
     ) -> torch.Tensor:
         """Exchange rows of a CPU tensor; all ranks know beforehand who sends how many to whom.
 
-        rows: [sent, width]; the first sent_counts[0] of them go to rank 0, the next ones to rank 1,
-            and so on.
-        Returns [received, width]: received_counts[0] rows from rank 0, then those from rank 1, and
-        so on. Ranks that have no rows for each other do not meet here.
+        rows: [sent, width]; the first sent_counts[0] of them go to rank 0, the next ones to
+            rank 1, and so on.
+        Returns [received, width]: received_counts[0] rows from rank 0, then those from rank 1,
+        and so on. Ranks that have no rows for each other do not meet here.
         """
 
     def all_reduce(self, tensor: torch.Tensor) -> None:

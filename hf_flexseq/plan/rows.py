@@ -1,24 +1,24 @@
 """Where every token of a plan stands, by closed forms over arrays.
 
-`shard.py` says what one rank holds in one micro-batch, and is the definition: layouts are explained
-there. Whoever sends tokens must know the same of all ranks that want them, for a few sequences, in
-time that does not grow with everything else in the plan:
+`shard.py` says what one rank holds in one micro-batch, and is the definition: layouts are
+explained there. Whoever sends tokens must know the same of all ranks that want them, for a few
+sequences, in time that does not grow with everything else in the plan:
 
     parts_of         the parts of sequences that given ranks of their groups hold
-    zone_rows        where in a rank's row each of its zones begins, for all ranks
-    attention_tokens what each rank holds in attention
-    Destinations     where the rows of a remapped micro-batch stand outside of attention
+    zone_rows        where in a rank's row each of its zones begins, and the tokens of all ranks
+    Destinations     where rows of attention stand outside of it
     shards_of        the shards of one rank, as `make_shard` makes them
 
-A sequence is dealt to ranks one token after the other (`shard.cuts`), so the share of a rank is the
-mean one, or one token more or less, with at most two changes along the ranks. Sums over the ranks
-before a given one therefore need no loop.
+A sequence is dealt to ranks one token after the other (`shard.cuts`), so the share of a rank is
+the mean one, or one token more or less, with at most two changes along the ranks. Sums over the
+ranks before a given one therefore need no loop.
 
 tests/plan/test_rows.py compares all of it with `shard.py`, token by token.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
@@ -306,7 +306,7 @@ def _slices_of(arrays: PlanArrays, groups: Ints, rank: int) -> list[tuple[Slice,
     ]
     owner = np.repeat(np.arange(groups.size), counts)[parts.pair]  # [slices]
     bounds = np.searchsorted(owner, np.arange(groups.size + 1)).tolist()
-    return [tuple(slices[first:stop]) for first, stop in zip(bounds, bounds[1:], strict=False)]
+    return [tuple(slices[first:stop]) for first, stop in pairwise(bounds)]
 
 
 def _zone(

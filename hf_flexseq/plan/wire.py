@@ -96,7 +96,7 @@ class PlanArrays:
         return np.diff(up_to[self.first_member])
 
     def tokens_per_rank(self, world_size: int) -> Ints:
-        """Return `MicroBatch.tokens_per_rank` of every micro-batch: [micro-batches, world_size]."""
+        """Return `MicroBatch.tokens_per_rank` of each micro-batch: [micro-batches, world_size]."""
         shares = -(-self.tokens // self.degrees)
         # Each group's share is added at its first rank, and taken off behind its last one.
         changes = np.zeros((self.groups_in.size, world_size + 1), dtype=np.int64)

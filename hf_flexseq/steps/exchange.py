@@ -15,6 +15,7 @@ which drew nothing.
 
 import hashlib
 import json
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -36,6 +37,11 @@ from hf_flexseq.steps.collator import LENGTHS
 Columns = dict[str, torch.Tensor]
 
 NO_COLUMNS = 0  # the signature of a row without any
+
+# Columns of any dtype travel side by side in words of one of these types, by bytes of a word: the
+# largest one of which each column's values are made up.
+WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+MOST_BYTES = 8
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -188,34 +194,35 @@ class TokenExchange:
 
         row: what this rank drew, with the columns that the rows of all ranks have.
         """
-        # 1. every token as the bytes of its columns, by name: ranks may have them in other orders
+        # 1. every token as the words of its columns, by name: ranks may have them in other orders
         names = sorted(row.columns)
-        parts = [_as_bytes(row.columns[name]) for name in names]  # each [drawn, bytes]
-        drawn = torch.cat(parts, dim=1)  # [drawn, bytes of a token]
-        chosen = drawn.index_select(0, torch.from_numpy(sent.tokens))  # [sent, bytes of a token]
+        word = WORDS[math.gcd(MOST_BYTES, *(row.columns[name].element_size() for name in names))]
+        tokens = torch.from_numpy(sent.tokens)
+        chosen = []  # [sent, words of a value] of each column
+        for name in names:
+            chosen.append(_as_words(row.columns[name], word).index_select(0, tokens))
 
-        # 2. [sent, bytes of a token], by target -> [received, bytes of a token], by source
-        world_size = self.communicator.world_size
-        counts = _sums(wanted.sources, wanted.sizes, world_size)
+        # 2. [sent, words of a token], by target -> [received, words of a token], by source
+        counts = _sums(wanted.sources, wanted.sizes, self.communicator.world_size)
         received = self.communicator.host.exchange_rows(
-            chosen, sent.counts.tolist(), counts.tolist()
+            torch.cat(chosen, dim=1), sent.counts.tolist(), counts.tolist()
         )
 
         # 3. in the order of this rank's rows, one column after the other
         order = torch.from_numpy(_order_of(wanted))
         results: list[Columns] = [{} for _ in wanted.rows]
-        arranged = received.index_select(0, order).split([part.shape[1] for part in parts], dim=1)
-        for name, column in zip(names, arranged, strict=True):  # [received, bytes of a value]
-            values = torch.empty(len(column), dtype=row.columns[name].dtype)  # [received]
-            _as_bytes(values).copy_(column)
+        arrived = received.split([part.shape[1] for part in chosen], dim=1)
+        for name, column in zip(names, arrived, strict=True):  # [received, words of a value]
+            values = column.index_select(0, order).view(row.columns[name].dtype)  # [received, 1]
             for result, own in zip(results, values.split(list(wanted.rows)), strict=True):
-                result[name] = own  # [tokens]
+                result[name] = own.squeeze(1)  # [tokens]
         return results
 
 
-def _as_bytes(column: torch.Tensor) -> torch.Tensor:
-    """Return the bytes of a column: [tokens] -> uint8 [tokens, bytes of a value]."""
-    return column.contiguous().view(torch.uint8).view(column.shape[0], column.element_size())
+def _as_words(column: torch.Tensor, word: torch.dtype) -> torch.Tensor:
+    """Return the same memory in words: [tokens] -> [tokens, words of a value]."""
+    words = column.element_size() // word.itemsize
+    return column.contiguous().view(word).view(column.shape[0], words)
 
 
 def _sums(keys: Ints, sizes: Ints, count: int) -> Ints:

@@ -24,7 +24,7 @@ import json
 import pstats
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from statistics import median
@@ -49,7 +49,6 @@ from hf_flexseq.kernels.choose import choose_kernel
 from hf_flexseq.plan import Plan, check
 from hf_flexseq.planner import make_plan
 from hf_flexseq.steps.exchange import SourceRow
-from hf_flexseq.steps.inputs import shards_of
 from hf_flexseq.steps.lookahead import DrawnStep, Lookahead
 from hf_flexseq.steps.trace import PlanTrace
 from lengths import DOCUMENTS, WIKIPEDIA, K, batch, common_crawl_like
@@ -136,43 +135,15 @@ def recorded(work: Work, seed: int) -> Recorded:
 class RecordedHost(StubHost):
     """Exchanges that give one rank what the others of a recorded step would give it."""
 
-    __slots__ = ("phase", "received", "text", "timeout")
+    __slots__ = ("answer", "phase", "timeout")
 
     def __init__(self, world_size: int) -> None:
         super().__init__(world_size)
-        self.text = ""
-        """What rank 0 sends."""
-        self.received: list[list[int]] = []
-        """Columns from each rank, of each exchange to come."""
+        self.answer = b""
+        """What rank 0 sends: a plan, behind the line that says so."""
 
-    def broadcast_value(self, value: Any) -> Any:
-        return json.loads(self.text)
-
-    def gather_values(self, value: Any) -> list[Any]:
-        text = json.dumps(value)
-        return [json.loads(text) for _ in range(self._world_size)]
-
-    def exchange_rows(self, rows: torch.Tensor, counts: Sequence[int]) -> list[torch.Tensor]:
-        received = self.received.pop(0)
-        arrived = rows.new_zeros(rows.shape[0], sum(received))
-        return list(arrived.split(received, dim=1))
-
-    def expect(self, step: Recorded, rank: int) -> None:
-        """Prepare the answers of one step."""
-        topology = step.chosen.topology
-        self.text = json.dumps(["plan", step.plan.to_record()])
-        shards = shards_of(step.plan, rank, topology)
-        drawn = [0] * topology.world_size
-        for shard in shards:
-            for part in shard.slices:
-                drawn[step.sources[part.sequence]] += part.tokens
-        self.received = [drawn]
-        for shard, micro_batch in zip(shards, step.plan.micro_batches, strict=True):
-            if micro_batch.remap:
-                got = [0] * topology.world_size
-                for peer, tokens in shard.got:
-                    got[peer] = tokens
-                self.received += [got] * len(DTYPES)
+    def broadcast_bytes(self, data: bytes) -> bytes:
+        return self.answer
 
 
 # ---- one rank
@@ -214,7 +185,7 @@ class OneRank:
 
     def run(self, step: Recorded) -> dict[str, float]:
         """Run one step, all but the model, and return its milliseconds by part."""
-        self.host.expect(step, self.rank)
+        self.host.answer = json.dumps(["plan", ""]).encode() + b"\n" + step.plan.to_bytes()
         clock = Clock()
         drawn = self._drawn(step)
         lookahead = Lookahead(
@@ -262,7 +233,7 @@ def of_rank_0(step: Recorded) -> float:
     began = time.thread_time()
     plan = Plan.from_record(record)
     check(plan, step.chosen.topology, CAP)
-    json.dumps(plan.to_record()).encode()
+    plan.to_bytes()
     return 1e3 * (time.thread_time() - began)
 
 

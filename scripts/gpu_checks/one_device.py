@@ -40,9 +40,9 @@ from hf_flexseq.pipeline.stages import cut
 from hf_flexseq.pipeline.ulysses import Sharing
 from hf_flexseq.plan import Group, MicroBatch, Plan
 from hf_flexseq.plan.pipeline import PipelinePlan
+from hf_flexseq.plan.rows import shards_of
 from hf_flexseq.planner.pipeline import make_pipeline_plan
 from hf_flexseq.schedule.routing import NicFigures
-from hf_flexseq.plan.rows import shards_of
 from hf_flexseq.steps.exchange import RowExchange, common_dtypes, source_row
 from hf_flexseq.steps.inputs import model_inputs
 from hf_flexseq.topology import Topology

@@ -55,8 +55,8 @@ def test_only_rank_0_needs_the_folder(tmp_path):
 
 
 def measured_and_remarked(rank, world_size, remarks):
-    """What a rank finds in a step's end: the seconds of the slowest rank, all remarks, and how many
-    exchanges of the host that took."""
+    """What a rank finds at a step's end: the seconds of the slowest rank, all remarks, and how
+    many exchanges of the host that took."""
     communicator = join()
     trace = PlanTrace(None, communicator)
     step = SimpleNamespace(
