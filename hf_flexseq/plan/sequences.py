@@ -398,6 +398,9 @@ def _check_numbers(plan: Plan) -> None:
 
 def _check_coverage(plan: Plan) -> None:
     """Raise ValueError unless every sequence has a token and is in exactly one group."""
+    arrays = plan.arrays
+    if arrays.is_covering() and arrays.lengths.min(initial=1) >= 1:
+        return
     placed: Counter[int] = Counter()
     for micro_batch in plan.micro_batches:
         for group in micro_batch.groups:
@@ -425,8 +428,10 @@ def _check_laminar(micro_batch: MicroBatch, where: str) -> None:
     degrees = [group.degree for group in micro_batch.groups]
     if degrees != sorted(degrees, reverse=True):
         raise ValueError(f"{where}: groups must stand widest first, got degrees {quoted(degrees)}")
+    # A group of one rank is inside another one or beside it, wherever it is.
+    shared = [group for group in micro_batch.groups if group.degree > 1]
     open_stops: list[int] = []  # where each open group ends, the innermost last
-    for group in sorted(micro_batch.groups, key=lambda group: (group.start, -group.stop)):
+    for group in sorted(shared, key=lambda group: (group.start, -group.stop)):
         while open_stops and open_stops[-1] <= group.start:
             open_stops.pop()  # ended before this group begins
         if open_stops and group.stop > open_stops[-1]:

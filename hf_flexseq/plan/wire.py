@@ -81,6 +81,12 @@ class PlanArrays:
         places[self.sequences] = np.arange(self.sequences.size)
         return places
 
+    def is_covering(self) -> bool:
+        """Tell if every sequence is placed exactly once, and nothing else is."""
+        if self.sequences.size != self.lengths.size:
+            return False
+        return bool((np.sort(self.sequences) == np.arange(self.lengths.size)).all())
+
     # ---- tokens
 
     @cached_property
