@@ -20,6 +20,7 @@ its while. So every size is measured again with all micro-batches of its plans r
 """
 
 import cProfile
+import gc
 import json
 import pstats
 import sys
@@ -242,6 +243,8 @@ def measured(work: Work, steps: int) -> dict[str, Any]:
     warm_up = recorded(work, steps)
     found: dict[str, Any] = {"steps": [], "rank 0": [], "micro_batches": [], "remapped": []}
     plans = [recorded(work, seed) for seed in range(steps)]
+    gc.collect()
+    gc.freeze()  # a run has no other plans than its own for Python to look through
     for which in range(3):
         for step in plans:
             rank = OneRank(work.chosen, step.ranks()[which])
