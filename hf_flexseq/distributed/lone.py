@@ -40,9 +40,19 @@ class LoneHost:
         """Return the value."""
         return json.loads(json.dumps(value))
 
-    def exchange_rows(self, rows: torch.Tensor, counts: Sequence[int]) -> list[torch.Tensor]:
-        """Return the rows [fields, columns], all of which are for this rank."""
-        return [rows]
+    def broadcast_bytes(self, data: bytes) -> bytes:
+        """Return the bytes."""
+        return data
+
+    def gather_floats(self, values: Sequence[float]) -> torch.Tensor:
+        """Return the values of the only rank: float64 [1, values]."""
+        return torch.tensor([list(values)], dtype=torch.float64)
+
+    def exchange_rows(
+        self, rows: torch.Tensor, sent_counts: Sequence[int], received_counts: Sequence[int]
+    ) -> torch.Tensor:
+        """Return the rows [sent, width], all of which are for this rank."""
+        return rows
 
     def all_reduce(self, tensor: torch.Tensor) -> None:
         """Leave the sum of one tensor as it is."""

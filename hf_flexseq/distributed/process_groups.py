@@ -9,7 +9,6 @@ import resource
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
-from itertools import accumulate
 from typing import Any
 
 import torch
@@ -26,7 +25,7 @@ from hf_flexseq.distributed.transport import (
     own_part,
     unnamed,
 )
-from hf_flexseq.program.tags import MEETING
+from hf_flexseq.program.tags import MEETING, TOKENS
 
 SPARE_DESCRIPTORS = 512  # for everything else that a process opens
 
@@ -289,9 +288,9 @@ def _from_bytes(text: torch.Tensor) -> Any:
 class GlooHost:
     """Exchanges on the CPU over a gloo group of all ranks.
 
-    Every exchange begins with a meeting: each rank sends every other one a number, by a message of
-    its own. So a rank that does not come is known to all others, by its number. In a collective
-    ranks wait for each other in a chain, and none is told who broke it.
+    Every exchange but that of rows begins with a meeting: each rank sends every other one a
+    number, by a message of its own. So a rank that does not come is known to all others, by its
+    number. In a collective ranks wait for each other in a chain, and none is told who broke it.
     """
 
     __slots__ = ("_group", "_rank", "_world_size", "phase", "timeout")
@@ -315,34 +314,39 @@ class GlooHost:
 
     def broadcast_value(self, value: Any) -> Any:
         """See `HostGroup.broadcast_value`."""
-        own = _as_bytes(value if self._rank == 0 else None)
+        return json.loads(self.broadcast_bytes(json.dumps(value).encode()))
+
+    def broadcast_bytes(self, data: bytes) -> bytes:
+        """See `HostGroup.broadcast_bytes`."""
+        own = torch.tensor([], dtype=torch.uint8)  # what other ranks have does not travel
+        if self._rank == 0:
+            own = torch.frombuffer(bytearray(data), dtype=torch.uint8)
         counts = self._meet([own.numel()] * self._world_size)
         sent = own if self._rank == 0 else own.new_empty(counts[0])
         with self._naming_phase():
             dist.broadcast(sent, src=0, group=self._group)
-        return _from_bytes(sent)
+        return sent.numpy().tobytes()
 
-    def exchange_rows(self, rows: torch.Tensor, counts: Sequence[int]) -> list[torch.Tensor]:
-        """See `HostGroup.exchange_rows`."""
-        fields = rows.shape[0]
+    def gather_floats(self, values: Sequence[float]) -> torch.Tensor:
+        """See `HostGroup.gather_floats`."""
+        own = torch.tensor(list(values), dtype=torch.float64)
+        return torch.stack(self._gather(own))  # [values] of each -> [world, values]
 
-        # 1. how many columns come from each rank
-        counts_in = self._meet(counts)
+    def exchange_rows(
+        self, rows: torch.Tensor, sent_counts: Sequence[int], received_counts: Sequence[int]
+    ) -> torch.Tensor:
+        """See `HostGroup.exchange_rows`.
 
-        # 2. the columns, flat: [fields * columns to rank i], by i -> [fields * columns from it]
-        parts = [part.reshape(-1) for part in rows.split(list(counts), dim=1)]
-        sent = torch.cat(parts)
-        received = rows.new_empty(sum(counts_in) * fields)
-        sizes_in = [fields * n for n in counts_in]
-        sizes_out = [fields * n for n in counts]
-        with self._naming_phase():
-            dist.all_to_all_single(received, sent, sizes_in, sizes_out, group=self._group)
-
-        # 3. flat -> [fields, columns] per rank
-        results = []
-        for stop, size in zip(accumulate(sizes_in), sizes_in, strict=True):
-            results.append(received[stop - size : stop].view(fields, -1))
-        return results
+        By messages, between those ranks alone that have rows for each other: whoever waits for a
+        rank that is lost can name it, which is not so in an all-to-all.
+        """
+        parts = rows.split(list(sent_counts))  # to each rank [its rows, width]
+        received = rows.new_empty(sum(received_counts), rows.shape[1])
+        places = received.split(list(received_counts))  # from each rank [its rows, width]
+        assert places[self._rank].shape == parts[self._rank].shape, "this rank's own rows differ"
+        places[self._rank].copy_(parts[self._rank])
+        self._swap(TOKENS, sent=parts, received=places)
+        return received
 
     def all_reduce(self, tensor: torch.Tensor) -> None:
         """See `HostGroup.all_reduce`."""
@@ -398,20 +402,32 @@ class GlooHost:
         """
         outgoing = torch.tensor(numbers, dtype=torch.int64)  # [world]: to rank i
         incoming = outgoing.clone()  # [world]: from rank i
-        others = [rank for rank in range(self._world_size) if rank != self._rank]
+        self._swap(MEETING, sent=outgoing.split(1), received=incoming.split(1))
+        numbers_in: list[int] = incoming.tolist()
+        return numbers_in
+
+    def _swap(
+        self, tag: int, *, sent: Sequence[torch.Tensor], received: Sequence[torch.Tensor]
+    ) -> None:
+        """Send a tensor to every other rank and receive one from it; empty ones do not travel.
+
+        sent, received: by rank, contiguous. Raises LostRank as `_meet` does.
+        """
         messages = []  # (peer, its message)
         missing: list[int] = []
         why: RuntimeError | None = None
-        for peer in others:
-            theirs = incoming[peer : peer + 1]
-            own = outgoing[peer : peer + 1]
+        for peer in range(self._world_size):
+            if peer == self._rank:
+                continue
             try:
-                messages.append((peer, dist.irecv(theirs, peer, self._group, MEETING)))
-                messages.append((peer, dist.isend(own, peer, self._group, MEETING)))
+                if received[peer].numel():
+                    messages.append((peer, dist.irecv(received[peer], peer, self._group, tag)))
+                if sent[peer].numel():
+                    messages.append((peer, dist.isend(sent[peer], peer, self._group, tag)))
             except RuntimeError as error:  # it is known to be gone
                 missing.append(peer)
                 why = error
-        # Wait for all others, who want their numbers before this rank ends with an error.
+        # Wait for all others, who want what this rank sends before it ends with an error.
         for peer, message in messages:
             try:
                 message.wait()
@@ -424,8 +440,6 @@ class GlooHost:
             raise LostRank(
                 f"rank {self._rank}: {_named(missing)} did not answer in {self.phase}: {why}"
             ) from why
-        numbers_in: list[int] = incoming.tolist()
-        return numbers_in
 
     @contextmanager
     def _naming_phase(self) -> Iterator[None]:

@@ -417,10 +417,26 @@ class ThreadHost:
         """See `HostGroup.broadcast_value`."""
         return json.loads(self._gather(json.dumps(value))[0])
 
-    def exchange_rows(self, rows: torch.Tensor, counts: Sequence[int]) -> list[torch.Tensor]:
-        """See `HostGroup.exchange_rows`."""
-        parts_by_rank = self._gather(rows.split(list(counts), dim=1))
-        return [parts[self._transport.rank].clone() for parts in parts_by_rank]
+    def broadcast_bytes(self, data: bytes) -> bytes:
+        """See `HostGroup.broadcast_bytes`."""
+        of_rank_0: bytes = self._gather(data)[0]
+        return of_rank_0
+
+    def gather_floats(self, values: Sequence[float]) -> torch.Tensor:
+        """See `HostGroup.gather_floats`."""
+        return torch.tensor(self._gather(list(values)), dtype=torch.float64)
+
+    def exchange_rows(
+        self, rows: torch.Tensor, sent_counts: Sequence[int], received_counts: Sequence[int]
+    ) -> torch.Tensor:
+        """See `HostGroup.exchange_rows`; refuses ranks that expect other numbers of rows."""
+        rank = self._transport.rank
+        parts = [of_rank[rank] for of_rank in self._gather(rows.split(list(sent_counts)))]
+        sent = [part.shape[0] for part in parts]
+        assert sent == list(received_counts), (
+            f"rank {rank} expects {list(received_counts)} rows and is sent {sent}"
+        )
+        return torch.cat(parts)
 
     def all_reduce(self, tensor: torch.Tensor) -> None:
         """See `HostGroup.all_reduce`."""

@@ -167,12 +167,21 @@ class HostGroup(Protocol):
     def broadcast_value(self, value: Any) -> Any:
         """Return the value of rank 0 on every rank, as `gather_values` does."""
 
-    def exchange_rows(self, rows: torch.Tensor, counts: Sequence[int]) -> list[torch.Tensor]:
-        """Exchange columns of a CPU tensor.
+    def broadcast_bytes(self, data: bytes) -> bytes:
+        """Return the bytes of rank 0 on every rank; those of the others do not count."""
 
-        rows: [fields, columns]; the first counts[0] columns go to rank 0, the next counts[1] to
+    def gather_floats(self, values: Sequence[float]) -> torch.Tensor:
+        """Return the values of every rank: float64 [world, values], as many from each."""
+
+    def exchange_rows(
+        self, rows: torch.Tensor, sent_counts: Sequence[int], received_counts: Sequence[int]
+    ) -> torch.Tensor:
+        """Exchange rows of a CPU tensor; all ranks know beforehand who sends how many to whom.
+
+        rows: [sent, width]; the first sent_counts[0] of them go to rank 0, the next ones to
             rank 1, and so on.
-        Returns one [fields, columns from that rank] per rank.
+        Returns [received, width]: received_counts[0] rows from rank 0, then those from rank 1,
+        and so on. Ranks that have no rows for each other do not meet here.
         """
 
     def all_reduce(self, tensor: torch.Tensor) -> None:

@@ -41,6 +41,7 @@ from hf_flexseq.kernels import Kernel
 from hf_flexseq.kernels.choose import choose_kernel
 from hf_flexseq.plan import Plan
 from hf_flexseq.plan import check as check_plan
+from hf_flexseq.plan.rows import shards_of
 from hf_flexseq.plan.shard import Shard
 from hf_flexseq.planner.blocks import exchange_degrees
 from hf_flexseq.planner.process.client import InlinePlanner, Planner, PlannerWorker
@@ -48,7 +49,7 @@ from hf_flexseq.planner.process.jobs import GroupsJob, Job
 from hf_flexseq.program.blocks import BLOCK
 from hf_flexseq.schedule.routing import NicFigures, links_of
 from hf_flexseq.steps.exchange import RowExchange
-from hf_flexseq.steps.inputs import Inputs, indices_to_run, model_inputs, shards_of
+from hf_flexseq.steps.inputs import Inputs, indices_to_run, model_inputs
 from hf_flexseq.steps.lookahead import DrawnStep
 from hf_flexseq.steps.reduction import reduced_once
 from hf_flexseq.steps.step import OptimizerStep
@@ -171,8 +172,8 @@ class Executor(Protocol):
     def check(self, plan: Any) -> None:
         """Raise ValueError for a plan that would compute something wrong or hang."""
 
-    def read(self, record: dict[str, Any]) -> Any:
-        """Return the plan whose `to_record` gave `record`."""
+    def read(self, data: bytes) -> Any:
+        """Return the plan whose `to_bytes` gave `data`."""
 
     def deal(self, drawn: DrawnStep, plan: Any, *, waited_s: float) -> Any:
         """Bring the drawn tokens to where the plan wants them, and return the step that this rank
@@ -343,9 +344,9 @@ class WholeModelExecutor:
         """Raise ValueError for a plan that would compute something wrong or hang."""
         check_plan(plan, self.setup.communicator.topology, self.setup.args.max_tokens_per_rank)
 
-    def read(self, record: dict[str, Any]) -> Plan:
-        """Return the plan whose `to_record` gave `record`."""
-        return Plan.from_record(record)
+    def read(self, data: bytes) -> Plan:
+        """Return the plan whose `to_bytes` gave `data`."""
+        return Plan.from_bytes(data)
 
     # ---- steps
 
@@ -356,12 +357,9 @@ class WholeModelExecutor:
         if self.kernel is None:
             self.kernel = self._choose_kernel(max(plan.lengths))
 
-        # 1. what this rank holds in each micro-batch: first as the groups do, then as remapped
+        # 1. what this rank holds in each micro-batch, and its tokens outside of attention
         shards = shards_of(plan, communicator.rank, communicator.topology)
         columns = self._exchange(drawn.row, plan, drawn.sources, shards)
-        for index, micro_batch in enumerate(plan.micro_batches):
-            if micro_batch.remap:
-                columns[index] = self._exchange.evened(columns[index], shards[index])
 
         # 2. what the model is called with; beyond the first micro-batch it is made while they run
         indices = indices_to_run(shards, lockstep=self.lockstep)

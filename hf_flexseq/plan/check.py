@@ -5,7 +5,10 @@ machine. A pipeline's plan has its own rules: `PipelinePlan.check_form`, and
 `hf_flexseq/schedule/pipeline/check.py` for those that walk through its actions.
 """
 
+import numpy as np
+
 from hf_flexseq.plan.sequences import MicroBatch, Plan
+from hf_flexseq.plan.wire import Ints
 from hf_flexseq.topology import Topology
 
 
@@ -17,23 +20,26 @@ def check(plan: Plan, topology: Topology, max_tokens_per_rank: int | None = None
     and no rank above `max_tokens_per_rank` tokens in a micro-batch, if that is given.
     """
     plan.check_form()
+    _check_ranks(plan, topology)
     for index, micro_batch in enumerate(plan.micro_batches):
-        where = f"micro-batch {index}"
-        _check_ranks(micro_batch, topology, where)
         if micro_batch.remap:
-            _check_remap(micro_batch, plan.lengths, topology, where)
-        if max_tokens_per_rank is not None:
-            tokens = micro_batch.tokens_per_rank(plan.lengths, topology.world_size)
-            _check_memory(tokens, max_tokens_per_rank, where)
+            _check_remap(micro_batch, plan.lengths, topology, f"micro-batch {index}")
+    if max_tokens_per_rank is not None:
+        for index, tokens in enumerate(plan.arrays.tokens_per_rank(topology.world_size)):
+            _check_memory(tokens, max_tokens_per_rank, f"micro-batch {index}")
 
 
-def _check_ranks(micro_batch: MicroBatch, topology: Topology, where: str) -> None:
+def _check_ranks(plan: Plan, topology: Topology) -> None:
     """Raise ValueError for a group that is neither inside one node nor made of whole nodes."""
-    for group in micro_batch.groups:
-        if not topology.allows(group.start, group.stop):
+    arrays = plan.arrays
+    # Many groups are of the same ranks: each range of ranks is looked at once, by its first group.
+    ends = np.stack([arrays.starts, arrays.starts + arrays.degrees], axis=1)
+    found, first_groups = np.unique(ends, axis=0, return_index=True)
+    for (start, stop), group in zip(found.tolist(), first_groups.tolist(), strict=True):
+        if not topology.allows(start, stop):
             raise ValueError(
-                f"{where}: ranks {group.start}..{group.stop - 1} are neither inside one node "
-                f"nor whole nodes of {topology.nodes} x {topology.ranks_per_node}"
+                f"micro-batch {arrays.batch_of[group]}: ranks {start}..{stop - 1} are neither "
+                f"inside one node nor whole nodes of {topology.nodes} x {topology.ranks_per_node}"
             )
 
 
@@ -48,9 +54,9 @@ def _check_remap(
         )
 
 
-def _check_memory(tokens: tuple[int, ...], max_tokens_per_rank: int, where: str) -> None:
+def _check_memory(tokens: Ints, max_tokens_per_rank: int, where: str) -> None:
     """Raise ValueError naming the fullest rank when it holds too much. tokens: [world_size]."""
-    fullest = max(range(len(tokens)), key=tokens.__getitem__)
+    fullest = int(tokens.argmax())
     if tokens[fullest] > max_tokens_per_rank:
         raise ValueError(
             f"{where}: rank {fullest} holds {tokens[fullest]} tokens, the limit is "

@@ -1,6 +1,7 @@
 """The base of everything that is decided as data: records, JSON, digests, and a check of the form.
 
     record    plain JSON values: what a file, a trace and a pipe between processes hold
+    bytes     the same as ranks send it to each other: JSON unless a plan knows something faster
     decision  the record without what two runs of one decision may differ in: the seconds that
               planning took, and the notes for people
     digest    a hash of the decision: equal on every rank and in every run
@@ -56,6 +57,15 @@ class Record(ABC):
         """Return what `to_json` was called on. Raises ValueError for any other text."""
         return cls.from_record(parse_json(text))
 
+    def to_bytes(self) -> bytes:
+        """Return everything that was decided as rank 0 sends it to the others."""
+        return self.to_json().encode()
+
+    @classmethod
+    def from_bytes(cls, data: bytes) -> Self:
+        """Return what `to_bytes` was called on. Raises ValueError for any other bytes."""
+        return cls.from_json(data.decode())
+
     def decision(self) -> dict[str, Any]:
         """Return the record without what is no part of the decision."""
         record = self.to_record()
@@ -96,6 +106,9 @@ class AnyPlan(Protocol):
 
     def to_record(self) -> dict[str, Any]:
         """Return everything that was decided as plain JSON values."""
+
+    def to_bytes(self) -> bytes:
+        """Return everything that was decided as rank 0 sends it to the others."""
 
     def digest(self) -> str:
         """Return the hex digest of the decision."""

@@ -11,15 +11,22 @@ shows from there that no plan can deadlock.
 
 Nothing here decides anything: planners make plans, `check.py` refuses the illegal ones, `shard.py`
 says what each rank holds, the executing half obeys.
+
+A plan that another rank has sent (`Plan.from_bytes`) keeps the integers it came as. Groups become
+objects when they are asked for: a rank's own ones by `MicroBatch.groups_of`, all of them by
+`MicroBatch.groups`. Nobody else can tell the difference.
 """
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import chain
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
 
 from hf_flexseq.plan.records import Record
+from hf_flexseq.plan.wire import PlanArrays, pack, unpack
 from hf_flexseq.values import (
     MAX_RANKS,
     MAX_TOKENS,
@@ -126,16 +133,46 @@ class MicroBatch:
     remap: bool = False
     """Whether tokens stand evenly on all ranks outside of attention. They then come to their
     groups, and go back, in every layer."""
+    _sent: tuple[PlanArrays, int] | None = field(
+        default=None, init=False, repr=False, compare=False
+    )
+    """Where a micro-batch that was sent has its groups: the plan's integers, and its own index."""
+
+    @classmethod
+    def received(cls, arrays: PlanArrays, index: int) -> "MicroBatch":
+        """Return micro-batch `index` of a plan that was sent; its groups are still integers."""
+        micro_batch = object.__new__(cls)
+        object.__setattr__(micro_batch, "remap", bool(arrays.remap[index]))
+        object.__setattr__(micro_batch, "_sent", (arrays, index))
+        return micro_batch
+
+    if not TYPE_CHECKING:  # a type checker would believe that there is any attribute
+
+        def __getattr__(self, name: str) -> tuple[Group, ...]:
+            """Make the groups of a micro-batch that was sent, the first time they are read."""
+            if name != "groups":
+                raise AttributeError(f"a MicroBatch has no attribute {name!r}")
+            arrays, index = self._sent
+            groups = _received_groups(arrays, np.flatnonzero(arrays.batch_of == index))
+            object.__setattr__(self, "groups", groups)
+            return groups
 
     def groups_of(self, rank: int) -> tuple[Group, ...]:
         """Return the groups `rank` works in, widest first."""
-        return tuple(group for group in self.groups if group.start <= rank < group.stop)
+        if self._sent is None:
+            return tuple(group for group in self.groups if group.start <= rank < group.stop)
+        arrays, index = self._sent
+        groups = arrays.groups_of(rank)
+        return _received_groups(arrays, groups[arrays.batch_of[groups] == index])
 
     def tokens_per_rank(self, lengths: Sequence[int], world_size: int) -> tuple[int, ...]:
         """Return an upper bound on the tokens of each rank, [world_size].
 
         The bound is the sum of ceil(tokens / degree) over the groups of the rank.
         """
+        if self._sent is not None:
+            arrays, index = self._sent
+            return tuple(arrays.tokens_per_rank(world_size)[index].tolist())
         tokens = [0] * world_size
         for group in self.groups:
             share = group.tokens_per_rank(lengths)
@@ -162,13 +199,52 @@ class Plan(Record):
     """Seconds that planning took; not in the digest."""
     notes: tuple[str, ...] = ()
     """Reasons of the decision, one line for people each; not in the digest."""
+    _arrays: PlanArrays | None = field(default=None, init=False, repr=False, compare=False)
+    """The plan's groups as integers, once they are known; see `arrays`."""
+
+    @property
+    def arrays(self) -> PlanArrays:
+        """The plan's groups as integers."""
+        if self._arrays is None:
+            object.__setattr__(self, "_arrays", _arrays_of(self))
+        assert self._arrays is not None, "they were just made"
+        return self._arrays
 
     def degrees(self) -> dict[int, int]:
         """Return how many groups of each degree the plan has, ascending by degree."""
-        counts: Counter[int] = Counter()
-        for micro_batch in self.micro_batches:
-            counts.update(group.degree for group in micro_batch.groups)
-        return dict(sorted(counts.items()))
+        degrees, counts = np.unique(self.arrays.degrees, return_counts=True)
+        return dict(zip(degrees.tolist(), counts.tolist(), strict=True))
+
+    def to_bytes(self) -> bytes:
+        """Return the plan as rank 0 sends it to the others."""
+        rest = {
+            "objective_s": self.objective_s,
+            "lower_bound_s": self.lower_bound_s,
+            "planner": self.planner,
+            "planning_s": self.planning_s,
+            "notes": self.notes,
+        }
+        return pack(self.arrays, rest)
+
+    @classmethod
+    def from_bytes(cls, data: bytes) -> "Plan":
+        """Return the plan `to_bytes` was called on. Raises ValueError for bytes of another size.
+
+        Rank 0 has checked what it sends: nothing is checked again, group by group.
+        """
+        arrays, rest = unpack(data)
+        indices = range(arrays.groups_in.size)
+        plan = cls(
+            lengths=tuple(arrays.lengths.tolist()),
+            micro_batches=tuple(MicroBatch.received(arrays, index) for index in indices),
+            objective_s=rest["objective_s"],
+            lower_bound_s=rest["lower_bound_s"],
+            planner=rest["planner"],
+            planning_s=rest["planning_s"],
+            notes=tuple(rest["notes"]),
+        )
+        object.__setattr__(plan, "_arrays", arrays)
+        return plan
 
     def to_record(self) -> dict[str, Any]:
         """Return the plan as plain JSON values."""
@@ -213,6 +289,44 @@ class Plan(Record):
 def widest_first(groups: Sequence[Group]) -> tuple[Group, ...]:
     """Return the groups in a micro-batch's order: by falling degree, equal ones as given."""
     return tuple(sorted(groups, key=lambda group: -group.degree))
+
+
+# ---- integers
+
+
+def _arrays_of(plan: Plan) -> PlanArrays:
+    """Return the groups of a plan as integers."""
+    groups = list(chain.from_iterable(batch.groups for batch in plan.micro_batches))
+    return PlanArrays(
+        lengths=np.array(plan.lengths, dtype=np.int64),
+        groups_in=np.array([len(batch.groups) for batch in plan.micro_batches], dtype=np.int64),
+        remap=np.array([batch.remap for batch in plan.micro_batches], dtype=np.int64),
+        starts=np.array([group.start for group in groups], dtype=np.int64),
+        degrees=np.array([group.degree for group in groups], dtype=np.int64),
+        strategies=np.array(
+            [STRATEGIES.index(group.strategy) for group in groups], dtype=np.int64
+        ),
+        members=np.array([len(group.sequences) for group in groups], dtype=np.int64),
+        sequences=np.array(
+            list(chain.from_iterable(group.sequences for group in groups)), dtype=np.int64
+        ),
+    )
+
+
+def _received_groups(arrays: PlanArrays, indices: Any) -> tuple[Group, ...]:
+    """Return groups of a plan that was sent. indices: of the groups, [any]."""
+    groups = []
+    for index in indices.tolist():
+        start = int(arrays.starts[index])
+        first, stop = arrays.first_member[index : index + 2].tolist()
+        groups.append(
+            Group(
+                ranks=tuple(range(start, start + int(arrays.degrees[index]))),
+                sequences=tuple(arrays.sequences[first:stop].tolist()),
+                strategy=STRATEGIES[arrays.strategies[index]],
+            )
+        )
+    return tuple(groups)
 
 
 # ---- records
@@ -284,6 +398,9 @@ def _check_numbers(plan: Plan) -> None:
 
 def _check_coverage(plan: Plan) -> None:
     """Raise ValueError unless every sequence has a token and is in exactly one group."""
+    arrays = plan.arrays
+    if arrays.is_covering() and arrays.lengths.min(initial=1) >= 1:
+        return
     placed: Counter[int] = Counter()
     for micro_batch in plan.micro_batches:
         for group in micro_batch.groups:
@@ -311,8 +428,10 @@ def _check_laminar(micro_batch: MicroBatch, where: str) -> None:
     degrees = [group.degree for group in micro_batch.groups]
     if degrees != sorted(degrees, reverse=True):
         raise ValueError(f"{where}: groups must stand widest first, got degrees {quoted(degrees)}")
+    # A group of one rank is inside another one or beside it, wherever it is.
+    shared = [group for group in micro_batch.groups if group.degree > 1]
     open_stops: list[int] = []  # where each open group ends, the innermost last
-    for group in sorted(micro_batch.groups, key=lambda group: (group.start, -group.stop)):
+    for group in sorted(shared, key=lambda group: (group.start, -group.stop)):
         while open_stops and open_stops[-1] <= group.start:
             open_stops.pop()  # ended before this group begins
         if open_stops and group.stop > open_stops[-1]:

@@ -20,6 +20,7 @@ one. All tags are below 2^31, because transports take a signed 32-bit number.
     measurements of the profiler       0 and up                          UNTAGGED
     roll call, on the host's group     0                                 ROLL_CALL
     meetings, on the host's group      1                                 MEETING
+    tokens, on the host's group        2                                 TOKENS
 
 Why no two messages between the same two ranks are mistaken for each other:
 
@@ -184,3 +185,5 @@ def link_tag(kind: int, messages_before: int) -> int:
 ROLL_CALL = 0
 
 MEETING = 1  # all messages of a meeting; the next one begins when each has arrived
+
+TOKENS = 2  # one message each way between two ranks; the next exchange sends behind it

@@ -6,32 +6,42 @@ step is all of them in one row. A plan then says which rank holds which slice of
     RowExchange      in which micro-batch, for a whole model
     ChunkExchange    in which chunk, for a model in pipeline stages
 
-Both find out what this rank sends to whom, and leave the sending to `TokenExchange`: one
-all-to-all per dtype brings every token to where it is wanted. Sender and receiver walk through the
-plan in the same order, so that nothing but tokens has to be sent. For that all rows of a step have
-the same columns (`common_dtypes`), also that of a rank which drew nothing.
+Both find out what this rank sends to whom and what it gets, and leave the sending to
+`TokenExchange`: one collective brings every token, with all of its columns, to where it stands in
+the model. Sender and receiver take the same order from the plan, so that nothing but tokens has to
+be sent. For that all rows of a step have the same columns (`common_dtypes`), also that of a rank
+which drew nothing.
 """
 
 import hashlib
 import json
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import groupby
 from typing import Any
 
+import numpy as np
 import torch
 
 from hf_flexseq.config import IGNORE_INDEX
 from hf_flexseq.distributed.communicator import Communicator
 from hf_flexseq.distributed.transport import HostGroup
 from hf_flexseq.plan import Plan
+from hf_flexseq.plan.dealing import Dealing
 from hf_flexseq.plan.replicas import StepPlan
-from hf_flexseq.plan.shard import Shard, Slice, group_slices
+from hf_flexseq.plan.rows import ranges
+from hf_flexseq.plan.shard import Shard, Slice
+from hf_flexseq.plan.wire import Ints
 from hf_flexseq.steps.collator import LENGTHS
 
 Columns = dict[str, torch.Tensor]
 
 NO_COLUMNS = 0  # the signature of a row without any
+
+# Columns of any dtype travel side by side in words of one of these types, by bytes of a word: the
+# largest one of which each column's values are made up.
+WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+MOST_BYTES = 8
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -147,80 +157,101 @@ def _check_batch(batch: Mapping[str, Any]) -> None:
             )
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Sent:
+    """What a rank sends of its row."""
+
+    tokens: Ints
+    """[sent] Indices into the row: those for rank 0, then those for rank 1, and so on."""
+
+    counts: Ints
+    """[world] Tokens for each rank."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Wanted:
+    """What a rank gets, in the order of its own rows: stretches of tokens that one rank drew."""
+
+    sources: Ints
+    """[stretches] The rank that each comes from."""
+
+    sizes: Ints
+    """[stretches] Tokens of each."""
+
+    rows: Sequence[int]
+    """Tokens of each micro-batch or chunk."""
+
+
 class TokenExchange:
-    """Sends slices of the ranks' source rows to the ranks that want them, column by column."""
+    """Sends tokens of the ranks' source rows, with all of their columns, to who wants them."""
 
     def __init__(self, communicator: Communicator) -> None:
         self.communicator = communicator
 
-    def __call__(
-        self,
-        row: SourceRow,
-        sources: Sequence[int],
-        outgoing: Sequence[Sequence[slice]],
-        wanted: Sequence[Sequence[Slice]],
-    ) -> list[Columns]:
-        """Return this rank's columns, each [tokens], one dict per entry of `wanted`. Collective
-        over the world.
+    def __call__(self, row: SourceRow, sent: Sent, wanted: Wanted) -> list[Columns]:
+        """Return this rank's columns, each [tokens], one dict per entry of `wanted.rows`.
+        Collective over the world.
 
         row: what this rank drew, with the columns that the rows of all ranks have.
-        sources: the rank that drew each sequence.
-        outgoing: for each rank, the slices of `row` to send to it.
-        wanted: the slices of sequences that this rank gets, for each micro-batch or chunk.
         """
-        # Ranks may have their columns in different orders.
-        dtypes = {name: row.columns[name].dtype for name in sorted(row.columns)}
-        slices: list[slice] = []  # in the order of sending
-        counts: list[int] = []  # tokens for each rank
-        for slices_of_rank in outgoing:
-            slices += slices_of_rank
-            counts.append(sum(part.stop - part.start for part in slices_of_rank))
+        # 1. every token as the words of its columns, by name: ranks may have them in other orders
+        names = sorted(row.columns)
+        word = WORDS[math.gcd(MOST_BYTES, *(row.columns[name].element_size() for name in names))]
+        tokens = torch.from_numpy(sent.tokens)
+        chosen = []  # [sent, words of a value] of each column
+        for name in names:
+            chosen.append(_as_words(row.columns[name], word).index_select(0, tokens))
 
-        results: list[Columns] = [{} for _ in wanted]
-        for dtype in sorted(set(dtypes.values()), key=_dtype_name):
-            names = [name for name, other in dtypes.items() if other == dtype]
-            drawn = torch.stack([row.columns[name] for name in names])  # [names, drawn]
-            parts = [drawn[:, part] for part in slices]
-            sent = torch.cat([drawn[:, :0], *parts], dim=1)  # [names, drawn] -> [names, sent]
-            # [names, sent] -> by source, [names, received from it]
-            received = self.communicator.host.exchange_rows(sent, counts)
-            for result, arranged in zip(results, _arrange(received, wanted, sources), strict=True):
-                result.update(zip(names, arranged.unbind(0), strict=True))  # each [tokens]
+        # 2. [sent, words of a token], by target -> [received, words of a token], by source
+        counts = _sums(wanted.sources, wanted.sizes, self.communicator.world_size)
+        received = self.communicator.host.exchange_rows(
+            torch.cat(chosen, dim=1), sent.counts.tolist(), counts.tolist()
+        )
+
+        # 3. in the order of this rank's rows, one column after the other
+        order = torch.from_numpy(_order_of(wanted))
+        results: list[Columns] = [{} for _ in wanted.rows]
+        arrived = received.split([part.shape[1] for part in chosen], dim=1)
+        for name, column in zip(names, arrived, strict=True):  # [received, words of a value]
+            values = column.index_select(0, order).view(row.columns[name].dtype)  # [received, 1]
+            for result, own in zip(results, values.split(list(wanted.rows)), strict=True):
+                result[name] = own.squeeze(1)  # [tokens]
         return results
 
 
-def _arrange(
-    received: Sequence[torch.Tensor],
-    wanted: Sequence[Sequence[Slice]],
-    sources: Sequence[int],
-) -> list[torch.Tensor]:
-    """Put received tokens in the order of this rank's rows: one [names, tokens] per entry of
-    `wanted`.
+def _as_words(column: torch.Tensor, word: torch.dtype) -> torch.Tensor:
+    """Return the same memory in words: [tokens] -> [tokens, words of a value]."""
+    words = column.element_size() // word.itemsize
+    return column.contiguous().view(word).view(column.shape[0], words)
 
-    received: by source, [names, tokens]. Every source sent its slices in the order of `wanted`, so
-    each is read from front to back, and neighbouring slices of one source are read together.
+
+def _sums(keys: Ints, sizes: Ints, count: int) -> Ints:
+    """Return the sum of the sizes of each key in [0, count)."""
+    sums = np.zeros(count, dtype=np.int64)
+    np.add.at(sums, keys, sizes)
+    return sums
+
+
+def _order_of(wanted: Wanted) -> Ints:
+    """Return where each wanted token stands among the received ones, [received].
+
+    Every source has sent its stretches in the order in which they are wanted.
     """
-    offsets = [0] * len(received)  # how far each source has been read
-    rows = []
-    for slices in wanted:
-        parts = [received[0][:, :0]]  # gives an empty row its names and dtype
-        for source, neighbours in groupby(slices, key=lambda part: sources[part.sequence]):
-            start = offsets[source]
-            stop = start + sum(part.tokens for part in neighbours)
-            parts.append(received[source][:, start:stop])
-            offsets[source] = stop
-        rows.append(torch.cat(parts, dim=1))  # [names, tokens]
-    return rows
+    by_source = np.argsort(wanted.sources, kind="stable")
+    starts = np.empty_like(wanted.sizes)  # [stretches] among the received tokens
+    ends = np.cumsum(wanted.sizes[by_source])
+    starts[by_source] = ends - wanted.sizes[by_source]
+    return ranges(starts, wanted.sizes)
 
 
-def _sequence_offsets(row: SourceRow, sources: Sequence[int], rank: int) -> dict[int, int]:
-    """Return where in this rank's row each of its sequences begins, by the sequence's id."""
-    drawn_here = [sequence for sequence, source in enumerate(sources) if source == rank]
-    offsets = {}
-    offset = 0
-    for sequence, length in zip(drawn_here, row.lengths, strict=True):
-        offsets[sequence] = offset
-        offset += length
+def _own_offsets(row: SourceRow, own: Ints, sequences: int) -> Ints:
+    """Return where in a rank's row each of its sequences begins, by the sequence's id.
+
+    own: ids of the sequences that the rank drew. sequences: how many the step has.
+    """
+    lengths = np.array(row.lengths, dtype=np.int64)
+    offsets = np.full(sequences, -1)
+    offsets[own] = np.cumsum(lengths) - lengths
     return offsets
 
 
@@ -234,50 +265,34 @@ class RowExchange:
     def __call__(
         self, row: SourceRow, plan: Plan, sources: Sequence[int], shards: Sequence[Shard]
     ) -> list[Columns]:
-        """Return this rank's columns, each [tokens], for every micro-batch. Collective over the
-        world.
+        """Return this rank's columns, each [linear_tokens], for every micro-batch. Collective over
+        the world.
 
         row: what this rank drew, with the columns that the rows of all ranks have.
         sources: the rank that drew each sequence.
         shards: this rank's, one for each micro-batch.
         """
-        outgoing = self._outgoing(row, plan, sources)
-        wanted = [tuple(shard.slices) for shard in shards]
-        return self._exchange(row, sources, outgoing, wanted)
+        rank, world_size = self.communicator.rank, self.communicator.world_size
+        dealing = Dealing(plan, [shard.moves for shard in shards], world_size)
+        source_of = np.array(sources, dtype=np.int64)
+        own = np.flatnonzero(source_of == rank)
 
-    def _outgoing(self, row: SourceRow, plan: Plan, sources: Sequence[int]) -> list[list[slice]]:
-        """Return the slices of this rank's row to send to each rank, by micro-batch, group and
-        slice of the shard."""
-        offsets = _sequence_offsets(row, sources, self.communicator.rank)
-        outgoing: list[list[slice]] = [[] for _ in range(self.communicator.world_size)]
-        for micro_batch in plan.micro_batches:
-            for group in micro_batch.groups:
-                if not any(sequence in offsets for sequence in group.sequences):
-                    continue
-                for index, rank in enumerate(group.ranks):
-                    for part in group_slices(group, plan.lengths, index):
-                        if part.sequence in offsets:
-                            offset = offsets[part.sequence]
-                            outgoing[rank].append(slice(offset + part.start, offset + part.stop))
-        return outgoing
+        # 1. what this rank sends of what it drew
+        gone = dealing.sent_from(own)
+        offsets = _own_offsets(row, own, source_of.size)
+        sent = Sent(
+            tokens=ranges(offsets[gone.sequence] + gone.start, gone.size),
+            counts=_sums(gone.rank, gone.size, world_size),
+        )
 
-    def evened(self, columns: Columns, shard: Shard) -> Columns:
-        """Return the columns of a remapped micro-batch, each [tokens in the groups] -> [tokens
-        outside of attention]. Collective over the world."""
-        return {name: self._evened(value, shard) for name, value in columns.items()}
-
-    def _evened(self, column: torch.Tensor, shard: Shard) -> torch.Tensor:
-        """Exchange one column, [attention_tokens] -> [linear_tokens]. Collective."""
-        counts = [0] * self.communicator.world_size
-        for peer, tokens in shard.given:
-            counts[peer] = tokens
-        kept = column.shape[0] - sum(counts)
-        given = column[kept:].unsqueeze(0)  # [attention_tokens] -> [1, given]
-        received = self.communicator.host.exchange_rows(
-            given, counts
-        )  # -> by peer, [1, got from it]
-        arrived = [received[peer][0] for peer, _ in shard.got]  # each [got]
-        return torch.cat([column[:kept], *arrived])  # [linear_tokens]
+        # 2. what it gets
+        held = dealing.held_on(rank)
+        wanted = Wanted(
+            sources=source_of[held.sequence],
+            sizes=held.size,
+            rows=_sums(held.batch, held.size, len(shards)).tolist(),
+        )
+        return self._exchange(row, sent, wanted)
 
 
 class ChunkExchange:
@@ -304,26 +319,40 @@ class ChunkExchange:
         sources: the rank that drew each sequence.
         replica: the one that this rank works for.
         """
-        outgoing = self._outgoing(row, plan, sources)
-        wanted = [chunk.slices for chunk in plan.chunks(replica)]
-        return self._exchange(row, sources, outgoing, wanted)
+        chunks = [chunk.slices for chunk in plan.chunks(replica)]
+        slices = [part for own in chunks for part in own]
+        wanted = Wanted(
+            sources=np.array([sources[part.sequence] for part in slices], dtype=np.int64),
+            sizes=np.array([part.tokens for part in slices], dtype=np.int64),
+            rows=[sum(part.tokens for part in own) for own in chunks],
+        )
+        return self._exchange(row, self._sent(row, plan, sources), wanted)
 
-    def _outgoing(
-        self, row: SourceRow, plan: StepPlan, sources: Sequence[int]
-    ) -> list[list[slice]]:
-        """Return the slices of this rank's row to send to each rank, by chunk and slice."""
-        offsets = _sequence_offsets(row, sources, self.communicator.rank)
-        slices_by_replica: list[list[slice]] = []
+    def _sent(self, row: SourceRow, plan: StepPlan, sources: Sequence[int]) -> Sent:
+        """Return the tokens of this rank's row that go to each rank, by chunk and slice."""
+        source_of = np.array(sources, dtype=np.int64)
+        offsets = _own_offsets(
+            row, np.flatnonzero(source_of == self.communicator.rank), source_of.size
+        )
+        by_replica = []
         for replica in range(self._ranks_per_stage // self._degree):
-            slices = []
-            for chunk in plan.chunks(replica):
-                for part in chunk.slices:
-                    if part.sequence in offsets:
-                        offset = offsets[part.sequence]
-                        slices.append(slice(offset + part.start, offset + part.stop))
-            slices_by_replica.append(slices)
-        outgoing = []
+            slices = [part for chunk in plan.chunks(replica) for part in chunk.slices]
+            by_replica.append(_tokens_of(slices, offsets))
+        by_rank = []
         for rank in range(self.communicator.world_size):
-            replica = rank % self._ranks_per_stage // self._degree
-            outgoing.append(slices_by_replica[replica])
-        return outgoing
+            by_rank.append(by_replica[rank % self._ranks_per_stage // self._degree])
+        return Sent(
+            tokens=np.concatenate(by_rank),
+            counts=np.array([tokens.size for tokens in by_rank]),
+        )
+
+
+def _tokens_of(slices: Sequence[Slice], offsets: Ints) -> Ints:
+    """Return the indices into a rank's row of those slices that it drew.
+
+    offsets: see `_own_offsets`; -1 for a sequence that another rank drew.
+    """
+    own = [part for part in slices if offsets[part.sequence] >= 0]
+    starts = [offsets[part.sequence] + part.start for part in own]
+    sizes = [part.tokens for part in own]
+    return ranges(np.array(starts, dtype=np.int64), np.array(sizes, dtype=np.int64))

@@ -13,23 +13,11 @@ import torch
 from hf_flexseq.attention import SequenceContext
 from hf_flexseq.config import IGNORE_INDEX
 from hf_flexseq.kernels.upload import to_device
-from hf_flexseq.plan import Group, MicroBatch, Plan
-from hf_flexseq.plan.shard import Shard, make_shard, remapped
+from hf_flexseq.plan import Group, MicroBatch
+from hf_flexseq.plan.shard import Shard, make_shard
 from hf_flexseq.steps.exchange import Columns
-from hf_flexseq.topology import Topology
 
 Inputs = dict[str, Any]
-
-
-def shards_of(plan: Plan, rank: int, topology: Topology) -> list[Shard]:
-    """Return what `rank` holds in each micro-batch."""
-    shards = []
-    for micro_batch in plan.micro_batches:
-        shard = make_shard(micro_batch, plan.lengths, rank)
-        if micro_batch.remap:
-            shard = remapped(shard, micro_batch, plan.lengths, topology)
-        shards.append(shard)
-    return shards
 
 
 def model_inputs(

@@ -18,6 +18,7 @@ late it came to ask. Rejected: that rank 0 gives up a little earlier than the ot
 been waiting for it since long before.
 """
 
+import json
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -71,7 +72,7 @@ class Lookahead:
         lookahead: int,
         *,
         check: Callable[[Any], None],
-        read: Callable[[dict[str, Any]], Any],
+        read: Callable[[bytes], Any],
         first_number: int = 0,
         what: str = "step",
     ) -> None:
@@ -81,7 +82,7 @@ class Lookahead:
         lookahead: how many steps are drawn and being planned beyond the current one.
         check: raises ValueError for a plan that would compute something wrong or hang; called on
             rank 0.
-        read: makes a plan of the record that rank 0 sends.
+        read: makes a plan of the bytes that rank 0 sends, those of the plan's `to_bytes`.
         first_number: of the first step. what: a step is called in messages.
         """
         self.communicator = communicator
@@ -189,43 +190,52 @@ class Lookahead:
         kind = "waiting"
         while kind == "waiting":
             waited_s = time.perf_counter() - began
-            kind, value = host.broadcast_value(self._answer(step, waited_s, planning))
+            answer = host.broadcast_bytes(self._answer(step, waited_s, planning))
+            head, _, data = answer.partition(b"\n")
+            kind, reason = json.loads(head)
         self.waited_s = time.perf_counter() - began
         if kind == "infeasible":
-            raise PlanInfeasible(value) from planning.error
+            raise PlanInfeasible(reason) from planning.error
         if kind == "failed":
             raise RuntimeError(
-                f"planning of {self.what} {step.number} failed: {value}"
+                f"planning of {self.what} {step.number} failed: {reason}"
             ) from planning.error
-        return self._read(value)
+        return self._read(data)
 
-    def _answer(self, step: DrawnStep, waited_s: float, planning: Attempt) -> tuple[str, Any]:
-        """Return rank 0's plan, checked, or why there is none, in a form that can be sent.
+    def _answer(self, step: DrawnStep, waited_s: float, planning: Attempt) -> bytes:
+        """Return rank 0's plan, checked, or why there is none, in a form that can be sent: a line
+        of JSON, [what it is, why there is no plan], and the bytes of the plan. Nothing elsewhere.
 
         waited_s: seconds that the planner has been waited for already. planning: keeps the error.
         """
         if self.planner is None:
-            return "elsewhere", None
+            return b""
         timeout_s = self.communicator.host.timeout.total_seconds()
         round_s = min(ROUND_S, timeout_s / ROUNDS)
         late = self.planner.wait(step.request, min(round_s, timeout_s - waited_s))
         if late is not None and waited_s + round_s < timeout_s:
-            return "waiting", None
+            return _line("waiting")
         if late is not None:
-            return "failed", (
+            return _line(
+                "failed",
                 f"{late} has not answered for {timeout_s:g} s; if it is slow and not stuck, raise "
-                "ddp_timeout, the time that ranks wait for each other"
+                "ddp_timeout, the time that ranks wait for each other",
             )
-        record = None
+        data = b""
         with planning:
             plan = self.planner.result(step.request)
             self._check(plan)
-            record = plan.to_record()
+            data = plan.to_bytes()
         match planning.error:
             case None:
-                return "plan", record
+                return _line("plan") + data
             case PlanInfeasible():
-                return "infeasible", str(planning.error)
+                return _line("infeasible", str(planning.error))
             case RuntimeError() | ValueError():
-                return "failed", str(planning.error)
-        return "failed", repr(planning.error)
+                return _line("failed", str(planning.error))
+        return _line("failed", repr(planning.error))
+
+
+def _line(kind: str, reason: str = "") -> bytes:
+    """Return the first line of an answer. reason: why there is no plan."""
+    return json.dumps([kind, reason]).encode() + b"\n"

@@ -9,6 +9,8 @@ import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import torch
+
 from hf_flexseq.cost import CostModel
 from hf_flexseq.cost.stages import PipelineCost
 from hf_flexseq.distributed.agreement import Attempt
@@ -43,10 +45,10 @@ class PlanTrace:
     def record(self, step: OptimizerStep, cost: CostModel) -> Figures:
         """Write the trace of a finished step and return its figures for the log. Collective over
         the world."""
-        by_rank = self._gather(step, step.measured_s)
-        measured = [max(seconds) for seconds in zip(*by_rank, strict=True)]  # by micro-batch
-        slowest = max(sum(seconds) for seconds in by_rank)
+        by_rank = self._gather(step, step.measured_s)  # [world, micro-batches]
+        slowest = float(by_rank.sum(dim=1).max())
         if self._file is not None:
+            measured = by_rank.amax(dim=0).tolist()  # by micro-batch
             line = {"cost_model": self._digest(cost), "measured_s": measured}
             self._file.append(step.number, [line | step.plan.to_record()])
         return step_figures(step, slowest, self.communicator.world_size)
@@ -57,7 +59,8 @@ class PlanTrace:
 
         cost: of the stages. whole: of the whole model, which that was made from.
         """
-        measured = max(self._gather(step, lambda: step.stopwatch.seconds().get(0, 0.0)))
+        by_rank = self._gather(step, lambda: [step.stopwatch.seconds().get(0, 0.0)])  # [world, 1]
+        measured = float(by_rank.max())
         if self._file is not None:
             of_all = {
                 "cost_model": self._digest(whole),
@@ -72,9 +75,11 @@ class PlanTrace:
             self._file.append(step.number, lines)
         return pipeline_figures(step, measured)
 
-    def _gather(self, step: RankStep[Any], measure: Callable[[], Any]) -> list[Any]:
-        """Return what every rank measured, by rank, and leave their remarks on the step.
-        Collective over the world.
+    def _gather(self, step: RankStep[Any], measure: Callable[[], list[float]]) -> torch.Tensor:
+        """Return the seconds that every rank measured, [world, as many as each], and leave their
+        remarks on the step. Collective over the world.
+
+        Remarks are rare: one number says whether a rank has one, and only then all are gathered.
 
         measure: waits for the device of this rank. All ranks meet before they do so: a device
         whose peer is lost never ends its work and tells nobody, and the host group names the peer.
@@ -82,9 +87,12 @@ class PlanTrace:
         host = self.communicator.host
         if self.communicator.transport.capabilities.waits_on_stream:
             host.barrier()
-        gathered = host.gather_values([measure(), step.remark])
-        step.remarks = [remark for _, remark in gathered]
-        return [measured for measured, _ in gathered]
+        gathered = host.gather_floats([float(step.remark is not None), *measure()])
+        if gathered[:, 0].any():
+            step.remarks = host.gather_values(step.remark)
+        else:
+            step.remarks = [None] * self.communicator.world_size
+        return gathered[:, 1:]
 
 
 # ---- figures
@@ -128,10 +136,8 @@ def _for_the_log(figures: Mapping[str, float]) -> Figures:
 def imbalance(plan: Plan, world_size: int) -> float:
     """Return tokens of the fullest rank over tokens of the mean rank, summed over micro-batches; 1
     is perfect."""
-    fullest = 0
-    for micro_batch in plan.micro_batches:
-        fullest += max(micro_batch.tokens_per_rank(plan.lengths, world_size))
-    return fullest * world_size / sum(plan.lengths)
+    tokens = plan.arrays.tokens_per_rank(world_size)  # [micro-batches, world_size]
+    return float(tokens.max(axis=1).sum() * world_size / plan.arrays.lengths.sum())
 
 
 def mean_figures(steps: Sequence[Figures]) -> Figures:

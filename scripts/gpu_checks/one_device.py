@@ -40,10 +40,11 @@ from hf_flexseq.pipeline.stages import cut
 from hf_flexseq.pipeline.ulysses import Sharing
 from hf_flexseq.plan import Group, MicroBatch, Plan
 from hf_flexseq.plan.pipeline import PipelinePlan
+from hf_flexseq.plan.rows import shards_of
 from hf_flexseq.planner.pipeline import make_pipeline_plan
 from hf_flexseq.schedule.routing import NicFigures
 from hf_flexseq.steps.exchange import RowExchange, common_dtypes, source_row
-from hf_flexseq.steps.inputs import model_inputs, shards_of
+from hf_flexseq.steps.inputs import model_inputs
 from hf_flexseq.topology import Topology
 
 RANKS = 8
@@ -213,12 +214,8 @@ def _step(
         sources += [rank] * len(examples[rank::world_size])
     row = source_row(subject.drawn_by(communicator.rank, world_size, examples))
     shards = shards_of(plan, communicator.rank, communicator.topology)
-    exchange = RowExchange(communicator)
     row = row.with_columns(common_dtypes(row, communicator.host))
-    columns = exchange(row, plan, sources, shards)
-    for index, micro_batch in enumerate(plan.micro_batches):
-        if micro_batch.remap:
-            columns[index] = exchange.evened(columns[index], shards[index])
+    columns = RowExchange(communicator)(row, plan, sources, shards)
 
     # 2. forward and backward of every micro-batch
     links: NicFigures | None = None

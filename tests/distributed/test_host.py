@@ -25,9 +25,9 @@ def exchange_all(rank, world_size):
     """Everything a host can do, each rank with something of another size."""
     host = join().host
     own = list(range(rank))  # rank 0 has nothing
-    rows = torch.arange(2 * world_size * (world_size + 1) // 2).view(2, -1) + 100 * rank
-    counts = list(range(1, world_size + 1))  # so many columns to each rank
-    received = host.exchange_rows(rows, counts)
+    counts = list(range(world_size))  # so many rows to each rank: none to rank 0
+    rows = torch.arange(2 * sum(counts)).view(-1, 2) + 100 * rank
+    received = host.exchange_rows(rows, counts, [rank] * world_size)
     total = torch.tensor([float(rank), 1.0])
     host.all_reduce(total)
     host.barrier()
@@ -35,7 +35,10 @@ def exchange_all(rank, world_size):
         "ints": host.gather_ints(own),
         "objects": host.gather_values({"of": rank, "text": "x" * 100 * rank}),
         "broadcast": host.broadcast_value({"plan": "y" * 1000} if rank == 0 else rank),
-        "rows": [part.tolist() for part in received],
+        "bytes": host.broadcast_bytes(b"\x00plan\n" if rank == 0 else b""),
+        "floats": host.gather_floats([0.25 * rank, 1.0]).tolist(),
+        "no floats": host.gather_floats([]).shape,
+        "rows": received.tolist(),
         "sum": total.tolist(),
     }
 
@@ -46,12 +49,16 @@ def assert_exchanged(results):
         assert found["ints"] == [list(range(of)) for of in range(world_size)]
         assert found["objects"] == [{"of": of, "text": "x" * 100 * of} for of in range(world_size)]
         assert found["broadcast"] == {"plan": "y" * 1000}
+        assert found["bytes"] == b"\x00plan\n"
+        assert found["floats"] == [[0.25 * of, 1.0] for of in range(world_size)]
+        assert found["no floats"] == (world_size, 0)
         assert found["sum"] == [sum(range(world_size)), world_size]
-        start = sum(range(1, rank + 1))  # columns to the ranks before
-        width = world_size * (world_size + 1) // 2
-        for source, part in enumerate(found["rows"]):
-            first = [100 * source + column for column in range(start, start + rank + 1)]
-            assert part == [first, [value + width for value in first]]
+        start = sum(range(rank))  # rows to the ranks before
+        wanted = []
+        for source in range(world_size):
+            for row in range(start, start + rank):
+                wanted.append([100 * source + 2 * row, 100 * source + 2 * row + 1])
+        assert found["rows"] == wanted
 
 
 def test_exchanges_of_threads():
@@ -81,8 +88,9 @@ def exchange_until_one_is_lost(rank, world_size, exchange, dies):
     calls = {
         "gather_ints": lambda: host.gather_ints([rank]),
         "gather_values": lambda: host.gather_values(rank),
-        "broadcast_value": lambda: host.broadcast_value(rank),
-        "exchange_rows": lambda: host.exchange_rows(torch.zeros(1, 4), [1, 1, 1, 1]),
+        "broadcast_bytes": lambda: host.broadcast_bytes(b"plan"),
+        "gather_floats": lambda: host.gather_floats([0.5]),
+        "exchange_rows": lambda: host.exchange_rows(torch.zeros(4, 1), [1] * 4, [1] * 4),
         "all_reduce": lambda: host.all_reduce(torch.ones(2)),
         "barrier": host.barrier,
     }
@@ -99,8 +107,10 @@ def exchange_until_one_is_lost(rank, world_size, exchange, dies):
         ("gather_ints", True),
         ("gather_ints", False),
         ("gather_values", False),
-        ("broadcast_value", True),
+        ("broadcast_bytes", True),
+        ("gather_floats", False),
         ("exchange_rows", True),
+        ("exchange_rows", False),
         ("all_reduce", False),
         ("barrier", True),
     ],

@@ -294,23 +294,31 @@ def test_the_host_exchanges_values():
         host = transport.host
         mine = transport.rank
         host.barrier()
-        # [2 fields, columns]: one column for rank 0, two for rank 1
-        rows = torch.arange(6).view(2, 3) + 10 * mine
-        parts = host.exchange_rows(rows, [1, 2])
+        # [rows, width]: one row for rank 0, two for rank 1
+        rows = torch.arange(6).view(3, 2) + 10 * mine
+        received = host.exchange_rows(rows, [1, 2], [mine + 1] * 2)
         total = torch.tensor([mine + 1])
         host.all_reduce(total)
         return (
             host.gather_ints([mine] * mine),
             host.gather_values({"rank": mine}),
             host.broadcast_value(f"of rank {mine}"),
-            [part.tolist() for part in parts],
+            received.tolist(),
             total.tolist(),
         )
 
     first, second = run(rank, seed=3)
     shared = ([[], [1]], [{"rank": 0}, {"rank": 1}], "of rank 0")
-    assert first == (*shared, [[[0], [3]], [[10], [13]]], [3])
-    assert second == (*shared, [[[1, 2], [4, 5]], [[11, 12], [14, 15]]], [3])
+    assert first == (*shared, [[0, 1], [10, 11]], [3])
+    assert second == (*shared, [[2, 3], [4, 5], [12, 13], [14, 15]], [3])
+
+
+def test_ranks_that_expect_other_numbers_of_rows_are_refused():
+    def rank(transport):
+        transport.host.exchange_rows(torch.zeros(3, 1), [1, 2], [transport.rank + 1, 1])
+
+    with pytest.raises(AssertionError, match=r"rank 1 expects \[2, 1\] rows and is sent \[2, 2\]"):
+        run(rank)
 
 
 def test_a_rank_that_does_not_come_to_the_host_is_missed():

@@ -9,12 +9,14 @@ from hf_flexseq.hf.model.checks import check_model
 from hf_flexseq.hf.model.facts import attention_shape
 from hf_flexseq.hf.model.loss import attach_chunked_loss
 from hf_flexseq.kernels.choose import choose_kernel
+from hf_flexseq.plan.dealing import Dealing
+from hf_flexseq.plan.rows import shards_of
 from hf_flexseq.program.gathered import AllGatherZone
 from hf_flexseq.program.hybrid import Reordered
 from hf_flexseq.program.ulysses import UlyssesZone
 from hf_flexseq.schedule.routing import NicFigures
 from hf_flexseq.steps.exchange import RowExchange, common_dtypes, source_row
-from hf_flexseq.steps.inputs import model_inputs, shards_of
+from hf_flexseq.steps.inputs import model_inputs
 from hf_flexseq.topology import Topology
 
 CPU = torch.device("cpu")
@@ -44,12 +46,8 @@ def run_plan(model, plan, examples, communicator, *, links=None):
     drawn = [example for example, source in zip(examples, sources, strict=True) if source == rank]
     row = source_row([DataCollatorForFlexSeq()(drawn)] if drawn else [])
     shards = shards_of(plan, rank, communicator.topology)
-    exchange = RowExchange(communicator)
     row = row.with_columns(common_dtypes(row, communicator.host))
-    columns = exchange(row, plan, sources, shards)
-    for index, micro_batch in enumerate(plan.micro_batches):
-        if micro_batch.remap:
-            columns[index] = exchange.evened(columns[index], shards[index])
+    columns = RowExchange(communicator)(row, plan, sources, shards)
 
     # 2. forward and backward of every micro-batch
     shape = attention_shape(model.config.get_text_config())
@@ -80,6 +78,23 @@ def run_plan(model, plan, examples, communicator, *, links=None):
         communicator.host.all_reduce(gradients[name])
     model.zero_grad()
     return float(loss), gradients, contexts
+
+
+def rows_of(plan, shards, communicator):
+    """By micro-batch, (sequence, start, stop) of what stands on this rank outside of attention, in
+    the order of its rows."""
+    moves = [shard.moves for shard in shards]
+    held = Dealing(plan, moves, communicator.world_size).held_on(communicator.rank)
+    rows = [[] for _ in shards]
+    for batch, sequence, start, size in zip(
+        held.batch.tolist(),
+        held.sequence.tolist(),
+        held.start.tolist(),
+        held.size.tolist(),
+        strict=True,
+    ):
+        rows[batch].append((sequence, start, start + size))
+    return rows
 
 
 def ways_between_nodes(contexts):

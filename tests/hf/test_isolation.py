@@ -11,12 +11,12 @@ from hf_flexseq.kernels.choose import choose_kernel
 from hf_flexseq.pipeline.carry import KVCarry
 from hf_flexseq.pipeline.context import ChunkContext
 from hf_flexseq.pipeline.ulysses import Sharing
-from hf_flexseq.plan import Group, MicroBatch
+from hf_flexseq.plan import Group, MicroBatch, Plan
 from hf_flexseq.plan.pipeline import Chunk
-from hf_flexseq.plan.shard import Slice, make_shard, remapped
-from hf_flexseq.steps.exchange import RowExchange
+from hf_flexseq.plan.rows import shards_of
+from hf_flexseq.plan.shard import Slice
 from hf_flexseq.topology import Topology
-from tests.hf.by_hand import CPU, SLOW_LINKS, ways_between_nodes
+from tests.hf.by_hand import CPU, SLOW_LINKS, rows_of, ways_between_nodes
 from tests.hf.tiny import VOCAB, tiny_llama
 from tests.ranks import join, run_threads
 
@@ -82,13 +82,19 @@ def logits_and_gradient(rank, world_size, topology, micro_batch, links, tokens):
     communicator = join(topology)
     model = tiny_llama()
     model.set_attn_implementation("flexseq")
-    shard = make_shard(micro_batch, LENGTHS, rank)
-    rows = torch.tensor([[s.sequence, t] for s in shard.slices for t in range(s.start, s.stop)])
-    columns = {"document": rows[:, 0], "position": rows[:, 1]}
-    if micro_batch.remap:
-        shard = remapped(shard, micro_batch, LENGTHS, topology)
-        columns = RowExchange(communicator).evened(columns, shard)
-    rows = torch.stack([columns["document"], columns["position"]], dim=1)
+    plan = Plan(
+        lengths=tuple(LENGTHS),
+        micro_batches=(micro_batch,),
+        objective_s=0.0,
+        lower_bound_s=0.0,
+        planner="by hand",
+        planning_s=0.0,
+    )
+    (shard,) = shards_of(plan, rank, topology)
+    (parts,) = rows_of(plan, [shard], communicator)
+    rows = torch.tensor(
+        [[sequence, t] for sequence, start, stop in parts for t in range(start, stop)]
+    )
     kernel = choose_kernel(CPU, torch.float64, 8)
     seq_ctx = SequenceContext(shard, communicator, kernel, CPU, links=links)
     embeddings = embedded(model, rows, tokens)

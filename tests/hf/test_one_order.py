@@ -24,12 +24,13 @@ from hf_flexseq.hf.attention import NAME
 from hf_flexseq.hf.model.loss import attach_chunked_loss
 from hf_flexseq.kernels.choose import choose_kernel
 from hf_flexseq.plan import Group, MicroBatch, Plan
+from hf_flexseq.plan.rows import shards_of
 from hf_flexseq.schedule.routing import NicFigures
-from hf_flexseq.steps.exchange import RowExchange
-from hf_flexseq.steps.inputs import model_inputs, shards_of
+from hf_flexseq.steps.inputs import model_inputs
 from hf_flexseq.steps.reduction import average_gradients, reduced_once
 from hf_flexseq.steps.sharding import FsdpUnits
 from hf_flexseq.topology import Topology
+from tests.hf.by_hand import rows_of
 from tests.hf.tiny import documents, reference_gradients, relative_errors, tiny_llama
 from tests.plans import random_plan
 from tests.process_group import needs_new_names, run_threads_with_groups
@@ -92,12 +93,12 @@ def llama(*, checkpointing=False):
     return model.train()
 
 
-def columns_of(shard, examples):
-    """The tokens of a shard's slices, one behind the other: columns [attention tokens]."""
+def columns_of(parts, examples):
+    """The tokens of parts (sequence, start, stop), one behind the other: columns [tokens]."""
     columns = {"input_ids": [], "labels": [], "position_ids": []}
-    for part in shard.slices:
-        example = examples[part.sequence]
-        rows = range(part.start, part.stop)
+    for sequence, start, stop in parts:
+        example = examples[sequence]
+        rows = range(start, stop)
         shifted = [*example["labels"][1:], IGNORE_INDEX]
         columns["input_ids"] += [example["input_ids"][row] for row in rows]
         columns["labels"] += [shifted[row] for row in rows]
@@ -109,11 +110,7 @@ def micro_batches(communicator, plan, examples, *, lockstep):
     """(index, inputs of the model) of every micro-batch that this rank runs."""
     links = LINKS if communicator.topology.nodes > 1 else None
     shards = shards_of(plan, communicator.rank, communicator.topology)
-    columns = [columns_of(shard, examples) for shard in shards]
-    exchange = RowExchange(communicator)
-    for index, micro_batch in enumerate(plan.micro_batches):
-        if micro_batch.remap:
-            columns[index] = exchange.evened(columns[index], shards[index])
+    columns = [columns_of(parts, examples) for parts in rows_of(plan, shards, communicator)]
     kernel = choose_kernel(CPU, torch.float64, 8)
     return model_inputs(
         shards,

@@ -1,6 +1,7 @@
 """Planning ahead changes when the planning happens and no result: losses, evaluation,
 checkpoints. And what goes wrong on one rank is raised on all of them."""
 
+import json
 import re
 import time
 from dataclasses import replace
@@ -149,7 +150,7 @@ class Echo:
         return None
 
     def result(self, step):
-        return SimpleNamespace(to_record=lambda: self.submitted[step])
+        return SimpleNamespace(to_bytes=lambda: json.dumps(self.submitted[step]).encode())
 
     def close(self):
         pass
@@ -157,9 +158,7 @@ class Echo:
 
 def lookahead_of(rank, steps=0, planner=None, **options):
     planner = (planner or Echo()) if rank == 0 else None
-    return Lookahead(
-        join(), planner, steps, check=lambda plan: None, read=lambda record: record, **options
-    )
+    return Lookahead(join(), planner, steps, check=lambda plan: None, read=json.loads, **options)
 
 
 def batch_of(*lengths, **columns):

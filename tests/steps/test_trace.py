@@ -3,6 +3,7 @@
 from types import SimpleNamespace
 
 import pytest
+import torch
 
 from hf_flexseq.distributed.transport import Capabilities
 from hf_flexseq.steps import trace as tracing
@@ -16,7 +17,8 @@ def test_ranks_meet_before_they_wait_for_devices(monkeypatch, waits_on_stream):
     done = []
     host = SimpleNamespace(
         barrier=lambda: done.append("meet"),
-        gather_values=lambda own: done.append("gather") or [own],
+        gather_values=lambda own: [own],
+        gather_floats=lambda own: done.append("gather") or torch.tensor([own, own]),
     )
     capabilities = Capabilities(ordered=waits_on_stream, waits_on_stream=waits_on_stream)
     transport = SimpleNamespace(capabilities=capabilities)
@@ -50,3 +52,33 @@ def test_a_folder_that_is_not_there_on_rank_0_is_an_error_on_all_ranks(tmp_path)
 def test_only_rank_0_needs_the_folder(tmp_path):
     paths = [str(tmp_path / "trace.jsonl"), str(tmp_path / "not-there" / "trace.jsonl"), None]
     run_threads(lambda rank, world_size: PlanTrace(paths[rank], join()), 3)
+
+
+def measured_and_remarked(rank, world_size, remarks):
+    """What a rank finds at a step's end: the seconds of the slowest rank, all remarks, and how
+    many exchanges of the host that took."""
+    communicator = join()
+    trace = PlanTrace(None, communicator)
+    step = SimpleNamespace(
+        number=3,
+        plan=None,
+        remark=remarks[rank],
+        measured_s=lambda: [1.0 + rank, 0.5 * rank],
+    )
+    meetings = communicator.transport.hub.meetings
+    before = meetings._next[rank]
+    slowest = trace.record(step, None)["slowest"]
+    return slowest, step.remarks, meetings._next[rank] - before
+
+
+@pytest.mark.parametrize(
+    ("remarks", "exchanges"), [([None, None, None], 1), ([None, {"names": ["a"]}, None], 2)]
+)
+def test_remarks_reach_all_ranks_and_cost_nothing_where_there_are_none(
+    monkeypatch, remarks, exchanges
+):
+    monkeypatch.setattr(
+        tracing, "step_figures", lambda step, slowest, world_size: {"slowest": slowest}
+    )
+    found = run_threads(measured_and_remarked, 3, remarks)
+    assert found == [(4.0, remarks, exchanges)] * 3

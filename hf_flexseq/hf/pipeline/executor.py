@@ -234,9 +234,9 @@ class StageExecutor:
         """Raise ValueError for a plan that would compute something wrong or hang."""
         check_step(plan)
 
-    def read(self, record: dict[str, Any]) -> StepPlan:
-        """Return the plan whose `to_record` gave `record`."""
-        return StepPlan.from_record(record)
+    def read(self, data: bytes) -> StepPlan:
+        """Return the plan whose `to_bytes` gave `data`."""
+        return StepPlan.from_bytes(data)
 
     # ---- steps
 

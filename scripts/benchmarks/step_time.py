@@ -1,0 +1,299 @@
+"""Measured: what the host of one rank does for a step outside of the model.
+
+    python scripts/benchmarks/step_time.py
+    python scripts/benchmarks/step_time.py --steps 2 --profile "1024 x 8192"
+
+Steps are planned by `make_plan` as in a run, and then run, all but the model, as one rank of many
+that is all alone: what it would get from the others is there at once (`RecordedHost`). So times
+are those of the rank's own work, the wire apart:
+
+    plan        received, on a rank other than rank 0
+    deal        shards, tokens exchanged, inputs of the model; without contexts
+    contexts    what attention is told about each micro-batch
+    figures     of the finished step
+    rank 0      what it does beside: the planner's answer read, checked, made ready to be sent
+
+The ranks are the first, one in the middle, and the last of the widest group. Milliseconds are CPU
+time of the thread, of the steps and ranks; each step is run once, for a run never meets one twice.
+Costs are those of the preset flexsp-gpt-7b-a100, with which remapping is allowed and seldom worth
+its while. So every size is measured again with all micro-batches of its plans remapped.
+"""
+
+import cProfile
+import gc
+import json
+import pstats
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from statistics import median
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+from common import (
+    ROOT,
+    argument_parser,
+    load_average,
+    machine,
+    table_head,
+    table_row,
+    write_record,
+)
+from hf_flexseq.config import FlexSeqArguments
+from hf_flexseq.distributed.communicator import Communicator
+from hf_flexseq.hf.executors import WholeModelExecutor
+from hf_flexseq.kernels.choose import choose_kernel
+from hf_flexseq.plan import Plan, check
+from hf_flexseq.planner import make_plan
+from hf_flexseq.steps.exchange import SourceRow
+from hf_flexseq.steps.lookahead import DrawnStep, Lookahead
+from hf_flexseq.steps.trace import PlanTrace
+from lengths import DOCUMENTS, WIKIPEDIA, K, batch, common_crawl_like
+from planners import CAP, COST, SETS, LengthSet
+
+sys.path.insert(0, str(ROOT / "scripts"))
+from gpu_checks.stub import StubHost, StubTransport
+
+CPU = torch.device("cpu")
+HEAD_DIM = 16
+DTYPES = {"input_ids": torch.int64, "labels": torch.int64, "position_ids": torch.int64}
+PARTS = ("plan", "deal", "contexts", "figures")
+COLUMNS = ("ranks x sequences", "steps", "remapped", *PARTS, "all but contexts", "worst", "rank 0")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Work:
+    """Steps of one size."""
+
+    chosen: LengthSet
+    remapped: bool
+    """Whether all micro-batches are remapped, whatever was planned."""
+
+
+def large(sequences: int) -> LengthSet:
+    """Return the set of 1,024 ranks with so many sequences, one distribution after the other."""
+    draws = (WIKIPEDIA, DOCUMENTS, common_crawl_like)
+    return replace(
+        SETS["1024 ranks"],
+        draw=lambda seed: batch(draws[seed % 3], 192 * K, sequences, seed),
+    )
+
+
+def small() -> LengthSet:
+    """Return the set of 64 ranks with 512 sequences, one distribution after the other."""
+    names = ("wikipedia", "documents", "cc-like")
+    return replace(SETS["documents"], draw=lambda seed: SETS[names[seed % 3]].draw(seed))
+
+
+SIZES = {"64 x 512": small(), "1024 x 4096": large(4096), "1024 x 8192": large(8192)}
+WORKS = {name: Work(chosen=chosen, remapped=False) for name, chosen in SIZES.items()} | {
+    f"{name}, all remapped": Work(chosen=chosen, remapped=True) for name, chosen in SIZES.items()
+}
+
+
+# ---- the recording
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recorded:
+    """A planned step, as the planner's process has sent it."""
+
+    chosen: LengthSet
+    record: str
+    """The plan's record, as JSON."""
+    plan: Plan
+
+    @property
+    def sources(self) -> tuple[int, ...]:
+        """The rank that drew each sequence: equally many each."""
+        world_size = self.chosen.topology.world_size
+        sequences = len(self.plan.lengths)
+        return tuple(index * world_size // sequences for index in range(sequences))
+
+    def ranks(self) -> list[int]:
+        """Return the first rank, one in the middle, and the last of the widest group."""
+        widest = max(
+            (group for batch in self.plan.micro_batches for group in batch.groups),
+            key=lambda group: group.degree,
+        )
+        return [0, self.chosen.topology.world_size // 2 + 1, widest.ranks[-1]]
+
+
+def recorded(work: Work, seed: int) -> Recorded:
+    """Plan one step."""
+    chosen = work.chosen
+    plan = make_plan(chosen.draw(seed), chosen.topology, COST, max_tokens_per_rank=CAP)
+    if work.remapped:
+        micro_batches = tuple(replace(batch, remap=True) for batch in plan.micro_batches)
+        plan = replace(plan, micro_batches=micro_batches)
+    return Recorded(chosen=chosen, record=plan.to_json(), plan=plan)
+
+
+class RecordedHost(StubHost):
+    """Exchanges that give one rank what the others of a recorded step would give it."""
+
+    __slots__ = ("answer", "phase", "timeout")
+
+    def __init__(self, world_size: int) -> None:
+        super().__init__(world_size)
+        self.answer = b""
+        """What rank 0 sends: a plan, behind the line that says so."""
+
+    def broadcast_bytes(self, data: bytes) -> bytes:
+        return self.answer
+
+
+# ---- one rank
+
+
+@dataclass
+class Clock:
+    """CPU milliseconds of this thread, by part."""
+
+    milliseconds: dict[str, float] = field(default_factory=dict)
+
+    @contextmanager
+    def timing(self, part: str) -> Iterator[None]:
+        began = time.thread_time()
+        yield
+        taken = 1e3 * (time.thread_time() - began)
+        self.milliseconds[part] = self.milliseconds.get(part, 0.0) + taken
+
+
+class OneRank:
+    """One rank of many, with all that a run has made before its first step."""
+
+    def __init__(self, chosen: LengthSet, rank: int) -> None:
+        self.rank = rank
+        transport = StubTransport(rank, chosen.topology.world_size)
+        self.host = transport.host = RecordedHost(chosen.topology.world_size)
+        self.communicator = Communicator(chosen.topology, transport=transport)
+        setup = SimpleNamespace(
+            args=FlexSeqArguments(),
+            communicator=self.communicator,
+            accelerator=SimpleNamespace(device=CPU),
+        )
+        self.executor = WholeModelExecutor(setup)
+        self.executor.cost = COST
+        self.executor.lockstep = True
+        self.executor.kernel = choose_kernel(CPU, torch.float32, HEAD_DIM)
+        self.executor._links = self.executor._links_of(COST)
+        self.trace = PlanTrace(None, self.communicator)
+
+    def run(self, step: Recorded) -> dict[str, float]:
+        """Run one step, all but the model, and return its milliseconds by part."""
+        self.host.answer = json.dumps(["plan", ""]).encode() + b"\n" + step.plan.to_bytes()
+        clock = Clock()
+        drawn = self._drawn(step)
+        lookahead = Lookahead(
+            self.communicator, None, 0, check=self.executor.check, read=self.executor.read
+        )
+        make_context = type(self.executor)._make_context.__get__(self.executor)
+
+        def timed_context(shard: Any) -> Any:
+            with clock.timing("contexts"):
+                return make_context(shard)
+
+        self.executor._make_context = timed_context
+        with clock.timing("plan"):
+            plan = lookahead._plan(drawn)
+        with clock.timing("deal"):
+            optimizer_step = self.executor.deal(drawn, plan, waited_s=0.0)
+        clock.milliseconds.setdefault("contexts", 0.0)
+        clock.milliseconds["deal"] -= clock.milliseconds["contexts"]
+        with clock.timing("figures"):
+            self.trace.record(optimizer_step, COST)
+        return clock.milliseconds
+
+    def _drawn(self, step: Recorded) -> DrawnStep:
+        sources = step.sources
+        own = [
+            length
+            for length, source in zip(step.plan.lengths, sources, strict=True)
+            if source == self.rank
+        ]
+        columns = {name: torch.zeros(sum(own), dtype=dtype) for name, dtype in DTYPES.items()}
+        return DrawnStep(
+            number=0,
+            request=0,
+            row=SourceRow(columns=columns, lengths=tuple(own)),
+            lengths=step.plan.lengths,
+            sources=sources,
+            targets=sum(step.plan.lengths),
+        )
+
+
+def of_rank_0(step: Recorded) -> float:
+    """Return milliseconds of what rank 0 does beside: the planner's answer, from text that has
+    been parsed by another thread, to what is sent."""
+    record = json.loads(step.record)
+    began = time.thread_time()
+    plan = Plan.from_record(record)
+    check(plan, step.chosen.topology, CAP)
+    plan.to_bytes()
+    return 1e3 * (time.thread_time() - began)
+
+
+def measured(work: Work, steps: int) -> dict[str, Any]:
+    """Return milliseconds by part of every step on every rank, and those of rank 0 beside."""
+    warm_up = recorded(work, steps)
+    found: dict[str, Any] = {"steps": [], "rank 0": [], "micro_batches": [], "remapped": []}
+    plans = [recorded(work, seed) for seed in range(steps)]
+    gc.collect()
+    gc.freeze()  # a run has no other plans than its own for Python to look through
+    for which in range(3):
+        for step in plans:
+            rank = OneRank(work.chosen, step.ranks()[which])
+            rank.run(warm_up)
+            found["steps"].append(rank.run(step) | {"rank": rank.rank})
+    of_rank_0(warm_up)
+    for step in plans:
+        found["rank 0"].append(of_rank_0(step))
+        found["micro_batches"].append(len(step.plan.micro_batches))
+        found["remapped"].append(sum(batch.remap for batch in step.plan.micro_batches))
+    return found
+
+
+def profile(work: Work) -> None:
+    """Print where the time of one step goes."""
+    step = recorded(work, 0)
+    rank = OneRank(work.chosen, step.ranks()[2])
+    rank.run(recorded(work, 1))
+    with cProfile.Profile() as profiler:
+        rank.run(step)
+    pstats.Stats(profiler).sort_stats("cumulative").print_stats(45)
+
+
+def main() -> None:
+    parser = argument_parser(__doc__)
+    parser.add_argument("--steps", type=int, default=6, help="of each size")
+    parser.add_argument("--only", nargs="+", choices=WORKS, default=list(WORKS))
+    parser.add_argument("--profile", choices=WORKS, help="show where the time of one step goes")
+    asked = parser.parse_args()
+    torch.set_num_threads(1)
+    if asked.profile:
+        profile(WORKS[asked.profile])
+        return
+    print(f"step_time.py {' '.join(sys.argv[1:])}\non {machine('torch')}, load {load_average()}\n")
+    print(table_head(COLUMNS))
+    figures = {}
+    for name in asked.only:
+        found = measured(WORKS[name], asked.steps)
+        figures[name] = found
+        exposed = [sum(of[part] for part in PARTS if part != "contexts") for of in found["steps"]]
+        cells = [name, str(asked.steps)]
+        cells.append(f"{sum(found['remapped'])} of {sum(found['micro_batches'])}")
+        for part in PARTS:
+            cells.append(f"{median(of[part] for of in found['steps']):.2f}")
+        cells += [f"{median(exposed):.2f}", f"{max(exposed):.2f}"]
+        cells.append(f"{median(found['rank 0']):.2f}")
+        print(table_row(cells), flush=True)
+    write_record(asked.json, figures)
+
+
+if __name__ == "__main__":
+    main()
