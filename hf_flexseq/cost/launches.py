@@ -12,39 +12,43 @@ sequences: a zigzag of eight ranks has 17 attention calls and 21 posts where Uly
 The counts are those of the busiest rank of d, which are w on each of n nodes, when the sequences
 of the group lie one way round and are short enough for a turn of a ring to be one call:
 
-                 turns      posts within a node    more across nodes  messages
-    local        2          0                      -                  0
-    ulysses      2 p        4 p                    4 p                8 p (d - 1)
-    zigzag       2 d + 1    3 (d - 1)              6 (w - 1)          6 (d - 1)
-    balanced     2 d/2 + 3  4 d/2, even d: 1 less  3 (w - 1)          3 d/2 + 8 (d - 1)/2
-    allgather    2          3                      6                  6 (d - 1)
-    hybrid       2 n + 1    4 + 3 (n - 1)          0                  8 (w - 1) + 6 (n - 1)
+                 turns      other launches    messages
+    local        2          0                 0
+    ulysses      2 p        2 + 4 p           8 p (d - 1)
+    zigzag       2 d + 1    10 + 4 d          6 (d - 1)
+    balanced     2 d/2 + 3  12 + 5 d/2        3 d/2 + 8 (d - 1)/2
+    allgather    2          9 + d             6 (d - 1), across nodes 12 w + 6 n - 18
+    hybrid       2 n + 1    24 + 4 n          8 (w - 1) + 6 (n - 1)
 
-with p pieces of heads and halves rounded down; an all-gather across nodes sends 12 w + 9 n - 21
-messages. A post is counted once for each lane that it takes,
-inside nodes and between them, as on ordered transports. tests/cost/test_launches.py holds all of
-it to what the executor does.
+with p pieces of heads (and one launch more where there are several) and halves rounded down. Posts
+are 4 p for Ulysses, 3 for an all-gather and 2 d for a zigzag, on a single node; `_ring_posts`
+counts those of a ring on any. A post is counted once for each lane that it takes, inside nodes and
+between them, as on ordered transports. tests/cost/test_launches.py holds all of it to the programs
+that ranks run (`hf_flexseq/program`).
 
 Left out: sequences that lie both ways round, or are cut into long chunks, which up to double the
-turns of a ring; and heads that the ranks do not divide, which Ulysses gathers rank by rank.
+turns of a ring; and heads that the ranks do not divide, which are repeated for the kernel.
 """
 
+import functools
+from collections.abc import Iterable
 from dataclasses import dataclass
 
-# Launches beside the turns: counts of the executor, which change with it.
-# `scripts/benchmarks/host_time.py` prints what they are fitted to.
-ULYSSES_LAUNCHES = 12  # heads in one piece
-ULYSSES_PIECE_LAUNCHES = 19  # every further piece
-ZIGZAG_LAUNCHES = 8
-ZIGZAG_RANK_LAUNCHES = 8  # for each rank of the group
-BALANCED_LAUNCHES = 10
-BALANCED_RANK_LAUNCHES = 6
-GATHER_LAUNCHES = 5
-GATHER_RANK_LAUNCHES = 3
-GATHER_ACROSS_LAUNCHES = -4  # the gather in legs, inside nodes and between them
-GATHER_LEG_LAUNCHES = 6  # for each rank of a node, and for each node
-HYBRID_LAUNCHES = 28
-HYBRID_NODE_LAUNCHES = 8
+# Launches beside the turns: counts of the programs, which change with them.
+ULYSSES_LAUNCHES = 6  # heads in one piece
+ULYSSES_PIECE_LAUNCHES = 4  # every further piece
+ULYSSES_PIECES_LAUNCHES = 1  # where there are several
+ZIGZAG_LAUNCHES = 10
+ZIGZAG_RANK_LAUNCHES = 4  # for each rank of the group
+BALANCED_LAUNCHES = 12
+BALANCED_PAIR_LAUNCHES = 5  # for each two ranks of the group
+GATHER_LAUNCHES = 9
+GATHER_RANK_LAUNCHES = 1
+HYBRID_LAUNCHES = 24
+HYBRID_NODE_LAUNCHES = 4
+
+# A ring fetches what a turn reads so many turns before the one ahead of it (`program/ring.py`).
+RING_AHEAD = 2
 
 # No count of a strategy exceeds so many for each rank of the group.
 MOST_PER_RANK = 32
@@ -90,11 +94,14 @@ def layer_work(strategy: str, degree: int, *, nodes: int = 1, pieces: int = 1) -
 
 def _ulysses(degree: int, nodes: int, pieces: int) -> LayerWork:
     turns = 2 * pieces
+    launches = turns + ULYSSES_LAUNCHES + ULYSSES_PIECE_LAUNCHES * (pieces - 1)
+    if pieces > 1:
+        launches += ULYSSES_PIECES_LAUNCHES
     # A rank alone on its node has peers on the lane between nodes only.
     lanes = 2 if 1 < nodes < degree else 1
     return LayerWork(
         turns=turns,
-        launches=turns + ULYSSES_LAUNCHES + ULYSSES_PIECE_LAUNCHES * (pieces - 1),
+        launches=launches,
         posts=EXCHANGES * pieces * lanes,
         messages=2 * EXCHANGES * pieces * (degree - 1),
     )
@@ -102,14 +109,10 @@ def _ulysses(degree: int, nodes: int, pieces: int) -> LayerWork:
 
 def _zigzag(degree: int, nodes: int) -> LayerWork:
     turns = degree + (degree + 1)  # the backward cuts one in two, for gradients to travel under
-    posts = degree - 1
-    if nodes > 1:
-        # One of the two peers is on the rank's own node.
-        posts += 2 * (degree // nodes - 1)
     return LayerWork(
         turns=turns,
         launches=turns + ZIGZAG_LAUNCHES + ZIGZAG_RANK_LAUNCHES * degree,
-        posts=RING_PASSES * posts,
+        posts=_ring_posts("zigzag", degree, nodes),
         messages=2 * RING_PASSES * (degree - 1),
     )
 
@@ -118,15 +121,10 @@ def _balanced(degree: int, nodes: int) -> LayerWork:
     fetches = degree // 2  # of keys and values
     helps = (degree - 1) // 2  # calls in another rank's place
     turns = (fetches + 1) + (fetches + 2)
-    posts = 4 * fetches
-    if degree % 2 == 0:
-        posts -= 1
-    if nodes > 1:
-        posts += RING_PASSES * (degree // nodes - 1)
     return LayerWork(
         turns=turns,
-        launches=turns + BALANCED_LAUNCHES + BALANCED_RANK_LAUNCHES * degree,
-        posts=posts,
+        launches=turns + BALANCED_LAUNCHES + BALANCED_PAIR_LAUNCHES * degree // 2,
+        posts=_ring_posts("balanced", degree, nodes),
         # There and back: three tensors in the forward, five in the backward.
         messages=RING_PASSES * fetches + 8 * helps,
     )
@@ -134,28 +132,93 @@ def _balanced(degree: int, nodes: int) -> LayerWork:
 
 def _allgather(degree: int, nodes: int) -> LayerWork:
     turns = 2
+    launches = turns + GATHER_LAUNCHES + GATHER_RANK_LAUNCHES * degree
     if nodes == 1:
-        return LayerWork(
-            turns=turns,
-            launches=turns + GATHER_LAUNCHES + GATHER_RANK_LAUNCHES * degree,
-            posts=RING_PASSES,
-            messages=2 * RING_PASSES * (degree - 1),
-        )
-    width = degree // nodes
-    return LayerWork(
-        turns=turns,
-        launches=turns + GATHER_ACROSS_LAUNCHES + GATHER_LEG_LAUNCHES * (width + nodes),
-        posts=3 * RING_PASSES,  # three legs
-        messages=12 * width + 9 * nodes - 21,
-    )
+        posts = RING_PASSES
+        messages = 2 * RING_PASSES * (degree - 1)
+    else:
+        posts = 3 * RING_PASSES  # three legs
+        messages = 12 * (degree // nodes) + 6 * nodes - 18
+    return LayerWork(turns=turns, launches=launches, posts=posts, messages=messages)
 
 
 def _hybrid(degree: int, nodes: int) -> LayerWork:
     width = degree // nodes
     turns = nodes + (nodes + 1)
+    posts = EXCHANGES if width > 1 else 0
+    if nodes > 1:
+        posts += _ring_posts("zigzag", nodes, nodes)
     return LayerWork(
         turns=turns,
         launches=turns + HYBRID_LAUNCHES + HYBRID_NODE_LAUNCHES * nodes,
-        posts=(EXCHANGES if width > 1 else 0) + RING_PASSES * (nodes - 1),
+        posts=posts,
         messages=2 * EXCHANGES * (width - 1) + 2 * RING_PASSES * (nodes - 1),
     )
+
+
+# ---- posts of a ring
+
+
+@functools.lru_cache(maxsize=1024)
+def _ring_posts(strategy: str, degree: int, nodes: int) -> int:
+    """Return the posts of the busiest rank of a ring, forward and backward, by lane."""
+    width = degree // nodes
+    return max(_posts_of_rank(strategy, degree, width, index) for index in _places(degree, width))
+
+
+def _places(degree: int, width: int) -> Iterable[int]:
+    """Return the indices of a few ranks of which one is the busiest: the first and the last rank
+    of the first node, of one in the middle and of the last."""
+    middle = degree // width // 2 * width
+    places = set()
+    for first in (0, middle, degree - width):
+        places |= {first, first + width - 1}
+    return sorted(places)
+
+
+def _posts_of_rank(strategy: str, degree: int, width: int, index: int) -> int:
+    """Return the posts of one rank of a ring with `width` ranks on a node."""
+    turns = degree - 1 if strategy == "zigzag" else degree // 2
+    fetched = [_peers(strategy, degree, index, t, helps=None) for t in range(turns + 1)]
+    helped = [_peers(strategy, degree, index, t, helps=True) for t in range(turns + 1)]
+    nothing: set[int] = set()
+
+    def at(peers: list[set[int]], turn: int) -> set[int]:
+        return peers[turn] if 0 < turn <= turns else nothing
+
+    # 1. forward: the first fetches, and with each turn's help the fetch that is due
+    posts = [at(fetched, turn) for turn in range(1, RING_AHEAD + 1)]
+    for turn in range(turns + 1):
+        posts.append(at(helped, turn) | at(fetched, turn + RING_AHEAD + 1))
+    # 2. backward: the first two posts, and with each turn's gradients the fetch that is due
+    posts.append(at(fetched, 1))
+    posts.append(at(fetched, 2) | at(fetched, 3))
+    for turn in range(1, turns + 1):
+        posts.append(at(fetched, turn) | at(fetched, turn + RING_AHEAD + 1))
+    # 3. a post takes a lane for the ranks of the same node, and one for all others
+    node = index // width
+    return sum(len({peer // width == node for peer in peers}) for peers in posts)
+
+
+def _peers(strategy: str, degree: int, index: int, turn: int, *, helps: bool | None) -> set[int]:
+    """Return the ranks with which a rank exchanges something about a turn of a ring.
+
+    helps: True for calls in another rank's place alone; None for all calls.
+    """
+    before = (index - turn) % degree  # whose keys or queries this rank reads
+    after = (index + turn) % degree  # who reads keys or queries of this one
+    if strategy == "zigzag":
+        return set() if helps else {before, after}
+    half_way = 2 * turn == degree  # where nobody helps
+    peers = set()
+    if index < turn:
+        if not half_way:
+            peers.add(before)
+    elif not helps:
+        peers.add(before)
+    if index + turn >= degree:
+        if not half_way:
+            peers.add(after)
+    elif not helps:
+        peers.add(after)
+    return peers

@@ -111,6 +111,7 @@ class HeadExchange:
             received=tuple(received_counts),
             tag=self.channel.tag(message),
             label=label,
+            own=self.index,
         )
         return b.all_to_all(sent, received, spec)
 

@@ -11,7 +11,7 @@ operations write to what they read (`merge`, `add`, `put`); which ones is said a
 """
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 Saved = TypeVar("Saved")
@@ -41,6 +41,16 @@ class LayerShape(NamedTuple):
         if dtype == INPUT:
             return ITEM_BYTES[self.dtype]
         return 8 if self.dtype == "float64" else 4
+
+
+# Operations that make the host do something, and the device nothing: views, memory, messages.
+NO_LAUNCH = frozenset(
+    (
+        *("part", "heads", "columns", "unpair", "turned", "arrived_heads", "in_parcel"),
+        "empty",
+        *("post", "all_to_all", "wait"),
+    )
+)
 
 
 # ---- values
@@ -124,6 +134,11 @@ class PostSpec(NamedTuple):
     """Callables (peer, whether this rank sends) -> what the message is, or None for another one's;
     asked for when a transfer fails."""
 
+    @property
+    def peers(self) -> list[int]:
+        """The rank on the other side of each message."""
+        return [message.peer for message in (*self.sends, *self.recvs)]
+
     def label(self, peer: int, sent: bool) -> str:
         """Return what the messages between this rank and `peer` are, for errors."""
         names = [label(peer, sent) for label in self.labels]
@@ -138,6 +153,18 @@ class AllToAllSpec(NamedTuple):
     received: tuple[int, ...]
     tag: int
     label: Any
+    own: int
+    """Index of this rank among them."""
+
+    @property
+    def peers(self) -> list[int]:
+        """The rank on the other side of each message."""
+        peers = []
+        for counts in (self.sent, self.received):
+            for index, rank in enumerate(self.ranks):
+                if index != self.own and counts[index]:
+                    peers.append(rank)
+        return peers
 
 
 # ---- programs
@@ -182,10 +209,39 @@ class Program(NamedTuple):
         return Counter(instruction.operation for instruction in self.instructions)
 
     @property
-    def posts(self) -> int:
-        """Batches of messages that this rank posts."""
+    def turns(self) -> int:
+        """Kernel calls."""
         counts = self.operations()
-        return counts["post"] + counts["all_to_all"]
+        return counts["attend"] + counts["gradients"]
+
+    @property
+    def launches(self) -> int:
+        """Operations that a device carries out, kernel calls among them, where those of
+        `kernels/fused.py` are one each."""
+        counts = self.operations()
+        return counts.total() - sum(counts[name] for name in NO_LAUNCH)
+
+    def posts(self, node_of: Callable[[int], int], *, rank: int) -> int:
+        """Return how many batches of messages this rank posts, one for each lane that is taken:
+        inside nodes and between them.
+
+        node_of: the node of a rank. rank: the one whose program this is.
+        """
+        posts = 0
+        for one in self.instructions:
+            if one.operation in ("post", "all_to_all"):
+                lanes = {node_of(peer) == node_of(rank) for peer in one.constants[1].peers}
+                posts += len(lanes)
+        return posts
+
+    @property
+    def messages(self) -> int:
+        """Sends and receives."""
+        messages = 0
+        for one in self.instructions:
+            if one.operation in ("post", "all_to_all"):
+                messages += len(one.constants[1].peers)
+        return messages
 
     def log_sum_exps(self, saved: Sequence[Saved]) -> list[Saved]:
         """Return the log-sum-exp of each zone, of all that the zones have saved, one zone after

@@ -1,98 +1,43 @@
-"""The closed forms of launches, posts and messages against what the executor does, counted on a
-transport that is always done."""
-
-import importlib
-from pathlib import Path
-from types import ModuleType
-from typing import Any
+"""The closed forms of launches, posts and messages against the programs that ranks run."""
 
 import pytest
-import torch
 
-from hf_flexseq.attention import SequenceContext, heads, sequence_parallel_attention
-from hf_flexseq.cost.launches import MOST_PER_RANK, LayerWork, layer_work
-from hf_flexseq.distributed.communicator import Communicator
-from hf_flexseq.kernels.choose import choose_kernel
+from hf_flexseq.cost.launches import MOST_PER_RANK, RING_AHEAD, LayerWork, layer_work
 from hf_flexseq.plan import STRATEGIES, Group, MicroBatch
 from hf_flexseq.plan.shard import make_shard
+from hf_flexseq.program import ring
+from hf_flexseq.program.compile import Machine, MicroBatchLayout, backward, forward
+from hf_flexseq.program.heads import PIECE_ROWS
+from hf_flexseq.program.instructions import LayerShape
 from hf_flexseq.topology import Topology
 
-SCRIPTS = Path(__file__).parents[2] / "scripts"
-HEADS, KV_HEADS, HEAD_DIM = 32, 8, 16
+SHAPE = LayerShape(query_heads=32, kv_heads=8, head_dim=16, dtype="bfloat16")
 TOKENS = 64  # of a rank
 
 
-@pytest.fixture
-def host_time(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    """The benchmark that counts operations and posts."""
-    for folder in (SCRIPTS, SCRIPTS / "benchmarks"):
-        monkeypatch.syspath_prepend(folder)
-    return importlib.import_module("host_time")
-
-
-def counted(
-    host_time: ModuleType, strategy: str, degree: int, per_node: int, rank: int, pieces: int
-) -> LayerWork:
-    """What one rank of a group does in a layer."""
-
-    class Kernel(host_time.FreeKernel):
-        turns = 0
-
-        def forward(self, *args: Any, **kwargs: Any) -> Any:
-            self.turns += 1
-            return super().forward(*args, **kwargs)
-
-        def backward(self, *args: Any, **kwargs: Any) -> Any:
-            self.turns += 1
-            return super().backward(*args, **kwargs)
-
-    class Transport(host_time.CountingTransport):
-        messages = 0
-
-        def post(self, lane: Any, *, sends: Any, recvs: Any, **kwargs: Any) -> Any:
-            self.messages += len(sends) + len(recvs)
-            return super().post(lane, sends=sends, recvs=recvs, **kwargs)
-
-    # 1. the rank, all alone
+def counted(strategy: str, degree: int, per_node: int, rank: int) -> LayerWork:
+    """What one rank of a group does in a layer, of which it runs the programs."""
     nodes = max(1, degree // per_node)
     topology = Topology(nodes=nodes, ranks_per_node=max(per_node, degree // nodes))
-    transport = Transport(rank, topology.world_size)
-    communicator = Communicator(topology, transport=transport)
-    kernel = Kernel(choose_kernel(torch.device("cpu"), torch.float32, HEAD_DIM))
-    heads.PIECE_ROWS["cpu"] = TOKENS * degree * max(1, HEADS // degree) / pieces
     group = Group(ranks=tuple(range(degree)), sequences=(0,), strategy=strategy)
     shard = make_shard(MicroBatch(groups=(group,)), (TOKENS * degree,), rank)
-    context = SequenceContext(shard, communicator, kernel, torch.device("cpu"))
-    q, k, v = (
-        torch.randn(shard.attention_tokens, count, HEAD_DIM, requires_grad=True)
-        for count in (HEADS, KV_HEADS, KV_HEADS)
-    )
-
-    # 2. a layer, counted the second time
-    def run() -> None:
-        out = sequence_parallel_attention(q, k, v, context)
-        torch.autograd.grad(out, (q, k, v), torch.ones_like(q))
-
-    with torch.autograd.set_multithreading_enabled(False):
-        run()
-        kernel.turns = transport.posts = transport.messages = 0
-        with host_time.CountingMode() as mode:
-            run()
-    ones = 1  # the gradient of the output is made here
+    machine = Machine(topology=topology, device="cuda", wide_gradients=False)
+    parts = MicroBatchLayout(shard, machine).parts
+    there = forward(parts, SHAPE)
+    back = backward(parts, SHAPE, there.saved)
+    posts = 0
+    for program in (there, back):
+        posts += program.posts(topology.node_of, rank=rank)
     return LayerWork(
-        turns=kernel.turns,
-        launches=mode.operations - ones + kernel.turns,
-        posts=transport.posts,
-        messages=transport.messages,
+        turns=there.turns + back.turns,
+        launches=there.launches + back.launches,
+        posts=posts,
+        messages=there.messages + back.messages,
     )
 
 
-def busiest(
-    host_time: ModuleType, strategy: str, degree: int, per_node: int, pieces: int
-) -> LayerWork:
-    ranks = [
-        counted(host_time, strategy, degree, per_node, rank, pieces) for rank in range(degree)
-    ]
+def busiest(strategy: str, degree: int, per_node: int) -> LayerWork:
+    ranks = [counted(strategy, degree, per_node, rank) for rank in range(degree)]
     return LayerWork(
         turns=max(work.turns for work in ranks),
         launches=max(work.launches for work in ranks),
@@ -102,47 +47,44 @@ def busiest(
 
 
 @pytest.mark.parametrize("strategy", [name for name in STRATEGIES if name != "local"])
-@pytest.mark.parametrize("degree, per_node", [(2, 8), (4, 8), (8, 8), (4, 2), (8, 4), (8, 2)])
+@pytest.mark.parametrize(
+    "degree, per_node", [(2, 8), (4, 8), (8, 8), (4, 2), (8, 4), (8, 2), (16, 4)]
+)
 def test_the_closed_forms_are_what_the_busiest_rank_does(
-    host_time: ModuleType,
-    strategy: str,
-    degree: int,
-    per_node: int,
-    monkeypatch: pytest.MonkeyPatch,
+    strategy: str, degree: int, per_node: int
 ) -> None:
-    monkeypatch.setitem(heads.PIECE_ROWS, "cpu", 1)
     nodes = max(1, degree // per_node)
-    assert busiest(host_time, strategy, degree, per_node, 1) == layer_work(
-        strategy, degree, nodes=nodes
-    )
+    assert busiest(strategy, degree, per_node) == layer_work(strategy, degree, nodes=nodes)
 
 
-def test_rings_of_odd_degrees(host_time: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(heads.PIECE_ROWS, "cpu", 1)
-    for strategy in ("zigzag", "balanced", "allgather"):
-        assert busiest(host_time, strategy, 3, 8, 1) == layer_work(strategy, 3)
+def test_a_zigzag_of_eight_launches_and_posts_no_more_than_that() -> None:
+    work = busiest("zigzag", 8, 8)
+    assert (work.launches, work.posts) == (59, 16)
 
 
-def test_a_rank_alone_launches_its_attention_and_nothing_else(
-    host_time: ModuleType, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setitem(heads.PIECE_ROWS, "cpu", 1)
-    assert counted(host_time, "local", 1, 8, 0, 1) == layer_work("local", 1)
+@pytest.mark.parametrize("strategy", ["zigzag", "balanced"])
+@pytest.mark.parametrize("degree, per_node", [(12, 2), (12, 4), (6, 3), (15, 5), (9, 3)])
+def test_rings_on_any_nodes(strategy: str, degree: int, per_node: int) -> None:
+    wanted = layer_work(strategy, degree, nodes=degree // per_node)
+    assert busiest(strategy, degree, per_node) == wanted
+
+
+@pytest.mark.parametrize("strategy", ["zigzag", "balanced", "allgather"])
+@pytest.mark.parametrize("degree", [3, 5, 7])
+def test_rings_of_odd_degrees(strategy: str, degree: int) -> None:
+    assert busiest(strategy, degree, 8) == layer_work(strategy, degree)
+
+
+def test_a_rank_alone_launches_its_attention_and_nothing_else() -> None:
+    assert counted("local", 1, 8, 0) == layer_work("local", 1)
 
 
 @pytest.mark.parametrize("pieces", [2, 4])
 def test_every_piece_of_the_heads_is_exchanged_on_its_own(
-    host_time: ModuleType, pieces: int, monkeypatch: pytest.MonkeyPatch
+    pieces: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setitem(heads.PIECE_ROWS, "cpu", 1)
-    found = busiest(host_time, "ulysses", 8, 8, pieces)
-    wanted = layer_work("ulysses", 8, pieces=pieces)
-    assert (found.turns, found.posts, found.messages) == (
-        wanted.turns,
-        wanted.posts,
-        wanted.messages,
-    )
-    assert wanted.launches == pytest.approx(found.launches, rel=0.1)
+    monkeypatch.setitem(PIECE_ROWS, "cuda", TOKENS * 8 * SHAPE.query_heads // 8 // pieces)
+    assert busiest("ulysses", 8, 8) == layer_work("ulysses", 8, pieces=pieces)
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
@@ -153,6 +95,10 @@ def test_no_count_exceeds_the_bound(strategy: str) -> None:
                 work = layer_work(strategy, degree, nodes=nodes)
                 most = max(work.turns, work.launches, work.posts, work.messages)
                 assert most <= MOST_PER_RANK * degree
+
+
+def test_rings_fetch_as_far_ahead_as_they_are_priced() -> None:
+    assert RING_AHEAD == ring.AHEAD
 
 
 def test_an_unknown_strategy_is_refused() -> None:
