@@ -142,7 +142,7 @@ class BoundProgram:
         scale: of the scores. cut: attention of the part of a cut sequence, where the program has
         one. Returns the outputs, and what the backward will need, of all zones.
         """
-        values: list[Any] = [None] * self.program.values
+        values: list[Any] = [None] * len(self.program.all_values)
         for number, tensor in zip(self.inputs, inputs, strict=True):
             values[number] = tensor
         run = Replay(self, scale, cut)

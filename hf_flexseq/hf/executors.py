@@ -24,6 +24,7 @@ from transformers import PreTrainedModel
 
 from hf_flexseq.attention import SequenceContext
 from hf_flexseq.attention.deterministic import slowdown
+from hf_flexseq.attention.programs import MicroBatchPrograms
 from hf_flexseq.config import FlexSeqArguments
 from hf_flexseq.cost import CostModel
 from hf_flexseq.distributed.agreement import Attempt
@@ -218,6 +219,7 @@ class WholeModelExecutor:
         self.kernel: Kernel | None = None  # chosen with the first step
         self._exchange = RowExchange(setup.communicator)
         self._links: NicFigures | None = None  # None: transfers go straight
+        self._former_programs: MicroBatchPrograms | None = None  # of the last context
         self.fsdp: SteppedFsdp | None = None  # made with the cost model
 
         # what `detach` gives back
@@ -284,6 +286,7 @@ class WholeModelExecutor:
             self._chunked_loss.detach()
         self._model = None
         self._chunked_loss = None
+        self._former_programs = None
 
     def _open_blocks(self, cost: CostModel) -> None:
         """Make the groups of ranks that may exchange heads, where a collective is faster than
@@ -373,10 +376,11 @@ class WholeModelExecutor:
         return OptimizerStep(drawn, plan, indices, inputs, waited_s=waited_s, device=device)
 
     def _make_context(self, shard: Shard) -> SequenceContext:
-        """Return what attention is told about one shard."""
+        """Return what attention is told about one shard, with the programs that the layers of the
+        micro-batch before have asked for."""
         args = self.setup.args
         assert self.kernel is not None, "deal chooses the kernel first"
-        return SequenceContext(
+        context = SequenceContext(
             shard,
             self.setup.communicator,
             self.kernel,
@@ -385,6 +389,10 @@ class WholeModelExecutor:
             deterministic=args.deterministic,
             links=self._links,
         )
+        if self._former_programs is not None:
+            context.programs.prepare(self._former_programs.keys)
+        self._former_programs = context.programs
+        return context
 
     def train(
         self, step: OptimizerStep, forward_backward: ForwardBackward, model: nn.Module

@@ -122,7 +122,7 @@ class Builder:
         self.wide = wide
         self._inputs: list[Value] = []
         self._instructions: list[Instruction] = []
-        self._values = 0
+        self._values: list[Value] = []
         self._posts = 0
         self._waited: set[int] = set()
         self._parts: dict[tuple[int, int, int], Value] = {}  # views, by value and rows
@@ -148,7 +148,7 @@ class Builder:
             saved=tuple(saved),
             instructions=instructions,
             frees=last_uses(instructions, kept),
-            values=self._values,
+            all_values=tuple(self._values),
         )
 
     def row_bytes(self, values: Values) -> tuple[int, ...]:
@@ -162,8 +162,8 @@ class Builder:
         return tuple(sizes)
 
     def _value(self, shape: Sequence[int], dtype: str) -> Value:
-        value = Value(self._values, tuple(shape), dtype)
-        self._values += 1
+        value = Value(len(self._values), tuple(shape), dtype)
+        self._values.append(value)
         return value
 
     def _emit(
@@ -374,7 +374,7 @@ class Builder:
         D]."""
         out = self._value((*q.shape[:2], v.shape[2]), INPUT)
         lse = self._value((q.shape[1], q.rows), WIDE)
-        self._emit("attend", (q, k, v), (out, lse), Call(call))
+        self._emit("attend", (q, k, v), (out, lse), self._call(call))
         return out, lse
 
     def gradients(
@@ -386,7 +386,7 @@ class Builder:
         """
         dtype = WIDE if self.wide else INPUT
         dq, dk, dv = (self._value(x.shape, dtype) for x in (q, k, v))
-        self._emit("gradients", (dout, q, k, v, out, lse), (dq, dk, dv), Call(call))
+        self._emit("gradients", (dout, q, k, v, out, lse), (dq, dk, dv), self._call(call))
         return dq, dk, dv
 
     def special(
@@ -400,6 +400,9 @@ class Builder:
         outs = tuple(self._value(shape, dtype) for shape, dtype in made)
         self._emit(operation, ins, outs, *constants)
         return outs
+
+    def _call(self, number: int) -> Call:
+        return Call(number, self.tables.calls[number])
 
     # ---- transfers
 

@@ -1,8 +1,9 @@
 """A program: a flat list of instructions over numbered values.
 
-    3  attend        v7, v8 <- v0, v4[0:64], v5       call 0
-    4  post          v12 <- v9                        fetch of turn 2
-    5  wait                                           post 1
+    12 attend        v17, v18 <- v5, v15, v16  32 queries x 64 keys
+    13 merge         v13, v12, v17, v19  rows 32-63
+    14 post          v20 <- v4  3: v4 to rank 4, v20 from rank 4
+    15 wait          1
 
 A *value* is a tensor of known shape that does not exist yet. An instruction names an operation of
 `attention/replay.py`, the values that it reads, those that it makes, and its constants. Some
@@ -86,17 +87,19 @@ class Rows(NamedTuple):
     """The number of the index array that lists them, where they do not. None of both for rows of
     another rank, of which only the number matters."""
 
+    def __str__(self) -> str:
+        if self.start is None:
+            return f"{self.tokens} rows of array {self.array}"
+        return f"rows {self.start}-{self.start + self.tokens - 1}"
+
 
 class Index(NamedTuple):
     """Stands for an array of integers, int64, among the constants of an instruction."""
 
     number: int
 
-
-class Call(NamedTuple):
-    """Stands for the lengths of a kernel call among the constants of an instruction."""
-
-    number: int
+    def __str__(self) -> str:
+        return f"array {self.number}"
 
 
 class CallLengths(NamedTuple):
@@ -105,6 +108,19 @@ class CallLengths(NamedTuple):
     q_lens: tuple[int, ...]
     k_lens: tuple[int, ...]
     causal: bool
+
+
+class Call(NamedTuple):
+    """Stands for the lengths of a kernel call among the constants of an instruction."""
+
+    number: int
+    lengths: CallLengths
+
+    def __str__(self) -> str:
+        queries = sum(self.lengths.q_lens)
+        keys = sum(self.lengths.k_lens)
+        kind = "causal " if self.lengths.causal else ""
+        return f"{kind}call {self.number}: {queries} queries x {keys} keys"
 
 
 # ---- messages
@@ -139,6 +155,11 @@ class PostSpec(NamedTuple):
         """The rank on the other side of each message."""
         return [message.peer for message in (*self.sends, *self.recvs)]
 
+    def __str__(self) -> str:
+        sent = [f"v{message.value} to rank {message.peer}" for message in self.sends]
+        received = [f"v{message.value} from rank {message.peer}" for message in self.recvs]
+        return ", ".join((*sent, *received))
+
     def label(self, peer: int, sent: bool) -> str:
         """Return what the messages between this rank and `peer` are, for errors."""
         names = [label(peer, sent) for label in self.labels]
@@ -166,6 +187,9 @@ class AllToAllSpec(NamedTuple):
                     peers.append(rank)
         return peers
 
+    def __str__(self) -> str:
+        return f"between ranks {self.ranks[0]}-{self.ranks[-1]}"
+
 
 # ---- programs
 
@@ -185,6 +209,13 @@ class Instruction(NamedTuple):
     constants: tuple[Any, ...]
     """What the operation takes beside the tensors."""
 
+    def remark(self) -> str:
+        """Return the constants as text."""
+        if self.operation == "post":
+            number, spec, _ = self.constants
+            return f"{number}: {spec}"
+        return " ".join(str(constant) for constant in self.constants)
+
 
 class Program(NamedTuple):
     """All that a rank does in one direction of a layer's attention."""
@@ -201,8 +232,8 @@ class Program(NamedTuple):
     frees: tuple[tuple[int, ...], ...]
     """By instruction, the values that no later one reads."""
 
-    values: int
-    """How many values there are."""
+    all_values: tuple[Value, ...]
+    """All values, by number."""
 
     def operations(self) -> Counter[str]:
         """Return how often each operation occurs."""
@@ -258,8 +289,7 @@ class Program(NamedTuple):
         lines = ["inputs  " + _names(value.number for value in self.inputs)]
         for number, one in enumerate(self.instructions):
             made = f"{_names(one.outs)} <- " if one.outs else ""
-            constants = " ".join(str(constant) for constant in one.constants)
-            text = f"{number:4} {one.operation:16} {made}{_names(one.ins)}  {constants}"
+            text = f"{number:4} {one.operation:16} {made}{_names(one.ins)}  {one.remark()}"
             lines.append(text.rstrip())
         lines.append("outputs " + _names(value.number for value in self.outputs))
         return "\n".join(lines)

@@ -57,6 +57,10 @@ class HeadLayout:
 
     __slots__ = ("columns", "heads", "numbers", "runs", "shared", "slots", "tokens")
 
+    def __str__(self) -> str:
+        """Return how many heads there are, by tensor."""
+        return f"{' + '.join(map(str, self.heads))} heads in {len(self.slots)} parts"
+
     def __init__(self, head_ranges: Sequence[Sequence[slice]], tokens: int) -> None:
         """Lay out the heads.
 

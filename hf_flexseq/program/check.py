@@ -1,0 +1,180 @@
+"""Plays the programs of all ranks without tensors, and says whether they come to their end.
+
+1. A rank goes on until it waits. What it posts stands in one queue of its own: a post is carried
+   out when all before it are over, which is the strictest transport there is.
+2. A message passes when the posts on both of its ends stand first in the queues of their ranks. It
+   must be there on both ends, with the same tag and bytes.
+3. Nobody reads what is still on its way to it, or writes to what is on its way from it.
+
+Programs that pass end on every transport, in whatever order messages arrive. tests/program/
+test_check.py plays random plans, and plans of hundreds of ranks; tests/attention runs them.
+"""
+
+from collections import deque
+from collections.abc import Mapping
+from typing import NamedTuple
+
+from hf_flexseq.program.instructions import Instruction, LayerShape, PostSpec, Program
+
+# Operations that write to some of the values that they read: how many of them, the first ones.
+WRITES = {"put": 1, "add": 1, "accumulate": 1, "merge": 2, "fill_parcel": 1}
+
+
+class ProgramError(ValueError):
+    """Says which rank of which program does something that cannot work."""
+
+
+class _Message(NamedTuple):
+    """One end of a message."""
+
+    source: int
+    target: int
+    tag: int
+    nbytes: int
+
+
+class _Post(NamedTuple):
+    """A post under way on a rank."""
+
+    number: int
+    left: set[_Message]  # that have not passed
+
+
+def check(programs: Mapping[int, Program], shape: LayerShape) -> None:
+    """Raise ProgramError unless the programs of one direction, by rank, come to their end.
+
+    shape: of the layer that they are compiled for.
+    """
+    players = {rank: _Player(rank, program, shape) for rank, program in programs.items()}
+    moved = True
+    while moved:
+        moved = False
+        for player in players.values():
+            moved |= player.go_on()
+        for player in players.values():
+            moved |= _pass_messages(player, players)
+    for player in players.values():
+        player.check_ended()
+
+
+def _pass_messages(player: "_Player", players: Mapping[int, "_Player"]) -> bool:
+    """Let the messages of a rank's first post pass whose other end stands first, too. Return
+    whether any does."""
+    if not player.queue:
+        return False
+    post = player.queue[0]
+    passed = False
+    for message in sorted(post.left):
+        peer = message.target if message.source == player.rank else message.source
+        if peer not in players:
+            raise ProgramError(f"rank {player.rank} exchanges with rank {peer}, which has nothing")
+        other = players[peer]
+        if other.queue and message in other.queue[0].left:
+            post.left.discard(message)
+            other.queue[0].left.discard(message)
+            other.drop_over()
+            passed = True
+    player.drop_over()
+    return passed
+
+
+class _Player:
+    """One rank on its way through its program."""
+
+    def __init__(self, rank: int, program: Program, shape: LayerShape) -> None:
+        self.rank = rank
+        self.queue: deque[_Post] = deque()  # posts that are not over
+        self._program = program
+        self._shape = shape
+        self._next = 0  # instruction
+        self._over: set[int] = set()  # posts that are over, and not yet waited for
+        self._values = program.all_values
+        self._arriving: dict[int, set[int]] = {}  # by post: values that are received
+        self._leaving: dict[int, set[int]] = {}  # and those that are sent
+
+    def go_on(self) -> bool:
+        """Carry out instructions up to a wait for what is not over. Return whether there were
+        any."""
+        began = self._next
+        while self._next < len(self._program.instructions):
+            one = self._program.instructions[self._next]
+            if one.operation == "wait":
+                (number,) = one.constants
+                if number not in self._over and any(p.number == number for p in self.queue):
+                    break
+                self._over.discard(number)
+                del self._arriving[number]
+                del self._leaving[number]
+            else:
+                self._check_values(one)
+                if one.operation == "post":
+                    self._post(one)
+                elif one.operation == "all_to_all":
+                    self._all_to_all(one)
+            self._next += 1
+        return self._next > began
+
+    def drop_over(self) -> None:
+        """Take the first posts that are over from the queue."""
+        while self.queue and not self.queue[0].left:
+            self._over.add(self.queue.popleft().number)
+
+    def check_ended(self) -> None:
+        """Raise ProgramError unless all is done, and all posts were waited for."""
+        if self._next < len(self._program.instructions):
+            waiting = sorted(self.queue[0].left)[0] if self.queue else None
+            raise ProgramError(
+                f"rank {self.rank} cannot go on at instruction {self._next}: {waiting} "
+                "never passes"
+            )
+        if self._arriving:
+            raise ProgramError(f"rank {self.rank} never waits for posts {sorted(self._arriving)}")
+
+    def _check_values(self, one: Instruction) -> None:
+        """Raise ProgramError where an instruction reads what is arriving, or writes to what is
+        leaving."""
+        arriving = set().union(*self._arriving.values())
+        if one.operation not in ("post", "all_to_all") and arriving & set(one.ins):
+            raise ProgramError(f"rank {self.rank} reads before it waits: {one}")
+        leaving = set().union(*self._leaving.values())
+        if leaving & set(one.ins[: WRITES.get(one.operation, 0)]):
+            raise ProgramError(f"rank {self.rank} writes to what is being sent: {one}")
+
+    def _post(self, one: Instruction) -> None:
+        number, spec, _ = one.constants
+        self._start(number, self._messages(spec))
+        self._arriving[number] = {message.value for message in spec.recvs}
+        self._leaving[number] = {message.value for message in spec.sends}
+
+    def _messages(self, spec: PostSpec) -> set[_Message]:
+        messages = set()
+        for value, peer, tag in spec.sends:
+            messages.add(_Message(self.rank, peer, tag, self._bytes(value)))
+        for value, peer, tag in spec.recvs:
+            messages.add(_Message(peer, self.rank, tag, self._bytes(value)))
+        return messages
+
+    def _all_to_all(self, one: Instruction) -> None:
+        number, spec = one.constants
+        item = self._shape.item_bytes(self._values[one.ins[0]].dtype)
+        messages = set()
+        for index, rank in enumerate(spec.ranks):
+            if index != spec.own and spec.sent[index]:
+                messages.add(_Message(self.rank, rank, spec.tag, item * spec.sent[index]))
+            if index != spec.own and spec.received[index]:
+                messages.add(_Message(rank, self.rank, spec.tag, item * spec.received[index]))
+        self._start(number, messages)
+        sent, received = one.ins
+        self._arriving[number] = {received}
+        self._leaving[number] = {sent}
+
+    def _start(self, number: int, messages: set[_Message]) -> None:
+        self.queue.append(_Post(number, messages))
+        self.drop_over()
+
+    def _bytes(self, value: int) -> int:
+        found = self._values[value]
+        elements = 1
+        for size in found.shape:
+            elements *= size
+        return elements * self._shape.item_bytes(found.dtype)

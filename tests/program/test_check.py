@@ -1,0 +1,140 @@
+"""Programs of all ranks, played without tensors: random plans, many ranks, and planted faults."""
+
+import random
+
+import pytest
+
+from hf_flexseq.plan import Group, MicroBatch
+from hf_flexseq.plan.shard import make_shard, remapped
+from hf_flexseq.program import heads
+from hf_flexseq.program.check import ProgramError, check
+from hf_flexseq.program.compile import (
+    Machine,
+    MicroBatchLayout,
+    backward,
+    backward_of_rows,
+    forward,
+)
+from hf_flexseq.program.instructions import LayerShape
+from hf_flexseq.schedule.routing import NicFigures
+from hf_flexseq.topology import Topology
+from tests.plans import random_plan
+
+SHAPE = LayerShape(query_heads=6, kv_heads=2, head_dim=8, dtype="bfloat16")
+
+
+@pytest.fixture(autouse=True)
+def small_pieces(monkeypatch):
+    """Heads come and go in pieces."""
+    monkeypatch.setitem(heads.PIECE_ROWS, "cuda", 1)
+
+
+def links_of(topology):
+    """Links over which whatever leaves a NIC idle is routed."""
+    return NicFigures(
+        ranks_per_node=topology.ranks_per_node,
+        nics_per_node=topology.ranks_per_node,
+        inside_s=1e-15,
+        across_s=1e-9,
+        transfer_s=0.0,
+    )
+
+
+def programs_of(micro_batch, lengths, topology, **options):
+    """The programs of all ranks by direction, and by rank."""
+    machine = Machine(topology=topology, device="cuda", wide_gradients=False, **options)
+    directions = ({}, {}, {})
+    for rank in range(topology.world_size):
+        shard = make_shard(micro_batch, lengths, rank)
+        if micro_batch.remap:
+            shard = remapped(shard, micro_batch, lengths, topology)
+        parts = MicroBatchLayout(shard, machine).parts
+        directions[0][rank] = forward(parts, SHAPE)
+        saved = directions[0][rank].saved
+        directions[1][rank] = backward(parts, SHAPE, saved)
+        directions[2][rank] = backward_of_rows(parts, SHAPE, saved)
+    return directions
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_random_plans_come_to_their_end(seed):
+    rng = random.Random(seed)
+    nodes, per_node = rng.choice(((1, 4), (2, 2), (2, 4), (3, 2), (4, 2), (1, 7)))
+    topology = Topology(nodes=nodes, ranks_per_node=per_node)
+    lengths = [rng.choice((1, 2, 5, 40, 131)) for _ in range(12)]
+    plan = random_plan(lengths, topology.world_size, rng, nodes=nodes)
+    options = {}
+    if seed % 4 == 0:
+        options["deterministic"] = True
+    elif nodes > 1 and seed % 2:
+        options["links"] = links_of(topology)
+    for micro_batch in plan.micro_batches:
+        for programs in programs_of(micro_batch, plan.lengths, topology, **options):
+            check(programs, SHAPE)
+
+
+@pytest.mark.parametrize("strategy", ["zigzag", "balanced", "ulysses", "allgather", "hybrid"])
+def test_a_group_of_64_ranks_comes_to_its_end(strategy):
+    topology = Topology(nodes=8, ranks_per_node=8)
+    group = Group(ranks=tuple(range(64)), sequences=(0,), strategy=strategy)
+    for programs in programs_of(MicroBatch(groups=(group,)), (6400,), topology):
+        check(programs, SHAPE)
+
+
+# ---- planted faults
+
+
+def ring_of_four():
+    topology = Topology(nodes=1, ranks_per_node=4)
+    group = Group(ranks=(0, 1, 2, 3), sequences=(0,), strategy="zigzag")
+    return programs_of(MicroBatch(groups=(group,)), (64,), topology)[1]
+
+
+def without(program, operation, which=0):
+    """The program without one of its instructions of a kind."""
+    places = [i for i, one in enumerate(program.instructions) if one.operation == operation]
+    kept = list(program.instructions)
+    del kept[places[which]]
+    return program._replace(instructions=tuple(kept))
+
+
+def swapped(program):
+    """The program with its first two posts the other way round."""
+    first, second, *_ = [
+        i for i, one in enumerate(program.instructions) if one.operation == "post"
+    ]
+    changed = list(program.instructions)
+    changed[first], changed[second] = changed[second], changed[first]
+    return program._replace(instructions=tuple(changed))
+
+
+FAULTS = {
+    "a wait left out": (lambda p: without(p, "wait"), "reads before it waits"),
+    "the last wait left out": (lambda p: without(p, "wait", -1), "reads before|never waits"),
+    "two posts swapped": (swapped, "cannot go on"),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_planted_fault_is_found(fault):
+    change, words = FAULTS[fault]
+    programs = ring_of_four()
+    check(programs, SHAPE)
+    programs[1] = change(programs[1])
+    with pytest.raises(ProgramError, match=words):
+        check(programs, SHAPE)
+
+
+def test_a_rank_without_its_peer_is_found():
+    programs = ring_of_four()
+    del programs[2]
+    with pytest.raises(ProgramError, match="rank 2, which has nothing"):
+        check(programs, SHAPE)
+
+
+def test_a_program_reads_like_a_list():
+    lines = str(ring_of_four()[0]).splitlines()
+    assert lines[0].startswith("inputs  v0, v1")
+    assert lines[-1].startswith("outputs ")
+    assert any("gradients" in line and "queries x" in line for line in lines)
+    assert any("to rank 1" in line and "from rank 3" in line for line in lines)
