@@ -11,6 +11,7 @@ from hf_flexseq.cli.calibrate import calibrate
 from hf_flexseq.cli.commands import plan, simulate, view
 from hf_flexseq.cli.compare import FLEXSP_SEQUENCES, compare
 from hf_flexseq.cli.environment import env
+from hf_flexseq.cli.program import DTYPES, LAYER, layer, program
 from hf_flexseq.cost.presets import PRESETS
 from hf_flexseq.planner import CHOICES
 from hf_flexseq.reading import DEFAULT_LIMITS, Limits
@@ -40,6 +41,9 @@ def make_parser() -> argparse.ArgumentParser:
         _command(commands, "compare", compare, "a table of all planners on your lengths")
     )
     _view_options(_command(commands, "view", view, "draw a plan or a plan trace"))
+    _program_options(
+        _command(commands, "program", program, "what one rank does in attention, step by step")
+    )
     _calibrate_options(
         _command(commands, "calibrate", calibrate, "measure a cost model on this machine")
     )
@@ -213,6 +217,37 @@ def _view_options(parser: argparse.ArgumentParser) -> None:
         ("chrome", "a trace that ui.perfetto.dev opens"),
     ):
         parser.add_argument(f"--{name}", metavar="FILE", help=f"write {what}")
+
+
+def _program_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "plan", metavar="PLAN_OR_TRACE", help="a plan or a plan trace, - for stdin"
+    )
+    for name, what in (
+        ("rank", "whose program"),
+        ("micro-batch", "which one of the plan"),
+        ("step", "which step of the file"),
+    ):
+        parser.add_argument(
+            f"--{name}", type=at_least(0), default=0, metavar="N", help=f"{what} (default 0)"
+        )
+    parser.add_argument(
+        "--topology", type=topology, metavar="NODESxRANKS", help="default: one node of all ranks"
+    )
+    parser.add_argument(
+        "--layer",
+        type=layer,
+        default=layer(LAYER),
+        metavar="QxKVxD",
+        help=f"query heads, KV heads and size of a head (default {LAYER})",
+    )
+    parser.add_argument("--dtype", choices=DTYPES, default="bfloat16", help="default bfloat16")
+    parser.add_argument(
+        "--device",
+        choices=("cuda", "cpu"),
+        default="cuda",
+        help="which decides how small a piece of the heads may be (default cuda)",
+    )
 
 
 def _calibrate_options(parser: argparse.ArgumentParser) -> None:

@@ -17,10 +17,12 @@ of the group lie one way round and are short enough for a turn of a ring to be o
     ulysses      2 p        2 + 4 p           8 p (d - 1)
     zigzag       2 d + 1    10 + 4 d          6 (d - 1)
     balanced     2 d/2 + 3  12 + 5 d/2        3 d/2 + 8 (d - 1)/2
-    allgather    2          9 + d             6 (d - 1), across nodes 12 w + 6 n - 18
+    allgather    2          9 + d             6 (d - 1)
+      on nodes   2          9 + 2 w + n       12 w + 6 n - 18
     hybrid       2 n + 1    24 + 4 n          8 (w - 1) + 6 (n - 1)
 
-with p pieces of heads (and one launch more where there are several) and halves rounded down. Posts
+with p pieces of heads (and one launch more where there are several), two launches fewer of an
+all-gather on two nodes, and halves rounded down. Posts
 are 4 p for Ulysses, 3 for an all-gather and 2 d for a zigzag, on a single node; `_ring_posts`
 counts those of a ring on any. A post is counted once for each lane that it takes, inside nodes and
 between them, as on ordered transports. tests/cost/test_launches.py holds all of it to the programs
@@ -43,7 +45,7 @@ ZIGZAG_RANK_LAUNCHES = 4  # for each rank of the group
 BALANCED_LAUNCHES = 12
 BALANCED_PAIR_LAUNCHES = 5  # for each two ranks of the group
 GATHER_LAUNCHES = 9
-GATHER_RANK_LAUNCHES = 1
+GATHER_TWO_NODES_LAUNCHES = -2  # one copy serves both legs
 HYBRID_LAUNCHES = 24
 HYBRID_NODE_LAUNCHES = 4
 
@@ -132,11 +134,15 @@ def _balanced(degree: int, nodes: int) -> LayerWork:
 
 def _allgather(degree: int, nodes: int) -> LayerWork:
     turns = 2
-    launches = turns + GATHER_LAUNCHES + GATHER_RANK_LAUNCHES * degree
+    launches = turns + GATHER_LAUNCHES
     if nodes == 1:
+        launches += degree
         posts = RING_PASSES
         messages = 2 * RING_PASSES * (degree - 1)
     else:
+        launches += 2 * (degree // nodes) + nodes
+        if nodes == 2:
+            launches += GATHER_TWO_NODES_LAUNCHES
         posts = 3 * RING_PASSES  # three legs
         messages = 12 * (degree // nodes) + 6 * nodes - 18
     return LayerWork(turns=turns, launches=launches, posts=posts, messages=messages)

@@ -125,6 +125,7 @@ class Builder:
         self._values: list[Value] = []
         self._posts = 0
         self._waited: set[int] = set()
+        self._taken: dict[tuple[tuple[int, ...], int], Values] = {}  # by values and array
         self._parts: dict[tuple[int, int, int], Value] = {}  # views, by value and rows
         self._kernel_lses: dict[int, Value] = {}  # by number of the log-sum-exp
 
@@ -216,16 +217,17 @@ class Builder:
 
     def take_all(self, values: Values, rows: Rows) -> Values:
         """Return the same rows of some values: [t, ...] -> [n, ...] each, views where they stand
-        together."""
+        together. They are copied once for all who ask, so the values must not change any more."""
         if rows.array is None:
             assert rows.start is not None, "rows of another rank cannot be taken"
             stop = rows.start + rows.tokens
             return tuple(self.part(x, rows.start, stop) for x in values)
-        taken = []
-        for x in values:
-            taken.append(self._value((rows.tokens, *x.shape[1:]), x.dtype))
-        self._emit("take", values, taken, rows)
-        return tuple(taken)
+        key = (tuple(x.number for x in values), rows.array)
+        if key not in self._taken:
+            taken = [self._value((rows.tokens, *x.shape[1:]), x.dtype) for x in values]
+            self._emit("take", values, taken, rows)
+            self._taken[key] = tuple(taken)
+        return self._taken[key]
 
     def part(self, x: Value, start: int, stop: int) -> Value:
         """Return rows [start, stop) of x: [t, ...] -> [stop - start, ...], a view."""

@@ -82,7 +82,8 @@ class PendingFetch(NamedTuple):
     exchange: Exchange
 
     of_queries: Values
-    """Values of the n queries: (q [n, H, D],), in the backward (q, dout, out, lse [n, H])."""
+    """Values of the n queries: (q [n, H, D],), in the backward (q, dout, out, lse [n, H]).
+    Nothing, as `of_keys`, where this rank has no call."""
 
     of_keys: Values
     """Values of the m keys: (kv [m, 2, Hkv, D],)."""
@@ -180,11 +181,11 @@ class RingZone:
         for t, turn in enumerate(self.turns):
             yield (t + 1) / len(self.turns)
             # 1. fetch: q [t, H, D] -> [n, H, D], kv [t, 2, Hkv, D] -> [m, 2, Hkv, D]
-            (call_q,), (call_kv,) = fetches.next()
+            call_queries, call_keys = fetches.next()
             for arrived in _arrived(returned, leave=AHEAD):
                 running.merge_all(arrived.of_queries)
             # 2. attend: (out [n, H, D], lse [n, H]), or nothing
-            result = _attend(b, turn, call_q, call_kv)
+            result = _attend(b, turn, call_queries, call_keys)
             # 3. merge here, or send to where the queries are
             if result and turn.queries.peer is None:
                 running.take(turn.queries.rows, result, first=turn.time == DIAGONAL_TIME)
@@ -220,11 +221,11 @@ class RingZone:
         for t, turn in enumerate(turns):
             yield (t + 1) / (len(turns) + 1)  # the last gradients have the rest to travel
             # 1. fetch: rows [t, ...] -> [n, ...] of queries and [m, ...] of keys
-            call_queries, (call_kv,) = fetches.next()
+            call_queries, call_keys = fetches.next()
             for arrived in _arrived(returned, leave=AHEAD):
                 _add_arrived(dq, dkv, arrived)
             # 2. gradients of the call: (dq [n, H, D],) and (dkv [m, 2, Hkv, D],), or nothing
-            call_dq, call_dkv = _call_backward(b, turn, call_queries, call_kv)
+            call_dq, call_dkv = _call_backward(b, turn, call_queries, call_keys)
             # 3. add here, or send to where the rows are
             if turn.queries.peer is None:
                 dq.add(turn.queries.rows, call_dq)
@@ -262,6 +263,8 @@ class RingZone:
             exchange.send(b.take_all(of_queries, share.rows), share.peer)
         for share in turn.sent_keys:
             exchange.send([b.take(kv, share.rows)], share.peer)
+        if turn.call is None:
+            return PendingFetch(exchange, (), ())
         call_queries = _read(b, exchange, turn.queries, of_queries)
         call_keys = _read(b, exchange, turn.keys, (kv,))
         return PendingFetch(exchange, call_queries, call_keys)
@@ -436,25 +439,30 @@ def _arrived(returned: deque[PendingReturn], leave: int = 0) -> Iterable[Pending
 # ---- one call
 
 
-def _attend(b: Builder, turn: Turn, q: Value, kv: Value) -> Values:
+def _attend(b: Builder, turn: Turn, of_queries: Values, of_keys: Values) -> Values:
     """Return (out [n, H, D], lse [n, H]) of the turn's call; nothing where it has none.
 
-    q [n, H, D], kv [m, 2, Hkv, D]: the rows that the call reads.
+    of_queries: (q [n, H, D],), of_keys: (kv [m, 2, Hkv, D],), the rows that the call reads.
     """
     if turn.call is None:
         return ()
+    (q,) = of_queries
+    (kv,) = of_keys
     k, v = b.unpair(kv)  # [m, 2, Hkv, D] -> 2 x [m, Hkv, D]
     out, lse = b.attend(q, k, v, turn.call)
     return out, b.turned(lse)  # lse [H, n] -> [n, H]
 
 
-def _call_backward(b: Builder, turn: Turn, of_queries: Values, kv: Value) -> tuple[Values, Values]:
+def _call_backward(
+    b: Builder, turn: Turn, of_queries: Values, of_keys: Values
+) -> tuple[Values, Values]:
     """Return (dq [n, H, D],) and (dkv [m, 2, Hkv, D],) of the turn's call, or nothing.
 
-    of_queries: q, dout, out [n, H, D] and lse [n, H]. kv [m, 2, Hkv, D].
+    of_queries: q, dout, out [n, H, D] and lse [n, H]. of_keys: (kv [m, 2, Hkv, D],).
     """
     if turn.call is None:
         return (), ()
+    (kv,) = of_keys
     q, dout, out, lse = of_queries
     k, v = b.unpair(kv)  # [m, 2, Hkv, D] -> 2 x [m, Hkv, D]
     dq, dk, dv = b.gradients(dout, q, k, v, out, b.kernel_lse(lse), turn.call)

@@ -62,7 +62,7 @@ def test_a_zigzag_of_eight_launches_and_posts_no_more_than_that() -> None:
     assert (work.launches, work.posts) == (59, 16)
 
 
-@pytest.mark.parametrize("strategy", ["zigzag", "balanced"])
+@pytest.mark.parametrize("strategy", ["zigzag", "balanced", "allgather"])
 @pytest.mark.parametrize("degree, per_node", [(12, 2), (12, 4), (6, 3), (15, 5), (9, 3)])
 def test_rings_on_any_nodes(strategy: str, degree: int, per_node: int) -> None:
     wanted = layer_work(strategy, degree, nodes=degree // per_node)

@@ -1,0 +1,95 @@
+"""`program`: what one rank does in the attention of a micro-batch, instruction by instruction."""
+
+import re
+from argparse import ArgumentTypeError, Namespace
+
+from hf_flexseq.cli.files import PlannedStep, read_steps
+from hf_flexseq.plan import Plan, check
+from hf_flexseq.plan.rows import shards_of
+from hf_flexseq.program.compile import Machine, MicroBatchLayout, backward, forward
+from hf_flexseq.program.instructions import ITEM_BYTES, LayerShape, Program
+from hf_flexseq.topology import Topology
+from hf_flexseq.values import MAX_COUNT, quoted
+
+LAYER = "32x8x128"  # Llama 3.1 8B
+
+
+def layer(text: str) -> tuple[int, int, int]:
+    """Read query heads, KV heads and head size written as QxKVxD, such as 32x8x128.
+
+    Raises ArgumentTypeError for anything else.
+    """
+    match = re.fullmatch(r"([1-9][0-9]{0,5})x([1-9][0-9]{0,5})x([1-9][0-9]{0,5})", text)
+    if not match:
+        raise ArgumentTypeError(
+            f"{quoted(text)} is no layer: write QUERYxKVxSIZE, such as {LAYER}"
+        )
+    heads, kv_heads, size = map(int, match.groups())
+    if heads % kv_heads:
+        raise ArgumentTypeError(f"{quoted(text)}: {heads} query heads over {kv_heads} KV heads")
+    if heads * size > MAX_COUNT:
+        raise ArgumentTypeError(f"{quoted(text)} is above {MAX_COUNT:,} numbers a token")
+    return heads, kv_heads, size
+
+
+def program(options: Namespace) -> None:
+    """Print the programs of one rank in one micro-batch of a plan, forward and backward."""
+    step = _step(options)
+    plan = step.plan
+    if not isinstance(plan, Plan):
+        raise ValueError(f"{options.plan}: step {step.number} is a pipeline's: it has chunks")
+    topology = options.topology or _one_node(plan, options)
+    check(plan, topology)
+    if not 0 <= options.micro_batch < len(plan.micro_batches):
+        raise ValueError(
+            f"step {step.number} has {len(plan.micro_batches)} micro-batches, so there is no "
+            f"--micro-batch {options.micro_batch}"
+        )
+    if options.rank >= topology.world_size:
+        raise ValueError(
+            f"the plan is for {topology.world_size} ranks, so there is no --rank {options.rank}"
+        )
+    shard = shards_of(plan, options.rank, topology)[options.micro_batch]
+    if not shard.zones:
+        print(f"rank {options.rank} works in no group of micro-batch {options.micro_batch}")
+        return
+    machine = Machine(topology=topology, device=options.device, wide_gradients=False)
+    parts = MicroBatchLayout(shard, machine).parts
+    heads, kv_heads, size = options.layer
+    shape = LayerShape(heads, kv_heads, size, options.dtype)
+    there = forward(parts, shape)
+    back = backward(parts, shape, there.saved)
+    for name, made in (("forward", there), ("backward", back)):
+        print(_title(name, made, topology, options.rank))
+        print(made)
+
+
+def _step(options: Namespace) -> PlannedStep:
+    """Return the step of the file that was asked for."""
+    steps = read_steps(options.plan, options.limits).steps
+    if options.step >= len(steps):
+        raise ValueError(
+            f"{options.plan}: has {len(steps)} steps, so there is no --step {options.step}"
+        )
+    step: PlannedStep = steps[options.step]
+    return step
+
+
+def _one_node(plan: Plan, options: Namespace) -> Topology:
+    """Return a node that has all ranks of the plan."""
+    groups = [group for micro_batch in plan.micro_batches for group in micro_batch.groups]
+    world = max((group.stop for group in groups), default=1)
+    options.limits.refuse_above("ranks", world, f"the plan is for {world:,} ranks")
+    return Topology(nodes=1, ranks_per_node=world)
+
+
+def _title(name: str, made: Program, topology: Topology, rank: int) -> str:
+    """Return a line that says what a program amounts to."""
+    posts = made.posts(topology.node_of, rank=rank)
+    return (
+        f"{name} of rank {rank}: {len(made.instructions)} instructions, {made.turns} attention "
+        f"calls, {made.launches} launches, {posts} posts, {made.messages} messages"
+    )
+
+
+DTYPES = tuple(ITEM_BYTES)
