@@ -202,10 +202,11 @@ class Carried:
         # 1. the chunk itself, with the gradients that later chunks have left for its keys
         own_k, own_v = self._keys(part.start, part.stop)
         dq, dk, dv = kernel.backward(dout, q, own_k, own_v, out, lse, cut.own, scale=scale)
+        dkv = torch.stack([dk, dv])  # 2 x [tokens, ...] -> [2, tokens, kv_heads, head_dim]
         if self._dk is not None and self._dv is not None:
-            own = slice(part.start, part.stop)
-            dk = dk.to(self._dk.dtype).add_(self._dk[own])
-            dv = dv.to(self._dv.dtype).add_(self._dv[own])
+            dkv = dkv.to(self._dk.dtype)
+            dkv[0] += self._dk[part.start : part.stop]
+            dkv[1] += self._dv[part.start : part.stop]
         # 2. the prefix: dk, dv [part.start, kv_heads, head_dim]
         if part.start:
             prefix_k, prefix_v = self._keys(0, part.start)
@@ -222,7 +223,7 @@ class Carried:
             self._kv = None
             self._dk = None
             self._dv = None
-        return dq, dk, dv
+        return dq, dkv[0], dkv[1]
 
     def _store(self, part: Slice, k: torch.Tensor, v: torch.Tensor) -> None:
         """Write k and v [tokens, kv_heads, head_dim] into the buffer, unless this is a replay.

@@ -175,10 +175,11 @@ class StageExecutor:
             kernel = choose_kernel(accelerator.device, dtype, head_dim)
         host = self.setup.communicator.host
         choosing.raise_together(host.gather_values, "choosing the attention kernel")
-        if self.stage.is_last and has_chunkable_loss(base):
-            # while rank 0 measures what the model costs
-            _call_loss_once(accelerator.device, dtype)
+        with Attempt() as calling:  # while rank 0 measures what the model costs
+            if self.stage.is_last and has_chunkable_loss(base):
+                _call_loss_once(accelerator.device, dtype)
         self.cost = self.setup.costs.find(self._cost_subject)
+        calling.raise_together(host.gather_values, "calling the loss for the first time")
         self.room = self._room(self.cost)
         self._former_attention = base.config._attn_implementation
         base.set_attn_implementation(PIPELINE_NAME)
