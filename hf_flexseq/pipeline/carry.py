@@ -16,8 +16,9 @@ A chunk that is stored already and is next in the backward is the replay of a ch
 it finds its K, V where they are, however often it comes.
 
 Both buffers are written in place and sliced, where Seq1F1B's code joins the whole prefix anew for
-every chunk and layer and holds K, V twice. The second buffer is as long as the prefix of the last
-chunk, and in float32 (float64 for float64), because many chunks add to it.
+every chunk and layer and holds K, V twice. The second buffer is what the kernel gives for the
+prefix of the last chunk, which goes backward first and has the longest prefix. It is in float32
+(float64 for float64), because many chunks add to it.
 
 The slow, obvious twin is attention over the whole sequence, in `tests/pipeline/test_carry.py`.
 
@@ -32,7 +33,7 @@ from collections.abc import Iterator
 import torch
 
 from hf_flexseq.kernels import Kernel, lse_dtype
-from hf_flexseq.kernels.merge import merge_partials
+from hf_flexseq.kernels.merge import merge_into
 from hf_flexseq.kernels.segments import Segments
 from hf_flexseq.plan.shard import Slice
 
@@ -116,7 +117,17 @@ class Carried:
     Positions before `stored` are written, those from `drained` on have gone backward.
     """
 
-    __slots__ = ("_carry", "_dkv", "_keeps_grad", "_key", "_kv", "drained", "length", "stored")
+    __slots__ = (
+        "_carry",
+        "_dk",
+        "_dv",
+        "_keeps_grad",
+        "_key",
+        "_kv",
+        "drained",
+        "length",
+        "stored",
+    )
 
     def __init__(
         self, carry: KVCarry, key: tuple[int, int], length: int, *, keeps_grad: bool
@@ -128,14 +139,15 @@ class Carried:
         self.stored = 0
         self.drained = length
         self._kv: torch.Tensor | None = None  # [2, length, kv_heads, head_dim]
-        self._dkv: torch.Tensor | None = None  # [2, start of last chunk, kv_heads, head_dim]
+        self._dk: torch.Tensor | None = None  # [start of last chunk, kv_heads, head_dim]
+        self._dv: torch.Tensor | None = None  # as _dk
 
     def buffers(self) -> Iterator[torch.Tensor]:
-        """Yield the buffers there are: [2, positions, kv_heads, head_dim] each."""
-        if self._kv is not None:
-            yield self._kv
-        if self._dkv is not None:
-            yield self._dkv
+        """Yield the buffers there are: K and V together [2, length, kv_heads, head_dim], and
+        gradients of either [start of last chunk, kv_heads, head_dim]."""
+        for buffer in (self._kv, self._dk, self._dv):
+            if buffer is not None:
+                yield buffer
 
     def forward(
         self, cut: CutPart, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float
@@ -156,9 +168,11 @@ class Carried:
         if part.start:
             prefix_k, prefix_v = self._keys(0, part.start)
             prefix_out, prefix_lse = kernel.forward(q, prefix_k, prefix_v, cut.prefix, scale=scale)
-            # lse as [tokens, heads], as `merge_partials` takes it, and back to [heads, tokens]
-            out, merged_lse = merge_partials(prefix_out, prefix_lse.t(), out, lse.t())
-            lse = merged_lse.t()
+            merged = prefix_out.to(lse.dtype)
+            # lse as [tokens, heads], as `merge_into` takes it; both are merged in place
+            merge_into(merged, prefix_lse.t(), out, lse.t())
+            out = merged
+            lse = prefix_lse
         if self.stored == self.length and not self._keeps_grad:
             self._carry.drop(self._key)
         return out.to(q.dtype), lse
@@ -189,15 +203,17 @@ class Carried:
         own_k, own_v = self._keys(part.start, part.stop)
         dq, dk, dv = kernel.backward(dout, q, own_k, own_v, out, lse, cut.own, scale=scale)
         dkv = torch.stack([dk, dv])  # 2 x [tokens, ...] -> [2, tokens, kv_heads, head_dim]
-        if self._dkv is not None:
-            dkv = self._dkv[:, part.start : part.stop] + dkv
+        if self._dk is not None and self._dv is not None:
+            dkv = dkv.to(self._dk.dtype)
+            dkv[0] += self._dk[part.start : part.stop]
+            dkv[1] += self._dv[part.start : part.stop]
         # 2. the prefix: dk, dv [part.start, kv_heads, head_dim]
         if part.start:
             prefix_k, prefix_v = self._keys(0, part.start)
             prefix_dq, prefix_dk, prefix_dv = kernel.backward(
                 dout, q, prefix_k, prefix_v, out, lse, cut.prefix, scale=scale
             )
-            dq = dq.to(lse.dtype) + prefix_dq
+            dq = dq.to(lse.dtype).add_(prefix_dq)
             self._add_to_prefix(prefix_dk, prefix_dv)
         # 3. the marks
         self.drained = part.start
@@ -205,7 +221,8 @@ class Carried:
             self._carry.drop(self._key)
             # Autograd may still hold this object for a while.
             self._kv = None
-            self._dkv = None
+            self._dk = None
+            self._dv = None
         return dq, dkv[0], dkv[1]
 
     def _store(self, part: Slice, k: torch.Tensor, v: torch.Tensor) -> None:
@@ -230,16 +247,16 @@ class Carried:
         return self._kv[0, start:stop], self._kv[1, start:stop]
 
     def _add_to_prefix(self, dk: torch.Tensor, dv: torch.Tensor) -> None:
-        """Add gradients [prefix, kv_heads, head_dim] of the prefix's keys and values to the second
-        buffer."""
-        prefix = dk.shape[0]
-        if self._dkv is None:
+        """Add gradients [prefix, kv_heads, head_dim] of the prefix's keys and values, new from the
+        kernel, to the second buffer."""
+        if self._dk is None or self._dv is None:
             # The last chunk goes backward first, and its prefix is the longest one.
-            self._dkv = torch.zeros(
-                2, *dk.shape, dtype=lse_dtype(dk.dtype), device=dk.device
-            )  # [2, prefix, kv_heads, head_dim]
-        self._dkv[0, :prefix] += dk
-        self._dkv[1, :prefix] += dv
+            self._dk = dk.to(lse_dtype(dk.dtype))
+            self._dv = dv.to(lse_dtype(dv.dtype))
+            return
+        prefix = dk.shape[0]
+        self._dk[:prefix] += dk
+        self._dv[:prefix] += dv
 
     def __str__(self) -> str:
         layer, sequence = self._key

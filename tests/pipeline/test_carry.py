@@ -140,7 +140,7 @@ def test_bfloat16_gradients_accumulate_in_float32():
     outs = [run_chunk(carry, slices, tensors) for slices in CHUNKS[:3]]
     outs[2].backward(torch.ones_like(outs[2]))
     (carried,) = carry._carried.values()
-    assert carried._dkv.dtype == torch.float32
+    assert carried._dk.dtype == carried._dv.dtype == torch.float32
     for out in outs[1::-1]:
         out.backward(torch.ones_like(out))
     carry.check_empty()

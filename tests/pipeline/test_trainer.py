@@ -2,6 +2,7 @@
 
 import json
 import random
+from unittest import mock
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, Tr
 from hf_flexseq import FlexSeqConfig, FlexSeqTrainer
 from hf_flexseq.cli import main
 from hf_flexseq.cli.files import read_steps
+from hf_flexseq.hf.pipeline import executor as executor_module
 from hf_flexseq.hf.pipeline.executor import StageExecutor
 from hf_flexseq.hf.trainer import OVERRIDDEN, FlexSeqMixin
 from hf_flexseq.plan.replicas import StepPlan
@@ -194,6 +196,22 @@ def test_evaluation_is_the_mean_over_target_tokens(tmp_path):
     for world_size in (2, 4):
         for found in run_ranks(evaluated, world_size, tmp_path):
             assert found == pytest.approx(wanted, rel=1e-9)
+
+
+def losses_called_while_attaching(rank, world_size, folder):
+    """How often, and whether it left a gradient."""
+    trainer = make_trainer(model_of(True), folder, 2)
+    called = mock.Mock(side_effect=executor_module.chunked_cross_entropy_sum)
+    with mock.patch.object(executor_module, "chunked_cross_entropy_sum", called):
+        trainer.flexseq.attach(trainer.model)
+    trainer.flexseq.detach()
+    return called.call_count, any(p.grad is not None for p in trainer.model.parameters())
+
+
+@pytest.mark.processes
+def test_the_last_stage_calls_its_loss_once_before_a_step_waits_for_it(tmp_path):
+    found = run_ranks(losses_called_while_attaching, 2, tmp_path)
+    assert found == [(0, False), (1, False)]
 
 
 def best_run(rank, world_size, folder):

@@ -280,13 +280,52 @@ PIPELINE = even_cost(2)
 def test_a_worker_plans_pipelines_too() -> None:
     job = StagesJob(cost=PIPELINE, options={"replicas": 2, "schedule": "seq1f1b"})
     worker = PlannerWorker(job)
-    worker.submit(0, [40, 30, 20])
-    there = worker.result(0)
+    for step in (0, 1):
+        worker.submit(step, [40, 30, 20])
+    first = worker.result(0)
+    there = worker.result(1)
     worker.close()
     here = job.plan([40, 30, 20])
+    assert first.digest() == there.digest()
     assert there.members == here.members
     for one, other in zip(there.plans, here.plans, strict=True):
         assert (one.chunks, one.actions) == (other.chunks, other.actions)
+
+
+@pytest.mark.processes
+def test_the_first_step_of_a_quick_job_does_not_wait_for_the_process(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    sent: list[dict[str, Any]] = []
+    monkeypatch.setattr(PlannerWorker, "_send", lambda worker, message: sent.append(message))
+    worker = PlannerWorker(StagesJob(cost=PIPELINE, options={"replicas": 1, "schedule": "1f1b"}))
+    for step in (3, 4):
+        worker.submit(step, [40, 30, 20])
+    assert worker.wait(3, 600) is None
+    assert worker.result(3).lengths == (40, 30, 20)
+    assert worker.wait(4, 0) is not None
+    with pytest.raises(ValueError, match="step 3 was not submitted, or its result was fetched"):
+        worker.result(3)
+    worker.close()
+    assert [message["id"] for message in sent[1:]] == [4]
+
+
+@pytest.mark.processes
+def test_the_first_step_of_a_quick_job_may_be_impossible() -> None:
+    options = {"replicas": 1, "max_tokens": 30, "schedule": "1f1b"}
+    worker = PlannerWorker(StagesJob(cost=PIPELINE, options=options))
+    worker.submit(0, [40])
+    with pytest.raises(PlanInfeasible):
+        worker.result(0)
+    worker.close()
+
+
+def test_integer_programs_are_left_to_the_process() -> None:
+    quick = {}
+    for schedule in ("auto", "1f1b", "seq1f1b", "infinipipe"):
+        quick[schedule] = StagesJob(cost=PIPELINE, options={"schedule": schedule}).is_quick
+    assert quick == {"auto": True, "1f1b": True, "seq1f1b": True, "infinipipe": False}
+    assert not groups_job().is_quick
 
 
 @pytest.mark.parametrize(

@@ -39,12 +39,13 @@ from hf_flexseq.hf.model.facts import (
     is_checkpointed,
     model_shape,
 )
-from hf_flexseq.hf.model.loss import ChunkedLoss, attach_chunked_loss
+from hf_flexseq.hf.model.loss import ChunkedLoss, attach_chunked_loss, has_chunkable_loss
 from hf_flexseq.hf.pipeline.checks import check_divides, check_pipeline_trainer
 from hf_flexseq.hf.pipeline.fsdp import take_over_fsdp
 from hf_flexseq.hf.pipeline.hooks import PipelineHooks
 from hf_flexseq.hf.pipeline.loading import empty_twin, stage_of
 from hf_flexseq.kernels.choose import choose_kernel
+from hf_flexseq.kernels.chunked_loss import chunked_cross_entropy_sum
 from hf_flexseq.pipeline.checkpoint import StageMember
 from hf_flexseq.pipeline.cost import StageTokenBytes, pipeline_cost, room_bytes
 from hf_flexseq.pipeline.executor import PipelineExecutor
@@ -170,10 +171,15 @@ class StageExecutor:
         accelerator = self.setup.accelerator
         head_dim = attention_shape(base.config.get_text_config()).head_dim
         with Attempt() as choosing:  # a machine may lack what the others have
-            kernel = choose_kernel(accelerator.device, compute_dtype(base, accelerator), head_dim)
+            dtype = compute_dtype(base, accelerator)
+            kernel = choose_kernel(accelerator.device, dtype, head_dim)
         host = self.setup.communicator.host
         choosing.raise_together(host.gather_values, "choosing the attention kernel")
+        with Attempt() as calling:  # while rank 0 measures what the model costs
+            if self.stage.is_last and has_chunkable_loss(base):
+                _call_loss_once(accelerator.device, dtype)
         self.cost = self.setup.costs.find(self._cost_subject)
+        calling.raise_together(host.gather_values, "calling the loss for the first time")
         self.room = self._room(self.cost)
         self._former_attention = base.config._attn_implementation
         base.set_attn_implementation(PIPELINE_NAME)
@@ -307,6 +313,18 @@ def stage_executor_for(
     fsdp = take_over_fsdp(trainer)
     check_pipeline_trainer(trainer, args)
     return partial(StageExecutor, model=trainer.model, fsdp=fsdp)
+
+
+def _call_loss_once(device: torch.device, dtype: torch.dtype) -> None:
+    """Run the chunked loss of one token, which nobody uses.
+
+    torch's registers its operators in its first call, which takes 0.2 s and more. In the first
+    step all stages would wait for the last one meanwhile.
+    """
+    hidden = torch.zeros(1, 1, dtype=dtype, device=device, requires_grad=True)  # [tokens, width]
+    weight = torch.zeros(2, 1, dtype=dtype, device=device, requires_grad=True)  # [words, width]
+    target = torch.zeros(1, dtype=torch.int64, device=device)
+    chunked_cross_entropy_sum(hidden, weight, None, target).backward()
 
 
 def _cast_dtype(model: PreTrainedModel, accelerator: Accelerator) -> torch.dtype | None:

@@ -1,7 +1,8 @@
 """Planners as the training process sees them: submit lengths, fetch plans later.
 
     InlinePlanner    plans in the training process, when the plan is fetched
-    PlannerWorker    plans in a process of its own, from the moment of submission on
+    PlannerWorker    plans in a process of its own, from the moment of submission on; the first
+                     step, which is waited for, here, where that takes less than starting a process
 
 A PlannerWorker has two threads: one writes requests from a queue, the other reads answers. Neither
 pipe can therefore fill up and stop both processes, however many requests are outstanding. The
@@ -108,6 +109,7 @@ class PlannerWorker:
 
         # what the training thread alone reads
         self._first: int | None = None  # the first step submitted
+        self._first_lengths: list[int] | None = None  # while it is to be planned here
         self._submitted: set[int] = set()
         self._closed = False
 
@@ -121,10 +123,13 @@ class PlannerWorker:
         """Ask for the plan of `step`. Returns at once."""
         if step in self._submitted:
             raise ValueError(f"step {step} was submitted before and its result not fetched")
-        if self._first is None:
-            self._first = step
         self._submitted.add(step)
         tokens = [int(length) for length in lengths]
+        if self._first is None:
+            self._first = step
+            if self._job.is_quick:
+                self._first_lengths = tokens
+                return
         self._send({"id": step, "lengths": tokens, "explain": step == self._first})
 
     def wait(self, step: int, seconds: float) -> str | None:
@@ -137,12 +142,17 @@ class PlannerWorker:
 
     def result(self, step: int) -> Any:
         """Return the plan of a submitted step, once. Waits as long as the process takes; `wait`
-        sets a limit.
+        sets a limit. The first step of a quick job is planned here.
 
         Raises what planning raised, or RuntimeError when the process died.
         """
         if step not in self._submitted:
             raise ValueError(f"step {step} was not submitted, or its result was fetched before")
+        if step == self._first and self._first_lengths is not None:
+            lengths = self._first_lengths
+            self._first_lengths = None
+            self._submitted.discard(step)
+            return self._job.plan(lengths, explain=True)
         with self._changed:
             self._changed.wait_for(lambda: self._is_known(step))
             answer = self._answers.pop(step, None)
@@ -166,8 +176,9 @@ class PlannerWorker:
         self._process.wait()
 
     def _is_known(self, step: int) -> bool:
-        """Return whether there is an answer to `step`, or never will be."""
-        return step in self._answers or self._ended
+        """Return whether there is an answer to `step`, or never will be from the process."""
+        is_planned_here = step == self._first and self._first_lengths is not None
+        return is_planned_here or step in self._answers or self._ended
 
     def _send(self, message: dict[str, Any]) -> None:
         self._requests.put(json.dumps(message) + "\n")

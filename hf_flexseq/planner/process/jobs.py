@@ -25,6 +25,10 @@ from hf_flexseq.topology import Topology
 class Job(Protocol):
     """Everything a planner can be asked to do."""
 
+    @property
+    def is_quick(self) -> bool:
+        """Whether a plan takes less time than starting a process that plans."""
+
     def to_record(self) -> dict[str, Any]:
         """Return the job as plain JSON values; `job_from_record` is the inverse."""
 
@@ -43,6 +47,8 @@ class GroupsJob:
     """Plan which ranks work together on which sequences."""
 
     KIND: ClassVar[str] = "groups"
+    is_quick: ClassVar[bool] = False
+    """Plans of many ranks take seconds."""
 
     topology: Topology
     """The machines and their ranks."""
@@ -131,6 +137,13 @@ class StagesJob:
 
     options: Mapping[str, Any]
     """Keyword arguments of `make_step_plan`, as JSON values."""
+
+    @property
+    def is_quick(self) -> bool:
+        """True but where integer programs are solved: the other schedules take 10 to 50 ms for
+        512 sequences (`scripts/benchmarks/pipeline.py --parts planning`), a process 150 ms to
+        start."""
+        return self.options.get("schedule") != "infinipipe"
 
     def to_record(self) -> dict[str, Any]:
         """Return the job as plain JSON values."""
