@@ -2,7 +2,7 @@
 
 A GPU computes nothing that its host has not launched before, and ranks exchange nothing that their
 hosts have not posted. None of that depends on the number of tokens, so it decides for short
-sequences: a zigzag of eight ranks has 17 attention calls and 21 posts where Ulysses has 2 and 4.
+sequences: a zigzag of eight ranks has 17 attention calls and 16 posts where Ulysses has 2 and 4.
 
     turn      an attention call, forward or backward
     launch    an operation on the device: the turns, and the gathers, merges and sums around them
