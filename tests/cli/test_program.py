@@ -18,6 +18,7 @@ from hf_flexseq.topology import Topology
 from tests.cli.refused import failed
 
 LLAMA = LayerShape(query_heads=32, kv_heads=8, head_dim=128, dtype="bfloat16")
+PAGE = Path(__file__).parents[2] / "docs/architecture.md"
 FOUR = Topology(nodes=1, ranks_per_node=4)
 LENGTHS = (16_000, 40, 900)
 MICRO_BATCHES = (
@@ -97,6 +98,16 @@ def test_a_title_counts_what_follows_it(file: str, capsys: pytest.CaptureFixture
     assert f", {operations.count('post')} posts, " in title
     messages = sum(line.count(" rank ") for line in program)
     assert title.endswith(f", {messages} messages")
+
+
+def test_the_page_that_explains_a_program_shows_this_one(
+    file: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (excerpt,) = [part for part in PAGE.read_text().split("```") if "\nforward of rank 1" in part]
+    first, last = excerpt.removeprefix("text\n").split("...\n")
+    out = shown(["program", file, "--rank", "1"], capsys)
+    assert out.startswith(first)
+    assert f"\n{last}backward of rank 1" in out
 
 
 def test_layer_dtype_device_and_topology_are_those_asked_for(
