@@ -81,12 +81,12 @@ class PendingFetch(NamedTuple):
 
     exchange: Exchange
 
-    of_queries: Values
-    """Values of the n queries: (q [n, H, D],), in the backward (q, dout, out, lse [n, H]).
-    Nothing, as `of_keys`, where this rank has no call."""
+    of_queries: Sequence[Values]
+    """By read, values of the n queries: (q [n, H, D],), in the backward (q, dout, out, lse [n,
+    H])."""
 
-    of_keys: Values
-    """Values of the m keys: (kv [m, 2, Hkv, D],)."""
+    of_keys: Sequence[Values]
+    """By read, values of the m keys: (kv [m, 2, Hkv, D],)."""
 
 
 class PendingReturn(NamedTuple):
@@ -184,17 +184,18 @@ class RingZone:
             call_queries, call_keys = fetches.next()
             for arrived in _arrived(returned, leave=AHEAD):
                 running.merge_all(arrived.of_queries)
-            # 2. attend: (out [n, H, D], lse [n, H]), or nothing
-            result = _attend(b, turn, call_queries, call_keys)
+            # 2. attend: (out [n, H, D], lse [n, H]) for each read
+            results = _attend(b, turn, call_queries, call_keys)
             # 3. merge here, or send to where the queries are
-            if result and turn.queries.peer is None:
-                running.take(turn.queries.rows, result, first=turn.time == DIAGONAL_TIME)
+            for read, result in zip(turn.reads, results, strict=True):
+                if read.queries.peer is None:
+                    running.take(read.queries.rows, result, first=turn.time == DIAGONAL_TIME)
             back = self._return(
                 b,
                 turn,
-                of_queries=result,
+                of_queries=results,
                 like_queries=(q, lse_like),
-                of_keys=(),
+                of_keys=[()] * len(results),
                 like_keys=(),
             )
             returned.append(back)
@@ -224,13 +225,14 @@ class RingZone:
             call_queries, call_keys = fetches.next()
             for arrived in _arrived(returned, leave=AHEAD):
                 _add_arrived(dq, dkv, arrived)
-            # 2. gradients of the call: (dq [n, H, D],) and (dkv [m, 2, Hkv, D],), or nothing
+            # 2. gradients: (dq [n, H, D],) and (dkv [m, 2, Hkv, D],) for each read
             call_dq, call_dkv = _call_backward(b, turn, call_queries, call_keys)
             # 3. add here, or send to where the rows are
-            if turn.queries.peer is None:
-                dq.add(turn.queries.rows, call_dq)
-            if turn.keys.peer is None:
-                dkv.add(turn.keys.rows, call_dkv)
+            for read, read_dq, read_dkv in zip(turn.reads, call_dq, call_dkv, strict=True):
+                if read.queries.peer is None:
+                    dq.add(read.queries.rows, read_dq)
+                if read.keys.peer is None:
+                    dkv.add(read.keys.rows, read_dkv)
             back = self._return(
                 b, turn, of_queries=call_dq, like_queries=(q,), of_keys=call_dkv, like_keys=(kv,)
             )
@@ -264,9 +266,10 @@ class RingZone:
         for share in turn.sent_keys:
             exchange.send([b.take(kv, share.rows)], share.peer)
         if turn.call is None:
-            return PendingFetch(exchange, (), ())
-        call_queries = _read(b, exchange, turn.queries, of_queries)
-        call_keys = _read(b, exchange, turn.keys, (kv,))
+            return PendingFetch(exchange, [], [])
+        # All queries before all keys, as they are sent.
+        call_queries = [_read(b, exchange, read.queries, of_queries) for read in turn.reads]
+        call_keys = [_read(b, exchange, read.keys, (kv,)) for read in turn.reads]
         return PendingFetch(exchange, call_queries, call_keys)
 
     def _return(
@@ -274,23 +277,26 @@ class RingZone:
         b: Builder,
         turn: Turn,
         *,
-        of_queries: Values,
+        of_queries: Sequence[Values],
         like_queries: Values,
-        of_keys: Values,
+        of_keys: Sequence[Values],
         like_keys: Values,
     ) -> PendingReturn:
         """Collect the results of a turn's calls: from this rank to peers, and from peers to here.
 
-        of_queries, of_keys: results [n, ...] of this rank's call, about its queries and its keys.
+        of_queries, of_keys: by read, results [n, ...] of this rank's call, about its queries and
+            its keys.
         like_queries, like_keys: values [t, ...] of this rank that are like such results but for
             the number of rows; results travel in their dtypes.
         Rows [n, ...] on the rank that computes -> [n, ...] on the rank that holds their tokens.
         """
         exchange = self._new_exchange(b, turn, like_queries, like_keys, returns=True)
         # The order of these four decides the tags: queries before keys.
-        _send_results(b, exchange, turn.queries, of_queries, like_queries)
+        for read, results in zip(turn.reads, of_queries, strict=True):
+            _send_results(b, exchange, read.queries, results, like_queries)
         coming_queries = _receive_results(exchange, turn.sent_queries, like_queries)
-        _send_results(b, exchange, turn.keys, of_keys, like_keys)
+        for read, results in zip(turn.reads, of_keys, strict=True):
+            _send_results(b, exchange, read.keys, results, like_keys)
         coming_keys = _receive_results(exchange, turn.sent_keys, like_keys)
         return PendingReturn(exchange, coming_queries, coming_keys)
 
@@ -318,7 +324,7 @@ class RingZone:
         read_here = sent == returns
         sides: Sequence[Operand | Share]
         if read_here:
-            sides = (turn.queries, turn.keys)
+            sides = [side for read in turn.reads for side in read]
         else:
             sides = (*turn.sent_queries, *turn.sent_keys)
         chunks: list[ChunkKey] = []
@@ -363,12 +369,12 @@ class Fetches:
         post(self._builder, [back, *self._collect_until(self._taken + AHEAD + 1)])
 
     def next(self) -> tuple[Values, Values]:
-        """Wait for what the next turn's call reads: values [n, ...] of its queries and [m, ...] of
-        its keys."""
+        """Wait for what the next turn's call reads: values [n, ...] of all its queries and [m,
+        ...] of all its keys; nothing where there is no call."""
         fetch = self._pending.popleft()
         self._taken += 1
         fetch.exchange.wait()
-        return fetch.of_queries, fetch.of_keys
+        return _together(self._builder, fetch.of_queries), _together(self._builder, fetch.of_keys)
 
     @property
     def _next(self) -> Turn:
@@ -398,6 +404,21 @@ def _read(b: Builder, exchange: Exchange, operand: Operand, values: Values) -> V
     if operand.peer is None:
         return b.take_all(values, operand.rows)
     return exchange.recv(values, operand.rows.tokens, operand.peer)
+
+
+def _together(b: Builder, parts: Sequence[Values]) -> Values:
+    """Return the values of several reads one after the other: [n, ...] each -> [all n, ...]."""
+    return tuple(b.join(of_reads) for of_reads in zip(*parts, strict=True))
+
+
+def _apart(b: Builder, values: Values, counts: Sequence[int]) -> list[Values]:
+    """Return the values of a call by read: [all n, ...] each -> [n, ...], views."""
+    parts = []
+    start = 0
+    for count in counts:
+        parts.append(tuple(b.part(x, start, start + count) for x in values))
+        start += count
+    return parts
 
 
 def _send_results(
@@ -439,34 +460,42 @@ def _arrived(returned: deque[PendingReturn], leave: int = 0) -> Iterable[Pending
 # ---- one call
 
 
-def _attend(b: Builder, turn: Turn, of_queries: Values, of_keys: Values) -> Values:
-    """Return (out [n, H, D], lse [n, H]) of the turn's call; nothing where it has none.
+def _attend(b: Builder, turn: Turn, of_queries: Values, of_keys: Values) -> list[Values]:
+    """Return (out [n, H, D], lse [n, H]) of the turn's call for each read; nothing where there is
+    no call.
 
-    of_queries: (q [n, H, D],), of_keys: (kv [m, 2, Hkv, D],), the rows that the call reads.
+    of_queries: (q [all n, H, D],), of_keys: (kv [all m, 2, Hkv, D],), the rows that it reads.
     """
     if turn.call is None:
-        return ()
+        return []
     (q,) = of_queries
     (kv,) = of_keys
     k, v = b.unpair(kv)  # [m, 2, Hkv, D] -> 2 x [m, Hkv, D]
     out, lse = b.attend(q, k, v, turn.call)
-    return out, b.turned(lse)  # lse [H, n] -> [n, H]
+    # lse [H, n] -> [n, H]
+    return _apart(b, (out, b.turned(lse)), [read.queries.rows.tokens for read in turn.reads])
 
 
 def _call_backward(
     b: Builder, turn: Turn, of_queries: Values, of_keys: Values
-) -> tuple[Values, Values]:
-    """Return (dq [n, H, D],) and (dkv [m, 2, Hkv, D],) of the turn's call, or nothing.
+) -> tuple[list[Values], list[Values]]:
+    """Return (dq [n, H, D],) and (dkv [m, 2, Hkv, D],) of the turn's call for each read; nothing
+    where there is no call.
 
-    of_queries: q, dout, out [n, H, D] and lse [n, H]. of_keys: (kv [m, 2, Hkv, D],).
+    of_queries: q, dout, out [all n, H, D] and lse [all n, H]. of_keys: (kv [all m, 2, Hkv, D],).
     """
     if turn.call is None:
-        return (), ()
+        return [], []
     (kv,) = of_keys
     q, dout, out, lse = of_queries
     k, v = b.unpair(kv)  # [m, 2, Hkv, D] -> 2 x [m, Hkv, D]
     dq, dk, dv = b.gradients(dout, q, k, v, out, b.kernel_lse(lse), turn.call)
-    return (dq,), (b.pair(dk, dv),)  # 2 x [m, Hkv, D] -> [m, 2, Hkv, D]
+    dkv = b.pair(dk, dv)  # 2 x [m, Hkv, D] -> [m, 2, Hkv, D]
+    of_reads = [read.queries.rows.tokens for read in turn.reads]
+    return (
+        _apart(b, (dq,), of_reads),
+        _apart(b, (dkv,), [read.keys.rows.tokens for read in turn.reads]),
+    )
 
 
 # ---- merging and adding
