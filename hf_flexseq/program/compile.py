@@ -25,7 +25,8 @@ from hf_flexseq.program.hybrid import hybrid_zone
 from hf_flexseq.program.instructions import INPUT, LayerShape, Program, Value
 from hf_flexseq.program.local import LocalZone
 from hf_flexseq.program.remap import TokenRemap
-from hf_flexseq.program.ring import RingZone, Routes
+from hf_flexseq.program.ring import RingZone
+from hf_flexseq.program.routes import Routes
 from hf_flexseq.program.turns import WORTHY_PAIRS, make_turns
 from hf_flexseq.program.ulysses import ulysses_zone
 from hf_flexseq.program.weave import run_zones

@@ -47,10 +47,11 @@ from collections.abc import Iterable, Sequence
 from functools import partial
 from typing import NamedTuple
 
-from hf_flexseq.plan import Group
 from hf_flexseq.program.builder import Builder, Tables, Values
 from hf_flexseq.program.exchange import STRAIGHT, Channel, Exchange, Label, post
 from hf_flexseq.program.instructions import INPUT, WIDE, Rows, Value
+from hf_flexseq.program.routes import Routes
+from hf_flexseq.program.sums import RunningResult, Total
 from hf_flexseq.program.tags import EXCHANGES_IN_FLIGHT, ring_fetch, ring_return
 from hf_flexseq.program.turns import (
     DIAGONAL_TIME,
@@ -62,9 +63,6 @@ from hf_flexseq.program.turns import (
 )
 from hf_flexseq.program.weave import END, ZoneSteps
 from hf_flexseq.schedule.attention import ChunkKey
-from hf_flexseq.schedule.ring_routing import ring_routings
-from hf_flexseq.schedule.routing import NicFigures, Routing
-from hf_flexseq.schedule.transfers import RowBytes
 
 AHEAD = 2  # turns whose inputs are on their way when a turn begins
 
@@ -99,46 +97,6 @@ class PendingReturn(NamedTuple):
 
     of_keys: tuple[tuple[Rows, Values], ...]
     """Nothing in the forward; in the backward (the m rows, (dkv [m, 2, Hkv, D],))."""
-
-
-class Routes:
-    """The routings of a ring's exchanges, by the sizes of what travels.
-
-    All ranks of the group make the same ones, each as far as its node is concerned.
-    """
-
-    __slots__ = ("_group", "_lengths", "_links", "_rank", "_routings")
-
-    def __init__(
-        self, group: Group, lengths: Sequence[int], links: NicFigures, *, rank: int
-    ) -> None:
-        """lengths: tokens of each sequence of the group. rank: this rank."""
-        self._group = group
-        self._lengths = lengths
-        self._links = links
-        self._rank = rank
-        # by turn
-        self._routings: dict[tuple[bool, RowBytes, RowBytes], tuple[Routing, ...]] = {}
-
-    def find(
-        self, turn: int, query_bytes: RowBytes, key_bytes: RowBytes, *, returns: bool
-    ) -> Routing:
-        """Return the routing of the fetch of a turn, or with `returns` of its return.
-
-        query_bytes, key_bytes: of one row of each tensor that travels.
-        """
-        key = (returns, query_bytes, key_bytes)
-        if key not in self._routings:
-            self._routings[key] = ring_routings(
-                self._group,
-                self._lengths,
-                self._links,
-                query_bytes,
-                key_bytes,
-                returns=returns,
-                rank=self._rank,
-            )
-        return self._routings[key][turn]
 
 
 # ---- the compiler
@@ -496,83 +454,6 @@ def _call_backward(
         _apart(b, (dq,), of_reads),
         _apart(b, (dkv,), [read.keys.rows.tokens for read in turn.reads]),
     )
-
-
-# ---- merging and adding
-
-
-class RunningResult:
-    """The merged result of all calls so far about this rank's queries."""
-
-    def __init__(self, b: Builder, q: Value) -> None:
-        """q: [t, H, D]."""
-        self._builder = b
-        self._shape = q.shape
-        self._out: Value | None = None  # [t, H, D] in WIDE
-        self._lse: Value | None = None  # [t, H], in memory as kernels have it
-
-    @property
-    def out(self) -> Value:
-        """[t, H, D] in WIDE."""
-        return self._begun()[0]
-
-    @property
-    def lse(self) -> Value:
-        """[t, H] in WIDE."""
-        return self._begun()[1]
-
-    def _begun(self) -> tuple[Value, Value]:
-        """Return out and lse, without contents as long as no call has given any."""
-        if self._out is None or self._lse is None:
-            rows, heads, _ = self._shape
-            self._out = self._builder.empty(self._shape, WIDE)
-            lse = self._builder.empty((heads, rows), WIDE)
-            self._lse = self._builder.turned(lse)
-        return self._out, self._lse
-
-    def take(self, rows: Rows, result: Values, *, first: bool) -> None:
-        """Take the result (out [n, H, D], lse [n, H]) of a call of this rank about these rows.
-
-        first: whether no call before it has read these rows.
-        """
-        out, lse = result
-        if first and rows.tokens == self._shape[0] and self._out is None:
-            self._out = self._builder.cast(out, WIDE)
-            self._lse = lse
-        elif first:
-            self._builder.put(self.out, rows, out)
-            self._builder.put(self.lse, rows, lse)
-        else:
-            self._builder.merge(self.out, self.lse, rows, (out, lse))
-
-    def merge_all(self, results: Iterable[tuple[Rows, Values]]) -> None:
-        """Merge results that have come back, in their order."""
-        for rows, result in results:
-            self.take(rows, result, first=False)
-
-
-class Total:
-    """Gradients of this rank's rows, summed in float32 (float64 for float64)."""
-
-    def __init__(self, b: Builder, like: Value) -> None:
-        """like: the value whose gradient it is, [t, ...]."""
-        self._builder = b
-        self._shape = like.shape
-        self._value: Value | None = None  # [t, ...] in WIDE
-
-    def value(self) -> Value:
-        """Return the sum, [t, ...]: zero where nothing was added."""
-        if self._value is None:
-            self._value = self._builder.zeros(self._shape, WIDE)
-        return self._value
-
-    def add(self, rows: Rows, parts: Values) -> None:
-        """Add each part [n, ...] to these n rows."""
-        for part in parts:
-            if self._value is None and rows.array is None and rows.tokens == self._shape[0]:
-                self._value = self._builder.cast(part, WIDE)
-            else:
-                self._builder.add(self.value(), rows, part)
 
 
 def _add_arrived(dq: Total, dkv: Total, arrived: PendingReturn) -> None:
