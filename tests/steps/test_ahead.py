@@ -1,6 +1,7 @@
 """The next step is dealt while this one runs, and nothing shows of it: not in the order of
 exchanges, not in numbers, samples or errors."""
 
+import json
 import re
 from types import SimpleNamespace
 
@@ -19,8 +20,8 @@ class EchoPlan(SimpleNamespace):
 
     notes = ()
 
-    def to_record(self):
-        return self.lengths
+    def to_bytes(self):
+        return json.dumps(self.lengths).encode()
 
 
 class Refuses(Echo):
@@ -54,7 +55,7 @@ def dealt_steps(rank, lookahead, *, refused=None, log=None, lost_in=None):
         Refuses(refused) if rank == 0 else None,
         lookahead,
         check=lambda plan: None,
-        read=lambda record: EchoPlan(lengths=record),
+        read=lambda data: EchoPlan(lengths=json.loads(data)),
     )
     return DealtSteps(planned, deal)
 
