@@ -250,7 +250,7 @@ def _program_options(parser: argparse.ArgumentParser) -> None:
         "--device",
         choices=("cuda", "cpu"),
         default="cuda",
-        help="which decides in how many pieces heads travel, and the dtype of partial gradients "
+        help="which decides how small a kernel call may be, and the dtype of partial gradients "
         "(default cuda)",
     )
     _limit_option(parser)
