@@ -140,16 +140,11 @@ def _matched(given: Ints, taken: Ints) -> MoveArrays:
     return MoveArrays(source, target, tokens)
 
 
-def moved_tokens(moves: Sequence[Move], topology: Topology) -> tuple[int, int]:
+def moved_tokens(moves: MoveArrays, topology: Topology) -> tuple[int, int]:
     """Return the most tokens a rank gives away or gets: (inside its node, between nodes)."""
-    # [world_size] tokens by whether they cross nodes
-    sent = {False: [0] * topology.world_size, True: [0] * topology.world_size}
-    received = {False: [0] * topology.world_size, True: [0] * topology.world_size}
     per_node = topology.ranks_per_node
-    for move in moves:
-        crosses = move.source // per_node != move.target // per_node
-        sent[crosses][move.source] += move.tokens
-        received[crosses][move.target] += move.tokens
-    inside = max(*sent[False], *received[False])
-    between = max(*sent[True], *received[True])
-    return inside, between
+    crosses = moves.source // per_node != moves.target // per_node  # [moves]
+    of_ranks = np.zeros((2, 2, topology.world_size), dtype=np.int64)  # by crosses, by gets
+    np.add.at(of_ranks, (crosses.astype(np.int64), 0, moves.source), moves.tokens)
+    np.add.at(of_ranks, (crosses.astype(np.int64), 1, moves.target), moves.tokens)
+    return int(of_ranks[0].max()), int(of_ranks[1].max())
