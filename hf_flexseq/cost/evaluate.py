@@ -139,9 +139,11 @@ def remapped_ns(
     """
     tokens = micro_batch.tokens_per_rank(lengths, topology.world_size)
     # 1. attention stays as it is
-    attention = np.array(rank_ns(cost, micro_batch.groups, lengths, topology))
-    for group in micro_batch.groups:
-        attention[group.start : group.stop] -= linear_ns(cost, group, lengths)
+    work_ns = groups_ns(cost, micro_batch.groups, lengths, topology).tolist()
+    attention_ns = []
+    for group, nanoseconds in zip(micro_batch.groups, work_ns, strict=True):
+        attention_ns.append(nanoseconds - linear_ns(cost, group, lengths))
+    attention = _busy_ns(micro_batch.groups, attention_ns, topology)
     # 2. linear layers run on even shares
     share = -(-sum(tokens) // topology.world_size)
     # 3. the rank that moves most sets the pace, first inside nodes, then between them

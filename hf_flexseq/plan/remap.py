@@ -143,8 +143,10 @@ def _matched(given: Ints, taken: Ints) -> MoveArrays:
 def moved_tokens(moves: MoveArrays, topology: Topology) -> tuple[int, int]:
     """Return the most tokens a rank gives away or gets: (inside its node, between nodes)."""
     per_node = topology.ranks_per_node
-    crosses = moves.source // per_node != moves.target // per_node  # [moves]
-    of_ranks = np.zeros((2, 2, topology.world_size), dtype=np.int64)  # by crosses, by gets
-    np.add.at(of_ranks, (crosses.astype(np.int64), 0, moves.source), moves.tokens)
-    np.add.at(of_ranks, (crosses.astype(np.int64), 1, moves.target), moves.tokens)
-    return int(of_ranks[0].max()), int(of_ranks[1].max())
+    crosses = (moves.source // per_node != moves.target // per_node).astype(np.int64)  # [moves]
+    sent = np.zeros((2, topology.world_size), dtype=np.int64)  # by whether tokens cross nodes
+    received = np.zeros_like(sent)
+    np.add.at(sent, (crosses, moves.source), moves.tokens)
+    np.add.at(received, (crosses, moves.target), moves.tokens)
+    inside, between = np.maximum(sent, received).max(axis=1).tolist()
+    return inside, between
