@@ -1,7 +1,8 @@
 """What work costs: seconds and bytes of sequences on groups of ranks, and of chunks on pipeline
 stages.
 
-    model.py      CostModel: the constants, and one sequence on one group
+    model.py      CostModel: one sequence on one group
+    constants.py  its constants: their meaning, checks and JSON
     evaluate.py   groups, micro-batches and steps by a cost model
     launches.py   what the host does for a group in one layer, counted
     stages.py     chunks on the stages of a pipeline
@@ -10,6 +11,7 @@ stages.
     presets.py    cost models by name
 """
 
+from hf_flexseq.cost.constants import PIECE_ROWS
 from hf_flexseq.cost.evaluate import (
     GroupKind,
     RemappedNs,
@@ -27,7 +29,6 @@ from hf_flexseq.cost.evaluate import (
 from hf_flexseq.cost.model import (
     ATTENTION_BACKWARD,
     HEAD_PIECES,
-    PIECE_ROWS,
     RING_STRATEGIES,
     WIDEST_WITHIN_A_NODE,
     CostModel,

@@ -18,7 +18,7 @@ import numpy as np
 
 from hf_flexseq.cost.model import CostModel, Int64Array
 from hf_flexseq.plan import Group, MicroBatch
-from hf_flexseq.plan.remap import moved_tokens, transport
+from hf_flexseq.plan.remap import moved_tokens, transport_arrays
 from hf_flexseq.topology import Topology
 
 # In this file `lengths` always are the tokens of every sequence of the plan, by sequence id.
@@ -98,11 +98,16 @@ def rank_ns(
 
     The constant of the micro-batch is left out.
     """
-    busy = np.zeros(topology.world_size, dtype=np.int64)
     work_ns = groups_ns(cost, groups, lengths, topology).tolist()
+    return tuple(_busy_ns(groups, work_ns, topology).tolist())
+
+
+def _busy_ns(groups: Sequence[Group], work_ns: Sequence[int], topology: Topology) -> Int64Array:
+    """Return the nanoseconds each rank works in groups that take `work_ns`, [world_size]."""
+    busy = np.zeros(topology.world_size, dtype=np.int64)
     for group, nanoseconds in zip(groups, work_ns, strict=True):
         busy[group.start : group.stop] += nanoseconds
-    return tuple(busy.tolist())
+    return busy
 
 
 def slowest_ns(
@@ -134,13 +139,15 @@ def remapped_ns(
     """
     tokens = micro_batch.tokens_per_rank(lengths, topology.world_size)
     # 1. attention stays as it is
-    attention = np.array(rank_ns(cost, micro_batch.groups, lengths, topology))
-    for group in micro_batch.groups:
-        attention[group.start : group.stop] -= linear_ns(cost, group, lengths)
+    work_ns = groups_ns(cost, micro_batch.groups, lengths, topology).tolist()
+    attention_ns = []
+    for group, nanoseconds in zip(micro_batch.groups, work_ns, strict=True):
+        attention_ns.append(nanoseconds - linear_ns(cost, group, lengths))
+    attention = _busy_ns(micro_batch.groups, attention_ns, topology)
     # 2. linear layers run on even shares
     share = -(-sum(tokens) // topology.world_size)
     # 3. the rank that moves most sets the pace, first inside nodes, then between them
-    inside, between = moved_tokens(transport(tokens, topology), topology)
+    inside, between = moved_tokens(transport_arrays(tokens, topology), topology)
     one_byte_s = inside / cost.bandwidth(topology.ranks_per_node, False)  # of every token moved
     if between:
         one_byte_s += between / cost.bandwidth(topology.world_size, True)
@@ -164,9 +171,20 @@ def lockstep_ns(
 
     A micro-batch takes as long as its slowest rank, and the constant.
     """
+    micro_batches = tuple(micro_batches)
+    # 1. the groups of all micro-batches that are not remapped, priced together
+    groups = [group for one in micro_batches if not one.remap for group in one.groups]
+    work_ns = groups_ns(cost, groups, lengths, topology).tolist()
+    # 2. the slowest rank of each micro-batch
     nanoseconds = []
+    first = 0  # of the micro-batch's groups in `work_ns`
     for micro_batch in micro_batches:
-        slowest = slowest_ns(cost, micro_batch, lengths, topology)
+        if micro_batch.remap:
+            slowest = slowest_ns(cost, micro_batch, lengths, topology)
+        else:
+            stop = first + len(micro_batch.groups)
+            slowest = int(_busy_ns(micro_batch.groups, work_ns[first:stop], topology).max())
+            first = stop
         nanoseconds.append(slowest + cost.micro_batch_ns)
     return tuple(nanoseconds)
 

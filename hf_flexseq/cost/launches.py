@@ -37,6 +37,9 @@ import functools
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+import numpy as np
+from numpy.typing import NDArray
+
 # Launches beside the turns: counts of the programs, which change with them.
 ULYSSES_LAUNCHES = 6  # heads in one piece
 ULYSSES_PIECE_LAUNCHES = 4  # every further piece
@@ -166,11 +169,24 @@ def _hybrid(degree: int, nodes: int) -> LayerWork:
 # ---- posts of a ring
 
 
-@functools.lru_cache(maxsize=1024)
+@functools.lru_cache(maxsize=256)
 def _ring_posts(strategy: str, degree: int, nodes: int) -> int:
     """Return the posts of the busiest rank of a ring, forward and backward, by lane."""
     width = degree // nodes
-    return max(_posts_of_rank(strategy, degree, width, index) for index in _places(degree, width))
+    turns = degree - 1 if strategy == "zigzag" else degree // 2
+    # Whether a rank exchanges something about a turn over a lane: [lanes, places, turn], with a
+    # turn 0 and turns behind the last one that have nothing.
+    fetched, helped = _lanes_of_turns(strategy, degree, width, turns)
+    due = fetched[:, :, RING_AHEAD + 1 :]  # what is fetched so many turns ahead
+    here = slice(turns + 1)
+    # 1. forward: the first fetches, and with each turn's help the fetch that is due
+    posts = fetched[:, :, 1 : RING_AHEAD + 1].sum(axis=2)  # [lanes, places]
+    posts += (helped[:, :, here] | due[:, :, here]).sum(axis=2)
+    # 2. backward: the first two posts, and with each turn's gradients the fetch that is due
+    posts += fetched[:, :, 1]
+    posts += fetched[:, :, 2] | fetched[:, :, 3]
+    posts += (fetched[:, :, 1 : turns + 1] | due[:, :, 1 : turns + 1]).sum(axis=2)
+    return int(posts.sum(axis=0).max())
 
 
 def _places(degree: int, width: int) -> Iterable[int]:
@@ -183,49 +199,32 @@ def _places(degree: int, width: int) -> Iterable[int]:
     return sorted(places)
 
 
-def _posts_of_rank(strategy: str, degree: int, width: int, index: int) -> int:
-    """Return the posts of one rank of a ring with `width` ranks on a node."""
-    turns = degree - 1 if strategy == "zigzag" else degree // 2
-    fetched = [_peers(strategy, degree, index, t, helps=None) for t in range(turns + 1)]
-    helped = [_peers(strategy, degree, index, t, helps=True) for t in range(turns + 1)]
-    nothing: set[int] = set()
+def _lanes_of_turns(
+    strategy: str, degree: int, width: int, turns: int
+) -> tuple[NDArray[np.bool_], NDArray[np.bool_]]:
+    """Return over which lanes ranks exchange something about each turn of a ring: two arrays,
+    [lanes, places, turns and some].
 
-    def at(peers: list[set[int]], turn: int) -> set[int]:
-        return peers[turn] if 0 < turn <= turns else nothing
-
-    # 1. forward: the first fetches, and with each turn's help the fetch that is due
-    posts = [at(fetched, turn) for turn in range(1, RING_AHEAD + 1)]
-    for turn in range(turns + 1):
-        posts.append(at(helped, turn) | at(fetched, turn + RING_AHEAD + 1))
-    # 2. backward: the first two posts, and with each turn's gradients the fetch that is due
-    posts.append(at(fetched, 1))
-    posts.append(at(fetched, 2) | at(fetched, 3))
-    for turn in range(1, turns + 1):
-        posts.append(at(fetched, turn) | at(fetched, turn + RING_AHEAD + 1))
-    # 3. a post takes a lane for the ranks of the same node, and one for all others
-    node = index // width
-    return sum(len({peer // width == node for peer in peers}) for peers in posts)
-
-
-def _peers(strategy: str, degree: int, index: int, turn: int, *, helps: bool | None) -> set[int]:
-    """Return the ranks with which a rank exchanges something about a turn of a ring.
-
-    helps: True for calls in another rank's place alone; None for all calls.
+    The first is of all calls, the second of those in another rank's place alone. Lanes are the
+    node's own, and the one to all others. width: ranks of a node. Turn 0 and those behind `turns`
+    have nothing.
     """
-    before = (index - turn) % degree  # whose keys or queries this rank reads
-    after = (index + turn) % degree  # who reads keys or queries of this one
-    if strategy == "zigzag":
-        return set() if helps else {before, after}
-    half_way = 2 * turn == degree  # where nobody helps
-    peers = set()
-    if index < turn:
-        if not half_way:
-            peers.add(before)
-    elif not helps:
-        peers.add(before)
-    if index + turn >= degree:
-        if not half_way:
-            peers.add(after)
-    elif not helps:
-        peers.add(after)
-    return peers
+    index = np.array(_places(degree, width))[:, None]  # [places, 1]
+    turn = np.arange(turns + RING_AHEAD + 2)
+    exists = (turn > 0) & (turn <= turns)
+    fetched = np.zeros((2, len(index), len(turn)), dtype=bool)
+    helped = np.zeros_like(fetched)
+    # Whose keys or queries a rank reads, counted around the end, and who reads its own.
+    for peer in (index - turn, index + turn):
+        fetches = np.broadcast_to(exists, peer.shape)
+        helps = np.zeros_like(fetches)
+        if strategy == "balanced":
+            around = (peer < 0) | (peer >= degree)
+            half_way = 2 * turn == degree  # where nobody helps
+            fetches = fetches & ~(around & half_way)
+            helps = fetches & around
+        inside = peer % degree // width == index // width  # [places, turns and some]
+        for lane, is_there in enumerate((inside, ~inside)):
+            fetched[lane] |= fetches & is_there
+            helped[lane] |= helps & is_there
+    return fetched, helped

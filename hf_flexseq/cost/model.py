@@ -47,32 +47,14 @@ their order or on the machine.
 
 import hashlib
 import json
-from collections.abc import Sequence
-from dataclasses import MISSING, dataclass, fields
-from pathlib import Path
-from typing import Any, NamedTuple
+from dataclasses import dataclass, fields
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from hf_flexseq.cost.launches import MOST_PER_RANK, layer_work
-from hf_flexseq.reading import parse_json, read_text
-from hf_flexseq.values import (
-    MAX_BYTES,
-    MAX_RANKS,
-    MAX_SECONDS,
-    MAX_TOKENS,
-    MAX_TOKENS_PER_RANK,
-    VERSION,
-    duration,
-    fields_of,
-    items,
-    number,
-    positive,
-    quoted,
-    whole,
-    word,
-)
+from hf_flexseq.cost.constants import CostConstants
+from hf_flexseq.cost.launches import layer_work
 
 Int64Array = NDArray[np.int64]
 FloatArray = NDArray[np.float64]
@@ -81,10 +63,6 @@ RING_STRATEGIES = ("zigzag", "balanced", "allgather")
 
 # Most pieces that a rank's heads come in under Ulysses; two have most of the gain.
 HEAD_PIECES = 4
-
-# Query heads x tokens that a piece must have to be worth a kernel call of its own: on the CPU of
-# one sequence, where each is a call; on CUDA of all of them, to fill the device.
-PIECE_ROWS = {"cpu": 1 << 9, "cuda": 1 << 15}
 
 # Groups of so few ranks that nevertheless span nodes pay the next wider group's bandwidth.
 WIDEST_WITHIN_A_NODE = 8
@@ -119,98 +97,8 @@ class Waits(NamedTuple):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class CostModel:
-    """Measured or estimated constants of one model on one machine."""
-
-    name: str
-    """A label for people."""
-    attention_s: float
-    """Seconds per squared token (a1), forward and backward, all layers."""
-    linear_s: float
-    """Seconds per token (a2), forward and backward, all layers."""
-    micro_batch_s: float
-    """Seconds per micro-batch, whatever is in it (b1)."""
-    group_s: float
-    """Seconds per group of two ranks and more, whatever is in it: the latency of its transfers
-    beside the host's work, all layers."""
-    all_to_all_bytes: float
-    """Bytes per token that Ulysses moves, forward and backward, all layers."""
-    ring_bytes: float | None
-    """Bytes per token that a ring moves, forward and backward, all layers. None: not known, so no
-    ring and no all-gather can be planned."""
-    query_bytes: float
-    """Bytes of a token's queries on one trip, all layers."""
-    ring_overlap: float
-    """Share of a ring's transfers that can travel while attention computes: 1 where they need none
-    of the processor's time, 0 where they take it."""
-    bandwidths: tuple[tuple[int, float], ...]
-    """(degree, bytes/s) pairs, ascending by degree."""
-    heads: int | None
-    """Query heads. None: any degree divides them."""
-    token_bytes: float
-    """Activation bytes per token."""
-    state_bytes: float
-    """Bytes of model state that every rank holds."""
-    sharded_state_bytes: float
-    """Bytes of model state that all ranks hold together."""
-    budget_bytes: float
-    """Memory of one rank in bytes."""
-    nics_per_node: int = 1
-    """Links to other nodes that the ranks of a node send over, each rank over one of them."""
-    transfer_s: float = 0.0
-    """Seconds that a transfer between two ranks takes beside its bytes."""
-    all_to_all_overlap: float = 0.0
-    """Share of Ulysses' transfers, but for their first piece, that can travel while attention
-    computes."""
-    piece_rows: float = PIECE_ROWS["cuda"]
-    """Query heads x tokens of one sequence that make a piece worth a kernel call, see
-    `PIECE_ROWS`. On CUDA the sequences packed in a row fill a piece together, which the model
-    leaves out."""
-    launch_s: float = 0.0
-    """Seconds of the host per operation that it launches in every layer, all layers."""
-    post_s: float = 0.0
-    """Seconds of the host per call that posts messages in every layer, all layers."""
-    message_s: float = 0.0
-    """Seconds of the host per message in such a call, all layers."""
-    host_overlap: float = 1.0
-    """Share of the host's work that the device's can hide: 1 where the host launches ahead of the
-    device, 0 where both are one processor."""
-    contact_s: float = 0.0
-    """Seconds of the first message between two ranks that are not connected, once in a run. No
-    plan is decided by it."""
-
-    def __post_init__(self) -> None:
-        word("name", self.name)
-        positive("linear_s", self.linear_s, most=MAX_SECONDS)
-        for name in (
-            "attention_s",
-            "micro_batch_s",
-            "group_s",
-            "transfer_s",
-            "launch_s",
-            "post_s",
-            "message_s",
-            "contact_s",
-        ):
-            duration(name, getattr(self, name))
-        for name in ("token_bytes", "budget_bytes", "piece_rows"):
-            positive(name, getattr(self, name))
-        for name in ("all_to_all_bytes", "query_bytes", "state_bytes", "sharded_state_bytes"):
-            number(name, getattr(self, name))
-        if self.ring_bytes is not None:
-            number("ring_bytes", self.ring_bytes)
-        for name in ("ring_overlap", "all_to_all_overlap", "host_overlap"):
-            number(name, getattr(self, name), most=1.0)
-        if self.heads is not None:
-            whole("heads", self.heads, least=1)
-        whole("nics_per_node", self.nics_per_node, least=1)
-        if not self.bandwidths:
-            raise ValueError("bandwidths: give at least one (degree, bytes/s) pair")
-        degrees = [whole("bandwidths, degree", one, most=MAX_RANKS) for one, _ in self.bandwidths]
-        if degrees != sorted(set(degrees)) or degrees[0] < 1:
-            raise ValueError(f"bandwidths: degrees {quoted(degrees)} must ascend from 1")
-        for _, speed in self.bandwidths:
-            positive("bandwidths, bytes/s", speed)
+class CostModel(CostConstants):
+    """Seconds of sequences on groups of ranks, by measured or estimated constants."""
 
     # ---- what is allowed
 
@@ -464,107 +352,6 @@ class CostModel:
             )
         return self.ring_bytes / 3, self.query_bytes
 
-    # ---- bytes
-
-    def max_tokens_per_rank(self, world_size: int) -> int:
-        """Return the most tokens a rank can hold in one micro-batch beside its model states.
-
-        Raises ValueError where the states leave no room for a token.
-        """
-        states = self.state_bytes + self.sharded_state_bytes / world_size
-        tokens = int(min((self.budget_bytes - states) // self.token_bytes, MAX_TOKENS_PER_RANK))
-        if tokens < 1:
-            raise ValueError(
-                f"cost model {self.name!r}: model states take {states / 2**30:.1f} of "
-                f"{self.budget_bytes / 2**30:.1f} GiB on {world_size} ranks, which leaves no room "
-                "for a token: shard them (FSDP, ZeRO-3), use more ranks, or set "
-                "max_tokens_per_rank"
-            )
-        return tokens
-
-    # ---- what can be counted
-
-    def check_countable(self, lengths: Sequence[int], world_size: int) -> None:
-        """Raise ValueError unless a step of these sequences can be counted in 63 bits, however it
-        is planned: its nanoseconds, and the bytes of a rank.
-
-        Every sequence on its own, without a rank to share it, with all its transfers by the
-        slowest link and with the most launches of `world_size` ranks, takes at least as long as
-        any plan. lengths: tokens of each sequence.
-        """
-        if not len(lengths):
-            return
-        longest = max(lengths)
-        if longest > MAX_TOKENS:
-            raise ValueError(f"a sequence of {longest} tokens: it may have at most {MAX_TOKENS:,}")
-        # Python's floats, and no arrays, for they become infinite in silence.
-        tokens = float(sum(lengths))
-        slowest = min(speed for _, speed in self.bandwidths)
-        ring_bytes = 2 * (self.ring_bytes or 0.0) + 2 * self.query_bytes
-        moved = 2 * self.all_to_all_bytes + ring_bytes  # a remapped token moves twice
-        of_each_s = self.launch_s + self.post_s + self.message_s
-        most_host_s = MOST_PER_RANK * world_size * of_each_s
-        longest_s = (
-            self.attention_s * longest * tokens  # at least the sum of squares
-            + self.linear_s * tokens
-            + moved * tokens / slowest
-            + (self.micro_batch_s + self.group_s + most_host_s) * len(lengths)
-        )
-        if longest_s > MAX_SECONDS:
-            raise ValueError(
-                f"cost model {self.name!r}: a step of {len(lengths)} sequences may take "
-                f"{longest_s:.3g} s, at most {MAX_SECONDS:.0e} s can be counted: check its "
-                "constants and the lengths"
-            )
-        held = self.state_bytes + self.sharded_state_bytes + self.token_bytes * tokens
-        if held > MAX_BYTES:
-            raise ValueError(
-                f"cost model {self.name!r}: a step of {len(lengths)} sequences takes {held:.3g} "
-                f"bytes, at most {MAX_BYTES:.3g} can be counted: check its constants"
-            )
-
-    # ---- JSON
-
-    def to_record(self) -> dict[str, Any]:
-        """Return the model as plain JSON values.
-
-        Seconds, bytes and shares are floats, so that equal models have equal digests.
-        """
-        record: dict[str, Any] = {"version": VERSION}
-        for one in fields(self):
-            value = getattr(self, one.name)
-            if one.name == "bandwidths":
-                record[one.name] = [[degree, float(speed)] for degree, speed in value]
-            elif one.name in ("name", "heads", "ring_bytes", "nics_per_node"):
-                record[one.name] = value
-            else:
-                record[one.name] = float(value)
-        return record
-
-    @classmethod
-    def from_record(cls, record: Any) -> "CostModel":
-        """Return the model `to_record` was called on. Raises ValueError, naming the key, for
-        anything that is no cost model."""
-        needed = [one.name for one in fields(cls) if one.default is MISSING]
-        optional = [one.name for one in fields(cls) if one.default is not MISSING]
-        values = dict(fields_of(record, "a cost model", needed=needed, optional=optional))
-        values.pop("version", None)
-        # The constructor checks the values.
-        return cls(**values | {"bandwidths": _bandwidths(values["bandwidths"])})
-
-    def save(self, path: str | Path) -> None:
-        """Write the model to a JSON file."""
-        Path(path).write_text(json.dumps(self.to_record(), indent=1) + "\n", encoding="utf-8")
-
-    @classmethod
-    def load(cls, path: str | Path) -> "CostModel":
-        """Return the model that `save` wrote. Raises ValueError naming the file and what is wrong
-        with it."""
-        try:
-            return cls.from_record(parse_json(read_text(path)))
-        except (OSError, ValueError) as error:
-            raise ValueError(f"cost model file {path}: {error}") from error
-
     def digest(self) -> str:
         """Return the hex digest of every constant: part of a plan's input."""
         record = self.to_record()
@@ -597,13 +384,3 @@ def nodes_spanned(degree: int) -> int:
         if degree % nodes == 0:
             return nodes
     return degree
-
-
-def _bandwidths(value: Any) -> tuple[tuple[int, float], ...]:
-    """Return a record's bandwidths as (degree, bytes/s) pairs. Raises ValueError for others."""
-    pairs = []
-    for pair in items("bandwidths", value):
-        if not isinstance(pair, list) or len(pair) != 2:
-            raise ValueError(f"bandwidths={quoted(value)}: must be [degree, bytes/s] pairs")
-        pairs.append((pair[0], pair[1]))
-    return tuple(pairs)

@@ -15,7 +15,8 @@ Three habits of theirs matter here:
   so.
 
 Every short sequence pays for the calls around its kernel, so each tensor is split into sequences
-by one call, and the results are copied straight into views of the whole.
+by one call, and the results are copied straight into views of the whole. The kernel leaves its
+results tokens first, so those of a sequence alone are the whole, and nothing is copied.
 
 Rejected: one padded batch of all sequences, which for long-tailed lengths computes mostly padding;
 and a softmax written in Python, which is several times slower and keeps the whole score matrix.
@@ -29,7 +30,7 @@ import torch
 
 from hf_flexseq.kernels import lse_dtype
 from hf_flexseq.kernels.guarantees import Guarantees
-from hf_flexseq.kernels.merge import merge_partials
+from hf_flexseq.kernels.merge import merge_into
 from hf_flexseq.kernels.segments import Segments
 
 # (q, k, v, dropout, is_causal) -> out [1, H, n, D], lse [1, H, n]
@@ -68,6 +69,10 @@ class CpuFlash:
         """See `Kernel.forward`: q [Tq, H, D], k and v [Tk, Hkv, D] -> out [Tq, H, D], lse
         [H, Tq]."""
         segments.check(q, k, v)
+        if len(segments.q_lens) == 1 and q.numel() and k.numel():
+            q_all, k_all, v_all = (_heads_first(x) for x in (q, k, v))
+            whole_out, whole_lse = _forward(q_all, k_all, v_all, segments.causal, scale)
+            return _tokens_first(whole_out).to(q.dtype), whole_lse[0].contiguous()
         out = q.new_empty(q.shape)
         lse = q.new_empty((q.shape[1], q.shape[0]), dtype=lse_dtype(q.dtype))  # [H, Tq]
         # each tensor as one view [1, heads, n, D] per sequence, lse as [1, H, n]
@@ -106,6 +111,11 @@ class CpuFlash:
         segments.check(q, k, v)
         # 16-bit inputs are widened, and their gradients stay wide.
         dout, q, k, v, out = (x.to(lse_dtype(x.dtype)) for x in (dout, q, k, v, out))
+        if len(segments.q_lens) == 1 and q.numel() and k.numel():
+            dout, q, k, v, out = (_heads_first(x) for x in (dout, q, k, v, out))
+            gradients = _backward(dout, q, k, v, out, lse[None], segments.causal, scale)
+            dq, dk, dv = (_tokens_first(x) for x in gradients)
+            return dq, dk, dv
         dq = q.new_empty(q.shape)
         dk = k.new_empty(k.shape)
         dv = v.new_empty(v.shape)
@@ -158,7 +168,8 @@ def _forward(
     out_own, lse_own = _FORWARD(
         q, k[:, :, earlier:], v[:, :, earlier:], _NO_DROPOUT, True, scale=scale
     )
-    return merge_partials(out_before, lse_before, out_own, lse_own)
+    merge_into(out_before, lse_before, out_own, lse_own)
+    return out_before, lse_before
 
 
 def _backward(
@@ -192,16 +203,34 @@ def _backward(
     dq_own, dk_own, dv_own = _BACKWARD(
         dout, q, k_own, v_own, out, lse, _NO_DROPOUT, True, scale=scale
     )
-    dk = torch.cat((dk_before, dk_own), dim=2)  # [1, Hkv, earlier + n, D]
-    dv = torch.cat((dv_before, dv_own), dim=2)
-    return dq_before + dq_own, dk, dv
+    dq = dq_before.add_(dq_own)
+    dk = _joined(dk_before, dk_own)  # [1, Hkv, earlier + n, D]
+    dv = _joined(dv_before, dv_own)
+    return dq, dk, dv
+
+
+def _joined(first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
+    """Put the tokens of two [1, heads, n, D] behind each other, tokens first in memory."""
+    rows = torch.cat((_tokens_first(first), _tokens_first(second)))  # [n + m, heads, D]
+    return _heads_first(rows)
 
 
 def _split(x: torch.Tensor, lengths: Sequence[int]) -> Sequence[torch.Tensor]:
     """View x [tokens, heads, D] as one [1, heads, n, D] per sequence of n tokens, with the last
     dimension contiguous."""
+    views: Sequence[torch.Tensor] = _heads_first(x).split(lengths, dim=2)
+    return views
+
+
+def _heads_first(x: torch.Tensor) -> torch.Tensor:
+    """View x [tokens, heads, D] as [1, heads, tokens, D], with the last dimension contiguous."""
     if x.stride(-1) != 1:
         x = x.contiguous()
     # [tokens, heads, D] -> [heads, tokens, D] -> [1, heads, tokens, D]
-    views: Sequence[torch.Tensor] = x.transpose(0, 1).unsqueeze(0).split(lengths, dim=2)
-    return views
+    return x.transpose(0, 1).unsqueeze(0)
+
+
+def _tokens_first(x: torch.Tensor) -> torch.Tensor:
+    """Return x [1, heads, tokens, D] as contiguous [tokens, heads, D]: a view of what the kernel
+    leaves."""
+    return x.squeeze(0).transpose(0, 1).contiguous()

@@ -28,17 +28,3 @@ def merge_into(
     weight = difference.sigmoid_().unsqueeze(-1)  # [...] -> [..., 1]
     out.lerp_(part_out.to(out.dtype), weight)
     torch.logaddexp(lse, part_lse, out=lse)
-
-
-def merge_partials(
-    out_a: torch.Tensor, lse_a: torch.Tensor, out_b: torch.Tensor, lse_b: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return out [..., D] and lse [...] over the keys of both partial results.
-
-    out_a, out_b: [..., D] in any floating dtype. lse_a, lse_b: [...] in float32 or float64, which
-    is the dtype of the result. See `merge_into` for the rest.
-    """
-    out = out_a.to(lse_a.dtype, copy=True)
-    lse = lse_a.clone()
-    merge_into(out, lse, out_b, lse_b)
-    return out, lse

@@ -1,7 +1,8 @@
 """Decisions as frozen data: plans of sequences on groups, plans of chunks through a pipeline, and
 shards.
 
-    sequences.py   Group, MicroBatch, Plan: which ranks work together on which sequences
+    groups.py      Group, MicroBatch: which ranks work together on which sequences
+    sequences.py   Plan: the micro-batches of an optimizer step
     pipeline.py    Chunk, Action, PipelinePlan: which stage does what with which part of a sequence
     replicas.py    StepPlan: which pipeline replica takes which sequences
     records.py     Record, AnyPlan: JSON, digest and notes of every plan
@@ -16,15 +17,9 @@ Nothing in this package decides anything: planners make plans, the executing hal
 """
 
 from hf_flexseq.plan.check import check
+from hf_flexseq.plan.groups import STRATEGIES, Group, MicroBatch, widest_first
 from hf_flexseq.plan.records import AnyPlan
-from hf_flexseq.plan.sequences import (
-    STRATEGIES,
-    Group,
-    MicroBatch,
-    Plan,
-    PlanInfeasible,
-    widest_first,
-)
+from hf_flexseq.plan.sequences import Plan, PlanInfeasible
 
 __all__ = [
     "STRATEGIES",

@@ -7,7 +7,8 @@ machine. A pipeline's plan has its own rules: `PipelinePlan.check_form`, and
 
 import numpy as np
 
-from hf_flexseq.plan.sequences import MicroBatch, Plan
+from hf_flexseq.plan.groups import MicroBatch
+from hf_flexseq.plan.sequences import Plan
 from hf_flexseq.plan.wire import Ints
 from hf_flexseq.topology import Topology
 

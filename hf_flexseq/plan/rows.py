@@ -24,8 +24,9 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from hf_flexseq.plan.groups import STRATEGIES, Group
 from hf_flexseq.plan.remap import Move, transport
-from hf_flexseq.plan.sequences import STRATEGIES, Group, Plan
+from hf_flexseq.plan.sequences import Plan
 from hf_flexseq.plan.shard import CHUNKS_PER_RANK, Shard, Slice, Zone, mirrored
 from hf_flexseq.plan.wire import Ints, PlanArrays
 from hf_flexseq.topology import Topology

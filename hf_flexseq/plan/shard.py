@@ -42,8 +42,8 @@ from typing import NamedTuple, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
+from hf_flexseq.plan.groups import Group, MicroBatch
 from hf_flexseq.plan.remap import Move, transport
-from hf_flexseq.plan.sequences import Group, MicroBatch
 from hf_flexseq.topology import Topology
 
 Index = TypeVar("Index", int, NDArray[np.int64])  # of one rank in its group, or of several

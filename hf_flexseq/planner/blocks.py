@@ -64,11 +64,14 @@ def blocks_of(topology: Topology) -> Blocks:
         block_shapes.append((behind - first, topology.spans_nodes(first, behind)))
     shapes = sorted(set(block_shapes))
     # 2. how any two blocks lie to each other, [B, B] each
-    start, stop = np.array(ordered, dtype=np.int64).T  # [B] each
+    start, stop = np.array(ordered, dtype=np.int64).T.copy()  # [B] each
     inside = (start[:, None] <= start) & (stop <= stop[:, None])
-    around = inside.T & ~inside
-    disjoint = (stop <= start[:, None]) | (stop[:, None] <= start)
-    crossing = ~(inside | around | disjoint)
+    around = inside.T.copy()
+    np.fill_diagonal(around, False)  # no two blocks are equal
+    crossing = np.zeros_like(inside)
+    if topology.world_size <= ALL_RANGES:  # those of a tree never cross
+        disjoint = (stop <= start[:, None]) | (stop[:, None] <= start)
+        crossing = ~(inside | around | disjoint)
     # 3. the ranks of each block
     sizes = stop - start
     return Blocks(

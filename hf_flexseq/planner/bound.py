@@ -71,6 +71,8 @@ def bounds_ns(
     spent = constants + others - len(lengths)  # the nanoseconds of each sequence are rounded
     # 4. sequences that may be too long for that on their cheapest shape
     is_long = attention > plain - spent
+    if not is_long.any():
+        return Bounds(plain, plain)
     short_area: int = sum(least[~is_long].tolist())
     long_area = _area_within(lengths[is_long], topology, cost, strategy, cap)
 

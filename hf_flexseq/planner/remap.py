@@ -9,7 +9,7 @@ micro-batch is decided by the cost model.
 from collections.abc import Sequence
 from dataclasses import replace
 
-from hf_flexseq.cost import CostModel, RemappedNs, remapped_ns, slowest_ns
+from hf_flexseq.cost import CostModel, RemappedNs, lockstep_ns, remapped_ns
 from hf_flexseq.plan import MicroBatch
 from hf_flexseq.topology import Topology
 
@@ -27,17 +27,18 @@ def with_remap(
     The reason is one line for people: what even tokens gain and what moving them costs. lengths:
     tokens of every sequence, by sequence id.
     """
+    as_they_are = [replace(micro_batch, remap=False) for micro_batch in micro_batches]
+    uneven_ns = []
+    for nanoseconds in lockstep_ns(cost, as_they_are, lengths, topology):
+        uneven_ns.append(nanoseconds - cost.micro_batch_ns)
     decided = []
-    uneven_ns: list[int] = []
     even_ns: list[RemappedNs] = []
-    for micro_batch in micro_batches:
-        uneven = slowest_ns(cost, replace(micro_batch, remap=False), lengths, topology)
+    for micro_batch, uneven in zip(as_they_are, uneven_ns, strict=True):
         even = remapped_ns(cost, micro_batch, lengths, topology)
         tokens = sum(group.tokens(lengths) for group in micro_batch.groups)
         # With fewer tokens than ranks some rank would have no token at all.
         remap = sum(even) < uneven and tokens >= topology.world_size
         decided.append(replace(micro_batch, remap=remap))
-        uneven_ns.append(uneven)
         even_ns.append(even)
     count = sum(micro_batch.remap for micro_batch in decided)
     computed_ns = sum(even.attention + even.linear for even in even_ns)

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from hf_flexseq.cost import CostModel, Int64Array
+from hf_flexseq.cost import CostModel, GroupKind, kinds_ns
 from hf_flexseq.plan import Group, MicroBatch
 from hf_flexseq.planner.problem import cheapest
 from hf_flexseq.topology import Topology
@@ -52,14 +52,16 @@ def static_micro_batches(
     bins = least_loaded(tokens, times, count, room) or packed
     # 3. groups of similar time in one micro-batch
     bins.sort(key=lambda rows: -sum(times[row] for row in rows))
-    scoring = (lengths, topology, cost, strategy)
+    ranks = []
+    members = []
+    for index, rows in enumerate(bins):
+        start = starts[index % len(starts)]
+        ranks.append(range(start, start + degree))
+        members.append([row2id[row] for row in rows])
+    groups = one_strategy_groups(ranks, members, (lengths, topology, cost, strategy))
     micro_batches = []
     for first in range(0, len(bins), len(starts)):
-        groups = []
-        for start, rows in zip(starts, bins[first : first + len(starts)], strict=False):
-            ids = [row2id[row] for row in rows]
-            groups.append(one_strategy_group(range(start, start + degree), ids, scoring))
-        micro_batches.append(MicroBatch(groups=tuple(groups)))
+        micro_batches.append(MicroBatch(groups=tuple(groups[first : first + len(starts)])))
     return tuple(micro_batches)
 
 
@@ -131,25 +133,32 @@ def least_loaded(lengths: list[int], times: list[int], count: int, room: int) ->
     return [rows for rows in bins if rows]
 
 
-def one_strategy_group(
-    ranks: range, ids: list[int], scoring: tuple[Sequence[int], Topology, CostModel, str]
-) -> Group:
-    """Return a group whose strategy is the cheapest one for its sequences together.
+def one_strategy_groups(
+    ranks: Sequence[range],
+    members: Sequence[list[int]],
+    scoring: tuple[Sequence[int], Topology, CostModel, str],
+) -> list[Group]:
+    """Return groups, each with the strategy that is cheapest for its sequences together.
 
-    scoring: tokens of every sequence, topology, cost model, and what groups of two ranks and more
-    may use.
+    ranks, members: [groups] ranks of each group, and ids of its sequences. scoring: tokens of
+    every sequence, topology, cost model, and what groups of two ranks and more may use.
     """
     lengths, topology, cost, strategy = scoring
-    degree = len(ranks)
-    names = ("local",) if degree == 1 else cost.strategies(strategy)
-    tokens: Int64Array = np.array([lengths[i] for i in ids], dtype=np.int64)
-    spans_nodes = topology.spans_nodes(ranks.start, ranks.stop)
-
-    def total_ns(name: str) -> int:
-        return cost.group_ns(tokens, degree, name, spans_nodes)
-
-    return Group(
-        ranks=tuple(ranks),
-        sequences=tuple(sorted(ids)),
-        strategy=min(names, key=total_ns),  # of equal ones the first
-    )
+    names = cost.strategies(strategy) or ("local",)
+    # 1. every group by every strategy, [strategies, groups]
+    by_name = []
+    for name in names:
+        kinds = []
+        for of_group in ranks:
+            spans_nodes = topology.spans_nodes(of_group.start, of_group.stop)
+            named = "local" if len(of_group) == 1 else name
+            kinds.append(GroupKind(len(of_group), named, spans_nodes))
+        by_name.append(kinds_ns(cost, kinds, members, lengths))
+    # 2. the cheapest strategy of each, of equal ones the first
+    cheapest_of = np.stack(by_name).argmin(axis=0).tolist()  # [groups]
+    groups = []
+    for of_group, ids, index in zip(ranks, members, cheapest_of, strict=True):
+        named = "local" if len(of_group) == 1 else names[index]
+        group = Group(ranks=tuple(of_group), sequences=tuple(sorted(ids)), strategy=named)
+        groups.append(group)
+    return groups

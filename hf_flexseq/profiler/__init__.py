@@ -3,7 +3,8 @@
     calibrate.py  the door: design, measure, fit
     design.py     decides which micro-batches are run, and how large, from an amount of work that
                   is counted beforehand
-    measure.py    runs them on all ranks in turns, and gathers medians
+    bench.py      makes their runs, with copies of the model
+    measure.py    times these on all ranks in turns, and gathers medians
     host.py       seconds of the host per launch, post and message, from next to no tokens
     runs.py       the parts of a layer that are run alone: attention, all-to-alls, ring transfers
     fit.py        non-negative least squares: the constants of the closed form, and their errors on

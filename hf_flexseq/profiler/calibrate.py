@@ -20,10 +20,11 @@ import torch
 from hf_flexseq.cost import CostModel
 from hf_flexseq.cost.analytic import ModelShape
 from hf_flexseq.distributed.communicator import Communicator
+from hf_flexseq.profiler.bench import ProbeFactory
 from hf_flexseq.profiler.design import Design, Effort, make_design
 from hf_flexseq.profiler.fit import fit_compute, fit_links, of_depth, relative_errors
 from hf_flexseq.profiler.host import HostSeconds, fit_host
-from hf_flexseq.profiler.measure import ProbeFactory, Timings, device_name, measure
+from hf_flexseq.profiler.measure import Timings, device_name, measure
 from hf_flexseq.topology import Topology
 
 MAX_ERROR = 0.5  # mean relative error on other micro-batches above which a fit makes no sense

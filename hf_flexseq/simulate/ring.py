@@ -96,7 +96,9 @@ class RingTimes:
     """[degree] The rank has everything, results of other ranks for it included."""
 
 
-@functools.cache
+# More schedules than a plan has: two strategies of every degree that a large cluster offers. That
+# of 1,024 ranks takes 32 MB.
+@functools.lru_cache(maxsize=32)
 def ring_steps(strategy: str, degree: int) -> RingSteps:
     """Return the schedule of `strategy` over `degree` ranks as arrays of [steps, degree]."""
     schedule = attention_schedule(strategy, degree)

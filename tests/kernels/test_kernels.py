@@ -6,6 +6,7 @@ import random
 import pytest
 import torch
 
+from hf_flexseq.kernels import cpu_flash
 from hf_flexseq.kernels.cpu_flash import CpuFlash
 from hf_flexseq.kernels.reference import Reference
 from hf_flexseq.kernels.segments import Segments
@@ -116,6 +117,39 @@ def test_cpu_flash_agrees_with_the_reference_on_longer_sequences(heads, causal):
         run(CpuFlash(), *inputs, segments), run(Reference(), *inputs, segments), strict=True
     ):
         assert_close(x, y)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("earlier", [0, 24], ids="{} earlier keys".format)
+def test_a_sequence_alone_has_the_results_it_has_among_others(dtype, earlier):
+    """Alone its results are the kernel's own memory, among others they are copied."""
+    both = Segments([40, 9], [40 + earlier, 9], causal=True, device=CPU)
+    alone = Segments([40], [40 + earlier], causal=True, device=CPU)
+    q, k, v, dout = random_inputs(both, (4, 2), dtype=dtype)
+    among = run(CpuFlash(), q, k, v, dout, both)
+    tokens = 40 + earlier
+    single = run(CpuFlash(), q[:40], k[:tokens], v[:tokens], dout[:40], alone)
+    out, lse, dq, dk, dv = among
+    expected = out[:40], lse[:, :40], dq[:40], dk[:tokens], dv[:tokens]
+    for x, y in zip(single, expected, strict=True):
+        assert x.is_contiguous()
+        assert x.dtype == y.dtype
+        assert torch.equal(x, y)
+
+
+def test_the_results_of_a_sequence_alone_are_not_copied(monkeypatch):
+    left = []
+    kernel = cpu_flash._BACKWARD
+
+    def remembered(*inputs, **options):
+        gradients = kernel(*inputs, **options)
+        left.extend(gradient.data_ptr() for gradient in gradients)
+        return gradients
+
+    monkeypatch.setattr(cpu_flash, "_BACKWARD", remembered)
+    segments = Segments([40], [40], causal=True, device=CPU)
+    gradients = run(CpuFlash(), *random_inputs(segments, (4, 2)), segments)[2:]
+    assert [gradient.data_ptr() for gradient in gradients] == left
 
 
 @every_kernel

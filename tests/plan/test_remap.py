@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hf_flexseq.plan.remap import Move, even_layout, moved_tokens, transport
+from hf_flexseq.plan.remap import Move, even_layout, moved_tokens, transport, transport_arrays
 from hf_flexseq.topology import Topology
 from tests.budget import examples
 
@@ -80,4 +80,4 @@ def test_the_busiest_rank_counts_by_kind_of_link() -> None:
         Move(source=0, target=2, tokens=3),
         Move(source=0, target=3, tokens=3),
     )
-    assert moved_tokens(moves, topology) == (3, 6)
+    assert moved_tokens(transport_arrays([12, 0, 0, 0], topology), topology) == (3, 6)

@@ -30,7 +30,7 @@ from hf_flexseq.planner.published.aligned import aligned_degrees, rank_ranges, s
 from hf_flexseq.planner.published.blaster import blast
 from hf_flexseq.planner.published.buckets import Buckets, bucketed
 from hf_flexseq.planner.published.milp import Chosen, GroupingTask, Slots, slowest_ns, solve
-from hf_flexseq.planner.static import best_fit, least_loaded, one_strategy_group
+from hf_flexseq.planner.static import best_fit, least_loaded, one_strategy_groups
 from hf_flexseq.topology import Topology
 
 TRIALS = 5  # numbers of micro-batches, as published
@@ -216,11 +216,12 @@ class FlexSP:
             list(reversed(ids)) for ids in buckets.members
         ]  # longest last, to take from the end
         scoring = (self.lengths, self.topology, self.cost, self.strategy)
-        groups = []
-        for ranks, (_, counts) in zip(ranges, widest_groups_first, strict=True):
+        members = []
+        for _, counts in widest_groups_first:
             ids = []
             for bucket, count in enumerate(counts):
                 for _ in range(count):
                     ids.append(left[bucket].pop())
-            groups.append(one_strategy_group(ranks, ids, scoring))
+            members.append(ids)
+        groups = one_strategy_groups(ranges, members, scoring)
         return MicroBatch(groups=widest_first(groups))

@@ -27,7 +27,7 @@ from hf_flexseq.cost import CostModel
 from hf_flexseq.plan import MicroBatch, widest_first
 from hf_flexseq.planner.published.aligned import aligned_degrees, fit_together, rank_ranges
 from hf_flexseq.planner.published.blaster import falling
-from hf_flexseq.planner.static import one_strategy_group
+from hf_flexseq.planner.static import one_strategy_groups
 from hf_flexseq.topology import Topology
 
 SPARE = 5  # per cent of work above the limit, as published
@@ -177,8 +177,6 @@ def megatron_micro_batches(
     while left:
         packs, left = scheduler.micro_batch(left)
         ranges = rank_ranges([pack.degree for pack in packs], topology)
-        groups = []
-        for ranks, pack in zip(ranges, packs, strict=True):
-            groups.append(one_strategy_group(ranks, pack.ids, scoring))
+        groups = one_strategy_groups(ranges, [pack.ids for pack in packs], scoring)
         micro_batches.append(MicroBatch(groups=widest_first(groups)))
     return tuple(micro_batches)

@@ -1,0 +1,243 @@
+"""Groups of ranks, and the micro-batches that they make up: the parts of a plan.
+
+    MicroBatch = Group, Group, ...              at the same time, widest first
+    Group = contiguous ranks + sequences + strategy
+
+`sequences.py` has the plan, and says what groups that stand together must be.
+
+A micro-batch that another rank has sent keeps the integers it came as. Groups become objects when
+they are asked for: a rank's own ones by `MicroBatch.groups_of`, all of them by
+`MicroBatch.groups`. Nobody else can tell the difference.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from hf_flexseq.plan.wire import PlanArrays
+from hf_flexseq.values import fields_of, flag, items, quoted
+
+# How the ranks of a group share the attention of a sequence. attention/ runs them, plan/shard.py
+# says which tokens each rank holds.
+STRATEGIES = (
+    "local",  # one rank, no sharing
+    "ulysses",  # tokens are exchanged for heads: each rank attends with some heads to all tokens
+    "zigzag",  # a ring: keys and values go round, each rank has a front and a back chunk
+    "balanced",  # LightSeq's ring: ranks that are done help those with more keys to see
+    "allgather",  # keys and values of all chunks first, then one kernel call
+    "hybrid",  # Ulysses inside nodes, a ring across them
+)
+
+# The keys of a group's record.
+GROUP_KEYS = ("ranks", "sequences", "strategy")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Group:
+    """Ranks that share the attention of some sequences in one micro-batch."""
+
+    ranks: tuple[int, ...]
+    """The ranks that work together: contiguous, ascending."""
+    sequences: tuple[int, ...]
+    """Ids of the group's sequences: indices into `Plan.lengths`."""
+    strategy: str
+    """How the ranks share attention: one of `STRATEGIES`, `local` for one rank alone."""
+
+    def __post_init__(self) -> None:
+        ranks = self.ranks
+        first = ranks[0] if ranks else None
+        degree = len(ranks)
+        # Most groups are of one rank, which is always contiguous.
+        if type(first) is not int or (degree > 1 and ranks != tuple(range(first, first + degree))):
+            raise ValueError(
+                f"a group's ranks must be whole numbers, contiguous and ascending, got "
+                f"{quoted(ranks)}"
+            )
+        if not self.sequences:
+            raise ValueError(f"the group of ranks {quoted(ranks)} holds no sequence")
+        if self.strategy not in STRATEGIES:
+            raise ValueError(
+                f"strategy {quoted(self.strategy)} is none of {', '.join(STRATEGIES)}"
+            )
+        if (self.strategy == "local") != (degree == 1):
+            raise ValueError(
+                f"strategy {self.strategy!r} does not fit degree {degree}: local means one rank"
+            )
+
+    @property
+    def degree(self) -> int:
+        """Number of ranks in the group."""
+        return len(self.ranks)
+
+    @property
+    def start(self) -> int:
+        """First rank of the group."""
+        return self.ranks[0]
+
+    @property
+    def stop(self) -> int:
+        """First rank behind the group."""
+        return self.ranks[-1] + 1
+
+    def tokens(self, lengths: Sequence[int]) -> int:
+        """Return the tokens of the group's sequences together.
+
+        lengths: tokens of every sequence of the plan.
+        """
+        return sum(lengths[sequence] for sequence in self.sequences)
+
+    def tokens_per_rank(self, lengths: Sequence[int]) -> int:
+        """Return the most tokens a rank of the group holds for it: ceil(tokens / degree)."""
+        return -(-self.tokens(lengths) // self.degree)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MicroBatch:
+    """Groups that run together in one forward and backward."""
+
+    groups: tuple[Group, ...]
+    """The groups, widest first."""
+    remap: bool = False
+    """Whether tokens stand evenly on all ranks outside of attention. They then come to their
+    groups, and go back, in every layer."""
+    _sent: tuple[PlanArrays, int] | None = field(
+        default=None, init=False, repr=False, compare=False
+    )
+    """Where a micro-batch that was sent has its groups: the plan's integers, and its own index."""
+
+    @classmethod
+    def received(cls, arrays: PlanArrays, index: int) -> "MicroBatch":
+        """Return micro-batch `index` of a plan that was sent; its groups are still integers."""
+        micro_batch = object.__new__(cls)
+        object.__setattr__(micro_batch, "remap", bool(arrays.remap[index]))
+        object.__setattr__(micro_batch, "_sent", (arrays, index))
+        return micro_batch
+
+    if not TYPE_CHECKING:  # a type checker would believe that there is any attribute
+
+        def __getattr__(self, name: str) -> tuple[Group, ...]:
+            """Make the groups of a micro-batch that was sent, the first time they are read."""
+            if name != "groups":
+                raise AttributeError(f"a MicroBatch has no attribute {name!r}")
+            arrays, index = self._sent
+            groups = _received_groups(arrays, np.flatnonzero(arrays.batch_of == index))
+            object.__setattr__(self, "groups", groups)
+            return groups
+
+    def groups_of(self, rank: int) -> tuple[Group, ...]:
+        """Return the groups `rank` works in, widest first."""
+        if self._sent is None:
+            return tuple(group for group in self.groups if group.start <= rank < group.stop)
+        arrays, index = self._sent
+        groups = arrays.groups_of(rank)
+        return _received_groups(arrays, groups[arrays.batch_of[groups] == index])
+
+    def tokens_per_rank(self, lengths: Sequence[int], world_size: int) -> tuple[int, ...]:
+        """Return an upper bound on the tokens of each rank, [world_size].
+
+        The bound is the sum of ceil(tokens / degree) over the groups of the rank.
+        """
+        if self._sent is not None:
+            arrays, index = self._sent
+            return tuple(arrays.tokens_per_rank(world_size)[index].tolist())
+        tokens = [0] * world_size
+        for group in self.groups:
+            share = group.tokens_per_rank(lengths)
+            for rank in group.ranks:
+                tokens[rank] += share
+        return tuple(tokens)
+
+
+def widest_first(groups: Sequence[Group]) -> tuple[Group, ...]:
+    """Return the groups in a micro-batch's order: by falling degree, equal ones as given."""
+    return tuple(sorted(groups, key=lambda group: -group.degree))
+
+
+def _received_groups(arrays: PlanArrays, indices: Any) -> tuple[Group, ...]:
+    """Return groups of a plan that was sent. indices: of the groups, [any]."""
+    groups = []
+    for index in indices.tolist():
+        start = int(arrays.starts[index])
+        first, stop = arrays.first_member[index : index + 2].tolist()
+        groups.append(
+            Group(
+                ranks=tuple(range(start, start + int(arrays.degrees[index]))),
+                sequences=tuple(arrays.sequences[first:stop].tolist()),
+                strategy=STRATEGIES[arrays.strategies[index]],
+            )
+        )
+    return tuple(groups)
+
+
+# ---- records
+
+
+def micro_batch_record(micro_batch: MicroBatch) -> dict[str, Any]:
+    """Return a micro-batch as plain JSON values."""
+    groups = []
+    for group in micro_batch.groups:
+        groups.append(
+            {
+                "ranks": list(group.ranks),
+                "sequences": list(group.sequences),
+                "strategy": group.strategy,
+            }
+        )
+    record: dict[str, Any] = {"groups": groups}
+    if micro_batch.remap:  # no key otherwise: digests of plans without remapping are older than it
+        record["remap"] = True
+    return record
+
+
+def micro_batch_of(record: Any, index: int) -> MicroBatch:
+    """Return micro-batch `index` of a plan's record; the numbers in it are checked later, all at
+    once."""
+    where = f"micro-batch {index}"
+    record = fields_of(record, where, needed=("groups",), optional=("remap",))
+    groups = []
+    for group in items(f"{where}, groups", record["groups"]):
+        # Plans come from the planner's process in every step: no call for what is right.
+        try:
+            made = Group(
+                ranks=tuple(group["ranks"]),
+                sequences=tuple(group["sequences"]),
+                strategy=group["strategy"],
+            )
+        except (KeyError, TypeError):
+            raise ValueError(f"{where}: {_no_group(group)}") from None
+        if len(group) != len(GROUP_KEYS):
+            raise ValueError(f"{where}: {_no_group(group)}")
+        groups.append(made)
+    return MicroBatch(groups=tuple(groups), remap=flag("remap", record.get("remap", False)))
+
+
+def _no_group(record: Any) -> str:
+    """Return what is wrong with the record of a group."""
+    return f"{quoted(record)} is no group, which has the keys {', '.join(GROUP_KEYS)}"
+
+
+# ---- the form
+
+
+def check_laminar(micro_batch: MicroBatch, where: str) -> None:
+    """Raise ValueError unless the groups stand widest first and any two are disjoint or nested.
+
+    A sweep over the groups by their first rank keeps a stack of the groups that are still open: a
+    group must end before the innermost of those does.
+    """
+    degrees = [group.degree for group in micro_batch.groups]
+    if degrees != sorted(degrees, reverse=True):
+        raise ValueError(f"{where}: groups must stand widest first, got degrees {quoted(degrees)}")
+    # A group of one rank is inside another one or beside it, wherever it is.
+    shared = [group for group in micro_batch.groups if group.degree > 1]
+    open_stops: list[int] = []  # where each open group ends, the innermost last
+    for group in sorted(shared, key=lambda group: (group.start, -group.stop)):
+        while open_stops and open_stops[-1] <= group.start:
+            open_stops.pop()  # ended before this group begins
+        if open_stops and group.stop > open_stops[-1]:
+            raise ValueError(
+                f"{where}: ranks {group.start}..{group.stop - 1} partly overlap another group"
+            )
+        open_stops.append(group.stop)

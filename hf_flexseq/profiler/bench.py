@@ -1,0 +1,145 @@
+"""The runs of a calibration: parts of a layer, and micro-batches of copies of the model.
+
+`measure.py` times them. A copy of the model is all that the profiler knows of it: a `Probe`, which
+the caller's `ProbeFactory` makes.
+"""
+
+from typing import Any, Protocol
+
+import torch
+
+from hf_flexseq.cost import CostModel
+from hf_flexseq.cost.analytic import ModelShape
+from hf_flexseq.distributed.communicator import Communicator
+from hf_flexseq.kernels import Kernel
+from hf_flexseq.kernels.choose import choose_kernel
+from hf_flexseq.profiler.design import Design, ProbeLayout, ProbeShape, alone, in_groups
+from hf_flexseq.profiler.host import ALL_TO_ALLS, RING
+from hf_flexseq.profiler.runs import (
+    AllToAllRun,
+    CountingKernel,
+    KernelRun,
+    LayerRun,
+    Repeated,
+    RingRun,
+    Run,
+)
+
+
+class Probe(Protocol):
+    """A copy of the model, made to be timed."""
+
+    def run(self, layout: ProbeLayout, kernel: Kernel) -> Run:
+        """Return a function that runs one micro-batch, forward and backward."""
+        ...
+
+
+class ProbeFactory(Protocol):
+    """The maker of copies of a model; the only thing the profiler knows about the model itself."""
+
+    @property
+    def compute_dtype(self) -> torch.dtype:
+        """The dtype that attention computes in."""
+        ...
+
+    def __call__(self, layers: int) -> Probe:
+        """Make a copy with `layers` layers."""
+        ...
+
+
+class Bench:
+    """Makes runs with copies of the model of all depths and with one layer of it."""
+
+    def __init__(
+        self,
+        design: Design,
+        probes: ProbeFactory,
+        shape: ModelShape,
+        estimate: CostModel,
+        communicator: Communicator,
+        device: torch.device,
+    ) -> None:
+        self._shape = shape
+        self._communicator = communicator
+        self._device = device
+        self._dtype = probes.compute_dtype
+        self._probes = {layers: probes(layers) for layers in design.depths}
+        # bytes that one layer moves for each token of a group
+        self._exchanged = estimate.all_to_all_bytes / shape.layers
+        self._passed_on = (estimate.ring_bytes or 0.0) / shape.layers
+        self._kernel = choose_kernel(device, self._dtype, shape.head_dim)
+        self._forwards = self._forwards_per_backward()
+
+    def _forwards_per_backward(self) -> int:
+        """Count how often attention runs forward for one backward: checkpointing may repeat it."""
+        counting = CountingKernel(self._kernel)
+        layout = alone((8,), self._communicator.topology)  # any few tokens will do
+        probe = next(iter(self._probes.values()))
+        run = probe.run(layout, counting)
+        run()
+        return counting.forwards // counting.backwards
+
+    def whole_run(self, layout: ProbeLayout, layers: int) -> Run:
+        """Return a run of one micro-batch by the copy of `layers` layers."""
+        return self._probes[layers].run(layout, self._kernel)
+
+    def kernel_run(self, tokens: int) -> KernelRun:
+        """Return a run of one layer's attention over a sequence of `tokens` tokens."""
+        return KernelRun(
+            self._kernel,
+            tokens,
+            query_heads=self._shape.heads,
+            kv_heads=self._shape.kv_heads,
+            head_dim=self._shape.head_dim,
+            forwards=self._forwards,
+            dtype=self._dtype,
+            device=self._device,
+        )
+
+    def layer_run(self, shape: ProbeShape) -> Run:
+        """Return a run of one layer's attention, or of its transfers."""
+        (tokens,) = shape.lengths
+        if shape.strategy == "kernel":
+            return self.kernel_run(tokens)
+
+        tokens_per_rank = tokens / shape.degree
+        if shape.strategy == "ulysses":
+            return AllToAllRun(
+                self._communicator,
+                shape.starts,
+                shape.degree,
+                bytes_moved=int(self._exchanged * tokens_per_rank),
+                device=self._device,
+            )
+        return RingRun(
+            self._communicator,
+            shape.starts,
+            shape.degree,
+            bytes_moved=int(self._passed_on * tokens_per_rank * (shape.degree - 1)),
+            device=self._device,
+        )
+
+    def small_run(self, shape: ProbeShape) -> Run:
+        """Return a run of one layer's attention in groups, or of its bare transfers."""
+        communicator = self._communicator
+        options: dict[str, Any] = {"bytes_moved": 0, "device": self._device}
+        if shape.strategy == ALL_TO_ALLS:
+            return Repeated(AllToAllRun(communicator, shape.starts, shape.degree, **options))
+        if shape.strategy == RING:
+            return Repeated(RingRun(communicator, shape.starts, shape.degree, **options))
+        layout = in_groups(shape)
+        return LayerRun(
+            communicator,
+            layout.micro_batch,
+            layout.lengths,
+            self._kernel,
+            query_heads=self._shape.heads,
+            kv_heads=self._shape.kv_heads,
+            head_dim=self._shape.head_dim,
+            dtype=self._dtype,
+            device=self._device,
+        )
+
+    def ring_bytes(self, tokens_per_rank: int, degree: int) -> int:
+        """Count the bytes that a rank of a ring moves in one layer."""
+        return int(self._passed_on * tokens_per_rank) * (degree - 1)
