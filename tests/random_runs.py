@@ -141,7 +141,7 @@ def draw(number: int) -> Run:
         checkpoints=rng.random() < 0.4,
         keeps_attention=rng.random() < 0.6,
         deterministic=rng.random() < 0.1,
-        large=rng.choice((1, schedule.LARGE)),
+        large=rng.choice((1, schedule.LARGE["cpu"])),
     )
 
 
@@ -179,7 +179,8 @@ def run_attention(run: AttentionRun) -> float:
     """Run the plan on all ranks; return the largest relative error of a gradient."""
     pieces_of_any_size = mock.patch.dict(head_pieces.PIECE_ROWS, {"cpu": 0.01})
     joined_turns = mock.patch.dict(turns.WORTHY_PAIRS, {"cpu": (1, 100)[run.number % 2]})
-    with mock.patch.object(schedule, "LARGE", run.large), pieces_of_any_size, joined_turns:
+    large = mock.patch.dict(schedule.LARGE, {"cpu": run.large, "cuda": run.large})
+    with large, pieces_of_any_size, joined_turns:
         ring_fetches.cache_clear()  # what is kept there depends on it
         by_rank = run_threads(
             attention_rank,

@@ -239,14 +239,27 @@ def _zone_attention(
             across = machine.topology.spans_nodes(zone.group.start, zone.group.stop)
             worthy_pairs = 1 if across else machine.worthy_pairs
             turns = make_turns(
-                strategy, group_cuts, zone.index, ranks, tables, worthy_pairs=worthy_pairs
+                strategy,
+                group_cuts,
+                zone.index,
+                ranks,
+                tables,
+                worthy_pairs=worthy_pairs,
+                device=machine.device,
             )
             routes = _routes(zone, machine, rank) if across else None
             return RingZone(rows, turns, channel, tables, routes)
         case "allgather":
             return AllGatherZone(zone, channel, tables, ranks_per_node)
         case "hybrid":
-            return hybrid_zone(zone, channel, tables, ranks_per_node, machine.worthy_pairs)
+            return hybrid_zone(
+                zone,
+                channel,
+                tables,
+                ranks_per_node,
+                worthy_pairs=machine.worthy_pairs,
+                device=machine.device,
+            )
         case other:
             raise AssertionError(f"no attention for strategy {other!r}")
 
@@ -259,4 +272,4 @@ def _routes(zone: Zone, machine: Machine, rank: int) -> Routes | None:
     group = zone.group
     if machine.links is None:
         return None
-    return Routes(group, zone.lengths, machine.links, rank=rank)
+    return Routes(group, zone.lengths, machine.links, rank=rank, device=machine.device)

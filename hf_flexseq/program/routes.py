@@ -14,16 +14,24 @@ class Routes:
     All ranks of the group make the same ones, each as far as its node is concerned.
     """
 
-    __slots__ = ("_group", "_lengths", "_links", "_rank", "_routings")
+    __slots__ = ("_device", "_group", "_lengths", "_links", "_rank", "_routings")
 
     def __init__(
-        self, group: Group, lengths: Sequence[int], links: NicFigures, *, rank: int
+        self,
+        group: Group,
+        lengths: Sequence[int],
+        links: NicFigures,
+        *,
+        rank: int,
+        device: str,
     ) -> None:
-        """lengths: tokens of each sequence of the group. rank: this rank."""
+        """lengths: tokens of each sequence of the group. rank: this rank. device: "cpu" or "cuda",
+        as the turns are made for."""
         self._group = group
         self._lengths = lengths
         self._links = links
         self._rank = rank
+        self._device = device
         # by turn
         self._routings: dict[tuple[bool, RowBytes, RowBytes], tuple[Routing, ...]] = {}
 
@@ -44,5 +52,6 @@ class Routes:
                 key_bytes,
                 returns=returns,
                 rank=self._rank,
+                device=self._device,
             )
         return self._routings[key][turn]

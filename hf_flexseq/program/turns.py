@@ -159,17 +159,18 @@ def make_turns(
     tables: Tables,
     *,
     worthy_pairs: int = 1,
+    device: str = "cuda",
 ) -> tuple[Turn, ...]:
     """Return the turns of one rank of a group under a ring strategy, in the order of execution.
 
     group_cuts: the cut of every sequence of the group.
     index: of the rank in the group. ranks: global ranks of the group, by index. tables: take the
         rows and the lengths of the turns. worthy_pairs: times of the schedule are joined until a
-        turn has about so many (query, key) pairs.
+        turn has about so many (query, key) pairs. device: "cpu" or "cuda", see `lanes_of`.
     """
     layout = ZoneLayout(group_cuts, strategy, index, ranks, tables)
     by_lane = []
-    for lane in lanes_of(group_cuts):
+    for lane in lanes_of(group_cuts, device):
         calls_by_time = calls_of_rank(
             strategy,
             len(ranks),

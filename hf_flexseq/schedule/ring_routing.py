@@ -82,6 +82,7 @@ def ring_routings(
     *,
     returns: bool,
     rank: int,
+    device: str = "cuda",
 ) -> tuple[Routing, ...]:
     """Return the routing of each turn of a `zigzag` or `balanced` group, as far as `rank` is
     concerned: with the paths from and to its node.
@@ -89,8 +90,9 @@ def ring_routings(
     lengths: tokens of each sequence of the group.
     query_bytes, key_bytes: bytes of a row of each tensor that travels for queries, and for keys.
     returns: whether results go back; otherwise it is what the calls read.
+    device: "cpu" or "cuda", see `lanes_of`.
     """
-    turns = _turns(group, lengths)
+    turns = _turns(group, lengths, device)
     if group.degree <= links.ranks_per_node:
         return (Routing(why_not=NOTHING_CROSSES),) * len(turns)
     objection = links.objection()
@@ -111,22 +113,26 @@ def ring_routings(
 
 
 def all_ring_routings(
-    group: Group, lengths: Sequence[int], links: NicFigures, token_bytes: tuple[RowBytes, RowBytes]
+    group: Group,
+    lengths: Sequence[int],
+    links: NicFigures,
+    token_bytes: tuple[RowBytes, RowBytes],
+    device: str = "cuda",
 ) -> Iterator[Routing]:
     """Yield the routing of the fetch of each turn, with all its paths and its seconds.
 
-    token_bytes: as `query_bytes` and `key_bytes` of `ring_routings`.
+    token_bytes: as `query_bytes` and `key_bytes` of `ring_routings`. device: as there.
     """
-    for turn in _turns(group, lengths):
+    for turn in _turns(group, lengths, device):
         transfers = _transfers(group, turn, *token_bytes, returns=False)
         yield route_arrays(transfers, links)
 
 
-def _turns(group: Group, lengths: Sequence[int]) -> list[_Turn]:
+def _turns(group: Group, lengths: Sequence[int], device: str) -> list[_Turn]:
     """Return the turns of a group, in the order of all its ranks."""
     group_cuts = cuts(group.strategy, tuple(lengths), group.degree)
     by_lane = []
-    for lane in lanes_of(group_cuts):
+    for lane in lanes_of(group_cuts, device):
         lane_cuts = [group_cuts[sequence] for sequence in lane.sequences]
         tokens = LaneTokens(group.strategy, lane_cuts, group.degree, mirrored=lane.mirrored)
         rounds = ring_rounds(group.strategy, group.degree, chunk_by_chunk=lane.chunk_by_chunk)

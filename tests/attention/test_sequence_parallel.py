@@ -147,13 +147,13 @@ def run_random_plans(rank, world_size, plans):
 
 @pytest.mark.parametrize(
     ("large", "worthy_pairs"),
-    [(1, 1), (attention.LARGE, 1), (attention.LARGE, 30), (attention.LARGE, 10**9)],
+    [(1, 1), (1024, 1), (1024, 30), (1024, 10**9)],
     ids=["chunk by chunk", "together", "some turns joined", "all turns joined"],
 )
 @pytest.mark.parametrize("world_size", [3, 4])
 def test_random_plans_are_exact(world_size, large, worthy_pairs, monkeypatch):
     # of these short sequences chunks travel together otherwise, and all turns
-    monkeypatch.setattr(attention, "LARGE", large)
+    monkeypatch.setitem(attention.LARGE, "cpu", large)
     monkeypatch.setitem(turns.WORTHY_PAIRS, "cpu", worthy_pairs)
     errors = dict(relative_errors(run_threads(run_random_plans, world_size, 15)))
     assert {case: error for case, error in errors.items() if not error <= 1e-12} == {}

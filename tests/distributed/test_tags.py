@@ -189,10 +189,10 @@ class WireTransport:
         return self.wire.post(self.rank, sends, recvs)
 
 
-@pytest.fixture(params=[1, schedule.LARGE], ids=["chunk by chunk", "together"])
+@pytest.fixture(params=[1, 1024], ids=["chunk by chunk", "together"])
 def large(request, monkeypatch):
     """Whether these short sequences travel chunk by chunk and piece by piece, as long ones do."""
-    monkeypatch.setattr(schedule, "LARGE", request.param)
+    monkeypatch.setitem(schedule.LARGE, "cpu", request.param)
     if request.param == 1:
         monkeypatch.setitem(PIECE_ROWS, "cpu", 1)
     ring_fetches.cache_clear()

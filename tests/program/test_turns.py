@@ -16,10 +16,10 @@ from hf_flexseq.schedule import attention
 PACKS = [(1,), (2, 1), (17,), (40, 3, 29), tuple(random.Random(0).choices(range(1, 9), k=12))]
 
 
-@pytest.fixture(params=[1, attention.LARGE], ids=["chunk by chunk", "together"], autouse=True)
+@pytest.fixture(params=[1, 1024], ids=["chunk by chunk", "together"], autouse=True)
 def large(request, monkeypatch):
     """Whether the chunks of these short sequences travel one by one."""
-    monkeypatch.setattr(attention, "LARGE", request.param)
+    monkeypatch.setitem(attention.LARGE, "cuda", request.param)
 
 
 def turns_of(strategy, lengths, degree, *, worthy_pairs=1):

@@ -52,7 +52,7 @@ def slow_routings(group, lengths, links, widths, returns):
 @pytest.mark.parametrize("large", [1, 1024, 1 << 20], ids="chunk size {}".format)
 @pytest.mark.parametrize("strategy", ["zigzag", "balanced"])
 def test_every_rank_finds_the_paths_of_its_node(strategy, large, monkeypatch):
-    monkeypatch.setattr(attention, "LARGE", large)
+    monkeypatch.setitem(attention.LARGE, "cuda", large)
     ring_fetches.cache_clear()
     rng = random.Random(f"{strategy} {large}")
     routed = 0

@@ -180,7 +180,7 @@ def test_steps_of_a_ring_with_idle_nics_are_routed_and_the_others_not(strategy, 
 def test_a_zigzag_ring_across_two_nodes_crosses_in_little_more_than_half_the_time(
     large, share, monkeypatch
 ):
-    monkeypatch.setattr(attention, "LARGE", large)
+    monkeypatch.setitem(attention.LARGE, "cuda", large)
     ring_fetches.cache_clear()
     turns = ring_fetches("zigzag", cuts("zigzag", (1 << 17, 1 << 17), 16), 16)
     found = [
