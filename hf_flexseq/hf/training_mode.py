@@ -1,7 +1,7 @@
 """The training mode of a model, set once in a step.
 
 The Trainer calls `model.train()` with every batch that it trains on, and so with every micro-batch
-of a plan: a walk through all modules, of about 10 microseconds for each.
+of a plan: a walk through all modules, about 2 microseconds for each, 0.8 ms for 32 layers.
 """
 
 from collections.abc import Iterator
