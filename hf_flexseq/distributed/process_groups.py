@@ -11,8 +11,10 @@ from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
+from numpy.typing import NDArray
 
 from hf_flexseq.distributed.roll_call import roll_call
 from hf_flexseq.distributed.transport import (
@@ -275,25 +277,23 @@ def _named(ranks: Sequence[int]) -> str:
     return ", ".join(f"rank {rank}" for rank in ranks)
 
 
-def _as_bytes(value: Any) -> torch.Tensor:
-    """Return a JSON value as its text: uint8 [bytes]."""
-    return torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
-
-
-def _from_bytes(text: torch.Tensor) -> Any:
-    """Return the JSON value whose text is `text`, uint8 [bytes]."""
-    return json.loads(text.numpy().tobytes())
+# Among so few ranks a value of so many bytes travels in the meeting's own messages.
+INLINE_RANKS = 16
+INLINE_BYTES = 1024
+COUNT = np.dtype("<i8")  # in front of a message: bytes of the value
 
 
 class GlooHost:
     """Exchanges on the CPU over a gloo group of all ranks.
 
     Every exchange but that of rows begins with a meeting: each rank sends every other one a
-    number, by a message of its own. So a rank that does not come is known to all others, by its
-    number. In a collective ranks wait for each other in a chain, and none is told who broke it.
+    message of its own, with the size of its value and, among few ranks, a short value itself. So a
+    rank that does not come is known to all others, by its number. In a collective ranks wait for
+    each other in a chain, and none is told who broke it: it carries what is too long for a
+    message.
     """
 
-    __slots__ = ("_group", "_rank", "_world_size", "phase", "timeout")
+    __slots__ = ("_group", "_rank", "_room", "_world_size", "phase", "timeout")
 
     def __init__(self, timeout: timedelta) -> None:
         """Make the group. Collective over the world."""
@@ -301,16 +301,18 @@ class GlooHost:
         self._group = dist.new_group(backend="gloo", timeout=timeout)
         self._rank = dist.get_rank()
         self._world_size = dist.get_world_size()
+        # bytes of a value that a meeting's message has room for
+        self._room = INLINE_BYTES if self._world_size <= INLINE_RANKS else 0
         self.phase = "the start"
 
     def gather_ints(self, values: list[int]) -> list[list[int]]:
         """See `HostGroup.gather_ints`."""
-        rows = self._gather(torch.tensor(values, dtype=torch.int64))
-        return [row.tolist() for row in rows]
+        own = np.array(values, dtype=np.int64).tobytes()
+        return [np.frombuffer(data, np.int64).tolist() for data in self._gather(own)]
 
     def gather_values(self, value: Any) -> list[Any]:
         """See `HostGroup.gather_values`."""
-        return [_from_bytes(of_rank) for of_rank in self._gather(_as_bytes(value))]
+        return [json.loads(data) for data in self._gather(json.dumps(value).encode())]
 
     def broadcast_value(self, value: Any) -> Any:
         """See `HostGroup.broadcast_value`."""
@@ -318,19 +320,23 @@ class GlooHost:
 
     def broadcast_bytes(self, data: bytes) -> bytes:
         """See `HostGroup.broadcast_bytes`."""
-        own = torch.tensor([], dtype=torch.uint8)  # what other ranks have does not travel
+        if self._rank != 0:
+            data = b""  # what other ranks have does not travel
+        met = self._meet(data)
+        if met.counts[0] <= self._room:
+            return met.value(0)
+        sent = torch.empty(met.counts[0], dtype=torch.uint8)
         if self._rank == 0:
-            own = torch.frombuffer(bytearray(data), dtype=torch.uint8)
-        counts = self._meet([own.numel()] * self._world_size)
-        sent = own if self._rank == 0 else own.new_empty(counts[0])
+            sent = torch.frombuffer(bytearray(data), dtype=torch.uint8)
         with self._naming_phase():
             dist.broadcast(sent, src=0, group=self._group)
         return sent.numpy().tobytes()
 
     def gather_floats(self, values: Sequence[float]) -> torch.Tensor:
         """See `HostGroup.gather_floats`."""
-        own = torch.tensor(list(values), dtype=torch.float64)
-        return torch.stack(self._gather(own))  # [values] of each -> [world, values]
+        own = np.array(values, dtype=np.float64).tobytes()
+        rows = [np.frombuffer(data, np.float64) for data in self._gather(own)]
+        return torch.from_numpy(np.stack(rows))  # [values] of each -> [world, values]
 
     def exchange_rows(
         self, rows: torch.Tensor, sent_counts: Sequence[int], received_counts: Sequence[int]
@@ -356,7 +362,7 @@ class GlooHost:
 
     def barrier(self) -> None:
         """See `HostGroup.barrier`."""
-        self._meet([0] * self._world_size)
+        self._meet(b"")
 
     @contextmanager
     def naming_lost(self) -> Iterator[None]:
@@ -382,29 +388,34 @@ class GlooHost:
 
     # ---- how
 
-    def _gather(self, row: torch.Tensor) -> list[torch.Tensor]:
-        """Return the flat tensor of every rank, by rank: [own elements] -> [elements of each]."""
-        # 1. all lengths
-        counts = self._meet([row.numel()] * self._world_size)
-        # 2. all tensors, padded to the longest: [width] -> one [width] per rank
-        padded = row.new_zeros(max(counts))
-        padded[: row.numel()] = row
-        rows = [torch.empty_like(padded) for _ in counts]
+    def _gather(self, data: bytes) -> list[bytes]:
+        """Return the bytes of every rank, by rank."""
+        met = self._meet(data)
+        longest = max(met.counts)
+        if longest <= self._room:
+            return [met.value(rank) for rank in range(self._world_size)]
+        # padded to the longest: [longest] -> one [longest] per rank
+        padded = torch.zeros(longest, dtype=torch.uint8)
+        padded.numpy()[: len(data)] = np.frombuffer(data, np.uint8)
+        rows = [torch.empty_like(padded) for _ in met.counts]
         with self._naming_phase():
             dist.all_gather(rows, padded, group=self._group)
-        # 3. without the padding
-        return [padded[:n] for padded, n in zip(rows, counts, strict=True)]
+        return [row.numpy()[:n].tobytes() for row, n in zip(rows, met.counts, strict=True)]
 
-    def _meet(self, numbers: Sequence[int]) -> list[int]:
-        """Send a number to every rank, and return those that they have sent, by rank.
+    def _meet(self, data: bytes) -> "_Meeting":
+        """Send every rank the size of `data`, and `data` itself if there is room for it. Returns
+        what all ranks have sent.
 
         Raises LostRank that names the ranks which are gone, or the first one that is silent.
         """
-        outgoing = torch.tensor(numbers, dtype=torch.int64)  # [world]: to rank i
-        incoming = outgoing.clone()  # [world]: from rank i
-        self._swap(MEETING, sent=outgoing.split(1), received=incoming.split(1))
-        numbers_in: list[int] = incoming.tolist()
-        return numbers_in
+        messages = np.zeros((self._world_size, COUNT.itemsize + self._room), dtype=np.uint8)
+        own = messages[self._rank]
+        own[: COUNT.itemsize].view(COUNT)[0] = len(data)
+        if len(data) <= self._room:
+            own[COUNT.itemsize :][: len(data)] = np.frombuffer(data, np.uint8)
+        by_rank = torch.from_numpy(messages).unbind()  # world x [bytes of a message]
+        self._swap(MEETING, sent=[by_rank[self._rank]] * self._world_size, received=by_rank)
+        return _Meeting(messages)
 
     def _swap(
         self, tag: int, *, sent: Sequence[torch.Tensor], received: Sequence[torch.Tensor]
@@ -450,3 +461,19 @@ class GlooHost:
             raise LostRank(
                 f"rank {self._rank}: a rank was lost in {self.phase}: {error}"
             ) from error
+
+
+class _Meeting:
+    """What all ranks have sent in a meeting."""
+
+    __slots__ = ("_messages", "counts")
+
+    def __init__(self, messages: NDArray[np.uint8]) -> None:
+        """messages: [world, bytes of a message]."""
+        self._messages = messages
+        self.counts: list[int] = messages[:, : COUNT.itemsize].copy().view(COUNT)[:, 0].tolist()
+        """Bytes of each rank's value."""
+
+    def value(self, rank: int) -> bytes:
+        """Return the value of a rank, for which there was room."""
+        return self._messages[rank, COUNT.itemsize :][: self.counts[rank]].tobytes()

@@ -287,6 +287,8 @@ class WholeModelExecutor:
         self._model = None
         self._chunked_loss = None
         self._former_programs = None
+        if self.fsdp is not None:
+            self.fsdp.forget_model()
 
     def _open_blocks(self, cost: CostModel) -> None:
         """Make the groups of ranks that may exchange heads, where a collective is faster than

@@ -92,15 +92,27 @@ class SteppedFsdp:
         self._communicator = communicator
         self._over_replicas = over_replicas
         self.taken: set[FsdpPolicy] = set()  # by the steps so far
+        # of the model that the last step ran: to find them is a walk through all of its modules
+        self._units: tuple[nn.Module, FsdpUnits] | None = None
 
     @contextmanager
     def of_step(self, plan: Plan, model: nn.Module) -> Iterator[BeforeLast]:
         """Surround all micro-batches of a step; the block gets what surrounds each of them but
         the last. A model without units is left alone."""
-        units = FsdpUnits(model)
+        units = self._units_of(model)
         policy = self._chosen(plan)
         with units.whole_step(policy):
             yield partial(units.before_last, policy, over_replicas=self._over_replicas)
+
+    def forget_model(self) -> None:
+        """Let go of the model that the last step ran."""
+        self._units = None
+
+    def _units_of(self, model: nn.Module) -> FsdpUnits:
+        """Return the units of a model."""
+        if self._units is None or self._units[0] is not model:
+            self._units = (model, FsdpUnits(model))
+        return self._units[1]
 
     def _chosen(self, plan: Plan) -> FsdpPolicy:
         """Return the policy of a step; log it when it is the first of its kind."""

@@ -25,7 +25,7 @@ Trainer's own.
 import inspect
 import logging
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, fields
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
@@ -54,6 +54,7 @@ from hf_flexseq.hf.pipeline.hooks import load_own_stage
 from hf_flexseq.hf.resume import Resumed, choose_checkpoint, warn_without_optimizer
 from hf_flexseq.hf.saving import checkpoint_folder, saved_whole
 from hf_flexseq.hf.trainer_checks import check_trainer
+from hf_flexseq.hf.training_mode import in_training_mode
 from hf_flexseq.pipeline.optimizer import is_of_pipeline, load_optimizer
 from hf_flexseq.steps.collator import DataCollatorForFlexSeq
 from hf_flexseq.steps.inputs import Inputs
@@ -250,10 +251,14 @@ class FlexSeqMixin(_Trainer):
             )
             return loss
 
+        training: AbstractContextManager[None] = nullcontext()
         if self._hooks is not None:
             self._hooks.set_training_mode(model, self.optimizer)
+        else:
+            training = in_training_mode(model)
         is_last = self.state.global_step + 1 >= self.state.max_steps
-        loss = self.flexseq.train(inputs.step, forward_backward, model, is_last=is_last)
+        with training:
+            loss = self.flexseq.train(inputs.step, forward_backward, model, is_last=is_last)
         self.flexseq.finish(inputs.step)
         return loss
 

@@ -5,8 +5,6 @@ machine. A pipeline's plan has its own rules: `PipelinePlan.check_form`, and
 `hf_flexseq/schedule/pipeline/check.py` for those that walk through its actions.
 """
 
-import numpy as np
-
 from hf_flexseq.plan.groups import MicroBatch
 from hf_flexseq.plan.sequences import Plan
 from hf_flexseq.plan.wire import Ints
@@ -34,9 +32,12 @@ def _check_ranks(plan: Plan, topology: Topology) -> None:
     """Raise ValueError for a group that is neither inside one node nor made of whole nodes."""
     arrays = plan.arrays
     # Many groups are of the same ranks: each range of ranks is looked at once, by its first group.
-    ends = np.stack([arrays.starts, arrays.starts + arrays.degrees], axis=1)
-    found, first_groups = np.unique(ends, axis=0, return_index=True)
-    for (start, stop), group in zip(found.tolist(), first_groups.tolist(), strict=True):
+    first_groups: dict[tuple[int, int], int] = {}
+    stops = arrays.starts + arrays.degrees
+    ranges = zip(arrays.starts.tolist(), stops.tolist(), strict=True)
+    for group, ends in enumerate(ranges):
+        first_groups.setdefault(ends, group)
+    for (start, stop), group in first_groups.items():
         if not topology.allows(start, stop):
             raise ValueError(
                 f"micro-batch {arrays.batch_of[group]}: ranks {start}..{stop - 1} are neither "

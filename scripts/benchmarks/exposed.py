@@ -3,6 +3,8 @@ optimizer, part by part, on two CPU processes.
 
     python scripts/benchmarks/exposed.py
     python scripts/benchmarks/exposed.py --against ../other      beside another checkout's package
+    python scripts/benchmarks/exposed.py --max-length 192        so few tokens that most of a step
+                                                                 is the host's own work
 
 A run is the quickstart for some steps, in which every call of a part's functions is timed on rank
 0, without the parts that are called inside: by the wall clock, and by the time of the training
@@ -12,6 +14,9 @@ rank. `the rest` is what no part has: the Trainer's own loop.
 A third figure counts only what happens between the optimizer and the next forward, by the wall
 clock. There a device that works behind the host, as a GPU does, has nothing left to do: what
 stands elsewhere it does not notice.
+
+`a step, whole` has forward and backward in it, where attention's own host work is. It moves from
+there to `contexts` when it is done ahead, so that neither row alone tells if there is less of it.
 
 With `--against` the runs of both checkouts take turns; recipe and data are this checkout's.
 """
@@ -26,7 +31,7 @@ import sys
 import tempfile
 import time
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -63,6 +68,7 @@ PARTS: dict[str, list[Function]] = {
 }
 REST = "the rest"
 EXPOSED = "exposed, together"
+WHOLE = "a step, whole"
 
 # seconds: by the wall clock, of the thread on the processor, and of the wall clock's what lies
 # between optimizer and forward
@@ -167,8 +173,12 @@ def run_rank(arguments: Sequence[str]) -> None:
 # ---- the runs
 
 
-def steps_of(package: Path, steps: int, warmup: int) -> Steps:
-    """Run the quickstart with the package of a checkout, and return its steps."""
+def steps_of(package: Path, steps: int, warmup: int, max_length: int | None) -> Steps:
+    """Run the quickstart with the package of a checkout, and return its steps.
+
+    max_length: tokens of the longest documents, None for the quickstart's own; a rank takes 5/6 of
+        that, as there.
+    """
     with tempfile.TemporaryDirectory() as folder:
         found = Path(folder) / "steps.json"
         command = [
@@ -181,6 +191,9 @@ def steps_of(package: Path, steps: int, warmup: int) -> Steps:
             *("--max_steps", str(steps + warmup + 1)),
             *("--eval_on_start", "false"),
         ]
+        if max_length is not None:
+            command += ["--max_length", str(max_length)]
+            command += ["--max_tokens_per_rank", str(max_length * 5 // 6)]
         environment = os.environ | {
             "OMP_NUM_THREADS": "1",
             "PYTHONPATH": str(package.resolve()),
@@ -197,12 +210,16 @@ def medians(steps: Steps) -> dict[str, Clocks]:
     found: dict[str, Clocks] = {}
     for part in [*HIDDEN, *PARTS, REST]:
         found[part] = _median([step.get(part, (0.0, 0.0, 0.0)) for step in steps])
-    totals = []
-    for step in steps:
-        exposed = [seconds for part, seconds in step.items() if part not in HIDDEN]
-        totals.append(tuple(sum(clocks) for clocks in zip(*exposed, strict=True)))
-    found[EXPOSED] = _median(totals)
+    found[EXPOSED] = _median([_sum(step, without=HIDDEN) for step in steps])
+    found[WHOLE] = _median([_sum(step) for step in steps])
     return found
+
+
+def _sum(step: dict[str, Clocks], without: Container[str] = ()) -> Clocks:
+    """Return the seconds of a step's parts together."""
+    counted = [seconds for part, seconds in step.items() if part not in without]
+    wall, processor, idle = (sum(clock) for clock in zip(*counted, strict=True))
+    return wall, processor, idle
 
 
 def _median(steps: Sequence[Clocks]) -> Clocks:
@@ -216,6 +233,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=10, help="measured steps of each run")
     parser.add_argument("--warmup", type=int, default=2, help="steps before them")
     parser.add_argument("--runs", type=int, default=1, help="of each checkout")
+    parser.add_argument("--max-length", type=int, help="tokens of the longest documents")
     parser.add_argument("--against", type=Path, help="another checkout, measured in turn")
     asked = parser.parse_args()
     checkouts = {"here": ROOT}
@@ -224,7 +242,7 @@ def main() -> None:
     steps: dict[str, Steps] = {name: [] for name in checkouts}
     for _ in range(asked.runs):
         for name, package in checkouts.items():
-            steps[name] += steps_of(package, asked.steps, asked.warmup)
+            steps[name] += steps_of(package, asked.steps, asked.warmup, asked.max_length)
 
     print(f"{machine('torch', 'transformers')}, one thread, load {load_average()}\n")
     print(
@@ -233,7 +251,7 @@ def main() -> None:
     )
     found = {name: medians(of_checkout) for name, of_checkout in steps.items()}
     rows = []
-    for part in [*HIDDEN, *PARTS, REST, EXPOSED]:
+    for part in [*HIDDEN, *PARTS, REST, EXPOSED, WHOLE]:
         cells = [part]
         for name in checkouts:
             milliseconds = [f"{1e3 * seconds:.2f}" for seconds in found[name][part]]

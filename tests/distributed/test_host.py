@@ -6,10 +6,12 @@ import signal
 import socket
 import time
 from datetime import timedelta
+from unittest import mock
 
 import pytest
 import torch
 
+from hf_flexseq.distributed import process_groups
 from hf_flexseq.distributed.communicator import Communicator
 from hf_flexseq.distributed.connect import connect
 from hf_flexseq.distributed.transport import Message
@@ -21,9 +23,13 @@ LOST, TIMEOUT_S = 2, 2
 # ---- values
 
 
-def exchange_all(rank, world_size):
+TOO_LONG = 2 * process_groups.INLINE_BYTES  # integers, for the message of a meeting
+
+
+def exchange_all(rank, world_size, inline_ranks=process_groups.INLINE_RANKS):
     """Everything a host can do, each rank with something of another size."""
-    host = join().host
+    with mock.patch.object(process_groups, "INLINE_RANKS", inline_ranks):
+        host = join().host
     own = list(range(rank))  # rank 0 has nothing
     counts = list(range(world_size))  # so many rows to each rank: none to rank 0
     rows = torch.arange(2 * sum(counts)).view(-1, 2) + 100 * rank
@@ -33,8 +39,10 @@ def exchange_all(rank, world_size):
     host.barrier()
     return {
         "ints": host.gather_ints(own),
+        "long ints": host.gather_ints([rank] * rank * TOO_LONG),
         "objects": host.gather_values({"of": rank, "text": "x" * 100 * rank}),
-        "broadcast": host.broadcast_value({"plan": "y" * 1000} if rank == 0 else rank),
+        "broadcast": host.broadcast_value({"plan": "y" * 10} if rank == 0 else rank),
+        "long broadcast": host.broadcast_value("y" * TOO_LONG if rank == 0 else rank),
         "bytes": host.broadcast_bytes(b"\x00plan\n" if rank == 0 else b""),
         "floats": host.gather_floats([0.25 * rank, 1.0]).tolist(),
         "no floats": host.gather_floats([]).shape,
@@ -47,8 +55,10 @@ def assert_exchanged(results):
     world_size = len(results)
     for rank, found in enumerate(results):
         assert found["ints"] == [list(range(of)) for of in range(world_size)]
+        assert found["long ints"] == [[of] * of * TOO_LONG for of in range(world_size)]
         assert found["objects"] == [{"of": of, "text": "x" * 100 * of} for of in range(world_size)]
-        assert found["broadcast"] == {"plan": "y" * 1000}
+        assert found["broadcast"] == {"plan": "y" * 10}
+        assert found["long broadcast"] == "y" * TOO_LONG
         assert found["bytes"] == b"\x00plan\n"
         assert found["floats"] == [[0.25 * of, 1.0] for of in range(world_size)]
         assert found["no floats"] == (world_size, 0)
@@ -68,6 +78,11 @@ def test_exchanges_of_threads():
 @pytest.mark.processes
 def test_exchanges_of_processes():
     assert_exchanged(run_ranks(exchange_all, 3))
+
+
+@pytest.mark.processes
+def test_exchanges_of_more_processes_than_send_values_in_their_meetings():
+    assert_exchanged(run_ranks(exchange_all, 3, 2))
 
 
 # ---- lost ranks

@@ -101,6 +101,7 @@ class StageExecutor:
         whole = model if stage_of(model) is None else empty_twin(model)
         self._cost_subject = setup.costs.subject(whole)
         self.cost: CostModel | None = None  # found when training begins
+        self._costs_of_run: PipelineCost | None = None  # made with the figures of its first step
         self.stage: Stage = stage_of(model) or cut(
             model, stage_index, stages, virtual=args.pipeline_virtual_stages
         )
@@ -180,6 +181,7 @@ class StageExecutor:
                 _call_loss_once(accelerator.device, dtype)
         self.cost = self.setup.costs.find(self._cost_subject)
         calling.raise_together(host.gather_values, "calling the loss for the first time")
+        self._costs_of_run = None
         self.room = self._room(self.cost)
         self._former_attention = base.config._attn_implementation
         base.set_attn_implementation(PIPELINE_NAME)
@@ -300,7 +302,9 @@ class StageExecutor:
         """Write the trace of a finished step, a line for each replica, and return its figures for
         the log. Collective over the world."""
         assert self.cost is not None, "attach finds the cost model"
-        return trace.record_pipeline(step, self._stage_costs(), self.cost)
+        if self._costs_of_run is None:
+            self._costs_of_run = self._stage_costs()
+        return trace.record_pipeline(step, self._costs_of_run, self.cost)
 
 
 def stage_executor_for(

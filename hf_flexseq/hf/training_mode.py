@@ -1,0 +1,31 @@
+"""The training mode of a model, set once in a step.
+
+The Trainer calls `model.train()` with every batch that it trains on, and so with every micro-batch
+of a plan: a walk through all modules, about 2 microseconds for each, 0.8 ms for 32 layers.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from torch import nn
+
+
+@contextmanager
+def in_training_mode(model: nn.Module) -> Iterator[None]:
+    """Put a model into training mode; inside the block `model.train()` does nothing as long as it
+    is in it.
+
+    What leaves the mode inside, such as `model.eval()`, does so, and `model.train()` comes back.
+    """
+    whole = model.train
+    whole()
+
+    def train(mode: bool = True) -> nn.Module:
+        return model if model.training == mode else whole(mode)
+
+    # Beside the attributes that wrappers such as torch.compile's hand on to the model inside.
+    model.__dict__["train"] = train
+    try:
+        yield
+    finally:
+        del model.__dict__["train"]
