@@ -1,9 +1,17 @@
 import pytest
 
+from hf_flexseq.attention import replay
 from hf_flexseq.program import heads
+from tests.attention.strict import StrictFused
 
 
 @pytest.fixture(autouse=True)
 def small_pieces(monkeypatch):
     """Heads come and go in pieces also where so few tokens would not be worth it."""
     monkeypatch.setitem(heads.PIECE_ROWS, "cpu", 0.01)
+
+
+@pytest.fixture(autouse=True)
+def strict_operations(monkeypatch):
+    """What a GPU could not do fails on the CPU, too."""
+    monkeypatch.setattr(replay, "choose_fused", lambda device: StrictFused())
