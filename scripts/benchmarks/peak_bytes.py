@@ -41,6 +41,7 @@ from hf_flexseq.plan import Group, MicroBatch
 from hf_flexseq.plan.shard import make_shard
 from hf_flexseq.program import heads
 from hf_flexseq.topology import Topology
+from host_time import FreeKernel
 
 sys.path.insert(0, str(ROOT / "scripts"))
 from gpu_checks.stub import Over, StubGroup, StubTransport
@@ -56,36 +57,10 @@ FIGURES = COLUMNS[1:]
 # ---- a rank that is all alone
 
 
-class FreeKernel:
-    """A kernel that does nothing: its results are whatever stood in the memory."""
+class NarrowKernel(FreeKernel):
+    """A kernel that does nothing, and leaves gradients in 16 bits, as those of CUDA do."""
 
     wide_gradients = False
-
-    def __init__(self, real: Any) -> None:
-        """real: the kernel whose other answers this one gives."""
-        self._real = real
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._real, name)
-
-    def forward(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, segments: Any, *, scale: float
-    ) -> Any:
-        """Return out [tokens, heads, head_dim] and lse [heads, tokens]."""
-        lse = torch.empty(q.shape[1], q.shape[0], dtype=torch.float32)
-        return torch.empty_like(q, memory_format=torch.contiguous_format), lse
-
-    def backward(
-        self,
-        dout: torch.Tensor,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        *rest: Any,
-        scale: float,
-    ) -> Any:
-        """Return gradients shaped as q, k and v are."""
-        return tuple(torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
 
 
 class FreeFused:
@@ -172,7 +147,7 @@ def context_of(work: Work, rank: int) -> SequenceContext:
     topology = Topology(nodes=-(-work.degree // 8), ranks_per_node=8)
     transport = KeepingTransport(rank, topology.world_size)
     communicator = Communicator(topology, transport=transport)
-    kernel = FreeKernel(choose_kernel(torch.device("cpu"), DTYPE, HEAD_DIM))
+    kernel = NarrowKernel(choose_kernel(torch.device("cpu"), DTYPE, HEAD_DIM))
     own_heads = max(1, HEADS // work.degree)
     heads.PIECE_ROWS["cpu"] = TOKENS * work.degree * own_heads / work.pieces
     group = Group(
