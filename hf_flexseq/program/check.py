@@ -109,7 +109,7 @@ class _Player:
                 if number not in self._over and any(p.number == number for p in self.queue):
                     break
                 if number not in self._arriving:
-                    raise ProgramError(f"rank {self.rank} waits for {number}: it has not posted it")
+                    raise ProgramError(f"rank {self.rank} waits for {number}, has not posted it")
                 self._over.discard(number)
                 del self._arriving[number]
                 del self._leaving[number]

@@ -3,11 +3,12 @@ what is refused."""
 
 import pytest
 import torch
+from torch.utils.checkpoint import checkpoint
 
 from hf_flexseq.attention import SequenceContext, sequence_parallel_attention
 from hf_flexseq.kernels.choose import choose_kernel
 from hf_flexseq.plan import STRATEGIES, Group, MicroBatch
-from hf_flexseq.plan.shard import make_shard
+from hf_flexseq.plan.shard import make_shard, remapped
 from hf_flexseq.topology import Topology
 from tests.ranks import join, run_threads
 
@@ -85,6 +86,44 @@ def run_twice(rank, world_size, strategy):
 @pytest.mark.parametrize("strategy", [name for name in STRATEGIES if name != "local"])
 def test_a_graph_that_is_kept_gives_the_same_gradients_again(strategy):
     assert run_threads(run_twice, RANKS, strategy, seconds=60) == [True] * RANKS
+
+
+def run_moves(rank, world_size, checkpointed, dtype):
+    """out, dq, dk and dv of this rank, of sequences that rank 0 attends to alone."""
+    topology = Topology(nodes=2, ranks_per_node=RANKS // 2)
+    communicator = join(topology)
+    group = Group(ranks=(0,), sequences=(0, 1, 2, 3), strategy="local")
+    micro_batch = MicroBatch(groups=(group,), remap=True)
+    shard = make_shard(micro_batch, LENGTHS, rank)
+    shard = remapped(shard, micro_batch, LENGTHS, topology)
+    kernel = choose_kernel(CPU, dtype, HEAD_DIM)
+    context = SequenceContext(shard, communicator, kernel, CPU)
+    *leaves, dout = tensors_of(rank, shard.linear_tokens, dtype)
+    leaves = [x.requires_grad_() for x in leaves]
+    if checkpointed:
+        out = checkpoint(sequence_parallel_attention, *leaves, context, use_reentrant=False)
+    else:
+        out = sequence_parallel_attention(*leaves, context)
+    return (out.detach(), *torch.autograd.grad(out, leaves, dout))
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float16])
+@pytest.mark.parametrize("checkpointed", [False, True])
+def test_ranks_that_only_move_tokens_have_the_results_of_one(checkpointed, dtype):
+    by_rank = run_threads(run_moves, RANKS, checkpointed, dtype, seconds=60)
+    found = [torch.cat(parts) for parts in zip(*by_rank, strict=True)]
+    (expected,) = run_threads(
+        attend_alone, 1, [len(out) for out, *_ in by_rank], dtype, seconds=60
+    )
+    for x, y in zip(found, expected, strict=True):
+        assert torch.equal(x, y)
+
+
+def attend_alone(rank, world_size, tokens, dtype):
+    """out, dq, dk and dv of the tokens of all ranks, tokens of each, on one."""
+    context, _ = alone(dtype)
+    by_rank = [tensors_of(other, count, dtype) for other, count in enumerate(tokens)]
+    return gradients_of(context, *[torch.cat(parts) for parts in zip(*by_rank, strict=True)])
 
 
 def differentiate_twice(rank, world_size):
