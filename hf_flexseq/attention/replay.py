@@ -229,6 +229,7 @@ class _Binder:
                 lanes.append(
                     LaneMessages(lane, tuple(sends.pop(lane, ())), tuple(recvs.pop(lane, ())))
                 )
+        assert not sends and not recvs, f"no lane of this rank's leads to {spec}"
         return tuple(lanes)
 
 

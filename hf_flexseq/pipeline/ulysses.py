@@ -2,7 +2,7 @@
 the carry.
 
 A rank holds its part of the chunk's row. Around attention the parts become whole again, for a
-share of the heads (`attention/ulysses.py`); there the chunk is worked on as on a stage of one
+share of the heads (`program/ulysses.py`); there the chunk is worked on as on a stage of one
 rank, and the carry holds keys and values of these heads alone. Ring strategies do not fit: their
 blocks are causal squares, a chunk is a rectangle over its prefix.
 

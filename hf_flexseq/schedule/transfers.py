@@ -4,7 +4,7 @@ There are two kinds of these exchanges:
 
     ring        The fetches of all ranks of a group, turn by turn: queries, or keys and values,
                 that a worker fetches from their holder, and the results that go back. The part of
-                one rank in them is in `attention/turns.py`. There as here the sequences of a group
+                one rank in them is in `program/turns.py`. There as here the sequences of a group
                 that lie the same way round go through the schedule together, and the two kinds of
                 sequences take turns.
     remapping   Rows that move between the layout of attention and the even one (`plan/remap.py`).
