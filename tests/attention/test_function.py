@@ -6,6 +6,7 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from hf_flexseq.attention import SequenceContext, sequence_parallel_attention
+from hf_flexseq.attention.replay import Replay
 from hf_flexseq.kernels.choose import choose_kernel
 from hf_flexseq.plan import STRATEGIES, Group, MicroBatch
 from hf_flexseq.plan.shard import make_shard, remapped
@@ -124,6 +125,15 @@ def attend_alone(rank, world_size, tokens, dtype):
     context, _ = alone(dtype)
     by_rank = [tensors_of(other, count, dtype) for other, count in enumerate(tokens)]
     return gradients_of(context, *[torch.cat(parts) for parts in zip(*by_rank, strict=True)])
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_gradients_of_repeated_heads_are_rounded_once(dtype):
+    small = torch.finfo(dtype).eps / 2  # what 1 does not notice, but for several of it
+    grads = torch.tensor([1.0, small, small, small, small, 3.0], dtype=dtype).view(1, 6, 1)
+    sums = Replay.sum_heads(None, grads, torch.tensor([0, 0, 0, 0, 0, 1]), 2)
+    assert sums.dtype == dtype
+    assert sums.flatten().tolist() == [1.0 + 4 * small, 3.0]
 
 
 def differentiate_twice(rank, world_size):
