@@ -229,7 +229,8 @@ class _Binder:
                 lanes.append(
                     LaneMessages(lane, tuple(sends.pop(lane, ())), tuple(recvs.pop(lane, ())))
                 )
-        assert not sends and not recvs, f"no lane of this rank's leads to {spec}"
+        left = {**sends, **recvs}
+        assert not left, f"{list(left)} are no lanes of this rank: {spec}"
         return tuple(lanes)
 
 

@@ -84,7 +84,7 @@ MOST = {
 }
 
 
-@pytest.mark.parametrize("case", MOST)
+@pytest.mark.parametrize("case", MOST, ids=str)
 def test_no_strategy_needs_more_memory(case):
     for units, most in zip(peaks_of(*case), MOST[case], strict=True):
         assert units <= 1.02 * most
