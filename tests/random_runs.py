@@ -37,6 +37,7 @@ from hf_flexseq.plan import Plan
 from hf_flexseq.plan.pipeline import PipelinePlan
 from hf_flexseq.plan.shard import Shard, make_shard, remapped
 from hf_flexseq.program import heads as head_pieces
+from hf_flexseq.program import turns
 from hf_flexseq.program.exchange import Exchange
 from hf_flexseq.schedule import attention as schedule
 from hf_flexseq.schedule.routing import NicFigures
@@ -177,7 +178,8 @@ def _draw_pipeline(number: int, launches: Launches, rng: random.Random) -> Pipel
 def run_attention(run: AttentionRun) -> float:
     """Run the plan on all ranks; return the largest relative error of a gradient."""
     pieces_of_any_size = mock.patch.dict(head_pieces.PIECE_ROWS, {"cpu": 0.01})
-    with mock.patch.object(schedule, "LARGE", run.large), pieces_of_any_size:
+    joined_turns = mock.patch.dict(turns.WORTHY_PAIRS, {"cpu": (1, 100)[run.number % 2]})
+    with mock.patch.object(schedule, "LARGE", run.large), pieces_of_any_size, joined_turns:
         ring_fetches.cache_clear()  # what is kept there depends on it
         by_rank = run_threads(
             attention_rank,

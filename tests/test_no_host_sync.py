@@ -378,7 +378,7 @@ def test_a_planted_fault_is_caught(monkeypatch, fault):
 
 def test_an_item_in_a_chunk_is_caught(monkeypatch):
     fault = made_with(lambda lse: lse.sum().item())
-    monkeypatch.setattr("hf_flexseq.pipeline.carry.merge_partials", fault)
+    monkeypatch.setattr("hf_flexseq.pipeline.carry.merge_into", fault)
     with pytest.raises(HostSync, match="reads from"):
         run_chunks(monkeypatch, 1)
 

@@ -9,7 +9,7 @@ from hf_flexseq.attention.uploads import Uploads
 from hf_flexseq.distributed.communicator import Communicator
 from hf_flexseq.kernels import Kernel
 from hf_flexseq.program.compile import Parts, backward, backward_of_rows, forward
-from hf_flexseq.program.instructions import LayerShape
+from hf_flexseq.program.instructions import LayerShape, Program
 
 FORWARD = "forward"
 BACKWARD = "backward"
@@ -32,7 +32,7 @@ def layer_shape(q: torch.Tensor, k: torch.Tensor) -> LayerShape:
 class MicroBatchPrograms:
     """Compiles a program when a layer first asks for it, or ahead."""
 
-    __slots__ = ("_bound", "_communicator", "_kernel", "_uploads", "parts")
+    __slots__ = ("_bound", "_communicator", "_compiled", "_kernel", "_uploads", "parts")
 
     def __init__(
         self,
@@ -46,33 +46,45 @@ class MicroBatchPrograms:
         self._communicator = communicator
         self._kernel = kernel
         self._uploads = Uploads(parts.tables, device)
+        self._compiled: dict[ProgramKey, Program] = {}
         self._bound: dict[ProgramKey, BoundProgram] = {}
 
     def find(self, direction: str, shape: LayerShape) -> BoundProgram:
         """Return the program of one direction for layers of one shape."""
-        bound = self._bound.get((direction, shape))
-        if bound is None:
-            bound = self._make(direction, shape)
-            self._bound[direction, shape] = bound
-        return bound
+        key = (direction, shape)
+        if key not in self._bound:
+            self.prepare([key])
+        return self._bound[key]
 
     def prepare(self, keys: Iterable[ProgramKey]) -> None:
-        """Make the programs that layers are expected to ask for."""
-        for direction, shape in keys:
-            self.find(direction, shape)
+        """Make the programs that layers will ask for. Their integers go to the device in one
+        copy."""
+        new = [key for key in keys if key not in self._bound]
+        for direction, shape in new:
+            self._compile(direction, shape)
+        self._uploads.bring()
+        for direction, shape in new:
+            self._bound[direction, shape] = BoundProgram(
+                self._compiled[direction, shape],
+                self._uploads,
+                self._communicator,
+                self._kernel,
+                getattr(torch, shape.dtype),
+            )
 
     @property
     def keys(self) -> tuple[ProgramKey, ...]:
         """Which programs there are."""
         return tuple(self._bound)
 
-    def _make(self, direction: str, shape: LayerShape) -> BoundProgram:
-        if direction == FORWARD:
-            program = forward(self.parts, shape)
-        else:
-            saved = self.find(FORWARD, shape).program.saved
-            compile_backward = backward if direction == BACKWARD else backward_of_rows
-            program = compile_backward(self.parts, shape, saved)
-        self._uploads.bring()
-        dtype = getattr(torch, shape.dtype)
-        return BoundProgram(program, self._uploads, self._communicator, self._kernel, dtype)
+    def _compile(self, direction: str, shape: LayerShape) -> Program:
+        """Return a program, which is compiled once."""
+        key = (direction, shape)
+        if key not in self._compiled:
+            if direction == FORWARD:
+                self._compiled[key] = forward(self.parts, shape)
+            else:
+                saved = self._compile(FORWARD, shape).saved
+                compile_backward = backward if direction == BACKWARD else backward_of_rows
+                self._compiled[key] = compile_backward(self.parts, shape, saved)
+        return self._compiled[key]

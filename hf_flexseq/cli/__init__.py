@@ -1,4 +1,4 @@
-"""The command line: `flexseq plan | simulate | compare | view | calibrate | env`.
+"""The command line: `flexseq plan | simulate | compare | view | program | calibrate | env`.
 
 It exits with 0, or with 2 and one line on stderr for bad input and for plans that cannot be.
 Importing it imports no torch, so planning starts at once and works where torch is not installed;

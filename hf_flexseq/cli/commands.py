@@ -1,10 +1,16 @@
 """`plan`, `simulate` and `view`."""
 
-import sys
 from argparse import Namespace
 from pathlib import Path
 
-from hf_flexseq.cli.files import PlannedStep, StepsFile, read_steps, write_plans
+from hf_flexseq.cli.files import (
+    PlannedStep,
+    StepsFile,
+    asked_step,
+    read_steps,
+    tell_broken_lines,
+    write_plans,
+)
 from hf_flexseq.cli.planning import planned, steps_of
 from hf_flexseq.cost import step_ns
 from hf_flexseq.cost.presets import load_cost_model
@@ -16,7 +22,6 @@ from hf_flexseq.simulate import Detail, most_events
 from hf_flexseq.simulate import simulate as simulate_plan
 from hf_flexseq.simulate.pipeline import simulate_pipeline, tokens_as_time
 from hf_flexseq.timeline import Timeline, sketch
-from hf_flexseq.values import one_line
 from hf_flexseq.view import chrome_text, save_picture, text_grid
 from hf_flexseq.view.chrome import MOST_BYTES
 from hf_flexseq.view.shares import shares
@@ -56,7 +61,7 @@ def simulate(options: Namespace) -> None:
         )
         if sync == "lockstep":
             _print_micro_batches(timeline)
-    _tell_broken_lines(file, options)
+    tell_broken_lines(file, options)
 
 
 def _plans_to_simulate(file: StepsFile, options: Namespace) -> list[tuple[int, Plan]]:
@@ -77,13 +82,6 @@ def _plans_to_simulate(file: StepsFile, options: Namespace) -> list[tuple[int, P
     return plans
 
 
-def _tell_broken_lines(file: StepsFile, options: Namespace) -> None:
-    """Say on stderr, in one line, which lines of the file are broken."""
-    if file.broken:
-        remark = f"flexseq {options.command}: {options.plan}: {file.remark()}"
-        print(one_line(remark), file=sys.stderr)
-
-
 def _print_micro_batches(timeline: Timeline) -> None:
     """Print when each micro-batch begins and how long it takes; in lockstep they do not
     overlap."""
@@ -95,12 +93,7 @@ def _print_micro_batches(timeline: Timeline) -> None:
 def view(options: Namespace) -> None:
     """Draw one step of a file: on the terminal, or into the files asked for."""
     file = read_steps(options.plan, options.limits)
-    steps = file.steps
-    if options.step >= len(steps):
-        raise ValueError(
-            f"{options.plan}: has {len(steps)} steps, so there is no --step {options.step}"
-        )
-    step = steps[options.step]
+    step = asked_step(file, options)
     node = options.topology.ranks_per_node if options.topology else None
     title = f"Step {step.number}: {_summary(step.plan)}{_measured(step)}"
     pictures = [path for path in (options.png, options.svg) if path]
@@ -110,7 +103,7 @@ def view(options: Namespace) -> None:
         _write_chrome(step, options, node)
     if not pictures and not options.chrome:
         print(text_grid(_timeline(step, options, layers=0), title=title))
-    _tell_broken_lines(file, options)
+    tell_broken_lines(file, options)
 
 
 def _write_chrome(step: PlannedStep, options: Namespace, node: int | None) -> None:

@@ -9,6 +9,7 @@ A training run that was killed may leave a torn line. Such lines are named and p
 """
 
 import sys
+from argparse import Namespace
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -72,6 +73,23 @@ def read_steps(path: str, limits: Limits) -> StepsFile:
         return _steps(read_text(path, limits), limits)
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from error
+
+
+def asked_step(file: StepsFile, options: Namespace) -> PlannedStep:
+    """Return the step that `--step` asks for. Raises ValueError where the file has fewer."""
+    if options.step >= len(file.steps):
+        raise ValueError(
+            f"{options.plan}: has {len(file.steps)} steps, so there is no --step {options.step}"
+        )
+    step: PlannedStep = file.steps[options.step]
+    return step
+
+
+def tell_broken_lines(file: StepsFile, options: Namespace) -> None:
+    """Say on stderr, in one line, which lines of the file are broken."""
+    if file.broken:
+        remark = f"flexseq {options.command}: {options.plan}: {file.remark()}"
+        print(one_line(remark), file=sys.stderr)
 
 
 def write_plans(path: str, plans: Sequence[Plan]) -> None:

@@ -181,6 +181,10 @@ def _machine_options(parser: argparse.ArgumentParser, *, required: bool) -> None
         help=f"a JSON file, or one of {', '.join(PRESETS)}",
     )
     parser.add_argument("--sync", choices=CHOICES["sync"], default="lockstep")
+    _limit_option(parser)
+
+
+def _limit_option(parser: argparse.ArgumentParser) -> None:
     defaults = ", ".join(
         f"{one.name}={getattr(DEFAULT_LIMITS, one.name)}" for one in fields(Limits)
     )
@@ -246,8 +250,10 @@ def _program_options(parser: argparse.ArgumentParser) -> None:
         "--device",
         choices=("cuda", "cpu"),
         default="cuda",
-        help="which decides how small a piece of the heads may be (default cuda)",
+        help="which decides how small a kernel call may be, and the dtype of partial gradients "
+        "(default cuda)",
     )
+    _limit_option(parser)
 
 
 def _calibrate_options(parser: argparse.ArgumentParser) -> None:

@@ -3,15 +3,20 @@
 import re
 from argparse import ArgumentTypeError, Namespace
 
-from hf_flexseq.cli.files import PlannedStep, read_steps
+from hf_flexseq.cli.files import asked_step, read_steps, tell_broken_lines
 from hf_flexseq.plan import Plan, check
-from hf_flexseq.plan.rows import shards_of
+from hf_flexseq.plan.shard import Shard, make_shard, remapped
 from hf_flexseq.program.compile import Machine, MicroBatchLayout, backward, forward
 from hf_flexseq.program.instructions import ITEM_BYTES, LayerShape, Program
 from hf_flexseq.topology import Topology
 from hf_flexseq.values import MAX_COUNT, quoted
 
 LAYER = "32x8x128"  # Llama 3.1 8B
+
+# Work of a group, in events of about ten microseconds: the instructions of a ring for each of its
+# ranks, and the sequences that each of its kernel calls lists.
+EVENTS_PER_RANK = 20
+SEQUENCES_PER_EVENT = 2
 
 
 def layer(text: str) -> tuple[int, int, int]:
@@ -34,10 +39,14 @@ def layer(text: str) -> tuple[int, int, int]:
 
 def program(options: Namespace) -> None:
     """Print the programs of one rank in one micro-batch of a plan, forward and backward."""
-    step = _step(options)
+    file = read_steps(options.plan, options.limits)
+    step = asked_step(file, options)
     plan = step.plan
     if not isinstance(plan, Plan):
-        raise ValueError(f"{options.plan}: step {step.number} is a pipeline's: it has chunks")
+        raise ValueError(
+            f"{options.plan}: step {step.number} is a pipeline's, whose chunks are not shown "
+            "here; flexseq view draws it"
+        )
     topology = options.topology or _one_node(plan, options)
     check(plan, topology)
     if not 0 <= options.micro_batch < len(plan.micro_batches):
@@ -49,11 +58,21 @@ def program(options: Namespace) -> None:
         raise ValueError(
             f"the plan is for {topology.world_size} ranks, so there is no --rank {options.rank}"
         )
-    shard = shards_of(plan, options.rank, topology)[options.micro_batch]
-    if not shard.zones:
+    shard = _shard(plan, topology, options)
+    if shard.zones or shard.given or shard.got:
+        _print_programs(shard, topology, options)
+    else:
         print(f"rank {options.rank} works in no group of micro-batch {options.micro_batch}")
-        return
-    machine = Machine(topology=topology, device=options.device, wide_gradients=False)
+    tell_broken_lines(file, options)
+
+
+def _print_programs(shard: Shard, topology: Topology, options: Namespace) -> None:
+    """Print the programs of a shard, forward and backward, with a title each."""
+    machine = Machine(
+        topology=topology,
+        device=options.device,
+        wide_gradients=options.device == "cpu",  # as the kernels of either device say
+    )
     parts = MicroBatchLayout(shard, machine).parts
     heads, kv_heads, size = options.layer
     shape = LayerShape(heads, kv_heads, size, options.dtype)
@@ -64,15 +83,18 @@ def program(options: Namespace) -> None:
         print(made)
 
 
-def _step(options: Namespace) -> PlannedStep:
-    """Return the step of the file that was asked for."""
-    steps = read_steps(options.plan, options.limits).steps
-    if options.step >= len(steps):
-        raise ValueError(
-            f"{options.plan}: has {len(steps)} steps, so there is no --step {options.step}"
-        )
-    step: PlannedStep = steps[options.step]
-    return step
+def _shard(plan: Plan, topology: Topology, options: Namespace) -> Shard:
+    """Return what the rank holds of the micro-batch that was asked for."""
+    micro_batch = plan.micro_batches[options.micro_batch]
+    events = 0
+    for group in micro_batch.groups_of(options.rank):
+        events += group.degree * (EVENTS_PER_RANK + len(group.sequences) // SEQUENCES_PER_EVENT)
+    what = f"micro-batch {options.micro_batch} may be {events:,} events of rank {options.rank}"
+    options.limits.refuse_above("work", events, what)
+    shard = make_shard(micro_batch, plan.lengths, options.rank)
+    if micro_batch.remap:
+        shard = remapped(shard, micro_batch, plan.lengths, topology)
+    return shard
 
 
 def _one_node(plan: Plan, options: Namespace) -> Topology:

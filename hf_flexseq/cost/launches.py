@@ -2,7 +2,7 @@
 
 A GPU computes nothing that its host has not launched before, and ranks exchange nothing that their
 hosts have not posted. None of that depends on the number of tokens, so it decides for short
-sequences: a zigzag of eight ranks has 17 attention calls and 21 posts where Ulysses has 2 and 4.
+sequences: a zigzag of eight ranks has 17 attention calls and 16 posts where Ulysses has 2 and 4.
 
     turn      an attention call, forward or backward
     launch    an operation on the device: the turns, and the gathers, merges and sums around them
@@ -28,7 +28,8 @@ counts those of a ring on any. A post is counted once for each lane that it take
 between them, as on ordered transports. tests/cost/test_launches.py holds all of it to the programs
 that ranks run (`hf_flexseq/program`).
 
-Left out: sequences that lie both ways round, or are cut into long chunks, which up to double the
+Left out: turns that are so short that several are joined (`program/turns.py`), for which these are
+too many; sequences that lie both ways round, or are cut into long chunks, which up to double the
 turns of a ring; and heads that the ranks do not divide, which are repeated for the kernel.
 """
 

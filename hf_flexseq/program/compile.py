@@ -25,8 +25,9 @@ from hf_flexseq.program.hybrid import hybrid_zone
 from hf_flexseq.program.instructions import INPUT, LayerShape, Program, Value
 from hf_flexseq.program.local import LocalZone
 from hf_flexseq.program.remap import TokenRemap
-from hf_flexseq.program.ring import RingZone, Routes
-from hf_flexseq.program.turns import make_turns
+from hf_flexseq.program.ring import RingZone
+from hf_flexseq.program.routes import Routes
+from hf_flexseq.program.turns import WORTHY_PAIRS, make_turns
 from hf_flexseq.program.ulysses import ulysses_zone
 from hf_flexseq.program.weave import run_zones
 from hf_flexseq.program.zones import NoZone, ZoneAttention
@@ -51,6 +52,11 @@ class Machine:
 
     links: NicFigures | None = None
     """Over which transfers between nodes may be routed; with None all of them go straight."""
+
+    @property
+    def worthy_pairs(self) -> int:
+        """(query, key) pairs that make a turn of a ring worth its launches."""
+        return WORTHY_PAIRS["cpu" if self.device == "cpu" else "cuda"]
 
 
 class Parts(NamedTuple):
@@ -228,12 +234,19 @@ def _zone_attention(
             return ulysses_zone(zone, channel, tables, machine.device)
         case "zigzag" | "balanced" as strategy:
             group_cuts = cuts(strategy, zone.lengths, len(ranks))
-            turns = make_turns(strategy, group_cuts, zone.index, ranks, tables)
-            return RingZone(rows, turns, channel, tables, _routes(zone, machine, rank))
+            # Between nodes transfers may be routed, time by time of the schedule, and turns are
+            # not joined: routed or straight, sums have the same order.
+            across = machine.topology.spans_nodes(zone.group.start, zone.group.stop)
+            worthy_pairs = 1 if across else machine.worthy_pairs
+            turns = make_turns(
+                strategy, group_cuts, zone.index, ranks, tables, worthy_pairs=worthy_pairs
+            )
+            routes = _routes(zone, machine, rank) if across else None
+            return RingZone(rows, turns, channel, tables, routes)
         case "allgather":
             return AllGatherZone(zone, channel, tables, ranks_per_node)
         case "hybrid":
-            return hybrid_zone(zone, channel, tables, ranks_per_node)
+            return hybrid_zone(zone, channel, tables, ranks_per_node, machine.worthy_pairs)
         case other:
             raise AssertionError(f"no attention for strategy {other!r}")
 
@@ -245,7 +258,5 @@ def _routes(zone: Zone, machine: Machine, rank: int) -> Routes | None:
     """
     group = zone.group
     if machine.links is None:
-        return None
-    if not machine.topology.spans_nodes(group.start, group.stop):
         return None
     return Routes(group, zone.lengths, machine.links, rank=rank)

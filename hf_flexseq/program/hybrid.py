@@ -38,8 +38,13 @@ from hf_flexseq.schedule.attention import ChunkKey
 RING_SPAN = Span(0.25, 0.75)
 
 
-def hybrid_zone(zone: Zone, channel: Channel, tables: Tables, ranks_per_node: int) -> UlyssesZone:
-    """Make this rank's part in a hybrid group; inside one node its ring has a single rank."""
+def hybrid_zone(
+    zone: Zone, channel: Channel, tables: Tables, ranks_per_node: int, worthy_pairs: int
+) -> UlyssesZone:
+    """Make this rank's part in a hybrid group; inside one node its ring has a single rank.
+
+    worthy_pairs: see `make_turns`.
+    """
     # 1. this rank's node, and its index in the node
     degree = zone.group.degree
     width = min(degree, ranks_per_node)
@@ -61,7 +66,7 @@ def hybrid_zone(zone: Zone, channel: Channel, tables: Tables, ranks_per_node: in
     # 3. the ring among the ranks with this index in their nodes; its chunks are those of a node
     node_cuts = [Cut(bounds=cut.bounds[::width], mirrored=cut.mirrored) for cut in group_cuts]
     ring_ranks = range(zone.group.start + index_in_node, zone.group.start + degree, width)
-    turns = make_turns("zigzag", node_cuts, node, ring_ranks, tables)
+    turns = make_turns("zigzag", node_cuts, node, ring_ranks, tables, worthy_pairs=worthy_pairs)
     ring = RingZone(slice(0, sum(tokens)), turns, channel, tables)
     ring2node = _rows_in_order(group_cuts, chunks_by_rank)
 

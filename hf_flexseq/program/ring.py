@@ -47,10 +47,11 @@ from collections.abc import Iterable, Sequence
 from functools import partial
 from typing import NamedTuple
 
-from hf_flexseq.plan import Group
 from hf_flexseq.program.builder import Builder, Tables, Values
 from hf_flexseq.program.exchange import STRAIGHT, Channel, Exchange, Label, post
 from hf_flexseq.program.instructions import INPUT, WIDE, Rows, Value
+from hf_flexseq.program.routes import Routes
+from hf_flexseq.program.sums import RunningResult, Total
 from hf_flexseq.program.tags import EXCHANGES_IN_FLIGHT, ring_fetch, ring_return
 from hf_flexseq.program.turns import (
     DIAGONAL_TIME,
@@ -62,9 +63,6 @@ from hf_flexseq.program.turns import (
 )
 from hf_flexseq.program.weave import END, ZoneSteps
 from hf_flexseq.schedule.attention import ChunkKey
-from hf_flexseq.schedule.ring_routing import ring_routings
-from hf_flexseq.schedule.routing import NicFigures, Routing
-from hf_flexseq.schedule.transfers import RowBytes
 
 AHEAD = 2  # turns whose inputs are on their way when a turn begins
 
@@ -81,12 +79,12 @@ class PendingFetch(NamedTuple):
 
     exchange: Exchange
 
-    of_queries: Values
-    """Values of the n queries: (q [n, H, D],), in the backward (q, dout, out, lse [n, H]).
-    Nothing, as `of_keys`, where this rank has no call."""
+    of_queries: Sequence[Values]
+    """By read, values of the n queries: (q [n, H, D],), in the backward (q, dout, out, lse [n,
+    H])."""
 
-    of_keys: Values
-    """Values of the m keys: (kv [m, 2, Hkv, D],)."""
+    of_keys: Sequence[Values]
+    """By read, values of the m keys: (kv [m, 2, Hkv, D],)."""
 
 
 class PendingReturn(NamedTuple):
@@ -99,46 +97,6 @@ class PendingReturn(NamedTuple):
 
     of_keys: tuple[tuple[Rows, Values], ...]
     """Nothing in the forward; in the backward (the m rows, (dkv [m, 2, Hkv, D],))."""
-
-
-class Routes:
-    """The routings of a ring's exchanges, by the sizes of what travels.
-
-    All ranks of the group make the same ones, each as far as its node is concerned.
-    """
-
-    __slots__ = ("_group", "_lengths", "_links", "_rank", "_routings")
-
-    def __init__(
-        self, group: Group, lengths: Sequence[int], links: NicFigures, *, rank: int
-    ) -> None:
-        """lengths: tokens of each sequence of the group. rank: this rank."""
-        self._group = group
-        self._lengths = lengths
-        self._links = links
-        self._rank = rank
-        # by turn
-        self._routings: dict[tuple[bool, RowBytes, RowBytes], tuple[Routing, ...]] = {}
-
-    def find(
-        self, turn: int, query_bytes: RowBytes, key_bytes: RowBytes, *, returns: bool
-    ) -> Routing:
-        """Return the routing of the fetch of a turn, or with `returns` of its return.
-
-        query_bytes, key_bytes: of one row of each tensor that travels.
-        """
-        key = (returns, query_bytes, key_bytes)
-        if key not in self._routings:
-            self._routings[key] = ring_routings(
-                self._group,
-                self._lengths,
-                self._links,
-                query_bytes,
-                key_bytes,
-                returns=returns,
-                rank=self._rank,
-            )
-        return self._routings[key][turn]
 
 
 # ---- the compiler
@@ -184,17 +142,18 @@ class RingZone:
             call_queries, call_keys = fetches.next()
             for arrived in _arrived(returned, leave=AHEAD):
                 running.merge_all(arrived.of_queries)
-            # 2. attend: (out [n, H, D], lse [n, H]), or nothing
-            result = _attend(b, turn, call_queries, call_keys)
+            # 2. attend: (out [n, H, D], lse [n, H]) for each read
+            results = _attend(b, turn, call_queries, call_keys)
             # 3. merge here, or send to where the queries are
-            if result and turn.queries.peer is None:
-                running.take(turn.queries.rows, result, first=turn.time == DIAGONAL_TIME)
+            for read, result in zip(turn.reads, results, strict=True):
+                if read.queries.peer is None:
+                    running.take(read.queries.rows, result, first=turn.time == DIAGONAL_TIME)
             back = self._return(
                 b,
                 turn,
-                of_queries=result,
+                of_queries=results,
                 like_queries=(q, lse_like),
-                of_keys=(),
+                of_keys=[()] * len(results),
                 like_keys=(),
             )
             returned.append(back)
@@ -224,13 +183,14 @@ class RingZone:
             call_queries, call_keys = fetches.next()
             for arrived in _arrived(returned, leave=AHEAD):
                 _add_arrived(dq, dkv, arrived)
-            # 2. gradients of the call: (dq [n, H, D],) and (dkv [m, 2, Hkv, D],), or nothing
+            # 2. gradients: (dq [n, H, D],) and (dkv [m, 2, Hkv, D],) for each read
             call_dq, call_dkv = _call_backward(b, turn, call_queries, call_keys)
             # 3. add here, or send to where the rows are
-            if turn.queries.peer is None:
-                dq.add(turn.queries.rows, call_dq)
-            if turn.keys.peer is None:
-                dkv.add(turn.keys.rows, call_dkv)
+            for read, read_dq, read_dkv in zip(turn.reads, call_dq, call_dkv, strict=True):
+                if read.queries.peer is None:
+                    dq.add(read.queries.rows, read_dq)
+                if read.keys.peer is None:
+                    dkv.add(read.keys.rows, read_dkv)
             back = self._return(
                 b, turn, of_queries=call_dq, like_queries=(q,), of_keys=call_dkv, like_keys=(kv,)
             )
@@ -264,9 +224,10 @@ class RingZone:
         for share in turn.sent_keys:
             exchange.send([b.take(kv, share.rows)], share.peer)
         if turn.call is None:
-            return PendingFetch(exchange, (), ())
-        call_queries = _read(b, exchange, turn.queries, of_queries)
-        call_keys = _read(b, exchange, turn.keys, (kv,))
+            return PendingFetch(exchange, [], [])
+        # All queries before all keys, as they are sent.
+        call_queries = [_read(b, exchange, read.queries, of_queries) for read in turn.reads]
+        call_keys = [_read(b, exchange, read.keys, (kv,)) for read in turn.reads]
         return PendingFetch(exchange, call_queries, call_keys)
 
     def _return(
@@ -274,23 +235,26 @@ class RingZone:
         b: Builder,
         turn: Turn,
         *,
-        of_queries: Values,
+        of_queries: Sequence[Values],
         like_queries: Values,
-        of_keys: Values,
+        of_keys: Sequence[Values],
         like_keys: Values,
     ) -> PendingReturn:
         """Collect the results of a turn's calls: from this rank to peers, and from peers to here.
 
-        of_queries, of_keys: results [n, ...] of this rank's call, about its queries and its keys.
+        of_queries, of_keys: by read, results [n, ...] of this rank's call, about its queries and
+            its keys.
         like_queries, like_keys: values [t, ...] of this rank that are like such results but for
             the number of rows; results travel in their dtypes.
         Rows [n, ...] on the rank that computes -> [n, ...] on the rank that holds their tokens.
         """
         exchange = self._new_exchange(b, turn, like_queries, like_keys, returns=True)
         # The order of these four decides the tags: queries before keys.
-        _send_results(b, exchange, turn.queries, of_queries, like_queries)
+        for read, results in zip(turn.reads, of_queries, strict=True):
+            _send_results(b, exchange, read.queries, results, like_queries)
         coming_queries = _receive_results(exchange, turn.sent_queries, like_queries)
-        _send_results(b, exchange, turn.keys, of_keys, like_keys)
+        for read, results in zip(turn.reads, of_keys, strict=True):
+            _send_results(b, exchange, read.keys, results, like_keys)
         coming_keys = _receive_results(exchange, turn.sent_keys, like_keys)
         return PendingReturn(exchange, coming_queries, coming_keys)
 
@@ -318,7 +282,7 @@ class RingZone:
         read_here = sent == returns
         sides: Sequence[Operand | Share]
         if read_here:
-            sides = (turn.queries, turn.keys)
+            sides = [side for read in turn.reads for side in read]
         else:
             sides = (*turn.sent_queries, *turn.sent_keys)
         chunks: list[ChunkKey] = []
@@ -363,12 +327,12 @@ class Fetches:
         post(self._builder, [back, *self._collect_until(self._taken + AHEAD + 1)])
 
     def next(self) -> tuple[Values, Values]:
-        """Wait for what the next turn's call reads: values [n, ...] of its queries and [m, ...] of
-        its keys."""
+        """Wait for what the next turn's call reads: values [n, ...] of all its queries and [m,
+        ...] of all its keys; nothing where there is no call."""
         fetch = self._pending.popleft()
         self._taken += 1
         fetch.exchange.wait()
-        return fetch.of_queries, fetch.of_keys
+        return _together(self._builder, fetch.of_queries), _together(self._builder, fetch.of_keys)
 
     @property
     def _next(self) -> Turn:
@@ -398,6 +362,21 @@ def _read(b: Builder, exchange: Exchange, operand: Operand, values: Values) -> V
     if operand.peer is None:
         return b.take_all(values, operand.rows)
     return exchange.recv(values, operand.rows.tokens, operand.peer)
+
+
+def _together(b: Builder, parts: Sequence[Values]) -> Values:
+    """Return the values of several reads one after the other: [n, ...] each -> [all n, ...]."""
+    return tuple(b.join(of_reads) for of_reads in zip(*parts, strict=True))
+
+
+def _apart(b: Builder, values: Values, counts: Sequence[int]) -> list[Values]:
+    """Return the values of a call by read: [all n, ...] each -> [n, ...], views."""
+    parts = []
+    start = 0
+    for count in counts:
+        parts.append(tuple(b.part(x, start, start + count) for x in values))
+        start += count
+    return parts
 
 
 def _send_results(
@@ -439,111 +418,42 @@ def _arrived(returned: deque[PendingReturn], leave: int = 0) -> Iterable[Pending
 # ---- one call
 
 
-def _attend(b: Builder, turn: Turn, of_queries: Values, of_keys: Values) -> Values:
-    """Return (out [n, H, D], lse [n, H]) of the turn's call; nothing where it has none.
+def _attend(b: Builder, turn: Turn, of_queries: Values, of_keys: Values) -> list[Values]:
+    """Return (out [n, H, D], lse [n, H]) of the turn's call for each read; nothing where there is
+    no call.
 
-    of_queries: (q [n, H, D],), of_keys: (kv [m, 2, Hkv, D],), the rows that the call reads.
+    of_queries: (q [all n, H, D],), of_keys: (kv [all m, 2, Hkv, D],), the rows that it reads.
     """
     if turn.call is None:
-        return ()
+        return []
     (q,) = of_queries
     (kv,) = of_keys
     k, v = b.unpair(kv)  # [m, 2, Hkv, D] -> 2 x [m, Hkv, D]
     out, lse = b.attend(q, k, v, turn.call)
-    return out, b.turned(lse)  # lse [H, n] -> [n, H]
+    # lse [H, n] -> [n, H]
+    return _apart(b, (out, b.turned(lse)), [read.queries.rows.tokens for read in turn.reads])
 
 
 def _call_backward(
     b: Builder, turn: Turn, of_queries: Values, of_keys: Values
-) -> tuple[Values, Values]:
-    """Return (dq [n, H, D],) and (dkv [m, 2, Hkv, D],) of the turn's call, or nothing.
+) -> tuple[list[Values], list[Values]]:
+    """Return (dq [n, H, D],) and (dkv [m, 2, Hkv, D],) of the turn's call for each read; nothing
+    where there is no call.
 
-    of_queries: q, dout, out [n, H, D] and lse [n, H]. of_keys: (kv [m, 2, Hkv, D],).
+    of_queries: q, dout, out [all n, H, D] and lse [all n, H]. of_keys: (kv [all m, 2, Hkv, D],).
     """
     if turn.call is None:
-        return (), ()
+        return [], []
     (kv,) = of_keys
     q, dout, out, lse = of_queries
     k, v = b.unpair(kv)  # [m, 2, Hkv, D] -> 2 x [m, Hkv, D]
     dq, dk, dv = b.gradients(dout, q, k, v, out, b.kernel_lse(lse), turn.call)
-    return (dq,), (b.pair(dk, dv),)  # 2 x [m, Hkv, D] -> [m, 2, Hkv, D]
-
-
-# ---- merging and adding
-
-
-class RunningResult:
-    """The merged result of all calls so far about this rank's queries."""
-
-    def __init__(self, b: Builder, q: Value) -> None:
-        """q: [t, H, D]."""
-        self._builder = b
-        self._shape = q.shape
-        self._out: Value | None = None  # [t, H, D] in WIDE
-        self._lse: Value | None = None  # [t, H], in memory as kernels have it
-
-    @property
-    def out(self) -> Value:
-        """[t, H, D] in WIDE."""
-        return self._begun()[0]
-
-    @property
-    def lse(self) -> Value:
-        """[t, H] in WIDE."""
-        return self._begun()[1]
-
-    def _begun(self) -> tuple[Value, Value]:
-        """Return out and lse, without contents as long as no call has given any."""
-        if self._out is None or self._lse is None:
-            rows, heads, _ = self._shape
-            self._out = self._builder.empty(self._shape, WIDE)
-            lse = self._builder.empty((heads, rows), WIDE)
-            self._lse = self._builder.turned(lse)
-        return self._out, self._lse
-
-    def take(self, rows: Rows, result: Values, *, first: bool) -> None:
-        """Take the result (out [n, H, D], lse [n, H]) of a call of this rank about these rows.
-
-        first: whether no call before it has read these rows.
-        """
-        out, lse = result
-        if first and rows.tokens == self._shape[0] and self._out is None:
-            self._out = self._builder.cast(out, WIDE)
-            self._lse = lse
-        elif first:
-            self._builder.put(self.out, rows, out)
-            self._builder.put(self.lse, rows, lse)
-        else:
-            self._builder.merge(self.out, self.lse, rows, (out, lse))
-
-    def merge_all(self, results: Iterable[tuple[Rows, Values]]) -> None:
-        """Merge results that have come back, in their order."""
-        for rows, result in results:
-            self.take(rows, result, first=False)
-
-
-class Total:
-    """Gradients of this rank's rows, summed in float32 (float64 for float64)."""
-
-    def __init__(self, b: Builder, like: Value) -> None:
-        """like: the value whose gradient it is, [t, ...]."""
-        self._builder = b
-        self._shape = like.shape
-        self._value: Value | None = None  # [t, ...] in WIDE
-
-    def value(self) -> Value:
-        """Return the sum, [t, ...]: zero where nothing was added."""
-        if self._value is None:
-            self._value = self._builder.zeros(self._shape, WIDE)
-        return self._value
-
-    def add(self, rows: Rows, parts: Values) -> None:
-        """Add each part [n, ...] to these n rows."""
-        for part in parts:
-            if self._value is None and rows.array is None and rows.tokens == self._shape[0]:
-                self._value = self._builder.cast(part, WIDE)
-            else:
-                self._builder.add(self.value(), rows, part)
+    dkv = b.pair(dk, dv)  # 2 x [m, Hkv, D] -> [m, 2, Hkv, D]
+    of_reads = [read.queries.rows.tokens for read in turn.reads]
+    return (
+        _apart(b, (dq,), of_reads),
+        _apart(b, (dkv,), [read.keys.rows.tokens for read in turn.reads]),
+    )
 
 
 def _add_arrived(dq: Total, dkv: Total, arrived: PendingReturn) -> None:

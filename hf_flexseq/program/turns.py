@@ -7,7 +7,8 @@
 
 A turn covers all sequences of a group that lie the same way round (a *lane*): one kernel call, and
 one message per tensor and peer. Groups with two lanes alternate between them, a turn of the one
-and a turn of the other.
+and a turn of the other. Where the calls of a lane are short, a turn takes several times of the
+schedule: one kernel call and one post for all of them.
 
 What one turn of one rank looks like, in the forward:
 
@@ -37,12 +38,18 @@ from hf_flexseq.program.instructions import Rows
 from hf_flexseq.schedule.attention import (
     BlockCall,
     ChunkKey,
+    Lane,
     calls_of_rank,
     in_turns,
     lanes_of,
 )
 
 DIAGONAL_TIME = 0  # time of a schedule at which every rank attends to its own chunks
+
+# (query, key) pairs that make a turn worth a post and a kernel call of its own: those which a
+# device computes in about the time in which its host launches and posts a turn. On CUDA 0.2 ms
+# forward and backward, at 6e14 FLOP/s with 32 heads of size 128. Turns of fewer pairs are joined.
+WORTHY_PAIRS = {"cpu": 1 << 11, "cuda": 1 << 21}
 
 
 class Operand(NamedTuple):
@@ -69,29 +76,32 @@ class Share(NamedTuple):
     """The chunks that the rows are, in the order of the rows; errors name them."""
 
 
-NO_OPERAND = Operand(None, Rows(0, start=0))
+class Read(NamedTuple):
+    """What an attention call of this rank reads."""
+
+    queries: Operand
+    keys: Operand
 
 
 # ---- turns
 
 
 class Turn(NamedTuple):
-    """The work and the transfers of one rank at one time of a lane's schedule."""
+    """The work and the transfers of one rank at one time of a lane's schedule, or at several times
+    that are joined."""
 
     number: int
     """Position among the turns of the group, the same on all of its ranks."""
 
     time: int
-    """Time of the schedule; at `DIAGONAL_TIME` nothing travels."""
+    """First time of the schedule; at `DIAGONAL_TIME` nothing travels."""
 
     call: int | None
-    """Number of the lengths of this rank's kernel call; None when it has no call at this time."""
+    """Number of the lengths of this rank's kernel call; None when it has no call in this turn."""
 
-    queries: Operand
-    """Queries that the call reads."""
-
-    keys: Operand
-    """Keys and values that the call reads."""
+    reads: tuple[Read, ...]
+    """What the kernel call reads, one after the other: its sequences are those of the calls of
+    the schedule."""
 
     sent_queries: tuple[Share, ...]
     """Queries of this rank that calls of other ranks read."""
@@ -147,12 +157,15 @@ def make_turns(
     index: int,
     ranks: Sequence[int],
     tables: Tables,
+    *,
+    worthy_pairs: int = 1,
 ) -> tuple[Turn, ...]:
     """Return the turns of one rank of a group under a ring strategy, in the order of execution.
 
     group_cuts: the cut of every sequence of the group.
     index: of the rank in the group. ranks: global ranks of the group, by index. tables: take the
-        rows and the lengths of the turns.
+        rows and the lengths of the turns. worthy_pairs: times of the schedule are joined until a
+        turn has about so many (query, key) pairs.
     """
     layout = ZoneLayout(group_cuts, strategy, index, ranks, tables)
     by_lane = []
@@ -164,24 +177,37 @@ def make_turns(
             mirrored=lane.mirrored,
             chunk_by_chunk=lane.chunk_by_chunk,
         )
-        turns = []
-        for time, calls in enumerate(calls_by_time):
+        turns = [_make_turn(DIAGONAL_TIME, calls_by_time[0], lane.sequences, layout)]
+        times = _joined_times(lane, group_cuts, worthy_pairs)
+        for time in range(1, len(calls_by_time), times):
+            calls = [call for at_time in calls_by_time[time : time + times] for call in at_time]
             turns.append(_make_turn(time, calls, lane.sequences, layout))
         by_lane.append(turns)
     numbered = enumerate(in_turns(by_lane))
     return tuple(turn._replace(number=number) for number, turn in numbered)
 
 
+def _joined_times(lane: Lane, group_cuts: Sequence[Cut], worthy_pairs: int) -> int:
+    """Return how many times of a lane's schedule make a turn: the same on all ranks."""
+    pairs = 0.0  # of a call of two chunks with one, as a zigzag's are
+    for sequence in lane.sequences:
+        bounds = group_cuts[sequence].bounds
+        chunk = bounds[-1] / (len(bounds) - 1)  # tokens of a mean chunk
+        pairs += 2 * chunk * chunk
+    return max(1, int(worthy_pairs / pairs))
+
+
 def _make_turn(
     time: int, calls: Sequence[BlockCall], lane_sequences: Sequence[int], layout: ZoneLayout
 ) -> Turn:
-    """Return the turn of this rank at one time of a lane, still without its number.
+    """Return the turn of this rank at one time of a lane or at several, still without its number.
 
-    calls: the calls at this time in which this rank has a part; one at most is its own.
+    calls: the calls in which this rank has a part; one at most of each time is its own.
     """
-    number = None
-    queries = NO_OPERAND
-    keys = NO_OPERAND
+    reads: list[Read] = []
+    q_lens: list[int] = []
+    k_lens: list[int] = []
+    causal = False
     sent_queries: list[Share] = []
     sent_keys: list[Share] = []
     for call in calls:
@@ -194,24 +220,25 @@ def _make_turn(
         if not sequences:
             continue
         if call.worker == layout.index:
-            number = layout.tables.call(
-                layout.tokens_of(sequences, call.queries),
-                layout.tokens_of(sequences, call.keys),
-                causal=call.causal,
+            q_lens += layout.tokens_of(sequences, call.queries)
+            k_lens += layout.tokens_of(sequences, call.keys)
+            causal = call.causal
+            read = Read(
+                queries=_operand(call.reader, sequences, call.queries, layout),
+                keys=_operand(call.source, sequences, call.keys, layout),
             )
-            queries = _operand(call.reader, sequences, call.queries, layout)
-            keys = _operand(call.source, sequences, call.keys, layout)
+            reads.append(read)
             continue
         if call.reader == layout.index:
             sent_queries.append(_share(call.worker, sequences, call.queries, layout))
         if call.source == layout.index:
             sent_keys.append(_share(call.worker, sequences, call.keys, layout))
+    number = layout.tables.call(q_lens, k_lens, causal=causal) if reads else None
     return Turn(
         number=0,
         time=time,
         call=number,
-        queries=queries,
-        keys=keys,
+        reads=tuple(reads),
         sent_queries=tuple(sent_queries),
         sent_keys=tuple(sent_keys),
     )
@@ -282,18 +309,20 @@ def _halves(turn: Turn, tables: Tables) -> tuple[Turn, Turn]:
         all_halves += [length - second, second]
 
     # 2. their rows: [rows of the turn] -> [rows of a half], by half
-    rows = tables.positions(turn.queries.rows)
+    (read,) = turn.reads
+    rows = tables.positions(read.queries.rows)
     half_rows = np.split(rows, np.cumsum(all_halves)[:-1])
     first_rows = tables.order(np.concatenate(half_rows[::2]))
     second_rows = tables.order(np.concatenate(half_rows[1::2]))
 
     # 3. the turns
     triangles = turn._replace(call=tables.call(all_halves, all_halves, causal=True))
-    squares = turn._replace(
-        call=tables.call(seconds, firsts, causal=False) if sum(seconds) else None,
-        queries=turn.queries._replace(rows=second_rows),
-        keys=turn.keys._replace(rows=first_rows),
+    if not sum(seconds):
+        return triangles, turn._replace(call=None, reads=())
+    square = Read(
+        queries=read.queries._replace(rows=second_rows), keys=read.keys._replace(rows=first_rows)
     )
+    squares = turn._replace(call=tables.call(seconds, firsts, causal=False), reads=(square,))
     return triangles, squares
 
 

@@ -9,7 +9,7 @@ A `BlockCall` is one attention call. Three ranks have a part in it:
 
 What travels follows from these three. Keys and values travel to a worker that is not their source.
 Queries travel to a worker that is not their reader (the worker is then a *helper*), and the
-partial result travels back from there. The executor in `program/ring.py` knows nothing else.
+partial result travels back from there. The compiler in `program/ring.py` knows nothing else.
 
 Which calls there are follows from the rounds of a strategy (`rounds.py`):
 

@@ -25,7 +25,7 @@ twice as long between nodes as inside one. That stays a condition here, but less
 overlap.
 
 The result is a function of byte counts that all ranks know, so all ranks find the same routing.
-`program/exchange.py` executes it.
+`program/exchange.py` compiles it.
 """
 
 import functools

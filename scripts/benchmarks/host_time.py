@@ -7,13 +7,17 @@ One rank of many, all alone: its messages are there at once (scripts/gpu_checks/
 kernel returns memory as it finds it. What is left is the host's own work, which on a GPU stands
 beside kernels of 2 to 10 ms: Python, and operations of torch on so few rows that their size does
 not matter. Milliseconds are CPU time of the thread. Operations are those that torch dispatches,
-views left out, so on a GPU each is a launch; posts are batches of messages.
+views left out; launches are those of the rank's programs, in which merging, adding and packing are
+one each, as on CUDA with Triton, and the kernel calls count, too. Posts are batches of messages.
+The last column is what it takes to lay out the micro-batch and to compile and bind the programs of
+a layer, once for all of its layers and ahead.
 """
 
 import cProfile
 import pstats
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from statistics import median
 from typing import Any
@@ -31,12 +35,14 @@ from common import (
     write_record,
 )
 from hf_flexseq.attention import SequenceContext, sequence_parallel_attention
+from hf_flexseq.attention.programs import BACKWARD, FORWARD
 from hf_flexseq.distributed.communicator import Communicator
 from hf_flexseq.kernels import lse_dtype
 from hf_flexseq.kernels.choose import choose_kernel
 from hf_flexseq.plan import Group, MicroBatch
 from hf_flexseq.plan.shard import make_shard
 from hf_flexseq.program import heads
+from hf_flexseq.program.instructions import LayerShape
 from hf_flexseq.topology import Topology
 
 sys.path.insert(0, str(ROOT / "scripts"))
@@ -44,7 +50,7 @@ from gpu_checks.stub import Over, StubTransport
 
 HEADS, KV_HEADS, HEAD_DIM = 32, 8, 16
 TOKENS = 64  # of the rank
-COLUMNS = ("attention", "ms, p50", "least", "operations", "posts")
+COLUMNS = ("attention", "ms, p50", "least", "operations", "launches", "posts", "compile, ms")
 
 
 class FreeKernel:
@@ -152,8 +158,20 @@ WORKS = (
 )
 
 
-def layer(work: Work) -> tuple[Any, CountingTransport]:
-    """Return a function that runs one layer forward and backward, and its transport."""
+@dataclass(frozen=True, kw_only=True)
+class Layer:
+    """The attention of a layer, ready to run."""
+
+    run: Callable[[], None]
+    """Runs it forward and backward."""
+    make: Callable[[], SequenceContext]
+    """Makes its context anew, with its programs."""
+    transport: CountingTransport
+    context: SequenceContext
+
+
+def layer(work: Work) -> Layer:
+    """Return the attention of one layer of rank 0."""
     nodes = max(1, -(-work.degree // work.ranks_per_node))
     topology = Topology(nodes=nodes, ranks_per_node=work.ranks_per_node)
     transport = CountingTransport(0, topology.world_size)
@@ -164,6 +182,13 @@ def layer(work: Work) -> tuple[Any, CountingTransport]:
     group = Group(ranks=tuple(range(work.degree)), sequences=(0,), strategy=work.strategy)
     shard = make_shard(MicroBatch(groups=(group,)), (TOKENS * work.degree,), 0)
     context = SequenceContext(shard, communicator, kernel, torch.device("cpu"))
+    shape = LayerShape(HEADS, KV_HEADS, HEAD_DIM, "float32")
+
+    def make() -> SequenceContext:
+        made = SequenceContext(shard, communicator, kernel, torch.device("cpu"))
+        made.programs.prepare([(FORWARD, shape), (BACKWARD, shape)])
+        return made
+
     rows = shard.attention_tokens
     q = torch.randn(rows, HEADS, HEAD_DIM, requires_grad=True)  # [tokens, heads, head_dim]
     k = torch.randn(rows, KV_HEADS, HEAD_DIM, requires_grad=True)
@@ -174,24 +199,39 @@ def layer(work: Work) -> tuple[Any, CountingTransport]:
         out = sequence_parallel_attention(q, k, v, context)
         torch.autograd.grad(out, (q, k, v), dout)
 
-    return run, transport
+    return Layer(run=run, make=make, transport=transport, context=context)
 
 
 def measured(work: Work, rounds: int) -> dict[str, Any]:
     """Return milliseconds of each round, and operations and posts of one."""
-    run, transport = layer(work)
-    run()
-    transport.posts = 0
+    found = layer(work)
+    found.run()
+    found.transport.posts = 0
     with CountingMode() as mode, torch.autograd.set_multithreading_enabled(False):
-        run()
-    posts = transport.posts
-    milliseconds = []
+        found.run()
+    posts = found.transport.posts
     with torch.autograd.set_multithreading_enabled(False):
-        for _ in range(rounds):
-            began = time.thread_time()
-            run()
-            milliseconds.append(1e3 * (time.thread_time() - began))
-    return {"milliseconds": milliseconds, "operations": mode.operations, "posts": posts}
+        milliseconds = timed_ms(found.run, rounds)
+    launches = 0
+    for direction, shape in found.context.programs.keys:
+        launches += found.context.programs.find(direction, shape).program.launches
+    return {
+        "milliseconds": milliseconds,
+        "operations": mode.operations,
+        "launches": launches,
+        "posts": posts,
+        "compile_ms": timed_ms(found.make, rounds),
+    }
+
+
+def timed_ms(call: Callable[[], object], rounds: int) -> list[float]:
+    """Return the milliseconds of the thread that each of some calls takes."""
+    milliseconds = []
+    for _ in range(rounds):
+        began = time.thread_time()
+        call()
+        milliseconds.append(1e3 * (time.thread_time() - began))
+    return milliseconds
 
 
 def main() -> None:
@@ -203,11 +243,11 @@ def main() -> None:
     asked = parser.parse_args()
     torch.set_num_threads(1)
     if asked.profile:
-        run, _ = layer(WORKS[names.index(asked.profile)])
-        run()
+        profiled = layer(WORKS[names.index(asked.profile)])
+        profiled.run()
         with torch.autograd.set_multithreading_enabled(False), cProfile.Profile() as profile:
             for _ in range(asked.rounds):
-                run()
+                profiled.run()
         pstats.Stats(profile).sort_stats("tottime").print_stats(30)
         return
     print(f"host_time.py {' '.join(sys.argv[1:])}\non {machine('torch')}, load {load_average()}")
@@ -221,7 +261,9 @@ def main() -> None:
         figures[work.name] = found
         times = found["milliseconds"]
         cells = [work.name, f"{median(times):.2f}", f"{min(times):.2f}"]
-        print(table_row([*cells, str(found["operations"]), str(found["posts"])]), flush=True)
+        cells += [str(found[name]) for name in ("operations", "launches", "posts")]
+        cells.append(f"{median(found['compile_ms']):.2f}")
+        print(table_row(cells), flush=True)
     write_record(asked.json, figures)
 
 

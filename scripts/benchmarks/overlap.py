@@ -19,65 +19,60 @@ os.environ["OMP_NUM_THREADS"] = "1"  # before torch is imported
 
 import argparse
 import statistics
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from typing import TypeVar
 from unittest import mock
 
 import torch
 import torch.distributed as dist
-from hf_flexseq.attention.weave import Result, ZoneSteps, run_zones
 
 from common import argument_parser, ratios, slowest_rank_s, write_record
-from hf_flexseq.attention import SequenceContext, function, sequence_parallel_attention
-from hf_flexseq.distributed import all_to_all, communicator
+from hf_flexseq.attention import SequenceContext, sequence_parallel_attention
+from hf_flexseq.attention.programs import BACKWARD, FORWARD, layer_shape
 from hf_flexseq.distributed.communicator import Communicator
 from hf_flexseq.kernels.choose import choose_kernel
 from hf_flexseq.plan import Group, MicroBatch
 from hf_flexseq.plan.shard import make_shard
+from hf_flexseq.program.builder import Builder
+from hf_flexseq.program.weave import ZoneSteps, run_zones
 
 CPU = torch.device("cpu")
 HEADS, HEAD_DIM = 8, 32
 STRATEGIES = ("ulysses", "zigzag", "allgather", "hybrid")
+Result = TypeVar("Result")
 
 
 # ---- the ways
 
 
-def waiting(posted: type) -> type:
-    """Return a subclass of `posted` transfers that waits where it is posted."""
-
-    class Waiting(posted):  # type: ignore[misc, valid-type]
-        __slots__ = ()
-
-        def __init__(self, *args: object, **options: object) -> None:
-            super().__init__(*args, **options)
-            super().wait()
-
-        def wait(self) -> None:
-            pass
-
-    return Waiting
-
-
 @contextmanager
 def way(name: str) -> Iterator[None]:
-    """Run attention as `name` says for as long as the block runs."""
+    """Compile attention as `name` says for as long as the block runs."""
     with ExitStack() as patches:
         if name in ("zone by zone", "no overlap"):
-            patches.enter_context(mock.patch.object(function, "run_zones", one_by_one))
+            weave = mock.patch("hf_flexseq.program.compile.run_zones", one_by_one)
+            patches.enter_context(weave)
         if name == "no overlap":
-            blocking = waiting(communicator.Transfers)
-            for module in (communicator, all_to_all):
-                patches.enter_context(mock.patch.object(module, "Transfers", blocking))
-            patches.enter_context(
-                mock.patch.object(all_to_all, "Collective", waiting(all_to_all.Collective))
-            )
+            for post in (Builder.post, Builder.all_to_all):
+                patches.enter_context(mock.patch.object(Builder, post.__name__, waiting(post)))
         yield
 
 
 def one_by_one(zones: Sequence[ZoneSteps[Result]]) -> list[Result]:
     """Run each zone to its end before the next one begins."""
     return [run_zones([zone])[0] for zone in zones]
+
+
+def waiting(post: Callable[..., int]) -> Callable[..., int]:
+    """Return a method that posts transfers as `post` does and waits for them at once."""
+
+    def post_and_wait(builder: Builder, *constants: object) -> int:
+        number = post(builder, *constants)
+        builder.wait(number)
+        return number
+
+    return post_and_wait
 
 
 # ---- the work
@@ -104,15 +99,22 @@ def three_zones(world: Communicator, asked: argparse.Namespace) -> tuple[MicroBa
 
 
 def attention_s(
-    world: Communicator, micro_batch: MicroBatch, lengths: list[int], kv_heads: int
+    world: Communicator, micro_batch: MicroBatch, lengths: list[int], kv_heads: int, name: str
 ) -> float:
-    """Return the seconds of a forward and a backward on the slowest rank. Collective."""
+    """Return the seconds of a forward and a backward on the slowest rank. Collective.
+
+    name: of the way. Programs are compiled before the clock starts, as they are once for all
+    layers of a micro-batch.
+    """
     shard = make_shard(micro_batch, lengths, world.rank)
     seq_ctx = SequenceContext(shard, world, choose_kernel(CPU, torch.float32, HEAD_DIM), CPU)
     tokens = shard.attention_tokens
     q = torch.randn(tokens, HEADS, HEAD_DIM, requires_grad=True)  # [tokens, heads, head_dim]
     k = torch.randn(tokens, kv_heads, HEAD_DIM, requires_grad=True)
     v = torch.randn(tokens, kv_heads, HEAD_DIM, requires_grad=True)
+    shape = layer_shape(q, k)
+    with way(name):
+        seq_ctx.programs.prepare(((FORWARD, shape), (BACKWARD, shape)))
 
     def run() -> None:
         out = sequence_parallel_attention(q, k, v, seq_ctx)  # [tokens, heads, head_dim]
@@ -159,12 +161,12 @@ def main() -> None:
     seconds: dict[str, list[float]] = {name: [] for name in ways}
     for _ in range(asked.rounds):
         for name, micro_batch in ways.items():
-            with way(name):
-                seconds[name].append(attention_s(world, micro_batch, lengths, asked.kv_heads))
+            found = attention_s(world, micro_batch, lengths, asked.kv_heads, name)
+            seconds[name].append(found)
     if world.rank == 0:
-        for name, found in seconds.items():
-            ratio = statistics.median(ratios(found, seconds["together"]))
-            print(f"{name:13} {statistics.median(found):6.2f} s, {ratio:5.2f} x together")
+        for name, of_way in seconds.items():
+            ratio = statistics.median(ratios(of_way, seconds["together"]))
+            print(f"{name:13} {statistics.median(of_way):6.2f} s, {ratio:5.2f} x together")
         write_record(asked.json, {"seconds": seconds})
     dist.barrier()
     dist.destroy_process_group()

@@ -1,14 +1,14 @@
 """Measured: the memory that the attention of one layer takes, in its forward and its backward.
 
     python scripts/benchmarks/peak_bytes.py
-    python scripts/benchmarks/peak_bytes.py --only zigzag-8 --plain
+    python scripts/benchmarks/peak_bytes.py --only zigzag-8 --plain --tokens 512
 
 One rank of many, all alone: its messages are there at once, but their tensors live until they are
 waited for, as on every transport (scripts/gpu_checks/stub.py). Its kernel returns memory as it
 finds it, in bfloat16, and takes none for itself. Bytes are those that torch allocates on the CPU,
 as its profiler reports them, without q, k, v and the gradient of the result. A *unit* is what q
 takes. Merging, adding and packing take no memory, as in Triton; with `--plain` they are torch's
-own operations, which do.
+own operations, which do. Turns of rings are joined as on CUDA: below about 2,000 tokens of a rank.
 
     forward    the most that is alive at once
     saved      what is alive between forward and backward
@@ -39,7 +39,7 @@ from hf_flexseq.distributed.communicator import Communicator
 from hf_flexseq.kernels.choose import choose_kernel
 from hf_flexseq.plan import Group, MicroBatch
 from hf_flexseq.plan.shard import make_shard
-from hf_flexseq.program import heads
+from hf_flexseq.program import heads, turns
 from hf_flexseq.topology import Topology
 from host_time import FreeKernel
 
@@ -47,9 +47,8 @@ sys.path.insert(0, str(ROOT / "scripts"))
 from gpu_checks.stub import Over, StubGroup, StubTransport
 
 HEADS, KV_HEADS, HEAD_DIM = 32, 8, 64
-TOKENS = 512  # of the rank
 DTYPE = torch.bfloat16
-UNIT = TOKENS * HEADS * HEAD_DIM * DTYPE.itemsize  # bytes of q
+ROW_BYTES = HEADS * HEAD_DIM * DTYPE.itemsize  # of q
 COLUMNS = ("attention", "forward", "saved", "backward", "replayed")
 FIGURES = COLUMNS[1:]
 
@@ -142,27 +141,27 @@ WORKS = (
 )
 
 
-def context_of(work: Work, rank: int) -> SequenceContext:
+def context_of(work: Work, tokens: int, rank: int) -> SequenceContext:
     """Return what a rank of the group must know."""
     topology = Topology(nodes=-(-work.degree // 8), ranks_per_node=8)
     transport = KeepingTransport(rank, topology.world_size)
     communicator = Communicator(topology, transport=transport)
     kernel = NarrowKernel(choose_kernel(torch.device("cpu"), DTYPE, HEAD_DIM))
     own_heads = max(1, HEADS // work.degree)
-    heads.PIECE_ROWS["cpu"] = TOKENS * work.degree * own_heads / work.pieces
+    heads.PIECE_ROWS["cpu"] = tokens * work.degree * own_heads / work.pieces
     group = Group(
         ranks=tuple(range(work.degree)),
         sequences=tuple(range(work.sequences)),
         strategy=work.strategy,
     )
-    lengths = (TOKENS * work.degree // work.sequences,) * work.sequences
+    lengths = (tokens * work.degree // work.sequences,) * work.sequences
     shard = make_shard(MicroBatch(groups=(group,)), lengths, rank)
     return SequenceContext(shard, communicator, kernel, torch.device("cpu"))
 
 
-def measured(work: Work, rank: int) -> dict[str, int]:
-    """Return the bytes of each figure, of one rank."""
-    context = context_of(work, rank)
+def measured(work: Work, tokens: int, rank: int) -> dict[str, int]:
+    """Return the bytes of each figure, of one rank with so many tokens."""
+    context = context_of(work, tokens, rank)
     rows = context.linear_tokens
     q = torch.zeros(rows, HEADS, HEAD_DIM, dtype=DTYPE, requires_grad=True)
     k = torch.zeros(rows, KV_HEADS, HEAD_DIM, dtype=DTYPE, requires_grad=True)
@@ -223,9 +222,9 @@ def free_fused() -> Iterator[None]:
         replay.choose_fused = choose
 
 
-def most_of_ranks(work: Work) -> dict[str, int]:
+def most_of_ranks(work: Work, tokens: int) -> dict[str, int]:
     """Return the bytes of each figure, of the rank that has most of it."""
-    of_ranks = [measured(work, rank) for rank in range(work.degree)]
+    of_ranks = [measured(work, tokens, rank) for rank in range(work.degree)]
     return {figure: max(one[figure] for one in of_ranks) for figure in FIGURES}
 
 
@@ -234,22 +233,27 @@ def main() -> None:
     names = [work.name for work in WORKS]
     parser.add_argument("--only", nargs="+", choices=names, default=names)
     parser.add_argument("--plain", action="store_true", help="merge and pack by torch's own")
+    parser.add_argument("--tokens", type=int, default=4096, help="of a rank")
     asked = parser.parse_args()
+    turns.WORTHY_PAIRS["cpu"] = turns.WORTHY_PAIRS["cuda"]
     torch.set_num_threads(1)
     print(f"peak_bytes.py {' '.join(sys.argv[1:])}\non {machine('torch')}")
-    print(f"{TOKENS} tokens of the rank, {HEADS} heads over {KV_HEADS}, of {HEAD_DIM}; ", end="")
-    print(f"the rank with most of {UNIT:,} bytes\n")
+    print(
+        f"{asked.tokens:,} tokens of the rank, {HEADS} heads over {KV_HEADS}, of {HEAD_DIM}; ",
+        end="",
+    )
+    print(f"the rank with most of {ROW_BYTES * asked.tokens:,} bytes\n")
     print(table_head(COLUMNS))
     found = {}
     for work in WORKS:
         if work.name not in asked.only:
             continue
         if asked.plain:
-            found[work.name] = most_of_ranks(work)
+            found[work.name] = most_of_ranks(work, asked.tokens)
         else:
             with free_fused():
-                found[work.name] = most_of_ranks(work)
-        units = [f"{found[work.name][figure] / UNIT:.2f}" for figure in FIGURES]
+                found[work.name] = most_of_ranks(work, asked.tokens)
+        units = [f"{found[work.name][figure] / unit:.2f}" for figure in FIGURES]
         print(table_row([work.name, *units]), flush=True)
     write_record(asked.json, found)
 

@@ -28,28 +28,31 @@ import statistics
 import time
 from collections.abc import Callable
 from dataclasses import asdict
-from functools import partial
 from itertools import product
-from unittest import mock
 
 import torch
 import torch.distributed as dist
-from hf_flexseq.attention.allgather import AllGatherZone
-from hf_flexseq.attention.remap import TokenRemap
-from hf_flexseq.distributed.routing import RoutedExchange
 
 from common import argument_parser, ratios, slowest_rank_s, spread, write_record
-from hf_flexseq.attention import SequenceContext, allgather, sequence_parallel_attention
-from hf_flexseq.distributed.communicator import Channel, Communicator, Exchange
-from hf_flexseq.distributed.transport import unnamed
+from hf_flexseq.attention import SequenceContext, sequence_parallel_attention
+from hf_flexseq.attention.programs import BACKWARD, FORWARD, layer_shape
+from hf_flexseq.attention.replay import BoundProgram
+from hf_flexseq.attention.uploads import Uploads
+from hf_flexseq.distributed.communicator import Communicator
 from hf_flexseq.kernels.choose import choose_kernel
 from hf_flexseq.kernels.segments import Segments
 from hf_flexseq.plan import Group, MicroBatch
 from hf_flexseq.plan.remap import Move
 from hf_flexseq.plan.shard import Shard, make_shard
 from hf_flexseq.profiler.measure import measured_nics, median_seconds
-from hf_flexseq.schedule.gather import gather_of_rank
+from hf_flexseq.program.builder import Builder, Tables, Values
+from hf_flexseq.program.exchange import Channel, Exchange, Label, post
+from hf_flexseq.program.gathered import AllGatherZone
+from hf_flexseq.program.instructions import BYTES, LayerShape, Rows, Value
+from hf_flexseq.program.remap import TokenRemap
+from hf_flexseq.program.weave import run_zones
 from hf_flexseq.schedule.routing import NicFigures, Routing, Transfer, make_routing
+from hf_flexseq.schedule.transfers import aligned
 
 CPU = torch.device("cpu")
 HEADS, KV_HEADS, HEAD_DIM = 8, 8, 64
@@ -57,6 +60,29 @@ ROW_BYTES = 4 * HEAD_DIM  # of one head of a token, in float32
 MEASURED = ("hop", "busy", "remap", "gather", "zigzag", "balanced")
 PROBE_BYTES, PROBE_ROUNDS = 4_000_000, 3
 Figures = dict[str, object]
+
+
+# ---- programs
+
+
+def builder(world: Communicator) -> Builder:
+    """Return the builder of a program that moves rows of one head and computes nothing."""
+    shape = LayerShape(query_heads=1, kv_heads=1, head_dim=HEAD_DIM, dtype="float32")
+    return Builder(Tables(), shape, rank=world.rank, wide=False)
+
+
+def compiled(b: Builder, outputs: Values, world: Communicator) -> Callable[[], object]:
+    """Return a function that runs the program that was built, on zeros. It is collective."""
+    program = b.program(outputs)
+    kernel = choose_kernel(CPU, torch.float32, HEAD_DIM)
+    uploads = Uploads(b.tables, CPU)
+    uploads.bring()
+    bound = BoundProgram(program, uploads, world, kernel, torch.float32)
+    inputs = []
+    for value in program.inputs:
+        dtype = torch.uint8 if value.dtype == BYTES else torch.float32
+        inputs.append(torch.zeros(value.shape, dtype=dtype))
+    return lambda: bound.run(inputs, 1.0)
 
 
 # ---- links and transfers
@@ -72,8 +98,8 @@ def measured_links(world: Communicator) -> NicFigures:
     )
     per_node = world.topology.ranks_per_node
 
-    def hop_to(target: int) -> Callable[[], None]:
-        return lambda: move(world, (Transfer(0, target, PROBE_BYTES),), Routing())
+    def hop_to(target: int) -> Callable[[], object]:
+        return mover(world, (Transfer(0, target, PROBE_BYTES),), Routing())
 
     inside_by_rank, across_by_rank = median_seconds(
         [hop_to(1), hop_to(per_node)], world, CPU, PROBE_ROUNDS
@@ -91,18 +117,23 @@ def measured_links(world: Communicator) -> NicFigures:
     return box[0]
 
 
-def move(world: Communicator, transfers: tuple[Transfer, ...], routing: Routing) -> None:
-    """Do all `transfers` as `routing` says. Collective."""
-    exchange = Exchange(unnamed)
-    if routing.paths:
-        exchange = RoutedExchange(unnamed, routing, world, CPU)
+def mover(
+    world: Communicator, transfers: tuple[Transfer, ...], routing: Routing
+) -> Callable[[], object]:
+    """Return a function that does all `transfers` as `routing` says. It is collective."""
+    b = builder(world)
+    label = Label(None, lambda peer, sent: "a transfer of a benchmark")
+    exchange = Exchange(b, 0, label, routing=routing)
+    like = b.empty((0,), BYTES)
+    received: list[Value] = []
     for source, target, nbytes in transfers:
         if source == world.rank:
-            exchange.send([torch.zeros(nbytes, dtype=torch.uint8)], target)
+            exchange.send([b.input((nbytes,), BYTES)], target)
         if target == world.rank:
-            exchange.recv([torch.empty(0, dtype=torch.uint8)], nbytes, source)
-    exchange.post(world, tag=0)
+            received += exchange.recv([like], nbytes, source)
+    post(b, [exchange])
     exchange.wait()
+    return compiled(b, tuple(received), world)
 
 
 def compared(
@@ -132,14 +163,14 @@ def hop(
     world: Communicator, links: NicFigures, asked: argparse.Namespace, figures: Figures
 ) -> str:
     """Send from one rank to another node while the other NICs are idle."""
-    transfers = (Transfer(0, links.ranks_per_node, asked.bytes),)
+    transfers = (Transfer(0, links.ranks_per_node, aligned(asked.bytes)),)
     routing = make_routing(transfers, links)
     if not routing.paths:
         return f"off: {routing.why_not}"
     predicted = routing.routed_s / routing.direct_s
     found = compared(
-        lambda: move(world, transfers, routing),
-        lambda: move(world, transfers, Routing()),
+        mover(world, transfers, routing),
+        mover(world, transfers, Routing()),
         asked.rounds,
         figures,
     )
@@ -153,9 +184,10 @@ def busy(
     transfers = []
     for rank in range(world.world_size):
         target = (rank + links.ranks_per_node) % world.world_size
-        transfers.append(Transfer(rank, target, asked.bytes))
+        transfers.append(Transfer(rank, target, aligned(asked.bytes)))
     routing = make_routing(tuple(transfers), links)
-    found = [slowest_rank_s(lambda: move(world, tuple(transfers), routing)) for _ in range(3)]
+    run = mover(world, tuple(transfers), routing)
+    found = [slowest_rank_s(run) for _ in range(3)]
     figures["seconds"] = found
     decided = "on" if routing.paths else f"off: {routing.why_not}"
     return f"{statistics.median(found):6.3f} s; {decided}"
@@ -172,10 +204,13 @@ def remap(
         moves.append(Move(source=0, target=width + index, tokens=tokens))
     shard = Shard(rank=world.rank, zones=(), moves=tuple(moves))
     surplus = tokens * width if world.rank == 0 else 0
-    x = torch.zeros(surplus, 1, HEAD_DIM)  # [tokens, heads, head_dim]
-    routed = partial(TokenRemap(shard, world, links).attention_to_linear, (x,))
-    straight = partial(TokenRemap(shard, world, None).attention_to_linear, (x,))
-    return compared(routed, straight, asked.rounds, figures)
+
+    def moved(links: NicFigures | None) -> Callable[[], object]:
+        b = builder(world)
+        x = b.input((surplus, 1, HEAD_DIM))  # [tokens, heads, head_dim]
+        return compiled(b, TokenRemap(shard, links).attention_to_linear(b, (x,)), world)
+
+    return compared(moved(links), moved(None), asked.rounds, figures)
 
 
 def gather(
@@ -185,25 +220,19 @@ def gather(
     tokens = asked.bytes // (2 * ROW_BYTES) * world.world_size
     group = Group(ranks=tuple(range(world.world_size)), sequences=(0,), strategy="allgather")
     (zone,) = make_shard(MicroBatch(groups=(group,)), [tokens], world.rank).zones
-    kernel = choose_kernel(CPU, torch.float32, HEAD_DIM)
-    channel = Channel(world, group, 0)
-    relayed = AllGatherZone(zone, channel, kernel, CPU)
-    with mock.patch.object(
-        allgather,
-        "gather_of_rank",
-        lambda cuts, degree, _, index: gather_of_rank(cuts, degree, degree, index),
-    ):
-        straight = AllGatherZone(zone, channel, kernel, CPU)
-    # what is done with the keys once they are here is no transfer
-    relayed.key_rows = torch.arange(0)
-    straight.key_rows = torch.arange(0)
-    kv = torch.zeros(zone.stop, 2, 1, HEAD_DIM)  # [tokens, keys and values, heads, head_dim]
 
-    def gathered(zone: AllGatherZone) -> None:
-        for _ in zone._gather(kv, until=1.0):
-            pass
+    def gathered(ranks_per_node: int) -> Callable[[], object]:
+        b = builder(world)
+        attention = AllGatherZone(zone, Channel(group, 0), b.tables, ranks_per_node)
+        # what is done with the keys once they are here is no transfer
+        attention.key_rows = Rows(0, start=0)
+        kv = b.input((zone.stop, 2, 1, HEAD_DIM))  # [tokens, keys and values, heads, head_dim]
+        keys = run_zones([attention._gather(b, kv, until=1.0)])
+        return compiled(b, tuple(keys), world)
 
-    return compared(lambda: gathered(relayed), lambda: gathered(straight), asked.rounds, figures)
+    # on a single node every rank reads from the owners
+    relayed, straight = gathered(links.ranks_per_node), gathered(world.world_size)
+    return compared(relayed, straight, asked.rounds, figures)
 
 
 class WaitingKernel:
@@ -263,11 +292,14 @@ def ring(
     k = torch.zeros(rows, KV_HEADS, HEAD_DIM, requires_grad=True)
     v = torch.zeros(rows, KV_HEADS, HEAD_DIM, requires_grad=True)
 
-    def step(links: NicFigures | None) -> None:
+    def step(links: NicFigures | None) -> Callable[[], object]:
         seq_ctx = SequenceContext(shard, world, kernel, CPU, links=links)
-        sequence_parallel_attention(q, k, v, seq_ctx).sum().backward()
+        shape = layer_shape(q, k)
+        # once for all layers of a micro-batch, so before the clock starts
+        seq_ctx.programs.prepare(((FORWARD, shape), (BACKWARD, shape)))
+        return lambda: sequence_parallel_attention(q, k, v, seq_ctx).sum().backward()
 
-    return compared(lambda: step(links), lambda: step(None), asked.rounds, figures)
+    return compared(step(links), step(None), asked.rounds, figures)
 
 
 def arguments() -> argparse.Namespace:

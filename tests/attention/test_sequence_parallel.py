@@ -11,6 +11,7 @@ from hf_flexseq.attention import SequenceContext, sequence_parallel_attention
 from hf_flexseq.kernels.choose import choose_kernel
 from hf_flexseq.plan import STRATEGIES, Group, MicroBatch
 from hf_flexseq.plan.shard import make_shard
+from hf_flexseq.program import turns
 from hf_flexseq.schedule import attention
 from hf_flexseq.topology import Topology
 from tests.plans import random_plan
@@ -144,11 +145,16 @@ def run_random_plans(rank, world_size, plans):
     return found
 
 
-@pytest.mark.parametrize("large", [1, attention.LARGE], ids=["chunk by chunk", "together"])
+@pytest.mark.parametrize(
+    ("large", "worthy_pairs"),
+    [(1, 1), (attention.LARGE, 1), (attention.LARGE, 30), (attention.LARGE, 10**9)],
+    ids=["chunk by chunk", "together", "some turns joined", "all turns joined"],
+)
 @pytest.mark.parametrize("world_size", [3, 4])
-def test_random_plans_are_exact(world_size, large, monkeypatch):
-    # of these short sequences chunks travel together otherwise
+def test_random_plans_are_exact(world_size, large, worthy_pairs, monkeypatch):
+    # of these short sequences chunks travel together otherwise, and all turns
     monkeypatch.setattr(attention, "LARGE", large)
+    monkeypatch.setitem(turns.WORTHY_PAIRS, "cpu", worthy_pairs)
     errors = dict(relative_errors(run_threads(run_random_plans, world_size, 15)))
     assert {case: error for case, error in errors.items() if not error <= 1e-12} == {}
 

@@ -18,6 +18,7 @@ from hf_flexseq.cost.presets import PRESETS
 from hf_flexseq.plan import Plan, check
 from hf_flexseq.planner import CHOICES, make_plan
 from hf_flexseq.topology import Topology
+from tests.cli.refused import failed
 
 MACHINE = ["--topology", "2x4", "--cost-model", "flexsp-gpt-7b-a100"]
 CAP = ["--max-tokens-per-rank", "6000"]
@@ -38,20 +39,6 @@ def plan_file(tmp_path: Path, lengths: str) -> str:
     path = str(tmp_path / "plan.json")
     assert main(["plan", "--lengths", lengths, *MACHINE, *CAP, "--json", path]) == 0
     return path
-
-
-def failed(argv: list[str], capsys: pytest.CaptureFixture[str]) -> str:
-    """The one line that a refused command prints."""
-    capsys.readouterr()
-    try:
-        status = main(argv)
-    except SystemExit as end:
-        status = end.code  # type: ignore[assignment]
-    shown = capsys.readouterr()
-    assert status == 2
-    assert shown.err.count("\n") == 1
-    assert shown.err.startswith("flexseq")
-    return shown.err
 
 
 def test_plan_writes_what_make_plan_makes(
@@ -382,21 +369,26 @@ def test_what_is_no_plan_is_refused(
 
 
 @pytest.mark.processes
-def test_the_command_line_imports_no_torch_and_runs_alone(lengths: str) -> None:
-    """In a process of its own: plans, and has imported none of the heavy libraries."""
+def test_the_command_line_imports_no_torch_and_runs_alone(lengths: str, tmp_path: Path) -> None:
+    """In a process of its own: plans, shows a program, and has imported none of the heavy
+    libraries."""
+    path = str(tmp_path / "plan.json")
+    plan_words = ["plan", "--lengths", lengths, *MACHINE, *CAP, "--json", path]
+    program_words = ["program", path, *MACHINE[:2]]
     script = (
         "import sys\n"
         "from hf_flexseq.cli import main\n"
-        f"status = main(['plan', '--lengths', {lengths!r}, *{MACHINE + CAP!r}, '--json', '-'])\n"
+        f"status = main({plan_words!r}) + main({program_words!r})\n"
         "heavy = {'torch', 'transformers', 'accelerate', 'datasets', 'pulp', 'highspy', "
-        "'matplotlib', 'pyarrow'}\n"
+        "'matplotlib', 'pyarrow', 'triton'}\n"
         "print(sorted(heavy & set(sys.modules)), file=sys.stderr)\n"
         "sys.exit(status)\n"
     )
     done = subprocess.run(
         [sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=True
     )
-    assert Plan.from_json(done.stdout).planner == "auto"
+    assert Plan.from_json(Path(path).read_text()).planner == "auto"
+    assert "backward of rank 0: " in done.stdout
     assert done.stderr.strip() == "[]"
 
 

@@ -10,6 +10,7 @@ from hf_flexseq.cost.presets import PRESETS
 from hf_flexseq.plan import Plan
 from hf_flexseq.planner import make_plan
 from hf_flexseq.topology import Topology
+from tests.cli.refused import failed
 
 MACHINE = ["--topology", "2x4", "--cost-model", "llama-3.1-8b-h200"]
 TOPOLOGY = Topology(nodes=2, ranks_per_node=4)
@@ -18,21 +19,6 @@ TOPOLOGY = Topology(nodes=2, ranks_per_node=4)
 @pytest.fixture(scope="module")
 def plan() -> Plan:
     return make_plan([900, 300, 50], TOPOLOGY, PRESETS["llama-3.1-8b-h200"])
-
-
-def failed(argv: list[str], capsys: pytest.CaptureFixture[str]) -> str:
-    """The one line that a refused command prints."""
-    capsys.readouterr()
-    try:
-        status = main(argv)
-    except SystemExit as end:
-        status = end.code  # type: ignore[assignment]
-    shown = capsys.readouterr()
-    assert status == 2
-    assert shown.err.count("\n") == 1
-    assert len(shown.err) <= 301
-    assert shown.err.rstrip("\n").isprintable()
-    return shown.err
 
 
 def trace(plan: Plan, *steps: int) -> list[str]:

@@ -9,6 +9,7 @@ from hf_flexseq.program import ring
 from hf_flexseq.program.compile import Machine, MicroBatchLayout, backward, forward
 from hf_flexseq.program.heads import PIECE_ROWS
 from hf_flexseq.program.instructions import LayerShape
+from hf_flexseq.program.turns import WORTHY_PAIRS
 from hf_flexseq.topology import Topology
 
 SHAPE = LayerShape(query_heads=32, kv_heads=8, head_dim=16, dtype="bfloat16")
@@ -44,6 +45,12 @@ def busiest(strategy: str, degree: int, per_node: int) -> LayerWork:
         posts=max(work.posts for work in ranks),
         messages=max(work.messages for work in ranks),
     )
+
+
+@pytest.fixture(autouse=True)
+def turns_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The few tokens are worth a turn."""
+    monkeypatch.setitem(WORTHY_PAIRS, "cuda", 1)
 
 
 @pytest.mark.parametrize("strategy", [name for name in STRATEGIES if name != "local"])

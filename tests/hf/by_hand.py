@@ -104,7 +104,8 @@ def ways_between_nodes(contexts):
     for zone in (zone for context in contexts for zone in context.programs.parts.zones):
         if isinstance(zone, UlyssesZone) and isinstance(zone.inner, Reordered):
             turns = zone.inner.inner.turns
-            if any(turn.keys.peer is not None or turn.sent_keys for turn in turns):
+            reads = [read for turn in turns for read in turn.reads]
+            if any(read.keys.peer is not None for read in reads):
                 found.add("ring of a hybrid")
         later_legs = zone.legs[1:] if isinstance(zone, AllGatherZone) else ()
         if any(leg.sent or leg.received for leg in later_legs):

@@ -22,13 +22,15 @@ def large(request, monkeypatch):
     monkeypatch.setattr(attention, "LARGE", request.param)
 
 
-def turns_of(strategy, lengths, degree):
+def turns_of(strategy, lengths, degree, *, worthy_pairs=1):
     """Tables of each rank, and its turns."""
     group_cuts = cuts(strategy, lengths, degree)
     by_rank = []
     for i in range(degree):
         tables = Tables()
-        turns = make_turns(strategy, group_cuts, i, range(10, 10 + degree), tables)
+        turns = make_turns(
+            strategy, group_cuts, i, range(10, 10 + degree), tables, worthy_pairs=worthy_pairs
+        )
         by_rank.append((tables, turns))
     return by_rank
 
@@ -36,8 +38,11 @@ def turns_of(strategy, lengths, degree):
 @pytest.mark.parametrize("strategy", ["zigzag", "balanced"])
 @pytest.mark.parametrize("degree", [2, 3, 4, 5, 8])
 @pytest.mark.parametrize("lengths", PACKS)
-def test_every_send_has_its_receive(strategy, degree, lengths):
-    by_rank = [turns for _, turns in turns_of(strategy, lengths, degree)]
+@pytest.mark.parametrize("worthy_pairs", [1, 30, 10**9])
+def test_every_send_has_its_receive(strategy, degree, lengths, worthy_pairs):
+    by_rank = [
+        turns for _, turns in turns_of(strategy, lengths, degree, worthy_pairs=worthy_pairs)
+    ]
     assert len({len(turns) for turns in by_rank}) == 1
     for together in zip(*by_rank, strict=True):
         for sent, read in (("sent_queries", "queries"), ("sent_keys", "keys")):
@@ -49,7 +54,7 @@ def test_every_send_has_its_receive(strategy, degree, lengths):
             receives = [
                 (share.peer, 10 + i, share.rows.tokens)
                 for i, turn in enumerate(together)
-                for share in [getattr(turn, read)]
+                for share in [getattr(one, read) for one in turn.reads]
                 if share.peer is not None
             ]
             assert sorted(sends) == sorted(receives)
@@ -59,7 +64,10 @@ def test_every_send_has_its_receive(strategy, degree, lengths):
 @pytest.mark.parametrize("strategy", ["zigzag", "balanced"])
 @pytest.mark.parametrize("degree", [2, 3, 4, 7])
 @pytest.mark.parametrize("lengths", PACKS)
-def test_every_query_reads_every_earlier_key_of_its_sequence_once(strategy, degree, lengths):
+@pytest.mark.parametrize("worthy_pairs", [1, 30, 10**9])
+def test_every_query_reads_every_earlier_key_of_its_sequence_once(
+    strategy, degree, lengths, worthy_pairs
+):
     """The executor on token names instead of tensors, forward and backward."""
     group = Group(
         ranks=tuple(range(10, 10 + degree)),
@@ -71,7 +79,7 @@ def test_every_query_reads_every_earlier_key_of_its_sequence_once(strategy, degr
         slices = make_shard(MicroBatch(groups=(group,)), lengths, 10 + i).slices
         own = [(s.sequence, t) for s in slices for t in range(s.start, s.stop)]
         names.append(np.array(own, dtype=np.int64).reshape(-1, 2))
-    by_rank = turns_of(strategy, lengths, degree)
+    by_rank = turns_of(strategy, lengths, degree, worthy_pairs=worthy_pairs)
     backwards = [(tables, backward_order(turns, tables)) for tables, turns in by_rank]
     wanted = [(s, a, s, b) for s, n in enumerate(lengths) for a in range(n) for b in range(a + 1)]
     for ordered in (by_rank, backwards):
@@ -83,30 +91,34 @@ def pairs_read(by_rank, names):
     read = []
     tables = [tables for tables, _ in by_rank]
     for t, together in enumerate(zip(*(turns for _, turns in by_rank), strict=True)):
-        sent = {
-            (10 + i, share.peer, what): names[i][tables[i].positions(share.rows)]
-            for i, turn in enumerate(together)
-            for what, shares in (("q", turn.sent_queries), ("k", turn.sent_keys))
-            for share in shares
-        }
+        sent: dict = {}
         for i, turn in enumerate(together):
-            if turn.call is not None:
-                call = tables[i].calls[turn.call]
-                q, k = (
-                    names[i][tables[i].positions(share.rows)]
-                    if share.peer is None
-                    else sent[share.peer, 10 + i, what]
-                    for what, share in (("q", turn.queries), ("k", turn.keys))
-                )
-                assert (len(q), len(k)) == (sum(call.q_lens), sum(call.k_lens)), t
-                for rows, keys in blocks(call):
-                    read += [
-                        (*a, *b)
-                        for (n, a), (m, b) in itertools.product(
-                            enumerate(q[rows].tolist()), enumerate(k[keys].tolist())
-                        )
-                        if m <= n or not call.causal
-                    ]
+            for what, shares in (("q", turn.sent_queries), ("k", turn.sent_keys)):
+                for share in shares:
+                    rows = names[i][tables[i].positions(share.rows)]
+                    sent.setdefault((10 + i, share.peer, what), []).append(rows)
+        for i, turn in enumerate(together):
+            if turn.call is None:
+                continue
+            call = tables[i].calls[turn.call]
+
+            def taken(side, what, i=i, sent=sent):
+                if side.peer is None:
+                    return names[i][tables[i].positions(side.rows)]
+                return sent[side.peer, 10 + i, what].pop(0)
+
+            q = np.concatenate([taken(one.queries, "q") for one in turn.reads])
+            k = np.concatenate([taken(one.keys, "k") for one in turn.reads])
+            assert (len(q), len(k)) == (sum(call.q_lens), sum(call.k_lens)), t
+            for rows, keys in blocks(call):
+                read += [
+                    (*a, *b)
+                    for (n, a), (m, b) in itertools.product(
+                        enumerate(q[rows].tolist()), enumerate(k[keys].tolist())
+                    )
+                    if m <= n or not call.causal
+                ]
+        assert not any(sent.values()), "something is sent that nobody reads"
     return read
 
 
@@ -150,3 +162,13 @@ def test_sequences_that_lie_both_ways_round_fill_the_idle_half_block_of_even_deg
     assert (max(work), min(work)) == (degree / 2 + 0.5, degree / 2 - 0.5)
     work = {sum(squares(t, turn) for turn in turns) / chunk**2 for t, turns in two}
     assert work == {float(degree)}
+
+
+def test_short_turns_are_joined_and_long_ones_are_not():
+    lengths = (8 * 64,)  # chunks of 32 tokens: 2,048 pairs a turn
+    counts = []
+    for worthy_pairs in (2048, 4096, 3 * 2048, 10**9):
+        ((_, turns), *_) = turns_of("zigzag", lengths, 8, worthy_pairs=worthy_pairs)
+        counts.append(len(turns))
+    times = counts[0] - 1  # of the schedule, beside the diagonal
+    assert counts == [1 + times, 1 + -(-times // 2), 1 + -(-times // 3), 2]

@@ -1,0 +1,221 @@
+"""`flexseq program`: prints the programs that a rank would run, and refuses what is none."""
+
+import io
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+from hf_flexseq.cli import main
+from hf_flexseq.cost.stages import PipelineCost, StageCost
+from hf_flexseq.plan import Group, MicroBatch, Plan
+from hf_flexseq.plan.shard import make_shard
+from hf_flexseq.planner.pipeline import make_pipeline_plan
+from hf_flexseq.program.compile import Machine, MicroBatchLayout, backward, forward
+from hf_flexseq.program.instructions import LayerShape
+from hf_flexseq.topology import Topology
+from tests.cli.refused import failed
+
+LLAMA = LayerShape(query_heads=32, kv_heads=8, head_dim=128, dtype="bfloat16")
+PAGE = Path(__file__).parents[2] / "docs/architecture.md"
+FOUR = Topology(nodes=1, ranks_per_node=4)
+LENGTHS = (16_000, 40, 900)
+MICRO_BATCHES = (
+    MicroBatch(groups=(Group(ranks=(0, 1, 2, 3), sequences=(0,), strategy="zigzag"),)),
+    MicroBatch(
+        groups=(
+            Group(ranks=(0, 1), sequences=(2,), strategy="ulysses"),
+            Group(ranks=(2,), sequences=(1,), strategy="local"),
+        )
+    ),
+)
+
+
+def plan_of(micro_batches: tuple[MicroBatch, ...] = MICRO_BATCHES) -> Plan:
+    return Plan(
+        micro_batches=micro_batches,
+        lengths=LENGTHS,
+        objective_s=0.1,
+        lower_bound_s=0.1,
+        planner="static",
+        planning_s=0.0,
+    )
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> str:
+    path = tmp_path / "plan.json"
+    path.write_text(plan_of().to_json())
+    return str(path)
+
+
+def shown(argv: list[str], capsys: pytest.CaptureFixture[str]) -> str:
+    """What a command prints that does as it is told."""
+    capsys.readouterr()
+    assert main(argv) == 0
+    return capsys.readouterr().out
+
+
+def compiled(
+    micro_batch: int,
+    rank: int,
+    *,
+    topology: Topology = FOUR,
+    shape: LayerShape = LLAMA,
+    device: str = "cuda",
+) -> list[str]:
+    """The text of the programs that a rank runs, forward and backward."""
+    machine = Machine(topology=topology, device=device, wide_gradients=device == "cpu")
+    shard = make_shard(MICRO_BATCHES[micro_batch], LENGTHS, rank)
+    parts = MicroBatchLayout(shard, machine).parts
+    there = forward(parts, shape)
+    return [str(there), str(backward(parts, shape, there.saved))]
+
+
+def without_titles(text: str) -> str:
+    lines = text.splitlines()
+    kept = [line for line in lines if not line.startswith(("forward of", "backward of"))]
+    return "\n".join(kept)
+
+
+@pytest.mark.parametrize("micro_batch, rank", [(0, 0), (0, 1), (0, 3), (1, 0), (1, 2)])
+def test_what_a_rank_would_run_is_printed(
+    micro_batch: int, rank: int, file: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["program", file, "--micro-batch", str(micro_batch), "--rank", str(rank)]
+    out = shown(words, capsys)
+    assert without_titles(out) == "\n".join(compiled(micro_batch, rank))
+
+
+def test_a_title_counts_what_follows_it(file: str, capsys: pytest.CaptureFixture[str]) -> None:
+    lines = shown(["program", file, "--rank", "1"], capsys).splitlines()
+    (title,) = [line for line in lines if line.startswith("forward of rank 1: ")]
+    program = lines[1 : lines.index(next(line for line in lines if line.startswith("outputs")))]
+    operations = [line.split()[1] for line in program[1:]]
+    assert f": {len(operations)} instructions, " in title
+    assert f", {operations.count('attend')} attention calls, " in title
+    assert f", {operations.count('post')} posts, " in title
+    messages = sum(line.count(" rank ") for line in program)
+    assert title.endswith(f", {messages} messages")
+
+
+def test_the_page_that_explains_a_program_shows_this_one(
+    file: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (excerpt,) = [part for part in PAGE.read_text().split("```") if "\nforward of rank 1" in part]
+    first, last = excerpt.removeprefix("text\n").split("...\n")
+    out = shown(["program", file, "--rank", "1"], capsys)
+    assert out.startswith(first)
+    assert f"\n{last}backward of rank 1" in out
+
+
+def test_layer_dtype_device_and_topology_are_those_asked_for(
+    file: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    small = LayerShape(query_heads=6, kv_heads=2, head_dim=8, dtype="float64")
+    words = ["--layer", "6x2x8", "--dtype", "float64", "--device", "cpu"]
+    out = shown(["program", file, *words], capsys)
+    assert without_titles(out) == "\n".join(compiled(0, 0, shape=small, device="cpu"))
+    assert without_titles(out) != "\n".join(compiled(0, 0))
+    # messages to other nodes take a lane of their own
+    one, two = (
+        shown(["program", file, "--rank", "1", "--topology", machine], capsys).splitlines()
+        for machine in ("1x4", "2x2")
+    )
+    assert one[0] != two[0]
+    assert one[1:40] == two[1:40]
+
+
+def test_a_rank_without_a_group_is_told_so(file: str, capsys: pytest.CaptureFixture[str]) -> None:
+    out = shown(["program", file, "--micro-batch", "1", "--rank", "3"], capsys)
+    assert out == "rank 3 works in no group of micro-batch 1\n"
+
+
+def test_a_rank_without_a_group_that_holds_rows_of_others_moves_them(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    first, second = MICRO_BATCHES
+    path = tmp_path / "plan.json"
+    path.write_text(plan_of((first, MicroBatch(groups=second.groups, remap=True))).to_json())
+    out = shown(["program", str(path), "--micro-batch", "1", "--rank", "3"], capsys)
+    assert "from rank " in out
+    assert "to rank " in out
+    assert " 0 attention calls, " in out
+
+
+def test_a_trace_is_read_by_step_and_its_broken_lines_are_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    alone = MicroBatch(groups=(Group(ranks=(0,), sequences=(0, 1, 2), strategy="local"),))
+    records = [plan_of().to_record(), plan_of((alone,)).to_record()]
+    lines = [json.dumps({"step": 5 + n, **record}) for n, record in enumerate(records)]
+    text = "\n".join([lines[0], "torn", lines[1]])
+    path = tmp_path / "trace.jsonl"
+    path.write_text(text)
+    assert main(["program", str(path), "--step", "1"]) == 0
+    said = capsys.readouterr()
+    assert "forward of rank 0: 1 instructions, 1 attention calls" in said.out
+    assert "line 2 cannot be read, 2 can" in said.err
+    assert "there is no --step 2" in failed(["program", str(path), "--step", "2"], capsys)
+    monkeypatch.setattr(sys, "stdin", io.StringIO(text))
+    assert main(["program", "-", "--step", "1"]) == 0
+    assert capsys.readouterr().out == said.out
+
+
+@pytest.mark.parametrize(
+    "words, message",
+    [
+        (["--rank", "4"], "the plan is for 4 ranks, so there is no --rank 4"),
+        (["--rank", "-1"], "-1 is below 0"),
+        (["--rank", "9" * 6000], "is no whole number"),
+        (["--micro-batch", "2"], "has 2 micro-batches, so there is no --micro-batch 2"),
+        (["--step", "1"], "there is no --step 1"),
+        (["--topology", "1x2"], "1 x 2"),
+        (["--layer", "8"], "write QUERYxKVxSIZE"),
+        (["--layer", "8x0x8"], "write QUERYxKVxSIZE"),
+        (["--layer", "6x4x8"], "6 query heads over 4 KV heads"),
+        (["--layer", "999999x1x999999"], "numbers a token"),
+        (["--layer", "\x1b[31m"], "is no layer"),
+        (["--dtype", "int8"], "invalid choice"),
+        (["--device", "tpu"], "invalid choice"),
+    ],
+)
+def test_what_a_plan_has_not_is_refused_in_one_line(
+    words: list[str], message: str, file: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert message in failed(["program", file, *words], capsys)
+
+
+def test_a_plan_of_a_pipeline_is_refused_by_name(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    stage = StageCost(linear_ns=1000.0, attention_ns=0.7, chunk_ns=0.0, token_bytes=30.0)
+    path = tmp_path / "plan.json"
+    path.write_text(make_pipeline_plan([900, 300], PipelineCost.even(2, stage)).to_json())
+    assert "step 0 is a pipeline's" in failed(["program", str(path)], capsys)
+
+
+@pytest.mark.parametrize("text", ["", "{}", "[" * 5000, '{"lengths": [1]}'])
+def test_what_is_no_plan_is_refused(
+    text: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "bad.json"
+    path.write_text(text)
+    assert "bad.json" in failed(["program", str(path)], capsys)
+
+
+def test_ranks_and_work_have_limits_that_can_be_raised(
+    file: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in ("ranks", "work"):
+        limit = ["--limit", f"{name}=3"]
+        said = failed(["program", file, *limit], capsys)
+        assert f"raise it with --limit {name}=" in said
+        shown(["program", file, *limit, "--limit", f"{name}=99999"], capsys)
+    # a plan of many sequences on many ranks, which would take minutes
+    group = Group(ranks=tuple(range(4096)), sequences=tuple(range(4000)), strategy="zigzag")
+    record = plan_of((MicroBatch(groups=(group,)),)).to_record() | {"lengths": [9000] * 4000}
+    path = tmp_path / "large.json"
+    path.write_text(json.dumps(record))
+    assert "events of rank 0" in failed(["program", str(path)], capsys)
