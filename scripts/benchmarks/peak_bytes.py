@@ -238,11 +238,9 @@ def main() -> None:
     turns.WORTHY_PAIRS["cpu"] = turns.WORTHY_PAIRS["cuda"]
     torch.set_num_threads(1)
     print(f"peak_bytes.py {' '.join(sys.argv[1:])}\non {machine('torch')}")
-    print(
-        f"{asked.tokens:,} tokens of the rank, {HEADS} heads over {KV_HEADS}, of {HEAD_DIM}; ",
-        end="",
-    )
-    print(f"the rank with most of {ROW_BYTES * asked.tokens:,} bytes\n")
+    unit = ROW_BYTES * asked.tokens
+    print(f"{asked.tokens:,} tokens of the rank, {HEADS} heads over {KV_HEADS}, of {HEAD_DIM}")
+    print(f"the rank with most, in units of {unit:,} bytes\n")
     print(table_head(COLUMNS))
     found = {}
     for work in WORKS:
