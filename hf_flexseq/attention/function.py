@@ -14,6 +14,7 @@ The slow, obvious twin is `dense_attention` in `tests/attention/test_sequence_pa
 from typing import Any, Protocol
 
 import torch
+from torch.autograd.function import once_differentiable
 
 from hf_flexseq.attention.programs import (
     BACKWARD,
@@ -24,6 +25,7 @@ from hf_flexseq.attention.programs import (
 )
 from hf_flexseq.attention.remat import Kept, KeptAttention, Region, checkpointed_region
 from hf_flexseq.attention.replay import CutAttention, Tensors
+from hf_flexseq.kernels.cuda_flash import rows_contiguous
 
 
 class AttentionContext(Protocol):
@@ -63,12 +65,18 @@ def sequence_parallel_attention(
     q: [tokens, heads, head_dim]; k, v: [tokens, kv_heads, head_dim], of this rank's shard, rotary
     embedding applied. Returns [tokens, heads, head_dim]. scale defaults to head_dim ** -0.5.
     Collective over the groups of the shard. Raises ValueError when the tensors do not have the
-    shard's number of tokens.
+    shard's number of tokens, or one dtype. Its gradients have none themselves.
     """
     if q.shape[0] != seq_ctx.linear_tokens:
         raise ValueError(
             f"the shard has {seq_ctx.linear_tokens} tokens, but the queries are {tuple(q.shape)}"
         )
+    if not q.dtype == k.dtype == v.dtype:
+        raise ValueError(
+            f"queries are {q.dtype}, keys {k.dtype} and values {v.dtype}: give all three one dtype"
+        )
+    # The numbers of a head lie together, as Triton's operations want them.
+    q, k, v = rows_contiguous(q), rows_contiguous(k), rows_contiguous(v)
     if scale is None:
         scale = q.shape[-1] ** -0.5
     if seq_ctx.kept is not None:
@@ -99,6 +107,7 @@ class _SequenceParallelAttention(torch.autograd.Function):
         return out
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, dout: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         """Return dq, dk, dv, shaped as q, k, v are, from dout [tokens, heads, head_dim]."""
         seq_ctx: AttentionContext = ctx.seq_ctx
@@ -145,6 +154,7 @@ class _CheckpointedAttention(torch.autograd.Function):
         return out
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, dout: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         """Return dq, dk, dv, shaped as q, k, v are, from dout [tokens, heads, head_dim]."""
         seq_ctx: AttentionContext = ctx.seq_ctx

@@ -229,6 +229,8 @@ class _Binder:
                 lanes.append(
                     LaneMessages(lane, tuple(sends.pop(lane, ())), tuple(recvs.pop(lane, ())))
                 )
+        left = {**sends, **recvs}
+        assert not left, f"{list(left)} are no lanes of this rank: {spec}"
         return tuple(lanes)
 
 
@@ -306,8 +308,9 @@ class Replay:
         return x.index_select(1, index)
 
     def sum_heads(self, x: torch.Tensor, index: torch.Tensor, count: int) -> torch.Tensor:
-        sums = x.new_zeros(x.shape[0], count, x.shape[2])
-        return sums.index_add_(1, index, x)
+        # Sums of 16-bit numbers are taken in float32, and rounded once.
+        sums = x.new_zeros(x.shape[0], count, x.shape[2], dtype=lse_dtype(x.dtype))
+        return sums.index_add_(1, index, x.to(sums.dtype)).to(x.dtype)
 
     def plus(self, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
         return a + b

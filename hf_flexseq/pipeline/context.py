@@ -52,23 +52,11 @@ class ChunkContext:
         self.carry = carry
         self.checkpointed = checkpointed
         self._lengths = lengths
+        # 1. the whole row
         tables = Tables()
-        zones: list[ZoneAttention] = []
-
-        # 1. the whole row: the part of a cut sequence, and whole sequences
-        self._cut: CutPart | None = None
-        whole = chunk.slices
+        zones = _zones(chunk, lengths, tables)
         part = chunk.cut(lengths)  # None without one
-        if part is not None:
-            self._cut = CutPart(part, device)
-            zones.append(CutZone(part.tokens))
-            whole = chunk.slices[1:]
-        for one in whole:
-            assert one.tokens == lengths[one.sequence], f"{chunk} has two parts of sequences"
-        if whole:
-            tokens = [one.tokens for one in whole]
-            rows = slice(chunk.tokens - sum(tokens), chunk.tokens)
-            zones.append(LocalZone(rows, tokens, tables))
+        self._cut = None if part is None else CutPart(part, device)
 
         # 2. this rank's tokens: all, a part of them, or a dummy token
         self.tokens = chunk.tokens
@@ -108,6 +96,26 @@ class ChunkContext:
         """Return what is carried in a layer of the sequence of a part."""
         length = self._lengths[part.part.sequence]
         return self.carry.at(layer, part.part, length, keeps_grad=keeps_grad)
+
+
+def _zones(chunk: Chunk, lengths: tuple[int, ...], tables: Tables) -> list[ZoneAttention]:
+    """Return the zones of the whole row: the part of a cut sequence, and whole sequences.
+
+    lengths: tokens of every sequence of the plan
+    """
+    zones: list[ZoneAttention] = []
+    whole = chunk.slices
+    part = chunk.cut(lengths)  # None without one
+    if part is not None:
+        zones.append(CutZone(part.tokens))
+        whole = chunk.slices[1:]
+    for one in whole:
+        assert one.tokens == lengths[one.sequence], f"{chunk} has two parts of sequences"
+    if whole:
+        tokens = [one.tokens for one in whole]
+        rows = slice(chunk.tokens - sum(tokens), chunk.tokens)
+        zones.append(LocalZone(rows, tokens, tables))
+    return zones
 
 
 class LayerContext:

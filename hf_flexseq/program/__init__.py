@@ -14,6 +14,7 @@ after layer, and decides nothing.
                        the attention of a zone, by strategy
     remap.py           between the even layout and that of attention
     compile.py         all zones of a micro-batch: forward, backward, backward of a replayed layer
+    memory.py          which values lie in the memory of others
     check.py           plays the programs of all ranks without tensors
     tags.py            the one table of message tags
 

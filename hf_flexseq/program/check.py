@@ -4,20 +4,24 @@
    out when all before it are over, which is the strictest transport there is.
 2. A message passes when the posts on both of its ends stand first in the queues of their ranks. It
    must be there on both ends, with the same tag and bytes.
-3. Nobody reads what is still on its way to it, or writes to what is on its way from it.
+3. Nobody reads what is still on its way to it, or writes to what is on its way from it: be it the
+   value itself, or another one in the same memory (`memory.py`).
+4. Nobody reads a value before it is made.
 
 Programs that pass end on every transport, in whatever order messages arrive. tests/program/
 test_check.py plays random plans, and plans of hundreds of ranks; tests/attention runs them.
 """
 
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
 from hf_flexseq.program.instructions import Instruction, LayerShape, PostSpec, Program
+from hf_flexseq.program.memory import VIEWS, Place, nbytes, places_of
 
 # Operations that write to some of the values that they read: how many of them, the first ones.
 WRITES = {"put": 1, "add": 1, "accumulate": 1, "merge": 2, "fill_parcel": 1}
+TRANSFERS = ("post", "all_to_all")
 
 
 class ProgramError(ValueError):
@@ -89,8 +93,10 @@ class _Player:
         self._next = 0  # instruction
         self._over: set[int] = set()  # posts that are over, and not yet waited for
         self._values = program.all_values
-        self._arriving: dict[int, set[int]] = {}  # by post: values that are received
-        self._leaving: dict[int, set[int]] = {}  # and those that are sent
+        self._places = places_of(program, shape)
+        self._made = {value.number for value in program.inputs}
+        self._arriving: dict[int, list[Place]] = {}  # by post: what is received
+        self._leaving: dict[int, list[Place]] = {}  # and what is sent
 
     def go_on(self) -> bool:
         """Carry out instructions up to a wait for what is not over. Return whether there were
@@ -102,15 +108,19 @@ class _Player:
                 (number,) = one.constants
                 if number not in self._over and any(p.number == number for p in self.queue):
                     break
+                if number not in self._arriving:
+                    raise ProgramError(f"rank {self.rank} waits for {number}, has not posted it")
                 self._over.discard(number)
                 del self._arriving[number]
                 del self._leaving[number]
             else:
-                self._check_values(one)
-                if one.operation == "post":
-                    self._post(one)
-                elif one.operation == "all_to_all":
-                    self._all_to_all(one)
+                self._check_made(one)
+                if one.operation in TRANSFERS:
+                    self._start(one)
+                elif one.operation not in VIEWS:
+                    written = WRITES.get(one.operation, 0)
+                    self._check_reads(one, one.ins)
+                    self._check_writes(one, one.ins[:written])
             self._next += 1
         return self._next > began
 
@@ -130,21 +140,49 @@ class _Player:
         if self._arriving:
             raise ProgramError(f"rank {self.rank} never waits for posts {sorted(self._arriving)}")
 
-    def _check_values(self, one: Instruction) -> None:
-        """Raise ProgramError where an instruction reads what is arriving, or writes to what is
-        leaving."""
-        arriving = set().union(*self._arriving.values())
-        if one.operation not in ("post", "all_to_all") and arriving & set(one.ins):
+    def _check_made(self, one: Instruction) -> None:
+        """Raise ProgramError where an instruction reads what is not made yet."""
+        if not self._made.issuperset(one.ins):
+            raise ProgramError(f"rank {self.rank} reads what does not exist yet: {one}")
+        self._made.update(one.outs)
+
+    def _check_reads(self, one: Instruction, values: Iterable[int]) -> None:
+        """Raise ProgramError where something is arriving in values that an instruction reads."""
+        if self._overlap(values, self._arriving):
             raise ProgramError(f"rank {self.rank} reads before it waits: {one}")
-        leaving = set().union(*self._leaving.values())
-        if leaving & set(one.ins[: WRITES.get(one.operation, 0)]):
+
+    def _check_writes(self, one: Instruction, values: Iterable[int]) -> None:
+        """Raise ProgramError where values that an instruction writes to are on their way."""
+        if self._overlap(values, self._leaving):
             raise ProgramError(f"rank {self.rank} writes to what is being sent: {one}")
 
-    def _post(self, one: Instruction) -> None:
-        number, spec, _ = one.constants
-        self._start(number, self._messages(spec))
-        self._arriving[number] = {message.value for message in spec.recvs}
-        self._leaving[number] = {message.value for message in spec.sends}
+    def _overlap(self, values: Iterable[int], under_way: Mapping[int, list[Place]]) -> bool:
+        places = [place for of_post in under_way.values() for place in of_post]
+        if not places:
+            return False
+        for value in values:
+            own = self._places[value]
+            if any(own.overlaps(place) for place in places):
+                return True
+        return False
+
+    def _start(self, one: Instruction) -> None:
+        """Begin a post or an all-to-all."""
+        number, spec, *_ = one.constants
+        if one.operation == "post":
+            messages = self._messages(spec)
+            sent = [message.value for message in spec.sends]
+            received = [message.value for message in spec.recvs]
+        else:
+            messages = self._messages_to_all(one)
+            sent, received = [one.ins[0]], [one.ins[1]]
+        # What is received must not be on its way here already, nor be sent by this very post.
+        self._check_reads(one, (*sent, *received))
+        self._arriving[number] = [self._places[value] for value in received]
+        self._leaving[number] = [self._places[value] for value in sent]
+        self._check_writes(one, received)
+        self.queue.append(_Post(number, messages))
+        self.drop_over()
 
     def _messages(self, spec: PostSpec) -> set[_Message]:
         messages = set()
@@ -154,8 +192,8 @@ class _Player:
             messages.add(_Message(peer, self.rank, tag, self._bytes(value)))
         return messages
 
-    def _all_to_all(self, one: Instruction) -> None:
-        number, spec = one.constants
+    def _messages_to_all(self, one: Instruction) -> set[_Message]:
+        _, spec = one.constants
         item = self._shape.item_bytes(self._values[one.ins[0]].dtype)
         messages = set()
         for index, rank in enumerate(spec.ranks):
@@ -163,18 +201,7 @@ class _Player:
                 messages.add(_Message(self.rank, rank, spec.tag, item * spec.sent[index]))
             if index != spec.own and spec.received[index]:
                 messages.add(_Message(rank, self.rank, spec.tag, item * spec.received[index]))
-        self._start(number, messages)
-        sent, received = one.ins
-        self._arriving[number] = {received}
-        self._leaving[number] = {sent}
-
-    def _start(self, number: int, messages: set[_Message]) -> None:
-        self.queue.append(_Post(number, messages))
-        self.drop_over()
+        return messages
 
     def _bytes(self, value: int) -> int:
-        found = self._values[value]
-        elements = 1
-        for size in found.shape:
-            elements *= size
-        return elements * self._shape.item_bytes(found.dtype)
+        return nbytes(self._values[value], self._shape)

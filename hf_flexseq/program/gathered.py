@@ -115,8 +115,8 @@ class AllGatherZone:
         gathered = yield from self._gather(b, kv, until=0.5)  # [keys, 2, kv_heads, head_dim]
         keys, values = b.unpair(gathered)  # [keys, kv_heads, head_dim]
         dq, dkeys, dvalues = b.gradients(dout, q, keys, values, out, lse, self.call)
-        # [keys, 2, kv_heads, head_dim] -> [tokens, 2, kv_heads, head_dim]
-        dkv = yield from self._return(b, b.pair(dkeys, dvalues))
+        # 2 x [keys, kv_heads, head_dim] -> [tokens, 2, kv_heads, head_dim]
+        dkv = yield from self._return(b, dkeys, dvalues)
         dk, dv = b.unpair(dkv)
         return dq, dk, dv
 
@@ -152,13 +152,15 @@ class AllGatherZone:
             exchange.wait()
         return b.take(gathered, self.key_rows)
 
-    def _return(self, b: Builder, dkv: Value) -> ZoneSteps[Value]:
-        """Return gradients to the owners of the keys and sum them: [keys, 2, kv_heads, head_dim]
+    def _return(self, b: Builder, dkeys: Value, dvalues: Value) -> ZoneSteps[Value]:
+        """Return gradients to the owners of the keys and sum them: 2 x [keys, kv_heads, head_dim]
         -> [tokens, 2, kv_heads, head_dim]. The transpose of `_gather`.
         """
         # [rows after the last leg, 2, kv_heads, head_dim]
-        sums = b.zeros((self.legs[-1].after, *dkv.shape[1:]), WIDE)
-        b.accumulate(sums, self.key_rows, dkv)
+        sums = b.zeros((self.legs[-1].after, 2, *dkeys.shape[1:]), WIDE)
+        # One after the other: side by side they would be copied, and then widened at once.
+        for of_one, grads in zip(b.unpair(sums), (dkeys, dvalues), strict=True):
+            b.accumulate(of_one, self.key_rows, grads)
         for n in reversed(range(len(self.legs))):
             leg = self.legs[n]
             # 1. what the leg brought goes back: [rows after, ...] -> [rows before, ...]

@@ -137,9 +137,18 @@ class LeavingHeads:
         self._head_dim = head_dim
         self._layout = layout_of(pieces, exchange.own_tokens)
         self._parts = _parts(self._layout, len(pieces), head_dim)
-        # flat, by piece and rank: [my tokens, its heads of all tensors, head_dim]
-        self._received = b.empty((sum(self._layout.slots) * head_dim,), dtype)
+        self._dtype = dtype
+        self._received: Value | None = None
         self._posts: list[int] = []
+
+    @property
+    def _buffer(self) -> Value:
+        """What is received, flat, by piece and rank: [my tokens, its heads of all tensors,
+        head_dim]. It takes memory from the first post on."""
+        if self._received is None:
+            elements = sum(self._layout.slots) * self._head_dim
+            self._received = self._builder.empty((elements,), self._dtype)
+        return self._received
 
     def post(self, tensors: Values, message: int) -> None:
         """Post the tensors [all tokens, my heads, head_dim] of the next piece.
@@ -152,7 +161,7 @@ class LeavingHeads:
         sent_counts = [tokens * own_heads * self._head_dim for tokens in self._exchange.tokens]
         # [all tokens, my heads, head_dim] -> [all tokens, my heads of all tensors, head_dim], flat
         sent = b.flat_heads(tensors)
-        received = b.part(self._received, start, start + sum(received_counts))
+        received = b.part(self._buffer, start, start + sum(received_counts))
         self._posts.append(
             self._exchange.post(b, sent, received, sent_counts, received_counts, message)
         )
@@ -164,7 +173,7 @@ class LeavingHeads:
         """
         for post in self._posts:
             self._builder.wait(post)
-        return self._builder.unpack_heads(self._received, self._layout, self._head_dim)
+        return self._builder.unpack_heads(self._buffer, self._layout, self._head_dim)
 
 
 def layout_of(pieces: Sequence[HeadRanges], tokens: int) -> HeadLayout:

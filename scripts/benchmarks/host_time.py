@@ -37,6 +37,7 @@ from common import (
 from hf_flexseq.attention import SequenceContext, sequence_parallel_attention
 from hf_flexseq.attention.programs import BACKWARD, FORWARD
 from hf_flexseq.distributed.communicator import Communicator
+from hf_flexseq.kernels import lse_dtype
 from hf_flexseq.kernels.choose import choose_kernel
 from hf_flexseq.plan import Group, MicroBatch
 from hf_flexseq.plan.shard import make_shard
@@ -66,7 +67,7 @@ class FreeKernel:
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, segments: Any, *, scale: float
     ) -> Any:
         """Return out [tokens, heads, head_dim] and lse [heads, tokens]."""
-        return torch.empty_like(q), q.new_empty(q.shape[1], q.shape[0])
+        return q.new_empty(q.shape), q.new_empty(q.shape[1], q.shape[0], dtype=lse_dtype(q.dtype))
 
     def backward(
         self,
@@ -78,7 +79,7 @@ class FreeKernel:
         scale: float,
     ) -> Any:
         """Return gradients shaped as q, k and v are."""
-        return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+        return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
 
 
 class CountingTransport(StubTransport):

@@ -1,6 +1,8 @@
 import pytest
 
+from hf_flexseq.attention import replay
 from hf_flexseq.program import heads, turns
+from tests.attention.strict import StrictFused
 
 
 @pytest.fixture(autouse=True)
@@ -9,3 +11,9 @@ def small_pieces(monkeypatch):
     would not be worth it."""
     monkeypatch.setitem(heads.PIECE_ROWS, "cpu", 0.01)
     monkeypatch.setitem(turns.WORTHY_PAIRS, "cpu", 1)
+
+
+@pytest.fixture(autouse=True)
+def strict_operations(monkeypatch):
+    """What a GPU could not do fails on the CPU, too."""
+    monkeypatch.setattr(replay, "choose_fused", lambda device: StrictFused())

@@ -86,6 +86,13 @@ def test_a_group_of_64_ranks_comes_to_its_end(strategy):
 # ---- planted faults
 
 
+def with_late_wait(program):
+    """The program with the first of its waits at its end."""
+    place = next(i for i, one in enumerate(program.instructions) if one.operation == "wait")
+    before, after = program.instructions[:place], program.instructions[place + 1 :]
+    return program._replace(instructions=(*before, *after, program.instructions[place]))
+
+
 def ring_of_four():
     topology = Topology(nodes=1, ranks_per_node=4)
     group = Group(ranks=(0, 1, 2, 3), sequences=(0,), strategy="zigzag")
@@ -113,6 +120,8 @@ def swapped(program):
 FAULTS = {
     "a wait left out": (lambda p: without(p, "wait"), "reads before it waits"),
     "the last wait left out": (lambda p: without(p, "wait", -1), "reads before|never waits"),
+    "a post left out": (lambda p: without(p, "post"), "does not exist yet|has not posted"),
+    "what is made left out": (lambda p: without(p, "pair"), "does not exist yet"),
     "two posts swapped": (swapped, "cannot go on"),
 }
 
@@ -124,6 +133,26 @@ def test_a_planted_fault_is_found(fault):
     check(programs, SHAPE)
     programs[1] = change(programs[1])
     with pytest.raises(ProgramError, match=words):
+        check(programs, SHAPE)
+
+
+# What comes too late, and is read by another view of the same memory.
+VIEWED = {
+    "rows that the second leg of a gather passes on": ("allgather", False),
+    "a packet that is sent across": ("zigzag", True),
+}
+
+
+@pytest.mark.parametrize("what", VIEWED)
+def test_a_view_of_what_arrives_is_not_read(what):
+    strategy, is_routed = VIEWED[what]
+    topology = Topology(nodes=2, ranks_per_node=2)
+    group = Group(ranks=(0, 1, 2, 3), sequences=(0,), strategy=strategy)
+    options = {"links": links_of(topology)} if is_routed else {}
+    programs = programs_of(MicroBatch(groups=(group,)), (64,), topology, **options)[1]
+    check(programs, SHAPE)
+    programs[0] = with_late_wait(programs[0])
+    with pytest.raises(ProgramError, match="rank 0 reads before it waits"):
         check(programs, SHAPE)
 
 

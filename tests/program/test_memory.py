@@ -1,0 +1,90 @@
+"""The memory of a program, by the lives of its values: no strategy comes to need more.
+
+`scripts/benchmarks/peak_bytes.py` measures what torch allocates; the figures are its.
+"""
+
+import pytest
+
+from hf_flexseq.plan import Group, MicroBatch
+from hf_flexseq.plan.shard import make_shard
+from hf_flexseq.program.compile import (
+    Machine,
+    MicroBatchLayout,
+    backward,
+    backward_of_rows,
+    forward,
+)
+from hf_flexseq.program.instructions import LayerShape
+from hf_flexseq.program.memory import nbytes, places_of
+from hf_flexseq.topology import Topology
+
+SHAPE = LayerShape(query_heads=32, kv_heads=8, head_dim=64, dtype="bfloat16")
+TOKENS = 4096  # of a rank: turns of rings are long enough, and are not joined
+UNIT = TOKENS * 32 * 64 * 2  # bytes of q
+
+
+def peak_bytes(program):
+    """The most bytes that are alive at once, without inputs. A transfer keeps its tensors until it
+    is waited for."""
+    places = places_of(program, SHAPE)
+    roots = {value.number for value in program.inputs}
+    alive = {}  # by memory: its values that are not freed, and the posts that keep it
+    peak = 0
+
+    def keep(memory, holder):
+        if memory not in roots:
+            alive.setdefault(memory, set()).add(holder)
+
+    for one, frees in zip(program.instructions, program.frees, strict=True):
+        for value in one.outs:
+            keep(places[value].memory, value)
+        if one.operation in ("post", "all_to_all"):
+            moved = (*one.ins, *one.outs) if one.operation == "post" else one.ins[:1]
+            for value in moved:
+                keep(places[value].memory, f"post {one.constants[0]}")
+        used = sum(nbytes(program.all_values[memory], SHAPE) for memory in alive)
+        peak = max(peak, used)
+        over = set(frees)
+        if one.operation == "wait":
+            over.add(f"post {one.constants[0]}")
+        alive = {memory: left for memory, holders in alive.items() if (left := holders - over)}
+    return peak
+
+
+def peaks_of(strategy, degree, sequences):
+    """The most units of any rank in forward, backward and backward of a replayed layer."""
+    nodes = -(-degree // 8)
+    machine = Machine(
+        topology=Topology(nodes=nodes, ranks_per_node=8), device="cuda", wide_gradients=False
+    )
+    group = Group(ranks=tuple(range(degree)), sequences=tuple(range(sequences)), strategy=strategy)
+    lengths = (TOKENS * degree // sequences,) * sequences
+    peaks = [0, 0, 0]
+    for rank in range(degree):
+        shard = make_shard(MicroBatch(groups=(group,)), lengths, rank)
+        parts = MicroBatchLayout(shard, machine).parts
+        first = forward(parts, SHAPE)
+        programs = (first, backward(parts, SHAPE, first.saved))
+        programs += (backward_of_rows(parts, SHAPE, first.saved),)
+        peaks = [max(x, peak_bytes(y)) for x, y in zip(peaks, programs, strict=True)]
+    return [peak / UNIT for peak in peaks]
+
+
+# Units by (strategy, degree, sequences), as they were when this was written.
+MOST = {
+    ("local", 1, 4): (1.03, 1.50, 1.50),
+    ("ulysses", 8, 1): (5.52, 4.75, 10.00),
+    ("zigzag", 8, 1): (4.06, 5.53, 6.03),
+    ("zigzag", 8, 4): (5.42, 9.41, 9.91),
+    ("balanced", 8, 1): (6.62, 13.59, 14.09),
+    ("balanced", 8, 4): (6.08, 10.31, 10.81),
+    ("allgather", 8, 1): (8.75, 13.25, 13.25),
+    ("hybrid", 16, 1): (5.03, 5.53, 8.03),
+    ("hybrid", 16, 4): (6.05, 9.41, 11.91),
+}
+
+
+@pytest.mark.parametrize("case", MOST, ids=str)
+def test_no_strategy_needs_more_memory(case):
+    for units, most in zip(peaks_of(*case), MOST[case], strict=True):
+        assert units <= 1.02 * most
