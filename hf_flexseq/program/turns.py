@@ -51,6 +51,10 @@ DIAGONAL_TIME = 0  # time of a schedule at which every rank attends to its own c
 # forward and backward, at 6e14 FLOP/s with 32 heads of size 128. Turns of fewer pairs are joined.
 WORTHY_PAIRS = {"cpu": 1 << 11, "cuda": 1 << 21}
 
+# Queries of joined turns at most: a joined call has copies of them, and so needs about as much
+# memory as a call of a rank with so many tokens.
+JOINED_QUERIES = 512
+
 
 class Operand(NamedTuple):
     """Rows that a call of this rank reads, as its queries or as its keys and values."""
@@ -190,12 +194,14 @@ def make_turns(
 
 def _joined_times(lane: Lane, group_cuts: Sequence[Cut], worthy_pairs: int) -> int:
     """Return how many times of a lane's schedule make a turn: the same on all ranks."""
-    pairs = 0.0  # of a call of two chunks with one, as a zigzag's are
+    queries = 0.0  # of a call of two chunks with one, as a zigzag's are
+    pairs = 0.0
     for sequence in lane.sequences:
         bounds = group_cuts[sequence].bounds
         chunk = bounds[-1] / (len(bounds) - 1)  # tokens of a mean chunk
+        queries += 2 * chunk
         pairs += 2 * chunk * chunk
-    return max(1, int(worthy_pairs / pairs))
+    return max(1, int(min(worthy_pairs / pairs, JOINED_QUERIES / queries)))
 
 
 def _make_turn(

@@ -10,7 +10,7 @@ import pytest
 from hf_flexseq.plan import Group, MicroBatch
 from hf_flexseq.plan.shard import cuts, make_shard
 from hf_flexseq.program.builder import Tables
-from hf_flexseq.program.turns import DIAGONAL_TIME, backward_order, make_turns
+from hf_flexseq.program.turns import DIAGONAL_TIME, JOINED_QUERIES, backward_order, make_turns
 from hf_flexseq.schedule import attention
 
 PACKS = [(1,), (2, 1), (17,), (40, 3, 29), tuple(random.Random(0).choices(range(1, 9), k=12))]
@@ -165,10 +165,11 @@ def test_sequences_that_lie_both_ways_round_fill_the_idle_half_block_of_even_deg
 
 
 def test_short_turns_are_joined_and_long_ones_are_not():
-    lengths = (8 * 64,)  # chunks of 32 tokens: 2,048 pairs a turn
+    lengths = (8 * 64,)  # chunks of 32 tokens: 64 queries and 2,048 pairs a turn
     counts = []
     for worthy_pairs in (2048, 4096, 3 * 2048, 10**9):
         ((_, turns), *_) = turns_of("zigzag", lengths, 8, worthy_pairs=worthy_pairs)
         counts.append(len(turns))
     times = counts[0] - 1  # of the schedule, beside the diagonal
-    assert counts == [1 + times, 1 + -(-times // 2), 1 + -(-times // 3), 2]
+    joined = [1, 2, 3, JOINED_QUERIES // 64]
+    assert counts == [1 + -(-times // together) for together in joined]
