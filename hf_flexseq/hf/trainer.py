@@ -54,13 +54,13 @@ from hf_flexseq.hf.pipeline.hooks import load_own_stage
 from hf_flexseq.hf.resume import Resumed, choose_checkpoint, warn_without_optimizer
 from hf_flexseq.hf.saving import checkpoint_folder, saved_whole
 from hf_flexseq.hf.trainer_checks import check_trainer
-from hf_flexseq.hf.training_mode import in_training_mode
 from hf_flexseq.pipeline.optimizer import is_of_pipeline, load_optimizer
 from hf_flexseq.steps.collator import DataCollatorForFlexSeq
 from hf_flexseq.steps.inputs import Inputs
 from hf_flexseq.steps.screen import Predictions, beside_bars
 from hf_flexseq.steps.step import StepItem, step_items
 from hf_flexseq.steps.trace import Figures, mean_figures, plan_line
+from hf_flexseq.steps.training_mode import in_training_mode
 
 if TYPE_CHECKING:
     from transformers import Trainer as _Trainer  # to a type checker the mixin is a Trainer

@@ -124,7 +124,7 @@ def test_layer_dtype_device_and_topology_are_those_asked_for(
         for machine in ("1x4", "2x2")
     )
     assert one[0] != two[0]
-    assert one[1:40] == two[1:40]
+    assert without_titles("\n".join(one)) == without_titles("\n".join(two))
 
 
 def test_a_rank_without_a_group_is_told_so(file: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -10,7 +10,13 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 BENCHMARKS = ROOT / "scripts/benchmarks"
-SHARED = {"common", "forked", "lengths", "tiny"}  # modules that the benchmarks import
+SHARED = {
+    "common",
+    "forked",
+    "lengths",
+    "plan_timer",
+    "tiny",
+}  # modules that the benchmarks import
 NAMES = sorted({path.stem for path in BENCHMARKS.glob("*.py")} - SHARED)
 
 

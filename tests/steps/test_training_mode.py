@@ -3,7 +3,7 @@
 import torch
 from torch import nn
 
-from hf_flexseq.hf.training_mode import in_training_mode
+from hf_flexseq.steps.training_mode import in_training_mode
 
 
 class Counting(nn.Linear):
