@@ -107,6 +107,13 @@ class OptimizerStep(RankStep[Plan]):
             total = total + loss
         return total
 
+    def inputs(self) -> Iterator[tuple[int, Inputs]]:
+        """Yield (index in the plan, inputs of the model) of every micro-batch, once, for who runs
+        them in a way of their own."""
+        for index in self.indices:
+            yield index, self._take(index)
+            self._coming = next(self._inputs, None)
+
     def _take(self, index: int) -> Inputs:
         """Return the inputs of a micro-batch, which are ready, and keep them no longer."""
         coming, self._coming = self._coming, None

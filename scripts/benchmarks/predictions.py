@@ -149,7 +149,7 @@ def execute(
     with engine.attached(model.train()):
         assert engine.cost is not None, "an attached engine has a cost model"
         for step in islice(engine.steps(batches), args.steps):
-            for index, inputs in step.step.micro_batches:
+            for index, inputs in step.step.inputs():
                 run = partial(forward_backward, model, inputs, step.step.targets)
                 (by_rank,) = median_seconds(
                     [run], engine.communicator, engine.accelerator.device, args.rounds
