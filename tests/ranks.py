@@ -86,7 +86,7 @@ def run_ranks(
             limits = (seconds, group_seconds)
             sizes = (world_size, ranks_per_node or world_size)
             process = context.Process(
-                target=_main, args=(there, folder, limits, function, rank, sizes, args)
+                target=_main, args=(there, folder, limits, function, rank, sizes, args, may_die)
             )
             process.start()
             there.close()
@@ -127,6 +127,7 @@ def _main(
     rank: int,
     sizes: tuple[int, int],
     args: tuple[Any, ...],
+    may_die: tuple[int, ...],
 ) -> None:
     seconds, group_seconds = limits
     world_size, ranks_per_node = sizes
@@ -149,8 +150,11 @@ def _main(
             timeout=timedelta(seconds=group_seconds),
         )
         pipe.send((True, function(rank, world_size, *args)))
-        dist.barrier()
-        dist.destroy_process_group()
+        # where a rank may die the others end without waiting for each other, as a script that
+        # raised does: who still waits for one of them has to see its connections close
+        if not may_die:
+            dist.barrier()
+            dist.destroy_process_group()
     except BaseException:
         pipe.send((False, traceback.format_exc()))
     finally:
