@@ -22,7 +22,7 @@ from hf_flexseq.distributed.process_groups import (
     PendingTransfers,
     ProcessGroupRanks,
     new_group,
-    post_transfers,
+    post_one_by_one,
 )
 from hf_flexseq.distributed.transport import (
     Capabilities,
@@ -76,4 +76,4 @@ class GlooTransport:
         label: Label = unnamed,
     ) -> PendingTransfers:
         """See `Transport.post`."""
-        return post_transfers(self._messages, sends, recvs, label)
+        return post_one_by_one(self._messages, sends, recvs, label)

@@ -25,7 +25,7 @@ from hf_flexseq.distributed.process_groups import (
     PendingTransfers,
     ProcessGroupRanks,
     new_group,
-    post_transfers,
+    post_batch,
 )
 from hf_flexseq.distributed.transport import (
     Capabilities,
@@ -109,7 +109,7 @@ class NcclTransport:
         label: Label = unnamed,
     ) -> PendingTransfers:
         """See `Transport.post`."""
-        return post_transfers(self._communicators[lane], sends, recvs, label)
+        return post_batch(self._communicators[lane], sends, recvs, label)
 
     def _connect_pairs(self, lane: Lane, peers: Sequence[int]) -> None:
         """Send a message to each of `peers` and receive one, so that they are connected.

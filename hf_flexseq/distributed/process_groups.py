@@ -81,7 +81,7 @@ def new_group(
     return None if own is None else group
 
 
-def post_transfers(
+def post_batch(
     group: dist.ProcessGroup,
     sends: Sequence[Message],
     recvs: Sequence[Message],
@@ -89,8 +89,7 @@ def post_transfers(
 ) -> "PendingTransfers":
     """Post all messages as one batch, also a single one.
 
-    Receives come first: on a slow link gloo otherwise serialises the two directions. A single
-    message is batched, too: unbatched ones make NCCL connect a communicator of their own.
+    A single message is batched, too: unbatched ones make NCCL connect a communicator of their own.
     """
     ops = []
     for message in recvs:
@@ -101,6 +100,33 @@ def post_transfers(
         works = dist.batch_isend_irecv(ops)
     except RuntimeError as error:  # a peer is known to be gone
         raise failure(dist.get_rank(), sends, recvs, label, error) from error
+    return PendingTransfers(works, sends, recvs, label)
+
+
+def post_one_by_one(
+    group: dist.ProcessGroup,
+    sends: Sequence[Message],
+    recvs: Sequence[Message],
+    label: Label,
+) -> "PendingTransfers":
+    """Post each message by itself, as gloo carries them out.
+
+    Receives come first: on a slow link gloo otherwise serialises the two directions. Where a peer
+    is known to be gone, the error names its message alone: a batch of all messages would also name
+    the peers that are there, and none of them more than another.
+    """
+    rank = dist.get_rank()
+    works = []
+    for message in recvs:
+        try:
+            works.append(dist.irecv(message.tensor, message.peer, group, message.tag))
+        except RuntimeError as error:
+            raise failure(rank, (), (message,), label, error) from error
+    for message in sends:
+        try:
+            works.append(dist.isend(message.tensor, message.peer, group, message.tag))
+        except RuntimeError as error:
+            raise failure(rank, (message,), (), label, error) from error
     return PendingTransfers(works, sends, recvs, label)
 
 

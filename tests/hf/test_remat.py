@@ -142,7 +142,7 @@ def steps_of_every_strategy(rank, world_size, sharding):
     communicator = Communicator()
     transfers = [
         Counter(replay, "all_to_all"),
-        Counter(torch.distributed, "batch_isend_irecv"),
+        Counter(torch.distributed, "irecv"),
     ]
     models = {on: sharded(model_of(on), sharding) for on in (False, True)}
     found = {}
