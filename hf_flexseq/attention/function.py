@@ -11,10 +11,11 @@ activation checkpointing (`remat.py`) saves this rank's own rows alone.
 The slow, obvious twin is `dense_attention` in `tests/attention/test_sequence_parallel.py`.
 """
 
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch.autograd.function import once_differentiable
+from torch.nn import functional
 
 from hf_flexseq.attention.programs import (
     BACKWARD,
@@ -25,7 +26,10 @@ from hf_flexseq.attention.programs import (
 )
 from hf_flexseq.attention.remat import Kept, KeptAttention, Region, checkpointed_region
 from hf_flexseq.attention.replay import CutAttention, Tensors
+from hf_flexseq.kernels import lse_dtype
 from hf_flexseq.kernels.cuda_flash import rows_contiguous
+from hf_flexseq.layers import FULL, Reach, Scores
+from hf_flexseq.program.instructions import LayerShape
 
 
 class AttentionContext(Protocol):
@@ -59,11 +63,19 @@ def sequence_parallel_attention(
     seq_ctx: AttentionContext,
     *,
     scale: float | None = None,
+    softcap: float | None = None,
+    reach: Reach = FULL,
+    sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Compute causal attention of every sequence over itself, wherever its tokens are.
 
-    q: [tokens, heads, head_dim]; k, v: [tokens, kv_heads, head_dim], of this rank's shard, rotary
-    embedding applied. Returns [tokens, heads, head_dim]. scale defaults to head_dim ** -0.5.
+    q: [tokens, heads, head_dim]; k: [tokens, kv_heads, head_dim]; v: [tokens, kv_heads,
+    value_dim], of this rank's shard, rotary embedding applied. Returns [tokens, heads, value_dim].
+
+    scale defaults to head_dim ** -0.5; with a softcap c a scaled score s becomes c tanh(s / c).
+    reach: which keys a query reads. sinks: [heads], a score of each head that takes part in every
+    softmax, and has no value (gpt-oss).
+
     Collective over the groups of the shard. Raises ValueError when the tensors do not have the
     shard's number of tokens, or one dtype. Its gradients have none themselves.
     """
@@ -75,15 +87,70 @@ def sequence_parallel_attention(
         raise ValueError(
             f"queries are {q.dtype}, keys {k.dtype} and values {v.dtype}: give all three one dtype"
         )
-    # The numbers of a head lie together, as Triton's operations want them.
-    q, k, v = rows_contiguous(q), rows_contiguous(k), rows_contiguous(v)
     if scale is None:
         scale = q.shape[-1] ** -0.5
+    value_dim = v.shape[-1]
+    q, k, v = _of_one_width(q, k, v)
+    # The numbers of a head lie together, as Triton's operations want them.
+    q, k, v = rows_contiguous(q), rows_contiguous(k), rows_contiguous(v)
+    layer = _Layer(seq_ctx, Scores(scale, softcap), layer_shape(q, k, reach, sinks))
+    if sinks is not None:
+        sinks = sinks.to(lse_dtype(q.dtype))
+    region = None
     if seq_ctx.kept is not None:
         region = checkpointed_region()
-        if region is not None and seq_ctx.kept.serves(region):
-            return _CheckpointedAttention.apply(q, k, v, seq_ctx, scale, region)
-    return _SequenceParallelAttention.apply(q, k, v, seq_ctx, scale)
+        if region is not None and not seq_ctx.kept.serves(region):
+            region = None
+    if region is not None:
+        out = _CheckpointedAttention.apply(q, k, v, sinks, layer, region)
+    else:
+        out = _SequenceParallelAttention.apply(q, k, v, sinks, layer)
+    attended: torch.Tensor = out[..., :value_dim]
+    return attended
+
+
+class _Layer(NamedTuple):
+    """What the attention of a layer is computed with, beside tensors."""
+
+    seq_ctx: AttentionContext
+    scores: Scores
+    shape: LayerShape
+
+    def run(self, direction: str, inputs: Tensors) -> tuple[Tensors, Tensors]:
+        """Run a program of the layer's micro-batch: return its outputs, and what it saves."""
+        program = self.seq_ctx.programs.find(direction, self.shape)
+        return program.run(inputs, self.scores, self.seq_ctx.cut)
+
+    def attend(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sinks: torch.Tensor | None
+    ) -> tuple[torch.Tensor, Tensors]:
+        """Return out [tokens, heads, head_dim] and what all zones save for their backward.
+
+        q: [tokens, heads, head_dim]. k, v: [tokens, kv_heads, head_dim]. sinks: [heads].
+        """
+        inputs = (q, k, v) if sinks is None else (q, k, v, sinks)
+        (out,), saved = self.run(FORWARD, inputs)
+        return out, saved
+
+    def gradients(
+        self, direction: str, inputs: Tensors
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]:
+        """Return dq [tokens, heads, head_dim], dk and dv [tokens, kv_heads, head_dim], and of
+        sinks their gradient [heads]."""
+        outputs, _ = self.run(direction, inputs)
+        dq, dk, dv = outputs[:3]
+        return dq, dk, dv, outputs[3] if self.shape.sinks else None
+
+
+def _of_one_width(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Tensors:
+    """Return q, k and v with heads of one size: the smaller ones end in zeros, which change
+    neither scores nor what is kept of the result."""
+    width = max(q.shape[-1], v.shape[-1])
+    padded = []
+    for x in (q, k, v):
+        missing = width - x.shape[-1]
+        padded.append(functional.pad(x, (0, missing)) if missing else x)
+    return tuple(padded)
 
 
 class _SequenceParallelAttention(torch.autograd.Function):
@@ -95,26 +162,26 @@ class _SequenceParallelAttention(torch.autograd.Function):
         q: torch.Tensor,
         k: torch.Tensor,
         v: torch.Tensor,
-        seq_ctx: AttentionContext,
-        scale: float,
+        sinks: torch.Tensor | None,
+        layer: _Layer,
     ) -> torch.Tensor:
-        """Return out [tokens, heads, head_dim] from q and k, v [tokens, kv_heads, head_dim]."""
-        ctx.seq_ctx = seq_ctx
-        ctx.scale = scale
-        ctx.shape = layer_shape(q, k)
-        out, saved = _attend(q, k, v, seq_ctx, scale)
+        """Return out [tokens, heads, head_dim] from q, k, v [tokens, heads or kv_heads, head_dim]
+        and sinks [heads]."""
+        ctx.layer = layer
+        out, saved = layer.attend(q, k, v, sinks)
+        if sinks is not None:
+            saved = (sinks, *saved)
         ctx.save_for_backward(*saved)
         return out
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dout: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        """Return dq, dk, dv, shaped as q, k, v are, from dout [tokens, heads, head_dim]."""
-        seq_ctx: AttentionContext = ctx.seq_ctx
-        program = seq_ctx.programs.find(BACKWARD, ctx.shape)
+        """Return dq, dk, dv and dsinks, shaped as q, k, v and sinks are, from dout [tokens, heads,
+        head_dim]."""
+        layer: _Layer = ctx.layer
         inputs = (dout.contiguous(), *ctx.saved_tensors)
-        (dq, dk, dv), _ = program.run(inputs, ctx.scale, seq_ctx.cut)
-        return dq, dk, dv, None, None
+        return *layer.gradients(BACKWARD, inputs), None
 
 
 class _CheckpointedAttention(torch.autograd.Function):
@@ -130,51 +197,37 @@ class _CheckpointedAttention(torch.autograd.Function):
         q: torch.Tensor,
         k: torch.Tensor,
         v: torch.Tensor,
-        seq_ctx: AttentionContext,
-        scale: float,
+        sinks: torch.Tensor | None,
+        layer: _Layer,
         region: Region,
     ) -> torch.Tensor:
         """Return out [tokens, heads, head_dim]: computed in the first run, taken in the replay."""
-        store = seq_ctx.kept
+        store = layer.seq_ctx.kept
         assert store is not None, "this context keeps no attention for a replay"
-        ctx.shape = layer_shape(q, k)
         kept = store.take(region)
         if kept is None:
-            out, saved = _attend(q, k, v, seq_ctx, scale)
-            program = seq_ctx.programs.find(FORWARD, ctx.shape).program
+            out, saved = layer.attend(q, k, v, sinks)
+            program = layer.seq_ctx.programs.find(FORWARD, layer.shape).program
             kept = Kept.of(out, program.log_sum_exps(saved))
         if not region.replays:
             store.put(region, kept)
-        ctx.seq_ctx = seq_ctx
-        ctx.scale = scale
+        ctx.layer = layer
         ctx.lse_shapes = kept.lse_shapes
         # What is kept must not come to hold the graph.
         out = kept.out.detach()
-        ctx.save_for_backward(q, k, v, out, kept.lse)
+        ctx.save_for_backward(q, k, v, out, kept.lse, sinks)
         return out
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dout: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        """Return dq, dk, dv, shaped as q, k, v are, from dout [tokens, heads, head_dim]."""
-        seq_ctx: AttentionContext = ctx.seq_ctx
-        q, k, v, out, flat_lse = ctx.saved_tensors
+        """Return dq, dk, dv and dsinks, shaped as q, k, v and sinks are, from dout [tokens, heads,
+        head_dim]."""
+        layer: _Layer = ctx.layer
+        q, k, v, out, flat_lse, sinks = ctx.saved_tensors
         # The zones' log-sum-exps, which stand in one flat tensor, one after the other.
         flat = flat_lse.split([shape.numel() for shape in ctx.lse_shapes])
         lses = [lse.view(shape) for lse, shape in zip(flat, ctx.lse_shapes, strict=True)]
-        program = seq_ctx.programs.find(BACKWARD_OF_ROWS, ctx.shape)
-        inputs = (q, k, v, out, dout.contiguous(), *lses)
-        (dq, dk, dv), _ = program.run(inputs, ctx.scale, seq_ctx.cut)
-        return dq, dk, dv, None, None, None
-
-
-def _attend(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, seq_ctx: AttentionContext, scale: float
-) -> tuple[torch.Tensor, Tensors]:
-    """Return out [linear tokens, heads, head_dim] and what all zones save for their backward.
-
-    q: [linear tokens, heads, head_dim]. k, v: [linear tokens, kv_heads, head_dim].
-    """
-    program = seq_ctx.programs.find(FORWARD, layer_shape(q, k))
-    (out,), saved = program.run((q, k, v), scale, seq_ctx.cut)
-    return out, saved
+        rows = (q, k, v, out, dout.contiguous())
+        inputs = (*rows, *lses) if sinks is None else (*rows, sinks, *lses)
+        return *layer.gradients(BACKWARD_OF_ROWS, inputs), None, None

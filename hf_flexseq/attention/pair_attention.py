@@ -16,6 +16,7 @@ from hf_flexseq.attention.block_pairs import (
     forward_rounds,
 )
 from hf_flexseq.kernels import Kernel, lse_dtype
+from hf_flexseq.layers import Scores
 from hf_flexseq.program.blocks import BLOCK, SequenceBlocks
 
 Tensors = tuple[torch.Tensor, ...]
@@ -42,7 +43,7 @@ class PairAttention:
         self._backward_rounds = backward_rounds(own, device)
 
     def forward(
-        self, kernel: Kernel, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float
+        self, kernel: Kernel, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scores: Scores
     ) -> Tensors:
         """Return out [tokens in blocks, heads, head_dim] and lse [tokens in blocks, heads].
 
@@ -50,7 +51,7 @@ class PairAttention:
         """
         (block_q,) = _padded(self._own, (q,))  # [blocks, BLOCK, heads, head_dim]
         block_k, block_v = _padded(self._read, (k, v))
-        return self._unpadded(self._attend(kernel, block_q, block_k, block_v, scale))
+        return self._unpadded(self._attend(kernel, block_q, block_k, block_v, scores))
 
     def backward(
         self,
@@ -61,7 +62,7 @@ class PairAttention:
         lse: torch.Tensor,
         k: torch.Tensor,
         v: torch.Tensor,
-        scale: float,
+        scores: Scores,
     ) -> Tensors:
         """Return dq [tokens in blocks, heads, head_dim], dk and dv [tokens in blocks, kv_heads,
         head_dim].
@@ -80,7 +81,7 @@ class PairAttention:
             lse=reader_lse,
             k=block_k,
             v=block_v,
-            scale=scale,
+            scores=scores,
         )
         return self._unpadded(grads)
 
@@ -90,7 +91,7 @@ class PairAttention:
         return tuple(self._own.unpad(x) for x in results)
 
     def _attend(
-        self, kernel: Kernel, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float
+        self, kernel: Kernel, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scores: Scores
     ) -> Tensors:
         """Return out [blocks, BLOCK, heads, head_dim] and lse [blocks, BLOCK, heads].
 
@@ -103,7 +104,14 @@ class PairAttention:
             # [blocks, BLOCK, ...] -> [pairs * BLOCK, ...]
             (pair_q,) = _rows_of_pairs(call.queries, q)
             pair_k, pair_v = _rows_of_pairs(call.keys, k, v)
-            rows_out, rows_lse = kernel.forward(pair_q, pair_k, pair_v, call.segments, scale=scale)
+            rows_out, rows_lse = kernel.forward(
+                pair_q,
+                pair_k,
+                pair_v,
+                call.segments,
+                scale=scores.scale,
+                softcap=scores.softcap,
+            )
             # [pairs * BLOCK, heads, head_dim] -> [pairs, BLOCK, heads, head_dim]
             pair_out = rows_out.unflatten(0, (-1, BLOCK))
             # [heads, pairs * BLOCK] -> [pairs, BLOCK, heads]
@@ -123,7 +131,7 @@ class PairAttention:
         lse: torch.Tensor,
         k: torch.Tensor,
         v: torch.Tensor,
-        scale: float,
+        scores: Scores,
     ) -> Tensors:
         """Return dq [blocks, BLOCK, heads, head_dim], dk and dv [blocks, BLOCK, kv_heads,
         head_dim].
@@ -148,7 +156,8 @@ class PairAttention:
                 pair_out,
                 pair_lse.t().contiguous(),  # [pairs * BLOCK, heads] -> [heads, pairs * BLOCK]
                 call.segments,
-                scale=scale,
+                scale=scores.scale,
+                softcap=scores.softcap,
             )
             # [pairs * BLOCK, heads, head_dim] -> [pairs, BLOCK, heads, head_dim]
             dq, dk, dv = (x.unflatten(0, (-1, BLOCK)) for x in gradients)

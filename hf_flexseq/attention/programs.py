@@ -8,6 +8,7 @@ from hf_flexseq.attention.replay import BoundProgram
 from hf_flexseq.attention.uploads import Uploads
 from hf_flexseq.distributed.communicator import Communicator
 from hf_flexseq.kernels import Kernel
+from hf_flexseq.layers import FULL, Reach
 from hf_flexseq.program.compile import Parts, backward, backward_of_rows, forward
 from hf_flexseq.program.instructions import LayerShape, Program
 
@@ -18,14 +19,21 @@ BACKWARD_OF_ROWS = "backward of rows"  # of a layer that is replayed (`remat.py`
 ProgramKey = tuple[str, LayerShape]  # (one of these three, the layer)
 
 
-def layer_shape(q: torch.Tensor, k: torch.Tensor) -> LayerShape:
+def layer_shape(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    reach: Reach = FULL,
+    sinks: torch.Tensor | None = None,
+) -> LayerShape:
     """Return the shape of a layer, from q [tokens, heads, head_dim] and k [tokens, kv_heads,
-    head_dim]."""
+    head_dim], and what its queries read."""
     return LayerShape(
         query_heads=q.shape[1],
         kv_heads=k.shape[1],
         head_dim=q.shape[2],
         dtype=str(q.dtype).removeprefix("torch."),
+        reach=reach,
+        sinks=sinks is not None,
     )
 
 

@@ -22,6 +22,7 @@ from hf_flexseq.kernels import Kernel, lse_dtype
 from hf_flexseq.kernels.choose import choose_fused
 from hf_flexseq.kernels.fused import Rows
 from hf_flexseq.kernels.segments import Segments
+from hf_flexseq.layers import Reach, Scores
 from hf_flexseq.program.blocks import BlocksSpec
 from hf_flexseq.program.instructions import (
     BYTES,
@@ -44,7 +45,9 @@ class CutAttention(Protocol):
     """Attention of the part of a sequence that a pipeline's chunk begins with, in one layer
     (`pipeline/carry.py`)."""
 
-    def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> Tensors:
+    def forward(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scores: Scores, reach: Reach
+    ) -> Tensors:
         """Return out [tokens, heads, head_dim] and lse [heads, tokens]."""
 
     def backward(
@@ -53,7 +56,8 @@ class CutAttention(Protocol):
         q: torch.Tensor,
         out: torch.Tensor,
         lse: torch.Tensor,
-        scale: float,
+        scores: Scores,
+        reach: Reach,
     ) -> Tensors:
         """Return dq [tokens, heads, head_dim], dk and dv [tokens, kv_heads, head_dim]."""
 
@@ -135,17 +139,17 @@ class BoundProgram:
         return self._communicator
 
     def run(
-        self, inputs: Sequence[torch.Tensor], scale: float, cut: CutAttention | None = None
+        self, inputs: Sequence[torch.Tensor], scores: Scores, cut: CutAttention | None = None
     ) -> tuple[Tensors, Tensors]:
         """Run the program on tensors of the inputs' shapes.
 
-        scale: of the scores. cut: attention of the part of a cut sequence, where the program has
-        one. Returns the outputs, and what the backward will need, of all zones.
+        scores: how the layer makes them. cut: attention of the part of a cut sequence, where the
+        program has one. Returns the outputs, and what the backward will need, of all zones.
         """
         values: list[Any] = [None] * len(self.program.all_values)
         for number, tensor in zip(self.inputs, inputs, strict=True):
             values[number] = tensor
-        run = Replay(self, scale, cut)
+        run = Replay(self, scores, cut)
         for operation, ins, outs, constants, frees in self.steps:
             result = operation(run, *[values[number] for number in ins], *constants)
             if type(result) is tuple:
@@ -240,11 +244,11 @@ class _Binder:
 class Replay:
     """One run of a program. Methods are its operations: tensors first, then constants."""
 
-    __slots__ = ("_program", "cut", "pending", "scale")
+    __slots__ = ("_program", "cut", "pending", "scores")
 
-    def __init__(self, program: BoundProgram, scale: float, cut: CutAttention | None) -> None:
+    def __init__(self, program: BoundProgram, scores: Scores, cut: CutAttention | None) -> None:
         self._program = program
-        self.scale = scale
+        self.scores = scores
         self.cut = cut
         self.pending: dict[int, list[Pending]] = {}  # what is under way, by number of the post
 
@@ -358,7 +362,8 @@ class Replay:
     def attend(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, segments: Segments
     ) -> Tensors:
-        return self._program.kernel.forward(q, k, v, segments, scale=self.scale)
+        scale, softcap = self.scores
+        return self._program.kernel.forward(q, k, v, segments, scale=scale, softcap=softcap)
 
     def gradients(
         self,
@@ -371,12 +376,13 @@ class Replay:
         segments: Segments,
     ) -> Tensors:
         kernel = self._program.kernel
-        return kernel.backward(dout, q, k, v, out, lse, segments, scale=self.scale)
+        scale, softcap = self.scores
+        return kernel.backward(dout, q, k, v, out, lse, segments, scale=scale, softcap=softcap)
 
     def attend_blocks(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, pairs: PairAttention
     ) -> Tensors:
-        return pairs.forward(self._program.kernel, q, k, v, self.scale)
+        return pairs.forward(self._program.kernel, q, k, v, self.scores)
 
     def gradients_of_blocks(
         self,
@@ -388,17 +394,24 @@ class Replay:
         v: torch.Tensor,
         pairs: PairAttention,
     ) -> Tensors:
-        return pairs.backward(self._program.kernel, dout, q, out, lse, k, v, self.scale)
+        return pairs.backward(self._program.kernel, dout, q, out, lse, k, v, self.scores)
 
-    def attend_cut(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Tensors:
-        assert self.cut is not None, "this layer has no part of a cut sequence"
-        return self.cut.forward(q, k, v, self.scale)
-
-    def gradients_of_cut(
-        self, dout: torch.Tensor, q: torch.Tensor, out: torch.Tensor, lse: torch.Tensor
+    def attend_cut(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, reach: Reach
     ) -> Tensors:
         assert self.cut is not None, "this layer has no part of a cut sequence"
-        return self.cut.backward(dout, q, out, lse, self.scale)
+        return self.cut.forward(q, k, v, self.scores, reach)
+
+    def gradients_of_cut(
+        self,
+        dout: torch.Tensor,
+        q: torch.Tensor,
+        out: torch.Tensor,
+        lse: torch.Tensor,
+        reach: Reach,
+    ) -> Tensors:
+        assert self.cut is not None, "this layer has no part of a cut sequence"
+        return self.cut.backward(dout, q, out, lse, self.scores, reach)
 
     # -- transfers
 

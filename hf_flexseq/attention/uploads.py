@@ -34,7 +34,13 @@ class Uploads:
         segments = []
         for call in calls:
             segments.append(
-                Segments(call.q_lens, call.k_lens, causal=call.causal, device=self.device)
+                Segments(
+                    call.q_lens,
+                    call.k_lens,
+                    causal=call.causal,
+                    device=self.device,
+                    window=call.window,
+                )
             )
         if self.device.type == "cpu":
             self._indices += [torch.from_numpy(index) for index in indices]

@@ -52,12 +52,13 @@ class Kernel(Protocol):
         segments: Segments,
         *,
         scale: float,
+        softcap: float | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Attend: q [Tq, H, D], k and v [Tk, Hkv, D] -> out [Tq, H, D] in q's dtype, lse [H, Tq]
         in `lse_dtype` of it.
 
-        scale multiplies the scores; lse is the natural logarithm of the sum over keys of
-        exp(scaled score).
+        scale multiplies the scores; with a softcap c a scaled score s becomes c tanh(s / c). lse
+        is the natural logarithm of the sum over keys of exp(score).
         """
         ...
 
@@ -72,6 +73,7 @@ class Kernel(Protocol):
         segments: Segments,
         *,
         scale: float,
+        softcap: float | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Compute gradients: dout and out [Tq, H, D], lse [H, Tq] -> dq [Tq, H, D], dk and dv
         [Tk, Hkv, D].

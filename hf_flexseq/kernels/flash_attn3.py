@@ -76,6 +76,7 @@ class FlashAttn3:
         segments: Segments,
         *,
         scale: float,
+        softcap: float | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """See `Kernel.forward`: q [Tq, H, D], k and v [Tk, Hkv, D] -> out [Tq, H, D], lse
         [H, Tq]."""
@@ -103,6 +104,7 @@ class FlashAttn3:
         segments: Segments,
         *,
         scale: float,
+        softcap: float | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """See `Kernel.backward`: dout and out [Tq, H, D], lse [H, Tq] -> dq [Tq, H, D], dk and dv
         [Tk, Hkv, D].

@@ -14,6 +14,8 @@ merged result:
     ds = p * (dout v^T - rowsum(dout * out))
     dq = ds k
     dk = ds^T q
+
+With a softcap c the scores s are c tanh(raw / c), and ds is taken times 1 - (s / c)^2.
 """
 
 import torch
@@ -39,6 +41,7 @@ class Reference:
         segments: Segments,
         *,
         scale: float,
+        softcap: float | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """See `Kernel.forward`: q [Tq, H, D], k and v [Tk, Hkv, D] -> out [Tq, H, D], lse
         [H, Tq]."""
@@ -46,7 +49,8 @@ class Reference:
         out = q.new_zeros(q.shape)
         lse = q.new_full((q.shape[1], q.shape[0]), -torch.inf, dtype=lse_dtype(q.dtype))  # [H, Tq]
         for rows, keys in segments.blocks():
-            scores = _scores(q[rows], k[keys], segments.causal, scale)  # [Hkv, G, n, m]
+            scores = _scores(q[rows], k[keys], scale, softcap)  # [Hkv, G, n, m]
+            scores = scores.masked_fill(_hidden(scores, segments), -torch.inf)
             block_lse = scores.logsumexp(-1)  # [Hkv, G, n]
             p = torch.exp(scores - block_lse.unsqueeze(-1))  # [Hkv, G, n, m]
             # [Hkv, G, n, m] x [m, Hkv, D] -> [n, Hkv, G, D]
@@ -66,6 +70,7 @@ class Reference:
         segments: Segments,
         *,
         scale: float,
+        softcap: float | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """See `Kernel.backward`: dout and out [Tq, H, D], lse [H, Tq] -> dq [Tq, H, D], dk and dv
         [Tk, Hkv, D]."""
@@ -83,14 +88,17 @@ class Reference:
 
             # p = exp(s - lse)
             block_lse = lse[:, rows].unflatten(0, (kv_heads, -1)).unsqueeze(-1)  # [Hkv, G, n, 1]
-            scores = _scores(q[rows], k[keys], segments.causal, scale)  # [Hkv, G, n, m]
-            p = torch.exp(scores - block_lse)
+            scores = _scores(q[rows], k[keys], scale, softcap)  # [Hkv, G, n, m]
+            hidden = _hidden(scores, segments)  # [n, m]
+            p = torch.exp(scores.masked_fill(hidden, -torch.inf) - block_lse)
 
             # ds = p * (dout v^T - rowsum(dout * out))
             row_sums = (dout_grouped * out_grouped).sum(-1)  # [n, Hkv, G]
             delta = row_sums.permute(1, 2, 0).unsqueeze(-1)  # [Hkv, G, n, 1]
             dp = torch.einsum("nhgd,mhd->hgnm", dout_grouped, v_wide)  # [Hkv, G, n, m]
             ds = p * (dp - delta) * scale
+            if softcap is not None:
+                ds = ds * (1 - (scores / softcap).square())  # the derivative of c tanh(s / c)
 
             dq[rows] = torch.einsum("hgnm,mhd->nhgd", ds, k_wide).flatten(1, 2).to(q.dtype)
             dk[keys] = torch.einsum("hgnm,nhgd->mhd", ds, q_grouped).to(k.dtype)
@@ -104,15 +112,25 @@ def _grouped(x: torch.Tensor, kv_heads: int) -> torch.Tensor:
     return x.to(lse_dtype(x.dtype)).unflatten(1, (kv_heads, -1))
 
 
-def _scores(q: torch.Tensor, k: torch.Tensor, causal: bool, scale: float) -> torch.Tensor:
-    """Multiply q [n, H, D] with k [m, Hkv, D] -> scaled scores [Hkv, G, n, m], -inf where a query
-    may not look."""
+def _scores(q: torch.Tensor, k: torch.Tensor, scale: float, softcap: float | None) -> torch.Tensor:
+    """Multiply q [n, H, D] with k [m, Hkv, D] -> scaled and capped scores [Hkv, G, n, m]."""
     grouped = _grouped(q, k.shape[1])  # [n, Hkv, G, D]
     scores = torch.einsum("nhgd,mhd->hgnm", grouped, k.to(grouped.dtype)) * scale
-    if causal:
-        queries, keys = scores.shape[-2:]
-        # The last query reads all keys: query i may read keys 0 to i + keys - queries.
-        is_later = torch.ones(queries, keys, dtype=torch.bool, device=q.device)  # [n, m]
-        is_later = is_later.triu(1 + keys - queries)
-        scores = scores.masked_fill(is_later, -torch.inf)
+    if softcap is not None:
+        scores = softcap * torch.tanh(scores / softcap)
     return scores
+
+
+def _hidden(scores: torch.Tensor, segments: Segments) -> torch.Tensor:
+    """Return where a query may not look, for scores [Hkv, G, n, m]: bool [n, m]."""
+    queries, keys = scores.shape[-2:]
+    everywhere = torch.ones(queries, keys, dtype=torch.bool, device=scores.device)
+    if not segments.causal:
+        return ~everywhere
+    # The last query reads all keys: query i may read keys 0 to i + keys - queries,
+    last = keys - queries
+    hidden = everywhere.triu(last + 1)
+    if segments.window is not None:
+        # or only the last `window` of these.
+        hidden |= everywhere.tril(last - segments.window)
+    return hidden

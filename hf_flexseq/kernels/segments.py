@@ -34,20 +34,29 @@ class Segments:
         "q_lens",
         "total_k",
         "total_q",
+        "window",
     )
 
     def __init__(
-        self, q_lens: Sequence[int], k_lens: Sequence[int], *, causal: bool, device: torch.device
+        self,
+        q_lens: Sequence[int],
+        k_lens: Sequence[int],
+        *,
+        causal: bool,
+        device: torch.device,
+        window: int | None = None,
     ) -> None:
         """q_lens, k_lens: query and key tokens of each sequence; either may be 0.
 
         causal: the last query of a sequence reads all its keys, and each query before it one key
         fewer, as where the queries are the last tokens of the keys; else each query reads all
-        keys. Raises AssertionError for lengths that do not fit each other.
+        keys. window: of a causal call, how many keys a query reads at most: the last ones that it
+        may; None for all. Raises AssertionError for lengths that do not fit each other.
         """
         self.q_lens = tuple(q_lens)
         self.k_lens = tuple(k_lens)
         self.causal = causal
+        self.window = window
         self.device = device
         self._check_lengths()
         self.max_q = max(self.q_lens, default=0)
@@ -63,6 +72,9 @@ class Segments:
         )
         assert min(self.q_lens + self.k_lens, default=0) >= 0, (
             f"negative length in {self.q_lens} or {self.k_lens}"
+        )
+        assert self.window is None or (self.causal and self.window > 0), (
+            f"a window of {self.window} keys in a call that is causal: {self.causal}"
         )
         if self.causal:
             pairs = zip(self.q_lens, self.k_lens, strict=True)
@@ -132,7 +144,10 @@ class Segments:
         )
 
     def __repr__(self) -> str:
-        return f"Segments(q_lens={self.q_lens}, k_lens={self.k_lens}, causal={self.causal})"
+        window = "" if self.window is None else f", window={self.window}"
+        return (
+            f"Segments(q_lens={self.q_lens}, k_lens={self.k_lens}, causal={self.causal}{window})"
+        )
 
 
 def cumulative(lengths: Sequence[int]) -> torch.Tensor:

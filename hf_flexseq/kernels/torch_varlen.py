@@ -78,6 +78,7 @@ class TorchVarlen:
         segments: Segments,
         *,
         scale: float,
+        softcap: float | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """See `Kernel.forward`: q [Tq, H, D], k and v [Tk, Hkv, D] -> out [Tq, H, D], lse
         [H, Tq]."""
@@ -112,6 +113,7 @@ class TorchVarlen:
         segments: Segments,
         *,
         scale: float,
+        softcap: float | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """See `Kernel.backward`: dout and out [Tq, H, D], lse [H, Tq] -> dq [Tq, H, D], dk and dv
         [Tk, Hkv, D]."""

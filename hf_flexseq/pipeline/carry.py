@@ -35,6 +35,7 @@ import torch
 from hf_flexseq.kernels import Kernel, lse_dtype
 from hf_flexseq.kernels.merge import merge_into
 from hf_flexseq.kernels.segments import Segments
+from hf_flexseq.layers import Reach, Scores
 from hf_flexseq.plan.shard import Slice
 
 Tensors = tuple[torch.Tensor, ...]
@@ -150,7 +151,13 @@ class Carried:
                 yield buffer
 
     def forward(
-        self, cut: CutPart, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float
+        self,
+        cut: CutPart,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        scores: Scores,
+        reach: Reach,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return out [tokens, heads, head_dim] and lse [heads, tokens] over prefix and chunk.
 
@@ -159,15 +166,16 @@ class Carried:
         Raises WrongOrder when the part is not the next one to go forward.
         """
         kernel = self._carry.kernel
+        asked = scores._asdict()
         part = cut.part
         # 1. the chunk itself: [tokens, heads, head_dim], [heads, tokens]
         self._store(part, k, v)
         own_k, own_v = self._keys(part.start, part.stop)
-        out, lse = kernel.forward(q, own_k, own_v, cut.own, scale=scale)
+        out, lse = kernel.forward(q, own_k, own_v, cut.own, **asked)
         # 2. the prefix, in the same shapes
         if part.start:
             prefix_k, prefix_v = self._keys(0, part.start)
-            prefix_out, prefix_lse = kernel.forward(q, prefix_k, prefix_v, cut.prefix, scale=scale)
+            prefix_out, prefix_lse = kernel.forward(q, prefix_k, prefix_v, cut.prefix, **asked)
             merged = prefix_out.to(lse.dtype)
             # lse as [tokens, heads], as `merge_into` takes it; both are merged in place
             merge_into(merged, prefix_lse.t(), out, lse.t())
@@ -184,7 +192,8 @@ class Carried:
         q: torch.Tensor,
         out: torch.Tensor,
         lse: torch.Tensor,
-        scale: float,
+        scores: Scores,
+        reach: Reach,
     ) -> Tensors:
         """Return dq [tokens, heads, head_dim], dk and dv [tokens, kv_heads, head_dim] of the
         chunk; those of its prefix are kept for the chunks before.
@@ -199,9 +208,10 @@ class Carried:
                 f"{self}: the backward of [{part.start}, {part.stop}) is not the next one"
             )
         kernel = self._carry.kernel
+        asked = scores._asdict()
         # 1. the chunk itself, with the gradients that later chunks have left for its keys
         own_k, own_v = self._keys(part.start, part.stop)
-        dq, dk, dv = kernel.backward(dout, q, own_k, own_v, out, lse, cut.own, scale=scale)
+        dq, dk, dv = kernel.backward(dout, q, own_k, own_v, out, lse, cut.own, **asked)
         dkv = torch.stack([dk, dv])  # 2 x [tokens, ...] -> [2, tokens, kv_heads, head_dim]
         if self._dk is not None and self._dv is not None:
             dkv = dkv.to(self._dk.dtype)
@@ -211,7 +221,7 @@ class Carried:
         if part.start:
             prefix_k, prefix_v = self._keys(0, part.start)
             prefix_dq, prefix_dk, prefix_dv = kernel.backward(
-                dout, q, prefix_k, prefix_v, out, lse, cut.prefix, scale=scale
+                dout, q, prefix_k, prefix_v, out, lse, cut.prefix, **asked
             )
             dq = dq.to(lse.dtype).add_(prefix_dq)
             self._add_to_prefix(prefix_dk, prefix_dv)

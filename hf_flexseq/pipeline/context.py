@@ -15,6 +15,7 @@ import torch
 
 from hf_flexseq.attention.programs import MicroBatchPrograms
 from hf_flexseq.attention.replay import CutAttention, Tensors
+from hf_flexseq.layers import Reach, Scores
 from hf_flexseq.pipeline.carry import Carried, CutPart, KVCarry
 from hf_flexseq.pipeline.ulysses import Sharing, shared_chunk
 from hf_flexseq.plan.pipeline import Chunk
@@ -151,13 +152,15 @@ class LayerCut:
         self._keeps_grad = keeps_grad
         self._carried: Carried | None = None
 
-    def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> Tensors:
+    def forward(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scores: Scores, reach: Reach
+    ) -> Tensors:
         """Return out [tokens, heads, head_dim] and lse [heads, tokens].
 
         q: [tokens, heads, head_dim]; k, v: [tokens, kv_heads, head_dim]
         """
         self._carried = self._chunk.carried(self._part, self._layer, keeps_grad=self._keeps_grad)
-        return self._carried.forward(self._part, q, k, v, scale)
+        return self._carried.forward(self._part, q, k, v, scores, reach)
 
     def backward(
         self,
@@ -165,7 +168,8 @@ class LayerCut:
         q: torch.Tensor,
         out: torch.Tensor,
         lse: torch.Tensor,
-        scale: float,
+        scores: Scores,
+        reach: Reach,
     ) -> Tensors:
         """Return dq [tokens, heads, head_dim], dk and dv [tokens, kv_heads, head_dim], in the
         dtype of lse.
@@ -173,7 +177,7 @@ class LayerCut:
         dout, q, out: [tokens, heads, head_dim]; lse: [heads, tokens]
         """
         assert self._carried is not None, "a backward without its forward"
-        grads = self._carried.backward(self._part, dout, q, out, lse, scale)
+        grads = self._carried.backward(self._part, dout, q, out, lse, scores, reach)
         return tuple(grad.to(lse.dtype) for grad in grads)
 
 
@@ -196,7 +200,7 @@ class CutZone(ZoneAttention):
         yield 0.0
         self._key_shapes[b.shape] = k.shape
         made = ((q.shape, INPUT), ((q.shape[1], q.rows), WIDE))
-        out, lse = b.special("attend_cut", (q, k, v), made)
+        out, lse = b.special("attend_cut", (q, k, v), made, b.shape.reach)
         return out, (q, out, lse)
 
     def backward(self, b: Builder, dout: Value, saved: Values) -> ZoneSteps[Values]:
@@ -205,4 +209,4 @@ class CutZone(ZoneAttention):
         q, out, lse = saved
         key_shape = self._key_shapes[b.shape]
         made = ((q.shape, WIDE), (key_shape, WIDE), (key_shape, WIDE))
-        return b.special("gradients_of_cut", (dout, q, out, lse), made)
+        return b.special("gradients_of_cut", (dout, q, out, lse), made, b.shape.reach)

@@ -239,11 +239,12 @@ class CountingKernel:
         segments: Segments,
         *,
         scale: float,
+        softcap: float | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Count the call and pass it on: q [Tq, H, D], k and v [Tk, Hkv, D] -> out [Tq, H, D],
         lse [H, Tq]."""
         self.forwards += 1
-        return self._kernel.forward(q, k, v, segments, scale=scale)
+        return self._kernel.forward(q, k, v, segments, scale=scale, softcap=softcap)
 
     def backward(
         self,
@@ -256,8 +257,11 @@ class CountingKernel:
         segments: Segments,
         *,
         scale: float,
+        softcap: float | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Count the call and pass it on: dout and out [Tq, H, D], lse [H, Tq] -> dq [Tq, H, D],
         dk and dv [Tk, Hkv, D]."""
         self.backwards += 1
-        return self._kernel.backward(dout, q, k, v, out, lse, segments, scale=scale)
+        return self._kernel.backward(
+            dout, q, k, v, out, lse, segments, scale=scale, softcap=softcap
+        )

@@ -101,9 +101,19 @@ class Tables:
             return Rows(tokens, start=int(array[0]) if tokens else 0)
         return Rows(tokens, array=self.index(array))
 
-    def call(self, q_lens: Sequence[int], k_lens: Sequence[int], *, causal: bool) -> int:
-        """Add the lengths of a kernel call, and return their number."""
-        lengths = CallLengths(tuple(q_lens), tuple(k_lens), causal)
+    def call(
+        self,
+        q_lens: Sequence[int],
+        k_lens: Sequence[int],
+        *,
+        causal: bool,
+        window: int | None = None,
+    ) -> int:
+        """Add the lengths of a kernel call, and return their number. A window that is no shorter
+        than any sequence is none."""
+        if window is not None and window >= max(k_lens, default=0):
+            window = None
+        lengths = CallLengths(tuple(q_lens), tuple(k_lens), causal, window)
         if lengths not in self._calls:
             self._calls[lengths] = len(self.calls)
             self.calls.append(lengths)

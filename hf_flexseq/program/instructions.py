@@ -15,6 +15,8 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple, TypeVar
 
+from hf_flexseq.layers import FULL, Reach
+
 Saved = TypeVar("Saved")
 
 # ---- dtypes of values
@@ -34,6 +36,12 @@ class LayerShape(NamedTuple):
     head_dim: int
     dtype: str
     """A key of `ITEM_BYTES`."""
+
+    reach: Reach = FULL
+    """Which keys a query reads."""
+
+    sinks: bool = False
+    """Whether every head has a sink: a score that takes part in the softmax, without a value."""
 
     def item_bytes(self, dtype: str) -> int:
         """Return the bytes of a number of a value: `dtype` is INPUT, WIDE or BYTES."""
@@ -108,6 +116,7 @@ class CallLengths(NamedTuple):
     q_lens: tuple[int, ...]
     k_lens: tuple[int, ...]
     causal: bool
+    window: int | None = None
 
 
 class Call(NamedTuple):
@@ -120,6 +129,8 @@ class Call(NamedTuple):
         queries = sum(self.lengths.q_lens)
         keys = sum(self.lengths.k_lens)
         kind = "causal " if self.lengths.causal else ""
+        if self.lengths.window is not None:
+            kind = f"window {self.lengths.window} "
         return f"{kind}call {self.number}: {queries} queries x {keys} keys"
 
 

@@ -41,6 +41,7 @@ from hf_flexseq.attention.uploads import Uploads
 from hf_flexseq.distributed.communicator import Communicator
 from hf_flexseq.kernels.choose import choose_kernel
 from hf_flexseq.kernels.segments import Segments
+from hf_flexseq.layers import Scores
 from hf_flexseq.plan import Group, MicroBatch
 from hf_flexseq.plan.remap import Move
 from hf_flexseq.plan.shard import Shard, make_shard
@@ -82,7 +83,7 @@ def compiled(b: Builder, outputs: Values, world: Communicator) -> Callable[[], o
     for value in program.inputs:
         dtype = torch.uint8 if value.dtype == BYTES else torch.float32
         inputs.append(torch.zeros(value.shape, dtype=dtype))
-    return lambda: bound.run(inputs, 1.0)
+    return lambda: bound.run(inputs, Scores(1.0))
 
 
 # ---- links and transfers

@@ -10,6 +10,7 @@ from hf_flexseq.attention import SequenceContext, sequence_parallel_attention
 from hf_flexseq.attention.replay import BoundProgram
 from hf_flexseq.attention.uploads import Uploads
 from hf_flexseq.kernels.choose import choose_kernel
+from hf_flexseq.layers import Scores
 from hf_flexseq.plan import Group, MicroBatch
 from hf_flexseq.plan.shard import make_shard, remapped
 from hf_flexseq.program.builder import Builder, Tables
@@ -134,7 +135,7 @@ def exchange_at_random(rank, world_size, rounds):
         decided = make_routing(transfers, LINKS)
         program, inputs, wanted = _program(rank, sent, decided, tag=8 * (n % 50))
         bound = BoundProgram(program, Uploads(Tables(), CPU), communicator, None, torch.bfloat16)
-        came, _ = bound.run(inputs, 1.0)
+        came, _ = bound.run(inputs, Scores(1.0))
         found += [torch.equal(x, y) for x, y in zip(came, wanted, strict=True)]
         routed += bool(decided.paths)
     return found, routed
