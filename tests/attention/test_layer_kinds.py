@@ -103,8 +103,9 @@ def attend(shard, communicator, kind, lengths, heads, kv_heads, *, checkpointed=
     """This rank's (found, wanted) of each tensor; the sinks' gradients are parts of a sum."""
     reach, has_sinks, softcap, value_size = KINDS[kind]
     seq_ctx = SequenceContext(shard, communicator, Reference(), CPU)
+    slices = list(shard.slices)
     given = [tensors_of(i, n, heads, kv_heads, value_size) for i, n in enumerate(lengths)]
-    *qkv, dout = own_rows(given, shard.slices)
+    *qkv, dout = own_rows(given, slices)
     qkv = [x.requires_grad_() for x in qkv]
     sinks = sinks_of(heads).requires_grad_() if has_sinks else None
 
@@ -119,7 +120,7 @@ def attend(shard, communicator, kind, lengths, heads, kv_heads, *, checkpointed=
     by_sequence, _ = wanted(kind, lengths, heads, kv_heads)
     found = [out.detach(), *(x.grad for x in qkv)]
     sink_grad = None if sinks is None else sinks.grad
-    return list(zip(found, own_rows(by_sequence, shard.slices), strict=True)), sink_grad
+    return list(zip(found, own_rows(by_sequence, slices), strict=True)), sink_grad
 
 
 def errors_of_cases(by_rank, kinds, lengths, heads):
