@@ -301,8 +301,8 @@ def _layer(y, layer, weight, run, seq_ctx):
 
 def _asked(x, layer, weight, run):
     """[tokens, heads, head_dim] -> q of the same shape, k [tokens, kv_heads, head_dim] and v
-    [tokens, kv_heads, value_size]; and what attention is to do with them. The sinks are a column of
-    the weight."""
+    [tokens, kv_heads, value_size]; and what attention is to do with them. The sinks are a column
+    of the weight."""
     kv_heads = run.heads[1]
     kind = run.kinds[layer]
     v = x[:, -kv_heads:, : kind.value_size] * 2
