@@ -22,6 +22,7 @@ from torch.nn.attention import activate_flash_attention_impl, restore_flash_atte
 from gpu_checks.report import Section, Setting, table, verdict
 from hf_flexseq.kernels import Kernel
 from hf_flexseq.kernels.choose import CANDIDATES
+from hf_flexseq.kernels.guarantees import Calls
 from hf_flexseq.kernels.reference import Reference
 from hf_flexseq.kernels.segments import Segments
 from hf_flexseq.kernels.torch_varlen import TorchVarlen
@@ -67,7 +68,7 @@ def errors_of(
     rows = []
     holds = True
     for kernel in CANDIDATES[device.type]:
-        refusal = kernel.why_not(device, torch.bfloat16, HEAD_DIM)
+        refusal = kernel.why_not(Calls(device, torch.bfloat16, HEAD_DIM))
         if refusal:
             rows.append([kernel.name, f"not run: {refusal}"])
             continue
@@ -170,7 +171,7 @@ def kernel_seconds_section(setting: Setting) -> Section:
     columns = ["kernel", *(f"{count} x {tokens:,}" for count, tokens in packs)]
     rows: list[list[str]] = []
     for kernel in CANDIDATES[device.type]:
-        refusal = kernel.why_not(device, torch.bfloat16, HEAD_DIM)
+        refusal = kernel.why_not(Calls(device, torch.bfloat16, HEAD_DIM))
         if refusal:
             rows.append([kernel.name, f"not run: {refusal}"])
         else:
