@@ -91,16 +91,16 @@ def test_a_right_kernel_holds():
     section = part("kernels").kernel_errors_section(rehearsal())
     assert section.holds
     rows = [line for line in section.lines if "| cpu_flash |" in line and "| ok |" in line]
-    assert len(rows) == len(part("kernels").SHORT_SEGMENTS)
+    assert len(rows) == len(part("kernels").SHORT_CASES)
 
 
 def test_a_wrong_kernel_does_not(monkeypatch):
     class Wrong(CpuFlash):
-        def forward(self, *args, scale):
-            return super().forward(*args, scale=scale * 1.1)
+        def forward(self, *args, scale, softcap):
+            return super().forward(*args, scale=scale * 1.1, softcap=softcap)
 
     monkeypatch.setitem(CANDIDATES, "cpu", (Wrong(),))
-    section = part("kernels").errors_of(CPU, part("kernels").SHORT_SEGMENTS)
+    section = part("kernels").errors_of(CPU, part("kernels").SHORT_CASES)
     assert not section.holds
     assert "FAILED" in section.text()
 
