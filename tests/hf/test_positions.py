@@ -173,7 +173,6 @@ def errors_in_stages(rank, world_size, family, degree, wanted):
     examples = documents(LENGTHS_OF_DOCUMENTS)
     targets = sum(label != -100 for e in examples for label in e["labels"][1:])
     model = make_model(family)
-    model.base_model_prefix = "model"  # Llama 4's names a part that a text model does not have
     executor = make_executor(model, stages, degree, communicator)
     attach_positions(model)
     worst = []
