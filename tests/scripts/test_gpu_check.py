@@ -266,3 +266,14 @@ def test_both_trainers_train_alike():
     assert len(runs["flexseq"]["losses"]) == 3
     assert runs["flexseq"]["tokens_per_s"] > 0
     assert sum("| ok |" in line for line in section.lines) == 2
+
+
+def test_a_strategy_is_held_to_the_error_of_a_kernel_call(monkeypatch):
+    kinds = part("kinds")
+    name = "window 128 with sinks"
+    window = kinds.KINDS[name]._replace(reach=kinds.Reach(window=16))
+    monkeypatch.setattr(kinds, "KINDS", {name: window})
+    monkeypatch.setattr(kinds, "STRATEGIES", ("zigzag",))
+    assert kinds.kinds_section(rehearsal()).holds
+    monkeypatch.setattr(kinds, "MOST_OF_A_CALL", 0.01)
+    assert not kinds.kinds_section(rehearsal()).holds
