@@ -35,6 +35,18 @@ bandwidth,
 * A rank holds token_bytes x tokens + state_bytes + sharded_state_bytes / ranks, at most
   budget_bytes.
 
+Layers that read a window or a chunk only (`kinds.py`) take for themselves, with p_k(s) the pairs of
+a sequence, t_k the transfers of their share, and a_k measured,
+
+    local     2 a_k p_k
+    ulysses   as above, with 2 a_k p_k for a1 s^2 and t_k for t
+    a ring, an all-gather   2 a_k p_k of the busiest rank + the bytes of its halos / v_d
+    hybrid    Ulysses' transfers + 2 a_k p_k stretch / d + the bytes of halos / v_d
+
+and full layers have the rest of the bytes; seconds add up over kinds, for layers follow each
+other. A halo is there before its one kernel call begins, so that nothing hides it. In a group,
+launches and posts are those of all its layers.
+
 Rejected: H as a sum. A long sequence launches as often as a short one, but a device that is busy
 all the time does not notice. Rejected: one max for a rank, over all its groups and linear layers,
 which is closer, but makes the price of a group depend on the others.
@@ -54,6 +66,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hf_flexseq.cost.constants import CostConstants
+from hf_flexseq.cost.kinds import (
+    HALO_TRIPS,
+    LayerKind,
+    busiest_pairs,
+    doubled_pairs,
+    full_share,
+    halos,
+)
 from hf_flexseq.cost.launches import layer_work
 
 Int64Array = NDArray[np.int64]
@@ -77,6 +97,7 @@ ATTENTION_BACKWARD = 2.5
 
 # Constants that older models have not: where they are as in those, digests leave them out.
 HOST_CONSTANTS = ("launch_s", "post_s", "message_s", "host_overlap", "contact_s")
+LATER_CONSTANTS = (*HOST_CONSTANTS, "kinds")
 
 
 class Waits(NamedTuple):
@@ -143,6 +164,8 @@ class CostModel(CostConstants):
             seconds = self._ring_s(s, attention, linear, degree, strategy, spans_nodes)
         else:
             raise ValueError(f"strategy {strategy!r} has no cost formula")
+        if self.kinds:
+            seconds = seconds + self._near_s(s, degree, strategy, spans_nodes)
         nanoseconds = np.floor(seconds * 1e9 + 0.5)
         return np.maximum(1, nanoseconds).astype(np.int64)  # work is never free
 
@@ -164,7 +187,8 @@ class CostModel(CostConstants):
 
         s, attention, linear: [sequences] tokens, and seconds of an even split.
         """
-        moved = self.all_to_all_bytes * s / degree / self.bandwidth(degree, spans_nodes)
+        full_bytes = self.full_share * self.all_to_all_bytes
+        moved = full_bytes * s / degree / self.bandwidth(degree, spans_nodes)
         hidden = self.hidden_share(s, degree, strategy) * moved
         exposed = moved - hidden
         computed = np.maximum(attention * self.head_stretch(degree), hidden)
@@ -180,8 +204,9 @@ class CostModel(CostConstants):
         nodes = nodes_spanned(degree)
         width = degree // nodes  # ranks of a node
         keys, _ = self.trip_bytes()
-        inside = self.all_to_all_bytes * s / degree / self.bandwidth(width, False)
-        across = 3 * keys * (nodes - 1) * s / degree / self.bandwidth(degree, True)
+        share = self.full_share
+        inside = share * self.all_to_all_bytes * s / degree / self.bandwidth(width, False)
+        across = share * 3 * keys * (nodes - 1) * s / degree / self.bandwidth(degree, True)
         hidden = self.ring_overlap * across
         exposed = across - hidden
         computed = np.maximum(attention * self.head_stretch(width), hidden)
@@ -200,13 +225,68 @@ class CostModel(CostConstants):
 
         s, attention, linear: [sequences] tokens, and seconds of an even split.
         """
-        traffic = self.ring_traffic(degree, strategy)
+        traffic = self.full_share * self.ring_traffic(degree, strategy)
         moved = traffic * s / degree / self.bandwidth(degree, spans_nodes)
         overlap = 0.0 if strategy == "allgather" else self.ring_overlap
         hidden = overlap * moved
         exposed = moved - hidden
         computed = np.maximum(attention * ring_stretch(degree, strategy), hidden)
         return computed + exposed + linear
+
+    def _near_s(
+        self, s: FloatArray, degree: int, strategy: str, spans_nodes: bool
+    ) -> FloatArray:
+        """Return the seconds of the layers with a window or a chunk, their transfers included,
+        [sequences].
+
+        s: [sequences] tokens.
+        """
+        seconds = np.zeros_like(s)
+        exchanged = strategy in ("ulysses", "hybrid")
+        if exchanged:
+            width = degree
+            if strategy == "hybrid" and spans_nodes:
+                width = degree // nodes_spanned(degree)
+            across_nodes = spans_nodes and width == degree
+            moved = self.all_to_all_bytes * s / degree / self.bandwidth(width, across_nodes)
+            hidden_share = self.hidden_share(s, degree, strategy)
+            stretch = self.head_stretch(width)
+        for kind in self.kinds:
+            if strategy == "local":
+                seconds += kind.attention_s * doubled_pairs(kind.reach, s)
+            elif exchanged:
+                even = kind.attention_s * doubled_pairs(kind.reach, s) / degree
+                hidden = kind.share * hidden_share * moved
+                seconds += np.maximum(even * stretch, hidden) + (kind.share * moved - hidden)
+            else:
+                busiest = busiest_pairs(kind.reach, s, degree, strategy)
+                seconds += kind.attention_s * busiest
+            if strategy in RING_STRATEGIES or (strategy == "hybrid" and spans_nodes):
+                seconds += self.halo_bytes(kind, s, degree, strategy) / self.bandwidth(
+                    degree, spans_nodes
+                )
+        return seconds
+
+    def halo_bytes(
+        self, kind: LayerKind, s: FloatArray, degree: int, strategy: str
+    ) -> FloatArray:
+        """Return the bytes that the busiest rank receives for the halos of a kind's layers, and
+        sends back, [sequences].
+
+        s: [sequences] tokens. strategy: a ring's, an all-gather, or a hybrid's on several nodes,
+        whose ranks have the halos of a node for a part of the heads each.
+        """
+        keys, _ = self.trip_bytes()
+        trips = HALO_TRIPS * kind.share * keys
+        if strategy != "hybrid":
+            return trips * halos(kind.reach, s, degree, strategy)
+        nodes = nodes_spanned(degree)
+        return trips * halos(kind.reach, s, nodes, "zigzag") * (nodes / degree)
+
+    @property
+    def full_share(self) -> float:
+        """Share of the layers that read all keys."""
+        return full_share(self.kinds)
 
     @property
     def micro_batch_ns(self) -> int:
@@ -357,7 +437,7 @@ class CostModel(CostConstants):
         record = self.to_record()
         del record["version"]  # digests in old traces were computed so
         for one in fields(self):
-            if one.name in HOST_CONSTANTS and record[one.name] == one.default:
+            if one.name in LATER_CONSTANTS and getattr(self, one.name) == one.default:
                 del record[one.name]
         text = json.dumps(record, sort_keys=True, separators=(",", ":"))
         return hashlib.sha256(text.encode()).hexdigest()[:16]
