@@ -120,7 +120,7 @@ def busiest_pairs(reach: Reach, s: FloatArray, degree: int, strategy: str) -> Fl
     (balanced), have most. Chunks are taken to be even: with chunks about as long as slices a rank
     may have twice as many.
     """
-    if reach.window is None:
+    if degree == 1 or reach.window is None:
         return doubled_pairs(reach, s) / degree
     if strategy == "balanced":
         return doubled_pairs(reach, s) - doubled_pairs(reach, s - s / degree)

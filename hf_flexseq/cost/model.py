@@ -68,7 +68,6 @@ from numpy.typing import NDArray
 from hf_flexseq.cost.constants import CostConstants
 from hf_flexseq.cost.kinds import (
     HALO_TRIPS,
-    LayerKind,
     busiest_pairs,
     doubled_pairs,
     full_share,
@@ -241,47 +240,56 @@ class CostModel(CostConstants):
 
         s: [sequences] tokens.
         """
+        if strategy == "local":
+            return self.near_attention_s(s, degree, strategy)
+        if strategy in RING_STRATEGIES:
+            attention = self.near_attention_s(s, degree, strategy)
+            return attention + self.halo_s(s, degree, strategy, spans_nodes)
+        is_hybrid = strategy == "hybrid" and spans_nodes
+        width = degree // nodes_spanned(degree) if is_hybrid else degree
+        speed = self.bandwidth(width, spans_nodes and not is_hybrid)
+        moved = self.all_to_all_bytes * s / degree / speed
+        hidden_share = self.hidden_share(s, degree, strategy)
+        stretch = self.head_stretch(width)
         seconds = np.zeros_like(s)
-        exchanged = strategy in ("ulysses", "hybrid")
-        if exchanged:
-            width = degree
-            if strategy == "hybrid" and spans_nodes:
-                width = degree // nodes_spanned(degree)
-            across_nodes = spans_nodes and width == degree
-            moved = self.all_to_all_bytes * s / degree / self.bandwidth(width, across_nodes)
-            hidden_share = self.hidden_share(s, degree, strategy)
-            stretch = self.head_stretch(width)
         for kind in self.kinds:
-            if strategy == "local":
-                seconds += kind.attention_s * doubled_pairs(kind.reach, s)
-            elif exchanged:
-                even = kind.attention_s * doubled_pairs(kind.reach, s) / degree
-                hidden = kind.share * hidden_share * moved
-                seconds += np.maximum(even * stretch, hidden) + (kind.share * moved - hidden)
-            else:
-                busiest = busiest_pairs(kind.reach, s, degree, strategy)
-                seconds += kind.attention_s * busiest
-            if strategy in RING_STRATEGIES or (strategy == "hybrid" and spans_nodes):
-                seconds += self.halo_bytes(kind, s, degree, strategy) / self.bandwidth(
-                    degree, spans_nodes
-                )
+            even = kind.attention_s * doubled_pairs(kind.reach, s) / degree
+            hidden = kind.share * hidden_share * moved
+            seconds += np.maximum(even * stretch, hidden) + (kind.share * moved - hidden)
+        if is_hybrid:
+            seconds += self.halo_s(s, degree, strategy, spans_nodes)
         return seconds
 
-    def halo_bytes(
-        self, kind: LayerKind, s: FloatArray, degree: int, strategy: str
+    def near_attention_s(self, s: FloatArray, degree: int, strategy: str) -> FloatArray:
+        """Return the attention seconds of the layers with a window or a chunk on the rank that
+        has most of it, where ranks compute their own slices, [sequences].
+
+        s: [sequences] tokens. strategy: `local`, a ring's or an all-gather.
+        """
+        seconds = np.zeros_like(s)
+        for kind in self.kinds:
+            seconds += kind.attention_s * busiest_pairs(kind.reach, s, degree, strategy)
+        return seconds
+
+    def halo_s(
+        self, s: FloatArray, degree: int, strategy: str, spans_nodes: bool
     ) -> FloatArray:
-        """Return the bytes that the busiest rank receives for the halos of a kind's layers, and
-        sends back, [sequences].
+        """Return the seconds in which the busiest rank receives the halos of its slices and sends
+        their gradients back, [sequences].
 
         s: [sequences] tokens. strategy: a ring's, an all-gather, or a hybrid's on several nodes,
         whose ranks have the halos of a node for a part of the heads each.
         """
         keys, _ = self.trip_bytes()
-        trips = HALO_TRIPS * kind.share * keys
-        if strategy != "hybrid":
-            return trips * halos(kind.reach, s, degree, strategy)
-        nodes = nodes_spanned(degree)
-        return trips * halos(kind.reach, s, nodes, "zigzag") * (nodes / degree)
+        seconds = np.zeros_like(s)
+        for kind in self.kinds:
+            if strategy == "hybrid":
+                nodes = nodes_spanned(degree)
+                tokens = halos(kind.reach, s, nodes, "zigzag") * (nodes / degree)
+            else:
+                tokens = halos(kind.reach, s, degree, strategy)
+            seconds += HALO_TRIPS * kind.share * keys * tokens
+        return seconds / self.bandwidth(degree, spans_nodes)
 
     @property
     def full_share(self) -> float:

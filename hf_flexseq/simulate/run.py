@@ -105,6 +105,7 @@ def most_events(plan: Plan, topology: Topology, detail: Detail) -> int:
             of_a_pass = 7
             if group.strategy in RINGS:
                 of_a_pass += 4 * group.degree  # a ring has at most so many steps
+                of_a_pass += 4  # halos and the attention behind them
             count += group.degree * of_a_pass * passes
     return count
 
@@ -206,6 +207,10 @@ class _Simulation:
         self._busy(work, work.waits_ns[number], "launches, latency", "transfer")
         if work.group.strategy in RINGS:
             self._run_ring(work, number)
+            if self.cost.kinds:
+                self._exchange(work, work.before_ns[number], "halo")
+                self._busy(work, work.near_ns[number], "attention")
+                self._exchange(work, work.after_ns[number], "halo")
         else:
             self._exchange(work, work.before_ns[number])
             self._busy(work, work.attention_ns[number], "attention")
@@ -224,13 +229,14 @@ class _Simulation:
         self._record(work.group.start, self.clock[ranks], stops, kind=kind, label=label, work=work)
         self.clock[ranks] = stops
 
-    def _exchange(self, work: GroupWork, duration: int) -> None:
+    def _exchange(self, work: GroupWork, duration: int, collective: str = "all-to-all") -> None:
         """Occupy all ranks of a group with a collective, from when the last of them is free."""
         group = work.group
         if group.degree == 1:
             return
         self.clock[_ranks(group)] = self.clock[_ranks(group)].max()
-        collective = "all-gather" if group.strategy == "allgather" else "all-to-all"
+        if group.strategy == "allgather":
+            collective = "all-gather"
         spans_nodes = self.topology.spans_nodes(group.start, group.stop)
         link = _link(spans_nodes and group.strategy != "hybrid")
         self._busy(work, duration, f"{collective}, {link}", "transfer")
