@@ -6,7 +6,7 @@ ranks keep their own tokens (zigzag, balanced, all-gather), such a layer needs a
 tokens before each of a rank's slices as many as the reach goes back, but no more than there are.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -149,7 +149,11 @@ def halos(reach: Reach, s: FloatArray, degree: int, strategy: str) -> FloatArray
     return np.minimum(slices * halo_tokens(reach), others)
 
 
-def describe(kinds: Mapping[Reach, float]) -> str:
-    """Return which share of layers has which reach, most first, in words for people."""
-    in_order = sorted(kinds.items(), key=lambda pair: (-pair[1], str(pair[0])))
-    return ", ".join(f"{100 * share:.3g} % {reach}" for reach, share in in_order)
+def layers_text(kinds: Iterable[LayerKind]) -> str:
+    """Return which share of the layers has which reach, in words for people."""
+    kinds = tuple(kinds)
+    parts = [f"{100 * kind.share:.3g} % {kind.reach}" for kind in kinds]
+    full = full_share(kinds)
+    if full:
+        parts.append(f"{100 * full:.3g} % full")
+    return "layers " + ", ".join(parts)

@@ -73,7 +73,7 @@ from hf_flexseq.cost.kinds import (
     full_share,
     halos,
 )
-from hf_flexseq.cost.launches import layer_work
+from hf_flexseq.cost.launches import LayerWork, halo_work, layer_work
 
 Int64Array = NDArray[np.int64]
 FloatArray = NDArray[np.float64]
@@ -328,7 +328,14 @@ class CostModel(CostConstants):
             nodes = nodes_spanned(degree)
         elif strategy == "hybrid":
             strategy = "ulysses"
-        work = layer_work(strategy, degree, nodes=nodes)
+        seconds = self._work_s(layer_work(strategy, degree, nodes=nodes))
+        if self.kinds and strategy in (*RING_STRATEGIES, "hybrid"):
+            near_s = self._work_s(halo_work(strategy, degree, nodes=nodes))
+            seconds = self.full_share * seconds + (1 - self.full_share) * near_s
+        return seconds
+
+    def _work_s(self, work: LayerWork) -> float:
+        """Return the seconds of the host for such work in every layer."""
         return (
             self.launch_s * work.launches
             + self.post_s * work.posts

@@ -53,10 +53,10 @@ class GroupWork:
     linear_ns: tuple[int, ...]
     """By pass: linear layers."""
     attention_ns: tuple[int, ...]
-    """By pass: attention, and transfers that travel under it (Ulysses' hidden ones); of a ring in
-    full layers."""
+    """By pass: attention of full layers, and transfers that travel under it (Ulysses' hidden
+    ones)."""
     near_ns: tuple[int, ...]
-    """By pass: attention of a ring's layers with a window or a chunk; 0 for other strategies."""
+    """By pass: the same of layers with a window or a chunk, which follow."""
     before_ns: tuple[int, ...]
     """By pass: transfers of the whole group that attention waits for; of a ring halos."""
     after_ns: tuple[int, ...]
@@ -153,8 +153,8 @@ def _trip_bytes(
 def _totals(
     group: Group, lengths: Sequence[int], topology: Topology, cost: CostModel, whole: int
 ) -> tuple[int, int, int, int]:
-    """Return the nanoseconds of a group's linear layers, attention, attention of a ring's layers
-    with a window or a chunk, and exposed transfers.
+    """Return the nanoseconds of a group's linear layers, attention of full layers, attention of
+    layers with a window or a chunk, and exposed transfers.
 
     Attention is a rank's average, with the transfers that travel under it. What travels around a
     ring and what the group waits for are in none of the four. whole: nanoseconds of all sequences.
@@ -177,7 +177,16 @@ def _totals(
             moved_s += _halo_s(s, group, topology, cost)
         moved = min(whole, round(moved_s * 1e9))
     linear = min(linear, whole - moved)
-    return linear, whole - moved - linear, 0, moved
+    attention = whole - moved - linear
+    near = round(attention * _near_share(s, cost))
+    return linear, attention - near, near, moved
+
+
+def _near_share(s: FloatArray, cost: CostModel) -> float:
+    """Return the share of attention's seconds that layers with a window or a chunk have. s:
+    [sequences] tokens."""
+    near_s = float(cost.near_attention_s(s, 1, "local").sum())
+    return near_s and near_s / (near_s + cost.attention_s * float((s * s).sum()))
 
 
 def _halo_s(s: FloatArray, group: Group, topology: Topology, cost: CostModel) -> float:
