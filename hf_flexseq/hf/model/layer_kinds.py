@@ -94,6 +94,23 @@ def layer_kinds(config: Any) -> tuple[LayerKind, ...]:
     return tuple(kinds)
 
 
+def layer_reach(config: Any, layer: int | None) -> Reach:
+    """Return which keys the queries of one layer read.
+
+    layer: its number; None where it is not known, which will do if all layers read alike. Raises
+    UnknownLayers where it will not, and for layers that are not attention over full, window or
+    chunk; ValueError for windows and chunks below 1.
+    """
+    types = getattr(config, "layer_types", None)
+    if types is None:
+        return _reach(config, layer or 0, _type_of_all(config))
+    if layer is None and len(set(types)) == 1:
+        layer = 0
+    if layer is None or layer >= len(types):
+        raise UnknownLayers("which of config.layer_types it has is not known")
+    return _reach(config, layer, types[layer])
+
+
 def reach_counts(kinds: Sequence[LayerKind]) -> dict[Reach, int]:
     """Return how many layers there are of each reach, in the order of their first layers."""
     return dict(Counter(kind.reach for kind in kinds))
@@ -107,9 +124,15 @@ def layer_types(config: Any) -> list[str]:
     types: list[str] | None = getattr(config, "layer_types", None)
     if types is not None:
         return list(types[: config.num_hidden_layers])
+    return [_type_of_all(config)] * config.num_hidden_layers
+
+
+def _type_of_all(config: Any) -> str:
+    """Return the type of the layers of a model whose configuration does not list them."""
     window = getattr(config, "sliding_window", None)
-    has_window = window is not None and getattr(config, "use_sliding_window", True)
-    return ["sliding_attention" if has_window else "full_attention"] * config.num_hidden_layers
+    if window is not None and getattr(config, "use_sliding_window", True):
+        return "sliding_attention"
+    return "full_attention"
 
 
 # ---- one layer
