@@ -6,7 +6,7 @@ ranks keep their own tokens (zigzag, balanced, all-gather), such a layer needs a
 tokens before each of a rank's slices as many as the reach goes back, but no more than there are.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -60,13 +60,19 @@ class LayerKind:
         values = fields_of(
             record, "a kind of layers", needed=("share", "attention_s"), optional=("window", "chunk")
         )
-        sizes = {}
-        for name in ("window", "chunk"):
-            if values.get(name) is not None:
-                sizes[name] = whole(f"kinds, {name}", values[name], least=1, most=MAX_TOKENS)
         return cls(
-            reach=Reach(**sizes), share=values["share"], attention_s=values["attention_s"]
+            reach=reach_of(values), share=values["share"], attention_s=values["attention_s"]
         )
+
+
+def reach_of(record: Mapping[str, Any]) -> Reach:
+    """Return the reach of a record with a `window`, a `chunk`, or neither. Raises ValueError for
+    tokens that none can have."""
+    sizes = {}
+    for name in ("window", "chunk"):
+        if record.get(name) is not None:
+            sizes[name] = whole(f"kinds, {name}", record[name], least=1, most=MAX_TOKENS)
+    return Reach(**sizes)
 
 
 def check_kinds(kinds: Iterable[LayerKind]) -> None:

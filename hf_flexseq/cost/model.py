@@ -373,12 +373,19 @@ class CostModel(CostConstants):
 
     @property
     def forward_pair_s(self) -> float:
-        """Seconds per (query, key) pair of attention's forward.
+        """Seconds per (query, key) pair of attention's forward, layers that read all keys.
 
         A sequence of s tokens has about s^2 / 2 causal pairs, so that a pair takes twice what a
         squared token takes.
         """
-        return 2 * self.attention_s / (1 + ATTENTION_BACKWARD)
+        return self.forward_share(self.attention_s)
+
+    def forward_share(self, attention_s: float) -> float:
+        """Return the seconds per (query, key) pair of attention's forward.
+
+        attention_s: seconds per two pairs, forward and backward.
+        """
+        return 2 * attention_s / (1 + ATTENTION_BACKWARD)
 
     def bandwidth(self, degree: int, spans_nodes: bool) -> float:
         """Return the bytes/s of a group of `degree` ranks.
