@@ -35,8 +35,8 @@ CUDA_LAUNCH_S = 8e-6
 CUDA_POST_S = 1e-4
 NCCL_CONTACT_S = 0.7
 
-# A kernel computes whole blocks of about so many keys, and so on average one block more than a window
-# has (FlashAttention's blocks, https://github.com/Dao-AILab/flash-attention).
+# A kernel computes whole blocks of about so many keys, and so on average one block more than a
+# window has (FlashAttention's blocks, https://github.com/Dao-AILab/flash-attention).
 BLOCK_KEYS = 128
 
 # Share of a device's memory to plan with.

@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hf_flexseq.layers import Reach
-from hf_flexseq.values import MAX_SECONDS, MAX_TOKENS, duration, fields_of, items, number, whole
+from hf_flexseq.values import MAX_TOKENS, duration, fields_of, items, number, whole
 
 FloatArray = NDArray[np.float64]
 
@@ -58,7 +58,10 @@ class LayerKind:
     def from_record(cls, record: Any) -> "LayerKind":
         """Return the kind that `to_record` was called on. Raises ValueError for anything else."""
         values = fields_of(
-            record, "a kind of layers", needed=("share", "attention_s"), optional=("window", "chunk")
+            record,
+            "a kind of layers",
+            needed=("share", "attention_s"),
+            optional=("window", "chunk"),
         )
         return cls(
             reach=reach_of(values), share=values["share"], attention_s=values["attention_s"]
@@ -108,10 +111,10 @@ def doubled_pairs(reach: Reach, s: FloatArray) -> FloatArray:
     s: [sequences] tokens. `Reach.pairs` counts those of one.
     """
     if reach.window is not None:
-        within = np.minimum(s, reach.window)
+        within: FloatArray = np.minimum(s, reach.window)
         return within * (within + 1) + (2 * reach.window) * (s - within)
     if reach.chunk is not None:
-        whole_chunks = np.floor(s / reach.chunk)
+        whole_chunks: FloatArray = np.floor(s / reach.chunk)
         rest = s - whole_chunks * reach.chunk
         return whole_chunks * (reach.chunk * (reach.chunk + 1)) + rest * (rest + 1)
     return s * (s + 1)

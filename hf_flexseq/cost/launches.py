@@ -29,11 +29,11 @@ two ranks, and of a hybrid on two nodes, they have half of the halos' messages a
 and so has one slice.
 
 With p pieces of heads (and one launch more where there are several), two launches fewer of an
-all-gather on two nodes, and halves rounded down. Posts
-are 4 p for Ulysses, 3 for an all-gather and 2 d for a zigzag and 2 for halos, on a single node; `_ring_posts`
-counts those of a ring on any. A post is counted once for each lane that it takes, inside nodes and
-between them, as on ordered transports. tests/cost/test_launches.py holds all of it to the programs
-that ranks run (`hf_flexseq/program`).
+all-gather on two nodes, and halves rounded down. Posts are 4 p for Ulysses, 3 for an all-gather,
+2 d for a zigzag and 2 for halos, on a single node; `_ring_posts` counts those of a ring on any. A
+post is counted once for each lane that it takes, inside nodes and between them, as on ordered
+transports. tests/cost/test_launches.py holds all of it to the programs that ranks run
+(`hf_flexseq/program`).
 
 Left out: turns that are so short that several are joined (`program/turns.py`), for which these are
 too many; sequences that lie both ways round, or are cut into long chunks, which up to double the

@@ -35,8 +35,8 @@ bandwidth,
 * A rank holds token_bytes x tokens + state_bytes + sharded_state_bytes / ranks, at most
   budget_bytes.
 
-Layers that read a window or a chunk only (`kinds.py`) take for themselves, with p_k(s) the pairs of
-a sequence, t_k the transfers of their share, and a_k measured,
+Layers that read a window or a chunk only (`kinds.py`) take for themselves, with p_k(s) the pairs
+of a sequence, t_k the transfers of their share, and a_k measured,
 
     local     2 a_k p_k
     ulysses   as above, with 2 a_k p_k for a1 s^2 and t_k for t
@@ -232,9 +232,7 @@ class CostModel(CostConstants):
         computed = np.maximum(attention * ring_stretch(degree, strategy), hidden)
         return computed + exposed + linear
 
-    def _near_s(
-        self, s: FloatArray, degree: int, strategy: str, spans_nodes: bool
-    ) -> FloatArray:
+    def _near_s(self, s: FloatArray, degree: int, strategy: str, spans_nodes: bool) -> FloatArray:
         """Return the seconds of the layers with a window or a chunk, their transfers included,
         [sequences].
 
@@ -271,9 +269,7 @@ class CostModel(CostConstants):
             seconds += kind.attention_s * busiest_pairs(kind.reach, s, degree, strategy)
         return seconds
 
-    def halo_s(
-        self, s: FloatArray, degree: int, strategy: str, spans_nodes: bool
-    ) -> FloatArray:
+    def halo_s(self, s: FloatArray, degree: int, strategy: str, spans_nodes: bool) -> FloatArray:
         """Return the seconds in which the busiest rank receives the halos of its slices and sends
         their gradients back, [sequences].
 

@@ -146,9 +146,10 @@ def _cluster(name: str, device: DeviceSpec) -> CostModel:
     return replace(cost, name=name, all_to_all_overlap=0.0)
 
 
-# https://huggingface.co/google/gemma-3-27b-it/blob/main/config.json (text_config): sizes, windows of
-# 1,024; five window layers to a full one, which is every sixth: arXiv 2503.19786, section 2. The
-# vision tower is left out. The head is the embedding, so that its weights work twice on a token.
+# https://huggingface.co/google/gemma-3-27b-it/blob/main/config.json (text_config): sizes, windows
+# of 1,024; five window layers to a full one, which is every sixth: arXiv 2503.19786, section 2.
+# The vision tower is left out. The head is the embedding, so that its weights work twice on a
+# token.
 GEMMA_3_27B = ModelShape(
     layers=62,
     hidden=5376,
@@ -162,8 +163,8 @@ GEMMA_3_27B = ModelShape(
     reaches=((52, Reach(window=1024)),),
 )
 # https://huggingface.co/openai/gpt-oss-120b/blob/main/config.json: sizes, windows of 128 in every
-# other layer, 4 of 128 experts to a token. 116.83 B parameters, 5.13 B active without the embedding:
-# arXiv 2508.10925, table 1.
+# other layer, 4 of 128 experts to a token. 116.83 B parameters, 5.13 B active without the
+# embedding: arXiv 2508.10925, table 1.
 GPT_OSS_120B = ModelShape(
     layers=36,
     hidden=2880,
@@ -176,8 +177,8 @@ GPT_OSS_120B = ModelShape(
     active_params=5_711_982_912,
     reaches=((18, Reach(window=128)),),
 )
-# https://huggingface.co/Qwen/Qwen3-30B-A3B/blob/main/config.json: sizes, 8 of 128 experts of 768 to a
-# token. 30.5 B parameters, 3.3 B active: https://huggingface.co/Qwen/Qwen3-30B-A3B.
+# https://huggingface.co/Qwen/Qwen3-30B-A3B/blob/main/config.json: sizes, 8 of 128 experts of 768
+# to a token. 30.5 B parameters, 3.3 B active: https://huggingface.co/Qwen/Qwen3-30B-A3B.
 QWEN3_30B_A3B = ModelShape(
     layers=48,
     hidden=2048,

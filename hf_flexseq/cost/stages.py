@@ -158,7 +158,8 @@ class PipelineCost:
 
 
 def _near_of(value: Any) -> tuple[tuple[Reach, float], ...]:
-    """Return a record's windows and chunks with their nanoseconds. Raises ValueError for others."""
+    """Return a record's windows and chunks with their nanoseconds. Raises ValueError for any other
+    record."""
     near = []
     for one in items("near_ns", value):
         values = fields_of(one, "near_ns", needed=("pair_ns",), optional=("window", "chunk"))

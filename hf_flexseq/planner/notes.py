@@ -101,9 +101,8 @@ def kinds_notes(lengths: Sequence[int], cost: CostModel) -> tuple[str, ...]:
         parts.append(f"{kind.reach} {_percent(kind_s, total_s)}")
     if cost.full_share:
         parts.append(f"full {_percent(full_s, total_s)}")
-    return (
-        f"{layers_text(cost.kinds)}; of attention's {total_s:.3g} device-seconds {', '.join(parts)}",
-    )
+    seconds_text = f"of attention's {total_s:.3g} device-seconds {', '.join(parts)}"
+    return (f"{layers_text(cost.kinds)}; {seconds_text}",)
 
 
 def _percent(part: float, whole: float) -> str:

@@ -85,7 +85,7 @@ class Sample:
         if reach == FULL:
             full_layers = self.layers - sum(layers for layers, _ in self.reaches)
             return full_layers * self.squares
-        layers = dict((one, count) for count, one in self.reaches).get(reach, 0)
+        layers = {one: count for count, one in self.reaches}.get(reach, 0)
         return 2 * layers * sum(reach.pairs(length) for length in self.lengths)
 
 

@@ -94,9 +94,7 @@ class KernelRun:
         self.forwards = forwards
         self.scale = head_dim**-0.5
         lengths = [span.queries for span in reach.spans(0, tokens)]
-        self.segments = Segments(
-            lengths, lengths, causal=True, device=device, window=reach.window
-        )
+        self.segments = Segments(lengths, lengths, causal=True, device=device, window=reach.window)
         self.q = torch.ones(tokens, query_heads, head_dim, dtype=dtype, device=device)
         # The values are the keys, and the gradient of the output is the queries.
         self.k = torch.ones(tokens, kv_heads, head_dim, dtype=dtype, device=device)

@@ -14,13 +14,18 @@ drawn again), on 8 x 8 ranks. All plans are priced by kind; the table has the se
 over those of the plan by kind. Planning times are CPU time of the thread, in turns; one
 kind is the plan by one coefficient.
 
-"equal plans" counts the batches whose plan by one coefficient is that by kind; "widest" is the mean
-over the batches of the widest degree.
+"equal plans" counts the batches whose plan by one coefficient is that by kind; "widest" is the
+mean over the batches of the widest degree.
+
+A second table says what the steps by kind are made of: the constants of micro-batches (with FSDP
+mostly the gathering of parameters), linear layers, attention of full layers and of windows, and
+the rest, which is transfers and ranks that wait. With --hidden-gathers all parameters are gathered
+beside the arithmetic, and cost nothing.
 
 Last, the groups of the plans by kind are priced once more, each with the cheapest strategy for its
-full layers beside the cheapest for its window layers, over the same ranks: what a strategy per kind
-inside a group could gain at most. Such strategies may cut sequences differently, so that tokens
-would have to move between layers, which this leaves out.
+full layers beside the cheapest for its window layers, over the same ranks: what a strategy per
+kind inside a group could gain at most. Such strategies may cut sequences differently, so that
+tokens would have to move between layers, which this leaves out.
 """
 
 import argparse
@@ -33,8 +38,9 @@ import numpy as np
 
 from common import argument_parser, load_average, machine, table_head, table_row, write_record
 from hf_flexseq.cost import CostModel, Int64Array, step_ns
+from hf_flexseq.cost.analytic import DEVICES
 from hf_flexseq.cost.kinds import doubled_pairs
-from hf_flexseq.cost.presets import load_cost_model
+from hf_flexseq.cost.presets import SHAPES, load_cost_model
 from hf_flexseq.plan import Plan
 from hf_flexseq.planner import make_plan
 from hf_flexseq.topology import Topology
@@ -63,6 +69,9 @@ COLUMNS = (
 )
 
 
+SHARES = ("constants", "linear layers", "full attention", "windows", "transfers, waiting")
+
+
 class Found(NamedTuple):
     """One batch as planned by kind and by the models without kinds."""
 
@@ -76,10 +85,12 @@ class Found(NamedTuple):
     """The widest degree by kind, and by one coefficient."""
     mixed: float
     """Seconds of the plan by kind with a strategy per kind inside its groups."""
+    shares: list[float]
+    """What the seconds of the plan by kind are made of, as in `SHARES`."""
 
 
 def without_kinds(cost: CostModel, lengths: Int64Array) -> list[CostModel]:
-    """Return the models without kinds, in the order of `BASELINES`, for some batches' sequences."""
+    """Return the models without kinds, in the order of `BASELINES`. lengths: of all sequences."""
     s = lengths.astype(np.float64)
     seconds = cost.attention_s * s * s  # of each sequence's attention
     per_layer = cost.attention_s / cost.full_share if cost.full_share else 0.0
@@ -128,7 +139,22 @@ def found(lengths: list[int], cost: CostModel, others: list[CostModel], cap: int
         equal=plans[0].micro_batches == plans[1].micro_batches,
         widest=(widest(plans[0]), widest(plans[1])),
         mixed=mixed_s(plans[0], lengths, cost),
+        shares=shares_of(plans[0], lengths, cost, seconds[0]),
     )
+
+
+def shares_of(plan: Plan, lengths: list[int], cost: CostModel, seconds: float) -> list[float]:
+    """Return what a plan's seconds are made of, as in `SHARES`: work as if all ranks shared it."""
+    s = np.array(lengths, dtype=np.float64)
+    windows = [kind.attention_s * doubled_pairs(kind.reach, s).sum() for kind in cost.kinds]
+    world = TOPOLOGY.world_size
+    parts = [
+        len(plan.micro_batches) * cost.micro_batch_s,
+        float(cost.linear_s * s.sum()) / world,
+        float(cost.attention_s * (s * s).sum()) / world,
+        float(sum(windows)) / world,
+    ]
+    return [part / seconds for part in (*parts, seconds - sum(parts))]
 
 
 # ---- a strategy per kind inside a group
@@ -204,12 +230,19 @@ def row(name: str, cap: int, of_batches: list[Found]) -> str:
     )
 
 
+def launches_s(preset: str) -> float:
+    """Return the constant of a micro-batch of a preset without the gathering of parameters."""
+    model, device = preset.rsplit("-", 1)
+    return SHAPES[model].layers * DEVICES[device.upper()].layer_s
+
+
 def arguments() -> argparse.Namespace:
     parser = argument_parser(__doc__)
     parser.add_argument("--presets", nargs="+", default=PRESETS, metavar="NAME")
     parser.add_argument("--batches", type=int, default=10, help="steps of each preset")
     parser.add_argument("--sequences", type=int, default=512, help="of a step")
     parser.add_argument("--context", type=int, default=384, help="longest sequence, in K tokens")
+    parser.add_argument("--hidden-gathers", action="store_true", help="no constants but launches")
     parser.add_argument("--cap", type=int, help="tokens per rank; default: by the memory model")
     return parser.parse_args()
 
@@ -222,11 +255,14 @@ def main() -> None:
     batches = []
     for seed in range(asked.batches):
         batches.append(batch(common_crawl_like, asked.context * K, asked.sequences, seed))
-    all_lengths = np.array(sum(batches, []), dtype=np.int64)
+    all_lengths = np.array([length for one in batches for length in one], dtype=np.int64)
     record: dict[str, Any] = {}
     mixed = []
+    shares = []
     for name in asked.presets:
         cost = load_cost_model(name)
+        if asked.hidden_gathers:
+            cost = replace(cost, micro_batch_s=launches_s(name))
         others = without_kinds(cost, all_lengths)
         cap = asked.cap or cost.max_tokens_per_rank(TOPOLOGY.world_size)
         found(batches[0], cost, others, cap)  # tables that a process makes once
@@ -236,8 +272,11 @@ def main() -> None:
             "attention_s": [model.attention_s for model in (cost, *others)],
             "batches": [one._asdict() for one in of_batches],
         }
+        parts = np.array([one.shares for one in of_batches]).mean(axis=0)
+        shares.append(table_row([name, *(f"{100 * part:.1f} %" for part in parts)]))
         gains = [one.seconds[0] / one.mixed - 1 for one in of_batches]
         mixed.append(f"{name} {100 * np.mean(gains):.2f} % (most {100 * max(gains):.2f} %)")
+    print("\n".join(["", table_head(("preset", *SHARES)), *shares]))
     print("\na strategy per kind inside a group would gain at most:", "; ".join(mixed))
     write_record(asked.json, record)
 

@@ -46,9 +46,7 @@ def counted(
     )
 
 
-def busiest(
-    strategy: str, degree: int, per_node: int, shape: LayerShape = SHAPE
-) -> LayerWork:
+def busiest(strategy: str, degree: int, per_node: int, shape: LayerShape = SHAPE) -> LayerWork:
     ranks = [counted(strategy, degree, per_node, rank, shape) for rank in range(degree)]
     return LayerWork(
         turns=max(work.turns for work in ranks),

@@ -165,7 +165,9 @@ def test_a_model_with_windows_costs_its_stages_what_it_costs_whole():
     costs = chunk_costs(
         PipelineCost.of_model(model, 4), [shape_of(chunk, made.lengths) for chunk in made.chunks]
     )
-    total = sum(row[0] for rows in (costs.forward, costs.input_grad, costs.weight_grad) for row in rows)
+    total = sum(
+        row[0] for rows in (costs.forward, costs.input_grad, costs.weight_grad) for row in rows
+    )
     whole = model.sequence_ns(8192, 1, "local", False) + model.micro_batch_ns
     assert total == pytest.approx(whole, rel=2e-4)
 

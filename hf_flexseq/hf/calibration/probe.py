@@ -22,8 +22,8 @@ from hf_flexseq.hf.model.layer_kinds import layer_kinds
 from hf_flexseq.hf.model.loss import attach_chunked_loss
 from hf_flexseq.hf.model.positions import attach_positions, needed_columns
 from hf_flexseq.kernels import Kernel
-from hf_flexseq.plan.shard import Shard, make_shard
 from hf_flexseq.layers import FULL
+from hf_flexseq.plan.shard import Shard, make_shard
 from hf_flexseq.profiler.design import LayersOfReach, ProbeLayout
 from hf_flexseq.profiler.runs import Run
 from hf_flexseq.steps.inputs import model_inputs

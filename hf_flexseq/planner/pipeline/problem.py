@@ -113,9 +113,7 @@ def _shape(row: Row, lengths: Sequence[int]) -> StageShape:
     length = lengths[sequence]
     if stop - start == length:
         return StageShape(tokens=tokens, pairs=pairs, cut=0, length=0, ranges=ranges)
-    return StageShape(
-        tokens=tokens, pairs=pairs, cut=stop - start, length=length, ranges=ranges
-    )
+    return StageShape(tokens=tokens, pairs=pairs, cut=stop - start, length=length, ranges=ranges)
 
 
 # ---- bytes
