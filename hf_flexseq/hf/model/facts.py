@@ -23,6 +23,7 @@ from torch.distributed.tensor import DTensor
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from hf_flexseq.cost.analytic import ModelShape
+from hf_flexseq.hf.model.layer_kinds import layer_kinds, reach_counts
 
 AUTOCAST_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}  # by accelerate's names
 
@@ -34,6 +35,7 @@ class AttentionShape(NamedTuple):
     kv_heads: int
     """Heads of keys and values; fewer than query heads where several of these share one."""
     head_dim: int
+    """Size of a head as kernels see it: queries, keys and values are padded to one size."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -87,12 +89,16 @@ def model_facts(
 
 
 def attention_shape(config: PreTrainedConfig) -> AttentionShape:
-    """Read the heads of a decoder-only model's attention from its (text) configuration."""
-    heads: int = config.num_attention_heads
+    """Read the heads of a decoder-only model's attention from its (text) configuration.
+
+    Where layers differ, the most heads and the largest size of one are what memory and kernels
+    have to be enough for.
+    """
+    kinds = layer_kinds(config)
     return AttentionShape(
-        query_heads=heads,
-        kv_heads=getattr(config, "num_key_value_heads", None) or heads,
-        head_dim=getattr(config, "head_dim", None) or config.hidden_size // heads,
+        query_heads=max(kind.query_heads for kind in kinds),
+        kv_heads=max(kind.kv_heads for kind in kinds),
+        head_dim=max(kind.width for kind in kinds),
     )
 
 
@@ -100,17 +106,58 @@ def model_shape(model: nn.Module) -> ModelShape:
     """Read the sizes of a decoder-only HF model from its configuration and its parameters."""
     config = model.config.get_text_config()
     attention = attention_shape(config)
+    params = sum(_elements(parameter) for parameter in model.parameters())
+    kinds = reach_counts(layer_kinds(config))
     return ModelShape(
         layers=config.num_hidden_layers,
         hidden=config.hidden_size,
         heads=attention.query_heads,
         kv_heads=attention.kv_heads,
         head_dim=attention.head_dim,
-        intermediate=getattr(config, "intermediate_size", None) or 4 * config.hidden_size,
+        intermediate=_mlp_width(config),
         vocab=config.vocab_size,
-        params=sum(_elements(parameter) for parameter in model.parameters()),
+        params=params,
         dtype_bytes=next(model.parameters()).element_size(),
+        reaches=tuple((layers, reach) for reach, layers in kinds.items() if not reach.is_full),
+        active_params=_active_params(model, params),
     )
+
+
+def _experts(config: PreTrainedConfig) -> tuple[int, int]:
+    """Return how many experts a layer has, and how many of them work on a token; (0, 0) for a
+    model without experts."""
+    for name in ("num_experts", "num_local_experts", "n_routed_experts"):
+        experts = getattr(config, name, None)
+        if experts:
+            break
+    else:
+        return 0, 0
+    for name in ("num_experts_per_tok", "experts_per_token", "top_k_experts", "moe_topk"):
+        active = getattr(config, name, None)
+        if active:
+            return experts, min(active, experts)
+    return experts, experts
+
+
+def _mlp_width(config: PreTrainedConfig) -> int:
+    """Return the width inside the MLP, or inside all experts together that work on a token."""
+    width: int = getattr(config, "intermediate_size", None) or 4 * config.hidden_size
+    _, active = _experts(config)
+    if not active:
+        return width
+    return active * (getattr(config, "moe_intermediate_size", None) or width)
+
+
+def _active_params(model: nn.Module, params: int) -> int | None:
+    """Return the parameters that work on one token, where these are fewer than all."""
+    experts, active = _experts(model.config.get_text_config())
+    if active == experts:
+        return None
+    of_experts = 0
+    for name, parameter in model.named_parameters():
+        if ".experts." in name:
+            of_experts += _elements(parameter)
+    return params - of_experts * (experts - active) // experts
 
 
 def _elements(parameter: nn.Parameter) -> int:
