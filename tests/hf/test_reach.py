@@ -136,7 +136,7 @@ def make_model(family):
 def stays_in_float64(monkeypatch):
     """Norms and routers of transformers compute in float32 whatever the dtype; here they do
     not."""
-    to, softmax = torch.Tensor.to, F.softmax
+    to, type_, softmax = torch.Tensor.to, torch.Tensor.type, F.softmax
 
     def stays(tensor, dtype):
         return tensor.dtype == torch.float64 and dtype == torch.float32
@@ -152,7 +152,11 @@ def stays_in_float64(monkeypatch):
             kwargs["dtype"] = None
         return softmax(tensor, *args, **kwargs)
 
+    def patched_type(tensor, dtype=None, **kwargs):
+        return tensor if stays(tensor, dtype) else type_(tensor, dtype, **kwargs)
+
     monkeypatch.setattr(torch.Tensor, "to", patched_to)
+    monkeypatch.setattr(torch.Tensor, "type", patched_type)
     monkeypatch.setattr(F, "softmax", patched_softmax)
     monkeypatch.setattr(torch.Tensor, "float", lambda tensor: patched_to(tensor, torch.float32))
 
