@@ -104,7 +104,7 @@ FAMILIES = {
         "moe_topk": 2,
     },
     "MiMoV2Flash": {"head_dim": 8, "v_head_dim": 6, **ROUTED_N, **MIXED},
-    "Gemma3n": {"head_dim": 8, **SHARED_KEYS},
+    "Gemma3n": {"head_dim": 8, "activation_sparsity_pattern": [0.9, 0.0, 0.0, 0.0], **SHARED_KEYS},
 }
 # Like some of the families above; `scripts/benchmarks/families.py` tries these, too.
 MORE_FAMILIES = {
@@ -120,6 +120,7 @@ MORE_FAMILIES = {
     "Glm4MoeLite": {**LATENT, **ROUTED_N},
     "GraniteMoeSWA": {**EXPERTS, **MIXED},
     "GraniteSWA": MIXED,
+    "JetMoe": {"num_local_experts": 4, "num_experts_per_tok": 2, "kv_channels": 8},
     "Laguna": {"head_dim": 8, **ROUTED, **MIXED},
     "Mellum": {"head_dim": 8, **ROUTED, **MIXED},
     "VaultGemma": {"head_dim": 8, "attn_logit_softcapping": 0.5, **MIXED},
