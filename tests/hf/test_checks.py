@@ -20,7 +20,7 @@ from hf_flexseq import (
     FlexSeqMixin,
     FlexSeqTrainer,
 )
-from hf_flexseq.hf.attention import read_call
+from hf_flexseq.hf.model.calls import read_call
 from hf_flexseq.hf.model.checks import check_deterministic, check_model
 from hf_flexseq.hf.model.probed import PROBED_FAMILIES
 from hf_flexseq.hf.model.trial import try_model

@@ -28,7 +28,9 @@ def plain_family(folder, way, family):
         before, after, history = plain_run(folder, batch=1, accumulation=4, model=model)
         return before, after, logged(history, "loss")
     before = {n: p.detach().clone() for n, p in model.named_parameters()}
-    trainer = sft_trainer(SFTTrainer, folder, 1, accumulation=4, model=model, settings=NO_ROUTER_LOSS)
+    trainer = sft_trainer(
+        SFTTrainer, folder, 1, accumulation=4, model=model, settings=NO_ROUTER_LOSS
+    )
     trainer.train()
     after = {n: p.detach() for n, p in model.named_parameters()}
     return before, after, logged(trainer.state.log_history, "loss")
@@ -59,9 +61,7 @@ def errors_of_family(folder, way, family):
     """The error of the update on each rank, which is small beside the loss's float32."""
     before, wanted, losses = plain_family(folder, way, family)
     errors = []
-    for found, found_losses, shared in run_ranks(
-        family_run, 2, folder, way, family, seconds=300
-    ):
+    for found, found_losses, shared in run_ranks(family_run, 2, folder, way, family, seconds=300):
         assert found_losses == pytest.approx(losses, rel=1e-5)
         assert shared >= 1, "no step ever split a sequence"
         errors.append(update_error(before, wanted, found))

@@ -1,5 +1,5 @@
-"""Families of models: on two nodes of two ranks, under random plans that share sequences between the
-nodes, plain and checkpointed, each one's loss and gradients are those of one process. What is
+"""Families of models: on two nodes of two ranks, under random plans that share sequences between
+the nodes, plain and checkpointed, each one's loss and gradients are those of one process. What is
 refused is in `test_checks.py`. Ranks are threads."""
 
 import random
@@ -197,7 +197,7 @@ def errors_of(rank, world_size, family, plans, wanted):
     wanted_loss, wanted_gradients = wanted
     worst = []
     for plan, checkpointing in zip(plans, CHECKPOINTING, strict=True):
-        if checkpointing:
+        if checkpointing and model.supports_gradient_checkpointing:
             model.gradient_checkpointing_enable({"use_reentrant": False})
         loss, gradients, _ = run_plan(model, plan, documents(LENGTHS), communicator)
         errors = relative_errors(gradients, wanted_gradients)
