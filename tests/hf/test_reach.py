@@ -1,5 +1,5 @@
-"""Model families: on two nodes of two ranks, under random plans that share sequences between the
-nodes, plain and checkpointed, each one's loss and gradients are those of one process. What is
+"""Families of models: on two nodes of two ranks, under random plans that share sequences between
+the nodes, plain and checkpointed, each one's loss and gradients are those of one process. What is
 refused is in `test_checks.py`. Ranks are threads."""
 
 import random
@@ -13,54 +13,126 @@ from hf_flexseq.plan.shard import group_slices
 from tests.budget import examples
 from tests.hf.by_hand import TWO_NODES, attach, run_plan
 from tests.hf.test_checks import EXPERTS, ROPE, SIZES
-from tests.hf.tiny import documents, reference_gradients, relative_errors
+from tests.hf.tiny import VOCAB, documents, reference_gradients, relative_errors
 from tests.plans import random_plan
 from tests.ranks import join, run_threads
 
+# Windows and chunks are shorter than the longest of these.
 LENGTHS = [1, 2, 17, 5, 23, 3, 40, 11]
 CHECKPOINTING = (False, True)  # of a family's plans
-FULL = {"layer_types": ["full_attention"] * 2}
+WINDOW = {"sliding_window": 7}
+MIXED = {"layer_types": ["sliding_attention", "full_attention"], **WINDOW}
 ROUTED = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+ROUTED_N = {"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+LATENT = {
+    "num_key_value_heads": 4,
+    "kv_lora_rank": 16,
+    "q_lora_rank": 12,
+    "qk_nope_head_dim": 8,
+    "qk_rope_head_dim": 4,
+    "v_head_dim": 6,
+}
+GROUPS = {"n_group": 2, "topk_group": 1}
+SHARED_KEYS = {
+    "num_hidden_layers": 4,
+    "layer_types": ["sliding_attention", "full_attention"] * 2,
+    "num_kv_shared_layers": 2,
+    "hidden_size_per_layer_input": 6,
+    "vocab_size_per_layer_input": VOCAB,
+    **WINDOW,
+}
 FAMILIES = {
     "Llama": {},
     "Llama with yarn": {"rope_parameters": ROPE | {"rope_type": "yarn", "factor": 4.0}},
     "Qwen2": {},
+    "Qwen2 with a window": {"use_sliding_window": True, "max_window_layers": 1, **WINDOW},
     "Qwen3": {"head_dim": 16},
     "Mistral": {"sliding_window": None},
+    "Mistral with a window": WINDOW,
     "Gemma": {"head_dim": 16},
-    "Gemma2 of full attention": {"head_dim": 8, "attn_logit_softcapping": None, **FULL},
-    "Gemma3 of full attention": {"head_dim": 8, "query_pre_attn_scalar": 16, **FULL},
+    "Gemma2": {"head_dim": 8, "attn_logit_softcapping": 0.5, **MIXED},
+    "Gemma3": {"head_dim": 8, "query_pre_attn_scalar": 16, **MIXED},
+    "Gemma4": {"head_dim": 8, "global_head_dim": 16, "hidden_size_per_layer_input": 0, **MIXED},
+    "Gemma4 with shared keys": {"head_dim": 8, "global_head_dim": 16, **SHARED_KEYS},
+    "GptOss": {"head_dim": 8, **EXPERTS, **MIXED},
     "Olmo": {},
     "Olmo2": {},
-    "Olmo3 of full attention": FULL,
+    "Olmo3": MIXED,
     "Phi": {},
-    "Phi3": {},
+    "Phi3": WINDOW,
     "Granite": {"attention_multiplier": 0.3},
     "SmolLM3": {},
     "Glm4": {"head_dim": 8},
     "Cohere": {},
-    "Cohere2 of full attention": FULL,
-    "Ministral of full attention": {"head_dim": 8, **FULL},
+    "Cohere2": {"head_dim": 8, **MIXED},
+    "Ministral": {"head_dim": 8, **MIXED},
+    "Exaone4": MIXED,
     "SeedOss": {"head_dim": 8, "attention_dropout": 0.0, "residual_dropout": 0.0},
     "Ernie4_5": {"head_dim": 8},
     "Arcee": {},
     "Apertus": {},
     "Helium": {"head_dim": 8},
     "GraniteMoe": {"num_local_experts": 4, "num_experts_per_tok": 2},
-    "Starcoder2": {"residual_dropout": 0.0, "embedding_dropout": 0.0},
+    "Starcoder2": {"residual_dropout": 0.0, "embedding_dropout": 0.0, **WINDOW},
     "GPTNeoX": {},
     "OPT": {"ffn_dim": 48, "word_embed_proj_dim": 32, "dropout": 0.0},
-    "Mixtral": EXPERTS,
+    "Llama4": {
+        "head_dim": 8,
+        "intermediate_size_mlp": 48,
+        "layer_types": ["chunked_attention", "full_attention"],
+        "attention_chunk_size": 9,
+        "no_rope_layers": [1, 0],
+        "floor_scale": 4,
+        "moe_layers": [1],
+        **EXPERTS,
+    },
+    "Mixtral": {**EXPERTS, **WINDOW},
     "Qwen2Moe": {**ROUTED, "shared_expert_intermediate_size": 16},
-    "Qwen3Moe": ROUTED,
+    "Qwen3Moe": {**ROUTED, **WINDOW, "use_sliding_window": True},
     "Olmoe": {"num_experts": 4, "num_experts_per_tok": 2},
+    "DeepseekV2": {**LATENT, **ROUTED_N, "first_k_dense_replace": 1},
+    "DeepseekV3": {**LATENT, **ROUTED_N, **GROUPS, "first_k_dense_replace": 1},
+    "MiniCPM3": LATENT,
+    "LongcatFlash": {
+        **LATENT,
+        "num_layers": 2,
+        "head_dim": 4,
+        "ffn_hidden_size": 48,
+        "expert_ffn_hidden_size": 16,
+        "n_routed_experts": 4,
+        "zero_expert_num": 2,
+        "moe_topk": 2,
+    },
+    "MiMoV2Flash": {"head_dim": 8, "v_head_dim": 6, **ROUTED_N, **MIXED},
+    "Gemma3n": {"head_dim": 8, "activation_sparsity_pattern": [0.9, 0.0, 0.0, 0.0], **SHARED_KEYS},
+}
+# Like some of the families above; `scripts/benchmarks/families.py` tries these, too.
+MORE_FAMILIES = {
+    "Afmoe": {"head_dim": 8, **ROUTED, "num_dense_layers": 1, **MIXED},
+    "AXK1": {**LATENT, **ROUTED_N, **GROUPS},
+    "Beam": MIXED,
+    "Cohere2Moe": {"head_dim": 8, **ROUTED, **MIXED},
+    "Cwm": {"head_dim": 8, **MIXED},
+    "Dots1": {"head_dim": 8, "n_shared_experts": 1, **ROUTED_N, **GROUPS, **MIXED},
+    "ExaoneMoe": {"head_dim": 8, **ROUTED, **MIXED},
+    "Flint": {"head_dim": 8, **MIXED},
+    "Gemma4Unified": {"head_dim": 8, "global_head_dim": 16, **MIXED},
+    "Glm4MoeLite": {**LATENT, **ROUTED_N},
+    "GraniteMoeSWA": {**EXPERTS, **MIXED},
+    "GraniteSWA": MIXED,
+    "JetMoe": {"num_local_experts": 4, "num_experts_per_tok": 2, "kv_channels": 8},
+    "Laguna": {"head_dim": 8, **ROUTED, **MIXED},
+    "Mellum": {"head_dim": 8, **ROUTED, **MIXED},
+    "VaultGemma": {"head_dim": 8, "attn_logit_softcapping": 0.5, **MIXED},
+    "Youtu": LATENT,
 }
 
 
 def make_model(family):
     kind = getattr(transformers, family.split()[0] + "ForCausalLM")
     torch.manual_seed(0)
-    config = kind.config_class(**{**SIZES, **FAMILIES[family]})
+    options = FAMILIES.get(family) or MORE_FAMILIES.get(family, {})
+    config = kind.config_class(**{**SIZES, **options})
     return kind._from_config(config, dtype=torch.float64, experts_implementation="eager").train()
 
 
@@ -68,7 +140,7 @@ def make_model(family):
 def stays_in_float64(monkeypatch):
     """Norms and routers of transformers compute in float32 whatever the dtype; here they do
     not."""
-    to, softmax = torch.Tensor.to, F.softmax
+    to, type_, softmax = torch.Tensor.to, torch.Tensor.type, F.softmax
 
     def stays(tensor, dtype):
         return tensor.dtype == torch.float64 and dtype == torch.float32
@@ -84,7 +156,11 @@ def stays_in_float64(monkeypatch):
             kwargs["dtype"] = None
         return softmax(tensor, *args, **kwargs)
 
+    def patched_type(tensor, dtype=None, **kwargs):
+        return tensor if stays(tensor, dtype) else type_(tensor, dtype, **kwargs)
+
     monkeypatch.setattr(torch.Tensor, "to", patched_to)
+    monkeypatch.setattr(torch.Tensor, "type", patched_type)
     monkeypatch.setattr(F, "softmax", patched_softmax)
     monkeypatch.setattr(torch.Tensor, "float", lambda tensor: patched_to(tensor, torch.float32))
 
@@ -121,7 +197,7 @@ def errors_of(rank, world_size, family, plans, wanted):
     wanted_loss, wanted_gradients = wanted
     worst = []
     for plan, checkpointing in zip(plans, CHECKPOINTING, strict=True):
-        if checkpointing:
+        if checkpointing and model.supports_gradient_checkpointing:
             model.gradient_checkpointing_enable({"use_reentrant": False})
         loss, gradients, _ = run_plan(model, plan, documents(LENGTHS), communicator)
         errors = relative_errors(gradients, wanted_gradients)

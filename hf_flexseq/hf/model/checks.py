@@ -169,17 +169,15 @@ def _contradiction(call: Call, calls: Sequence[Call], kinds: Sequence[LayerKind]
             f"to {len(kinds) - 1}"
         )
     source = calls[call.keys_of].asked.layer
-    called = LayerKind(
-        reach=call.asked.reach,
-        softcap=call.asked.softcap,
-        sinks=call.asked.sinks is not None,
-        query_heads=call.query_heads,
-        kv_heads=call.kv_heads,
-        head_dim=call.head_dim,
-        value_dim=call.value_dim,
-        keys_of=layer if source is None else source,
-    )
-    for name, of_call in called._asdict().items():
+    called = {
+        "reach": call.asked.reach,
+        "softcap": call.asked.softcap,
+        "sinks": call.asked.sinks is not None,
+        "keys_of": layer if source is None else source,
+        # Kernels are chosen by the larger one of queries and values.
+        "width": max(call.head_dim, call.value_dim),
+    }
+    for name, of_call in called.items():
         configured = getattr(kinds[layer], name)
         if of_call != configured:
             return (

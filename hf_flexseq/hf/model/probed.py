@@ -6,4 +6,7 @@ and lengths that would show a difference.
 """
 
 # by model_type of the text configuration: where the trial ends, and why
-PROBED_FAMILIES: dict[str, str] = {}
+PROBED_FAMILIES: dict[str, str] = {
+    "gemma3n_text": "sparse activations read a quantile of the normal distribution",
+    "jetmoe": "experts are cut by how many tokens each has",
+}
