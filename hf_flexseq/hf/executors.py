@@ -36,12 +36,12 @@ from hf_flexseq.hf.model.buckets import early_buckets
 from hf_flexseq.hf.model.checks import check_deterministic, check_model
 from hf_flexseq.hf.model.facts import AttentionShape, attention_shape, compute_dtype
 from hf_flexseq.hf.model.images import check_text_alone
+from hf_flexseq.hf.model.kernels import choose_layer_kernels
 from hf_flexseq.hf.model.loss import ChunkedLoss, attach_chunked_loss
 from hf_flexseq.hf.model.positions import AttachedPositions, attach_positions, needed_columns
 from hf_flexseq.hf.sharding import BeforeLast, SteppedFsdp, fsdp_figures, reduces_each_batch
 from hf_flexseq.hf.trainer_checks import resolve_sync
 from hf_flexseq.kernels import Kernel
-from hf_flexseq.kernels.choose import choose_kernel
 from hf_flexseq.plan import Plan
 from hf_flexseq.plan import check as check_plan
 from hf_flexseq.plan.rows import shards_of
@@ -482,10 +482,11 @@ class WholeModelExecutor:
         args = self.setup.args
         communicator = self.setup.communicator
         with Attempt() as choosing:
-            kernel = choose_kernel(
+            assert self._model is not None, "attach sets the model"
+            kernel = choose_layer_kernels(
+                self._model.config.get_text_config(),
                 self.setup.accelerator.device,
                 self._compute_dtype(),
-                self._shape().head_dim,
                 repeatable_keys=BLOCK if args.deterministic else 0,
             )
             if args.deterministic and communicator.rank == 0:

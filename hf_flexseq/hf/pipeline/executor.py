@@ -33,20 +33,19 @@ from hf_flexseq.distributed.links import Neighbours
 from hf_flexseq.hf.attention import PIPELINE_NAME
 from hf_flexseq.hf.executors import EngineSetup, ForwardBackward, planner_of
 from hf_flexseq.hf.model.facts import (
-    attention_shape,
     autocast_dtype,
     compute_dtype,
     is_checkpointed,
     model_shape,
 )
 from hf_flexseq.hf.model.images import check_text_alone
+from hf_flexseq.hf.model.kernels import choose_layer_kernels
 from hf_flexseq.hf.model.loss import ChunkedLoss, attach_chunked_loss, has_chunkable_loss
 from hf_flexseq.hf.model.positions import AttachedPositions, attach_positions, needed_columns
 from hf_flexseq.hf.pipeline.checks import check_divides, check_pipeline_trainer
 from hf_flexseq.hf.pipeline.fsdp import take_over_fsdp
 from hf_flexseq.hf.pipeline.hooks import PipelineHooks
 from hf_flexseq.hf.pipeline.loading import empty_twin, stage_of
-from hf_flexseq.kernels.choose import choose_kernel
 from hf_flexseq.kernels.chunked_loss import chunked_cross_entropy_sum
 from hf_flexseq.pipeline.checkpoint import StageMember
 from hf_flexseq.pipeline.cost import StageTokenBytes, pipeline_cost, room_bytes
@@ -170,10 +169,10 @@ class StageExecutor:
         if model is not base:
             raise ValueError("the engine was made for another model")
         accelerator = self.setup.accelerator
-        head_dim = attention_shape(base.config.get_text_config()).head_dim
         with Attempt() as choosing:  # a machine may lack what the others have
             dtype = compute_dtype(base, accelerator)
-            kernel = choose_kernel(accelerator.device, dtype, head_dim)
+            config = base.config.get_text_config()
+            kernel = choose_layer_kernels(config, accelerator.device, dtype)
         host = self.setup.communicator.host
         choosing.raise_together(host.gather_values, "choosing the attention kernel")
         with Attempt() as calling:  # while rank 0 measures what the model costs
