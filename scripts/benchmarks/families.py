@@ -14,11 +14,12 @@ Windows are of 7 tokens and chunks of 9, below the lengths of up to 60. Exits wi
 is broken.
 """
 
+import contextlib
+import io
 import sys
 import tempfile
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -52,7 +53,7 @@ GRADIENTS_BOUND = 1e-10
 STEPS_BOUND = 2e-6
 
 
-@contextmanager
+@contextlib.contextmanager
 def float64_alone() -> Iterator[None]:
     """Keep in float64 what transformers computes in float32."""
     with pytest.MonkeyPatch.context() as patch:
@@ -75,7 +76,8 @@ def steps_error(family: str, way: str) -> float | None:
     """Return the largest error of ten steps over ranks; None where TRL itself cannot train it."""
     if way == "sft" and family in NOT_OF_TRL:
         return None
-    with tempfile.TemporaryDirectory() as folder:
+    said = io.StringIO()  # what trainers print at each step
+    with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(said):
         return max(errors_of_family(Path(folder), way, family))
 
 
