@@ -36,10 +36,10 @@ from hf_flexseq.hf.model.facts import (
     autocast_dtype,
     compute_dtype,
     is_checkpointed,
+    layer_calls,
     model_shape,
 )
 from hf_flexseq.hf.model.images import check_text_alone
-from hf_flexseq.hf.model.kernels import choose_layer_kernels
 from hf_flexseq.hf.model.loss import ChunkedLoss, attach_chunked_loss, has_chunkable_loss
 from hf_flexseq.hf.model.positions import AttachedPositions, attach_positions, needed_columns
 from hf_flexseq.hf.pipeline.checks import check_divides, check_pipeline_trainer
@@ -47,6 +47,7 @@ from hf_flexseq.hf.pipeline.fsdp import take_over_fsdp
 from hf_flexseq.hf.pipeline.hooks import PipelineHooks
 from hf_flexseq.hf.pipeline.loading import empty_twin, stage_of
 from hf_flexseq.kernels.chunked_loss import chunked_cross_entropy_sum
+from hf_flexseq.kernels.kinds import choose_kernels
 from hf_flexseq.pipeline.checkpoint import StageMember
 from hf_flexseq.pipeline.cost import StageTokenBytes, pipeline_cost, room_bytes
 from hf_flexseq.pipeline.executor import PipelineExecutor
@@ -171,8 +172,7 @@ class StageExecutor:
         accelerator = self.setup.accelerator
         with Attempt() as choosing:  # a machine may lack what the others have
             dtype = compute_dtype(base, accelerator)
-            config = base.config.get_text_config()
-            kernel = choose_layer_kernels(config, accelerator.device, dtype)
+            kernel = choose_kernels(accelerator.device, dtype, layer_calls(base.config))
         host = self.setup.communicator.host
         choosing.raise_together(host.gather_values, "choosing the attention kernel")
         with Attempt() as calling:  # while rank 0 measures what the model costs
