@@ -87,7 +87,11 @@ def refusal_of(rank, world_size, config, columns):
     """The error of a rank, when rank 1 alone has drawn these columns."""
     text = {"input_ids": torch.tensor([[5, 6]])}
     try:
-        check_text_alone(config, text | (columns if rank == 1 else {}), join(Topology(nodes=1, ranks_per_node=2)))
+        check_text_alone(
+            config,
+            text | (columns if rank == 1 else {}),
+            join(Topology(nodes=1, ranks_per_node=2)),
+        )
     except (NotImplementedError, RuntimeError) as error:
         return f"{type(error).__name__} {error} {error.__cause__}"
     return None

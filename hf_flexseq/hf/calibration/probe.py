@@ -17,12 +17,12 @@ from transformers import PreTrainedConfig
 from hf_flexseq.attention import SequenceContext
 from hf_flexseq.distributed.communicator import Communicator
 from hf_flexseq.hf.attention import NAME
-from hf_flexseq.hf.model.facts import ModelFacts
+from hf_flexseq.hf.model.facts import ModelFacts, layer_calls
 from hf_flexseq.hf.model.layer_kinds import layer_kinds
 from hf_flexseq.hf.model.loss import attach_chunked_loss
 from hf_flexseq.hf.model.positions import attach_positions, needed_columns
 from hf_flexseq.kernels import Kernel
-from hf_flexseq.kernels import kinds as kernel_kinds
+from hf_flexseq.kernels.kinds import choose_kernels
 from hf_flexseq.layers import FULL, Reach
 from hf_flexseq.plan.shard import Shard, make_shard
 from hf_flexseq.profiler.design import LayersOfReach, ProbeLayout
@@ -58,17 +58,8 @@ class ModelProbes:
     def kernel(self) -> Kernel:
         """Choose the kernel that serves all layers. Raises ValueError, naming the layer, where
         there is none."""
-        kinds = []
-        for layer, kind in enumerate(layer_kinds(self._facts.config.get_text_config())):
-            kinds.append(
-                kernel_kinds.LayerKind(
-                    name=f"layer {layer}",
-                    head_dim=kind.width,
-                    window=kind.reach.window is not None,
-                    softcap=kind.softcap is not None,
-                )
-            )
-        return kernel_kinds.choose_kernels(self._device, self.compute_dtype, kinds)
+        calls = layer_calls(self._facts.config)
+        return choose_kernels(self._device, self.compute_dtype, calls)
 
     def __call__(self, layers: int, reaches: LayersOfReach = ()) -> "ModelProbe":
         """Make a copy with `layers` layers, of which so many have these reaches."""

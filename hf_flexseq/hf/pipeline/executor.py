@@ -33,10 +33,10 @@ from hf_flexseq.distributed.links import Neighbours
 from hf_flexseq.hf.attention import PIPELINE_NAME
 from hf_flexseq.hf.executors import EngineSetup, ForwardBackward, planner_of
 from hf_flexseq.hf.model.facts import (
-    attention_shape,
     autocast_dtype,
     compute_dtype,
     is_checkpointed,
+    layer_calls,
     model_shape,
 )
 from hf_flexseq.hf.model.images import check_text_alone
@@ -46,8 +46,8 @@ from hf_flexseq.hf.pipeline.checks import check_divides, check_pipeline_trainer
 from hf_flexseq.hf.pipeline.fsdp import take_over_fsdp
 from hf_flexseq.hf.pipeline.hooks import PipelineHooks
 from hf_flexseq.hf.pipeline.loading import empty_twin, stage_of
-from hf_flexseq.kernels.choose import choose_kernel
 from hf_flexseq.kernels.chunked_loss import chunked_cross_entropy_sum
+from hf_flexseq.kernels.kinds import choose_kernels
 from hf_flexseq.pipeline.checkpoint import StageMember
 from hf_flexseq.pipeline.cost import StageTokenBytes, pipeline_cost, room_bytes
 from hf_flexseq.pipeline.executor import PipelineExecutor
@@ -170,10 +170,9 @@ class StageExecutor:
         if model is not base:
             raise ValueError("the engine was made for another model")
         accelerator = self.setup.accelerator
-        head_dim = attention_shape(base.config.get_text_config()).head_dim
         with Attempt() as choosing:  # a machine may lack what the others have
             dtype = compute_dtype(base, accelerator)
-            kernel = choose_kernel(accelerator.device, dtype, head_dim)
+            kernel = choose_kernels(accelerator.device, dtype, layer_calls(base.config))
         host = self.setup.communicator.host
         choosing.raise_together(host.gather_values, "choosing the attention kernel")
         with Attempt() as calling:  # while rank 0 measures what the model costs
