@@ -70,6 +70,12 @@ class Reach:
         """Whether a query reads all keys up to its own."""
         return self.window is None and self.chunk is None
 
+    def within(self, length: int) -> "Reach":
+        """Return the reach as sequences of at most `length` tokens know it: full, where it goes
+        back to their start from everywhere."""
+        size = self.window or self.chunk
+        return FULL if size is not None and size >= length else self
+
     def first_key(self, query: int) -> int:
         """Return the first key that the query at this position reads."""
         if self.window is not None:

@@ -379,6 +379,24 @@ class Replay:
         scale, softcap = self.scores
         return kernel.backward(dout, q, k, v, out, lse, segments, scale=scale, softcap=softcap)
 
+    def sink(self, out: torch.Tensor, lse: torch.Tensor, sinks: torch.Tensor) -> None:
+        with_sinks = torch.logaddexp(lse, sinks.unsqueeze(1))  # [H, t]
+        kept = torch.exp(lse - with_sinks)  # [H, t]: the share that the sinks leave
+        out.mul_(kept.t().unsqueeze(2))
+        lse.copy_(with_sinks)
+
+    def sink_gradient(
+        self,
+        total: torch.Tensor,
+        sinks: torch.Tensor,
+        dout: torch.Tensor,
+        out: torch.Tensor,
+        lse: torch.Tensor,
+    ) -> None:
+        shares = torch.exp(sinks.unsqueeze(1) - lse)  # [H, t]: of the sinks in each softmax
+        products = (dout.to(lse.dtype) * out).sum(2)  # [t, H, D] -> [t, H]
+        total.sub_((shares * products.t()).sum(1))
+
     def attend_blocks(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, pairs: PairAttention
     ) -> Tensors:

@@ -7,24 +7,28 @@ Both turn the tensors of transformers, [1, heads, tokens, head_dim], into the pa
 `sequence_parallel_attention` takes, [tokens, heads, head_dim], and back.
 
 Registering only the attention function, and no mask function, makes transformers build no mask:
-documents are kept apart by the context `seq_ctx`, and a mask [tokens, tokens] never exists.
+documents are kept apart by the context `seq_ctx`, and a mask [tokens, tokens] never exists. What
+a mask would say about windows and chunks, the configuration says, too (`model/layer_kinds.py`), and
+`model/trial.py` compares both when a model is attached.
 """
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 from transformers import AttentionInterface
 
 from hf_flexseq.attention import SequenceContext, sequence_parallel_attention
+from hf_flexseq.hf.model.layer_kinds import UnknownLayers, layer_reach
+from hf_flexseq.layers import FULL, Reach
 from hf_flexseq.pipeline.context import ChunkContext
 
 NAME = "flexseq"
 PIPELINE_NAME = "flexseq-pipeline"
 
-# Keywords with which a layer asks for more than causal attention. Each of them changes the result,
-# so none may be dropped.
-_REFUSED_KEYWORDS = ("sliding_window", "softcap", "s_aux", "position_bias")
+# Keywords with which a layer asks for attention that is not computed here. Each of them changes the
+# result, so none may be dropped.
+_REFUSED_KEYWORDS = ("position_bias", "indices", "block_indices", "sinks", "head_mask")
 
 
 class UnsupportedAttention(NotImplementedError):
@@ -45,9 +49,9 @@ def flexseq_attention(
 ) -> tuple[torch.Tensor, None]:
     """Attend within the sequences of a micro-batch, wherever their tokens are.
 
-    query [1, heads, tokens, D], key and value [1, kv_heads, tokens, D] -> [1, tokens, heads, D].
-    Raises ValueError when called without `seq_ctx`, and NotImplementedError for attention that is
-    not plain causal.
+    query [1, heads, tokens, D], key [1, kv_heads, tokens, D] and value [1, kv_heads, tokens, V]
+    -> [1, tokens, heads, V]. Raises ValueError when called without `seq_ctx`, and
+    NotImplementedError for attention that is not causal, with a window or in chunks.
     """
     if seq_ctx is None:
         raise ValueError(
@@ -55,9 +59,18 @@ def flexseq_attention(
             "or generate with this model yourself, first do "
             "model.set_attn_implementation('sdpa')"
         )
-    check_call(module, attention_mask, {"dropout": dropout, **kwargs})
+    asked = read_call(module, attention_mask, {"dropout": dropout, **kwargs})
     q, k, v = packed_rows(query, key, value)
-    out = sequence_parallel_attention(q, k, v, seq_ctx, scale=scaling)  # [tokens, heads, D]
+    out = sequence_parallel_attention(
+        q,
+        k,
+        v,
+        seq_ctx,
+        scale=scaling,
+        softcap=asked.softcap,
+        reach=asked.reach,
+        sinks=asked.sinks,
+    )  # [tokens, heads, V]
     return out.unsqueeze(0), None
 
 
@@ -75,20 +88,29 @@ def pipeline_attention(
 ) -> tuple[torch.Tensor, None]:
     """Attend from the tokens of one chunk to the chunk and to the carried keys before it.
 
-    query [1, heads, tokens, D], key and value [1, kv_heads, tokens, D] -> [1, tokens, heads, D].
-    Raises ValueError when called without `seq_ctx`, and NotImplementedError for attention that is
-    not plain causal.
+    query [1, heads, tokens, D], key [1, kv_heads, tokens, D] and value [1, kv_heads, tokens, V]
+    -> [1, tokens, heads, V]. Raises ValueError when called without `seq_ctx`, and
+    NotImplementedError for attention that is not causal, with a window or in chunks.
     """
     if seq_ctx is None:
         raise ValueError(
             "a pipeline stage runs on chunks of hf_flexseq alone; it cannot be called or generate"
         )
-    check_call(module, attention_mask, {"dropout": dropout, **kwargs})
+    asked = read_call(module, attention_mask, {"dropout": dropout, **kwargs})
     q, k, v = packed_rows(query, key, value)
     needs_grad = q.requires_grad or k.requires_grad or v.requires_grad
     keeps_grad = torch.is_grad_enabled() and needs_grad
     context = seq_ctx.of_layer(module.layer_idx, keeps_grad=keeps_grad)
-    out = sequence_parallel_attention(q, k, v, context, scale=scaling)  # [tokens, heads, D]
+    out = sequence_parallel_attention(
+        q,
+        k,
+        v,
+        context,
+        scale=scaling,
+        softcap=asked.softcap,
+        reach=asked.reach,
+        sinks=asked.sinks,
+    )  # [tokens, heads, V]
     return out.unsqueeze(0), None
 
 
@@ -113,33 +135,87 @@ def _rows(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return x.squeeze(0).transpose(0, 1).to(dtype).contiguous()
 
 
-def check_call(
-    module: nn.Module, attention_mask: torch.Tensor | None, asked: dict[str, Any]
-) -> None:
-    """Raise UnsupportedAttention unless a layer asks for causal attention and no more.
+class Asked(NamedTuple):
+    """What a layer asks for in a call, beside queries, keys and values."""
 
-    asked: keyword arguments of the layer's call.
+    where: str
+    """The layer in words, or nothing where it has no number."""
+    layer: int | None
+    """Its number in the model."""
+    reach: Reach
+    """Which keys a query reads."""
+    softcap: float | None
+    """Bound of the scores; None for plain scores."""
+    sinks: torch.Tensor | None
+    """A score of each head, [heads], that takes part in every softmax."""
+
+
+def read_call(
+    module: nn.Module, attention_mask: torch.Tensor | None, keywords: dict[str, Any]
+) -> Asked:
+    """Return what a layer asks for.
+
+    keywords: those of the layer's call. Raises UnsupportedAttention for what is not causal
+    attention of a known kind, and where the call contradicts the configuration.
     """
+    layer: int | None = getattr(module, "layer_idx", None)
+    where = "" if layer is None else f" of layer {layer}"
     unsupported = []
     if attention_mask is not None:
         unsupported.append("a mask of its own")
-    if _is_causal(module, asked) is False:
+    if _is_causal(module, keywords) is False:
         unsupported.append("attention in both directions")
-    if asked.get("dropout"):
+    if keywords.get("dropout"):
         unsupported.append("dropout in attention")
     for name in _REFUSED_KEYWORDS:
-        if asked.get(name) is not None:
+        if keywords.get(name) is not None:
             unsupported.append(name)
     if unsupported:
         raise UnsupportedAttention(
-            f"{type(module).__name__} asks for {', '.join(unsupported)}; hf_flexseq computes "
-            "causal attention"
+            f"{type(module).__name__}{where} asks for {', '.join(unsupported)}; hf_flexseq "
+            "computes causal attention"
         )
+    return Asked(
+        where=where,
+        layer=layer,
+        reach=_reach(module, where, keywords),
+        softcap=keywords.get("softcap"),
+        sinks=keywords.get("s_aux"),
+    )
 
 
-def _is_causal(module: nn.Module, asked: dict[str, Any]) -> bool | None:
+def _reach(module: nn.Module, where: str, keywords: dict[str, Any]) -> Reach:
+    """Return which keys the queries of a layer read, from its call and its configuration.
+
+    where: the layer in words.
+    """
+    name = type(module).__name__
+    window = keywords.get("sliding_window")
+    called = FULL if window is None else Reach(window=window)
+
+    # 1. the configuration, where the layer knows it
+    config = getattr(module, "config", None)
+    layer = getattr(module, "layer_idx", None)
+    if config is None:
+        return called
+    try:
+        configured = layer_reach(config, layer)
+    except UnknownLayers as reason:
+        raise UnsupportedAttention(f"{name}{where}: {reason}") from reason
+
+    # 2. Some layers leave windows and all leave chunks to their masks.
+    is_left_to_mask = "sliding_window" not in keywords or configured.chunk is not None
+    if configured != called and not (is_left_to_mask and called.is_full):
+        raise UnsupportedAttention(
+            f"{name}{where}: its call asks for {called} attention (sliding_window={window}), but "
+            f"its configuration says {configured}"
+        )
+    return configured
+
+
+def _is_causal(module: nn.Module, keywords: dict[str, Any]) -> bool | None:
     """Return what the call says about causality, else what the layer says, else None."""
-    called_with: bool | None = asked.get("is_causal")
+    called_with: bool | None = keywords.get("is_causal")
     if called_with is not None:
         return called_with
     of_layer: bool | None = getattr(module, "is_causal", None)

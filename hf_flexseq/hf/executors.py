@@ -36,6 +36,7 @@ from hf_flexseq.hf.model.buckets import early_buckets
 from hf_flexseq.hf.model.checks import check_model
 from hf_flexseq.hf.model.facts import AttentionShape, attention_shape, compute_dtype
 from hf_flexseq.hf.model.loss import ChunkedLoss, attach_chunked_loss
+from hf_flexseq.hf.model.positions import AttachedPositions, attach_positions, needed_columns
 from hf_flexseq.hf.sharding import BeforeLast, SteppedFsdp, fsdp_figures, reduces_each_batch
 from hf_flexseq.hf.trainer_checks import resolve_sync
 from hf_flexseq.kernels import Kernel
@@ -54,6 +55,7 @@ from hf_flexseq.steps.inputs import Inputs, indices_to_run, model_inputs
 from hf_flexseq.steps.lookahead import DrawnStep
 from hf_flexseq.steps.reduction import reduced_once
 from hf_flexseq.steps.step import OptimizerStep
+from hf_flexseq.steps.token_columns import with_token_columns
 from hf_flexseq.steps.trace import Figures, PlanTrace
 
 logger = logging.getLogger(__name__)
@@ -221,10 +223,12 @@ class WholeModelExecutor:
         self._links: NicFigures | None = None  # None: transfers go straight
         self._former_programs: MicroBatchPrograms | None = None  # of the last context
         self.fsdp: SteppedFsdp | None = None  # made with the cost model
+        self._token_columns: tuple[str, ...] = ()  # that the model needs of each token
 
         # what `detach` gives back
         self._model: PreTrainedModel | None = None
         self._chunked_loss: ChunkedLoss | None = None
+        self._positions: AttachedPositions | None = None
         self._former_attention: str | None = None
         self._former_ddp: DistributedDataParallelKwargs | None = None
 
@@ -236,7 +240,7 @@ class WholeModelExecutor:
     # ---- the model
 
     def attach(self, model: nn.Module, *, lockstep: bool) -> None:
-        """Give `model` our attention and loss, and DDP buckets that are reduced early.
+        """Give `model` our attention, loss and positions, and DDP buckets that are reduced early.
 
         Raises NotImplementedError when the model cannot be trained exactly, and ValueError when
         its state alone is too large. Collective over the world.
@@ -274,6 +278,8 @@ class WholeModelExecutor:
         accelerator.ddp_handler = early_buckets(accelerator.ddp_handler, model)
         base.set_attn_implementation(NAME)
         self._chunked_loss = attach_chunked_loss(model)
+        self._positions = attach_positions(base)
+        self._token_columns = needed_columns(base)
         self._model = base
 
     def detach(self) -> None:
@@ -284,8 +290,11 @@ class WholeModelExecutor:
         self.setup.accelerator.ddp_handler = self._former_ddp
         if self._chunked_loss is not None:
             self._chunked_loss.detach()
+        if self._positions is not None:
+            self._positions.detach()
         self._model = None
         self._chunked_loss = None
+        self._positions = None
         self._former_programs = None
         if self.fsdp is not None:
             self.fsdp.forget_model()
@@ -364,7 +373,8 @@ class WholeModelExecutor:
 
         # 1. what this rank holds in each micro-batch, and its tokens outside of attention
         shards = shards_of(plan, communicator.rank, communicator.topology)
-        columns = self._exchange(drawn.row, plan, drawn.sources, shards)
+        row = with_token_columns(drawn.row, self._token_columns)
+        columns = self._exchange(row, plan, drawn.sources, shards)
 
         # 2. what the model is called with; beyond the first micro-batch it is made while they run
         indices = indices_to_run(shards, lockstep=self.lockstep)

@@ -1,13 +1,12 @@
 """Keys and values of a sequence's earlier chunks, and their gradients, from one chunk to the next.
 
-A chunk's queries read [the prefix of their own sequence | their own chunk, causally]. For each
-(layer, sequence):
+A chunk's queries read [the prefix of their own sequence | their own chunk], causally, and of the
+prefix no more than the window or the chunk of the layer reaches. For each (layer, sequence):
 
-    forward     write the chunk's K, V into one buffer of the sequence's length; attend to the
-                prefix and to the chunk itself, and merge the two by their log-sum-exp
-    backward    with the merged out and lse both parts are independent: the prefix's dK, dV are
-                added to a second buffer, the chunk's own are returned together with what later
-                chunks have left there for it
+    forward     write the chunk's K, V into one buffer of the sequence's length, and attend to
+                prefix and chunk in one kernel call
+    backward    the prefix's dK, dV are added to a second buffer, the chunk's own are returned
+                together with what later chunks have left there for it
 
 Chunks of a sequence go forward in order and backward in the opposite one (Seq1F1B, arXiv
 2406.03488). Any other order would give wrong gradients in silence, so a forward mark (positions
@@ -17,8 +16,9 @@ it finds its K, V where they are, however often it comes.
 
 Both buffers are written in place and sliced, where Seq1F1B's code joins the whole prefix anew for
 every chunk and layer and holds K, V twice. The second buffer is what the kernel gives for the
-prefix of the last chunk, which goes backward first and has the longest prefix. It is in float32
-(float64 for float64), because many chunks add to it.
+prefix of the last chunk, which goes backward first and has the longest prefix; it begins as zeros
+where a layer reads less of it. It is in float32 (float64 for float64), because many chunks add to
+it.
 
 The slow, obvious twin is attention over the whole sequence, in `tests/pipeline/test_carry.py`.
 
@@ -29,11 +29,11 @@ In shapes, `tokens` are those of the chunk's part of the sequence.
 """
 
 from collections.abc import Iterator
+from typing import NamedTuple
 
 import torch
 
 from hf_flexseq.kernels import Kernel, lse_dtype
-from hf_flexseq.kernels.merge import merge_into
 from hf_flexseq.kernels.segments import Segments
 from hf_flexseq.layers import Reach, Scores
 from hf_flexseq.plan.shard import Slice
@@ -48,14 +48,37 @@ class CutPart:
     the device.
     """
 
-    __slots__ = ("own", "part", "prefix")
+    __slots__ = ("_device", "_reads", "part")
 
     def __init__(self, part: Slice, device: torch.device) -> None:
         self.part = part
-        # the chunk itself, causally
-        self.own = Segments([part.tokens], [part.tokens], causal=True, device=device)
-        # the prefix, all of which every query reads
-        self.prefix = Segments([part.tokens], [part.start], causal=False, device=device)
+        self._device = device
+        self._reads: dict[Reach, CutRead] = {}
+
+    def read(self, reach: Reach) -> "CutRead":
+        """Return what the queries read in layers of this reach."""
+        if reach not in self._reads:
+            # The keys of one span end where those of the next begin.
+            spans = reach.spans(self.part.start, self.part.stop)
+            segments = Segments(
+                [span.queries for span in spans],
+                [span.keys for span in spans],
+                causal=True,
+                device=self._device,
+                window=reach.window,
+            )
+            self._reads[reach] = CutRead(spans[0].first_key, segments)
+        return self._reads[reach]
+
+
+class CutRead(NamedTuple):
+    """What the queries of a part read."""
+
+    first: int
+    """Position of the first key. They read up to the end of the part."""
+
+    segments: Segments
+    """Lengths of the kernel call over these keys."""
 
 
 class WrongOrder(RuntimeError):
@@ -168,22 +191,13 @@ class Carried:
         kernel = self._carry.kernel
         asked = scores._asdict()
         part = cut.part
-        # 1. the chunk itself: [tokens, heads, head_dim], [heads, tokens]
         self._store(part, k, v)
-        own_k, own_v = self._keys(part.start, part.stop)
-        out, lse = kernel.forward(q, own_k, own_v, cut.own, **asked)
-        # 2. the prefix, in the same shapes
-        if part.start:
-            prefix_k, prefix_v = self._keys(0, part.start)
-            prefix_out, prefix_lse = kernel.forward(q, prefix_k, prefix_v, cut.prefix, **asked)
-            merged = prefix_out.to(lse.dtype)
-            # lse as [tokens, heads], as `merge_into` takes it; both are merged in place
-            merge_into(merged, prefix_lse.t(), out, lse.t())
-            out = merged
-            lse = prefix_lse
+        read = cut.read(reach)
+        k, v = self._keys(read.first, part.stop)
+        out, lse = kernel.forward(q, k, v, read.segments, **asked)
         if self.stored == self.length and not self._keeps_grad:
             self._carry.drop(self._key)
-        return out.to(q.dtype), lse
+        return out, lse
 
     def backward(
         self,
@@ -209,23 +223,22 @@ class Carried:
             )
         kernel = self._carry.kernel
         asked = scores._asdict()
-        # 1. the chunk itself, with the gradients that later chunks have left for its keys
-        own_k, own_v = self._keys(part.start, part.stop)
-        dq, dk, dv = kernel.backward(dout, q, own_k, own_v, out, lse, cut.own, **asked)
-        dkv = torch.stack([dk, dv])  # 2 x [tokens, ...] -> [2, tokens, kv_heads, head_dim]
+        # 1. dq [tokens, heads, head_dim]; dk, dv [keys, kv_heads, head_dim]
+        read = cut.read(reach)
+        k, v = self._keys(read.first, part.stop)
+        dq, dk, dv = kernel.backward(dout, q, k, v, out, lse, read.segments, **asked)
+        # 2. of the chunk's own keys, with what later chunks have left for them
+        before = part.start - read.first  # keys of the prefix
+        # 2 x [tokens, ...] -> [2, tokens, kv_heads, head_dim]
+        dkv = torch.stack([dk[before:], dv[before:]])
         if self._dk is not None and self._dv is not None:
             dkv = dkv.to(self._dk.dtype)
             dkv[0] += self._dk[part.start : part.stop]
             dkv[1] += self._dv[part.start : part.stop]
-        # 2. the prefix: dk, dv [part.start, kv_heads, head_dim]
-        if part.start:
-            prefix_k, prefix_v = self._keys(0, part.start)
-            prefix_dq, prefix_dk, prefix_dv = kernel.backward(
-                dout, q, prefix_k, prefix_v, out, lse, cut.prefix, **asked
-            )
-            dq = dq.to(lse.dtype).add_(prefix_dq)
-            self._add_to_prefix(prefix_dk, prefix_dv)
-        # 3. the marks
+        # 3. of the prefix
+        if before:
+            self._add_to_prefix(read.first, dk[:before], dv[:before])
+        # 4. the marks
         self.drained = part.start
         if self.drained == 0:
             self._carry.drop(self._key)
@@ -256,17 +269,21 @@ class Carried:
         assert self._kv is not None, "nothing was stored"
         return self._kv[0, start:stop], self._kv[1, start:stop]
 
-    def _add_to_prefix(self, dk: torch.Tensor, dv: torch.Tensor) -> None:
-        """Add gradients [prefix, kv_heads, head_dim] of the prefix's keys and values, new from the
-        kernel, to the second buffer."""
+    def _add_to_prefix(self, first: int, dk: torch.Tensor, dv: torch.Tensor) -> None:
+        """Add gradients [keys, kv_heads, head_dim] of the last keys and values of the prefix, from
+        position `first` on, to the second buffer."""
+        stop = first + dk.shape[0]
         if self._dk is None or self._dv is None:
             # The last chunk goes backward first, and its prefix is the longest one.
-            self._dk = dk.to(lse_dtype(dk.dtype))
-            self._dv = dv.to(lse_dtype(dv.dtype))
-            return
-        prefix = dk.shape[0]
-        self._dk[:prefix] += dk
-        self._dv[:prefix] += dv
+            wide = lse_dtype(dk.dtype)
+            if first == 0:
+                self._dk = dk.to(wide)
+                self._dv = dv.to(wide)
+                return
+            self._dk = dk.new_zeros(stop, *dk.shape[1:], dtype=wide)
+            self._dv = torch.zeros_like(self._dk)
+        self._dk[first:stop] += dk
+        self._dv[first:stop] += dv
 
     def __str__(self) -> str:
         layer, sequence = self._key

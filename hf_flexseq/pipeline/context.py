@@ -11,6 +11,9 @@ A chunk's row is [the part of a cut sequence | whole sequences], either of which
 Where ranks share the chunk (`ulysses.py`), both zones are inside an exchange of tokens for heads.
 """
 
+import functools
+from functools import partial
+
 import torch
 
 from hf_flexseq.attention.programs import MicroBatchPrograms
@@ -24,7 +27,7 @@ from hf_flexseq.program.compile import Parts
 from hf_flexseq.program.instructions import INPUT, WIDE, LayerShape, Value
 from hf_flexseq.program.local import LocalZone
 from hf_flexseq.program.weave import ZoneSteps
-from hf_flexseq.program.zones import ZoneAttention
+from hf_flexseq.program.zones import Sinks, ZoneAttention
 
 
 class ChunkContext:
@@ -53,30 +56,25 @@ class ChunkContext:
         self.carry = carry
         self.checkpointed = checkpointed
         self._lengths = lengths
-        # 1. the whole row
-        tables = Tables()
-        zones = _zones(chunk, lengths, tables)
+        # 1. the part of a cut sequence that it begins with
         part = chunk.cut(lengths)  # None without one
         self._cut = None if part is None else CutPart(part, device)
 
         # 2. this rank's tokens: all, a part of them, or a dummy token
         self.tokens = chunk.tokens
         if sharing is not None:
-            zones = [shared_chunk(chunk.tokens, zones, sharing)]
             start, stop = sharing.part(chunk.tokens)
-            self.tokens = stop - start
-            if start == stop:
-                self.tokens = 1
-                zones.append(LocalZone(slice(0, 1), (1,), tables))
+            self.tokens = max(1, stop - start)
 
         # 3. what the attention of all layers does with them
+        tables = Tables()
         parts = Parts(
             rank=0 if sharing is None else sharing.ranks[sharing.index],
             wide=carry.kernel.wide_gradients,
             tables=tables,
             linear_tokens=self.tokens,
             attention_tokens=self.tokens,
-            zones=tuple(zones),
+            zones=functools.cache(partial(_rank_zones, chunk, lengths, tables, sharing)),
             remap=None,
         )
         communicator = None if sharing is None else sharing.communicator
@@ -99,10 +97,36 @@ class ChunkContext:
         return self.carry.at(layer, part.part, length, keeps_grad=keeps_grad)
 
 
-def _zones(chunk: Chunk, lengths: tuple[int, ...], tables: Tables) -> list[ZoneAttention]:
+def _rank_zones(
+    chunk: Chunk,
+    lengths: tuple[int, ...],
+    tables: Tables,
+    sharing: Sharing | None,
+    reach: Reach,
+) -> tuple[ZoneAttention, ...]:
+    """Return the zones of this rank's tokens.
+
+    lengths: tokens of every sequence of the plan
+    sharing: with whom this rank shares them; None when it has all
+    reach: which keys a query reads
+    """
+    zones = _zones(chunk, lengths, tables, reach)
+    if sharing is None:
+        return tuple(zones)
+    shared = shared_chunk(chunk.tokens, zones, sharing)
+    start, stop = sharing.part(chunk.tokens)
+    if start == stop:
+        return (shared, LocalZone(slice(0, 1), (1,), tables))
+    return (shared,)
+
+
+def _zones(
+    chunk: Chunk, lengths: tuple[int, ...], tables: Tables, reach: Reach
+) -> list[ZoneAttention]:
     """Return the zones of the whole row: the part of a cut sequence, and whole sequences.
 
     lengths: tokens of every sequence of the plan
+    reach: which keys a query reads
     """
     zones: list[ZoneAttention] = []
     whole = chunk.slices
@@ -115,7 +139,7 @@ def _zones(chunk: Chunk, lengths: tuple[int, ...], tables: Tables) -> list[ZoneA
     if whole:
         tokens = [one.tokens for one in whole]
         rows = slice(chunk.tokens - sum(tokens), chunk.tokens)
-        zones.append(LocalZone(rows, tokens, tables))
+        zones.append(LocalZone(rows, tokens, tables, reach=reach))
     return zones
 
 
@@ -192,7 +216,9 @@ class CutZone(ZoneAttention):
         self.rows = slice(0, tokens)
         self._key_shapes: dict[LayerShape, tuple[int, ...]] = {}  # of the forward's keys
 
-    def forward(self, b: Builder, q: Value, k: Value, v: Value) -> ZoneSteps[tuple[Value, Values]]:
+    def forward(
+        self, b: Builder, q: Value, k: Value, v: Value, sinks: Sinks | None = None
+    ) -> ZoneSteps[tuple[Value, Values]]:
         """Return out [tokens, heads, head_dim], and what `backward` needs.
 
         q: [tokens, heads, head_dim]; k, v: [tokens, kv_heads, head_dim]
@@ -201,12 +227,18 @@ class CutZone(ZoneAttention):
         self._key_shapes[b.shape] = k.shape
         made = ((q.shape, INPUT), ((q.shape[1], q.rows), WIDE))
         out, lse = b.special("attend_cut", (q, k, v), made, b.shape.reach)
+        if sinks is not None:
+            sinks.apply(b, out, lse)
         return out, (q, out, lse)
 
-    def backward(self, b: Builder, dout: Value, saved: Values) -> ZoneSteps[Values]:
+    def backward(
+        self, b: Builder, dout: Value, saved: Values, sinks: Sinks | None = None
+    ) -> ZoneSteps[Values]:
         """Return dq [tokens, heads, head_dim], dk and dv [tokens, kv_heads, head_dim]."""
         yield 0.0
         q, out, lse = saved
+        if sinks is not None:
+            sinks.add_gradient(b, dout, out, lse)
         key_shape = self._key_shapes[b.shape]
         made = ((q.shape, WIDE), (key_shape, WIDE), (key_shape, WIDE))
         return b.special("gradients_of_cut", (dout, q, out, lse), made, b.shape.reach)

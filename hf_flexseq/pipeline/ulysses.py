@@ -27,7 +27,7 @@ from hf_flexseq.program.head_exchange import HeadExchange
 from hf_flexseq.program.instructions import LayerShape, Value
 from hf_flexseq.program.ulysses import UlyssesZone
 from hf_flexseq.program.weave import ZoneSteps, run_zones
-from hf_flexseq.program.zones import Attention, ZoneAttention
+from hf_flexseq.program.zones import Attention, Sinks, ZoneAttention
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +93,9 @@ class Together(Attention):
         self.zones = tuple(zones)
         self._saved: dict[LayerShape, list[int]] = {}  # how many values each keeps, by layer
 
-    def forward(self, b: Builder, q: Value, k: Value, v: Value) -> ZoneSteps[tuple[Value, Values]]:
+    def forward(
+        self, b: Builder, q: Value, k: Value, v: Value, sinks: Sinks | None = None
+    ) -> ZoneSteps[tuple[Value, Values]]:
         """Return out [tokens, heads, head_dim], and what `backward` needs.
 
         q: [tokens, heads, head_dim]; k, v: [tokens, kv_heads, head_dim], of all zones
@@ -102,8 +104,10 @@ class Together(Attention):
         steps = []
         for zone in self.zones:
             # [tokens, ...] -> [tokens of the zone, ...]
-            rows = [b.part(x, zone.rows.start, zone.rows.stop) for x in (q, k, v)]
-            steps.append(zone.forward(b, *rows))
+            zone_q, zone_k, zone_v = (
+                b.part(x, zone.rows.start, zone.rows.stop) for x in (q, k, v)
+            )
+            steps.append(zone.forward(b, zone_q, zone_k, zone_v, sinks))
         outs = []
         values: list[Value] = []
         counts = []
@@ -115,14 +119,17 @@ class Together(Attention):
         # [tokens of a zone, heads, head_dim] of each -> [tokens, heads, head_dim]
         return b.join(outs), tuple(values)
 
-    def backward(self, b: Builder, dout: Value, saved: Values) -> ZoneSteps[Values]:
+    def backward(
+        self, b: Builder, dout: Value, saved: Values, sinks: Sinks | None = None
+    ) -> ZoneSteps[Values]:
         """Return dq [tokens, heads, head_dim], dk and dv [tokens, kv_heads, head_dim]."""
         yield 0.0
         values = iter(saved)
         steps = []
         for zone, count in zip(self.zones, self._saved[b.shape], strict=True):
             own = tuple(islice(values, count))
-            steps.append(zone.backward(b, b.part(dout, zone.rows.start, zone.rows.stop), own))
+            zone_dout = b.part(dout, zone.rows.start, zone.rows.stop)
+            steps.append(zone.backward(b, zone_dout, own, sinks))
         # dq, dk and dv of every zone -> each of all zones, [tokens, ...]
         grads = []
         for parts in zip(*run_zones(steps), strict=True):

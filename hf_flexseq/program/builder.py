@@ -401,6 +401,18 @@ class Builder:
         self._emit("gradients", (dout, q, k, v, out, lse), (dq, dk, dv), self._call(call))
         return dq, dk, dv
 
+    def sink(self, out: Value, lse: Value, sinks: Value) -> None:
+        """Let a sink of each head take part in a complete result, in place: out [t, H, D], lse
+        [H, t], sinks [H]."""
+        self._emit("sink", (out, lse, sinks), ())
+
+    def sink_gradient(
+        self, total: Value, sinks: Value, dout: Value, out: Value, lse: Value
+    ) -> None:
+        """Add the gradient of the sinks [H] to total [H]: dout, out [t, H, D], lse [H, t], as
+        `sink` left them."""
+        self._emit("sink_gradient", (total, sinks, dout, out, lse), ())
+
     def special(
         self,
         operation: str,

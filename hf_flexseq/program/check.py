@@ -20,7 +20,15 @@ from hf_flexseq.program.instructions import Instruction, LayerShape, PostSpec, P
 from hf_flexseq.program.memory import VIEWS, Place, nbytes, places_of
 
 # Operations that write to some of the values that they read: how many of them, the first ones.
-WRITES = {"put": 1, "add": 1, "accumulate": 1, "merge": 2, "fill_parcel": 1}
+WRITES = {
+    "put": 1,
+    "add": 1,
+    "accumulate": 1,
+    "merge": 2,
+    "sink": 2,
+    "sink_gradient": 1,
+    "fill_parcel": 1,
+}
 TRANSFERS = ("post", "all_to_all")
 
 

@@ -12,25 +12,27 @@ what every zone asks for; `backward_of_rows` is for layers under activation chec
 keep this rank's own rows alone (`attention/remat.py`).
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from hf_flexseq.layers import Reach
 from hf_flexseq.plan.shard import Shard, Zone, cuts
 from hf_flexseq.program.builder import Builder, Tables, Values
 from hf_flexseq.program.deterministic import DeterministicZone
 from hf_flexseq.program.exchange import Channel
-from hf_flexseq.program.gathered import AllGatherZone
+from hf_flexseq.program.gathered import all_gather_zone
+from hf_flexseq.program.halo import halo_zone
 from hf_flexseq.program.hybrid import hybrid_zone
-from hf_flexseq.program.instructions import INPUT, LayerShape, Program, Value
+from hf_flexseq.program.instructions import INPUT, WIDE, LayerShape, Program, Value
 from hf_flexseq.program.local import LocalZone
 from hf_flexseq.program.remap import TokenRemap
 from hf_flexseq.program.ring import RingZone
 from hf_flexseq.program.routes import Routes
-from hf_flexseq.program.turns import WORTHY_PAIRS, make_turns
+from hf_flexseq.program.turns import WORTHY_PAIRS, ZoneLayout, make_turns
 from hf_flexseq.program.ulysses import ulysses_zone
 from hf_flexseq.program.weave import run_zones
-from hf_flexseq.program.zones import NoZone, ZoneAttention
+from hf_flexseq.program.zones import NoZone, Sinks, ZoneAttention
 from hf_flexseq.schedule.routing import NicFigures
 from hf_flexseq.topology import Topology
 
@@ -67,59 +69,91 @@ class Parts(NamedTuple):
     tables: Tables
     linear_tokens: int
     attention_tokens: int
-    zones: tuple[ZoneAttention, ...]
+
+    zones: Callable[[Reach], tuple[ZoneAttention, ...]]
+    """The attention of every group, by which keys a query reads; the same objects every time."""
+
     remap: TokenRemap | None
 
 
 class MicroBatchLayout:
     """A rank's zones in one micro-batch, as far as they do not depend on a layer."""
 
-    __slots__ = ("parts", "tables")
+    __slots__ = ("_machine", "_shard", "_zones", "parts", "tables")
 
     def __init__(self, shard: Shard, machine: Machine) -> None:
-        """Find rows, turns and lengths."""
+        """Find the way to and from the rows of attention; zones are laid out when the first layer
+        asks for them."""
         self.tables = Tables()
-        # 1. the way between the layouts of linear layers and of attention
+        self._shard = shard
+        self._machine = machine
+        self._zones: dict[Reach, tuple[ZoneAttention, ...]] = {}
         remap = None
         if _takes_part_in_remap(shard, machine.links):
             remap = TokenRemap(shard, machine.links)
-
-        # 2. the attention of every group, widest first, as the plan has them
-        # The widest zone waits for a transfer about this often: once for every rank of its group.
-        waits = max((zone.group.degree for zone in shard.zones), default=1)
-        zones: list[ZoneAttention] = []
-        for number, zone in enumerate(shard.zones):
-            channel = Channel(zone.group, number)
-            if machine.deterministic:
-                zones.append(DeterministicZone(zone, channel, self.tables))
-            else:
-                attention = _zone_attention(
-                    zone, channel, self.tables, machine, rank=shard.rank, waits=waits
-                )
-                zones.append(attention)
         self.parts = Parts(
             rank=shard.rank,
             wide=machine.wide_gradients,
             tables=self.tables,
             linear_tokens=shard.linear_tokens,
             attention_tokens=shard.attention_tokens,
-            zones=tuple(zones) or (NoZone(),),
+            zones=self.zones,
             remap=remap,
         )
 
+    def zones(self, reach: Reach) -> tuple[ZoneAttention, ...]:
+        """Return the attention of every group, widest first, as the plan has them.
+
+        reach: which keys a query reads.
+        """
+        longest = max((max(zone.lengths) for zone in self._shard.zones), default=0)
+        reach = reach.within(longest)
+        if reach not in self._zones:
+            self._zones[reach] = self._make_zones(reach)
+        return self._zones[reach]
+
+    def _make_zones(self, reach: Reach) -> tuple[ZoneAttention, ...]:
+        """Find rows, turns and lengths of all zones."""
+        shard = self._shard
+        machine = self._machine
+        # The widest zone waits for a transfer about this often: once for every rank of its group.
+        waits = max((zone.group.degree for zone in shard.zones), default=1)
+        zones: list[ZoneAttention] = []
+        for number, zone in enumerate(shard.zones):
+            channel = Channel(zone.group, number)
+            of_zone = reach.within(max(zone.lengths))
+            if machine.deterministic:
+                zones.append(_deterministic_zone(zone, channel, self.tables, of_zone))
+            else:
+                attention = _zone_attention(
+                    zone,
+                    channel,
+                    self.tables,
+                    machine,
+                    reach=of_zone,
+                    rank=shard.rank,
+                    waits=waits,
+                )
+                zones.append(attention)
+        return tuple(zones) or (NoZone(),)
+
 
 def forward(parts: Parts, shape: LayerShape) -> Program:
-    """Compile the forward: q, k, v -> out, [linear tokens, heads, head_dim] each."""
+    """Compile the forward: q, k, v -> out, [linear tokens, heads, head_dim] each.
+
+    The sinks [heads] of a layer that has any are the fourth input.
+    """
     b = _builder(parts, shape)
     q, k, v = _inputs(b, parts.linear_tokens, "qkv")
+    sinks = _sinks(b)
     # 1. to the rows of the groups: each [linear tokens, ...] -> [attention tokens, ...]
     q, k, v = _to_attention(b, parts, (q, k, v))
 
     # 2. all zones together, each on rows of its own
     steps = []
-    for zone in parts.zones:
-        rows = [b.part(x, zone.rows.start, zone.rows.stop) for x in (q, k, v)]
-        steps.append(zone.forward(b, *rows))
+    for zone in parts.zones(shape.reach):
+        zone_q, zone_k, zone_v = (b.part(x, zone.rows.start, zone.rows.stop) for x in (q, k, v))
+        steps.append(zone.forward(b, zone_q, zone_k, zone_v, sinks))
     results = run_zones(steps)
     outs = [out for out, _ in results]
 
@@ -132,33 +166,38 @@ def backward(parts: Parts, shape: LayerShape, saved: Sequence[Values]) -> Progra
     """Compile the backward: dout, and by zone what the forward saved -> dq, dk, dv, [linear
     tokens, heads, head_dim] each.
 
-    saved: of the program of the forward.
+    saved: of the program of the forward. The sinks [heads] of a layer that has any come behind
+    dout, and their gradient comes last.
     """
     b = _builder(parts, shape)
     (dout,) = _inputs(b, parts.linear_tokens, "q")
+    sinks = _sinks(b, with_grads=True)
     inputs = []
     for of_zone in saved:
         inputs.append(tuple(b.input(value.shape, value.dtype) for value in of_zone))
     (dout,) = _to_attention(b, parts, (dout,))
     steps = []
-    for zone, of_zone in zip(parts.zones, inputs, strict=True):
+    for zone, of_zone in zip(parts.zones(shape.reach), inputs, strict=True):
         zone_dout = b.part(dout, zone.rows.start, zone.rows.stop)
-        steps.append(zone.backward(b, zone_dout, of_zone))
-    return b.program(_to_linear(b, parts, _joined(b, run_zones(steps))))
+        steps.append(zone.backward(b, zone_dout, of_zone, sinks))
+    grads = _to_linear(b, parts, _joined(b, run_zones(steps)))
+    return b.program((*grads, *_grads_of(sinks)))
 
 
 def backward_of_rows(parts: Parts, shape: LayerShape, saved: Sequence[Values]) -> Program:
     """Compile the backward of a replayed layer: q, k, v, out, dout, and by zone the log-sum-exp
     -> dq, dk, dv, [linear tokens, heads, head_dim] each.
 
-    saved: of the program of the forward; its log-sum-exps alone are kept.
+    saved: of the program of the forward; its log-sum-exps alone are kept. The sinks [heads] of a
+    layer that has any come before these, and their gradient comes last.
     """
     b = _builder(parts, shape)
     inputs = _inputs(b, parts.linear_tokens, "qkvqq")
+    sinks = _sinks(b, with_grads=True)
     lses = [b.input(of_zone[-1].shape, of_zone[-1].dtype) for of_zone in saved]
     q, k, v, out, dout = _to_attention(b, parts, inputs)
     steps = []
-    for zone, lse in zip(parts.zones, lses, strict=True):
+    for zone, lse in zip(parts.zones(shape.reach), lses, strict=True):
         start, stop = zone.rows.start, zone.rows.stop
         zone_steps = zone.backward_of_rows(
             b,
@@ -168,9 +207,11 @@ def backward_of_rows(parts: Parts, shape: LayerShape, saved: Sequence[Values]) -
             out=b.part(out, start, stop),
             dout=b.part(dout, start, stop),
             lse=lse,
+            sinks=sinks,
         )
         steps.append(zone_steps)
-    return b.program(_to_linear(b, parts, _joined(b, run_zones(steps))))
+    grads = _to_linear(b, parts, _joined(b, run_zones(steps)))
+    return b.program((*grads, *_grads_of(sinks)))
 
 
 def _builder(parts: Parts, shape: LayerShape) -> Builder:
@@ -184,6 +225,22 @@ def _inputs(b: Builder, tokens: int, kinds: str) -> Values:
         heads = b.shape.query_heads if kind == "q" else b.shape.kv_heads
         inputs.append(b.input((tokens, heads, b.shape.head_dim)))
     return tuple(inputs)
+
+
+def _sinks(b: Builder, *, with_grads: bool = False) -> Sinks | None:
+    """Return the sinks of the layer, an input [heads], with their gradient, which is zero so far;
+    None where it has none."""
+    if not b.shape.sinks:
+        return None
+    values = b.input((b.shape.query_heads,), WIDE)
+    return Sinks(values, b.zeros(values.shape, WIDE) if with_grads else None)
+
+
+def _grads_of(sinks: Sinks | None) -> Values:
+    """Return the gradient of the sinks [heads], where there are any."""
+    if sinks is None or sinks.grads is None:
+        return ()
+    return (sinks.grads,)
 
 
 def _to_attention(b: Builder, parts: Parts, values: Values) -> Values:
@@ -216,22 +273,48 @@ def _takes_part_in_remap(shard: Shard, links: NicFigures | None) -> bool:
     return bool(shard.given or shard.got)
 
 
+def _deterministic_zone(
+    zone: Zone, channel: Channel, tables: Tables, reach: Reach
+) -> DeterministicZone:
+    """Make the attention of a zone whose bits do not depend on the group.
+
+    Raises NotImplementedError where queries do not read all keys before them.
+    """
+    if not reach.is_full:
+        raise NotImplementedError(
+            f"deterministic=True computes full attention, and a layer has a {reach}: set "
+            "deterministic=False"
+        )
+    return DeterministicZone(zone, channel, tables)
+
+
 def _zone_attention(
-    zone: Zone, channel: Channel, tables: Tables, machine: Machine, *, rank: int, waits: int
+    zone: Zone,
+    channel: Channel,
+    tables: Tables,
+    machine: Machine,
+    *,
+    reach: Reach,
+    rank: int,
+    waits: int,
 ) -> ZoneAttention:
     """Make the attention of a zone by its group's strategy.
 
-    rank: the global rank that works in it. waits: how often about the widest zone of this rank
-    waits for transfers; a local zone cuts its work into as many runs.
+    reach: which keys a query reads. rank: the global rank that works in it. waits: how often about
+    the widest zone of this rank waits for transfers; a local zone cuts its work into as many runs.
     """
     rows = slice(zone.start, zone.stop)
     ranks = zone.group.ranks
     ranks_per_node = machine.topology.ranks_per_node
     match zone.group.strategy:
         case "local":
-            return LocalZone(rows, zone.lengths, tables, most_runs=waits)
+            return LocalZone(rows, zone.lengths, tables, most_runs=waits, reach=reach)
         case "ulysses":
-            return ulysses_zone(zone, channel, tables, machine.device)
+            return ulysses_zone(zone, channel, tables, machine.device, reach)
+        case "zigzag" | "balanced" | "allgather" as strategy if not reach.is_full:
+            group_cuts = cuts(strategy, zone.lengths, len(ranks))
+            layout = ZoneLayout(group_cuts, strategy, zone.index, ranks, tables)
+            return halo_zone(rows, layout, reach, channel)
         case "zigzag" | "balanced" as strategy:
             group_cuts = cuts(strategy, zone.lengths, len(ranks))
             # Between nodes transfers may be routed, time by time of the schedule, and turns are
@@ -250,7 +333,7 @@ def _zone_attention(
             routes = _routes(zone, machine, rank) if across else None
             return RingZone(rows, turns, channel, tables, routes)
         case "allgather":
-            return AllGatherZone(zone, channel, tables, ranks_per_node)
+            return all_gather_zone(zone, channel, tables, ranks_per_node)
         case "hybrid":
             return hybrid_zone(
                 zone,
@@ -259,6 +342,7 @@ def _zone_attention(
                 ranks_per_node,
                 worthy_pairs=machine.worthy_pairs,
                 device=machine.device,
+                reach=reach,
             )
         case other:
             raise AssertionError(f"no attention for strategy {other!r}")

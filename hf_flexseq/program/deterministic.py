@@ -40,6 +40,7 @@ from hf_flexseq.program.instructions import INPUT, WIDE, Value
 from hf_flexseq.program.relayout import Relayout
 from hf_flexseq.program.tags import BLOCK_KEYS, BLOCK_QUERIES, BLOCK_RESULTS
 from hf_flexseq.program.weave import END, ZoneSteps
+from hf_flexseq.program.zones import Sinks
 
 
 class DeterministicZone:
@@ -80,7 +81,9 @@ class DeterministicZone:
         # 4. this rank's blocks
         self.blocks = BlocksSpec(channel.number, tuple(own[index]))
 
-    def forward(self, b: Builder, q: Value, k: Value, v: Value) -> ZoneSteps[tuple[Value, Values]]:
+    def forward(
+        self, b: Builder, q: Value, k: Value, v: Value, sinks: Sinks | None = None
+    ) -> ZoneSteps[tuple[Value, Values]]:
         """Return out [tokens, heads, head_dim], and save q, k, v, out, lse [tokens, heads].
 
         q: [tokens, heads, head_dim]. k, v: [tokens, kv_heads, head_dim].
@@ -97,11 +100,17 @@ class DeterministicZone:
         moving = self.blocks_to_seq.post(b, results, BLOCK_RESULTS)
         yield END
         out, lse = moving.wait()  # [tokens, heads, head_dim], [tokens, heads]
+        if sinks is not None:
+            sinks.apply(b, out, b.turned(lse))
         return out, (q, k, v, out, lse)
 
-    def backward(self, b: Builder, dout: Value, saved: Values) -> ZoneSteps[Values]:
+    def backward(
+        self, b: Builder, dout: Value, saved: Values, sinks: Sinks | None = None
+    ) -> ZoneSteps[Values]:
         """Return dq [tokens, heads, head_dim], dk and dv [tokens, kv_heads, head_dim]."""
         q, k, v, out, lse = saved
+        if sinks is not None:
+            sinks.add_gradient(b, dout, out, b.turned(lse))
         # [tokens, heads, ...] -> [tokens of readers, heads, ...]
         queries = self.seq_to_readers.post(b, (dout, q, out, lse), BLOCK_QUERIES)
         # [tokens, kv_heads, head_dim] -> [tokens read, kv_heads, head_dim]
@@ -117,14 +126,22 @@ class DeterministicZone:
         return moving.wait()
 
     def backward_of_rows(
-        self, b: Builder, q: Value, k: Value, v: Value, out: Value, dout: Value, lse: Value
+        self,
+        b: Builder,
+        q: Value,
+        k: Value,
+        v: Value,
+        out: Value,
+        dout: Value,
+        lse: Value,
+        sinks: Sinks | None = None,
     ) -> ZoneSteps[Values]:
         """Return what `backward` does; these are the values that `forward` saves.
 
         q, out, dout: [tokens, heads, head_dim]. k, v: [tokens, kv_heads, head_dim]. lse: [tokens,
         heads].
         """
-        return self.backward(b, dout, (q, k, v, out, lse))
+        return self.backward(b, dout, (q, k, v, out, lse), sinks)
 
 
 # ---- which rank has which blocks

@@ -13,6 +13,9 @@
    sequences. Gradients of keys that several queries read go the way back, and are summed in
    float32 (float64 for float64): here, where they leave the node, and at their owner.
 
+Windows and chunks of a sequence (`halo.py`) gather what comes before a slice as far as its queries
+read, straight from its owners, and keep it for the backward: it is short.
+
 Llama 3 (arXiv 2407.21783, section 3.3.2) for the gather and the two chunks; there everything is
 gathered, here only what is read, three quarters of it. Rejected: computing this rank's own block
 meanwhile, which would have to be merged; the gather hides under nothing but other zones.
@@ -30,6 +33,7 @@ from hf_flexseq.program.instructions import WIDE, Rows, Value
 from hf_flexseq.program.tags import gather_leg, return_leg
 from hf_flexseq.program.turns import name_chunks
 from hf_flexseq.program.weave import END, ZoneSteps
+from hf_flexseq.program.zones import Sinks
 from hf_flexseq.schedule.attention import ChunkKey
 from hf_flexseq.schedule.gather import RankLeg, gather_of_rank
 
@@ -76,30 +80,58 @@ class Leg(NamedTuple):
         return parts
 
 
-class AllGatherZone:
-    """This rank's part in an all-gather group."""
+def all_gather_zone(
+    zone: Zone, channel: Channel, tables: Tables, ranks_per_node: int
+) -> "GatheredZone":
+    """Make this rank's part in an all-gather group: find what every leg moves, and the kernel call
+    after the last one."""
+    # 1. what every leg moves
+    degree = zone.group.degree
+    group_cuts = cuts("allgather", zone.lengths, degree)
+    gathered = GatheredChunks(group_cuts, zone.index, degree)
+    legs = []
+    for messages in gather_of_rank(group_cuts, degree, ranks_per_node, zone.index):
+        legs.append(_leg(messages, zone, gathered, tables))
 
-    __slots__ = ("call", "channel", "key_rows", "legs", "rows")
+    # 2. what the kernel reads; key_rows: [keys of the call], gathered rows
+    key_rows, call = _kernel_call(zone, group_cuts, gathered, tables)
+    rows = slice(zone.start, zone.stop)
+    return GatheredZone(rows, channel, legs, key_rows, call, keeps_keys=False)
 
-    def __init__(self, zone: Zone, channel: Channel, tables: Tables, ranks_per_node: int) -> None:
-        """Find what every leg moves, and the kernel call after the last one."""
-        self.rows = slice(zone.start, zone.stop)
+
+class GatheredZone:
+    """This rank's part in a group whose ranks gather the keys that their queries read before their
+    kernel call: all keys up to these (`all_gather_zone`), or the last ones (`halo.py`)."""
+
+    __slots__ = ("call", "channel", "keeps_keys", "key_rows", "legs", "rows")
+
+    def __init__(
+        self,
+        rows: slice,
+        channel: Channel,
+        legs: Sequence[Leg],
+        key_rows: Rows,
+        call: int,
+        *,
+        keeps_keys: bool,
+    ) -> None:
+        """rows: of this zone among all rows of the rank. legs: of the gather, at least one.
+
+        key_rows: [keys of the call], gathered rows. call: number of its lengths. keeps_keys:
+        whether the gathered keys and values are kept for the backward, instead of fetched again.
+        """
+        self.rows = rows
         self.channel = channel
-
-        # 1. what every leg moves
-        degree = zone.group.degree
-        group_cuts = cuts("allgather", zone.lengths, degree)
-        gathered = GatheredChunks(group_cuts, zone.index, degree)
-        legs = []
-        for messages in gather_of_rank(group_cuts, degree, ranks_per_node, zone.index):
-            legs.append(_leg(messages, zone, gathered, tables))
         self.legs = tuple(legs)
+        self.key_rows = key_rows
+        self.call = call
+        self.keeps_keys = keeps_keys
 
-        # 2. what the kernel reads; key_rows: [keys of the call], gathered rows
-        self.key_rows, self.call = _kernel_call(zone, group_cuts, gathered, tables)
-
-    def forward(self, b: Builder, q: Value, k: Value, v: Value) -> ZoneSteps[tuple[Value, Values]]:
-        """Return out [tokens, heads, head_dim], and save q, k with v, out, lse [heads, tokens].
+    def forward(
+        self, b: Builder, q: Value, k: Value, v: Value, sinks: Sinks | None = None
+    ) -> ZoneSteps[tuple[Value, Values]]:
+        """Return out [tokens, heads, head_dim], and save q, k with v, out, lse [heads, tokens]:
+        keys and values as they were gathered, or this rank's alone.
 
         q: [tokens, heads, head_dim]. k, v: [tokens, kv_heads, head_dim].
         """
@@ -107,12 +139,32 @@ class AllGatherZone:
         gathered = yield from self._gather(b, kv, until=1.0)  # [keys, 2, kv_heads, head_dim]
         keys, values = b.unpair(gathered)  # [keys, kv_heads, head_dim]
         out, lse = b.attend(q, keys, values, self.call)
-        return out, (q, kv, out, lse)
+        if sinks is not None:
+            sinks.apply(b, out, lse)
+        return out, (q, gathered if self.keeps_keys else kv, out, lse)
 
-    def backward(self, b: Builder, dout: Value, saved: Values) -> ZoneSteps[Values]:
+    def backward(
+        self, b: Builder, dout: Value, saved: Values, sinks: Sinks | None = None
+    ) -> ZoneSteps[Values]:
         """Return dq [tokens, heads, head_dim], dk and dv [tokens, kv_heads, head_dim]."""
         q, kv, out, lse = saved
-        gathered = yield from self._gather(b, kv, until=0.5)  # [keys, 2, kv_heads, head_dim]
+        if not self.keeps_keys:
+            kv = yield from self._gather(b, kv, until=0.5)  # [keys, 2, kv_heads, head_dim]
+        return (yield from self._gradients(b, dout, q, kv, out, lse, sinks))
+
+    def _gradients(
+        self,
+        b: Builder,
+        dout: Value,
+        q: Value,
+        gathered: Value,
+        out: Value,
+        lse: Value,
+        sinks: Sinks | None,
+    ) -> ZoneSteps[Values]:
+        """Return what `backward` does, from gathered [keys, 2, kv_heads, head_dim]."""
+        if sinks is not None:
+            sinks.add_gradient(b, dout, out, lse)
         keys, values = b.unpair(gathered)  # [keys, kv_heads, head_dim]
         dq, dkeys, dvalues = b.gradients(dout, q, keys, values, out, lse, self.call)
         # 2 x [keys, kv_heads, head_dim] -> [tokens, 2, kv_heads, head_dim]
@@ -121,14 +173,23 @@ class AllGatherZone:
         return dq, dk, dv
 
     def backward_of_rows(
-        self, b: Builder, q: Value, k: Value, v: Value, out: Value, dout: Value, lse: Value
+        self,
+        b: Builder,
+        q: Value,
+        k: Value,
+        v: Value,
+        out: Value,
+        dout: Value,
+        lse: Value,
+        sinks: Sinks | None = None,
     ) -> ZoneSteps[Values]:
         """Return what `backward` does.
 
         q, out, dout: [tokens, heads, head_dim]. k, v: [tokens, kv_heads, head_dim]. lse: [heads,
         tokens].
         """
-        return self.backward(b, dout, (q, b.pair(k, v), out, lse))
+        gathered = yield from self._gather(b, b.pair(k, v), until=0.5)
+        return (yield from self._gradients(b, dout, q, gathered, out, lse, sinks))
 
     def _gather(self, b: Builder, kv: Value, *, until: float) -> ZoneSteps[Value]:
         """Gather [tokens, 2, kv_heads, head_dim] of all ranks -> [keys, 2, kv_heads, head_dim].
@@ -262,10 +323,10 @@ def _kernel_call(
             q_lens.append(queries)
             k_lens.append(cut.tokens(read))
             ranges += gathered.ranges((sequence, earlier) for earlier in read)
-    return _listed(ranges, tables), tables.call(q_lens, k_lens, causal=True)
+    return listed(ranges, tables), tables.call(q_lens, k_lens, causal=True)
 
 
-def _listed(ranges: Sequence[tuple[int, int]], tables: Tables) -> Rows:
+def listed(ranges: Sequence[tuple[int, int]], tables: Tables) -> Rows:
     """Return rows given as ranges, listed one by one: they become a tensor of their own."""
     parts: list[IntArray] = [np.arange(0)]
     for start, stop in ranges:

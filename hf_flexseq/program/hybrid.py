@@ -22,16 +22,18 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from hf_flexseq.layers import FULL, Reach
 from hf_flexseq.plan.shard import Cut, Zone, cuts, held_chunks
 from hf_flexseq.program.builder import Builder, IntArray, Tables, Values
 from hf_flexseq.program.exchange import Channel
+from hf_flexseq.program.halo import halo_zone
 from hf_flexseq.program.head_exchange import HeadExchange
 from hf_flexseq.program.instructions import Value
 from hf_flexseq.program.ring import RingZone
-from hf_flexseq.program.turns import make_turns
+from hf_flexseq.program.turns import ZoneLayout, make_turns
 from hf_flexseq.program.ulysses import Span, UlyssesZone
 from hf_flexseq.program.weave import ZoneSteps
-from hf_flexseq.program.zones import Attention
+from hf_flexseq.program.zones import Attention, Sinks
 from hf_flexseq.schedule.attention import ChunkKey
 
 # The part of the zone's time in which the ring computes. The exchanges of heads have the rest.
@@ -46,10 +48,11 @@ def hybrid_zone(
     *,
     worthy_pairs: int,
     device: str,
+    reach: Reach = FULL,
 ) -> UlyssesZone:
     """Make this rank's part in a hybrid group; inside one node its ring has a single rank.
 
-    worthy_pairs, device: see `make_turns`.
+    worthy_pairs, device: see `make_turns`. reach: which keys a query reads.
     """
     # 1. this rank's node, and its index in the node
     degree = zone.group.degree
@@ -72,16 +75,22 @@ def hybrid_zone(
     # 3. the ring among the ranks with this index in their nodes; its chunks are those of a node
     node_cuts = [Cut(bounds=cut.bounds[::width], mirrored=cut.mirrored) for cut in group_cuts]
     ring_ranks = range(zone.group.start + index_in_node, zone.group.start + degree, width)
-    turns = make_turns(
-        "zigzag", node_cuts, node, ring_ranks, tables, worthy_pairs=worthy_pairs, device=device
-    )
-    ring = RingZone(slice(0, sum(tokens)), turns, channel, tables)
+    rows = slice(0, sum(tokens))
+    across: Attention
+    if reach.is_full:
+        turns = make_turns(
+            "zigzag", node_cuts, node, ring_ranks, tables, worthy_pairs=worthy_pairs, device=device
+        )
+        across = RingZone(rows, turns, channel, tables)
+    else:
+        layout = ZoneLayout(node_cuts, "zigzag", node, ring_ranks, tables)
+        across = halo_zone(rows, layout, reach, channel)
     ring2node = _rows_in_order(group_cuts, chunks_by_rank)
 
     return UlyssesZone(
         rows=slice(zone.start, zone.stop),
         exchange=exchange,
-        inner=Reordered(ring2node, ring, tables),
+        inner=Reordered(ring2node, across, tables),
         span=RING_SPAN,
         wide=True,
     )
@@ -98,23 +107,35 @@ class Reordered:
         self.outer2inner = tables.order(np.argsort(inner2outer))
         self.inner = inner
 
-    def forward(self, b: Builder, q: Value, k: Value, v: Value) -> ZoneSteps[tuple[Value, Values]]:
+    def forward(
+        self, b: Builder, q: Value, k: Value, v: Value, sinks: Sinks | None = None
+    ) -> ZoneSteps[tuple[Value, Values]]:
         """Return out [tokens, heads, head_dim]; what is saved stands in the inner order.
 
         q: [tokens, heads, head_dim]. k, v: [tokens, kv_heads, head_dim].
         """
         inner_q, inner_k, inner_v = (b.take(x, self.inner2outer) for x in (q, k, v))
-        out, saved = yield from self.inner.forward(b, inner_q, inner_k, inner_v)
+        out, saved = yield from self.inner.forward(b, inner_q, inner_k, inner_v, sinks)
         return b.take(out, self.outer2inner), saved
 
-    def backward(self, b: Builder, dout: Value, saved: Values) -> ZoneSteps[Values]:
+    def backward(
+        self, b: Builder, dout: Value, saved: Values, sinks: Sinks | None = None
+    ) -> ZoneSteps[Values]:
         """Return dq [tokens, heads, head_dim], dk and dv [tokens, kv_heads, head_dim]."""
         inner_dout = b.take(dout, self.inner2outer)
-        grads = yield from self.inner.backward(b, inner_dout, saved)
+        grads = yield from self.inner.backward(b, inner_dout, saved, sinks)
         return tuple(b.take(grad, self.outer2inner) for grad in grads)
 
     def backward_of_rows(
-        self, b: Builder, q: Value, k: Value, v: Value, out: Value, dout: Value, lse: Value
+        self,
+        b: Builder,
+        q: Value,
+        k: Value,
+        v: Value,
+        out: Value,
+        dout: Value,
+        lse: Value,
+        sinks: Sinks | None = None,
     ) -> ZoneSteps[Values]:
         """Return what `backward` does.
 
@@ -129,6 +150,7 @@ class Reordered:
             out=b.take(out, self.inner2outer),
             dout=b.take(dout, self.inner2outer),
             lse=lse,
+            sinks=sinks,
         )
         return tuple(b.take(grad, self.outer2inner) for grad in grads)
 

@@ -7,9 +7,11 @@ to a few calls of about equal work, so that every wait for a transfer has someth
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from hf_flexseq.layers import FULL, Reach
 from hf_flexseq.program.builder import Builder, Tables, Values
 from hf_flexseq.program.instructions import Value
 from hf_flexseq.program.weave import ZoneSteps
+from hf_flexseq.program.zones import Sinks
 
 
 class LocalRun(NamedTuple):
@@ -30,16 +32,25 @@ class LocalZone:
     __slots__ = ("rows", "runs")
 
     def __init__(
-        self, rows: slice, lengths: Sequence[int], tables: Tables, *, most_runs: int = 1
+        self,
+        rows: slice,
+        lengths: Sequence[int],
+        tables: Tables,
+        *,
+        most_runs: int = 1,
+        reach: Reach = FULL,
     ) -> None:
         """Deal the sequences to at most `most_runs` kernel calls.
 
         rows: where the sequences stand in the rank's rows. lengths: tokens of each sequence.
+        reach: which keys a query reads.
         """
         self.rows = rows
-        self.runs = _local_runs(lengths, most_runs, tables)
+        self.runs = _local_runs(lengths, most_runs, tables, reach)
 
-    def forward(self, b: Builder, q: Value, k: Value, v: Value) -> ZoneSteps[tuple[Value, Values]]:
+    def forward(
+        self, b: Builder, q: Value, k: Value, v: Value, sinks: Sinks | None = None
+    ) -> ZoneSteps[tuple[Value, Values]]:
         """Return out [tokens, heads, head_dim], and save q, k, v, out, lse [heads, tokens].
 
         q: [tokens, heads, head_dim]. k, v: [tokens, kv_heads, head_dim].
@@ -54,11 +65,18 @@ class LocalZone:
             outs.append(out)  # [tokens of the run, heads, head_dim]
             lses.append(lse)  # [heads, tokens of the run]
         whole_out = b.join(outs)
-        return whole_out, (q, k, v, whole_out, b.join(lses, dim=1))
+        whole_lse = b.join(lses, dim=1)
+        if sinks is not None:
+            sinks.apply(b, whole_out, whole_lse)
+        return whole_out, (q, k, v, whole_out, whole_lse)
 
-    def backward(self, b: Builder, dout: Value, saved: Values) -> ZoneSteps[Values]:
+    def backward(
+        self, b: Builder, dout: Value, saved: Values, sinks: Sinks | None = None
+    ) -> ZoneSteps[Values]:
         """Return dq [tokens, heads, head_dim], dk and dv [tokens, kv_heads, head_dim]."""
         q, k, v, out, lse = saved
+        if sinks is not None:
+            sinks.add_gradient(b, dout, out, lse)
         dqs = []
         dks = []
         dvs = []
@@ -80,24 +98,34 @@ class LocalZone:
         return b.join(dqs), b.join(dks), b.join(dvs)
 
     def backward_of_rows(
-        self, b: Builder, q: Value, k: Value, v: Value, out: Value, dout: Value, lse: Value
+        self,
+        b: Builder,
+        q: Value,
+        k: Value,
+        v: Value,
+        out: Value,
+        dout: Value,
+        lse: Value,
+        sinks: Sinks | None = None,
     ) -> ZoneSteps[Values]:
         """Return what `backward` does; these are the values that `forward` saves.
 
         q, out, dout: [tokens, heads, head_dim]. k, v: [tokens, kv_heads, head_dim]. lse: [heads,
         tokens].
         """
-        return self.backward(b, dout, (q, k, v, out, lse))
+        return self.backward(b, dout, (q, k, v, out, lse), sinks)
 
 
-def _local_runs(lengths: Sequence[int], most_runs: int, tables: Tables) -> tuple[LocalRun, ...]:
+def _local_runs(
+    lengths: Sequence[int], most_runs: int, tables: Tables, reach: Reach
+) -> tuple[LocalRun, ...]:
     """Cut the list of sequences into at most `most_runs` runs of about equal work.
 
     All pairs of tokens are divided into `most_runs` equal parts. A sequence joins the run of the
     part in which the first of its pairs lies, so that none is split.
     """
     # 1. deal the sequences, in their order
-    all_pairs = sum(length * length for length in lengths)
+    all_pairs = sum(reach.pairs(length) for length in lengths)
     pairs_before = 0
     last_part = -1
     dealt: list[list[int]] = []
@@ -107,14 +135,15 @@ def _local_runs(lengths: Sequence[int], most_runs: int, tables: Tables) -> tuple
             dealt.append([])
             last_part = part
         dealt[-1].append(length)
-        pairs_before += length * length
+        pairs_before += reach.pairs(length)
 
     # 2. find the rows of every run
     runs = []
     start = 0
     for run_lengths in dealt:
         stop = start + sum(run_lengths)
-        call = tables.call(run_lengths, run_lengths, causal=True)
+        spans = [span.queries for length in run_lengths for span in reach.spans(0, length)]
+        call = tables.call(spans, spans, causal=True, window=reach.window)
         runs.append(LocalRun(start, stop, call))
         start = stop
     return tuple(runs)

@@ -62,6 +62,7 @@ from hf_flexseq.program.turns import (
     name_chunks,
 )
 from hf_flexseq.program.weave import END, ZoneSteps
+from hf_flexseq.program.zones import Sinks
 from hf_flexseq.schedule.attention import ChunkKey
 
 AHEAD = 2  # turns whose inputs are on their way when a turn begins
@@ -125,7 +126,9 @@ class RingZone:
         self.channel = channel
         self.routes = routes
 
-    def forward(self, b: Builder, q: Value, k: Value, v: Value) -> ZoneSteps[tuple[Value, Values]]:
+    def forward(
+        self, b: Builder, q: Value, k: Value, v: Value, sinks: Sinks | None = None
+    ) -> ZoneSteps[tuple[Value, Values]]:
         """Return out [t, H, D] of this rank's queries, and what `backward` needs.
 
         q [t, H, D], k and v [t, Hkv, D]: this rank's chunks.
@@ -161,15 +164,21 @@ class RingZone:
         yield END
         for arrived in _arrived(returned):
             running.merge_all(arrived.of_queries)
+        if sinks is not None:
+            sinks.apply(b, running.out, b.turned(running.lse))
         out = b.cast(running.out, INPUT)
         return out, (q, kv, out, running.lse)
 
-    def backward(self, b: Builder, dout: Value, saved: Values) -> ZoneSteps[Values]:
+    def backward(
+        self, b: Builder, dout: Value, saved: Values, sinks: Sinks | None = None
+    ) -> ZoneSteps[Values]:
         """Return dq [t, H, D], dk and dv [t, Hkv, D] of this rank's rows, still in float32.
 
         dout [t, H, D]: gradient of `forward`'s out. saved: what `forward` returned beside it.
         """
         q, kv, out, lse = saved
+        if sinks is not None:
+            sinks.add_gradient(b, dout, out, b.turned(lse))
         dq = Total(b, q)
         dkv = Total(b, kv)
         turns = self.backward_turns
@@ -203,13 +212,21 @@ class RingZone:
         return dq.value(), dk, dv
 
     def backward_of_rows(
-        self, b: Builder, q: Value, k: Value, v: Value, out: Value, dout: Value, lse: Value
+        self,
+        b: Builder,
+        q: Value,
+        k: Value,
+        v: Value,
+        out: Value,
+        dout: Value,
+        lse: Value,
+        sinks: Sinks | None = None,
     ) -> ZoneSteps[Values]:
         """Return what `backward` returns, from this rank's rows in a replayed layer.
 
         q, out, dout [t, H, D]; k, v [t, Hkv, D]; lse [t, H], the last value that `forward` saved.
         """
-        return self.backward(b, dout, (q, b.pair(k, v), out, lse))
+        return self.backward(b, dout, (q, b.pair(k, v), out, lse), sinks)
 
     # -- exchanges
 

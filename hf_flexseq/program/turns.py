@@ -117,7 +117,7 @@ class Turn(NamedTuple):
 class ZoneLayout:
     """The positions of one rank's chunks in its rows of a group."""
 
-    __slots__ = ("_starts", "cuts", "index", "ranks", "tables", "tokens")
+    __slots__ = ("_starts", "cuts", "index", "ranks", "strategy", "tables", "tokens")
 
     def __init__(
         self,
@@ -131,6 +131,7 @@ class ZoneLayout:
         index: of this rank in the group. ranks: global ranks of the group, by index.
         """
         self.cuts = cuts
+        self.strategy = strategy
         self.index = index
         self.ranks = ranks
         self.tables = tables
@@ -141,6 +142,24 @@ class ZoneLayout:
                 self._starts[sequence, chunk] = row
                 row += cut.tokens((chunk,))
         self.tokens = row
+
+    def held(self, sequence: int, index: int) -> tuple[int, ...]:
+        """Return the chunks of a sequence that the rank of `index` holds."""
+        mirrored = self.cuts[sequence].mirrored
+        return held_chunks(self.strategy, index, len(self.ranks), mirrored=mirrored)
+
+    def holder(self, sequence: int, chunk: int) -> int:
+        """Return the index of the rank that holds a chunk of a sequence."""
+        degree = len(self.ranks)
+        place = min(chunk, 2 * degree - 1 - chunk)  # of the rank in the order of its tokens
+        return degree - 1 - place if self.cuts[sequence].mirrored else place
+
+    def range_of(self, key: ChunkKey, first: int, stop: int) -> tuple[int, int]:
+        """Return the rows [start, stop) of tokens [first, stop) of a sequence, which are in a
+        chunk of this rank."""
+        sequence, chunk = key
+        row = self._starts[key] - self.cuts[sequence].bounds[chunk]
+        return row + first, row + stop
 
     def tokens_of(self, sequences: Sequence[int], chunks: Sequence[int]) -> list[int]:
         """Return the tokens that `chunks` have in each of the sequences."""

@@ -32,6 +32,7 @@ from functools import partial
 from typing import NamedTuple
 
 from hf_flexseq.cost import HEAD_PIECES
+from hf_flexseq.layers import FULL, Reach
 from hf_flexseq.plan.shard import Zone, contiguous_part
 from hf_flexseq.program import tags
 from hf_flexseq.program.builder import Builder, Tables, Values
@@ -55,7 +56,7 @@ from hf_flexseq.program.heads import (
 from hf_flexseq.program.instructions import INPUT, WIDE, Value
 from hf_flexseq.program.local import LocalZone
 from hf_flexseq.program.weave import END, ZoneSteps, within
-from hf_flexseq.program.zones import Attention
+from hf_flexseq.program.zones import Attention, Sinks
 
 # The backward of one piece: from its number and the tensors that have arrived for it, dout last,
 # each [all tokens, my heads, head_dim], to dq, dk and dv of what the inner attention read.
@@ -69,10 +70,12 @@ class Span(NamedTuple):
     stop: float
 
 
-def ulysses_zone(zone: Zone, channel: Channel, tables: Tables, device: str) -> "UlyssesZone":
+def ulysses_zone(
+    zone: Zone, channel: Channel, tables: Tables, device: str, reach: Reach = FULL
+) -> "UlyssesZone":
     """Make the attention of an Ulysses group: heads in pieces, around one kernel call for each.
 
-    device: "cpu" or "cuda".
+    device: "cpu" or "cuda". reach: which keys a query reads.
     """
     all_tokens = sum(zone.lengths)
     tokens = []
@@ -82,7 +85,7 @@ def ulysses_zone(zone: Zone, channel: Channel, tables: Tables, device: str) -> "
     return UlyssesZone(
         rows=slice(zone.start, zone.stop),
         exchange=HeadExchange(channel, zone.group.ranks, zone.index, tokens),
-        inner=LocalZone(slice(0, all_tokens), zone.lengths, tables),
+        inner=LocalZone(slice(0, all_tokens), zone.lengths, tables, reach=reach),
         pieces_per_head=pieces_per_head(zone.lengths, device),
     )
 
@@ -118,7 +121,9 @@ class UlyssesZone:
         self.pieces_per_head = pieces_per_head
         self.wide = wide
 
-    def forward(self, b: Builder, q: Value, k: Value, v: Value) -> ZoneSteps[tuple[Value, Values]]:
+    def forward(
+        self, b: Builder, q: Value, k: Value, v: Value, sinks: Sinks | None = None
+    ) -> ZoneSteps[tuple[Value, Values]]:
         """Return out [my tokens, heads, head_dim], and save what `inner` does, in the head layout.
 
         q: [my tokens, heads, head_dim]. k, v: [my tokens, kv_heads, head_dim].
@@ -141,7 +146,8 @@ class UlyssesZone:
             q_heads, *new_kv = arriving[number].wait()  # [all tokens, my heads, head_dim]
             k_heads, v_heads = reader.next(share, new_kv)
             if share.q_heads:
-                inner_steps = self.inner.forward(b, q_heads, k_heads, v_heads)
+                own = _sinks_of(b, sinks, share)
+                inner_steps = self.inner.forward(b, q_heads, k_heads, v_heads, own)
                 out_heads, saved = yield from within(span.start, span.stop, inner_steps)
                 saved_by_piece.append(saved)
             else:
@@ -157,18 +163,29 @@ class UlyssesZone:
             saved_by_piece.append((b.empty((0,), WIDE),))  # no head here, and so no log-sum-exp
         return out, _flat(b, saved_by_piece)
 
-    def backward(self, b: Builder, dout: Value, saved: Values) -> ZoneSteps[Values]:
+    def backward(
+        self, b: Builder, dout: Value, saved: Values, sinks: Sinks | None = None
+    ) -> ZoneSteps[Values]:
         """Return dq [my tokens, heads, head_dim], dk and dv [my tokens, kv_heads, head_dim]."""
         pieces = self._pieces(b.shape.query_heads, b.shape.kv_heads)
         # [my tokens, all heads, head_dim] -> [all tokens, my heads, head_dim]
         read = [(piece.queries,) for piece in pieces]
         arriving = self.exchange.seq_to_head(b, (dout,), read, _messages(tags.seq_to_head, read))
         saved_by_piece = self._unflat(b, saved, pieces)
-        piece_backward = partial(self._backward_of_saved, b, saved_by_piece)
+        shares = [self._share(piece) for piece in pieces]
+        piece_backward = partial(self._backward_of_saved, b, shares, saved_by_piece, sinks)
         return (yield from self._gradients(b, pieces, arriving, piece_backward))
 
     def backward_of_rows(
-        self, b: Builder, q: Value, k: Value, v: Value, out: Value, dout: Value, lse: Value
+        self,
+        b: Builder,
+        q: Value,
+        k: Value,
+        v: Value,
+        out: Value,
+        dout: Value,
+        lse: Value,
+        sinks: Sinks | None = None,
     ) -> ZoneSteps[Values]:
         """Return what `backward` does, where nothing is kept in the head layout but the
         log-sum-exp: all that is missing travels together with dout.
@@ -188,18 +205,25 @@ class UlyssesZone:
         lse_by_piece = self._unflat(b, (lse,), pieces)
         shares = [self._share(piece) for piece in pieces]
         reader = PieceReader(b, Repeats(b))
-        piece_backward = partial(self._backward_of_heads, b, shares, reader, lse_by_piece)
+        piece_backward = partial(self._backward_of_heads, b, shares, reader, lse_by_piece, sinks)
         return (yield from self._gradients(b, pieces, arriving, piece_backward))
 
     def _backward_of_saved(
-        self, b: Builder, saved_by_piece: Sequence[Values], number: int, arrived: Values
+        self,
+        b: Builder,
+        shares: Sequence[HeadShare],
+        saved_by_piece: Sequence[Values],
+        sinks: Sinks | None,
+        number: int,
+        arrived: Values,
     ) -> ZoneSteps[Values]:
         """Start the inner backward of a piece from what its forward saved.
 
         arrived: dout [all tokens, my heads, head_dim].
         """
         (dout_heads,) = arrived
-        return self.inner.backward(b, dout_heads, saved_by_piece[number])
+        own = _sinks_of(b, sinks, shares[number])
+        return self.inner.backward(b, dout_heads, saved_by_piece[number], own)
 
     def _backward_of_heads(
         self,
@@ -207,6 +231,7 @@ class UlyssesZone:
         shares: Sequence[HeadShare],
         reader: PieceReader,
         lse_by_piece: Sequence[Values],
+        sinks: Sinks | None,
         number: int,
         arrived: Values,
     ) -> ZoneSteps[Values]:
@@ -218,7 +243,14 @@ class UlyssesZone:
         k_heads, v_heads = reader.next(shares[number], (new_k, new_v))
         (lse,) = lse_by_piece[number]
         return self.inner.backward_of_rows(
-            b, q=q_heads, k=k_heads, v=v_heads, out=out_heads, dout=dout_heads, lse=lse
+            b,
+            q=q_heads,
+            k=k_heads,
+            v=v_heads,
+            out=out_heads,
+            dout=dout_heads,
+            lse=lse,
+            sinks=_sinks_of(b, sinks, shares[number]),
         )
 
     def _gradients(
@@ -300,6 +332,13 @@ class UlyssesZone:
             saved_by_piece.append((*of_piece, piece_lse))
             start = stop
         return saved_by_piece
+
+
+def _sinks_of(b: Builder, sinks: Sinks | None, share: HeadShare) -> Sinks | None:
+    """Return the sinks of a share of the heads."""
+    if sinks is None:
+        return None
+    return sinks.of_heads(b, share.q_start, share.q_stop)
 
 
 def _messages(message: Callable[[int], int], pieces: Sequence[HeadRanges]) -> list[int]:

@@ -8,7 +8,9 @@ satisfies `ZoneAttention`:
     local                 local.LocalZone
     ulysses, hybrid       ulysses.UlyssesZone (around a local.LocalZone, or a ring across nodes)
     zigzag, balanced      ring.RingZone
-    allgather             gathered.AllGatherZone
+    allgather             gathered.GatheredZone
+    any ring or gather,   gathered.GatheredZone (`halo.py`)
+      window or chunk
     any, deterministic    deterministic.DeterministicZone
     no group at all       NoZone
 
@@ -16,31 +18,80 @@ Forward and backward are generators, so that `weave.run_zones` can let one zone 
 the transfers of another one are on their way.
 """
 
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from hf_flexseq.program.builder import Builder, Values
 from hf_flexseq.program.instructions import INPUT, WIDE, Value
 from hf_flexseq.program.weave import END, ZoneSteps
 
 
+class Sinks(NamedTuple):
+    """Scores that take part in every softmax of a head, without keys or values: one a head.
+
+    They come once, after the last merge. With s a head's sink and lse, out the result without it,
+
+        lse' = logaddexp(lse, s)    out' = out exp(lse - lse')
+
+    and the ordinary backward of out' and lse' gives dq, dk and dv, while
+
+        ds = - sum over queries of exp(s - lse') <dout, out'>
+    """
+
+    values: Value
+    """[H] in WIDE."""
+
+    grads: Value | None = None
+    """[H] in WIDE, to which the backward adds; None in the forward."""
+
+    def of_heads(self, b: Builder, start: int, stop: int) -> "Sinks":
+        """Return the sinks of heads [start, stop), views."""
+        grads = None if self.grads is None else b.part(self.grads, start, stop)
+        return Sinks(b.part(self.values, start, stop), grads)
+
+    def apply(self, b: Builder, out: Value, lse: Value) -> None:
+        """Let the sinks take part in a complete result, in place: out [t, H, D], lse [H, t]."""
+        if out.rows:
+            b.sink(out, lse, self.values)
+
+    def add_gradient(self, b: Builder, dout: Value, out: Value, lse: Value) -> None:
+        """Add the gradients from some queries: dout, out [t, H, D], lse [H, t], the sinks in
+        both."""
+        assert self.grads is not None, "a forward has no gradients"
+        if out.rows:
+            b.sink_gradient(self.grads, self.values, dout, out, lse)
+
+
 class Attention(Protocol):
     """Causal attention over some rows, in generators that emit instructions, and yield when they
     want to go on.
 
-    Shapes: q, out, dout [tokens, heads, head_dim]; k, v [tokens, kv_heads, head_dim].
+    Shapes: q, out, dout [tokens, heads, head_dim]; k, v [tokens, kv_heads, head_dim]. sinks: of
+    the heads, where the layer has any.
     """
 
-    def forward(self, b: Builder, q: Value, k: Value, v: Value) -> ZoneSteps[tuple[Value, Values]]:
+    def forward(
+        self, b: Builder, q: Value, k: Value, v: Value, sinks: Sinks | None = None
+    ) -> ZoneSteps[tuple[Value, Values]]:
         """Attend, and return out [tokens, heads, head_dim] with what `backward` needs, in
         whichever layout and order that wants; the log-sum-exp is the last value."""
         ...
 
-    def backward(self, b: Builder, dout: Value, saved: Values) -> ZoneSteps[Values]:
+    def backward(
+        self, b: Builder, dout: Value, saved: Values, sinks: Sinks | None = None
+    ) -> ZoneSteps[Values]:
         """Return dq [tokens, heads, head_dim], dk and dv [tokens, kv_heads, head_dim]."""
         ...
 
     def backward_of_rows(
-        self, b: Builder, q: Value, k: Value, v: Value, out: Value, dout: Value, lse: Value
+        self,
+        b: Builder,
+        q: Value,
+        k: Value,
+        v: Value,
+        out: Value,
+        dout: Value,
+        lse: Value,
+        sinks: Sinks | None = None,
     ) -> ZoneSteps[Values]:
         """Return what `backward` does, for a checkpointed layer (`attention/remat.py`).
 
@@ -65,12 +116,16 @@ class NoZone:
     def __init__(self) -> None:
         self.rows = slice(0, 0)
 
-    def forward(self, b: Builder, q: Value, k: Value, v: Value) -> ZoneSteps[tuple[Value, Values]]:
+    def forward(
+        self, b: Builder, q: Value, k: Value, v: Value, sinks: Sinks | None = None
+    ) -> ZoneSteps[tuple[Value, Values]]:
         """Return a result [0, heads, head_dim] without rows."""
         yield END
         return b.empty(q.shape, INPUT), (b.empty((0,), WIDE),)
 
-    def backward(self, b: Builder, dout: Value, saved: Values) -> ZoneSteps[Values]:
+    def backward(
+        self, b: Builder, dout: Value, saved: Values, sinks: Sinks | None = None
+    ) -> ZoneSteps[Values]:
         """Return dq [0, heads, head_dim], dk and dv [0, kv_heads, head_dim]."""
         yield END
         shape = b.shape
@@ -79,7 +134,15 @@ class NoZone:
         return dq, dk, b.empty(dk.shape, INPUT)
 
     def backward_of_rows(
-        self, b: Builder, q: Value, k: Value, v: Value, out: Value, dout: Value, lse: Value
+        self,
+        b: Builder,
+        q: Value,
+        k: Value,
+        v: Value,
+        out: Value,
+        dout: Value,
+        lse: Value,
+        sinks: Sinks | None = None,
     ) -> ZoneSteps[Values]:
         """Return dq [0, heads, head_dim], dk and dv [0, kv_heads, head_dim]."""
         return self.backward(b, dout, (lse,))

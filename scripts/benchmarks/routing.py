@@ -48,7 +48,7 @@ from hf_flexseq.plan.shard import Shard, make_shard
 from hf_flexseq.profiler.measure import measured_nics, median_seconds
 from hf_flexseq.program.builder import Builder, Tables, Values
 from hf_flexseq.program.exchange import Channel, Exchange, Label, post
-from hf_flexseq.program.gathered import AllGatherZone
+from hf_flexseq.program.gathered import all_gather_zone
 from hf_flexseq.program.instructions import BYTES, LayerShape, Rows, Value
 from hf_flexseq.program.remap import TokenRemap
 from hf_flexseq.program.weave import run_zones
@@ -224,7 +224,7 @@ def gather(
 
     def gathered(ranks_per_node: int) -> Callable[[], object]:
         b = builder(world)
-        attention = AllGatherZone(zone, Channel(group, 0), b.tables, ranks_per_node)
+        attention = all_gather_zone(zone, Channel(group, 0), b.tables, ranks_per_node)
         # what is done with the keys once they are here is no transfer
         attention.key_rows = Rows(0, start=0)
         kv = b.input((zone.stop, 2, 1, HEAD_DIM))  # [tokens, keys and values, heads, head_dim]

@@ -8,15 +8,18 @@ from hf_flexseq.attention import SequenceContext
 from hf_flexseq.hf.model.checks import check_model
 from hf_flexseq.hf.model.facts import attention_shape
 from hf_flexseq.hf.model.loss import attach_chunked_loss
+from hf_flexseq.hf.model.positions import attach_positions, needed_columns
 from hf_flexseq.kernels.choose import choose_kernel
+from hf_flexseq.layers import FULL
 from hf_flexseq.plan.dealing import Dealing
 from hf_flexseq.plan.rows import shards_of
-from hf_flexseq.program.gathered import AllGatherZone
+from hf_flexseq.program.gathered import GatheredZone
 from hf_flexseq.program.hybrid import Reordered
 from hf_flexseq.program.ulysses import UlyssesZone
 from hf_flexseq.schedule.routing import NicFigures
 from hf_flexseq.steps.exchange import RowExchange, common_dtypes, source_row
 from hf_flexseq.steps.inputs import model_inputs
+from hf_flexseq.steps.token_columns import with_token_columns
 from hf_flexseq.topology import Topology
 
 CPU = torch.device("cpu")
@@ -28,10 +31,11 @@ SLOW_LINKS = NicFigures(
 
 
 def attach(model):
-    """Give `model` the attention and the loss that the executor gives it."""
+    """Give `model` the attention, the loss and the positions that the executor gives it."""
     check_model(model)
     model.set_attn_implementation("flexseq")
     attach_chunked_loss(model)
+    attach_positions(model)
 
 
 def run_plan(model, plan, examples, communicator, *, links=None):
@@ -47,6 +51,7 @@ def run_plan(model, plan, examples, communicator, *, links=None):
     row = source_row([DataCollatorForFlexSeq()(drawn)] if drawn else [])
     shards = shards_of(plan, rank, communicator.topology)
     row = row.with_columns(common_dtypes(row, communicator.host))
+    row = with_token_columns(row, needed_columns(model))
     columns = RowExchange(communicator)(row, plan, sources, shards)
 
     # 2. forward and backward of every micro-batch
@@ -101,13 +106,13 @@ def ways_between_nodes(contexts):
     """What a rank's contexts have of a hybrid's ring and of a gather's second leg, as a set of
     words."""
     found = set()
-    for zone in (zone for context in contexts for zone in context.programs.parts.zones):
+    for zone in (zone for context in contexts for zone in context.programs.parts.zones(FULL)):
         if isinstance(zone, UlyssesZone) and isinstance(zone.inner, Reordered):
             turns = zone.inner.inner.turns
             reads = [read for turn in turns for read in turn.reads]
             if any(read.keys.peer is not None for read in reads):
                 found.add("ring of a hybrid")
-        later_legs = zone.legs[1:] if isinstance(zone, AllGatherZone) else ()
+        later_legs = zone.legs[1:] if isinstance(zone, GatheredZone) else ()
         if any(leg.sent or leg.received for leg in later_legs):
             found.add("second leg of a gather")
     return found

@@ -7,7 +7,7 @@ the same checkpointing.
 """
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 
@@ -19,11 +19,13 @@ from hf_flexseq.distributed.communicator import Communicator
 from hf_flexseq.hf.attention import NAME
 from hf_flexseq.hf.model.facts import ModelFacts
 from hf_flexseq.hf.model.loss import attach_chunked_loss
+from hf_flexseq.hf.model.positions import attach_positions, needed_columns
 from hf_flexseq.kernels import Kernel
 from hf_flexseq.plan.shard import Shard, make_shard
 from hf_flexseq.profiler.design import ProbeLayout
 from hf_flexseq.profiler.runs import Run
 from hf_flexseq.steps.inputs import model_inputs
+from hf_flexseq.steps.token_columns import INDICES, LENGTHS
 
 
 class ModelProbes:
@@ -64,6 +66,7 @@ class ModelProbe:
         # 2. everything that changes its seconds in training
         model.set_attn_implementation(NAME)
         attach_chunked_loss(model)
+        attach_positions(model)
         if facts.checkpointing:
             model.gradient_checkpointing_enable({"use_reentrant": False})
         if facts.frozen:
@@ -76,7 +79,7 @@ class ModelProbe:
         shard = make_shard(layout.micro_batch, layout.lengths, self.communicator.rank)
         ((_, inputs),) = model_inputs(
             [shard],
-            [self._columns(shard)],
+            [self._columns(shard, layout.lengths)],
             lockstep=True,
             device=self.device,
             make_context=partial(
@@ -99,24 +102,31 @@ class ModelProbe:
 
         return forward_backward
 
-    def _columns(self, shard: Shard) -> dict[str, torch.Tensor]:
+    def _columns(self, shard: Shard, lengths: Sequence[int]) -> dict[str, torch.Tensor]:
         """Make tokens and labels of no meaning for the shard, each column [tokens].
 
+        lengths: tokens of every sequence, by id.
         Tokens stand at the positions that they have in their sequences, as far as the model knows
         such positions.
         """
         config = self.facts.config.get_text_config()
         last_position = (getattr(config, "max_position_embeddings", None) or 2**31) - 1
         positions = torch.empty(0, dtype=torch.int64)
-        if shard.slices:
-            ranges = [torch.arange(part.start, part.stop) for part in shard.slices]
-            positions = torch.cat(ranges)  # [tokens]
+        own_lengths = torch.empty(0, dtype=torch.int64)
+        for part in shard.slices:
+            positions = torch.cat([positions, torch.arange(part.start, part.stop)])  # [tokens]
+            length = torch.full((part.tokens,), lengths[part.sequence])
+            own_lengths = torch.cat([own_lengths, length])  # [tokens]
         tokens = positions % config.vocab_size
-        return {
+        columns = {
             "input_ids": tokens,
             "labels": tokens,
             "position_ids": positions.clamp(max=last_position),
         }
+        known = {LENGTHS: own_lengths, INDICES: positions}
+        for name in needed_columns(self.model):
+            columns[name] = known[name]
+        return columns
 
 
 def shortened(config: PreTrainedConfig, layers: int) -> PreTrainedConfig:

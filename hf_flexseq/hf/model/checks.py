@@ -4,7 +4,7 @@ not.
 1. kind          a decoder-only model that predicts the next token, with transformers' attention
 2. layers        full attention in all of them
 3. options       nothing in the configuration that attention or loss would have to compute
-4. positions     counted from 0 in every sequence
+4. positions     counted from 0 in every sequence, and by no module itself (`positions.py`)
 5. modules       nothing on the model itself: compilation, reentrant checkpointing, sinks
 6. a trial       one forward of an empty twin, which sees what the layers really ask for
 
@@ -23,6 +23,7 @@ from transformers.loss.loss_utils import LOSS_MAPPING, ForCausalLMLoss
 
 from hf_flexseq.hf.attention import UnsupportedAttention, check_call
 from hf_flexseq.hf.model.facts import is_reentrant_layer, is_tensor_parallel
+from hf_flexseq.hf.model.positions import unsuitable_positions
 
 logger = logging.getLogger(__name__)
 
@@ -53,7 +54,7 @@ def check_model(model: PreTrainedModel) -> None:
         _unsuitable_kind(model)
         or _unsuitable_layers(config)
         or _unsuitable_options(config)
-        or _unsuitable_positions(model, config)
+        or unsuitable_positions(model, config)
         or _unsuitable_modules(model)
         or _try_attention(model)
     )
@@ -114,35 +115,6 @@ def _unsuitable_options(config: Any) -> str | None:
         value = getattr(config, option, None)
         if value:
             return f"{option}={value}: {why}"
-    return None
-
-
-def _unsuitable_positions(model: PreTrainedModel, config: Any) -> str | None:
-    """Refuse position embeddings that are not a function of the position in the sequence alone.
-
-    A rank does not know the longest sequence, and a rank's part of a sequence may begin anywhere.
-    """
-    # 1. rotary embeddings: one set of parameters, or a set for each kind of layer
-    parameters = getattr(config, "rope_parameters", None) or {}
-    by_layer = [value for value in parameters.values() if isinstance(value, dict)]
-    if not by_layer:
-        by_layer = [parameters]
-    for kind in {str(value.get("rope_type")) for value in by_layer}:
-        if kind == "longrope" or "dynamic" in kind:
-            return (
-                f"rope_type={kind!r} takes its frequencies from the longest position in a rank's "
-                "batch, so that parts of a sequence would disagree; set config.rope_parameters to "
-                "another type, such as 'yarn'"
-            )
-
-    # 2. learned embeddings
-    for name, module in model.named_modules():
-        padding_index = getattr(module, "padding_idx", None)
-        if name.endswith("position_embeddings") and padding_index is not None:
-            return (
-                f"{name} counts positions from its padding_idx={padding_index}; "
-                "hf_flexseq counts from 0"
-            )
     return None
 
 

@@ -40,6 +40,7 @@ from hf_flexseq.hf.model.facts import (
     model_shape,
 )
 from hf_flexseq.hf.model.loss import ChunkedLoss, attach_chunked_loss, has_chunkable_loss
+from hf_flexseq.hf.model.positions import AttachedPositions, attach_positions, needed_columns
 from hf_flexseq.hf.pipeline.checks import check_divides, check_pipeline_trainer
 from hf_flexseq.hf.pipeline.fsdp import take_over_fsdp
 from hf_flexseq.hf.pipeline.hooks import PipelineHooks
@@ -60,6 +61,7 @@ from hf_flexseq.schedule.pipeline.check import check_step
 from hf_flexseq.steps.exchange import ChunkExchange
 from hf_flexseq.steps.lookahead import DrawnStep
 from hf_flexseq.steps.step import PipelineStep
+from hf_flexseq.steps.token_columns import with_token_columns
 from hf_flexseq.steps.trace import Figures, PlanTrace
 
 logger = logging.getLogger(__name__)
@@ -142,10 +144,12 @@ class StageExecutor:
         )
         self.trainer_hooks = PipelineHooks(self.member, self.degree)
         self._exchange = ChunkExchange(communicator, self.ranks_per_stage, self.degree)
+        self._token_columns: list[str] = []  # that some stage needs of each token
 
         # what `detach` gives back
         self._pipeline: PipelineExecutor | None = None
         self._chunked_loss: ChunkedLoss | None = None
+        self._positions: AttachedPositions | None = None
         self._former_attention: str | None = None
 
     def _room(self, cost: CostModel) -> Sequence[int]:
@@ -187,20 +191,27 @@ class StageExecutor:
         base.set_attn_implementation(PIPELINE_NAME)
         if self.stage.is_last:
             self._chunked_loss = attach_chunked_loss(base)
+        self._positions = attach_positions(base)
+        of_stages = host.gather_values(needed_columns(base))
+        self._token_columns = sorted({name for names in of_stages for name in names})
         self._pipeline = PipelineExecutor(
             self.stage, self.neighbours, kernel, sharing=self.sharing
         )
 
     def detach(self) -> None:
-        """Give the stage its own attention, loss and layers back. The model stays cut."""
+        """Give the stage its own attention, loss, positions and layers back. The model stays
+        cut."""
         if self._pipeline is None:
             return
         self._pipeline.detach()
         self.stage.stack.model.set_attn_implementation(self._former_attention)
         if self._chunked_loss is not None:
             self._chunked_loss.detach()
+        if self._positions is not None:
+            self._positions.detach()
         self._pipeline = None
         self._chunked_loss = None
+        self._positions = None
 
     # ---- planning
 
@@ -251,7 +262,8 @@ class StageExecutor:
     def deal(self, drawn: DrawnStep, plan: StepPlan, *, waited_s: float) -> PipelineStep:
         """Bring the drawn tokens to every rank of the replica that works on them. Collective over
         the world."""
-        columns = self._exchange(drawn.row, plan, drawn.sources, self.replica)
+        row = with_token_columns(drawn.row, self._token_columns)
+        columns = self._exchange(row, plan, drawn.sources, self.replica)
         return PipelineStep(
             drawn,
             plan,

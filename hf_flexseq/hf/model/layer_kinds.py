@@ -1,0 +1,231 @@
+"""Read from a model's configuration what its attention layers are: how far back they read, how
+they make scores, the sizes of their heads, and whose keys they read.
+
+    layer_types, sliding_window, attention_chunk_size   how far back
+    attn_logit_softcapping                              softcapped scores
+    per_layer_config, num_key_value_heads, head_dim,    sizes of heads, which may differ from layer
+    qk_nope_head_dim, qk_rope_head_dim, v_head_dim      to layer
+    kv_sharing_modes                                    keys of an earlier layer
+
+In transformers a window of w is w tokens, the query's own among them: `sliding_window_overlay`
+shows keys above query - w.
+
+The configuration alone is read, so that costs and plans need no model. `checks.py` compares what
+is read here with what the layers of a model ask for when they are called.
+"""
+
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from hf_flexseq.layers import FULL, Reach
+
+# Configurations do not say which layers have sinks: by model_type, the types of such layers.
+_EVERY_LAYER = ("full_attention", "sliding_attention")
+_SINKS = {
+    "flint": _EVERY_LAYER,
+    "gpt_oss": _EVERY_LAYER,
+    "granite_swa": _EVERY_LAYER,
+    "granitemoe_swa": _EVERY_LAYER,
+    "mimo_v2_flash": ("sliding_attention",),
+}
+# Models whose configuration has a softcap, and whose layers do not ask for it.
+_NEVER_SOFTCAPPED = ("gemma3_text",)
+
+
+class UnknownLayers(NotImplementedError):
+    """A configuration has layers that are not attention of a kind known here."""
+
+
+class LayerKind(NamedTuple):
+    """What one attention layer is, as its model's configuration has it."""
+
+    reach: Reach
+    """Which keys a query reads."""
+
+    softcap: float | None
+    """Bound of the scores, approached by c tanh(s / c); None for plain scores."""
+
+    sinks: bool
+    """Whether every head has a sink, a score without a value."""
+
+    query_heads: int
+    kv_heads: int
+    """Heads of keys and values; fewer than query heads where several of these share one."""
+
+    head_dim: int
+    """Size of a head of queries and keys."""
+
+    value_dim: int
+    """Size of a head of values."""
+
+    keys_of: int
+    """The layer whose keys and values are read: the layer itself, or an earlier one."""
+
+    @property
+    def width(self) -> int:
+        """The head size that a kernel sees: the smaller of queries and values is padded."""
+        return max(self.head_dim, self.value_dim)
+
+
+def layer_kinds(config: Any) -> tuple[LayerKind, ...]:
+    """Return what each attention layer of a decoder-only model is, in the order of the layers.
+
+    config: its text configuration. Raises UnknownLayers for layers that are not attention over
+    full, window or chunk, and ValueError for windows and chunks below 1, naming the layer.
+    """
+    for option in ("num_hidden_layers", "num_attention_heads"):
+        if getattr(config, option, None) is None:
+            raise UnknownLayers(f"its configuration has no {option}, so its layers are not known")
+    types = layer_types(config)
+    sources = _keys_of(config, types)
+    kinds = []
+    for layer, kind in enumerate(types):
+        sizes = _head_sizes(config, layer, kind)
+        kinds.append(
+            LayerKind(
+                reach=_reach(config, layer, kind),
+                softcap=_softcap(config),
+                sinks=kind in _SINKS.get(config.model_type, ()),
+                **sizes._asdict(),
+                keys_of=sources[layer],
+            )
+        )
+    return tuple(kinds)
+
+
+def layer_reach(config: Any, layer: int | None) -> Reach:
+    """Return which keys the queries of one layer read.
+
+    layer: its number; None where it is not known, which will do if all layers read alike. Raises
+    UnknownLayers where it will not, and for layers that are not attention over full, window or
+    chunk; ValueError for windows and chunks below 1.
+    """
+    types = getattr(config, "layer_types", None)
+    if types is None:
+        return _reach(config, layer or 0, _type_of_all(config))
+    if layer is None and len(set(types)) == 1:
+        layer = 0
+    if layer is None or layer >= len(types):
+        raise UnknownLayers("which of config.layer_types it has is not known")
+    return _reach(config, layer, types[layer])
+
+
+def reach_counts(kinds: Sequence[LayerKind]) -> dict[Reach, int]:
+    """Return how many layers there are of each reach, in the order of their first layers."""
+    return dict(Counter(kind.reach for kind in kinds))
+
+
+def layer_types(config: Any) -> list[str]:
+    """Return the type of each layer in transformers' words, such as sliding_attention.
+
+    Without types in the configuration one window, if any, is for all layers.
+    """
+    types: list[str] | None = getattr(config, "layer_types", None)
+    if types is not None:
+        return list(types[: config.num_hidden_layers])
+    return [_type_of_all(config)] * config.num_hidden_layers
+
+
+def _type_of_all(config: Any) -> str:
+    """Return the type of the layers of a model whose configuration does not list them."""
+    window = getattr(config, "sliding_window", None)
+    if window is not None and getattr(config, "use_sliding_window", True):
+        return "sliding_attention"
+    return "full_attention"
+
+
+# ---- one layer
+
+
+class _HeadSizes(NamedTuple):
+    """Numbers and sizes of a layer's heads; see `LayerKind`."""
+
+    query_heads: int
+    kv_heads: int
+    head_dim: int
+    value_dim: int
+
+
+def _reach(config: Any, layer: int, kind: str) -> Reach:
+    """Return which keys the queries of a layer read."""
+    if kind == "full_attention":
+        return FULL
+    if kind not in ("sliding_attention", "chunked_attention"):
+        others = sorted(set(layer_types(config)) - {"full_attention", *_OPTIONS})
+        raise UnknownLayers(
+            f"it has layers of the kinds {', '.join(others)}; hf_flexseq knows full, sliding and "
+            "chunked attention"
+        )
+    option = _OPTIONS[kind]
+    tokens = getattr(_of_layer(config, layer), option, None)
+    if tokens is None:
+        raise ValueError(
+            f"layer {layer} is {kind}, but config.{option} is None; give it a number of tokens, "
+            "or make the layer full_attention in config.layer_types"
+        )
+    if tokens < 1:
+        raise ValueError(
+            f"layer {layer} is {kind} over {option}={tokens} tokens; it must be at least 1"
+        )
+    if kind == "chunked_attention":
+        return Reach(chunk=tokens)
+    return Reach(window=tokens)
+
+
+# by type of layer: the option that says how many tokens
+_OPTIONS = {"sliding_attention": "sliding_window", "chunked_attention": "attention_chunk_size"}
+
+
+def _softcap(config: Any) -> float | None:
+    """Return the bound of a model's scores."""
+    if config.model_type in _NEVER_SOFTCAPPED:
+        return None
+    softcap: float | None = getattr(config, "attn_logit_softcapping", None)
+    return softcap
+
+
+def _head_sizes(config: Any, layer: int, kind: str) -> _HeadSizes:
+    """Return numbers and sizes of a layer's heads."""
+    of_layer = _of_layer(config, layer)
+    heads: int = of_layer.num_attention_heads
+    kv_heads: int = getattr(of_layer, "num_key_value_heads", None) or heads
+
+    # 1. latent attention: keys and values of every head are expanded from one latent vector
+    rope_dim = getattr(of_layer, "qk_rope_head_dim", None)
+    nope_dim = getattr(of_layer, "qk_nope_head_dim", None)
+    if rope_dim is not None and nope_dim is not None:
+        return _HeadSizes(heads, heads, nope_dim + rope_dim, of_layer.v_head_dim or nope_dim)
+
+    # 2. attention with heads of its own
+    head_dim: int = getattr(of_layer, "head_dim", None) or of_layer.hidden_size // heads
+    value_dim: int = getattr(of_layer, "v_head_dim", None) or head_dim
+    if config.model_type == "mimo_v2_flash" and kind == "sliding_attention":
+        kv_heads *= 2
+    return _HeadSizes(heads, kv_heads, head_dim, value_dim)
+
+
+def _of_layer(config: Any, layer: int) -> Any:
+    """Return the configuration of one layer, where layers have their own, else that of the
+    model."""
+    if getattr(config, "is_heterogeneous", False):
+        return config.per_layer_config[layer]
+    return config
+
+
+def _keys_of(config: Any, types: Sequence[str]) -> list[int]:
+    """Return, for each layer, the layer whose keys and values it reads.
+
+    In transformers some layers store what they have, and later ones of their type reuse it.
+    """
+    modes = getattr(config, "kv_sharing_modes", None)
+    own = list(range(len(types)))
+    if modes is None:
+        return own
+    sources = []
+    stored: dict[str, int] = {}  # type -> the layer of that type that has stored last
+    for layer, kind, mode in zip(own, types, modes, strict=True):
+        if mode == "store":
+            stored[kind] = layer
+        sources.append(stored[kind] if mode == "reuse" else layer)
+    return sources

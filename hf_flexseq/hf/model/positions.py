@@ -1,0 +1,306 @@
+"""Positions that are no function of `position_ids` alone: which are refused, and how a model gets
+the others right while it is attached.
+
+1. longrope takes the short or the long table of frequencies by the longest position of its call.
+   Under hf_flexseq a row has parts of several sequences: every token is given the table that its
+   own sequence would have alone (`LENGTHS`).
+2. Llama 4's layers without rotary embeddings scale queries by the token's index, which they count
+   from the first token of their call. They are given the indices in the sequence (`INDICES`).
+
+Both come as columns beside `input_ids` (`steps/token_columns.py`), and so reach decoder and layers
+as keyword arguments of the call itself, in the replay of a checkpointed layer, too. Whatever else
+counts positions (`counting.py`) is refused.
+
+Rejected: other rotary modules in place of the model's. Its own are called, twice, so that every
+number is theirs.
+"""
+
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from hf_flexseq.hf.model.counting import UnreadableForward, count_in
+from hf_flexseq.steps.token_columns import INDICES, LENGTHS
+
+# Modules that count positions with the help of a cache, which can tell them where they are:
+# `torch.arange(tokens) + past_key_values.get_seq_length(layer)`.
+_TOLD_BY_CACHE = ("transformers.models.llama4.modeling_llama4.Llama4TextAttention",)
+
+# Parts of the names of modules that never run on columns of tokens alone.
+_TOWERS = ("vision", "visual", "image", "audio")
+
+
+# ---- what is refused
+
+
+def unsuitable_positions(model: PreTrainedModel, config: Any) -> str | None:
+    """Return the reason why `model`, with the text configuration `config`, would not know the
+    positions of its tokens; None without one."""
+    return (
+        _unsuitable_rotary(model, config)
+        or _unsuitable_embeddings(model)
+        or _counting_module(model)
+    )
+
+
+def _unsuitable_rotary(model: PreTrainedModel, config: Any) -> str | None:
+    # one set of parameters, or a set for each kind of layer
+    parameters = getattr(config, "rope_parameters", None) or {}
+    by_layer = [value for value in parameters.values() if isinstance(value, dict)]
+    kinds = {str(value.get("rope_type")) for value in by_layer or [parameters]}
+    for kind in sorted(kinds):
+        if "dynamic" in kind:
+            return (
+                f"rope_type={kind!r} takes its frequencies from the longest position it has seen, "
+                "so that parts of a sequence would disagree; set config.rope_parameters to "
+                "another type, such as 'yarn'"
+            )
+    if "longrope" not in kinds:
+        return None
+    names = [name for name, _ in _longrope_modules(model)]
+    if not names:
+        return (
+            "rope_type='longrope' without a rotary module of transformers' kind, which would have "
+            "`rope_type` and `config`; set config.rope_parameters to another type, such as 'yarn'"
+        )
+    for name in names:
+        if any(part.isdigit() for part in name.split(".")):
+            return (
+                f"{name} is a rotary module inside a layer, with rope_type='longrope', and is not "
+                "told the lengths of sequences; set config.rope_parameters to another type, such "
+                "as 'yarn'"
+            )
+    return None
+
+
+def _unsuitable_embeddings(model: PreTrainedModel) -> str | None:
+    for name, module in model.named_modules():
+        padding_index = getattr(module, "padding_idx", None)
+        if name.endswith("position_embeddings") and padding_index is not None:
+            return (
+                f"{name} counts positions from its padding_idx={padding_index}; "
+                "hf_flexseq counts from 0"
+            )
+    return None
+
+
+def _counting_module(model: PreTrainedModel) -> str | None:
+    for name, module in model.named_modules():
+        if any(part in name for part in _TOWERS) or _is_told_by_cache(module):
+            continue
+        kind = type(module).__name__
+        try:
+            count = count_in(module)
+        except UnreadableForward as reason:
+            return (
+                f"whether {name or 'the model'} ({kind}) counts positions itself cannot be read "
+                f"from its source ({reason})"
+            )
+        if count is not None:
+            return (
+                f"{name or 'the model'} ({kind}) counts positions itself, in {count.where}: "
+                f"{count.text}; on a part of a sequence it would begin at 0, so it has to take "
+                "them from position_ids"
+            )
+    return None
+
+
+# ---- what is made right
+
+
+def needed_columns(model: nn.Module) -> tuple[str, ...]:
+    """Return which of the columns LENGTHS and INDICES the modules of `model` have to be given."""
+    names = []
+    if any(_longrope_modules(model)):
+        names.append(LENGTHS)
+    if any(_is_told_by_cache(module) for module in model.modules()):
+        names.append(INDICES)
+    return tuple(names)
+
+
+def attach_positions(model: nn.Module) -> "AttachedPositions":
+    """Make modules of `model`, which `unsuitable_positions` has nothing against, take positions
+    from the columns `needed_columns`. Undone by the handle's `detach`."""
+    return AttachedPositions(model)
+
+
+class AttachedPositions:
+    """The modules of one model that take positions from columns; see `attach_positions`."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._attached: list[_RowRotary | _ToldAttention] = []
+        for name, module in list(_longrope_modules(model)):
+            decoder = model.get_submodule(name.rpartition(".")[0])
+            self._attached.append(_RowRotary(decoder, module))
+        for module in model.modules():
+            if _is_told_by_cache(module):
+                self._attached.append(_ToldAttention(module))
+
+    def detach(self) -> None:
+        """Give the modules their own forwards back. A second call does nothing."""
+        for part in self._attached:
+            part.detach()
+        self._attached = []
+
+
+def _longrope_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """Yield the names and modules of rotary embeddings that have a short and a long table."""
+    for name, module in model.named_modules():
+        kinds = getattr(module, "rope_type", None)
+        of_layers = kinds.values() if isinstance(kinds, dict) else [kinds]
+        if "longrope" in of_layers and hasattr(module, "config"):
+            yield name, module
+
+
+def _is_told_by_cache(module: nn.Module) -> bool:
+    for kind in type(module).__mro__:  # FSDP2 makes classes of its own
+        if f"{kind.__module__}.{kind.__qualname__}" in _TOLD_BY_CACHE:
+            return True
+    return False
+
+
+def _missing_column(module: nn.Module, name: str) -> ValueError:
+    return ValueError(
+        f"{type(module).__name__} is given seq_ctx without {name!r}: add the columns "
+        "needed_columns(model) to the rows before they are dealt"
+    )
+
+
+class _InstanceForward:
+    """A forward in place of a module's own, on the instance."""
+
+    def __init__(self, module: nn.Module, forward: Callable[..., Any]) -> None:
+        self._module = module
+        self._former = vars(module).get("forward")  # of whoever came before
+        self.own: Callable[..., Any] = module.forward
+
+        @functools.wraps(self.own)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            return forward(*args, **kwargs)
+
+        module.forward = call
+
+    def remove(self) -> None:
+        """Give the module its former forward back."""
+        del self._module.forward
+        if self._former is not None:
+            self._module.forward = self._former
+
+
+# ---- 1. longrope
+
+
+class _RowRotary:
+    """A rotary embedding that gives every token the table of its sequence.
+
+    The decoder calls it once, outside of its layers, with positions alone: the lengths are those
+    of the decoder's own call, which has not ended then.
+    """
+
+    def __init__(self, decoder: nn.Module, rotary: nn.Module) -> None:
+        self._rotary = rotary
+        self._lengths: torch.Tensor | None = None  # [1, tokens], while the decoder runs on a row
+        self._forward = _InstanceForward(rotary, self._row_forward)
+        # always_call: an exception leaves no lengths behind.
+        self._hooks = (
+            decoder.register_forward_pre_hook(self._begin, with_kwargs=True),
+            decoder.register_forward_hook(self._end, always_call=True),
+        )
+
+    def detach(self) -> None:
+        """Leave nothing on the modules."""
+        for hook in self._hooks:
+            hook.remove()
+        self._forward.remove()
+
+    def _begin(self, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
+        """Note the lengths of a call of the decoder."""
+        self._lengths = kwargs.get(LENGTHS)
+        if self._lengths is None and kwargs.get("seq_ctx") is not None:
+            raise _missing_column(self._rotary, LENGTHS)
+
+    def _end(self, module: nn.Module, args: Any, outputs: Any) -> None:
+        self._lengths = None
+
+    def _row_forward(
+        self, x: torch.Tensor, position_ids: torch.Tensor, layer_type: str | None = None
+    ) -> Any:
+        """Return what the rotary embedding does, cos and sin [1, tokens, D] or a tensor of both.
+
+        position_ids: [1, tokens]
+        """
+        own = self._forward.own
+        of_layer = {} if layer_type is None else {"layer_type": layer_type}
+        parameters = self._rotary.config.rope_parameters
+        if layer_type is not None:
+            parameters = parameters[layer_type]
+        if self._lengths is None or parameters["rope_type"] != "longrope":
+            return own(x, position_ids, **of_layer)
+
+        # 1. the short table for all tokens: no position is beyond what it is for
+        limit = parameters["original_max_position_embeddings"]
+        short = own(x, position_ids.clamp(max=limit - 1), **of_layer)
+
+        # 2. the long one: a token is added whose position is
+        beyond = position_ids.new_full((*position_ids.shape[:-1], 1), limit)  # [1, 1]
+        positions = torch.cat([position_ids, beyond], dim=-1)  # [1, tokens + 1]
+        long = own(x, positions, **of_layer)  # [1, tokens + 1, D]
+
+        # 3. of each token its own
+        is_long = (self._lengths > limit).unsqueeze(-1)  # [1, tokens, 1]
+        if isinstance(short, torch.Tensor):
+            return torch.where(is_long, long[..., :-1, :], short)
+        chosen = []
+        for of_short, of_long in zip(short, long, strict=True):
+            chosen.append(torch.where(is_long, of_long[..., :-1, :], of_short))
+        return tuple(chosen)
+
+
+# ---- 2. layers that count
+
+
+class _ToldAttention:
+    """An attention layer that is told by a cache at which indices its tokens stand."""
+
+    def __init__(self, attention: nn.Module) -> None:
+        self._attention = attention
+        self._forward = _InstanceForward(attention, self._told_forward)
+
+    def detach(self) -> None:
+        """Leave nothing on the layer."""
+        self._forward.remove()
+
+    def _told_forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the layer's forward with a cache of no keys, which knows the indices."""
+        indices = kwargs.pop(INDICES, None)  # [1, tokens]
+        if indices is not None:
+            kwargs["past_key_values"] = _IndexCache(indices[0])
+        elif kwargs.get("seq_ctx") is not None:
+            raise _missing_column(self._attention, INDICES)
+        return self._forward.own(*args, **kwargs)
+
+
+class _IndexCache:
+    """Stands where a layer expects its cache: it has no keys, and says of every token how many
+    tokens of its sequence come before the row that the layer sees."""
+
+    __slots__ = ("_before",)
+
+    def __init__(self, indices: torch.Tensor) -> None:
+        """indices: [tokens] of each token in its sequence."""
+        row = torch.arange(indices.shape[0], device=indices.device)  # what the layer counts
+        self._before = indices - row
+
+    def get_seq_length(self, layer_idx: int = 0) -> torch.Tensor:
+        """Return what the layer has to add to its own count, [tokens]."""
+        return self._before
+
+    def update(
+        self, keys: torch.Tensor, values: torch.Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the keys and values of the row, each [1, kv_heads, tokens, D]."""
+        return keys, values

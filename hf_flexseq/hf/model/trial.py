@@ -1,0 +1,220 @@
+"""Run one forward of an empty twin of a model, and note what its attention layers ask for.
+
+The twin lives on the meta device, in training mode: it takes a tenth of a second and no memory.
+Its attention returns empty tensors, and so do its experts, whose routing would need numbers.
+
+Which keys a layer may read stands in its mask, and in some models nowhere else. So the twin gets
+a mask function, too, as transformers' own attention has: it reads the rule from which transformers
+would have made a mask, part by part, and knows the parts listed in `_rule_of`. A mask is compared
+with what `attention.py` would compute of the same call.
+"""
+
+import copy
+import inspect
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from transformers import AttentionInterface, PreTrainedModel, masking_utils
+from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+from transformers.masking_utils import AttentionMaskInterface
+
+from hf_flexseq.hf.attention import Asked, UnsupportedAttention, read_call
+from hf_flexseq.layers import FULL, Reach
+
+logger = logging.getLogger(__name__)
+
+_TRIAL = "flexseq-trial"  # name of the twin's implementation of attention, masks and experts
+TOKENS = 2
+_RULE = "flexseq_rule"  # attribute of the twin's masks: the function they would be made with
+
+
+class Call(NamedTuple):
+    """What a layer has asked for in one call."""
+
+    module: str
+    """Class of the layer."""
+    asked: Asked
+    """Its reach and scores."""
+    query_heads: int
+    kv_heads: int
+    head_dim: int
+    """Size of a head of queries and keys."""
+    value_dim: int
+    """Size of a head of values."""
+    keys_of: int
+    """Index of the first call that was given the same keys: its own where they are new."""
+
+
+@dataclass(slots=True)
+class Trial:
+    """What was seen of a model."""
+
+    calls: list[Call] = field(default_factory=list)
+    """Calls of attention, in their order."""
+    refusal: str | None = None
+    """Why a layer's attention is not ours to compute, in one line."""
+    fault: str | None = None
+    """Why the twin could not go on to its end; the layers up to there have been seen."""
+    keys: list[torch.Tensor] = field(default_factory=list)
+    """Keys of the calls, which tell shared ones apart from equal ones."""
+
+
+def try_model(model: PreTrainedModel) -> Trial:
+    """Run one forward of an empty twin of `model`, and return what was seen."""
+    seen = Trial()
+    config = copy.deepcopy(model.config)
+    config._attn_implementation = _TRIAL
+    config._experts_implementation = _TRIAL
+    try:
+        with torch.device("meta"), torch.no_grad():
+            twin = type(model)(config).to(torch.bfloat16).train()
+            tokens = torch.zeros(1, TOKENS, dtype=torch.int64)  # [rows, tokens]
+            # Told that nothing is padding, transformers does not look for documents in a row.
+            shown = torch.ones(1, TOKENS, dtype=torch.int64)
+            twin(input_ids=tokens, attention_mask=shown, use_cache=False, seq_ctx=seen)
+    except UnsupportedAttention as reason:
+        seen.refusal = str(reason)
+    # The twin itself may be at fault, while the model is fine.
+    except (
+        *(RuntimeError, TypeError, ValueError, AttributeError, KeyError, IndexError),
+        *(NotImplementedError, ImportError, AssertionError),
+    ) as error:
+        seen.fault = f"{type(error).__name__}: {error}".splitlines()[0]
+        logger.debug("the trial of %s ended early: %s", type(model).__name__, seen.fault)
+    seen.keys.clear()
+    return seen
+
+
+# ---- what stands in the twin for attention, masks and experts
+
+
+def _trial_attention(
+    module: nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None = None,
+    *,
+    seq_ctx: Trial | None = None,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, None]:
+    """Stand where `flexseq_attention` would, and note in `seq_ctx` what the layer asks for.
+
+    query [1, heads, tokens, D], key [1, kv_heads, tokens, D] and value [1, kv_heads, tokens, V]
+    -> [1, tokens, heads, V], without numbers.
+    """
+    name = type(module).__name__
+    if seq_ctx is None:
+        raise UnsupportedAttention(f"{name} is not given the keyword arguments of the model")
+    asked = read_call(module, None, kwargs)
+    if attention_mask is not None and attention_mask.ndim > 2:  # else it says what is padding
+        _compare_with_mask(name, asked, attention_mask)
+    if key.shape[-2] != query.shape[-2]:
+        raise UnsupportedAttention(
+            f"{name} has {query.shape[-2]} queries and {key.shape[-2]} keys; hf_flexseq computes "
+            "attention of a sequence over itself"
+        )
+    rows, heads, tokens, head_dim = query.shape
+    keys_of = len(seq_ctx.calls)
+    for index, earlier in enumerate(seq_ctx.keys):
+        if earlier is key:
+            keys_of = index
+            break
+    seq_ctx.keys.append(key)
+    seq_ctx.calls.append(
+        Call(name, asked, heads, key.shape[1], head_dim, value.shape[-1], keys_of)
+    )
+    return query.new_empty(rows, tokens, heads, value.shape[-1]), None
+
+
+def _trial_mask(
+    *, q_length: int, kv_length: int, mask_function: Callable[..., Any], **kwargs: Any
+) -> torch.Tensor:
+    """Return an empty mask [1, 1, q_length, kv_length] that knows its rule."""
+    mask = torch.empty(1, 1, q_length, kv_length, dtype=torch.bool, device="meta")
+    setattr(mask, _RULE, mask_function)
+    return mask
+
+
+def _trial_experts(
+    module: nn.Module, hidden_states: torch.Tensor, *args: Any, **kwargs: Any
+) -> torch.Tensor:
+    """Return an empty tensor shaped as hidden_states [tokens, hidden] is."""
+    return torch.empty_like(hidden_states)
+
+
+AttentionInterface.register(_TRIAL, _trial_attention)
+AttentionMaskInterface.register(_TRIAL, _trial_mask)
+ALL_EXPERTS_FUNCTIONS.register(_TRIAL, _trial_experts)
+
+
+# ---- masks
+
+
+def _compare_with_mask(name: str, asked: Asked, mask: torch.Tensor) -> None:
+    """Raise UnsupportedAttention unless a layer's mask shows what would be computed.
+
+    name: class of the layer.
+    """
+    rule = getattr(mask, _RULE, None)
+    if rule is None:
+        raise UnsupportedAttention(
+            f"{name} asks for a mask of its own; hf_flexseq computes causal attention"
+        )
+    shown = _reach_of(name, rule)
+    if shown != asked.reach:
+        raise UnsupportedAttention(
+            f"{name}{asked.where}: its mask shows {shown} attention, but its call and "
+            f"configuration say {asked.reach}"
+        )
+
+
+def _reach_of(name: str, rule: Callable[..., Any]) -> Reach:
+    """Return which keys a causal mask shows that transformers would make with `rule`."""
+    parts = list(_parts_of(rule))
+    unknown = []
+    reach = FULL
+    is_causal = False
+    for part in parts:
+        closure = inspect.getclosurevars(part).nonlocals
+        if part is masking_utils.causal_mask_function:
+            is_causal = True
+        elif _is_made_by(part, masking_utils.sliding_window_overlay):
+            reach = Reach(window=closure["sliding_window"])
+        elif _is_made_by(part, masking_utils.chunked_overlay):
+            reach = Reach(chunk=closure["chunk_size"])
+        # Documents are kept apart by seq_ctx.
+        elif not _is_made_by(part, masking_utils.packed_sequence_mask_function):
+            unknown.append(part.__qualname__.split(".")[0])
+    if unknown or not is_causal:
+        what = ", ".join(sorted(set(unknown))) or "no causal rule"
+        raise UnsupportedAttention(
+            f"{name} asks for a mask made with {what}; hf_flexseq computes causal attention, "
+            "with a window or in chunks"
+        )
+    return reach
+
+
+def _parts_of(rule: Callable[..., Any]) -> list[Callable[..., Any]]:
+    """Return the rules that must all hold for a key to be shown."""
+    closure = inspect.getclosurevars(rule).nonlocals
+    if _is_made_by(rule, masking_utils.and_masks):
+        parts = []
+        for part in closure["mask_functions"]:
+            parts += _parts_of(part)
+        return parts
+    if _is_made_by(rule, masking_utils.remap_positions_for_packed_sequence):
+        return _parts_of(closure["mask_function"])
+    return [rule]
+
+
+def _is_made_by(rule: Callable[..., Any], maker: Callable[..., Any]) -> bool:
+    """Tell whether `rule` was defined inside `maker`."""
+    return (
+        rule.__module__ == maker.__module__
+        and rule.__qualname__.split(".")[0] == maker.__qualname__
+    )

@@ -1,0 +1,47 @@
+"""What some models must be told of each token beside `position_ids`: columns like any other, which
+travel with the tokens and reach the model as keyword arguments.
+
+A sequence of three tokens and one of two, packed:
+
+    position_ids          0 1 2   0 1
+    sequence_lengths      3 3 3   2 2       LENGTHS: one more than the last of its position_ids
+    sequence_indices      0 1 2   0 1       INDICES: tokens before it in its sequence
+
+They differ from `position_ids` where a dataset brings its own. They are made before tokens are
+dealt, from the whole sequence, so that wherever a plan cuts it, every part knows what one process
+would.
+"""
+
+from collections.abc import Collection
+from dataclasses import replace
+
+import torch
+
+from hf_flexseq.steps.exchange import SourceRow
+
+LENGTHS = "sequence_lengths"
+INDICES = "sequence_indices"
+
+
+def with_token_columns(row: SourceRow, names: Collection[str]) -> SourceRow:
+    """Return `row` with those of the columns LENGTHS and INDICES, [tokens] of int64, that `names`
+    has.
+
+    row: with the columns that the rows of all ranks have. Raises ValueError where the dataset has
+    a column of such a name.
+    """
+    for name in names:
+        if name in row.columns:
+            raise ValueError(
+                f"the dataset has a column {name!r}, which hf_flexseq gives this model: rename it"
+            )
+    columns = dict(row.columns)
+    lengths = torch.tensor(row.lengths, dtype=torch.int64)  # [sequences]
+    ends = lengths.cumsum(0)
+    if LENGTHS in names:
+        last = row.columns["position_ids"][ends - 1]  # [sequences]
+        columns[LENGTHS] = (last + 1).to(torch.int64).repeat_interleave(lengths)  # -> [tokens]
+    if INDICES in names:
+        starts = (ends - lengths).repeat_interleave(lengths)  # [sequences] -> [tokens]
+        columns[INDICES] = torch.arange(starts.numel()) - starts
+    return replace(row, columns=columns)
