@@ -16,6 +16,7 @@ transformers' defaults.
 import dataclasses
 import json
 import sys
+from collections.abc import Collection
 from inspect import getsource
 from pathlib import Path
 from re import search
@@ -42,7 +43,10 @@ SMALL: dict[str, Any] = {
     "n_head": 4,
     "n_positions": 64,
     "n_inner": 24,
+    "d_model": 32,
+    "n_heads": 4,
     "ffn_dim": 24,
+    "rotary_dim": 8,
     "word_embed_proj_dim": 32,
     "dff": 24,
     # kinds of layers
@@ -66,12 +70,18 @@ SMALL: dict[str, Any] = {
     "shared_expert_intermediate_size": 16,
     "moe_num_experts": 4,
     "moe_k": 2,
+    "first_k_dense_replace": 1,
     "n_group": 1,
     "topk_group": 1,
     "zero_expert_num": 2,
     "moe_topk": 2,
 }
 LAYERS = 4
+
+# What configurations need so that a model can be built of them.
+NEEDED: dict[str, dict[str, Any]] = {}
+# Sizes that a family needs in a probe, where those above do not fit together.
+TINY: dict[str, dict[str, Any]] = {}
 
 
 class Family(NamedTuple):
@@ -150,14 +160,68 @@ def unrolled(options: dict[str, Any]) -> dict[str, Any]:
 
 def tiny_config(family: Family, options: dict[str, Any]) -> PreTrainedConfig:
     """Return a configuration of a few layers, of the kinds that `options` have, for a probe."""
-    fields = {field.name for field in dataclasses.fields(family.kind.config_class)}
-    base = family.kind.config_class(**options)
-    small = {name: value for name, value in SMALL.items() if name in fields}
-    for name in ("q_lora_rank", "sliding_window", "attention_chunk_size"):
+    cls = family.kind.config_class
+    fields = {field.name for field in dataclasses.fields(cls)}
+    base = cls(**{**NEEDED.get(family.name, {}), **options})
+    small = {**options, **{name: value for name, value in SMALL.items() if name in fields}}
+
+    # 1. what a family does not have it does not get
+    for name in ("q_lora_rank", "sliding_window", "attention_chunk_size", "n_inner"):
         if getattr(base, name, None) is None:
             small.pop(name, None)
-    small |= {name: None for name in fields if name.endswith("token_id")}
     for name in fields:
+        if name.endswith("token_id"):
+            value = getattr(base, name, None)
+            small[name] = None if value is None or name == "eos_token_id" else 1
         if name.endswith(("dropout", "pdrop", "dropout_prob")):
             small[name] = 0.0
-    return family.kind.config_class(**{**options, **small})
+    if "kv_lora_rank" in fields:
+        small["num_key_value_heads"] = SMALL["num_attention_heads"]
+
+    # 2. a few layers, one of each kind at least
+    small |= _few_layers(base, fields)
+    if getattr(base, "num_kv_shared_layers", 0):
+        small["num_kv_shared_layers"] = 2
+    if getattr(base, "rope_parameters", None):
+        small["rope_parameters"] = _short_rope(base.rope_parameters)
+    return cls(**{**small, **TINY.get(family.name, {})})
+
+
+def _few_layers(base: PreTrainedConfig, fields: Collection[str]) -> dict[str, Any]:
+    """Return the number of layers, and every list that has an entry for each of them."""
+    layers = getattr(base, "num_hidden_layers", None)
+    if layers is None:
+        return {}
+    types = getattr(base, "layer_types", None) or [None] * layers
+    kept: list[int] = []
+    for kind in dict.fromkeys(types):
+        kept.append(types.index(kind))
+    for index in range(layers):
+        if len(kept) < LAYERS and index not in kept:
+            kept.append(index)
+    kept.sort()
+    if getattr(base, "num_kv_shared_layers", 0):
+        full = types.index("full_attention")
+        kept = [0, full, 0, full]  # the last two read the keys of the first two
+    few: dict[str, Any] = {}
+    for name in fields:
+        value = getattr(base, name, None)
+        if isinstance(value, list) and len(value) == layers:
+            few[name] = [value[index] for index in kept]
+    few["num_hidden_layers" if "num_hidden_layers" in fields else "n_layer"] = len(kept)
+    return few
+
+
+def _short_rope(parameters: dict[str, Any]) -> dict[str, Any]:
+    """Return rotary parameters whose original length is below that of a probe's sequences."""
+    short = {}
+    for name, value in parameters.items():
+        if isinstance(value, dict):
+            value = _short_rope(value)
+        elif name == "original_max_position_embeddings":
+            value = 16
+        elif name in ("short_factor", "long_factor"):
+            size = int(SMALL["head_dim"] * parameters.get("partial_rotary_factor", 1.0)) // 2
+            value = [1.0 if name == "short_factor" else 2.0] * size
+        short[name] = value
+    return short

@@ -14,11 +14,11 @@ is read that should not be, and they need no tolerance: an output that does not 
 stays as it is, bit by bit, up to sums of other sizes in routed experts.
 
 Windows, chunks and original lengths of position embeddings must be shorter than the sequences:
-what is longer than all of them cannot be seen. Sequences are of at most `LENGTHS[0]` tokens.
+what is longer than all of them cannot be seen. Sequences are of at most `SEQUENCES[0]` tokens.
 """
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -28,10 +28,13 @@ import hf_flexseq.hf.attention  # noqa: F401  registers "flexseq"
 from hf_flexseq.attention import SequenceContext
 from hf_flexseq.distributed.communicator import Communicator
 from hf_flexseq.distributed.threads import ThreadHub, ThreadTransport
+from hf_flexseq.hf.model.positions import attach_positions, needed_columns
 from hf_flexseq.kernels import Kernel
 from hf_flexseq.kernels.reference import Reference
 from hf_flexseq.plan import STRATEGIES, Group, MicroBatch, Plan
 from hf_flexseq.plan.rows import shards_of
+from hf_flexseq.plan.shard import Slice
+from hf_flexseq.steps.token_columns import INDICES, LENGTHS
 from hf_flexseq.topology import Topology
 
 CPU = torch.device("cpu")
@@ -39,7 +42,7 @@ TOPOLOGY = Topology(nodes=2, ranks_per_node=2)
 SHARED = STRATEGIES[1:]  # strategies of groups of several ranks
 
 # Tokens of the sequences: two that all ranks share, then two for each rank alone.
-LENGTHS = (41, 23, 14, 3, 1, 11, 9, 12, 2, 13)
+SEQUENCES = (41, 23, 14, 3, 1, 11, 9, 12, 2, 13)
 SHARED_SEQUENCES = 2
 # (sequence, token) that is changed. The first tokens of a sequence are those that everything
 # behind them may read; the last ones are what a leak into the next sequence begins with.
@@ -61,6 +64,16 @@ class _Run(NamedTuple):
     """Gradient of each parameter, summed over all sequences; {} if nobody asked."""
 
 
+class _Ranks(NamedTuple):
+    """What the ranks run with."""
+
+    models: list[PreTrainedModel]
+    """One for each rank, with its attention."""
+    strategy: str
+    """Of the shared sequences."""
+    kernel: Kernel
+
+
 def probe_model(
     model: PreTrainedModel,
     *,
@@ -75,15 +88,14 @@ def probe_model(
     model: a small one on the CPU, without dropout; it stays as it is. The probe takes a copy in
     float64 with random parameters, so that everything depends on everything it can.
     strategies: of the shared sequences, one after the other.
-    changes: (sequence, token) to be changed, one after the other; see `LENGTHS`.
+    changes: (sequence, token) to be changed, one after the other; see `SEQUENCES`.
     gradients: whether to compare them, too.
     kernel: of all attention; None is the reference.
-    attach: gives a model its attention; None sets `flexseq`.
+    attach: gives a model its attention; None does what a trainer does.
     """
     twin = _lively(model)
     sequences = _sequences(twin.config.get_text_config())
     changed = [_with_change(sequences, change) for change in changes]
-    setups = [(strategy, kernel or Reference(), attach or _attach) for strategy in strategies]
 
     # 1. one process
     alone = copy.deepcopy(twin)
@@ -91,13 +103,18 @@ def probe_model(
     want = _run_alone(alone, sequences, gradients=gradients)
     want_changed = [_run_alone(alone, tokens).outputs for tokens in changed]
 
-    # 2. ranks
+    # 2. ranks, with a model each
+    twins = []
+    for _ in range(TOPOLOGY.world_size):
+        twins.append(copy.deepcopy(twin))
+        (attach or _attach)(twins[-1])
     wrong = []
-    for strategy, *setup in setups:
-        have = _run_ranks(twin, sequences, strategy, *setup, gradients=gradients)
+    for strategy in strategies:
+        ranks = _Ranks(twins, strategy, kernel or Reference())
+        have = _run_ranks(ranks, sequences, gradients=gradients)
         wrong += [f"{strategy}: {line}" for line in _differences(have, want)]
         for change, tokens, want_after in zip(changes, changed, want_changed, strict=True):
-            have_after = _run_ranks(twin, tokens, strategy, *setup).outputs
+            have_after = _run_ranks(ranks, tokens).outputs
             steps = (want.outputs, want_after, have.outputs, have_after)
             line = _wrong_changes(*steps)
             if line is not None:
@@ -108,6 +125,7 @@ def probe_model(
 
 def _attach(model: PreTrainedModel) -> None:
     model.set_attn_implementation("flexseq")
+    attach_positions(model)
 
 
 # ---- what goes in
@@ -137,7 +155,7 @@ def _sequences(config: Any) -> list[torch.Tensor]:
     usual = torch.tensor([token for token in range(config.vocab_size) if token not in special])
     generator = torch.Generator().manual_seed(1)
     sequences = []
-    for length in LENGTHS:
+    for length in SEQUENCES:
         sequences.append(usual[torch.randint(len(usual), (length,), generator=generator)])
     return sequences
 
@@ -162,7 +180,7 @@ def _plan(strategy: str) -> Plan:
         first = SHARED_SEQUENCES + 2 * rank
         groups.append(Group(ranks=(rank,), sequences=(first, first + 1), strategy="local"))
     return Plan(
-        lengths=LENGTHS,
+        lengths=SEQUENCES,
         micro_batches=(MicroBatch(groups=tuple(groups)),),
         objective_s=0.0,
         lower_bound_s=0.0,
@@ -190,34 +208,23 @@ def _run_alone(
 
 
 def _run_ranks(
-    model: PreTrainedModel,
-    sequences: Sequence[torch.Tensor],
-    strategy: str,
-    kernel: Kernel,
-    attach: Callable[[PreTrainedModel], None],
-    *,
-    gradients: bool = False,
+    ranks: _Ranks, sequences: Sequence[torch.Tensor], *, gradients: bool = False
 ) -> _Run:
-    """Run all sequences on ranks that are threads, with a model each."""
-    plan = _plan(strategy)
+    """Run all sequences on ranks that are threads."""
+    plan = _plan(ranks.strategy)
     outputs = [torch.empty(0)] * len(sequences)
     summed: dict[str, torch.Tensor] = {}
 
     def run_rank(transport: ThreadTransport) -> None:
         communicator = Communicator(TOPOLOGY, transport=transport)
-        own = copy.deepcopy(model)
-        attach(own)
+        own = ranks.models[communicator.rank]
         (shard,) = shards_of(plan, communicator.rank, TOPOLOGY)
         slices = [part for zone in shard.zones for part in zone.slices]
-        tokens = torch.cat([sequences[part.sequence][part.start : part.stop] for part in slices])
-        positions = torch.cat([torch.arange(part.start, part.stop) for part in slices])
+        context = SequenceContext(shard, communicator, ranks.kernel, CPU)
         with torch.set_grad_enabled(gradients):
-            logits = own(
-                input_ids=tokens.unsqueeze(0),  # [1, tokens]
-                position_ids=positions.unsqueeze(0),  # [1, tokens]
-                seq_ctx=SequenceContext(shard, communicator, kernel, CPU),
-                use_cache=False,
-            ).logits[0]  # [tokens, vocabulary]
+            inputs = _inputs(sequences, slices, needed_columns(own))
+            logits = own(**inputs, seq_ctx=context, use_cache=False).logits[0]
+            # [tokens, vocabulary] -> of each slice
             rows = logits.split([part.tokens for part in slices])
             if gradients:
                 loss = torch.zeros((), dtype=logits.dtype)
@@ -235,6 +242,29 @@ def _run_ranks(
 
     ThreadHub(TOPOLOGY.world_size).run(run_rank)
     return _Run(outputs, summed)
+
+
+def _inputs(
+    sequences: Sequence[torch.Tensor], slices: Sequence[Slice], names: Collection[str]
+) -> dict[str, torch.Tensor]:
+    """Return the columns that a rank's model is called with, each [1, tokens].
+
+    names: of the columns that not every model needs.
+    """
+    parts: dict[str, list[torch.Tensor]] = {}
+    for part in slices:
+        whole = sequences[part.sequence]
+        positions = torch.arange(part.start, part.stop)
+        columns = {
+            "input_ids": whole[part.start : part.stop],
+            "position_ids": positions,
+            INDICES: positions,
+            LENGTHS: torch.full_like(positions, len(whole)),
+        }
+        for name, column in columns.items():
+            parts.setdefault(name, []).append(column)
+    wanted = {"input_ids", "position_ids", *names}
+    return {name: torch.cat(parts[name]).unsqueeze(0) for name in wanted}
 
 
 def _weights(sequence: int, start: int, logits: torch.Tensor) -> torch.Tensor:
