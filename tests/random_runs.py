@@ -23,15 +23,18 @@ import random
 import time
 from collections import Counter
 from dataclasses import dataclass
+from typing import NamedTuple
 from unittest import mock
 
 import torch
+from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 from hf_flexseq.attention import SequenceContext, sequence_parallel_attention
 from hf_flexseq.distributed.matching import Launches
 from hf_flexseq.distributed.threads import ThreadGroup
 from hf_flexseq.kernels.choose import choose_kernel
+from hf_flexseq.layers import FULL, Reach
 from hf_flexseq.pipeline.reduction import sum_gradients
 from hf_flexseq.plan import Plan
 from hf_flexseq.plan.pipeline import PipelinePlan
@@ -43,7 +46,7 @@ from hf_flexseq.schedule import attention as schedule
 from hf_flexseq.schedule.routing import NicFigures
 from hf_flexseq.schedule.transfers import ring_fetches
 from hf_flexseq.topology import Topology
-from tests.attention.test_sequence_parallel import dense_attention
+from tests.attention.dense import dense_attention
 from tests.hf.tiny import documents, reference_gradients, relative_errors, tiny_llama
 from tests.pipeline.plans import random_pipeline_plan
 from tests.pipeline.test_exactness import columns_of, make_executor
@@ -61,6 +64,18 @@ PIPELINE_EVERY = 16  # one plan of so many is a pipeline's
 # ---- what is drawn
 
 
+CHUNKS = (Reach(chunk=1), Reach(chunk=3), Reach(chunk=12))
+
+
+class Kind(NamedTuple):
+    """What a layer of attention computes."""
+
+    reach: Reach = FULL
+    sinks: bool = False
+    softcap: float | None = None
+    value_size: int = HEAD_DIM
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AttentionRun:
     """An optimizer step without a model: some layers of attention over a plan."""
@@ -70,7 +85,9 @@ class AttentionRun:
     topology: Topology
     plan: Plan
     heads: tuple[int, int]
-    layers: int
+    kinds: tuple[Kind, ...]
+    """By layer."""
+
     use_blocks: bool
     routes: bool
     checkpoints: bool
@@ -116,6 +133,20 @@ class PipelineRun:
 Run = AttentionRun | PipelineRun
 
 
+def _draw_kind(rng: random.Random, deterministic: bool) -> Kind:
+    """A kind of layer; half of the layers are plain. Windows and chunks are below the lengths of
+    some sequences, and above those of others."""
+    if rng.random() < 0.5:
+        return Kind()
+    reach = rng.choice((FULL, *(Reach(window=w) for w in (1, 2, 5, 12)), *CHUNKS))
+    return Kind(
+        reach=FULL if deterministic else reach,
+        sinks=rng.random() < 0.3,
+        softcap=rng.choice((None, None, 1.5)),
+        value_size=rng.choice((HEAD_DIM, HEAD_DIM, HEAD_DIM - 1)),
+    )
+
+
 def draw(number: int) -> Run:
     """Return the run of this number, on any machine the same."""
     rng = random.Random(number)
@@ -129,18 +160,20 @@ def draw(number: int) -> Run:
     plan = random_plan(
         lengths, world_size, rng, nodes=nodes, micro_batches=micro_batches, shared=0.8
     )
+    layers = rng.choice((2, 2, 2, 3))
+    deterministic = rng.random() < 0.1
     return AttentionRun(
         number=number,
         launches=launches,
         topology=Topology(nodes=nodes, ranks_per_node=world_size // nodes),
         plan=plan,
         heads=rng.choice(HEADS),
-        layers=rng.choice((2, 2, 2, 3)),
+        kinds=tuple(_draw_kind(rng, deterministic) for _ in range(layers)),
         use_blocks=rng.random() < 0.5,
         routes=1 < nodes < world_size and rng.random() < 0.8,
         checkpoints=rng.random() < 0.4,
         keeps_attention=rng.random() < 0.6,
-        deterministic=rng.random() < 0.1,
+        deterministic=deterministic,
         large=rng.choice((1, schedule.LARGE["cpu"])),
     )
 
@@ -247,29 +280,41 @@ def _run_shard(shards, weight, run, communicator):
     x = _stack([tokens[sequence][position] for sequence, position in rows], run)
     x.requires_grad_()
     y = x * weight
-    for layer in range(run.layers):
-        y = _layer(y, layer, run, seq_ctx)
+    for layer in range(len(run.kinds)):
+        y = _layer(y, layer, weight, run, seq_ctx)
     y.square().sum().backward()
     gradients = x.grad.numpy()
     return [(*row, gradient) for row, gradient in zip(rows, gradients, strict=True)]
 
 
-def _layer(y, layer, run, seq_ctx):
+def _layer(y, layer, weight, run, seq_ctx):
     """[tokens, heads, head_dim] -> the same shape."""
 
     def attend(x):
-        out = sequence_parallel_attention(*_qkv(x, layer, run), seq_ctx)
-        return out.tanh()
+        qkv, options = _asked(x, layer, weight, run)
+        return _widened(sequence_parallel_attention(*qkv, seq_ctx, **options))
 
     if run.checkpoints:
         return checkpoint(attend, y, use_reentrant=False)
     return attend(y)
 
 
-def _qkv(x, layer, run):
-    """[tokens, heads, head_dim] -> q of the same shape, k and v [tokens, kv_heads, head_dim]."""
+def _asked(x, layer, weight, run):
+    """[tokens, heads, head_dim] -> q of the same shape, k [tokens, kv_heads, head_dim] and v
+    [tokens, kv_heads, value_size]; and what attention is to do with them. The sinks are a column
+    of the weight."""
     kv_heads = run.heads[1]
-    return x * (1 + layer), x[:, :kv_heads], x[:, -kv_heads:] * 2
+    kind = run.kinds[layer]
+    v = x[:, -kv_heads:, : kind.value_size] * 2
+    options = {"reach": kind.reach, "softcap": kind.softcap}
+    if kind.sinks:
+        options["sinks"] = weight[:, 0]
+    return (x * (1 + layer), x[:, :kv_heads], v), options
+
+
+def _widened(out):
+    """[tokens, heads, value_size] -> [tokens, heads, head_dim]"""
+    return functional.pad(out.tanh(), (0, HEAD_DIM - out.shape[2]))
 
 
 def _linear_rows(shards: list[Shard], rank: int) -> list[tuple[int, int]]:
@@ -321,8 +366,9 @@ def _reference(run):
     leaves = [x.requires_grad_() for x in _tokens(run)]
     for leaf in leaves:
         y = leaf * weight
-        for layer in range(run.layers):
-            y = dense_attention(*_qkv(y, layer, run)).tanh()
+        for layer in range(len(run.kinds)):
+            qkv, options = _asked(y, layer, weight, run)
+            y = _widened(dense_attention(*qkv, **options))
         y.square().sum().backward()
     return weight.grad, [leaf.grad for leaf in leaves]
 
@@ -450,7 +496,12 @@ def had(drawn: Run, used: Used) -> set[str]:
         "checkpointing": drawn.checkpoints,
         "checkpointing, attention kept": drawn.checkpoints and drawn.keeps_attention,
         "deterministic": drawn.deterministic,
-        "three layers": drawn.layers == 3,
+        "three layers": len(drawn.kinds) == 3,
+        "window": any(kind.reach.window for kind in drawn.kinds),
+        "chunk": any(kind.reach.chunk for kind in drawn.kinds),
+        "sinks": any(kind.sinks for kind in drawn.kinds),
+        "softcap": any(kind.softcap for kind in drawn.kinds),
+        "values of another size": any(kind.value_size != HEAD_DIM for kind in drawn.kinds),
     }
     return found | {name for name, is_so in named.items() if is_so}
 

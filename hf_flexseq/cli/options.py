@@ -11,8 +11,9 @@ from hf_flexseq.cli.calibrate import calibrate
 from hf_flexseq.cli.commands import plan, simulate, view
 from hf_flexseq.cli.compare import FLEXSP_SEQUENCES, compare
 from hf_flexseq.cli.environment import env
-from hf_flexseq.cli.program import DTYPES, LAYER, layer, program
+from hf_flexseq.cli.program import DTYPES, LAYER, layer, program, reach
 from hf_flexseq.cost.presets import PRESETS
+from hf_flexseq.layers import FULL
 from hf_flexseq.planner import CHOICES
 from hf_flexseq.reading import DEFAULT_LIMITS, Limits
 from hf_flexseq.topology import Topology
@@ -244,6 +245,13 @@ def _program_options(parser: argparse.ArgumentParser) -> None:
         default=layer(LAYER),
         metavar="QxKVxD",
         help=f"query heads, KV heads and size of a head (default {LAYER})",
+    )
+    parser.add_argument(
+        "--reach",
+        type=reach,
+        default=FULL,
+        metavar="full|window:N|chunk:N",
+        help="which keys a query reads (default full)",
     )
     parser.add_argument("--dtype", choices=DTYPES, default="bfloat16", help="default bfloat16")
     parser.add_argument(

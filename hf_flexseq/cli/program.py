@@ -4,6 +4,7 @@ import re
 from argparse import ArgumentTypeError, Namespace
 
 from hf_flexseq.cli.files import asked_step, read_steps, tell_broken_lines
+from hf_flexseq.layers import FULL, Reach
 from hf_flexseq.plan import Plan, check
 from hf_flexseq.plan.shard import Shard, make_shard, remapped
 from hf_flexseq.program.compile import Machine, MicroBatchLayout, backward, forward
@@ -35,6 +36,22 @@ def layer(text: str) -> tuple[int, int, int]:
     if heads * size > MAX_COUNT:
         raise ArgumentTypeError(f"{quoted(text)} is above {MAX_COUNT:,} numbers a token")
     return heads, kv_heads, size
+
+
+def reach(text: str) -> Reach:
+    """Read which keys a query reads, written as full, window:N or chunk:N.
+
+    Raises ArgumentTypeError for anything else.
+    """
+    if text == "full":
+        return FULL
+    match = re.fullmatch(r"(window|chunk):([1-9][0-9]{0,11})", text)
+    if not match:
+        raise ArgumentTypeError(
+            f"{quoted(text)} is no reach: write full, window:N or chunk:N, such as window:1024"
+        )
+    kind, tokens = match.groups()
+    return Reach(**{kind: int(tokens)})
 
 
 def program(options: Namespace) -> None:
@@ -75,7 +92,7 @@ def _print_programs(shard: Shard, topology: Topology, options: Namespace) -> Non
     )
     parts = MicroBatchLayout(shard, machine).parts
     heads, kv_heads, size = options.layer
-    shape = LayerShape(heads, kv_heads, size, options.dtype)
+    shape = LayerShape(heads, kv_heads, size, options.dtype, options.reach)
     there = forward(parts, shape)
     back = backward(parts, shape, there.saved)
     for name, made in (("forward", there), ("backward", back)):

@@ -7,9 +7,9 @@ Both turn the tensors of transformers, [1, heads, tokens, head_dim], into the pa
 `sequence_parallel_attention` takes, [tokens, heads, head_dim], and back.
 
 Registering only the attention function, and no mask function, makes transformers build no mask:
-documents are kept apart by the context `seq_ctx`, and a mask [tokens, tokens] never exists. What
-a mask would say about windows and chunks, the configuration says, too (`model/layer_kinds.py`), and
-`model/trial.py` compares both when a model is attached.
+documents are kept apart by the context `seq_ctx`, and a mask [tokens, tokens] never exists. What a
+mask would say about windows and chunks, the configuration says, too (`model/layer_kinds.py`); both
+are compared when a model is attached (`model/trial.py`).
 """
 
 from typing import Any, NamedTuple
@@ -26,8 +26,8 @@ from hf_flexseq.pipeline.context import ChunkContext
 NAME = "flexseq"
 PIPELINE_NAME = "flexseq-pipeline"
 
-# Keywords with which a layer asks for attention that is not computed here. Each of them changes the
-# result, so none may be dropped.
+# Keywords with which a layer asks for attention that is not computed here. Each of them changes
+# the result, so none may be dropped.
 _REFUSED_KEYWORDS = ("position_bias", "indices", "block_indices", "sinks", "head_mask")
 
 

@@ -33,7 +33,7 @@ from hf_flexseq.distributed.connect import connect
 from hf_flexseq.hf.attention import NAME
 from hf_flexseq.hf.calibration.source import CostSource, named_cost
 from hf_flexseq.hf.model.buckets import early_buckets
-from hf_flexseq.hf.model.checks import check_model
+from hf_flexseq.hf.model.checks import check_deterministic, check_model
 from hf_flexseq.hf.model.facts import AttentionShape, attention_shape, compute_dtype
 from hf_flexseq.hf.model.loss import ChunkedLoss, attach_chunked_loss
 from hf_flexseq.hf.model.positions import AttachedPositions, attach_positions, needed_columns
@@ -252,6 +252,8 @@ class WholeModelExecutor:
         # 1. what the model needs of the ranks, and what it costs
         base = base_model(model)
         check_model(base)
+        if self.setup.args.deterministic:
+            check_deterministic(base)
         is_ordered = communicator.transport.capabilities.ordered
         self.lockstep = resolve_sync(
             args, base, accelerator, lockstep=lockstep, is_ordered=is_ordered

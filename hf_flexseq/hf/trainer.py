@@ -48,7 +48,7 @@ from hf_flexseq.hf.executors import (
     base_model,
 )
 from hf_flexseq.hf.loaders import EpochBatches, LongestLoader, batches_on_host
-from hf_flexseq.hf.model.checks import check_model
+from hf_flexseq.hf.model.checks import check_deterministic, check_model
 from hf_flexseq.hf.pipeline.executor import stage_executor_for
 from hf_flexseq.hf.pipeline.hooks import load_own_stage
 from hf_flexseq.hf.resume import Resumed, choose_checkpoint, warn_without_optimizer
@@ -137,7 +137,10 @@ class FlexSeqMixin(_Trainer):
         world."""
         options = flexseq_args or arguments_on(self.args)
         check_trainer(self, options)
-        check_model(base_model(self.model))
+        base = base_model(self.model)
+        check_model(base)
+        if options.deterministic:
+            check_deterministic(base)
         collator = _flexseq_collator(self.data_collator)
         check_labels(self, collator)
         self.flexseq = self._make_engine(options)

@@ -3,7 +3,7 @@ implementations.
 
     reference      plain softmax, sequence by sequence; the obvious twin that the others are tested
                    against
-    cpu_flash      torch's CPU flash kernel, sequence by sequence
+    cpu_flash      torch's CPU flash kernel, sequence by sequence; windows and softcaps by blocks
     torch_varlen   the FlashAttention that is active in torch: -2, which it ships for CUDA, or -3
     flash_attn     FlashAttention-2 from its package, where it is installed
     flash_attn3    FlashAttention-3 from its package, where it is installed, on Hopper

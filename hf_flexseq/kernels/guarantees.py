@@ -43,6 +43,8 @@ class Guarantees:
     give the same bits for any number of keys. None: any."""
     windows: bool = False
     """Whether a query may be kept from keys that are too far before it."""
+    softcap: bool = False
+    """Whether scores may be capped, in forward and backward."""
 
     def objection(
         self, device: torch.device, dtype: torch.dtype, head_dim: int, repeatable_keys: int

@@ -12,6 +12,7 @@ after layer, and decides nothing.
     weave.py           the order in which the zones of a rank take turns
     local.py ring.py ulysses.py gathered.py hybrid.py deterministic.py
                        the attention of a zone, by strategy
+    halo.py            the attention of a zone whose queries read a window or a chunk
     remap.py           between the even layout and that of attention
     compile.py         all zones of a micro-batch: forward, backward, backward of a replayed layer
     memory.py          which values lie in the memory of others

@@ -20,7 +20,8 @@ from hf_flexseq.plan import STRATEGIES, Group, MicroBatch
 from hf_flexseq.plan.shard import make_shard
 from hf_flexseq.profiler.runs import CountingKernel
 from hf_flexseq.program.blocks import BLOCK
-from tests.attention.test_sequence_parallel import CPU, dense_attention
+from tests.attention.dense import dense_attention
+from tests.attention.test_sequence_parallel import CPU
 from tests.ranks import join, run_ranks, run_threads
 
 LENGTHS = (3 * BLOCK + 41, 2 * BLOCK, 1, 17, BLOCK + 1)

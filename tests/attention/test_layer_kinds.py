@@ -15,6 +15,7 @@ from hf_flexseq.layers import FULL, Reach
 from hf_flexseq.plan import STRATEGIES, Group, MicroBatch
 from hf_flexseq.plan.shard import make_shard
 from hf_flexseq.topology import Topology
+from tests.attention.dense import dense_attention
 from tests.plans import random_plan
 from tests.ranks import join, run_threads
 
@@ -41,27 +42,6 @@ KINDS = {
 }
 
 
-def dense_attention(q, k, v, sinks, reach, softcap):
-    """Softmax attention of one sequence, [length, heads, size], written out."""
-    repeats = q.shape[1] // k.shape[1]
-    k, v = (x.repeat_interleave(repeats, dim=1) for x in (k, v))
-    scores = torch.einsum("qhd,khd->hqk", q, k) * SCALE
-    if softcap is not None:
-        scores = softcap * torch.tanh(scores / softcap)
-    positions = torch.arange(len(q))
-    ago = positions[:, None] - positions
-    hidden = ago < 0
-    if reach.window is not None:
-        hidden |= ago >= reach.window
-    if reach.chunk is not None:
-        hidden |= positions[:, None] // reach.chunk != positions // reach.chunk
-    scores = scores.masked_fill(hidden, -torch.inf)
-    if sinks is not None:
-        column = sinks[:, None, None].expand(-1, len(q), 1)
-        return torch.einsum("hqk,khd->qhd", torch.cat((scores, column), 2).softmax(2)[..., :-1], v)
-    return torch.einsum("hqk,khd->qhd", scores.softmax(2), v)
-
-
 @functools.cache
 def tensors_of(sequence, length, heads, kv_heads, value_size):
     """q, k, v and dout of one sequence."""
@@ -83,7 +63,7 @@ def wanted(kind, lengths, heads, kv_heads):
     for sequence, length in enumerate(lengths):
         *qkv, dout = tensors_of(sequence, length, heads, kv_heads, value_size)
         qkv = [x.clone().requires_grad_() for x in qkv]
-        out = dense_attention(*qkv, sinks, reach, softcap)
+        out = dense_attention(*qkv, scale=SCALE, softcap=softcap, reach=reach, sinks=sinks)
         out.backward(dout)
         found.append([out.detach(), *(x.grad for x in qkv)])
     return found, None if sinks is None else sinks.grad
@@ -103,8 +83,9 @@ def attend(shard, communicator, kind, lengths, heads, kv_heads, *, checkpointed=
     """This rank's (found, wanted) of each tensor; the sinks' gradients are parts of a sum."""
     reach, has_sinks, softcap, value_size = KINDS[kind]
     seq_ctx = SequenceContext(shard, communicator, Reference(), CPU)
+    slices = list(shard.slices)
     given = [tensors_of(i, n, heads, kv_heads, value_size) for i, n in enumerate(lengths)]
-    *qkv, dout = own_rows(given, shard.slices)
+    *qkv, dout = own_rows(given, slices)
     qkv = [x.requires_grad_() for x in qkv]
     sinks = sinks_of(heads).requires_grad_() if has_sinks else None
 
@@ -119,7 +100,7 @@ def attend(shard, communicator, kind, lengths, heads, kv_heads, *, checkpointed=
     by_sequence, _ = wanted(kind, lengths, heads, kv_heads)
     found = [out.detach(), *(x.grad for x in qkv)]
     sink_grad = None if sinks is None else sinks.grad
-    return list(zip(found, own_rows(by_sequence, shard.slices), strict=True)), sink_grad
+    return list(zip(found, own_rows(by_sequence, slices), strict=True)), sink_grad
 
 
 def errors_of_cases(by_rank, kinds, lengths, heads):

@@ -44,6 +44,7 @@ def test_what_is_drawn_has_something_of_everything():
         *(f"{ranks} ranks" for ranks in (2, 3, 4, 6, 8)),
         *("several zones on a rank", "remapped", "pipeline"),
         *("checkpointing", "checkpointing, attention kept", "deterministic"),
+        *("window", "chunk", "sinks", "softcap", "values of another size"),
     ):
         assert counts[name] >= 0.05 * drawn, name
     for name in ("pipeline: ranks share chunks", "pipeline: several stages per rank"):

@@ -14,6 +14,7 @@ from hf_flexseq.plan.shard import make_shard
 from hf_flexseq.program import turns
 from hf_flexseq.schedule import attention
 from hf_flexseq.topology import Topology
+from tests.attention.dense import dense_attention
 from tests.plans import random_plan
 from tests.ranks import join, run_ranks, run_threads
 
@@ -23,15 +24,6 @@ SHARED = [name for name in STRATEGIES if name != "local"]
 MIXED = (31, 1, 2, 17, 13, 29)
 PACKS = [(1,), (2,), (17,), (41,), MIXED]
 HEADS = [(4, 4), (4, 2), (8, 2), (8, 1), (3, 1)]  # queries, keys and values
-
-
-def dense_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-    """Causal softmax attention of one sequence, [length, heads, head_dim], written out."""
-    repeats = q.shape[1] // k.shape[1]
-    k, v = (x.repeat_interleave(repeats, dim=1) for x in (k, v))
-    scores = torch.einsum("qhd,khd->hqk", q, k) * q.shape[-1] ** -0.5
-    future = torch.ones(len(q), len(q), dtype=torch.bool).triu(1)
-    return torch.einsum("hqk,khd->qhd", scores.masked_fill(future, -torch.inf).softmax(-1), v)
 
 
 @functools.cache

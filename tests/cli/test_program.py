@@ -9,6 +9,7 @@ import pytest
 
 from hf_flexseq.cli import main
 from hf_flexseq.cost.stages import PipelineCost, StageCost
+from hf_flexseq.layers import FULL, Reach
 from hf_flexseq.plan import Group, MicroBatch, Plan
 from hf_flexseq.plan.shard import make_shard
 from hf_flexseq.planner.pipeline import make_pipeline_plan
@@ -125,6 +126,25 @@ def test_layer_dtype_device_and_topology_are_those_asked_for(
     )
     assert one[0] != two[0]
     assert without_titles("\n".join(one)) == without_titles("\n".join(two))
+
+
+@pytest.mark.parametrize(
+    ("written", "reach"),
+    [("full", FULL), ("window:512", Reach(window=512)), ("chunk:2048", Reach(chunk=2048))],
+)
+def test_the_reach_of_the_layer_is_the_one_asked_for(
+    file: str, capsys: pytest.CaptureFixture[str], written: str, reach: Reach
+) -> None:
+    out = shown(["program", file, "--reach", written], capsys)
+    assert without_titles(out) == "\n".join(compiled(0, 0, shape=LLAMA._replace(reach=reach)))
+
+
+@pytest.mark.parametrize("written", ["window", "window:0", "wide", "chunk:-1", "window:1.5"])
+def test_what_is_no_reach_is_refused(
+    file: str, capsys: pytest.CaptureFixture[str], written: str
+) -> None:
+    said = failed(["program", file, "--reach", written], capsys)
+    assert "write full, window:N or chunk:N" in said
 
 
 def test_a_rank_without_a_group_is_told_so(file: str, capsys: pytest.CaptureFixture[str]) -> None:

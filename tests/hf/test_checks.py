@@ -380,6 +380,7 @@ def meta_model(name, kind="ForCausalLM", **config):
     [
         ("Llama", {}),
         ("Llama", {"rope_parameters": ROPE | {"rope_type": "yarn", "factor": 4.0}}),
+        ("Llama", {"rope_parameters": LONGROPE}),
         ("Qwen2", {}),
         ("Qwen2", {"use_sliding_window": False, "sliding_window": 4}),
         ("Qwen3", {}),
@@ -458,11 +459,6 @@ NO_INTERFACE = "does not use transformers' attention interface"
             "Mixtral",
             {"output_router_logits": True, **EXPERTS},
             "output_router_logits=True: a router loss",
-        ),
-        (
-            "Llama",
-            {"rope_parameters": LONGROPE},
-            "rope_type='longrope' takes its frequencies from the longest",
         ),
         (
             "Llama",

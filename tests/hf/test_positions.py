@@ -10,19 +10,30 @@ import random
 import pytest
 import torch
 import transformers
+from accelerate import Accelerator
 from torch import nn
-from transformers import LlamaConfig, LlamaForCausalLM
 
+from hf_flexseq import DataCollatorForFlexSeq
 from hf_flexseq.hf.model.checks import check_model
-from hf_flexseq.hf.model.counting import count_in
+from hf_flexseq.hf.model.counting import UnreadableForward, count_in
 from hf_flexseq.hf.model.positions import attach_positions, needed_columns
+from hf_flexseq.pipeline.reduction import sum_gradients
 from hf_flexseq.steps.exchange import SourceRow
 from hf_flexseq.steps.token_columns import INDICES, LENGTHS, with_token_columns
 from hf_flexseq.topology import Topology
-from tests.hf.by_hand import attach, run_plan
+from tests.hf.by_hand import run_plan
 from tests.hf.test_checks import EXPERTS, SIZES
 from tests.hf.test_reach import stays_in_float64  # noqa: F401  (a fixture)
-from tests.hf.tiny import documents, reference_gradients, relative_errors
+from tests.hf.tiny import (
+    VOCAB,
+    RandomPlanEngine,
+    documents,
+    reference_gradients,
+    relative_errors,
+    tiny_llama,
+)
+from tests.pipeline.plans import random_pipeline_plan
+from tests.pipeline.test_exactness import columns_of, make_executor
 from tests.plans import random_plan
 from tests.ranks import join, run_threads
 
@@ -35,7 +46,7 @@ LONGROPE = {
     "short_factor": [1.0, 1.1, 1.2, 1.3],
     "long_factor": [2.0, 3.0, 5.0, 7.0],
 }
-LAYER_TYPES = {"layer_types": ["full_attention"] * 2}
+FULL = {"layer_types": ["full_attention"] * 2}
 FAMILIES = {
     "Phi3": {
         "rope_parameters": {**LONGROPE, "factor": 4.0},
@@ -58,6 +69,15 @@ FAMILIES = {
         "input_jitter_noise": 0.0,
         **EXPERTS,
     },
+    "Gemma3": {
+        "head_dim": 8,
+        "query_pre_attn_scalar": 16,
+        **FULL,
+        "rope_parameters": {
+            "full_attention": {**LONGROPE, "factor": 4.0},
+            "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+        },
+    },
     "Llama4": {
         "head_dim": 8,
         "no_rope_layers": [1, 0],
@@ -68,7 +88,7 @@ FAMILIES = {
         "intermediate_size_mlp": 48,
         "num_local_experts": 2,
         "moe_layers": [1],
-        **LAYER_TYPES,
+        **FULL,
     },
 }
 
@@ -126,3 +146,251 @@ def test_every_token_stands_where_one_process_has_it(family, nodes, stays_in_flo
 def test_without_its_columns_a_model_is_wrong(family, stays_in_float64):  # noqa: F811
     """The documents above would show it."""
     assert min(run(family, 1, is_attached=False)) > 1e-3
+
+
+# ---- in pipeline stages
+
+
+def errors_in_stages(rank, world_size, family, degree, wanted):
+    """The largest relative error of this stage's gradients, plain and checkpointed."""
+    communicator = join()
+    stages = world_size // degree
+    examples = documents(LENGTHS_OF_DOCUMENTS)
+    targets = sum(label != -100 for e in examples for label in e["labels"][1:])
+    model = make_model(family)
+    model.base_model_prefix = "model"  # Llama 4's names a part that a text model does not have
+    executor = make_executor(model, stages, degree, communicator)
+    attach_positions(model)
+    worst = []
+    for checkpointing in (False, True):
+        rng = random.Random(f"{family} {checkpointing}")
+        plan = random_pipeline_plan(
+            LENGTHS_OF_DOCUMENTS, stages, rng, layers=2, checkpointing=checkpointing
+        )
+        assert any(chunk.cut(plan.lengths) is not None for chunk in plan.chunks)
+        columns = columns_of(plan, examples)
+        for chunk, of_chunk in zip(plan.chunks, columns, strict=True):
+            lengths = [
+                plan.lengths[part.sequence] for part in chunk.slices for _ in range(part.tokens)
+            ]
+            of_chunk[LENGTHS] = torch.tensor([lengths])
+            of_chunk[INDICES] = of_chunk["position_ids"].clone()
+        executor.train(plan, columns, targets)
+        sum_gradients(executor.stage, executor.neighbours)
+        found = {name: p.grad.clone() for name, p in executor.stage.global_parameters()}
+        model.zero_grad()
+        own = {name: wanted[name] for name in found}
+        worst.append(max(relative_errors(found, own, floor_of=wanted).values()))
+    return worst
+
+
+@pytest.mark.parametrize("degree", [1, 2])
+@pytest.mark.parametrize("family", ["Llama", "Llama4"])
+def test_chunks_stand_where_one_process_has_them(family, degree, stays_in_float64):  # noqa: F811
+    examples = documents(LENGTHS_OF_DOCUMENTS)
+    _, wanted = reference_gradients(make_model(family), examples, attention="eager")
+    for errors in run_threads(errors_in_stages, 2 * degree, family, degree, wanted):
+        assert max(errors) < 1e-10
+
+
+# ---- attached, and detached again
+
+
+def traces(model):
+    """What has been put on the modules: forwards of their own, and hooks."""
+    return {
+        name: (
+            "forward" in vars(module),
+            len(module._forward_hooks),
+            len(module._forward_pre_hooks),
+        )
+        for name, module in model.named_modules()
+    }
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_detached_it_leaves_nothing_on_the_model(family):
+    model = make_model(family)
+    before = traces(model)
+    handle = attach_positions(model)
+    assert traces(model) != before
+    handle.detach()
+    handle.detach()
+    assert traces(model) == before
+
+
+def test_a_forward_that_was_replaced_before_comes_back():
+    model = make_model("Llama")
+    rotary = model.model.rotary_emb
+    rotary.forward = former = rotary.forward
+    attach_positions(model).detach()
+    assert rotary.forward is former
+
+
+def test_a_model_with_plain_positions_is_left_alone():
+    model = tiny_llama()
+    before = traces(model)
+    attach_positions(model)
+    assert traces(model) == before
+    assert needed_columns(model) == ()
+
+
+@pytest.mark.parametrize("family", ["Llama", "Llama4"])
+def test_called_without_a_context_a_model_counts_as_it_does(family):
+    """As `generate` calls it, between two steps."""
+    model = make_model(family).eval()
+    ids = torch.randint(VOCAB, (2, LIMIT + 5), generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        wanted = model(input_ids=ids).logits
+        attach_positions(model)
+        assert torch.equal(model(input_ids=ids).logits, wanted)
+
+
+@pytest.mark.parametrize(("family", "column"), [("Llama", LENGTHS), ("Llama4", INDICES)])
+def test_a_context_without_the_column_is_refused(family, column):
+    model = make_model(family)
+    attach_positions(model)
+    with pytest.raises(ValueError, match=f"is given seq_ctx without '{column}'"):
+        model(input_ids=torch.tensor([[1, 2]]), seq_ctx=object())
+
+
+def test_an_engine_gives_a_model_its_columns_and_takes_them_back(stays_in_float64):  # noqa: F811
+    examples = documents(LENGTHS_OF_DOCUMENTS)
+    model = make_model("Llama")
+    wanted_loss, wanted = reference_gradients(model, examples, attention="eager")
+    before = traces(model)
+    engine = RandomPlanEngine(Accelerator(cpu=True), 0)
+    with engine.attached(model):
+        (step,) = engine.steps(iter([DataCollatorForFlexSeq()(examples)]))
+        loss = step.backward(model)
+    gradients = {name: parameter.grad for name, parameter in model.named_parameters()}
+    assert abs(float(loss) / wanted_loss - 1) < 1e-6  # its loss is a float32
+    assert max(relative_errors(gradients, wanted).values()) < 1e-10
+    assert traces(model) == before
+
+
+# ---- the columns
+
+
+def test_columns_say_what_one_process_would_of_each_sequence():
+    own_positions = torch.tensor([0, 1, 2, 7, 9, 10])  # a dataset's, in the second sequence
+    row = SourceRow(columns={"position_ids": own_positions}, lengths=(3, 3))
+    columns = with_token_columns(row, (LENGTHS, INDICES)).columns
+    assert columns[LENGTHS].tolist() == [3, 3, 3, 11, 11, 11]
+    assert columns[INDICES].tolist() == [0, 1, 2, 0, 1, 2]
+    assert set(with_token_columns(row, ()).columns) == {"position_ids"}
+
+
+def test_a_rank_that_drew_nothing_has_the_columns_too():
+    row = SourceRow(columns={"position_ids": torch.empty(0, dtype=torch.int64)}, lengths=())
+    columns = with_token_columns(row, (LENGTHS, INDICES)).columns
+    assert {name: (value.shape, value.dtype) for name, value in columns.items()} == dict.fromkeys(
+        ("position_ids", LENGTHS, INDICES), ((0,), torch.int64)
+    )
+
+
+def test_a_column_of_the_same_name_is_refused():
+    row = SourceRow(columns={LENGTHS: torch.tensor([1])}, lengths=(1,))
+    with pytest.raises(ValueError, match=f"the dataset has a column '{LENGTHS}'.*rename it"):
+        with_token_columns(row, (LENGTHS,))
+
+
+# ---- modules that count
+
+
+class Helped(nn.Module):
+    def forward(self, x):
+        return self.helper(x)
+
+    def helper(self, x):
+        return x + positions_of(x)
+
+
+def positions_of(x):
+    return torch.arange(x.shape[1])
+
+
+class Inherits(Helped):
+    def forward(self, x):
+        return super().forward(x)
+
+
+class SumsMask(nn.Module):
+    def forward(self, x, attention_mask):
+        return x + attention_mask.cumsum(-1)
+
+
+class IsGivenPositions(nn.Module):
+    def forward(self, x, position_ids=None, pixel_values=None):
+        if position_ids is None:
+            position_ids = positions_of(x)
+        other = position_ids if position_ids is not None else torch.arange(3)
+        if pixel_values is not None and len(pixel_values):
+            other = torch.arange(len(pixel_values))
+        return x + position_ids + other.cumsum(0)
+
+
+class LooksForPositions(nn.Module):
+    def forward(self, x, **kwargs):
+        position_ids = kwargs.get("position_ids")
+        if position_ids is None:
+            position_ids = torch.arange(x.shape[1])
+        return x + position_ids
+
+
+class CountsWithIndexer(nn.Module):
+    def __init__(self, indexer):
+        super().__init__()
+        self.indexer = indexer
+
+    def forward(self, x):
+        if self.indexer is not None:
+            x = x + torch.arange(x.shape[1])
+        return x
+
+
+@pytest.mark.parametrize(
+    "module", [Helped(), Inherits(), SumsMask(), LooksForPositions(), CountsWithIndexer(nn.ReLU())]
+)
+def test_a_module_that_counts_is_found(module):
+    assert count_in(module).where.startswith("test_positions.py:")
+
+
+@pytest.mark.parametrize("module", [IsGivenPositions(), CountsWithIndexer(None), nn.Linear(2, 2)])
+def test_a_module_that_is_told_is_not(module):
+    assert count_in(module) is None
+
+
+def test_a_forward_without_a_source_is_not_trusted():
+    module = nn.Module()
+    module.forward = len
+    with pytest.raises(UnreadableForward):
+        count_in(module)
+
+
+def test_a_model_that_counts_is_refused_with_module_and_line():
+    model = tiny_llama()
+    model.model.layers[1].mlp.act_fn = Helped()
+    with pytest.raises(
+        NotImplementedError,
+        match=r"layers\.1\.mlp\.act_fn \(Helped\) counts positions itself, in "
+        r"test_positions\.py:\d+: torch\.arange\(x\.shape\[1\]\)",
+    ):
+        check_model(model)
+
+
+def test_a_model_whose_source_cannot_be_read_is_refused():
+    model = tiny_llama()
+    model.model.layers[1].mlp.act_fn.forward = len
+    with pytest.raises(
+        NotImplementedError, match=r"mlp\.act_fn .* cannot be read from its source"
+    ):
+        check_model(model)
+
+
+def test_a_rotary_module_inside_a_layer_is_refused():
+    model = make_model("Llama")
+    model.model.layers[1].self_attn.rotary_emb = model.model.rotary_emb
+    del model.model.rotary_emb
+    with pytest.raises(NotImplementedError, match="rotary module inside a layer"):
+        check_model(model)

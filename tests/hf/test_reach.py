@@ -13,47 +13,115 @@ from hf_flexseq.plan.shard import group_slices
 from tests.budget import examples
 from tests.hf.by_hand import TWO_NODES, attach, run_plan
 from tests.hf.test_checks import EXPERTS, ROPE, SIZES
-from tests.hf.tiny import documents, reference_gradients, relative_errors
+from tests.hf.tiny import VOCAB, documents, reference_gradients, relative_errors
 from tests.plans import random_plan
 from tests.ranks import join, run_threads
 
+# Windows and chunks are shorter than the longest of these; LATENT's values are, too, than queries.
 LENGTHS = [1, 2, 17, 5, 23, 3, 40, 11]
 CHECKPOINTING = (False, True)  # of a family's plans
-FULL = {"layer_types": ["full_attention"] * 2}
+WINDOW = {"sliding_window": 7}
+MIXED = {"layer_types": ["sliding_attention", "full_attention"], **WINDOW}
 ROUTED = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+ROUTED_N = {"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+LATENT = {
+    "num_key_value_heads": 4,
+    "kv_lora_rank": 16,
+    "q_lora_rank": 12,
+    "qk_nope_head_dim": 8,
+    "qk_rope_head_dim": 4,
+    "v_head_dim": 6,
+}
+GROUPS = {"n_group": 2, "topk_group": 1}
+SHARED_KEYS = {
+    "num_hidden_layers": 4,
+    "layer_types": ["sliding_attention", "full_attention"] * 2,
+    "num_kv_shared_layers": 2,
+    "hidden_size_per_layer_input": 6,
+    "vocab_size_per_layer_input": VOCAB,
+    **WINDOW,
+}
 FAMILIES = {
     "Llama": {},
     "Llama with yarn": {"rope_parameters": ROPE | {"rope_type": "yarn", "factor": 4.0}},
     "Qwen2": {},
+    "Qwen2 with a window": {"use_sliding_window": True, "max_window_layers": 1, **WINDOW},
     "Qwen3": {"head_dim": 16},
     "Mistral": {"sliding_window": None},
+    "Mistral with a window": WINDOW,
     "Gemma": {"head_dim": 16},
-    "Gemma2 of full attention": {"head_dim": 8, "attn_logit_softcapping": None, **FULL},
-    "Gemma3 of full attention": {"head_dim": 8, "query_pre_attn_scalar": 16, **FULL},
+    "Gemma2": {"head_dim": 8, "attn_logit_softcapping": 0.5, **MIXED},
+    "Gemma3": {"head_dim": 8, "query_pre_attn_scalar": 16, **MIXED},
+    "Gemma4": {"head_dim": 8, "global_head_dim": 16, "hidden_size_per_layer_input": 0, **MIXED},
+    "Gemma4 with shared keys": {"head_dim": 8, "global_head_dim": 16, **SHARED_KEYS},
+    "VaultGemma": {"head_dim": 8, "attn_logit_softcapping": 0.5, **MIXED},
+    "GptOss": {"head_dim": 8, **EXPERTS, **MIXED},
     "Olmo": {},
     "Olmo2": {},
-    "Olmo3 of full attention": FULL,
+    "Olmo3": MIXED,
     "Phi": {},
-    "Phi3": {},
+    "Phi3": WINDOW,
     "Granite": {"attention_multiplier": 0.3},
     "SmolLM3": {},
     "Glm4": {"head_dim": 8},
     "Cohere": {},
-    "Cohere2 of full attention": FULL,
-    "Ministral of full attention": {"head_dim": 8, **FULL},
+    "Cohere2": {"head_dim": 8, **MIXED},
+    "Ministral": {"head_dim": 8, **MIXED},
+    "Exaone4": MIXED,
+    "Cwm": {"head_dim": 8, **MIXED},
     "SeedOss": {"head_dim": 8, "attention_dropout": 0.0, "residual_dropout": 0.0},
     "Ernie4_5": {"head_dim": 8},
     "Arcee": {},
     "Apertus": {},
     "Helium": {"head_dim": 8},
     "GraniteMoe": {"num_local_experts": 4, "num_experts_per_tok": 2},
-    "Starcoder2": {"residual_dropout": 0.0, "embedding_dropout": 0.0},
+    "Starcoder2": {"residual_dropout": 0.0, "embedding_dropout": 0.0, **WINDOW},
     "GPTNeoX": {},
     "OPT": {"ffn_dim": 48, "word_embed_proj_dim": 32, "dropout": 0.0},
-    "Mixtral": EXPERTS,
+    "Llama4": {
+        "head_dim": 8,
+        "intermediate_size_mlp": 48,
+        "layer_types": ["chunked_attention", "full_attention"],
+        "attention_chunk_size": 9,
+        "no_rope_layers": [1, 0],
+        "floor_scale": 4,
+        "moe_layers": [1],
+        **EXPERTS,
+    },
+    "Mixtral": {**EXPERTS, **WINDOW},
     "Qwen2Moe": {**ROUTED, "shared_expert_intermediate_size": 16},
-    "Qwen3Moe": ROUTED,
+    "Qwen3Moe": {**ROUTED, **WINDOW, "use_sliding_window": True},
     "Olmoe": {"num_experts": 4, "num_experts_per_tok": 2},
+    "DeepseekV2": {**LATENT, **ROUTED_N, "first_k_dense_replace": 1},
+    "DeepseekV3": {**LATENT, **ROUTED_N, **GROUPS, "first_k_dense_replace": 1},
+    "MiniCPM3": LATENT,
+    "Youtu": LATENT,
+    "Glm4MoeLite": {**LATENT, **ROUTED_N},
+    "LongcatFlash": {
+        **LATENT,
+        "num_layers": 2,
+        "head_dim": 4,
+        "ffn_hidden_size": 48,
+        "expert_ffn_hidden_size": 16,
+        "n_routed_experts": 4,
+        "zero_expert_num": 2,
+        "moe_topk": 2,
+    },
+    "AXK1": {**LATENT, **ROUTED_N, **GROUPS},
+    "MiMoV2Flash": {"head_dim": 8, "v_head_dim": 6, **ROUTED_N, **MIXED},
+    "Afmoe": {"head_dim": 8, **ROUTED, "num_dense_layers": 1, **MIXED},
+    "GraniteSWA": MIXED,
+    "GraniteMoeSWA": {**EXPERTS, **MIXED},
+    "Flint": {"head_dim": 8, **MIXED},
+    "Kolibri1": {"head_dim": 8, **MIXED},
+    "Cohere2Moe": {"head_dim": 8, **ROUTED, **MIXED},
+    "ExaoneMoe": {"head_dim": 8, **ROUTED, **MIXED},
+    "Gemma4Unified": {"head_dim": 8, "global_head_dim": 16, **MIXED},
+    "Gemma3n": {"head_dim": 8, **SHARED_KEYS},
+    "Beam": MIXED,
+    "Dots1": {"head_dim": 8, **ROUTED_N, **MIXED},
+    "Laguna": {"head_dim": 8, **ROUTED, **MIXED},
+    "Mellum": {"head_dim": 8, **ROUTED, **MIXED},
 }
 
 

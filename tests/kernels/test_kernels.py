@@ -139,14 +139,14 @@ def test_a_sequence_alone_has_the_results_it_has_among_others(dtype, earlier):
 
 def test_the_results_of_a_sequence_alone_are_not_copied(monkeypatch):
     left = []
-    kernel = cpu_flash._BACKWARD
+    kernel = cpu_flash.BACKWARD
 
     def remembered(*inputs, **options):
         gradients = kernel(*inputs, **options)
         left.extend(gradient.data_ptr() for gradient in gradients)
         return gradients
 
-    monkeypatch.setattr(cpu_flash, "_BACKWARD", remembered)
+    monkeypatch.setattr(cpu_flash, "BACKWARD", remembered)
     segments = Segments([40], [40], causal=True, device=CPU)
     gradients = run(CpuFlash(), *random_inputs(segments, (4, 2)), segments)[2:]
     assert [gradient.data_ptr() for gradient in gradients] == left

@@ -8,10 +8,12 @@ from hf_flexseq.attention import sequence_parallel_attention
 from hf_flexseq.kernels.cpu_flash import CpuFlash
 from hf_flexseq.kernels.reference import Reference
 from hf_flexseq.kernels.segments import Segments
+from hf_flexseq.layers import Reach
 from hf_flexseq.pipeline.carry import KVCarry, WrongOrder
 from hf_flexseq.pipeline.context import ChunkContext
 from hf_flexseq.plan.pipeline import Chunk
 from hf_flexseq.plan.shard import Slice
+from tests.attention.dense import dense_attention
 
 CPU = torch.device("cpu")
 LENGTHS = (11, 3, 7, 1)
@@ -42,12 +44,13 @@ def rows_of(slices):
     return torch.cat([torch.arange(offsets[i] + a, offsets[i] + b) for i, a, b in slices])
 
 
-def run_chunk(carry, slices, tensors, *, replayed=False, layer=0):
+def run_chunk(carry, slices, tensors, *, replayed=False, layer=0, **kind):
     context = ChunkContext(chunk(*slices), LENGTHS, carry, CPU)
     rows = rows_of(slices)
 
     def attend(q, k, v):
-        return sequence_parallel_attention(q, k, v, context.of_layer(layer, keeps_grad=True))
+        layer_ctx = context.of_layer(layer, keeps_grad=True)
+        return sequence_parallel_attention(q, k, v, layer_ctx, **kind)
 
     parts = [x[rows] for x in tensors]
     return checkpoint(attend, *parts, use_reentrant=False) if replayed else attend(*parts)
@@ -79,6 +82,48 @@ def test_chunks_equal_whole_sequences(kernel, heads, kv_heads, replayed):
     carry.check_empty()
     assert carry.bytes() == 0
     for x, gradient in zip(tensors, wanted, strict=True):
+        torch.testing.assert_close(x.grad, gradient, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [
+        {"reach": Reach(window=1)},
+        {"reach": Reach(window=4), "softcap": 1.5},
+        {"reach": Reach(window=9)},
+        {"reach": Reach(chunk=1)},
+        {"reach": Reach(chunk=4)},
+        {"reach": Reach(chunk=8), "softcap": 1.5},
+    ],
+    ids=lambda kind: str(kind["reach"]),
+)
+@pytest.mark.parametrize("replayed", [False, True])
+@pytest.mark.parametrize("sinks", [False, True], ids=["", "sinks"])
+def test_chunks_of_a_layer_with_a_window_or_a_chunk_equal_whole_sequences(kind, replayed, sinks):
+    tensors = qkv()
+    dout = torch.randn(sum(LENGTHS), 4, 8, dtype=torch.float64)
+    own = torch.linspace(-1, 2, 4, dtype=torch.float64).requires_grad_() if sinks else None
+
+    wanted_out = []
+    start = 0
+    for length in LENGTHS:
+        rows = [x[start : start + length] for x in tensors]
+        wanted_out.append(dense_attention(*rows, sinks=own, **kind))
+        start += length
+    leaves = [*tensors, own] if sinks else tensors
+    wanted = torch.autograd.grad(torch.cat(wanted_out), leaves, dout)
+
+    carry = KVCarry(CpuFlash())
+    outs = []
+    for i, slices in enumerate(CHUNKS):
+        replays = replayed and i % 2 == 0
+        outs.append(run_chunk(carry, slices, tensors, replayed=replays, sinks=own, **kind))
+    for slices, out in reversed(list(zip(CHUNKS, outs, strict=True))):
+        rows = rows_of(slices)
+        torch.testing.assert_close(out, torch.cat(wanted_out)[rows], rtol=1e-12, atol=1e-12)
+        out.backward(dout[rows])
+    carry.check_empty()
+    for x, gradient in zip(leaves, wanted, strict=True):
         torch.testing.assert_close(x.grad, gradient, rtol=1e-12, atol=1e-12)
 
 

@@ -4,6 +4,7 @@ import random
 
 import pytest
 
+from hf_flexseq.layers import FULL, Reach
 from hf_flexseq.plan import Group, MicroBatch
 from hf_flexseq.plan.shard import make_shard, remapped
 from hf_flexseq.program import heads, turns
@@ -41,7 +42,7 @@ def links_of(topology):
     )
 
 
-def programs_of(micro_batch, lengths, topology, **options):
+def programs_of(micro_batch, lengths, topology, shape=SHAPE, **options):
     """The programs of all ranks by direction, and by rank."""
     machine = Machine(topology=topology, device="cuda", wide_gradients=False, **options)
     directions = ({}, {}, {})
@@ -50,10 +51,10 @@ def programs_of(micro_batch, lengths, topology, **options):
         if micro_batch.remap:
             shard = remapped(shard, micro_batch, lengths, topology)
         parts = MicroBatchLayout(shard, machine).parts
-        directions[0][rank] = forward(parts, SHAPE)
+        directions[0][rank] = forward(parts, shape)
         saved = directions[0][rank].saved
-        directions[1][rank] = backward(parts, SHAPE, saved)
-        directions[2][rank] = backward_of_rows(parts, SHAPE, saved)
+        directions[1][rank] = backward(parts, shape, saved)
+        directions[2][rank] = backward_of_rows(parts, shape, saved)
     return directions
 
 
@@ -66,13 +67,16 @@ def test_random_plans_come_to_their_end(seed, monkeypatch):
     lengths = [rng.choice((1, 2, 5, 40, 131)) for _ in range(12)]
     plan = random_plan(lengths, topology.world_size, rng, nodes=nodes)
     options = {}
+    shape = SHAPE._replace(sinks=rng.random() < 0.3)
     if seed % 4 == 0:
         options["deterministic"] = True
-    elif nodes > 1 and seed % 2:
-        options["links"] = links_of(topology)
+    else:
+        shape = shape._replace(reach=rng.choice((FULL, FULL, Reach(window=17), Reach(chunk=24))))
+        if nodes > 1 and seed % 2:
+            options["links"] = links_of(topology)
     for micro_batch in plan.micro_batches:
-        for programs in programs_of(micro_batch, plan.lengths, topology, **options):
-            check(programs, SHAPE)
+        for programs in programs_of(micro_batch, plan.lengths, topology, shape, **options):
+            check(programs, shape)
 
 
 @pytest.mark.parametrize("strategy", ["zigzag", "balanced", "ulysses", "allgather", "hybrid"])

@@ -22,9 +22,9 @@ import functools
 import inspect
 import textwrap
 import types
-from collections.abc import Hashable, Iterable, Iterator, Sequence, Set
+from collections.abc import Iterable, Iterator, Sequence, Set
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from torch import nn
 
@@ -62,8 +62,8 @@ def count_in(module: nn.Module) -> Count | None:
         return None
     if not isinstance(function, types.FunctionType):
         raise UnreadableForward(f"{function!r} has no source")
-    kind: Hashable = type(module)
-    return _count_in(function, kind, _absent_parts(module))
+    cls: Any = type(module)
+    return _count_in(function, cls, _absent_parts(module))
 
 
 def _absent_parts(module: nn.Module) -> frozenset[str]:

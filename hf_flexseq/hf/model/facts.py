@@ -23,6 +23,7 @@ from torch.distributed.tensor import DTensor
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from hf_flexseq.cost.analytic import ModelShape
+from hf_flexseq.hf.model.layer_kinds import layer_kinds
 
 AUTOCAST_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}  # by accelerate's names
 
@@ -34,6 +35,7 @@ class AttentionShape(NamedTuple):
     kv_heads: int
     """Heads of keys and values; fewer than query heads where several of these share one."""
     head_dim: int
+    """Size of a head as kernels see it: queries, keys and values are padded to one size."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -87,12 +89,16 @@ def model_facts(
 
 
 def attention_shape(config: PreTrainedConfig) -> AttentionShape:
-    """Read the heads of a decoder-only model's attention from its (text) configuration."""
-    heads: int = config.num_attention_heads
+    """Read the heads of a decoder-only model's attention from its (text) configuration.
+
+    Where layers differ, the most heads and the largest size of one are what memory and kernels
+    have to be enough for.
+    """
+    kinds = layer_kinds(config)
     return AttentionShape(
-        query_heads=heads,
-        kv_heads=getattr(config, "num_key_value_heads", None) or heads,
-        head_dim=getattr(config, "head_dim", None) or config.hidden_size // heads,
+        query_heads=max(kind.query_heads for kind in kinds),
+        kv_heads=max(kind.kv_heads for kind in kinds),
+        head_dim=max(kind.width for kind in kinds),
     )
 
 

@@ -19,7 +19,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 from transformers import AttentionInterface, PreTrainedModel, masking_utils
-from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 from transformers.masking_utils import AttentionMaskInterface
 
 from hf_flexseq.hf.attention import Asked, UnsupportedAttention, read_call
@@ -27,7 +26,7 @@ from hf_flexseq.layers import FULL, Reach
 
 logger = logging.getLogger(__name__)
 
-_TRIAL = "flexseq-trial"  # name of the twin's implementation of attention, masks and experts
+_TRIAL = "flexseq-trial"  # name of the twin's implementation of attention and masks
 TOKENS = 2
 _RULE = "flexseq_rule"  # attribute of the twin's masks: the function they would be made with
 
@@ -68,19 +67,25 @@ def try_model(model: PreTrainedModel) -> Trial:
     seen = Trial()
     config = copy.deepcopy(model.config)
     config._attn_implementation = _TRIAL
-    config._experts_implementation = _TRIAL
     try:
         with torch.device("meta"), torch.no_grad():
             twin = type(model)(config).to(torch.bfloat16).train()
+            for module in twin.modules():
+                if type(module).__name__.endswith("Experts"):
+                    module.forward = _trial_experts
             tokens = torch.zeros(1, TOKENS, dtype=torch.int64)  # [rows, tokens]
             # Told that nothing is padding, transformers does not look for documents in a row.
             shown = torch.ones(1, TOKENS, dtype=torch.int64)
             twin(input_ids=tokens, attention_mask=shown, use_cache=False, seq_ctx=seen)
     except UnsupportedAttention as reason:
         seen.refusal = str(reason)
+    except KeyError as error:
+        # A table of its own classes of attention, which has no row for the twin's.
+        if error.args != (_TRIAL,):
+            seen.fault = f"KeyError: {error}"
     # The twin itself may be at fault, while the model is fine.
     except (
-        *(RuntimeError, TypeError, ValueError, AttributeError, KeyError, IndexError),
+        *(RuntimeError, TypeError, ValueError, AttributeError, IndexError),
         *(NotImplementedError, ImportError, AssertionError),
     ) as error:
         seen.fault = f"{type(error).__name__}: {error}".splitlines()[0]
@@ -140,16 +145,14 @@ def _trial_mask(
     return mask
 
 
-def _trial_experts(
-    module: nn.Module, hidden_states: torch.Tensor, *args: Any, **kwargs: Any
-) -> torch.Tensor:
-    """Return an empty tensor shaped as hidden_states [tokens, hidden] is."""
+def _trial_experts(hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+    """Stand where experts would, whose routing needs numbers: return an empty tensor shaped as
+    hidden_states [tokens, hidden] is."""
     return torch.empty_like(hidden_states)
 
 
 AttentionInterface.register(_TRIAL, _trial_attention)
 AttentionMaskInterface.register(_TRIAL, _trial_mask)
-ALL_EXPERTS_FUNCTIONS.register(_TRIAL, _trial_experts)
 
 
 # ---- masks
@@ -160,8 +163,10 @@ def _compare_with_mask(name: str, asked: Asked, mask: torch.Tensor) -> None:
 
     name: class of the layer.
     """
-    rule = getattr(mask, _RULE, None)
-    if rule is None:
+    # Gemma 4 cuts masks to the last queries, which in training are all of them: a view.
+    whole = mask if mask._base is None else mask._base
+    rule = getattr(whole, _RULE, None)
+    if rule is None or whole.shape != mask.shape:
         raise UnsupportedAttention(
             f"{name} asks for a mask of its own; hf_flexseq computes causal attention"
         )

@@ -7,7 +7,8 @@
     plain     the Trainer, one sequence per micro-batch on each rank, dealt so that the ranks'
               costs even out
 
-All train the same small Llama on the same sequences per optimizer step. The clock starts when the
+All train the same small model on the same sequences per optimizer step: a Llama, or a Gemma 3 in
+which five layers of six read a window of 512 tokens. The clock starts when the
 first step, which warms up, is over on all ranks, and stops when the last one is.
 """
 
@@ -22,7 +23,16 @@ import torch
 import torch.distributed as dist
 from accelerate.utils import DeepSpeedSequenceParallelConfig, ParallelismConfig
 from torch.utils.data import SequentialSampler
-from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback, TrainingArguments
+from transformers import (
+    Gemma3ForCausalLM,
+    Gemma3TextConfig,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedModel,
+    Trainer,
+    TrainerCallback,
+    TrainingArguments,
+)
 
 from hf_flexseq import DataCollatorForFlexSeq, FlexSeqConfig, FlexSeqTrainer
 from hf_flexseq.config import IGNORE_INDEX
@@ -42,18 +52,30 @@ COMMON = {
 }
 
 
+SIZES: dict[str, Any] = {
+    "hidden_size": 256,
+    "intermediate_size": 688,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "vocab_size": VOCABULARY,
+    "max_position_embeddings": LONGEST,
+}
+
+
 def small_llama() -> LlamaForCausalLM:
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        hidden_size=256,
-        intermediate_size=688,
-        num_hidden_layers=4,
-        num_attention_heads=8,
-        num_key_value_heads=4,
-        vocab_size=VOCABULARY,
-        max_position_embeddings=LONGEST,
-    )
+    config = LlamaConfig(num_hidden_layers=4, **SIZES)
     return LlamaForCausalLM._from_config(config, attn_implementation="sdpa")
+
+
+def small_windows() -> Gemma3ForCausalLM:
+    kinds = 5 * ["sliding_attention"] + ["full_attention"]
+    config = Gemma3TextConfig(
+        num_hidden_layers=len(kinds), layer_types=kinds, sliding_window=512, head_dim=32, **SIZES
+    )
+    return Gemma3ForCausalLM._from_config(config, attn_implementation="sdpa")
+
+
+MODELS = {"llama": small_llama, "windows": small_windows}
 
 
 def row(ids: list[int]) -> dict[str, list[int]]:
@@ -141,7 +163,9 @@ class Clock(TrainerCallback):
         return self.ends[-1] - self.ends[0]
 
 
-def flexseq_trainer(steps: list[list[list[int]]], world: int, out: str, **plan: Any) -> Trainer:
+def flexseq_trainer(
+    model: PreTrainedModel, steps: list[list[list[int]]], world: int, out: str, **plan: Any
+) -> Trainer:
     args = FlexSeqConfig(
         output_dir=out,
         max_steps=len(steps),
@@ -152,11 +176,13 @@ def flexseq_trainer(steps: list[list[list[int]]], world: int, out: str, **plan: 
     )
     rows = [row(ids) for step in steps for ids in step]
     return InOrderFlexSeqTrainer(
-        model=small_llama(), args=args, train_dataset=rows, data_collator=DataCollatorForFlexSeq()
+        model=model, args=args, train_dataset=rows, data_collator=DataCollatorForFlexSeq()
     )
 
 
-def plain_trainer(steps: list[list[list[int]]], world: int, out: str) -> Trainer:
+def plain_trainer(
+    model: PreTrainedModel, steps: list[list[list[int]]], world: int, out: str
+) -> Trainer:
     args = TrainingArguments(
         output_dir=out,
         max_steps=len(steps),
@@ -165,12 +191,12 @@ def plain_trainer(steps: list[list[list[int]]], world: int, out: str) -> Trainer
         **COMMON,
     )
     rows = [row(ids) for step in steps for ids in dealt(step, world)]
-    return InOrderTrainer(
-        model=small_llama(), args=args, train_dataset=rows, data_collator=collate_one
-    )
+    return InOrderTrainer(model=model, args=args, train_dataset=rows, data_collator=collate_one)
 
 
-def alst_trainer(steps: list[list[list[int]]], world: int, out: str) -> Trainer:
+def alst_trainer(
+    model: PreTrainedModel, steps: list[list[list[int]]], world: int, out: str
+) -> Trainer:
     import deepspeed
 
     deepspeed.init_distributed("gloo")
@@ -194,21 +220,20 @@ def alst_trainer(steps: list[list[list[int]]], world: int, out: str) -> Trainer:
         **COMMON,
     )
     rows = [padded for step in steps for padded in padded_alike(step, world)]
-    return InOrderTrainer(
-        model=small_llama(), args=args, train_dataset=rows, data_collator=collate_one
-    )
+    return InOrderTrainer(model=model, args=args, train_dataset=rows, data_collator=collate_one)
 
 
-def make_trainer(method: str, steps: list[list[list[int]]], world: int, out: str) -> Trainer:
+def make_trainer(
+    method: str, model: PreTrainedModel, steps: list[list[list[int]]], world: int, out: str
+) -> Trainer:
     if method == "alst":
-        return alst_trainer(steps, world, out)
+        return alst_trainer(model, steps, world, out)
     if method == "plain":
-        return plain_trainer(steps, world, out)
+        return plain_trainer(model, steps, world, out)
     if method.startswith("static"):
-        return flexseq_trainer(
-            steps, world, out, planner="static", sp_degree=int(method.removeprefix("static"))
-        )
-    return flexseq_trainer(steps, world, out)
+        degree = int(method.removeprefix("static"))
+        return flexseq_trainer(model, steps, world, out, planner="static", sp_degree=degree)
+    return flexseq_trainer(model, steps, world, out)
 
 
 def main() -> None:
@@ -216,13 +241,16 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("method")
+    parser.add_argument("--model", choices=MODELS, default="llama")
     parser.add_argument("--steps", type=Path, required=True, help="file written by corpus.py")
     parser.add_argument("--out", type=Path, required=True, help="where rank 0 writes its figure")
     asked = parser.parse_args()
     torch.set_num_threads(1)
     steps = read_steps(asked.steps)
     world = int(os.environ["WORLD_SIZE"])
-    trainer = make_trainer(asked.method, steps, world, str(asked.out.parent / "run"))
+    torch.manual_seed(0)
+    model = MODELS[asked.model]()
+    trainer = make_trainer(asked.method, model, steps, world, str(asked.out.parent / "run"))
     clock = Clock()
     trainer.add_callback(clock)
     trainer.train()
