@@ -13,6 +13,7 @@ what kinds of layers it has, and the address where that can be read. Options tha
 transformers' defaults.
 """
 
+import copy
 import dataclasses
 import json
 import sys
@@ -22,6 +23,7 @@ from pathlib import Path
 from re import search
 from typing import Any, NamedTuple
 
+import torch
 import transformers
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.models.auto import modeling_auto
@@ -38,6 +40,9 @@ SMALL: dict[str, Any] = {
     "num_key_value_heads": 2,
     "head_dim": 16,
     "max_position_embeddings": 64,
+    "vocab_size_per_layer_input": 64,
+    "hidden_size_per_layer_input": 8,
+    "laurel_rank": 8,
     # other names for the same
     "n_embd": 32,
     "n_head": 4,
@@ -50,6 +55,9 @@ SMALL: dict[str, Any] = {
     "word_embed_proj_dim": 32,
     "dff": 24,
     # kinds of layers
+    "global_head_dim": 32,
+    "num_global_key_value_heads": 1,
+    "query_pre_attn_scalar": 16,
     "sliding_window": 6,
     "attention_chunk_size": 8,
     "floor_scale": 8,
@@ -64,6 +72,7 @@ SMALL: dict[str, Any] = {
     "num_local_experts": 4,
     "n_routed_experts": 4,
     "num_experts_per_tok": 2,
+    "top_k_experts": 2,
     "moe_intermediate_size": 16,
     "expert_ffn_hidden_size": 16,
     "ffn_hidden_size": 24,
@@ -77,11 +86,15 @@ SMALL: dict[str, Any] = {
     "moe_topk": 2,
 }
 LAYERS = 4
+MOST_PARAMETERS = 8_000_000  # of a tiny model
 
 # What configurations need so that a model can be built of them.
 NEEDED: dict[str, dict[str, Any]] = {}
 # Sizes that a family needs in a probe, where those above do not fit together.
-TINY: dict[str, dict[str, Any]] = {}
+TINY: dict[str, dict[str, Any]] = {
+    "gemma4_text": {"global_head_dim": 32},
+    "helium": {"head_dim": 8},
+}
 
 
 class Family(NamedTuple):
@@ -105,17 +118,21 @@ class Checkpoint(NamedTuple):
 
 def families() -> list[Family]:
     """Return the families, in the order of their names."""
+    names = modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
     not_decoders = {
         *modeling_auto.MODEL_FOR_MASKED_LM_MAPPING_NAMES,
         *modeling_auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES,
         *modeling_auto.MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING_NAMES,
     }
     found: dict[str, Family] = {}  # by class
-    for name, classes in modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.items():
+    for name, classes in names.items():
         cls = classes if isinstance(classes, str) else classes[0]
         if name not in not_decoders and cls not in found:
             kind = getattr(transformers, cls)
-            found[cls] = Family(name.removesuffix("_text"), kind, _named_checkpoint(kind))
+            short = name.removesuffix("_text")
+            if names.get(short, classes) != classes:
+                short = name  # the shorter name is that of a model with towers
+            found[cls] = Family(short, kind, _named_checkpoint(kind))
     return sorted(found.values(), key=lambda family: family.name)
 
 
@@ -163,15 +180,20 @@ def tiny_config(family: Family, options: dict[str, Any]) -> PreTrainedConfig:
     cls = family.kind.config_class
     fields = {field.name for field in dataclasses.fields(cls)}
     base = cls(**{**NEEDED.get(family.name, {}), **options})
-    small = {**options, **{name: value for name, value in SMALL.items() if name in fields}}
+    small = dict(options)
+    for name, value in SMALL.items():
+        if name in fields or name in options:
+            small[name] = value
 
     # 1. what a family does not have it does not get
     for name in ("q_lora_rank", "sliding_window", "attention_chunk_size", "n_inner"):
-        if getattr(base, name, None) is None:
+        if vars(base).get(name) is None and vars(base).get(f"_{name}") is None:
             small.pop(name, None)
+            if name in options:
+                small[name] = None
     for name in fields:
         if name.endswith("token_id"):
-            value = getattr(base, name, None)
+            value = vars(base).get(name)
             small[name] = None if value is None or name == "eos_token_id" else 1
         if name.endswith(("dropout", "pdrop", "dropout_prob")):
             small[name] = 0.0
@@ -185,6 +207,20 @@ def tiny_config(family: Family, options: dict[str, Any]) -> PreTrainedConfig:
     if getattr(base, "rope_parameters", None):
         small["rope_parameters"] = _short_rope(base.rope_parameters)
     return cls(**{**small, **TINY.get(family.name, {})})
+
+
+def tiny_model(family: Family, options: dict[str, Any]) -> PreTrainedModel:
+    """Return a model of `tiny_config`, with experts that transformers computes one by one.
+
+    Raises ValueError when it is not tiny: then `SMALL` lacks the name of a size.
+    """
+    config = tiny_config(family, options)
+    with torch.device("meta"):
+        parameters = sum(p.numel() for p in family.kind(copy.deepcopy(config)).parameters())
+    if parameters > MOST_PARAMETERS:
+        raise ValueError(f"the tiny {family.name} has {parameters:,} parameters")
+    torch.manual_seed(0)
+    return family.kind._from_config(config, experts_implementation="eager")
 
 
 def _few_layers(base: PreTrainedConfig, fields: Collection[str]) -> dict[str, Any]:
@@ -205,7 +241,7 @@ def _few_layers(base: PreTrainedConfig, fields: Collection[str]) -> dict[str, An
         kept = [0, full, 0, full]  # the last two read the keys of the first two
     few: dict[str, Any] = {}
     for name in fields:
-        value = getattr(base, name, None)
+        value = vars(base).get(name)
         if isinstance(value, list) and len(value) == layers:
             few[name] = [value[index] for index in kept]
     few["num_hidden_layers" if "num_hidden_layers" in fields else "n_layer"] = len(kept)

@@ -31,17 +31,15 @@ import torch
 import transformers
 from common import ROOT, argument_parser, machine, table, write_record
 from families import (
-    HUB,
     Checkpoint,
     Family,
     checkpoint_config,
     checkpoints,
     default_config,
     families,
-    tiny_config,
+    tiny_model,
     unrolled,
 )
-from transformers import PreTrainedConfig
 
 from hf_flexseq.hf.model.checks import check_model
 from hf_flexseq.hf.model.probe import probe_model
@@ -50,11 +48,19 @@ ASK_S = 60.0  # to answer one question
 PROBE_S = 240.0
 DOCS = ROOT / "docs" / "models.md"
 
-TAKEN, REFUSED, NOT_BUILT = "taken", "refused", "not built"
+TAKEN, SETTING, REFUSED, NOT_BUILT = "taken", "after a setting", "refused", "not built"
+
+# Options of training that a refusal names, and the value with which a model is asked again.
+SETTINGS = {
+    "attention_dropout": 0.0,
+    "attn_pdrop": 0.0,
+    "attention_probs_dropout_prob": 0.0,
+    "output_router_logits": False,
+}
 
 # Parts of the reasons for a refusal, in the order in which they are looked for, and their groups.
 GROUPS = {
-    "dropout in attention": "attention dropout by default; 0 is taken",
+    "could not be tried to the end": "the trial ends early and no probe speaks for the family",
     "indexed_attention": "layers that choose their keys (DSA and the like)",
     "sparse_attention": "layers that choose their keys (DSA and the like)",
     "linear_attention": "recurrent or convolutional layers",
@@ -90,9 +96,9 @@ class Answer(NamedTuple):
     source: str | None
     """Where the checkpoint's configuration can be read."""
     verdict: str
-    """taken, refused, or not built."""
+    """One of the verdicts above."""
     why: str
-    """The reason, if it is not taken."""
+    """The reason, or the settings; nothing if it is taken as it comes."""
     probe: tuple[str, ...] | None = None
     """What the probe found, () if nothing; None where it has not run."""
 
@@ -141,7 +147,7 @@ def ask(family: Family, checkpoint: Checkpoint | None, *, probe: bool) -> Answer
     """Ask a family with one configuration."""
     verdict, why = in_process(lambda: verdict_on(family, checkpoint), ASK_S)
     found = None
-    if probe and verdict == TAKEN:
+    if probe and verdict in (TAKEN, SETTING):
         options = unrolled(checkpoint.options) if checkpoint else {}
         found = tuple(in_process(lambda: probed(family, options), PROBE_S))
     name, source = (checkpoint.checkpoint, checkpoint.source) if checkpoint else (None, None)
@@ -149,7 +155,7 @@ def ask(family: Family, checkpoint: Checkpoint | None, *, probe: bool) -> Answer
 
 
 def verdict_on(family: Family, checkpoint: Checkpoint | None) -> tuple[str, str]:
-    """Return taken, refused or not built, and the reason."""
+    """Return one of the verdicts, and the reason."""
     try:
         if checkpoint is None:
             config = default_config(family)
@@ -159,11 +165,27 @@ def verdict_on(family: Family, checkpoint: Checkpoint | None) -> tuple[str, str]
             model = family.kind(config)
     except BUILDING_FAILS as error:
         return NOT_BUILT, f"{type(error).__name__}: {one_line(error)}"
+    changed = []
+    reason = refusal_of(model)
+    while reason is not None:
+        option = reason.split("=")[0]
+        if option not in SETTINGS or option in changed:
+            return REFUSED, reason
+        setattr(model.config.get_text_config(), option, SETTINGS[option])
+        changed.append(option)
+        reason = refusal_of(model)
+    if changed:
+        return SETTING, ", ".join(f"{option}={SETTINGS[option]}" for option in changed)
+    return TAKEN, ""
+
+
+def refusal_of(model: transformers.PreTrainedModel) -> str | None:
+    """Return the reason why a model is not taken; None if it is."""
     try:
         check_model(model)
     except (NotImplementedError, ValueError) as reason:
-        return REFUSED, one_line(reason).removeprefix(f"{type(model).__name__}: ")
-    return TAKEN, ""
+        return one_line(reason).removeprefix(f"{type(model).__name__}: ")
+    return None
 
 
 # What transformers raises for default configurations that no model can be built from.
@@ -172,14 +194,7 @@ BUILDING_FAILS = (ImportError, AttributeError, KeyError, TypeError, ValueError, 
 
 def probed(family: Family, options: dict[str, Any]) -> list[str]:
     """Return what the probe of a tiny model finds."""
-    config = tiny_config(family, options)
-    return probe_model(tiny_model(family, config))
-
-
-def tiny_model(family: Family, config: PreTrainedConfig) -> transformers.PreTrainedModel:
-    """Return a model with experts that transformers computes one by one, if it has any."""
-    torch.manual_seed(0)
-    return family.kind._from_config(config, experts_implementation="eager")
+    return probe_model(tiny_model(family, options))
 
 
 def one_line(error: BaseException) -> str:
@@ -249,8 +264,9 @@ def best_by_family(answers: Sequence[Answer]) -> dict[str, Answer]:
     return counting
 
 
-def shares(answers: Sequence[Answer]) -> list[tuple[str, int, int]]:
-    """Return rows (what was asked, taken, asked), models that cannot be built left out."""
+def shares(answers: Sequence[Answer]) -> list[tuple[str, int, int, int]]:
+    """Return rows (what was asked, taken, taken after a setting, asked), without what cannot be
+    built."""
     default = [a for a in answers if a.checkpoint is None]
     published = [a for a in answers if a.checkpoint is not None]
     counting = list(best_by_family(answers).values())
@@ -261,7 +277,9 @@ def shares(answers: Sequence[Answer]) -> list[tuple[str, int, int]]:
         ("families, first checkpoint in place of the default", counting),
     ):
         built = [a for a in asked if a.verdict != NOT_BUILT]
-        rows.append((name, sum(a.verdict == TAKEN for a in built), len(built)))
+        taken = sum(a.verdict == TAKEN for a in built)
+        settings = sum(a.verdict == SETTING for a in built)
+        rows.append((name, taken, settings, len(built)))
     return rows
 
 
@@ -275,16 +293,19 @@ def page(answers: Sequence[Answer]) -> str:
 def share_table(answers: Sequence[Answer]) -> str:
     """Return the table of shares."""
     rows = []
-    for name, taken, asked in shares(answers):
-        rows.append((name, taken, asked, f"{taken / asked:.0%}" if asked else "-"))
-    return table(("asked", "taken", "of", "share"), rows, numbers=(1, 2, 3))
+    for name, taken, settings, asked in shares(answers):
+        both = taken + settings
+        share = f"{taken / asked:.0%}, {both / asked:.0%}" if asked else "-"
+        rows.append((name, taken, settings, asked, share))
+    columns = ("asked", "taken", "after a setting", "of", "share without, with it")
+    return table(columns, rows, numbers=(1, 2, 3, 4))
 
 
 def refused_lines(answers: Sequence[Answer]) -> list[str]:
     """Return one line for each group of reasons, the largest first, and those of the models."""
     groups: dict[str, list[Answer]] = {}
     for answer in best_by_family(answers).values():
-        if answer.verdict != TAKEN:
+        if answer.verdict not in (TAKEN, SETTING):
             group = group_of(answer) if answer.verdict == REFUSED else NOT_BUILT
             groups.setdefault(group, []).append(answer)
     lines = []
