@@ -129,10 +129,7 @@ def families() -> list[Family]:
         cls = classes if isinstance(classes, str) else classes[0]
         if name not in not_decoders and cls not in found:
             kind = getattr(transformers, cls)
-            short = name.removesuffix("_text")
-            if names.get(short, classes) != classes:
-                short = name  # the shorter name is that of a model with towers
-            found[cls] = Family(short, kind, _named_checkpoint(kind))
+            found[cls] = Family(name, kind, _named_checkpoint(kind))
     return sorted(found.values(), key=lambda family: family.name)
 
 
@@ -175,8 +172,13 @@ def unrolled(options: dict[str, Any]) -> dict[str, Any]:
     return found
 
 
-def tiny_config(family: Family, options: dict[str, Any]) -> PreTrainedConfig:
-    """Return a configuration of a few layers, of the kinds that `options` have, for a probe."""
+def tiny_config(
+    family: Family, options: dict[str, Any], *, near: bool = False
+) -> PreTrainedConfig:
+    """Return a configuration of a few layers, of the kinds that `options` have, for a probe.
+
+    near: leave out the layers of full attention, if there are others.
+    """
     cls = family.kind.config_class
     fields = {field.name for field in dataclasses.fields(cls)}
     base = cls(**{**NEEDED.get(family.name, {}), **options})
@@ -201,7 +203,7 @@ def tiny_config(family: Family, options: dict[str, Any]) -> PreTrainedConfig:
         small["num_key_value_heads"] = SMALL["num_attention_heads"]
 
     # 2. a few layers, one of each kind at least
-    small |= _few_layers(base, fields)
+    small |= _few_layers(base, fields, near=near)
     if getattr(base, "num_kv_shared_layers", 0):
         small["num_kv_shared_layers"] = 2
     if getattr(base, "rope_parameters", None):
@@ -209,12 +211,14 @@ def tiny_config(family: Family, options: dict[str, Any]) -> PreTrainedConfig:
     return cls(**{**small, **TINY.get(family.name, {})})
 
 
-def tiny_model(family: Family, options: dict[str, Any]) -> PreTrainedModel:
+def tiny_model(
+    family: Family, options: dict[str, Any], *, near: bool = False
+) -> PreTrainedModel:
     """Return a model of `tiny_config`, with experts that transformers computes one by one.
 
     Raises ValueError when it is not tiny: then `SMALL` lacks the name of a size.
     """
-    config = tiny_config(family, options)
+    config = tiny_config(family, options, near=near)
     with torch.device("meta"):
         parameters = sum(p.numel() for p in family.kind(copy.deepcopy(config)).parameters())
     if parameters > MOST_PARAMETERS:
@@ -223,7 +227,9 @@ def tiny_model(family: Family, options: dict[str, Any]) -> PreTrainedModel:
     return family.kind._from_config(config, experts_implementation="eager")
 
 
-def _few_layers(base: PreTrainedConfig, fields: Collection[str]) -> dict[str, Any]:
+def _few_layers(
+    base: PreTrainedConfig, fields: Collection[str], *, near: bool
+) -> dict[str, Any]:
     """Return the number of layers, and every list that has an entry for each of them."""
     layers = getattr(base, "num_hidden_layers", None)
     if layers is None:
@@ -236,6 +242,8 @@ def _few_layers(base: PreTrainedConfig, fields: Collection[str]) -> dict[str, An
         if len(kept) < LAYERS and index not in kept:
             kept.append(index)
     kept.sort()
+    if near and has_near_layers(base):
+        kept = [index for index in kept if types[index] != "full_attention"]
     if getattr(base, "num_kv_shared_layers", 0):
         full = types.index("full_attention")
         kept = [0, full, 0, full]  # the last two read the keys of the first two
@@ -246,6 +254,13 @@ def _few_layers(base: PreTrainedConfig, fields: Collection[str]) -> dict[str, An
             few[name] = [value[index] for index in kept]
     few["num_hidden_layers" if "num_hidden_layers" in fields else "n_layer"] = len(kept)
     return few
+
+
+def has_near_layers(config: PreTrainedConfig) -> bool:
+    """Tell whether a model has layers of full attention and others, all with keys of their own."""
+    types = set(getattr(config, "layer_types", None) or ())
+    shares_keys = getattr(config, "num_kv_shared_layers", 0)
+    return "full_attention" in types and len(types) > 1 and not shares_keys
 
 
 def _short_rope(parameters: dict[str, Any]) -> dict[str, Any]:

@@ -37,6 +37,7 @@ from families import (
     checkpoints,
     default_config,
     families,
+    has_near_layers,
     tiny_model,
     unrolled,
 )
@@ -46,6 +47,7 @@ from hf_flexseq.hf.model.probe import probe_model
 
 ASK_S = 60.0  # to answer one question
 PROBE_S = 240.0
+CHANGES = ((0, 0), (0, 19), (2, 1))  # (sequence, token) that the probe changes
 DOCS = ROOT / "docs" / "models.md"
 
 TAKEN, SETTING, REFUSED, NOT_BUILT = "taken", "after a setting", "refused", "not built"
@@ -193,8 +195,15 @@ BUILDING_FAILS = (ImportError, AttributeError, KeyError, TypeError, ValueError, 
 
 
 def probed(family: Family, options: dict[str, Any]) -> list[str]:
-    """Return what the probe of a tiny model finds."""
-    return probe_model(tiny_model(family, options))
+    """Return what the probe of tiny models finds: one of all kinds of layers, and one without
+    full attention, whose changes end where windows and chunks do."""
+    model = tiny_model(family, options)
+    found = probe_model(model, changes=CHANGES)
+    if has_near_layers(model.config.get_text_config()):
+        near = tiny_model(family, options, near=True)
+        strategies = ("zigzag", "ulysses")
+        found += probe_model(near, strategies=strategies, changes=CHANGES, gradients=False)
+    return found
 
 
 def one_line(error: BaseException) -> str:

@@ -14,7 +14,9 @@ is read that should not be, and they need no tolerance: an output that does not 
 stays as it is, bit by bit, up to sums of other sizes in routed experts.
 
 Windows, chunks and original lengths of position embeddings must be shorter than the sequences:
-what is longer than all of them cannot be seen. Sequences are of at most `SEQUENCES[0]` tokens.
+what is longer than all of them cannot be seen. Sequences are of at most `SEQUENCES[0]` tokens. A
+layer of full attention carries a change to all tokens behind it, so changes tell most about a
+model that has none.
 """
 
 import copy
