@@ -1,4 +1,5 @@
-"""Choose the kernel that serves a device, a dtype and a head size, and say why not the others.
+"""Choose the kernel that serves a device, a dtype, a head size and a kind of attention layer, and
+say why not the others.
 
 A fixed order per device, fastest first; the first one without an objection is taken. When all
 object the user hears every objection: falling back to a plain softmax would be right but so slow
@@ -28,7 +29,7 @@ from hf_flexseq.kernels.cuda_flash import FLASH4_PROBLEM
 from hf_flexseq.kernels.flash_attn import FlashAttn
 from hf_flexseq.kernels.flash_attn3 import FlashAttn3
 from hf_flexseq.kernels.fused import Fused, TorchFused
-from hf_flexseq.kernels.guarantees import Guarantees
+from hf_flexseq.kernels.guarantees import Calls, Guarantees
 from hf_flexseq.kernels.torch_varlen import TorchVarlen
 
 logger = logging.getLogger(__name__)
@@ -42,14 +43,8 @@ class Candidate(Kernel, Protocol):
         """What holds for every call that it serves."""
         ...
 
-    def why_not(
-        self, device: torch.device, dtype: torch.dtype, head_dim: int, repeatable_keys: int = 0
-    ) -> str | None:
-        """Say why this kernel cannot serve such inputs, and what to change; None when it can.
-
-        repeatable_keys: keys of a sequence over which the backward must give the same bits every
-        time; 0 asks for none.
-        """
+    def why_not(self, calls: Calls) -> str | None:
+        """Say why this kernel cannot serve such calls, and what to change; None when it can."""
         ...
 
 
@@ -64,36 +59,56 @@ _NOT_USED: Mapping[str, Mapping[str, str]] = {
 
 
 def choose_kernel(
-    device: torch.device, dtype: torch.dtype, head_dim: int, *, repeatable_keys: int = 0
+    device: torch.device,
+    dtype: torch.dtype,
+    head_dim: int,
+    *,
+    window: bool = False,
+    softcap: bool = False,
+    repeatable_keys: int = 0,
 ) -> Kernel:
     """Return the fastest kernel for inputs of `dtype` and `head_dim` on `device`.
 
-    repeatable_keys: keys of a sequence over which the backward must give the same bits every time;
-    0 asks for none.
+    window, softcap: whether queries are kept from keys that are too far before them, and whether
+    scores are capped. repeatable_keys: keys of a sequence over which the backward must give the
+    same bits every time; 0 asks for none.
 
     The choice is logged once at INFO, with the reasons. Raises ValueError, with every kernel's
     objection, when there is none.
     """
-    lines = tuple(explain(device, dtype, head_dim, repeatable_keys))
-    for kernel in _candidates(device):
-        if kernel.why_not(device, dtype, head_dim, repeatable_keys) is None:
+    return kernel_for(Calls(device, dtype, head_dim, window, softcap, repeatable_keys))
+
+
+def kernel_for(calls: Calls) -> Kernel:
+    """Return the fastest kernel for calls of one kind. See `choose_kernel`."""
+    lines = tuple(_explain(calls))
+    for kernel in _candidates(calls.device):
+        if kernel.why_not(calls) is None:
             _log_once(lines)
             return kernel
-    raise ValueError(
-        f"no attention kernel for {dtype} with head size {head_dim} on {device}: "
-        + "; ".join(lines)
-    )
+    raise ValueError(f"no attention kernel for {calls} on {calls.device}: " + "; ".join(lines))
 
 
 def explain(
-    device: torch.device, dtype: torch.dtype, head_dim: int, repeatable_keys: int = 0
+    device: torch.device,
+    dtype: torch.dtype,
+    head_dim: int,
+    repeatable_keys: int = 0,
+    *,
+    window: bool = False,
+    softcap: bool = False,
 ) -> list[str]:
     """List one line per kernel of the device, in order of preference: chosen, not needed, or the
     objection; then one per package that is installed and not used."""
+    return _explain(Calls(device, dtype, head_dim, window, softcap, repeatable_keys))
+
+
+def _explain(calls: Calls) -> list[str]:
+    """List the lines of `explain` for calls of one kind."""
     lines = []
     is_chosen = False
-    for kernel in _candidates(device):
-        objection = kernel.why_not(device, dtype, head_dim, repeatable_keys)
+    for kernel in _candidates(calls.device):
+        objection = kernel.why_not(calls)
         if objection is not None:
             lines.append(f"{kernel.name}: {objection}")
         elif is_chosen:
@@ -101,7 +116,7 @@ def explain(
         else:
             lines.append(f"{kernel.name}: chosen")
             is_chosen = True
-    for package, reason in _NOT_USED.get(device.type, {}).items():
+    for package, reason in _NOT_USED.get(calls.device.type, {}).items():
         if _is_installed(package):
             lines.append(f"{package}: not used, for {reason}")
     return lines
@@ -110,10 +125,11 @@ def explain(
 def guarantees(device: torch.device, dtype: torch.dtype, head_dim: int) -> list[str]:
     """List one line per kernel that can serve such inputs on the device, in order of preference:
     what it guarantees."""
+    calls = Calls(device, dtype, head_dim)
     return [
         f"{kernel.name}: {kernel.guarantees.text()}"
         for kernel in _candidates(device)
-        if kernel.why_not(device, dtype, head_dim) is None
+        if kernel.why_not(calls) is None
     ]
 
 

@@ -35,7 +35,7 @@ from hf_flexseq.kernels import lse_dtype
 from hf_flexseq.kernels.cpu_ops import BACKWARD, FORWARD, NO_DROPOUT
 from hf_flexseq.kernels.cpu_softcap import CappedCall
 from hf_flexseq.kernels.cpu_windows import WindowCall
-from hf_flexseq.kernels.guarantees import Guarantees
+from hf_flexseq.kernels.guarantees import Calls, Guarantees
 from hf_flexseq.kernels.merge import merge_into
 from hf_flexseq.kernels.segments import Segments
 
@@ -53,11 +53,9 @@ class CpuFlash:
     )
     wide_gradients = guarantees.wide_gradients
 
-    def why_not(
-        self, device: torch.device, dtype: torch.dtype, head_dim: int, repeatable_keys: int = 0
-    ) -> str | None:
-        """Say why this kernel cannot serve such inputs, or return None when it can."""
-        return self.guarantees.objection(device, dtype, head_dim, repeatable_keys)
+    def why_not(self, calls: Calls) -> str | None:
+        """Say why this kernel cannot serve such calls, or return None when it can."""
+        return self.guarantees.objection(calls)
 
     def forward(
         self,

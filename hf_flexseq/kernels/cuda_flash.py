@@ -8,6 +8,8 @@ FlashAttention-2 (arXiv 2307.08691), as the flash-attn package and torch build i
 * when no sequence has more than one query it takes a path for decoding that assumes exactly one
   query in each, which empty sequences break; a bound of two (it is only a bound) keeps it on the
   general path;
+* a window of w keys is w - 1 keys before a query's own and 0 after it, aligned with the last key
+  as `causal` is, in forward and backward; a softcap of 0 is none;
 * its backward adds dq up in any order over tiles of 64 to 128 keys (32 for head sizes above 192 on
   GPUs with little shared memory). Two terms on a zero give the same bits in any order, so the
   backward of up to 128 keys is deterministic.
@@ -37,6 +39,8 @@ FLASH2 = Guarantees(
     wide_gradients=False,
     repeatable_keys=128,
     repeatable_head_dim=192,
+    windows=True,
+    softcap=True,
 )
 FLASH3 = Guarantees(
     device="cuda",
@@ -48,6 +52,8 @@ FLASH3 = Guarantees(
     wide_gradients=False,
     repeatable_keys=0,
     switched_head_dim=192,
+    windows=True,
+    softcap=True,
 )
 FLASH4_PROBLEM = (
     "the releases of FlashAttention-4 differ in what their forward returns and in whether they "
@@ -60,6 +66,14 @@ def nothing_to_read(q: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     tokens, heads, _ = q.shape
     lse = q.new_full((heads, tokens), -torch.inf, dtype=lse_dtype(q.dtype))
     return torch.zeros_like(q), lse
+
+
+def window_sizes(segments: Segments) -> tuple[int, int]:
+    """Return how many keys a query reads before and after its own, as the packages want them: -1
+    is any number. `causal` hides later keys by itself, and where there is a window both do."""
+    if segments.window is None:
+        return -1, -1
+    return segments.window - 1, 0
 
 
 def query_bound(segments: Segments) -> int:

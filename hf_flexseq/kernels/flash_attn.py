@@ -20,11 +20,12 @@ from hf_flexseq.kernels.cuda_flash import (
     nothing_to_read,
     query_bound,
     rows_contiguous,
+    window_sizes,
 )
+from hf_flexseq.kernels.guarantees import Calls
 from hf_flexseq.kernels.segments import Segments
 
 _OLDEST = (2, 7)  # release of the package
-_NO_WINDOW = {"window_size_left": -1, "window_size_right": -1}
 
 
 class FlashAttn:
@@ -34,12 +35,10 @@ class FlashAttn:
     guarantees = FLASH2
     wide_gradients = FLASH2.wide_gradients
 
-    def why_not(
-        self, device: torch.device, dtype: torch.dtype, head_dim: int, repeatable_keys: int = 0
-    ) -> str | None:
-        """Say why this kernel cannot serve such inputs, or return None when it can."""
+    def why_not(self, calls: Calls) -> str | None:
+        """Say why this kernel cannot serve such calls, or return None when it can."""
         problem = package_problem()
-        return problem or FLASH2.objection(device, dtype, head_dim, repeatable_keys)
+        return problem or FLASH2.objection(calls)
 
     def forward(
         self,
@@ -61,7 +60,7 @@ class FlashAttn:
             rows_contiguous(q),
             rows_contiguous(k),
             rows_contiguous(v),
-            **_launch(segments, scale),
+            **_launch(segments, scale, softcap),
             return_softmax=False,
         )
         return out, checked_lse(lse, q, segments, FLASH2)
@@ -100,14 +99,15 @@ class FlashAttn:
             dq=dq,
             dk=dk,
             dv=dv,
-            **_launch(segments, scale),
+            **_launch(segments, scale, softcap),
             deterministic=torch.are_deterministic_algorithms_enabled(),
         )
         return dq, dk, dv
 
 
-def _launch(segments: Segments, scale: float) -> dict[str, object]:
+def _launch(segments: Segments, scale: float, softcap: float | None) -> dict[str, object]:
     """Collect the arguments that forward and backward share, by the package's names."""
+    before, after = window_sizes(segments)
     return {
         "cu_seqlens_q": segments.cu_seqlens_q,
         "cu_seqlens_k": segments.cu_seqlens_k,
@@ -116,9 +116,10 @@ def _launch(segments: Segments, scale: float) -> dict[str, object]:
         "dropout_p": 0.0,
         "softmax_scale": scale,
         "causal": segments.causal,
-        "softcap": 0.0,
+        "window_size_left": before,
+        "window_size_right": after,
+        "softcap": softcap or 0.0,
         "alibi_slopes": None,
-        **_NO_WINDOW,
     }
 
 

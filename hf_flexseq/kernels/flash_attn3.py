@@ -29,7 +29,9 @@ from hf_flexseq.kernels.cuda_flash import (
     checked_lse,
     nothing_to_read,
     rows_contiguous,
+    window_sizes,
 )
+from hf_flexseq.kernels.guarantees import Calls
 from hf_flexseq.kernels.segments import Segments
 
 _INTERFACE = "flash_attn_interface"
@@ -37,6 +39,7 @@ _LAUNCH = (
     "cu_seqlens_q", "cu_seqlens_k",
     "max_seqlen_q", "max_seqlen_k",
     "softmax_scale", "is_causal",
+    "window_size_left", "window_size_right", "softcap",
 )  # fmt: skip
 # What is passed to each operator: first by position, in this order, then by name.
 _BY_POSITION: Mapping[str, tuple[str, ...]] = {
@@ -52,6 +55,8 @@ _MISSING: Mapping[str, str] = {
     "FLASHATTENTION_DISABLE_BACKWARD": "backward",
     "FLASHATTENTION_DISABLE_VARLEN": "packed sequences",
 }
+_MISSING_WINDOWS: Mapping[str, str] = {"FLASHATTENTION_DISABLE_LOCAL": "sliding windows"}
+_MISSING_SOFTCAP: Mapping[str, str] = {"FLASHATTENTION_DISABLE_SOFTCAP": "softcap"}
 
 
 class FlashAttn3:
@@ -61,12 +66,10 @@ class FlashAttn3:
     guarantees = FLASH3
     wide_gradients = FLASH3.wide_gradients
 
-    def why_not(
-        self, device: torch.device, dtype: torch.dtype, head_dim: int, repeatable_keys: int = 0
-    ) -> str | None:
-        """Say why this kernel cannot serve such inputs, or return None when it can."""
+    def why_not(self, calls: Calls) -> str | None:
+        """Say why this kernel cannot serve such calls, or return None when it can."""
         problem = package_problem()
-        return problem or FLASH3.objection(device, dtype, head_dim, repeatable_keys)
+        return problem or FLASH3.objection(calls) or _lacking(calls)
 
     def forward(
         self,
@@ -88,7 +91,7 @@ class FlashAttn3:
             rows_contiguous(q),
             rows_contiguous(k),
             rows_contiguous(v),
-            **_launch(segments, scale),
+            **_launch(segments, scale, softcap),
             num_splits=1,
         )
         return out, checked_lse(lse, q, segments, FLASH3)
@@ -124,7 +127,7 @@ class FlashAttn3:
             rows_contiguous(v),
             rows_contiguous(out),
             lse.contiguous(),
-            **_launch(segments, scale),
+            **_launch(segments, scale, softcap),
             dq=dq,
             dk=dk,
             dv=dv,
@@ -133,8 +136,9 @@ class FlashAttn3:
         return dq, dk, dv
 
 
-def _launch(segments: Segments, scale: float) -> dict[str, object]:
+def _launch(segments: Segments, scale: float, softcap: float | None) -> dict[str, object]:
     """Collect the arguments that forward and backward share, by the operators' names."""
+    before, after = window_sizes(segments)
     return {
         "cu_seqlens_q": segments.cu_seqlens_q,
         "cu_seqlens_k": segments.cu_seqlens_k,
@@ -142,6 +146,9 @@ def _launch(segments: Segments, scale: float) -> dict[str, object]:
         "max_seqlen_k": segments.max_k,
         "softmax_scale": scale,
         "is_causal": segments.causal,
+        "window_size_left": before,
+        "window_size_right": after,
+        "softcap": softcap or 0.0,
     }
 
 
@@ -176,13 +183,26 @@ def _operator_problem(name: str) -> str | None:
 
 
 def _build_problem() -> str | None:
-    """Say what the build was made without, or return None when it has all or does not tell."""
+    """Say what the build was made without, of what every call needs, or return None when it has
+    all or does not tell."""
+    return _without(_MISSING)
+
+
+def _lacking(calls: Calls) -> str | None:
+    """Say what the build was made without, of what such calls need, or return None."""
+    return (_without(_MISSING_WINDOWS) if calls.window else None) or (
+        _without(_MISSING_SOFTCAP) if calls.softcap else None
+    )
+
+
+def _without(features: Mapping[str, str]) -> str | None:
+    """Say which of the features, by flag, the build was made without."""
     try:
         config = importlib.import_module("flash_attn_config")
     except ImportError:
         return None
     flags = config.CONFIG["build_flags"]
-    for flag, missing in _MISSING.items():
+    for flag, missing in features.items():
         if flags.get(flag, False):
             return f"this build has no {missing}; build it without {flag}"
     return None

@@ -9,8 +9,33 @@ log-sum-exp of +inf, gradients whose bits change from run to run.
 """
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
+
+
+class Calls(NamedTuple):
+    """What a kernel is asked to serve: calls of one kind."""
+
+    device: torch.device
+    dtype: torch.dtype
+    head_dim: int
+    window: bool = False
+    """Whether queries are kept from keys that are too far before them."""
+    softcap: bool = False
+    """Whether scores are capped."""
+    repeatable_keys: int = 0
+    """Keys of a sequence over which the backward must give the same bits every time; 0 asks for
+    none."""
+
+    def __str__(self) -> str:
+        """Name the kind of the calls in one phrase."""
+        text = f"{self.dtype} with head size {self.head_dim}"
+        if self.window:
+            text += ", sliding windows"
+        if self.softcap:
+            text += ", a softcap"
+        return text
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -46,20 +71,15 @@ class Guarantees:
     softcap: bool = False
     """Whether scores may be capped, in forward and backward."""
 
-    def objection(
-        self, device: torch.device, dtype: torch.dtype, head_dim: int, repeatable_keys: int
-    ) -> str | None:
-        """Say which guarantee such calls lack, and what to change; None when they lack none.
-
-        repeatable_keys: keys of a sequence over which the backward must give the same bits every
-        time; 0 asks for none.
-        """
+    def objection(self, calls: Calls) -> str | None:
+        """Say which guarantee such calls lack, and what to change; None when they lack none."""
         return (
-            self._device_objection(device)
-            or self._dtype_objection(dtype)
-            or self._head_dim_objection(head_dim)
-            or self._generation_objection(device)
-            or self._repeatable_objection(head_dim, repeatable_keys)
+            self._device_objection(calls.device)
+            or self._dtype_objection(calls.dtype)
+            or self._head_dim_objection(calls.head_dim)
+            or self._generation_objection(calls.device)
+            or self._layer_objection(calls)
+            or self._repeatable_objection(calls.head_dim, calls.repeatable_keys)
         )
 
     def _device_objection(self, device: torch.device) -> str | None:
@@ -89,6 +109,14 @@ class Guarantees:
             return None
         name = torch.cuda.get_device_name(device)
         return f"{name} has compute capability {major}.{minor}, not {self._generations_text()}"
+
+    def _layer_objection(self, calls: Calls) -> str | None:
+        """Object to what a kind of attention layer needs."""
+        if calls.window and not self.windows:
+            return "it has no sliding windows"
+        if calls.softcap and not self.softcap:
+            return "it has no softcap; install flash-attn 2.7 or newer"
+        return None
 
     def _repeatable_objection(self, head_dim: int, keys: int) -> str | None:
         """Object where the backward may give other bits with every run, and they must be the
@@ -120,6 +148,7 @@ class Guarantees:
         parts.append(self._gradients_text())
         parts.append(self._repeatable_text())
         parts.append("sliding windows" if self.windows else "no sliding windows")
+        parts.append("softcap" if self.softcap else "no softcap")
         return "; ".join(parts)
 
     def _dtypes_text(self) -> str:

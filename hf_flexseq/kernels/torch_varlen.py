@@ -3,7 +3,7 @@
 `torch.nn.attention.varlen` documents this kernel, but its backward belongs to autograd and takes
 no merged output and log-sum-exp, and the private ops beneath it (`torch_attn::_varlen_attn`)
 gained positional arguments between torch 2.11 and 2.13. So the aten ops below those are called,
-with the arguments that every version from 2.11 on shares.
+with the arguments that every version from 2.11 on shares. They take windows, but no softcap.
 
 Behind these ops stands FlashAttention-2, unless `activate_flash_attention_impl` of
 `torch.nn.attention` has put another implementation there. So the registry is asked with every
@@ -15,6 +15,7 @@ What the builds have in common is in cuda_flash.py. The slow obvious twin is ref
 tests/kernels/test_cuda_kernels.py and scripts/gpu_check.py compare the two.
 """
 
+import dataclasses
 from collections.abc import Mapping
 
 import torch
@@ -28,13 +29,17 @@ from hf_flexseq.kernels.cuda_flash import (
     nothing_to_read,
     query_bound,
     rows_contiguous,
+    window_sizes,
 )
-from hf_flexseq.kernels.guarantees import Guarantees
+from hf_flexseq.kernels.guarantees import Calls, Guarantees
 from hf_flexseq.kernels.segments import Segments
 
 _NO_DROPOUT = 0.0
 # by the name under which torch's registry has an implementation; None is torch's own
-_KNOWN: Mapping[str | None, Guarantees] = {None: FLASH2, "FA3": FLASH3}
+_KNOWN: Mapping[str | None, Guarantees] = {
+    None: dataclasses.replace(FLASH2, softcap=False),
+    "FA3": dataclasses.replace(FLASH3, softcap=False),
+}
 _UNDO = "undo it with torch.nn.attention.restore_flash_attention_impl()"
 _REASONS: Mapping[str, str] = {"FA4": FLASH4_PROBLEM}
 
@@ -56,16 +61,14 @@ class TorchVarlen:
             raise NotImplementedError(_unknown(active))
         return _KNOWN[active]
 
-    def why_not(
-        self, device: torch.device, dtype: torch.dtype, head_dim: int, repeatable_keys: int = 0
-    ) -> str | None:
-        """Say why this kernel cannot serve such inputs, or return None when it can."""
-        if device.type == "cuda" and not torch.backends.cuda.is_flash_attention_available():
+    def why_not(self, calls: Calls) -> str | None:
+        """Say why this kernel cannot serve such calls, or return None when it can."""
+        if calls.device.type == "cuda" and not torch.backends.cuda.is_flash_attention_available():
             return "this build of torch has no FlashAttention"
         active = active_implementation()
         if active not in _KNOWN:
             return _unknown(active)
-        objection = _KNOWN[active].objection(device, dtype, head_dim, repeatable_keys)
+        objection = _KNOWN[active].objection(calls)
         if objection is not None and active is not None:
             return f"{active} is active in torch: {objection}; or {_UNDO}"
         return objection
@@ -83,9 +86,11 @@ class TorchVarlen:
         """See `Kernel.forward`: q [Tq, H, D], k and v [Tk, Hkv, D] -> out [Tq, H, D], lse
         [H, Tq]."""
         segments.check(q, k, v)
+        _check_softcap(softcap)
         guarantees = self.guarantees
         if not segments.has_work():
             return nothing_to_read(q)
+        before, after = window_sizes(segments)
         # [Tq, H, D], [H, Tq], and what autograd would keep
         out, lse, *_ = torch.ops.aten._flash_attention_forward(
             rows_contiguous(q),
@@ -99,6 +104,8 @@ class TorchVarlen:
             segments.causal,
             False,  # return no debug mask
             scale=scale,
+            window_size_left=before,
+            window_size_right=after,
         )
         return out, checked_lse(lse, q, segments, guarantees)
 
@@ -118,8 +125,10 @@ class TorchVarlen:
         """See `Kernel.backward`: dout and out [Tq, H, D], lse [H, Tq] -> dq [Tq, H, D], dk and dv
         [Tk, Hkv, D]."""
         segments.check(q, k, v)
+        _check_softcap(softcap)
         if not segments.has_work():
             return torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
+        before, after = window_sizes(segments)
         # The state of dropout's random numbers, which nothing reads without dropout.
         random_state = torch.empty(2, dtype=torch.uint64, device=q.device)
         unused = torch.empty(0, device=q.device)
@@ -139,6 +148,8 @@ class TorchVarlen:
             random_state,
             unused,
             scale=scale,
+            window_size_left=before,
+            window_size_right=after,
         )
         return dq, dk, dv
 
@@ -151,6 +162,13 @@ def active_implementation() -> str | None:
         return None
     active: str | None = ask()
     return active
+
+
+def _check_softcap(softcap: float | None) -> None:
+    """Assert that a call has no softcap, which torch's operators do not take."""
+    assert softcap is None, (
+        f"torch_varlen was called with a softcap of {softcap}, which it does not have"
+    )
 
 
 def _unknown(active: str | None) -> str:

@@ -22,21 +22,44 @@ from torch.nn.attention import activate_flash_attention_impl, restore_flash_atte
 from gpu_checks.report import Section, Setting, table, verdict
 from hf_flexseq.kernels import Kernel
 from hf_flexseq.kernels.choose import CANDIDATES
+from hf_flexseq.kernels.guarantees import Calls
 from hf_flexseq.kernels.reference import Reference
 from hf_flexseq.kernels.segments import Segments
 from hf_flexseq.kernels.torch_varlen import TorchVarlen
 
 HEADS, KV_HEADS, HEAD_DIM, SCALE = 8, 2, 128, 128**-0.5
+
+
+class Case(NamedTuple):
+    """A packed call."""
+
+    q_lens: list[int]
+    """Queries of each sequence."""
+    k_lens: list[int]
+    """Keys of each sequence."""
+    causal: bool
+    window: int | None = None
+    softcap: float | None = None
+
+
 LENGTHS = [1, 0, 17, 1021, 128, 64, 2053]
-SEGMENTS = {
-    "causal": (LENGTHS, LENGTHS, True),
-    "causal, with earlier keys": (LENGTHS, [n + 100 for n in LENGTHS], True),
-    "rectangles, some without queries or keys": (LENGTHS, [5, 33, 0, 509, 4096, 1, 0], False),
-    "one query at most": ([1, 0, 1], [300, 7, 64], False),
+HALOED = [n + 129 if n else 0 for n in LENGTHS]  # with more keys than a window of 130 reads
+CASES = {
+    "causal": Case(LENGTHS, LENGTHS, True),
+    "causal, with earlier keys": Case(LENGTHS, [n + 100 for n in LENGTHS], True),
+    "rectangles, some without queries or keys": Case(LENGTHS, [5, 33, 0, 509, 4096, 1, 0], False),
+    "one query at most": Case([1, 0, 1], [300, 7, 64], False),
+    "window of 130": Case(LENGTHS, LENGTHS, True, window=130),
+    "window of 130, with earlier keys": Case(LENGTHS, HALOED, True, window=130),
+    "window of 1": Case(LENGTHS, LENGTHS, True, window=1),
+    "softcap": Case(LENGTHS, LENGTHS, True, softcap=2.0),
+    "softcap, window of 130": Case(LENGTHS, HALOED, True, window=130, softcap=2.0),
 }
-SHORT_SEGMENTS = {  # in a rehearsal
-    "causal": ([1, 0, 61], [1, 0, 61], True),
-    "rectangles": ([5, 0, 9], [0, 7, 33], False),
+SHORT_CASES = {  # in a rehearsal
+    "causal": Case([1, 0, 61], [1, 0, 61], True),
+    "rectangles": Case([5, 0, 9], [0, 7, 33], False),
+    "window": Case([1, 0, 61], [1, 0, 70], True, window=10),
+    "softcap, window": Case([1, 0, 61], [1, 0, 70], True, window=10, softcap=2.0),
 }
 TENSORS = ("out", "dq", "dk", "dv")
 
@@ -54,28 +77,39 @@ OTHERS = {"FA3": "flash_attn_interface", "FA4": "flash_attn.cute"}
 
 def kernel_errors_section(setting: Setting) -> Section:
     """Compare every kernel of the device with the truth."""
-    return errors_of(setting.device, SHORT_SEGMENTS if setting.rehearse else SEGMENTS)
+    return errors_of(setting.device, SHORT_CASES if setting.rehearse else CASES)
 
 
-def errors_of(
-    device: torch.device, cases: dict[str, tuple[list[int], list[int], bool]]
-) -> Section:
+def errors_of(device: torch.device, cases: dict[str, Case]) -> Section:
     """Return a table of the errors of every kernel of the device, by case.
 
-    cases: by name, the queries and the keys of each sequence, and whether they are causal.
+    cases: by name. A kernel that a case needs too much of is not run on it, and says so.
     """
     rows = []
     holds = True
     for kernel in CANDIDATES[device.type]:
-        refusal = kernel.why_not(device, torch.bfloat16, HEAD_DIM)
+        refusal = kernel.why_not(Calls(device, torch.bfloat16, HEAD_DIM))
         if refusal:
             rows.append([kernel.name, f"not run: {refusal}"])
             continue
-        for case, (q_lens, k_lens, causal) in cases.items():
-            segments = Segments(q_lens, k_lens, causal=causal, device=device)
-            errors, is_close = kernel_errors(kernel, segments)
+        for name, case in cases.items():
+            calls = Calls(
+                device,
+                torch.bfloat16,
+                HEAD_DIM,
+                window=case.window is not None,
+                softcap=case.softcap is not None,
+            )
+            refusal = kernel.why_not(calls)
+            if refusal:
+                rows.append([kernel.name, name, f"not run: {refusal}"])
+                continue
+            segments = Segments(
+                case.q_lens, case.k_lens, causal=case.causal, device=device, window=case.window
+            )
+            errors, is_close = kernel_errors(kernel, segments, case.softcap)
             cells = [f"{mine:.1e} ({plain:.1e})" for mine, plain in errors]
-            rows.append([kernel.name, case, *cells, verdict(is_close)])
+            rows.append([kernel.name, name, *cells, verdict(is_close)])
             holds = holds and is_close
     return Section(
         title="Attention kernels in bfloat16: largest error against float32 (of a plain bfloat16 "
@@ -85,7 +119,9 @@ def errors_of(
     )
 
 
-def kernel_errors(kernel: Kernel, segments: Segments) -> tuple[list[tuple[float, float]], bool]:
+def kernel_errors(
+    kernel: Kernel, segments: Segments, softcap: float | None = None
+) -> tuple[list[tuple[float, float]], bool]:
     """Return (error of kernel, error of plain softmax) for each of `TENSORS`, and a verdict.
 
     The verdict is True when every error of the kernel is within its bound.
@@ -95,14 +131,14 @@ def kernel_errors(kernel: Kernel, segments: Segments) -> tuple[list[tuple[float,
     dout = _normal((segments.total_q, HEADS, HEAD_DIM), make)
     k = _normal((segments.total_k, KV_HEADS, HEAD_DIM), make)
     v = _normal((segments.total_k, KV_HEADS, HEAD_DIM), make)
-    out, lse, *grads = _run(kernel, q, k, v, dout, segments)
+    out, lse, *grads = _run(kernel, q, k, v, dout, segments, softcap)
     true_out, true_lse, *true_grads = _run(
-        Reference(), *(x.float() for x in (q, k, v, dout)), segments
+        Reference(), *(x.float() for x in (q, k, v, dout)), segments, softcap
     )
     errors = []
     for mine, plain, true in zip(
         (out, *grads),
-        plain_softmax(q, k, v, dout, segments),
+        plain_softmax(q, k, v, dout, segments, softcap),
         (true_out, *true_grads),
         strict=True,
     ):
@@ -114,7 +150,12 @@ def kernel_errors(kernel: Kernel, segments: Segments) -> tuple[list[tuple[float,
 
 
 def plain_softmax(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, dout: torch.Tensor, segments: Segments
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    dout: torch.Tensor,
+    segments: Segments,
+    softcap: float | None = None,
 ) -> list[torch.Tensor]:
     """Return out, dq, dk, dv of softmax attention in the dtype of its inputs, by autograd.
 
@@ -128,10 +169,15 @@ def plain_softmax(
     out = torch.zeros_like(q)
     for rows, keys in segments.blocks():
         scores = torch.einsum("nhd,mhd->hnm", lq[rows], lk[keys]) * SCALE  # [heads, n, m]
+        if softcap is not None:
+            scores = softcap * torch.tanh(scores / softcap)
         if segments.causal:
             earlier = scores.shape[2] - scores.shape[1]  # keys in front of the first query
-            later = torch.ones_like(scores[0], dtype=torch.bool).triu(1 + earlier)
-            scores = scores.masked_fill(later, -torch.inf)
+            everywhere = torch.ones_like(scores[0], dtype=torch.bool)  # [n, m]
+            hidden = everywhere.triu(1 + earlier)
+            if segments.window is not None:
+                hidden |= everywhere.tril(earlier - segments.window)
+            scores = scores.masked_fill(hidden, -torch.inf)
         out[rows] = torch.einsum("hnm,mhd->nhd", scores.softmax(-1), lv[keys])
     out.backward(dout)
     return [out.detach(), *(x.grad for x in leaves)]
@@ -144,10 +190,12 @@ def _run(
     v: torch.Tensor,
     dout: torch.Tensor,
     segments: Segments,
+    softcap: float | None,
 ) -> tuple[torch.Tensor, ...]:
     """Return out, lse, dq, dk, dv of a kernel, in its shapes."""
-    out, lse = kernel.forward(q, k, v, segments, scale=SCALE)
-    return out, lse, *kernel.backward(dout, q, k, v, out, lse, segments, scale=SCALE)
+    out, lse = kernel.forward(q, k, v, segments, scale=SCALE, softcap=softcap)
+    gradients = kernel.backward(dout, q, k, v, out, lse, segments, scale=SCALE, softcap=softcap)
+    return out, lse, *gradients
 
 
 def _normal(shape: tuple[int, ...], make: torch.Generator) -> torch.Tensor:
@@ -170,7 +218,7 @@ def kernel_seconds_section(setting: Setting) -> Section:
     columns = ["kernel", *(f"{count} x {tokens:,}" for count, tokens in packs)]
     rows: list[list[str]] = []
     for kernel in CANDIDATES[device.type]:
-        refusal = kernel.why_not(device, torch.bfloat16, HEAD_DIM)
+        refusal = kernel.why_not(Calls(device, torch.bfloat16, HEAD_DIM))
         if refusal:
             rows.append([kernel.name, f"not run: {refusal}"])
         else:

@@ -1,4 +1,4 @@
-"""Model families: on two nodes of two ranks, under random plans that share sequences between the
+"""Families of models: on two nodes of two ranks, under random plans that share sequences between the
 nodes, plain and checkpointed, each one's loss and gradients are those of one process. What is
 refused is in `test_checks.py`. Ranks are threads."""
 
@@ -17,7 +17,7 @@ from tests.hf.tiny import VOCAB, documents, reference_gradients, relative_errors
 from tests.plans import random_plan
 from tests.ranks import join, run_threads
 
-# Windows and chunks are shorter than the longest of these; LATENT's values are, too, than queries.
+# Windows and chunks are shorter than the longest of these.
 LENGTHS = [1, 2, 17, 5, 23, 3, 40, 11]
 CHECKPOINTING = (False, True)  # of a family's plans
 WINDOW = {"sliding_window": 7}
@@ -54,7 +54,6 @@ FAMILIES = {
     "Gemma3": {"head_dim": 8, "query_pre_attn_scalar": 16, **MIXED},
     "Gemma4": {"head_dim": 8, "global_head_dim": 16, "hidden_size_per_layer_input": 0, **MIXED},
     "Gemma4 with shared keys": {"head_dim": 8, "global_head_dim": 16, **SHARED_KEYS},
-    "VaultGemma": {"head_dim": 8, "attn_logit_softcapping": 0.5, **MIXED},
     "GptOss": {"head_dim": 8, **EXPERTS, **MIXED},
     "Olmo": {},
     "Olmo2": {},
@@ -68,7 +67,6 @@ FAMILIES = {
     "Cohere2": {"head_dim": 8, **MIXED},
     "Ministral": {"head_dim": 8, **MIXED},
     "Exaone4": MIXED,
-    "Cwm": {"head_dim": 8, **MIXED},
     "SeedOss": {"head_dim": 8, "attention_dropout": 0.0, "residual_dropout": 0.0},
     "Ernie4_5": {"head_dim": 8},
     "Arcee": {},
@@ -95,8 +93,6 @@ FAMILIES = {
     "DeepseekV2": {**LATENT, **ROUTED_N, "first_k_dense_replace": 1},
     "DeepseekV3": {**LATENT, **ROUTED_N, **GROUPS, "first_k_dense_replace": 1},
     "MiniCPM3": LATENT,
-    "Youtu": LATENT,
-    "Glm4MoeLite": {**LATENT, **ROUTED_N},
     "LongcatFlash": {
         **LATENT,
         "num_layers": 2,
@@ -107,28 +103,35 @@ FAMILIES = {
         "zero_expert_num": 2,
         "moe_topk": 2,
     },
-    "AXK1": {**LATENT, **ROUTED_N, **GROUPS},
     "MiMoV2Flash": {"head_dim": 8, "v_head_dim": 6, **ROUTED_N, **MIXED},
-    "Afmoe": {"head_dim": 8, **ROUTED, "num_dense_layers": 1, **MIXED},
-    "GraniteSWA": MIXED,
-    "GraniteMoeSWA": {**EXPERTS, **MIXED},
-    "Flint": {"head_dim": 8, **MIXED},
-    "Kolibri1": {"head_dim": 8, **MIXED},
-    "Cohere2Moe": {"head_dim": 8, **ROUTED, **MIXED},
-    "ExaoneMoe": {"head_dim": 8, **ROUTED, **MIXED},
-    "Gemma4Unified": {"head_dim": 8, "global_head_dim": 16, **MIXED},
     "Gemma3n": {"head_dim": 8, **SHARED_KEYS},
+}
+# Like some of the families above; `scripts/benchmarks/families.py` tries these, too.
+MORE_FAMILIES = {
+    "Afmoe": {"head_dim": 8, **ROUTED, "num_dense_layers": 1, **MIXED},
+    "AXK1": {**LATENT, **ROUTED_N, **GROUPS},
     "Beam": MIXED,
-    "Dots1": {"head_dim": 8, **ROUTED_N, **MIXED},
+    "Cohere2Moe": {"head_dim": 8, **ROUTED, **MIXED},
+    "Cwm": {"head_dim": 8, **MIXED},
+    "Dots1": {"head_dim": 8, "n_shared_experts": 1, **ROUTED_N, **GROUPS, **MIXED},
+    "ExaoneMoe": {"head_dim": 8, **ROUTED, **MIXED},
+    "Flint": {"head_dim": 8, **MIXED},
+    "Gemma4Unified": {"head_dim": 8, "global_head_dim": 16, **MIXED},
+    "Glm4MoeLite": {**LATENT, **ROUTED_N},
+    "GraniteMoeSWA": {**EXPERTS, **MIXED},
+    "GraniteSWA": MIXED,
     "Laguna": {"head_dim": 8, **ROUTED, **MIXED},
     "Mellum": {"head_dim": 8, **ROUTED, **MIXED},
+    "VaultGemma": {"head_dim": 8, "attn_logit_softcapping": 0.5, **MIXED},
+    "Youtu": LATENT,
 }
 
 
 def make_model(family):
     kind = getattr(transformers, family.split()[0] + "ForCausalLM")
     torch.manual_seed(0)
-    config = kind.config_class(**{**SIZES, **FAMILIES[family]})
+    options = FAMILIES.get(family) or MORE_FAMILIES.get(family, {})
+    config = kind.config_class(**{**SIZES, **options})
     return kind._from_config(config, dtype=torch.float64, experts_implementation="eager").train()
 
 
@@ -136,7 +139,7 @@ def make_model(family):
 def stays_in_float64(monkeypatch):
     """Norms and routers of transformers compute in float32 whatever the dtype; here they do
     not."""
-    to, softmax = torch.Tensor.to, F.softmax
+    to, type_, softmax = torch.Tensor.to, torch.Tensor.type, F.softmax
 
     def stays(tensor, dtype):
         return tensor.dtype == torch.float64 and dtype == torch.float32
@@ -152,7 +155,11 @@ def stays_in_float64(monkeypatch):
             kwargs["dtype"] = None
         return softmax(tensor, *args, **kwargs)
 
+    def patched_type(tensor, dtype=None, **kwargs):
+        return tensor if stays(tensor, dtype) else type_(tensor, dtype, **kwargs)
+
     monkeypatch.setattr(torch.Tensor, "to", patched_to)
+    monkeypatch.setattr(torch.Tensor, "type", patched_type)
     monkeypatch.setattr(F, "softmax", patched_softmax)
     monkeypatch.setattr(torch.Tensor, "float", lambda tensor: patched_to(tensor, torch.float32))
 

@@ -63,12 +63,16 @@ def reference_loss(model, examples):
 
 
 def reference_gradients(model, examples, attention="sdpa"):
-    """Loss and gradients, by parameter name, of one process."""
+    """Loss and gradients, by parameter name, of one process; zeros where there is none."""
     model.set_attn_implementation(attention)
     model.zero_grad()
     loss = reference_loss(model, examples)
     loss.backward()
-    gradients = {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
+    gradients = {}
+    for name, parameter in model.named_parameters():
+        gradients[name] = torch.zeros_like(parameter)
+        if parameter.grad is not None:
+            gradients[name] += parameter.grad
     model.zero_grad()
     return float(loss.detach()), gradients
 

@@ -1,5 +1,6 @@
 """Which kernel is chosen, and what is said about the others."""
 
+import dataclasses
 import logging
 import sys
 import types
@@ -8,11 +9,15 @@ import pytest
 import torch
 from torch.nn import attention
 
-from hf_flexseq.kernels import choose, flash_attn, flash_attn3
+from hf_flexseq.kernels import choose, flash_attn, flash_attn3, kinds
 from hf_flexseq.kernels.choose import choose_fused, choose_kernel, explain, guarantees
+from hf_flexseq.kernels.cpu_flash import CpuFlash
+from hf_flexseq.kernels.kinds import LayerKind, choose_kernels
+from hf_flexseq.kernels.reference import Reference
 from hf_flexseq.kernels.segments import Segments
 from hf_flexseq.kernels.torch_varlen import TorchVarlen
 from tests.kernels.test_cuda_kernels import flash3_operators
+from tests.kernels.test_kernels import random_inputs, run
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
 REMEMBERED = (
@@ -301,6 +306,119 @@ def test_the_cpu_always_repeats_itself():
     assert choose_kernel(CPU, torch.float32, 64, repeatable_keys=10**6).name == "cpu_flash"
 
 
+# ---- windows, softcaps and several kinds of layers
+
+
+def test_windows_are_taken_by_all_and_softcaps_not_by_torch(hopper):
+    assert choose_kernel(CUDA, torch.bfloat16, 128, window=True).name == "torch_varlen"
+    with pytest.raises(ValueError, match="head size 128, a softcap on cuda:0") as refused:
+        choose_kernel(CUDA, torch.bfloat16, 128, softcap=True)
+    assert "torch_varlen: it has no softcap; install flash-attn" in str(refused.value)
+
+
+def test_softcaps_are_what_the_package_is_chosen_for(package):
+    kernel = choose_kernel(CUDA, torch.bfloat16, 256, window=True, softcap=True)
+    assert kernel.name == "flash_attn"
+
+
+@pytest.mark.parametrize(
+    ("flag", "needs", "reason"),
+    [
+        ("LOCAL", {"window": True}, "this build has no sliding windows; build it without"),
+        ("SOFTCAP", {"softcap": True}, "this build has no softcap; build it without"),
+    ],
+)
+def test_a_build_of_flash_attention_3_without_a_feature_serves_layers_without_it(
+    package3, monkeypatch, flag, needs, reason
+):
+    config = types.ModuleType("flash_attn_config")
+    config.CONFIG = {"build_flags": {f"FLASHATTENTION_DISABLE_{flag}": True}}
+    monkeypatch.setitem(sys.modules, "flash_attn_config", config)
+    assert choose_kernel(CUDA, torch.bfloat16, 128).name == "flash_attn3"
+    said = said_of("flash_attn3", explain(CUDA, torch.bfloat16, 128, **needs))
+    assert said == f"{reason} FLASHATTENTION_DISABLE_{flag}"
+
+
+SLIDING = LayerKind("layers.0.self_attn", 256, window=True)
+FULL = LayerKind("layers.5.self_attn", 256)
+
+
+def test_one_kernel_that_serves_all_kinds_is_returned_as_it_is(hopper):
+    assert choose_kernels(CPU, torch.float32, [SLIDING, FULL]) is choose_kernel(
+        CPU, torch.float32, 256
+    )
+    assert choose_kernels(CUDA, torch.bfloat16, [SLIDING, FULL]).name == "torch_varlen"
+
+
+def test_a_head_size_that_no_kernel_takes_is_refused_by_layer_size_and_kernels(hopper):
+    wanted = [SLIDING, LayerKind("layers.5.self_attn", 512)]
+    with pytest.raises(ValueError, match=r"^layers\.5\.self_attn: no attention kernel") as refused:
+        choose_kernels(CUDA, torch.bfloat16, wanted)
+    said = str(refused.value)
+    assert "\n" not in said
+    assert "head size 512" in said
+    assert "torch_varlen: a head size of 512 is not a multiple of 8 up to 256" in said
+
+
+def test_a_window_that_no_kernel_has_is_refused_by_layer(monkeypatch):
+    narrow = dataclasses.replace(CpuFlash.guarantees, windows=False, softcap=False)
+    monkeypatch.setattr(CpuFlash, "guarantees", narrow)
+    with pytest.raises(ValueError, match=r"layers\.0.*cpu_flash: it has no sliding windows"):
+        choose_kernels(CPU, torch.float32, [FULL, SLIDING])
+
+
+class Recorder:
+    """A kernel that notes the calls it gets, and computes as the reference does."""
+
+    def __init__(self, name, wide_gradients=False):
+        self.name = name
+        self.wide_gradients = wide_gradients
+        self.seen = []
+
+    def forward(self, q, k, v, segments, *, scale, softcap=None):
+        self.seen.append(("forward", q.shape[2], segments.window, softcap))
+        return Reference().forward(q, k, v, segments, scale=scale, softcap=softcap)
+
+    def backward(self, dout, q, k, v, out, lse, segments, *, scale, softcap=None):
+        self.seen.append(("backward", q.shape[2], segments.window, softcap))
+        return Reference().backward(
+            dout, q, k, v, out, lse, segments, scale=scale, softcap=softcap
+        )
+
+
+def test_every_call_goes_to_the_kernel_of_its_kind(monkeypatch):
+    small = Recorder("small")
+    large = Recorder("large")
+    monkeypatch.setattr(
+        kinds, "kernel_for", lambda calls: large if calls.head_dim == 32 else small
+    )
+    wanted = [LayerKind("a", 16, window=True), LayerKind("b", 32, softcap=True)]
+    kernel = choose_kernels(CPU, torch.float64, wanted)
+    assert kernel.name == "small and large"
+    for head_dim, window, softcap in ((16, 3, None), (16, None, None), (32, None, 5.0)):
+        segments = Segments([7, 2], [9, 2], causal=True, device=CPU, window=window)
+        inputs = random_inputs(segments, (4, 2), head_dim=head_dim)
+        got = run(kernel, *inputs, segments, softcap)
+        want = run(Reference(), *inputs, segments, softcap)
+        assert all(torch.equal(x, y) for x, y in zip(got, want, strict=True))
+    assert small.seen == [
+        (way, 16, window, None) for window in (3, None) for way in ("forward", "backward")
+    ]
+    assert large.seen == [("forward", 32, None, 5.0), ("backward", 32, None, 5.0)]
+    segments = Segments([1], [1], causal=True, device=CPU)
+    q, k, v, _ = random_inputs(segments, (1, 1), head_dim=8)
+    with pytest.raises(AssertionError, match="no kernel was chosen for calls of"):
+        kernel.forward(q, k, v, segments, scale=1.0)
+
+
+def test_kernels_whose_gradients_differ_in_dtype_do_not_go_together(monkeypatch):
+    narrow = Recorder("narrow")
+    wide = Recorder("wide", wide_gradients=True)
+    monkeypatch.setattr(kinds, "kernel_for", lambda calls: wide if calls.softcap else narrow)
+    with pytest.raises(ValueError, match="narrow and wide, which this model's layers need"):
+        choose_kernels(CPU, torch.float64, [FULL, LayerKind("b", 16, softcap=True)])
+
+
 # ---- what is said of the guarantees
 
 
@@ -309,13 +427,13 @@ def test_guarantees_of_the_kernels_that_fit(package3):
     assert flash3 == (
         "flash_attn3: bfloat16, float16; head size a multiple of 8 up to 256; compute capability "
         "9.x; lse -inf without keys; gradients in the inputs' dtype; deterministic backward with "
-        "torch.use_deterministic_algorithms(True) up to head size 192; no sliding windows"
+        "torch.use_deterministic_algorithms(True) up to head size 192; sliding windows; softcap"
     )
     assert flash2 == (
         "torch_varlen: bfloat16, float16; head size a multiple of 8 up to 256; compute capability "
         "8.0 or newer; lse -inf without keys (mended from +inf); gradients in the inputs' dtype; "
         "deterministic backward up to 128 keys and head size 192, else with "
-        "torch.use_deterministic_algorithms(True); no sliding windows"
+        "torch.use_deterministic_algorithms(True); sliding windows; no softcap"
     )
 
 
@@ -327,7 +445,8 @@ def test_guarantees_of_the_cpu_kernel():
     (line,) = guarantees(CPU, torch.float32, 128)
     assert line == (
         "cpu_flash: float32, float64, bfloat16, float16; head size any number; lse -inf without "
-        "keys; 16-bit inputs get float32 gradients; deterministic backward; no sliding windows"
+        "keys; 16-bit inputs get float32 gradients; deterministic backward; sliding windows; "
+        "softcap"
     )
 
 

@@ -24,7 +24,7 @@ from hf_flexseq.kernels.torch_varlen import TorchVarlen
 from tests.kernels.test_kernels import CPU, HEADS, random_inputs, random_segments, run
 
 
-def launched(q, k, cu_q, cu_k, max_q, max_k, causal):
+def launched(q, k, cu_q, cu_k, max_q, max_k, causal, before=-1, after=-1):
     """The segments that a launch describes, after the checks that both have."""
     assert cu_q.dtype == cu_k.dtype == torch.int32
     assert cu_q.is_contiguous()
@@ -35,41 +35,56 @@ def launched(q, k, cu_q, cu_k, max_q, max_k, causal):
     q_lens, k_lens = cu_q.diff().tolist(), cu_k.diff().tolist()
     assert max_q >= max(q_lens), "the bound on queries is too low"
     assert max_k == max(k_lens) > 0, "the bound on keys is wrong, or the launch empty"
-    return Segments(q_lens, k_lens, causal=causal, device=q.device)
+    # A window reaches back from a query, and not beyond it.
+    assert (before, after) == (-1, -1) or (causal and before >= 0 == after)
+    window = None if before == -1 else before + 1
+    return Segments(q_lens, k_lens, causal=causal, device=q.device, window=window)
 
 
-def flash2_forward(q, k, v, cu_q, cu_k, max_q, max_k, causal, scale):
-    segments = launched(q, k, cu_q, cu_k, max_q, max_k, causal)
+def flash2_forward(
+    q, k, v, cu_q, cu_k, max_q, max_k, causal, scale, before=-1, after=-1, softcap=0.0
+):
+    segments = launched(q, k, cu_q, cu_k, max_q, max_k, causal, before, after)
     if max_q == 1 and q.shape[1] > k.shape[1]:
         assert q.shape[0] == len(segments.q_lens), (
             "the path for decoding needs exactly one query per sequence"
         )
-    out, lse = Reference().forward(q, k, v, segments, scale=scale)
+    out, lse = Reference().forward(q, k, v, segments, scale=scale, softcap=softcap or None)
     return out, lse.masked_fill(lse == -torch.inf, torch.inf)
 
 
-def flash3_forward(q, k, v, cu_q, cu_k, max_q, max_k, causal, scale):
-    segments = launched(q, k, cu_q, cu_k, max_q, max_k, causal)
-    return Reference().forward(q, k, v, segments, scale=scale)
+def flash3_forward(
+    q, k, v, cu_q, cu_k, max_q, max_k, causal, scale, before=-1, after=-1, softcap=0.0
+):
+    segments = launched(q, k, cu_q, cu_k, max_q, max_k, causal, before, after)
+    return Reference().forward(q, k, v, segments, scale=scale, softcap=softcap or None)
 
 
-def flash_backward(dout, q, k, v, out, lse, cu_q, cu_k, max_q, max_k, causal, scale):
+def flash_backward(
+    dout, q, k, v, out, lse, cu_q, cu_k, max_q, max_k, causal, scale, before=-1, after=-1,
+    softcap=0.0,
+):  # fmt: skip
     assert dout.dtype == out.dtype == q.dtype
     assert lse.dtype == torch.float32
     assert lse.is_contiguous()
-    segments = launched(q, k, cu_q, cu_k, max_q, max_k, causal)
-    return Reference().backward(dout, q, k, v, out, lse, segments, scale=scale)
+    segments = launched(q, k, cu_q, cu_k, max_q, max_k, causal, before, after)
+    settings = {"scale": scale, "softcap": softcap or None}
+    return Reference().backward(dout, q, k, v, out, lse, segments, **settings)
 
 
 @contextlib.contextmanager
 def aten_stand_in(stand_in):
     """torch's ops on the CPU, whose forward is a stand-in."""
 
-    def forward(q, k, v, cu_q, cu_k, max_q, max_k, dropout, causal, debug, *, scale=None, **unset):
+    def forward(
+        q, k, v, cu_q, cu_k, max_q, max_k, dropout, causal, debug, *, scale=None,
+        window_size_left=None, window_size_right=None, **unset,
+    ):  # fmt: skip
         assert dropout == 0.0
         assert not debug
         assert not any(x is not None for x in unset.values())
-        out, lse = stand_in(q, k, v, cu_q, cu_k, max_q, max_k, causal, scale)
+        launch = (cu_q, cu_k, max_q, max_k, causal, scale, window_size_left, window_size_right)
+        out, lse = stand_in(q, k, v, *launch)
         return out, lse, torch.empty(2, dtype=torch.uint64), torch.empty(0), torch.empty(0)
 
     def backward(
@@ -89,13 +104,16 @@ def aten_stand_in(stand_in):
         unused,
         *,
         scale=None,
+        window_size_left=None,
+        window_size_right=None,
         **unset,
     ):
         assert dropout == 0.0
         assert rng_state.dtype == torch.uint64
         assert not unused.numel()
         assert not any(x is not None for x in unset.values())
-        return flash_backward(dout, q, k, v, out, lse, cu_q, cu_k, max_q, max_k, causal, scale)
+        launch = (cu_q, cu_k, max_q, max_k, causal, scale, window_size_left, window_size_right)
+        return flash_backward(dout, q, k, v, out, lse, *launch)
 
     with torch.library._scoped_library("aten", "IMPL") as library:
         library.impl("_flash_attention_forward", forward, "CPU")
@@ -127,10 +145,13 @@ def flash_attn_package(monkeypatch):
         causal, window_size_left=-1, window_size_right=-1, softcap=0.0, alibi_slopes=None,
         return_softmax=False, block_table=None, leftpad_k=None, seqused_k=None, zero_tensors=False,
     ):  # fmt: skip
-        assert dropout_p == softcap == 0.0
-        assert window_size_left == window_size_right == -1
+        assert dropout_p == 0.0
+        assert alibi_slopes is None
         assert not return_softmax
-        launch = (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, causal, softmax_scale)
+        launch = (
+            cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, causal, softmax_scale,
+            window_size_left, window_size_right, softcap,
+        )  # fmt: skip
         return *flash2_forward(q, k, v, *launch), torch.empty(0), torch.empty(2, dtype=torch.int64)
 
     def _flash_attn_varlen_backward(
@@ -138,10 +159,13 @@ def flash_attn_package(monkeypatch):
         max_seqlen_k, dropout_p, softmax_scale, causal, window_size_left, window_size_right,
         softcap, alibi_slopes, deterministic, rng_state=None, zero_tensors=False,
     ):  # fmt: skip
-        assert dropout_p == softcap == 0.0
-        assert window_size_left == window_size_right == -1
+        assert dropout_p == 0.0
+        assert alibi_slopes is None
         assert deterministic == torch.are_deterministic_algorithms_enabled()
-        launch = (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, causal, softmax_scale)
+        launch = (
+            cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, causal, softmax_scale,
+            window_size_left, window_size_right, softcap,
+        )  # fmt: skip
         grads = flash_backward(dout, q, k, v, out, softmax_lse, *launch)
         for target, grad in zip((dq, dk, dv), grads, strict=True):
             target.copy_(grad)
@@ -194,6 +218,9 @@ LAUNCH = {  # the operators' names -> those of the stand-in
     "max_seqlen_k": "max_k",
     "softmax_scale": "scale",
     "is_causal": "causal",
+    "window_size_left": "before",
+    "window_size_right": "after",
+    "softcap": "softcap",
 }
 TENSORS = ("dout", "q", "k", "v", "out")
 
@@ -209,7 +236,6 @@ def launch_of(named):
     """What describes the launch, by the stand-in's names; all else must be at its default."""
     launch = {mine: named.pop(theirs) for theirs, mine in LAUNCH.items()}
     launch |= {tensor: named.pop(tensor) for tensor in TENSORS if named.get(tensor) is not None}
-    assert named.pop("window_size_left") == named.pop("window_size_right") == -1
     assert not any(named.values()), named
     return launch
 
@@ -259,8 +285,9 @@ def kernel(request):
     return request.getfixturevalue(request.param)
 
 
-def assert_like_the_reference(kernel, inputs, segments):
-    got, want = run(kernel, *inputs, segments), run(Reference(), *inputs, segments)
+def assert_like_the_reference(kernel, inputs, segments, softcap=None):
+    got = run(kernel, *inputs, segments, softcap)
+    want = run(Reference(), *inputs, segments, softcap)
     for x, y in zip(got, want, strict=True):
         assert x.shape == y.shape
         assert x.dtype == y.dtype
@@ -274,6 +301,31 @@ def test_every_argument_arrives(kernel, heads, causal):
     assert_like_the_reference(
         kernel, random_inputs(segments, heads, dtype=torch.bfloat16), segments
     )
+
+
+@pytest.mark.parametrize("window", [1, 2, 16, 100])
+def test_windows_arrive(kernel, window):
+    q_lens = [53, 1, 0, 17, 2]
+    k_lens = [53 + window - 1, 4, 3, 17, 40]
+    segments = Segments(q_lens, k_lens, causal=True, device=CPU, window=window)
+    inputs = random_inputs(segments, (4, 2), dtype=torch.bfloat16)
+    assert_like_the_reference(kernel, inputs, segments)
+
+
+@pytest.mark.parametrize("window", [None, 5])
+@pytest.mark.parametrize("package", ["flash_attn2", "flash_attn3"])
+def test_softcaps_arrive_in_the_packages(package, window, request):
+    kernel = request.getfixturevalue(package)
+    segments = Segments([53, 1, 17], [60, 4, 17], causal=True, device=CPU, window=window)
+    inputs = random_inputs(segments, (4, 2), dtype=torch.bfloat16)
+    assert_like_the_reference(kernel, inputs, segments, softcap=2.5)
+
+
+def test_torch_is_never_called_with_a_softcap_which_it_would_lose(torch_varlen):
+    segments = Segments([5], [5], causal=True, device=CPU)
+    inputs = random_inputs(segments, (2, 2), dtype=torch.bfloat16)
+    with pytest.raises(AssertionError, match=r"a softcap of 2\.5, which it does not have"):
+        run(torch_varlen, *inputs, segments, softcap=2.5)
 
 
 @pytest.mark.parametrize(

@@ -75,10 +75,11 @@ def dense_gradients(q, k, v, dout, segments, scale=SCALE):
     return [x.grad for x in leaves]
 
 
-def run(kernel, q, k, v, dout, segments):
+def run(kernel, q, k, v, dout, segments, softcap=None):
     """out, lse, dq, dk, dv"""
-    out, lse = kernel.forward(q, k, v, segments, scale=SCALE)
-    return out, lse, *kernel.backward(dout, q, k, v, out, lse, segments, scale=SCALE)
+    settings = {"scale": SCALE, "softcap": softcap}
+    out, lse = kernel.forward(q, k, v, segments, **settings)
+    return out, lse, *kernel.backward(dout, q, k, v, out, lse, segments, **settings)
 
 
 def assert_close(got, want, tolerance=1e-12):

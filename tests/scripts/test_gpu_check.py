@@ -91,16 +91,16 @@ def test_a_right_kernel_holds():
     section = part("kernels").kernel_errors_section(rehearsal())
     assert section.holds
     rows = [line for line in section.lines if "| cpu_flash |" in line and "| ok |" in line]
-    assert len(rows) == len(part("kernels").SHORT_SEGMENTS)
+    assert len(rows) == len(part("kernels").SHORT_CASES)
 
 
 def test_a_wrong_kernel_does_not(monkeypatch):
     class Wrong(CpuFlash):
-        def forward(self, *args, scale):
-            return super().forward(*args, scale=scale * 1.1)
+        def forward(self, *args, scale, softcap):
+            return super().forward(*args, scale=scale * 1.1, softcap=softcap)
 
     monkeypatch.setitem(CANDIDATES, "cpu", (Wrong(),))
-    section = part("kernels").errors_of(CPU, part("kernels").SHORT_SEGMENTS)
+    section = part("kernels").errors_of(CPU, part("kernels").SHORT_CASES)
     assert not section.holds
     assert "FAILED" in section.text()
 
@@ -266,3 +266,14 @@ def test_both_trainers_train_alike():
     assert len(runs["flexseq"]["losses"]) == 3
     assert runs["flexseq"]["tokens_per_s"] > 0
     assert sum("| ok |" in line for line in section.lines) == 2
+
+
+def test_a_strategy_is_held_to_the_error_of_a_kernel_call(monkeypatch):
+    kinds = part("kinds")
+    name = "window 128 with sinks"
+    window = kinds.KINDS[name]._replace(reach=kinds.Reach(window=16))
+    monkeypatch.setattr(kinds, "KINDS", {name: window})
+    monkeypatch.setattr(kinds, "STRATEGIES", ("zigzag",))
+    assert kinds.kinds_section(rehearsal()).holds
+    monkeypatch.setattr(kinds, "MOST_OF_A_CALL", 0.01)
+    assert not kinds.kinds_section(rehearsal()).holds

@@ -28,8 +28,9 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
-# Packages whose modules do not know of tokens.
-_TOKENLESS = ("torch",)
+# Packages whose modules multiply with weights, one token like the other. A range of theirs counts
+# features (PEFT's GraLoRA has one).
+_TOKENLESS = ("torch", "peft", "bitsandbytes")
 
 # Arguments that hf_flexseq gives no model: what needs them does not run.
 _NEVER_GIVEN = ("past_key_values", "pixel_values", "input_features")
@@ -58,7 +59,7 @@ def count_in(module: nn.Module) -> Count | None:
     while isinstance(forward, functools.partial):
         forward = inspect.unwrap(forward.func)
     function = getattr(forward, "__func__", forward)
-    if (getattr(function, "__module__", None) or "").partition(".")[0] in _TOKENLESS:
+    if _module_of(function).partition(".")[0] in _TOKENLESS:
         return None
     if not isinstance(function, types.FunctionType):
         raise UnreadableForward(f"{function!r} has no source")
@@ -206,7 +207,12 @@ def _called(
 
 def _belong_together(called: types.FunctionType, caller: types.FunctionType) -> bool:
     """Tell whether two functions stand in one package, as a model's files do."""
-    if called.__module__ == caller.__module__:
+    if _module_of(called) == _module_of(caller):
         return True
-    package = caller.__module__.rpartition(".")[0]
-    return bool(package) and called.__module__.rpartition(".")[0] == package
+    package = _module_of(caller).rpartition(".")[0]
+    return bool(package) and _module_of(called).rpartition(".")[0] == package
+
+
+def _module_of(function: Any) -> str:
+    """Return the name of the module in which a function was defined, "" where it is not known."""
+    return getattr(function, "__module__", None) or ""

@@ -30,8 +30,11 @@ from hf_flexseq.steps.token_columns import INDICES, LENGTHS
 # `torch.arange(tokens) + past_key_values.get_seq_length(layer)`.
 _TOLD_BY_CACHE = ("transformers.models.llama4.modeling_llama4.Llama4TextAttention",)
 
-# Parts of the names of modules that never run on columns of tokens alone.
-_TOWERS = ("vision", "visual", "image", "audio")
+# Names of parts of models that never run on columns of tokens alone.
+_TOWERS = {
+    *("vision_tower", "vision_model", "visual", "image_embed"),
+    *("audio_tower", "audio_model", "audio_embed"),
+}
 
 
 # ---- what is refused
@@ -90,7 +93,7 @@ def _unsuitable_embeddings(model: PreTrainedModel) -> str | None:
 
 def _counting_module(model: PreTrainedModel) -> str | None:
     for name, module in model.named_modules():
-        if any(part in name for part in _TOWERS) or _is_told_by_cache(module):
+        if _TOWERS.intersection(name.split(".")) or _is_told_by_cache(module):
             continue
         kind = type(module).__name__
         try:

@@ -1,0 +1,141 @@
+"""Serve a model whose attention layers differ in head size, windows and softcaps.
+
+Gemma 4 has heads of 256 in its sliding layers and of 512 in its full ones, and a kernel may take
+only some of them. `choose_kernels` asks for a kernel for each kind of layer. Where one kernel
+serves all, that is returned as it is; else one that calls, each time, the kernel of the kind.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+import torch
+
+from hf_flexseq.kernels import Kernel
+from hf_flexseq.kernels.choose import kernel_for
+from hf_flexseq.kernels.guarantees import Calls
+from hf_flexseq.kernels.segments import Segments
+
+
+class LayerKind(NamedTuple):
+    """Layers of a model whose calls are of one kind."""
+
+    name: str
+    """One of these layers, for messages."""
+    head_dim: int
+    """Size of the heads with which kernels are called: the larger one where queries and values
+    differ."""
+    window: bool = False
+    """Whether queries are kept from keys that are too far before them."""
+    softcap: bool = False
+    """Whether scores are capped."""
+
+
+class _Key(NamedTuple):
+    """What kernels are told apart by, in each call."""
+
+    head_dim: int
+    window: bool
+    softcap: bool
+
+
+def choose_kernels(
+    device: torch.device,
+    dtype: torch.dtype,
+    kinds: Sequence[LayerKind],
+    *,
+    repeatable_keys: int = 0,
+) -> Kernel:
+    """Return a kernel that serves all kinds of layers, on inputs of `dtype` on `device`.
+
+    repeatable_keys: keys of a sequence over which the backward must give the same bits every time;
+    0 asks for none.
+
+    Raises ValueError, naming the layer, its head size and every kernel's objection, where no
+    kernel serves a kind, and where the kernels of two kinds have gradients of different dtypes.
+    """
+    assert kinds, "a model without attention layers needs no kernel"
+    chosen: dict[_Key, Kernel] = {}
+    for kind in kinds:
+        for key in _keys(kind):
+            if key not in chosen:
+                chosen[key] = _named(kind.name, Calls(device, dtype, *key, repeatable_keys))
+    first, *others = chosen.values()
+    if all(kernel is first for kernel in others):
+        return first
+    for kernel in others:
+        if kernel.wide_gradients != first.wide_gradients:
+            raise ValueError(
+                f"the attention kernels {first.name} and {kernel.name}, which this model's layers "
+                "need, have gradients of different dtypes"
+            )
+    return KernelOfKinds(chosen)
+
+
+class KernelOfKinds:
+    """Attention that each call's own kernel computes."""
+
+    def __init__(self, kernels: Mapping[_Key, Kernel]) -> None:
+        """kernels: by kind of call, at least one; all have the same `wide_gradients`."""
+        self._kernels = dict(kernels)
+        names = {kernel.name: None for kernel in kernels.values()}  # in order, each once
+        self.name = " and ".join(names)
+        self.wide_gradients = next(iter(kernels.values())).wide_gradients
+
+    def forward(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        segments: Segments,
+        *,
+        scale: float,
+        softcap: float | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """See `Kernel.forward`: q [Tq, H, D], k and v [Tk, Hkv, D] -> out [Tq, H, D], lse
+        [H, Tq]."""
+        kernel = self._kernel(q, segments, softcap)
+        return kernel.forward(q, k, v, segments, scale=scale, softcap=softcap)
+
+    def backward(
+        self,
+        dout: torch.Tensor,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        out: torch.Tensor,
+        lse: torch.Tensor,
+        segments: Segments,
+        *,
+        scale: float,
+        softcap: float | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """See `Kernel.backward`: dout and out [Tq, H, D], lse [H, Tq] -> dq [Tq, H, D], dk and dv
+        [Tk, Hkv, D]."""
+        kernel = self._kernel(q, segments, softcap)
+        return kernel.backward(dout, q, k, v, out, lse, segments, scale=scale, softcap=softcap)
+
+    def _kernel(self, q: torch.Tensor, segments: Segments, softcap: float | None) -> Kernel:
+        """Return the kernel of a call with q [Tq, H, D]."""
+        key = _Key(q.shape[2], segments.window is not None, softcap is not None)
+        assert key in self._kernels, f"no kernel was chosen for calls of {key}"
+        return self._kernels[key]
+
+
+def _keys(kind: LayerKind) -> list[_Key]:
+    """Return the kinds of calls that a kind of layer makes. A layer with windows makes calls
+    without one, too, where all keys of a call are inside."""
+    whole = _Key(kind.head_dim, False, kind.softcap)
+    if not kind.window:
+        return [whole]
+    return [_Key(kind.head_dim, True, kind.softcap), whole]
+
+
+def _named(layer: str, calls: Calls) -> Kernel:
+    """Return the kernel for such calls.
+
+    Raises ValueError that names the layer where there is none.
+    """
+    try:
+        return kernel_for(calls)
+    except ValueError as error:
+        raise ValueError(f"{layer}: {error}") from error
