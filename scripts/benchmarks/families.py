@@ -54,6 +54,7 @@ SMALL: dict[str, Any] = {
     "rotary_dim": 8,
     "word_embed_proj_dim": 32,
     "dff": 24,
+    "n_layer": 3,
     # kinds of layers
     "global_head_dim": 32,
     "num_global_key_value_heads": 1,
@@ -88,12 +89,24 @@ SMALL: dict[str, Any] = {
 LAYERS = 4
 MOST_PARAMETERS = 8_000_000  # of a tiny model
 
-# What configurations need so that a model can be built of them.
-NEEDED: dict[str, dict[str, Any]] = {}
+_ROPE = {"rope_type": "default", "rope_theta": 10000.0}
+
+# What default configurations lack so that a model could be built of them.
+NEEDED: dict[str, dict[str, Any]] = {
+    "cohere_compass_text": {
+        "rope_parameters": {"full_attention": _ROPE, "sliding_attention": _ROPE}
+    },
+    "dots1": {"n_routed_experts": 8, "n_shared_experts": 1},
+    "hunyuan_v1_dense": {"head_dim": 128},
+    "hunyuan_v1_moe": {"head_dim": 128},
+    "ministral": {"head_dim": 128},
+    "nemotron": {"num_key_value_heads": 48},
+}
 # Sizes that a family needs in a probe, where those above do not fit together.
 TINY: dict[str, dict[str, Any]] = {
     "gemma4_text": {"global_head_dim": 32},
     "helium": {"head_dim": 8},
+    "longcat_flash": {"head_dim": 8},
 }
 
 
@@ -152,13 +165,15 @@ def checkpoints() -> dict[str, list[Checkpoint]]:
 
 
 def default_config(family: Family) -> PreTrainedConfig:
-    """Return the configuration that transformers makes of a family without being told more."""
-    return family.kind.config_class()
+    """Return the configuration that transformers makes of a family without being told more than
+    it needs."""
+    return family.kind.config_class(**NEEDED.get(family.name, {}))
 
 
 def checkpoint_config(family: Family, checkpoint: Checkpoint) -> PreTrainedConfig:
     """Return the configuration with a checkpoint's options, all others at their defaults."""
-    return family.kind.config_class(**unrolled(checkpoint.options))
+    options = NEEDED.get(family.name, {}) | unrolled(checkpoint.options)
+    return family.kind.config_class(**options)
 
 
 def unrolled(options: dict[str, Any]) -> dict[str, Any]:
@@ -181,7 +196,8 @@ def tiny_config(
     """
     cls = family.kind.config_class
     fields = {field.name for field in dataclasses.fields(cls)}
-    base = cls(**{**NEEDED.get(family.name, {}), **options})
+    options = {**NEEDED.get(family.name, {}), **options}
+    base = cls(**options)
     small = dict(options)
     for name, value in SMALL.items():
         if name in fields or name in options:
@@ -211,9 +227,7 @@ def tiny_config(
     return cls(**{**small, **TINY.get(family.name, {})})
 
 
-def tiny_model(
-    family: Family, options: dict[str, Any], *, near: bool = False
-) -> PreTrainedModel:
+def tiny_model(family: Family, options: dict[str, Any], *, near: bool = False) -> PreTrainedModel:
     """Return a model of `tiny_config`, with experts that transformers computes one by one.
 
     Raises ValueError when it is not tiny: then `SMALL` lacks the name of a size.
@@ -227,9 +241,7 @@ def tiny_model(
     return family.kind._from_config(config, experts_implementation="eager")
 
 
-def _few_layers(
-    base: PreTrainedConfig, fields: Collection[str], *, near: bool
-) -> dict[str, Any]:
+def _few_layers(base: PreTrainedConfig, fields: Collection[str], *, near: bool) -> dict[str, Any]:
     """Return the number of layers, and every list that has an entry for each of them."""
     layers = getattr(base, "num_hidden_layers", None)
     if layers is None:

@@ -24,12 +24,12 @@ import signal
 import sys
 import warnings
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 import transformers
-from common import ROOT, argument_parser, machine, table, write_record
+
+from common import ROOT, argument_parser, table, write_record
 from families import (
     Checkpoint,
     Family,
@@ -41,7 +41,6 @@ from families import (
     tiny_model,
     unrolled,
 )
-
 from hf_flexseq.hf.model.checks import check_model
 from hf_flexseq.hf.model.probe import probe_model
 
@@ -60,14 +59,15 @@ SETTINGS = {
     "output_router_logits": False,
 }
 
+RECURRENT = "recurrent or convolutional layers"
+
 # Parts of the reasons for a refusal, in the order in which they are looked for, and their groups.
 GROUPS = {
-    "could not be tried to the end": "the trial ends early and no probe speaks for the family",
     "indexed_attention": "layers that choose their keys (DSA and the like)",
     "sparse_attention": "layers that choose their keys (DSA and the like)",
-    "linear_attention": "recurrent or convolutional layers",
-    "conv": "recurrent or convolutional layers",
-    "hybrid": "recurrent or convolutional layers",
+    "linear_attention": RECURRENT,
+    "conv": RECURRENT,
+    "hybrid": RECURRENT,
     "sliding_attention": "windows",
     "sliding_window": "windows",
     "chunked": "chunks",
@@ -76,7 +76,11 @@ GROUPS = {
     "dimensions per head": "values of another size than queries",
     "longrope": "longrope",
     "dynamic": "dynamic rope",
-    "does not use transformers' attention interface": "attention of its own",
+    "no num_attention_heads": RECURRENT,
+    "layers are not known": "layers that are not known",
+    "counts positions itself": "modules that count positions themselves, alibi among them",
+    "its mask shows": "a call, a configuration and a mask that contradict each other",
+    "could not be tried to the end": "a trial that ends early, without a probe that speaks for it",
     "does not call transformers' attention interface": "attention of its own",
     "a mask of its own": "masks of its own",
     "not given the keyword arguments": "keyword arguments that do not reach attention",
@@ -284,6 +288,10 @@ def shares(answers: Sequence[Answer]) -> list[tuple[str, int, int, int]]:
         ("families, default configuration", default),
         ("published checkpoints", published),
         ("families, first checkpoint in place of the default", counting),
+        (
+            f"of these, families without {RECURRENT}",
+            [a for a in counting if group_of(a) != RECURRENT],
+        ),
     ):
         built = [a for a in asked if a.verdict != NOT_BUILT]
         taken = sum(a.verdict == TAKEN for a in built)

@@ -162,9 +162,7 @@ def _sequences(config: Any) -> list[torch.Tensor]:
     return sequences
 
 
-def _with_change(
-    sequences: Sequence[torch.Tensor], change: tuple[int, int]
-) -> list[torch.Tensor]:
+def _with_change(sequences: Sequence[torch.Tensor], change: tuple[int, int]) -> list[torch.Tensor]:
     """Return the sequences with another token, one that stands elsewhere in them."""
     sequence, token = change
     tokens = sequences[sequence].clone()
