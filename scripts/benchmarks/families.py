@@ -96,7 +96,8 @@ NEEDED: dict[str, dict[str, Any]] = {
     "cohere_compass_text": {
         "rope_parameters": {"full_attention": _ROPE, "sliding_attention": _ROPE}
     },
-    "dots1": {"n_routed_experts": 8, "n_shared_experts": 1},
+    "deepseek_v2": {"num_experts_per_tok": 6},
+    "dots1": {"n_routed_experts": 8, "n_shared_experts": 1, "num_experts_per_tok": 2},
     "hunyuan_v1_dense": {"head_dim": 128},
     "hunyuan_v1_moe": {"head_dim": 128},
     "ministral": {"head_dim": 128},
@@ -195,8 +196,15 @@ def tiny_config(
     near: leave out the layers of full attention, if there are others.
     """
     cls = family.kind.config_class
-    fields = {field.name for field in dataclasses.fields(cls)}
     options = {**NEEDED.get(family.name, {}), **options}
+    return cls(**{**_tiny_options(cls, options, near=near), **TINY.get(family.name, {})})
+
+
+def _tiny_options(
+    cls: type[PreTrainedConfig], options: dict[str, Any], *, near: bool
+) -> dict[str, Any]:
+    """Return options of a small configuration, of the towers beside a decoder as well."""
+    fields = {field.name for field in dataclasses.fields(cls)}
     base = cls(**options)
     small = dict(options)
     for name, value in SMALL.items():
@@ -224,7 +232,16 @@ def tiny_config(
         small["num_kv_shared_layers"] = 2
     if getattr(base, "rope_parameters", None):
         small["rope_parameters"] = _short_rope(base.rope_parameters)
-    return cls(**{**small, **TINY.get(family.name, {})})
+        if "original_max_position_embeddings" in fields:
+            small["original_max_position_embeddings"] = 16
+
+    # 3. the parts of a model of several
+    for name in getattr(cls, "sub_configs", None) or ():
+        part = getattr(base, name, None)
+        if isinstance(part, PreTrainedConfig):
+            small[name] = _tiny_options(type(part), {}, near=near)
+            small[name]["model_type"] = part.model_type
+    return small
 
 
 def tiny_model(family: Family, options: dict[str, Any], *, near: bool = False) -> PreTrainedModel:

@@ -42,11 +42,11 @@ from families import (
     unrolled,
 )
 from hf_flexseq.hf.model.checks import check_model
-from hf_flexseq.hf.model.probe import probe_model
+from hf_flexseq.hf.model.probe import SHARED, probe_model
 
 ASK_S = 60.0  # to answer one question
 PROBE_S = 240.0
-CHANGES = ((0, 0), (0, 19), (2, 1))  # (sequence, token) that the probe changes
+CHANGES = ((0, 19), (2, 1))  # (sequence, token) that the probe changes
 DOCS = ROOT / "docs" / "models.md"
 
 TAKEN, SETTING, REFUSED, NOT_BUILT = "taken", "after a setting", "refused", "not built"
@@ -114,6 +114,13 @@ def main() -> None:
     parser = argument_parser(__doc__ or "")
     parser.add_argument("--only", nargs="+", metavar="FAMILY", help="ask these families alone")
     parser.add_argument("--probe", action="store_true", help="run what is taken, tiny")
+    parser.add_argument(
+        "--strategies",
+        nargs="+",
+        choices=SHARED,
+        default=SHARED,
+        help="of the sequences that the ranks of a probe share",
+    )
     parser.add_argument("--write-docs", action="store_true", help=f"write {DOCS.name}")
     args = parser.parse_args()
     if args.write_docs and args.only:
@@ -126,7 +133,7 @@ def main() -> None:
     for family in families():
         if args.only and family.name not in args.only:
             continue
-        for answer in ask_family(family, probe=args.probe):
+        for answer in ask_family(family, args.strategies if args.probe else ()):
             answers.append(answer)
             print_answer(answer)
     print()
@@ -141,19 +148,22 @@ def main() -> None:
 # ---- questions
 
 
-def ask_family(family: Family, *, probe: bool) -> list[Answer]:
-    """Ask a family with its default configuration and with those of its checkpoints."""
-    answers = [ask(family, None, probe=probe)]
+def ask_family(family: Family, probes: Sequence[str]) -> list[Answer]:
+    """Ask a family with its default configuration and with those of its checkpoints.
+
+    probes: strategies under which it is run, if it is taken; () does not run it.
+    """
+    answers = [ask(family, None, probes)]
     for checkpoint in checkpoints().get(family.name, ()):
-        answers.append(ask(family, checkpoint, probe=probe))
+        answers.append(ask(family, checkpoint, probes))
     return answers
 
 
-def ask(family: Family, checkpoint: Checkpoint | None, *, probe: bool) -> Answer:
+def ask(family: Family, checkpoint: Checkpoint | None, probes: Sequence[str]) -> Answer:
     """Ask a family with one configuration."""
     verdict, why = in_process(lambda: verdict_on(family, checkpoint), ASK_S)
     found = None
-    if probe and verdict in (TAKEN, SETTING):
+    if probes and verdict in (TAKEN, SETTING):
         options = unrolled(checkpoint.options) if checkpoint else {}
         found = tuple(in_process(lambda: probed(family, options), PROBE_S))
     name, source = (checkpoint.checkpoint, checkpoint.source) if checkpoint else (None, None)
@@ -198,14 +208,13 @@ def refusal_of(model: transformers.PreTrainedModel) -> str | None:
 BUILDING_FAILS = (ImportError, AttributeError, KeyError, TypeError, ValueError, RuntimeError)
 
 
-def probed(family: Family, options: dict[str, Any]) -> list[str]:
+def probed(family: Family, options: dict[str, Any], strategies: Sequence[str]) -> list[str]:
     """Return what the probe of tiny models finds: one of all kinds of layers, and one without
     full attention, whose changes end where windows and chunks do."""
     model = tiny_model(family, options)
-    found = probe_model(model, changes=CHANGES)
+    found = probe_model(model, strategies=strategies, changes=CHANGES)
     if has_near_layers(model.config.get_text_config()):
         near = tiny_model(family, options, near=True)
-        strategies = ("zigzag", "ulysses")
         found += probe_model(near, strategies=strategies, changes=CHANGES, gradients=False)
     return found
 

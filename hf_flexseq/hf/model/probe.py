@@ -32,7 +32,7 @@ from hf_flexseq.distributed.communicator import Communicator
 from hf_flexseq.distributed.threads import ThreadHub, ThreadTransport
 from hf_flexseq.hf.model.positions import attach_positions, needed_columns
 from hf_flexseq.kernels import Kernel
-from hf_flexseq.kernels.reference import Reference
+from hf_flexseq.kernels.choose import choose_kernel
 from hf_flexseq.plan import STRATEGIES, Group, MicroBatch, Plan
 from hf_flexseq.plan.rows import shards_of
 from hf_flexseq.plan.shard import Slice
@@ -40,6 +40,7 @@ from hf_flexseq.steps.token_columns import INDICES, LENGTHS
 from hf_flexseq.topology import Topology
 
 CPU = torch.device("cpu")
+HEAD_DIM = 64  # that a kernel is chosen for
 TOPOLOGY = Topology(nodes=2, ranks_per_node=2)
 SHARED = STRATEGIES[1:]  # strategies of groups of several ranks
 
@@ -92,7 +93,7 @@ def probe_model(
     strategies: of the shared sequences, one after the other.
     changes: (sequence, token) to be changed, one after the other; see `SEQUENCES`.
     gradients: whether to compare them, too.
-    kernel: of all attention; None is the reference.
+    kernel: of all attention; None is the one that a trainer would take on the CPU.
     attach: gives a model its attention; None does what a trainer does.
     """
     twin = _lively(model)
@@ -103,16 +104,22 @@ def probe_model(
     alone = copy.deepcopy(twin)
     alone.set_attn_implementation("eager")
     want = _run_alone(alone, sequences, gradients=gradients)
-    want_changed = [_run_alone(alone, tokens).outputs for tokens in changed]
+    want_changed = []
+    for (sequence, _), tokens in zip(changes, changed, strict=True):
+        after = list(want.outputs)
+        after[sequence] = _run_alone(alone, [tokens[sequence]]).outputs[0]
+        want_changed.append(after)
 
-    # 2. ranks, with a model each
+    # 2. ranks, with a model each; kernels of the CPU take heads of all sizes
+    if kernel is None:
+        kernel = choose_kernel(CPU, torch.float64, HEAD_DIM, window=True, softcap=True)
     twins = []
     for _ in range(TOPOLOGY.world_size):
         twins.append(copy.deepcopy(twin))
         (attach or _attach)(twins[-1])
     wrong = []
     for strategy in strategies:
-        ranks = _Ranks(twins, strategy, kernel or Reference())
+        ranks = _Ranks(twins, strategy, kernel)
         have = _run_ranks(ranks, sequences, gradients=gradients)
         wrong += [f"{strategy}: {line}" for line in _differences(have, want)]
         for change, tokens, want_after in zip(changes, changed, want_changed, strict=True):
