@@ -31,6 +31,8 @@ import transformers
 
 from common import ROOT, argument_parser, table, write_record
 from families import (
+    HUB,
+    NEEDED,
     Checkpoint,
     Family,
     checkpoint_config,
@@ -129,8 +131,12 @@ def main() -> None:
     transformers.logging.set_verbosity_error()
     torch.set_num_threads(1)  # forks of a process with more hang in their first parallel region
 
+    asked = families()
+    unknown = set(args.only or ()) - {family.name for family in asked}
+    if unknown:
+        parser.error(f"no such families: {', '.join(sorted(unknown))}")
     answers = []
-    for family in families():
+    for family in asked:
         if args.only and family.name not in args.only:
             continue
         for answer in ask_family(family, args.strategies if args.probe else ()):
@@ -346,16 +352,27 @@ def docs(answers: Sequence[Answer]) -> str:
     by_family: dict[str, list[Answer]] = {}
     for answer in answers:
         by_family.setdefault(answer.family, []).append(answer)
-    for name, found in by_family.items():
-        default, *published = found
+    for family in families():
+        default, *published = by_family[family.name]
+        given = ", ".join(NEEDED.get(family.name, ()))
+        word = said(default) + (f" (given {given})" if given else "")
         cells = [said(answer, link=True) for answer in published]
-        rows.append((f"`{name}`", said(default), "<br>".join(cells) or "default only"))
+        if not cells:
+            cells = ["default only" + near(family)]
+        rows.append((f"`{family.name}`", word, "<br>".join(cells)))
     versions = f"transformers {transformers.__version__}"
     today = datetime.datetime.now(datetime.UTC).date()
     text = DOCS_HEAD.format(versions=versions, today=today, shares=share_table(answers))
     body = table(("family", "default configuration", "published checkpoints"), rows)
     refused = "\n".join(refused_lines(answers))
     return f"{text}\n{body}\n\n## Not taken, by reason\n\n{refused}\n"
+
+
+def near(family: Family) -> str:
+    """Return a link to the checkpoint that transformers names beside its defaults."""
+    if family.named is None:
+        return ""
+    return f"; transformers names [{family.named}]({HUB}{family.named})"
 
 
 def said(answer: Answer, *, link: bool = False) -> str:
@@ -375,7 +392,13 @@ Which causal language models of {versions} hf_flexseq takes, and why not the oth
 * *Default configuration* is what transformers makes of a family without being told more.
 * *Published checkpoints* have the kinds of layers that their configurations say; the link leads to
   where that can be read. Families without one are marked *default only*.
+  What transformers names beside a family's defaults need not have the same layers.
+* *After a setting*: taken once a training option is changed as the refusal says.
+* *Given*: what the default configuration lacks so that a model could be built of it.
 * *Not built*: no model comes of the default configuration.
+* Tiny models of every family that is taken were compared with one process by
+  `python scripts/benchmarks/reach.py --probe`: outputs, gradients, and what changes when one token
+  does.
 * Encoders, and encoder-decoders with a decoder's class, are not counted.
 
 {shares}

@@ -12,6 +12,7 @@ ROOT = Path(__file__).parents[2]
 BENCHMARKS = ROOT / "scripts/benchmarks"
 SHARED = {
     "common",
+    "families",
     "forked",
     "lengths",
     "plan_timer",
