@@ -36,12 +36,25 @@ def _summary(record: dict[str, Any]) -> str:
         f"{record['device']}, torch {record['torch']}",
         f"attention {attention_ps:.4g} ps per squared token, the rest {linear_us:.4g} us per "
         f"token, {micro_batch_ms:.4g} ms per micro-batch",
+        *_kinds(cost),
         f"GB/s by degree: {speeds}",
         _host(record),
         f"on {errors['micro_batches']} micro-batches held out of the fit: off by "
         f"{mean_percent:.1f} % on average, {p95_percent:.1f} % at the 95th percentile",
     )
     return "\n".join(lines)
+
+
+def _kinds(cost: dict[str, Any]) -> list[str]:
+    """Describe the layers that read a window or a chunk, in a line for each kind."""
+    lines = []
+    for kind in cost["kinds"]:
+        reach = f"window {kind['window']}" if "window" in kind else f"chunk {kind['chunk']}"
+        lines.append(
+            f"{100 * kind['share']:.3g} % of the layers with {reach}: "
+            f"{1e12 * kind['attention_s']:.4g} ps per two pairs"
+        )
+    return lines
 
 
 def _host(record: dict[str, Any]) -> str:

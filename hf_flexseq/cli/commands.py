@@ -13,6 +13,7 @@ from hf_flexseq.cli.files import (
 )
 from hf_flexseq.cli.planning import planned, steps_of
 from hf_flexseq.cost import step_ns
+from hf_flexseq.cost.kinds import layers_text
 from hf_flexseq.cost.presets import load_cost_model
 from hf_flexseq.cost.stages import PipelineCost
 from hf_flexseq.plan import Plan, check
@@ -95,7 +96,7 @@ def view(options: Namespace) -> None:
     file = read_steps(options.plan, options.limits)
     step = asked_step(file, options)
     node = options.topology.ranks_per_node if options.topology else None
-    title = f"Step {step.number}: {_summary(step.plan)}{_measured(step)}"
+    title = f"Step {step.number}: {_summary(step.plan)}{_measured(step)}{_layers(options)}"
     pictures = [path for path in (options.png, options.svg) if path]
     for path in pictures:
         save_picture(_timeline(step, options, layers=0), path, title=title, ranks_per_node=node)
@@ -164,6 +165,15 @@ def _stage_costs(step: PlannedStep, made: PipelinePlan, options: Namespace) -> P
 def _measured(step: PlannedStep) -> str:
     """Return the measured seconds of a step as the end of its title."""
     return "" if step.measured_s is None else f", measured {sum(step.measured_s):.3f} s"
+
+
+def _layers(options: Namespace) -> str:
+    """Return the kinds of the layers as the end of a title, where the cost model that was named
+    has several."""
+    if options.cost_model is None:
+        return ""
+    kinds = load_cost_model(options.cost_model).kinds
+    return f"; {layers_text(kinds)}" if kinds else ""
 
 
 def _summary(made: Plan | PipelinePlan) -> str:

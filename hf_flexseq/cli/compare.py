@@ -14,6 +14,7 @@ from itertools import islice
 from hf_flexseq.cli.planning import planned, steps_of
 from hf_flexseq.cli.progress import Progress
 from hf_flexseq.cost import CostModel
+from hf_flexseq.cost.kinds import layers_text
 from hf_flexseq.cost.presets import load_cost_model
 from hf_flexseq.plan import Plan
 from hf_flexseq.planner import CHOICES
@@ -71,7 +72,7 @@ def compare(options: Namespace) -> None:
     print(
         f"{len(steps)} step{'s' * (len(steps) != 1)}, {sum(map(len, steps)):,} sequences, "
         f"{sum(map(sum, steps)):,} tokens on {topology.nodes} x {topology.ranks_per_node} ranks, "
-        f"{cost.name}, {options.sync}; per step:"
+        f"{cost.name}{_layers(cost)}, {options.sync}; per step:"
     )
     print(_line(COLUMNS), flush=True)
     problems = []
@@ -87,6 +88,11 @@ def compare(options: Namespace) -> None:
             problems.append(result.problem)
     if all(problems):
         raise ValueError(f"no planner can plan this: {problems[0]}")
+
+
+def _layers(cost: CostModel) -> str:
+    """Return the kinds of a model's layers, where it has several."""
+    return f", {layers_text(cost.kinds)}" if cost.kinds else ""
 
 
 def _result(

@@ -7,8 +7,10 @@ Good enough to rank plans on a machine nobody has measured; a measured model is 
 from dataclasses import dataclass
 
 from hf_flexseq.cost import PIECE_ROWS, CostModel
+from hf_flexseq.cost.kinds import LayerKind
 from hf_flexseq.cost.launches import EXCHANGES
 from hf_flexseq.cost.sharding import TRIPS, shards_span_nodes
+from hf_flexseq.layers import Reach
 from hf_flexseq.topology import Topology
 
 # Bytes of one parameter, all float32: the weight, its gradient, and Adam's two moments.
@@ -33,6 +35,10 @@ CUDA_LAUNCH_S = 8e-6
 CUDA_POST_S = 1e-4
 NCCL_CONTACT_S = 0.7
 
+# A kernel computes whole blocks of about so many keys, and so on average one block more than a
+# window has (FlashAttention's blocks, https://github.com/Dao-AILab/flash-attention).
+BLOCK_KEYS = 128
+
 # Share of a device's memory to plan with.
 MEMORY_FRACTION = 0.85
 
@@ -52,13 +58,31 @@ class ModelShape:
     head_dim: int
     """Width of a head."""
     intermediate: int
-    """Width inside the MLP."""
+    """Width inside the MLP; with experts, inside all those of one token together."""
     vocab: int
     """Tokens of the vocabulary."""
     params: int
     """All parameters, embeddings included."""
     dtype_bytes: int = 2
     """Bytes of one activation."""
+    reaches: tuple[tuple[int, Reach], ...] = ()
+    """(layers, reach) of the layers that read a window or a chunk only; all others read all
+    keys."""
+    active_params: int | None = None
+    """Parameters that work on one token, embeddings included: with experts fewer than all, and
+    more by an embedding that is the head, too. None: all."""
+
+    def __post_init__(self) -> None:
+        if self.full_layers < 0:
+            raise ValueError(
+                f"{self.layers - self.full_layers} layers with a window or a chunk, of "
+                f"{self.layers} layers"
+            )
+
+    @property
+    def full_layers(self) -> int:
+        """Layers that read all keys."""
+        return self.layers - sum(layers for layers, _ in self.reaches)
 
     @property
     def query_width(self) -> int:
@@ -101,6 +125,9 @@ class DeviceSpec:
     own_nic: bool = True
     """Whether a rank has a link of its own to other nodes; otherwise the ranks of a node share
     one."""
+    block_keys: int = BLOCK_KEYS
+    """Keys of the blocks in which a kernel computes a window, of which it computes one more than
+    the window has."""
     piece_rows: int = PIECE_ROWS["cuda"]
     """Query heads x tokens that make a piece worth a kernel call, as in `CostModel`."""
 
@@ -186,9 +213,10 @@ def analytic_cost_model(
     # 1. arithmetic
     # 2 FLOPs a weight in the forward, 4 in the backward, 2 in the second forward
     flops_per_weight = 8 if checkpointing else 6
-    computed = shape.params - shape.vocab * shape.hidden  # looking up embeddings is no arithmetic
+    active = shape.params if shape.active_params is None else shape.active_params
+    computed = active - shape.vocab * shape.hidden  # looking up embeddings is no arithmetic
     # causal: 2 s^2 q forward, 5 s^2 q backward
-    attention_flops = shape.layers * 7.0 * shape.query_width
+    layer_flops = 7.0 * shape.query_width
     # 2. transfers, as bytes of one number of every layer
     moved = shape.layers * shape.dtype_bytes
     # of q, k, v and the output: forward, again for the backward, gradients
@@ -206,7 +234,7 @@ def analytic_cost_model(
         token_bytes += shape.vocab * (shape.dtype_bytes + 2 * FLOAT32_BYTES)
     return CostModel(
         name=f"analytic-{device.name}",
-        attention_s=attention_flops / device.flops,
+        attention_s=shape.full_layers * layer_flops / device.flops,
         linear_s=computed * flops_per_weight / device.flops,
         micro_batch_s=shape.layers * device.layer_s
         + parameters_gathered / _bandwidth(device, topology, replicas),
@@ -230,7 +258,22 @@ def analytic_cost_model(
         post_s=shape.layers * device.post_s,
         host_overlap=device.overlap,
         contact_s=device.contact_s,
+        kinds=_kinds(shape, layer_flops / device.flops, device),
     )
+
+
+def _kinds(shape: ModelShape, layer_s: float, device: DeviceSpec) -> tuple[LayerKind, ...]:
+    """Return the kinds of a model's layers. layer_s: seconds of one layer per two pairs."""
+    kinds = []
+    for layers, reach in shape.reaches:
+        blocks = 1.0
+        if reach.window is not None:
+            blocks += device.block_keys / reach.window
+        kind = LayerKind(
+            reach=reach, share=layers / shape.layers, attention_s=layers * layer_s * blocks
+        )
+        kinds.append(kind)
+    return tuple(kinds)
 
 
 def _beyond_post(device: DeviceSpec) -> float:

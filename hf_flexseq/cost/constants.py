@@ -11,6 +11,7 @@ from dataclasses import MISSING, dataclass, fields
 from pathlib import Path
 from typing import Any, Self
 
+from hf_flexseq.cost.kinds import LayerKind, check_kinds, kinds_of_records
 from hf_flexseq.cost.launches import MOST_PER_RANK
 from hf_flexseq.reading import parse_json, read_text
 from hf_flexseq.values import (
@@ -42,7 +43,7 @@ class CostConstants:
     name: str
     """A label for people."""
     attention_s: float
-    """Seconds per squared token (a1), forward and backward, all layers."""
+    """Seconds per squared token (a1), forward and backward, all layers that read all keys."""
     linear_s: float
     """Seconds per token (a2), forward and backward, all layers."""
     micro_batch_s: float
@@ -95,6 +96,8 @@ class CostConstants:
     contact_s: float = 0.0
     """Seconds of the first message between two ranks that are not connected, once in a run. No
     plan is decided by it."""
+    kinds: tuple[LayerKind, ...] = ()
+    """Layers that read a window or a chunk of their sequence; () where all read all keys."""
 
     def __post_init__(self) -> None:
         word("name", self.name)
@@ -121,6 +124,7 @@ class CostConstants:
         if self.heads is not None:
             whole("heads", self.heads, least=1)
         whole("nics_per_node", self.nics_per_node, least=1)
+        check_kinds(self.kinds)
         if not self.bandwidths:
             raise ValueError("bandwidths: give at least one (degree, bytes/s) pair")
         degrees = [whole("bandwidths, degree", one, most=MAX_RANKS) for one, _ in self.bandwidths]
@@ -169,8 +173,10 @@ class CostConstants:
         moved = 2 * self.all_to_all_bytes + ring_bytes  # a remapped token moves twice
         of_each_s = self.launch_s + self.post_s + self.message_s
         most_host_s = MOST_PER_RANK * world_size * of_each_s
+        # a sequence of one token has two pairs to one squared token
+        pair_s = self.attention_s + 2 * sum(kind.attention_s for kind in self.kinds)
         longest_s = (
-            self.attention_s * longest * tokens  # at least the sum of squares
+            pair_s * longest * tokens  # at least the sum of squares
             + self.linear_s * tokens
             + moved * tokens / slowest
             + (self.micro_batch_s + self.group_s + most_host_s) * len(lengths)
@@ -200,6 +206,8 @@ class CostConstants:
             value = getattr(self, one.name)
             if one.name == "bandwidths":
                 record[one.name] = [[degree, float(speed)] for degree, speed in value]
+            elif one.name == "kinds":
+                record[one.name] = [kind.to_record() for kind in value]
             elif one.name in ("name", "heads", "ring_bytes", "nics_per_node"):
                 record[one.name] = value
             else:
@@ -215,7 +223,9 @@ class CostConstants:
         values = dict(fields_of(record, "a cost model", needed=needed, optional=optional))
         values.pop("version", None)
         # The constructor checks the values.
-        return cls(**values | {"bandwidths": _bandwidths(values["bandwidths"])})
+        values["bandwidths"] = _bandwidths(values["bandwidths"])
+        values["kinds"] = kinds_of_records(values.get("kinds", []))
+        return cls(**values)
 
     def save(self, path: str | Path) -> None:
         """Write the model to a JSON file."""

@@ -20,13 +20,20 @@ of the group lie one way round and are short enough for a turn of a ring to be o
     allgather    2          9 + d             6 (d - 1)
       on nodes   2          9 + 2 w + n       12 w + 6 n - 18
     hybrid       2 n + 1    24 + 4 n          8 (w - 1) + 6 (n - 1)
+    halo         2          10                8, of a slice per rank 4
+      hybrid     2          24                8 (w - 1) + 8
 
-with p pieces of heads (and one launch more where there are several), two launches fewer of an
-all-gather on two nodes, and halves rounded down. Posts
-are 4 p for Ulysses, 3 for an all-gather and 2 d for a zigzag, on a single node; `_ring_posts`
-counts those of a ring on any. A post is counted once for each lane that it takes, inside nodes and
-between them, as on ordered transports. tests/cost/test_launches.py holds all of it to the programs
-that ranks run (`hf_flexseq/program`).
+The last two are of layers with a window or a chunk, whose slices are as long as that: a zigzag and
+an all-gather have two for each rank, `balanced` has one, and a hybrid has them between nodes. Of
+two ranks, and of a hybrid on two nodes, they have half of the halos' messages and a launch less,
+and so has one slice.
+
+With p pieces of heads (and one launch more where there are several), two launches fewer of an
+all-gather on two nodes, and halves rounded down. Posts are 4 p for Ulysses, 3 for an all-gather,
+2 d for a zigzag and 2 for halos, on a single node; `_ring_posts` counts those of a ring on any. A
+post is counted once for each lane that it takes, inside nodes and between them, as on ordered
+transports. tests/cost/test_launches.py holds all of it to the programs that ranks run
+(`hf_flexseq/program`).
 
 Left out: turns that are so short that several are joined (`program/turns.py`), for which these are
 too many; sequences that lie both ways round, or are cut into long chunks, which up to double the
@@ -53,6 +60,10 @@ GATHER_TWO_NODES_LAUNCHES = -2  # one copy serves both legs
 HYBRID_LAUNCHES = 24
 HYBRID_NODE_LAUNCHES = 4
 
+HALO_LAUNCHES = 9
+HALO_SLICES_LAUNCHES = 1  # where halos come from several ranks for two slices
+HALO_HYBRID_LAUNCHES = 23
+
 # A ring fetches what a turn reads so many turns before the one ahead of it (`program/ring.py`).
 RING_AHEAD = 2
 
@@ -61,6 +72,7 @@ MOST_PER_RANK = 32
 
 EXCHANGES = 4  # of Ulysses: to heads and back, forward and backward
 RING_PASSES = 3  # keys and values forward and backward, and their gradients
+HALO_PASSES = 2  # keys and values forward, and their gradients backward
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -96,6 +108,33 @@ def layer_work(strategy: str, degree: int, *, nodes: int = 1, pieces: int = 1) -
     if strategy == "hybrid":
         return _hybrid(degree, nodes)
     raise ValueError(f"strategy {strategy!r} has no counted launches")
+
+
+def halo_work(strategy: str, degree: int, *, nodes: int = 1) -> LayerWork:
+    """Return what a rank of a group of `degree` ranks does in one layer with a window or a chunk,
+    forward and backward.
+
+    strategy: one whose ranks compute their own slices in such layers, or a hybrid on several
+    nodes of two ranks and more. nodes: that the group spans, with equally many ranks on each.
+    """
+    slices = 1 if strategy == "balanced" else 2
+    ring = nodes if strategy == "hybrid" else degree  # ranks, or nodes, with slices of their own
+    neighbours = slices if ring > 2 else slices / 2  # on each side, one for each slice
+    messages = int(2 * HALO_PASSES * neighbours)
+    turns = 2
+    launches = turns
+    if slices == 2 and ring > 2:
+        launches += HALO_SLICES_LAUNCHES
+    if strategy == "hybrid":
+        width = degree // nodes
+        launches += HALO_HYBRID_LAUNCHES
+        posts = HALO_PASSES + (EXCHANGES if width > 1 else 0)
+        messages += 2 * EXCHANGES * (width - 1)
+    else:
+        launches += HALO_LAUNCHES
+        # A rank at the end of its node has one neighbour on it, and one that is not.
+        posts = HALO_PASSES * (2 if 1 < nodes < degree else 1)
+    return LayerWork(turns=turns, launches=launches, posts=posts, messages=messages)
 
 
 def _ulysses(degree: int, nodes: int, pieces: int) -> LayerWork:

@@ -35,6 +35,18 @@ bandwidth,
 * A rank holds token_bytes x tokens + state_bytes + sharded_state_bytes / ranks, at most
   budget_bytes.
 
+Layers that read a window or a chunk only (`kinds.py`) take for themselves, with p_k(s) the pairs
+of a sequence, t_k the transfers of their share, and a_k measured,
+
+    local     2 a_k p_k
+    ulysses   as above, with 2 a_k p_k for a1 s^2 and t_k for t
+    a ring, an all-gather   2 a_k p_k of the busiest rank + the bytes of its halos / v_d
+    hybrid    Ulysses' transfers + 2 a_k p_k stretch / d + the bytes of halos / v_d
+
+and full layers have the rest of the bytes; seconds add up over kinds, for layers follow each
+other. A halo is there before its one kernel call begins, so that nothing hides it. In a group,
+launches and posts are those of all its layers.
+
 Rejected: H as a sum. A long sequence launches as often as a short one, but a device that is busy
 all the time does not notice. Rejected: one max for a rank, over all its groups and linear layers,
 which is closer, but makes the price of a group depend on the others.
@@ -54,7 +66,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hf_flexseq.cost.constants import CostConstants
-from hf_flexseq.cost.launches import layer_work
+from hf_flexseq.cost.kinds import (
+    HALO_TRIPS,
+    busiest_pairs,
+    doubled_pairs,
+    full_share,
+    halos,
+)
+from hf_flexseq.cost.launches import LayerWork, halo_work, layer_work
 
 Int64Array = NDArray[np.int64]
 FloatArray = NDArray[np.float64]
@@ -77,6 +96,7 @@ ATTENTION_BACKWARD = 2.5
 
 # Constants that older models have not: where they are as in those, digests leave them out.
 HOST_CONSTANTS = ("launch_s", "post_s", "message_s", "host_overlap", "contact_s")
+LATER_CONSTANTS = (*HOST_CONSTANTS, "kinds")
 
 
 class Waits(NamedTuple):
@@ -143,6 +163,8 @@ class CostModel(CostConstants):
             seconds = self._ring_s(s, attention, linear, degree, strategy, spans_nodes)
         else:
             raise ValueError(f"strategy {strategy!r} has no cost formula")
+        if self.kinds:
+            seconds = seconds + self._near_s(s, degree, strategy, spans_nodes)
         nanoseconds = np.floor(seconds * 1e9 + 0.5)
         return np.maximum(1, nanoseconds).astype(np.int64)  # work is never free
 
@@ -164,7 +186,8 @@ class CostModel(CostConstants):
 
         s, attention, linear: [sequences] tokens, and seconds of an even split.
         """
-        moved = self.all_to_all_bytes * s / degree / self.bandwidth(degree, spans_nodes)
+        full_bytes = self.full_share * self.all_to_all_bytes
+        moved = full_bytes * s / degree / self.bandwidth(degree, spans_nodes)
         hidden = self.hidden_share(s, degree, strategy) * moved
         exposed = moved - hidden
         computed = np.maximum(attention * self.head_stretch(degree), hidden)
@@ -180,8 +203,9 @@ class CostModel(CostConstants):
         nodes = nodes_spanned(degree)
         width = degree // nodes  # ranks of a node
         keys, _ = self.trip_bytes()
-        inside = self.all_to_all_bytes * s / degree / self.bandwidth(width, False)
-        across = 3 * keys * (nodes - 1) * s / degree / self.bandwidth(degree, True)
+        share = self.full_share
+        inside = share * self.all_to_all_bytes * s / degree / self.bandwidth(width, False)
+        across = share * 3 * keys * (nodes - 1) * s / degree / self.bandwidth(degree, True)
         hidden = self.ring_overlap * across
         exposed = across - hidden
         computed = np.maximum(attention * self.head_stretch(width), hidden)
@@ -200,13 +224,73 @@ class CostModel(CostConstants):
 
         s, attention, linear: [sequences] tokens, and seconds of an even split.
         """
-        traffic = self.ring_traffic(degree, strategy)
+        traffic = self.full_share * self.ring_traffic(degree, strategy)
         moved = traffic * s / degree / self.bandwidth(degree, spans_nodes)
         overlap = 0.0 if strategy == "allgather" else self.ring_overlap
         hidden = overlap * moved
         exposed = moved - hidden
         computed = np.maximum(attention * ring_stretch(degree, strategy), hidden)
         return computed + exposed + linear
+
+    def _near_s(self, s: FloatArray, degree: int, strategy: str, spans_nodes: bool) -> FloatArray:
+        """Return the seconds of the layers with a window or a chunk, their transfers included,
+        [sequences].
+
+        s: [sequences] tokens.
+        """
+        if strategy == "local":
+            return self.near_attention_s(s, degree, strategy)
+        if strategy in RING_STRATEGIES:
+            attention = self.near_attention_s(s, degree, strategy)
+            return attention + self.halo_s(s, degree, strategy, spans_nodes)
+        is_hybrid = strategy == "hybrid" and spans_nodes
+        width = degree // nodes_spanned(degree) if is_hybrid else degree
+        speed = self.bandwidth(width, spans_nodes and not is_hybrid)
+        moved = self.all_to_all_bytes * s / degree / speed
+        hidden_share = self.hidden_share(s, degree, strategy)
+        stretch = self.head_stretch(width)
+        seconds = np.zeros_like(s)
+        for kind in self.kinds:
+            even = kind.attention_s * doubled_pairs(kind.reach, s) / degree
+            hidden = kind.share * hidden_share * moved
+            seconds += np.maximum(even * stretch, hidden) + (kind.share * moved - hidden)
+        if is_hybrid:
+            seconds += self.halo_s(s, degree, strategy, spans_nodes)
+        return seconds
+
+    def near_attention_s(self, s: FloatArray, degree: int, strategy: str) -> FloatArray:
+        """Return the attention seconds of the layers with a window or a chunk on the rank that
+        has most of it, where ranks compute their own slices, [sequences].
+
+        s: [sequences] tokens. strategy: `local`, a ring's or an all-gather.
+        """
+        seconds = np.zeros_like(s)
+        for kind in self.kinds:
+            seconds += kind.attention_s * busiest_pairs(kind.reach, s, degree, strategy)
+        return seconds
+
+    def halo_s(self, s: FloatArray, degree: int, strategy: str, spans_nodes: bool) -> FloatArray:
+        """Return the seconds in which the busiest rank receives the halos of its slices and sends
+        their gradients back, [sequences].
+
+        s: [sequences] tokens. strategy: a ring's, an all-gather, or a hybrid's on several nodes,
+        whose ranks have the halos of a node for a part of the heads each.
+        """
+        keys, _ = self.trip_bytes()
+        seconds = np.zeros_like(s)
+        for kind in self.kinds:
+            if strategy == "hybrid":
+                nodes = nodes_spanned(degree)
+                tokens = halos(kind.reach, s, nodes, "zigzag") * (nodes / degree)
+            else:
+                tokens = halos(kind.reach, s, degree, strategy)
+            seconds += HALO_TRIPS * kind.share * keys * tokens
+        return seconds / self.bandwidth(degree, spans_nodes)
+
+    @property
+    def full_share(self) -> float:
+        """Share of the layers that read all keys."""
+        return full_share(self.kinds)
 
     @property
     def micro_batch_ns(self) -> int:
@@ -240,7 +324,14 @@ class CostModel(CostConstants):
             nodes = nodes_spanned(degree)
         elif strategy == "hybrid":
             strategy = "ulysses"
-        work = layer_work(strategy, degree, nodes=nodes)
+        seconds = self._work_s(layer_work(strategy, degree, nodes=nodes))
+        if self.kinds and strategy in (*RING_STRATEGIES, "hybrid"):
+            near_s = self._work_s(halo_work(strategy, degree, nodes=nodes))
+            seconds = self.full_share * seconds + (1 - self.full_share) * near_s
+        return seconds
+
+    def _work_s(self, work: LayerWork) -> float:
+        """Return the seconds of the host for such work in every layer."""
         return (
             self.launch_s * work.launches
             + self.post_s * work.posts
@@ -278,12 +369,19 @@ class CostModel(CostConstants):
 
     @property
     def forward_pair_s(self) -> float:
-        """Seconds per (query, key) pair of attention's forward.
+        """Seconds per (query, key) pair of attention's forward, layers that read all keys.
 
         A sequence of s tokens has about s^2 / 2 causal pairs, so that a pair takes twice what a
         squared token takes.
         """
-        return 2 * self.attention_s / (1 + ATTENTION_BACKWARD)
+        return self.forward_share(self.attention_s)
+
+    def forward_share(self, attention_s: float) -> float:
+        """Return the seconds per (query, key) pair of attention's forward.
+
+        attention_s: seconds per two pairs, forward and backward.
+        """
+        return 2 * attention_s / (1 + ATTENTION_BACKWARD)
 
     def bandwidth(self, degree: int, spans_nodes: bool) -> float:
         """Return the bytes/s of a group of `degree` ranks.
@@ -357,7 +455,7 @@ class CostModel(CostConstants):
         record = self.to_record()
         del record["version"]  # digests in old traces were computed so
         for one in fields(self):
-            if one.name in HOST_CONSTANTS and record[one.name] == one.default:
+            if one.name in LATER_CONSTANTS and getattr(self, one.name) == one.default:
                 del record[one.name]
         text = json.dumps(record, sort_keys=True, separators=(",", ":"))
         return hashlib.sha256(text.encode()).hexdigest()[:16]

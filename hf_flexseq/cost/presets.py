@@ -5,13 +5,17 @@
   on 64 A100-40GB in 8 nodes, ZeRO-3, Ulysses only.
 * Estimated: Llama-3.1-8B on nodes of eight A800 or H200 with a NIC per GPU, kinds of clusters that
   Zeppelin was evaluated on (arXiv 2509.21841, section 5).
+* Estimated, with the kinds of their layers: models of the sizes of Gemma-3-27B, gpt-oss-120B and
+  Qwen3-30B-A3B on nodes of eight H100 or H200, under FSDP with checkpointing. Parameters are those
+  of transformers' models with the published configurations.
 """
 
 from dataclasses import replace
 from pathlib import Path
 
 from hf_flexseq.cost import CostModel
-from hf_flexseq.cost.analytic import DeviceSpec, ModelShape, analytic_cost_model
+from hf_flexseq.cost.analytic import DEVICES, DeviceSpec, ModelShape, analytic_cost_model
+from hf_flexseq.layers import Reach
 from hf_flexseq.topology import Topology
 
 MIB = 2**20
@@ -142,8 +146,69 @@ def _cluster(name: str, device: DeviceSpec) -> CostModel:
     return replace(cost, name=name, all_to_all_overlap=0.0)
 
 
+# https://huggingface.co/google/gemma-3-27b-it/blob/main/config.json (text_config): sizes, windows
+# of 1,024; five window layers to a full one, which is every sixth: arXiv 2503.19786, section 2.
+# The vision tower is left out. The head is the embedding, so that its weights work twice on a
+# token.
+GEMMA_3_27B = ModelShape(
+    layers=62,
+    hidden=5376,
+    heads=32,
+    kv_heads=16,
+    head_dim=128,
+    intermediate=21504,
+    vocab=262208,
+    params=27_009_346_304,
+    active_params=27_009_346_304 + 262208 * 5376,
+    reaches=((52, Reach(window=1024)),),
+)
+# https://huggingface.co/openai/gpt-oss-120b/blob/main/config.json: sizes, windows of 128 in every
+# other layer, 4 of 128 experts to a token. 116.83 B parameters, 5.13 B active without the
+# embedding: arXiv 2508.10925, table 1.
+GPT_OSS_120B = ModelShape(
+    layers=36,
+    hidden=2880,
+    heads=64,
+    kv_heads=8,
+    head_dim=64,
+    intermediate=4 * 2880,
+    vocab=201088,
+    params=116_829_156_672,
+    active_params=5_711_982_912,
+    reaches=((18, Reach(window=128)),),
+)
+# https://huggingface.co/Qwen/Qwen3-30B-A3B/blob/main/config.json: sizes, 8 of 128 experts of 768
+# to a token. 30.5 B parameters, 3.3 B active: https://huggingface.co/Qwen/Qwen3-30B-A3B.
+QWEN3_30B_A3B = ModelShape(
+    layers=48,
+    hidden=2048,
+    heads=32,
+    kv_heads=4,
+    head_dim=128,
+    intermediate=8 * 768,
+    vocab=151936,
+    params=30_532_122_624,
+    active_params=3_353_032_704,
+)
+SHAPES = {
+    "gemma-3-27b": GEMMA_3_27B,
+    "gpt-oss-120b": GPT_OSS_120B,
+    "qwen3-30b-a3b": QWEN3_30B_A3B,
+}
+
+
+def _estimated(model: str, device: str) -> CostModel:
+    """Return the cost of a model of `SHAPES` on eight nodes of eight such devices."""
+    topology = Topology(nodes=8, ranks_per_node=8)
+    cost = analytic_cost_model(SHAPES[model], DEVICES[device], topology, zero_stage=3)
+    return replace(cost, name=f"{model}-{device.lower()}")
+
+
 PRESETS = {model.name: model for model in FLEXSP}
 PRESETS |= {name: _cluster(name, device) for name, device in CLUSTERS}
+for _device in ("H100", "H200"):
+    for _model in SHAPES:
+        PRESETS[f"{_model}-{_device.lower()}"] = _estimated(_model, _device)
 
 
 def load_cost_model(name_or_path: str) -> CostModel:

@@ -16,6 +16,9 @@ F (pipeline/executor.py). Constants are per stage, so that a stage with the head
 layers, is priced as what it is: the papers (Seq1F1B 2406.03488, InfiniPipe 2509.21275 equation 1)
 price the model and divide by the number of stages, which hides the head.
 
+Layers with a window or a chunk have pairs and seconds of their own (`near_ns`), which add up with
+those of full layers. They are priced to carry keys and values as full layers do.
+
 A chunk holds its activations from F to B or I, and from I to W what its weights' gradients are
 made of: the inputs of the linear layers and the gradients of their outputs. A cut sequence also
 holds keys and values, allocated once at its full length, from its first F to its last B or I, and
@@ -29,7 +32,9 @@ from typing import Any
 
 import numpy as np
 
+from hf_flexseq.cost.kinds import reach_of
 from hf_flexseq.cost.model import ATTENTION_BACKWARD, LINEAR_PASSES, CostModel, FloatArray
+from hf_flexseq.layers import Reach
 from hf_flexseq.plan.pipeline import MAX_STAGES, Chunk
 from hf_flexseq.values import (
     MAX_BYTES,
@@ -54,7 +59,7 @@ class StageCost:
     linear_ns: float
     """Nanoseconds per token of the stage's layers."""
     attention_ns: float
-    """Nanoseconds per (query, key) pair."""
+    """Nanoseconds per (query, key) pair, layers that read all keys."""
     chunk_ns: float
     """Nanoseconds per chunk, whatever is in it."""
     head_ns: float = 0.0
@@ -69,8 +74,12 @@ class StageCost:
     """Bytes that a token keeps when all layers are checkpointed."""
     owed_bytes: float | None = None
     """Bytes that a token keeps from I to W. None: as many as it kept before I."""
+    near_ns: tuple[tuple[Reach, float], ...] = ()
+    """(reach, nanoseconds per (query, key) pair) of layers with a window or a chunk."""
 
     def __post_init__(self) -> None:
+        for reach, nanoseconds in self.near_ns:
+            number(f"near_ns, {reach}", nanoseconds, most=MAX_NS)
         for name in ("linear_ns", "attention_ns", "chunk_ns", "head_ns"):
             number(name, getattr(self, name), most=MAX_NS)
         whole("layers", self.layers, least=1)
@@ -97,7 +106,14 @@ class PipelineCost:
 
     def to_record(self) -> dict[str, Any]:
         """Return the costs as plain JSON values."""
-        return {"version": VERSION, **asdict(self)}
+        record = {"version": VERSION, **asdict(self)}
+        for stage in record["stages"]:
+            near = []
+            for reach, nanoseconds in stage.pop("near_ns"):
+                near.append({**reach, "pair_ns": nanoseconds})
+            if near:  # records of before have none
+                stage["near_ns"] = near
+        return record
 
     @classmethod
     def from_record(cls, record: dict[str, Any]) -> "PipelineCost":
@@ -108,8 +124,9 @@ class PipelineCost:
         stages = []
         for index, stage in enumerate(items("stages", values["stages"])):
             what = f"the cost of stage {index}"
-            constants = fields_of(stage, what, needed=needed, optional=optional)
+            constants = dict(fields_of(stage, what, needed=needed, optional=optional))
             try:
+                constants["near_ns"] = _near_of(constants.get("near_ns", []))
                 stages.append(StageCost(**constants))
             except ValueError as error:
                 raise ValueError(f"{what}: {error}") from error
@@ -129,11 +146,25 @@ class PipelineCost:
         stage = StageCost(
             linear_ns=cost.forward_linear_s * 1e9 / stages,
             attention_ns=cost.forward_pair_s * 1e9 / stages,
+            near_ns=tuple(
+                (kind.reach, cost.forward_share(kind.attention_s) * 1e9 / stages)
+                for kind in cost.kinds
+            ),
             # a chunk pays the constant in its F and its I, and half of it in its W
             chunk_ns=cost.micro_batch_s * 1e9 / (2 + WEIGHT_CHUNK) / stages,
             token_bytes=cost.token_bytes / stages,
         )
         return cls.even(stages, stage)
+
+
+def _near_of(value: Any) -> tuple[tuple[Reach, float], ...]:
+    """Return a record's windows and chunks with their nanoseconds. Raises ValueError for any other
+    record."""
+    near = []
+    for one in items("near_ns", value):
+        values = fields_of(one, "near_ns", needed=("pair_ns",), optional=("window", "chunk"))
+        near.append((reach_of(values), values["pair_ns"]))
+    return tuple(near)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -148,6 +179,12 @@ class StageShape:
     """Tokens of the slice that is a part of a sequence; 0 without one."""
     length: int
     """Tokens of the sequence which that slice is a part of; 0 without one."""
+    ranges: tuple[tuple[int, int], ...] = ()
+    """Tokens [start, stop) of all slices, which windows and chunks are counted by."""
+
+    def pairs_of(self, reach: Reach) -> int:
+        """Return the (query, key) pairs of a layer with a window or a chunk."""
+        return sum(reach.pairs(stop) - reach.pairs(start) for start, stop in self.ranges)
 
 
 def shape_of(chunk: Chunk, lengths: tuple[int, ...]) -> StageShape:
@@ -158,6 +195,7 @@ def shape_of(chunk: Chunk, lengths: tuple[int, ...]) -> StageShape:
         pairs=sum(causal_pairs(one.start, one.stop) for one in chunk.slices),
         cut=0 if part is None else part.tokens,
         length=0 if part is None else lengths[part.sequence],
+        ranges=tuple((one.start, one.stop) for one in chunk.slices),
     )
 
 
@@ -204,6 +242,10 @@ def chunk_costs(
     pairs = np.array([shape.pairs for shape in shapes], dtype=np.float64)
     cut = np.array([shape.cut for shape in shapes], dtype=np.float64)
     length = np.array([shape.length for shape in shapes], dtype=np.float64)
+    reaches = {reach for stage in cost.stages for reach, _ in stage.near_ns}
+    near_pairs: dict[Reach, FloatArray] = {}  # [chunks] each
+    for reach in reaches:
+        near_pairs[reach] = np.array([shape.pairs_of(reach) for shape in shapes], dtype=np.float64)
     costs = ChunkCosts(
         forward=[],
         input_grad=[],
@@ -225,6 +267,8 @@ def chunk_costs(
         # 2. nanoseconds, [chunks] each
         linear = stage.linear_ns * tokens
         attention = stage.attention_ns * pairs
+        for reach, nanoseconds in stage.near_ns:
+            attention = attention + nanoseconds * near_pairs[reach]
         body = linear + attention + stage.chunk_ns
         again = share * (linear + attention)
         backward = linear + ATTENTION_BACKWARD * attention + stage.chunk_ns

@@ -35,6 +35,7 @@ from hf_flexseq.hf.calibration.source import CostSource, named_cost
 from hf_flexseq.hf.model.buckets import early_buckets
 from hf_flexseq.hf.model.checks import check_deterministic, check_model
 from hf_flexseq.hf.model.facts import AttentionShape, attention_shape, compute_dtype
+from hf_flexseq.hf.model.images import check_text_alone
 from hf_flexseq.hf.model.loss import ChunkedLoss, attach_chunked_loss
 from hf_flexseq.hf.model.positions import AttachedPositions, attach_positions, needed_columns
 from hf_flexseq.hf.sharding import BeforeLast, SteppedFsdp, fsdp_figures, reduces_each_batch
@@ -370,6 +371,8 @@ class WholeModelExecutor:
         """Bring the drawn tokens to the ranks that the plan names. Collective over the world."""
         communicator = self.setup.communicator
         device = self.setup.accelerator.device
+        assert self._model is not None, "attach sets the model"
+        check_text_alone(self._model.config, drawn.row.columns, communicator)
         if self.kernel is None:
             self.kernel = self._choose_kernel(max(plan.lengths))
 

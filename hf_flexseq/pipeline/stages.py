@@ -90,8 +90,8 @@ class Stack:
         that is no plain stack of layers."""
         prefix = getattr(model, "base_model_prefix", "base model")
         decoder = getattr(model, prefix, None)
-        if decoder is None and hasattr(model, "get_decoder"):
-            decoder = model.get_decoder()  # Llama 4's prefix is that of its vision model
+        if decoder is None:
+            decoder = getattr(model, "model", None)  # Llama 4's prefix names what it has not
         if not isinstance(getattr(decoder, "layers", None), nn.ModuleList):
             raise _no_stack(model, f"its {prefix!r} has no list `layers`")
         self.model = model

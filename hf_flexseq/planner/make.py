@@ -31,7 +31,13 @@ from hf_flexseq.config import require_solver
 from hf_flexseq.cost import CostModel
 from hf_flexseq.plan import STRATEGIES, MicroBatch, Plan, PlanInfeasible, check
 from hf_flexseq.planner.bound import bounds_ns
-from hf_flexseq.planner.notes import bound_notes, contact_notes, degree_note, routing_notes
+from hf_flexseq.planner.notes import (
+    bound_notes,
+    contact_notes,
+    degree_note,
+    kinds_notes,
+    routing_notes,
+)
 from hf_flexseq.planner.order import best_order
 from hf_flexseq.planner.published.batch_ada import batch_ada_micro_batches
 from hf_flexseq.planner.published.batch_rebalance import batch_rebalance_micro_batches
@@ -148,6 +154,7 @@ def make_plan(
                 sp_degree=sp_degree,
                 cap=cap,
             ),
+            *kinds_notes(tokens, cost),
             *remap_notes,
             *bound_notes(bounds, objective_ns),
             *contact_notes(micro_batches, topology, cost),

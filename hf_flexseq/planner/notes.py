@@ -1,5 +1,6 @@
-"""Lines for people on what was decided: why the widest groups are as wide as they are, and what of
-a plan is routed, and which ranks meet that are not connected at the start.
+"""Lines for people on what was decided: why the widest groups are as wide as they are, where
+attention's seconds are, what of a plan is routed, and which ranks meet that are not connected at
+the start.
 
 Memory forces a degree where the longest sequence fits on no fewer ranks. Otherwise the planner
 chose the degree by cost, and the line says what the longest sequence alone takes on fewer and on
@@ -12,6 +13,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from hf_flexseq.cost import CostModel
+from hf_flexseq.cost.kinds import doubled_pairs, layers_text
 from hf_flexseq.plan import Group, MicroBatch
 from hf_flexseq.planner.blocks import ALL_RANGES, tree_ranges
 from hf_flexseq.planner.bound import Bounds, shapes_of
@@ -81,6 +83,30 @@ def degree_note(
         f"{subject} preferred by {chooser}: their longest, {longest}, would fit on "
         f"{_ranks(least)} {room}, and alone takes {', '.join(seconds)}"
     )
+
+
+def kinds_notes(lengths: Sequence[int], cost: CostModel) -> tuple[str, ...]:
+    """Return which kinds of layers take attention's seconds, where there are several.
+
+    lengths: tokens of every sequence.
+    """
+    if not cost.kinds:
+        return ()
+    s = np.array(lengths, dtype=np.float64)
+    seconds = [float(kind.attention_s * doubled_pairs(kind.reach, s).sum()) for kind in cost.kinds]
+    full_s = float(cost.attention_s * (s * s).sum())
+    total_s = full_s + sum(seconds)
+    parts = []
+    for kind, kind_s in zip(cost.kinds, seconds, strict=True):
+        parts.append(f"{kind.reach} {_percent(kind_s, total_s)}")
+    if cost.full_share:
+        parts.append(f"full {_percent(full_s, total_s)}")
+    seconds_text = f"of attention's {total_s:.3g} device-seconds {', '.join(parts)}"
+    return (f"{layers_text(cost.kinds)}; {seconds_text}",)
+
+
+def _percent(part: float, whole: float) -> str:
+    return f"{100 * part / whole if whole else 0.0:.3g} %"
 
 
 def bound_notes(bounds: Bounds, objective_ns: int) -> tuple[str, ...]:

@@ -13,7 +13,15 @@ from hf_flexseq.cost.analytic import ModelShape
 from hf_flexseq.distributed.communicator import Communicator
 from hf_flexseq.kernels import Kernel
 from hf_flexseq.kernels.choose import choose_kernel
-from hf_flexseq.profiler.design import Design, ProbeLayout, ProbeShape, alone, in_groups
+from hf_flexseq.layers import Reach
+from hf_flexseq.profiler.design import (
+    Design,
+    LayersOfReach,
+    ProbeLayout,
+    ProbeShape,
+    alone,
+    in_groups,
+)
 from hf_flexseq.profiler.host import ALL_TO_ALLS, RING
 from hf_flexseq.profiler.runs import (
     AllToAllRun,
@@ -42,8 +50,8 @@ class ProbeFactory(Protocol):
         """The dtype that attention computes in."""
         ...
 
-    def __call__(self, layers: int) -> Probe:
-        """Make a copy with `layers` layers."""
+    def __call__(self, layers: int, reaches: LayersOfReach) -> Probe:
+        """Make a copy with `layers` layers, of which so many have these reaches."""
         ...
 
 
@@ -63,7 +71,9 @@ class Bench:
         self._communicator = communicator
         self._device = device
         self._dtype = probes.compute_dtype
-        self._probes = {layers: probes(layers) for layers in design.depths}
+        self._probes = {}
+        for layers, reaches in zip(design.depths, design.reaches, strict=True):
+            self._probes[layers] = probes(layers, reaches)
         # bytes that one layer moves for each token of a group
         self._exchanged = estimate.all_to_all_bytes / shape.layers
         self._passed_on = (estimate.ring_bytes or 0.0) / shape.layers
@@ -83,8 +93,9 @@ class Bench:
         """Return a run of one micro-batch by the copy of `layers` layers."""
         return self._probes[layers].run(layout, self._kernel)
 
-    def kernel_run(self, tokens: int) -> KernelRun:
-        """Return a run of one layer's attention over a sequence of `tokens` tokens."""
+    def kernel_run(self, tokens: int, reach: Reach) -> KernelRun:
+        """Return a run of one layer's attention over a sequence of `tokens` tokens. reach: of the
+        layer."""
         return KernelRun(
             self._kernel,
             tokens,
@@ -92,6 +103,7 @@ class Bench:
             kv_heads=self._shape.kv_heads,
             head_dim=self._shape.head_dim,
             forwards=self._forwards,
+            reach=reach,
             dtype=self._dtype,
             device=self._device,
         )
@@ -100,7 +112,7 @@ class Bench:
         """Return a run of one layer's attention, or of its transfers."""
         (tokens,) = shape.lengths
         if shape.strategy == "kernel":
-            return self.kernel_run(tokens)
+            return self.kernel_run(tokens, shape.reach)
 
         tokens_per_rank = tokens / shape.degree
         if shape.strategy == "ulysses":

@@ -59,7 +59,8 @@ class Calibration:
 
     def objection(self) -> str | None:
         """Say why the fit makes no sense, or return None when it does."""
-        if not self.cost.attention_s > 0:
+        attention_s = self.cost.attention_s + sum(kind.attention_s for kind in self.cost.kinds)
+        if not attention_s > 0:
             return "attention takes no measurable time"
         if not self.hold_out_mean <= MAX_ERROR:
             return (
@@ -153,11 +154,13 @@ def _fit(
     # 2. the mixes, as predicted for the deepest copy, which ran them
     depth = max(design.depths)
     copy = of_depth(estimate, shape.layers, depth)
-    copy = host.fill(links.fill(compute.fill(copy, depth), depth, host), depth)
+    copy = compute.fill(copy, depth, design.reaches[design.depths.index(depth)])
+    copy = host.fill(links.fill(copy, depth, host), depth)
     errors = relative_errors(copy, design.mixes, timings.mix_seconds, topology)
 
     # 3. the whole model
-    cost = links.fill(compute.fill(estimate, shape.layers), shape.layers, host)
+    cost = compute.fill(estimate, shape.layers, shape.reaches)
+    cost = links.fill(cost, shape.layers, host)
     cost = host.fill(cost, shape.layers)
     contact_s = estimate.contact_s if timings.contact_s is None else timings.contact_s
     cost = replace(

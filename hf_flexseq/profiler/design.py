@@ -1,13 +1,15 @@
 """Decide which runs are timed: some to fit the constants, others to test the fit.
 
 1. Depths. A small model is copied whole. A larger one is copied with one and with three layers,
-   which tells the cost of a layer from the cost of everything around the layers.
+   which tells the cost of a layer from the cost of everything around the layers. A copy has one
+   layer of each reach, as far as it has layers, and then more of those that the model has most of.
 2. Sizes. All runs scale with two sizes: the most tokens that a rank gets in a whole micro-batch,
    and the longest sequence that the attention kernel gets by itself. The second is far longer,
    since kernels are slower per squared token where sequences are short. Each size is the largest
    power of two for which the *estimated* seconds stay below half of a budget. Work is counted and
    not timed, so sizes do not depend on how busy the machine is.
-3. Shapes for the fit. Whole micro-batches run on every rank alone; the kernel runs alone; and the
+3. Shapes for the fit. Whole micro-batches run on every rank alone; the kernel runs alone, with
+   every reach; and the
    transfers of one layer run bare, with so many tokens that bursts and buffers do not matter.
 4. Mixes to test the fit. Whole micro-batches with groups of every measured degree in turn, which
    show what the separate parts leave out.
@@ -19,8 +21,12 @@ import random
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
+import numpy as np
+
 from hf_flexseq.cost import CostModel, lockstep_ns
 from hf_flexseq.cost.analytic import ModelShape
+from hf_flexseq.cost.kinds import doubled_pairs
+from hf_flexseq.layers import FULL, Reach
 from hf_flexseq.plan import Group, MicroBatch, widest_first
 from hf_flexseq.topology import Topology
 
@@ -83,6 +89,12 @@ class ProbeShape:
     """Tokens of each sequence of one group."""
     starts: tuple[int, ...]
     """First ranks of the groups, which share no rank and so work at the same time."""
+    reach: Reach = FULL
+    """Which keys the queries of a `kernel` read."""
+
+
+# (layers, reach) of layers that read a window or a chunk, as in `ModelShape`.
+LayersOfReach = tuple[tuple[int, Reach], ...]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -91,6 +103,8 @@ class Design:
 
     depths: tuple[int, ...]
     """Layers of each copy of the model."""
+    reaches: tuple[LayersOfReach, ...]
+    """[copies] The layers of each copy that do not read all keys."""
     sizes: ProbeSizes
     shapes: tuple[ProbeShape, ...]
     """Runs for the fit."""
@@ -114,11 +128,13 @@ def make_design(
         depths=depths,
         rounds=effort.rounds + 1,  # the first round, which does not count, takes its time, too
         budget_s=effort.budget_s,
+        reaches=all_reaches(shape),
     )
     return Design(
         depths=depths,
+        reaches=tuple(reaches_of_copy(shape, depth) for depth in depths),
         sizes=sizes,
-        shapes=fitting_shapes(sizes, topology, rings),
+        shapes=fitting_shapes(sizes, topology, rings, all_reaches(shape)),
         mixes=hold_out_layouts(sizes.tokens, topology, rings, effort.held_out),
     )
 
@@ -133,6 +149,26 @@ def probe_depths(shape: ModelShape) -> tuple[int, ...]:
     return DEPTHS
 
 
+def all_reaches(shape: ModelShape) -> tuple[Reach, ...]:
+    """Return every reach that layers of a model have, the full one first."""
+    reaches = tuple(reach for _, reach in shape.reaches)
+    return (FULL, *reaches) if shape.full_layers else reaches
+
+
+def reaches_of_copy(shape: ModelShape, depth: int) -> LayersOfReach:
+    """Return the layers that do not read all keys in a copy of `depth` layers."""
+    if depth == shape.layers:
+        return shape.reaches
+    most_first = sorted([*shape.reaches, (shape.full_layers, FULL)], key=lambda pair: -pair[0])
+    counts = {reach: 0 for _, reach in most_first}
+    for _ in range(depth):
+        # one of each, and then those of which the copy has the smallest share of the model's
+        missing = [(layers, reach) for layers, reach in most_first if layers > counts[reach]]
+        _, reach = min(missing, key=lambda pair: (counts[pair[1]] > 0, counts[pair[1]] / pair[0]))
+        counts[reach] += 1
+    return tuple((counts[reach], reach) for _, reach in shape.reaches if counts[reach])
+
+
 # ---- 2. sizes
 
 
@@ -144,11 +180,13 @@ def choose_sizes(
     depths: tuple[int, ...],
     rounds: int,
     budget_s: float,
+    reaches: Sequence[Reach] = (FULL,),
 ) -> ProbeSizes:
     """Choose the largest sizes for which all runs take about `budget_s` estimated seconds.
 
     estimate: cost model of the whole model, which has `layers` layers. depths: layers of each
-    copy that runs every whole micro-batch. rounds: how often each run is made.
+    copy that runs every whole micro-batch. rounds: how often each run is made. reaches: that the
+    kernel is timed with.
     """
     rings = estimate.ring_bytes is not None
 
@@ -160,7 +198,7 @@ def choose_sizes(
         return estimated_s(_whole_shapes(tokens, topology))
 
     def layer_s(sequence: int) -> float:
-        return estimated_s(_layer_shapes(sequence, topology, rings))
+        return estimated_s(_layer_shapes(sequence, topology, rings, reaches))
 
     return ProbeSizes(
         tokens=_largest(whole_s, MOST_TOKENS, budget_s / 2),
@@ -179,7 +217,8 @@ def _largest(seconds_of: Callable[[int], float], most: int, budget_s: float) -> 
 def _counting(estimate: CostModel, shape: ModelShape) -> CostModel:
     """Return `estimate` with attention as slow as it is for heads that are small."""
     stretch = max(1.0, EFFICIENT_HEAD_DIM / shape.head_dim)
-    return replace(estimate, attention_s=estimate.attention_s * stretch)
+    kinds = [replace(kind, attention_s=kind.attention_s * stretch) for kind in estimate.kinds]
+    return replace(estimate, attention_s=estimate.attention_s * stretch, kinds=tuple(kinds))
 
 
 def _estimated_s(
@@ -191,8 +230,10 @@ def _estimated_s(
 ) -> float:
     """Estimate the seconds of one run of `shape`, by every depth where the whole model runs."""
     if shape.strategy == "kernel":
-        squares = sum(length * length for length in shape.lengths)
-        return estimate.attention_s / layers * squares
+        share, attention_s = _of_reach(estimate, shape.reach)
+        lengths = np.array(shape.lengths, dtype=np.float64)
+        pairs = float(doubled_pairs(shape.reach, lengths).sum())
+        return attention_s / (share * layers) * pairs
 
     if shape.strategy == "local":
         layout = alone(shape.lengths, topology)
@@ -208,13 +249,25 @@ def _estimated_s(
     return group_bytes / shape.degree / estimate.bandwidth(shape.degree, spans_nodes)
 
 
+def _of_reach(estimate: CostModel, reach: Reach) -> tuple[float, float]:
+    """Return the share of layers that have a reach, and the seconds of their attention per two
+    pairs."""
+    for kind in estimate.kinds:
+        if kind.reach == reach:
+            return kind.share, kind.attention_s
+    return estimate.full_share, estimate.attention_s
+
+
 # ---- 3. shapes for the fit
 
 
-def fitting_shapes(sizes: ProbeSizes, topology: Topology, rings: bool) -> tuple[ProbeShape, ...]:
-    """List the runs that are timed for the fit. rings: whether rings are timed, too."""
+def fitting_shapes(
+    sizes: ProbeSizes, topology: Topology, rings: bool, reaches: Sequence[Reach] = (FULL,)
+) -> tuple[ProbeShape, ...]:
+    """List the runs that are timed for the fit. rings: whether rings are timed, too. reaches: that
+    the kernel is timed with."""
     whole = _whole_shapes(sizes.tokens, topology)
-    layer = _layer_shapes(sizes.sequence, topology, rings)
+    layer = _layer_shapes(sizes.sequence, topology, rings, reaches)
     return whole + layer
 
 
@@ -232,11 +285,15 @@ def _whole_shapes(tokens: int, topology: Topology) -> tuple[ProbeShape, ...]:
     return tuple(_shape("local", 1, lengths, topology) for lengths in packs)
 
 
-def _layer_shapes(sequence: int, topology: Topology, rings: bool) -> tuple[ProbeShape, ...]:
+def _layer_shapes(
+    sequence: int, topology: Topology, rings: bool, reaches: Sequence[Reach]
+) -> tuple[ProbeShape, ...]:
     """List runs of one layer: its attention alone, and its bare transfers in each degree."""
     shapes = []
-    for part in (8, 2, 1):
-        shapes.append(_shape("kernel", 1, (sequence // part,), topology))
+    for reach in reaches:
+        for part in (8, 2, 1):
+            shape = _shape("kernel", 1, (sequence // part,), topology)
+            shapes.append(replace(shape, reach=reach))
     for degree in measured_degrees(topology):
         for tokens_per_rank in (sequence // 8, sequence // 4, sequence // 2):
             lengths = (tokens_per_rank * degree,)

@@ -9,6 +9,9 @@
        seconds(kernel) =   a1 S2 + k1 S1 + k0                         k1, k0: the kernel's share of
                                                                       a2 and c
 
+   Of a model whose layers do not all read all keys, k a1 S2 is a sum over reaches: with k_r layers
+   of reach r, a1 of its own and the pairs P_r that it leaves of a sequence, k_r a_r 2 P_r.
+
    so that models too large to be run whole are measured with two depths and priced at any other.
 2. Bandwidth of each degree, from the all-to-alls of one layer alone: bytes / v + latency; and what
    a ring's bytes are worth at that bandwidth, from the ring transfers of one layer alone. What of
@@ -33,7 +36,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hf_flexseq.cost import CostModel, lockstep_ns
-from hf_flexseq.profiler.design import ProbeLayout
+from hf_flexseq.cost.kinds import LayerKind
+from hf_flexseq.layers import FULL, Reach
+from hf_flexseq.profiler.design import LayersOfReach, ProbeLayout
 from hf_flexseq.topology import Topology
 
 Floats = NDArray[np.float64]
@@ -61,6 +66,8 @@ class Sample:
     """Tokens of each sequence of one group."""
     seconds: float
     """Seconds of forward and backward together."""
+    reaches: LayersOfReach = ()
+    """The layers that do not read all keys."""
 
     @property
     def tokens(self) -> int:
@@ -72,13 +79,22 @@ class Sample:
         """Sum of the squared lengths."""
         return sum(length * length for length in self.lengths)
 
+    def pairs(self, reach: Reach) -> int:
+        """Return twice the (query, key) pairs of all layers of a reach; of full ones the squared
+        tokens."""
+        if reach == FULL:
+            full_layers = self.layers - sum(layers for layers, _ in self.reaches)
+            return full_layers * self.squares
+        layers = {one: count for count, one in self.reaches}.get(reach, 0)
+        return 2 * layers * sum(reach.pairs(length) for length in self.lengths)
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Compute:
     """Seconds of a micro-batch that one rank runs alone, in the constants of step 1."""
 
     attention_s: float
-    """Seconds of a layer per squared token (a1)."""
+    """Seconds of a full layer per squared token (a1)."""
     linear_s: float
     """Seconds of a layer per token (a2)."""
     layer_s: float
@@ -87,12 +103,24 @@ class Compute:
     """Seconds per token outside of the layers (head)."""
     base_s: float
     """Seconds of a model without layers or tokens (b)."""
+    near_s: tuple[tuple[Reach, float], ...] = ()
+    """(reach, seconds of a layer per two pairs) of layers that do not read all keys."""
 
-    def fill(self, model: CostModel, layers: int) -> CostModel:
-        """Return `model` with these constants for a model of `layers` layers."""
+    def fill(self, model: CostModel, layers: int, reaches: LayersOfReach = ()) -> CostModel:
+        """Return `model` with these constants for a model of `layers` layers, some of which do not
+        read all keys."""
+        seconds = dict(self.near_s)
+        full_layers = layers
+        kinds = []
+        for count, reach in reaches:
+            full_layers -= count
+            kinds.append(
+                LayerKind(reach=reach, share=count / layers, attention_s=count * seconds[reach])
+            )
         return replace(
             model,
-            attention_s=layers * self.attention_s,
+            kinds=tuple(kinds),
+            attention_s=full_layers * self.attention_s,
             linear_s=layers * self.linear_s + self.head_s,
             micro_batch_s=layers * self.layer_s + self.base_s,
         )
@@ -197,24 +225,34 @@ def fit_compute(samples: Sequence[Sample]) -> Compute:
         raise ValueError(
             "a fit needs timings of the attention kernel and of the model on one rank"
         )
-    rows = [_compute_row(sample) for sample in alone]
+    near = list(dict.fromkeys(reach for sample in alone for _, reach in sample.reaches))
+    rows = [_compute_row(sample, near) for sample in alone]
     seconds = [sample.seconds for sample in alone]
     # The last two unknowns are the kernel's own, k1 and k0: parts of the linear and the constant
     # term that the model's equations count already.
-    attention_s, linear_s, layer_s, head_s, base_s, _, _ = relative_nnls(rows, seconds)
+    found = relative_nnls(rows, seconds)
+    attention_s, linear_s, layer_s, head_s, base_s = found[:5]
+    near_s = found[7:]
     return Compute(
-        attention_s=attention_s, linear_s=linear_s, layer_s=layer_s, head_s=head_s, base_s=base_s
+        attention_s=attention_s,
+        linear_s=linear_s,
+        layer_s=layer_s,
+        head_s=head_s,
+        base_s=base_s,
+        near_s=tuple(zip(near, near_s, strict=True)),
     )
 
 
-def _compute_row(sample: Sample) -> list[float]:
-    """Return the factors of (a1, a2, c, head, b, k1, k0) in the sample's equation."""
+def _compute_row(sample: Sample, near: Sequence[Reach]) -> list[float]:
+    """Return the factors of (a1, a2, c, head, b, k1, k0) in the sample's equation, and those of
+    a_r for every reach of `near`."""
     k = sample.layers
     s1 = sample.tokens
-    s2 = sample.squares
+    squares = sample.pairs(FULL)
+    pairs = [sample.pairs(reach) for reach in near]
     if sample.strategy == "kernel":
-        return [s2, 0, 0, 0, 0, s1, 1]
-    return [k * s2, k * s1, k, s1, 1, 0, 0]
+        return [squares, 0, 0, 0, 0, s1, 1, *pairs]
+    return [squares, k * s1, k, s1, 1, 0, 0, *pairs]
 
 
 # ---- step 2

@@ -23,7 +23,13 @@ from hf_flexseq.cost import CostModel
 from hf_flexseq.cost.analytic import ModelShape
 from hf_flexseq.distributed.communicator import Communicator
 from hf_flexseq.profiler.bench import Bench, ProbeFactory
-from hf_flexseq.profiler.design import Design, ProbeShape, alone
+from hf_flexseq.profiler.design import (
+    Design,
+    LayersOfReach,
+    ProbeShape,
+    all_reaches,
+    alone,
+)
 from hf_flexseq.profiler.fit import Sample
 from hf_flexseq.profiler.host import small_shapes
 from hf_flexseq.profiler.runs import REPEATS, HopRun, RingRun, Run
@@ -96,7 +102,8 @@ def measure(
     # 2. the mean over the ranks that had a part in a run
     samples = []
     for (probe_shape, layers), by_rank in zip(shapes, seconds[: len(shapes)], strict=True):
-        samples.append(_sample(probe_shape, layers, by_rank))
+        sample = _sample(probe_shape, layers, by_rank)
+        samples.append(replace(sample, reaches=_reaches(design, probe_shape, layers)))
 
     # 3. the host, which few tokens show
     few_tokens = small_shapes(topology, estimate.ring_bytes is not None)
@@ -107,7 +114,7 @@ def measure(
     if estimate.ring_bytes is not None and communicator.world_size > 1:
         overlap = ring_overlap(
             communicator,
-            bench.kernel_run(design.sizes.sequence),
+            bench.kernel_run(design.sizes.sequence, all_reaches(shape)[0]),
             bytes_moved=bench.ring_bytes(design.sizes.sequence, communicator.world_size),
             device=device,
             rounds=rounds,
@@ -148,6 +155,13 @@ def _small_samples(
         sample = _sample(shape, 1, by_rank)
         samples.append(replace(sample, seconds=sample.seconds / REPEATS))
     return tuple(samples)
+
+
+def _reaches(design: Design, shape: ProbeShape, layers: int) -> LayersOfReach:
+    """Return the layers of a run that do not read all keys. layers: of the copy that runs it."""
+    if shape.strategy == "local":
+        return design.reaches[design.depths.index(layers)]
+    return () if shape.reach.is_full else ((1, shape.reach),)
 
 
 def _sample(shape: ProbeShape, layers: int, by_rank: Sequence[float]) -> Sample:

@@ -21,6 +21,7 @@ from hf_flexseq.distributed.all_to_all import all_to_all
 from hf_flexseq.distributed.communicator import Communicator, Transfers
 from hf_flexseq.kernels import Kernel
 from hf_flexseq.kernels.segments import Segments
+from hf_flexseq.layers import Reach
 from hf_flexseq.plan import MicroBatch
 from hf_flexseq.plan.shard import make_shard
 
@@ -83,15 +84,17 @@ class KernelRun:
         kv_heads: int,
         head_dim: int,
         forwards: int,
+        reach: Reach,
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
-        """tokens: length of the sequence. forwards: how often the forward runs for one
-        backward."""
+        """tokens: length of the sequence. forwards: how often the forward runs for one backward.
+        reach: which keys the queries read."""
         self.kernel = kernel
         self.forwards = forwards
         self.scale = head_dim**-0.5
-        self.segments = Segments((tokens,), (tokens,), causal=True, device=device)
+        lengths = [span.queries for span in reach.spans(0, tokens)]
+        self.segments = Segments(lengths, lengths, causal=True, device=device, window=reach.window)
         self.q = torch.ones(tokens, query_heads, head_dim, dtype=dtype, device=device)
         # The values are the keys, and the gradient of the output is the queries.
         self.k = torch.ones(tokens, kv_heads, head_dim, dtype=dtype, device=device)

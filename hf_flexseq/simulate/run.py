@@ -101,10 +101,12 @@ def most_events(plan: Plan, topology: Topology, detail: Detail) -> int:
         # Of every rank: the constant, waits and, in each pass, remapping and memory.
         count += topology.world_size * (3 + 4 * passes)
         for group in micro_batch.groups:
-            # Of its ranks in each pass: linear layers, latency, waits, transfers, attention.
-            of_a_pass = 7
+            # Of its ranks in each pass: linear layers, latency, waits, transfers, attention of
+            # full layers and of the others.
+            of_a_pass = 8
             if group.strategy in RINGS:
                 of_a_pass += 4 * group.degree  # a ring has at most so many steps
+                of_a_pass += 4  # halos and waits for them
             count += group.degree * of_a_pass * passes
     return count
 
@@ -129,6 +131,7 @@ class _Simulation:
         self.cost = cost
         self.sync = sync
         self.detail = detail
+        self.near_label = "attention, " + " and ".join(str(kind.reach) for kind in cost.kinds)
         self.clock = np.zeros(topology.world_size, dtype=np.int64)  # [world] when a rank is free
         self.recorder = Recorder(topology.world_size)
         self.state_bytes = cost.state_bytes + cost.sharded_state_bytes / topology.world_size
@@ -206,9 +209,14 @@ class _Simulation:
         self._busy(work, work.waits_ns[number], "launches, latency", "transfer")
         if work.group.strategy in RINGS:
             self._run_ring(work, number)
+            if self.cost.kinds:
+                self._exchange(work, work.before_ns[number], "halo")
+                self._busy(work, work.near_ns[number], self.near_label)
+                self._exchange(work, work.after_ns[number], "halo")
         else:
             self._exchange(work, work.before_ns[number])
             self._busy(work, work.attention_ns[number], "attention")
+            self._busy(work, work.near_ns[number], self.near_label)
             self._exchange(work, work.after_ns[number])
 
     def _busy_all_ranks(self, duration: int, kind: str, label: str) -> None:
@@ -224,13 +232,14 @@ class _Simulation:
         self._record(work.group.start, self.clock[ranks], stops, kind=kind, label=label, work=work)
         self.clock[ranks] = stops
 
-    def _exchange(self, work: GroupWork, duration: int) -> None:
+    def _exchange(self, work: GroupWork, duration: int, collective: str = "all-to-all") -> None:
         """Occupy all ranks of a group with a collective, from when the last of them is free."""
         group = work.group
         if group.degree == 1:
             return
         self.clock[_ranks(group)] = self.clock[_ranks(group)].max()
-        collective = "all-gather" if group.strategy == "allgather" else "all-to-all"
+        if group.strategy == "allgather":
+            collective = "all-gather"
         spans_nodes = self.topology.spans_nodes(group.start, group.stop)
         link = _link(spans_nodes and group.strategy != "hybrid")
         self._busy(work, duration, f"{collective}, {link}", "transfer")

@@ -4,7 +4,8 @@ What a group waits for beside its work is the closed form's (`CostModel.waits`).
 
 The parts of a group without a ring add up to its closed form to the nanosecond. A ring's
 transfers follow from its steps (see `ring.py`); here a ring has attention and linear layers only.
-The ring of a hybrid is not walked through: it takes what the closed form says, as part of the
+Its layers with a window or a chunk follow, with their halos before and after. The ring of a
+hybrid is not walked through: it takes what the closed form says, as part of the
 attention.
 """
 
@@ -14,7 +15,7 @@ from itertools import accumulate, pairwise
 
 import numpy as np
 
-from hf_flexseq.cost import CostModel, linear_ns, nodes_spanned
+from hf_flexseq.cost import CostModel, FloatArray, linear_ns, nodes_spanned
 from hf_flexseq.plan import Group
 from hf_flexseq.topology import Topology
 
@@ -26,11 +27,13 @@ LINEAR: Halves = (1, 3)
 ATTENTION: Halves = (2, 5)
 WAITS: Halves = (1, 1)
 # Transfers before and after the attention. The gradients that an all-gather returns are float32,
-# so its one way back counts as two of its ways there.
-BEFORE: dict[str, Halves] = {"ulysses": (1, 1), "allgather": (1, 1)}
-AFTER: dict[str, Halves] = {"ulysses": (1, 1), "allgather": (0, 2)}
-EVEN: Halves = (1, 1)
+# so its one way back counts as two of its ways there. So do those that return halos of a ring.
 RINGS = ("zigzag", "balanced")
+BEFORE: dict[str, Halves] = {"ulysses": (1, 1), "allgather": (1, 1)}
+BEFORE |= dict.fromkeys(RINGS, (1, 0))
+AFTER: dict[str, Halves] = {"ulysses": (1, 1), "allgather": (0, 2)}
+AFTER |= dict.fromkeys(RINGS, (0, 2))
+EVEN: Halves = (1, 1)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -50,9 +53,12 @@ class GroupWork:
     linear_ns: tuple[int, ...]
     """By pass: linear layers."""
     attention_ns: tuple[int, ...]
-    """By pass: attention, and transfers that travel under it (Ulysses' hidden ones)."""
+    """By pass: attention of full layers, and transfers that travel under it (Ulysses' hidden
+    ones)."""
+    near_ns: tuple[int, ...]
+    """By pass: the same of layers with a window or a chunk, which follow."""
     before_ns: tuple[int, ...]
-    """By pass: transfers of the whole group that attention waits for."""
+    """By pass: transfers of the whole group that attention waits for; of a ring halos."""
     after_ns: tuple[int, ...]
     """By pass: transfers of the whole group that wait for attention."""
     trip_bytes: tuple[float, float]
@@ -80,7 +86,7 @@ def make_work(
     tokens = np.array([lengths[i] for i in group.sequences], dtype=np.int64)  # [sequences]
     work = int(cost.sequences_ns(tokens, *kind).sum())
     waits = cost.group_ns(tokens, *kind) - work
-    linear, attention, moved = _totals(group, lengths, topology, cost, work)
+    linear, attention, near, moved = _totals(group, lengths, topology, cost, work)
     before_ns, after_ns = _spread_transfers(moved, group.strategy, layers)
     return GroupWork(
         index=index,
@@ -88,6 +94,7 @@ def make_work(
         waits_ns=spread(waits, weights(WAITS, layers)),
         linear_ns=spread(linear, weights(LINEAR, layers)),
         attention_ns=spread(attention, weights(ATTENTION, layers)),
+        near_ns=spread(near, weights(ATTENTION, layers)),
         before_ns=before_ns,
         after_ns=after_ns,
         trip_bytes=_trip_bytes(group, lengths, cost, layers),
@@ -139,38 +146,63 @@ def _trip_bytes(
     tokens = group.tokens(lengths)
     keys, queries = cost.trip_bytes()
     passes = max(layers, 1)
-    return keys * tokens / passes, queries * tokens / passes
+    full_tokens = cost.full_share * tokens
+    return keys * full_tokens / passes, queries * full_tokens / passes
 
 
 def _totals(
     group: Group, lengths: Sequence[int], topology: Topology, cost: CostModel, whole: int
-) -> tuple[int, int, int]:
-    """Return the nanoseconds of a group's linear layers, attention and exposed transfers.
+) -> tuple[int, int, int, int]:
+    """Return the nanoseconds of a group's linear layers, attention of full layers, attention of
+    layers with a window or a chunk, and exposed transfers.
 
-    Attention is a rank's average, with the transfers that travel under it. A ring's transfers and
-    what the group waits for are in none of the three. whole: nanoseconds of all sequences.
+    Attention is a rank's average, with the transfers that travel under it. What travels around a
+    ring and what the group waits for are in none of the four. whole: nanoseconds of all sequences.
     """
     s = np.array([lengths[i] for i in group.sequences], dtype=np.float64)  # [sequences]
     linear = linear_ns(cost, group, lengths)
     if group.strategy in RINGS:
         attention_s = cost.attention_s * float((s * s).sum()) / group.degree
-        return linear, round(attention_s * 1e9), 0
+        near_s = float(cost.near_attention_s(s, group.degree, group.strategy).sum())
+        halo_s = _halo_s(s, group, topology, cost)
+        return linear, round(attention_s * 1e9), round(near_s * 1e9), round(halo_s * 1e9)
 
     moved = 0
     if group.strategy != "local":
         hidden = cost.hidden_share(s, group.degree, group.strategy)
         exposed_tokens = float((s * (1 - hidden)).sum())
         traffic, speed = _traffic_and_speed(group, topology, cost)
-        moved = min(whole, round(traffic * exposed_tokens / group.degree / speed * 1e9))
+        moved_s = traffic * exposed_tokens / group.degree / speed
+        if group.strategy == "allgather":
+            moved_s += _halo_s(s, group, topology, cost)
+        moved = min(whole, round(moved_s * 1e9))
     linear = min(linear, whole - moved)
-    return linear, whole - moved - linear, moved
+    attention = whole - moved - linear
+    near = round(attention * _near_share(s, cost))
+    return linear, attention - near, near, moved
+
+
+def _near_share(s: FloatArray, cost: CostModel) -> float:
+    """Return the share of attention's seconds that layers with a window or a chunk have. s:
+    [sequences] tokens."""
+    near_s = float(cost.near_attention_s(s, 1, "local").sum())
+    return near_s and near_s / (near_s + cost.attention_s * float((s * s).sum()))
+
+
+def _halo_s(s: FloatArray, group: Group, topology: Topology, cost: CostModel) -> float:
+    """Return the seconds of a group's halos, and of the gradients that go back. s: [sequences]
+    tokens."""
+    if not cost.kinds:
+        return 0.0
+    spans_nodes = topology.spans_nodes(group.start, group.stop)
+    return float(cost.halo_s(s, group.degree, group.strategy, spans_nodes).sum())
 
 
 def _traffic_and_speed(group: Group, topology: Topology, cost: CostModel) -> tuple[float, float]:
     """Return the bytes per token that a group's collectives move, and their bytes/s."""
     spans_nodes = topology.spans_nodes(group.start, group.stop)
     if group.strategy == "allgather":
-        traffic = cost.ring_traffic(group.degree, "allgather")
+        traffic = cost.full_share * cost.ring_traffic(group.degree, "allgather")
     else:
         traffic = cost.all_to_all_bytes
     if group.strategy == "hybrid" and spans_nodes:

@@ -1,11 +1,13 @@
 """Predicted against executed seconds of micro-batches, on CPU ranks with one thread each.
 
     torchrun --nproc_per_node 2 scripts/benchmarks/predictions.py
+    torchrun --nproc_per_node 2 scripts/benchmarks/predictions.py --window 512
 
-The model, the corpus and the plans are the quickstart's. The cost model is calibrated on the same
-ranks; then the micro-batches of some optimizer steps are planned with it and executed, forward and
-backward, all ranks starting together. Both are done in turns, so that a machine that others use as
-well is as busy for the one as for the other.
+The model, the corpus and the plans are the quickstart's; with --window the model is a Gemma 3 of
+the same sizes with twice the layers, five of six with such a window. The cost model is calibrated
+on the same ranks; then the micro-batches of some optimizer steps are planned with it and executed,
+forward and backward, all ranks starting together. Both are done in turns, so that a machine that
+others use as well is as busy for the one as for the other.
 
 Predicted is the closed form: the slowest rank plus the constant. Executed is the slowest rank's
 median. The reduction of gradients at a step's end, which no plan changes, is in neither.
@@ -74,6 +76,8 @@ def main() -> None:
     tokenizer, sequences, _ = prepare(model_args, data_args, training)
     # after the training arguments, which reset accelerate's state
     accelerator = Accelerator(cpu=True)
+    if args.window is not None:
+        model_args.model_config |= gemma_3(model_args.model_config, args.window)
     model = load_model(model_args, tokenizer)
     loader = torch.utils.data.DataLoader(
         sequences.select_columns(["input_ids", "labels"]),
@@ -123,8 +127,20 @@ def arguments() -> argparse.Namespace:
     parser.add_argument(
         "--budget", type=float, default=4.0, help="estimated seconds of the calibration"
     )
+    parser.add_argument("--window", type=int, help="tokens; a Gemma 3 instead of a Llama")
     parser.add_argument("--strategy", default="auto", help="as in FlexSeqArguments")
     return parser.parse_args()
+
+
+def gemma_3(sizes: dict[str, Any], window: int) -> dict[str, Any]:
+    """Return what a Gemma 3 of these sizes has in another way: five layers with a window to a full
+    one."""
+    return {
+        "model_type": "gemma3_text",
+        "num_hidden_layers": 2 * sizes["num_hidden_layers"],
+        "head_dim": sizes["hidden_size"] // sizes["num_attention_heads"],
+        "sliding_window": window,
+    }
 
 
 def calibrated_engine(
@@ -207,6 +223,11 @@ def calibration_lines(turn: int, record: dict[str, Any], seconds: float) -> list
         f"micro-batch {1e3 * cost['micro_batch_s']:.3g} ms; {links}; ring "
         f"{cost['ring_bytes'] / 2**10:.3g} KiB/token, "
         f"overlap {cost['ring_overlap']:.2f}",
+        *(
+            f"  window {kind['window']}, {kind['share']:.0%} of the layers: "
+            f"{1e9 * kind['attention_s']:.3g} ns/two pairs"
+            for kind in cost["kinds"]
+        ),
     ]
 
 

@@ -43,14 +43,14 @@ class Case(NamedTuple):
 
 
 LENGTHS = [1, 0, 17, 1021, 128, 64, 2053]
-HALOED = [n + 129 if n else 0 for n in LENGTHS]  # with more keys than a window of 130 reads
+HALOED = [n + 300 for n in LENGTHS]  # with keys that no query reads within a window of 130
 CASES = {
     "causal": Case(LENGTHS, LENGTHS, True),
     "causal, with earlier keys": Case(LENGTHS, [n + 100 for n in LENGTHS], True),
     "rectangles, some without queries or keys": Case(LENGTHS, [5, 33, 0, 509, 4096, 1, 0], False),
     "one query at most": Case([1, 0, 1], [300, 7, 64], False),
     "window of 130": Case(LENGTHS, LENGTHS, True, window=130),
-    "window of 130, with earlier keys": Case(LENGTHS, HALOED, True, window=130),
+    "window of 130, with keys that none reads": Case(LENGTHS, HALOED, True, window=130),
     "window of 1": Case(LENGTHS, LENGTHS, True, window=1),
     "softcap": Case(LENGTHS, LENGTHS, True, softcap=2.0),
     "softcap, window of 130": Case(LENGTHS, HALOED, True, window=130, softcap=2.0),

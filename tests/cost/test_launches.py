@@ -2,7 +2,14 @@
 
 import pytest
 
-from hf_flexseq.cost.launches import MOST_PER_RANK, RING_AHEAD, LayerWork, layer_work
+from hf_flexseq.cost.launches import (
+    MOST_PER_RANK,
+    RING_AHEAD,
+    LayerWork,
+    halo_work,
+    layer_work,
+)
+from hf_flexseq.layers import Reach
 from hf_flexseq.plan import STRATEGIES, Group, MicroBatch
 from hf_flexseq.plan.shard import make_shard
 from hf_flexseq.program import ring
@@ -16,7 +23,9 @@ SHAPE = LayerShape(query_heads=32, kv_heads=8, head_dim=16, dtype="bfloat16")
 TOKENS = 64  # of a rank
 
 
-def counted(strategy: str, degree: int, per_node: int, rank: int) -> LayerWork:
+def counted(
+    strategy: str, degree: int, per_node: int, rank: int, shape: LayerShape = SHAPE
+) -> LayerWork:
     """What one rank of a group does in a layer, of which it runs the programs."""
     nodes = max(1, degree // per_node)
     topology = Topology(nodes=nodes, ranks_per_node=max(per_node, degree // nodes))
@@ -24,8 +33,8 @@ def counted(strategy: str, degree: int, per_node: int, rank: int) -> LayerWork:
     shard = make_shard(MicroBatch(groups=(group,)), (TOKENS * degree,), rank)
     machine = Machine(topology=topology, device="cuda", wide_gradients=False)
     parts = MicroBatchLayout(shard, machine).parts
-    there = forward(parts, SHAPE)
-    back = backward(parts, SHAPE, there.saved)
+    there = forward(parts, shape)
+    back = backward(parts, shape, there.saved)
     posts = 0
     for program in (there, back):
         posts += program.posts(topology.node_of, rank=rank)
@@ -37,8 +46,8 @@ def counted(strategy: str, degree: int, per_node: int, rank: int) -> LayerWork:
     )
 
 
-def busiest(strategy: str, degree: int, per_node: int) -> LayerWork:
-    ranks = [counted(strategy, degree, per_node, rank) for rank in range(degree)]
+def busiest(strategy: str, degree: int, per_node: int, shape: LayerShape = SHAPE) -> LayerWork:
+    ranks = [counted(strategy, degree, per_node, rank, shape) for rank in range(degree)]
     return LayerWork(
         turns=max(work.turns for work in ranks),
         launches=max(work.launches for work in ranks),
@@ -80,6 +89,26 @@ def test_rings_on_any_nodes(strategy: str, degree: int, per_node: int) -> None:
 @pytest.mark.parametrize("degree", [3, 5, 7])
 def test_rings_of_odd_degrees(strategy: str, degree: int) -> None:
     assert busiest(strategy, degree, 8) == layer_work(strategy, degree)
+
+
+@pytest.mark.parametrize("strategy", ["zigzag", "balanced", "allgather", "hybrid"])
+@pytest.mark.parametrize(
+    "degree, per_node", [(2, 8), (3, 8), (8, 8), (4, 2), (8, 4), (8, 2), (4, 1), (6, 2), (16, 8)]
+)
+def test_a_window_launches_one_call_and_posts_its_halo_once_each_way(
+    strategy: str, degree: int, per_node: int
+) -> None:
+    nodes = max(1, degree // per_node)
+    if strategy == "hybrid" and nodes in (1, degree):
+        pytest.skip("inside a node a hybrid is Ulysses, and with one rank on each a zigzag")
+    shape = SHAPE._replace(reach=Reach(window=TOKENS // 2 + 1))
+    wanted = halo_work(strategy, degree, nodes=nodes)
+    assert busiest(strategy, degree, per_node, shape) == wanted
+
+
+def test_windows_leave_ulysses_its_launches_and_posts() -> None:
+    shape = SHAPE._replace(reach=Reach(window=TOKENS // 2 + 1))
+    assert busiest("ulysses", 8, 8, shape) == layer_work("ulysses", 8)
 
 
 def test_a_rank_alone_launches_its_attention_and_nothing_else() -> None:

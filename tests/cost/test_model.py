@@ -396,6 +396,7 @@ def test_digest_sees_every_constant() -> None:
             "host_overlap": 0.5,
             "name": "x",
             "bandwidths": [[2, 1.0]],
+            "kinds": [{"window": 8, "share": 0.5, "attention_s": 1.0}],
         }.get(name) or value + 1
         digests.add(CostModel.from_record(constants | {name: changed}).digest())
     assert len(digests) == 1 + len(constants)

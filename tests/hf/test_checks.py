@@ -20,7 +20,10 @@ from hf_flexseq import (
     FlexSeqMixin,
     FlexSeqTrainer,
 )
-from hf_flexseq.hf.model.checks import check_model
+from hf_flexseq.hf.model.calls import read_call
+from hf_flexseq.hf.model.checks import check_deterministic, check_model
+from hf_flexseq.hf.model.probed import PROBED_FAMILIES
+from hf_flexseq.hf.model.trial import try_model
 from hf_flexseq.hf.trainer_checks import check_accelerator
 from tests.hf.test_trainer import (
     OPTIONS,
@@ -366,6 +369,7 @@ SIZES = {
 }
 EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2}
 ROPE = {"rope_theta": 1e4, "original_max_position_embeddings": 64}
+MIXED = ["sliding_attention", "full_attention"]
 LONGROPE = ROPE | {"rope_type": "longrope", "short_factor": [1.0] * 4, "long_factor": [2.0] * 4}
 
 
@@ -398,6 +402,11 @@ def meta_model(name, kind="ForCausalLM", **config):
         ("Cohere2", {"layer_types": ["full_attention"] * 2}),
         ("GPT2", {"kind": "LMHeadModel", "attn_pdrop": 0.0}),
         ("OPT", {"ffn_dim": 48, "word_embed_proj_dim": 32}),
+        ("Mistral", {"sliding_window": 4}),
+        ("Gemma2", {}),
+        ("Gemma3", {"layer_types": MIXED}),
+        ("GptOss", EXPERTS),
+        ("DeepseekV3", {"kv_lora_rank": 16, "num_key_value_heads": 4}),
     ],
 )
 def test_models_that_can_be_trained(name, config):
@@ -405,43 +414,30 @@ def test_models_that_can_be_trained(name, config):
 
 
 NO_DROPOUT = {"attention_probs_dropout_prob": 0.0}
-WINDOW = r"sliding_window=4 is not available; set config.sliding_window=None"
-NO_INTERFACE = "does not use transformers' attention interface"
+NO_INTERFACE = "does not call transformers' attention interface"
 
 
 @pytest.mark.parametrize(
     "name, config, message",
     [
-        ("Mistral", {"sliding_window": 4}, WINDOW),
-        ("Phi3", {"sliding_window": 4}, WINDOW),
-        (
-            "Qwen2",
-            {"use_sliding_window": True, "max_window_layers": 1},
-            "layers of the kinds sliding_attention",
-        ),
-        (
-            "Gemma3",
-            {"layer_types": ["sliding_attention", "full_attention"]},
-            "layers of the kinds sliding_attention",
-        ),
         (
             "MiniMax",
             {"layer_types": ["linear_attention", "full_attention"]},
             "layers of the kinds linear_attention",
         ),
         (
-            "Gemma2",
-            {"layer_types": ["full_attention"] * 2},
-            "attn_logit_softcapping=50.0: softcapped",
+            "Moshi",
+            {"sliding_window": 4, "codebook_size": 8, "ffn_dim": 48},
+            "layer 0: its mask shows full attention, but its call and configuration say window 4",
         ),
-        ("Gemma2", {"attn_logit_softcapping": None}, "layers of the kinds sliding_attention"),
         (
-            "GptOss",
-            {"layer_types": ["full_attention"] * 2, **EXPERTS},
-            "layers.0.self_attn has attention sinks",
+            "Llama",
+            {"attn_logit_softcapping": 3.0},
+            "layer 0 asks for softcap=None, but its configuration says softcap=3.0",
         ),
-        ("Falcon", {}, NO_INTERFACE),
-        ("Bloom", {}, NO_INTERFACE),
+        ("GPTJ", {"attn_pdrop": 0.0, "rotary_dim": 4}, NO_INTERFACE),
+        ("CodeGen", {"attn_pdrop": 0.0, "rotary_dim": 4}, NO_INTERFACE),
+        ("Bloom", {}, "counts positions itself"),
         ("Doge", {}, "DogeAttention asks for a mask of its own"),
         ("DeepseekV32", {}, "layers of the kinds indexed_attention"),
         (
@@ -467,11 +463,6 @@ NO_INTERFACE = "does not use transformers' attention interface"
         ),
         ("Roberta", {"is_decoder": True, **NO_DROPOUT}, "counts positions from its padding_idx"),
         ("Bert", {"kind": "LMHeadModel", **NO_DROPOUT}, "asks for attention in both directions"),
-        (
-            "DeepseekV3",
-            {"kv_lora_rank": 16, "num_key_value_heads": 4},
-            "queries of 192 and values of 128 dimensions",
-        ),
         ("Llama", {"kind": "ForTokenClassification"}, "its loss is ForTokenClassification"),
         ("Qwen2_5_VL", {"kind": "ForConditionalGeneration"}, "does not take num_items_in_batch"),
         ("T5Gemma", {"kind": "ForConditionalGeneration"}, "it is an encoder-decoder"),
@@ -482,6 +473,67 @@ def test_models_that_cannot_be_trained(name, config, message):
         check_model(meta_model(name, **config))
     one_line(raised)
     assert type(raised.value) is NotImplementedError
+
+
+@pytest.mark.parametrize(
+    "name, config, message",
+    [
+        ("Mistral", {"sliding_window": 0}, "layer 0 is sliding_attention over sliding_window=0"),
+        (
+            "Gemma3",
+            {"layer_types": MIXED[::-1], "sliding_window": None},
+            "layer 1 is sliding_attention, but config.sliding_window is None",
+        ),
+        (
+            "Llama4",
+            {"layer_types": ["full_attention", "chunked_attention"], "attention_chunk_size": -2},
+            "layer 1 is chunked_attention over attention_chunk_size=-2",
+        ),
+    ],
+)
+def test_configurations_without_a_meaning(name, config, message):
+    with pytest.raises(ValueError, match=message) as raised:
+        check_model(meta_model(name, **config))
+    one_line(raised)
+
+
+def test_a_call_that_contradicts_the_configuration():
+    model = meta_model("Gemma3", layer_types=MIXED)
+    attention = model.model.layers[1].self_attn
+    keywords = {"sliding_window": 4, "dropout": 0.0}
+    with pytest.raises(
+        NotImplementedError,
+        match=r"of layer 1: its call asks for window 4 attention \(sliding_window=4\), but its "
+        "configuration says full",
+    ) as raised:
+        read_call(attention, None, keywords)
+    one_line(raised)
+
+
+def test_deterministic_attention_is_full_attention():
+    check_deterministic(meta_model("Llama"))
+    with pytest.raises(NotImplementedError, match="layer 0 has a window 4; set deterministic=F"):
+        check_deterministic(meta_model("Mistral", sliding_window=4))
+
+
+def test_a_mask_with_rules_of_its_own():
+    model = meta_model("Gemma3", layer_types=["full_attention"] * 2)
+    model.config.use_bidirectional_attention = True
+    refusal = try_model(model).refusal
+    assert "in both directions" in refusal or "or_masks" in refusal
+
+
+def test_a_trial_that_ends_early(monkeypatch):
+    model = tiny_llama()
+
+    def breaks(*args, **kwargs):
+        raise RuntimeError("no numbers here")
+
+    monkeypatch.setattr(transformers.models.llama.modeling_llama.LlamaMLP, "forward", breaks)
+    with pytest.raises(NotImplementedError, match="tried to the end .RuntimeError: no numbers"):
+        check_model(model)
+    monkeypatch.setitem(PROBED_FAMILIES, "llama", "in this test")
+    check_model(model)
 
 
 def test_the_trial_of_a_model_leaves_no_trace():

@@ -49,12 +49,22 @@ def tokenizer():
     )
 
 
-def sft_trainer(cls, folder, batch, *, model=None, settings=None, train_dataset=None, **options):
+def sft_trainer(
+    cls,
+    folder,
+    batch,
+    *,
+    accumulation=1,
+    model=None,
+    settings=None,
+    train_dataset=None,
+    **options,
+):
     args = training_arguments(
         SFTConfig,
         folder,
         batch=batch,
-        accumulation=1,
+        accumulation=accumulation,
         **{
             "optim": "sgd",
             "max_length": None,

@@ -1,5 +1,5 @@
-"""Families of models: on two nodes of two ranks, under random plans that share sequences between the
-nodes, plain and checkpointed, each one's loss and gradients are those of one process. What is
+"""Families of models: on two nodes of two ranks, under random plans that share sequences between
+the nodes, plain and checkpointed, each one's loss and gradients are those of one process. What is
 refused is in `test_checks.py`. Ranks are threads."""
 
 import random
@@ -104,7 +104,7 @@ FAMILIES = {
         "moe_topk": 2,
     },
     "MiMoV2Flash": {"head_dim": 8, "v_head_dim": 6, **ROUTED_N, **MIXED},
-    "Gemma3n": {"head_dim": 8, **SHARED_KEYS},
+    "Gemma3n": {"head_dim": 8, "activation_sparsity_pattern": [0.9, 0.0, 0.0, 0.0], **SHARED_KEYS},
 }
 # Like some of the families above; `scripts/benchmarks/families.py` tries these, too.
 MORE_FAMILIES = {
@@ -120,6 +120,7 @@ MORE_FAMILIES = {
     "Glm4MoeLite": {**LATENT, **ROUTED_N},
     "GraniteMoeSWA": {**EXPERTS, **MIXED},
     "GraniteSWA": MIXED,
+    "JetMoe": {"num_local_experts": 4, "num_experts_per_tok": 2, "kv_channels": 8},
     "Laguna": {"head_dim": 8, **ROUTED, **MIXED},
     "Mellum": {"head_dim": 8, **ROUTED, **MIXED},
     "VaultGemma": {"head_dim": 8, "attn_logit_softcapping": 0.5, **MIXED},
@@ -196,7 +197,7 @@ def errors_of(rank, world_size, family, plans, wanted):
     wanted_loss, wanted_gradients = wanted
     worst = []
     for plan, checkpointing in zip(plans, CHECKPOINTING, strict=True):
-        if checkpointing:
+        if checkpointing and model.supports_gradient_checkpointing:
             model.gradient_checkpointing_enable({"use_reentrant": False})
         loss, gradients, _ = run_plan(model, plan, documents(LENGTHS), communicator)
         errors = relative_errors(gradients, wanted_gradients)

@@ -8,11 +8,19 @@ import pytest
 from hf_flexseq.cost.presets import PRESETS
 from hf_flexseq.plan import Group, MicroBatch, widest_first
 from hf_flexseq.planner import make_plan
-from hf_flexseq.planner.notes import contact_notes
+from hf_flexseq.planner.notes import contact_notes, kinds_notes
 from hf_flexseq.topology import Topology
 
 H200 = replace(PRESETS["llama-3.1-8b-h200"], contact_s=0.5)
 FOUR_NODES = Topology(nodes=4, ranks_per_node=2)
+
+
+def test_a_note_says_which_layers_take_attention_s_seconds() -> None:
+    (note,) = kinds_notes([1000, 100_000], PRESETS["gemma-3-27b-h100"])
+    assert note.startswith("layers 83.9 % window 1024, 16.1 % full; of attention's 7.3 device-")
+    assert kinds_notes([1000, 100_000], H200) == ()
+    plan = make_plan([1000, 9000], FOUR_NODES, PRESETS["gemma-3-27b-h100"])
+    assert sum("window 1024" in line for line in plan.notes) == 1
 
 
 def micro_batches(*groups: tuple[int, int, str]) -> list[MicroBatch]:

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from hf_flexseq.cost.presets import load_cost_model
 from hf_flexseq.cost.stages import PipelineCost, chunk_costs, shape_of
+from hf_flexseq.layers import Reach
 from hf_flexseq.plan.pipeline import parse
 from hf_flexseq.planner.pipeline import make_pipeline_plan
 from hf_flexseq.schedule.pipeline.walk import makespan_ns, peak_bytes, timed
@@ -127,6 +128,48 @@ def test_sending_delays_the_neighbour_only():
 def test_negative_costs_are_refused(field):
     with pytest.raises(ValueError, match=f"{field}=-1.0: must not be negative"):
         PipelineCost.even(1, stage_cost(**{field: -1.0}))
+
+
+def test_chunks_are_priced_by_the_pairs_that_windows_leave():
+    window, chunk = Reach(window=100), Reach(chunk=64)
+    near = ((window, 2.0), (chunk, 0.5))
+    stage = stage_cost(linear_ns=0.0, attention_ns=1.0, chunk_ns=0.0, near_ns=near)
+    made = plan_of((parse("0F0.0 0F0.1 0B0.1 0B0.0"),), sizes=[2], tokens=300)
+    shapes = [shape_of(one, made.lengths) for one in made.chunks]
+    expected = []
+    for one in made.chunks:
+        total = 0.0
+        for part in one.slices:
+            for query in range(part.start, part.stop):
+                total += query + 1
+                for reach, pair_ns in near:
+                    total += pair_ns * (query + 1 - reach.first_key(query))
+        expected.append(round(total))
+    assert chunk_costs(PipelineCost.even(1, stage), shapes).forward == [expected]
+
+
+def test_stages_with_windows_survive_json():
+    near = ((Reach(window=100), 2.0), (Reach(chunk=64), 0.5))
+    cost = PipelineCost.even(2, stage_cost(near_ns=near))
+    assert PipelineCost.from_record(cost.to_record()) == cost
+    assert "near_ns" not in even_cost(2).to_record()["stages"][0]
+    broken = cost.to_record()
+    broken["stages"][0]["near_ns"][0]["window"] = 0
+    with pytest.raises(ValueError, match="stage 0: kinds, window=0"):
+        PipelineCost.from_record(broken)
+
+
+def test_a_model_with_windows_costs_its_stages_what_it_costs_whole():
+    model = load_cost_model("gemma-3-27b-h100")
+    made = plan_of((parse("0F0.0 0B0.0"),), sizes=[1], tokens=8192)
+    costs = chunk_costs(
+        PipelineCost.of_model(model, 4), [shape_of(chunk, made.lengths) for chunk in made.chunks]
+    )
+    total = sum(
+        row[0] for rows in (costs.forward, costs.input_grad, costs.weight_grad) for row in rows
+    )
+    whole = model.sequence_ns(8192, 1, "local", False) + model.micro_batch_ns
+    assert total == pytest.approx(whole, rel=2e-4)
 
 
 def test_a_models_cost_is_divided_over_the_stages():

@@ -18,11 +18,13 @@ from hf_flexseq.attention import SequenceContext
 from hf_flexseq.distributed.communicator import Communicator
 from hf_flexseq.hf.attention import NAME
 from hf_flexseq.hf.model.facts import ModelFacts
+from hf_flexseq.hf.model.layer_kinds import layer_kinds
 from hf_flexseq.hf.model.loss import attach_chunked_loss
 from hf_flexseq.hf.model.positions import attach_positions, needed_columns
 from hf_flexseq.kernels import Kernel
+from hf_flexseq.layers import FULL
 from hf_flexseq.plan.shard import Shard, make_shard
-from hf_flexseq.profiler.design import ProbeLayout
+from hf_flexseq.profiler.design import LayersOfReach, ProbeLayout
 from hf_flexseq.profiler.runs import Run
 from hf_flexseq.steps.inputs import model_inputs
 from hf_flexseq.steps.token_columns import INDICES, LENGTHS
@@ -43,26 +45,32 @@ class ModelProbes:
         """The dtype that attention computes in."""
         return self._facts.compute_dtype
 
-    def __call__(self, layers: int) -> "ModelProbe":
-        """Make a copy with `layers` layers."""
-        return ModelProbe(self._facts, layers, self._communicator, self._device)
+    def __call__(self, layers: int, reaches: LayersOfReach = ()) -> "ModelProbe":
+        """Make a copy with `layers` layers, of which so many have these reaches."""
+        kept = kept_layers(self._facts.config, layers, reaches)
+        return ModelProbe(self._facts, kept, self._communicator, self._device)
 
 
 class ModelProbe:
-    """A copy of a model with `layers` layers on `device`.
+    """A copy of a model with some of its layers on `device`.
 
     The random numbers of the run stay as they are.
     """
 
     def __init__(
-        self, facts: ModelFacts, layers: int, communicator: Communicator, device: torch.device
+        self,
+        facts: ModelFacts,
+        kept: Sequence[int],
+        communicator: Communicator,
+        device: torch.device,
     ) -> None:
+        """kept: indices of the layers that the copy has."""
         self.facts = facts
         self.communicator = communicator
         self.device = device
         # 1. the copy, with random weights
         with untouched_random_numbers(device), torch.device(device):
-            model = facts.kind(shortened(facts.config, layers)).to(facts.dtype).train()
+            model = facts.kind(shortened(facts.config, kept)).to(facts.dtype).train()
         # 2. everything that changes its seconds in training
         model.set_attn_implementation(NAME)
         attach_chunked_loss(model)
@@ -129,13 +137,39 @@ class ModelProbe:
         return columns
 
 
-def shortened(config: PreTrainedConfig, layers: int) -> PreTrainedConfig:
-    """Copy `config`, with only the first `layers` layers."""
+def kept_layers(config: PreTrainedConfig, layers: int, reaches: LayersOfReach) -> list[int]:
+    """Choose the first `layers` layers of a model with so many of each reach; the others read all
+    keys."""
+    left = {reach: count for count, reach in reaches}
+    left[FULL] = layers - sum(left.values())
+    kept = []
+    for index, kind in enumerate(layer_kinds(config.get_text_config())):
+        if left.get(kind.reach, 0):
+            left[kind.reach] -= 1
+            kept.append(index)
+    assert not any(left.values()), f"{config.model_type} has not the layers of its shape: {left}"
+    return kept
+
+
+def shortened(config: PreTrainedConfig, kept: Sequence[int]) -> PreTrainedConfig:
+    """Copy `config`, with only the layers at the indices `kept`.
+
+    Every list with an entry for each layer keeps those of these. Layers that read the keys of
+    others, and dense ones at the start of a model with experts, are replaced by what most layers
+    are.
+    """
     short = copy.deepcopy(config)
     text = short.get_text_config()
-    text.num_hidden_layers = layers
-    if getattr(text, "layer_types", None):
-        text.layer_types = text.layer_types[:layers]
+    layers = text.num_hidden_layers
+    if len(kept) == layers:
+        return short
+    text.num_hidden_layers = len(kept)
+    for name, value in list(vars(text).items()):
+        if isinstance(value, list | tuple) and len(value) == layers:
+            setattr(text, name, [value[index] for index in kept])
+    for name in ("num_kv_shared_layers", "first_k_dense_replace"):
+        if getattr(text, name, None):
+            setattr(text, name, 0)
     return short
 
 

@@ -23,7 +23,7 @@ from torch.distributed.tensor import DTensor
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from hf_flexseq.cost.analytic import ModelShape
-from hf_flexseq.hf.model.layer_kinds import layer_kinds
+from hf_flexseq.hf.model.layer_kinds import layer_kinds, reach_counts
 
 AUTOCAST_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}  # by accelerate's names
 
@@ -106,17 +106,58 @@ def model_shape(model: nn.Module) -> ModelShape:
     """Read the sizes of a decoder-only HF model from its configuration and its parameters."""
     config = model.config.get_text_config()
     attention = attention_shape(config)
+    params = sum(_elements(parameter) for parameter in model.parameters())
+    kinds = reach_counts(layer_kinds(config))
     return ModelShape(
         layers=config.num_hidden_layers,
         hidden=config.hidden_size,
         heads=attention.query_heads,
         kv_heads=attention.kv_heads,
         head_dim=attention.head_dim,
-        intermediate=getattr(config, "intermediate_size", None) or 4 * config.hidden_size,
+        intermediate=_mlp_width(config),
         vocab=config.vocab_size,
-        params=sum(_elements(parameter) for parameter in model.parameters()),
+        params=params,
         dtype_bytes=next(model.parameters()).element_size(),
+        reaches=tuple((layers, reach) for reach, layers in kinds.items() if not reach.is_full),
+        active_params=_active_params(model, params),
     )
+
+
+def _experts(config: PreTrainedConfig) -> tuple[int, int]:
+    """Return how many experts a layer has, and how many of them work on a token; (0, 0) for a
+    model without experts."""
+    for name in ("num_experts", "num_local_experts", "n_routed_experts"):
+        experts = getattr(config, name, None)
+        if experts:
+            break
+    else:
+        return 0, 0
+    for name in ("num_experts_per_tok", "experts_per_token", "top_k_experts", "moe_topk"):
+        active = getattr(config, name, None)
+        if active:
+            return experts, min(active, experts)
+    return experts, experts
+
+
+def _mlp_width(config: PreTrainedConfig) -> int:
+    """Return the width inside the MLP, or inside all experts together that work on a token."""
+    width: int = getattr(config, "intermediate_size", None) or 4 * config.hidden_size
+    _, active = _experts(config)
+    if not active:
+        return width
+    return active * (getattr(config, "moe_intermediate_size", None) or width)
+
+
+def _active_params(model: nn.Module, params: int) -> int | None:
+    """Return the parameters that work on one token, where these are fewer than all."""
+    experts, active = _experts(model.config.get_text_config())
+    if active == experts:
+        return None
+    of_experts = 0
+    for name, parameter in model.named_parameters():
+        if ".experts." in name:
+            of_experts += _elements(parameter)
+    return params - of_experts * (experts - active) // experts
 
 
 def _elements(parameter: nn.Parameter) -> int:

@@ -6,7 +6,7 @@ Its attention returns empty tensors, and so do its experts, whose routing would 
 Which keys a layer may read stands in its mask, and in some models nowhere else. So the twin gets
 a mask function, too, as transformers' own attention has: it reads the rule from which transformers
 would have made a mask, part by part, and knows the parts listed in `_rule_of`. A mask is compared
-with what `attention.py` would compute of the same call.
+with what would be computed of the same call (`calls.py`).
 """
 
 import copy
@@ -21,7 +21,7 @@ from torch import nn
 from transformers import AttentionInterface, PreTrainedModel, masking_utils
 from transformers.masking_utils import AttentionMaskInterface
 
-from hf_flexseq.hf.attention import Asked, UnsupportedAttention, read_call
+from hf_flexseq.hf.model.calls import Asked, UnsupportedAttention, read_call
 from hf_flexseq.layers import FULL, Reach
 
 logger = logging.getLogger(__name__)

@@ -86,7 +86,18 @@ def _of_model(trainer: Any) -> list[Refusal]:
             message="model_init with a pipeline: a trial would begin with stages of the one "
             "before",
         ),
+        Refusal(
+            when=_shares_keys(trainer.model),
+            message="a model whose layers read keys of earlier ones (config.num_kv_shared_layers) "
+            "with a pipeline, whose stages have their own: set pipeline_parallel_size=1",
+        ),
     ]
+
+
+def _shares_keys(model: Any) -> bool:
+    """Tell whether layers of a model read the keys of earlier layers."""
+    modes = getattr(model.config.get_text_config(), "kv_sharing_modes", None) or ()
+    return "reuse" in modes
 
 
 def check_divides(stages: int, world: int) -> None:

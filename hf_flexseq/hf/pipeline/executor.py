@@ -39,6 +39,7 @@ from hf_flexseq.hf.model.facts import (
     is_checkpointed,
     model_shape,
 )
+from hf_flexseq.hf.model.images import check_text_alone
 from hf_flexseq.hf.model.loss import ChunkedLoss, attach_chunked_loss, has_chunkable_loss
 from hf_flexseq.hf.model.positions import AttachedPositions, attach_positions, needed_columns
 from hf_flexseq.hf.pipeline.checks import check_divides, check_pipeline_trainer
@@ -262,6 +263,8 @@ class StageExecutor:
     def deal(self, drawn: DrawnStep, plan: StepPlan, *, waited_s: float) -> PipelineStep:
         """Bring the drawn tokens to every rank of the replica that works on them. Collective over
         the world."""
+        communicator = self.setup.communicator
+        check_text_alone(self.stage.stack.model.config, drawn.row.columns, communicator)
         row = with_token_columns(drawn.row, self._token_columns)
         columns = self._exchange(row, plan, drawn.sources, self.replica)
         return PipelineStep(

@@ -105,14 +105,15 @@ def _shape(row: Row, lengths: Sequence[int]) -> StageShape:
     sequence."""
     tokens = 0
     pairs = 0
-    for _, start, stop in row:
+    ranges = tuple((start, stop) for _, start, stop in row)
+    for start, stop in ranges:
         tokens += stop - start
         pairs += causal_pairs(start, stop)
     sequence, start, stop = row[0]
     length = lengths[sequence]
     if stop - start == length:
-        return StageShape(tokens=tokens, pairs=pairs, cut=0, length=0)
-    return StageShape(tokens=tokens, pairs=pairs, cut=stop - start, length=length)
+        return StageShape(tokens=tokens, pairs=pairs, cut=0, length=0, ranges=ranges)
+    return StageShape(tokens=tokens, pairs=pairs, cut=stop - start, length=length, ranges=ranges)
 
 
 # ---- bytes

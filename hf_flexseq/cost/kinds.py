@@ -1,0 +1,168 @@
+"""Layers that read less than all keys of their sequence, as a cost model knows them.
+
+A layer with a window of w tokens computes s(s+1)/2 pairs of a sequence up to w tokens, and w more
+for every further token; one with chunks of c tokens as many as that many sequences of c. Where
+ranks keep their own tokens (zigzag, balanced, all-gather), such a layer needs a halo: of the
+tokens before each of a rank's slices as many as the reach goes back, but no more than there are.
+"""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hf_flexseq.layers import Reach
+from hf_flexseq.values import MAX_TOKENS, duration, fields_of, items, number, whole
+
+FloatArray = NDArray[np.float64]
+
+# Shares of layers are sums of floats: so much less than one layer is none.
+NO_SHARE = 1e-9
+
+# What a halo moves, in trips of keys and values: there, and float32 gradients back, which take as
+# long as two.
+HALO_TRIPS = 3
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LayerKind:
+    """All layers of a model that have one reach, which is no full one."""
+
+    reach: Reach
+    """Which keys their queries read."""
+    share: float
+    """Share of the model's layers, and of the bytes that these move."""
+    attention_s: float
+    """Seconds per two (query, key) pairs, forward and backward, all of these layers; about a
+    squared token's where a sequence is within the reach."""
+
+    def __post_init__(self) -> None:
+        if self.reach.is_full:
+            raise ValueError("kinds: full layers are in attention_s; list windows and chunks only")
+        whole(f"kinds, {self.reach}", halo_tokens(self.reach) + 1, most=MAX_TOKENS)
+        number(f"kinds, {self.reach}, share", self.share, most=1.0)
+        duration(f"kinds, {self.reach}, attention_s", self.attention_s)
+
+    def to_record(self) -> dict[str, Any]:
+        """Return the kind as plain JSON values."""
+        record: dict[str, Any] = {"share": float(self.share)}
+        record["attention_s"] = float(self.attention_s)
+        for name in ("window", "chunk"):
+            if getattr(self.reach, name) is not None:
+                record[name] = getattr(self.reach, name)
+        return record
+
+    @classmethod
+    def from_record(cls, record: Any) -> "LayerKind":
+        """Return the kind that `to_record` was called on. Raises ValueError for anything else."""
+        values = fields_of(
+            record,
+            "a kind of layers",
+            needed=("share", "attention_s"),
+            optional=("window", "chunk"),
+        )
+        return cls(
+            reach=reach_of(values), share=values["share"], attention_s=values["attention_s"]
+        )
+
+
+def reach_of(record: Mapping[str, Any]) -> Reach:
+    """Return the reach of a record with a `window`, a `chunk`, or neither. Raises ValueError for
+    tokens that none can have."""
+    sizes = {}
+    for name in ("window", "chunk"):
+        if record.get(name) is not None:
+            sizes[name] = whole(f"kinds, {name}", record[name], least=1, most=MAX_TOKENS)
+    return Reach(**sizes)
+
+
+def check_kinds(kinds: Iterable[LayerKind]) -> None:
+    """Raise ValueError for a reach that is listed twice, and for more layers than a model has."""
+    reaches = [kind.reach for kind in kinds]
+    for index, reach in enumerate(reaches):
+        if reach in reaches[:index]:
+            raise ValueError(f"kinds: {reach} is listed twice")
+    if full_share(kinds) < 0:
+        shares = sum(kind.share for kind in kinds)
+        raise ValueError(f"kinds: {shares:.3g} of the layers, at most all of them (1) can be")
+
+
+def full_share(kinds: Iterable[LayerKind]) -> float:
+    """Return the share of layers that are of none of the kinds."""
+    share = 1.0
+    for kind in kinds:
+        share -= kind.share
+    return 0.0 if abs(share) < NO_SHARE else share
+
+
+def kinds_of_records(value: Any) -> tuple[LayerKind, ...]:
+    """Return a cost model's kinds from its record. Raises ValueError for others."""
+    return tuple(LayerKind.from_record(one) for one in items("kinds", value))
+
+
+# ---- pairs
+
+
+def doubled_pairs(reach: Reach, s: FloatArray) -> FloatArray:
+    """Return twice the (query, key) pairs of sequences, or of their first tokens, [sequences].
+
+    s: [sequences] tokens. `Reach.pairs` counts those of one.
+    """
+    if reach.window is not None:
+        within: FloatArray = np.minimum(s, reach.window)
+        return within * (within + 1) + (2 * reach.window) * (s - within)
+    if reach.chunk is not None:
+        whole_chunks: FloatArray = np.floor(s / reach.chunk)
+        rest = s - whole_chunks * reach.chunk
+        return whole_chunks * (reach.chunk * (reach.chunk + 1)) + rest * (rest + 1)
+    return s * (s + 1)
+
+
+def busiest_pairs(reach: Reach, s: FloatArray, degree: int, strategy: str) -> FloatArray:
+    """Return twice the pairs of the rank that has most of them, [sequences], where ranks compute
+    their own slices.
+
+    A slice at the start of its sequence has fewer than one behind it, whose queries read as far
+    back as the window goes. The two slices of a rank in the middle (zigzag), or the last one
+    (balanced), have most. Chunks are taken to be even: with chunks about as long as slices a rank
+    may have twice as many.
+    """
+    if degree == 1 or reach.window is None:
+        return doubled_pairs(reach, s) / degree
+    if strategy == "balanced":
+        return doubled_pairs(reach, s) - doubled_pairs(reach, s - s / degree)
+    middle, half = s / 2, s / (2 * degree)  # the slices are next to the middle
+    return doubled_pairs(reach, middle + half) - doubled_pairs(reach, middle - half)
+
+
+# ---- halos
+
+
+def halo_tokens(reach: Reach) -> int:
+    """Return the tokens before a query that it reads at most."""
+    size = reach.window if reach.window is not None else reach.chunk
+    assert size is not None, "a full layer has no halo"
+    return size - 1
+
+
+def halos(reach: Reach, s: FloatArray, degree: int, strategy: str) -> FloatArray:
+    """Return the tokens that the busiest rank receives before a layer, [sequences].
+
+    It has one slice under `balanced`, else two. Those of two ranks lie side by side in the rank
+    that has the middle ones, so that either rank receives one halo only.
+    """
+    others = s * (degree - 1) / degree  # tokens that the rank does not hold
+    slices = 1 if strategy == "balanced" or degree == 2 else 2
+    return np.minimum(slices * halo_tokens(reach), others)
+
+
+def layers_text(kinds: Iterable[LayerKind]) -> str:
+    """Return which share of the layers has which reach, in words for people."""
+    kinds = tuple(kinds)
+    parts = [f"{100 * kind.share:.3g} % {kind.reach}" for kind in kinds]
+    full = full_share(kinds)
+    if full:
+        parts.append(f"{100 * full:.3g} % full")
+    return "layers " + ", ".join(parts)

@@ -1,0 +1,76 @@
+"""Ten steps of the Trainer on families with layers of several kinds, shared by two ranks, against
+ten steps of the plain Trainer in one process. `scripts/benchmarks/families.py` takes ten families
+and every way to train them."""
+
+import pytest
+from transformers import Trainer
+from trl import SFTTrainer
+
+from hf_flexseq import FlexSeqArguments
+from tests.hf.test_mixin import FlexSeqSFTTrainer, sft_trainer
+from tests.hf.test_reach import make_model
+from tests.hf.test_trainer import OPTIONS, logged, make_trainer, plain_run, update_error
+from tests.ranks import run_ranks
+
+WAYS = ("subclass", "callback", "sft")
+# SFTTrainer asks models of experts for their router loss, unless it is weighed with 0.
+NO_ROUTER_LOSS = {"router_aux_loss_coef": 0.0}
+
+
+def plain_family(folder, way, family):
+    """Weights before and after, and losses, of one process.
+
+    It takes one document at a time: a window that shows padding alone makes NaN in some families.
+    """
+    model = make_model(family)
+    model.set_attn_implementation("eager")
+    if way != "sft":
+        before, after, history = plain_run(folder, batch=1, accumulation=4, model=model)
+        return before, after, logged(history, "loss")
+    before = {n: p.detach().clone() for n, p in model.named_parameters()}
+    trainer = sft_trainer(
+        SFTTrainer, folder, 1, accumulation=4, model=model, settings=NO_ROUTER_LOSS
+    )
+    trainer.train()
+    after = {n: p.detach() for n, p in model.named_parameters()}
+    return before, after, logged(trainer.state.log_history, "loss")
+
+
+def family_run(rank, world_size, folder, way, family):
+    """Weights after the run, its losses, and how often two ranks shared sequences."""
+    model = make_model(family)
+    if way == "sft":
+        arguments = FlexSeqArguments(**OPTIONS)
+        trainer: Trainer = sft_trainer(
+            FlexSeqSFTTrainer,
+            folder,
+            2,
+            model=model,
+            settings=NO_ROUTER_LOSS,
+            flexseq_args=arguments,
+        )
+    else:
+        trainer = make_trainer(way, model, folder, 2, 1, "sgd", 72)
+    trainer.train()
+    weights = {n: p.detach().numpy() for n, p in model.named_parameters()}
+    history = trainer.state.log_history
+    return weights, logged(history, "loss"), max(logged(history, "flexseq/groups_of_2"))
+
+
+def errors_of_family(folder, way, family):
+    """The error of the update on each rank, which is small beside the loss's float32."""
+    before, wanted, losses = plain_family(folder, way, family)
+    errors = []
+    for found, found_losses, shared in run_ranks(family_run, 2, folder, way, family, seconds=300):
+        assert found_losses == pytest.approx(losses, rel=1e-5)
+        assert shared >= 1, "no step ever split a sequence"
+        errors.append(update_error(before, wanted, found))
+    return errors
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize(
+    ("way", "family"), [("subclass", "Gemma3"), ("callback", "GptOss"), ("sft", "DeepseekV3")]
+)
+def test_ten_steps_of_a_family_equal_the_plain_trainer(tmp_path, way, family):
+    assert max(errors_of_family(tmp_path, way, family)) < 2e-6

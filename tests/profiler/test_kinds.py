@@ -1,0 +1,218 @@
+"""Calibration of models whose layers differ: what is timed, on which copies, and what the fit
+finds."""
+
+import dataclasses
+from typing import Any
+
+import pytest
+import torch
+from accelerate import Accelerator
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from hf_flexseq.cost import lockstep_ns
+from hf_flexseq.cost.analytic import DEVICES, ModelShape, analytic_cost_model
+from hf_flexseq.cost.kinds import LayerKind
+from hf_flexseq.distributed.communicator import Communicator
+from hf_flexseq.hf.calibration.probe import ModelProbes, kept_layers, shortened
+from hf_flexseq.hf.model.facts import model_facts, model_shape
+from hf_flexseq.hf.model.layer_kinds import layer_kinds
+from hf_flexseq.kernels.reference import Reference
+from hf_flexseq.layers import FULL, Reach
+from hf_flexseq.profiler.design import (
+    Effort,
+    LayersOfReach,
+    ProbeShape,
+    all_reaches,
+    alone,
+    make_design,
+    reaches_of_copy,
+)
+from hf_flexseq.profiler.fit import Compute, Sample, fit_compute
+from hf_flexseq.profiler.runs import KernelRun
+from hf_flexseq.topology import Topology
+
+WINDOW = Reach(window=512)
+CHUNK = Reach(chunk=700)
+ONE = Topology(nodes=1, ranks_per_node=1)
+SHAPE = ModelShape(
+    layers=24,
+    hidden=1024,
+    heads=8,
+    kv_heads=2,
+    head_dim=128,
+    intermediate=4096,
+    vocab=32000,
+    params=200_000_000,
+    reaches=((15, WINDOW), (3, CHUNK)),
+)
+TRUTH = Compute(
+    attention_s=2e-10,
+    linear_s=3e-7,
+    layer_s=1e-4,
+    head_s=5e-7,
+    base_s=2e-3,
+    near_s=((WINDOW, 3e-10), (CHUNK, 1.5e-10)),
+)
+
+
+def sized(model_type: str, **options: Any) -> Any:
+    return AutoConfig.for_model(
+        model_type, vocab_size=61, hidden_size=32, intermediate_size=48, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=8, **options
+    )  # fmt: skip
+
+
+def synthetic(shape: ProbeShape, layers: int, reaches: LayersOfReach) -> Sample:
+    """Time a shape by the closed form of `TRUTH`."""
+    if shape.strategy == "local":
+        estimate = analytic_cost_model(SHAPE, DEVICES["CPU"], ONE)
+        cost = TRUTH.fill(estimate, layers, reaches)
+        layout = alone(shape.lengths, ONE)
+        (nanoseconds,) = lockstep_ns(cost, [layout.micro_batch], layout.lengths, ONE)
+        seconds = nanoseconds / 1e9
+    else:
+        (tokens,) = shape.lengths
+        pairs = 2 * shape.reach.pairs(tokens) if not shape.reach.is_full else tokens * tokens
+        layer_s = dict(TRUTH.near_s).get(shape.reach, TRUTH.attention_s)
+        seconds = layer_s * pairs + 1e-8 * tokens + 1e-5
+        reaches = () if shape.reach.is_full else ((1, shape.reach),)
+    return Sample(
+        strategy=shape.strategy,
+        degree=1,
+        layers=layers,
+        lengths=shape.lengths,
+        seconds=seconds,
+        reaches=reaches,
+    )
+
+
+def test_a_fit_recovers_a_coefficient_for_every_reach() -> None:
+    design = make_design(SHAPE, analytic_cost_model(SHAPE, DEVICES["H100"], ONE), ONE, Effort())
+    samples = []
+    for shape in design.shapes:
+        if shape.strategy == "kernel":
+            samples.append(synthetic(shape, 1, ()))
+    for layers, reaches in zip(design.depths, design.reaches, strict=True):
+        for shape in design.shapes:
+            if shape.strategy == "local":
+                samples.append(synthetic(shape, layers, reaches))
+    found = fit_compute(samples)
+    assert found.attention_s == pytest.approx(TRUTH.attention_s, rel=0.01)
+    assert found.linear_s == pytest.approx(TRUTH.linear_s, rel=0.01)
+    for reach, seconds in TRUTH.near_s:
+        assert dict(found.near_s)[reach] == pytest.approx(seconds, rel=0.02)
+    cost = found.fill(analytic_cost_model(SHAPE, DEVICES["CPU"], ONE), 24, SHAPE.reaches)
+    assert cost.attention_s == 6 * found.attention_s
+    assert cost.kinds[0] == LayerKind(
+        reach=WINDOW, share=15 / 24, attention_s=15 * dict(found.near_s)[WINDOW]
+    )
+
+
+def test_the_kernel_is_timed_with_every_reach() -> None:
+    design = make_design(SHAPE, analytic_cost_model(SHAPE, DEVICES["CPU"], ONE), ONE, Effort())
+    timed = {shape.reach for shape in design.shapes if shape.strategy == "kernel"}
+    assert timed == {FULL, WINDOW, CHUNK}
+    only_windows = dataclasses.replace(SHAPE, reaches=((24, WINDOW),))
+    assert all_reaches(only_windows) == (WINDOW,)
+
+
+@pytest.mark.parametrize(
+    "reaches, depth, expected",
+    [
+        (((15, WINDOW), (3, CHUNK)), 1, ((1, WINDOW),)),
+        (((15, WINDOW), (3, CHUNK)), 3, ((1, WINDOW), (1, CHUNK))),
+        (((20, WINDOW),), 3, ((2, WINDOW),)),
+        (((12, WINDOW),), 3, ((2, WINDOW),)),
+        (((4, WINDOW),), 3, ((1, WINDOW),)),
+        (((24, WINDOW),), 3, ((3, WINDOW),)),
+        (((15, WINDOW), (3, CHUNK)), 24, ((15, WINDOW), (3, CHUNK))),
+        ((), 3, ()),
+    ],
+)
+def test_a_copy_has_each_reach_and_more_of_the_most(
+    reaches: LayersOfReach, depth: int, expected: LayersOfReach
+) -> None:
+    assert reaches_of_copy(dataclasses.replace(SHAPE, reaches=reaches), depth) == expected
+
+
+def test_a_shortened_config_keeps_the_layers_that_were_chosen() -> None:
+    config = sized("gemma3_text", num_hidden_layers=12, sliding_window=16)
+    kept = kept_layers(config, 3, ((2, Reach(window=16)),))
+    assert kept == [0, 1, 5]
+    short = shortened(config, kept)
+    assert [kind.reach for kind in layer_kinds(short)] == [*[Reach(window=16)] * 2, FULL]
+    assert config.num_hidden_layers == 12
+    assert shortened(config, range(12)).layer_types == config.layer_types
+
+
+def test_dense_layers_at_the_start_do_not_stand_for_layers_with_experts() -> None:
+    config = AutoConfig.for_model("deepseek_v3", num_hidden_layers=6, first_k_dense_replace=3)
+    assert shortened(config, [0, 1]).first_k_dense_replace == 0
+
+
+class Recording(Reference):
+    """A kernel that writes down the windows that it is called with."""
+
+    def __init__(self) -> None:
+        self.windows: list[int | None] = []
+
+    def forward(self, q, k, v, segments, **options):
+        self.windows.append(segments.window)
+        return super().forward(q, k, v, segments, **options)
+
+
+def test_a_copy_runs_windows_and_full_layers() -> None:
+    config = sized("gemma3_text", num_hidden_layers=12, sliding_window=16)
+    model = AutoModelForCausalLM.from_config(config)
+    facts = model_facts(model, Accelerator(cpu=True))
+    assert facts.shape.reaches == ((10, Reach(window=16)),)
+    communicator = Communicator()
+    probes = ModelProbes(facts, communicator, torch.device("cpu"))
+    kernel = Recording()
+    probe = probes(3, reaches_of_copy(facts.shape, 3))
+    probe.run(alone((40, 3), ONE), kernel)()
+    assert kernel.windows == [16, 16, None]
+
+
+@pytest.mark.parametrize("reach", [FULL, Reach(window=3), Reach(chunk=4)], ids=str)
+def test_a_timed_kernel_reads_what_the_layer_reads(reach: Reach) -> None:
+    run = KernelRun(
+        Reference(),
+        10,
+        query_heads=2,
+        kv_heads=1,
+        head_dim=8,
+        forwards=1,
+        reach=reach,
+        dtype=torch.float32,
+        device=torch.device("cpu"),
+    )
+    run()
+    pairs = 0
+    for length in run.segments.k_lens:
+        pairs += Reach(window=run.segments.window).pairs(length)
+    assert pairs == reach.pairs(10)
+
+
+@pytest.mark.parametrize(
+    "model_type, options, width, share",
+    [
+        ("qwen3_moe", {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 24},
+         48, 2 / 8),
+        ("gpt_oss", {"num_local_experts": 4, "num_experts_per_tok": 3}, 3 * 48, 3 / 4),
+        ("llama", {}, 48, 1),
+    ],
+)  # fmt: skip
+def test_experts_that_do_not_work_on_a_token_are_not_active(
+    model_type: str, options: dict[str, Any], width: int, share: float
+) -> None:
+    config = sized(model_type, num_hidden_layers=2, **options)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    shape = model_shape(model)
+    experts = sum(p.numel() for name, p in model.named_parameters() if ".experts." in name)
+    assert shape.intermediate == width
+    if share == 1:
+        assert shape.active_params is None
+    else:
+        assert shape.active_params == shape.params - round((1 - share) * experts)
