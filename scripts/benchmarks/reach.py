@@ -171,7 +171,7 @@ def ask(family: Family, checkpoint: Checkpoint | None, probes: Sequence[str]) ->
     found = None
     if probes and verdict in (TAKEN, SETTING):
         options = unrolled(checkpoint.options) if checkpoint else {}
-        found = tuple(in_process(lambda: probed(family, options), PROBE_S))
+        found = tuple(in_process(lambda: probed(family, options, probes), PROBE_S))
     name, source = (checkpoint.checkpoint, checkpoint.source) if checkpoint else (None, None)
     return Answer(family.name, family.kind.__name__, name, source, verdict, why, found)
 
