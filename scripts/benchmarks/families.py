@@ -28,6 +28,8 @@ import transformers
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.models.auto import modeling_auto
 
+from hf_flexseq.hf.model.layer_kinds import layer_kinds
+
 CHECKPOINTS = Path(__file__).with_name("data") / "checkpoints.json"
 HUB = "https://huggingface.co/"
 
@@ -59,6 +61,7 @@ SMALL: dict[str, Any] = {
     "global_head_dim": 32,
     "num_global_key_value_heads": 1,
     "query_pre_attn_scalar": 16,
+    "attn_logit_softcapping": 2.0,
     "sliding_window": 6,
     "attention_chunk_size": 8,
     "floor_scale": 8,
@@ -86,7 +89,16 @@ SMALL: dict[str, Any] = {
     "zero_expert_num": 2,
     "moe_topk": 2,
 }
+# Those of them that a configuration keeps at None where it has them so.
+OPTIONAL = (
+    "q_lora_rank",
+    "sliding_window",
+    "attention_chunk_size",
+    "attn_logit_softcapping",
+    "n_inner",
+)
 LAYERS = 4
+FAR = 8  # tokens; longer windows and chunks of a tiny model would not be seen
 MOST_PARAMETERS = 8_000_000  # of a tiny model
 
 _ROPE = {"rope_type": "default", "rope_theta": 10000.0}
@@ -212,7 +224,7 @@ def _tiny_options(
             small[name] = value
 
     # 1. what a family does not have it does not get
-    for name in ("q_lora_rank", "sliding_window", "attention_chunk_size", "n_inner"):
+    for name in OPTIONAL:
         if vars(base).get(name) is None and vars(base).get(f"_{name}") is None:
             small.pop(name, None)
             if name in options:
@@ -247,15 +259,26 @@ def _tiny_options(
 def tiny_model(family: Family, options: dict[str, Any], *, near: bool = False) -> PreTrainedModel:
     """Return a model of `tiny_config`, with experts that transformers computes one by one.
 
-    Raises ValueError when it is not tiny: then `SMALL` lacks the name of a size.
+    Raises ValueError when it is not tiny, or reaches far: then `SMALL` lacks the name of a size.
     """
     config = tiny_config(family, options, near=near)
     with torch.device("meta"):
         parameters = sum(p.numel() for p in family.kind(copy.deepcopy(config)).parameters())
     if parameters > MOST_PARAMETERS:
         raise ValueError(f"the tiny {family.name} has {parameters:,} parameters")
+    far = [tokens for tokens in _reaches(config) if tokens > FAR]
+    if far:
+        raise ValueError(f"the tiny {family.name} has windows or chunks of {far} tokens")
     torch.manual_seed(0)
     return family.kind._from_config(config, experts_implementation="eager")
+
+
+def _reaches(config: PreTrainedConfig) -> list[int]:
+    """Return the sizes of windows and chunks that a model has."""
+    sizes = []
+    for kind in layer_kinds(config.get_text_config()):
+        sizes += [size for size in (kind.reach.window, kind.reach.chunk) if size is not None]
+    return sizes
 
 
 def _few_layers(base: PreTrainedConfig, fields: Collection[str], *, near: bool) -> dict[str, Any]:

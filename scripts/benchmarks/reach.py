@@ -172,6 +172,8 @@ def ask(family: Family, checkpoint: Checkpoint | None, probes: Sequence[str]) ->
     if probes and verdict in (TAKEN, SETTING):
         options = unrolled(checkpoint.options) if checkpoint else {}
         found = tuple(in_process(lambda: probed(family, options, probes), PROBE_S))
+        if found and found[0] == NOT_BUILT:
+            found = (f"it did not run: {found[1]}",)
     name, source = (checkpoint.checkpoint, checkpoint.source) if checkpoint else (None, None)
     return Answer(family.name, family.kind.__name__, name, source, verdict, why, found)
 
