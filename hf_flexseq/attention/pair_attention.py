@@ -70,20 +70,9 @@ class PairAttention:
         dout, q, out: [tokens of readers, heads, head_dim]. lse: [tokens of readers, heads]. k, v:
         [tokens read, kv_heads, head_dim].
         """
-        # [readers, BLOCK, heads, ...]
-        reader_dout, reader_q, reader_out, reader_lse = _padded(self._readers, (dout, q, out, lse))
-        block_k, block_v = _padded(self._read, (k, v))
-        grads = self._gradients(
-            kernel,
-            dout=reader_dout,
-            q=reader_q,
-            out=reader_out,
-            lse=reader_lse,
-            k=block_k,
-            v=block_v,
-            scores=scores,
-        )
-        return self._unpadded(grads)
+        queries = _padded(self._readers, (dout, q, out, lse))  # [readers, BLOCK, heads, ...]
+        keys = _padded(self._read, (k, v))
+        return self._unpadded(self._gradients(kernel, queries, keys, scores))
 
     def _unpadded(self, results: Tensors) -> Tensors:
         """Return results of this rank's blocks, each [blocks, BLOCK, ...] -> [tokens in blocks,
@@ -122,23 +111,16 @@ class PairAttention:
         return out.to(q.dtype), lse
 
     def _gradients(
-        self,
-        kernel: Kernel,
-        *,
-        dout: torch.Tensor,
-        q: torch.Tensor,
-        out: torch.Tensor,
-        lse: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        scores: Scores,
+        self, kernel: Kernel, queries: Tensors, keys: Tensors, scores: Scores
     ) -> Tensors:
         """Return dq [blocks, BLOCK, heads, head_dim], dk and dv [blocks, BLOCK, kv_heads,
         head_dim].
 
-        dout, q, out: [readers, BLOCK, heads, head_dim]. lse: [readers, BLOCK, heads]. k, v:
-        [blocks read, BLOCK, kv_heads, head_dim].
+        queries: dout, q and out [readers, BLOCK, heads, head_dim], lse [readers, BLOCK, heads].
+        keys: k and v [blocks read, BLOCK, kv_heads, head_dim].
         """
+        _, q, _, lse = queries
+        k, _ = keys
         # in float32 (float64 for float64), as lse is
         dq_sum = lse.new_zeros(self._own.blocks, *q.shape[1:])
         dk_sum = lse.new_zeros(self._own.blocks, *k.shape[1:])
@@ -146,8 +128,8 @@ class PairAttention:
         pair_bytes = 4 * _block_bytes(q, k)  # dout, q, out and dq; k, v, dk and dv
         for call in self._backward_rounds.calls(pair_bytes):
             # [readers, BLOCK, ...] -> [pairs * BLOCK, ...]
-            pair_dout, pair_q, pair_out, pair_lse = _rows_of_pairs(call.queries, dout, q, out, lse)
-            pair_k, pair_v = _rows_of_pairs(call.keys, k, v)
+            pair_dout, pair_q, pair_out, pair_lse = _rows_of_pairs(call.queries, *queries)
+            pair_k, pair_v = _rows_of_pairs(call.keys, *keys)
             gradients = kernel.backward(
                 pair_dout,
                 pair_q,

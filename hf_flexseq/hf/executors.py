@@ -20,7 +20,7 @@ import torch
 from accelerate import Accelerator
 from accelerate.utils import DistributedDataParallelKwargs
 from torch import nn
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from hf_flexseq.attention import SequenceContext
 from hf_flexseq.attention.deterministic import slowdown
@@ -34,14 +34,14 @@ from hf_flexseq.hf.attention import NAME
 from hf_flexseq.hf.calibration.source import CostSource, named_cost
 from hf_flexseq.hf.model.buckets import early_buckets
 from hf_flexseq.hf.model.checks import check_deterministic, check_model
-from hf_flexseq.hf.model.facts import AttentionShape, attention_shape, compute_dtype
+from hf_flexseq.hf.model.facts import AttentionShape, attention_shape, compute_dtype, layer_calls
 from hf_flexseq.hf.model.images import check_text_alone
 from hf_flexseq.hf.model.loss import ChunkedLoss, attach_chunked_loss
 from hf_flexseq.hf.model.positions import AttachedPositions, attach_positions, needed_columns
 from hf_flexseq.hf.sharding import BeforeLast, SteppedFsdp, fsdp_figures, reduces_each_batch
 from hf_flexseq.hf.trainer_checks import resolve_sync
 from hf_flexseq.kernels import Kernel
-from hf_flexseq.kernels.choose import choose_kernel
+from hf_flexseq.kernels.kinds import choose_kernels
 from hf_flexseq.plan import Plan
 from hf_flexseq.plan import check as check_plan
 from hf_flexseq.plan.rows import shards_of
@@ -482,10 +482,10 @@ class WholeModelExecutor:
         args = self.setup.args
         communicator = self.setup.communicator
         with Attempt() as choosing:
-            kernel = choose_kernel(
+            kernel = choose_kernels(
                 self.setup.accelerator.device,
                 self._compute_dtype(),
-                self._shape().head_dim,
+                layer_calls(self._config()),
                 repeatable_keys=BLOCK if args.deterministic else 0,
             )
             if args.deterministic and communicator.rank == 0:
@@ -514,8 +514,11 @@ class WholeModelExecutor:
         )
 
     def _shape(self) -> AttentionShape:
+        return attention_shape(self._config().get_text_config())
+
+    def _config(self) -> PreTrainedConfig:
         assert self._model is not None, "attach sets the model"
-        return attention_shape(self._model.config.get_text_config())
+        return self._model.config
 
     def _compute_dtype(self) -> torch.dtype:
         assert self._model is not None, "attach sets the model"

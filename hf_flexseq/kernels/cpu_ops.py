@@ -14,3 +14,17 @@ def zeros_tokens_first(x: torch.Tensor) -> torch.Tensor:
     memory."""
     _, heads, tokens, head_dim = x.shape
     return x.new_zeros((1, tokens, heads, head_dim)).transpose(1, 2)
+
+
+def heads_first(x: torch.Tensor) -> torch.Tensor:
+    """View x [tokens, heads, D] as [1, heads, tokens, D], with the last dimension contiguous."""
+    if x.stride(-1) != 1:
+        x = x.contiguous()
+    # [tokens, heads, D] -> [heads, tokens, D] -> [1, heads, tokens, D]
+    return x.transpose(0, 1).unsqueeze(0)
+
+
+def tokens_first(x: torch.Tensor) -> torch.Tensor:
+    """Return x [1, heads, tokens, D] as contiguous [tokens, heads, D]: a view of what the kernel
+    leaves."""
+    return x.squeeze(0).transpose(0, 1).contiguous()

@@ -23,6 +23,7 @@ import torch
 
 from hf_flexseq.kernels import lse_dtype
 from hf_flexseq.kernels.bands import Block, band, band_of, blocks
+from hf_flexseq.kernels.cpu_full import FullCall
 from hf_flexseq.kernels.cpu_ops import BACKWARD, FORWARD, NO_DROPOUT, zeros_tokens_first
 
 _SMALL_BLOCK = 64  # queries
@@ -31,11 +32,13 @@ _LONG_WINDOW = 1_024  # keys, from which large blocks are faster
 
 
 class WindowCall:
-    """Attention of one call's sequences within a window."""
+    """Attention of one call's sequences within a window. A sequence that is not longer than the
+    window is one full call, as it would be alone."""
 
     def __init__(self, window: int, scale: float, dtype: torch.dtype, most_queries: int) -> None:
         """dtype: of the mask, which the backward takes in the gradients' dtype. most_queries: of
         a sequence, so that the mask of short ones is small."""
+        self._full = FullCall(causal=True, scale=scale)
         self._window = window
         self._scale = scale
         block = _LARGE_BLOCK if window >= _LONG_WINDOW else _SMALL_BLOCK
@@ -47,6 +50,8 @@ class WindowCall:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Attend in one sequence: q [1, H, n, D], k and v [1, Hkv, m, D] -> out [1, H, n, D],
         tokens first in memory, lse [1, H, n]."""
+        if k.shape[2] <= self._window:
+            return self._full.forward(q, k, v)
         out = zeros_tokens_first(q)
         lse = q.new_empty(q.shape[:3], dtype=lse_dtype(q.dtype))
         for rows, keys in self._blocks(q, k):
@@ -72,6 +77,8 @@ class WindowCall:
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Compute gradients in one sequence: dout, q and out [1, H, n, D], k and v [1, Hkv, m, D],
         lse [1, H, n] -> dq [1, H, n, D], dk and dv [1, Hkv, m, D], tokens first in memory."""
+        if k.shape[2] <= self._window:
+            return self._full.backward(dout, q, k, v, out, lse)
         dq = zeros_tokens_first(q)
         dk = zeros_tokens_first(k)
         dv = zeros_tokens_first(v)

@@ -16,7 +16,7 @@ from hf_flexseq.kernels.guarantees import Calls
 from hf_flexseq.kernels.segments import Segments
 
 
-class LayerKind(NamedTuple):
+class LayerCalls(NamedTuple):
     """Layers of a model whose calls are of one kind."""
 
     name: str
@@ -41,7 +41,7 @@ class _Key(NamedTuple):
 def choose_kernels(
     device: torch.device,
     dtype: torch.dtype,
-    kinds: Sequence[LayerKind],
+    kinds: Sequence[LayerCalls],
     *,
     repeatable_keys: int = 0,
 ) -> Kernel:
@@ -121,7 +121,7 @@ class KernelOfKinds:
         return self._kernels[key]
 
 
-def _keys(kind: LayerKind) -> list[_Key]:
+def _keys(kind: LayerCalls) -> list[_Key]:
     """Return the kinds of calls that a kind of layer makes. A layer with windows makes calls
     without one, too, where all keys of a call are inside."""
     whole = _Key(kind.head_dim, False, kind.softcap)

@@ -4,6 +4,7 @@
 the caller's `ProbeFactory` makes.
 """
 
+from collections.abc import Mapping
 from typing import Any, Protocol
 
 import torch
@@ -12,13 +13,13 @@ from hf_flexseq.cost import CostModel
 from hf_flexseq.cost.analytic import ModelShape
 from hf_flexseq.distributed.communicator import Communicator
 from hf_flexseq.kernels import Kernel
-from hf_flexseq.kernels.choose import choose_kernel
 from hf_flexseq.layers import Reach
 from hf_flexseq.profiler.design import (
     Design,
     LayersOfReach,
     ProbeLayout,
     ProbeShape,
+    all_reaches,
     alone,
     in_groups,
 )
@@ -27,6 +28,7 @@ from hf_flexseq.profiler.runs import (
     AllToAllRun,
     CountingKernel,
     KernelRun,
+    LayerCall,
     LayerRun,
     Repeated,
     RingRun,
@@ -48,6 +50,15 @@ class ProbeFactory(Protocol):
     @property
     def compute_dtype(self) -> torch.dtype:
         """The dtype that attention computes in."""
+        ...
+
+    @property
+    def calls(self) -> Mapping[Reach, LayerCall]:
+        """What the attention of the layers of each reach is called with."""
+        ...
+
+    def kernel(self) -> Kernel:
+        """Choose the kernel that serves all layers."""
         ...
 
     def __call__(self, layers: int, reaches: LayersOfReach) -> Probe:
@@ -77,7 +88,8 @@ class Bench:
         # bytes that one layer moves for each token of a group
         self._exchanged = estimate.all_to_all_bytes / shape.layers
         self._passed_on = (estimate.ring_bytes or 0.0) / shape.layers
-        self._kernel = choose_kernel(device, self._dtype, shape.head_dim)
+        self._calls = probes.calls
+        self._kernel = probes.kernel()
         self._forwards = self._forwards_per_backward()
 
     def _forwards_per_backward(self) -> int:
@@ -99,9 +111,7 @@ class Bench:
         return KernelRun(
             self._kernel,
             tokens,
-            query_heads=self._shape.heads,
-            kv_heads=self._shape.kv_heads,
-            head_dim=self._shape.head_dim,
+            self._calls[reach],
             forwards=self._forwards,
             reach=reach,
             dtype=self._dtype,
@@ -145,9 +155,7 @@ class Bench:
             layout.micro_batch,
             layout.lengths,
             self._kernel,
-            query_heads=self._shape.heads,
-            kv_heads=self._shape.kv_heads,
-            head_dim=self._shape.head_dim,
+            self._calls[all_reaches(self._shape)[0]],
             dtype=self._dtype,
             device=self._device,
         )

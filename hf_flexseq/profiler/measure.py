@@ -33,6 +33,7 @@ from hf_flexseq.profiler.design import (
 from hf_flexseq.profiler.fit import Sample
 from hf_flexseq.profiler.host import small_shapes
 from hf_flexseq.profiler.runs import REPEATS, HopRun, RingRun, Run
+from hf_flexseq.topology import Topology
 
 HOP_S = 0.01  # estimated seconds of the transfer that counts NICs
 MOST_HOP_BYTES = 1 << 28  # and its bytes at most, which every rank has to allocate
@@ -82,19 +83,8 @@ def measure(
     exchanging = [shape.degree for shape in design.shapes if shape.strategy == "ulysses"]
     communicator.open_fast_blocks(exchanging)
 
-    # 1. the design's own runs: parts of a layer first, then whole micro-batches, then the mixes
-    runs: list[Run] = []
-    shapes: list[tuple[ProbeShape, int]] = []  # of each run for the fit, with the copy's layers
-    for probe_shape in design.shapes:
-        if probe_shape.strategy != "local":
-            shapes.append((probe_shape, 1))
-            runs.append(bench.layer_run(probe_shape))
-    for layers in design.depths:
-        for probe_shape in design.shapes:
-            if probe_shape.strategy == "local":
-                layout = alone(probe_shape.lengths, topology)
-                shapes.append((probe_shape, layers))
-                runs.append(bench.whole_run(layout, layers))
+    # 1. the design's own runs: those for the fit first, then the mixes
+    shapes, runs = _runs_for_fit(design, bench, topology)
     for mix in design.mixes:
         runs.append(bench.whole_run(mix, max(design.depths)))
     seconds = median_seconds(runs, communicator, device, rounds)  # [run][rank]
@@ -138,6 +128,26 @@ def measure(
         small=small,
         contact_s=contact_s,
     )
+
+
+def _runs_for_fit(
+    design: Design, bench: Bench, topology: Topology
+) -> tuple[list[tuple[ProbeShape, int]], list[Run]]:
+    """Return the shape of each run for the fit, with the layers of the copy that runs it, and the
+    runs: parts of a layer first, then whole micro-batches."""
+    shapes: list[tuple[ProbeShape, int]] = []
+    runs: list[Run] = []
+    for probe_shape in design.shapes:
+        if probe_shape.strategy != "local":
+            shapes.append((probe_shape, 1))
+            runs.append(bench.layer_run(probe_shape))
+    for layers in design.depths:
+        for probe_shape in design.shapes:
+            if probe_shape.strategy == "local":
+                layout = alone(probe_shape.lengths, topology)
+                shapes.append((probe_shape, layers))
+                runs.append(bench.whole_run(layout, layers))
+    return shapes, runs
 
 
 def _small_samples(

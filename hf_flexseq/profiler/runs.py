@@ -12,6 +12,7 @@ no part in a run calls it, too, and does nothing.
 """
 
 from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import torch
 
@@ -27,6 +28,18 @@ from hf_flexseq.plan.shard import make_shard
 
 Run = Callable[[], object]
 
+
+class LayerCall(NamedTuple):
+    """What a layer's attention is called with."""
+
+    query_heads: int
+    kv_heads: int
+    head_dim: int
+    """Size of a head as kernels see it."""
+    softcap: float | None = None
+    """Bound of the scores; None for plain scores."""
+
+
 REPEATS = 8  # of a run on next to no tokens, which takes about a millisecond
 
 
@@ -39,10 +52,8 @@ class LayerRun:
         micro_batch: MicroBatch,
         lengths: Sequence[int],
         kernel: Kernel,
+        call: LayerCall,
         *,
-        query_heads: int,
-        kv_heads: int,
-        head_dim: int,
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
@@ -52,12 +63,15 @@ class LayerRun:
         tokens = shard.attention_tokens
         options = {"dtype": dtype, "device": device, "requires_grad": True}
         # [tokens, query_heads, head_dim], [tokens, kv_heads, head_dim]
-        self.q = torch.ones(tokens, query_heads, head_dim, **options)
-        self.k = torch.ones(tokens, kv_heads, head_dim, **options)
+        self.q = torch.ones(tokens, call.query_heads, call.head_dim, **options)
+        self.k = torch.ones(tokens, call.kv_heads, call.head_dim, **options)
+        self.softcap = call.softcap
 
     def __call__(self) -> None:
         for _ in range(REPEATS):
-            out = sequence_parallel_attention(self.q, self.k, self.k, self.context)
+            out = sequence_parallel_attention(
+                self.q, self.k, self.k, self.context, softcap=self.softcap
+            )
             torch.autograd.grad(out, (self.q, self.k), out)
 
 
@@ -79,10 +93,8 @@ class KernelRun:
         self,
         kernel: Kernel,
         tokens: int,
+        call: LayerCall,
         *,
-        query_heads: int,
-        kv_heads: int,
-        head_dim: int,
         forwards: int,
         reach: Reach,
         dtype: torch.dtype,
@@ -92,19 +104,19 @@ class KernelRun:
         reach: which keys the queries read."""
         self.kernel = kernel
         self.forwards = forwards
-        self.scale = head_dim**-0.5
+        self.options: dict[str, Any] = {"scale": call.head_dim**-0.5, "softcap": call.softcap}
         lengths = [span.queries for span in reach.spans(0, tokens)]
         self.segments = Segments(lengths, lengths, causal=True, device=device, window=reach.window)
-        self.q = torch.ones(tokens, query_heads, head_dim, dtype=dtype, device=device)
+        self.q = torch.ones(tokens, call.query_heads, call.head_dim, dtype=dtype, device=device)
         # The values are the keys, and the gradient of the output is the queries.
-        self.k = torch.ones(tokens, kv_heads, head_dim, dtype=dtype, device=device)
+        self.k = torch.ones(tokens, call.kv_heads, call.head_dim, dtype=dtype, device=device)
 
     def __call__(self) -> None:
         for _ in range(self.forwards):
             # [tokens, query_heads, head_dim] -> the same and lse [query_heads, tokens]
-            out, lse = self.kernel.forward(self.q, self.k, self.k, self.segments, scale=self.scale)
+            out, lse = self.kernel.forward(self.q, self.k, self.k, self.segments, **self.options)
         self.kernel.backward(
-            self.q, self.q, self.k, self.k, out, lse, self.segments, scale=self.scale
+            self.q, self.q, self.k, self.k, out, lse, self.segments, **self.options
         )
 
 

@@ -263,6 +263,8 @@ def _tensor(name: str, value: Any, index: int) -> torch.Tensor:
             numbers = np.asarray(value)  # a fifth of the time that torch takes for a list
             if numbers.dtype == np.int64:
                 return torch.from_numpy(numbers)
+        if isinstance(value, np.ndarray) and not value.flags.writeable:
+            value = value.copy()  # datasets give such ones, and torch warns of them
         return torch.as_tensor(value)
     except (TypeError, ValueError, RuntimeError) as error:
         raise ValueError(

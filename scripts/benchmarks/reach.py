@@ -30,7 +30,9 @@ import torch
 import transformers
 
 from common import ROOT, argument_parser, table, write_record
-from families import (
+from hf_flexseq.hf.model.checks import check_model
+from hf_flexseq.hf.model.probe import SHARED, probe_model
+from reach_models import (
     HUB,
     NEEDED,
     Checkpoint,
@@ -43,8 +45,6 @@ from families import (
     tiny_model,
     unrolled,
 )
-from hf_flexseq.hf.model.checks import check_model
-from hf_flexseq.hf.model.probe import SHARED, probe_model
 
 ASK_S = 60.0  # to answer one question
 PROBE_S = 240.0
@@ -78,8 +78,8 @@ GROUPS = {
     "dimensions per head": "values of another size than queries",
     "longrope": "longrope",
     "dynamic": "dynamic rope",
-    "no num_attention_heads": RECURRENT,
-    "layers are not known": "layers that are not known",
+    "configuration has no num_attention_heads": RECURRENT,
+    "configuration has no num_hidden_layers": "layers that are not known",
     "counts positions itself": "modules that count positions themselves, alibi among them",
     "its mask shows": "a call, a configuration and a mask that contradict each other",
     "could not be tried to the end": "a trial that ends early, without a probe that speaks for it",

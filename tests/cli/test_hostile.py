@@ -164,8 +164,14 @@ def test_a_plan_that_names_a_rank_beyond_all_machines_is_refused(
 
 
 def test_arguments_act_on_no_terminal_and_stay_short(capsys: pytest.CaptureFixture[str]) -> None:
-    for value in ("\x1b[31m", "9" * 6000, "a\nb"):
-        failed(["plan", "--lengths", value, *MACHINE], capsys)
-        failed(["plan", "--lengths", "x", "--topology", value, *MACHINE[2:]], capsys)
-        failed(["view", "x", "--step", value], capsys)
-        failed(["simulate", "x", "--topology", "2x4", "--cost-model", value], capsys)
+    # what is typed, and how it is said: escapes are written out, and of a long one there is a part
+    for value, shown in (("\x1b[31m", r"\x1b[31m"), ("9" * 6000, "9" * 25), ("a\nb", r"a\nb")):
+        for argv in (
+            ["plan", "--lengths", value, *MACHINE],
+            ["plan", "--lengths", "x", "--topology", value, *MACHINE[2:]],
+            ["view", "x", "--step", value],
+            ["simulate", "x", "--topology", "2x4", "--cost-model", value],
+        ):
+            said = failed(argv, capsys)
+            assert said.startswith(f"flexseq {argv[0]}: ")
+            assert shown in said

@@ -1,8 +1,9 @@
-"""A stand-in for torch.distributed with NCCL: it writes down what it is asked for.
+"""A stand-in for torch.distributed: it writes down what it is asked for.
 
-It has the rules of torch 2.11 to 2.13 that matter here: a group that only its members make is
-named by its ranks and by the number of groups that the process has had before, and members must
-agree on the name.
+For NCCL it has the rules of torch 2.11 to 2.13 that matter here: a group that only its members
+make is named by its ranks and by the number of groups that the process has had before, and members
+must agree on the name. For gloo it has ranks that are gone: a message to or from one of them fails
+when it is posted, and so does a batch with such a message.
 """
 
 import json
@@ -77,8 +78,8 @@ class StubGroup:
 class StubDistributed:
     """torch.distributed of one rank."""
 
-    def __init__(self, monkeypatch, *, rank, world_size, job):
-        self.rank, self.world_size, self.groups = rank, world_size, []
+    def __init__(self, monkeypatch, *, rank, world_size, job, gone=()):
+        self.rank, self.world_size, self.groups, self.gone = rank, world_size, [], gone
         replaced = {
             "is_initialized": lambda: True,
             "get_rank": lambda: rank,
@@ -88,6 +89,8 @@ class StubDistributed:
             "all_reduce": lambda tensor, group: group.ran.append("all_reduce"),
             "P2POp": lambda op, tensor, peer, group, tag: (op, peer, group),
             "batch_isend_irecv": self.batch,
+            "isend": self.isend,
+            "irecv": self.irecv,
         }
         for name, value in replaced.items():
             monkeypatch.setattr(dist, name, value)
@@ -111,7 +114,19 @@ class StubDistributed:
     def batch(self, ops):
         group = ops[0][2]
         names = {dist.isend: "send", dist.irecv: "recv"}
-        group.ran.append([(names[op], peer) for op, peer, _ in ops])
+        return self._post(group, [(names[op], peer) for op, peer, _ in ops])
+
+    def isend(self, tensor, peer, group, tag):
+        return self._post(group, [("send", peer)])[0]
+
+    def irecv(self, tensor, peer, group, tag):
+        return self._post(group, [("recv", peer)])[0]
+
+    def _post(self, group, messages):
+        """What torch returns for these messages, (direction, peer) of each, posted at once."""
+        if any(peer in self.gone for _, peer in messages):
+            raise RuntimeError("[/gloo/transport/tcp/pair.cc:547] Connection closed by peer")
+        group.ran.append(messages)
         return [SimpleNamespace(wait=lambda: None)]
 
     def by_backend(self, backend):

@@ -138,6 +138,10 @@ def make_model(family):
 
 @pytest.fixture
 def stays_in_float64(monkeypatch):
+    keep_float64(monkeypatch)
+
+
+def keep_float64(monkeypatch):
     """Norms and routers of transformers compute in float32 whatever the dtype; here they do
     not."""
     to, type_, softmax = torch.Tensor.to, torch.Tensor.type, F.softmax

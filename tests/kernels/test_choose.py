@@ -12,7 +12,7 @@ from torch.nn import attention
 from hf_flexseq.kernels import choose, flash_attn, flash_attn3, kinds
 from hf_flexseq.kernels.choose import choose_fused, choose_kernel, explain, guarantees
 from hf_flexseq.kernels.cpu_flash import CpuFlash
-from hf_flexseq.kernels.kinds import LayerKind, choose_kernels
+from hf_flexseq.kernels.kinds import LayerCalls, choose_kernels
 from hf_flexseq.kernels.reference import Reference
 from hf_flexseq.kernels.segments import Segments
 from hf_flexseq.kernels.torch_varlen import TorchVarlen
@@ -339,8 +339,8 @@ def test_a_build_of_flash_attention_3_without_a_feature_serves_layers_without_it
     assert said == f"{reason} FLASHATTENTION_DISABLE_{flag}"
 
 
-SLIDING = LayerKind("layers.0.self_attn", 256, window=True)
-FULL = LayerKind("layers.5.self_attn", 256)
+SLIDING = LayerCalls("layers.0.self_attn", 256, window=True)
+FULL = LayerCalls("layers.5.self_attn", 256)
 
 
 def test_one_kernel_that_serves_all_kinds_is_returned_as_it_is(hopper):
@@ -351,7 +351,7 @@ def test_one_kernel_that_serves_all_kinds_is_returned_as_it_is(hopper):
 
 
 def test_a_head_size_that_no_kernel_takes_is_refused_by_layer_size_and_kernels(hopper):
-    wanted = [SLIDING, LayerKind("layers.5.self_attn", 512)]
+    wanted = [SLIDING, LayerCalls("layers.5.self_attn", 512)]
     with pytest.raises(ValueError, match=r"^layers\.5\.self_attn: no attention kernel") as refused:
         choose_kernels(CUDA, torch.bfloat16, wanted)
     said = str(refused.value)
@@ -392,7 +392,7 @@ def test_every_call_goes_to_the_kernel_of_its_kind(monkeypatch):
     monkeypatch.setattr(
         kinds, "kernel_for", lambda calls: large if calls.head_dim == 32 else small
     )
-    wanted = [LayerKind("a", 16, window=True), LayerKind("b", 32, softcap=True)]
+    wanted = [LayerCalls("a", 16, window=True), LayerCalls("b", 32, softcap=True)]
     kernel = choose_kernels(CPU, torch.float64, wanted)
     assert kernel.name == "small and large"
     for head_dim, window, softcap in ((16, 3, None), (16, None, None), (32, None, 5.0)):
@@ -416,7 +416,7 @@ def test_kernels_whose_gradients_differ_in_dtype_do_not_go_together(monkeypatch)
     wide = Recorder("wide", wide_gradients=True)
     monkeypatch.setattr(kinds, "kernel_for", lambda calls: wide if calls.softcap else narrow)
     with pytest.raises(ValueError, match="narrow and wide, which this model's layers need"):
-        choose_kernels(CPU, torch.float64, [FULL, LayerKind("b", 16, softcap=True)])
+        choose_kernels(CPU, torch.float64, [FULL, LayerCalls("b", 16, softcap=True)])
 
 
 # ---- what is said of the guarantees

@@ -94,6 +94,23 @@ def test_a_window_of_all_keys_hides_nothing():
     assert all(torch.equal(x, y) for x, y in zip(got, want, strict=True))
 
 
+@pytest.mark.parametrize("softcap", [None, 5.0], ids="softcap {}".format)
+@pytest.mark.parametrize("length", [20, 90])
+def test_a_sequence_alone_has_the_bits_that_it_has_beside_a_longer_one(length, softcap):
+    """Shorter than the window, and longer."""
+    earlier = 7
+    lengths = [length, 300]
+    keys = [length + earlier, 300]
+    both = Segments(lengths, keys, causal=True, device=CPU, window=40)
+    alone = Segments(lengths[:1], keys[:1], causal=True, device=CPU, window=40)
+    q, k, v, dout = random_inputs(both, (4, 2))
+    out, lse, dq, dk, dv = results(CpuFlash(), q, k, v, dout, both, softcap)
+    own = keys[0]
+    single = results(CpuFlash(), q[:length], k[:own], v[:own], dout[:length], alone, softcap)
+    among = out[:length], lse[:, :length], dq[:length], dk[:own], dv[:own]
+    assert all(torch.equal(x, y) for x, y in zip(single, among, strict=True))
+
+
 @pytest.mark.parametrize("window", [None, 1, 5, 40])
 @pytest.mark.parametrize("lengths", [(7, 7), (7, 12), (1, 9), (23, 23)])
 def test_blocks_and_their_masks_are_the_whole_mask_cut_up(lengths, window):

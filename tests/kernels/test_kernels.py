@@ -6,7 +6,7 @@ import random
 import pytest
 import torch
 
-from hf_flexseq.kernels import cpu_flash
+from hf_flexseq.kernels import cpu_full
 from hf_flexseq.kernels.cpu_flash import CpuFlash
 from hf_flexseq.kernels.reference import Reference
 from hf_flexseq.kernels.segments import Segments
@@ -140,14 +140,14 @@ def test_a_sequence_alone_has_the_results_it_has_among_others(dtype, earlier):
 
 def test_the_results_of_a_sequence_alone_are_not_copied(monkeypatch):
     left = []
-    kernel = cpu_flash.BACKWARD
+    kernel = cpu_full.BACKWARD
 
     def remembered(*inputs, **options):
         gradients = kernel(*inputs, **options)
         left.extend(gradient.data_ptr() for gradient in gradients)
         return gradients
 
-    monkeypatch.setattr(cpu_flash, "BACKWARD", remembered)
+    monkeypatch.setattr(cpu_full, "BACKWARD", remembered)
     segments = Segments([40], [40], causal=True, device=CPU)
     gradients = run(CpuFlash(), *random_inputs(segments, (4, 2)), segments)[2:]
     assert [gradient.data_ptr() for gradient in gradients] == left

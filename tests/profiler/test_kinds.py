@@ -28,7 +28,7 @@ from hf_flexseq.profiler.design import (
     reaches_of_copy,
 )
 from hf_flexseq.profiler.fit import Compute, Sample, fit_compute
-from hf_flexseq.profiler.runs import KernelRun
+from hf_flexseq.profiler.runs import KernelRun, LayerCall
 from hf_flexseq.topology import Topology
 
 WINDOW = Reach(window=512)
@@ -155,9 +155,11 @@ class Recording(Reference):
 
     def __init__(self) -> None:
         self.windows: list[int | None] = []
+        self.softcaps: list[float | None] = []
 
     def forward(self, q, k, v, segments, **options):
         self.windows.append(segments.window)
+        self.softcaps.append(options["softcap"])
         return super().forward(q, k, v, segments, **options)
 
 
@@ -174,14 +176,26 @@ def test_a_copy_runs_windows_and_full_layers() -> None:
     assert kernel.windows == [16, 16, None]
 
 
+def test_kernels_are_timed_with_the_softcap_and_the_heads_of_their_layers() -> None:
+    config = sized("gemma2", num_hidden_layers=2, sliding_window=16, attn_logit_softcapping=7.0)
+    model = AutoModelForCausalLM.from_config(config)
+    facts = model_facts(model, Accelerator(cpu=True))
+    probes = ModelProbes(facts, Communicator(), torch.device("cpu"))
+    call = LayerCall(query_heads=4, kv_heads=2, head_dim=8, softcap=7.0)
+    assert probes.calls == {Reach(window=16): call, FULL: call}
+    kernel = Recording()
+    probes(2, facts.shape.reaches).run(alone((40,), ONE), kernel)()
+    assert (kernel.windows, kernel.softcaps) == ([16, None], [7.0, 7.0])
+    probes(2, facts.shape.reaches).run(alone((40,), ONE), probes.kernel())()
+
+
 @pytest.mark.parametrize("reach", [FULL, Reach(window=3), Reach(chunk=4)], ids=str)
-def test_a_timed_kernel_reads_what_the_layer_reads(reach: Reach) -> None:
+@pytest.mark.parametrize("softcap", [None, 5.0])
+def test_a_timed_kernel_reads_what_the_layer_reads(reach: Reach, softcap: float | None) -> None:
     run = KernelRun(
         Reference(),
         10,
-        query_heads=2,
-        kv_heads=1,
-        head_dim=8,
+        LayerCall(query_heads=2, kv_heads=1, head_dim=8, softcap=softcap),
         forwards=1,
         reach=reach,
         dtype=torch.float32,

@@ -12,10 +12,10 @@ ROOT = Path(__file__).parents[2]
 BENCHMARKS = ROOT / "scripts/benchmarks"
 SHARED = {
     "common",
-    "families",
     "forked",
     "lengths",
     "plan_timer",
+    "reach_models",
     "tiny",
 }  # modules that the benchmarks import
 NAMES = sorted({path.stem for path in BENCHMARKS.glob("*.py")} - SHARED)

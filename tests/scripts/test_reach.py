@@ -14,14 +14,14 @@ FOLDER = ROOT / "scripts/benchmarks"
 
 @pytest.fixture(scope="module")
 def census():
-    """The modules (families, reach) of the benchmarks."""
+    """The modules (reach_models, reach) of the benchmarks."""
     sys.modules.pop("common", None)
     sys.path.insert(0, str(FOLDER))
     try:
-        yield importlib.import_module("families"), importlib.import_module("reach")
+        yield importlib.import_module("reach_models"), importlib.import_module("reach")
     finally:
         sys.path.remove(str(FOLDER))
-        for name in ("families", "reach", "common"):
+        for name in ("reach_models", "reach", "common"):
             sys.modules.pop(name, None)
 
 

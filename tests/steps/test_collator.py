@@ -90,6 +90,15 @@ def test_lists_become_what_torch_makes_of_them(values):
     assert torch.equal(found, wanted)
 
 
+@pytest.mark.filterwarnings("error")
+def test_arrays_that_nobody_may_write_to_are_taken_without_a_warning():
+    tokens = np.arange(5)
+    tokens.flags.writeable = False
+    row = DataCollatorForFlexSeq()([{"input_ids": tokens, "labels": tokens}])
+    assert row["input_ids"].tolist() == [[0, 1, 2, 3, 4]]
+    assert row["labels"].tolist() == [[1, 2, 3, 4, -100]]
+
+
 def test_keeps_positions_and_other_columns_of_one_value_per_token():
     batch = DataCollatorForFlexSeq()(
         [THREE | {"position_ids": [4, 5, 9], "weights": [0.5, 1.0, 0.0]}]

@@ -17,15 +17,16 @@ from transformers import PreTrainedConfig
 from hf_flexseq.attention import SequenceContext
 from hf_flexseq.distributed.communicator import Communicator
 from hf_flexseq.hf.attention import NAME
-from hf_flexseq.hf.model.facts import ModelFacts
+from hf_flexseq.hf.model.facts import ModelFacts, layer_calls
 from hf_flexseq.hf.model.layer_kinds import layer_kinds
 from hf_flexseq.hf.model.loss import attach_chunked_loss
 from hf_flexseq.hf.model.positions import attach_positions, needed_columns
 from hf_flexseq.kernels import Kernel
-from hf_flexseq.layers import FULL
+from hf_flexseq.kernels.kinds import choose_kernels
+from hf_flexseq.layers import FULL, Reach
 from hf_flexseq.plan.shard import Shard, make_shard
 from hf_flexseq.profiler.design import LayersOfReach, ProbeLayout
-from hf_flexseq.profiler.runs import Run
+from hf_flexseq.profiler.runs import LayerCall, Run
 from hf_flexseq.steps.inputs import model_inputs
 from hf_flexseq.steps.token_columns import INDICES, LENGTHS
 
@@ -44,6 +45,21 @@ class ModelProbes:
     def compute_dtype(self) -> torch.dtype:
         """The dtype that attention computes in."""
         return self._facts.compute_dtype
+
+    @property
+    def calls(self) -> dict[Reach, LayerCall]:
+        """What the attention of the layers of each reach is called with, by the first of them."""
+        calls: dict[Reach, LayerCall] = {}
+        for kind in layer_kinds(self._facts.config.get_text_config()):
+            call = LayerCall(kind.query_heads, kind.kv_heads, kind.width, kind.softcap)
+            calls.setdefault(kind.reach, call)
+        return calls
+
+    def kernel(self) -> Kernel:
+        """Choose the kernel that serves all layers. Raises ValueError, naming the layer, where
+        there is none."""
+        calls = layer_calls(self._facts.config)
+        return choose_kernels(self._device, self.compute_dtype, calls)
 
     def __call__(self, layers: int, reaches: LayersOfReach = ()) -> "ModelProbe":
         """Make a copy with `layers` layers, of which so many have these reaches."""

@@ -24,6 +24,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from hf_flexseq.cost.analytic import ModelShape
 from hf_flexseq.hf.model.layer_kinds import layer_kinds, reach_counts
+from hf_flexseq.kernels.kinds import LayerCalls
 
 AUTOCAST_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}  # by accelerate's names
 
@@ -100,6 +101,22 @@ def attention_shape(config: PreTrainedConfig) -> AttentionShape:
         kv_heads=max(kind.kv_heads for kind in kinds),
         head_dim=max(kind.width for kind in kinds),
     )
+
+
+def layer_calls(config: PreTrainedConfig) -> list[LayerCalls]:
+    """Return the kinds of kernel calls that a model's attention layers make, one for each
+    layer."""
+    calls = []
+    for layer, kind in enumerate(layer_kinds(config.get_text_config())):
+        calls.append(
+            LayerCalls(
+                name=f"layer {layer}",
+                head_dim=kind.width,
+                window=kind.reach.window is not None,
+                softcap=kind.softcap is not None,
+            )
+        )
+    return calls
 
 
 def model_shape(model: nn.Module) -> ModelShape:

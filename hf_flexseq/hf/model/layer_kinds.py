@@ -74,12 +74,10 @@ def layer_kinds(config: Any) -> tuple[LayerKind, ...]:
     config: its text configuration. Raises UnknownLayers for layers that are not attention over
     full, window or chunk, and ValueError for windows and chunks below 1, naming the layer.
     """
-    for option, holder in (
-        ("num_hidden_layers", config),
-        ("num_attention_heads", _of_layer(config, 0)),
-    ):
-        if getattr(holder, option, None) is None:
-            raise UnknownLayers(f"its configuration has no {option}, so its layers are not known")
+    if getattr(config, "num_hidden_layers", None) is None:
+        raise UnknownLayers("its configuration has no num_hidden_layers")
+    if getattr(_of_layer(config, 0), "num_attention_heads", None) is None:
+        raise UnknownLayers("its configuration has no num_attention_heads")
     types = layer_types(config)
     sources = _keys_of(config, types)
     kinds = []

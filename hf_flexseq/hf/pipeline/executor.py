@@ -33,10 +33,10 @@ from hf_flexseq.distributed.links import Neighbours
 from hf_flexseq.hf.attention import PIPELINE_NAME
 from hf_flexseq.hf.executors import EngineSetup, ForwardBackward, planner_of
 from hf_flexseq.hf.model.facts import (
-    attention_shape,
     autocast_dtype,
     compute_dtype,
     is_checkpointed,
+    layer_calls,
     model_shape,
 )
 from hf_flexseq.hf.model.images import check_text_alone
@@ -46,8 +46,8 @@ from hf_flexseq.hf.pipeline.checks import check_divides, check_pipeline_trainer
 from hf_flexseq.hf.pipeline.fsdp import take_over_fsdp
 from hf_flexseq.hf.pipeline.hooks import PipelineHooks
 from hf_flexseq.hf.pipeline.loading import empty_twin, stage_of
-from hf_flexseq.kernels.choose import choose_kernel
 from hf_flexseq.kernels.chunked_loss import chunked_cross_entropy_sum
+from hf_flexseq.kernels.kinds import choose_kernels
 from hf_flexseq.pipeline.checkpoint import StageMember
 from hf_flexseq.pipeline.cost import StageTokenBytes, pipeline_cost, room_bytes
 from hf_flexseq.pipeline.executor import PipelineExecutor
@@ -85,14 +85,8 @@ class StageExecutor:
 
         # 1. which rank has what
         stages = args.pipeline_parallel_size
-        check_divides(stages, communicator.world_size)
-        self.ranks_per_stage = communicator.world_size // stages
         self.degree = args.sp_degree or 1
-        if self.ranks_per_stage % self.degree:
-            raise ValueError(
-                f"sp_degree={self.degree} does not divide the {self.ranks_per_stage} ranks of a "
-                f"stage"
-            )
+        self.ranks_per_stage = _ranks_per_stage(stages, self.degree, communicator.world_size)
         stage_index, member_index = divmod(communicator.rank, self.ranks_per_stage)
         self.replicas = self.ranks_per_stage // self.degree
         self.replica = member_index // self.degree
@@ -122,16 +116,10 @@ class StageExecutor:
         self.stage.stack.model.to(device)
         equalise(self.stage, self.neighbours)
         cast_dtype = _cast_dtype(model, setup.accelerator)
-        self.sharded: ShardedStage | None = None
-        if fsdp and self.neighbours.replicas is not None:
-            self.sharded = ShardedStage(
-                self.stage, self.neighbours.replicas.process_group, param_dtype=cast_dtype
-            )
-
+        self.sharded = self._shard(cast_dtype) if fsdp else None
         # Hidden states have the dtype that the parameters have during a step.
-        self._hidden_bytes = model.dtype.itemsize
-        if self.sharded is not None and cast_dtype is not None:
-            self._hidden_bytes = cast_dtype.itemsize
+        hidden_dtype = cast_dtype if self.sharded is not None else None
+        self._hidden_bytes = (hidden_dtype or model.dtype).itemsize
 
         # raises, on all ranks alike, where a stage's state alone is too large
         self._is_mixed = cast_dtype is not None
@@ -152,6 +140,13 @@ class StageExecutor:
         self._chunked_loss: ChunkedLoss | None = None
         self._positions: AttachedPositions | None = None
         self._former_attention: str | None = None
+
+    def _shard(self, cast_dtype: torch.dtype | None) -> ShardedStage | None:
+        """Share the stage's parameters over its ranks (FSDP2); None where it has one rank."""
+        replicas = self.neighbours.replicas
+        if replicas is None:
+            return None
+        return ShardedStage(self.stage, replicas.process_group, param_dtype=cast_dtype)
 
     def _room(self, cost: CostModel) -> Sequence[int]:
         """Return the bytes that each rank of a pipeline has left beside the state of its stage."""
@@ -175,10 +170,9 @@ class StageExecutor:
         if model is not base:
             raise ValueError("the engine was made for another model")
         accelerator = self.setup.accelerator
-        head_dim = attention_shape(base.config.get_text_config()).head_dim
         with Attempt() as choosing:  # a machine may lack what the others have
             dtype = compute_dtype(base, accelerator)
-            kernel = choose_kernel(accelerator.device, dtype, head_dim)
+            kernel = choose_kernels(accelerator.device, dtype, layer_calls(base.config))
         host = self.setup.communicator.host
         choosing.raise_together(host.gather_values, "choosing the attention kernel")
         with Attempt() as calling:  # while rank 0 measures what the model costs
@@ -359,6 +353,18 @@ def _sharing(communicator: Communicator, degree: int) -> Sharing | None:
     index = communicator.rank % degree
     first = communicator.rank - index
     return Sharing(communicator, tuple(range(first, first + degree)), index)
+
+
+def _ranks_per_stage(stages: int, degree: int, world_size: int) -> int:
+    """Return how many ranks have the same stage. Raises ValueError where stages do not divide the
+    ranks, or `degree` ranks that share chunks do not divide those of a stage."""
+    check_divides(stages, world_size)
+    ranks_per_stage = world_size // stages
+    if ranks_per_stage % degree:
+        raise ValueError(
+            f"sp_degree={degree} does not divide the {ranks_per_stage} ranks of a stage"
+        )
+    return ranks_per_stage
 
 
 def _pipelines(stages: int, ranks_per_stage: int) -> list[list[int]]:

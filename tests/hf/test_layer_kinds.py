@@ -1,0 +1,118 @@
+"""The kinds of layers that configurations describe, as data; and steps that are no text."""
+
+import pytest
+import torch
+import transformers
+
+from hf_flexseq.hf.model.facts import attention_shape
+from hf_flexseq.hf.model.images import check_text_alone
+from hf_flexseq.hf.model.layer_kinds import UnknownLayers, layer_kinds, layer_reach, reach_counts
+from hf_flexseq.layers import FULL, Reach
+from hf_flexseq.topology import Topology
+from tests.ranks import join, run_threads
+
+
+def kinds_of(name, **options):
+    return layer_kinds(getattr(transformers, name + "Config")(**options))
+
+
+def test_five_windows_to_one_full_layer():
+    kinds = kinds_of("Gemma3Text", num_hidden_layers=12, sliding_window=1024)
+    assert reach_counts(kinds) == {Reach(window=1024): 10, FULL: 2}
+    assert {kind.softcap for kind in kinds} == {None}
+
+
+def test_softcaps_and_sinks():
+    assert {kind.softcap for kind in kinds_of("Gemma2")} == {50.0}
+    kinds = kinds_of("GptOss", num_hidden_layers=2)
+    assert [(str(kind.reach), kind.sinks) for kind in kinds] == [
+        ("window 128", True),
+        ("full", True),
+    ]
+
+
+def test_chunks_and_full_layers_of_llama_4():
+    kinds = kinds_of("Llama4Text", num_hidden_layers=8, attention_chunk_size=64)
+    assert reach_counts(kinds) == {Reach(chunk=64): 6, FULL: 2}
+
+
+@pytest.mark.parametrize(
+    ("options", "reach"),
+    [
+        ({"sliding_window": 16}, Reach(window=16)),
+        ({"sliding_window": None}, FULL),
+        ({"sliding_window": 16, "use_sliding_window": False}, FULL),
+    ],
+)
+def test_one_window_for_all_layers(options, reach):
+    config = transformers.MistralConfig(num_hidden_layers=2, **options)
+    assert [kind.reach for kind in layer_kinds(config)] == [reach] * 2
+    assert layer_reach(config, None) == reach
+
+
+def test_latent_attention_has_heads_of_two_sizes():
+    config = transformers.DeepseekV3Config(num_hidden_layers=2)
+    kind = layer_kinds(config)[0]
+    assert (kind.query_heads, kind.kv_heads) == (128, 128)
+    assert (kind.head_dim, kind.value_dim, kind.width) == (192, 128, 192)
+    assert attention_shape(config) == (128, 128, 192)
+
+
+def test_heads_of_two_sizes_and_shared_keys_of_gemma_4():
+    options = {"num_hidden_layers": 12, "num_kv_shared_layers": 3, "global_head_dim": 512}
+    config = transformers.Gemma4TextConfig(head_dim=256, **options)
+    kinds = layer_kinds(config)
+    assert [kind.head_dim for kind in kinds] == ([256] * 5 + [512]) * 2
+    assert [kind.keys_of for kind in kinds] == [0, 1, 2, 3, 4, 5, 6, 7, 8, 8, 8, 5]
+    assert attention_shape(config).head_dim == 512
+
+
+def test_layers_that_are_no_attention_are_named():
+    config = transformers.Qwen3NextConfig(num_hidden_layers=4)
+    with pytest.raises(UnknownLayers, match="layers of the kinds linear_attention"):
+        layer_kinds(config)
+    with pytest.raises(UnknownLayers, match="has no num_attention_heads"):
+        layer_kinds(transformers.MambaConfig())
+
+
+def test_a_layer_without_a_number_among_layers_of_several_kinds():
+    with pytest.raises(UnknownLayers, match=r"which of config\.layer_types it has is not known"):
+        layer_reach(transformers.Gemma3TextConfig(num_hidden_layers=6), None)
+
+
+# ---- steps that are no text
+
+
+def refusal_of(rank, world_size, config, columns):
+    """The error of a rank, when rank 1 alone has drawn these columns."""
+    text = {"input_ids": torch.tensor([[5, 6]])}
+    try:
+        check_text_alone(
+            config,
+            text | (columns if rank == 1 else {}),
+            join(Topology(nodes=1, ranks_per_node=2)),
+        )
+    except (NotImplementedError, RuntimeError) as error:
+        return f"{type(error).__name__} {error} {error.__cause__}"
+    return None
+
+
+@pytest.mark.parametrize(
+    ("columns", "message"),
+    [
+        ({"token_type_ids": torch.tensor([[0, 1]])}, "token_type_ids marks tokens of images"),
+        ({"mm_token_type_ids": torch.tensor([[0, 2]])}, "mm_token_type_ids marks tokens"),
+        ({"input_ids": torch.tensor([[5, 9]])}, "the token 9, config.image_token_id"),
+        ({"token_type_ids": torch.tensor([[0, 0]])}, None),
+    ],
+)
+def test_tokens_of_images_are_refused_on_all_ranks(columns, message):
+    config = transformers.Gemma3Config(image_token_id=9)
+    for found in run_threads(refusal_of, 2, config, columns):
+        assert found is None if message is None else message in found
+
+
+def test_models_of_text_alone_may_have_types_of_tokens():
+    columns = {"token_type_ids": torch.tensor([[0, 1]])}
+    for found in run_threads(refusal_of, 2, transformers.GPT2Config(), columns):
+        assert found is None
