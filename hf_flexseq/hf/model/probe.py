@@ -30,9 +30,10 @@ import hf_flexseq.hf.attention  # noqa: F401  registers "flexseq"
 from hf_flexseq.attention import SequenceContext
 from hf_flexseq.distributed.communicator import Communicator
 from hf_flexseq.distributed.threads import ThreadHub, ThreadTransport
+from hf_flexseq.hf.model.facts import layer_calls
 from hf_flexseq.hf.model.positions import attach_positions, needed_columns
 from hf_flexseq.kernels import Kernel
-from hf_flexseq.kernels.choose import choose_kernel
+from hf_flexseq.kernels.kinds import choose_kernels
 from hf_flexseq.plan import STRATEGIES, Group, MicroBatch, Plan
 from hf_flexseq.plan.rows import shards_of
 from hf_flexseq.plan.shard import Slice
@@ -40,7 +41,6 @@ from hf_flexseq.steps.token_columns import INDICES, LENGTHS
 from hf_flexseq.topology import Topology
 
 CPU = torch.device("cpu")
-HEAD_DIM = 64  # that a kernel is chosen for
 TOPOLOGY = Topology(nodes=2, ranks_per_node=2)
 SHARED = STRATEGIES[1:]  # strategies of groups of several ranks
 
@@ -93,7 +93,7 @@ def probe_model(
     strategies: of the shared sequences, one after the other.
     changes: (sequence, token) to be changed, one after the other; see `SEQUENCES`.
     gradients: whether to compare them, too.
-    kernel: of all attention; None is the one that a trainer would take on the CPU.
+    kernel: of all attention; None is the one that a trainer takes on the CPU.
     attach: gives a model its attention; None does what a trainer does.
     """
     twin = _lively(model)
@@ -110,9 +110,10 @@ def probe_model(
         after[sequence] = _run_alone(alone, [tokens[sequence]]).outputs[0]
         want_changed.append(after)
 
-    # 2. ranks, with a model each; kernels of the CPU take heads of all sizes
+    # 2. ranks, with a model each
     if kernel is None:
-        kernel = choose_kernel(CPU, torch.float64, HEAD_DIM, window=True, softcap=True)
+        config = twin.config.get_text_config()
+        kernel = choose_kernels(CPU, torch.float64, layer_calls(config))
     twins = []
     for _ in range(TOPOLOGY.world_size):
         twins.append(copy.deepcopy(twin))
