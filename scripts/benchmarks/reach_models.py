@@ -162,7 +162,7 @@ def families() -> list[Family]:
 def _named_checkpoint(kind: type[PreTrainedModel]) -> str | None:
     """Return the checkpoint that the source of a model's configuration names."""
     source = getsource(sys.modules[kind.config_class.__module__])
-    match = search(r'@auto_docstring\(\s*checkpoint="([^"]+)"', source)
+    match = search(r'checkpoint="([^"]+)"', source)
     return match.group(1) if match else None
 
 
