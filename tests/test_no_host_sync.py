@@ -21,7 +21,7 @@ from hf_flexseq.kernels import chunked_loss, fused
 from hf_flexseq.kernels.reference import Reference
 from hf_flexseq.kernels.torch_varlen import TorchVarlen
 from hf_flexseq.kernels.upload import to_device
-from hf_flexseq.pipeline.carry import KVCarry
+from hf_flexseq.pipeline.carry import Carried, KVCarry
 from hf_flexseq.pipeline.context import ChunkContext
 from hf_flexseq.pipeline.executor import PipelineExecutor
 from hf_flexseq.pipeline.stages import cut
@@ -377,8 +377,14 @@ def test_a_planted_fault_is_caught(monkeypatch, fault):
 
 
 def test_an_item_in_a_chunk_is_caught(monkeypatch):
-    fault = made_with(lambda lse: lse.sum().item())
-    monkeypatch.setattr("hf_flexseq.pipeline.carry.merge_into", fault)
+    forward = Carried.forward
+
+    def reading(*args):
+        out, lse = forward(*args)
+        lse.sum().item()
+        return out, lse
+
+    monkeypatch.setattr(Carried, "forward", reading)
     with pytest.raises(HostSync, match="reads from"):
         run_chunks(monkeypatch, 1)
 

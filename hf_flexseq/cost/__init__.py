@@ -3,6 +3,8 @@ stages.
 
     model.py      CostModel: one sequence on one group
     constants.py  its constants: their meaning, checks and JSON
+    transfers.py  what a group moves, and at what pace
+    kinds.py      layers that read a window or a chunk: their pairs and halos
     evaluate.py   groups, micro-batches and steps by a cost model
     launches.py   what the host does for a group in one layer, counted
     stages.py     chunks on the stages of a pipeline
@@ -26,17 +28,19 @@ from hf_flexseq.cost.evaluate import (
     slowest_ns,
     step_ns,
 )
+from hf_flexseq.cost.kinds import FloatArray
 from hf_flexseq.cost.model import (
     ATTENTION_BACKWARD,
+    CostModel,
+    Int64Array,
+    Waits,
+    ring_stretch,
+)
+from hf_flexseq.cost.transfers import (
     HEAD_PIECES,
     RING_STRATEGIES,
     WIDEST_WITHIN_A_NODE,
-    CostModel,
-    FloatArray,
-    Int64Array,
-    Waits,
     nodes_spanned,
-    ring_stretch,
 )
 
 __all__ = [

@@ -32,8 +32,8 @@ from typing import Any
 
 import numpy as np
 
-from hf_flexseq.cost.kinds import reach_of
-from hf_flexseq.cost.model import ATTENTION_BACKWARD, LINEAR_PASSES, CostModel, FloatArray
+from hf_flexseq.cost.kinds import FloatArray, reach_of
+from hf_flexseq.cost.model import ATTENTION_BACKWARD, LINEAR_PASSES, CostModel
 from hf_flexseq.layers import Reach
 from hf_flexseq.plan.pipeline import MAX_STAGES, Chunk
 from hf_flexseq.values import (

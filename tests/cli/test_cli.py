@@ -173,6 +173,22 @@ def test_compare_has_a_line_for_every_planner(
     assert rows[CHOICES["planner"].index("static")].startswith("static, degree ")
 
 
+def test_commands_name_the_kinds_of_layers_that_they_price(
+    lengths: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    machine = ["--topology", "2x4", "--cost-model", "gemma-3-27b-h100"]
+    layers = "layers 83.9 % window 1024, 16.1 % full"
+    path = str(tmp_path / "plan.json")
+    for words in (
+        ["plan", "--lengths", lengths, *CAP, "--json", path],
+        ["compare", "--lengths", lengths, *CAP, "--planners", "static"],
+        ["view", path],
+    ):
+        assert main([*words, *machine]) == 0
+        shown = capsys.readouterr().out
+        assert layers in shown, words
+
+
 def test_compare_leaves_the_slow_planner_out_unless_it_is_asked_for(
     lengths: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -510,6 +510,22 @@ def test_a_call_that_contradicts_the_configuration():
     one_line(raised)
 
 
+def test_a_window_of_which_the_layers_know_nothing(monkeypatch):
+    model = meta_model("Mistral", sliding_window=4)
+    modeling = transformers.models.mistral.modeling_mistral
+
+    def without_window(module, *args, sliding_window=None, **kwargs):
+        attend = transformers.AttentionInterface()["flexseq-trial"]
+        return attend(module, *args, **kwargs)
+
+    interface = SimpleNamespace(get_interface=lambda *names: without_window)
+    monkeypatch.setattr(modeling, "ALL_ATTENTION_FUNCTIONS", interface)
+    monkeypatch.setattr(modeling, "create_sliding_window_causal_mask", lambda **kwargs: None)
+    monkeypatch.setattr(modeling, "create_causal_mask", lambda **kwargs: None)
+    with pytest.raises(NotImplementedError, match="says window 4, but it is called without a win"):
+        check_model(model)
+
+
 def test_deterministic_attention_is_full_attention():
     check_deterministic(meta_model("Llama"))
     with pytest.raises(NotImplementedError, match="layer 0 has a window 4; set deterministic=F"):

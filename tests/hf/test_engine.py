@@ -165,14 +165,14 @@ def without_a_kernel_or_a_process(rank, world_size, kind):
 
     model = tiny_llama()
     engine = engine_of(Accelerator(cpu=True), kind, model)
-    choose = executors.choose_kernel
+    choose = executors.choose_kernels
     if rank == 1:
-        executors.choose_kernel = of_stages.choose_kernel = no_kernel
+        executors.choose_kernels = of_stages.choose_kernels = no_kernel
     messages = []
     with pytest.raises(ValueError) as raised, engine.attached(model):
         engine.next_step(batches(), 1)
     messages.append(str(raised.value))
-    executors.choose_kernel = of_stages.choose_kernel = choose
+    executors.choose_kernels = of_stages.choose_kernels = choose
 
     if rank == 0:
         engine.executor.planner = no_process

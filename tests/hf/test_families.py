@@ -1,16 +1,27 @@
-"""Ten steps of the Trainer on families with layers of several kinds, shared by two ranks, against
-ten steps of the plain Trainer in one process. `scripts/benchmarks/families.py` takes ten families
-and every way to train them."""
+"""Families with layers of several kinds: ten steps of the Trainer on two ranks against ten of the
+plain Trainer in one process, and the gradients of pipeline stages, which are threads.
+`scripts/benchmarks/families.py` takes ten families and every way to train them."""
+
+import random
 
 import pytest
+import torch
 from transformers import Trainer
 from trl import SFTTrainer
 
 from hf_flexseq import FlexSeqArguments
+from hf_flexseq.pipeline.reduction import sum_gradients
 from tests.hf.test_mixin import FlexSeqSFTTrainer, sft_trainer
-from tests.hf.test_reach import make_model
+from tests.hf.test_reach import (
+    LENGTHS,
+    make_model,
+    stays_in_float64,  # noqa: F401  (a fixture)
+)
 from tests.hf.test_trainer import OPTIONS, logged, make_trainer, plain_run, update_error
-from tests.ranks import run_ranks
+from tests.hf.tiny import documents, reference_gradients, relative_errors
+from tests.pipeline.plans import random_pipeline_plan
+from tests.pipeline.test_exactness import columns_of, make_executor
+from tests.ranks import join, run_ranks, run_threads
 
 WAYS = ("subclass", "callback", "sft")
 # SFTTrainer asks models of experts for their router loss, unless it is weighed with 0.
@@ -74,3 +85,42 @@ def errors_of_family(folder, way, family):
 )
 def test_ten_steps_of_a_family_equal_the_plain_trainer(tmp_path, way, family):
     assert max(errors_of_family(tmp_path, way, family)) < 2e-6
+
+
+# ---- in pipeline stages
+
+
+def errors_in_stages(rank, world_size, family, degree, wanted):
+    """The largest relative error of this stage's gradients, plain and checkpointed."""
+    communicator = join()
+    stages = world_size // degree
+    examples = documents(LENGTHS)
+    targets = sum(label != -100 for e in examples for label in e["labels"][1:])
+    model = make_model(family)
+    executor = make_executor(model, stages, degree, communicator)
+    worst = []
+    for checkpointing in (False, True):
+        rng = random.Random(f"{family} {checkpointing}")
+        plan = random_pipeline_plan(LENGTHS, stages, rng, layers=2, checkpointing=checkpointing)
+        assert any(chunk.cut(plan.lengths) is not None for chunk in plan.chunks)
+        executor.train(plan, columns_of(plan, examples), targets)
+        sum_gradients(executor.stage, executor.neighbours)
+        found = {}
+        for name, parameter in executor.stage.global_parameters():
+            found[name] = torch.zeros_like(parameter)
+            if parameter.grad is not None:
+                found[name] += parameter.grad
+        model.zero_grad()
+        own = {name: wanted[name] for name in found}
+        worst.append(max(relative_errors(found, own, floor_of=wanted).values()))
+    return worst
+
+
+@pytest.mark.parametrize(
+    ("family", "degree"),
+    [("Gemma2", 1), ("Gemma3", 2), ("GptOss", 2), ("DeepseekV3", 1), ("MiMoV2Flash", 2)],
+)
+def test_stages_of_a_family_are_exact(family, degree, stays_in_float64):  # noqa: F811
+    _, wanted = reference_gradients(make_model(family), documents(LENGTHS), attention="eager")
+    for errors in run_threads(errors_in_stages, 2 * degree, family, degree, wanted):
+        assert max(errors) < 1e-10

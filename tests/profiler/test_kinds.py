@@ -2,6 +2,7 @@
 finds."""
 
 import dataclasses
+import json
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from hf_flexseq.cost import lockstep_ns
 from hf_flexseq.cost.analytic import DEVICES, ModelShape, analytic_cost_model
 from hf_flexseq.cost.kinds import LayerKind
 from hf_flexseq.distributed.communicator import Communicator
+from hf_flexseq.hf.calibration.choose import fit_key
 from hf_flexseq.hf.calibration.probe import ModelProbes, kept_layers, shortened
 from hf_flexseq.hf.model.facts import model_facts, model_shape
 from hf_flexseq.hf.model.layer_kinds import layer_kinds
@@ -206,6 +208,17 @@ def test_a_timed_kernel_reads_what_the_layer_reads(reach: Reach, softcap: float 
     for length in run.segments.k_lens:
         pairs += Reach(window=run.segments.window).pairs(length)
     assert pairs == reach.pairs(10)
+
+
+def test_a_model_without_kinds_has_the_key_of_earlier_versions() -> None:
+    shapes = []
+    for options in ({"model_type": "llama"}, {"model_type": "gemma3_text", "sliding_window": 16}):
+        model = AutoModelForCausalLM.from_config(sized(num_hidden_layers=6, **options))
+        facts = model_facts(model, Accelerator(cpu=True))
+        shapes.append(fit_key(facts, ONE, torch.device("cpu"))["shape"])
+    plain, windows = shapes
+    assert not {"reaches", "active_params"} & plain.keys()
+    assert json.loads(json.dumps(windows))["reaches"] == [[5, {"window": 16, "chunk": None}]]
 
 
 @pytest.mark.parametrize(

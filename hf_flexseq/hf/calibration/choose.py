@@ -177,7 +177,7 @@ def fit_key(facts: ModelFacts, topology: Topology, device: torch.device) -> Mapp
     """Collect everything that a fit depends on, as plain JSON values."""
     return {
         "model": facts.kind.__name__,
-        "shape": asdict(facts.shape),
+        "shape": _shape_key(facts.shape),
         "dtype": str(facts.dtype),
         "autocast": str(facts.autocast),
         "checkpointing": facts.checkpointing,
@@ -192,6 +192,17 @@ def fit_key(facts: ModelFacts, topology: Topology, device: torch.device) -> Mapp
         # A cost model with other fields was fitted by another version of hf_flexseq.
         "constants": [field.name for field in fields(CostModel)],
     }
+
+
+def _shape_key(shape: ModelShape) -> dict[str, object]:
+    """Return a model's sizes as plain JSON values; kinds of layers and experts only where it has
+    them, as in the checkpoints of versions that did not know these."""
+    sizes = asdict(shape)
+    if not shape.reaches:
+        del sizes["reaches"]
+    if shape.active_params is None:
+        del sizes["active_params"]
+    return sizes
 
 
 def with_memory_of(estimate: CostModel, cost: CostModel) -> CostModel:

@@ -118,6 +118,11 @@ def _trial_attention(
     asked = read_call(module, None, kwargs)
     if attention_mask is not None and attention_mask.ndim > 2:  # else it says what is padding
         _compare_with_mask(name, asked, attention_mask)
+    elif not asked.reach.is_full and kwargs.get("sliding_window") is None:
+        raise UnsupportedAttention(
+            f"{name}{asked.where}: its configuration says {asked.reach}, but it is called without "
+            "a window and without a mask"
+        )
     if key.shape[-2] != query.shape[-2]:
         raise UnsupportedAttention(
             f"{name} has {query.shape[-2]} queries and {key.shape[-2]} keys; hf_flexseq computes "

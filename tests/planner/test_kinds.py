@@ -1,0 +1,63 @@
+"""Plans of models whose layers read windows."""
+
+import random
+from dataclasses import replace
+
+import pytest
+
+from hf_flexseq.cost import step_ns
+from hf_flexseq.cost.kinds import LayerKind
+from hf_flexseq.cost.presets import PRESETS
+from hf_flexseq.layers import Reach
+from hf_flexseq.plan import Plan
+from hf_flexseq.planner import make_plan
+from hf_flexseq.topology import Topology
+
+GEMMA = PRESETS["gemma-3-27b-h100"]
+TOPOLOGY = Topology(nodes=2, ranks_per_node=4)
+CAP = 20_000
+
+
+def lengths_of(seed: int) -> list[int]:
+    rng = random.Random(seed)
+    return [min(150_000, 1 + int(rng.lognormvariate(7.5, 1.75))) for _ in range(40)]
+
+
+def strategies(plan: Plan) -> set[str]:
+    return {group.strategy for one in plan.micro_batches for group in one.groups}
+
+
+@pytest.mark.parametrize("planner", ["auto", "zeppelin", "megatron", "batch-ada"])
+@pytest.mark.parametrize("sync", ["lockstep", "free"])
+@pytest.mark.parametrize("seed", range(2))
+def test_every_planner_takes_windows_and_stays_above_the_bound(
+    planner: str, sync: str, seed: int
+) -> None:
+    lengths = lengths_of(seed)
+    options = {"planner": planner, "sync": sync, "max_tokens_per_rank": CAP, "remap": "off"}
+    plan = make_plan(lengths, TOPOLOGY, GEMMA, **options)
+    assert plan.lower_bound_s <= plan.objective_s
+    priced = step_ns(GEMMA, plan.micro_batches, lengths, TOPOLOGY, sync=sync)
+    assert plan.objective_s == priced / 1e9
+    assert plan.digest() == make_plan(lengths, TOPOLOGY, GEMMA, **options).digest()
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_windows_that_hold_every_sequence_give_the_plans_of_full_layers(seed: int) -> None:
+    lengths = lengths_of(seed)
+    full = replace(
+        GEMMA, kinds=(), attention_s=1e-9, ring_bytes=None, all_to_all_overlap=0.0, heads=None
+    )
+    wide = LayerKind(reach=Reach(window=10**6), share=0.5, attention_s=0.5e-9)
+    split = replace(full, attention_s=0.5e-9, kinds=(wide,))
+    plans = [make_plan(lengths, TOPOLOGY, one, max_tokens_per_rank=CAP) for one in (full, split)]
+    assert plans[0].objective_s == pytest.approx(plans[1].objective_s, rel=1e-3)
+
+
+def test_between_nodes_windows_make_a_ring_cheaper_than_ulysses() -> None:
+    lengths = [120_000, 800]
+    by_kind = make_plan(lengths, TOPOLOGY, GEMMA, max_tokens_per_rank=CAP)
+    all_bytes = replace(GEMMA, kinds=())
+    without = make_plan(lengths, TOPOLOGY, all_bytes, max_tokens_per_rank=CAP)
+    assert strategies(by_kind) & {"zigzag", "balanced"}
+    assert "ulysses" in strategies(without)
