@@ -10,7 +10,7 @@ layers of its published checkpoints (`data/checkpoints.json`). To ask is to call
 calls before it starts, `check_model`, with the whole model on the meta device.
 
 With --probe a tiny model of the same kinds of layers runs on four ranks that are threads, and is
-compared with one process (`hf_flexseq.hf.model.probe`): its outputs, its gradients, and which
+compared with one process (`hf_flexseq.hf.probe`): its outputs, its gradients, and which
 outputs change when one token does. What is taken and fails that would train wrongly in silence.
 
 Every question is answered by a process of its own, within a time limit.
@@ -31,7 +31,7 @@ import transformers
 
 from common import ROOT, argument_parser, table, write_record
 from hf_flexseq.hf.model.checks import check_model
-from hf_flexseq.hf.model.probe import SHARED, probe_model
+from hf_flexseq.hf.probe import SHARED, probe_model
 from reach_models import (
     HUB,
     NEEDED,

@@ -63,6 +63,7 @@ SMALL: dict[str, Any] = {
     "query_pre_attn_scalar": 16,
     "attn_logit_softcapping": 2.0,
     "sliding_window": 6,
+    "local_attention": 12,  # a window of half of it
     "attention_chunk_size": 8,
     "floor_scale": 8,
     # latent attention
@@ -127,7 +128,7 @@ class Family(NamedTuple):
     """A class of causal language models."""
 
     name: str
-    """The first model type that has this class."""
+    """The model type of its configuration."""
     kind: type[PreTrainedModel]
     named: str | None
     """The checkpoint that transformers names beside the defaults."""
@@ -155,7 +156,7 @@ def families() -> list[Family]:
         cls = classes if isinstance(classes, str) else classes[0]
         if name not in not_decoders and cls not in found:
             kind = getattr(transformers, cls)
-            found[cls] = Family(name, kind, _named_checkpoint(kind))
+            found[cls] = Family(kind.config_class.model_type, kind, _named_checkpoint(kind))
     return sorted(found.values(), key=lambda family: family.name)
 
 

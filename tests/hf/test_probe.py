@@ -8,7 +8,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import hf_flexseq.hf.attention as hf_attention
-from hf_flexseq.hf.model.probe import SEQUENCES, SHARED, probe_model
+from hf_flexseq.hf.probe import SEQUENCES, SHARED, probe_model
 from hf_flexseq.layers import FULL, Reach
 from tests.hf.test_checks import EXPERTS, SIZES
 
