@@ -28,12 +28,21 @@ WAYS = ("subclass", "callback", "sft")
 NO_ROUTER_LOSS = {"router_aux_loss_coef": 0.0}
 
 
+def model_of(way, family):
+    """A model of this family. SFTTrainer looks for the decoder by the model's prefix, which in
+    Llama 4's is that of another part."""
+    model = make_model(family)
+    if way == "sft" and not hasattr(model, model.base_model_prefix):
+        model.base_model_prefix = "model"
+    return model
+
+
 def plain_family(folder, way, family):
     """Weights before and after, and losses, of one process.
 
     It takes one document at a time: a window that shows padding alone makes NaN in some families.
     """
-    model = make_model(family)
+    model = model_of(way, family)
     model.set_attn_implementation("eager")
     if way != "sft":
         before, after, history = plain_run(folder, batch=1, accumulation=4, model=model)
@@ -49,7 +58,7 @@ def plain_family(folder, way, family):
 
 def family_run(rank, world_size, folder, way, family):
     """Weights after the run, its losses, and how often two ranks shared sequences."""
-    model = make_model(family)
+    model = model_of(way, family)
     if way == "sft":
         arguments = FlexSeqArguments(**OPTIONS)
         trainer: Trainer = sft_trainer(
