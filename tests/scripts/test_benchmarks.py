@@ -15,6 +15,7 @@ SHARED = {
     "forked",
     "lengths",
     "plan_timer",
+    "reach_models",
     "tiny",
 }  # modules that the benchmarks import
 NAMES = sorted({path.stem for path in BENCHMARKS.glob("*.py")} - SHARED)

@@ -1,0 +1,349 @@
+"""Hunt silent wrongness: run a small model with `flexseq` on ranks that are threads, and compare
+with one process what comes out, and what changes when one token is changed.
+
+    wrong = probe_model(model)      # [] if nothing is; a line for each thing otherwise
+
+1. one process    transformers' own eager attention, on every sequence alone
+2. ranks          the same sequences, packed on single ranks and shared by all of them
+3. outputs        are the same, and so are the gradients of all parameters
+4. changes        one token of a sequence is another one; exactly the outputs that change in one
+                  process change on the ranks, and on all of them
+
+Equal outputs show that nothing is missing, such as a sink or a scale. Changes show that nothing
+is read that should not be, and they need no tolerance: an output that does not depend on a token
+stays as it is, bit by bit, up to sums of other sizes in routed experts.
+
+Windows, chunks and original lengths of position embeddings must be shorter than the sequences:
+what is longer than all of them cannot be seen. Sequences are of at most `SEQUENCES[0]` tokens. A
+layer of full attention carries a change to all tokens behind it, so changes tell most about a
+model that has none.
+"""
+
+import copy
+from collections.abc import Callable, Collection, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from transformers import PreTrainedModel
+
+import hf_flexseq.hf.attention  # noqa: F401  registers "flexseq"
+from hf_flexseq.attention import SequenceContext
+from hf_flexseq.distributed.communicator import Communicator
+from hf_flexseq.distributed.threads import ThreadHub, ThreadTransport
+from hf_flexseq.hf.model.facts import layer_calls
+from hf_flexseq.hf.model.positions import attach_positions, needed_columns
+from hf_flexseq.kernels import Kernel
+from hf_flexseq.kernels.kinds import choose_kernels
+from hf_flexseq.plan import STRATEGIES, Group, MicroBatch, Plan
+from hf_flexseq.plan.rows import shards_of
+from hf_flexseq.plan.shard import Slice
+from hf_flexseq.steps.token_columns import INDICES, LENGTHS
+from hf_flexseq.topology import Topology
+
+CPU = torch.device("cpu")
+TOPOLOGY = Topology(nodes=2, ranks_per_node=2)
+SHARED = STRATEGIES[1:]  # strategies of groups of several ranks
+
+# Tokens of the sequences: two that all ranks share, then two for each rank alone.
+SEQUENCES = (41, 23, 14, 3, 1, 11, 9, 12, 2, 13)
+SHARED_SEQUENCES = 2
+# (sequence, token) that is changed. The first tokens of a sequence are those that everything
+# behind them may read; the last ones are what a leak into the next sequence begins with.
+CHANGES = ((0, 0), (0, 19), (1, 8), (2, 1), (3, 2))
+
+# All in units of the largest output or gradient. A layer may compute in float32 whatever the
+# dtype of its model, as norms and softmax do in transformers.
+SAME = 1e-5
+CHANGED = 1e-6  # what has changed, by at least this
+UNCHANGED = 1e-10  # what has not, by at most this
+
+
+class _Run(NamedTuple):
+    """What a model makes of all sequences."""
+
+    outputs: list[torch.Tensor]
+    """Logits of each sequence, [length, vocabulary]."""
+    gradients: dict[str, torch.Tensor]
+    """Gradient of each parameter, summed over all sequences; {} if nobody asked."""
+
+
+class _Ranks(NamedTuple):
+    """What the ranks run with."""
+
+    models: list[PreTrainedModel]
+    """One for each rank, with its attention."""
+    strategy: str
+    """Of the shared sequences."""
+    kernel: Kernel
+
+
+def probe_model(
+    model: PreTrainedModel,
+    *,
+    strategies: Sequence[str] = SHARED,
+    changes: Sequence[tuple[int, int]] = CHANGES,
+    gradients: bool = True,
+    kernel: Kernel | None = None,
+    attach: Callable[[PreTrainedModel], None] | None = None,
+) -> list[str]:
+    """Return what `flexseq` computes otherwise than one process, a line each; [] if nothing.
+
+    model: a small one on the CPU, without dropout; it stays as it is. The probe takes a copy in
+    float64 with random parameters, so that everything depends on everything it can.
+    strategies: of the shared sequences, one after the other.
+    changes: (sequence, token) to be changed, one after the other; see `SEQUENCES`.
+    gradients: whether to compare them, too.
+    kernel: of all attention; None is the one that a trainer takes on the CPU.
+    attach: gives a model its attention; None does what a trainer does.
+    """
+    twin = _lively(model)
+    sequences = _sequences(twin.config.get_text_config())
+    changed = [_with_change(sequences, change) for change in changes]
+
+    # 1. one process
+    alone = copy.deepcopy(twin)
+    alone.set_attn_implementation("eager")
+    want = _run_alone(alone, sequences, gradients=gradients)
+    want_changed = []
+    for (sequence, _), tokens in zip(changes, changed, strict=True):
+        after = list(want.outputs)
+        after[sequence] = _run_alone(alone, [tokens[sequence]]).outputs[0]
+        want_changed.append(after)
+
+    # 2. ranks, with a model each
+    if kernel is None:
+        config = twin.config.get_text_config()
+        kernel = choose_kernels(CPU, torch.float64, layer_calls(config))
+    twins = []
+    for _ in range(TOPOLOGY.world_size):
+        twins.append(copy.deepcopy(twin))
+        (attach or _attach)(twins[-1])
+    wrong = []
+    for strategy in strategies:
+        ranks = _Ranks(twins, strategy, kernel)
+        have = _run_ranks(ranks, sequences, gradients=gradients)
+        wrong += [f"{strategy}: {line}" for line in _differences(have, want)]
+        for change, tokens, want_after in zip(changes, changed, want_changed, strict=True):
+            have_after = _run_ranks(ranks, tokens).outputs
+            steps = (want.outputs, want_after, have.outputs, have_after)
+            line = _wrong_changes(*steps)
+            if line is not None:
+                sequence, token = change
+                wrong.append(f"{strategy}: with token {token} of sequence {sequence}, {line}")
+    return wrong
+
+
+def _attach(model: PreTrainedModel) -> None:
+    model.set_attn_implementation("flexseq")
+    attach_positions(model)
+
+
+# ---- what goes in
+
+
+def _lively(model: PreTrainedModel) -> PreTrainedModel:
+    """Return a copy in float64 whose parameters are random and large enough for every token to
+    matter."""
+    twin = copy.deepcopy(model).double().eval()
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for parameter in twin.parameters():
+            noise = torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
+            if parameter.dim() < 2:
+                parameter += 0.3 * noise  # norms, biases, sinks
+            else:
+                parameter.copy_(noise * parameter.shape[-1] ** -0.5)
+    return twin
+
+
+def _sequences(config: Any) -> list[torch.Tensor]:
+    """Return tokens of each sequence, [length], none of which means anything to the model."""
+    special = set()
+    for name, value in vars(config).items():
+        if name.endswith("token_id"):
+            special.update(value if isinstance(value, list) else [value])
+    usual = torch.tensor([token for token in range(config.vocab_size) if token not in special])
+    generator = torch.Generator().manual_seed(1)
+    sequences = []
+    for length in SEQUENCES:
+        sequences.append(usual[torch.randint(len(usual), (length,), generator=generator)])
+    return sequences
+
+
+def _with_change(sequences: Sequence[torch.Tensor], change: tuple[int, int]) -> list[torch.Tensor]:
+    """Return the sequences with another token, one that stands elsewhere in them."""
+    sequence, token = change
+    tokens = sequences[sequence].clone()
+    others = sequences[0][sequences[0] != tokens[token]]
+    tokens[token] = others[-1]
+    return [*sequences[:sequence], tokens, *sequences[sequence + 1 :]]
+
+
+def _plan(strategy: str) -> Plan:
+    """Return the plan: all ranks share the first sequences, and each has two of its own."""
+    ranks = tuple(range(TOPOLOGY.world_size))
+    shared = tuple(range(SHARED_SEQUENCES))
+    groups = [Group(ranks=ranks, sequences=shared, strategy=strategy)]
+    for rank in ranks:
+        first = SHARED_SEQUENCES + 2 * rank
+        groups.append(Group(ranks=(rank,), sequences=(first, first + 1), strategy="local"))
+    return Plan(
+        lengths=SEQUENCES,
+        micro_batches=(MicroBatch(groups=tuple(groups)),),
+        objective_s=0.0,
+        lower_bound_s=0.0,
+        planner="probe",
+        planning_s=0.0,
+    )
+
+
+# ---- runs
+
+
+def _run_alone(
+    model: PreTrainedModel, sequences: Sequence[torch.Tensor], *, gradients: bool = False
+) -> _Run:
+    """Run every sequence by itself, without ranks."""
+    outputs = []
+    with torch.set_grad_enabled(gradients):
+        for index, tokens in enumerate(sequences):
+            # [length] -> [1, length, vocabulary] -> [length, vocabulary]
+            logits = model(input_ids=tokens.unsqueeze(0), use_cache=False).logits[0]
+            if gradients:
+                (logits * _weights(index, 0, logits)).sum().backward()
+            outputs.append(logits.detach())
+    return _Run(outputs, _taken_gradients(model))
+
+
+def _run_ranks(
+    ranks: _Ranks, sequences: Sequence[torch.Tensor], *, gradients: bool = False
+) -> _Run:
+    """Run all sequences on ranks that are threads."""
+    plan = _plan(ranks.strategy)
+    outputs = [torch.empty(0)] * len(sequences)
+    summed: dict[str, torch.Tensor] = {}
+
+    def run_rank(transport: ThreadTransport) -> None:
+        communicator = Communicator(TOPOLOGY, transport=transport)
+        own = ranks.models[communicator.rank]
+        (shard,) = shards_of(plan, communicator.rank, TOPOLOGY)
+        slices = [part for zone in shard.zones for part in zone.slices]
+        context = SequenceContext(shard, communicator, ranks.kernel, CPU)
+        with torch.set_grad_enabled(gradients):
+            inputs = _inputs(sequences, slices, needed_columns(own))
+            logits = own(**inputs, seq_ctx=context, use_cache=False).logits[0]
+            # [tokens, vocabulary] -> of each slice
+            rows = logits.split([part.tokens for part in slices])
+            if gradients:
+                loss = torch.zeros((), dtype=logits.dtype)
+                for part, part_logits in zip(slices, rows, strict=True):
+                    weights = _weights(part.sequence, part.start, part_logits)
+                    loss = loss + (part_logits * weights).sum()
+                loss.backward()
+        for part, part_logits in zip(slices, rows, strict=True):
+            if not outputs[part.sequence].numel():
+                size = (len(sequences[part.sequence]), logits.shape[-1])
+                outputs[part.sequence] = logits.new_full(size, torch.nan)
+            outputs[part.sequence][part.start : part.stop] = part_logits.detach()
+        for name, gradient in _taken_gradients(own).items():
+            summed[name] = summed[name] + gradient if name in summed else gradient
+
+    ThreadHub(TOPOLOGY.world_size).run(run_rank)
+    return _Run(outputs, summed)
+
+
+def _inputs(
+    sequences: Sequence[torch.Tensor], slices: Sequence[Slice], names: Collection[str]
+) -> dict[str, torch.Tensor]:
+    """Return the columns that a rank's model is called with, each [1, tokens].
+
+    names: of the columns that not every model needs.
+    """
+    parts: dict[str, list[torch.Tensor]] = {}
+    for part in slices:
+        whole = sequences[part.sequence]
+        positions = torch.arange(part.start, part.stop)
+        columns = {
+            "input_ids": whole[part.start : part.stop],
+            "position_ids": positions,
+            INDICES: positions,
+            LENGTHS: torch.full_like(positions, len(whole)),
+        }
+        for name, column in columns.items():
+            parts.setdefault(name, []).append(column)
+    wanted = {"input_ids", "position_ids", *names}
+    return {name: torch.cat(parts[name]).unsqueeze(0) for name in wanted}
+
+
+def _weights(sequence: int, start: int, logits: torch.Tensor) -> torch.Tensor:
+    """Return fixed weights for logits [tokens, vocabulary] of a sequence from token `start` on, of
+    which the loss is the weighted sum."""
+    tokens, vocabulary = logits.shape
+    rows = torch.arange(start, start + tokens, dtype=logits.dtype).unsqueeze(1) + 1
+    columns = torch.arange(vocabulary, dtype=logits.dtype) + 1
+    return torch.sin(rows * columns + sequence)
+
+
+def _taken_gradients(model: PreTrainedModel) -> dict[str, torch.Tensor]:
+    """Return the gradients by name of parameter, and leave none on the model."""
+    gradients = {}
+    for name, parameter in model.named_parameters():
+        if parameter.grad is not None:
+            gradients[name] = parameter.grad
+    model.zero_grad()
+    return gradients
+
+
+# ---- comparisons
+
+
+def _differences(have: _Run, want: _Run) -> list[str]:
+    """Say where outputs and gradients differ."""
+    found = []
+    scale = max(float(output.abs().max()) for output in want.outputs)
+    for sequence, (output, wanted) in enumerate(zip(have.outputs, want.outputs, strict=True)):
+        off = (output - wanted).abs().amax(dim=-1) / scale  # [length, vocabulary] -> [length]
+        at = torch.nonzero(~(off <= SAME)).flatten().tolist()
+        if at:
+            found.append(
+                f"outputs of sequence {sequence} differ by up to {float(off.max()):.1e} at "
+                f"{len(at)} of {len(off)} tokens, the first is {at[0]}"
+            )
+    if have.gradients.keys() != want.gradients.keys():
+        names = sorted(have.gradients.keys() ^ want.gradients.keys())
+        found.append(f"gradients are missing or too many: {', '.join(names[:3])}")
+        return found
+    # parameters with tiny gradients have no digits left where layers compute in float32
+    floor = 1e-3 * max((float(g.norm()) for g in want.gradients.values()), default=0.0)
+    for name, wanted in want.gradients.items():
+        error = float((have.gradients[name] - wanted).norm()) / max(float(wanted.norm()), floor)
+        if not error <= 10 * SAME:
+            found.append(f"the gradient of {name} differs by {error:.1e}")
+    return found
+
+
+def _wrong_changes(
+    want: Sequence[torch.Tensor],
+    want_after: Sequence[torch.Tensor],
+    have: Sequence[torch.Tensor],
+    have_after: Sequence[torch.Tensor],
+) -> str | None:
+    """Say which outputs changed that should not have, or did not and should; None if neither.
+
+    Arguments are outputs of all sequences, before and after the change of a token.
+    """
+    scale = max(float(output.abs().max()) for output in want)
+    for sequence in range(len(want)):
+        # [length, vocabulary] -> [length]
+        wanted = (want_after[sequence] - want[sequence]).abs().amax(dim=-1) / scale
+        had = (have_after[sequence] - have[sequence]).abs().amax(dim=-1) / scale
+        leaks = (wanted <= UNCHANGED) & ~(had <= CHANGED)
+        losses = (wanted >= CHANGED) & ~(had > UNCHANGED)
+        for verb, where in (("change", leaks), ("do not change", losses)):
+            at = torch.nonzero(where).flatten().tolist()
+            if at:
+                return (
+                    f"{len(at)} outputs of sequence {sequence} {verb}, the first is {at[0]}, "
+                    "otherwise than in one process"
+                )
+    return None

@@ -1,0 +1,144 @@
+"""The probe for silent wrongness passes models that are exact, and sees faults that are planted.
+The matrix of all families is `python scripts/benchmarks/reach.py --probe`."""
+
+import pytest
+import torch
+import transformers
+from torch import nn
+from torch.nn import functional as F
+
+import hf_flexseq.hf.attention as hf_attention
+from hf_flexseq.hf.probe import SEQUENCES, SHARED, probe_model
+from hf_flexseq.layers import FULL, Reach
+from tests.hf.test_checks import EXPERTS, SIZES
+
+WINDOW, CHUNK = 6, 8
+MODELS = {
+    "Llama": {},
+    "Gemma2": {
+        "layer_types": ["sliding_attention", "full_attention"],
+        "sliding_window": WINDOW,
+        "head_dim": 8,
+        "attn_logit_softcapping": 2.0,
+    },
+    # No layer reads everything, so that changes end where windows and chunks do.
+    "GptOss": {
+        "layer_types": ["sliding_attention"] * 2,
+        "sliding_window": WINDOW,
+        "head_dim": 8,
+        **EXPERTS,
+    },
+    "Llama4": {
+        "layer_types": ["chunked_attention"] * 2,
+        "attention_chunk_size": CHUNK,
+        "no_rope_layers": [1, 0],
+        "floor_scale": 8,
+        "attn_temperature_tuning": True,
+        "head_dim": 8,
+        "intermediate_size_mlp": 24,
+        "interleave_moe_layer_step": 1,
+        "num_local_experts": 2,
+        "num_experts_per_tok": 1,
+    },
+    "Phi3": {
+        "max_position_embeddings": 64,
+        "original_max_position_embeddings": 16,
+        "rope_parameters": {
+            "rope_type": "longrope",
+            "rope_theta": 1e4,
+            "original_max_position_embeddings": 16,
+            "short_factor": [1.0] * 4,
+            "long_factor": [3.0] * 4,
+        },
+    },
+}
+
+
+def tiny(name):
+    kind = getattr(transformers, name + "ForCausalLM")
+    cls = kind.config_class
+    if name == "Llama4":
+        cls = transformers.Llama4TextConfig
+    torch.manual_seed(0)
+    config = cls(**{**SIZES, **MODELS[name]})
+    return kind._from_config(config, experts_implementation="eager")
+
+
+def found(model, **options):
+    """What a quick probe finds: one strategy, one changed token."""
+    quick = {"strategies": ("zigzag",), "changes": ((0, 19), (2, 1)), "gradients": False}
+    return probe_model(model, **{**quick, **options})
+
+
+def test_what_is_to_be_seen_is_shorter_than_the_sequences():
+    assert max(WINDOW, CHUNK, 16) < sorted(SEQUENCES)[-2]
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_an_exact_model_passes(name):
+    strategy = SHARED[list(MODELS).index(name) % len(SHARED)]
+    assert found(tiny(name), strategies=(strategy,), gradients=True) == []
+
+
+@pytest.mark.parametrize(
+    "name, planted, is_seen_by_changes",
+    [
+        ("GptOss", {"reach": FULL}, True),
+        ("GptOss", {"reach": Reach(window=WINDOW + 1)}, True),
+        ("GptOss", {"reach": Reach(window=WINDOW - 1)}, True),
+        ("Llama4", {"reach": FULL}, True),
+        ("Llama4", {"reach": Reach(chunk=CHUNK + 1)}, True),
+        ("GptOss", {"sinks": None}, False),
+        ("Gemma2", {"softcap": None}, False),
+    ],
+)
+def test_wrong_attention_is_seen(name, planted, is_seen_by_changes, monkeypatch):
+    read_call = hf_attention.read_call
+
+    def wrongly_read(*args):
+        asked = read_call(*args)
+        return asked._replace(**planted)
+
+    monkeypatch.setattr(hf_attention, "read_call", wrongly_read)
+    wrong = found(tiny(name))
+    assert any("differ by up to" in line for line in wrong)
+    assert any("otherwise than in one process" in line for line in wrong) == is_seen_by_changes
+
+
+@pytest.mark.parametrize("name", ["Llama4", "Phi3"])
+def test_positions_counted_from_the_row_are_seen(name):
+    """Llama 4 scales by a count, longrope chooses by the longest position."""
+    assert found(tiny(name), attach=lambda model: model.set_attn_implementation("flexseq"))
+
+
+class Shifted(nn.Module):
+    """A layer with a state: every token is mixed with the one before it in its row."""
+
+    def __init__(self, inner):
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x):
+        before = F.pad(x, (0, 0, 1, 0))[:, :-1]  # [rows, tokens, hidden]
+        return self.inner(x + before)
+
+
+def test_a_state_that_leaks_into_the_next_document_is_seen():
+    model = tiny("Llama")
+    model.model.layers[0].mlp = Shifted(model.model.layers[0].mlp)
+    # the last token of a document, before which the next one stands in the row
+    wrong = found(model, changes=((2, SEQUENCES[2] - 1),))
+    leaks = [line for line in wrong if "outputs of sequence 3 change" in line]
+    assert leaks
+
+
+def test_parameters_whose_gradient_is_lost_are_seen():
+    model = tiny("GptOss")
+
+    def attach(rank):
+        rank.set_attn_implementation("flexseq")
+        for layer in rank.model.layers:
+            layer.self_attn.sinks.requires_grad_(False)
+
+    wrong = found(model, attach=attach, gradients=True)
+    assert any("gradients are missing" in line and "sinks" in line for line in wrong)
