@@ -22,8 +22,7 @@ from hf_flexseq import (
 )
 from hf_flexseq.hf.model.calls import read_call
 from hf_flexseq.hf.model.checks import check_deterministic, check_model
-from hf_flexseq.hf.model.probed import PROBED_FAMILIES
-from hf_flexseq.hf.model.trial import try_model
+from hf_flexseq.hf.model.trial import PROBED_FAMILIES, try_model
 from hf_flexseq.hf.trainer_checks import check_accelerator
 from tests.hf.test_trainer import (
     OPTIONS,

@@ -15,9 +15,9 @@ from torch import nn
 
 from hf_flexseq import DataCollatorForFlexSeq
 from hf_flexseq.hf.model.checks import check_model
-from hf_flexseq.hf.model.counting import UnreadableForward, count_in
 from hf_flexseq.hf.model.positions import attach_positions, needed_columns
 from hf_flexseq.pipeline.reduction import sum_gradients
+from hf_flexseq.steps.counting import UnreadableForward, count_in
 from hf_flexseq.steps.exchange import SourceRow
 from hf_flexseq.steps.token_columns import INDICES, LENGTHS, with_token_columns
 from hf_flexseq.topology import Topology

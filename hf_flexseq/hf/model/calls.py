@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import nn
+from transformers import PreTrainedConfig
 
 from hf_flexseq.hf.model.layer_kinds import UnknownLayers, layer_reach
 from hf_flexseq.layers import FULL, Reach
@@ -81,7 +82,7 @@ def _reach(module: nn.Module, where: str, keywords: dict[str, Any]) -> Reach:
     called = FULL if window is None else Reach(window=window)
 
     # 1. the configuration, where the layer knows it
-    config = getattr(module, "config", None)
+    config: PreTrainedConfig | None = getattr(module, "config", None)
     layer = getattr(module, "layer_idx", None)
     if config is None:
         return called

@@ -22,8 +22,7 @@ from transformers.loss.loss_utils import LOSS_MAPPING, ForCausalLMLoss
 from hf_flexseq.hf.model.facts import is_reentrant_layer, is_tensor_parallel
 from hf_flexseq.hf.model.layer_kinds import LayerKind, UnknownLayers, layer_kinds
 from hf_flexseq.hf.model.positions import unsuitable_positions
-from hf_flexseq.hf.model.probed import PROBED_FAMILIES
-from hf_flexseq.hf.model.trial import Call, try_model
+from hf_flexseq.hf.model.trial import PROBED_FAMILIES, Call, try_model
 
 # Options of the configuration that must not be set, and the reason.
 _REFUSED_OPTIONS = {

@@ -6,9 +6,9 @@ layers are those of a text model.
 """
 
 from collections.abc import Mapping
-from typing import Any
 
 import torch
+from transformers import PreTrainedConfig
 
 from hf_flexseq.distributed.agreement import Attempt
 from hf_flexseq.distributed.communicator import Communicator
@@ -28,7 +28,7 @@ _PLACEHOLDERS = (
 
 
 def check_text_alone(
-    config: Any, columns: Mapping[str, torch.Tensor], communicator: Communicator
+    config: PreTrainedConfig, columns: Mapping[str, torch.Tensor], communicator: Communicator
 ) -> None:
     """Raise NotImplementedError, on all ranks, where one has drawn tokens that are no text.
 
@@ -42,7 +42,7 @@ def check_text_alone(
     looking.raise_together(communicator.host.gather_values, "looking for tokens of images")
 
 
-def _check_columns(config: Any, columns: Mapping[str, torch.Tensor]) -> None:
+def _check_columns(config: PreTrainedConfig, columns: Mapping[str, torch.Tensor]) -> None:
     for name in _TYPES:
         if name in columns and columns[name].any():
             raise NotImplementedError(

@@ -16,7 +16,9 @@ is read here with what the layers of a model ask for when they are called.
 
 from collections import Counter
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
+
+from transformers import PreTrainedConfig
 
 from hf_flexseq.layers import FULL, Reach
 
@@ -68,7 +70,7 @@ class LayerKind(NamedTuple):
         return max(self.head_dim, self.value_dim)
 
 
-def layer_kinds(config: Any) -> tuple[LayerKind, ...]:
+def layer_kinds(config: PreTrainedConfig) -> tuple[LayerKind, ...]:
     """Return what each attention layer of a decoder-only model is, in the order of the layers.
 
     config: its text configuration. Raises UnknownLayers for layers that are not attention over
@@ -95,7 +97,7 @@ def layer_kinds(config: Any) -> tuple[LayerKind, ...]:
     return tuple(kinds)
 
 
-def layer_reach(config: Any, layer: int | None) -> Reach:
+def layer_reach(config: PreTrainedConfig, layer: int | None) -> Reach:
     """Return which keys the queries of one layer read.
 
     layer: its number; None where it is not known, which will do if all layers read alike. Raises
@@ -117,7 +119,7 @@ def reach_counts(kinds: Sequence[LayerKind]) -> dict[Reach, int]:
     return dict(Counter(kind.reach for kind in kinds))
 
 
-def layer_types(config: Any) -> list[str]:
+def layer_types(config: PreTrainedConfig) -> list[str]:
     """Return the type of each layer in transformers' words, such as sliding_attention.
 
     Without types in the configuration one window, if any, is for all layers.
@@ -128,7 +130,7 @@ def layer_types(config: Any) -> list[str]:
     return [_type_of_all(config)] * config.num_hidden_layers
 
 
-def _type_of_all(config: Any) -> str:
+def _type_of_all(config: PreTrainedConfig) -> str:
     """Return the type of the layers of a model whose configuration does not list them."""
     window = getattr(config, "sliding_window", None)
     if window is not None and getattr(config, "use_sliding_window", True):
@@ -148,7 +150,7 @@ class _HeadSizes(NamedTuple):
     value_dim: int
 
 
-def _reach(config: Any, layer: int, kind: str) -> Reach:
+def _reach(config: PreTrainedConfig, layer: int, kind: str) -> Reach:
     """Return which keys the queries of a layer read."""
     if kind == "full_attention":
         return FULL
@@ -178,7 +180,7 @@ def _reach(config: Any, layer: int, kind: str) -> Reach:
 _OPTIONS = {"sliding_attention": "sliding_window", "chunked_attention": "attention_chunk_size"}
 
 
-def _softcap(config: Any) -> float | None:
+def _softcap(config: PreTrainedConfig) -> float | None:
     """Return the bound of a model's scores."""
     if config.model_type in _NEVER_SOFTCAPPED:
         return None
@@ -186,7 +188,7 @@ def _softcap(config: Any) -> float | None:
     return softcap
 
 
-def _head_sizes(config: Any, layer: int, kind: str) -> _HeadSizes:
+def _head_sizes(config: PreTrainedConfig, layer: int, kind: str) -> _HeadSizes:
     """Return numbers and sizes of a layer's heads."""
     of_layer = _of_layer(config, layer)
     heads: int = of_layer.num_attention_heads
@@ -206,7 +208,7 @@ def _head_sizes(config: Any, layer: int, kind: str) -> _HeadSizes:
     return _HeadSizes(heads, kv_heads, head_dim, value_dim)
 
 
-def _of_layer(config: Any, layer: int, option: str | None = None) -> Any:
+def _of_layer(config: PreTrainedConfig, layer: int, option: str | None = None) -> PreTrainedConfig:
     """Return the configuration of one layer, where layers have their own, else that of the
     model.
 
@@ -219,7 +221,7 @@ def _of_layer(config: Any, layer: int, option: str | None = None) -> Any:
     return config.per_layer_config[layer]
 
 
-def _keys_of(config: Any, types: Sequence[str]) -> list[int]:
+def _keys_of(config: PreTrainedConfig, types: Sequence[str]) -> list[int]:
     """Return, for each layer, the layer whose keys and values it reads.
 
     In transformers some layers store what they have, and later ones of their type reuse it.

@@ -9,7 +9,7 @@ the others right while it is attached.
 
 Both come as columns beside `input_ids` (`steps/token_columns.py`), and so reach decoder and layers
 as keyword arguments of the call itself, in the replay of a checkpointed layer, too. Whatever else
-counts positions (`counting.py`) is refused.
+counts positions (`steps/counting.py`) is refused.
 
 Rejected: other rotary modules in place of the model's. Its own are called, twice, so that every
 number is theirs.
@@ -23,7 +23,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from hf_flexseq.hf.model.counting import UnreadableForward, count_in
+from hf_flexseq.steps.counting import UnreadableForward, count_in
 from hf_flexseq.steps.token_columns import INDICES, LENGTHS
 
 # Modules that count positions with the help of a cache, which can tell them where they are:
