@@ -30,9 +30,9 @@ _TRIAL = "flexseq-trial"  # name of the twin's implementation of attention and m
 TOKENS = 2
 
 # Families whose trial ends early, and that are known to be exact all the same: by model_type of
-# the text configuration, where it ends. Such a trial has seen some of the layers, or none; the rest
-# might ask for anything. A family stands here once tests/hf/test_reach.py has trained it against
-# one process, with windows and lengths that would show a difference.
+# the text configuration, where it ends. Such a trial has seen some of the layers, or none; the
+# rest might ask for anything. A family stands here once tests/hf/test_reach.py has trained it
+# against one process, with windows and lengths that would show a difference.
 PROBED_FAMILIES: dict[str, str] = {
     "gemma3n_text": "sparse activations read a quantile of the normal distribution",
     "jetmoe": "experts are cut by how many tokens each has",
