@@ -117,6 +117,7 @@ def _shared(
     """
     # A third of the exchanges are in the forward, as of the linear part, which they add to.
     exchanged_ns = NS * cost.all_to_all_bytes * share_of_layers / 3 / bandwidth
+    stretch = cost.head_stretch(degree) / degree
     owed_bytes = stage.owed_bytes
     if owed_bytes is not None:
         owed_bytes = owed_bytes / degree
@@ -124,7 +125,8 @@ def _shared(
         stage,
         linear_ns=(stage.linear_ns + exchanged_ns) / degree,
         head_ns=stage.head_ns / degree,
-        attention_ns=stage.attention_ns * cost.head_stretch(degree) / degree,
+        attention_ns=stage.attention_ns * stretch,
+        near_ns=tuple((reach, pair_ns * stretch) for reach, pair_ns in stage.near_ns),
         token_bytes=stage.token_bytes / degree,
         kv_bytes=stage.kv_bytes / degree,
         input_bytes=stage.input_bytes / degree,
@@ -144,6 +146,10 @@ def _stage_cost(
     # 1. nanoseconds of the forward: per number that multiplies a token, and per causal pair
     linear_ns = cost.forward_linear_s * NS / (sum(sizes.layers) + sizes.head)
     attention_ns = cost.forward_pair_s * NS
+    near_ns = []  # kinds of layers are taken to be spread evenly over the stages
+    for kind in cost.kinds:
+        pair_ns = cost.forward_share(kind.attention_s) * NS * share_of_layers
+        near_ns.append((kind.reach, pair_ns))
     head_ns = 0.0
     if index == len(stage.spans) - 1:
         head_ns = linear_ns * sizes.head
@@ -158,6 +164,7 @@ def _stage_cost(
         linear_ns=linear_ns * sum(sizes.layers[start:stop]),
         head_ns=head_ns,
         attention_ns=attention_ns * share_of_layers,
+        near_ns=tuple(near_ns),
         chunk_ns=cost.micro_batch_s * NS / (2 + WEIGHT_CHUNK) * share_of_layers,
         layers=max(layers, 1),
         token_bytes=token_bytes,

@@ -1,8 +1,12 @@
 """The cost of stages on ranks that share chunks and on more nodes than one."""
 
+from dataclasses import replace
+
 import pytest
 
+from hf_flexseq.cost.kinds import LayerKind
 from hf_flexseq.cost.presets import PRESETS
+from hf_flexseq.layers import Reach
 from hf_flexseq.pipeline.cost import StageTokenBytes, pipeline_cost
 from hf_flexseq.pipeline.stages import cut
 from hf_flexseq.topology import Topology
@@ -79,3 +83,22 @@ def test_shared_chunks_are_exchanged_across_nodes_where_their_ranks_lie_on_more_
         forward_bytes = COST.all_to_all_bytes * layers / 3
         exchange_ns = 1e9 * forward_bytes / COST.bandwidth(degree, spans_nodes)
         assert part.linear_ns == pytest.approx((one.linear_ns + exchange_ns) / degree)
+
+
+# ---- layers with windows
+
+
+@pytest.mark.parametrize("degree", [1, 2])
+def test_window_layers_have_the_seconds_of_their_pairs_on_every_stage(degree):
+    window = Reach(window=512)
+    kinds = (LayerKind(reach=window, share=0.75, attention_s=3 * COST.attention_s),)
+    stage = cut(tiny_llama(num_hidden_layers=8), 0, 4)
+    options = {"checkpointed": False, "degree": degree, "topology": None}
+    full = pipeline_cost(COST, stage, TOKEN, **options)
+    near = pipeline_cost(replace(COST, kinds=kinds), stage, TOKEN, **options)
+    for plain, priced in zip(full.stages, near.stages, strict=True):
+        assert plain.near_ns == ()
+        ((reach, pair_ns),) = priced.near_ns
+        assert reach == window
+        # three times the seconds of the full layers, pair by pair
+        assert pair_ns == pytest.approx(3 * priced.attention_ns)

@@ -159,7 +159,7 @@ def _reach(config: Any, layer: int, kind: str) -> Reach:
             "chunked attention"
         )
     option = _OPTIONS[kind]
-    tokens = getattr(_of_layer(config, layer), option, None)
+    tokens = getattr(_of_layer(config, layer, option), option, None)
     if tokens is None:
         raise ValueError(
             f"layer {layer} is {kind}, but config.{option} is None; give it a number of tokens, "
@@ -206,12 +206,17 @@ def _head_sizes(config: Any, layer: int, kind: str) -> _HeadSizes:
     return _HeadSizes(heads, kv_heads, head_dim, value_dim)
 
 
-def _of_layer(config: Any, layer: int) -> Any:
+def _of_layer(config: Any, layer: int, option: str | None = None) -> Any:
     """Return the configuration of one layer, where layers have their own, else that of the
-    model."""
-    if getattr(config, "is_heterogeneous", False):
-        return config.per_layer_config[layer]
-    return config
+    model.
+
+    option: what alone is wanted; the model's configuration has it unless layers differ in it.
+    """
+    if not getattr(config, "is_heterogeneous", False):
+        return config
+    if option is not None and option not in config.per_layer_attributes:
+        return config
+    return config.per_layer_config[layer]
 
 
 def _keys_of(config: Any, types: Sequence[str]) -> list[int]:
