@@ -40,6 +40,8 @@ from hf_flexseq.schedule.head_layout import HeadLayout
 
 Tensors = tuple[torch.Tensor, ...]
 
+SINK_ROWS = 8192  # of which the gradient of the sinks is taken at once
+
 
 class CutAttention(Protocol):
     """Attention of the part of a sequence that a pipeline's chunk begins with, in one layer
@@ -394,8 +396,11 @@ class Replay:
         lse: torch.Tensor,
     ) -> None:
         shares = torch.exp(sinks.unsqueeze(1) - lse)  # [H, t]: of the sinks in each softmax
-        products = (dout.to(lse.dtype) * out).sum(2)  # [t, H, D] -> [t, H]
-        total.sub_((shares * products.t()).sum(1))
+        # Some rows at a time: a product in WIDE is as large as a result that is.
+        parts = (dout.split(SINK_ROWS), out.split(SINK_ROWS), shares.split(SINK_ROWS, dim=1))
+        for part_dout, part_out, part_shares in zip(*parts, strict=True):
+            products = (part_dout.to(lse.dtype) * part_out).sum(2)  # [n, H, D] -> [n, H]
+            total.sub_((part_shares * products.t()).sum(1))
 
     def attend_blocks(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, pairs: PairAttention

@@ -89,7 +89,8 @@ def pipeline_attention(
         )
     asked = read_call(module, attention_mask, {"dropout": dropout, **kwargs})
     q, k, v = packed_rows(query, key, value)
-    needs_grad = q.requires_grad or k.requires_grad or v.requires_grad
+    given = (q, k, v) if asked.sinks is None else (q, k, v, asked.sinks)
+    needs_grad = any(x.requires_grad for x in given)
     keeps_grad = torch.is_grad_enabled() and needs_grad
     context = seq_ctx.of_layer(module.layer_idx, keeps_grad=keeps_grad)
     out = sequence_parallel_attention(

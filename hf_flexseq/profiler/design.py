@@ -291,8 +291,8 @@ def _layer_shapes(
     """List runs of one layer: its attention alone, and its bare transfers in each degree."""
     shapes = []
     for reach in reaches:
-        for part in (8, 2, 1):
-            shape = _shape("kernel", 1, (sequence // part,), topology)
+        for length in _kernel_lengths(sequence, reach):
+            shape = _shape("kernel", 1, (length,), topology)
             shapes.append(replace(shape, reach=reach))
     for degree in measured_degrees(topology):
         for tokens_per_rank in (sequence // 8, sequence // 4, sequence // 2):
@@ -301,6 +301,18 @@ def _layer_shapes(
             if rings:
                 shapes.append(_shape("zigzag", degree, lengths, topology))
     return tuple(shapes)
+
+
+def _kernel_lengths(sequence: int, reach: Reach) -> list[int]:
+    """List the lengths with which the kernel is timed, at most `sequence`.
+
+    Far beyond a window pairs grow as tokens do, so that nothing would tell the seconds of either.
+    """
+    size = reach.window or reach.chunk
+    if size is None:
+        return [sequence // 8, sequence // 2, sequence]
+    wanted = (size // 2, size, 4 * size, sequence)
+    return sorted({min(max(length, 1), sequence) for length in wanted})
 
 
 def _shape(strategy: str, degree: int, lengths: tuple[int, ...], topology: Topology) -> ProbeShape:

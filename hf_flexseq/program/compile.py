@@ -106,8 +106,6 @@ class MicroBatchLayout:
 
         reach: which keys a query reads.
         """
-        longest = max((max(zone.lengths) for zone in self._shard.zones), default=0)
-        reach = reach.within(longest)
         if reach not in self._zones:
             self._zones[reach] = self._make_zones(reach)
         return self._zones[reach]
@@ -121,16 +119,15 @@ class MicroBatchLayout:
         zones: list[ZoneAttention] = []
         for number, zone in enumerate(shard.zones):
             channel = Channel(zone.group, number)
-            of_zone = reach.within(max(zone.lengths))
             if machine.deterministic:
-                zones.append(_deterministic_zone(zone, channel, self.tables, of_zone))
+                zones.append(_deterministic_zone(zone, channel, self.tables, reach))
             else:
                 attention = _zone_attention(
                     zone,
                     channel,
                     self.tables,
                     machine,
-                    reach=of_zone,
+                    reach=reach,
                     rank=shard.rank,
                     waits=waits,
                 )
@@ -280,7 +277,7 @@ def _deterministic_zone(
 
     Raises NotImplementedError where queries do not read all keys before them.
     """
-    if not reach.is_full:
+    if not reach.within(max(zone.lengths)).is_full:
         raise NotImplementedError(
             f"deterministic=True computes full attention, and a layer has a {reach}: set "
             "deterministic=False"

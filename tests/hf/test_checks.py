@@ -551,6 +551,46 @@ def test_a_trial_that_ends_early(monkeypatch):
     check_model(model)
 
 
+class Mixing(torch.nn.Module):
+    """Stands where attention would, and asks nobody."""
+
+    def forward(self, hidden_states, **kwargs):
+        return hidden_states.cumsum(1), None
+
+
+class HalfAttention(transformers.LlamaForCausalLM):
+    def __init__(self, config):
+        super().__init__(config)
+        self.model.layers[1].self_attn = Mixing()
+
+
+def test_a_layer_that_never_asks_for_attention():
+    model = HalfAttention(tiny_llama().config)
+    with pytest.raises(NotImplementedError, match="its layer 1 does not call transformers'"):
+        check_model(model)
+
+
+class ModelOfOwnLoss(transformers.LlamaForCausalLM):
+    def forward(self, input_ids, labels=None, **kwargs):
+        logits = self.lm_head(self.model(input_ids, **kwargs).last_hidden_state)
+        return torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten())
+
+
+def test_a_loss_of_its_own():
+    with pytest.raises(NotImplementedError, match="a cross entropy of its own, a mean over"):
+        check_model(ModelOfOwnLoss(tiny_llama().config))
+
+
+def test_a_layer_that_attends_twice_has_no_pipeline(tmp_path):
+    config = transformers.DiffLlamaConfig(
+        **tiny_llama().config.to_diff_dict() | {"num_key_value_heads": 2}
+    )
+    assert config.num_attention_heads % 2 == 0
+    model = transformers.DiffLlamaForCausalLM(config)
+    with pytest.raises(NotImplementedError, match="attends more than once"):
+        make_trainer(tmp_path, model=model, pipeline_parallel_size=2)
+
+
 def test_the_trial_of_a_model_leaves_no_trace():
     model, state = tiny_llama(), torch.get_rng_state()
     check_model(model)

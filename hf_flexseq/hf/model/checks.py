@@ -96,7 +96,22 @@ def _unsuitable_kind(model: PreTrainedModel) -> str | None:
             "its forward does not take num_items_in_batch (**kwargs), so its loss would be a "
             "mean of its own"
         )
+    if _has_own_loss(model):
+        return (
+            "its forward computes a cross entropy of its own, a mean over its batch, and not the "
+            "model's loss_function, which divides by num_items_in_batch"
+        )
     return None
+
+
+def _has_own_loss(model: PreTrainedModel) -> bool:
+    """Tell whether the forward of `model` computes a loss without transformers' loss function."""
+    try:
+        source = inspect.getsource(inspect.unwrap(type(model).forward))
+    except (OSError, TypeError):  # made without a file
+        return False
+    computes = "CrossEntropyLoss(" in source or "cross_entropy(" in source
+    return computes and "loss_function" not in source
 
 
 def _unsuitable_options(config: Any) -> str | None:
@@ -144,14 +159,39 @@ def _unsuitable_attention(model: PreTrainedModel, kinds: Sequence[LayerKind]) ->
             return None
         return (
             f"its layers could not be tried to the end ({trial.fault}), and {model_type!r} is no "
-            "family that is known to be exact"
+            "family that is known to be exact; a model whose modules were patched with kernels "
+            "can be tried before that: make the trainer first"
         )
     if not trial.calls:
         return (
             "it does not call transformers' attention interface, so its attention cannot be "
             "replaced"
         )
-    return None
+    return _silent_layer(model, trial.calls, kinds)
+
+
+def _silent_layer(
+    model: PreTrainedModel, calls: Sequence[Call], kinds: Sequence[LayerKind]
+) -> str | None:
+    """Return that some layer has not called attention in a whole forward: it mixes tokens in a way
+    of its own, or not at all.
+
+    kinds: what the configuration says of each layer.
+    """
+    called = {call.asked.layer for call in calls}
+    if None in called:  # layers that do not know their number
+        if len(calls) >= len(kinds):
+            return None
+        return f"it has {len(kinds)} layers, and {len(calls)} of them call attention"
+    # Layers that read images are left out where there are none.
+    called |= set(getattr(model.config.get_text_config(), "cross_attention_layers", None) or ())
+    silent = sorted(set(range(len(kinds))) - called)
+    if not silent:
+        return None
+    return (
+        f"its layer {silent[0]} does not call transformers' attention interface, so how it mixes "
+        "tokens is not known"
+    )
 
 
 def _contradiction(call: Call, calls: Sequence[Call], kinds: Sequence[LayerKind]) -> str | None:

@@ -12,8 +12,10 @@ with what would be computed of the same call (`calls.py`).
 import copy
 import inspect
 import logging
+import traceback
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -98,7 +100,9 @@ def try_model(model: PreTrainedModel) -> Trial:
         *(RuntimeError, TypeError, ValueError, AttributeError, IndexError),
         *(NotImplementedError, ImportError, AssertionError),
     ) as error:
-        seen.fault = f"{type(error).__name__}: {error}".splitlines()[0]
+        place = traceback.extract_tb(error.__traceback__)[-1]
+        what = f"{type(error).__name__}: {error}".splitlines()[0]
+        seen.fault = f"{what}, in {Path(place.filename).name}:{place.lineno}"
         logger.debug("the trial of %s ended early: %s", type(model).__name__, seen.fault)
     seen.keys.clear()
     return seen

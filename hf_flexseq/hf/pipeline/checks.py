@@ -3,10 +3,11 @@
 from typing import Any
 
 from accelerate.utils import DistributedType
-from transformers import Trainer
+from transformers import PreTrainedModel, Trainer
 
 from hf_flexseq.config import FlexSeqArguments
 from hf_flexseq.hf.model.facts import has_sharded_modules
+from hf_flexseq.hf.model.trial import try_model
 from hf_flexseq.hf.trainer_checks import Refusal, refuse
 
 
@@ -91,7 +92,21 @@ def _of_model(trainer: Any) -> list[Refusal]:
             message="a model whose layers read keys of earlier ones (config.num_kv_shared_layers) "
             "with a pipeline, whose stages have their own: set pipeline_parallel_size=1",
         ),
+        Refusal(
+            when=_attends_twice(trainer.model),
+            message=f"{type(trainer.model).__name__}, of which a layer attends more than once, "
+            "with a pipeline, which carries the keys of one attention per layer: set "
+            "pipeline_parallel_size=1",
+        ),
     ]
+
+
+def _attends_twice(model: Any) -> bool:
+    """Tell whether a layer calls attention more than once in a forward."""
+    if not isinstance(model, PreTrainedModel):
+        return False
+    layers = [call.asked.layer for call in try_model(model).calls]
+    return None not in layers and len(set(layers)) < len(layers)
 
 
 def _shares_keys(model: Any) -> bool:
