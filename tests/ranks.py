@@ -27,6 +27,8 @@ from hf_flexseq.distributed.matching import Launches
 from hf_flexseq.distributed.threads import ThreadHub, ThreadTransport
 from hf_flexseq.topology import Topology
 
+DIED = "the process died"
+
 _this_rank = threading.local()  # .transport, where this rank is a thread
 
 
@@ -108,15 +110,37 @@ def _collect(pipes: list[Connection], deadline: float, may_die: tuple[int, ...])
             list(waiting), timeout=max(deadline - time.monotonic(), 0)
         )
         assert ready, f"ranks {sorted(waiting.values())} did not finish in time"
+        failed: dict[int, str] = {}
         for pipe in ready:
-            rank = waiting[pipe]
-            try:
-                ok, value = pipe.recv()
-            except EOFError:
-                ok, value = rank in may_die, None if rank in may_die else "the process died"
-            assert ok, f"rank {rank} failed:\n{value}"
-            results[rank] = value
+            rank = waiting.pop(pipe)
+            ok, value = _answer(pipe)
+            if not ok and not (value == DIED and rank in may_die):
+                failed[rank] = value
+            results[rank] = value if ok else None
+        if failed:
+            failed |= _died(waiting)
+            # What another rank raised may come of a death, and never the other way round.
+            cause = min(failed, key=lambda rank: (failed[rank] != DIED, rank))
+            raise AssertionError(f"rank {cause} failed:\n{failed[cause]}")
     return [results[rank] for rank in range(len(pipes))]
+
+
+def _answer(pipe: Connection) -> tuple[bool, Any]:
+    """Whether a rank has returned, and what: its result, its traceback, or DIED."""
+    try:
+        return pipe.recv()
+    except EOFError:
+        return False, DIED
+
+
+def _died(waiting: dict[Connection, int]) -> dict[int, str]:
+    """The ranks of these pipes that die within a second: others may know of it before the pipe."""
+    died = {}
+    for pipe in multiprocessing.connection.wait(list(waiting), timeout=1):
+        ok, value = _answer(pipe)
+        if not ok and value == DIED:
+            died[waiting[pipe]] = DIED
+    return died
 
 
 def _main(
