@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from hf_flexseq.cost.stages import ChunkCosts, PipelineCost, chunk_costs, shape_of
 from hf_flexseq.plan import PlanInfeasible
 from hf_flexseq.planner.pipeline import SCHEDULES, make_pipeline_plan
-from hf_flexseq.planner.pipeline.cuts import CUTS, CutWork, cut
+from hf_flexseq.planner.pipeline.cuts import CUTS, TILE, UNEVEN, CutWork, cut, on_tiles
 from hf_flexseq.planner.pipeline.greedy import Manner, actions_of, play
 from hf_flexseq.planner.pipeline.pack import chunked_units, first_fit, level_units, whole_units
 from hf_flexseq.planner.pipeline.replicas import make_step_plan
@@ -111,6 +111,26 @@ def test_cuts_are_equal_but_for_rounding(length, count, cuts):
     sizes = [b - a for a, b in itertools.pairwise(places)]
     assert min(sizes) >= 1
     assert max(sizes) <= sizes[0] + 2  # the first, which sees least, is longest
+
+
+@given(st.integers(1, 100_000), st.integers(1, 40), st.sampled_from(CUTS))
+def test_cuts_on_tiles_are_nearly_equal(length, count, cuts):
+    work = CutWork.of(price(3, head_ns=100.0), cuts)
+    equal = cut(length, count, work)
+    places = on_tiles(equal, work)
+    assert places[0] == 0
+    assert places[-1] == length
+    if places != equal:
+        assert all(place % TILE == 0 for place in places[:-1])
+        most = work.between(0, length) / (len(equal) - 1) * (1 + UNEVEN)
+        assert all(0 < work.between(a, b) <= most for a, b in itertools.pairwise(places))
+
+
+def test_long_parts_are_on_tiles_and_short_ones_and_full_ones_are_not():
+    even = CutWork.of(price(1), "even")
+    assert on_tiles([0, 3000, 6000], even) == [0, 3072, 6000]
+    assert on_tiles([0, 300, 600], even) == [0, 300, 600]  # 256 and 344 are too uneven
+    assert on_tiles([0, 3000, 6000], even, 3050) == [0, 3000, 6000]
 
 
 def test_a_limit_makes_more_parts():

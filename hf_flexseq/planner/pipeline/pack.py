@@ -3,8 +3,8 @@
     whole_units      1F1B: whole sequences, packed up to the step's longest, first fit by falling
                      length
     chunked_units    Seq1F1B on any lengths: the longest sequence in k chunks, the others in as
-                     many as their work asks for, short ones packed up to the longest's largest
-                     chunk
+                     many as their work asks for, cut on tiles; short ones packed up to the
+                     longest's largest chunk
     level_units      auto: every sequence in equal parts of nearly `target` work, short ones spread
                      over the fewest bins so that all are equally full
 
@@ -18,7 +18,7 @@ import math
 from collections.abc import Sequence
 from itertools import pairwise
 
-from hf_flexseq.planner.pipeline.cuts import CutWork, cut
+from hf_flexseq.planner.pipeline.cuts import CutWork, cut, on_tiles
 from hf_flexseq.planner.pipeline.problem import Row, Unit, unit_of
 
 SLACK = 0.15  # share of its target that a part may exceed it by, before there is one more part
@@ -50,7 +50,7 @@ def chunked_units(
     # 1. the longest sequence sets a chunk's work and tokens
     longest = lengths[order[0]]
     cuts = cut(longest, k, work, most_tokens)
-    most_tokens = max(stop - start for start, stop in pairwise(cuts))
+    chunk_tokens = max(stop - start for start, stop in pairwise(cuts))
     target = work.between(0, longest) / (len(cuts) - 1)
 
     # 2. sequences that exceed a chunk are cut
@@ -59,14 +59,15 @@ def chunked_units(
     for sequence in order:
         length = lengths[sequence]
         its_work = work.between(0, length)
-        if its_work > target * (1 + ROUNDING) or length > most_tokens:
+        if its_work > target * (1 + ROUNDING) or length > chunk_tokens:
             parts = _parts(its_work, target)
-            units.append(unit_of(sequence, cut(length, parts, work, most_tokens)))
+            equal_cuts = cut(length, parts, work, chunk_tokens)
+            units.append(unit_of(sequence, on_tiles(equal_cuts, work, most_tokens)))
         else:
             short.append(sequence)
 
     # 3. the others are packed
-    for row in first_fit(short, lengths, most_tokens=most_tokens):
+    for row in first_fit(short, lengths, most_tokens=chunk_tokens):
         units.append([row])
     return units
 
