@@ -96,17 +96,23 @@ def sequence_parallel_attention(
     layer = _Layer(seq_ctx, Scores(scale, softcap), layer_shape(q, k, reach, sinks))
     if sinks is not None:
         sinks = sinks.to(lse_dtype(q.dtype))
-    region = None
-    if seq_ctx.kept is not None:
-        region = checkpointed_region()
-        if region is not None and not seq_ctx.kept.serves(region):
-            region = None
+    out: torch.Tensor
+    region = _kept_region(seq_ctx.kept)
     if region is not None:
         out = _CheckpointedAttention.apply(q, k, v, sinks, layer, region)
     else:
         out = _SequenceParallelAttention.apply(q, k, v, sinks, layer)
-    attended: torch.Tensor = out[..., :value_dim]
-    return attended
+    return out if out.shape[-1] == value_dim else out[..., :value_dim]
+
+
+def _kept_region(kept: KeptAttention | None) -> Region | None:
+    """Return the checkpointed region that runs now, if what it computes is kept for its replay."""
+    if kept is None:
+        return None
+    region = checkpointed_region()
+    if region is None or not kept.serves(region):
+        return None
+    return region
 
 
 class _Layer(NamedTuple):

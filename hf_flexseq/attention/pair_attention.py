@@ -86,6 +86,7 @@ class PairAttention:
 
         q: [blocks, BLOCK, heads, head_dim]. k, v: [blocks read, BLOCK, kv_heads, head_dim].
         """
+        scale, softcap = scores
         out = q.new_zeros(q.shape, dtype=lse_dtype(q.dtype))
         lse = out.new_full(q.shape[:3], -torch.inf)
         pair_bytes = 2 * _block_bytes(q, k)  # q and out, k and v
@@ -94,12 +95,7 @@ class PairAttention:
             (pair_q,) = _rows_of_pairs(call.queries, q)
             pair_k, pair_v = _rows_of_pairs(call.keys, k, v)
             rows_out, rows_lse = kernel.forward(
-                pair_q,
-                pair_k,
-                pair_v,
-                call.segments,
-                scale=scores.scale,
-                softcap=scores.softcap,
+                pair_q, pair_k, pair_v, call.segments, scale=scale, softcap=softcap
             )
             # [pairs * BLOCK, heads, head_dim] -> [pairs, BLOCK, heads, head_dim]
             pair_out = rows_out.unflatten(0, (-1, BLOCK))
@@ -119,6 +115,7 @@ class PairAttention:
         queries: dout, q and out [readers, BLOCK, heads, head_dim], lse [readers, BLOCK, heads].
         keys: k and v [blocks read, BLOCK, kv_heads, head_dim].
         """
+        scale, softcap = scores
         _, q, _, lse = queries
         k, _ = keys
         # in float32 (float64 for float64), as lse is
@@ -138,8 +135,8 @@ class PairAttention:
                 pair_out,
                 pair_lse.t().contiguous(),  # [pairs * BLOCK, heads] -> [heads, pairs * BLOCK]
                 call.segments,
-                scale=scores.scale,
-                softcap=scores.softcap,
+                scale=scale,
+                softcap=softcap,
             )
             # [pairs * BLOCK, heads, head_dim] -> [pairs, BLOCK, heads, head_dim]
             dq, dk, dv = (x.unflatten(0, (-1, BLOCK)) for x in gradients)

@@ -19,7 +19,8 @@ from torch import nn
 from transformers import AttentionInterface
 
 from hf_flexseq.attention import SequenceContext, sequence_parallel_attention
-from hf_flexseq.hf.model.calls import read_call
+from hf_flexseq.attention.function import AttentionContext
+from hf_flexseq.hf.model.calls import Asked, read_call
 from hf_flexseq.pipeline.context import ChunkContext
 
 NAME = "flexseq"
@@ -52,17 +53,7 @@ def flexseq_attention(
         )
     asked = read_call(module, attention_mask, {"dropout": dropout, **kwargs})
     q, k, v = packed_rows(query, key, value)
-    out = sequence_parallel_attention(
-        q,
-        k,
-        v,
-        seq_ctx,
-        scale=scaling,
-        softcap=asked.softcap,
-        reach=asked.reach,
-        sinks=asked.sinks,
-    )  # [tokens, heads, V]
-    return out.unsqueeze(0), None
+    return _attend((q, k, v), seq_ctx, asked, scaling), None
 
 
 def pipeline_attention(
@@ -93,17 +84,26 @@ def pipeline_attention(
     needs_grad = any(x.requires_grad for x in given)
     keeps_grad = torch.is_grad_enabled() and needs_grad
     context = seq_ctx.of_layer(module.layer_idx, keeps_grad=keeps_grad)
+    return _attend((q, k, v), context, asked, scaling), None
+
+
+def _attend(
+    qkv: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+    context: AttentionContext,
+    asked: Asked,
+    scaling: float | None,
+) -> torch.Tensor:
+    """Return what a layer asks for of packed rows: q [tokens, heads, D], k [tokens, kv_heads, D]
+    and v [tokens, kv_heads, V] -> [1, tokens, heads, V]."""
     out = sequence_parallel_attention(
-        q,
-        k,
-        v,
+        *qkv,
         context,
         scale=scaling,
         softcap=asked.softcap,
         reach=asked.reach,
         sinks=asked.sinks,
     )  # [tokens, heads, V]
-    return out.unsqueeze(0), None
+    return out.unsqueeze(0)
 
 
 AttentionInterface.register(NAME, flexseq_attention)

@@ -189,12 +189,12 @@ class Carried:
         Raises WrongOrder when the part is not the next one to go forward.
         """
         kernel = self._carry.kernel
-        asked = scores._asdict()
+        scale, softcap = scores
         part = cut.part
         self._store(part, k, v)
         read = cut.read(reach)
         k, v = self._keys(read.first, part.stop)
-        out, lse = kernel.forward(q, k, v, read.segments, **asked)
+        out, lse = kernel.forward(q, k, v, read.segments, scale=scale, softcap=softcap)
         if self.stored == self.length and not self._keeps_grad:
             self._carry.drop(self._key)
         return out, lse
@@ -222,11 +222,13 @@ class Carried:
                 f"{self}: the backward of [{part.start}, {part.stop}) is not the next one"
             )
         kernel = self._carry.kernel
-        asked = scores._asdict()
+        scale, softcap = scores
         # 1. dq [tokens, heads, head_dim]; dk, dv [keys, kv_heads, head_dim]
         read = cut.read(reach)
         k, v = self._keys(read.first, part.stop)
-        dq, dk, dv = kernel.backward(dout, q, k, v, out, lse, read.segments, **asked)
+        dq, dk, dv = kernel.backward(
+            dout, q, k, v, out, lse, read.segments, scale=scale, softcap=softcap
+        )
         # 2. of the chunk's own keys, with what later chunks have left for them
         before = part.start - read.first  # keys of the prefix
         # 2 x [tokens, ...] -> [2, tokens, kv_heads, head_dim]
