@@ -4,6 +4,8 @@ import os
 from argparse import Namespace
 from typing import Any
 
+from hf_flexseq.cost.kinds import reach_of
+
 
 def calibrate(options: Namespace) -> None:
     """Measure, write the cost model, and say how well it holds."""
@@ -49,9 +51,8 @@ def _kinds(cost: dict[str, Any]) -> list[str]:
     """Describe the layers that read a window or a chunk, in a line for each kind."""
     lines = []
     for kind in cost["kinds"]:
-        reach = f"window {kind['window']}" if "window" in kind else f"chunk {kind['chunk']}"
         lines.append(
-            f"{100 * kind['share']:.3g} % of the layers with {reach}: "
+            f"{100 * kind['share']:.3g} % of the layers with {reach_of(kind)}: "
             f"{1e12 * kind['attention_s']:.4g} ps per two pairs"
         )
     return lines

@@ -172,8 +172,7 @@ def _layers(options: Namespace) -> str:
     has several."""
     if options.cost_model is None:
         return ""
-    kinds = load_cost_model(options.cost_model).kinds
-    return f"; {layers_text(kinds)}" if kinds else ""
+    return layers_text(load_cost_model(options.cost_model).kinds, before="; ")
 
 
 def _summary(made: Plan | PipelinePlan) -> str:

@@ -72,7 +72,7 @@ def compare(options: Namespace) -> None:
     print(
         f"{len(steps)} step{'s' * (len(steps) != 1)}, {sum(map(len, steps)):,} sequences, "
         f"{sum(map(sum, steps)):,} tokens on {topology.nodes} x {topology.ranks_per_node} ranks, "
-        f"{cost.name}{_layers(cost)}, {options.sync}; per step:"
+        f"{cost.name}{layers_text(cost.kinds, before=', ')}, {options.sync}; per step:"
     )
     print(_line(COLUMNS), flush=True)
     problems = []
@@ -88,11 +88,6 @@ def compare(options: Namespace) -> None:
             problems.append(result.problem)
     if all(problems):
         raise ValueError(f"no planner can plan this: {problems[0]}")
-
-
-def _layers(cost: CostModel) -> str:
-    """Return the kinds of a model's layers, where it has several."""
-    return f", {layers_text(cost.kinds)}" if cost.kinds else ""
 
 
 def _result(

@@ -7,7 +7,7 @@ Good enough to rank plans on a machine nobody has measured; a measured model is 
 from dataclasses import dataclass
 
 from hf_flexseq.cost import PIECE_ROWS, CostModel
-from hf_flexseq.cost.kinds import LayerKind
+from hf_flexseq.cost.kinds import NearLayers
 from hf_flexseq.cost.launches import EXCHANGES
 from hf_flexseq.cost.sharding import TRIPS, shards_span_nodes
 from hf_flexseq.layers import Reach
@@ -262,14 +262,14 @@ def analytic_cost_model(
     )
 
 
-def _kinds(shape: ModelShape, layer_s: float, device: DeviceSpec) -> tuple[LayerKind, ...]:
+def _kinds(shape: ModelShape, layer_s: float, device: DeviceSpec) -> tuple[NearLayers, ...]:
     """Return the kinds of a model's layers. layer_s: seconds of one layer per two pairs."""
     kinds = []
     for layers, reach in shape.reaches:
         blocks = 1.0
         if reach.window is not None:
             blocks += device.block_keys / reach.window
-        kind = LayerKind(
+        kind = NearLayers(
             reach=reach, share=layers / shape.layers, attention_s=layers * layer_s * blocks
         )
         kinds.append(kind)

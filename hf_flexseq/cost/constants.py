@@ -11,7 +11,7 @@ from dataclasses import MISSING, dataclass, fields
 from pathlib import Path
 from typing import Any, Self
 
-from hf_flexseq.cost.kinds import LayerKind, check_kinds, kinds_of_records
+from hf_flexseq.cost.kinds import NearLayers, check_kinds, kinds_of_records
 from hf_flexseq.cost.launches import MOST_PER_RANK
 from hf_flexseq.reading import parse_json, read_text
 from hf_flexseq.values import (
@@ -96,7 +96,7 @@ class CostConstants:
     contact_s: float = 0.0
     """Seconds of the first message between two ranks that are not connected, once in a run. No
     plan is decided by it."""
-    kinds: tuple[LayerKind, ...] = ()
+    kinds: tuple[NearLayers, ...] = ()
     """Layers that read a window or a chunk of their sequence; () where all read all keys."""
 
     def __post_init__(self) -> None:

@@ -27,7 +27,7 @@ HALO_TRIPS = 3
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class LayerKind:
+class NearLayers:
     """All layers of a model that have one reach, which is no full one."""
 
     reach: Reach
@@ -47,15 +47,14 @@ class LayerKind:
 
     def to_record(self) -> dict[str, Any]:
         """Return the kind as plain JSON values."""
-        record: dict[str, Any] = {"share": float(self.share)}
-        record["attention_s"] = float(self.attention_s)
-        for name in ("window", "chunk"):
-            if getattr(self.reach, name) is not None:
-                record[name] = getattr(self.reach, name)
-        return record
+        return {
+            "share": float(self.share),
+            "attention_s": float(self.attention_s),
+            **record_of(self.reach),
+        }
 
     @classmethod
-    def from_record(cls, record: Any) -> "LayerKind":
+    def from_record(cls, record: Any) -> "NearLayers":
         """Return the kind that `to_record` was called on. Raises ValueError for anything else."""
         values = fields_of(
             record,
@@ -68,6 +67,12 @@ class LayerKind:
         )
 
 
+def record_of(reach: Reach) -> dict[str, int]:
+    """Return a reach as plain JSON values: its `window` or its `chunk`, whichever it has."""
+    sizes = {"window": reach.window, "chunk": reach.chunk}
+    return {name: size for name, size in sizes.items() if size is not None}
+
+
 def reach_of(record: Mapping[str, Any]) -> Reach:
     """Return the reach of a record with a `window`, a `chunk`, or neither. Raises ValueError for
     tokens that none can have."""
@@ -78,7 +83,7 @@ def reach_of(record: Mapping[str, Any]) -> Reach:
     return Reach(**sizes)
 
 
-def check_kinds(kinds: Iterable[LayerKind]) -> None:
+def check_kinds(kinds: Iterable[NearLayers]) -> None:
     """Raise ValueError for a reach that is listed twice, and for more layers than a model has."""
     reaches = [kind.reach for kind in kinds]
     for index, reach in enumerate(reaches):
@@ -89,7 +94,7 @@ def check_kinds(kinds: Iterable[LayerKind]) -> None:
         raise ValueError(f"kinds: {shares:.3g} of the layers, at most all of them (1) can be")
 
 
-def full_share(kinds: Iterable[LayerKind]) -> float:
+def full_share(kinds: Iterable[NearLayers]) -> float:
     """Return the share of layers that are of none of the kinds."""
     share = 1.0
     for kind in kinds:
@@ -97,9 +102,9 @@ def full_share(kinds: Iterable[LayerKind]) -> float:
     return 0.0 if abs(share) < NO_SHARE else share
 
 
-def kinds_of_records(value: Any) -> tuple[LayerKind, ...]:
+def kinds_of_records(value: Any) -> tuple[NearLayers, ...]:
     """Return a cost model's kinds from its record. Raises ValueError for others."""
-    return tuple(LayerKind.from_record(one) for one in items("kinds", value))
+    return tuple(NearLayers.from_record(one) for one in items("kinds", value))
 
 
 # ---- pairs
@@ -158,11 +163,14 @@ def halos(reach: Reach, s: FloatArray, degree: int, strategy: str) -> FloatArray
     return np.minimum(slices * halo_tokens(reach), others)
 
 
-def layers_text(kinds: Iterable[LayerKind]) -> str:
-    """Return which share of the layers has which reach, in words for people."""
+def layers_text(kinds: Iterable[NearLayers], *, before: str = "") -> str:
+    """Return which share of the layers has which reach, in words for people; nothing where all
+    layers are full. before: what the words follow."""
     kinds = tuple(kinds)
+    if not kinds:
+        return ""
     parts = [f"{100 * kind.share:.3g} % {kind.reach}" for kind in kinds]
     full = full_share(kinds)
     if full:
         parts.append(f"{100 * full:.3g} % full")
-    return "layers " + ", ".join(parts)
+    return f"{before}layers {', '.join(parts)}"

@@ -32,7 +32,7 @@ from typing import Any
 
 import numpy as np
 
-from hf_flexseq.cost.kinds import FloatArray, reach_of
+from hf_flexseq.cost.kinds import FloatArray, reach_of, record_of
 from hf_flexseq.cost.model import ATTENTION_BACKWARD, LINEAR_PASSES, CostModel
 from hf_flexseq.layers import Reach
 from hf_flexseq.plan.pipeline import MAX_STAGES, Chunk
@@ -107,12 +107,13 @@ class PipelineCost:
     def to_record(self) -> dict[str, Any]:
         """Return the costs as plain JSON values."""
         record = {"version": VERSION, **asdict(self)}
-        for stage in record["stages"]:
-            near = []
-            for reach, nanoseconds in stage.pop("near_ns"):
-                near.append({**reach, "pair_ns": nanoseconds})
-            if near:  # records of before have none
-                stage["near_ns"] = near
+        for stage, of_stage in zip(self.stages, record["stages"], strict=True):
+            del of_stage["near_ns"]
+            if stage.near_ns:  # records of before have none
+                near = [
+                    record_of(reach) | {"pair_ns": pair_ns} for reach, pair_ns in stage.near_ns
+                ]
+                of_stage["near_ns"] = near
         return record
 
     @classmethod

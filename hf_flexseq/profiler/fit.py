@@ -36,7 +36,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hf_flexseq.cost import CostModel, lockstep_ns
-from hf_flexseq.cost.kinds import LayerKind
+from hf_flexseq.cost.kinds import NearLayers
 from hf_flexseq.layers import FULL, Reach
 from hf_flexseq.profiler.design import LayersOfReach, ProbeLayout
 from hf_flexseq.topology import Topology
@@ -115,7 +115,7 @@ class Compute:
         for count, reach in reaches:
             full_layers -= count
             kinds.append(
-                LayerKind(reach=reach, share=count / layers, attention_s=count * seconds[reach])
+                NearLayers(reach=reach, share=count / layers, attention_s=count * seconds[reach])
             )
         return replace(
             model,

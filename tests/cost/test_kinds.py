@@ -7,7 +7,7 @@ import pytest
 
 from hf_flexseq.cost import CostModel
 from hf_flexseq.cost.analytic import BLOCK_KEYS, DEVICES, ModelShape, analytic_cost_model
-from hf_flexseq.cost.kinds import LayerKind, busiest_pairs, doubled_pairs, halos
+from hf_flexseq.cost.kinds import NearLayers, busiest_pairs, doubled_pairs, halos
 from hf_flexseq.cost.presets import PRESETS, SHAPES
 from hf_flexseq.layers import FULL, Reach
 from hf_flexseq.topology import Topology
@@ -30,7 +30,7 @@ SIMPLE = CostModel(
     state_bytes=0.0,
     sharded_state_bytes=0.0,
     budget_bytes=1e6,
-    kinds=(LayerKind(reach=Reach(window=4), share=0.75, attention_s=0.5),),
+    kinds=(NearLayers(reach=Reach(window=4), share=0.75, attention_s=0.5),),
 )
 
 
@@ -105,7 +105,7 @@ def test_a_window_halo_does_not_grow_with_the_sequence() -> None:
     only_windows = replace(
         SIMPLE,
         attention_s=0.0,
-        kinds=(LayerKind(reach=Reach(window=4), share=1.0, attention_s=0.0),),
+        kinds=(NearLayers(reach=Reach(window=4), share=1.0, attention_s=0.0),),
     )
     short, long = (only_windows.sequence_ns(n, 4, "zigzag", False) for n in (1 << 10, 1 << 20))
     assert long - short < 1e6  # linear layers are a nanosecond per token
@@ -114,7 +114,7 @@ def test_a_window_halo_does_not_grow_with_the_sequence() -> None:
 @pytest.mark.parametrize("strategy", ["local", "ulysses"])
 def test_a_window_beyond_the_sequence_costs_what_a_full_layer_does(strategy: str) -> None:
     full = replace(SIMPLE, kinds=())
-    wide = LayerKind(reach=Reach(window=10**6), share=0.75, attention_s=1.5)
+    wide = NearLayers(reach=Reach(window=10**6), share=0.75, attention_s=1.5)
     split = replace(SIMPLE, attention_s=0.5, kinds=(wide,))
     degree = 1 if strategy == "local" else 4
     whole, parts = (one.sequence_ns(9999, degree, strategy, False) for one in (full, split))
@@ -136,7 +136,7 @@ def test_the_host_of_a_ring_does_less_for_windows() -> None:
 
 
 def test_kinds_survive_json_and_are_seen_by_the_digest() -> None:
-    chunks = LayerKind(reach=Reach(chunk=8192), share=0.25, attention_s=1e-9)
+    chunks = NearLayers(reach=Reach(chunk=8192), share=0.25, attention_s=1e-9)
     cost = replace(SIMPLE, kinds=(*SIMPLE.kinds, chunks))
     assert CostModel.from_record(cost.to_record()) == cost
     without = replace(SIMPLE, kinds=())

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from hf_flexseq.cost.kinds import LayerKind
+from hf_flexseq.cost.kinds import NearLayers
 from hf_flexseq.cost.presets import PRESETS
 from hf_flexseq.layers import Reach
 from hf_flexseq.pipeline.cost import StageTokenBytes, pipeline_cost
@@ -91,7 +91,7 @@ def test_shared_chunks_are_exchanged_across_nodes_where_their_ranks_lie_on_more_
 @pytest.mark.parametrize("degree", [1, 2])
 def test_window_layers_have_the_seconds_of_their_pairs_on_every_stage(degree):
     window = Reach(window=512)
-    kinds = (LayerKind(reach=window, share=0.75, attention_s=3 * COST.attention_s),)
+    kinds = (NearLayers(reach=window, share=0.75, attention_s=3 * COST.attention_s),)
     stage = cut(tiny_llama(num_hidden_layers=8), 0, 4)
     options = {"checkpointed": False, "degree": degree, "topology": None}
     full = pipeline_cost(COST, stage, TOKEN, **options)

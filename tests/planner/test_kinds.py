@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 
 from hf_flexseq.cost import step_ns
-from hf_flexseq.cost.kinds import LayerKind
+from hf_flexseq.cost.kinds import NearLayers
 from hf_flexseq.cost.presets import PRESETS
 from hf_flexseq.layers import Reach
 from hf_flexseq.plan import Plan
@@ -48,7 +48,7 @@ def test_windows_that_hold_every_sequence_give_the_plans_of_full_layers(seed: in
     full = replace(
         GEMMA, kinds=(), attention_s=1e-9, ring_bytes=None, all_to_all_overlap=0.0, heads=None
     )
-    wide = LayerKind(reach=Reach(window=10**6), share=0.5, attention_s=0.5e-9)
+    wide = NearLayers(reach=Reach(window=10**6), share=0.5, attention_s=0.5e-9)
     split = replace(full, attention_s=0.5e-9, kinds=(wide,))
     plans = [make_plan(lengths, TOPOLOGY, one, max_tokens_per_rank=CAP) for one in (full, split)]
     assert plans[0].objective_s == pytest.approx(plans[1].objective_s, rel=1e-3)

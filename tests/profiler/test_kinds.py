@@ -12,7 +12,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from hf_flexseq.cost import lockstep_ns
 from hf_flexseq.cost.analytic import DEVICES, ModelShape, analytic_cost_model
-from hf_flexseq.cost.kinds import LayerKind
+from hf_flexseq.cost.kinds import NearLayers
 from hf_flexseq.distributed.communicator import Communicator
 from hf_flexseq.hf.calibration.choose import fit_key
 from hf_flexseq.hf.calibration.probe import ModelProbes, kept_layers, shortened
@@ -105,7 +105,7 @@ def test_a_fit_recovers_a_coefficient_for_every_reach() -> None:
         assert dict(found.near_s)[reach] == pytest.approx(seconds, rel=0.02)
     cost = found.fill(analytic_cost_model(SHAPE, DEVICES["CPU"], ONE), 24, SHAPE.reaches)
     assert cost.attention_s == 6 * found.attention_s
-    assert cost.kinds[0] == LayerKind(
+    assert cost.kinds[0] == NearLayers(
         reach=WINDOW, share=15 / 24, attention_s=15 * dict(found.near_s)[WINDOW]
     )
 
