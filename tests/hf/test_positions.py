@@ -5,6 +5,7 @@ Each model is compared with itself, unattached, on one document at a time. `orig
 embeddings` and `floor_scale` are below some documents' lengths and above others', otherwise there
 would be nothing to see. Ranks are threads."""
 
+import copy
 import random
 
 import pytest
@@ -12,6 +13,9 @@ import torch
 import transformers
 from accelerate import Accelerator
 from torch import nn
+from transformers.models.kosmos2_5.modeling_kosmos2_5 import (
+    Kosmos2_5TextSinusoidalPositionalEmbedding,
+)
 
 from hf_flexseq import DataCollatorForFlexSeq
 from hf_flexseq.hf.model.checks import check_model
@@ -241,6 +245,26 @@ def test_a_forward_that_was_replaced_before_comes_back():
     assert rotary.forward is former
 
 
+@pytest.mark.parametrize("family", ["Llama", "Llama4"])
+def test_a_copy_of_an_attached_model_stands_alone(family):
+    """Its forwards have its own parameters, whatever becomes of the first one."""
+    model = make_model(family).eval()
+    handle = attach_positions(model)
+    twin = copy.deepcopy(model)
+    ids = torch.randint(VOCAB, (1, 5), generator=torch.Generator().manual_seed(0))
+    columns = {LENGTHS: torch.full((1, 5), LIMIT + 5), INDICES: torch.arange(7, 12)[None]}
+    columns = {name: columns[name] for name in needed_columns(model)}
+    given = {"input_ids": ids, "position_ids": torch.arange(7, 12)[None], **columns}
+    with torch.no_grad():
+        wanted = model(**given).logits
+        handle.detach()
+        plain = model(**given).logits
+        for parameter in model.parameters():
+            parameter.zero_()
+        assert torch.equal(twin(**given).logits, wanted)
+        assert not torch.equal(plain, wanted)
+
+
 def test_a_model_with_plain_positions_is_left_alone():
     model = tiny_llama()
     before = traces(model)
@@ -363,14 +387,36 @@ class CountsWithIndexer(nn.Module):
         return x
 
 
+class CountsFeatures(nn.Module):
+    def forward(self, x):
+        half_dim = self.d_model // 2
+        return torch.arange(0, self.d_model, 2) + torch.arange(half_dim, dtype=torch.int64)
+
+
+class CountsByFeatures(nn.Module):
+    def forward(self, x):
+        return torch.arange(0, x.shape[1] * self.d_model, self.d_model)
+
+
 @pytest.mark.parametrize(
-    "module", [Helped(), Inherits(), SumsMask(), LooksForPositions(), CountsWithIndexer(nn.ReLU())]
+    "module",
+    [
+        Helped(),
+        Inherits(),
+        SumsMask(),
+        LooksForPositions(),
+        CountsWithIndexer(nn.ReLU()),
+        CountsByFeatures(),
+    ],
 )
 def test_a_module_that_counts_is_found(module):
     assert count_in(module).where.startswith("test_positions.py:")
 
 
-@pytest.mark.parametrize("module", [IsGivenPositions(), CountsWithIndexer(None), nn.Linear(2, 2)])
+@pytest.mark.parametrize(
+    "module",
+    [IsGivenPositions(), CountsWithIndexer(None), CountsFeatures(), nn.Linear(2, 2)],
+)
 def test_a_module_that_is_told_is_not(module):
     assert count_in(module) is None
 
@@ -390,6 +436,13 @@ def test_a_model_that_counts_is_refused_with_module_and_line():
         match=r"layers\.1\.mlp\.act_fn \(Helped\) counts positions itself, in "
         r"test_positions\.py:\d+: torch\.arange\(x\.shape\[1\]\)",
     ):
+        check_model(model)
+
+
+def test_positions_behind_a_padding_index_are_refused():
+    model = tiny_llama()
+    model.model.embed_positions = Kosmos2_5TextSinusoidalPositionalEmbedding(8, 16, padding_idx=1)
+    with pytest.raises(NotImplementedError, match="embed_positions counts positions from its pad"):
         check_model(model)
 
 
