@@ -12,6 +12,7 @@ import pytest
 import torch
 import transformers
 from accelerate import Accelerator
+from peft import LoraConfig, get_peft_model
 from torch import nn
 from transformers.models.kosmos2_5.modeling_kosmos2_5 import (
     Kosmos2_5TextSinusoidalPositionalEmbedding,
@@ -120,11 +121,22 @@ def make_model(family):
     return model.train()
 
 
-def errors_of(rank, world_size, topology, family, plans, wanted, is_attached):
+def with_lora(model):
+    """The model with adapters, whose gradients alone are wanted."""
+    torch.manual_seed(3)
+    config = LoraConfig(
+        r=2, target_modules=["qkv_proj", "q_proj", "v_proj", "o_proj"], init_lora_weights=False
+    )
+    return get_peft_model(model, config).double()
+
+
+def errors_of(rank, world_size, topology, family, plans, wanted, is_attached, adapted=False):
     """The largest relative error of loss and gradients under each plan, plain and
     checkpointed."""
     communicator = join(topology)
     model = make_model(family)
+    if adapted:
+        model = with_lora(model)
     model.set_attn_implementation("flexseq")
     if is_attached:
         attach_positions(model)
@@ -139,19 +151,19 @@ def errors_of(rank, world_size, topology, family, plans, wanted, is_attached):
     return worst
 
 
-def run(family, nodes, *, is_attached=True):
+def run(family, nodes, *, is_attached=True, adapted=False):
     """The errors of all ranks under two random plans, beside one process."""
     topology = Topology(nodes=nodes, ranks_per_node=2)
     examples = documents(LENGTHS_OF_DOCUMENTS)
-    wanted = reference_gradients(make_model(family), examples, attention="eager")
+    reference = with_lora(make_model(family)) if adapted else make_model(family)
+    wanted = reference_gradients(reference, examples, attention="eager")
     rng = random.Random(f"{family} {nodes}")
     plans = []
     for _ in range(2):
         plan = random_plan(LENGTHS_OF_DOCUMENTS, topology.world_size, rng, nodes=nodes)
         plans.append(plan)
-    found = run_threads(
-        errors_of, topology.world_size, topology, family, plans, wanted, is_attached
-    )
+    settings = (topology, family, plans, wanted, is_attached, adapted)
+    found = run_threads(errors_of, topology.world_size, *settings)
     return [error for errors in found for error in errors]
 
 
@@ -159,6 +171,12 @@ def run(family, nodes, *, is_attached=True):
 @pytest.mark.parametrize("family", FAMILIES | TOLD)
 def test_every_token_stands_where_one_process_has_it(family, nodes, stays_in_float64):  # noqa: F811
     assert max(run(family, nodes)) < 1e-10
+
+
+@pytest.mark.parametrize("family", ["Phi3", "Llama4"])
+def test_so_does_every_token_of_a_model_with_adapters(family, stays_in_float64):  # noqa: F811
+    assert max(run(family, 1, adapted=True)) < 1e-10
+    assert min(run(family, 1, is_attached=False, adapted=True)) > 1e-3
 
 
 @pytest.mark.parametrize("family", FAMILIES)
