@@ -52,6 +52,23 @@ class LayerShape(NamedTuple):
         return 8 if self.dtype == "float64" else 4
 
 
+class RowShape(NamedTuple):
+    """Rows of a recurrent layer, as far as a program depends on them."""
+
+    columns: int
+    """Numbers of a row."""
+
+    dtype: str
+    """A key of `ITEM_BYTES`."""
+
+    width: int = 1
+    """Rows that a convolution reads, its own among them."""
+
+    def item_bytes(self, dtype: str) -> int:
+        """Return the bytes of a number of a value: `dtype` is INPUT, WIDE or BYTES."""
+        return LayerShape(0, 0, 0, self.dtype).item_bytes(dtype)
+
+
 # Operations that make the host do something, and the device nothing: views, memory, messages.
 NO_LAUNCH = frozenset(
     (
