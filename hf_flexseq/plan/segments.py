@@ -20,8 +20,8 @@ from hf_flexseq.plan.shard import CHUNKS_PER_RANK, Zone, contiguous_part, cuts
 class Segment(NamedTuple):
     """Tokens of one sequence that follow each other on one rank."""
 
-    index: int
-    """Index of the rank in its group."""
+    holder: int
+    """Index in its group of the rank that holds it."""
     start: int
     """First token, counted in the sequence."""
     stop: int
@@ -72,7 +72,7 @@ def chains_of(zone: Zone) -> Chains:
         chain = _chain(parts)
         offset += length
         for place, segment in enumerate(chain):
-            if segment.index == zone.index:
+            if segment.holder == zone.index:
                 chains[member] = chain
                 held.append(HeldSegment(member, place, row))
                 row += segment.tokens
@@ -87,7 +87,7 @@ def _chain(parts: Iterable[Segment]) -> tuple[Segment, ...]:
     for part in parts:
         if part.start == part.stop:
             continue
-        if chain and chain[-1].index == part.index:
+        if chain and chain[-1].holder == part.holder:
             chain[-1] = chain[-1]._replace(stop=part.stop)
         else:
             chain.append(part)

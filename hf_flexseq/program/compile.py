@@ -119,7 +119,7 @@ class MicroBatchLayout:
     def segments(self) -> RankSegments:
         """Return the segments that recurrent layers go through."""
         if self._segments is None:
-            self._segments = RankSegments(self._shard, self.tables)
+            self._segments = RankSegments(self._shard.zones, self.tables)
         return self._segments
 
     def zones(self, reach: Reach) -> tuple[ZoneAttention, ...]:
@@ -247,24 +247,24 @@ def of_rows(parts: Parts, what: str, shape: RowShape) -> Program:
     what: LINEAR_TO_ATTENTION or ATTENTION_TO_LINEAR, of a remapped micro-batch; HALO or
     HALO_RETURN, of a convolution; SUMMARIES_BEFORE or SUMMARIES_BEHIND, of a scan.
     """
-    b = _builder(parts, shape)
+    b = _builder(parts, shape.as_layer)
     match what:
         case "linear to attention" | "attention to linear":
             assert parts.remap is not None, "no rows stand elsewhere"
             if what == LINEAR_TO_ATTENTION:
-                return segments.linear_to_attention(b, parts.remap, parts.linear_tokens)
-            return segments.attention_to_linear(b, parts.remap, parts.attention_tokens)
+                return segments.linear_to_attention(b, shape, parts.remap, parts.linear_tokens)
+            return segments.attention_to_linear(b, shape, parts.remap, parts.attention_tokens)
         case "halo":
-            return segments.halo(b, parts.segments())
+            return segments.halo(b, shape, parts.segments())
         case "halo return":
-            return segments.halo_return(b, parts.segments())
+            return segments.halo_return(b, shape, parts.segments())
         case "summaries before" | "summaries behind":
-            return segments.summaries(b, parts.segments(), behind=what == SUMMARIES_BEHIND)
+            return segments.summaries(b, shape, parts.segments(), behind=what == SUMMARIES_BEHIND)
         case other:
             raise AssertionError(f"recurrent layers exchange no {other!r}")
 
 
-def _builder(parts: Parts, shape: LayerShape | RowShape) -> Builder:
+def _builder(parts: Parts, shape: LayerShape) -> Builder:
     return Builder(parts.tables, shape, rank=parts.rank, wide=parts.wide)
 
 

@@ -21,7 +21,7 @@ from typing import NamedTuple
 import numpy as np
 
 from hf_flexseq.plan.segments import Chains, HeldSegment, chains_of
-from hf_flexseq.plan.shard import Shard
+from hf_flexseq.plan.shard import Zone
 from hf_flexseq.program.builder import Builder, Tables, Values
 from hf_flexseq.program.exchange import Channel, Exchange, Label, post
 from hf_flexseq.program.instructions import INPUT, WIDE, Program, Rows, RowShape, Value
@@ -51,7 +51,7 @@ class Halo(NamedTuple):
     """The rows that the first rows of all segments read, for a convolution over W rows.
 
     Few rows are concerned: those at the edges of segments. A *source* is the index of a row among
-    [edge rows | received rows | one row of zeros].
+    [edge rows | received rows | one row of zeros | W - 1 rows carried from an earlier chunk].
     """
 
     messages: tuple[RowMessages, ...]
@@ -84,18 +84,25 @@ class Neighbours(NamedTuple):
 class RankSegments:
     """The segments of a rank in one micro-batch, in the order of its rows in attention."""
 
-    __slots__ = ("_halos", "_neighbours", "_tables", "_zones", "lengths", "middle")
+    __slots__ = ("_halos", "_neighbours", "_tables", "_zones", "goes_on", "lengths", "middle")
 
-    def __init__(self, shard: Shard, tables: Tables) -> None:
-        """Find the chains of all groups. tables: take the index arrays."""
+    def __init__(self, zones: Sequence[Zone], tables: Tables, *, goes_on: bool = False) -> None:
+        """Find the chains of all groups.
+
+        zones: of this rank. tables: take the index arrays. goes_on: whether the first segment is a
+        part of a sequence, and what is before it is carried from an earlier chunk.
+        """
+        self.goes_on = goes_on
         self._tables = tables
         self._zones: list[_ZoneSegments] = []
         lengths: list[int] = []
         middle = []
-        for number, zone in enumerate(shard.zones):
+        for number, zone in enumerate(zones):
             chains = chains_of(zone)
             channel = Channel(zone.group, number)
-            self._zones.append(_ZoneSegments(channel, chains, zone.index, zone.start, len(lengths)))
+            self._zones.append(
+                _ZoneSegments(channel, chains, zone.index, zone.start, len(lengths))
+            )
             for one in chains.held:
                 chain = chains.chains[one.member]
                 if 0 < one.place < len(chain) - 1:
@@ -126,10 +133,13 @@ class RankSegments:
         first_rows = starts[:, None] + steps
         last_rows = starts[:, None] + tokens[:, None] - 1 - steps
         edges = np.unique(np.concatenate((first_rows[is_there], last_rows[is_there])))
-        zero_row = -1  # until the number of received rows is known
+        # until the number of received rows is known: zeros, and from then on what is carried
+        zero_row = -before - 1
 
         # 2. the sources of the rows before each segment: [segments, W - 1]
         read = np.full((len(tokens), before), zero_row)
+        if self.goes_on:
+            read[0] = zero_row + 1 + steps
         messages = []
         received = 0
         for zone in self._zones:
@@ -143,7 +153,7 @@ class RankSegments:
         columns = np.concatenate((read, own), axis=1)  # [segments, 2 W - 2]
         windows = np.lib.stride_tricks.sliding_window_view(columns, width, axis=1)[:, :before]
         sources = windows[is_there]  # [segments, W - 1, W] -> [B, W]
-        sources = np.where(sources == zero_row, len(edges) + received, sources)
+        sources = np.where(sources < 0, len(edges) + received + sources - zero_row, sources)
         return Halo(
             messages=tuple(messages),
             edges=self._tables.index(edges),
@@ -201,8 +211,8 @@ class _ZoneSegments(NamedTuple):
 
     channel: Channel
     chains: Chains
-    index: int
-    """Of this rank in the group."""
+    own: int
+    """Index of this rank in the group."""
     start: int
     """First row of the zone among all rows of the rank."""
     number: int
@@ -232,18 +242,18 @@ class _ZoneSegments(NamedTuple):
                 segment = chain[place]
                 if segment.stop <= first:
                     break
-                if segment.index != self.index:
+                if segment.holder != self.own:
                     # The first segment of this rank reads farthest back, and comes first.
                     key = (one.member, place)
-                    wanted[segment.index].setdefault(key, max(segment.start, first))
-            own = chain[one.place]
+                    wanted[segment.holder].setdefault(key, max(segment.start, first))
+            held = chain[one.place]
             for segment in chain[one.place + 1 :]:
                 first = segment.start - before
-                if own.stop <= first:
+                if held.stop <= first:
                     break
-                if segment.index != self.index:
+                if segment.holder != self.own:
                     key = (one.member, one.place)
-                    given[segment.index].setdefault(key, max(own.start, first))
+                    given[segment.holder].setdefault(key, max(held.start, first))
 
         # 2. rows that go to others
         first_row = {(one.member, one.place): self.start + one.row for one in self.chains.held}
@@ -279,7 +289,7 @@ class _ZoneSegments(NamedTuple):
             for token in range(start - 1, max(0, start - before) - 1, -1):
                 while chain[place].start > token:
                     place -= 1
-                if chain[place].index == self.index:
+                if chain[place].holder == self.own:
                     row = first_row[one.member, place] + token - chain[place].start
                     found = int(np.searchsorted(edges, row))
                 else:
@@ -322,18 +332,21 @@ class _ZoneSegments(NamedTuple):
         for one in self.chains.held:
             chain = self.chains.chains[one.member]
             for place in self._needed(one, behind=behind):
-                if chain[place].index != self.index:
-                    wanted[chain[place].index].add((one.member, place))
+                if chain[place].holder != self.own:
+                    wanted[chain[place].holder].add((one.member, place))
             for place in self._needed(one, behind=not behind):
-                if chain[place].index != self.index:
-                    given[chain[place].index].add((one.member, one.place))
+                if chain[place].holder != self.own:
+                    given[chain[place].holder].add((one.member, one.place))
 
         # 2. the messages
         sent = []
         for index, keys in sorted(given.items()):
             places = [summarised[held[key]] for key in sorted(keys)]
             sent.append((self._rank(index), tables.rows([(place, place + 1) for place in places])))
-        row = {key: summarised[number] for key, number in held.items() if number in summarised}
+        row = {}
+        for key, number in held.items():
+            if number in summarised:
+                row[key] = summarised[number]
         arrived = []
         for index, keys in sorted(wanted.items()):
             for key in sorted(keys):
@@ -343,10 +356,10 @@ class _ZoneSegments(NamedTuple):
 
         # 3. the rows of each segment
         for one in self.chains.held:
-            places = self._needed(one, behind=behind)
-            if places:
+            of_chain = self._needed(one, behind=behind)
+            if of_chain:
                 number = held[one.member, one.place]
-                needed[number] = [row[one.member, place] for place in places]
+                needed[number] = [row[one.member, place] for place in of_chain]
         return RowMessages(self.channel, "summaries of segments", tuple(sent), tuple(arrived))
 
     def _needed(self, one: HeldSegment, *, behind: bool) -> range:
@@ -361,40 +374,40 @@ class _ZoneSegments(NamedTuple):
 # ---- programs
 
 
-def linear_to_attention(b: Builder, remap: TokenRemap, tokens: int) -> Program:
+def linear_to_attention(b: Builder, shape: RowShape, remap: TokenRemap, tokens: int) -> Program:
     """Compile: rows [linear tokens, columns] -> [attention tokens, columns]."""
-    x = b.input((tokens, 1, b.shape.columns))
+    x = b.input((tokens, 1, shape.columns))
     return b.program(remap.linear_to_attention(b, (x,)))
 
 
-def attention_to_linear(b: Builder, remap: TokenRemap, tokens: int) -> Program:
+def attention_to_linear(b: Builder, shape: RowShape, remap: TokenRemap, tokens: int) -> Program:
     """Compile: rows [attention tokens, columns] -> [linear tokens, columns]."""
-    x = b.input((tokens, 1, b.shape.columns))
+    x = b.input((tokens, 1, shape.columns))
     return b.program(remap.attention_to_linear(b, (x,)))
 
 
-def halo(b: Builder, segments: RankSegments) -> Program:
+def halo(b: Builder, shape: RowShape, segments: RankSegments) -> Program:
     """Compile: edge rows [E, columns] -> what is received of other ranks [R, columns]."""
-    found = segments.halo(b.shape.width)
-    edges = b.input((found.edge_rows, b.shape.columns))
+    found = segments.halo(shape.width)
+    edges = b.input((found.edge_rows, shape.columns))
     return b.program((_gather(b, found.messages, edges, RECURRENT_FORWARD),))
 
 
-def halo_return(b: Builder, segments: RankSegments) -> Program:
+def halo_return(b: Builder, shape: RowShape, segments: RankSegments) -> Program:
     """Compile: gradients of received rows [R, columns] -> of edge rows [E, columns], the sums of
     what their readers send."""
-    found = segments.halo(b.shape.width)
-    received = b.input((found.received_rows, b.shape.columns))
-    sums = b.zeros((found.edge_rows, b.shape.columns), WIDE)
+    found = segments.halo(shape.width)
+    received = b.input((found.received_rows, shape.columns))
+    sums = b.zeros((found.edge_rows, shape.columns), WIDE)
     _return(b, found.messages, received, sums)
     return b.program((b.cast(sums, INPUT),))
 
 
-def summaries(b: Builder, segments: RankSegments, *, behind: bool) -> Program:
+def summaries(b: Builder, shape: RowShape, segments: RankSegments, *, behind: bool) -> Program:
     """Compile: summaries [segments that others want to know of, columns] -> those received [R,
     columns]."""
     found = segments.neighbours(behind=behind)
-    own = b.input((len(found.summarised), b.shape.columns))
+    own = b.input((len(found.summarised), shape.columns))
     tag = RECURRENT_BACKWARD if behind else RECURRENT_FORWARD
     return b.program((_gather(b, found.messages, own, tag),))
 
@@ -442,5 +455,3 @@ def _run(b: Builder, exchanges: Sequence[Exchange]) -> None:
     post(b, exchanges)
     for exchange in exchanges:
         exchange.wait()
-
-

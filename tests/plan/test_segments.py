@@ -1,3 +1,4 @@
+import itertools
 import random
 
 import pytest
@@ -27,7 +28,7 @@ def test_chains_go_through_every_sequence_once_and_are_the_rows_of_their_ranks(s
                 assert chains.setdefault(member, chain) == chain
             for one in found.held:
                 segment = chains[one.member][one.place]
-                assert segment.index == rank
+                assert segment.holder == rank
                 for token in range(segment.start, segment.stop):
                     rows[rank, one.member, token] = one.row + token - segment.start
             row = 0
@@ -40,6 +41,6 @@ def test_chains_go_through_every_sequence_once_and_are_the_rows_of_their_ranks(s
             chain = chains[member]
             assert chain[0].start == 0
             assert chain[-1].stop == length
-            for before, after in zip(chain, chain[1:], strict=False):
+            for before, after in itertools.pairwise(chain):
                 assert before.stop == after.start
-                assert before.index != after.index
+                assert before.holder != after.holder
