@@ -42,6 +42,7 @@ from hf_flexseq.pipeline.stages import Stage, VirtualStage
 from hf_flexseq.pipeline.ulysses import Sharing, own_columns
 from hf_flexseq.pipeline.weights import WeightGradients
 from hf_flexseq.plan.pipeline import Action, PipelinePlan
+from hf_flexseq.recurrent.carry import StateCarry
 from hf_flexseq.schedule.pipeline.walk import walk
 
 Columns = Mapping[str, torch.Tensor]  # by name, [1, tokens] each
@@ -83,6 +84,7 @@ class PipelineExecutor:
         self.neighbours = neighbours
         self.sharing = sharing
         self.carry = KVCarry(kernel)
+        self.states = StateCarry()
         self.weights = WeightGradients(stage.own_layers.values())
         for index, layer in stage.own_layers.items():
             # A partial, not a function: a copy of the model has a layer of its own in it.
@@ -337,6 +339,7 @@ class _Step:
             self.plan.lengths,
             self.executor.carry,
             self.device,
+            states=self.executor.states,
             checkpointed=frozenset(checkpointed),
             sharing=self.executor.sharing,
         )
@@ -347,6 +350,7 @@ class _Step:
             if outbox is not None:
                 outbox.close()
         self.executor.carry.check_empty()
+        self.executor.states.check_empty()
         self.executor.weights.check_empty()
         assert not self.flights, (
             f"the step is over without a backward of chunks {sorted(self.flights)}"
@@ -375,10 +379,16 @@ def _checkpointable(
 
     index: of the layer in the model
     """
-    # A model that checkpoints all its layers anyway does so inside own_forward.
+    chunk: ChunkContext = kwargs["seq_ctx"]
+
+    def run(hidden: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        # Each run of the layer, a replay as well, counts its recurrent calls anew.
+        return own_forward(hidden, *args, **{**kwargs, "seq_ctx": chunk.in_layer(index)})
+
+    # A model may checkpoint all its layers itself.
     checkpoints_itself = getattr(layer, "gradient_checkpointing", False)
     if not torch.is_grad_enabled() or checkpoints_itself:
-        return own_forward(hidden, *args, **kwargs)
-    if index not in kwargs["seq_ctx"].checkpointed:
-        return own_forward(hidden, *args, **kwargs)
-    return checkpoint(own_forward, hidden, *args, use_reentrant=False, **kwargs)
+        return run(hidden, *args, **kwargs)
+    if index not in chunk.checkpointed:
+        return run(hidden, *args, **kwargs)
+    return checkpoint(run, hidden, *args, use_reentrant=False, **kwargs)
