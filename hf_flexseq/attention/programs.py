@@ -8,15 +8,17 @@ from hf_flexseq.attention.replay import BoundProgram
 from hf_flexseq.attention.uploads import Uploads
 from hf_flexseq.distributed.communicator import Communicator
 from hf_flexseq.kernels import Kernel
+from hf_flexseq.kernels.scans.grid import ChunkGrid
 from hf_flexseq.layers import FULL, Reach
-from hf_flexseq.program.compile import Parts, backward, backward_of_rows, forward
-from hf_flexseq.program.instructions import LayerShape, Program
+from hf_flexseq.program.compile import Parts, backward, backward_of_rows, forward, of_rows
+from hf_flexseq.program.instructions import LayerShape, Program, RowShape
 
 FORWARD = "forward"
 BACKWARD = "backward"
 BACKWARD_OF_ROWS = "backward of rows"  # of a layer that is replayed (`remat.py`)
 
-ProgramKey = tuple[str, LayerShape]  # (one of these three, the layer)
+# (one of these three, the layer), or (what a recurrent layer exchanges, its rows)
+ProgramKey = tuple[str, LayerShape | RowShape]
 
 
 def layer_shape(
@@ -40,7 +42,7 @@ def layer_shape(
 class MicroBatchPrograms:
     """Compiles a program when a layer first asks for it, or ahead."""
 
-    __slots__ = ("_bound", "_communicator", "_compiled", "_kernel", "_uploads", "parts")
+    __slots__ = ("_bound", "_communicator", "_compiled", "_grid", "_kernel", "_uploads", "parts")
 
     def __init__(
         self,
@@ -54,11 +56,13 @@ class MicroBatchPrograms:
         self._communicator = communicator
         self._kernel = kernel
         self._uploads = Uploads(parts.tables, device)
+        self._grid: ChunkGrid | None = None
         self._compiled: dict[ProgramKey, Program] = {}
         self._bound: dict[ProgramKey, BoundProgram] = {}
 
-    def find(self, direction: str, shape: LayerShape) -> BoundProgram:
-        """Return the program of one direction for layers of one shape."""
+    def find(self, direction: str, shape: LayerShape | RowShape) -> BoundProgram:
+        """Return the program of one direction for layers of one shape, or of one exchange of
+        recurrent layers for rows of one shape (`program.compile.of_rows`)."""
         key = (direction, shape)
         if key not in self._bound:
             self.prepare([key])
@@ -85,11 +89,25 @@ class MicroBatchPrograms:
         """Which programs there are."""
         return tuple(self._bound)
 
-    def _compile(self, direction: str, shape: LayerShape) -> Program:
+    @property
+    def grid(self) -> ChunkGrid:
+        """The chunks in which recurrent layers go through this rank's segments."""
+        if self._grid is None:
+            self._grid = ChunkGrid(self.parts.segments().lengths, self._uploads.device)
+        return self._grid
+
+    def index(self, number: int) -> torch.Tensor:
+        """Return an index array of the tables, int64 [n], on the device."""
+        self._uploads.bring()
+        return self._uploads.index(number)
+
+    def _compile(self, direction: str, shape: LayerShape | RowShape) -> Program:
         """Return a program, which is compiled once."""
         key = (direction, shape)
         if key not in self._compiled:
-            if direction == FORWARD:
+            if isinstance(shape, RowShape):
+                self._compiled[key] = of_rows(self.parts, direction, shape)
+            elif direction == FORWARD:
                 self._compiled[key] = forward(self.parts, shape)
             else:
                 saved = self._compile(FORWARD, shape).saved
