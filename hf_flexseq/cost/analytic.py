@@ -4,13 +4,15 @@ bytes/s.
 Good enough to rank plans on a machine nobody has measured; a measured model is better.
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from hf_flexseq.cost import PIECE_ROWS, CostModel
-from hf_flexseq.cost.kinds import NearLayers
+from hf_flexseq.cost.kinds import NearLayers, halo_tokens
 from hf_flexseq.cost.launches import EXCHANGES
 from hf_flexseq.cost.sharding import TRIPS, shards_span_nodes
-from hf_flexseq.layers import Reach
+from hf_flexseq.layers import FULL, Reach
 from hf_flexseq.topology import Topology
 
 # Bytes of one parameter, all float32: the weight, its gradient, and Adam's two moments.
@@ -43,6 +45,35 @@ BLOCK_KEYS = 128
 MEMORY_FRACTION = 0.85
 
 
+# Under checkpointing so many layers are whole at once: the one that is recomputed, and what the
+# backward of the one behind it has left.
+WHOLE_LAYERS = 2
+
+# Slices of a sequence that a rank has at most.
+SLICES = 2
+
+
+class HeadShape(NamedTuple):
+    """The heads of an attention layer."""
+
+    heads: int
+    """Query heads."""
+    kv_heads: int
+    """Heads of keys and values."""
+    head_dim: int
+    """Width of a head."""
+
+    @property
+    def query_width(self) -> int:
+        """Numbers in a token's queries, all heads."""
+        return self.heads * self.head_dim
+
+    @property
+    def kv_width(self) -> int:
+        """Numbers in a token's keys and values, all heads."""
+        return 2 * self.kv_heads * self.head_dim
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ModelShape:
     """A Llama-like decoder in numbers."""
@@ -52,11 +83,11 @@ class ModelShape:
     hidden: int
     """Width of the hidden states."""
     heads: int
-    """Query heads."""
+    """Query heads; where layers differ, the most of one."""
     kv_heads: int
-    """Heads of keys and values."""
+    """Heads of keys and values; where layers differ, the most of one."""
     head_dim: int
-    """Width of a head."""
+    """Width of a head; where layers differ, the largest."""
     intermediate: int
     """Width inside the MLP; with experts, inside all those of one token together."""
     vocab: int
@@ -71,6 +102,9 @@ class ModelShape:
     active_params: int | None = None
     """Parameters that work on one token, embeddings included: with experts fewer than all, and
     more by an embedding that is the head, too. None: all."""
+    head_shapes: tuple[tuple[Reach, HeadShape], ...] = ()
+    """(reach, heads of its layers) where layers differ; () where all have `heads`, `kv_heads` and
+    `head_dim`."""
 
     def __post_init__(self) -> None:
         if self.full_layers < 0:
@@ -84,15 +118,25 @@ class ModelShape:
         """Layers that read all keys."""
         return self.layers - sum(layers for layers, _ in self.reaches)
 
-    @property
-    def query_width(self) -> int:
-        """Numbers in a token's queries, all heads."""
-        return self.heads * self.head_dim
+    def heads_of(self, reach: Reach) -> HeadShape:
+        """Return the heads of the layers of a reach."""
+        same = HeadShape(self.heads, self.kv_heads, self.head_dim)
+        return dict(self.head_shapes).get(reach, same)
+
+    def attention_layers(self) -> Iterator[tuple[int, Reach, HeadShape]]:
+        """Yield (layers, their reach, their heads) of all layers with attention."""
+        for layers, reach in ((self.full_layers, FULL), *self.reaches):
+            yield layers, reach, self.heads_of(reach)
 
     @property
-    def kv_width(self) -> int:
-        """Numbers in a token's keys and values, all heads."""
-        return 2 * self.kv_heads * self.head_dim
+    def query_numbers(self) -> int:
+        """Numbers in a token's queries, all layers."""
+        return sum(layers * heads.query_width for layers, _, heads in self.attention_layers())
+
+    @property
+    def kv_numbers(self) -> int:
+        """Numbers in a token's keys and values, all layers."""
+        return sum(layers * heads.kv_width for layers, _, heads in self.attention_layers())
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -215,10 +259,8 @@ def analytic_cost_model(
     flops_per_weight = 8 if checkpointing else 6
     active = shape.params if shape.active_params is None else shape.active_params
     computed = active - shape.vocab * shape.hidden  # looking up embeddings is no arithmetic
-    # causal: 2 s^2 q forward, 5 s^2 q backward
-    layer_flops = 7.0 * shape.query_width
-    # 2. transfers, as bytes of one number of every layer
-    moved = shape.layers * shape.dtype_bytes
+    # 2. transfers
+    moved = shape.dtype_bytes  # bytes of one number
     # of q, k, v and the output: forward, again for the backward, gradients
     exchanges = 3.0 if checkpointing else 2.0
     parameters_gathered = 0
@@ -226,6 +268,8 @@ def analytic_cost_model(
         parameters_gathered = TRIPS * shape.params * shape.dtype_bytes
     # 3. memory
     state_bytes, sharded_bytes = _state_bytes(shape.params, zero_stage)
+    if topology.world_size > 1:
+        state_bytes += _halo_bytes(shape, checkpointing)
     token_bytes = _token_bytes(shape, checkpointing)
     if chunked_loss:
         state_bytes += float(FLOAT32_BYTES * shape.vocab * shape.hidden)
@@ -234,15 +278,15 @@ def analytic_cost_model(
         token_bytes += shape.vocab * (shape.dtype_bytes + 2 * FLOAT32_BYTES)
     return CostModel(
         name=f"analytic-{device.name}",
-        attention_s=shape.full_layers * layer_flops / device.flops,
+        attention_s=shape.full_layers * _pair_flops(shape.heads_of(FULL)) / device.flops,
         linear_s=computed * flops_per_weight / device.flops,
         micro_batch_s=shape.layers * device.layer_s
         + parameters_gathered / _bandwidth(device, topology, replicas),
         group_s=shape.layers * EXCHANGES * _beyond_post(device),
-        all_to_all_bytes=moved * exchanges * (2 * shape.query_width + shape.kv_width),
+        all_to_all_bytes=moved * exchanges * (2 * shape.query_numbers + shape.kv_numbers),
         # keys and values in both directions, and their gradients
-        ring_bytes=moved * 3.0 * shape.kv_width,
-        query_bytes=float(moved * shape.query_width),
+        ring_bytes=moved * 3.0 * shape.kv_numbers,
+        query_bytes=float(moved * shape.query_numbers),
         ring_overlap=device.overlap,
         bandwidths=_bandwidths(device, topology),
         heads=shape.heads,
@@ -258,17 +302,24 @@ def analytic_cost_model(
         post_s=shape.layers * device.post_s,
         host_overlap=device.overlap,
         contact_s=device.contact_s,
-        kinds=_kinds(shape, layer_flops / device.flops, device),
+        kinds=_kinds(shape, device),
     )
 
 
-def _kinds(shape: ModelShape, layer_s: float, device: DeviceSpec) -> tuple[NearLayers, ...]:
-    """Return the kinds of a model's layers. layer_s: seconds of one layer per two pairs."""
+def _pair_flops(heads: HeadShape) -> float:
+    """Return the FLOPs of a layer's attention per two (query, key) pairs, forward and backward."""
+    # 2 FLOPs for each of 7 products, two of them in the forward, of which half are causal
+    return 7.0 * heads.query_width
+
+
+def _kinds(shape: ModelShape, device: DeviceSpec) -> tuple[NearLayers, ...]:
+    """Return the kinds of a model's layers."""
     kinds = []
     for layers, reach in shape.reaches:
         blocks = 1.0
         if reach.window is not None:
             blocks += device.block_keys / reach.window
+        layer_s = _pair_flops(shape.heads_of(reach)) / device.flops  # of two pairs
         kind = NearLayers(
             reach=reach, share=layers / shape.layers, attention_s=layers * layer_s * blocks
         )
@@ -299,16 +350,30 @@ def _state_bytes(params: int, zero_stage: int) -> tuple[float, float]:
 
 def _token_bytes(shape: ModelShape, checkpointing: bool) -> float:
     """Return the activation bytes per token, without the logits."""
-    log_sum_exp = shape.heads * FLOAT32_BYTES
-    numbers = 5 * shape.hidden + 2 * shape.query_width + shape.kv_width + 4 * shape.intermediate
-    layer = numbers * shape.dtype_bytes
+    log_sum_exps = 0  # bytes, of all layers
+    for layers, _, heads in shape.attention_layers():
+        log_sum_exps += layers * heads.heads * FLOAT32_BYTES
+    rest = 5 * shape.hidden + 4 * shape.intermediate  # numbers of a layer beside attention's
     if not checkpointing:
-        return float(shape.layers * (layer + log_sum_exp))
-    # Every layer keeps its input and what attention gave; two layers are whole while one is
-    # recomputed.
-    layer_input = shape.hidden * shape.dtype_bytes
-    attention_output = shape.query_width * shape.dtype_bytes + log_sum_exp
-    return float(shape.layers * (layer_input + attention_output) + 2 * layer)
+        numbers = shape.layers * rest + 2 * shape.query_numbers + shape.kv_numbers
+        return float(numbers * shape.dtype_bytes + log_sum_exps)
+    # Every layer keeps its input and what attention gave; some are whole.
+    whole = rest + 2 * shape.heads * shape.head_dim + 2 * shape.kv_heads * shape.head_dim
+    kept = shape.layers * shape.hidden + shape.query_numbers
+    return float((kept + WHOLE_LAYERS * whole) * shape.dtype_bytes + log_sum_exps)
+
+
+def _halo_bytes(shape: ModelShape, checkpointing: bool) -> float:
+    """Return the bytes of the halos that a rank holds of one sequence between forward and
+    backward, all layers. Short sequences, of which there may be more, have one rank each."""
+    of_layers = []
+    for layers, reach, heads in shape.attention_layers():
+        if not reach.is_full:
+            halo = SLICES * halo_tokens(reach) * heads.kv_width * shape.dtype_bytes
+            of_layers += [halo] * layers
+    if checkpointing:  # the backward fetches them again
+        of_layers = sorted(of_layers)[-WHOLE_LAYERS:]
+    return float(sum(of_layers))
 
 
 def _bandwidth(device: DeviceSpec, topology: Topology, replicas: int) -> float:

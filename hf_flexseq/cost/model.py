@@ -41,7 +41,8 @@ of a sequence, t_k the transfers of their share, and a_k measured,
     local     2 a_k p_k
     ulysses   as above, with 2 a_k p_k for a1 s^2 and t_k for t
     a ring, an all-gather   2 a_k p_k of the busiest rank + the bytes of its halos / v_d
-    hybrid    Ulysses' transfers + 2 a_k p_k stretch / d + the bytes of halos / v_d
+    hybrid    Ulysses' transfers + 2 a_k p_k of the busiest node stretch / its ranks + the bytes
+              of halos / v_d
 
 and full layers have the rest of the bytes; seconds add up over kinds, for layers follow each
 other. A halo is there before its one kernel call begins, so that nothing hides it. In a group,
@@ -65,7 +66,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from hf_flexseq.cost.kinds import FloatArray, busiest_pairs, doubled_pairs, full_share
+from hf_flexseq.cost.kinds import FloatArray, busiest_pairs, full_share
 from hf_flexseq.cost.launches import LayerWork, halo_work, layer_work
 from hf_flexseq.cost.transfers import RING_STRATEGIES, CostTransfers, nodes_spanned
 
@@ -229,14 +230,16 @@ class CostModel(CostTransfers):
             attention = self.near_attention_s(s, degree, strategy)
             return attention + self.halo_s(s, degree, strategy, spans_nodes)
         is_hybrid = strategy == "hybrid" and spans_nodes
-        width = degree // nodes_spanned(degree) if is_hybrid else degree
+        nodes = nodes_spanned(degree) if is_hybrid else 1  # that have slices of their own
+        width = degree // nodes
         speed = self.bandwidth(width, spans_nodes and not is_hybrid)
         moved = self.all_to_all_bytes * s / degree / speed
         hidden_share = self.hidden_share(s, degree, strategy)
         stretch = self.head_stretch(width)
         seconds = np.zeros_like(s)
         for kind in self.kinds:
-            even = kind.attention_s * doubled_pairs(kind.reach, s) / degree
+            of_node = kind.attention_s * busiest_pairs(kind.reach, s, nodes, "zigzag")
+            even = of_node / width
             hidden = kind.share * hidden_share * moved
             seconds += np.maximum(even * stretch, hidden) + (kind.share * moved - hidden)
         if is_hybrid:
