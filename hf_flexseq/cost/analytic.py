@@ -11,8 +11,9 @@ from typing import NamedTuple
 from hf_flexseq.cost import PIECE_ROWS, CostModel
 from hf_flexseq.cost.kinds import NearLayers, halo_tokens
 from hf_flexseq.cost.launches import EXCHANGES
+from hf_flexseq.cost.recurrent import SCAN_CHUNK, RecurrentLayers
 from hf_flexseq.cost.sharding import TRIPS, shards_span_nodes
-from hf_flexseq.layers import FULL, Reach
+from hf_flexseq.layers import FULL, Reach, RecurrentShape
 from hf_flexseq.topology import Topology
 
 # Bytes of one parameter, all float32: the weight, its gradient, and Adam's two moments.
@@ -40,6 +41,13 @@ NCCL_CONTACT_S = 0.7
 # A kernel computes whole blocks of about so many keys, and so on average one block more than a
 # window has (FlashAttention's blocks, https://github.com/Dao-AILab/flash-attention).
 BLOCK_KEYS = 128
+
+# Share of a GPU's FLOP/s, as it has them in training, that a chunked scan achieves: 32,768 tokens
+# of 64 Gated DeltaNet heads of 128 take an H800 15.56 ms forward and backward
+# (https://github.com/fla-org/flash-linear-attention/pull/691), and `_scan_flops` counts 1.16 TFLOP
+# for these. By the same page a quarter of it on each of four ranks takes 5.73 ms, transfers
+# included, 47 % more than the quarter alone; the arithmetic of the second pass is 36 % more.
+SCAN_EFFICIENCY = 0.17
 
 # Share of a device's memory to plan with.
 MEMORY_FRACTION = 0.85
@@ -99,6 +107,10 @@ class ModelShape:
     reaches: tuple[tuple[int, Reach], ...] = ()
     """(layers, reach) of the layers that read a window or a chunk only; all others read all
     keys."""
+    recurrent: tuple[tuple[int, RecurrentShape], ...] = ()
+    """(layers, sizes) of layers that go through a sequence from its first token to its last."""
+    without_attention: int = 0
+    """Layers that have no attention."""
     active_params: int | None = None
     """Parameters that work on one token, embeddings included: with experts fewer than all, and
     more by an embedding that is the head, too. None: all."""
@@ -107,16 +119,25 @@ class ModelShape:
     `head_dim`."""
 
     def __post_init__(self) -> None:
+        with_attention = self.layers - self.without_attention
         if self.full_layers < 0:
             raise ValueError(
-                f"{self.layers - self.full_layers} layers with a window or a chunk, of "
-                f"{self.layers} layers"
+                f"{with_attention - self.full_layers} layers with a window or a chunk, of "
+                f"{with_attention} layers"
             )
+        for layers, shape in self.recurrent:
+            if layers > self.layers:
+                raise ValueError(f"{layers} {shape} layers, of {self.layers} layers")
 
     @property
     def full_layers(self) -> int:
         """Layers that read all keys."""
-        return self.layers - sum(layers for layers, _ in self.reaches)
+        return self.attention_count - sum(layers for layers, _ in self.reaches)
+
+    @property
+    def attention_count(self) -> int:
+        """Layers with attention."""
+        return self.layers - self.without_attention
 
     def heads_of(self, reach: Reach) -> HeadShape:
         """Return the heads of the layers of a reach."""
@@ -149,6 +170,10 @@ class DeviceSpec:
     """FLOP/s in training kernels."""
     memory_bytes: float
     """Memory one rank can use, in bytes."""
+    memory_rate: float = 2.3e12
+    """Bytes/s that kernels move between the device and its memory."""
+    scan_efficiency: float = SCAN_EFFICIENCY
+    """Share of `flops` in the scans of recurrent layers."""
     intra_bytes: float
     """Bytes/s a rank moves to ranks of its own node."""
     inter_bytes: float
@@ -176,8 +201,9 @@ class DeviceSpec:
     """Query heads x tokens that make a piece worth a kernel call, as in `CostModel`."""
 
 
-# Achieved rates: about 45 % of the dense bf16 peak, 70 % of NVLink one way, one 400 (A100: 200)
-# Gb/s NIC per rank.
+# Achieved rates: about 45 % of the dense bf16 peak, 70 % of NVLink one way and of the memory's
+# (3.35 TB/s of an H100, 4.8 of an H200, 2.0 and 1.6 of the A100s), one 400 (A100: 200) Gb/s NIC
+# per rank.
 DEVICES = {
     device.name: device
     for device in (
@@ -185,6 +211,7 @@ DEVICES = {
             name="H200",
             flops=4.4e14,
             memory_bytes=139 * 2**30,
+            memory_rate=3.4e12,
             intra_bytes=3e11,
             inter_bytes=4e10,
             layer_s=5e-4,
@@ -201,6 +228,7 @@ DEVICES = {
             name="A100-80GB",
             flops=1.4e14,
             memory_bytes=79 * 2**30,
+            memory_rate=1.4e12,
             intra_bytes=2e11,
             inter_bytes=2e10,
             layer_s=5e-4,
@@ -209,6 +237,7 @@ DEVICES = {
             name="A100-40GB",
             flops=1.4e14,
             memory_bytes=39 * 2**30,
+            memory_rate=1.1e12,
             intra_bytes=2e11,
             inter_bytes=2e10,
             layer_s=5e-4,
@@ -217,6 +246,8 @@ DEVICES = {
             name="CPU",
             flops=3e10,
             memory_bytes=4 * 2**30,
+            memory_rate=5e9,
+            scan_efficiency=0.3,
             intra_bytes=1e9,
             inter_bytes=1e8,
             layer_s=1e-3,
@@ -270,6 +301,7 @@ def analytic_cost_model(
     state_bytes, sharded_bytes = _state_bytes(shape.params, zero_stage)
     if topology.world_size > 1:
         state_bytes += _halo_bytes(shape, checkpointing)
+        state_bytes += _summary_bytes(shape, topology.world_size)
     token_bytes = _token_bytes(shape, checkpointing)
     if chunked_loss:
         state_bytes += float(FLOAT32_BYTES * shape.vocab * shape.hidden)
@@ -282,7 +314,7 @@ def analytic_cost_model(
         linear_s=computed * flops_per_weight / device.flops,
         micro_batch_s=shape.layers * device.layer_s
         + parameters_gathered / _bandwidth(device, topology, replicas),
-        group_s=shape.layers * EXCHANGES * _beyond_post(device),
+        group_s=_exchanging_layers(shape) * EXCHANGES * _beyond_post(device),
         all_to_all_bytes=moved * exchanges * (2 * shape.query_numbers + shape.kv_numbers),
         # keys and values in both directions, and their gradients
         ring_bytes=moved * 3.0 * shape.kv_numbers,
@@ -303,6 +335,8 @@ def analytic_cost_model(
         host_overlap=device.overlap,
         contact_s=device.contact_s,
         kinds=_kinds(shape, device),
+        recurrent=_recurrent(shape, device, checkpointing),
+        attention_share=shape.attention_count / shape.layers,
     )
 
 
@@ -321,10 +355,91 @@ def _kinds(shape: ModelShape, device: DeviceSpec) -> tuple[NearLayers, ...]:
             blocks += device.block_keys / reach.window
         layer_s = _pair_flops(shape.heads_of(reach)) / device.flops  # of two pairs
         kind = NearLayers(
-            reach=reach, share=layers / shape.layers, attention_s=layers * layer_s * blocks
+            reach=reach,
+            share=layers / shape.attention_count,
+            attention_s=layers * layer_s * blocks,
         )
         kinds.append(kind)
     return tuple(kinds)
+
+
+def _exchanging_layers(shape: ModelShape) -> int:
+    """Count the layers that exchange something, twice where one has attention and a scan; each of
+    them as often as Ulysses."""
+    return shape.attention_count + sum(layers for layers, _ in shape.recurrent)
+
+
+def _recurrent(
+    shape: ModelShape, device: DeviceSpec, checkpointing: bool
+) -> tuple[RecurrentLayers, ...]:
+    """Return the recurrent layers of a model: modelled, by arithmetic and bytes."""
+    passes = 4 if checkpointing else 3  # forward, two in the backward, forward again
+    kinds = []
+    for layers, sizes in shape.recurrent:
+        scan_flops = device.flops * device.scan_efficiency
+        # A convolution reads and writes its rows: forward, and there and back in the backward.
+        rows = 5 + 2 * checkpointing
+        row_bytes = sizes.channels * shape.dtype_bytes
+        scan_s = passes * _scan_flops(sizes) / scan_flops
+        convolution_s = rows * row_bytes / device.memory_rate
+        kinds.append(
+            RecurrentLayers(
+                kind=sizes.kind,
+                share=layers / shape.layers,
+                token_s=layers * (scan_s + convolution_s),
+                again_s=layers * _again_flops(sizes) / scan_flops,
+                chunk=1 if sizes.kind == "convolution" else SCAN_CHUNK,
+                summary_bytes=float(layers * _summary_numbers(sizes) * FLOAT32_BYTES),
+                halo_bytes=float(layers * (sizes.width - 1) * row_bytes),
+                # there and back around the convolution and the scan
+                row_bytes=layers * (3.0 if checkpointing else 2.0) * _row_bytes(shape, sizes),
+            )
+        )
+    return tuple(kinds)
+
+
+def _scan_flops(sizes: RecurrentShape) -> float:
+    """Return the FLOPs of a layer's scan per token, forward, with keys of K and values of V
+    numbers and chunks of C tokens.
+
+    A chunk of a delta rule has five products of [C, C] with keys or values and an inverse, and
+    three of [C, K] with a state; one of Mamba 2 has two, one of them once for all heads of a
+    group, and two with a state.
+    """
+    chunk, key, value = SCAN_CHUNK, sizes.key_dim, sizes.value_dim
+    if sizes.kind == "mamba2":
+        of_group = 2 * chunk * key
+        of_head = 2 * chunk * value + 4 * key * value
+        return float(sizes.key_heads * of_group + sizes.value_heads * of_head)
+    of_head = 2 * chunk * (3 * key + 2 * value) + 6 * key * value + chunk * chunk
+    return float(sizes.value_heads * of_head)
+
+
+def _again_flops(sizes: RecurrentShape) -> float:
+    """Return the FLOPs of a layer's second pass per token: end states and transitions in the
+    forward, gradients of the states in the backward."""
+    chunk, key, value = SCAN_CHUNK, sizes.key_dim, sizes.value_dim
+    if sizes.kind == "mamba2":
+        return float(sizes.value_heads * 4 * key * value)
+    forward = 4 * key * (key + value)
+    backward = 6 * key * value + 2 * chunk * value
+    return float(sizes.value_heads * (forward + backward))
+
+
+def _summary_numbers(sizes: RecurrentShape) -> int:
+    """Return the numbers of a segment's summary in one layer, float32."""
+    return sizes.state_numbers + sizes.transition_numbers
+
+
+def _row_bytes(shape: ModelShape, sizes: RecurrentShape) -> int:
+    """Return the bytes of a token's rows into and out of a layer's convolution and scan."""
+    numbers = 2 * sizes.channels
+    if sizes.kind != "convolution":
+        keys = 2 * sizes.key_heads * sizes.key_dim
+        decays = sizes.key_dim if sizes.kind == "kimi_delta" else 1
+        # queries and keys; values in and out; decays and steps
+        numbers += keys + sizes.value_heads * (2 * sizes.value_dim + decays + 1)
+    return numbers * shape.dtype_bytes
 
 
 def _beyond_post(device: DeviceSpec) -> float:
@@ -353,14 +468,45 @@ def _token_bytes(shape: ModelShape, checkpointing: bool) -> float:
     log_sum_exps = 0  # bytes, of all layers
     for layers, _, heads in shape.attention_layers():
         log_sum_exps += layers * heads.heads * FLOAT32_BYTES
-    rest = 5 * shape.hidden + 4 * shape.intermediate  # numbers of a layer beside attention's
+    rest = 5 * shape.hidden + 4 * shape.intermediate  # numbers of a layer beside its mixers'
     if not checkpointing:
         numbers = shape.layers * rest + 2 * shape.query_numbers + shape.kv_numbers
-        return float(numbers * shape.dtype_bytes + log_sum_exps)
-    # Every layer keeps its input and what attention gave; some are whole.
-    whole = rest + 2 * shape.heads * shape.head_dim + 2 * shape.kv_heads * shape.head_dim
+        scans = sum(layers * _scan_bytes(shape, sizes) for layers, sizes in shape.recurrent)
+        return float(numbers * shape.dtype_bytes + scans + log_sum_exps)
+    # Every layer keeps its input and what attention, or a scan, gave; some are whole.
+    mixer = 2 * shape.heads * shape.head_dim + 2 * shape.kv_heads * shape.head_dim
+    mixer_bytes = [float(mixer * shape.dtype_bytes)]
     kept = shape.layers * shape.hidden + shape.query_numbers
-    return float((kept + WHOLE_LAYERS * whole) * shape.dtype_bytes + log_sum_exps)
+    for layers, sizes in shape.recurrent:
+        kept += layers * sizes.value_heads * sizes.value_dim
+        mixer_bytes.append(_scan_bytes(shape, sizes))
+    whole = rest * shape.dtype_bytes + max(mixer_bytes)
+    return float(kept * shape.dtype_bytes + WHOLE_LAYERS * whole + log_sum_exps)
+
+
+def _scan_bytes(shape: ModelShape, sizes: RecurrentShape) -> float:
+    """Return the bytes of a token that a recurrent layer holds from its forward to its backward:
+    rows around the convolution; queries, keys, values and what chunks are made of them; the gate;
+    and the states before chunks, in float32."""
+    numbers = 3 * sizes.channels
+    if sizes.kind != "convolution":
+        of_head = 3 * sizes.key_dim + 3 * sizes.value_dim + SCAN_CHUNK
+        if sizes.kind == "mamba2":
+            of_head = 3 * sizes.value_dim + SCAN_CHUNK
+        numbers += sizes.value_heads * of_head
+    return numbers * shape.dtype_bytes + FLOAT32_BYTES * sizes.state_numbers / SCAN_CHUNK
+
+
+def _summary_bytes(shape: ModelShape, ranks: int) -> float:
+    """Return the bytes that a rank holds for one sequence which all ranks share: the states and
+    transitions of its segments, all layers, and in one layer all summaries that it receives."""
+    kept = 0
+    received = 0
+    for layers, sizes in shape.recurrent:
+        summary = _summary_numbers(sizes) * FLOAT32_BYTES
+        kept += layers * SLICES * summary
+        received = max(received, (SLICES * ranks - 1) * summary)
+    return float(kept + received)
 
 
 def _halo_bytes(shape: ModelShape, checkpointing: bool) -> float:

@@ -33,7 +33,7 @@ class NearLayers:
     reach: Reach
     """Which keys their queries read."""
     share: float
-    """Share of the model's layers, and of the bytes that these move."""
+    """Share of the layers with attention, and of the bytes that these move."""
     attention_s: float
     """Seconds per two (query, key) pairs, forward and backward, all of these layers; about a
     squared token's where a sequence is within the reach."""
@@ -207,14 +207,6 @@ def _chunk_halos(chunk: int, s: FloatArray, degree: int, strategy: str) -> Float
     return _busiest(starts - first_keys, degree)
 
 
-def layers_text(kinds: Iterable[NearLayers], *, before: str = "") -> str:
-    """Return which share of the layers has which reach, in words for people; nothing where all
-    layers are full. before: what the words follow."""
-    kinds = tuple(kinds)
-    if not kinds:
-        return ""
-    parts = [f"{100 * kind.share:.3g} % {kind.reach}" for kind in kinds]
-    full = full_share(kinds)
-    if full:
-        parts.append(f"{100 * full:.3g} % full")
-    return f"{before}layers {', '.join(parts)}"
+def percents(shares: Iterable[tuple[float, str]]) -> str:
+    """Return shares with their names, as percents, in words for people; those of none left out."""
+    return ", ".join(f"{100 * share:.3g} % {name}" for share, name in shares if share)
