@@ -30,10 +30,12 @@ import torch
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
+from hf_flexseq import recurrent
 from hf_flexseq.attention import SequenceContext, sequence_parallel_attention
 from hf_flexseq.distributed.matching import Launches
 from hf_flexseq.distributed.threads import ThreadGroup
 from hf_flexseq.kernels.choose import choose_kernel
+from hf_flexseq.kernels.scans import grid
 from hf_flexseq.layers import FULL, Reach
 from hf_flexseq.pipeline.reduction import sum_gradients
 from hf_flexseq.plan import Plan
@@ -52,6 +54,7 @@ from tests.pipeline.plans import random_pipeline_plan
 from tests.pipeline.test_exactness import columns_of, make_executor
 from tests.plans import random_plan
 from tests.ranks import join, run_threads
+from tests.recurrent import stepwise
 
 CPU = torch.device("cpu")
 MOST_ERROR = 1e-10
@@ -64,11 +67,15 @@ PIPELINE_EVERY = 16  # one plan of so many is a pipeline's
 # ---- what is drawn
 
 
+RECURRENT = ("convolution", "gated delta", "kimi delta", "mamba2")
 CHUNKS = (Reach(chunk=1), Reach(chunk=3), Reach(chunk=12))
 
 
 class Kind(NamedTuple):
-    """What a layer of attention computes."""
+    """What a layer computes."""
+
+    recurrent: str | None = None
+    """Which recurrent layer of `RECURRENT`; None for attention."""
 
     reach: Reach = FULL
     sinks: bool = False
@@ -134,10 +141,13 @@ Run = AttentionRun | PipelineRun
 
 
 def _draw_kind(rng: random.Random, deterministic: bool) -> Kind:
-    """A kind of layer; half of the layers are plain. Windows and chunks are below the lengths of
-    some sequences, and above those of others."""
-    if rng.random() < 0.5:
+    """A kind of layer; a third of the layers are plain. Windows and chunks are below the lengths
+    of some sequences, and above those of others."""
+    choice = rng.random()
+    if choice < 0.35:
         return Kind()
+    if choice < 0.55 and not deterministic:
+        return Kind(recurrent=rng.choice(RECURRENT))
     reach = rng.choice((FULL, *(Reach(window=w) for w in (1, 2, 5, 12)), *CHUNKS))
     return Kind(
         reach=FULL if deterministic else reach,
@@ -213,7 +223,8 @@ def run_attention(run: AttentionRun) -> float:
     pieces_of_any_size = mock.patch.dict(head_pieces.PIECE_ROWS, {"cpu": 0.01})
     joined_turns = mock.patch.dict(turns.WORTHY_PAIRS, {"cpu": (1, 100)[run.number % 2]})
     large = mock.patch.dict(schedule.LARGE, {"cpu": run.large, "cuda": run.large})
-    with large, pieces_of_any_size, joined_turns:
+    short_chunks = mock.patch.object(grid, "CHUNK", 4)  # of recurrent layers
+    with large, pieces_of_any_size, joined_turns, short_chunks:
         ring_fetches.cache_clear()  # what is kept there depends on it
         by_rank = run_threads(
             attention_rank,
@@ -291,6 +302,8 @@ def _layer(y, layer, weight, run, seq_ctx):
     """[tokens, heads, head_dim] -> the same shape."""
 
     def attend(x):
+        if run.kinds[layer].recurrent is not None:
+            return _widened(_recurrent(x, layer, weight, run, _across_ranks(seq_ctx)))
         qkv, options = _asked(x, layer, weight, run)
         return _widened(sequence_parallel_attention(*qkv, seq_ctx, **options))
 
@@ -310,6 +323,57 @@ def _asked(x, layer, weight, run):
     if kind.sinks:
         options["sinks"] = weight[:, 0]
     return (x * (1 + layer), x[:, :kv_heads], v), options
+
+
+def _across_ranks(seq_ctx):
+    """The recurrent layers of a micro-batch."""
+    return {
+        "convolution": lambda *tensors: recurrent.causal_convolution(*tensors, seq_ctx),
+        "gated delta": lambda *x, **options: recurrent.gated_delta_rule(*x, seq_ctx, **options),
+        "kimi delta": lambda *x, **options: recurrent.kimi_delta_rule(*x, seq_ctx, **options),
+        "mamba2": lambda *x, **options: recurrent.mamba2_scan(*x, seq_ctx, **options),
+    }
+
+
+STEPWISE = {
+    "convolution": stepwise.convolution,
+    "gated delta": stepwise.delta_rule,
+    "kimi delta": stepwise.delta_rule,
+    "mamba2": stepwise.mamba2,
+}
+
+
+def _recurrent(x, layer, weight, run, layers):
+    """[tokens, heads, head_dim] -> the same shape, by one of these recurrent layers."""
+    kind = run.kinds[layer].recurrent
+    compute = layers[kind]
+    tokens, heads, _ = x.shape
+    keys = x[:, : run.heads[1]]  # of which each serves some heads
+    if heads % run.heads[1]:
+        keys = x[:, :1]
+    x = x * (1 + layer)
+    if kind == "convolution":
+        taps = torch.arange(1, 2 + layer + run.number % 3, dtype=x.dtype)
+        channel = weight.flatten().unsqueeze(1)
+        rows = compute(x.flatten(1), (channel * taps).sin(), weight.flatten() / 2)
+        return rows.view(tokens, heads, HEAD_DIM).tanh()
+    if kind == "mamba2":
+        return compute(
+            x,
+            x[..., 0],
+            -weight[:, 0].exp(),
+            keys,
+            keys.tanh(),
+            D=weight[:, 1],
+            dt_bias=weight[:, 2],
+            dt_softplus=True,
+            dt_limit=(0.01, 2.0),
+        ).tanh()
+    if kind == "kimi delta":
+        keys = x.tanh()  # one for each head
+    g = -functional.softplus(x if kind == "kimi delta" else x[..., 0])
+    beta = x[..., 1].sigmoid()
+    return compute(keys, keys * 2 + 1, x[..., : HEAD_DIM - 1], g, beta, l2norm=True)
 
 
 def _widened(out):
@@ -367,6 +431,9 @@ def _reference(run):
     for leaf in leaves:
         y = leaf * weight
         for layer in range(len(run.kinds)):
+            if run.kinds[layer].recurrent is not None:
+                y = _widened(_recurrent(y, layer, weight, run, STEPWISE))
+                continue
             qkv, options = _asked(y, layer, weight, run)
             y = _widened(dense_attention(*qkv, **options))
         y.square().sum().backward()

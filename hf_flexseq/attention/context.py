@@ -55,6 +55,10 @@ class SequenceContext:
         layout = MicroBatchLayout(shard, machine)
         self.programs = MicroBatchPrograms(layout.parts, communicator, kernel, device)
 
+    def carrying(self, *, keeps_grad: bool) -> None:
+        """Return None: no sequence of a micro-batch is cut into chunks."""
+        return
+
     @property
     def linear_tokens(self) -> int:
         """Tokens this rank holds in norms, MLP and head; differs from attention where the

@@ -24,7 +24,7 @@ from hf_flexseq.attention.programs import (
     MicroBatchPrograms,
     layer_shape,
 )
-from hf_flexseq.attention.remat import Kept, KeptAttention, Region, checkpointed_region
+from hf_flexseq.attention.remat import Kept, KeptAttention, Region, in_shapes, kept_region
 from hf_flexseq.attention.replay import CutAttention, Tensors
 from hf_flexseq.kernels import lse_dtype
 from hf_flexseq.kernels.cuda_flash import rows_contiguous
@@ -97,22 +97,12 @@ def sequence_parallel_attention(
     if sinks is not None:
         sinks = sinks.to(lse_dtype(q.dtype))
     out: torch.Tensor
-    region = _kept_region(seq_ctx.kept)
+    region = kept_region(seq_ctx.kept)
     if region is not None:
         out = _CheckpointedAttention.apply(q, k, v, sinks, layer, region)
     else:
         out = _SequenceParallelAttention.apply(q, k, v, sinks, layer)
     return out if out.shape[-1] == value_dim else out[..., :value_dim]
-
-
-def _kept_region(kept: KeptAttention | None) -> Region | None:
-    """Return the checkpointed region that runs now, if what it computes is kept for its replay."""
-    if kept is None:
-        return None
-    region = checkpointed_region()
-    if region is None or not kept.serves(region):
-        return None
-    return region
 
 
 class _Layer(NamedTuple):
@@ -218,10 +208,10 @@ class _CheckpointedAttention(torch.autograd.Function):
         if not region.replays:
             store.put(region, kept)
         ctx.layer = layer
-        ctx.lse_shapes = kept.lse_shapes
+        ctx.lse_shapes = kept.shapes
         # What is kept must not come to hold the graph.
         out = kept.out.detach()
-        ctx.save_for_backward(q, k, v, out, kept.lse, sinks)
+        ctx.save_for_backward(q, k, v, out, kept.flat, sinks)
         return out
 
     @staticmethod
@@ -231,9 +221,7 @@ class _CheckpointedAttention(torch.autograd.Function):
         head_dim]."""
         layer: _Layer = ctx.layer
         q, k, v, out, flat_lse, sinks = ctx.saved_tensors
-        # The zones' log-sum-exps, which stand in one flat tensor, one after the other.
-        flat = flat_lse.split([shape.numel() for shape in ctx.lse_shapes])
-        lses = [lse.view(shape) for lse, shape in zip(flat, ctx.lse_shapes, strict=True)]
+        lses = in_shapes(flat_lse, ctx.lse_shapes)
         rows = (q, k, v, out, dout.contiguous())
         inputs = (*rows, *lses) if sinks is None else (*rows, sinks, *lses)
         return *layer.gradients(BACKWARD_OF_ROWS, inputs), None, None

@@ -9,14 +9,15 @@ from hf_flexseq.attention.uploads import Uploads
 from hf_flexseq.distributed.communicator import Communicator
 from hf_flexseq.kernels import Kernel
 from hf_flexseq.layers import FULL, Reach
-from hf_flexseq.program.compile import Parts, backward, backward_of_rows, forward
-from hf_flexseq.program.instructions import LayerShape, Program
+from hf_flexseq.program.compile import Parts, backward, backward_of_rows, forward, of_rows
+from hf_flexseq.program.instructions import LayerShape, Program, RowShape
 
 FORWARD = "forward"
 BACKWARD = "backward"
 BACKWARD_OF_ROWS = "backward of rows"  # of a layer that is replayed (`remat.py`)
 
-ProgramKey = tuple[str, LayerShape]  # (one of these three, the layer)
+# (one of these three, the layer), or (what a recurrent layer exchanges, its rows)
+ProgramKey = tuple[str, LayerShape | RowShape]
 
 
 def layer_shape(
@@ -57,8 +58,9 @@ class MicroBatchPrograms:
         self._compiled: dict[ProgramKey, Program] = {}
         self._bound: dict[ProgramKey, BoundProgram] = {}
 
-    def find(self, direction: str, shape: LayerShape) -> BoundProgram:
-        """Return the program of one direction for layers of one shape."""
+    def find(self, direction: str, shape: LayerShape | RowShape) -> BoundProgram:
+        """Return the program of one direction for layers of one shape, or of one exchange of
+        recurrent layers for rows of one shape (`program.compile.of_rows`)."""
         key = (direction, shape)
         if key not in self._bound:
             self.prepare([key])
@@ -85,11 +87,18 @@ class MicroBatchPrograms:
         """Which programs there are."""
         return tuple(self._bound)
 
-    def _compile(self, direction: str, shape: LayerShape) -> Program:
+    def index(self, number: int) -> torch.Tensor:
+        """Return an index array of the tables, int64 [n], on the device."""
+        self._uploads.bring()
+        return self._uploads.index(number)
+
+    def _compile(self, direction: str, shape: LayerShape | RowShape) -> Program:
         """Return a program, which is compiled once."""
         key = (direction, shape)
         if key not in self._compiled:
-            if direction == FORWARD:
+            if isinstance(shape, RowShape):
+                self._compiled[key] = of_rows(self.parts, direction, shape)
+            elif direction == FORWARD:
                 self._compiled[key] = forward(self.parts, shape)
             else:
                 saved = self._compile(FORWARD, shape).saved

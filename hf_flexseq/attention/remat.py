@@ -84,30 +84,38 @@ def checkpointed_region() -> Region | None:
 
 
 class Kept(NamedTuple):
-    """The result of one call of attention, for the replay of its layer."""
+    """The result of one call of attention, or of one exchange or scan of a recurrent layer, for
+    the replay of its layer."""
 
     out: torch.Tensor
-    """[tokens, heads, head_dim] of this rank."""
+    """The result, [tokens, heads, head_dim] of this rank in attention."""
 
-    lse: torch.Tensor
-    """The log-sum-exps of all zones, flat and one after the other: [elements]."""
+    flat: torch.Tensor
+    """What else the backward needs, flat and one after the other, [elements]: the log-sum-exps of
+    all zones in attention."""
 
-    lse_shapes: tuple[torch.Size, ...]
-    """The shape of each zone's log-sum-exp, e.g. [tokens, heads] of a ring."""
+    shapes: tuple[torch.Size, ...]
+    """The shape of each of these, e.g. [tokens, heads] of a ring's log-sum-exp."""
 
     version: int
     """The version of `out` when it was kept; torch counts it up at every write."""
 
     @classmethod
-    def of(cls, out: torch.Tensor, lses: Sequence[torch.Tensor]) -> "Kept":
-        """Return what to keep of a call of attention.
+    def of(cls, out: torch.Tensor, others: Sequence[torch.Tensor] = ()) -> "Kept":
+        """Return what to keep of a call.
 
-        out: [tokens, heads, head_dim]. lses: the log-sum-exp of each zone.
+        out: its result. others: what its backward needs beside it, of one dtype; the log-sum-exp
+        of each zone in attention.
         """
-        flat = [lse.flatten() for lse in lses]  # [tokens, heads] or the like -> [elements]
-        lse = flat[0] if len(flat) == 1 else torch.cat(flat)  # -> [all elements]
-        shapes = tuple(zone_lse.shape for zone_lse in lses)
-        return cls(out, lse, shapes, out._version)
+        parts = [other.flatten() for other in others]  # [tokens, heads] or the like -> [elements]
+        if not parts:
+            parts = [out.new_empty(0)]
+        flat = parts[0] if len(parts) == 1 else torch.cat(parts)  # -> [all elements]
+        return cls(out, flat, tuple(other.shape for other in others), out._version)
+
+    def others(self) -> list[torch.Tensor]:
+        """Return what else was kept, in its shapes."""
+        return in_shapes(self.flat, self.shapes)
 
     def check(self) -> "Kept":
         """Return this, or raise RuntimeError when the model has written to the result."""
@@ -116,6 +124,22 @@ class Kept(NamedTuple):
                 "this model changes the result of attention in place: set attention_remat=False"
             )
         return self
+
+
+def in_shapes(flat: torch.Tensor, shapes: Sequence[torch.Size]) -> list[torch.Tensor]:
+    """Return the tensors that stand in a flat one, one after the other: [elements] -> views."""
+    parts = flat.split([shape.numel() for shape in shapes]) if shapes else ()
+    return [part.view(shape) for part, shape in zip(parts, shapes, strict=True)]
+
+
+def kept_region(kept: "KeptAttention | None") -> Region | None:
+    """Return the checkpointed region that runs now, if what it computes is kept for its replay."""
+    if kept is None:
+        return None
+    region = checkpointed_region()
+    if region is None or not kept.serves(region):
+        return None
+    return region
 
 
 class _Calls:

@@ -11,7 +11,7 @@ from hf_flexseq.cli.calibrate import calibrate
 from hf_flexseq.cli.commands import plan, simulate, view
 from hf_flexseq.cli.compare import FLEXSP_SEQUENCES, compare
 from hf_flexseq.cli.environment import env
-from hf_flexseq.cli.program import DTYPES, LAYER, layer, program, reach
+from hf_flexseq.cli.program import DTYPES, LAYER, layer, program, reach, recurrent_rows
 from hf_flexseq.cost.presets import PRESETS
 from hf_flexseq.layers import FULL
 from hf_flexseq.planner import CHOICES
@@ -252,6 +252,13 @@ def _program_options(parser: argparse.ArgumentParser) -> None:
         default=FULL,
         metavar="full|window:N|chunk:N",
         help="which keys a query reads (default full)",
+    )
+    parser.add_argument(
+        "--recurrent",
+        type=recurrent_rows,
+        metavar="convolution:CxW|scan:HxKxV",
+        help="what a recurrent layer exchanges, in place of attention: channels and width of a "
+        "convolution, or heads and sizes of key and value of a delta rule",
     )
     parser.add_argument("--dtype", choices=DTYPES, default="bfloat16", help="default bfloat16")
     parser.add_argument(

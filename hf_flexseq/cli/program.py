@@ -1,4 +1,5 @@
-"""`program`: what one rank does in the attention of a micro-batch, instruction by instruction."""
+"""`program`: what one rank does in the attention of a micro-batch, or in what recurrent layers
+exchange, instruction by instruction."""
 
 import re
 from argparse import ArgumentTypeError, Namespace
@@ -7,12 +8,29 @@ from hf_flexseq.cli.files import asked_step, read_steps, tell_broken_lines
 from hf_flexseq.layers import FULL, Reach
 from hf_flexseq.plan import Plan, check
 from hf_flexseq.plan.shard import Shard, make_shard, remapped
-from hf_flexseq.program.compile import Machine, MicroBatchLayout, backward, forward
-from hf_flexseq.program.instructions import ITEM_BYTES, LayerShape, Program
+from hf_flexseq.program.compile import (
+    HALO,
+    HALO_RETURN,
+    SUMMARIES_BEFORE,
+    SUMMARIES_BEHIND,
+    Machine,
+    MicroBatchLayout,
+    backward,
+    forward,
+    of_rows,
+)
+from hf_flexseq.program.instructions import ITEM_BYTES, LayerShape, Program, RowShape
 from hf_flexseq.topology import Topology
 from hf_flexseq.values import MAX_COUNT, quoted
 
 LAYER = "32x8x128"  # Llama 3.1 8B
+
+# What a recurrent layer exchanges, forward and backward.
+RECURRENT = {
+    "convolution": (HALO, HALO_RETURN),
+    "scan": (SUMMARIES_BEFORE, SUMMARIES_BEHIND),
+}
+MOST_WIDTH = 1024  # of a convolution: its rows are listed one by one
 
 # Work of a group, in events of about ten microseconds: the instructions of a ring for each of its
 # ranks, and the sequences that each of its kernel calls lists.
@@ -54,6 +72,33 @@ def reach(text: str) -> Reach:
     return Reach(**{kind: int(tokens)})
 
 
+def recurrent_rows(text: str) -> tuple[str, RowShape]:
+    """Read a recurrent layer's rows written as convolution:CHANNELSxWIDTH, such as
+    convolution:8192x4, or scan:HEADSxKEYxVALUE, such as scan:32x128x128.
+
+    Returns what it is, and its rows in bfloat16: those of a scan are summaries of a delta rule, in
+    float32. Raises ArgumentTypeError for anything else.
+    """
+    number = "([1-9][0-9]{0,5})"
+    match = re.fullmatch(f"convolution:{number}x{number}", text)
+    if match:
+        channels, width = map(int, match.groups())
+        if width > MOST_WIDTH:
+            raise ArgumentTypeError(f"{quoted(text)} is above {MOST_WIDTH} rows of a convolution")
+        return "convolution", RowShape(channels, "bfloat16", width)
+    match = re.fullmatch(f"scan:{number}x{number}x{number}", text)
+    if not match:
+        raise ArgumentTypeError(
+            f"{quoted(text)} is no recurrent layer: write convolution:CHANNELSxWIDTH or "
+            "scan:HEADSxKEYxVALUE, such as convolution:8192x4"
+        )
+    heads, key, value = map(int, match.groups())
+    columns = heads * key * (key + value)
+    if columns > MAX_COUNT:
+        raise ArgumentTypeError(f"{quoted(text)} is above {MAX_COUNT:,} numbers a summary")
+    return "scan", RowShape(columns, "float32")
+
+
 def program(options: Namespace) -> None:
     """Print the programs of one rank in one micro-batch of a plan, forward and backward."""
     file = read_steps(options.plan, options.limits)
@@ -84,13 +129,21 @@ def program(options: Namespace) -> None:
 
 
 def _print_programs(shard: Shard, topology: Topology, options: Namespace) -> None:
-    """Print the programs of a shard, forward and backward, with a title each."""
+    """Print the programs of a shard, forward and backward, with a title each: of attention, or of
+    a recurrent layer where one is asked for."""
     machine = Machine(
         topology=topology,
         device=options.device,
         wide_gradients=options.device == "cpu",  # as the kernels of either device say
     )
     parts = MicroBatchLayout(shard, machine).parts
+    if options.recurrent is not None:
+        kind, rows = options.recurrent
+        for what in RECURRENT[kind]:
+            made = of_rows(parts, what, rows)
+            print(_title(what, made, topology, options.rank))
+            print(made)
+        return
     heads, kv_heads, size = options.layer
     shape = LayerShape(heads, kv_heads, size, options.dtype, options.reach)
     there = forward(parts, shape)

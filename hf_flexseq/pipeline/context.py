@@ -21,19 +21,23 @@ from hf_flexseq.attention.replay import CutAttention, Tensors
 from hf_flexseq.layers import Reach, Scores
 from hf_flexseq.pipeline.carry import Carried, CutPart, KVCarry
 from hf_flexseq.pipeline.ulysses import Sharing, shared_chunk
+from hf_flexseq.plan import Group
 from hf_flexseq.plan.pipeline import Chunk
+from hf_flexseq.plan.shard import Zone
 from hf_flexseq.program.builder import Builder, Tables, Values
 from hf_flexseq.program.compile import Parts
 from hf_flexseq.program.instructions import INPUT, WIDE, LayerShape, Value
 from hf_flexseq.program.local import LocalZone
+from hf_flexseq.program.segments import RankSegments
 from hf_flexseq.program.weave import ZoneSteps
 from hf_flexseq.program.zones import Sinks, ZoneAttention
+from hf_flexseq.recurrent.carry import Carrying, Part, StateCarry
 
 
 class ChunkContext:
     """A chunk on a stage. A plain class, as `SequenceContext` is, and for the same reason."""
 
-    __slots__ = ("_cut", "_lengths", "carry", "checkpointed", "programs", "tokens")
+    __slots__ = ("_cut", "_lengths", "carry", "checkpointed", "programs", "states", "tokens")
 
     def __init__(
         self,
@@ -42,6 +46,7 @@ class ChunkContext:
         carry: KVCarry,
         device: torch.device,
         *,
+        states: StateCarry | None = None,
         checkpointed: frozenset[int] = frozenset(),
         sharing: Sharing | None = None,
     ) -> None:
@@ -49,11 +54,13 @@ class ChunkContext:
 
         lengths: tokens of every sequence of the plan
         carry: of the stage
+        states: of the recurrent layers of the stage
         checkpointed: layers, by index in the model, that drop their activations and compute them
             again in the backward
         sharing: with whom this rank shares the chunk's tokens; None when it has all
         """
         self.carry = carry
+        self.states = StateCarry() if states is None else states
         self.checkpointed = checkpointed
         self._lengths = lengths
         # 1. the part of a cut sequence that it begins with
@@ -76,6 +83,7 @@ class ChunkContext:
             attention_tokens=self.tokens,
             zones=functools.cache(partial(_rank_zones, chunk, lengths, tables, sharing)),
             remap=None,
+            segments=functools.cache(partial(_rank_segments, chunk, lengths, tables, sharing)),
         )
         communicator = None if sharing is None else sharing.communicator
         self.programs = MicroBatchPrograms(parts, communicator, carry.kernel, device)
@@ -90,6 +98,23 @@ class ChunkContext:
         if self._cut is not None:
             cut = LayerCut(self, self._cut, layer, keeps_grad=keeps_grad)
         return LayerContext(self.tokens, self.programs, cut)
+
+    def in_layer(self, layer: int) -> "ChunkInLayer":
+        """Return the chunk as one run of one layer sees it. layer: its index in the model"""
+        return ChunkInLayer(self, layer)
+
+    def carrying(self, layer: int, call: int, *, keeps_grad: bool) -> Carrying | None:
+        """Return what a call of a recurrent layer carries; None where all sequences are whole.
+
+        layer: its index in the model
+        call: which of its recurrent calls this is
+        keeps_grad: whether a backward will follow
+        """
+        if self._cut is None:
+            return None
+        cut = self._cut.part
+        part = Part(cut.sequence, cut.start, cut.stop, self._lengths[cut.sequence])
+        return Carrying(self.states, (layer, call), part, keeps_grad)
 
     def carried(self, part: CutPart, layer: int, *, keeps_grad: bool) -> Carried:
         """Return what is carried in a layer of the sequence of a part."""
@@ -120,6 +145,40 @@ def _rank_zones(
     return (shared,)
 
 
+def _rank_segments(
+    chunk: Chunk, lengths: tuple[int, ...], tables: Tables, sharing: Sharing | None
+) -> RankSegments:
+    """Return the segments of this rank's tokens: the slices of the chunk, each as a sequence of
+    its own, or its parts of them.
+
+    lengths: tokens of every sequence of the plan
+    sharing: with whom this rank shares them; None when it has all
+    """
+    goes_on = chunk.cut(lengths) is not None
+    assert sharing is None or not goes_on, "no state is carried between ranks that share a chunk"
+    group = Group(
+        ranks=(0,) if sharing is None else sharing.ranks,
+        sequences=tuple(one.sequence for one in chunk.slices),
+        strategy="local" if sharing is None else "ulysses",
+    )
+    index = 0 if sharing is None else sharing.index
+    start, stop = (0, chunk.tokens) if sharing is None else sharing.part(chunk.tokens)
+    zone = Zone(
+        group=group,
+        index=index,
+        lengths=tuple(one.tokens for one in chunk.slices),
+        slices=(),
+        start=0,
+        stop=stop - start,
+    )
+    if start < stop:
+        return RankSegments((zone,), tables, goes_on=goes_on)
+    dummy = Group(ranks=group.ranks[index : index + 1], sequences=(0,), strategy="local")
+    return RankSegments(
+        (zone, Zone(group=dummy, index=0, lengths=(1,), slices=(), start=0, stop=1)), tables
+    )
+
+
 def _zones(
     chunk: Chunk, lengths: tuple[int, ...], tables: Tables, reach: Reach
 ) -> list[ZoneAttention]:
@@ -141,6 +200,31 @@ def _zones(
         rows = slice(chunk.tokens - sum(tokens), chunk.tokens)
         zones.append(LocalZone(rows, tokens, tables, reach=reach))
     return zones
+
+
+class ChunkInLayer:
+    """A chunk as one run of one layer sees it, be it the forward or a replay: recurrent layers
+    carry states, and are told apart by the order of their calls."""
+
+    __slots__ = ("_calls", "_layer", "chunk", "kept", "linear_tokens", "programs")
+
+    def __init__(self, chunk: ChunkContext, layer: int) -> None:
+        self.chunk = chunk
+        self.programs = chunk.programs
+        self.linear_tokens = chunk.tokens
+        self.kept = None  # what a replay needs is in the carry
+        self._layer = layer
+        self._calls = 0
+
+    def of_layer(self, layer: int, *, keeps_grad: bool) -> "LayerContext":
+        """Return the context of attention; see `ChunkContext.of_layer`."""
+        return self.chunk.of_layer(layer, keeps_grad=keeps_grad)
+
+    def carrying(self, *, keeps_grad: bool) -> Carrying | None:
+        """Return what the next recurrent call of the layer carries; None where all sequences are
+        whole. keeps_grad: whether a backward will follow"""
+        self._calls += 1
+        return self.chunk.carrying(self._layer, self._calls, keeps_grad=keeps_grad)
 
 
 class LayerContext:

@@ -41,6 +41,7 @@ from hf_flexseq.pipeline.stages import Stage, VirtualStage
 from hf_flexseq.pipeline.ulysses import Sharing, own_columns
 from hf_flexseq.pipeline.weights import WeightGradients
 from hf_flexseq.plan.pipeline import Action, PipelinePlan
+from hf_flexseq.recurrent.carry import StateCarry
 from hf_flexseq.schedule.pipeline.walk import walk
 
 Columns = Mapping[str, torch.Tensor]  # by name, [1, tokens] each
@@ -82,6 +83,7 @@ class PipelineExecutor:
         self.neighbours = neighbours
         self.sharing = sharing
         self.carry = KVCarry(kernel)
+        self.states = StateCarry()
         self.weights = WeightGradients(stage.own_layers.values())
         for index, layer in stage.own_layers.items():
             layer.forward = _checkpointable(layer, index)
@@ -335,6 +337,7 @@ class _Step:
             self.plan.lengths,
             self.executor.carry,
             self.device,
+            states=self.executor.states,
             checkpointed=frozenset(checkpointed),
             sharing=self.executor.sharing,
         )
@@ -345,6 +348,7 @@ class _Step:
             if outbox is not None:
                 outbox.close()
         self.executor.carry.check_empty()
+        self.executor.states.check_empty()
         self.executor.weights.check_empty()
         assert not self.flights, (
             f"the step is over without a backward of chunks {sorted(self.flights)}"
@@ -365,7 +369,12 @@ def _checkpointable(layer: nn.Module, index: int) -> Callable[..., torch.Tensor]
 
     index: of the layer in the model
     """
-    own_forward = layer.forward
+    layer_forward = layer.forward
+
+    def own_forward(
+        hidden: torch.Tensor, *args: Any, seq_ctx: ChunkContext, **kwargs: Any
+    ) -> torch.Tensor:
+        return layer_forward(hidden, *args, seq_ctx=seq_ctx.in_layer(index), **kwargs)
 
     def forward(hidden: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         # A model that checkpoints all its layers anyway does so inside own_forward.

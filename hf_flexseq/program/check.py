@@ -16,7 +16,12 @@ from collections import deque
 from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
-from hf_flexseq.program.instructions import Instruction, LayerShape, PostSpec, Program
+from hf_flexseq.program.instructions import (
+    Instruction,
+    ItemSizes,
+    PostSpec,
+    Program,
+)
 from hf_flexseq.program.memory import VIEWS, Place, nbytes, places_of
 
 # Operations that write to some of the values that they read: how many of them, the first ones.
@@ -52,7 +57,7 @@ class _Post(NamedTuple):
     left: set[_Message]  # that have not passed
 
 
-def check(programs: Mapping[int, Program], shape: LayerShape) -> None:
+def check(programs: Mapping[int, Program], shape: ItemSizes) -> None:
     """Raise ProgramError unless the programs of one direction, by rank, come to their end.
 
     shape: of the layer that they are compiled for.
@@ -93,7 +98,7 @@ def _pass_messages(player: "_Player", players: Mapping[int, "_Player"]) -> bool:
 class _Player:
     """One rank on its way through its program."""
 
-    def __init__(self, rank: int, program: Program, shape: LayerShape) -> None:
+    def __init__(self, rank: int, program: Program, shape: ItemSizes) -> None:
         self.rank = rank
         self.queue: deque[_Post] = deque()  # posts that are not over
         self._program = program

@@ -6,6 +6,7 @@
     MicroBatchLayout    finds rows, turns and lengths of all zones: what does not depend on a layer
     forward, backward, backward_of_rows
                         compile them for layers of one shape
+    of_rows             compiles what recurrent layers exchange (`segments.py`)
 
 All layers of one shape share a program, so it is compiled once for a micro-batch. A backward saves
 what every zone asks for; `backward_of_rows` is for layers under activation checkpointing, which
@@ -18,17 +19,26 @@ from typing import NamedTuple
 
 from hf_flexseq.layers import Reach
 from hf_flexseq.plan.shard import Shard, Zone, cuts
+from hf_flexseq.program import segments
 from hf_flexseq.program.builder import Builder, Tables, Values
 from hf_flexseq.program.deterministic import DeterministicZone
 from hf_flexseq.program.exchange import Channel
 from hf_flexseq.program.gathered import all_gather_zone
 from hf_flexseq.program.halo import halo_zone
 from hf_flexseq.program.hybrid import hybrid_zone
-from hf_flexseq.program.instructions import INPUT, WIDE, LayerShape, Program, Value
+from hf_flexseq.program.instructions import (
+    INPUT,
+    WIDE,
+    LayerShape,
+    Program,
+    RowShape,
+    Value,
+)
 from hf_flexseq.program.local import LocalZone
 from hf_flexseq.program.remap import TokenRemap
 from hf_flexseq.program.ring import RingZone
 from hf_flexseq.program.routes import Routes
+from hf_flexseq.program.segments import RankSegments
 from hf_flexseq.program.turns import WORTHY_PAIRS, ZoneLayout, make_turns
 from hf_flexseq.program.ulysses import ulysses_zone
 from hf_flexseq.program.weave import run_zones
@@ -75,11 +85,14 @@ class Parts(NamedTuple):
 
     remap: TokenRemap | None
 
+    segments: Callable[[], RankSegments]
+    """The segments that recurrent layers go through; the same object every time."""
+
 
 class MicroBatchLayout:
     """A rank's zones in one micro-batch, as far as they do not depend on a layer."""
 
-    __slots__ = ("_machine", "_shard", "_zones", "parts", "tables")
+    __slots__ = ("_machine", "_segments", "_shard", "_zones", "parts", "tables")
 
     def __init__(self, shard: Shard, machine: Machine) -> None:
         """Find the way to and from the rows of attention; zones are laid out when the first layer
@@ -88,6 +101,7 @@ class MicroBatchLayout:
         self._shard = shard
         self._machine = machine
         self._zones: dict[Reach, tuple[ZoneAttention, ...]] = {}
+        self._segments: RankSegments | None = None
         remap = None
         if _takes_part_in_remap(shard, machine.links):
             remap = TokenRemap(shard, machine.links)
@@ -99,7 +113,14 @@ class MicroBatchLayout:
             attention_tokens=shard.attention_tokens,
             zones=self.zones,
             remap=remap,
+            segments=self.segments,
         )
+
+    def segments(self) -> RankSegments:
+        """Return the segments that recurrent layers go through."""
+        if self._segments is None:
+            self._segments = RankSegments(self._shard.zones, self.tables)
+        return self._segments
 
     def zones(self, reach: Reach) -> tuple[ZoneAttention, ...]:
         """Return the attention of every group, widest first, as the plan has them.
@@ -209,6 +230,38 @@ def backward_of_rows(parts: Parts, shape: LayerShape, saved: Sequence[Values]) -
         steps.append(zone_steps)
     grads = _to_linear(b, parts, _joined(b, run_zones(steps)))
     return b.program((*grads, *_grads_of(sinks)))
+
+
+# What the rows of recurrent layers go through; see `of_rows`.
+LINEAR_TO_ATTENTION = "linear to attention"
+ATTENTION_TO_LINEAR = "attention to linear"
+HALO = "halo"
+HALO_RETURN = "halo return"
+SUMMARIES_BEFORE = "summaries before"
+SUMMARIES_BEHIND = "summaries behind"
+
+
+def of_rows(parts: Parts, what: str, shape: RowShape) -> Program:
+    """Compile what a recurrent layer exchanges: rows [n, columns] -> [m, columns].
+
+    what: LINEAR_TO_ATTENTION or ATTENTION_TO_LINEAR, of a remapped micro-batch; HALO or
+    HALO_RETURN, of a convolution; SUMMARIES_BEFORE or SUMMARIES_BEHIND, of a scan.
+    """
+    b = _builder(parts, shape.as_layer)
+    match what:
+        case "linear to attention" | "attention to linear":
+            assert parts.remap is not None, "no rows stand elsewhere"
+            if what == LINEAR_TO_ATTENTION:
+                return segments.linear_to_attention(b, shape, parts.remap, parts.linear_tokens)
+            return segments.attention_to_linear(b, shape, parts.remap, parts.attention_tokens)
+        case "halo":
+            return segments.halo(b, shape, parts.segments())
+        case "halo return":
+            return segments.halo_return(b, shape, parts.segments())
+        case "summaries before" | "summaries behind":
+            return segments.summaries(b, shape, parts.segments(), behind=what == SUMMARIES_BEHIND)
+        case other:
+            raise AssertionError(f"recurrent layers exchange no {other!r}")
 
 
 def _builder(parts: Parts, shape: LayerShape) -> Builder:

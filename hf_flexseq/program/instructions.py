@@ -13,7 +13,7 @@ operations write to what they read (`merge`, `add`, `put`); which ones is said a
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 from hf_flexseq.layers import FULL, Reach
 
@@ -26,6 +26,13 @@ WIDE = "wide"  # float32, or float64 for float64: log-sum-exps and sums
 BYTES = "bytes"  # uint8: several tensors on their way between nodes
 
 ITEM_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
+
+
+class ItemSizes(Protocol):
+    """Knows the dtype of the tensors that a program is run on."""
+
+    def item_bytes(self, dtype: str) -> int:
+        """Return the bytes of a number of a value: `dtype` is INPUT, WIDE or BYTES."""
 
 
 class LayerShape(NamedTuple):
@@ -50,6 +57,28 @@ class LayerShape(NamedTuple):
         if dtype == INPUT:
             return ITEM_BYTES[self.dtype]
         return 8 if self.dtype == "float64" else 4
+
+
+class RowShape(NamedTuple):
+    """Rows of a recurrent layer, as far as a program depends on them."""
+
+    columns: int
+    """Numbers of a row."""
+
+    dtype: str
+    """A key of `ITEM_BYTES`."""
+
+    width: int = 1
+    """Rows that a convolution reads, its own among them."""
+
+    @property
+    def as_layer(self) -> LayerShape:
+        """The rows as one head of a layer."""
+        return LayerShape(1, 1, self.columns, self.dtype)
+
+    def item_bytes(self, dtype: str) -> int:
+        """Return the bytes of a number of a value: `dtype` is INPUT, WIDE or BYTES."""
+        return self.as_layer.item_bytes(dtype)
 
 
 # Operations that make the host do something, and the device nothing: views, memory, messages.

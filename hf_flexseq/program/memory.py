@@ -6,7 +6,7 @@ own; any other view is taken to fill all that it is a view of.
 
 from typing import NamedTuple
 
-from hf_flexseq.program.instructions import Instruction, LayerShape, Program, Value
+from hf_flexseq.program.instructions import Instruction, ItemSizes, Program, Value
 
 # Operations whose results lie in the memory of the value that they read,
 SAME_ROWS = frozenset(("part", "heads", "columns", "unpair"))  # with rows that are rows there,
@@ -35,7 +35,7 @@ class Place(NamedTuple):
         return self.start < other.stop and other.start < self.stop
 
 
-def places_of(program: Program, shape: LayerShape) -> list[Place]:
+def places_of(program: Program, shape: ItemSizes) -> list[Place]:
     """Return where each value of a program lies, by its number.
 
     shape: of the layer that the program is compiled for.
@@ -49,7 +49,7 @@ def places_of(program: Program, shape: LayerShape) -> list[Place]:
     return places
 
 
-def _place_of_view(one: Instruction, view: Value, viewed: Place, shape: LayerShape) -> Place:
+def _place_of_view(one: Instruction, view: Value, viewed: Place, shape: ItemSizes) -> Place:
     """Return the place of a view that an instruction makes of what lies at `viewed`."""
     if one.operation == "part" and viewed.has_rows:
         start, stop = one.constants
@@ -60,7 +60,7 @@ def _place_of_view(one: Instruction, view: Value, viewed: Place, shape: LayerSha
     return viewed._replace(has_rows=viewed.has_rows and one.operation in SAME_ROWS)
 
 
-def nbytes(value: Value, shape: LayerShape) -> int:
+def nbytes(value: Value, shape: ItemSizes) -> int:
     """Return the bytes of a value, in a layer of this shape."""
     elements = 1
     for size in value.shape:

@@ -11,6 +11,7 @@ one. All tags are below 2^31, because transports take a signed 32-bit number.
       ulysses, hybrid inside a node    message in [0, 8)                 seq_to_head, head_to_seq
       allgather                        message in [0, 16)                gather_leg, return_leg
       deterministic                    message in [0, 24)                BLOCK_QUERIES, _KEYS, ...
+      recurrent layers                 message in [0, 2)                 RECURRENT_FORWARD, ...
       zigzag, balanced,                message in [0, 2^17), or          ring_fetch, ring_return
         hybrid across nodes              in [0, 2^16) where it is routed
       packets of a routed ring         message in 2^16 + [0, 24576)      packet_tag
@@ -31,6 +32,8 @@ Why no two messages between the same two ranks are mistaken for each other:
   ranks takes part in both.
 * Inside a strategy the functions below give messages of one call different tags. The exceptions
   are the packets of a ring, which repeat after `EXCHANGES_IN_FLIGHT` exchanges; see there.
+* Recurrent layers exchange when attention does not; an exchange of theirs has one message from
+  each rank to each other one.
 * Layers, and forward and backward, repeat all tags. A rank waits for all of its transfers before
   its attention call ends, so two calls never have a transfer of one rank under way together. Where
   a peer is a call behind, messages of one tag arrive in the order in which they were sent, and
@@ -110,6 +113,12 @@ def return_leg(leg: int) -> int:
 BLOCK_QUERIES = 0 * EXCHANGE_TAGS
 BLOCK_KEYS = 1 * EXCHANGE_TAGS
 BLOCK_RESULTS = 2 * EXCHANGE_TAGS
+
+
+# recurrent layers, under every strategy: one exchange at a time
+
+RECURRENT_FORWARD = 0
+RECURRENT_BACKWARD = 1
 
 
 # zigzag and balanced: two exchanges per turn

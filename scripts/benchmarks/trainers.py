@@ -3,10 +3,12 @@
     python scripts/benchmarks/trainers.py --ranks-per-node 1
     python scripts/benchmarks/trainers.py --ranks-per-node 2 --methods flexseq alst plain
     python scripts/benchmarks/trainers.py --model windows --methods flexseq plain
+    python scripts/benchmarks/trainers.py --model hybrid --methods flexseq plain
 
 Two emulated nodes with 133 Mbit/s between them (see scripts/emulated_cluster.py; it needs root).
 Every run is a fresh process per rank, one thread each. All methods (see peers/train.py) train the
-same 4-layer, 256-wide Llama, or a Gemma 3 of windows, on the same sequences per optimizer step.
+same 4-layer, 256-wide Llama, a Gemma 3 of windows or a Qwen3.5 of recurrent layers, on the same
+sequences per optimizer step.
 Methods take turns within a round, and ratios are taken within rounds, so that a machine that
 others use as well is as busy for the one as for the other. `static` is tried at every degree; its
 best counts.
@@ -95,7 +97,7 @@ def main() -> None:
     parser.add_argument(
         "--steps", type=int, default=2, help="optimizer steps that count, after one that does not"
     )
-    parser.add_argument("--model", choices=("llama", "windows"), default="llama")
+    parser.add_argument("--model", choices=("llama", "windows", "hybrid"), default="llama")
     parser.add_argument("--methods", nargs="+", choices=METHODS, default=METHODS)
     asked = parser.parse_args()
     methods = [method for method in asked.methods if possible(method, 2 * asked.ranks_per_node)]

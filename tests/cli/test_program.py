@@ -13,8 +13,18 @@ from hf_flexseq.layers import FULL, Reach
 from hf_flexseq.plan import Group, MicroBatch, Plan
 from hf_flexseq.plan.shard import make_shard
 from hf_flexseq.planner.pipeline import make_pipeline_plan
-from hf_flexseq.program.compile import Machine, MicroBatchLayout, backward, forward
-from hf_flexseq.program.instructions import LayerShape
+from hf_flexseq.program.compile import (
+    HALO,
+    HALO_RETURN,
+    SUMMARIES_BEFORE,
+    SUMMARIES_BEHIND,
+    Machine,
+    MicroBatchLayout,
+    backward,
+    forward,
+    of_rows,
+)
+from hf_flexseq.program.instructions import LayerShape, RowShape
 from hf_flexseq.topology import Topology
 from tests.cli.refused import failed
 
@@ -239,3 +249,33 @@ def test_ranks_and_work_have_limits_that_can_be_raised(
     path = tmp_path / "large.json"
     path.write_text(json.dumps(record))
     assert "events of rank 0" in failed(["program", str(path)], capsys)
+
+
+@pytest.mark.parametrize(
+    ("written", "whats", "rows"),
+    [
+        ("convolution:48x4", (HALO, HALO_RETURN), RowShape(48, "bfloat16", 4)),
+        ("scan:2x4x6", (SUMMARIES_BEFORE, SUMMARIES_BEHIND), RowShape(80, "float32")),
+    ],
+)
+def test_what_a_recurrent_layer_exchanges_is_printed(
+    file: str,
+    capsys: pytest.CaptureFixture[str],
+    written: str,
+    whats: tuple[str, ...],
+    rows: RowShape,
+) -> None:
+    out = shown(["program", file, "--rank", "1", "--recurrent", written], capsys)
+    machine = Machine(topology=FOUR, device="cuda", wide_gradients=False)
+    parts = MicroBatchLayout(make_shard(MICRO_BATCHES[0], LENGTHS, 1), machine).parts
+    lines = [line for line in out.splitlines() if " of rank 1: " not in line]
+    assert "\n".join(lines) == "\n".join(str(of_rows(parts, what, rows)) for what in whats)
+    assert " post " in out
+
+
+@pytest.mark.parametrize("written", ["scan:2x4", "convolution:8", "mamba", "convolution:8x2000"])
+def test_what_is_no_recurrent_layer_is_refused(
+    file: str, capsys: pytest.CaptureFixture[str], written: str
+) -> None:
+    said = failed(["program", file, "--recurrent", written], capsys)
+    assert written in said

@@ -10,13 +10,20 @@ from hf_flexseq.plan.shard import make_shard, remapped
 from hf_flexseq.program import heads, turns
 from hf_flexseq.program.check import ProgramError, check
 from hf_flexseq.program.compile import (
+    ATTENTION_TO_LINEAR,
+    HALO,
+    HALO_RETURN,
+    LINEAR_TO_ATTENTION,
+    SUMMARIES_BEFORE,
+    SUMMARIES_BEHIND,
     Machine,
     MicroBatchLayout,
     backward,
     backward_of_rows,
     forward,
+    of_rows,
 )
-from hf_flexseq.program.instructions import LayerShape
+from hf_flexseq.program.instructions import LayerShape, RowShape
 from hf_flexseq.schedule.routing import NicFigures
 from hf_flexseq.topology import Topology
 from tests.plans import random_plan
@@ -85,6 +92,74 @@ def test_a_group_of_64_ranks_comes_to_its_end(strategy):
     group = Group(ranks=tuple(range(64)), sequences=(0,), strategy=strategy)
     for programs in programs_of(MicroBatch(groups=(group,)), (6400,), topology):
         check(programs, SHAPE)
+
+
+def recurrent_programs(micro_batch, lengths, topology, shape, **options):
+    """What recurrent layers exchange: by direction, the programs by rank."""
+    machine = Machine(topology=topology, device="cuda", wide_gradients=False, **options)
+    directions = {}
+    for rank in range(topology.world_size):
+        shard = make_shard(micro_batch, lengths, rank)
+        if micro_batch.remap:
+            shard = remapped(shard, micro_batch, lengths, topology)
+        parts = MicroBatchLayout(shard, machine).parts
+        for what in (HALO, HALO_RETURN, SUMMARIES_BEFORE, SUMMARIES_BEHIND):
+            directions.setdefault(what, {})[rank] = of_rows(parts, what, shape)
+        if parts.remap is not None:
+            for what in (LINEAR_TO_ATTENTION, ATTENTION_TO_LINEAR):
+                directions.setdefault(what, {})[rank] = of_rows(parts, what, shape)
+    return directions.values()
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_what_recurrent_layers_exchange_comes_to_its_end(seed):
+    rng = random.Random(seed)
+    nodes, per_node = rng.choice(((1, 4), (2, 2), (2, 4), (3, 2), (4, 2), (1, 7)))
+    topology = Topology(nodes=nodes, ranks_per_node=per_node)
+    lengths = [rng.choice((1, 2, 5, 40, 131)) for _ in range(12)]
+    plan = random_plan(lengths, topology.world_size, rng, nodes=nodes)
+    shape = RowShape(columns=6, dtype="bfloat16", width=rng.choice((2, 4, 7)))
+    options = {"links": links_of(topology)} if nodes > 1 and seed % 2 else {}
+    for micro_batch in plan.micro_batches:
+        for programs in recurrent_programs(micro_batch, plan.lengths, topology, shape, **options):
+            check(programs, shape)
+
+
+@pytest.mark.parametrize("strategy", ["zigzag", "balanced", "ulysses", "allgather", "hybrid"])
+def test_a_rank_gets_few_rows_of_a_long_sequence(strategy):
+    """Whatever the length: W - 1 rows for each of its segments, and a summary of each segment of
+    another rank."""
+    degree, width = 8, 4
+    topology = Topology(nodes=2, ranks_per_node=4)
+    group = Group(ranks=tuple(range(degree)), sequences=(0,), strategy=strategy)
+    shape = RowShape(columns=1, dtype="float32", width=width)
+    segments_a_rank = 1 if strategy in ("ulysses", "balanced") else 2
+    for length in (6400, 64000):
+        halos, returned, before, behind = recurrent_programs(
+            MicroBatch(groups=(group,)), (length,), topology, shape
+        )
+        for rank in range(degree):
+            assert received_rows(halos[rank]) <= segments_a_rank * (width - 1)
+            assert received_rows(before[rank]) <= segments_a_rank * (degree - 1)
+            assert received_rows(behind[rank]) <= segments_a_rank * (degree - 1)
+            sent = sum(halos[rank].all_values[m.value].rows for m in sends(halos[rank]))
+            assert received_rows(returned[rank]) == sent
+
+
+def received_rows(program):
+    """The rows that the posts of a program bring."""
+    rows = 0
+    for one in program.instructions:
+        if one.operation == "post":
+            rows += sum(program.all_values[m.value].rows for m in one.constants[1].recvs)
+    return rows
+
+
+def sends(program):
+    """The messages that a program sends."""
+    for one in program.instructions:
+        if one.operation == "post":
+            yield from one.constants[1].sends
 
 
 # ---- planted faults

@@ -7,9 +7,10 @@
     plain     the Trainer, one sequence per micro-batch on each rank, dealt so that the ranks'
               costs even out
 
-All train the same small model on the same sequences per optimizer step: a Llama, or a Gemma 3 in
-which five layers of six read a window of 512 tokens. The clock starts when the
-first step, which warms up, is over on all ranks, and stops when the last one is.
+All train the same small model on the same sequences per optimizer step: a Llama, a Gemma 3 in
+which five layers of six read a window of 512 tokens, or a Qwen3.5 in which three layers of four
+are recurrent (Gated DeltaNet). The clock starts when the first step, which warms up, is over on
+all ranks, and stops when the last one is.
 """
 
 import argparse
@@ -29,6 +30,8 @@ from transformers import (
     LlamaConfig,
     LlamaForCausalLM,
     PreTrainedModel,
+    Qwen3_5ForCausalLM,
+    Qwen3_5TextConfig,
     Trainer,
     TrainerCallback,
     TrainingArguments,
@@ -75,7 +78,20 @@ def small_windows() -> Gemma3ForCausalLM:
     return Gemma3ForCausalLM._from_config(config, attn_implementation="sdpa")
 
 
-MODELS = {"llama": small_llama, "windows": small_windows}
+def small_hybrid() -> Qwen3_5ForCausalLM:
+    config = Qwen3_5TextConfig(
+        num_hidden_layers=4,
+        head_dim=32,
+        linear_num_key_heads=2,
+        linear_num_value_heads=4,
+        linear_key_head_dim=64,
+        linear_value_head_dim=64,
+        **SIZES,
+    )
+    return Qwen3_5ForCausalLM._from_config(config, attn_implementation="sdpa")
+
+
+MODELS = {"llama": small_llama, "windows": small_windows, "hybrid": small_hybrid}
 
 
 def row(ids: list[int]) -> dict[str, list[int]]:

@@ -1,0 +1,457 @@
+"""What a recurrent layer needs of other ranks: the rows just before its segments, and what the
+segments before them have summed up to.
+
+    convolution    the last W - 1 rows before a segment, its *halo*, come from whoever holds them;
+                   their gradients go back
+    scan           every rank sums up its segments, one *summary* row each; in the forward a rank
+                   gets those of all segments before its own in the chains of its sequences, in
+                   the backward those of all behind them
+
+Either way whole rows travel, straight from rank to rank, in one post. What a rank sends and
+receives follows from the chains of `plan/segments.py`, which every rank finds alike.
+
+In a remapped micro-batch (`remap.py`) rows travel to the layout of the groups and back, as those
+of attention do.
+"""
+
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from hf_flexseq.plan.segments import Chains, HeldSegment, chains_of
+from hf_flexseq.plan.shard import Zone
+from hf_flexseq.program.builder import Builder, Tables, Values
+from hf_flexseq.program.exchange import Channel, Exchange, Label, post
+from hf_flexseq.program.instructions import INPUT, WIDE, Program, Rows, RowShape, Value
+from hf_flexseq.program.remap import TokenRemap
+from hf_flexseq.program.tags import RECURRENT_BACKWARD, RECURRENT_FORWARD
+
+# ---- what travels
+
+
+class RowMessages(NamedTuple):
+    """Rows that travel between this rank and the others of one group."""
+
+    channel: Channel
+    what: str
+    """Names the rows in errors."""
+    sent: tuple[tuple[int, Rows], ...]
+    """(peer, which of this rank's rows)."""
+    received: tuple[tuple[int, int], ...]
+    """(peer, number of rows), in the order in which the rows are received."""
+
+    def label(self) -> Label:
+        """Return what names these messages in errors."""
+        return Label(self.channel, lambda peer, sent: self.what)
+
+
+class Halo(NamedTuple):
+    """The rows that the first rows of all segments read, for a convolution over W rows.
+
+    Few rows are concerned: those at the edges of segments. A *source* is the index of a row among
+    [edge rows | received rows | one row of zeros | W - 1 rows carried from an earlier chunk].
+    """
+
+    messages: tuple[RowMessages, ...]
+    """By group; they send edge rows."""
+    edges: int
+    """Number of an index array: this rank's rows at the edges of segments, ascending."""
+    edge_rows: int
+    """How many these are."""
+    received_rows: int
+    firsts: int
+    """Number of an index array: the first W - 1 rows of each segment, [B]."""
+    sources: int
+    """Number of an index array: the W sources that each of these reads, [B x W]."""
+
+
+class Neighbours(NamedTuple):
+    """Summaries of the segments before, or behind, those of this rank."""
+
+    messages: tuple[RowMessages, ...]
+    """By group; they send rows of the summaries."""
+    summarised: tuple[int, ...]
+    """This rank's segments that other segments want to know of: one summary row each."""
+    received_rows: int
+    steps: tuple[tuple[int, int], ...]
+    """The state of a segment is made summary by summary, the farthest one first. By step the
+    numbers of two index arrays: the segments that take a summary, and its rows among [summaries |
+    received]."""
+
+
+class RankSegments:
+    """The segments of a rank in one micro-batch, in the order of its rows in attention."""
+
+    __slots__ = ("_halos", "_neighbours", "_tables", "_zones", "goes_on", "lengths", "middle")
+
+    def __init__(self, zones: Sequence[Zone], tables: Tables, *, goes_on: bool = False) -> None:
+        """Find the chains of all groups.
+
+        zones: of this rank. tables: take the index arrays. goes_on: whether the first segment is a
+        part of a sequence, and what is before it is carried from an earlier chunk.
+        """
+        self.goes_on = goes_on
+        self._tables = tables
+        self._zones: list[_ZoneSegments] = []
+        lengths: list[int] = []
+        middle = []
+        for number, zone in enumerate(zones):
+            chains = chains_of(zone)
+            channel = Channel(zone.group, number)
+            self._zones.append(
+                _ZoneSegments(channel, chains, zone.index, zone.start, len(lengths))
+            )
+            for one in chains.held:
+                chain = chains.chains[one.member]
+                if 0 < one.place < len(chain) - 1:
+                    middle.append(len(lengths))
+                lengths.append(chain[one.place].tokens)
+        self.lengths = tuple(lengths)
+        """Tokens of each segment."""
+        self.middle = tuple(middle)
+        """Segments that have others of their sequence before and behind them."""
+        self._halos: dict[int, Halo] = {}
+        self._neighbours: dict[bool, Neighbours] = {}
+
+    # ---- halos
+
+    def halo(self, width: int) -> Halo:
+        """Return the halo of a convolution over `width` rows."""
+        if width not in self._halos:
+            self._halos[width] = self._make_halo(width)
+        return self._halos[width]
+
+    def _make_halo(self, width: int) -> Halo:
+        before = width - 1
+        # 1. the edges of this rank's segments
+        tokens = np.array(self.lengths, dtype=np.int64)  # [segments]
+        starts = np.concatenate((np.zeros(1, dtype=np.int64), tokens.cumsum()[:-1]))[: len(tokens)]
+        steps = np.arange(before)  # [W - 1]
+        is_there = steps < tokens[:, None]  # [segments, W - 1]
+        first_rows = starts[:, None] + steps
+        last_rows = starts[:, None] + tokens[:, None] - 1 - steps
+        edges = np.unique(np.concatenate((first_rows[is_there], last_rows[is_there])))
+        # until the number of received rows is known: zeros, and from then on what is carried
+        zero_row = -before - 1
+
+        # 2. the sources of the rows before each segment: [segments, W - 1]
+        read = np.full((len(tokens), before), zero_row)
+        if self.goes_on:
+            read[0] = zero_row + 1 + steps
+        messages = []
+        received = 0
+        for zone in self._zones:
+            made = zone.halo(before, edges, self._tables, received, read)
+            received += sum(rows for _, rows in made.received)
+            if made.sent or made.received:
+                messages.append(made)
+
+        # 3. row j of a segment reads columns j to j + W - 1 of [before it | its own rows]
+        own = np.searchsorted(edges, np.where(is_there, first_rows, 0))  # [segments, W - 1]
+        columns = np.concatenate((read, own), axis=1)  # [segments, 2 W - 2]
+        windows = np.lib.stride_tricks.sliding_window_view(columns, width, axis=1)[:, :before]
+        sources = windows[is_there]  # [segments, W - 1, W] -> [B, W]
+        sources = np.where(sources < 0, len(edges) + received + sources - zero_row, sources)
+        return Halo(
+            messages=tuple(messages),
+            edges=self._tables.index(edges),
+            edge_rows=len(edges),
+            received_rows=received,
+            firsts=self._tables.index(first_rows[is_there]),
+            sources=self._tables.index(np.ascontiguousarray(sources).reshape(-1)),
+        )
+
+    # ---- summaries
+
+    def neighbours(self, *, behind: bool) -> Neighbours:
+        """Return whose summaries this rank's segments need: of the segments before them in the
+        forward, of those behind them in the backward."""
+        if behind not in self._neighbours:
+            self._neighbours[behind] = self._make_neighbours(behind)
+        return self._neighbours[behind]
+
+    def _make_neighbours(self, behind: bool) -> Neighbours:
+        # 1. one row for each segment of this rank that others want to know of
+        summarised: dict[int, int] = {}  # segment -> row
+        for zone in self._zones:
+            for segment in zone.wanted(behind=behind):
+                summarised[segment] = len(summarised)
+
+        # 2. the rows of other ranks
+        messages = []
+        needed: dict[int, list[int]] = {}  # segment -> rows, the farthest first
+        rows = len(summarised)
+        for zone in self._zones:
+            made = zone.summaries(summarised, rows, needed, self._tables, behind=behind)
+            rows += sum(number for _, number in made.received)
+            if made.sent or made.received:
+                messages.append(made)
+
+        # 3. step by step
+        steps = []
+        longest = max((len(rows_of) for rows_of in needed.values()), default=0)
+        for step in range(longest):
+            takers = [segment for segment, rows_of in needed.items() if step < len(rows_of)]
+            taken = [needed[segment][step] for segment in takers]
+            steps.append(
+                (self._tables.constant(tuple(takers)), self._tables.constant(tuple(taken)))
+            )
+        return Neighbours(
+            messages=tuple(messages),
+            summarised=tuple(summarised),
+            received_rows=rows - len(summarised),
+            steps=tuple(steps),
+        )
+
+
+class _ZoneSegments(NamedTuple):
+    """The segments of a rank in one group."""
+
+    channel: Channel
+    chains: Chains
+    own: int
+    """Index of this rank in the group."""
+    start: int
+    """First row of the zone among all rows of the rank."""
+    number: int
+    """Of its first segment among all segments of the rank."""
+
+    def _rank(self, index: int) -> int:
+        return self.channel.group.ranks[index]
+
+    # -- halos
+
+    def halo(
+        self, before: int, edges: np.ndarray, tables: Tables, received: int, read: np.ndarray
+    ) -> RowMessages:
+        """Return the messages of a halo of `before` rows, and write to `read` [segments, before]
+        the sources of the rows before each segment of this zone.
+
+        edges: this rank's rows at the edges of segments, ascending. received: rows that zones
+        before this one receive.
+        """
+        # 1. (member, place) of a segment -> its first token that is read, by rank
+        wanted: dict[int, dict[tuple[int, int], int]] = defaultdict(dict)  # of others, by holder
+        given: dict[int, dict[tuple[int, int], int]] = defaultdict(dict)  # of this rank, by reader
+        for one in self.chains.held:
+            chain = self.chains.chains[one.member]
+            first = chain[one.place].start - before
+            for place in range(one.place - 1, -1, -1):
+                segment = chain[place]
+                if segment.stop <= first:
+                    break
+                if segment.holder != self.own:
+                    # The first segment of this rank reads farthest back, and comes first.
+                    key = (one.member, place)
+                    wanted[segment.holder].setdefault(key, max(segment.start, first))
+            held = chain[one.place]
+            for segment in chain[one.place + 1 :]:
+                first = segment.start - before
+                if held.stop <= first:
+                    break
+                if segment.holder != self.own:
+                    key = (one.member, one.place)
+                    given[segment.holder].setdefault(key, max(held.start, first))
+
+        # 2. rows that go to others
+        first_row = {(one.member, one.place): self.start + one.row for one in self.chains.held}
+        sent = []
+        for index, pieces in sorted(given.items()):
+            rows: list[int] = []
+            for key, first in sorted(pieces.items()):
+                member, place = key
+                segment = self.chains.chains[member][place]
+                row = first_row[key] + first - segment.start
+                rows += range(row, row + segment.stop - first)
+            places = np.searchsorted(edges, np.array(rows, dtype=np.int64))
+            number = tables.index(places)
+            sent.append((self._rank(index), Rows(len(rows), array=number)))
+
+        # 3. rows that come from others, behind the edges
+        source: dict[tuple[int, int], tuple[int, int]] = {}  # -> (first token, its source)
+        arrived = []
+        at = len(edges) + received
+        for index, pieces in sorted(wanted.items()):
+            tokens = 0
+            for (member, place), first in sorted(pieces.items()):
+                source[member, place] = (first, at + tokens)
+                tokens += self.chains.chains[member][place].stop - first
+            arrived.append((self._rank(index), tokens))
+            at += tokens
+
+        # 4. what the rows before each segment are
+        for number, one in enumerate(self.chains.held, start=self.number):
+            chain = self.chains.chains[one.member]
+            start = chain[one.place].start
+            place = one.place - 1
+            for token in range(start - 1, max(0, start - before) - 1, -1):
+                while chain[place].start > token:
+                    place -= 1
+                if chain[place].holder == self.own:
+                    row = first_row[one.member, place] + token - chain[place].start
+                    found = int(np.searchsorted(edges, row))
+                else:
+                    first, first_source = source[one.member, place]
+                    found = first_source + token - first
+                read[number, before - (start - token)] = found
+        return RowMessages(self.channel, "rows before segments", tuple(sent), tuple(arrived))
+
+    # -- summaries
+
+    def wanted(self, *, behind: bool) -> Iterable[int]:
+        """Yield the segments of this zone that others want to know of: those that have any behind
+        them, in the backward any before them."""
+        for number, one in enumerate(self.chains.held, start=self.number):
+            last = len(self.chains.chains[one.member]) - 1
+            if (one.place > 0) if behind else (one.place < last):
+                yield number
+
+    def summaries(
+        self,
+        summarised: dict[int, int],
+        rows: int,
+        needed: dict[int, list[int]],
+        tables: Tables,
+        *,
+        behind: bool,
+    ) -> RowMessages:
+        """Return the messages of summaries, and write to `needed` the rows that each segment of
+        this zone needs, the farthest first.
+
+        summarised: the row of each of this rank's segments. rows: that are there so far.
+        """
+        held = {}  # (member, place) -> segment of this rank
+        for number, one in enumerate(self.chains.held, start=self.number):
+            held[one.member, one.place] = number
+
+        # 1. who needs what: all on the other side of the chain
+        given: dict[int, set[tuple[int, int]]] = defaultdict(set)  # by reader
+        wanted: dict[int, set[tuple[int, int]]] = defaultdict(set)  # by holder
+        for one in self.chains.held:
+            chain = self.chains.chains[one.member]
+            for place in self._needed(one, behind=behind):
+                if chain[place].holder != self.own:
+                    wanted[chain[place].holder].add((one.member, place))
+            for place in self._needed(one, behind=not behind):
+                if chain[place].holder != self.own:
+                    given[chain[place].holder].add((one.member, one.place))
+
+        # 2. the messages
+        sent = []
+        for index, keys in sorted(given.items()):
+            places = [summarised[held[key]] for key in sorted(keys)]
+            sent.append((self._rank(index), tables.rows([(place, place + 1) for place in places])))
+        row = {}
+        for key, number in held.items():
+            if number in summarised:
+                row[key] = summarised[number]
+        arrived = []
+        for index, keys in sorted(wanted.items()):
+            for key in sorted(keys):
+                row[key] = rows
+                rows += 1
+            arrived.append((self._rank(index), len(keys)))
+
+        # 3. the rows of each segment
+        for one in self.chains.held:
+            of_chain = self._needed(one, behind=behind)
+            if of_chain:
+                number = held[one.member, one.place]
+                needed[number] = [row[one.member, place] for place in of_chain]
+        return RowMessages(self.channel, "summaries of segments", tuple(sent), tuple(arrived))
+
+    def _needed(self, one: HeldSegment, *, behind: bool) -> range:
+        """Return the places in its chain of the segments before, or behind, a segment, the
+        farthest first."""
+        if behind:
+            last = len(self.chains.chains[one.member]) - 1
+            return range(last, one.place, -1)
+        return range(one.place)
+
+
+# ---- programs
+
+
+def linear_to_attention(b: Builder, shape: RowShape, remap: TokenRemap, tokens: int) -> Program:
+    """Compile: rows [linear tokens, columns] -> [attention tokens, columns]."""
+    x = b.input((tokens, 1, shape.columns))
+    return b.program(remap.linear_to_attention(b, (x,)))
+
+
+def attention_to_linear(b: Builder, shape: RowShape, remap: TokenRemap, tokens: int) -> Program:
+    """Compile: rows [attention tokens, columns] -> [linear tokens, columns]."""
+    x = b.input((tokens, 1, shape.columns))
+    return b.program(remap.attention_to_linear(b, (x,)))
+
+
+def halo(b: Builder, shape: RowShape, segments: RankSegments) -> Program:
+    """Compile: edge rows [E, columns] -> what is received of other ranks [R, columns]."""
+    found = segments.halo(shape.width)
+    edges = b.input((found.edge_rows, shape.columns))
+    return b.program((_gather(b, found.messages, edges, RECURRENT_FORWARD),))
+
+
+def halo_return(b: Builder, shape: RowShape, segments: RankSegments) -> Program:
+    """Compile: gradients of received rows [R, columns] -> of edge rows [E, columns], the sums of
+    what their readers send."""
+    found = segments.halo(shape.width)
+    received = b.input((found.received_rows, shape.columns))
+    sums = b.zeros((found.edge_rows, shape.columns), WIDE)
+    _return(b, found.messages, received, sums)
+    return b.program((b.cast(sums, INPUT),))
+
+
+def summaries(b: Builder, shape: RowShape, segments: RankSegments, *, behind: bool) -> Program:
+    """Compile: summaries [segments that others want to know of, columns] -> those received [R,
+    columns]."""
+    found = segments.neighbours(behind=behind)
+    own = b.input((len(found.summarised), shape.columns))
+    tag = RECURRENT_BACKWARD if behind else RECURRENT_FORWARD
+    return b.program((_gather(b, found.messages, own, tag),))
+
+
+def _gather(b: Builder, messages: Sequence[RowMessages], own: Value, tag: int) -> Value:
+    """Send rows of own [n, columns], and return the received ones [R, columns], group by group and
+    peer by peer."""
+    exchanges = []
+    parts: list[Value] = []
+    for of_group in messages:
+        exchange = Exchange(b, of_group.channel.tag(tag), of_group.label())
+        for peer, rows in of_group.sent:
+            exchange.send([b.take(own, rows)], peer)
+        for peer, number in of_group.received:
+            parts += exchange.recv([own], number, peer)
+        exchanges.append(exchange)
+    _run(b, exchanges)
+    if not parts:
+        return b.empty((0, own.shape[1]), own.dtype)
+    return b.join(parts)
+
+
+def _return(b: Builder, messages: Sequence[RowMessages], received: Value, sums: Value) -> None:
+    """Send the gradients of received rows [R, columns] back to their owners, and add those that
+    come back to sums [n, columns]. The transpose of `_gather`."""
+    exchanges = []
+    returned: list[tuple[Rows, Value]] = []
+    start = 0
+    for of_group in messages:
+        exchange = Exchange(b, of_group.channel.tag(RECURRENT_BACKWARD), of_group.label())
+        for peer, number in of_group.received:
+            exchange.send([b.part(received, start, start + number)], peer)
+            start += number
+        for peer, rows in of_group.sent:
+            values: Values = exchange.recv([received], rows.tokens, peer)
+            returned += [(rows, value) for value in values]
+        exchanges.append(exchange)
+    _run(b, exchanges)
+    for rows, value in returned:
+        b.add(sums, rows, value)
+
+
+def _run(b: Builder, exchanges: Sequence[Exchange]) -> None:
+    """Post all messages at once, and wait for them."""
+    post(b, exchanges)
+    for exchange in exchanges:
+        exchange.wait()

@@ -1,0 +1,161 @@
+"""What recurrent layers carry from one chunk of a sequence to the next, on a stage of a pipeline.
+
+    scan           the state after a chunk goes to the next one; the gradient of that state comes
+                   back from it
+    convolution    so do the last W - 1 rows before the next chunk, its *halo*
+
+Chunks of a sequence go forward in order and backward in the opposite one (Seq1F1B). What a chunk
+was given is kept until its backward, because the replay of a checkpointed layer wants it again. As
+for keys and values (`pipeline/carry.py`) any other order raises.
+"""
+
+from collections.abc import Hashable
+from typing import NamedTuple
+
+import torch
+
+Key = tuple[Hashable, int]  # (layer and call in it, sequence)
+
+
+class WrongChunk(RuntimeError):
+    """Raised when a chunk is not the next one of its sequence, or when something was left at the
+    end of a step."""
+
+
+class _Sequence:
+    """What one call of one layer carries of one sequence."""
+
+    __slots__ = ("drained", "gradient", "stored", "values")
+
+    def __init__(self, length: int) -> None:
+        self.values: dict[int, torch.Tensor] = {}  # given to the chunk that begins there
+        self.gradient: torch.Tensor | None = None  # of what the next chunk backward gave on
+        self.stored = 0  # tokens that have gone forward
+        self.drained = length  # first of the tokens that have gone backward
+
+
+class StateCarry:
+    """Everything that the recurrent layers of one stage carry."""
+
+    __slots__ = ("_sequences",)
+
+    def __init__(self) -> None:
+        self._sequences: dict[Key, _Sequence] = {}
+
+    def given(self, key: Key, start: int) -> torch.Tensor | None:
+        """Return what the chunk that begins at `start` goes on from; None at the start of the
+        sequence. Raises WrongChunk when nothing was stored there."""
+        if start == 0:
+            return None
+        sequence = self._sequences.get(key)
+        if sequence is None or start not in sequence.values:
+            raise WrongChunk(f"nothing is carried to token {start} of {_name(key)}")
+        return sequence.values[start]
+
+    def store(self, key: Key, part: "Part", value: torch.Tensor, *, keeps_grad: bool) -> None:
+        """Keep what the next chunk goes on from, unless this is a replay.
+
+        keeps_grad: whether a backward will follow. Raises WrongChunk when the part is not the next
+        one to go forward.
+        """
+        if part.start == 0 and key not in self._sequences:
+            self._sequences[key] = _Sequence(part.length)
+        sequence = self._sequences.get(key)
+        if sequence is None or part.start > sequence.stored:
+            raise WrongChunk(f"the forward of {part} of {_name(key)} is not the next one")
+        if part.stop <= sequence.stored:
+            return  # a replay
+        sequence.stored = part.stop
+        if part.stop < part.length:
+            sequence.values[part.stop] = value
+        if not keeps_grad:
+            sequence.values.pop(part.start, None)
+            if part.stop == part.length:
+                del self._sequences[key]
+
+    def gradient_behind(self, key: Key, part: "Part") -> torch.Tensor | None:
+        """Return the gradient of what this part has left for the next one; None behind the last.
+        Raises WrongChunk when the part is not the next one to go backward."""
+        sequence = self._sequences.get(key)
+        if sequence is None or sequence.stored < part.length or part.stop != sequence.drained:
+            raise WrongChunk(f"the backward of {part} of {_name(key)} is not the next one")
+        return sequence.gradient
+
+    def leave_gradient(self, key: Key, part: "Part", gradient: torch.Tensor) -> None:
+        """Keep the gradient of what this part was given, for the part before it."""
+        sequence = self._sequences[key]
+        sequence.drained = part.start
+        sequence.gradient = gradient
+        sequence.values.pop(part.start, None)
+        if part.start == 0:
+            del self._sequences[key]
+
+    def bytes(self) -> int:
+        """Return the memory of all that is carried."""
+        total = 0
+        for sequence in self._sequences.values():
+            tensors = [*sequence.values.values()]
+            if sequence.gradient is not None:
+                tensors.append(sequence.gradient)
+            total += sum(x.numel() * x.element_size() for x in tensors)
+        return total
+
+    def check_empty(self) -> None:
+        """Raise WrongChunk unless every sequence that began has been drained. Afterwards nothing
+        is carried."""
+        if self._sequences:
+            left = ", ".join(_name(key) for key in self._sequences)
+            self._sequences.clear()
+            raise WrongChunk(f"the step is over, but not drained: {left}")
+
+
+class Part(NamedTuple):
+    """The part of a cut sequence that a chunk begins with."""
+
+    sequence: int
+    """Id of the sequence."""
+    start: int
+    stop: int
+    """One past its last token."""
+    length: int
+    """Tokens of the whole sequence."""
+
+    def __str__(self) -> str:
+        return f"[{self.start}, {self.stop})"
+
+
+class Carrying(NamedTuple):
+    """One call of a recurrent layer on a chunk that begins with a part of a cut sequence, which is
+    the first of its segments."""
+
+    carry: StateCarry
+    layer: Hashable
+    """The layer, and which of its calls."""
+    part: Part
+    keeps_grad: bool
+    """Whether a backward will follow."""
+
+    @property
+    def _key(self) -> Key:
+        return (self.layer, self.part.sequence)
+
+    def given(self) -> torch.Tensor | None:
+        """Return what the part goes on from; None at the start of its sequence."""
+        return self.carry.given(self._key, self.part.start)
+
+    def store(self, value: torch.Tensor) -> None:
+        """Keep what the next part goes on from."""
+        self.carry.store(self._key, self.part, value, keeps_grad=self.keeps_grad)
+
+    def gradient_behind(self) -> torch.Tensor | None:
+        """Return the gradient of what was stored; None behind the last part."""
+        return self.carry.gradient_behind(self._key, self.part)
+
+    def leave_gradient(self, gradient: torch.Tensor) -> None:
+        """Keep the gradient of what was given."""
+        self.carry.leave_gradient(self._key, self.part, gradient)
+
+
+def _name(key: Key) -> str:
+    layer, sequence = key
+    return f"sequence {sequence} in layer {layer}"

@@ -1,0 +1,121 @@
+"""Recurrent layers over sequences that lie on several ranks, as their models call them.
+
+    gated_delta_rule    Gated DeltaNet (arXiv 2412.06464): Qwen3-Next, Qwen3.5, OLMo-Hybrid
+    kimi_delta_rule     the same with a decay for every channel of a key (Kimi Linear, arXiv
+                        2510.26692)
+    mamba2_scan         Mamba 2 (arXiv 2405.21060): Nemotron-H, Granite 4, Bamba, Falcon-H1, Zamba
+
+All take this rank's rows and return rows of the same tokens. What a chunk of 64 tokens does to a
+state is worked out by `kernels/scans`, in operations that autograd knows; `scan.py` goes from
+chunk to chunk, and from rank to rank.
+"""
+
+import torch
+
+from hf_flexseq.kernels.scans import gated_delta, kimi, mamba2
+from hf_flexseq.kernels.scans.chunked import ChunkedScan
+from hf_flexseq.recurrent.rows import RecurrentContext, check_rows, to_attention, to_linear
+from hf_flexseq.recurrent.scan import run_scan
+
+
+def gated_delta_rule(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    g: torch.Tensor,
+    beta: torch.Tensor,
+    seq_ctx: RecurrentContext,
+    *,
+    l2norm: bool,
+) -> torch.Tensor:
+    """Run the gated delta rule through every sequence, wherever its tokens are.
+
+    With a state S [K, V] for each head, zero before the first token, a token does
+
+        S = exp(g) S;    S = S + k beta (v - k^T S)^T;    out = q^T S
+
+    q, k: [tokens, key_heads, K]; v: [tokens, heads, V]; g, the logarithm of the decay, and beta:
+    [tokens, heads]. Each key head serves heads / key_heads heads that follow each other. q is
+    multiplied by K ** -0.5; with `l2norm` q and k are made unit vectors before. Returns [tokens,
+    heads, V].
+
+    Collective over the groups of the shard. Raises ValueError when q does not have the shard's
+    number of tokens.
+    """
+    check_rows(q, seq_ctx)
+    q, k, v, g, beta = to_attention((q, k, v, g, beta), seq_ctx)
+    grid = seq_ctx.programs.grid
+    inputs = gated_delta.chunk_inputs(q, k, v, g, beta, grid, l2norm=l2norm)
+    out = grid.rows(run_scan(ChunkedScan(grid), inputs, seq_ctx))
+    return to_linear(out.to(v.dtype), seq_ctx)
+
+
+def kimi_delta_rule(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    g: torch.Tensor,
+    beta: torch.Tensor,
+    seq_ctx: RecurrentContext,
+    *,
+    l2norm: bool,
+) -> torch.Tensor:
+    """Run Kimi's delta rule through every sequence: `gated_delta_rule` with a decay for every
+    channel of a key.
+
+    q, k: [tokens, heads, K]; v: [tokens, heads, V]; g: [tokens, heads, K]; beta: [tokens, heads].
+    Returns [tokens, heads, V].
+    """
+    check_rows(q, seq_ctx)
+    q, k, v, g, beta = to_attention((q, k, v, g, beta), seq_ctx)
+    grid = seq_ctx.programs.grid
+    inputs = kimi.chunk_inputs(q, k, v, g, beta, grid, l2norm=l2norm)
+    out = grid.rows(run_scan(ChunkedScan(grid), inputs, seq_ctx))
+    return to_linear(out.to(v.dtype), seq_ctx)
+
+
+def mamba2_scan(
+    x: torch.Tensor,
+    dt: torch.Tensor,
+    A: torch.Tensor,
+    B: torch.Tensor,
+    C: torch.Tensor,
+    seq_ctx: RecurrentContext,
+    *,
+    D: torch.Tensor | None = None,
+    dt_bias: torch.Tensor | None = None,
+    dt_softplus: bool = False,
+    dt_limit: tuple[float, float] = (0.0, float("inf")),
+) -> torch.Tensor:
+    """Run Mamba 2's scan through every sequence, wherever its tokens are.
+
+    With a state h [P, N] for each head, zero before the first token, and dt made positive, a token
+    does
+
+        h = exp(dt A) h + dt x B^T;    out = h C + D x
+
+    x: [tokens, heads, P]; dt: [tokens, heads]; A, D and dt_bias: [heads]; B, C: [tokens, groups,
+    N], each for heads / groups heads that follow each other. dt becomes dt + dt_bias, its softplus
+    where `dt_softplus` says so, and is then kept within `dt_limit`. Returns [tokens, heads, P].
+
+    Collective over the groups of the shard. Raises ValueError when x does not have the shard's
+    number of tokens.
+    """
+    check_rows(x, seq_ctx)
+    moved_x, dt, B, C = to_attention((x, dt, B, C), seq_ctx)
+    grid = seq_ctx.programs.grid
+    inputs = mamba2.chunk_inputs(
+        moved_x,
+        dt,
+        A,
+        B,
+        C,
+        grid,
+        dt_bias=dt_bias,
+        dt_softplus=dt_softplus,
+        dt_limit=dt_limit,
+    )
+    out = to_linear(grid.rows(run_scan(ChunkedScan(grid), inputs, seq_ctx)), seq_ctx)
+    if D is not None:
+        out = out + x * D.unsqueeze(-1)
+    return out.to(x.dtype)

@@ -1,0 +1,213 @@
+"""Rows of a recurrent layer on their way between ranks, as autograd nodes around programs of
+`program/segments.py`.
+
+    to_attention, to_linear    all rows, where the micro-batch is remapped
+    halo                       the rows before this rank's segments
+    exchange                   one program, without autograd
+"""
+
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import torch
+from torch.autograd.function import once_differentiable
+
+from hf_flexseq.attention.programs import MicroBatchPrograms
+from hf_flexseq.attention.remat import Kept, KeptAttention, Region, kept_region
+from hf_flexseq.layers import Scores
+from hf_flexseq.program.compile import (
+    ATTENTION_TO_LINEAR,
+    HALO,
+    HALO_RETURN,
+    LINEAR_TO_ATTENTION,
+)
+from hf_flexseq.program.instructions import RowShape
+from hf_flexseq.recurrent.carry import Carrying
+
+
+class RecurrentContext(Protocol):
+    """All that a recurrent layer must know of the tokens that this rank works on."""
+
+    @property
+    def programs(self) -> MicroBatchPrograms:
+        """What this rank does."""
+
+    @property
+    def kept(self) -> KeptAttention | None:
+        """Results that wait for the replay of their layers; None where none are kept."""
+
+    @property
+    def linear_tokens(self) -> int:
+        """Tokens this rank holds outside of attention and recurrent layers."""
+
+    def carrying(self, *, keeps_grad: bool) -> Carrying | None:
+        """Return what this call carries from chunk to chunk of a pipeline; None where no sequence
+        is cut into chunks. keeps_grad: whether a backward will follow."""
+
+
+def check_rows(x: torch.Tensor, seq_ctx: RecurrentContext) -> None:
+    """Raise ValueError unless x [tokens, ...] has as many rows as the shard has tokens."""
+    if x.shape[0] != seq_ctx.linear_tokens:
+        raise ValueError(
+            f"the shard has {seq_ctx.linear_tokens} tokens, but a recurrent layer was given "
+            f"{tuple(x.shape)}"
+        )
+
+
+def exchange(
+    what: str, rows: torch.Tensor, seq_ctx: RecurrentContext, *, width: int = 1
+) -> torch.Tensor:
+    """Run one program of recurrent layers: rows [n, columns] -> [m, columns].
+
+    what: see `program.compile.of_rows`. width: of a convolution's halo.
+    """
+    shape = RowShape(rows.shape[-1], str(rows.dtype).removeprefix("torch."), width)
+    program = seq_ctx.programs.find(what, shape)
+    (out,), _ = program.run((rows,), Scores(1.0))
+    return out
+
+
+# ---- remapped micro-batches
+
+
+def to_attention(
+    tensors: Sequence[torch.Tensor], seq_ctx: RecurrentContext
+) -> tuple[torch.Tensor, ...]:
+    """Move each [linear tokens, ...] -> [attention tokens, ...]; the same where no rows stand
+    elsewhere."""
+    return _moved(tensors, seq_ctx, LINEAR_TO_ATTENTION, seq_ctx.programs.parts.attention_tokens)
+
+
+def to_linear(x: torch.Tensor, seq_ctx: RecurrentContext) -> torch.Tensor:
+    """Move x [attention tokens, ...] -> [linear tokens, ...]."""
+    (moved,) = _moved((x,), seq_ctx, ATTENTION_TO_LINEAR, seq_ctx.programs.parts.linear_tokens)
+    return moved
+
+
+def _moved(
+    tensors: Sequence[torch.Tensor], seq_ctx: RecurrentContext, what: str, tokens: int
+) -> tuple[torch.Tensor, ...]:
+    """Move each [tokens before, ...] -> [tokens, ...]; those of one dtype travel together."""
+    if seq_ctx.programs.parts.remap is None:
+        return tuple(tensors)
+    moved: list[torch.Tensor] = list(tensors)
+    for dtype in dict.fromkeys(x.dtype for x in tensors):
+        members = [i for i, x in enumerate(tensors) if x.dtype == dtype]
+        # [tokens before, ...] each -> [tokens before, columns of all]
+        flat = [
+            tensors[i].flatten(1) if tensors[i].dim() > 1 else tensors[i].unsqueeze(1)
+            for i in members
+        ]
+        rows = _MovedRows.apply(torch.cat(flat, dim=1), seq_ctx, what)
+        parts = rows.split([x.shape[1] for x in flat], dim=1)
+        for i, part in zip(members, parts, strict=True):
+            moved[i] = part.reshape(tokens, *tensors[i].shape[1:])
+    return tuple(moved)
+
+
+_BACK = {LINEAR_TO_ATTENTION: ATTENTION_TO_LINEAR, ATTENTION_TO_LINEAR: LINEAR_TO_ATTENTION}
+
+
+class _MovedRows(torch.autograd.Function):
+    """Rows that travel one way in the forward, and the other way in the backward."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, rows: torch.Tensor, seq_ctx: RecurrentContext, what: str
+    ) -> torch.Tensor:
+        """Return [tokens after, columns] from rows [tokens before, columns]."""
+        ctx.seq_ctx = seq_ctx
+        ctx.what = what
+        return exchange(what, rows.unsqueeze(1), seq_ctx).squeeze(1)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        """Return the gradients of the rows, where they came from."""
+        back = exchange(_BACK[ctx.what], grads.contiguous().unsqueeze(1), ctx.seq_ctx)
+        return back.squeeze(1), None, None
+
+
+# ---- halos
+
+
+def carried_halo(rows: torch.Tensor, width: int, carrying: Carrying) -> torch.Tensor:
+    """Return the rows before a part of a cut sequence, [W - 1, channels], zeros before its start,
+    and keep the last ones of the part for the next.
+
+    rows: the last rows of the part, W - 1 or as many as there are, [n, channels].
+    """
+    given: torch.Tensor = _CarriedHalo.apply(rows, width, carrying)
+    return given
+
+
+class _CarriedHalo(torch.autograd.Function):
+    """Rows that the part before has left in the forward; the backward leaves their gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: torch.Tensor, width: int, carrying: Carrying) -> torch.Tensor:
+        """Return given [W - 1, channels]; keep the last W - 1 of [given | rows]."""
+        ctx.carrying = carrying
+        ctx.rows = rows.shape[0]
+        given = carrying.given()
+        if given is None:
+            given = rows.new_zeros(width - 1, rows.shape[1])
+        carrying.store(torch.cat((given, rows))[rows.shape[0] :])
+        return given.detach()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dgiven: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        """Return drows [n, channels]: of what the next part was given."""
+        behind = ctx.carrying.gradient_behind()  # [W - 1, channels]
+        if behind is None:
+            behind = torch.zeros_like(dgiven)
+        # The next part was given rows [n, n + W - 1) of [given | rows].
+        dgiven = dgiven.clone()
+        passed_on = dgiven.shape[0] - ctx.rows
+        dgiven[ctx.rows :] += behind[:passed_on]
+        ctx.carrying.leave_gradient(dgiven)
+        return behind[passed_on:], None, None
+
+
+def halo(edges: torch.Tensor, width: int, seq_ctx: RecurrentContext) -> torch.Tensor:
+    """Return the rows of other ranks just before this rank's segments, [R, channels].
+
+    edges: this rank's rows at the edges of its segments, [E, channels]; see
+    `program.segments.Halo`. width: rows that the convolution reads.
+    """
+    received: torch.Tensor = _Halo.apply(edges, width, seq_ctx, kept_region(seq_ctx.kept))
+    return received
+
+
+class _Halo(torch.autograd.Function):
+    """Rows that others read in the forward, and whose gradients come back in the backward."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        edges: torch.Tensor,
+        width: int,
+        seq_ctx: RecurrentContext,
+        region: Region | None,
+    ) -> torch.Tensor:
+        """Return received [R, channels]: fetched in the first run, taken in a replay."""
+        ctx.seq_ctx = seq_ctx
+        ctx.width = width
+        store = seq_ctx.kept
+        if region is None or store is None:
+            return exchange(HALO, edges, seq_ctx, width=width)
+        kept = store.take(region)
+        if kept is None:
+            kept = Kept.of(exchange(HALO, edges, seq_ctx, width=width))
+        if not region.replays:
+            store.put(region, kept)
+        # What is kept must not come to hold the graph.
+        return kept.out.detach()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        """Return the gradients of the edges [E, channels], from what their readers have."""
+        edges = exchange(HALO_RETURN, grads.contiguous(), ctx.seq_ctx, width=ctx.width)
+        return edges, None, None, None

@@ -1,0 +1,195 @@
+"""A recurrence through sequences that lie on several ranks.
+
+    state after a segment  =  transition (state before it)  +  end state from zero
+
+Every rank can compute both parts of this for its own segments without knowing the states before
+them: a *summary*. Neither grows with the segment.
+
+    forward     1. sum up the segments that others of their sequence follow
+                2. send the summaries to the ranks of all later segments, and get those of all
+                   earlier ones
+                3. combine these, the earliest first, to the true state before each segment
+                4. scan from these states
+    backward    the mirror image: the gradient of a segment's state before it is
+                    transition transposed (gradient of the state after it)  +  from its own outputs
+                so the summaries of later segments make the true gradient of the state after each
+                segment, and the ordinary backward of the scan does the rest
+
+A sequence that one rank holds whole needs none of this, the first segment of a sequence no second
+scan, and no summary has its gradient taken.
+
+This is the state passing of flash-linear-attention's context parallelism and of Megatron's
+chunkwise backend; there ranks hold one slice each of all that is packed, here any segments of any
+sequences, and two of one sequence under `zigzag`. Rejected: a prefix scan in log2(d) rounds, which
+gathers less only for groups of dozens of ranks, and waits more often.
+"""
+
+from typing import Any, NamedTuple
+
+import torch
+from torch.autograd.function import once_differentiable
+
+from hf_flexseq.attention.remat import Kept, Region, kept_region
+from hf_flexseq.kernels.scans import Scan, Tensors, apply_transition, apply_transposed
+from hf_flexseq.program.compile import SUMMARIES_BEFORE, SUMMARIES_BEHIND
+from hf_flexseq.program.segments import Neighbours
+from hf_flexseq.recurrent.carry import Carrying
+from hf_flexseq.recurrent.rows import RecurrentContext, exchange
+
+
+def run_scan(scan: Scan, inputs: Tensors, seq_ctx: RecurrentContext) -> torch.Tensor:
+    """Run a recurrence over all sequences of this rank's shard, and return its output.
+
+    scan: of the segments of the shard. inputs: as it takes them, of this rank's segments. What is
+    returned has the shape that `scan.forward` gives. Collective over the groups of the shard.
+    """
+    region = kept_region(seq_ctx.kept)
+    needs_grad = any(x is not None and x.requires_grad for x in inputs)
+    carrying = seq_ctx.carrying(keeps_grad=torch.is_grad_enabled() and needs_grad)
+    out: torch.Tensor = _Scan.apply(_Run(scan, seq_ctx, region, carrying), *inputs)
+    return out
+
+
+class _Run(NamedTuple):
+    """What a scan is run with, beside tensors."""
+
+    scan: Scan
+    seq_ctx: RecurrentContext
+    region: Region | None
+    carrying: Carrying | None
+
+    def first_state(self) -> torch.Tensor | None:
+        """Return the states before all segments of a pipeline's chunk, [segments, H, K, V], the
+        first of which goes on from the chunk before; None where they are zero."""
+        if self.carrying is None:
+            return None
+        given = self.carrying.given()
+        return None if given is None else self._of_first(given)
+
+    def first_gradient(self) -> torch.Tensor | None:
+        """Return the gradients of the states behind all segments of a pipeline's chunk,
+        [segments, H, K, V]; None where they are zero."""
+        if self.carrying is None:
+            return None
+        behind = self.carrying.gradient_behind()
+        return None if behind is None else self._of_first(behind)
+
+    def _of_first(self, state: torch.Tensor) -> torch.Tensor:
+        """Return the state [H, K, V] as that of the first segment: [segments, H, K, V]."""
+        lengths = self.seq_ctx.programs.parts.segments().lengths
+        states = state.new_zeros(len(lengths), *state.shape)
+        states[0] = state
+        return states
+
+    def states_before(self, inputs: Tensors) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        """Return the states before all segments [segments, H, K, V], and the transitions [m, H,
+        ...] of those that stand between others; None for both where no sequence has several
+        segments."""
+        segments = self.seq_ctx.programs.parts.segments()
+        before = segments.neighbours(behind=False)
+        if not before.summarised and not before.steps:
+            return self.first_state(), None
+        # [summarised, H, K, V], [middle, H, K, K] or less
+        sums, transitions = self.scan.summarise(inputs, before.summarised, segments.middle)
+        states = self._combined(before, sums, transitions, behind=False)
+        return states, transitions
+
+    def gradients_behind(
+        self, dout: torch.Tensor, inputs: Tensors, saved: Tensors, transitions: torch.Tensor
+    ) -> torch.Tensor:
+        """Return the gradients of the states behind all segments, [segments, H, K, V]."""
+        segments = self.seq_ctx.programs.parts.segments()
+        behind = segments.neighbours(behind=True)
+        sums = self.scan.summarise_backward(dout, inputs, saved, behind.summarised)
+        return self._combined(behind, sums, transitions, behind=True)
+
+    def _combined(
+        self,
+        neighbours: Neighbours,
+        sums: torch.Tensor,
+        transitions: torch.Tensor,
+        *,
+        behind: bool,
+    ) -> torch.Tensor:
+        """Exchange summaries and combine them: sums [summarised, H, K, V] and transitions [m, H,
+        ...] -> [segments, H, K, V]."""
+        segments = self.seq_ctx.programs.parts.segments()
+        shape = sums.shape[1:]  # H, K, V
+        transition_shape = transitions.shape[1:]
+        # 1. one row for each summarised segment: [n, numbers of a transition + of a state]
+        flat = transitions.flatten(1)
+        rows = sums.new_zeros(len(sums), flat.shape[1] + shape.numel())
+        row_of = {segment: row for row, segment in enumerate(neighbours.summarised)}
+        middle_rows = [row_of[segment] for segment in segments.middle]
+        if middle_rows:
+            rows[middle_rows, : flat.shape[1]] = flat
+        rows[:, flat.shape[1] :] = sums.flatten(1)
+
+        # 2. with those of other ranks: [n + received, numbers]
+        if neighbours.messages:
+            what = SUMMARIES_BEHIND if behind else SUMMARIES_BEFORE
+            rows = torch.cat((rows, exchange(what, rows, self.seq_ctx)))
+
+        # 3. the farthest one first
+        apply = apply_transposed if behind else apply_transition
+        states = sums.new_zeros(len(segments.lengths), *shape)
+        index = self.seq_ctx.programs.index
+        for takers, taken in neighbours.steps:
+            summaries = rows.index_select(0, index(taken))
+            transition = summaries[:, : flat.shape[1]].view(-1, *transition_shape)
+            state = states.index_select(0, index(takers))  # [takers, H, K, V]
+            added = summaries[:, flat.shape[1] :].view(-1, *shape)
+            states.index_copy_(0, index(takers), apply(transition, state) + added)
+        return states
+
+
+class _Scan(torch.autograd.Function):
+    """A scan whose segments go on where others end."""
+
+    @staticmethod
+    def forward(ctx: Any, run: _Run, *inputs: torch.Tensor) -> torch.Tensor:
+        """Return what the scan gives: computed in the first run, taken in a replay, which goes
+        through the states alone."""
+        store = run.seq_ctx.kept
+        kept = None
+        if run.region is not None and store is not None:
+            kept = store.take(run.region)
+        if kept is None:
+            states, transitions = run.states_before(inputs)
+            out, finals, saved = run.scan.forward(inputs, states)
+            if run.carrying is not None:
+                run.carrying.store(finals[0].clone())
+            if run.region is not None and store is not None:
+                others = () if states is None or transitions is None else (states, transitions)
+                kept = Kept.of(out, others)
+        else:
+            states, transitions = kept.others() or (None, None)
+            out = kept.out
+            saved = run.scan.resume(inputs, states)
+        if run.region is not None and store is not None and not run.region.replays:
+            assert kept is not None, "a first run keeps its result"
+            store.put(run.region, kept)
+        ctx.run = run
+        ctx.inputs = len(inputs)
+        ctx.has_neighbours = transitions is not None
+        ctx.save_for_backward(*inputs, *saved, transitions)
+        # What is kept must not come to hold the graph.
+        return out.detach()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dout: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        """Return the gradients of the inputs, shaped as they are."""
+        run: _Run = ctx.run
+        *tensors, transitions = ctx.saved_tensors
+        inputs = tuple(tensors[: ctx.inputs])
+        saved = tuple(tensors[ctx.inputs :])
+        dout = dout.contiguous()
+        if ctx.has_neighbours:
+            behind = run.gradients_behind(dout, inputs, saved, transitions)
+        else:
+            behind = run.first_gradient()
+        grads, dstates = run.scan.backward(dout, behind, inputs, saved)
+        if run.carrying is not None:
+            run.carrying.leave_gradient(dstates[0].clone())
+        return None, *grads

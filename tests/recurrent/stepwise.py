@@ -1,0 +1,55 @@
+"""Recurrent layers of one whole sequence, token by token: the obvious twins of `recurrent/`."""
+
+import torch
+from torch.nn import functional
+
+
+def convolution(x, weight, bias):
+    """[tokens, channels] -> [tokens, channels]; weight [channels, W]."""
+    width = weight.shape[1]
+    padded = torch.cat((x.new_zeros(width - 1, x.shape[1]), x))
+    rows = []
+    for token in range(x.shape[0]):
+        read = padded[token : token + width]  # [W, channels]
+        rows.append((read * weight.t()).sum(0))
+    out = torch.stack(rows)
+    return out if bias is None else out + bias
+
+
+def delta_rule(q, k, v, g, beta, *, l2norm):
+    """q, k [tokens, key_heads, K], v [tokens, heads, V], g [tokens, heads] or [tokens, heads, K],
+    beta [tokens, heads] -> [tokens, heads, V]."""
+    heads = v.shape[1]
+    q, k = (x.repeat_interleave(heads // x.shape[1], dim=1) for x in (q, k))
+    if l2norm:
+        q, k = (x / (x.square().sum(-1, keepdim=True) + 1e-6).sqrt() for x in (q, k))
+    q = q * q.shape[-1] ** -0.5
+    if g.dim() == 2:
+        g = g.unsqueeze(-1)
+    state = v.new_zeros(heads, q.shape[-1], v.shape[-1])
+    rows = []
+    for token in range(q.shape[0]):
+        state = state * g[token].exp().unsqueeze(-1)
+        read = (k[token].unsqueeze(-1) * state).sum(1)  # [heads, V]
+        written = (v[token] - read) * beta[token].unsqueeze(-1)
+        state = state + k[token].unsqueeze(-1) * written.unsqueeze(1)
+        rows.append((q[token].unsqueeze(-1) * state).sum(1))
+    return torch.stack(rows)
+
+
+def mamba2(x, dt, A, B, C, *, D, dt_bias, dt_softplus, dt_limit):
+    """x [tokens, heads, P], dt [tokens, heads], A, D, dt_bias [heads], B, C [tokens, groups, N] ->
+    [tokens, heads, P]."""
+    heads = x.shape[1]
+    B, C = (y.repeat_interleave(heads // y.shape[1], dim=1) for y in (B, C))
+    dt = dt + dt_bias
+    if dt_softplus:
+        dt = functional.softplus(dt)
+    dt = dt.clamp(*dt_limit)
+    state = x.new_zeros(heads, x.shape[2], B.shape[2])
+    rows = []
+    for token in range(x.shape[0]):
+        added = (dt[token].unsqueeze(-1) * x[token]).unsqueeze(-1) * B[token].unsqueeze(1)
+        state = state * (dt[token] * A).exp()[:, None, None] + added
+        rows.append((state * C[token].unsqueeze(1)).sum(-1) + D.unsqueeze(-1) * x[token])
+    return torch.stack(rows)
