@@ -154,10 +154,10 @@ def segments_work(kind: str, strategy: str, degree: int, *, nodes: int = 1) -> L
     peers = degree - 1
     both_ways = 2 if segments_of_rank(degree, strategy) == 2 else 1  # before and behind
     lanes = 2 if 1 < nodes < degree else 1
-    # 1. halos, there and back: a send and a receipt on each side
+    # 1. halos, there and back: one from the rank before each segment, and one to that behind
     launches = SEGMENT_HALO_LAUNCHES
     posts = HALO_PASSES * lanes
-    messages = 2 * HALO_PASSES * (1 if degree == 2 else both_ways)
+    messages = HALO_PASSES * both_ways * min(2, peers)
     # 2. summaries, in the forward and in the backward: to all ranks behind, from all before
     if kind != "convolution":
         steps = summaries(degree, strategy)

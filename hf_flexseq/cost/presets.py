@@ -224,7 +224,8 @@ QWEN3_5_35B_A3B = ModelShape(
 )
 # https://huggingface.co/nvidia/NVIDIA-Nemotron-3-Nano-30B-A3B-BF16/blob/main/config.json: sizes,
 # 23 Mamba 2 layers, 6 of full attention, 23 of experts alone; 6 of 128 experts of 1,856 and a
-# shared one of 3,712 to a token. 31.6 B parameters, 3.6 B active with the embeddings: arXiv 2512.20848.
+# shared one of 3,712 to a token. 31.6 B parameters, 3.6 B active with the embeddings: arXiv
+# 2512.20848.
 NEMOTRON_3_NANO = ModelShape(
     layers=52,
     hidden=2688,
