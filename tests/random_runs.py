@@ -568,6 +568,7 @@ def had(drawn: Run, used: Used) -> set[str]:
         "chunk": any(kind.reach.chunk for kind in drawn.kinds),
         "sinks": any(kind.sinks for kind in drawn.kinds),
         "softcap": any(kind.softcap for kind in drawn.kinds),
+        **{kind: any(one.recurrent == kind for one in drawn.kinds) for kind in RECURRENT},
         "values of another size": any(kind.value_size != HEAD_DIM for kind in drawn.kinds),
     }
     return found | {name for name, is_so in named.items() if is_so}

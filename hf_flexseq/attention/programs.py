@@ -8,6 +8,7 @@ from hf_flexseq.attention.replay import BoundProgram
 from hf_flexseq.attention.uploads import Uploads
 from hf_flexseq.distributed.communicator import Communicator
 from hf_flexseq.kernels import Kernel
+from hf_flexseq.kernels.scans.grid import ChunkGrid
 from hf_flexseq.layers import FULL, Reach
 from hf_flexseq.program.compile import Parts, backward, backward_of_rows, forward, of_rows
 from hf_flexseq.program.instructions import LayerShape, Program, RowShape
@@ -41,7 +42,7 @@ def layer_shape(
 class MicroBatchPrograms:
     """Compiles a program when a layer first asks for it, or ahead."""
 
-    __slots__ = ("_bound", "_communicator", "_compiled", "_kernel", "_uploads", "parts")
+    __slots__ = ("_bound", "_communicator", "_compiled", "_grid", "_kernel", "_uploads", "parts")
 
     def __init__(
         self,
@@ -55,6 +56,7 @@ class MicroBatchPrograms:
         self._communicator = communicator
         self._kernel = kernel
         self._uploads = Uploads(parts.tables, device)
+        self._grid: ChunkGrid | None = None
         self._compiled: dict[ProgramKey, Program] = {}
         self._bound: dict[ProgramKey, BoundProgram] = {}
 
@@ -86,6 +88,13 @@ class MicroBatchPrograms:
     def keys(self) -> tuple[ProgramKey, ...]:
         """Which programs there are."""
         return tuple(self._bound)
+
+    @property
+    def grid(self) -> ChunkGrid:
+        """The chunks in which recurrent layers go through this rank's segments."""
+        if self._grid is None:
+            self._grid = ChunkGrid(self.parts.segments().lengths, self._uploads.device)
+        return self._grid
 
     def index(self, number: int) -> torch.Tensor:
         """Return an index array of the tables, int64 [n], on the device."""

@@ -45,6 +45,7 @@ def test_what_is_drawn_has_something_of_everything():
         *("several zones on a rank", "remapped", "pipeline"),
         *("checkpointing", "checkpointing, attention kept", "deterministic"),
         *("window", "chunk", "sinks", "softcap", "values of another size"),
+        *("convolution", "gated delta", "kimi delta", "mamba2"),
     ):
         assert counts[name] >= 0.05 * drawn, name
     for name in ("pipeline: ranks share chunks", "pipeline: several stages per rank"):

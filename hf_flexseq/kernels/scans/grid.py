@@ -1,0 +1,120 @@
+"""Rows of tokens as chunks that recurrent layers go through, and back.
+
+    rows     segment after segment, [tokens, ...]
+    chunks   of `CHUNK` tokens each, the last one of a segment filled up with zeros
+
+Segments do not see each other, so the first chunks of all are computed together, then the second
+ones, and so on. Chunks are numbered in this order, the segments with the most chunks first in
+each step, so that a step is a range of chunks, and its states are the first ones of all:
+
+    segments of 5, 9 and 2 tokens, chunks of 4      chunks 0 1 2 | 3 4 | 5
+    (1, 0, 2 by their number of chunks)             segment 1 0 2 | 1 0 | 1
+"""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+# Tokens of a chunk: work within chunks grows with it, that from chunk to chunk with one over it.
+CHUNK = 64
+
+
+class Step(NamedTuple):
+    """Chunks that are computed together, one of each segment that has any left."""
+
+    chunks: slice | torch.Tensor
+    """Their numbers."""
+    active: int
+    """How many these are: the first segments, in the order of their number of chunks."""
+
+
+class ChunkGrid:
+    """The chunks of the segments of a micro-batch."""
+
+    __slots__ = ("_place", "_slots", "_steps_of", "chunk", "chunks", "counts", "device", "order", "tokens")
+
+    def __init__(self, lengths: Sequence[int], device: torch.device) -> None:
+        """Number the chunks. lengths: tokens of each segment, in the order of the rows."""
+        self.chunk = CHUNK
+        self.device = device
+        self.tokens = sum(lengths)
+        counts = -(-np.array(lengths, dtype=np.int64) // CHUNK)  # chunks of each segment
+        self.counts = counts
+        self.chunks = int(counts.sum())
+        self.order = np.argsort(-counts, kind="stable")  # place -> segment
+        """[segments] Segments by their number of chunks, the most first."""
+        self._place = np.argsort(self.order)  # segment -> place
+        self._slots = self._make_slots(lengths)
+        self._steps_of: dict[tuple[int, ...] | None, tuple[Step, ...]] = {}
+
+    def _first_chunks(self) -> np.ndarray:
+        """Return the number of the first chunk of each step, [steps + 1]."""
+        most = int(self.counts.max(initial=0))
+        active = (self.counts[:, None] > np.arange(most)).sum(axis=0)  # [steps]
+        return np.concatenate((np.zeros(1, dtype=np.int64), active.cumsum()))
+
+    def _make_slots(self, lengths: Sequence[int]) -> torch.Tensor | None:
+        """Return where each row stands in all chunks, one after the other, [tokens]; None where
+        rows are chunks already."""
+        tokens = np.array(lengths, dtype=np.int64)
+        if len(tokens) == 1 and tokens[0] % CHUNK == 0:
+            return None
+        segment = np.repeat(np.arange(len(tokens)), tokens)  # [tokens]
+        starts = tokens.cumsum() - tokens
+        within = np.arange(self.tokens) - starts[segment]
+        chunk = self._first_chunks()[within // CHUNK] + self._place[segment]
+        slots = chunk * CHUNK + within % CHUNK
+        return torch.from_numpy(slots).to(self.device)
+
+    def steps(self, chosen: Sequence[int] | None = None) -> tuple[Step, ...]:
+        """Return the steps through all chunks, or through those of chosen segments.
+
+        The states of a step are those of its first `active` segments: of all segments in `order`,
+        or of the chosen ones as `sort` has them.
+        """
+        key = None if chosen is None else tuple(chosen)
+        if key not in self._steps_of:
+            firsts = self._first_chunks()
+            if key is None:
+                steps = []
+                for first, stop in zip(firsts[:-1], firsts[1:], strict=True):
+                    steps.append(Step(slice(int(first), int(stop)), int(stop - first)))
+            else:
+                steps = self._chosen_steps(key, firsts)
+            self._steps_of[key] = tuple(steps)
+        return self._steps_of[key]
+
+    def _chosen_steps(self, chosen: tuple[int, ...], firsts: np.ndarray) -> list[Step]:
+        segments = np.array(self.sort(chosen), dtype=np.int64)
+        steps = []
+        for step in range(int(self.counts[segments].max(initial=0))):
+            active = segments[self.counts[segments] > step]
+            numbers = firsts[step] + self._place[active]
+            first, last = int(numbers[0]), int(numbers[-1])
+            if last - first == len(numbers) - 1:
+                steps.append(Step(slice(first, last + 1), len(numbers)))
+            else:
+                steps.append(Step(torch.from_numpy(numbers).to(self.device), len(numbers)))
+        return steps
+
+    def sort(self, chosen: Sequence[int]) -> list[int]:
+        """Return chosen segments by their number of chunks, the most first."""
+        return sorted(chosen, key=lambda segment: int(self._place[segment]))
+
+    def to_chunks(self, x: torch.Tensor) -> torch.Tensor:
+        """Return rows as chunks: [tokens, H, ...] -> [chunks, H, CHUNK, ...], zeros at the ends of
+        segments."""
+        if self._slots is not None:
+            slots = x.new_zeros(self.chunks * self.chunk, *x.shape[1:])
+            x = slots.index_copy(0, self._slots, x)
+        # [chunks x CHUNK, H, ...] -> [chunks, CHUNK, H, ...] -> [chunks, H, CHUNK, ...]
+        return x.view(self.chunks, self.chunk, *x.shape[1:]).transpose(1, 2)
+
+    def rows(self, x: torch.Tensor) -> torch.Tensor:
+        """Return chunks as rows: [chunks, H, CHUNK, ...] -> [tokens, H, ...]."""
+        slots = x.transpose(1, 2).flatten(0, 1)  # [chunks x CHUNK, H, ...]
+        if self._slots is None:
+            return slots
+        return slots.index_select(0, self._slots)
