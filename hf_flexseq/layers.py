@@ -127,3 +127,59 @@ class Scores(NamedTuple):
 
     softcap: float | None = None
     """A scaled score s becomes softcap x tanh(s / softcap); None leaves it as it is."""
+
+
+# Recurrent layers: a delta rule with one decay of a head (Gated DeltaNet), or with one of each key
+# channel (KDA), a state space (Mamba 2), and a short convolution with gates alone (LFM2).
+RECURRENT_KINDS = ("gated_delta", "kimi_delta", "mamba2", "convolution")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RecurrentShape:
+    """The sizes of a recurrent layer.
+
+    Its state is [value_heads, key_dim, value_dim]; a convolution alone has none.
+    """
+
+    kind: str
+    """One of `RECURRENT_KINDS`."""
+
+    key_heads: int = 0
+    """Heads of queries and keys; of a Mamba 2, its groups of B and C."""
+
+    value_heads: int = 0
+    """Heads of values, and of the state."""
+
+    key_dim: int = 0
+    """Size of a head of queries and keys; of a Mamba 2, that of its state."""
+
+    value_dim: int = 0
+    """Size of a head of values."""
+
+    width: int
+    """Rows that the convolution before the scan reads, the token's own among them."""
+
+    channels: int
+    """Columns of these rows."""
+
+    def __post_init__(self) -> None:
+        if self.kind not in RECURRENT_KINDS:
+            raise ValueError(
+                f"a recurrent layer of the kind {self.kind!r} is not known here; these are: "
+                f"{', '.join(RECURRENT_KINDS)}"
+            )
+
+    @property
+    def state_numbers(self) -> int:
+        """Numbers in the state of all heads."""
+        return self.value_heads * self.key_dim * self.value_dim
+
+    @property
+    def transition_numbers(self) -> int:
+        """Numbers in what takes the state before a segment to the one behind it, all heads."""
+        if self.kind in ("gated_delta", "kimi_delta"):
+            return self.value_heads * self.key_dim * self.key_dim
+        return self.value_heads if self.kind == "mamba2" else 0
+
+    def __str__(self) -> str:
+        return self.kind.replace("_", " ")

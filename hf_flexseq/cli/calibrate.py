@@ -28,7 +28,6 @@ def _summary(record: dict[str, Any]) -> str:
     errors = record["hold_out"]
     nodes, ranks_per_node = record["topology"]
     speeds = ", ".join(f"{degree}: {speed / 1e9:.3g}" for degree, speed in cost["bandwidths"])
-    attention_ps = 1e12 * cost["attention_s"]
     linear_us = 1e6 * cost["linear_s"]
     micro_batch_ms = 1e3 * cost["micro_batch_s"]
     mean_percent = 100 * errors["mean"]
@@ -36,8 +35,8 @@ def _summary(record: dict[str, Any]) -> str:
     lines = (
         f"{record['model']} in {record['dtype']} on {nodes} x {ranks_per_node} "
         f"{record['device']}, torch {record['torch']}",
-        f"attention {attention_ps:.4g} ps per squared token, the rest {linear_us:.4g} us per "
-        f"token, {micro_batch_ms:.4g} ms per micro-batch",
+        f"{_attention(cost)}the rest {linear_us:.4g} us per token, {micro_batch_ms:.4g} ms per "
+        "micro-batch",
         *_kinds(cost),
         f"GB/s by degree: {speeds}",
         _host(record),
@@ -45,6 +44,17 @@ def _summary(record: dict[str, Any]) -> str:
         f"{mean_percent:.1f} % on average, {p95_percent:.1f} % at the 95th percentile",
     )
     return "\n".join(lines)
+
+
+def _attention(cost: dict[str, Any]) -> str:
+    """Describe the attention of layers that read all keys, as the beginning of a line; nothing
+    where there are none."""
+    attention_ps = 1e12 * cost["attention_s"]
+    if not cost["kinds"]:
+        return f"attention {attention_ps:.4g} ps per squared token, "
+    if not attention_ps:
+        return ""
+    return f"full attention {attention_ps:.4g} ps per squared token, "
 
 
 def _kinds(cost: dict[str, Any]) -> list[str]:

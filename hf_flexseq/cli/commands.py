@@ -13,7 +13,6 @@ from hf_flexseq.cli.files import (
 )
 from hf_flexseq.cli.planning import planned, steps_of
 from hf_flexseq.cost import step_ns
-from hf_flexseq.cost.kinds import layers_text
 from hf_flexseq.cost.presets import load_cost_model
 from hf_flexseq.cost.stages import PipelineCost
 from hf_flexseq.plan import Plan, check
@@ -172,7 +171,7 @@ def _layers(options: Namespace) -> str:
     has several."""
     if options.cost_model is None:
         return ""
-    return layers_text(load_cost_model(options.cost_model).kinds, before="; ")
+    return load_cost_model(options.cost_model).layers_text(before="; ")
 
 
 def _summary(made: Plan | PipelinePlan) -> str:

@@ -14,7 +14,6 @@ from itertools import islice
 from hf_flexseq.cli.planning import planned, steps_of
 from hf_flexseq.cli.progress import Progress
 from hf_flexseq.cost import CostModel
-from hf_flexseq.cost.kinds import layers_text
 from hf_flexseq.cost.presets import load_cost_model
 from hf_flexseq.plan import Plan
 from hf_flexseq.planner import CHOICES
@@ -72,7 +71,7 @@ def compare(options: Namespace) -> None:
     print(
         f"{len(steps)} step{'s' * (len(steps) != 1)}, {sum(map(len, steps)):,} sequences, "
         f"{sum(map(sum, steps)):,} tokens on {topology.nodes} x {topology.ranks_per_node} ranks, "
-        f"{cost.name}{layers_text(cost.kinds, before=', ')}, {options.sync}; per step:"
+        f"{cost.name}{cost.layers_text(before=', ')}, {options.sync}; per step:"
     )
     print(_line(COLUMNS), flush=True)
     problems = []

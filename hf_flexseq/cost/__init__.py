@@ -5,6 +5,7 @@ stages.
     constants.py  its constants: their meaning, checks and JSON
     transfers.py  what a group moves, and at what pace
     kinds.py      layers that read a window or a chunk: their pairs and halos
+    recurrent.py  layers that scan: their second pass, summaries and halos
     evaluate.py   groups, micro-batches and steps by a cost model
     launches.py   what the host does for a group in one layer, counted
     stages.py     chunks on the stages of a pipeline

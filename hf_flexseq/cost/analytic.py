@@ -4,13 +4,16 @@ bytes/s.
 Good enough to rank plans on a machine nobody has measured; a measured model is better.
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from hf_flexseq.cost import PIECE_ROWS, CostModel
-from hf_flexseq.cost.kinds import NearLayers
+from hf_flexseq.cost.kinds import NearLayers, halo_tokens
 from hf_flexseq.cost.launches import EXCHANGES
+from hf_flexseq.cost.recurrent import SCAN_CHUNK, RecurrentLayers
 from hf_flexseq.cost.sharding import TRIPS, shards_span_nodes
-from hf_flexseq.layers import Reach
+from hf_flexseq.layers import FULL, Reach, RecurrentShape
 from hf_flexseq.topology import Topology
 
 # Bytes of one parameter, all float32: the weight, its gradient, and Adam's two moments.
@@ -39,50 +42,34 @@ NCCL_CONTACT_S = 0.7
 # window has (FlashAttention's blocks, https://github.com/Dao-AILab/flash-attention).
 BLOCK_KEYS = 128
 
+# Share of a GPU's FLOP/s, as it has them in training, that a chunked scan achieves: 32,768 tokens
+# of 64 Gated DeltaNet heads of 128 take an H800 15.56 ms forward and backward
+# (https://github.com/fla-org/flash-linear-attention/pull/691), and `_scan_flops` counts 1.16 TFLOP
+# for these. By the same page a quarter of it on each of four ranks takes 5.73 ms, transfers
+# included, 47 % more than the quarter alone; the arithmetic of the second pass is 36 % more.
+SCAN_EFFICIENCY = 0.17
+
 # Share of a device's memory to plan with.
 MEMORY_FRACTION = 0.85
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ModelShape:
-    """A Llama-like decoder in numbers."""
+# Under checkpointing so many layers are whole at once: the one that is recomputed, and what the
+# backward of the one behind it has left.
+WHOLE_LAYERS = 2
 
-    layers: int
-    """Decoder layers."""
-    hidden: int
-    """Width of the hidden states."""
+# Slices of a sequence that a rank has at most.
+SLICES = 2
+
+
+class HeadShape(NamedTuple):
+    """The heads of an attention layer."""
+
     heads: int
     """Query heads."""
     kv_heads: int
     """Heads of keys and values."""
     head_dim: int
     """Width of a head."""
-    intermediate: int
-    """Width inside the MLP; with experts, inside all those of one token together."""
-    vocab: int
-    """Tokens of the vocabulary."""
-    params: int
-    """All parameters, embeddings included."""
-    dtype_bytes: int = 2
-    """Bytes of one activation."""
-    reaches: tuple[tuple[int, Reach], ...] = ()
-    """(layers, reach) of the layers that read a window or a chunk only; all others read all
-    keys."""
-    active_params: int | None = None
-    """Parameters that work on one token, embeddings included: with experts fewer than all, and
-    more by an embedding that is the head, too. None: all."""
-
-    def __post_init__(self) -> None:
-        if self.full_layers < 0:
-            raise ValueError(
-                f"{self.layers - self.full_layers} layers with a window or a chunk, of "
-                f"{self.layers} layers"
-            )
-
-    @property
-    def full_layers(self) -> int:
-        """Layers that read all keys."""
-        return self.layers - sum(layers for layers, _ in self.reaches)
 
     @property
     def query_width(self) -> int:
@@ -96,6 +83,84 @@ class ModelShape:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class ModelShape:
+    """A Llama-like decoder in numbers."""
+
+    layers: int
+    """Decoder layers."""
+    hidden: int
+    """Width of the hidden states."""
+    heads: int
+    """Query heads; where layers differ, the most of one."""
+    kv_heads: int
+    """Heads of keys and values; where layers differ, the most of one."""
+    head_dim: int
+    """Width of a head; where layers differ, the largest."""
+    intermediate: int
+    """Width inside the MLP; with experts, inside all those of one token together."""
+    vocab: int
+    """Tokens of the vocabulary."""
+    params: int
+    """All parameters, embeddings included."""
+    dtype_bytes: int = 2
+    """Bytes of one activation."""
+    reaches: tuple[tuple[int, Reach], ...] = ()
+    """(layers, reach) of the layers that read a window or a chunk only; all others read all
+    keys."""
+    recurrent: tuple[tuple[int, RecurrentShape], ...] = ()
+    """(layers, sizes) of layers that go through a sequence from its first token to its last."""
+    without_attention: int = 0
+    """Layers that have no attention."""
+    active_params: int | None = None
+    """Parameters that work on one token, embeddings included: with experts fewer than all, and
+    more by an embedding that is the head, too. None: all."""
+    head_shapes: tuple[tuple[Reach, HeadShape], ...] = ()
+    """(reach, heads of its layers) where layers differ; () where all have `heads`, `kv_heads` and
+    `head_dim`."""
+
+    def __post_init__(self) -> None:
+        with_attention = self.layers - self.without_attention
+        if self.full_layers < 0:
+            raise ValueError(
+                f"{with_attention - self.full_layers} layers with a window or a chunk, of "
+                f"{with_attention} layers"
+            )
+        for layers, shape in self.recurrent:
+            if layers > self.layers:
+                raise ValueError(f"{layers} {shape} layers, of {self.layers} layers")
+
+    @property
+    def full_layers(self) -> int:
+        """Layers that read all keys."""
+        return self.attention_count - sum(layers for layers, _ in self.reaches)
+
+    @property
+    def attention_count(self) -> int:
+        """Layers with attention."""
+        return self.layers - self.without_attention
+
+    def heads_of(self, reach: Reach) -> HeadShape:
+        """Return the heads of the layers of a reach."""
+        same = HeadShape(self.heads, self.kv_heads, self.head_dim)
+        return dict(self.head_shapes).get(reach, same)
+
+    def attention_layers(self) -> Iterator[tuple[int, Reach, HeadShape]]:
+        """Yield (layers, their reach, their heads) of all layers with attention."""
+        for layers, reach in ((self.full_layers, FULL), *self.reaches):
+            yield layers, reach, self.heads_of(reach)
+
+    @property
+    def query_numbers(self) -> int:
+        """Numbers in a token's queries, all layers."""
+        return sum(layers * heads.query_width for layers, _, heads in self.attention_layers())
+
+    @property
+    def kv_numbers(self) -> int:
+        """Numbers in a token's keys and values, all layers."""
+        return sum(layers * heads.kv_width for layers, _, heads in self.attention_layers())
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class DeviceSpec:
     """What one rank's device achieves (not its peak)."""
 
@@ -105,6 +170,10 @@ class DeviceSpec:
     """FLOP/s in training kernels."""
     memory_bytes: float
     """Memory one rank can use, in bytes."""
+    memory_rate: float = 2.3e12
+    """Bytes/s that kernels move between the device and its memory."""
+    scan_efficiency: float = SCAN_EFFICIENCY
+    """Share of `flops` in the scans of recurrent layers."""
     intra_bytes: float
     """Bytes/s a rank moves to ranks of its own node."""
     inter_bytes: float
@@ -132,8 +201,9 @@ class DeviceSpec:
     """Query heads x tokens that make a piece worth a kernel call, as in `CostModel`."""
 
 
-# Achieved rates: about 45 % of the dense bf16 peak, 70 % of NVLink one way, one 400 (A100: 200)
-# Gb/s NIC per rank.
+# Achieved rates: about 45 % of the dense bf16 peak, 70 % of NVLink one way and of the memory's
+# (3.35 TB/s of an H100, 4.8 of an H200, 2.0 and 1.6 of the A100s), one 400 (A100: 200) Gb/s NIC
+# per rank.
 DEVICES = {
     device.name: device
     for device in (
@@ -141,6 +211,7 @@ DEVICES = {
             name="H200",
             flops=4.4e14,
             memory_bytes=139 * 2**30,
+            memory_rate=3.4e12,
             intra_bytes=3e11,
             inter_bytes=4e10,
             layer_s=5e-4,
@@ -157,6 +228,7 @@ DEVICES = {
             name="A100-80GB",
             flops=1.4e14,
             memory_bytes=79 * 2**30,
+            memory_rate=1.4e12,
             intra_bytes=2e11,
             inter_bytes=2e10,
             layer_s=5e-4,
@@ -165,6 +237,7 @@ DEVICES = {
             name="A100-40GB",
             flops=1.4e14,
             memory_bytes=39 * 2**30,
+            memory_rate=1.1e12,
             intra_bytes=2e11,
             inter_bytes=2e10,
             layer_s=5e-4,
@@ -173,6 +246,8 @@ DEVICES = {
             name="CPU",
             flops=3e10,
             memory_bytes=4 * 2**30,
+            memory_rate=5e9,
+            scan_efficiency=0.3,
             intra_bytes=1e9,
             inter_bytes=1e8,
             layer_s=1e-3,
@@ -215,10 +290,8 @@ def analytic_cost_model(
     flops_per_weight = 8 if checkpointing else 6
     active = shape.params if shape.active_params is None else shape.active_params
     computed = active - shape.vocab * shape.hidden  # looking up embeddings is no arithmetic
-    # causal: 2 s^2 q forward, 5 s^2 q backward
-    layer_flops = 7.0 * shape.query_width
-    # 2. transfers, as bytes of one number of every layer
-    moved = shape.layers * shape.dtype_bytes
+    # 2. transfers
+    moved = shape.dtype_bytes  # bytes of one number
     # of q, k, v and the output: forward, again for the backward, gradients
     exchanges = 3.0 if checkpointing else 2.0
     parameters_gathered = 0
@@ -226,6 +299,9 @@ def analytic_cost_model(
         parameters_gathered = TRIPS * shape.params * shape.dtype_bytes
     # 3. memory
     state_bytes, sharded_bytes = _state_bytes(shape.params, zero_stage)
+    if topology.world_size > 1:
+        state_bytes += _halo_bytes(shape, checkpointing)
+        state_bytes += _summary_bytes(shape, topology.world_size)
     token_bytes = _token_bytes(shape, checkpointing)
     if chunked_loss:
         state_bytes += float(FLOAT32_BYTES * shape.vocab * shape.hidden)
@@ -234,15 +310,15 @@ def analytic_cost_model(
         token_bytes += shape.vocab * (shape.dtype_bytes + 2 * FLOAT32_BYTES)
     return CostModel(
         name=f"analytic-{device.name}",
-        attention_s=shape.full_layers * layer_flops / device.flops,
+        attention_s=shape.full_layers * _pair_flops(shape.heads_of(FULL)) / device.flops,
         linear_s=computed * flops_per_weight / device.flops,
         micro_batch_s=shape.layers * device.layer_s
         + parameters_gathered / _bandwidth(device, topology, replicas),
-        group_s=shape.layers * EXCHANGES * _beyond_post(device),
-        all_to_all_bytes=moved * exchanges * (2 * shape.query_width + shape.kv_width),
+        group_s=_exchanging_layers(shape) * EXCHANGES * _beyond_post(device),
+        all_to_all_bytes=moved * exchanges * (2 * shape.query_numbers + shape.kv_numbers),
         # keys and values in both directions, and their gradients
-        ring_bytes=moved * 3.0 * shape.kv_width,
-        query_bytes=float(moved * shape.query_width),
+        ring_bytes=moved * 3.0 * shape.kv_numbers,
+        query_bytes=float(moved * shape.query_numbers),
         ring_overlap=device.overlap,
         bandwidths=_bandwidths(device, topology),
         heads=shape.heads,
@@ -258,22 +334,112 @@ def analytic_cost_model(
         post_s=shape.layers * device.post_s,
         host_overlap=device.overlap,
         contact_s=device.contact_s,
-        kinds=_kinds(shape, layer_flops / device.flops, device),
+        kinds=_kinds(shape, device),
+        recurrent=_recurrent(shape, device, checkpointing),
+        attention_share=shape.attention_count / shape.layers,
     )
 
 
-def _kinds(shape: ModelShape, layer_s: float, device: DeviceSpec) -> tuple[NearLayers, ...]:
-    """Return the kinds of a model's layers. layer_s: seconds of one layer per two pairs."""
+def _pair_flops(heads: HeadShape) -> float:
+    """Return the FLOPs of a layer's attention per two (query, key) pairs, forward and backward."""
+    # 2 FLOPs for each of 7 products, two of them in the forward, of which half are causal
+    return 7.0 * heads.query_width
+
+
+def _kinds(shape: ModelShape, device: DeviceSpec) -> tuple[NearLayers, ...]:
+    """Return the kinds of a model's layers."""
     kinds = []
     for layers, reach in shape.reaches:
         blocks = 1.0
         if reach.window is not None:
             blocks += device.block_keys / reach.window
+        layer_s = _pair_flops(shape.heads_of(reach)) / device.flops  # of two pairs
         kind = NearLayers(
-            reach=reach, share=layers / shape.layers, attention_s=layers * layer_s * blocks
+            reach=reach,
+            share=layers / shape.attention_count,
+            attention_s=layers * layer_s * blocks,
         )
         kinds.append(kind)
     return tuple(kinds)
+
+
+def _exchanging_layers(shape: ModelShape) -> int:
+    """Count the layers that exchange something, twice where one has attention and a scan; each of
+    them as often as Ulysses."""
+    return shape.attention_count + sum(layers for layers, _ in shape.recurrent)
+
+
+def _recurrent(
+    shape: ModelShape, device: DeviceSpec, checkpointing: bool
+) -> tuple[RecurrentLayers, ...]:
+    """Return the recurrent layers of a model: modelled, by arithmetic and bytes."""
+    passes = 4 if checkpointing else 3  # forward, two in the backward, forward again
+    kinds = []
+    for layers, sizes in shape.recurrent:
+        scan_flops = device.flops * device.scan_efficiency
+        # A convolution reads and writes its rows: forward, and there and back in the backward.
+        rows = 5 + 2 * checkpointing
+        row_bytes = sizes.channels * shape.dtype_bytes
+        scan_s = passes * _scan_flops(sizes) / scan_flops
+        convolution_s = rows * row_bytes / device.memory_rate
+        kinds.append(
+            RecurrentLayers(
+                kind=sizes.kind,
+                share=layers / shape.layers,
+                token_s=layers * (scan_s + convolution_s),
+                again_s=layers * _again_flops(sizes) / scan_flops,
+                chunk=1 if sizes.kind == "convolution" else SCAN_CHUNK,
+                summary_bytes=float(layers * _summary_numbers(sizes) * FLOAT32_BYTES),
+                halo_bytes=float(layers * (sizes.width - 1) * row_bytes),
+                # there and back around the convolution and the scan
+                row_bytes=layers * (3.0 if checkpointing else 2.0) * _row_bytes(shape, sizes),
+            )
+        )
+    return tuple(kinds)
+
+
+def _scan_flops(sizes: RecurrentShape) -> float:
+    """Return the FLOPs of a layer's scan per token, forward, with keys of K and values of V
+    numbers and chunks of C tokens.
+
+    A chunk of a delta rule has five products of [C, C] with keys or values and an inverse, and
+    three of [C, K] with a state; one of Mamba 2 has two, one of them once for all heads of a
+    group, and two with a state.
+    """
+    chunk, key, value = SCAN_CHUNK, sizes.key_dim, sizes.value_dim
+    if sizes.kind == "mamba2":
+        of_group = 2 * chunk * key
+        of_head = 2 * chunk * value + 4 * key * value
+        return float(sizes.key_heads * of_group + sizes.value_heads * of_head)
+    of_head = 2 * chunk * (3 * key + 2 * value) + 6 * key * value + chunk * chunk
+    return float(sizes.value_heads * of_head)
+
+
+def _again_flops(sizes: RecurrentShape) -> float:
+    """Return the FLOPs of a layer's second pass per token: end states and transitions in the
+    forward, gradients of the states in the backward."""
+    chunk, key, value = SCAN_CHUNK, sizes.key_dim, sizes.value_dim
+    if sizes.kind == "mamba2":
+        return float(sizes.value_heads * 4 * key * value)
+    forward = 4 * key * (key + value)
+    backward = 6 * key * value + 2 * chunk * value
+    return float(sizes.value_heads * (forward + backward))
+
+
+def _summary_numbers(sizes: RecurrentShape) -> int:
+    """Return the numbers of a segment's summary in one layer, float32."""
+    return sizes.state_numbers + sizes.transition_numbers
+
+
+def _row_bytes(shape: ModelShape, sizes: RecurrentShape) -> int:
+    """Return the bytes of a token's rows into and out of a layer's convolution and scan."""
+    numbers = 2 * sizes.channels
+    if sizes.kind != "convolution":
+        keys = 2 * sizes.key_heads * sizes.key_dim
+        decays = sizes.key_dim if sizes.kind == "kimi_delta" else 1
+        # queries and keys; values in and out; decays and steps
+        numbers += keys + sizes.value_heads * (2 * sizes.value_dim + decays + 1)
+    return numbers * shape.dtype_bytes
 
 
 def _beyond_post(device: DeviceSpec) -> float:
@@ -299,16 +465,61 @@ def _state_bytes(params: int, zero_stage: int) -> tuple[float, float]:
 
 def _token_bytes(shape: ModelShape, checkpointing: bool) -> float:
     """Return the activation bytes per token, without the logits."""
-    log_sum_exp = shape.heads * FLOAT32_BYTES
-    numbers = 5 * shape.hidden + 2 * shape.query_width + shape.kv_width + 4 * shape.intermediate
-    layer = numbers * shape.dtype_bytes
+    log_sum_exps = 0  # bytes, of all layers
+    for layers, _, heads in shape.attention_layers():
+        log_sum_exps += layers * heads.heads * FLOAT32_BYTES
+    rest = 5 * shape.hidden + 4 * shape.intermediate  # numbers of a layer beside its mixers'
     if not checkpointing:
-        return float(shape.layers * (layer + log_sum_exp))
-    # Every layer keeps its input and what attention gave; two layers are whole while one is
-    # recomputed.
-    layer_input = shape.hidden * shape.dtype_bytes
-    attention_output = shape.query_width * shape.dtype_bytes + log_sum_exp
-    return float(shape.layers * (layer_input + attention_output) + 2 * layer)
+        numbers = shape.layers * rest + 2 * shape.query_numbers + shape.kv_numbers
+        scans = sum(layers * _scan_bytes(shape, sizes) for layers, sizes in shape.recurrent)
+        return float(numbers * shape.dtype_bytes + scans + log_sum_exps)
+    # Every layer keeps its input and what attention, or a scan, gave; some are whole.
+    mixer = 2 * shape.heads * shape.head_dim + 2 * shape.kv_heads * shape.head_dim
+    mixer_bytes = [float(mixer * shape.dtype_bytes)]
+    kept = shape.layers * shape.hidden + shape.query_numbers
+    for layers, sizes in shape.recurrent:
+        kept += layers * sizes.value_heads * sizes.value_dim
+        mixer_bytes.append(_scan_bytes(shape, sizes))
+    whole = rest * shape.dtype_bytes + max(mixer_bytes)
+    return float(kept * shape.dtype_bytes + WHOLE_LAYERS * whole + log_sum_exps)
+
+
+def _scan_bytes(shape: ModelShape, sizes: RecurrentShape) -> float:
+    """Return the bytes of a token that a recurrent layer holds from its forward to its backward:
+    rows around the convolution; queries, keys, values and what chunks are made of them; the gate;
+    and the states before chunks, in float32."""
+    numbers = 3 * sizes.channels
+    if sizes.kind != "convolution":
+        of_head = 3 * sizes.key_dim + 3 * sizes.value_dim + SCAN_CHUNK
+        if sizes.kind == "mamba2":
+            of_head = 3 * sizes.value_dim + SCAN_CHUNK
+        numbers += sizes.value_heads * of_head
+    return numbers * shape.dtype_bytes + FLOAT32_BYTES * sizes.state_numbers / SCAN_CHUNK
+
+
+def _summary_bytes(shape: ModelShape, ranks: int) -> float:
+    """Return the bytes that a rank holds for one sequence which all ranks share: the states and
+    transitions of its segments, all layers, and in one layer all summaries that it receives."""
+    kept = 0
+    received = 0
+    for layers, sizes in shape.recurrent:
+        summary = _summary_numbers(sizes) * FLOAT32_BYTES
+        kept += layers * SLICES * summary
+        received = max(received, (SLICES * ranks - 1) * summary)
+    return float(kept + received)
+
+
+def _halo_bytes(shape: ModelShape, checkpointing: bool) -> float:
+    """Return the bytes of the halos that a rank holds of one sequence between forward and
+    backward, all layers. Short sequences, of which there may be more, have one rank each."""
+    of_layers = []
+    for layers, reach, heads in shape.attention_layers():
+        if not reach.is_full:
+            halo = SLICES * halo_tokens(reach) * heads.kv_width * shape.dtype_bytes
+            of_layers += [halo] * layers
+    if checkpointing:  # the backward fetches them again
+        of_layers = sorted(of_layers)[-WHOLE_LAYERS:]
+    return float(sum(of_layers))
 
 
 def _bandwidth(device: DeviceSpec, topology: Topology, replicas: int) -> float:

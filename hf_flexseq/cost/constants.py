@@ -11,8 +11,19 @@ from dataclasses import MISSING, dataclass, fields
 from pathlib import Path
 from typing import Any, Self
 
-from hf_flexseq.cost.kinds import NearLayers, check_kinds, kinds_of_records
+from hf_flexseq.cost.kinds import (
+    NearLayers,
+    check_kinds,
+    full_share,
+    kinds_of_records,
+    percents,
+)
 from hf_flexseq.cost.launches import MOST_PER_RANK
+from hf_flexseq.cost.recurrent import (
+    RecurrentLayers,
+    check_recurrent,
+    recurrent_of_records,
+)
 from hf_flexseq.reading import parse_json, read_text
 from hf_flexseq.values import (
     MAX_BYTES,
@@ -98,6 +109,10 @@ class CostConstants:
     plan is decided by it."""
     kinds: tuple[NearLayers, ...] = ()
     """Layers that read a window or a chunk of their sequence; () where all read all keys."""
+    recurrent: tuple[RecurrentLayers, ...] = ()
+    """Layers that go through a sequence from its first token to its last; () without any."""
+    attention_share: float = 1.0
+    """Share of the layers that have attention."""
 
     def __post_init__(self) -> None:
         word("name", self.name)
@@ -125,6 +140,13 @@ class CostConstants:
             whole("heads", self.heads, least=1)
         whole("nics_per_node", self.nics_per_node, least=1)
         check_kinds(self.kinds)
+        check_recurrent(self.recurrent)
+        number("attention_share", self.attention_share, most=1.0)
+        if not self.attention_share and (self.kinds or self.attention_s):
+            raise ValueError(
+                "attention_share=0.0: attention of no layers takes attention_s or has kinds; give "
+                "the share of the layers that have attention, or leave these out"
+            )
         if not self.bandwidths:
             raise ValueError("bandwidths: give at least one (degree, bytes/s) pair")
         degrees = [whole("bandwidths, degree", one, most=MAX_RANKS) for one, _ in self.bandwidths]
@@ -170,7 +192,8 @@ class CostConstants:
         tokens = float(sum(lengths))
         slowest = min(speed for _, speed in self.bandwidths)
         ring_bytes = 2 * (self.ring_bytes or 0.0) + 2 * self.query_bytes
-        moved = 2 * self.all_to_all_bytes + ring_bytes  # a remapped token moves twice
+        row_bytes = sum(kind.row_bytes for kind in self.recurrent)
+        moved = 2 * self.all_to_all_bytes + ring_bytes + row_bytes  # a remapped token moves twice
         of_each_s = self.launch_s + self.post_s + self.message_s
         most_host_s = MOST_PER_RANK * world_size * of_each_s
         # a sequence of one token has two pairs to one squared token
@@ -181,6 +204,12 @@ class CostConstants:
             + moved * tokens / slowest
             + (self.micro_batch_s + self.group_s + most_host_s) * len(lengths)
         )
+        for kind in self.recurrent:
+            # a rank has two segments of a sequence at most, each with a chunk that is filled up
+            filled = tokens + 2 * kind.chunk * len(lengths)
+            longest_s += (kind.token_s + kind.again_s) * filled
+            exchanged = kind.exchanged_bytes(world_size, "zigzag") / slowest
+            longest_s += exchanged * len(lengths)
         if longest_s > MAX_SECONDS:
             raise ValueError(
                 f"cost model {self.name!r}: a step of {len(lengths)} sequences may take "
@@ -194,6 +223,20 @@ class CostConstants:
                 f"bytes, at most {MAX_BYTES:.3g} can be counted: check its constants"
             )
 
+    # ---- words
+
+    def layers_text(self, *, before: str = "") -> str:
+        """Return which share of the layers is of which kind, in words for people; nothing where
+        all read all keys. before: what the words follow."""
+        if not self.kinds and not self.recurrent:
+            return ""
+        shares = [(kind.share, kind.kind.replace("_", " ")) for kind in self.recurrent]
+        of_attention = [(kind.share, str(kind.reach)) for kind in self.kinds]
+        of_attention.append((full_share(self.kinds), "full"))
+        for share, name in of_attention:
+            shares.append((self.attention_share * share, name))
+        return f"{before}layers {percents(shares)}"
+
     # ---- JSON
 
     def to_record(self) -> dict[str, Any]:
@@ -206,7 +249,7 @@ class CostConstants:
             value = getattr(self, one.name)
             if one.name == "bandwidths":
                 record[one.name] = [[degree, float(speed)] for degree, speed in value]
-            elif one.name == "kinds":
+            elif one.name in ("kinds", "recurrent"):
                 record[one.name] = [kind.to_record() for kind in value]
             elif one.name in ("name", "heads", "ring_bytes", "nics_per_node"):
                 record[one.name] = value
@@ -225,6 +268,7 @@ class CostConstants:
         # The constructor checks the values.
         values["bandwidths"] = _bandwidths(values["bandwidths"])
         values["kinds"] = kinds_of_records(values.get("kinds", []))
+        values["recurrent"] = recurrent_of_records(values.get("recurrent", []))
         return cls(**values)
 
     def save(self, path: str | Path) -> None:

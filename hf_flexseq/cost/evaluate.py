@@ -135,7 +135,8 @@ def remapped_ns(
 ) -> RemappedNs:
     """Return the nanoseconds of `micro_batch` if it is remapped, without the constant.
 
-    Moving a token there and back is as many bytes as an all-to-all moves of it.
+    Moving a token there and back is as many bytes as an all-to-all moves of it, and with recurrent
+    layers those of their rows.
     """
     tokens = micro_batch.tokens_per_rank(lengths, topology.world_size)
     # 1. attention stays as it is
@@ -146,6 +147,7 @@ def remapped_ns(
     attention = _busy_ns(micro_batch.groups, attention_ns, topology)
     # 2. linear layers run on even shares
     share = -(-sum(tokens) // topology.world_size)
+    row_bytes = sum(kind.row_bytes for kind in cost.recurrent)
     # 3. the rank that moves most sets the pace, first inside nodes, then between them
     inside, between = moved_tokens(transport_arrays(tokens, topology), topology)
     one_byte_s = inside / cost.bandwidth(topology.ranks_per_node, False)  # of every token moved
@@ -154,7 +156,7 @@ def remapped_ns(
     return RemappedNs(
         attention=max(0, int(attention.max())),
         linear=round(cost.linear_s * share * 1e9),
-        moves=round(cost.all_to_all_bytes * one_byte_s * 1e9),
+        moves=round((cost.all_to_all_bytes + row_bytes) * one_byte_s * 1e9),
     )
 
 

@@ -33,7 +33,7 @@ class NearLayers:
     reach: Reach
     """Which keys their queries read."""
     share: float
-    """Share of the model's layers, and of the bytes that these move."""
+    """Share of the layers with attention, and of the bytes that these move."""
     attention_s: float
     """Seconds per two (query, key) pairs, forward and backward, all of these layers; about a
     squared token's where a sequence is within the reach."""
@@ -44,6 +44,11 @@ class NearLayers:
         whole(f"kinds, {self.reach}", halo_tokens(self.reach) + 1, most=MAX_TOKENS)
         number(f"kinds, {self.reach}, share", self.share, most=1.0)
         duration(f"kinds, {self.reach}, attention_s", self.attention_s)
+        if self.share == 0 and self.attention_s > 0:
+            raise ValueError(
+                f"kinds, {self.reach}: attention_s={self.attention_s} of no layers; give the "
+                "share of the layers that take them, or leave the kind out"
+            )
 
     def to_record(self) -> dict[str, Any]:
         """Return the kind as plain JSON values."""
@@ -73,13 +78,13 @@ def record_of(reach: Reach) -> dict[str, int]:
     return {name: size for name, size in sizes.items() if size is not None}
 
 
-def reach_of(record: Mapping[str, Any]) -> Reach:
+def reach_of(record: Mapping[str, Any], what: str = "kinds") -> Reach:
     """Return the reach of a record with a `window`, a `chunk`, or neither. Raises ValueError for
-    tokens that none can have."""
+    tokens that none can have, which begins with `what`, the name of the record."""
     sizes = {}
     for name in ("window", "chunk"):
         if record.get(name) is not None:
-            sizes[name] = whole(f"kinds, {name}", record[name], least=1, most=MAX_TOKENS)
+            sizes[name] = whole(f"{what}, {name}", record[name], least=1, most=MAX_TOKENS)
     return Reach(**sizes)
 
 
@@ -131,15 +136,38 @@ def busiest_pairs(reach: Reach, s: FloatArray, degree: int, strategy: str) -> Fl
 
     A slice at the start of its sequence has fewer than one behind it, whose queries read as far
     back as the window goes. The two slices of a rank in the middle (zigzag), or the last one
-    (balanced), have most. Chunks are taken to be even: with chunks about as long as slices a rank
-    may have twice as many.
+    (balanced), have most. Which chunks a slice begins and ends in differs from rank to rank.
     """
-    if degree == 1 or reach.window is None:
+    if degree == 1 or reach.is_full:
         return doubled_pairs(reach, s) / degree
+    if reach.chunk is not None:
+        upto = doubled_pairs(reach, _bounds(s, degree, strategy))  # [slices + 1, sequences]
+        return _busiest(np.diff(upto, axis=0), degree)
     if strategy == "balanced":
         return doubled_pairs(reach, s) - doubled_pairs(reach, s - s / degree)
     middle, half = s / 2, s / (2 * degree)  # the slices are next to the middle
     return doubled_pairs(reach, middle + half) - doubled_pairs(reach, middle - half)
+
+
+def _bounds(s: FloatArray, degree: int, strategy: str) -> FloatArray:
+    """Return where the slices of sequences begin, and where the last one ends, [slices + 1,
+    sequences]. s: [sequences] tokens."""
+    slices = degree if strategy == "balanced" else 2 * degree
+    bounds: FloatArray = np.floor(np.outer(np.arange(slices + 1), s) / slices)
+    return bounds
+
+
+def _busiest(of_slices: FloatArray, degree: int) -> FloatArray:
+    """Return the sum over the slices of the rank that has most, [sequences].
+
+    of_slices: [slices, sequences]. A rank has one slice, or the one as far from the end as its
+    first is from the start, too.
+    """
+    of_ranks = of_slices[:degree]
+    if len(of_slices) > degree:
+        of_ranks = of_ranks + of_slices[: degree - 1 : -1]
+    most: FloatArray = of_ranks.max(axis=0)
+    return most
 
 
 # ---- halos
@@ -156,21 +184,29 @@ def halos(reach: Reach, s: FloatArray, degree: int, strategy: str) -> FloatArray
     """Return the tokens that the busiest rank receives before a layer, [sequences].
 
     It has one slice under `balanced`, else two. Those of two ranks lie side by side in the rank
-    that has the middle ones, so that either rank receives one halo only.
+    that has the middle ones, so that either rank receives one halo only. A slice that begins where
+    a chunk does has none.
     """
+    if reach.chunk is not None:
+        return _chunk_halos(reach.chunk, s, degree, strategy)
     others = s * (degree - 1) / degree  # tokens that the rank does not hold
     slices = 1 if strategy == "balanced" or degree == 2 else 2
     return np.minimum(slices * halo_tokens(reach), others)
 
 
-def layers_text(kinds: Iterable[NearLayers], *, before: str = "") -> str:
-    """Return which share of the layers has which reach, in words for people; nothing where all
-    layers are full. before: what the words follow."""
-    kinds = tuple(kinds)
-    if not kinds:
-        return ""
-    parts = [f"{100 * kind.share:.3g} % {kind.reach}" for kind in kinds]
-    full = full_share(kinds)
-    if full:
-        parts.append(f"{100 * full:.3g} % full")
-    return f"{before}layers {', '.join(parts)}"
+def _chunk_halos(chunk: int, s: FloatArray, degree: int, strategy: str) -> FloatArray:
+    """Return `halos` of layers with chunks of `chunk` tokens, [sequences]."""
+    bounds = _bounds(s, degree, strategy)  # [slices + 1, sequences]
+    starts, stops = bounds[:-1], bounds[1:]
+    first_keys = starts - starts % chunk
+    if len(starts) > degree:
+        # What a rank's earlier slice has, its later one need not receive.
+        earlier = np.arange(degree)
+        later = 2 * degree - 1 - earlier
+        first_keys[later] = np.maximum(first_keys[later], stops[earlier])
+    return _busiest(starts - first_keys, degree)
+
+
+def percents(shares: Iterable[tuple[float, str]]) -> str:
+    """Return shares with their names, as percents, in words for people; those of none left out."""
+    return ", ".join(f"{100 * share:.3g} % {name}" for share, name in shares if share)

@@ -47,6 +47,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from hf_flexseq.cost.recurrent import EXCHANGES_EACH_WAY, segments_of_rank, summaries
+
 # Launches beside the turns: counts of the programs, which change with them.
 ULYSSES_LAUNCHES = 6  # heads in one piece
 ULYSSES_PIECE_LAUNCHES = 4  # every further piece
@@ -68,7 +70,13 @@ HALO_HYBRID_LAUNCHES = 23
 RING_AHEAD = 2
 
 # No count of a strategy exceeds so many for each rank of the group.
-MOST_PER_RANK = 32
+MOST_PER_RANK = 96
+
+# Of recurrent layers, beside those of a rank alone: around halos; around summaries; and for each
+# summary that is added to a state.
+SEGMENT_HALO_LAUNCHES = 12
+SUMMARY_LAUNCHES = 24
+SUMMARY_STEP_LAUNCHES = 8
 
 EXCHANGES = 4  # of Ulysses: to heads and back, forward and backward
 RING_PASSES = 3  # keys and values forward and backward, and their gradients
@@ -135,6 +143,28 @@ def halo_work(strategy: str, degree: int, *, nodes: int = 1) -> LayerWork:
         # A rank at the end of its node has one neighbour on it, and one that is not.
         posts = HALO_PASSES * (2 if 1 < nodes < degree else 1)
     return LayerWork(turns=turns, launches=launches, posts=posts, messages=messages)
+
+
+def segments_work(kind: str, strategy: str, degree: int, *, nodes: int = 1) -> LayerWork:
+    """Return what a rank of a group of `degree` ranks does beside a rank alone in one recurrent
+    layer, forward and backward.
+
+    kind: of the layer. nodes: that the group spans, with equally many ranks on each.
+    """
+    peers = degree - 1
+    both_ways = 2 if segments_of_rank(degree, strategy) == 2 else 1  # before and behind
+    lanes = 2 if 1 < nodes < degree else 1
+    # 1. halos, there and back: one from the rank before each segment, and one to that behind
+    launches = SEGMENT_HALO_LAUNCHES
+    posts = HALO_PASSES * lanes
+    messages = HALO_PASSES * both_ways * min(2, peers)
+    # 2. summaries, in the forward and in the backward: to all ranks behind, from all before
+    if kind != "convolution":
+        steps = summaries(degree, strategy)
+        launches += SUMMARY_LAUNCHES + 2 * SUMMARY_STEP_LAUNCHES * steps
+        posts += EXCHANGES_EACH_WAY * lanes
+        messages += EXCHANGES_EACH_WAY * both_ways * peers
+    return LayerWork(turns=0, launches=launches, posts=posts, messages=messages)
 
 
 def _ulysses(degree: int, nodes: int, pieces: int) -> LayerWork:

@@ -41,10 +41,21 @@ of a sequence, t_k the transfers of their share, and a_k measured,
     local     2 a_k p_k
     ulysses   as above, with 2 a_k p_k for a1 s^2 and t_k for t
     a ring, an all-gather   2 a_k p_k of the busiest rank + the bytes of its halos / v_d
-    hybrid    Ulysses' transfers + 2 a_k p_k stretch / d + the bytes of halos / v_d
+    hybrid    Ulysses' transfers + 2 a_k p_k of the busiest node stretch / its ranks + the bytes
+              of halos / v_d
 
 and full layers have the rest of the bytes; seconds add up over kinds, for layers follow each
-other. A halo is there before its one kernel call begins, so that nothing hides it. In a group,
+other. So do those of recurrent layers (`recurrent.py`), which take, with r_k seconds per token, a
+second pass of r'_k where several ranks share a sequence, and n the segments of a rank,
+
+    local     r_k s
+    ulysses   (r_k + r'_k) s / d; and a group (d - 1) summaries / v_d each way, and a halo
+    others    (r_k + r'_k) s / d + the summaries of all segments before, or behind, and n halos,
+              each way / v_d
+
+with s, or s / (d n), filled up to whole chunks.
+
+A halo is there before its one kernel call begins, so that nothing hides it. In a group,
 launches and posts are those of all its layers.
 
 Rejected: H as a sum. A long sequence launches as often as a short one, but a device that is busy
@@ -65,8 +76,8 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from hf_flexseq.cost.kinds import FloatArray, busiest_pairs, doubled_pairs, full_share
-from hf_flexseq.cost.launches import LayerWork, halo_work, layer_work
+from hf_flexseq.cost.kinds import FloatArray, busiest_pairs, full_share
+from hf_flexseq.cost.launches import LayerWork, halo_work, layer_work, segments_work
 from hf_flexseq.cost.transfers import RING_STRATEGIES, CostTransfers, nodes_spanned
 
 Int64Array = NDArray[np.int64]
@@ -81,7 +92,7 @@ ATTENTION_BACKWARD = 2.5
 
 # Constants that older models have not: where they are as in those, digests leave them out.
 HOST_CONSTANTS = ("launch_s", "post_s", "message_s", "host_overlap", "contact_s")
-LATER_CONSTANTS = (*HOST_CONSTANTS, "kinds")
+LATER_CONSTANTS = (*HOST_CONSTANTS, "kinds", "recurrent", "attention_share")
 
 
 class Waits(NamedTuple):
@@ -150,6 +161,10 @@ class CostModel(CostTransfers):
             raise ValueError(f"strategy {strategy!r} has no cost formula")
         if self.kinds:
             seconds = seconds + self._near_s(s, degree, strategy, spans_nodes)
+        if self.recurrent:
+            seconds = seconds + self.scan_s(s, degree, strategy)
+            if strategy != "ulysses":
+                seconds = seconds + self.summaries_s(degree, strategy, spans_nodes)
         nanoseconds = np.floor(seconds * 1e9 + 0.5)
         return np.maximum(1, nanoseconds).astype(np.int64)  # work is never free
 
@@ -229,14 +244,16 @@ class CostModel(CostTransfers):
             attention = self.near_attention_s(s, degree, strategy)
             return attention + self.halo_s(s, degree, strategy, spans_nodes)
         is_hybrid = strategy == "hybrid" and spans_nodes
-        width = degree // nodes_spanned(degree) if is_hybrid else degree
+        nodes = nodes_spanned(degree) if is_hybrid else 1  # that have slices of their own
+        width = degree // nodes
         speed = self.bandwidth(width, spans_nodes and not is_hybrid)
         moved = self.all_to_all_bytes * s / degree / speed
         hidden_share = self.hidden_share(s, degree, strategy)
         stretch = self.head_stretch(width)
         seconds = np.zeros_like(s)
         for kind in self.kinds:
-            even = kind.attention_s * doubled_pairs(kind.reach, s) / degree
+            of_node = kind.attention_s * busiest_pairs(kind.reach, s, nodes, "zigzag")
+            even = of_node / width
             hidden = kind.share * hidden_share * moved
             seconds += np.maximum(even * stretch, hidden) + (kind.share * moved - hidden)
         if is_hybrid:
@@ -254,9 +271,31 @@ class CostModel(CostTransfers):
             seconds += kind.attention_s * busiest_pairs(kind.reach, s, degree, strategy)
         return seconds
 
+    def scan_s(self, s: FloatArray, degree: int, strategy: str) -> FloatArray:
+        """Return the seconds of a rank's recurrent layers, [sequences]. s: [sequences] tokens."""
+        seconds = np.zeros_like(s)
+        for kind in self.recurrent:
+            seconds += kind.scan_s(s, degree, strategy)
+        return seconds
+
+    def summaries_s(self, degree: int, strategy: str, spans_nodes: bool) -> float:
+        """Return the seconds in which the ranks of a group exchange summaries and halos of a
+        sequence that all of them share."""
+        if degree == 1:
+            return 0.0
+        moved = sum(kind.exchanged_bytes(degree, strategy) for kind in self.recurrent)
+        return moved / self.bandwidth(degree, spans_nodes)
+
+    def group_summaries_s(self, degree: int, strategy: str, spans_nodes: bool) -> float:
+        """Return the same where they count once a group: no rank under Ulysses has more than one
+        sequence that began on another."""
+        if strategy != "ulysses":
+            return 0.0
+        return self.summaries_s(degree, strategy, spans_nodes)
+
     @property
     def full_share(self) -> float:
-        """Share of the layers that read all keys."""
+        """Share of the layers with attention that read all keys."""
         return full_share(self.kinds)
 
     @property
@@ -269,7 +308,9 @@ class CostModel(CostTransfers):
     @property
     def has_waits(self) -> bool:
         """Whether a group takes longer than its sequences on the device."""
-        return any((self.group_s, self.launch_s, self.post_s, self.message_s))
+        return bool(
+            self.group_s or self.launch_s or self.post_s or self.message_s or self.recurrent
+        )
 
     def waits(self, degree: int, strategy: str, spans_nodes: bool) -> Waits:
         """Return what a group of `degree` ranks takes beside its sequences. A rank alone has it in
@@ -279,6 +320,7 @@ class CostModel(CostTransfers):
         host_s = self.host_s(degree, strategy, spans_nodes)
         hidden_s = self.host_overlap * host_s
         always_s = self.group_s + (host_s - hidden_s)
+        always_s += self.group_summaries_s(degree, strategy, spans_nodes)
         return Waits(int(always_s * 1e9 + 0.5), int(hidden_s * 1e9 + 0.5))
 
     def host_s(self, degree: int, strategy: str, spans_nodes: bool) -> float:
@@ -287,6 +329,7 @@ class CostModel(CostTransfers):
         Heads come in one piece: where they come in more, these have more work to hide under.
         """
         nodes = 1
+        asked = strategy  # whose slices the ranks have
         if spans_nodes:
             nodes = nodes_spanned(degree)
         elif strategy == "hybrid":
@@ -295,6 +338,10 @@ class CostModel(CostTransfers):
         if self.kinds and strategy in (*RING_STRATEGIES, "hybrid"):
             near_s = self._work_s(halo_work(strategy, degree, nodes=nodes))
             seconds = self.full_share * seconds + (1 - self.full_share) * near_s
+        seconds = self.attention_share * seconds
+        for kind in self.recurrent:
+            work = segments_work(kind.kind, asked, degree, nodes=nodes)
+            seconds += kind.share * self._work_s(work)
         return seconds
 
     def _work_s(self, work: LayerWork) -> float:
@@ -331,8 +378,10 @@ class CostModel(CostTransfers):
 
     @property
     def forward_linear_s(self) -> float:
-        """Seconds per token of the linear layers' forward: one of `LINEAR_PASSES`."""
-        return self.linear_s / LINEAR_PASSES
+        """Seconds per token of the linear layers' forward: one of `LINEAR_PASSES`. Recurrent
+        layers, whose seconds grow with the tokens alone, count as linear ones."""
+        recurrent_s = sum(kind.token_s for kind in self.recurrent)
+        return (self.linear_s + recurrent_s) / LINEAR_PASSES
 
     @property
     def forward_pair_s(self) -> float:

@@ -5,9 +5,11 @@
   on 64 A100-40GB in 8 nodes, ZeRO-3, Ulysses only.
 * Estimated: Llama-3.1-8B on nodes of eight A800 or H200 with a NIC per GPU, kinds of clusters that
   Zeppelin was evaluated on (arXiv 2509.21841, section 5).
-* Estimated, with the kinds of their layers: models of the sizes of Gemma-3-27B, gpt-oss-120B and
-  Qwen3-30B-A3B on nodes of eight H100 or H200, under FSDP with checkpointing. Parameters are those
-  of transformers' models with the published configurations.
+* Estimated, with the kinds of their layers: models of the sizes of Gemma-3-27B, gpt-oss-120B,
+  Qwen3-30B-A3B, Qwen3.5-35B-A3B and Nemotron-3-Nano-30B-A3B on nodes of eight H100 or H200, under
+  FSDP with checkpointing. Parameters are those of transformers' models with the published
+  configurations. The seconds of recurrent layers are modelled: arithmetic at the share of FLOP/s
+  that a measured scan achieves (`SCAN_EFFICIENCY` in analytic.py), and bytes.
 """
 
 from dataclasses import replace
@@ -15,7 +17,7 @@ from pathlib import Path
 
 from hf_flexseq.cost import CostModel
 from hf_flexseq.cost.analytic import DEVICES, DeviceSpec, ModelShape, analytic_cost_model
-from hf_flexseq.layers import Reach
+from hf_flexseq.layers import Reach, RecurrentShape
 from hf_flexseq.topology import Topology
 
 MIB = 2**20
@@ -190,10 +192,72 @@ QWEN3_30B_A3B = ModelShape(
     params=30_532_122_624,
     active_params=3_353_032_704,
 )
+# https://huggingface.co/Qwen/Qwen3.5-35B-A3B/blob/main/config.json (text_config): sizes, three
+# Gated DeltaNet layers to a full one, 8 of 256 experts of 512 and a shared one to a token. Its
+# card says 35 B parameters, 3 B active; here with the embedding and the head, without the vision
+# tower.
+QWEN3_5_35B_A3B = ModelShape(
+    layers=40,
+    hidden=2048,
+    heads=16,
+    kv_heads=2,
+    head_dim=256,
+    intermediate=9 * 512,
+    vocab=248320,
+    params=34_660_610_688,
+    active_params=3_454_988_928,
+    without_attention=30,
+    recurrent=(
+        (
+            30,
+            RecurrentShape(
+                kind="gated_delta",
+                key_heads=16,
+                value_heads=32,
+                key_dim=128,
+                value_dim=128,
+                width=4,
+                channels=8192,
+            ),
+        ),
+    ),
+)
+# https://huggingface.co/nvidia/NVIDIA-Nemotron-3-Nano-30B-A3B-BF16/blob/main/config.json: sizes,
+# 23 Mamba 2 layers, 6 of full attention, 23 of experts alone; 6 of 128 experts of 1,856 and a
+# shared one of 3,712 to a token. 31.6 B parameters, 3.6 B active with the embeddings: arXiv
+# 2512.20848.
+NEMOTRON_3_NANO = ModelShape(
+    layers=52,
+    hidden=2688,
+    heads=32,
+    kv_heads=2,
+    head_dim=128,
+    intermediate=6 * 1856 + 3712,
+    vocab=131072,
+    params=31_577_937_344,
+    active_params=3_580_073_408,
+    without_attention=46,
+    recurrent=(
+        (
+            23,
+            RecurrentShape(
+                kind="mamba2",
+                key_heads=8,
+                value_heads=64,
+                key_dim=128,
+                value_dim=64,
+                width=4,
+                channels=6144,
+            ),
+        ),
+    ),
+)
 SHAPES = {
     "gemma-3-27b": GEMMA_3_27B,
     "gpt-oss-120b": GPT_OSS_120B,
     "qwen3-30b-a3b": QWEN3_30B_A3B,
+    "qwen3.5-35b-a3b": QWEN3_5_35B_A3B,
+    "nemotron-3-nano-30b-a3b": NEMOTRON_3_NANO,
 }
 
 

@@ -164,7 +164,7 @@ def _near_of(value: Any) -> tuple[tuple[Reach, float], ...]:
     near = []
     for one in items("near_ns", value):
         values = fields_of(one, "near_ns", needed=("pair_ns",), optional=("window", "chunk"))
-        near.append((reach_of(values), values["pair_ns"]))
+        near.append((reach_of(values, "near_ns"), values["pair_ns"]))
     return tuple(near)
 
 

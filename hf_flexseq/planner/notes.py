@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from hf_flexseq.cost import CostModel
-from hf_flexseq.cost.kinds import doubled_pairs, layers_text
+from hf_flexseq.cost.kinds import doubled_pairs
 from hf_flexseq.plan import Group, MicroBatch
 from hf_flexseq.planner.blocks import ALL_RANGES, tree_ranges
 from hf_flexseq.planner.bound import Bounds, shapes_of
@@ -86,23 +86,33 @@ def degree_note(
 
 
 def kinds_notes(lengths: Sequence[int], cost: CostModel) -> tuple[str, ...]:
-    """Return which kinds of layers take attention's seconds, where there are several.
+    """Return which kinds of layers take attention's seconds, and how many recurrent layers take,
+    where there are several kinds.
 
     lengths: tokens of every sequence.
     """
-    if not cost.kinds:
+    if not cost.kinds and not cost.recurrent:
         return ()
     s = np.array(lengths, dtype=np.float64)
     seconds = [float(kind.attention_s * doubled_pairs(kind.reach, s).sum()) for kind in cost.kinds]
     full_s = float(cost.attention_s * (s * s).sum())
     total_s = full_s + sum(seconds)
-    parts = []
-    for kind, kind_s in zip(cost.kinds, seconds, strict=True):
-        parts.append(f"{kind.reach} {_percent(kind_s, total_s)}")
-    if cost.full_share:
-        parts.append(f"full {_percent(full_s, total_s)}")
-    seconds_text = f"of attention's {total_s:.3g} device-seconds {', '.join(parts)}"
-    return (f"{layers_text(cost.kinds)}; {seconds_text}",)
+    texts = []
+    if cost.kinds:
+        parts = []
+        for kind, kind_s in zip(cost.kinds, seconds, strict=True):
+            parts.append(f"{kind.reach} {_percent(kind_s, total_s)}")
+        if cost.full_share:
+            parts.append(f"full {_percent(full_s, total_s)}")
+        texts.append(f"of attention's {total_s:.3g} device-seconds {', '.join(parts)}")
+    if cost.recurrent:
+        scan_s = float(cost.scan_s(s, 1, "local").sum())
+        linear_s = float(cost.linear_s * s.sum())
+        texts.append(
+            f"recurrent layers take {scan_s:.3g} device-seconds on ranks alone, attention "
+            f"{total_s:.3g}, linear layers {linear_s:.3g}"
+        )
+    return (f"{cost.layers_text()}; {'; '.join(texts)}",)
 
 
 def _percent(part: float, whole: float) -> str:

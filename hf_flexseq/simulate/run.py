@@ -102,8 +102,8 @@ def most_events(plan: Plan, topology: Topology, detail: Detail) -> int:
         count += topology.world_size * (3 + 4 * passes)
         for group in micro_batch.groups:
             # Of its ranks in each pass: linear layers, latency, waits, transfers, attention of
-            # full layers and of the others.
-            of_a_pass = 8
+            # full layers and of the others, scans and what they exchange.
+            of_a_pass = 11
             if group.strategy in RINGS:
                 of_a_pass += 4 * group.degree  # a ring has at most so many steps
                 of_a_pass += 4  # halos and waits for them
@@ -218,6 +218,9 @@ class _Simulation:
             self._busy(work, work.attention_ns[number], "attention")
             self._busy(work, work.near_ns[number], self.near_label)
             self._exchange(work, work.after_ns[number])
+        if self.cost.recurrent:
+            self._exchange(work, work.summaries_ns[number], "summaries")
+            self._busy(work, work.scan_ns[number], "scan")
 
     def _busy_all_ranks(self, duration: int, kind: str, label: str) -> None:
         """Occupy all ranks for `duration`, from when the last one is free."""
@@ -238,7 +241,7 @@ class _Simulation:
         if group.degree == 1:
             return
         self.clock[_ranks(group)] = self.clock[_ranks(group)].max()
-        if group.strategy == "allgather":
+        if group.strategy == "allgather" and collective == "all-to-all":
             collective = "all-gather"
         spans_nodes = self.topology.spans_nodes(group.start, group.stop)
         link = _link(spans_nodes and group.strategy != "hybrid")

@@ -4,7 +4,8 @@ What a group waits for beside its work is the closed form's (`CostModel.waits`).
 
 The parts of a group without a ring add up to its closed form to the nanosecond. A ring's
 transfers follow from its steps (see `ring.py`); here a ring has attention and linear layers only.
-Its layers with a window or a chunk follow, with their halos before and after. The ring of a
+Its layers with a window or a chunk follow, with their halos before and after; then those that are
+recurrent, with the exchange of their summaries before the scan. The ring of a
 hybrid is not walked through: it takes what the closed form says, as part of the
 attention.
 """
@@ -15,7 +16,7 @@ from itertools import accumulate, pairwise
 
 import numpy as np
 
-from hf_flexseq.cost import CostModel, FloatArray, linear_ns, nodes_spanned
+from hf_flexseq.cost import CostModel, FloatArray, Int64Array, linear_ns, nodes_spanned
 from hf_flexseq.plan import Group
 from hf_flexseq.topology import Topology
 
@@ -57,6 +58,10 @@ class GroupWork:
     ones)."""
     near_ns: tuple[int, ...]
     """By pass: the same of layers with a window or a chunk, which follow."""
+    scan_ns: tuple[int, ...]
+    """By pass: recurrent layers."""
+    summaries_ns: tuple[int, ...]
+    """By pass: what recurrent layers exchange."""
     before_ns: tuple[int, ...]
     """By pass: transfers of the whole group that attention waits for; of a ring halos."""
     after_ns: tuple[int, ...]
@@ -86,7 +91,12 @@ def make_work(
     tokens = np.array([lengths[i] for i in group.sequences], dtype=np.int64)  # [sequences]
     work = int(cost.sequences_ns(tokens, *kind).sum())
     waits = cost.group_ns(tokens, *kind) - work
-    linear, attention, near, moved = _totals(group, lengths, topology, cost, work)
+    # 1. recurrent layers, which are sums of their own
+    scans, summaries, of_group = _recurrent_ns(tokens, kind, cost)
+    waits = max(0, waits - of_group)
+    # 2. all the others
+    rest = work - scans - summaries
+    linear, attention, near, moved = _totals(group, lengths, topology, cost, rest)
     before_ns, after_ns = _spread_transfers(moved, group.strategy, layers)
     return GroupWork(
         index=index,
@@ -95,10 +105,29 @@ def make_work(
         linear_ns=spread(linear, weights(LINEAR, layers)),
         attention_ns=spread(attention, weights(ATTENTION, layers)),
         near_ns=spread(near, weights(ATTENTION, layers)),
+        scan_ns=spread(scans, weights(LINEAR, layers)),
+        summaries_ns=spread(summaries + of_group, weights(EVEN, layers)),
         before_ns=before_ns,
         after_ns=after_ns,
         trip_bytes=_trip_bytes(group, lengths, cost, layers),
     )
+
+
+def _recurrent_ns(
+    lengths: Int64Array, kind: tuple[int, str, bool], cost: CostModel
+) -> tuple[int, int, int]:
+    """Return the nanoseconds of a group's recurrent layers, and of their exchanges, which are
+    priced with the sequences or with the group.
+
+    lengths: [sequences] tokens. kind: degree, strategy and whether the group spans nodes.
+    """
+    if not cost.recurrent:
+        return 0, 0, 0
+    degree, strategy, _ = kind
+    scans_s = float(cost.scan_s(lengths.astype(np.float64), degree, strategy).sum())
+    of_group_s = cost.group_summaries_s(*kind)
+    summaries_s = 0.0 if of_group_s else cost.summaries_s(*kind) * len(lengths)
+    return round(scans_s * 1e9), round(summaries_s * 1e9), round(of_group_s * 1e9)
 
 
 def weights(halves: Halves, layers: int) -> list[int]:
@@ -154,7 +183,7 @@ def _totals(
     group: Group, lengths: Sequence[int], topology: Topology, cost: CostModel, whole: int
 ) -> tuple[int, int, int, int]:
     """Return the nanoseconds of a group's linear layers, attention of full layers, attention of
-    layers with a window or a chunk, and exposed transfers.
+    layers with a window or a chunk, and exposed transfers. Recurrent layers are left out.
 
     Attention is a rank's average, with the transfers that travel under it. What travels around a
     ring and what the group waits for are in none of the four. whole: nanoseconds of all sequences.

@@ -5,10 +5,17 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from hf_flexseq.cost import CostModel
-from hf_flexseq.cost.analytic import BLOCK_KEYS, DEVICES, ModelShape, analytic_cost_model
+from hf_flexseq.cost import CostModel, nodes_spanned
+from hf_flexseq.cost.analytic import (
+    BLOCK_KEYS,
+    DEVICES,
+    HeadShape,
+    ModelShape,
+    analytic_cost_model,
+)
 from hf_flexseq.cost.kinds import NearLayers, busiest_pairs, doubled_pairs, halos
 from hf_flexseq.cost.presets import PRESETS, SHAPES
+from hf_flexseq.cost.stages import PipelineCost, StageCost
 from hf_flexseq.layers import FULL, Reach
 from hf_flexseq.topology import Topology
 
@@ -62,6 +69,36 @@ def test_the_busiest_rank_of_a_window_has_the_pairs_that_it_is_priced_with(
         counted.append(2 * sum(of_rank))
     s = np.array([float(size * sum(map(len, ranks)))])
     assert busiest_pairs(reach, s, degree, strategy)[0] == max(counted)
+
+
+@pytest.mark.parametrize("strategy", RINGS)
+@pytest.mark.parametrize("degree", [1, 2, 3, 4, 8])
+@pytest.mark.parametrize("chunk", [1, 5, 12, 16, 24, 48, 100, 1000])
+def test_the_busiest_rank_of_chunks_has_the_pairs_and_halos_that_it_is_priced_with(
+    chunk: int, degree: int, strategy: str
+) -> None:
+    reach, size = Reach(chunk=chunk), 12
+    ranks = slices_of(degree, strategy)
+    pairs, received = [], []
+    for slices in ranks:
+        of_rank = [reach.pairs(size * (i + 1)) - reach.pairs(size * i) for i in slices]
+        pairs.append(2 * sum(of_rank))
+        own = {token for i in slices for token in range(size * i, size * (i + 1))}
+        read = {key for i in slices for key in range(reach.first_key(size * i), size * i)}
+        received.append(len(read - own))
+    s = np.array([float(size * sum(map(len, ranks)))] * 2)
+    assert busiest_pairs(reach, s, degree, strategy).tolist() == [max(pairs)] * 2
+    assert halos(reach, s, degree, strategy).tolist() == [max(received)] * 2
+
+
+def test_the_ranks_of_a_hybrid_share_the_pairs_of_the_busiest_node() -> None:
+    window = NearLayers(reach=Reach(window=64), share=1.0, attention_s=1.0)
+    cost = replace(SIMPLE, attention_s=0.0, all_to_all_bytes=0.0, ring_bytes=0.0, kinds=(window,))
+    nodes = nodes_spanned(16)
+    most = busiest_pairs(window.reach, np.array([256.0]), nodes, "zigzag")[0]
+    assert most > doubled_pairs(window.reach, np.array([256.0]))[0] / nodes
+    found = cost.sequence_ns(256, 16, "hybrid", True) / 1e9
+    assert found == pytest.approx(most / (16 // nodes))
 
 
 @pytest.mark.parametrize("strategy", RINGS)
@@ -176,12 +213,23 @@ def test_presets_from_before_there_were_kinds_have_their_digests() -> None:
             "1.2 of the layers",
         ),
         ([{"share": 0.5, "window": 2}], "attention_s"),
+        ([{"share": 0.0, "attention_s": 1.0, "window": 2}], "window 2: .* of no layers"),
         ({"window": 2}, "kinds"),
     ],
 )
 def test_kinds_without_meaning_are_refused(kinds: object, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         CostModel.from_record(SIMPLE.to_record() | {"kinds": kinds})
+
+
+def test_windows_of_a_stage_are_refused_by_their_name() -> None:
+    stage = StageCost(
+        linear_ns=1.0, attention_ns=1.0, chunk_ns=1.0, near_ns=((Reach(window=4), 1.0),)
+    )
+    record = PipelineCost.even(2, stage).to_record()
+    record["stages"][1]["near_ns"][0]["window"] = 0
+    with pytest.raises(ValueError, match="the cost of stage 1: near_ns, window=0"):
+        PipelineCost.from_record(record)
 
 
 # ---- estimated and published
@@ -203,8 +251,38 @@ def test_an_estimate_counts_pairs_of_windows_and_weights_of_active_experts() -> 
     blocks = 1 + BLOCK_KEYS / 256
     assert kind.attention_s == pytest.approx(0.75 * blocks * plain.attention_s)
     assert cost.linear_s / plain.linear_s == pytest.approx((4000 - 640) / (10_000 - 640))
-    for name in ("token_bytes", "state_bytes", "sharded_state_bytes", "micro_batch_s"):
+    for name in ("token_bytes", "sharded_state_bytes", "micro_batch_s"):
         assert getattr(cost, name) == getattr(plain, name)
+    # keys and values of two halos, in the two layers that are whole
+    assert cost.state_bytes - plain.state_bytes == 2 * 2 * 255 * (2 * 2 * 16) * 2
+    (lone, kept) = (
+        analytic_cost_model(shape, DEVICES["H100"], Topology(nodes=1, ranks_per_node=n),
+                            checkpointing=n == 1) for n in (1, 2)
+    )  # fmt: skip
+    params = 16.0 * shape.params + 4 * shape.vocab * shape.hidden
+    assert lone.state_bytes == params
+    assert kept.state_bytes - params == 9 * 2 * 255 * (2 * 2 * 16) * 2
+
+
+def test_heads_that_differ_by_kind_count_by_kind() -> None:
+    shape = ModelShape(
+        layers=4, hidden=64, heads=4, kv_heads=4, head_dim=32, intermediate=128, vocab=10,
+        params=10_000, reaches=((3, Reach(window=256)),),
+        head_shapes=((FULL, HeadShape(4, 1, 32)), (Reach(window=256), HeadShape(4, 4, 16))),
+    )  # fmt: skip
+    topology = Topology(nodes=1, ranks_per_node=8)
+    cost, uneven = (
+        analytic_cost_model(one, DEVICES["H100"], topology)
+        for one in (replace(shape, head_shapes=()), shape)
+    )
+    # queries, and keys with values, of one full layer and three with a window
+    queries, keys = 4 * 32 + 3 * 4 * 16, 2 * 32 + 3 * 2 * 4 * 16
+    assert uneven.query_bytes == 2 * queries
+    assert uneven.ring_bytes == 2 * 3 * keys
+    assert uneven.all_to_all_bytes == 2 * 3 * (2 * queries + keys)
+    assert uneven.attention_s == cost.attention_s
+    assert uneven.kinds[0].attention_s == pytest.approx(cost.kinds[0].attention_s / 2)
+    assert cost.token_bytes - uneven.token_bytes == 2 * 3 * 4 * 16  # what attention gave
 
 
 def test_a_model_has_no_more_windows_than_layers() -> None:

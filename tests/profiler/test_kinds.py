@@ -10,13 +10,19 @@ import torch
 from accelerate import Accelerator
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from hf_flexseq.cli.calibrate import _attention
 from hf_flexseq.cost import lockstep_ns
-from hf_flexseq.cost.analytic import DEVICES, ModelShape, analytic_cost_model
+from hf_flexseq.cost.analytic import DEVICES, HeadShape, ModelShape, analytic_cost_model
 from hf_flexseq.cost.kinds import NearLayers
 from hf_flexseq.distributed.communicator import Communicator
 from hf_flexseq.hf.calibration.choose import fit_key
 from hf_flexseq.hf.calibration.probe import ModelProbes, kept_layers, shortened
-from hf_flexseq.hf.model.facts import model_facts, model_shape
+from hf_flexseq.hf.model.facts import (
+    _head_shapes,
+    attention_shape,
+    model_facts,
+    model_shape,
+)
 from hf_flexseq.hf.model.layer_kinds import layer_kinds
 from hf_flexseq.kernels.reference import Reference
 from hf_flexseq.layers import FULL, Reach
@@ -219,6 +225,44 @@ def test_a_model_without_kinds_has_the_key_of_earlier_versions() -> None:
     plain, windows = shapes
     assert not {"reaches", "active_params"} & plain.keys()
     assert json.loads(json.dumps(windows))["reaches"] == [[5, {"window": 16, "chunk": None}]]
+
+
+def test_an_embedding_that_is_the_head_works_twice() -> None:
+    shapes = []
+    for tied in (True, False):
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(
+                sized("llama", num_hidden_layers=2, tie_word_embeddings=tied)
+            )
+        shapes.append(model_shape(model))
+    tied_shape, untied_shape = shapes
+    assert untied_shape.active_params is None
+    assert tied_shape.active_params == untied_shape.params == tied_shape.params + 61 * 32
+
+
+def test_heads_that_differ_by_reach_are_read() -> None:
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(
+            sized("gemma3_text", num_hidden_layers=6, sliding_window=16, tie_word_embeddings=False)
+        )
+    assert model_shape(model).head_shapes == ()
+    config = AutoConfig.for_model(
+        "mimo_v2_flash", vocab_size=61, hidden_size=32, num_hidden_layers=2, head_dim=8,
+        num_attention_heads=8, num_key_value_heads=2, v_head_dim=8, sliding_window=16,
+        layer_types=["full_attention", "sliding_attention"],
+    )  # fmt: skip
+    found = dict(_head_shapes(layer_kinds(config), attention_shape(config)))
+    assert found == {FULL: HeadShape(8, 2, 8), Reach(window=16): HeadShape(8, 4, 8)}
+
+
+def test_a_summary_says_which_layers_the_seconds_are_of() -> None:
+    shape = dataclasses.replace(SHAPE, reaches=((15, WINDOW),))
+    windows = dataclasses.replace(SHAPE, reaches=((24, WINDOW),))
+    lines = []
+    for one in (dataclasses.replace(SHAPE, reaches=()), shape, windows):
+        cost = analytic_cost_model(one, DEVICES["CPU"], ONE)
+        lines.append(_attention(cost.to_record()).split(" ps")[0].rstrip(" .0123456789e+"))
+    assert lines == ["attention", "full attention", ""]
 
 
 @pytest.mark.parametrize(

@@ -202,6 +202,8 @@ def _shape_key(shape: ModelShape) -> dict[str, object]:
         del sizes["reaches"]
     if shape.active_params is None:
         del sizes["active_params"]
+    if not shape.head_shapes:
+        del sizes["head_shapes"]
     return sizes
 
 

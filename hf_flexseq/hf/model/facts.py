@@ -10,7 +10,7 @@ ModelFacts                       all of them that the cost of training depends o
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -22,9 +22,10 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from hf_flexseq.cost.analytic import ModelShape
-from hf_flexseq.hf.model.layer_kinds import layer_kinds, reach_counts
+from hf_flexseq.cost.analytic import HeadShape, ModelShape
+from hf_flexseq.hf.model.layer_kinds import LayerKind, layer_kinds, reach_counts
 from hf_flexseq.kernels.kinds import LayerCalls
+from hf_flexseq.layers import Reach
 
 AUTOCAST_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}  # by accelerate's names
 
@@ -137,7 +138,23 @@ def model_shape(model: nn.Module) -> ModelShape:
         dtype_bytes=next(model.parameters()).element_size(),
         reaches=tuple((layers, reach) for reach, layers in kinds.items() if not reach.is_full),
         active_params=_active_params(model, params),
+        head_shapes=_head_shapes(layer_kinds(config), attention),
     )
+
+
+def _head_shapes(
+    kinds: Sequence[LayerKind], largest: AttentionShape
+) -> tuple[tuple[Reach, HeadShape], ...]:
+    """Return the largest heads of the layers of each reach; nothing where all have those of the
+    model."""
+    shapes: dict[Reach, HeadShape] = {}
+    for kind in kinds:
+        before = shapes.get(kind.reach, HeadShape(0, 0, 0))
+        here = HeadShape(kind.query_heads, kind.kv_heads, kind.width)
+        shapes[kind.reach] = HeadShape(*map(max, before, here))
+    if set(shapes.values()) == {HeadShape(*largest)}:
+        return ()
+    return tuple(shapes.items())
 
 
 def _experts(config: PreTrainedConfig) -> tuple[int, int]:
@@ -166,15 +183,27 @@ def _mlp_width(config: PreTrainedConfig) -> int:
 
 
 def _active_params(model: nn.Module, params: int) -> int | None:
-    """Return the parameters that work on one token, where these are fewer than all."""
+    """Return the parameters that work on one token, where these are not just all: fewer with
+    experts, and those of an embedding that is the head a second time."""
     experts, active = _experts(model.config.get_text_config())
-    if active == experts:
-        return None
     of_experts = 0
-    for name, parameter in model.named_parameters():
-        if ".experts." in name:
-            of_experts += _elements(parameter)
-    return params - of_experts * (experts - active) // experts
+    if active != experts:
+        for name, parameter in model.named_parameters():
+            if ".experts." in name:
+                of_experts += _elements(parameter)
+    idle = of_experts * (experts - active) // max(1, experts)
+    tied = _tied_elements(model)
+    return params - idle + tied if idle or tied else None
+
+
+def _tied_elements(model: nn.Module) -> int:
+    """Count the elements of an embedding that is the head, too; 0 where these are two."""
+    if not isinstance(model, PreTrainedModel):
+        return 0
+    embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
+    if head is None or head.weight is not embedding.weight:
+        return 0
+    return _elements(head.weight)
 
 
 def _elements(parameter: nn.Parameter) -> int:
