@@ -18,9 +18,10 @@ from hf_flexseq.attention import SequenceContext
 from hf_flexseq.distributed.communicator import Communicator
 from hf_flexseq.hf.attention import NAME
 from hf_flexseq.hf.model.facts import ModelFacts, layer_calls
-from hf_flexseq.hf.model.layer_kinds import layer_kinds
+from hf_flexseq.hf.model.layer_kinds import attention_layers, layer_kinds
 from hf_flexseq.hf.model.loss import attach_chunked_loss
 from hf_flexseq.hf.model.positions import attach_positions, needed_columns
+from hf_flexseq.hf.model.recurrent import RecurrentFunctions
 from hf_flexseq.kernels import Kernel
 from hf_flexseq.kernels.kinds import choose_kernels
 from hf_flexseq.layers import FULL, Reach
@@ -119,10 +120,13 @@ class ModelProbe:
             self.device.type, self.facts.autocast, enabled=self.facts.autocast is not None
         )
 
+        recurrent = RecurrentFunctions(self.model)
+
         def forward_backward() -> None:
-            with autocast:
-                outputs = self.model(**inputs, use_cache=False, num_items_in_batch=items)
-            outputs.loss.backward()
+            with recurrent.attached():
+                with autocast:
+                    outputs = self.model(**inputs, use_cache=False, num_items_in_batch=items)
+                outputs.loss.backward()
 
         return forward_backward
 
@@ -159,7 +163,7 @@ def kept_layers(config: PreTrainedConfig, layers: int, reaches: LayersOfReach) -
     left = {reach: count for count, reach in reaches}
     left[FULL] = layers - sum(left.values())
     kept = []
-    for index, kind in enumerate(layer_kinds(config.get_text_config())):
+    for index, kind in attention_layers(config.get_text_config()).items():
         if left.get(kind.reach, 0):
             left[kind.reach] -= 1
             kept.append(index)
