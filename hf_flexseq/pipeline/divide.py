@@ -6,6 +6,10 @@ slower than this. Every stage but the last has at least one layer.
 
     best(s, n) = min over m of max(best(s - 1, m), cost of stage s with layers m..n-1)
 
+Layers that share keys (Gemma 4: later layers read the keys of earlier ones) are *inseparable*: one
+stage has all of them, from the first layer that stores keys to the last one that reads them. They
+are divided as if they were one layer.
+
 Costs are integers, so that every rank finds the same split. Of equal splits the one with the
 fewest layers in front is taken, where most chunks are in flight.
 
@@ -13,22 +17,48 @@ The slow, obvious twin, which tries every split, is in `tests/pipeline/test_divi
 """
 
 from collections.abc import Sequence
-from itertools import accumulate
+from itertools import accumulate, pairwise
+
+NONE = range(0)  # no layers
 
 
 def divide_layers(
-    costs: Sequence[int], stages: int, *, first: int = 0, last: int = 0
+    costs: Sequence[int],
+    stages: int,
+    *,
+    first: int = 0,
+    last: int = 0,
+    inseparable: range = NONE,
 ) -> tuple[tuple[int, int], ...]:
     """Return [start, stop) of the layers of every stage.
 
     costs: of each layer, in any unit
     first, last: costs of the first and of the last stage beside their layers
+    inseparable: layers that share keys, which one stage has all
 
-    Raises ValueError for more stages than layers + 1.
+    Raises ValueError for more stages than layers + 1, inseparable ones being one.
     """
+    bounds = [place for place in range(len(costs) + 1) if place not in inseparable[1:]]
+    blocks = [sum(costs[start:stop]) for start, stop in pairwise(bounds)]
+    if not 1 <= stages <= len(blocks) + 1:
+        together = ""
+        if inseparable:
+            together = (
+                f", of which {inseparable[0]} to {inseparable[-1]} share keys and stay in one "
+                "stage,"
+            )
+        raise ValueError(
+            f"{len(costs)} layers{together} make at most {len(blocks) + 1} stages, not {stages}"
+        )
+    division = _divide(blocks, stages, first, last)
+    return tuple((bounds[start], bounds[stop]) for start, stop in division)
+
+
+def _divide(
+    costs: Sequence[int], stages: int, first: int, last: int
+) -> tuple[tuple[int, int], ...]:
+    """Return what `divide_layers` does, of layers that are all separable."""
     layers = len(costs)
-    if not 1 <= stages <= layers + 1:
-        raise ValueError(f"{layers} layers make at most {layers + 1} stages, not {stages}")
     sums = (0, *accumulate(costs))
 
     def stage_cost(stage: int, start: int, stop: int) -> int:

@@ -26,6 +26,7 @@ In shapes, `tokens` are those that this rank has of a chunk.
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -86,7 +87,8 @@ class PipelineExecutor:
         self.states = StateCarry()
         self.weights = WeightGradients(stage.own_layers.values())
         for index, layer in stage.own_layers.items():
-            layer.forward = _checkpointable(layer, index)
+            # A partial, not a function: a copy of the model has a layer of its own in it.
+            layer.forward = partial(_checkpointable, layer, layer.forward, index)
 
     def detach(self) -> None:
         """Leave nothing on the stage's layers."""
@@ -363,26 +365,30 @@ def _forwards(plan: PipelinePlan) -> PipelinePlan:
     return replace(plan, actions=tuple(lists))
 
 
-def _checkpointable(layer: nn.Module, index: int) -> Callable[..., torch.Tensor]:
-    """Return a forward for the layer, [1, tokens, hidden_size] -> the same shape, that keeps its
-    input alone where the context of the chunk says so.
+def _checkpointable(
+    layer: nn.Module,
+    own_forward: Callable[..., torch.Tensor],
+    index: int,
+    hidden: torch.Tensor,
+    /,
+    *args: Any,
+    **kwargs: Any,
+) -> torch.Tensor:
+    """Return what a layer's own forward does, [1, tokens, hidden_size] -> the same shape, and keep
+    its input alone where the context of the chunk says so.
 
     index: of the layer in the model
     """
-    layer_forward = layer.forward
+    chunk: ChunkContext = kwargs["seq_ctx"]
 
-    def own_forward(
-        hidden: torch.Tensor, *args: Any, seq_ctx: ChunkContext, **kwargs: Any
-    ) -> torch.Tensor:
-        return layer_forward(hidden, *args, seq_ctx=seq_ctx.in_layer(index), **kwargs)
+    def run(hidden: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        # Each run of the layer, a replay as well, counts its recurrent calls anew.
+        return own_forward(hidden, *args, **{**kwargs, "seq_ctx": chunk.in_layer(index)})
 
-    def forward(hidden: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-        # A model that checkpoints all its layers anyway does so inside own_forward.
-        checkpoints_itself = getattr(layer, "gradient_checkpointing", False)
-        if not torch.is_grad_enabled() or checkpoints_itself:
-            return own_forward(hidden, *args, **kwargs)
-        if index not in kwargs["seq_ctx"].checkpointed:
-            return own_forward(hidden, *args, **kwargs)
-        return checkpoint(own_forward, hidden, *args, use_reentrant=False, **kwargs)
-
-    return forward
+    # A model may checkpoint all its layers itself.
+    checkpoints_itself = getattr(layer, "gradient_checkpointing", False)
+    if not torch.is_grad_enabled() or checkpoints_itself:
+        return run(hidden, *args, **kwargs)
+    if index not in chunk.checkpointed:
+        return run(hidden, *args, **kwargs)
+    return checkpoint(run, hidden, *args, use_reentrant=False, **kwargs)

@@ -27,7 +27,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from hf_flexseq.pipeline.divide import divide_layers
+from hf_flexseq.pipeline.divide import NONE, divide_layers
 
 NORMS = ("norm", "final_layernorm", "final_layer_norm", "ln_f")  # names of a decoder's last norm
 # Tokens of a sequence, where attention is weighed against the rest of a layer: the model is cut
@@ -147,6 +147,18 @@ class Stack:
         """Return how many numbers multiply each token, in every layer and in the head."""
         return LayerSizes(tuple(map(_weights, self.layers)), _weights(self.head))
 
+    def inseparable(self) -> range:
+        """Return the layers that share keys: from the first one that stores its keys to the last
+        one that reads them. None where every layer has its own."""
+        config: Any = getattr(self.model, "config", None)
+        if hasattr(config, "get_text_config"):
+            config = config.get_text_config()
+        modes = list(getattr(config, "kv_sharing_modes", None) or ())
+        readers = [layer for layer, mode in enumerate(modes) if mode not in (None, "store")]
+        if not readers:
+            return NONE
+        return range(modes.index("store"), readers[-1] + 1)
+
     def _check_nothing_else(self) -> None:
         """Raise NotImplementedError for a parameter outside of the parts: it would belong to no
         stage, or to all."""
@@ -156,7 +168,9 @@ class Stack:
         for name, parameter in self.model.named_parameters():
             if id(parameter) not in known:
                 raise _no_stack(
-                    self.model, f"{name} is outside of embedding, layers, norm and head"
+                    self.model,
+                    f"{name} is outside of embedding, layers, norm and head; set "
+                    "pipeline_parallel_size=1",
                 )
 
 
@@ -347,8 +361,8 @@ def cut(
     check: whether to try the model on hidden states, which one without memory cannot do: then call
         `check_identity` later
 
-    Raises ValueError for more stages than layers + 1, NotImplementedError for a model without a
-    plain decoder stack.
+    Raises ValueError for more stages than layers + 1, layers that share keys being one, and
+    NotImplementedError for a model without a plain decoder stack.
     """
     stack = Stack(model)
     stages = count * virtual
@@ -364,7 +378,12 @@ def modelled_division(stack: Stack, count: int) -> Spans:
     attention over a typical context."""
     attention = TYPICAL_CONTEXT * stack.width  # two products with half of the context's keys
     sizes = stack.sizes()
-    return divide_layers([size + attention for size in sizes.layers], count, last=sizes.head)
+    return divide_layers(
+        [size + attention for size in sizes.layers],
+        count,
+        last=sizes.head,
+        inseparable=stack.inseparable(),
+    )
 
 
 def check_identity(stack: Stack) -> None:

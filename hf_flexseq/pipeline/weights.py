@@ -25,8 +25,9 @@ torch's `stage_backward_weight`, which walks the graph again from every weight a
 checkpointed layer each time: 99 attention forwards instead of 18.
 """
 
-from collections.abc import Callable, Hashable, Iterable, Iterator
+from collections.abc import Hashable, Iterable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -58,7 +59,8 @@ class WeightGradients:
                 if type(module) is nn.Linear:
                     self._linears.append(module)
         for linear in self._linears:
-            linear.forward = _split_forward(linear, self)
+            # A partial, not a function: a copy of the model has a Linear of its own in it.
+            linear.forward = partial(_split_forward, linear, self)
 
     def detach(self) -> None:
         """Give the Linears their own forward back."""
@@ -185,16 +187,11 @@ def _gradient_dtype(parameter: nn.Parameter) -> torch.dtype:
     return dtype
 
 
-def _split_forward(
-    linear: nn.Linear, store: WeightGradients
-) -> Callable[[torch.Tensor], torch.Tensor]:
-    """Return a forward for `linear`, [..., in_features] -> [..., out_features], that asks the
-    store in its backward."""
-
-    def forward(x: torch.Tensor) -> torch.Tensor:
-        return _SplitLinear.apply(x, linear.weight, linear.bias, linear, store)
-
-    return forward
+def _split_forward(linear: nn.Linear, store: WeightGradients, x: torch.Tensor) -> torch.Tensor:
+    """Return what `linear` does, [..., in_features] -> [..., out_features]; its backward asks the
+    store."""
+    out: torch.Tensor = _SplitLinear.apply(x, linear.weight, linear.bias, linear, store)
+    return out
 
 
 class _SplitLinear(torch.autograd.Function):

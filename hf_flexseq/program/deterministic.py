@@ -40,10 +40,10 @@ from hf_flexseq.program.instructions import INPUT, WIDE, Value
 from hf_flexseq.program.relayout import Relayout
 from hf_flexseq.program.tags import BLOCK_KEYS, BLOCK_QUERIES, BLOCK_RESULTS
 from hf_flexseq.program.weave import END, ZoneSteps
-from hf_flexseq.program.zones import Sinks
+from hf_flexseq.program.zones import SavesRows, Sinks
 
 
-class DeterministicZone:
+class DeterministicZone(SavesRows):
     """This rank's part in a group of any strategy."""
 
     __slots__ = (
@@ -124,24 +124,6 @@ class DeterministicZone:
         moving = self.blocks_to_seq.post(b, grads, BLOCK_RESULTS)
         yield END
         return moving.wait()
-
-    def backward_of_rows(
-        self,
-        b: Builder,
-        q: Value,
-        k: Value,
-        v: Value,
-        out: Value,
-        dout: Value,
-        lse: Value,
-        sinks: Sinks | None = None,
-    ) -> ZoneSteps[Values]:
-        """Return what `backward` does; these are the values that `forward` saves.
-
-        q, out, dout: [tokens, heads, head_dim]. k, v: [tokens, kv_heads, head_dim]. lse: [tokens,
-        heads].
-        """
-        return self.backward(b, dout, (q, k, v, out, lse), sinks)
 
 
 # ---- which rank has which blocks

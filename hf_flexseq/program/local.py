@@ -11,7 +11,7 @@ from hf_flexseq.layers import FULL, Reach
 from hf_flexseq.program.builder import Builder, Tables, Values
 from hf_flexseq.program.instructions import Value
 from hf_flexseq.program.weave import ZoneSteps
-from hf_flexseq.program.zones import Sinks
+from hf_flexseq.program.zones import SavesRows, Sinks
 
 
 class LocalRun(NamedTuple):
@@ -26,7 +26,7 @@ class LocalRun(NamedTuple):
     """Number of their lengths."""
 
 
-class LocalZone:
+class LocalZone(SavesRows):
     """Attention over the sequences of a group that consists of this rank alone."""
 
     __slots__ = ("rows", "runs")
@@ -96,24 +96,6 @@ class LocalZone:
             dks.append(dk)
             dvs.append(dv)
         return b.join(dqs), b.join(dks), b.join(dvs)
-
-    def backward_of_rows(
-        self,
-        b: Builder,
-        q: Value,
-        k: Value,
-        v: Value,
-        out: Value,
-        dout: Value,
-        lse: Value,
-        sinks: Sinks | None = None,
-    ) -> ZoneSteps[Values]:
-        """Return what `backward` does; these are the values that `forward` saves.
-
-        q, out, dout: [tokens, heads, head_dim]. k, v: [tokens, kv_heads, head_dim]. lse: [heads,
-        tokens].
-        """
-        return self.backward(b, dout, (q, k, v, out, lse), sinks)
 
 
 def _local_runs(

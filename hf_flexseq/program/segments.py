@@ -74,6 +74,9 @@ class Neighbours(NamedTuple):
     """By group; they send rows of the summaries."""
     summarised: tuple[int, ...]
     """This rank's segments that other segments want to know of: one summary row each."""
+    middle: int
+    """Number of an index array: the rows of those that stand between others, whose transition is
+    wanted, too."""
     received_rows: int
     steps: tuple[tuple[int, int], ...]
     """The state of a segment is made summary by summary, the farthest one first. By step the
@@ -201,6 +204,7 @@ class RankSegments:
         return Neighbours(
             messages=tuple(messages),
             summarised=tuple(summarised),
+            middle=self._tables.constant(tuple(summarised[segment] for segment in self.middle)),
             received_rows=rows - len(summarised),
             steps=tuple(steps),
         )

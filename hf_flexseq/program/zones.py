@@ -108,6 +108,26 @@ class ZoneAttention(Attention, Protocol):
     rows: slice  # where they stand among all rows that the rank holds in attention
 
 
+class SavesRows(ZoneAttention, Protocol):
+    """A zone whose `forward` saves q, k, v, out and the log-sum-exp as they are in this rank's
+    rows: the replay of a checkpointed layer has them, too."""
+
+    def backward_of_rows(
+        self,
+        b: Builder,
+        q: Value,
+        k: Value,
+        v: Value,
+        out: Value,
+        dout: Value,
+        lse: Value,
+        sinks: Sinks | None = None,
+    ) -> ZoneSteps[Values]:
+        """Return what `backward` does; q, out, dout: [tokens, heads, head_dim], k, v: [tokens,
+        kv_heads, head_dim]."""
+        return self.backward(b, dout, (q, k, v, out, lse), sinks)
+
+
 class NoZone:
     """The attention of a rank that works in no group and holds rows of others (`remap.py`)."""
 

@@ -114,15 +114,14 @@ class _Run(NamedTuple):
         """Exchange summaries and combine them: sums [summarised, H, K, V] and transitions [m, H,
         ...] -> [segments, H, K, V]."""
         segments = self.seq_ctx.programs.parts.segments()
+        index = self.seq_ctx.programs.index
         shape = sums.shape[1:]  # H, K, V
         transition_shape = transitions.shape[1:]
         # 1. one row for each summarised segment: [n, numbers of a transition + of a state]
         flat = transitions.flatten(1)
         rows = sums.new_zeros(len(sums), flat.shape[1] + shape.numel())
-        row_of = {segment: row for row, segment in enumerate(neighbours.summarised)}
-        middle_rows = [row_of[segment] for segment in segments.middle]
-        if middle_rows:
-            rows[middle_rows, : flat.shape[1]] = flat
+        if segments.middle:
+            rows[:, : flat.shape[1]].index_copy_(0, index(neighbours.middle), flat)
         rows[:, flat.shape[1] :] = sums.flatten(1)
 
         # 2. with those of other ranks: [n + received, numbers]
@@ -133,7 +132,6 @@ class _Run(NamedTuple):
         # 3. the farthest one first
         apply = apply_transposed if behind else apply_transition
         states = sums.new_zeros(len(segments.lengths), *shape)
-        index = self.seq_ctx.programs.index
         for takers, taken in neighbours.steps:
             summaries = rows.index_select(0, index(taken))
             transition = summaries[:, : flat.shape[1]].view(-1, *transition_shape)

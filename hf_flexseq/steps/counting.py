@@ -12,9 +12,10 @@ A rank's row begins anywhere in a sequence and goes on with another one. A modul
         if pixel_values is not None:                              # and columns of tokens alone
             self.patches(pixel_values)
 
-What a forward calls is read, too: methods of its class and functions of its package. Whether a
-found range counts tokens, or something else such as windows, is not decided here: whoever knows
-the module does.
+What a forward calls is read, too: methods of its class and functions of its package. A range over
+sizes of features alone, such as `torch.arange(0, self.d_model, 2)`, counts no tokens; sizes are
+known by their names. Whether any other range counts tokens, or something else such as windows, is
+not decided here: whoever knows the module does.
 """
 
 import ast
@@ -31,6 +32,12 @@ from torch import nn
 # Packages whose modules multiply with weights, one token like the other. A range of theirs counts
 # features (PEFT's GraLoRA has one).
 _TOKENLESS = ("torch", "peft", "bitsandbytes")
+
+# Names of sizes that have nothing to do with how many tokens there are.
+_FEATURES = {
+    *("d_model", "hidden_size", "head_dim", "rotary_dim"),
+    *("embed_dim", "embedding_dim", "half_dim"),
+}
 
 # Arguments that hf_flexseq gives no model: what needs them does not run.
 _NEVER_GIVEN = ("past_key_values", "pixel_values", "input_features")
@@ -184,11 +191,27 @@ def _counts(call: ast.Call) -> bool:
     """Tell whether a call makes a range, or sums up a mask."""
     match call.func:
         case ast.Attribute(attr="arange") | ast.Name(id="arange"):
-            return True
+            return not _over_features(call)
         case ast.Attribute(value=summed, attr="cumsum"):
             operands = [summed, *call.args]
             return any("mask" in ast.unparse(operand) for operand in operands)
     return False
+
+
+def _over_features(arange: ast.Call) -> bool:
+    """Tell whether the bounds of a range are named as sizes of features, and by nothing else."""
+    bounds = list(arange.args)
+    bounds += [word.value for word in arange.keywords if word.arg in ("start", "end", "step")]
+    names: set[str] = set()
+    for bound in bounds:
+        for node in ast.walk(bound):
+            match node:
+                case ast.Attribute(value=ast.Name("self"), attr=name) | ast.Name(id=name):
+                    names.add(name)
+                case ast.Call() | ast.Subscript() | ast.Attribute():
+                    return False
+    names.discard("self")
+    return bool(names) and names <= _FEATURES
 
 
 def _called(

@@ -8,7 +8,9 @@ gradients    loss and gradients on two nodes of two ranks that are threads, in f
              `tests/hf/test_reach.py`: the largest relative error (1e-10 is the bound)
 ten steps    the weights after ten steps of SGD on two processes against those of the plain Trainer
              in one, with `FlexSeqTrainer` (subclass), with the callback and with TRL's SFTTrainer
-             (sft): the difference over the update (2e-6 is the bound, since the loss is float32)
+             (sft): the difference over the update (2e-6 is the bound, since the loss is float32).
+             zero3 is FlexSeqTrainer with checkpointed layers under DeepSpeed's ZeRO-3, where the
+             weights of both sides are float32, too
 
 Windows are of 7 tokens and chunks of 9, below the lengths of up to 60. Exits with 1 where a bound
 is broken.

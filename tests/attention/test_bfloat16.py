@@ -24,6 +24,7 @@ from tests.ranks import join, run_threads
 CPU, HEADS, KV_HEADS, HEAD_DIM = torch.device("cpu"), 4, 2, 32
 LENGTHS = (384, 130)
 KERNELS = (CpuFlash(), Reference())  # gradients of 32 bits, and of 16
+SINKS = (-1.0, 0.0, 1.0, 3.0)  # of each head
 
 # By kernel and strategy: how many times the error of one call the errors of out, dq, dk, dv may
 # be.
@@ -64,7 +65,7 @@ def tensors_of(sequence, dtype):
     return [torch.randn(s, generator=generator).bfloat16().to(dtype) for s in shapes]
 
 
-def attend(group, dtype, communicator, kernel):
+def attend(group, dtype, communicator, kernel, sinks=None):
     """out, dq, dk, dv of this rank's shard."""
     shard = make_shard(MicroBatch(groups=(group,)), LENGTHS, communicator.rank)
     seq_ctx = SequenceContext(shard, communicator, kernel, CPU)
@@ -73,7 +74,9 @@ def attend(group, dtype, communicator, kernel):
         torch.cat([whole[s.sequence][x][s.start : s.stop] for s in shard.slices]) for x in range(4)
     )
     q, k, v = (x.requires_grad_() for x in (q, k, v))
-    out = sequence_parallel_attention(q, k, v, seq_ctx)
+    if sinks is not None:
+        sinks = torch.tensor(sinks, dtype=dtype)
+    out = sequence_parallel_attention(q, k, v, seq_ctx, sinks=sinks)
     assert out.dtype == dtype
     out.backward(dout)
     assert {x.grad.dtype for x in (q, k, v)} == {dtype}
@@ -124,3 +127,39 @@ def test_bfloat16_stays_close_to_one_kernel(world_size):
             ratios = (found / single).tolist()  # of out, dq, dk, dv
             within = [ratio <= bound for ratio, bound in zip(ratios, most, strict=True)]
             assert all(within), (kernel, strategy, ratios)
+
+
+def run_sinks(rank, world_size):
+    """By kernel and strategy the squared norms of the errors with sinks, of what is exact with
+    them, and the same without for one call of the same kernel on the same rows."""
+    communicator = join(Topology(nodes=1, ranks_per_node=world_size))
+    sequences = tuple(range(len(LENGTHS)))
+    alone = Group(ranks=(rank,), sequences=sequences, strategy="local")
+    plain = attend(alone, torch.float64, communicator, Reference())
+    exact = attend(alone, torch.float64, communicator, Reference(), SINKS)
+    found = {}
+    for kernel in KERNELS:
+        single = attend(alone, torch.bfloat16, communicator, kernel)
+        for strategy in ("local", *MOST[kernel.name]):
+            group = alone
+            if strategy != "local":
+                ranks = tuple(range(world_size))
+                group = Group(ranks=ranks, sequences=sequences, strategy=strategy)
+            mine = rows_of(group, rank)
+            shared = attend(group, torch.bfloat16, communicator, kernel, SINKS)
+            found[kernel.name, strategy] = [
+                [error(x, y[mine]), error(y[mine], 0), error(z[mine], p[mine]), error(p[mine], 0)]
+                for x, y, z, p in zip(shared, exact, single, plain, strict=True)
+            ]
+    return found
+
+
+def test_sinks_round_a_result_once_more():
+    """Kernels return 16 bits, to which a sink's factor is applied. Measured: out 1.477 at most,
+    gradients 1.436."""
+    by_rank = run_threads(run_sinks, 2)
+    for kernel, strategy in by_rank[0]:
+        sums = torch.tensor([rank[kernel, strategy] for rank in by_rank]).sum(0)
+        with_sinks, size, single, plain_size = sums.unbind(1)
+        ratios = ((with_sinks / size) / (single / plain_size)).sqrt()
+        assert (ratios < TWICE_ROUNDED).all(), (kernel, strategy, ratios)

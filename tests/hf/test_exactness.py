@@ -2,6 +2,8 @@
 legal plans of mixed degrees, strategies, packing and micro-batch counts, against one process that
 takes one document at a time. Four ranks are two nodes; `test_two_nodes.py` has more of them."""
 
+from functools import partial
+
 import pytest
 import torch
 from accelerate import Accelerator
@@ -9,6 +11,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from hf_flexseq import DataCollatorForFlexSeq
+from tests.hf.test_reach import keep_float64, make_model
 from tests.hf.tiny import (
     RandomPlanEngine,
     documents,
@@ -36,12 +39,14 @@ def whole(gradient):
     return gradient.full_tensor() if hasattr(gradient, "full_tensor") else gradient
 
 
-def gradients_under_random_plans(rank, world_size, sharding, checkpointing, dtype, plans):
+def gradients_under_random_plans(
+    rank, world_size, sharding, checkpointing, dtype, plans, make=tiny_llama, attention="sdpa"
+):
     """The largest relative errors of loss, gradient norm and parameter gradients over `plans`
-    random plans."""
+    random plans. make: returns the model; attention: of the one process."""
     examples = documents(LENGTHS)
-    wanted_loss, wanted = reference_gradients(tiny_llama(torch.float64), examples)
-    model = tiny_llama(torch.float64).to(dtype)
+    wanted_loss, wanted = reference_gradients(make().double(), examples, attention)
+    model = make().double().to(dtype)
     if checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
     if sharding == "fsdp2":
@@ -86,6 +91,27 @@ def test_float64_gradients_equal_one_process(world_size, sharding, checkpointing
         assert worst["loss"] < 1e-12
         assert worst["norm"] < 1e-10
         assert worst["gradients"] < 1e-10
+
+
+def families_under_fsdp2(rank, world_size, families):
+    """What `gradients_under_random_plans` does, of families whose layers differ."""
+    settings = ("fsdp2", True, torch.float64, 2)
+    with pytest.MonkeyPatch.context() as patch:
+        keep_float64(patch)
+        return [
+            gradients_under_random_plans(
+                rank, world_size, *settings, make=partial(make_model, family), attention="eager"
+            )
+            for family in families
+        ]
+
+
+def test_families_under_fsdp2_equal_one_process():
+    """Sinks are parameters of attention itself, and shared keys go from unit to unit."""
+    families = ("GptOss", "Gemma2", "Gemma4 with shared keys")
+    for by_family in run_ranks(families_under_fsdp2, 2, families):
+        for family, worst in zip(families, by_family, strict=True):
+            assert worst["gradients"] < 1e-10, family
 
 
 def test_float32_gradients_are_close_to_one_process():

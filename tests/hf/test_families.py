@@ -3,6 +3,7 @@ plain Trainer in one process, and the gradients of pipeline stages, which are th
 `scripts/benchmarks/families.py` takes ten families and every way to train them."""
 
 import random
+from functools import partial
 
 import pytest
 import torch
@@ -23,7 +24,7 @@ from tests.pipeline.plans import random_pipeline_plan
 from tests.pipeline.test_exactness import columns_of, make_executor
 from tests.ranks import join, run_ranks, run_threads
 
-WAYS = ("subclass", "callback", "sft")
+WAYS = ("subclass", "callback", "sft", "zero3")
 # SFTTrainer asks models of experts for their router loss, unless it is weighed with 0.
 NO_ROUTER_LOSS = {"router_aux_loss_coef": 0.0}
 
@@ -32,6 +33,8 @@ def model_of(way, family):
     """A model of this family. SFTTrainer looks for the decoder by the model's prefix, which in
     Llama 4's is that of another part."""
     model = make_model(family)
+    if way == "zero3":  # takes no float64 parameters
+        model = model.float()
     if way == "sft" and not hasattr(model, model.base_model_prefix):
         model.base_model_prefix = "model"
     return model
@@ -45,7 +48,8 @@ def plain_family(folder, way, family):
     model = model_of(way, family)
     model.set_attn_implementation("eager")
     if way != "sft":
-        before, after, history = plain_run(folder, batch=1, accumulation=4, model=model)
+        options = {"learning_rate": 0.1} if way == "zero3" else {}  # that of `zero_run`
+        before, after, history = plain_run(folder, batch=1, accumulation=4, model=model, **options)
         return before, after, logged(history, "loss")
     before = {n: p.detach().clone() for n, p in model.named_parameters()}
     trainer = sft_trainer(
@@ -58,6 +62,12 @@ def plain_family(folder, way, family):
 
 def family_run(rank, world_size, folder, way, family):
     """Weights after the run, its losses, and how often two ranks shared sequences."""
+    if way == "zero3":
+        from tests.hf.test_sharding import zero_run  # DeepSpeed need not be installed elsewhere
+
+        make = partial(model_of, way, family)
+        weights, history, _ = zero_run(rank, world_size, folder, 3, 1, True, make)
+        return weights, logged(history, "loss"), max(logged(history, "flexseq/groups_of_2"))
     model = model_of(way, family)
     if way == "sft":
         arguments = FlexSeqArguments(**OPTIONS)
@@ -90,7 +100,8 @@ def errors_of_family(folder, way, family):
 
 @pytest.mark.processes
 @pytest.mark.parametrize(
-    ("way", "family"), [("subclass", "Gemma3"), ("callback", "GptOss"), ("sft", "DeepseekV3")]
+    ("way", "family"),
+    [("subclass", "Gemma3"), ("callback", "GptOss"), ("sft", "DeepseekV3"), ("zero3", "GptOss")],
 )
 def test_ten_steps_of_a_family_equal_the_plain_trainer(tmp_path, way, family):
     assert max(errors_of_family(tmp_path, way, family)) < 2e-6

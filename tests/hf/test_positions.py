@@ -5,13 +5,18 @@ Each model is compared with itself, unattached, on one document at a time. `orig
 embeddings` and `floor_scale` are below some documents' lengths and above others', otherwise there
 would be nothing to see. Ranks are threads."""
 
+import copy
 import random
 
 import pytest
 import torch
 import transformers
 from accelerate import Accelerator
+from peft import LoraConfig, get_peft_model
 from torch import nn
+from transformers.models.kosmos2_5.modeling_kosmos2_5 import (
+    Kosmos2_5TextSinusoidalPositionalEmbedding,
+)
 
 from hf_flexseq import DataCollatorForFlexSeq
 from hf_flexseq.hf.model.checks import check_model
@@ -116,11 +121,22 @@ def make_model(family):
     return model.train()
 
 
-def errors_of(rank, world_size, topology, family, plans, wanted, is_attached):
+def with_lora(model):
+    """The model with adapters, whose gradients alone are wanted."""
+    torch.manual_seed(3)
+    config = LoraConfig(
+        r=2, target_modules=["qkv_proj", "q_proj", "v_proj", "o_proj"], init_lora_weights=False
+    )
+    return get_peft_model(model, config).double()
+
+
+def errors_of(rank, world_size, topology, family, plans, wanted, is_attached, adapted=False):
     """The largest relative error of loss and gradients under each plan, plain and
     checkpointed."""
     communicator = join(topology)
     model = make_model(family)
+    if adapted:
+        model = with_lora(model)
     model.set_attn_implementation("flexseq")
     if is_attached:
         attach_positions(model)
@@ -135,19 +151,19 @@ def errors_of(rank, world_size, topology, family, plans, wanted, is_attached):
     return worst
 
 
-def run(family, nodes, *, is_attached=True):
+def run(family, nodes, *, is_attached=True, adapted=False):
     """The errors of all ranks under two random plans, beside one process."""
     topology = Topology(nodes=nodes, ranks_per_node=2)
     examples = documents(LENGTHS_OF_DOCUMENTS)
-    wanted = reference_gradients(make_model(family), examples, attention="eager")
+    reference = with_lora(make_model(family)) if adapted else make_model(family)
+    wanted = reference_gradients(reference, examples, attention="eager")
     rng = random.Random(f"{family} {nodes}")
     plans = []
     for _ in range(2):
         plan = random_plan(LENGTHS_OF_DOCUMENTS, topology.world_size, rng, nodes=nodes)
         plans.append(plan)
-    found = run_threads(
-        errors_of, topology.world_size, topology, family, plans, wanted, is_attached
-    )
+    settings = (topology, family, plans, wanted, is_attached, adapted)
+    found = run_threads(errors_of, topology.world_size, *settings)
     return [error for errors in found for error in errors]
 
 
@@ -155,6 +171,12 @@ def run(family, nodes, *, is_attached=True):
 @pytest.mark.parametrize("family", FAMILIES | TOLD)
 def test_every_token_stands_where_one_process_has_it(family, nodes, stays_in_float64):  # noqa: F811
     assert max(run(family, nodes)) < 1e-10
+
+
+@pytest.mark.parametrize("family", ["Phi3", "Llama4"])
+def test_so_does_every_token_of_a_model_with_adapters(family, stays_in_float64):  # noqa: F811
+    assert max(run(family, 1, adapted=True)) < 1e-10
+    assert min(run(family, 1, is_attached=False, adapted=True)) > 1e-3
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -239,6 +261,26 @@ def test_a_forward_that_was_replaced_before_comes_back():
     rotary.forward = former = rotary.forward
     attach_positions(model).detach()
     assert rotary.forward is former
+
+
+@pytest.mark.parametrize("family", ["Llama", "Llama4"])
+def test_a_copy_of_an_attached_model_stands_alone(family):
+    """Its forwards have its own parameters, whatever becomes of the first one."""
+    model = make_model(family).eval()
+    handle = attach_positions(model)
+    twin = copy.deepcopy(model)
+    ids = torch.randint(VOCAB, (1, 5), generator=torch.Generator().manual_seed(0))
+    columns = {LENGTHS: torch.full((1, 5), LIMIT + 5), INDICES: torch.arange(7, 12)[None]}
+    columns = {name: columns[name] for name in needed_columns(model)}
+    given = {"input_ids": ids, "position_ids": torch.arange(7, 12)[None], **columns}
+    with torch.no_grad():
+        wanted = model(**given).logits
+        handle.detach()
+        plain = model(**given).logits
+        for parameter in model.parameters():
+            parameter.zero_()
+        assert torch.equal(twin(**given).logits, wanted)
+        assert not torch.equal(plain, wanted)
 
 
 def test_a_model_with_plain_positions_is_left_alone():
@@ -363,14 +405,36 @@ class CountsWithIndexer(nn.Module):
         return x
 
 
+class CountsFeatures(nn.Module):
+    def forward(self, x):
+        half_dim = self.d_model // 2
+        return torch.arange(0, self.d_model, 2) + torch.arange(half_dim, dtype=torch.int64)
+
+
+class CountsByFeatures(nn.Module):
+    def forward(self, x):
+        return torch.arange(0, x.shape[1] * self.d_model, self.d_model)
+
+
 @pytest.mark.parametrize(
-    "module", [Helped(), Inherits(), SumsMask(), LooksForPositions(), CountsWithIndexer(nn.ReLU())]
+    "module",
+    [
+        Helped(),
+        Inherits(),
+        SumsMask(),
+        LooksForPositions(),
+        CountsWithIndexer(nn.ReLU()),
+        CountsByFeatures(),
+    ],
 )
 def test_a_module_that_counts_is_found(module):
     assert count_in(module).where.startswith("test_positions.py:")
 
 
-@pytest.mark.parametrize("module", [IsGivenPositions(), CountsWithIndexer(None), nn.Linear(2, 2)])
+@pytest.mark.parametrize(
+    "module",
+    [IsGivenPositions(), CountsWithIndexer(None), CountsFeatures(), nn.Linear(2, 2)],
+)
 def test_a_module_that_is_told_is_not(module):
     assert count_in(module) is None
 
@@ -390,6 +454,13 @@ def test_a_model_that_counts_is_refused_with_module_and_line():
         match=r"layers\.1\.mlp\.act_fn \(Helped\) counts positions itself, in "
         r"test_positions\.py:\d+: torch\.arange\(x\.shape\[1\]\)",
     ):
+        check_model(model)
+
+
+def test_positions_behind_a_padding_index_are_refused():
+    model = tiny_llama()
+    model.model.embed_positions = Kosmos2_5TextSinusoidalPositionalEmbedding(8, 16, padding_idx=1)
+    with pytest.raises(NotImplementedError, match="embed_positions counts positions from its pad"):
         check_model(model)
 
 

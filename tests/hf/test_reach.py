@@ -128,11 +128,12 @@ MORE_FAMILIES = {
 }
 
 
-def make_model(family):
+def make_model(family, **others):
+    """A tiny model of a family; others: of its configuration."""
     kind = getattr(transformers, family.split()[0] + "ForCausalLM")
     torch.manual_seed(0)
     options = FAMILIES.get(family) or MORE_FAMILIES.get(family, {})
-    config = kind.config_class(**{**SIZES, **options})
+    config = kind.config_class(**{**SIZES, **options, **others})
     return kind._from_config(config, dtype=torch.float64, experts_implementation="eager").train()
 
 

@@ -44,8 +44,13 @@ ZERO = {
 }
 
 
-def zero_run(rank, world_size, folder, stage, accumulation, checkpointing):
-    """Weights, log, and how often DeepSpeed stepped its optimizer."""
+def small_llama():
+    return tiny_llama(torch.float32)
+
+
+def zero_run(rank, world_size, folder, stage, accumulation, checkpointing, make=small_llama):
+    """Weights, log, and how often DeepSpeed stepped its optimizer. make: returns the model."""
+    model = make()  # before the settings, which make transformers draw other weights
     deepspeed.init_distributed("gloo")
     config = copy.deepcopy(ZERO) | {
         "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0}
@@ -61,7 +66,6 @@ def zero_run(rank, world_size, folder, stage, accumulation, checkpointing):
         gradient_checkpointing=checkpointing,
         **OPTIONS,
     )
-    model = tiny_llama(torch.float32)
     trainer = FlexSeqTrainer(model=model, args=args, train_dataset=dataset())
     trainer.train()
     with deepspeed.zero.GatheredParameters(list(model.parameters())):

@@ -36,6 +36,27 @@ def test_equals_the_best_of_all_divisions(seed):
     assert slowest(division, costs, first, last) == best
 
 
+@pytest.mark.parametrize("seed", range(30))
+def test_inseparable_layers_are_in_one_stage(seed):
+    rng = random.Random(seed)
+    layers = rng.randint(2, 9)
+    start = rng.randint(0, layers - 2)
+    together = range(start, rng.randint(start + 2, layers))
+    stages = rng.randint(1, min(layers - len(together) + 2, 4))
+    costs = [rng.randint(1, 9) for _ in range(layers)]
+    first, last = rng.randint(0, 3), rng.randint(0, 30)
+    division = divide_layers(costs, stages, first=first, last=last, inseparable=together)
+    allowed = {
+        one
+        for one in every_division(layers, stages)
+        if not any(begin in together[1:] for begin, _ in one)
+    }
+    assert division in allowed
+    assert slowest(division, costs, first, last) == min(
+        slowest(one, costs, first, last) for one in allowed
+    )
+
+
 def test_a_heavy_head_leaves_the_last_stage_without_layers():
     assert divide_layers([1, 1], 2, last=10) == ((0, 2), (2, 2))
 
@@ -47,3 +68,8 @@ def test_as_many_stages_as_layers_and_one_more():
 def test_too_many_stages_are_refused():
     with pytest.raises(ValueError, match="2 layers make at most 3 stages, not 4"):
         divide_layers([1, 1], 4)
+
+
+def test_too_many_stages_for_inseparable_layers_are_refused():
+    with pytest.raises(ValueError, match="5 layers, of which 1 to 4 share keys and stay in one"):
+        divide_layers([1] * 5, 4, inseparable=range(1, 5))

@@ -1,9 +1,11 @@
 """A pipeline of one stage, in this process: what the executor refuses, and how often it computes
 attention."""
 
+import copy
 from dataclasses import replace
 
 import pytest
+import torch
 
 from hf_flexseq.hf.attention import PIPELINE_NAME
 from hf_flexseq.hf.model.loss import attach_chunked_loss
@@ -65,6 +67,19 @@ def executor_of(kernel):
 
 def train(executor, plan):
     return executor.train(plan, columns_of(plan, EXAMPLES), TARGETS)
+
+
+def test_a_copy_of_a_stage_at_work_stands_alone():
+    executor = executor_of(CpuFlash())
+    model = executor.stage.stack.model
+    model.set_attn_implementation("sdpa")
+    ids = torch.tensor([EXAMPLES[0]["input_ids"]])
+    with torch.no_grad():
+        wanted = model(input_ids=ids).logits
+        twin = copy.deepcopy(model)
+        for parameter in model.parameters():
+            parameter.zero_()
+        assert torch.equal(twin(input_ids=ids).logits, wanted)
 
 
 FORWARDS = "0F0.0 0F0.1 0F0.2"

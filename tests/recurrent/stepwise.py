@@ -19,6 +19,12 @@ def convolution(x, weight, bias):
 def delta_rule(q, k, v, g, beta, *, l2norm):
     """q, k [tokens, key_heads, K], v [tokens, heads, V], g [tokens, heads] or [tokens, heads, K],
     beta [tokens, heads] -> [tokens, heads, V]."""
+    state = v.new_zeros(v.shape[1], q.shape[-1], v.shape[-1])
+    return delta_rule_from(state, q, k, v, g, beta, l2norm=l2norm)[0]
+
+
+def delta_rule_from(state, q, k, v, g, beta, *, l2norm):
+    """`delta_rule` from a state [heads, K, V] -> its output, and the state behind it."""
     heads = v.shape[1]
     q, k = (x.repeat_interleave(heads // x.shape[1], dim=1) for x in (q, k))
     if l2norm:
@@ -26,7 +32,6 @@ def delta_rule(q, k, v, g, beta, *, l2norm):
     q = q * q.shape[-1] ** -0.5
     if g.dim() == 2:
         g = g.unsqueeze(-1)
-    state = v.new_zeros(heads, q.shape[-1], v.shape[-1])
     rows = []
     for token in range(q.shape[0]):
         state = state * g[token].exp().unsqueeze(-1)
@@ -34,22 +39,28 @@ def delta_rule(q, k, v, g, beta, *, l2norm):
         written = (v[token] - read) * beta[token].unsqueeze(-1)
         state = state + k[token].unsqueeze(-1) * written.unsqueeze(1)
         rows.append((q[token].unsqueeze(-1) * state).sum(1))
-    return torch.stack(rows)
+    return torch.stack(rows), state
 
 
 def mamba2(x, dt, A, B, C, *, D, dt_bias, dt_softplus, dt_limit):
     """x [tokens, heads, P], dt [tokens, heads], A, D, dt_bias [heads], B, C [tokens, groups, N] ->
     [tokens, heads, P]."""
+    state = x.new_zeros(x.shape[1], B.shape[2], x.shape[2])
+    limits = {"dt_bias": dt_bias, "dt_softplus": dt_softplus, "dt_limit": dt_limit}
+    return mamba2_from(state, x, dt, A, B, C, **limits)[0] + D.unsqueeze(-1) * x
+
+
+def mamba2_from(state, x, dt, A, B, C, *, dt_bias, dt_softplus, dt_limit):
+    """`mamba2` without D from a state [heads, N, P] -> its output, and the state behind it."""
     heads = x.shape[1]
     B, C = (y.repeat_interleave(heads // y.shape[1], dim=1) for y in (B, C))
     dt = dt + dt_bias
     if dt_softplus:
         dt = functional.softplus(dt)
     dt = dt.clamp(*dt_limit)
-    state = x.new_zeros(heads, x.shape[2], B.shape[2])
     rows = []
     for token in range(x.shape[0]):
-        added = (dt[token].unsqueeze(-1) * x[token]).unsqueeze(-1) * B[token].unsqueeze(1)
+        added = B[token].unsqueeze(-1) * (dt[token].unsqueeze(-1) * x[token]).unsqueeze(1)
         state = state * (dt[token] * A).exp()[:, None, None] + added
-        rows.append((state * C[token].unsqueeze(1)).sum(-1) + D.unsqueeze(-1) * x[token])
-    return torch.stack(rows)
+        rows.append((C[token].unsqueeze(-1) * state).sum(1))
+    return torch.stack(rows), state

@@ -16,7 +16,7 @@ number is theirs.
 """
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -30,9 +30,16 @@ from hf_flexseq.steps.token_columns import INDICES, LENGTHS
 # `torch.arange(tokens) + past_key_values.get_seq_length(layer)`.
 _TOLD_BY_CACHE = ("transformers.models.llama4.modeling_llama4.Llama4TextAttention",)
 
+# Modules with a table of positions, whose rows they number with `arange` and find by
+# `position_ids`.
+_TABLES = ("transformers.models.xglm.modeling_xglm.XGLMSinusoidalPositionalEmbedding",)
+
+# A method of position embeddings that begin behind their `padding_idx`, as fairseq's do.
+_FROM_PADDING = "create_position_ids_from_input_ids"
+
 # Names of parts of models that never run on columns of tokens alone.
 _TOWERS = {
-    *("vision_tower", "vision_model", "visual", "image_embed"),
+    *("vision_tower", "vision_model", "vision_encoder", "visual", "image_embed"),
     *("audio_tower", "audio_model", "audio_embed"),
 }
 
@@ -83,7 +90,8 @@ def _unsuitable_rotary(model: PreTrainedModel, config: Any) -> str | None:
 def _unsuitable_embeddings(model: PreTrainedModel) -> str | None:
     for name, module in model.named_modules():
         padding_index = getattr(module, "padding_idx", None)
-        if name.endswith("position_embeddings") and padding_index is not None:
+        counts = name.endswith("position_embeddings") or hasattr(module, _FROM_PADDING)
+        if counts and padding_index is not None:
             return (
                 f"{name} counts positions from its padding_idx={padding_index}; "
                 "hf_flexseq counts from 0"
@@ -93,7 +101,9 @@ def _unsuitable_embeddings(model: PreTrainedModel) -> str | None:
 
 def _counting_module(model: PreTrainedModel) -> str | None:
     for name, module in model.named_modules():
-        if _TOWERS.intersection(name.split(".")) or _is_told_by_cache(module):
+        if _TOWERS.intersection(name.split(".")) or _is_one_of(
+            (*_TOLD_BY_CACHE, *_TABLES), module
+        ):
             continue
         kind = type(module).__name__
         try:
@@ -120,7 +130,7 @@ def needed_columns(model: nn.Module) -> tuple[str, ...]:
     names = []
     if any(_longrope_modules(model)):
         names.append(LENGTHS)
-    if any(_is_told_by_cache(module) for module in model.modules()):
+    if any(_is_one_of(_TOLD_BY_CACHE, module) for module in model.modules()):
         names.append(INDICES)
     return tuple(names)
 
@@ -140,7 +150,7 @@ class AttachedPositions:
             decoder = model.get_submodule(name.rpartition(".")[0])
             self._attached.append(_RowRotary(decoder, module))
         for module in model.modules():
-            if _is_told_by_cache(module):
+            if _is_one_of(_TOLD_BY_CACHE, module):
                 self._attached.append(_ToldAttention(module))
 
     def detach(self) -> None:
@@ -159,11 +169,10 @@ def _longrope_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
             yield name, module
 
 
-def _is_told_by_cache(module: nn.Module) -> bool:
-    for kind in type(module).__mro__:  # FSDP2 makes classes of its own
-        if f"{kind.__module__}.{kind.__qualname__}" in _TOLD_BY_CACHE:
-            return True
-    return False
+def _is_one_of(names: Sequence[str], module: nn.Module) -> bool:
+    """Tell whether the class of a module, or one that it is made from, is named here."""
+    kinds = type(module).__mro__  # FSDP2 makes classes of its own
+    return any(f"{kind.__module__}.{kind.__qualname__}" in names for kind in kinds)
 
 
 def _missing_column(module: nn.Module, name: str) -> ValueError:
@@ -174,18 +183,24 @@ def _missing_column(module: nn.Module, name: str) -> ValueError:
 
 
 class _InstanceForward:
-    """A forward in place of a module's own, on the instance."""
+    """A forward in place of a module's own, on the instance.
+
+    An object, not a function: `copy.deepcopy` of a model copies what it refers to, so that a copy
+    of the module calls its own forward, with its own parameters.
+    """
 
     def __init__(self, module: nn.Module, forward: Callable[..., Any]) -> None:
+        """forward: a bound method of what is copied with the module."""
         self._module = module
         self._former = vars(module).get("forward")  # of whoever came before
+        self._forward = forward
         self.own: Callable[..., Any] = module.forward
+        functools.update_wrapper(self, self.own)  # for whoever asks for its signature
+        module.forward = self
 
-        @functools.wraps(self.own)
-        def call(*args: Any, **kwargs: Any) -> Any:
-            return forward(*args, **kwargs)
-
-        module.forward = call
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Call what stands in place of the forward."""
+        return self._forward(*args, **kwargs)
 
     def remove(self) -> None:
         """Give the module its former forward back."""

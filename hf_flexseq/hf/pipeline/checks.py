@@ -88,11 +88,6 @@ def _of_model(trainer: Any) -> list[Refusal]:
             "before",
         ),
         Refusal(
-            when=_shares_keys(trainer.model),
-            message="a model whose layers read keys of earlier ones (config.num_kv_shared_layers) "
-            "with a pipeline, whose stages have their own: set pipeline_parallel_size=1",
-        ),
-        Refusal(
             when=_attends_twice(trainer.model),
             message=f"{type(trainer.model).__name__}, of which a layer attends more than once, "
             "with a pipeline, which carries the keys of one attention per layer: set "
@@ -107,12 +102,6 @@ def _attends_twice(model: Any) -> bool:
         return False
     layers = [call.asked.layer for call in try_model(model).calls]
     return None not in layers and len(set(layers)) < len(layers)
-
-
-def _shares_keys(model: Any) -> bool:
-    """Tell whether layers of a model read the keys of earlier layers."""
-    modes = getattr(model.config.get_text_config(), "kv_sharing_modes", None) or ()
-    return "reuse" in modes
 
 
 def check_divides(stages: int, world: int) -> None:

@@ -142,9 +142,7 @@ class ChunkedScan:
         """Return the end states from zero of chosen segments, [n, H, K, V]."""
         return self._scan_wide(x, chosen, x.u.new_zeros(len(chosen), *x.state_shape))
 
-    def _scan_wide(
-        self, x: _Chunks, chosen: Sequence[int], state: torch.Tensor
-    ) -> torch.Tensor:
+    def _scan_wide(self, x: _Chunks, chosen: Sequence[int], state: torch.Tensor) -> torch.Tensor:
         """Return what becomes of states of chosen segments: [n, H, K, any] -> the same shape. What
         chunks write goes to the last V columns."""
         values = x.state_shape[2]

@@ -12,6 +12,7 @@ each step, so that a step is a range of chunks, and its states are the first one
 """
 
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
@@ -33,7 +34,17 @@ class Step(NamedTuple):
 class ChunkGrid:
     """The chunks of the segments of a micro-batch."""
 
-    __slots__ = ("_place", "_slots", "_steps_of", "chunk", "chunks", "counts", "device", "order", "tokens")
+    __slots__ = (
+        "_place",
+        "_slots",
+        "_steps_of",
+        "chunk",
+        "chunks",
+        "counts",
+        "device",
+        "order",
+        "tokens",
+    )
 
     def __init__(self, lengths: Sequence[int], device: torch.device) -> None:
         """Number the chunks. lengths: tokens of each segment, in the order of the rows."""
@@ -79,8 +90,8 @@ class ChunkGrid:
             firsts = self._first_chunks()
             if key is None:
                 steps = []
-                for first, stop in zip(firsts[:-1], firsts[1:], strict=True):
-                    steps.append(Step(slice(int(first), int(stop)), int(stop - first)))
+                for first, stop in pairwise(firsts.tolist()):
+                    steps.append(Step(slice(first, stop), stop - first))
             else:
                 steps = self._chosen_steps(key, firsts)
             self._steps_of[key] = tuple(steps)
