@@ -23,9 +23,15 @@ from torch.distributed.tensor import DTensor
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from hf_flexseq.cost.analytic import HeadShape, ModelShape
-from hf_flexseq.hf.model.layer_kinds import LayerKind, layer_kinds, reach_counts
+from hf_flexseq.hf.model.layer_kinds import (
+    Layer,
+    LayerKind,
+    layer_kinds,
+    layers_of,
+    reach_counts,
+)
 from hf_flexseq.kernels.kinds import LayerCalls
-from hf_flexseq.layers import Reach
+from hf_flexseq.layers import Reach, RecurrentShape
 
 AUTOCAST_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}  # by accelerate's names
 
@@ -97,6 +103,8 @@ def attention_shape(config: PreTrainedConfig) -> AttentionShape:
     have to be enough for.
     """
     kinds = layer_kinds(config)
+    if not kinds:
+        return AttentionShape(query_heads=1, kv_heads=1, head_dim=1)
     return AttentionShape(
         query_heads=max(kind.query_heads for kind in kinds),
         kv_heads=max(kind.kv_heads for kind in kinds),
@@ -125,7 +133,9 @@ def model_shape(model: nn.Module) -> ModelShape:
     config = model.config.get_text_config()
     attention = attention_shape(config)
     params = sum(_elements(parameter) for parameter in model.parameters())
-    kinds = reach_counts(layer_kinds(config))
+    layers = layers_of(config)
+    kinds = [layer.attention for layer in layers if layer.attention is not None]
+    counts = reach_counts(kinds)
     return ModelShape(
         layers=config.num_hidden_layers,
         hidden=config.hidden_size,
@@ -136,10 +146,21 @@ def model_shape(model: nn.Module) -> ModelShape:
         vocab=config.vocab_size,
         params=params,
         dtype_bytes=next(model.parameters()).element_size(),
-        reaches=tuple((layers, reach) for reach, layers in kinds.items() if not reach.is_full),
+        reaches=tuple((count, reach) for reach, count in counts.items() if not reach.is_full),
+        recurrent=_recurrent(layers),
+        without_attention=len(layers) - len(kinds),
         active_params=_active_params(model, params),
-        head_shapes=_head_shapes(layer_kinds(config), attention),
+        head_shapes=_head_shapes(kinds, attention),
     )
+
+
+def _recurrent(layers: Sequence[Layer]) -> tuple[tuple[int, RecurrentShape], ...]:
+    """Return (layers, sizes) of the recurrent layers of each kind, by the first of them."""
+    kinds: dict[str, list[RecurrentShape]] = {}
+    for layer in layers:
+        if layer.recurrent is not None:
+            kinds.setdefault(layer.recurrent.kind, []).append(layer.recurrent)
+    return tuple((len(sizes), sizes[0]) for sizes in kinds.values())
 
 
 def _head_shapes(
@@ -152,7 +173,7 @@ def _head_shapes(
         before = shapes.get(kind.reach, HeadShape(0, 0, 0))
         here = HeadShape(kind.query_heads, kind.kv_heads, kind.width)
         shapes[kind.reach] = HeadShape(*map(max, before, here))
-    if set(shapes.values()) == {HeadShape(*largest)}:
+    if set(shapes.values()) <= {HeadShape(*largest)}:
         return ()
     return tuple(shapes.items())
 
