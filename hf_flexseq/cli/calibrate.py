@@ -50,7 +50,7 @@ def _attention(cost: dict[str, Any]) -> str:
     """Describe the attention of layers that read all keys, as the beginning of a line; nothing
     where there are none."""
     attention_ps = 1e12 * cost["attention_s"]
-    if not cost["kinds"]:
+    if not cost["kinds"] and not cost["recurrent"]:
         return f"attention {attention_ps:.4g} ps per squared token, "
     if not attention_ps:
         return ""
@@ -58,12 +58,19 @@ def _attention(cost: dict[str, Any]) -> str:
 
 
 def _kinds(cost: dict[str, Any]) -> list[str]:
-    """Describe the layers that read a window or a chunk, in a line for each kind."""
+    """Describe the layers that read a window or a chunk, and those that are recurrent, in a line
+    for each kind."""
     lines = []
     for kind in cost["kinds"]:
         lines.append(
             f"{100 * kind['share']:.3g} % of the layers with {reach_of(kind)}: "
             f"{1e12 * kind['attention_s']:.4g} ps per two pairs"
+        )
+    for kind in cost["recurrent"]:
+        lines.append(
+            f"{100 * kind['share']:.3g} % of the layers {kind['kind'].replace('_', ' ')}: "
+            f"{1e6 * kind['token_s']:.4g} us per token, {1e6 * kind['again_s']:.4g} us more where "
+            f"ranks share a sequence, {kind['summary_bytes'] / 2**20:.4g} MiB a summary"
         )
     return lines
 

@@ -11,7 +11,7 @@ from typing import NamedTuple
 from hf_flexseq.cost import PIECE_ROWS, CostModel
 from hf_flexseq.cost.kinds import NearLayers, halo_tokens
 from hf_flexseq.cost.launches import EXCHANGES
-from hf_flexseq.cost.recurrent import SCAN_CHUNK, RecurrentLayers
+from hf_flexseq.cost.recurrent import SCAN_CHUNK, RecurrentLayers, scan_chunk
 from hf_flexseq.cost.sharding import TRIPS, shards_span_nodes
 from hf_flexseq.layers import FULL, Reach, RecurrentShape
 from hf_flexseq.topology import Topology
@@ -82,6 +82,18 @@ class HeadShape(NamedTuple):
         return 2 * self.kv_heads * self.head_dim
 
 
+class Mixers(NamedTuple):
+    """What layers have beside attention, or instead of it."""
+
+    recurrent: tuple[tuple[int, str], ...] = ()
+    """(layers, kind) of those that are recurrent."""
+    without_attention: int = 0
+    """Layers that have no attention."""
+
+
+NO_MIXERS = Mixers()
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ModelShape:
     """A Llama-like decoder in numbers."""
@@ -148,6 +160,12 @@ class ModelShape:
         """Yield (layers, their reach, their heads) of all layers with attention."""
         for layers, reach in ((self.full_layers, FULL), *self.reaches):
             yield layers, reach, self.heads_of(reach)
+
+    @property
+    def mixers(self) -> "Mixers":
+        """The recurrent layers, and those without attention."""
+        recurrent = tuple((layers, sizes.kind) for layers, sizes in self.recurrent)
+        return Mixers(recurrent, self.without_attention)
 
     @property
     def query_numbers(self) -> int:
@@ -388,7 +406,7 @@ def _recurrent(
                 share=layers / shape.layers,
                 token_s=layers * (scan_s + convolution_s),
                 again_s=layers * _again_flops(sizes) / scan_flops,
-                chunk=1 if sizes.kind == "convolution" else SCAN_CHUNK,
+                chunk=scan_chunk(sizes.kind),
                 summary_bytes=float(layers * _summary_numbers(sizes) * FLOAT32_BYTES),
                 halo_bytes=float(layers * (sizes.width - 1) * row_bytes),
                 # there and back around the convolution and the scan
@@ -486,15 +504,16 @@ def _token_bytes(shape: ModelShape, checkpointing: bool) -> float:
 
 def _scan_bytes(shape: ModelShape, sizes: RecurrentShape) -> float:
     """Return the bytes of a token that a recurrent layer holds from its forward to its backward:
-    rows around the convolution; queries, keys, values and what chunks are made of them; the gate;
-    and the states before chunks, in float32."""
-    numbers = 3 * sizes.channels
+    rows around the convolution, and the gate; in float32 what chunks are made of, the products of
+    their tokens with each other and their decays, what they write, and the states before them."""
+    numbers = 3 * sizes.channels + sizes.value_heads * sizes.value_dim
+    held = float(numbers * shape.dtype_bytes)
     if sizes.kind != "convolution":
-        of_head = 3 * sizes.key_dim + 3 * sizes.value_dim + SCAN_CHUNK
-        if sizes.kind == "mamba2":
-            of_head = 3 * sizes.value_dim + SCAN_CHUNK
-        numbers += sizes.value_heads * of_head
-    return numbers * shape.dtype_bytes + FLOAT32_BYTES * sizes.state_numbers / SCAN_CHUNK
+        keys = 2 if sizes.kind == "mamba2" else 3  # queries and keys, and what is read again
+        of_head = keys * sizes.key_dim + 2 * sizes.value_dim + 2 * SCAN_CHUNK
+        scan = sizes.value_heads * of_head + sizes.state_numbers / SCAN_CHUNK
+        held += FLOAT32_BYTES * scan
+    return held
 
 
 def _summary_bytes(shape: ModelShape, ranks: int) -> float:

@@ -24,7 +24,7 @@ began on another: its summaries count once a group, and those of all others for 
 """
 
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
 import numpy as np
@@ -99,6 +99,33 @@ class RecurrentLayers:
         )
         return cls(**{name: values[name] for name in names if name in values})
 
+    def of_layers(self, count: int, layers: int) -> "RecurrentLayers":
+        """Return `count` such layers of a model of `layers` layers. All figures here are those of
+        one layer."""
+        return replace(
+            self,
+            share=count / layers,
+            token_s=count * self.token_s,
+            again_s=count * self.again_s,
+            summary_bytes=count * self.summary_bytes,
+            halo_bytes=count * self.halo_bytes,
+            row_bytes=count * self.row_bytes,
+        )
+
+    def one_layer(self, layers: int) -> "RecurrentLayers":
+        """Return the figures of one layer of a model of `layers` layers, as `of_layers` takes
+        them."""
+        count = self.share * layers
+        return replace(
+            self,
+            share=1.0,
+            token_s=self.token_s / count,
+            again_s=self.again_s / count,
+            summary_bytes=self.summary_bytes / count,
+            halo_bytes=self.halo_bytes / count,
+            row_bytes=self.row_bytes / count,
+        )
+
     def scan_s(self, s: FloatArray, degree: int, strategy: str) -> FloatArray:
         """Return the seconds of a rank's scans and convolutions, the second pass included,
         [sequences]. s: [sequences] tokens."""
@@ -114,6 +141,11 @@ class RecurrentLayers:
         each_way = summaries(degree, strategy) * self.summary_bytes
         each_way += segments_of_rank(degree, strategy) * self.halo_bytes
         return EXCHANGES_EACH_WAY * each_way
+
+
+def scan_chunk(kind: str) -> int:
+    """Return the tokens of a chunk of layers of a kind; a convolution alone has none."""
+    return 1 if kind == "convolution" else SCAN_CHUNK
 
 
 def check_recurrent(layers: Iterable[RecurrentLayers]) -> None:

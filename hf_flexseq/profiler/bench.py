@@ -9,21 +9,26 @@ from typing import Any, Protocol
 
 import torch
 
+from hf_flexseq.attention import SequenceContext
 from hf_flexseq.cost import CostModel
 from hf_flexseq.cost.analytic import ModelShape
 from hf_flexseq.distributed.communicator import Communicator
 from hf_flexseq.kernels import Kernel
-from hf_flexseq.layers import Reach
+from hf_flexseq.layers import Reach, RecurrentShape
+from hf_flexseq.plan.shard import make_shard
 from hf_flexseq.profiler.design import (
     Design,
-    LayersOfReach,
+    LayerType,
     ProbeLayout,
     ProbeShape,
     all_reaches,
     alone,
     in_groups,
+    timed_bytes,
+    types_of_copy,
 )
 from hf_flexseq.profiler.host import ALL_TO_ALLS, RING
+from hf_flexseq.profiler.recurrent_runs import ScanRun, SecondPassRun
 from hf_flexseq.profiler.runs import (
     AllToAllRun,
     CountingKernel,
@@ -57,12 +62,22 @@ class ProbeFactory(Protocol):
         """What the attention of the layers of each reach is called with."""
         ...
 
+    @property
+    def recurrent(self) -> Mapping[str, RecurrentShape]:
+        """The sizes of the recurrent layers of each kind."""
+        ...
+
+    @property
+    def replays(self) -> bool:
+        """Whether layers compute again in the backward."""
+        ...
+
     def kernel(self) -> Kernel:
         """Choose the kernel that serves all layers."""
         ...
 
-    def __call__(self, layers: int, reaches: LayersOfReach) -> Probe:
-        """Make a copy with `layers` layers, of which so many have these reaches."""
+    def __call__(self, types: Mapping[LayerType, int]) -> Probe:
+        """Make a copy with so many layers of each type."""
         ...
 
 
@@ -83,12 +98,13 @@ class Bench:
         self._device = device
         self._dtype = probes.compute_dtype
         self._probes = {}
-        for layers, reaches in zip(design.depths, design.reaches, strict=True):
-            self._probes[layers] = probes(layers, reaches)
+        for layers in design.depths:
+            self._probes[layers] = probes(types_of_copy(shape, layers))
         # bytes that one layer moves for each token of a group
-        self._exchanged = estimate.all_to_all_bytes / shape.layers
-        self._passed_on = (estimate.ring_bytes or 0.0) / shape.layers
+        self._exchanged, self._passed_on = timed_bytes(estimate, shape)
         self._calls = probes.calls
+        self._recurrent = probes.recurrent
+        self._replays = probes.replays
         self._kernel = probes.kernel()
         self._forwards = self._forwards_per_backward()
 
@@ -99,6 +115,8 @@ class Bench:
         probe = next(iter(self._probes.values()))
         run = probe.run(layout, counting)
         run()
+        if not counting.backwards:  # a model without attention
+            return 1
         return counting.forwards // counting.backwards
 
     def whole_run(self, layout: ProbeLayout, layers: int) -> Run:
@@ -123,6 +141,8 @@ class Bench:
         (tokens,) = shape.lengths
         if shape.strategy == "kernel":
             return self.kernel_run(tokens, shape.reach)
+        if shape.strategy in ("scan", "again"):
+            return self._scan_run(shape.strategy, tokens, self._recurrent[shape.recurrent])
 
         tokens_per_rank = tokens / shape.degree
         if shape.strategy == "ulysses":
@@ -140,6 +160,22 @@ class Bench:
             bytes_moved=int(self._passed_on * tokens_per_rank * (shape.degree - 1)),
             device=self._device,
         )
+
+    def _scan_run(self, what: str, tokens: int, sizes: RecurrentShape) -> Run:
+        """Return a run of one recurrent layer on a sequence of each rank, or of its second
+        pass."""
+        topology = self._communicator.topology
+        layout = alone((tokens,), topology)
+        context = SequenceContext(
+            make_shard(layout.micro_batch, layout.lengths, self._communicator.rank),
+            self._communicator,
+            self._kernel,
+            self._device,
+        )
+        options: dict[str, Any] = {"dtype": self._dtype, "device": self._device}
+        if what == "again":
+            return SecondPassRun(sizes, context, tokens, **options)
+        return ScanRun(sizes, context, tokens, replays=self._replays, **options)
 
     def small_run(self, shape: ProbeShape) -> Run:
         """Return a run of one layer's attention in groups, or of its bare transfers."""

@@ -21,7 +21,7 @@ from hf_flexseq.cost import CostModel
 from hf_flexseq.cost.analytic import ModelShape
 from hf_flexseq.distributed.communicator import Communicator
 from hf_flexseq.profiler.bench import ProbeFactory
-from hf_flexseq.profiler.design import Design, Effort, make_design
+from hf_flexseq.profiler.design import Design, Effort, make_design, timed_bytes
 from hf_flexseq.profiler.fit import fit_compute, fit_links, of_depth, relative_errors
 from hf_flexseq.profiler.host import HostSeconds, fit_host
 from hf_flexseq.profiler.measure import Timings, device_name, measure
@@ -60,8 +60,11 @@ class Calibration:
     def objection(self) -> str | None:
         """Say why the fit makes no sense, or return None when it does."""
         attention_s = self.cost.attention_s + sum(kind.attention_s for kind in self.cost.kinds)
-        if not attention_s > 0:
+        if self.cost.attention_share and not attention_s > 0:
             return "attention takes no measurable time"
+        for kind in self.cost.recurrent:
+            if not kind.token_s > 0:
+                return f"{kind.kind} layers take no measurable time"
         if not self.hold_out_mean <= MAX_ERROR:
             return (
                 f"micro-batches held out of the fit are off by {self.hold_out_mean:.0%} on average"
@@ -147,19 +150,24 @@ def _fit(
 ) -> Calibration:
     """Fit the constants for the whole model, and test them on the mixes. name: of the device."""
     # 1. constants of one layer and of everything around the layers
-    compute = fit_compute(timings.samples)
-    links = fit_links(timings.samples, estimate, layers=shape.layers, overlap=timings.overlap)
+    one_layer = [kind.one_layer(shape.layers) for kind in estimate.recurrent]
+    compute = fit_compute(timings.samples, one_layer)
+    links = fit_links(
+        timings.samples, estimate, moved=timed_bytes(estimate, shape), overlap=timings.overlap
+    )
     host = fit_host(timings.small, HostSeconds.of(estimate, shape.layers))
 
     # 2. the mixes, as predicted for the deepest copy, which ran them
     depth = max(design.depths)
-    copy = of_depth(estimate, shape.layers, depth)
-    copy = compute.fill(copy, depth, design.reaches[design.depths.index(depth)])
+    number = design.depths.index(depth)
+    mixers = design.mixers[number]
+    copy = of_depth(estimate, shape.layers, depth, without_attention=mixers.without_attention)
+    copy = compute.fill(copy, depth, design.reaches[number], mixers)
     copy = host.fill(links.fill(copy, depth, host), depth)
     errors = relative_errors(copy, design.mixes, timings.mix_seconds, topology)
 
     # 3. the whole model
-    cost = compute.fill(estimate, shape.layers, shape.reaches)
+    cost = compute.fill(estimate, shape.layers, shape.reaches, shape.mixers)
     cost = links.fill(cost, shape.layers, host)
     cost = host.fill(cost, shape.layers)
     contact_s = estimate.contact_s if timings.contact_s is None else timings.contact_s

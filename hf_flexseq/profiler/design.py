@@ -2,15 +2,16 @@
 
 1. Depths. A small model is copied whole. A larger one is copied with one and with three layers,
    which tells the cost of a layer from the cost of everything around the layers. A copy has one
-   layer of each reach, as far as it has layers, and then more of those that the model has most of.
+   layer of each kind, as far as it has layers, and then more of those that the model has most of.
 2. Sizes. All runs scale with two sizes: the most tokens that a rank gets in a whole micro-batch,
    and the longest sequence that the attention kernel gets by itself. The second is far longer,
    since kernels are slower per squared token where sequences are short. Each size is the largest
    power of two for which the *estimated* seconds stay below half of a budget. Work is counted and
    not timed, so sizes do not depend on how busy the machine is.
 3. Shapes for the fit. Whole micro-batches run on every rank alone; the kernel runs alone, with
-   every reach; and the
-   transfers of one layer run bare, with so many tokens that bursts and buffers do not matter.
+   every reach; so do the convolution and the scan of every kind of recurrent layer, and the
+   second pass of such a scan; and the transfers of one layer run bare, with so many tokens that
+   bursts and buffers do not matter.
 4. Mixes to test the fit. Whole micro-batches with groups of every measured degree in turn, which
    show what the separate parts leave out.
 
@@ -18,14 +19,17 @@ Nothing here needs torch: a design is plain data, the same on every rank.
 """
 
 import random
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import numpy as np
 
 from hf_flexseq.cost import CostModel, lockstep_ns
-from hf_flexseq.cost.analytic import ModelShape
+from hf_flexseq.cost.analytic import Mixers, ModelShape
 from hf_flexseq.cost.kinds import doubled_pairs
+from hf_flexseq.cost.launches import EXCHANGES
 from hf_flexseq.layers import FULL, Reach
 from hf_flexseq.plan import Group, MicroBatch, widest_first
 from hf_flexseq.topology import Topology
@@ -81,8 +85,8 @@ class ProbeShape:
     """A run in which every working rank does the same, in groups of one degree."""
 
     strategy: str
-    """`local`, `kernel`, `ulysses` or `zigzag`; `Sample` in fit.py says what each one runs. In the
-    runs of host.py: whose attention, or which bare transfers."""
+    """`local`, `kernel`, `scan`, `again`, `ulysses` or `zigzag`; `Sample` in fit.py says what each
+    one runs. In the runs of host.py: whose attention, or which bare transfers."""
     degree: int
     """Ranks of a group."""
     lengths: tuple[int, ...]
@@ -91,6 +95,8 @@ class ProbeShape:
     """First ranks of the groups, which share no rank and so work at the same time."""
     reach: Reach = FULL
     """Which keys the queries of a `kernel` read."""
+    recurrent: str = ""
+    """The kind of layer of a `scan`, and of `again`."""
 
 
 # (layers, reach) of layers that read a window or a chunk, as in `ModelShape`.
@@ -105,11 +111,25 @@ class Design:
     """Layers of each copy of the model."""
     reaches: tuple[LayersOfReach, ...]
     """[copies] The layers of each copy that do not read all keys."""
+    mixers: tuple[Mixers, ...]
+    """[copies] The recurrent layers of each copy, and those without attention."""
     sizes: ProbeSizes
     shapes: tuple[ProbeShape, ...]
     """Runs for the fit."""
     mixes: tuple[ProbeLayout, ...]
     """Micro-batches to test the fit, run by the deepest copy."""
+
+
+def timed_bytes(estimate: CostModel, shape: ModelShape) -> tuple[float, float]:
+    """Return the bytes that Ulysses, and a ring of two, move in a layer for each token of a group.
+
+    Those of a model's layers on average; of one without attention, as many as hidden states have.
+    """
+    hidden = float(EXCHANGES * shape.hidden * shape.dtype_bytes)
+    return (
+        estimate.all_to_all_bytes / shape.layers or hidden,
+        (estimate.ring_bytes or 0.0) / shape.layers or hidden,
+    )
 
 
 def make_design(
@@ -130,11 +150,13 @@ def make_design(
         budget_s=effort.budget_s,
         reaches=all_reaches(shape),
     )
+    shapes = fitting_shapes(sizes, topology, rings, all_reaches(shape))
     return Design(
         depths=depths,
         reaches=tuple(reaches_of_copy(shape, depth) for depth in depths),
+        mixers=tuple(mixers_of_copy(shape, depth) for depth in depths),
         sizes=sizes,
-        shapes=fitting_shapes(sizes, topology, rings, all_reaches(shape)),
+        shapes=shapes + _scan_shapes(sizes.tokens, topology, shape),
         mixes=hold_out_layouts(sizes.tokens, topology, rings, effort.held_out),
     )
 
@@ -152,21 +174,81 @@ def probe_depths(shape: ModelShape) -> tuple[int, ...]:
 def all_reaches(shape: ModelShape) -> tuple[Reach, ...]:
     """Return every reach that layers of a model have, the full one first."""
     reaches = tuple(reach for _, reach in shape.reaches)
-    return (FULL, *reaches) if shape.full_layers else reaches
+    if shape.full_layers or not reaches:
+        return (FULL, *reaches)
+    return reaches
+
+
+class LayerType(NamedTuple):
+    """What a layer has."""
+
+    reach: Reach | None
+    """Which keys its queries read; None without attention."""
+    recurrent: str | None
+    """Its kind of recurrence; None without one."""
+
+
+def layer_types(shape: ModelShape) -> list[tuple[int, LayerType]]:
+    """Return (layers, type) of all layers of a model.
+
+    Recurrent layers are those without attention, as far as there are any, then those with
+    attention over all keys, then the others.
+    """
+    with_attention: list[tuple[int, Reach | None]] = [
+        (shape.without_attention, None),
+        (shape.full_layers, FULL),
+        *shape.reaches,
+    ]
+    types = []
+    kinds = [(layers, sizes.kind) for layers, sizes in shape.recurrent]
+    for layers, reach in with_attention:
+        left = layers
+        while left and kinds:
+            count, kind = kinds.pop(0)
+            taken = min(count, left)
+            types.append((taken, LayerType(reach, kind)))
+            left -= taken
+            if count > taken:
+                kinds.insert(0, (count - taken, kind))
+        if left:
+            types.append((left, LayerType(reach, None)))
+    return types
+
+
+def types_of_copy(shape: ModelShape, depth: int) -> dict[LayerType, int]:
+    """Return how many layers of each type a copy of `depth` layers has."""
+    most_first = sorted(layer_types(shape), key=lambda pair: (-pair[0], pair[1].reach == FULL))
+    if depth == shape.layers:
+        return {kind: layers for layers, kind in most_first}
+    counts = {kind: 0 for _, kind in most_first}
+    for _ in range(depth):
+        # one of each, and then those of which the copy has the smallest share of the model's
+        missing = [(layers, kind) for layers, kind in most_first if layers > counts[kind]]
+        _, kind = min(missing, key=lambda pair: (counts[pair[1]] > 0, counts[pair[1]] / pair[0]))
+        counts[kind] += 1
+    return counts
 
 
 def reaches_of_copy(shape: ModelShape, depth: int) -> LayersOfReach:
     """Return the layers that do not read all keys in a copy of `depth` layers."""
-    if depth == shape.layers:
-        return shape.reaches
-    most_first = sorted([*shape.reaches, (shape.full_layers, FULL)], key=lambda pair: -pair[0])
-    counts = {reach: 0 for _, reach in most_first}
-    for _ in range(depth):
-        # one of each, and then those of which the copy has the smallest share of the model's
-        missing = [(layers, reach) for layers, reach in most_first if layers > counts[reach]]
-        _, reach = min(missing, key=lambda pair: (counts[pair[1]] > 0, counts[pair[1]] / pair[0]))
-        counts[reach] += 1
+    counts: Counter[Reach] = Counter()
+    for kind, layers in types_of_copy(shape, depth).items():
+        if kind.reach is not None:
+            counts[kind.reach] += layers
     return tuple((counts[reach], reach) for _, reach in shape.reaches if counts[reach])
+
+
+def mixers_of_copy(shape: ModelShape, depth: int) -> Mixers:
+    """Return the recurrent layers, and those without attention, in a copy of `depth` layers."""
+    counts: Counter[str] = Counter()
+    without_attention = 0
+    for kind, layers in types_of_copy(shape, depth).items():
+        if kind.recurrent is not None:
+            counts[kind.recurrent] += layers
+        if kind.reach is None:
+            without_attention += layers
+    recurrent = tuple((counts[kind], kind) for _, kind in shape.mixers.recurrent if counts[kind])
+    return Mixers(recurrent, without_attention)
 
 
 # ---- 2. sizes
@@ -300,6 +382,18 @@ def _layer_shapes(
             shapes.append(_shape("ulysses", degree, lengths, topology))
             if rings:
                 shapes.append(_shape("zigzag", degree, lengths, topology))
+    return tuple(shapes)
+
+
+def _scan_shapes(tokens: int, topology: Topology, shape: ModelShape) -> tuple[ProbeShape, ...]:
+    """List runs of one recurrent layer of each kind: convolution and scan of one sequence, and its
+    second pass. tokens: of the longest."""
+    shapes = []
+    for _, kind in shape.mixers.recurrent:
+        for length in (tokens // 8, tokens // 2, tokens):
+            for strategy in ("scan",) if kind == "convolution" else ("scan", "again"):
+                one = _shape(strategy, 1, (length,), topology)
+                shapes.append(replace(one, recurrent=kind))
     return tuple(shapes)
 
 

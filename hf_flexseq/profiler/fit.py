@@ -11,6 +11,10 @@
 
    Of a model whose layers do not all read all keys, k a1 S2 is a sum over reaches: with k_r layers
    of reach r, a1 of its own and the pairs P_r that it leaves of a sequence, k_r a_r 2 P_r.
+   Recurrent layers add k_r t_r S1 for each kind, of which
+
+       seconds(scan)   =   t_r S1 + a constant                        convolution and scan alone
+       seconds(again)  =   t'_r S1 + a constant                       the second pass alone
 
    so that models too large to be run whole are measured with two depths and priced at any other.
 2. Bandwidth of each degree, from the all-to-alls of one layer alone: bytes / v + latency; and what
@@ -36,7 +40,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hf_flexseq.cost import CostModel, lockstep_ns
+from hf_flexseq.cost.analytic import NO_MIXERS, Mixers
 from hf_flexseq.cost.kinds import NearLayers
+from hf_flexseq.cost.recurrent import RecurrentLayers, scan_chunk
 from hf_flexseq.layers import FULL, Reach
 from hf_flexseq.profiler.design import LayersOfReach, ProbeLayout
 from hf_flexseq.topology import Topology
@@ -55,8 +61,9 @@ class Sample:
     """A timed run in which every working rank does the same."""
 
     strategy: str
-    """`local`: a model on each rank. `kernel`: the attention of one layer on each rank. `ulysses`
-    or `zigzag`: the bare transfers of one layer in groups of `degree` ranks. In host.py: the
+    """`local`: a model on each rank. `kernel`: the attention of one layer on each rank. `scan`:
+    convolution and scan of one recurrent layer, and `again` the second pass of that. `ulysses` or
+    `zigzag`: the bare transfers of one layer in groups of `degree` ranks. In host.py: the
     attention of one layer by that strategy, or one of its names for bare transfers."""
     degree: int
     """Ranks of a group."""
@@ -68,6 +75,8 @@ class Sample:
     """Seconds of forward and backward together."""
     reaches: LayersOfReach = ()
     """The layers that do not read all keys."""
+    mixers: Mixers = NO_MIXERS
+    """The recurrent layers, and those without attention."""
 
     @property
     def tokens(self) -> int:
@@ -83,10 +92,17 @@ class Sample:
         """Return twice the (query, key) pairs of all layers of a reach; of full ones the squared
         tokens."""
         if reach == FULL:
-            full_layers = self.layers - sum(layers for layers, _ in self.reaches)
+            full_layers = self.layers - self.mixers.without_attention
+            full_layers -= sum(layers for layers, _ in self.reaches)
             return full_layers * self.squares
         layers = {one: count for count, one in self.reaches}.get(reach, 0)
         return 2 * layers * sum(reach.pairs(length) for length in self.lengths)
+
+    def scanned(self, kind: str) -> int:
+        """Return the tokens of all recurrent layers of a kind, with chunks filled up."""
+        layers = {one: count for count, one in self.mixers.recurrent}.get(kind, 0)
+        chunk = scan_chunk(kind)
+        return layers * sum(-(-length // chunk) * chunk for length in self.lengths)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -105,21 +121,35 @@ class Compute:
     """Seconds of a model without layers or tokens (b)."""
     near_s: tuple[tuple[Reach, float], ...] = ()
     """(reach, seconds of a layer per two pairs) of layers that do not read all keys."""
+    recurrent: tuple[RecurrentLayers, ...] = ()
+    """One recurrent layer of each kind."""
 
-    def fill(self, model: CostModel, layers: int, reaches: LayersOfReach = ()) -> CostModel:
+    def fill(
+        self,
+        model: CostModel,
+        layers: int,
+        reaches: LayersOfReach = (),
+        mixers: Mixers = NO_MIXERS,
+    ) -> CostModel:
         """Return `model` with these constants for a model of `layers` layers, some of which do not
-        read all keys."""
+        read all keys, are recurrent, or have no attention."""
         seconds = dict(self.near_s)
-        full_layers = layers
+        full_layers = with_attention = layers - mixers.without_attention
         kinds = []
         for count, reach in reaches:
             full_layers -= count
             kinds.append(
-                NearLayers(reach=reach, share=count / layers, attention_s=count * seconds[reach])
+                NearLayers(
+                    reach=reach, share=count / with_attention, attention_s=count * seconds[reach]
+                )
             )
+        one_layer = {one.kind: one for one in self.recurrent}
+        recurrent = [one_layer[kind].of_layers(count, layers) for count, kind in mixers.recurrent]
         return replace(
             model,
             kinds=tuple(kinds),
+            recurrent=tuple(recurrent),
+            attention_share=with_attention / layers,
             attention_s=full_layers * self.attention_s,
             linear_s=layers * self.linear_s + self.head_s,
             micro_batch_s=layers * self.layer_s + self.base_s,
@@ -169,12 +199,17 @@ class FittedLinks:
         return replace(
             model,
             bandwidths=self.bandwidths,
-            group_s=layers * latency_s,
+            group_s=layers * _exchanging_share(model) * latency_s,
             ring_bytes=ring_bytes,
             query_bytes=model.query_bytes * self.ring_factor,
             ring_overlap=self.overlap,
             all_to_all_overlap=self.overlap,
         )
+
+
+def _exchanging_share(model: CostModel) -> float:
+    """Return how often a layer exchanges something, on average: attention and scan both do."""
+    return model.attention_share + sum(kind.share for kind in model.recurrent)
 
 
 # ---- least squares
@@ -215,24 +250,33 @@ def relative_nnls(rows: Sequence[Sequence[float]], seconds: Sequence[float]) -> 
 # ---- step 1
 
 
-def fit_compute(samples: Sequence[Sample]) -> Compute:
+def fit_compute(samples: Sequence[Sample], recurrent: Sequence[RecurrentLayers] = ()) -> Compute:
     """Fit the constants of step 1 to the samples of degree 1.
 
+    recurrent: one layer of each kind, whose bytes are right.
     Raises ValueError when no sample is of the model or none of the kernel.
     """
-    alone = [sample for sample in samples if sample.degree == 1]
-    if {sample.strategy for sample in alone} != {"kernel", "local"}:
+    alone = [sample for sample in samples if sample.degree == 1 and sample.strategy != "again"]
+    if {sample.strategy for sample in alone} - {"scan"} != {"kernel", "local"}:
         raise ValueError(
             "a fit needs timings of the attention kernel and of the model on one rank"
         )
+    one_layer = {one.kind: one for one in recurrent}
     near = list(dict.fromkeys(reach for sample in alone for _, reach in sample.reaches))
-    rows = [_compute_row(sample, near) for sample in alone]
+    kinds = list(dict.fromkeys(kind for sample in alone for _, kind in sample.mixers.recurrent))
+    rows = [_compute_row(sample, near, kinds) for sample in alone]
     seconds = [sample.seconds for sample in alone]
     # The last two unknowns are the kernel's own, k1 and k0: parts of the linear and the constant
     # term that the model's equations count already.
     found = relative_nnls(rows, seconds)
     attention_s, linear_s, layer_s, head_s, base_s = found[:5]
-    near_s = found[7:]
+    near_s = found[7 : 7 + len(near)]
+    scans_s = found[7 + len(near) : 7 + len(near) + len(kinds)]
+    recurrent = []
+    for kind, token_s in zip(kinds, scans_s, strict=True):
+        recurrent.append(
+            replace(one_layer[kind], token_s=token_s, again_s=_fit_again(samples, kind))
+        )
     return Compute(
         attention_s=attention_s,
         linear_s=linear_s,
@@ -240,32 +284,52 @@ def fit_compute(samples: Sequence[Sample]) -> Compute:
         head_s=head_s,
         base_s=base_s,
         near_s=tuple(zip(near, near_s, strict=True)),
+        recurrent=tuple(recurrent),
     )
 
 
-def _compute_row(sample: Sample, near: Sequence[Reach]) -> list[float]:
-    """Return the factors of (a1, a2, c, head, b, k1, k0) in the sample's equation, and those of
-    a_r for every reach of `near`."""
+def _fit_again(samples: Sequence[Sample], kind: str) -> float:
+    """Return the seconds per token of a layer's second pass; 0 for a kind without one."""
+    again = [one for one in samples if one.strategy == "again" and one.scanned(kind)]
+    if not again:
+        return 0.0
+    rows = [[float(one.scanned(kind)), 1.0] for one in again]
+    return relative_nnls(rows, [one.seconds for one in again])[0]
+
+
+def _compute_row(sample: Sample, near: Sequence[Reach], kinds: Sequence[str]) -> list[float]:
+    """Return the factors of (a1, a2, c, head, b, k1, k0) in the sample's equation, those of a_r
+    for every reach of `near`, and those of t_r and of the constant of a run for every kind of
+    recurrent layer."""
     k = sample.layers
     s1 = sample.tokens
     squares = sample.pairs(FULL)
     pairs = [sample.pairs(reach) for reach in near]
+    scans = [sample.scanned(kind) for kind in kinds]
+    is_run = [sample.strategy == "scan" and bool(tokens) for tokens in scans]
+    own = [*pairs, *scans, *map(int, is_run)]
     if sample.strategy == "kernel":
-        return [squares, 0, 0, 0, 0, s1, 1, *pairs]
-    return [squares, k * s1, k, s1, 1, 0, 0, *pairs]
+        return [squares, 0, 0, 0, 0, s1, 1, *own]
+    if sample.strategy == "scan":
+        return [0, 0, 0, 0, 0, 0, 0, *own]
+    return [squares, k * s1, k, s1, 1, 0, 0, *own]
 
 
 # ---- step 2
 
 
 def fit_links(
-    samples: Sequence[Sample], estimate: CostModel, *, layers: int, overlap: float
+    samples: Sequence[Sample],
+    estimate: CostModel,
+    *,
+    moved: tuple[float, float],
+    overlap: float,
 ) -> FittedLinks:
     """Fit the constants of step 2 to the samples of bare transfers.
 
-    estimate: cost model of the model, with `layers` layers, whose bytes are right. overlap: share
-    of a transfer that attention hides, measured separately. Without groups of two ranks and more
-    the transfers of `estimate` are kept.
+    estimate: cost model of the model. moved: bytes that the samples of Ulysses, and of rings of
+    two, move for each token of a group. overlap: share of a transfer that attention hides,
+    measured separately. Without groups of two ranks and more the transfers of `estimate` are kept.
     """
     degrees = sorted({sample.degree for sample in samples if sample.strategy == "ulysses"})
     if not degrees:
@@ -277,20 +341,21 @@ def fit_links(
             overlap=estimate.ring_overlap,
         )
 
+    exchanged, passed_on = moved
     bandwidths = []
     latencies_s = []
     ring_latencies_s = []
     ring_factors = []  # a degree's seconds per byte in a ring over those in an all-to-all
     for degree in degrees:
-        exchanged = estimate.all_to_all_bytes / layers
         byte_s, latency_s = _fit_transfers(samples, "ulysses", degree, exchanged)
         bandwidths.append((degree, 1 / byte_s))
         latencies_s.append((degree, latency_s))
         if estimate.ring_bytes is None:
             ring_factors.append(1.0)
         else:
-            passed_on = estimate.ring_bytes / layers * (degree - 1)
-            ring_byte_s, ring_latency_s = _fit_transfers(samples, "zigzag", degree, passed_on)
+            ring_byte_s, ring_latency_s = _fit_transfers(
+                samples, "zigzag", degree, passed_on * (degree - 1)
+            )
             ring_latencies_s.append((degree, ring_latency_s))
             ring_factors.append(ring_byte_s / byte_s)
     return FittedLinks(
@@ -324,18 +389,26 @@ def _fit_transfers(
 # ---- how well the fit holds
 
 
-def of_depth(estimate: CostModel, layers: int, depth: int) -> CostModel:
-    """Return `estimate` with the bytes that a copy of `depth` of its `layers` layers moves, and
-    with what the host does there."""
+def of_depth(
+    estimate: CostModel, layers: int, depth: int, *, without_attention: int = 0
+) -> CostModel:
+    """Return `estimate` with the bytes that attention moves in a copy of `depth` of its `layers`
+    layers, and with what the host does there.
+
+    without_attention: layers of the copy that have none.
+    """
     share = depth / layers
+    moving = share
+    if estimate.attention_share:
+        moving = (depth - without_attention) / (layers * estimate.attention_share)
     ring_bytes = estimate.ring_bytes
     if ring_bytes is not None:
-        ring_bytes = ring_bytes * share
+        ring_bytes = ring_bytes * moving
     return replace(
         estimate,
-        all_to_all_bytes=estimate.all_to_all_bytes * share,
+        all_to_all_bytes=estimate.all_to_all_bytes * moving,
         ring_bytes=ring_bytes,
-        query_bytes=estimate.query_bytes * share,
+        query_bytes=estimate.query_bytes * moving,
         launch_s=estimate.launch_s * share,
         post_s=estimate.post_s * share,
         message_s=estimate.message_s * share,

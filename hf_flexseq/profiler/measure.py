@@ -20,7 +20,7 @@ from pathlib import Path
 import torch
 
 from hf_flexseq.cost import CostModel
-from hf_flexseq.cost.analytic import ModelShape
+from hf_flexseq.cost.analytic import NO_MIXERS, Mixers, ModelShape
 from hf_flexseq.distributed.communicator import Communicator
 from hf_flexseq.profiler.bench import Bench, ProbeFactory
 from hf_flexseq.profiler.design import (
@@ -93,7 +93,9 @@ def measure(
     samples = []
     for (probe_shape, layers), by_rank in zip(shapes, seconds[: len(shapes)], strict=True):
         sample = _sample(probe_shape, layers, by_rank)
-        samples.append(replace(sample, reaches=_reaches(design, probe_shape, layers)))
+        reaches = _reaches(design, probe_shape, layers)
+        mixers = _mixers(design, probe_shape, layers)
+        samples.append(replace(sample, reaches=reaches, mixers=mixers))
 
     # 3. the host, which few tokens show
     few_tokens = small_shapes(topology, estimate.ring_bytes is not None)
@@ -172,6 +174,14 @@ def _reaches(design: Design, shape: ProbeShape, layers: int) -> LayersOfReach:
     if shape.strategy == "local":
         return design.reaches[design.depths.index(layers)]
     return () if shape.reach.is_full else ((1, shape.reach),)
+
+
+def _mixers(design: Design, shape: ProbeShape, layers: int) -> Mixers:
+    """Return the recurrent layers of a run, and those without attention. layers: of the copy that
+    runs it."""
+    if shape.strategy == "local":
+        return design.mixers[design.depths.index(layers)]
+    return Mixers(((1, shape.recurrent),), 1) if shape.recurrent else NO_MIXERS
 
 
 def _sample(shape: ProbeShape, layers: int, by_rank: Sequence[float]) -> Sample:

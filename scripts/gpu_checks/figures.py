@@ -31,7 +31,7 @@ from hf_flexseq.hf.model.facts import ModelFacts, model_shape
 from hf_flexseq.kernels.choose import choose_kernel
 from hf_flexseq.plan import Group, MicroBatch
 from hf_flexseq.plan.shard import make_shard
-from hf_flexseq.profiler.design import THOROUGH, Effort, alone
+from hf_flexseq.profiler.design import THOROUGH, Effort, alone, types_of_copy
 from hf_flexseq.profiler.estimate import estimated_cost_model
 from hf_flexseq.topology import Topology
 
@@ -162,7 +162,8 @@ def _facts(config: LlamaConfig) -> ModelFacts:
 def _steps(facts: ModelFacts, device: torch.device) -> Callable[[int], Callable[[], None]]:
     """Return what makes a training step, optimizer included, of one sequence of some tokens."""
     communicator = Communicator()
-    probe = ModelProbes(facts, communicator, device)(facts.shape.layers)
+    types = types_of_copy(facts.shape, facts.shape.layers)
+    probe = ModelProbes(facts, communicator, device)(types)
     optimizer = torch.optim.AdamW(probe.model.parameters())
     kernel = choose_kernel(device, torch.bfloat16, facts.shape.head_dim)
 

@@ -398,8 +398,15 @@ def test_digest_sees_every_constant() -> None:
             "bandwidths": [[2, 1.0]],
             "kinds": [{"window": 8, "share": 0.5, "attention_s": 1.0}],
             "recurrent": [
-                {"kind": "mamba2", "share": 0.5, "token_s": 1.0, "again_s": 1.0,
-                 "summary_bytes": 1.0, "halo_bytes": 1.0, "row_bytes": 1.0}
+                {
+                    "kind": "mamba2",
+                    "share": 0.5,
+                    "token_s": 1.0,
+                    "again_s": 1.0,
+                    "summary_bytes": 1.0,
+                    "halo_bytes": 1.0,
+                    "row_bytes": 1.0,
+                }
             ],
             "attention_share": 0.5,
         }.get(name) or value + 1

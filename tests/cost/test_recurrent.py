@@ -75,9 +75,7 @@ SHAPE = ModelShape(
 
 
 def group_of(strategy: str, degree: int, sequences: int = 1) -> Group:
-    return Group(
-        ranks=tuple(range(degree)), sequences=tuple(range(sequences)), strategy=strategy
-    )
+    return Group(ranks=tuple(range(degree)), sequences=tuple(range(sequences)), strategy=strategy)
 
 
 # ---- segments
@@ -219,9 +217,7 @@ def test_recurrent_layers_survive_json_and_are_seen_by_the_digest() -> None:
     assert len({SIMPLE.digest(), without.digest(), everywhere.digest()}) == 3
     record = replace(without, attention_share=1.0).to_record()
     del record["recurrent"], record["attention_share"]
-    assert CostModel.from_record(record).digest() == replace(
-        without, attention_share=1.0
-    ).digest()
+    assert CostModel.from_record(record).digest() == replace(without, attention_share=1.0).digest()
 
 
 @pytest.mark.parametrize(
@@ -330,9 +326,7 @@ def test_the_scan_of_a_preset_takes_what_was_measured_of_its_kernel() -> None:
     )  # fmt: skip
     shape = replace(SHAPE, recurrent=((1, sizes),))
     topology = Topology(nodes=1, ranks_per_node=8)
-    (kind,) = analytic_cost_model(
-        shape, DEVICES["H100"], topology, checkpointing=False
-    ).recurrent
+    (kind,) = analytic_cost_model(shape, DEVICES["H100"], topology, checkpointing=False).recurrent
     assert kind.token_s * 32768 == pytest.approx(15.56e-3, rel=0.01)
 
 

@@ -29,11 +29,13 @@ from hf_flexseq.layers import FULL, Reach
 from hf_flexseq.profiler.design import (
     Effort,
     LayersOfReach,
+    LayerType,
     ProbeShape,
     all_reaches,
     alone,
     make_design,
     reaches_of_copy,
+    types_of_copy,
 )
 from hf_flexseq.profiler.fit import Compute, Sample, fit_compute
 from hf_flexseq.profiler.runs import KernelRun, LayerCall
@@ -145,7 +147,7 @@ def test_a_copy_has_each_reach_and_more_of_the_most(
 
 def test_a_shortened_config_keeps_the_layers_that_were_chosen() -> None:
     config = sized("gemma3_text", num_hidden_layers=12, sliding_window=16)
-    kept = kept_layers(config, 3, ((2, Reach(window=16)),))
+    kept = kept_layers(config, {LayerType(Reach(window=16), None): 2, LayerType(FULL, None): 1})
     assert kept == [0, 1, 5]
     short = shortened(config, kept)
     assert [kind.reach for kind in layer_kinds(short)] == [*[Reach(window=16)] * 2, FULL]
@@ -179,7 +181,7 @@ def test_a_copy_runs_windows_and_full_layers() -> None:
     communicator = Communicator()
     probes = ModelProbes(facts, communicator, torch.device("cpu"))
     kernel = Recording()
-    probe = probes(3, reaches_of_copy(facts.shape, 3))
+    probe = probes(types_of_copy(facts.shape, 3))
     probe.run(alone((40, 3), ONE), kernel)()
     assert kernel.windows == [16, 16, None]
 
@@ -192,9 +194,9 @@ def test_kernels_are_timed_with_the_softcap_and_the_heads_of_their_layers() -> N
     call = LayerCall(query_heads=4, kv_heads=2, head_dim=8, softcap=7.0)
     assert probes.calls == {Reach(window=16): call, FULL: call}
     kernel = Recording()
-    probes(2, facts.shape.reaches).run(alone((40,), ONE), kernel)()
+    probes(types_of_copy(facts.shape, 2)).run(alone((40,), ONE), kernel)()
     assert (kernel.windows, kernel.softcaps) == ([16, None], [7.0, 7.0])
-    probes(2, facts.shape.reaches).run(alone((40,), ONE), probes.kernel())()
+    probes(types_of_copy(facts.shape, 2)).run(alone((40,), ONE), probes.kernel())()
 
 
 @pytest.mark.parametrize("reach", [FULL, Reach(window=3), Reach(chunk=4)], ids=str)

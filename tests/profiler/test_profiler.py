@@ -16,6 +16,7 @@ from accelerate import Accelerator
 from hf_flexseq.cost import CostModel, lockstep_ns
 from hf_flexseq.cost.analytic import DEVICES, ModelShape, analytic_cost_model
 from hf_flexseq.cost.launches import layer_work
+from hf_flexseq.cost.recurrent import RecurrentLayers
 from hf_flexseq.distributed.communicator import Communicator
 from hf_flexseq.hf.calibration import choose
 from hf_flexseq.hf.calibration.choose import cost_model_for, fit_key
@@ -35,6 +36,7 @@ from hf_flexseq.profiler.design import (
     fitting_shapes,
     hold_out_layouts,
     measured_degrees,
+    timed_bytes,
 )
 from hf_flexseq.profiler.fit import Compute, Sample, fit_compute, fit_links, nnls
 from hf_flexseq.profiler.host import (
@@ -159,7 +161,7 @@ def test_a_fit_recovers_the_constants(
 ) -> None:
     samples = synthetic_samples(depths, noise, latency_s=1e-3)
     compute = fit_compute(samples)
-    links = fit_links(samples, ESTIMATE, layers=8, overlap=0.6)
+    links = fit_links(samples, ESTIMATE, moved=timed_bytes(ESTIMATE, SHAPE), overlap=0.6)
     found = links.fill(compute.fill(ESTIMATE, 8), 8, NO_HOST)
     assert found.attention_s == pytest.approx(TRUTH.attention_s, rel=tolerance)
     assert found.linear_s == pytest.approx(TRUTH.linear_s, rel=tolerance)
@@ -176,7 +178,7 @@ def test_a_fit_recovers_the_constants(
 def test_bytes_and_memory_are_the_estimate_s() -> None:
     samples = synthetic_samples((8,), noise=0.0)
     compute = fit_compute(samples)
-    links = fit_links(samples, ESTIMATE, layers=8, overlap=1.0)
+    links = fit_links(samples, ESTIMATE, moved=timed_bytes(ESTIMATE, SHAPE), overlap=1.0)
     found = links.fill(compute.fill(ESTIMATE, 8), 8, NO_HOST)
     for name in (
         "all_to_all_bytes",
@@ -191,7 +193,7 @@ def test_bytes_and_memory_are_the_estimate_s() -> None:
 
 def test_one_rank_keeps_the_estimate_s_transfers() -> None:
     samples = [sample for sample in synthetic_samples((8,), noise=0.0) if sample.degree == 1]
-    links = fit_links(samples, ESTIMATE, layers=8, overlap=0.3)
+    links = fit_links(samples, ESTIMATE, moved=timed_bytes(ESTIMATE, SHAPE), overlap=0.3)
     found = links.fill(ESTIMATE, 8, NO_HOST)
     assert (found.bandwidths, found.ring_bytes) == (ESTIMATE.bandwidths, ESTIMATE.ring_bytes)
 
@@ -202,7 +204,7 @@ def test_waiting_does_not_pass_for_the_whole_transfer() -> None:
         for s in synthetic_samples((8,), noise=0.0)
         if s.degree > 1
     ]
-    found = fit_links(samples, ESTIMATE, layers=8, overlap=0.0)
+    found = fit_links(samples, ESTIMATE, moved=timed_bytes(ESTIMATE, SHAPE), overlap=0.0)
     for degree, speed in found.bandwidths:
         most_tokens = max(s.tokens for s in samples if s.degree == degree)
         most_bytes = most_tokens / degree * ESTIMATE.all_to_all_bytes / 8
@@ -304,7 +306,7 @@ def test_bare_runs_post_what_is_counted(degree: int, monkeypatch: pytest.MonkeyP
 def test_a_latency_that_posts_explain_is_no_latency_of_the_group() -> None:
     """All-to-alls of a layer take four posts, a ring of d three (d - 1); only the rest counts."""
     samples = synthetic_samples((8,), noise=0.0, latency_s=2e-3)
-    links = fit_links(samples, ESTIMATE, layers=8, overlap=1.0)
+    links = fit_links(samples, ESTIMATE, moved=timed_bytes(ESTIMATE, SHAPE), overlap=1.0)
     posts = HostSeconds(launch_s=1.0, post_s=1e-4, message_s=0.0)
     rest_s = [2e-3 - 1e-4 * count for degree in (2, 4) for count in (4, 3 * (degree - 1))]
     assert [degree for degree, _ in links.ring_latencies_s] == [2, 4]
@@ -405,8 +407,8 @@ def test_the_key_names_all_that_a_fit_depends_on(tmp_path: Path) -> None:
 def any_fit_will_do(monkeypatch: pytest.MonkeyPatch) -> None:
     """So tiny a model, on a busy machine, shows little but noise."""
 
-    def positive(samples: list[Sample]) -> Compute:
-        found = fit_compute(samples)
+    def positive(samples: list[Sample], recurrent: list[RecurrentLayers]) -> Compute:
+        found = fit_compute(samples, recurrent)
         return dataclasses.replace(found, linear_s=max(found.linear_s, 1e-12))
 
     monkeypatch.setattr(profiler, "fit_compute", positive)

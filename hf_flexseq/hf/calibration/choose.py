@@ -202,8 +202,9 @@ def _shape_key(shape: ModelShape) -> dict[str, object]:
         del sizes["reaches"]
     if shape.active_params is None:
         del sizes["active_params"]
-    if not shape.head_shapes:
-        del sizes["head_shapes"]
+    for name in ("head_shapes", "recurrent", "without_attention"):
+        if not sizes[name]:
+            del sizes[name]
     return sizes
 
 

@@ -7,7 +7,7 @@ the same checkpointing.
 """
 
 import copy
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 
@@ -18,15 +18,15 @@ from hf_flexseq.attention import SequenceContext
 from hf_flexseq.distributed.communicator import Communicator
 from hf_flexseq.hf.attention import NAME
 from hf_flexseq.hf.model.facts import ModelFacts, layer_calls
-from hf_flexseq.hf.model.layer_kinds import attention_layers, layer_kinds
+from hf_flexseq.hf.model.layer_kinds import layer_kinds, layers_of
 from hf_flexseq.hf.model.loss import attach_chunked_loss
 from hf_flexseq.hf.model.positions import attach_positions, needed_columns
 from hf_flexseq.hf.model.recurrent import RecurrentFunctions
 from hf_flexseq.kernels import Kernel
-from hf_flexseq.kernels.kinds import choose_kernels
-from hf_flexseq.layers import FULL, Reach
+from hf_flexseq.kernels.kinds import LayerCalls, choose_kernels
+from hf_flexseq.layers import FULL, Reach, RecurrentShape
 from hf_flexseq.plan.shard import Shard, make_shard
-from hf_flexseq.profiler.design import LayersOfReach, ProbeLayout
+from hf_flexseq.profiler.design import LayerType, ProbeLayout
 from hf_flexseq.profiler.runs import LayerCall, Run
 from hf_flexseq.steps.inputs import model_inputs
 from hf_flexseq.steps.token_columns import INDICES, LENGTHS
@@ -54,17 +54,34 @@ class ModelProbes:
         for kind in layer_kinds(self._facts.config.get_text_config()):
             call = LayerCall(kind.query_heads, kind.kv_heads, kind.width, kind.softcap)
             calls.setdefault(kind.reach, call)
+        if not calls:  # what is measured of attention then is in no price
+            calls[FULL] = LayerCall(query_heads=1, kv_heads=1, head_dim=64)
         return calls
+
+    @property
+    def recurrent(self) -> dict[str, RecurrentShape]:
+        """The sizes of the recurrent layers of each kind, by the first of them."""
+        return {sizes.kind: sizes for _, sizes in self._facts.shape.recurrent}
+
+    @property
+    def replays(self) -> bool:
+        """Whether layers compute again in the backward."""
+        return self._facts.checkpointing
 
     def kernel(self) -> Kernel:
         """Choose the kernel that serves all layers. Raises ValueError, naming the layer, where
         there is none."""
         calls = layer_calls(self._facts.config)
+        if not calls:
+            (call,) = self.calls.values()
+            calls = [
+                LayerCalls(name="no layer", head_dim=call.head_dim, window=False, softcap=False)
+            ]
         return choose_kernels(self._device, self.compute_dtype, calls)
 
-    def __call__(self, layers: int, reaches: LayersOfReach = ()) -> "ModelProbe":
-        """Make a copy with `layers` layers, of which so many have these reaches."""
-        kept = kept_layers(self._facts.config, layers, reaches)
+    def __call__(self, types: Mapping[LayerType, int]) -> "ModelProbe":
+        """Make a copy with so many layers of each type."""
+        kept = kept_layers(self._facts.config, types)
         return ModelProbe(self._facts, kept, self._communicator, self._device)
 
 
@@ -157,15 +174,17 @@ class ModelProbe:
         return columns
 
 
-def kept_layers(config: PreTrainedConfig, layers: int, reaches: LayersOfReach) -> list[int]:
-    """Choose the first `layers` layers of a model with so many of each reach; the others read all
-    keys."""
-    left = {reach: count for count, reach in reaches}
-    left[FULL] = layers - sum(left.values())
+def kept_layers(config: PreTrainedConfig, types: Mapping[LayerType, int]) -> list[int]:
+    """Choose the first layers of a model with so many of each type."""
+    left = dict(types)
     kept = []
-    for index, kind in attention_layers(config.get_text_config()).items():
-        if left.get(kind.reach, 0):
-            left[kind.reach] -= 1
+    for index, layer in enumerate(layers_of(config.get_text_config())):
+        kind = LayerType(
+            reach=None if layer.attention is None else layer.attention.reach,
+            recurrent=None if layer.recurrent is None else layer.recurrent.kind,
+        )
+        if left.get(kind, 0):
+            left[kind] -= 1
             kept.append(index)
     assert not any(left.values()), f"{config.model_type} has not the layers of its shape: {left}"
     return kept
@@ -187,6 +206,10 @@ def shortened(config: PreTrainedConfig, kept: Sequence[int]) -> PreTrainedConfig
     for name, value in list(vars(text).items()):
         if isinstance(value, list | tuple) and len(value) == layers:
             setattr(text, name, [value[index] for index in kept])
+    for name in ("attn_layer_indices", "hybrid_layer_ids"):
+        numbers = getattr(text, name, None)
+        if numbers is not None:
+            setattr(text, name, [kept.index(one) for one in numbers if one in kept])
     for name in ("num_kv_shared_layers", "first_k_dense_replace"):
         if getattr(text, name, None):
             setattr(text, name, 0)
