@@ -21,7 +21,7 @@ from hf_flexseq.hf.model.facts import ModelFacts, layer_calls
 from hf_flexseq.hf.model.layer_kinds import layer_kinds, layers_of
 from hf_flexseq.hf.model.loss import attach_chunked_loss
 from hf_flexseq.hf.model.positions import attach_positions, needed_columns
-from hf_flexseq.hf.model.recurrent import attach_recurrent
+from hf_flexseq.hf.model.recurrent import RecurrentFunctions
 from hf_flexseq.kernels import Kernel
 from hf_flexseq.kernels.kinds import LayerCalls, choose_kernels
 from hf_flexseq.layers import FULL, Reach, RecurrentShape
@@ -109,8 +109,6 @@ class ModelProbe:
         model.set_attn_implementation(NAME)
         attach_chunked_loss(model)
         attach_positions(model)
-        if facts.shape.recurrent:
-            attach_recurrent(model)
         if facts.checkpointing:
             model.gradient_checkpointing_enable({"use_reentrant": False})
         if facts.frozen:
@@ -139,10 +137,13 @@ class ModelProbe:
             self.device.type, self.facts.autocast, enabled=self.facts.autocast is not None
         )
 
+        recurrent = RecurrentFunctions(self.model)
+
         def forward_backward() -> None:
-            with autocast:
-                outputs = self.model(**inputs, use_cache=False, num_items_in_batch=items)
-            outputs.loss.backward()
+            with recurrent.attached():
+                with autocast:
+                    outputs = self.model(**inputs, use_cache=False, num_items_in_batch=items)
+                outputs.loss.backward()
 
         return forward_backward
 

@@ -26,6 +26,7 @@ from hf_flexseq.cost.analytic import HeadShape, ModelShape
 from hf_flexseq.hf.model.layer_kinds import (
     Layer,
     LayerKind,
+    attention_layers,
     layer_kinds,
     layers_of,
     reach_counts,
@@ -44,6 +45,9 @@ class AttentionShape(NamedTuple):
     """Heads of keys and values; fewer than query heads where several of these share one."""
     head_dim: int
     """Size of a head as kernels see it: queries, keys and values are padded to one size."""
+
+
+_NO_ATTENTION = AttentionShape(query_heads=1, kv_heads=1, head_dim=64)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -100,11 +104,11 @@ def attention_shape(config: PreTrainedConfig) -> AttentionShape:
     """Read the heads of a decoder-only model's attention from its (text) configuration.
 
     Where layers differ, the most heads and the largest size of one are what memory and kernels
-    have to be enough for.
+    have to be enough for. A model without attention has one head that nobody asks for.
     """
     kinds = layer_kinds(config)
     if not kinds:
-        return AttentionShape(query_heads=1, kv_heads=1, head_dim=1)
+        return _NO_ATTENTION
     return AttentionShape(
         query_heads=max(kind.query_heads for kind in kinds),
         kv_heads=max(kind.kv_heads for kind in kinds),
@@ -113,16 +117,22 @@ def attention_shape(config: PreTrainedConfig) -> AttentionShape:
 
 
 def layer_calls(config: PreTrainedConfig) -> list[LayerCalls]:
-    """Return the kinds of kernel calls that a model's attention layers make, one for each
-    layer."""
+    """Return the kinds of kernel calls that a model's attention layers make, one for each such
+    layer; of a model without attention, one that is never made."""
     calls = []
-    for layer, kind in enumerate(layer_kinds(config.get_text_config())):
+    for layer, kind in attention_layers(config.get_text_config()).items():
         calls.append(
             LayerCalls(
                 name=f"layer {layer}",
                 head_dim=kind.width,
                 window=kind.reach.window is not None,
                 softcap=kind.softcap is not None,
+            )
+        )
+    if not calls:
+        calls.append(
+            LayerCalls(
+                name="no layer", head_dim=_NO_ATTENTION.head_dim, window=False, softcap=False
             )
         )
     return calls
