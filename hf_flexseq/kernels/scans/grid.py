@@ -18,6 +18,8 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
+from hf_flexseq.kernels.upload import to_device
+
 # Tokens of a chunk: work within chunks grows with it, that from chunk to chunk with one over it.
 CHUNK = 64
 
@@ -77,7 +79,7 @@ class ChunkGrid:
         within = np.arange(self.tokens) - starts[segment]
         chunk = self._first_chunks()[within // CHUNK] + self._place[segment]
         slots = chunk * CHUNK + within % CHUNK
-        return torch.from_numpy(slots).to(self.device)
+        return to_device(torch.from_numpy(slots), self.device)
 
     def steps(self, chosen: Sequence[int] | None = None) -> tuple[Step, ...]:
         """Return the steps through all chunks, or through those of chosen segments.
@@ -107,7 +109,8 @@ class ChunkGrid:
             if last - first == len(numbers) - 1:
                 steps.append(Step(slice(first, last + 1), len(numbers)))
             else:
-                steps.append(Step(torch.from_numpy(numbers).to(self.device), len(numbers)))
+                index = to_device(torch.from_numpy(numbers), self.device)
+                steps.append(Step(index, len(numbers)))
         return steps
 
     def sort(self, chosen: Sequence[int]) -> list[int]:
