@@ -9,6 +9,7 @@ import torch
 
 from hf_flexseq.hf.model.recurrent import attach_recurrent
 from hf_flexseq.pipeline.reduction import sum_gradients
+from hf_flexseq.pipeline.stages import cut
 from hf_flexseq.recurrent.carry import Carrying, Part, StateCarry, WrongChunk
 from tests.hf.hybrids import make_hybrid
 from tests.hf.test_reach import keep_float64
@@ -19,7 +20,7 @@ from tests.ranks import join, run_threads
 
 LENGTHS = [1, 2, 17, 5, 131, 3, 70, 11]
 TARGETS = sum(label != -100 for e in documents(LENGTHS) for label in e["labels"][1:])
-FAMILIES = ["Qwen3_5", "Bamba", "KimiLinear", "FalconH1", "Lfm2"]
+FAMILIES = ["Qwen3_5", "KimiLinear", "GraniteMoeHybrid", "NemotronH", "Lfm2"]
 
 
 def errors_of(rank, world_size, family, seed, wanted_loss, wanted):
@@ -31,9 +32,7 @@ def errors_of(rank, world_size, family, seed, wanted_loss, wanted):
     executor = make_executor(model, world_size, 1, communicator)
     layers = model.config.num_hidden_layers
     options = {"checkpointing": True, "split_weights": True}
-    plan = random_pipeline_plan(
-        LENGTHS, world_size, random.Random(seed), layers=layers, **options
-    )
+    plan = random_pipeline_plan(LENGTHS, world_size, random.Random(seed), layers=layers, **options)
     columns = columns_of(plan, documents(LENGTHS))
     loss = executor.train(plan, columns, TARGETS)
     sum_gradients(executor.stage, executor.neighbours)
@@ -52,6 +51,19 @@ def test_stages_with_recurrent_layers_are_exact(family, monkeypatch):
     for of_gradients, *of_losses in run_threads(errors_of, 2, family, family, *wanted):
         assert of_gradients < 1e-10
         assert max(of_losses) < 1e-12
+
+
+@pytest.mark.parametrize(
+    ("family", "reason"),
+    [
+        ("Zamba2", "layers 0 and 2 share shared_transformer"),
+        ("FalconH1", "changes hidden states between its embedding and its layers"),
+        ("Bamba", "does not run on hidden states"),
+    ],
+)
+def test_what_is_no_plain_stack_is_refused(family, reason):
+    with pytest.raises(NotImplementedError, match=reason):
+        cut(make_hybrid(family), 0, 2)
 
 
 # ---- the carry
