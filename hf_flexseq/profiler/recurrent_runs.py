@@ -7,7 +7,6 @@
 Numbers are such that states neither vanish nor grow, which some arithmetic is slower with.
 """
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -69,22 +68,21 @@ def run_layer(
     if sizes.kind == "convolution":
         return rows
     inputs = scan_inputs(sizes, rows)
+    first, second, third, fourth, fifth = inputs
     if sizes.kind == "mamba2":
-        return mamba2_scan(*inputs, context, **MAMBA_OPTIONS)
-    rule: Callable[..., torch.Tensor] = gated_delta_rule
-    if sizes.kind == "kimi_delta":
-        rule = kimi_delta_rule
-    return rule(*inputs, context, l2norm=True)
+        return mamba2_scan(first, second, third, fourth, fifth, context, **MAMBA_OPTIONS)
+    rule = kimi_delta_rule if sizes.kind == "kimi_delta" else gated_delta_rule
+    return rule(first, second, third, fourth, fifth, context, l2norm=True)
 
 
-def chunk_inputs(sizes: RecurrentShape, inputs: Inputs, context: SequenceContext) -> Any:
+def chunk_inputs(sizes: RecurrentShape, inputs: Inputs, context: SequenceContext) -> Tensors:
     """Return what `ChunkedScan` takes, from what `scan_inputs` returns."""
     grid = context.programs.grid
+    first, second, third, fourth, fifth = inputs
     if sizes.kind == "mamba2":
-        return mamba2.chunk_inputs(*inputs, grid, **MAMBA_OPTIONS)
-    if sizes.kind == "kimi_delta":
-        return kimi.chunk_inputs(*inputs, grid, l2norm=True)
-    return gated_delta.chunk_inputs(*inputs, grid, l2norm=True)
+        return mamba2.chunk_inputs(first, second, third, fourth, fifth, grid, **MAMBA_OPTIONS)
+    of_kind = kimi if sizes.kind == "kimi_delta" else gated_delta
+    return of_kind.chunk_inputs(first, second, third, fourth, fifth, grid, l2norm=True)
 
 
 class ScanRun:
