@@ -38,6 +38,7 @@ from hf_flexseq.hf.model.facts import AttentionShape, attention_shape, compute_d
 from hf_flexseq.hf.model.images import check_text_alone
 from hf_flexseq.hf.model.loss import ChunkedLoss, attach_chunked_loss
 from hf_flexseq.hf.model.positions import AttachedPositions, attach_positions, needed_columns
+from hf_flexseq.hf.model.recurrent import RecurrentFunctions, attach_recurrent
 from hf_flexseq.hf.sharding import BeforeLast, SteppedFsdp, fsdp_figures, reduces_each_batch
 from hf_flexseq.hf.trainer_checks import resolve_sync
 from hf_flexseq.kernels import Kernel
@@ -230,6 +231,7 @@ class WholeModelExecutor:
         self._model: PreTrainedModel | None = None
         self._chunked_loss: ChunkedLoss | None = None
         self._positions: AttachedPositions | None = None
+        self._recurrent: RecurrentFunctions | None = None
         self._former_attention: str | None = None
         self._former_ddp: DistributedDataParallelKwargs | None = None
 
@@ -241,7 +243,8 @@ class WholeModelExecutor:
     # ---- the model
 
     def attach(self, model: nn.Module, *, lockstep: bool) -> None:
-        """Give `model` our attention, loss and positions, and DDP buckets that are reduced early.
+        """Give `model` our attention, recurrent layers, loss and positions, and DDP buckets that
+        are reduced early.
 
         Raises NotImplementedError when the model cannot be trained exactly, and ValueError when
         its state alone is too large. Collective over the world.
@@ -282,6 +285,7 @@ class WholeModelExecutor:
         base.set_attn_implementation(NAME)
         self._chunked_loss = attach_chunked_loss(model)
         self._positions = attach_positions(base)
+        self._recurrent = attach_recurrent(base)
         self._token_columns = needed_columns(base)
         self._model = base
 
@@ -295,9 +299,12 @@ class WholeModelExecutor:
             self._chunked_loss.detach()
         if self._positions is not None:
             self._positions.detach()
+        if self._recurrent is not None:
+            self._recurrent.detach()
         self._model = None
         self._chunked_loss = None
         self._positions = None
+        self._recurrent = None
         self._former_programs = None
         if self.fsdp is not None:
             self.fsdp.forget_model()

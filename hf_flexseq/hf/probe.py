@@ -32,6 +32,7 @@ from hf_flexseq.distributed.communicator import Communicator
 from hf_flexseq.distributed.threads import ThreadHub, ThreadTransport
 from hf_flexseq.hf.model.facts import layer_calls
 from hf_flexseq.hf.model.positions import attach_positions, needed_columns
+from hf_flexseq.hf.model.recurrent import RecurrentFunctions
 from hf_flexseq.kernels import Kernel
 from hf_flexseq.kernels.kinds import choose_kernels
 from hf_flexseq.plan import STRATEGIES, Group, MicroBatch, Plan
@@ -94,7 +95,7 @@ def probe_model(
     changes: (sequence, token) to be changed, one after the other; see `SEQUENCES`.
     gradients: whether to compare them, too.
     kernel: of all attention; None is the one that a trainer takes on the CPU.
-    attach: gives a model its attention; None does what a trainer does.
+    attach: gives a model its attention and its positions; None does what a trainer does.
     """
     twin = _lively(model)
     sequences = _sequences(twin.config.get_text_config())
@@ -119,17 +120,18 @@ def probe_model(
         twins.append(copy.deepcopy(twin))
         (attach or _attach)(twins[-1])
     wrong = []
-    for strategy in strategies:
-        ranks = _Ranks(twins, strategy, kernel)
-        have = _run_ranks(ranks, sequences, gradients=gradients)
-        wrong += [f"{strategy}: {line}" for line in _differences(have, want)]
-        for change, tokens, want_after in zip(changes, changed, want_changed, strict=True):
-            have_after = _run_ranks(ranks, tokens).outputs
-            steps = (want.outputs, want_after, have.outputs, have_after)
-            line = _wrong_changes(*steps)
-            if line is not None:
-                sequence, token = change
-                wrong.append(f"{strategy}: with token {token} of sequence {sequence}, {line}")
+    with RecurrentFunctions(twin).attached():  # of all twins
+        for strategy in strategies:
+            ranks = _Ranks(twins, strategy, kernel)
+            have = _run_ranks(ranks, sequences, gradients=gradients)
+            wrong += [f"{strategy}: {line}" for line in _differences(have, want)]
+            for change, tokens, want_after in zip(changes, changed, want_changed, strict=True):
+                have_after = _run_ranks(ranks, tokens).outputs
+                steps = (want.outputs, want_after, have.outputs, have_after)
+                line = _wrong_changes(*steps)
+                if line is not None:
+                    sequence, token = change
+                    wrong.append(f"{strategy}: with token {token} of sequence {sequence}, {line}")
     return wrong
 
 

@@ -9,6 +9,7 @@ from hf_flexseq.hf.model.checks import check_model
 from hf_flexseq.hf.model.facts import attention_shape
 from hf_flexseq.hf.model.loss import attach_chunked_loss
 from hf_flexseq.hf.model.positions import attach_positions, needed_columns
+from hf_flexseq.hf.model.recurrent import attach_recurrent
 from hf_flexseq.kernels.choose import choose_kernel
 from hf_flexseq.layers import FULL
 from hf_flexseq.plan.dealing import Dealing
@@ -31,11 +32,13 @@ SLOW_LINKS = NicFigures(
 
 
 def attach(model):
-    """Give `model` the attention, the loss and the positions that the executor gives it."""
+    """Give `model` the attention, the loss, the positions and the recurrent functions that the
+    executor gives it. Returns the last, to be detached."""
     check_model(model)
     model.set_attn_implementation("flexseq")
     attach_chunked_loss(model)
     attach_positions(model)
+    return attach_recurrent(model)
 
 
 def run_plan(model, plan, examples, communicator, *, links=None):

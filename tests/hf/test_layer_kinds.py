@@ -6,7 +6,13 @@ import transformers
 
 from hf_flexseq.hf.model.facts import attention_shape
 from hf_flexseq.hf.model.images import check_text_alone
-from hf_flexseq.hf.model.layer_kinds import UnknownLayers, layer_kinds, layer_reach, reach_counts
+from hf_flexseq.hf.model.layer_kinds import (
+    UnknownLayers,
+    attention_layers,
+    layer_kinds,
+    layer_reach,
+    reach_counts,
+)
 from hf_flexseq.layers import FULL, Reach
 from hf_flexseq.topology import Topology
 from tests.ranks import join, run_threads
@@ -68,11 +74,19 @@ def test_heads_of_two_sizes_and_shared_keys_of_gemma_4():
 
 
 def test_layers_that_are_no_attention_are_named():
-    config = transformers.Qwen3NextConfig(num_hidden_layers=4)
+    config = transformers.JambaConfig(num_hidden_layers=4)
     with pytest.raises(UnknownLayers, match="layers of the kinds linear_attention"):
         layer_kinds(config)
     with pytest.raises(UnknownLayers, match="has no num_attention_heads"):
-        layer_kinds(transformers.MambaConfig())
+        layer_kinds(transformers.RwkvConfig())
+
+
+def test_attention_of_a_hybrid_keeps_the_numbers_of_its_layers():
+    config = transformers.Qwen3NextConfig(num_hidden_layers=8)
+    kinds = attention_layers(config)
+    assert list(kinds) == [3, 7]
+    assert [kind.keys_of for kind in layer_kinds(config)] == [3, 7]
+    assert layer_reach(config, None) == FULL
 
 
 def test_a_layer_without_a_number_among_layers_of_several_kinds():

@@ -46,7 +46,7 @@ def read_call(
     keywords: those of the layer's call. Raises UnsupportedAttention for what is not causal
     attention of a known kind, and where the call contradicts the configuration.
     """
-    layer: int | None = getattr(module, "layer_idx", None)
+    layer = number_of(module)
     where = "" if layer is None else f" of layer {layer}"
     unsupported = []
     if attention_mask is not None:
@@ -72,6 +72,13 @@ def read_call(
     )
 
 
+def number_of(module: nn.Module) -> int | None:
+    """Return which layer of its model a mixer belongs to; None where it does not know, as one that
+    several layers share."""
+    layer: int | None = getattr(module, "layer_idx", None)
+    return None if layer is None or layer < 0 else layer
+
+
 def _reach(module: nn.Module, where: str, keywords: dict[str, Any]) -> Reach:
     """Return which keys the queries of a layer read, from its call and its configuration.
 
@@ -83,7 +90,7 @@ def _reach(module: nn.Module, where: str, keywords: dict[str, Any]) -> Reach:
 
     # 1. the configuration, where the layer knows it
     config: PreTrainedConfig | None = getattr(module, "config", None)
-    layer = getattr(module, "layer_idx", None)
+    layer = number_of(module)
     if config is None:
         return called
     try:

@@ -2,10 +2,12 @@
 not.
 
 1. kind          a decoder-only model that predicts the next token
-2. layers        attention over all of a sequence, a window or chunks (`layer_kinds.py`)
+2. layers        attention over all of a sequence, a window or chunks, and recurrent layers of
+                 known kinds (`layer_kinds.py`)
 3. options       nothing in the configuration that attention or loss would have to compute
 4. positions     counted from 0 in every sequence, and by no module itself (`positions.py`)
-5. modules       nothing on the model itself: compilation, reentrant checkpointing
+5. modules       nothing on the model itself: compilation, reentrant checkpointing, mixers of
+                 others
 6. a trial       one forward of an empty twin (`trial.py`), which sees what the layers really ask
                  for, and that it is what the configuration says
 
@@ -14,15 +16,23 @@ The configuration comes first, since it gives reasons in words that a user can a
 
 import inspect
 from collections.abc import Sequence
+from dataclasses import fields
 from typing import Any
 
 from transformers import PreTrainedModel
 from transformers.loss.loss_utils import LOSS_MAPPING, ForCausalLMLoss
 
 from hf_flexseq.hf.model.facts import is_reentrant_layer, is_tensor_parallel
-from hf_flexseq.hf.model.layer_kinds import LayerKind, UnknownLayers, layer_kinds
+from hf_flexseq.hf.model.layer_kinds import (
+    Layer,
+    LayerKind,
+    UnknownLayers,
+    layers_of,
+)
 from hf_flexseq.hf.model.positions import unsuitable_positions
-from hf_flexseq.hf.model.trial import PROBED_FAMILIES, Call, try_model
+from hf_flexseq.hf.model.recurrent import RecurrentCall, replaced_mixer
+from hf_flexseq.hf.model.trial import PROBED_FAMILIES, Call, MixerRun, Trial, try_model
+from hf_flexseq.layers import RecurrentShape
 
 # Options of the configuration that must not be set, and the reason.
 _REFUSED_OPTIONS = {
@@ -36,6 +46,10 @@ _REFUSED_OPTIONS = {
         "dropout in attention is not available; set config.attention_probs_dropout_prob=0"
     ),
     "alibi": "biases of attention by distance are not available",
+    "z_loss_coefficient": (
+        "a loss on the size of logits is a mean over a rank's tokens; set "
+        "config.z_loss_coefficient=0.0"
+    ),
 }
 
 
@@ -45,10 +59,10 @@ def check_model(model: PreTrainedModel) -> None:
     config = model.config.get_text_config()
     name = type(model).__name__
     reason = _unsuitable_kind(model)
-    kinds: Sequence[LayerKind] = ()
+    layers: Sequence[Layer] = ()
     if reason is None:
         try:
-            kinds = layer_kinds(config)
+            layers = layers_of(config)
         except UnknownLayers as unknown:
             reason = str(unknown)
         except ValueError as error:
@@ -58,20 +72,25 @@ def check_model(model: PreTrainedModel) -> None:
         or _unsuitable_options(config)
         or unsuitable_positions(model, config)
         or _unsuitable_modules(model)
-        or _unsuitable_attention(model, kinds)
+        or _unsuitable_layers(model, layers)
     )
     if reason is not None:
         raise NotImplementedError(f"{name}: {reason}")
 
 
 def check_deterministic(model: PreTrainedModel) -> None:
-    """Raise NotImplementedError for a model whose attention `deterministic=True` cannot compute:
-    it computes blocks of full attention."""
-    for layer, kind in enumerate(layer_kinds(model.config.get_text_config())):
-        if not kind.reach.is_full:
+    """Raise NotImplementedError for a model whose layers `deterministic=True` cannot compute: it
+    computes blocks of full attention."""
+    for number, layer in enumerate(layers_of(model.config.get_text_config())):
+        what = None
+        if layer.recurrent is not None:
+            what = f"is a {layer.recurrent} layer"
+        elif layer.attention is not None and not layer.attention.reach.is_full:
+            what = f"has a {layer.attention.reach}"
+        if what is not None:
             raise NotImplementedError(
                 f"{type(model).__name__}: deterministic=True computes full attention, but layer "
-                f"{layer} has a {kind.reach}; set deterministic=False"
+                f"{number} {what}; set deterministic=False"
             )
 
 
@@ -134,23 +153,34 @@ def _unsuitable_modules(model: PreTrainedModel) -> str | None:
                 "its checkpointing is reentrant, which runs attention outside of autograd's "
                 "order; enable it with use_reentrant=False"
             )
+    replaced = replaced_mixer(model)
+    if replaced is not None:
+        return (
+            f"{replaced} has a forward that is not its own, as kernels from the hub leave it, so "
+            "what it calls is not known; load the model without use_kernels"
+        )
     return None
 
 
 # ---- the trial
 
 
-def _unsuitable_attention(model: PreTrainedModel, kinds: Sequence[LayerKind]) -> str | None:
-    """Return the reason why the attention layers of a model are not ours to compute, from one
-    forward of an empty twin.
+def _unsuitable_layers(model: PreTrainedModel, layers: Sequence[Layer]) -> str | None:
+    """Return the reason why the attention or the recurrent layers of a model are not ours to
+    compute, from one forward of an empty twin.
 
-    kinds: what the configuration says of the layers.
+    layers: what the configuration says of the layers.
     """
     trial = try_model(model)
     if trial.refusal is not None:
         return trial.refusal
     for call in trial.calls:
-        contradiction = _contradiction(call, trial.calls, kinds)
+        contradiction = _contradiction(call, trial.calls, layers)
+        if contradiction is not None:
+            return contradiction
+    # A twin that did not go on may have ended inside its last mixer.
+    for run in trial.mixers if trial.fault is None else trial.mixers[:-1]:
+        contradiction = _recurrent_contradiction(run, layers)
         if contradiction is not None:
             return contradiction
     if trial.fault is not None:
@@ -158,34 +188,37 @@ def _unsuitable_attention(model: PreTrainedModel, kinds: Sequence[LayerKind]) ->
         if model_type in PROBED_FAMILIES:
             return None
         return (
-            f"its layers could not be tried to the end ({trial.fault}), and {model_type!r} is no "
-            "family that is known to be exact; a model whose modules were patched with kernels "
-            "can be tried before that: make the trainer first"
+            "one forward of an empty twin could not be tried to the end, so what its layers ask "
+            f"for is not known: {trial.fault}"
         )
-    if not trial.calls:
-        return (
-            "it does not call transformers' attention interface, so its attention cannot be "
-            "replaced"
-        )
-    return _silent_layer(model, trial.calls, kinds)
+    return _silent_layer(model, trial, layers)
 
 
-def _silent_layer(
-    model: PreTrainedModel, calls: Sequence[Call], kinds: Sequence[LayerKind]
-) -> str | None:
-    """Return that some layer has not called attention in a whole forward: it mixes tokens in a way
-    of its own, or not at all.
+def _silent_layer(model: PreTrainedModel, trial: Trial, layers: Sequence[Layer]) -> str | None:
+    """Return that some layer has not called what its configuration says in a whole forward: it
+    mixes tokens in a way of its own, or not at all.
 
-    kinds: what the configuration says of each layer.
+    layers: what the configuration says of each layer.
     """
-    called = {call.asked.layer for call in calls}
+    # 1. recurrent layers
+    mixing = {run.layer for run in trial.mixers}
+    for number, layer in enumerate(layers):
+        if layer.recurrent is not None and number not in mixing:
+            return (
+                f"its layer {number} does not call transformers' functions of a {layer.recurrent} "
+                "layer, so how it mixes tokens is not known"
+            )
+
+    # 2. attention
+    attending = [number for number, layer in enumerate(layers) if layer.attention is not None]
+    called = {call.asked.layer for call in trial.calls}
     if None in called:  # layers that do not know their number
-        if len(calls) >= len(kinds):
+        if len(trial.calls) >= len(attending):
             return None
-        return f"it has {len(kinds)} layers, and {len(calls)} of them call attention"
+        return f"it has {len(attending)} layers, and {len(trial.calls)} of them call attention"
     # Layers that read images are left out where there are none.
     called |= set(getattr(model.config.get_text_config(), "cross_attention_layers", None) or ())
-    silent = sorted(set(range(len(kinds))) - called)
+    silent = sorted(set(attending) - called)
     if not silent:
         return None
     return (
@@ -194,20 +227,21 @@ def _silent_layer(
     )
 
 
-def _contradiction(call: Call, calls: Sequence[Call], kinds: Sequence[LayerKind]) -> str | None:
+def _contradiction(call: Call, calls: Sequence[Call], layers: Sequence[Layer]) -> str | None:
     """Return what a layer's call says otherwise than the configuration.
 
-    calls: all calls of the trial. kinds: what the configuration says of each layer.
+    calls: all calls of the trial. layers: what the configuration says of each layer.
     """
     layer = call.asked.layer
-    if layer is None and len(set(kinds)) == 1:
-        layer = 0
-    if layer is None or layer >= len(kinds):
+    kind = _kind_of(layer, layers)
+    if kind is None:
         return (
-            f"{call.module} calls attention as layer {layer}, but its configuration has layers 0 "
-            f"to {len(kinds) - 1}"
+            f"{call.module} calls attention as layer {layer}, which by its configuration has none "
+            f"among layers 0 to {len(layers) - 1}"
         )
     source = calls[call.keys_of].asked.layer
+    if layer is None:  # which one it is does not matter, as long as its keys are its own
+        source = kind.keys_of if calls[call.keys_of] is call else None
     called = {
         "reach": call.asked.reach,
         "softcap": call.asked.softcap,
@@ -217,10 +251,74 @@ def _contradiction(call: Call, calls: Sequence[Call], kinds: Sequence[LayerKind]
         "width": max(call.head_dim, call.value_dim),
     }
     for name, of_call in called.items():
-        configured = getattr(kinds[layer], name)
+        configured = getattr(kind, name)
         if of_call != configured:
             return (
                 f"{call.module} of layer {layer} asks for {name}={of_call}, but its configuration "
                 f"says {name}={configured}"
             )
     return None
+
+
+def _kind_of(layer: int | None, layers: Sequence[Layer]) -> LayerKind | None:
+    """Return the attention of a layer, by its number; of one that does not know it, that of all
+    layers, if they are alike."""
+    if layer is not None:
+        return layers[layer].attention if layer < len(layers) else None
+    kinds = [one.attention for one in layers if one.attention is not None]
+    of_any_number = {kind._replace(keys_of=0) for kind in kinds}
+    return kinds[0] if len(of_any_number) == 1 else None
+
+
+def _recurrent_contradiction(run: MixerRun, layers: Sequence[Layer]) -> str | None:
+    """Return what a recurrent mixer calls otherwise than the configuration says.
+
+    layers: what the configuration says of each layer.
+    """
+    where = f"{run.module} of layer {run.layer}"
+    if run.layer is None or run.layer >= len(layers) or layers[run.layer].recurrent is None:
+        return (
+            f"{where} is recurrent, which its configuration does not say; hf_flexseq knows the "
+            "kinds of layers from the configuration"
+        )
+    if not run.calls:
+        return (
+            f"{where} is not given the keyword arguments of the model, or calls no function of "
+            "transformers for recurrent layers, so its state would go from one sequence to the "
+            "next"
+        )
+    called = _shape_of(run.calls)
+    if called is None:
+        return f"{where} calls {', '.join(call.kind for call in run.calls)}; {_ONE_SCAN}"
+    configured = layers[run.layer].recurrent
+    for field in fields(RecurrentShape):
+        of_call, of_configuration = getattr(called, field.name), getattr(configured, field.name)
+        if of_call != of_configuration:
+            return (
+                f"{where} computes {field.name}={of_call}, but its configuration says "
+                f"{field.name}={of_configuration}"
+            )
+    return None
+
+
+_ONE_SCAN = "hf_flexseq computes convolutions of one width before one scan, or convolutions alone"
+
+
+def _shape_of(calls: Sequence[RecurrentCall]) -> RecurrentShape | None:
+    """Return the sizes of what a mixer has called; None unless this is convolutions of one width,
+    and one scan at most."""
+    convolutions = [call for call in calls if call.kind == "convolution"]
+    scans = [call for call in calls if call.kind != "convolution"]
+    widths = {call.width for call in convolutions}
+    if len(scans) > 1 or len(widths) != 1:
+        return None
+    first = scans[0] if scans else convolutions[0]
+    return RecurrentShape(
+        kind=first.kind,
+        key_heads=first.key_heads,
+        value_heads=first.value_heads,
+        key_dim=first.key_dim,
+        value_dim=first.value_dim,
+        width=widths.pop(),
+        channels=sum(call.channels for call in convolutions),
+    )

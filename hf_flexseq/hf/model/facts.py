@@ -10,6 +10,7 @@ ModelFacts                       all of them that the cost of training depends o
 """
 
 import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -24,14 +25,14 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from hf_flexseq.cost.analytic import HeadShape, ModelShape
 from hf_flexseq.hf.model.layer_kinds import (
-    Layer,
     LayerKind,
+    attention_layers,
     layer_kinds,
-    layers_of,
     reach_counts,
+    recurrent_kinds,
 )
 from hf_flexseq.kernels.kinds import LayerCalls
-from hf_flexseq.layers import Reach, RecurrentShape
+from hf_flexseq.layers import Reach
 
 AUTOCAST_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}  # by accelerate's names
 
@@ -44,6 +45,9 @@ class AttentionShape(NamedTuple):
     """Heads of keys and values; fewer than query heads where several of these share one."""
     head_dim: int
     """Size of a head as kernels see it: queries, keys and values are padded to one size."""
+
+
+_NO_ATTENTION = AttentionShape(query_heads=1, kv_heads=1, head_dim=64)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -100,11 +104,11 @@ def attention_shape(config: PreTrainedConfig) -> AttentionShape:
     """Read the heads of a decoder-only model's attention from its (text) configuration.
 
     Where layers differ, the most heads and the largest size of one are what memory and kernels
-    have to be enough for.
+    have to be enough for. A model without attention has one head that nobody asks for.
     """
     kinds = layer_kinds(config)
     if not kinds:
-        return AttentionShape(query_heads=1, kv_heads=1, head_dim=1)
+        return _NO_ATTENTION
     return AttentionShape(
         query_heads=max(kind.query_heads for kind in kinds),
         kv_heads=max(kind.kv_heads for kind in kinds),
@@ -113,16 +117,22 @@ def attention_shape(config: PreTrainedConfig) -> AttentionShape:
 
 
 def layer_calls(config: PreTrainedConfig) -> list[LayerCalls]:
-    """Return the kinds of kernel calls that a model's attention layers make, one for each
-    layer."""
+    """Return the kinds of kernel calls that a model's attention layers make, one for each such
+    layer; of a model without attention, one that is never made."""
     calls = []
-    for layer, kind in enumerate(layer_kinds(config.get_text_config())):
+    for layer, kind in attention_layers(config.get_text_config()).items():
         calls.append(
             LayerCalls(
                 name=f"layer {layer}",
                 head_dim=kind.width,
                 window=kind.reach.window is not None,
                 softcap=kind.softcap is not None,
+            )
+        )
+    if not calls:
+        calls.append(
+            LayerCalls(
+                name="no layer", head_dim=_NO_ATTENTION.head_dim, window=False, softcap=False
             )
         )
     return calls
@@ -133,9 +143,9 @@ def model_shape(model: nn.Module) -> ModelShape:
     config = model.config.get_text_config()
     attention = attention_shape(config)
     params = sum(_elements(parameter) for parameter in model.parameters())
-    layers = layers_of(config)
-    kinds = [layer.attention for layer in layers if layer.attention is not None]
-    counts = reach_counts(kinds)
+    attending = layer_kinds(config)
+    kinds = reach_counts(attending)
+    recurrent = Counter(recurrent_kinds(config))
     return ModelShape(
         layers=config.num_hidden_layers,
         hidden=config.hidden_size,
@@ -146,21 +156,12 @@ def model_shape(model: nn.Module) -> ModelShape:
         vocab=config.vocab_size,
         params=params,
         dtype_bytes=next(model.parameters()).element_size(),
-        reaches=tuple((count, reach) for reach, count in counts.items() if not reach.is_full),
-        recurrent=_recurrent(layers),
-        without_attention=len(layers) - len(kinds),
+        reaches=tuple((layers, reach) for reach, layers in kinds.items() if not reach.is_full),
+        recurrent=tuple((layers, shape) for shape, layers in recurrent.items()),
+        without_attention=config.num_hidden_layers - len(attending),
         active_params=_active_params(model, params),
-        head_shapes=_head_shapes(kinds, attention),
+        head_shapes=_head_shapes(attending, attention),
     )
-
-
-def _recurrent(layers: Sequence[Layer]) -> tuple[tuple[int, RecurrentShape], ...]:
-    """Return (layers, sizes) of the recurrent layers of each kind, by the first of them."""
-    kinds: dict[str, list[RecurrentShape]] = {}
-    for layer in layers:
-        if layer.recurrent is not None:
-            kinds.setdefault(layer.recurrent.kind, []).append(layer.recurrent)
-    return tuple((len(sizes), sizes[0]) for sizes in kinds.values())
 
 
 def _head_shapes(

@@ -1,7 +1,8 @@
-"""Read from a model's configuration what its attention layers are: how far back they read, how
-they make scores, the sizes of their heads, and whose keys they read.
+"""Read from a model's configuration what mixes tokens in its layers: attention, of which it says
+how far back queries read, how scores are made, the sizes of heads, and whose keys are read; and
+recurrent mixers (`recurrent_shapes.py`). A layer may have both, one of them or neither.
 
-    layer_types, sliding_window, attention_chunk_size   how far back
+    layer_types, sliding_window, attention_chunk_size   what there is, and how far back it reads
     attn_logit_softcapping                              softcapped scores
     per_layer_config, num_key_value_heads, head_dim,    sizes of heads, which may differ from layer
     qk_nope_head_dim, qk_rope_head_dim, v_head_dim      to layer
@@ -20,7 +21,8 @@ from typing import NamedTuple
 
 from transformers import PreTrainedConfig
 
-from hf_flexseq.layers import FULL, Reach
+from hf_flexseq.hf.model.recurrent_shapes import CONVOLUTIONS, SCANS, recurrent_shape
+from hf_flexseq.layers import FULL, Reach, RecurrentShape
 
 # Configurations do not say which layers have sinks: by model_type, the types of such layers.
 _EVERY_LAYER = ("full_attention", "sliding_attention")
@@ -33,10 +35,13 @@ _SINKS = {
 }
 # Models whose configuration has a softcap, and whose layers do not ask for it.
 _NEVER_SOFTCAPPED = ("gemma3_text",)
+# Types of layers that mix no tokens, and of those with attention and a recurrent mixer.
+_NO_MIXING = ("mlp", "moe")
+_BOTH = "hybrid"
 
 
 class UnknownLayers(NotImplementedError):
-    """A configuration has layers that are not attention of a kind known here."""
+    """A configuration has layers that mix tokens in no way that is known here."""
 
 
 class LayerKind(NamedTuple):
@@ -70,31 +75,62 @@ class LayerKind(NamedTuple):
         return max(self.head_dim, self.value_dim)
 
 
-def layer_kinds(config: PreTrainedConfig) -> tuple[LayerKind, ...]:
-    """Return what each attention layer of a decoder-only model is, in the order of the layers.
+class Layer(NamedTuple):
+    """What mixes tokens in one layer, as its model's configuration has it."""
 
-    config: its text configuration. Raises UnknownLayers for layers that are not attention over
-    full, window or chunk, and ValueError for windows and chunks below 1, naming the layer.
+    attention: LayerKind | None
+    recurrent: RecurrentShape | None
+
+
+def layers_of(config: PreTrainedConfig) -> tuple[Layer, ...]:
+    """Return what mixes tokens in each layer of a decoder-only model, in the order of the layers.
+
+    config: its text configuration. Raises UnknownLayers for layers that are neither attention over
+    full, window or chunk nor recurrent of a known kind, and ValueError for windows and chunks
+    below 1, naming the layer.
     """
     if getattr(config, "num_hidden_layers", None) is None:
         raise UnknownLayers("its configuration has no num_hidden_layers")
-    if getattr(_of_layer(config, 0), "num_attention_heads", None) is None:
-        raise UnknownLayers("its configuration has no num_attention_heads")
     types = layer_types(config)
     sources = _keys_of(config, types)
-    kinds = []
+    layers = []
     for layer, kind in enumerate(types):
-        sizes = _head_sizes(config, layer, kind)
-        kinds.append(
-            LayerKind(
-                reach=_reach(config, layer, kind),
-                softcap=_softcap(config),
-                sinks=kind in _SINKS.get(config.model_type, ()),
-                **sizes._asdict(),
-                keys_of=sources[layer],
-            )
-        )
-    return tuple(kinds)
+        attention = None
+        recurrent = None
+        if kind in (*SCANS, *CONVOLUTIONS, _BOTH):
+            recurrent = recurrent_shape(config, kind)
+            if recurrent is None:
+                raise _unknown(config)
+        if kind not in (*SCANS, *CONVOLUTIONS, *_NO_MIXING):
+            attention = _attention(config, layer, kind, sources[layer])
+        layers.append(Layer(attention, recurrent))
+    return tuple(layers)
+
+
+def attention_layers(config: PreTrainedConfig) -> dict[int, LayerKind]:
+    """Return what each attention layer of a decoder-only model is, by its number in the model.
+    Raises as `layers_of` does."""
+    kinds = {}
+    for number, layer in enumerate(layers_of(config)):
+        if layer.attention is not None:
+            kinds[number] = layer.attention
+    return kinds
+
+
+def layer_kinds(config: PreTrainedConfig) -> tuple[LayerKind, ...]:
+    """Return what each attention layer of a decoder-only model is, in the order of the layers.
+    Raises as `layers_of` does."""
+    return tuple(attention_layers(config).values())
+
+
+def recurrent_kinds(config: PreTrainedConfig) -> tuple[RecurrentShape, ...]:
+    """Return what each recurrent mixer of a decoder-only model is, in the order of the layers.
+    Raises as `layers_of` does."""
+    shapes = []
+    for layer in layers_of(config):
+        if layer.recurrent is not None:
+            shapes.append(layer.recurrent)
+    return tuple(shapes)
 
 
 def layer_reach(config: PreTrainedConfig, layer: int | None) -> Reach:
@@ -107,15 +143,19 @@ def layer_reach(config: PreTrainedConfig, layer: int | None) -> Reach:
     types = getattr(config, "layer_types", None)
     if types is None:
         return _reach(config, layer or 0, _type_of_all(config))
-    if layer is None and len(set(types)) == 1:
-        layer = 0
+    if layer is None:
+        without = (*SCANS, *CONVOLUTIONS, *_NO_MIXING)
+        attending = {kind for kind in types if kind not in without}
+        if len(attending) == 1:
+            layer = types.index(attending.pop())
     if layer is None or layer >= len(types):
         raise UnknownLayers("which of config.layer_types it has is not known")
     return _reach(config, layer, types[layer])
 
 
 def reach_counts(kinds: Sequence[LayerKind]) -> dict[Reach, int]:
-    """Return how many layers there are of each reach, in the order of their first layers."""
+    """Return how many attention layers there are of each reach, in the order of their first
+    layers."""
     return dict(Counter(kind.reach for kind in kinds))
 
 
@@ -141,6 +181,20 @@ def _type_of_all(config: PreTrainedConfig) -> str:
 # ---- one layer
 
 
+def _attention(config: PreTrainedConfig, layer: int, kind: str, keys_of: int) -> LayerKind:
+    """Return what the attention of a layer is."""
+    reach = _reach(config, layer, kind)
+    if getattr(_of_layer(config, layer), "num_attention_heads", None) is None:
+        raise UnknownLayers(f"its configuration has no num_attention_heads; {_KNOWN}")
+    return LayerKind(
+        reach=reach,
+        softcap=_softcap(config),
+        sinks=kind in _SINKS.get(config.model_type, ()),
+        **_head_sizes(config, layer, kind)._asdict(),
+        keys_of=keys_of,
+    )
+
+
 class _HeadSizes(NamedTuple):
     """Numbers and sizes of a layer's heads; see `LayerKind`."""
 
@@ -152,14 +206,10 @@ class _HeadSizes(NamedTuple):
 
 def _reach(config: PreTrainedConfig, layer: int, kind: str) -> Reach:
     """Return which keys the queries of a layer read."""
-    if kind == "full_attention":
+    if kind in ("full_attention", _BOTH):
         return FULL
-    if kind not in ("sliding_attention", "chunked_attention"):
-        others = sorted(set(layer_types(config)) - {"full_attention", *_OPTIONS})
-        raise UnknownLayers(
-            f"it has layers of the kinds {', '.join(others)}; hf_flexseq knows full, sliding and "
-            "chunked attention"
-        )
+    if kind not in _OPTIONS:
+        raise _unknown(config)
     option = _OPTIONS[kind]
     tokens = getattr(_of_layer(config, layer, option), option, None)
     if tokens is None:
@@ -174,6 +224,24 @@ def _reach(config: PreTrainedConfig, layer: int, kind: str) -> Reach:
     if kind == "chunked_attention":
         return Reach(chunk=tokens)
     return Reach(window=tokens)
+
+
+def _unknown(config: PreTrainedConfig) -> UnknownLayers:
+    """Return the refusal of a model with layers of kinds that are not known."""
+    others = set(layer_types(config)) - {"full_attention", *_OPTIONS, *_NO_MIXING}
+    for kind in (*SCANS, *CONVOLUTIONS, _BOTH):
+        if kind in others and recurrent_shape(config, kind) is not None:
+            others.remove(kind)
+    return UnknownLayers(
+        f"it has layers of the kinds {', '.join(sorted(others))}, in a form that is not known; "
+        f"{_KNOWN}"
+    )
+
+
+_KNOWN = (
+    "hf_flexseq knows full, sliding and chunked attention, and the recurrent layers Gated "
+    "DeltaNet, Kimi's delta attention, Mamba 2 and short convolutions"
+)
 
 
 # by type of layer: the option that says how many tokens

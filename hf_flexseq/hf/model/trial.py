@@ -1,7 +1,9 @@
-"""Run one forward of an empty twin of a model, and note what its attention layers ask for.
+"""Run one forward of an empty twin of a model, and note what its attention layers and its
+recurrent ones ask for.
 
 The twin lives on the meta device, in training mode: it takes a tenth of a second and no memory.
-Its attention returns empty tensors, and so do its experts, whose routing would need numbers.
+Its attention returns empty tensors, and so do its recurrent functions (`recurrent.py`) and its
+experts, whose routing would need numbers.
 
 Which keys a layer may read stands in its mask, and in some models nowhere else. So the twin gets
 a mask function, too, as transformers' own attention has: it reads the rule from which transformers
@@ -15,6 +17,7 @@ import logging
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -23,7 +26,13 @@ from torch import nn
 from transformers import AttentionInterface, PreTrainedModel, masking_utils
 from transformers.masking_utils import AttentionMaskInterface
 
-from hf_flexseq.hf.model.calls import Asked, UnsupportedAttention, read_call
+from hf_flexseq.hf.model.calls import Asked, UnsupportedAttention, number_of, read_call
+from hf_flexseq.hf.model.recurrent import (
+    RecurrentCall,
+    UnsupportedRecurrence,
+    attach_recurrent,
+    mixers,
+)
 from hf_flexseq.layers import FULL, Reach
 
 logger = logging.getLogger(__name__)
@@ -61,11 +70,25 @@ class Call(NamedTuple):
 
 
 @dataclass(slots=True)
+class MixerRun:
+    """What a recurrent mixer has called in one run."""
+
+    module: str
+    """Class of the mixer."""
+    layer: int | None
+    """Its number in the model."""
+    calls: list[RecurrentCall] = field(default_factory=list)
+    """Calls of recurrent functions, in their order; [] where it has hidden them."""
+
+
+@dataclass(slots=True)
 class Trial:
     """What was seen of a model."""
 
     calls: list[Call] = field(default_factory=list)
     """Calls of attention, in their order."""
+    mixers: list[MixerRun] = field(default_factory=list)
+    """Runs of recurrent mixers, in their order."""
     refusal: str | None = None
     """Why a layer's attention is not ours to compute, in one line."""
     fault: str | None = None
@@ -73,23 +96,34 @@ class Trial:
     keys: list[torch.Tensor] = field(default_factory=list)
     """Keys of the calls, which tell shared ones apart from equal ones."""
 
+    def note_recurrent(self, call: RecurrentCall) -> None:
+        """Take note of a call of the mixer that runs; `recurrent.py` calls this."""
+        if not self.mixers:
+            raise UnsupportedRecurrence("a recurrent function is called outside of its mixer")
+        self.mixers[-1].calls.append(call)
+
 
 def try_model(model: PreTrainedModel) -> Trial:
     """Run one forward of an empty twin of `model`, and return what was seen."""
     seen = Trial()
     config = copy.deepcopy(model.config)
     config._attn_implementation = _TRIAL
+    attached = None
     try:
         with torch.device("meta"), torch.no_grad():
             twin = type(model)(config).to(torch.bfloat16).train()
             for module in twin.modules():
                 if type(module).__name__.endswith("Experts"):
                     module.forward = _trial_experts
+            for mixer in mixers(twin):
+                mixer.module.register_forward_pre_hook(partial(_begin_mixer, seen))
+            attached = attach_recurrent(twin)
             tokens = torch.zeros(1, TOKENS, dtype=torch.int64)  # [rows, tokens]
-            # Told that nothing is padding, transformers does not look for documents in a row.
-            shown = torch.ones(1, TOKENS, dtype=torch.int64)
+            # Told that nothing is padding, transformers does not look for documents in a row. It
+            # reads the numbers of this where it makes masks of recurrent layers.
+            shown = torch.ones(1, TOKENS, dtype=torch.int64, device="cpu")
             twin(input_ids=tokens, attention_mask=shown, use_cache=False, seq_ctx=seen)
-    except UnsupportedAttention as reason:
+    except (UnsupportedAttention, UnsupportedRecurrence) as reason:
         seen.refusal = str(reason)
     except KeyError as error:
         # A table of its own classes of attention, which has no row for the twin's.
@@ -104,8 +138,16 @@ def try_model(model: PreTrainedModel) -> Trial:
         what = f"{type(error).__name__}: {error}".splitlines()[0]
         seen.fault = f"{what}, in {Path(place.filename).name}:{place.lineno}"
         logger.debug("the trial of %s ended early: %s", type(model).__name__, seen.fault)
+    finally:
+        if attached is not None:
+            attached.detach()
     seen.keys.clear()
     return seen
+
+
+def _begin_mixer(seen: Trial, module: nn.Module, args: Any) -> None:
+    """Note that a recurrent mixer begins to run."""
+    seen.mixers.append(MixerRun(type(module).__name__, number_of(module)))
 
 
 # ---- what stands in the twin for attention, masks and experts

@@ -93,7 +93,19 @@ def _of_model(trainer: Any) -> list[Refusal]:
             "with a pipeline, which carries the keys of one attention per layer: set "
             "pipeline_parallel_size=1",
         ),
+        Refusal(
+            when=_shares_attention(trainer.model),
+            message=f"{type(trainer.model).__name__}, of which layers share one attention, with a "
+            "pipeline, which carries the keys of each layer: set pipeline_parallel_size=1",
+        ),
     ]
+
+
+def _shares_attention(model: Any) -> bool:
+    """Tell whether attention does not know in which layer it is, since several layers have it."""
+    if not isinstance(model, PreTrainedModel):
+        return False
+    return any(call.asked.layer is None for call in try_model(model).calls)
 
 
 def _attends_twice(model: Any) -> bool:

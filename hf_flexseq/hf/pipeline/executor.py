@@ -42,6 +42,7 @@ from hf_flexseq.hf.model.facts import (
 from hf_flexseq.hf.model.images import check_text_alone
 from hf_flexseq.hf.model.loss import ChunkedLoss, attach_chunked_loss, has_chunkable_loss
 from hf_flexseq.hf.model.positions import AttachedPositions, attach_positions, needed_columns
+from hf_flexseq.hf.model.recurrent import RecurrentFunctions, attach_recurrent
 from hf_flexseq.hf.pipeline.checks import check_divides, check_pipeline_trainer
 from hf_flexseq.hf.pipeline.fsdp import take_over_fsdp
 from hf_flexseq.hf.pipeline.hooks import PipelineHooks
@@ -139,6 +140,7 @@ class StageExecutor:
         self._pipeline: PipelineExecutor | None = None
         self._chunked_loss: ChunkedLoss | None = None
         self._positions: AttachedPositions | None = None
+        self._recurrent: RecurrentFunctions | None = None
         self._former_attention: str | None = None
 
     def _shard(self, cast_dtype: torch.dtype | None) -> ShardedStage | None:
@@ -187,6 +189,7 @@ class StageExecutor:
         if self.stage.is_last:
             self._chunked_loss = attach_chunked_loss(base)
         self._positions = attach_positions(base)
+        self._recurrent = attach_recurrent(base)
         of_stages = host.gather_values(needed_columns(base))
         self._token_columns = sorted({name for names in of_stages for name in names})
         self._pipeline = PipelineExecutor(
@@ -194,8 +197,8 @@ class StageExecutor:
         )
 
     def detach(self) -> None:
-        """Give the stage its own attention, loss, positions and layers back. The model stays
-        cut."""
+        """Give the stage its own attention, recurrent functions, loss, positions and layers back.
+        The model stays cut."""
         if self._pipeline is None:
             return
         self._pipeline.detach()
@@ -204,9 +207,12 @@ class StageExecutor:
             self._chunked_loss.detach()
         if self._positions is not None:
             self._positions.detach()
+        if self._recurrent is not None:
+            self._recurrent.detach()
         self._pipeline = None
         self._chunked_loss = None
         self._positions = None
+        self._recurrent = None
 
     # ---- planning
 

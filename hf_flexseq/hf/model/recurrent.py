@@ -1,0 +1,416 @@
+"""Let the recurrent layers of an unmodified model run on the tokens of a micro-batch.
+
+A recurrent mixer of transformers calls functions of its own module: a causal convolution, and
+behind it a scan. While a model is attached, a *dispatcher* stands in place of each of them:
+
+    causal_conv1d_fn                     recurrent.causal_convolution, and the activation
+    torch_chunk_gated_delta_rule         recurrent.gated_delta_rule
+    chunk_kimi_delta_attention           recurrent.kimi_delta_rule
+    mamba2_chunk_scan                    recurrent.mamba2_scan
+    mamba2_split_conv1d_scan_combined    None: the mixer then calls convolution and scan
+
+A dispatcher looks at the keyword `seq_ctx`, which the model hands on from its own call. Without
+it, in `generate` or a plain forward, a dispatcher is the function that it stands for.
+
+The functions belong to a module of transformers, so all its models share them: they are replaced
+when the first of these is attached, and put back when the last one is detached.
+
+Rejected: registering kernels for the functions. The wrapper around them drops the keywords that a
+kernel does not name, and models are kernelized by name, not one by one. Rejected: other mixers in
+place of the model's, which age.
+"""
+
+import inspect
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any, NamedTuple, Protocol, runtime_checkable
+
+import torch
+from torch import nn
+from transformers.activations import ACT2FN
+
+from hf_flexseq.recurrent import (
+    causal_convolution,
+    gated_delta_rule,
+    kimi_delta_rule,
+    mamba2_scan,
+)
+from hf_flexseq.recurrent.rows import RecurrentContext
+
+Function = Callable[..., Any]
+
+
+class UnsupportedRecurrence(NotImplementedError):
+    """A recurrent layer asks for something that `flexseq` does not compute."""
+
+
+class RecurrentCall(NamedTuple):
+    """The sizes of what a layer asks for in one call of a recurrent function."""
+
+    kind: str
+    """One of `layers.RECURRENT_KINDS`."""
+    key_heads: int = 0
+    value_heads: int = 0
+    key_dim: int = 0
+    value_dim: int = 0
+    width: int = 0
+    """Of a convolution: rows that it reads, the token's own among them."""
+    channels: int = 0
+    """Of a convolution: columns of these rows."""
+
+
+@runtime_checkable
+class NotesCalls(Protocol):
+    """Stands where a context would, when a model is only asked what its layers do (`trial.py`)."""
+
+    def note_recurrent(self, call: RecurrentCall) -> None:
+        """Take note of a call, of which nothing is computed."""
+
+
+# ---- which functions a model has
+
+
+class Mixer(NamedTuple):
+    """A module that calls recurrent functions."""
+
+    name: str
+    """Its name in the model."""
+    module: nn.Module
+    functions: tuple[tuple[dict[str, Any], str], ...]
+    """(globals of its code, name of the function in them)."""
+
+
+def mixers(model: nn.Module) -> Iterator[Mixer]:
+    """Yield the modules of `model` whose code calls one of the functions above."""
+    known: dict[type, tuple[tuple[dict[str, Any], str], ...]] = {}
+    for name, module in model.named_modules():
+        kind = type(module)
+        if kind not in known:
+            known[kind] = _functions_of(kind)
+        if known[kind]:
+            yield Mixer(name, module, known[kind])
+
+
+def _functions_of(kind: type) -> tuple[tuple[dict[str, Any], str], ...]:
+    """Return (globals, name) of the recurrent functions that the methods of a class call."""
+    found = {}
+    for cls in kind.__mro__:
+        if cls is nn.Module:
+            break
+        for member in vars(cls).values():
+            code = inspect.unwrap(member) if callable(member) else None
+            if not inspect.isfunction(code):
+                continue
+            for name in sorted(_DISPATCHED.keys() & set(code.__code__.co_names)):
+                if name in code.__globals__:
+                    found[id(code.__globals__), name] = (code.__globals__, name)
+    return tuple(found.values())
+
+
+def replaced_mixer(model: nn.Module) -> str | None:
+    """Return the name of a mixer whose forward is not that of its class, as kernels from the hub
+    leave it; None without one."""
+    for mixer in mixers(model):
+        own = vars(mixer.module).get("forward")
+        if own is None:
+            continue
+        forward = inspect.unwrap(own)
+        forward = getattr(forward, "__func__", forward)
+        if not any(
+            forward is inspect.unwrap(vars(cls)["forward"])
+            for cls in type(mixer.module).__mro__
+            if "forward" in vars(cls)
+        ):
+            return mixer.name
+    return None
+
+
+# ---- attaching
+
+
+def attach_recurrent(model: nn.Module) -> "RecurrentFunctions":
+    """Make the recurrent layers of `model` look at `seq_ctx`. Undone by the handle's `detach`."""
+    functions = RecurrentFunctions(model)
+    functions.attach()
+    return functions
+
+
+class RecurrentFunctions:
+    """The functions that the recurrent layers of one model call, to be replaced and put back."""
+
+    def __init__(self, model: nn.Module) -> None:
+        functions = {}
+        for mixer in mixers(model):
+            for scope, name in mixer.functions:
+                functions[id(scope), name] = (scope, name)
+        self._functions = list(functions.values())
+        self._is_attached = False
+
+    def attach(self) -> None:
+        """Replace the functions, unless this has done so already."""
+        if self._is_attached:
+            return
+        self._is_attached = True
+        for scope, name in self._functions:
+            _replace(scope, name)
+
+    def detach(self) -> None:
+        """Put back the functions that no other model needs replaced. A second call does
+        nothing."""
+        if not self._is_attached:
+            return
+        self._is_attached = False
+        for scope, name in self._functions:
+            _put_back(scope, name)
+
+    @contextmanager
+    def attached(self) -> Iterator[None]:
+        """Surround a block by `attach` and `detach`."""
+        self.attach()
+        try:
+            yield
+        finally:
+            self.detach()
+
+
+class _Replaced:
+    """A function of a module of transformers that a dispatcher stands for."""
+
+    __slots__ = ("dispatcher", "models", "original")
+
+    def __init__(self, original: Function, dispatcher: Function) -> None:
+        self.original = original
+        self.dispatcher = dispatcher
+        self.models = 0  # that are attached
+
+
+_replaced: dict[tuple[int, str], _Replaced] = {}  # by id of the globals, and name
+_lock = threading.Lock()  # ranks may be threads
+
+
+def _replace(scope: dict[str, Any], name: str) -> None:
+    """Put a dispatcher in place of a global, for one more model."""
+    with _lock:
+        replaced = _replaced.get((id(scope), name))
+        if replaced is None:
+            original = scope[name]
+            replaced = _Replaced(original, _dispatcher(name, original))
+            _replaced[id(scope), name] = replaced
+            scope[name] = replaced.dispatcher
+        replaced.models += 1
+
+
+def _put_back(scope: dict[str, Any], name: str) -> None:
+    """Put the original back, when no model needs the dispatcher any more."""
+    with _lock:
+        replaced = _replaced[id(scope), name]
+        replaced.models -= 1
+        if replaced.models:
+            return
+        del _replaced[id(scope), name]
+        if scope[name] is replaced.dispatcher:  # else somebody has put his own around it
+            scope[name] = replaced.original
+
+
+def _dispatcher(name: str, original: Function) -> Function:
+    """Return what stands in place of a function of this name."""
+    compute = _DISPATCHED[name]
+
+    def dispatch(*args: Any, seq_ctx: Any = None, **kwargs: Any) -> Any:
+        if seq_ctx is None:
+            return original(*args, **kwargs)
+        return compute(*args, seq_ctx=seq_ctx, **kwargs)
+
+    # The function may be a module of the `kernels` package, whose attributes are not to be copied.
+    dispatch.__name__ = name
+    dispatch.__qualname__ = name
+    dispatch.__doc__ = original.__doc__
+    return dispatch
+
+
+# ---- what dispatchers compute
+
+
+def _convolution(
+    hidden_states: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    activation: str | None = None,
+    *,
+    seq_ctx: RecurrentContext | NotesCalls,
+    **kwargs: Any,
+) -> torch.Tensor:
+    """Convolve hidden_states [1, channels, tokens], each channel by itself, with weight [channels,
+    W] and bias [channels] -> the same shape."""
+    _refuse_states("causal_conv1d_fn", kwargs)
+    channels, width = weight.shape
+    if isinstance(seq_ctx, NotesCalls):
+        seq_ctx.note_recurrent(RecurrentCall("convolution", width=width, channels=channels))
+        return torch.empty_like(hidden_states)
+    given = hidden_states.dtype
+    dtype = _convolution_dtype(hidden_states, weight)
+    if bias is not None:
+        bias = bias.to(dtype)
+    with _without_autocast(hidden_states):
+        rows = hidden_states.squeeze(0).t().to(dtype)  # -> [tokens, channels]
+        out = causal_convolution(rows, weight.to(dtype), bias, seq_ctx)
+        if activation is not None:
+            out = ACT2FN[activation](out)
+    return out.to(given).t().unsqueeze(0)  # -> [1, channels, tokens]
+
+
+def _convolution_dtype(hidden_states: torch.Tensor, weight: torch.Tensor) -> torch.dtype:
+    """Return the dtype in which transformers convolves: autocast's, else that of the weight."""
+    device_type = hidden_states.device.type
+    if torch.is_autocast_enabled(device_type) and weight.dtype != torch.float64:
+        return torch.get_autocast_dtype(device_type)
+    return weight.dtype
+
+
+def _gated_delta(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    g: torch.Tensor,
+    beta: torch.Tensor,
+    *,
+    use_qk_l2norm_in_kernel: bool = False,
+    chunk_size: int | None = None,  # of transformers' own way; results do not depend on it
+    seq_ctx: RecurrentContext | NotesCalls,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, None]:
+    """Run the gated delta rule: query and key [1, tokens, key_heads, K], value [1, tokens, heads,
+    V], g and beta [1, tokens, heads] -> [1, tokens, heads, V], and no final state."""
+    return _delta(
+        ("gated_delta", gated_delta_rule),
+        (query, key, value, g, beta),
+        seq_ctx,
+        l2norm=use_qk_l2norm_in_kernel,
+        others=kwargs,
+    )
+
+
+def _kimi_delta(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    g: torch.Tensor,
+    beta: torch.Tensor,
+    *,
+    use_qk_l2norm_in_kernel: bool = False,
+    chunk_size: int | None = None,  # of transformers' own way; results do not depend on it
+    seq_ctx: RecurrentContext | NotesCalls,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, None]:
+    """Run Kimi's delta rule: query, key and g [1, tokens, heads, K], value [1, tokens, heads, V],
+    beta [1, tokens, heads] -> [1, tokens, heads, V], and no final state."""
+    return _delta(
+        ("kimi_delta", kimi_delta_rule),
+        (query, key, value, g, beta),
+        seq_ctx,
+        l2norm=use_qk_l2norm_in_kernel,
+        others=kwargs,
+    )
+
+
+def _delta(
+    rule: tuple[str, Function],
+    tensors: tuple[torch.Tensor, ...],
+    seq_ctx: RecurrentContext | NotesCalls,
+    *,
+    l2norm: bool,
+    others: dict[str, Any],
+) -> tuple[torch.Tensor, None]:
+    """Run a delta rule of (query, key, value, g, beta), each [1, tokens, ...].
+
+    rule: its kind, and what computes it. others: keywords of the call that change nothing, unless
+    they are known to.
+    """
+    kind, compute = rule
+    _refuse_states(kind.replace("_", " "), others)
+    query, key, value, _, _ = tensors
+    if isinstance(seq_ctx, NotesCalls):
+        sizes = (key.shape[2], value.shape[2], key.shape[3], value.shape[3])
+        seq_ctx.note_recurrent(RecurrentCall(kind, *sizes))
+        return torch.empty_like(value), None
+    with _without_autocast(query):
+        rows = [x.squeeze(0) for x in tensors]  # [1, tokens, ...] -> [tokens, ...]
+        out = compute(*rows, seq_ctx, l2norm=l2norm)
+    return out.to(query.dtype).unsqueeze(0), None
+
+
+def _mamba2(
+    hidden_states: torch.Tensor,
+    dt: torch.Tensor,
+    A: torch.Tensor,
+    B: torch.Tensor,
+    C: torch.Tensor,
+    chunk_size: int | None = None,  # of transformers' own way; results do not depend on it
+    D: torch.Tensor | None = None,
+    dt_bias: torch.Tensor | None = None,
+    *,
+    z: torch.Tensor | None = None,
+    dt_softplus: bool = False,
+    dt_limit: tuple[float, float] = (0.0, float("inf")),
+    seq_ctx: RecurrentContext | NotesCalls,
+    **kwargs: Any,
+) -> torch.Tensor:
+    """Run Mamba 2's scan: hidden_states [1, tokens, heads, P], dt [1, tokens, heads], A, D and
+    dt_bias [heads], B and C [1, tokens, groups, N] -> [1, tokens, heads, P]."""
+    _refuse_states("mamba2_chunk_scan", {"z": z, **kwargs})
+    if isinstance(seq_ctx, NotesCalls):
+        sizes = (B.shape[2], hidden_states.shape[2], B.shape[3], hidden_states.shape[3])
+        seq_ctx.note_recurrent(RecurrentCall("mamba2", *sizes))
+        return torch.empty_like(hidden_states)
+    with _without_autocast(hidden_states):
+        out = mamba2_scan(
+            hidden_states.squeeze(0),
+            dt.squeeze(0),
+            A,
+            B.squeeze(0),
+            C.squeeze(0),
+            seq_ctx,
+            D=D,
+            dt_bias=dt_bias,
+            dt_softplus=dt_softplus,
+            dt_limit=dt_limit,
+        )  # [tokens, heads, P]
+    return out.unsqueeze(0)
+
+
+def _mamba2_in_one(*args: Any, seq_ctx: Any, **kwargs: Any) -> None:
+    """Return None, as where no kernel does the whole mixer in one call."""
+    return
+
+
+_DISPATCHED: dict[str, Function] = {
+    "causal_conv1d_fn": _convolution,
+    "torch_chunk_gated_delta_rule": _gated_delta,
+    "chunk_kimi_delta_attention": _kimi_delta,
+    "mamba2_chunk_scan": _mamba2,
+    "mamba2_split_conv1d_scan_combined": _mamba2_in_one,
+}
+
+# Keywords with which a layer asks for something else: each of them changes the result.
+_REFUSED_KEYWORDS = (
+    *("initial_state", "initial_states", "output_final_state", "return_final_states"),
+    *("seq_idx", "cu_seqlens", "z", "scale"),
+)
+
+
+def _refuse_states(function: str, keywords: dict[str, Any]) -> None:
+    """Raise UnsupportedRecurrence for keywords of a call that ask for what is not computed."""
+    for name in _REFUSED_KEYWORDS:
+        value = keywords.get(name)
+        if value is not None and value is not False:
+            raise UnsupportedRecurrence(
+                f"a recurrent layer calls {function} with {name}; hf_flexseq runs layers from the "
+                "start of every sequence to its end (use_cache=False)"
+            )
+
+
+def _without_autocast(x: torch.Tensor) -> AbstractContextManager[Any]:
+    """Return a context in which operations compute in the dtypes of their tensors: states are in
+    float32 at least."""
+    return torch.autocast(x.device.type, enabled=False)

@@ -1,0 +1,118 @@
+"""Read the sizes of a model's recurrent layers from its configuration.
+
+Configurations do not name the kind of such a layer: all of them say linear_attention, or conv. The
+options that they have for its sizes do tell the kinds apart:
+
+    linear_num_value_heads, ...       Gated DeltaNet: Qwen3-Next, Qwen3.5, OLMo-Hybrid
+    linear_num_heads, ...             Kimi's delta attention: Kimi Linear, Ling 2.5
+    mamba_n_heads, mamba_n_groups,    Mamba 2: Granite 4, Bamba, Falcon-H1; Nemotron-H and Zamba 2
+    ...                               have other names for the same
+    conv_L_cache                      a short convolution alone: LFM2
+
+The trial of a model (`trial.py`) compares these with what its layers call.
+"""
+
+from typing import NamedTuple
+
+from transformers import PreTrainedConfig
+
+from hf_flexseq.layers import RecurrentShape
+
+# Types of layers, in the words of configurations, that are a scan behind a convolution, and a
+# convolution alone.
+SCANS = ("linear_attention",)
+CONVOLUTIONS = ("conv",)
+
+
+def recurrent_shape(config: PreTrainedConfig, kind: str) -> RecurrentShape | None:
+    """Return the sizes of a recurrent layer; None where the configuration has no known ones.
+
+    kind: the layer's type, in the words of configurations.
+    """
+    if kind in CONVOLUTIONS:
+        return _convolution(config)
+    return _gated_delta(config) or _kimi_delta(config) or _mamba2(config)
+
+
+def _gated_delta(config: PreTrainedConfig) -> RecurrentShape | None:
+    value_heads = getattr(config, "linear_num_value_heads", None)
+    if value_heads is None:
+        return None
+    key_heads = config.linear_num_key_heads
+    key_dim = config.linear_key_head_dim
+    value_dim = config.linear_value_head_dim
+    return RecurrentShape(
+        kind="gated_delta",
+        key_heads=key_heads,
+        value_heads=value_heads,
+        key_dim=key_dim,
+        value_dim=value_dim,
+        width=config.linear_conv_kernel_dim,
+        channels=2 * key_heads * key_dim + value_heads * value_dim,  # queries, keys, values
+    )
+
+
+def _kimi_delta(config: PreTrainedConfig) -> RecurrentShape | None:
+    heads = getattr(config, "linear_num_heads", None)
+    head_dim = getattr(config, "linear_head_dim", None)
+    if heads is None or head_dim is None:
+        return None
+    return RecurrentShape(
+        kind="kimi_delta",
+        key_heads=heads,
+        value_heads=heads,
+        key_dim=head_dim,
+        value_dim=head_dim,
+        width=config.linear_conv_kernel_dim,
+        channels=3 * heads * head_dim,  # queries, keys, values
+    )
+
+
+class _Mamba2Names(NamedTuple):
+    """What a configuration calls the sizes of a Mamba 2."""
+
+    heads: str
+    head_dim: str
+    groups: str
+    state_dim: str
+    width: str
+
+
+_MAMBA2 = (
+    # Granite 4, Bamba, Falcon-H1
+    _Mamba2Names(
+        "mamba_n_heads", "mamba_d_head", "mamba_n_groups", "mamba_d_state", "mamba_d_conv"
+    ),
+    # Nemotron-H
+    _Mamba2Names("mamba_num_heads", "mamba_head_dim", "n_groups", "ssm_state_size", "conv_kernel"),
+    # Zamba 2
+    _Mamba2Names(
+        "n_mamba_heads", "mamba_headdim", "mamba_ngroups", "mamba_d_state", "mamba_d_conv"
+    ),
+    # Mamba 2 itself
+    _Mamba2Names("num_heads", "head_dim", "n_groups", "state_size", "conv_kernel"),
+)
+
+
+def _mamba2(config: PreTrainedConfig) -> RecurrentShape | None:
+    for names in _MAMBA2:
+        if any(getattr(config, name, None) is None for name in names):
+            continue
+        heads, head_dim, groups, state_dim, width = (getattr(config, name) for name in names)
+        return RecurrentShape(
+            kind="mamba2",
+            key_heads=groups,
+            value_heads=heads,
+            key_dim=state_dim,
+            value_dim=head_dim,
+            width=width,
+            channels=heads * head_dim + 2 * groups * state_dim,  # values, B and C
+        )
+    return None
+
+
+def _convolution(config: PreTrainedConfig) -> RecurrentShape | None:
+    width = getattr(config, "conv_L_cache", None)
+    if width is None:
+        return None
+    return RecurrentShape(kind="convolution", width=width, channels=config.hidden_size)

@@ -1,0 +1,57 @@
+"""Models with recurrent layers: on two nodes of two ranks and on two and three ranks, under random
+plans, plain and checkpointed, each one's loss and gradients are those of transformers on every
+document alone. Ranks are threads. What is refused is in `test_recurrent.py`."""
+
+import random
+
+import pytest
+
+from tests.budget import examples
+from tests.hf.by_hand import TWO_NODES, attach, run_plan
+from tests.hf.hybrids import HYBRIDS, LENGTHS, make_hybrid
+from tests.hf.test_reach import (
+    stays_in_float64,  # noqa: F401  (a fixture)
+)
+from tests.hf.tiny import documents, reference_gradients, relative_errors
+from tests.plans import random_plan
+from tests.ranks import join, run_threads
+
+CHECKPOINTING = (False, True)  # of a family's plans
+
+
+def plans_of(family, topology):
+    """Plans of this family's own, each with a sequence that several ranks share."""
+    rng = random.Random(f"{family} {topology}")
+    plans = []
+    while len(plans) < len(CHECKPOINTING):
+        plan = random_plan(LENGTHS, topology.world_size, rng, nodes=topology.nodes)
+        groups = [group for batch in plan.micro_batches for group in batch.groups]
+        if any(group.degree > 1 for group in groups):
+            plans.append(plan)
+    return plans
+
+
+def errors_of(rank, world_size, family, topology, plans, wanted):
+    """The largest relative error of loss and gradients under each plan."""
+    communicator = join(topology)
+    model = make_hybrid(family)
+    recurrent = attach(model)
+    wanted_loss, wanted_gradients = wanted
+    worst = []
+    for plan, checkpointing in zip(plans, CHECKPOINTING, strict=True):
+        if checkpointing:
+            model.gradient_checkpointing_enable({"use_reentrant": False})
+        loss, gradients, _ = run_plan(model, plan, documents(LENGTHS), communicator)
+        errors = relative_errors(gradients, wanted_gradients)
+        worst.append(max(abs(loss / wanted_loss - 1), *errors.values()))
+    recurrent.detach()
+    return worst
+
+
+@pytest.mark.parametrize("family", list(HYBRIDS)[: examples(len(HYBRIDS))])
+def test_a_hybrid_is_exact(family, stays_in_float64):  # noqa: F811
+    wanted = reference_gradients(make_hybrid(family), documents(LENGTHS), attention="eager")
+    plans = plans_of(family, TWO_NODES)
+    ranks = TWO_NODES.world_size
+    for errors in run_threads(errors_of, ranks, family, TWO_NODES, plans, wanted):
+        assert max(errors) < 1e-10

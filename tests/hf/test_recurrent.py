@@ -1,0 +1,321 @@
+"""The functions that recurrent layers call are replaced while a model is attached, and only for
+calls with `seq_ctx`; models whose recurrent layers cannot be computed are refused by name."""
+
+import types
+
+import pytest
+import torch
+from accelerate import Accelerator
+from transformers.models.bamba import modeling_bamba
+from transformers.models.lfm2 import modeling_lfm2
+from transformers.models.qwen3_next import modeling_qwen3_next
+
+from hf_flexseq import FlexSeqArguments, FlexSeqEngine
+from hf_flexseq.attention import SequenceContext
+from hf_flexseq.hf.model.checks import check_deterministic, check_model
+from hf_flexseq.hf.model.facts import attention_shape, layer_calls, model_shape
+from hf_flexseq.hf.model.layer_kinds import layers_of
+from hf_flexseq.hf.model.recurrent import (
+    RecurrentFunctions,
+    UnsupportedRecurrence,
+    attach_recurrent,
+    mixers,
+)
+from hf_flexseq.hf.model.trial import try_model
+from hf_flexseq.kernels.choose import choose_kernel
+from hf_flexseq.plan import Group, MicroBatch
+from hf_flexseq.plan.shard import make_shard
+from tests.hf.hybrids import HYBRIDS, MORE_HYBRIDS, make_hybrid
+from tests.hf.test_checks import fresh_accelerate, meta_model, one_line  # noqa: F401
+from tests.ranks import join, run_threads
+
+CPU = torch.device("cpu")
+FUNCTIONS = [
+    (modeling_qwen3_next, "causal_conv1d_fn"),
+    (modeling_qwen3_next, "torch_chunk_gated_delta_rule"),
+]
+
+
+def functions():
+    return [getattr(module, name) for module, name in FUNCTIONS]
+
+
+# ---- attaching
+
+
+def test_functions_are_those_of_transformers_again_when_the_last_model_is_detached():
+    before = functions()
+    first, second = (attach_recurrent(make_hybrid("Qwen3Next")) for _ in range(2))
+    replaced = functions()
+    assert not set(replaced) & set(before)
+    first.attach()  # has no effect, since it is attached
+    first.detach()
+    first.detach()
+    assert functions() == replaced
+    second.detach()
+    assert functions() == before
+
+
+def test_models_of_other_modules_are_left_alone():
+    before = modeling_bamba.causal_conv1d_fn
+    with RecurrentFunctions(make_hybrid("Qwen3Next")).attached():
+        assert modeling_bamba.causal_conv1d_fn is before
+    assert [mixer.name for mixer in mixers(make_hybrid("FalconH1"))] == [
+        "model.layers.0.mamba",
+        "model.layers.1.mamba",
+    ]
+
+
+def test_somebody_elses_function_stays(monkeypatch):
+    # Last of all, this puts back what is there now.
+    monkeypatch.setattr(modeling_lfm2, "causal_conv1d_fn", modeling_lfm2.causal_conv1d_fn)
+    attached = attach_recurrent(make_hybrid("Lfm2"))
+    ours = modeling_lfm2.causal_conv1d_fn
+
+    def around(*args, **kwargs):
+        return ours(*args, **kwargs)
+
+    modeling_lfm2.causal_conv1d_fn = around
+    attached.detach()
+    assert modeling_lfm2.causal_conv1d_fn is around
+    model = make_hybrid("Lfm2")
+    assert model(torch.tensor([[3, 4, 5]]), use_cache=False).logits.isfinite().all()
+
+
+def test_calls_without_a_context_are_those_of_transformers():
+    model = make_hybrid("Bamba")
+    tokens = torch.randint(1, 61, (2, 70))
+    before = model(tokens, use_cache=True)
+    with RecurrentFunctions(model).attached():
+        after = model(tokens, use_cache=True)
+        generated = model.eval().generate(tokens[:1, :5], max_new_tokens=3, do_sample=False)
+    assert torch.equal(before.logits, after.logits)
+    assert generated.shape == (1, 8)
+
+
+def test_an_engine_gives_the_functions_back():
+    before = functions()
+    arguments = FlexSeqArguments(
+        lookahead=0, cost_model="flexsp-gpt-7b-a100", max_tokens_per_rank=100
+    )
+    engine = FlexSeqEngine(Accelerator(cpu=True), arguments)
+    with engine.attached(make_hybrid("Qwen3Next")):
+        assert functions() != before
+    assert functions() == before
+
+
+def test_a_trial_gives_the_functions_back():
+    before = functions()
+    seen = try_model(make_hybrid("Qwen3Next"))
+    assert functions() == before
+    assert [(run.module, run.layer) for run in seen.mixers] == [("Qwen3NextGatedDeltaNet", 0)]
+    assert [call.kind for call in seen.mixers[0].calls] == ["convolution", "gated_delta"]
+
+
+# ---- what is computed
+
+
+def in_context(compute, tokens):
+    """What `compute(seq_ctx)` returns on one rank that holds sequences of these lengths."""
+
+    def run(rank, world_size):
+        group = Group(ranks=(0,), sequences=tuple(range(len(tokens))), strategy="local")
+        shard = make_shard(MicroBatch(groups=(group,)), tokens, 0)
+        return compute(SequenceContext(shard, join(), choose_kernel(CPU, torch.float32, 8), CPU))
+
+    (out,) = run_threads(run, 1)
+    return out
+
+
+@pytest.mark.parametrize("activation", ["silu", None])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("autocast", [False, True])
+def test_a_convolution_has_the_layout_the_activation_and_the_dtypes_of_transformers(
+    activation, dtype, autocast
+):
+    x = torch.randn(1, 9, 6).transpose(1, 2).to(dtype)  # [1, channels, tokens], from rows
+    weight, bias = torch.randn(6, 4), torch.randn(6)
+    convolve = modeling_bamba.causal_conv1d_fn
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        parts = [convolve(part, weight, bias, activation) for part in x.split([4, 5], dim=-1)]
+        wanted = torch.cat(parts, dim=-1)
+    with RecurrentFunctions(make_hybrid("Bamba")).attached():
+
+        def compute(seq_ctx):
+            with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+                return modeling_bamba.causal_conv1d_fn(
+                    x, weight, bias, activation=activation, seq_ctx=seq_ctx, use_cache=False
+                )
+
+        found = in_context(compute, (4, 5))
+    assert found.dtype == wanted.dtype == dtype
+    assert found.shape == wanted.shape
+    tolerance = 2e-2 if autocast or dtype == torch.bfloat16 else 1e-6
+    torch.testing.assert_close(found, wanted, rtol=tolerance, atol=tolerance)
+
+
+def test_scans_are_in_float32_under_autocast():
+    q, k = torch.randn(2, 1, 70, 2, 8).bfloat16()
+    v = torch.randn(1, 70, 4, 6).bfloat16()
+    g, beta = -0.1 * torch.rand(1, 70, 4), torch.rand(1, 70, 4)
+    scan = modeling_qwen3_next.torch_chunk_gated_delta_rule
+    options = {"g": g, "beta": beta, "use_qk_l2norm_in_kernel": True}
+    wanted, _ = scan(q.float(), k.float(), v.float(), **options)
+    with RecurrentFunctions(make_hybrid("Qwen3Next")).attached():
+
+        def compute(seq_ctx):
+            with torch.autocast("cpu", torch.bfloat16):
+                scan = modeling_qwen3_next.torch_chunk_gated_delta_rule
+                return scan(q, k, v, **options, initial_state=None, seq_ctx=seq_ctx)
+
+        found, state = in_context(compute, (70,))
+    assert state is None
+    assert found.dtype == torch.bfloat16
+    error = (found.float() - wanted).norm() / wanted.norm()
+    assert error < 3e-3  # one rounding
+
+
+@pytest.mark.parametrize(
+    "keywords",
+    [
+        {"initial_state": torch.zeros(1)},
+        {"output_final_state": True},
+        {"cu_seqlens": torch.ones(2)},
+    ],
+)
+def test_states_from_outside_are_refused(keywords):
+    with RecurrentFunctions(make_hybrid("Qwen3Next")).attached():
+        scan = modeling_qwen3_next.torch_chunk_gated_delta_rule
+        (name,) = keywords
+        with pytest.raises(UnsupportedRecurrence, match=f"gated delta with {name}") as raised:
+            scan(None, None, None, None, None, **keywords, seq_ctx=object())
+    one_line(raised)
+
+
+# ---- kinds, and what is refused
+
+
+def test_layers_have_what_their_configuration_says():
+    kinds = {}
+    for family in [*HYBRIDS, *MORE_HYBRIDS]:
+        config = make_hybrid(family).config
+        kinds[family] = [
+            (str(layer.attention.reach) if layer.attention else None, str(layer.recurrent))
+            for layer in layers_of(config)
+        ]
+    assert kinds["Qwen3_5"] == [(None, "gated delta"), ("full", "None")]
+    assert kinds["BailingHybrid"] == [(None, "kimi delta"), ("full", "None")]
+    assert kinds["Bamba without attention"] == [(None, "mamba2")] * 2
+    assert kinds["FalconH1"] == [("full", "mamba2")] * 2
+    assert kinds["Zamba2"] == [("full", "mamba2"), (None, "mamba2"), ("full", "mamba2")]
+    assert kinds["Lfm3"] == [(None, "convolution"), ("window 7", "None")]
+    assert kinds["NemotronH"] == [
+        (None, "mamba2"),
+        (None, "None"),
+        ("full", "None"),
+        (None, "None"),
+    ]
+
+
+def test_sizes_of_a_model_have_its_recurrent_layers():
+    shape = model_shape(make_hybrid("NemotronH"))
+    assert (shape.layers, shape.full_layers, shape.without_attention) == (4, 1, 3)
+    ((count, mamba2),) = shape.recurrent
+    assert (count, mamba2.kind, mamba2.width, mamba2.channels) == (1, "mamba2", 4, 96)
+    without = make_hybrid("Bamba without attention")
+    assert model_shape(without).full_layers == 0
+    assert len(layer_calls(without.config)) == 1
+    assert attention_shape(without.config).query_heads == 1
+
+
+KNOWN = "hf_flexseq knows full, .*the recurrent layers Gated DeltaNet, .* short convolutions"
+MAMBA_1 = {"mamba_d_state": 4, "mamba_dt_rank": 2}
+NO_HEADS = {"num_attention_heads": None}
+
+
+@pytest.mark.parametrize(
+    "name, config, message",
+    [
+        ("Jamba", MAMBA_1, f"kinds linear_attention, in a form that is not known; {KNOWN}"),
+        ("Mamba", {}, f"kinds linear_attention, .*{KNOWN}"),
+        ("FalconMamba", {}, f"kinds linear_attention, .*{KNOWN}"),
+        ("RecurrentGemma", {"num_hidden_layers": 3}, f"kinds linear_attention, .*{KNOWN}"),
+        ("MiniMax", {"layer_types": ["linear_attention"] * 2}, KNOWN),
+        ("Zamba", {"num_hidden_layers": 76, "mamba_d_state": 4}, f"kinds hybrid, .*{KNOWN}"),
+        (
+            "Rwkv",
+            {"attention_hidden_size": 32, **NO_HEADS},
+            f"has no num_attention_heads; {KNOWN}",
+        ),
+        ("xLSTM", {"num_heads": 4, **NO_HEADS}, f"has no num_attention_heads; {KNOWN}"),
+        ("Mamba2", {"num_heads": 8, "head_dim": 8}, "Mamba2Mixer of layer 0 is not given the key"),
+        (
+            "Bamba",
+            HYBRIDS["Bamba"] | {"z_loss_coefficient": 1e-4},
+            "z_loss_coefficient=0.0001: .* set config.z_loss_coefficient=0.0",
+        ),
+    ],
+)
+def test_models_whose_recurrent_layers_are_refused(name, config, message):
+    with pytest.raises(NotImplementedError, match=f"{name}ForCausalLM: .*{message}") as raised:
+        check_model(meta_model(name, **config))
+    one_line(raised)
+
+
+def test_sizes_that_contradict_the_configuration(monkeypatch):
+    original = modeling_bamba.BambaMixer.__init__
+
+    def with_a_wider_convolution(self, config, layer_idx, **kwargs):
+        original(self, config, layer_idx, **kwargs)
+        self.conv1d = torch.nn.Conv1d(96, 96, kernel_size=6, groups=96, padding=5)
+
+    monkeypatch.setattr(modeling_bamba.BambaMixer, "__init__", with_a_wider_convolution)
+    message = "BambaMixer of layer 0 computes width=6, but its configuration says width=4"
+    with pytest.raises(NotImplementedError, match=message):
+        check_model(meta_model("Bamba", **HYBRIDS["Bamba"]))
+
+
+def test_a_recurrent_layer_that_hides_its_scan(monkeypatch):
+    def hides(self, hidden_states, **kwargs):
+        return hidden_states
+
+    monkeypatch.setattr(modeling_bamba.BambaMixer, "forward", hides)
+    with pytest.raises(NotImplementedError, match="layer 0 does not call .* of a mamba2 layer"):
+        check_model(meta_model("Bamba", **HYBRIDS["Bamba"]))
+
+
+def test_a_convolution_that_stands_alone_where_a_scan_is_configured(monkeypatch):
+    def scans(x, *args, seq_ctx=None, **kwargs):
+        return x
+
+    monkeypatch.setattr(modeling_bamba, "mamba2_chunk_scan", scans)
+    known = RecurrentFunctions.__init__
+
+    def without_the_scan(self, model):
+        known(self, model)
+        self._functions = [one for one in self._functions if one[1] == "causal_conv1d_fn"]
+
+    monkeypatch.setattr(RecurrentFunctions, "__init__", without_the_scan)
+    with pytest.raises(NotImplementedError, match="layer 0 computes kind=convolution, but"):
+        check_model(meta_model("Bamba", **HYBRIDS["Bamba"]))
+
+
+def test_a_mixer_with_the_forward_of_another():
+    model = make_hybrid("Lfm2")
+    mixer = model.model.layers[0].conv
+
+    def of_the_hub(self, hidden_states, **kwargs):
+        return hidden_states
+
+    mixer.forward = types.MethodType(of_the_hub, mixer)
+    with pytest.raises(
+        NotImplementedError, match=r"layers\.0\.conv has a forward that is not its"
+    ):
+        check_model(model)
+    mixer.forward = types.MethodType(type(mixer).forward, mixer)
+    check_model(model)
+
+
+def test_deterministic_attention_says_that_layers_are_recurrent():
+    with pytest.raises(NotImplementedError, match="but layer 0 is a gated delta layer"):
+        check_deterministic(make_hybrid("Qwen3Next"))
