@@ -1,6 +1,7 @@
 """The programs of a micro-batch, compiled and bound: once for all layers of one shape."""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Hashable, Iterable
+from typing import Any, TypeVar
 
 import torch
 
@@ -12,6 +13,8 @@ from hf_flexseq.kernels.scans.grid import ChunkGrid
 from hf_flexseq.layers import FULL, Reach
 from hf_flexseq.program.compile import Parts, backward, backward_of_rows, forward, of_rows
 from hf_flexseq.program.instructions import LayerShape, Program, RowShape
+
+Made = TypeVar("Made")
 
 FORWARD = "forward"
 BACKWARD = "backward"
@@ -42,7 +45,7 @@ def layer_shape(
 class MicroBatchPrograms:
     """Compiles a program when a layer first asks for it, or ahead."""
 
-    __slots__ = ("_bound", "_communicator", "_compiled", "_grid", "_kernel", "_uploads", "parts")
+    __slots__ = ("_bound", "_communicator", "_compiled", "_kernel", "_made", "_uploads", "parts")
 
     def __init__(
         self,
@@ -56,7 +59,7 @@ class MicroBatchPrograms:
         self._communicator = communicator
         self._kernel = kernel
         self._uploads = Uploads(parts.tables, device)
-        self._grid: ChunkGrid | None = None
+        self._made: dict[Hashable, Any] = {}
         self._compiled: dict[ProgramKey, Program] = {}
         self._bound: dict[ProgramKey, BoundProgram] = {}
 
@@ -92,9 +95,16 @@ class MicroBatchPrograms:
     @property
     def grid(self) -> ChunkGrid:
         """The chunks in which recurrent layers go through this rank's segments."""
-        if self._grid is None:
-            self._grid = ChunkGrid(self.parts.segments().lengths, self._uploads.device)
-        return self._grid
+        device = self._uploads.device
+        return self.once("grid", lambda lengths: ChunkGrid(lengths, device))
+
+    def once(self, name: Hashable, make: Callable[[tuple[int, ...]], Made]) -> Made:
+        """Return what `make` returns for the lengths of this rank's segments, made once for all
+        recurrent layers that ask by this name."""
+        if name not in self._made:
+            self._made[name] = make(self.parts.segments().lengths)
+        made: Made = self._made[name]
+        return made
 
     def index(self, number: int) -> torch.Tensor:
         """Return an index array of the tables, int64 [n], on the device."""

@@ -7,12 +7,16 @@
 
 All take this rank's rows and return rows of the same tokens. What a chunk of 64 tokens does to a
 state is worked out by `kernels/scans`, in operations that autograd knows; `scan.py` goes from
-chunk to chunk, and from rank to rank.
+chunk to chunk, and from rank to rank. On CUDA flash-linear-attention's kernels do both, where they
+are installed (`kernels/scans/choose.py`).
 """
+
+from collections.abc import Callable
 
 import torch
 
-from hf_flexseq.kernels.scans import gated_delta, kimi, mamba2
+from hf_flexseq.kernels.scans import Tensors, fla, gated_delta, kimi, mamba2
+from hf_flexseq.kernels.scans.choose import FLA, GATED_DELTA, KIMI_DELTA, choose_scan
 from hf_flexseq.kernels.scans.chunked import ChunkedScan
 from hf_flexseq.recurrent.rows import RecurrentContext, check_rows, to_attention, to_linear
 from hf_flexseq.recurrent.scan import run_scan
@@ -44,9 +48,12 @@ def gated_delta_rule(
     """
     check_rows(q, seq_ctx)
     q, k, v, g, beta = to_attention((q, k, v, g, beta), seq_ctx)
-    grid = seq_ctx.programs.grid
-    inputs = gated_delta.chunk_inputs(q, k, v, g, beta, grid, l2norm=l2norm)
-    out = grid.rows(run_scan(ChunkedScan(grid), inputs, seq_ctx))
+    if choose_scan(GATED_DELTA, q.device, q.dtype, q.shape[-1]) == FLA:
+        out = _fla(fla.gated_delta_rule, (q, k, v, g, beta), seq_ctx, l2norm=l2norm)
+    else:
+        grid = seq_ctx.programs.grid
+        inputs = gated_delta.chunk_inputs(q, k, v, g, beta, grid, l2norm=l2norm)
+        out = grid.rows(run_scan(ChunkedScan(grid), inputs, seq_ctx))
     return to_linear(out.to(v.dtype), seq_ctx)
 
 
@@ -68,9 +75,12 @@ def kimi_delta_rule(
     """
     check_rows(q, seq_ctx)
     q, k, v, g, beta = to_attention((q, k, v, g, beta), seq_ctx)
-    grid = seq_ctx.programs.grid
-    inputs = kimi.chunk_inputs(q, k, v, g, beta, grid, l2norm=l2norm)
-    out = grid.rows(run_scan(ChunkedScan(grid), inputs, seq_ctx))
+    if choose_scan(KIMI_DELTA, q.device, q.dtype, q.shape[-1]) == FLA:
+        out = _fla(fla.kimi_delta_rule, (q, k, v, g, beta), seq_ctx, l2norm=l2norm)
+    else:
+        grid = seq_ctx.programs.grid
+        inputs = kimi.chunk_inputs(q, k, v, g, beta, grid, l2norm=l2norm)
+        out = grid.rows(run_scan(ChunkedScan(grid), inputs, seq_ctx))
     return to_linear(out.to(v.dtype), seq_ctx)
 
 
@@ -119,3 +129,19 @@ def mamba2_scan(
     if D is not None:
         out = out + x * D.unsqueeze(-1)
     return out.to(x.dtype)
+
+
+def _fla(
+    rule: Callable[[], fla.Rule],
+    inputs: Tensors,
+    seq_ctx: RecurrentContext,
+    *,
+    l2norm: bool,
+) -> torch.Tensor:
+    """Return out [tokens, heads, V] by a rule of flash-linear-attention, from rows q, k, v, g and
+    beta."""
+    device = inputs[0].device
+    scan = seq_ctx.programs.once(
+        (rule, l2norm), lambda lengths: fla.FlaScan(lengths, device, rule(), l2norm=l2norm)
+    )
+    return run_scan(scan, inputs, seq_ctx)

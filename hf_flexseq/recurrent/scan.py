@@ -15,8 +15,9 @@ them: a *summary*. Neither grows with the segment.
                 so the summaries of later segments make the true gradient of the state after each
                 segment, and the ordinary backward of the scan does the rest
 
-A sequence that one rank holds whole needs none of this, the first segment of a sequence no second
-scan, and no summary has its gradient taken.
+A sequence that one rank holds whole needs none of this, and no summary has its gradient taken: the
+states that others have sent go in as numbers. A summary is one more pass over the states of a
+segment; what happens inside chunks, most of the work, is not repeated.
 
 This is the state passing of flash-linear-attention's context parallelism and of Megatron's
 chunkwise backend; there ranks hold one slice each of all that is packed, here any segments of any

@@ -10,7 +10,8 @@ ten steps    the weights after ten steps of SGD on two processes against those o
              in one, with `FlexSeqTrainer` (subclass), with the callback and with TRL's SFTTrainer
              (sft): the difference over the update (2e-6 is the bound, since the loss is float32).
              zero3 is FlexSeqTrainer with checkpointed layers under DeepSpeed's ZeRO-3, where the
-             weights of both sides are float32, too
+             weights of both sides are float32, too (1e-5, since those of the plain Trainer alone
+             differ as much from its float64 ones: Gemma 4's by 1.6e-5)
 
 Windows are of 7 tokens and chunks of 9, below the lengths of up to 60. Exits with 1 where a bound
 is broken.
@@ -31,6 +32,7 @@ import transformers
 from common import ROOT, argument_parser, machine, table_head, table_row, write_record
 
 sys.path.append(str(ROOT))
+import tests.hf.conftest  # noqa: F401  (lets DeepSpeed compile nothing)
 from tests.hf import test_reach as reach
 from tests.hf.test_families import WAYS, errors_of_family
 from tests.hf.tiny import documents, reference_gradients
@@ -51,6 +53,7 @@ TRAINED = (
 )
 GRADIENTS_BOUND = 1e-10
 STEPS_BOUND = 2e-6
+FLOAT32_STEPS_BOUND = 1e-5  # of weights in float32
 
 
 @contextlib.contextmanager
@@ -100,7 +103,8 @@ def main() -> int:
         is_broken |= not found["gradients"] < GRADIENTS_BOUND
         for way in asked.ways if family in TRAINED else ():
             found[way] = steps_error(family, way)
-            is_broken |= not found[way] < STEPS_BOUND
+            bound = FLOAT32_STEPS_BOUND if way == "zero3" else STEPS_BOUND
+            is_broken |= not found[way] < bound
         cells = [f"{found[name]:.1e}" if name in found else "" for name in columns[1:-1]]
         print(table_row((family, *cells, f"{time.perf_counter() - began:.0f}")), flush=True)
         figures[family] = found

@@ -10,7 +10,6 @@ ModelFacts                       all of them that the cost of training depends o
 """
 
 import math
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -25,14 +24,15 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from hf_flexseq.cost.analytic import HeadShape, ModelShape
 from hf_flexseq.hf.model.layer_kinds import (
+    Layer,
     LayerKind,
     attention_layers,
     layer_kinds,
+    layers_of,
     reach_counts,
-    recurrent_kinds,
 )
 from hf_flexseq.kernels.kinds import LayerCalls
-from hf_flexseq.layers import Reach
+from hf_flexseq.layers import Reach, RecurrentShape
 
 AUTOCAST_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}  # by accelerate's names
 
@@ -143,9 +143,9 @@ def model_shape(model: nn.Module) -> ModelShape:
     config = model.config.get_text_config()
     attention = attention_shape(config)
     params = sum(_elements(parameter) for parameter in model.parameters())
-    attending = layer_kinds(config)
-    kinds = reach_counts(attending)
-    recurrent = Counter(recurrent_kinds(config))
+    layers = layers_of(config)
+    kinds = [layer.attention for layer in layers if layer.attention is not None]
+    counts = reach_counts(kinds)
     return ModelShape(
         layers=config.num_hidden_layers,
         hidden=config.hidden_size,
@@ -156,12 +156,21 @@ def model_shape(model: nn.Module) -> ModelShape:
         vocab=config.vocab_size,
         params=params,
         dtype_bytes=next(model.parameters()).element_size(),
-        reaches=tuple((layers, reach) for reach, layers in kinds.items() if not reach.is_full),
-        recurrent=tuple((layers, shape) for shape, layers in recurrent.items()),
-        without_attention=config.num_hidden_layers - len(attending),
+        reaches=tuple((count, reach) for reach, count in counts.items() if not reach.is_full),
+        recurrent=_recurrent(layers),
+        without_attention=len(layers) - len(kinds),
         active_params=_active_params(model, params),
-        head_shapes=_head_shapes(attending, attention),
+        head_shapes=_head_shapes(kinds, attention),
     )
+
+
+def _recurrent(layers: Sequence[Layer]) -> tuple[tuple[int, RecurrentShape], ...]:
+    """Return (layers, sizes) of the recurrent layers of each kind, by the first of them."""
+    kinds: dict[str, list[RecurrentShape]] = {}
+    for layer in layers:
+        if layer.recurrent is not None:
+            kinds.setdefault(layer.recurrent.kind, []).append(layer.recurrent)
+    return tuple((len(sizes), sizes[0]) for sizes in kinds.values())
 
 
 def _head_shapes(

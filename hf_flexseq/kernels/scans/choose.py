@@ -1,0 +1,83 @@
+"""Choose what runs a recurrent layer's scan on a device, and say why not the others.
+
+    fla        flash-linear-attention's kernels, on CUDA, for both delta rules
+    chunked    torch's operations, everywhere and for all kinds
+
+The first one without an objection is taken, as among attention kernels (`kernels/choose.py`);
+there is always one.
+"""
+
+import functools
+import logging
+from importlib import metadata, util
+
+import torch
+
+from hf_flexseq.kernels.choose import why_not_triton
+
+logger = logging.getLogger(__name__)
+
+GATED_DELTA, KIMI_DELTA, MAMBA2 = "gated delta", "kimi delta", "mamba2"
+FLA, CHUNKED = "fla", "chunked"
+
+PACKAGE = "fla-core"
+OLDEST = (0, 6)  # its functions take lengths on the host, and values with more heads than keys
+MOST_KEYS = 256  # channels of a key
+
+
+def choose_scan(kind: str, device: torch.device, dtype: torch.dtype, key_channels: int) -> str:
+    """Return which scan runs a kind of layer: `FLA` or `CHUNKED`.
+
+    dtype: of queries, keys and values. key_channels: of a key. On CUDA the choice is logged once
+    at INFO, with the reasons.
+    """
+    objection = why_not_fla(kind, device, dtype, key_channels)
+    if device.type == "cuda":
+        _log_once(tuple(explain(kind, device, dtype, key_channels)))
+    return FLA if objection is None else CHUNKED
+
+
+def explain(kind: str, device: torch.device, dtype: torch.dtype, key_channels: int) -> list[str]:
+    """List one line per scan, in order of preference: chosen, not needed, or the objection."""
+    objection = why_not_fla(kind, device, dtype, key_channels)
+    if objection is None:
+        return [f"{FLA}: chosen", f"{CHUNKED}: not needed"]
+    return [f"{FLA}: {objection}", f"{CHUNKED}: chosen"]
+
+
+def why_not_fla(
+    kind: str, device: torch.device, dtype: torch.dtype, key_channels: int
+) -> str | None:
+    """Say why flash-linear-attention cannot run such a scan, and what to change; None when it
+    can."""
+    if device.type != "cuda":
+        return f"it runs on CUDA, not on {device.type}"
+    if kind == MAMBA2:
+        return "it has delta rules; mamba-ssm's scan takes no states before packed sequences"
+    if dtype not in (torch.bfloat16, torch.float16):
+        return f"it computes in 16 bits, not in {str(dtype).removeprefix('torch.')}"
+    if key_channels > MOST_KEYS:
+        return f"its keys have at most {MOST_KEYS} channels, not {key_channels}"
+    return _why_not_installed() or why_not_triton()
+
+
+@functools.cache
+def _why_not_installed() -> str | None:
+    """Say why the installed flash-linear-attention cannot be used; None when it can."""
+    newest = f'install it with pip install "{PACKAGE}>={OLDEST[0]}.{OLDEST[1]}"'
+    if util.find_spec("fla") is None:
+        return f"flash-linear-attention is not installed; {newest}"
+    try:
+        version = metadata.version(PACKAGE)
+    except metadata.PackageNotFoundError:
+        return f"flash-linear-attention has no package {PACKAGE}; {newest}"
+    numbers = tuple(int(number) for number in version.split(".")[:2])
+    if numbers < OLDEST:
+        return f"{PACKAGE} {version} is too old; {newest}"
+    return None
+
+
+@functools.cache
+def _log_once(lines: tuple[str, ...]) -> None:
+    """Log a choice, with the reasons, unless the same was logged before."""
+    logger.info("scans of recurrent layers: %s", "; ".join(lines))
