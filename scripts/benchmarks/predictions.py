@@ -253,8 +253,8 @@ def calibration_lines(turn: int, record: dict[str, Any], seconds: float) -> list
         ),
         *(
             f"  {kind['kind']}, {kind['share']:.0%} of the layers: "
-            f"{1e6 * kind['token_s']:.3g} us/token, {1e6 * kind['again_s']:.3g} us/token more where "
-            f"ranks share a sequence, {kind['summary_bytes'] / 2**10:.3g} KiB a summary"
+            f"{1e6 * kind['token_s']:.3g} us/token, {1e6 * kind['again_s']:.3g} us/token more "
+            f"where ranks share a sequence, {kind['summary_bytes'] / 2**10:.3g} KiB a summary"
             for kind in cost["recurrent"]
         ),
     ]
