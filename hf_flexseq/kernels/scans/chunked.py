@@ -28,7 +28,6 @@ import torch
 
 from hf_flexseq.kernels.scans import Tensors
 from hf_flexseq.kernels.scans.grid import ChunkGrid, Step
-from hf_flexseq.kernels.upload import to_device
 
 
 class _Chunks(NamedTuple):
@@ -87,11 +86,11 @@ class ChunkedScan:
         states = x.u.new_empty(len(states_of), heads, keys, values)
         place = {segment: i for i, segment in enumerate(states_of)}
         if alone:
-            states[self._index([place[one] for one in alone])] = self._end_states(x, alone)
+            states[self.grid.index([place[one] for one in alone])] = self._end_states(x, alone)
         if both:
             of_wide = {segment: i for i, segment in enumerate(transitions_of)}
-            taken = wide[self._index([of_wide[one] for one in both])]
-            states[self._index([place[one] for one in both])] = taken[..., keys:]
+            taken = wide[self.grid.index([of_wide[one] for one in both])]
+            states[self.grid.index([place[one] for one in both])] = taken[..., keys:]
         return states, wide[..., :keys]
 
     def forward(
@@ -251,7 +250,7 @@ class ChunkedScan:
 
     def _order(self) -> torch.Tensor:
         """Return the segments by their number of chunks, the most first, [segments]."""
-        return to_device(torch.from_numpy(self.grid.order), self.grid.device)
+        return self.grid.index(self.grid.order.tolist())
 
     def _sorted(self, chosen: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the places of chosen segments by their number of chunks, the most first, and the
@@ -259,11 +258,7 @@ class ChunkedScan:
         place = {segment: i for i, segment in enumerate(chosen)}
         ordered = [place[segment] for segment in self.grid.sort(chosen)]
         back = sorted(range(len(ordered)), key=lambda i: ordered[i])
-        return self._index(ordered), self._index(back)
-
-    def _index(self, numbers: Sequence[int]) -> torch.Tensor:
-        """Return numbers as an index array on the device, where the host waits for nothing."""
-        return to_device(torch.tensor(numbers, dtype=torch.int64), self.grid.device)
+        return self.grid.index(ordered), self.grid.index(back)
 
 
 def _with_next(steps: Sequence[Step]) -> list[tuple[Step, int]]:

@@ -37,6 +37,7 @@ class ChunkGrid:
     """The chunks of the segments of a micro-batch."""
 
     __slots__ = (
+        "_indices",
         "_place",
         "_slots",
         "_steps_of",
@@ -60,6 +61,7 @@ class ChunkGrid:
         """[segments] Segments by their number of chunks, the most first."""
         self._place = np.argsort(self.order)  # segment -> place
         self._slots = self._make_slots(lengths)
+        self._indices: dict[tuple[int, ...], torch.Tensor] = {}
         self._steps_of: dict[tuple[int, ...] | None, tuple[Step, ...]] = {}
 
     def _first_chunks(self) -> np.ndarray:
@@ -112,6 +114,15 @@ class ChunkGrid:
                 index = to_device(torch.from_numpy(numbers), self.device)
                 steps.append(Step(index, len(numbers)))
         return steps
+
+    def index(self, numbers: Sequence[int]) -> torch.Tensor:
+        """Return numbers as an index array on the device, int64 [n], copied once for all layers of
+        the micro-batch."""
+        key = tuple(numbers)
+        if key not in self._indices:
+            host = torch.tensor(key, dtype=torch.int64)
+            self._indices[key] = to_device(host, self.device)
+        return self._indices[key]
 
     def sort(self, chosen: Sequence[int]) -> list[int]:
         """Return chosen segments by their number of chunks, the most first."""
