@@ -36,6 +36,7 @@ from hf_flexseq.topology import Topology
 
 MOST_TOKENS = 16384  # tokens of a rank in the largest whole micro-batch
 LONGEST = 65536  # tokens of the longest sequence that the kernel gets by itself
+SHORT = 2048  # tokens of that sequence for a model without attention
 FEWEST_TOKENS = 64  # both sizes stop here, however small the budget is
 
 SMALL = 50_000_000  # parameters up to which a model is copied whole: such a copy costs nothing
@@ -150,6 +151,8 @@ def make_design(
         budget_s=effort.budget_s,
         reaches=all_reaches(shape),
     )
+    if not shape.attention_count:  # whose kernel has no estimated seconds, and no price
+        sizes = replace(sizes, sequence=min(sizes.sequence, SHORT))
     shapes = fitting_shapes(sizes, topology, rings, all_reaches(shape))
     return Design(
         depths=depths,

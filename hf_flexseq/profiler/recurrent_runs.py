@@ -7,14 +7,14 @@
 Numbers are such that states neither vanish nor grow, which some arithmetic is slower with.
 """
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch.utils.checkpoint import checkpoint
 
 from hf_flexseq.attention import SequenceContext
-from hf_flexseq.kernels.scans import Tensors, gated_delta, kimi, mamba2
+from hf_flexseq.kernels.scans import Scan, Tensors, fla, gated_delta, kimi, mamba2
+from hf_flexseq.kernels.scans.choose import FLA, GATED_DELTA, KIMI_DELTA, choose_scan
 from hf_flexseq.kernels.scans.chunked import ChunkedScan
 from hf_flexseq.layers import RecurrentShape
 from hf_flexseq.recurrent import (
@@ -69,22 +69,34 @@ def run_layer(
     if sizes.kind == "convolution":
         return rows
     inputs = scan_inputs(sizes, rows)
+    first, second, third, fourth, fifth = inputs
     if sizes.kind == "mamba2":
-        return mamba2_scan(*inputs, context, **MAMBA_OPTIONS)
-    rule: Callable[..., torch.Tensor] = gated_delta_rule
-    if sizes.kind == "kimi_delta":
-        rule = kimi_delta_rule
-    return rule(*inputs, context, l2norm=True)
+        return mamba2_scan(first, second, third, fourth, fifth, context, **MAMBA_OPTIONS)
+    rule = kimi_delta_rule if sizes.kind == "kimi_delta" else gated_delta_rule
+    return rule(first, second, third, fourth, fifth, context, l2norm=True)
 
 
-def chunk_inputs(sizes: RecurrentShape, inputs: Inputs, context: SequenceContext) -> Any:
-    """Return what `ChunkedScan` takes, from what `scan_inputs` returns."""
+def scan_of(
+    sizes: RecurrentShape, inputs: Inputs, context: SequenceContext
+) -> tuple[Scan, Tensors]:
+    """Return the scan that runs such a layer on one sequence, and what it takes, from what
+    `scan_inputs` returns."""
+    first, second, third, fourth, fifth = inputs
+    device = first.device
+    if sizes.kind != "mamba2":
+        is_kimi = sizes.kind == "kimi_delta"
+        name = KIMI_DELTA if is_kimi else GATED_DELTA
+        if choose_scan(name, device, first.dtype, sizes.key_dim) == FLA:
+            rule = fla.kimi_delta_rule() if is_kimi else fla.gated_delta_rule()
+            return fla.FlaScan((first.shape[0],), device, rule, l2norm=True), inputs
     grid = context.programs.grid
+    scan = ChunkedScan(grid)
     if sizes.kind == "mamba2":
-        return mamba2.chunk_inputs(*inputs, grid, **MAMBA_OPTIONS)
-    if sizes.kind == "kimi_delta":
-        return kimi.chunk_inputs(*inputs, grid, l2norm=True)
-    return gated_delta.chunk_inputs(*inputs, grid, l2norm=True)
+        return scan, mamba2.chunk_inputs(
+            first, second, third, fourth, fifth, grid, **MAMBA_OPTIONS
+        )
+    of_kind = kimi if sizes.kind == "kimi_delta" else gated_delta
+    return scan, of_kind.chunk_inputs(first, second, third, fourth, fifth, grid, l2norm=True)
 
 
 class ScanRun:
@@ -133,8 +145,7 @@ class SecondPassRun:
     ) -> None:
         """context: of a shard of `tokens` tokens."""
         rows = torch.ones(tokens, sizes.channels, dtype=dtype, device=device)
-        self.scan = ChunkedScan(context.programs.grid)
-        self.inputs: Tensors = chunk_inputs(sizes, scan_inputs(sizes, rows), context)
+        self.scan, self.inputs = scan_of(sizes, scan_inputs(sizes, rows), context)
         self.dout, _, self.saved = self.scan.forward(self.inputs, None)
 
     def __call__(self) -> None:

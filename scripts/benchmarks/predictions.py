@@ -2,9 +2,11 @@
 
     torchrun --nproc_per_node 2 scripts/benchmarks/predictions.py
     torchrun --nproc_per_node 2 scripts/benchmarks/predictions.py --window 512
+    torchrun --nproc_per_node 2 scripts/benchmarks/predictions.py --recurrent
 
 The model, the corpus and the plans are the quickstart's; with --window the model is a Gemma 3 of
-the same sizes with twice the layers, five of six with such a window. The cost model is calibrated
+the same sizes with twice the layers, five of six with such a window; with --recurrent it is a
+Qwen3.5 of eight layers, three of four of them Gated DeltaNet. The cost model is calibrated
 on the same ranks; then the micro-batches of some optimizer steps are planned with it and executed,
 forward and backward, all ranks starting together. Both are done in turns, so that a machine that
 others use as well is as busy for the one as for the other.
@@ -78,6 +80,8 @@ def main() -> None:
     accelerator = Accelerator(cpu=True)
     if args.window is not None:
         model_args.model_config |= gemma_3(model_args.model_config, args.window)
+    if args.recurrent:
+        model_args.model_config |= qwen3_5(model_args.model_config)
     model = load_model(model_args, tokenizer)
     loader = torch.utils.data.DataLoader(
         sequences.select_columns(["input_ids", "labels"]),
@@ -128,6 +132,9 @@ def arguments() -> argparse.Namespace:
         "--budget", type=float, default=4.0, help="estimated seconds of the calibration"
     )
     parser.add_argument("--window", type=int, help="tokens; a Gemma 3 instead of a Llama")
+    parser.add_argument(
+        "--recurrent", action="store_true", help="a Qwen3.5 with Gated DeltaNet instead"
+    )
     parser.add_argument("--strategy", default="auto", help="as in FlexSeqArguments")
     return parser.parse_args()
 
@@ -140,6 +147,22 @@ def gemma_3(sizes: dict[str, Any], window: int) -> dict[str, Any]:
         "num_hidden_layers": 2 * sizes["num_hidden_layers"],
         "head_dim": sizes["hidden_size"] // sizes["num_attention_heads"],
         "sliding_window": window,
+    }
+
+
+def qwen3_5(sizes: dict[str, Any]) -> dict[str, Any]:
+    """Return what a Qwen3.5 of these sizes has in another way: three layers of Gated DeltaNet to a
+    full one, whose keys are as wide as the hidden states, and values twice."""
+    key_heads = sizes["num_key_value_heads"]
+    key_dim = sizes["hidden_size"] // key_heads
+    return {
+        "model_type": "qwen3_5_text",
+        "num_hidden_layers": 8,
+        "head_dim": sizes["hidden_size"] // sizes["num_attention_heads"],
+        "linear_num_key_heads": key_heads,
+        "linear_num_value_heads": 2 * key_heads,
+        "linear_key_head_dim": key_dim,
+        "linear_value_head_dim": key_dim,
     }
 
 
@@ -227,6 +250,12 @@ def calibration_lines(turn: int, record: dict[str, Any], seconds: float) -> list
             f"  window {kind['window']}, {kind['share']:.0%} of the layers: "
             f"{1e9 * kind['attention_s']:.3g} ns/two pairs"
             for kind in cost["kinds"]
+        ),
+        *(
+            f"  {kind['kind']}, {kind['share']:.0%} of the layers: "
+            f"{1e6 * kind['token_s']:.3g} us/token, {1e6 * kind['again_s']:.3g} us/token more "
+            f"where ranks share a sequence, {kind['summary_bytes'] / 2**10:.3g} KiB a summary"
+            for kind in cost["recurrent"]
         ),
     ]
 

@@ -17,13 +17,13 @@ from transformers import PreTrainedConfig
 from hf_flexseq.attention import SequenceContext
 from hf_flexseq.distributed.communicator import Communicator
 from hf_flexseq.hf.attention import NAME
-from hf_flexseq.hf.model.facts import ModelFacts, layer_calls
+from hf_flexseq.hf.model.facts import ModelFacts, attention_shape, layer_calls
 from hf_flexseq.hf.model.layer_kinds import layer_kinds, layers_of
 from hf_flexseq.hf.model.loss import attach_chunked_loss
 from hf_flexseq.hf.model.positions import attach_positions, needed_columns
 from hf_flexseq.hf.model.recurrent import RecurrentFunctions
 from hf_flexseq.kernels import Kernel
-from hf_flexseq.kernels.kinds import LayerCalls, choose_kernels
+from hf_flexseq.kernels.kinds import choose_kernels
 from hf_flexseq.layers import FULL, Reach, RecurrentShape
 from hf_flexseq.plan.shard import Shard, make_shard
 from hf_flexseq.profiler.design import LayerType, ProbeLayout
@@ -55,7 +55,8 @@ class ModelProbes:
             call = LayerCall(kind.query_heads, kind.kv_heads, kind.width, kind.softcap)
             calls.setdefault(kind.reach, call)
         if not calls:  # what is measured of attention then is in no price
-            calls[FULL] = LayerCall(query_heads=1, kv_heads=1, head_dim=64)
+            heads = attention_shape(self._facts.config.get_text_config())
+            calls[FULL] = LayerCall(*heads)
         return calls
 
     @property
@@ -72,11 +73,6 @@ class ModelProbes:
         """Choose the kernel that serves all layers. Raises ValueError, naming the layer, where
         there is none."""
         calls = layer_calls(self._facts.config)
-        if not calls:
-            (call,) = self.calls.values()
-            calls = [
-                LayerCalls(name="no layer", head_dim=call.head_dim, window=False, softcap=False)
-            ]
         return choose_kernels(self._device, self.compute_dtype, calls)
 
     def __call__(self, types: Mapping[LayerType, int]) -> "ModelProbe":
