@@ -1,7 +1,7 @@
 """Models with recurrent layers: on two nodes of two ranks, under random plans, plain and
 checkpointed, each one's loss and gradients are those of transformers on every document alone.
-Ranks are threads. `scripts/benchmarks/families.py --hybrids` takes all of them, every strategy, and
-two, three and four ranks, too; what is refused is in `test_recurrent.py`."""
+Ranks are threads. `scripts/benchmarks/families.py --hybrids` takes all of them, every strategy,
+and two, three and four ranks, too; what is refused is in `test_recurrent.py`."""
 
 import random
 from itertools import cycle
