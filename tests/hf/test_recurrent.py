@@ -26,7 +26,7 @@ from hf_flexseq.kernels.choose import choose_kernel
 from hf_flexseq.plan import Group, MicroBatch
 from hf_flexseq.plan.shard import make_shard
 from tests.hf.hybrids import HYBRIDS, MORE_HYBRIDS, make_hybrid
-from tests.hf.test_checks import fresh_accelerate, meta_model, one_line  # noqa: F401
+from tests.hf.test_checks import fresh_accelerate, make_trainer, meta_model, one_line  # noqa: F401
 from tests.ranks import join, run_threads
 
 CPU = torch.device("cpu")
@@ -319,3 +319,16 @@ def test_a_mixer_with_the_forward_of_another():
 def test_deterministic_attention_says_that_layers_are_recurrent():
     with pytest.raises(NotImplementedError, match="but layer 0 is a gated delta layer"):
         check_deterministic(make_hybrid("Qwen3Next"))
+
+
+@pytest.mark.parametrize(
+    "family, options, message",
+    [
+        ("Lfm2", {"planner": "static", "sp_degree": 2}, "no state is carried between these"),
+        ("Zamba2", {}, "of which layers share one attention"),
+    ],
+)
+def test_pipelines_that_could_not_carry_what_layers_need(tmp_path, family, options, message):
+    with pytest.raises(NotImplementedError, match=message) as raised:
+        make_trainer(tmp_path, model=make_hybrid(family), pipeline_parallel_size=2, **options)
+    one_line(raised)

@@ -7,6 +7,7 @@ from transformers import PreTrainedModel, Trainer
 
 from hf_flexseq.config import FlexSeqArguments
 from hf_flexseq.hf.model.facts import has_sharded_modules
+from hf_flexseq.hf.model.recurrent import mixers
 from hf_flexseq.hf.model.trial import try_model
 from hf_flexseq.hf.trainer_checks import Refusal, refuse
 
@@ -16,7 +17,7 @@ def check_pipeline_trainer(trainer: Any, args: FlexSeqArguments) -> None:
     stages = f" (pipeline_parallel_size={args.pipeline_parallel_size})"
     refuse(NotImplementedError, _of_trainer(trainer), where=stages)
     refuse(NotImplementedError, _of_options(args), where=stages)
-    refuse(NotImplementedError, _of_model(trainer), where=stages)
+    refuse(NotImplementedError, _of_model(trainer, args), where=stages)
 
 
 def _of_trainer(trainer: Any) -> list[Refusal]:
@@ -75,7 +76,7 @@ def _of_options(args: FlexSeqArguments) -> list[Refusal]:
     ]
 
 
-def _of_model(trainer: Any) -> list[Refusal]:
+def _of_model(trainer: Any, args: FlexSeqArguments) -> list[Refusal]:
     """Return the ways to make or load a model that leave nothing to cut."""
     return [
         Refusal(
@@ -98,7 +99,17 @@ def _of_model(trainer: Any) -> list[Refusal]:
             message=f"{type(trainer.model).__name__}, of which layers share one attention, with a "
             "pipeline, which carries the keys of each layer: set pipeline_parallel_size=1",
         ),
+        Refusal(
+            when=(args.sp_degree or 1) > 1 and _is_recurrent(trainer.model),
+            message=f"{type(trainer.model).__name__}, which has recurrent layers, in a pipeline "
+            "whose ranks share chunks: no state is carried between these; set sp_degree=1",
+        ),
     ]
+
+
+def _is_recurrent(model: Any) -> bool:
+    """Tell whether a model has recurrent layers."""
+    return isinstance(model, PreTrainedModel) and any(mixers(model))
 
 
 def _shares_attention(model: Any) -> bool:
