@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
+from hf_flexseq import recurrent
 from hf_flexseq.attention import (
     SequenceContext,
     block_pairs,
@@ -19,6 +20,7 @@ from hf_flexseq.hf.attention import NAME, PIPELINE_NAME
 from hf_flexseq.hf.model.loss import attach_chunked_loss
 from hf_flexseq.kernels import chunked_loss, fused
 from hf_flexseq.kernels.reference import Reference
+from hf_flexseq.kernels.scans import grid
 from hf_flexseq.kernels.torch_varlen import TorchVarlen
 from hf_flexseq.kernels.upload import to_device
 from hf_flexseq.pipeline.carry import Carried, KVCarry
@@ -165,6 +167,47 @@ def test_attention_never_waits_with_another_kernel_in_another_dtype(monkeypatch,
 def test_a_rank_that_runs_repeats_kv_heads():
     pieces = heads.head_pieces(*REPEATED, len(FOUR), 2)
     assert any(piece.shares[RANKS[-1]].query2kv for piece in pieces)
+
+
+def recur(kind, x, weight, seq_ctx):
+    """A convolution and a scan: x [tokens, 12] -> the same shape."""
+    x = recurrent.causal_convolution(x, weight, None, seq_ctx)
+    heads = x.view(-1, 3, 4)  # [tokens, heads, 4]
+    if kind == "mamba2":
+        ones = weight[:3, 0]  # [heads]
+        return recurrent.mamba2_scan(
+            heads, heads[..., 0], ones, heads[:, :1], heads[:, 1:2], seq_ctx, D=ones
+        ).flatten(1)
+    rule = recurrent.gated_delta_rule
+    g = heads[..., 0]
+    if kind == "kimi delta":
+        rule, g = recurrent.kimi_delta_rule, heads
+    return rule(heads, heads, heads, g, heads[..., 1], seq_ctx, l2norm=True).flatten(1)
+
+
+@pytest.mark.parametrize("checkpointed", [False, True])
+@pytest.mark.parametrize("kind", ["gated delta", "kimi delta", "mamba2"])
+@pytest.mark.parametrize("name", ["ulysses", "zigzag", "remapped"])
+def test_recurrent_layers_never_wait(monkeypatch, name, kind, checkpointed):
+    monkeypatch.setattr(grid, "CHUNK", 4)
+    for rank in RANKS:
+        with NoHostSync() as mode:
+            seq_ctx = context(monkeypatch, rank, name)
+            options = {"device": META, "requires_grad": True}
+            weight = torch.empty(12, 4, **options)
+            copies = None
+            for _ in range(2):  # steps, which share a micro-batch here
+                x = torch.empty(seq_ctx.linear_tokens, 12, **options)
+                y = x
+                for _ in range(LAYERS):
+                    if checkpointed:
+                        y = checkpoint(recur, kind, y, weight, seq_ctx, use_reentrant=False)
+                    else:
+                        y = recur(kind, y, weight, seq_ctx)
+                y.sum().backward()
+                assert copies in (None, mode.uploads), "layers copy again what others have copied"
+                copies = mode.uploads
+        assert x.grad.shape == x.shape
 
 
 CHUNKS = (

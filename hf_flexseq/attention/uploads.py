@@ -54,7 +54,8 @@ class Uploads:
         lengths = []
         for one in segments:
             lengths += [cumulative(one.q_lens), cumulative(one.k_lens)]
-        parts = [torch.from_numpy(index).view(torch.uint8) for index in indices]
+        # numpy views an array without numbers as bytes, torch does not
+        parts = [torch.from_numpy(index.view(np.uint8)) for index in indices]
         parts += [length.view(torch.uint8) for length in lengths]
         buffer = to_device(torch.cat(parts), self.device)
         # 2. views of it: uint8 [bytes] -> int64 [n] or int32 [sequences + 1]

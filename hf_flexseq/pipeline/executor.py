@@ -379,7 +379,9 @@ def _checkpointable(
 
     index: of the layer in the model
     """
-    chunk: ChunkContext = kwargs["seq_ctx"]
+    chunk: ChunkContext | None = kwargs.get("seq_ctx")
+    if chunk is None:  # attention will say what to do
+        return own_forward(hidden, *args, **kwargs)
 
     def run(hidden: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         # Each run of the layer, a replay as well, counts its recurrent calls anew.

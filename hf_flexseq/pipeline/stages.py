@@ -29,7 +29,8 @@ from torch import nn
 
 from hf_flexseq.pipeline.divide import NONE, divide_layers
 
-NORMS = ("norm", "final_layernorm", "final_layer_norm", "ln_f")  # names of a decoder's last norm
+# Names of a decoder's last norm.
+NORMS = ("norm", "final_layernorm", "final_layer_norm", "ln_f", "norm_f", "embedding_norm")
 # Tokens of a sequence, where attention is weighed against the rest of a layer: the model is cut
 # before any length is known. An assumption, not tuned.
 TYPICAL_CONTEXT = 4096
@@ -53,7 +54,11 @@ class Skip(nn.Module):
                 setattr(self, name, value)
 
     def forward(self, hidden: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """Return hidden [1, tokens, hidden_size] as it is."""
+        """Return hidden [1, tokens, hidden_size] as it is. Raises ValueError where the layer is
+        given another tensor of that shape, which is not sent from stage to stage."""
+        for other in (*args, *kwargs.values()):
+            if isinstance(other, torch.Tensor) and other.shape == hidden.shape:
+                raise ValueError("its layers are given the embeddings, too")
         return hidden
 
 
@@ -111,6 +116,7 @@ class Stack:
             if not name:
                 raise _no_stack(model, f"it has no {part} where a plain decoder has it")
         self._check_nothing_else()
+        self._check_nothing_shared()
         self.width = self.embedding.weight.shape[1]  # hidden_size
 
     @property
@@ -172,6 +178,18 @@ class Stack:
                     f"{name} is outside of embedding, layers, norm and head; set "
                     "pipeline_parallel_size=1",
                 )
+
+    def _check_nothing_shared(self) -> None:
+        """Raise NotImplementedError for a parameter of two layers, which may be in two stages."""
+        layer_of: dict[int, int] = {}
+        for index, layer in enumerate(self.layers):
+            for name, parameter in layer.named_parameters():
+                first = layer_of.setdefault(id(parameter), index)
+                if first != index:
+                    raise _no_stack(
+                        self.model,
+                        f"layers {first} and {index} share {name}; set pipeline_parallel_size=1",
+                    )
 
 
 def _weights(module: nn.Module) -> int:

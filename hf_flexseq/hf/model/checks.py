@@ -188,8 +188,15 @@ def _unsuitable_layers(model: PreTrainedModel, layers: Sequence[Layer]) -> str |
         if model_type in PROBED_FAMILIES:
             return None
         return (
-            "one forward of an empty twin could not be tried to the end, so what its layers ask "
-            f"for is not known: {trial.fault}"
+            f"its layers could not be tried to the end ({trial.fault}), and {model_type!r} is no "
+            "family that is known to be exact; a model whose modules were patched with kernels "
+            "can be tried before that: make the trainer first"
+        )
+    has_attention = any(layer.attention is not None for layer in layers)
+    if has_attention and not trial.calls:
+        return (
+            "it does not call transformers' attention interface, so its attention cannot be "
+            "replaced"
         )
     return _silent_layer(model, trial, layers)
 

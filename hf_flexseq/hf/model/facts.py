@@ -228,13 +228,15 @@ def _active_params(model: nn.Module, params: int) -> int | None:
 
 
 def _tied_elements(model: nn.Module) -> int:
-    """Count the elements of an embedding that is the head, too; 0 where these are two."""
+    """Count the elements of an embedding that is the head, too; 0 where these are two, or one is
+    on another stage of a pipeline."""
     if not isinstance(model, PreTrainedModel):
         return 0
-    embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
-    if head is None or head.weight is not embedding.weight:
+    embedding = getattr(model.get_input_embeddings(), "weight", None)
+    head = getattr(model.get_output_embeddings(), "weight", None)
+    if head is None or head is not embedding:
         return 0
-    return _elements(head.weight)
+    return _elements(head)
 
 
 def _elements(parameter: nn.Parameter) -> int:

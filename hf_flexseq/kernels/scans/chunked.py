@@ -86,11 +86,11 @@ class ChunkedScan:
         states = x.u.new_empty(len(states_of), heads, keys, values)
         place = {segment: i for i, segment in enumerate(states_of)}
         if alone:
-            states[[place[one] for one in alone]] = self._end_states(x, alone)
+            states[self.grid.index([place[one] for one in alone])] = self._end_states(x, alone)
         if both:
             of_wide = {segment: i for i, segment in enumerate(transitions_of)}
-            taken = wide[[of_wide[one] for one in both]]
-            states[[place[one] for one in both]] = taken[..., keys:]
+            taken = wide[self.grid.index([of_wide[one] for one in both])]
+            states[self.grid.index([place[one] for one in both])] = taken[..., keys:]
         return states, wide[..., :keys]
 
     def forward(
@@ -250,15 +250,15 @@ class ChunkedScan:
 
     def _order(self) -> torch.Tensor:
         """Return the segments by their number of chunks, the most first, [segments]."""
-        return torch.from_numpy(self.grid.order).to(self.grid.device)
+        return self.grid.index(self.grid.order.tolist())
 
-    def _sorted(self, chosen: Sequence[int]) -> tuple[list[int], list[int]]:
+    def _sorted(self, chosen: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the places of chosen segments by their number of chunks, the most first, and the
         way back."""
         place = {segment: i for i, segment in enumerate(chosen)}
         ordered = [place[segment] for segment in self.grid.sort(chosen)]
         back = sorted(range(len(ordered)), key=lambda i: ordered[i])
-        return ordered, back
+        return self.grid.index(ordered), self.grid.index(back)
 
 
 def _with_next(steps: Sequence[Step]) -> list[tuple[Step, int]]:

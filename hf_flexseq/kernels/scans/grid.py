@@ -18,6 +18,8 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
+from hf_flexseq.kernels.upload import to_device
+
 # Tokens of a chunk: work within chunks grows with it, that from chunk to chunk with one over it.
 CHUNK = 64
 
@@ -35,6 +37,7 @@ class ChunkGrid:
     """The chunks of the segments of a micro-batch."""
 
     __slots__ = (
+        "_indices",
         "_place",
         "_slots",
         "_steps_of",
@@ -58,6 +61,7 @@ class ChunkGrid:
         """[segments] Segments by their number of chunks, the most first."""
         self._place = np.argsort(self.order)  # segment -> place
         self._slots = self._make_slots(lengths)
+        self._indices: dict[tuple[int, ...], torch.Tensor] = {}
         self._steps_of: dict[tuple[int, ...] | None, tuple[Step, ...]] = {}
 
     def _first_chunks(self) -> np.ndarray:
@@ -77,7 +81,7 @@ class ChunkGrid:
         within = np.arange(self.tokens) - starts[segment]
         chunk = self._first_chunks()[within // CHUNK] + self._place[segment]
         slots = chunk * CHUNK + within % CHUNK
-        return torch.from_numpy(slots).to(self.device)
+        return to_device(torch.from_numpy(slots), self.device)
 
     def steps(self, chosen: Sequence[int] | None = None) -> tuple[Step, ...]:
         """Return the steps through all chunks, or through those of chosen segments.
@@ -107,8 +111,18 @@ class ChunkGrid:
             if last - first == len(numbers) - 1:
                 steps.append(Step(slice(first, last + 1), len(numbers)))
             else:
-                steps.append(Step(torch.from_numpy(numbers).to(self.device), len(numbers)))
+                index = to_device(torch.from_numpy(numbers), self.device)
+                steps.append(Step(index, len(numbers)))
         return steps
+
+    def index(self, numbers: Sequence[int]) -> torch.Tensor:
+        """Return numbers as an index array on the device, int64 [n], copied once for all layers of
+        the micro-batch."""
+        key = tuple(numbers)
+        if key not in self._indices:
+            host = torch.tensor(key, dtype=torch.int64)
+            self._indices[key] = to_device(host, self.device)
+        return self._indices[key]
 
     def sort(self, chosen: Sequence[int]) -> list[int]:
         """Return chosen segments by their number of chunks, the most first."""

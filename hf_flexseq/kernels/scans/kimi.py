@@ -12,9 +12,17 @@ tokens. Between blocks, with R the sums before the first token of the later bloc
 
 has exponents of at most 0 on both sides, and is a product of matrices. Inside a block it is
 written out. The whole chunk written out would take C x C x K numbers a chunk and head.
+
+What is written out, BLOCK x K numbers for a token and head, is not kept for the backward but
+computed again, for a few chunks at a time. Its backward needs nothing else: with dx and dk the
+gradients of the left and right factors, that of G is x dx - k dk.
 """
 
+from collections.abc import Iterator
+from typing import Any
+
 import torch
+from torch.autograd.function import once_differentiable
 
 from hf_flexseq.kernels import lse_dtype
 from hf_flexseq.kernels.scans import Tensors
@@ -22,6 +30,8 @@ from hf_flexseq.kernels.scans.gated_delta import unit
 from hf_flexseq.kernels.scans.grid import ChunkGrid
 
 BLOCK = 16  # tokens between which decays are written out
+# Chunks of heads that are written out at once: what a CPU's cache holds, few launches on a GPU.
+AT_ONCE = {"cpu": 4, "cuda": 1 << 12}
 
 
 def chunk_inputs(
@@ -49,8 +59,8 @@ def chunk_inputs(
     beta = grid.to_chunks(beta).unsqueeze(-1)  # [N, H, C, 1]
     sums = g.cumsum(-2)  # [N, H, C, K]
 
-    attn = _products(q, k, sums)
-    system = _products(k, k, sums) * beta
+    attn, products = _Products.apply(q, k, sums)
+    system = products * beta
     decayed = sums.exp()
     sides = torch.cat((v, k * decayed), dim=-1) * beta
     solved = torch.linalg.solve_triangular(system, sides, upper=False, unitriangular=True)
@@ -66,30 +76,101 @@ def chunk_inputs(
     )
 
 
-def _products(x: torch.Tensor, k: torch.Tensor, sums: torch.Tensor) -> torch.Tensor:
-    """Return the decayed products of each token with those up to itself: x, k, sums [N, H, C, K]
-    -> [N, H, C, C], zeros above the diagonal."""
-    tokens = x.shape[-2]
-    block = min(BLOCK, tokens)
-    rows = []
-    for start in range(0, tokens, block):
-        stop = min(start + block, tokens)
-        own = slice(start, stop)
-        # 1. with the blocks before: [N, H, block, start]
-        parts = []
-        if start:
-            before = sums[..., start - 1 : start, :]  # [N, H, 1, K]
-            left = x[..., own, :] * (sums[..., own, :] - before).exp()
-            right = k[..., :start, :] * (before - sums[..., :start, :]).exp()
-            parts.append(left @ right.transpose(-1, -2))
-        # 2. inside the block: [N, H, block, block, K] -> [N, H, block, block]
-        of_block = sums[..., own, :]
-        later = torch.ones(stop - start, stop - start, dtype=torch.bool, device=x.device).triu(1)
-        decays = of_block.unsqueeze(-2) - of_block.unsqueeze(-3)
-        decays = decays.masked_fill(later.unsqueeze(-1), -torch.inf).exp()
-        within = x[..., own, :].unsqueeze(-2) * k[..., own, :].unsqueeze(-3) * decays
-        parts.append(within.sum(-1))
-        # 3. nothing after it
-        parts.append(x.new_zeros(*x.shape[:-2], stop - start, tokens - stop))
-        rows.append(torch.cat(parts, dim=-1))
-    return torch.cat(rows, dim=-2)
+class _Products(torch.autograd.Function):
+    """The decayed products of each token with those up to itself."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, q: torch.Tensor, k: torch.Tensor, sums: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return those of queries with keys and those of keys with keys: q, k, sums [N, H, C, K]
+        -> two [N, H, C, C], zeros above the diagonal."""
+        x = torch.stack((q, k), dim=2).flatten(0, 1)  # [N x H, 2, C, K]
+        sums = sums.flatten(0, 1)  # [N x H, C, K]
+        ctx.save_for_backward(x, sums)
+        ctx.shape = q.shape
+        tokens = x.shape[2]
+        out = x.new_zeros(*x.shape[:3], tokens)  # [N x H, 2, C, C]
+        for some in _some(x):
+            for start, stop in _blocks(tokens):
+                before, own = slice(0, start), slice(start, stop)
+                left = x[some, :, own]  # [n, 2, b, K]
+                if start:
+                    to_left, to_right = _decays_between(sums[some], start, stop)
+                    right = (x[some, 1, before] * to_right).unsqueeze(1)  # [n, 1, start, K]
+                    out[some, :, own, before] = (left * to_left) @ right.transpose(-1, -2)
+                # [n, b, b, K] @ [n, b, K, 2] -> [n, b, b, 2]
+                weights = _decays_inside(sums[some, own]).mul_(x[some, 1, own].unsqueeze(1))
+                inside = weights @ left.permute(0, 2, 3, 1)
+                out[some, :, own, own] = inside.permute(0, 3, 1, 2)
+        of_queries, of_keys = out.view(*q.shape[:2], *out.shape[1:]).unbind(2)
+        return of_queries, of_keys
+
+    @staticmethod
+    @once_differentiable
+    def backward(
+        ctx: Any, of_queries: torch.Tensor, of_keys: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Return the gradients of q, k and sums, [N, H, C, K]."""
+        x, sums = ctx.saved_tensors
+        tokens = x.shape[2]
+        dout = torch.stack((of_queries, of_keys), dim=2).flatten(0, 1)  # [N x H, 2, C, C]
+        dx = torch.empty_like(x)  # of the left factors
+        dright = torch.zeros_like(sums)  # of the keys on the right
+        for some in _some(x):
+            for start, stop in _blocks(tokens):
+                before, own = slice(0, start), slice(start, stop)
+                left, right = x[some, :, own], x[some, 1, own]  # [n, 2, b, K], [n, b, K]
+                # 1. inside the block; above the diagonal decays are zero
+                decays = _decays_inside(sums[some, own])  # [n, i, j, K]
+                grads = dout[some, :, own, own]  # [n, 2, i, j]
+                # [n, i, j, 2] @ [n, i, 2, K] -> [n, i, j, K] -> [n, j, K]
+                spread = grads.permute(0, 2, 3, 1) @ left.transpose(1, 2)
+                dright[some, own] += spread.mul_(decays).sum(1)
+                # [n, i, 2, j] @ [n, i, j, K] -> [n, i, 2, K]
+                weights = decays.mul_(right.unsqueeze(1))
+                dleft = (grads.transpose(1, 2) @ weights).transpose(1, 2)  # [n, 2, b, K]
+                # 2. with the blocks before
+                if start:
+                    to_left, to_right = _decays_between(sums[some], start, stop)
+                    grads = dout[some, :, own, before]  # [n, 2, b, start]
+                    earlier = x[some, 1, before] * to_right  # [n, start, K]
+                    dleft = dleft + (grads @ earlier.unsqueeze(1)) * to_left
+                    of_pairs = grads.transpose(-1, -2) @ (left * to_left)  # [n, 2, start, K]
+                    dright[some, before] += of_pairs.sum(1) * to_right
+                dx[some, :, own] = dleft
+        dsums = (x * dx).sum(1) - x[:, 1] * dright
+        dq, dk = dx.unbind(1)
+        return dq.view(ctx.shape), (dk + dright).view(ctx.shape), dsums.view(ctx.shape)
+
+
+def _some(x: torch.Tensor) -> Iterator[slice]:
+    """Iterate over the chunks [chunks, ...] that are written out at once."""
+    at_once = AT_ONCE["cpu" if x.device.type == "cpu" else "cuda"]
+    for start in range(0, x.shape[0], at_once):
+        yield slice(start, start + at_once)
+
+
+def _blocks(tokens: int) -> Iterator[tuple[int, int]]:
+    """Iterate over the tokens [start, stop) of each block."""
+    for start in range(0, tokens, BLOCK):
+        yield start, min(start + BLOCK, tokens)
+
+
+def _decays_between(
+    sums: torch.Tensor, start: int, stop: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return what keys before a block and tokens of it are multiplied by: sums [n, C, K] -> left
+    [n, 1, b, K], right [n, start, K]."""
+    before = sums[:, start - 1 : start]  # [n, 1, K]
+    left = (sums[:, start:stop] - before).exp().unsqueeze(1)
+    return left, (before - sums[:, :start]).exp()
+
+
+def _decays_inside(sums: torch.Tensor) -> torch.Tensor:
+    """Return the decays between tokens of a block: [n, b, K] -> [n, b, b, K], zeros above the
+    diagonal."""
+    tokens = sums.shape[1]
+    later = torch.ones(tokens, tokens, dtype=torch.bool, device=sums.device).triu(1)
+    decays = sums.unsqueeze(2) - sums.unsqueeze(1)
+    return decays.masked_fill_(later.unsqueeze(-1), -torch.inf).exp_()

@@ -47,15 +47,19 @@ def chunk_inputs(
     shared = x.shape[1] // B.shape[1]  # heads of a group
     u = grid.to_chunks(x * dt.unsqueeze(-1))  # [chunks, H, c, P]
     k, q = grid.to_chunks(B), grid.to_chunks(C)  # [chunks, groups, c, N]
-    sums = grid.to_chunks(dt * A).cumsum(-1)  # [chunks, H, c]
+    steps = grid.to_chunks(dt * A)  # [chunks, H, c]
+    sums = steps.cumsum(-1)
 
-    # 1. decays between tokens of a chunk, and products of a group: [chunks, H, c, c]
-    later = torch.ones(grid.chunk, grid.chunk, dtype=torch.bool, device=x.device).triu(1)
-    decays = (sums.unsqueeze(-1) - sums.unsqueeze(-2)).masked_fill(later, -torch.inf).exp()
+    # 1. decays between tokens of a chunk, and products of a group: [chunks, H, c, c]. Each sum of
+    #    steps is taken on its own: differences of sums in the hundreds would lose digits.
+    ones = torch.ones(grid.chunk, grid.chunk, dtype=torch.bool, device=x.device)
+    between = steps.unsqueeze(-1).expand(*steps.shape, grid.chunk).masked_fill(ones.triu(), 0)
+    decays = between.cumsum(-2).masked_fill(ones.triu(1), -torch.inf).exp()
     attn = (q @ k.transpose(-1, -2)).repeat_interleave(shared, dim=1) * decays
 
     # 2. from and to the state
     last = sums[..., -1:]  # [chunks, H, 1]
+    rest = steps.flip(-1).cumsum(-1).flip(-1) - steps  # [chunks, H, c] behind each token
     q = q.repeat_interleave(shared, dim=1) * sums.exp().unsqueeze(-1)
-    k = k.repeat_interleave(shared, dim=1) * (last - sums).exp().unsqueeze(-1)
+    k = k.repeat_interleave(shared, dim=1) * rest.exp().unsqueeze(-1)
     return q, k, None, u.contiguous(), attn, last.squeeze(-1).exp()
