@@ -75,8 +75,8 @@ MOST_PER_RANK = 96
 # Of recurrent layers, beside those of a rank alone: around halos; around summaries; and for each
 # summary that is added to a state.
 SEGMENT_HALO_LAUNCHES = 12
-SUMMARY_LAUNCHES = 24
-SUMMARY_STEP_LAUNCHES = 8
+SUMMARY_LAUNCHES = 20
+SUMMARY_STEP_LAUNCHES = 5
 
 EXCHANGES = 4  # of Ulysses: to heads and back, forward and backward
 RING_PASSES = 3  # keys and values forward and backward, and their gradients
