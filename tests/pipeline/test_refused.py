@@ -12,8 +12,8 @@ from hf_flexseq import (
     FlexSeqMixin,
     FlexSeqTrainer,
 )
-from tests.hf.test_trainer import dataset, training_arguments
 from tests.hf.hybrids import make_hybrid
+from tests.hf.test_trainer import dataset, training_arguments
 from tests.hf.tiny import VOCAB, tiny_llama
 from tests.ranks import run_ranks
 
