@@ -38,16 +38,19 @@ from hf_flexseq.recurrent.carry import Carrying
 from hf_flexseq.recurrent.rows import RecurrentContext, exchange
 
 
-def run_scan(scan: Scan, inputs: Tensors, seq_ctx: RecurrentContext) -> torch.Tensor:
+def run_scan(
+    scan: Scan, inputs: Tensors, seq_ctx: RecurrentContext, *, dtype: torch.dtype
+) -> torch.Tensor:
     """Run a recurrence over all sequences of this rank's shard, and return its output.
 
-    scan: of the segments of the shard. inputs: as it takes them, of this rank's segments. What is
-    returned has the shape that `scan.forward` gives. Collective over the groups of the shard.
+    scan: of the segments of the shard. inputs: as it takes them, of this rank's segments. dtype:
+    of the output, which has the shape that `scan.forward` gives; it is rounded before it is kept
+    for a replay. Collective over the groups of the shard.
     """
     region = kept_region(seq_ctx.kept)
     needs_grad = any(x is not None and x.requires_grad for x in inputs)
     carrying = seq_ctx.carrying(keeps_grad=torch.is_grad_enabled() and needs_grad)
-    out: torch.Tensor = _Scan.apply(_Run(scan, seq_ctx, region, carrying), *inputs)
+    out: torch.Tensor = _Scan.apply(_Run(scan, seq_ctx, region, carrying, dtype), *inputs)
     return out
 
 
@@ -58,6 +61,8 @@ class _Run(NamedTuple):
     seq_ctx: RecurrentContext
     region: Region | None
     carrying: Carrying | None
+    dtype: torch.dtype
+    """Of the output."""
 
     def first_state(self) -> torch.Tensor | None:
         """Return the states before all segments of a pipeline's chunk, [segments, H, K, V], the
@@ -156,6 +161,7 @@ class _Scan(torch.autograd.Function):
         if kept is None:
             states, transitions = run.states_before(inputs)
             out, finals, saved = run.scan.forward(inputs, states)
+            out = out.to(run.dtype)
             if run.carrying is not None:
                 run.carrying.store(finals[0].clone())
             if run.region is not None and store is not None:
@@ -183,7 +189,7 @@ class _Scan(torch.autograd.Function):
         *tensors, transitions = ctx.saved_tensors
         inputs = tuple(tensors[: ctx.inputs])
         saved = tuple(tensors[ctx.inputs :])
-        dout = dout.contiguous()
+        dout = dout.to(inputs[0].dtype).contiguous()  # in which the scan computes
         if ctx.has_neighbours:
             behind = run.gradients_behind(dout, inputs, saved, transitions)
         else:

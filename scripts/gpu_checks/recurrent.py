@@ -136,9 +136,11 @@ def _seconds(setting: Setting, kind: str) -> tuple[float, float, float]:
         communicator = Communicator(topology, transport=transport)
         seq_ctx = SequenceContext(shard, communicator, Reference(), setting.device)
 
-        def note(scan: Scan, inputs: Tensors, context: SequenceContext) -> torch.Tensor:
+        def note(
+            scan: Scan, inputs: Tensors, context: SequenceContext, **options: Any
+        ) -> torch.Tensor:
             seen.append((scan, tuple(y if y is None else y.detach() for y in inputs)))
-            return run_scan(scan, inputs, context)
+            return run_scan(scan, inputs, context, **options)
 
         with mock.patch.object(recurrent.layers, "run_scan", note):
             layer(kind, x, seq_ctx)
