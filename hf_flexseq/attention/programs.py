@@ -11,7 +11,14 @@ from hf_flexseq.distributed.communicator import Communicator
 from hf_flexseq.kernels import Kernel
 from hf_flexseq.kernels.scans.grid import ChunkGrid
 from hf_flexseq.layers import FULL, Reach
-from hf_flexseq.program.compile import Parts, backward, backward_of_rows, forward, of_rows
+from hf_flexseq.program.compile import (
+    BETWEEN_LAYOUTS,
+    Parts,
+    backward,
+    backward_of_rows,
+    forward,
+    of_rows,
+)
 from hf_flexseq.program.instructions import LayerShape, Program, RowShape
 
 Made = TypeVar("Made")
@@ -72,9 +79,9 @@ class MicroBatchPrograms:
         return self._bound[key]
 
     def prepare(self, keys: Iterable[ProgramKey]) -> None:
-        """Make the programs that layers will ask for. Their integers go to the device in one
-        copy."""
-        new = [key for key in keys if key not in self._bound]
+        """Make the programs that layers will ask for, of those with these keys; they may be those
+        of another micro-batch. Their integers go to the device in one copy."""
+        new = [key for key in keys if key not in self._bound and self._has_use_of(key[0])]
         for direction, shape in new:
             self._compile(direction, shape)
         self._uploads.bring()
@@ -86,6 +93,10 @@ class MicroBatchPrograms:
                 self._kernel,
                 getattr(torch, shape.dtype),
             )
+
+    def _has_use_of(self, direction: str) -> bool:
+        """Tell whether layers can ask for this: rows move in remapped micro-batches alone."""
+        return self.parts.remap is not None or direction not in BETWEEN_LAYOUTS
 
     @property
     def keys(self) -> tuple[ProgramKey, ...]:

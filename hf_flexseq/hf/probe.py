@@ -9,14 +9,15 @@ with one process what comes out, and what changes when one token is changed.
 4. changes        one token of a sequence is another one; exactly the outputs that change in one
                   process change on the ranks, and on all of them
 
-Equal outputs show that nothing is missing, such as a sink or a scale. Changes show that nothing
-is read that should not be, and they need no tolerance: an output that does not depend on a token
-stays as it is, bit by bit, up to sums of other sizes in routed experts.
+Equal outputs show that nothing is missing, such as a sink, a scale, or a state that should have
+come from another rank. Changes show that nothing is read that should not be, such as the state of
+the sequence before, and they need no tolerance: an output that does not depend on a token stays as
+it is, bit by bit, up to sums of other sizes in routed experts.
 
 Windows, chunks and original lengths of position embeddings must be shorter than the sequences:
 what is longer than all of them cannot be seen. Sequences are of at most `SEQUENCES[0]` tokens. A
-layer of full attention carries a change to all tokens behind it, so changes tell most about a
-model that has none.
+layer of full attention, or a recurrent one, carries a change to all tokens behind it, so changes
+tell most about a model that has none.
 """
 
 import copy
@@ -149,9 +150,11 @@ def _lively(model: PreTrainedModel) -> PreTrainedModel:
     twin = copy.deepcopy(model).double().eval()
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
-        for parameter in twin.parameters():
+        for name, parameter in twin.named_parameters():
             noise = torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
-            if parameter.dim() < 2:
+            if name.endswith("A_log"):  # of recurrent layers, whose states then last
+                parameter.copy_(0.5 * noise - 3.5)
+            elif parameter.dim() < 2:
                 parameter += 0.3 * noise  # norms, biases, sinks
             else:
                 parameter.copy_(noise * parameter.shape[-1] ** -0.5)

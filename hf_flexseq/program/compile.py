@@ -235,6 +235,7 @@ def backward_of_rows(parts: Parts, shape: LayerShape, saved: Sequence[Values]) -
 # What the rows of recurrent layers go through; see `of_rows`.
 LINEAR_TO_ATTENTION = "linear to attention"
 ATTENTION_TO_LINEAR = "attention to linear"
+BETWEEN_LAYOUTS = (LINEAR_TO_ATTENTION, ATTENTION_TO_LINEAR)  # of remapped micro-batches
 HALO = "halo"
 HALO_RETURN = "halo return"
 SUMMARIES_BEFORE = "summaries before"

@@ -1,7 +1,8 @@
-"""Families of models against one process: gradients of all, and ten Trainer steps of ten.
+"""Families of models against one process: gradients of all, and ten Trainer steps of many.
 
     python scripts/benchmarks/families.py --json families.json
     python scripts/benchmarks/families.py --families Gemma3 GptOss --ways subclass
+    python scripts/benchmarks/families.py --hybrids         models with recurrent layers
 
 gradients    loss and gradients on two nodes of two ranks that are threads, in float64, under a
              random plan without and one with activation checkpointing, of every family of
@@ -13,8 +14,17 @@ ten steps    the weights after ten steps of SGD on two processes against those o
              weights of both sides are float32, too (1e-5, since those of the plain Trainer alone
              differ as much from its float64 ones: Gemma 4's by 1.6e-5)
 
-Windows are of 7 tokens and chunks of 9, below the lengths of up to 60. Exits with 1 where a bound
-is broken.
+With --hybrids these are the families of `tests/hf/hybrids.py`, with sequences of up to 131 tokens
+and recurrent scans in chunks of 64:
+
+gradients    on 2, 3 and 4 ranks and on two nodes of two, under every strategy and random plans,
+             each without and with activation checkpointing
+ten steps    transformers computes scans in float32, whatever the dtype of the model. Where its own
+             ten steps with scans in float64 are further from those than the bound, at most three
+             times that distance is allowed: `float32 scans`
+
+Windows are of 7 tokens and chunks of attention of 9, below the longest lengths. Exits with 1 where
+a bound is broken.
 """
 
 import contextlib
@@ -33,8 +43,16 @@ from common import ROOT, argument_parser, machine, table_head, table_row, write_
 
 sys.path.append(str(ROOT))
 import tests.hf.conftest  # noqa: F401  (lets DeepSpeed compile nothing)
+from hf_flexseq.plan import STRATEGIES
+from hf_flexseq.topology import Topology
+from tests.hf import hybrids, test_hybrids
 from tests.hf import test_reach as reach
-from tests.hf.test_families import WAYS, errors_of_family
+from tests.hf.test_families import (
+    WAYS,
+    error_of_float32_scans,
+    errors_of_family,
+    plain_family,
+)
 from tests.hf.tiny import documents, reference_gradients
 from tests.ranks import run_threads
 
@@ -50,6 +68,12 @@ TRAINED = (
     "Exaone4",
     "Llama4",
     "DeepseekV3",
+)
+TOPOLOGIES = (
+    Topology(nodes=1, ranks_per_node=2),
+    Topology(nodes=1, ranks_per_node=3),
+    Topology(nodes=1, ranks_per_node=4),
+    reach.TWO_NODES,
 )
 GRADIENTS_BOUND = 1e-10
 STEPS_BOUND = 2e-6
@@ -75,36 +99,69 @@ def gradients_error(family: str) -> float:
     return max(max(of_rank) for of_rank in errors)
 
 
-def steps_error(family: str, way: str) -> float:
-    """Return the largest error of ten steps over ranks."""
+def hybrid_gradients_error(family: str) -> float:
+    """Return the largest relative error of loss and gradients of a hybrid over ranks and plans."""
+    worst = 0.0
+    with float64_alone():
+        examples = documents(hybrids.LENGTHS)
+        model = hybrids.make_hybrid(family)
+        wanted = reference_gradients(model, examples, attention="eager")
+        for topology in TOPOLOGIES:
+            plans = []
+            for strategy in STRATEGIES:
+                if strategy != "hybrid" or topology.nodes > 1:  # which needs two nodes
+                    plans += [test_hybrids.plan_of_strategy(strategy, topology)] * 2
+            plans += test_hybrids.plans_of(family, topology)
+            errors = run_threads(
+                test_hybrids.errors_of, topology.world_size, family, topology, plans, wanted
+            )
+            worst = max(worst, *(max(of_rank) for of_rank in errors))
+    return worst
+
+
+def steps_error(family: str, way: str) -> tuple[float, float]:
+    """Return the largest error of ten steps over ranks, and for a hybrid how far float32 in its
+    scans alone takes the plain Trainer's, else 0."""
     said = io.StringIO()  # what trainers print at each step
-    with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(said):
-        return max(errors_of_family(Path(folder), way, family))
+    with tempfile.TemporaryDirectory() as name, contextlib.redirect_stdout(said):
+        folder = Path(name)
+        plain = plain_family(folder, way, family)
+        of_scans = 0.0
+        if family not in (*reach.FAMILIES, *reach.MORE_FAMILIES):
+            of_scans = error_of_float32_scans(folder, way, family, plain)
+        return max(errors_of_family(folder, way, family, plain)), of_scans
 
 
 def main() -> int:
     """Print a row for each family, and return 1 where a bound is broken."""
     parser = argument_parser(__doc__ or "")
-    names = [*reach.FAMILIES, *reach.MORE_FAMILIES]
-    parser.add_argument("--families", nargs="+", choices=names, default=names, metavar="FAMILY")
+    attending = [*reach.FAMILIES, *reach.MORE_FAMILIES]
+    recurrent = [*hybrids.HYBRIDS, *hybrids.MORE_HYBRIDS]
+    names = [*attending, *recurrent]
+    parser.add_argument("--families", nargs="+", choices=names, metavar="FAMILY")
+    parser.add_argument("--hybrids", action="store_true", help="those with recurrent layers")
     parser.add_argument("--ways", nargs="*", choices=WAYS, default=list(WAYS))
     asked = parser.parse_args()
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
 
     print(f"on {machine('torch', 'transformers', 'accelerate', 'trl')}\n")
-    columns = ("family", "gradients", *asked.ways, "seconds")
+    columns = ("family", "gradients", *asked.ways, "float32 scans", "seconds")
     print(table_head(columns, range(1, len(columns))))
     figures: dict[str, Any] = {}
     is_broken = False
-    for family in asked.families:
+    for family in asked.families or (recurrent if asked.hybrids else attending):
         began = time.perf_counter()
-        found = {"gradients": gradients_error(family)}
+        is_hybrid = family in recurrent
+        find = hybrid_gradients_error if is_hybrid else gradients_error
+        found = {"gradients": find(family)}
         is_broken |= not found["gradients"] < GRADIENTS_BOUND
-        for way in asked.ways if family in TRAINED else ():
-            found[way] = steps_error(family, way)
+        for way in asked.ways if is_hybrid or family in TRAINED else ():
+            found[way], of_scans = steps_error(family, way)
             bound = FLOAT32_STEPS_BOUND if way == "zero3" else STEPS_BOUND
-            is_broken |= not found[way] < bound
+            is_broken |= not found[way] < max(bound, 3 * of_scans)
+            if is_hybrid:
+                found["float32 scans"] = max(of_scans, found.get("float32 scans", 0.0))
         cells = [f"{found[name]:.1e}" if name in found else "" for name in columns[1:-1]]
         print(table_row((family, *cells, f"{time.perf_counter() - began:.0f}")), flush=True)
         figures[family] = found

@@ -26,7 +26,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from hf_flexseq.hf.model.recurrent import attach_recurrent
 from torch import nn
 from transformers import BambaConfig, KimiLinearConfig, Qwen3NextConfig
 from transformers.models.bamba.modeling_bamba import BambaMixer
@@ -36,6 +35,7 @@ from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextGatedDel
 from common import argument_parser, machine, table_head, table_row, write_record
 from hf_flexseq.attention import SequenceContext
 from hf_flexseq.distributed.communicator import Communicator
+from hf_flexseq.hf.model.recurrent import attach_recurrent
 from hf_flexseq.kernels.choose import choose_kernel
 from hf_flexseq.plan import Group, MicroBatch
 from hf_flexseq.plan.shard import make_shard

@@ -11,10 +11,13 @@ from transformers import Trainer
 from trl import SFTTrainer
 
 from hf_flexseq import FlexSeqArguments
+from hf_flexseq.hf.model.recurrent import mixers
 from hf_flexseq.pipeline.reduction import sum_gradients
+from tests.hf.hybrids import HYBRIDS, MORE_HYBRIDS, make_hybrid
 from tests.hf.test_mixin import FlexSeqSFTTrainer, sft_trainer
 from tests.hf.test_reach import (
     LENGTHS,
+    keep_float64,
     make_model,
     stays_in_float64,  # noqa: F401  (a fixture)
 )
@@ -32,7 +35,8 @@ NO_ROUTER_LOSS = {"router_aux_loss_coef": 0.0}
 def model_of(way, family):
     """A model of this family. SFTTrainer looks for the decoder by the model's prefix, which in
     Llama 4's is that of another part."""
-    model = make_model(family)
+    is_hybrid = family in HYBRIDS or family in MORE_HYBRIDS
+    model = make_hybrid(family) if is_hybrid else make_model(family)
     if way == "zero3":  # takes no float64 parameters
         model = model.float()
     if way == "sft" and not hasattr(model, model.base_model_prefix):
@@ -87,15 +91,54 @@ def family_run(rank, world_size, folder, way, family):
     return weights, logged(history, "loss"), max(logged(history, "flexseq/groups_of_2"))
 
 
-def errors_of_family(folder, way, family):
-    """The error of the update on each rank, which is small beside the loss's float32."""
-    before, wanted, losses = plain_family(folder, way, family)
+def errors_of_family(folder, way, family, plain=None):
+    """The error of the update on each rank, which is small beside the loss's float32.
+
+    plain: what `plain_family` returned, if that has run.
+    """
+    before, wanted, losses = plain or plain_family(folder, way, family)
     errors = []
     for found, found_losses, shared in run_ranks(family_run, 2, folder, way, family, seconds=300):
         assert found_losses == pytest.approx(losses, rel=1e-5)
         assert shared >= 1, "no step ever split a sequence"
         errors.append(update_error(before, wanted, found))
     return errors
+
+
+def error_of_float32_scans(folder, way, family, plain):
+    """How far ten steps of the plain Trainer are from those with recurrent scans in float64: what
+    rounding to float32 in them makes.
+
+    plain: what `plain_family` returned.
+    """
+    with pytest.MonkeyPatch.context() as patch:
+        for mixer in mixers(model_of(way, family)):
+            for scope, name in mixer.functions:
+                patch.setitem(scope, name, in_float64(scope[name]))
+        _, found, _ = plain_family(folder, way, family)
+    before, wanted, _ = plain
+    return update_error(before, wanted, found)
+
+
+def in_float64(function):
+    """`function` without its casts to float32, on inputs in float64; results have the dtype of the
+    first input."""
+
+    def call(first, *args, **kwargs):
+        def wide(value):
+            is_tensor = isinstance(value, torch.Tensor) and value.is_floating_point()
+            return value.double() if is_tensor else value
+
+        with pytest.MonkeyPatch.context() as patch:
+            keep_float64(patch)
+            out = function(
+                wide(first), *map(wide, args), **{n: wide(value) for n, value in kwargs.items()}
+            )
+        if isinstance(out, tuple):
+            return out[0].to(first.dtype), *out[1:]
+        return out if out is None else out.to(first.dtype)
+
+    return call
 
 
 @pytest.mark.processes

@@ -1,15 +1,23 @@
 """The probe for silent wrongness passes models that are exact, and sees faults that are planted.
 The matrix of all families is `python scripts/benchmarks/reach.py --probe`."""
 
+from itertools import accumulate
+
 import pytest
 import torch
 import transformers
 from torch import nn
 from torch.nn import functional as F
+from transformers.models.bamba import modeling_bamba
+from transformers.models.kimi_linear import modeling_kimi_linear
+from transformers.models.qwen3_next import modeling_qwen3_next
 
 import hf_flexseq.hf.attention as hf_attention
+from hf_flexseq.attention import SequenceContext
+from hf_flexseq.hf.model import recurrent
 from hf_flexseq.hf.probe import SEQUENCES, SHARED, probe_model
 from hf_flexseq.layers import FULL, Reach
+from tests.hf.hybrids import HYBRIDS
 from tests.hf.test_checks import EXPERTS, SIZES
 
 WINDOW, CHUNK = 6, 8
@@ -54,13 +62,22 @@ MODELS = {
 }
 
 
+# Without attention, which would carry what a state has lost.
+RECURRENT = {
+    "Qwen3Next": HYBRIDS["Qwen3Next"] | {"layer_types": ["linear_attention"] * 2},
+    "KimiLinear": HYBRIDS["KimiLinear"] | {"layer_types": ["linear_attention"] * 2},
+    "Bamba": HYBRIDS["Bamba without attention"],
+    "Lfm2": {"layer_types": ["conv"] * 2},
+}
+
+
 def tiny(name):
     kind = getattr(transformers, name + "ForCausalLM")
     cls = kind.config_class
     if name == "Llama4":
         cls = transformers.Llama4TextConfig
     torch.manual_seed(0)
-    config = cls(**{**SIZES, **MODELS[name]})
+    config = cls(**{**SIZES, **(MODELS | RECURRENT)[name]})
     return kind._from_config(config, experts_implementation="eager")
 
 
@@ -109,6 +126,96 @@ def test_wrong_attention_is_seen(name, planted, is_seen_by_changes, monkeypatch)
 def test_positions_counted_from_the_row_are_seen(name):
     """Llama 4 scales by a count, longrope chooses by the longest position."""
     assert found(tiny(name), attach=lambda model: model.set_attn_implementation("flexseq"))
+
+
+# ---- recurrent layers
+
+SCANS = {
+    "Qwen3Next": ("gated_delta_rule", modeling_qwen3_next.torch_chunk_gated_delta_rule),
+    "KimiLinear": ("kimi_delta_rule", modeling_kimi_linear.chunk_kimi_delta_attention),
+    "Bamba": ("mamba2_scan", modeling_bamba.mamba2_chunk_scan),
+}
+
+
+def by_parts(compute, lengths_of):
+    """A scan or a convolution that goes through parts of the rows, each from nothing.
+
+    compute: of rows [1, tokens, ...] each. lengths_of: tokens of the parts, from the context.
+    """
+
+    def planted(*tensors, **options):
+        context = next(one for one in tensors if isinstance(one, SequenceContext))
+        tensors = [one for one in tensors if one is not context]
+        lengths = lengths_of(context)
+        rows = [x.shape[0] if x is not None and x.shape[0] == sum(lengths) else 0 for x in tensors]
+        outs = []
+        for start, length in zip(accumulate([0, *lengths[:-1]]), lengths, strict=True):
+            part = [
+                x[start : start + length].unsqueeze(0) if count else x
+                for x, count in zip(tensors, rows, strict=True)
+            ]
+            outs.append(compute(*part, **options)[0])
+        return torch.cat(outs)
+
+    return planted
+
+
+def scan_of(name):
+    """transformers' own scan of rows [1, tokens, ...] -> [1, tokens, ...]."""
+    function = SCANS[name][1]
+    if name == "Bamba":
+        return lambda *tensors, **options: function(*tensors, chunk_size=16, **options)
+    return lambda *tensors, l2norm: function(*tensors, use_qk_l2norm_in_kernel=l2norm)[0]
+
+
+def convolution(x, weight, bias):
+    """Rows x [1, tokens, channels] -> [1, tokens, channels]."""
+    out = modeling_bamba.causal_conv1d_fn(x.transpose(1, 2), weight, bias)
+    return out.transpose(1, 2)
+
+
+def segments_of(context):
+    """Tokens of each segment: a state, or a halo, is lost where a segment goes on elsewhere."""
+    return context.programs.parts.segments().lengths
+
+
+def row_of(context):
+    """Tokens of the row: a state, or a halo, goes on into the next document."""
+    return [context.linear_tokens]
+
+
+@pytest.mark.parametrize("name", RECURRENT)
+def test_an_exact_recurrent_model_passes(name):
+    strategy = SHARED[list(RECURRENT).index(name) % len(SHARED)]
+    assert found(tiny(name), strategies=(strategy,), gradients=True) == []
+
+
+@pytest.mark.parametrize("name", SCANS)
+@pytest.mark.parametrize("lengths_of", [segments_of, row_of])
+def test_a_wrong_state_is_seen(name, lengths_of, monkeypatch):
+    planted = by_parts(scan_of(name), lengths_of)
+    monkeypatch.setattr(recurrent, SCANS[name][0], planted)
+    see_fault(tiny(name), lengths_of)
+
+
+@pytest.mark.parametrize("lengths_of", [segments_of, row_of])
+def test_a_wrong_halo_is_seen(lengths_of, monkeypatch):
+    monkeypatch.setattr(recurrent, "causal_convolution", by_parts(convolution, lengths_of))
+    see_fault(tiny("Lfm2"), lengths_of)
+
+
+def see_fault(model, lengths_of):
+    """The probe says by outputs and by changes that the state is lost at the border of a rank, or
+    that it leaks from the last token of a document into the next."""
+    # the last token before a border of ranks, and that of a document
+    change = (0, 5) if lengths_of is segments_of else (2, SEQUENCES[2] - 1)
+    wrong = found(model, changes=(change,))
+    assert any("differ by up to" in line for line in wrong)
+    verb = "do not change" if lengths_of is segments_of else "outputs of sequence 3 change"
+    assert any(verb in line for line in wrong), wrong
+
+
+# ---- others
 
 
 class Shifted(nn.Module):
