@@ -88,11 +88,11 @@ class _Run(NamedTuple):
         return states
 
     def states_before(self, inputs: Tensors) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-        """Return the states before all segments [segments, H, K, V], and the transitions [m, H,
-        ...] of those that stand between others; None for both where no sequence has several
-        segments."""
+        """Return the states before all segments [segments, H, K, V], None where they are zero, and
+        the transitions [m, H, ...] of those that stand between others, None where no sequence has
+        several segments."""
         segments = self.seq_ctx.programs.parts.segments()
-        before = segments.neighbours(behind=False)
+        before = self._neighbours_before
         if not before.summarised and not before.steps:
             return self.first_state(), None
         # [summarised, H, K, V], [middle, H, K, K] or less
@@ -100,10 +100,32 @@ class _Run(NamedTuple):
         states = self._combined(before, sums, transitions, behind=False)
         return states, transitions
 
+    def to_keep(self, states: torch.Tensor | None) -> torch.Tensor | None:
+        """Return the states before those segments that go on from others, [n, H, K, V], of states
+        before all segments; all others are zero."""
+        steps = self._neighbours_before.steps
+        if states is None or not steps:
+            return None
+        return states.index_select(0, self.seq_ctx.programs.index(steps[0][0]))
+
+    def from_kept(self, kept: torch.Tensor | None) -> torch.Tensor | None:
+        """Return the states before all segments from those that `to_keep` has returned."""
+        if kept is None:
+            return None
+        segments = len(self.seq_ctx.programs.parts.segments().lengths)
+        states = kept.new_zeros(segments, *kept.shape[1:])
+        index = self.seq_ctx.programs.index(self._neighbours_before.steps[0][0])
+        return states.index_copy_(0, index, kept)
+
+    @property
+    def _neighbours_before(self) -> Neighbours:
+        return self.seq_ctx.programs.parts.segments().neighbours(behind=False)
+
     def gradients_behind(
         self, dout: torch.Tensor, inputs: Tensors, saved: Tensors, transitions: torch.Tensor
-    ) -> torch.Tensor:
-        """Return the gradients of the states behind all segments, [segments, H, K, V]."""
+    ) -> torch.Tensor | None:
+        """Return the gradients of the states behind all segments, [segments, H, K, V]; None where
+        they are zero."""
         segments = self.seq_ctx.programs.parts.segments()
         behind = segments.neighbours(behind=True)
         sums = self.scan.summarise_backward(dout, inputs, saved, behind.summarised)
@@ -116,9 +138,9 @@ class _Run(NamedTuple):
         transitions: torch.Tensor,
         *,
         behind: bool,
-    ) -> torch.Tensor:
+    ) -> torch.Tensor | None:
         """Exchange summaries and combine them: sums [summarised, H, K, V] and transitions [m, H,
-        ...] -> [segments, H, K, V]."""
+        ...] -> [segments, H, K, V]; None where no segment takes any."""
         segments = self.seq_ctx.programs.parts.segments()
         index = self.seq_ctx.programs.index
         shape = sums.shape[1:]  # H, K, V
@@ -136,6 +158,8 @@ class _Run(NamedTuple):
             rows = torch.cat((rows, exchange(what, rows, self.seq_ctx)))
 
         # 3. the farthest one first
+        if not neighbours.steps:
+            return None
         apply = apply_transposed if behind else apply_transition
         states = sums.new_zeros(len(segments.lengths), *shape)
         for takers, taken in neighbours.steps:
@@ -165,12 +189,12 @@ class _Scan(torch.autograd.Function):
             if run.carrying is not None:
                 run.carrying.store(finals[0].clone())
             if run.region is not None and store is not None:
-                others = () if states is None or transitions is None else (states, transitions)
-                kept = Kept.of(out, others)
+                keep = (transitions, run.to_keep(states))
+                kept = Kept.of(out, [x for x in keep if x is not None])
         else:
-            states, transitions = kept.others() or (None, None)
+            transitions, of_some = (*kept.others(), None, None)[:2]
             out = kept.out
-            saved = run.scan.resume(inputs, states)
+            saved = run.scan.resume(inputs, run.from_kept(of_some))
         if run.region is not None and store is not None and not run.region.replays:
             assert kept is not None, "a first run keeps its result"
             store.put(run.region, kept)
