@@ -21,7 +21,8 @@ gradients    on 2, 3 and 4 ranks and on two nodes of two, under every strategy a
              each without and with activation checkpointing
 ten steps    transformers computes scans in float32, whatever the dtype of the model. Where its own
              ten steps with scans in float64 are further from those than the bound, at most three
-             times that distance is allowed: `float32 scans`
+             times that distance is allowed: `float32 scans`. Models with experts, whose calls
+             DeepSpeed would have to see alike on all ranks, leave out zero3
 
 Windows are of 7 tokens and chunks of attention of 9, below the longest lengths. Exits with 1 where
 a bound is broken.
@@ -119,6 +120,13 @@ def hybrid_gradients_error(family: str) -> float:
     return worst
 
 
+def calls_experts_alone(family: str) -> bool:
+    """Tell whether a hybrid has experts that are called one by one, each with a module that
+    DeepSpeed follows: ranks whose tokens choose others would wait for each other in ZeRO-3."""
+    modules = hybrids.make_hybrid(family).modules()
+    return any(type(module).__name__.endswith("Experts") for module in modules)
+
+
 def steps_error(family: str, way: str) -> tuple[float, float]:
     """Return the largest error of ten steps over ranks, and for a hybrid how far float32 in its
     scans alone takes the plain Trainer's, else 0."""
@@ -157,6 +165,8 @@ def main() -> int:
         found = {"gradients": find(family)}
         is_broken |= not found["gradients"] < GRADIENTS_BOUND
         for way in asked.ways if is_hybrid or family in TRAINED else ():
+            if way == "zero3" and is_hybrid and calls_experts_alone(family):
+                continue
             found[way], of_scans = steps_error(family, way)
             bound = FLOAT32_STEPS_BOUND if way == "zero3" else STEPS_BOUND
             is_broken |= not found[way] < max(bound, 3 * of_scans)

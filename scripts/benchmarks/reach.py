@@ -59,16 +59,18 @@ SETTINGS = {
     "attn_pdrop": 0.0,
     "attention_probs_dropout_prob": 0.0,
     "output_router_logits": False,
+    "z_loss_coefficient": 0.0,
 }
 
-RECURRENT = "recurrent or convolutional layers"
+RECURRENT = "recurrent or convolutional layers of other kinds"
 
 # Parts of the reasons for a refusal, in the order in which they are looked for, and their groups.
 GROUPS = {
     "indexed_attention": "layers that choose their keys (DSA and the like)",
     "sparse_attention": "layers that choose their keys (DSA and the like)",
     "linear_attention": RECURRENT,
-    "conv": RECURRENT,
+    "of layer 0 is not given the keyword arguments": RECURRENT,
+    "kinds conv": RECURRENT,
     "hybrid": RECURRENT,
     "sliding_attention": "windows",
     "sliding_window": "windows",

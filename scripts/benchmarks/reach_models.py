@@ -89,6 +89,30 @@ SMALL: dict[str, Any] = {
     "topk_group": 1,
     "zero_expert_num": 2,
     "moe_topk": 2,
+    # recurrent layers
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 6,
+    "linear_num_heads": 2,
+    "linear_head_dim": 8,
+    "mamba_n_heads": 4,
+    "mamba_d_head": 16,
+    "mamba_n_groups": 2,
+    "mamba_d_state": 8,
+    "mamba_d_ssm": 64,
+    "mamba_chunk_size": 16,
+    "mamba_num_heads": 4,
+    "mamba_head_dim": 16,
+    "n_groups": 2,
+    "ssm_state_size": 8,
+    "n_mamba_heads": 4,
+    "mamba_ngroups": 2,
+    "chunk_size": 16,
+    "adapter_rank": 4,
+    "num_mem_blocks": 1,
+    "moe_shared_expert_intermediate_size": 16,
+    "shared_intermediate_size": 16,
 }
 # Those of them that a configuration keeps at None where it has them so.
 OPTIONAL = (
@@ -112,6 +136,7 @@ NEEDED: dict[str, dict[str, Any]] = {
     "deepseek_v2": {"num_experts_per_tok": 6},
     "dots1": {"n_routed_experts": 8, "n_shared_experts": 1, "num_experts_per_tok": 2},
     "hunyuan_v1_dense": {"head_dim": 128},
+    "lfm2_moe": {"layer_types": ["conv", "conv", "full_attention", "conv"] * 8},
     "hunyuan_v1_moe": {"head_dim": 128},
     "ministral": {"head_dim": 128},
     "nemotron": {"num_key_value_heads": 48},
@@ -119,6 +144,7 @@ NEEDED: dict[str, dict[str, Any]] = {
 # Sizes that a family needs in a probe, where those above do not fit together.
 TINY: dict[str, dict[str, Any]] = {
     "gemma4_text": {"global_head_dim": 32},
+    "falcon_h1": {"head_dim": 8},
     "helium": {"head_dim": 8},
     "longcat_flash": {"head_dim": 8},
 }
