@@ -8,6 +8,7 @@
     fused          Triton's kernels for merging and packing against torch's operations
     speeds         TFLOP/s of attention kernels, FlashAttention-3 and -4 where they are installed
     kinds          layers with windows, chunks, sinks or softcaps, with ranks that are threads
+    recurrent      recurrent layers, with ranks that are threads
     threads        random plans of all strategies on one GPU, with ranks that are threads
     pipelines      pipelines on one GPU, with ranks that are threads
     several        the same plans over NCCL, one rank per GPU: DDP and FSDP2; from two GPUs on
@@ -38,7 +39,17 @@ from pathlib import Path
 
 import torch
 
-from gpu_checks import figures, fused, kernels, kinds, lost_rank, one_device, several, training
+from gpu_checks import (
+    figures,
+    fused,
+    kernels,
+    kinds,
+    lost_rank,
+    one_device,
+    recurrent,
+    several,
+    training,
+)
 from gpu_checks.report import Section, Setting, launch, this_script
 
 RESULTS = Path(__file__).resolve().parent / "benchmarks/results"
@@ -50,6 +61,7 @@ PARTS: dict[str, Callable[[Setting], Section]] = {
     "fused": fused.fused_section,
     "speeds": kernels.kernel_seconds_section,
     "kinds": kinds.kinds_section,
+    "recurrent": recurrent.recurrent_section,
     "threads": one_device.plans_section,
     "pipelines": one_device.pipelines_section,
     "several": several.plans_section,

@@ -146,7 +146,8 @@ def _stage_cost(
     # 1. nanoseconds of the forward: per number that multiplies a token, and per causal pair
     linear_ns = cost.forward_linear_s * NS / (sum(sizes.layers) + sizes.head)
     attention_ns = cost.forward_pair_s * NS
-    near_ns = []  # kinds of layers are taken to be spread evenly over the stages
+    # Kinds of layers are taken to be spread evenly over the stages, those without attention, too.
+    near_ns = []
     for kind in cost.kinds:
         pair_ns = cost.forward_share(kind.attention_s) * NS * share_of_layers
         near_ns.append((kind.reach, pair_ns))
@@ -155,7 +156,7 @@ def _stage_cost(
         head_ns = linear_ns * sizes.head
 
     # 2. bytes of a token: at least the hidden states that layers hand on, and one byte
-    kv_bytes = layers * token.kv
+    kv_bytes = cost.attention_share * layers * token.kv
     hidden_bytes = layers * token.hidden
     token_bytes = max(cost.token_bytes * share_of_layers - kv_bytes, hidden_bytes, 1.0)
     # a layer that is checkpointed anyway saves nothing more

@@ -15,6 +15,7 @@ from collections.abc import Callable
 
 import torch
 
+from hf_flexseq.kernels import lse_dtype
 from hf_flexseq.kernels.scans import Tensors, fla, gated_delta, kimi, mamba2
 from hf_flexseq.kernels.scans.choose import FLA, GATED_DELTA, KIMI_DELTA, choose_scan
 from hf_flexseq.kernels.scans.chunked import ChunkedScan
@@ -53,8 +54,8 @@ def gated_delta_rule(
     else:
         grid = seq_ctx.programs.grid
         inputs = gated_delta.chunk_inputs(q, k, v, g, beta, grid, l2norm=l2norm)
-        out = grid.rows(run_scan(ChunkedScan(grid), inputs, seq_ctx))
-    return to_linear(out.to(v.dtype), seq_ctx)
+        out = grid.rows(run_scan(ChunkedScan(grid), inputs, seq_ctx, dtype=v.dtype))
+    return to_linear(out, seq_ctx)
 
 
 def kimi_delta_rule(
@@ -80,8 +81,8 @@ def kimi_delta_rule(
     else:
         grid = seq_ctx.programs.grid
         inputs = kimi.chunk_inputs(q, k, v, g, beta, grid, l2norm=l2norm)
-        out = grid.rows(run_scan(ChunkedScan(grid), inputs, seq_ctx))
-    return to_linear(out.to(v.dtype), seq_ctx)
+        out = grid.rows(run_scan(ChunkedScan(grid), inputs, seq_ctx, dtype=v.dtype))
+    return to_linear(out, seq_ctx)
 
 
 def mamba2_scan(
@@ -125,7 +126,10 @@ def mamba2_scan(
         dt_softplus=dt_softplus,
         dt_limit=dt_limit,
     )
-    out = to_linear(grid.rows(run_scan(ChunkedScan(grid), inputs, seq_ctx)), seq_ctx)
+    # With D to come, the output is rounded after that.
+    dtype = x.dtype if D is None else lse_dtype(x.dtype)
+    out = grid.rows(run_scan(ChunkedScan(grid), inputs, seq_ctx, dtype=dtype))
+    out = to_linear(out, seq_ctx)
     if D is not None:
         out = out + x * D.unsqueeze(-1)
     return out.to(x.dtype)
@@ -144,4 +148,4 @@ def _fla(
     scan = seq_ctx.programs.once(
         (rule, l2norm), lambda lengths: fla.FlaScan(lengths, device, rule(), l2norm=l2norm)
     )
-    return run_scan(scan, inputs, seq_ctx)
+    return run_scan(scan, inputs, seq_ctx, dtype=inputs[2].dtype)

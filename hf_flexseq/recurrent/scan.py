@@ -38,16 +38,19 @@ from hf_flexseq.recurrent.carry import Carrying
 from hf_flexseq.recurrent.rows import RecurrentContext, exchange
 
 
-def run_scan(scan: Scan, inputs: Tensors, seq_ctx: RecurrentContext) -> torch.Tensor:
+def run_scan(
+    scan: Scan, inputs: Tensors, seq_ctx: RecurrentContext, *, dtype: torch.dtype
+) -> torch.Tensor:
     """Run a recurrence over all sequences of this rank's shard, and return its output.
 
-    scan: of the segments of the shard. inputs: as it takes them, of this rank's segments. What is
-    returned has the shape that `scan.forward` gives. Collective over the groups of the shard.
+    scan: of the segments of the shard. inputs: as it takes them, of this rank's segments. dtype:
+    of the output, which has the shape that `scan.forward` gives; it is rounded before it is kept
+    for a replay. Collective over the groups of the shard.
     """
     region = kept_region(seq_ctx.kept)
     needs_grad = any(x is not None and x.requires_grad for x in inputs)
     carrying = seq_ctx.carrying(keeps_grad=torch.is_grad_enabled() and needs_grad)
-    out: torch.Tensor = _Scan.apply(_Run(scan, seq_ctx, region, carrying), *inputs)
+    out: torch.Tensor = _Scan.apply(_Run(scan, seq_ctx, region, carrying, dtype), *inputs)
     return out
 
 
@@ -58,6 +61,8 @@ class _Run(NamedTuple):
     seq_ctx: RecurrentContext
     region: Region | None
     carrying: Carrying | None
+    dtype: torch.dtype
+    """Of the output."""
 
     def first_state(self) -> torch.Tensor | None:
         """Return the states before all segments of a pipeline's chunk, [segments, H, K, V], the
@@ -83,11 +88,11 @@ class _Run(NamedTuple):
         return states
 
     def states_before(self, inputs: Tensors) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-        """Return the states before all segments [segments, H, K, V], and the transitions [m, H,
-        ...] of those that stand between others; None for both where no sequence has several
-        segments."""
+        """Return the states before all segments [segments, H, K, V], None where they are zero, and
+        the transitions [m, H, ...] of those that stand between others, None where no sequence has
+        several segments."""
         segments = self.seq_ctx.programs.parts.segments()
-        before = segments.neighbours(behind=False)
+        before = self._neighbours_before
         if not before.summarised and not before.steps:
             return self.first_state(), None
         # [summarised, H, K, V], [middle, H, K, K] or less
@@ -95,10 +100,32 @@ class _Run(NamedTuple):
         states = self._combined(before, sums, transitions, behind=False)
         return states, transitions
 
+    def to_keep(self, states: torch.Tensor | None) -> torch.Tensor | None:
+        """Return the states before those segments that go on from others, [n, H, K, V], of states
+        before all segments; all others are zero."""
+        steps = self._neighbours_before.steps
+        if states is None or not steps:
+            return None
+        return states.index_select(0, self.seq_ctx.programs.index(steps[0][0]))
+
+    def from_kept(self, kept: torch.Tensor | None) -> torch.Tensor | None:
+        """Return the states before all segments from those that `to_keep` has returned."""
+        if kept is None:
+            return None
+        segments = len(self.seq_ctx.programs.parts.segments().lengths)
+        states = kept.new_zeros(segments, *kept.shape[1:])
+        index = self.seq_ctx.programs.index(self._neighbours_before.steps[0][0])
+        return states.index_copy_(0, index, kept)
+
+    @property
+    def _neighbours_before(self) -> Neighbours:
+        return self.seq_ctx.programs.parts.segments().neighbours(behind=False)
+
     def gradients_behind(
         self, dout: torch.Tensor, inputs: Tensors, saved: Tensors, transitions: torch.Tensor
-    ) -> torch.Tensor:
-        """Return the gradients of the states behind all segments, [segments, H, K, V]."""
+    ) -> torch.Tensor | None:
+        """Return the gradients of the states behind all segments, [segments, H, K, V]; None where
+        they are zero."""
         segments = self.seq_ctx.programs.parts.segments()
         behind = segments.neighbours(behind=True)
         sums = self.scan.summarise_backward(dout, inputs, saved, behind.summarised)
@@ -111,9 +138,9 @@ class _Run(NamedTuple):
         transitions: torch.Tensor,
         *,
         behind: bool,
-    ) -> torch.Tensor:
+    ) -> torch.Tensor | None:
         """Exchange summaries and combine them: sums [summarised, H, K, V] and transitions [m, H,
-        ...] -> [segments, H, K, V]."""
+        ...] -> [segments, H, K, V]; None where no segment takes any."""
         segments = self.seq_ctx.programs.parts.segments()
         index = self.seq_ctx.programs.index
         shape = sums.shape[1:]  # H, K, V
@@ -131,6 +158,8 @@ class _Run(NamedTuple):
             rows = torch.cat((rows, exchange(what, rows, self.seq_ctx)))
 
         # 3. the farthest one first
+        if not neighbours.steps:
+            return None
         apply = apply_transposed if behind else apply_transition
         states = sums.new_zeros(len(segments.lengths), *shape)
         for takers, taken in neighbours.steps:
@@ -156,15 +185,16 @@ class _Scan(torch.autograd.Function):
         if kept is None:
             states, transitions = run.states_before(inputs)
             out, finals, saved = run.scan.forward(inputs, states)
+            out = out.to(run.dtype)
             if run.carrying is not None:
                 run.carrying.store(finals[0].clone())
             if run.region is not None and store is not None:
-                others = () if states is None or transitions is None else (states, transitions)
-                kept = Kept.of(out, others)
+                keep = (transitions, run.to_keep(states))
+                kept = Kept.of(out, [x for x in keep if x is not None])
         else:
-            states, transitions = kept.others() or (None, None)
+            transitions, of_some = (*kept.others(), None, None)[:2]
             out = kept.out
-            saved = run.scan.resume(inputs, states)
+            saved = run.scan.resume(inputs, run.from_kept(of_some))
         if run.region is not None and store is not None and not run.region.replays:
             assert kept is not None, "a first run keeps its result"
             store.put(run.region, kept)
@@ -183,7 +213,7 @@ class _Scan(torch.autograd.Function):
         *tensors, transitions = ctx.saved_tensors
         inputs = tuple(tensors[: ctx.inputs])
         saved = tuple(tensors[ctx.inputs :])
-        dout = dout.contiguous()
+        dout = dout.to(inputs[0].dtype).contiguous()  # in which the scan computes
         if ctx.has_neighbours:
             behind = run.gradients_behind(dout, inputs, saved, transitions)
         else:

@@ -2,7 +2,7 @@
 
     torchrun --nproc_per_node 2 scripts/benchmarks/predictions.py
     torchrun --nproc_per_node 2 scripts/benchmarks/predictions.py --window 512
-    torchrun --nproc_per_node 2 scripts/benchmarks/predictions.py --recurrent
+    torchrun --nproc_per_node 2 scripts/benchmarks/predictions.py --recurrent --budget 12
 
 The model, the corpus and the plans are the quickstart's; with --window the model is a Gemma 3 of
 the same sizes with twice the layers, five of six with such a window; with --recurrent it is a

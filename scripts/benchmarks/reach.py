@@ -66,6 +66,7 @@ RECURRENT = "recurrent or convolutional layers of other kinds"
 
 # Parts of the reasons for a refusal, in the order in which they are looked for, and their groups.
 GROUPS = {
+    "configuration has no num_attention_heads": RECURRENT,
     "indexed_attention": "layers that choose their keys (DSA and the like)",
     "sparse_attention": "layers that choose their keys (DSA and the like)",
     "linear_attention": RECURRENT,
@@ -80,7 +81,6 @@ GROUPS = {
     "dimensions per head": "values of another size than queries",
     "longrope": "longrope",
     "dynamic": "dynamic rope",
-    "configuration has no num_attention_heads": RECURRENT,
     "configuration has no num_hidden_layers": "layers that are not known",
     "counts positions itself": "modules that count positions themselves, alibi among them",
     "its mask shows": "a call, a configuration and a mask that contradict each other",

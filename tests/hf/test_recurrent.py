@@ -324,7 +324,7 @@ def test_deterministic_attention_says_that_layers_are_recurrent():
 @pytest.mark.parametrize(
     "family, options, message",
     [
-        ("Lfm2", {"planner": "static", "sp_degree": 2}, "no state is carried between these"),
+        ("Lfm2", {"planner": "static", "sp_degree": 2}, "leave sp_degree out"),
         ("Zamba2", {}, "of which layers share one attention"),
     ],
 )

@@ -6,6 +6,7 @@ import pytest
 
 from hf_flexseq.cost.kinds import NearLayers
 from hf_flexseq.cost.presets import PRESETS
+from hf_flexseq.cost.recurrent import RecurrentLayers
 from hf_flexseq.layers import Reach
 from hf_flexseq.pipeline.cost import StageTokenBytes, pipeline_cost
 from hf_flexseq.pipeline.stages import cut
@@ -102,3 +103,23 @@ def test_window_layers_have_the_seconds_of_their_pairs_on_every_stage(degree):
         assert reach == window
         # three times the seconds of the full layers, pair by pair
         assert pair_ns == pytest.approx(3 * priced.attention_ns)
+
+
+def test_recurrent_layers_take_seconds_of_their_tokens_and_carry_no_keys():
+    scan = RecurrentLayers(
+        kind="mamba2",
+        share=0.75,
+        token_s=COST.linear_s,
+        again_s=0.0,
+        summary_bytes=0.0,
+        halo_bytes=0.0,
+        row_bytes=0.0,
+    )
+    stage = cut(tiny_llama(num_hidden_layers=8), 0, 4)
+    hybrid = replace(COST, recurrent=(scan,), attention_share=0.25)
+    options = {"checkpointed": False, "topology": None}
+    full = pipeline_cost(COST, stage, TOKEN, **options)
+    mixed = pipeline_cost(hybrid, stage, TOKEN, **options)
+    for plain, priced in zip(full.stages, mixed.stages, strict=True):
+        assert priced.linear_ns == pytest.approx(2 * plain.linear_ns)
+        assert priced.kv_bytes == plain.kv_bytes / 4

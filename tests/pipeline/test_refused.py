@@ -12,6 +12,7 @@ from hf_flexseq import (
     FlexSeqMixin,
     FlexSeqTrainer,
 )
+from tests.hf.hybrids import make_hybrid
 from tests.hf.test_trainer import dataset, training_arguments
 from tests.hf.tiny import VOCAB, tiny_llama
 from tests.ranks import run_ranks
@@ -80,6 +81,11 @@ def test_lora_is_refused(tmp_path):
     model = peft.get_peft_model(tiny_llama(), peft.LoraConfig(target_modules=["q_proj"]))
     with pytest.raises(NotImplementedError, match="a PEFT model with a pipeline"):
         make(tmp_path, model=model)
+
+
+def test_ranks_that_share_the_chunks_of_recurrent_layers_are_refused(tmp_path):
+    with pytest.raises(NotImplementedError, match="recurrent layers, with sp_degree=2 ranks"):
+        make(tmp_path, model=make_hybrid("Qwen3_5"), planner="static", sp_degree=2)
 
 
 def refusals_on_four_ranks(rank, world_size, folder):

@@ -277,3 +277,14 @@ def test_a_strategy_is_held_to_the_error_of_a_kernel_call(monkeypatch):
     assert kinds.kinds_section(rehearsal()).holds
     monkeypatch.setattr(kinds, "MOST_OF_A_CALL", 0.01)
     assert not kinds.kinds_section(rehearsal()).holds
+
+
+def test_ranks_that_share_a_recurrence_are_held_to_the_error_of_one(monkeypatch):
+    recurrent = part("recurrent")
+    monkeypatch.setattr(recurrent, "KINDS", ("convolution", "gated delta"))
+    monkeypatch.setattr(recurrent, "STRATEGIES", ("zigzag",))
+    section = recurrent.recurrent_section(rehearsal())
+    assert section.holds
+    assert any("gated delta | chunked" in line for line in section.lines)
+    monkeypatch.setattr(recurrent, "MOST_OF_ONE_RANK", 0.01)
+    assert not recurrent.recurrent_section(rehearsal()).holds

@@ -7,7 +7,7 @@ from transformers import PreTrainedModel, Trainer
 
 from hf_flexseq.config import FlexSeqArguments
 from hf_flexseq.hf.model.facts import has_sharded_modules
-from hf_flexseq.hf.model.recurrent import mixers
+from hf_flexseq.hf.model.layer_kinds import recurrent_kinds
 from hf_flexseq.hf.model.trial import try_model
 from hf_flexseq.hf.trainer_checks import Refusal, refuse
 
@@ -77,7 +77,8 @@ def _of_options(args: FlexSeqArguments) -> list[Refusal]:
 
 
 def _of_model(trainer: Any, args: FlexSeqArguments) -> list[Refusal]:
-    """Return the ways to make or load a model that leave nothing to cut."""
+    """Return the models that cannot be cut, and ways to make or load one that leave nothing to
+    cut."""
     return [
         Refusal(
             when=has_sharded_modules(trainer.model),
@@ -100,16 +101,19 @@ def _of_model(trainer: Any, args: FlexSeqArguments) -> list[Refusal]:
             "pipeline, which carries the keys of each layer: set pipeline_parallel_size=1",
         ),
         Refusal(
-            when=(args.sp_degree or 1) > 1 and _is_recurrent(trainer.model),
-            message=f"{type(trainer.model).__name__}, which has recurrent layers, in a pipeline "
-            "whose ranks share chunks: no state is carried between these; set sp_degree=1",
+            when=(args.sp_degree or 1) > 1 and _recurs(trainer.model),
+            message=f"{type(trainer.model).__name__}, which has recurrent layers, with "
+            f"sp_degree={args.sp_degree} ranks that share every chunk of a pipeline: states are "
+            "carried from chunk to chunk on one rank; leave sp_degree out",
         ),
     ]
 
 
-def _is_recurrent(model: Any) -> bool:
+def _recurs(model: Any) -> bool:
     """Tell whether a model has recurrent layers."""
-    return isinstance(model, PreTrainedModel) and any(mixers(model))
+    return isinstance(model, PreTrainedModel) and bool(
+        recurrent_kinds(model.config.get_text_config())
+    )
 
 
 def _shares_attention(model: Any) -> bool:
