@@ -30,7 +30,8 @@ RECURRENT = {
     "convolution": (HALO, HALO_RETURN),
     "scan": (SUMMARIES_BEFORE, SUMMARIES_BEHIND),
 }
-MOST_WIDTH = 1024  # of a convolution: its rows are listed one by one
+# Rows that a convolution reads: one alone asks for nothing, and all are listed one by one.
+LEAST_WIDTH, MOST_WIDTH = 2, 64
 
 # Work of a group, in events of about ten microseconds: the instructions of a ring for each of its
 # ranks, and the sequences that each of its kernel calls lists.
@@ -83,8 +84,10 @@ def recurrent_rows(text: str) -> tuple[str, RowShape]:
     match = re.fullmatch(f"convolution:{number}x{number}", text)
     if match:
         channels, width = map(int, match.groups())
-        if width > MOST_WIDTH:
-            raise ArgumentTypeError(f"{quoted(text)} is above {MOST_WIDTH} rows of a convolution")
+        if not LEAST_WIDTH <= width <= MOST_WIDTH:
+            raise ArgumentTypeError(
+                f"{quoted(text)}: a convolution reads {LEAST_WIDTH} to {MOST_WIDTH} rows"
+            )
         return "convolution", RowShape(channels, "bfloat16", width)
     match = re.fullmatch(f"scan:{number}x{number}x{number}", text)
     if not match:

@@ -12,7 +12,8 @@ Chunks of a sequence go forward in order and backward in the opposite one (Seq1F
 2406.03488). Any other order would give wrong gradients in silence, so a forward mark (positions
 stored) and a backward mark (positions not yet drained) are kept, and whatever is not next raises.
 A chunk that is stored already and is next in the backward is the replay of a checkpointed layer:
-it finds its K, V where they are, however often it comes.
+it finds its K, V where they are, however often it comes. Where K and V need no gradient, no
+backward says when the last replay is over, and they stay until the step is.
 
 Both buffers are written in place and sliced, where Seq1F1B's code joins the whole prefix anew for
 every chunk and layer and holds K, V twice. The second buffer is what the kernel gives for the
@@ -95,13 +96,22 @@ class KVCarry:
         self.kernel = kernel
         self._carried: dict[tuple[int, int], Carried] = {}
 
-    def at(self, layer: int, part: Slice, length: int, *, keeps_grad: bool) -> "Carried":
+    def at(
+        self,
+        layer: int,
+        part: Slice,
+        length: int,
+        *,
+        keeps_grad: bool,
+        runs_again: bool = False,
+    ) -> "Carried":
         """Return what `layer` carries of the sequence that `part` belongs to; it begins with the
         sequence's first chunk.
 
         length: tokens of the sequence
         keeps_grad: whether a backward will follow; otherwise the sequence is over with its last
             chunk's forward
+        runs_again: whether the part is in a checkpointed region; then it is over with the step
 
         Raises WrongOrder when the first part that is seen is not the sequence's first.
         """
@@ -112,7 +122,9 @@ class KVCarry:
                     f"layer {layer}: sequence {part.sequence} begins at {part.start} instead of 0"
                 )
             self._carried[key] = Carried(self, key, length, keeps_grad=keeps_grad)
-        return self._carried[key]
+        carried = self._carried[key]
+        carried.runs_again |= runs_again
+        return carried
 
     def drop(self, key: tuple[int, int]) -> None:
         """Forget a sequence that is over. key: (layer, sequence)"""
@@ -129,10 +141,10 @@ class KVCarry:
     def check_empty(self) -> None:
         """Raise WrongOrder unless every sequence that began has been drained. Afterwards nothing
         is carried."""
-        if self._carried:
-            left = ", ".join(str(carried) for carried in self._carried.values())
-            self._carried.clear()
-            raise WrongOrder(f"the step is over, but not drained: {left}")
+        left = [str(carried) for carried in self._carried.values() if not carried.is_over]
+        self._carried.clear()
+        if left:
+            raise WrongOrder(f"the step is over, but not drained: {', '.join(left)}")
 
 
 class Carried:
@@ -150,6 +162,7 @@ class Carried:
         "_kv",
         "drained",
         "length",
+        "runs_again",
         "stored",
     )
 
@@ -159,12 +172,18 @@ class Carried:
         self._carry = carry
         self._key = key  # (layer, sequence)
         self._keeps_grad = keeps_grad
+        self.runs_again = False  # whether a part is in a checkpointed region
         self.length = length
         self.stored = 0
         self.drained = length
         self._kv: torch.Tensor | None = None  # [2, length, kv_heads, head_dim]
         self._dk: torch.Tensor | None = None  # [start of last chunk, kv_heads, head_dim]
         self._dv: torch.Tensor | None = None  # as _dk
+
+    @property
+    def is_over(self) -> bool:
+        """Whether no backward is missing, though replays may have been."""
+        return self.stored == self.length and not self._keeps_grad
 
     def buffers(self) -> Iterator[torch.Tensor]:
         """Yield the buffers there are: K and V together [2, length, kv_heads, head_dim], and
@@ -195,7 +214,7 @@ class Carried:
         read = cut.read(reach)
         k, v = self._keys(read.first, part.stop)
         out, lse = kernel.forward(q, k, v, read.segments, scale=scale, softcap=softcap)
-        if self.stored == self.length and not self._keeps_grad:
+        if self.is_over and not self.runs_again:
             self._carry.drop(self._key)
         return out, lse
 
@@ -253,7 +272,7 @@ class Carried:
     def _store(self, part: Slice, k: torch.Tensor, v: torch.Tensor) -> None:
         """Write k and v [tokens, kv_heads, head_dim] into the buffer, unless this is a replay.
         Raises WrongOrder when the part is not the next one."""
-        if self.stored == self.length and part.stop == self.drained:
+        if self.is_over or (self.stored == self.length and part.stop == self.drained):
             return  # a replay
         if part.start != self.stored or part.stop > self.length:
             raise WrongOrder(

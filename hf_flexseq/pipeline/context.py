@@ -17,6 +17,7 @@ from functools import partial
 import torch
 
 from hf_flexseq.attention.programs import MicroBatchPrograms
+from hf_flexseq.attention.remat import checkpointed_region
 from hf_flexseq.attention.replay import CutAttention, Tensors
 from hf_flexseq.layers import Reach, Scores
 from hf_flexseq.pipeline.carry import Carried, CutPart, KVCarry
@@ -114,12 +115,15 @@ class ChunkContext:
             return None
         cut = self._cut.part
         part = Part(cut.sequence, cut.start, cut.stop, self._lengths[cut.sequence])
-        return Carrying(self.states, (layer, call), part, keeps_grad)
+        runs_again = checkpointed_region() is not None
+        return Carrying(self.states, (layer, call), part, keeps_grad, runs_again)
 
-    def carried(self, part: CutPart, layer: int, *, keeps_grad: bool) -> Carried:
-        """Return what is carried in a layer of the sequence of a part."""
+    def carried(self, part: CutPart, layer: int, *, keeps_grad: bool, runs_again: bool) -> Carried:
+        """Return what is carried in a layer of the sequence of a part; see `KVCarry.at`."""
         length = self._lengths[part.part.sequence]
-        return self.carry.at(layer, part.part, length, keeps_grad=keeps_grad)
+        return self.carry.at(
+            layer, part.part, length, keeps_grad=keeps_grad, runs_again=runs_again
+        )
 
 
 def _rank_zones(
@@ -248,7 +252,7 @@ class LayerContext:
 class LayerCut:
     """The part of a cut sequence in one layer: it attends to the carry, too."""
 
-    __slots__ = ("_carried", "_chunk", "_keeps_grad", "_layer", "_part")
+    __slots__ = ("_carried", "_chunk", "_keeps_grad", "_layer", "_part", "_runs_again")
 
     def __init__(
         self, chunk: ChunkContext, part: CutPart, layer: int, *, keeps_grad: bool
@@ -258,6 +262,7 @@ class LayerCut:
         self._part = part
         self._layer = layer
         self._keeps_grad = keeps_grad
+        self._runs_again = checkpointed_region() is not None
         self._carried: Carried | None = None
 
     def forward(
@@ -267,7 +272,12 @@ class LayerCut:
 
         q: [tokens, heads, head_dim]; k, v: [tokens, kv_heads, head_dim]
         """
-        self._carried = self._chunk.carried(self._part, self._layer, keeps_grad=self._keeps_grad)
+        self._carried = self._chunk.carried(
+            self._part,
+            self._layer,
+            keeps_grad=self._keeps_grad,
+            runs_again=self._runs_again,
+        )
         return self._carried.forward(self._part, q, k, v, scores, reach)
 
     def backward(

@@ -5,8 +5,9 @@
     convolution    so do the last W - 1 rows before the next chunk, its *halo*
 
 Chunks of a sequence go forward in order and backward in the opposite one (Seq1F1B). What a chunk
-was given is kept until its backward, because the replay of a checkpointed layer wants it again. As
-for keys and values (`pipeline/carry.py`) any other order raises.
+was given is kept until its backward, because the replay of a checkpointed layer wants it again;
+until the end of the step where no gradient is needed, and so no backward comes. As for keys and
+values (`pipeline/carry.py`) any other order raises.
 """
 
 from collections.abc import Hashable
@@ -25,13 +26,20 @@ class WrongChunk(RuntimeError):
 class _Sequence:
     """What one call of one layer carries of one sequence."""
 
-    __slots__ = ("drained", "gradient", "stored", "values")
+    __slots__ = ("drained", "goes_back", "gradient", "runs_again", "stored", "values")
 
-    def __init__(self, length: int) -> None:
+    def __init__(self, length: int, *, goes_back: bool) -> None:
+        self.goes_back = goes_back  # whether a backward follows
+        self.runs_again = False  # whether a part is in a checkpointed region
         self.values: dict[int, torch.Tensor] = {}  # given to the chunk that begins there
         self.gradient: torch.Tensor | None = None  # of what the next chunk backward gave on
         self.stored = 0  # tokens that have gone forward
         self.drained = length  # first of the tokens that have gone backward
+
+    @property
+    def is_over(self) -> bool:
+        """Whether no backward is missing, though replays may have been."""
+        return not self.goes_back and self.stored == self.drained
 
 
 class StateCarry:
@@ -52,14 +60,16 @@ class StateCarry:
             raise WrongChunk(f"nothing is carried to token {start} of {_name(key)}")
         return sequence.values[start]
 
-    def store(self, key: Key, part: "Part", value: torch.Tensor, *, keeps_grad: bool) -> None:
+    def store(
+        self, key: Key, part: "Part", value: torch.Tensor, *, keeps_grad: bool, runs_again: bool
+    ) -> None:
         """Keep what the next chunk goes on from, unless this is a replay.
 
-        keeps_grad: whether a backward will follow. Raises WrongChunk when the part is not the next
-        one to go forward.
+        keeps_grad: whether a backward will follow. runs_again: whether the part is in a
+        checkpointed region. Raises WrongChunk when the part is not the next one to go forward.
         """
         if part.start == 0 and key not in self._sequences:
-            self._sequences[key] = _Sequence(part.length)
+            self._sequences[key] = _Sequence(part.length, goes_back=keeps_grad)
         sequence = self._sequences.get(key)
         if sequence is None or part.start > sequence.stored:
             raise WrongChunk(f"the forward of {part} of {_name(key)} is not the next one")
@@ -68,10 +78,13 @@ class StateCarry:
         sequence.stored = part.stop
         if part.stop < part.length:
             sequence.values[part.stop] = value
-        if not keeps_grad:
+        sequence.runs_again |= runs_again
+        if keeps_grad:
+            return
+        if not runs_again:
             sequence.values.pop(part.start, None)
-            if part.stop == part.length:
-                del self._sequences[key]
+        if sequence.is_over and not sequence.runs_again:
+            del self._sequences[key]
 
     def gradient_behind(self, key: Key, part: "Part") -> torch.Tensor | None:
         """Return the gradient of what this part has left for the next one; None behind the last.
@@ -103,10 +116,10 @@ class StateCarry:
     def check_empty(self) -> None:
         """Raise WrongChunk unless every sequence that began has been drained. Afterwards nothing
         is carried."""
-        if self._sequences:
-            left = ", ".join(_name(key) for key in self._sequences)
-            self._sequences.clear()
-            raise WrongChunk(f"the step is over, but not drained: {left}")
+        left = [_name(key) for key, one in self._sequences.items() if not one.is_over]
+        self._sequences.clear()
+        if left:
+            raise WrongChunk(f"the step is over, but not drained: {', '.join(left)}")
 
 
 class Part(NamedTuple):
@@ -134,6 +147,8 @@ class Carrying(NamedTuple):
     part: Part
     keeps_grad: bool
     """Whether a backward will follow."""
+    runs_again: bool = False
+    """Whether the call is in a checkpointed region."""
 
     @property
     def _key(self) -> Key:
@@ -145,7 +160,13 @@ class Carrying(NamedTuple):
 
     def store(self, value: torch.Tensor) -> None:
         """Keep what the next part goes on from."""
-        self.carry.store(self._key, self.part, value, keeps_grad=self.keeps_grad)
+        self.carry.store(
+            self._key,
+            self.part,
+            value,
+            keeps_grad=self.keeps_grad,
+            runs_again=self.runs_again,
+        )
 
     def gradient_behind(self) -> torch.Tensor | None:
         """Return the gradient of what was stored; None behind the last part."""

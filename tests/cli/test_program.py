@@ -273,7 +273,9 @@ def test_what_a_recurrent_layer_exchanges_is_printed(
     assert " post " in out
 
 
-@pytest.mark.parametrize("written", ["scan:2x4", "convolution:8", "mamba", "convolution:8x2000"])
+@pytest.mark.parametrize(
+    "written", ["scan:2x4", "convolution:8", "mamba", "convolution:8x1", "convolution:8x65"]
+)
 def test_what_is_no_recurrent_layer_is_refused(
     file: str, capsys: pytest.CaptureFixture[str], written: str
 ) -> None:

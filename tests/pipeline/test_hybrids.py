@@ -3,6 +3,7 @@ checkpointed layers, loss and gradients are those of one process; evaluation giv
 are threads."""
 
 import random
+from dataclasses import replace
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ from hf_flexseq.pipeline.stages import cut
 from hf_flexseq.recurrent.carry import Carrying, Part, StateCarry, WrongChunk
 from tests.hf.hybrids import make_hybrid
 from tests.hf.test_reach import keep_float64
-from tests.hf.tiny import documents, reference_gradients, relative_errors
+from tests.hf.tiny import documents, reference_gradients, relative_errors, tiny_llama
 from tests.pipeline.plans import random_pipeline_plan
 from tests.pipeline.test_exactness import columns_of, loss_error, make_executor
 from tests.ranks import join, run_threads
@@ -51,6 +52,43 @@ def test_stages_with_recurrent_layers_are_exact(family, monkeypatch):
     for of_gradients, *of_losses in run_threads(errors_of, 2, family, family, *wanted):
         assert of_gradients < 1e-10
         assert max(of_losses) < 1e-12
+
+
+def make_frozen(family):
+    """A model of two layers, in the first of which no mixer and no norm is trained, and with it no
+    embedding."""
+    model = tiny_llama(num_hidden_layers=2) if family == "Llama" else make_hybrid(family)
+    model.get_input_embeddings().requires_grad_(False)
+    for name, parameter in model.named_parameters():
+        if ".layers.0." in name and "mlp" not in name:
+            parameter.requires_grad_(False)
+    return model
+
+
+def errors_of_frozen(rank, world_size, family, wanted):
+    """The largest error of this stage's gradients, where all chunks of the first layer drop their
+    activations."""
+    model = make_frozen(family)
+    recurrent = attach_recurrent(model)
+    executor = make_executor(model, world_size, 1, join())
+    plan = random_pipeline_plan([131], world_size, random.Random(0), layers=2)
+    assert len(plan.chunks) > 1
+    plan = replace(plan, checkpointed=((1,) * len(plan.chunks),) * world_size)
+    examples = documents([131])
+    targets = sum(label != -100 for label in examples[0]["labels"][1:])
+    executor.train(plan, columns_of(plan, examples), targets)
+    recurrent.detach()
+    found = {n: p.grad for n, p in executor.stage.global_parameters() if p.requires_grad}
+    assert found
+    errors = relative_errors(found, {name: wanted[name] for name in found}, floor_of=wanted)
+    return max(errors.values())
+
+
+@pytest.mark.parametrize("family", ["Llama", "Qwen3_5"])
+def test_layers_are_replayed_though_their_mixers_need_no_gradient(family, monkeypatch):
+    keep_float64(monkeypatch)
+    _, wanted = reference_gradients(make_frozen(family), documents([131]), attention="eager")
+    assert max(run_threads(errors_of_frozen, 2, family, wanted)) < 1e-10
 
 
 @pytest.mark.parametrize(

@@ -78,17 +78,17 @@ class ChunkedScan:
             return self._end_states(x, states_of), self._decays(x, transitions_of)
         heads, keys, values = x.state_shape
         # One scan of [transition | end state] for segments of which both are asked.
-        both = [segment for segment in states_of if segment in set(transitions_of)]
+        of_wide = {segment: i for i, segment in enumerate(transitions_of)}
+        both = [segment for segment in states_of if segment in of_wide]
+        alone = [segment for segment in states_of if segment not in of_wide]
         wide = x.u.new_zeros(len(transitions_of), heads, keys, keys + values)
         wide[..., :keys] = torch.eye(keys, dtype=x.u.dtype, device=x.u.device)
         wide = self._scan_wide(x, transitions_of, wide)
-        alone = [segment for segment in states_of if segment not in set(both)]
         states = x.u.new_empty(len(states_of), heads, keys, values)
         place = {segment: i for i, segment in enumerate(states_of)}
         if alone:
             states[self.grid.index([place[one] for one in alone])] = self._end_states(x, alone)
         if both:
-            of_wide = {segment: i for i, segment in enumerate(transitions_of)}
             taken = wide[self.grid.index([of_wide[one] for one in both])]
             states[self.grid.index([place[one] for one in both])] = taken[..., keys:]
         return states, wide[..., :keys]
