@@ -11,6 +11,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from hf_flexseq import DataCollatorForFlexSeq
+from tests.hf.hybrids import HYBRIDS, make_hybrid
 from tests.hf.test_reach import keep_float64, make_model
 from tests.hf.tiny import (
     RandomPlanEngine,
@@ -100,15 +101,17 @@ def families_under_fsdp2(rank, world_size, families):
         keep_float64(patch)
         return [
             gradients_under_random_plans(
-                rank, world_size, *settings, make=partial(make_model, family), attention="eager"
+                rank, world_size, *settings, make=partial(make, family), attention="eager"
             )
             for family in families
+            for make in (make_hybrid if family in HYBRIDS else make_model,)
         ]
 
 
 def test_families_under_fsdp2_equal_one_process():
-    """Sinks are parameters of attention itself, and shared keys go from unit to unit."""
-    families = ("GptOss", "Gemma2", "Gemma4 with shared keys")
+    """Sinks are parameters of attention itself, and shared keys go from unit to unit; recurrent
+    mixers read the weights of their convolution without calling it."""
+    families = ("GptOss", "Gemma2", "Gemma4 with shared keys", "Qwen3_5", "GraniteMoeHybrid")
     for by_family in run_ranks(families_under_fsdp2, 2, families):
         for family, worst in zip(families, by_family, strict=True):
             assert worst["gradients"] < 1e-10, family
