@@ -249,20 +249,17 @@ def of_rows(parts: Parts, what: str, shape: RowShape) -> Program:
     HALO_RETURN, of a convolution; SUMMARIES_BEFORE or SUMMARIES_BEHIND, of a scan.
     """
     b = _builder(parts, shape.as_layer)
-    match what:
-        case "linear to attention" | "attention to linear":
-            assert parts.remap is not None, "no rows stand elsewhere"
-            if what == LINEAR_TO_ATTENTION:
-                return segments.linear_to_attention(b, shape, parts.remap, parts.linear_tokens)
-            return segments.attention_to_linear(b, shape, parts.remap, parts.attention_tokens)
-        case "halo":
-            return segments.halo(b, shape, parts.segments())
-        case "halo return":
-            return segments.halo_return(b, shape, parts.segments())
-        case "summaries before" | "summaries behind":
-            return segments.summaries(b, shape, parts.segments(), behind=what == SUMMARIES_BEHIND)
-        case other:
-            raise AssertionError(f"recurrent layers exchange no {other!r}")
+    if what in BETWEEN_LAYOUTS:
+        assert parts.remap is not None, "no rows stand elsewhere"
+        if what == LINEAR_TO_ATTENTION:
+            return segments.linear_to_attention(b, shape, parts.remap, parts.linear_tokens)
+        return segments.attention_to_linear(b, shape, parts.remap, parts.attention_tokens)
+    if what == HALO:
+        return segments.halo(b, shape, parts.segments())
+    if what == HALO_RETURN:
+        return segments.halo_return(b, shape, parts.segments())
+    assert what in (SUMMARIES_BEFORE, SUMMARIES_BEHIND), f"recurrent layers exchange no {what!r}"
+    return segments.summaries(b, shape, parts.segments(), behind=what == SUMMARIES_BEHIND)
 
 
 def _builder(parts: Parts, shape: LayerShape) -> Builder:

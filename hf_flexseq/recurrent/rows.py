@@ -25,6 +25,9 @@ from hf_flexseq.program.instructions import RowShape
 from hf_flexseq.recurrent.carry import Carrying
 
 
+NO_SCORES = Scores(1.0)  # which programs without attention do not read
+
+
 class RecurrentContext(Protocol):
     """All that a recurrent layer must know of the tokens that this rank works on."""
 
@@ -63,7 +66,7 @@ def exchange(
     """
     shape = RowShape(rows.shape[-1], str(rows.dtype).removeprefix("torch."), width)
     program = seq_ctx.programs.find(what, shape)
-    (out,), _ = program.run((rows,), Scores(1.0))
+    (out,), _ = program.run((rows,), NO_SCORES)
     return out
 
 

@@ -123,6 +123,7 @@ OPTIONAL = (
     "n_inner",
 )
 LAYERS = 4
+NEEDS_FULL = ("olmo_hybrid",)  # whose configuration must have a layer of full attention
 FAR = 8  # tokens; longer windows and chunks of a tiny model would not be seen
 MOST_PARAMETERS = 8_000_000  # of a tiny model
 
@@ -339,6 +340,8 @@ def has_near_layers(config: PreTrainedConfig) -> bool:
     """Tell whether a model has layers of full attention and others, all with keys of their own."""
     types = set(getattr(config, "layer_types", None) or ())
     shares_keys = getattr(config, "num_kv_shared_layers", 0)
+    if config.model_type in NEEDS_FULL:
+        return False
     return "full_attention" in types and len(types) > 1 and not shares_keys
 
 
