@@ -24,7 +24,6 @@ from hf_flexseq.program.compile import (
 from hf_flexseq.program.instructions import RowShape
 from hf_flexseq.recurrent.carry import Carrying
 
-
 NO_SCORES = Scores(1.0)  # which programs without attention do not read
 
 
