@@ -155,7 +155,7 @@ def test_stages_with_windows_survive_json():
     assert "near_ns" not in even_cost(2).to_record()["stages"][0]
     broken = cost.to_record()
     broken["stages"][0]["near_ns"][0]["window"] = 0
-    with pytest.raises(ValueError, match="stage 0: kinds, window=0"):
+    with pytest.raises(ValueError, match="stage 0: near_ns, window=0"):
         PipelineCost.from_record(broken)
 
 
