@@ -46,6 +46,7 @@ from hf_flexseq.steps.ahead import DealtSteps, Step
 from hf_flexseq.steps.inputs import Inputs
 from hf_flexseq.steps.lookahead import Lookahead
 from hf_flexseq.steps.nonfinite import NonfiniteWatch
+from hf_flexseq.steps.passes import Objective, PassStep
 from hf_flexseq.steps.trace import Figures, PlanTrace
 
 
@@ -82,6 +83,7 @@ class FlexSeqEngine:
         self.executor = executor(setup)
         self._costs = setup.costs
         self._training: DealtSteps | None = None
+        self._passes: DealtSteps | None = None  # of calls whose loss is computed at home
         self._on_figures = on_figures
         self._unread: Step | None = None  # has run, and its figures have not been gathered
         self._watch = NonfiniteWatch(args.on_nonfinite, setup.communicator.rank)
@@ -130,9 +132,11 @@ class FlexSeqEngine:
             self._loader_settings.restore()
             self._watch.forget()
             self._unread = None
-            if self._training is not None:
-                self._training.close()
-                self._training = None
+            for dealt in (self._training, self._passes):
+                if dealt is not None:
+                    dealt.close()
+            self._training = None
+            self._passes = None
 
     @contextmanager
     def attached(self, model: nn.Module, *, lockstep: bool = False) -> Iterator[None]:
@@ -208,10 +212,18 @@ class FlexSeqEngine:
         self.check_finite()
 
     def _dealt_steps(
-        self, lookahead: int, first_number: int = 0, *, what: str = "step"
+        self,
+        lookahead: int,
+        first_number: int = 0,
+        *,
+        what: str = "step",
+        deal: Callable[..., Step] | None = None,
     ) -> DealtSteps:
         """Return steps of which so many are planned ahead, by the planner on rank 0. Collective
-        over the world."""
+        over the world.
+
+        deal: brings a step's tokens to their ranks; None for `executor.deal`.
+        """
         planner = None
         with Attempt() as starting:  # a process may be one too many for the machine
             if self.communicator.rank == 0:
@@ -226,7 +238,7 @@ class FlexSeqEngine:
             first_number=first_number,
             what=what,
         )
-        return DealtSteps(planned, self.executor.deal)
+        return DealtSteps(planned, deal or self.executor.deal)
 
     # ---- running steps
 
@@ -248,14 +260,67 @@ class FlexSeqEngine:
         Returns this rank's loss, a detached scalar; the mean over ranks is the mean over the
         step's target tokens.
         """
-        # The optimizer has had its turn with the step before.
-        self._watch.settle(skipped=step_was_skipped(self.accelerator))
-        with self.communicator.host.naming_lost():
-            loss = self.executor.train(step, forward_backward, model)
-        self._watch.take(step.number, loss, gradients_of(model, self.accelerator))
+        loss = self._watched(
+            step, model, lambda: self.executor.train(step, forward_backward, model)
+        )
         if self._training is not None and not is_last:
             self._training.deal_ahead()
         return loss
+
+    def _watched(
+        self, step: Step, model: nn.Module, train: Callable[[], torch.Tensor]
+    ) -> torch.Tensor:
+        """Train one step, and look for what is not finite in its loss and gradients."""
+        # The optimizer has had its turn with the step before.
+        self._watch.settle(skipped=step_was_skipped(self.accelerator))
+        with self.communicator.host.naming_lost():
+            loss = train()
+        self._watch.take(step.number, loss, gradients_of(model, self.accelerator))
+        return loss
+
+    # ---- losses that are computed at home
+
+    def planned_passes(self, batch: Mapping[str, Any] | None, *, number: int) -> PassStep:
+        """Return sequences of all ranks as a step that runs several times, planned and dealt in
+        place. Collective over the world.
+
+        batch: this rank's, as DataCollatorForFlexSeq makes them; None for no sequence.
+        number: of the step, in messages and in the plan trace.
+        Raises RuntimeError when no model is attached, PlanInfeasible when a sequence fits nowhere,
+        and ValueError when no rank has a sequence.
+        """
+        self._check_attached()
+        if self._passes is None:
+            self._passes = self._dealt_steps(0, what="call", deal=self._whole.deal_passes)
+        batches = [] if batch is None else [batch]
+        step = self._passes.next(iter(batches), 1)
+        if step is None:
+            raise ValueError("no rank has a sequence to compute a loss of")
+        assert isinstance(step, PassStep)
+        step.number = number
+        return step
+
+    def train_passes(
+        self, step: PassStep, objective: Objective, model: nn.Module
+    ) -> torch.Tensor:
+        """Run the passes of one step around a loss that is computed at home; afterwards gradients
+        are the mean over ranks of those of their losses. Collective over the world.
+
+        model: as accelerate has wrapped it. Returns this rank's loss, a detached scalar.
+        """
+        return self._watched(
+            step, model, lambda: self._whole.train_passes(step, objective, model)
+        )
+
+    @property
+    def _whole(self) -> WholeModelExecutor:
+        """The executor, where a rank has the whole model."""
+        if not isinstance(self.executor, WholeModelExecutor):
+            raise NotImplementedError(
+                "a loss that is computed from figures of whole sequences does not run in pipeline "
+                "stages: set pipeline_parallel_size=1"
+            )
+        return self.executor
 
     def evaluate(self, step: Step, forward: ForwardBackward) -> torch.Tensor:
         """Run the forwards of one step. Returns a loss as `train` does."""

@@ -53,8 +53,9 @@ from hf_flexseq.planner.process.jobs import GroupsJob, Job
 from hf_flexseq.program.blocks import BLOCK
 from hf_flexseq.schedule.routing import NicFigures, links_of
 from hf_flexseq.steps.exchange import RowExchange
-from hf_flexseq.steps.inputs import Inputs, indices_to_run, model_inputs
+from hf_flexseq.steps.inputs import Inputs, indices_to_run, inputs_of, model_inputs
 from hf_flexseq.steps.lookahead import DrawnStep
+from hf_flexseq.steps.passes import Objective, PassStep
 from hf_flexseq.steps.reduction import reduced_once
 from hf_flexseq.steps.step import OptimizerStep
 from hf_flexseq.steps.token_columns import with_token_columns
@@ -399,6 +400,58 @@ class WholeModelExecutor:
         )
         return OptimizerStep(drawn, plan, indices, inputs, waited_s=waited_s, device=device)
 
+    def deal_passes(self, drawn: DrawnStep, plan: Plan, *, waited_s: float) -> PassStep:
+        """Bring the drawn tokens to the ranks that the plan names, for a step that runs several
+        times. Collective over the world."""
+        communicator = self.setup.communicator
+        device = self.setup.accelerator.device
+        if self.kernel is None:
+            self.kernel = self._choose_kernel(max(plan.lengths))
+        shards = shards_of(plan, communicator.rank, communicator.topology)
+        row = with_token_columns(drawn.row, self._token_columns)
+        routes = self._exchange.routes(row, plan, drawn.sources, shards)
+        columns = self._exchange.deal(row.columns, routes)
+
+        def inputs(index: int) -> Inputs:
+            return inputs_of(shards[index], columns[index], device, self._make_context)
+
+        return PassStep(
+            drawn,
+            plan,
+            indices=indices_to_run(shards, lockstep=self.lockstep),
+            counts=[shard.linear_tokens for shard in shards],
+            inputs_of=inputs,
+            exchange=self._exchange,
+            routes=routes,
+            waited_s=waited_s,
+            device=device,
+        )
+
+    @contextmanager
+    def own_attention(self) -> Iterator[None]:
+        """Give the attached model its own attention back inside the block, to generate with."""
+        assert self._model is not None, "attach sets the model"
+        self._model.set_attn_implementation(self._former_attention)
+        try:
+            yield
+        finally:
+            self._model.set_attn_implementation(NAME)
+
+    @contextmanager
+    def planned_attention(self) -> Iterator[None]:
+        """Give the attached model our attention inside the block, also where `own_attention` has
+        taken it away."""
+        assert self._model is not None, "attach sets the model"
+        former = self._model.config._attn_implementation
+        if former == NAME:
+            yield
+            return
+        self._model.set_attn_implementation(NAME)
+        try:
+            yield
+        finally:
+            self._model.set_attn_implementation(former)
+
     def _make_context(self, shard: Shard) -> SequenceContext:
         """Return what attention is told about one shard, with the programs that the layers of the
         micro-batch before have asked for."""
@@ -422,15 +475,30 @@ class WholeModelExecutor:
         self, step: OptimizerStep, forward_backward: ForwardBackward, model: nn.Module
     ) -> torch.Tensor:
         """Run forward and backward of every micro-batch and return the sum of the losses, a
-        detached scalar.
+        detached scalar; see `train_passes` for a loss that is computed at home.
 
         DDP reduces gradients with the last micro-batch, or after it (`_reducing`); ZeRO reduces
         with each, and FSDP2 as memory allows.
         """
-        assert self.fsdp is not None, "attach sets FSDP2's figures"
-        with self._reducing(model), self.fsdp.of_step(step.plan, model) as fsdp_before_last:
-            before_last = partial(self._accumulating, model, fsdp_before_last)
+        with self._of_step(step.plan, model) as before_last:
             return step.run(forward_backward, before_last).detach()
+
+    def train_passes(
+        self, step: PassStep, objective: Objective, model: nn.Module
+    ) -> torch.Tensor:
+        """Run both passes of every micro-batch around the loss that `objective` computes, and
+        return that of this rank, a detached scalar. Gradients are reduced as `train` does."""
+        with self._of_step(step.plan, model) as before_last:
+            return step.run(objective, before_last)
+
+    @contextmanager
+    def _of_step(
+        self, plan: Plan, model: nn.Module
+    ) -> Iterator[Callable[[], AbstractContextManager[Any]]]:
+        """Surround a step; the block gets what surrounds each micro-batch but the last."""
+        assert self.fsdp is not None, "attach sets FSDP2's figures"
+        with self._reducing(model), self.fsdp.of_step(plan, model) as fsdp_before_last:
+            yield partial(self._accumulating, model, fsdp_before_last)
 
     def _reducing(self, model: nn.Module) -> AbstractContextManager[Any]:
         """Surround all micro-batches of a step by what reduces gradients in place of DDP, where

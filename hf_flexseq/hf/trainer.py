@@ -7,6 +7,8 @@
   Trainer counts them; all but the last are empty.
 * `training_step`: runs the micro-batches of the plan, each through the Trainer's own
   `training_step`.
+* `_prepare_inputs`, `_get_per_token_logps_and_entropies`: where a loss is computed at home
+  (`objectives/`).
 * `evaluation_loop`, `prediction_step`: the same for evaluation, with a loss over all target
   tokens.
 * `train`, `_inner_training_loop`: the run goes on from a whole checkpoint; the model has our
@@ -25,7 +27,7 @@ Trainer's own.
 import inspect
 import logging
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, fields
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
@@ -49,6 +51,8 @@ from hf_flexseq.hf.executors import (
 )
 from hf_flexseq.hf.loaders import EpochBatches, LongestLoader, batches_on_host
 from hf_flexseq.hf.model.checks import check_deterministic, check_model
+from hf_flexseq.hf.objectives.planned import PlannedLoss
+from hf_flexseq.hf.objectives.trainers import has_planned_loss
 from hf_flexseq.hf.pipeline.executor import stage_executor_for
 from hf_flexseq.hf.pipeline.hooks import load_own_stage
 from hf_flexseq.hf.resume import Resumed, choose_checkpoint, warn_without_optimizer
@@ -76,6 +80,7 @@ OVERRIDDEN = (
     "set_initial_training_values",
     "get_batch_samples",
     "training_step",
+    "_prepare_inputs",
     "log",
     "evaluation_loop",
     "prediction_step",
@@ -141,17 +146,22 @@ class FlexSeqMixin(_Trainer):
         check_model(base)
         if options.deterministic:
             check_deterministic(base)
-        collator = _flexseq_collator(self.data_collator)
-        check_labels(self, collator)
+        is_planned = has_planned_loss(self)
+        if not is_planned:
+            collator = _flexseq_collator(self.data_collator)
+            check_labels(self, collator)
+            self.data_collator = collator
         self.flexseq = self._make_engine(options)
-        self.data_collator = collator
+        # A loss that is no sum over tokens is computed at home, on the trainer's own batches.
+        self._flexseq_loss = PlannedLoss(self, self.flexseq) if is_planned else None
         self._flexseq_figures: list[Figures] = []  # of the steps since the last log
         self._flexseq_predictions = Predictions(options.cost_model)
         self._flexseq_eval = EvaluationLoss()  # of the evaluation that runs
         self._flexseq_loaders = ExitStack()  # what the end of training undoes on its dataloader
         # Ranks may run different numbers of micro-batches, unless a subclass computes its loss
-        # with collectives.
-        self._flexseq_lockstep = type(self).compute_loss is not Trainer.compute_loss
+        # with collectives between their forwards and backwards.
+        own_loss = type(self).compute_loss is not Trainer.compute_loss
+        self._flexseq_lockstep = own_loss and not is_planned
         self._flexseq_resumed: Resumed | None = None  # the checkpoint that this run goes on from
 
     def _make_engine(self, options: FlexSeqArguments) -> FlexSeqEngine:
@@ -198,7 +208,8 @@ class FlexSeqMixin(_Trainer):
     def _inner_training_loop(self, *args: Any, **kwargs: Any) -> Any:
         resumed = self._flexseq_resumed
         with Attempt() as checking:
-            check_examples(self, self.flexseq.args, resumes=resumed is not None)
+            if self._flexseq_loss is None:
+                check_examples(self, self.flexseq.args, resumes=resumed is not None)
         host = self.flexseq.communicator.host
         checking.raise_together(host.gather_values, "looking at the datasets")
         if resumed is None:
@@ -206,11 +217,21 @@ class FlexSeqMixin(_Trainer):
         else:
             resumed.check_step_size(self._flexseq_step_size())
             self.flexseq.bring_cost(resumed.folder, resumed.marker.get("cost_model"))
-        attached = self.flexseq.attached(self.model, lockstep=self._flexseq_lockstep)
-        with host.naming_lost(), attached, ExitStack() as self._flexseq_loaders:
+        with host.naming_lost(), self._attached(), ExitStack() as self._flexseq_loaders:
             output = super()._inner_training_loop(*args, **kwargs)
             self.flexseq.check_finite()
             return output
+
+    @contextmanager
+    def _attached(self) -> Iterator[None]:
+        """Surround training or an evaluation: the models run on planned steps inside."""
+        with ExitStack() as attached:
+            attached.enter_context(
+                self.flexseq.attached(self.model, lockstep=self._flexseq_lockstep)
+            )
+            if self._flexseq_loss is not None:
+                attached.enter_context(self._flexseq_loss.attached())
+            yield
 
     def set_initial_training_values(self, args: TrainingArguments, dataloader: Any) -> Any:
         """Keep batches on the host until training ends.
@@ -218,6 +239,8 @@ class FlexSeqMixin(_Trainer):
         Without `even_batches` ranks draw different numbers of them; all go on until the last one
         is done.
         """
+        if self._flexseq_loss is not None:
+            return super().set_initial_training_values(args, dataloader)
         self._flexseq_loaders.enter_context(batches_on_host(dataloader))
         longest = LongestLoader.over(dataloader, self.flexseq.communicator)
         self._flexseq_epochs = EpochBatches(longest)
@@ -225,9 +248,16 @@ class FlexSeqMixin(_Trainer):
 
     def get_batch_samples(
         self, epoch_iterator: Iterator[Any], num_batches: int, device: torch.device
-    ) -> tuple[list[StepItem], torch.Tensor | None]:
+    ) -> tuple[list[Any], torch.Tensor | None]:
         """Return `num_batches` items, of which the last one is the planned step, and the step's
-        target tokens; no item when no rank has data left."""
+        target tokens; no item when no rank has data left. A loss that is computed at home gets the
+        batches themselves."""
+        if self._flexseq_loss is not None:
+            drawn: tuple[list[Any], Any] = super().get_batch_samples(
+                epoch_iterator, num_batches, device
+            )
+            self._flexseq_loss.expect(len(drawn[0]))
+            return drawn
         epochs = self._flexseq_epochs.of(epoch_iterator)
         step = self.flexseq.next_step(epochs, num_batches, first_number=self.state.global_step)
         if self.state.global_step == 0:
@@ -242,6 +272,8 @@ class FlexSeqMixin(_Trainer):
         self, model: nn.Module, inputs: Any, num_items_in_batch: Any = None
     ) -> torch.Tensor:
         """Run all micro-batches of a step, and return the sum of their losses, a scalar."""
+        if self._flexseq_loss is not None:
+            return self._train_at_home(self._flexseq_loss, model, inputs, num_items_in_batch)
         if not isinstance(inputs, StepItem):
             loss: torch.Tensor = super().training_step(model, inputs, num_items_in_batch)
             return loss
@@ -264,6 +296,50 @@ class FlexSeqMixin(_Trainer):
             loss = self.flexseq.train(inputs.step, forward_backward, model, is_last=is_last)
         self.flexseq.finish(inputs.step)
         return loss
+
+    def _train_at_home(
+        self, planned: PlannedLoss, model: nn.Module, batch: Any, num_items_in_batch: Any
+    ) -> torch.Tensor:
+        """Take the next batch of a step, and run the whole step with its last one; return this
+        rank's loss, a scalar."""
+        if not planned.is_complete(batch):
+            return torch.zeros((), device=self.args.device)
+
+        def stock_step(model: nn.Module, batch: Any) -> torch.Tensor:
+            loss: torch.Tensor = super(FlexSeqMixin, self).training_step(
+                model, batch, num_items_in_batch
+            )
+            return loss
+
+        return planned.train(model, stock_step)
+
+    def _prepare_inputs(self, inputs: Any) -> Any:
+        """Leave a batch alone that is prepared already; let samples be made with the model's own
+        attention."""
+        planned = self._flexseq_loss
+        if planned is None:
+            return super()._prepare_inputs(inputs)
+        if inputs is planned.prepared:
+            return inputs
+        with planned.preparing():
+            return super()._prepare_inputs(inputs)
+
+    def _get_per_token_logps_and_entropies(
+        self,
+        model: nn.Module,
+        input_ids: torch.Tensor,
+        attention_mask: torch.Tensor,
+        logits_to_keep: int,
+        batch_size: int | None = None,
+        **options: Any,
+    ) -> Any:
+        """Plan the log-probabilities of a whole batch of samples together, in place of
+        `batch_size` of them at a time. Only TRL's GRPO and RLOO call this."""
+        assert self._flexseq_loss is not None, "GRPO and RLOO compute their loss at home"
+        with self._flexseq_loss.answering(self.model_wrapped):
+            return super()._get_per_token_logps_and_entropies(
+                model, input_ids, attention_mask, logits_to_keep, None, **options
+            )
 
     def _note_figures(self, number: int, figures: Figures) -> None:
         """Record the figures of a step for the next log line."""
@@ -330,6 +406,11 @@ class FlexSeqMixin(_Trainer):
         The loss is summed over all target tokens of the set, so that it does not depend on batch
         size or world size; samples repeated to fill the last batch do not count.
         """
+        if self._flexseq_loss is not None:
+            with self._attached(), left_unprepared(self):
+                return super().evaluation_loop(
+                    dataloader, description, prediction_loss_only, ignore_keys, metric_key_prefix
+                )
         if prediction_loss_only is None:
             prediction_loss_only = self.args.prediction_loss_only
         if not prediction_loss_only:
@@ -340,8 +421,7 @@ class FlexSeqMixin(_Trainer):
             )
         self._flexseq_eval = EvaluationLoss()
         planned = PlannedBatches(self.flexseq, dataloader)
-        attached = self.flexseq.attached(self.model, lockstep=self._flexseq_lockstep)
-        with attached, left_unprepared(self):
+        with self._attached(), left_unprepared(self):
             output = super().evaluation_loop(
                 planned, description, True, ignore_keys, metric_key_prefix
             )
@@ -352,6 +432,11 @@ class FlexSeqMixin(_Trainer):
         self, model: nn.Module, inputs: Any, prediction_loss_only: bool, ignore_keys: Any = None
     ) -> Any:
         """Run the forwards of a step, and return its loss, a scalar, without logits or labels."""
+        if self._flexseq_loss is not None:
+            with self._flexseq_loss.answering(model):
+                return super().prediction_step(
+                    self.model, inputs, prediction_loss_only, ignore_keys=ignore_keys
+                )
         if not isinstance(inputs, StepItem):
             return super().prediction_step(
                 model, inputs, prediction_loss_only, ignore_keys=ignore_keys

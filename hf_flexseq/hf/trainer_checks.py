@@ -20,6 +20,7 @@ from transformers import Trainer
 from hf_flexseq.config import FlexSeqArguments
 from hf_flexseq.distributed.connect import capabilities_on
 from hf_flexseq.hf.model.facts import is_fully_sharded, is_reentrant, zero_stage
+from hf_flexseq.hf.objectives.trainers import has_planned_loss
 
 # ---- the accelerator
 
@@ -158,8 +159,17 @@ def check_trainer(trainer: Trainer, args: FlexSeqArguments) -> None:
     """Raise ValueError or NotImplementedError for a Trainer that does not go with hf_flexseq."""
     refuse(ValueError, _contradictions(trainer.args))
     refuse(NotImplementedError, _missing(trainer))
+    if not has_planned_loss(trainer):
+        refuse(NotImplementedError, _missing_in_next_token_loss(trainer))
     refuse(NotImplementedError, _missing_in_arguments(trainer.args))
     own_loss = type(trainer).compute_loss is not Trainer.compute_loss
+    if has_planned_loss(trainer):
+        own_loss = False  # it runs between the passes
+        if args.pipeline_parallel_size > 1:
+            raise NotImplementedError(
+                f"pipeline_parallel_size={args.pipeline_parallel_size} with a loss that is "
+                "computed from figures of whole sequences: set it to 1"
+            )
     resolve_sync(
         args,
         trainer.model,
@@ -223,6 +233,25 @@ def _missing(trainer: Trainer) -> list[Refusal]:
     tp_size = trainer.get_tp_size()
     return [
         Refusal(
+            when=trainer.is_model_parallel,
+            message="a model on several devices (device_map): give every process the whole model",
+        ),
+        Refusal(
+            when=tp_size > 1,
+            message=f"tensor parallelism (tp_size={tp_size}): leave it out",
+        ),
+        Refusal(
+            when=_lengthens_sequences(trainer.model),
+            message="prompt learning and adaption prompts of PEFT: they lengthen sequences; use "
+            "LoRA",
+        ),
+    ]
+
+
+def _missing_in_next_token_loss(trainer: Trainer) -> list[Refusal]:
+    """Return what a trainer may ask for beside a loss that is a sum over tokens."""
+    return [
+        Refusal(
             when=trainer.compute_loss_func is not None,
             message="compute_loss_func: it would see one rank's part of each sequence",
         ),
@@ -235,26 +264,15 @@ def _missing(trainer: Trainer) -> list[Refusal]:
             when=getattr(trainer, "loss_is_scaled_for_ga", None) is False,
             message=f"{_class_with(trainer, 'loss_is_scaled_for_ga')}: its loss is not a sum over "
             "tokens divided by those of the step, num_items_in_batch (loss_is_scaled_for_ga="
-            "False); train with next-token loss, as Trainer and SFTTrainer do",
+            "False); train with next-token loss, as Trainer and SFTTrainer do, or with TRL's "
+            "DPO, KTO, Reward, GRPO or RLOO",
         ),
         Refusal(
             when=_makes_its_samples(trainer),
             message=f"{_class_with(trainer, '_prepare_inputs')}: it makes samples while it "
             "trains, as for reinforcement learning, and its loss is not a sum over tokens of the "
-            "dataset; train with next-token loss, as Trainer and SFTTrainer do",
-        ),
-        Refusal(
-            when=trainer.is_model_parallel,
-            message="a model on several devices (device_map): give every process the whole model",
-        ),
-        Refusal(
-            when=tp_size > 1,
-            message=f"tensor parallelism (tp_size={tp_size}): leave it out",
-        ),
-        Refusal(
-            when=_lengthens_sequences(trainer.model),
-            message="prompt learning and adaption prompts of PEFT: they lengthen sequences; use "
-            "LoRA",
+            "dataset; train with next-token loss, as Trainer and SFTTrainer do, or with TRL's "
+            "GRPO or RLOO",
         ),
     ]
 

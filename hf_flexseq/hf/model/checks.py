@@ -22,7 +22,7 @@ from typing import Any
 from transformers import PreTrainedModel
 from transformers.loss.loss_utils import LOSS_MAPPING, ForCausalLMLoss
 
-from hf_flexseq.hf.model.facts import is_reentrant_layer, is_tensor_parallel
+from hf_flexseq.hf.model.facts import is_classifier, is_reentrant_layer, is_tensor_parallel
 from hf_flexseq.hf.model.layer_kinds import (
     Layer,
     LayerKind,
@@ -97,16 +97,18 @@ def check_deterministic(model: PreTrainedModel) -> None:
 def _unsuitable_kind(model: PreTrainedModel) -> str | None:
     if model.config.is_encoder_decoder:
         return "it is an encoder-decoder; hf_flexseq trains decoder-only models"
-    # Labels are shifted before sequences are cut, for a loss that predicts the next token.
-    if LOSS_MAPPING.get(getattr(model, "loss_type", None), ForCausalLMLoss) is not ForCausalLMLoss:
-        return (
-            f"its loss is {model.loss_type}; hf_flexseq trains models that predict the next token "
-            "(...ForCausalLM)"
-        )
     if is_tensor_parallel(model):
         return (
             f"tp_size={model.tp_size}: its layers are cut over ranks that hf_flexseq gives "
             "different sequences"
+        )
+    if is_classifier(model):
+        return None
+    # Labels are shifted before sequences are cut, for a loss that predicts the next token.
+    if LOSS_MAPPING.get(getattr(model, "loss_type", None), ForCausalLMLoss) is not ForCausalLMLoss:
+        return (
+            f"its loss is {model.loss_type}; hf_flexseq trains models that predict the next token "
+            "(...ForCausalLM), and classes of sequences or tokens"
         )
     parameters = inspect.signature(type(model).forward).parameters.values()
     takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)

@@ -1,0 +1,228 @@
+"""An optimizer step whose loss is computed at home, from figures of its tokens.
+
+The loss of a preference, of a policy gradient or of a class is no sum over tokens: it needs
+numbers of whole sequences, and often of several. Such a loss reads the model through a few
+*figures* of each token, its log-probability for example. Where the plan has put a token does not
+matter to it:
+
+1. first pass    every micro-batch runs forward, and the figures of its tokens go home, to the rank
+                 that drew them
+2. the loss      is computed there, on the figures, by whoever owns it; its gradients with respect
+                 to them are the *weights* w
+3. second pass   the weights go where the tokens are, every micro-batch runs forward again, and
+                 backward of sum(w * figures)
+
+The last sum has exactly the gradient of the loss (the chain rule). The last micro-batch of the
+plan keeps its graph from the first pass and runs backward first, so that a step of m micro-batches
+repeats m - 1 forwards, and a step of one none.
+
+That micro-batch is the plan's last on every rank, and a rank without a part in it keeps none:
+ranks that share sequences must run their micro-batches in one order.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any, Protocol
+
+import torch
+
+from hf_flexseq.distributed.communicator import Communicator
+from hf_flexseq.kernels.upload import to_device
+from hf_flexseq.plan import Plan
+from hf_flexseq.steps.exchange import Columns, Routes, RowExchange
+from hf_flexseq.steps.inputs import Inputs
+from hf_flexseq.steps.lookahead import DrawnStep
+from hf_flexseq.steps.step import RankStep
+
+BeforeLast = Callable[[], AbstractContextManager[Any]]
+
+# Runs a micro-batch: its inputs -> figures of its tokens, each [tokens, ...], by name.
+Forward = Callable[[Inputs], Columns]
+
+
+class Objective(Protocol):
+    """A loss of figures."""
+
+    def forward(self, inputs: Inputs) -> Columns:
+        """Run a micro-batch: return figures of its tokens, each [tokens, ...], by name."""
+
+    def loss(self, figures: Columns) -> tuple[torch.Tensor, Columns]:
+        """Return this rank's loss, a detached scalar, and its gradients with respect to figures.
+
+        figures: of the tokens that this rank drew, each [tokens, ...], on the CPU. Gradients are
+        on the CPU, too, for the names on which the loss depends, and for one at least.
+        """
+
+    def backward(self, weighted: torch.Tensor) -> None:
+        """Run backward of a scalar."""
+
+
+class PassStep(RankStep[Plan]):
+    """The micro-batches of one plan, which can run several times."""
+
+    __slots__ = (
+        "_communicator",
+        "_counts",
+        "_exchange",
+        "_inputs_of",
+        "_random",
+        "_routes",
+        "indices",
+    )
+
+    def __init__(
+        self,
+        drawn: DrawnStep,
+        plan: Plan,
+        *,
+        indices: Sequence[int],
+        counts: Sequence[int],
+        inputs_of: Callable[[int], Inputs],
+        exchange: RowExchange,
+        routes: Routes,
+        waited_s: float,
+        device: torch.device,
+    ) -> None:
+        """indices: in the plan, of the micro-batches that this rank runs, never empty.
+        counts: tokens that it holds in each micro-batch of the plan.
+        inputs_of: makes the inputs of a micro-batch, by its index.
+        exchange, routes: bring figures home, and weights to the tokens.
+        """
+        super().__init__(drawn, plan, waited_s=waited_s, device=device)
+        self.indices = tuple(indices)
+        self._counts = tuple(counts)
+        self._inputs_of = inputs_of
+        self._exchange = exchange
+        self._routes = routes
+        self._communicator: Communicator = exchange.communicator
+        self._random: dict[int, list[torch.Tensor]] = {}  # states before each micro-batch
+
+    def figures(self, forward: Forward) -> Columns:
+        """Run every micro-batch forward, without gradients, and return the figures of the tokens
+        that this rank drew, each [tokens, ...] on the CPU. Collective over the world."""
+        with torch.no_grad():
+            found = {index: forward(self._inputs_of(index)) for index in self.indices}
+        return self._home(found)
+
+    def run(self, objective: Objective, before_last: BeforeLast = nullcontext) -> torch.Tensor:
+        """Run both passes, and return this rank's loss, a detached scalar. Collective over the
+        world.
+
+        before_last: surrounds every micro-batch of the second pass but the last one.
+        """
+        # 1. first pass
+        kept_index = len(self.plan.micro_batches) - 1
+        found: dict[int, Columns] = {}
+        for index in self.indices:
+            keeps = index == kept_index
+            around = before_last() if keeps and len(self.indices) > 1 else nullcontext()
+            self._keep_random_state(index)
+            with self.stopwatch.timing(index), around, torch.set_grad_enabled(keeps):
+                found[index] = objective.forward(self._inputs_of(index))
+        kept = found.get(kept_index)
+        figures = self._home(found)
+        found.clear()
+
+        # 2. the loss at home
+        loss, gradients = objective.loss(figures)
+        weights = self._exchange.deal(self._with_agreed(gradients, figures), self._routes)
+
+        # 3. second pass, the kept micro-batch first
+        order = [index for index in self.indices if index != kept_index]
+        if kept is not None:
+            order.insert(0, kept_index)
+        for index in order:
+            around = nullcontext() if index == order[-1] else before_last()
+            with self.stopwatch.timing(index), around:
+                if index == kept_index and kept is not None:
+                    own, kept = kept, None
+                else:
+                    with self._random_state_of(index):
+                        own = objective.forward(self._inputs_of(index))
+                objective.backward(_weighted(own, weights[index]))
+        return loss
+
+    def measured_s(self) -> list[float]:
+        """Return the seconds of every micro-batch of the plan on this rank, both passes together,
+        0 where the rank had none; wait for the device."""
+        seconds = self.stopwatch.seconds()
+        return [seconds.get(index, 0.0) for index in range(len(self.plan.micro_batches))]
+
+    # ---- figures and weights
+
+    def _home(self, found: dict[int, Columns]) -> Columns:
+        """Bring figures to who drew the tokens: each [tokens of this rank's row, ...].
+
+        found: by index, of the micro-batches that ran, each [tokens or one dummy, ...].
+        """
+        like = next(iter(found.values()))
+        columns = []
+        for index, count in enumerate(self._counts):
+            own = {}
+            for name, value in like.items():
+                if count:
+                    own[name] = found[index][name].detach().cpu()
+                else:  # nothing, or the one token of a dummy
+                    own[name] = torch.empty(0, *value.shape[1:], dtype=value.dtype)
+            columns.append(own)
+        return self._exchange.home(columns, self._routes)
+
+    def _with_agreed(self, gradients: Columns, figures: Columns) -> Columns:
+        """Return gradients for what some rank's loss depends on, zeros where it is another's.
+        Collective over the world."""
+        names = sorted(figures)
+        used = [int(name in gradients) for name in names]
+        of_all = self._communicator.host.gather_ints(used)
+        agreed = {}
+        for name, *flags in zip(names, *of_all, strict=True):
+            if name in gradients:
+                agreed[name] = gradients[name]
+            elif any(flags):
+                agreed[name] = torch.zeros_like(figures[name])
+        return agreed
+
+    # ---- random numbers: dropout is the same in both passes
+
+    def _keep_random_state(self, index: int) -> None:
+        self._random[index] = _random_states()
+
+    @contextmanager
+    def _random_state_of(self, index: int) -> Iterator[None]:
+        """Draw inside the random numbers that the first pass of a micro-batch has drawn."""
+        now = _random_states()
+        _set_random_states(self._random.pop(index))
+        try:
+            yield
+        finally:
+            _set_random_states(now)
+
+
+def _random_states() -> list[torch.Tensor]:
+    states = [torch.get_rng_state()]
+    if torch.cuda.is_available() and torch.cuda.is_initialized():
+        states.append(torch.cuda.get_rng_state())
+    return states
+
+
+def _set_random_states(states: Sequence[torch.Tensor]) -> None:
+    torch.set_rng_state(states[0])
+    if len(states) > 1:
+        torch.cuda.set_rng_state(states[1])
+
+
+def _weighted(figures: Columns, weights: Columns) -> torch.Tensor:
+    """Return the sum over tokens and figures of weight times figure, a scalar.
+
+    figures: each [tokens or one dummy, ...]. weights: for some of their names, [tokens, ...] on
+    the CPU; a dummy has none.
+    """
+    total: torch.Tensor | None = None
+    for name, weight in weights.items():
+        figure = figures[name]
+        if weight.shape[0] == 0:
+            part = 0.0 * figure.sum()  # a dummy takes part in the gradients' reduction
+        else:
+            part = (to_device(weight, figure.device) * figure).sum()
+        total = part if total is None else total + part
+    assert total is not None, "the ranks have agreed on one figure at least"
+    return total
