@@ -41,6 +41,7 @@ from hf_flexseq.hf.executors import EngineSetup, Executor, ForwardBackward, Whol
 from hf_flexseq.hf.gradients import gradients_of, step_was_skipped
 from hf_flexseq.hf.loaders import batches_on_host
 from hf_flexseq.hf.trainer_checks import check_accelerator
+from hf_flexseq.planner.process.client import Planner
 from hf_flexseq.planner.static import check_degree
 from hf_flexseq.steps.ahead import DealtSteps, Step
 from hf_flexseq.steps.inputs import Inputs
@@ -83,7 +84,7 @@ class FlexSeqEngine:
         self.executor = executor(setup)
         self._costs = setup.costs
         self._training: DealtSteps | None = None
-        self._passes: DealtSteps | None = None  # of calls whose loss is computed at home
+        self._in_place: dict[bool, DealtSteps] = {}  # of calls: with a backward, without one
         self._on_figures = on_figures
         self._unread: Step | None = None  # has run, and its figures have not been gathered
         self._watch = NonfiniteWatch(args.on_nonfinite, setup.communicator.rank)
@@ -132,11 +133,12 @@ class FlexSeqEngine:
             self._loader_settings.restore()
             self._watch.forget()
             self._unread = None
-            for dealt in (self._training, self._passes):
-                if dealt is not None:
-                    dealt.close()
-            self._training = None
-            self._passes = None
+            for dealt in self._in_place.values():
+                dealt.close()
+            self._in_place.clear()
+            if self._training is not None:
+                self._training.close()
+                self._training = None
 
     @contextmanager
     def attached(self, model: nn.Module, *, lockstep: bool = False) -> Iterator[None]:
@@ -218,20 +220,22 @@ class FlexSeqEngine:
         *,
         what: str = "step",
         deal: Callable[..., Step] | None = None,
+        planner: Callable[[], Planner] | None = None,
     ) -> DealtSteps:
         """Return steps of which so many are planned ahead, by the planner on rank 0. Collective
         over the world.
 
         deal: brings a step's tokens to their ranks; None for `executor.deal`.
+        planner: makes the planner; None for `executor.planner`.
         """
-        planner = None
+        made: Planner | None = None
         with Attempt() as starting:  # a process may be one too many for the machine
             if self.communicator.rank == 0:
-                planner = self.executor.planner(ahead=lookahead > 0)
+                made = planner() if planner else self.executor.planner(ahead=lookahead > 0)
         starting.raise_together(self.communicator.host.gather_values, "starting the planner")
         planned = Lookahead(
             self.communicator,
-            planner,
+            made,
             lookahead,
             check=self.executor.check,
             read=self.executor.read,
@@ -280,20 +284,46 @@ class FlexSeqEngine:
 
     # ---- losses that are computed at home
 
-    def planned_passes(self, batch: Mapping[str, Any] | None, *, number: int) -> PassStep:
+    def next_passes(
+        self,
+        iterator: Iterator[Mapping[str, Any]],
+        num_batches: int,
+        *,
+        first_number: int = 0,
+    ) -> PassStep | None:
+        """Return the next training step as `next_step` does, for a loss that is computed at home.
+        Collective over the world."""
+        self._check_attached()
+        if self._training is None:
+            self._training = self._dealt_steps(
+                self.args.lookahead, first_number, deal=self._whole.deal_passes
+            )
+        step = self._training.next(iterator, num_batches)
+        assert step is None or isinstance(step, PassStep)
+        return step
+
+    def passes_of(
+        self, batch: Mapping[str, Any] | None, *, number: int, forward_only: bool = False
+    ) -> PassStep:
         """Return sequences of all ranks as a step that runs several times, planned and dealt in
         place. Collective over the world.
 
         batch: this rank's, as DataCollatorForFlexSeq makes them; None for no sequence.
         number: of the step, in messages and in the plan trace.
+        forward_only: whether no pass will have a backward.
         Raises RuntimeError when no model is attached, PlanInfeasible when a sequence fits nowhere,
         and ValueError when no rank has a sequence.
         """
         self._check_attached()
-        if self._passes is None:
-            self._passes = self._dealt_steps(0, what="call", deal=self._whole.deal_passes)
+        if forward_only not in self._in_place:
+            self._in_place[forward_only] = self._dealt_steps(
+                0,
+                what="call",
+                deal=self._whole.deal_passes,
+                planner=self._whole.forward_planner if forward_only else None,
+            )
         batches = [] if batch is None else [batch]
-        step = self._passes.next(iter(batches), 1)
+        step = self._in_place[forward_only].next(iter(batches), 1)
         if step is None:
             raise ValueError("no rank has a sequence to compute a loss of")
         assert isinstance(step, PassStep)
@@ -301,16 +331,19 @@ class FlexSeqEngine:
         return step
 
     def train_passes(
-        self, step: PassStep, objective: Objective, model: nn.Module
+        self, step: PassStep, objective: Objective, model: nn.Module, *, is_last: bool = False
     ) -> torch.Tensor:
         """Run the passes of one step around a loss that is computed at home; afterwards gradients
-        are the mean over ranks of those of their losses. Collective over the world.
+        are the mean over ranks of those of their losses. Then the next step is dealt. Collective
+        over the world.
 
-        model: as accelerate has wrapped it. Returns this rank's loss, a detached scalar.
+        model: as accelerate has wrapped it. is_last: see `train`. Returns this rank's loss, a
+        detached scalar.
         """
-        return self._watched(
-            step, model, lambda: self._whole.train_passes(step, objective, model)
-        )
+        loss = self._watched(step, model, lambda: self._whole.train_passes(step, objective, model))
+        if self._training is not None and not is_last:
+            self._training.deal_ahead()
+        return loss
 
     @property
     def _whole(self) -> WholeModelExecutor:

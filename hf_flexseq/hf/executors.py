@@ -27,6 +27,7 @@ from hf_flexseq.attention.deterministic import slowdown
 from hf_flexseq.attention.programs import MicroBatchPrograms
 from hf_flexseq.config import FlexSeqArguments
 from hf_flexseq.cost import CostModel
+from hf_flexseq.cost.forward import forward_only
 from hf_flexseq.distributed.agreement import Attempt
 from hf_flexseq.distributed.communicator import Communicator
 from hf_flexseq.distributed.connect import connect
@@ -331,11 +332,21 @@ class WholeModelExecutor:
 
     def planner(self, *, ahead: bool) -> Planner:
         """Make the planner of rank 0. ahead: in a process of its own."""
+        return self._planner_by(self._known_cost(), ahead=ahead)
+
+    def forward_planner(self) -> Planner:
+        """Make the planner of rank 0 for passes that have no backward, in place."""
+        return self._planner_by(forward_only(self._known_cost()), ahead=False)
+
+    def _known_cost(self) -> CostModel:
         assert self.cost is not None, "attach sets the cost model"
+        return self.cost
+
+    def _planner_by(self, cost: CostModel, *, ahead: bool) -> Planner:
         assert self.fsdp is not None, "attach sets FSDP2's figures"
         job = GroupsJob(
             topology=self.setup.communicator.topology,
-            cost=self.cost,
+            cost=cost,
             options=self._options(),
             routing=self._routed_bytes(),
             fsdp=self.fsdp.figures,
@@ -483,9 +494,7 @@ class WholeModelExecutor:
         with self._of_step(step.plan, model) as before_last:
             return step.run(forward_backward, before_last).detach()
 
-    def train_passes(
-        self, step: PassStep, objective: Objective, model: nn.Module
-    ) -> torch.Tensor:
+    def train_passes(self, step: PassStep, objective: Objective, model: nn.Module) -> torch.Tensor:
         """Run both passes of every micro-batch around the loss that `objective` computes, and
         return that of this rank, a detached scalar. Gradients are reduced as `train` does."""
         with self._of_step(step.plan, model) as before_last:

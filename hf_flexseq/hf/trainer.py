@@ -39,7 +39,12 @@ from transformers.data.data_collator import DataCollatorWithPadding, default_dat
 
 from hf_flexseq.config import FlexSeqArguments
 from hf_flexseq.distributed.agreement import Attempt
-from hf_flexseq.hf.dataset_checks import check_examples, check_first_step, check_labels
+from hf_flexseq.hf.dataset_checks import (
+    check_examples,
+    check_first_step,
+    check_labels,
+    check_sides,
+)
 from hf_flexseq.hf.engine import FlexSeqEngine
 from hf_flexseq.hf.evaluation import EvaluationLoss, PlannedBatches, left_unprepared
 from hf_flexseq.hf.executors import (
@@ -210,6 +215,8 @@ class FlexSeqMixin(_Trainer):
         with Attempt() as checking:
             if self._flexseq_loss is None:
                 check_examples(self, self.flexseq.args, resumes=resumed is not None)
+            else:
+                check_sides(self, self.flexseq.args)
         host = self.flexseq.communicator.host
         checking.raise_together(host.gather_values, "looking at the datasets")
         if resumed is None:
@@ -239,8 +246,6 @@ class FlexSeqMixin(_Trainer):
         Without `even_batches` ranks draw different numbers of them; all go on until the last one
         is done.
         """
-        if self._flexseq_loss is not None:
-            return super().set_initial_training_values(args, dataloader)
         self._flexseq_loaders.enter_context(batches_on_host(dataloader))
         longest = LongestLoader.over(dataloader, self.flexseq.communicator)
         self._flexseq_epochs = EpochBatches(longest)
@@ -252,13 +257,12 @@ class FlexSeqMixin(_Trainer):
         """Return `num_batches` items, of which the last one is the planned step, and the step's
         target tokens; no item when no rank has data left. A loss that is computed at home gets the
         batches themselves."""
-        if self._flexseq_loss is not None:
-            drawn: tuple[list[Any], Any] = super().get_batch_samples(
-                epoch_iterator, num_batches, device
-            )
-            self._flexseq_loss.expect(len(drawn[0]))
-            return drawn
         epochs = self._flexseq_epochs.of(epoch_iterator)
+        if self._flexseq_loss is not None:
+            batches = self._flexseq_loss.next_batches(
+                epochs, num_batches, first_number=self.state.global_step
+            )
+            return batches, self._get_num_items_in_batch(batches, device)
         step = self.flexseq.next_step(epochs, num_batches, first_number=self.state.global_step)
         if self.state.global_step == 0:
             check_first_step(step)
@@ -311,7 +315,8 @@ class FlexSeqMixin(_Trainer):
             )
             return loss
 
-        return planned.train(model, stock_step)
+        is_last = self.state.global_step + 1 >= self.state.max_steps
+        return planned.train(model, stock_step, is_last=is_last)
 
     def _prepare_inputs(self, inputs: Any) -> Any:
         """Leave a batch alone that is prepared already; let samples be made with the model's own

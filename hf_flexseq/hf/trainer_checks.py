@@ -159,7 +159,9 @@ def check_trainer(trainer: Trainer, args: FlexSeqArguments) -> None:
     """Raise ValueError or NotImplementedError for a Trainer that does not go with hf_flexseq."""
     refuse(ValueError, _contradictions(trainer.args))
     refuse(NotImplementedError, _missing(trainer))
-    if not has_planned_loss(trainer):
+    if has_planned_loss(trainer):
+        refuse(NotImplementedError, _missing_at_home(trainer.args))
+    else:
         refuse(NotImplementedError, _missing_in_next_token_loss(trainer))
     refuse(NotImplementedError, _missing_in_arguments(trainer.args))
     own_loss = type(trainer).compute_loss is not Trainer.compute_loss
@@ -244,6 +246,17 @@ def _missing(trainer: Trainer) -> list[Refusal]:
             when=_lengthens_sequences(trainer.model),
             message="prompt learning and adaption prompts of PEFT: they lengthen sequences; use "
             "LoRA",
+        ),
+    ]
+
+
+def _missing_at_home(training: Any) -> list[Refusal]:
+    """Return what a trainer may ask for whose loss is computed at home, after its forwards."""
+    return [
+        Refusal(
+            when=getattr(training, "activation_offloading", False),
+            message="activation_offloading=True with this trainer: forwards run before its step "
+            "begins; use gradient_checkpointing=True",
         ),
     ]
 

@@ -1,8 +1,8 @@
 """Losses that a trainer computes itself, from log-probabilities or scores of whole sequences.
 
 A trainer's `compute_loss` calls the model on a padded batch. Here such a call is answered with
-results that were planned: every sequence was computed by the ranks that the plan gave it to, packed
-beside others, and its figures came home (`steps/passes.py`). So the trainer's own code runs
+results that were planned: every sequence was computed by the ranks that the plan gave it to,
+packed beside others, and its figures came home (`steps/passes.py`). So the trainer's own code runs
 unchanged, once per batch, with its own collectives and metrics.
 
     calls.py        a call of the model: a padded batch, its tokens in a row, and results padded

@@ -1,7 +1,7 @@
 """What a loss asks of a model for every token, and how a padded call is answered with it.
 
-    LogProbabilities    of labels, with entropies and what else TRL's fused head gives
-    Classes             logits of a classification head
+LogProbabilities    of labels, with entropies and what else TRL's fused head gives
+Classes             logits of a classification head
 """
 
 from collections.abc import Mapping

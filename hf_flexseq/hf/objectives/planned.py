@@ -14,9 +14,11 @@ In an evaluation, and where a loss asks for something that was not foreseen, a c
 run when it comes (`answering`).
 """
 
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any
 
 import torch
@@ -67,11 +69,17 @@ class PlannedLoss:
         self._trainer = trainer
         self._engine = engine
         self._head: Head = head_of(base_model(trainer.model))
-        self._expected = 1  # batches of the step that is being drawn
-        self._batches: list[Any] = []  # of it, that have come
+        # drawing: batches of the steps to come, and the step whose batches were handed out
+        self._iterator: Iterator[Any] | None = None
+        self._rows: Iterator[dict[str, Any]] = iter(())
+        self._drawn: deque[list[Any]] = deque()
+        self._step: PassStep | None = None
+        self._expected = 1  # its batches
+        self._batches: list[Any] = []  # those of them that have come
         self._results: list[_Result] = []  # foreseen, and not asked for yet
         self._running: nn.Module | None = None  # the wrapped model, while calls are answered
         self._is_paused = False
+        self._is_attached = False
         self._adapters: tuple[Any, ...] | None = None  # as they are in training
         self.prepared: Any = None  # the batch whose loss is computed, which is prepared already
 
@@ -79,7 +87,12 @@ class PlannedLoss:
 
     @contextmanager
     def attached(self) -> Iterator[None]:
-        """Surround training or an evaluation, inside the engine's own `attached`."""
+        """Surround training or an evaluation, inside the engine's own `attached`; nothing happens
+        in an evaluation while it trains."""
+        if self._is_attached:
+            yield
+            return
+        self._is_attached = True
         trainer = self._trainer
         policy = base_model(trainer.model)
         self._adapters = adapter_state(trainer.model)
@@ -90,6 +103,11 @@ class PlannedLoss:
         finally:
             for hook in hooks:
                 hook.remove()
+            self._is_attached = False
+            self._iterator = None
+            self._rows = iter(())
+            self._drawn.clear()
+            self._step = None
             self._batches.clear()
             self._results.clear()
 
@@ -111,10 +129,50 @@ class PlannedLoss:
 
     # ---- drawing
 
-    def expect(self, batches: int) -> None:
-        """Note that the step to come has so many batches."""
-        self._expected = max(batches, 1)
+    def next_batches(
+        self, iterator: Iterator[Any], num_batches: int, *, first_number: int
+    ) -> list[Any]:
+        """Return the batches of the next step, at most `num_batches`. Their sequences are planned
+        ahead, unless the trainer makes its samples only when the step runs. Collective over the
+        world.
+
+        iterator: the trainer's, with its batches on the host.
+        """
         self._batches.clear()
+        if rolls_out(self._trainer):
+            batches = list(islice(iterator, num_batches))
+        else:
+            batches = self._next_planned(iterator, num_batches, first_number)
+        self._expected = len(batches)
+        return batches
+
+    def _next_planned(
+        self, iterator: Iterator[Any], num_batches: int, first_number: int
+    ) -> list[Any]:
+        """Return the batches of the next step, and keep the step."""
+        if iterator is not self._iterator:
+            self._iterator = iterator
+            self._drawn.clear()
+            self._rows = self._rows_of(iterator, num_batches)
+        self._step = self._engine.next_passes(self._rows, 1, first_number=first_number)
+        if self._step is None:
+            return []
+        if not self._drawn:
+            raise ValueError(
+                "ranks have drawn different numbers of batches, and the loss of "
+                f"{type(self._trainer).__name__} is computed by all of them together: leave "
+                "even_batches on, or set dataloader_drop_last=True"
+            )
+        return self._drawn.popleft()
+
+    def _rows_of(self, iterator: Iterator[Any], num_batches: int) -> Iterator[dict[str, Any]]:
+        """Yield the sequences of each step, and keep the batches that they come from."""
+        while batches := list(islice(iterator, num_batches)):
+            self._drawn.append(batches)
+            calls = [foreseen(self._trainer, batch, self._head) for batch in batches]
+            row = joined([own.policy for own in calls])
+            assert row is not None, "a batch has a sequence at least"
+            yield row
 
     def is_complete(self, batch: Any) -> bool:
         """Take the next batch of the step; tell if it was the last one."""
@@ -123,27 +181,30 @@ class PlannedLoss:
 
     # ---- a step
 
-    def train(self, model: nn.Module, stock_step: StockStep) -> torch.Tensor:
+    def train(
+        self, model: nn.Module, stock_step: StockStep, *, is_last: bool = False
+    ) -> torch.Tensor:
         """Run the step whose batches have come, and return the sum of this rank's losses, a
         detached scalar. Collective over the world.
 
-        model: as accelerate has wrapped it.
+        model: as accelerate has wrapped it. is_last: whether no step comes after it.
         """
         trainer = self._trainer
         with in_training_mode(model):
             # 1., 2. batches, and one plan for all of them
             batches = self._prepared_batches()
             calls = [foreseen(trainer, batch, self._head) for batch in batches]
-            number = trainer.state.global_step
-            step = self._engine.planned_passes(
-                joined([own.policy for own in calls]), number=number
-            )
+            step, self._step = self._step, None
+            if step is None:
+                step = self._engine.passes_of(
+                    joined([own.policy for own in calls]), number=trainer.state.global_step
+                )
             # 3. whatever is asked without gradients, before the first pass keeps a graph
             with self._executor.planned_attention():
                 self._foresee(step, model, calls)
                 # 4. to 6.
                 objective = _OfStep(self, model, batches, calls, stock_step)
-                loss = self._engine.train_passes(step, objective, model)
+                loss = self._engine.train_passes(step, objective, model, is_last=is_last)
         self._results.clear()
         self._engine.finish(step)
         return loss
@@ -168,7 +229,9 @@ class PlannedLoss:
         others = [own.others for own in calls if own.others is not None]
         others_step = None
         if others:
-            others_step = self._engine.planned_passes(joined(others), number=step.number)
+            others_step = self._engine.passes_of(
+                joined(others), number=step.number, forward_only=True
+            )
             self._run(others_step, model, POLICY, others)
         if not calls[0].wants_reference:
             return
@@ -264,8 +327,8 @@ class PlannedLoss:
                     "those of its batch, or calls the model twice on them: hf_flexseq computes "
                     "gradients of one call for each batch"
                 )
-            step = self._engine.planned_passes(
-                joined([call]), number=self._trainer.state.global_step
+            step = self._engine.passes_of(
+                joined([call]), number=self._trainer.state.global_step, forward_only=True
             )
             with self._executor.planned_attention():
                 found = step.figures(lambda inputs: self._head.forward(model, inputs))
@@ -275,6 +338,9 @@ class PlannedLoss:
     def _taken(self, role: str, call: Call) -> Columns | None:
         """Return what is known of a call, once; None for nothing."""
         for index, result in enumerate(self._results):
+            has_gradients = result.figures[self._head.main].requires_grad
+            if has_gradients and not torch.is_grad_enabled():
+                continue
             if result.role == role and result.call.same_as(call):
                 del self._results[index]
                 return result.figures
@@ -356,9 +422,7 @@ def _plain_backward(loss: torch.Tensor, **options: Any) -> None:
         loss.backward()
 
 
-def _in_a_row(
-    parts: Sequence[torch.Tensor | None], like: Sequence[torch.Tensor]
-) -> torch.Tensor:
+def _in_a_row(parts: Sequence[torch.Tensor | None], like: Sequence[torch.Tensor]) -> torch.Tensor:
     """Return the gradients of all batches one behind the other, on the CPU; zeros for None.
 
     like: the figures that they are of, each [tokens, ...].
