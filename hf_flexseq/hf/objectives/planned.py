@@ -28,7 +28,7 @@ from hf_flexseq.hf.engine import FlexSeqEngine
 from hf_flexseq.hf.executors import WholeModelExecutor, base_model
 from hf_flexseq.hf.objectives.answering import answered_by
 from hf_flexseq.hf.objectives.calls import Call, joined
-from hf_flexseq.hf.objectives.heads import Classes, Head, head_of
+from hf_flexseq.hf.objectives.heads import Classes, Head, TokenFigures, head_of
 from hf_flexseq.hf.objectives.reference import (
     adapter_state,
     attached_reference,
@@ -37,6 +37,7 @@ from hf_flexseq.hf.objectives.reference import (
 from hf_flexseq.hf.objectives.trainers import (
     Foreseen,
     foreseen,
+    reads_figures,
     rolls_out,
 )
 from hf_flexseq.kernels.upload import to_device
@@ -68,7 +69,7 @@ class PlannedLoss:
     def __init__(self, trainer: Any, engine: FlexSeqEngine) -> None:
         self._trainer = trainer
         self._engine = engine
-        self._head: Head = head_of(base_model(trainer.model))
+        self._head: Head = head_of(base_model(trainer.model), reads_figures=reads_figures(trainer))
         # drawing: batches of the steps to come, and the step whose batches were handed out
         self._iterator: Iterator[Any] | None = None
         self._rows: Iterator[dict[str, Any]] = iter(())
@@ -82,6 +83,7 @@ class PlannedLoss:
         self._is_attached = False
         self._adapters: tuple[Any, ...] | None = None  # as they are in training
         self.prepared: Any = None  # the batch whose loss is computed, which is prepared already
+        self._labels: torch.Tensor | None = None  # [B, S] of the batch whose loss is computed
 
     # ---- the model
 
@@ -96,7 +98,9 @@ class PlannedLoss:
         trainer = self._trainer
         policy = base_model(trainer.model)
         self._adapters = adapter_state(trainer.model)
-        hooks = self._head.attach() if isinstance(self._head, Classes) else []
+        hooks: list[Any] = []
+        if isinstance(self._head, Classes | TokenFigures):
+            hooks = self._head.attach()
         try:
             with attached_reference(getattr(trainer, "ref_model", None), policy):
                 yield
@@ -266,6 +270,16 @@ class PlannedLoss:
     # ---- calls of the loss
 
     @contextmanager
+    def on_batch(self, batch: Mapping[str, Any]) -> Iterator[None]:
+        """Compute the loss of one batch inside the block: the Trainer may take its labels out and
+        call the model without them."""
+        former, self._labels = self._labels, batch.get("labels")
+        try:
+            yield
+        finally:
+            self._labels = former
+
+    @contextmanager
     def answering(self, model: nn.Module) -> Iterator[None]:
         """Answer the trainer's calls of its models inside the block.
 
@@ -318,14 +332,16 @@ class PlannedLoss:
     def _answer(self, role: str, model: nn.Module, given: Mapping[str, Any]) -> Any:
         """Return what a model would have returned. Collective over the world where the call was
         not foreseen, which is so on all ranks."""
+        if isinstance(self._head, TokenFigures) and given.get("labels") is None:
+            given = {**given, "labels": self._labels_for(given)}
         call = self._head.read(given)
         figures = self._taken(role, call)
         if figures is None:
             if torch.is_grad_enabled():
                 raise NotImplementedError(
-                    f"{type(self._trainer).__name__} computes a loss from tokens that are not "
-                    "those of its batch, or calls the model twice on them: hf_flexseq computes "
-                    "gradients of one call for each batch"
+                    f"{type(self._trainer).__name__} computes a loss from tokens or labels that "
+                    "are not those of its batch, or calls the model twice on them: hf_flexseq "
+                    "computes gradients of one call for each batch"
                 )
             step = self._engine.passes_of(
                 joined([call]), number=self._trainer.state.global_step, forward_only=True
@@ -334,6 +350,16 @@ class PlannedLoss:
                 found = step.figures(lambda inputs: self._head.forward(model, inputs))
             (figures,) = self.split(found, [call])
         return self._head.answer(call, figures, given)
+
+    def _labels_for(self, given: Mapping[str, Any]) -> torch.Tensor | None:
+        """Return the labels [B, S] of the batch for a call of the model without them."""
+        ids, labels = given.get("input_ids"), self._labels
+        if ids is not None and labels is not None and ids.shape != labels.shape:
+            raise NotImplementedError(
+                f"a loss calls the model on input_ids {tuple(ids.shape)} without labels, and "
+                f"those of its batch are {tuple(labels.shape)}: give labels of the same tokens"
+            )
+        return labels
 
     def _taken(self, role: str, call: Call) -> Columns | None:
         """Return what is known of a call, once; None for nothing."""
@@ -387,7 +413,8 @@ class _OfStep:
         with self._planned.answering(self._model), self._backward_at_home():
             for batch in self._batches:
                 self._planned.prepared = batch
-                total = total + self._stock_step(self._trainer.model, batch)
+                with self._planned.on_batch(batch):
+                    total = total + self._stock_step(self._trainer.model, batch)
         self._planned.prepared = None
 
         # 3. gradients, of all batches in a row
