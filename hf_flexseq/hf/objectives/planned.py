@@ -10,6 +10,9 @@
                    gets the results of 3 and 4, and its backward ends at them
 6. second pass     with the gradients of 5 as weights
 
+Where these gradients are known beforehand (`divergences.py`), one pass does for 4 and 6, and 5
+comes last.
+
 In an evaluation, and where a loss asks for something that was not foreseen, a call is planned and
 run when it comes (`answering`).
 """
@@ -28,6 +31,7 @@ from hf_flexseq.hf.engine import FlexSeqEngine
 from hf_flexseq.hf.executors import WholeModelExecutor, base_model
 from hf_flexseq.hf.objectives.answering import answered_by
 from hf_flexseq.hf.objectives.calls import Call, joined
+from hf_flexseq.hf.objectives.divergences import Divergences
 from hf_flexseq.hf.objectives.heads import Classes, Head, head_of
 from hf_flexseq.hf.objectives.reference import (
     adapter_state,
@@ -36,6 +40,7 @@ from hf_flexseq.hf.objectives.reference import (
 )
 from hf_flexseq.hf.objectives.trainers import (
     Foreseen,
+    distills,
     foreseen,
     rolls_out,
 )
@@ -69,6 +74,8 @@ class PlannedLoss:
         self._trainer = trainer
         self._engine = engine
         self._head: Head = head_of(base_model(trainer.model))
+        if distills(trainer):
+            self._head = Divergences(trainer)
         # drawing: batches of the steps to come, and the step whose batches were handed out
         self._iterator: Iterator[Any] | None = None
         self._rows: Iterator[dict[str, Any]] = iter(())
@@ -98,7 +105,13 @@ class PlannedLoss:
         self._adapters = adapter_state(trainer.model)
         hooks = self._head.attach() if isinstance(self._head, Classes) else []
         try:
-            with attached_reference(getattr(trainer, "ref_model", None), policy):
+            with ExitStack() as attached:
+                reference = getattr(trainer, "ref_model", None)
+                attached.enter_context(attached_reference(reference, policy))
+                if isinstance(self._head, Divergences):
+                    attached.enter_context(
+                        self._head.attached(self._executor, self._answer_of_policy)
+                    )
                 yield
         finally:
             for hook in hooks:
@@ -204,7 +217,9 @@ class PlannedLoss:
                 self._foresee(step, model, calls)
                 # 4. to 6.
                 objective = _OfStep(self, model, batches, calls, stock_step)
-                loss = self._engine.train_passes(step, objective, model, is_last=is_last)
+                loss = self._engine.train_passes(
+                    step, objective, model, weights=objective.weights(), is_last=is_last
+                )
         self._results.clear()
         self._engine.finish(step)
         return loss
@@ -370,6 +385,13 @@ class _OfStep:
         """Run a micro-batch: return figures of its tokens, each [tokens, ...]."""
         with self._trainer.compute_loss_context_manager():
             return self._head.forward(self._model, inputs)
+
+    def weights(self) -> Columns | None:
+        """Return the gradients of the loss, each [tokens, ...] on the CPU, where they are known
+        before it is computed; None where they depend on figures."""
+        if not isinstance(self._head, Divergences):
+            return None
+        return self._head.weights(self._batches, self._calls)
 
     def loss(self, figures: Columns) -> tuple[torch.Tensor, Columns]:
         """Return the sum of the losses of this rank's batches, and its gradients with respect to

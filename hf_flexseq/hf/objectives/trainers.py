@@ -74,21 +74,73 @@ def _reward(trainer: Any, batch: Mapping[str, Any]) -> Foreseen:
     return Foreseen(Call(batch["input_ids"], batch.get("attention_mask"), None))
 
 
+def _distillation(trainer: Any, batch: Mapping[str, Any]) -> Foreseen:
+    """As other samples; raises NotImplementedError for those with images."""
+    for name in batch:
+        if name not in _OF_TEXT:
+            raise NotImplementedError(
+                f"{type(trainer).__name__} has samples with {name}: hf_flexseq distills text "
+                "alone; leave images out of the dataset and of what tools return"
+            )
+    return _rollouts(trainer, batch)
+
+
+_OF_TEXT = (
+    *("prompt_ids", "prompt_mask", "completion_ids", "completion_mask", "tool_mask"),
+    "num_items_in_batch",
+)
+
 _OF_TRAINERS: dict[str, Callable[[Any, Mapping[str, Any]], Foreseen]] = {
     "DPOTrainer": _dpo,
     "KTOTrainer": _kto,
     "GRPOTrainer": _rollouts,
     "RLOOTrainer": _rollouts,
     "RewardTrainer": _reward,
+    "DistillationTrainer": _distillation,
 }
 
 # Trainers that draw prompts, and make of them what they train on.
-_ROLLING_OUT = ("GRPOTrainer", "RLOOTrainer")
+_ROLLING_OUT = ("GRPOTrainer", "RLOOTrainer", "DistillationTrainer")
+
+# Trainers whose losses compare whole distributions of two models in other ways than
+# DistillationTrainer, and what to do instead.
+_OTHER_DISTILLATIONS = {
+    "ServerDistillationTrainer": "its teacher answers from a server; use DistillationTrainer with "
+    "a teacher_model in this process",
+    "AsyncDistillationTrainer": "its teacher answers from a server; use DistillationTrainer with "
+    "a teacher_model in this process",
+    "GKDTrainer": "it compares the logits of two models, whole vocabularies; use TRL's "
+    "DistillationTrainer, which has the same divergences of the student's own completions",
+    "GOLDTrainer": "it compares the logits of two models, whole vocabularies; use TRL's "
+    "DistillationTrainer, with a teacher of the same vocabulary",
+    "IWOPDTrainer": "it compares the logits of two models, whole vocabularies; use TRL's "
+    "DistillationTrainer, which it is an older version of",
+    "SDFTTrainer": "it compares the logits of two models, whole vocabularies; use TRL's "
+    "DistillationTrainer, with a copy of the model as teacher_model",
+    "SDPOTrainer": "it compares the logits of two models, whole vocabularies; use TRL's "
+    "DistillationTrainer, or GRPO",
+}
 
 
 def rolls_out(trainer: Any) -> bool:
     """Tell if a trainer makes its samples while it trains."""
     return _is_one_of(trainer, _ROLLING_OUT)
+
+
+def distills(trainer: Any) -> bool:
+    """Tell if a trainer's loss is made of divergences from a teacher."""
+    return _is_one_of(trainer, ("DistillationTrainer",))
+
+
+def unsuitable_distillation(trainer: Any) -> str | None:
+    """Return what a trainer is, and what to use instead, if it distills in a way that cannot be
+    planned; None otherwise."""
+    for cls in type(trainer).__mro__:
+        if cls.__name__ in _OTHER_DISTILLATIONS:
+            return f"{cls.__name__}: {_OTHER_DISTILLATIONS[cls.__name__]}"
+    if distills(trainer) and trainer.teacher_model is None:
+        return f"{type(trainer).__name__} with teacher_model=None: give it a model"
+    return None
 
 
 def has_planned_loss(trainer: Any) -> bool:
