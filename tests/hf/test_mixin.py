@@ -7,8 +7,6 @@ from peft import LoraConfig, get_peft_model
 from tokenizers import Tokenizer, models
 from transformers import (
     DataCollatorWithPadding,
-    MixtralConfig,
-    MixtralForCausalLM,
     PreTrainedTokenizerFast,
     Trainer,
     TrainingArguments,
@@ -210,38 +208,6 @@ def test_the_tokenizer_of_a_collator_is_saved_with_the_model(tmp_path, collator)
     )
     assert "tokenizer.json" in wanted
     assert saved == wanted
-
-
-# ---- a mixture of experts
-
-
-def tiny_mixtral():
-    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1}
-    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": VOCAB}
-    return MixtralForCausalLM(MixtralConfig(**sizes, **heads, num_local_experts=2))
-
-
-def test_sft_trainer_trains_experts_without_their_router_loss_as_the_refusal_says(tmp_path):
-    options = {"flexseq_args": FlexSeqArguments(**OPTIONS)}
-    with pytest.raises(
-        NotImplementedError, match=r"SFTTrainer, .* SFTConfig\(router_aux_loss_coef=0.0\)"
-    ):
-        sft_trainer(FlexSeqSFTTrainer, tmp_path, 2, model=tiny_mixtral(), **options)
-    settings = {"router_aux_loss_coef": 0.0}
-    trainer = sft_trainer(
-        FlexSeqSFTTrainer, tmp_path, 2, model=tiny_mixtral(), settings=settings, **options
-    )
-    assert not trainer.model.config.output_router_logits
-
-
-def test_the_trainer_trains_experts_without_their_router_loss_as_the_refusal_says(tmp_path):
-    args = training_arguments(FlexSeqConfig, tmp_path, batch=2, accumulation=1)
-    model = tiny_mixtral()
-    model.config.output_router_logits = True
-    with pytest.raises(NotImplementedError, match="set config.output_router_logits=False"):
-        FlexSeqTrainer(model=model, args=args, train_dataset=dataset())
-    model.config.output_router_logits = False
-    FlexSeqTrainer(model=model, args=args, train_dataset=dataset())
 
 
 # ---- arguments
