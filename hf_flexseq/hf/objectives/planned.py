@@ -315,6 +315,20 @@ class PlannedLoss:
                 )
             yield
 
+    @contextmanager
+    def loss_of(self, batch: Any, *, is_last: bool) -> Iterator[None]:
+        """Surround the loss of one prepared batch of a step. As with the plain Trainer, accelerate
+        says of the last one alone that gradients are synchronised: some losses ask."""
+        state = self._trainer.accelerator.gradient_state
+        syncs = state.sync_gradients
+        state._set_sync_gradients(syncs and is_last)
+        self.prepared = batch
+        try:
+            yield
+        finally:
+            self.prepared = None
+            state._set_sync_gradients(syncs)
+
     def _end_answering(self) -> None:
         self._running = None
 
@@ -417,11 +431,11 @@ class _OfStep:
 
         # 2. the trainer's own steps
         total = torch.zeros((), device=self._trainer.args.device)
+        last = len(self._batches) - 1
         with self._planned.answering(self._model), self._backward_at_home():
-            for batch in self._batches:
-                self._planned.prepared = batch
-                total = total + self._stock_step(self._trainer.model, batch)
-        self._planned.prepared = None
+            for index, batch in enumerate(self._batches):
+                with self._planned.loss_of(batch, is_last=index == last):
+                    total = total + self._stock_step(self._trainer.model, batch)
 
         # 3. gradients, of all batches in a row
         gradients: Columns = {}
