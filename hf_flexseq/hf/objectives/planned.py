@@ -29,6 +29,7 @@ from torch import nn
 
 from hf_flexseq.hf.engine import FlexSeqEngine
 from hf_flexseq.hf.executors import WholeModelExecutor, base_model
+from hf_flexseq.hf.losses import distills, rolls_out
 from hf_flexseq.hf.objectives.answering import answered_by
 from hf_flexseq.hf.objectives.calls import Call, joined
 from hf_flexseq.hf.objectives.divergences import Divergences
@@ -38,12 +39,7 @@ from hf_flexseq.hf.objectives.reference import (
     attached_reference,
     reference_of,
 )
-from hf_flexseq.hf.objectives.trainers import (
-    Foreseen,
-    distills,
-    foreseen,
-    rolls_out,
-)
+from hf_flexseq.hf.objectives.trainers import Foreseen, foreseen
 from hf_flexseq.kernels.upload import to_device
 from hf_flexseq.steps.exchange import Columns
 from hf_flexseq.steps.inputs import Inputs
