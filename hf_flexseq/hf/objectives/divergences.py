@@ -50,7 +50,7 @@ class Divergences:
     """Divergences of a student's tokens from a teacher, and the student's entropies."""
 
     main = "divergence"
-    differentiable = ("divergence",)
+    differentiable: tuple[str, ...] = ("divergence",)
 
     def __init__(self, trainer: Any) -> None:
         """Raises NotImplementedError for a teacher that could not be computed exactly, and for a
