@@ -365,9 +365,10 @@ class FlexSeqEngine:
             )
         return self.executor
 
-    def evaluate(self, step: Step, forward: ForwardBackward) -> torch.Tensor:
-        """Run the forwards of one step. Returns a loss as `train` does."""
-        return self.executor.evaluate(step, forward)
+    def evaluate(self, step: Step, forward: ForwardBackward, model: nn.Module) -> torch.Tensor:
+        """Run the forwards of one step. model: as accelerate has wrapped it. Returns a loss as
+        `train` does."""
+        return self.executor.evaluate(step, forward, model)
 
     def finish(self, step: Step) -> None:
         """Gather the figures of a step that has run, and write its plan trace. Collective over the
@@ -448,7 +449,11 @@ class EngineStep:
             )
             # DDP, FSDP and DeepSpeed average gradients over ranks; the step's gradient is their
             # sum.
-            loss: torch.Tensor = outputs.loss * accelerator.num_processes
+            loss: torch.Tensor = outputs.loss
+            router = self._engine.executor.router
+            if router is not None:
+                loss = loss + router.coefficient * router.share()
+            loss = loss * accelerator.num_processes
             accelerator.backward(loss, **options)
             return loss.detach()
 

@@ -46,6 +46,7 @@ from hf_flexseq.hf.model.images import check_text_alone
 from hf_flexseq.hf.model.loss import ChunkedLoss, attach_chunked_loss
 from hf_flexseq.hf.model.positions import AttachedPositions, attach_positions, needed_columns
 from hf_flexseq.hf.model.recurrent import RecurrentFunctions, attach_recurrent
+from hf_flexseq.hf.model.router import RouterLoss, asks_for_router_loss
 from hf_flexseq.hf.sharding import BeforeLast, SteppedFsdp, fsdp_figures, reduces_each_batch
 from hf_flexseq.hf.trainer_checks import resolve_sync
 from hf_flexseq.kernels import Kernel
@@ -170,6 +171,10 @@ class Executor(Protocol):
     def trainer_hooks(self) -> TrainerHooks | None:
         """The hooks of a Trainer that has to do some things differently; None for nothing."""
 
+    @property
+    def router(self) -> RouterLoss | None:
+        """The router loss of the attached model; None for none."""
+
     def attach(self, model: nn.Module, *, lockstep: bool) -> None:
         """Make `model` run on planned steps. Collective over the world.
 
@@ -201,7 +206,7 @@ class Executor(Protocol):
         Returns this rank's loss, a scalar; the mean over ranks is the mean over target tokens.
         """
 
-    def evaluate(self, step: Any, forward: ForwardBackward) -> torch.Tensor:
+    def evaluate(self, step: Any, forward: ForwardBackward, model: nn.Module) -> torch.Tensor:
         """Run the forwards of one step. Returns a loss as `train` does."""
 
     def figures(self, step: Any, trace: PlanTrace) -> Figures:
@@ -240,6 +245,7 @@ class WholeModelExecutor:
         self._chunked_loss: ChunkedLoss | None = None
         self._positions: AttachedPositions | None = None
         self._recurrent: RecurrentFunctions | None = None
+        self.router: RouterLoss | None = None  # of a model that asks for one
         self._former_attention: str | None = None
         self._former_ddp: DistributedDataParallelKwargs | None = None
 
@@ -294,6 +300,7 @@ class WholeModelExecutor:
         self._chunked_loss = attach_chunked_loss(model)
         self._positions = attach_positions(base)
         self._recurrent = attach_recurrent(base)
+        self.router = RouterLoss(model, base) if asks_for_router_loss(base) else None
         self._token_columns = needed_columns(base)
         self._model = base
 
@@ -309,10 +316,13 @@ class WholeModelExecutor:
             self._positions.detach()
         if self._recurrent is not None:
             self._recurrent.detach()
+        if self.router is not None:
+            self.router.detach()
         self._model = None
         self._chunked_loss = None
         self._positions = None
         self._recurrent = None
+        self.router = None
         self._former_programs = None
         if self.fsdp is not None:
             self.fsdp.forget_model()
@@ -392,8 +402,11 @@ class WholeModelExecutor:
 
     # ---- steps
 
-    def deal(self, drawn: DrawnStep, plan: Plan, *, waited_s: float) -> OptimizerStep:
-        """Bring the drawn tokens to the ranks that the plan names. Collective over the world."""
+    def deal(self, drawn: DrawnStep, plan: Plan, *, waited_s: float) -> OptimizerStep | PassStep:
+        """Bring the drawn tokens to the ranks that the plan names. Collective over the world. A
+        step with a router loss runs several times."""
+        if self.router is not None:
+            return self.deal_passes(drawn, plan, waited_s=waited_s)
         communicator = self.setup.communicator
         device = self.setup.accelerator.device
         assert self._model is not None, "attach sets the model"
@@ -422,6 +435,8 @@ class WholeModelExecutor:
         times. Collective over the world."""
         communicator = self.setup.communicator
         device = self.setup.accelerator.device
+        assert self._model is not None, "attach sets the model"
+        check_text_alone(self._model.config, drawn.row.columns, communicator)
         if self.kernel is None:
             self.kernel = self._choose_kernel(max(plan.lengths))
         shards = shards_of(plan, communicator.rank, communicator.topology)
@@ -531,7 +546,10 @@ class WholeModelExecutor:
         return context_of
 
     def train(
-        self, step: OptimizerStep, forward_backward: ForwardBackward, model: nn.Module
+        self,
+        step: OptimizerStep | PassStep,
+        forward_backward: ForwardBackward,
+        model: nn.Module,
     ) -> torch.Tensor:
         """Run forward and backward of every micro-batch and return the sum of the losses, a
         detached scalar; see `train_passes` for a loss that is computed at home.
@@ -540,7 +558,12 @@ class WholeModelExecutor:
         with each, and FSDP2 as memory allows.
         """
         with self._of_step(step.plan, model) as before_last:
-            return step.run(forward_backward, before_last).detach()
+            if isinstance(step, PassStep):
+                router = self._router_of_step(model)
+                loss = step.run_after_totals(router, forward_backward, before_last)
+            else:
+                loss = step.run(forward_backward, before_last)
+            return loss.detach()
 
     def train_passes(
         self,
@@ -578,10 +601,18 @@ class WholeModelExecutor:
             return nullcontext()
         return reduced_once(model, communicator)
 
-    def evaluate(self, step: OptimizerStep, forward: ForwardBackward) -> torch.Tensor:
+    def evaluate(
+        self, step: OptimizerStep | PassStep, forward: ForwardBackward, model: nn.Module
+    ) -> torch.Tensor:
         """Run the forward of every micro-batch and return the sum of the losses, a detached
         scalar."""
+        if isinstance(step, PassStep):
+            return step.run_after_totals(self._router_of_step(model), forward).detach()
         return step.run(forward).detach()
+
+    def _router_of_step(self, model: nn.Module) -> RouterLoss:
+        assert self.router is not None, "deal has seen a router loss"
+        return self.router.of_step(model)
 
     @contextmanager
     def _accumulating(self, model: nn.Module, fsdp_before_last: BeforeLast) -> Iterator[None]:
@@ -608,7 +639,7 @@ class WholeModelExecutor:
         context: AbstractContextManager[Any] = accelerator.no_sync(model)
         return context
 
-    def figures(self, step: OptimizerStep, trace: PlanTrace) -> Figures:
+    def figures(self, step: OptimizerStep | PassStep, trace: PlanTrace) -> Figures:
         """Write the trace of a finished step and return its figures for the log. Collective over
         the world."""
         assert self.cost is not None, "attach sets the cost model"

@@ -15,11 +15,17 @@ import torch.distributed as dist
 from accelerate import Accelerator
 from accelerate.utils import DDPCommunicationHookType, DistributedType, DynamoBackend
 from torch import nn
-from transformers import Trainer
+from transformers import PreTrainedModel, Trainer
 
 from hf_flexseq.config import FlexSeqArguments
 from hf_flexseq.distributed.connect import capabilities_on
 from hf_flexseq.hf.model.facts import is_fully_sharded, is_reentrant, zero_stage
+from hf_flexseq.hf.model.router import (
+    NO_ROUTER_LOSS,
+    UnknownRouterLoss,
+    asks_for_router_loss,
+    router_facts,
+)
 from hf_flexseq.hf.objectives.trainers import has_planned_loss, unsuitable_distillation
 
 # ---- the accelerator
@@ -179,6 +185,29 @@ def check_trainer(trainer: Trainer, args: FlexSeqArguments) -> None:
         lockstep=own_loss,
         is_ordered=capabilities_on(trainer.accelerator.device).ordered,
     )
+
+
+def check_router_loss(trainer: Any, model: PreTrainedModel) -> None:
+    """Raise NotImplementedError for a trainer of TRL that adds a router loss to its own which is
+    not computed here.
+
+    model: the trainer's, without adapters. `check_model` has seen what it asks for itself.
+    """
+    if not getattr(trainer, "aux_loss_enabled", False):
+        return
+    name = type(model).__name__
+    if not has_planned_loss(trainer) and not asks_for_router_loss(model):
+        raise NotImplementedError(
+            f"router_aux_loss_coef={trainer.router_aux_loss_coef} with {name}, whose "
+            f"configuration does not name that coefficient: {NO_ROUTER_LOSS}"
+        )
+    try:
+        router_facts(model)
+    except UnknownRouterLoss as reason:
+        raise NotImplementedError(
+            f"router_aux_loss_coef={trainer.router_aux_loss_coef} with {name}: {reason}; "
+            f"{NO_ROUTER_LOSS}"
+        ) from reason
 
 
 def _contradictions(training: Any) -> list[Refusal]:

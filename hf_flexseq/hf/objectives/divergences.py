@@ -51,6 +51,7 @@ class Divergences:
 
     main = "divergence"
     differentiable: tuple[str, ...] = ("divergence",)
+    totals: tuple[str, ...] = ()
 
     def __init__(self, trainer: Any) -> None:
         """Raises NotImplementedError for a teacher that could not be computed exactly, and for a
@@ -72,6 +73,10 @@ class Divergences:
         self._found: Columns = {}
         # of the call that runs at home: whether it has got figures in place of hidden states
         self._is_answered = False
+
+    def attach(self) -> list[Any]:
+        """Leave the student as it is; see `attached`."""
+        return []
 
     @property
     def _teacher(self) -> PreTrainedModel:

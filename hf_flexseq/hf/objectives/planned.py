@@ -33,7 +33,7 @@ from hf_flexseq.hf.executors import WholeModelExecutor, base_model
 from hf_flexseq.hf.objectives.answering import answered_by
 from hf_flexseq.hf.objectives.calls import Call, joined
 from hf_flexseq.hf.objectives.divergences import Divergences
-from hf_flexseq.hf.objectives.heads import Classes, Head, head_of
+from hf_flexseq.hf.objectives.heads import Head, head_of
 from hf_flexseq.hf.objectives.reference import (
     adapter_state,
     attached_reference,
@@ -74,7 +74,10 @@ class PlannedLoss:
     def __init__(self, trainer: Any, engine: FlexSeqEngine) -> None:
         self._trainer = trainer
         self._engine = engine
-        self._head: Head = head_of(base_model(trainer.model))
+        self._head: Head = head_of(
+            base_model(trainer.model),
+            has_router_loss=getattr(trainer, "aux_loss_enabled", False),
+        )
         if distills(trainer):
             self._head = Divergences(trainer)
         # drawing: batches of the steps to come, and the step whose batches were handed out
@@ -104,7 +107,7 @@ class PlannedLoss:
         trainer = self._trainer
         policy = base_model(trainer.model)
         self._adapters = adapter_state(trainer.model)
-        hooks = self._head.attach() if isinstance(self._head, Classes) else []
+        hooks = self._head.attach()
         try:
             with ExitStack() as attached:
                 reference = getattr(trainer, "ref_model", None)
@@ -275,20 +278,27 @@ class PlannedLoss:
 
     def _run(self, step: PassStep, model: nn.Module, role: str, calls: Sequence[Call]) -> None:
         """Run a model forward, and keep what it gives for each of the calls."""
-        figures = step.figures(lambda inputs: self._head.forward(model, inputs))
+        figures = self._figures(step, model)
         for call, own in zip(calls, self.split(figures, calls), strict=True):
             self._results.append(_Result(role, call, own))
 
-    def split(self, figures: Columns, calls: Sequence[Call]) -> list[Columns]:
-        """Return the figures of each call, on the model's device.
+    def _figures(self, step: PassStep, model: nn.Module) -> Columns:
+        """Run a model forward, and return the figures of this rank's tokens and totals."""
+        return step.figures(lambda inputs: self._head.forward(model, inputs), self._head.totals)
 
-        figures: of the tokens of all calls, each [tokens, ...] on the CPU.
+    def split(self, figures: Columns, calls: Sequence[Call]) -> list[Columns]:
+        """Return the figures of each call, and totals, which are those of all, on the model's
+        device.
+
+        figures: of the tokens of all calls, each [tokens, ...], and totals on the CPU.
         """
         device = self._trainer.accelerator.device
         sizes = [call.tokens for call in calls]
         parts: list[Columns] = [{} for _ in calls]
         for name, values in figures.items():
-            for part, own in zip(parts, values.split(sizes), strict=True):
+            is_total = name in self._head.totals
+            owns = [values] * len(calls) if is_total else values.split(sizes)
+            for part, own in zip(parts, owns, strict=True):
                 part[name] = to_device(own, device)
         return parts
 
@@ -364,7 +374,7 @@ class PlannedLoss:
                 joined([call]), number=self._trainer.state.global_step, forward_only=True
             )
             with self._executor.planned_attention():
-                found = step.figures(lambda inputs: self._head.forward(model, inputs))
+                found = self._figures(step, model)
             (figures,) = self.split(found, [call])
         return self._head.answer(call, figures, given)
 
@@ -398,6 +408,7 @@ class _OfStep:
         self._stock_step = stock_step
         self._trainer = planned._trainer
         self._head = planned._head
+        self.totals = planned._head.totals
 
     def forward(self, inputs: Inputs) -> Columns:
         """Run a micro-batch: return figures of its tokens, each [tokens, ...]."""
@@ -436,7 +447,11 @@ class _OfStep:
             if name not in figures:
                 continue
             parts = [own[name].grad for own in leaves]
-            if name == self._head.main or any(part is not None for part in parts):
+            if name in self.totals:
+                found = [part.detach().cpu() for part in parts if part is not None]
+                if found:
+                    gradients[name] = torch.stack(found).sum(dim=0)
+            elif name == self._head.main or any(part is not None for part in parts):
                 gradients[name] = _in_a_row(parts, [own[name] for own in leaves])
         return total.detach(), gradients
 
