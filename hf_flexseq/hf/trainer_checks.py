@@ -19,6 +19,7 @@ from transformers import PreTrainedModel, Trainer
 
 from hf_flexseq.config import FlexSeqArguments
 from hf_flexseq.distributed.connect import capabilities_on
+from hf_flexseq.hf.losses import has_planned_loss, unsuitable_distillation
 from hf_flexseq.hf.model.facts import is_fully_sharded, is_reentrant, zero_stage
 from hf_flexseq.hf.model.router import (
     NO_ROUTER_LOSS,
@@ -26,7 +27,6 @@ from hf_flexseq.hf.model.router import (
     asks_for_router_loss,
     router_facts,
 )
-from hf_flexseq.hf.objectives.trainers import has_planned_loss, unsuitable_distillation
 
 # ---- the accelerator
 

@@ -8,7 +8,7 @@ from datasets import Dataset
 from trl import DistillationConfig, DistillationTrainer
 
 from hf_flexseq import FlexSeqArguments, FlexSeqMixin
-from hf_flexseq.hf.objectives.trainers import unsuitable_distillation
+from hf_flexseq.hf.losses import unsuitable_distillation
 from tests.hf.test_mixin import tokenizer
 from tests.hf.test_trainer import OPTIONS, training_arguments, update_error
 from tests.hf.tiny import VOCAB, tiny_llama

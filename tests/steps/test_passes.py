@@ -89,6 +89,8 @@ def random_loss(figures, rank, uses, seed):
 class RandomObjective:
     """`random_loss` of what a wrapped model gives."""
 
+    totals = ()
+
     def __init__(self, model, rank, uses, seed):
         self.model, self.rank, self.uses, self.seed = model, rank, uses, seed
         self.calls = 0

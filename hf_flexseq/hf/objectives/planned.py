@@ -30,6 +30,7 @@ from torch import nn
 
 from hf_flexseq.hf.engine import FlexSeqEngine
 from hf_flexseq.hf.executors import WholeModelExecutor, base_model
+from hf_flexseq.hf.losses import distills, rolls_out
 from hf_flexseq.hf.objectives.answering import answered_by
 from hf_flexseq.hf.objectives.calls import Call, joined
 from hf_flexseq.hf.objectives.divergences import Divergences
@@ -39,12 +40,7 @@ from hf_flexseq.hf.objectives.reference import (
     attached_reference,
     reference_of,
 )
-from hf_flexseq.hf.objectives.trainers import (
-    Foreseen,
-    distills,
-    foreseen,
-    rolls_out,
-)
+from hf_flexseq.hf.objectives.trainers import Foreseen, foreseen
 from hf_flexseq.kernels.upload import to_device
 from hf_flexseq.steps.exchange import Columns
 from hf_flexseq.steps.inputs import Inputs
@@ -333,6 +329,20 @@ class PlannedLoss:
                 )
             yield
 
+    @contextmanager
+    def loss_of(self, batch: Any, *, is_last: bool) -> Iterator[None]:
+        """Surround the loss of one prepared batch of a step. As with the plain Trainer, accelerate
+        says of the last one alone that gradients are synchronised: some losses ask."""
+        state = self._trainer.accelerator.gradient_state
+        syncs = state.sync_gradients
+        state._set_sync_gradients(syncs and is_last)
+        self.prepared = batch
+        try:
+            yield
+        finally:
+            self.prepared = None
+            state._set_sync_gradients(syncs)
+
     def _end_answering(self) -> None:
         self._running = None
 
@@ -435,11 +445,11 @@ class _OfStep:
 
         # 2. the trainer's own steps
         total = torch.zeros((), device=self._trainer.args.device)
+        last = len(self._batches) - 1
         with self._planned.answering(self._model), self._backward_at_home():
-            for batch in self._batches:
-                self._planned.prepared = batch
-                total = total + self._stock_step(self._trainer.model, batch)
-        self._planned.prepared = None
+            for index, batch in enumerate(self._batches):
+                with self._planned.loss_of(batch, is_last=index == last):
+                    total = total + self._stock_step(self._trainer.model, batch)
 
         # 3. gradients, of all batches in a row
         gradients: Columns = {}
