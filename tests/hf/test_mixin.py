@@ -13,7 +13,7 @@ from transformers import (
     Trainer,
     TrainingArguments,
 )
-from trl import DPOConfig, DPOTrainer, GRPOConfig, GRPOTrainer, SFTConfig, SFTTrainer
+from trl import DPOConfig, DPOTrainer, SFTConfig, SFTTrainer
 from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 
 from hf_flexseq import (
@@ -335,55 +335,24 @@ class FlexSeqDPOTrainer(FlexSeqMixin, DPOTrainer):
     pass
 
 
-class FlexSeqGRPOTrainer(FlexSeqMixin, GRPOTrainer):
-    pass
-
-
-def trl_arguments(cls, folder, **options):
-    return training_arguments(
-        cls, folder, batch=2, accumulation=1, gradient_checkpointing=False, bf16=False, **options
-    )
-
-
 @pytest.mark.parametrize("positional", [False, True])
-def test_dpo_trainer_is_refused_for_its_loss(tmp_path, positional):
-    names = ("model", "ref_model", "args")
-    values = (
-        tiny_llama(torch.float32),
-        tiny_llama(torch.float32),
-        trl_arguments(DPOConfig, tmp_path),
+def test_arguments_stand_where_the_next_trainer_has_them(tmp_path, positional):
+    args = training_arguments(
+        DPOConfig, tmp_path, batch=2, accumulation=1, gradient_checkpointing=False, bf16=False
     )
+    names = ("model", "ref_model", "args")  # args is the second one of Trainer
+    values = (tiny_llama(torch.float32), tiny_llama(torch.float32), args)
     given = values if positional else ()
     named = {} if positional else dict(zip(names, values, strict=True))
-    data = Dataset.from_list([{"prompt": "t1", "chosen": "t2", "rejected": "t3"}] * 4)
-    with pytest.raises(
-        NotImplementedError, match="support DPOTrainer: its loss is not a sum over tokens"
-    ) as raised:
-        FlexSeqDPOTrainer(
-            *given,
-            **named,
-            train_dataset=data,
-            processing_class=tokenizer(),
-            flexseq_args=FlexSeqArguments(**OPTIONS),
-        )
-    assert "\n" not in str(raised.value)
-
-
-def test_grpo_trainer_is_refused_before_it_draws_anything(tmp_path):
-    def reward(completions, **columns):
-        return [float(len(completion)) for completion in completions]
-
-    message = "support GRPOTrainer: it makes samples while it trains, as for reinforcement"
-    with pytest.raises(NotImplementedError, match=message) as raised:
-        FlexSeqGRPOTrainer(
-            tiny_llama(torch.float32),
-            reward,
-            trl_arguments(GRPOConfig, tmp_path, num_generations=2),
-            train_dataset=Dataset.from_list([{"prompt": "t1 t2"}] * 4),
-            processing_class=tokenizer(),
-            flexseq_args=FlexSeqArguments(**OPTIONS),
-        )
-    assert "\n" not in str(raised.value)
+    trainer = FlexSeqDPOTrainer(
+        *given,
+        **named,
+        train_dataset=Dataset.from_list([{"prompt": "t1", "chosen": "t2", "rejected": "t3"}] * 4),
+        processing_class=tokenizer(),
+        flexseq_args=FlexSeqArguments(**OPTIONS),
+    )
+    assert trainer.args is args
+    assert trainer.flexseq.args.max_tokens_per_rank == OPTIONS["max_tokens_per_rank"]
 
 
 def lora_llama():
