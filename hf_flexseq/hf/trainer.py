@@ -55,14 +55,15 @@ from hf_flexseq.hf.executors import (
     base_model,
 )
 from hf_flexseq.hf.loaders import EpochBatches, LongestLoader, batches_on_host
+from hf_flexseq.hf.losses import has_planned_loss
 from hf_flexseq.hf.model.checks import check_deterministic, check_model
+from hf_flexseq.hf.model.router import RouterLoss
 from hf_flexseq.hf.objectives.planned import PlannedLoss
-from hf_flexseq.hf.objectives.trainers import has_planned_loss
 from hf_flexseq.hf.pipeline.executor import stage_executor_for
 from hf_flexseq.hf.pipeline.hooks import load_own_stage
 from hf_flexseq.hf.resume import Resumed, choose_checkpoint, warn_without_optimizer
 from hf_flexseq.hf.saving import checkpoint_folder, saved_whole
-from hf_flexseq.hf.trainer_checks import check_trainer
+from hf_flexseq.hf.trainer_checks import check_router_loss, check_trainer
 from hf_flexseq.pipeline.optimizer import is_of_pipeline, load_optimizer
 from hf_flexseq.steps.collator import DataCollatorForFlexSeq
 from hf_flexseq.steps.inputs import Inputs
@@ -150,6 +151,7 @@ class FlexSeqMixin(_Trainer):
         check_trainer(self, options)
         base = base_model(self.model)
         check_model(base)
+        check_router_loss(self, base)
         if options.deterministic:
             check_deterministic(base)
         is_planned = has_planned_loss(self)
@@ -163,6 +165,8 @@ class FlexSeqMixin(_Trainer):
         self._flexseq_figures: list[Figures] = []  # of the steps since the last log
         self._flexseq_predictions = Predictions(options.cost_model)
         self._flexseq_eval = EvaluationLoss()  # of the evaluation that runs
+        self._flexseq_adds_router = False  # whether a loss is given its share of router losses
+        self._flexseq_notes_router = False  # whether router losses are among the trainer's metrics
         self._flexseq_loaders = ExitStack()  # what the end of training undoes on its dataloader
         # Ranks may run different numbers of micro-batches, unless a subclass computes its loss
         # with collectives between their forwards and backwards.
@@ -239,6 +243,8 @@ class FlexSeqMixin(_Trainer):
             )
             if self._flexseq_loss is not None:
                 attached.enter_context(self._flexseq_loss.attached())
+            elif self.flexseq.executor.router is not None:
+                attached.enter_context(self._adding_router_loss(self.flexseq.executor.router))
             yield
 
     def set_initial_training_values(self, args: TrainingArguments, dataloader: Any) -> Any:
@@ -299,8 +305,59 @@ class FlexSeqMixin(_Trainer):
         is_last = self.state.global_step + 1 >= self.state.max_steps
         with training:
             loss = self.flexseq.train(inputs.step, forward_backward, model, is_last=is_last)
+        self._note_router_loss("train")
         self.flexseq.finish(inputs.step)
         return loss
+
+    @contextmanager
+    def _adding_router_loss(self, router: RouterLoss) -> Iterator[None]:
+        """Add to each micro-batch's loss its share of the step's router loss inside the block,
+        whatever computes the rest; nothing happens inside another such block.
+
+        SFTTrainer, which would add that of the micro-batch itself, is told that there is none.
+        """
+        if self._flexseq_adds_router:
+            yield
+            return
+        own = self.__dict__  # where the user may have set a function of theirs, too
+        former = own.get("compute_loss")
+        own_loss = self.compute_loss
+        # SFTTrainer's coefficient is not always the model's.
+        adds_its_own = getattr(self, "aux_loss_enabled", False)
+        coefficient = self.router_aux_loss_coef if adds_its_own else router.coefficient
+        # The mean over ranks is the loss, and a share belongs to one rank.
+        factor = coefficient * self.accelerator.num_processes
+
+        def compute_loss(model: nn.Module, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+            found = own_loss(model, inputs, *args, **kwargs)
+            if isinstance(found, tuple):  # loss, outputs
+                return (found[0] + factor * router.share(), *found[1:])
+            return found + factor * router.share()
+
+        own["compute_loss"] = compute_loss
+        self._flexseq_adds_router = True
+        self._flexseq_notes_router = adds_its_own
+        if adds_its_own:
+            self.aux_loss_enabled = False
+        try:
+            yield
+        finally:
+            del own["compute_loss"]
+            if former is not None:
+                own["compute_loss"] = former
+            if adds_its_own:
+                self.aux_loss_enabled = True
+            self._flexseq_adds_router = False
+            self._flexseq_notes_router = False
+
+    def _note_router_loss(self, mode: str) -> None:
+        """Leave the router loss of a step where SFTTrainer keeps its metrics.
+
+        mode: "train" or "eval".
+        """
+        router = self.flexseq.executor.router
+        if self._flexseq_notes_router and router is not None and router.value is not None:
+            self._metrics[mode]["aux_loss"].append(float(router.value))
 
     def _train_at_home(
         self, planned: PlannedLoss, model: nn.Module, batch: Any, num_items_in_batch: Any
@@ -457,7 +514,8 @@ class FlexSeqMixin(_Trainer):
                 )
             return loss
 
-        loss = self.flexseq.evaluate(inputs.step, forward)
+        loss = self.flexseq.evaluate(inputs.step, forward, model)
+        self._note_router_loss("eval")
         self._flexseq_eval.add(loss, inputs.step.targets)
         return loss, None, None
 

@@ -380,6 +380,7 @@ def meta_model(name, kind="ForCausalLM", **config):
         ("Phi3", {}),
         ("SmolLM3", {}),
         ("Mixtral", EXPERTS),
+        ("Mixtral", {"output_router_logits": True, **EXPERTS}),
         ("Qwen3Moe", {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}),
         ("Glm4", {}),
         ("Granite", {}),
@@ -438,9 +439,14 @@ NO_INTERFACE = "does not call transformers' attention interface"
         ),
         ("GPT2", {"kind": "LMHeadModel", "n_embd": 32, "n_head": 4}, "attn_pdrop=0.1"),
         (
+            "DeepseekV3",
+            {"output_router_logits": True, "kv_lora_rank": 16, "num_key_value_heads": 4},
+            "output_router_logits=True: its forward has no `load_balancing_loss_func",
+        ),
+        (
             "Mixtral",
-            {"output_router_logits": True, **EXPERTS},
-            "output_router_logits=True: a router loss",
+            {"output_router_logits": True, "kind": "ForSequenceClassification", **EXPERTS},
+            "output_router_logits=True: classifiers have no router loss",
         ),
         (
             "Llama",

@@ -7,13 +7,11 @@ from peft import LoraConfig, get_peft_model
 from tokenizers import Tokenizer, models
 from transformers import (
     DataCollatorWithPadding,
-    MixtralConfig,
-    MixtralForCausalLM,
     PreTrainedTokenizerFast,
     Trainer,
     TrainingArguments,
 )
-from trl import DPOConfig, DPOTrainer, SFTConfig, SFTTrainer
+from trl import DPOConfig, DPOTrainer, GRPOTrainer, SFTConfig, SFTTrainer
 from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 
 from hf_flexseq import (
@@ -212,38 +210,6 @@ def test_the_tokenizer_of_a_collator_is_saved_with_the_model(tmp_path, collator)
     assert saved == wanted
 
 
-# ---- a mixture of experts
-
-
-def tiny_mixtral():
-    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1}
-    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": VOCAB}
-    return MixtralForCausalLM(MixtralConfig(**sizes, **heads, num_local_experts=2))
-
-
-def test_sft_trainer_trains_experts_without_their_router_loss_as_the_refusal_says(tmp_path):
-    options = {"flexseq_args": FlexSeqArguments(**OPTIONS)}
-    with pytest.raises(
-        NotImplementedError, match=r"SFTTrainer, .* SFTConfig\(router_aux_loss_coef=0.0\)"
-    ):
-        sft_trainer(FlexSeqSFTTrainer, tmp_path, 2, model=tiny_mixtral(), **options)
-    settings = {"router_aux_loss_coef": 0.0}
-    trainer = sft_trainer(
-        FlexSeqSFTTrainer, tmp_path, 2, model=tiny_mixtral(), settings=settings, **options
-    )
-    assert not trainer.model.config.output_router_logits
-
-
-def test_the_trainer_trains_experts_without_their_router_loss_as_the_refusal_says(tmp_path):
-    args = training_arguments(FlexSeqConfig, tmp_path, batch=2, accumulation=1)
-    model = tiny_mixtral()
-    model.config.output_router_logits = True
-    with pytest.raises(NotImplementedError, match="set config.output_router_logits=False"):
-        FlexSeqTrainer(model=model, args=args, train_dataset=dataset())
-    model.config.output_router_logits = False
-    FlexSeqTrainer(model=model, args=args, train_dataset=dataset())
-
-
 # ---- arguments
 
 
@@ -335,13 +301,24 @@ class FlexSeqDPOTrainer(FlexSeqMixin, DPOTrainer):
     pass
 
 
-@pytest.mark.parametrize("positional", [False, True])
-def test_arguments_stand_where_the_next_trainer_has_them(tmp_path, positional):
-    args = training_arguments(
-        DPOConfig, tmp_path, batch=2, accumulation=1, gradient_checkpointing=False, bf16=False
+class FlexSeqGRPOTrainer(FlexSeqMixin, GRPOTrainer):
+    pass
+
+
+def trl_arguments(cls, folder, **options):
+    return training_arguments(
+        cls, folder, batch=2, accumulation=1, gradient_checkpointing=False, bf16=False, **options
     )
-    names = ("model", "ref_model", "args")  # args is the second one of Trainer
-    values = (tiny_llama(torch.float32), tiny_llama(torch.float32), args)
+
+
+@pytest.mark.parametrize("positional", [False, True])
+def test_a_dpo_trainer_takes_its_arguments_by_position_too(tmp_path, positional):
+    names = ("model", "ref_model", "args")
+    values = (
+        tiny_llama(torch.float32),
+        tiny_llama(torch.float32),
+        trl_arguments(DPOConfig, tmp_path),
+    )
     given = values if positional else ()
     named = {} if positional else dict(zip(names, values, strict=True))
     trainer = FlexSeqDPOTrainer(
@@ -351,8 +328,38 @@ def test_arguments_stand_where_the_next_trainer_has_them(tmp_path, positional):
         processing_class=tokenizer(),
         flexseq_args=FlexSeqArguments(**OPTIONS),
     )
-    assert trainer.args is args
-    assert trainer.flexseq.args.max_tokens_per_rank == OPTIONS["max_tokens_per_rank"]
+    assert trainer.model is values[0]
+    assert trainer.ref_model is values[1]
+
+
+class MeansTrainer(FlexSeqTrainer):
+    """A loss that is a mean over each batch."""
+
+    loss_is_scaled_for_ga = False
+
+
+class SamplesTrainer(FlexSeqTrainer):
+    """Samples that are made of prompts."""
+
+    def _prepare_inputs(self, inputs):
+        return super()._prepare_inputs(inputs)
+
+    def _set_signature_columns_if_needed(self):
+        self._signature_columns = ["prompt"]
+
+
+@pytest.mark.parametrize(
+    "cls, message",
+    [
+        (MeansTrainer, "support MeansTrainer: its loss is not a sum over tokens"),
+        (SamplesTrainer, "support SamplesTrainer: it makes samples while it trains"),
+    ],
+)
+def test_losses_of_unknown_trainers_are_refused_when_they_are_made(tmp_path, cls, message):
+    args = training_arguments(FlexSeqConfig, tmp_path, batch=2, accumulation=1, **OPTIONS)
+    with pytest.raises(NotImplementedError, match=message) as raised:
+        cls(model=tiny_llama(torch.float32), args=args, train_dataset=dataset())
+    assert "\n" not in str(raised.value)
 
 
 def lora_llama():
