@@ -14,6 +14,8 @@ from tests.hf.test_trainer import OPTIONS, training_arguments, update_error
 from tests.hf.tiny import VOCAB, tiny_llama
 from tests.ranks import run_ranks
 
+EXACT = {"optim": "sgd", "bf16": False, "gradient_checkpointing": False}
+
 # Figures of time and of the planner alone are not those of the stock trainer.
 UNLIKE = ("time", "runtime", "per_second", "flexseq/")
 
@@ -63,12 +65,9 @@ def distillation(cls, folder, *, accumulation=1, steps=2, teacher=None, options=
         folder,
         batch=2,
         accumulation=accumulation,
-        optim="sgd",
-        bf16=False,
-        gradient_checkpointing=False,
         max_steps=steps,
         per_device_eval_batch_size=2,
-        **{"learning_rate": 0.5, "beta": 0.5, **settings},
+        **{**EXACT, "learning_rate": 0.5, "beta": 0.5, **settings},
     )
     flexseq = {}
     if issubclass(cls, FlexSeqMixin):
@@ -121,12 +120,17 @@ def assert_alike(found, wanted):
 
 @pytest.mark.processes
 def test_ten_steps_are_those_of_the_stock_trainer(tmp_path):
+    # sequences of up to 32 tokens: some need both ranks
     settings = {"accumulation": 2, "steps": 10, "temperature": 0.8}
+    settings["options"] = {"max_tokens_per_rank": 16}
     wanted = run_ranks(run, 2, FixedCompletions, tmp_path, settings)
     found = run_ranks(run, 2, FlexSeqDistillation, tmp_path, settings)
     assert any("entropy" in entry for entry in wanted[0][2])
     for rank in range(2):
         assert_alike(found[rank], wanted[rank])
+    for entry in found[0][2][:10]:
+        assert entry["step_time"] > entry["flexseq/measured_s"]  # of a whole step
+    assert any("flexseq/groups_of_2" in entry for entry in found[0][2])
 
 
 @pytest.mark.parametrize("beta", [0.0, 1.0])

@@ -17,6 +17,8 @@ from tests.hf.objectives import (
     make_trainer,
     saved_llama,
 )
+from tests.hf.test_resume import KilledAfter
+from tests.hf.test_trainer import logged
 from tests.hf.tiny import tiny_llama
 from tests.ranks import run_ranks
 
@@ -54,6 +56,35 @@ def test_two_ranks_train_as_the_plain_trainers_do(tmp_path):
             assert apart.metrics < METRICS_BOUND, (name, apart.metric)
             assert apart.figures > 20, name
             assert not apart.missing, name
+
+
+# ---- resumed
+
+
+def losses(rank, world_size, folder, kind, killed, resume):
+    """Of every step; saves come every two steps."""
+    datasets.disable_progress_bars()
+    case = Case(
+        kind=kind, steps=6, accumulation=2, settings={"save_strategy": "steps", "save_steps": 2}
+    )
+    callbacks = [KilledAfter(3)] if killed else None
+    trainer = make_trainer(case, True, folder, callbacks=callbacks)
+    trainer.train(resume_from_checkpoint=resume)
+    return logged(trainer.state.log_history, "loss")
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("kind", ["dpo", "grpo"])
+def test_a_killed_run_resumes_with_the_same_losses(tmp_path, kind):
+    whole, killed = tmp_path / "whole", tmp_path / "killed"
+    for folder in (whole, killed):
+        saved_llama(folder)
+    wanted = run_ranks(losses, 2, whole, kind, False, None, seconds=120)
+    assert len(wanted[0]) == 6
+    assert len(set(wanted[0])) == 6
+    with pytest.raises(AssertionError, match="the process died"):
+        run_ranks(losses, 2, killed, kind, True, None, seconds=120)
+    assert run_ranks(losses, 2, killed, kind, False, True, seconds=120) == wanted
 
 
 # ---- what is refused

@@ -118,10 +118,10 @@ def errors_under_random_plans(rank, world_size, family, sharding, plans):
 @pytest.mark.processes
 @pytest.mark.parametrize(
     ("world_size", "family", "sharding"),
-    [(2, "Mixtral", "ddp"), (3, "Qwen3Moe", "ddp"), (2, "Qwen3Moe", "fsdp2")],
+    [(3, "Qwen3Moe", "ddp"), (2, "Mixtral", "fsdp2")],
 )
 def test_gradients_with_a_router_loss_equal_one_process(world_size, family, sharding):
-    for worst in run_ranks(errors_under_random_plans, world_size, family, sharding, 6):
+    for worst in run_ranks(errors_under_random_plans, world_size, family, sharding, 4):
         assert worst < 1e-10
 
 
@@ -144,8 +144,9 @@ def plain_or_sft(kind, cls, folder, batch, accumulation, **options):
         SFTConfig, folder, max_length=None, router_aux_loss_coef=0.3, **skip, **common
     )
     data["eval_dataset"] = Dataset.from_list(data["eval_dataset"])
-    if kind == "lora":
-        options["peft_config"] = LoraConfig(target_modules=["q_proj", "v_proj"], r=2)
+    options["peft_config"] = LoraConfig(
+        target_modules=["q_proj"], r=2, modules_to_save=["mlp.gate"]
+    )
     return cls(model=mixture(), args=args, processing_class=tokenizer(), **data, **options)
 
 
@@ -211,9 +212,7 @@ def flexseq_run(rank, world_size, kind, folder, accumulation):
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize(
-    ("kind", "accumulation"), [("plain", 2), ("sft", 1), ("lora", 2), ("dpo", 2)]
-)
+@pytest.mark.parametrize(("kind", "accumulation"), [("plain", 2), ("sft", 1), ("dpo", 2)])
 def test_two_ranks_equal_one_process_with_the_step_as_one_batch(tmp_path, kind, accumulation):
     torch.manual_seed(0)
     if kind == "dpo":
@@ -302,6 +301,13 @@ def test_another_function_is_refused(tmp_path, monkeypatch):
     assert "set config.output_router_logits=False" in str(raised.value)
     with pytest.raises(NotImplementedError, match="router_aux_loss_coef=0.5 with Mixtral"):
         dpo(FlexSeqDPOTrainer, tmp_path, 2, 1, flexseq_args=FlexSeqArguments(**OPTIONS))
+
+
+def test_a_pipeline_is_refused(tmp_path):
+    options = {"pipeline_parallel_size": 2, **OPTIONS}
+    args = training_arguments(FlexSeqConfig, tmp_path, batch=2, accumulation=1, **options)
+    with pytest.raises(NotImplementedError, match="output_router_logits=True with a pipeline"):
+        FlexSeqTrainer(model=mixture(), args=args, train_dataset=dataset())
 
 
 def test_nothing_is_left_on_the_model():

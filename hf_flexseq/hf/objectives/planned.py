@@ -17,6 +17,7 @@ In an evaluation, and where a loss asks for something that was not foreseen, a c
 run when it comes (`answering`).
 """
 
+import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -202,7 +203,8 @@ class PlannedLoss:
         model: as accelerate has wrapped it. is_last: whether no step comes after it.
         """
         trainer = self._trainer
-        with in_training_mode(model):
+        began = time.perf_counter()
+        with in_training_mode(model), self._timed_since(began):
             # 1., 2. batches, and one plan for all of them
             batches = self._prepared_batches()
             calls = [foreseen(trainer, batch, self._head) for batch in batches]
@@ -222,6 +224,22 @@ class PlannedLoss:
         self._results.clear()
         self._engine.finish(step)
         return loss
+
+    @contextmanager
+    def _timed_since(self, began: float) -> Iterator[None]:
+        """Surround a step: where TRL logs its seconds, which it takes around the loss at home, put
+        those of the whole step."""
+        logged = len(self._logged_seconds())
+        yield
+        seconds = self._logged_seconds()
+        if len(seconds) > logged:
+            seconds[-1] = time.perf_counter() - began
+
+    def _logged_seconds(self) -> list[float]:
+        """Return the seconds of steps that TRL is to log, which may be changed."""
+        of_training = getattr(self._trainer, "_metrics", {}).get("train", {})
+        seconds: list[float] = of_training.get("step_time", [])
+        return seconds
 
     def _prepared_batches(self) -> list[Any]:
         """Return the batches of the step as the trainer's loss gets them."""
