@@ -8,7 +8,7 @@ together.
 
 import logging
 import random
-from collections.abc import Iterator, Mapping, Sized
+from collections.abc import Callable, Iterator, Mapping, Sized
 from contextlib import contextmanager
 from typing import Any
 
@@ -68,7 +68,16 @@ def check_examples(trainer: Trainer, args: FlexSeqArguments, *, resumes: bool) -
         if lengths is not None and len(lengths):
             if trainer.data_collator.example_collator is None:  # one may add tokens
                 _check_tokens(name, lengths)
-            _check_room(name, dataset, lengths, trainer, args)
+            _check_room(name, dataset, lengths, trainer, args, _collated_tokens)
+
+
+def check_sides(trainer: Trainer, args: FlexSeqArguments) -> None:
+    """Raise PlanInfeasible for an example of which a sequence fits nowhere, where a loss compares
+    sequences, and where this can be known before training."""
+    for name, dataset in _datasets(trainer):
+        longest = _longest_sides(dataset)
+        if longest is not None and len(longest):
+            _check_room(name, dataset, longest, trainer, args, _longest_row)
 
 
 def check_first_step(step: RankStep[Any] | None) -> None:
@@ -160,30 +169,57 @@ def _random_numbers_kept() -> Iterator[None]:
 # ---- lengths
 
 
-def _token_counts(dataset: Any) -> np.ndarray | None:
-    """Return [examples] the length of each `input_ids`, padding included; None where finding them
-    would read every example."""
+def _token_counts(dataset: Any, column: str = "input_ids") -> np.ndarray | None:
+    """Return [examples] the length of each example's `column`, padding included; None where
+    finding them would read every example."""
     if isinstance(dataset, list | tuple):
-        if not all(isinstance(example, Mapping) and "input_ids" in example for example in dataset):
+        if not all(isinstance(example, Mapping) and column in example for example in dataset):
             return None
-        if not all(isinstance(example["input_ids"], Sized) for example in dataset):
+        if not all(isinstance(example[column], Sized) for example in dataset):
             return None
-        return np.array([len(example["input_ids"]) for example in dataset])
+        return np.array([len(example[column]) for example in dataset])
     if not is_datasets_available():
         return None
     from datasets import Dataset
 
     is_table = isinstance(dataset, Dataset) and dataset.format["type"] != "custom"
     # With indices of its own a dataset is a selection of its table, which can be far larger.
-    if not is_table or dataset._indices is not None or "input_ids" not in dataset.column_names:
+    if not is_table or dataset._indices is not None or column not in dataset.column_names:
         return None
     import pyarrow.compute
     import pyarrow.types as kinds
 
-    column = dataset.data.column("input_ids")
-    if not (kinds.is_list(column.type) or kinds.is_large_list(column.type)) or column.null_count:
+    values = dataset.data.column(column)
+    if not (kinds.is_list(values.type) or kinds.is_large_list(values.type)) or values.null_count:
         return None
-    return pyarrow.compute.list_value_length(column).to_numpy()
+    return pyarrow.compute.list_value_length(values).to_numpy()
+
+
+# Columns that stand one behind the other in a sequence, as TRL's trainers leave a dataset.
+_SIDES = (
+    ("prompt_ids", "chosen_ids"),
+    ("prompt_ids", "rejected_ids"),
+    ("prompt_ids", "completion_ids"),
+    ("chosen_ids",),
+    ("rejected_ids",),
+)
+
+
+def _longest_sides(dataset: Any) -> np.ndarray | None:
+    """Return [examples] the tokens of the longest sequence of each example that has several; None
+    where finding them would read every example."""
+    longest = None
+    for columns in _SIDES:
+        counts = []
+        for column in columns:
+            count = _token_counts(dataset, column)
+            if count is not None:
+                counts.append(count)
+        if len(counts) < len(columns):
+            continue
+        side = np.sum(counts, axis=0)  # [examples]
+        longest = side if longest is None else np.maximum(longest, side)
+    return longest
 
 
 def _check_tokens(name: str, lengths: np.ndarray) -> None:
@@ -202,10 +238,11 @@ def _check_room(
     lengths: np.ndarray,
     trainer: Trainer,
     args: FlexSeqArguments,
+    tokens_of: Callable[[Mapping[str, Any], Trainer], int],
 ) -> None:
     """Raise PlanInfeasible for an example that does not fit on the ranks that may share it.
 
-    lengths: [examples].
+    lengths: [examples]. tokens_of: those of an example, after the collator.
     """
     cap = args.max_tokens_per_rank
     if cap is None or args.pipeline_parallel_size > 1:
@@ -219,7 +256,7 @@ def _check_room(
     for index in longest_first.tolist():
         if lengths[index] <= cap * ranks:
             return
-        tokens = _collated_tokens(_example(dataset, index), trainer)
+        tokens = tokens_of(_example(dataset, index), trainer)
         if tokens > cap * ranks:
             raise PlanInfeasible(
                 f"{name}[{index}] has {tokens:,} tokens, above the {ranks} x {cap:,} of "
@@ -237,3 +274,12 @@ def _collated_tokens(example: Mapping[str, Any], trainer: Trainer) -> int:
     with _random_numbers_kept():
         tokens: int = trainer.data_collator([columns])[LENGTHS][0]
     return tokens
+
+
+def _longest_row(example: Mapping[str, Any], trainer: Trainer) -> int:
+    """Return the tokens of the longest sequence that the trainer's collator makes of an
+    example."""
+    with _random_numbers_kept():
+        batch = trainer.data_collator([dict(example)])
+    masks = [value for name, value in batch.items() if name.endswith("attention_mask")]
+    return max(int(mask.sum(dim=1).max()) for mask in masks)

@@ -41,11 +41,14 @@ from hf_flexseq.hf.executors import EngineSetup, Executor, ForwardBackward, Whol
 from hf_flexseq.hf.gradients import gradients_of, step_was_skipped
 from hf_flexseq.hf.loaders import batches_on_host
 from hf_flexseq.hf.trainer_checks import check_accelerator
+from hf_flexseq.planner.process.client import Planner
 from hf_flexseq.planner.static import check_degree
 from hf_flexseq.steps.ahead import DealtSteps, Step
+from hf_flexseq.steps.exchange import Columns
 from hf_flexseq.steps.inputs import Inputs
 from hf_flexseq.steps.lookahead import Lookahead
 from hf_flexseq.steps.nonfinite import NonfiniteWatch
+from hf_flexseq.steps.passes import Objective, PassStep
 from hf_flexseq.steps.trace import Figures, PlanTrace
 
 
@@ -82,6 +85,7 @@ class FlexSeqEngine:
         self.executor = executor(setup)
         self._costs = setup.costs
         self._training: DealtSteps | None = None
+        self._in_place: dict[bool, DealtSteps] = {}  # of calls: with a backward, without one
         self._on_figures = on_figures
         self._unread: Step | None = None  # has run, and its figures have not been gathered
         self._watch = NonfiniteWatch(args.on_nonfinite, setup.communicator.rank)
@@ -130,6 +134,9 @@ class FlexSeqEngine:
             self._loader_settings.restore()
             self._watch.forget()
             self._unread = None
+            for dealt in self._in_place.values():
+                dealt.close()
+            self._in_place.clear()
             if self._training is not None:
                 self._training.close()
                 self._training = None
@@ -208,25 +215,35 @@ class FlexSeqEngine:
         self.check_finite()
 
     def _dealt_steps(
-        self, lookahead: int, first_number: int = 0, *, what: str = "step"
+        self,
+        lookahead: int,
+        first_number: int = 0,
+        *,
+        what: str = "step",
+        deal: Callable[..., Step] | None = None,
+        planner: Callable[[], Planner] | None = None,
     ) -> DealtSteps:
         """Return steps of which so many are planned ahead, by the planner on rank 0. Collective
-        over the world."""
-        planner = None
+        over the world.
+
+        deal: brings a step's tokens to their ranks; None for `executor.deal`.
+        planner: makes the planner; None for `executor.planner`.
+        """
+        made: Planner | None = None
         with Attempt() as starting:  # a process may be one too many for the machine
             if self.communicator.rank == 0:
-                planner = self.executor.planner(ahead=lookahead > 0)
+                made = planner() if planner else self.executor.planner(ahead=lookahead > 0)
         starting.raise_together(self.communicator.host.gather_values, "starting the planner")
         planned = Lookahead(
             self.communicator,
-            planner,
+            made,
             lookahead,
             check=self.executor.check,
             read=self.executor.read,
             first_number=first_number,
             what=what,
         )
-        return DealtSteps(planned, self.executor.deal)
+        return DealtSteps(planned, deal or self.executor.deal)
 
     # ---- running steps
 
@@ -248,18 +265,110 @@ class FlexSeqEngine:
         Returns this rank's loss, a detached scalar; the mean over ranks is the mean over the
         step's target tokens.
         """
-        # The optimizer has had its turn with the step before.
-        self._watch.settle(skipped=step_was_skipped(self.accelerator))
-        with self.communicator.host.naming_lost():
-            loss = self.executor.train(step, forward_backward, model)
-        self._watch.take(step.number, loss, gradients_of(model, self.accelerator))
+        loss = self._watched(
+            step, model, lambda: self.executor.train(step, forward_backward, model)
+        )
         if self._training is not None and not is_last:
             self._training.deal_ahead()
         return loss
 
-    def evaluate(self, step: Step, forward: ForwardBackward) -> torch.Tensor:
-        """Run the forwards of one step. Returns a loss as `train` does."""
-        return self.executor.evaluate(step, forward)
+    def _watched(
+        self, step: Step, model: nn.Module, train: Callable[[], torch.Tensor]
+    ) -> torch.Tensor:
+        """Train one step, and look for what is not finite in its loss and gradients."""
+        # The optimizer has had its turn with the step before.
+        self._watch.settle(skipped=step_was_skipped(self.accelerator))
+        with self.communicator.host.naming_lost():
+            loss = train()
+        self._watch.take(step.number, loss, gradients_of(model, self.accelerator))
+        return loss
+
+    # ---- losses that are computed at home
+
+    def next_passes(
+        self,
+        iterator: Iterator[Mapping[str, Any]],
+        num_batches: int,
+        *,
+        first_number: int = 0,
+    ) -> PassStep | None:
+        """Return the next training step as `next_step` does, for a loss that is computed at home.
+        Collective over the world."""
+        self._check_attached()
+        if self._training is None:
+            self._training = self._dealt_steps(
+                self.args.lookahead, first_number, deal=self._whole.deal_passes
+            )
+        step = self._training.next(iterator, num_batches)
+        assert step is None or isinstance(step, PassStep)
+        return step
+
+    def passes_of(
+        self, batch: Mapping[str, Any] | None, *, number: int, forward_only: bool = False
+    ) -> PassStep:
+        """Return sequences of all ranks as a step that runs several times, planned and dealt in
+        place. Collective over the world.
+
+        batch: this rank's, as DataCollatorForFlexSeq makes them; None for no sequence.
+        number: of the step, in messages and in the plan trace.
+        forward_only: whether no pass will have a backward.
+        Raises RuntimeError when no model is attached, PlanInfeasible when a sequence fits nowhere,
+        and ValueError when no rank has a sequence.
+        """
+        self._check_attached()
+        if forward_only not in self._in_place:
+            self._in_place[forward_only] = self._dealt_steps(
+                0,
+                what="call",
+                deal=self._whole.deal_passes,
+                planner=self._whole.forward_planner if forward_only else None,
+            )
+        batches = [] if batch is None else [batch]
+        step = self._in_place[forward_only].next(iter(batches), 1)
+        if step is None:
+            raise ValueError("no rank has a sequence to compute a loss of")
+        assert isinstance(step, PassStep)
+        step.number = number
+        return step
+
+    def train_passes(
+        self,
+        step: PassStep,
+        objective: Objective,
+        model: nn.Module,
+        *,
+        weights: Columns | None = None,
+        is_last: bool = False,
+    ) -> torch.Tensor:
+        """Run the passes of one step around a loss that is computed at home; afterwards gradients
+        are the mean over ranks of those of their losses. Then the next step is dealt. Collective
+        over the world.
+
+        model: as accelerate has wrapped it. weights: the gradients of the loss, where they are
+        known before it (`PassStep.run_once`). is_last: see `train`. Returns this rank's loss, a
+        detached scalar.
+        """
+        loss = self._watched(
+            step, model, lambda: self._whole.train_passes(step, objective, model, weights)
+        )
+        if self._training is not None and not is_last:
+            self._training.deal_ahead()
+        return loss
+
+    @property
+    def _whole(self) -> WholeModelExecutor:
+        """The executor, where a rank has the whole model."""
+        if not isinstance(self.executor, WholeModelExecutor):
+            raise NotImplementedError(
+                "a loss that is computed from figures of whole sequences does not run in pipeline "
+                "stages: set pipeline_parallel_size=1"
+            )
+        return self.executor
+
+    def evaluate(self, step: Step, forward: ForwardBackward, model: nn.Module) -> torch.Tensor:
+        """Run the forwards of one step. model: as accelerate has wrapped it. Returns a loss as
+        `train` does."""
+        return self.executor.evaluate(step, forward, model)
 
     def finish(self, step: Step) -> None:
         """Gather the figures of a step that has run, and write its plan trace. Collective over the
@@ -340,7 +449,11 @@ class EngineStep:
             )
             # DDP, FSDP and DeepSpeed average gradients over ranks; the step's gradient is their
             # sum.
-            loss: torch.Tensor = outputs.loss * accelerator.num_processes
+            loss: torch.Tensor = outputs.loss
+            router = self._engine.executor.router
+            if router is not None:
+                loss = loss + router.coefficient * router.share()
+            loss = loss * accelerator.num_processes
             accelerator.backward(loss, **options)
             return loss.detach()
 

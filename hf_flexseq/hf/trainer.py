@@ -7,6 +7,8 @@
   Trainer counts them; all but the last are empty.
 * `training_step`: runs the micro-batches of the plan, each through the Trainer's own
   `training_step`.
+* `_prepare_inputs`, `_get_per_token_logps_and_entropies`: where a loss is computed at home
+  (`objectives/`).
 * `evaluation_loop`, `prediction_step`: the same for evaluation, with a loss over all target
   tokens.
 * `train`, `_inner_training_loop`: the run goes on from a whole checkpoint; the model has our
@@ -25,7 +27,7 @@ Trainer's own.
 import inspect
 import logging
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, fields
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
@@ -37,7 +39,12 @@ from transformers.data.data_collator import DataCollatorWithPadding, default_dat
 
 from hf_flexseq.config import FlexSeqArguments
 from hf_flexseq.distributed.agreement import Attempt
-from hf_flexseq.hf.dataset_checks import check_examples, check_first_step, check_labels
+from hf_flexseq.hf.dataset_checks import (
+    check_examples,
+    check_first_step,
+    check_labels,
+    check_sides,
+)
 from hf_flexseq.hf.engine import FlexSeqEngine
 from hf_flexseq.hf.evaluation import EvaluationLoss, PlannedBatches, left_unprepared
 from hf_flexseq.hf.executors import (
@@ -48,12 +55,15 @@ from hf_flexseq.hf.executors import (
     base_model,
 )
 from hf_flexseq.hf.loaders import EpochBatches, LongestLoader, batches_on_host
+from hf_flexseq.hf.losses import has_planned_loss
 from hf_flexseq.hf.model.checks import check_deterministic, check_model
+from hf_flexseq.hf.model.router import RouterLoss
+from hf_flexseq.hf.objectives.planned import PlannedLoss
 from hf_flexseq.hf.pipeline.executor import stage_executor_for
 from hf_flexseq.hf.pipeline.hooks import load_own_stage
 from hf_flexseq.hf.resume import Resumed, choose_checkpoint, warn_without_optimizer
 from hf_flexseq.hf.saving import checkpoint_folder, saved_whole
-from hf_flexseq.hf.trainer_checks import check_trainer
+from hf_flexseq.hf.trainer_checks import check_router_loss, check_trainer
 from hf_flexseq.pipeline.optimizer import is_of_pipeline, load_optimizer
 from hf_flexseq.steps.collator import DataCollatorForFlexSeq
 from hf_flexseq.steps.inputs import Inputs
@@ -76,6 +86,7 @@ OVERRIDDEN = (
     "set_initial_training_values",
     "get_batch_samples",
     "training_step",
+    "_prepare_inputs",
     "log",
     "evaluation_loop",
     "prediction_step",
@@ -139,19 +150,27 @@ class FlexSeqMixin(_Trainer):
         check_trainer(self, options)
         base = base_model(self.model)
         check_model(base)
+        check_router_loss(self, base)
         if options.deterministic:
             check_deterministic(base)
-        collator = _flexseq_collator(self.data_collator)
-        check_labels(self, collator)
+        is_planned = has_planned_loss(self)
+        if not is_planned:
+            collator = _flexseq_collator(self.data_collator)
+            check_labels(self, collator)
+            self.data_collator = collator
         self.flexseq = self._make_engine(options)
-        self.data_collator = collator
+        # A loss that is no sum over tokens is computed at home, on the trainer's own batches.
+        self._flexseq_loss = PlannedLoss(self, self.flexseq) if is_planned else None
         self._flexseq_figures: list[Figures] = []  # of the steps since the last log
         self._flexseq_predictions = Predictions(options.cost_model)
         self._flexseq_eval = EvaluationLoss()  # of the evaluation that runs
+        self._flexseq_adds_router = False  # whether a loss is given its share of router losses
+        self._flexseq_notes_router = False  # whether router losses are among the trainer's metrics
         self._flexseq_loaders = ExitStack()  # what the end of training undoes on its dataloader
         # Ranks may run different numbers of micro-batches, unless a subclass computes its loss
-        # with collectives.
-        self._flexseq_lockstep = type(self).compute_loss is not Trainer.compute_loss
+        # with collectives between their forwards and backwards.
+        own_loss = type(self).compute_loss is not Trainer.compute_loss
+        self._flexseq_lockstep = own_loss and not is_planned
         self._flexseq_resumed: Resumed | None = None  # the checkpoint that this run goes on from
 
     def _make_engine(self, options: FlexSeqArguments) -> FlexSeqEngine:
@@ -198,7 +217,10 @@ class FlexSeqMixin(_Trainer):
     def _inner_training_loop(self, *args: Any, **kwargs: Any) -> Any:
         resumed = self._flexseq_resumed
         with Attempt() as checking:
-            check_examples(self, self.flexseq.args, resumes=resumed is not None)
+            if self._flexseq_loss is None:
+                check_examples(self, self.flexseq.args, resumes=resumed is not None)
+            else:
+                check_sides(self, self.flexseq.args)
         host = self.flexseq.communicator.host
         checking.raise_together(host.gather_values, "looking at the datasets")
         if resumed is None:
@@ -206,11 +228,23 @@ class FlexSeqMixin(_Trainer):
         else:
             resumed.check_step_size(self._flexseq_step_size())
             self.flexseq.bring_cost(resumed.folder, resumed.marker.get("cost_model"))
-        attached = self.flexseq.attached(self.model, lockstep=self._flexseq_lockstep)
-        with host.naming_lost(), attached, ExitStack() as self._flexseq_loaders:
+        with host.naming_lost(), self._attached(), ExitStack() as self._flexseq_loaders:
             output = super()._inner_training_loop(*args, **kwargs)
             self.flexseq.check_finite()
             return output
+
+    @contextmanager
+    def _attached(self) -> Iterator[None]:
+        """Surround training or an evaluation: the models run on planned steps inside."""
+        with ExitStack() as attached:
+            attached.enter_context(
+                self.flexseq.attached(self.model, lockstep=self._flexseq_lockstep)
+            )
+            if self._flexseq_loss is not None:
+                attached.enter_context(self._flexseq_loss.attached())
+            elif self.flexseq.executor.router is not None:
+                attached.enter_context(self._adding_router_loss(self.flexseq.executor.router))
+            yield
 
     def set_initial_training_values(self, args: TrainingArguments, dataloader: Any) -> Any:
         """Keep batches on the host until training ends.
@@ -225,10 +259,16 @@ class FlexSeqMixin(_Trainer):
 
     def get_batch_samples(
         self, epoch_iterator: Iterator[Any], num_batches: int, device: torch.device
-    ) -> tuple[list[StepItem], torch.Tensor | None]:
+    ) -> tuple[list[Any], torch.Tensor | None]:
         """Return `num_batches` items, of which the last one is the planned step, and the step's
-        target tokens; no item when no rank has data left."""
+        target tokens; no item when no rank has data left. A loss that is computed at home gets the
+        batches themselves."""
         epochs = self._flexseq_epochs.of(epoch_iterator)
+        if self._flexseq_loss is not None:
+            batches = self._flexseq_loss.next_batches(
+                epochs, num_batches, first_number=self.state.global_step
+            )
+            return batches, self._get_num_items_in_batch(batches, device)
         step = self.flexseq.next_step(epochs, num_batches, first_number=self.state.global_step)
         if self.state.global_step == 0:
             check_first_step(step)
@@ -242,6 +282,8 @@ class FlexSeqMixin(_Trainer):
         self, model: nn.Module, inputs: Any, num_items_in_batch: Any = None
     ) -> torch.Tensor:
         """Run all micro-batches of a step, and return the sum of their losses, a scalar."""
+        if self._flexseq_loss is not None:
+            return self._train_at_home(self._flexseq_loss, model, inputs, num_items_in_batch)
         if not isinstance(inputs, StepItem):
             loss: torch.Tensor = super().training_step(model, inputs, num_items_in_batch)
             return loss
@@ -262,8 +304,104 @@ class FlexSeqMixin(_Trainer):
         is_last = self.state.global_step + 1 >= self.state.max_steps
         with training:
             loss = self.flexseq.train(inputs.step, forward_backward, model, is_last=is_last)
+        self._note_router_loss("train")
         self.flexseq.finish(inputs.step)
         return loss
+
+    @contextmanager
+    def _adding_router_loss(self, router: RouterLoss) -> Iterator[None]:
+        """Add to each micro-batch's loss its share of the step's router loss inside the block,
+        whatever computes the rest; nothing happens inside another such block.
+
+        SFTTrainer, which would add that of the micro-batch itself, is told that there is none.
+        """
+        if self._flexseq_adds_router:
+            yield
+            return
+        own = self.__dict__  # where the user may have set a function of theirs, too
+        former = own.get("compute_loss")
+        own_loss = self.compute_loss
+        # SFTTrainer's coefficient is not always the model's.
+        adds_its_own = getattr(self, "aux_loss_enabled", False)
+        coefficient = self.router_aux_loss_coef if adds_its_own else router.coefficient
+        # The mean over ranks is the loss, and a share belongs to one rank.
+        factor = coefficient * self.accelerator.num_processes
+
+        def compute_loss(model: nn.Module, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+            found = own_loss(model, inputs, *args, **kwargs)
+            if isinstance(found, tuple):  # loss, outputs
+                return (found[0] + factor * router.share(), *found[1:])
+            return found + factor * router.share()
+
+        own["compute_loss"] = compute_loss
+        self._flexseq_adds_router = True
+        self._flexseq_notes_router = adds_its_own
+        if adds_its_own:
+            self.aux_loss_enabled = False
+        try:
+            yield
+        finally:
+            del own["compute_loss"]
+            if former is not None:
+                own["compute_loss"] = former
+            if adds_its_own:
+                self.aux_loss_enabled = True
+            self._flexseq_adds_router = False
+            self._flexseq_notes_router = False
+
+    def _note_router_loss(self, mode: str) -> None:
+        """Leave the router loss of a step where SFTTrainer keeps its metrics.
+
+        mode: "train" or "eval".
+        """
+        router = self.flexseq.executor.router
+        if self._flexseq_notes_router and router is not None and router.value is not None:
+            self._metrics[mode]["aux_loss"].append(float(router.value))
+
+    def _train_at_home(
+        self, planned: PlannedLoss, model: nn.Module, batch: Any, num_items_in_batch: Any
+    ) -> torch.Tensor:
+        """Take the next batch of a step, and run the whole step with its last one; return this
+        rank's loss, a scalar."""
+        if not planned.is_complete(batch):
+            return torch.zeros((), device=self.args.device)
+
+        def stock_step(model: nn.Module, batch: Any) -> torch.Tensor:
+            loss: torch.Tensor = super(FlexSeqMixin, self).training_step(
+                model, batch, num_items_in_batch
+            )
+            return loss
+
+        is_last = self.state.global_step + 1 >= self.state.max_steps
+        return planned.train(model, stock_step, is_last=is_last)
+
+    def _prepare_inputs(self, inputs: Any) -> Any:
+        """Leave a batch alone that is prepared already; let samples be made with the model's own
+        attention."""
+        planned = self._flexseq_loss
+        if planned is None:
+            return super()._prepare_inputs(inputs)
+        if inputs is planned.prepared:
+            return inputs
+        with planned.preparing():
+            return super()._prepare_inputs(inputs)
+
+    def _get_per_token_logps_and_entropies(
+        self,
+        model: nn.Module,
+        input_ids: torch.Tensor,
+        attention_mask: torch.Tensor,
+        logits_to_keep: int,
+        batch_size: int | None = None,
+        **options: Any,
+    ) -> Any:
+        """Plan the log-probabilities of a whole batch of samples together, in place of
+        `batch_size` of them at a time. Only TRL's GRPO and RLOO call this."""
+        assert self._flexseq_loss is not None, "GRPO and RLOO compute their loss at home"
+        with self._flexseq_loss.answering(self.model_wrapped):
+            return super()._get_per_token_logps_and_entropies(
+                model, input_ids, attention_mask, logits_to_keep, None, **options
+            )
 
     def _note_figures(self, number: int, figures: Figures) -> None:
         """Record the figures of a step for the next log line."""
@@ -330,6 +468,11 @@ class FlexSeqMixin(_Trainer):
         The loss is summed over all target tokens of the set, so that it does not depend on batch
         size or world size; samples repeated to fill the last batch do not count.
         """
+        if self._flexseq_loss is not None:
+            with self._attached(), left_unprepared(self):
+                return super().evaluation_loop(
+                    dataloader, description, prediction_loss_only, ignore_keys, metric_key_prefix
+                )
         if prediction_loss_only is None:
             prediction_loss_only = self.args.prediction_loss_only
         if not prediction_loss_only:
@@ -340,8 +483,7 @@ class FlexSeqMixin(_Trainer):
             )
         self._flexseq_eval = EvaluationLoss()
         planned = PlannedBatches(self.flexseq, dataloader)
-        attached = self.flexseq.attached(self.model, lockstep=self._flexseq_lockstep)
-        with attached, left_unprepared(self):
+        with self._attached(), left_unprepared(self):
             output = super().evaluation_loop(
                 planned, description, True, ignore_keys, metric_key_prefix
             )
@@ -352,6 +494,11 @@ class FlexSeqMixin(_Trainer):
         self, model: nn.Module, inputs: Any, prediction_loss_only: bool, ignore_keys: Any = None
     ) -> Any:
         """Run the forwards of a step, and return its loss, a scalar, without logits or labels."""
+        if self._flexseq_loss is not None:
+            with self._flexseq_loss.answering(model):
+                return super().prediction_step(
+                    self.model, inputs, prediction_loss_only, ignore_keys=ignore_keys
+                )
         if not isinstance(inputs, StepItem):
             return super().prediction_step(
                 model, inputs, prediction_loss_only, ignore_keys=ignore_keys
@@ -366,7 +513,8 @@ class FlexSeqMixin(_Trainer):
                 )
             return loss
 
-        loss = self.flexseq.evaluate(inputs.step, forward)
+        loss = self.flexseq.evaluate(inputs.step, forward, model)
+        self._note_router_loss("eval")
         self._flexseq_eval.add(loss, inputs.step.targets)
         return loss, None, None
 

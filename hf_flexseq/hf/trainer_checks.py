@@ -15,11 +15,18 @@ import torch.distributed as dist
 from accelerate import Accelerator
 from accelerate.utils import DDPCommunicationHookType, DistributedType, DynamoBackend
 from torch import nn
-from transformers import Trainer
+from transformers import PreTrainedModel, Trainer
 
 from hf_flexseq.config import FlexSeqArguments
 from hf_flexseq.distributed.connect import capabilities_on
+from hf_flexseq.hf.losses import has_planned_loss, unsuitable_distillation
 from hf_flexseq.hf.model.facts import is_fully_sharded, is_reentrant, zero_stage
+from hf_flexseq.hf.model.router import (
+    NO_ROUTER_LOSS,
+    UnknownRouterLoss,
+    asks_for_router_loss,
+    router_facts,
+)
 
 # ---- the accelerator
 
@@ -158,8 +165,19 @@ def check_trainer(trainer: Trainer, args: FlexSeqArguments) -> None:
     """Raise ValueError or NotImplementedError for a Trainer that does not go with hf_flexseq."""
     refuse(ValueError, _contradictions(trainer.args))
     refuse(NotImplementedError, _missing(trainer))
+    if has_planned_loss(trainer):
+        refuse(NotImplementedError, _missing_at_home(trainer.args))
+    else:
+        refuse(NotImplementedError, _missing_in_next_token_loss(trainer))
     refuse(NotImplementedError, _missing_in_arguments(trainer.args))
     own_loss = type(trainer).compute_loss is not Trainer.compute_loss
+    if has_planned_loss(trainer):
+        own_loss = False  # it runs between the passes
+        if args.pipeline_parallel_size > 1:
+            raise NotImplementedError(
+                f"pipeline_parallel_size={args.pipeline_parallel_size} with a loss that is "
+                "computed from figures of whole sequences: set it to 1"
+            )
     resolve_sync(
         args,
         trainer.model,
@@ -167,6 +185,29 @@ def check_trainer(trainer: Trainer, args: FlexSeqArguments) -> None:
         lockstep=own_loss,
         is_ordered=capabilities_on(trainer.accelerator.device).ordered,
     )
+
+
+def check_router_loss(trainer: Any, model: PreTrainedModel) -> None:
+    """Raise NotImplementedError for a trainer of TRL that adds a router loss to its own which is
+    not computed here.
+
+    model: the trainer's, without adapters. `check_model` has seen what it asks for itself.
+    """
+    if not getattr(trainer, "aux_loss_enabled", False):
+        return
+    name = type(model).__name__
+    if not has_planned_loss(trainer) and not asks_for_router_loss(model):
+        raise NotImplementedError(
+            f"router_aux_loss_coef={trainer.router_aux_loss_coef} with {name}, whose "
+            f"configuration does not name that coefficient: {NO_ROUTER_LOSS}"
+        )
+    try:
+        router_facts(model)
+    except UnknownRouterLoss as reason:
+        raise NotImplementedError(
+            f"router_aux_loss_coef={trainer.router_aux_loss_coef} with {name}: {reason}; "
+            f"{NO_ROUTER_LOSS}"
+        ) from reason
 
 
 def _contradictions(training: Any) -> list[Refusal]:
@@ -221,6 +262,38 @@ def _is_reentrant(training: Any) -> bool:
 def _missing(trainer: Trainer) -> list[Refusal]:
     """Return what a trainer may ask for that would make sense and is not there."""
     tp_size = trainer.get_tp_size()
+    distillation = unsuitable_distillation(trainer)
+    return [
+        Refusal(when=distillation is not None, message=f"{distillation}"),
+        Refusal(
+            when=trainer.is_model_parallel,
+            message="a model on several devices (device_map): give every process the whole model",
+        ),
+        Refusal(
+            when=tp_size > 1,
+            message=f"tensor parallelism (tp_size={tp_size}): leave it out",
+        ),
+        Refusal(
+            when=_lengthens_sequences(trainer.model),
+            message="prompt learning and adaption prompts of PEFT: they lengthen sequences; use "
+            "LoRA",
+        ),
+    ]
+
+
+def _missing_at_home(training: Any) -> list[Refusal]:
+    """Return what a trainer may ask for whose loss is computed at home, after its forwards."""
+    return [
+        Refusal(
+            when=getattr(training, "activation_offloading", False),
+            message="activation_offloading=True with this trainer: forwards run before its step "
+            "begins; use gradient_checkpointing=True",
+        ),
+    ]
+
+
+def _missing_in_next_token_loss(trainer: Trainer) -> list[Refusal]:
+    """Return what a trainer may ask for beside a loss that is a sum over tokens."""
     return [
         Refusal(
             when=trainer.compute_loss_func is not None,
@@ -235,26 +308,15 @@ def _missing(trainer: Trainer) -> list[Refusal]:
             when=getattr(trainer, "loss_is_scaled_for_ga", None) is False,
             message=f"{_class_with(trainer, 'loss_is_scaled_for_ga')}: its loss is not a sum over "
             "tokens divided by those of the step, num_items_in_batch (loss_is_scaled_for_ga="
-            "False); train with next-token loss, as Trainer and SFTTrainer do",
+            "False); train with next-token loss, as Trainer and SFTTrainer do, or with TRL's "
+            "DPO, KTO, Reward, GRPO, RLOO or DistillationTrainer",
         ),
         Refusal(
             when=_makes_its_samples(trainer),
             message=f"{_class_with(trainer, '_prepare_inputs')}: it makes samples while it "
             "trains, as for reinforcement learning, and its loss is not a sum over tokens of the "
-            "dataset; train with next-token loss, as Trainer and SFTTrainer do",
-        ),
-        Refusal(
-            when=trainer.is_model_parallel,
-            message="a model on several devices (device_map): give every process the whole model",
-        ),
-        Refusal(
-            when=tp_size > 1,
-            message=f"tensor parallelism (tp_size={tp_size}): leave it out",
-        ),
-        Refusal(
-            when=_lengthens_sequences(trainer.model),
-            message="prompt learning and adaption prompts of PEFT: they lengthen sequences; use "
-            "LoRA",
+            "dataset; train with next-token loss, as Trainer and SFTTrainer do, or with TRL's "
+            "GRPO, RLOO or DistillationTrainer",
         ),
     ]
 

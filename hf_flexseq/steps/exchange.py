@@ -10,7 +10,7 @@ Both find out what this rank sends to whom and what it gets, and leave the sendi
 `TokenExchange`: one collective brings every token, with all of its columns, to where it stands in
 the model. Sender and receiver take the same order from the plan, so that nothing but tokens has to
 be sent. For that all rows of a step have the same columns (`common_dtypes`), also that of a rank
-which drew nothing.
+which drew nothing. What a model has computed of tokens goes the same way back (`home`).
 """
 
 import hashlib
@@ -18,7 +18,7 @@ import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -182,47 +182,97 @@ class Wanted:
     """Tokens of each micro-batch or chunk."""
 
 
+class Routes(NamedTuple):
+    """The ways of one rank's tokens, there and back."""
+
+    sent: Sent
+    wanted: Wanted
+
+
 class TokenExchange:
     """Sends tokens of the ranks' source rows, with all of their columns, to who wants them."""
 
     def __init__(self, communicator: Communicator) -> None:
         self.communicator = communicator
 
-    def __call__(self, row: SourceRow, sent: Sent, wanted: Wanted) -> list[Columns]:
-        """Return this rank's columns, each [tokens], one dict per entry of `wanted.rows`.
+    def __call__(self, columns: Columns, sent: Sent, wanted: Wanted) -> list[Columns]:
+        """Return this rank's columns, each [tokens, ...], one dict per entry of `wanted.rows`.
         Collective over the world.
 
-        row: what this rank drew, with the columns that the rows of all ranks have.
+        columns: of the row that this rank drew, [tokens, ...], with the names, the dtypes and the
+            further sizes that the rows of all ranks have.
         """
-        # 1. every token as the words of its columns, by name: ranks may have them in other orders
-        names = sorted(row.columns)
-        word = WORDS[math.gcd(MOST_BYTES, *(row.columns[name].element_size() for name in names))]
-        tokens = torch.from_numpy(sent.tokens)
-        chosen = []  # [sent, words of a value] of each column
-        for name in names:
-            chosen.append(_as_words(row.columns[name], word).index_select(0, tokens))
-
-        # 2. [sent, words of a token], by target -> [received, words of a token], by source
-        counts = _sums(wanted.sources, wanted.sizes, self.communicator.world_size)
+        # [sent, words of a token], by target -> [received, words of a token], by source
+        tokens = _TokenWords(columns)
         received = self.communicator.host.exchange_rows(
-            torch.cat(chosen, dim=1), sent.counts.tolist(), counts.tolist()
+            tokens.joined.index_select(0, torch.from_numpy(sent.tokens)),
+            sent.counts.tolist(),
+            self._counts_by_source(wanted),
         )
-
-        # 3. in the order of this rank's rows, one column after the other
-        order = torch.from_numpy(_order_of(wanted))
+        # in the order of this rank's rows
+        arrived = tokens.columns_of(received.index_select(0, torch.from_numpy(_order_of(wanted))))
         results: list[Columns] = [{} for _ in wanted.rows]
-        arrived = received.split([part.shape[1] for part in chosen], dim=1)
-        for name, column in zip(names, arrived, strict=True):  # [received, words of a value]
-            values = column.index_select(0, order).view(row.columns[name].dtype)  # [received, 1]
+        for name, values in arrived.items():
             for result, own in zip(results, values.split(list(wanted.rows)), strict=True):
-                result[name] = own.squeeze(1)  # [tokens]
+                result[name] = own
         return results
+
+    def home(self, columns: Sequence[Columns], sent: Sent, wanted: Wanted) -> Columns:
+        """Bring what has become of the tokens back to who drew them: return columns of this rank's
+        source row, each [tokens, ...]. Collective over the world.
+
+        columns: one dict per entry of `wanted.rows`, each column [tokens, ...].
+        """
+        joined = {}
+        for name in columns[0]:
+            joined[name] = torch.cat([own[name] for own in columns])  # [received, ...]
+        tokens = _TokenWords(joined)
+        by_source = torch.empty_like(tokens.joined)
+        by_source[torch.from_numpy(_order_of(wanted))] = tokens.joined
+        returned = self.communicator.host.exchange_rows(
+            by_source, self._counts_by_source(wanted), sent.counts.tolist()
+        )
+        row = torch.empty_like(returned)
+        row[torch.from_numpy(sent.tokens)] = returned  # every token of the row was sent once
+        return tokens.columns_of(row)
+
+    def _counts_by_source(self, wanted: Wanted) -> list[int]:
+        """Return how many tokens this rank gets of each rank."""
+        counts: list[int] = _sums(
+            wanted.sources, wanted.sizes, self.communicator.world_size
+        ).tolist()
+        return counts
+
+
+class _TokenWords:
+    """Tokens as words in which all of their columns stand side by side."""
+
+    def __init__(self, columns: Columns) -> None:
+        """columns: each [tokens, ...], of any dtype."""
+        self._names = sorted(columns)  # ranks may have them in other orders
+        self._like = columns
+        word = WORDS[math.gcd(MOST_BYTES, *(value.element_size() for value in columns.values()))]
+        parts = [_as_words(columns[name], word) for name in self._names]
+        self._widths = [part.shape[1] for part in parts]
+        self.joined = torch.cat(parts, dim=1)  # [tokens, words of a token]
+
+    def columns_of(self, words: torch.Tensor) -> Columns:
+        """Return the columns, each [other tokens, ...], that stand in [other tokens, words]."""
+        columns = {}
+        parts = words.split(self._widths, dim=1)
+        for name, part in zip(self._names, parts, strict=True):
+            like = self._like[name]
+            # a copy: memory between other words need not be aligned for the dtype
+            values = part.clone(memory_format=torch.contiguous_format).view(-1).view(like.dtype)
+            columns[name] = values.view(words.shape[0], *like.shape[1:])
+        return columns
 
 
 def _as_words(column: torch.Tensor, word: torch.dtype) -> torch.Tensor:
-    """Return the same memory in words: [tokens] -> [tokens, words of a value]."""
-    words = column.element_size() // word.itemsize
-    return column.contiguous().view(word).view(column.shape[0], words)
+    """Return the same memory in words: [tokens, ...] -> [tokens, words of all its values]."""
+    values = math.prod(column.shape[1:])
+    words = values * column.element_size() // word.itemsize
+    return column.contiguous().view(-1).view(word).view(column.shape[0], words)
 
 
 def _sums(keys: Ints, sizes: Ints, count: int) -> Ints:
@@ -256,7 +306,8 @@ def _own_offsets(row: SourceRow, own: Ints, sequences: int) -> Ints:
 
 
 class RowExchange:
-    """Brings tokens from where they were drawn to the micro-batches of a plan."""
+    """Brings tokens from where they were drawn to the micro-batches of a plan, and what became of
+    them back."""
 
     def __init__(self, communicator: Communicator) -> None:
         self.communicator = communicator
@@ -272,6 +323,28 @@ class RowExchange:
         sources: the rank that drew each sequence.
         shards: this rank's, one for each micro-batch.
         """
+        return self.deal(row.columns, self.routes(row, plan, sources, shards))
+
+    def deal(self, columns: Columns, routes: Routes) -> list[Columns]:
+        """Return this rank's columns, each [linear_tokens, ...], for every micro-batch. Collective
+        over the world.
+
+        columns: of this rank's source row, each [tokens, ...], alike on all ranks.
+        """
+        return self._exchange(columns, routes.sent, routes.wanted)
+
+    def home(self, columns: Sequence[Columns], routes: Routes) -> Columns:
+        """Return columns of this rank's source row, each [tokens, ...], from those that ranks have
+        made of tokens. Collective over the world.
+
+        columns: of every micro-batch, each [linear_tokens, ...], alike on all ranks.
+        """
+        return self._exchange.home(columns, routes.sent, routes.wanted)
+
+    def routes(
+        self, row: SourceRow, plan: Plan, sources: Sequence[int], shards: Sequence[Shard]
+    ) -> Routes:
+        """Return where tokens go, and from where they come; see `__call__`."""
         rank, world_size = self.communicator.rank, self.communicator.world_size
         dealing = Dealing(plan, [shard.moves for shard in shards], world_size)
         source_of = np.array(sources, dtype=np.int64)
@@ -292,7 +365,7 @@ class RowExchange:
             sizes=held.size,
             rows=_sums(held.batch, held.size, len(shards)).tolist(),
         )
-        return self._exchange(row, sent, wanted)
+        return Routes(sent, wanted)
 
 
 class ChunkExchange:
@@ -326,7 +399,7 @@ class ChunkExchange:
             sizes=np.array([part.tokens for part in slices], dtype=np.int64),
             rows=[sum(part.tokens for part in own) for own in chunks],
         )
-        return self._exchange(row, self._sent(row, plan, sources), wanted)
+        return self._exchange(row.columns, self._sent(row, plan, sources), wanted)
 
     def _sent(self, row: SourceRow, plan: StepPlan, sources: Sequence[int]) -> Sent:
         """Return the tokens of this rank's row that go to each rank, by chunk and slice."""

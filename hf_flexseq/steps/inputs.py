@@ -38,12 +38,7 @@ def model_inputs(
     make_context: says how attention runs on a shard.
     """
     for index in indices_to_run(shards, lockstep=lockstep):
-        shard = shards[index]
-        columns_of_shard = columns[index]
-        if not shard.linear_tokens:
-            shard = _with_dummy(shard)
-            columns_of_shard = _dummy_columns(columns_of_shard)
-        yield index, _inputs_of(shard, columns_of_shard, device, make_context)
+        yield index, inputs_of(shards[index], columns[index], device, make_context)
 
 
 def indices_to_run(shards: Sequence[Shard], *, lockstep: bool) -> list[int]:
@@ -55,13 +50,20 @@ def indices_to_run(shards: Sequence[Shard], *, lockstep: bool) -> list[int]:
     return busy or [len(shards) - 1]
 
 
-def _inputs_of(
+def inputs_of(
     shard: Shard,
     columns: Columns,
     device: torch.device,
     make_context: Callable[[Shard], SequenceContext],
 ) -> Inputs:
-    """Return the keyword arguments of one call of the model: columns [1, tokens] and `seq_ctx`."""
+    """Return the keyword arguments of one call of the model: columns [1, tokens] and `seq_ctx`;
+    one token without a target where the shard has none.
+
+    columns: of the shard, each [linear_tokens] on the CPU.
+    """
+    if not shard.linear_tokens:
+        shard = _with_dummy(shard)
+        columns = _dummy_columns(columns)
     inputs: Inputs = {}
     for name, value in columns.items():
         row = value.unsqueeze(0)  # [tokens] -> [1, tokens]

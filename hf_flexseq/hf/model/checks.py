@@ -22,7 +22,7 @@ from typing import Any
 from transformers import PreTrainedModel
 from transformers.loss.loss_utils import LOSS_MAPPING, ForCausalLMLoss
 
-from hf_flexseq.hf.model.facts import is_reentrant_layer, is_tensor_parallel
+from hf_flexseq.hf.model.facts import is_classifier, is_reentrant_layer, is_tensor_parallel
 from hf_flexseq.hf.model.layer_kinds import (
     Layer,
     LayerKind,
@@ -31,15 +31,18 @@ from hf_flexseq.hf.model.layer_kinds import (
 )
 from hf_flexseq.hf.model.positions import unsuitable_positions
 from hf_flexseq.hf.model.recurrent import RecurrentCall, replaced_mixer
+from hf_flexseq.hf.model.router import (
+    NO_ROUTER_LOSS,
+    OPTION,
+    UnknownRouterLoss,
+    asks_for_router_loss,
+    router_facts,
+)
 from hf_flexseq.hf.model.trial import PROBED_FAMILIES, Call, MixerRun, Trial, try_model
 from hf_flexseq.layers import RecurrentShape
 
 # Options of the configuration that must not be set, and the reason.
 _REFUSED_OPTIONS = {
-    "output_router_logits": (
-        "a router loss is no sum over tokens; set config.output_router_logits=False, or for TRL's "
-        "SFTTrainer, which sets that itself, SFTConfig(router_aux_loss_coef=0.0)"
-    ),
     "attention_dropout": "dropout in attention is not available; set config.attention_dropout=0",
     "attn_pdrop": "dropout in attention is not available; set config.attn_pdrop=0",
     "attention_probs_dropout_prob": (
@@ -70,6 +73,7 @@ def check_model(model: PreTrainedModel) -> None:
     reason = (
         reason
         or _unsuitable_options(config)
+        or _unsuitable_router_loss(model)
         or unsuitable_positions(model, config)
         or _unsuitable_modules(model)
         or _unsuitable_layers(model, layers)
@@ -97,16 +101,18 @@ def check_deterministic(model: PreTrainedModel) -> None:
 def _unsuitable_kind(model: PreTrainedModel) -> str | None:
     if model.config.is_encoder_decoder:
         return "it is an encoder-decoder; hf_flexseq trains decoder-only models"
-    # Labels are shifted before sequences are cut, for a loss that predicts the next token.
-    if LOSS_MAPPING.get(getattr(model, "loss_type", None), ForCausalLMLoss) is not ForCausalLMLoss:
-        return (
-            f"its loss is {model.loss_type}; hf_flexseq trains models that predict the next token "
-            "(...ForCausalLM)"
-        )
     if is_tensor_parallel(model):
         return (
             f"tp_size={model.tp_size}: its layers are cut over ranks that hf_flexseq gives "
             "different sequences"
+        )
+    if is_classifier(model):
+        return None
+    # Labels are shifted before sequences are cut, for a loss that predicts the next token.
+    if LOSS_MAPPING.get(getattr(model, "loss_type", None), ForCausalLMLoss) is not ForCausalLMLoss:
+        return (
+            f"its loss is {model.loss_type}; hf_flexseq trains models that predict the next token "
+            "(...ForCausalLM), and classes of sequences or tokens"
         )
     parameters = inspect.signature(type(model).forward).parameters.values()
     takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)
@@ -142,6 +148,21 @@ def _unsuitable_options(config: Any) -> str | None:
     if getattr(config, "use_bidirectional_attention", None) in (True, "all"):
         return "use_bidirectional_attention is set: attention in both directions is not available"
     return None
+
+
+def _unsuitable_router_loss(model: PreTrainedModel) -> str | None:
+    if not asks_for_router_loss(model):
+        return None
+    if is_classifier(model):
+        reason = "classifiers have no router loss"
+    else:
+        try:
+            router_facts(model)
+        except UnknownRouterLoss as unknown:
+            reason = str(unknown)
+        else:
+            return None
+    return f"{OPTION}=True: {reason}; {NO_ROUTER_LOSS}"
 
 
 def _unsuitable_modules(model: PreTrainedModel) -> str | None:

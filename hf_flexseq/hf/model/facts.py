@@ -21,6 +21,10 @@ from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedConfig, PreTrainedModel
+from transformers.modeling_layers import (
+    GenericForSequenceClassification,
+    GenericForTokenClassification,
+)
 
 from hf_flexseq.cost.analytic import HeadShape, ModelShape
 from hf_flexseq.hf.model.layer_kinds import (
@@ -374,6 +378,12 @@ def gathered_itemsize(model: nn.Module, accelerator: Accelerator) -> int:
 def trained_elements(model: nn.Module) -> int:
     """Count the elements of all parameters that get gradients."""
     return sum(_elements(p) for p in model.parameters() if p.requires_grad)
+
+
+def is_classifier(model: nn.Module) -> bool:
+    """Tell if a model gives classes of sequences or of tokens, through a head `score`."""
+    kinds = (GenericForSequenceClassification, GenericForTokenClassification)
+    return isinstance(model, kinds)
 
 
 def is_tensor_parallel(model: nn.Module) -> bool:

@@ -23,6 +23,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+from hf_flexseq.hf.model.facts import is_classifier
 from hf_flexseq.steps.counting import UnreadableForward, count_in
 from hf_flexseq.steps.token_columns import INDICES, LENGTHS
 
@@ -104,6 +105,8 @@ def _counting_module(model: PreTrainedModel) -> str | None:
         if _TOWERS.intersection(name.split(".")) or _is_one_of(
             (*_TOLD_BY_CACHE, *_TABLES), module
         ):
+            continue
+        if is_classifier(module):  # it finds the last token of padded rows, which we give it
             continue
         kind = type(module).__name__
         try:

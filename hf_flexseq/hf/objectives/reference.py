@@ -1,0 +1,102 @@
+"""Models that a loss asks beside the trained one, without gradients: a reference model, or the
+trained model with its adapter off."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+from torch import nn
+from transformers import PreTrainedModel
+
+from hf_flexseq.hf.attention import NAME
+from hf_flexseq.hf.executors import base_model
+from hf_flexseq.hf.model.checks import check_model
+from hf_flexseq.hf.model.facts import layer_calls
+from hf_flexseq.hf.model.positions import attach_positions
+from hf_flexseq.hf.model.recurrent import attach_recurrent
+
+
+@contextmanager
+def attached_reference(model: nn.Module | None, policy: PreTrainedModel) -> Iterator[None]:
+    """Give a reference model our attention, recurrent layers and positions inside the block;
+    nothing happens for None.
+
+    model: as accelerate has wrapped it. policy: the trained model, whose kernels serve both.
+    Raises NotImplementedError for a model that cannot be computed exactly, or whose layers are of
+    other sizes than the policy's.
+    """
+    if model is None:
+        yield
+        return
+    base = base_model(_unwrapped(model))
+    check_model(base)
+    if layer_calls(base.config) != layer_calls(policy.config):
+        raise NotImplementedError(
+            f"the reference model {type(base).__name__} has other attention layers than the "
+            "trained one: give a reference of the same architecture and sizes"
+        )
+    with on_micro_batches(base):
+        yield
+
+
+@contextmanager
+def on_micro_batches(model: PreTrainedModel) -> Iterator[None]:
+    """Give a model our attention, recurrent layers and positions inside the block."""
+    former = model.config._attn_implementation
+    model.set_attn_implementation(NAME)
+    positions = attach_positions(model)
+    recurrent = attach_recurrent(model)
+    try:
+        yield
+    finally:
+        for attached in (positions, recurrent):
+            if attached is not None:
+                attached.detach()
+        model.set_attn_implementation(former)
+
+
+def _unwrapped(model: nn.Module) -> nn.Module:
+    """Return the model inside of DDP or DeepSpeed."""
+    inner = getattr(model, "module", None)
+    if isinstance(inner, nn.Module) and not isinstance(model, PreTrainedModel):
+        return inner
+    return model
+
+
+@contextmanager
+def adapter_off(model: Any) -> Iterator[None]:
+    """Compute inside the block what the reference of a model with adapters computes, as TRL does:
+    with the adapter named `ref` if there is one, without any otherwise."""
+    from trl.trainer.utils import use_adapter
+
+    name = "ref" if "ref" in model.peft_config else None
+    with use_adapter(model, adapter_name=name):
+        yield
+
+
+def adapter_state(model: nn.Module) -> tuple[Any, ...] | None:
+    """Return which adapters of a model are on, and whether they are off altogether; None for a
+    model without adapters."""
+    if not hasattr(model, "peft_config"):
+        return None
+    for module in model.modules():
+        if hasattr(module, "disable_adapters") and hasattr(module, "active_adapters"):
+            return (tuple(module.active_adapters), bool(module.disable_adapters))
+    return None
+
+
+def reference_of(trainer: Any, policy: nn.Module) -> Any:
+    """Return a context in which the model that it yields is the trainer's reference.
+
+    policy: the trained model as accelerate has wrapped it.
+    """
+    model = getattr(trainer, "ref_model", None)
+    if model is not None:
+        return nullcontext(model)
+    return _policy_without_adapter(trainer, policy)
+
+
+@contextmanager
+def _policy_without_adapter(trainer: Any, policy: nn.Module) -> Iterator[nn.Module]:
+    with adapter_off(trainer.accelerator.unwrap_model(trainer.model)):
+        yield policy

@@ -1,0 +1,99 @@
+"""Which calls of the model a trainer's loss will make on a batch, so that those of a whole step
+are planned together, before the loss is computed.
+
+Nothing but time depends on it: a call without gradients that was not foreseen is planned and run
+when it comes, and one with gradients is refused.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from hf_flexseq.config import IGNORE_INDEX
+from hf_flexseq.hf.objectives.calls import Call
+from hf_flexseq.hf.objectives.heads import Head
+
+
+@dataclass(frozen=True, slots=True)
+class Foreseen:
+    """The calls that a loss will make on one batch."""
+
+    policy: Call
+    """With gradients."""
+
+    wants_reference: bool = False
+    """Whether the same is asked of the reference."""
+
+    others: Call | None = None
+    """Asked of the policy without gradients, and of the reference if that is asked at all."""
+
+
+def foreseen(trainer: Any, batch: Mapping[str, Any], head: Head) -> Foreseen:
+    """Return the calls that the loss of `trainer` will make on a batch."""
+    for cls in type(trainer).__mro__:
+        if cls.__name__ in _OF_TRAINERS:
+            return _OF_TRAINERS[cls.__name__](trainer, batch)
+    return Foreseen(head.read({**batch}))
+
+
+def _dpo(trainer: Any, batch: Mapping[str, Any]) -> Foreseen:
+    call = _completion_call(batch["input_ids"], batch["attention_mask"], batch["completion_mask"])
+    return Foreseen(call, wants_reference=not trainer.precompute_ref_logps)
+
+
+def _kto(trainer: Any, batch: Mapping[str, Any]) -> Foreseen:
+    call = _completion_call(batch["input_ids"], batch["attention_mask"], batch["completion_mask"])
+    others = None
+    if trainer.calculate_KL:
+        others = _completion_call(
+            batch["KL_input_ids"], batch["KL_attention_mask"], batch["KL_completion_mask"]
+        )
+    return Foreseen(call, wants_reference=not trainer.precompute_ref_logps, others=others)
+
+
+def _completion_call(
+    ids: torch.Tensor, attention_mask: torch.Tensor, completion_mask: torch.Tensor
+) -> Call:
+    """Return the call whose labels are the tokens of completions; each [B, S]."""
+    return Call(ids, attention_mask, ids.masked_fill(completion_mask == 0, IGNORE_INDEX))
+
+
+def _rollouts(trainer: Any, batch: Mapping[str, Any]) -> Foreseen:
+    """Prompts, padded on the left, and completions, padded on the right."""
+    ids = torch.cat([batch["prompt_ids"], batch["completion_ids"]], dim=1)
+    mask = torch.cat([batch["prompt_mask"], batch["completion_mask"]], dim=1)
+    labels = ids.masked_fill(mask == 0, IGNORE_INDEX)
+    labels[:, : batch["prompt_ids"].shape[1]] = IGNORE_INDEX
+    return Foreseen(Call(ids, mask, labels))
+
+
+def _reward(trainer: Any, batch: Mapping[str, Any]) -> Foreseen:
+    return Foreseen(Call(batch["input_ids"], batch.get("attention_mask"), None))
+
+
+def _distillation(trainer: Any, batch: Mapping[str, Any]) -> Foreseen:
+    """As other samples; raises NotImplementedError for those with images."""
+    for name in batch:
+        if name not in _OF_TEXT:
+            raise NotImplementedError(
+                f"{type(trainer).__name__} has samples with {name}: hf_flexseq distills text "
+                "alone; leave images out of the dataset and of what tools return"
+            )
+    return _rollouts(trainer, batch)
+
+
+_OF_TEXT = (
+    *("prompt_ids", "prompt_mask", "completion_ids", "completion_mask", "tool_mask"),
+    "num_items_in_batch",
+)
+
+_OF_TRAINERS: dict[str, Callable[[Any, Mapping[str, Any]], Foreseen]] = {
+    "DPOTrainer": _dpo,
+    "KTOTrainer": _kto,
+    "GRPOTrainer": _rollouts,
+    "RLOOTrainer": _rollouts,
+    "RewardTrainer": _reward,
+    "DistillationTrainer": _distillation,
+}
