@@ -56,16 +56,17 @@ from hf_flexseq.hf.executors import (
     base_model,
 )
 from hf_flexseq.hf.loaders import EpochBatches, LongestLoader, batches_on_host
+from hf_flexseq.hf.losses import has_planned_loss, reads_figures
 from hf_flexseq.hf.model.checks import check_deterministic, check_model
+from hf_flexseq.hf.model.router import RouterLoss
 from hf_flexseq.hf.objectives.one_pass import refusing_calls_without_labels
 from hf_flexseq.hf.objectives.planned import PlannedLoss
-from hf_flexseq.hf.objectives.trainers import has_planned_loss, reads_figures
 from hf_flexseq.hf.pipeline.executor import stage_executor_for
 from hf_flexseq.hf.pipeline.hooks import load_own_stage
 from hf_flexseq.hf.predictions import TokenPredictions, check_predictions, wants_predictions
 from hf_flexseq.hf.resume import Resumed, choose_checkpoint, warn_without_optimizer
 from hf_flexseq.hf.saving import checkpoint_folder, saved_whole
-from hf_flexseq.hf.trainer_checks import check_trainer
+from hf_flexseq.hf.trainer_checks import check_router_loss, check_trainer
 from hf_flexseq.pipeline.optimizer import is_of_pipeline, load_optimizer
 from hf_flexseq.steps.collator import DataCollatorForFlexSeq, PaddedCollator
 from hf_flexseq.steps.inputs import Inputs
@@ -114,7 +115,8 @@ class FlexSeqConfig(FlexSeqArguments, TrainingArguments):
 
 
 class FlexSeqMixin(_Trainer):
-    """Put in front of `Trainer` or a subclass of it: `class MyTrainer(FlexSeqMixin, SFTTrainer)`.
+    """Put in front of `Trainer` or a subclass of it, such as TRL's SFTTrainer or DPOTrainer:
+    `class MyTrainer(FlexSeqMixin, SFTTrainer)`.
 
     Args:
         flexseq_args (`FlexSeqArguments`, *optional*):
@@ -154,6 +156,7 @@ class FlexSeqMixin(_Trainer):
         check_trainer(self, options)
         base = base_model(self.model)
         check_model(base)
+        check_router_loss(self, base)
         if options.deterministic:
             check_deterministic(base)
         is_planned = has_planned_loss(self)
@@ -174,6 +177,8 @@ class FlexSeqMixin(_Trainer):
         self._flexseq_predictions = Predictions(options.cost_model)
         self._flexseq_eval = EvaluationLoss()  # of the evaluation that runs
         self._flexseq_tokens: TokenPredictions | None = None  # of the same, where it predicts
+        self._flexseq_adds_router = False  # whether a loss is given its share of router losses
+        self._flexseq_notes_router = False  # whether router losses are among the trainer's metrics
         self._flexseq_loaders = ExitStack()  # what the end of training undoes on its dataloader
         # Ranks may run different numbers of micro-batches, unless a subclass computes its loss
         # with collectives between their forwards and backwards.
@@ -250,9 +255,14 @@ class FlexSeqMixin(_Trainer):
             )
             if self._flexseq_loss is not None:
                 attached.enter_context(self._flexseq_loss.attached())
-            elif self._flexseq_lockstep:
-                attached.enter_context(refusing_calls_without_labels(self))
+            elif self.flexseq.executor.router is not None:
+                attached.enter_context(self._adding_router_loss(self.flexseq.executor.router))
             yield
+
+    def _on_parts(self) -> AbstractContextManager[None]:
+        """Surround a `compute_loss` on a micro-batch, which has parts of samples."""
+        is_own = type(self).compute_loss is not Trainer.compute_loss
+        return refusing_calls_without_labels(self) if is_own else nullcontext()
 
     def set_initial_training_values(self, args: TrainingArguments, dataloader: Any) -> Any:
         """Keep batches on the host until training ends.
@@ -299,9 +309,10 @@ class FlexSeqMixin(_Trainer):
             return torch.zeros((), device=self.args.device)
 
         def forward_backward(micro_batch: Inputs) -> torch.Tensor:
-            loss: torch.Tensor = super(FlexSeqMixin, self).training_step(
-                model, micro_batch, num_items_in_batch
-            )
+            with self._on_parts():
+                loss: torch.Tensor = super(FlexSeqMixin, self).training_step(
+                    model, micro_batch, num_items_in_batch
+                )
             return loss
 
         training: AbstractContextManager[None] = nullcontext()
@@ -312,8 +323,59 @@ class FlexSeqMixin(_Trainer):
         is_last = self.state.global_step + 1 >= self.state.max_steps
         with training:
             loss = self.flexseq.train(inputs.step, forward_backward, model, is_last=is_last)
+        self._note_router_loss("train")
         self.flexseq.finish(inputs.step)
         return loss
+
+    @contextmanager
+    def _adding_router_loss(self, router: RouterLoss) -> Iterator[None]:
+        """Add to each micro-batch's loss its share of the step's router loss inside the block,
+        whatever computes the rest; nothing happens inside another such block.
+
+        SFTTrainer, which would add that of the micro-batch itself, is told that there is none.
+        """
+        if self._flexseq_adds_router:
+            yield
+            return
+        own = self.__dict__  # where the user may have set a function of theirs, too
+        former = own.get("compute_loss")
+        own_loss = self.compute_loss
+        # SFTTrainer's coefficient is not always the model's.
+        adds_its_own = getattr(self, "aux_loss_enabled", False)
+        coefficient = self.router_aux_loss_coef if adds_its_own else router.coefficient
+        # The mean over ranks is the loss, and a share belongs to one rank.
+        factor = coefficient * self.accelerator.num_processes
+
+        def compute_loss(model: nn.Module, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+            found = own_loss(model, inputs, *args, **kwargs)
+            if isinstance(found, tuple):  # loss, outputs
+                return (found[0] + factor * router.share(), *found[1:])
+            return found + factor * router.share()
+
+        own["compute_loss"] = compute_loss
+        self._flexseq_adds_router = True
+        self._flexseq_notes_router = adds_its_own
+        if adds_its_own:
+            self.aux_loss_enabled = False
+        try:
+            yield
+        finally:
+            del own["compute_loss"]
+            if former is not None:
+                own["compute_loss"] = former
+            if adds_its_own:
+                self.aux_loss_enabled = True
+            self._flexseq_adds_router = False
+            self._flexseq_notes_router = False
+
+    def _note_router_loss(self, mode: str) -> None:
+        """Leave the router loss of a step where SFTTrainer keeps its metrics.
+
+        mode: "train" or "eval".
+        """
+        router = self.flexseq.executor.router
+        if self._flexseq_notes_router and router is not None and router.value is not None:
+            self._metrics[mode]["aux_loss"].append(float(router.value))
 
     def _train_at_home(
         self, planned: PlannedLoss, model: nn.Module, batch: Any, num_items_in_batch: Any
@@ -511,13 +573,14 @@ class FlexSeqMixin(_Trainer):
         targets = torch.full((), max(inputs.step.targets, 1), device=self.args.device)
 
         def forward(micro_batch: Inputs) -> torch.Tensor:
-            with torch.no_grad(), self.compute_loss_context_manager():
+            with torch.no_grad(), self._on_parts(), self.compute_loss_context_manager():
                 loss: torch.Tensor = self.compute_loss(
                     model, self._prepare_inputs(micro_batch), num_items_in_batch=targets
                 )
             return loss
 
-        loss = self.flexseq.evaluate(inputs.step, forward)
+        loss = self.flexseq.evaluate(inputs.step, forward, model)
+        self._note_router_loss("eval")
         self._flexseq_eval.add(loss, inputs.step.targets)
         return loss, None, None
 
@@ -526,7 +589,7 @@ class FlexSeqMixin(_Trainer):
         labels. Collective over the world."""
 
         def forward(micro_batch: Inputs, targets: torch.Tensor) -> torch.Tensor:
-            with self.compute_loss_context_manager():
+            with self._on_parts(), self.compute_loss_context_manager():
                 if self._flexseq_loss is not None:  # the loss was computed at home
                     return model(**micro_batch, use_cache=False).loss
                 loss: torch.Tensor = self.compute_loss(

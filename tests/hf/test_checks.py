@@ -10,15 +10,7 @@ from accelerate import Accelerator, DistributedDataParallelKwargs
 from accelerate.state import AcceleratorState, GradientState, PartialState
 from peft import PrefixTuningConfig, get_peft_model
 from transformers import Trainer, TrainingArguments
-from trl import (
-    DPOTrainer,
-    GRPOTrainer,
-    KTOTrainer,
-    RewardTrainer,
-    RLOOTrainer,
-    SFTConfig,
-    SFTTrainer,
-)
+from trl import SFTConfig, SFTTrainer
 
 from hf_flexseq import (
     FlexSeqArguments,
@@ -260,20 +252,6 @@ def test_a_mean_over_a_rank(tmp_path):
     one_line(raised)
 
 
-@pytest.mark.parametrize("base", [DPOTrainer, GRPOTrainer, KTOTrainer, RewardTrainer, RLOOTrainer])
-def test_trainers_whose_loss_is_no_sum_over_tokens_are_told_so(tmp_path, base):
-    plain = Trainer(
-        model=tiny_llama(), args=arguments(tmp_path, TrainingArguments), train_dataset=DATA
-    )
-    # Made without the constructor of TRL, which wants a tokenizer and a model or two.
-    trainer = object.__new__(type("Mine", (FlexSeqMixin, base), {}))
-    trainer.__dict__ = vars(plain)
-    message = f"hf_flexseq does not support {base.__name__}: .*its loss is not a sum over tokens"
-    with pytest.raises(NotImplementedError, match=message) as raised:
-        trainer._setup_flexseq(FlexSeqArguments())
-    one_line(raised)
-
-
 class Preparing(FlexSeqTrainer):
     def _prepare_inputs(self, inputs):
         return super()._prepare_inputs(inputs)
@@ -408,6 +386,7 @@ def meta_model(name, kind="ForCausalLM", **config):
         ("Phi3", {}),
         ("SmolLM3", {}),
         ("Mixtral", EXPERTS),
+        ("Mixtral", {"output_router_logits": True, **EXPERTS}),
         ("Qwen3Moe", {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}),
         ("Glm4", {}),
         ("Granite", {}),
@@ -419,6 +398,8 @@ def meta_model(name, kind="ForCausalLM", **config):
         ("Gemma3", {"layer_types": MIXED}),
         ("GptOss", EXPERTS),
         ("DeepseekV3", {"kv_lora_rank": 16, "num_key_value_heads": 4}),
+        ("Llama", {"kind": "ForTokenClassification"}),
+        ("Qwen3", {"kind": "ForSequenceClassification"}),
     ],
 )
 def test_models_that_can_be_trained(name, config):
@@ -464,9 +445,14 @@ NO_INTERFACE = "does not call transformers' attention interface"
         ),
         ("GPT2", {"kind": "LMHeadModel", "n_embd": 32, "n_head": 4}, "attn_pdrop=0.1"),
         (
+            "DeepseekV3",
+            {"output_router_logits": True, "kv_lora_rank": 16, "num_key_value_heads": 4},
+            "output_router_logits=True: its forward has no `load_balancing_loss_func",
+        ),
+        (
             "Mixtral",
-            {"output_router_logits": True, **EXPERTS},
-            "output_router_logits=True: a router loss",
+            {"output_router_logits": True, "kind": "ForSequenceClassification", **EXPERTS},
+            "output_router_logits=True: classifiers have no router loss",
         ),
         (
             "Llama",
@@ -475,7 +461,7 @@ NO_INTERFACE = "does not call transformers' attention interface"
         ),
         ("Roberta", {"is_decoder": True, **NO_DROPOUT}, "counts positions from its padding_idx"),
         ("Bert", {"kind": "LMHeadModel", **NO_DROPOUT}, "asks for attention in both directions"),
-        ("Llama", {"kind": "ForTokenClassification"}, "its loss is ForTokenClassification"),
+        ("Llama", {"kind": "ForQuestionAnswering"}, "its loss is ForQuestionAnswering"),
         ("Qwen2_5_VL", {"kind": "ForConditionalGeneration"}, "does not take num_items_in_batch"),
         ("T5Gemma", {"kind": "ForConditionalGeneration"}, "it is an encoder-decoder"),
     ],

@@ -17,6 +17,14 @@ from transformers import PreTrainedModel
 from hf_flexseq.config import IGNORE_INDEX
 from hf_flexseq.hf.model.facts import is_classifier
 from hf_flexseq.hf.model.loss import ChunkedLoss, attach_chunked_loss
+from hf_flexseq.hf.model.router import (
+    COUNTS,
+    OPTION,
+    PROBABILITIES,
+    TOTALS,
+    RouterSums,
+    router_loss,
+)
 from hf_flexseq.hf.objectives.calls import Call
 from hf_flexseq.hf.objectives.outputs import PlannedOutput
 from hf_flexseq.steps.exchange import Columns
@@ -32,30 +40,39 @@ class Head(Protocol):
     differentiable: tuple[str, ...]
     """Figures that have gradients, `main` among them."""
 
+    totals: tuple[str, ...]
+    """Those that are sums over all tokens of a step."""
+
+    def attach(self) -> list[Any]:
+        """Prepare the model; return the hooks, which undo it when they are removed."""
+
     def read(self, given: Mapping[str, Any]) -> Call:
         """Return the call with these keyword arguments. Raises NotImplementedError for one that
         cannot be answered."""
 
     def forward(self, model: nn.Module, inputs: Inputs) -> Columns:
-        """Run a micro-batch: return figures of its tokens, each [tokens, ...]."""
+        """Run a micro-batch: return figures of its tokens, each [tokens, ...], and sums over
+        them."""
 
     def answer(self, call: Call, figures: Columns, given: Mapping[str, Any]) -> Any:
         """Return what the model would have returned.
 
-        figures: of the call's tokens, each [tokens, ...], on the model's device.
+        figures: of the call's tokens, each [tokens, ...], and totals of its step, on the model's
+            device.
         """
 
 
-def head_of(model: PreTrainedModel, *, reads_figures: bool = False) -> Head:
+def head_of(model: PreTrainedModel, *, has_router_loss: bool, reads_figures: bool) -> Head:
     """Return the head of a transformers model.
 
+    has_router_loss: whether the trainer's loss asks for the model's router loss, too.
     reads_figures: whether a loss of the user's own reads log-probabilities.
     """
     if is_classifier(model):
         return Classes(model)
     if reads_figures:
         return TokenFigures(model)
-    return LogProbabilities()
+    return LogProbabilities(model, has_router_loss=has_router_loss)
 
 
 class LogProbabilities:
@@ -63,7 +80,21 @@ class LogProbabilities:
     by tile, with the trainer's temperature and the model's own scale and cap of logits."""
 
     main = "log_probs"
-    differentiable: tuple[str, ...] = ("log_probs", "entropy")
+    differentiable: tuple[str, ...] = ("log_probs", "entropy", PROBABILITIES)
+    totals: tuple[str, ...] = TOTALS
+
+    def __init__(self, model: PreTrainedModel, *, has_router_loss: bool) -> None:
+        self._model = model
+        self._has_router_loss = has_router_loss
+        self._router: RouterSums | None = None  # while the head is attached
+
+    def attach(self) -> list[Any]:
+        """Count what a router loss needs, if there is one; return the hooks, which undo it when
+        they are removed."""
+        if not self._has_router_loss:
+            return []
+        self._router = RouterSums(self._model)
+        return self._router.hooks
 
     def read(self, given: Mapping[str, Any]) -> Call:
         """Return the call with these keyword arguments. Raises NotImplementedError for one that
@@ -76,10 +107,13 @@ class LogProbabilities:
             )
         if given.get("labels") is None:
             raise NotImplementedError("a loss asks for log-probabilities without labels")
+        if self._has_router_loss:
+            given = {name: value for name, value in given.items() if name != OPTION}
         return Call.read(given, of_tokens=True)
 
     def forward(self, model: nn.Module, inputs: Inputs) -> Columns:
-        """Run a micro-batch: return figures of its tokens, each [tokens]."""
+        """Run a micro-batch: return figures of its tokens, each [tokens], and of the trained model
+        what its routers add up to."""
         packed = {name: value for name, value in inputs.items() if name != "labels"}
         outputs = model(**packed, fused_lm_head=True, use_cache=False)
         figures = {}
@@ -87,6 +121,8 @@ class LogProbabilities:
             value = getattr(outputs, name)
             if value is not None:
                 figures[name] = value.squeeze(0)  # [1, tokens] -> [tokens]
+        if self._router is not None:
+            figures.update(self._router.take() or {})  # none of a reference model
         return figures
 
     def answer(self, call: Call, figures: Columns, given: Mapping[str, Any]) -> Any:
@@ -96,14 +132,21 @@ class LogProbabilities:
         mask = call.targets[:, :-1] != IGNORE_INDEX
         fields = {}
         for name, value in figures.items():
+            if name in TOTALS:
+                continue
             padded = call.padded(value)[:, :-1]
             fields[name] = padded.masked_fill(~mask, 0)
         items = given.get("num_items_in_batch")
         if items is None:
             items = mask.sum().clamp(min=1)
-        return FusedCausalLMOutput(
-            loss=-fields["log_probs"].sum() / items, label_mask=mask, **fields
-        )
+        loss = -fields["log_probs"].sum() / items
+        aux_loss = None
+        if given.get(OPTION):
+            assert self._router is not None, "the head is attached while calls are answered"
+            facts = self._router.facts
+            aux_loss = router_loss(figures[COUNTS], figures[PROBABILITIES], facts.top_k)
+            loss = loss + facts.coefficient * aux_loss
+        return FusedCausalLMOutput(loss=loss, label_mask=mask, aux_loss=aux_loss, **fields)
 
 
 _FUSED = ("log_probs", "entropy", "log_sum_sq_probs", "mean_logits", "is_top1")
@@ -119,6 +162,7 @@ class TokenFigures:
 
     main = "log_probs"
     differentiable: tuple[str, ...] = ("log_probs", "entropy")
+    totals: tuple[str, ...] = ()
 
     def __init__(self, model: PreTrainedModel) -> None:
         self._model = model
@@ -203,6 +247,7 @@ class Classes:
 
     main = "logits"
     differentiable: tuple[str, ...] = ("logits",)
+    totals: tuple[str, ...] = ()
 
     def __init__(self, model: PreTrainedModel) -> None:
         self._model = model
@@ -242,7 +287,7 @@ class Classes:
         """Return the model's output for padded logits [B, S, labels]."""
         stand_in = _WithLogits(self._model, call.padded(figures["logits"]))
         passed = {name: given[name] for name in ("attention_mask", "labels") if name in given}
-        return type(self._model).forward(stand_in, input_ids=call.ids, **passed)  # type: ignore[arg-type]
+        return type(self._model).forward(stand_in, input_ids=call.ids, **passed)
 
 
 class _WithLogits:

@@ -10,10 +10,14 @@
                    gets the results of 3 and 4, and its backward ends at them
 6. second pass     with the gradients of 5 as weights
 
+Where these gradients are known beforehand (`divergences.py`), one pass does for 4 and 6, and 5
+comes last.
+
 In an evaluation, and where a loss asks for something that was not foreseen, a call is planned and
 run when it comes (`answering`).
 """
 
+import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -26,20 +30,17 @@ from torch import nn
 
 from hf_flexseq.hf.engine import FlexSeqEngine
 from hf_flexseq.hf.executors import WholeModelExecutor, base_model
+from hf_flexseq.hf.losses import distills, reads_figures, rolls_out
 from hf_flexseq.hf.objectives.answering import answered_by
 from hf_flexseq.hf.objectives.calls import Call, joined
-from hf_flexseq.hf.objectives.heads import Classes, Head, TokenFigures, head_of
+from hf_flexseq.hf.objectives.divergences import Divergences
+from hf_flexseq.hf.objectives.heads import Head, TokenFigures, head_of
 from hf_flexseq.hf.objectives.reference import (
     adapter_state,
     attached_reference,
     reference_of,
 )
-from hf_flexseq.hf.objectives.trainers import (
-    Foreseen,
-    foreseen,
-    reads_figures,
-    rolls_out,
-)
+from hf_flexseq.hf.objectives.trainers import Foreseen, foreseen
 from hf_flexseq.kernels.upload import to_device
 from hf_flexseq.steps.exchange import Columns
 from hf_flexseq.steps.inputs import Inputs
@@ -69,7 +70,13 @@ class PlannedLoss:
     def __init__(self, trainer: Any, engine: FlexSeqEngine) -> None:
         self._trainer = trainer
         self._engine = engine
-        self._head: Head = head_of(base_model(trainer.model), reads_figures=reads_figures(trainer))
+        self._head: Head = head_of(
+            base_model(trainer.model),
+            has_router_loss=getattr(trainer, "aux_loss_enabled", False),
+            reads_figures=reads_figures(trainer),
+        )
+        if distills(trainer):
+            self._head = Divergences(trainer)
         # drawing: batches of the steps to come, and the step whose batches were handed out
         self._iterator: Iterator[Any] | None = None
         self._rows: Iterator[dict[str, Any]] = iter(())
@@ -98,11 +105,15 @@ class PlannedLoss:
         trainer = self._trainer
         policy = base_model(trainer.model)
         self._adapters = adapter_state(trainer.model)
-        hooks: list[Any] = []
-        if isinstance(self._head, Classes | TokenFigures):
-            hooks = self._head.attach()
+        hooks = self._head.attach()
         try:
-            with attached_reference(getattr(trainer, "ref_model", None), policy):
+            with ExitStack() as attached:
+                reference = getattr(trainer, "ref_model", None)
+                attached.enter_context(attached_reference(reference, policy))
+                if isinstance(self._head, Divergences):
+                    attached.enter_context(
+                        self._head.attached(self._executor, self._answer_of_policy)
+                    )
                 yield
         finally:
             for hook in hooks:
@@ -194,7 +205,8 @@ class PlannedLoss:
         model: as accelerate has wrapped it. is_last: whether no step comes after it.
         """
         trainer = self._trainer
-        with in_training_mode(model):
+        began = time.perf_counter()
+        with in_training_mode(model), self._timed_since(began):
             # 1., 2. batches, and one plan for all of them
             batches = self._prepared_batches()
             calls = [foreseen(trainer, batch, self._head) for batch in batches]
@@ -208,10 +220,28 @@ class PlannedLoss:
                 self._foresee(step, model, calls)
                 # 4. to 6.
                 objective = _OfStep(self, model, batches, calls, stock_step)
-                loss = self._engine.train_passes(step, objective, model, is_last=is_last)
+                loss = self._engine.train_passes(
+                    step, objective, model, weights=objective.weights(), is_last=is_last
+                )
         self._results.clear()
         self._engine.finish(step)
         return loss
+
+    @contextmanager
+    def _timed_since(self, began: float) -> Iterator[None]:
+        """Surround a step: where TRL logs its seconds, which it takes around the loss at home, put
+        those of the whole step."""
+        logged = len(self._logged_seconds())
+        yield
+        seconds = self._logged_seconds()
+        if len(seconds) > logged:
+            seconds[-1] = time.perf_counter() - began
+
+    def _logged_seconds(self) -> list[float]:
+        """Return the seconds of steps that TRL is to log, which may be changed."""
+        of_training = getattr(self._trainer, "_metrics", {}).get("train", {})
+        seconds: list[float] = of_training.get("step_time", [])
+        return seconds
 
     def _prepared_batches(self) -> list[Any]:
         """Return the batches of the step as the trainer's loss gets them."""
@@ -246,20 +276,27 @@ class PlannedLoss:
 
     def _run(self, step: PassStep, model: nn.Module, role: str, calls: Sequence[Call]) -> None:
         """Run a model forward, and keep what it gives for each of the calls."""
-        figures = step.figures(lambda inputs: self._head.forward(model, inputs))
+        figures = self._figures(step, model)
         for call, own in zip(calls, self.split(figures, calls), strict=True):
             self._results.append(_Result(role, call, own))
 
-    def split(self, figures: Columns, calls: Sequence[Call]) -> list[Columns]:
-        """Return the figures of each call, on the model's device.
+    def _figures(self, step: PassStep, model: nn.Module) -> Columns:
+        """Run a model forward, and return the figures of this rank's tokens and totals."""
+        return step.figures(lambda inputs: self._head.forward(model, inputs), self._head.totals)
 
-        figures: of the tokens of all calls, each [tokens, ...] on the CPU.
+    def split(self, figures: Columns, calls: Sequence[Call]) -> list[Columns]:
+        """Return the figures of each call, and totals, which are those of all, on the model's
+        device.
+
+        figures: of the tokens of all calls, each [tokens, ...], and totals on the CPU.
         """
         device = self._trainer.accelerator.device
         sizes = [call.tokens for call in calls]
         parts: list[Columns] = [{} for _ in calls]
         for name, values in figures.items():
-            for part, own in zip(parts, values.split(sizes), strict=True):
+            is_total = name in self._head.totals
+            owns = [values] * len(calls) if is_total else values.split(sizes)
+            for part, own in zip(parts, owns, strict=True):
                 part[name] = to_device(own, device)
         return parts
 
@@ -268,16 +305,6 @@ class PlannedLoss:
         self._results.append(_Result(POLICY, call, figures))
 
     # ---- calls of the loss
-
-    @contextmanager
-    def on_batch(self, batch: Mapping[str, Any]) -> Iterator[None]:
-        """Compute the loss of one batch inside the block: the Trainer may take its labels out and
-        call the model without them."""
-        former, self._labels = self._labels, batch.get("labels")
-        try:
-            yield
-        finally:
-            self._labels = former
 
     @contextmanager
     def answering(self, model: nn.Module) -> Iterator[None]:
@@ -303,6 +330,33 @@ class PlannedLoss:
                     answered_by(reference, self._answer_of_reference, is_paused=self._paused)
                 )
             yield
+
+    @contextmanager
+    def loss_of(self, batch: Any, *, is_last: bool) -> Iterator[None]:
+        """Surround the loss of one prepared batch of a step. As with the plain Trainer, accelerate
+        says of the last one alone that gradients are synchronised: some losses ask."""
+        state = self._trainer.accelerator.gradient_state
+        syncs = state.sync_gradients
+        state._set_sync_gradients(syncs and is_last)
+        self.prepared = batch
+        try:
+            with self.on_batch(batch):
+                yield
+        finally:
+            self.prepared = None
+            state._set_sync_gradients(syncs)
+
+    @contextmanager
+    def on_batch(self, batch: Any) -> Iterator[None]:
+        """Surround the loss of one batch: the Trainer may take its labels out, and call the model
+        without them."""
+        former = self._labels
+        if isinstance(self._head, TokenFigures):
+            self._labels = batch.get("labels")
+        try:
+            yield
+        finally:
+            self._labels = former
 
     def _end_answering(self) -> None:
         self._running = None
@@ -347,7 +401,7 @@ class PlannedLoss:
                 joined([call]), number=self._trainer.state.global_step, forward_only=True
             )
             with self._executor.planned_attention():
-                found = step.figures(lambda inputs: self._head.forward(model, inputs))
+                found = self._figures(step, model)
             (figures,) = self.split(found, [call])
         return self._head.answer(call, figures, given)
 
@@ -391,11 +445,19 @@ class _OfStep:
         self._stock_step = stock_step
         self._trainer = planned._trainer
         self._head = planned._head
+        self.totals = planned._head.totals
 
     def forward(self, inputs: Inputs) -> Columns:
         """Run a micro-batch: return figures of its tokens, each [tokens, ...]."""
         with self._trainer.compute_loss_context_manager():
             return self._head.forward(self._model, inputs)
+
+    def weights(self) -> Columns | None:
+        """Return the gradients of the loss, each [tokens, ...] on the CPU, where they are known
+        before it is computed; None where they depend on figures."""
+        if not isinstance(self._head, Divergences):
+            return None
+        return self._head.weights(self._batches, self._calls)
 
     def loss(self, figures: Columns) -> tuple[torch.Tensor, Columns]:
         """Return the sum of the losses of this rank's batches, and its gradients with respect to
@@ -410,12 +472,11 @@ class _OfStep:
 
         # 2. the trainer's own steps
         total = torch.zeros((), device=self._trainer.args.device)
+        last = len(self._batches) - 1
         with self._planned.answering(self._model), self._backward_at_home():
-            for batch in self._batches:
-                self._planned.prepared = batch
-                with self._planned.on_batch(batch):
+            for index, batch in enumerate(self._batches):
+                with self._planned.loss_of(batch, is_last=index == last):
                     total = total + self._stock_step(self._trainer.model, batch)
-        self._planned.prepared = None
 
         # 3. gradients, of all batches in a row
         gradients: Columns = {}
@@ -423,7 +484,11 @@ class _OfStep:
             if name not in figures:
                 continue
             parts = [own[name].grad for own in leaves]
-            if name == self._head.main or any(part is not None for part in parts):
+            if name in self.totals:
+                found = [part.detach().cpu() for part in parts if part is not None]
+                if found:
+                    gradients[name] = torch.stack(found).sum(dim=0)
+            elif name == self._head.main or any(part is not None for part in parts):
                 gradients[name] = _in_a_row(parts, [own[name] for own in leaves])
         return total.detach(), gradients
 

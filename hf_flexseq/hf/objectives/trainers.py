@@ -3,21 +3,6 @@ are planned together, before the loss is computed.
 
 Nothing but time depends on it: a call without gradients that was not foreseen is planned and run
 when it comes, and one with gradients is refused.
-
-A trainer of a causal language model takes one of two ways:
-
-* One pass, where the loss is a sum over tokens, divided by `num_items_in_batch`: `Trainer` itself,
-  TRL's SFTTrainer, and every class with a `compute_loss` of its own that hands on to it. Such a
-  `compute_loss` runs on the micro-batches of a plan, wherever their tokens are. It must call the
-  model with its labels: those of a micro-batch are shifted already, and logits beside them would
-  not be those of a sample.
-* At home, in two passes, where `compute_loss_func` is given, or the class says
-  `flexseq_loss_at_home = True`: its `compute_loss` runs once for each batch that the plain Trainer
-  would have, on whole samples, and reads `loss`, `log_probs` and `entropy` of the model's outputs
-  (`outputs.PlannedOutput`).
-
-Rejected: taking a class with a `compute_loss` of its own home without being told. It would pay for
-a second pass where it only hands on to the Trainer's.
 """
 
 from collections.abc import Callable, Mapping
@@ -27,7 +12,7 @@ from typing import Any
 import torch
 
 from hf_flexseq.config import IGNORE_INDEX
-from hf_flexseq.hf.model.facts import is_classifier
+from hf_flexseq.hf.losses import reads_figures
 from hf_flexseq.hf.objectives.calls import Call
 from hf_flexseq.hf.objectives.heads import Head
 
@@ -92,53 +77,27 @@ def _reward(trainer: Any, batch: Mapping[str, Any]) -> Foreseen:
     return Foreseen(Call(batch["input_ids"], batch.get("attention_mask"), None))
 
 
+def _distillation(trainer: Any, batch: Mapping[str, Any]) -> Foreseen:
+    """As other samples; raises NotImplementedError for those with images."""
+    for name in batch:
+        if name not in _OF_TEXT:
+            raise NotImplementedError(
+                f"{type(trainer).__name__} has samples with {name}: hf_flexseq distills text "
+                "alone; leave images out of the dataset and of what tools return"
+            )
+    return _rollouts(trainer, batch)
+
+
+_OF_TEXT = (
+    *("prompt_ids", "prompt_mask", "completion_ids", "completion_mask", "tool_mask"),
+    "num_items_in_batch",
+)
+
 _OF_TRAINERS: dict[str, Callable[[Any, Mapping[str, Any]], Foreseen]] = {
     "DPOTrainer": _dpo,
     "KTOTrainer": _kto,
     "GRPOTrainer": _rollouts,
     "RLOOTrainer": _rollouts,
     "RewardTrainer": _reward,
+    "DistillationTrainer": _distillation,
 }
-
-# Trainers that draw prompts, and make of them what they train on.
-_ROLLING_OUT = ("GRPOTrainer", "RLOOTrainer")
-
-
-def rolls_out(trainer: Any) -> bool:
-    """Tell if a trainer makes its samples while it trains."""
-    return _is_one_of(trainer, _ROLLING_OUT)
-
-
-def has_planned_loss(trainer: Any) -> bool:
-    """Tell if the loss of a trainer is computed at home, from log-probabilities or scores."""
-    if _is_one_of(trainer, tuple(_OF_TRAINERS)) or reads_figures(trainer):
-        return True
-    return is_classifier(_plain_model(trainer))
-
-
-def reads_figures(trainer: Any) -> bool:
-    """Tell if the loss is one of the user's own that reads log-probabilities of a causal language
-    model's samples: `compute_loss_func`, or a class that says `flexseq_loss_at_home = True`."""
-    if has_fused_head(trainer) or is_classifier(_plain_model(trainer)):
-        return False
-    is_func = getattr(trainer, "compute_loss_func", None) is not None
-    return is_func or says_at_home(trainer)
-
-
-def says_at_home(trainer: Any) -> bool:
-    """Tell if the class of a trainer says `flexseq_loss_at_home = True`."""
-    return bool(getattr(trainer, "flexseq_loss_at_home", False))
-
-
-def has_fused_head(trainer: Any) -> bool:
-    """Tell if a trainer of TRL's reads a fused head, which gives no logits."""
-    return _is_one_of(trainer, (*_OF_TRAINERS, "SFTTrainer"))
-
-
-def _plain_model(trainer: Any) -> Any:
-    model = trainer.model
-    return model.get_base_model() if hasattr(model, "get_base_model") else model
-
-
-def _is_one_of(trainer: Any, names: tuple[str, ...]) -> bool:
-    return any(cls.__name__ in names for cls in type(trainer).__mro__)
