@@ -14,10 +14,11 @@ weights    the difference of all weights over the plain trainer's update. 2e-6 i
 metrics    the largest difference of a figure that is logged, over its size where that exceeds 1:
            loss, gradient norm and all that a trainer reports, clocks excepted (1e-6)
 
-itself     twice this much is allowed, too: how far the plain trainer is from itself when its
-           batches are cut into halves, or padded to multiples of 16, which changes nothing but
-           rounding. Weights, then figures; found where ours is beyond a bound, where the model is
-           not in float64 (ZeRO, FSDP2), and under bfloat16 autocast
+itself     twice this much is allowed, too: how far the plain trainer's weights are from
+           themselves when its batches are cut into halves, and its figures, of which many are
+           means over batches, when they are padded to multiples of 16: both change nothing but
+           rounding. Found where ours is beyond a bound, where the model is not in float64 (ZeRO,
+           FSDP2), and under bfloat16 autocast
 
 Rewards of DPO and KTO are differences of sums of log-probabilities, whose rounding is that of the
 sums.
@@ -91,7 +92,7 @@ DPO_SETTINGS: dict[str, dict[str, Any]] = {
     "ipo and sigmoid_norm": {"loss_type": ["ipo", "sigmoid_norm"]},
     "ld_alpha": {"ld_alpha": 0.5},
     "use_weighting": {"use_weighting": True},
-    "use_weighting, hinge and ipo": {"use_weighting": True, "loss_type": ["hinge", "ipo"]},
+    "use_weighting, ipo and nca_pair": {"use_weighting": True, "loss_type": ["ipo", "nca_pair"]},
     "forward_kl": {"f_divergence_type": "forward_kl"},
     "js_divergence": {"f_divergence_type": "js_divergence"},
     "alpha_divergence": {"f_divergence_type": "alpha_divergence", "f_alpha_divergence_coef": 0.3},
@@ -206,13 +207,19 @@ def on_three_ranks(case: Case) -> Case:
     return replace(case, accumulation=2)
 
 
-def rounded_otherwise(case: Case) -> Case:
-    """Return a case that is the same but for rounding: examples in twice as many batches; padded
-    to multiples of 16 where the loss couples those of a batch."""
-    couples = case.kind == "kto" or str(case.settings.get("loss_type")).startswith("aot")
-    if couples or case.kind == "reward":
-        return replace(case, settings={**case.settings, "pad_to_multiple_of": 16})
+def halved(case: Case) -> Case:
+    """Return a case that draws the same examples in twice as many batches."""
     return replace(case, batch=case.batch // 2, accumulation=2 * case.accumulation)
+
+
+def padded(case: Case) -> Case:
+    """Return a case whose rows are padded to multiples of 16."""
+    return replace(case, settings={**case.settings, "pad_to_multiple_of": 16})
+
+
+def couples(case: Case) -> bool:
+    """Tell if the loss of an example depends on the others of its batch."""
+    return case.kind in ("kto", "reward") or "aot" in str(case.settings.get("loss_type"))
 
 
 # ---- running them
@@ -254,10 +261,14 @@ def measure(world_size: int, case: Case, folder: Path) -> dict[str, Any]:
     is_exact = apart.weights <= bound and apart.metrics <= metrics_bound
     found: dict[str, Any] = {}
     if case.dtype != torch.float64 or not is_exact:
-        itself = difference(stock, trained(world_size, rounded_otherwise(case), False, folder))
-        found |= {"itself": itself.weights, "itself_metrics": itself.metrics}
-        bound = max(bound, ITSELF * itself.weights)
-        metrics_bound = max(metrics_bound, ITSELF * itself.metrics)
+        itself = difference(stock, trained(world_size, padded(case), False, folder))
+        of_weights, of_metrics = itself.weights, itself.metrics
+        if not couples(case):
+            itself = difference(stock, trained(world_size, halved(case), False, folder))
+            of_weights = itself.weights
+        found |= {"itself": of_weights, "itself_metrics": of_metrics}
+        bound = max(bound, ITSELF * of_weights)
+        metrics_bound = max(metrics_bound, ITSELF * of_metrics)
         is_exact = apart.weights <= bound and apart.metrics <= metrics_bound
     return found | {
         "weights": apart.weights,
@@ -318,8 +329,8 @@ def main() -> int:
                 is_broken |= found["verdict"] not in ("exact", "stock does not run")
                 print(table_row((name, ranks, *cells_of(found))), flush=True)
                 figures[f"{name}, {ranks} ranks"] = found
+                write_record(asked.json, figures)  # of what there is, should it be broken off
     print(f"\n{len(figures)} rows in {time.perf_counter() - began:.0f} s")
-    write_record(asked.json, figures)
     return 1 if is_broken else 0
 
 

@@ -18,6 +18,7 @@ import torch
 from accelerate.state import AcceleratorState, GradientState
 from datasets import Dataset
 from peft import LoraConfig, get_peft_model
+from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import (
     DataCollatorForTokenClassification,
     DataCollatorWithPadding,
@@ -25,6 +26,7 @@ from transformers import (
     LlamaForCausalLM,
     LlamaForSequenceClassification,
     LlamaForTokenClassification,
+    PreTrainedTokenizerFast,
     Trainer,
     TrainingArguments,
 )
@@ -44,7 +46,6 @@ from trl import (
 
 from hf_flexseq import FlexSeqArguments, FlexSeqMixin
 from tests.hf.test_exactness import whole
-from tests.hf.test_mixin import tokenizer
 from tests.hf.test_sharding import ZERO
 from tests.hf.test_trainer import training_arguments
 from tests.hf.tiny import VOCAB, tiny_llama, torch_norm
@@ -110,8 +111,20 @@ class Case:
 # ---- data
 
 
-def _words(rng: random.Random, count: int) -> str:
-    return " ".join(f"t{rng.randrange(2, VOCAB)}" for _ in range(count))
+def word_tokenizer(vocabulary: int = VOCAB) -> PreTrainedTokenizerFast:
+    """A tokenizer whose tokens are words, such as w17 for the number 17; 0 pads and 1 ends."""
+    words = {f"w{number}": number for number in range(2, vocabulary)}
+    model = models.WordLevel({"<pad>": 0, "<end>": 1, **words}, unk_token="<pad>")
+    tokenizer = Tokenizer(model)
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<end>"
+    )
+
+
+def words_of(rng: random.Random, count: int, vocabulary: int = VOCAB) -> str:
+    """So many random words of `word_tokenizer`."""
+    return " ".join(f"w{rng.randrange(2, vocabulary)}" for _ in range(count))
 
 
 def pairs(count: int) -> Dataset:
@@ -119,9 +132,9 @@ def pairs(count: int) -> Dataset:
     rng = random.Random(0)
     rows = []
     for _ in range(count):
-        prompt = _words(rng, rng.randrange(3, 9))
-        chosen = " " + _words(rng, rng.randrange(2, 30))
-        rejected = " " + _words(rng, rng.randrange(2, 12))
+        prompt = words_of(rng, rng.randrange(3, 9))
+        chosen = " " + words_of(rng, rng.randrange(2, 30))
+        rejected = " " + words_of(rng, rng.randrange(2, 12))
         rows.append({"prompt": prompt, "chosen": chosen, "rejected": rejected})
     return Dataset.from_list(rows)
 
@@ -131,8 +144,8 @@ def labelled(count: int) -> Dataset:
     rng = random.Random(0)
     rows = []
     for _ in range(count):
-        prompt = _words(rng, rng.randrange(3, 9))
-        completion = " " + _words(rng, rng.randrange(2, 30))
+        prompt = words_of(rng, rng.randrange(3, 9))
+        completion = " " + words_of(rng, rng.randrange(2, 30))
         rows.append({"prompt": prompt, "completion": completion, "label": rng.random() < 0.5})
     return Dataset.from_list(rows)
 
@@ -140,7 +153,9 @@ def labelled(count: int) -> Dataset:
 def prompts(count: int) -> Dataset:
     """Prompts alone."""
     rng = random.Random(0)
-    return Dataset.from_list([{"prompt": _words(rng, rng.randrange(3, 9))} for _ in range(count)])
+    return Dataset.from_list(
+        [{"prompt": words_of(rng, rng.randrange(3, 9))} for _ in range(count)]
+    )
 
 
 def classified(count: int, *, tokens: bool) -> Dataset:
@@ -286,7 +301,7 @@ def _dpo(case: Case, path: Path, model: Any) -> Any:
         "model": model or causal_model(case, path),
         "train_dataset": pairs(64),
         "eval_dataset": pairs(5),
-        "processing_class": tokenizer(),
+        "processing_class": word_tokenizer(),
     }
     if case.reference and case.adapter is None:
         arguments["ref_model"] = tiny_llama(case.dtype, seed=1, **case.changes)
@@ -304,7 +319,7 @@ def _reward(case: Case, path: Path, model: Any) -> Any:
         "model": model or classifier(LlamaForSequenceClassification, 1, case.dtype),
         "train_dataset": pairs(64),
         "eval_dataset": pairs(5),
-        "processing_class": tokenizer(),
+        "processing_class": word_tokenizer(),
     }
     return _max_length_none(RewardConfig), RewardTrainer, arguments
 
@@ -316,7 +331,7 @@ def _rolling_out(config: Any, cls: Any) -> Any:
             "reward_funcs": reward,
             "train_dataset": prompts(64),
             "eval_dataset": prompts(4),
-            "processing_class": tokenizer(),
+            "processing_class": word_tokenizer(),
         }
         defaults = {"num_generations": 4, "max_completion_length": 12, "beta": 0.1}
         return _with(config, defaults), cls, arguments
@@ -329,7 +344,7 @@ def _sequences(case: Case, path: Path, model: Any) -> Any:
         "model": model or classifier(LlamaForSequenceClassification, 3, case.dtype),
         "train_dataset": classified(64, tokens=False),
         "eval_dataset": classified(7, tokens=False),
-        "data_collator": DataCollatorWithPadding(tokenizer()),
+        "data_collator": DataCollatorWithPadding(word_tokenizer()),
         "compute_metrics": classes_metrics,
     }
     return _with(TrainingArguments, {"per_device_eval_batch_size": 2}), Trainer, arguments
@@ -340,7 +355,7 @@ def _tokens(case: Case, path: Path, model: Any) -> Any:
         "model": model or classifier(LlamaForTokenClassification, 3, case.dtype),
         "train_dataset": classified(64, tokens=True),
         "eval_dataset": classified(7, tokens=True),
-        "data_collator": DataCollatorForTokenClassification(tokenizer()),
+        "data_collator": DataCollatorForTokenClassification(word_tokenizer()),
         "compute_metrics": classes_metrics,
     }
     return _with(TrainingArguments, {"per_device_eval_batch_size": 2}), Trainer, arguments
