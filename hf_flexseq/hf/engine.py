@@ -44,6 +44,7 @@ from hf_flexseq.hf.trainer_checks import check_accelerator
 from hf_flexseq.planner.process.client import Planner
 from hf_flexseq.planner.static import check_degree
 from hf_flexseq.steps.ahead import DealtSteps, Step
+from hf_flexseq.steps.exchange import Columns
 from hf_flexseq.steps.inputs import Inputs
 from hf_flexseq.steps.lookahead import Lookahead
 from hf_flexseq.steps.nonfinite import NonfiniteWatch
@@ -331,16 +332,25 @@ class FlexSeqEngine:
         return step
 
     def train_passes(
-        self, step: PassStep, objective: Objective, model: nn.Module, *, is_last: bool = False
+        self,
+        step: PassStep,
+        objective: Objective,
+        model: nn.Module,
+        *,
+        weights: Columns | None = None,
+        is_last: bool = False,
     ) -> torch.Tensor:
         """Run the passes of one step around a loss that is computed at home; afterwards gradients
         are the mean over ranks of those of their losses. Then the next step is dealt. Collective
         over the world.
 
-        model: as accelerate has wrapped it. is_last: see `train`. Returns this rank's loss, a
+        model: as accelerate has wrapped it. weights: the gradients of the loss, where they are
+        known before it (`PassStep.run_once`). is_last: see `train`. Returns this rank's loss, a
         detached scalar.
         """
-        loss = self._watched(step, model, lambda: self._whole.train_passes(step, objective, model))
+        loss = self._watched(
+            step, model, lambda: self._whole.train_passes(step, objective, model, weights)
+        )
         if self._training is not None and not is_last:
             self._training.deal_ahead()
         return loss

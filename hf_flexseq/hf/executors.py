@@ -35,7 +35,13 @@ from hf_flexseq.hf.attention import NAME
 from hf_flexseq.hf.calibration.source import CostSource, named_cost
 from hf_flexseq.hf.model.buckets import early_buckets
 from hf_flexseq.hf.model.checks import check_deterministic, check_model
-from hf_flexseq.hf.model.facts import AttentionShape, attention_shape, compute_dtype, layer_calls
+from hf_flexseq.hf.model.facts import (
+    AttentionShape,
+    attention_shape,
+    compute_dtype,
+    is_fully_sharded,
+    layer_calls,
+)
 from hf_flexseq.hf.model.images import check_text_alone
 from hf_flexseq.hf.model.loss import ChunkedLoss, attach_chunked_loss
 from hf_flexseq.hf.model.positions import AttachedPositions, attach_positions, needed_columns
@@ -54,7 +60,7 @@ from hf_flexseq.planner.process.client import InlinePlanner, Planner, PlannerWor
 from hf_flexseq.planner.process.jobs import GroupsJob, Job
 from hf_flexseq.program.blocks import BLOCK
 from hf_flexseq.schedule.routing import NicFigures, links_of
-from hf_flexseq.steps.exchange import RowExchange
+from hf_flexseq.steps.exchange import Columns, RowExchange
 from hf_flexseq.steps.inputs import Inputs, indices_to_run, inputs_of, model_inputs
 from hf_flexseq.steps.lookahead import DrawnStep
 from hf_flexseq.steps.passes import Objective, PassStep
@@ -481,21 +487,63 @@ class WholeModelExecutor:
     def _make_context(self, shard: Shard) -> SequenceContext:
         """Return what attention is told about one shard, with the programs that the layers of the
         micro-batch before have asked for."""
-        args = self.setup.args
         assert self.kernel is not None, "deal chooses the kernel first"
+        context = self._context(shard, self.kernel, self._former_programs)
+        self._former_programs = context.programs
+        return context
+
+    def _context(
+        self, shard: Shard, kernel: Kernel, former: MicroBatchPrograms | None
+    ) -> SequenceContext:
+        """Return the context of a shard for the layers of one model.
+
+        former: the programs of that model's context before; None for none.
+        """
+        args = self.setup.args
         context = SequenceContext(
             shard,
             self.setup.communicator,
-            self.kernel,
+            kernel,
             self.setup.accelerator.device,
             attention_remat=args.attention_remat,
             deterministic=args.deterministic,
             links=self._links,
         )
-        if self._former_programs is not None:
-            context.programs.prepare(self._former_programs.keys)
-        self._former_programs = context.programs
+        if former is not None:
+            context.programs.prepare(former.keys)
         return context
+
+    def beside(self, model: PreTrainedModel) -> Callable[[Shard], SequenceContext]:
+        """Return what makes the contexts of another model, which runs on the micro-batches of the
+        attached one, with kernels for its own layers. From now on the columns that it needs of
+        each token are dealt, too. Collective over the world.
+
+        Raises ValueError where no kernel serves its layers, and for a model whose shards all ranks
+        have to gather together, unless they run in lockstep.
+        """
+        name = type(model).__name__
+        if is_fully_sharded(model, self.setup.accelerator) and not self.lockstep:
+            raise ValueError(
+                f"{name} is sharded, and its ranks have to run every micro-batch together: set "
+                "sync='lockstep'"
+            )
+        with Attempt() as choosing:
+            if self.setup.args.deterministic:
+                check_deterministic(model)
+            kernel = self._kernel_of(model)
+        host = self.setup.communicator.host
+        choosing.raise_together(host.gather_values, f"choosing the attention kernel of {name}")
+        columns = (*self._token_columns, *needed_columns(model))
+        self._token_columns = tuple(dict.fromkeys(columns))  # each once
+        former: MicroBatchPrograms | None = None
+
+        def context_of(shard: Shard) -> SequenceContext:
+            nonlocal former
+            context = self._context(shard, kernel, former)
+            former = context.programs
+            return context
+
+        return context_of
 
     def train(
         self,
@@ -517,10 +565,21 @@ class WholeModelExecutor:
                 loss = step.run(forward_backward, before_last)
             return loss.detach()
 
-    def train_passes(self, step: PassStep, objective: Objective, model: nn.Module) -> torch.Tensor:
+    def train_passes(
+        self,
+        step: PassStep,
+        objective: Objective,
+        model: nn.Module,
+        weights: Columns | None = None,
+    ) -> torch.Tensor:
         """Run both passes of every micro-batch around the loss that `objective` computes, and
-        return that of this rank, a detached scalar. Gradients are reduced as `train` does."""
+        return that of this rank, a detached scalar. Gradients are reduced as `train` does.
+
+        weights: the gradients of the loss, where they are known before it: then one pass does.
+        """
         with self._of_step(step.plan, model) as before_last:
+            if weights is not None:
+                return step.run_once(objective, weights, before_last)
             return step.run(objective, before_last)
 
     @contextmanager
@@ -596,17 +655,22 @@ class WholeModelExecutor:
         """
         args = self.setup.args
         communicator = self.setup.communicator
+        assert self._model is not None, "attach sets the model"
         with Attempt() as choosing:
-            kernel = choose_kernels(
-                self.setup.accelerator.device,
-                self._compute_dtype(),
-                layer_calls(self._config()),
-                repeatable_keys=BLOCK if args.deterministic else 0,
-            )
+            kernel = self._kernel_of(self._model)
             if args.deterministic and communicator.rank == 0:
                 self._log_slowdown(kernel, longest)
         choosing.raise_together(communicator.host.gather_values, "choosing the attention kernel")
         return kernel
+
+    def _kernel_of(self, model: PreTrainedModel) -> Kernel:
+        """Return a kernel for all layers of a model. Raises ValueError where there is none."""
+        return choose_kernels(
+            self.setup.accelerator.device,
+            compute_dtype(model, self.setup.accelerator),
+            layer_calls(model.config),
+            repeatable_keys=BLOCK if self.setup.args.deterministic else 0,
+        )
 
     def _log_slowdown(self, kernel: Kernel, longest: int) -> None:
         """Measure on rank 0 how much longer deterministic attention takes, and log it. The other

@@ -55,10 +55,10 @@ from hf_flexseq.hf.executors import (
     base_model,
 )
 from hf_flexseq.hf.loaders import EpochBatches, LongestLoader, batches_on_host
+from hf_flexseq.hf.losses import has_planned_loss
 from hf_flexseq.hf.model.checks import check_deterministic, check_model
 from hf_flexseq.hf.model.router import RouterLoss
 from hf_flexseq.hf.objectives.planned import PlannedLoss
-from hf_flexseq.hf.objectives.trainers import has_planned_loss
 from hf_flexseq.hf.pipeline.executor import stage_executor_for
 from hf_flexseq.hf.pipeline.hooks import load_own_stage
 from hf_flexseq.hf.resume import Resumed, choose_checkpoint, warn_without_optimizer

@@ -19,6 +19,7 @@ from transformers import PreTrainedModel, Trainer
 
 from hf_flexseq.config import FlexSeqArguments
 from hf_flexseq.distributed.connect import capabilities_on
+from hf_flexseq.hf.losses import has_planned_loss, unsuitable_distillation
 from hf_flexseq.hf.model.facts import is_fully_sharded, is_reentrant, zero_stage
 from hf_flexseq.hf.model.router import (
     NO_ROUTER_LOSS,
@@ -26,7 +27,6 @@ from hf_flexseq.hf.model.router import (
     asks_for_router_loss,
     router_facts,
 )
-from hf_flexseq.hf.objectives.trainers import has_planned_loss
 
 # ---- the accelerator
 
@@ -262,7 +262,9 @@ def _is_reentrant(training: Any) -> bool:
 def _missing(trainer: Trainer) -> list[Refusal]:
     """Return what a trainer may ask for that would make sense and is not there."""
     tp_size = trainer.get_tp_size()
+    distillation = unsuitable_distillation(trainer)
     return [
+        Refusal(when=distillation is not None, message=f"{distillation}"),
         Refusal(
             when=trainer.is_model_parallel,
             message="a model on several devices (device_map): give every process the whole model",
@@ -307,14 +309,14 @@ def _missing_in_next_token_loss(trainer: Trainer) -> list[Refusal]:
             message=f"{_class_with(trainer, 'loss_is_scaled_for_ga')}: its loss is not a sum over "
             "tokens divided by those of the step, num_items_in_batch (loss_is_scaled_for_ga="
             "False); train with next-token loss, as Trainer and SFTTrainer do, or with TRL's "
-            "DPO, KTO, Reward, GRPO or RLOO",
+            "DPO, KTO, Reward, GRPO, RLOO or DistillationTrainer",
         ),
         Refusal(
             when=_makes_its_samples(trainer),
             message=f"{_class_with(trainer, '_prepare_inputs')}: it makes samples while it "
             "trains, as for reinforcement learning, and its loss is not a sum over tokens of the "
             "dataset; train with next-token loss, as Trainer and SFTTrainer do, or with TRL's "
-            "GRPO or RLOO",
+            "GRPO, RLOO or DistillationTrainer",
         ),
     ]
 

@@ -16,6 +16,11 @@ The last sum has exactly the gradient of the loss (the chain rule). The last mic
 plan keeps its graph from the first pass and runs backward first, so that a step of m micro-batches
 repeats m - 1 forwards, and a step of one none.
 
+Where a loss is a sum over tokens, each with a factor of its own, the weights are these factors,
+whatever the figures are. They are known before any forward, go out first, and one pass does:
+every micro-batch runs forward and backward, and the figures come home for the loss and for what
+is logged of it (`run_once`).
+
 That micro-batch is the plan's last on every rank, and a rank without a part in it keeps none:
 ranks that share sequences must run their micro-batches in one order.
 
@@ -188,6 +193,35 @@ class PassStep(RankStep[Plan]):
                 objective.backward(_weighted(own, weights[index], of_totals, is_dummy=is_dummy))
         return loss
 
+    def run_once(
+        self, objective: Objective, weights: Columns, before_last: BeforeLast = nullcontext
+    ) -> torch.Tensor:
+        """Run one pass, where the gradients of the loss are known before it, and return this
+        rank's loss, a detached scalar. Collective over the world.
+
+        weights: the gradients of this rank's loss with respect to figures, each [tokens, ...] on
+            the CPU, for the same names on all ranks.
+        before_last: surrounds every micro-batch but the last one.
+        Raises RuntimeError where the loss turns out to have other gradients.
+        """
+        # 1. the weights go with the tokens
+        dealt = self._exchange.deal(weights, self._routes)
+
+        # 2. forward and backward
+        found: dict[int, Columns] = {}
+        for index in self.indices:
+            around = nullcontext() if index == self.indices[-1] else before_last()
+            with self.stopwatch.timing(index), around:
+                own = objective.forward(self._inputs_of(index))
+                is_dummy = not self._counts[index]
+                objective.backward(_weighted(own, dealt[index], {}, is_dummy=is_dummy))
+            found[index] = {name: figure.detach() for name, figure in own.items()}
+
+        # 3. the loss at home
+        loss, gradients = objective.loss(self._home(found, objective.totals))
+        _check_known(weights, gradients)
+        return loss
+
     def run_after_totals(
         self,
         loss: TokenLoss,
@@ -239,7 +273,7 @@ class PassStep(RankStep[Plan]):
         return total
 
     def measured_s(self) -> list[float]:
-        """Return the seconds of every micro-batch of the plan on this rank, both passes together,
+        """Return the seconds of every micro-batch of the plan on this rank, all passes together,
         0 where the rank had none; wait for the device."""
         seconds = self.stopwatch.seconds()
         return [seconds.get(index, 0.0) for index in range(len(self.plan.micro_batches))]
@@ -324,6 +358,21 @@ def _set_random_states(states: Sequence[torch.Tensor]) -> None:
     torch.set_rng_state(states[0])
     if len(states) > 1:
         torch.cuda.set_rng_state(states[1])
+
+
+def _check_known(weights: Columns, gradients: Columns) -> None:
+    """Raise RuntimeError unless the gradients of a loss are the weights that were known before;
+    each [tokens, ...] on the CPU."""
+    for name in sorted({*weights, *gradients}):
+        if name in weights and name in gradients:
+            weight = weights[name]
+            # as good as the dtype of a loss: 1/items may be rounded in another order
+            if torch.allclose(gradients[name].to(weight.dtype), weight, rtol=1e-4, atol=0.0):
+                continue
+        raise RuntimeError(
+            f"a loss has other gradients of {name} than it was known to have: it is not the sum "
+            "over tokens that it was taken for"
+        )
 
 
 def _weighted(

@@ -10,14 +10,13 @@ from accelerate import Accelerator, DistributedDataParallelKwargs
 from accelerate.state import AcceleratorState, GradientState, PartialState
 from peft import PrefixTuningConfig, get_peft_model
 from transformers import Trainer, TrainingArguments
-from trl import DPOTrainer, GRPOTrainer, KTOTrainer, RewardTrainer, RLOOTrainer, SFTConfig
+from trl import SFTConfig
 
 from hf_flexseq import (
     FlexSeqArguments,
     FlexSeqCallback,
     FlexSeqConfig,
     FlexSeqEngine,
-    FlexSeqMixin,
     FlexSeqTrainer,
 )
 from hf_flexseq.hf.model.calls import read_call
@@ -247,20 +246,6 @@ def test_a_mean_over_a_rank(tmp_path):
     one_line(raised)
 
 
-@pytest.mark.parametrize("base", [DPOTrainer, GRPOTrainer, KTOTrainer, RewardTrainer, RLOOTrainer])
-def test_trainers_whose_loss_is_no_sum_over_tokens_are_told_so(tmp_path, base):
-    plain = Trainer(
-        model=tiny_llama(), args=arguments(tmp_path, TrainingArguments), train_dataset=DATA
-    )
-    # Made without the constructor of TRL, which wants a tokenizer and a model or two.
-    trainer = object.__new__(type("Mine", (FlexSeqMixin, base), {}))
-    trainer.__dict__ = vars(plain)
-    message = f"hf_flexseq does not support {base.__name__}: .*its loss is not a sum over tokens"
-    with pytest.raises(NotImplementedError, match=message) as raised:
-        trainer._setup_flexseq(FlexSeqArguments())
-    one_line(raised)
-
-
 class Preparing(FlexSeqTrainer):
     def _prepare_inputs(self, inputs):
         return super()._prepare_inputs(inputs)
@@ -468,7 +453,7 @@ NO_INTERFACE = "does not call transformers' attention interface"
         ),
         ("Roberta", {"is_decoder": True, **NO_DROPOUT}, "counts positions from its padding_idx"),
         ("Bert", {"kind": "LMHeadModel", **NO_DROPOUT}, "asks for attention in both directions"),
-        ("Llama", {"kind": "ForTokenClassification"}, "its loss is ForTokenClassification"),
+        ("Llama", {"kind": "ForQuestionAnswering"}, "its loss is ForQuestionAnswering"),
         ("Qwen2_5_VL", {"kind": "ForConditionalGeneration"}, "does not take num_items_in_batch"),
         ("T5Gemma", {"kind": "ForConditionalGeneration"}, "it is an encoder-decoder"),
     ],

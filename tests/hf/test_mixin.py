@@ -11,7 +11,7 @@ from transformers import (
     Trainer,
     TrainingArguments,
 )
-from trl import DPOConfig, DPOTrainer, GRPOConfig, GRPOTrainer, SFTConfig, SFTTrainer
+from trl import DPOConfig, DPOTrainer, GRPOTrainer, SFTConfig, SFTTrainer
 from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 
 from hf_flexseq import (
@@ -312,7 +312,7 @@ def trl_arguments(cls, folder, **options):
 
 
 @pytest.mark.parametrize("positional", [False, True])
-def test_dpo_trainer_is_refused_for_its_loss(tmp_path, positional):
+def test_a_dpo_trainer_takes_its_arguments_by_position_too(tmp_path, positional):
     names = ("model", "ref_model", "args")
     values = (
         tiny_llama(torch.float32),
@@ -321,34 +321,44 @@ def test_dpo_trainer_is_refused_for_its_loss(tmp_path, positional):
     )
     given = values if positional else ()
     named = {} if positional else dict(zip(names, values, strict=True))
-    data = Dataset.from_list([{"prompt": "t1", "chosen": "t2", "rejected": "t3"}] * 4)
-    with pytest.raises(
-        NotImplementedError, match="support DPOTrainer: its loss is not a sum over tokens"
-    ) as raised:
-        FlexSeqDPOTrainer(
-            *given,
-            **named,
-            train_dataset=data,
-            processing_class=tokenizer(),
-            flexseq_args=FlexSeqArguments(**OPTIONS),
-        )
-    assert "\n" not in str(raised.value)
+    trainer = FlexSeqDPOTrainer(
+        *given,
+        **named,
+        train_dataset=Dataset.from_list([{"prompt": "t1", "chosen": "t2", "rejected": "t3"}] * 4),
+        processing_class=tokenizer(),
+        flexseq_args=FlexSeqArguments(**OPTIONS),
+    )
+    assert trainer.model is values[0]
+    assert trainer.ref_model is values[1]
 
 
-def test_grpo_trainer_is_refused_before_it_draws_anything(tmp_path):
-    def reward(completions, **columns):
-        return [float(len(completion)) for completion in completions]
+class MeansTrainer(FlexSeqTrainer):
+    """A loss that is a mean over each batch."""
 
-    message = "support GRPOTrainer: it makes samples while it trains, as for reinforcement"
+    loss_is_scaled_for_ga = False
+
+
+class SamplesTrainer(FlexSeqTrainer):
+    """Samples that are made of prompts."""
+
+    def _prepare_inputs(self, inputs):
+        return super()._prepare_inputs(inputs)
+
+    def _set_signature_columns_if_needed(self):
+        self._signature_columns = ["prompt"]
+
+
+@pytest.mark.parametrize(
+    "cls, message",
+    [
+        (MeansTrainer, "support MeansTrainer: its loss is not a sum over tokens"),
+        (SamplesTrainer, "support SamplesTrainer: it makes samples while it trains"),
+    ],
+)
+def test_losses_of_unknown_trainers_are_refused_when_they_are_made(tmp_path, cls, message):
+    args = training_arguments(FlexSeqConfig, tmp_path, batch=2, accumulation=1, **OPTIONS)
     with pytest.raises(NotImplementedError, match=message) as raised:
-        FlexSeqGRPOTrainer(
-            tiny_llama(torch.float32),
-            reward,
-            trl_arguments(GRPOConfig, tmp_path, num_generations=2),
-            train_dataset=Dataset.from_list([{"prompt": "t1 t2"}] * 4),
-            processing_class=tokenizer(),
-            flexseq_args=FlexSeqArguments(**OPTIONS),
-        )
+        cls(model=tiny_llama(torch.float32), args=args, train_dataset=dataset())
     assert "\n" not in str(raised.value)
 
 

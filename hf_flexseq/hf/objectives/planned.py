@@ -10,10 +10,14 @@
                    gets the results of 3 and 4, and its backward ends at them
 6. second pass     with the gradients of 5 as weights
 
+Where these gradients are known beforehand (`divergences.py`), one pass does for 4 and 6, and 5
+comes last.
+
 In an evaluation, and where a loss asks for something that was not foreseen, a call is planned and
 run when it comes (`answering`).
 """
 
+import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -26,19 +30,17 @@ from torch import nn
 
 from hf_flexseq.hf.engine import FlexSeqEngine
 from hf_flexseq.hf.executors import WholeModelExecutor, base_model
+from hf_flexseq.hf.losses import distills, rolls_out
 from hf_flexseq.hf.objectives.answering import answered_by
 from hf_flexseq.hf.objectives.calls import Call, joined
+from hf_flexseq.hf.objectives.divergences import Divergences
 from hf_flexseq.hf.objectives.heads import Head, head_of
 from hf_flexseq.hf.objectives.reference import (
     adapter_state,
     attached_reference,
     reference_of,
 )
-from hf_flexseq.hf.objectives.trainers import (
-    Foreseen,
-    foreseen,
-    rolls_out,
-)
+from hf_flexseq.hf.objectives.trainers import Foreseen, foreseen
 from hf_flexseq.kernels.upload import to_device
 from hf_flexseq.steps.exchange import Columns
 from hf_flexseq.steps.inputs import Inputs
@@ -72,6 +74,8 @@ class PlannedLoss:
             base_model(trainer.model),
             has_router_loss=getattr(trainer, "aux_loss_enabled", False),
         )
+        if distills(trainer):
+            self._head = Divergences(trainer)
         # drawing: batches of the steps to come, and the step whose batches were handed out
         self._iterator: Iterator[Any] | None = None
         self._rows: Iterator[dict[str, Any]] = iter(())
@@ -101,7 +105,13 @@ class PlannedLoss:
         self._adapters = adapter_state(trainer.model)
         hooks = self._head.attach()
         try:
-            with attached_reference(getattr(trainer, "ref_model", None), policy):
+            with ExitStack() as attached:
+                reference = getattr(trainer, "ref_model", None)
+                attached.enter_context(attached_reference(reference, policy))
+                if isinstance(self._head, Divergences):
+                    attached.enter_context(
+                        self._head.attached(self._executor, self._answer_of_policy)
+                    )
                 yield
         finally:
             for hook in hooks:
@@ -193,7 +203,8 @@ class PlannedLoss:
         model: as accelerate has wrapped it. is_last: whether no step comes after it.
         """
         trainer = self._trainer
-        with in_training_mode(model):
+        began = time.perf_counter()
+        with in_training_mode(model), self._timed_since(began):
             # 1., 2. batches, and one plan for all of them
             batches = self._prepared_batches()
             calls = [foreseen(trainer, batch, self._head) for batch in batches]
@@ -207,10 +218,28 @@ class PlannedLoss:
                 self._foresee(step, model, calls)
                 # 4. to 6.
                 objective = _OfStep(self, model, batches, calls, stock_step)
-                loss = self._engine.train_passes(step, objective, model, is_last=is_last)
+                loss = self._engine.train_passes(
+                    step, objective, model, weights=objective.weights(), is_last=is_last
+                )
         self._results.clear()
         self._engine.finish(step)
         return loss
+
+    @contextmanager
+    def _timed_since(self, began: float) -> Iterator[None]:
+        """Surround a step: where TRL logs its seconds, which it takes around the loss at home, put
+        those of the whole step."""
+        logged = len(self._logged_seconds())
+        yield
+        seconds = self._logged_seconds()
+        if len(seconds) > logged:
+            seconds[-1] = time.perf_counter() - began
+
+    def _logged_seconds(self) -> list[float]:
+        """Return the seconds of steps that TRL is to log, which may be changed."""
+        of_training = getattr(self._trainer, "_metrics", {}).get("train", {})
+        seconds: list[float] = of_training.get("step_time", [])
+        return seconds
 
     def _prepared_batches(self) -> list[Any]:
         """Return the batches of the step as the trainer's loss gets them."""
@@ -300,6 +329,20 @@ class PlannedLoss:
                 )
             yield
 
+    @contextmanager
+    def loss_of(self, batch: Any, *, is_last: bool) -> Iterator[None]:
+        """Surround the loss of one prepared batch of a step. As with the plain Trainer, accelerate
+        says of the last one alone that gradients are synchronised: some losses ask."""
+        state = self._trainer.accelerator.gradient_state
+        syncs = state.sync_gradients
+        state._set_sync_gradients(syncs and is_last)
+        self.prepared = batch
+        try:
+            yield
+        finally:
+            self.prepared = None
+            state._set_sync_gradients(syncs)
+
     def _end_answering(self) -> None:
         self._running = None
 
@@ -382,6 +425,13 @@ class _OfStep:
         with self._trainer.compute_loss_context_manager():
             return self._head.forward(self._model, inputs)
 
+    def weights(self) -> Columns | None:
+        """Return the gradients of the loss, each [tokens, ...] on the CPU, where they are known
+        before it is computed; None where they depend on figures."""
+        if not isinstance(self._head, Divergences):
+            return None
+        return self._head.weights(self._batches, self._calls)
+
     def loss(self, figures: Columns) -> tuple[torch.Tensor, Columns]:
         """Return the sum of the losses of this rank's batches, and its gradients with respect to
         figures, each [tokens, ...] on the CPU."""
@@ -395,11 +445,11 @@ class _OfStep:
 
         # 2. the trainer's own steps
         total = torch.zeros((), device=self._trainer.args.device)
+        last = len(self._batches) - 1
         with self._planned.answering(self._model), self._backward_at_home():
-            for batch in self._batches:
-                self._planned.prepared = batch
-                total = total + self._stock_step(self._trainer.model, batch)
-        self._planned.prepared = None
+            for index, batch in enumerate(self._batches):
+                with self._planned.loss_of(batch, is_last=index == last):
+                    total = total + self._stock_step(self._trainer.model, batch)
 
         # 3. gradients, of all batches in a row
         gradients: Columns = {}

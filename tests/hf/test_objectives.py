@@ -1,0 +1,233 @@
+"""Trainers whose loss is computed at home: the plain trainer's weights and figures on two ranks,
+what cannot be computed exactly is refused in one line, and the model is left as it was."""
+
+import datasets
+import pytest
+import torch
+from trl import DPOTrainer
+
+from hf_flexseq import FlexSeqArguments, FlexSeqMixin
+from hf_flexseq.hf.objectives.calls import Call
+from tests.hf.objectives import (
+    BOUNDS,
+    METRICS_BOUND,
+    OPTIONS,
+    Case,
+    compare,
+    make_trainer,
+    saved_llama,
+)
+from tests.hf.test_resume import KilledAfter
+from tests.hf.test_trainer import logged
+from tests.hf.tiny import tiny_llama
+from tests.ranks import run_ranks
+
+CASES = {
+    "dpo": Case(kind="dpo", evaluates=True),
+    "dpo, accumulated": Case(kind="dpo", accumulation=2, settings={"loss_type": "ipo"}),
+    "kto": Case(kind="kto", accumulation=2, evaluates=True),
+    "reward": Case(
+        kind="reward", evaluates=True, settings={"center_rewards_coefficient": 0.1}
+    ),
+    "grpo": Case(kind="grpo", evaluates=True),
+    "grpo with entropy": Case(
+        kind="grpo",
+        accumulation=2,
+        settings={"use_adaptive_entropy": True, "entropy_coef": 0.1, "entropy_target": 5.0,
+                  "entropy_coef_delta": 0.05, "top_entropy_quantile": 0.5},
+    ),
+    "rloo": Case(kind="rloo", accumulation=2),
+    "sequences": Case(kind="sequences", evaluates=True),
+    "tokens": Case(kind="tokens", accumulation=2, evaluates=True),
+}  # fmt: skip
+
+
+def differences(rank, world_size, folder, cases):
+    datasets.disable_progress_bars()
+    return {name: compare(case, folder) for name, case in cases.items()}
+
+
+@pytest.mark.processes
+def test_two_ranks_train_as_the_plain_trainers_do(tmp_path):
+    saved_llama(tmp_path)
+    for found in run_ranks(differences, 2, tmp_path, CASES, seconds=300):
+        for name, apart in found.items():
+            assert apart.weights < BOUNDS[CASES[name].kind], name
+            assert apart.metrics < METRICS_BOUND, (name, apart.metric)
+            assert apart.figures > 20, name
+            assert not apart.missing, name
+
+
+# ---- resumed
+
+
+def losses(rank, world_size, folder, kind, killed, resume):
+    """Of every step; saves come every two steps."""
+    datasets.disable_progress_bars()
+    case = Case(
+        kind=kind, steps=6, accumulation=2, settings={"save_strategy": "steps", "save_steps": 2}
+    )
+    callbacks = [KilledAfter(3)] if killed else None
+    trainer = make_trainer(case, True, folder, callbacks=callbacks)
+    trainer.train(resume_from_checkpoint=resume)
+    return logged(trainer.state.log_history, "loss")
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("kind", ["dpo", "grpo"])
+def test_a_killed_run_resumes_with_the_same_losses(tmp_path, kind):
+    whole, killed = tmp_path / "whole", tmp_path / "killed"
+    for folder in (whole, killed):
+        saved_llama(folder)
+    wanted = run_ranks(losses, 2, whole, kind, False, None, seconds=120)
+    assert len(wanted[0]) == 6
+    assert len(set(wanted[0])) == 6
+    with pytest.raises(AssertionError, match="the process died"):
+        run_ranks(losses, 2, killed, kind, True, None, seconds=120)
+    assert run_ranks(losses, 2, killed, kind, False, True, seconds=120) == wanted
+
+
+# ---- what is refused
+
+
+def padded_call(**given):
+    """Two sequences of 3 and 2 tokens, one of them padded."""
+    ids = torch.tensor([[5, 6, 7], [8, 9, 0]])
+    mask = torch.tensor([[1, 1, 1], [1, 1, 0]])
+    return {"input_ids": ids, "attention_mask": mask, "labels": ids, **given}
+
+
+def refusal(raised):
+    """The message, which is one line."""
+    message = str(raised.value)
+    assert "\n" not in message
+    return message
+
+
+@pytest.mark.parametrize(
+    ("mask", "what"),
+    [
+        ([[1, 1, 1], [1, 0, 1]], "row 1 .* padding between its tokens"),
+        ([[0, 0, 0], [1, 1, 1]], "row 0 .* no tokens"),
+    ],
+)
+def test_a_row_that_is_no_sequence_is_refused(mask, what):
+    with pytest.raises(ValueError, match=what) as raised:
+        Call(torch.tensor([[5, 6, 7], [8, 9, 0]]), torch.tensor(mask), None)
+    assert "with padding around it" in refusal(raised)
+
+
+def test_padding_on_either_side_is_no_part_of_a_row():
+    ids = torch.tensor([[0, 5, 6, 7], [8, 9, 0, 0]])
+    call = Call(ids, torch.tensor([[0, 1, 1, 1], [1, 1, 0, 0]]), ids)
+    assert call.lengths == [3, 2]
+    assert call.in_row(call.ids).tolist() == [5, 6, 7, 8, 9]
+    # a sequence's last token predicts nothing, also where padding follows
+    assert call.in_row(call.targets).tolist() == [6, 7, -100, 9, -100]
+    assert torch.equal(call.padded(call.in_row(ids)), ids)
+
+
+@pytest.mark.parametrize("name", ["output_hidden_states", "position_ids", "inputs_embeds"])
+def test_arguments_that_change_results_are_refused_by_name(name):
+    with pytest.raises(NotImplementedError, match=f"calls the model with {name}") as raised:
+        Call.read(padded_call(**{name: torch.ones(1)}), of_tokens=True)
+    refusal(raised)
+
+
+class OwnLoss(FlexSeqMixin, DPOTrainer):
+    """A loss that asks the model for what `asks` returns."""
+
+    def asks(self, inputs):
+        raise NotImplementedError
+
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        model(**self.asks(inputs))
+        return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
+
+
+class AsksForLogits(OwnLoss):
+    def asks(self, inputs):
+        return {"input_ids": inputs["input_ids"], "attention_mask": inputs["attention_mask"]}
+
+
+class AsksForOtherTokens(OwnLoss):
+    def asks(self, inputs):
+        ids = inputs["input_ids"].flip(0)
+        mask = inputs["attention_mask"].flip(0)
+        return {"input_ids": ids, "attention_mask": mask, "labels": ids, "fused_lm_head": True}
+
+
+class Fails(OwnLoss):
+    def asks(self, inputs):
+        raise ArithmeticError("the loss itself fails")
+
+
+def own_trainer(cls, folder, **given):
+    """A DPO trainer in this process."""
+    arguments = {"model": tiny_llama(), "ref_model": tiny_llama(seed=1), **given}
+    return make_trainer(Case(kind="dpo"), cls, folder, **arguments)
+
+
+@pytest.mark.parametrize(
+    ("cls", "what"),
+    [
+        (AsksForLogits, "a loss asks the model for logits, a whole vocabulary for every token"),
+        (AsksForOtherTokens, "AsksForOtherTokens computes a loss from tokens that are not those"),
+    ],
+)
+def test_a_loss_that_asks_for_more_is_refused(tmp_path, cls, what):
+    trainer = own_trainer(cls, tmp_path)
+    with pytest.raises(NotImplementedError, match=what) as raised:
+        trainer.train()
+    refusal(raised)
+
+
+@pytest.mark.parametrize("sizes", [{"hidden_size": 64}, {"num_hidden_layers": 3}])
+def test_a_reference_of_another_shape_is_refused(tmp_path, sizes):
+    reference = tiny_llama(**sizes)
+    trainer = own_trainer(True, tmp_path, ref_model=reference)
+    with pytest.raises(NotImplementedError, match="other attention layers") as raised:
+        trainer.train()
+    assert "give a reference of the same architecture and sizes" in refusal(raised)
+    assert reference.config._attn_implementation == "sdpa"
+
+
+def test_stages_of_a_pipeline_are_refused(tmp_path):
+    options = FlexSeqArguments(pipeline_parallel_size=2, **OPTIONS)
+    with pytest.raises(NotImplementedError, match="pipeline_parallel_size=2") as raised:
+        own_trainer(True, tmp_path, flexseq_args=options)
+    assert "set it to 1" in refusal(raised)
+
+
+# ---- the model afterwards
+
+
+def whole_state(trainer):
+    """What training changes and puts back: of both models, their modules and the accelerator."""
+    found = {"backward": "backward" in vars(trainer.accelerator)}
+    found["sync"] = trainer.accelerator.gradient_state.sync_gradients
+    for role in ("model", "ref_model"):
+        model = getattr(trainer, role)
+        found[role] = (type(model), model.config._attn_implementation)
+        for name, module in model.named_modules():
+            own = {key for key in vars(module) if key in ("forward", "train", "__call__")}
+            found[role, name] = (type(module), own)
+            for hooks in ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks"):
+                found[role, name, hooks] = len(getattr(module, hooks))
+    return found
+
+
+@pytest.mark.parametrize("cls", [True, Fails])
+def test_the_models_are_left_as_they_were(tmp_path, cls):
+    trainer = own_trainer(cls, tmp_path)
+    before = whole_state(trainer)
+    ids = torch.tensor([[5, 6, 7]])
+    if cls is Fails:
+        with pytest.raises(ArithmeticError, match="the loss itself fails"):
+            trainer.train()
+    else:
+        trainer.train()
+    after = whole_state(trainer)
+    assert {key: (before[key], after[key]) for key in before if before[key] != after[key]} == {}
+    for model in (trainer.model, trainer.ref_model):
+        assert model(input_ids=ids).logits.shape == (1, 3, model.config.vocab_size)

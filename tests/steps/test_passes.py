@@ -1,0 +1,389 @@
+"""Steps whose loss is computed at home: whatever a loss makes of log-probabilities, entropies and
+scores of whole sequences, and wherever a plan has put their tokens, gradients are those of one
+process that keeps one graph of everything, to 1e-10 in float64."""
+
+import math
+import random
+from types import MethodType
+
+import pytest
+import torch
+from accelerate import Accelerator
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+from torch.nn import functional as F
+from torch.nn.parallel import DistributedDataParallel
+
+from hf_flexseq import DataCollatorForFlexSeq
+from hf_flexseq.attention import SequenceContext
+from hf_flexseq.kernels.choose import choose_kernel
+from hf_flexseq.plan import Group, MicroBatch, Plan
+from hf_flexseq.plan.rows import shards_of
+from hf_flexseq.steps.exchange import RowExchange, common_dtypes, source_row
+from hf_flexseq.steps.inputs import indices_to_run, inputs_of
+from hf_flexseq.steps.lookahead import DrawnStep
+from hf_flexseq.steps.passes import PassStep
+from hf_flexseq.topology import Topology
+from tests.budget import examples as budget
+from tests.hf.by_hand import CPU, TWO_NODES
+from tests.hf.test_exactness import whole
+from tests.hf.tiny import RandomPlanEngine, documents, relative_errors, tiny_llama
+from tests.plans import random_plan
+from tests.ranks import join, run_ranks, run_threads
+
+LENGTHS = [1, 2, 17, 5, 31, 3, 40, 11]
+CLASSES = 3
+TOPOLOGIES = {
+    2: Topology(nodes=1, ranks_per_node=2),
+    3: Topology(nodes=1, ranks_per_node=3),
+    4: TWO_NODES,
+}
+# The figures on which the loss of a plan's step depends; "one" is where that of rank 0 alone does.
+USES = (
+    {"log_probs": "all"},
+    {"log_probs": "all", "entropy": "one"},
+    {"log_probs": "all", "entropy": "all", "scores": "all"},
+    {"scores": "one"},
+)
+
+
+# ---- a model that gives figures, and a loss of them
+
+
+def model_of_figures(dropout=0.0):
+    """A causal model that is called on a row and returns figures of its tokens, each
+    [tokens, ...], in float64 altogether: TRL's own head computes in float32."""
+    model = tiny_llama()
+    model.score = nn.Linear(32, CLASSES, bias=False, dtype=torch.float64)
+    nn.init.normal_(model.score.weight, generator=torch.Generator().manual_seed(3))
+    if dropout:
+        for layer in model.model.layers:
+            layer.mlp = nn.Sequential(layer.mlp, nn.Dropout(dropout))
+    model.forward = MethodType(_figures_of, model)
+    return model.train()
+
+
+def _figures_of(model, input_ids, shift_labels, labels=None, **options):
+    hidden = model.model(input_ids=input_ids, use_cache=False, **options).last_hidden_state[0]
+    logits = F.linear(hidden, model.lm_head.weight).log_softmax(-1)  # [tokens, vocabulary]
+    targets = shift_labels[0].clamp(min=0)
+    return {
+        "log_probs": logits.gather(-1, targets[:, None])[:, 0],
+        "entropy": -(logits.exp() * logits).sum(-1),
+        "scores": model.score(hidden),  # [tokens, classes]
+    }
+
+
+def random_loss(figures, rank, uses, seed):
+    """A function of all figures of a rank's row that is no sum over tokens, a scalar."""
+    generator = torch.Generator().manual_seed(seed * 100 + rank)
+    mixed = torch.zeros(4, dtype=torch.float64)
+    for name, whose in uses.items():
+        if whose == "all" or rank == 0:
+            values = figures[name].flatten()  # [tokens times values of one]
+            weights = torch.randn(4, len(values), generator=generator, dtype=torch.float64)
+            mixed = mixed + weights @ values / max(math.sqrt(len(values)), 1.0)
+    return mixed.tanh().square().sum() + (mixed[0] * mixed[1]).sin()
+
+
+class RandomObjective:
+    """`random_loss` of what a wrapped model gives."""
+
+    totals = ()
+
+    def __init__(self, model, rank, uses, seed):
+        self.model, self.rank, self.uses, self.seed = model, rank, uses, seed
+        self.calls = 0
+
+    def forward(self, inputs):
+        self.calls += 1
+        return self.model(**inputs)
+
+    def loss(self, figures):
+        leaves = {name: value.clone().requires_grad_() for name, value in figures.items()}
+        loss = random_loss(leaves, self.rank, self.uses, self.seed)
+        if loss.requires_grad:  # not so on a rank whose loss depends on nothing
+            loss.backward()
+        gradients = {n: leaf.grad for n, leaf in leaves.items() if leaf.grad is not None}
+        return loss.detach(), gradients
+
+    def backward(self, weighted):
+        weighted.backward()
+
+
+def sources_of(count, world_size, seed):
+    """The rank that draws each sequence; some draw none."""
+    rng = random.Random(seed)
+    return sorted(rng.randrange(world_size) for _ in range(count))
+
+
+def one_process(model, sources, world_size, uses, seed):
+    """The sum of all ranks' losses, and its gradients by parameter, of one process that calls its
+    own attention on one document at a time."""
+    model.set_attn_implementation("sdpa")
+    examples = documents(LENGTHS)
+    total = torch.zeros((), dtype=torch.float64)
+    for rank in range(world_size):
+        found = []
+        for example, source in zip(examples, sources, strict=True):
+            if source == rank:
+                labels = torch.tensor([[*example["labels"][1:], -100]])
+                found.append(model(torch.tensor([example["input_ids"]]), labels))
+        if found:
+            figures = {name: torch.cat([own[name] for own in found]) for name in found[0]}
+        else:
+            figures = {name: torch.zeros(0, dtype=torch.float64) for name in uses}
+        total = total + random_loss(figures, rank, uses, seed)
+    model.zero_grad()
+    total.backward()
+    gradients = {}
+    for name, parameter in model.named_parameters():
+        gradients[name] = torch.zeros_like(parameter)
+        if parameter.grad is not None:
+            gradients[name] += parameter.grad
+    model.zero_grad()
+    return float(total.detach()), gradients
+
+
+# ---- ranks that are threads
+
+
+def pass_step(plan, examples, sources, communicator, *, lockstep=False):
+    """A step as the executor deals it. Every rank draws its part of `examples`."""
+    rank = communicator.rank
+    drawn = [example for example, source in zip(examples, sources, strict=True) if source == rank]
+    row = source_row([DataCollatorForFlexSeq()(drawn)] if drawn else [])
+    row = row.with_columns(common_dtypes(row, communicator.host))
+    shards = shards_of(plan, rank, communicator.topology)
+    exchange = RowExchange(communicator)
+    routes = exchange.routes(row, plan, sources, shards)
+    columns = exchange.deal(row.columns, routes)
+    kernel = choose_kernel(CPU, torch.float64, 8)
+
+    def inputs(index):
+        return inputs_of(
+            shards[index],
+            columns[index],
+            CPU,
+            lambda shard: SequenceContext(shard, communicator, kernel, CPU),
+        )
+
+    return PassStep(
+        DrawnStep(
+            number=0, request=0, row=row, lengths=plan.lengths, sources=tuple(sources), targets=1
+        ),
+        plan,
+        indices=indices_to_run(shards, lockstep=lockstep),
+        counts=[shard.linear_tokens for shard in shards],
+        inputs_of=inputs,
+        exchange=exchange,
+        routes=routes,
+        waited_s=0.0,
+        device=CPU,
+    )
+
+
+def summed_gradients(model, communicator):
+    """Gradients by parameter name, added up over ranks; the model's are zero afterwards."""
+    gradients = {}
+    for name, parameter in model.named_parameters():
+        gradients[name] = torch.zeros_like(parameter)
+        if parameter.grad is not None:
+            gradients[name] += parameter.grad
+        communicator.host.all_reduce(gradients[name])
+    model.zero_grad()
+    return gradients
+
+
+def cases_of(world_size, count):
+    """Plans with who draws what, what the loss uses, and whether ranks run in lockstep and layers
+    are checkpointed."""
+    topology = TOPOLOGIES[world_size]
+    rng = random.Random(world_size)
+    cases = []
+    for seed in range(count):
+        plan = random_plan(LENGTHS, world_size, rng, nodes=topology.nodes)
+        sources = sources_of(len(LENGTHS), world_size, seed)
+        uses = USES[seed % len(USES)]
+        cases.append((plan, sources, uses, bool(seed & 4), bool(seed & 8), seed))
+    # a rank without any work beside one with two micro-batches
+    groups = [
+        Group(ranks=(0,), sequences=tuple(half), strategy="local")
+        for half in (range(4), range(4, 8))
+    ]
+    alone = Plan(
+        lengths=tuple(LENGTHS),
+        micro_batches=tuple(MicroBatch(groups=(group,)) for group in groups),
+        objective_s=0.0, lower_bound_s=0.0, planner="by hand", planning_s=0.0,
+    )  # fmt: skip
+    for lockstep in (False, True):
+        sources = sources_of(len(LENGTHS), world_size, 99)
+        cases.append((alone, sources, USES[2], lockstep, False, 99))
+    return cases
+
+
+def errors_of(rank, world_size, cases, wanted):
+    """The largest relative error of loss and gradients, and the model's calls on this rank, by
+    case."""
+    communicator = join(TOPOLOGIES[world_size])
+    found = []
+    for (plan, sources, uses, lockstep, checkpointing, seed), one in zip(
+        cases, wanted, strict=True
+    ):
+        model = model_of_figures()
+        model.set_attn_implementation("flexseq")
+        if checkpointing:
+            model.gradient_checkpointing_enable({"use_reentrant": False})
+        step = pass_step(plan, documents(LENGTHS), sources, communicator, lockstep=lockstep)
+        objective = RandomObjective(model, rank, uses, seed)
+        loss = step.run(objective)
+        communicator.host.all_reduce(loss)
+        errors = relative_errors(summed_gradients(model, communicator), one[1])
+        found.append((max(abs(float(loss) / one[0] - 1), *errors.values()), objective.calls))
+    return found
+
+
+@pytest.mark.parametrize("world_size", TOPOLOGIES)
+def test_gradients_of_any_loss_equal_one_process(world_size):
+    cases = cases_of(world_size, max(budget(16), 8))
+    wanted = [
+        one_process(model_of_figures(), sources, world_size, uses, seed)
+        for _, sources, uses, _, _, seed in cases
+    ]
+    by_rank = run_threads(errors_of, world_size, cases, wanted)
+    for of_rank in by_rank:
+        assert max(error for error, _ in of_rank) < 1e-10
+    # m micro-batches repeat m - 1 forwards
+    for index, (plan, _, _, lockstep, _, _) in enumerate(cases):
+        if lockstep:
+            for of_rank in by_rank:
+                assert of_rank[index][1] == 2 * len(plan.micro_batches) - 1
+
+
+def test_the_plans_are_of_every_kind():
+    seen = set()
+    for world_size, topology in TOPOLOGIES.items():
+        for plan, sources, _, lockstep, checkpointing, _ in cases_of(world_size, 16):
+            if lockstep and checkpointing:
+                seen.add("checkpointed layers in lockstep")
+            if len(set(sources)) < world_size:
+                seen.add("a rank that draws nothing")
+            if len(plan.micro_batches) > 2:
+                seen.add("three micro-batches")
+            for rank in range(world_size):
+                shards = shards_of(plan, rank, topology)
+                counts = [shard.linear_tokens for shard in shards]
+                if not any(counts):
+                    seen.add("a rank that holds nothing")
+                elif not all(counts):
+                    seen.add("a rank that holds nothing of a micro-batch")
+                if any(len(shard.zones) > 1 for shard in shards):
+                    seen.add("zones")
+    assert len(seen) == 6, seen
+
+
+# ---- random numbers
+
+
+class LinearObjective:
+    """A sum of figures with fixed random weights, so that only the second pass can be wrong: what
+    it gives does not depend on the first one."""
+
+    def __init__(self, model):
+        self.model = model
+        self.first = {}  # the figures that have gone home
+
+    def forward(self, inputs):
+        return self.model(**inputs)
+
+    def loss(self, figures):
+        self.first = figures
+        generator = torch.Generator().manual_seed(8)
+        weights = {}
+        for name, value in figures.items():
+            weights[name] = torch.randn(value.shape, generator=generator, dtype=torch.float64)
+        return sum((weights[name] * figures[name]).sum() for name in figures), weights
+
+    def backward(self, weighted):
+        weighted.backward()
+
+
+def with_dropout(rank, world_size, plan, checkpointing):
+    """Gradients of both passes, and those of one pass that keeps the graphs of all micro-batches;
+    what the generator of random numbers gives after each."""
+    communicator = join(Topology(nodes=1, ranks_per_node=1))
+    examples, sources = documents(LENGTHS), [0] * len(LENGTHS)
+    model = model_of_figures(dropout=0.3)
+    model.set_attn_implementation("flexseq")
+    if checkpointing:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+
+    # 1. both passes
+    torch.manual_seed(5)
+    step = pass_step(plan, examples, sources, communicator)
+    objective = LinearObjective(model)
+    step.run(objective)
+    found, later = summed_gradients(model, communicator), [torch.rand(1)]
+
+    # 2. one pass
+    torch.manual_seed(5)
+    step = pass_step(plan, examples, sources, communicator)
+    graphs = [model(**step._inputs_of(index)) for index in step.indices]
+    later.append(torch.rand(1))
+    home = step._home(dict(zip(step.indices, graphs, strict=True)))
+    _, weights = objective.loss(home)
+    dealt = step._exchange.deal(weights, step._routes)
+    for own, weight in zip(graphs, dealt, strict=True):
+        sum((weight[name] * own[name]).sum() for name in weight).backward(retain_graph=True)
+    return found, summed_gradients(model, communicator), later
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_dropout_is_the_same_in_both_passes(checkpointing):
+    plan = random_plan(LENGTHS, 1, random.Random(0), micro_batches=3)
+    ((found, wanted, later),) = run_threads(with_dropout, 1, plan, checkpointing)
+    assert max(relative_errors(found, wanted).values()) < 1e-12
+    assert later[0] == later[1], "the second pass leaves random numbers as it found them"
+
+
+# ---- DDP and FSDP2
+
+
+def errors_under(rank, world_size, sharding, cases):
+    """The largest relative error of gradients by case, with an engine and accelerate. A case has a
+    seed, what the loss uses, and whether layers are checkpointed."""
+    worst = []
+    for seed, uses, checkpointing in cases:
+        sources = sources_of(len(LENGTHS), world_size, seed)
+        _, wanted = one_process(model_of_figures(), sources, world_size, uses, seed)
+        model = model_of_figures()
+        if checkpointing:
+            model.gradient_checkpointing_enable({"use_reentrant": False})
+        if sharding == "fsdp2":
+            for layer in model.model.layers:
+                fully_shard(layer)
+            fully_shard(model)
+        engine = RandomPlanEngine(Accelerator(cpu=True), seed=seed)
+        with engine.attached(model):
+            wrapped = DistributedDataParallel(model) if sharding == "ddp" else model
+            examples = documents(LENGTHS)
+            own = [
+                example
+                for example, source in zip(examples, sources, strict=True)
+                if source == rank
+            ]
+            batch = DataCollatorForFlexSeq()(own) if own else None
+            step = engine.passes_of(batch, number=seed)
+            engine.train_passes(step, RandomObjective(wrapped, rank, uses, seed), wrapped)
+        # the mean over ranks is that of their losses
+        found = {n: whole(p.grad) * world_size for n, p in model.named_parameters()}
+        worst.append(max(relative_errors(found, wanted).values()))
+    return worst
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("sharding", ["ddp", "fsdp2"])
+def test_gradients_equal_one_process_when_they_are_reduced(sharding):
+    cases = [(seed, USES[2], bool(seed & 1)) for seed in range(8)]
+    for worst in run_ranks(errors_under, 2, sharding, cases):
+        assert max(worst) < 1e-10
