@@ -110,7 +110,8 @@ class FlexSeqConfig(FlexSeqArguments, TrainingArguments):
 
 
 class FlexSeqMixin(_Trainer):
-    """Put in front of `Trainer` or a subclass of it: `class MyTrainer(FlexSeqMixin, SFTTrainer)`.
+    """Put in front of `Trainer` or a subclass of it, such as TRL's SFTTrainer or DPOTrainer:
+    `class MyTrainer(FlexSeqMixin, SFTTrainer)`.
 
     Args:
         flexseq_args (`FlexSeqArguments`, *optional*):

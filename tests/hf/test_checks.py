@@ -392,6 +392,8 @@ def meta_model(name, kind="ForCausalLM", **config):
         ("Gemma3", {"layer_types": MIXED}),
         ("GptOss", EXPERTS),
         ("DeepseekV3", {"kv_lora_rank": 16, "num_key_value_heads": 4}),
+        ("Llama", {"kind": "ForTokenClassification"}),
+        ("Qwen3", {"kind": "ForSequenceClassification"}),
     ],
 )
 def test_models_that_can_be_trained(name, config):
