@@ -289,6 +289,8 @@ class LinearObjective:
     """A sum of figures with fixed random weights, so that only the second pass can be wrong: what
     it gives does not depend on the first one."""
 
+    totals = ()
+
     def __init__(self, model):
         self.model = model
         self.first = {}  # the figures that have gone home
