@@ -332,7 +332,7 @@ def with_dropout(rank, world_size, plan, checkpointing):
     step = pass_step(plan, examples, sources, communicator)
     graphs = [model(**step._inputs_of(index)) for index in step.indices]
     later.append(torch.rand(1))
-    home = step._home(dict(zip(step.indices, graphs, strict=True)))
+    home = step._home(dict(zip(step.indices, graphs, strict=True)), ())
     _, weights = objective.loss(home)
     dealt = step._exchange.deal(weights, step._routes)
     for own, weight in zip(graphs, dealt, strict=True):
