@@ -65,9 +65,33 @@ def unsuitable_distillation(trainer: Any) -> str | None:
 
 def has_planned_loss(trainer: Any) -> bool:
     """Tell if the loss of a trainer is computed at home, from log-probabilities or scores."""
+    if _is_one_of(trainer, _AT_HOME) or reads_figures(trainer):
+        return True
+    return is_classifier(_plain_model(trainer))
+
+
+def reads_figures(trainer: Any) -> bool:
+    """Tell if the loss is one of the user's own that reads log-probabilities of a causal language
+    model's samples: `compute_loss_func`, or a class that says `flexseq_loss_at_home = True`."""
+    if has_fused_head(trainer) or is_classifier(_plain_model(trainer)):
+        return False
+    is_func = getattr(trainer, "compute_loss_func", None) is not None
+    return is_func or says_at_home(trainer)
+
+
+def says_at_home(trainer: Any) -> bool:
+    """Tell if the class of a trainer says `flexseq_loss_at_home = True`."""
+    return bool(getattr(trainer, "flexseq_loss_at_home", False))
+
+
+def has_fused_head(trainer: Any) -> bool:
+    """Tell if a trainer of TRL's reads a fused head, which gives no logits."""
+    return _is_one_of(trainer, (*_AT_HOME, "SFTTrainer"))
+
+
+def _plain_model(trainer: Any) -> Any:
     model = trainer.model
-    model = model.get_base_model() if hasattr(model, "get_base_model") else model
-    return _is_one_of(trainer, _AT_HOME) or is_classifier(model)
+    return model.get_base_model() if hasattr(model, "get_base_model") else model
 
 
 def _is_one_of(trainer: Any, names: tuple[str, ...]) -> bool:

@@ -19,7 +19,7 @@ from transformers import PreTrainedModel, Trainer
 
 from hf_flexseq.config import FlexSeqArguments
 from hf_flexseq.distributed.connect import capabilities_on
-from hf_flexseq.hf.losses import has_planned_loss, unsuitable_distillation
+from hf_flexseq.hf.losses import has_planned_loss, says_at_home, unsuitable_distillation
 from hf_flexseq.hf.model.facts import is_fully_sharded, is_reentrant, zero_stage
 from hf_flexseq.hf.model.router import (
     NO_ROUTER_LOSS,
@@ -297,12 +297,13 @@ def _missing_in_next_token_loss(trainer: Trainer) -> list[Refusal]:
     return [
         Refusal(
             when=trainer.compute_loss_func is not None,
-            message="compute_loss_func: it would see one rank's part of each sequence",
+            message=f"compute_loss_func of {type(trainer).__name__}, which gives it logits: use "
+            "FlexSeqTrainer, whose compute_loss_func reads outputs.log_probs and outputs.entropy",
         ),
         Refusal(
-            when=trainer.compute_metrics is not None,
-            message="compute_metrics: predictions stay spread over ranks; evaluate() gives the "
-            "loss",
+            when=says_at_home(trainer),
+            message=f"flexseq_loss_at_home=True of {type(trainer).__name__}, whose own loss is a "
+            "sum over tokens: leave it out, or derive from FlexSeqTrainer",
         ),
         Refusal(
             when=getattr(trainer, "loss_is_scaled_for_ga", None) is False,

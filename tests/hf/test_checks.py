@@ -10,13 +10,14 @@ from accelerate import Accelerator, DistributedDataParallelKwargs
 from accelerate.state import AcceleratorState, GradientState, PartialState
 from peft import PrefixTuningConfig, get_peft_model
 from transformers import Trainer, TrainingArguments
-from trl import SFTConfig
+from trl import SFTConfig, SFTTrainer
 
 from hf_flexseq import (
     FlexSeqArguments,
     FlexSeqCallback,
     FlexSeqConfig,
     FlexSeqEngine,
+    FlexSeqMixin,
     FlexSeqTrainer,
 )
 from hf_flexseq.hf.model.calls import read_call
@@ -214,19 +215,24 @@ def test_packing_of_trl(tmp_path):
         FlexSeqCallback(trainer)
 
 
-@pytest.mark.parametrize(
-    "given, message",
-    [
-        (
-            {"compute_loss_func": lambda outputs, labels, num_items_in_batch: None},
-            "compute_loss_func",
-        ),
-        ({"compute_metrics": lambda predictions: {}}, "compute_metrics"),
-    ],
-)
-def test_functions_of_the_user(tmp_path, given, message):
+def test_metrics_of_whole_logits(tmp_path):
+    with pytest.raises(NotImplementedError, match="compute_metrics") as raised:
+        make_trainer(tmp_path, trainer={"compute_metrics": lambda predictions: {}})
+    one_line(raised)
+
+
+def test_a_loss_function_that_sft_would_give_logits(tmp_path):
+    plain = Trainer(
+        model=tiny_llama(),
+        args=arguments(tmp_path, TrainingArguments),
+        train_dataset=DATA,
+        compute_loss_func=lambda outputs, labels, num_items_in_batch: None,
+    )
+    trainer = object.__new__(type("Mine", (FlexSeqMixin, SFTTrainer), {}))
+    trainer.__dict__ = {**vars(plain), "_is_vision_dataset": False}
+    message = "compute_loss_func of Mine, which gives it logits: use FlexSeqTrainer"
     with pytest.raises(NotImplementedError, match=message) as raised:
-        make_trainer(tmp_path, trainer=given)
+        trainer._setup_flexseq(FlexSeqArguments())
     one_line(raised)
 
 
@@ -392,6 +398,8 @@ def meta_model(name, kind="ForCausalLM", **config):
         ("Gemma3", {"layer_types": MIXED}),
         ("GptOss", EXPERTS),
         ("DeepseekV3", {"kv_lora_rank": 16, "num_key_value_heads": 4}),
+        ("Llama", {"kind": "ForTokenClassification"}),
+        ("Qwen3", {"kind": "ForSequenceClassification"}),
     ],
 )
 def test_models_that_can_be_trained(name, config):

@@ -4,7 +4,7 @@ import pytest
 import torch
 from datasets import Dataset
 from peft import LoraConfig, get_peft_model
-from tokenizers import Tokenizer, models
+from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import (
     DataCollatorWithPadding,
     PreTrainedTokenizerFast,
@@ -39,12 +39,11 @@ class FlexSeqSFTTrainer(FlexSeqMixin, SFTTrainer):
 
 
 def tokenizer():
-    vocabulary = {f"t{i}": i for i in range(VOCAB)}
-    return PreTrainedTokenizerFast(
-        tokenizer_object=Tokenizer(models.WordLevel(vocabulary, unk_token="t0")),
-        pad_token="t0",
-        eos_token="t1",
-    )
+    """Of words between spaces, "t5" is token 5; no word is part of another one's text."""
+    vocabulary = {"<pad>": 0, "<eos>": 1} | {f"t{i}": i for i in range(2, VOCAB)}
+    words = Tokenizer(models.WordLevel(vocabulary, unk_token="<pad>"))
+    words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    return PreTrainedTokenizerFast(tokenizer_object=words, pad_token="<pad>", eos_token="<eos>")
 
 
 def sft_trainer(

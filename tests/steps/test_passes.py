@@ -289,6 +289,8 @@ class LinearObjective:
     """A sum of figures with fixed random weights, so that only the second pass can be wrong: what
     it gives does not depend on the first one."""
 
+    totals = ()
+
     def __init__(self, model):
         self.model = model
         self.first = {}  # the figures that have gone home
@@ -330,7 +332,7 @@ def with_dropout(rank, world_size, plan, checkpointing):
     step = pass_step(plan, examples, sources, communicator)
     graphs = [model(**step._inputs_of(index)) for index in step.indices]
     later.append(torch.rand(1))
-    home = step._home(dict(zip(step.indices, graphs, strict=True)))
+    home = step._home(dict(zip(step.indices, graphs, strict=True)), ())
     _, weights = objective.loss(home)
     dealt = step._exchange.deal(weights, step._routes)
     for own, weight in zip(graphs, dealt, strict=True):

@@ -1,7 +1,7 @@
 """Check that training a model with `flexseq` would be exact, and say what to change when it would
 not.
 
-1. kind          a decoder-only model that predicts the next token
+1. kind          a decoder-only model that predicts the next token, or classes
 2. layers        attention over all of a sequence, a window or chunks, and recurrent layers of
                  known kinds (`layer_kinds.py`)
 3. options       nothing in the configuration that attention or loss would have to compute

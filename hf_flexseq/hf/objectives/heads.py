@@ -1,6 +1,7 @@
 """What a loss asks of a model for every token, and how a padded call is answered with it.
 
 LogProbabilities    of labels, with entropies and what else TRL's fused head gives
+TokenFigures        log-probabilities of labels and entropies, from the model's own head
 Classes             logits of a classification head
 """
 
@@ -9,11 +10,13 @@ from types import SimpleNamespace
 from typing import Any, Protocol
 
 import torch
+import torch.nn.functional as F
 from torch import nn
 from transformers import PreTrainedModel
 
 from hf_flexseq.config import IGNORE_INDEX
 from hf_flexseq.hf.model.facts import is_classifier
+from hf_flexseq.hf.model.loss import ChunkedLoss, attach_chunked_loss
 from hf_flexseq.hf.model.router import (
     COUNTS,
     OPTION,
@@ -23,6 +26,7 @@ from hf_flexseq.hf.model.router import (
     router_loss,
 )
 from hf_flexseq.hf.objectives.calls import Call
+from hf_flexseq.hf.objectives.outputs import PlannedOutput
 from hf_flexseq.steps.exchange import Columns
 from hf_flexseq.steps.inputs import Inputs
 
@@ -58,13 +62,18 @@ class Head(Protocol):
         """
 
 
-def head_of(model: PreTrainedModel, *, has_router_loss: bool) -> Head:
+def head_of(
+    model: PreTrainedModel, *, reads_figures: bool = False, has_router_loss: bool = False
+) -> Head:
     """Return the head of a transformers model.
 
+    reads_figures: whether a loss of the user's own reads log-probabilities.
     has_router_loss: whether the trainer's loss asks for the model's router loss, too.
     """
     if is_classifier(model):
         return Classes(model)
+    if reads_figures:
+        return TokenFigures(model)
     return LogProbabilities(model, has_router_loss=has_router_loss)
 
 
@@ -143,6 +152,91 @@ class LogProbabilities:
 
 
 _FUSED = ("log_probs", "entropy", "log_sum_sq_probs", "mean_logits", "is_top1")
+
+
+class TokenFigures:
+    """Log-probabilities of labels, and entropies, of a causal language model as it is.
+
+    They are computed chunk by chunk inside the model's own head, where its forward does nothing
+    else to the logits (`model/loss.py`). Of other models, which scale or cap them, the micro-batch
+    has its whole logits, as it has under their own loss.
+    """
+
+    main = "log_probs"
+    differentiable: tuple[str, ...] = ("log_probs", "entropy")
+    totals: tuple[str, ...] = ()
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        self._model = model
+        self._chunked: ChunkedLoss | None = None
+
+    def attach(self) -> list[Any]:
+        """Find the chunked loss that the engine has attached to the model; return no hooks."""
+        self._chunked = attach_chunked_loss(self._model)
+        return []
+
+    def read(self, given: Mapping[str, Any]) -> Call:
+        """Return the call with these keyword arguments."""
+        if given.get("labels") is None:
+            raise NotImplementedError("a loss asks for log-probabilities without labels")
+        call = Call.read(given, of_tokens=True)
+        check_labels_of(call, given["labels"])
+        return call
+
+    def forward(self, model: nn.Module, inputs: Inputs) -> Columns:
+        """Run a micro-batch: return figures of its tokens, each [tokens]."""
+        if self._chunked is not None:
+            with self._chunked.giving_figures() as given:
+                outputs = model(**inputs, use_cache=False)
+            assert given.value is not None, "a call with labels runs the head"
+            # [1, tokens, 2] -> [tokens, 2]
+            found = outputs.logits.squeeze(0).to(given.value.dtype)
+            found = found + (given.value - found.detach())  # without what casts have rounded
+            return {"log_probs": found[:, 0], "entropy": found[:, 1]}
+        packed = {name: value for name, value in inputs.items() if name not in _LABELS}
+        outputs = model(**packed, use_cache=False)
+        return figures_of_logits(outputs.logits.squeeze(0), inputs["labels"].squeeze(0))
+
+    def answer(self, call: Call, figures: Columns, given: Mapping[str, Any]) -> Any:
+        """Return an output whose fields are [B, S - 1]: of every token but the last."""
+        mask = call.targets[:, :-1] != IGNORE_INDEX
+        fields = {}
+        for name, value in figures.items():
+            fields[name] = call.padded(value)[:, :-1].masked_fill(~mask, 0)
+        items = given.get("num_items_in_batch")
+        if items is None:
+            items = mask.sum().clamp(min=1)
+        return PlannedOutput(loss=-fields["log_probs"].sum() / items, label_mask=mask, **fields)
+
+
+_LABELS = ("labels", "shift_labels")
+
+
+def figures_of_logits(logits: torch.Tensor, targets: torch.Tensor) -> Columns:
+    """Return log-probabilities of targets and entropies, each [tokens], 0 where a target is
+    IGNORE_INDEX.
+
+    logits: [tokens, V]. targets: [tokens].
+    """
+    if logits.dtype.itemsize == 2:
+        logits = logits.float()
+    none = targets == IGNORE_INDEX
+    log_p = F.log_softmax(logits, dim=-1)  # [tokens, V]
+    picked = log_p.gather(1, targets.masked_fill(none, 0).unsqueeze(1)).squeeze(1)  # [tokens]
+    entropy = -(log_p.exp() * log_p).sum(dim=1)  # [tokens]
+    return {"log_probs": picked.masked_fill(none, 0), "entropy": entropy.masked_fill(none, 0)}
+
+
+def check_labels_of(call: Call, labels: torch.Tensor) -> None:
+    """Raise ValueError for labels [B, S] that predict padding, or are predicted from it: such a
+    loss would mean other tokens than those that are computed."""
+    of_padding = (labels[:, 1:] != IGNORE_INDEX) & ~(call.mask[:, 1:] & call.mask[:, :-1])
+    wrong = of_padding.any(dim=1).nonzero().flatten()
+    if len(wrong):
+        raise ValueError(
+            f"row {int(wrong[0])} of a batch has labels where its attention_mask has padding, or "
+            f"at its first token after padding: make them {IGNORE_INDEX}"
+        )
 
 
 class Classes:

@@ -30,11 +30,11 @@ from torch import nn
 
 from hf_flexseq.hf.engine import FlexSeqEngine
 from hf_flexseq.hf.executors import WholeModelExecutor, base_model
-from hf_flexseq.hf.losses import distills, rolls_out
+from hf_flexseq.hf.losses import distills, reads_figures, rolls_out
 from hf_flexseq.hf.objectives.answering import answered_by
 from hf_flexseq.hf.objectives.calls import Call, joined
 from hf_flexseq.hf.objectives.divergences import Divergences
-from hf_flexseq.hf.objectives.heads import Head, head_of
+from hf_flexseq.hf.objectives.heads import Head, TokenFigures, head_of
 from hf_flexseq.hf.objectives.reference import (
     adapter_state,
     attached_reference,
@@ -72,6 +72,7 @@ class PlannedLoss:
         self._engine = engine
         self._head: Head = head_of(
             base_model(trainer.model),
+            reads_figures=reads_figures(trainer),
             has_router_loss=getattr(trainer, "aux_loss_enabled", False),
         )
         if distills(trainer):
@@ -89,6 +90,7 @@ class PlannedLoss:
         self._is_attached = False
         self._adapters: tuple[Any, ...] | None = None  # as they are in training
         self.prepared: Any = None  # the batch whose loss is computed, which is prepared already
+        self._labels: torch.Tensor | None = None  # [B, S] of the batch whose loss is computed
 
     # ---- the model
 
@@ -305,6 +307,16 @@ class PlannedLoss:
     # ---- calls of the loss
 
     @contextmanager
+    def on_batch(self, batch: Mapping[str, Any]) -> Iterator[None]:
+        """Compute the loss of one batch inside the block: the Trainer may take its labels out and
+        call the model without them."""
+        former, self._labels = self._labels, batch.get("labels")
+        try:
+            yield
+        finally:
+            self._labels = former
+
+    @contextmanager
     def answering(self, model: nn.Module) -> Iterator[None]:
         """Answer the trainer's calls of its models inside the block.
 
@@ -371,14 +383,16 @@ class PlannedLoss:
     def _answer(self, role: str, model: nn.Module, given: Mapping[str, Any]) -> Any:
         """Return what a model would have returned. Collective over the world where the call was
         not foreseen, which is so on all ranks."""
+        if isinstance(self._head, TokenFigures) and given.get("labels") is None:
+            given = {**given, "labels": self._labels_for(given)}
         call = self._head.read(given)
         figures = self._taken(role, call)
         if figures is None:
             if torch.is_grad_enabled():
                 raise NotImplementedError(
-                    f"{type(self._trainer).__name__} computes a loss from tokens that are not "
-                    "those of its batch, or calls the model twice on them: hf_flexseq computes "
-                    "gradients of one call for each batch"
+                    f"{type(self._trainer).__name__} computes a loss from tokens or labels that "
+                    "are not those of its batch, or calls the model twice on them: hf_flexseq "
+                    "computes gradients of one call for each batch"
                 )
             step = self._engine.passes_of(
                 joined([call]), number=self._trainer.state.global_step, forward_only=True
@@ -387,6 +401,16 @@ class PlannedLoss:
                 found = self._figures(step, model)
             (figures,) = self.split(found, [call])
         return self._head.answer(call, figures, given)
+
+    def _labels_for(self, given: Mapping[str, Any]) -> torch.Tensor | None:
+        """Return the labels [B, S] of the batch for a call of the model without them."""
+        ids, labels = given.get("input_ids"), self._labels
+        if ids is not None and labels is not None and ids.shape != labels.shape:
+            raise NotImplementedError(
+                f"a loss calls the model on input_ids {tuple(ids.shape)} without labels, and "
+                f"those of its batch are {tuple(labels.shape)}: give labels of the same tokens"
+            )
+        return labels
 
     def _taken(self, role: str, call: Call) -> Columns | None:
         """Return what is known of a call, once; None for nothing."""
@@ -448,7 +472,10 @@ class _OfStep:
         last = len(self._batches) - 1
         with self._planned.answering(self._model), self._backward_at_home():
             for index, batch in enumerate(self._batches):
-                with self._planned.loss_of(batch, is_last=index == last):
+                with (
+                    self._planned.loss_of(batch, is_last=index == last),
+                    self._planned.on_batch(batch),
+                ):
                     total = total + self._stock_step(self._trainer.model, batch)
 
         # 3. gradients, of all batches in a row
