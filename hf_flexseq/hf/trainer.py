@@ -342,7 +342,7 @@ class FlexSeqMixin(_Trainer):
         own_loss = self.compute_loss
         # SFTTrainer's coefficient is not always the model's.
         adds_its_own = getattr(self, "aux_loss_enabled", False)
-        coefficient = self.router_aux_loss_coef if adds_its_own else router.coefficient
+        coefficient = getattr(self, "router_aux_loss_coef", router.coefficient)
         # The mean over ranks is the loss, and a share belongs to one rank.
         factor = coefficient * self.accelerator.num_processes
 

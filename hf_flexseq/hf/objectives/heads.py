@@ -65,8 +65,8 @@ class Head(Protocol):
 def head_of(model: PreTrainedModel, *, has_router_loss: bool, reads_figures: bool) -> Head:
     """Return the head of a transformers model.
 
-    has_router_loss: whether the trainer's loss asks for the model's router loss, too.
     reads_figures: whether a loss of the user's own reads log-probabilities.
+    has_router_loss: whether the trainer's loss asks for the model's router loss, too.
     """
     if is_classifier(model):
         return Classes(model)

@@ -72,8 +72,8 @@ class PlannedLoss:
         self._engine = engine
         self._head: Head = head_of(
             base_model(trainer.model),
-            has_router_loss=getattr(trainer, "aux_loss_enabled", False),
             reads_figures=reads_figures(trainer),
+            has_router_loss=getattr(trainer, "aux_loss_enabled", False),
         )
         if distills(trainer):
             self._head = Divergences(trainer)
@@ -475,7 +475,10 @@ class _OfStep:
         last = len(self._batches) - 1
         with self._planned.answering(self._model), self._backward_at_home():
             for index, batch in enumerate(self._batches):
-                with self._planned.loss_of(batch, is_last=index == last):
+                with (
+                    self._planned.loss_of(batch, is_last=index == last),
+                    self._planned.on_batch(batch),
+                ):
                     total = total + self._stock_step(self._trainer.model, batch)
 
         # 3. gradients, of all batches in a row
