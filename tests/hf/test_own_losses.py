@@ -15,6 +15,7 @@ from hf_flexseq.hf.objectives.outputs import PlannedOutput
 from hf_flexseq.kernels import token_figures as kernel
 from tests.hf.test_checks import OwnLoss, one_line
 from tests.hf.test_metrics import scaled
+from tests.hf.test_router import mixture
 from tests.hf.test_trainer import OPTIONS, logged, padded, training_arguments, update_error
 from tests.hf.tiny import VOCAB, documents, tiny_llama
 from tests.ranks import run_ranks
@@ -365,3 +366,14 @@ def test_an_own_loss_does_not_run_in_pipeline_stages(tmp_path):
     with pytest.raises(NotImplementedError, match="set it to 1") as raised:
         make(True, tmp_path, base=Trainer, func=focal_loss, settings={"pipeline_parallel_size": 2})
     one_line(raised)
+
+
+def test_a_router_loss_beside_an_own_one_is_refused(tmp_path):
+    settings = {"max_tokens_per_rank": 61}
+    with pytest.raises(NotImplementedError, match="set config.output_router_logits=False") as own:
+        make(True, tmp_path, base=Trainer, func=focal_loss, model=mixture, settings=settings)
+    one_line(own)
+    trainer = make(True, tmp_path, base=Trainer, model=mixture, settings=settings)
+    with pytest.raises(NotImplementedError, match="config.output_router_logits=False") as metrics:
+        trainer.predict(documents([5, 9]))
+    one_line(metrics)

@@ -5,7 +5,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-import torch
 from torch import nn
 
 from hf_flexseq.hf.executors import base_model
@@ -20,11 +19,8 @@ def refusing_calls_without_labels(trainer: Any) -> Iterator[None]:
     shifted already.
     """
     name = type(trainer).__name__
-    counts = trainer.flexseq.executor.router is not None
 
     def check(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if counts and not torch.is_grad_enabled():  # a first pass, which only counts experts
-            return
         if "seq_ctx" in kwargs and kwargs.get("labels") is None:
             raise NotImplementedError(
                 f"{name}.compute_loss calls the model without labels, on parts of samples: hand "
