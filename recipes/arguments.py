@@ -225,11 +225,11 @@ class PromptArguments(CorpusArguments):
     """The prompts of `grpo.py`, and what completions of them are worth."""
 
     dataset: str = field(
-        default="digit-halves",
+        default="count-on",
         metadata={
             "help": "Hub id, a local file (.jsonl, .json, .parquet, .csv, .txt), a local folder, "
-            "or digit-halves: prompts that ask for digits below 5, or for others. Its column "
-            "prompt is text or messages; reward functions get all other columns."
+            "or count-on: prompts of digits to count on from. Its column prompt is text or "
+            "messages; reward functions get all other columns."
         },
     )
     max_prompt_length: int = field(default=4096, metadata={"help": "Most tokens of a prompt."})
@@ -240,9 +240,8 @@ class PromptArguments(CorpusArguments):
         default_factory=lambda: ["exact"],
         metadata={
             "help": "What a completion is worth, summed (reward_weights): exact, 1 where it is "
-            "the column answer; allowed, the share of its characters that are in the column "
-            "allowed, of the column length; or functions of your own as module:function or "
-            "file.py:function."
+            "the column answer; counts_on, the share of its digits that count on from the "
+            "prompt's last; or functions of your own as module:function or file.py:function."
         },
     )
 

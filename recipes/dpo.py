@@ -90,9 +90,8 @@ def summary(trainer: DPOTrainer) -> str:
     losses = run.first_and_last(trainer, "eval_loss")
     accuracies = run.first_and_last(trainer, "eval_rewards/accuracies")
     if losses and accuracies:
-        lines.append(f"held-out loss: {losses[0]:.2f} -> {losses[1]:.2f}")
         lines.append(
-            f"preferred:     the chosen answer of {accuracies[1]:.0%} of the held-out pairs"
+            f"held out:      loss {losses[1]:.2f}, {accuracies[1]:.0%} of the pairs in their order"
         )
     return "\n".join(lines + run.where_it_lies(trainer))
 

@@ -1,6 +1,6 @@
 """Train a causal language model by rewards for what it says: TRL's GRPO on planned steps.
 
-    # a small Llama learns from nothing which digits are asked for, two CPU processes
+    # a small Llama learns from nothing to count on, two CPU processes
     accelerate launch --config_file recipes/accelerate_configs/cpu.yaml recipes/grpo.py \\
         --config recipes/quickstart/grpo.yaml
 

@@ -29,7 +29,7 @@ PROMPT_LINES = (2, 8)  # fewest and most
 # of an answer: the logarithm is normal
 MEDIAN_LINES = 8
 SIGMA = 1.0
-ANSWER_LINES = (4, 200)  # fewest and most
+ANSWER_LINES = (4, 120)  # fewest and most
 
 
 def load_stdlib_pairs() -> Dataset:

@@ -2,10 +2,10 @@
 
 A row has `prompt`, as text or as messages; its other columns go to the reward functions.
 
-The made ones end in `<`, which asks for 16 digits below 5, or in `>`, which asks for 16 others.
-The digits before that mean nothing; they make most prompts short and a few of them long. A model
-without any training gets a fifth right by chance, half without looking at the prompt, and can
-learn the rest.
+The made ones ask to count on from their last digit: `2718` to be followed by `9012345678901234`.
+The digits before that one mean nothing; they make most prompts short and a few of them long. A
+model without any training gets one place in twenty right by chance, and can learn the rest one
+digit at a time.
 """
 
 import math
@@ -17,34 +17,32 @@ from transformers import PreTrainedTokenizerBase
 
 from arguments import PromptArguments
 
-DIGITS = "digit-halves"
+COUNTING = "count-on"
 
 PROMPTS = 4000
-LENGTH = 16  # characters that are asked for
-ASKED = {"<": "01234", ">": "56789"}
-# of the digits before the sign: the logarithm is normal
-MEDIAN_NOISE = 24
+PLACES = 16  # digits that are asked for
+# of the digits of a prompt: the logarithm is normal
+MEDIAN = 16
 SIGMA = 1.2
-MOST_NOISE = 400
+MOST = 240
 
 
-def load_digits() -> Dataset:
-    """Return the made prompts, and what is asked for."""
-    return Dataset.from_list(list(digit_prompts(PROMPTS)))
+def load_counting() -> Dataset:
+    """Return the made prompts, and how many places are asked for."""
+    return Dataset.from_list(list(counting_prompts(PROMPTS)))
 
 
 # Corpora that are made here, by their names.
-MADE = {DIGITS: load_digits}
+MADE = {COUNTING: load_counting}
 
 
-def digit_prompts(count: int) -> Iterator[dict[str, str | int]]:
-    """Yield prompts, the characters that they allow and how many they ask for, always the same."""
+def counting_prompts(count: int) -> Iterator[dict[str, str | int]]:
+    """Yield prompts of digits, and how many are asked for, always the same."""
     draw = random.Random(0)
     for _ in range(count):
-        noise = min(round(draw.lognormvariate(math.log(MEDIAN_NOISE), SIGMA)), MOST_NOISE)
-        before = "".join(draw.choice("0123456789") for _ in range(noise))
-        sign = draw.choice("<>")
-        yield {"prompt": before + sign, "allowed": ASKED[sign], "length": LENGTH}
+        digits = min(max(round(draw.lognormvariate(math.log(MEDIAN), SIGMA)), 1), MOST)
+        prompt = "".join(draw.choice("0123456789") for _ in range(digits))
+        yield {"prompt": prompt, "places": PLACES}
 
 
 def texts_of(prompts: Dataset) -> Iterable[str] | None:

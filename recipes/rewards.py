@@ -10,6 +10,7 @@ import importlib.util
 import os
 import sys
 from collections.abc import Callable, Sequence
+from itertools import pairwise
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -17,20 +18,24 @@ from typing import Any
 Completion = str | list[dict[str, Any]]
 Reward = Callable[..., Sequence[float | None]]
 
+SUCCESSIVE = frozenset(f"{digit}{(digit + 1) % 10}" for digit in range(10))
 
-def allowed(
-    completions: list[Completion], allowed: list[str], length: list[int], **columns: Any
+
+def counts_on(
+    prompts: list[Completion], completions: list[Completion], places: list[int], **columns: Any
 ) -> list[float]:
-    """Return for each completion the share of places with an allowed character, 0 to 1.
+    """Return for each completion the share of places with the digit after the one before, 0 to 1.
 
-    allowed: the characters, for each completion.
-    length: how many places there are, for each. Missing ones and those beyond count as wrong.
+    The first place comes after the last digit of the prompt; after 9 comes 0.
+
+    places: how many there are, for each completion. Missing ones and those beyond count as wrong.
     """
     shares = []
-    for completion, characters, places in zip(completions, allowed, length, strict=True):
+    for prompt, completion, count in zip(prompts, completions, places, strict=True):
         said = text_of(completion)
-        right = sum(character in characters for character in said[:places])
-        shares.append(right / max(len(said), places))
+        row = text_of(prompt)[-1:] + said[:count]
+        right = sum(before + after in SUCCESSIVE for before, after in pairwise(row))
+        shares.append(right / max(len(said), count))
     return shares
 
 
@@ -42,7 +47,7 @@ def exact(completions: list[Completion], answer: list[str], **columns: Any) -> l
     return rewards
 
 
-REWARDS: dict[str, Reward] = {"allowed": allowed, "exact": exact}
+REWARDS: dict[str, Reward] = {"counts_on": counts_on, "exact": exact}
 
 
 def text_of(completion: Completion) -> str:

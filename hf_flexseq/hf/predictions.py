@@ -29,6 +29,7 @@ from hf_flexseq.hf.executors import base_model
 from hf_flexseq.hf.losses import has_fused_head, reads_figures
 from hf_flexseq.hf.model.facts import compute_dtype, is_classifier
 from hf_flexseq.hf.model.loss import ChunkedLoss, attach_chunked_loss
+from hf_flexseq.hf.model.router import asks_for_router_loss
 from hf_flexseq.hf.objectives.calls import Call, joined
 from hf_flexseq.kernels.chunked_loss import chunk_rows
 from hf_flexseq.kernels.upload import to_device
@@ -77,6 +78,11 @@ def check_predictions(trainer: Any, stages: int) -> None:
         raise NotImplementedError(
             "hf_flexseq does not support compute_metrics or predict() with even_batches=False: "
             "ranks would gather different numbers of batches; leave it at True"
+        )
+    if asks_for_router_loss(model):
+        raise NotImplementedError(
+            "hf_flexseq does not support compute_metrics or predict() with a router loss: set "
+            "config.output_router_logits=False, or prediction_loss_only=True"
         )
     for option in ("output_hidden_states", "output_attentions"):
         if getattr(model.config, option, False):

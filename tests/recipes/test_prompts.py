@@ -7,34 +7,33 @@ from arguments import PromptArguments
 from bpe import train_bpe
 from characters import character_tokenizer
 from corpus import load_documents
-from prompts import ASKED, LENGTH, MADE, digit_prompts, texts_of, to_prompts, tokens_of
-from rewards import allowed
+from prompts import MADE, PLACES, counting_prompts, texts_of, to_prompts, tokens_of
+from rewards import counts_on
 
 CHAT = "{% for m in messages %}<s>{{ m['content'] }}{% endfor %}{% if add_generation_prompt %}>"
 CHAT += "{% endif %}"
 
 
-def test_made_prompts_say_what_is_asked_for():
-    rows = list(digit_prompts(50))
-    assert rows == list(digit_prompts(50))
-    assert {row["prompt"][-1] for row in rows} == set(ASKED)
+def test_made_prompts_are_digits_and_always_the_same():
+    rows = list(counting_prompts(50))
+    assert rows == list(counting_prompts(50))
     for row in rows:
-        assert row["prompt"][:-1].strip("0123456789") == ""
-        asked = [row["allowed"] * 4]
-        share = allowed(completions=[asked[0][:LENGTH]], **{k: [row[k]] for k in row})
-        assert share == [1.0]
+        assert row["prompt"].isdecimal()
+        last = int(row["prompt"][-1])
+        said = "".join(str((last + i) % 10) for i in range(1, PLACES + 1))
+        assert counts_on([row["prompt"]], [said], [row["places"]]) == [1.0]
 
 
 def test_made_prompts_have_a_long_tail():
-    lengths = sorted(len(row["prompt"]) for row in digit_prompts(400))
-    assert lengths[200] < 40
-    assert lengths[-1] > 200
+    lengths = sorted(len(row["prompt"]) for row in counting_prompts(400))
+    assert lengths[200] < 24
+    assert lengths[-1] > 150
 
 
 def test_made_prompts_are_loaded_by_name():
     train, held_out = load_documents(PromptArguments(held_out_fraction=0.1), MADE)
     assert set(train["prompt"]).isdisjoint(held_out["prompt"])
-    assert len(character_tokenizer(texts_of(train))) == 10 + 2 + 3
+    assert len(character_tokenizer(texts_of(train))) == 10 + 3
 
 
 def test_long_prompts_are_refused_or_dropped(tokenizer):

@@ -2,13 +2,24 @@
 
 import pytest
 
-from rewards import allowed, exact, load_rewards, text_of
+from rewards import counts_on, exact, load_rewards, text_of
 
 
-def test_allowed_is_the_share_of_places_with_an_allowed_character():
-    said = ["0123", "0923", "01", "01010101", "", "9999"]
-    shares = allowed(completions=said, allowed=["01234"] * 6, length=[4] * 6, prompts=said)
-    assert shares == [1.0, 0.75, 0.5, 0.5, 0.0, 0.0]
+def test_counting_on_is_the_share_of_places_with_the_next_digit():
+    said = ["8901", "8902", "89", "89012345", "", "7777"]
+    assert counts_on(prompts=["12307"] * 6, completions=said, places=[4] * 6, answer=said) == [
+        1.0,
+        0.75,
+        0.5,
+        0.5,
+        0.0,
+        0.0,
+    ]
+
+
+def test_a_digit_counts_on_from_the_one_before_also_where_that_was_wrong():
+    assert counts_on(prompts=["7"], completions=["3456"], places=[4]) == [0.75]
+    assert counts_on(prompts=["x", ""], completions=["1", "1"], places=[1, 1]) == [0.0, 0.0]
 
 
 def test_exact_leaves_whitespace_around_an_answer_aside():
@@ -26,16 +37,19 @@ def test_functions_are_named_or_come_from_a_module_or_a_file(tmp_path, monkeypat
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("sys.path", ["."])
     named, of_file, of_module = load_rewards(
-        ["allowed", "my_rewards.py:short", "my_rewards:short"]
+        ["counts_on", "my_rewards.py:short", "my_rewards:short"]
     )
-    assert named is allowed
+    assert named is counts_on
     assert of_file(completions=["x"]) == of_module(completions=["x"]) == [1]
 
 
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("correct", "there is no reward function 'correct': take one of allowed, exact, or give"),
+        (
+            "correct",
+            "there is no reward function 'correct': take one of counts_on, exact, or give",
+        ),
         (":short", "there is no reward function ':short'"),
         ("no_such_module:short", "No module named 'no_such_module'"),
         ("no/such/file.py:short", "'no/such/file.py': there is no such file"),

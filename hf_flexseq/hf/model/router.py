@@ -78,8 +78,7 @@ class RouterFacts:
 
 def asks_for_router_loss(model: PreTrainedModel) -> bool:
     """Tell if `model` adds a router loss to its own."""
-    config = model.config.get_text_config()
-    return bool(getattr(model.config, OPTION, False) or getattr(config, OPTION, False))
+    return bool(getattr(model.config.get_text_config(), OPTION, False))
 
 
 def router_facts(model: PreTrainedModel) -> RouterFacts:
@@ -160,6 +159,7 @@ def router_sums(router_logits: Sequence[torch.Tensor], top_k: int) -> Columns:
 
     router_logits: [tokens, experts] of each layer. P is in float32 at least.
     """
+    assert router_logits, "output_router_logits is set, but the model has no router"
     experts = router_logits[0].shape[-1]
     device = router_logits[0].device
     counts = torch.zeros(experts, dtype=torch.float64, device=device)
@@ -171,7 +171,7 @@ def router_sums(router_logits: Sequence[torch.Tensor], top_k: int) -> Columns:
         wide = torch.promote_types(probabilities.dtype, torch.float32)
         of_layer = probabilities.to(wide).sum(dim=0)  # [tokens, experts] -> [experts]
         sums = of_layer if sums is None else sums + of_layer
-    assert sums is not None, "a model with a router loss has a router"
+    assert sums is not None, "there is a layer"
     return {COUNTS: counts, PROBABILITIES: sums}
 
 

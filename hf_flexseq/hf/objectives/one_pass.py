@@ -1,10 +1,11 @@
 """A `compute_loss` of the user's own on the micro-batches of a plan, where a loss is a sum over
-tokens; see `trainers.py` for when it takes that way."""
+tokens; see `hf/losses.py` for when it takes that way."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import torch
 from torch import nn
 
 from hf_flexseq.hf.executors import base_model
@@ -12,15 +13,18 @@ from hf_flexseq.hf.executors import base_model
 
 @contextmanager
 def refusing_calls_without_labels(trainer: Any) -> Iterator[None]:
-    """Raise NotImplementedError, inside the block, where `compute_loss` calls the model on a
+    """Raise NotImplementedError where `compute_loss`, which the block runs, calls the model on a
     micro-batch without labels.
 
     It would compute a loss itself, from logits of parts of samples and from labels that are
     shifted already.
     """
     name = type(trainer).__name__
+    counts = trainer.flexseq.executor.router is not None
 
     def check(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if counts and not torch.is_grad_enabled():  # a first pass, which only counts experts
+            return
         if "seq_ctx" in kwargs and kwargs.get("labels") is None:
             raise NotImplementedError(
                 f"{name}.compute_loss calls the model without labels, on parts of samples: hand "
