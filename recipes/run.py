@@ -42,7 +42,7 @@ def prepare(
         datasets.disable_progress_bars()
     with training_args.main_process_first():
         documents, held_out_documents = load_documents(data_args, made)
-        tokenizer = choose_tokenizer(model_args, data_args, texts_of(documents))
+        tokenizer = choose_tokenizer(model_args, data_args, lambda: texts_of(documents))
         train, report = to_rows(documents, tokenizer, data_args)
         held_out, held_out_report = None, "nothing"
         if len(held_out_documents):
@@ -53,15 +53,19 @@ def prepare(
 
 
 def choose_tokenizer(
-    model_args: ModelArguments, data_args: CorpusArguments, texts: Iterable[str] | None
+    model_args: ModelArguments,
+    data_args: CorpusArguments,
+    find_texts: Callable[[], Iterable[str] | None],
 ) -> PreTrainedTokenizerBase:
-    """Return the tokenizer that was named, or one trained on these texts.
+    """Return the tokenizer that was named, or one trained on the texts of the corpus.
 
-    texts: None where the corpus has conversations.
+    find_texts: returns them; None where the corpus has conversations. Called where they are
+        needed.
     """
     named = load_tokenizer(model_args)
     if named is not None:
         return named
+    texts = find_texts()
     if texts is None:
         raise ValueError(
             f"a tokenizer is trained on text only: name a tokenizer_name_or_path for "

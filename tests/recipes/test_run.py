@@ -59,11 +59,23 @@ def test_ends_of_a_run_are_compared_where_they_do_not_overlap():
 
 
 def test_a_tokenizer_is_trained_as_it_was_asked_for(tmp_path):
-    texts, data = ["ab\n", "ba"], PreferenceArguments(tokenizer_cache=str(tmp_path))
-    model = {"model_config": {"model_type": "llama"}}
-    bpe = choose_tokenizer(ModelArguments(**model, tokenizer_vocab_size=258), data, texts)
-    assert len(bpe) == 258
-    characters = choose_tokenizer(ModelArguments(**model, new_tokenizer="characters"), data, texts)
-    assert len(characters) == 6
+    data = PreferenceArguments(tokenizer_cache=str(tmp_path))
+
+    def chosen(texts, **options):
+        model = ModelArguments(model_config={"model_type": "llama"}, **options)
+        return choose_tokenizer(model, data, lambda: texts)
+
+    texts = ["ab\n", "ba"]
+    assert len(chosen(texts, tokenizer_vocab_size=258)) == 258
+    assert len(chosen(texts, new_tokenizer="characters")) == 6
     with pytest.raises(ValueError, match="name a tokenizer_name_or_path for python-stdlib"):
-        choose_tokenizer(ModelArguments(**model), data, None)
+        chosen(None)
+
+
+def test_a_named_tokenizer_does_not_look_at_the_corpus(tmp_path, tokenizer):
+    tokenizer.save_pretrained(tmp_path)
+    model = ModelArguments(
+        model_config={"model_type": "llama"}, tokenizer_name_or_path=str(tmp_path)
+    )
+    named = choose_tokenizer(model, PreferenceArguments(), lambda: pytest.fail("looked"))
+    assert named("x").input_ids == tokenizer("x").input_ids
