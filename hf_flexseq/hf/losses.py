@@ -22,6 +22,8 @@ a second pass where it only hands on to the Trainer's.
 
 from typing import Any
 
+from transformers import Trainer
+
 from hf_flexseq.hf.model.facts import is_classifier
 
 # Trainers of TRL whose losses are known to read log-probabilities, scores or divergences.
@@ -57,17 +59,17 @@ _OTHER_DISTILLATIONS = {
 }
 
 
-def rolls_out(trainer: Any) -> bool:
+def rolls_out(trainer: Trainer) -> bool:
     """Tell if a trainer makes its samples while it trains."""
     return _is_one_of(trainer, _ROLLING_OUT)
 
 
-def distills(trainer: Any) -> bool:
+def distills(trainer: Trainer) -> bool:
     """Tell if a trainer's loss is made of divergences from a teacher."""
     return _is_one_of(trainer, ("DistillationTrainer",))
 
 
-def unsuitable_distillation(trainer: Any) -> str | None:
+def unsuitable_distillation(trainer: Trainer) -> str | None:
     """Return what a trainer is, and what to use instead, if it distills in a way that cannot be
     planned; None otherwise."""
     for cls in type(trainer).__mro__:
@@ -78,14 +80,14 @@ def unsuitable_distillation(trainer: Any) -> str | None:
     return None
 
 
-def has_planned_loss(trainer: Any) -> bool:
+def has_planned_loss(trainer: Trainer) -> bool:
     """Tell if the loss of a trainer is computed at home, from log-probabilities or scores."""
     if _is_one_of(trainer, _AT_HOME) or reads_figures(trainer):
         return True
     return is_classifier(_plain_model(trainer))
 
 
-def reads_figures(trainer: Any) -> bool:
+def reads_figures(trainer: Trainer) -> bool:
     """Tell if the loss is one of the user's own that reads log-probabilities of a causal language
     model's samples: `compute_loss_func`, or a class that says `flexseq_loss_at_home = True`."""
     if has_fused_head(trainer) or is_classifier(_plain_model(trainer)):
@@ -94,20 +96,20 @@ def reads_figures(trainer: Any) -> bool:
     return is_func or says_at_home(trainer)
 
 
-def says_at_home(trainer: Any) -> bool:
+def says_at_home(trainer: Trainer) -> bool:
     """Tell if the class of a trainer says `flexseq_loss_at_home = True`."""
     return bool(getattr(trainer, "flexseq_loss_at_home", False))
 
 
-def has_fused_head(trainer: Any) -> bool:
+def has_fused_head(trainer: Trainer) -> bool:
     """Tell if a trainer of TRL's reads a head of TRL's own, which gives no logits."""
     return _is_one_of(trainer, (*_AT_HOME, "SFTTrainer"))
 
 
-def _plain_model(trainer: Any) -> Any:
+def _plain_model(trainer: Trainer) -> Any:
     model = trainer.model
     return model.get_base_model() if hasattr(model, "get_base_model") else model
 
 
-def _is_one_of(trainer: Any, names: tuple[str, ...]) -> bool:
+def _is_one_of(trainer: Trainer, names: tuple[str, ...]) -> bool:
     return any(cls.__name__ in names for cls in type(trainer).__mro__)

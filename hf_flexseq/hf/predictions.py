@@ -30,9 +30,9 @@ from hf_flexseq.hf.losses import has_fused_head, reads_figures
 from hf_flexseq.hf.model.facts import compute_dtype, is_classifier
 from hf_flexseq.hf.model.loss import ChunkedLoss, attach_chunked_loss
 from hf_flexseq.hf.model.router import asks_for_router_loss
-from hf_flexseq.hf.objectives.calls import Call, joined
 from hf_flexseq.kernels.chunked_loss import chunk_rows
 from hf_flexseq.kernels.upload import to_device
+from hf_flexseq.steps.calls import Call, joined
 from hf_flexseq.steps.exchange import Columns
 from hf_flexseq.steps.inputs import Inputs
 from hf_flexseq.steps.passes import PassStep

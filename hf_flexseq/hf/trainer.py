@@ -58,6 +58,7 @@ from hf_flexseq.hf.executors import (
 from hf_flexseq.hf.loaders import EpochBatches, LongestLoader, batches_on_host
 from hf_flexseq.hf.losses import has_planned_loss, reads_figures
 from hf_flexseq.hf.model.checks import check_deterministic, check_model
+from hf_flexseq.hf.model.facts import is_classifier
 from hf_flexseq.hf.model.router import RouterLoss
 from hf_flexseq.hf.objectives.one_pass import refusing_calls_without_labels
 from hf_flexseq.hf.objectives.planned import PlannedLoss
@@ -162,7 +163,11 @@ class FlexSeqMixin(_Trainer):
         is_planned = has_planned_loss(self)
         self._flexseq_reads = reads_figures(self)  # log-probabilities, in a loss of the user's own
         self._flexseq_has_predictions = self._flexseq_reads or not is_planned
-        if self._flexseq_has_predictions and wants_predictions(self, predicts=False):
+        # TRL's trainers log metrics of their own; compute_metrics would be given logits.
+        is_planned_text = is_planned and not is_classifier(base)
+        if (self._flexseq_has_predictions or is_planned_text) and wants_predictions(
+            self, predicts=False
+        ):
             check_predictions(self, options.pipeline_parallel_size)
         self._flexseq_padded = self.data_collator  # makes batches as the plain Trainer has them
         if self._flexseq_has_predictions:

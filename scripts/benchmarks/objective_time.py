@@ -12,14 +12,15 @@ with a reference model, and take turns step by step, so that a noisy machine is 
     lengths 1:4        of every pair one sequence is four times as long as the other, which the
                        plain trainer pads: less than 1
 
-A turn is a whole optimizer step with all around it: drawing, collating and planning, the optimizer,
-callbacks. Ratios are those of the medians. The wall clock decides; the time of the lane's own
-thread on the processor stands beside it, because other work on the machine does not show in it.
+A turn is a whole optimizer step with all around it: drawing, collating and planning, the
+optimizer, callbacks. Ratios are those of the medians. The wall clock decides; the time of the
+lane's own thread on the processor stands beside it, because other work on the machine does not
+show in it.
 **Run it on a machine that does nothing else.**
 
-Bytes are the most that are alive at once in a step, as torch's profiler reports them, with weights,
-optimizer and reference: at most 1.05 times those of the plain trainer where lengths are equal, less
-where they are not. They are counted, and do not depend on the machine's load.
+Bytes are the most that are alive at once in a step, as torch's profiler reports them, with
+weights, optimizer and reference: at most 1.05 times those of the plain trainer where lengths are
+equal, less where they are not. They are counted, and do not depend on the machine's load.
 
 Exits with 1 where a bound is broken.
 """

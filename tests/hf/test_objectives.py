@@ -9,7 +9,7 @@ import torch
 from trl import DPOTrainer
 
 from hf_flexseq import FlexSeqArguments, FlexSeqMixin
-from hf_flexseq.hf.objectives.calls import Call
+from hf_flexseq.steps.calls import Call
 from tests.hf.objectives import (
     BOUNDS,
     METRICS_BOUND,

@@ -25,8 +25,8 @@ from hf_flexseq.hf.model.router import (
     RouterSums,
     router_loss,
 )
-from hf_flexseq.hf.objectives.calls import Call
 from hf_flexseq.hf.objectives.outputs import PlannedOutput
+from hf_flexseq.steps.calls import Call
 from hf_flexseq.steps.exchange import Columns
 from hf_flexseq.steps.inputs import Inputs
 

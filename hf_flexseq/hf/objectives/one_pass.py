@@ -6,12 +6,13 @@ from contextlib import contextmanager
 from typing import Any
 
 from torch import nn
+from transformers import Trainer
 
 from hf_flexseq.hf.executors import base_model
 
 
 @contextmanager
-def refusing_calls_without_labels(trainer: Any) -> Iterator[None]:
+def refusing_calls_without_labels(trainer: Trainer) -> Iterator[None]:
     """Raise NotImplementedError where `compute_loss`, which the block runs, calls the model on a
     micro-batch without labels.
 

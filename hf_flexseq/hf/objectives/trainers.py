@@ -10,11 +10,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from transformers import Trainer
 
 from hf_flexseq.config import IGNORE_INDEX
 from hf_flexseq.hf.losses import reads_figures
-from hf_flexseq.hf.objectives.calls import Call
 from hf_flexseq.hf.objectives.heads import Head
+from hf_flexseq.steps.calls import Call
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +32,7 @@ class Foreseen:
     """Asked of the policy without gradients, and of the reference if that is asked at all."""
 
 
-def foreseen(trainer: Any, batch: Mapping[str, Any], head: Head) -> Foreseen:
+def foreseen(trainer: Trainer, batch: Mapping[str, Any], head: Head) -> Foreseen:
     """Return the calls that the loss of `trainer` will make on a batch."""
     if reads_figures(trainer):
         read = ("input_ids", "attention_mask", "labels")
