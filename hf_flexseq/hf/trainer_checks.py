@@ -19,10 +19,16 @@ from transformers import PreTrainedModel, Trainer
 
 from hf_flexseq.config import FlexSeqArguments
 from hf_flexseq.distributed.connect import capabilities_on
-from hf_flexseq.hf.losses import has_planned_loss, says_at_home, unsuitable_distillation
+from hf_flexseq.hf.losses import (
+    has_planned_loss,
+    reads_figures,
+    says_at_home,
+    unsuitable_distillation,
+)
 from hf_flexseq.hf.model.facts import is_fully_sharded, is_reentrant, zero_stage
 from hf_flexseq.hf.model.router import (
     NO_ROUTER_LOSS,
+    OPTION,
     UnknownRouterLoss,
     asks_for_router_loss,
     router_facts,
@@ -193,6 +199,11 @@ def check_router_loss(trainer: Any, model: PreTrainedModel) -> None:
 
     model: the trainer's, without adapters. `check_model` has seen what it asks for itself.
     """
+    if reads_figures(trainer) and asks_for_router_loss(model):
+        raise NotImplementedError(
+            f"{OPTION}=True with a loss of {type(trainer).__name__}'s own, which gets no router "
+            f"loss: {NO_ROUTER_LOSS}"
+        )
     if not getattr(trainer, "aux_loss_enabled", False):
         return
     name = type(model).__name__
