@@ -3,6 +3,21 @@ TRL need not be there.
 
 The loss of these is computed at home, from figures of their tokens (`objectives/`); that of all
 others is the model's own next-token loss, in one pass.
+
+A trainer of the user's own, of a causal language model, takes one of both ways:
+
+* One pass, where the loss is a sum over tokens, divided by `num_items_in_batch`: `Trainer` itself,
+  TRL's SFTTrainer, and every class with a `compute_loss` of its own that hands on to it. Such a
+  `compute_loss` runs on the micro-batches of a plan, wherever their tokens are. It must call the
+  model with its labels: those of a micro-batch are shifted already, and logits beside them would
+  not be those of a sample.
+* At home, in two passes, where `compute_loss_func` is given, or the class says
+  `flexseq_loss_at_home = True`: its `compute_loss` runs once for each batch that the plain Trainer
+  would have, on whole samples, and reads `loss`, `log_probs` and `entropy` of the model's outputs
+  (`objectives/outputs.py`).
+
+Rejected: taking a class with a `compute_loss` of its own home without being told. It would pay for
+a second pass where it only hands on to the Trainer's.
 """
 
 from typing import Any
@@ -85,7 +100,7 @@ def says_at_home(trainer: Any) -> bool:
 
 
 def has_fused_head(trainer: Any) -> bool:
-    """Tell if a trainer of TRL's reads a fused head, which gives no logits."""
+    """Tell if a trainer of TRL's reads a head of TRL's own, which gives no logits."""
     return _is_one_of(trainer, (*_AT_HOME, "SFTTrainer"))
 
 

@@ -176,9 +176,9 @@ class FlexSeqMixin(_Trainer):
         self._flexseq_figures: list[Figures] = []  # of the steps since the last log
         self._flexseq_predictions = Predictions(options.cost_model)
         self._flexseq_eval = EvaluationLoss()  # of the evaluation that runs
+        self._flexseq_tokens: TokenPredictions | None = None  # of the same, where it predicts
         self._flexseq_adds_router = False  # whether a loss is given its share of router losses
         self._flexseq_notes_router = False  # whether router losses are among the trainer's metrics
-        self._flexseq_tokens: TokenPredictions | None = None  # of the same, where it predicts
         self._flexseq_loaders = ExitStack()  # what the end of training undoes on its dataloader
         # Ranks may run different numbers of micro-batches, unless a subclass computes its loss
         # with collectives between their forwards and backwards.
@@ -257,9 +257,12 @@ class FlexSeqMixin(_Trainer):
                 attached.enter_context(self._flexseq_loss.attached())
             elif self.flexseq.executor.router is not None:
                 attached.enter_context(self._adding_router_loss(self.flexseq.executor.router))
-            if self._flexseq_loss is None and self._flexseq_lockstep:
-                attached.enter_context(refusing_calls_without_labels(self))
             yield
+
+    def _on_parts(self) -> AbstractContextManager[None]:
+        """Surround a `compute_loss` on a micro-batch, which has parts of samples."""
+        is_own = type(self).compute_loss is not Trainer.compute_loss
+        return refusing_calls_without_labels(self) if is_own else nullcontext()
 
     def set_initial_training_values(self, args: TrainingArguments, dataloader: Any) -> Any:
         """Keep batches on the host until training ends.
@@ -306,9 +309,10 @@ class FlexSeqMixin(_Trainer):
             return torch.zeros((), device=self.args.device)
 
         def forward_backward(micro_batch: Inputs) -> torch.Tensor:
-            loss: torch.Tensor = super(FlexSeqMixin, self).training_step(
-                model, micro_batch, num_items_in_batch
-            )
+            with self._on_parts():
+                loss: torch.Tensor = super(FlexSeqMixin, self).training_step(
+                    model, micro_batch, num_items_in_batch
+                )
             return loss
 
         training: AbstractContextManager[None] = nullcontext()
@@ -569,7 +573,7 @@ class FlexSeqMixin(_Trainer):
         targets = torch.full((), max(inputs.step.targets, 1), device=self.args.device)
 
         def forward(micro_batch: Inputs) -> torch.Tensor:
-            with torch.no_grad(), self.compute_loss_context_manager():
+            with torch.no_grad(), self._on_parts(), self.compute_loss_context_manager():
                 loss: torch.Tensor = self.compute_loss(
                     model, self._prepare_inputs(micro_batch), num_items_in_batch=targets
                 )
@@ -585,7 +589,7 @@ class FlexSeqMixin(_Trainer):
         labels. Collective over the world."""
 
         def forward(micro_batch: Inputs, targets: torch.Tensor) -> torch.Tensor:
-            with self.compute_loss_context_manager():
+            with self._on_parts(), self.compute_loss_context_manager():
                 if self._flexseq_loss is not None:  # the loss was computed at home
                     return model(**micro_batch, use_cache=False).loss
                 loss: torch.Tensor = self.compute_loss(

@@ -1,5 +1,5 @@
 """A `compute_loss` of the user's own on the micro-batches of a plan, where a loss is a sum over
-tokens; see `trainers.py` for when it takes that way."""
+tokens; see `hf/losses.py` for when it takes that way."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -13,7 +13,7 @@ from hf_flexseq.hf.executors import base_model
 
 @contextmanager
 def refusing_calls_without_labels(trainer: Any) -> Iterator[None]:
-    """Raise NotImplementedError, inside the block, where `compute_loss` calls the model on a
+    """Raise NotImplementedError where `compute_loss`, which the block runs, calls the model on a
     micro-batch without labels.
 
     It would compute a loss itself, from logits of parts of samples and from labels that are

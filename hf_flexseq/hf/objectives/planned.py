@@ -307,16 +307,6 @@ class PlannedLoss:
     # ---- calls of the loss
 
     @contextmanager
-    def on_batch(self, batch: Mapping[str, Any]) -> Iterator[None]:
-        """Compute the loss of one batch inside the block: the Trainer may take its labels out and
-        call the model without them."""
-        former, self._labels = self._labels, batch.get("labels")
-        try:
-            yield
-        finally:
-            self._labels = former
-
-    @contextmanager
     def answering(self, model: nn.Module) -> Iterator[None]:
         """Answer the trainer's calls of its models inside the block.
 
@@ -350,10 +340,23 @@ class PlannedLoss:
         state._set_sync_gradients(syncs and is_last)
         self.prepared = batch
         try:
-            yield
+            with self.on_batch(batch):
+                yield
         finally:
             self.prepared = None
             state._set_sync_gradients(syncs)
+
+    @contextmanager
+    def on_batch(self, batch: Any) -> Iterator[None]:
+        """Surround the loss of one batch: the Trainer may take its labels out, and call the model
+        without them."""
+        former = self._labels
+        if isinstance(self._head, TokenFigures):
+            self._labels = batch.get("labels")
+        try:
+            yield
+        finally:
+            self._labels = former
 
     def _end_answering(self) -> None:
         self._running = None
