@@ -347,9 +347,9 @@ class FlexSeqMixin(_Trainer):
         own_loss = self.compute_loss
         # SFTTrainer's coefficient is not always the model's.
         adds_its_own = getattr(self, "aux_loss_enabled", False)
-        coefficient = getattr(self, "router_aux_loss_coef", router.coefficient)
+        router.coefficient = getattr(self, "router_aux_loss_coef", router.coefficient)
         # The mean over ranks is the loss, and a share belongs to one rank.
-        factor = coefficient * self.accelerator.num_processes
+        factor = router.coefficient * self.accelerator.num_processes
 
         def compute_loss(model: nn.Module, inputs: Any, *args: Any, **kwargs: Any) -> Any:
             found = own_loss(model, inputs, *args, **kwargs)

@@ -30,7 +30,8 @@ import inspect
 import math
 import sys
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import reduce
 from typing import Any
@@ -246,13 +247,11 @@ class RouterLoss:
         self._add_up: AddUp | None = None
         self._is_dummy = False
         self._is_due = False  # whether the micro-batch's share has not been asked for
+        self._noted: Columns | None = None  # C and P, where no share of them is wanted
+        self.coefficient = self._of_model.facts.coefficient
+        """What the loss is multiplied by."""
         self.value: torch.Tensor | None = None
         """The router loss of the last step, a scalar on the CPU."""
-
-    @property
-    def coefficient(self) -> float:
-        """What the model multiplies its router loss by."""
-        return self._of_model.facts.coefficient
 
     def of_step(self, model: nn.Module) -> "RouterLoss":
         """Begin a step of `model`, as accelerate has wrapped it; return the loss itself."""
@@ -298,6 +297,9 @@ class RouterLoss:
         """Return the share of the micro-batch that the model has just run in the router loss of
         the step, a scalar. Collective over the world where the totals are not known yet."""
         sums = self._taken()
+        if self._noted is not None:
+            self._noted.update({name: value.detach() for name, value in sums.items()})
+            return 0.0 * sums[PROBABILITIES].sum()
         if self._add_up is not None:
             row = self._as_row(sums)
             self._add_up(torch.zeros_like(row) if self._is_dummy else row)
@@ -312,6 +314,22 @@ class RouterLoss:
     def finish(self) -> None:
         """End the last micro-batch of the step."""
         self._check_taken()
+        self._counts = None
+
+    @contextmanager
+    def noting(self) -> Iterator[Columns]:
+        """Let shares be 0 inside the block, which runs a micro-batch without a backward; the block
+        gets C and P of its tokens, [experts] each, by name."""
+        self._noted = {}
+        try:
+            yield self._noted
+        finally:
+            self._noted = None
+
+    def weighted(self, sums: Columns) -> torch.Tensor:
+        """Return the router loss of C and P, [experts] each, times its coefficient, a scalar."""
+        top_k = self._of_model.facts.top_k
+        return self.coefficient * router_loss(sums[COUNTS], sums[PROBABILITIES], top_k)
 
     def _check_taken(self) -> None:
         assert not self._is_due, "a micro-batch has run without its share of the router loss"
