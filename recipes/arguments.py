@@ -1,4 +1,5 @@
-"""Options of `sft.py`: three dataclasses, filled from a YAML file and the command line.
+"""Options of `sft.py`, `dpo.py` and `grpo.py`: three dataclasses each, filled from a YAML file and
+the command line.
 
 The command line wins. A YAML file holds the options of all three by name, in any order. Its values
 go through the same parser as the command line, so a number, a choice or a mapping is checked the
@@ -15,6 +16,11 @@ from typing import Literal, NoReturn
 
 import yaml
 from transformers import HfArgumentParser
+
+from rewards import load_rewards
+
+# How the columns of a document are called, and their names.
+Forms = dict[str, tuple[str, ...]]
 
 
 @dataclass
@@ -38,13 +44,14 @@ class ModelArguments:
         default=None,
         metadata={"help": "Hub id or local path of a tokenizer. Default: the model's."},
     )
-    tokenizer_vocab_size: int = field(
-        default=4096,
+    new_tokenizer: Literal["bpe", "characters"] = field(
+        default="bpe",
         metadata={
-            "help": "Vocabulary of the byte-level BPE trained on the corpus where no "
-            "tokenizer is named."
+            "help": "What is trained on the corpus where no tokenizer is named: a byte-level BPE, "
+            "or one token for each character."
         },
     )
+    tokenizer_vocab_size: int = field(default=4096, metadata={"help": "Vocabulary of that BPE."})
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = field(
         default="auto",
         metadata={"help": "Type of the parameters; auto: as stored (a new model: float32)."},
@@ -81,8 +88,8 @@ class ModelArguments:
 
 
 @dataclass
-class DataArguments:
-    """The corpus, and how its documents become sequences."""
+class CorpusArguments:
+    """Where a corpus comes from, and what part of it is held out."""
 
     dataset: str = field(
         default="python-stdlib",
@@ -105,23 +112,6 @@ class DataArguments:
         default=0.05,
         metadata={"help": "Share of the documents set aside, chosen by a hash of their text."},
     )
-    text_column: str = field(
-        default="text",
-        metadata={
-            "help": "Column with the text; without it, `messages` or `prompt` and "
-            "`completion` are used."
-        },
-    )
-    max_length: int = field(
-        default=4096, metadata={"help": "The context: most tokens of a sequence."}
-    )
-    long_sequences: Literal["split", "drop"] | None = field(
-        default=None,
-        metadata={
-            "help": "What happens to longer documents: cut into sequences of max_length, or "
-            "left out."
-        },
-    )
     max_train_documents: int | None = field(
         default=None, metadata={"help": "Train on so many documents at most."}
     )
@@ -139,14 +129,131 @@ class DataArguments:
     )
 
     def __post_init__(self) -> None:
-        if self.max_length < 2:
-            raise ValueError(
-                f"max_length={self.max_length}: a sequence needs two tokens to predict one"
-            )
         if not 0 <= self.held_out_fraction < 1:
             raise ValueError(
                 f"held_out_fraction={self.held_out_fraction}: give a share, 0 to below 1"
             )
+
+    @property
+    def forms(self) -> Forms:
+        """The columns that may make up a document; the first that are all there do."""
+        raise NotImplementedError
+
+    def hashed(self, columns: tuple[str, ...]) -> tuple[str, ...]:
+        """Return those columns of a document that decide whether it is held out."""
+        return columns
+
+
+@dataclass
+class DataArguments(CorpusArguments):
+    """The corpus, and how its documents become sequences."""
+
+    text_column: str = field(
+        default="text",
+        metadata={
+            "help": "Column with the text; without it, `messages` or `prompt` and "
+            "`completion` are used."
+        },
+    )
+    max_length: int = field(
+        default=4096, metadata={"help": "The context: most tokens of a sequence."}
+    )
+    long_sequences: Literal["split", "drop"] | None = field(
+        default=None,
+        metadata={
+            "help": "What happens to longer documents: cut into sequences of max_length, or "
+            "left out."
+        },
+    )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.max_length < 2:
+            raise ValueError(
+                f"max_length={self.max_length}: a sequence needs two tokens to predict one"
+            )
+
+    @property
+    def forms(self) -> Forms:
+        return {
+            f"a column {self.text_column!r} (text_column)": (self.text_column,),
+            "messages": ("messages",),
+            "prompt and completion": ("prompt", "completion"),
+        }
+
+
+@dataclass
+class PreferenceArguments(CorpusArguments):
+    """The pairs of `dpo.py`: a prompt, a chosen and a rejected answer.
+
+    python-stdlib makes them of the standard library's source: the chosen answer is how a file
+    goes on, the rejected one has the same lines with their indentations dealt anew.
+    """
+
+    max_length: int = field(
+        default=4096, metadata={"help": "The context: most tokens of a prompt and an answer."}
+    )
+    long_pairs: Literal["truncate", "drop"] | None = field(
+        default=None,
+        metadata={
+            "help": "What happens to longer pairs: their answers are cut off at max_length, or "
+            "they are left out."
+        },
+    )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.max_length < 2:
+            raise ValueError(
+                f"max_length={self.max_length}: a prompt and an answer need a token each"
+            )
+
+    @property
+    def forms(self) -> Forms:
+        return {
+            "prompt, chosen and rejected": ("prompt", "chosen", "rejected"),
+            "chosen and rejected": ("chosen", "rejected"),
+        }
+
+    def hashed(self, columns: tuple[str, ...]) -> tuple[str, ...]:
+        """All pairs of a prompt are on one side."""
+        return ("prompt",) if "prompt" in columns else columns
+
+
+@dataclass
+class PromptArguments(CorpusArguments):
+    """The prompts of `grpo.py`, and what completions of them are worth."""
+
+    dataset: str = field(
+        default="count-on",
+        metadata={
+            "help": "Hub id, a local file (.jsonl, .json, .parquet, .csv, .txt), a local folder, "
+            "or count-on: prompts of digits to count on from. Its column prompt is text or "
+            "messages; reward functions get all other columns."
+        },
+    )
+    max_prompt_length: int = field(default=4096, metadata={"help": "Most tokens of a prompt."})
+    long_prompts: Literal["drop"] | None = field(
+        default=None, metadata={"help": "What happens to longer prompts: they are left out."}
+    )
+    reward_functions: list[str] = field(
+        default_factory=lambda: ["exact"],
+        metadata={
+            "help": "What a completion is worth, summed (reward_weights): exact, 1 where it is "
+            "the column answer; counts_on, the share of its digits that count on from the "
+            "prompt's last; or functions of your own as module:function or file.py:function."
+        },
+    )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.max_prompt_length < 1:
+            raise ValueError(f"max_prompt_length={self.max_prompt_length}: a prompt needs a token")
+        load_rewards(self.reward_functions)
+
+    @property
+    def forms(self) -> Forms:
+        return {"prompt": ("prompt",)}
 
 
 class RecipeParser(HfArgumentParser):
@@ -157,14 +264,26 @@ class RecipeParser(HfArgumentParser):
         self.exit(2, f"error: {message}\n" if is_first else None)
 
 
-def parse(argv: list[str], training_type: type, defaults: dict | None = None) -> tuple:
-    """Return (ModelArguments, DataArguments, an object of `training_type`).
+def parse(
+    argv: list[str],
+    training_type: type,
+    defaults: dict | None = None,
+    data_type: type[CorpusArguments] = DataArguments,
+    prog: str = "sft.py",
+) -> tuple:
+    """Return (ModelArguments, an object of `data_type`, an object of `training_type`).
 
-    Values come from `defaults`, `--config FILE` and the rest of `argv`; the later one wins.
+    Values come from `defaults`, `--config FILE` and the rest of `argv`; the later one wins. An
+    option that several types have is one option, which all of them get: TRL's types share some
+    with ours, and ours, added later, say what its default is.
     """
-    types = (ModelArguments, DataArguments, training_type)
+    types = (training_type, data_type, ModelArguments)
     parser = RecipeParser(
-        types, prog="sft.py", allow_abbrev=False, description="Fine-tune with hf_flexseq."
+        types,
+        prog=prog,
+        allow_abbrev=False,
+        conflict_handler="resolve",
+        description="Train with hf_flexseq.",
     )
     parser.add_argument("--config", metavar="FILE", help="YAML file with any of the options below")
     config, rest = _take_config(argv)
@@ -172,13 +291,16 @@ def parse(argv: list[str], training_type: type, defaults: dict | None = None) ->
         options = dict(defaults or {})
         if config:
             options |= _read(config, types)
-        args = to_argv(options) + rest
-        model, data, training, _ = parser.parse_args_into_dataclasses(
-            args, look_for_args_file=False
-        )
+        values = vars(parser.parse_args(to_argv(options) + rest))
+        training, data, model = (kind(**_of(kind, values)) for kind in types)
     except (ValueError, NotImplementedError, OSError) as error:
         parser.error(str(error))
     return model, data, training
+
+
+def _of(kind: type, values: dict) -> dict:
+    """Return those values that a dataclass has an option for."""
+    return {option.name: values[option.name] for option in fields(kind) if option.init}
 
 
 def to_argv(options: dict) -> list[str]:

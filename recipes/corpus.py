@@ -6,18 +6,20 @@ A document is a row in one of three forms:
     messages                  a conversation, through the chat template; the assistant's turns are
                               targets
     prompt, completion        two columns; only the completion is a target
+
+`pairs.py` and `prompts.py` say what documents of preference tuning and reinforcement learning are.
 """
 
 import hashlib
 import json
 import sys
 import sysconfig
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 from datasets import Dataset, load_dataset, load_from_disk
 
-from arguments import DataArguments
+from arguments import CorpusArguments
 
 STDLIB = "python-stdlib"
 FILE_TYPES = {
@@ -29,32 +31,48 @@ FILE_TYPES = {
 }
 
 
-def load_documents(args: DataArguments) -> tuple[Dataset, Dataset]:
-    """Return (train, held out), still as text, in an order that is always the same."""
-    train = _load_split(args, args.dataset_split)
+def load_stdlib() -> Dataset:
+    """Return the standard library's modules, one a row."""
+    return Dataset.from_generator(stdlib_files, gen_kwargs=stdlib())
+
+
+# Corpora that are made here, by their names.
+MADE: Mapping[str, Callable[[], Dataset]] = {STDLIB: load_stdlib}
+
+
+def load_documents(
+    args: CorpusArguments, made: Mapping[str, Callable[[], Dataset]] = MADE
+) -> tuple[Dataset, Dataset]:
+    """Return (train, held out), still as text, in an order that is always the same.
+
+    made: what returns those corpora that are made and not loaded.
+    """
+    train = _load_split(args, args.dataset_split, made)
     columns = document_columns(train, args)
     if args.held_out_split:
-        held_out = _load_split(args, args.held_out_split)
+        held_out = _load_split(args, args.held_out_split, made)
     else:
-        train, held_out = set_aside(train, columns, args.held_out_fraction)
+        train, held_out = set_aside(train, args.hashed(columns), args.held_out_fraction)
     return _spread(train, args.max_train_documents), _spread(held_out, args.max_held_out_documents)
 
 
-def document_columns(documents: Dataset, args: DataArguments) -> tuple[str, ...]:
+def document_columns(documents: Dataset, args: CorpusArguments) -> tuple[str, ...]:
     """Return the columns that make up a document."""
-    for columns in ((args.text_column,), ("messages",), ("prompt", "completion")):
+    for columns in args.forms.values():
         if set(columns) <= set(documents.column_names):
             return columns
+    forms = list(args.forms)
+    wanted = f"neither {', nor '.join(forms)}" if len(forms) > 1 else f"no column {forms[0]!r}"
     raise ValueError(
-        f"{args.dataset} has neither a column {args.text_column!r} (text_column) nor messages, "
-        f"nor prompt and completion: its columns are {', '.join(documents.column_names)}"
+        f"{args.dataset} has {wanted}: its columns are {', '.join(documents.column_names)}"
     )
 
 
-def _load_split(args: DataArguments, split: str) -> Dataset:
-    if args.dataset == STDLIB:
-        where = {"root": sysconfig.get_paths()["stdlib"], "version": sys.version}
-        return Dataset.from_generator(stdlib_files, gen_kwargs=where)
+def _load_split(
+    args: CorpusArguments, split: str, made: Mapping[str, Callable[[], Dataset]]
+) -> Dataset:
+    if args.dataset in made:
+        return made[args.dataset]()
     path = Path(args.dataset)
     if path.is_file():
         return _load_file(path, split)
@@ -72,6 +90,11 @@ def _load_file(path: Path, split: str) -> Dataset:
     return load_dataset(
         FILE_TYPES[path.suffix], data_files={split: str(path)}, split=split, **whole
     )
+
+
+def stdlib() -> dict[str, str]:
+    """Return where the standard library is, and which one it is."""
+    return {"root": sysconfig.get_paths()["stdlib"], "version": sys.version}
 
 
 def stdlib_files(root: str, version: str) -> Iterator[dict[str, str]]:

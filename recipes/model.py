@@ -1,5 +1,7 @@
 """The model: a trained one by hub id or path, or a new one from a config, perhaps with LoRA."""
 
+from typing import Any
+
 import torch
 from transformers import (
     AutoConfig,
@@ -24,18 +26,40 @@ def load_tokenizer(args: ModelArguments) -> PreTrainedTokenizerBase | None:
 
 def load_model(args: ModelArguments, tokenizer: PreTrainedTokenizerBase) -> PreTrainedModel:
     """Return the named model or a new one, with adapters where they were asked for."""
+    model = load_base(args, tokenizer)
+    if not args.lora_r:
+        return model
+    from peft import get_peft_model
+
+    return get_peft_model(model, lora_config(args))
+
+
+def load_base(args: ModelArguments, tokenizer: PreTrainedTokenizerBase) -> PreTrainedModel:
+    """Return the named model or a new one, without adapters."""
     if args.model_name_or_path:
-        model = AutoModelForCausalLM.from_pretrained(
+        return AutoModelForCausalLM.from_pretrained(
             args.model_name_or_path,
             revision=args.model_revision or "main",
             dtype=args.dtype,
             trust_remote_code=args.trust_remote_code,
         )
-    else:
-        model = _new_model(args, tokenizer)
-    if args.lora_r:
-        model = _with_adapters(model, args)
-    return model
+    return _new_model(args, tokenizer)
+
+
+def lora_config(args: ModelArguments) -> Any:
+    """Return what PEFT needs to make adapters, a LoraConfig; None where none were asked for."""
+    if not args.lora_r:
+        return None
+    from peft import LoraConfig
+
+    all_linear = args.lora_target_modules == ["all-linear"]
+    return LoraConfig(
+        task_type="CAUSAL_LM",
+        r=args.lora_r,
+        lora_alpha=args.lora_alpha,
+        lora_dropout=args.lora_dropout,
+        target_modules="all-linear" if all_linear else args.lora_target_modules,
+    )
 
 
 def _new_model(args: ModelArguments, tokenizer: PreTrainedTokenizerBase) -> PreTrainedModel:
@@ -51,17 +75,3 @@ def _new_model(args: ModelArguments, tokenizer: PreTrainedTokenizerBase) -> PreT
     return AutoModelForCausalLM.from_config(
         config, dtype=dtype, trust_remote_code=args.trust_remote_code
     )
-
-
-def _with_adapters(model: PreTrainedModel, args: ModelArguments) -> PreTrainedModel:
-    from peft import LoraConfig, get_peft_model
-
-    all_linear = args.lora_target_modules == ["all-linear"]
-    config = LoraConfig(
-        task_type="CAUSAL_LM",
-        r=args.lora_r,
-        lora_alpha=args.lora_alpha,
-        lora_dropout=args.lora_dropout,
-        target_modules="all-linear" if all_linear else args.lora_target_modules,
-    )
-    return get_peft_model(model, config)

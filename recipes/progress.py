@@ -24,11 +24,25 @@ class PlanProgress(ProgressCallback):
             self.training_bar.write(line)
 
 
+# What trainers of preferences and of rewards log beside the loss, and what it is called here.
+SHOWN = {"rewards/accuracies": "accuracy", "reward": "reward"}
+
+
 def log_line(step: int, logs: dict[str, Any]) -> str | None:
     """Return a log in one line; None for a log that is not about a step."""
     if "eval_loss" in logs:
-        return f"step {step:>4}  held-out loss {logs['eval_loss']:.3f}"
+        return f"step {step:>4}  held-out loss {logs['eval_loss']:.3f}{_shown(logs, 'eval_')}"
     if "loss" not in logs:
         return None
     plan = f"  {plan_line(logs)}" if "flexseq/predicted_s" in logs else ""
-    return f"step {step:>4}  loss {logs['loss']:.3f}{plan}"
+    return f"step {step:>4}  loss {logs['loss']:.3f}{_shown(logs, '')}{plan}"
+
+
+def _shown(logs: dict[str, Any], prefix: str) -> str:
+    """Return the words for those of SHOWN that were logged."""
+    words = ""
+    for name, called in SHOWN.items():
+        value = logs.get(prefix + name)
+        if value is not None:
+            words += f"  {called} {value:.3f}"
+    return words

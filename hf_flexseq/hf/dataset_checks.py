@@ -210,8 +210,12 @@ def _longest_sides(dataset: Any) -> np.ndarray | None:
     where finding them would read every example."""
     longest = None
     for columns in _SIDES:
-        counts = [_token_counts(dataset, column) for column in columns]
-        if any(count is None for count in counts):
+        counts = []
+        for column in columns:
+            count = _token_counts(dataset, column)
+            if count is not None:
+                counts.append(count)
+        if len(counts) < len(columns):
             continue
         side = np.sum(counts, axis=0)  # [examples]
         longest = side if longest is None else np.maximum(longest, side)

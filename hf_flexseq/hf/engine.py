@@ -44,6 +44,7 @@ from hf_flexseq.hf.trainer_checks import check_accelerator
 from hf_flexseq.planner.process.client import Planner
 from hf_flexseq.planner.static import check_degree
 from hf_flexseq.steps.ahead import DealtSteps, Step
+from hf_flexseq.steps.exchange import Columns
 from hf_flexseq.steps.inputs import Inputs
 from hf_flexseq.steps.lookahead import Lookahead
 from hf_flexseq.steps.nonfinite import NonfiniteWatch
@@ -331,16 +332,25 @@ class FlexSeqEngine:
         return step
 
     def train_passes(
-        self, step: PassStep, objective: Objective, model: nn.Module, *, is_last: bool = False
+        self,
+        step: PassStep,
+        objective: Objective,
+        model: nn.Module,
+        *,
+        weights: Columns | None = None,
+        is_last: bool = False,
     ) -> torch.Tensor:
         """Run the passes of one step around a loss that is computed at home; afterwards gradients
         are the mean over ranks of those of their losses. Then the next step is dealt. Collective
         over the world.
 
-        model: as accelerate has wrapped it. is_last: see `train`. Returns this rank's loss, a
+        model: as accelerate has wrapped it. weights: the gradients of the loss, where they are
+        known before it (`PassStep.run_once`). is_last: see `train`. Returns this rank's loss, a
         detached scalar.
         """
-        loss = self._watched(step, model, lambda: self._whole.train_passes(step, objective, model))
+        loss = self._watched(
+            step, model, lambda: self._whole.train_passes(step, objective, model, weights)
+        )
         if self._training is not None and not is_last:
             self._training.deal_ahead()
         return loss
@@ -355,9 +365,10 @@ class FlexSeqEngine:
             )
         return self.executor
 
-    def evaluate(self, step: Step, forward: ForwardBackward) -> torch.Tensor:
-        """Run the forwards of one step. Returns a loss as `train` does."""
-        return self.executor.evaluate(step, forward)
+    def evaluate(self, step: Step, forward: ForwardBackward, model: nn.Module) -> torch.Tensor:
+        """Run the forwards of one step. model: as accelerate has wrapped it. Returns a loss as
+        `train` does."""
+        return self.executor.evaluate(step, forward, model)
 
     def finish(self, step: Step) -> None:
         """Gather the figures of a step that has run, and write its plan trace. Collective over the
@@ -438,7 +449,11 @@ class EngineStep:
             )
             # DDP, FSDP and DeepSpeed average gradients over ranks; the step's gradient is their
             # sum.
-            loss: torch.Tensor = outputs.loss * accelerator.num_processes
+            loss: torch.Tensor = outputs.loss
+            router = self._engine.executor.router
+            if router is not None:
+                loss = loss + router.coefficient * router.share()
+            loss = loss * accelerator.num_processes
             accelerator.backward(loss, **options)
             return loss.detach()
 

@@ -35,11 +35,18 @@ from hf_flexseq.hf.attention import NAME
 from hf_flexseq.hf.calibration.source import CostSource, named_cost
 from hf_flexseq.hf.model.buckets import early_buckets
 from hf_flexseq.hf.model.checks import check_deterministic, check_model
-from hf_flexseq.hf.model.facts import AttentionShape, attention_shape, compute_dtype, layer_calls
+from hf_flexseq.hf.model.facts import (
+    AttentionShape,
+    attention_shape,
+    compute_dtype,
+    is_fully_sharded,
+    layer_calls,
+)
 from hf_flexseq.hf.model.images import check_text_alone
 from hf_flexseq.hf.model.loss import ChunkedLoss, attach_chunked_loss
 from hf_flexseq.hf.model.positions import AttachedPositions, attach_positions, needed_columns
 from hf_flexseq.hf.model.recurrent import RecurrentFunctions, attach_recurrent
+from hf_flexseq.hf.model.router import RouterLoss, asks_for_router_loss
 from hf_flexseq.hf.sharding import BeforeLast, SteppedFsdp, fsdp_figures, reduces_each_batch
 from hf_flexseq.hf.trainer_checks import resolve_sync
 from hf_flexseq.kernels import Kernel
@@ -53,7 +60,7 @@ from hf_flexseq.planner.process.client import InlinePlanner, Planner, PlannerWor
 from hf_flexseq.planner.process.jobs import GroupsJob, Job
 from hf_flexseq.program.blocks import BLOCK
 from hf_flexseq.schedule.routing import NicFigures, links_of
-from hf_flexseq.steps.exchange import RowExchange
+from hf_flexseq.steps.exchange import Columns, RowExchange
 from hf_flexseq.steps.inputs import Inputs, indices_to_run, inputs_of, model_inputs
 from hf_flexseq.steps.lookahead import DrawnStep
 from hf_flexseq.steps.passes import Objective, PassStep
@@ -164,6 +171,10 @@ class Executor(Protocol):
     def trainer_hooks(self) -> TrainerHooks | None:
         """The hooks of a Trainer that has to do some things differently; None for nothing."""
 
+    @property
+    def router(self) -> RouterLoss | None:
+        """The router loss of the attached model; None for none."""
+
     def attach(self, model: nn.Module, *, lockstep: bool) -> None:
         """Make `model` run on planned steps. Collective over the world.
 
@@ -195,7 +206,7 @@ class Executor(Protocol):
         Returns this rank's loss, a scalar; the mean over ranks is the mean over target tokens.
         """
 
-    def evaluate(self, step: Any, forward: ForwardBackward) -> torch.Tensor:
+    def evaluate(self, step: Any, forward: ForwardBackward, model: nn.Module) -> torch.Tensor:
         """Run the forwards of one step. Returns a loss as `train` does."""
 
     def figures(self, step: Any, trace: PlanTrace) -> Figures:
@@ -234,6 +245,7 @@ class WholeModelExecutor:
         self._chunked_loss: ChunkedLoss | None = None
         self._positions: AttachedPositions | None = None
         self._recurrent: RecurrentFunctions | None = None
+        self.router: RouterLoss | None = None  # of a model that asks for one
         self._former_attention: str | None = None
         self._former_ddp: DistributedDataParallelKwargs | None = None
 
@@ -288,6 +300,7 @@ class WholeModelExecutor:
         self._chunked_loss = attach_chunked_loss(model)
         self._positions = attach_positions(base)
         self._recurrent = attach_recurrent(base)
+        self.router = RouterLoss(model, base) if asks_for_router_loss(base) else None
         self._token_columns = needed_columns(base)
         self._model = base
 
@@ -303,10 +316,13 @@ class WholeModelExecutor:
             self._positions.detach()
         if self._recurrent is not None:
             self._recurrent.detach()
+        if self.router is not None:
+            self.router.detach()
         self._model = None
         self._chunked_loss = None
         self._positions = None
         self._recurrent = None
+        self.router = None
         self._former_programs = None
         if self.fsdp is not None:
             self.fsdp.forget_model()
@@ -386,8 +402,11 @@ class WholeModelExecutor:
 
     # ---- steps
 
-    def deal(self, drawn: DrawnStep, plan: Plan, *, waited_s: float) -> OptimizerStep:
-        """Bring the drawn tokens to the ranks that the plan names. Collective over the world."""
+    def deal(self, drawn: DrawnStep, plan: Plan, *, waited_s: float) -> OptimizerStep | PassStep:
+        """Bring the drawn tokens to the ranks that the plan names. Collective over the world. A
+        step with a router loss runs several times."""
+        if self.router is not None:
+            return self.deal_passes(drawn, plan, waited_s=waited_s)
         communicator = self.setup.communicator
         device = self.setup.accelerator.device
         assert self._model is not None, "attach sets the model"
@@ -416,6 +435,8 @@ class WholeModelExecutor:
         times. Collective over the world."""
         communicator = self.setup.communicator
         device = self.setup.accelerator.device
+        assert self._model is not None, "attach sets the model"
+        check_text_alone(self._model.config, drawn.row.columns, communicator)
         if self.kernel is None:
             self.kernel = self._choose_kernel(max(plan.lengths))
         shards = shards_of(plan, communicator.rank, communicator.topology)
@@ -466,24 +487,69 @@ class WholeModelExecutor:
     def _make_context(self, shard: Shard) -> SequenceContext:
         """Return what attention is told about one shard, with the programs that the layers of the
         micro-batch before have asked for."""
-        args = self.setup.args
         assert self.kernel is not None, "deal chooses the kernel first"
+        context = self._context(shard, self.kernel, self._former_programs)
+        self._former_programs = context.programs
+        return context
+
+    def _context(
+        self, shard: Shard, kernel: Kernel, former: MicroBatchPrograms | None
+    ) -> SequenceContext:
+        """Return the context of a shard for the layers of one model.
+
+        former: the programs of that model's context before; None for none.
+        """
+        args = self.setup.args
         context = SequenceContext(
             shard,
             self.setup.communicator,
-            self.kernel,
+            kernel,
             self.setup.accelerator.device,
             attention_remat=args.attention_remat,
             deterministic=args.deterministic,
             links=self._links,
         )
-        if self._former_programs is not None:
-            context.programs.prepare(self._former_programs.keys)
-        self._former_programs = context.programs
+        if former is not None:
+            context.programs.prepare(former.keys)
         return context
 
+    def beside(self, model: PreTrainedModel) -> Callable[[Shard], SequenceContext]:
+        """Return what makes the contexts of another model, which runs on the micro-batches of the
+        attached one, with kernels for its own layers. From now on the columns that it needs of
+        each token are dealt, too. Collective over the world.
+
+        Raises ValueError where no kernel serves its layers, and for a model whose shards all ranks
+        have to gather together, unless they run in lockstep.
+        """
+        name = type(model).__name__
+        if is_fully_sharded(model, self.setup.accelerator) and not self.lockstep:
+            raise ValueError(
+                f"{name} is sharded, and its ranks have to run every micro-batch together: set "
+                "sync='lockstep'"
+            )
+        with Attempt() as choosing:
+            if self.setup.args.deterministic:
+                check_deterministic(model)
+            kernel = self._kernel_of(model)
+        host = self.setup.communicator.host
+        choosing.raise_together(host.gather_values, f"choosing the attention kernel of {name}")
+        columns = (*self._token_columns, *needed_columns(model))
+        self._token_columns = tuple(dict.fromkeys(columns))  # each once
+        former: MicroBatchPrograms | None = None
+
+        def context_of(shard: Shard) -> SequenceContext:
+            nonlocal former
+            context = self._context(shard, kernel, former)
+            former = context.programs
+            return context
+
+        return context_of
+
     def train(
-        self, step: OptimizerStep, forward_backward: ForwardBackward, model: nn.Module
+        self,
+        step: OptimizerStep | PassStep,
+        forward_backward: ForwardBackward,
+        model: nn.Module,
     ) -> torch.Tensor:
         """Run forward and backward of every micro-batch and return the sum of the losses, a
         detached scalar; see `train_passes` for a loss that is computed at home.
@@ -492,12 +558,28 @@ class WholeModelExecutor:
         with each, and FSDP2 as memory allows.
         """
         with self._of_step(step.plan, model) as before_last:
-            return step.run(forward_backward, before_last).detach()
+            if isinstance(step, PassStep):
+                router = self._router_of_step(model)
+                loss = step.run_after_totals(router, forward_backward, before_last)
+            else:
+                loss = step.run(forward_backward, before_last)
+            return loss.detach()
 
-    def train_passes(self, step: PassStep, objective: Objective, model: nn.Module) -> torch.Tensor:
+    def train_passes(
+        self,
+        step: PassStep,
+        objective: Objective,
+        model: nn.Module,
+        weights: Columns | None = None,
+    ) -> torch.Tensor:
         """Run both passes of every micro-batch around the loss that `objective` computes, and
-        return that of this rank, a detached scalar. Gradients are reduced as `train` does."""
+        return that of this rank, a detached scalar. Gradients are reduced as `train` does.
+
+        weights: the gradients of the loss, where they are known before it: then one pass does.
+        """
         with self._of_step(step.plan, model) as before_last:
+            if weights is not None:
+                return step.run_once(objective, weights, before_last)
             return step.run(objective, before_last)
 
     @contextmanager
@@ -519,10 +601,18 @@ class WholeModelExecutor:
             return nullcontext()
         return reduced_once(model, communicator)
 
-    def evaluate(self, step: OptimizerStep, forward: ForwardBackward) -> torch.Tensor:
+    def evaluate(
+        self, step: OptimizerStep | PassStep, forward: ForwardBackward, model: nn.Module
+    ) -> torch.Tensor:
         """Run the forward of every micro-batch and return the sum of the losses, a detached
         scalar."""
+        if isinstance(step, PassStep):
+            return step.run_after_totals(self._router_of_step(model), forward).detach()
         return step.run(forward).detach()
+
+    def _router_of_step(self, model: nn.Module) -> RouterLoss:
+        assert self.router is not None, "deal has seen a router loss"
+        return self.router.of_step(model)
 
     @contextmanager
     def _accumulating(self, model: nn.Module, fsdp_before_last: BeforeLast) -> Iterator[None]:
@@ -549,7 +639,7 @@ class WholeModelExecutor:
         context: AbstractContextManager[Any] = accelerator.no_sync(model)
         return context
 
-    def figures(self, step: OptimizerStep, trace: PlanTrace) -> Figures:
+    def figures(self, step: OptimizerStep | PassStep, trace: PlanTrace) -> Figures:
         """Write the trace of a finished step and return its figures for the log. Collective over
         the world."""
         assert self.cost is not None, "attach sets the cost model"
@@ -565,17 +655,22 @@ class WholeModelExecutor:
         """
         args = self.setup.args
         communicator = self.setup.communicator
+        assert self._model is not None, "attach sets the model"
         with Attempt() as choosing:
-            kernel = choose_kernels(
-                self.setup.accelerator.device,
-                self._compute_dtype(),
-                layer_calls(self._config()),
-                repeatable_keys=BLOCK if args.deterministic else 0,
-            )
+            kernel = self._kernel_of(self._model)
             if args.deterministic and communicator.rank == 0:
                 self._log_slowdown(kernel, longest)
         choosing.raise_together(communicator.host.gather_values, "choosing the attention kernel")
         return kernel
+
+    def _kernel_of(self, model: PreTrainedModel) -> Kernel:
+        """Return a kernel for all layers of a model. Raises ValueError where there is none."""
+        return choose_kernels(
+            self.setup.accelerator.device,
+            compute_dtype(model, self.setup.accelerator),
+            layer_calls(model.config),
+            repeatable_keys=BLOCK if self.setup.args.deterministic else 0,
+        )
 
     def _log_slowdown(self, kernel: Kernel, longest: int) -> None:
         """Measure on rank 0 how much longer deterministic attention takes, and log it. The other

@@ -10,7 +10,8 @@
 * `_prepare_inputs`, `_get_per_token_logps_and_entropies`: where a loss is computed at home
   (`objectives/`).
 * `evaluation_loop`, `prediction_step`: the same for evaluation, with a loss over all target
-  tokens.
+  tokens; predictions of tokens come home (`predictions.py`).
+* `get_eval_dataloader`, `get_test_dataloader`: padded batches, where predictions are wanted.
 * `train`, `_inner_training_loop`: the run goes on from a whole checkpoint; the model has our
   attention and loss while it trains, and its own afterwards.
 * `_save_checkpoint`: a checkpoint can be told from one whose writer was killed.
@@ -55,16 +56,19 @@ from hf_flexseq.hf.executors import (
     base_model,
 )
 from hf_flexseq.hf.loaders import EpochBatches, LongestLoader, batches_on_host
+from hf_flexseq.hf.losses import has_planned_loss, reads_figures
 from hf_flexseq.hf.model.checks import check_deterministic, check_model
+from hf_flexseq.hf.model.router import RouterLoss
+from hf_flexseq.hf.objectives.one_pass import refusing_calls_without_labels
 from hf_flexseq.hf.objectives.planned import PlannedLoss
-from hf_flexseq.hf.objectives.trainers import has_planned_loss
 from hf_flexseq.hf.pipeline.executor import stage_executor_for
 from hf_flexseq.hf.pipeline.hooks import load_own_stage
+from hf_flexseq.hf.predictions import TokenPredictions, check_predictions, wants_predictions
 from hf_flexseq.hf.resume import Resumed, choose_checkpoint, warn_without_optimizer
 from hf_flexseq.hf.saving import checkpoint_folder, saved_whole
-from hf_flexseq.hf.trainer_checks import check_trainer
+from hf_flexseq.hf.trainer_checks import check_router_loss, check_trainer
 from hf_flexseq.pipeline.optimizer import is_of_pipeline, load_optimizer
-from hf_flexseq.steps.collator import DataCollatorForFlexSeq
+from hf_flexseq.steps.collator import DataCollatorForFlexSeq, PaddedCollator
 from hf_flexseq.steps.inputs import Inputs
 from hf_flexseq.steps.screen import Predictions, beside_bars
 from hf_flexseq.steps.step import StepItem, step_items
@@ -89,6 +93,8 @@ OVERRIDDEN = (
     "log",
     "evaluation_loop",
     "prediction_step",
+    "get_eval_dataloader",
+    "get_test_dataloader",
     "_save_checkpoint",
     # for pipelines
     "_wrap_model",
@@ -109,7 +115,8 @@ class FlexSeqConfig(FlexSeqArguments, TrainingArguments):
 
 
 class FlexSeqMixin(_Trainer):
-    """Put in front of `Trainer` or a subclass of it: `class MyTrainer(FlexSeqMixin, SFTTrainer)`.
+    """Put in front of `Trainer` or a subclass of it, such as TRL's SFTTrainer or DPOTrainer:
+    `class MyTrainer(FlexSeqMixin, SFTTrainer)`.
 
     Args:
         flexseq_args (`FlexSeqArguments`, *optional*):
@@ -149,19 +156,29 @@ class FlexSeqMixin(_Trainer):
         check_trainer(self, options)
         base = base_model(self.model)
         check_model(base)
+        check_router_loss(self, base)
         if options.deterministic:
             check_deterministic(base)
         is_planned = has_planned_loss(self)
-        if not is_planned:
+        self._flexseq_reads = reads_figures(self)  # log-probabilities, in a loss of the user's own
+        self._flexseq_has_predictions = self._flexseq_reads or not is_planned
+        if self._flexseq_has_predictions and wants_predictions(self, predicts=False):
+            check_predictions(self, options.pipeline_parallel_size)
+        self._flexseq_padded = self.data_collator  # makes batches as the plain Trainer has them
+        if self._flexseq_has_predictions:
             collator = _flexseq_collator(self.data_collator)
+            self._flexseq_padded = _padded_collator(self.data_collator, collator)
             check_labels(self, collator)
-            self.data_collator = collator
+            self.data_collator = self._flexseq_padded if is_planned else collator
         self.flexseq = self._make_engine(options)
         # A loss that is no sum over tokens is computed at home, on the trainer's own batches.
         self._flexseq_loss = PlannedLoss(self, self.flexseq) if is_planned else None
         self._flexseq_figures: list[Figures] = []  # of the steps since the last log
         self._flexseq_predictions = Predictions(options.cost_model)
         self._flexseq_eval = EvaluationLoss()  # of the evaluation that runs
+        self._flexseq_tokens: TokenPredictions | None = None  # of the same, where it predicts
+        self._flexseq_adds_router = False  # whether a loss is given its share of router losses
+        self._flexseq_notes_router = False  # whether router losses are among the trainer's metrics
         self._flexseq_loaders = ExitStack()  # what the end of training undoes on its dataloader
         # Ranks may run different numbers of micro-batches, unless a subclass computes its loss
         # with collectives between their forwards and backwards.
@@ -238,7 +255,14 @@ class FlexSeqMixin(_Trainer):
             )
             if self._flexseq_loss is not None:
                 attached.enter_context(self._flexseq_loss.attached())
+            elif self.flexseq.executor.router is not None:
+                attached.enter_context(self._adding_router_loss(self.flexseq.executor.router))
             yield
+
+    def _on_parts(self) -> AbstractContextManager[None]:
+        """Surround a `compute_loss` on a micro-batch, which has parts of samples."""
+        is_own = type(self).compute_loss is not Trainer.compute_loss
+        return refusing_calls_without_labels(self) if is_own else nullcontext()
 
     def set_initial_training_values(self, args: TrainingArguments, dataloader: Any) -> Any:
         """Keep batches on the host until training ends.
@@ -285,9 +309,10 @@ class FlexSeqMixin(_Trainer):
             return torch.zeros((), device=self.args.device)
 
         def forward_backward(micro_batch: Inputs) -> torch.Tensor:
-            loss: torch.Tensor = super(FlexSeqMixin, self).training_step(
-                model, micro_batch, num_items_in_batch
-            )
+            with self._on_parts():
+                loss: torch.Tensor = super(FlexSeqMixin, self).training_step(
+                    model, micro_batch, num_items_in_batch
+                )
             return loss
 
         training: AbstractContextManager[None] = nullcontext()
@@ -298,8 +323,59 @@ class FlexSeqMixin(_Trainer):
         is_last = self.state.global_step + 1 >= self.state.max_steps
         with training:
             loss = self.flexseq.train(inputs.step, forward_backward, model, is_last=is_last)
+        self._note_router_loss("train")
         self.flexseq.finish(inputs.step)
         return loss
+
+    @contextmanager
+    def _adding_router_loss(self, router: RouterLoss) -> Iterator[None]:
+        """Add to each micro-batch's loss its share of the step's router loss inside the block,
+        whatever computes the rest; nothing happens inside another such block.
+
+        SFTTrainer, which would add that of the micro-batch itself, is told that there is none.
+        """
+        if self._flexseq_adds_router:
+            yield
+            return
+        own = self.__dict__  # where the user may have set a function of theirs, too
+        former = own.get("compute_loss")
+        own_loss = self.compute_loss
+        # SFTTrainer's coefficient is not always the model's.
+        adds_its_own = getattr(self, "aux_loss_enabled", False)
+        coefficient = getattr(self, "router_aux_loss_coef", router.coefficient)
+        # The mean over ranks is the loss, and a share belongs to one rank.
+        factor = coefficient * self.accelerator.num_processes
+
+        def compute_loss(model: nn.Module, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+            found = own_loss(model, inputs, *args, **kwargs)
+            if isinstance(found, tuple):  # loss, outputs
+                return (found[0] + factor * router.share(), *found[1:])
+            return found + factor * router.share()
+
+        own["compute_loss"] = compute_loss
+        self._flexseq_adds_router = True
+        self._flexseq_notes_router = adds_its_own
+        if adds_its_own:
+            self.aux_loss_enabled = False
+        try:
+            yield
+        finally:
+            del own["compute_loss"]
+            if former is not None:
+                own["compute_loss"] = former
+            if adds_its_own:
+                self.aux_loss_enabled = True
+            self._flexseq_adds_router = False
+            self._flexseq_notes_router = False
+
+    def _note_router_loss(self, mode: str) -> None:
+        """Leave the router loss of a step where SFTTrainer keeps its metrics.
+
+        mode: "train" or "eval".
+        """
+        router = self.flexseq.executor.router
+        if self._flexseq_notes_router and router is not None and router.value is not None:
+            self._metrics[mode]["aux_loss"].append(float(router.value))
 
     def _train_at_home(
         self, planned: PlannedLoss, model: nn.Module, batch: Any, num_items_in_batch: Any
@@ -406,42 +482,89 @@ class FlexSeqMixin(_Trainer):
         ignore_keys: list[str] | None = None,
         metric_key_prefix: str = "eval",
     ) -> Any:
-        """Run the Trainer's loop over planned batches.
+        """Run the Trainer's loop over planned batches, or over padded ones that are planned one by
+        one where predictions are wanted.
 
-        The loss is summed over all target tokens of the set, so that it does not depend on batch
-        size or world size; samples repeated to fill the last batch do not count.
+        A loss that is a sum over tokens is summed over all target tokens of the set, so that it
+        does not depend on batch size or world size; samples repeated to fill the last batch do not
+        count, except those of a stream when predictions are wanted, where nothing marks them. A
+        loss that is computed at home is the Trainer's mean over batches.
         """
-        if self._flexseq_loss is not None:
-            with self._attached(), left_unprepared(self):
-                return super().evaluation_loop(
-                    dataloader, description, prediction_loss_only, ignore_keys, metric_key_prefix
-                )
         if prediction_loss_only is None:
             prediction_loss_only = self.args.prediction_loss_only
-        if not prediction_loss_only:
-            raise NotImplementedError(
-                "predict() would return logits of tokens that are spread over ranks; evaluate() "
-                "gives the loss, and for logits call the model after "
-                "model.set_attn_implementation('sdpa')"
-            )
-        self._flexseq_eval = EvaluationLoss()
-        planned = PlannedBatches(self.flexseq, dataloader)
-        with self._attached(), left_unprepared(self):
-            output = super().evaluation_loop(
-                planned, description, True, ignore_keys, metric_key_prefix
-            )
+        with self._predicting(not prediction_loss_only, dataloader) as loader:
+            self._flexseq_eval = EvaluationLoss()
+            with self._attached(), left_unprepared(self):
+                output = super().evaluation_loop(
+                    loader, description, prediction_loss_only, ignore_keys, metric_key_prefix
+                )
+        name = f"{metric_key_prefix}_loss"
+        has_loss = prediction_loss_only or name in output.metrics  # predict() may have no labels
+        if self._flexseq_loss is not None or not has_loss:
+            return output
         loss = self._flexseq_eval.mean(self.flexseq.communicator)
-        return output._replace(metrics=output.metrics | {f"{metric_key_prefix}_loss": loss})
+        return output._replace(metrics=output.metrics | {name: loss})
+
+    @contextmanager
+    def _predicting(self, predicts: bool, dataloader: Any) -> Iterator[Any]:
+        """Surround an evaluation; the block gets the loader that it iterates over.
+
+        predicts: whether more than the loss is wanted.
+        """
+        if not predicts or not self._flexseq_has_predictions:
+            is_planned = self._flexseq_loss is not None
+            yield dataloader if is_planned else PlannedBatches(self.flexseq, dataloader)
+            return
+        check_predictions(self, self.flexseq.args.pipeline_parallel_size)
+        self._flexseq_tokens = TokenPredictions(self, self.flexseq)
+        try:
+            with self._flexseq_tokens.in_loop(), batches_on_host(dataloader):
+                yield dataloader
+        finally:
+            self._flexseq_tokens = None
+
+    def get_eval_dataloader(self, *args: Any, **kwargs: Any) -> Any:
+        """Return the Trainer's loader, of padded batches where predictions are wanted."""
+        with self._padding(wants_predictions(self, predicts=False)):
+            return super().get_eval_dataloader(*args, **kwargs)
+
+    def get_test_dataloader(self, *args: Any, **kwargs: Any) -> Any:
+        """Return the Trainer's loader, of padded batches where predictions are wanted."""
+        with self._padding(wants_predictions(self, predicts=True)):
+            return super().get_test_dataloader(*args, **kwargs)
+
+    @contextmanager
+    def _padding(self, pads: bool) -> Iterator[None]:
+        """Give loaders that are made inside the block the collator of padded batches, if
+        `pads`."""
+        former = self.data_collator
+        if pads:
+            self.data_collator = self._flexseq_padded
+        try:
+            yield
+        finally:
+            self.data_collator = former
 
     def prediction_step(
         self, model: nn.Module, inputs: Any, prediction_loss_only: bool, ignore_keys: Any = None
     ) -> Any:
         """Run the forwards of a step, and return its loss, a scalar, without logits or labels."""
         if self._flexseq_loss is not None:
-            with self._flexseq_loss.answering(model):
-                return super().prediction_step(
-                    self.model, inputs, prediction_loss_only, ignore_keys=ignore_keys
+            predicts = self._flexseq_tokens is not None
+            with ExitStack() as answered:
+                answered.enter_context(self._flexseq_loss.answering(model))
+                if self._flexseq_reads:
+                    inputs = self._prepare_inputs(inputs)
+                    answered.enter_context(self._flexseq_loss.on_batch(inputs))
+                found = super().prediction_step(
+                    self.model, inputs, prediction_loss_only or predicts, ignore_keys=ignore_keys
                 )
+            if not predicts:
+                return found
+            _, predictions, labels = self._predicted(model, inputs)
+            return found[0], predictions, labels
+        if self._flexseq_tokens is not None:
+            return self._predicted(model, inputs)
         if not isinstance(inputs, StepItem):
             return super().prediction_step(
                 model, inputs, prediction_loss_only, ignore_keys=ignore_keys
@@ -450,15 +573,37 @@ class FlexSeqMixin(_Trainer):
         targets = torch.full((), max(inputs.step.targets, 1), device=self.args.device)
 
         def forward(micro_batch: Inputs) -> torch.Tensor:
-            with torch.no_grad(), self.compute_loss_context_manager():
+            with torch.no_grad(), self._on_parts(), self.compute_loss_context_manager():
                 loss: torch.Tensor = self.compute_loss(
                     model, self._prepare_inputs(micro_batch), num_items_in_batch=targets
                 )
             return loss
 
-        loss = self.flexseq.evaluate(inputs.step, forward)
+        loss = self.flexseq.evaluate(inputs.step, forward, model)
+        self._note_router_loss("eval")
         self._flexseq_eval.add(loss, inputs.step.targets)
         return loss, None, None
+
+    def _predicted(self, model: nn.Module, batch: Any) -> tuple[Any, Any, Any]:
+        """Return the loss of a padded batch, a scalar, what was predicted of its tokens, and its
+        labels. Collective over the world."""
+
+        def forward(micro_batch: Inputs, targets: torch.Tensor) -> torch.Tensor:
+            with self._on_parts(), self.compute_loss_context_manager():
+                if self._flexseq_loss is not None:  # the loss was computed at home
+                    return model(**micro_batch, use_cache=False).loss
+                loss: torch.Tensor = self.compute_loss(
+                    model, self._prepare_inputs(micro_batch), num_items_in_batch=targets
+                )
+                return loss
+
+        assert self._flexseq_tokens is not None, "an evaluation predicts"
+        found, loss, targets = self._flexseq_tokens.predict(batch, forward)
+        if not found.has_labels:
+            return None, found.predictions, None
+        if self._flexseq_loss is None:
+            self._flexseq_eval.add(loss, targets)
+        return loss if found.loss is None else found.loss, found.predictions, found.labels
 
     # ---- where a rank may have but a part of the model
 
@@ -588,6 +733,16 @@ def _replaced(
         return given, {**named, name: value}
     index = names.index(name)
     return (*given[:index], value, *given[index + 1 :]), named
+
+
+def _padded_collator(given: Any, collator: DataCollatorForFlexSeq) -> Any:
+    """Return what makes padded batches: the user's own collator as it is, and one of ours where
+    the Trainer's defaults only pad, or ours was given.
+
+    collator: ours, that was made of the given one.
+    """
+    is_own = collator is not given and collator.example_collator is given
+    return given if is_own else PaddedCollator(collator)
 
 
 def _flexseq_collator(collator: Any) -> DataCollatorForFlexSeq:

@@ -15,12 +15,23 @@ import torch.distributed as dist
 from accelerate import Accelerator
 from accelerate.utils import DDPCommunicationHookType, DistributedType, DynamoBackend
 from torch import nn
-from transformers import Trainer
+from transformers import PreTrainedModel, Trainer
 
 from hf_flexseq.config import FlexSeqArguments
 from hf_flexseq.distributed.connect import capabilities_on
+from hf_flexseq.hf.losses import (
+    has_planned_loss,
+    reads_figures,
+    says_at_home,
+    unsuitable_distillation,
+)
 from hf_flexseq.hf.model.facts import is_fully_sharded, is_reentrant, zero_stage
-from hf_flexseq.hf.objectives.trainers import has_planned_loss
+from hf_flexseq.hf.model.router import (
+    NO_ROUTER_LOSS,
+    UnknownRouterLoss,
+    asks_for_router_loss,
+    router_facts,
+)
 
 # ---- the accelerator
 
@@ -181,6 +192,35 @@ def check_trainer(trainer: Trainer, args: FlexSeqArguments) -> None:
     )
 
 
+def check_router_loss(trainer: Any, model: PreTrainedModel) -> None:
+    """Raise NotImplementedError for a router loss that is not computed here: of a trainer of TRL
+    that adds one to its own, or of a model beside a loss that reads log-probabilities.
+
+    model: the trainer's, without adapters. `check_model` has seen what it asks for itself.
+    """
+    if reads_figures(trainer) and asks_for_router_loss(model):
+        raise NotImplementedError(
+            f"output_router_logits=True of {type(model).__name__} with a loss of "
+            f"{type(trainer).__name__}'s own, which gets log-probabilities and no router loss: "
+            "set config.output_router_logits=False"
+        )
+    if not getattr(trainer, "aux_loss_enabled", False):
+        return
+    name = type(model).__name__
+    if not has_planned_loss(trainer) and not asks_for_router_loss(model):
+        raise NotImplementedError(
+            f"router_aux_loss_coef={trainer.router_aux_loss_coef} with {name}, whose "
+            f"configuration does not name that coefficient: {NO_ROUTER_LOSS}"
+        )
+    try:
+        router_facts(model)
+    except UnknownRouterLoss as reason:
+        raise NotImplementedError(
+            f"router_aux_loss_coef={trainer.router_aux_loss_coef} with {name}: {reason}; "
+            f"{NO_ROUTER_LOSS}"
+        ) from reason
+
+
 def _contradictions(training: Any) -> list[Refusal]:
     """Return what training arguments may ask for that contradicts planned steps."""
     return [
@@ -233,7 +273,9 @@ def _is_reentrant(training: Any) -> bool:
 def _missing(trainer: Trainer) -> list[Refusal]:
     """Return what a trainer may ask for that would make sense and is not there."""
     tp_size = trainer.get_tp_size()
+    distillation = unsuitable_distillation(trainer)
     return [
+        Refusal(when=distillation is not None, message=f"{distillation}"),
         Refusal(
             when=trainer.is_model_parallel,
             message="a model on several devices (device_map): give every process the whole model",
@@ -266,26 +308,27 @@ def _missing_in_next_token_loss(trainer: Trainer) -> list[Refusal]:
     return [
         Refusal(
             when=trainer.compute_loss_func is not None,
-            message="compute_loss_func: it would see one rank's part of each sequence",
+            message=f"compute_loss_func of {type(trainer).__name__}, which gives it logits: use "
+            "FlexSeqTrainer, whose compute_loss_func reads outputs.log_probs and outputs.entropy",
         ),
         Refusal(
-            when=trainer.compute_metrics is not None,
-            message="compute_metrics: predictions stay spread over ranks; evaluate() gives the "
-            "loss",
+            when=says_at_home(trainer),
+            message=f"flexseq_loss_at_home=True of {type(trainer).__name__}, whose own loss is a "
+            "sum over tokens: leave it out, or derive from FlexSeqTrainer",
         ),
         Refusal(
             when=getattr(trainer, "loss_is_scaled_for_ga", None) is False,
             message=f"{_class_with(trainer, 'loss_is_scaled_for_ga')}: its loss is not a sum over "
             "tokens divided by those of the step, num_items_in_batch (loss_is_scaled_for_ga="
             "False); train with next-token loss, as Trainer and SFTTrainer do, or with TRL's "
-            "DPO, KTO, Reward, GRPO or RLOO",
+            "DPO, KTO, Reward, GRPO, RLOO or DistillationTrainer",
         ),
         Refusal(
             when=_makes_its_samples(trainer),
             message=f"{_class_with(trainer, '_prepare_inputs')}: it makes samples while it "
             "trains, as for reinforcement learning, and its loss is not a sum over tokens of the "
             "dataset; train with next-token loss, as Trainer and SFTTrainer do, or with TRL's "
-            "GRPO or RLOO",
+            "GRPO, RLOO or DistillationTrainer",
         ),
     ]
 

@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch.nn.utils.rnn import pad_sequence
 
 from hf_flexseq.config import IGNORE_INDEX
 
@@ -69,15 +70,9 @@ class DataCollatorForFlexSeq:
         not per token, or masks of targets that the labels do not follow.
         """
         columns = [self._columns(example, index) for index, example in enumerate(examples)]
-        names = list(columns[0])
-        for index, column in enumerate(columns):
-            if set(column) != set(names):
-                raise ValueError(
-                    f"example {index} has the columns {sorted(column)}, the first one "
-                    f"{sorted(names)}"
-                )
+        _check_same_columns(columns)
         batch: dict[str, Any] = {}
-        for name in names:
+        for name in columns[0]:
             row = torch.cat([column[name] for column in columns])  # each [tokens] -> [all tokens]
             batch[name] = row.unsqueeze(0)  # -> [1, all tokens]
         batch[LENGTHS] = [len(column["input_ids"]) for column in columns]
@@ -87,6 +82,23 @@ class DataCollatorForFlexSeq:
         """Return the per-token columns of one example, each [tokens], with the labels shifted.
 
         index: of the example in its batch, for messages.
+        """
+        # 1., 2. one value for each token that is no padding
+        columns = self.of_tokens(example, index)
+        tokens = columns["input_ids"].numel()
+
+        # 3. the columns that the plan's micro-batches need
+        columns.setdefault("position_ids", torch.arange(tokens))
+        columns["labels"] = shifted(columns["labels"])
+        columns["shift_labels"] = columns["labels"]
+        return columns
+
+    def of_tokens(
+        self, example: Mapping[str, Any], index: int, *, needs_labels: bool = True
+    ) -> dict[str, torch.Tensor]:
+        """Return the columns of one example, each [tokens], with labels of the tokens themselves.
+
+        index: of the example in its batch, for messages. needs_labels: whether there must be some.
         """
         # 1. the user's own collator, if there is one
         masks: dict[str, torch.Tensor] = {}
@@ -100,7 +112,7 @@ class DataCollatorForFlexSeq:
             example = _only_row(self.example_collator([example]), index)
 
         # 2. one value for each token that is no padding
-        columns = _without_padding(_tensors(example, index), index)
+        columns = _without_padding(_tensors(example, index, needs_labels=needs_labels), index)
         if masks:
             _check_masks(masks, given_ids, columns, index)
         tokens = columns["input_ids"].numel()
@@ -108,17 +120,63 @@ class DataCollatorForFlexSeq:
             raise ValueError(
                 f"example {index} has no tokens: filter empty examples out of the dataset"
             )
-
-        # 3. the columns that the plan's micro-batches need
-        positions = columns.setdefault("position_ids", torch.arange(tokens))
-        if (positions.diff() < 1).any():
+        if "position_ids" in columns and (columns["position_ids"].diff() < 1).any():
             raise ValueError(
                 f"position_ids of example {index} start over: it is packed, and its sequences "
                 "would attend to each other; give every sequence as an example of its own"
             )
-        columns["labels"] = shifted(columns["labels"])
-        columns["shift_labels"] = columns["labels"]
         return columns
+
+
+class PaddedCollator:
+    """Collates the same examples into a padded batch, for losses and metrics of whole samples:
+    columns [examples, tokens of the longest] with padding on the right, and an `attention_mask`.
+
+    Examples need no labels, but either all have some or none has.
+    """
+
+    def __init__(self, collator: DataCollatorForFlexSeq) -> None:
+        self._collator = collator
+
+    def __getattr__(self, name: str) -> Any:
+        """Return an attribute of the other collator; called for those that this one lacks."""
+        if name.startswith("_"):
+            raise AttributeError(f"{type(self).__name__} has no attribute {name!r}")
+        return getattr(self._collator, name)
+
+    def __call__(self, examples: Sequence[Mapping[str, Any]]) -> dict[str, torch.Tensor]:
+        """Return a dict of [examples, tokens] tensors.
+
+        Raises ValueError as DataCollatorForFlexSeq does, except for missing labels.
+        """
+        rows = []
+        for index, example in enumerate(examples):
+            row = self._collator.of_tokens(example, index, needs_labels=False)
+            row["attention_mask"] = torch.ones_like(row["input_ids"])
+            rows.append(row)
+        _check_same_columns(rows)
+        fillers = {"labels": IGNORE_INDEX, "input_ids": self._padding_id()}
+        batch = {}
+        for name in rows[0]:
+            values = [row[name] for row in rows]  # each [tokens]
+            batch[name] = pad_sequence(
+                values, batch_first=True, padding_value=fillers.get(name, 0)
+            )
+        return batch
+
+    def _padding_id(self) -> int:
+        padding_id = getattr(getattr(self._collator, "tokenizer", None), "pad_token_id", None)
+        return 0 if padding_id is None else padding_id
+
+
+def _check_same_columns(columns: Sequence[Mapping[str, torch.Tensor]]) -> None:
+    """Raise ValueError unless all examples have the same columns."""
+    for index, column in enumerate(columns):
+        if set(column) != set(columns[0]):
+            raise ValueError(
+                f"example {index} has the columns {sorted(column)}, the first one "
+                f"{sorted(columns[0])}"
+            )
 
 
 def shifted(labels: torch.Tensor) -> torch.Tensor:
@@ -217,10 +275,12 @@ def _only_row(batch: Mapping[str, Any], index: int) -> dict[str, Any]:
     return {name: value[0] for name, value in columns.items()}
 
 
-def _tensors(example: Mapping[str, Any], index: int) -> dict[str, torch.Tensor]:
+def _tensors(
+    example: Mapping[str, Any], index: int, *, needs_labels: bool
+) -> dict[str, torch.Tensor]:
     """Return the columns of an example, each [tokens]; text is left out, as by the Trainer's own
     collator."""
-    _check_required(example, index)
+    _check_required(example, index, needs_labels=needs_labels)
     columns = {}
     for name, value in example.items():
         if value is not None and not isinstance(value, str):
@@ -234,16 +294,16 @@ def _tensors(example: Mapping[str, Any], index: int) -> dict[str, torch.Tensor]:
                 "remove_unused_columns=True"
             )
     # A dataset may store integers of any width: embeddings and losses take int64.
-    for name in ("input_ids", "labels"):
+    for name in {"input_ids", "labels"} & set(columns):
         columns[name] = columns[name].long()
     return columns
 
 
-def _check_required(example: Mapping[str, Any], index: int) -> None:
+def _check_required(example: Mapping[str, Any], index: int, *, needs_labels: bool) -> None:
     """Raise ValueError for an example without tokens or labels, and say what to give."""
     if example.get("input_ids") is None:
         raise ValueError(f"example {index} has no input_ids: tokenize it")
-    if example.get("labels") is not None:
+    if example.get("labels") is not None or not needs_labels:
         return
     masks = [name for name in _MASKS if example.get(name) is not None]
     if masks:

@@ -262,7 +262,8 @@ class _TokenWords:
         parts = words.split(self._widths, dim=1)
         for name, part in zip(self._names, parts, strict=True):
             like = self._like[name]
-            values = part.contiguous().view(-1).view(like.dtype)
+            # a copy: memory between other words need not be aligned for the dtype
+            values = part.clone(memory_format=torch.contiguous_format).view(-1).view(like.dtype)
             columns[name] = values.view(words.shape[0], *like.shape[1:])
         return columns
 

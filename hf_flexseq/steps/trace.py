@@ -16,6 +16,7 @@ from hf_flexseq.cost.stages import PipelineCost
 from hf_flexseq.distributed.agreement import Attempt
 from hf_flexseq.distributed.communicator import Communicator
 from hf_flexseq.plan import Plan
+from hf_flexseq.steps.passes import PassStep
 from hf_flexseq.steps.step import OptimizerStep, PipelineStep, RankStep
 from hf_flexseq.steps.trace_file import TraceFile
 
@@ -42,7 +43,7 @@ class PlanTrace:
         # All steps share one cost model, whose digest takes longer than a line.
         self._digest = functools.lru_cache(maxsize=1)(CostModel.digest)
 
-    def record(self, step: OptimizerStep, cost: CostModel) -> Figures:
+    def record(self, step: OptimizerStep | PassStep, cost: CostModel) -> Figures:
         """Write the trace of a finished step and return its figures for the log. Collective over
         the world."""
         by_rank = self._gather(step, step.measured_s)  # [world, micro-batches]
@@ -98,7 +99,7 @@ class PlanTrace:
 # ---- figures
 
 
-def step_figures(step: OptimizerStep, measured_s: float, world_size: int) -> Figures:
+def step_figures(step: OptimizerStep | PassStep, measured_s: float, world_size: int) -> Figures:
     """Return the figures of a step in micro-batches. measured_s: seconds of the slowest rank."""
     figures = {
         "micro_batches": len(step.plan.micro_batches),

@@ -10,7 +10,7 @@ from accelerate import Accelerator, DistributedDataParallelKwargs
 from accelerate.state import AcceleratorState, GradientState, PartialState
 from peft import PrefixTuningConfig, get_peft_model
 from transformers import Trainer, TrainingArguments
-from trl import DPOTrainer, GRPOTrainer, KTOTrainer, RewardTrainer, RLOOTrainer, SFTConfig
+from trl import SFTConfig, SFTTrainer
 
 from hf_flexseq import (
     FlexSeqArguments,
@@ -215,19 +215,24 @@ def test_packing_of_trl(tmp_path):
         FlexSeqCallback(trainer)
 
 
-@pytest.mark.parametrize(
-    "given, message",
-    [
-        (
-            {"compute_loss_func": lambda outputs, labels, num_items_in_batch: None},
-            "compute_loss_func",
-        ),
-        ({"compute_metrics": lambda predictions: {}}, "compute_metrics"),
-    ],
-)
-def test_functions_of_the_user(tmp_path, given, message):
+def test_metrics_of_whole_logits(tmp_path):
+    with pytest.raises(NotImplementedError, match="compute_metrics") as raised:
+        make_trainer(tmp_path, trainer={"compute_metrics": lambda predictions: {}})
+    one_line(raised)
+
+
+def test_a_loss_function_that_sft_would_give_logits(tmp_path):
+    plain = Trainer(
+        model=tiny_llama(),
+        args=arguments(tmp_path, TrainingArguments),
+        train_dataset=DATA,
+        compute_loss_func=lambda outputs, labels, num_items_in_batch: None,
+    )
+    trainer = object.__new__(type("Mine", (FlexSeqMixin, SFTTrainer), {}))
+    trainer.__dict__ = {**vars(plain), "_is_vision_dataset": False}
+    message = "compute_loss_func of Mine, which gives it logits: use FlexSeqTrainer"
     with pytest.raises(NotImplementedError, match=message) as raised:
-        make_trainer(tmp_path, trainer=given)
+        trainer._setup_flexseq(FlexSeqArguments())
     one_line(raised)
 
 
@@ -244,20 +249,6 @@ def test_a_mean_over_a_rank(tmp_path):
     message = "MeanLoss: its loss is not a sum over tokens.*num_items_in_batch"
     with pytest.raises(NotImplementedError, match=message) as raised:
         MeanLoss(model=tiny_llama(), args=arguments(tmp_path), train_dataset=DATA)
-    one_line(raised)
-
-
-@pytest.mark.parametrize("base", [DPOTrainer, GRPOTrainer, KTOTrainer, RewardTrainer, RLOOTrainer])
-def test_trainers_whose_loss_is_no_sum_over_tokens_are_told_so(tmp_path, base):
-    plain = Trainer(
-        model=tiny_llama(), args=arguments(tmp_path, TrainingArguments), train_dataset=DATA
-    )
-    # Made without the constructor of TRL, which wants a tokenizer and a model or two.
-    trainer = object.__new__(type("Mine", (FlexSeqMixin, base), {}))
-    trainer.__dict__ = vars(plain)
-    message = f"hf_flexseq does not support {base.__name__}: .*its loss is not a sum over tokens"
-    with pytest.raises(NotImplementedError, match=message) as raised:
-        trainer._setup_flexseq(FlexSeqArguments())
     one_line(raised)
 
 
@@ -395,6 +386,7 @@ def meta_model(name, kind="ForCausalLM", **config):
         ("Phi3", {}),
         ("SmolLM3", {}),
         ("Mixtral", EXPERTS),
+        ("Mixtral", {"output_router_logits": True, **EXPERTS}),
         ("Qwen3Moe", {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}),
         ("Glm4", {}),
         ("Granite", {}),
@@ -406,6 +398,8 @@ def meta_model(name, kind="ForCausalLM", **config):
         ("Gemma3", {"layer_types": MIXED}),
         ("GptOss", EXPERTS),
         ("DeepseekV3", {"kv_lora_rank": 16, "num_key_value_heads": 4}),
+        ("Llama", {"kind": "ForTokenClassification"}),
+        ("Qwen3", {"kind": "ForSequenceClassification"}),
     ],
 )
 def test_models_that_can_be_trained(name, config):
@@ -451,9 +445,14 @@ NO_INTERFACE = "does not call transformers' attention interface"
         ),
         ("GPT2", {"kind": "LMHeadModel", "n_embd": 32, "n_head": 4}, "attn_pdrop=0.1"),
         (
+            "DeepseekV3",
+            {"output_router_logits": True, "kv_lora_rank": 16, "num_key_value_heads": 4},
+            "output_router_logits=True: its forward has no `load_balancing_loss_func",
+        ),
+        (
             "Mixtral",
-            {"output_router_logits": True, **EXPERTS},
-            "output_router_logits=True: a router loss",
+            {"output_router_logits": True, "kind": "ForSequenceClassification", **EXPERTS},
+            "output_router_logits=True: classifiers have no router loss",
         ),
         (
             "Llama",
@@ -462,7 +461,7 @@ NO_INTERFACE = "does not call transformers' attention interface"
         ),
         ("Roberta", {"is_decoder": True, **NO_DROPOUT}, "counts positions from its padding_idx"),
         ("Bert", {"kind": "LMHeadModel", **NO_DROPOUT}, "asks for attention in both directions"),
-        ("Llama", {"kind": "ForTokenClassification"}, "its loss is ForTokenClassification"),
+        ("Llama", {"kind": "ForQuestionAnswering"}, "its loss is ForQuestionAnswering"),
         ("Qwen2_5_VL", {"kind": "ForConditionalGeneration"}, "does not take num_items_in_batch"),
         ("T5Gemma", {"kind": "ForConditionalGeneration"}, "it is an encoder-decoder"),
     ],

@@ -4,16 +4,14 @@ import pytest
 import torch
 from datasets import Dataset
 from peft import LoraConfig, get_peft_model
-from tokenizers import Tokenizer, models
+from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import (
     DataCollatorWithPadding,
-    MixtralConfig,
-    MixtralForCausalLM,
     PreTrainedTokenizerFast,
     Trainer,
     TrainingArguments,
 )
-from trl import DPOConfig, DPOTrainer, GRPOConfig, GRPOTrainer, SFTConfig, SFTTrainer
+from trl import DPOConfig, DPOTrainer, GRPOTrainer, SFTConfig, SFTTrainer
 from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 
 from hf_flexseq import (
@@ -41,12 +39,11 @@ class FlexSeqSFTTrainer(FlexSeqMixin, SFTTrainer):
 
 
 def tokenizer():
-    vocabulary = {f"t{i}": i for i in range(VOCAB)}
-    return PreTrainedTokenizerFast(
-        tokenizer_object=Tokenizer(models.WordLevel(vocabulary, unk_token="t0")),
-        pad_token="t0",
-        eos_token="t1",
-    )
+    """Of words between spaces, "t5" is token 5; no word is part of another one's text."""
+    vocabulary = {"<pad>": 0, "<eos>": 1} | {f"t{i}": i for i in range(2, VOCAB)}
+    words = Tokenizer(models.WordLevel(vocabulary, unk_token="<pad>"))
+    words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    return PreTrainedTokenizerFast(tokenizer_object=words, pad_token="<pad>", eos_token="<eos>")
 
 
 def sft_trainer(
@@ -212,38 +209,6 @@ def test_the_tokenizer_of_a_collator_is_saved_with_the_model(tmp_path, collator)
     assert saved == wanted
 
 
-# ---- a mixture of experts
-
-
-def tiny_mixtral():
-    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1}
-    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": VOCAB}
-    return MixtralForCausalLM(MixtralConfig(**sizes, **heads, num_local_experts=2))
-
-
-def test_sft_trainer_trains_experts_without_their_router_loss_as_the_refusal_says(tmp_path):
-    options = {"flexseq_args": FlexSeqArguments(**OPTIONS)}
-    with pytest.raises(
-        NotImplementedError, match=r"SFTTrainer, .* SFTConfig\(router_aux_loss_coef=0.0\)"
-    ):
-        sft_trainer(FlexSeqSFTTrainer, tmp_path, 2, model=tiny_mixtral(), **options)
-    settings = {"router_aux_loss_coef": 0.0}
-    trainer = sft_trainer(
-        FlexSeqSFTTrainer, tmp_path, 2, model=tiny_mixtral(), settings=settings, **options
-    )
-    assert not trainer.model.config.output_router_logits
-
-
-def test_the_trainer_trains_experts_without_their_router_loss_as_the_refusal_says(tmp_path):
-    args = training_arguments(FlexSeqConfig, tmp_path, batch=2, accumulation=1)
-    model = tiny_mixtral()
-    model.config.output_router_logits = True
-    with pytest.raises(NotImplementedError, match="set config.output_router_logits=False"):
-        FlexSeqTrainer(model=model, args=args, train_dataset=dataset())
-    model.config.output_router_logits = False
-    FlexSeqTrainer(model=model, args=args, train_dataset=dataset())
-
-
 # ---- arguments
 
 
@@ -346,7 +311,7 @@ def trl_arguments(cls, folder, **options):
 
 
 @pytest.mark.parametrize("positional", [False, True])
-def test_dpo_trainer_is_refused_for_its_loss(tmp_path, positional):
+def test_a_dpo_trainer_takes_its_arguments_by_position_too(tmp_path, positional):
     names = ("model", "ref_model", "args")
     values = (
         tiny_llama(torch.float32),
@@ -355,34 +320,44 @@ def test_dpo_trainer_is_refused_for_its_loss(tmp_path, positional):
     )
     given = values if positional else ()
     named = {} if positional else dict(zip(names, values, strict=True))
-    data = Dataset.from_list([{"prompt": "t1", "chosen": "t2", "rejected": "t3"}] * 4)
-    with pytest.raises(
-        NotImplementedError, match="support DPOTrainer: its loss is not a sum over tokens"
-    ) as raised:
-        FlexSeqDPOTrainer(
-            *given,
-            **named,
-            train_dataset=data,
-            processing_class=tokenizer(),
-            flexseq_args=FlexSeqArguments(**OPTIONS),
-        )
-    assert "\n" not in str(raised.value)
+    trainer = FlexSeqDPOTrainer(
+        *given,
+        **named,
+        train_dataset=Dataset.from_list([{"prompt": "t1", "chosen": "t2", "rejected": "t3"}] * 4),
+        processing_class=tokenizer(),
+        flexseq_args=FlexSeqArguments(**OPTIONS),
+    )
+    assert trainer.model is values[0]
+    assert trainer.ref_model is values[1]
 
 
-def test_grpo_trainer_is_refused_before_it_draws_anything(tmp_path):
-    def reward(completions, **columns):
-        return [float(len(completion)) for completion in completions]
+class MeansTrainer(FlexSeqTrainer):
+    """A loss that is a mean over each batch."""
 
-    message = "support GRPOTrainer: it makes samples while it trains, as for reinforcement"
+    loss_is_scaled_for_ga = False
+
+
+class SamplesTrainer(FlexSeqTrainer):
+    """Samples that are made of prompts."""
+
+    def _prepare_inputs(self, inputs):
+        return super()._prepare_inputs(inputs)
+
+    def _set_signature_columns_if_needed(self):
+        self._signature_columns = ["prompt"]
+
+
+@pytest.mark.parametrize(
+    "cls, message",
+    [
+        (MeansTrainer, "support MeansTrainer: its loss is not a sum over tokens"),
+        (SamplesTrainer, "support SamplesTrainer: it makes samples while it trains"),
+    ],
+)
+def test_losses_of_unknown_trainers_are_refused_when_they_are_made(tmp_path, cls, message):
+    args = training_arguments(FlexSeqConfig, tmp_path, batch=2, accumulation=1, **OPTIONS)
     with pytest.raises(NotImplementedError, match=message) as raised:
-        FlexSeqGRPOTrainer(
-            tiny_llama(torch.float32),
-            reward,
-            trl_arguments(GRPOConfig, tmp_path, num_generations=2),
-            train_dataset=Dataset.from_list([{"prompt": "t1 t2"}] * 4),
-            processing_class=tokenizer(),
-            flexseq_args=FlexSeqArguments(**OPTIONS),
-        )
+        cls(model=tiny_llama(torch.float32), args=args, train_dataset=dataset())
     assert "\n" not in str(raised.value)
 
 

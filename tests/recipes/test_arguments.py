@@ -1,15 +1,33 @@
 """YAML and command line to dataclasses; every YAML of the recipes; one line for every mistake."""
 
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
 from accelerate.commands.config.config_args import load_config_from_file
 
-from arguments import parse, to_argv
+from arguments import (
+    DataArguments,
+    ModelArguments,
+    PreferenceArguments,
+    PromptArguments,
+    parse,
+    to_argv,
+)
+from dpo import FlexSeqDPOConfig
+from grpo import FlexSeqGRPOConfig
 from hf_flexseq import FlexSeqConfig
 
 RECIPES = Path(__file__).parents[2] / "recipes"
 TASKS = sorted([*RECIPES.glob("quickstart/*.yaml"), *RECIPES.glob("llama-3.1-8b/*.yaml")])
+# The types that a recipe's options come from; a task file is for the recipe that its name has.
+TYPES = {
+    "dpo": (FlexSeqDPOConfig, PreferenceArguments),
+    "grpo": (FlexSeqGRPOConfig, PromptArguments),
+    "sft": (FlexSeqConfig, DataArguments),
+}
+# TRL asks for bfloat16 where nothing else is said, which a machine may not have.
+PLAIN = {"dpo": {"bf16": False}, "grpo": {"bf16": False}, "sft": {}}
 NEW_MODEL = {"model_config": {"model_type": "llama", "hidden_size": 8}, "use_cpu": True}
 
 
@@ -69,15 +87,71 @@ def test_a_named_model_wins_over_a_config_and_one_is_needed(tmp_path, capsys):
     assert "give model_name_or_path (a trained model) or model_config" in capsys.readouterr().err
 
 
+def recipe_of(path: Path) -> str:
+    """The recipe that a task file is for."""
+    name = path.stem.split("_")[0]
+    return name if name in TYPES else "sft"
+
+
 @pytest.mark.parametrize("path", TASKS, ids=lambda p: f"{p.parent.name}/{p.stem}")
 def test_every_task_file_parses(path, tmp_path):
+    recipe = recipe_of(path)
     argv = ["--config", str(path), "--output_dir", str(tmp_path)]
-    model, data, training = parse(argv, FlexSeqConfig, {"use_cpu": True})
-    assert data.long_sequences in ("split", "drop")
-    assert training.eval_on_start, (
-        "the last lines of a run compare the held-out loss with the one at its start"
-    )
+    training_type, data_type = TYPES[recipe]
+    model, data, training = parse(argv, training_type, {"use_cpu": True}, data_type)
+    if recipe == "sft":
+        assert data.long_sequences in ("split", "drop")
+    else:
+        assert f"recipes/{recipe}.py" in path.read_text()
+    if recipe != "dpo":
+        assert training.eval_on_start, (
+            "the last lines of a run compare the held-out figure with the one at its start"
+        )
     assert (model.model_name_or_path is None) == (path.parent.name == "quickstart")
+
+
+@pytest.mark.parametrize("recipe", TYPES)
+def test_options_that_several_types_share_are_known(recipe):
+    names = []
+    for kind in (*TYPES[recipe], ModelArguments):
+        names += [option.name for option in fields(kind) if option.init]
+    shared = {name for name in names if names.count(name) > 1}
+    assert shared <= {"max_length", "trust_remote_code"}
+
+
+def test_a_shared_option_is_what_ours_says_and_reaches_all(tmp_path):
+    argv = ["--output_dir", str(tmp_path), "--trust_remote_code", "true"]
+    defaults = NEW_MODEL | PLAIN["dpo"]
+    model, data, training = parse(argv, FlexSeqDPOConfig, defaults, PreferenceArguments)
+    assert (data.max_length, training.max_length) == (4096, 4096)
+    assert model.trust_remote_code
+    assert training.trust_remote_code
+    argv += ["--max_length", "50"]
+    _, data, training = parse(argv, FlexSeqDPOConfig, defaults, PreferenceArguments)
+    assert (data.max_length, training.max_length) == (50, 50)
+
+
+@pytest.mark.parametrize(
+    ("recipe", "argv", "message"),
+    [
+        ("dpo", ["--max_length", "1"], "a prompt and an answer need a token each"),
+        ("dpo", ["--long_pairs", "split"], "invalid choice: 'split'"),
+        ("dpo", ["--loss_weights", "1", "2"], "same length as `loss_type`"),
+        ("dpo", ["--long_sequences", "split"], "long_sequences"),
+        ("grpo", ["--max_prompt_length", "0"], "a prompt needs a token"),
+        ("grpo", ["--reward_functions", "exact", "good"], "no reward function 'good'"),
+        ("grpo", ["--num_generations", "1"], "at least 2 generations"),
+        ("grpo", ["--held_out_fraction", "1"], "give a share"),
+    ],
+)
+def test_a_mistake_in_the_others_is_one_line_too(recipe, argv, message, tmp_path, capsys):
+    training_type, data_type = TYPES[recipe]
+    argv = ["--output_dir", str(tmp_path), *argv]
+    with pytest.raises(SystemExit, match="2"):
+        parse(argv, training_type, NEW_MODEL | PLAIN[recipe], data_type)
+    error = capsys.readouterr().err
+    assert message in error
+    assert error.count("\n") == 1
 
 
 @pytest.mark.parametrize(

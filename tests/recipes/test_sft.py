@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from hf_flexseq.cli import main
 from progress import log_line
-from sft import checkpoint_to_resume, start_trace, summary
+from sft import summary
 from tests.programs import ROOT, run_program_on_ranks
 
 FIGURES = {
@@ -22,39 +22,6 @@ FIGURES = {
     "flexseq/measured_s": 1.25,
     "flexseq/tokens_per_s": 8000.0,
 }
-
-
-def args_for(folder, asked=None) -> SimpleNamespace:
-    return SimpleNamespace(
-        output_dir=str(folder), resume_from_checkpoint=asked, plan_trace=None, process_index=0
-    )
-
-
-def test_a_run_goes_on_from_its_last_checkpoint_unless_told_otherwise(tmp_path):
-    assert checkpoint_to_resume(args_for(tmp_path / "not-there")) is None
-    assert checkpoint_to_resume(args_for(tmp_path)) is None
-    for step in (5, 10):
-        (tmp_path / f"checkpoint-{step}").mkdir()
-    last = str(tmp_path / "checkpoint-10")
-    assert checkpoint_to_resume(args_for(tmp_path)) == last
-    assert checkpoint_to_resume(args_for(tmp_path, "true")) == last
-    assert checkpoint_to_resume(args_for(tmp_path, "false")) is None
-    assert checkpoint_to_resume(args_for(tmp_path, "some/where")) == "some/where"
-
-
-def test_resuming_from_nothing_is_an_error(tmp_path):
-    with pytest.raises(ValueError, match="there is no checkpoint in"):
-        checkpoint_to_resume(args_for(tmp_path, "true"))
-
-
-def test_only_a_new_run_starts_a_new_trace(tmp_path):
-    trace = tmp_path / "plan_trace.jsonl"
-    trace.write_text("{}\n")
-    args = args_for(tmp_path)
-    start_trace(args, anew=False)
-    assert (args.plan_trace, trace.exists()) == (str(trace), True)
-    start_trace(args, anew=True)
-    assert not trace.exists()
 
 
 def test_a_step_is_one_line():
@@ -69,6 +36,15 @@ def test_a_step_is_one_line():
     )
     assert log_line(0, {"eval_loss": 8.3}) == "step    0  held-out loss 8.300"
     assert log_line(9, {"train_runtime": 1.0}) is None
+
+
+def test_a_step_says_what_its_trainer_is_after():
+    logs = {"loss": 0.5, "rewards/accuracies": 0.75}
+    assert log_line(3, logs) == "step    3  loss 0.500  accuracy 0.750"
+    assert log_line(3, {"loss": 0.0, "reward": 0.25}) == "step    3  loss 0.000  reward 0.250"
+    assert log_line(4, {"eval_loss": 0.5, "eval_reward": 1.0}) == (
+        "step    4  held-out loss 0.500  reward 1.000"
+    )
 
 
 def test_the_summary_ends_with_what_a_user_looks_for(tmp_path):

@@ -1,7 +1,7 @@
 """Check that training a model with `flexseq` would be exact, and say what to change when it would
 not.
 
-1. kind          a decoder-only model that predicts the next token
+1. kind          a decoder-only model that predicts the next token, or classes
 2. layers        attention over all of a sequence, a window or chunks, and recurrent layers of
                  known kinds (`layer_kinds.py`)
 3. options       nothing in the configuration that attention or loss would have to compute
@@ -31,15 +31,18 @@ from hf_flexseq.hf.model.layer_kinds import (
 )
 from hf_flexseq.hf.model.positions import unsuitable_positions
 from hf_flexseq.hf.model.recurrent import RecurrentCall, replaced_mixer
+from hf_flexseq.hf.model.router import (
+    NO_ROUTER_LOSS,
+    OPTION,
+    UnknownRouterLoss,
+    asks_for_router_loss,
+    router_facts,
+)
 from hf_flexseq.hf.model.trial import PROBED_FAMILIES, Call, MixerRun, Trial, try_model
 from hf_flexseq.layers import RecurrentShape
 
 # Options of the configuration that must not be set, and the reason.
 _REFUSED_OPTIONS = {
-    "output_router_logits": (
-        "a router loss is no sum over tokens; set config.output_router_logits=False, or for TRL's "
-        "SFTTrainer, which sets that itself, SFTConfig(router_aux_loss_coef=0.0)"
-    ),
     "attention_dropout": "dropout in attention is not available; set config.attention_dropout=0",
     "attn_pdrop": "dropout in attention is not available; set config.attn_pdrop=0",
     "attention_probs_dropout_prob": (
@@ -70,6 +73,7 @@ def check_model(model: PreTrainedModel) -> None:
     reason = (
         reason
         or _unsuitable_options(config)
+        or _unsuitable_router_loss(model)
         or unsuitable_positions(model, config)
         or _unsuitable_modules(model)
         or _unsuitable_layers(model, layers)
@@ -144,6 +148,21 @@ def _unsuitable_options(config: Any) -> str | None:
     if getattr(config, "use_bidirectional_attention", None) in (True, "all"):
         return "use_bidirectional_attention is set: attention in both directions is not available"
     return None
+
+
+def _unsuitable_router_loss(model: PreTrainedModel) -> str | None:
+    if not asks_for_router_loss(model):
+        return None
+    if is_classifier(model):
+        reason = "classifiers have no router loss"
+    else:
+        try:
+            router_facts(model)
+        except UnknownRouterLoss as unknown:
+            reason = str(unknown)
+        else:
+            return None
+    return f"{OPTION}=True: {reason}; {NO_ROUTER_LOSS}"
 
 
 def _unsuitable_modules(model: PreTrainedModel) -> str | None:

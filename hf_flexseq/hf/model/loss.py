@@ -12,6 +12,13 @@ One call `model(..., labels=...)`, while a `ChunkedLoss` is attached, takes four
 A call without labels (`generate`, a plain forward) finds nothing noted and runs as if nothing were
 attached.
 
+Two things beside the loss are had in the same place, where logits exist chunk by chunk:
+
+    handle.giving_figures()    the head returns log-probabilities and entropies, [B, S, 2]
+                               (kernels/token_figures.py), which stand where the outputs have
+                               logits
+    handle.reading(read)       `read` sees all logits, a chunk of tokens at a time
+
 The work happens inside the head's own call because only there is its weight a whole plain tensor
 under FSDP2 and ZeRO-3. The head divides by the number of items itself, though the loss function
 could: accelerate's FSDP2 casts a unit's outputs, and their gradients, to 16 bits, and 1/items
@@ -27,7 +34,7 @@ and the head from outside, where the hooks of FSDP2, ZeRO-3 and DDP do not see t
 
 import inspect
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -40,10 +47,18 @@ from transformers.loss.loss_utils import ForCausalLMLoss
 from hf_flexseq.config import IGNORE_INDEX
 from hf_flexseq.hf.model.facts import is_tensor_parallel, unsharded_class
 from hf_flexseq.hf.model.loss_source import KeepsOwnLoss, head_name
-from hf_flexseq.kernels.chunked_loss import choose_backend, chunked_cross_entropy_sum
+from hf_flexseq.kernels.chunked_loss import (
+    choose_backend,
+    chunk_rows,
+    chunked_cross_entropy_sum,
+)
+from hf_flexseq.kernels.token_figures import token_figures
 from hf_flexseq.kernels.upload import to_device
 
 logger = logging.getLogger(__name__)
+
+# Sees logits [rows, V] of tokens that come one behind the other.
+Read = Callable[[torch.Tensor], None]
 
 
 def attach_chunked_loss(model: nn.Module) -> "ChunkedLoss | None":
@@ -95,6 +110,13 @@ class _Call:
     """Scalar, once the head has run."""
 
 
+class Figures:
+    """What the head has found in one call of the model that gives figures."""
+
+    value: torch.Tensor | None = None
+    """[B * S, 2] log-probabilities and entropies, detached, as the head has computed them."""
+
+
 class ChunkedLoss:
     """The chunked loss attached to one model; see `attach_chunked_loss`."""
 
@@ -106,6 +128,8 @@ class ChunkedLoss:
         self._labels_at = list(inspect.signature(model.forward).parameters).index("labels")
         self._call: _Call | None = None
         self._enabled = True
+        self._figures: Figures | None = None  # asked for, in place of the loss
+        self._read: Read | None = None
         self._logged_backends: set[str] = set()
         self._hooks: list[Any] = []
         for entry in entries:
@@ -140,6 +164,29 @@ class ChunkedLoss:
         finally:
             self._enabled = before
 
+    @contextmanager
+    def giving_figures(self) -> Iterator[Figures]:
+        """Let a call with labels [B, S] have, in place of logits, the log-probabilities of its
+        targets and the entropies [B, S, 2], and no loss that means anything.
+
+        They bring the gradients. Casts of FSDP2's may round them on their way out: what is yielded
+        has their values.
+        """
+        self._figures = Figures()
+        try:
+            yield self._figures
+        finally:
+            self._figures = None
+
+    @contextmanager
+    def reading(self, read: Read) -> Iterator[None]:
+        """Let `read` see the logits of calls with labels inside the block, chunk by chunk."""
+        self._read = read
+        try:
+            yield
+        finally:
+            self._read = None
+
     # ---- 1. the call begins
 
     def _begin(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -171,17 +218,35 @@ class ChunkedLoss:
                 "do not give `logits_to_keep` together with labels"
             )
         targets = to_device(call.targets, hidden.device)
+        if self._read is not None:
+            self._show_logits(rows, self._read)
+        if self._figures is not None:
+            found = torch.stack(self._with_head(token_figures, rows, targets), dim=1)
+            self._figures.value = found.detach()  # [B * S, 2]
+            call.loss = -self._figures.value[:, 0].sum()
+            return found.view(*hidden.shape[:-1], 2)  # -> [B, S, 2]
         items = call.items
         if items is None:
             items = (targets != IGNORE_INDEX).sum()
         if isinstance(items, torch.Tensor):
             items = to_device(items, hidden.device)
         # No items mean no targets, a sum of 0 and zero gradients: divided by 1 they stay so.
-        call.loss = self._sum(rows, targets) / (items + (items == 0))
+        total = self._with_head(chunked_cross_entropy_sum, rows, targets)
+        call.loss = total / (items + (items == 0))
         return call.loss.reshape(1, 1, 1)
 
-    def _sum(self, rows: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-        """Sum the losses of rows [B * S, C] with targets [B * S], as a scalar."""
+    def _show_logits(self, rows: torch.Tensor, read: Read) -> None:
+        """Let `read` see the logits that the head gives for rows [B * S, C]."""
+        vocab, width = self._head.weight.shape
+        size = chunk_rows(width, vocab, rows.dtype.itemsize)
+        for chunk in rows.split(size):
+            read(type(self._head).forward(self._head, chunk))  # [rows, V]
+
+    def _with_head(
+        self, compute: Callable[..., Any], rows: torch.Tensor, targets: torch.Tensor
+    ) -> Any:
+        """Return what `compute` makes of rows [B * S, C], the head and targets [B * S], in the
+        dtype of the arithmetic that is switched on."""
         weight = self._head.weight  # [V, C]
         bias = self._head.bias  # [V] or None
         device_type = rows.device.type
@@ -191,9 +256,10 @@ class ChunkedLoss:
             weight = weight.to(dtype)
             if bias is not None:
                 bias = bias.to(dtype)
-        self._log_backend(rows, weight)
+        if compute is chunked_cross_entropy_sum:
+            self._log_backend(rows, weight)
         with torch.autocast(device_type, enabled=False):
-            return chunked_cross_entropy_sum(rows, weight, bias, targets)
+            return compute(rows, weight, bias, targets)
 
     def _log_backend(self, rows: torch.Tensor, weight: torch.Tensor) -> None:
         """Log once which implementation serves rows [B * S, C] and weight [V, C]."""
@@ -211,6 +277,8 @@ class ChunkedLoss:
         """logits [1, 1, 1], the loss that the head has returned -> the loss as a scalar."""
         if self._call is None or self._call.loss is None:
             return self._own_loss(logits, *args, **kwargs)
+        if self._figures is not None:
+            return self._call.loss  # nobody's
         assert logits.numel() == 1, (
             "the head ran twice in one forward of the model, and the loss is of the first time"
         )
@@ -227,6 +295,8 @@ class ChunkedLoss:
         call = self._call
         self._call = None
         if call is None or call.loss is None or outputs is None:  # None: the forward raised
+            return outputs
+        if self._figures is not None:
             return outputs
         if isinstance(outputs, tuple):
             return (outputs[0], None, *outputs[2:])  # loss, logits, ...

@@ -33,6 +33,7 @@ from hf_flexseq.hf.model.recurrent import (
     attach_recurrent,
     mixers,
 )
+from hf_flexseq.hf.model.router import asks_for_router_loss
 from hf_flexseq.layers import FULL, Reach
 
 logger = logging.getLogger(__name__)
@@ -108,6 +109,8 @@ def try_model(model: PreTrainedModel) -> Trial:
     seen = Trial()
     config = copy.deepcopy(model.config)
     config._attn_implementation = _TRIAL
+    if asks_for_router_loss(model):  # which counts, and the twin has no numbers
+        config.get_text_config().output_router_logits = False
     attached = None
     try:
         with torch.device("meta"), torch.no_grad():

@@ -7,6 +7,7 @@ unchanged, once per batch, with its own collectives and metrics.
 
     calls.py        a call of the model: a padded batch, its tokens in a row, and results padded
     heads.py        what is asked of a model: log-probabilities of labels, or classes
+    divergences.py  the same of two models: how far their distributions are apart (distillation)
     answering.py    calls of a model that are answered by somebody else
     reference.py    models that are asked without gradients, beside the trained one
     trainers.py     which calls a trainer's loss will make, so that they can be planned together

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from hf_flexseq.config import IGNORE_INDEX
+from hf_flexseq.hf.model.router import NO_ROUTER_LOSS, OPTION
 from hf_flexseq.steps.collator import LENGTHS
 
 # Arguments of a call that change nothing of what is computed of its tokens, or say how it is
@@ -124,10 +125,7 @@ def joined(calls: Sequence[Call]) -> dict[str, Any] | None:
 
 
 _ADVICE = {
-    "output_router_logits": (
-        "; a router loss is no function of them: set router_aux_loss_coef=0.0 and "
-        "config.output_router_logits=False"
-    ),
+    OPTION: f"; {NO_ROUTER_LOSS}",
     "pixel_values": "; images are not available",
 }
 

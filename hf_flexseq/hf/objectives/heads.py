@@ -1,6 +1,7 @@
 """What a loss asks of a model for every token, and how a padded call is answered with it.
 
 LogProbabilities    of labels, with entropies and what else TRL's fused head gives
+TokenFigures        log-probabilities of labels and entropies, from the model's own head
 Classes             logits of a classification head
 """
 
@@ -9,12 +10,23 @@ from types import SimpleNamespace
 from typing import Any, Protocol
 
 import torch
+import torch.nn.functional as F
 from torch import nn
 from transformers import PreTrainedModel
 
 from hf_flexseq.config import IGNORE_INDEX
 from hf_flexseq.hf.model.facts import is_classifier
+from hf_flexseq.hf.model.loss import ChunkedLoss, attach_chunked_loss
+from hf_flexseq.hf.model.router import (
+    COUNTS,
+    OPTION,
+    PROBABILITIES,
+    TOTALS,
+    RouterSums,
+    router_loss,
+)
 from hf_flexseq.hf.objectives.calls import Call
+from hf_flexseq.hf.objectives.outputs import PlannedOutput
 from hf_flexseq.steps.exchange import Columns
 from hf_flexseq.steps.inputs import Inputs
 
@@ -28,25 +40,39 @@ class Head(Protocol):
     differentiable: tuple[str, ...]
     """Figures that have gradients, `main` among them."""
 
+    totals: tuple[str, ...]
+    """Those that are sums over all tokens of a step."""
+
+    def attach(self) -> list[Any]:
+        """Prepare the model; return the hooks, which undo it when they are removed."""
+
     def read(self, given: Mapping[str, Any]) -> Call:
         """Return the call with these keyword arguments. Raises NotImplementedError for one that
         cannot be answered."""
 
     def forward(self, model: nn.Module, inputs: Inputs) -> Columns:
-        """Run a micro-batch: return figures of its tokens, each [tokens, ...]."""
+        """Run a micro-batch: return figures of its tokens, each [tokens, ...], and sums over
+        them."""
 
     def answer(self, call: Call, figures: Columns, given: Mapping[str, Any]) -> Any:
         """Return what the model would have returned.
 
-        figures: of the call's tokens, each [tokens, ...], on the model's device.
+        figures: of the call's tokens, each [tokens, ...], and totals of its step, on the model's
+            device.
         """
 
 
-def head_of(model: PreTrainedModel) -> Head:
-    """Return the head of a transformers model."""
+def head_of(model: PreTrainedModel, *, has_router_loss: bool, reads_figures: bool) -> Head:
+    """Return the head of a transformers model.
+
+    reads_figures: whether a loss of the user's own reads log-probabilities.
+    has_router_loss: whether the trainer's loss asks for the model's router loss, too.
+    """
     if is_classifier(model):
         return Classes(model)
-    return LogProbabilities()
+    if reads_figures:
+        return TokenFigures(model)
+    return LogProbabilities(model, has_router_loss=has_router_loss)
 
 
 class LogProbabilities:
@@ -54,7 +80,21 @@ class LogProbabilities:
     by tile, with the trainer's temperature and the model's own scale and cap of logits."""
 
     main = "log_probs"
-    differentiable = ("log_probs", "entropy")
+    differentiable: tuple[str, ...] = ("log_probs", "entropy", PROBABILITIES)
+    totals: tuple[str, ...] = TOTALS
+
+    def __init__(self, model: PreTrainedModel, *, has_router_loss: bool) -> None:
+        self._model = model
+        self._has_router_loss = has_router_loss
+        self._router: RouterSums | None = None  # while the head is attached
+
+    def attach(self) -> list[Any]:
+        """Count what a router loss needs, if there is one; return the hooks, which undo it when
+        they are removed."""
+        if not self._has_router_loss:
+            return []
+        self._router = RouterSums(self._model)
+        return self._router.hooks
 
     def read(self, given: Mapping[str, Any]) -> Call:
         """Return the call with these keyword arguments. Raises NotImplementedError for one that
@@ -67,10 +107,13 @@ class LogProbabilities:
             )
         if given.get("labels") is None:
             raise NotImplementedError("a loss asks for log-probabilities without labels")
+        if self._has_router_loss:
+            given = {name: value for name, value in given.items() if name != OPTION}
         return Call.read(given, of_tokens=True)
 
     def forward(self, model: nn.Module, inputs: Inputs) -> Columns:
-        """Run a micro-batch: return figures of its tokens, each [tokens]."""
+        """Run a micro-batch: return figures of its tokens, each [tokens], and of the trained model
+        what its routers add up to."""
         packed = {name: value for name, value in inputs.items() if name != "labels"}
         outputs = model(**packed, fused_lm_head=True, use_cache=False)
         figures = {}
@@ -78,6 +121,8 @@ class LogProbabilities:
             value = getattr(outputs, name)
             if value is not None:
                 figures[name] = value.squeeze(0)  # [1, tokens] -> [tokens]
+        if self._router is not None:
+            figures.update(self._router.take() or {})  # none of a reference model
         return figures
 
     def answer(self, call: Call, figures: Columns, given: Mapping[str, Any]) -> Any:
@@ -87,17 +132,109 @@ class LogProbabilities:
         mask = call.targets[:, :-1] != IGNORE_INDEX
         fields = {}
         for name, value in figures.items():
+            if name in TOTALS:
+                continue
             padded = call.padded(value)[:, :-1]
             fields[name] = padded.masked_fill(~mask, 0)
         items = given.get("num_items_in_batch")
         if items is None:
             items = mask.sum().clamp(min=1)
-        return FusedCausalLMOutput(
-            loss=-fields["log_probs"].sum() / items, label_mask=mask, **fields
-        )
+        loss = -fields["log_probs"].sum() / items
+        aux_loss = None
+        if given.get(OPTION):
+            assert self._router is not None, "the head is attached while calls are answered"
+            facts = self._router.facts
+            aux_loss = router_loss(figures[COUNTS], figures[PROBABILITIES], facts.top_k)
+            loss = loss + facts.coefficient * aux_loss
+        return FusedCausalLMOutput(loss=loss, label_mask=mask, aux_loss=aux_loss, **fields)
 
 
 _FUSED = ("log_probs", "entropy", "log_sum_sq_probs", "mean_logits", "is_top1")
+
+
+class TokenFigures:
+    """Log-probabilities of labels, and entropies, of a causal language model as it is.
+
+    They are computed chunk by chunk inside the model's own head, where its forward does nothing
+    else to the logits (`model/loss.py`). Of other models, which scale or cap them, the micro-batch
+    has its whole logits, as it has under their own loss.
+    """
+
+    main = "log_probs"
+    differentiable: tuple[str, ...] = ("log_probs", "entropy")
+    totals: tuple[str, ...] = ()
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        self._model = model
+        self._chunked: ChunkedLoss | None = None
+
+    def attach(self) -> list[Any]:
+        """Find the chunked loss that the engine has attached to the model; return no hooks."""
+        self._chunked = attach_chunked_loss(self._model)
+        return []
+
+    def read(self, given: Mapping[str, Any]) -> Call:
+        """Return the call with these keyword arguments."""
+        if given.get("labels") is None:
+            raise NotImplementedError("a loss asks for log-probabilities without labels")
+        call = Call.read(given, of_tokens=True)
+        check_labels_of(call, given["labels"])
+        return call
+
+    def forward(self, model: nn.Module, inputs: Inputs) -> Columns:
+        """Run a micro-batch: return figures of its tokens, each [tokens]."""
+        if self._chunked is not None:
+            with self._chunked.giving_figures() as given:
+                outputs = model(**inputs, use_cache=False)
+            assert given.value is not None, "a call with labels runs the head"
+            # [1, tokens, 2] -> [tokens, 2]
+            found = outputs.logits.squeeze(0).to(given.value.dtype)
+            found = found + (given.value - found.detach())  # without what casts have rounded
+            return {"log_probs": found[:, 0], "entropy": found[:, 1]}
+        packed = {name: value for name, value in inputs.items() if name not in _LABELS}
+        outputs = model(**packed, use_cache=False)
+        return figures_of_logits(outputs.logits.squeeze(0), inputs["labels"].squeeze(0))
+
+    def answer(self, call: Call, figures: Columns, given: Mapping[str, Any]) -> Any:
+        """Return an output whose fields are [B, S - 1]: of every token but the last."""
+        mask = call.targets[:, :-1] != IGNORE_INDEX
+        fields = {}
+        for name, value in figures.items():
+            fields[name] = call.padded(value)[:, :-1].masked_fill(~mask, 0)
+        items = given.get("num_items_in_batch")
+        if items is None:
+            items = mask.sum().clamp(min=1)
+        return PlannedOutput(loss=-fields["log_probs"].sum() / items, label_mask=mask, **fields)
+
+
+_LABELS = ("labels", "shift_labels")
+
+
+def figures_of_logits(logits: torch.Tensor, targets: torch.Tensor) -> Columns:
+    """Return log-probabilities of targets and entropies, each [tokens], 0 where a target is
+    IGNORE_INDEX.
+
+    logits: [tokens, V]. targets: [tokens].
+    """
+    if logits.dtype.itemsize == 2:
+        logits = logits.float()
+    none = targets == IGNORE_INDEX
+    log_p = F.log_softmax(logits, dim=-1)  # [tokens, V]
+    picked = log_p.gather(1, targets.masked_fill(none, 0).unsqueeze(1)).squeeze(1)  # [tokens]
+    entropy = -(log_p.exp() * log_p).sum(dim=1)  # [tokens]
+    return {"log_probs": picked.masked_fill(none, 0), "entropy": entropy.masked_fill(none, 0)}
+
+
+def check_labels_of(call: Call, labels: torch.Tensor) -> None:
+    """Raise ValueError for labels [B, S] that predict padding, or are predicted from it: such a
+    loss would mean other tokens than those that are computed."""
+    of_padding = (labels[:, 1:] != IGNORE_INDEX) & ~(call.mask[:, 1:] & call.mask[:, :-1])
+    wrong = of_padding.any(dim=1).nonzero().flatten()
+    if len(wrong):
+        raise ValueError(
+            f"row {int(wrong[0])} of a batch has labels where its attention_mask has padding, or "
+            f"at its first token after padding: make them {IGNORE_INDEX}"
+        )
 
 
 class Classes:
@@ -109,7 +246,8 @@ class Classes:
     """
 
     main = "logits"
-    differentiable = ("logits",)
+    differentiable: tuple[str, ...] = ("logits",)
+    totals: tuple[str, ...] = ()
 
     def __init__(self, model: PreTrainedModel) -> None:
         self._model = model
@@ -149,7 +287,7 @@ class Classes:
         """Return the model's output for padded logits [B, S, labels]."""
         stand_in = _WithLogits(self._model, call.padded(figures["logits"]))
         passed = {name: given[name] for name in ("attention_mask", "labels") if name in given}
-        return type(self._model).forward(stand_in, input_ids=call.ids, **passed)  # type: ignore[arg-type]
+        return type(self._model).forward(stand_in, input_ids=call.ids, **passed)
 
 
 class _WithLogits:

@@ -10,10 +10,14 @@
                    gets the results of 3 and 4, and its backward ends at them
 6. second pass     with the gradients of 5 as weights
 
+Where these gradients are known beforehand (`divergences.py`), one pass does for 4 and 6, and 5
+comes last.
+
 In an evaluation, and where a loss asks for something that was not foreseen, a call is planned and
 run when it comes (`answering`).
 """
 
+import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -26,19 +30,17 @@ from torch import nn
 
 from hf_flexseq.hf.engine import FlexSeqEngine
 from hf_flexseq.hf.executors import WholeModelExecutor, base_model
+from hf_flexseq.hf.losses import distills, reads_figures, rolls_out
 from hf_flexseq.hf.objectives.answering import answered_by
 from hf_flexseq.hf.objectives.calls import Call, joined
-from hf_flexseq.hf.objectives.heads import Classes, Head, head_of
+from hf_flexseq.hf.objectives.divergences import Divergences
+from hf_flexseq.hf.objectives.heads import Head, TokenFigures, head_of
 from hf_flexseq.hf.objectives.reference import (
     adapter_state,
     attached_reference,
     reference_of,
 )
-from hf_flexseq.hf.objectives.trainers import (
-    Foreseen,
-    foreseen,
-    rolls_out,
-)
+from hf_flexseq.hf.objectives.trainers import Foreseen, foreseen
 from hf_flexseq.kernels.upload import to_device
 from hf_flexseq.steps.exchange import Columns
 from hf_flexseq.steps.inputs import Inputs
@@ -68,7 +70,13 @@ class PlannedLoss:
     def __init__(self, trainer: Any, engine: FlexSeqEngine) -> None:
         self._trainer = trainer
         self._engine = engine
-        self._head: Head = head_of(base_model(trainer.model))
+        self._head: Head = head_of(
+            base_model(trainer.model),
+            reads_figures=reads_figures(trainer),
+            has_router_loss=getattr(trainer, "aux_loss_enabled", False),
+        )
+        if distills(trainer):
+            self._head = Divergences(trainer)
         # drawing: batches of the steps to come, and the step whose batches were handed out
         self._iterator: Iterator[Any] | None = None
         self._rows: Iterator[dict[str, Any]] = iter(())
@@ -82,6 +90,7 @@ class PlannedLoss:
         self._is_attached = False
         self._adapters: tuple[Any, ...] | None = None  # as they are in training
         self.prepared: Any = None  # the batch whose loss is computed, which is prepared already
+        self._labels: torch.Tensor | None = None  # [B, S] of the batch whose loss is computed
 
     # ---- the model
 
@@ -96,9 +105,15 @@ class PlannedLoss:
         trainer = self._trainer
         policy = base_model(trainer.model)
         self._adapters = adapter_state(trainer.model)
-        hooks = self._head.attach() if isinstance(self._head, Classes) else []
+        hooks = self._head.attach()
         try:
-            with attached_reference(getattr(trainer, "ref_model", None), policy):
+            with ExitStack() as attached:
+                reference = getattr(trainer, "ref_model", None)
+                attached.enter_context(attached_reference(reference, policy))
+                if isinstance(self._head, Divergences):
+                    attached.enter_context(
+                        self._head.attached(self._executor, self._answer_of_policy)
+                    )
                 yield
         finally:
             for hook in hooks:
@@ -190,7 +205,8 @@ class PlannedLoss:
         model: as accelerate has wrapped it. is_last: whether no step comes after it.
         """
         trainer = self._trainer
-        with in_training_mode(model):
+        began = time.perf_counter()
+        with in_training_mode(model), self._timed_since(began):
             # 1., 2. batches, and one plan for all of them
             batches = self._prepared_batches()
             calls = [foreseen(trainer, batch, self._head) for batch in batches]
@@ -204,10 +220,28 @@ class PlannedLoss:
                 self._foresee(step, model, calls)
                 # 4. to 6.
                 objective = _OfStep(self, model, batches, calls, stock_step)
-                loss = self._engine.train_passes(step, objective, model, is_last=is_last)
+                loss = self._engine.train_passes(
+                    step, objective, model, weights=objective.weights(), is_last=is_last
+                )
         self._results.clear()
         self._engine.finish(step)
         return loss
+
+    @contextmanager
+    def _timed_since(self, began: float) -> Iterator[None]:
+        """Surround a step: where TRL logs its seconds, which it takes around the loss at home, put
+        those of the whole step."""
+        logged = len(self._logged_seconds())
+        yield
+        seconds = self._logged_seconds()
+        if len(seconds) > logged:
+            seconds[-1] = time.perf_counter() - began
+
+    def _logged_seconds(self) -> list[float]:
+        """Return the seconds of steps that TRL is to log, which may be changed."""
+        of_training = getattr(self._trainer, "_metrics", {}).get("train", {})
+        seconds: list[float] = of_training.get("step_time", [])
+        return seconds
 
     def _prepared_batches(self) -> list[Any]:
         """Return the batches of the step as the trainer's loss gets them."""
@@ -242,20 +276,27 @@ class PlannedLoss:
 
     def _run(self, step: PassStep, model: nn.Module, role: str, calls: Sequence[Call]) -> None:
         """Run a model forward, and keep what it gives for each of the calls."""
-        figures = step.figures(lambda inputs: self._head.forward(model, inputs))
+        figures = self._figures(step, model)
         for call, own in zip(calls, self.split(figures, calls), strict=True):
             self._results.append(_Result(role, call, own))
 
-    def split(self, figures: Columns, calls: Sequence[Call]) -> list[Columns]:
-        """Return the figures of each call, on the model's device.
+    def _figures(self, step: PassStep, model: nn.Module) -> Columns:
+        """Run a model forward, and return the figures of this rank's tokens and totals."""
+        return step.figures(lambda inputs: self._head.forward(model, inputs), self._head.totals)
 
-        figures: of the tokens of all calls, each [tokens, ...] on the CPU.
+    def split(self, figures: Columns, calls: Sequence[Call]) -> list[Columns]:
+        """Return the figures of each call, and totals, which are those of all, on the model's
+        device.
+
+        figures: of the tokens of all calls, each [tokens, ...], and totals on the CPU.
         """
         device = self._trainer.accelerator.device
         sizes = [call.tokens for call in calls]
         parts: list[Columns] = [{} for _ in calls]
         for name, values in figures.items():
-            for part, own in zip(parts, values.split(sizes), strict=True):
+            is_total = name in self._head.totals
+            owns = [values] * len(calls) if is_total else values.split(sizes)
+            for part, own in zip(parts, owns, strict=True):
                 part[name] = to_device(own, device)
         return parts
 
@@ -299,10 +340,23 @@ class PlannedLoss:
         state._set_sync_gradients(syncs and is_last)
         self.prepared = batch
         try:
-            yield
+            with self.on_batch(batch):
+                yield
         finally:
             self.prepared = None
             state._set_sync_gradients(syncs)
+
+    @contextmanager
+    def on_batch(self, batch: Any) -> Iterator[None]:
+        """Surround the loss of one batch: the Trainer may take its labels out, and call the model
+        without them."""
+        former = self._labels
+        if isinstance(self._head, TokenFigures):
+            self._labels = batch.get("labels")
+        try:
+            yield
+        finally:
+            self._labels = former
 
     def _end_answering(self) -> None:
         self._running = None
@@ -332,22 +386,34 @@ class PlannedLoss:
     def _answer(self, role: str, model: nn.Module, given: Mapping[str, Any]) -> Any:
         """Return what a model would have returned. Collective over the world where the call was
         not foreseen, which is so on all ranks."""
+        if isinstance(self._head, TokenFigures) and given.get("labels") is None:
+            given = {**given, "labels": self._labels_for(given)}
         call = self._head.read(given)
         figures = self._taken(role, call)
         if figures is None:
             if torch.is_grad_enabled():
                 raise NotImplementedError(
-                    f"{type(self._trainer).__name__} computes a loss from tokens that are not "
-                    "those of its batch, or calls the model twice on them: hf_flexseq computes "
-                    "gradients of one call for each batch"
+                    f"{type(self._trainer).__name__} computes a loss from tokens or labels that "
+                    "are not those of its batch, or calls the model twice on them: hf_flexseq "
+                    "computes gradients of one call for each batch"
                 )
             step = self._engine.passes_of(
                 joined([call]), number=self._trainer.state.global_step, forward_only=True
             )
             with self._executor.planned_attention():
-                found = step.figures(lambda inputs: self._head.forward(model, inputs))
+                found = self._figures(step, model)
             (figures,) = self.split(found, [call])
         return self._head.answer(call, figures, given)
+
+    def _labels_for(self, given: Mapping[str, Any]) -> torch.Tensor | None:
+        """Return the labels [B, S] of the batch for a call of the model without them."""
+        ids, labels = given.get("input_ids"), self._labels
+        if ids is not None and labels is not None and ids.shape != labels.shape:
+            raise NotImplementedError(
+                f"a loss calls the model on input_ids {tuple(ids.shape)} without labels, and "
+                f"those of its batch are {tuple(labels.shape)}: give labels of the same tokens"
+            )
+        return labels
 
     def _taken(self, role: str, call: Call) -> Columns | None:
         """Return what is known of a call, once; None for nothing."""
@@ -379,11 +445,19 @@ class _OfStep:
         self._stock_step = stock_step
         self._trainer = planned._trainer
         self._head = planned._head
+        self.totals = planned._head.totals
 
     def forward(self, inputs: Inputs) -> Columns:
         """Run a micro-batch: return figures of its tokens, each [tokens, ...]."""
         with self._trainer.compute_loss_context_manager():
             return self._head.forward(self._model, inputs)
+
+    def weights(self) -> Columns | None:
+        """Return the gradients of the loss, each [tokens, ...] on the CPU, where they are known
+        before it is computed; None where they depend on figures."""
+        if not isinstance(self._head, Divergences):
+            return None
+        return self._head.weights(self._batches, self._calls)
 
     def loss(self, figures: Columns) -> tuple[torch.Tensor, Columns]:
         """Return the sum of the losses of this rank's batches, and its gradients with respect to
@@ -401,7 +475,10 @@ class _OfStep:
         last = len(self._batches) - 1
         with self._planned.answering(self._model), self._backward_at_home():
             for index, batch in enumerate(self._batches):
-                with self._planned.loss_of(batch, is_last=index == last):
+                with (
+                    self._planned.loss_of(batch, is_last=index == last),
+                    self._planned.on_batch(batch),
+                ):
                     total = total + self._stock_step(self._trainer.model, batch)
 
         # 3. gradients, of all batches in a row
@@ -410,7 +487,11 @@ class _OfStep:
             if name not in figures:
                 continue
             parts = [own[name].grad for own in leaves]
-            if name == self._head.main or any(part is not None for part in parts):
+            if name in self.totals:
+                found = [part.detach().cpu() for part in parts if part is not None]
+                if found:
+                    gradients[name] = torch.stack(found).sum(dim=0)
+            elif name == self._head.main or any(part is not None for part in parts):
                 gradients[name] = _in_a_row(parts, [own[name] for own in leaves])
         return total.detach(), gradients
 

@@ -35,17 +35,24 @@ def attached_reference(model: nn.Module | None, policy: PreTrainedModel) -> Iter
             f"the reference model {type(base).__name__} has other attention layers than the "
             "trained one: give a reference of the same architecture and sizes"
         )
-    former = base.config._attn_implementation
-    base.set_attn_implementation(NAME)
-    positions = attach_positions(base)
-    recurrent = attach_recurrent(base)
+    with on_micro_batches(base):
+        yield
+
+
+@contextmanager
+def on_micro_batches(model: PreTrainedModel) -> Iterator[None]:
+    """Give a model our attention, recurrent layers and positions inside the block."""
+    former = model.config._attn_implementation
+    model.set_attn_implementation(NAME)
+    positions = attach_positions(model)
+    recurrent = attach_recurrent(model)
     try:
         yield
     finally:
         for attached in (positions, recurrent):
             if attached is not None:
                 attached.detach()
-        base.set_attn_implementation(former)
+        model.set_attn_implementation(former)
 
 
 def _unwrapped(model: nn.Module) -> nn.Module:

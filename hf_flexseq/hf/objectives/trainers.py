@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from hf_flexseq.config import IGNORE_INDEX
-from hf_flexseq.hf.model.facts import is_classifier
+from hf_flexseq.hf.losses import reads_figures
 from hf_flexseq.hf.objectives.calls import Call
 from hf_flexseq.hf.objectives.heads import Head
 
@@ -33,6 +33,9 @@ class Foreseen:
 
 def foreseen(trainer: Any, batch: Mapping[str, Any], head: Head) -> Foreseen:
     """Return the calls that the loss of `trainer` will make on a batch."""
+    if reads_figures(trainer):
+        read = ("input_ids", "attention_mask", "labels")
+        return Foreseen(head.read({name: batch[name] for name in read if name in batch}))
     for cls in type(trainer).__mro__:
         if cls.__name__ in _OF_TRAINERS:
             return _OF_TRAINERS[cls.__name__](trainer, batch)
@@ -74,29 +77,27 @@ def _reward(trainer: Any, batch: Mapping[str, Any]) -> Foreseen:
     return Foreseen(Call(batch["input_ids"], batch.get("attention_mask"), None))
 
 
+def _distillation(trainer: Any, batch: Mapping[str, Any]) -> Foreseen:
+    """As other samples; raises NotImplementedError for those with images."""
+    for name in batch:
+        if name not in _OF_TEXT:
+            raise NotImplementedError(
+                f"{type(trainer).__name__} has samples with {name}: hf_flexseq distills text "
+                "alone; leave images out of the dataset and of what tools return"
+            )
+    return _rollouts(trainer, batch)
+
+
+_OF_TEXT = (
+    *("prompt_ids", "prompt_mask", "completion_ids", "completion_mask", "tool_mask"),
+    "num_items_in_batch",
+)
+
 _OF_TRAINERS: dict[str, Callable[[Any, Mapping[str, Any]], Foreseen]] = {
     "DPOTrainer": _dpo,
     "KTOTrainer": _kto,
     "GRPOTrainer": _rollouts,
     "RLOOTrainer": _rollouts,
     "RewardTrainer": _reward,
+    "DistillationTrainer": _distillation,
 }
-
-# Trainers that draw prompts, and make of them what they train on.
-_ROLLING_OUT = ("GRPOTrainer", "RLOOTrainer")
-
-
-def rolls_out(trainer: Any) -> bool:
-    """Tell if a trainer makes its samples while it trains."""
-    return _is_one_of(trainer, _ROLLING_OUT)
-
-
-def has_planned_loss(trainer: Any) -> bool:
-    """Tell if the loss of a trainer is computed at home, from log-probabilities or scores."""
-    model = trainer.model
-    model = model.get_base_model() if hasattr(model, "get_base_model") else model
-    return _is_one_of(trainer, tuple(_OF_TRAINERS)) or is_classifier(model)
-
-
-def _is_one_of(trainer: Any, names: tuple[str, ...]) -> bool:
-    return any(cls.__name__ in names for cls in type(trainer).__mro__)

@@ -8,6 +8,7 @@ from transformers import PreTrainedModel, Trainer
 from hf_flexseq.config import FlexSeqArguments
 from hf_flexseq.hf.model.facts import has_sharded_modules
 from hf_flexseq.hf.model.layer_kinds import recurrent_kinds
+from hf_flexseq.hf.model.router import NO_ROUTER_LOSS, OPTION, asks_for_router_loss
 from hf_flexseq.hf.model.trial import try_model
 from hf_flexseq.hf.trainer_checks import Refusal, refuse
 
@@ -85,6 +86,11 @@ def _of_model(trainer: Any, args: FlexSeqArguments) -> list[Refusal]:
             message="a model sharded at load with a pipeline: load it whole, and set fsdp=True",
         ),
         Refusal(
+            when=_has_router_loss(trainer.model),
+            message=f"{OPTION}=True with a pipeline, of which a stage sees but some of the "
+            f"routers: {NO_ROUTER_LOSS}",
+        ),
+        Refusal(
             when=trainer.model_init is not None,
             message="model_init with a pipeline: a trial would begin with stages of the one "
             "before",
@@ -107,6 +113,11 @@ def _of_model(trainer: Any, args: FlexSeqArguments) -> list[Refusal]:
             "carried from chunk to chunk on one rank; leave sp_degree out",
         ),
     ]
+
+
+def _has_router_loss(model: Any) -> bool:
+    """Tell whether a model adds a router loss to its own."""
+    return isinstance(model, PreTrainedModel) and asks_for_router_loss(model)
 
 
 def _recurs(model: Any) -> bool:

@@ -43,6 +43,7 @@ from hf_flexseq.hf.model.images import check_text_alone
 from hf_flexseq.hf.model.loss import ChunkedLoss, attach_chunked_loss, has_chunkable_loss
 from hf_flexseq.hf.model.positions import AttachedPositions, attach_positions, needed_columns
 from hf_flexseq.hf.model.recurrent import RecurrentFunctions, attach_recurrent
+from hf_flexseq.hf.model.router import RouterLoss
 from hf_flexseq.hf.pipeline.checks import check_divides, check_pipeline_trainer
 from hf_flexseq.hf.pipeline.fsdp import take_over_fsdp
 from hf_flexseq.hf.pipeline.hooks import PipelineHooks
@@ -71,6 +72,8 @@ logger = logging.getLogger(__name__)
 
 class StageExecutor:
     """Runs chunks on a model in `args.pipeline_parallel_size` stages."""
+
+    router: RouterLoss | None = None
 
     def __init__(self, setup: EngineSetup, model: PreTrainedModel, *, fsdp: bool = False) -> None:
         """Cut `model` in place, unless it was loaded as a stage. Collective over the world.
@@ -297,7 +300,9 @@ class StageExecutor:
             sum_gradients(self.stage, self.neighbours)
         return loss * self.setup.communicator.world_size
 
-    def evaluate(self, step: PipelineStep, forward: ForwardBackward) -> torch.Tensor:
+    def evaluate(
+        self, step: PipelineStep, forward: ForwardBackward, model: nn.Module
+    ) -> torch.Tensor:
         """Run the forwards of one step's actions. Returns a loss as `train` does."""
         pipeline = self._attached_pipeline()
         with self.sharded.whole() if self.sharded is not None else nullcontext():

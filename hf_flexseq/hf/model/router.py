@@ -1,0 +1,327 @@
+"""The router loss of mixtures of experts, over all tokens of a step.
+
+transformers adds it to a model's loss where `output_router_logits` is set, once per batch
+(`load_balancing_loss_func`). A router of E experts gives every token of every layer probabilities
+p_e, and the token goes to the k largest. Over the rows of a batch, tokens x layers,
+
+    C_e = how often expert e was chosen        P_e = sum of p_e
+    loss = E * sum over e of (C_e / rows) * (P_e / rows),        rows = (sum of C_e) / k
+
+This is no sum over tokens, but both C and P are, and C has no gradient. So a step finds C of all
+its tokens in a first pass, and a micro-batch whose own sums are P' then has the share
+
+    E * sum over e of (C_e / rows) * (P'_e / rows)
+
+of the loss: the shares of a step add up to it, and so do their gradients. Its coefficient counts
+once per step.
+
+    RouterSums    counts C and P in every micro-batch; sums that a loss at home may be computed of
+    RouterLoss    adds each micro-batch its share of the loss, for a model that predicts tokens
+
+Coefficient and k are read from the source of the model's `forward`, and its own function is tried
+on a few numbers: a family with another router loss is refused by name.
+
+Rejected: the loss of each micro-batch by itself, as stock has it of each batch. It depends on what
+lies beside what, and on a rank's part of a long sequence it asks for balance within that part.
+"""
+
+import ast
+import inspect
+import math
+import sys
+import textwrap
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import reduce
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from hf_flexseq.hf.model.facts import unsharded_class
+from hf_flexseq.kernels.upload import to_device
+from hf_flexseq.steps.exchange import Columns
+from hf_flexseq.steps.inputs import Inputs
+from hf_flexseq.steps.passes import AddUp
+
+COUNTS = "router_counts"
+"""C, [experts] in float64."""
+PROBABILITIES = "router_probabilities"
+"""P, [experts]."""
+TOTALS = (COUNTS, PROBABILITIES)
+
+OPTION = "output_router_logits"
+NO_ROUTER_LOSS = (
+    "set config.output_router_logits=False, or for TRL's trainers router_aux_loss_coef=0.0"
+)
+_FUNCTION = "load_balancing_loss_func"
+_OWN_LABELS = ("labels", "shift_labels")
+
+
+# ---- what a model's router loss is
+
+
+class UnknownRouterLoss(Exception):
+    """A model's router loss is not the one that is computed here; the message is the reason."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RouterFacts:
+    """What a model's forward gives to its router loss."""
+
+    top_k: int
+    """Experts that a token goes to."""
+    coefficient: float
+    """What the loss is multiplied by before the model adds it to its own."""
+
+
+def asks_for_router_loss(model: PreTrainedModel) -> bool:
+    """Tell if `model` adds a router loss to its own."""
+    return bool(getattr(model.config.get_text_config(), OPTION, False))
+
+
+def router_facts(model: PreTrainedModel) -> RouterFacts:
+    """Return the facts of a model's router loss. Raises UnknownRouterLoss for another one."""
+    top_k, coefficient = _read_forward(unsharded_class(model))
+    facts = RouterFacts(
+        top_k=int(_value_of(model, top_k)), coefficient=float(_value_of(model, coefficient))
+    )
+    _try(model, facts.top_k)
+    return facts
+
+
+def _read_forward(cls: type[PreTrainedModel]) -> tuple[str, str]:
+    """Return the attributes, such as `config.router_aux_loss_coef`, from which a class's forward
+    takes k and the coefficient of its router loss."""
+    try:
+        source = inspect.getsource(inspect.unwrap(cls.forward))
+        tree = ast.parse(textwrap.dedent(source))
+    except (OSError, TypeError, SyntaxError) as error:
+        raise UnknownRouterLoss(f"the source of its forward cannot be read ({error})") from error
+    top_k, coefficient = None, None
+    for node in ast.walk(tree):
+        match node:
+            # aux_loss = load_balancing_loss_func(outputs.router_logits, E, self.<k>, mask)
+            case ast.Call(func=ast.Name(id=name), args=[_, _, third, *_]) if name == _FUNCTION:
+                top_k = _attribute_of_self(third)
+            # loss += self.<coefficient> * aux_loss...
+            case ast.AugAssign(
+                target=ast.Name("loss"), op=ast.Add(), value=ast.BinOp(left=left, op=ast.Mult())
+            ):
+                coefficient = _attribute_of_self(left)
+    if top_k is None or coefficient is None:
+        raise UnknownRouterLoss(
+            f"its forward has no `{_FUNCTION}(logits, experts, self.<k>, mask)` of which it adds "
+            "a multiple to the loss"
+        )
+    return top_k, coefficient
+
+
+def _attribute_of_self(node: ast.expr) -> str | None:
+    """Return `a.b` of an expression `self.a.b`; None for any other."""
+    names: list[str] = []
+    while isinstance(node, ast.Attribute):
+        names.insert(0, node.attr)
+        node = node.value
+    is_of_self = isinstance(node, ast.Name) and node.id == "self"
+    return ".".join(names) if is_of_self and names else None
+
+
+def _value_of(model: PreTrainedModel, attribute: str) -> Any:
+    """Return the value of `a.b` of a model."""
+    return reduce(getattr, attribute.split("."), model)
+
+
+def _try(model: PreTrainedModel, top_k: int) -> None:
+    """Raise UnknownRouterLoss unless the function that the model calls gives what is computed
+    here, on two layers of a few tokens."""
+    experts = max(2 * top_k, 4)
+    generator = torch.Generator().manual_seed(0)
+    layers = tuple(torch.randn(7, experts, generator=generator) for _ in range(2))
+    function = getattr(sys.modules[unsharded_class(model).__module__], _FUNCTION, None)
+    if function is None:
+        raise UnknownRouterLoss(f"its {_FUNCTION} is not in the module of its class")
+    theirs = float(function(layers, experts, top_k, None))
+    sums = router_sums(layers, top_k)
+    ours = float(router_loss(sums[COUNTS], sums[PROBABILITIES], top_k))
+    if not math.isclose(theirs, ours, rel_tol=1e-4):
+        raise UnknownRouterLoss(
+            f"its {_FUNCTION} gives {theirs:.6f} where transformers' for Mixtral gives {ours:.6f}"
+        )
+
+
+# ---- the loss, of sums
+
+
+def router_sums(router_logits: Sequence[torch.Tensor], top_k: int) -> Columns:
+    """Return C and P of some tokens, [experts] each.
+
+    router_logits: [tokens, experts] of each layer. P is in float32 at least.
+    """
+    assert router_logits, "output_router_logits is set, but the model has no router"
+    experts = router_logits[0].shape[-1]
+    device = router_logits[0].device
+    counts = torch.zeros(experts, dtype=torch.float64, device=device)
+    sums = None
+    for logits in router_logits:
+        probabilities = torch.softmax(logits.to(device), dim=-1)  # [tokens, experts]
+        chosen = probabilities.topk(top_k, dim=-1).indices.flatten()  # [tokens * k]
+        counts.scatter_add_(0, chosen, torch.ones_like(chosen, dtype=counts.dtype))
+        wide = torch.promote_types(probabilities.dtype, torch.float32)
+        of_layer = probabilities.to(wide).sum(dim=0)  # [tokens, experts] -> [experts]
+        sums = of_layer if sums is None else sums + of_layer
+    assert sums is not None, "there is a layer"
+    return {COUNTS: counts, PROBABILITIES: sums}
+
+
+def router_loss(counts: torch.Tensor, probabilities: torch.Tensor, top_k: int) -> torch.Tensor:
+    """Return the router loss of C and P, [experts] each, as a scalar; with a part of the tokens in
+    P, that part's share of it."""
+    rows = counts.sum() / top_k
+    weights = counts.shape[0] * counts / rows**2  # [experts]
+    weights = to_device(weights.to(probabilities.dtype), probabilities.device)
+    return (weights * probabilities).sum()
+
+
+# ---- sums of a micro-batch
+
+
+class RouterSums:
+    """Counts C and P in each call of a model on a micro-batch."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        """Raises UnknownRouterLoss for a model with another router loss."""
+        self.facts = router_facts(model)
+        self._sums: Columns | None = None  # of the last call
+        backbone = model.base_model
+        self.hooks: list[Any] = [
+            backbone.register_forward_pre_hook(self._ask, with_kwargs=True),
+            backbone.register_forward_hook(self._note, with_kwargs=True),
+        ]
+        """What is left on the model, until it is removed."""
+
+    def take(self) -> Columns | None:
+        """Return C and P of the last micro-batch that the model has run, once; None for none."""
+        sums, self._sums = self._sums, None
+        return sums
+
+    def _ask(self, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
+        """Have the decoder return what its routers have computed."""
+        if "seq_ctx" not in kwargs:
+            return None
+        return args, {**kwargs, OPTION: True}
+
+    def _note(self, module: nn.Module, args: Any, kwargs: dict[str, Any], outputs: Any) -> None:
+        if "seq_ctx" in kwargs:
+            self._sums = router_sums(outputs.router_logits, self.facts.top_k)
+
+
+# ---- shares of micro-batches
+
+
+class RouterLoss:
+    """Knows each micro-batch's share of the router loss, in a step that runs
+    `PassStep.run_after_totals`.
+
+    While it is attached the model computes no router loss itself in calls on micro-batches: it
+    would be one of each.
+    """
+
+    def __init__(self, model: nn.Module, base: PreTrainedModel) -> None:
+        """model: may be a PEFT model, with `base` inside."""
+        self._of_model = RouterSums(base)
+        entries: set[nn.Module] = {base}
+        if model is not base:  # some adapters call the model past its hooks
+            entries.add(model.base_model)
+        self._hooks: list[Any] = [*self._of_model.hooks]
+        for entry in entries:
+            self._hooks.append(
+                entry.register_forward_pre_hook(self._without_own, with_kwargs=True)
+            )
+        takes = inspect.signature(type(base).forward).parameters
+        self._head_options = {"logits_to_keep": 1} if "logits_to_keep" in takes else {}
+        self._wrapped: nn.Module | None = None  # the model, as accelerate has wrapped it
+        self._counts: torch.Tensor | None = None  # C of the step, once it is known
+        self._add_up: AddUp | None = None
+        self._is_dummy = False
+        self._is_due = False  # whether the micro-batch's share has not been asked for
+        self.value: torch.Tensor | None = None
+        """The router loss of the last step, a scalar on the CPU."""
+
+    @property
+    def coefficient(self) -> float:
+        """What the model multiplies its router loss by."""
+        return self._of_model.facts.coefficient
+
+    def of_step(self, model: nn.Module) -> "RouterLoss":
+        """Begin a step of `model`, as accelerate has wrapped it; return the loss itself."""
+        self._wrapped = model
+        self._counts = None
+        self._is_due = False
+        return self
+
+    def detach(self) -> None:
+        """Leave nothing on the model. A second call does nothing."""
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks = []
+        self._wrapped = None
+
+    def _without_own(self, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
+        if "seq_ctx" not in kwargs:
+            return None
+        return args, {**kwargs, OPTION: False}
+
+    # ---- the passes
+
+    def count(self, inputs: Inputs) -> torch.Tensor:
+        """Run a micro-batch forward, with hardly any head: return C and P, [2 * experts]."""
+        assert self._wrapped is not None, "of_step comes first"
+        packed = {name: value for name, value in inputs.items() if name not in _OWN_LABELS}
+        self._wrapped(**packed, use_cache=False, **self._head_options)
+        return self._as_row(self._taken())
+
+    def know(self, totals: torch.Tensor) -> None:
+        """Take C and P of the whole step, [2 * experts] on the CPU."""
+        self._counts, probabilities = totals.chunk(2)
+        self.value = router_loss(self._counts, probabilities, self._of_model.facts.top_k)
+
+    def next(self, *, is_dummy: bool, add_up: AddUp | None) -> None:
+        """Begin the next micro-batch of the second pass; see `TokenLoss`."""
+        self._check_taken()
+        self._is_dummy = is_dummy
+        self._add_up = add_up
+        self._is_due = True
+
+    def share(self) -> torch.Tensor:
+        """Return the share of the micro-batch that the model has just run in the router loss of
+        the step, a scalar. Collective over the world where the totals are not known yet."""
+        sums = self._taken()
+        if self._add_up is not None:
+            row = self._as_row(sums)
+            self._add_up(torch.zeros_like(row) if self._is_dummy else row)
+            self._add_up = None
+        assert self._counts is not None, "the first micro-batch has made the totals known"
+        self._is_due = False
+        own = sums[PROBABILITIES]
+        if self._is_dummy:
+            return 0.0 * own.sum()
+        return router_loss(self._counts, own, self._of_model.facts.top_k)
+
+    def finish(self) -> None:
+        """End the last micro-batch of the step."""
+        self._check_taken()
+
+    def _check_taken(self) -> None:
+        assert not self._is_due, "a micro-batch has run without its share of the router loss"
+
+    def _taken(self) -> Columns:
+        sums = self._of_model.take()
+        assert sums is not None, "the model has run on a micro-batch"
+        return sums
+
+    def _as_row(self, sums: Columns) -> torch.Tensor:
+        """Return C and P one behind the other: [2 * experts] in float64 on the CPU."""
+        parts = [sums[name].detach().to("cpu", torch.float64) for name in TOTALS]
+        return torch.cat(parts)

@@ -1,0 +1,283 @@
+"""What TRL's DistillationTrainer asks of a student and a teacher: how far their distributions of
+the next token are apart, for every token.
+
+Its loss reads hidden states and heads of both models, and computes divergences and entropies from
+them, tile by tile. That needs nothing but one token's hidden states, so it runs where the plan has
+put the token, and two numbers come home. The trainer's own `_compute_loss` serves on both sides:
+
+    it asks for           on a micro-batch                    at home
+    hidden states         those of a row, student and         the figures, as if they were the
+                          teacher one after the other         student's; none of the teacher
+    divergences of them   TRL's own, which are noted          the figures themselves
+    their sum             left out                            the loss
+
+So the scales and caps of logits, the heads and their biases, masks and the number of items are
+read by TRL alone. Three of its names are replaced for that as long as a step may run: the
+trainer's `_get_last_hidden_state` and `_forward_redirection`, and its module's
+`ChunkedDivergenceFunction`. Rejected: to bring hidden states home, thousands of numbers for every
+token.
+
+The loss is the sum of all divergences over the number of items, which is known before any forward:
+one pass does.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from hf_flexseq.attention import SequenceContext
+from hf_flexseq.config import IGNORE_INDEX
+from hf_flexseq.hf.executors import WholeModelExecutor, base_model
+from hf_flexseq.hf.model.checks import check_model
+from hf_flexseq.hf.model.positions import needed_columns
+from hf_flexseq.hf.objectives.calls import Call
+from hf_flexseq.hf.objectives.reference import on_micro_batches
+from hf_flexseq.plan.shard import Shard
+from hf_flexseq.steps.exchange import Columns
+from hf_flexseq.steps.inputs import Inputs
+from hf_flexseq.steps.token_columns import INDICES, LENGTHS
+
+# Answers a padded call of the student, by its keyword arguments.
+Answer = Callable[[dict[str, Any]], torch.Tensor]
+
+
+class Divergences:
+    """Divergences of a student's tokens from a teacher, and the student's entropies."""
+
+    main = "divergence"
+    differentiable: tuple[str, ...] = ("divergence",)
+    totals: tuple[str, ...] = ()
+
+    def __init__(self, trainer: Any) -> None:
+        """Raises NotImplementedError for a teacher that could not be computed exactly, and for a
+        version of TRL that computes divergences otherwise."""
+        _check_version()
+        self._trainer = trainer
+        check_model(self._teacher)
+        self._needed = {  # columns, by whether they are the teacher's
+            False: needed_columns(base_model(trainer.model)),
+            True: needed_columns(self._teacher),
+        }
+        self._context_of: Callable[[Shard], SequenceContext] | None = None  # the teacher's
+        self._answer: Answer | None = None
+        self._redirect = trainer._forward_redirection
+
+        # of the micro-batch that runs
+        self._row: Inputs | None = None
+        self._targets: torch.Tensor | None = None  # [tokens] True where a token predicts one
+        self._found: Columns = {}
+        # of the call that runs at home: whether it has got figures in place of hidden states
+        self._is_answered = False
+
+    def attach(self) -> list[Any]:
+        """Leave the student as it is; see `attached`."""
+        return []
+
+    @property
+    def _teacher(self) -> PreTrainedModel:
+        return base_model(self._unwrapped_teacher())
+
+    def _unwrapped_teacher(self) -> nn.Module:
+        trainer = self._trainer
+        return trainer.accelerator.unwrap_model(trainer.teacher_model)
+
+    @contextmanager
+    def attached(self, executor: WholeModelExecutor, answer: Answer) -> Iterator[None]:
+        """Let the trainer compute its loss on micro-batches, and at home on figures, inside the
+        block. Collective over the world.
+
+        answer: answers padded calls of the student with what `self.answer` returns.
+        """
+        from trl.trainer import distillation_trainer as module
+
+        trainer = self._trainer
+        self._context_of = executor.beside(self._teacher)
+        self._answer = answer
+        own = module.ChunkedDivergenceFunction
+        with on_micro_batches(self._teacher):
+            trainer._get_last_hidden_state = self._hidden_states
+            trainer._forward_redirection = self._redirected
+            module.ChunkedDivergenceFunction = _Divergence(partial(self._divergences, own.apply))
+            try:
+                yield
+            finally:
+                module.ChunkedDivergenceFunction = own
+                trainer._forward_redirection = self._redirect
+                del trainer._get_last_hidden_state
+                self._context_of = self._answer = None
+
+    # ---- what TRL's `_compute_loss` gets
+
+    def _redirected(
+        self, wrapper: nn.Module, model: nn.Module, method: Callable[..., Any], *args: Any
+    ) -> Any:
+        """Return what a method gives, called inside the forward of the model's wrapper; at home
+        no model runs, and it is called as it is."""
+        if self._row is None:
+            return method(*args)
+        return self._redirect(wrapper, model, method, *args)
+
+    def _hidden_states(
+        self,
+        model: nn.Module,
+        input_ids: torch.Tensor,
+        attention_mask: torch.Tensor,
+        logits_to_keep: int,
+        **images: Any,
+    ) -> torch.Tensor:
+        """Return hidden states of the last `logits_to_keep` tokens, [B, kept, width], each of the
+        token before; of a micro-batch those of its own tokens, [1, tokens, width]."""
+        is_teacher = model is self._unwrapped_teacher()
+        if self._row is not None:
+            return self._run(model, self._row, is_teacher=is_teacher)
+        if is_teacher:
+            return torch.zeros(len(input_ids), logits_to_keep, 1, device=input_ids.device)
+        assert self._answer is not None, "a loss is computed while the model is attached"
+        given = {"input_ids": input_ids, "attention_mask": attention_mask}
+        figures = self._answer({**given, "logits_to_keep": logits_to_keep, **images})
+        self._is_answered = True
+        return figures
+
+    def _run(self, model: nn.Module, row: Inputs, *, is_teacher: bool) -> torch.Tensor:
+        """Run a model without its head on a micro-batch -> [1, tokens, width]."""
+        inputs = {}
+        for name, value in row.items():
+            if name not in (LENGTHS, INDICES) or name in self._needed[is_teacher]:
+                inputs[name] = value
+        if is_teacher:
+            assert self._context_of is not None, "a micro-batch runs while the model is attached"
+            inputs["seq_ctx"] = self._context_of(row["seq_ctx"].shard)
+        backbone = base_model(model).base_model
+        return backbone(**inputs, use_cache=False).last_hidden_state
+
+    def _divergences(
+        self, own: Callable[..., tuple[torch.Tensor, torch.Tensor]], *given: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return divergences and entropies, each [positions], in place of TRL's function.
+
+        own: TRL's function. given: its arguments; the first are the student's hidden states,
+        [positions, width], or [positions, 2] figures in their place.
+        """
+        if self._row is not None:
+            divergence, entropy = own(*given)
+            self._found = {"divergence": self._of_tokens(divergence)}
+            self._found["entropy"] = self._of_tokens(entropy)
+            return divergence, entropy
+        if self._is_answered:
+            self._is_answered = False
+            divergence, entropy = given[0].unbind(dim=1)
+            return divergence, entropy
+        return own(*given)  # another trainer's
+
+    def _of_tokens(self, values: torch.Tensor) -> torch.Tensor:
+        """Return values of all tokens of a micro-batch, [tokens], zeros where TRL has left tokens
+        out that predict nothing; [tokens or those that predict] -> [tokens]."""
+        assert self._targets is not None, "a micro-batch runs"
+        if len(values) == len(self._targets):
+            return values
+        (positions,) = self._targets.nonzero(as_tuple=True)
+        return values.new_zeros(len(self._targets)).index_put((positions,), values)
+
+    # ---- as any head
+
+    def read(self, given: Mapping[str, Any]) -> Call:
+        """Return the call with these keyword arguments, of `_get_last_hidden_state`."""
+        if "logits_to_keep" not in given:
+            raise NotImplementedError(
+                f"{type(self._trainer).__name__} calls the model itself: hf_flexseq computes "
+                "divergences, as DistillationTrainer's own compute_loss asks for them"
+            )
+        ids, mask = given["input_ids"], given["attention_mask"]
+        labels = ids.masked_fill(mask == 0, IGNORE_INDEX)
+        labels[:, : ids.shape[1] - given["logits_to_keep"]] = IGNORE_INDEX
+        return Call.read({**given, "labels": labels}, of_tokens=True)
+
+    def forward(self, model: nn.Module, inputs: Inputs) -> Columns:
+        """Run a micro-batch through student and teacher: return figures of its tokens, each
+        [tokens]."""
+        student = self._trainer.accelerator.unwrap_model(model)
+        packed = {name: value for name, value in inputs.items() if name != "shift_labels"}
+        packed["targets"] = packed.pop("labels") != IGNORE_INDEX  # labels ask for a loss
+        method = partial(self._figures_of, student)
+        return self._redirect(model, student, method, **packed)
+
+    def _figures_of(self, student: nn.Module, *, targets: torch.Tensor, **row: Any) -> Columns:
+        """Return what TRL's loss finds of a micro-batch, inside the forward of the student's
+        wrapper.
+
+        targets: [1, tokens] True where a token predicts one.
+        """
+        ids = row["input_ids"]
+        batch = {
+            "prompt_ids": ids[:, :0],  # the whole row as a completion
+            "prompt_mask": ids[:, :0],
+            "completion_ids": ids,
+            "completion_mask": targets.to(ids.dtype),
+        }
+        self._row, self._targets = row, targets.squeeze(0)
+        try:
+            self._trainer._compute_loss(student, batch, None)
+            return self._found
+        finally:
+            self._row = self._targets = None
+            self._found = {}
+
+    def answer(self, call: Call, figures: Columns, given: Mapping[str, Any]) -> torch.Tensor:
+        """Return figures in place of hidden states: [B, kept, 2], divergences and entropies."""
+        both = torch.stack([figures["divergence"], figures["entropy"]], dim=1)  # [tokens, 2]
+        padded = call.padded(both)  # -> [B, S, 2]
+        return padded[:, :-1][:, -given["logits_to_keep"] :]
+
+    # ---- the loss's gradients, before it is computed
+
+    def weights(
+        self, batches: Sequence[Mapping[str, Any]], calls: Sequence[Call]
+    ) -> Columns | None:
+        """Return the gradients of this rank's loss with respect to divergences, [tokens] of all
+        batches on the CPU; None for a subclass's own loss, which may be any function of them."""
+        from trl import DistillationTrainer
+
+        kind = type(self._trainer)
+        for name in ("compute_loss", "_compute_loss"):
+            if getattr(kind, name) is not getattr(DistillationTrainer, name):
+                return None
+        parts = []
+        for batch, call in zip(batches, calls, strict=True):
+            mask = batch["completion_mask"]  # [B, completion]
+            if "tool_mask" in batch:
+                mask = mask * batch["tool_mask"]
+            # gradients are averaged over ranks
+            processes = self._trainer.accelerator.num_processes
+            items = batch["num_items_in_batch"].clamp(min=1.0) / processes
+            weight = torch.zeros_like(call.ids, dtype=torch.float32)  # [B, S]
+            weight[:, -mask.shape[1] - 1 : -1] = mask / items
+            parts.append(call.in_row(weight).cpu())
+        return {"divergence": torch.cat(parts)}
+
+
+class _Divergence:
+    """Stands for TRL's autograd function."""
+
+    def __init__(self, apply: Callable[..., tuple[torch.Tensor, torch.Tensor]]) -> None:
+        self.apply = apply
+
+
+def _check_version() -> None:
+    """Raise NotImplementedError for a version of TRL whose trainer lacks what is replaced."""
+    import trl
+    from trl.trainer import distillation_trainer as module
+
+    methods = ("_compute_loss", "_get_last_hidden_state")
+    is_known = hasattr(module, "ChunkedDivergenceFunction") and all(
+        hasattr(module.DistillationTrainer, name) for name in methods
+    )
+    if not is_known:
+        raise NotImplementedError(
+            f"DistillationTrainer of TRL {trl.__version__} computes its loss in another way than "
+            "that of TRL 1.16: use that version"
+        )

@@ -1,0 +1,398 @@
+"""Predictions of causal language models: what `preprocess_logits_for_metrics` makes of logits,
+where the tokens are, brought home to who drew the samples.
+
+The plain Trainer has logits [B, S, V] of a padded batch on the rank that drew it. Here
+
+1. a batch        is collated as the plain Trainer would, with its padding
+2. its tokens     are planned and dealt, its labels beside them
+3. the head       shows its logits a chunk of tokens at a time; the user's function is given
+                  logits [1, chunk, V] and labels [1, chunk], and gives a few values for each token
+4. these values   go home, and stand where the padded batch has the tokens; padding is -100
+
+and everything after that is the Trainer's own loop: it pads, gathers and hands over arrays.
+Whole vocabularies of logits are refused, with their size.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from transformers import PreTrainedModel, Trainer
+from transformers.loss.loss_utils import ForCausalLMLoss
+
+from hf_flexseq.config import IGNORE_INDEX
+from hf_flexseq.hf.engine import FlexSeqEngine
+from hf_flexseq.hf.executors import base_model
+from hf_flexseq.hf.losses import has_fused_head, reads_figures
+from hf_flexseq.hf.model.facts import compute_dtype, is_classifier
+from hf_flexseq.hf.model.loss import ChunkedLoss, attach_chunked_loss
+from hf_flexseq.hf.model.router import asks_for_router_loss
+from hf_flexseq.hf.objectives.calls import Call, joined
+from hf_flexseq.kernels.chunked_loss import chunk_rows
+from hf_flexseq.kernels.upload import to_device
+from hf_flexseq.steps.exchange import Columns
+from hf_flexseq.steps.inputs import Inputs
+from hf_flexseq.steps.passes import PassStep
+
+# Runs the model on a micro-batch, whose loss is divided by a number of target tokens.
+Forward = Callable[[Inputs, torch.Tensor], torch.Tensor]
+
+# Columns beside the shifted labels: labels as the batch has them, and the targets of all samples.
+_LABELS = "labels_for_metrics_"
+_TARGETS = "targets_for_metrics"
+_LOSS = "loss"
+_PREDICTION = "prediction_"
+
+
+def wants_predictions(trainer: Any, *, predicts: bool) -> bool:
+    """Tell if an evaluation, or `predict()` where `predicts`, needs what belongs to tokens."""
+    if trainer.args.prediction_loss_only:
+        return False
+    return predicts or trainer.compute_metrics is not None
+
+
+def check_predictions(trainer: Any, stages: int) -> None:
+    """Raise NotImplementedError or ValueError where predictions of a causal language model cannot
+    be had, or would be whole vocabularies.
+
+    stages: of a pipeline.
+    """
+    name = type(trainer).__name__
+    model = base_model(trainer.model)
+    if is_classifier(model):
+        return
+    if has_fused_head(trainer):
+        raise NotImplementedError(
+            f"hf_flexseq does not support compute_metrics or predict() of {name}, whose head "
+            "gives no logits: use FlexSeqTrainer, or set prediction_loss_only=True"
+        )
+    if stages > 1:
+        raise NotImplementedError(
+            f"hf_flexseq does not support compute_metrics or predict() with "
+            f"pipeline_parallel_size={stages}: set it to 1, or prediction_loss_only=True"
+        )
+    if not trainer.accelerator.even_batches:
+        raise NotImplementedError(
+            "hf_flexseq does not support compute_metrics or predict() with even_batches=False: "
+            "ranks would gather different numbers of batches; leave it at True"
+        )
+    if asks_for_router_loss(model):
+        raise NotImplementedError(
+            "hf_flexseq does not support compute_metrics or predict() with a router loss: set "
+            "config.output_router_logits=False, or prediction_loss_only=True"
+        )
+    for option in ("output_hidden_states", "output_attentions"):
+        if getattr(model.config, option, False):
+            raise NotImplementedError(
+                f"hf_flexseq does not support compute_metrics or predict() with {option}=True, "
+                "which stays spread over ranks: set it to False"
+            )
+    if "loss" in trainer.args.include_for_metrics and not reads_figures(trainer):
+        _check_loss_of_samples(trainer, model)
+    _check_function(trainer, model)
+
+
+def _check_loss_of_samples(trainer: Any, model: PreTrainedModel) -> None:
+    """Raise NotImplementedError where the loss of a batch is no sum over its tokens of what the
+    head says."""
+    is_own = type(trainer).compute_loss is not Trainer.compute_loss
+    own_function = getattr(model, "loss_function", None)
+    is_attached = isinstance(getattr(own_function, "__self__", None), ChunkedLoss)
+    if is_own or not (is_attached or own_function is ForCausalLMLoss):
+        raise NotImplementedError(
+            "hf_flexseq does not support include_for_metrics=['loss'] with a loss of "
+            f"{type(trainer).__name__}'s or the model's own, which is known of a whole evaluation "
+            "alone: leave 'loss' out"
+        )
+
+
+def _check_function(trainer: Any, model: PreTrainedModel) -> None:
+    """Raise NotImplementedError or ValueError unless a function makes a few values of a token's
+    logits: it is tried on two tokens."""
+    vocab = model.config.get_text_config().vocab_size
+    dtype = compute_dtype(model, trainer.accelerator)
+    if trainer.accelerator.mixed_precision != "no":
+        dtype = torch.float32  # to which accelerate casts what a model returns
+    size = f"{vocab:,} numbers or {vocab * dtype.itemsize:,} bytes for every token"
+    advice = (
+        "give preprocess_logits_for_metrics, which makes a few values of them, such as "
+        "logits.argmax(dim=-1), or set prediction_loss_only=True"
+    )
+    function = trainer.preprocess_logits_for_metrics
+    if function is None:
+        raise NotImplementedError(
+            f"hf_flexseq does not bring whole logits home for compute_metrics or predict(), "
+            f"{size}: {advice}"
+        )
+    logits = torch.zeros(1, 2, vocab, dtype=dtype, device=trainer.args.device)
+    label = torch.tensor([[IGNORE_INDEX, 0]], device=trainer.args.device)
+    labels = _as_given([label for _ in trainer.label_names])
+    with torch.no_grad():
+        parts, _ = _parts(function(logits, labels), tokens=2)
+    if max(part.shape[2:].numel() for part in parts) >= vocab:
+        raise NotImplementedError(
+            f"preprocess_logits_for_metrics returns whole logits, {size}: {advice}"
+        )
+
+
+def _parts(result: Any, *, tokens: int) -> tuple[list[torch.Tensor], bool]:
+    """Return the tensors, each [1, tokens, ...], that a user's function has returned, and whether
+    they were several. Raises ValueError for anything else."""
+    is_several = isinstance(result, tuple | list)
+    parts = list(result) if is_several else [result]
+    for part in parts:
+        shape = tuple(part.shape) if isinstance(part, torch.Tensor) else type(part).__name__
+        if not isinstance(part, torch.Tensor) or part.shape[:2] != (1, tokens):
+            raise ValueError(
+                f"preprocess_logits_for_metrics makes {shape} of logits (1, {tokens}, "
+                "vocabulary): it runs on chunks of tokens, so give values for each of them, "
+                f"(1, {tokens}) or (1, {tokens}, few), and shift or average in compute_metrics"
+            )
+    return parts, is_several
+
+
+def _as_given(labels: Sequence[torch.Tensor]) -> Any:
+    """Return labels as the Trainer hands them on: alone where there is one, else as a tuple."""
+    if not labels:
+        return None
+    return labels[0] if len(labels) == 1 else tuple(labels)
+
+
+class TokenPredictions:
+    """Predicts the batches of one evaluation."""
+
+    def __init__(self, trainer: Any, engine: FlexSeqEngine) -> None:
+        self._trainer = trainer
+        self._engine = engine
+        self._function = trainer.preprocess_logits_for_metrics
+        # at home the Trainer's own step gives the loss of a batch
+        self._with_loss = "loss" in trainer.args.include_for_metrics and not reads_figures(trainer)
+        self._chunked: ChunkedLoss | None = None
+        self._is_started = False
+
+    @contextmanager
+    def in_loop(self) -> Iterator[None]:
+        """Surround the Trainer's own loop, which is not to call the user's function again."""
+        self._trainer.preprocess_logits_for_metrics = None
+        try:
+            yield
+        finally:
+            self._trainer.preprocess_logits_for_metrics = self._function
+
+    def predict(
+        self, batch: Mapping[str, Any], forward: Forward
+    ) -> tuple["PredictedBatch", torch.Tensor, int]:
+        """Return what was predicted of a padded batch, and the loss of its step as `Engine.train`
+        does, with the step's target tokens. Collective over the world."""
+        if not self._is_started:  # the engine has attached it by now, where the model is suitable
+            self._chunked = attach_chunked_loss(base_model(self._trainer.model))
+            self._is_started = True
+        predicted = PredictedBatch(self._trainer, batch)
+        step = self._engine.passes_of(
+            predicted.row(with_loss=self._with_loss),
+            number=self._trainer.state.global_step,
+            forward_only=True,
+        )
+        loss = self._run(predicted, step, forward)
+        return predicted, loss, step.targets
+
+    def _run(self, predicted: "PredictedBatch", step: PassStep, forward: Forward) -> torch.Tensor:
+        """Run the micro-batches of a step, and give what they find to the batch; return the sum of
+        the losses, a scalar."""
+        device = self._trainer.args.device
+        targets = torch.full((), max(step.targets, 1), device=device)
+        model = base_model(self._trainer.model)
+        losses = []
+        several = []
+
+        def figures_of(inputs: Inputs) -> Columns:
+            inputs, labels = _without_labels(inputs)
+            targets_for_loss = inputs.pop(_TARGETS) if self._with_loss else None
+            reader = _Reader(self._function, labels, targets_for_loss)
+            with reader.of(model, self._chunked):
+                losses.append(forward(inputs, targets))
+            several.append(reader.is_several)
+            return reader.figures(inputs["input_ids"].shape[1])
+
+        figures = step.figures(figures_of)
+        predicted.take(figures, is_several=several[0])
+        return torch.stack(losses).sum()
+
+
+def _without_labels(inputs: Inputs) -> tuple[Inputs, list[torch.Tensor]]:
+    """Return what the model is called with, and the labels [1, tokens] for the user's function."""
+    own, labels = {}, []
+    for name, value in inputs.items():
+        if name.startswith(_LABELS):
+            labels.append(value)
+        else:
+            own[name] = value
+    return own, labels
+
+
+class PredictedBatch:
+    """A padded batch, and what was predicted of its tokens."""
+
+    def __init__(self, trainer: Any, batch: Mapping[str, Any]) -> None:
+        """Raises ValueError for a batch that is not padded, or has more than a value for each
+        token."""
+        ids = batch.get("input_ids")
+        if not isinstance(ids, torch.Tensor) or ids.dim() != 2 or "lengths" in batch:
+            raise ValueError(
+                "compute_metrics and predict() want padded batches [batch, tokens] with "
+                "input_ids: leave get_eval_dataloader and get_test_dataloader to the Trainer"
+            )
+        for name, value in batch.items():
+            if value is not None and getattr(value, "shape", None) != ids.shape:
+                raise ValueError(
+                    f"column {name!r} of a batch is not one value for each of its tokens "
+                    f"{tuple(ids.shape)}: drop the column, or set remove_unused_columns=True"
+                )
+        self._trainer = trainer
+        self._batch = {name: value for name, value in batch.items() if value is not None}
+        self._call = Call(ids, self._batch.get("attention_mask"), self._batch.get("labels"))
+        names = trainer.label_names
+        self.has_labels = bool(names) and all(name in self._batch for name in names)
+        self.predictions: Any = None
+        """[B, S] or [B, S, few], or several such, on the trainer's device."""
+        self.loss: torch.Tensor | None = None
+        """The loss of this rank's samples as the Trainer has it, where a metric wants that."""
+
+    @property
+    def labels(self) -> Any:
+        """The labels as the Trainer hands them on; None for none."""
+        if not self.has_labels:
+            return None
+        device = self._trainer.args.device
+        names = self._trainer.label_names
+        return _as_given([to_device(self._batch[name], device) for name in names])
+
+    def row(self, *, with_loss: bool) -> dict[str, Any]:
+        """Return the sequences of the batch as the engine takes them, with their other columns,
+        and without targets in samples that fill the last batch.
+
+        with_loss: whether the loss of all samples is wanted, too.
+        """
+        call = self._call
+        targets = call.in_row(call.targets)  # [tokens]
+        call.targets[self._own_samples() :] = IGNORE_INDEX
+        row = joined([call])
+        assert row is not None, "a batch has a sequence at least"
+        for name, value in self._batch.items():
+            if name not in ("input_ids", "attention_mask", "labels"):
+                row[name] = call.in_row(value).unsqueeze(0)
+        if with_loss:
+            row[_TARGETS] = targets.unsqueeze(0)
+        if self.has_labels:
+            for index, name in enumerate(self._trainer.label_names):
+                row[f"{_LABELS}{index}"] = call.in_row(self._batch[name]).unsqueeze(0)
+        return row
+
+    def _own_samples(self) -> int:
+        """Return how many samples of the batch count: those after them were drawn already."""
+        samples = len(self._call.ids)
+        accelerator = self._trainer.accelerator
+        state = accelerator.gradient_state
+        if not state.end_of_dataloader or state.remainder <= 0:
+            return samples
+        left = state.remainder - accelerator.process_index * samples
+        return int(min(max(left, 0), samples))
+
+    def take(self, figures: Columns, *, is_several: bool) -> None:
+        """Take what was found of the tokens, each [tokens, ...] on the CPU, where the batch has
+        them. Collective over the world where a metric wants the loss."""
+        device = self._trainer.args.device
+        found = []
+        for index in range(sum(name.startswith(_PREDICTION) for name in figures)):
+            values = to_device(figures[f"{_PREDICTION}{index}"], device)
+            found.append(self._padded(values))
+        self.predictions = tuple(found) if is_several else found[0]
+        if _LOSS in figures and self.has_labels:
+            items = self._trainer._get_num_items_in_batch([self._batch], device)
+            world_size = self._trainer.accelerator.num_processes
+            self.loss = figures[_LOSS].sum().to(device) / items * world_size
+
+    def _padded(self, values: torch.Tensor) -> torch.Tensor:
+        """Put values where the batch has their tokens, [tokens, ...] -> [B, S, ...]."""
+        mask = to_device(self._call.mask, values.device)
+        padding = IGNORE_INDEX if values.dtype.is_signed else 0
+        padded = values.new_full((*mask.shape, *values.shape[1:]), padding)
+        padded[mask] = values
+        return padded
+
+
+class _Reader:
+    """Sees the logits of one micro-batch, chunk by chunk, and keeps what is made of them."""
+
+    def __init__(
+        self,
+        function: Callable[..., Any],
+        labels: Sequence[torch.Tensor],
+        targets: torch.Tensor | None,
+    ) -> None:
+        """labels: each [1, tokens], as the batch has them. targets: [1, tokens], shifted, where
+        the loss of every token is wanted, too."""
+        self._function = function
+        self._labels = labels
+        self._targets = targets
+        self._chunks: list[Columns] = []  # each [rows, ...]
+        self._seen = 0  # tokens
+        self.is_several = False
+
+    def of(
+        self, model: PreTrainedModel, chunked: ChunkedLoss | None
+    ) -> AbstractContextManager[None]:
+        """Read inside the block the logits of calls of a model.
+
+        chunked: the loss that is attached to it; None where it keeps its own.
+        """
+        return self._of_outputs(model) if chunked is None else chunked.reading(self.see)
+
+    @contextmanager
+    def _of_outputs(self, model: PreTrainedModel) -> Iterator[None]:
+        """Read the outputs of a model that keeps its own loss, and its whole logits."""
+        hook = model.register_forward_hook(self._see_outputs)
+        try:
+            yield
+        finally:
+            hook.remove()
+
+    def _see_outputs(self, module: nn.Module, args: Any, outputs: Any) -> None:
+        logits = outputs.logits[0]  # [tokens, V]
+        for chunk in logits.split(chunk_rows(1, logits.shape[1], logits.dtype.itemsize)):
+            self.see(chunk)
+
+    def see(self, logits: torch.Tensor) -> None:
+        """Take the next logits [rows, V]."""
+        if torch.is_autocast_enabled(logits.device.type) and logits.dtype.itemsize == 2:
+            logits = logits.float()  # as accelerate casts what the model returns
+        chunk = slice(self._seen, self._seen + len(logits))
+        labels = [own[:, chunk] for own in self._labels]  # each [1, rows]
+        result = self._function(logits.unsqueeze(0), _as_given(labels))
+        parts, self.is_several = _parts(result, tokens=len(logits))
+        figures = {}
+        for index, part in enumerate(parts):
+            figures[f"{_PREDICTION}{index}"] = part.squeeze(0)  # [1, rows, ...] -> [rows, ...]
+        if self._targets is not None:
+            targets = self._targets[0, chunk]
+            wide = logits.float() if logits.dtype.itemsize == 2 else logits
+            figures[_LOSS] = F.cross_entropy(
+                wide, targets, ignore_index=IGNORE_INDEX, reduction="none"
+            )
+        self._chunks.append(figures)
+        self._seen += len(logits)
+
+    def figures(self, tokens: int) -> Columns:
+        """Return what was made of all tokens, each [tokens, ...]."""
+        if self._seen != tokens:
+            raise NotImplementedError(
+                f"compute_loss showed logits of {self._seen} tokens where a micro-batch has "
+                f"{tokens}: with compute_metrics or predict() it must call the model once"
+            )
+        found = {}
+        for name in self._chunks[0]:
+            found[name] = torch.cat([own[name] for own in self._chunks])
+        return found

@@ -1,0 +1,136 @@
+"""Compute LM head, log-probabilities of targets and entropies in one, with gradients for any
+weights of both, without logits for all tokens at once.
+
+    z = hidden @ weight.T + bias            [rows, V] for a chunk of tokens
+    p = softmax(z)
+    log-probability  l = log p[target]      entropy  H = -sum(p * log p)
+
+    d l / d z = onehot(target) - p          d H / d z = -p * (log p + H)
+
+In shapes T is the tokens, C the width of the hidden states, V the vocabulary.
+
+A loss of these figures is known only after the forward, so that gradients cannot be finished in it
+as those of the chunked loss are (`chunked_loss.py`): the backward computes every chunk's logits a
+second time, and keeps log(sum(exp(z))) and H, two numbers for each token. Rejected: keeping the
+logits, which is what chunks are there to avoid.
+
+The slow obvious twin, which makes all logits, is `plain_figures` in tests/hf/test_own_losses.py.
+"""
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch.autograd.function import once_differentiable
+
+from hf_flexseq.config import IGNORE_INDEX
+from hf_flexseq.kernels.chunked_loss import chunk_rows
+from hf_flexseq.kernels.products import addmm_into, factor_dtype, mm_into, sum_dtype
+
+
+def token_figures(
+    hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, targets: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the log-probability of each token's target and the entropy of its distribution, both
+    [T] in nats, and 0 where the target is IGNORE_INDEX.
+
+    hidden [T, C], weight [V, C] and bias [V] of one dtype; targets [T] int64. The results are
+    float32, float64 for float64 inputs. Raises ValueError when the dtypes differ, as the head by
+    itself would.
+    """
+    if hidden.dtype != weight.dtype:
+        raise ValueError(
+            f"hidden states in {hidden.dtype} meet a head in {weight.dtype}; cast one, or use "
+            "autocast"
+        )
+    log_probs, entropy = _TokenFigures.apply(hidden, weight, bias, targets)
+    return log_probs, entropy
+
+
+class _TokenFigures(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        targets: torch.Tensor,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """hidden [T, C], weight [V, C], bias [V] or None, targets [T] -> [T] and [T]."""
+        dtype = sum_dtype(hidden.dtype)
+        log_probs = hidden.new_empty(hidden.shape[0], dtype=dtype)
+        entropy = torch.empty_like(log_probs)
+        log_sums = torch.empty_like(log_probs)  # log(sum(exp(logits)))
+        for chunk, logits in _chunks_of_logits(hidden, weight, bias):
+            counts = targets[chunk, None] != IGNORE_INDEX  # [rows, 1]
+            index = targets[chunk, None].masked_fill(~counts, 0)  # [rows, 1]
+            log_sum = logits.logsumexp(1, keepdim=True)  # [rows, 1]
+            logits -= log_sum  # log p
+            picked = logits.gather(1, index).masked_fill_(~counts, 0)  # [rows, 1]
+            surprise = logits.exp().mul_(logits).sum(1, keepdim=True)  # [rows, 1]
+            log_probs[chunk] = picked.squeeze(1)
+            entropy[chunk] = -surprise.masked_fill_(~counts, 0).squeeze(1)
+            log_sums[chunk] = log_sum.squeeze(1)
+        ctx.save_for_backward(hidden, weight, bias, targets, log_sums, entropy)
+        return log_probs, entropy
+
+    @staticmethod
+    @once_differentiable
+    def backward(
+        ctx: Any, d_log_probs: torch.Tensor, d_entropy: torch.Tensor
+    ) -> tuple[torch.Tensor | None, ...]:
+        """Both [T] -> d hidden [T, C], d weight [V, C], d bias [V], None."""
+        hidden, weight, bias, targets, log_sums, entropy = ctx.saved_tensors
+        dtype = sum_dtype(hidden.dtype)
+        narrow = factor_dtype(hidden.dtype, hidden.device)
+        weight_factor = weight.to(narrow)
+        d_hidden = torch.empty_like(hidden) if ctx.needs_input_grad[0] else None
+        d_weight = torch.zeros_like(weight, dtype=dtype) if ctx.needs_input_grad[1] else None
+        d_bias = torch.zeros_like(bias, dtype=dtype) if ctx.needs_input_grad[2] else None
+        for chunk, logits in _chunks_of_logits(hidden, weight, bias):
+            # 1. d logits = d l * (onehot - p) - d H * p * (log p + H), nothing without a target
+            counts = targets[chunk, None] != IGNORE_INDEX  # [rows, 1]
+            index = targets[chunk, None].masked_fill(~counts, 0)  # [rows, 1]
+            of_target = d_log_probs[chunk, None].masked_fill(~counts, 0)  # [rows, 1]
+            of_entropy = d_entropy[chunk, None].masked_fill(~counts, 0)  # [rows, 1]
+            logits -= log_sums[chunk, None]  # log p
+            p = logits.exp()  # [rows, V]
+            d_logits = logits.add_(entropy[chunk, None]).mul_(of_entropy).add_(of_target)
+            d_logits = d_logits.mul_(p).neg_().scatter_add_(1, index, of_target)  # [rows, V]
+
+            # 2. through the head
+            factor = d_logits.to(narrow)
+            if d_hidden is not None:
+                d_hidden[chunk] = factor @ weight_factor  # [rows, V] x [V, C] -> [rows, C]
+            if d_weight is not None:
+                # [V, rows] x [rows, C] -> [V, C]
+                addmm_into(d_weight, factor.t(), hidden[chunk].to(narrow))
+            if d_bias is not None:
+                d_bias += d_logits.sum(0)  # [rows, V] -> [V]
+        grads: list[torch.Tensor | None] = []
+        for grad, like in ((d_hidden, hidden), (d_weight, weight), (d_bias, bias)):
+            grads.append(None if grad is None else grad.to(like.dtype))
+        return (*grads, None)
+
+
+def _chunks_of_logits(
+    hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
+) -> Iterator[tuple[slice, torch.Tensor]]:
+    """Yield chunks of tokens with their logits [rows, V], in one buffer that all chunks share.
+
+    hidden [T, C], weight [V, C], bias [V] or None.
+    """
+    tokens, width = hidden.shape
+    vocab = weight.shape[0]
+    dtype = sum_dtype(hidden.dtype)
+    narrow = factor_dtype(hidden.dtype, hidden.device)
+    weight_factor = weight.to(narrow)
+    rows = min(chunk_rows(width, vocab, dtype.itemsize), max(tokens, 1))
+    buffer = hidden.new_empty(rows, vocab, dtype=dtype)
+    for start in range(0, tokens, rows):
+        chunk = slice(start, start + rows)
+        own = hidden[chunk].to(narrow)  # [rows, C]
+        logits = mm_into(buffer[: own.shape[0]], own, weight_factor.t())  # [rows, V]
+        if bias is not None:
+            logits += bias
+        yield chunk, logits

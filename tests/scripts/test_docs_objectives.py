@@ -1,0 +1,48 @@
+"""The scripts of docs/objectives.md run as they stand there, on two processes as it says."""
+
+import os
+import re
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+# What every forked rank would import again.
+from transformers import LlamaForCausalLM, LlamaForSequenceClassification  # noqa: F401
+from trl import DPOTrainer, GRPOTrainer, KTOTrainer, RewardTrainer, RLOOTrainer  # noqa: F401
+
+import hf_flexseq.hf.trainer  # noqa: F401
+from tests.ranks import run_ranks
+
+PAGE = Path(__file__).parents[2] / "docs/objectives.md"
+BLOCK = re.compile(r'^```python title="(\w+\.py)"\n(.*?)^```', re.MULTILINE | re.DOTALL)
+SHARED = "tiny.py"  # what the others import
+SCRIPTS = dict(BLOCK.findall(PAGE.read_text(encoding="utf-8")))
+
+
+def test_every_python_block_of_the_page_has_a_name():
+    assert PAGE.read_text(encoding="utf-8").count("```python") == len(SCRIPTS)
+    assert SHARED in SCRIPTS
+
+
+def run_script(rank, world_size, folder, name):
+    """Run a script beside the one that it imports; return the trainer's log."""
+    os.chdir(folder)
+    sys.path.insert(0, str(folder))
+    names = {"__name__": "__main__"}
+    exec(compile(SCRIPTS[name], name, "exec"), names)
+    return names["trainer"].state.log_history
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("name", sorted(set(SCRIPTS) - {SHARED}))
+def test_a_script_of_the_page_trains(tmp_path, name):
+    (tmp_path / SHARED).write_text(SCRIPTS[SHARED], encoding="utf-8")
+    for log in run_ranks(run_script, 2, tmp_path, name, seconds=120):
+        steps = [entry for entry in log if "loss" in entry]
+        assert len(steps) == 3
+        assert torch.isfinite(torch.tensor([entry["loss"] for entry in steps])).all()
+        # several sequences were too long for one rank, and packed beside others
+        assert all(entry["flexseq/groups_of_2"] > 0 for entry in steps)
+        assert all(entry["flexseq/micro_batches"] > 1 for entry in steps)
