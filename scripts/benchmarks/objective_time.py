@@ -57,7 +57,7 @@ from overhead import Relay, Turn
 from peak_bytes import _peak_and_rest as peak_and_rest
 
 sys.path.append(str(ROOT))
-from tests.hf.test_mixin import tokenizer
+from tests.hf.objectives import word_tokenizer, words_of
 
 VOCAB, HIDDEN, LAYERS, HEADS, KV_HEADS = 2048, 256, 2, 4, 2
 PROMPT = 64  # tokens of every prompt
@@ -86,24 +86,18 @@ class Work:
         """Tokens of a batch, padded."""
         return 2 * self.pairs * LONG
 
-    def rows(self) -> list[dict[str, list[int]]]:
-        """Return random pairs, tokenized."""
+    def rows(self) -> list[dict[str, str]]:
+        """Return random pairs."""
         rng = random.Random(0)
-
-        def ids(count: int) -> list[int]:
-            return [rng.randrange(2, VOCAB) for _ in range(count)]
-
+        end = 1  # token that the trainer adds
         found = []
         for index in range(self.steps * self.accumulation * self.pairs):
-            long, short = LONG - PROMPT, LONG // self.ratio - PROMPT
-            sizes = (long, short) if index % 2 else (short, long)
-            found.append(
-                {
-                    "prompt_ids": ids(PROMPT),
-                    "chosen_ids": ids(sizes[0]),
-                    "rejected_ids": ids(sizes[1]),
-                }
-            )
+            sizes = [LONG - PROMPT - end, LONG // self.ratio - PROMPT - end]
+            if index % 2:
+                sizes.reverse()
+            chosen, rejected = (" " + words_of(rng, size, VOCAB) for size in sizes)
+            prompt = words_of(rng, PROMPT, VOCAB)
+            found.append({"prompt": prompt, "chosen": chosen, "rejected": rejected})
         return found
 
 
@@ -142,6 +136,7 @@ def make_trainer(lane: str, work: Work, folder: Path, callback: TrainerCallback)
         train_sampling_strategy="sequential",
         max_steps=work.steps,
         max_length=None,
+        logging_steps=1,
         gradient_checkpointing=False,
         bf16=False,
         use_cpu=True,
@@ -157,7 +152,7 @@ def make_trainer(lane: str, work: Work, folder: Path, callback: TrainerCallback)
         ref_model=llama(1),
         args=args,
         train_dataset=datasets.Dataset.from_list(work.rows()),
-        processing_class=tokenizer(),
+        processing_class=word_tokenizer(VOCAB),
         callbacks=[callback],
         **given,
     )
