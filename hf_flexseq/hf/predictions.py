@@ -29,12 +29,7 @@ from hf_flexseq.hf.executors import base_model
 from hf_flexseq.hf.losses import has_fused_head, reads_figures
 from hf_flexseq.hf.model.facts import compute_dtype, is_classifier
 from hf_flexseq.hf.model.loss import ChunkedLoss, attach_chunked_loss
-<<<<<<< HEAD
-from hf_flexseq.hf.model.router import asks_for_router_loss
-=======
 from hf_flexseq.hf.model.router import TOTALS, asks_for_router_loss
-from hf_flexseq.hf.objectives.calls import Call, joined
->>>>>>> router
 from hf_flexseq.kernels.chunked_loss import chunk_rows
 from hf_flexseq.kernels.upload import to_device
 from hf_flexseq.steps.calls import Call, joined
