@@ -15,7 +15,6 @@ metrics    the largest difference of a figure that is logged, over its size wher
            loss, gradient norm and all that a trainer reports, clocks excepted (1e-6). Rewards of
            DPO and KTO are differences of log-probabilities of sequences, and are measured by
            those
-
 itself     twice this much is allowed, too: how far the plain trainer's weights are from
            themselves when its batches are cut into halves, and its figures, of which many are
            means over batches, when they are padded to multiples of 16: both change nothing but
