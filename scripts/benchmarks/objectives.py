@@ -12,16 +12,14 @@ weights    the difference of all weights over the plain trainer's update. 2e-6 i
            the trainer computes in float32, as TRL does with log-probabilities, and 1e-7 where it
            computes in float64
 metrics    the largest difference of a figure that is logged, over its size where that exceeds 1:
-           loss, gradient norm and all that a trainer reports, clocks excepted (1e-6)
-
+           loss, gradient norm and all that a trainer reports, clocks excepted (1e-6). Rewards of
+           DPO and KTO are differences of log-probabilities of sequences, and are measured by
+           those
 itself     twice this much is allowed, too: how far the plain trainer's weights are from
            themselves when its batches are cut into halves, and its figures, of which many are
            means over batches, when they are padded to multiples of 16: both change nothing but
            rounding. Found where ours is beyond a bound, where the model is not in float64 (ZeRO,
            FSDP2), and under bfloat16 autocast
-
-Rewards of DPO and KTO are differences of sums of log-probabilities, whose rounding is that of the
-sums.
 
 One step is enough where a loss alone is in question; others train ten, with GRPO and RLOO
 generating in each. A row whose plain trainer does not run on a CPU says so, with the reason. Exits
@@ -58,7 +56,7 @@ from tests.hf.objectives import (
     Run,
     difference,
     run_case,
-    saved_llama,
+    save_inputs,
 )
 from tests.ranks import run_ranks
 
@@ -319,7 +317,7 @@ def main() -> int:
     is_broken = False
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        saved_llama(folder)
+        save_inputs(folder)
         for name, case in rows().items():
             if not any(part in name for part in asked.only):
                 continue

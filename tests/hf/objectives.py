@@ -16,7 +16,7 @@ import deepspeed
 import numpy as np
 import torch
 from accelerate.state import AcceleratorState, GradientState
-from datasets import Dataset
+from datasets import Dataset, load_from_disk
 from peft import LoraConfig, get_peft_model
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import (
@@ -52,6 +52,7 @@ from tests.hf.tiny import VOCAB, tiny_llama, torch_norm
 
 Array = np.ndarray[Any, np.dtype[np.float64]]
 OPTIONS = {"max_tokens_per_rank": 60, "cost_model": "estimate"}
+ROWS = 64  # examples to train on
 CLOCKS = ("runtime", "per_second", "time", "total_flos", "flexseq/")  # parts of names of figures
 
 # Bounds of weights over the update: trainers of TRL that read log-probabilities compute those in
@@ -171,6 +172,9 @@ def classified(count: int, *, tokens: bool) -> Dataset:
     return Dataset.from_list(rows)
 
 
+DATA = {"pairs": pairs, "labelled": labelled}
+
+
 def reward(completions: Sequence[str], **given: Any) -> list[float]:
     """The share of an eighth of different words in each completion."""
     return [len(set(completion.split())) / 8 for completion in completions]
@@ -213,16 +217,23 @@ def classifier(cls: Any, labels: int, dtype: torch.dtype) -> Any:
     return model.to(dtype)
 
 
-def saved_llama(folder: Path) -> Path:
-    """Save `tiny_llama` under a folder, for trainers that load their reference by its name; return
-    where."""
-    path = folder / "model"
-    tiny_llama().save_pretrained(path)
-    return path
+def save_inputs(folder: Path) -> None:
+    """Save `tiny_llama` under a folder, for trainers that load their reference by its name, and
+    data, for those that precompute what a reference gives on it."""
+    tiny_llama().save_pretrained(folder / "model")
+    for name, make in DATA.items():
+        make(ROWS).save_to_disk(folder / name)
+
+
+def data_of(name: str, case: Case, path: Path) -> Dataset:
+    """One of DATA; from its folder where ranks have to find what one of them has precomputed."""
+    if case.settings.get("precompute_ref_log_probs"):
+        return load_from_disk(path.parent / name)
+    return DATA[name](ROWS)
 
 
 def causal_model(case: Case, path: Path) -> Any:
-    """The trained model of a case. path: of `saved_llama`."""
+    """The trained model of a case. path: of `save_inputs`."""
     if case.sharding == "fsdp2":
         return sharded_at_load(case, path)
     if case.kind in ("grpo", "rloo"):
@@ -264,7 +275,7 @@ def make_trainer(
 ) -> Any:
     """The trainer of a case, stock or ours.
 
-    is_ours: or a class of ours to take. folder: where `saved_llama` has saved. model: in place of
+    is_ours: or a class of ours to take. folder: where `save_inputs` has saved. model: in place of
     the case's own. given: further arguments of the trainer.
     """
     config, cls, arguments = _ARGUMENTS[case.kind](case, folder / "model", model)
@@ -299,7 +310,7 @@ def make_trainer(
 def _dpo(case: Case, path: Path, model: Any) -> Any:
     arguments = {
         "model": model or causal_model(case, path),
-        "train_dataset": pairs(64),
+        "train_dataset": data_of("pairs", case, path),
         "eval_dataset": pairs(5),
         "processing_class": word_tokenizer(),
     }
@@ -310,14 +321,14 @@ def _dpo(case: Case, path: Path, model: Any) -> Any:
 
 def _kto(case: Case, path: Path, model: Any) -> Any:
     _, _, arguments = _dpo(case, path, model)
-    arguments |= {"train_dataset": labelled(64), "eval_dataset": labelled(6)}
+    arguments |= {"train_dataset": data_of("labelled", case, path), "eval_dataset": labelled(6)}
     return _max_length_none(KTOConfig, beta=0.5), KTOTrainer, arguments
 
 
 def _reward(case: Case, path: Path, model: Any) -> Any:
     arguments = {
         "model": model or classifier(LlamaForSequenceClassification, 1, case.dtype),
-        "train_dataset": pairs(64),
+        "train_dataset": data_of("pairs", case, path),
         "eval_dataset": pairs(5),
         "processing_class": word_tokenizer(),
     }
@@ -329,7 +340,7 @@ def _rolling_out(config: Any, cls: Any) -> Any:
         arguments = {
             "model": model or causal_model(case, path),
             "reward_funcs": reward,
-            "train_dataset": prompts(64),
+            "train_dataset": prompts(ROWS),
             "eval_dataset": prompts(4),
             "processing_class": word_tokenizer(),
         }
@@ -342,7 +353,7 @@ def _rolling_out(config: Any, cls: Any) -> Any:
 def _sequences(case: Case, path: Path, model: Any) -> Any:
     arguments = {
         "model": model or classifier(LlamaForSequenceClassification, 3, case.dtype),
-        "train_dataset": classified(64, tokens=False),
+        "train_dataset": classified(ROWS, tokens=False),
         "eval_dataset": classified(7, tokens=False),
         "data_collator": DataCollatorWithPadding(word_tokenizer()),
         "compute_metrics": classes_metrics,
@@ -353,7 +364,7 @@ def _sequences(case: Case, path: Path, model: Any) -> Any:
 def _tokens(case: Case, path: Path, model: Any) -> Any:
     arguments = {
         "model": model or classifier(LlamaForTokenClassification, 3, case.dtype),
-        "train_dataset": classified(64, tokens=True),
+        "train_dataset": classified(ROWS, tokens=True),
         "eval_dataset": classified(7, tokens=True),
         "data_collator": DataCollatorForTokenClassification(word_tokenizer()),
         "compute_metrics": classes_metrics,
@@ -428,7 +439,8 @@ class Difference:
     """||ours - stock|| over ||stock - start||, all weights together."""
 
     metrics: float
-    """The largest difference of a figure that was logged, over its size where that exceeds 1."""
+    """The largest difference of a figure that was logged, over its size where that exceeds 1;
+    see `size_of`."""
 
     metric: str
     """The name of that figure."""
@@ -456,7 +468,7 @@ def difference(stock: Run, ours: Run) -> Difference:
             count += 1
             if math.isnan(value) and math.isnan(found[name]):
                 continue
-            worst = max(worst, (abs(value - found[name]) / max(1.0, abs(value)), name))
+            worst = max(worst, (abs(value - found[name]) / size_of(name, wanted), name))
     return Difference(
         weights=apart / update,
         metrics=worst[0],
@@ -464,6 +476,16 @@ def difference(stock: Run, ours: Run) -> Difference:
         missing=tuple(missing),
         figures=count,
     )
+
+
+def size_of(name: str, entry: Mapping[str, float]) -> float:
+    """What the rounding of a figure in an entry of a log is measured by: its own size, at least 1.
+    Rewards of DPO and KTO are differences of log-probabilities of whole sequences, and have their
+    rounding."""
+    names = [name]
+    if name.removeprefix("eval_").startswith("rewards/"):
+        names += [other for other in entry if "logps/" in other]
+    return max(1.0, *(abs(entry[one]) for one in names))
 
 
 def _distance(some: Mapping[str, Array], others: Mapping[str, Array]) -> float:

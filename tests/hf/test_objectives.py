@@ -17,7 +17,7 @@ from tests.hf.objectives import (
     Case,
     compare,
     make_trainer,
-    saved_llama,
+    save_inputs,
     word_tokenizer,
     words_of,
 )
@@ -30,8 +30,9 @@ CASES = {
     "dpo": Case(kind="dpo", evaluates=True),
     "dpo, accumulated": Case(kind="dpo", accumulation=2, settings={"loss_type": "ipo"}),
     "kto": Case(kind="kto", accumulation=2, evaluates=True),
-    "reward": Case(
-        kind="reward", evaluates=True, settings={"center_rewards_coefficient": 0.1}
+    "reward": Case(kind="reward", settings={"center_rewards_coefficient": 0.1}),
+    "reward with margins": Case(
+        kind="reward", evaluates=True, columns={"margin": [0.0, 0.5, 1.25]}
     ),
     "grpo": Case(kind="grpo", evaluates=True),
     "grpo with entropy": Case(
@@ -61,7 +62,7 @@ def test_texts_are_as_many_tokens_as_words():
 
 @pytest.mark.processes
 def test_two_ranks_train_as_the_plain_trainers_do(tmp_path):
-    saved_llama(tmp_path)
+    save_inputs(tmp_path)
     for found in run_ranks(differences, 2, tmp_path, CASES, seconds=300):
         for name, apart in found.items():
             assert apart.weights < BOUNDS[CASES[name].kind], name
@@ -90,7 +91,7 @@ def losses(rank, world_size, folder, kind, killed, resume):
 def test_a_killed_run_resumes_with_the_same_losses(tmp_path, kind):
     whole, killed = tmp_path / "whole", tmp_path / "killed"
     for folder in (whole, killed):
-        saved_llama(folder)
+        save_inputs(folder)
     wanted = run_ranks(losses, 2, whole, kind, False, None, seconds=120)
     assert len(wanted[0]) == 6
     assert len(set(wanted[0])) == 6
@@ -184,7 +185,10 @@ def own_trainer(cls, folder, **given):
     ("cls", "what"),
     [
         (AsksForLogits, "a loss asks the model for logits, a whole vocabulary for every token"),
-        (AsksForOtherTokens, "AsksForOtherTokens computes a loss from tokens that are not those"),
+        (
+            AsksForOtherTokens,
+            "AsksForOtherTokens computes a loss from tokens or labels that are not",
+        ),
     ],
 )
 def test_a_loss_that_asks_for_more_is_refused(tmp_path, cls, what):
