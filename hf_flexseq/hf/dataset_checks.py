@@ -28,6 +28,9 @@ logger = logging.getLogger(__name__)
 # Over-long examples that are collated, at most: padding or a collator may make each one shorter.
 COLLATED = 8
 
+# Rows of a table that are looked at for each example of a dataset that selects some of them.
+MOST_OF_TABLE = 10
+
 
 def check_labels(trainer: Trainer, collator: DataCollatorForFlexSeq) -> None:
     """Raise ValueError when examples have no labels and no collator is there to make them.
@@ -183,8 +186,10 @@ def _token_counts(dataset: Any, column: str = "input_ids") -> np.ndarray | None:
     from datasets import Dataset
 
     is_table = isinstance(dataset, Dataset) and dataset.format["type"] != "custom"
+    if not is_table or column not in dataset.column_names:
+        return None
     # With indices of its own a dataset is a selection of its table, which can be far larger.
-    if not is_table or dataset._indices is not None or column not in dataset.column_names:
+    if len(dataset.data) > MOST_OF_TABLE * len(dataset):
         return None
     import pyarrow.compute
     import pyarrow.types as kinds
@@ -192,7 +197,10 @@ def _token_counts(dataset: Any, column: str = "input_ids") -> np.ndarray | None:
     values = dataset.data.column(column)
     if not (kinds.is_list(values.type) or kinds.is_large_list(values.type)) or values.null_count:
         return None
-    return pyarrow.compute.list_value_length(values).to_numpy()
+    lengths: np.ndarray = pyarrow.compute.list_value_length(values).to_numpy()
+    if dataset._indices is not None:
+        lengths = lengths[dataset._indices.column(0).to_numpy()]
+    return lengths
 
 
 # Columns that stand one behind the other in a sequence, as TRL's trainers leave a dataset.

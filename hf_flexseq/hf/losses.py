@@ -3,9 +3,26 @@ TRL need not be there.
 
 The loss of these is computed at home, from figures of their tokens (`objectives/`); that of all
 others is the model's own next-token loss, in one pass.
+
+A trainer of the user's own, of a causal language model, takes one of both ways:
+
+* One pass, where the loss is a sum over tokens, divided by `num_items_in_batch`: `Trainer` itself,
+  TRL's SFTTrainer, and every class with a `compute_loss` of its own that hands on to it. Such a
+  `compute_loss` runs on the micro-batches of a plan, wherever their tokens are. It must call the
+  model with its labels: those of a micro-batch are shifted already, and logits beside them would
+  not be those of a sample.
+* At home, in two passes, where `compute_loss_func` is given, or the class says
+  `flexseq_loss_at_home = True`: its `compute_loss` runs once for each batch that the plain Trainer
+  would have, on whole samples, and reads `loss`, `log_probs` and `entropy` of the model's outputs
+  (`objectives/outputs.py`).
+
+Rejected: taking a class with a `compute_loss` of its own home without being told. It would pay for
+a second pass where it only hands on to the Trainer's.
 """
 
 from typing import Any
+
+from transformers import Trainer
 
 from hf_flexseq.hf.model.facts import is_classifier
 
@@ -42,17 +59,17 @@ _OTHER_DISTILLATIONS = {
 }
 
 
-def rolls_out(trainer: Any) -> bool:
+def rolls_out(trainer: Trainer) -> bool:
     """Tell if a trainer makes its samples while it trains."""
     return _is_one_of(trainer, _ROLLING_OUT)
 
 
-def distills(trainer: Any) -> bool:
+def distills(trainer: Trainer) -> bool:
     """Tell if a trainer's loss is made of divergences from a teacher."""
     return _is_one_of(trainer, ("DistillationTrainer",))
 
 
-def unsuitable_distillation(trainer: Any) -> str | None:
+def unsuitable_distillation(trainer: Trainer) -> str | None:
     """Return what a trainer is, and what to use instead, if it distills in a way that cannot be
     planned; None otherwise."""
     for cls in type(trainer).__mro__:
@@ -63,14 +80,14 @@ def unsuitable_distillation(trainer: Any) -> str | None:
     return None
 
 
-def has_planned_loss(trainer: Any) -> bool:
+def has_planned_loss(trainer: Trainer) -> bool:
     """Tell if the loss of a trainer is computed at home, from log-probabilities or scores."""
     if _is_one_of(trainer, _AT_HOME) or reads_figures(trainer):
         return True
     return is_classifier(_plain_model(trainer))
 
 
-def reads_figures(trainer: Any) -> bool:
+def reads_figures(trainer: Trainer) -> bool:
     """Tell if the loss is one of the user's own that reads log-probabilities of a causal language
     model's samples: `compute_loss_func`, or a class that says `flexseq_loss_at_home = True`."""
     if has_fused_head(trainer) or is_classifier(_plain_model(trainer)):
@@ -79,20 +96,20 @@ def reads_figures(trainer: Any) -> bool:
     return is_func or says_at_home(trainer)
 
 
-def says_at_home(trainer: Any) -> bool:
+def says_at_home(trainer: Trainer) -> bool:
     """Tell if the class of a trainer says `flexseq_loss_at_home = True`."""
     return bool(getattr(trainer, "flexseq_loss_at_home", False))
 
 
-def has_fused_head(trainer: Any) -> bool:
-    """Tell if a trainer of TRL's reads a fused head, which gives no logits."""
+def has_fused_head(trainer: Trainer) -> bool:
+    """Tell if a trainer of TRL's reads a head of TRL's own, which gives no logits."""
     return _is_one_of(trainer, (*_AT_HOME, "SFTTrainer"))
 
 
-def _plain_model(trainer: Any) -> Any:
+def _plain_model(trainer: Trainer) -> Any:
     model = trainer.model
     return model.get_base_model() if hasattr(model, "get_base_model") else model
 
 
-def _is_one_of(trainer: Any, names: tuple[str, ...]) -> bool:
+def _is_one_of(trainer: Trainer, names: tuple[str, ...]) -> bool:
     return any(cls.__name__ in names for cls in type(trainer).__mro__)

@@ -14,7 +14,7 @@ Whole vocabularies of logits are refused, with their size.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -29,9 +29,10 @@ from hf_flexseq.hf.executors import base_model
 from hf_flexseq.hf.losses import has_fused_head, reads_figures
 from hf_flexseq.hf.model.facts import compute_dtype, is_classifier
 from hf_flexseq.hf.model.loss import ChunkedLoss, attach_chunked_loss
-from hf_flexseq.hf.objectives.calls import Call, joined
+from hf_flexseq.hf.model.router import TOTALS, asks_for_router_loss
 from hf_flexseq.kernels.chunked_loss import chunk_rows
 from hf_flexseq.kernels.upload import to_device
+from hf_flexseq.steps.calls import Call, joined
 from hf_flexseq.steps.exchange import Columns
 from hf_flexseq.steps.inputs import Inputs
 from hf_flexseq.steps.passes import PassStep
@@ -95,7 +96,8 @@ def _check_loss_of_samples(trainer: Any, model: PreTrainedModel) -> None:
     is_own = type(trainer).compute_loss is not Trainer.compute_loss
     own_function = getattr(model, "loss_function", None)
     is_attached = isinstance(getattr(own_function, "__self__", None), ChunkedLoss)
-    if is_own or not (is_attached or own_function is ForCausalLMLoss):
+    is_plain = is_attached or own_function is ForCausalLMLoss
+    if is_own or not is_plain or asks_for_router_loss(model):
         raise NotImplementedError(
             "hf_flexseq does not support include_for_metrics=['loss'] with a loss of "
             f"{type(trainer).__name__}'s or the model's own, which is known of a whole evaluation "
@@ -199,6 +201,7 @@ class TokenPredictions:
         device = self._trainer.args.device
         targets = torch.full((), max(step.targets, 1), device=device)
         model = base_model(self._trainer.model)
+        router = self._engine.executor.router
         losses = []
         several = []
 
@@ -206,14 +209,21 @@ class TokenPredictions:
             inputs, labels = _without_labels(inputs)
             targets_for_loss = inputs.pop(_TARGETS) if self._with_loss else None
             reader = _Reader(self._function, labels, targets_for_loss)
-            with reader.of(model, self._chunked):
+            sums: Columns = {}
+            with ExitStack() as surrounded:
+                surrounded.enter_context(reader.of(model, self._chunked))
+                if router is not None:
+                    sums = surrounded.enter_context(router.noting())
                 losses.append(forward(inputs, targets))
             several.append(reader.is_several)
-            return reader.figures(inputs["input_ids"].shape[1])
+            return reader.figures(inputs["input_ids"].shape[1]) | sums
 
-        figures = step.figures(figures_of)
+        figures = step.figures(figures_of, TOTALS)
         predicted.take(figures, is_several=several[0])
-        return torch.stack(losses).sum()
+        loss = torch.stack(losses).sum()
+        if router is not None:
+            loss = loss + router.weighted(figures).to(device)
+        return loss
 
 
 def _without_labels(inputs: Inputs) -> tuple[Inputs, list[torch.Tensor]]:

@@ -58,6 +58,7 @@ from hf_flexseq.hf.executors import (
 from hf_flexseq.hf.loaders import EpochBatches, LongestLoader, batches_on_host
 from hf_flexseq.hf.losses import has_planned_loss, reads_figures
 from hf_flexseq.hf.model.checks import check_deterministic, check_model
+from hf_flexseq.hf.model.facts import is_classifier
 from hf_flexseq.hf.model.router import RouterLoss
 from hf_flexseq.hf.objectives.one_pass import refusing_calls_without_labels
 from hf_flexseq.hf.objectives.planned import PlannedLoss
@@ -162,7 +163,11 @@ class FlexSeqMixin(_Trainer):
         is_planned = has_planned_loss(self)
         self._flexseq_reads = reads_figures(self)  # log-probabilities, in a loss of the user's own
         self._flexseq_has_predictions = self._flexseq_reads or not is_planned
-        if self._flexseq_has_predictions and wants_predictions(self, predicts=False):
+        # TRL's trainers log metrics of their own; compute_metrics would be given logits.
+        is_planned_text = is_planned and not is_classifier(base)
+        if (self._flexseq_has_predictions or is_planned_text) and wants_predictions(
+            self, predicts=False
+        ):
             check_predictions(self, options.pipeline_parallel_size)
         self._flexseq_padded = self.data_collator  # makes batches as the plain Trainer has them
         if self._flexseq_has_predictions:
@@ -176,9 +181,9 @@ class FlexSeqMixin(_Trainer):
         self._flexseq_figures: list[Figures] = []  # of the steps since the last log
         self._flexseq_predictions = Predictions(options.cost_model)
         self._flexseq_eval = EvaluationLoss()  # of the evaluation that runs
+        self._flexseq_tokens: TokenPredictions | None = None  # of the same, where it predicts
         self._flexseq_adds_router = False  # whether a loss is given its share of router losses
         self._flexseq_notes_router = False  # whether router losses are among the trainer's metrics
-        self._flexseq_tokens: TokenPredictions | None = None  # of the same, where it predicts
         self._flexseq_loaders = ExitStack()  # what the end of training undoes on its dataloader
         # Ranks may run different numbers of micro-batches, unless a subclass computes its loss
         # with collectives between their forwards and backwards.
@@ -257,9 +262,12 @@ class FlexSeqMixin(_Trainer):
                 attached.enter_context(self._flexseq_loss.attached())
             elif self.flexseq.executor.router is not None:
                 attached.enter_context(self._adding_router_loss(self.flexseq.executor.router))
-            if self._flexseq_loss is None and self._flexseq_lockstep:
-                attached.enter_context(refusing_calls_without_labels(self))
             yield
+
+    def _on_parts(self) -> AbstractContextManager[None]:
+        """Surround a `compute_loss` on a micro-batch, which has parts of samples."""
+        is_own = type(self).compute_loss is not Trainer.compute_loss
+        return refusing_calls_without_labels(self) if is_own else nullcontext()
 
     def set_initial_training_values(self, args: TrainingArguments, dataloader: Any) -> Any:
         """Keep batches on the host until training ends.
@@ -306,9 +314,10 @@ class FlexSeqMixin(_Trainer):
             return torch.zeros((), device=self.args.device)
 
         def forward_backward(micro_batch: Inputs) -> torch.Tensor:
-            loss: torch.Tensor = super(FlexSeqMixin, self).training_step(
-                model, micro_batch, num_items_in_batch
-            )
+            with self._on_parts():
+                loss: torch.Tensor = super(FlexSeqMixin, self).training_step(
+                    model, micro_batch, num_items_in_batch
+                )
             return loss
 
         training: AbstractContextManager[None] = nullcontext()
@@ -338,9 +347,9 @@ class FlexSeqMixin(_Trainer):
         own_loss = self.compute_loss
         # SFTTrainer's coefficient is not always the model's.
         adds_its_own = getattr(self, "aux_loss_enabled", False)
-        coefficient = self.router_aux_loss_coef if adds_its_own else router.coefficient
+        router.coefficient = getattr(self, "router_aux_loss_coef", router.coefficient)
         # The mean over ranks is the loss, and a share belongs to one rank.
-        factor = coefficient * self.accelerator.num_processes
+        factor = router.coefficient * self.accelerator.num_processes
 
         def compute_loss(model: nn.Module, inputs: Any, *args: Any, **kwargs: Any) -> Any:
             found = own_loss(model, inputs, *args, **kwargs)
@@ -569,7 +578,7 @@ class FlexSeqMixin(_Trainer):
         targets = torch.full((), max(inputs.step.targets, 1), device=self.args.device)
 
         def forward(micro_batch: Inputs) -> torch.Tensor:
-            with torch.no_grad(), self.compute_loss_context_manager():
+            with torch.no_grad(), self._on_parts(), self.compute_loss_context_manager():
                 loss: torch.Tensor = self.compute_loss(
                     model, self._prepare_inputs(micro_batch), num_items_in_batch=targets
                 )
@@ -585,7 +594,7 @@ class FlexSeqMixin(_Trainer):
         labels. Collective over the world."""
 
         def forward(micro_batch: Inputs, targets: torch.Tensor) -> torch.Tensor:
-            with self.compute_loss_context_manager():
+            with self._on_parts(), self.compute_loss_context_manager():
                 if self._flexseq_loss is not None:  # the loss was computed at home
                     return model(**micro_batch, use_cache=False).loss
                 loss: torch.Tensor = self.compute_loss(

@@ -19,7 +19,12 @@ from transformers import PreTrainedModel, Trainer
 
 from hf_flexseq.config import FlexSeqArguments
 from hf_flexseq.distributed.connect import capabilities_on
-from hf_flexseq.hf.losses import has_planned_loss, says_at_home, unsuitable_distillation
+from hf_flexseq.hf.losses import (
+    has_planned_loss,
+    reads_figures,
+    says_at_home,
+    unsuitable_distillation,
+)
 from hf_flexseq.hf.model.facts import is_fully_sharded, is_reentrant, zero_stage
 from hf_flexseq.hf.model.router import (
     NO_ROUTER_LOSS,
@@ -188,11 +193,17 @@ def check_trainer(trainer: Trainer, args: FlexSeqArguments) -> None:
 
 
 def check_router_loss(trainer: Any, model: PreTrainedModel) -> None:
-    """Raise NotImplementedError for a trainer of TRL that adds a router loss to its own which is
-    not computed here.
+    """Raise NotImplementedError for a router loss that is not computed here: of a trainer of TRL
+    that adds one to its own, or of a model beside a loss that reads log-probabilities.
 
     model: the trainer's, without adapters. `check_model` has seen what it asks for itself.
     """
+    if reads_figures(trainer) and asks_for_router_loss(model):
+        raise NotImplementedError(
+            f"output_router_logits=True of {type(model).__name__} with a loss of "
+            f"{type(trainer).__name__}'s own, which gets log-probabilities and no router loss: "
+            "set config.output_router_logits=False"
+        )
     if not getattr(trainer, "aux_loss_enabled", False):
         return
     name = type(model).__name__

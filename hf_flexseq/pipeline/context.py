@@ -17,7 +17,7 @@ from functools import partial
 import torch
 
 from hf_flexseq.attention.programs import MicroBatchPrograms
-from hf_flexseq.attention.remat import checkpointed_region
+from hf_flexseq.attention.remat import Hook, checkpointed_region
 from hf_flexseq.attention.replay import CutAttention, Tensors
 from hf_flexseq.layers import Reach, Scores
 from hf_flexseq.pipeline.carry import Carried, CutPart, KVCarry
@@ -207,10 +207,10 @@ def _zones(
 
 
 class ChunkInLayer:
-    """A chunk as one run of one layer sees it, be it the forward or a replay: recurrent layers
-    carry states, and are told apart by the order of their calls."""
+    """A chunk as one layer sees it: recurrent layers carry states, and are told apart by the order
+    of their calls in one run, be it the forward or a replay."""
 
-    __slots__ = ("_calls", "_layer", "chunk", "kept", "linear_tokens", "programs")
+    __slots__ = ("_calls", "_layer", "_replay", "chunk", "kept", "linear_tokens", "programs")
 
     def __init__(self, chunk: ChunkContext, layer: int) -> None:
         self.chunk = chunk
@@ -219,6 +219,7 @@ class ChunkInLayer:
         self.kept = None  # what a replay needs is in the carry
         self._layer = layer
         self._calls = 0
+        self._replay: Hook | None = None  # that runs now; None in the forward
 
     def of_layer(self, layer: int, *, keeps_grad: bool) -> "LayerContext":
         """Return the context of attention; see `ChunkContext.of_layer`."""
@@ -227,6 +228,11 @@ class ChunkInLayer:
     def carrying(self, *, keeps_grad: bool) -> Carrying | None:
         """Return what the next recurrent call of the layer carries; None where all sequences are
         whole. keeps_grad: whether a backward will follow"""
+        region = checkpointed_region()
+        replay = region.hook if region is not None and region.replays else None
+        if replay is not self._replay:  # of a layer that checkpoints itself: a new run begins
+            self._replay = replay
+            self._calls = 0
         self._calls += 1
         return self.chunk.carrying(self._layer, self._calls, keeps_grad=keeps_grad)
 

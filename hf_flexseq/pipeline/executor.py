@@ -384,7 +384,7 @@ def _checkpointable(
         return own_forward(hidden, *args, **kwargs)
 
     def run(hidden: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-        # Each run of the layer, a replay as well, counts its recurrent calls anew.
+        # Recurrent calls are counted by layer.
         return own_forward(hidden, *args, **{**kwargs, "seq_ctx": chunk.in_layer(index)})
 
     # A model may checkpoint all its layers itself.

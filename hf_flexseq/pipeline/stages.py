@@ -174,9 +174,7 @@ class Stack:
         for name, parameter in self.model.named_parameters():
             if id(parameter) not in known:
                 raise _no_stack(
-                    self.model,
-                    f"{name} is outside of embedding, layers, norm and head; set "
-                    "pipeline_parallel_size=1",
+                    self.model, f"{name} is outside of embedding, layers, norm and head"
                 )
 
     def _check_nothing_shared(self) -> None:
@@ -186,10 +184,7 @@ class Stack:
             for name, parameter in layer.named_parameters():
                 first = layer_of.setdefault(id(parameter), index)
                 if first != index:
-                    raise _no_stack(
-                        self.model,
-                        f"layers {first} and {index} share {name}; set pipeline_parallel_size=1",
-                    )
+                    raise _no_stack(self.model, f"layers {first} and {index} share {name}")
 
 
 def _weights(module: nn.Module) -> int:
@@ -208,7 +203,8 @@ def _name_of(parent: nn.Module, child: nn.Module | None) -> str:
 def _no_stack(model: nn.Module, reason: str) -> NotImplementedError:
     """Return the error for a model that cannot be cut."""
     return NotImplementedError(
-        f"{type(model).__name__} cannot be cut into pipeline stages: {reason}"
+        f"{type(model).__name__} cannot be cut into pipeline stages: {reason}; set "
+        "pipeline_parallel_size=1"
     )
 
 

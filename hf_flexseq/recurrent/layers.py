@@ -131,7 +131,7 @@ def mamba2_scan(
     out = grid.rows(run_scan(ChunkedScan(grid), inputs, seq_ctx, dtype=dtype))
     out = to_linear(out, seq_ctx)
     if D is not None:
-        out = out + x * D.unsqueeze(-1)
+        out = out + x * D.to(out.dtype).unsqueeze(-1)
     return out.to(x.dtype)
 
 

@@ -58,7 +58,7 @@ PARTS: dict[str, list[Function]] = {
         ("hf_flexseq.hf.executors", None, "shards_of"),
         ("hf_flexseq.steps.exchange", "RowExchange", "__call__"),
     ],
-    "contexts": [("hf_flexseq.steps.inputs", None, "_inputs_of")],
+    "contexts": [("hf_flexseq.steps.inputs", None, "inputs_of")],
     "flags of gradients": [
         ("hf_flexseq.hf.engine", None, "gradients_of"),
         ("hf_flexseq.steps.nonfinite", "NonfiniteWatch", "take"),

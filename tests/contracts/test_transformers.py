@@ -44,6 +44,8 @@ OVERRIDDEN = {
         "ignore_keys",
         "metric_key_prefix",
     ],
+    "get_eval_dataloader": ["eval_dataset"],
+    "get_test_dataloader": ["test_dataset"],
     "_inner_training_loop": [
         "batch_size",
         "args",

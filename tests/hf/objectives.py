@@ -4,6 +4,7 @@ Both train in one process, one after the other, on the same data with the same r
 that their weights and logs can be compared. `scripts/benchmarks/objectives.py` uses this, too.
 """
 
+import copy
 import math
 import random
 from collections.abc import Mapping, Sequence
@@ -11,10 +12,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import deepspeed
 import numpy as np
 import torch
 from accelerate.state import AcceleratorState, GradientState
 from datasets import Dataset
+from peft import LoraConfig, get_peft_model
+from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import (
     DataCollatorForTokenClassification,
     DataCollatorWithPadding,
@@ -22,9 +26,11 @@ from transformers import (
     LlamaForCausalLM,
     LlamaForSequenceClassification,
     LlamaForTokenClassification,
+    PreTrainedTokenizerFast,
     Trainer,
     TrainingArguments,
 )
+from transformers.distributed import DistributedConfig
 from trl import (
     DPOConfig,
     DPOTrainer,
@@ -39,10 +45,12 @@ from trl import (
 )
 
 from hf_flexseq import FlexSeqArguments, FlexSeqMixin
-from tests.hf.test_mixin import tokenizer
+from tests.hf.test_exactness import whole
+from tests.hf.test_sharding import ZERO
 from tests.hf.test_trainer import training_arguments
 from tests.hf.tiny import VOCAB, tiny_llama, torch_norm
 
+Array = np.ndarray[Any, np.dtype[np.float64]]
 OPTIONS = {"max_tokens_per_rank": 60, "cost_model": "estimate"}
 CLOCKS = ("runtime", "per_second", "time", "total_flos", "flexseq/")  # parts of names of figures
 
@@ -87,14 +95,36 @@ class Case:
     evaluates: bool = False
     """Whether an evaluation follows."""
 
+    sharding: str = "ddp"
+    """"fsdp2", sharded at load, or a stage of ZeRO: "zero1", "zero2", "zero3". These are in
+    float32."""
+
     dtype: torch.dtype = torch.float64
+
+    changes: Mapping[str, Any] = field(default_factory=dict)
+    """Of the configuration of the reference model of DPO and KTO."""
+
+    columns: Mapping[str, Sequence[Any]] = field(default_factory=dict)
+    """Further columns of the data, whose values are repeated."""
 
 
 # ---- data
 
 
-def _words(rng: random.Random, count: int) -> str:
-    return " ".join(f"t{rng.randrange(2, VOCAB)}" for _ in range(count))
+def word_tokenizer(vocabulary: int = VOCAB) -> PreTrainedTokenizerFast:
+    """A tokenizer whose tokens are words, such as w17 for the number 17; 0 pads and 1 ends."""
+    words = {f"w{number}": number for number in range(2, vocabulary)}
+    model = models.WordLevel({"<pad>": 0, "<end>": 1, **words}, unk_token="<pad>")
+    tokenizer = Tokenizer(model)
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<end>"
+    )
+
+
+def words_of(rng: random.Random, count: int, vocabulary: int = VOCAB) -> str:
+    """So many random words of `word_tokenizer`."""
+    return " ".join(f"w{rng.randrange(2, vocabulary)}" for _ in range(count))
 
 
 def pairs(count: int) -> Dataset:
@@ -102,9 +132,9 @@ def pairs(count: int) -> Dataset:
     rng = random.Random(0)
     rows = []
     for _ in range(count):
-        prompt = _words(rng, rng.randrange(3, 9))
-        chosen = " " + _words(rng, rng.randrange(2, 30))
-        rejected = " " + _words(rng, rng.randrange(2, 12))
+        prompt = words_of(rng, rng.randrange(3, 9))
+        chosen = " " + words_of(rng, rng.randrange(2, 30))
+        rejected = " " + words_of(rng, rng.randrange(2, 12))
         rows.append({"prompt": prompt, "chosen": chosen, "rejected": rejected})
     return Dataset.from_list(rows)
 
@@ -114,8 +144,8 @@ def labelled(count: int) -> Dataset:
     rng = random.Random(0)
     rows = []
     for _ in range(count):
-        prompt = _words(rng, rng.randrange(3, 9))
-        completion = " " + _words(rng, rng.randrange(2, 30))
+        prompt = words_of(rng, rng.randrange(3, 9))
+        completion = " " + words_of(rng, rng.randrange(2, 30))
         rows.append({"prompt": prompt, "completion": completion, "label": rng.random() < 0.5})
     return Dataset.from_list(rows)
 
@@ -123,7 +153,9 @@ def labelled(count: int) -> Dataset:
 def prompts(count: int) -> Dataset:
     """Prompts alone."""
     rng = random.Random(0)
-    return Dataset.from_list([{"prompt": _words(rng, rng.randrange(3, 9))} for _ in range(count)])
+    return Dataset.from_list(
+        [{"prompt": words_of(rng, rng.randrange(3, 9))} for _ in range(count)]
+    )
 
 
 def classified(count: int, *, tokens: bool) -> Dataset:
@@ -191,15 +223,14 @@ def saved_llama(folder: Path) -> Path:
 
 def causal_model(case: Case, path: Path) -> Any:
     """The trained model of a case. path: of `saved_llama`."""
+    if case.sharding == "fsdp2":
+        return sharded_at_load(case, path)
     if case.kind in ("grpo", "rloo"):
-        model: Any = LlamaForCausalLM.from_pretrained(path, dtype=case.dtype)
+        model: Any = TorchNormLlama.from_pretrained(path, dtype=case.dtype)
     else:
         model = tiny_llama(case.dtype)
-    if case.adapter is None:
+    if case.adapter != "retrained":
         return model
-    if case.adapter == "new":
-        return model
-    from peft import get_peft_model
 
     torch.manual_seed(3)
     model = get_peft_model(model, lora_config())
@@ -209,9 +240,14 @@ def causal_model(case: Case, path: Path) -> Any:
     return model.to(case.dtype)
 
 
-def lora_config() -> Any:
-    from peft import LoraConfig
+def sharded_at_load(case: Case, path: Path) -> Any:
+    """The model that was saved, sharded over all ranks by transformers."""
+    config = DistributedConfig(fsdp_size=torch.distributed.get_world_size())
+    return TorchNormLlama.from_pretrained(path, dtype=case.dtype, distributed_config=config)
 
+
+def lora_config() -> LoraConfig:
+    """Adapters of attention."""
     return LoraConfig(r=4, lora_alpha=16, target_modules=["q_proj", "v_proj"])
 
 
@@ -241,6 +277,10 @@ def make_trainer(
         "gradient_checkpointing": False,
         **case.settings,
     }
+    if case.sharding.startswith("zero"):
+        deepspeed.init_distributed("gloo")
+        stage = {"stage": int(case.sharding[-1]), "stage3_param_persistence_threshold": 0}
+        settings["deepspeed"] = copy.deepcopy(ZERO) | {"zero_optimization": stage}
     args = training_arguments(
         config, folder / "out", batch=batch, accumulation=case.accumulation, **settings
     )
@@ -249,6 +289,10 @@ def make_trainer(
     if is_ours:
         given.setdefault("flexseq_args", FlexSeqArguments(**OPTIONS))
     cls = is_ours if isinstance(is_ours, type) else trainer_class(cls, is_ours)
+    for name, values in case.columns.items():
+        rows = arguments["train_dataset"]
+        filled = [values[index % len(values)] for index in range(len(rows))]
+        arguments["train_dataset"] = rows.add_column(name, filled)
     return cls(args=args, **(arguments | given))
 
 
@@ -257,10 +301,10 @@ def _dpo(case: Case, path: Path, model: Any) -> Any:
         "model": model or causal_model(case, path),
         "train_dataset": pairs(64),
         "eval_dataset": pairs(5),
-        "processing_class": tokenizer(),
+        "processing_class": word_tokenizer(),
     }
     if case.reference and case.adapter is None:
-        arguments["ref_model"] = tiny_llama(case.dtype, seed=1)
+        arguments["ref_model"] = tiny_llama(case.dtype, seed=1, **case.changes)
     return _max_length_none(DPOConfig, beta=0.5), DPOTrainer, arguments
 
 
@@ -275,7 +319,7 @@ def _reward(case: Case, path: Path, model: Any) -> Any:
         "model": model or classifier(LlamaForSequenceClassification, 1, case.dtype),
         "train_dataset": pairs(64),
         "eval_dataset": pairs(5),
-        "processing_class": tokenizer(),
+        "processing_class": word_tokenizer(),
     }
     return _max_length_none(RewardConfig), RewardTrainer, arguments
 
@@ -287,7 +331,7 @@ def _rolling_out(config: Any, cls: Any) -> Any:
             "reward_funcs": reward,
             "train_dataset": prompts(64),
             "eval_dataset": prompts(4),
-            "processing_class": tokenizer(),
+            "processing_class": word_tokenizer(),
         }
         defaults = {"num_generations": 4, "max_completion_length": 12, "beta": 0.1}
         return _with(config, defaults), cls, arguments
@@ -300,7 +344,7 @@ def _sequences(case: Case, path: Path, model: Any) -> Any:
         "model": model or classifier(LlamaForSequenceClassification, 3, case.dtype),
         "train_dataset": classified(64, tokens=False),
         "eval_dataset": classified(7, tokens=False),
-        "data_collator": DataCollatorWithPadding(tokenizer()),
+        "data_collator": DataCollatorWithPadding(word_tokenizer()),
         "compute_metrics": classes_metrics,
     }
     return _with(TrainingArguments, {"per_device_eval_batch_size": 2}), Trainer, arguments
@@ -311,7 +355,7 @@ def _tokens(case: Case, path: Path, model: Any) -> Any:
         "model": model or classifier(LlamaForTokenClassification, 3, case.dtype),
         "train_dataset": classified(64, tokens=True),
         "eval_dataset": classified(7, tokens=True),
-        "data_collator": DataCollatorForTokenClassification(tokenizer()),
+        "data_collator": DataCollatorForTokenClassification(word_tokenizer()),
         "compute_metrics": classes_metrics,
     }
     return _with(TrainingArguments, {"per_device_eval_batch_size": 2}), Trainer, arguments
@@ -343,8 +387,8 @@ _ARGUMENTS = {
 class Run:
     """What a trainer has made of its model."""
 
-    start: dict[str, torch.Tensor]
-    weights: dict[str, torch.Tensor]
+    start: dict[str, Array]
+    weights: dict[str, Array]
     log: list[dict[str, float]]
 
 
@@ -357,13 +401,13 @@ def trained(trainer: Any, *, evaluates: bool = False) -> Run:
     return Run(start=start, weights=weights_of(trainer.model), log=trainer.state.log_history)
 
 
-def weights_of(model: Any) -> dict[str, torch.Tensor]:
+def weights_of(model: Any) -> dict[str, Array]:
     """A copy of all weights, whole and in float64, by name."""
     found = {}
     for name, parameter in model.named_parameters():
-        value = parameter.detach()
-        value = value.full_tensor() if hasattr(value, "full_tensor") else value
-        found[name] = value.double().clone()
+        with deepspeed.zero.GatheredParameters([parameter]):  # nothing happens without ZeRO-3
+            value = whole(parameter.detach())
+            found[name] = value.double().numpy().copy()
     return found
 
 
@@ -398,8 +442,8 @@ class Difference:
 
 def difference(stock: Run, ours: Run) -> Difference:
     """Compare weights and logs."""
-    apart = math.hypot(*(float((ours.weights[n] - w).norm()) for n, w in stock.weights.items()))
-    update = math.hypot(*(float((stock.start[n] - w).norm()) for n, w in stock.weights.items()))
+    apart = _distance(stock.weights, ours.weights)
+    update = _distance(stock.weights, stock.start)
     worst, missing, count = (0.0, ""), [], 0
     assert len(stock.log) == len(ours.log), "both log as often"
     for wanted, found in zip(stock.log, ours.log, strict=True):
@@ -420,6 +464,11 @@ def difference(stock: Run, ours: Run) -> Difference:
         missing=tuple(missing),
         figures=count,
     )
+
+
+def _distance(some: Mapping[str, Array], others: Mapping[str, Array]) -> float:
+    """||some - others||, all weights together."""
+    return math.hypot(*(float(np.linalg.norm(others[n] - own)) for n, own in some.items()))
 
 
 def compare(case: Case, folder: Path) -> Difference:

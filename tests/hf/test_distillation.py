@@ -6,6 +6,7 @@ import pytest
 import torch
 from datasets import Dataset
 from trl import DistillationConfig, DistillationTrainer
+from trl.trainer import distillation_trainer
 
 from hf_flexseq import FlexSeqArguments, FlexSeqMixin
 from hf_flexseq.hf.losses import unsuitable_distillation
@@ -31,6 +32,12 @@ class FixedCompletions(DistillationTrainer):
             tokens = [rng.randrange(2, VOCAB) for _ in range(rng.choice([0, 3, 9, 23]))]
             completions.append([*tokens, rng.choice([1, 5])])  # 1 ends a sequence
         return completions
+
+    def _generate(self, prompts):
+        """Say of some tokens that a tool has written them."""
+        prompt_ids, completions, _, images, tool_images = super()._generate(prompts)
+        masks = [[int(token % 5 != 0) for token in ids] for ids in completions]
+        return prompt_ids, completions, masks, images, tool_images
 
 
 class FlexSeqDistillation(FlexSeqMixin, FixedCompletions):
@@ -93,7 +100,8 @@ def run(rank, world_size, cls, folder, settings):
     trainer = distillation(cls, folder, **settings)
     before = weights(trainer)
     trainer.train()
-    trainer.evaluate()
+    if settings["steps"] > 2:
+        trainer.evaluate()
     return before, weights(trainer), trainer.state.log_history
 
 
@@ -122,7 +130,7 @@ def assert_alike(found, wanted):
 def test_ten_steps_are_those_of_the_stock_trainer(tmp_path):
     # sequences of up to 32 tokens: some need both ranks
     settings = {"accumulation": 2, "steps": 10, "temperature": 0.8}
-    settings["options"] = {"max_tokens_per_rank": 16}
+    settings["options"] = {"max_tokens_per_rank": 20}
     wanted = run_ranks(run, 2, FixedCompletions, tmp_path, settings)
     found = run_ranks(run, 2, FlexSeqDistillation, tmp_path, settings)
     assert any("entropy" in entry for entry in wanted[0][2])
@@ -135,10 +143,31 @@ def test_ten_steps_are_those_of_the_stock_trainer(tmp_path):
 
 @pytest.mark.parametrize("beta", [0.0, 1.0])
 def test_a_loss_of_ones_own_takes_two_passes_to_the_same_weights(tmp_path, beta):
-    settings = {"beta": beta, "accumulation": 2}
+    settings = {"beta": beta, "accumulation": 2, "steps": 2}
     wanted = run(0, 1, FixedCompletions, tmp_path, settings)
     for cls in (FlexSeqDistillation, OwnLoss):
         assert_alike(run(0, 1, cls, tmp_path, settings), wanted)
+
+
+def test_each_model_runs_once_on_a_micro_batch(tmp_path):
+    trainer = distillation(FlexSeqDistillation, tmp_path, accumulation=2)
+    calls = []
+    for model in (trainer.model, trainer.teacher_model):
+        model.model.register_forward_hook(lambda *args: calls.append(args[0]))
+    trainer.train()
+    history = trainer.state.log_history
+    micro_batches = sum(entry.get("flexseq/micro_batches", 0) for entry in history)
+    assert micro_batches > 2
+    for model in (trainer.model, trainer.teacher_model):
+        assert calls.count(model.model) == micro_batches
+
+
+def test_devices_that_leave_out_tokens_without_a_loss_find_the_same(tmp_path, monkeypatch):
+    monkeypatch.setattr(distillation_trainer, "_use_triton", lambda device: True)
+    settings = {"accumulation": 2, "steps": 2}
+    wanted = run(0, 1, FixedCompletions, tmp_path, settings)
+    found = run(0, 1, FlexSeqDistillation, tmp_path, settings)
+    assert_alike(found, wanted)
 
 
 def test_a_loss_with_gradients_that_were_not_foreseen_is_refused(tmp_path):

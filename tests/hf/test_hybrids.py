@@ -1,5 +1,6 @@
 """Models with recurrent layers: on two nodes of two ranks, under random plans, plain and
-checkpointed, each one's loss and gradients are those of transformers on every document alone.
+checkpointed, each one's loss and gradients are those of transformers on every document alone; so
+are those of LoRA's adapters.
 Ranks are threads. `scripts/benchmarks/families.py --hybrids` takes all of them, every strategy,
 and two, three and four ranks, too; what is refused is in `test_recurrent.py`."""
 
@@ -7,6 +8,8 @@ import random
 from itertools import cycle
 
 import pytest
+import torch
+from peft import LoraConfig, get_peft_model
 
 from hf_flexseq.plan import Group, MicroBatch, Plan
 from tests.budget import examples
@@ -59,12 +62,23 @@ def plan_of_strategy(strategy, topology):
     )
 
 
-def errors_of(rank, world_size, family, topology, plans, wanted):
+# Projections around a convolution and a scan, and those of attention, MLPs and experts.
+ADAPTED = ["in_proj", "out_proj", "in_proj_qkvz", "in_proj_ba", "q_proj", "o_proj", "down_proj"]
+
+
+def with_lora(model):
+    """A hybrid of which adapters alone are trained."""
+    torch.manual_seed(1)
+    config = LoraConfig(r=2, target_modules=ADAPTED, init_lora_weights=False)
+    return get_peft_model(model, config).double()
+
+
+def errors_of(rank, world_size, family, topology, plans, wanted, adapt=lambda model: model):
     """The largest relative error of loss and gradients under each plan, of which a whole number of
-    CHECKPOINTING take turns."""
+    CHECKPOINTING take turns. adapt: what makes the model that is trained."""
     communicator = join(topology)
-    model = make_hybrid(family)
-    recurrent = attach(model)
+    model = adapt(make_hybrid(family))
+    recurrent = attach(getattr(model, "get_base_model", lambda: model)())
     wanted_loss, wanted_gradients = wanted
     worst = []
     for plan, checkpointing in zip(plans, cycle(CHECKPOINTING), strict=False):
@@ -85,4 +99,18 @@ def test_a_hybrid_is_exact(family, stays_in_float64):  # noqa: F811
     plans = plans_of(family, TWO_NODES)
     ranks = TWO_NODES.world_size
     for errors in run_threads(errors_of, ranks, family, TWO_NODES, plans, wanted):
+        assert max(errors) < 1e-10
+
+
+@pytest.mark.parametrize("family", ["Qwen3Next", "Lfm2"])
+def test_adapters_of_a_hybrid_are_exact(family, stays_in_float64):  # noqa: F811
+    adapted = with_lora(make_hybrid(family))
+    wanted = reference_gradients(adapted, documents(LENGTHS), attention="eager")
+    trained = {name for name, p in adapted.named_parameters() if p.requires_grad}
+    of_mixer = [name for name in trained if "linear_attn" in name or "conv.in_proj" in name]
+    assert of_mixer
+    assert all(wanted[1][name].norm() > 0 for name in trained)
+    plans = plans_of(family, TWO_NODES)
+    ranks = TWO_NODES.world_size
+    for errors in run_threads(errors_of, ranks, family, TWO_NODES, plans, wanted, with_lora):
         assert max(errors) < 1e-10

@@ -1,13 +1,15 @@
 """Trainers whose loss is computed at home: the plain trainer's weights and figures on two ranks,
 what cannot be computed exactly is refused in one line, and the model is left as it was."""
 
+import random
+
 import datasets
 import pytest
 import torch
 from trl import DPOTrainer
 
 from hf_flexseq import FlexSeqArguments, FlexSeqMixin
-from hf_flexseq.hf.objectives.calls import Call
+from hf_flexseq.steps.calls import Call
 from tests.hf.objectives import (
     BOUNDS,
     METRICS_BOUND,
@@ -16,6 +18,8 @@ from tests.hf.objectives import (
     compare,
     make_trainer,
     saved_llama,
+    word_tokenizer,
+    words_of,
 )
 from tests.hf.test_resume import KilledAfter
 from tests.hf.test_trainer import logged
@@ -45,6 +49,14 @@ CASES = {
 def differences(rank, world_size, folder, cases):
     datasets.disable_progress_bars()
     return {name: compare(case, folder) for name, case in cases.items()}
+
+
+def test_texts_are_as_many_tokens_as_words():
+    for count in (3, 40):
+        text = words_of(random.Random(0), count)
+        ids = word_tokenizer()(text + "<end>")["input_ids"]
+        assert len(set(ids)) > count / 2
+        assert len(ids) == count + 1
 
 
 @pytest.mark.processes

@@ -4,15 +4,18 @@
 import numpy as np
 import pytest
 import torch
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn import functional as F
 from transformers import Trainer, TrainingArguments
 
 from hf_flexseq import FlexSeqArguments, FlexSeqMixin, FlexSeqTrainer
 from hf_flexseq.hf.model.loss import attach_chunked_loss
+from hf_flexseq.hf.objectives.heads import TokenFigures, figures_of_logits
 from hf_flexseq.hf.objectives.outputs import PlannedOutput
 from hf_flexseq.kernels import token_figures as kernel
 from tests.hf.test_checks import OwnLoss, one_line
 from tests.hf.test_metrics import scaled
+from tests.hf.test_router import mixture
 from tests.hf.test_trainer import OPTIONS, logged, padded, training_arguments, update_error
 from tests.hf.tiny import VOCAB, documents, tiny_llama
 from tests.ranks import run_ranks
@@ -82,6 +85,57 @@ def test_a_head_gives_figures_in_place_of_logits():
     torch.testing.assert_close(given.value, torch.stack(wanted, 1))
     assert model(input_ids=ids, labels=ids).logits is None, "afterwards there is a loss again"
     chunked.detach()
+
+
+def example(rank):
+    """A row of tokens with targets, and weights of its figures."""
+    torch.manual_seed(100 + rank)
+    ids = torch.randint(VOCAB, (1, 7 + 4 * rank))
+    targets = F.pad(ids[:, 1:], (0, 1), value=-100)
+    weights = torch.randn(2, ids.shape[1]).double()
+    return {"input_ids": ids, "labels": targets, "shift_labels": targets}, weights
+
+
+def sharded_figures(rank, world_size, policy):
+    """Figures and gradients of a model whose head is a unit of its own."""
+    model = tiny_llama()
+    head = TokenFigures(model)
+    head.attach()
+    for layer in model.model.layers:
+        fully_shard(layer)
+    fully_shard(model.lm_head, mp_policy=policy)
+    fully_shard(model)
+    inputs, weights = example(rank)
+    found = head.forward(model, inputs)
+    (torch.stack([found["log_probs"], found["entropy"]]) * weights).sum().backward()
+    gradients = {name: p.grad.full_tensor().numpy() for name, p in model.named_parameters()}
+    return {name: value.detach().numpy() for name, value in found.items()}, gradients
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize(
+    ("policy", "tolerance"),
+    [
+        (MixedPrecisionPolicy(), 1e-12),
+        # outputs of the head, and their gradients, are rounded; values are not
+        (MixedPrecisionPolicy(output_dtype=torch.float32), 1e-6),
+    ],
+)
+def test_figures_of_a_sharded_head(policy, tolerance):
+    wanted = []
+    for rank in range(2):
+        model = tiny_llama()
+        inputs, weights = example(rank)
+        logits = model(input_ids=inputs["input_ids"]).logits[0]
+        found = figures_of_logits(logits, inputs["labels"][0])
+        (torch.stack([found["log_probs"], found["entropy"]]) * weights).sum().backward()
+        wanted.append((found, {name: p.grad for name, p in model.named_parameters()}))
+    for rank, (figures, gradients) in enumerate(run_ranks(sharded_figures, 2, policy)):
+        for name, value in wanted[rank][0].items():
+            np.testing.assert_allclose(figures[name], value.detach(), rtol=1e-12)
+        for name, gradient in gradients.items():
+            mean = (wanted[0][1][name] + wanted[1][1][name]) / 2
+            assert float((torch.as_tensor(gradient) - mean).norm() / mean.norm()) < tolerance
 
 
 # ---- training
@@ -312,3 +366,14 @@ def test_an_own_loss_does_not_run_in_pipeline_stages(tmp_path):
     with pytest.raises(NotImplementedError, match="set it to 1") as raised:
         make(True, tmp_path, base=Trainer, func=focal_loss, settings={"pipeline_parallel_size": 2})
     one_line(raised)
+
+
+def test_a_router_loss_beside_an_own_one_is_refused(tmp_path):
+    settings = {"max_tokens_per_rank": 61}
+    with pytest.raises(NotImplementedError, match="set config.output_router_logits=False") as own:
+        make(True, tmp_path, base=Trainer, func=focal_loss, model=mixture, settings=settings)
+    one_line(own)
+    trainer = make(True, tmp_path, base=Trainer, model=mixture, settings=settings)
+    with pytest.raises(NotImplementedError, match="config.output_router_logits=False") as metrics:
+        trainer.predict(documents([5, 9]))
+    one_line(metrics)

@@ -175,6 +175,25 @@ def test_scans_are_in_float32_under_autocast():
     assert error < 3e-3  # one rounding
 
 
+def test_mamba_2_in_bfloat16_is_that_of_transformers_up_to_one_rounding():
+    x = torch.randn(1, 300, 4, 16).bfloat16()
+    dt, A = torch.randn(1, 300, 4).bfloat16(), -torch.rand(4)
+    B, C = torch.randn(2, 1, 300, 2, 8).bfloat16()
+    D, dt_bias = torch.randn(2, 4).bfloat16()
+    options = {"chunk_size": 16, "D": D, "dt_bias": dt_bias, "dt_softplus": True}
+    wanted = modeling_bamba.mamba2_chunk_scan(x, dt, A, B, C, **options)
+    assert wanted.dtype == torch.float32
+    with RecurrentFunctions(make_hybrid("Bamba")).attached():
+
+        def compute(seq_ctx):
+            scan = modeling_bamba.mamba2_chunk_scan
+            return scan(x, dt, A, B, C, **options, seq_ctx=seq_ctx)
+
+        found = in_context(compute, (300,))
+    assert found.dtype == torch.bfloat16
+    torch.testing.assert_close(found.float(), wanted, rtol=2**-8, atol=1e-4)
+
+
 @pytest.mark.parametrize(
     "keywords",
     [

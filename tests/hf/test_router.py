@@ -241,6 +241,42 @@ def test_zero_3_equals_the_plain_trainer(tmp_path):
         assert logged(log, "loss") == pytest.approx(logged(history, "loss"), rel=1e-5)
 
 
+def likeliest(logits, labels):
+    """[rows, tokens]; the plain Trainer hands on all outputs of such a model, aux_loss first."""
+    logits = logits[1] if isinstance(logits, tuple) else logits
+    return logits.argmax(dim=-1)
+
+
+def evaluated(cls, folder, batch, **options):
+    """What an evaluation with metrics says, beside training, of a model with a router loss."""
+    common = {"batch": batch, "accumulation": 1, "per_device_eval_batch_size": batch}
+    kind = TrainingArguments if cls is Trainer else FlexSeqConfig
+    args = training_arguments(kind, folder, **common, max_steps=1, **options)
+    trainer = cls(
+        model=mixture(),
+        args=args,
+        train_dataset=dataset(8),
+        eval_dataset=dataset(8),
+        data_collator=padded,
+        preprocess_logits_for_metrics=likeliest,
+        compute_metrics=lambda found: {"first": float(found.predictions[:, 0].sum())},
+    )
+    trainer.train()
+    return trainer.evaluate()
+
+
+def flexseq_evaluated(rank, world_size, folder):
+    return evaluated(FlexSeqTrainer, folder, 8 // world_size, **OPTIONS)
+
+
+@pytest.mark.processes
+def test_an_evaluation_with_metrics_has_the_router_loss(tmp_path):
+    wanted = evaluated(Trainer, tmp_path, 8)
+    for found in run_ranks(flexseq_evaluated, 2, tmp_path):
+        assert found["eval_loss"] == pytest.approx(wanted["eval_loss"], rel=2e-6)
+        assert found["eval_first"] == wanted["eval_first"]
+
+
 # ---- both passes
 
 
@@ -301,6 +337,13 @@ def test_another_function_is_refused(tmp_path, monkeypatch):
     assert "set config.output_router_logits=False" in str(raised.value)
     with pytest.raises(NotImplementedError, match="router_aux_loss_coef=0.5 with Mixtral"):
         dpo(FlexSeqDPOTrainer, tmp_path, 2, 1, flexseq_args=FlexSeqArguments(**OPTIONS))
+
+
+def test_a_loss_of_the_users_own_is_refused(tmp_path):
+    args = training_arguments(FlexSeqConfig, tmp_path, batch=2, accumulation=1)
+    own = {"compute_loss_func": lambda outputs, labels, num_items_in_batch: outputs.loss}
+    with pytest.raises(NotImplementedError, match="output_router_logits=True of Mixtral"):
+        FlexSeqTrainer(model=mixture(), args=args, train_dataset=dataset(), **own)
 
 
 def test_a_pipeline_is_refused(tmp_path):

@@ -44,7 +44,11 @@ USES = (
     {"log_probs": "all", "entropy": "one"},
     {"log_probs": "all", "entropy": "all", "scores": "all"},
     {"scores": "one"},
+    {"log_probs": "all", "sums": "all"},
+    {"scores": "all", "sums": "one"},
 )
+# Beside figures there are sums over all tokens of the step.
+TOTALS = ("sums",)
 
 
 # ---- a model that gives figures, and a loss of them
@@ -86,10 +90,15 @@ def random_loss(figures, rank, uses, seed):
     return mixed.tanh().square().sum() + (mixed[0] * mixed[1]).sin()
 
 
+def sums_of(figures):
+    """A sum over tokens, [classes]."""
+    return figures["scores"].tanh().sum(dim=0)
+
+
 class RandomObjective:
     """`random_loss` of what a wrapped model gives."""
 
-    totals = ()
+    totals = TOTALS
 
     def __init__(self, model, rank, uses, seed):
         self.model, self.rank, self.uses, self.seed = model, rank, uses, seed
@@ -97,7 +106,8 @@ class RandomObjective:
 
     def forward(self, inputs):
         self.calls += 1
-        return self.model(**inputs)
+        figures = self.model(**inputs)
+        return {**figures, "sums": sums_of(figures)}
 
     def loss(self, figures):
         leaves = {name: value.clone().requires_grad_() for name, value in figures.items()}
@@ -122,7 +132,8 @@ def one_process(model, sources, world_size, uses, seed):
     own attention on one document at a time."""
     model.set_attn_implementation("sdpa")
     examples = documents(LENGTHS)
-    total = torch.zeros((), dtype=torch.float64)
+    by_rank = []
+    sums = torch.zeros(CLASSES, dtype=torch.float64)
     for rank in range(world_size):
         found = []
         for example, source in zip(examples, sources, strict=True):
@@ -131,9 +142,13 @@ def one_process(model, sources, world_size, uses, seed):
                 found.append(model(torch.tensor([example["input_ids"]]), labels))
         if found:
             figures = {name: torch.cat([own[name] for own in found]) for name in found[0]}
+            sums = sums + sums_of(figures)
         else:
             figures = {name: torch.zeros(0, dtype=torch.float64) for name in uses}
-        total = total + random_loss(figures, rank, uses, seed)
+        by_rank.append(figures)
+    total = torch.zeros((), dtype=torch.float64)
+    for rank, figures in enumerate(by_rank):
+        total = total + random_loss({**figures, "sums": sums}, rank, uses, seed)
     model.zero_grad()
     total.backward()
     gradients = {}
@@ -332,7 +347,7 @@ def with_dropout(rank, world_size, plan, checkpointing):
     step = pass_step(plan, examples, sources, communicator)
     graphs = [model(**step._inputs_of(index)) for index in step.indices]
     later.append(torch.rand(1))
-    home = step._home(dict(zip(step.indices, graphs, strict=True)), ())
+    home = step._home(dict(zip(step.indices, graphs, strict=True)), objective.totals)
     _, weights = objective.loss(home)
     dealt = step._exchange.deal(weights, step._routes)
     for own, weight in zip(graphs, dealt, strict=True):

@@ -30,7 +30,8 @@ import inspect
 import math
 import sys
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import reduce
 from typing import Any
@@ -78,8 +79,7 @@ class RouterFacts:
 
 def asks_for_router_loss(model: PreTrainedModel) -> bool:
     """Tell if `model` adds a router loss to its own."""
-    config = model.config.get_text_config()
-    return bool(getattr(model.config, OPTION, False) or getattr(config, OPTION, False))
+    return bool(getattr(model.config.get_text_config(), OPTION, False))
 
 
 def router_facts(model: PreTrainedModel) -> RouterFacts:
@@ -160,6 +160,7 @@ def router_sums(router_logits: Sequence[torch.Tensor], top_k: int) -> Columns:
 
     router_logits: [tokens, experts] of each layer. P is in float32 at least.
     """
+    assert router_logits, "output_router_logits is set, but the model has no router"
     experts = router_logits[0].shape[-1]
     device = router_logits[0].device
     counts = torch.zeros(experts, dtype=torch.float64, device=device)
@@ -171,7 +172,7 @@ def router_sums(router_logits: Sequence[torch.Tensor], top_k: int) -> Columns:
         wide = torch.promote_types(probabilities.dtype, torch.float32)
         of_layer = probabilities.to(wide).sum(dim=0)  # [tokens, experts] -> [experts]
         sums = of_layer if sums is None else sums + of_layer
-    assert sums is not None, "a model with a router loss has a router"
+    assert sums is not None, "there is a layer"
     return {COUNTS: counts, PROBABILITIES: sums}
 
 
@@ -246,13 +247,11 @@ class RouterLoss:
         self._add_up: AddUp | None = None
         self._is_dummy = False
         self._is_due = False  # whether the micro-batch's share has not been asked for
+        self._noted: Columns | None = None  # C and P, where no share of them is wanted
+        self.coefficient = self._of_model.facts.coefficient
+        """What the loss is multiplied by."""
         self.value: torch.Tensor | None = None
         """The router loss of the last step, a scalar on the CPU."""
-
-    @property
-    def coefficient(self) -> float:
-        """What the model multiplies its router loss by."""
-        return self._of_model.facts.coefficient
 
     def of_step(self, model: nn.Module) -> "RouterLoss":
         """Begin a step of `model`, as accelerate has wrapped it; return the loss itself."""
@@ -298,6 +297,9 @@ class RouterLoss:
         """Return the share of the micro-batch that the model has just run in the router loss of
         the step, a scalar. Collective over the world where the totals are not known yet."""
         sums = self._taken()
+        if self._noted is not None:
+            self._noted.update({name: value.detach() for name, value in sums.items()})
+            return 0.0 * sums[PROBABILITIES].sum()
         if self._add_up is not None:
             row = self._as_row(sums)
             self._add_up(torch.zeros_like(row) if self._is_dummy else row)
@@ -312,6 +314,22 @@ class RouterLoss:
     def finish(self) -> None:
         """End the last micro-batch of the step."""
         self._check_taken()
+        self._counts = None
+
+    @contextmanager
+    def noting(self) -> Iterator[Columns]:
+        """Let shares be 0 inside the block, which runs a micro-batch without a backward; the block
+        gets C and P of its tokens, [experts] each, by name."""
+        self._noted = {}
+        try:
+            yield self._noted
+        finally:
+            self._noted = None
+
+    def weighted(self, sums: Columns) -> torch.Tensor:
+        """Return the router loss of C and P, [experts] each, times its coefficient, a scalar."""
+        top_k = self._of_model.facts.top_k
+        return self.coefficient * router_loss(sums[COUNTS], sums[PROBABILITIES], top_k)
 
     def _check_taken(self) -> None:
         assert not self._is_due, "a micro-batch has run without its share of the router loss"

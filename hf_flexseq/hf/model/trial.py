@@ -110,7 +110,6 @@ def try_model(model: PreTrainedModel) -> Trial:
     config = copy.deepcopy(model.config)
     config._attn_implementation = _TRIAL
     if asks_for_router_loss(model):  # which counts, and the twin has no numbers
-        config.output_router_logits = False
         config.get_text_config().output_router_logits = False
     attached = None
     try:

@@ -5,11 +5,13 @@ results that were planned: every sequence was computed by the ranks that the pla
 packed beside others, and its figures came home (`steps/passes.py`). So the trainer's own code runs
 unchanged, once per batch, with its own collectives and metrics.
 
-    calls.py        a call of the model: a padded batch, its tokens in a row, and results padded
     heads.py        what is asked of a model: log-probabilities of labels, or classes
     divergences.py  the same of two models: how far their distributions are apart (distillation)
-    answering.py    calls of a model that are answered by somebody else
     reference.py    models that are asked without gradients, beside the trained one
     trainers.py     which calls a trainer's loss will make, so that they can be planned together
+    one_pass.py     a loss of the user's own that is a sum over tokens, and takes the other way
     planned.py      a step: first pass, the trainer's loss, second pass
+
+A call itself is a padded batch (`steps/calls.py`), and is answered in place of the model
+(`steps/answering.py`).
 """

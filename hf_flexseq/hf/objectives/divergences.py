@@ -35,9 +35,9 @@ from hf_flexseq.config import IGNORE_INDEX
 from hf_flexseq.hf.executors import WholeModelExecutor, base_model
 from hf_flexseq.hf.model.checks import check_model
 from hf_flexseq.hf.model.positions import needed_columns
-from hf_flexseq.hf.objectives.calls import Call
 from hf_flexseq.hf.objectives.reference import on_micro_batches
 from hf_flexseq.plan.shard import Shard
+from hf_flexseq.steps.calls import Call
 from hf_flexseq.steps.exchange import Columns
 from hf_flexseq.steps.inputs import Inputs
 from hf_flexseq.steps.token_columns import INDICES, LENGTHS

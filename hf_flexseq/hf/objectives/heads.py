@@ -25,8 +25,8 @@ from hf_flexseq.hf.model.router import (
     RouterSums,
     router_loss,
 )
-from hf_flexseq.hf.objectives.calls import Call
 from hf_flexseq.hf.objectives.outputs import PlannedOutput
+from hf_flexseq.steps.calls import Call
 from hf_flexseq.steps.exchange import Columns
 from hf_flexseq.steps.inputs import Inputs
 
@@ -62,9 +62,7 @@ class Head(Protocol):
         """
 
 
-def head_of(
-    model: PreTrainedModel, *, reads_figures: bool = False, has_router_loss: bool = False
-) -> Head:
+def head_of(model: PreTrainedModel, *, has_router_loss: bool, reads_figures: bool) -> Head:
     """Return the head of a transformers model.
 
     reads_figures: whether a loss of the user's own reads log-probabilities.

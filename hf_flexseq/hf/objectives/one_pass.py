@@ -1,18 +1,19 @@
 """A `compute_loss` of the user's own on the micro-batches of a plan, where a loss is a sum over
-tokens; see `trainers.py` for when it takes that way."""
+tokens; see `hf/losses.py` for when it takes that way."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
 from torch import nn
+from transformers import Trainer
 
 from hf_flexseq.hf.executors import base_model
 
 
 @contextmanager
-def refusing_calls_without_labels(trainer: Any) -> Iterator[None]:
-    """Raise NotImplementedError, inside the block, where `compute_loss` calls the model on a
+def refusing_calls_without_labels(trainer: Trainer) -> Iterator[None]:
+    """Raise NotImplementedError where `compute_loss`, which the block runs, calls the model on a
     micro-batch without labels.
 
     It would compute a loss itself, from logits of parts of samples and from labels that are

@@ -27,12 +27,11 @@ from typing import Any
 
 import torch
 from torch import nn
+from transformers import Trainer
 
 from hf_flexseq.hf.engine import FlexSeqEngine
 from hf_flexseq.hf.executors import WholeModelExecutor, base_model
 from hf_flexseq.hf.losses import distills, reads_figures, rolls_out
-from hf_flexseq.hf.objectives.answering import answered_by
-from hf_flexseq.hf.objectives.calls import Call, joined
 from hf_flexseq.hf.objectives.divergences import Divergences
 from hf_flexseq.hf.objectives.heads import Head, TokenFigures, head_of
 from hf_flexseq.hf.objectives.reference import (
@@ -42,6 +41,8 @@ from hf_flexseq.hf.objectives.reference import (
 )
 from hf_flexseq.hf.objectives.trainers import Foreseen, foreseen
 from hf_flexseq.kernels.upload import to_device
+from hf_flexseq.steps.answering import answered_by
+from hf_flexseq.steps.calls import Call, joined
 from hf_flexseq.steps.exchange import Columns
 from hf_flexseq.steps.inputs import Inputs
 from hf_flexseq.steps.passes import PassStep
@@ -67,8 +68,8 @@ class _Result:
 class PlannedLoss:
     """Computes a trainer's loss, and its gradients, on planned results."""
 
-    def __init__(self, trainer: Any, engine: FlexSeqEngine) -> None:
-        self._trainer = trainer
+    def __init__(self, trainer: Trainer, engine: FlexSeqEngine) -> None:
+        self._trainer: Any = trainer  # one of TRL's has more than a Trainer
         self._engine = engine
         self._head: Head = head_of(
             base_model(trainer.model),
@@ -307,16 +308,6 @@ class PlannedLoss:
     # ---- calls of the loss
 
     @contextmanager
-    def on_batch(self, batch: Mapping[str, Any]) -> Iterator[None]:
-        """Compute the loss of one batch inside the block: the Trainer may take its labels out and
-        call the model without them."""
-        former, self._labels = self._labels, batch.get("labels")
-        try:
-            yield
-        finally:
-            self._labels = former
-
-    @contextmanager
     def answering(self, model: nn.Module) -> Iterator[None]:
         """Answer the trainer's calls of its models inside the block.
 
@@ -350,10 +341,23 @@ class PlannedLoss:
         state._set_sync_gradients(syncs and is_last)
         self.prepared = batch
         try:
-            yield
+            with self.on_batch(batch):
+                yield
         finally:
             self.prepared = None
             state._set_sync_gradients(syncs)
+
+    @contextmanager
+    def on_batch(self, batch: Any) -> Iterator[None]:
+        """Surround the loss of one batch: the Trainer may take its labels out, and call the model
+        without them."""
+        former = self._labels
+        if isinstance(self._head, TokenFigures):
+            self._labels = batch.get("labels")
+        try:
+            yield
+        finally:
+            self._labels = former
 
     def _end_answering(self) -> None:
         self._running = None

@@ -3,21 +3,6 @@ are planned together, before the loss is computed.
 
 Nothing but time depends on it: a call without gradients that was not foreseen is planned and run
 when it comes, and one with gradients is refused.
-
-A trainer of a causal language model takes one of two ways:
-
-* One pass, where the loss is a sum over tokens, divided by `num_items_in_batch`: `Trainer` itself,
-  TRL's SFTTrainer, and every class with a `compute_loss` of its own that hands on to it. Such a
-  `compute_loss` runs on the micro-batches of a plan, wherever their tokens are. It must call the
-  model with its labels: those of a micro-batch are shifted already, and logits beside them would
-  not be those of a sample.
-* At home, in two passes, where `compute_loss_func` is given, or the class says
-  `flexseq_loss_at_home = True`: its `compute_loss` runs once for each batch that the plain Trainer
-  would have, on whole samples, and reads `loss`, `log_probs` and `entropy` of the model's outputs
-  (`outputs.PlannedOutput`).
-
-Rejected: taking a class with a `compute_loss` of its own home without being told. It would pay for
-a second pass where it only hands on to the Trainer's.
 """
 
 from collections.abc import Callable, Mapping
@@ -25,11 +10,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from transformers import Trainer
 
 from hf_flexseq.config import IGNORE_INDEX
 from hf_flexseq.hf.losses import reads_figures
-from hf_flexseq.hf.objectives.calls import Call
 from hf_flexseq.hf.objectives.heads import Head
+from hf_flexseq.steps.calls import Call
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +32,7 @@ class Foreseen:
     """Asked of the policy without gradients, and of the reference if that is asked at all."""
 
 
-def foreseen(trainer: Any, batch: Mapping[str, Any], head: Head) -> Foreseen:
+def foreseen(trainer: Trainer, batch: Mapping[str, Any], head: Head) -> Foreseen:
     """Return the calls that the loss of `trainer` will make on a batch."""
     if reads_figures(trainer):
         read = ("input_ids", "attention_mask", "labels")

@@ -22,6 +22,7 @@ from hf_flexseq.steps.collator import LENGTHS
 _HARMLESS = {
     *("use_cache", "fused_lm_head", "return_dict", "num_items_in_batch", "logits_to_keep"),
     "past_key_values",
+    "margin",  # of a pair: TRL hands it to reward models, which ignore it
 }
 _READ = {"input_ids", "attention_mask", "labels"}
 
