@@ -14,7 +14,6 @@ from typing import Any
 import torch
 
 from hf_flexseq.config import IGNORE_INDEX
-from hf_flexseq.hf.model.router import NO_ROUTER_LOSS, OPTION
 from hf_flexseq.steps.collator import LENGTHS
 
 # Arguments of a call that change nothing of what is computed of its tokens, or say how it is
@@ -126,7 +125,9 @@ def joined(calls: Sequence[Call]) -> dict[str, Any] | None:
 
 
 _ADVICE = {
-    OPTION: f"; {NO_ROUTER_LOSS}",
+    "output_router_logits": (
+        "; set config.output_router_logits=False, or for TRL's trainers router_aux_loss_coef=0.0"
+    ),
     "pixel_values": "; images are not available",
 }
 
