@@ -18,8 +18,8 @@ metrics    the largest difference of a figure that is logged, over its size wher
 itself     twice this much is allowed, too: how far the plain trainer's weights are from
            themselves when its batches are cut into halves, and its figures, of which many are
            means over batches, when they are padded to multiples of 16 (under bfloat16 in either
-           case): both change nothing but rounding. Found where ours is beyond a bound, where the model is not in float64 (ZeRO,
-           FSDP2), and under bfloat16 autocast
+           case): both change nothing but rounding. Found where ours is beyond a bound, where the
+           model is not in float64 (ZeRO, FSDP2), and under bfloat16 autocast
 
 One step is enough where a loss alone is in question; others train ten, with GRPO and RLOO
 generating in each. A row whose plain trainer does not run on a CPU says so, with the reason. Exits
