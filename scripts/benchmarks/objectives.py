@@ -17,9 +17,9 @@ metrics    the largest difference of a figure that is logged, over its size wher
            those
 itself     twice this much is allowed, too: how far the plain trainer's weights are from
            themselves when its batches are cut into halves, and its figures, of which many are
-           means over batches, when they are padded to multiples of 16: both change nothing but
-           rounding. Found where ours is beyond a bound, where the model is not in float64 (ZeRO,
-           FSDP2), and under bfloat16 autocast
+           means over batches, when they are padded to multiples of 16 (under bfloat16 in either
+           case): both change nothing but rounding. Found where ours is beyond a bound, where the
+           model is not in float64 (ZeRO, FSDP2), and under bfloat16 autocast
 
 One step is enough where a loss alone is in question; others train ten, with GRPO and RLOO
 generating in each. A row whose plain trainer does not run on a CPU says so, with the reason. Exits
@@ -217,7 +217,7 @@ def padded(case: Case) -> Case:
 
 def couples(case: Case) -> bool:
     """Tell if the loss of an example depends on the others of its batch."""
-    return case.kind in ("kto", "reward") or "aot" in str(case.settings.get("loss_type"))
+    return case.kind == "kto" or "aot" in str(case.settings.get("loss_type"))
 
 
 # ---- running them
@@ -264,6 +264,8 @@ def measure(world_size: int, case: Case, folder: Path) -> dict[str, Any]:
         if not couples(case):
             itself = difference(stock, trained(world_size, halved(case), False, folder))
             of_weights = itself.weights
+            if case.settings.get("bf16"):
+                of_metrics = max(of_metrics, itself.metrics)
         found |= {"itself": of_weights, "itself_metrics": of_metrics}
         bound = max(bound, ITSELF * of_weights)
         metrics_bound = max(metrics_bound, ITSELF * of_metrics)

@@ -52,7 +52,7 @@ from tests.hf.tiny import VOCAB, tiny_llama, torch_norm
 
 Array = np.ndarray[Any, np.dtype[np.float64]]
 OPTIONS = {"max_tokens_per_rank": 60, "cost_model": "estimate"}
-ROWS = 64  # examples to train on
+ROWS, EVALUATED = 64, 6  # examples to train on, and to evaluate
 CLOCKS = ("runtime", "per_second", "time", "total_flos", "flexseq/")  # parts of names of figures
 
 # Bounds of weights over the update: trainers of TRL that read log-probabilities compute those in
@@ -222,14 +222,15 @@ def save_inputs(folder: Path) -> None:
     data, for those that precompute what a reference gives on it."""
     tiny_llama().save_pretrained(folder / "model")
     for name, make in DATA.items():
-        make(ROWS).save_to_disk(folder / name)
+        for rows in (ROWS, EVALUATED):
+            make(rows).save_to_disk(folder / f"{name}-{rows}")
 
 
-def data_of(name: str, case: Case, path: Path) -> Dataset:
+def data_of(name: str, case: Case, path: Path, rows: int) -> Dataset:
     """One of DATA; from its folder where ranks have to find what one of them has precomputed."""
     if case.settings.get("precompute_ref_log_probs"):
-        return load_from_disk(path.parent / name)
-    return DATA[name](ROWS)
+        return load_from_disk(path.parent / f"{name}-{rows}")
+    return DATA[name](rows)
 
 
 def causal_model(case: Case, path: Path) -> Any:
@@ -310,8 +311,8 @@ def make_trainer(
 def _dpo(case: Case, path: Path, model: Any) -> Any:
     arguments = {
         "model": model or causal_model(case, path),
-        "train_dataset": data_of("pairs", case, path),
-        "eval_dataset": pairs(5),
+        "train_dataset": data_of("pairs", case, path, ROWS),
+        "eval_dataset": data_of("pairs", case, path, EVALUATED),
         "processing_class": word_tokenizer(),
     }
     if case.reference and case.adapter is None:
@@ -321,15 +322,18 @@ def _dpo(case: Case, path: Path, model: Any) -> Any:
 
 def _kto(case: Case, path: Path, model: Any) -> Any:
     _, _, arguments = _dpo(case, path, model)
-    arguments |= {"train_dataset": data_of("labelled", case, path), "eval_dataset": labelled(6)}
+    arguments |= {
+        "train_dataset": data_of("labelled", case, path, ROWS),
+        "eval_dataset": data_of("labelled", case, path, EVALUATED),
+    }
     return _max_length_none(KTOConfig, beta=0.5), KTOTrainer, arguments
 
 
 def _reward(case: Case, path: Path, model: Any) -> Any:
     arguments = {
         "model": model or classifier(LlamaForSequenceClassification, 1, case.dtype),
-        "train_dataset": data_of("pairs", case, path),
-        "eval_dataset": pairs(5),
+        "train_dataset": data_of("pairs", case, path, ROWS),
+        "eval_dataset": data_of("pairs", case, path, EVALUATED),
         "processing_class": word_tokenizer(),
     }
     return _max_length_none(RewardConfig), RewardTrainer, arguments
