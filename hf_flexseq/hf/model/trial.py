@@ -15,7 +15,8 @@ import copy
 import inspect
 import logging
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -24,6 +25,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 from transformers import AttentionInterface, PreTrainedModel, masking_utils
+from transformers.integrations import deepspeed
 from transformers.masking_utils import AttentionMaskInterface
 
 from hf_flexseq.hf.model.calls import Asked, UnsupportedAttention, number_of, read_call
@@ -113,7 +115,7 @@ def try_model(model: PreTrainedModel) -> Trial:
         config.get_text_config().output_router_logits = False
     attached = None
     try:
-        with torch.device("meta"), torch.no_grad():
+        with torch.device("meta"), torch.no_grad(), _without_sharding():
             twin = type(model)(config).to(torch.bfloat16).train()
             for module in twin.modules():
                 if type(module).__name__.endswith("Experts"):
@@ -146,6 +148,18 @@ def try_model(model: PreTrainedModel) -> Trial:
             attached.detach()
     seen.keys.clear()
     return seen
+
+
+@contextmanager
+def _without_sharding() -> Iterator[None]:
+    """Let models that are made inside the block be whole, also under ZeRO-3: DeepSpeed would take
+    the weights of a model inside a model, such as a classifier's, off the meta device."""
+    former = deepspeed._hf_deepspeed_config_weak_ref
+    deepspeed.unset_hf_deepspeed_config()
+    try:
+        yield
+    finally:
+        deepspeed._hf_deepspeed_config_weak_ref = former
 
 
 def _begin_mixer(seen: Trial, module: nn.Module, args: Any) -> None:

@@ -256,10 +256,7 @@ class Classes:
     def attach(self) -> list[Any]:
         """Make the model return the logits of all tokens where it is called on a micro-batch;
         return the hooks, which undo it when they are removed."""
-        return [
-            self._model.score.register_forward_hook(self._note),
-            self._model.register_forward_hook(self._with_all_scores, with_kwargs=True),
-        ]
+        return [self._model.register_forward_hook(self._with_all_scores, with_kwargs=True)]
 
     def _note(self, module: nn.Module, args: Any, scores: torch.Tensor) -> None:
         self._scores = scores
@@ -280,7 +277,12 @@ class Classes:
         """Run a micro-batch: return the logits of its tokens, [tokens, labels]."""
         without = ("labels", "shift_labels")
         packed = {name: value for name, value in inputs.items() if name not in without}
-        outputs = model(**packed, use_cache=False)
+        # behind the hooks of ZeRO-3, which puts what its backward needs into the head's output
+        noting = self._model.score.register_forward_hook(self._note)
+        try:
+            outputs = model(**packed, use_cache=False)
+        finally:
+            noting.remove()
         return {"logits": outputs.logits.squeeze(0)}  # [1, tokens, labels] -> [tokens, labels]
 
     def answer(self, call: Call, figures: Columns, given: Mapping[str, Any]) -> Any:
