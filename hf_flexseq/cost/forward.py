@@ -26,7 +26,15 @@ def forward_only(cost: CostModel) -> CostModel:
     recurrent = []
     for layers in cost.recurrent:
         recurrent.append(
-            replace(layers, token_s=layers.token_s * of_others, again_s=layers.again_s * of_others)
+            replace(
+                layers,
+                token_s=layers.token_s * of_others,
+                again_s=layers.again_s * of_others,
+                # what goes there in a forward comes back in a backward
+                summary_bytes=layers.summary_bytes / 2,
+                halo_bytes=layers.halo_bytes / 2,
+                row_bytes=layers.row_bytes / 2,
+            )
         )
     return replace(
         cost,

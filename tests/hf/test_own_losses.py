@@ -373,7 +373,3 @@ def test_a_router_loss_beside_an_own_one_is_refused(tmp_path):
     with pytest.raises(NotImplementedError, match="set config.output_router_logits=False") as own:
         make(True, tmp_path, base=Trainer, func=focal_loss, model=mixture, settings=settings)
     one_line(own)
-    trainer = make(True, tmp_path, base=Trainer, model=mixture, settings=settings)
-    with pytest.raises(NotImplementedError, match="config.output_router_logits=False") as metrics:
-        trainer.predict(documents([5, 9]))
-    one_line(metrics)
