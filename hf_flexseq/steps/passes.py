@@ -140,6 +140,7 @@ class PassStep(RankStep[Plan]):
         self._routes = routes
         self._communicator: Communicator = exchange.communicator
         self._random: dict[int, list[torch.Tensor]] = {}  # states before each micro-batch
+        self.passes = 0  # so far
 
     def figures(self, forward: Forward, totals: Collection[str] = ()) -> Columns:
         """Run every micro-batch forward, without gradients, and return the figures of the tokens
@@ -148,6 +149,7 @@ class PassStep(RankStep[Plan]):
 
         totals: see `Objective`; names that are not there do not matter.
         """
+        self.passes += 1
         with torch.no_grad():
             found = {index: forward(self._inputs_of(index)) for index in self.indices}
         return self._home(found, totals)
@@ -158,6 +160,7 @@ class PassStep(RankStep[Plan]):
 
         before_last: surrounds every micro-batch of the second pass but the last one.
         """
+        self.passes += 2
         # 1. first pass
         kept_index = len(self.plan.micro_batches) - 1
         found: dict[int, Columns] = {}
@@ -204,6 +207,7 @@ class PassStep(RankStep[Plan]):
         before_last: surrounds every micro-batch but the last one.
         Raises RuntimeError where the loss turns out to have other gradients.
         """
+        self.passes += 1
         # 1. the weights go with the tokens
         dealt = self._exchange.deal(weights, self._routes)
 
@@ -236,6 +240,7 @@ class PassStep(RankStep[Plan]):
 
         forward_backward: runs a micro-batch of the second pass. before_last: see `run`.
         """
+        self.passes += 2
         # 1. first pass
         last_of_plan = len(self.plan.micro_batches) - 1
         order = [index for index in self.indices if index != last_of_plan]

@@ -30,6 +30,7 @@ class RankStep(Generic[PlanT]):
 
     __slots__ = (
         "number",
+        "passes",
         "plan",
         "remark",
         "remarks",
@@ -49,6 +50,7 @@ class RankStep(Generic[PlanT]):
         self.targets = drawn.targets  # tokens with a label in the whole step, over all ranks
         self.waited_s = waited_s
         self.stopwatch = Stopwatch(device)
+        self.passes = 1  # over the micro-batches: forward and backward, or forward alone
         self.remark: Any = None  # a JSON value that goes to all ranks when the step is over
         self.remarks: list[Any] = []  # then those of all ranks
 

@@ -51,6 +51,8 @@ class PlanTrace:
         if self._file is not None:
             measured = by_rank.amax(dim=0).tolist()  # by micro-batch
             line = {"cost_model": self._digest(cost), "measured_s": measured}
+            if step.passes > 1:
+                line["passes"] = step.passes
             self._file.append(step.number, [line | step.plan.to_record()])
         return step_figures(step, slowest, self.communicator.world_size)
 

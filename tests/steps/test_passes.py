@@ -340,6 +340,7 @@ def with_dropout(rank, world_size, plan, checkpointing):
     step = pass_step(plan, examples, sources, communicator)
     objective = LinearObjective(model)
     step.run(objective)
+    assert step.passes == 2
     found, later = summed_gradients(model, communicator), [torch.rand(1)]
 
     # 2. one pass
