@@ -26,6 +26,7 @@ The engine is alike for a whole model and for one in pipeline stages; its execut
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
@@ -177,9 +178,19 @@ class FlexSeqEngine:
             runs made; of no effect on later ones.
         Raises RuntimeError when no model is attached, PlanInfeasible when a sequence fits nowhere.
         """
+        return self._next_training(iterator, num_batches, first_number, None)
+
+    def _next_training(
+        self,
+        iterator: Iterator[Mapping[str, Any]],
+        num_batches: int,
+        first_number: int,
+        deal: Callable[..., Step] | None,
+    ) -> Step | None:
+        """Return the next training step; see `next_step`, and for `deal` `_dealt_steps`."""
         self._check_attached()
         if self._training is None:
-            self._training = self._dealt_steps(self.args.lookahead, first_number)
+            self._training = self._dealt_steps(self.args.lookahead, first_number, deal=deal)
         return self._training.next(iterator, num_batches)
 
     def evaluation_steps(self, batches: Iterable[Mapping[str, Any]]) -> Iterator[Step]:
@@ -265,22 +276,21 @@ class FlexSeqEngine:
         Returns this rank's loss, a detached scalar; the mean over ranks is the mean over the
         step's target tokens.
         """
-        loss = self._watched(
-            step, model, lambda: self.executor.train(step, forward_backward, model)
-        )
-        if self._training is not None and not is_last:
-            self._training.deal_ahead()
-        return loss
+        run = partial(self.executor.train, step, forward_backward, model)
+        return self._trained(step, model, run, is_last=is_last)
 
-    def _watched(
-        self, step: Step, model: nn.Module, train: Callable[[], torch.Tensor]
+    def _trained(
+        self, step: Step, model: nn.Module, train: Callable[[], torch.Tensor], *, is_last: bool
     ) -> torch.Tensor:
-        """Train one step, and look for what is not finite in its loss and gradients."""
+        """Train one step, look for what is not finite in its loss and gradients, and deal the next
+        one. Returns what `train` does."""
         # The optimizer has had its turn with the step before.
         self._watch.settle(skipped=step_was_skipped(self.accelerator))
         with self.communicator.host.naming_lost():
             loss = train()
         self._watch.take(step.number, loss, gradients_of(model, self.accelerator))
+        if self._training is not None and not is_last:
+            self._training.deal_ahead()
         return loss
 
     # ---- losses that are computed at home
@@ -294,12 +304,7 @@ class FlexSeqEngine:
     ) -> PassStep | None:
         """Return the next training step as `next_step` does, for a loss that is computed at home.
         Collective over the world."""
-        self._check_attached()
-        if self._training is None:
-            self._training = self._dealt_steps(
-                self.args.lookahead, first_number, deal=self._whole.deal_passes
-            )
-        step = self._training.next(iterator, num_batches)
+        step = self._next_training(iterator, num_batches, first_number, self._whole.deal_passes)
         assert step is None or isinstance(step, PassStep)
         return step
 
@@ -348,12 +353,8 @@ class FlexSeqEngine:
         known before it (`PassStep.run_once`). is_last: see `train`. Returns this rank's loss, a
         detached scalar.
         """
-        loss = self._watched(
-            step, model, lambda: self._whole.train_passes(step, objective, model, weights)
-        )
-        if self._training is not None and not is_last:
-            self._training.deal_ahead()
-        return loss
+        run = partial(self._whole.train_passes, step, objective, model, weights)
+        return self._trained(step, model, run, is_last=is_last)
 
     @property
     def _whole(self) -> WholeModelExecutor:

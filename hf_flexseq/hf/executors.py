@@ -60,7 +60,7 @@ from hf_flexseq.planner.process.client import InlinePlanner, Planner, PlannerWor
 from hf_flexseq.planner.process.jobs import GroupsJob, Job
 from hf_flexseq.program.blocks import BLOCK
 from hf_flexseq.schedule.routing import NicFigures, links_of
-from hf_flexseq.steps.exchange import Columns, RowExchange
+from hf_flexseq.steps.exchange import Columns, RowExchange, SourceRow
 from hf_flexseq.steps.inputs import Inputs, indices_to_run, inputs_of, model_inputs
 from hf_flexseq.steps.lookahead import DrawnStep
 from hf_flexseq.steps.passes import Objective, PassStep
@@ -407,16 +407,10 @@ class WholeModelExecutor:
         step with a router loss runs several times."""
         if self.router is not None:
             return self.deal_passes(drawn, plan, waited_s=waited_s)
-        communicator = self.setup.communicator
         device = self.setup.accelerator.device
-        assert self._model is not None, "attach sets the model"
-        check_text_alone(self._model.config, drawn.row.columns, communicator)
-        if self.kernel is None:
-            self.kernel = self._choose_kernel(max(plan.lengths))
 
         # 1. what this rank holds in each micro-batch, and its tokens outside of attention
-        shards = shards_of(plan, communicator.rank, communicator.topology)
-        row = with_token_columns(drawn.row, self._token_columns)
+        shards, row = self._held(drawn, plan)
         columns = self._exchange(row, plan, drawn.sources, shards)
 
         # 2. what the model is called with; beyond the first micro-batch it is made while they run
@@ -433,14 +427,8 @@ class WholeModelExecutor:
     def deal_passes(self, drawn: DrawnStep, plan: Plan, *, waited_s: float) -> PassStep:
         """Bring the drawn tokens to the ranks that the plan names, for a step that runs several
         times. Collective over the world."""
-        communicator = self.setup.communicator
         device = self.setup.accelerator.device
-        assert self._model is not None, "attach sets the model"
-        check_text_alone(self._model.config, drawn.row.columns, communicator)
-        if self.kernel is None:
-            self.kernel = self._choose_kernel(max(plan.lengths))
-        shards = shards_of(plan, communicator.rank, communicator.topology)
-        row = with_token_columns(drawn.row, self._token_columns)
+        shards, row = self._held(drawn, plan)
         routes = self._exchange.routes(row, plan, drawn.sources, shards)
         columns = self._exchange.deal(row.columns, routes)
 
@@ -458,6 +446,18 @@ class WholeModelExecutor:
             waited_s=waited_s,
             device=device,
         )
+
+    def _held(self, drawn: DrawnStep, plan: Plan) -> tuple[list[Shard], SourceRow]:
+        """Return what this rank holds in each micro-batch of a plan, and what it has drawn, with
+        all columns that the model needs; choose the kernel with the first step. Collective over
+        the world."""
+        communicator = self.setup.communicator
+        assert self._model is not None, "attach sets the model"
+        check_text_alone(self._model.config, drawn.row.columns, communicator)
+        if self.kernel is None:
+            self.kernel = self._choose_kernel(max(plan.lengths))
+        shards = shards_of(plan, communicator.rank, communicator.topology)
+        return shards, with_token_columns(drawn.row, self._token_columns)
 
     @contextmanager
     def own_attention(self) -> Iterator[None]:

@@ -29,7 +29,7 @@ _READ = {"input_ids", "attention_mask", "labels"}
 class Call:
     """One call of a model, on a padded batch."""
 
-    __slots__ = ("ids", "mask", "targets")
+    __slots__ = ("_places", "ids", "lengths", "mask", "targets")
 
     def __init__(
         self, ids: torch.Tensor, attention_mask: torch.Tensor | None, labels: torch.Tensor | None
@@ -49,7 +49,9 @@ class Call:
         if labels is not None:
             # the next token's label, and none where padding is next
             self.targets[:, :-1] = labels[:, 1:].masked_fill(~self.mask[:, 1:], IGNORE_INDEX)
-        _check_mask(self.mask)
+        self.lengths = _checked_lengths(self.mask)
+        """Tokens of each sequence."""
+        self._places = self.mask.nonzero(as_tuple=True)  # rows and columns of all tokens
 
     @classmethod
     def read(cls, given: Mapping[str, Any], *, of_tokens: bool) -> "Call":
@@ -78,13 +80,7 @@ class Call:
     @property
     def tokens(self) -> int:
         """Tokens of all sequences."""
-        return int(self.mask.sum())
-
-    @property
-    def lengths(self) -> list[int]:
-        """Tokens of each sequence."""
-        lengths: list[int] = self.mask.sum(dim=1).tolist()
-        return lengths
+        return sum(self.lengths)
 
     def same_as(self, other: "Call") -> bool:
         """Tell if both ask the same of the same tokens."""
@@ -96,14 +92,13 @@ class Call:
 
     def in_row(self, values: torch.Tensor) -> torch.Tensor:
         """Return the values of the tokens, [B, S] -> [tokens]."""
-        return values[self.mask]
+        return values[self._places]
 
     def padded(self, values: torch.Tensor) -> torch.Tensor:
         """Put the values of tokens where the batch has them, [tokens, ...] -> [B, S, ...], with
         zeros for padding. Differentiable."""
-        rows, columns = self.mask.nonzero(as_tuple=True)
         empty = values.new_zeros(*self.mask.shape, *values.shape[1:])
-        return empty.index_put((rows, columns), values)
+        return empty.index_put(self._places, values)
 
 
 def joined(calls: Sequence[Call]) -> dict[str, Any] | None:
@@ -132,8 +127,9 @@ _ADVICE = {
 }
 
 
-def _check_mask(mask: torch.Tensor) -> None:
-    """Raise ValueError unless the tokens of every row, [B, S], stand one behind the other."""
+def _checked_lengths(mask: torch.Tensor) -> list[int]:
+    """Return the tokens of every row, [B, S]. Raises ValueError unless they stand one behind the
+    other."""
     counts = mask.sum(dim=1)  # [B]
     # where a token is followed by padding: once at most, the row's end counted
     ends = (mask[:, :-1] & ~mask[:, 1:]).sum(dim=1) + mask[:, -1]
@@ -145,3 +141,5 @@ def _check_mask(mask: torch.Tensor) -> None:
             f"row {row} of a batch that a loss calls the model with has {what} in its "
             "attention_mask: give every sequence as a row of its own, with padding around it"
         )
+    lengths: list[int] = counts.tolist()
+    return lengths

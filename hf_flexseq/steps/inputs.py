@@ -19,6 +19,8 @@ from hf_flexseq.steps.exchange import Columns
 
 Inputs = dict[str, Any]
 
+_LABELS = ("labels", "shift_labels")
+
 
 def model_inputs(
     shards: Sequence[Shard],
@@ -71,6 +73,11 @@ def inputs_of(
     inputs["shift_labels"] = inputs["labels"]  # they are shifted already
     inputs["seq_ctx"] = make_context(shard)
     return inputs
+
+
+def without_labels(inputs: Inputs) -> Inputs:
+    """Return the inputs of a micro-batch but for its labels, which ask a model for its loss."""
+    return {name: value for name, value in inputs.items() if name not in _LABELS}
 
 
 def _with_dummy(shard: Shard) -> Shard:

@@ -9,6 +9,8 @@ import torch
 from trl import DPOTrainer
 
 from hf_flexseq import FlexSeqArguments, FlexSeqMixin
+from hf_flexseq.hf.losses import _AT_HOME
+from hf_flexseq.hf.objectives.trainers import _OF_TRAINERS
 from hf_flexseq.steps.calls import Call
 from tests.hf.objectives import (
     BOUNDS,
@@ -247,3 +249,7 @@ def test_the_models_are_left_as_they_were(tmp_path, cls):
     assert {key: (before[key], after[key]) for key in before if before[key] != after[key]} == {}
     for model in (trainer.model, trainer.ref_model):
         assert model(input_ids=ids).logits.shape == (1, 3, model.config.vocab_size)
+
+
+def test_every_trainer_whose_loss_is_at_home_has_its_calls_foreseen():
+    assert set(_AT_HOME) == set(_OF_TRAINERS)

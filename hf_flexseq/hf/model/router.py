@@ -43,7 +43,7 @@ from transformers import PreTrainedModel
 from hf_flexseq.hf.model.facts import unsharded_class
 from hf_flexseq.kernels.upload import to_device
 from hf_flexseq.steps.exchange import Columns
-from hf_flexseq.steps.inputs import Inputs
+from hf_flexseq.steps.inputs import Inputs, without_labels
 from hf_flexseq.steps.passes import AddUp
 
 COUNTS = "router_counts"
@@ -57,7 +57,6 @@ NO_ROUTER_LOSS = (
     "set config.output_router_logits=False, or for TRL's trainers router_aux_loss_coef=0.0"
 )
 _FUNCTION = "load_balancing_loss_func"
-_OWN_LABELS = ("labels", "shift_labels")
 
 
 # ---- what a model's router loss is
@@ -277,8 +276,7 @@ class RouterLoss:
     def count(self, inputs: Inputs) -> torch.Tensor:
         """Run a micro-batch forward, with hardly any head: return C and P, [2 * experts]."""
         assert self._wrapped is not None, "of_step comes first"
-        packed = {name: value for name, value in inputs.items() if name not in _OWN_LABELS}
-        self._wrapped(**packed, use_cache=False, **self._head_options)
+        self._wrapped(**without_labels(inputs), use_cache=False, **self._head_options)
         return self._as_row(self._taken())
 
     def know(self, totals: torch.Tensor) -> None:

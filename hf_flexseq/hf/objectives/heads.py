@@ -28,7 +28,7 @@ from hf_flexseq.hf.model.router import (
 from hf_flexseq.hf.objectives.outputs import PlannedOutput
 from hf_flexseq.steps.calls import Call
 from hf_flexseq.steps.exchange import Columns
-from hf_flexseq.steps.inputs import Inputs
+from hf_flexseq.steps.inputs import Inputs, without_labels
 
 
 class Head(Protocol):
@@ -129,24 +129,15 @@ class LogProbabilities:
         """Return TRL's output, whose fields are [B, S - 1]: of every token but the last."""
         from trl.trainer.utils import FusedCausalLMOutput
 
-        mask = call.targets[:, :-1] != IGNORE_INDEX
-        fields = {}
-        for name, value in figures.items():
-            if name in TOTALS:
-                continue
-            padded = call.padded(value)[:, :-1]
-            fields[name] = padded.masked_fill(~mask, 0)
-        items = given.get("num_items_in_batch")
-        if items is None:
-            items = mask.sum().clamp(min=1)
-        loss = -fields["log_probs"].sum() / items
-        aux_loss = None
+        of_tokens = {name: value for name, value in figures.items() if name not in TOTALS}
+        fields = _fields(call, of_tokens, given)
         if given.get(OPTION):
             assert self._router is not None, "the head is attached while calls are answered"
             facts = self._router.facts
             aux_loss = router_loss(figures[COUNTS], figures[PROBABILITIES], facts.top_k)
-            loss = loss + facts.coefficient * aux_loss
-        return FusedCausalLMOutput(loss=loss, label_mask=mask, aux_loss=aux_loss, **fields)
+            fields["aux_loss"] = aux_loss
+            fields["loss"] = fields["loss"] + facts.coefficient * aux_loss
+        return FusedCausalLMOutput(**fields)
 
 
 _FUSED = ("log_probs", "entropy", "log_sum_sq_probs", "mean_logits", "is_top1")
@@ -191,23 +182,30 @@ class TokenFigures:
             found = outputs.logits.squeeze(0).to(given.value.dtype)
             found = found + (given.value - found.detach())  # without what casts have rounded
             return {"log_probs": found[:, 0], "entropy": found[:, 1]}
-        packed = {name: value for name, value in inputs.items() if name not in _LABELS}
-        outputs = model(**packed, use_cache=False)
+        outputs = model(**without_labels(inputs), use_cache=False)
         return figures_of_logits(outputs.logits.squeeze(0), inputs["labels"].squeeze(0))
 
     def answer(self, call: Call, figures: Columns, given: Mapping[str, Any]) -> Any:
         """Return an output whose fields are [B, S - 1]: of every token but the last."""
-        mask = call.targets[:, :-1] != IGNORE_INDEX
-        fields = {}
-        for name, value in figures.items():
-            fields[name] = call.padded(value)[:, :-1].masked_fill(~mask, 0)
-        items = given.get("num_items_in_batch")
-        if items is None:
-            items = mask.sum().clamp(min=1)
-        return PlannedOutput(loss=-fields["log_probs"].sum() / items, label_mask=mask, **fields)
+        return PlannedOutput(**_fields(call, figures, given))
 
 
-_LABELS = ("labels", "shift_labels")
+def _fields(call: Call, figures: Columns, given: Mapping[str, Any]) -> Columns:
+    """Return what an output says of labels: figures of every token but the last, each [B, S - 1],
+    0 where it predicts none; `label_mask`, where it predicts one; and `loss`, a scalar.
+
+    figures: each [tokens], log_probs among them. given: the arguments of the call.
+    """
+    mask = call.targets[:, :-1] != IGNORE_INDEX
+    fields = {}
+    for name, value in figures.items():
+        fields[name] = call.padded(value)[:, :-1].masked_fill(~mask, 0)
+    items = given.get("num_items_in_batch")
+    if items is None:
+        items = mask.sum().clamp(min=1)
+    fields["loss"] = -fields["log_probs"].sum() / items
+    fields["label_mask"] = mask
+    return fields
 
 
 def figures_of_logits(logits: torch.Tensor, targets: torch.Tensor) -> Columns:
@@ -275,12 +273,10 @@ class Classes:
 
     def forward(self, model: nn.Module, inputs: Inputs) -> Columns:
         """Run a micro-batch: return the logits of its tokens, [tokens, labels]."""
-        without = ("labels", "shift_labels")
-        packed = {name: value for name, value in inputs.items() if name not in without}
         # behind the hooks of ZeRO-3, which puts what its backward needs into the head's output
         noting = self._model.score.register_forward_hook(self._note)
         try:
-            outputs = model(**packed, use_cache=False)
+            outputs = model(**without_labels(inputs), use_cache=False)
         finally:
             noting.remove()
         return {"logits": outputs.logits.squeeze(0)}  # [1, tokens, labels] -> [tokens, labels]
