@@ -38,10 +38,11 @@ from hf_flexseq.config import FlexSeqArguments
 from hf_flexseq.cost import CostModel
 from hf_flexseq.distributed.agreement import Attempt
 from hf_flexseq.distributed.communicator import Communicator
-from hf_flexseq.hf.executors import EngineSetup, Executor, ForwardBackward, WholeModelExecutor
+from hf_flexseq.hf.executors import EngineSetup, Executor, ForwardBackward
 from hf_flexseq.hf.gradients import gradients_of, step_was_skipped
 from hf_flexseq.hf.loaders import batches_on_host
 from hf_flexseq.hf.trainer_checks import check_accelerator
+from hf_flexseq.hf.whole_model import WholeModelExecutor
 from hf_flexseq.planner.process.client import Planner
 from hf_flexseq.planner.static import check_degree
 from hf_flexseq.steps.ahead import DealtSteps, Step
