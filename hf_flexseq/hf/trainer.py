@@ -120,9 +120,8 @@ class FlexSeqMixin(_Trainer):
     `class MyTrainer(FlexSeqMixin, SFTTrainer)`.
 
     Args:
-        flexseq_args (`FlexSeqArguments`, *optional*):
-            The options. Taken from `args` when that is a `FlexSeqConfig`, or another class with
-            the same fields.
+        flexseq_args: The options. Taken from `args` when that is a `FlexSeqConfig`, or another
+            class with the same fields.
 
     All other arguments, positional or not, go to the next class as they are.
 
