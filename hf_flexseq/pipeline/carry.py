@@ -250,10 +250,13 @@ class Carried:
         )
         # 2. of the chunk's own keys, with what later chunks have left for them
         before = part.start - read.first  # keys of the prefix
-        own_dk, own_dv = dk[before:], dv[before:]  # [tokens, kv_heads, head_dim]
+        # 2 x [tokens, ...] -> [2, tokens, kv_heads, head_dim]; a copy, since what may wait for its W
+        # must not hold the prefix's, too
+        dkv = torch.stack([dk[before:], dv[before:]])
         if self._dk is not None and self._dv is not None:
-            own_dk = own_dk.to(self._dk.dtype).add_(self._dk[part.start : part.stop])
-            own_dv = own_dv.to(self._dv.dtype).add_(self._dv[part.start : part.stop])
+            dkv = dkv.to(self._dk.dtype)
+            dkv[0] += self._dk[part.start : part.stop]
+            dkv[1] += self._dv[part.start : part.stop]
         # 3. of the prefix
         if before:
             self._add_to_prefix(read.first, dk[:before], dv[:before])
@@ -265,7 +268,7 @@ class Carried:
             self._kv = None
             self._dk = None
             self._dv = None
-        return dq, own_dk, own_dv
+        return dq, dkv[0], dkv[1]
 
     def _store(self, part: Slice, k: torch.Tensor, v: torch.Tensor) -> None:
         """Write k and v [tokens, kv_heads, head_dim] into the buffer, unless this is a replay.
