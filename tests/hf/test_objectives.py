@@ -31,7 +31,8 @@ from tests.ranks import run_ranks
 CASES = {
     "dpo": Case(kind="dpo", evaluates=True),
     "dpo, accumulated": Case(kind="dpo", accumulation=2, settings={"loss_type": "ipo"}),
-    "kto": Case(kind="kto", accumulation=2, evaluates=True),
+    # the last step ends an epoch that does not fill it: KTO's loss leaves out who has repeats
+    "kto": Case(kind="kto", accumulation=2, rows=21, evaluates=True),
     "reward": Case(kind="reward", settings={"center_rewards_coefficient": 0.1}),
     "reward with margins": Case(
         kind="reward", evaluates=True, columns={"margin": [0.0, 0.5, 1.25]}
