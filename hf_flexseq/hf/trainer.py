@@ -55,7 +55,13 @@ from hf_flexseq.hf.executors import (
     WholeModelExecutor,
     base_model,
 )
-from hf_flexseq.hf.loaders import EpochBatches, LongestLoader, batches_on_host
+from hf_flexseq.hf.loaders import (
+    BEFORE_END,
+    EpochBatches,
+    LongestLoader,
+    as_drawn,
+    batches_on_host,
+)
 from hf_flexseq.hf.losses import has_planned_loss, reads_figures
 from hf_flexseq.hf.model.checks import check_deterministic, check_model
 from hf_flexseq.hf.model.facts import is_classifier
@@ -264,10 +270,16 @@ class FlexSeqMixin(_Trainer):
                 attached.enter_context(self._adding_router_loss(self.flexseq.executor.router))
             yield
 
-    def _on_parts(self) -> AbstractContextManager[None]:
-        """Surround a `compute_loss` on a micro-batch, which has parts of samples."""
+    @contextmanager
+    def _on_parts(self) -> Iterator[None]:
+        """Surround a `compute_loss` on a micro-batch, which has parts of samples: they count
+        wherever they come from, also from what fills a loader's last batches."""
         is_own = type(self).compute_loss is not Trainer.compute_loss
-        return refusing_calls_without_labels(self) if is_own else nullcontext()
+        if not is_own:
+            yield
+            return
+        with refusing_calls_without_labels(self), as_drawn(BEFORE_END, self.accelerator):
+            yield
 
     def set_initial_training_values(self, args: TrainingArguments, dataloader: Any) -> Any:
         """Keep batches on the host until training ends.
