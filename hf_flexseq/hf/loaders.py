@@ -104,12 +104,18 @@ class LongestLoader(LoaderProxy):
     def over(cls, dataloader: Any, communicator: Communicator) -> Any:
         """Return `dataloader` itself when all ranks' lengths agree, or when one of them has none.
         Collective over the world."""
-        own = len(dataloader) if has_length(dataloader) else NO_LENGTH
-        lengths = [length for (length,) in communicator.host.gather_ints([own])]
+        lengths = lengths_of(dataloader, communicator)
         longest = max(lengths)
-        if longest == own or NO_LENGTH in lengths:
+        if longest == lengths[communicator.rank] or NO_LENGTH in lengths:
             return dataloader
         return cls(dataloader, longest)
+
+
+def lengths_of(dataloader: Any, communicator: Communicator) -> list[int]:
+    """Return the number of batches that each rank's loader has, NO_LENGTH where it is not known.
+    Collective over the world."""
+    own = len(dataloader) if has_length(dataloader) else NO_LENGTH
+    return [length for (length,) in communicator.host.gather_ints([own])]
 
 
 class EpochBatches:

@@ -285,8 +285,10 @@ class FlexSeqMixin(_Trainer):
         """Keep batches on the host until training ends.
 
         Without `even_batches` ranks draw different numbers of them; all go on until the last one
-        is done.
+        is done. A loss that is computed at home refuses that.
         """
+        if self._flexseq_loss is not None:
+            self._flexseq_loss.check_loader(dataloader)
         self._flexseq_loaders.enter_context(batches_on_host(dataloader))
         longest = LongestLoader.over(dataloader, self.flexseq.communicator)
         self._flexseq_epochs = EpochBatches(longest)
@@ -529,8 +531,11 @@ class FlexSeqMixin(_Trainer):
         predicts: whether more than the loss is wanted.
         """
         if not predicts or not self._flexseq_has_predictions:
-            is_planned = self._flexseq_loss is not None
-            yield dataloader if is_planned else PlannedBatches(self.flexseq, dataloader)
+            if self._flexseq_loss is None:
+                yield PlannedBatches(self.flexseq, dataloader)
+                return
+            self._flexseq_loss.check_loader(dataloader)
+            yield dataloader
             return
         check_predictions(self, self.flexseq.args.pipeline_parallel_size)
         self._flexseq_tokens = TokenPredictions(self, self.flexseq)

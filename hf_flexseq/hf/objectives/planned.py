@@ -30,7 +30,13 @@ from transformers import Trainer
 
 from hf_flexseq.hf.engine import FlexSeqEngine
 from hf_flexseq.hf.executors import WholeModelExecutor, base_model
-from hf_flexseq.hf.loaders import BEFORE_END, LoaderState, as_drawn, drawn_batches
+from hf_flexseq.hf.loaders import (
+    BEFORE_END,
+    LoaderState,
+    as_drawn,
+    drawn_batches,
+    lengths_of,
+)
 from hf_flexseq.hf.losses import distills, reads_figures, rolls_out
 from hf_flexseq.hf.objectives.divergences import Divergences
 from hf_flexseq.hf.objectives.heads import Head, TokenFigures, head_of
@@ -146,6 +152,21 @@ class PlannedLoss:
 
     # ---- drawing
 
+    def check_loader(self, dataloader: Any) -> None:
+        """Raise ValueError, on all ranks, for a loader that gives them different numbers of
+        batches: one would wait for the others in its loss. Collective over the world."""
+        lengths = lengths_of(dataloader, self._engine.communicator)
+        if len(set(lengths)) > 1:
+            raise ValueError(self._uneven(f"{min(lengths)} to {max(lengths)}"))
+
+    def _uneven(self, counts: str) -> str:
+        """Return what is wrong where ranks draw so many batches."""
+        return (
+            f"ranks draw {counts} batches, and the loss of {type(self._trainer).__name__} is "
+            "computed by all of them together: leave even_batches on, or set "
+            "dataloader_drop_last=True"
+        )
+
     def next_batches(
         self, iterator: Iterator[Any], num_batches: int, *, first_number: int
     ) -> list[Any]:
@@ -177,11 +198,7 @@ class PlannedLoss:
         if self._step is None:
             return [], BEFORE_END
         if not self._drawn:
-            raise ValueError(
-                "ranks have drawn different numbers of batches, and the loss of "
-                f"{type(self._trainer).__name__} is computed by all of them together: leave "
-                "even_batches on, or set dataloader_drop_last=True"
-            )
+            raise ValueError(self._uneven("different numbers of"))
         return self._drawn.popleft()
 
     def _rows_of(self, iterator: Iterator[Any], num_batches: int) -> Iterator[dict[str, Any]]:
