@@ -35,6 +35,11 @@ class LossAtHome(StepLoss):
         """Raise ValueError for pairs with a side that cannot be trained on."""
         check_sides(self._trainer, self._engine.args)
 
+    def check_loader(self, dataloader: Any) -> None:
+        """Raise ValueError, on all ranks, for a loader that gives them different numbers of
+        batches. Collective over the world."""
+        self.planned.check_loader(dataloader)
+
     def attached(self) -> AbstractContextManager[None]:
         """Surround training or an evaluation: the trainer's other models are attached, too."""
         return self.planned.attached()
@@ -68,6 +73,7 @@ class LossAtHome(StepLoss):
     # ---- evaluation
 
     def _evaluation_loader(self, dataloader: Any) -> Any:
+        self.check_loader(dataloader)
         return dataloader
 
     def predict(

@@ -16,6 +16,7 @@ from hf_flexseq.hf.added_router_loss import AddedRouterLoss
 from hf_flexseq.hf.dataset_checks import check_examples, check_first_step
 from hf_flexseq.hf.engine import FlexSeqEngine
 from hf_flexseq.hf.evaluation import EvaluationLoss, PlannedBatches
+from hf_flexseq.hf.loaders import BEFORE_END, as_drawn
 from hf_flexseq.hf.objectives.one_pass import refusing_calls_without_labels
 from hf_flexseq.hf.predictions import TokenPredictions
 from hf_flexseq.hf.step_loss import StepLoss, StockPrediction, StockPreparation, StockStep
@@ -40,6 +41,9 @@ class LossInOnePass(StepLoss):
     def check_datasets(self, *, resumes: bool) -> None:
         """Raise ValueError for examples that cannot be trained on."""
         check_examples(self._trainer, self._engine.args, resumes=resumes)
+
+    def check_loader(self, dataloader: Any) -> None:
+        """Take any loader: a step is what all ranks have drawn for it."""
 
     def attached(self) -> AbstractContextManager[None]:
         """Surround training or an evaluation: micro-batches have their share of the router loss
@@ -94,9 +98,16 @@ class LossInOnePass(StepLoss):
         hooks.set_training_mode(model, self._trainer.optimizer)
         return nullcontext()
 
-    def _on_parts(self) -> AbstractContextManager[None]:
-        """Surround a `compute_loss` on a micro-batch, which has parts of samples."""
-        return refusing_calls_without_labels(self._trainer) if self._is_own else nullcontext()
+    @contextmanager
+    def _on_parts(self) -> Iterator[None]:
+        """Surround a `compute_loss` on a micro-batch, which has parts of samples: they count
+        wherever they come from, also from what fills a loader's last batches."""
+        if not self._is_own:
+            yield
+            return
+        as_whole = as_drawn(BEFORE_END, self._trainer.accelerator)
+        with refusing_calls_without_labels(self._trainer), as_whole:
+            yield
 
     # ---- evaluation
 

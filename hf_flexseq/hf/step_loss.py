@@ -57,6 +57,11 @@ class StepLoss(ABC):
         """Raise ValueError for datasets whose examples cannot be trained on."""
 
     @abstractmethod
+    def check_loader(self, dataloader: Any) -> None:
+        """Raise ValueError, on all ranks, for a loader that gives them different numbers of
+        batches, where the loss cannot do with that. Collective over the world."""
+
+    @abstractmethod
     def attached(self) -> AbstractContextManager[None]:
         """Surround training or an evaluation, inside the engine's own `attached`."""
 

@@ -215,8 +215,11 @@ class FlexSeqMixin(PartOfModelMixin):
         """Keep batches on the host until training ends.
 
         Without `even_batches` ranks draw different numbers of them; all go on until the last one
-        is done.
+        is done. A loss that is computed at home refuses that.
         """
+        if self._flexseq_loss is not None:
+            self._flexseq_loss.check_loader(dataloader)
+        self._flexseq_loss.check_loader(dataloader)
         self._flexseq_loaders.enter_context(batches_on_host(dataloader))
         longest = LongestLoader.over(dataloader, self.flexseq.communicator)
         self._flexseq_epochs = EpochBatches(longest)
