@@ -13,10 +13,8 @@ class FlexSeqCallback(TrainerCallback):
     """Makes `trainer` plan its steps.
 
     Args:
-        trainer (`Trainer`):
-            The trainer to switch on; not one that plans already.
-        args (`FlexSeqArguments`, *optional*):
-            The options; by default those on `trainer.args`, or the defaults.
+        trainer: The trainer to switch on; not one that plans already.
+        args: The options; None for those on `trainer.args`, or the defaults.
     """
 
     def __init__(self, trainer: Trainer, args: FlexSeqArguments | None = None) -> None:

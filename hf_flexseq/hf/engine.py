@@ -38,10 +38,11 @@ from hf_flexseq.config import FlexSeqArguments
 from hf_flexseq.cost import CostModel
 from hf_flexseq.distributed.agreement import Attempt
 from hf_flexseq.distributed.communicator import Communicator
-from hf_flexseq.hf.executors import EngineSetup, Executor, ForwardBackward, WholeModelExecutor
+from hf_flexseq.hf.executors import EngineSetup, Executor, ForwardBackward
 from hf_flexseq.hf.gradients import gradients_of, step_was_skipped
 from hf_flexseq.hf.loaders import batches_on_host
 from hf_flexseq.hf.trainer_checks import check_accelerator
+from hf_flexseq.hf.whole_model import WholeModelExecutor
 from hf_flexseq.planner.process.client import Planner
 from hf_flexseq.planner.static import check_degree
 from hf_flexseq.steps.ahead import DealtSteps, Step
@@ -68,10 +69,14 @@ class FlexSeqEngine:
     ) -> None:
         """Connect the ranks. Collective over the world.
 
-        communicator: over all ranks; None makes one.
-        timeout: of every exchange of that one; None takes the timeout of the job's group.
-        executor: makes what runs the steps.
-        on_figures: gets the number and the figures of each step as soon as they are known.
+        Args:
+            accelerator: That of the loop, before anything is prepared.
+            args: The options.
+            communicator: Over all ranks; None makes one.
+            timeout: Of every exchange of that one; None takes the timeout of the job's group.
+            executor: Makes what runs the steps.
+            on_figures: Gets the number and the figures of each step as soon as they are known.
+
         Raises ValueError or NotImplementedError for an accelerator, a cost model, a degree or a
         plan trace that cannot work.
         """
@@ -102,7 +107,9 @@ class FlexSeqEngine:
         """Offer the cost model of the checkpoint that the run goes on from, for the next `attach`;
         None for no checkpoint.
 
-        record: as `cost_record` returned it when the checkpoint was written.
+        Args:
+            checkpoint: Its folder, which is named in the log.
+            record: As `cost_record` returned it when the checkpoint was written.
         """
         self._costs.bring(checkpoint, record)
 
@@ -117,8 +124,12 @@ class FlexSeqEngine:
         """Make `model` run on planned steps: its attention implementation and its loss. Undone by
         `detach`. Collective over the world.
 
-        lockstep: whether something outside of the engine's sight makes all ranks run every
-        micro-batch together. Raises NotImplementedError when the model cannot be trained exactly.
+        Args:
+            model: Of transformers, before it is prepared.
+            lockstep: Whether something outside of the engine's sight makes all ranks run every
+                micro-batch together.
+
+        Raises NotImplementedError when the model cannot be trained exactly.
         """
         self.executor.attach(model, lockstep=lockstep)
         self._loader_settings.change()
@@ -212,7 +223,12 @@ class FlexSeqEngine:
         """Yield the steps of one pass over a prepared dataloader, of `accumulation` batches per
         rank. Collective over the world.
 
-        first_number: see `next_step`; for a loop that goes on where an earlier one ended.
+        Args:
+            dataloader: Its collator is a `DataCollatorForFlexSeq`.
+            accumulation: Batches that a rank draws for a step.
+            first_number: How many steps earlier runs made, for a loop that goes on where one
+                ended; of no effect after the first step since the model was attached.
+
         Raises FloatingPointError as `check_finite` does, a step late, and for the last step when
         there is none after it.
         """

@@ -92,13 +92,14 @@ def probe_model(
 ) -> list[str]:
     """Return what `flexseq` computes otherwise than one process, a line each; [] if nothing.
 
-    model: a small one on the CPU, without dropout; it stays as it is. The probe takes a copy in
-    float64 with random parameters, so that everything depends on everything it can.
-    strategies: of the shared sequences, one after the other.
-    changes: (sequence, token) to be changed, one after the other; see `SEQUENCES`.
-    gradients: whether to compare them, too.
-    kernel: of all attention; None is the one that a trainer takes on the CPU.
-    attach: gives a model its attention and its positions; None does what a trainer does.
+    Args:
+        model: A small one on the CPU, without dropout; it stays as it is. The probe takes a copy
+            in float64 with random parameters, so that everything depends on everything it can.
+        strategies: Of the shared sequences, one after the other.
+        changes: (sequence, token) to be changed, one after the other; see `SEQUENCES`.
+        gradients: Whether to compare them, too.
+        kernel: Of all attention; None is the one that a trainer takes on the CPU.
+        attach: Gives a model its attention and its positions; None does what a trainer does.
     """
     twin = _lively(model)
     sequences = _sequences(twin.config.get_text_config())

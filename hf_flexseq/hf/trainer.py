@@ -52,7 +52,6 @@ from hf_flexseq.hf.executors import (
     EngineSetup,
     Executor,
     TrainerHooks,
-    WholeModelExecutor,
     base_model,
 )
 from hf_flexseq.hf.loaders import EpochBatches, LongestLoader, batches_on_host
@@ -68,6 +67,7 @@ from hf_flexseq.hf.predictions import TokenPredictions, check_predictions, wants
 from hf_flexseq.hf.resume import Resumed, choose_checkpoint, warn_without_optimizer
 from hf_flexseq.hf.saving import checkpoint_folder, saved_whole
 from hf_flexseq.hf.trainer_checks import check_router_loss, check_trainer
+from hf_flexseq.hf.whole_model import WholeModelExecutor
 from hf_flexseq.pipeline.optimizer import is_of_pipeline, load_optimizer
 from hf_flexseq.steps.collator import DataCollatorForFlexSeq, PaddedCollator
 from hf_flexseq.steps.inputs import Inputs
@@ -120,9 +120,8 @@ class FlexSeqMixin(_Trainer):
     `class MyTrainer(FlexSeqMixin, SFTTrainer)`.
 
     Args:
-        flexseq_args (`FlexSeqArguments`, *optional*):
-            The options. Taken from `args` when that is a `FlexSeqConfig`, or another class with
-            the same fields.
+        flexseq_args: The options. Taken from `args` when that is a `FlexSeqConfig`, or another
+            class with the same fields.
 
     All other arguments, positional or not, go to the next class as they are.
 

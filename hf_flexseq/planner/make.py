@@ -97,18 +97,22 @@ def make_plan(
 ) -> Plan:
     """Return the plan of one optimizer step.
 
-    lengths: tokens of each sequence.
-    strategy: what groups of two ranks and more may use.
-    sp_degree: ranks per sequence, with planner="static" only.
-    max_tokens_per_rank: most tokens of a rank in a micro-batch; None takes the cost model's.
-    sync: "lockstep" when all ranks run every micro-batch together, "free" when they meet only in
-        groups.
-    remap: "auto" lets the planners `auto` and `zeppelin` spread tokens evenly outside of attention
-        where that is faster, in lockstep; "off" never does.
-    routing: bytes of a token's queries, and of its keys and values, in one layer; also as a
-        mapping, {"queries": ..., "keys": ...}. Given, and with several nodes, the plan's notes say
-        what of it is routed. It decides nothing, and finding it out takes a fifth of the planning
-        time of plans with many rings: give it for the steps whose notes are read.
+    Args:
+        lengths: Tokens of each sequence.
+        topology: The ranks.
+        cost: Of the model on them.
+        planner: Who decides: `auto`, `static`, `flexsp`, `zeppelin`, or a baseline.
+        strategy: What groups of two ranks and more may use.
+        sp_degree: Ranks per sequence, with planner="static" only.
+        max_tokens_per_rank: Most tokens of a rank in a micro-batch; None takes the cost model's.
+        sync: "lockstep" when all ranks run every micro-batch together, "free" when they meet only
+            in groups.
+        remap: "auto" lets the planners `auto` and `zeppelin` spread tokens evenly outside of
+            attention where that is faster, in lockstep; "off" never does.
+        routing: Bytes of a token's queries, and of its keys and values, in one layer; also as a
+            mapping, {"queries": ..., "keys": ...}. Given, and with several nodes, the plan's notes
+            say what of it is routed. It decides nothing, and finding it out takes a fifth of the
+            planning time of plans with many rings: give it for the steps whose notes are read.
 
     Raises ValueError for arguments without meaning, and PlanInfeasible when a sequence fits
     nowhere.

@@ -40,9 +40,9 @@ class DataCollatorForFlexSeq:
     FlexSeq trainer.
 
     Args:
-        example_collator (`Callable`, *optional*):
-            Another collator that turns one example into a batch of one, for tasks whose labels are
-            made while collating (a completion mask, say). It is called once per example.
+        example_collator: Another collator that turns one example into a batch of one, for tasks
+            whose labels are made while collating (a completion mask, say). It is called once per
+            example.
 
     Padding, on either side, is cut off where an `attention_mask` marks it. What is asked of this
     collator and is not here, such as the `tokenizer` that a Trainer saves, is asked of the other.

@@ -55,7 +55,7 @@ PARTS: dict[str, list[Function]] = {
     "drawing batches": [("hf_flexseq.steps.lookahead", "Lookahead", "_draw")],
     "gather of lengths": [("hf_flexseq.distributed.process_groups", "GlooHost", "gather_ints")],
     "exchange of tokens": [
-        ("hf_flexseq.hf.executors", None, "shards_of"),
+        ("hf_flexseq.hf.whole_model", None, "shards_of"),
         ("hf_flexseq.steps.exchange", "RowExchange", "__call__"),
     ],
     "contexts": [("hf_flexseq.steps.inputs", None, "inputs_of")],

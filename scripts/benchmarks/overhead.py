@@ -57,7 +57,7 @@ from transformers import (
 from common import argument_parser, machine, table, write_record
 from hf_flexseq import DataCollatorForFlexSeq, FlexSeqConfig, FlexSeqTrainer
 from hf_flexseq.distributed.lone import LoneHost
-from hf_flexseq.hf import executors
+from hf_flexseq.hf import whole_model
 from hf_flexseq.hf.model.loss import attach_chunked_loss
 from hf_flexseq.kernels.chunked_loss import choose_backend
 from hf_flexseq.steps import exchange as rows
@@ -73,7 +73,7 @@ PARTS = {  # where our own time goes: what is timed in the flexseq lane
     "gather of lengths": [(LoneHost, "gather_ints")],
     "batches to one row": [(lookahead, "source_row")],
     "exchange of tokens": [(rows.RowExchange, "__call__")],
-    "shards and contexts": [(executors, "shards_of"), (inputs, "inputs_of")],
+    "shards and contexts": [(whole_model, "shards_of"), (inputs, "inputs_of")],
     "trace and figures": [(trace.PlanTrace, "record")],
 }
 

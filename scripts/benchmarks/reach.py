@@ -42,8 +42,10 @@ from reach_models import (
     default_config,
     families,
     has_near_layers,
+    text_class,
     tiny_model,
     unrolled,
+    with_towers,
 )
 
 ASK_S = 60.0  # to answer one question
@@ -63,6 +65,7 @@ SETTINGS = {
 }
 
 RECURRENT = "recurrent or convolutional layers of other kinds"
+OWN_LOSS = "a loss of its own"
 
 # Parts of the reasons for a refusal, in the order in which they are looked for, and their groups.
 GROUPS = {
@@ -88,8 +91,8 @@ GROUPS = {
     "does not call transformers' attention interface": "attention of its own",
     "a mask of its own": "masks of its own",
     "not given the keyword arguments": "keyword arguments that do not reach attention",
-    "num_items_in_batch": "a loss of its own",
-    "loss": "a loss of its own",
+    "num_items_in_batch": OWN_LOSS,
+    "loss": OWN_LOSS,
     "both directions": "attention in both directions",
     "encoder-decoder": "encoder-decoders",
 }
@@ -149,6 +152,7 @@ def main() -> None:
     write_record(args.json, [answer._asdict() for answer in answers])
     if args.write_docs:
         DOCS.write_text(docs(answers))
+        print(f"wrote {DOCS}")
     if any(answer.probe for answer in answers):
         sys.exit("a model that is taken fails its probe")
 
@@ -369,7 +373,30 @@ def docs(answers: Sequence[Answer]) -> str:
     text = DOCS_HEAD.format(versions=versions, today=today, shares=share_table(answers))
     body = table(("family", "default configuration", "published checkpoints"), rows)
     refused = "\n".join(refused_lines(answers))
-    return f"{text}\n{body}\n\n## Not taken, by reason\n\n{refused}\n"
+    of_towers = TOWERS + "\n".join(tower_lines())
+    return f"{text}\n{body}\n\n## Not taken, by reason\n\n{refused}\n\n{of_towers}\n"
+
+
+def tower_lines() -> list[str]:
+    """Return one line for the models with towers that are taken, and one for each group of reasons
+    why others are not."""
+    groups: dict[str, list[str]] = {}
+    for family in with_towers():
+        answer = ask(family, None, ())
+        name = f"`{answer.model}`"
+        if answer.verdict == REFUSED:
+            group = f"Refused, {group_of(answer)}"
+            text = text_class(family) if group_of(answer) == OWN_LOSS else None
+            name += f" (text: `{text}`)" if text else ""
+        elif answer.verdict == NOT_BUILT:
+            group = "Not built of their default configurations"
+        else:
+            group = answer.verdict.capitalize()
+        groups.setdefault(group, []).append(name)
+    lines = []
+    for group, names in sorted(groups.items(), key=lambda item: -len(item[1])):
+        lines.append(f"* **{group}** ({len(names)}): {', '.join(names)}")
+    return lines
 
 
 def near(family: Family) -> str:
@@ -406,6 +433,33 @@ Which causal language models of {versions} hf_flexseq takes, and why not the oth
 * Encoders, and encoder-decoders with a decoder's class, are not counted.
 
 {shares}
+"""
+
+TOWERS = """## Models with towers for images, video or audio
+
+These train on text alone, where they are taken: a step with tokens that stand for something else
+is refused on all ranks. Classes of AutoModelForImageTextToText were asked, too, with their default
+configurations; those in the lists below have not been run.
+
+Many are refused because their `forward` takes no `num_items_in_batch`, so that their loss is a
+mean of its own: `Qwen3_5ForConditionalGeneration` and `Gemma4ForConditionalGeneration`, for
+example. Train the causal language model of the same text instead, where transformers has one: it
+stands behind *text* below, and the table of families says whether it is taken. The same checkpoint
+has its weights:
+
+```python
+# transformers knows where the weights of the text are
+model = AutoModelForCausalLM.from_pretrained("Qwen/Qwen3.5-27B")  # a Qwen3_5ForCausalLM
+
+# here it does not, and would make new weights: say it
+model = Gemma4ForCausalLM.from_pretrained(
+    "google/gemma-4-31B", key_mapping={r"^model\\.language_model\\.": "model."}
+)
+```
+
+Whatever is loaded, look for `MISSING` in what transformers prints. Without a causal language model
+of their own (Qwen2.5-VL, Qwen3-VL, GLM-4V and others) such models cannot be trained here.
+
 """
 
 

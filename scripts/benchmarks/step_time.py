@@ -33,6 +33,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
+from transformers import LlamaConfig
 
 from common import (
     ROOT,
@@ -45,7 +46,8 @@ from common import (
 )
 from hf_flexseq.config import FlexSeqArguments
 from hf_flexseq.distributed.communicator import Communicator
-from hf_flexseq.hf.executors import WholeModelExecutor
+from hf_flexseq.hf.contexts import ModelContexts
+from hf_flexseq.hf.whole_model import WholeModelExecutor
 from hf_flexseq.kernels.choose import choose_kernel
 from hf_flexseq.plan import Plan, check
 from hf_flexseq.planner import make_plan
@@ -182,6 +184,9 @@ class OneRank:
         self.executor.lockstep = True
         self.executor.kernel = choose_kernel(CPU, torch.float32, HEAD_DIM)
         self.executor._links = self.executor._links_of(COST)
+        self.executor._model = SimpleNamespace(  # of text alone, with nothing of its own to deal
+            base=SimpleNamespace(config=LlamaConfig()), token_columns=(), router=None
+        )
         self.trace = PlanTrace(None, self.communicator)
 
     def run(self, step: Recorded) -> dict[str, float]:
@@ -192,13 +197,13 @@ class OneRank:
         lookahead = Lookahead(
             self.communicator, None, 0, check=self.executor.check, read=self.executor.read
         )
-        make_context = type(self.executor)._make_context.__get__(self.executor)
+        contexts = ModelContexts(self.executor.setup, self.executor.kernel, self.executor._links)
 
         def timed_context(shard: Any) -> Any:
             with clock.timing("contexts"):
-                return make_context(shard)
+                return contexts(shard)
 
-        self.executor._make_context = timed_context
+        self.executor._contexts = timed_context
         with clock.timing("plan"):
             plan = lookahead._plan(drawn)
         with clock.timing("deal"):

@@ -1,4 +1,4 @@
-"""The scripts of docs/objectives.md run as they stand there, on two processes as it says."""
+"""The scripts of docs/objectives/ run as they stand there, on two processes as they say."""
 
 import os
 import re
@@ -15,14 +15,15 @@ from trl import DPOTrainer, GRPOTrainer, KTOTrainer, RewardTrainer, RLOOTrainer 
 import hf_flexseq.hf.trainer  # noqa: F401
 from tests.ranks import run_ranks
 
-PAGE = Path(__file__).parents[2] / "docs/objectives.md"
+FOLDER = Path(__file__).parents[2] / "docs/objectives"
+TEXT = "\n".join(page.read_text(encoding="utf-8") for page in sorted(FOLDER.glob("*.md")))
 BLOCK = re.compile(r'^```python title="(\w+\.py)"\n(.*?)^```', re.MULTILINE | re.DOTALL)
 SHARED = "tiny.py"  # what the others import
-SCRIPTS = dict(BLOCK.findall(PAGE.read_text(encoding="utf-8")))
+SCRIPTS = dict(BLOCK.findall(TEXT))
 
 
-def test_every_python_block_of_the_page_has_a_name():
-    assert PAGE.read_text(encoding="utf-8").count("```python") == len(SCRIPTS)
+def test_every_python_block_of_the_pages_has_a_name():
+    assert TEXT.count("```python") == len(SCRIPTS)
     assert SHARED in SCRIPTS
 
 
@@ -37,7 +38,7 @@ def run_script(rank, world_size, folder, name):
 
 @pytest.mark.processes
 @pytest.mark.parametrize("name", sorted(set(SCRIPTS) - {SHARED}))
-def test_a_script_of_the_page_trains(tmp_path, name):
+def test_a_script_of_the_pages_trains(tmp_path, name):
     (tmp_path / SHARED).write_text(SCRIPTS[SHARED], encoding="utf-8")
     for log in run_ranks(run_script, 2, tmp_path, name, seconds=120):
         steps = [entry for entry in log if "loss" in entry]

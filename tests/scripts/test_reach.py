@@ -3,10 +3,14 @@ says. The census itself takes minutes."""
 
 import importlib
 import inspect
+import re
 import sys
 
 import pytest
+import torch
+import transformers
 
+from hf_flexseq.hf.model.checks import check_model
 from hf_flexseq.hf.model.layer_kinds import layer_kinds
 from tests.programs import ROOT
 
@@ -68,3 +72,43 @@ def test_the_page_on_models_names_every_family(census):
     page = (ROOT / "docs/models.md").read_text()
     missing = [f.name for f in families.families() if f"| `{f.name}` |" not in page]
     assert missing == []
+
+
+SMALL_TEXT = {
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "vocab_size": 300,
+}
+TOWER = {"hidden_size": 16, "intermediate_size": 16, "num_heads": 2}
+
+
+@pytest.mark.parametrize("name", ["Qwen3_5", "Gemma4"])
+def test_the_text_of_a_model_with_towers_is_loaded_as_the_page_says(tmp_path, name):
+    page = (ROOT / "docs/models.md").read_text()
+    if name == "Qwen3_5":
+        text = {f"linear_{part}_head_dim": 8 for part in ("key", "value")}
+        text |= {f"linear_num_{part}_heads": 2 for part in ("key", "value")}
+        tower = {**TOWER, "depth": 1, "out_hidden_size": 32}
+        call = re.search(r"= (AutoModelForCausalLM)\.from_pretrained\(.*?(\))", page)
+    else:
+        text = {"hidden_size_per_layer_input": 0, "num_kv_shared_layers": 0}
+        tower = {**TOWER, "num_hidden_layers": 1, "num_attention_heads": 2, "head_dim": 8}
+        call = re.search(r"= (\w+)\.from_pretrained\(\s*\S+, (key_mapping=.*)\n\)", page)
+    config = getattr(transformers, f"{name}Config")(
+        text_config=SMALL_TEXT | text, vision_config=tower
+    )
+    whole = getattr(transformers, f"{name}ForConditionalGeneration")(config)
+    whole.save_pretrained(tmp_path)
+    options = eval(f"dict({call[2].removesuffix(')')})")
+    found, info = getattr(transformers, call[1]).from_pretrained(
+        tmp_path, output_loading_info=True, **options
+    )
+    assert type(found).__name__ == f"{name}ForCausalLM"
+    assert not info["missing_keys"]
+    layer, wanted = found.model.layers[0], whole.model.language_model.layers[0]
+    assert torch.equal(layer.mlp.up_proj.weight, wanted.mlp.up_proj.weight)
+    check_model(found)

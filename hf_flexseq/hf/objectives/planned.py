@@ -30,7 +30,7 @@ from torch import nn
 from transformers import Trainer
 
 from hf_flexseq.hf.engine import FlexSeqEngine
-from hf_flexseq.hf.executors import WholeModelExecutor, base_model
+from hf_flexseq.hf.executors import base_model
 from hf_flexseq.hf.losses import distills, reads_figures, rolls_out
 from hf_flexseq.hf.objectives.divergences import Divergences
 from hf_flexseq.hf.objectives.heads import Head, TokenFigures, head_of
@@ -40,6 +40,7 @@ from hf_flexseq.hf.objectives.reference import (
     reference_of,
 )
 from hf_flexseq.hf.objectives.trainers import Foreseen, foreseen
+from hf_flexseq.hf.whole_model import WholeModelExecutor
 from hf_flexseq.kernels.upload import to_device
 from hf_flexseq.steps.answering import answered_by
 from hf_flexseq.steps.calls import Call, joined

@@ -1,0 +1,377 @@
+"""The executor of a whole model: a plan is micro-batches of groups.
+
+A rank has all of the model, or accelerate gives it what it needs of it (FSDP, ZeRO). A step is
+
+1. dealt          the tokens of this rank's shards come to it (`deal`)
+2. run            one pass over the micro-batches, where the loss is a sum over tokens (`train`),
+                  or several around a loss that is computed at home (`train_passes`)
+3. reduced        gradients, once where they can be (`accumulation.py`)
+
+What the model itself is given is in `attached.py`, what its attention is told in `contexts.py`.
+"""
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from hf_flexseq.attention import SequenceContext
+from hf_flexseq.cost import CostModel
+from hf_flexseq.cost.forward import forward_only
+from hf_flexseq.distributed.agreement import Attempt
+from hf_flexseq.hf.accumulation import StepReduction
+from hf_flexseq.hf.attached import AttachedModel
+from hf_flexseq.hf.contexts import ModelContexts, kernel_of, kernel_of_run
+from hf_flexseq.hf.executors import (
+    EngineSetup,
+    ForwardBackward,
+    TrainerHooks,
+    base_model,
+    planner_of,
+)
+from hf_flexseq.hf.model.checks import check_deterministic, check_model
+from hf_flexseq.hf.model.facts import attention_shape, compute_dtype, is_fully_sharded
+from hf_flexseq.hf.model.images import check_text_alone
+from hf_flexseq.hf.model.positions import needed_columns
+from hf_flexseq.hf.model.router import RouterLoss
+from hf_flexseq.hf.sharding import SteppedFsdp, fsdp_figures, reduces_each_batch
+from hf_flexseq.hf.trainer_checks import resolve_sync
+from hf_flexseq.kernels import Kernel
+from hf_flexseq.plan import Plan
+from hf_flexseq.plan import check as check_plan
+from hf_flexseq.plan.rows import shards_of
+from hf_flexseq.plan.shard import Shard
+from hf_flexseq.planner.blocks import exchange_degrees
+from hf_flexseq.planner.process.client import Planner
+from hf_flexseq.planner.process.jobs import GroupsJob
+from hf_flexseq.schedule.routing import NicFigures, links_of
+from hf_flexseq.steps.exchange import Columns, RowExchange, SourceRow
+from hf_flexseq.steps.inputs import Inputs, indices_to_run, inputs_of, model_inputs
+from hf_flexseq.steps.lookahead import DrawnStep
+from hf_flexseq.steps.passes import Objective, PassStep
+from hf_flexseq.steps.step import OptimizerStep
+from hf_flexseq.steps.token_columns import with_token_columns
+from hf_flexseq.steps.trace import Figures, PlanTrace
+
+
+class WholeModelExecutor:
+    """Runs micro-batches of groups on a model that every rank has, or of which accelerate gives it
+    what it needs (FSDP, ZeRO)."""
+
+    trainer_hooks: TrainerHooks | None = None
+
+    def __init__(self, setup: EngineSetup) -> None:
+        """Raises NotImplementedError for pipeline stages, which a Trainer alone can run."""
+        stages = setup.args.pipeline_parallel_size
+        if stages > 1:
+            raise NotImplementedError(
+                f"pipeline_parallel_size={stages} in a loop of your own: use FlexSeqTrainer, or 1"
+            )
+        self.setup = setup
+        self.cost: CostModel | None = None
+        self.lockstep = False
+        self.kernel: Kernel | None = None  # chosen with the first step
+        self.fsdp: SteppedFsdp | None = None  # made with the cost model
+        self._exchange = RowExchange(setup.communicator)
+        self._links: NicFigures | None = None  # None: transfers go straight
+        self._model: AttachedModel | None = None
+        self._contexts: ModelContexts | None = None  # of the attached model, from its first step
+
+    @property
+    def attached(self) -> bool:
+        """True between `attach` and `detach`."""
+        return self._model is not None
+
+    @property
+    def router(self) -> RouterLoss | None:
+        """The router loss of the attached model; None for none."""
+        return None if self._model is None else self._model.router
+
+    @property
+    def _attached_model(self) -> AttachedModel:
+        assert self._model is not None, "attach sets the model"
+        return self._model
+
+    # ---- the model
+
+    def attach(self, model: nn.Module, *, lockstep: bool) -> None:
+        """Give `model` our attention, recurrent layers, loss and positions, and DDP buckets that
+        are reduced early.
+
+        Raises NotImplementedError when the model cannot be trained exactly, and ValueError when
+        its state alone is too large. Collective over the world.
+        """
+        args = self.setup.args
+        accelerator = self.setup.accelerator
+        communicator = self.setup.communicator
+
+        # 1. what the model needs of the ranks, and what it costs
+        base = base_model(model)
+        check_model(base)
+        if self.setup.args.deterministic:
+            check_deterministic(base)
+        is_ordered = communicator.transport.capabilities.ordered
+        self.lockstep = resolve_sync(
+            args, base, accelerator, lockstep=lockstep, is_ordered=is_ordered
+        )
+        if is_ordered and not self.lockstep:
+            communicator.open_world()  # for gradients: no group is made in a step
+        costs = self.setup.costs
+        cost = costs.find(costs.subject(base, attention_remat=args.attention_remat))
+        self.cost = cost
+        cost.strategies(args.strategy)  # raises for one that it has no figures for
+        self._open_blocks(cost)
+        self._links = self._links_of(cost)
+        if args.max_tokens_per_rank is None:
+            cost.max_tokens_per_rank(communicator.world_size)  # raises where nothing is left
+        self.fsdp = SteppedFsdp(
+            fsdp_figures(base, accelerator, communicator, self.cost),
+            communicator,
+            over_replicas=reduces_each_batch(accelerator),
+        )
+
+        # 2. what `detach` undoes
+        self._model = AttachedModel(model, base, accelerator)
+
+    def detach(self) -> None:
+        """Give the model its own attention and loss back, and accelerate its DDP handler."""
+        if self._model is None:
+            return
+        self._model.detach()
+        self._model = None
+        self._contexts = None
+        if self.fsdp is not None:
+            self.fsdp.forget_model()
+
+    def _open_blocks(self, cost: CostModel) -> None:
+        """Make the groups of ranks that may exchange heads, where a collective is faster than
+        messages. Collective."""
+        args = self.setup.args
+        communicator = self.setup.communicator
+        degrees = exchange_degrees(
+            cost, communicator.topology, strategy=args.strategy, sp_degree=args.sp_degree
+        )
+        communicator.open_fast_blocks(degrees)
+
+    def _links_of(self, cost: CostModel) -> NicFigures | None:
+        """Return the NICs over which transfers may be routed; None for no routing."""
+        topology = self.setup.communicator.topology
+        if self.setup.args.routing == "off" or topology.nodes == 1:
+            return None
+        return links_of(cost, topology)
+
+    # ---- planning
+
+    def planner(self, *, ahead: bool) -> Planner:
+        """Make the planner of rank 0. ahead: in a process of its own."""
+        return self._planner_by(self._known_cost(), ahead=ahead)
+
+    def forward_planner(self) -> Planner:
+        """Make the planner of rank 0 for passes that have no backward, in place."""
+        return self._planner_by(forward_only(self._known_cost()), ahead=False)
+
+    def _known_cost(self) -> CostModel:
+        assert self.cost is not None, "attach sets the cost model"
+        return self.cost
+
+    def _planner_by(self, cost: CostModel, *, ahead: bool) -> Planner:
+        assert self.fsdp is not None, "attach sets FSDP2's figures"
+        job = GroupsJob(
+            topology=self.setup.communicator.topology,
+            cost=cost,
+            options=self._options(),
+            routing=self._routed_bytes(),
+            fsdp=self.fsdp.figures,
+        )
+        return planner_of(job, ahead=ahead)
+
+    def _options(self) -> dict[str, Any]:
+        """Return the keyword arguments of `make_plan`, as JSON values."""
+        args = self.setup.args
+        return {
+            "planner": args.planner,
+            "strategy": args.strategy,
+            "sp_degree": args.sp_degree,
+            "max_tokens_per_rank": args.max_tokens_per_rank,
+            "sync": "lockstep" if self.lockstep else "free",
+            "remap": args.remap,
+        }
+
+    def _routed_bytes(self) -> dict[str, int] | None:
+        """Return the bytes of a token in one layer, for the plan's note on routing; None where
+        nothing could be routed."""
+        args = self.setup.args
+        # deterministic groups gather: there are no rings
+        if args.routing == "off" or args.deterministic or self.setup.communicator.world_size == 1:
+            return None
+        model = self._attached_model.base
+        shape = attention_shape(model.config.get_text_config())
+        head_bytes = shape.head_dim * compute_dtype(model, self.setup.accelerator).itemsize
+        return {"queries": shape.query_heads * head_bytes, "keys": 2 * shape.kv_heads * head_bytes}
+
+    def check(self, plan: Plan) -> None:
+        """Raise ValueError for a plan that would compute something wrong or hang."""
+        check_plan(plan, self.setup.communicator.topology, self.setup.args.max_tokens_per_rank)
+
+    def read(self, data: bytes) -> Plan:
+        """Return the plan whose `to_bytes` gave `data`."""
+        return Plan.from_bytes(data)
+
+    # ---- steps
+
+    def deal(self, drawn: DrawnStep, plan: Plan, *, waited_s: float) -> OptimizerStep | PassStep:
+        """Bring the drawn tokens to the ranks that the plan names. Collective over the world. A
+        step with a router loss runs several times."""
+        if self.router is not None:
+            return self.deal_passes(drawn, plan, waited_s=waited_s)
+        device = self.setup.accelerator.device
+
+        # 1. what this rank holds in each micro-batch, and its tokens outside of attention
+        shards, row, contexts = self._held(drawn, plan)
+        columns = self._exchange(row, plan, drawn.sources, shards)
+
+        # 2. what the model is called with; beyond the first micro-batch it is made while they run
+        indices = indices_to_run(shards, lockstep=self.lockstep)
+        inputs = model_inputs(
+            shards,
+            columns,
+            lockstep=self.lockstep,
+            device=device,
+            make_context=contexts,
+        )
+        return OptimizerStep(drawn, plan, indices, inputs, waited_s=waited_s, device=device)
+
+    def deal_passes(self, drawn: DrawnStep, plan: Plan, *, waited_s: float) -> PassStep:
+        """Bring the drawn tokens to the ranks that the plan names, for a step that runs several
+        times. Collective over the world."""
+        device = self.setup.accelerator.device
+        shards, row, contexts = self._held(drawn, plan)
+        routes = self._exchange.routes(row, plan, drawn.sources, shards)
+        columns = self._exchange.deal(row.columns, routes)
+
+        def inputs(index: int) -> Inputs:
+            return inputs_of(shards[index], columns[index], device, contexts)
+
+        return PassStep(
+            drawn,
+            plan,
+            indices=indices_to_run(shards, lockstep=self.lockstep),
+            counts=[shard.linear_tokens for shard in shards],
+            inputs_of=inputs,
+            exchange=self._exchange,
+            routes=routes,
+            waited_s=waited_s,
+            device=device,
+        )
+
+    def _held(self, drawn: DrawnStep, plan: Plan) -> tuple[list[Shard], SourceRow, ModelContexts]:
+        """Return what this rank holds in each micro-batch of a plan; what it has drawn, with all
+        columns that the model needs; and what makes contexts, with the kernel that the first step
+        chooses. Collective over the world."""
+        communicator = self.setup.communicator
+        model = self._attached_model
+        check_text_alone(model.base.config, drawn.row.columns, communicator)
+        if self.kernel is None:
+            self.kernel = kernel_of_run(self.setup, model.base, max(plan.lengths))
+        if self._contexts is None:
+            self._contexts = ModelContexts(self.setup, self.kernel, self._links)
+        shards = shards_of(plan, communicator.rank, communicator.topology)
+        return shards, with_token_columns(drawn.row, model.token_columns), self._contexts
+
+    def train(
+        self,
+        step: OptimizerStep | PassStep,
+        forward_backward: ForwardBackward,
+        model: nn.Module,
+    ) -> torch.Tensor:
+        """Run forward and backward of every micro-batch and return the sum of the losses, a
+        detached scalar; see `train_passes` for a loss that is computed at home.
+
+        When gradients are reduced `accumulation.py` says.
+        """
+        with self._reduction().of_step(step.plan, model) as before_last:
+            if isinstance(step, PassStep):
+                router = self._router_of_step(model)
+                loss = step.run_after_totals(router, forward_backward, before_last)
+            else:
+                loss = step.run(forward_backward, before_last)
+            return loss.detach()
+
+    def train_passes(
+        self,
+        step: PassStep,
+        objective: Objective,
+        model: nn.Module,
+        weights: Columns | None = None,
+    ) -> torch.Tensor:
+        """Run both passes of every micro-batch around the loss that `objective` computes, and
+        return that of this rank, a detached scalar. Gradients are reduced as `train` does.
+
+        weights: the gradients of the loss, where they are known before it: then one pass does.
+        """
+        with self._reduction().of_step(step.plan, model) as before_last:
+            if weights is not None:
+                return step.run_once(objective, weights, before_last)
+            return step.run(objective, before_last)
+
+    def evaluate(
+        self, step: OptimizerStep | PassStep, forward: ForwardBackward, model: nn.Module
+    ) -> torch.Tensor:
+        """Run the forward of every micro-batch and return the sum of the losses, a detached
+        scalar."""
+        if isinstance(step, PassStep):
+            return step.run_after_totals(self._router_of_step(model), forward).detach()
+        return step.run(forward).detach()
+
+    def _reduction(self) -> StepReduction:
+        assert self.fsdp is not None, "attach sets FSDP2's figures"
+        return StepReduction(
+            self.setup.accelerator, self.setup.communicator, self.fsdp, lockstep=self.lockstep
+        )
+
+    def _router_of_step(self, model: nn.Module) -> RouterLoss:
+        assert self.router is not None, "deal has seen a router loss"
+        return self.router.of_step(model)
+
+    def figures(self, step: OptimizerStep | PassStep, trace: PlanTrace) -> Figures:
+        """Write the trace of a finished step and return its figures for the log. Collective over
+        the world."""
+        assert self.cost is not None, "attach sets the cost model"
+        return trace.record(step, self.cost)
+
+    # ---- what a loss that is computed at home needs of the model
+
+    def own_attention(self) -> AbstractContextManager[None]:
+        """Give the attached model its own attention back inside the block, to generate with."""
+        return self._attached_model.own_attention()
+
+    def planned_attention(self) -> AbstractContextManager[None]:
+        """Give the attached model our attention inside the block, also where `own_attention` has
+        taken it away."""
+        return self._attached_model.planned_attention()
+
+    def beside(self, model: PreTrainedModel) -> Callable[[Shard], SequenceContext]:
+        """Return what makes the contexts of another model, which runs on the micro-batches of the
+        attached one, with kernels for its own layers. From now on the columns that it needs of
+        each token are dealt, too. Collective over the world.
+
+        Raises ValueError where no kernel serves its layers, and for a model whose shards all ranks
+        have to gather together, unless they run in lockstep.
+        """
+        name = type(model).__name__
+        if is_fully_sharded(model, self.setup.accelerator) and not self.lockstep:
+            raise ValueError(
+                f"{name} is sharded, and its ranks have to run every micro-batch together: set "
+                "sync='lockstep'"
+            )
+        with Attempt() as choosing:
+            if self.setup.args.deterministic:
+                check_deterministic(model)
+            kernel = kernel_of(self.setup, model)
+        host = self.setup.communicator.host
+        choosing.raise_together(host.gather_values, f"choosing the attention kernel of {name}")
+        self._attached_model.need_columns(needed_columns(model))
+        return ModelContexts(self.setup, kernel, self._links)
