@@ -217,8 +217,6 @@ class FlexSeqMixin(PartOfModelMixin):
         Without `even_batches` ranks draw different numbers of them; all go on until the last one
         is done. A loss that is computed at home refuses that.
         """
-        if self._flexseq_loss is not None:
-            self._flexseq_loss.check_loader(dataloader)
         self._flexseq_loss.check_loader(dataloader)
         self._flexseq_loaders.enter_context(batches_on_host(dataloader))
         longest = LongestLoader.over(dataloader, self.flexseq.communicator)
