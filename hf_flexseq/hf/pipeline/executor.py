@@ -342,8 +342,8 @@ def stage_executor_for(
 def _call_loss_once(device: torch.device, dtype: torch.dtype) -> None:
     """Run the chunked loss of one token, which nobody uses.
 
-    torch's registers its operators in its first call, which takes 0.2 s and more. In the first
-    step all stages would wait for the last one meanwhile.
+    torch's, which CUDA has, registers its operators in its first call, which takes 0.2 s and more.
+    In the first step all stages would wait for the last one meanwhile.
     """
     hidden = torch.zeros(1, 1, dtype=dtype, device=device, requires_grad=True)  # [tokens, width]
     weight = torch.zeros(2, 1, dtype=dtype, device=device, requires_grad=True)  # [words, width]
