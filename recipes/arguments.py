@@ -9,7 +9,10 @@ same way wherever it was written; null means the default.
 import difflib
 import json
 import os
+import sys
 from argparse import ArgumentParser
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Literal, NoReturn
@@ -260,8 +263,24 @@ class RecipeParser(HfArgumentParser):
     """A parser that prints one line per error, on the first process, and not its 150 options."""
 
     def error(self, message: str) -> NoReturn:
-        is_first = os.environ.get("RANK", "0") == "0"
-        self.exit(2, f"error: {message}\n" if is_first else None)
+        end_with(message)
+
+
+def end_with(message: str) -> NoReturn:
+    """End the program; the first process says why."""
+    if os.environ.get("RANK", "0") == "0":
+        print(f"error: {message}", file=sys.stderr)
+    sys.exit(2)
+
+
+@contextmanager
+def errors_in_a_line() -> Iterator[None]:
+    """End the program with one line for what the block, alike on all processes, finds wrong with
+    the options."""
+    try:
+        yield
+    except (ValueError, NotImplementedError, OSError) as error:
+        end_with(str(error))
 
 
 def parse(
@@ -287,14 +306,12 @@ def parse(
     )
     parser.add_argument("--config", metavar="FILE", help="YAML file with any of the options below")
     config, rest = _take_config(argv)
-    try:
+    with errors_in_a_line():
         options = dict(defaults or {})
         if config:
             options |= _read(config, types)
         values = vars(parser.parse_args(to_argv(options) + rest))
         training, data, model = (kind(**_of(kind, values)) for kind in types)
-    except (ValueError, NotImplementedError, OSError) as error:
-        parser.error(str(error))
     return model, data, training
 
 

@@ -92,16 +92,21 @@ def _load_file(path: Path, split: str) -> Dataset:
     )
 
 
-def stdlib() -> dict[str, str]:
-    """Return where the standard library is, and which one it is."""
-    return {"root": sysconfig.get_paths()["stdlib"], "version": sys.version}
+def stdlib(*sources: str) -> dict[str, str]:
+    """Return where the standard library is, and which one it is, in which version of this file
+    and of further `sources`."""
+    digest = hashlib.sha256()
+    for source in (__file__, *sources):
+        digest.update(Path(source).read_bytes())
+    version = f"{sys.version} {digest.hexdigest()}"
+    return {"root": sysconfig.get_paths()["stdlib"], "version": version}
 
 
 def stdlib_files(root: str, version: str) -> Iterator[dict[str, str]]:
     """Yield the standard library's own modules, without its tests and what was installed into it.
 
-    version: unused here, but `datasets` caches by the arguments, and another Python under the same
-    path is another corpus.
+    version: unused here, but `datasets` caches by the arguments and the name of this function:
+    another Python under the same path is another corpus, and so is what other code makes of it.
     """
     skipped = {"site-packages", "dist-packages", "test", "tests", "idle_test"}
     for path in sorted(Path(root).rglob("*.py")):

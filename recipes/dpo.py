@@ -31,7 +31,7 @@ from trl import DPOConfig, DPOTrainer
 import run
 from arguments import ModelArguments, PreferenceArguments, parse
 from hf_flexseq import FlexSeqArguments, FlexSeqMixin
-from launch import check_world, device_defaults
+from launch import device_defaults
 from model import load_base, lora_config
 from pairs import MADE, texts_of, to_pairs
 
@@ -49,9 +49,7 @@ def main(argv: list[str]) -> None:
     model_args, data_args, training_args = parse(
         argv, FlexSeqDPOConfig, device_defaults(), PreferenceArguments, prog="dpo.py"
     )
-    check_world(training_args)
-    checkpoint = run.checkpoint_to_resume(training_args)
-    run.start_trace(training_args, anew=checkpoint is None)
+    checkpoint = run.start(training_args)
     tokenizer, train, held_out = run.prepare(
         model_args, data_args, training_args, made=MADE, texts_of=texts_of, to_rows=to_pairs
     )

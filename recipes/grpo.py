@@ -28,9 +28,9 @@ from transformers import set_seed
 from trl import GRPOConfig, GRPOTrainer
 
 import run
-from arguments import ModelArguments, PromptArguments, parse
+from arguments import ModelArguments, PromptArguments, errors_in_a_line, parse
 from hf_flexseq import FlexSeqArguments, FlexSeqMixin
-from launch import check_world, device_defaults
+from launch import device_defaults
 from model import load_base, lora_config
 from prompts import MADE, texts_of, to_prompts
 from rewards import load_rewards
@@ -51,10 +51,9 @@ def main(argv: list[str]) -> None:
     model_args, data_args, training_args = parse(
         argv, FlexSeqGRPOConfig, device_defaults(), PromptArguments, prog="grpo.py"
     )
-    check_world(training_args)
-    find_reference(training_args, model_args)
-    checkpoint = run.checkpoint_to_resume(training_args)
-    run.start_trace(training_args, anew=checkpoint is None)
+    with errors_in_a_line():
+        find_reference(training_args, model_args)
+    checkpoint = run.start(training_args)
     tokenizer, train, held_out = run.prepare(
         model_args, data_args, training_args, made=MADE, texts_of=texts_of, to_rows=to_prompts
     )

@@ -11,11 +11,9 @@ rejected answer has the same lines and the same indentations, but these are deal
 anew.
 """
 
-import hashlib
 import math
 import random
 from collections.abc import Iterable, Iterator
-from pathlib import Path
 
 from datasets import Dataset
 from transformers import PreTrainedTokenizerBase
@@ -34,10 +32,8 @@ ANSWER_LINES = (4, 120)  # fewest and most
 
 def load_stdlib_pairs() -> Dataset:
     """Return pairs made of the standard library's modules."""
-    where = stdlib()
-    # `datasets` caches by the arguments, and another way to cut makes other pairs.
-    where["version"] += hashlib.sha256(Path(__file__).read_bytes()).hexdigest()
-    return Dataset.from_generator(stdlib_pairs, gen_kwargs=where)
+    # another way to cut makes other pairs
+    return Dataset.from_generator(stdlib_pairs, gen_kwargs=stdlib(__file__))
 
 
 # Corpora that are made here, by their names.

@@ -12,11 +12,12 @@ from transformers import PreTrainedTokenizerBase, Trainer
 from transformers.trainer_callback import ProgressCallback
 from transformers.trainer_utils import get_last_checkpoint
 
-from arguments import CorpusArguments, ModelArguments
+from arguments import CorpusArguments, ModelArguments, errors_in_a_line
 from bpe import cached_bpe
 from characters import character_tokenizer
 from corpus import load_documents
 from hf_flexseq import FlexSeqConfig
+from launch import check_world
 from model import load_tokenizer
 from progress import PlanProgress
 
@@ -74,6 +75,17 @@ def choose_tokenizer(
     if model_args.new_tokenizer == "characters":
         return character_tokenizer(texts)
     return cached_bpe(texts, model_args.tokenizer_vocab_size, data_args.tokenizer_cache)
+
+
+def start(args: FlexSeqConfig) -> str | None:
+    """Make sure that the processes have found each other, and that there is a checkpoint if one
+    was asked for, and name the plan trace; return the checkpoint to resume. Ends the program with
+    one line otherwise."""
+    with errors_in_a_line():
+        check_world(args)
+        checkpoint = checkpoint_to_resume(args)
+    start_trace(args, anew=checkpoint is None)
+    return checkpoint
 
 
 def checkpoint_to_resume(args: FlexSeqConfig) -> str | None:

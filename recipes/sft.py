@@ -28,15 +28,13 @@ from arguments import DataArguments, ModelArguments, parse
 from corpus import MADE
 from data import to_sequences
 from hf_flexseq import DataCollatorForFlexSeq, FlexSeqConfig, FlexSeqTrainer
-from launch import check_world, device_defaults
+from launch import device_defaults
 from model import load_model
 
 
 def main(argv: list[str]) -> None:
     model_args, data_args, training_args = parse(argv, FlexSeqConfig, device_defaults())
-    check_world(training_args)
-    checkpoint = run.checkpoint_to_resume(training_args)
-    run.start_trace(training_args, anew=checkpoint is None)
+    checkpoint = run.start(training_args)
     set_seed(training_args.seed)
     tokenizer, train, held_out = prepare(model_args, data_args, training_args)
     trainer = FlexSeqTrainer(

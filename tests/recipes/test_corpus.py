@@ -6,7 +6,7 @@ import pytest
 from datasets import Dataset, DatasetDict
 
 from arguments import DataArguments
-from corpus import load_documents, set_aside, stdlib_files
+from corpus import load_documents, set_aside, stdlib, stdlib_files
 
 ROWS = [{"text": f"document {i}"} for i in range(200)]
 
@@ -91,3 +91,12 @@ def test_other_columns_and_other_files_are_refused_by_name(tmp_path):
     (tmp_path / "a.pdf").write_text("")
     with pytest.raises(ValueError, match=r"must be one of \.jsonl"):
         load_documents(DataArguments(dataset=str(tmp_path / "a.pdf")))
+
+
+def test_other_code_makes_another_corpus_of_the_standard_library(tmp_path):
+    maker = tmp_path / "maker.py"
+    versions = {stdlib()["version"]}
+    for text in ("one", "other"):
+        maker.write_text(text)
+        versions.add(stdlib(str(maker))["version"])
+    assert len(versions) == 3

@@ -8,7 +8,7 @@ import pytest
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from arguments import ModelArguments
-from grpo import ENDS, find_reference, summary
+from grpo import ENDS, find_reference, main, summary
 from tests.programs import ROOT, run_program_on_ranks
 
 
@@ -17,6 +17,15 @@ def test_a_divergence_from_a_model_without_a_name_is_refused():
     find_reference(SimpleNamespace(beta=0.0), new)
     with pytest.raises(ValueError, match="beta=0.1: .* give model_name_or_path, or set beta to 0"):
         find_reference(SimpleNamespace(beta=0.1), new)
+
+
+def test_options_that_do_not_go_together_are_one_line(capsys):
+    config = str(ROOT / "recipes/quickstart/grpo.yaml")
+    with pytest.raises(SystemExit) as ended:
+        main(["--config", config, "--beta", "0.1"])
+    assert ended.value.code == 2
+    said = capsys.readouterr().err.splitlines()[-1]
+    assert said.startswith("error: beta=0.1: TRL loads the reference by name")
 
 
 def test_the_reference_is_the_revision_that_was_named():
