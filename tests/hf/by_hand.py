@@ -22,6 +22,7 @@ from hf_flexseq.steps.exchange import RowExchange, common_dtypes, source_row
 from hf_flexseq.steps.inputs import model_inputs
 from hf_flexseq.steps.token_columns import with_token_columns
 from hf_flexseq.topology import Topology
+from tests.hf.tiny import taken_gradients
 
 CPU = torch.device("cpu")
 TWO_NODES = Topology(nodes=2, ranks_per_node=2)
@@ -50,10 +51,8 @@ def run_plan(model, plan, examples, communicator, *, links=None):
     # 1. the tokens, from where they were drawn to where the plan wants them
     rank, world_size = communicator.rank, communicator.world_size
     sources = [index * world_size // len(examples) for index in range(len(examples))]
-    drawn = [example for example, source in zip(examples, sources, strict=True) if source == rank]
-    row = source_row([DataCollatorForFlexSeq()(drawn)] if drawn else [])
+    row = drawn_row(examples, sources, communicator)
     shards = shards_of(plan, rank, communicator.topology)
-    row = row.with_columns(common_dtypes(row, communicator.host))
     row = with_token_columns(row, needed_columns(model))
     columns = RowExchange(communicator)(row, plan, sources, shards)
 
@@ -78,14 +77,27 @@ def run_plan(model, plan, examples, communicator, *, links=None):
 
     # 3. sums over ranks
     communicator.host.all_reduce(loss)
-    gradients = {}
-    for name, parameter in model.named_parameters():
-        gradients[name] = torch.zeros_like(parameter)
-        if parameter.grad is not None:
-            gradients[name] += parameter.grad
-        communicator.host.all_reduce(gradients[name])
-    model.zero_grad()
-    return float(loss), gradients, contexts
+    return float(loss), summed_gradients(model, communicator), contexts
+
+
+def drawn_row(examples, sources, communicator):
+    """The row of the examples that this rank has drawn, with columns of the dtypes that all ranks
+    agree on. sources: the rank that draws each example."""
+    drawn = [
+        example
+        for example, source in zip(examples, sources, strict=True)
+        if source == communicator.rank
+    ]
+    row = source_row([DataCollatorForFlexSeq()(drawn)] if drawn else [])
+    return row.with_columns(common_dtypes(row, communicator.host))
+
+
+def summed_gradients(model, communicator):
+    """Gradients by parameter name, added up over ranks; the model has none afterwards."""
+    gradients = taken_gradients(model)
+    for gradient in gradients.values():
+        communicator.host.all_reduce(gradient)
+    return gradients
 
 
 def rows_of(plan, shards, communicator):

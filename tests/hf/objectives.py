@@ -357,26 +357,18 @@ def _rolling_out(config: Any, cls: Any) -> Any:
     return of_case
 
 
-def _sequences(case: Case, path: Path, model: Any) -> Any:
-    arguments = {
-        "model": model or classifier(LlamaForSequenceClassification, 3, case.dtype),
-        "train_dataset": classified(case.rows, tokens=False),
-        "eval_dataset": classified(7, tokens=False),
-        "data_collator": DataCollatorWithPadding(word_tokenizer()),
-        "compute_metrics": classes_metrics,
-    }
-    return _with(TrainingArguments, {"per_device_eval_batch_size": 2}), Trainer, arguments
+def _classes(head: Any, collator: Any, *, tokens: bool) -> Any:
+    def of_case(case: Case, path: Path, model: Any) -> Any:
+        arguments = {
+            "model": model or classifier(head, 3, case.dtype),
+            "train_dataset": classified(case.rows, tokens=tokens),
+            "eval_dataset": classified(7, tokens=tokens),
+            "data_collator": collator(word_tokenizer()),
+            "compute_metrics": classes_metrics,
+        }
+        return _with(TrainingArguments, {"per_device_eval_batch_size": 2}), Trainer, arguments
 
-
-def _tokens(case: Case, path: Path, model: Any) -> Any:
-    arguments = {
-        "model": model or classifier(LlamaForTokenClassification, 3, case.dtype),
-        "train_dataset": classified(case.rows, tokens=True),
-        "eval_dataset": classified(7, tokens=True),
-        "data_collator": DataCollatorForTokenClassification(word_tokenizer()),
-        "compute_metrics": classes_metrics,
-    }
-    return _with(TrainingArguments, {"per_device_eval_batch_size": 2}), Trainer, arguments
+    return of_case
 
 
 def _with(config: Any, defaults: Mapping[str, Any]) -> Any:
@@ -393,8 +385,10 @@ _ARGUMENTS = {
     "reward": _reward,
     "grpo": _rolling_out(GRPOConfig, GRPOTrainer),
     "rloo": _rolling_out(RLOOConfig, RLOOTrainer),
-    "sequences": _sequences,
-    "tokens": _tokens,
+    "sequences": _classes(LlamaForSequenceClassification, DataCollatorWithPadding, tokens=False),
+    "tokens": _classes(
+        LlamaForTokenClassification, DataCollatorForTokenClassification, tokens=True
+    ),
 }
 
 

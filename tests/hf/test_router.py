@@ -234,9 +234,12 @@ def mixture32():
 
 @pytest.mark.processes
 def test_zero_3_equals_the_plain_trainer(tmp_path):
-    options = {"model": mixture32(), "learning_rate": 0.1}
+    steps = 5
+    options = {"model": mixture32(), "learning_rate": 0.1, "max_steps": steps}
     before, wanted, history = plain_run(tmp_path, batch=4, **options)
-    for found, log, _ in run_ranks(zero_run, 2, tmp_path, 3, 1, False, mixture32, seconds=120):
+    settings = (3, 1, False, mixture32, steps)
+    for found, log, _ in run_ranks(zero_run, 2, tmp_path, *settings, seconds=120):
+        assert len(logged(log, "loss")) == steps
         assert update_error(before, wanted, found) < 2e-6
         assert logged(log, "loss") == pytest.approx(logged(history, "loss"), rel=1e-5)
 

@@ -48,7 +48,9 @@ def small_llama():
     return tiny_llama(torch.float32)
 
 
-def zero_run(rank, world_size, folder, stage, accumulation, checkpointing, make=small_llama):
+def zero_run(
+    rank, world_size, folder, stage, accumulation, checkpointing, make=small_llama, steps=STEPS
+):
     """Weights, log, and how often DeepSpeed stepped its optimizer. make: returns the model."""
     model = make()  # before the settings, which make transformers draw other weights
     deepspeed.init_distributed("gloo")
@@ -62,6 +64,7 @@ def zero_run(rank, world_size, folder, stage, accumulation, checkpointing, make=
         accumulation=accumulation,
         optim="sgd",
         learning_rate=LEARNING_RATE,
+        max_steps=steps,
         deepspeed=config,
         gradient_checkpointing=checkpointing,
         **OPTIONS,

@@ -68,13 +68,19 @@ def reference_gradients(model, examples, attention="sdpa"):
     model.zero_grad()
     loss = reference_loss(model, examples)
     loss.backward()
+    return float(loss.detach()), taken_gradients(model)
+
+
+def taken_gradients(model):
+    """A copy of all gradients by parameter name, zeros where there is none; the model has none
+    afterwards."""
     gradients = {}
     for name, parameter in model.named_parameters():
         gradients[name] = torch.zeros_like(parameter)
         if parameter.grad is not None:
             gradients[name] += parameter.grad
     model.zero_grad()
-    return float(loss.detach()), gradients
+    return gradients
 
 
 def relative_errors(found, wanted, floor_of=None):

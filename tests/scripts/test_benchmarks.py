@@ -4,11 +4,11 @@ import json
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[2]
+from tests.programs import ROOT, run_program
+
 BENCHMARKS = ROOT / "scripts/benchmarks"
 SHARED = {
     "common",
@@ -29,12 +29,16 @@ def run(name, *options, cwd=ROOT):
     )
 
 
-# Starts every benchmark with --help in one process, for torch takes seconds to import.
+# Starts every benchmark with --help in one fork, for torch takes seconds to import. Modules beside
+# it are found as by a command, whatever this process has imported by their names.
 ALL_HELPS = """
-import contextlib, io, json, runpy, sys
+import contextlib, io, json, pathlib, runpy, sys
 
 folder, *names = sys.argv[1:]
 sys.path.insert(0, folder)
+beside = {path.stem for path in pathlib.Path(folder).iterdir()}
+for name in [name for name in sys.modules if name.partition(".")[0] in beside]:
+    del sys.modules[name]
 helps = {}
 for name in names:
     sys.argv = [f"{folder}/{name}.py", "--help"]
@@ -47,13 +51,11 @@ print(json.dumps(helps))
 
 
 @pytest.fixture(scope="module")
-def helps():
+def helps(tmp_path_factory):
     """What every benchmark says about itself."""
-    command = [sys.executable, "-c", ALL_HELPS, str(BENCHMARKS), *NAMES]
-    environment = os.environ | {"PYTHONPATH": str(ROOT)}
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout)
+    program = tmp_path_factory.mktemp("helps") / "all_helps.py"
+    program.write_text(ALL_HELPS)
+    return json.loads(run_program(program, BENCHMARKS, *NAMES))
 
 
 @pytest.mark.processes

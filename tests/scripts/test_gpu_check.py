@@ -2,6 +2,7 @@
 
 import importlib
 import os
+import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -49,12 +50,15 @@ def command(*options, **variables):
 # ---- the command
 
 
-@pytest.mark.processes
-def test_without_a_gpu_it_says_so_in_one_line():
-    done = command(CUDA_VISIBLE_DEVICES="")
-    assert done.returncode == 2
-    assert done.stderr.splitlines()[-1] == "gpu_check needs a CUDA GPU, and torch sees none here"
-    assert not done.stdout
+def test_without_a_gpu_it_says_so_in_one_line(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", [str(SCRIPT)])
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(SystemExit) as ended:
+        runpy.run_path(str(SCRIPT), run_name="__main__")
+    said = capsys.readouterr()
+    assert ended.value.code == 2
+    assert said.err == "gpu_check needs a CUDA GPU, and torch sees none here\n"
+    assert not said.out
 
 
 @pytest.mark.processes

@@ -19,15 +19,21 @@ from hf_flexseq.attention import SequenceContext
 from hf_flexseq.kernels.choose import choose_kernel
 from hf_flexseq.plan import Group, MicroBatch, Plan
 from hf_flexseq.plan.rows import shards_of
-from hf_flexseq.steps.exchange import RowExchange, common_dtypes, source_row
+from hf_flexseq.steps.exchange import RowExchange
 from hf_flexseq.steps.inputs import indices_to_run, inputs_of
 from hf_flexseq.steps.lookahead import DrawnStep
 from hf_flexseq.steps.passes import PassStep
 from hf_flexseq.topology import Topology
 from tests.budget import examples as budget
-from tests.hf.by_hand import CPU, TWO_NODES
+from tests.hf.by_hand import CPU, TWO_NODES, drawn_row, summed_gradients
 from tests.hf.test_exactness import whole
-from tests.hf.tiny import RandomPlanEngine, documents, relative_errors, tiny_llama
+from tests.hf.tiny import (
+    RandomPlanEngine,
+    documents,
+    relative_errors,
+    taken_gradients,
+    tiny_llama,
+)
 from tests.plans import random_plan
 from tests.ranks import join, run_ranks, run_threads
 
@@ -151,13 +157,7 @@ def one_process(model, sources, world_size, uses, seed):
         total = total + random_loss({**figures, "sums": sums}, rank, uses, seed)
     model.zero_grad()
     total.backward()
-    gradients = {}
-    for name, parameter in model.named_parameters():
-        gradients[name] = torch.zeros_like(parameter)
-        if parameter.grad is not None:
-            gradients[name] += parameter.grad
-    model.zero_grad()
-    return float(total.detach()), gradients
+    return float(total.detach()), taken_gradients(model)
 
 
 # ---- ranks that are threads
@@ -166,9 +166,7 @@ def one_process(model, sources, world_size, uses, seed):
 def pass_step(plan, examples, sources, communicator, *, lockstep=False):
     """A step as the executor deals it. Every rank draws its part of `examples`."""
     rank = communicator.rank
-    drawn = [example for example, source in zip(examples, sources, strict=True) if source == rank]
-    row = source_row([DataCollatorForFlexSeq()(drawn)] if drawn else [])
-    row = row.with_columns(common_dtypes(row, communicator.host))
+    row = drawn_row(examples, sources, communicator)
     shards = shards_of(plan, rank, communicator.topology)
     exchange = RowExchange(communicator)
     routes = exchange.routes(row, plan, sources, shards)
@@ -196,18 +194,6 @@ def pass_step(plan, examples, sources, communicator, *, lockstep=False):
         waited_s=0.0,
         device=CPU,
     )
-
-
-def summed_gradients(model, communicator):
-    """Gradients by parameter name, added up over ranks; the model's are zero afterwards."""
-    gradients = {}
-    for name, parameter in model.named_parameters():
-        gradients[name] = torch.zeros_like(parameter)
-        if parameter.grad is not None:
-            gradients[name] += parameter.grad
-        communicator.host.all_reduce(gradients[name])
-    model.zero_grad()
-    return gradients
 
 
 def cases_of(world_size, count):
