@@ -136,7 +136,7 @@ def _planned(planned: Sequence[list[int]], steps: int, options: Namespace) -> st
     nodes, ranks = options.topology.nodes, options.topology.ranks_per_node
     first = "One step was planned" if steps == 1 else f"All {steps} steps were planned"
     if len(planned) < steps:
-        several = "step was" if len(planned) == 1 else f"{len(planned)} steps were"
+        several = "was" if len(planned) == 1 else f"{len(planned)} were"
         first = f"Of {steps:,} steps the first {several} planned"
     more = f" (--steps {steps} plans all)" if len(planned) < steps else ""
     return (

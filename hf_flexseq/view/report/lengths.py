@@ -107,6 +107,7 @@ def _histogram(lengths: Lengths) -> Markup:
     x_ticks = []
     for index, (first, _, _) in enumerate(lengths.bins):
         x_ticks.append(Tick(index / len(lengths.bins), tokens(first)))
+    x_ticks.append(Tick(1.0, tokens(2 * lengths.bins[-1][0])))
     fullest = max(lengths.bins, key=lambda one: one[2])
     says = (
         f"Lengths from {lengths.bins[0][0]:,} to {lengths.longest:,} tokens; those from "

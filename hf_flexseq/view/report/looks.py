@@ -65,44 +65,49 @@ def classes(event: Event) -> str:
     return f"{work} {_degree_class(event.degree)}" if event.degree else work
 
 
+def marks_class(event: Event) -> str:
+    """Return whose marks a box has, "" for none: its degree's, or where it belongs to no group
+    those of its work."""
+    if event.degree:
+        return _degree_class(event.degree) if colour_index(event.degree) else ""
+    work = _work_class(event)
+    return work if _work_look(work)[1] else ""
+
+
 def patterns(boxes: Sequence[Box], timeline: Timeline, height: int) -> Markup:
-    """Return the colours that the picture uses, and the style that says which box has which.
+    """Return the marks that the picture uses, and the style that says which box has which colour.
 
     A tile of marks is as wide as in a picture of 1,000 pixels; the script keeps it so. The keys of
-    the legend have tiles of their own, in pixels.
+    the legend have tiles of their own, in pixels. Boxes have plain colours, and one shape for each
+    degree has the marks of all its boxes: to print a thousand shapes with marks takes minutes.
     """
     scale = f"scale({UNITS / 1000:g} {timeline.world_size / height:.4g})"
-    looks: dict[str, tuple[str, int]] = {}  # name of a tile -> colour, index of the marks
-    for event in (box.event for box in boxes):
-        work = _work_class(event)
-        looks[work] = _work_look(work)
-        if event.degree:
-            name = _degree_class(event.degree)
-            colour = colour_of(event.degree)
-            looks[name] = (colour, colour_index(event.degree))
-            looks[f"{name}p"] = (paler(colour), colour_index(event.degree))
+    shared = {box.event.degree for box in boxes} - {0}  # degrees; 0 is of no group
+    looks = {_degree_class(degree): _degree_look(degree) for degree in sorted(shared)}
+    works = {_work_class(box.event): _work_look(_work_class(box.event)) for box in boxes}
     tiles = []
     rules = []
-    for name, (colour, index) in looks.items():
-        ink = _ink(colour)
-        tiles.append(pattern(f"t-{name}", colour, index, ink, transform=scale))
-        tiles.append(pattern(f"k-{name}", colour, index, ink))
+    for name, (colour, index) in (looks | works).items():
+        marks = _ink(colour)
+        tiles.append(pattern(f"m-{name}", "none", index, marks, transform=scale))
+        tiles.append(pattern(f"k-{name}", colour, index, marks))
         rules.append(f".key .{name}{{fill:url(#k-{name})}}")
-        rules.append(f"{_boxes_of(name)}{{fill:url(#t-{name})}}")
+    for name, (colour, _) in looks.items():
+        rules.append(f".by-degree .{name}{{fill:{colour}}}")
+        rules.append(f".by-degree .transfer.{name}{{fill:{paler(colour)}}}")
+    for name, (colour, index) in works.items():
+        # What belongs to no group has the colour of its work whatever colours tell.
+        rules.append(f".by-work .{name},.boxes [class='{name}']{{fill:{colour}}}")
+        if looks and index:
+            tiles.append(pattern(f"t-{name}", colour, index, _ink(colour), transform=scale))
+            rules.append(f"@media screen{{.by-work .{name}{{fill:url(#t-{name})}}}}")
     defs = element("svg", element("defs", *tiles), width=0, height=0, class_="defs")
     return joined(defs, element("style", Markup("".join(rules))))
 
 
-def _boxes_of(name: str) -> str:
-    """Return the selector of the boxes that have a tile.
-
-    What belongs to no group has the colour of its work whatever colours tell.
-    """
-    if not name[1:2].isdigit() or name.startswith("a"):
-        return f".by-work .{name},.boxes [class='{name}']"
-    if name.endswith("p"):
-        return f".by-degree .transfer.{name[:-1]}"
-    return f".by-degree .{name}"
+def _degree_look(degree: int) -> tuple[str, int]:
+    """Return the colour of a degree, and the index of its marks."""
+    return colour_of(degree), colour_index(degree)
 
 
 def _work_look(name: str) -> tuple[str, int]:

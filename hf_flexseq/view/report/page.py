@@ -81,7 +81,9 @@ def page(report: Report) -> str:
 
 def _headline(report: Report) -> str:
     """Return what the page is about."""
-    what = "What a run did" if report.run else "What planning brings"
+    what = "What planning brings"
+    if report.run:
+        what = "What a run did" if totals(report.run) else "What was planned"
     return f"{what}: {report.source}"
 
 
@@ -93,6 +95,7 @@ def summary(report: Report) -> list[str]:
     return [
         *_of_run(report),
         *_of_planners(report),
+        *report.length_remarks,
         _of_lengths(report.lengths),
     ]
 

@@ -145,7 +145,7 @@ def _numbers(steps: Sequence[RunStep], total: Totals) -> Markup:
     row = (
         f"steps {steps[0].number:,} to {steps[-1].number:,}",
         f"{len(total.measured):,} of {len(steps):,}",
-        f"{sum(_measured(step) for step in total.measured):,.1f}",
+        seconds(sum(_measured(step) for step in total.measured)),
         f"{total.ratio:.2f}",
         share(total.error),
         f"{total.tokens_per_s:,.0f}",
@@ -154,7 +154,7 @@ def _numbers(steps: Sequence[RunStep], total: Totals) -> Markup:
     head = (
         "",
         "measured",
-        "seconds",
+        "took",
         "over predicted",
         "median error",
         "tokens per second",

@@ -21,7 +21,7 @@ if (part) {
     svg.setAttribute("viewBox", `${view.from} 0 ${view.width} ${facts.ranks}`);
     const box = svg.getBoundingClientRect();
     const scale = `scale(${view.width / box.width} ${facts.ranks / box.height})`;
-    for (const pattern of part.querySelectorAll("pattern[id^=t-]")) {
+    for (const pattern of part.querySelectorAll("pattern[patternTransform]")) {
       pattern.setAttribute("patternTransform", scale);
     }
     drawNumbers(box);
@@ -39,15 +39,15 @@ if (part) {
       const middle = pixels((low + high) / 2, box);
       if (high <= low || middle - 9 < free) return;
       free = middle + 9;
-      texts.push(text(String(index), "batch", middle, null));
+      texts.push(text(String(index), "batch", middle / box.width, null));
     });
     for (const [start, stop, first, degree] of Object.values(facts.groups)) {
       const low = Math.max(start, view.from);
       const high = Math.min(stop, view.from + view.width);
       if (((high - low) / view.width) * box.width < 18) continue;
       if ((degree / facts.ranks) * box.height < 13) continue;
-      const middle = ((first + degree / 2) / facts.ranks) * box.height;
-      texts.push(text(String(degree), "degree", pixels((low + high) / 2, box), middle));
+      const left = pixels((low + high) / 2, box) / box.width;
+      texts.push(text(String(degree), "degree", left, (first + degree / 2) / facts.ranks));
     }
     over.replaceChildren(...texts);
   }
@@ -63,17 +63,18 @@ if (part) {
     for (let n = Math.ceil((view.from * perUnit) / step); ; n++) {
       const at = (n * step) / perUnit;
       if (at > view.from + view.width) break;
-      texts.push(text((n * step).toFixed(digits), "x", pixels(at, box), null));
+      texts.push(text((n * step).toFixed(digits), "x", pixels(at, box) / box.width, null));
     }
     axis.replaceChildren(...texts);
   }
 
+  // left, top: shares of the picture, so that a text stays in place on paper.
   function text(content, kind, left, top) {
     const made = document.createElement("span");
     made.className = `t ${kind}`;
     made.textContent = content;
-    made.style.left = `${left}px`;
-    if (top !== null) made.style.top = `${top}px`;
+    made.style.left = `${100 * left}%`;
+    if (top !== null) made.style.top = `${100 * top}%`;
     return made;
   }
 

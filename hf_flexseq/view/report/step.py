@@ -19,7 +19,7 @@ from hf_flexseq.plan.pipeline import PipelinePlan
 from hf_flexseq.timeline import Event, Timeline
 from hf_flexseq.view.picture import blocks
 from hf_flexseq.view.report.charts import Tick, along, canvas, label, percent, values_up_to
-from hf_flexseq.view.report.looks import UNITS, Box, classes, legend, patterns
+from hf_flexseq.view.report.looks import UNITS, Box, classes, legend, marks_class, patterns
 from hf_flexseq.view.report.markup import Markup, bullets, element, joined, table
 from hf_flexseq.view.report.words import counted, seconds
 from hf_flexseq.view.shares import shares
@@ -56,17 +56,18 @@ class Step:
 
 def step_part(step: Step) -> Markup:
     """Return the part of the page about a step."""
-    boxes, remark = fitting_boxes(step)
+    drawing = fitting(step)
+    boxes = drawing.boxes
     timeline = step.timeline
     notes = step.plan.notes if isinstance(step.plan, Plan) else ()
     return element(
         "section",
         element("h2", f"Step {step.number}"),
         element("p", f"{step.reason} {step.title}"),
-        element("p", f"Ranks' time: {_time(timeline)}. ", remark),
+        element("p", f"Ranks' time: {_time(timeline)}. ", drawing.remark),
         _toolbar(step, boxes),
         legend(timeline, boxes),
-        _picture(step, boxes),
+        _picture(step, drawing),
         element(
             "p",
             "Point at the picture, or touch it.",
@@ -91,30 +92,45 @@ def _time(timeline: Timeline) -> str:
 # ---- boxes
 
 
-def fitting_boxes(step: Step) -> tuple[list[Box], str]:
-    """Return the boxes to draw, and what was left out to stay below `MOST_BYTES`, "" for
-    nothing."""
-    boxes = _boxes(step.timeline, step.timeline.events)
-    if _bytes(step, boxes) <= MOST_BYTES:
-        return boxes, ""
+@dataclass(frozen=True, slots=True)
+class Drawing:
+    """What is drawn of a step."""
+
+    boxes: list[Box]
+    """What can be pointed at, and has a colour."""
+    groups: list[Box]
+    """A box for each group on its ranks, as far as it does not wait: these have the marks."""
+    remark: str
+    """What was left out to stay below `MOST_BYTES`, "" for nothing."""
+
+
+def fitting(step: Step) -> Drawing:
+    """Return as much of a step as stays below `MOST_BYTES`."""
+    groups = _boxes(step.timeline, _joined(step.timeline.events))
+    drawing = Drawing(_boxes(step.timeline, step.timeline.events), groups, "")
+    if _bytes(step, drawing) <= MOST_BYTES:
+        return drawing
     # 1. a group is one box on each of its ranks
-    boxes = _boxes(step.timeline, _joined(step.timeline.events))
     remark = "To keep the page small a group is one box, its communication included."
-    if _bytes(step, boxes) <= MOST_BYTES:
-        return boxes, remark
+    drawing = Drawing(groups, groups, remark)
     # 2. fewer micro-batches
-    count = 1 + max(box.event.micro_batch for box in boxes)
-    shown = count
-    while _bytes(step, boxes) > MOST_BYTES and shown > 1:
-        shown = max(1, min(shown - 1, shown * MOST_BYTES // _bytes(step, boxes)))
-        boxes = [box for box in boxes if box.event.micro_batch < shown]
+    count = 1 + max(box.event.micro_batch for box in groups)
     what = "chunks" if isinstance(step.plan, PipelinePlan) else "micro-batches"
-    return boxes, f"{remark} Only the first {shown:,} of {count:,} {what} are drawn."
+    shown = count
+    size = _bytes(step, drawing)
+    while size > MOST_BYTES and shown > 1:
+        shown = max(1, min(shown - 1, shown * MOST_BYTES // size))
+        groups = [box for box in groups if box.event.micro_batch < shown]
+        left_out = f"{remark} Only the first {shown:,} of {count:,} {what} are drawn."
+        drawing = Drawing(groups, groups, left_out)
+        size = _bytes(step, drawing)
+    return drawing
 
 
-def _bytes(step: Step, boxes: Sequence[Box]) -> int:
+def _bytes(step: Step, drawing: Drawing) -> int:
     """Return the bytes of the picture and its records."""
-    return len(_shapes(boxes)) + len(_data(step, boxes))
+    shapes = len(_shapes(drawing.boxes)) + len(_marks(drawing.groups))
+    return shapes + len(_data(step, drawing.boxes))
 
 
 def _boxes(timeline: Timeline, events: Iterable[Event]) -> list[Box]:
@@ -168,8 +184,7 @@ def _shapes(boxes: Sequence[Box]) -> Markup:
         event = box.event
         group = -1 if event.group is None else event.group
         key = (event.micro_batch, group, classes(event), numbers[event.label])
-        width = event.stop - event.start
-        paths[key].append(f"M{event.start} {box.first}h{width}v{box.stop - box.first}h-{width}z")
+        paths[key].append(_outline(box))
     parts = []
     for (batch, group, look, index), pieces in sorted(paths.items()):
         of_group = "" if group < 0 else f' data-g="{group}"'
@@ -180,14 +195,34 @@ def _shapes(boxes: Sequence[Box]) -> Markup:
     return Markup("".join(parts))
 
 
+def _marks(groups: Sequence[Box]) -> Markup:
+    """Return the marks of the boxes: a shape for each degree, or for each kind of action."""
+    paths: dict[str, list[str]] = defaultdict(list)
+    for box in groups:
+        name = marks_class(box.event)
+        if name:
+            paths[name].append(_outline(box))
+    shapes = []
+    for name, pieces in sorted(paths.items()):
+        shapes.append(element("path", d="".join(pieces), class_="marks", fill=f"url(#m-{name})"))
+    return joined(*shapes)
+
+
+def _outline(box: Box) -> str:
+    """Return a box as a piece of a path."""
+    width = box.event.stop - box.event.start
+    return f"M{box.event.start} {box.first}h{width}v{box.stop - box.first}h-{width}z"
+
+
 def _label_numbers(boxes: Sequence[Box]) -> dict[str, int]:
     """Return the index of each label."""
     labels = dict.fromkeys(box.event.label for box in boxes)
     return {text: index for index, text in enumerate(labels)}
 
 
-def _picture(step: Step, boxes: Sequence[Box]) -> Markup:
+def _picture(step: Step, drawing: Drawing) -> Markup:
     """Return the picture with its axes."""
+    boxes = drawing.boxes
     timeline = step.timeline
     world = timeline.world_size
     height = min(HIGHEST, max(LOWEST, ROW * world))
@@ -218,7 +253,10 @@ def _picture(step: Step, boxes: Sequence[Box]) -> Markup:
             "div",
             patterns(boxes, timeline, height),
             canvas(
-                joined(_shapes(boxes), *lines), f"0 0 {UNITS} {world}", says=says, class_="boxes"
+                joined(_shapes(boxes), _marks(drawing.groups), *lines),
+                f"0 0 {UNITS} {world}",
+                says=says,
+                class_="boxes",
             ),
             element("div", *_numbers(step, boxes), class_="over", aria_hidden="true"),
             element("div", *_times(timeline), class_="axis"),
