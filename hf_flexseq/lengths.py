@@ -51,6 +51,13 @@ def read_lengths(
         raise ValueError(f"{path}: {error}") from error
 
 
+def parse_lengths(
+    text: str, column: str | None = None, limits: Limits = DEFAULT_LIMITS
+) -> list[int]:
+    """Return the lengths in the text of a file. Raises ValueError for other text."""
+    return _checked(_text(text, column, limits))
+
+
 # ---- text
 
 

@@ -30,6 +30,10 @@ BYTES_PER_CONTAINER = 64
 MAX_LIMIT = 2**50
 
 
+class BeyondLimit(ValueError):
+    """Something is more work than a limit allows; the message says how to raise it."""
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Limits:
     """How much work a command takes on; each can be raised, see `beyond`.
@@ -56,13 +60,13 @@ class Limits:
             whole(one.name, getattr(self, one.name), least=1, most=MAX_LIMIT)
 
     def refuse_above(self, name: str, amount: int, what: str) -> None:
-        """Raise ValueError when `amount` is above the limit `name`.
+        """Raise BeyondLimit when `amount` is above the limit `name`.
 
         what: that there are so many of, such as "8x8 has 64 ranks".
         """
         limit = getattr(self, name)
         if amount > limit:
-            raise ValueError(f"{what}: {beyond(name, limit, amount)}")
+            raise BeyondLimit(f"{what}: {beyond(name, limit, amount)}")
 
     def with_values(self, values: list[tuple[str, int]]) -> "Limits":
         """Return these limits with some of them set to other values, as (name, value) pairs."""

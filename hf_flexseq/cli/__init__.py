@@ -1,4 +1,5 @@
-"""The command line: `flexseq plan | simulate | compare | view | program | calibrate | env`.
+"""The command line: `flexseq plan | simulate | compare | report | view | program | calibrate |
+env`.
 
 It exits with 0, or with 2 and one line on stderr for bad input and for plans that cannot be.
 Importing it imports no torch, so planning starts at once and works where torch is not installed;
@@ -17,6 +18,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit status."""
     parser = make_parser()
     options = parser.parse_args(argv)
+    options.argv = sys.argv[1:] if argv is None else list(argv)
     try:
         set_limits(options)
         options.run(options)

@@ -9,7 +9,13 @@ from hf_flexseq.cost.kinds import reach_of
 
 def calibrate(options: Namespace) -> None:
     """Measure, write the cost model, and say how well it holds."""
-    from hf_flexseq.hf.calibration import command as measuring
+    try:
+        from hf_flexseq.hf.calibration import command as measuring
+    except ModuleNotFoundError as error:
+        raise ModuleNotFoundError(
+            "measuring needs torch and transformers: pip install torch transformers accelerate "
+            f"({error})"
+        ) from error
 
     record = measuring.calibrate(
         options.model,

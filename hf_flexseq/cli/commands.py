@@ -98,18 +98,18 @@ def view(options: Namespace) -> None:
     title = f"Step {step.number}: {_summary(step.plan)}{_measured(step)}{_layers(options)}"
     pictures = [path for path in (options.png, options.svg) if path]
     for path in pictures:
-        save_picture(_timeline(step, options, layers=0), path, title=title, ranks_per_node=node)
+        save_picture(timeline_of(step, options, layers=0), path, title=title, ranks_per_node=node)
     if options.chrome:
         _write_chrome(step, options, node)
     if not pictures and not options.chrome:
-        print(text_grid(_timeline(step, options, layers=0), title=title))
+        print(text_grid(timeline_of(step, options, layers=0), title=title))
     tell_broken_lines(file, options)
 
 
 def _write_chrome(step: PlannedStep, options: Namespace, node: int | None) -> None:
     """Write the trace for Perfetto, and say what was left out of it. node: ranks per node."""
     text, left_out = chrome_text(
-        lambda layers: _timeline(step, options, layers=layers),
+        lambda layers: timeline_of(step, options, layers=layers),
         layers=Detail().layers,
         ranks_per_node=node,
     )
@@ -118,7 +118,7 @@ def _write_chrome(step: PlannedStep, options: Namespace, node: int | None) -> No
         print(f"{options.chrome} shows {left_out}, to stay below {MOST_BYTES / 1e6:g} MB")
 
 
-def _timeline(step: PlannedStep, options: Namespace, *, layers: int) -> Timeline:
+def timeline_of(step: PlannedStep, options: Namespace, *, layers: int) -> Timeline:
     """Return the timeline to draw: simulated where there is a cost model, else by tokens.
 
     Without a cost model the measured seconds of the step, if it has any, are its time.

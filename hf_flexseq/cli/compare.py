@@ -8,7 +8,6 @@ it.
 
 from argparse import Namespace
 from collections.abc import Sequence
-from dataclasses import dataclass
 from itertools import islice
 
 from hf_flexseq.cli.planning import planned, steps_of
@@ -19,6 +18,7 @@ from hf_flexseq.plan import Plan
 from hf_flexseq.planner import CHOICES
 from hf_flexseq.planner.static import static_degrees
 from hf_flexseq.simulate import simulate
+from hf_flexseq.view.results import Result
 
 COLUMNS = (
     "planner",
@@ -37,31 +37,6 @@ WIDTHS = (18, 8, 7, 9, 9, 7, 7, 13, 9)
 FLEXSP_SEQUENCES = 512
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Result:
-    """What a planner reached on average over all steps, or why it did not."""
-
-    name: str
-    closed_s: float = 0.0
-    """Seconds of a step by the closed form."""
-    gap: float = 0.0
-    """How far `closed_s` lies above the lower bound, as a share of the bound."""
-    simulated_s: float = 0.0
-    """Seconds of a step as simulated."""
-    transfers: float = 0.0
-    """Share of the simulated time in which ranks only send and receive."""
-    idle: float = 0.0
-    """Share of the simulated time in which ranks wait for each other."""
-    peak_bytes: int = 0
-    """The most bytes that any rank holds in any step."""
-    micro_batches: float = 0.0
-    """Micro-batches of a step."""
-    planning_s: float = 0.0
-    """Seconds that planning a step took."""
-    problem: str | None = None
-    """Why the planner has no figures; None when it has."""
-
-
 def compare(options: Namespace) -> None:
     """Print the table, each planner as soon as it is done. Raises the first one's reason when none
     can plan."""
@@ -77,7 +52,7 @@ def compare(options: Namespace) -> None:
     problems = []
     with Progress() as progress:
         for planner in options.planners or CHOICES["planner"]:
-            result = _result(planner, steps, options, cost, progress)
+            result = result_of(planner, steps, options, cost, progress)
             if result.problem is None:
                 line = _line(_row(result))
             else:
@@ -89,7 +64,7 @@ def compare(options: Namespace) -> None:
         raise ValueError(f"no planner can plan this: {problems[0]}")
 
 
-def _result(
+def result_of(
     planner: str,
     steps: Sequence[list[int]],
     options: Namespace,
@@ -179,6 +154,7 @@ def _measure(
         peak_bytes=max(t.peak_bytes for t in timelines),
         micro_batches=sum(len(plan.micro_batches) for plan in plans) / count,
         planning_s=sum(plan.planning_s for plan in plans) / count,
+        plans=tuple(plans),
     )
 
 

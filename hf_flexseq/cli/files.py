@@ -38,6 +38,12 @@ class PlannedStep:
     """Seconds of each micro-batch, or of a pipeline's whole step; None where nobody ran it."""
     cost: PipelineCost | None = None
     """Cost of the pipeline's stages, where the file has it."""
+    replica: int = 0
+    """Which of a pipeline's replicas runs the plan."""
+    passes: int = 1
+    """How often the step's micro-batches ran."""
+    waited_s: float | None = None
+    """Seconds that training waited for the plan; None where the file does not say."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -70,7 +76,7 @@ def read_steps(path: str, limits: Limits) -> StepsFile:
     path: of the file; `-` is stdin. Raises ValueError, naming the file, where no step can be read.
     """
     try:
-        return _steps(read_text(path, limits), limits)
+        return parse_steps(read_text(path, limits), limits)
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from error
 
@@ -104,8 +110,9 @@ def write_plans(path: str, plans: Sequence[Plan]) -> None:
         Path(path).write_text(text, encoding="utf-8")
 
 
-def _steps(text: str, limits: Limits) -> StepsFile:
-    """Return the steps in `text`: one JSON value, spread over lines or not, or one per line."""
+def parse_steps(text: str, limits: Limits) -> StepsFile:
+    """Return the steps in the text of a file: one JSON value, spread over lines or not, or one per
+    line. Raises ValueError where no step can be read."""
     lines = [(number, line) for number, line in enumerate(text.split("\n"), 1) if line.strip()]
     if not lines:
         raise ValueError("holds no plan")
@@ -153,7 +160,13 @@ def _step(index: int, record: Any, limits: Limits) -> PlannedStep:
             f"step {number} has {len(plan.micro_batches)} micro-batches, "
             f"{len(measured)} of them measured"
         )
-    return PlannedStep(number=number, plan=plan, measured_s=measured)
+    return PlannedStep(
+        number=number,
+        plan=plan,
+        measured_s=measured,
+        passes=whole("passes", record.get("passes", 1), least=1),
+        waited_s=_waited(record),
+    )
 
 
 def _pipeline_step(
@@ -173,7 +186,21 @@ def _pipeline_step(
             raise ValueError(
                 f"step {number} has {plan.stages} stages, pipeline_cost {len(cost.stages)}"
             )
-    return PlannedStep(number=number, plan=plan, measured_s=_measured(record), cost=cost)
+    return PlannedStep(
+        number=number,
+        plan=plan,
+        measured_s=_measured(record),
+        cost=cost,
+        replica=whole("replica", record.get("replica", 0)),
+        waited_s=_waited(record),
+    )
+
+
+def _waited(record: dict[str, Any]) -> float | None:
+    """Return the seconds that training waited for a record's plan, None where it has none."""
+    if record.get("waited_s") is None:
+        return None
+    return duration("waited_s", record["waited_s"])
 
 
 def _measured(record: dict[str, Any]) -> tuple[float, ...] | None:

@@ -12,6 +12,7 @@ from hf_flexseq.cli.commands import plan, simulate, view
 from hf_flexseq.cli.compare import FLEXSP_SEQUENCES, compare
 from hf_flexseq.cli.environment import env
 from hf_flexseq.cli.program import DTYPES, LAYER, layer, program, reach, recurrent_rows
+from hf_flexseq.cli.report import STEPS, report
 from hf_flexseq.cost.presets import PRESETS
 from hf_flexseq.layers import FULL
 from hf_flexseq.planner import CHOICES
@@ -40,6 +41,9 @@ def make_parser() -> argparse.ArgumentParser:
     _simulate_options(_command(commands, "simulate", simulate, "run a plan without running it"))
     _compare_options(
         _command(commands, "compare", compare, "a table of all planners on your lengths")
+    )
+    _report_options(
+        _command(commands, "report", report, "a page about your lengths, or about a run")
     )
     _view_options(_command(commands, "view", view, "draw a plan or a plan trace"))
     _program_options(
@@ -132,6 +136,10 @@ def _plan_options(parser: argparse.ArgumentParser) -> None:
 def _compare_options(parser: argparse.ArgumentParser) -> None:
     _lengths_options(parser)
     parser.add_argument("--steps", type=at_least(1), metavar="N", help="only the first N steps")
+    _planners_option(parser)
+
+
+def _planners_option(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--planners",
         nargs="+",
@@ -142,21 +150,49 @@ def _compare_options(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def _report_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "plan",
+        metavar="LENGTHS_OR_TRACE",
+        help=f"{LENGTHS_FILE}; or a plan trace; - for stdin",
+    )
+    parser.add_argument("--html", required=True, metavar="FILE", help="write the page")
+    parser.add_argument(
+        "--step",
+        type=at_least(0),
+        metavar="N",
+        help="number of the step that is drawn (default: the one with the median seconds)",
+    )
+    parser.add_argument(
+        "--steps",
+        type=at_least(1),
+        default=STEPS,
+        metavar="N",
+        help=f"plan only the first N steps (default {STEPS})",
+    )
+    _planners_option(parser)
+    _planning_options(parser, required=False)
+
+
+LENGTHS_FILE = (
+    "a JSON list, one integer per line, JSON lines (each also .gz), Parquet, or a saved dataset"
+)
+
+
 def _lengths_options(parser: argparse.ArgumentParser) -> None:
     """Add the options that say what is planned: lengths, machine, limits, strategy."""
-    parser.add_argument(
-        "--lengths",
-        required=True,
-        metavar="FILE",
-        help="a JSON list, one integer per line, JSON lines (each also .gz), Parquet, or a saved "
-        "dataset",
-    )
+    parser.add_argument("--lengths", required=True, metavar="FILE", help=LENGTHS_FILE)
+    _planning_options(parser, required=True)
+
+
+def _planning_options(parser: argparse.ArgumentParser, *, required: bool) -> None:
+    """Add the options that say how lengths are planned; required: those that need be given."""
     parser.add_argument(
         "--column",
         metavar="NAME",
         help="column with lengths or with lists (default: length, input_ids)",
     )
-    _machine_options(parser, required=True)
+    _machine_options(parser, required=required)
     parser.add_argument(
         "--max-tokens-per-rank", type=at_least(1), metavar="N", help="default: by the memory model"
     )

@@ -1,8 +1,9 @@
 """What a step was planned to cost and what it cost, for the log and the plan trace.
 
 The figures of a step are numbers by name, with `PREFIX` in front of each name in the Trainer's
-log. The plan trace is a JSONL file: a line has the plan, what identifies the cost model, and the
-measured seconds; a pipelined step has a line for each replica. `trace_file.py` writes it.
+log. The plan trace is a JSONL file: a line has the plan, what identifies the cost model, the
+measured seconds, and those that training waited for the plan; a pipelined step has a line for each
+replica. `trace_file.py` writes it.
 """
 
 import functools
@@ -50,7 +51,11 @@ class PlanTrace:
         slowest = float(by_rank.sum(dim=1).max())
         if self._file is not None:
             measured = by_rank.amax(dim=0).tolist()  # by micro-batch
-            line = {"cost_model": self._digest(cost), "measured_s": measured}
+            line = {
+                "cost_model": self._digest(cost),
+                "measured_s": measured,
+                "waited_s": step.waited_s,
+            }
             if step.passes > 1:
                 line["passes"] = step.passes
             self._file.append(step.number, [line | step.plan.to_record()])
@@ -68,6 +73,7 @@ class PlanTrace:
             of_all = {
                 "cost_model": self._digest(whole),
                 "measured_s": [measured],
+                "waited_s": step.waited_s,
                 "pipeline_cost": cost.to_record(),
             }
             lines = []

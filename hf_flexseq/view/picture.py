@@ -86,7 +86,7 @@ def _draw_events(axes: Any, timeline: Timeline) -> None:
     edges = _group_edges(drawn)
     scale = _scale(timeline)
     colour2boxes: dict[str, list[Any]] = {}
-    for first, stop, event in _blocks(drawn):
+    for first, stop, event in blocks(drawn):
         if event.kind in ACTION_COLOURS:
             lowest, highest = first, stop  # a stage has no group: white space around each block
         else:
@@ -123,7 +123,7 @@ def _group_edges(events: Sequence[Event]) -> dict[tuple[int, int | None], tuple[
     return edges
 
 
-def _blocks(events: Sequence[Event]) -> list[tuple[int, int, Event]]:
+def blocks(events: Sequence[Event]) -> list[tuple[int, int, Event]]:
     """Join events that neighbouring ranks have at the same time in the same group.
 
     Returns (first rank, the one past the last, one of the events) of every block.
@@ -220,7 +220,7 @@ def _draw_legend(figure: Any, timeline: Timeline, columns: int) -> None:
         Patch(facecolor=ACTION_COLOURS[kind], label=kind) for kind in ACTION_KINDS if kind in kinds
     ]
     if "transfer" in kinds:
-        patches.append(Patch(facecolor=_paler(colour_of(4)), label="transfer (paler)"))
+        patches.append(Patch(facecolor=paler(colour_of(4)), label="transfer (paler)"))
     if "constant" in kinds:
         patches.append(Patch(facecolor=CONSTANT, label="constant per micro-batch"))
     patches.append(Patch(facecolor="white", edgecolor=INK, linewidth=0.5, label="idle"))
@@ -238,7 +238,12 @@ def _draw_legend(figure: Any, timeline: Timeline, columns: int) -> None:
 
 def colour_of(degree: int) -> str:
     """Return the colour of groups of `degree` ranks."""
-    return COLOURS[min(round(math.log2(max(degree, 1))), len(COLOURS) - 1)]
+    return COLOURS[colour_index(degree)]
+
+
+def colour_index(degree: int) -> int:
+    """Return which of `COLOURS` groups of `degree` ranks have."""
+    return min(round(math.log2(max(degree, 1))), len(COLOURS) - 1)
 
 
 def _colour(event: Event) -> str:
@@ -246,13 +251,13 @@ def _colour(event: Event) -> str:
     if event.kind == "constant":
         return CONSTANT
     if event.kind in ACTION_COLOURS:
-        return _paler(ACTION_COLOURS[event.kind], SHADE * (event.micro_batch % 2))
+        return paler(ACTION_COLOURS[event.kind], SHADE * (event.micro_batch % 2))
     if event.kind == "transfer":
-        return _paler(colour_of(event.degree))
+        return paler(colour_of(event.degree))
     return colour_of(event.degree)
 
 
-def _paler(colour: str, share: float = PALER) -> str:
+def paler(colour: str, share: float = PALER) -> str:
     """Return a colour, written #rrggbb, moved towards white by `share`."""
     paler = "#"
     for at in (1, 3, 5):
