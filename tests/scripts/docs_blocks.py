@@ -6,16 +6,21 @@
 """
 
 import io
+import os
 import re
+import runpy
 import shlex
+import sys
 from contextlib import chdir, redirect_stdout
 from pathlib import Path
 from typing import NamedTuple
 
 import yaml
+from accelerate.state import AcceleratorState
 
 from hf_flexseq.cli import main
 from tests.programs import ROOT, run_program, run_program_on_ranks
+from tests.ranks import run_ranks
 
 FENCE = re.compile(r'^```(\w+)(?: title="([^"]+)")?\n(.*?)^```$', re.MULTILINE | re.DOTALL)
 FILE = re.compile(r"\w[\w-]*\.(py|yaml)")
@@ -74,21 +79,38 @@ def commands_of(page: str) -> list[list[str]]:
 def run(words: list[str], folder: Path) -> str:
     """Run a command as a shell in `folder` would; return what its first process prints.
 
-    Launchers become forks of this process, with the number of ranks that they were given.
+    A launcher becomes forks of this process, with the number of ranks that it was given.
+    `run_together` is for the commands of torchrun.
     """
     program, *rest = words
     if program == "python":
         return run_program(folder / rest[0], *rest[1:], folder=folder)
     if program == "flexseq":
         return _printed_by_flexseq(rest, folder)
-    if program == "torchrun":
-        assert rest[0] == "--nproc_per_node"
-        count, script, *arguments = rest[1:]
-        return run_program_on_ranks(int(count), folder / script, *arguments, folder=folder)[0]
     assert [program, *rest[:2]] == ["accelerate", "launch", "--config_file"], words
     config, script, *arguments = rest[2:]
     count = yaml.safe_load((folder / config).read_text())["num_processes"]
     return run_program_on_ranks(count, folder / script, *arguments, folder=folder)[0]
+
+
+def run_together(commands: list[list[str]], folder: Path) -> None:
+    """Run scripts one after the other on two ranks, in one process each: to start a script takes
+    longer than its few steps."""
+    scripts = []
+    for program, option, count, script in commands:
+        assert (program, option, count) == ("torchrun", "--nproc_per_node", "2")
+        scripts.append(script)
+    run_ranks(_on_a_rank, 2, scripts, folder, seconds=150)
+
+
+def _on_a_rank(rank: int, world_size: int, scripts: list[str], folder: Path) -> None:
+    os.chdir(folder)
+    sys.path.insert(0, str(folder))
+    for script in scripts:
+        runpy.run_path(script, run_name="__main__")
+        # the next one finds a process as a launcher starts it
+        sys.modules.pop("my_data", None)
+        AcceleratorState._reset_state(True)
 
 
 def _printed_by_flexseq(words: list[str], folder: Path) -> str:
