@@ -4,7 +4,7 @@ Values and combinations that never make sense are refused when the options are c
 to change. What depends on the ranks or on the model is checked where those are known.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from importlib.util import find_spec
 from os import PathLike, fspath
 from typing import Any
@@ -265,6 +265,17 @@ class FlexSeqArguments:
             raise NotImplementedError(
                 "deterministic=True is not available in a pipeline; turn one of them off"
             )
+
+
+def arguments_on(args: Any) -> FlexSeqArguments:
+    """Return the options found on training arguments. Raises ValueError when they carry none."""
+    names = [option.name for option in fields(FlexSeqArguments)]
+    if not all(hasattr(args, name) for name in names):
+        raise ValueError(
+            f"{type(args).__name__} has no hf_flexseq options: "
+            "pass a FlexSeqConfig, or flexseq_args=FlexSeqArguments(...)"
+        )
+    return FlexSeqArguments(**{name: getattr(args, name) for name in names})
 
 
 def require_solver(wanted: str = "planner='flexsp'") -> None:

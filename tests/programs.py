@@ -19,11 +19,12 @@ from tests.ranks import run_ranks
 ROOT = Path(__file__).parents[1]
 
 
-def run_program(path: Path, *words: object, seconds: float = 150) -> str:
-    """What `python path words` prints. Raises AssertionError where it fails."""
+def run_program(path: Path, *words: object, seconds: float = 150, folder: Path = ROOT) -> str:
+    """What `python path words` prints, started in `folder`. Raises AssertionError where it
+    fails."""
     context = multiprocessing.get_context("fork")
     here, there = context.Pipe(duplex=False)
-    process = context.Process(target=_main, args=(there, path, words))
+    process = context.Process(target=_main, args=(there, path, words, folder))
     process.start()
     there.close()
     try:
@@ -37,27 +38,29 @@ def run_program(path: Path, *words: object, seconds: float = 150) -> str:
 
 
 def run_program_on_ranks(
-    world_size: int, path: Path, *words: object, seconds: float = 150
+    world_size: int, path: Path, *words: object, seconds: float = 150, folder: Path = ROOT
 ) -> list[str]:
     """What each rank prints, where a launcher starts `python path words` on all of them."""
-    return run_ranks(_on_a_rank, world_size, path, words, seconds=seconds)
+    return run_ranks(_on_a_rank, world_size, path, words, folder, seconds=seconds)
 
 
-def _main(pipe: Connection, path: Path, words: tuple[object, ...]) -> None:
+def _main(pipe: Connection, path: Path, words: tuple[object, ...], folder: Path) -> None:
     try:
-        pipe.send((True, _printed(path, words)))
+        pipe.send((True, _printed(path, words, folder)))
     except BaseException:
         pipe.send((False, traceback.format_exc()))
     finally:
         os._exit(0)  # a fork has nothing of the parent's to end
 
 
-def _on_a_rank(rank: int, world_size: int, path: Path, words: tuple[object, ...]) -> str:
-    return _printed(path, words)
+def _on_a_rank(
+    rank: int, world_size: int, path: Path, words: tuple[object, ...], folder: Path
+) -> str:
+    return _printed(path, words, folder)
 
 
-def _printed(path: Path, words: tuple[object, ...]) -> str:
-    os.chdir(ROOT)
+def _printed(path: Path, words: tuple[object, ...], folder: Path) -> str:
+    os.chdir(folder)
     sys.path.insert(0, str(path.parent))
     sys.argv = [str(path), *map(str, words)]
     printed = io.StringIO()

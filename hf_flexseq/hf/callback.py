@@ -5,8 +5,8 @@ from typing import Any
 
 from transformers import Trainer, TrainerCallback
 
-from hf_flexseq.config import FlexSeqArguments
-from hf_flexseq.hf.trainer import FlexSeqMixin, arguments_on
+from hf_flexseq.config import FlexSeqArguments, arguments_on
+from hf_flexseq.hf.trainer import FlexSeqMixin
 
 
 class FlexSeqCallback(TrainerCallback):

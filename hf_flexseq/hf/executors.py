@@ -8,7 +8,6 @@
 `Executor` for the rest, and never which of the two it has.
 """
 
-import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
@@ -30,8 +29,6 @@ from hf_flexseq.planner.process.jobs import Job
 from hf_flexseq.steps.inputs import Inputs
 from hf_flexseq.steps.lookahead import DrawnStep
 from hf_flexseq.steps.trace import Figures, PlanTrace
-
-logger = logging.getLogger(__name__)
 
 ForwardBackward = Callable[[Inputs], torch.Tensor]  # one micro-batch -> its loss, a scalar
 

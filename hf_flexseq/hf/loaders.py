@@ -5,6 +5,7 @@ from contextlib import contextmanager
 from itertools import islice
 from typing import Any
 
+from accelerate import Accelerator
 from accelerate.data_loader import BatchSamplerShard, DataLoaderShard, IterableDatasetShard
 from transformers.trainer_utils import has_length
 
@@ -48,6 +49,47 @@ def batches_on_host(dataloader: Any) -> Iterator[None]:
         dataloader.device = former
 
 
+class LoaderState:
+    """What accelerate knows of a dataloader when it has given a batch."""
+
+    __slots__ = ("__weakref__", "end_of_dataloader", "remainder")  # accelerate refers weakly
+
+    def __init__(self, *, end_of_dataloader: bool, remainder: int) -> None:
+        """end_of_dataloader: whether the batch was the last one. remainder: samples of the last
+        batches of all ranks that had not been drawn before; 0 for all, -1 where nobody knows."""
+        self.end_of_dataloader = end_of_dataloader
+        self.remainder = remainder
+
+
+BEFORE_END = LoaderState(end_of_dataloader=False, remainder=-1)
+
+
+def drawn_batches(
+    iterator: Iterator[Any], count: int, accelerator: Accelerator
+) -> tuple[list[Any], LoaderState]:
+    """Return the next batches, at most `count`, and the state of their loader with the last of
+    them."""
+    known = accelerator.gradient_state
+    batches, state = [], BEFORE_END
+    for batch in islice(iterator, count):
+        batches.append(batch)
+        state = LoaderState(end_of_dataloader=known.end_of_dataloader, remainder=known.remainder)
+    return batches, state
+
+
+@contextmanager
+def as_drawn(state: LoaderState, accelerator: Accelerator) -> Iterator[None]:
+    """Let accelerate believe inside the block that its loader is in `state`, however far ahead it
+    has been drawn from: `gather_for_metrics` leaves out what fills the last batches, and KTO's
+    loss depends on that."""
+    known = accelerator.gradient_state
+    known._add_dataloader(state)
+    try:
+        yield
+    finally:
+        known._remove_dataloader(state)
+
+
 class LongestLoader(LoaderProxy):
     """A loader that reports the length of the longest one among all ranks."""
 
@@ -62,12 +104,18 @@ class LongestLoader(LoaderProxy):
     def over(cls, dataloader: Any, communicator: Communicator) -> Any:
         """Return `dataloader` itself when all ranks' lengths agree, or when one of them has none.
         Collective over the world."""
-        own = len(dataloader) if has_length(dataloader) else NO_LENGTH
-        lengths = [length for (length,) in communicator.host.gather_ints([own])]
+        lengths = lengths_of(dataloader, communicator)
         longest = max(lengths)
-        if longest == own or NO_LENGTH in lengths:
+        if longest == lengths[communicator.rank] or NO_LENGTH in lengths:
             return dataloader
         return cls(dataloader, longest)
+
+
+def lengths_of(dataloader: Any, communicator: Communicator) -> list[int]:
+    """Return the number of batches that each rank's loader has, NO_LENGTH where it is not known.
+    Collective over the world."""
+    own = len(dataloader) if has_length(dataloader) else NO_LENGTH
+    return [length for (length,) in communicator.host.gather_ints([own])]
 
 
 class EpochBatches:

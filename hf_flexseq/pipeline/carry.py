@@ -250,7 +250,8 @@ class Carried:
         )
         # 2. of the chunk's own keys, with what later chunks have left for them
         before = part.start - read.first  # keys of the prefix
-        # 2 x [tokens, ...] -> [2, tokens, kv_heads, head_dim]
+        # 2 x [tokens, ...] -> [2, tokens, kv_heads, head_dim]; a copy: what may wait for its W
+        # must not hold the prefix's, too
         dkv = torch.stack([dk[before:], dv[before:]])
         if self._dk is not None and self._dv is not None:
             dkv = dkv.to(self._dk.dtype)

@@ -4,6 +4,7 @@ context of a micro-batch.
 A chunk's row is [the part of a cut sequence | whole sequences], either of which may be missing:
 
     ChunkContext    the chunk on one stage, with the programs of its attention
+    ChunkLayout     what these depend on: chunks of one layout share them
     LayerContext    its attention in one layer
     CutZone         the part of a cut sequence, which also reads the carry
     LocalZone       the whole sequences, as in a group of one rank
@@ -12,13 +13,16 @@ Where ranks share the chunk (`ulysses.py`), both zones are inside an exchange of
 """
 
 import functools
+from collections.abc import Callable
 from functools import partial
+from typing import NamedTuple
 
 import torch
 
 from hf_flexseq.attention.programs import MicroBatchPrograms
 from hf_flexseq.attention.remat import Hook, checkpointed_region
 from hf_flexseq.attention.replay import CutAttention, Tensors
+from hf_flexseq.kernels import Kernel
 from hf_flexseq.layers import Reach, Scores
 from hf_flexseq.pipeline.carry import Carried, CutPart, KVCarry
 from hf_flexseq.pipeline.ulysses import Sharing, shared_chunk
@@ -33,6 +37,44 @@ from hf_flexseq.program.segments import RankSegments
 from hf_flexseq.program.weave import ZoneSteps
 from hf_flexseq.program.zones import Sinks, ZoneAttention
 from hf_flexseq.recurrent.carry import Carrying, Part, StateCarry
+
+# Layouts whose programs a stage keeps: equal sequences are cut alike, in every step.
+KEPT_LAYOUTS = 64
+
+
+class ChunkLayout(NamedTuple):
+    """How the row of a chunk is made up: all that its programs depend on."""
+
+    cut: int
+    """Tokens of the part of a cut sequence that the row begins with; 0 where there is none."""
+
+    whole: tuple[int, ...]
+    """Tokens of every whole sequence behind it."""
+
+    sequences: tuple[int, ...]
+    """Ids of them all, which messages between ranks are named by; () for a rank alone."""
+
+    @property
+    def lengths(self) -> tuple[int, ...]:
+        """Tokens of every slice of the row."""
+        return (self.cut, *self.whole) if self.cut else self.whole
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of the row."""
+        return sum(self.lengths)
+
+
+# the layout of a chunk, the device that works on it -> the programs of its attention
+FindPrograms = Callable[[ChunkLayout, torch.device], MicroBatchPrograms]
+
+
+def programs_of_layouts(kernel: Kernel, sharing: Sharing | None) -> FindPrograms:
+    """Return what makes the programs of a layout, once for all of a stage's chunks that have it.
+
+    sharing: with whom this rank shares the tokens of all chunks; None when it has all
+    """
+    return functools.lru_cache(maxsize=KEPT_LAYOUTS)(partial(_programs_of, kernel, sharing))
 
 
 class ChunkContext:
@@ -50,6 +92,7 @@ class ChunkContext:
         states: StateCarry | None = None,
         checkpointed: frozenset[int] = frozenset(),
         sharing: Sharing | None = None,
+        find_programs: FindPrograms | None = None,
     ) -> None:
         """Lay the chunk's row out.
 
@@ -59,6 +102,7 @@ class ChunkContext:
         checkpointed: layers, by index in the model, that drop their activations and compute them
             again in the backward
         sharing: with whom this rank shares the chunk's tokens; None when it has all
+        find_programs: `programs_of_layouts` of the stage; None makes programs for this chunk alone
         """
         self.carry = carry
         self.states = StateCarry() if states is None else states
@@ -75,19 +119,9 @@ class ChunkContext:
             self.tokens = max(1, stop - start)
 
         # 3. what the attention of all layers does with them
-        tables = Tables()
-        parts = Parts(
-            rank=0 if sharing is None else sharing.ranks[sharing.index],
-            wide=carry.kernel.wide_gradients,
-            tables=tables,
-            linear_tokens=self.tokens,
-            attention_tokens=self.tokens,
-            zones=functools.cache(partial(_rank_zones, chunk, lengths, tables, sharing)),
-            remap=None,
-            segments=functools.cache(partial(_rank_segments, chunk, lengths, tables, sharing)),
-        )
-        communicator = None if sharing is None else sharing.communicator
-        self.programs = MicroBatchPrograms(parts, communicator, carry.kernel, device)
+        if find_programs is None:
+            find_programs = programs_of_layouts(carry.kernel, sharing)
+        self.programs = find_programs(_layout_of(chunk, lengths, sharing), device)
 
     def of_layer(self, layer: int, *, keeps_grad: bool) -> "LayerContext":
         """Return the context of one layer's attention, for `sequence_parallel_attention`.
@@ -126,51 +160,82 @@ class ChunkContext:
         )
 
 
+def _layout_of(chunk: Chunk, lengths: tuple[int, ...], sharing: Sharing | None) -> ChunkLayout:
+    """Return the layout of a chunk's row. lengths: tokens of every sequence of the plan"""
+    part = chunk.cut(lengths)  # None without one
+    whole = chunk.slices if part is None else chunk.slices[1:]
+    for one in whole:
+        assert one.tokens == lengths[one.sequence], f"{chunk} has two parts of sequences"
+    return ChunkLayout(
+        cut=0 if part is None else part.tokens,
+        whole=tuple(one.tokens for one in whole),
+        sequences=() if sharing is None else tuple(one.sequence for one in chunk.slices),
+    )
+
+
+def _programs_of(
+    kernel: Kernel, sharing: Sharing | None, layout: ChunkLayout, device: torch.device
+) -> MicroBatchPrograms:
+    """Return the programs of chunks of one layout, of which none is compiled yet.
+
+    sharing: with whom this rank shares their tokens; None when it has all
+    """
+    tables = Tables()
+    tokens = layout.tokens
+    if sharing is not None:
+        start, stop = sharing.part(layout.tokens)
+        tokens = max(1, stop - start)  # a dummy token where this rank has no part
+    parts = Parts(
+        rank=0 if sharing is None else sharing.ranks[sharing.index],
+        wide=kernel.wide_gradients,
+        tables=tables,
+        linear_tokens=tokens,
+        attention_tokens=tokens,
+        zones=functools.cache(partial(_rank_zones, layout, tables, sharing)),
+        remap=None,
+        segments=functools.cache(partial(_rank_segments, layout, tables, sharing)),
+    )
+    communicator = None if sharing is None else sharing.communicator
+    return MicroBatchPrograms(parts, communicator, kernel, device)
+
+
 def _rank_zones(
-    chunk: Chunk,
-    lengths: tuple[int, ...],
-    tables: Tables,
-    sharing: Sharing | None,
-    reach: Reach,
+    layout: ChunkLayout, tables: Tables, sharing: Sharing | None, reach: Reach
 ) -> tuple[ZoneAttention, ...]:
     """Return the zones of this rank's tokens.
 
-    lengths: tokens of every sequence of the plan
     sharing: with whom this rank shares them; None when it has all
     reach: which keys a query reads
     """
-    zones = _zones(chunk, lengths, tables, reach)
+    zones = _zones(layout, tables, reach)
     if sharing is None:
         return tuple(zones)
-    shared = shared_chunk(chunk.tokens, zones, sharing)
-    start, stop = sharing.part(chunk.tokens)
+    shared = shared_chunk(layout.tokens, zones, sharing)
+    start, stop = sharing.part(layout.tokens)
     if start == stop:
         return (shared, LocalZone(slice(0, 1), (1,), tables))
     return (shared,)
 
 
-def _rank_segments(
-    chunk: Chunk, lengths: tuple[int, ...], tables: Tables, sharing: Sharing | None
-) -> RankSegments:
+def _rank_segments(layout: ChunkLayout, tables: Tables, sharing: Sharing | None) -> RankSegments:
     """Return the segments of this rank's tokens: the slices of the chunk, each as a sequence of
     its own, or its parts of them.
 
-    lengths: tokens of every sequence of the plan
     sharing: with whom this rank shares them; None when it has all
     """
-    goes_on = chunk.cut(lengths) is not None
+    goes_on = layout.cut > 0
     assert sharing is None or not goes_on, "no state is carried between ranks that share a chunk"
     group = Group(
         ranks=(0,) if sharing is None else sharing.ranks,
-        sequences=tuple(one.sequence for one in chunk.slices),
+        sequences=layout.sequences or tuple(range(len(layout.lengths))),
         strategy="local" if sharing is None else "ulysses",
     )
     index = 0 if sharing is None else sharing.index
-    start, stop = (0, chunk.tokens) if sharing is None else sharing.part(chunk.tokens)
+    start, stop = (0, layout.tokens) if sharing is None else sharing.part(layout.tokens)
     zone = Zone(
         group=group,
         index=index,
-        lengths=tuple(one.tokens for one in chunk.slices),
+        lengths=layout.lengths,
         slices=(),
         start=0,
         stop=stop - start,
@@ -183,26 +248,17 @@ def _rank_segments(
     )
 
 
-def _zones(
-    chunk: Chunk, lengths: tuple[int, ...], tables: Tables, reach: Reach
-) -> list[ZoneAttention]:
+def _zones(layout: ChunkLayout, tables: Tables, reach: Reach) -> list[ZoneAttention]:
     """Return the zones of the whole row: the part of a cut sequence, and whole sequences.
 
-    lengths: tokens of every sequence of the plan
     reach: which keys a query reads
     """
     zones: list[ZoneAttention] = []
-    whole = chunk.slices
-    part = chunk.cut(lengths)  # None without one
-    if part is not None:
-        zones.append(CutZone(part.tokens))
-        whole = chunk.slices[1:]
-    for one in whole:
-        assert one.tokens == lengths[one.sequence], f"{chunk} has two parts of sequences"
-    if whole:
-        tokens = [one.tokens for one in whole]
-        rows = slice(chunk.tokens - sum(tokens), chunk.tokens)
-        zones.append(LocalZone(rows, tokens, tables, reach=reach))
+    if layout.cut:
+        zones.append(CutZone(layout.cut))
+    if layout.whole:
+        rows = slice(layout.cut, layout.tokens)
+        zones.append(LocalZone(rows, layout.whole, tables, reach=reach))
     return zones
 
 

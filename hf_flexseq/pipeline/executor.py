@@ -36,7 +36,7 @@ from torch.utils.checkpoint import checkpoint
 from hf_flexseq.distributed.links import Neighbours
 from hf_flexseq.kernels import Kernel, lse_dtype
 from hf_flexseq.pipeline.carry import KVCarry
-from hf_flexseq.pipeline.context import ChunkContext
+from hf_flexseq.pipeline.context import ChunkContext, programs_of_layouts
 from hf_flexseq.pipeline.mailbox import WINDOW, Inbox, Item, Outbox, post_receives
 from hf_flexseq.pipeline.stages import Stage, VirtualStage
 from hf_flexseq.pipeline.ulysses import Sharing, own_columns
@@ -84,6 +84,7 @@ class PipelineExecutor:
         self.neighbours = neighbours
         self.sharing = sharing
         self.carry = KVCarry(kernel)
+        self.find_programs = programs_of_layouts(kernel, sharing)
         self.states = StateCarry()
         self.weights = WeightGradients(stage.own_layers.values())
         for index, layer in stage.own_layers.items():
@@ -342,6 +343,7 @@ class _Step:
             states=self.executor.states,
             checkpointed=frozenset(checkpointed),
             sharing=self.executor.sharing,
+            find_programs=self.executor.find_programs,
         )
 
     def close(self) -> None:

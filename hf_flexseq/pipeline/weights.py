@@ -33,7 +33,6 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.autograd.function import once_differentiable
 
 from hf_flexseq.kernels.products import addmm_into, mm_into
 
@@ -222,10 +221,11 @@ class _SplitLinear(torch.autograd.Function):
         return F.linear(x, weight, bias)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         """Return dx [..., in_features] for dy [..., out_features]. The gradients of weight and
         bias are added to those of the Linear, unless the store has kept their product."""
+        # What torch's `once_differentiable` refuses later, at a price for each of many calls.
+        assert not torch.is_grad_enabled(), "the backward of a pipeline has no backward itself"
         (x,) = ctx.saved_tensors
         dx = None
         if ctx.needs_input_grad[0]:

@@ -358,12 +358,18 @@ class RowExchange:
             counts=_sums(gone.rank, gone.size, world_size),
         )
 
-        # 2. what it gets
-        held = dealing.held_on(rank)
+        # 2. what it gets: of its shards, unless tokens stand elsewhere outside of attention
+        if any(shard.moves for shard in shards):
+            held = dealing.held_on(rank)
+            sequences, sizes = held.sequence, held.size
+        else:
+            slices = [part for shard in shards for part in shard.slices]
+            sequences = np.array([part.sequence for part in slices], dtype=np.int64)
+            sizes = np.array([part.tokens for part in slices], dtype=np.int64)
         wanted = Wanted(
-            sources=source_of[held.sequence],
-            sizes=held.size,
-            rows=_sums(held.batch, held.size, len(shards)).tolist(),
+            sources=source_of[sequences],
+            sizes=sizes,
+            rows=[shard.linear_tokens for shard in shards],
         )
         return Routes(sent, wanted)
 

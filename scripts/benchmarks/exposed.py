@@ -39,7 +39,8 @@ from common import ROOT, argument_parser, load_average, machine, table, write_re
 
 RESULT = "FLEXSEQ_EXPOSED"  # names the file that rank 0 of a run writes
 
-# (module, class or None, function): those that one of two checkouts lacks are left out
+# (module, class or None, function): those that one of two checkouts lacks are left out, but every
+# part has one
 Function = tuple[str, str | None, str]
 HIDDEN: dict[str, list[Function]] = {
     "forward": [("transformers", "Trainer", "compute_loss")],
@@ -58,7 +59,10 @@ PARTS: dict[str, list[Function]] = {
         ("hf_flexseq.hf.whole_model", None, "shards_of"),
         ("hf_flexseq.steps.exchange", "RowExchange", "__call__"),
     ],
-    "contexts": [("hf_flexseq.steps.inputs", None, "inputs_of")],
+    "contexts": [
+        ("hf_flexseq.steps.inputs", None, "inputs_of"),
+        ("hf_flexseq.steps.inputs", None, "_inputs_of"),  # its name of before
+    ],
     "flags of gradients": [
         ("hf_flexseq.hf.engine", None, "gradients_of"),
         ("hf_flexseq.steps.nonfinite", "NonfiniteWatch", "take"),
@@ -145,11 +149,15 @@ def run_rank(arguments: Sequence[str]) -> None:
     """Run the recipe in this process, and write what rank 0 has measured."""
     parts = Parts()
     for part, functions in (HIDDEN | PARTS).items():
+        found = 0
         for module_name, class_name, name in functions:
             owner: Any = importlib.import_module(module_name)
             if class_name is not None:
                 owner = getattr(owner, class_name)
-            setattr(owner, name, parts.timed(part, getattr(owner, name)))
+            if hasattr(owner, name):
+                setattr(owner, name, parts.timed(part, getattr(owner, name)))
+                found += 1
+        assert found, f"nothing is left of {part!r}: {functions}"
 
     from transformers.trainer_callback import DefaultFlowCallback
 

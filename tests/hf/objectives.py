@@ -86,6 +86,9 @@ class Case:
     batch: int = 2
     """Examples of a rank's batch; GRPO and RLOO have twice as many."""
 
+    rows: int = ROWS
+    """Examples to train on."""
+
     adapter: str | None = None
     """"new" or "retrained": the trained model has LoRA; then the reference is that model with its
     adapter off, or with the copy named `ref` of what the adapter was."""
@@ -311,7 +314,7 @@ def make_trainer(
 def _dpo(case: Case, path: Path, model: Any) -> Any:
     arguments = {
         "model": model or causal_model(case, path),
-        "train_dataset": data_of("pairs", case, path, ROWS),
+        "train_dataset": data_of("pairs", case, path, case.rows),
         "eval_dataset": data_of("pairs", case, path, EVALUATED),
         "processing_class": word_tokenizer(),
     }
@@ -323,7 +326,7 @@ def _dpo(case: Case, path: Path, model: Any) -> Any:
 def _kto(case: Case, path: Path, model: Any) -> Any:
     _, _, arguments = _dpo(case, path, model)
     arguments |= {
-        "train_dataset": data_of("labelled", case, path, ROWS),
+        "train_dataset": data_of("labelled", case, path, case.rows),
         "eval_dataset": data_of("labelled", case, path, EVALUATED),
     }
     return _max_length_none(KTOConfig, beta=0.5), KTOTrainer, arguments
@@ -332,7 +335,7 @@ def _kto(case: Case, path: Path, model: Any) -> Any:
 def _reward(case: Case, path: Path, model: Any) -> Any:
     arguments = {
         "model": model or classifier(LlamaForSequenceClassification, 1, case.dtype),
-        "train_dataset": data_of("pairs", case, path, ROWS),
+        "train_dataset": data_of("pairs", case, path, case.rows),
         "eval_dataset": data_of("pairs", case, path, EVALUATED),
         "processing_class": word_tokenizer(),
     }
@@ -344,7 +347,7 @@ def _rolling_out(config: Any, cls: Any) -> Any:
         arguments = {
             "model": model or causal_model(case, path),
             "reward_funcs": reward,
-            "train_dataset": prompts(ROWS),
+            "train_dataset": prompts(case.rows),
             "eval_dataset": prompts(4),
             "processing_class": word_tokenizer(),
         }
@@ -357,7 +360,7 @@ def _rolling_out(config: Any, cls: Any) -> Any:
 def _sequences(case: Case, path: Path, model: Any) -> Any:
     arguments = {
         "model": model or classifier(LlamaForSequenceClassification, 3, case.dtype),
-        "train_dataset": classified(ROWS, tokens=False),
+        "train_dataset": classified(case.rows, tokens=False),
         "eval_dataset": classified(7, tokens=False),
         "data_collator": DataCollatorWithPadding(word_tokenizer()),
         "compute_metrics": classes_metrics,
@@ -368,7 +371,7 @@ def _sequences(case: Case, path: Path, model: Any) -> Any:
 def _tokens(case: Case, path: Path, model: Any) -> Any:
     arguments = {
         "model": model or classifier(LlamaForTokenClassification, 3, case.dtype),
-        "train_dataset": classified(ROWS, tokens=True),
+        "train_dataset": classified(case.rows, tokens=True),
         "eval_dataset": classified(7, tokens=True),
         "data_collator": DataCollatorForTokenClassification(word_tokenizer()),
         "compute_metrics": classes_metrics,

@@ -212,12 +212,16 @@ def test_a_chunk_is_64_mebibytes_or_a_quarter_of_the_weight():
 
 def test_the_backend_is_chosen_by_dtype_and_device(monkeypatch):
     wide, narrow = torch.zeros(2, 3), torch.zeros(2, 3, dtype=torch.bfloat16)
-    has_torch_loss = hasattr(nn, "LinearCrossEntropyOptions")
-    assert choose_backend(wide, wide).name == ("torch" if has_torch_loss else "loop")
+    assert choose_backend(wide, wide).name == "loop"
     assert choose_backend(narrow, narrow).name == "loop"
     assert "not on cpu" in choose_backend(narrow, narrow).why
+
+    wide_on_cuda = types.SimpleNamespace(dtype=torch.float32, device=torch.device("cuda"))
+    has_torch_loss = hasattr(nn, "LinearCrossEntropyOptions")
+    expected = "torch" if has_torch_loss else "loop"
+    assert choose_backend(wide_on_cuda, wide_on_cuda).name == expected
     monkeypatch.delattr(nn, "LinearCrossEntropyOptions", raising=False)
-    assert choose_backend(wide, wide).name == "loop"
+    assert choose_backend(wide_on_cuda, wide_on_cuda).name == "loop"
 
     on_cuda = types.SimpleNamespace(
         dtype=torch.bfloat16, device=torch.device("cuda"), requires_grad=True

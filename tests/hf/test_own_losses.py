@@ -12,6 +12,7 @@ from hf_flexseq import FlexSeqArguments, FlexSeqMixin, FlexSeqTrainer
 from hf_flexseq.hf.model.loss import attach_chunked_loss
 from hf_flexseq.hf.objectives.heads import TokenFigures, figures_of_logits
 from hf_flexseq.hf.objectives.outputs import PlannedOutput
+from hf_flexseq.hf.one_pass import LossInOnePass
 from hf_flexseq.kernels import token_figures as kernel
 from tests.hf.test_checks import OwnLoss, one_line
 from tests.hf.test_metrics import scaled
@@ -355,7 +356,7 @@ def test_one_pass_keeps_to_sums_over_tokens(tmp_path):
     """Labels of a micro-batch are shifted already: a loss of its own logits would be wrong."""
     ours = {"max_tokens_per_rank": 61}
     trainer = make(True, tmp_path, base=OwnLoss, settings=ours)
-    assert trainer._flexseq_loss is None, "handing on takes one pass"
+    assert isinstance(trainer._flexseq_loss, LossInOnePass), "handing on takes one pass"
     trainer = make(True, tmp_path, base=WithoutLabels, settings=ours)
     with pytest.raises(NotImplementedError, match="WithoutLabels.*flexseq_loss_at_home") as raised:
         trainer.train()

@@ -54,7 +54,6 @@ def test_the_first_snippet_trains_on_any_machine(tmp_path, monkeypatch):
     monkeypatch.setattr(choose, "HF_HOME", tmp_path)  # a cost model is measured, and kept here
     page = (ROOT / "README.md").read_text()
     snippet = re.search(r"^```python\n(.*?)^```", page, re.MULTILINE | re.DOTALL)[1]
-    assert snippet in (ROOT / "docs/usage.md").read_text()
     names = {"model": tiny_llama(torch.float32), "dataset": documents([5, 3, 8, 4])}
     exec(compile(snippet, "README.md", "exec"), names)
     assert names["trainer"].state.global_step == 3

@@ -265,7 +265,9 @@ class Classes:
         scores, self._scores = self._scores, None
         if "seq_ctx" not in kwargs:
             return outputs
-        return type(outputs)(**{**outputs, "logits": scores})
+        assert scores is not None, "a call on a micro-batch runs the head"
+        # accelerate has made float32 of what mixed precision computes in 16 bits
+        return type(outputs)(**{**outputs, "logits": scores.to(outputs.logits.dtype)})
 
     def read(self, given: Mapping[str, Any]) -> Call:
         """Return the call with these keyword arguments, whose labels may be of sequences."""

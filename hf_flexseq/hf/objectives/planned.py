@@ -22,7 +22,6 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from itertools import islice
 from typing import Any
 
 import torch
@@ -31,6 +30,13 @@ from transformers import Trainer
 
 from hf_flexseq.hf.engine import FlexSeqEngine
 from hf_flexseq.hf.executors import base_model
+from hf_flexseq.hf.loaders import (
+    BEFORE_END,
+    LoaderState,
+    as_drawn,
+    drawn_batches,
+    lengths_of,
+)
 from hf_flexseq.hf.losses import distills, reads_figures, rolls_out
 from hf_flexseq.hf.objectives.divergences import Divergences
 from hf_flexseq.hf.objectives.heads import Head, TokenFigures, head_of
@@ -82,7 +88,8 @@ class PlannedLoss:
         # drawing: batches of the steps to come, and the step whose batches were handed out
         self._iterator: Iterator[Any] | None = None
         self._rows: Iterator[dict[str, Any]] = iter(())
-        self._drawn: deque[list[Any]] = deque()
+        self._drawn: deque[tuple[list[Any], LoaderState]] = deque()
+        self._loader_state = BEFORE_END  # when the batches that were handed out had been drawn
         self._step: PassStep | None = None
         self._expected = 1  # its batches
         self._batches: list[Any] = []  # those of them that have come
@@ -146,6 +153,21 @@ class PlannedLoss:
 
     # ---- drawing
 
+    def check_loader(self, dataloader: Any) -> None:
+        """Raise ValueError, on all ranks, for a loader that gives them different numbers of
+        batches: one would wait for the others in its loss. Collective over the world."""
+        lengths = lengths_of(dataloader, self._engine.communicator)
+        if len(set(lengths)) > 1:
+            raise ValueError(self._uneven(f"{min(lengths)} to {max(lengths)}"))
+
+    def _uneven(self, counts: str) -> str:
+        """Return what is wrong where ranks draw so many batches."""
+        return (
+            f"ranks draw {counts} batches, and the loss of {type(self._trainer).__name__} is "
+            "computed by all of them together: leave even_batches on, or set "
+            "dataloader_drop_last=True"
+        )
+
     def next_batches(
         self, iterator: Iterator[Any], num_batches: int, *, first_number: int
     ) -> list[Any]:
@@ -157,35 +179,36 @@ class PlannedLoss:
         """
         self._batches.clear()
         if rolls_out(self._trainer):
-            batches = list(islice(iterator, num_batches))
+            batches, state = drawn_batches(iterator, num_batches, self._trainer.accelerator)
         else:
-            batches = self._next_planned(iterator, num_batches, first_number)
+            batches, state = self._next_planned(iterator, num_batches, first_number)
+        self._loader_state = state
         self._expected = len(batches)
         return batches
 
     def _next_planned(
         self, iterator: Iterator[Any], num_batches: int, first_number: int
-    ) -> list[Any]:
-        """Return the batches of the next step, and keep the step."""
+    ) -> tuple[list[Any], LoaderState]:
+        """Return the batches of the next step, and the state of their loader, and keep the
+        step."""
         if iterator is not self._iterator:
             self._iterator = iterator
             self._drawn.clear()
             self._rows = self._rows_of(iterator, num_batches)
         self._step = self._engine.next_passes(self._rows, 1, first_number=first_number)
         if self._step is None:
-            return []
+            return [], BEFORE_END
         if not self._drawn:
-            raise ValueError(
-                "ranks have drawn different numbers of batches, and the loss of "
-                f"{type(self._trainer).__name__} is computed by all of them together: leave "
-                "even_batches on, or set dataloader_drop_last=True"
-            )
+            raise ValueError(self._uneven("different numbers of"))
         return self._drawn.popleft()
 
     def _rows_of(self, iterator: Iterator[Any], num_batches: int) -> Iterator[dict[str, Any]]:
         """Yield the sequences of each step, and keep the batches that they come from."""
-        while batches := list(islice(iterator, num_batches)):
-            self._drawn.append(batches)
+        while True:
+            batches, state = drawn_batches(iterator, num_batches, self._trainer.accelerator)
+            if not batches:
+                return
+            self._drawn.append((batches, state))
             calls = [foreseen(self._trainer, batch, self._head) for batch in batches]
             row = joined([own.policy for own in calls])
             assert row is not None, "a batch has a sequence at least"
@@ -336,13 +359,15 @@ class PlannedLoss:
     @contextmanager
     def loss_of(self, batch: Any, *, is_last: bool) -> Iterator[None]:
         """Surround the loss of one prepared batch of a step. As with the plain Trainer, accelerate
-        says of the last one alone that gradients are synchronised: some losses ask."""
-        state = self._trainer.accelerator.gradient_state
+        says of the last one alone that gradients are synchronised, and knows of the step's batches
+        that they end the data: some losses ask."""
+        accelerator = self._trainer.accelerator
+        state = accelerator.gradient_state
         syncs = state.sync_gradients
         state._set_sync_gradients(syncs and is_last)
         self.prepared = batch
         try:
-            with self.on_batch(batch):
+            with self.on_batch(batch), as_drawn(self._loader_state, accelerator):
                 yield
         finally:
             self.prepared = None
@@ -418,10 +443,15 @@ class PlannedLoss:
         return labels
 
     def _taken(self, role: str, call: Call) -> Columns | None:
-        """Return what is known of a call, once; None for nothing."""
+        """Return what is known of a call, once; None for nothing.
+
+        What the trained model gave with gradients is for a call with gradients, and what it gave
+        without for one without: KTO asks both of the same tokens, where all completions of a batch
+        are alike.
+        """
         for index, result in enumerate(self._results):
             has_gradients = result.figures[self._head.main].requires_grad
-            if has_gradients and not torch.is_grad_enabled():
+            if role == POLICY and has_gradients != torch.is_grad_enabled():
                 continue
             if result.role == role and result.call.same_as(call):
                 del self._results[index]
@@ -477,10 +507,7 @@ class _OfStep:
         last = len(self._batches) - 1
         with self._planned.answering(self._model), self._backward_at_home():
             for index, batch in enumerate(self._batches):
-                with (
-                    self._planned.loss_of(batch, is_last=index == last),
-                    self._planned.on_batch(batch),
-                ):
+                with self._planned.loss_of(batch, is_last=index == last):
                     total = total + self._stock_step(self._trainer.model, batch)
 
         # 3. gradients, of all batches in a row

@@ -79,9 +79,11 @@ def adapter_state(model: nn.Module) -> tuple[Any, ...] | None:
     model without adapters."""
     if not hasattr(model, "peft_config"):
         return None
-    for module in model.modules():
-        if hasattr(module, "disable_adapters") and hasattr(module, "active_adapters"):
-            return (tuple(module.active_adapters), bool(module.disable_adapters))
+    from peft.tuners.tuners_utils import BaseTunerLayer
+
+    for module in model.modules():  # of the model itself, `disable_adapters` is a method
+        if isinstance(module, BaseTunerLayer):
+            return (tuple(module.active_adapters), module.disable_adapters)
     return None
 
 

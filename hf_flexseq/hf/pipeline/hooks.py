@@ -18,11 +18,9 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import PreTrainedModel, Trainer
+from transformers import Trainer
 
-from hf_flexseq.config import FlexSeqArguments
-from hf_flexseq.hf.pipeline.checks import check_divides
-from hf_flexseq.hf.pipeline.loading import empty_twin, load_stage_of
+from hf_flexseq.hf.pipeline.loading import empty_twin
 from hf_flexseq.pipeline.checkpoint import StageMember, load_stage, save_stage
 from hf_flexseq.pipeline.optimizer import (
     WHOLE,
@@ -137,16 +135,3 @@ class PipelineHooks:
         names = [name for name, _ in twin.named_parameters() if name in trained]
         decayed = set(trainer.get_decay_parameter_names(twin))
         return sorted(names, key=lambda name: name not in decayed)  # stable
-
-
-def load_own_stage(name: str, training: Any, args: FlexSeqArguments) -> PreTrainedModel:
-    """Load this rank's stage of the model `name`. Raises ValueError when the stages do not divide
-    the ranks.
-
-    training: the arguments of the Trainer.
-    """
-    stages = args.pipeline_parallel_size
-    check_divides(stages, training.world_size)
-    ranks_per_stage = training.world_size // stages
-    index = training.process_index // ranks_per_stage
-    return load_stage_of(name, index, stages, virtual=args.pipeline_virtual_stages)

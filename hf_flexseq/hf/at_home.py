@@ -1,0 +1,110 @@
+"""A loss that is no sum over tokens, as that of TRL's DPOTrainer.
+
+The trainer computes it itself, on its own batches, where the samples were drawn. Its calls of a
+model are answered from planned passes (`objectives/planned.py`).
+"""
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, ExitStack
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import Trainer
+
+from hf_flexseq.hf.dataset_checks import check_sides
+from hf_flexseq.hf.engine import FlexSeqEngine
+from hf_flexseq.hf.losses import reads_figures
+from hf_flexseq.hf.objectives.planned import PlannedLoss
+from hf_flexseq.hf.predictions import TokenPredictions
+from hf_flexseq.hf.step_loss import StepLoss, StockPrediction, StockPreparation, StockStep
+from hf_flexseq.steps.inputs import Inputs
+
+
+class LossAtHome(StepLoss):
+    """Lets the trainer compute its loss on whole batches."""
+
+    lockstep = False  # the loss runs between the passes
+
+    def __init__(self, trainer: Trainer, engine: FlexSeqEngine) -> None:
+        super().__init__(trainer, engine)
+        self.planned = PlannedLoss(trainer, engine)
+        self.has_predictions = reads_figures(trainer)  # TRL's own heads give no logits
+
+    def check_datasets(self, *, resumes: bool) -> None:
+        """Raise ValueError for pairs with a side that cannot be trained on."""
+        check_sides(self._trainer, self._engine.args)
+
+    def check_loader(self, dataloader: Any) -> None:
+        """Raise ValueError, on all ranks, for a loader that gives them different numbers of
+        batches. Collective over the world."""
+        self.planned.check_loader(dataloader)
+
+    def attached(self) -> AbstractContextManager[None]:
+        """Surround training or an evaluation: the trainer's other models are attached, too."""
+        return self.planned.attached()
+
+    # ---- training
+
+    def next_batches(
+        self, iterator: Iterator[Any], num_batches: int, device: torch.device
+    ) -> tuple[list[Any], torch.Tensor | None]:
+        """Return the batches of the next step themselves, and the Trainer's count of their target
+        tokens. Collective over the world."""
+        number = self._trainer.state.global_step
+        batches = self.planned.next_batches(iterator, num_batches, first_number=number)
+        return batches, self._trainer._get_num_items_in_batch(batches, device)
+
+    def prepare(self, batch: Any, stock_preparation: StockPreparation) -> Any:
+        """Return a batch as the Trainer prepares it, once; samples are made with the model's own
+        attention."""
+        if batch is self.planned.prepared:
+            return batch
+        with self.planned.preparing():
+            return stock_preparation(batch)
+
+    def train(self, model: nn.Module, batch: Any, stock_step: StockStep) -> torch.Tensor:
+        """Take the next batch of a step, and run the whole step with its last one; return this
+        rank's loss, a scalar. Collective over the world."""
+        if not self.planned.is_complete(batch):
+            return torch.zeros((), device=self._trainer.args.device)
+        return self.planned.train(model, stock_step, is_last=self._is_last_step)
+
+    # ---- evaluation
+
+    def _evaluation_loader(self, dataloader: Any) -> Any:
+        self.check_loader(dataloader)
+        return dataloader
+
+    def predict(
+        self, model: nn.Module, batch: Any, loss_only: bool, stock_prediction: StockPrediction
+    ) -> tuple[Any, Any, Any]:
+        """Return what the Trainer's own step finds on planned results; predictions of tokens are
+        those of the model. Collective over the world."""
+        predicts = self._tokens is not None
+        with ExitStack() as answered:
+            answered.enter_context(self.planned.answering(model))
+            if self.has_predictions:
+                batch = self._trainer._prepare_inputs(batch)
+                answered.enter_context(self.planned.on_batch(batch))
+            found = stock_prediction(self._trainer.model, batch, loss_only or predicts)
+        if self._tokens is None:
+            return found
+        return found[0], *self._predict_tokens(self._tokens, model, batch)
+
+    def _predict_tokens(
+        self, tokens: TokenPredictions, model: nn.Module, batch: Any
+    ) -> tuple[Any, Any]:
+        """Return what was predicted of the tokens of a padded batch, and its labels."""
+
+        def forward(micro_batch: Inputs, divisor: torch.Tensor) -> torch.Tensor:
+            with self._trainer.compute_loss_context_manager():
+                loss: torch.Tensor = model(**micro_batch, use_cache=False).loss
+            return loss
+
+        found, _, _ = tokens.predict(batch, forward)
+        return found.predictions, found.labels
+
+    def evaluated(self, output: Any, name: str) -> Any:
+        """Return the output as it is: its loss is the Trainer's mean over batches."""
+        return output

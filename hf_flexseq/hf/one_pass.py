@@ -1,0 +1,184 @@
+"""A loss that is a sum over tokens: next-token loss, as the Trainer and SFTTrainer have it.
+
+The Trainer's own `training_step` and `compute_loss` run on each micro-batch of the plan, wherever
+its tokens are, and are told the target tokens of the whole step.
+"""
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import Trainer
+
+from hf_flexseq.hf.added_router_loss import AddedRouterLoss
+from hf_flexseq.hf.dataset_checks import check_examples, check_first_step
+from hf_flexseq.hf.engine import FlexSeqEngine
+from hf_flexseq.hf.evaluation import EvaluationLoss, PlannedBatches
+from hf_flexseq.hf.loaders import BEFORE_END, as_drawn
+from hf_flexseq.hf.objectives.one_pass import refusing_calls_without_labels
+from hf_flexseq.hf.predictions import TokenPredictions
+from hf_flexseq.hf.step_loss import StepLoss, StockPrediction, StockPreparation, StockStep
+from hf_flexseq.steps.inputs import Inputs
+from hf_flexseq.steps.step import StepItem, step_items
+from hf_flexseq.steps.training_mode import in_training_mode
+
+
+class LossInOnePass(StepLoss):
+    """Computes the loss of each micro-batch where its tokens are."""
+
+    has_predictions = True
+
+    def __init__(self, trainer: Trainer, engine: FlexSeqEngine) -> None:
+        super().__init__(trainer, engine)
+        self._is_own = type(trainer).compute_loss is not Trainer.compute_loss
+        # A compute_loss of the user's own may have collectives between forwards and backwards.
+        self.lockstep = self._is_own
+        self._router = AddedRouterLoss(trainer)
+        self._sum = EvaluationLoss()  # of the evaluation that runs
+
+    def check_datasets(self, *, resumes: bool) -> None:
+        """Raise ValueError for examples that cannot be trained on."""
+        check_examples(self._trainer, self._engine.args, resumes=resumes)
+
+    def check_loader(self, dataloader: Any) -> None:
+        """Take any loader: a step is what all ranks have drawn for it."""
+
+    def attached(self) -> AbstractContextManager[None]:
+        """Surround training or an evaluation: micro-batches have their share of the router loss
+        of a model that asks for one."""
+        router = self._engine.executor.router
+        return nullcontext() if router is None else self._router.adding(router)
+
+    # ---- training
+
+    def next_batches(
+        self, iterator: Iterator[Any], num_batches: int, device: torch.device
+    ) -> tuple[list[Any], torch.Tensor | None]:
+        """Return `num_batches` items, of which the last one is the planned step, and the step's
+        target tokens, a scalar; no item when no rank has data left. Collective over the world."""
+        number = self._trainer.state.global_step
+        step = self._engine.next_step(iterator, num_batches, first_number=number)
+        if number == 0:
+            check_first_step(step)
+        if step is None:
+            return [], None
+        return step_items(step, num_batches), _divisor(step.targets, device)
+
+    def prepare(self, batch: Any, stock_preparation: StockPreparation) -> Any:
+        """Return a batch as the Trainer prepares it."""
+        return stock_preparation(batch)
+
+    def train(self, model: nn.Module, batch: Any, stock_step: StockStep) -> torch.Tensor:
+        """Run all micro-batches of a step, and return the sum of their losses, a scalar; 0 for the
+        items before the last. Collective over the world."""
+        if not isinstance(batch, StepItem):
+            return stock_step(model, batch)
+        if batch.step is None:
+            return torch.zeros((), device=self._trainer.args.device)
+
+        def forward_backward(micro_batch: Inputs) -> torch.Tensor:
+            with self._on_parts():
+                return stock_step(model, micro_batch)
+
+        with self._in_training_mode(model):
+            loss = self._engine.train(
+                batch.step, forward_backward, model, is_last=self._is_last_step
+            )
+        self._router.note("train")
+        self._engine.finish(batch.step)
+        return loss
+
+    def _in_training_mode(self, model: nn.Module) -> AbstractContextManager[None]:
+        """Put a model into training mode for a step, or the stage that a rank has of it."""
+        hooks = self._engine.executor.trainer_hooks
+        if hooks is None:
+            return in_training_mode(model)
+        hooks.set_training_mode(model, self._trainer.optimizer)
+        return nullcontext()
+
+    @contextmanager
+    def _on_parts(self) -> Iterator[None]:
+        """Surround a `compute_loss` on a micro-batch, which has parts of samples: they count
+        wherever they come from, also from what fills a loader's last batches."""
+        if not self._is_own:
+            yield
+            return
+        as_whole = as_drawn(BEFORE_END, self._trainer.accelerator)
+        with refusing_calls_without_labels(self._trainer), as_whole:
+            yield
+
+    # ---- evaluation
+
+    @contextmanager
+    def evaluating(self, dataloader: Any, *, predicts: bool) -> Iterator[Any]:
+        """Surround an evaluation, whose loss is summed anew."""
+        self._sum = EvaluationLoss()
+        with super().evaluating(dataloader, predicts=predicts) as loader:
+            yield loader
+
+    def _evaluation_loader(self, dataloader: Any) -> Any:
+        return PlannedBatches(self._engine, dataloader)
+
+    def predict(
+        self, model: nn.Module, batch: Any, loss_only: bool, stock_prediction: StockPrediction
+    ) -> tuple[Any, Any, Any]:
+        """Run the forwards of a step, and return its loss, a scalar, without logits or labels; of
+        a padded batch what was predicted of its tokens, and its labels. Collective over the
+        world."""
+        if self._tokens is not None:
+            return self._predict_tokens(self._tokens, model, batch)
+        if not isinstance(batch, StepItem):
+            return stock_prediction(model, batch, loss_only)
+        assert batch.step is not None, "an evaluation batch without its step"
+        divisor = _divisor(batch.step.targets, self._trainer.args.device)
+
+        def forward(micro_batch: Inputs) -> torch.Tensor:
+            return self._forward(model, micro_batch, divisor)
+
+        loss = self._engine.evaluate(batch.step, forward, model)
+        self._router.note("eval")
+        self._sum.add(loss, batch.step.targets)
+        return loss, None, None
+
+    def _predict_tokens(
+        self, tokens: TokenPredictions, model: nn.Module, batch: Any
+    ) -> tuple[Any, Any, Any]:
+        """Return the loss of a padded batch, a scalar, what was predicted of its tokens, and its
+        labels; no loss without labels."""
+
+        def forward(micro_batch: Inputs, divisor: torch.Tensor) -> torch.Tensor:
+            return self._forward(model, micro_batch, divisor)
+
+        found, loss, targets = tokens.predict(batch, forward)
+        if not found.has_labels:
+            return None, found.predictions, None
+        self._sum.add(loss, targets)
+        return loss if found.loss is None else found.loss, found.predictions, found.labels
+
+    def _forward(
+        self, model: nn.Module, micro_batch: Inputs, divisor: torch.Tensor
+    ) -> torch.Tensor:
+        """Return the loss of a micro-batch, a scalar without gradients.
+
+        divisor: the target tokens of the step, a scalar.
+        """
+        trainer = self._trainer
+        with torch.no_grad(), self._on_parts(), trainer.compute_loss_context_manager():
+            loss: torch.Tensor = trainer.compute_loss(
+                model, trainer._prepare_inputs(micro_batch), num_items_in_batch=divisor
+            )
+        return loss
+
+    def evaluated(self, output: Any, name: str) -> Any:
+        """Return the output with the mean loss over all target tokens. Collective over the
+        world."""
+        loss = self._sum.mean(self._engine.communicator)
+        return output._replace(metrics=output.metrics | {name: loss})
+
+
+def _divisor(targets: int, device: torch.device) -> torch.Tensor:
+    """Return what the sum over a step's target tokens is divided by, a scalar on the device, where
+    it is filled: a tensor made of the number would be copied there, and waited for."""
+    return torch.full((), max(targets, 1), device=device)

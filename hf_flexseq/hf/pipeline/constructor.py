@@ -1,0 +1,94 @@
+"""The arguments of a Trainer's constructor, where the model of a pipeline is given by its name:
+every rank then loads its own stage alone.
+"""
+
+import inspect
+from typing import Any
+
+from transformers import PreTrainedModel
+
+from hf_flexseq.config import FlexSeqArguments, arguments_on
+from hf_flexseq.hf.pipeline.checks import check_divides
+from hf_flexseq.hf.pipeline.loading import load_stage_of
+
+
+def with_own_stage(
+    cls: type,
+    mixin: type,
+    flexseq_args: FlexSeqArguments | None,
+    given: tuple[Any, ...],
+    named: dict[str, Any],
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Return positional and named arguments of the constructor that comes after `mixin` in `cls`,
+    with this rank's stage in place of the name of a model that is to run in stages; all others as
+    they are.
+
+    flexseq_args: the options; None for those on the Trainer's arguments.
+    """
+    names = _positional_names(cls, after=mixin)
+    arguments = dict(zip(names, given, strict=False)) | named
+    model = arguments.get("model")
+    if not isinstance(model, str):
+        return given, named
+    training = arguments.get("args")
+    options = flexseq_args or arguments_on(training)
+    if options.pipeline_parallel_size > 1:
+        stage = load_own_stage(model, training, options)
+        return _replaced("model", stage, names, given, named)
+    return given, named
+
+
+def load_own_stage(name: str, training: Any, args: FlexSeqArguments) -> PreTrainedModel:
+    """Load this rank's stage of the model `name`. Raises ValueError when the stages do not divide
+    the ranks.
+
+    training: the arguments of the Trainer.
+    """
+    stages = args.pipeline_parallel_size
+    check_divides(stages, training.world_size)
+    ranks_per_stage = training.world_size // stages
+    index = training.process_index // ranks_per_stage
+    return load_stage_of(name, index, stages, virtual=args.pipeline_virtual_stages)
+
+
+def _positional_names(cls: type, *, after: type) -> list[str]:
+    """Return the names of the positional parameters of the constructor that comes `after` a class
+    in the MRO of `cls`.
+
+    Positions differ from trainer to trainer: `args` is the second of Trainer and the third of
+    TRL's DPOTrainer. A constructor with `*args` hands them on, so that the names of the next one
+    follow its own.
+    """
+    names: list[str] = []
+    for base in cls.__mro__[cls.__mro__.index(after) + 1 :]:
+        if "__init__" not in vars(base):
+            continue
+        constructor = vars(base)["__init__"]
+        parameters = list(inspect.signature(constructor).parameters.values())[1:]  # without self
+        for parameter in parameters:
+            is_positional = parameter.kind in (
+                parameter.POSITIONAL_ONLY,
+                parameter.POSITIONAL_OR_KEYWORD,
+            )
+            if is_positional and parameter.name not in names:
+                names.append(parameter.name)
+        if not any(parameter.kind == parameter.VAR_POSITIONAL for parameter in parameters):
+            break
+    return names
+
+
+def _replaced(
+    name: str,
+    value: Any,
+    names: list[str],
+    given: tuple[Any, ...],
+    named: dict[str, Any],
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Return positional and named arguments with another value for one of them, where it stood.
+
+    names: of the positional parameters, in order.
+    """
+    if name in named:
+        return given, {**named, name: value}
+    index = names.index(name)
+    return (*given[:index], value, *given[index + 1 :]), named

@@ -1,0 +1,64 @@
+"""The blocks of docs/start.md and docs/migrating.md run as they stand there, in their order."""
+
+import pytest
+
+# What every forked rank would import again.
+from transformers import LlamaForCausalLM  # noqa: F401
+from trl import SFTTrainer  # noqa: F401
+
+import hf_flexseq.hf.trainer  # noqa: F401
+from tests.programs import ROOT
+from tests.scripts.docs_blocks import commands_of, left_out, run, write_files
+
+# A recipe's run is cut short.
+SHORT = ["--max_steps", "2"]
+
+
+@pytest.fixture
+def clone(tmp_path, monkeypatch):
+    """A folder that has of the clone what the pages name."""
+    (tmp_path / "recipes").symlink_to(ROOT / "recipes")
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "datasets")
+    return tmp_path
+
+
+def followed(page, folder):
+    """What each command of a page has printed."""
+    printed = {}
+    for words in commands_of(page):
+        more = SHORT if words[0] == "accelerate" else []
+        printed[" ".join(words)] = run(words + more, folder)
+    return printed
+
+
+def test_blocks_that_do_not_run_everywhere_say_so_in_their_titles():
+    assert left_out("start.md") == ["installs", "needs GPUs"]
+    assert left_out("migrating.md") == ["axolotl 0.19", "ms-swift 4.6"]
+
+
+@pytest.mark.processes
+def test_a_newcomer_gets_from_an_example_to_scripts_of_their_own(clone):
+    write_files("start.md", clone)
+    printed = followed("start.md", clone)
+    recipe, view = (
+        text for words, text in printed.items() if "mine" in words or "my-run" in words
+    )
+    assert "held-out loss: 6.9" in recipe
+    assert "step    2  loss 6." in recipe
+    assert view.startswith("Step 0: 16 sequences")
+    assert len(printed) == 10
+    assert sum(words.startswith("torchrun") for words in printed) == 4
+
+
+@pytest.mark.processes
+def test_those_who_move_run_the_same_model_and_data(clone):
+    write_files("start.md", clone)
+    run(["python", "make_example.py"], clone)
+    write_files("migrating.md", clone)
+    printed = followed("migrating.md", clone)
+    assert len(printed) == 2
+    assert all("checkpoint:    ./out" in text for text in printed.values())
+    for script in ("alst_before.py", "cp_before.py"):
+        run(["python", script], clone)
+    for script in ("alst_after.py", "cp_after.py"):
+        run(["torchrun", "--nproc_per_node", "2", script], clone)
