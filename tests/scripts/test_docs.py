@@ -48,6 +48,13 @@ def test_the_options_page_is_what_the_options_say():
     assert names["with_options"](page) == page, "run python scripts/options_page.py"
 
 
+def test_every_part_of_the_gpu_check_has_its_row(monkeypatch):
+    monkeypatch.syspath_prepend(str(ROOT / "scripts"))
+    parts = runpy.run_path(str(ROOT / "scripts/gpu_check.py"))["PARTS"]
+    page = (ROOT / "docs/gpus.md").read_text()
+    assert re.findall(r"^\| `(\w+)` \|", page, re.MULTILINE) == list(parts)
+
+
 @pytest.mark.processes
 def test_the_first_snippet_trains_on_any_machine(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
