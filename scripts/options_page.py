@@ -61,7 +61,7 @@ MORE = {
         "Set it when the [estimate](limits.md#estimates) is wrong for you. In a pipeline it "
         "bounds a chunk."
     ),
-    "cost_model": "Presets and files: [cost models](planners.md#cost-models).",
+    "cost_model": "Presets and files: [cost models](cost_models.md).",
     "lookahead": "Samples that are made while a step runs, as GRPO's, are planned then.",
     "plan_trace": "[What a line says](planners.md#the-plan-trace).",
     "sync": (

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
+import hf_flexseq
 from hf_flexseq.hf.calibration import choose
 from tests.hf.tiny import documents, tiny_llama
 
@@ -46,6 +47,19 @@ def test_the_options_page_is_what_the_options_say():
     names = runpy.run_path(str(ROOT / "scripts/options_page.py"))
     page = (ROOT / "docs/options.md").read_text()
     assert names["with_options"](page) == page, "run python scripts/options_page.py"
+
+
+def test_every_public_name_is_on_the_page_of_the_api():
+    page = (ROOT / "docs/api.md").read_text()
+    named = re.findall(r"^::: hf_flexseq\.(\w+)$", page, re.MULTILINE)
+    assert sorted(named) == sorted(hf_flexseq.__all__)
+
+
+def test_every_part_of_the_gpu_check_has_its_row(monkeypatch):
+    monkeypatch.syspath_prepend(str(ROOT / "scripts"))
+    parts = runpy.run_path(str(ROOT / "scripts/gpu_check.py"))["PARTS"]
+    page = (ROOT / "docs/gpus.md").read_text()
+    assert re.findall(r"^\| `(\w+)` \|", page, re.MULTILINE) == list(parts)
 
 
 @pytest.mark.processes
