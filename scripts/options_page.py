@@ -9,6 +9,7 @@ page with them. What follows the second mark is written by hand. No torch is imp
 from dataclasses import Field, fields
 from pathlib import Path
 from textwrap import wrap
+from typing import get_args
 
 from hf_flexseq import config
 from hf_flexseq.config import FlexSeqArguments
@@ -48,9 +49,10 @@ VALUES = {
 }
 
 OF_TYPES = {
-    "int": "a whole number",
-    "bool": "`True` or `False`",
-    "str": "a name or a path",
+    int: "a whole number",
+    bool: "`True` or `False`",
+    str: "a name or a path",
+    type(None): "`None`",
 }
 
 # What a help text has no room for.
@@ -125,8 +127,9 @@ def values_of(option: Field) -> str:
     """Return what an option may be, as Markdown."""
     if option.name in VALUES:
         return ", ".join(f"`{value}`" for value in VALUES[option.name])
-    names = str(getattr(option.type, "__name__", option.type)).split(" | ")
-    return ", or ".join("`None`" if name == "None" else OF_TYPES[name] for name in names)
+    # Not option.type: HfArgumentParser takes the None out of it when a program parses arguments.
+    of_option = FlexSeqArguments.__annotations__[option.name]
+    return ", or ".join(OF_TYPES[each] for each in get_args(of_option) or (of_option,))
 
 
 if __name__ == "__main__":
