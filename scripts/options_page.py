@@ -64,7 +64,10 @@ MORE = {
         "bounds a chunk."
     ),
     "cost_model": "Presets and files: [cost models](cost_models.md).",
-    "lookahead": "Samples that are made while a step runs, as GRPO's, are planned then.",
+    "lookahead": (
+        "The step that makes its own samples, as GRPO's, is planned when it runs, and later ones "
+        "that go on with them ahead."
+    ),
     "plan_trace": "[What a line says](planners.md#the-plan-trace).",
     "sync": (
         "`free` is refused under FSDP and ZeRO-2/3, and on NCCL under any DeepSpeed and with a "

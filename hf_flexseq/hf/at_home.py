@@ -38,7 +38,7 @@ class LossAtHome(StepLoss):
     def check_loader(self, dataloader: Any) -> None:
         """Raise ValueError, on all ranks, for a loader that gives them different numbers of
         batches. Collective over the world."""
-        self.planned.check_loader(dataloader)
+        self.planned.drawing.check_loader(dataloader)
 
     def attached(self) -> AbstractContextManager[None]:
         """Surround training or an evaluation: the trainer's other models are attached, too."""
@@ -52,13 +52,13 @@ class LossAtHome(StepLoss):
         """Return the batches of the next step themselves, and the Trainer's count of their target
         tokens. Collective over the world."""
         number = self._trainer.state.global_step
-        batches = self.planned.next_batches(iterator, num_batches, first_number=number)
+        batches = self.planned.drawing.next_batches(iterator, num_batches, first_number=number)
         return batches, self._trainer._get_num_items_in_batch(batches, device)
 
     def prepare(self, batch: Any, stock_preparation: StockPreparation) -> Any:
         """Return a batch as the Trainer prepares it, once; samples are made with the model's own
         attention."""
-        if batch is self.planned.prepared:
+        if batch is self.planned.answers.prepared:
             return batch
         with self.planned.preparing():
             return stock_preparation(batch)
@@ -66,7 +66,7 @@ class LossAtHome(StepLoss):
     def train(self, model: nn.Module, batch: Any, stock_step: StockStep) -> torch.Tensor:
         """Take the next batch of a step, and run the whole step with its last one; return this
         rank's loss, a scalar. Collective over the world."""
-        if not self.planned.is_complete(batch):
+        if not self.planned.drawing.is_complete(batch):
             return torch.zeros((), device=self._trainer.args.device)
         return self.planned.train(model, stock_step, is_last=self._is_last_step)
 
@@ -83,10 +83,10 @@ class LossAtHome(StepLoss):
         those of the model. Collective over the world."""
         predicts = self._tokens is not None
         with ExitStack() as answered:
-            answered.enter_context(self.planned.answering(model))
+            answered.enter_context(self.planned.answers.answering(model))
             if self.has_predictions:
                 batch = self._trainer._prepare_inputs(batch)
-                answered.enter_context(self.planned.on_batch(batch))
+                answered.enter_context(self.planned.answers.on_batch(batch))
             found = stock_prediction(self._trainer.model, batch, loss_only or predicts)
         if self._tokens is None:
             return found

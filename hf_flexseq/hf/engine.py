@@ -320,7 +320,9 @@ class FlexSeqEngine:
     ) -> PassStep | None:
         """Return the next training step as `next_step` does, for a loss that is computed at home.
         Collective over the world."""
-        step = self._next_training(iterator, num_batches, first_number, self._whole.deal_passes)
+        step = self._next_training(
+            iterator, num_batches, first_number, self.whole_model.deal_passes
+        )
         assert step is None or isinstance(step, PassStep)
         return step
 
@@ -341,8 +343,8 @@ class FlexSeqEngine:
             self._in_place[forward_only] = self._dealt_steps(
                 0,
                 what="call",
-                deal=self._whole.deal_passes,
-                planner=self._whole.forward_planner if forward_only else None,
+                deal=self.whole_model.deal_passes,
+                planner=self.whole_model.forward_planner if forward_only else None,
             )
         batches = [] if batch is None else [batch]
         step = self._in_place[forward_only].next(iter(batches), 1)
@@ -369,11 +371,11 @@ class FlexSeqEngine:
         known before it (`PassStep.run_once`). is_last: see `train`. Returns this rank's loss, a
         detached scalar.
         """
-        run = partial(self._whole.train_passes, step, objective, model, weights)
+        run = partial(self.whole_model.train_passes, step, objective, model, weights)
         return self._trained(step, model, run, is_last=is_last)
 
     @property
-    def _whole(self) -> WholeModelExecutor:
+    def whole_model(self) -> WholeModelExecutor:
         """The executor, where a rank has the whole model."""
         if not isinstance(self.executor, WholeModelExecutor):
             raise NotImplementedError(

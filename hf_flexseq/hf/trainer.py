@@ -262,7 +262,7 @@ class FlexSeqMixin(PartOfModelMixin):
         """Plan the log-probabilities of a whole batch of samples together, in place of
         `batch_size` of them at a time. Only TRL's GRPO and RLOO call this."""
         assert isinstance(self._flexseq_loss, LossAtHome), "GRPO and RLOO are known as such"
-        with self._flexseq_loss.planned.answering(self.model_wrapped):
+        with self._flexseq_loss.planned.answers.answering(self.model_wrapped):
             return super()._get_per_token_logps_and_entropies(
                 model, input_ids, attention_mask, logits_to_keep, None, **options
             )

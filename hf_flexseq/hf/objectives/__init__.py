@@ -11,6 +11,9 @@ unchanged, once per batch, with its own collectives and metrics.
     trainers.py     which calls a trainer's loss will make, so that they can be planned together
     one_pass.py     a loss of the user's own that is a sum over tokens, and takes the other way
     planned.py      a step: first pass, the trainer's loss, second pass
+    drawing.py      its batches, and the plan of their sequences
+    generations.py  samples that a trainer makes itself, and the steps that they serve
+    answers.py      the loss's calls of its models, answered from what the passes gave
 
 A call itself is a padded batch (`steps/calls.py`), and is answered in place of the model
 (`steps/answering.py`).

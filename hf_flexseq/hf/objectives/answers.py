@@ -1,0 +1,226 @@
+"""Answers to a loss's calls of its models, while the loss is computed at home.
+
+What a loss will ask for has been computed before, for all batches of the step together, and is
+noted here; each result is given out once. A call without gradients of which nothing is known is
+planned and run when it comes: so are all calls of an evaluation. One with gradients is refused.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import Trainer
+
+from hf_flexseq.hf.engine import FlexSeqEngine
+from hf_flexseq.hf.loaders import LoaderState, as_drawn
+from hf_flexseq.hf.objectives.heads import Head, TokenFigures
+from hf_flexseq.hf.objectives.reference import adapter_state
+from hf_flexseq.kernels.upload import to_device
+from hf_flexseq.steps.answering import answered_by
+from hf_flexseq.steps.calls import Call, joined
+from hf_flexseq.steps.exchange import Columns
+from hf_flexseq.steps.passes import PassStep
+
+POLICY = "policy"
+REFERENCE = "reference"
+
+
+@dataclass(slots=True)
+class _Result:
+    """What a model was found to give for a call."""
+
+    role: str
+    call: Call
+    figures: Columns
+    """Of the call's tokens, each [tokens, ...] on the model's device."""
+
+
+class Answers:
+    """Answers calls of the trainer's models from what is known, and from planned passes."""
+
+    def __init__(self, trainer: Trainer, engine: FlexSeqEngine, head: Head) -> None:
+        self._trainer: Any = trainer  # one of TRL's has more than a Trainer
+        self._engine = engine
+        self._head = head
+        self._results: list[_Result] = []  # known, and not asked for yet
+        self._running: nn.Module | None = None  # the wrapped model, while calls are answered
+        self._is_paused = False
+        self._adapters: tuple[Any, ...] | None = None  # as they are in training
+        self.prepared: Any = None
+        """The batch whose loss is computed, which is prepared already."""
+        self._labels: torch.Tensor | None = None  # [B, S] of the batch whose loss is computed
+
+    def begin(self) -> None:
+        """Take the model as it is now for the trained one, whatever becomes of its adapters."""
+        self._adapters = adapter_state(self._trainer.model)
+
+    def clear(self) -> None:
+        """Forget what is known."""
+        self._results.clear()
+
+    # ---- what is known
+
+    def run(self, step: PassStep, model: nn.Module, role: str, calls: Sequence[Call]) -> None:
+        """Run a model forward, and note what it gives for each of the calls. Collective over the
+        world."""
+        figures = self._figures(step, model)
+        for call, own in zip(calls, self.split(figures, calls), strict=True):
+            self.note(role, call, own)
+
+    def note(self, role: str, call: Call, figures: Columns) -> None:
+        """Keep what a model gives for a call; figures: of its tokens, each [tokens, ...]."""
+        self._results.append(_Result(role, call, figures))
+
+    def _figures(self, step: PassStep, model: nn.Module) -> Columns:
+        """Run a model forward, and return the figures of this rank's tokens and totals."""
+        return step.figures(lambda inputs: self._head.forward(model, inputs), self._head.totals)
+
+    def split(self, figures: Columns, calls: Sequence[Call]) -> list[Columns]:
+        """Return the figures of each call, and totals, which are those of all, on the model's
+        device.
+
+        figures: of the tokens of all calls, each [tokens, ...], and totals on the CPU.
+        """
+        device = self._trainer.accelerator.device
+        sizes = [call.tokens for call in calls]
+        parts: list[Columns] = [{} for _ in calls]
+        for name, values in figures.items():
+            is_total = name in self._head.totals
+            owns = [values] * len(calls) if is_total else values.split(sizes)
+            for part, own in zip(parts, owns, strict=True):
+                part[name] = to_device(own, device)
+        return parts
+
+    # ---- calls of the loss
+
+    @contextmanager
+    def answering(self, model: nn.Module) -> Iterator[None]:
+        """Answer the trainer's calls of its models inside the block.
+
+        model: the trained one, as accelerate has wrapped it.
+        """
+        if self._running is not None:
+            with self.pausing(False):
+                yield
+            return
+        self._running = model
+        trainer = self._trainer
+        with ExitStack() as answered:
+            answered.callback(self._end_answering)
+            answered.enter_context(self.pausing(False))
+            answered.enter_context(
+                answered_by(trainer.model, self.answer_of_policy, is_paused=self._paused)
+            )
+            reference = getattr(trainer, "ref_model", None)
+            if reference is not None:
+                answered.enter_context(
+                    answered_by(reference, self._answer_of_reference, is_paused=self._paused)
+                )
+            yield
+
+    @contextmanager
+    def loss_of(self, batch: Any, loader_state: LoaderState, *, is_last: bool) -> Iterator[None]:
+        """Surround the loss of one prepared batch of a step. As with the plain Trainer, accelerate
+        says of the last one alone that gradients are synchronised, and knows of the step's batches
+        whether they end the data: some losses ask."""
+        accelerator = self._trainer.accelerator
+        state = accelerator.gradient_state
+        syncs = state.sync_gradients
+        state._set_sync_gradients(syncs and is_last)
+        self.prepared = batch
+        try:
+            with self.on_batch(batch), as_drawn(loader_state, accelerator):
+                yield
+        finally:
+            self.prepared = None
+            state._set_sync_gradients(syncs)
+
+    @contextmanager
+    def on_batch(self, batch: Any) -> Iterator[None]:
+        """Surround the loss of one batch: the Trainer may take its labels out, and call the model
+        without them."""
+        former = self._labels
+        if isinstance(self._head, TokenFigures):
+            self._labels = batch.get("labels")
+        try:
+            yield
+        finally:
+            self._labels = former
+
+    def _end_answering(self) -> None:
+        self._running = None
+
+    def _paused(self) -> bool:
+        return self._is_paused
+
+    @contextmanager
+    def pausing(self, is_paused: bool) -> Iterator[None]:
+        """Leave calls to the models themselves inside the block, or answer them again."""
+        former, self._is_paused = self._is_paused, is_paused
+        try:
+            yield
+        finally:
+            self._is_paused = former
+
+    def answer_of_policy(self, given: dict[str, Any]) -> Any:
+        """Return what the trained model would have returned for these keyword arguments, or the
+        reference, which may be the same model without its adapter. See `_answer`."""
+        role = POLICY
+        if adapter_state(self._trainer.model) != self._adapters:
+            role = REFERENCE
+        assert self._running is not None, "calls are answered while a loss is computed"
+        return self._answer(role, self._running, given)
+
+    def _answer_of_reference(self, given: dict[str, Any]) -> Any:
+        return self._answer(REFERENCE, self._trainer.ref_model, given)
+
+    def _answer(self, role: str, model: nn.Module, given: Mapping[str, Any]) -> Any:
+        """Return what a model would have returned. Collective over the world where the call was
+        not foreseen, which is so on all ranks."""
+        if isinstance(self._head, TokenFigures) and given.get("labels") is None:
+            given = {**given, "labels": self._labels_for(given)}
+        call = self._head.read(given)
+        figures = self._taken(role, call)
+        if figures is None:
+            if torch.is_grad_enabled():
+                raise NotImplementedError(
+                    f"{type(self._trainer).__name__} computes a loss from tokens or labels that "
+                    "are not those of its batch, or calls the model twice on them: hf_flexseq "
+                    "computes gradients of one call for each batch"
+                )
+            step = self._engine.passes_of(
+                joined([call]), number=self._trainer.state.global_step, forward_only=True
+            )
+            with self._engine.whole_model.planned_attention():
+                found = self._figures(step, model)
+            (figures,) = self.split(found, [call])
+        return self._head.answer(call, figures, given)
+
+    def _labels_for(self, given: Mapping[str, Any]) -> torch.Tensor | None:
+        """Return the labels [B, S] of the batch for a call of the model without them."""
+        ids, labels = given.get("input_ids"), self._labels
+        if ids is not None and labels is not None and ids.shape != labels.shape:
+            raise NotImplementedError(
+                f"a loss calls the model on input_ids {tuple(ids.shape)} without labels, and "
+                f"those of its batch are {tuple(labels.shape)}: give labels of the same tokens"
+            )
+        return labels
+
+    def _taken(self, role: str, call: Call) -> Columns | None:
+        """Return what is known of a call, once; None for nothing.
+
+        What the trained model gave with gradients is for a call with gradients, and what it gave
+        without for one without: KTO asks both of the same tokens, where all completions of a batch
+        are alike.
+        """
+        for index, result in enumerate(self._results):
+            has_gradients = result.figures[self._head.main].requires_grad
+            if role == POLICY and has_gradients != torch.is_grad_enabled():
+                continue
+            if result.role == role and result.call.same_as(call):
+                del self._results[index]
+                return result.figures
+        return None

@@ -1,0 +1,193 @@
+"""The batches of steps whose loss is computed at home, and the plans of their sequences.
+
+When a step can be planned depends on when its sequences are known:
+
+    batches of a dataset      as they are drawn: up to `lookahead` steps ahead
+    a trainer's own samples   the step that they are made for, when it runs; those that go on with
+                              the same samples up to `lookahead` steps ahead
+"""
+
+from collections import deque
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from transformers import Trainer
+
+from hf_flexseq.hf.engine import FlexSeqEngine
+from hf_flexseq.hf.loaders import BEFORE_END, LoaderState, drawn_batches, lengths_of
+from hf_flexseq.hf.losses import rolls_out
+from hf_flexseq.hf.objectives.generations import Generations
+from hf_flexseq.hf.objectives.heads import Head
+from hf_flexseq.hf.objectives.trainers import Foreseen, foreseen
+from hf_flexseq.steps.calls import Call, joined
+from hf_flexseq.steps.passes import PassStep
+
+# The sequences of steps, as DataCollatorForFlexSeq makes them.
+Rows = Iterator[dict[str, Any]]
+
+
+@dataclass(frozen=True, slots=True)
+class StepBatches:
+    """What a rank draws for one step."""
+
+    batches: list[Any]
+    loader_state: LoaderState
+    """Of their loader, when they had been drawn."""
+
+
+_NOTHING = StepBatches([], BEFORE_END)
+
+
+class Drawing:
+    """Draws the batches of one step after the other, and has their sequences planned."""
+
+    def __init__(self, trainer: Trainer, engine: FlexSeqEngine, head: Head) -> None:
+        self._trainer: Any = trainer  # one of TRL's has more than a Trainer
+        self._engine = engine
+        self._head = head
+        self._generations = Generations(trainer) if rolls_out(trainer) else None
+        # of the steps to come
+        self._iterator: Iterator[Any] | None = None
+        self._rows: Rows = iter(())
+        self._drawn: deque[StepBatches] = deque()  # of a dataset
+        self._to_come: deque[list[Call]] = deque()  # of samples that are there already
+        # of the step whose batches were handed out
+        self._current = _NOTHING
+        self._step: PassStep | None = None
+        self._taken: list[Any] = []  # those of its batches that have come
+
+    def clear(self) -> None:
+        """Forget all that was drawn."""
+        self._iterator = None
+        self._rows = iter(())
+        self._drawn.clear()
+        self._to_come.clear()
+        self._current = _NOTHING
+        self._step = None
+        self._taken = []
+
+    # ---- batches
+
+    def check_loader(self, dataloader: Any) -> None:
+        """Raise ValueError, on all ranks, for a loader that gives them different numbers of
+        batches: one would wait for the others in its loss. Collective over the world."""
+        lengths = lengths_of(dataloader, self._engine.communicator)
+        if len(set(lengths)) > 1:
+            raise ValueError(self._uneven(f"{min(lengths)} to {max(lengths)}"))
+
+    def _uneven(self, counts: str) -> str:
+        """Return what is wrong where ranks draw so many batches."""
+        return (
+            f"ranks draw {counts} batches, and the loss of {type(self._trainer).__name__} is "
+            "computed by all of them together: leave even_batches on, or set "
+            "dataloader_drop_last=True"
+        )
+
+    def next_batches(
+        self, iterator: Iterator[Any], num_batches: int, *, first_number: int
+    ) -> list[Any]:
+        """Return the batches of the next step, at most `num_batches`. Collective over the world.
+
+        iterator: the trainer's, with its batches on the host.
+        first_number: of the first step of all.
+        """
+        self._taken = []
+        if self._generations is None:
+            self._current = self._next_planned(iterator, num_batches, first_number)
+        else:
+            self._current = self._draw(iterator, num_batches)
+        return self._current.batches
+
+    def _draw(self, iterator: Iterator[Any], num_batches: int) -> StepBatches:
+        return StepBatches(*drawn_batches(iterator, num_batches, self._trainer.accelerator))
+
+    def _next_planned(
+        self, iterator: Iterator[Any], num_batches: int, first_number: int
+    ) -> StepBatches:
+        """Return the batches of the next step, and keep the step, which was planned ahead."""
+        if iterator is not self._iterator:
+            self._iterator = iterator
+            self._drawn.clear()
+            self._rows = self._rows_of(iterator, num_batches)
+        self._step = self._engine.next_passes(self._rows, 1, first_number=first_number)
+        if self._step is None:
+            return _NOTHING
+        if not self._drawn:
+            raise ValueError(self._uneven("different numbers of"))
+        return self._drawn.popleft()
+
+    def _rows_of(self, iterator: Iterator[Any], num_batches: int) -> Rows:
+        """Yield the sequences of each step, and keep the batches that they come from."""
+        while True:
+            drawn = self._draw(iterator, num_batches)
+            if not drawn.batches:
+                return
+            self._drawn.append(drawn)
+            yield _row(self._policy_calls(drawn.batches))
+
+    # ---- the step whose batches were handed out
+
+    @property
+    def loader_state(self) -> LoaderState:
+        """That of the loader when the batches of the step had been drawn."""
+        return self._current.loader_state
+
+    def is_complete(self, batch: Any) -> bool:
+        """Take the next batch of the step; tell if it was the last one."""
+        self._taken.append(batch)
+        return len(self._taken) >= len(self._current.batches)
+
+    def prepared_batches(self) -> list[Any]:
+        """Return the batches that were taken as the trainer's loss gets them."""
+        taken, self._taken = self._taken, []
+        if self._generations is not None:
+            return self._generations.prepared(taken)
+        return [self._trainer._prepare_inputs(batch) for batch in taken]
+
+    def foreseen(self, batches: Sequence[Any]) -> list[Foreseen]:
+        """Return the calls that the loss will make on each of the batches."""
+        return [foreseen(self._trainer, batch, self._head) for batch in batches]
+
+    def _policy_calls(self, batches: Sequence[Any]) -> list[Call]:
+        return [own.policy for own in self.foreseen(batches)]
+
+    def planned_step(self, calls: Sequence[Call]) -> PassStep:
+        """Return the step with the sequences of all ranks. Collective over the world.
+
+        calls: on the prepared batches of the step, with gradients.
+        """
+        number = self._trainer.state.global_step
+        if self._generations is None:
+            step, self._step = self._step, None
+        elif self._generations.span_steps:
+            step = self._step_of_samples(calls, number)
+        else:
+            step = self._engine.passes_of(joined(calls), number=number)
+        assert step is not None, "a batch has a sequence at least"
+        return step
+
+    def _step_of_samples(self, calls: Sequence[Call], number: int) -> PassStep | None:
+        """Return the step, which was planned ahead where its samples were there already; and have
+        those planned that will go on with them. Collective over the world."""
+        expected = self._to_come.popleft() if self._to_come else []
+        if not self._is_expected(calls, expected):
+            assert self._generations is not None, "the samples are the trainer's own"
+            steps = self._generations.steps_to_come(len(calls))
+            self._to_come = deque(self._policy_calls(batches) for batches in steps)
+            self._rows = map(_row, [calls, *self._to_come])
+        return self._engine.next_passes(self._rows, 1, first_number=number)
+
+    def _is_expected(self, calls: Sequence[Call], expected: Sequence[Call]) -> bool:
+        """Tell if all ranks make the calls that were planned: the last step of an epoch may have
+        fewer batches, and a subclass may give others. Collective over the world."""
+        is_own = len(calls) == len(expected) and all(map(Call.same_as, calls, expected))
+        of_all = self._engine.communicator.host.gather_ints([int(is_own)])
+        return all(of_rank == [1] for of_rank in of_all)
+
+
+def _row(calls: Sequence[Call]) -> dict[str, Any]:
+    """Return the sequences of a step's calls as one batch of the engine."""
+    row = joined(calls)
+    assert row is not None, "a batch has a sequence at least"
+    return row

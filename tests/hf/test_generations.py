@@ -1,0 +1,148 @@
+"""Samples that serve several optimizer steps: the later steps are planned while the first one
+runs, and trained as the plain trainer does."""
+
+from types import SimpleNamespace
+
+import datasets
+import numpy as np
+import pytest
+from transformers import TrainerCallback
+from trl import GRPOTrainer
+
+from hf_flexseq import FlexSeqArguments
+from hf_flexseq.hf.objectives.generations import Generations
+from tests.hf.objectives import (
+    METRICS_BOUND,
+    OPTIONS,
+    Case,
+    compare,
+    make_trainer,
+    save_inputs,
+    trainer_class,
+    weights_of,
+)
+from tests.ranks import run_ranks
+
+# 4 slices, gone through twice: 4 steps of 2 batches
+SPANNING = Case(
+    kind="grpo",
+    accumulation=2,
+    steps=6,
+    settings={"steps_per_generation": 4, "num_iterations": 2},
+)
+BOUND = 2e-6  # of weights over the update: TRL computes log-probabilities in float32
+
+
+class Rolling:
+    """The part of a trainer that goes through slices 0, 1, 2, ... of each generation batch."""
+
+    def __init__(self, *, per_step, slices, iterations):
+        self.args = SimpleNamespace(
+            gradient_accumulation_steps=per_step,
+            steps_per_generation=slices,
+            num_iterations=iterations,
+        )
+        self._step = 0
+        self._buffered_inputs = []
+        self.made = 0
+
+    def _prepare_inputs(self, batch):
+        slices = self.args.steps_per_generation
+        if self._step % (slices * self.args.num_iterations) == 0:
+            self._buffered_inputs = [(self.made, index) for index in range(slices)]
+            self.made += 1
+        return self._buffered_inputs[self._step % slices]
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("per_step", [1, 2, 3, 4, 5, 8, 9])
+@pytest.mark.parametrize(("slices", "iterations"), [(1, 1), (4, 1), (4, 2), (3, 2), (2, 5)])
+def test_steps_to_come_are_those_that_come(per_step, slices, iterations):
+    trainer = Rolling(per_step=per_step, slices=slices, iterations=iterations)
+    generations = Generations(trainer)
+    assert generations.span_steps == (slices * iterations > per_step)
+    said, came = [], []
+    for _ in range(12):
+        came.append(generations.prepared([None] * per_step))
+        said.append(generations.steps_to_come(per_step))
+        trainer._step += per_step
+    for index, steps in enumerate(said[:-8]):
+        assert steps == came[index + 1 : index + 1 + len(steps)]
+        # and no more of them are made of the present samples alone
+        present = came[index][-1][0]
+        after = came[index + 1 + len(steps)]
+        assert any(made != present for made, _ in after)
+
+
+def differences(rank, world_size, folder, cases):
+    datasets.disable_progress_bars()
+    return [compare(case, folder) for case in cases]
+
+
+@pytest.mark.processes
+def test_two_ranks_train_as_the_plain_trainer_does(tmp_path):
+    save_inputs(tmp_path)
+    # a step of two generation batches, and at the epoch's end one of fewer batches
+    uneven = Case(
+        kind="grpo", accumulation=3, steps=6, rows=16, settings={"steps_per_generation": 4}
+    )
+    for found in run_ranks(differences, 2, tmp_path, [SPANNING, uneven], seconds=120):
+        for apart in found:
+            assert apart.weights < BOUND
+            assert apart.metrics < METRICS_BOUND, apart.metric
+            assert apart.figures > 20
+            assert not apart.missing
+
+
+class CountsPlans(TrainerCallback):
+    """Notes how many steps have been given to the planner when a step ends."""
+
+    def __init__(self):
+        self.counts = []
+        self.engine = None
+
+    def on_step_end(self, args, state, control, **given):
+        self.counts.append(self.engine._training.lookahead._next_request)
+
+
+def trained(folder, lookahead, cls=True):
+    """Plans given to the planner when each step ends, and the weights after training."""
+    counts = CountsPlans()
+    options = FlexSeqArguments(**OPTIONS, lookahead=lookahead)
+    trainer = make_trainer(SPANNING, cls, folder, flexseq_args=options, callbacks=[counts])
+    counts.engine = trainer.flexseq
+    trainer.train()
+    return counts.counts, weights_of(trainer.model)
+
+
+def test_steps_of_one_generation_batch_are_planned_ahead(tmp_path):
+    save_inputs(tmp_path)
+    in_place, wanted = trained(tmp_path, 0)
+    ahead, found = trained(tmp_path, 2)
+    assert in_place == [1, 2, 3, 4, 5, 6]
+    # with the first step of four two more, and the last when that one ends
+    assert ahead == [4, 4, 4, 4, 8, 8]
+    for name, weights in wanted.items():
+        assert np.array_equal(weights, found[name])
+
+
+class CutsShort(GRPOTrainer):
+    """Leaves out the last token of the completions of every third batch."""
+
+    def _prepare_inputs(self, batch):
+        inputs = super()._prepare_inputs(batch)
+        if self._step % 3:
+            return inputs
+        mask = inputs["completion_mask"].clone()
+        mask[:, -1] = 0
+        return {**inputs, "completion_mask": mask}
+
+
+def test_samples_that_a_subclass_changes_are_planned_as_they_are(tmp_path):
+    save_inputs(tmp_path)
+    _, wanted = trained(tmp_path, 0, trainer_class(CutsShort, is_ours=True))
+    _, found = trained(tmp_path, 2, trainer_class(CutsShort, is_ours=True))
+    _, unchanged = trained(tmp_path, 2)
+    for name, weights in wanted.items():
+        assert np.array_equal(weights, found[name])
+    assert any(not np.array_equal(found[name], unchanged[name]) for name in found)
