@@ -132,7 +132,13 @@ class Compute:
         mixers: Mixers = NO_MIXERS,
     ) -> CostModel:
         """Return `model` with these constants for a model of `layers` layers, some of which do not
-        read all keys, are recurrent, or have no attention."""
+        read all keys, are recurrent, or have no attention. Raises ValueError for a model whose
+        tokens take no time."""
+        if not layers * self.linear_s + self.head_s > 0:
+            raise ValueError(
+                "more tokens take no more time: something else has used this machine meanwhile; "
+                "measure when it is idle, or take cost_model='estimate'"
+            )
         seconds = dict(self.near_s)
         full_layers = with_attention = layers - mixers.without_attention
         kinds = []

@@ -218,6 +218,14 @@ def test_a_fit_needs_the_kernel_and_the_model() -> None:
         fit_compute(without_kernel)
 
 
+def test_timings_that_do_not_grow_with_tokens_are_no_cost_model() -> None:
+    samples = [
+        dataclasses.replace(sample, seconds=1e-3) for sample in synthetic_samples((8,), noise=0.0)
+    ]
+    with pytest.raises(ValueError, match="more tokens take no more time: .* when it is idle"):
+        fit_compute(samples).fill(ESTIMATE, 8)
+
+
 def test_nnls_is_the_best_of_the_non_negative() -> None:
     rng = np.random.default_rng(0)
     for _ in range(50):
@@ -465,12 +473,12 @@ def test_a_senseless_measurement_leaves_the_estimate(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def senseless(*args: object, **kwargs: object) -> None:
-        raise ValueError("linear_s=0.0: must be positive")
+        raise ValueError("more tokens take no more time")
 
     monkeypatch.setattr(choose, "calibrate", senseless)
     arguments = tiny_llama(), Accelerator(cpu=True), Communicator(), tmp_path
     assert cost_model_for("auto", *arguments) == cost_model_for("estimate", *arguments)
-    assert "linear_s=0.0" in caplog.text
+    assert "more tokens take no more time" in caplog.text
     assert not list(tmp_path.iterdir())
 
 
