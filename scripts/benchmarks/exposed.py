@@ -39,9 +39,7 @@ from common import ROOT, argument_parser, load_average, machine, table, write_re
 
 RESULT = "FLEXSEQ_EXPOSED"  # names the file that rank 0 of a run writes
 
-# (module, class or None, function): those that one of two checkouts lacks are left out, but every
-# part has one
-Function = tuple[str, str | None, str]
+Function = tuple[str, str | None, str]  # module, class or None, function
 HIDDEN: dict[str, list[Function]] = {
     "forward": [("transformers", "Trainer", "compute_loss")],
     "backward": [("accelerate", "Accelerator", "backward")],
@@ -59,16 +57,18 @@ PARTS: dict[str, list[Function]] = {
         ("hf_flexseq.hf.whole_model", None, "shards_of"),
         ("hf_flexseq.steps.exchange", "RowExchange", "__call__"),
     ],
-    "contexts": [
-        ("hf_flexseq.steps.inputs", None, "inputs_of"),
-        ("hf_flexseq.steps.inputs", None, "_inputs_of"),  # its name of before
-    ],
+    "contexts": [("hf_flexseq.steps.inputs", None, "inputs_of")],
     "flags of gradients": [
         ("hf_flexseq.hf.engine", None, "gradients_of"),
         ("hf_flexseq.steps.nonfinite", "NonfiniteWatch", "take"),
     ],
     "trace and figures": [("hf_flexseq.hf.engine", "FlexSeqEngine", "finish")],
     "log": [("hf_flexseq.hf.trainer", "FlexSeqMixin", "log")],
+}
+# What they were in older checkouts, which `--against` may name.
+FORMER: dict[str, list[Function]] = {
+    "exchange of tokens": [("hf_flexseq.hf.executors", None, "shards_of")],
+    "contexts": [("hf_flexseq.steps.inputs", None, "_inputs_of")],
 }
 REST = "the rest"
 EXPOSED = "exposed, together"
@@ -150,8 +150,11 @@ def run_rank(arguments: Sequence[str]) -> None:
     parts = Parts()
     for part, functions in (HIDDEN | PARTS).items():
         found = 0
-        for module_name, class_name, name in functions:
-            owner: Any = importlib.import_module(module_name)
+        for module_name, class_name, name in functions + FORMER.get(part, []):
+            try:
+                owner: Any = importlib.import_module(module_name)
+            except ModuleNotFoundError:  # of another checkout
+                continue
             if class_name is not None:
                 owner = getattr(owner, class_name)
             if hasattr(owner, name):
