@@ -90,7 +90,7 @@ def write_record(path: Path | None, figures: Any) -> None:
     if path is None:
         return
     record = {
-        "command": command_line(),
+        "command": command_line().replace(str(path), path.name),
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "commit": commit(),
         "machine": {
