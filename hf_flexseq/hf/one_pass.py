@@ -16,8 +16,8 @@ from hf_flexseq.hf.added_router_loss import AddedRouterLoss
 from hf_flexseq.hf.dataset_checks import check_examples, check_first_step
 from hf_flexseq.hf.engine import FlexSeqEngine
 from hf_flexseq.hf.evaluation import EvaluationLoss, PlannedBatches
+from hf_flexseq.hf.executors import base_model
 from hf_flexseq.hf.loaders import BEFORE_END, as_drawn
-from hf_flexseq.hf.objectives.one_pass import refusing_calls_without_labels
 from hf_flexseq.hf.predictions import TokenPredictions
 from hf_flexseq.hf.step_loss import StepLoss, StockPrediction, StockPreparation, StockStep
 from hf_flexseq.steps.inputs import Inputs
@@ -106,7 +106,7 @@ class LossInOnePass(StepLoss):
             yield
             return
         as_whole = as_drawn(BEFORE_END, self._trainer.accelerator)
-        with refusing_calls_without_labels(self._trainer), as_whole:
+        with _refusing_calls_without_labels(self._trainer), as_whole:
             yield
 
     # ---- evaluation
@@ -176,6 +176,31 @@ class LossInOnePass(StepLoss):
         world."""
         loss = self._sum.mean(self._engine.communicator)
         return output._replace(metrics=output.metrics | {name: loss})
+
+
+@contextmanager
+def _refusing_calls_without_labels(trainer: Trainer) -> Iterator[None]:
+    """Raise NotImplementedError where `compute_loss`, which the block runs, calls the model on a
+    micro-batch without labels.
+
+    It would compute a loss itself, from logits of parts of samples and from labels that are
+    shifted already.
+    """
+    name = type(trainer).__name__
+
+    def check(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if "seq_ctx" in kwargs and kwargs.get("labels") is None:
+            raise NotImplementedError(
+                f"{name}.compute_loss calls the model without labels, on parts of samples: hand "
+                "on to Trainer.compute_loss, or read outputs.log_probs and outputs.entropy of "
+                "whole samples, and say so in the class: flexseq_loss_at_home = True"
+            )
+
+    hook = base_model(trainer.model).register_forward_pre_hook(check, with_kwargs=True)
+    try:
+        yield
+    finally:
+        hook.remove()
 
 
 def _divisor(targets: int, device: torch.device) -> torch.Tensor:

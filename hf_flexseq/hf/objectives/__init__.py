@@ -9,7 +9,6 @@ unchanged, once per batch, with its own collectives and metrics.
     divergences.py  the same of two models: how far their distributions are apart (distillation)
     reference.py    models that are asked without gradients, beside the trained one
     trainers.py     which calls a trainer's loss will make, so that they can be planned together
-    one_pass.py     a loss of the user's own that is a sum over tokens, and takes the other way
     planned.py      a step: first pass, the trainer's loss, second pass
     drawing.py      its batches, and the plan of their sequences
     generations.py  samples that a trainer makes itself, and the steps that they serve
