@@ -40,7 +40,7 @@ from hf_flexseq.distributed.agreement import Attempt
 from hf_flexseq.distributed.communicator import Communicator
 from hf_flexseq.hf.executors import EngineSetup, Executor, ForwardBackward
 from hf_flexseq.hf.gradients import gradients_of, step_was_skipped
-from hf_flexseq.hf.loaders import batches_on_host
+from hf_flexseq.hf.loaders import LoaderSettings, batches_on_host
 from hf_flexseq.hf.trainer_checks import check_accelerator
 from hf_flexseq.hf.whole_model import WholeModelExecutor
 from hf_flexseq.planner.process.client import Planner
@@ -477,33 +477,3 @@ class EngineStep:
             return loss.detach()
 
         return self._engine.train(self.step, forward_backward, model)
-
-
-class LoaderSettings:
-    """Changes how an accelerator prepares dataloaders, and gives the former setting back."""
-
-    __slots__ = ("_configuration", "_former", "_is_changed")
-
-    def __init__(self, accelerator: Accelerator) -> None:
-        self._configuration = accelerator.dataloader_config
-        self._former: bool | None = None  # to be given back, while it is changed
-        self._is_changed = False
-        self.change()
-
-    def change(self) -> None:
-        """Let every rank draw its own batches: accelerate dispatches streams from rank 0 by
-        default, which breaks on rows of different lengths."""
-        if not self._is_changed:
-            self._former = self._configuration.dispatch_batches
-            self._configuration.dispatch_batches = False
-            self._is_changed = True
-
-    def restore(self) -> None:
-        """Give the former setting back."""
-        if self._is_changed:
-            self._configuration.dispatch_batches = self._former
-            self._is_changed = False
-
-    def keep(self) -> None:
-        """Make the change the setting that is given back."""
-        self._former = self._configuration.dispatch_batches

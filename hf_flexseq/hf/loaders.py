@@ -1,4 +1,4 @@
-"""Dataloaders that differ from a given one in a single respect."""
+"""Dataloaders that differ from a given one in a single respect, and how accelerate makes them."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -185,3 +185,33 @@ def without_repeats(dataloader: Any) -> Iterator[None]:
             sampler.even_batches = True
         if is_stream:
             dataset.__class__ = IterableDatasetShard
+
+
+class LoaderSettings:
+    """Changes how an accelerator prepares dataloaders, and gives the former setting back."""
+
+    __slots__ = ("_configuration", "_former", "_is_changed")
+
+    def __init__(self, accelerator: Accelerator) -> None:
+        self._configuration = accelerator.dataloader_config
+        self._former: bool | None = None  # to be given back, while it is changed
+        self._is_changed = False
+        self.change()
+
+    def change(self) -> None:
+        """Let every rank draw its own batches: accelerate dispatches streams from rank 0 by
+        default, which breaks on rows of different lengths."""
+        if not self._is_changed:
+            self._former = self._configuration.dispatch_batches
+            self._configuration.dispatch_batches = False
+            self._is_changed = True
+
+    def restore(self) -> None:
+        """Give the former setting back."""
+        if self._is_changed:
+            self._configuration.dispatch_batches = self._former
+            self._is_changed = False
+
+    def keep(self) -> None:
+        """Make the change the setting that is given back."""
+        self._former = self._configuration.dispatch_batches
