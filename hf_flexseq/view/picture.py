@@ -15,8 +15,8 @@ from typing import Any
 from hf_flexseq.timeline import ACTION_KINDS, Event, Timeline
 from hf_flexseq.view.shares import boundaries, degrees, shares
 
-# Degrees 1, 2, 4, ... from light to dark, told apart in grey and by colour-blind eyes; others take
-# the nearest one's.
+# Degrees 1, 2, 4, ... from light to dark, told apart in grey and by colour-blind eyes; those
+# between two of them have a colour between.
 COLOURS = (
     "#f2c45a",
     "#e8924a",
@@ -237,13 +237,15 @@ def _draw_legend(figure: Any, timeline: Timeline, columns: int) -> None:
 
 
 def colour_of(degree: int) -> str:
-    """Return the colour of groups of `degree` ranks."""
-    return COLOURS[colour_index(degree)]
+    """Return the colour of groups of `degree` ranks, written #rrggbb."""
+    lower = colour_index(degree)
+    upper = min(lower + 1, len(COLOURS) - 1)
+    return mixed(COLOURS[lower], COLOURS[upper], math.log2(max(degree, 1)) - lower)
 
 
 def colour_index(degree: int) -> int:
-    """Return which of `COLOURS` groups of `degree` ranks have."""
-    return min(round(math.log2(max(degree, 1))), len(COLOURS) - 1)
+    """Return which of `COLOURS` is that of `degree`, or of the next lower degree that has one."""
+    return min(max(degree, 1).bit_length(), len(COLOURS)) - 1
 
 
 def _colour(event: Event) -> str:
@@ -259,11 +261,16 @@ def _colour(event: Event) -> str:
 
 def paler(colour: str, share: float = PALER) -> str:
     """Return a colour, written #rrggbb, moved towards white by `share`."""
-    paler = "#"
+    return mixed(colour, "#ffffff", share)
+
+
+def mixed(colour: str, other: str, share: float) -> str:
+    """Return a colour, written #rrggbb, moved towards the other one by `share`; at most 1."""
+    found = "#"
     for at in (1, 3, 5):
-        part = int(colour[at : at + 2], 16)
-        paler += f"{round(part + share * (255 - part)):02x}"
-    return paler
+        part, target = int(colour[at : at + 2], 16), int(other[at : at + 2], 16)
+        found += f"{round(part + min(share, 1.0) * (target - part)):02x}"
+    return found
 
 
 def _scale(timeline: Timeline) -> float:

@@ -182,8 +182,8 @@ def test_degrees_have_a_colour_marks_and_a_number(plan: Plan) -> None:
     for degree in degrees:
         assert f"degree {degree} (" in text
         index = degree.bit_length() - 1
-        assert f".by-degree .d{index}{{fill:#" in text
-        assert (f'fill="url(#m-d{index})"' in text) == bool(MARKS[index])
+        assert f".by-degree .d{degree}{{fill:#" in text
+        assert (f'fill="url(#m-d{degree})"' in text) == bool(MARKS[index])
     assert len(set(MARKS)) == len(MARKS)
 
 

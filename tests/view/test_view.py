@@ -158,6 +158,13 @@ def test_wide_degrees_have_a_colour() -> None:
     assert colour_of(1024) == colour_of(2**15) == COLOURS[-1]
 
 
+def test_every_degree_of_a_node_has_a_colour_of_its_own() -> None:
+    assert [colour_of(2**index) for index in range(len(COLOURS))] == list(COLOURS)
+    assert len({colour_of(degree) for degree in range(1, 17)}) == 16
+    red_of = [int(colour_of(degree)[1:3], 16) for degree in (2, 3, 4)]
+    assert red_of == sorted(red_of, reverse=True)
+
+
 def traced() -> Timeline:
     return simulate(large_plan(), LARGE, FLEXSP)
 

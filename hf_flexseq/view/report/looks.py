@@ -43,7 +43,7 @@ class Box:
 
 def _degree_class(degree: int) -> str:
     """Return the class of a degree's colour and marks."""
-    return f"d{colour_index(degree)}"
+    return f"d{degree}"
 
 
 def _work_class(event: Event) -> str:
