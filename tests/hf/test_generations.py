@@ -40,15 +40,15 @@ class Rolling:
         self.args = SimpleNamespace(
             gradient_accumulation_steps=per_step,
             steps_per_generation=slices,
-            num_iterations=iterations,
         )
+        self.num_iterations = iterations
         self._step = 0
         self._buffered_inputs = []
         self.made = 0
 
     def _prepare_inputs(self, batch):
         slices = self.args.steps_per_generation
-        if self._step % (slices * self.args.num_iterations) == 0:
+        if self._step % (slices * self.num_iterations) == 0:
             self._buffered_inputs = [(self.made, index) for index in range(slices)]
             self.made += 1
         return self._buffered_inputs[self._step % slices]
@@ -72,6 +72,27 @@ def test_steps_to_come_are_those_that_come(per_step, slices, iterations):
         present = came[index][-1][0]
         after = came[index + 1 + len(steps)]
         assert any(made != present for made, _ in after)
+
+
+@pytest.mark.quick
+def test_settings_are_those_of_the_moment():
+    trainer = Rolling(per_step=2, slices=4, iterations=2)
+    generations = Generations(trainer)
+    trainer.args.gradient_accumulation_steps = 1
+    trainer.args.steps_per_generation = 2
+    first, second = generations.prepared([None]), generations.steps_to_come(1)
+    assert first == [(0, 0)]
+    assert second == [[(0, 1)], [(0, 0)], [(0, 1)]]
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("kept", [None, [(0, 0)]])
+def test_samples_that_a_subclass_keeps_elsewhere_are_not_known_before(kept):
+    trainer = Rolling(per_step=2, slices=4, iterations=2)
+    generations = Generations(trainer)
+    generations.prepared([None] * 2)
+    trainer._buffered_inputs = kept
+    assert generations.steps_to_come(2) == []
 
 
 def differences(rank, world_size, folder, cases):
