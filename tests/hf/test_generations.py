@@ -162,8 +162,10 @@ class CutsShort(GRPOTrainer):
 def test_samples_that_a_subclass_changes_are_planned_as_they_are(tmp_path):
     save_inputs(tmp_path)
     _, wanted = trained(tmp_path, 0, trainer_class(CutsShort, is_ours=True))
-    _, found = trained(tmp_path, 2, trainer_class(CutsShort, is_ours=True))
+    plans, found = trained(tmp_path, 2, trainer_class(CutsShort, is_ours=True))
     _, unchanged = trained(tmp_path, 2)
+    # once step 1 was found to be another one, no step is planned before it comes
+    assert plans == [4, 5, 6, 7, 8, 9]
     for name, weights in wanted.items():
         assert np.array_equal(weights, found[name])
     assert any(not np.array_equal(found[name], unchanged[name]) for name in found)
