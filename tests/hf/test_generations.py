@@ -1,11 +1,13 @@
 """Samples that serve several optimizer steps: the later steps are planned while the first one
 runs, and trained as the plain trainer does."""
 
+from dataclasses import replace
 from types import SimpleNamespace
 
 import datasets
 import numpy as np
 import pytest
+import torch
 from transformers import TrainerCallback
 from trl import GRPOTrainer
 
@@ -16,11 +18,13 @@ from tests.hf.objectives import (
     OPTIONS,
     Case,
     compare,
+    difference,
     make_trainer,
     save_inputs,
     trainer_class,
     weights_of,
 )
+from tests.hf.objectives import trained as run_of
 from tests.ranks import run_ranks
 
 # 4 slices, gone through twice: 4 steps of 2 batches
@@ -107,12 +111,30 @@ def test_two_ranks_train_as_the_plain_trainer_does(tmp_path):
     uneven = Case(
         kind="grpo", accumulation=3, steps=6, rows=16, settings={"steps_per_generation": 4}
     )
-    for found in run_ranks(differences, 2, tmp_path, [SPANNING, uneven], seconds=120):
+    between = {"eval_strategy": "steps", "eval_steps": 1}
+    evaluated = replace(SPANNING, settings={**SPANNING.settings, **between})
+    for found in run_ranks(differences, 2, tmp_path, [evaluated, uneven], seconds=120):
         for apart in found:
             assert apart.weights < BOUND
             assert apart.metrics < METRICS_BOUND, apart.metric
             assert apart.figures > 20
             assert not apart.missing
+
+
+def trained_twice(is_ours, folder):
+    """What two runs of one trainer make, of which the first ends amid a generation batch."""
+    torch.manual_seed(5)
+    trainer = make_trainer(replace(SPANNING, steps=3), is_ours, folder)
+    first = run_of(trainer)
+    second = run_of(trainer)
+    return replace(second, start=first.start, log=first.log + second.log)
+
+
+def test_a_second_training_goes_on_with_samples_of_the_first(tmp_path):
+    save_inputs(tmp_path)
+    apart = difference(trained_twice(False, tmp_path), trained_twice(True, tmp_path))
+    assert apart.weights < BOUND
+    assert apart.metrics < METRICS_BOUND, apart.metric
 
 
 class CountsPlans(TrainerCallback):
