@@ -14,7 +14,7 @@ Where these gradients are known beforehand (`divergences.py`), one pass does for
 comes last.
 
 In an evaluation, and where a loss asks for something that was not foreseen, a call is planned and
-run when it comes (`answering`).
+run when it comes (`answers.py`).
 """
 
 import time
