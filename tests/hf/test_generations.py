@@ -130,6 +130,7 @@ def trained_twice(is_ours, folder):
     return replace(second, start=first.start, log=first.log + second.log)
 
 
+@pytest.mark.processes
 def test_a_second_training_goes_on_with_samples_of_the_first(tmp_path):
     save_inputs(tmp_path)
     apart = difference(trained_twice(False, tmp_path), trained_twice(True, tmp_path))
@@ -158,6 +159,7 @@ def trained(folder, lookahead, cls=True):
     return counts.counts, weights_of(trainer.model)
 
 
+@pytest.mark.processes
 def test_steps_of_one_generation_batch_are_planned_ahead(tmp_path):
     save_inputs(tmp_path)
     in_place, wanted = trained(tmp_path, 0)
@@ -181,6 +183,7 @@ class CutsShort(GRPOTrainer):
         return {**inputs, "completion_mask": mask}
 
 
+@pytest.mark.processes
 def test_samples_that_a_subclass_changes_are_planned_as_they_are(tmp_path):
     save_inputs(tmp_path)
     _, wanted = trained(tmp_path, 0, trainer_class(CutsShort, is_ours=True))
