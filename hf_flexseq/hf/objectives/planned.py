@@ -102,9 +102,7 @@ class PlannedLoss:
 
     # ---- a step
 
-    def train(
-        self, model: nn.Module, stock_step: StockStep, *, is_last: bool = False
-    ) -> torch.Tensor:
+    def train(self, model: nn.Module, stock_step: StockStep, *, is_last: bool) -> torch.Tensor:
         """Run the step whose batches have come, and return the sum of this rank's losses, a
         detached scalar. Collective over the world.
 
