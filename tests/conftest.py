@@ -5,8 +5,8 @@
                              of their examples
 
 A test that forks ranks or starts a command is marked `processes`, one that computes for many
-seconds `slow`; every other test is `quick`. In the quick set a test that starts a process all the
-same fails and says which mark it lacks.
+seconds `slow`; every other test is `quick`. A quick test that starts a process all the same fails,
+whichever set runs, and says which mark it lacks.
 
 Every test runs on one thread, because ranks are forked and a forked child of a multi-threaded
 parent can hang. What was imported by then is left out of garbage collection: a full collection,
@@ -37,8 +37,7 @@ _watched: list[str] = []  # the quick test that runs now
 
 def pytest_configure(config: pytest.Config) -> None:
     budget.quick = config.option.markexpr == "quick"
-    if budget.quick:
-        sys.addaudithook(_refuse_processes)
+    sys.addaudithook(_refuse_processes)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -63,9 +62,10 @@ def _refuse_processes(event: str, args: object) -> None:
 @pytest.fixture(autouse=True)
 def nothing_is_left_behind(request):
     before = dict(os.environ)
-    _watched.append(request.node.nodeid)
+    if request.node.get_closest_marker("quick"):
+        _watched.append(request.node.nodeid)
     yield
-    _watched.pop()
+    _watched.clear()
     os.environ.clear()
     os.environ.update(before)
     state = sys.modules.get("accelerate.state")

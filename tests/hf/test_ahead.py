@@ -158,6 +158,7 @@ def train(folder, logging_steps, events=None):
     return log, traced, saves.found
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("logging_steps", [1, 2, 500])
 def test_the_log_and_the_trace_are_those_of_figures_that_are_read_at_once(
     tmp_path, monkeypatch, logging_steps
@@ -178,6 +179,7 @@ def test_the_log_and_the_trace_are_those_of_figures_that_are_read_at_once(
         assert events == [0, 1, "read", "read", 2, 3, "read", "read", 4, "read"]
 
 
+@pytest.mark.processes
 def test_a_loop_of_its_own_has_the_whole_trace(tmp_path, behind):
     told = []
     trace = tmp_path / "plans.jsonl"
@@ -195,6 +197,7 @@ def test_a_loop_of_its_own_has_the_whole_trace(tmp_path, behind):
     assert len(trace.read_text().splitlines()) == 4
 
 
+@pytest.mark.processes
 def test_what_is_not_finite_is_raised_in_the_same_step(behind):
     assert loop() == (STEPS, STEPS, None)
     for poisoned, wanted in ((1, 3), (STEPS - 1, STEPS)):
@@ -203,6 +206,7 @@ def test_what_is_not_finite_is_raised_in_the_same_step(behind):
         assert f"in the gradients of {PARAMETER};" in said
 
 
+@pytest.mark.processes
 def test_an_engine_that_is_detached_in_the_middle_begins_anew(behind):
     numbers = []
     engine = FlexSeqEngine(

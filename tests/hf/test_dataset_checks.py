@@ -101,6 +101,7 @@ def train(folder, data, **settings):
     trainer.train()
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("made", [as_list, Dataset.from_list])
 def test_examples_that_cannot_be_trained_on_are_named_before_training(tmp_path, made, monkeypatch):
     def drawn(*args):
@@ -122,16 +123,19 @@ def test_examples_that_cannot_be_trained_on_are_named_before_training(tmp_path, 
     train(tmp_path, data, max_tokens_per_rank=9)
 
 
+@pytest.mark.processes
 def test_padding_needs_no_room(tmp_path):
     row = example(20) | {"attention_mask": [1] * 8 + [0] * 12, "name": "a text"}
     train(tmp_path, Dataset.from_list([row] * 4), max_tokens_per_rank=8)
 
 
+@pytest.mark.processes
 def test_examples_that_were_filtered_out_do_not_count(tmp_path):
     whole = Dataset.from_list([example(n) for n in (5, 0, 3)])
     train(tmp_path, whole.select([0, 2]))
 
 
+@pytest.mark.processes
 def test_examples_that_a_run_does_not_draw_are_left_alone(tmp_path):
     data = [example(5), example(9)]
     order = {"train_sampling_strategy": "sequential", "per_device_train_batch_size": 1}
@@ -168,6 +172,7 @@ def test_a_stream_without_examples_ends_all_ranks(tmp_path):
         assert "gave no example" in said
 
 
+@pytest.mark.processes
 def test_a_first_step_without_anything_to_learn_is_named(tmp_path, caplog):
     masked = example(5) | {"labels": [3] + [IGNORE_INDEX] * 4}
     train(tmp_path, [masked] * 4)
@@ -177,6 +182,7 @@ def test_a_first_step_without_anything_to_learn_is_named(tmp_path, caplog):
     assert "nothing to learn" not in caplog.text
 
 
+@pytest.mark.processes
 def test_a_later_step_without_anything_to_learn_is_run(tmp_path):
     masked = example(5) | {"labels": [IGNORE_INDEX] * 5}
     settings = {"per_device_train_batch_size": 1, "cost_model": "estimate"}

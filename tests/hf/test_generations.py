@@ -1,11 +1,13 @@
 """Samples that serve several optimizer steps: the later steps are planned while the first one
 runs, and trained as the plain trainer does."""
 
+from dataclasses import replace
 from types import SimpleNamespace
 
 import datasets
 import numpy as np
 import pytest
+import torch
 from transformers import TrainerCallback
 from trl import GRPOTrainer
 
@@ -16,11 +18,13 @@ from tests.hf.objectives import (
     OPTIONS,
     Case,
     compare,
+    difference,
     make_trainer,
     save_inputs,
     trainer_class,
     weights_of,
 )
+from tests.hf.objectives import trained as run_of
 from tests.ranks import run_ranks
 
 # 4 slices, gone through twice: 4 steps of 2 batches
@@ -40,15 +44,15 @@ class Rolling:
         self.args = SimpleNamespace(
             gradient_accumulation_steps=per_step,
             steps_per_generation=slices,
-            num_iterations=iterations,
         )
+        self.num_iterations = iterations
         self._step = 0
         self._buffered_inputs = []
         self.made = 0
 
     def _prepare_inputs(self, batch):
         slices = self.args.steps_per_generation
-        if self._step % (slices * self.args.num_iterations) == 0:
+        if self._step % (slices * self.num_iterations) == 0:
             self._buffered_inputs = [(self.made, index) for index in range(slices)]
             self.made += 1
         return self._buffered_inputs[self._step % slices]
@@ -74,6 +78,27 @@ def test_steps_to_come_are_those_that_come(per_step, slices, iterations):
         assert any(made != present for made, _ in after)
 
 
+@pytest.mark.quick
+def test_settings_are_those_of_the_moment():
+    trainer = Rolling(per_step=2, slices=4, iterations=2)
+    generations = Generations(trainer)
+    trainer.args.gradient_accumulation_steps = 1
+    trainer.args.steps_per_generation = 2
+    first, second = generations.prepared([None]), generations.steps_to_come(1)
+    assert first == [(0, 0)]
+    assert second == [[(0, 1)], [(0, 0)], [(0, 1)]]
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("kept", [None, [(0, 0)]])
+def test_samples_that_a_subclass_keeps_elsewhere_are_not_known_before(kept):
+    trainer = Rolling(per_step=2, slices=4, iterations=2)
+    generations = Generations(trainer)
+    generations.prepared([None] * 2)
+    trainer._buffered_inputs = kept
+    assert generations.steps_to_come(2) == []
+
+
 def differences(rank, world_size, folder, cases):
     datasets.disable_progress_bars()
     return [compare(case, folder) for case in cases]
@@ -86,12 +111,31 @@ def test_two_ranks_train_as_the_plain_trainer_does(tmp_path):
     uneven = Case(
         kind="grpo", accumulation=3, steps=6, rows=16, settings={"steps_per_generation": 4}
     )
-    for found in run_ranks(differences, 2, tmp_path, [SPANNING, uneven], seconds=120):
+    between = {"eval_strategy": "steps", "eval_steps": 1}
+    evaluated = replace(SPANNING, settings={**SPANNING.settings, **between})
+    for found in run_ranks(differences, 2, tmp_path, [evaluated, uneven], seconds=120):
         for apart in found:
             assert apart.weights < BOUND
             assert apart.metrics < METRICS_BOUND, apart.metric
             assert apart.figures > 20
             assert not apart.missing
+
+
+def trained_twice(is_ours, folder):
+    """What two runs of one trainer make, of which the first ends amid a generation batch."""
+    torch.manual_seed(5)
+    trainer = make_trainer(replace(SPANNING, steps=3), is_ours, folder)
+    first = run_of(trainer)
+    second = run_of(trainer)
+    return replace(second, start=first.start, log=first.log + second.log)
+
+
+@pytest.mark.processes
+def test_a_second_training_goes_on_with_samples_of_the_first(tmp_path):
+    save_inputs(tmp_path)
+    apart = difference(trained_twice(False, tmp_path), trained_twice(True, tmp_path))
+    assert apart.weights < BOUND
+    assert apart.metrics < METRICS_BOUND, apart.metric
 
 
 class CountsPlans(TrainerCallback):
@@ -115,6 +159,7 @@ def trained(folder, lookahead, cls=True):
     return counts.counts, weights_of(trainer.model)
 
 
+@pytest.mark.processes
 def test_steps_of_one_generation_batch_are_planned_ahead(tmp_path):
     save_inputs(tmp_path)
     in_place, wanted = trained(tmp_path, 0)
@@ -138,11 +183,14 @@ class CutsShort(GRPOTrainer):
         return {**inputs, "completion_mask": mask}
 
 
+@pytest.mark.processes
 def test_samples_that_a_subclass_changes_are_planned_as_they_are(tmp_path):
     save_inputs(tmp_path)
     _, wanted = trained(tmp_path, 0, trainer_class(CutsShort, is_ours=True))
-    _, found = trained(tmp_path, 2, trainer_class(CutsShort, is_ours=True))
+    plans, found = trained(tmp_path, 2, trainer_class(CutsShort, is_ours=True))
     _, unchanged = trained(tmp_path, 2)
+    # once step 1 was found to be another one, no step is planned before it comes
+    assert plans == [4, 5, 6, 7, 8, 9]
     for name, weights in wanted.items():
         assert np.array_equal(weights, found[name])
     assert any(not np.array_equal(found[name], unchanged[name]) for name in found)

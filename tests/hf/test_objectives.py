@@ -190,6 +190,7 @@ def own_trainer(cls, folder, **given):
     return make_trainer(Case(kind="dpo"), cls, folder, **arguments)
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize(
     ("cls", "what"),
     [
@@ -257,6 +258,7 @@ class NotesTypes(FlexSeqMixin, Trainer):
         return loss
 
 
+@pytest.mark.processes
 def test_logits_of_classes_are_float32_under_mixed_precision(tmp_path):
     case = Case(kind="sequences", steps=1, dtype=torch.float32, settings={"bf16": True})
     trainer = make_trainer(case, NotesTypes, tmp_path)
@@ -295,6 +297,7 @@ def whole_state(trainer):
     return found
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("cls", [True, Fails])
 def test_the_models_are_left_as_they_were(tmp_path, cls):
     trainer = own_trainer(cls, tmp_path)

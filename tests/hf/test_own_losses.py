@@ -283,6 +283,7 @@ def asks(name):
     return loss
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize(
     ("name", "said"),
     [
@@ -324,6 +325,7 @@ class Twice(OnOtherTokens):
         return model(**inputs).loss + model(**inputs).loss
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("base", [OnOtherTokens, Twice])
 def test_gradients_are_of_one_call_for_each_batch(tmp_path, base):
     trainer = make(True, tmp_path, base=base, settings={"max_tokens_per_rank": 61})
@@ -331,6 +333,7 @@ def test_gradients_are_of_one_call_for_each_batch(tmp_path, base):
         trainer.train()
 
 
+@pytest.mark.processes
 def test_labels_of_padding_are_refused(tmp_path):
     def collate(examples):
         batch = padded(examples)
@@ -352,6 +355,7 @@ class WithoutLabels(OwnLoss):
         return F.cross_entropy(logits[0, :-1], labels[0, 1:])
 
 
+@pytest.mark.processes
 def test_one_pass_keeps_to_sums_over_tokens(tmp_path):
     """Labels of a micro-batch are shifted already: a loss of its own logits would be wrong."""
     ours = {"max_tokens_per_rank": 61}

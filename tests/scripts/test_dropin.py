@@ -106,6 +106,7 @@ def test_each_outcome_of_a_test_with_the_class_exchanged(tmp_path, monkeypatch):
         assert why in found[name][1]
 
 
+@pytest.mark.processes
 def test_without_sources_it_says_what_it_leaves_out():
     printed = run_program(BENCHMARKS / "dropin.py")
     assert "trl: left out; --trl FOLDER" in printed

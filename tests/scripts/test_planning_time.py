@@ -21,6 +21,7 @@ def planning_time(monkeypatch):
     return module
 
 
+@pytest.mark.processes
 def test_a_checkout_beside_itself_plans_the_same_steps(planning_time):
     timers = [planning_time.Timer(ROOT, "flexsp-gpt-7b-a100") for _ in range(2)]
     chosen = planning_time.SETS["fewer than ranks"]

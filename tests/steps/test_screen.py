@@ -50,6 +50,7 @@ def test_a_line_and_a_bar_do_not_tear_each_other(monkeypatch):
     assert lines[3].startswith("100%")
 
 
+@pytest.mark.processes
 def test_the_lines_of_steps_do_not_tear_the_bar_of_the_trainer(tmp_path, monkeypatch):
     monkeypatch.setenv("COLUMNS", "80")
     terminal = terminal_in_place_of_stderr(monkeypatch)
@@ -142,6 +143,7 @@ def test_it_is_said_once_and_not_of_few_steps(load):
     assert predictions.verdict() is None
 
 
+@pytest.mark.processes
 def test_a_run_says_it_beside_its_metrics(tmp_path, load, caplog):
     make_trainer(
         tmp_path,

@@ -13,6 +13,7 @@ unchanged, once per batch, with its own collectives and metrics.
     drawing.py      its batches, and the plan of their sequences
     generations.py  samples that a trainer makes itself, and the steps that they serve
     answers.py      the loss's calls of its models, answered from what the passes gave
+    outputs.py      what such a call returns to a loss of the user's own
 
 A call itself is a padded batch (`steps/calls.py`), and is answered in place of the model
 (`steps/answering.py`).

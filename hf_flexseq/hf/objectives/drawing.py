@@ -38,6 +38,11 @@ class StepBatches:
 
 _NOTHING = StepBatches([], BEFORE_END)
 
+# How the calls of a step have come, from the best to the worst.
+_AS_PLANNED = 0
+_NOT_PLANNED = 1
+_CHANGED = 2  # others than those that were planned
+
 
 class Drawing:
     """Draws the batches of one step after the other, and has their sequences planned."""
@@ -52,6 +57,7 @@ class Drawing:
         self._rows: Rows = iter(())
         self._drawn: deque[StepBatches] = deque()  # of a dataset
         self._to_come: deque[list[Call]] = deque()  # of samples that are there already
+        self._changes_samples = False  # on their way to the loss, as a subclass may
         # of the step whose batches were handed out
         self._current = _NOTHING
         self._step: PassStep | None = None
@@ -171,19 +177,37 @@ class Drawing:
         """Return the step, which was planned ahead where its samples were there already; and have
         those planned that will go on with them. Collective over the world."""
         expected = self._to_come.popleft() if self._to_come else []
-        if not self._is_expected(calls, expected):
-            assert self._generations is not None, "the samples are the trainer's own"
-            steps = self._generations.steps_to_come(len(calls))
-            self._to_come = deque(self._policy_calls(batches) for batches in steps)
+        arrival = self._arrival(calls, expected)
+        if arrival == _CHANGED:
+            self._changes_samples = True
+        if arrival != _AS_PLANNED:
+            self._to_come = deque(self._calls_to_come(len(calls)))
             self._rows = map(_row, [calls, *self._to_come])
         return self._engine.next_passes(self._rows, 1, first_number=number)
 
-    def _is_expected(self, calls: Sequence[Call], expected: Sequence[Call]) -> bool:
-        """Tell if all ranks make the calls that were planned: the last step of an epoch may have
-        fewer batches, and a subclass may give others. Collective over the world."""
-        is_own = len(calls) == len(expected) and all(map(Call.same_as, calls, expected))
-        of_all = self._engine.communicator.host.gather_ints([int(is_own)])
-        return all(of_rank == [1] for of_rank in of_all)
+    def _arrival(self, calls: Sequence[Call], expected: Sequence[Call]) -> int:
+        """Return how the calls of a step have come, to the rank where they came worst. Collective
+        over the world.
+
+        expected: those that were planned. The last step of an epoch may have fewer batches.
+        """
+        own = _AS_PLANNED
+        if len(calls) != len(expected):
+            own = _NOT_PLANNED
+        elif not all(map(Call.same_as, calls, expected)):
+            own = _CHANGED
+        of_all = self._engine.communicator.host.gather_ints([own])
+        return max(of_rank[0] for of_rank in of_all)
+
+    def _calls_to_come(self, num_batches: int) -> Iterator[list[Call]]:
+        """Yield the calls of each later step whose samples are there already.
+
+        num_batches: of the step that runs.
+        """
+        assert self._generations is not None, "the samples are the trainer's own"
+        if not self._changes_samples:
+            for batches in self._generations.steps_to_come(num_batches):
+                yield self._policy_calls(batches)
 
 
 def _row(calls: Sequence[Call]) -> dict[str, Any]:

@@ -19,16 +19,29 @@ from transformers import Trainer
 
 
 class Generations:
-    """The generation batches of one trainer."""
+    """The generation batches of one trainer, with the settings that it has when they are asked
+    for."""
 
     def __init__(self, trainer: Trainer) -> None:
         self._trainer: Any = trainer  # one of TRL's has more than a Trainer
-        args = self._trainer.args
-        self._per_step: int = args.gradient_accumulation_steps
-        # DistillationTrainer has neither of the two: it generates once in a step.
-        slices: int = getattr(args, "steps_per_generation", self._per_step)
-        self._batches_of_one = slices * getattr(args, "num_iterations", 1)
-        self._slices = slices
+
+    @property
+    def _per_step(self) -> int:
+        """Batches of an optimizer step."""
+        per_step: int = self._trainer.args.gradient_accumulation_steps
+        return per_step
+
+    @property
+    def _slices(self) -> int:
+        """Slices of a generation batch. DistillationTrainer generates once in a step."""
+        slices: int = getattr(self._trainer.args, "steps_per_generation", self._per_step)
+        return slices
+
+    @property
+    def _batches_of_one(self) -> int:
+        """Batches of the loss that one generation batch serves."""
+        iterations: int = getattr(self._trainer, "num_iterations", 1)
+        return self._slices * iterations
 
     @property
     def span_steps(self) -> bool:
@@ -52,9 +65,11 @@ class Generations:
 
         num_batches: of the step whose batches have been prepared and not been trained on.
         """
+        slices = self._trainer._buffered_inputs or []
+        if len(slices) != self._slices:  # a subclass keeps its samples elsewhere
+            return []
         first = self._trainer._step + num_batches
         end = -(-first // self._batches_of_one) * self._batches_of_one
-        slices = self._trainer._buffered_inputs
         steps = []
         while first + self._per_step <= end:
             numbers = range(first, first + self._per_step)

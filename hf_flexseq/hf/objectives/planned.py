@@ -14,7 +14,7 @@ Where these gradients are known beforehand (`divergences.py`), one pass does for
 comes last.
 
 In an evaluation, and where a loss asks for something that was not foreseen, a call is planned and
-run when it comes (`answering`).
+run when it comes (`answers.py`).
 """
 
 import time
@@ -102,9 +102,7 @@ class PlannedLoss:
 
     # ---- a step
 
-    def train(
-        self, model: nn.Module, stock_step: StockStep, *, is_last: bool = False
-    ) -> torch.Tensor:
+    def train(self, model: nn.Module, stock_step: StockStep, *, is_last: bool) -> torch.Tensor:
         """Run the step whose batches have come, and return the sum of this rank's losses, a
         detached scalar. Collective over the world.
 
