@@ -85,7 +85,8 @@ class Call:
     def same_as(self, other: "Call") -> bool:
         """Tell if both ask the same of the same tokens."""
         return (
-            torch.equal(self.ids, other.ids)
+            self.ids.device == other.ids.device
+            and torch.equal(self.ids, other.ids)
             and torch.equal(self.mask, other.mask)
             and torch.equal(self.targets, other.targets)
         )
