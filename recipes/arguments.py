@@ -10,6 +10,7 @@ import difflib
 import json
 import os
 import sys
+import traceback
 from argparse import ArgumentParser
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -18,9 +19,13 @@ from pathlib import Path
 from typing import Literal, NoReturn
 
 import yaml
+from tqdm import tqdm
 from transformers import HfArgumentParser
 
 from rewards import load_rewards
+
+# Errors by which options, data and models are refused.
+MISTAKES = (ValueError, NotImplementedError, OSError)
 
 # How the columns of a document are called, and their names.
 Forms = dict[str, tuple[str, ...]]
@@ -79,6 +84,10 @@ class ModelArguments:
             raise ValueError(
                 "give model_name_or_path (a trained model) or model_config (a new one)"
             )
+        for option in ("model_name_or_path", "tokenizer_name_or_path"):
+            name = getattr(self, option)
+            if name and name.startswith((".", "/", "~")) and not Path(name).exists():
+                raise ValueError(f"{option}={name!r}: there is no such folder")
         if isinstance(self.model_config, str) and self.model_config.startswith("{"):
             self.model_config = json.loads(self.model_config)
         if self.lora_r < 0:
@@ -142,6 +151,10 @@ class CorpusArguments:
         """The columns that may make up a document; the first that are all there do."""
         raise NotImplementedError
 
+    def kinds(self, column: str) -> tuple[str, ...]:
+        """Return what a column of a document may hold, in the words of `rows.kind_of`."""
+        return ("text", "messages")
+
     def hashed(self, columns: tuple[str, ...]) -> tuple[str, ...]:
         """Return those columns of a document that decide whether it is held out."""
         return columns
@@ -183,6 +196,10 @@ class DataArguments(CorpusArguments):
             "messages": ("messages",),
             "prompt and completion": ("prompt", "completion"),
         }
+
+    def kinds(self, column: str) -> tuple[str, ...]:
+        is_talk = column == "messages" and column != self.text_column
+        return ("messages",) if is_talk else ("text",)
 
 
 @dataclass
@@ -267,20 +284,35 @@ class RecipeParser(HfArgumentParser):
 
 
 def end_with(message: str) -> NoReturn:
-    """End the program; the first process says why."""
-    if os.environ.get("RANK", "0") == "0":
-        print(f"error: {message}", file=sys.stderr)
+    """End the program; the first process of each node says why: one may lack a file."""
+    if os.environ.get("LOCAL_RANK", "0") == "0":
+        tqdm.write(f"error: {message}", file=sys.stderr)  # not behind a progress bar
     sys.exit(2)
 
 
 @contextmanager
-def errors_in_a_line() -> Iterator[None]:
-    """End the program with one line for what the block, alike on all processes, finds wrong with
-    the options."""
+def errors_in_a_line(kinds: tuple[type[Exception], ...] = MISTAKES) -> Iterator[None]:
+    """End the program with one line for what the block, alike on all processes of a node, finds
+    wrong with options, data or model.
+
+    kinds: the errors that are meant for the user of a recipe. Others keep their traceback.
+    """
     try:
         yield
-    except (ValueError, NotImplementedError, OSError) as error:
-        end_with(str(error))
+    except kinds as error:
+        end_with(in_a_line(error))
+
+
+def in_a_line(error: Exception) -> str:
+    """Return what an error says, in one line, and what raised it where that is another package's:
+    its words may not tell."""
+    said = " ".join(str(error).split())
+    *_, (frame, line) = traceback.walk_tb(error.__traceback__)
+    module = frame.f_globals.get("__name__", "")
+    is_ours = Path(frame.f_code.co_filename).parent == Path(__file__).parent
+    if is_ours or module.partition(".")[0] == "hf_flexseq":
+        return said
+    return f"{said} (raised in {module}, line {line})"
 
 
 def parse(
@@ -343,6 +375,8 @@ def _take_config(argv: list[str]) -> tuple[str | None, list[str]]:
 
 def _read(path: str, types: tuple[type, ...]) -> dict:
     """Return the options of a YAML file. Raises ValueError for one that no type has."""
+    if not Path(path).is_file():
+        raise ValueError(f"--config {path}: there is no such file")
     try:
         options = yaml.safe_load(Path(path).read_text()) or {}
     except yaml.YAMLError as error:

@@ -18,8 +18,10 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 from datasets import Dataset, load_dataset, load_from_disk
+from datasets.exceptions import DatasetGenerationError
 
 from arguments import CorpusArguments
+from rows import broken_line, check_rows, is_blank
 
 STDLIB = "python-stdlib"
 FILE_TYPES = {
@@ -45,14 +47,23 @@ def load_documents(
 ) -> tuple[Dataset, Dataset]:
     """Return (train, held out), still as text, in an order that is always the same.
 
-    made: what returns those corpora that are made and not loaded.
+    made: what returns those corpora that are made and not loaded. Raises ValueError, OSError, or
+    an error of `datasets`, for what cannot be loaded or is no corpus.
     """
     train = _load_split(args, args.dataset_split, made)
     columns = document_columns(train, args)
+    check_rows(train, columns, args)
     if args.held_out_split:
         held_out = _load_split(args, args.held_out_split, made)
+        check_rows(held_out, document_columns(held_out, args), args)
     else:
+        count = len(train)
         train, held_out = set_aside(train, args.hashed(columns), args.held_out_fraction)
+        if not len(train):
+            raise ValueError(
+                f"held_out_fraction={args.held_out_fraction} sets all {count:,} documents of "
+                f"{args.dataset} aside: give more documents, or another fraction"
+            )
     return _spread(train, args.max_train_documents), _spread(held_out, args.max_held_out_documents)
 
 
@@ -77,19 +88,34 @@ def _load_split(
     if path.is_file():
         return _load_file(path, split)
     if (path / "dataset_dict.json").exists():
-        return load_from_disk(str(path))[split]
+        splits = load_from_disk(str(path))
+        if split not in splits:
+            raise ValueError(f"{path} has no split {split!r}: it has {', '.join(splits)}")
+        return splits[split]
     if (path / "state.json").exists():
         return load_from_disk(str(path))
-    return load_dataset(args.dataset, args.dataset_config, split=split)
+    is_path = path.suffix in FILE_TYPES or args.dataset.startswith((".", "/", "~"))
+    if is_path and not path.exists():
+        raise ValueError(f"dataset={args.dataset!r}: there is no such file or folder")
+    try:
+        return load_dataset(args.dataset, args.dataset_config, split=split)
+    except DatasetGenerationError as error:
+        raise ValueError(f"{args.dataset} cannot be read: {error.__cause__}") from error
 
 
 def _load_file(path: Path, split: str) -> Dataset:
     if path.suffix not in FILE_TYPES:
         raise ValueError(f"{path}: a local file must be one of {', '.join(FILE_TYPES)}")
+    if is_blank(path):
+        raise ValueError(f"{path} is empty")
     whole = {"sample_by": "document"} if path.suffix == ".txt" else {}
-    return load_dataset(
-        FILE_TYPES[path.suffix], data_files={split: str(path)}, split=split, **whole
-    )
+    try:
+        return load_dataset(
+            FILE_TYPES[path.suffix], data_files={split: str(path)}, split=split, **whole
+        )
+    except (DatasetGenerationError, ValueError) as error:
+        reason = broken_line(path) if path.suffix == ".jsonl" else None
+        raise ValueError(f"{path} cannot be read: {reason or error.__cause__ or error}") from error
 
 
 def stdlib(*sources: str) -> dict[str, str]:

@@ -29,7 +29,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase, set_seed
 from trl import DPOConfig, DPOTrainer
 
 import run
-from arguments import ModelArguments, PreferenceArguments, parse
+from arguments import ModelArguments, PreferenceArguments, errors_in_a_line, parse
 from hf_flexseq import FlexSeqArguments, FlexSeqMixin
 from launch import device_defaults
 from model import load_base, lora_config
@@ -56,15 +56,16 @@ def main(argv: list[str]) -> None:
     if training_args.dataset_num_proc is None:
         training_args.dataset_num_proc = data_args.preprocessing_workers
     set_seed(training_args.seed)
-    trainer = FlexSeqDPOTrainer(
-        model=load_base(model_args, tokenizer),
-        ref_model=load_reference(model_args, training_args, tokenizer),
-        args=training_args,
-        train_dataset=train,
-        eval_dataset=held_out,
-        processing_class=tokenizer,
-        peft_config=lora_config(model_args),
-    )
+    with errors_in_a_line():
+        trainer = FlexSeqDPOTrainer(
+            model=load_base(model_args, tokenizer),
+            ref_model=load_reference(model_args, training_args, tokenizer),
+            args=training_args,
+            train_dataset=train,
+            eval_dataset=held_out,
+            processing_class=tokenizer,
+            peft_config=lora_config(model_args),
+        )
     run.train(trainer, checkpoint, summary)
 
 

@@ -33,7 +33,7 @@ from hf_flexseq import FlexSeqArguments, FlexSeqMixin
 from launch import device_defaults
 from model import load_base, lora_config
 from prompts import MADE, texts_of, to_prompts
-from rewards import load_rewards
+from rewards import check_columns, load_rewards
 
 ENDS = 10  # steps at both ends of a run whose rewards are compared
 
@@ -58,15 +58,18 @@ def main(argv: list[str]) -> None:
         model_args, data_args, training_args, made=MADE, texts_of=texts_of, to_rows=to_prompts
     )
     set_seed(training_args.seed)
-    trainer = FlexSeqGRPOTrainer(
-        model=load_base(model_args, tokenizer),
-        reward_funcs=load_rewards(data_args.reward_functions),
-        args=training_args,
-        train_dataset=train,
-        eval_dataset=held_out,
-        processing_class=tokenizer,
-        peft_config=lora_config(model_args),
-    )
+    rewards = load_rewards(data_args.reward_functions)
+    with errors_in_a_line():
+        check_columns(data_args.reward_functions, rewards, train.column_names)
+        trainer = FlexSeqGRPOTrainer(
+            model=load_base(model_args, tokenizer),
+            reward_funcs=rewards,
+            args=training_args,
+            train_dataset=train,
+            eval_dataset=held_out,
+            processing_class=tokenizer,
+            peft_config=lora_config(model_args),
+        )
     run.train(trainer, checkpoint, summary)
 
 

@@ -7,6 +7,7 @@ conversations, a list of messages.
 
 import importlib
 import importlib.util
+import inspect
 import os
 import sys
 from collections.abc import Callable, Sequence
@@ -47,6 +48,11 @@ def exact(completions: list[Completion], answer: list[str], **columns: Any) -> l
     return rewards
 
 
+# What TRL gives to every reward function, and columns that it does not hand on.
+GIVEN = {"prompts", "completions", "completion_ids", "trainer_state", "log_extra", "log_metric"}
+NOT_GIVEN = {"prompt", "completion", "completion_ids"}
+OPTIONAL = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+
 REWARDS: dict[str, Reward] = {"counts_on": counts_on, "exact": exact}
 
 
@@ -61,6 +67,22 @@ def load_rewards(names: Sequence[str]) -> list[Reward]:
     """Return the functions of these names: of REWARDS, or `module:function`, or
     `file.py:function`. Raises ValueError for one that is not there."""
     return [_load(name) for name in names]
+
+
+def check_columns(names: Sequence[str], rewards: Sequence[Reward], columns: Sequence[str]) -> None:
+    """Raise ValueError for a reward function that needs what neither TRL nor a column gives it.
+
+    columns: those of the dataset.
+    """
+    given = GIVEN | (set(columns) - NOT_GIVEN)
+    for name, reward in zip(names, rewards, strict=True):
+        for parameter in inspect.signature(reward).parameters.values():
+            is_needed = parameter.default is parameter.empty and parameter.kind not in OPTIONAL
+            if is_needed and parameter.name not in given:
+                raise ValueError(
+                    f"reward function {name!r} needs a column {parameter.name!r}: the dataset has "
+                    f"{', '.join(columns)}; add it, or take another function (reward_functions)"
+                )
 
 
 def _load(name: str) -> Reward:

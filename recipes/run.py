@@ -15,11 +15,12 @@ from transformers.trainer_utils import get_last_checkpoint
 from arguments import CorpusArguments, ModelArguments, errors_in_a_line
 from bpe import cached_bpe
 from characters import character_tokenizer
-from corpus import load_documents
-from hf_flexseq import FlexSeqConfig
+from corpus import document_columns, load_documents
+from hf_flexseq import FlexSeqConfig, PlanInfeasible
 from launch import check_world
 from model import load_tokenizer
 from progress import PlanProgress
+from rows import check_template
 
 
 def prepare(
@@ -33,7 +34,8 @@ def prepare(
 ) -> tuple[PreTrainedTokenizerBase, Dataset, Dataset | None]:
     """Return (tokenizer, rows to train on, held-out rows or None).
 
-    The first process of a node works, the others read its cache.
+    The first process of a node works, the others read its cache. Ends the program with one line
+    for data that cannot be used.
 
     made: what returns those corpora that are made and not loaded.
     texts_of: returns what a tokenizer is trained on; None where documents are no text.
@@ -41,9 +43,11 @@ def prepare(
     """
     if training_args.process_index:
         datasets.disable_progress_bars()
-    with training_args.main_process_first():
+    with errors_in_a_line(), training_args.main_process_first():
         documents, held_out_documents = load_documents(data_args, made)
         tokenizer = choose_tokenizer(model_args, data_args, lambda: texts_of(documents))
+        columns = document_columns(documents, data_args)
+        check_template(documents, columns, tokenizer, data_args)
         train, report = to_rows(documents, tokenizer, data_args)
         held_out, held_out_report = None, "nothing"
         if len(held_out_documents):
@@ -113,16 +117,18 @@ def start_trace(args: FlexSeqConfig, anew: bool) -> None:
 
 
 def train(trainer: Trainer, checkpoint: str | None, summary: Callable[[Trainer], str]) -> None:
-    """Train, evaluate, save, and leave together; the first process prints the summary.
+    """Train, evaluate, save, and leave together; the first process prints the summary. Ends the
+    program with one line for a sequence that fits nowhere.
 
     checkpoint: where training goes on, None at its start.
     """
     if not trainer.args.disable_tqdm:
         trainer.remove_callback(ProgressCallback)
         trainer.add_callback(PlanProgress)
-    trainer.train(resume_from_checkpoint=checkpoint)
-    if trainer.eval_dataset is not None:
-        trainer.evaluate()
+    with errors_in_a_line((PlanInfeasible,)):
+        trainer.train(resume_from_checkpoint=checkpoint)
+        if trainer.eval_dataset is not None:
+            trainer.evaluate()
     save(trainer)
     if trainer.is_world_process_zero():
         print(summary(trainer))

@@ -24,7 +24,7 @@ from datasets import Dataset
 from transformers import PreTrainedTokenizerBase, set_seed
 
 import run
-from arguments import DataArguments, ModelArguments, parse
+from arguments import DataArguments, ModelArguments, errors_in_a_line, parse
 from corpus import MADE
 from data import to_sequences
 from hf_flexseq import DataCollatorForFlexSeq, FlexSeqConfig, FlexSeqTrainer
@@ -37,14 +37,15 @@ def main(argv: list[str]) -> None:
     checkpoint = run.start(training_args)
     set_seed(training_args.seed)
     tokenizer, train, held_out = prepare(model_args, data_args, training_args)
-    trainer = FlexSeqTrainer(
-        model=load_model(model_args, tokenizer),
-        args=training_args,
-        train_dataset=train,
-        eval_dataset=held_out,
-        processing_class=tokenizer,
-        data_collator=DataCollatorForFlexSeq(),
-    )
+    with errors_in_a_line():
+        trainer = FlexSeqTrainer(
+            model=load_model(model_args, tokenizer),
+            args=training_args,
+            train_dataset=train,
+            eval_dataset=held_out,
+            processing_class=tokenizer,
+            data_collator=DataCollatorForFlexSeq(),
+        )
     run.train(trainer, checkpoint, summary)
 
 

@@ -1,5 +1,6 @@
 """YAML and command line to dataclasses; every YAML of the recipes; one line for every mistake."""
 
+import json
 from dataclasses import fields
 from pathlib import Path
 
@@ -11,6 +12,7 @@ from arguments import (
     ModelArguments,
     PreferenceArguments,
     PromptArguments,
+    errors_in_a_line,
     parse,
     to_argv,
 )
@@ -195,8 +197,24 @@ def test_a_mistake_is_one_line(argv, yaml, message, tmp_path, capsys):
     assert error.count("\n") == 1
 
 
-def test_only_the_first_process_complains(tmp_path, monkeypatch, capsys):
-    monkeypatch.setenv("RANK", "1")
+def test_only_the_first_process_of_a_node_complains(tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("LOCAL_RANK", "1")
     with pytest.raises(SystemExit):
         parsed(tmp_path, "--max_length", "1")
     assert capsys.readouterr().err == ""
+
+
+def test_a_line_says_which_package_raised_an_error_that_is_not_ours(capsys):
+    with pytest.raises(SystemExit, match="2"), errors_in_a_line():
+        FlexSeqConfig(cost_model="")
+    with pytest.raises(SystemExit, match="2"), errors_in_a_line():
+        json.loads("[\n")
+    ours, theirs = capsys.readouterr().err.splitlines()
+    assert ours.startswith("error: cost_model=''")
+    assert "raised in" not in ours
+    assert theirs.startswith("error: Expecting value: line 2 column 1 (char 2) (raised in json.")
+
+
+def test_other_errors_keep_their_traceback():
+    with pytest.raises(KeyError), errors_in_a_line():
+        {}["a bug"]

@@ -93,6 +93,45 @@ def test_other_columns_and_other_files_are_refused_by_name(tmp_path):
         load_documents(DataArguments(dataset=str(tmp_path / "a.pdf")))
 
 
+@pytest.mark.parametrize(
+    ("name", "written", "message"),
+    [
+        ("a.jsonl", "", "a.jsonl is empty"),
+        ("a.jsonl", '{"text": "a"}\n{"text": \n', r"a.jsonl cannot be read: line 2 is no JSON"),
+        ("a.json", '{"text": "a"}\n{"text": \n', "a.json cannot be read: JSON parse error"),
+        (
+            "a.jsonl",
+            '{"text": "a"}\n{"txt": "b"}\n',
+            "nothing in column 'text' of 1 of its 2 rows",
+        ),
+        ("a.jsonl", '{"text": "a"}\n', "sets all 1 documents of .* aside: give more documents"),
+    ],
+)
+def test_a_file_that_cannot_be_used_is_refused_with_the_place(name, written, message, tmp_path):
+    path = tmp_path / name
+    path.write_text(written)
+    with pytest.raises(ValueError, match=message):
+        load_documents(DataArguments(dataset=str(path), held_out_fraction=0.99))
+
+
+def test_a_broken_file_of_a_folder_is_refused_by_the_name_of_the_folder(tmp_path):
+    (tmp_path / "train.jsonl").write_text('{"text": "a"}\n{"text": \n')
+    with pytest.raises(ValueError, match=f"{tmp_path} cannot be read: JSON parse error"):
+        load_documents(DataArguments(dataset=str(tmp_path)))
+
+
+@pytest.mark.parametrize("name", ["no-such.jsonl", "./no-such-folder"])
+def test_data_that_is_not_there_is_not_looked_for_on_the_hub(name):
+    with pytest.raises(ValueError, match=f"dataset='{name}': there is no such file or folder"):
+        load_documents(DataArguments(dataset=name))
+
+
+def test_a_split_that_is_not_there_is_refused_with_those_that_are(tmp_path):
+    path = written_as("dict", tmp_path)
+    with pytest.raises(ValueError, match="has no split 'test': it has train"):
+        load_documents(DataArguments(dataset=path, held_out_split="test"))
+
+
 def test_other_code_makes_another_corpus_of_the_standard_library(tmp_path):
     maker = tmp_path / "maker.py"
     versions = {stdlib()["version"]}

@@ -2,7 +2,7 @@
 
 import pytest
 
-from rewards import counts_on, exact, load_rewards, text_of
+from rewards import check_columns, counts_on, exact, load_rewards, text_of
 
 
 def test_counting_on_is_the_share_of_places_with_the_next_digit():
@@ -59,3 +59,22 @@ def test_functions_are_named_or_come_from_a_module_or_a_file(tmp_path, monkeypat
 def test_a_function_that_is_not_there_is_refused_by_name(name, message):
     with pytest.raises(ValueError, match=message):
         load_rewards([name])
+
+
+def test_a_function_needs_the_columns_that_it_reads():
+    names, rewards = ["exact", "counts_on"], [exact, counts_on]
+    check_columns(names, rewards, ["prompt", "answer", "places"])
+    with pytest.raises(
+        ValueError, match="'exact' needs a column 'answer': the dataset has prompt"
+    ):
+        check_columns(names, rewards, ["prompt", "places"])
+
+
+def test_a_function_gets_what_trl_gives_and_no_prompt_column():
+    def given(completions, prompts, trainer_state, limit=3, **columns): ...
+
+    def prompted(completions, prompt): ...
+
+    check_columns(["given"], [given], ["prompt"])
+    with pytest.raises(ValueError, match="'prompted' needs a column 'prompt'"):
+        check_columns(["prompted"], [prompted], ["prompt"])

@@ -1,11 +1,21 @@
 """What every recipe does around its training."""
 
+from contextlib import nullcontext
 from types import SimpleNamespace
 
 import pytest
 
 from arguments import ModelArguments, PreferenceArguments
-from run import checkpoint_to_resume, choose_tokenizer, first_and_last, mean_of_ends, start_trace
+from hf_flexseq import PlanInfeasible
+from run import (
+    checkpoint_to_resume,
+    choose_tokenizer,
+    first_and_last,
+    mean_of_ends,
+    prepare,
+    start_trace,
+    train,
+)
 
 
 def args_for(folder, asked=None) -> SimpleNamespace:
@@ -79,3 +89,24 @@ def test_a_named_tokenizer_does_not_look_at_the_corpus(tmp_path, tokenizer):
     )
     named = choose_tokenizer(model, PreferenceArguments(), lambda: pytest.fail("looked"))
     assert named("x").input_ids == tokenizer("x").input_ids
+
+
+def test_a_sequence_that_fits_nowhere_ends_a_run_with_one_line(capsys):
+    def infeasible(**options):
+        raise PlanInfeasible("sequence 0 has 9 tokens")
+
+    trainer = SimpleNamespace(args=SimpleNamespace(disable_tqdm=True), train=infeasible)
+    with pytest.raises(SystemExit, match="2"):
+        train(trainer, None, summary=None)
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("error: sequence 0 has 9 tokens")
+
+
+def test_data_that_cannot_be_used_ends_a_run_with_one_line(capsys):
+    args = SimpleNamespace(process_index=0, main_process_first=nullcontext)
+    data = PreferenceArguments(dataset="no-such.jsonl")
+    with pytest.raises(SystemExit, match="2"):
+        prepare(None, data, args, made={}, texts_of=None, to_rows=None)
+    assert capsys.readouterr().err == (
+        "error: dataset='no-such.jsonl': there is no such file or folder\n"
+    )

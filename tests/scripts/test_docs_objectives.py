@@ -13,12 +13,14 @@ from transformers import LlamaForCausalLM, LlamaForSequenceClassification  # noq
 from trl import DPOTrainer, GRPOTrainer, KTOTrainer, RewardTrainer, RLOOTrainer  # noqa: F401
 
 import hf_flexseq.hf.trainer  # noqa: F401
+from rewards import check_columns, load_rewards
 from tests.ranks import run_ranks
 
 FOLDER = Path(__file__).parents[2] / "docs/objectives"
 TEXT = "\n".join(page.read_text(encoding="utf-8") for page in sorted(FOLDER.glob("*.md")))
 BLOCK = re.compile(r'^```python title="(\w+\.py)"\n(.*?)^```', re.MULTILINE | re.DOTALL)
 SHARED = "tiny.py"  # what the others import
+REWARDS = "my_rewards.py"  # for a recipe
 SCRIPTS = dict(BLOCK.findall(TEXT))
 
 
@@ -36,8 +38,19 @@ def run_script(rank, world_size, folder, name):
     return names["trainer"].state.log_history
 
 
+def test_the_reward_function_of_the_pages_is_one_of_a_recipe(tmp_path):
+    (tmp_path / REWARDS).write_text(SCRIPTS[REWARDS], encoding="utf-8")
+    names = [f"{tmp_path / REWARDS}:starts_like"]
+    (reward,) = load_rewards(names)
+    check_columns(names, [reward], ["prompt", "answer"])
+    assert reward(completions=["4 it is", "5"], answer=["4", "4"], prompts=["2 + 2?"] * 2) == [
+        1,
+        0,
+    ]
+
+
 @pytest.mark.processes
-@pytest.mark.parametrize("name", sorted(set(SCRIPTS) - {SHARED}))
+@pytest.mark.parametrize("name", sorted(set(SCRIPTS) - {SHARED, REWARDS}))
 def test_a_script_of_the_pages_trains(tmp_path, name):
     (tmp_path / SHARED).write_text(SCRIPTS[SHARED], encoding="utf-8")
     for log in run_ranks(run_script, 2, tmp_path, name, seconds=120):

@@ -56,7 +56,8 @@ def test_a_newcomer_gets_from_an_example_to_scripts_of_their_own(clone):
     assert "held-out loss: 6.9" in recipe
     assert "step    2  loss 6." in recipe
     assert view.startswith("Step 0: 16 sequences")
-    assert len(printed) == 6
+    assert (clone / "report.html").read_text(encoding="utf-8").startswith("<!doctype html>")
+    assert len(printed) == 7
     named = [block.title for block in blocks_of("start.md") if block.title.endswith(".py")]
     run_by_page = " ".join(" ".join(words) for words in commands_of("start.md"))
     assert [title for title in named if title not in run_by_page] == ["my_data.py"]
