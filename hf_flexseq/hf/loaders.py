@@ -141,6 +141,15 @@ class EpochBatches:
             self._bounded = islice(iterator, self._length)
         return self._bounded
 
+    def forget(self) -> None:
+        """Let go of the last iterator, as the Trainer does at the end of training.
+
+        An iterator with workers ends them when nothing refers to it any more. Where the garbage
+        collector finds it instead, its queues may be gone by then: it waits 5 s for each worker.
+        """
+        self._unbounded = None
+        self._bounded = iter(())
+
 
 class UnrepeatedShard(IterableDatasetShard):
     """A process's samples of a stream, as accelerate deals them, without the repeats that fill the

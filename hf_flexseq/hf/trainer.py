@@ -221,6 +221,7 @@ class FlexSeqMixin(PartOfModelMixin):
         self._flexseq_loaders.enter_context(batches_on_host(dataloader))
         longest = LongestLoader.over(dataloader, self.flexseq.communicator)
         self._flexseq_epochs = EpochBatches(longest)
+        self._flexseq_loaders.callback(self._flexseq_epochs.forget)
         return super().set_initial_training_values(args, longest)
 
     def get_batch_samples(

@@ -1,6 +1,8 @@
 """Whatever draws the samples, an optimizer step holds those that the plain Trainer would have
 used."""
 
+import multiprocessing
+
 import pytest
 import torch
 from torch.utils.data import IterableDataset
@@ -78,6 +80,7 @@ def train(rank, world_size, folder, case, planned):
         args = training_arguments(TrainingArguments, folder, **common)
         trainer = Trainer(model=model, args=args, train_dataset=data, data_collator=padded)
     trainer.train()
+    assert not multiprocessing.active_children(), "workers of a loader outlive the training"
     after = {n: p.detach().numpy() for n, p in model.named_parameters()}
     return before, after, trainer.state.log_history
 
