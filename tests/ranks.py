@@ -102,6 +102,22 @@ def run_ranks(
                 process.join()
 
 
+def be_silent() -> None:
+    """Answer to no rank until all others have called `give_up`."""
+    while _given_up(0) < dist.get_world_size() - 1:
+        time.sleep(0.02)
+
+
+def give_up() -> None:
+    """Say that this rank no longer waits for the one that is silent."""
+    _given_up(1)
+
+
+def _given_up(count: int) -> int:
+    """Add to the number of ranks that have given up, and return it."""
+    return dist.distributed_c10d._get_default_store().add("given up", count)
+
+
 def _collect(pipes: list[Connection], deadline: float, may_die: tuple[int, ...]) -> list[Any]:
     results: dict[int, Any] = {}
     while len(results) < len(pipes):

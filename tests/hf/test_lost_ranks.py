@@ -17,7 +17,7 @@ from hf_flexseq.distributed.connect import connect
 from hf_flexseq.distributed.transport import LostRank
 from tests.hf.test_nonfinite import make_trainer
 from tests.hf.tiny import documents, tiny_llama
-from tests.ranks import run_ranks
+from tests.ranks import be_silent, give_up, run_ranks
 
 pytestmark = pytest.mark.processes
 
@@ -52,7 +52,9 @@ def train_until(after):
     with pytest.raises(RuntimeError) as raised:
         train()
     engine.detach()
-    return time.monotonic() - began[-1], str(raised.value)
+    seconds = time.monotonic() - began[-1]
+    give_up()
+    return seconds, str(raised.value)
 
 
 def train_until_one_is_lost(rank, world_size, dies):
@@ -60,7 +62,7 @@ def train_until_one_is_lost(rank, world_size, dies):
         if rank == LOST and step == LOST_AFTER:
             if dies:
                 os.kill(os.getpid(), signal.SIGKILL)
-            time.sleep(3 * TIMEOUT_S)
+            be_silent()
             raise RuntimeError("this rank was silent")
 
     return train_until(after)
@@ -123,7 +125,7 @@ def lost_in_a_forward(rank, world_size, kind, folder, dies):
         if trainer.state.global_step == LOST_AFTER:
             if dies:
                 os.kill(os.getpid(), signal.SIGKILL)
-            time.sleep(2 * SHORT_S)
+            be_silent()
             raise RuntimeError("this rank was silent")
 
     if rank == LOST:
@@ -132,6 +134,7 @@ def lost_in_a_forward(rank, world_size, kind, folder, dies):
     with pytest.raises(RuntimeError) as raised:
         trainer.train()
     if rank != LOST:
+        give_up()
         assert isinstance(raised.value, LostRank), raised.value
     return str(raised.value)
 
