@@ -7,6 +7,8 @@ set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 source scripts/env.sh
 use_environment test
+# Hundreds of tests start processes, which need not compile the package again.
+unset PYTHONDONTWRITEBYTECODE
 
 # Every link inside the documentation leads somewhere; the pages themselves are not kept.
 check_documentation() {
