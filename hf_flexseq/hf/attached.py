@@ -8,10 +8,14 @@
 | recurrent layers over a sequence's ranks | `model/recurrent.py` |
 | router loss of the whole step | `model/router.py` |
 | DDP buckets that are reduced early | `model/buckets.py` |
+
+A call without `seq_ctx` is not part of a planned step: a callback generates a sample, for example.
+During such a call the model has its own attention and its own loss.
 """
 
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
+from typing import Any
 
 from accelerate import Accelerator
 from torch import nn
@@ -43,6 +47,13 @@ class AttachedModel:
         """The router loss of a model that asks for one."""
         self.token_columns = needed_columns(base)
         """The columns that are dealt with every token, beside those that were drawn."""
+        self._other_call: tuple[nn.Module, ExitStack] | None = None  # one without `seq_ctx`
+        self._hooks: list[Any] = []
+        for entry in {base, base.base_model}:  # the second one is the decoder below the head
+            self._hooks += [
+                entry.register_forward_pre_hook(self._begin_call, with_kwargs=True, prepend=True),
+                entry.register_forward_hook(self._end_call, always_call=True),
+            ]
 
     def detach(self) -> None:
         """Give the model its own attention and loss back, and accelerate its DDP handler."""
@@ -54,6 +65,26 @@ class AttachedModel:
         self._recurrent.detach()
         if self.router is not None:
             self.router.detach()
+        for hook in self._hooks:
+            hook.remove()
+
+    def _begin_call(self, module: nn.Module, args: tuple[Any, ...], kwargs: Any) -> None:
+        """Give the model its own attention and loss for a call without `seq_ctx`."""
+        is_planned = self.base.config._attn_implementation == NAME
+        if kwargs.get("seq_ctx") is not None or not is_planned:
+            return
+        own = ExitStack()
+        own.enter_context(self.own_attention())
+        if self._chunked_loss is not None:
+            own.enter_context(self._chunked_loss.disabled())
+        self._other_call = (module, own)
+
+    def _end_call(self, module: nn.Module, args: tuple[Any, ...], outputs: Any) -> None:
+        """End what `_begin_call` has begun with the same module."""
+        if self._other_call is not None and self._other_call[0] is module:
+            _, own = self._other_call
+            self._other_call = None
+            own.close()
 
     def need_columns(self, names: Iterable[str]) -> None:
         """Have more columns dealt with every token from now on."""

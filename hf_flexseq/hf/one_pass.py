@@ -16,10 +16,13 @@ from hf_flexseq.hf.added_router_loss import AddedRouterLoss
 from hf_flexseq.hf.dataset_checks import check_examples, check_first_step
 from hf_flexseq.hf.engine import FlexSeqEngine
 from hf_flexseq.hf.evaluation import EvaluationLoss, PlannedBatches
-from hf_flexseq.hf.executors import base_model
 from hf_flexseq.hf.loaders import BEFORE_END, as_drawn
+from hf_flexseq.hf.overrides import IN_PARTS, runs_other_code
 from hf_flexseq.hf.predictions import TokenPredictions
 from hf_flexseq.hf.step_loss import StepLoss, StockPrediction, StockPreparation, StockStep
+from hf_flexseq.hf.sum_trial import SumTrial
+from hf_flexseq.hf.users_code import users_method, users_methods
+from hf_flexseq.hf.watch import Watch
 from hf_flexseq.steps.inputs import Inputs
 from hf_flexseq.steps.step import StepItem, step_items
 from hf_flexseq.steps.training_mode import in_training_mode
@@ -32,9 +35,13 @@ class LossInOnePass(StepLoss):
 
     def __init__(self, trainer: Trainer, engine: FlexSeqEngine) -> None:
         super().__init__(trainer, engine)
-        self._is_own = type(trainer).compute_loss is not Trainer.compute_loss
-        # A compute_loss of the user's own may have collectives between forwards and backwards.
-        self.lockstep = self._is_own
+        self._methods = users_methods(trainer, IN_PARTS)
+        self._is_watched = runs_other_code(trainer)
+        # Such code may have collectives between forwards and backwards.
+        self.lockstep = self._is_watched
+        self._watch = Watch(trainer, self._methods)
+        self._changes_step = users_method(trainer, "training_step") is not None
+        self._trial = SumTrial(trainer, engine, self._watch)
         self._router = AddedRouterLoss(trainer)
         self._sum = EvaluationLoss()  # of the evaluation that runs
 
@@ -48,6 +55,8 @@ class LossInOnePass(StepLoss):
     def attached(self) -> AbstractContextManager[None]:
         """Surround training or an evaluation: micro-batches have their share of the router loss
         of a model that asks for one."""
+        if self._engine.executor.trainer_hooks is None:  # a stage alone has no loss to try
+            self._trial.look()
         router = self._engine.executor.router
         return nullcontext() if router is None else self._router.adding(router)
 
@@ -73,15 +82,19 @@ class LossInOnePass(StepLoss):
     def train(self, model: nn.Module, batch: Any, stock_step: StockStep) -> torch.Tensor:
         """Run all micro-batches of a step, and return the sum of their losses, a scalar; 0 for the
         items before the last. Collective over the world."""
-        if not isinstance(batch, StepItem):
-            return stock_step(model, batch)
+        if not isinstance(batch, StepItem) or not batch.is_as_made:
+            raise NotImplementedError(
+                f"{type(self._trainer).__name__} trains on other inputs than the planned step "
+                "that it was given: change samples in the dataset or in the data_collator"
+            )
         if batch.step is None:
             return torch.zeros((), device=self._trainer.args.device)
 
         def forward_backward(micro_batch: Inputs) -> torch.Tensor:
-            with self._on_parts():
+            with self._on_parts(micro_batch), self._watched_gradients(model):
                 return stock_step(model, micro_batch)
 
+        self._trial.run(batch.step.row, model)
         with self._in_training_mode(model):
             loss = self._engine.train(
                 batch.step, forward_backward, model, is_last=self._is_last_step
@@ -99,15 +112,19 @@ class LossInOnePass(StepLoss):
         return nullcontext()
 
     @contextmanager
-    def _on_parts(self) -> Iterator[None]:
+    def _on_parts(self, micro_batch: Inputs) -> Iterator[None]:
         """Surround a `compute_loss` on a micro-batch, which has parts of samples: they count
         wherever they come from, also from what fills a loader's last batches."""
-        if not self._is_own:
+        if not self._is_watched:
             yield
             return
         as_whole = as_drawn(BEFORE_END, self._trainer.accelerator)
-        with _refusing_calls_without_labels(self._trainer), as_whole:
+        with self._watch.calls(micro_batch), as_whole:
             yield
+
+    def _watched_gradients(self, model: nn.Module) -> AbstractContextManager[None]:
+        """Surround a `training_step` of the user's on a micro-batch."""
+        return self._watch.gradients(model) if self._changes_step else nullcontext()
 
     # ---- evaluation
 
@@ -133,6 +150,7 @@ class LossInOnePass(StepLoss):
             return stock_prediction(model, batch, loss_only)
         assert batch.step is not None, "an evaluation batch without its step"
         divisor = _divisor(batch.step.targets, self._trainer.args.device)
+        self._trial.run(batch.step.row, model)
 
         def forward(micro_batch: Inputs) -> torch.Tensor:
             return self._forward(model, micro_batch, divisor)
@@ -165,7 +183,7 @@ class LossInOnePass(StepLoss):
         divisor: the target tokens of the step, a scalar.
         """
         trainer = self._trainer
-        with torch.no_grad(), self._on_parts(), trainer.compute_loss_context_manager():
+        with torch.no_grad(), self._on_parts(micro_batch), trainer.compute_loss_context_manager():
             loss: torch.Tensor = trainer.compute_loss(
                 model, trainer._prepare_inputs(micro_batch), num_items_in_batch=divisor
             )
@@ -176,31 +194,6 @@ class LossInOnePass(StepLoss):
         world."""
         loss = self._sum.mean(self._engine.communicator)
         return output._replace(metrics=output.metrics | {name: loss})
-
-
-@contextmanager
-def _refusing_calls_without_labels(trainer: Trainer) -> Iterator[None]:
-    """Raise NotImplementedError where `compute_loss`, which the block runs, calls the model on a
-    micro-batch without labels.
-
-    It would compute a loss itself, from logits of parts of samples and from labels that are
-    shifted already.
-    """
-    name = type(trainer).__name__
-
-    def check(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if "seq_ctx" in kwargs and kwargs.get("labels") is None:
-            raise NotImplementedError(
-                f"{name}.compute_loss calls the model without labels, on parts of samples: hand "
-                "on to Trainer.compute_loss, or read outputs.log_probs and outputs.entropy of "
-                "whole samples, and say so in the class: flexseq_loss_at_home = True"
-            )
-
-    hook = base_model(trainer.model).register_forward_pre_hook(check, with_kwargs=True)
-    try:
-        yield
-    finally:
-        hook.remove()
 
 
 def _divisor(targets: int, device: torch.device) -> torch.Tensor:

@@ -51,9 +51,9 @@ from hf_flexseq.hf.loaders import EpochBatches, LongestLoader, batches_on_host
 from hf_flexseq.hf.losses import has_planned_loss, reads_figures
 from hf_flexseq.hf.model.checks import check_deterministic, check_model
 from hf_flexseq.hf.one_pass import LossInOnePass
+from hf_flexseq.hf.overrides import OF_PART_OF_MODEL, remarks
 from hf_flexseq.hf.pipeline.constructor import with_own_stage
 from hf_flexseq.hf.pipeline.executor import stage_executor_for
-from hf_flexseq.hf.pipeline.overrides import OVERRIDDEN as OVERRIDDEN_FOR_PIPELINES
 from hf_flexseq.hf.pipeline.overrides import PartOfModelMixin
 from hf_flexseq.hf.prediction_checks import check_predictions, wants_predictions
 from hf_flexseq.hf.resume import Resumed, choose_checkpoint
@@ -81,7 +81,7 @@ OVERRIDDEN = (
     "get_eval_dataloader",
     "get_test_dataloader",
     "_save_checkpoint",
-    *OVERRIDDEN_FOR_PIPELINES,
+    *OF_PART_OF_MODEL,
 )
 
 
@@ -126,6 +126,9 @@ class FlexSeqMixin(PartOfModelMixin):
             check_deterministic(base)
         if wants_predictions(self, predicts=False):
             check_predictions(self, options.pipeline_parallel_size)
+        if self.is_world_process_zero():
+            for remark in remarks(self):
+                logger.warning("%s", remark)
         self._choose_collators()
         self.flexseq = self._make_engine(options)
         way = LossAtHome if has_planned_loss(self) else LossInOnePass

@@ -32,6 +32,7 @@ from hf_flexseq.hf.model.router import (
     asks_for_router_loss,
     router_facts,
 )
+from hf_flexseq.hf.overrides import check_overrides, runs_other_code
 
 # ---- the accelerator
 
@@ -175,7 +176,8 @@ def check_trainer(trainer: Trainer, args: FlexSeqArguments) -> None:
     else:
         refuse(NotImplementedError, _missing_in_next_token_loss(trainer))
     refuse(NotImplementedError, _missing_in_arguments(trainer.args))
-    own_loss = type(trainer).compute_loss is not Trainer.compute_loss
+    check_overrides(trainer, pipeline_parallel_size=args.pipeline_parallel_size)
+    own_loss = runs_other_code(trainer)
     if has_planned_loss(trainer):
         own_loss = False  # it runs between the passes
         if args.pipeline_parallel_size > 1:

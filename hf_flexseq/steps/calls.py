@@ -39,7 +39,7 @@ class Call:
 
         Raises ValueError for a mask that does more than to mark padding.
         """
-        self.ids = ids
+        self.ids = ids.clone()  # a loss may change its batch
         self.mask = torch.ones_like(ids, dtype=torch.bool)
         """[B, S] True for tokens."""
         if attention_mask is not None:

@@ -19,7 +19,8 @@ from hf_flexseq.steps.exchange import Columns
 
 Inputs = dict[str, Any]
 
-_LABELS = ("labels", "shift_labels")
+LABELS = ("labels", "shift_labels")
+"""Names under which a model is given the targets of a micro-batch, one tensor under both."""
 
 
 def model_inputs(
@@ -77,7 +78,7 @@ def inputs_of(
 
 def without_labels(inputs: Inputs) -> Inputs:
     """Return the inputs of a micro-batch but for its labels, which ask a model for its loss."""
-    return {name: value for name, value in inputs.items() if name not in _LABELS}
+    return {name: value for name, value in inputs.items() if name not in LABELS}
 
 
 def _with_dummy(shard: Shard) -> Shard:

@@ -24,6 +24,7 @@ from torch.profiler import ProfilerActivity, profile
 from hf_flexseq.config import IGNORE_INDEX
 from hf_flexseq.hf.model.loss import attach_chunked_loss
 from hf_flexseq.hf.model.loss_source import KeepsOwnLoss, head_in
+from hf_flexseq.hf.model.no_logits import NO_LOGITS
 from hf_flexseq.kernels import chunked_loss
 from hf_flexseq.kernels.chunked_loss import choose_backend, chunk_rows, chunked_cross_entropy_sum
 from tests.ranks import run_ranks
@@ -301,7 +302,7 @@ def assert_chunked_equals_full(
     for items in (None, 29, torch.tensor(29)):
         outputs = model(**batch, num_items_in_batch=items)
         twin = full_loss(model, batch, items)
-        assert outputs.logits is None
+        assert outputs.logits is NO_LOGITS
         assert difference(outputs.loss, twin) < tolerance
         assert_same_gradients(gradients(model, outputs.loss), gradients(model, twin), tolerance)
 
@@ -405,7 +406,7 @@ def test_a_forward_wrapped_by_accelerate_is_looked_through():
     model, batch = make_model(), make_batch()
     model._original_forward, model.forward = model.forward, convert_outputs_to_fp32(model.forward)
     assert attach_chunked_loss(model) is not None
-    assert model(**batch).logits is None
+    assert model(**batch).logits is NO_LOGITS
     assert difference(model(**batch).loss, full_loss(make_model(), batch)) < 1e-6
 
 
@@ -498,7 +499,7 @@ def test_labels_alone_are_shifted():
         difference(model(input_ids=batch["input_ids"], labels=batch["labels"]).loss, twin) < 1e-12
     )
     positional = model(batch["input_ids"], None, None, None, None, batch["labels"])
-    assert positional.logits is None
+    assert positional.logits is NO_LOGITS
     assert difference(positional.loss, twin) < 1e-12
 
 
@@ -569,11 +570,11 @@ def test_calls_without_labels_and_disabled_ones_run_as_before():
         outputs = model(**batch)
     assert torch.equal(outputs.logits, plain)
     assert torch.equal(outputs.loss, with_loss.loss)
-    assert model(**batch).logits is None
+    assert model(**batch).logits is NO_LOGITS
     # Another ignore_index is left to the model as well.
     labels = batch["labels"].masked_fill(batch["labels"] == IGNORE_INDEX, 0)
     outputs = model(**inputs, labels=labels, shift_labels=labels, ignore_index=0)
-    assert outputs.logits is not None
+    assert outputs.logits is not NO_LOGITS
     assert difference(outputs.loss, with_loss.loss) < 1e-6
 
 
@@ -583,9 +584,9 @@ def test_tuples_keep_their_places():
     attach_chunked_loss(model)
     ours = model(**batch, return_dict=False, use_cache=True)
     assert difference(ours[0], loss) < 1e-6  # transformers' own loss is in float32
-    assert ours[1] is None
+    assert ours[1] is NO_LOGITS
     assert type(ours[2]) is type(cache)
-    assert list(model(**batch, use_cache=True)) == ["loss", "past_key_values"]
+    assert list(model(**batch, use_cache=True)) == ["loss", "logits", "past_key_values"]
 
 
 def test_an_exception_leaves_no_labels_behind():
@@ -643,7 +644,7 @@ def test_adapters_that_call_the_model_their_own_way():
     ours = adaptive(**batch)
     with handle.disabled():
         own = adaptive(**batch)
-    assert ours.logits is None
+    assert ours.logits is NO_LOGITS
     assert difference(ours.loss, own.loss) < 1e-6  # transformers' own loss is in float32
     prompted = get_peft_model(
         make_model(), PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3)
@@ -655,7 +656,7 @@ def test_adapters_that_call_the_model_their_own_way():
     ours = prompted(**batch)
     with handle.disabled():
         own = prompted(**batch)
-    assert ours.logits is None
+    assert ours.logits is NO_LOGITS
     assert own.logits.shape == (1, 14, 61)
     assert difference(ours.loss, own.loss) < 1e-6
 
@@ -682,7 +683,7 @@ def sharded_gradients(
     assert attach_chunked_loss(model) is not None
     batch = make_batch(length=5 + 3 * rank)
     outputs = model(**batch, num_items_in_batch=29)
-    assert outputs.logits is None
+    assert outputs.logits is NO_LOGITS
     assert difference(outputs.loss, full_loss(make_model(), batch, 29)) < 1e-12
     (outputs.loss * world_size).backward()
     return {name: p.grad.full_tensor().numpy() for name, p in model.named_parameters()}

@@ -10,6 +10,7 @@ from transformers import Trainer, TrainingArguments
 
 from hf_flexseq import FlexSeqArguments, FlexSeqMixin, FlexSeqTrainer
 from hf_flexseq.hf.model.loss import attach_chunked_loss
+from hf_flexseq.hf.model.no_logits import NO_LOGITS
 from hf_flexseq.hf.objectives.heads import TokenFigures, figures_of_logits
 from hf_flexseq.hf.objectives.outputs import PlannedOutput
 from hf_flexseq.hf.one_pass import LossInOnePass
@@ -84,7 +85,7 @@ def test_a_head_gives_figures_in_place_of_logits():
     wanted = plain_figures(logits.flatten(0, 1), torch.eye(VOCAB).double(), None, targets)
     torch.testing.assert_close(outputs.logits.flatten(0, 1), torch.stack(wanted, 1))
     torch.testing.assert_close(given.value, torch.stack(wanted, 1))
-    assert model(input_ids=ids, labels=ids).logits is None, "afterwards there is a loss again"
+    assert model(input_ids=ids, labels=ids).logits is NO_LOGITS, "afterwards there is a loss again"
     chunked.detach()
 
 

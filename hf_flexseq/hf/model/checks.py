@@ -39,7 +39,9 @@ from hf_flexseq.hf.model.router import (
     router_facts,
 )
 from hf_flexseq.hf.model.trial import PROBED_FAMILIES, Call, MixerRun, Trial, try_model
+from hf_flexseq.hf.users_code import users_accumulation_hooks
 from hf_flexseq.layers import RecurrentShape
+from hf_flexseq.values import listed
 
 # Options of the configuration that must not be set, and the reason.
 _REFUSED_OPTIONS = {
@@ -77,6 +79,7 @@ def check_model(model: PreTrainedModel) -> None:
         or unsuitable_positions(model, config)
         or _unsuitable_modules(model)
         or _unsuitable_layers(model, layers)
+        or _unsuitable_hooks(model)
     )
     if reason is not None:
         raise NotImplementedError(f"{name}: {reason}")
@@ -127,6 +130,16 @@ def _unsuitable_kind(model: PreTrainedModel) -> str | None:
             "model's loss_function, which divides by num_items_in_batch"
         )
     return None
+
+
+def _unsuitable_hooks(model: PreTrainedModel) -> str | None:
+    hooks = list(users_accumulation_hooks(model))
+    if not hooks:
+        return None
+    return (
+        f"{listed(hooks)} runs after the backward of each micro-batch, before the gradient of the "
+        "step is complete; remove the hook, or use the callback event on_pre_optimizer_step"
+    )
 
 
 def _has_own_loss(model: PreTrainedModel) -> bool:

@@ -7,7 +7,8 @@ One call `model(..., labels=...)`, while a `ChunkedLoss` is attached, takes four
        targets: it computes the loss chunk by chunk (kernels/chunked_loss.py) and returns it, as
        [1, 1, 1], where logits [B, S, V] are expected
     3. the model's `loss_function`, replaced on the instance, hands it on
-    4. a forward hook puts None where the outputs would have logits
+    4. a forward hook puts `NoLogits`, which names itself when it is used, where the outputs would
+       have logits
 
 A call without labels (`generate`, a plain forward) finds nothing noted and runs as if nothing were
 attached.
@@ -25,7 +26,8 @@ could: accelerate's FSDP2 casts a unit's outputs, and their gradients, to 16 bit
 would be off by up to 0.4 % in every gradient. The loss's value goes around that cast, too.
 
 A model is suitable when its head is a plain nn.Linear and nothing else happens to its logits. The
-second is read from the source of its `forward` (loss_source.py).
+second is read from the source of its `forward` (loss_source.py), and no hook of the user's may see
+what the head returns.
 
 Rejected: a list of known models, which ages; replacing the model's `forward`, which differs from
 model to model and fights with accelerate, which replaces it as well; and calling the base model
@@ -47,6 +49,8 @@ from transformers.loss.loss_utils import ForCausalLMLoss
 from hf_flexseq.config import IGNORE_INDEX
 from hf_flexseq.hf.model.facts import is_tensor_parallel, unsharded_class
 from hf_flexseq.hf.model.loss_source import KeepsOwnLoss, head_name
+from hf_flexseq.hf.model.no_logits import NO_LOGITS
+from hf_flexseq.hf.users_code import has_output_hook
 from hf_flexseq.kernels.chunked_loss import (
     choose_backend,
     chunk_rows,
@@ -67,8 +71,8 @@ def attach_chunked_loss(model: nn.Module) -> "ChunkedLoss | None":
 
     To be called before the model is wrapped (DDP, DeepSpeed). Returns the handle, the same one if
     called again, or None when the model is not suitable: then one INFO line names the reason and
-    the model keeps its own loss. While attached, a call with labels has no logits in its outputs;
-    where they are wanted, use `handle.disabled()`.
+    the model keeps its own loss. While attached, a call with labels has `NO_LOGITS` in place of
+    logits; where they are wanted, use `handle.disabled()`.
     """
     entries = {model}  # modules whose calls the targets are read from
     if hasattr(model, "get_base_model"):
@@ -210,6 +214,11 @@ class ChunkedLoss:
         call = self._call
         if call is None or call.loss is not None:
             return type(self._head).forward(self._head, hidden)
+        if has_output_hook(self._head):
+            raise NotImplementedError(
+                "a hook was registered on the head while its loss is computed in chunks, which "
+                "would see the loss in place of logits: register it before the model is trained"
+            )
         rows = hidden.reshape(-1, hidden.shape[-1])  # [B, S, C] -> [B * S, C]
         if rows.shape[0] != call.targets.shape[0]:
             raise ValueError(
@@ -291,7 +300,7 @@ class ChunkedLoss:
     # ---- 4. the call ends
 
     def _end(self, module: nn.Module, args: tuple[Any, ...], outputs: Any) -> Any:
-        """Put None where the outputs would have logits."""
+        """Put NO_LOGITS where the outputs would have logits."""
         call = self._call
         self._call = None
         if call is None or call.loss is None or outputs is None:  # None: the forward raised
@@ -299,8 +308,8 @@ class ChunkedLoss:
         if self._figures is not None:
             return outputs
         if isinstance(outputs, tuple):
-            return (outputs[0], None, *outputs[2:])  # loss, logits, ...
-        return type(outputs)(**{**outputs, "logits": None})
+            return (outputs[0], NO_LOGITS, *outputs[2:])  # loss, logits, ...
+        return type(outputs)(**{**outputs, "logits": NO_LOGITS})
 
 
 def _suitable_head(model: nn.Module) -> nn.Linear:
@@ -323,4 +332,6 @@ def _suitable_head(model: nn.Module) -> nn.Linear:
         raise KeepsOwnLoss(
             f"its {name} is no plain nn.Linear but {kind.__name__}, or has a forward of its own"
         )
+    if has_output_hook(head):
+        raise KeepsOwnLoss(f"a hook is registered on its {name}, which sees logits")
     return head

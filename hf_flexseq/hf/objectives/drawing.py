@@ -9,7 +9,7 @@ When a step can be planned depends on when its sequences are known:
 
 from collections import deque
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from transformers import Trainer
@@ -20,6 +20,7 @@ from hf_flexseq.hf.losses import rolls_out
 from hf_flexseq.hf.objectives.generations import Generations
 from hf_flexseq.hf.objectives.heads import Head
 from hf_flexseq.hf.objectives.trainers import Foreseen, foreseen
+from hf_flexseq.hf.users_code import users_methods
 from hf_flexseq.steps.calls import Call, joined
 from hf_flexseq.steps.passes import PassStep
 
@@ -34,9 +35,14 @@ class StepBatches:
     batches: list[Any]
     loader_state: LoaderState
     """Of their loader, when they had been drawn."""
+    calls: tuple[Call, ...] = ()
+    """Those that were planned of each batch, where the trainer may change batches later."""
 
 
 _NOTHING = StepBatches([], BEFORE_END)
+
+# Methods in which a user may change batches between their drawing and their loss.
+_CHANGE_BATCHES = ("_prepare_input", "_prepare_inputs")
 
 # How the calls of a step have come, from the best to the worst.
 _AS_PLANNED = 0
@@ -52,6 +58,7 @@ class Drawing:
         self._engine = engine
         self._head = head
         self._generations = Generations(trainer) if rolls_out(trainer) else None
+        self._may_change = bool(users_methods(trainer, _CHANGE_BATCHES))
         # of the steps to come
         self._iterator: Iterator[Any] | None = None
         self._rows: Rows = iter(())
@@ -129,8 +136,10 @@ class Drawing:
             drawn = self._draw(iterator, num_batches)
             if not drawn.batches:
                 return
-            self._drawn.append(drawn)
-            yield _row(self._policy_calls(drawn.batches))
+            calls = self._policy_calls(drawn.batches)
+            kept = tuple(calls) if self._may_change else ()
+            self._drawn.append(replace(drawn, calls=kept))
+            yield _row(calls)
 
     # ---- the step whose batches were handed out
 
@@ -166,6 +175,8 @@ class Drawing:
         number = self._trainer.state.global_step
         if self._generations is None:
             step, self._step = self._step, None
+            if self._may_change and self._arrival(calls, self._current.calls) != _AS_PLANNED:
+                step = self._engine.passes_of(joined(calls), number=number)
         elif self._generations.span_steps:
             step = self._step_of_samples(calls, number)
         else:

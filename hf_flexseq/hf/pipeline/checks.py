@@ -11,6 +11,7 @@ from hf_flexseq.hf.model.layer_kinds import recurrent_kinds
 from hf_flexseq.hf.model.router import NO_ROUTER_LOSS, OPTION, asks_for_router_loss
 from hf_flexseq.hf.model.trial import try_model
 from hf_flexseq.hf.trainer_checks import Refusal, refuse
+from hf_flexseq.hf.users_code import users_forward_hooks
 
 
 def check_pipeline_trainer(trainer: Any, args: FlexSeqArguments) -> None:
@@ -89,6 +90,11 @@ def _of_model(trainer: Any, args: FlexSeqArguments) -> list[Refusal]:
             when=_has_router_loss(trainer.model),
             message=f"{OPTION}=True with a pipeline, of which a stage sees but some of the "
             f"routers: {NO_ROUTER_LOSS}",
+        ),
+        Refusal(
+            when=next(users_forward_hooks(trainer.model), None),
+            message=f"{next(users_forward_hooks(trainer.model), None)} with a pipeline, whose "
+            "stages run chunks of sequences: remove the hook, or set pipeline_parallel_size=1",
         ),
         Refusal(
             when=trainer.model_init is not None,

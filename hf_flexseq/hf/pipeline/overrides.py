@@ -21,19 +21,6 @@ else:
 
 logger = logging.getLogger(__name__)
 
-# What PartOfModelMixin overrides.
-OVERRIDDEN = (
-    "_wrap_model",
-    "floating_point_ops",
-    "_clip_grad_norm",
-    "_get_grad_norm",
-    "_save",
-    "_load_from_checkpoint",
-    "_load_best_model",
-    "_save_optimizer_and_scheduler",
-    "_load_optimizer_and_scheduler",
-)
-
 
 class PartOfModelMixin(_Trainer):
     """Wraps, clips, saves and loads what a rank has of the model."""

@@ -1,0 +1,224 @@
+"""What a user may override on a trainer, and what becomes of it on planned steps.
+
+Every method of `Trainer` and of TRL's SFT, DPO and GRPO trainers has a rule here, or is called as
+the plain trainer calls it (`CALLED`); a test compares the lists with the classes. A rule has a
+standing for each of the two ways in which a step's loss is computed (`step_loss.py`):
+
+    CALLED      at the same places, with the same arguments, and its result is used
+    CHANGED     it is called, but sees something else than in the plain Trainer; the page says what
+    IN_PARTS    it is called for each micro-batch of the plan, and not for each batch. That changes
+                nothing where its loss is a sum over tokens, which `sum_trial.py` tries
+    REFUSED     it would not be called, or its result would be ignored: an error names it
+
+`docs/overrides.md` is written from these rules by `scripts/overrides_page.py`.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any
+
+from transformers import Trainer
+
+from hf_flexseq.hf.losses import has_planned_loss
+from hf_flexseq.hf.users_code import (
+    is_known,
+    users_gradient_hooks,
+    users_method,
+    users_methods,
+)
+from hf_flexseq.values import listed
+
+AT_HOME = "flexseq_loss_at_home = True"
+
+
+class Standing(Enum):
+    """What becomes of an override."""
+
+    CALLED = "honoured"
+    CHANGED = "honoured, with a difference"
+    IN_PARTS = "honoured, for each micro-batch"
+    REFUSED = "refused"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Rule:
+    """What becomes of an override of some methods."""
+
+    names: tuple[str, ...]
+    """The methods."""
+
+    in_one_pass: Standing
+    """Where the loss is a sum over tokens."""
+
+    on_samples: Standing
+    """Where the trainer computes its loss on its own batches, between two passes."""
+
+    why: str
+    """The difference, or the reason of the refusal."""
+
+    instead: str = ""
+    """What the user can do instead."""
+
+
+RULES = (
+    Rule(
+        names=("get_batch_samples",),
+        in_one_pass=Standing.REFUSED,
+        on_samples=Standing.REFUSED,
+        why="batches are drawn, planned and exchanged before it would be called",
+        instead="change samples in the dataset, the sampler or the data_collator",
+    ),
+    Rule(
+        names=("_get_num_items_in_batch",),
+        in_one_pass=Standing.REFUSED,
+        on_samples=Standing.CALLED,
+        why="the loss is divided by the target tokens of the whole step, which the plan counts",
+        instead=f"scale the loss in compute_loss, or set {AT_HOME} in the class",
+    ),
+    Rule(
+        names=("prediction_step",),
+        in_one_pass=Standing.REFUSED,
+        on_samples=Standing.CALLED,
+        why="an evaluation runs planned micro-batches, whose logits are not gathered",
+        instead="override compute_loss or evaluation_loop, give compute_metrics with "
+        f"preprocess_logits_for_metrics, or set {AT_HOME} in the class",
+    ),
+    Rule(
+        names=("compute_loss",),
+        in_one_pass=Standing.IN_PARTS,
+        on_samples=Standing.CALLED,
+        why="its loss must be a sum over tokens that is divided by num_items_in_batch",
+    ),
+    Rule(
+        names=(
+            "_prepare_input",
+            "_prepare_inputs",
+            "_prepare_context_parallel_inputs",
+            "autocast_smart_context_manager",
+            "compute_loss_context_manager",
+        ),
+        in_one_pass=Standing.IN_PARTS,
+        on_samples=Standing.CALLED,
+        why="the inputs are those of a micro-batch; changed labels are refused",
+    ),
+    Rule(
+        names=("training_step",),
+        in_one_pass=Standing.IN_PARTS,
+        on_samples=Standing.CHANGED,
+        why="gradients are complete when the last micro-batch has run: changes of gradients "
+        "inside it are refused in one pass, and on samples it sees no gradients",
+        instead="change gradients in the callback event on_pre_optimizer_step",
+    ),
+    Rule(
+        names=("floating_point_ops", "_track_num_input_tokens"),
+        in_one_pass=Standing.CHANGED,
+        on_samples=Standing.CALLED,
+        why="the last batch of a step brings all tokens that the rank has drawn for it, without "
+        "padding, and the batches before it bring none",
+    ),
+    Rule(
+        names=("evaluation_loop",),
+        in_one_pass=Standing.CHANGED,
+        on_samples=Standing.CALLED,
+        why="its batches are planned steps, which prediction_step alone can run; the loss in its "
+        "metrics is replaced by the mean over all target tokens",
+    ),
+    Rule(
+        names=("_get_per_token_logps_and_entropies",),
+        in_one_pass=Standing.CALLED,
+        on_samples=Standing.CHANGED,
+        why="it gets a whole batch of samples, and not batch_size of them at a time",
+    ),
+)
+
+# What `PartOfModelMixin` overrides for pipelines (`pipeline/overrides.py`).
+OF_PART_OF_MODEL = (
+    "_wrap_model",
+    "floating_point_ops",
+    "_clip_grad_norm",
+    "_get_grad_norm",
+    "_save",
+    "_load_from_checkpoint",
+    "_load_best_model",
+    "_save_optimizer_and_scheduler",
+    "_load_optimizer_and_scheduler",
+)
+
+# Methods that a pipeline replaces: no override of the user's is called there.
+REFUSED_IN_PIPELINES = (
+    *OF_PART_OF_MODEL,
+    "training_step",
+    "_prepare_input",
+    "_prepare_inputs",
+    "_prepare_context_parallel_inputs",
+    "autocast_smart_context_manager",
+    "compute_loss_context_manager",
+)
+
+# Methods through which every micro-batch of a loss in one pass goes.
+IN_PARTS = tuple(
+    name for rule in RULES if rule.in_one_pass is Standing.IN_PARTS for name in rule.names
+)
+
+
+def runs_other_code(trainer: Any) -> bool:
+    """Tell if a micro-batch goes through other code than `Trainer`'s own: a subclass's
+    `compute_loss`, or anything of the user's."""
+    is_stock = type(trainer).compute_loss is Trainer.compute_loss
+    return not is_stock or bool(users_methods(trainer, IN_PARTS))
+
+
+def rule_of(name: str) -> Rule | None:
+    """Return the rule of a method; None for one that is called as by the plain trainer."""
+    return next((rule for rule in RULES if name in rule.names), None)
+
+
+def check_overrides(trainer: Any, *, pipeline_parallel_size: int) -> None:
+    """Raise NotImplementedError for the first override of the user's that would be ignored."""
+    on_samples = has_planned_loss(trainer)
+    for rule in RULES:
+        standing = rule.on_samples if on_samples else rule.in_one_pass
+        if standing is Standing.REFUSED:
+            _refuse(trainer, rule)
+    if pipeline_parallel_size > 1:
+        for name in REFUSED_IN_PIPELINES:
+            where = users_method(trainer, name)
+            if where is not None:
+                raise NotImplementedError(
+                    f"{where} would not be called with pipeline_parallel_size="
+                    f"{pipeline_parallel_size}, whose stages do this themselves: remove it, or "
+                    "set pipeline_parallel_size=1"
+                )
+
+
+def remarks(trainer: Any) -> Iterator[str]:
+    """Yield a line for each piece of the user's code that sees something else than under the plain
+    Trainer, and that nothing else refuses or tries."""
+    where = users_method(trainer, "training_step")
+    if where is not None and has_planned_loss(trainer):
+        yield (
+            f"{where} sees no gradients: they are computed when the losses of all batches of a "
+            "step are known; change them in the callback event on_pre_optimizer_step"
+        )
+    hooks = list(users_gradient_hooks(trainer.model))
+    if hooks:
+        yield (
+            f"{listed(hooks)}: a hook on a gradient sees that of each micro-batch of the plan; it "
+            "changes nothing but rounding where it is linear, such as a mask or a factor"
+        )
+    for callback in trainer.callback_handler.callbacks:
+        if not is_known(type(callback).on_substep_end):
+            yield (
+                f"{type(callback).__name__}.on_substep_end is called before the work of a step, "
+                "whose batches are planned together, and sees no gradients"
+            )
+
+
+def _refuse(trainer: Any, rule: Rule) -> None:
+    for name in rule.names:
+        where = users_method(trainer, name)
+        if where is not None:
+            raise NotImplementedError(
+                f"{where} would be ignored, since {rule.why}: {rule.instead}"
+            )

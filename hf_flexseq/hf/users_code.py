@@ -1,0 +1,146 @@
+"""Find code of the user's own where the Trainer, the model and its parameters let a user put some.
+
+    a method         a subclass, a function put on one trainer, or on a library's class
+    a hook           on a module, a parameter, or all modules
+    a module         whose class is not of a known library
+
+Code is told apart by the package that its function or class was defined in.
+"""
+
+import inspect
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import partial
+from typing import Any
+
+from torch import nn
+from torch.nn.modules import module as all_modules
+
+# Packages whose code does to a model, and to a Trainer, what hf_flexseq expects of it.
+_KNOWN_PACKAGES = frozenset(
+    {
+        "accelerate",
+        "bitsandbytes",
+        "builtins",
+        "causal_conv1d",
+        "contextlib",
+        "deepspeed",
+        "fla",
+        "functools",
+        "hf_flexseq",
+        "kernels",
+        "mamba_ssm",
+        "peft",
+        "torch",
+        "torchao",
+        "transformers",
+        "trl",
+    }
+)
+
+_FORWARD_HOOKS = ("_forward_hooks", "_forward_pre_hooks")
+_BACKWARD_HOOKS = ("_backward_hooks", "_backward_pre_hooks")
+
+
+def is_known(code: Any) -> bool:
+    """Tell if a function or class was defined by a library, and not by the user."""
+    while isinstance(code, partial):
+        code = code.func
+    code = getattr(code, "__func__", code)  # of a bound method
+    if callable(code) and not isinstance(code, type):
+        code = inspect.unwrap(code)
+    package = getattr(code, "__module__", None)
+    if package is None:  # an object with __call__
+        package = type(code).__module__
+    return str(package).partition(".")[0] in _KNOWN_PACKAGES
+
+
+# ---- methods
+
+
+def users_method(trainer: Any, name: str) -> str | None:
+    """Return where the user has overridden a method of the trainer, such as `MyTrainer.log`;
+    None where the method is a library's."""
+    own = vars(trainer).get(name)
+    if own is not None and not is_known(own):
+        return f"{name} of this {type(trainer).__name__}"
+    for cls in type(trainer).__mro__:
+        if name in vars(cls) and not is_known(_function(vars(cls)[name])):
+            return f"{cls.__name__}.{name}"
+    return None
+
+
+def users_methods(trainer: Any, names: Iterable[str]) -> list[str]:
+    """Return where the user has overridden any of some methods of the trainer."""
+    found = [users_method(trainer, name) for name in names]
+    return [where for where in found if where is not None]
+
+
+def library_method(trainer: Any, name: str) -> Callable[..., Any]:
+    """Return the method that the trainer would have without the user's overrides, bound to it."""
+    for cls in type(trainer).__mro__:
+        if name in vars(cls) and is_known(_function(vars(cls)[name])):
+            method: Callable[..., Any] = vars(cls)[name].__get__(trainer)
+            return method
+    raise AttributeError(f"no library gives {type(trainer).__name__} a method {name}")
+
+
+def _function(member: Any) -> Any:
+    """Return the function behind a member of a class."""
+    if isinstance(member, property):
+        return member.fget
+    if isinstance(member, staticmethod | classmethod):
+        return member.__func__
+    return member
+
+
+# ---- modules and hooks
+
+
+def users_modules(model: nn.Module) -> Iterator[str]:
+    """Yield a description of each module whose class the user has defined, with its classes in
+    turn, such as `layers.0 (MyLayer)`."""
+    for name, module in model.named_modules():
+        if not is_known(type(module)):
+            yield f"{name or 'the model'} ({type(module).__name__})"
+
+
+def users_forward_hooks(model: nn.Module) -> Iterator[str]:
+    """Yield a description of each hook of the user's that sees a forward."""
+    for name, module in model.named_modules():
+        for kind in _FORWARD_HOOKS:
+            for hook in _of_user(getattr(module, kind)):
+                yield f"{_name(hook)} on {name or 'the model'}"
+    for hooks in (all_modules._global_forward_hooks, all_modules._global_forward_pre_hooks):
+        for hook in _of_user(hooks):
+            yield f"{_name(hook)} on all modules"
+
+
+def has_output_hook(module: nn.Module) -> bool:
+    """Tell if a hook of the user's sees the output of a module, or its gradient."""
+    kinds = [module._forward_hooks, *(getattr(module, kind) for kind in _BACKWARD_HOOKS)]
+    kinds += [all_modules._global_forward_hooks, all_modules._global_backward_hooks]
+    return any(_of_user(hooks) for hooks in kinds)
+
+
+def users_gradient_hooks(model: nn.Module) -> Iterator[str]:
+    """Yield a description of each hook of the user's on the gradient of a parameter."""
+    for name, parameter in model.named_parameters():
+        for hook in _of_user(parameter._backward_hooks):
+            yield f"{_name(hook)} on {name}"
+
+
+def users_accumulation_hooks(model: nn.Module) -> Iterator[str]:
+    """Yield a description of each hook of the user's that runs when a backward has added to the
+    gradient of a parameter."""
+    for name, parameter in model.named_parameters():
+        for hook in _of_user(getattr(parameter, "_post_accumulate_grad_hooks", None)):
+            yield f"{_name(hook)} on {name}"
+
+
+def _of_user(hooks: Mapping[int, Any] | None) -> list[Any]:
+    """Return those of some hooks that no library has registered."""
+    return [hook for hook in (hooks or {}).values() if not is_known(hook)]
+
+
+def _name(hook: Any) -> str:
+    return getattr(hook, "__qualname__", type(hook).__name__)

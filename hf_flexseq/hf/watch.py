@@ -1,0 +1,99 @@
+"""Watch what a user's code does with a micro-batch while the loss of a step runs in one pass.
+
+A micro-batch has parts of samples in one row, and its labels are shifted already: `labels` and
+`shift_labels` are one tensor, and the model reads the second. Code that was written for whole
+batches may call the model in ways that would give another loss in silence. Each of them raises a
+NotImplementedError that names the code and says what to change.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+from hf_flexseq.hf.executors import base_model
+from hf_flexseq.hf.overrides import AT_HOME
+from hf_flexseq.steps.inputs import LABELS, Inputs
+from hf_flexseq.values import listed
+
+
+class Watch:
+    """Watches the methods of one trainer that the user has overridden."""
+
+    def __init__(self, trainer: Any, methods: Sequence[str]) -> None:
+        """methods: where they are, such as `MyTrainer.compute_loss`; none for a library's own."""
+        self._trainer = trainer
+        self._who = listed(methods) if methods else f"{type(trainer).__name__}.compute_loss"
+
+    @contextmanager
+    def calls(self, micro_batch: Inputs) -> Iterator[None]:
+        """Refuse calls of the model inside the block that are not of this micro-batch as it is."""
+        targets: torch.Tensor = micro_batch[LABELS[0]]  # [1, tokens]
+        version = targets._version
+
+        def check(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            if kwargs.get("seq_ctx") is None:
+                raise NotImplementedError(
+                    f"{self._who} calls the model without the inputs' seq_ctx, on parts of "
+                    "samples: pass all inputs on, model(**inputs), or set "
+                    f"{AT_HOME} in the class"
+                )
+            if kwargs.get("labels") is None:
+                raise NotImplementedError(
+                    f"{self._who} calls the model without labels, on parts of samples: call "
+                    "super().compute_loss, or read outputs.log_probs and outputs.entropy of whole "
+                    f"samples and set {AT_HOME} in the class"
+                )
+            is_same = targets._version == version
+            if not is_same or not all(_equals(kwargs.get(name), targets) for name in LABELS):
+                raise NotImplementedError(
+                    f"{self._who} changes the labels of a micro-batch, which are shifted and "
+                    "parts of samples: change them in the dataset or in the data_collator"
+                )
+
+        hook = base_model(self._trainer.model).register_forward_pre_hook(check, with_kwargs=True)
+        try:
+            yield
+        finally:
+            hook.remove()
+
+    @contextmanager
+    def gradients(self, model: nn.Module) -> Iterator[None]:
+        """Refuse changes of gradients inside the block after its backward, which has added those
+        of a micro-batch to those of the micro-batches before."""
+        accelerator = self._trainer.accelerator
+        backward: Callable[..., None] = accelerator.backward
+        after_backward: list[Any] = []
+
+        def noting(loss: torch.Tensor, **options: Any) -> None:
+            backward(loss, **options)
+            after_backward[:] = _versions(model)
+
+        accelerator.backward = noting
+        try:
+            yield
+        finally:
+            del accelerator.backward
+        if after_backward and after_backward != _versions(model):
+            raise NotImplementedError(
+                f"{self._who} changes gradients after a micro-batch, before those of the step are "
+                "complete: change them in the callback event on_pre_optimizer_step"
+            )
+
+
+def _equals(given: torch.Tensor | None, targets: torch.Tensor) -> bool:
+    """Tell if labels that the model is given are the targets [1, tokens] of its micro-batch."""
+    if given is None or given.shape != targets.shape:
+        return False
+    return given is targets or torch.equal(given.to(targets.device), targets)
+
+
+def _versions(model: nn.Module) -> list[Any]:
+    """Return what tells of each gradient whether it was changed or replaced."""
+    found: list[Any] = []
+    for parameter in model.parameters():
+        gradient = parameter.grad
+        found.append(None if gradient is None else (id(gradient), gradient._version))
+    return found

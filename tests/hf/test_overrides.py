@@ -1,0 +1,276 @@
+"""What a user may override on a trainer: every method is on the list, those that the list says are
+called are called as often as by the plain Trainer, and the others are refused by name."""
+
+from collections import Counter
+from functools import wraps
+
+import pytest
+import torch
+from transformers import Trainer, TrainerCallback, TrainingArguments
+from trl import DPOTrainer, GRPOTrainer, SFTTrainer
+from trl.trainer.base_trainer import _BaseTrainer
+
+from hf_flexseq import FlexSeqArguments, FlexSeqCallback, FlexSeqMixin, FlexSeqTrainer
+from hf_flexseq.hf.overrides import RULES, Standing, rule_of
+from hf_flexseq.hf.users_code import is_known, users_method
+from tests.hf.test_checks import one_line
+from tests.hf.test_own_losses import Focal
+from tests.hf.test_trainer import dataset, padded, training_arguments
+from tests.hf.tiny import tiny_llama
+
+# Methods that answer a question: how often they are asked changes nothing.
+QUESTIONS = (
+    "_get_output_dir",
+    "_set_signature_columns_if_needed",
+    "get_cp_size",
+    "get_sp_size",
+    "get_total_train_batch_size",
+    "get_tp_size",
+    "is_local_process_zero",
+    "is_world_process_zero",
+)
+
+OPTIONS = {"max_tokens_per_rank": 61, "cost_model": "estimate", "lookahead": 0}
+SIZE = 16
+
+
+def functions_of(*classes):
+    """The names of the methods that some classes define."""
+    names = set()
+    for cls in classes:
+        for name, member in vars(cls).items():
+            is_special = name.startswith("__") and name != "__init__"
+            if callable(member) and not is_special and not isinstance(member, type):
+                names.add(name)
+    return names
+
+
+def make(base, folder, *, how="mixin", model=None, callbacks=(), **options):
+    """A trainer of the user's class `base`, behind the mixin or switched on by a callback."""
+    args = training_arguments(
+        TrainingArguments,
+        folder,
+        batch=4,
+        accumulation=2,
+        **{"optim": "sgd", "max_steps": 2, "eval_strategy": "steps", "eval_steps": 1, **options},
+    )
+    given = {
+        "model": model or tiny_llama(),
+        "args": args,
+        "train_dataset": dataset(SIZE),
+        "eval_dataset": dataset(4),
+        "data_collator": padded,
+        "callbacks": list(callbacks),
+    }
+    if how == "stock":
+        return base(**given)
+    if how == "callback":
+        trainer = base(**given)
+        trainer.add_callback(FlexSeqCallback(trainer, FlexSeqArguments(**OPTIONS)))
+        return trainer
+    if not issubclass(base, FlexSeqMixin):
+        base = type(f"Flex{base.__name__}", (FlexSeqMixin, base), {})
+    return base(**given, flexseq_args=FlexSeqArguments(**OPTIONS))
+
+
+# ---- the list
+
+
+@pytest.mark.parametrize("trainer", [Trainer, SFTTrainer, DPOTrainer, GRPOTrainer])
+def test_every_rule_names_methods_that_a_trainer_has(trainer):
+    methods = functions_of(Trainer, _BaseTrainer, SFTTrainer, DPOTrainer, GRPOTrainer)
+    named = [name for rule in RULES for name in rule.names]
+    assert len(named) == len(set(named)), "a method has one rule"
+    assert set(named) <= methods
+    for name in functions_of(trainer):
+        assert is_known(getattr(trainer, name)), name
+
+
+def counting(base):
+    """A subclass that counts the calls of every method of `base`, and a counter of them."""
+    calls = Counter()
+
+    def counted(name, method):
+        @wraps(method)
+        def call(*args, **kwargs):
+            calls[name] += 1
+            return method(*args, **kwargs)
+
+        call.__wrapped__.__dict__.clear()
+        del call.__wrapped__  # it is the user's own function
+        call.__module__ = "users"
+        return call
+
+    skipped = {name for rule in RULES for name in rule.names} | {"__init__"}
+    members = {}
+    for name in functions_of(base) - skipped:
+        if not isinstance(vars(base)[name], staticmethod | classmethod):
+            members[name] = counted(name, getattr(base, name))
+    return type("Counting", (base,), members), calls
+
+
+def test_what_is_called_is_called_as_often_as_by_the_plain_trainer(tmp_path):
+    """Every method without a rule, in training with evaluations, a checkpoint and a prediction."""
+    found = {}
+    for how in ("stock", "mixin"):
+        cls, calls = counting(Trainer)
+        trainer = make(cls, tmp_path / how, how=how, save_strategy="steps", save_steps=2)
+        assert users_method(trainer, "log") == "Counting.log"
+        trainer.train()
+        trainer.evaluate()
+        trainer.save_model()
+        trainer.save_state()
+        found[how] = calls
+    for name in QUESTIONS:
+        for calls in found.values():
+            assert calls.pop(name), name
+    assert found["mixin"] == found["stock"]
+    assert len(found["stock"]) > 40, "most methods take part in a training"
+
+
+# ---- what is refused
+
+
+def overriding(name, base=Trainer):
+    def method(self, *args, **kwargs):
+        return getattr(super(cls, self), name)(*args, **kwargs)
+
+    cls = type("Mine", (base,), {name: method})
+    return cls
+
+
+def test_an_override_that_would_be_ignored_is_refused_by_name(tmp_path):
+    for rule in RULES:
+        for name in rule.names:
+            if not hasattr(Trainer, name):
+                continue
+            for base, standing in ((Trainer, rule.in_one_pass), (Focal, rule.on_samples)):
+                for how in ("mixin", "callback"):
+                    cls = overriding(name, base)
+                    if standing is not Standing.REFUSED:
+                        assert make(cls, tmp_path, how=how)
+                        continue
+                    with pytest.raises(NotImplementedError, match=rf"Mine\.{name} would") as said:
+                        make(cls, tmp_path, how=how)
+                    one_line(said)
+                    assert rule.instead in str(said.value)
+
+
+@pytest.mark.parametrize("name", ["get_batch_samples", "prediction_step"])
+def test_a_function_on_one_trainer_or_in_front_of_the_mixin_is_refused_too(tmp_path, name):
+    with pytest.raises(NotImplementedError, match=rf"Mine\.{name} would be ignored"):
+        make(overriding(name, FlexSeqTrainer), tmp_path)
+    trainer = make(Trainer, tmp_path, how="stock")
+    setattr(trainer, name, lambda *args, **kwargs: None)
+    with pytest.raises(NotImplementedError, match=f"{name} of this .*Trainer would be ignored"):
+        trainer.add_callback(FlexSeqCallback(trainer, FlexSeqArguments(**OPTIONS)))
+
+
+def test_a_function_put_on_the_class_of_a_library_is_noticed(tmp_path, monkeypatch):
+    stock = Trainer._get_num_items_in_batch
+    monkeypatch.setattr(Trainer, "_get_num_items_in_batch", lambda *args: stock(*args))
+    with pytest.raises(NotImplementedError, match=r"Trainer\._get_num_items_in_batch would be"):
+        make(Trainer, tmp_path)
+
+
+def test_a_pipeline_refuses_what_its_stages_do_themselves(tmp_path):
+    args = FlexSeqArguments(**OPTIONS, pipeline_parallel_size=2)
+    for name in ("_clip_grad_norm", "training_step", "_save"):
+        trainer = make(overriding(name), tmp_path, how="stock")
+        with pytest.raises(NotImplementedError, match=rf"Mine\.{name} would not be called"):
+            FlexSeqCallback(trainer, args)
+    trainer = make(Trainer, tmp_path, how="stock")
+    trainer.model.lm_head.register_forward_hook(lambda *args: None)
+    with pytest.raises(NotImplementedError, match="lambda> on lm_head with a pipeline"):
+        FlexSeqCallback(trainer, args)
+
+
+# ---- a planned step is not changed
+
+
+class InFront(FlexSeqTrainer):
+    change = staticmethod(lambda inputs: inputs)
+
+    def training_step(self, model, inputs, num_items_in_batch=None):
+        return super().training_step(model, self.change(inputs), num_items_in_batch)
+
+
+def reads_labels(inputs):
+    inputs["labels"][:] = -100
+    return inputs
+
+
+def replaces_tokens(inputs):
+    inputs["input_ids"] = inputs["input_ids"] + 1
+    return inputs
+
+
+def changes_tokens(inputs):
+    inputs["input_ids"][:] = 1
+    return inputs
+
+
+def copies(inputs):
+    return {**inputs}
+
+
+def copies_as_the_trainer_does(inputs):
+    return type(inputs)({name: value.clone() for name, value in inputs.items()})
+
+
+@pytest.mark.parametrize(
+    "change, said",
+    [
+        (reads_labels, "is read-only and has no labels"),
+        (replaces_tokens, "is read-only"),
+        (changes_tokens, "trains on other inputs than the planned step"),
+        (copies, "trains on other inputs than the planned step"),
+        (copies_as_the_trainer_does, "trains on other inputs than the planned step"),
+    ],
+)
+def test_a_planned_step_is_read_only_in_front_of_the_mixin(tmp_path, change, said):
+    trainer = make(InFront, tmp_path)
+    trainer.change = change
+    with pytest.raises(NotImplementedError, match=said) as raised:
+        trainer.train()
+    one_line(raised)
+
+
+def test_a_step_that_is_not_changed_trains(tmp_path):
+    make(InFront, tmp_path).train()
+
+
+# ---- what is said
+
+
+class Substeps(TrainerCallback):
+    def on_substep_end(self, args, state, control, **kwargs):
+        pass
+
+
+def test_what_sees_something_else_is_named_in_the_log(tmp_path, caplog):
+    model = tiny_llama()
+    model.lm_head.weight.register_hook(lambda gradient: gradient * 0.5)
+    make(overriding("training_step", Focal), tmp_path, model=model, callbacks=[Substeps()])
+    said = [record.message for record in caplog.records if record.name == "hf_flexseq.hf.trainer"]
+    assert len(said) == 3
+    for part in ("Mine.training_step sees no", "lambda> on lm_head.weight", "Substeps.on_sub"):
+        assert sum(part in line for line in said) == 1, part
+    caplog.clear()
+    make(Trainer, tmp_path)
+    assert not [r for r in caplog.records if r.name == "hf_flexseq.hf.trainer"]
+
+
+def test_rules_are_found_by_name():
+    assert rule_of("compute_loss").in_one_pass is Standing.IN_PARTS
+    assert rule_of("create_optimizer") is None
+
+
+def test_hooks_after_accumulation_are_refused(tmp_path):
+    model = tiny_llama(torch.float32)
+    model.lm_head.weight.register_post_accumulate_grad_hook(lambda parameter: None)
+    with pytest.raises(
+        NotImplementedError, match="lm_head.weight runs after the backward"
+    ) as said:
+        make(Trainer, tmp_path, model=model)
+    one_line(said)

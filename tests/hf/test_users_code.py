@@ -1,0 +1,385 @@
+"""Code of the user's own in the way of a loss in one pass: what leaves the loss a sum over tokens
+trains as under the plain Trainer, and everything else is refused with one line."""
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+from transformers import LlamaForCausalLM, Trainer, TrainerCallback
+from trl import SFTTrainer
+
+from hf_flexseq import FlexSeqArguments, FlexSeqMixin
+from hf_flexseq.hf.model.loss import attach_chunked_loss
+from hf_flexseq.hf.users_code import is_known, library_method, users_forward_hooks, users_modules
+from tests.hf.objectives import TorchNormLlama
+from tests.hf.test_checks import one_line
+from tests.hf.test_mixin import FlexSeqSFTTrainer, sft_trainer
+from tests.hf.test_overrides import OPTIONS, make
+from tests.hf.test_trainer import float64_loss, update_error
+from tests.hf.tiny import VOCAB, tiny_llama
+
+
+def weights(model):
+    return {name: value.detach().clone() for name, value in model.named_parameters()}
+
+
+def both(base, folder, *, model=tiny_llama, **options):
+    """The distance of our weights from stock's, as a part of the update, with both logs."""
+    found = []
+    for how in ("stock", "mixin"):
+        own = model()
+        if how == "stock":
+            own.loss_function = float64_loss
+        before = weights(own)
+        trainer = make(base, folder, how=how, model=own, **options)
+        trainer.train()
+        found.append((before, weights(own), trainer))
+    (before, wanted, stock), (_, own, ours) = found
+    return update_error(before, wanted, own), stock.state.log_history, ours.state.log_history
+
+
+def refused(base, folder, said, *, model=None):
+    trainer = make(base, folder, model=model)
+    with pytest.raises(NotImplementedError, match=said) as raised:
+        trainer.train()
+    one_line(raised)
+
+
+# ---- compute_loss
+
+
+class Scales(Trainer):
+    """A sum over tokens: honoured."""
+
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        loss, outputs = super().compute_loss(model, inputs, True, num_items_in_batch)
+        return (0.25 * loss, outputs) if return_outputs else 0.25 * loss
+
+
+class PassesItems(Trainer):
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        outputs = model(**inputs, num_items_in_batch=num_items_in_batch or 50)
+        return (outputs.loss, outputs) if return_outputs else outputs.loss
+
+
+class ReplacesTokens(Trainer):
+    """Each token by itself: honoured."""
+
+    def _prepare_inputs(self, inputs):
+        inputs = super()._prepare_inputs(inputs)
+        ids = inputs["input_ids"]
+        return {**inputs, "input_ids": torch.where(ids == 3, 5, ids)}
+
+
+class SkipsCounts(Trainer):
+    def training_step(self, model, inputs, num_items_in_batch=None):
+        self.steps = getattr(self, "steps", 0) + 1
+        return super().training_step(model, inputs, num_items_in_batch)
+
+
+@pytest.mark.parametrize("base", [Scales, PassesItems, ReplacesTokens, SkipsCounts])
+def test_a_sum_over_tokens_trains_as_under_the_plain_trainer(tmp_path, base):
+    error, stock, ours = both(base, tmp_path)
+    assert error < 1e-8
+    for own, wanted in zip(ours, stock, strict=True):
+        if "loss" in wanted:
+            assert own["loss"] == pytest.approx(wanted["loss"], rel=1e-6)
+
+
+class Means(Trainer):
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        outputs = model(**inputs)
+        return (outputs.loss, outputs) if return_outputs else outputs.loss
+
+
+class Penalty(Trainer):
+    def compute_loss(self, model, inputs, *args, **kwargs):
+        return super().compute_loss(model, inputs, *args, **kwargs) + 1e-2 * sum(
+            p.square().sum() for p in self.model.parameters()
+        )
+
+
+class Square(Trainer):
+    def compute_loss(self, model, inputs, *args, **kwargs):
+        return super().compute_loss(model, inputs, *args, **kwargs) ** 2
+
+
+class ByPosition(Trainer):
+    """The first token of a row, whatever the sequences in it."""
+
+    def _prepare_inputs(self, inputs):
+        inputs = super()._prepare_inputs(inputs)
+        ids = inputs["input_ids"].clone()
+        ids[:, 0] = 1
+        return {**inputs, "input_ids": ids}
+
+
+@pytest.mark.parametrize("base", [Means, Penalty, Square, ByPosition])
+def test_a_loss_that_depends_on_the_plan_is_refused(tmp_path, base):
+    where = rf"{base.__name__}\.\w+: (two sequences have|a row without).* num_items_in_batch"
+    refused(base, tmp_path, where)
+    trainer = make(base, tmp_path)
+    with pytest.raises(NotImplementedError, match=where):
+        trainer.evaluate()
+
+
+def test_a_mean_beside_the_head_of_sft_is_refused(tmp_path):
+    class FlexMeansSFT(FlexSeqMixin, SFTTrainer):
+        def compute_loss(self, model, inputs, *args, **kwargs):
+            return model(**inputs, fused_lm_head=True).log_probs.mean()
+
+    class FlexScalesSFT(FlexSeqMixin, SFTTrainer):
+        def compute_loss(self, *args, **kwargs):
+            return 0.5 * super().compute_loss(*args, **kwargs)
+
+    ours = {"flexseq_args": FlexSeqArguments(**OPTIONS)}
+    with pytest.raises(NotImplementedError, match="FlexMeansSFT.compute_loss: two sequences"):
+        sft_trainer(FlexMeansSFT, tmp_path, 4, **ours).train()
+    figures = []
+    for cls in (FlexSeqSFTTrainer, FlexScalesSFT):
+        trainer = sft_trainer(cls, tmp_path, 4, settings={"max_steps": 1}, **ours)
+        trainer.train()
+        (log,) = (line for line in trainer.state.log_history if "loss" in line)
+        figures.append([log[name] for name in ("num_tokens", "entropy", "mean_token_accuracy")])
+    assert figures[0] == figures[1], "the trial leaves no trace in the figures"
+
+
+def test_the_trial_is_made_once_and_leaves_random_numbers_alone(tmp_path):
+    calls = []
+
+    class Counts(Trainer):
+        def compute_loss(self, model, inputs, *args, **kwargs):
+            calls.append(inputs["input_ids"].shape[1])
+            self.seen = getattr(self, "seen", 0) + 1
+            return super().compute_loss(model, inputs, *args, **kwargs)
+
+    trainer = make(Counts, tmp_path, max_steps=2)
+    trainer.seen = 0
+    trainer.train()
+    assert sorted(calls[:10]) == [4, 4, 5, 5, 9, 9, 9, 9, 9, 9], "two modes of the model"
+    assert trainer.seen == len(calls) - 10, "numbers on the trainer are those of the run"
+    trained = len(calls)
+    trainer.evaluate()
+    assert len(calls) - trained <= 4, "an evaluation does not try again"
+
+
+class Random(Trainer):
+    def compute_loss(self, model, inputs, *args, **kwargs):
+        return super().compute_loss(model, inputs, *args, **kwargs) * torch.rand(())
+
+
+def test_a_random_loss_cannot_be_tried_and_says_so(tmp_path, caplog):
+    make(Random, tmp_path, max_steps=1).train()
+    assert sum("differs from call to call" in r.message for r in caplog.records) == 1
+
+
+# ---- labels and logits
+
+
+class EditsInPlace(Trainer):
+    def compute_loss(self, model, inputs, *args, **kwargs):
+        inputs["labels"][inputs["input_ids"] < 20] = -100
+        return super().compute_loss(model, inputs, *args, **kwargs)
+
+
+class Replaces(Trainer):
+    def _prepare_inputs(self, inputs):
+        inputs = super()._prepare_inputs(inputs)
+        return {**inputs, "labels": inputs["labels"].masked_fill(inputs["input_ids"] < 20, -100)}
+
+
+class BeforeTheStep(Trainer):
+    def training_step(self, model, inputs, num_items_in_batch=None):
+        inputs["labels"] = inputs["labels"].clone().fill_(-100)
+        return super().training_step(model, inputs, num_items_in_batch)
+
+
+class WithoutShifted(Trainer):
+    def compute_loss(self, model, inputs, *args, **kwargs):
+        del inputs["shift_labels"]
+        return super().compute_loss(model, inputs, *args, **kwargs)
+
+
+@pytest.mark.parametrize("base", [EditsInPlace, Replaces, BeforeTheStep, WithoutShifted])
+def test_changed_labels_are_refused(tmp_path, base):
+    refused(base, tmp_path, rf"{base.__name__}\.\w+ changes the labels of a micro-batch.*collator")
+
+
+class WithoutContext(Trainer):
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        ids, labels = inputs["input_ids"], inputs["labels"]
+        return model(input_ids=ids, labels=labels, num_items_in_batch=num_items_in_batch).loss
+
+
+class ReadsLogits(Trainer):
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        outputs = model(**inputs, num_items_in_batch=num_items_in_batch)
+        best = F.log_softmax(outputs.logits, -1).amax()
+        return outputs.loss + best
+
+
+class ReadsLogitsOfTuple(ReadsLogits):
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        loss, logits = model(**inputs, num_items_in_batch=num_items_in_batch)[:2]
+        return loss + logits.logsumexp(-1).mean()
+
+
+@pytest.mark.parametrize(
+    "base, said",
+    [
+        (WithoutContext, r"WithoutContext\.compute_loss calls the model without .* seq_ctx"),
+        (ReadsLogits, r"outputs\.logits of a call with labels"),
+        (ReadsLogitsOfTuple, r"outputs\.logits of a call with labels"),
+    ],
+)
+def test_calls_on_parts_of_samples_are_named(tmp_path, base, said):
+    refused(base, tmp_path, said)
+
+
+class ChangesGradients(Trainer):
+    def training_step(self, model, inputs, num_items_in_batch=None):
+        loss = super().training_step(model, inputs, num_items_in_batch)
+        for parameter in model.parameters():
+            parameter.grad.clamp_(-1e-3, 1e-3)
+        return loss
+
+
+def test_changed_gradients_of_a_micro_batch_are_refused(tmp_path):
+    said = "ChangesGradients.training_step changes gradients .* on_pre_optimizer_step"
+    refused(ChangesGradients, tmp_path, said)
+
+
+# ---- modules and hooks
+
+
+class Mixes(nn.Module):
+    """Adds the mean over the row to every token."""
+
+    def __init__(self, inner):
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x):
+        return self.inner(x) + x.mean(dim=1, keepdim=True)
+
+
+def mixing():
+    model = tiny_llama()
+    model.model.layers[0].mlp = Mixes(model.model.layers[0].mlp)
+    return model
+
+
+def rolled(module, args, output):
+    return output + 0.1 * output.roll(1, dims=1)
+
+
+def test_modules_and_hooks_that_mix_tokens_of_a_row_are_refused(tmp_path):
+    refused(Trainer, tmp_path, r"model\.layers\.0\.mlp \(Mixes\): two sequences", model=mixing())
+    model = tiny_llama()
+    model.model.embed_tokens.register_forward_hook(rolled)
+    refused(Trainer, tmp_path, r"rolled on model\.embed_tokens: two sequences", model=model)
+
+
+def hooked():
+    model = tiny_llama()
+    model.lm_head.register_forward_hook(lambda module, args, output: 0.5 * output)
+    model.model.layers[1].register_forward_hook(lambda module, args, output: 1.5 * output)
+    return model
+
+
+def test_hooks_on_tokens_and_on_logits_train_as_under_the_plain_trainer(tmp_path):
+    """Under a hook on its head a model keeps its own loss, with logits."""
+    error, stock, ours = both(Trainer, tmp_path, model=with_float64_loss)
+    assert error < 1e-8
+    assert ours[0]["loss"] == pytest.approx(stock[0]["loss"], rel=1e-9)
+
+
+def with_float64_loss():
+    model = hooked()
+    model.loss_function = loss_of_targets
+    return model
+
+
+def loss_of_targets(logits, labels, vocab_size, num_items_in_batch=None, **given):
+    """A loss function of the user's own, which reads `shift_labels` where there are any."""
+    targets = given.get("shift_labels")
+    if targets is None:
+        targets = F.pad(labels, (0, 1), value=-100)[..., 1:]
+    total = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="sum")
+    return total / num_items_in_batch
+
+
+def test_a_loss_function_that_shifts_labels_again_is_refused(tmp_path):
+    model = tiny_llama()
+    model.loss_function = float64_loss
+    refused(Trainer, tmp_path, "loss_function float64_loss: two sequences.*shift_l", model=model)
+
+
+def test_a_hook_on_the_head_keeps_the_models_own_loss():
+    assert attach_chunked_loss(hooked()) is None
+    model = tiny_llama()
+    handle = attach_chunked_loss(model)
+    model.lm_head.register_forward_hook(lambda module, args, output: output)
+    ids = torch.tensor([[1, 2, 3]])
+    with pytest.raises(NotImplementedError, match="hook was registered on the head") as raised:
+        model(input_ids=ids, labels=ids)
+    one_line(raised)
+    handle.detach()
+    assert model(input_ids=ids, labels=ids).logits.shape == (1, 3, VOCAB)
+
+
+# ---- calls of the model between steps
+
+
+class Looks(TrainerCallback):
+    """Reads logits and generates in every event of a training."""
+
+    def __init__(self):
+        self.found = []
+
+    def look(self, args, state, control, model=None, **kwargs):
+        was_training = model.training
+        ids = torch.tensor([[0, 0, 1, 2, 3], [4, 5, 6, 7, 8]])
+        mask = torch.tensor([[0, 0, 1, 1, 1], [1, 1, 1, 1, 1]])
+        model.eval()
+        with torch.no_grad():
+            called = model(input_ids=ids, attention_mask=mask, labels=ids)
+            hidden = model.model(input_ids=ids, attention_mask=mask).last_hidden_state
+            sample = model.generate(
+                input_ids=ids, attention_mask=mask, max_new_tokens=3, pad_token_id=0
+            )
+        model.train(was_training)
+        self.found.append((called.loss, called.logits, hidden, sample))
+
+    on_train_begin = on_step_begin = on_step_end = on_evaluate = on_train_end = look
+
+
+@pytest.mark.parametrize("make_model", [tiny_llama, lambda: TorchNormLlama(tiny_llama().config)])
+def test_callbacks_call_the_model_as_under_the_plain_trainer(tmp_path, make_model):
+    found = []
+    for how in ("stock", "mixin", "callback"):
+        looks = Looks()
+        torch.manual_seed(0)
+        make(Trainer, tmp_path, how=how, model=make_model().double(), callbacks=[looks]).train()
+        found.append(looks.found)
+    stock, *ours = found
+    for own in ours:
+        assert len(own) == len(stock) > 6
+        for values, wanted in zip(own, stock, strict=True):
+            for value, other in zip(values, wanted, strict=True):
+                torch.testing.assert_close(value, other, rtol=1e-6, atol=1e-8)
+
+
+# ---- whose code it is
+
+
+def test_code_is_told_apart_by_its_package():
+    assert is_known(Trainer.compute_loss)
+    assert is_known(LlamaForCausalLM)
+    assert not is_known(Scales)
+    assert not is_known(lambda: None)
+    model = tiny_llama()
+    assert not list(users_modules(model))
+    assert not list(users_forward_hooks(model))
+    trainer = object.__new__(Scales)
+    assert library_method(trainer, "compute_loss").__func__ is Trainer.compute_loss
