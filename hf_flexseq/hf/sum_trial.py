@@ -1,14 +1,18 @@
 """Try, before the first step, whether a user's code leaves the loss a sum over tokens.
 
 Which sequences share a micro-batch is the plan's choice. In one pass the result depends on it,
-unless the loss of two sequences together is the sum of their losses:
+unless, with each loss divided by the same num_items_in_batch,
 
-    L(A and B in one row) = L(A) + L(B),    each divided by the same num_items_in_batch
+    L(A and B in one row) = L(A) + L(B) = L(A and B as the rows of a padded batch)
 
 and the loss of a row without labels is 0. A mean over the micro-batch, a penalty on weights, a
-square, a module or a hook that mixes tokens of a row: each of them breaks this. So where the user
-has put code of their own in the way of the loss (`users_code.py`), these losses are computed once,
-without gradients, on a few tokens of the first step and on each rank alone.
+square, a factor that counts rows, a module or a hook that mixes tokens of a row: each of them
+breaks this. So where the user has put code of their own in the way of the loss (`users_code.py`),
+these losses are computed once, without gradients, on a few tokens of the first step and on each
+rank alone. The padded batch has no `seq_ctx`: the model runs it with its own attention and loss.
+
+Where the trainer computes its loss on whole samples, only the model is tried: the squares of what
+its head finds for the tokens add up in the same way.
 
 Rejected: reading the source of the user's code, which may do anything; comparing whole steps under
 two plans, which would take as long as a step.
@@ -18,12 +22,14 @@ import copy
 import logging
 import math
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.utils.rnn import pad_sequence
 
 from hf_flexseq.config import IGNORE_INDEX
 from hf_flexseq.distributed.agreement import Attempt
@@ -41,6 +47,7 @@ from hf_flexseq.hf.users_code import (
 from hf_flexseq.hf.watch import Watch
 from hf_flexseq.steps.collator import shifted
 from hf_flexseq.steps.exchange import Columns, SourceRow
+from hf_flexseq.steps.inputs import Inputs
 from hf_flexseq.values import listed
 
 logger = logging.getLogger(__name__)
@@ -55,7 +62,10 @@ ITEMS = 8
 _TOLERANCES = {torch.float64: 1e-6, torch.float32: 1e-4}
 _TOLERANCE_OF_16_BITS = 3e-2
 
+# model, inputs, num_items_in_batch -> the loss, a scalar
 ComputeLoss = Callable[..., Any]
+# model, inputs of a micro-batch -> figures of its tokens, each [tokens, ...]
+Figures = Callable[[nn.Module, Inputs], Columns]
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +97,8 @@ _NO_CODE = UsersCode((), ())
 class SumTrial:
     """Tries the user's code of one trainer, each time that it has changed."""
 
-    def __init__(self, trainer: Any, engine: FlexSeqEngine, watch: Watch) -> None:
+    def __init__(self, trainer: Any, engine: FlexSeqEngine, watch: Watch | None = None) -> None:
+        """watch: of the calls of a loss in one pass."""
         self._trainer = trainer
         self._engine = engine
         self._watch = watch
@@ -100,88 +111,121 @@ class SumTrial:
         self._code = UsersCode.of(self._trainer)
         self._is_due = True
 
-    def run(self, row: SourceRow, model: nn.Module) -> None:
+    def run(self, row: SourceRow, model: nn.Module, figures: Figures | None = None) -> None:
         """Try the code that `look` has found, unless it has passed before. Collective over the
         world.
 
         row: what this rank has drawn for a step. model: as accelerate has wrapped it.
+        figures: what a loss on whole samples reads of a micro-batch; None for a loss in one pass.
         Raises NotImplementedError, on all ranks, where the loss depends on the plan.
         """
         if not self._is_due:
             return
         host = self._engine.communicator.host
-        is_new = self._code not in (self._passed, _NO_CODE)
-        of_ranks = host.gather_ints([int(is_new), len(row.lengths)])
-        is_wanted = any(of_rank[0] for of_rank in of_ranks)
-        if is_wanted and not all(of_rank[1] for of_rank in of_ranks):
+        is_new = self._code != self._passed
+        own = [is_new and bool(self._code.of_model), is_new and bool(self._code.methods)]
+        of_ranks = host.gather_ints([*map(int, own), len(row.lengths)])
+        has_model_code = any(of_rank[0] for of_rank in of_ranks)
+        has_methods = any(of_rank[1] for of_rank in of_ranks) and figures is None
+        if not has_model_code and not has_methods:
+            self._is_due = False
+            return
+        if not all(of_rank[2] for of_rank in of_ranks):
             return  # a rank has drawn nothing: the next step will do
         self._is_due = False
-        if not is_wanted:
-            return
         with Attempt() as trying, _unchanged(self._trainer):
-            self._try(row, model)
+            losses = _Losses(self._trainer, self._engine, self._watch, row, model)
+            if has_model_code:
+                self._try_model(losses, figures)
+            if has_methods:
+                self._try_methods(losses)
         trying.raise_together(host.gather_values, "trying if the loss is a sum over tokens")
         self._passed = self._code
 
-    def _try(self, row: SourceRow, model: nn.Module) -> None:
-        """Raise NotImplementedError where the user's code makes the loss depend on the plan."""
-        losses = _Losses(self._trainer, self._engine, self._watch, row, model)
-        if self._code.of_model:
-            found = losses.of(library_method(self._trainer, "compute_loss"))
-            if not found.add_up:
-                raise NotImplementedError(
-                    f"{listed(self._code.of_model)}: {found}; tokens of one sequence change the "
-                    "loss of another one in the same row: keep sequences apart by position_ids, "
-                    "read shift_labels, or remove it"
-                )
-        if self._code.methods:
-            found = losses.of(self._trainer.compute_loss)
-            if not found.add_up:
-                raise NotImplementedError(
-                    f"{listed(self._code.methods)}: {found}; the loss is not a sum over tokens "
-                    "divided by num_items_in_batch: pass num_items_in_batch on to the model or to "
-                    f"super().compute_loss and add no other term, or set {AT_HOME} in the class"
-                )
+    def _try_model(self, losses: "_Losses", figures: Figures | None) -> None:
+        """Raise NotImplementedError where modules, hooks or a loss function mix sequences."""
+        if figures is not None:
+            found = losses.of_figures(figures)
+        else:
+            found = losses.of(_stock_loss(self._trainer, self._engine))
+        if found is not None and not found.add_up:
+            raise NotImplementedError(
+                f"{listed(self._code.of_model)}: {found}; tokens of one sequence change the "
+                "loss of another one in the same row: keep sequences apart by position_ids, "
+                "read shift_labels, or remove it"
+            )
+
+    def _try_methods(self, losses: "_Losses") -> None:
+        """Raise NotImplementedError where methods of the trainer make the loss depend on the
+        plan."""
+        found = losses.of(self._trainer.compute_loss)
+        if found is not None and not found.add_up:
+            raise NotImplementedError(
+                f"{listed(self._code.methods)}: {found}; the loss is not a sum over tokens "
+                "divided by num_items_in_batch: pass num_items_in_batch on to the model or to "
+                f"super().compute_loss and add no other term, or set {AT_HOME} in the class"
+            )
 
 
-@dataclass(frozen=True, slots=True)
+def _stock_loss(trainer: Any, engine: FlexSeqEngine) -> ComputeLoss:
+    """Return `compute_loss` without the user's overrides of it, with the share of the router loss
+    where there is one."""
+    compute_loss = library_method(trainer, "compute_loss")
+    router = engine.executor.router
+    if router is None:
+        return compute_loss
+
+    def with_share(*args: Any, **kwargs: Any) -> Any:
+        return compute_loss(*args, **kwargs) + router.share()
+
+    return with_share
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class _Found:
     """The losses of two sequences."""
 
     first: float
     second: float
     together: float
+    """Of both in one row."""
+    padded: float
+    """Of both as the rows of a padded batch."""
     unlabelled: float
-    """The loss of both without any label."""
+    """Of both in one row, without any label."""
     tolerance: float
 
     @property
     def add_up(self) -> bool:
-        """True if the loss of both is the sum of their losses, or not finite, which is reported
-        when the step has run."""
-        if self.unlabelled != 0:
-            return False
+        """True if the loss of both is the sum of their losses in either form, or not finite, which
+        is reported when the step has run."""
+        return self.unlabelled == 0 and all(map(self._is_sum, (self.together, self.padded)))
+
+    def _is_sum(self, loss: float) -> bool:
         total = self.first + self.second
-        size = abs(self.first) + abs(self.second) + abs(self.together)
-        return not math.isfinite(size) or abs(self.together - total) <= self.tolerance * size
+        size = abs(self.first) + abs(self.second) + abs(loss)
+        return not math.isfinite(size) or abs(loss - total) <= self.tolerance * size
 
     def __str__(self) -> str:
         if self.unlabelled != 0:
             return f"a row without labels has the loss {self.unlabelled:.6g}, and not 0"
+        loss, where = self.together, "in one row"
+        if self._is_sum(loss):
+            loss, where = self.padded, "in a padded batch, as the plain Trainer has them"
         return (
             f"two sequences have the losses {self.first:.6g} and {self.second:.6g} apart, but "
-            f"{self.together:.6g} in one row"
+            f"{loss:.6g} {where}"
         )
 
 
 class _Losses:
-    """Computes the losses of two short sequences, apart and in one row, on this rank alone."""
+    """Computes the losses of two short sequences, apart and together, on this rank alone."""
 
     def __init__(
         self,
         trainer: Any,
         engine: FlexSeqEngine,
-        watch: Watch,
+        watch: Watch | None,
         row: SourceRow,
         model: nn.Module,
     ) -> None:
@@ -193,39 +237,61 @@ class _Losses:
         dtype = compute_dtype(base_model(trainer.model), trainer.accelerator)
         self._tolerance = _TOLERANCES.get(dtype, _TOLERANCE_OF_16_BITS)
 
-    def of(self, compute_loss: ComputeLoss) -> _Found:
-        """Return the three losses that a function like `Trainer.compute_loss` gives.
+    def of(self, compute_loss: ComputeLoss) -> _Found | None:
+        """Return the losses that a function like `Trainer.compute_loss` gives; None where they
+        differ from call to call."""
+        return self._in_either_mode(
+            partial(self._loss, compute_loss),
+            padded=partial(self._padded_loss, compute_loss),
+            unlabelled=partial(self._loss, compute_loss, is_labelled=False),
+        )
 
-        Dropout is off. Where the losses of one row still differ from call to call, the model is in
-        evaluation mode; where they differ even then, nothing can be said, and a warning says so.
+    def of_figures(self, figures: Figures) -> _Found | None:
+        """Return the sums of squares of what a head finds for tokens."""
+
+        def sizes(model: nn.Module, inputs: Inputs, num_items_in_batch: Any) -> torch.Tensor:
+            squares = [value.double().square().sum() for value in figures(model, inputs).values()]
+            return torch.stack(squares).sum()
+
+        return self._in_either_mode(partial(self._loss, sizes))
+
+    def _in_either_mode(
+        self,
+        loss: Callable[..., float],
+        padded: Callable[[], float] | None = None,
+        unlabelled: Callable[..., float] | None = None,
+    ) -> _Found | None:
+        """Return the losses with the model in training mode, without dropout; where those of one
+        row differ from call to call, in evaluation mode. Where they differ even then, nothing can
+        be said, and a warning says so.
+
+        loss: of sequences of so many tokens, from a token on. padded: of both in a padded batch.
+        unlabelled: as `loss`, without labels.
         """
-        of_modes = [self._in_mode(compute_loss, training=mode) for mode in (True, False)]
-        for found in of_modes:  # all ranks have computed both, whatever each has found
-            if found is not None:
-                return found
+        first, second = TOKENS
+        stable = []
+        for training in (True, False):  # all ranks compute in both, whatever each has found
+            with _without_dropout(self._model, training=training):
+                once, again = loss(0, TOKENS), loss(0, TOKENS)
+                found = _Found(
+                    first=loss(0, (first,)),
+                    second=loss(first, (second,)),
+                    together=once,
+                    padded=math.nan if padded is None else padded(),
+                    unlabelled=0.0 if unlabelled is None else unlabelled(0, TOKENS),
+                    tolerance=self._tolerance,
+                )
+            differs = abs(once - again) > self._tolerance * (abs(once) + abs(again))
+            if not differs:
+                stable.append(found)
+        if stable:
+            return stable[0]
         logger.warning(
             "the loss of %s differs from call to call on the same tokens, so hf_flexseq cannot "
             "try if it is a sum over tokens: it has to be one",
             type(self._trainer).__name__,
         )
-        return _Found(0.0, 0.0, 0.0, 0.0, self._tolerance)
-
-    def _in_mode(self, compute_loss: ComputeLoss, *, training: bool) -> _Found | None:
-        """Return the three losses with the model in training or in evaluation mode; None where
-        the same tokens have other losses in the next call."""
-        first, second = TOKENS
-        with _without_dropout(self._model, training=training):
-            once = self._loss(compute_loss, 0, TOKENS)
-            again = self._loss(compute_loss, 0, TOKENS)
-            found = _Found(
-                self._loss(compute_loss, 0, (first,)),
-                self._loss(compute_loss, first, (second,)),
-                once,
-                self._loss(compute_loss, 0, TOKENS, is_labelled=False),
-                self._tolerance,
-            )
-        is_stable = abs(once - again) <= self._tolerance * (abs(once) + abs(again))
-        return found if is_stable or not math.isfinite(once) else None
+        return None
 
     def _loss(
         self,
@@ -241,14 +307,46 @@ class _Losses:
         if not is_labelled:
             own["labels"] = torch.full_like(own["labels"], IGNORE_INDEX)
         inputs = self._engine.whole_model.inputs_alone(SourceRow(columns=own, lengths=lengths))
+        with nullcontext() if self._watch is None else self._watch.calls(inputs):
+            return self._computed(compute_loss, inputs)
+
+    def _padded_loss(self, compute_loss: ComputeLoss) -> float:
+        """Return the loss of both sequences in a padded batch, [2, tokens]; NaN where the user's
+        code or the model cannot compute it, which is not needed for planned steps."""
+        if self._engine.executor.router is not None:
+            return math.nan  # the model would add a router loss of the batch
+        batch: Inputs = {}
+        for name, value in self._columns.items():
+            if name in _MADE_HERE:
+                continue
+            filler = IGNORE_INDEX if name == "labels" else 0
+            parts = self._columns["input_ids"] if name == "labels" else value
+            row = pad_sequence(parts.split(TOKENS), batch_first=True, padding_value=filler)
+            batch[name] = row.to(self._trainer.args.device)
+        ones = [torch.ones(length, dtype=torch.int64) for length in TOKENS]
+        batch["attention_mask"] = pad_sequence(ones, batch_first=True).to(batch["labels"].device)
+        try:
+            return self._computed(compute_loss, batch)
+        except (KeyError, TypeError, ValueError, RuntimeError) as error:
+            logger.info("the loss of a padded batch is not compared: %s", error)
+            return math.nan
+
+    def _computed(self, compute_loss: ComputeLoss, inputs: Inputs) -> float:
+        """Return the loss that a function gives of inputs, without gradients."""
         trainer = self._trainer
         items = torch.full((), ITEMS, device=trainer.args.device)
-        watched = self._watch.calls(inputs)
-        with torch.no_grad(), watched, trainer.compute_loss_context_manager():
-            loss = compute_loss(
-                self._model, trainer._prepare_inputs(inputs), num_items_in_batch=items
-            )
-        return float(loss)
+        router = self._engine.executor.router
+        with ExitStack() as around:
+            around.enter_context(torch.no_grad())
+            around.enter_context(trainer.compute_loss_context_manager())
+            if router is not None:
+                around.enter_context(router.noting())
+            prepared = trainer._prepare_inputs(inputs)
+            return float(compute_loss(self._model, prepared, num_items_in_batch=items))
+
+
+# Columns that a padded batch of the plain Trainer does not have.
+_MADE_HERE = ("position_ids", "shift_labels")
 
 
 def _short_columns(drawn: Columns) -> Columns:
@@ -256,8 +354,7 @@ def _short_columns(drawn: Columns) -> Columns:
 
     Every token but the last of a sequence has a target.
     """
-    total = sum(TOKENS)
-    indices = torch.arange(total)
+    indices = torch.arange(sum(TOKENS))
     columns = {name: value[indices % len(value)] for name, value in drawn.items()}
     ids = columns["input_ids"].split(TOKENS)
     columns["labels"] = torch.cat([shifted(own) for own in ids])

@@ -35,6 +35,7 @@ from hf_flexseq.hf.objectives.drawing import Drawing
 from hf_flexseq.hf.objectives.heads import Head, head_of
 from hf_flexseq.hf.objectives.reference import attached_reference, reference_of
 from hf_flexseq.hf.objectives.trainers import Foreseen
+from hf_flexseq.hf.sum_trial import SumTrial
 from hf_flexseq.steps.calls import joined
 from hf_flexseq.steps.exchange import Columns
 from hf_flexseq.steps.inputs import Inputs
@@ -61,6 +62,7 @@ class PlannedLoss:
         self.drawing = Drawing(trainer, engine, self._head)
         self.answers = Answers(trainer, engine, self._head)
         self._is_attached = False
+        self._trial = SumTrial(trainer, engine)
 
     # ---- the model
 
@@ -75,6 +77,7 @@ class PlannedLoss:
         policy = base_model(self._trainer.model)
         self.answers.begin()
         hooks = self._head.attach()
+        self._trial.look()
         try:
             with ExitStack() as attached:
                 reference = getattr(self._trainer, "ref_model", None)
@@ -116,6 +119,8 @@ class PlannedLoss:
             step = self.drawing.planned_step([own.policy for own in calls])
             # 3. whatever is asked without gradients, before the first pass keeps a graph
             with self._engine.whole_model.planned_attention():
+                if not isinstance(self._head, Divergences):  # whose figures are of two models
+                    self._trial.run(step.row, model, self._figures)
                 self._foresee(step, model, calls)
                 # 4. to 6.
                 objective = _OfStep(self, model, batches, calls, stock_step)
@@ -125,6 +130,11 @@ class PlannedLoss:
         self.answers.clear()
         self._engine.finish(step)
         return loss
+
+    def _figures(self, model: nn.Module, inputs: Inputs) -> Columns:
+        """Return the figures of each token that the head finds, without sums over tokens."""
+        found = self._head.forward(model, inputs)
+        return {name: value for name, value in found.items() if name not in self._head.totals}
 
     @contextmanager
     def _timed_since(self, began: float) -> Iterator[None]:
