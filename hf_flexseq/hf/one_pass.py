@@ -35,11 +35,10 @@ class LossInOnePass(StepLoss):
 
     def __init__(self, trainer: Trainer, engine: FlexSeqEngine) -> None:
         super().__init__(trainer, engine)
-        self._methods = users_methods(trainer, IN_PARTS)
         self._is_watched = runs_other_code(trainer)
         # Such code may have collectives between forwards and backwards.
         self.lockstep = self._is_watched
-        self._watch = Watch(trainer, self._methods)
+        self._watch = Watch(trainer, users_methods(trainer, IN_PARTS))
         self._changes_step = users_method(trainer, "training_step") is not None
         self._trial = SumTrial(trainer, engine, self._watch)
         self._router = AddedRouterLoss(trainer)

@@ -23,7 +23,7 @@ from transformers import Trainer
 from hf_flexseq.hf.losses import has_planned_loss
 from hf_flexseq.hf.users_code import (
     is_known,
-    users_gradient_hooks,
+    users_backward_hooks,
     users_method,
     users_methods,
 )
@@ -201,11 +201,11 @@ def remarks(trainer: Any) -> Iterator[str]:
             f"{where} sees no gradients: they are computed when the losses of all batches of a "
             "step are known; change them in the callback event on_pre_optimizer_step"
         )
-    hooks = list(users_gradient_hooks(trainer.model))
+    hooks = list(users_backward_hooks(trainer.model))
     if hooks:
         yield (
-            f"{listed(hooks)}: a hook on a gradient sees that of each micro-batch of the plan; it "
-            "changes nothing but rounding where it is linear, such as a mask or a factor"
+            f"{listed(hooks)}: a hook on the backward of a module sees the gradients of each "
+            "micro-batch of the plan, in which tokens of several samples share a row"
         )
     for callback in trainer.callback_handler.callbacks:
         if not is_known(type(callback).on_substep_end):

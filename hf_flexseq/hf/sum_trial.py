@@ -240,10 +240,14 @@ class _Losses:
     def of(self, compute_loss: ComputeLoss) -> _Found | None:
         """Return the losses that a function like `Trainer.compute_loss` gives; None where they
         differ from call to call."""
+
+        def prepared(model: nn.Module, inputs: Inputs, **given: Any) -> Any:
+            return compute_loss(model, self._trainer._prepare_inputs(inputs), **given)
+
         return self._in_either_mode(
-            partial(self._loss, compute_loss),
-            padded=partial(self._padded_loss, compute_loss),
-            unlabelled=partial(self._loss, compute_loss, is_labelled=False),
+            partial(self._loss, prepared),
+            padded=partial(self._padded_loss, prepared),
+            unlabelled=partial(self._loss, prepared, is_labelled=False),
         )
 
     def of_figures(self, figures: Figures) -> _Found | None:
@@ -341,8 +345,7 @@ class _Losses:
             around.enter_context(trainer.compute_loss_context_manager())
             if router is not None:
                 around.enter_context(router.noting())
-            prepared = trainer._prepare_inputs(inputs)
-            return float(compute_loss(self._model, prepared, num_items_in_batch=items))
+            return float(compute_loss(self._model, inputs, num_items_in_batch=items))
 
 
 # Columns that a padded batch of the plain Trainer does not have.

@@ -220,6 +220,7 @@ class FlexSeqMixin(PartOfModelMixin):
         Without `even_batches` ranks draw different numbers of them; all go on until the last one
         is done. A loss that is computed at home refuses that.
         """
+        self._flexseq_accumulation = self.args.gradient_accumulation_steps
         self._flexseq_loss.check_loader(dataloader)
         self._flexseq_loaders.enter_context(batches_on_host(dataloader))
         longest = LongestLoader.over(dataloader, self.flexseq.communicator)
@@ -232,7 +233,17 @@ class FlexSeqMixin(PartOfModelMixin):
     ) -> tuple[list[Any], torch.Tensor | None]:
         """Return `num_batches` items, of which the last one is the planned step, and the step's
         target tokens; no item when no rank has data left. A loss that is computed at home gets the
-        batches themselves."""
+        batches themselves.
+
+        Raises ValueError where accumulation has changed since steps were drawn ahead.
+        """
+        steps = self.args.gradient_accumulation_steps
+        if steps != self._flexseq_accumulation and self.flexseq.args.lookahead:
+            raise ValueError(
+                f"gradient_accumulation_steps has changed from {self._flexseq_accumulation} to "
+                f"{steps} while training, but steps are drawn ahead: set lookahead=0"
+            )
+        self._flexseq_accumulation = steps
         epochs = self._flexseq_epochs.of(epoch_iterator)
         return self._flexseq_loss.next_batches(epochs, num_batches, device)
 

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 from typing import Any
 
+import torch
 from torch import nn
 from torch.nn.modules import module as all_modules
 
@@ -122,11 +123,37 @@ def has_output_hook(module: nn.Module) -> bool:
     return any(_of_user(hooks) for hooks in kinds)
 
 
-def users_gradient_hooks(model: nn.Module) -> Iterator[str]:
-    """Yield a description of each hook of the user's on the gradient of a parameter."""
+def nonlinear_gradient_hooks(model: nn.Module) -> Iterator[str]:
+    """Yield a description of each hook of the user's on a parameter that does something else to
+    the sum of two gradients than to each of them: it depends on what is added up.
+
+    A hook is called on three gradients of random numbers.
+    """
     for name, parameter in model.named_parameters():
         for hook in _of_user(parameter._backward_hooks):
-            yield f"{_name(hook)} on {name}"
+            if not _is_linear(hook, parameter):
+                yield f"{_name(hook)} on {name}"
+
+
+def _is_linear(hook: Callable[[torch.Tensor], torch.Tensor | None], like: torch.Tensor) -> bool:
+    """Tell if a hook on gradients of the form of `like` keeps their sums."""
+    with torch.no_grad(), torch.random.fork_rng():
+        first, second = torch.randn_like(like), torch.randn_like(like)
+        results = []
+        for gradient in (first, second, first + second):
+            changed = hook(gradient.clone())
+            results.append(gradient if changed is None else changed)
+        error = results[0] + results[1] - results[2]
+        bound = 1e-2 if like.dtype.itemsize == 2 else 1e-5
+        return bool(error.norm() <= bound * (results[0].norm() + results[1].norm()))
+
+
+def users_backward_hooks(model: nn.Module) -> Iterator[str]:
+    """Yield a description of each hook of the user's that sees the backward of a module."""
+    for name, module in model.named_modules():
+        for kind in _BACKWARD_HOOKS:
+            for hook in _of_user(getattr(module, kind)):
+                yield f"{_name(hook)} on {name or 'the model'}"
 
 
 def users_accumulation_hooks(model: nn.Module) -> Iterator[str]:

@@ -77,10 +77,29 @@ class Watch:
         finally:
             del accelerator.backward
         if after_backward and after_backward != _versions(model):
-            raise NotImplementedError(
-                f"{self._who} changes gradients after a micro-batch, before those of the step are "
-                "complete: change them in the callback event on_pre_optimizer_step"
-            )
+            raise self._changed_gradients()
+
+    @contextmanager
+    def no_gradients_yet(self, model: nn.Module) -> Iterator[None]:
+        """Refuse changes of gradients inside the block, which comes before all backwards of a
+        step: it sees zeros."""
+        empty = [p for p in model.parameters() if p.requires_grad and p.grad is None]
+        for parameter in empty:
+            parameter.grad = torch.zeros_like(parameter)
+        before = _versions(model)
+        try:
+            yield
+            if before != _versions(model):
+                raise self._changed_gradients()
+        finally:
+            for parameter in empty:
+                parameter.grad = None
+
+    def _changed_gradients(self) -> NotImplementedError:
+        return NotImplementedError(
+            f"{self._who} changes gradients before those of the step are complete: change them in "
+            "the callback event on_pre_optimizer_step"
+        )
 
 
 def _equals(given: torch.Tensor | None, targets: torch.Tensor) -> bool:

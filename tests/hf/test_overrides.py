@@ -45,7 +45,7 @@ def functions_of(*classes):
     return names
 
 
-def make(base, folder, *, how="mixin", model=None, callbacks=(), **options):
+def make(base, folder, *, how="mixin", model=None, callbacks=(), flexseq=None, **options):
     """A trainer of the user's class `base`, behind the mixin or switched on by a callback."""
     args = training_arguments(
         TrainingArguments,
@@ -70,7 +70,7 @@ def make(base, folder, *, how="mixin", model=None, callbacks=(), **options):
         return trainer
     if not issubclass(base, FlexSeqMixin):
         base = type(f"Flex{base.__name__}", (FlexSeqMixin, base), {})
-    return base(**given, flexseq_args=FlexSeqArguments(**OPTIONS))
+    return base(**given, flexseq_args=FlexSeqArguments(**(OPTIONS | (flexseq or {}))))
 
 
 # ---- the list
@@ -250,11 +250,11 @@ class Substeps(TrainerCallback):
 
 def test_what_sees_something_else_is_named_in_the_log(tmp_path, caplog):
     model = tiny_llama()
-    model.lm_head.weight.register_hook(lambda gradient: gradient * 0.5)
+    model.lm_head.register_full_backward_hook(lambda *args: None)
     make(overriding("training_step", Focal), tmp_path, model=model, callbacks=[Substeps()])
     said = [record.message for record in caplog.records if record.name == "hf_flexseq.hf.trainer"]
     assert len(said) == 3
-    for part in ("Mine.training_step sees no", "lambda> on lm_head.weight", "Substeps.on_sub"):
+    for part in ("Mine.training_step sees no", "lambda> on lm_head: ", "Substeps.on_sub"):
         assert sum(part in line for line in said) == 1, part
     caplog.clear()
     make(Trainer, tmp_path)
@@ -266,11 +266,31 @@ def test_rules_are_found_by_name():
     assert rule_of("create_optimizer") is None
 
 
-def test_hooks_after_accumulation_are_refused(tmp_path):
-    model = tiny_llama(torch.float32)
-    model.lm_head.weight.register_post_accumulate_grad_hook(lambda parameter: None)
-    with pytest.raises(
-        NotImplementedError, match="lm_head.weight runs after the backward"
-    ) as said:
-        make(Trainer, tmp_path, model=model)
+def test_hooks_on_gradients_that_depend_on_micro_batches_are_refused(tmp_path):
+    def accumulates(model):
+        model.lm_head.weight.register_post_accumulate_grad_hook(lambda parameter: None)
+
+    def clamps(model):
+        model.lm_head.weight.register_hook(lambda gradient: gradient.clamp(-0.1, 0.1))
+
+    for register in (accumulates, clamps):
+        model = tiny_llama(torch.float32)
+        register(model)
+        with pytest.raises(NotImplementedError, match="on lm_head.weight changes grad") as said:
+            make(Trainer, tmp_path, model=model)
+        one_line(said)
+
+
+# ---- what changes while it trains
+
+
+class Accumulates(TrainerCallback):
+    def on_step_end(self, args, state, control, **kwargs):
+        args.gradient_accumulation_steps = 1
+
+
+@pytest.mark.processes
+def test_another_accumulation_in_the_middle_of_a_training(tmp_path):
+    with pytest.raises(ValueError, match="has changed from 2 to 1.* set lookahead=0") as said:
+        make(Trainer, tmp_path, callbacks=[Accumulates()], flexseq={"lookahead": 1}).train()
     one_line(said)

@@ -15,6 +15,7 @@ from tests.hf.objectives import TorchNormLlama
 from tests.hf.test_checks import one_line
 from tests.hf.test_mixin import FlexSeqSFTTrainer, sft_trainer
 from tests.hf.test_overrides import OPTIONS, make
+from tests.hf.test_own_losses import Focal
 from tests.hf.test_trainer import float64_loss, update_error
 from tests.hf.tiny import VOCAB, tiny_llama
 
@@ -28,10 +29,10 @@ def both(base, folder, *, model=tiny_llama, **options):
     found = []
     for how in ("stock", "mixin"):
         own = model()
-        if how == "stock":
+        if how == "stock" and not hasattr(base, "flexseq_loss_at_home"):
             own.loss_function = float64_loss
         before = weights(own)
-        trainer = make(base, folder, how=how, model=own, **options)
+        trainer = make(base, folder, how=how, model=own, eval_strategy="no", **options)
         trainer.train()
         found.append((before, weights(own), trainer))
     (before, wanted, stock), (_, own, ours) = found
@@ -251,9 +252,53 @@ class ChangesGradients(Trainer):
         return loss
 
 
-def test_changed_gradients_of_a_micro_batch_are_refused(tmp_path):
-    said = "ChangesGradients.training_step changes gradients .* on_pre_optimizer_step"
-    refused(ChangesGradients, tmp_path, said)
+class ChangesGradientsOfSamples(Focal):
+    def training_step(self, model, inputs, num_items_in_batch=None):
+        loss = super().training_step(model, inputs, num_items_in_batch)
+        model.zero_grad()
+        return loss
+
+
+@pytest.mark.parametrize("base", [ChangesGradients, ChangesGradientsOfSamples])
+def test_changed_gradients_before_the_end_of_a_step_are_refused(tmp_path, base):
+    said = rf"{base.__name__}.training_step changes gradients .* on_pre_optimizer_step"
+    refused(base, tmp_path, said)
+
+
+def test_linear_hooks_on_gradients_train_as_under_the_plain_trainer(tmp_path):
+    def masked():
+        model = tiny_llama()
+        mask = torch.arange(VOCAB)[:, None] > 30
+        model.model.embed_tokens.weight.register_hook(lambda gradient: gradient * mask)
+        return model
+
+    error, _, _ = both(Trainer, tmp_path, model=masked)
+    assert error < 1e-8
+
+
+class PreparesOtherBatches(Focal):
+    """Samples that are changed after they were planned."""
+
+    def _prepare_inputs(self, inputs):
+        inputs = super()._prepare_inputs(inputs)
+        labels = inputs["labels"].masked_fill(inputs["input_ids"] < 20, -100)
+        return {**inputs, "labels": labels}
+
+
+class EditsSamples(Focal):
+    def compute_loss(self, model, inputs, *args, **kwargs):
+        inputs["input_ids"][:, 0] = 1
+        return super().compute_loss(model, inputs, *args, **kwargs)
+
+
+def test_changed_samples_of_a_loss_on_samples(tmp_path):
+    error, _, _ = both(PreparesOtherBatches, tmp_path)
+    assert error < 1e-8
+    refused(EditsSamples, tmp_path, "EditsSamples computes a loss from tokens .* not those of its")
+
+
+def test_modules_that_mix_samples_are_refused_on_samples_too(tmp_path):
+    refused(Focal, tmp_path, r"model\.layers\.0\.mlp \(Mixes\): two sequences", model=mixing())
 
 
 # ---- modules and hooks

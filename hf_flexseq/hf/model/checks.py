@@ -39,7 +39,7 @@ from hf_flexseq.hf.model.router import (
     router_facts,
 )
 from hf_flexseq.hf.model.trial import PROBED_FAMILIES, Call, MixerRun, Trial, try_model
-from hf_flexseq.hf.users_code import users_accumulation_hooks
+from hf_flexseq.hf.users_code import nonlinear_gradient_hooks, users_accumulation_hooks
 from hf_flexseq.layers import RecurrentShape
 from hf_flexseq.values import listed
 
@@ -133,12 +133,12 @@ def _unsuitable_kind(model: PreTrainedModel) -> str | None:
 
 
 def _unsuitable_hooks(model: PreTrainedModel) -> str | None:
-    hooks = list(users_accumulation_hooks(model))
+    hooks = [*users_accumulation_hooks(model), *nonlinear_gradient_hooks(model)]
     if not hooks:
         return None
     return (
-        f"{listed(hooks)} runs after the backward of each micro-batch, before the gradient of the "
-        "step is complete; remove the hook, or use the callback event on_pre_optimizer_step"
+        f"{listed(hooks)} changes gradients of each micro-batch, before those of the step are "
+        "complete; remove the hook, and use the callback event on_pre_optimizer_step"
     )
 
 

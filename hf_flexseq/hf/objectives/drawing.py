@@ -61,6 +61,7 @@ class Drawing:
         self._may_change = bool(users_methods(trainer, _CHANGE_BATCHES))
         # of the steps to come
         self._iterator: Iterator[Any] | None = None
+        self._num_batches = 0  # of a step
         self._rows: Rows = iter(())
         self._drawn: deque[StepBatches] = deque()  # of a dataset
         self._to_come: deque[list[Call]] = deque()  # of samples that are there already
@@ -119,10 +120,11 @@ class Drawing:
         self, iterator: Iterator[Any], num_batches: int, first_number: int
     ) -> StepBatches:
         """Return the batches of the next step, and keep the step, which was planned ahead."""
+        self._num_batches = num_batches
         if iterator is not self._iterator:
             self._iterator = iterator
             self._drawn.clear()
-            self._rows = self._rows_of(iterator, num_batches)
+            self._rows = self._rows_of(iterator)
         self._step = self._engine.next_passes(self._rows, 1, first_number=first_number)
         if self._step is None:
             return _NOTHING
@@ -130,10 +132,10 @@ class Drawing:
             raise ValueError(self._uneven("different numbers of"))
         return self._drawn.popleft()
 
-    def _rows_of(self, iterator: Iterator[Any], num_batches: int) -> Rows:
+    def _rows_of(self, iterator: Iterator[Any]) -> Rows:
         """Yield the sequences of each step, and keep the batches that they come from."""
         while True:
-            drawn = self._draw(iterator, num_batches)
+            drawn = self._draw(iterator, self._num_batches)
             if not drawn.batches:
                 return
             calls = self._policy_calls(drawn.batches)

@@ -36,6 +36,8 @@ from hf_flexseq.hf.objectives.heads import Head, head_of
 from hf_flexseq.hf.objectives.reference import attached_reference, reference_of
 from hf_flexseq.hf.objectives.trainers import Foreseen
 from hf_flexseq.hf.sum_trial import SumTrial
+from hf_flexseq.hf.users_code import users_method
+from hf_flexseq.hf.watch import Watch
 from hf_flexseq.steps.calls import joined
 from hf_flexseq.steps.exchange import Columns
 from hf_flexseq.steps.inputs import Inputs
@@ -63,6 +65,8 @@ class PlannedLoss:
         self.answers = Answers(trainer, engine, self._head)
         self._is_attached = False
         self._trial = SumTrial(trainer, engine)
+        where = users_method(trainer, "training_step")
+        self._watch = None if where is None else Watch(trainer, [where])
 
     # ---- the model
 
@@ -188,6 +192,7 @@ class _OfStep:
         self._stock_step = stock_step
         self._trainer = planned._trainer
         self._head = planned._head
+        self._watch = planned._watch
         self.totals = planned._head.totals
 
     def forward(self, inputs: Inputs) -> Columns:
@@ -217,7 +222,11 @@ class _OfStep:
         total = torch.zeros((), device=self._trainer.args.device)
         last = len(self._batches) - 1
         loader_state = self._drawing.loader_state
-        with self._answers.answering(self._model), self._backward_at_home():
+        with ExitStack() as around:
+            around.enter_context(self._answers.answering(self._model))
+            around.enter_context(self._backward_at_home())
+            if self._watch is not None:
+                around.enter_context(self._watch.no_gradients_yet(self._model))
             for index, batch in enumerate(self._batches):
                 with self._answers.loss_of(batch, loader_state, is_last=index == last):
                     total = total + self._stock_step(self._trainer.model, batch)
