@@ -92,6 +92,7 @@ class FlexSeqEngine:
         self._costs = setup.costs
         self._training: DealtSteps | None = None
         self._in_place: dict[bool, DealtSteps] = {}  # of calls: with a backward, without one
+        self._draws_in_place = False  # training steps, though `lookahead` says otherwise
         self._on_figures = on_figures
         self._unread: Step | None = None  # has run, and its figures have not been gathered
         self._watch = NonfiniteWatch(args.on_nonfinite, setup.communicator.rank)
@@ -149,6 +150,7 @@ class FlexSeqEngine:
             for dealt in self._in_place.values():
                 dealt.close()
             self._in_place.clear()
+            self._draws_in_place = False
             if self._training is not None:
                 self._training.close()
                 self._training = None
@@ -179,6 +181,12 @@ class FlexSeqEngine:
 
     # ---- drawing steps
 
+    def draw_in_place(self) -> None:
+        """Let training steps be drawn when they run, as with `lookahead=0`, until `detach`. To be
+        called on all ranks, before the first of them is drawn."""
+        assert self._training is None, "steps have been drawn ahead already"
+        self._draws_in_place = True
+
     def next_step(
         self, iterator: Iterator[Mapping[str, Any]], num_batches: int, *, first_number: int = 0
     ) -> Step | None:
@@ -201,7 +209,8 @@ class FlexSeqEngine:
         """Return the next training step; see `next_step`, and for `deal` `_dealt_steps`."""
         self._check_attached()
         if self._training is None:
-            self._training = self._dealt_steps(self.args.lookahead, first_number, deal=deal)
+            lookahead = 0 if self._draws_in_place else self.args.lookahead
+            self._training = self._dealt_steps(lookahead, first_number, deal=deal)
         return self._training.next(iterator, num_batches)
 
     def evaluation_steps(self, batches: Iterable[Mapping[str, Any]]) -> Iterator[Step]:

@@ -48,7 +48,7 @@ from hf_flexseq.hf.engine import FlexSeqEngine
 from hf_flexseq.hf.evaluation import left_unprepared
 from hf_flexseq.hf.executors import EngineSetup, Executor, base_model
 from hf_flexseq.hf.loaders import EpochBatches, LongestLoader, batches_on_host
-from hf_flexseq.hf.losses import has_planned_loss, reads_figures
+from hf_flexseq.hf.losses import has_planned_loss, reads_figures, rolls_out
 from hf_flexseq.hf.model.checks import check_deterministic, check_model
 from hf_flexseq.hf.one_pass import LossInOnePass
 from hf_flexseq.hf.pipeline.constructor import with_own_stage
@@ -58,6 +58,7 @@ from hf_flexseq.hf.pipeline.overrides import PartOfModelMixin
 from hf_flexseq.hf.prediction_checks import check_predictions, wants_predictions
 from hf_flexseq.hf.resume import Resumed, choose_checkpoint
 from hf_flexseq.hf.saving import checkpoint_folder, saved_whole
+from hf_flexseq.hf.shared_state import draws_in_place
 from hf_flexseq.hf.step_loss import StepLoss
 from hf_flexseq.hf.trainer_checks import check_router_loss, check_trainer
 from hf_flexseq.hf.whole_model import WholeModelExecutor
@@ -221,6 +222,7 @@ class FlexSeqMixin(PartOfModelMixin):
         self._flexseq_loaders.enter_context(batches_on_host(dataloader))
         longest = LongestLoader.over(dataloader, self.flexseq.communicator)
         self._flexseq_epochs = EpochBatches(longest)
+        self._flexseq_has_drawn = False
         self._flexseq_loaders.callback(self._flexseq_epochs.forget)
         return super().set_initial_training_values(args, longest)
 
@@ -231,7 +233,22 @@ class FlexSeqMixin(PartOfModelMixin):
         target tokens; no item when no rank has data left. A loss that is computed at home gets the
         batches themselves."""
         epochs = self._flexseq_epochs.of(epoch_iterator)
+        if not self._flexseq_has_drawn:
+            self._flexseq_has_drawn = True
+            self._choose_lookahead()
         return self._flexseq_loss.next_batches(epochs, num_batches, device)
+
+    def _choose_lookahead(self) -> None:
+        """Draw steps ahead only where that changes nothing. Collective over the world.
+
+        By now callbacks have seen the beginning of training, where they may have taken what they
+        change later.
+        """
+        if not self.flexseq.args.lookahead or rolls_out(self):
+            return
+        loader = self.callback_handler.train_dataloader
+        if draws_in_place(self, loader, self.flexseq.communicator):
+            self.flexseq.draw_in_place()
 
     def training_step(
         self, model: nn.Module, inputs: Any, num_items_in_batch: Any = None
