@@ -23,6 +23,7 @@ The engine is alike for a whole model and for one in pipeline stages; its execut
 (`executors.py`).
 """
 
+import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from datetime import timedelta
@@ -51,7 +52,10 @@ from hf_flexseq.steps.inputs import Inputs
 from hf_flexseq.steps.lookahead import Lookahead
 from hf_flexseq.steps.nonfinite import NonfiniteWatch
 from hf_flexseq.steps.passes import Objective, PassStep
+from hf_flexseq.steps.screen import beside_bars
 from hf_flexseq.steps.trace import Figures, PlanTrace
+
+logger = logging.getLogger(__name__)
 
 
 class FlexSeqEngine:
@@ -93,6 +97,7 @@ class FlexSeqEngine:
         self._training: DealtSteps | None = None
         self._in_place: dict[bool, DealtSteps] = {}  # of calls: with a backward, without one
         self._draws_in_place = False  # training steps, though `lookahead` says otherwise
+        self._noted_padding = False  # in this run
         self._on_figures = on_figures
         self._unread: Step | None = None  # has run, and its figures have not been gathered
         self._watch = NonfiniteWatch(args.on_nonfinite, setup.communicator.rank)
@@ -151,6 +156,7 @@ class FlexSeqEngine:
                 dealt.close()
             self._in_place.clear()
             self._draws_in_place = False
+            self._noted_padding = False
             if self._training is not None:
                 self._training.close()
                 self._training = None
@@ -211,7 +217,24 @@ class FlexSeqEngine:
         if self._training is None:
             lookahead = 0 if self._draws_in_place else self.args.lookahead
             self._training = self._dealt_steps(lookahead, first_number, deal=deal)
-        return self._training.next(iterator, num_batches)
+        step = self._training.next(iterator, num_batches)
+        if step is not None and step.padding_targets and not self._noted_padding:
+            self._noted_padding = True
+            self._note_padding(step)
+        return step
+
+    def _note_padding(self, step: Step) -> None:
+        """Say, on rank 0, that a step leaves out targets that the plain Trainer has."""
+        if self.communicator.rank == 0:
+            with beside_bars():
+                logger.warning(
+                    "step %d leaves out %d targets beside padding: the plain Trainer would train "
+                    "on labels where attention_mask is 0, and on a first token predicted from "
+                    "padding on its left; %d targets of tokens stay (said once)",
+                    step.number,
+                    step.padding_targets,
+                    step.targets,
+                )
 
     def evaluation_steps(self, batches: Iterable[Mapping[str, Any]]) -> Iterator[Step]:
         """Yield every batch as a step, until no rank has data left. Planned in place. Collective
