@@ -39,9 +39,10 @@ from hf_flexseq.config import FlexSeqArguments
 from hf_flexseq.cost import CostModel
 from hf_flexseq.distributed.agreement import Attempt
 from hf_flexseq.distributed.communicator import Communicator
-from hf_flexseq.hf.executors import EngineSetup, Executor, ForwardBackward
+from hf_flexseq.hf.executors import EngineSetup, Executor, ForwardBackward, base_model
 from hf_flexseq.hf.gradients import gradients_of, step_was_skipped
 from hf_flexseq.hf.loaders import LoaderSettings, batches_on_host
+from hf_flexseq.hf.model.own_loss import check_own_loss
 from hf_flexseq.hf.trainer_checks import check_accelerator
 from hf_flexseq.hf.whole_model import WholeModelExecutor
 from hf_flexseq.planner.process.client import Planner
@@ -137,6 +138,12 @@ class FlexSeqEngine:
 
         Raises NotImplementedError when the model cannot be trained exactly.
         """
+        check_own_loss(base_model(model))
+        self._attach(model, lockstep=lockstep)
+
+    def _attach(self, model: nn.Module, *, lockstep: bool) -> None:
+        """Attach a model whose loss function does not matter, or has been looked at. Collective
+        over the world."""
         self.executor.attach(model, lockstep=lockstep)
         self._loader_settings.change()
 
@@ -168,7 +175,7 @@ class FlexSeqEngine:
         if self.executor.attached:
             yield
             return
-        self.attach(model, lockstep=lockstep)
+        self._attach(model, lockstep=lockstep)
         try:
             yield
         finally:

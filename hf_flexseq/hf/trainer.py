@@ -48,6 +48,7 @@ from hf_flexseq.hf.engine import FlexSeqEngine
 from hf_flexseq.hf.evaluation import left_unprepared
 from hf_flexseq.hf.executors import EngineSetup, Executor, base_model
 from hf_flexseq.hf.loaders import EpochBatches, LongestLoader, batches_on_host
+from hf_flexseq.hf.loss_checks import check_loss_function
 from hf_flexseq.hf.losses import has_planned_loss, reads_figures, rolls_out
 from hf_flexseq.hf.model.checks import check_deterministic, check_model
 from hf_flexseq.hf.one_pass import LossInOnePass
@@ -122,6 +123,7 @@ class FlexSeqMixin(PartOfModelMixin):
         check_trainer(self, options)
         base = base_model(self.model)
         check_model(base)
+        check_loss_function(self, base)
         check_router_loss(self, base)
         if options.deterministic:
             check_deterministic(base)
