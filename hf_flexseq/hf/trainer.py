@@ -3,8 +3,9 @@
 `FlexSeqMixin` goes in front of any Trainer. What it changes, method by method:
 
 * `get_batch_samples`, where the Trainer draws the batches of an optimizer step: plans the step and
-  brings the tokens to their ranks, ahead unless the data may follow training (`shared_state.py`). It still returns as many items as it was asked for, because the
-  Trainer counts them; all but the last are empty.
+  brings the tokens to their ranks, ahead unless the data may follow training (`shared_state.py`).
+  It still returns as many items as it was asked for, because the Trainer counts them; all but the
+  last are empty.
 * `training_step`: runs the micro-batches of the plan, each through the Trainer's own
   `training_step`.
 * `evaluation_loop`, `prediction_step`: the same for evaluation, with a loss over all target
