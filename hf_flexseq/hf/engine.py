@@ -23,6 +23,7 @@ The engine is alike for a whole model and for one in pipeline stages; its execut
 (`executors.py`).
 """
 
+import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from datetime import timedelta
@@ -38,9 +39,10 @@ from hf_flexseq.config import FlexSeqArguments
 from hf_flexseq.cost import CostModel
 from hf_flexseq.distributed.agreement import Attempt
 from hf_flexseq.distributed.communicator import Communicator
-from hf_flexseq.hf.executors import EngineSetup, Executor, ForwardBackward
+from hf_flexseq.hf.executors import EngineSetup, Executor, ForwardBackward, base_model
 from hf_flexseq.hf.gradients import gradients_of, step_was_skipped
 from hf_flexseq.hf.loaders import LoaderSettings, batches_on_host
+from hf_flexseq.hf.model.own_loss import check_own_loss
 from hf_flexseq.hf.trainer_checks import check_accelerator
 from hf_flexseq.hf.whole_model import WholeModelExecutor
 from hf_flexseq.planner.process.client import Planner
@@ -51,7 +53,10 @@ from hf_flexseq.steps.inputs import Inputs
 from hf_flexseq.steps.lookahead import Lookahead
 from hf_flexseq.steps.nonfinite import NonfiniteWatch
 from hf_flexseq.steps.passes import Objective, PassStep
+from hf_flexseq.steps.screen import beside_bars
 from hf_flexseq.steps.trace import Figures, PlanTrace
+
+logger = logging.getLogger(__name__)
 
 
 class FlexSeqEngine:
@@ -92,6 +97,8 @@ class FlexSeqEngine:
         self._costs = setup.costs
         self._training: DealtSteps | None = None
         self._in_place: dict[bool, DealtSteps] = {}  # of calls: with a backward, without one
+        self._draws_in_place = False  # training steps, though `lookahead` says otherwise
+        self._noted_padding = False  # in this run
         self._on_figures = on_figures
         self._unread: Step | None = None  # has run, and its figures have not been gathered
         self._watch = NonfiniteWatch(args.on_nonfinite, setup.communicator.rank)
@@ -131,6 +138,12 @@ class FlexSeqEngine:
 
         Raises NotImplementedError when the model cannot be trained exactly.
         """
+        check_own_loss(base_model(model))
+        self._attach(model, lockstep=lockstep)
+
+    def _attach(self, model: nn.Module, *, lockstep: bool) -> None:
+        """Attach a model whose loss function does not matter, or has been looked at. Collective
+        over the world."""
         self.executor.attach(model, lockstep=lockstep)
         self._loader_settings.change()
 
@@ -149,6 +162,8 @@ class FlexSeqEngine:
             for dealt in self._in_place.values():
                 dealt.close()
             self._in_place.clear()
+            self._draws_in_place = False
+            self._noted_padding = False
             if self._training is not None:
                 self._training.close()
                 self._training = None
@@ -160,7 +175,7 @@ class FlexSeqEngine:
         if self.executor.attached:
             yield
             return
-        self.attach(model, lockstep=lockstep)
+        self._attach(model, lockstep=lockstep)
         try:
             yield
         finally:
@@ -178,6 +193,12 @@ class FlexSeqEngine:
             raise RuntimeError("call engine.attach(model) before drawing steps")
 
     # ---- drawing steps
+
+    def draw_in_place(self) -> None:
+        """Let training steps be drawn when they run, as with `lookahead=0`, until `detach`. To be
+        called on all ranks, before the first of them is drawn."""
+        assert self._training is None, "steps have been drawn ahead already"
+        self._draws_in_place = True
 
     def next_step(
         self, iterator: Iterator[Mapping[str, Any]], num_batches: int, *, first_number: int = 0
@@ -201,8 +222,26 @@ class FlexSeqEngine:
         """Return the next training step; see `next_step`, and for `deal` `_dealt_steps`."""
         self._check_attached()
         if self._training is None:
-            self._training = self._dealt_steps(self.args.lookahead, first_number, deal=deal)
-        return self._training.next(iterator, num_batches)
+            lookahead = 0 if self._draws_in_place else self.args.lookahead
+            self._training = self._dealt_steps(lookahead, first_number, deal=deal)
+        step = self._training.next(iterator, num_batches)
+        if step is not None and step.padding_targets and not self._noted_padding:
+            self._noted_padding = True
+            self._note_padding(step)
+        return step
+
+    def _note_padding(self, step: Step) -> None:
+        """Say, on rank 0, that a step leaves out targets that the plain Trainer has."""
+        if self.communicator.rank == 0:
+            with beside_bars():
+                logger.warning(
+                    "step %d leaves out %d targets beside padding: the plain Trainer would train "
+                    "on labels where attention_mask is 0, and on a first token predicted from "
+                    "padding on its left; %d targets of tokens stay (said once)",
+                    step.number,
+                    step.padding_targets,
+                    step.targets,
+                )
 
     def evaluation_steps(self, batches: Iterable[Mapping[str, Any]]) -> Iterator[Step]:
         """Yield every batch as a step, until no rank has data left. Planned in place. Collective

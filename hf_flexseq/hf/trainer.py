@@ -3,8 +3,9 @@
 `FlexSeqMixin` goes in front of any Trainer. What it changes, method by method:
 
 * `get_batch_samples`, where the Trainer draws the batches of an optimizer step: plans the step and
-  brings the tokens to their ranks. It still returns as many items as it was asked for, because the
-  Trainer counts them; all but the last are empty.
+  brings the tokens to their ranks, ahead unless the data may follow training (`shared_state.py`).
+  It still returns as many items as it was asked for, because the Trainer counts them; all but the
+  last are empty.
 * `training_step`: runs the micro-batches of the plan, each through the Trainer's own
   `training_step`.
 * `evaluation_loop`, `prediction_step`: the same for evaluation, with a loss over all target
@@ -48,7 +49,8 @@ from hf_flexseq.hf.engine import FlexSeqEngine
 from hf_flexseq.hf.evaluation import left_unprepared
 from hf_flexseq.hf.executors import EngineSetup, Executor, base_model
 from hf_flexseq.hf.loaders import EpochBatches, LongestLoader, batches_on_host
-from hf_flexseq.hf.losses import has_planned_loss, reads_figures
+from hf_flexseq.hf.loss_checks import check_loss_function
+from hf_flexseq.hf.losses import has_planned_loss, reads_figures, rolls_out
 from hf_flexseq.hf.model.checks import check_deterministic, check_model
 from hf_flexseq.hf.one_pass import LossInOnePass
 from hf_flexseq.hf.overrides import OF_PART_OF_MODEL, remarks
@@ -58,6 +60,7 @@ from hf_flexseq.hf.pipeline.overrides import PartOfModelMixin
 from hf_flexseq.hf.prediction_checks import check_predictions, wants_predictions
 from hf_flexseq.hf.resume import Resumed, choose_checkpoint
 from hf_flexseq.hf.saving import checkpoint_folder, saved_whole
+from hf_flexseq.hf.shared_state import draws_in_place
 from hf_flexseq.hf.step_loss import StepLoss
 from hf_flexseq.hf.trainer_checks import check_router_loss, check_trainer
 from hf_flexseq.hf.whole_model import WholeModelExecutor
@@ -121,6 +124,7 @@ class FlexSeqMixin(PartOfModelMixin):
         check_trainer(self, options)
         base = base_model(self.model)
         check_model(base)
+        check_loss_function(self, base)
         check_router_loss(self, base)
         if options.deterministic:
             check_deterministic(base)
@@ -225,6 +229,7 @@ class FlexSeqMixin(PartOfModelMixin):
         self._flexseq_loaders.enter_context(batches_on_host(dataloader))
         longest = LongestLoader.over(dataloader, self.flexseq.communicator)
         self._flexseq_epochs = EpochBatches(longest)
+        self._flexseq_has_drawn = False
         self._flexseq_loaders.callback(self._flexseq_epochs.forget)
         return super().set_initial_training_values(args, longest)
 
@@ -245,7 +250,22 @@ class FlexSeqMixin(PartOfModelMixin):
             )
         self._flexseq_accumulation = steps
         epochs = self._flexseq_epochs.of(epoch_iterator)
+        if not self._flexseq_has_drawn:
+            self._flexseq_has_drawn = True
+            self._choose_lookahead()
         return self._flexseq_loss.next_batches(epochs, num_batches, device)
+
+    def _choose_lookahead(self) -> None:
+        """Draw steps ahead only where that changes nothing. Collective over the world.
+
+        By now callbacks have seen the beginning of training, where they may have taken what they
+        change later.
+        """
+        if not self.flexseq.args.lookahead or rolls_out(self):
+            return
+        loader = self.callback_handler.train_dataloader
+        if draws_in_place(self, loader, self.flexseq.communicator):
+            self.flexseq.draw_in_place()
 
     def training_step(
         self, model: nn.Module, inputs: Any, num_items_in_batch: Any = None

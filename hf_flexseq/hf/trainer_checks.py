@@ -248,7 +248,7 @@ def _contradictions(training: Any) -> list[Refusal]:
         Refusal(
             when=_is_reentrant(training),
             message="use_reentrant=True, which is torch's default: set "
-            "gradient_checkpointing_kwargs={'use_reentrant': False}",
+            f"{_checkpointing(training)}_kwargs={{'use_reentrant': False}}",
         ),
         Refusal(
             when=getattr(training, "packing", False) or getattr(training, "eval_packing", False),
@@ -256,6 +256,14 @@ def _contradictions(training: Any) -> list[Refusal]:
             "sequences; set packing=False",
         ),
     ]
+
+
+def _checkpointing(training: Any) -> str:
+    """Return what the training arguments call checkpointing: older versions of transformers have
+    the second name alone."""
+    if hasattr(training, "activation_checkpointing"):
+        return "activation_checkpointing"
+    return "gradient_checkpointing"
 
 
 def _is_reentrant(training: Any) -> bool:
@@ -300,7 +308,7 @@ def _missing_at_home(training: Any) -> list[Refusal]:
         Refusal(
             when=getattr(training, "activation_offloading", False),
             message="activation_offloading=True with this trainer: forwards run before its step "
-            "begins; use gradient_checkpointing=True",
+            f"begins; use {_checkpointing(training)}=True",
         ),
     ]
 

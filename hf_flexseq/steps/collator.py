@@ -7,10 +7,14 @@ shifted.
 Labels are shifted here, inside each sequence, because a sequence may later be cut anywhere:
 `shift_labels[i]` is the target of token i, and the last token of every sequence has none. `labels`
 holds the same, for those who count it.
+
+A padded batch may have targets beside its padding: labels of padding, and, where padding is on the
+left, a label of a sequence's first token, which would be predicted from padding. They are left
+out, and `padding_targets` says how many they are.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -19,6 +23,7 @@ from torch.nn.utils.rnn import pad_sequence
 from hf_flexseq.config import IGNORE_INDEX
 
 LENGTHS = "lengths"
+PADDING_TARGETS = "padding_targets"
 
 # Columns of TRL, 1 for each token that is a target.
 _MASKS = ("completion_mask", "assistant_masks")
@@ -33,6 +38,17 @@ _MADE_FOR_OTHERS = (
     "max_length_q",
     "max_length_k",
 )
+
+
+class _Example(NamedTuple):
+    """One example without its padding."""
+
+    columns: dict[str, torch.Tensor]
+    """Each [tokens], with labels of the tokens themselves."""
+    padding_targets: int
+    """Targets that were beside its padding."""
+    first_label: bool
+    """Whether its first token has a label, and no padding was before it."""
 
 
 class DataCollatorForFlexSeq:
@@ -64,34 +80,28 @@ class DataCollatorForFlexSeq:
         return getattr(other, name)
 
     def __call__(self, examples: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-        """Return a dict of [1, tokens] tensors and `lengths`, a list of int.
+        """Return a dict of [1, tokens] tensors and `lengths`, a list of int; and, where there are
+        some, the number of `padding_targets`.
 
         Raises ValueError for an example without labels or tokens, a packed one, a column that is
         not per token, or masks of targets that the labels do not follow.
         """
-        columns = [self._columns(example, index) for index, example in enumerate(examples)]
+        own = []
+        for index, example in enumerate(examples):
+            own.append(self._of_tokens(example, index, needs_labels=True))
+        columns = [_for_micro_batches(example.columns) for example in own]
         _check_same_columns(columns)
         batch: dict[str, Any] = {}
         for name in columns[0]:
             row = torch.cat([column[name] for column in columns])  # each [tokens] -> [all tokens]
             batch[name] = row.unsqueeze(0)  # -> [1, all tokens]
         batch[LENGTHS] = [len(column["input_ids"]) for column in columns]
+        padding_targets = sum(example.padding_targets for example in own)
+        if _pads_left(self.example_collator):
+            padding_targets += _shorter_with_first_label(own)
+        if padding_targets:
+            batch[PADDING_TARGETS] = padding_targets
         return batch
-
-    def _columns(self, example: Mapping[str, Any], index: int) -> dict[str, torch.Tensor]:
-        """Return the per-token columns of one example, each [tokens], with the labels shifted.
-
-        index: of the example in its batch, for messages.
-        """
-        # 1., 2. one value for each token that is no padding
-        columns = self.of_tokens(example, index)
-        tokens = columns["input_ids"].numel()
-
-        # 3. the columns that the plan's micro-batches need
-        columns.setdefault("position_ids", torch.arange(tokens))
-        columns["labels"] = shifted(columns["labels"])
-        columns["shift_labels"] = columns["labels"]
-        return columns
 
     def of_tokens(
         self, example: Mapping[str, Any], index: int, *, needs_labels: bool = True
@@ -100,6 +110,12 @@ class DataCollatorForFlexSeq:
 
         index: of the example in its batch, for messages. needs_labels: whether there must be some.
         """
+        return self._of_tokens(example, index, needs_labels=needs_labels).columns
+
+    def _of_tokens(
+        self, example: Mapping[str, Any], index: int, *, needs_labels: bool
+    ) -> _Example:
+        """Return one example as `of_tokens` does, and what was beside its padding."""
         # 1. the user's own collator, if there is one
         masks: dict[str, torch.Tensor] = {}
         given_ids = torch.empty(0)
@@ -112,7 +128,8 @@ class DataCollatorForFlexSeq:
             example = _only_row(self.example_collator([example]), index)
 
         # 2. one value for each token that is no padding
-        columns = _without_padding(_tensors(example, index, needs_labels=needs_labels), index)
+        given = _tensors(example, index, needs_labels=needs_labels)
+        columns, padding_targets = _without_padding(given, index)
         if masks:
             _check_masks(masks, given_ids, columns, index)
         tokens = columns["input_ids"].numel()
@@ -125,7 +142,9 @@ class DataCollatorForFlexSeq:
                 f"position_ids of example {index} start over: it is packed, and its sequences "
                 "would attend to each other; give every sequence as an example of its own"
             )
-        return columns
+        labels = columns.get("labels")
+        has_first_label = labels is not None and bool(labels[0] != IGNORE_INDEX)
+        return _Example(columns, padding_targets, has_first_label and not padding_targets)
 
 
 class PaddedCollator:
@@ -167,6 +186,15 @@ class PaddedCollator:
     def _padding_id(self) -> int:
         padding_id = getattr(getattr(self._collator, "tokenizer", None), "pad_token_id", None)
         return 0 if padding_id is None else padding_id
+
+
+def _for_micro_batches(columns: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Return the columns of one example, each [tokens], that the plan's micro-batches need, with
+    the labels shifted."""
+    columns.setdefault("position_ids", torch.arange(columns["input_ids"].numel()))
+    columns["labels"] = shifted(columns["labels"])
+    columns["shift_labels"] = columns["labels"]
+    return columns
 
 
 def _check_same_columns(columns: Sequence[Mapping[str, torch.Tensor]]) -> None:
@@ -333,12 +361,14 @@ def _tensor(name: str, value: Any, index: int) -> torch.Tensor:
         ) from error
 
 
-def _without_padding(columns: dict[str, torch.Tensor], index: int) -> dict[str, torch.Tensor]:
+def _without_padding(
+    columns: dict[str, torch.Tensor], index: int
+) -> tuple[dict[str, torch.Tensor], int]:
     """Return the columns without `attention_mask` and without the padding that it marks, on either
-    side: each [padded tokens] -> [tokens]."""
+    side, each [padded tokens] -> [tokens], and the number of targets that were beside it."""
     mask = columns.pop("attention_mask", None)
     if mask is None:
-        return columns
+        return columns, 0
     marked = mask.nonzero().flatten()  # indices of tokens
     start = stop = 0
     if marked.numel():
@@ -349,4 +379,29 @@ def _without_padding(columns: dict[str, torch.Tensor], index: int) -> dict[str, 
             f"attention_mask of example {index} does more than to mark padding (1 for tokens, 0 "
             "around them): give every sequence as an example of its own, without other masks"
         )
-    return {name: value[start:stop] for name, value in columns.items()}
+    kept = {name: value[start:stop] for name, value in columns.items()}
+    if "labels" not in columns or marked.numel() == mask.numel():
+        return kept, 0
+    # A batch has no target for its first token; a sequence has none for its own.
+    targets = (columns["labels"][1:] != IGNORE_INDEX).sum()
+    return kept, int(targets - (kept["labels"][1:] != IGNORE_INDEX).sum())
+
+
+# ---- padding that the plain Trainer's batches have
+
+
+def _pads_left(collator: Any) -> bool:
+    """Tell if a collator of transformers puts padding on the left, by its tokenizer. Given one
+    example it puts none."""
+    side = getattr(getattr(collator, "tokenizer", None), "padding_side", None)
+    is_known = any(cls.__module__.startswith("transformers.") for cls in type(collator).__mro__)
+    return is_known and side == "left"
+
+
+def _shorter_with_first_label(examples: Sequence[_Example]) -> int:
+    """Return how many examples are shorter than the longest one and have a label of their first
+    token."""
+    longest = max(len(example.columns["input_ids"]) for example in examples)
+    return sum(
+        len(example.columns["input_ids"]) < longest and example.first_label for example in examples
+    )

@@ -32,7 +32,7 @@ from hf_flexseq.plan.replicas import StepPlan
 from hf_flexseq.plan.rows import ranges
 from hf_flexseq.plan.shard import Shard, Slice
 from hf_flexseq.plan.wire import Ints
-from hf_flexseq.steps.collator import LENGTHS
+from hf_flexseq.steps.collator import LENGTHS, PADDING_TARGETS
 
 Columns = dict[str, torch.Tensor]
 
@@ -54,6 +54,9 @@ class SourceRow:
 
     lengths: tuple[int, ...]
     """Tokens of each sequence."""
+
+    padding_targets: int = 0
+    """Targets beside padding, which were left out."""
 
     @property
     def targets(self) -> int:
@@ -116,6 +119,10 @@ def _beside(dtypes: Mapping[str, str], others: Mapping[str, str]) -> str:
     return ", ".join(own) or "without"
 
 
+# What a batch has beside its columns.
+_COUNTS = {LENGTHS, PADDING_TARGETS}
+
+
 def source_row(batches: Sequence[Mapping[str, Any]]) -> SourceRow:
     """Join the batches of one step, each of columns [1, tokens], into one row.
 
@@ -125,13 +132,13 @@ def source_row(batches: Sequence[Mapping[str, Any]]) -> SourceRow:
         return SourceRow(columns={}, lengths=())
     for batch in batches:
         _check_batch(batch)
-        if set(batch) != set(batches[0]):
+        if set(batch) - _COUNTS != set(batches[0]) - _COUNTS:
             raise ValueError(
                 f"a batch has the keys {sorted(batch)}, another one of its step "
                 f"{sorted(batches[0])}"
             )
     # shift_labels repeats labels, which are already shifted: it is not sent a second time.
-    names = [name for name in batches[0] if name not in (LENGTHS, "shift_labels")]
+    names = [name for name in batches[0] if name not in _COUNTS | {"shift_labels"}]
     columns = {}
     for name in names:
         rows = [batch[name][0] for batch in batches]  # each [1, tokens] -> [tokens]
@@ -139,7 +146,8 @@ def source_row(batches: Sequence[Mapping[str, Any]]) -> SourceRow:
     lengths: list[int] = []
     for batch in batches:
         lengths += batch[LENGTHS]
-    return SourceRow(columns=columns, lengths=tuple(lengths))
+    padding_targets = sum(batch.get(PADDING_TARGETS, 0) for batch in batches)
+    return SourceRow(columns=columns, lengths=tuple(lengths), padding_targets=padding_targets)
 
 
 def _check_batch(batch: Mapping[str, Any]) -> None:
@@ -151,7 +159,7 @@ def _check_batch(batch: Mapping[str, Any]) -> None:
         )
     tokens = sum(batch[LENGTHS])
     for name, value in batch.items():
-        if name != LENGTHS and getattr(value, "shape", None) != (1, tokens):
+        if name not in _COUNTS and getattr(value, "shape", None) != (1, tokens):
             raise ValueError(
                 f"column {name!r} of a batch is not one value for each of its {tokens} tokens"
             )

@@ -61,6 +61,9 @@ class DrawnStep:
     targets: int
     """Tokens with a label, of all ranks."""
 
+    padding_targets: int = 0
+    """Targets beside padding, which were left out, of all ranks."""
+
 
 class Lookahead:
     """Steps of one iterator at a time, up to `lookahead` of them drawn and being planned."""
@@ -130,10 +133,10 @@ class Lookahead:
         # 1. what this rank draws
         number = self.next_number + len(self._drawn)
         row = SourceRow(columns={}, lengths=())
-        own = [FAILED, NO_COLUMNS]
+        own = [FAILED, NO_COLUMNS, 0]
         with Attempt() as drawing:
             row = source_row(list(islice(iterator, num_batches)))
-            own = [row.targets, row.signature, *row.lengths]
+            own = [row.targets, row.signature, row.padding_targets, *row.lengths]
 
         # 2. what all ranks have drawn
         host = self.communicator.host
@@ -142,10 +145,12 @@ class Lookahead:
         if any(numbers[0] == FAILED for numbers in gathered):
             drawing.raise_together(host.gather_values, f"drawing {self.what} {number}")
         targets = 0
+        padding_targets = 0
         lengths: list[int] = []
         sources: list[int] = []
-        for rank, (targets_of_rank, _, *lengths_of_rank) in enumerate(gathered):
+        for rank, (targets_of_rank, _, padding_of_rank, *lengths_of_rank) in enumerate(gathered):
             targets += targets_of_rank
+            padding_targets += padding_of_rank
             lengths += lengths_of_rank
             sources += [rank] * len(lengths_of_rank)
         if not lengths:
@@ -161,6 +166,7 @@ class Lookahead:
             lengths=tuple(lengths),
             sources=tuple(sources),
             targets=targets,
+            padding_targets=padding_targets,
         )
         self._next_request += 1
         self._drawn.append(step)

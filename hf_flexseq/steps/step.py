@@ -30,6 +30,7 @@ class RankStep(Generic[PlanT]):
 
     __slots__ = (
         "number",
+        "padding_targets",
         "passes",
         "plan",
         "remark",
@@ -48,6 +49,7 @@ class RankStep(Generic[PlanT]):
         self.plan: PlanT = plan  # of the whole step, over all ranks
         self.row = drawn.row  # what this rank itself drew
         self.targets = drawn.targets  # tokens with a label in the whole step, over all ranks
+        self.padding_targets = drawn.padding_targets  # left out of them
         self.waited_s = waited_s
         self.stopwatch = Stopwatch(device)
         self.passes = 1  # over the micro-batches: forward and backward, or forward alone

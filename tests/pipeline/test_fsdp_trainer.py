@@ -187,7 +187,7 @@ def test_fsdp_is_taken_over_from_accelerate(tmp_path):
         (
             "activation_checkpointing",
             True,
-            "FSDP's activation_checkpointing; set gradient_checkpointing=True",
+            "FSDP's own activation_checkpointing; ask for it in the training arguments",
         ),
         (
             "cpu_ram_efficient_loading",

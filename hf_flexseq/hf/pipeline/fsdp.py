@@ -71,7 +71,7 @@ def _settings(
         ),
         Refusal(
             when=plugin.activation_checkpointing,
-            message="FSDP's activation_checkpointing; set gradient_checkpointing=True instead",
+            message="FSDP's own activation_checkpointing; ask for it in the training arguments",
         ),
         Refusal(
             when=plugin.cpu_ram_efficient_loading,

@@ -1,0 +1,180 @@
+"""transformers chooses a loss, and what it is divided by, by the name of a model's class; a user
+may set another one."""
+
+import logging
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from torch.nn import functional as F
+from transformers import (
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+    Trainer,
+    TrainingArguments,
+)
+from transformers.loss.loss_utils import ForCausalLMLoss
+
+from hf_flexseq import FlexSeqArguments, FlexSeqTrainer
+from hf_flexseq.hf.model.own_loss import check_own_loss
+from tests.hf.test_checks import one_line
+from tests.hf.test_trainer import OPTIONS, padded, training_arguments, update_error
+from tests.hf.tiny import VOCAB, documents
+
+LENGTHS = [2 + (i * i * 7) % 8 for i in range(24)]
+
+
+class MyLlama(LlamaForCausalLM):
+    pass
+
+
+class MyLlamaForTokenClassification(LlamaForCausalLM):
+    pass
+
+
+class MyLlamaForMaskedLM(LlamaForCausalLM):
+    pass
+
+
+def llama(cls=MyLlama):
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": VOCAB}
+    return cls(LlamaConfig(**sizes, **heads))
+
+
+def gpt2():
+    torch.manual_seed(0)
+    dropout = {"resid_pdrop": 0, "embd_pdrop": 0, "attn_pdrop": 0}
+    sizes = {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 128}
+    return GPT2LMHeadModel(GPT2Config(vocab_size=VOCAB, **sizes, **dropout))
+
+
+def adapted(model):
+    torch.manual_seed(1)
+    return get_peft_model(model, LoraConfig(r=4, init_lora_weights=False))
+
+
+def trainer_of(cls, model, folder):
+    args = training_arguments(
+        TrainingArguments, folder, batch=4, accumulation=1, optim="sgd", max_steps=3
+    )
+    args.max_grad_norm = 0
+    options = {}
+    if cls is FlexSeqTrainer:
+        ours = {**OPTIONS, "lookahead": 0, "max_tokens_per_rank": 12}
+        options = {"flexseq_args": FlexSeqArguments(**ours)}
+    data = documents(LENGTHS)
+    return cls(model=model, args=args, train_dataset=data, data_collator=padded, **options)
+
+
+def difference(make, folder):
+    """How far ours is from the plain Trainer, in parts of the update."""
+    weights = []
+    for cls in (Trainer, FlexSeqTrainer):
+        trainer = trainer_of(cls, make(), folder)
+        named = dict(trainer.model.named_parameters())
+        before = {name: value.detach().clone() for name, value in named.items()}
+        trainer.train()
+        weights.append({name: value.detach() for name, value in named.items()})
+    return update_error(before, *weights)
+
+
+@pytest.mark.parametrize("make", [llama, gpt2])
+@pytest.mark.parametrize("wrap", [lambda model: model, adapted])
+def test_a_class_without_a_known_loss_is_named_with_what_makes_both_equal(
+    tmp_path, caplog, make, wrap
+):
+    def with_loss_type():
+        model = make()
+        model.loss_type = "ForCausalLM"
+        return wrap(model)
+
+    with caplog.at_level(logging.WARNING, "hf_flexseq"):
+        trainer_of(FlexSeqTrainer, wrap(make()), tmp_path)
+        said = [r.getMessage() for r in caplog.records if "loss_type=" in r.getMessage()]
+        assert len(said) == 1
+        assert ".loss_type = " in said[0]
+        assert ("get_base_model()" in said[0]) == (wrap is adapted)
+        caplog.clear()
+        assert difference(with_loss_type, tmp_path) < 1e-5
+    assert not [r for r in caplog.records if "loss_type=" in r.getMessage()]
+    assert difference(lambda: wrap(make()), tmp_path) > 1e-3, "no warning would be needed"
+
+
+@pytest.mark.parametrize("cls", [MyLlamaForTokenClassification, MyLlamaForMaskedLM])
+def test_a_class_named_after_another_loss_is_refused(tmp_path, cls):
+    with pytest.raises(NotImplementedError, match=f"{cls.__name__}: its loss is For") as raised:
+        trainer_of(FlexSeqTrainer, llama(cls), tmp_path)
+    one_line(raised)
+
+
+# ---- a loss function of the user's own
+
+
+def doubled(logits, labels, vocab_size, **kwargs):
+    return 2 * ForCausalLMLoss(logits, labels, vocab_size, **kwargs)
+
+
+def shifts_itself(logits, labels, vocab_size, num_items_in_batch=None, **kwargs):
+    targets = F.pad(labels, (0, 1), value=-100)[..., 1:].flatten()
+    return F.cross_entropy(logits.flatten(0, 1), targets, reduction="sum") / num_items_in_batch
+
+
+def mean(logits, labels, vocab_size, shift_labels=None, **kwargs):
+    return ForCausalLMLoss(logits, labels, vocab_size, shift_labels=shift_labels)
+
+
+def takes_no_more(logits, labels, vocab_size, num_items_in_batch=None):
+    return shifts_itself(logits, labels, vocab_size, num_items_in_batch)
+
+
+def with_loss(function):
+    model = llama(LlamaForCausalLM)
+    model.loss_function = function
+    return model
+
+
+def test_a_sum_over_tokens_of_the_users_own_trains_as_under_the_plain_trainer(tmp_path):
+    assert difference(lambda: with_loss(doubled), tmp_path) < 1e-5
+
+
+@pytest.mark.parametrize(
+    ("function", "said"),
+    [
+        (shifts_itself, "shifts_itself gives .* on two parts"),
+        (mean, "mean gives .* on two parts"),
+        (takes_no_more, "takes_no_more could not be called .*take shift_labels"),
+    ],
+)
+def test_other_loss_functions_are_refused(tmp_path, function, said):
+    with pytest.raises(NotImplementedError, match=said) as raised:
+        trainer_of(FlexSeqTrainer, with_loss(function), tmp_path)
+    one_line(raised)
+
+
+def test_trying_a_loss_function_draws_no_random_numbers():
+    def random(logits, labels, vocab_size, **kwargs):
+        return ForCausalLMLoss(logits + torch.rand_like(logits), labels, vocab_size, **kwargs)
+
+    model = with_loss(random)
+    before = torch.random.get_rng_state()
+    with pytest.raises(NotImplementedError, match="two parts"):
+        check_own_loss(model)
+    assert torch.equal(torch.random.get_rng_state(), before)
+
+
+def test_an_own_loss_function_under_a_loss_at_home_is_refused(tmp_path):
+    args = training_arguments(TrainingArguments, tmp_path, batch=2, accumulation=1)
+    with pytest.raises(NotImplementedError, match="outputs.loss is next-token loss") as raised:
+        FlexSeqTrainer(
+            model=with_loss(doubled),
+            args=args,
+            train_dataset=documents(LENGTHS),
+            data_collator=padded,
+            compute_loss_func=lambda outputs, labels, num_items_in_batch: outputs.loss,
+            flexseq_args=FlexSeqArguments(**OPTIONS),
+        )
+    one_line(raised)
