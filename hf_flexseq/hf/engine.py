@@ -194,6 +194,11 @@ class FlexSeqEngine:
 
     # ---- drawing steps
 
+    @property
+    def draws_ahead(self) -> bool:
+        """True if training steps are drawn before they run."""
+        return self.args.lookahead > 0 and not self._draws_in_place
+
     def draw_in_place(self) -> None:
         """Let training steps be drawn when they run, as with `lookahead=0`, until `detach`. To be
         called on all ranks, before the first of them is drawn."""
@@ -222,7 +227,7 @@ class FlexSeqEngine:
         """Return the next training step; see `next_step`, and for `deal` `_dealt_steps`."""
         self._check_attached()
         if self._training is None:
-            lookahead = 0 if self._draws_in_place else self.args.lookahead
+            lookahead = self.args.lookahead if self.draws_ahead else 0
             self._training = self._dealt_steps(lookahead, first_number, deal=deal)
         step = self._training.next(iterator, num_batches)
         if step is not None and step.padding_targets and not self._noted_padding:

@@ -38,7 +38,6 @@ from hf_flexseq.hf.executors import base_model
 from hf_flexseq.hf.model.facts import compute_dtype
 from hf_flexseq.hf.overrides import AT_HOME, IN_PARTS
 from hf_flexseq.hf.users_code import (
-    is_known,
     library_method,
     users_forward_hooks,
     users_methods,
@@ -75,19 +74,15 @@ class UsersCode:
     methods: tuple[str, ...]
     """Methods of the trainer."""
     of_model: tuple[str, ...]
-    """Modules of the model, hooks on them, and its loss function."""
+    """Modules of the model, and hooks on them."""
 
     @classmethod
     def of(cls, trainer: Any) -> "UsersCode":
         """Find the user's code on a trainer and on its model."""
         model = trainer.model
-        of_model = [*users_modules(model), *users_forward_hooks(model)]
-        own_loss = vars(base_model(model)).get("_loss_function")
-        if own_loss is not None and not is_known(own_loss):
-            of_model.append(f"the model's loss_function {getattr(own_loss, '__name__', own_loss)}")
         return cls(
             methods=tuple(users_methods(trainer, IN_PARTS)),
-            of_model=tuple(of_model),
+            of_model=(*users_modules(model), *users_forward_hooks(model)),
         )
 
 
@@ -143,7 +138,7 @@ class SumTrial:
         self._passed = self._code
 
     def _try_model(self, losses: "_Losses", figures: Figures | None) -> None:
-        """Raise NotImplementedError where modules, hooks or a loss function mix sequences."""
+        """Raise NotImplementedError where modules or hooks mix sequences."""
         if figures is not None:
             found = losses.of_figures(figures)
         else:
@@ -152,7 +147,7 @@ class SumTrial:
             raise NotImplementedError(
                 f"{listed(self._code.of_model)}: {found}; tokens of one sequence change the "
                 "loss of another one in the same row: keep sequences apart by position_ids, "
-                "read shift_labels, or remove it"
+                "or remove it"
             )
 
     def _try_methods(self, losses: "_Losses") -> None:

@@ -44,7 +44,7 @@ from hf_flexseq.config import FlexSeqArguments, arguments_on
 from hf_flexseq.distributed.agreement import Attempt
 from hf_flexseq.hf.at_home import LossAtHome
 from hf_flexseq.hf.collators import flexseq_collator, padded_collator
-from hf_flexseq.hf.dataset_checks import check_labels
+from hf_flexseq.hf.dataset_checks import batch_remark, check_labels
 from hf_flexseq.hf.engine import FlexSeqEngine
 from hf_flexseq.hf.evaluation import left_unprepared
 from hf_flexseq.hf.executors import EngineSetup, Executor, base_model
@@ -130,10 +130,8 @@ class FlexSeqMixin(PartOfModelMixin):
             check_deterministic(base)
         if wants_predictions(self, predicts=False):
             check_predictions(self, options.pipeline_parallel_size)
-        if self.is_world_process_zero():
-            for remark in remarks(self):
-                logger.warning("%s", remark)
         self._choose_collators()
+        self._log_remarks()
         self.flexseq = self._make_engine(options)
         way = LossAtHome if has_planned_loss(self) else LossInOnePass
         self._flexseq_loss = way(self, self.flexseq)
@@ -153,6 +151,18 @@ class FlexSeqMixin(PartOfModelMixin):
         self._flexseq_padded = padded_collator(self.data_collator, collator)
         check_labels(self, collator)
         self.data_collator = self._flexseq_padded if at_home else collator
+
+    def _log_remarks(self) -> None:
+        """Say, on rank 0, where code of the user's sees something else than under the plain
+        Trainer."""
+        if not self.is_world_process_zero():
+            return
+        lines = list(remarks(self))
+        if isinstance(self.data_collator, DataCollatorForFlexSeq):
+            about_batches = batch_remark(self, self.data_collator.example_collator)
+            lines += [] if about_batches is None else [about_batches]
+        for line in lines:
+            logger.warning("%s", line)
 
     def _make_engine(self, options: FlexSeqArguments) -> FlexSeqEngine:
         """Return the engine, with the executor that the options ask for.
@@ -243,7 +253,7 @@ class FlexSeqMixin(PartOfModelMixin):
         Raises ValueError where accumulation has changed since steps were drawn ahead.
         """
         steps = self.args.gradient_accumulation_steps
-        if steps != self._flexseq_accumulation and self.flexseq.args.lookahead:
+        if steps != self._flexseq_accumulation and self.flexseq.draws_ahead:
             raise ValueError(
                 f"gradient_accumulation_steps has changed from {self._flexseq_accumulation} to "
                 f"{steps} while training, but steps are drawn ahead: set lookahead=0"

@@ -45,7 +45,17 @@ def functions_of(*classes):
     return names
 
 
-def make(base, folder, *, how="mixin", model=None, callbacks=(), flexseq=None, **options):
+def make(
+    base,
+    folder,
+    *,
+    how="mixin",
+    model=None,
+    collator=padded,
+    callbacks=(),
+    flexseq=None,
+    **options,
+):
     """A trainer of the user's class `base`, behind the mixin or switched on by a callback."""
     args = training_arguments(
         TrainingArguments,
@@ -59,7 +69,7 @@ def make(base, folder, *, how="mixin", model=None, callbacks=(), flexseq=None, *
         "args": args,
         "train_dataset": dataset(SIZE),
         "eval_dataset": dataset(4),
-        "data_collator": padded,
+        "data_collator": collator,
         "callbacks": list(callbacks),
     }
     if how == "stock":

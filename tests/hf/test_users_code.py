@@ -16,7 +16,7 @@ from tests.hf.test_checks import one_line
 from tests.hf.test_mixin import FlexSeqSFTTrainer, sft_trainer
 from tests.hf.test_overrides import OPTIONS, make
 from tests.hf.test_own_losses import Focal
-from tests.hf.test_trainer import float64_loss, update_error
+from tests.hf.test_trainer import float64_loss, padded, update_error
 from tests.hf.tiny import VOCAB, tiny_llama
 
 
@@ -179,6 +179,34 @@ class Random(Trainer):
 def test_a_random_loss_cannot_be_tried_and_says_so(tmp_path, caplog):
     make(Random, tmp_path, max_steps=1).train()
     assert sum("differs from call to call" in r.message for r in caplog.records) == 1
+
+
+# ---- collators that look at a whole batch
+
+
+def masks_longest(examples):
+    batch = padded(examples)
+    batch["labels"][batch["attention_mask"].sum(1).argmax()] = -100
+    return batch
+
+
+def labels_padding(examples):
+    batch = padded(examples)
+    return {**batch, "labels": batch["input_ids"].clone()}
+
+
+def draws(examples):
+    batch = padded(examples)
+    batch["labels"][torch.rand(batch["labels"].shape) < 0.5] = -100
+    return batch
+
+
+@pytest.mark.parametrize("collate", [masks_longest, labels_padding, draws, padded])
+def test_a_collator_that_looks_at_a_whole_batch_is_named_in_the_log(tmp_path, caplog, collate):
+    make(Trainer, tmp_path, collator=collate)
+    said = [record.message for record in caplog.records if "data_collator" in record.message]
+    assert len(said) == (collate is not padded)
+    assert all(f"the data_collator {collate.__name__} makes other rows" in line for line in said)
 
 
 # ---- labels and logits
@@ -359,12 +387,6 @@ def loss_of_targets(logits, labels, vocab_size, num_items_in_batch=None, **given
         targets = F.pad(labels, (0, 1), value=-100)[..., 1:]
     total = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="sum")
     return total / num_items_in_batch
-
-
-def test_a_loss_function_that_shifts_labels_again_is_refused(tmp_path):
-    model = tiny_llama()
-    model.loss_function = float64_loss
-    refused(Trainer, tmp_path, "loss_function float64_loss: two sequences.*shift_l", model=model)
 
 
 def test_a_hook_on_the_head_keeps_the_models_own_loss():
