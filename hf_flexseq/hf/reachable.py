@@ -30,12 +30,11 @@ from transformers import (
     TrainingArguments,
 )
 
+from hf_flexseq.hf.users_code import is_known, package
+
 # Objects that are looked at from one starting point, and of one container, at most.
 MOST_OBJECTS = 100_000
 MOST_OF_CONTAINER = 1_000
-
-# Packages whose classes are known not to read the training state, nor to change the data.
-_LIBRARIES = ("accelerate", "datasets", "hf_flexseq", "peft", "torch", "transformers", "trl")
 
 # Objects without anything in them that data and training could exchange.
 _PLAIN = (
@@ -77,16 +76,6 @@ class Reached(NamedTuple):
 
     value: Any
     path: str
-
-
-def is_of_library(cls: type) -> bool:
-    """Tell if a class belongs to one of the libraries that a Trainer is made of."""
-    return package(cls) in _LIBRARIES
-
-
-def package(cls: type) -> str:
-    """Return the name of the package that a class belongs to."""
-    return cls.__module__.partition(".")[0]
 
 
 def reachable(
@@ -183,7 +172,7 @@ def _attributes(value: Any) -> Iterator[tuple[str, Any]]:
         attributes = {}
     is_table = type(value).__name__ == "Dataset" and package(type(value)) == "datasets"
     # Libraries keep the model to ask it for facts, as DataCollatorForSeq2Seq does.
-    asks_model = is_of_library(type(value))
+    asks_model = is_known(type(value))
     for name, inner in islice(dict.items(attributes), MOST_OF_CONTAINER):
         if asks_model and issubclass(type(inner), nn.Module):
             continue

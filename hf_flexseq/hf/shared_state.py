@@ -29,7 +29,8 @@ from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState
 
 from hf_flexseq.distributed.communicator import Communicator
 from hf_flexseq.hf.loaders import LoaderProxy
-from hf_flexseq.hf.reachable import Reached, is_of_library, package, reachable
+from hf_flexseq.hf.reachable import Reached, reachable
+from hf_flexseq.hf.users_code import is_known, package
 from hf_flexseq.steps.screen import beside_bars
 
 logger = logging.getLogger(__name__)
@@ -131,11 +132,11 @@ def _data_roots(dataloader: Any) -> Iterator[tuple[str, Any]]:
 def _training_roots(trainer: Trainer) -> Iterator[tuple[str, Any]]:
     """Yield the user's own objects that run while a trainer trains, with names for messages."""
     for callback in trainer.callback_handler.callbacks:
-        if not is_of_library(type(callback)):
+        if not is_known(type(callback)):
             yield type(callback).__name__, callback
     known: set[str] = set()
     for cls in type(trainer).__mro__:
-        if is_of_library(cls):
+        if is_known(cls):
             known |= _names_in_class(cls)
     for name, value in vars(trainer).items():
         if name not in known:
@@ -191,7 +192,7 @@ def _asked_for(callback: TrainerCallback) -> str | None:
     """Return the method in which a callback asks for the data while training runs, and what it
     asks for; None where no method does."""
     for cls in type(callback).__mro__:
-        if is_of_library(cls):
+        if is_known(cls):
             continue
         for name, member in vars(cls).items():
             if name in _NOT_WHILE_TRAINING or not isinstance(member, types.FunctionType):

@@ -21,12 +21,10 @@ _KNOWN_PACKAGES = frozenset(
     {
         "accelerate",
         "bitsandbytes",
-        "builtins",
         "causal_conv1d",
-        "contextlib",
+        "datasets",
         "deepspeed",
         "fla",
-        "functools",
         "hf_flexseq",
         "kernels",
         "mamba_ssm",
@@ -49,10 +47,14 @@ def is_known(code: Any) -> bool:
     code = getattr(code, "__func__", code)  # of a bound method
     if callable(code) and not isinstance(code, type):
         code = inspect.unwrap(code)
-    package = getattr(code, "__module__", None)
-    if package is None:  # an object with __call__
-        package = type(code).__module__
-    return str(package).partition(".")[0] in _KNOWN_PACKAGES
+    return package(code) in _KNOWN_PACKAGES
+
+
+def package(code: Any) -> str:
+    """Return the name of the package that a function or class was defined in, or the class of an
+    object."""
+    module = getattr(code, "__module__", None)
+    return str(module or type(code).__module__).partition(".")[0]
 
 
 # ---- methods
