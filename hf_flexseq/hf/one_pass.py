@@ -20,8 +20,11 @@ from hf_flexseq.hf.executors import base_model
 from hf_flexseq.hf.loaders import BEFORE_END, as_drawn
 from hf_flexseq.hf.predictions import TokenPredictions
 from hf_flexseq.hf.step_loss import StepLoss, StockPrediction, StockPreparation, StockStep
+from hf_flexseq.hf.token_means import TokenMeans
+from hf_flexseq.steps.ahead import Step
 from hf_flexseq.steps.inputs import Inputs
-from hf_flexseq.steps.step import StepItem, step_items
+from hf_flexseq.steps.passes import PassStep
+from hf_flexseq.steps.step import OptimizerStep, StepItem, step_items, targets_of
 from hf_flexseq.steps.training_mode import in_training_mode
 
 
@@ -37,6 +40,7 @@ class LossInOnePass(StepLoss):
         self.lockstep = self._is_own
         self._router = AddedRouterLoss(trainer)
         self._sum = EvaluationLoss()  # of the evaluation that runs
+        self._means = TokenMeans(trainer)
 
     def check_datasets(self, *, resumes: bool) -> None:
         """Raise ValueError for examples that cannot be trained on."""
@@ -82,10 +86,13 @@ class LossInOnePass(StepLoss):
             with self._on_parts():
                 return stock_step(model, micro_batch)
 
+        self._means.begin("train")
         with self._in_training_mode(model):
             loss = self._engine.train(
                 batch.step, forward_backward, model, is_last=self._is_last_step
             )
+        if self._is_own:
+            self._means.end_training(_targets_in_order(batch.step), batch.step.tokens)
         self._router.note("train")
         self._engine.finish(batch.step)
         return loss
@@ -115,6 +122,7 @@ class LossInOnePass(StepLoss):
     def evaluating(self, dataloader: Any, *, predicts: bool) -> Iterator[Any]:
         """Surround an evaluation, whose loss is summed anew."""
         self._sum = EvaluationLoss()
+        self._means.begin_evaluation()
         with super().evaluating(dataloader, predicts=predicts) as loader:
             yield loader
 
@@ -137,7 +145,10 @@ class LossInOnePass(StepLoss):
         def forward(micro_batch: Inputs) -> torch.Tensor:
             return self._forward(model, micro_batch, divisor)
 
+        self._means.begin("eval")
         loss = self._engine.evaluate(batch.step, forward, model)
+        if self._is_own:
+            self._means.end_evaluating(_targets_in_order(batch.step))
         self._router.note("eval")
         self._sum.add(loss, batch.step.targets)
         return loss, None, None
@@ -151,10 +162,13 @@ class LossInOnePass(StepLoss):
         def forward(micro_batch: Inputs, divisor: torch.Tensor) -> torch.Tensor:
             return self._forward(model, micro_batch, divisor)
 
-        found, loss, targets = tokens.predict(batch, forward)
+        self._means.begin("eval")
+        found, loss, step = tokens.predict(batch, forward)
         if not found.has_labels:
             return None, found.predictions, None
-        self._sum.add(loss, targets)
+        if self._is_own:
+            self._means.end_evaluating(targets_of(step, step.indices))
+        self._sum.add(loss, step.targets)
         return loss if found.loss is None else found.loss, found.predictions, found.labels
 
     def _forward(
@@ -172,8 +186,9 @@ class LossInOnePass(StepLoss):
         return loss
 
     def evaluated(self, output: Any, name: str) -> Any:
-        """Return the output with the mean loss over all target tokens. Collective over the
-        world."""
+        """Return the output with the mean loss over all target tokens, as the trainer's own
+        figures are. Collective over the world."""
+        self._means.end_evaluation()
         loss = self._sum.mean(self._engine.communicator)
         return output._replace(metrics=output.metrics | {name: loss})
 
@@ -201,6 +216,15 @@ def _refusing_calls_without_labels(trainer: Trainer) -> Iterator[None]:
         yield
     finally:
         hook.remove()
+
+
+def _targets_in_order(step: Step) -> list[int]:
+    """Return the tokens with a label, over all ranks, of each micro-batch of a step, in the order
+    in which their losses are computed."""
+    if isinstance(step, PassStep):
+        return targets_of(step, step.second_pass)
+    assert isinstance(step, OptimizerStep), "a stage of a model has no compute_loss of its own"
+    return targets_of(step, step.indices)
 
 
 def _divisor(targets: int, device: torch.device) -> torch.Tensor:
