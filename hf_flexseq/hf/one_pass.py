@@ -23,6 +23,7 @@ from hf_flexseq.hf.step_loss import StepLoss, StockPrediction, StockPreparation,
 from hf_flexseq.hf.token_means import TokenMeans
 from hf_flexseq.steps.ahead import Step
 from hf_flexseq.steps.inputs import Inputs
+from hf_flexseq.steps.logged_loss import StepLosses
 from hf_flexseq.steps.passes import PassStep
 from hf_flexseq.steps.step import OptimizerStep, StepItem, step_items, targets_of
 from hf_flexseq.steps.training_mode import in_training_mode
@@ -41,6 +42,7 @@ class LossInOnePass(StepLoss):
         self._router = AddedRouterLoss(trainer)
         self._sum = EvaluationLoss()  # of the evaluation that runs
         self._means = TokenMeans(trainer)
+        self._losses = StepLosses()
 
     def check_datasets(self, *, resumes: bool) -> None:
         """Raise ValueError for examples that cannot be trained on."""
@@ -48,6 +50,7 @@ class LossInOnePass(StepLoss):
 
     def check_loader(self, dataloader: Any) -> None:
         """Take any loader: a step is what all ranks have drawn for it."""
+        self._losses.begin()
 
     def attached(self) -> AbstractContextManager[None]:
         """Surround training or an evaluation: micro-batches have their share of the router loss
@@ -95,7 +98,14 @@ class LossInOnePass(StepLoss):
             self._means.end_training(_targets_in_order(batch.step), batch.step.tokens)
         self._router.note("train")
         self._engine.finish(batch.step)
+        if self._trainer.args.logging_nan_inf_filter:
+            self._losses.add(loss)
         return loss
+
+    def settle(self, logged: torch.Tensor) -> None:
+        """Have NaN and infinity filtered out of the losses of whole steps. Collective over the
+        world."""
+        self._losses.settle(logged, self._engine.communicator)
 
     def _in_training_mode(self, model: nn.Module) -> AbstractContextManager[None]:
         """Put a model into training mode for a step, or the stage that a rank has of it."""

@@ -15,14 +15,16 @@ that ranks without work run.
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from transformers import Trainer
+
 Weighted = list[tuple[Any, int]]  # values, numbers or tensors of one, with their target tokens
 
 
 class TokenMeans:
     """Replaces the values of micro-batches in a trainer's lists by their weighted means."""
 
-    def __init__(self, trainer: Any) -> None:
-        self._trainer = trainer
+    def __init__(self, trainer: Trainer) -> None:
+        self._trainer: Any = trainer  # one of TRL's has more than a Trainer
         self._lengths: dict[str, int] = {}  # of the lists, when the step began
         self._counted: int | None = None  # tokens that SFTTrainer had counted then
         self._evaluated: dict[str, Weighted] = {}  # of the evaluation that runs

@@ -18,6 +18,7 @@
 * `_reject_skip_prepare_without_labels`: a check of TRL's SFTTrainer sees the collator that ours is
   put around.
 * `log`: adds the figures of the step.
+* `_maybe_log_save_evaluate`, `_finalize_training`: the loss that is logged is that of all ranks.
 * Everything that handles "the model" as a whole: a rank may have one pipeline stage of it
   (`pipeline/overrides.py`).
 
@@ -76,6 +77,8 @@ OVERRIDDEN = (
     "training_step",
     "_prepare_inputs",
     "log",
+    "_maybe_log_save_evaluate",
+    "_finalize_training",
     "evaluation_loop",
     "prediction_step",
     "get_eval_dataloader",
@@ -293,6 +296,23 @@ class FlexSeqMixin(PartOfModelMixin):
             if line is not None and self.is_world_process_zero():
                 with beside_bars():
                     logger.warning("%s", line)
+
+    def _maybe_log_save_evaluate(self, tr_loss: torch.Tensor, *args: Any, **kwargs: Any) -> None:
+        """Log the loss of whole steps, where the Trainer has filtered NaN out of one rank's share.
+        Collective over the world where the Trainer logs a loss."""
+        if self.control.should_log and self.state.global_step > self._globalstep_last_logged:
+            self._flexseq_loss.settle(tr_loss)
+        super()._maybe_log_save_evaluate(tr_loss, *args, **kwargs)
+
+    def _finalize_training(self, *args: Any, **kwargs: Any) -> Any:
+        """Count the steps since the last log line by the mean over ranks in `train_loss`; the
+        Trainer would take rank 0's share. Collective over the world."""
+        self._flexseq_loss.settle(self._tr_loss)
+        communicator = self.flexseq.communicator
+        total = self._tr_loss.double().cpu()
+        communicator.host.all_reduce(total)  # [] -> []
+        self._tr_loss.fill_(float(total) / communicator.world_size)
+        return super()._finalize_training(*args, **kwargs)
 
     # ---- checkpoints
 

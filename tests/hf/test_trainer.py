@@ -29,11 +29,16 @@ def training_arguments(cls, folder, *, batch, accumulation, **options):
         gradient_accumulation_steps=accumulation,
         lr_scheduler_type="linear",
         max_grad_norm=0.5,
-        logging_steps=1,
         report_to="none",
         disable_tqdm=True,
         use_cpu=True,
-        **{"learning_rate": 1e-2, "max_steps": STEPS, "save_strategy": "no", **options},
+        **{
+            "learning_rate": 1e-2,
+            "max_steps": STEPS,
+            "logging_steps": 1,
+            "save_strategy": "no",
+            **options,
+        },
     )
 
 
