@@ -93,6 +93,8 @@ class FlexSeqEngine:
         self._training: DealtSteps | None = None
         self._in_place: dict[bool, DealtSteps] = {}  # of calls: with a backward, without one
         self._on_figures = on_figures
+        self.last_figures: Figures | None = None
+        """Of the last step whose figures were gathered: what `plan_line` says in a line."""
         self._unread: Step | None = None  # has run, and its figures have not been gathered
         self._watch = NonfiniteWatch(args.on_nonfinite, setup.communicator.rank)
         # Dataloaders may be prepared before a model is attached.
@@ -432,6 +434,7 @@ class FlexSeqEngine:
         host.phase = f"step {due.number}, gathering its figures"
         due.remark = own
         figures = self.executor.figures(due, self._trace)
+        self.last_figures = figures
         if self._on_figures is not None:
             self._on_figures(due.number, figures)
         self._watch.judge(due.remarks)

@@ -50,7 +50,6 @@ class LossInOnePass(StepLoss):
 
     def check_loader(self, dataloader: Any) -> None:
         """Take any loader: a step is what all ranks have drawn for it."""
-        self._losses.begin()
 
     def attached(self) -> AbstractContextManager[None]:
         """Surround training or an evaluation: micro-batches have their share of the router loss
@@ -99,7 +98,8 @@ class LossInOnePass(StepLoss):
         self._router.note("train")
         self._engine.finish(batch.step)
         if self._trainer.args.logging_nan_inf_filter:
-            self._losses.add(loss)
+            steps = self._trainer.state.global_step - self._trainer._globalstep_last_logged
+            self._losses.add(loss, steps=steps)
         return loss
 
     def settle(self, logged: torch.Tensor) -> None:

@@ -17,7 +17,7 @@
 * `_save_checkpoint`: a checkpoint can be told from one whose writer was killed.
 * `_reject_skip_prepare_without_labels`: a check of TRL's SFTTrainer sees the collator that ours is
   put around.
-* `log`: adds the figures of the step.
+* `log`: adds a few figures of the steps.
 * `_maybe_log_save_evaluate`, `_finalize_training`: the loss that is logged is that of all ranks.
 * Everything that handles "the model" as a whole: a rank may have one pipeline stage of it
   (`pipeline/overrides.py`).
@@ -64,7 +64,7 @@ from hf_flexseq.hf.trainer_checks import check_router_loss, check_trainer
 from hf_flexseq.hf.whole_model import WholeModelExecutor
 from hf_flexseq.steps.collator import DataCollatorForFlexSeq
 from hf_flexseq.steps.screen import Predictions, beside_bars
-from hf_flexseq.steps.trace import Figures, mean_figures, plan_line
+from hf_flexseq.steps.trace import Figures, logged_figures, plan_line
 
 logger = logging.getLogger(__name__)
 
@@ -288,7 +288,7 @@ class FlexSeqMixin(PartOfModelMixin):
         if "loss" in logs:
             if self.control.should_log:
                 self.flexseq.gather_figures()
-            logs = logs | mean_figures(self._flexseq_figures)
+            logs = logs | logged_figures(self._flexseq_figures)
             self._flexseq_figures.clear()
         super().log(logs, *args, **kwargs)
         if "loss" in logs:

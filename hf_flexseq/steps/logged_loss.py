@@ -28,12 +28,11 @@ class StepLosses:
     def __init__(self) -> None:
         self._shares: list[torch.Tensor] = []  # of each step, scalars
 
-    def begin(self) -> None:
-        """Forget the steps of a training that was broken off."""
-        self._shares = []
-
-    def add(self, share: torch.Tensor) -> None:
-        """Keep the share of one more step."""
+    def add(self, share: torch.Tensor, *, steps: int) -> None:
+        """Keep the share of one more step. steps: those since the last log line; with 0 what a
+        training that was broken off has left is forgotten."""
+        if steps == 0:
+            self._shares = []
         self._shares.append(share)
 
     def settle(self, logged: torch.Tensor, communicator: Communicator) -> None:
