@@ -5,11 +5,17 @@ from typing import Any
 from transformers import TrainerControl, TrainerState, TrainingArguments
 from transformers.trainer_callback import ProgressCallback
 
-from hf_flexseq.steps.trace import plan_line
+from hf_flexseq import FlexSeqEngine
+from hf_flexseq.steps.trace import Figures, plan_line
 
 
 class PlanProgress(ProgressCallback):
     """A progress bar in place of the Trainer's own, which writes every log as a dict."""
+
+    def __init__(self, engine: FlexSeqEngine) -> None:
+        """engine: that of the trainer."""
+        super().__init__()
+        self._engine = engine
 
     def on_log(
         self,
@@ -19,7 +25,7 @@ class PlanProgress(ProgressCallback):
         logs: dict[str, Any] | None = None,
         **kwargs: Any,
     ) -> None:
-        line = log_line(state.global_step, logs or {})
+        line = log_line(state.global_step, logs or {}, self._engine.last_figures)
         if line and state.is_world_process_zero and self.training_bar is not None:
             self.training_bar.write(line)
 
@@ -28,13 +34,16 @@ class PlanProgress(ProgressCallback):
 SHOWN = {"rewards/accuracies": "accuracy", "reward": "reward"}
 
 
-def log_line(step: int, logs: dict[str, Any]) -> str | None:
-    """Return a log in one line; None for a log that is not about a step."""
+def log_line(step: int, logs: dict[str, Any], figures: Figures | None) -> str | None:
+    """Return a log in one line; None for a log that is not about a step.
+
+    figures: of the last step.
+    """
     if "eval_loss" in logs:
         return f"step {step:>4}  held-out loss {logs['eval_loss']:.3f}{_shown(logs, 'eval_')}"
     if "loss" not in logs:
         return None
-    plan = f"  {plan_line(logs)}" if "flexseq/predicted_s" in logs else ""
+    plan = f"  {plan_line(figures)}" if figures is not None else ""
     return f"step {step:>4}  loss {logs['loss']:.3f}{_shown(logs, '')}{plan}"
 
 

@@ -124,7 +124,7 @@ def train(trainer: Trainer, checkpoint: str | None, summary: Callable[[Trainer],
     """
     if not trainer.args.disable_tqdm:
         trainer.remove_callback(ProgressCallback)
-        trainer.add_callback(PlanProgress)
+        trainer.add_callback(PlanProgress(trainer.flexseq))
     with errors_in_a_line((PlanInfeasible,)):
         trainer.train(resume_from_checkpoint=checkpoint)
         if trainer.eval_dataset is not None:

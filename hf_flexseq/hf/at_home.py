@@ -70,6 +70,10 @@ class LossAtHome(StepLoss):
             return torch.zeros((), device=self._trainer.args.device)
         return self.planned.train(model, stock_step, is_last=self._is_last_step)
 
+    def settle(self, logged: torch.Tensor) -> None:
+        """Leave what the Trainer has added up as it is: the losses are those of its own
+        batches."""
+
     # ---- evaluation
 
     def _evaluation_loader(self, dataloader: Any) -> Any:

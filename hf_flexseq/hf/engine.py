@@ -100,6 +100,8 @@ class FlexSeqEngine:
         self._draws_in_place = False  # training steps, though `lookahead` says otherwise
         self._noted_padding = False  # in this run
         self._on_figures = on_figures
+        self.last_figures: Figures | None = None
+        """Of the last step whose figures were gathered: what `plan_line` says in a line."""
         self._unread: Step | None = None  # has run, and its figures have not been gathered
         self._watch = NonfiniteWatch(args.on_nonfinite, setup.communicator.rank)
         # Dataloaders may be prepared before a model is attached.
@@ -476,6 +478,7 @@ class FlexSeqEngine:
         host.phase = f"step {due.number}, gathering its figures"
         due.remark = own
         figures = self.executor.figures(due, self._trace)
+        self.last_figures = figures
         if self._on_figures is not None:
             self._on_figures(due.number, figures)
         self._watch.judge(due.remarks)

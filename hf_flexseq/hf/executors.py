@@ -169,8 +169,8 @@ class Executor(Protocol):
         """Run the forwards of one step. Returns a loss as `train` does."""
 
     def figures(self, step: Any, trace: PlanTrace) -> Figures:
-        """Write the trace of a finished step and return its figures for the log. Collective over
-        the world."""
+        """Write the trace of a finished step and return its figures. Collective over the
+        world."""
 
 
 # ---- what both executors use

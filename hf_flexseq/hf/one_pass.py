@@ -21,10 +21,14 @@ from hf_flexseq.hf.overrides import IN_PARTS, runs_other_code
 from hf_flexseq.hf.predictions import TokenPredictions
 from hf_flexseq.hf.step_loss import StepLoss, StockPrediction, StockPreparation, StockStep
 from hf_flexseq.hf.sum_trial import SumTrial
+from hf_flexseq.hf.token_means import TokenMeans
 from hf_flexseq.hf.users_code import users_method, users_methods
 from hf_flexseq.hf.watch import Watch
+from hf_flexseq.steps.ahead import Step
 from hf_flexseq.steps.inputs import Inputs
-from hf_flexseq.steps.step import StepItem, step_items
+from hf_flexseq.steps.logged_loss import StepLosses
+from hf_flexseq.steps.passes import PassStep
+from hf_flexseq.steps.step import OptimizerStep, StepItem, step_items, targets_of
 from hf_flexseq.steps.training_mode import in_training_mode
 
 
@@ -43,6 +47,8 @@ class LossInOnePass(StepLoss):
         self._trial = SumTrial(trainer, engine, self._watch)
         self._router = AddedRouterLoss(trainer)
         self._sum = EvaluationLoss()  # of the evaluation that runs
+        self._means = TokenMeans(trainer)
+        self._losses = StepLosses()
 
     def check_datasets(self, *, resumes: bool) -> None:
         """Raise ValueError for examples that cannot be trained on."""
@@ -94,13 +100,24 @@ class LossInOnePass(StepLoss):
                 return stock_step(model, micro_batch)
 
         self._trial.run(batch.step.row, model)
+        self._means.begin("train")
         with self._in_training_mode(model):
             loss = self._engine.train(
                 batch.step, forward_backward, model, is_last=self._is_last_step
             )
+        if self._is_watched:
+            self._means.end_training(_targets_in_order(batch.step), batch.step.tokens)
         self._router.note("train")
         self._engine.finish(batch.step)
+        if self._trainer.args.logging_nan_inf_filter:
+            steps = self._trainer.state.global_step - self._trainer._globalstep_last_logged
+            self._losses.add(loss, steps=steps)
         return loss
+
+    def settle(self, logged: torch.Tensor) -> None:
+        """Have NaN and infinity filtered out of the losses of whole steps. Collective over the
+        world."""
+        self._losses.settle(logged, self._engine.communicator)
 
     def _in_training_mode(self, model: nn.Module) -> AbstractContextManager[None]:
         """Put a model into training mode for a step, or the stage that a rank has of it."""
@@ -131,6 +148,7 @@ class LossInOnePass(StepLoss):
     def evaluating(self, dataloader: Any, *, predicts: bool) -> Iterator[Any]:
         """Surround an evaluation, whose loss is summed anew."""
         self._sum = EvaluationLoss()
+        self._means.begin_evaluation()
         with super().evaluating(dataloader, predicts=predicts) as loader:
             yield loader
 
@@ -154,7 +172,10 @@ class LossInOnePass(StepLoss):
         def forward(micro_batch: Inputs) -> torch.Tensor:
             return self._forward(model, micro_batch, divisor)
 
+        self._means.begin("eval")
         loss = self._engine.evaluate(batch.step, forward, model)
+        if self._is_watched:
+            self._means.end_evaluating(_targets_in_order(batch.step))
         self._router.note("eval")
         self._sum.add(loss, batch.step.targets)
         return loss, None, None
@@ -168,10 +189,13 @@ class LossInOnePass(StepLoss):
         def forward(micro_batch: Inputs, divisor: torch.Tensor) -> torch.Tensor:
             return self._forward(model, micro_batch, divisor)
 
-        found, loss, targets = tokens.predict(batch, forward)
+        self._means.begin("eval")
+        found, loss, step = tokens.predict(batch, forward)
         if not found.has_labels:
             return None, found.predictions, None
-        self._sum.add(loss, targets)
+        if self._is_watched:
+            self._means.end_evaluating(targets_of(step, step.indices))
+        self._sum.add(loss, step.targets)
         return loss if found.loss is None else found.loss, found.predictions, found.labels
 
     def _forward(
@@ -189,10 +213,20 @@ class LossInOnePass(StepLoss):
         return loss
 
     def evaluated(self, output: Any, name: str) -> Any:
-        """Return the output with the mean loss over all target tokens. Collective over the
-        world."""
+        """Return the output with the mean loss over all target tokens, as the trainer's own
+        figures are. Collective over the world."""
+        self._means.end_evaluation()
         loss = self._sum.mean(self._engine.communicator)
         return output._replace(metrics=output.metrics | {name: loss})
+
+
+def _targets_in_order(step: Step) -> list[int]:
+    """Return the tokens with a label, over all ranks, of each micro-batch of a step, in the order
+    in which their losses are computed."""
+    if isinstance(step, PassStep):
+        return targets_of(step, step.second_pass)
+    assert isinstance(step, OptimizerStep), "a stage of a model has no compute_loss of its own"
+    return targets_of(step, step.indices)
 
 
 def _divisor(targets: int, device: torch.device) -> torch.Tensor:

@@ -70,9 +70,9 @@ class TokenPredictions:
 
     def predict(
         self, batch: Mapping[str, Any], forward: Forward
-    ) -> tuple["PredictedBatch", torch.Tensor, int]:
+    ) -> tuple["PredictedBatch", torch.Tensor, PassStep]:
         """Return what was predicted of a padded batch, and the loss of its step as `Engine.train`
-        does, with the step's target tokens. Collective over the world."""
+        does, with the step itself. Collective over the world."""
         if not self._is_started:  # the engine has attached it by now, where the model is suitable
             self._chunked = attach_chunked_loss(base_model(self._trainer.model))
             self._is_started = True
@@ -83,7 +83,7 @@ class TokenPredictions:
             forward_only=True,
         )
         loss = self._run(predicted, step, forward)
-        return predicted, loss, step.targets
+        return predicted, loss, step
 
     def _run(self, predicted: "PredictedBatch", step: PassStep, forward: Forward) -> torch.Tensor:
         """Run the micro-batches of a step, and give what they find to the batch; return the sum of

@@ -85,6 +85,11 @@ class StepLoss(ABC):
         model: as accelerate has wrapped it.
         """
 
+    @abstractmethod
+    def settle(self, logged: torch.Tensor) -> None:
+        """Make what the Trainer has added up of this rank's losses since the last log line, a
+        scalar, what it should log. Collective over the world."""
+
     # ---- evaluation
 
     @contextmanager

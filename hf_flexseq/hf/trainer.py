@@ -18,7 +18,8 @@
 * `_save_checkpoint`: a checkpoint can be told from one whose writer was killed.
 * `_reject_skip_prepare_without_labels`: a check of TRL's SFTTrainer sees the collator that ours is
   put around.
-* `log`: adds the figures of the step.
+* `log`: adds a few figures of the steps.
+* `_maybe_log_save_evaluate`, `_finalize_training`: the loss that is logged is that of all ranks.
 * Everything that handles "the model" as a whole: a rank may have one pipeline stage of it
   (`pipeline/overrides.py`).
 
@@ -66,7 +67,7 @@ from hf_flexseq.hf.trainer_checks import check_router_loss, check_trainer
 from hf_flexseq.hf.whole_model import WholeModelExecutor
 from hf_flexseq.steps.collator import DataCollatorForFlexSeq
 from hf_flexseq.steps.screen import Predictions, beside_bars
-from hf_flexseq.steps.trace import Figures, mean_figures, plan_line
+from hf_flexseq.steps.trace import Figures, logged_figures, plan_line
 
 logger = logging.getLogger(__name__)
 
@@ -79,6 +80,8 @@ OVERRIDDEN = (
     "training_step",
     "_prepare_inputs",
     "log",
+    "_maybe_log_save_evaluate",
+    "_finalize_training",
     "evaluation_loop",
     "prediction_step",
     "get_eval_dataloader",
@@ -329,7 +332,7 @@ class FlexSeqMixin(PartOfModelMixin):
         if "loss" in logs:
             if self.control.should_log:
                 self.flexseq.gather_figures()
-            logs = logs | mean_figures(self._flexseq_figures)
+            logs = logs | logged_figures(self._flexseq_figures)
             self._flexseq_figures.clear()
         super().log(logs, *args, **kwargs)
         if "loss" in logs:
@@ -337,6 +340,23 @@ class FlexSeqMixin(PartOfModelMixin):
             if line is not None and self.is_world_process_zero():
                 with beside_bars():
                     logger.warning("%s", line)
+
+    def _maybe_log_save_evaluate(self, tr_loss: torch.Tensor, *args: Any, **kwargs: Any) -> None:
+        """Log the loss of whole steps, where the Trainer has filtered NaN out of one rank's share.
+        Collective over the world where the Trainer logs a loss."""
+        if self.control.should_log and self.state.global_step > self._globalstep_last_logged:
+            self._flexseq_loss.settle(tr_loss)
+        super()._maybe_log_save_evaluate(tr_loss, *args, **kwargs)
+
+    def _finalize_training(self, *args: Any, **kwargs: Any) -> Any:
+        """Count the steps since the last log line by the mean over ranks in `train_loss`; the
+        Trainer would take rank 0's share. Collective over the world."""
+        self._flexseq_loss.settle(self._tr_loss)
+        communicator = self.flexseq.communicator
+        total = self._tr_loss.double().cpu()
+        communicator.host.all_reduce(total)  # [] -> []
+        self._tr_loss.fill_(float(total) / communicator.world_size)
+        return super()._finalize_training(*args, **kwargs)
 
     # ---- checkpoints
 

@@ -347,8 +347,8 @@ class WholeModelExecutor:
         return self.router.of_step(model)
 
     def figures(self, step: OptimizerStep | PassStep, trace: PlanTrace) -> Figures:
-        """Write the trace of a finished step and return its figures for the log. Collective over
-        the world."""
+        """Write the trace of a finished step and return its figures. Collective over the
+        world."""
         assert self.cost is not None, "attach sets the cost model"
         return trace.record(step, self.cost)
 

@@ -59,11 +59,16 @@ class SourceRow:
     """Targets beside padding, which were left out."""
 
     @property
-    def targets(self) -> int:
-        """Tokens that have a label."""
+    def targets(self) -> list[int]:
+        """Tokens that have a label, of each sequence."""
         if not self.columns:
-            return 0
-        return int((self.columns["labels"] != IGNORE_INDEX).sum())
+            return []
+        has_label = self.columns["labels"] != IGNORE_INDEX  # [tokens]
+        up_to = torch.cat([torch.zeros(1, dtype=torch.int64), has_label.cumsum(dim=0)])
+        lengths = torch.tensor(self.lengths, dtype=torch.int64)  # [sequences]
+        ends = lengths.cumsum(dim=0)
+        counts: list[int] = (up_to[ends] - up_to[ends - lengths]).tolist()
+        return counts
 
     @property
     def dtypes(self) -> dict[str, str]:

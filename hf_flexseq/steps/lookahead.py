@@ -4,8 +4,8 @@ training.
 For each step:
 
 1. draw its batches from the user's own iterator,
-2. gather the lengths of all ranks,
-3. hand them to the planner on rank 0,
+2. gather lengths and numbers of target tokens of all ranks' sequences,
+3. hand the lengths to the planner on rank 0,
 4. when the step's turn comes, send the planner's answer to all ranks.
 
 Every collective is called on the main thread and in the order of the steps, so that ranks cannot
@@ -32,7 +32,7 @@ from hf_flexseq.plan import PlanInfeasible
 from hf_flexseq.planner.process.client import Planner
 from hf_flexseq.steps.exchange import NO_COLUMNS, SourceRow, common_dtypes, source_row
 
-FAILED = -1  # in place of the target tokens of a rank whose data could not be drawn
+FAILED = -1  # in place of the signature of a rank whose data could not be drawn
 
 # Rank 0 tells the others so often that it still waits for the planner.
 ROUND_S = 5.0
@@ -58,8 +58,8 @@ class DrawnStep:
     sources: tuple[int, ...]
     """The rank that drew each sequence."""
 
-    targets: int
-    """Tokens with a label, of all ranks."""
+    targets: tuple[int, ...]
+    """Tokens with a label, of each sequence of all ranks."""
 
     padding_targets: int = 0
     """Targets beside padding, which were left out, of all ranks."""
@@ -133,10 +133,10 @@ class Lookahead:
         # 1. what this rank draws
         number = self.next_number + len(self._drawn)
         row = SourceRow(columns={}, lengths=())
-        own = [FAILED, NO_COLUMNS, 0]
+        own = [FAILED]
         with Attempt() as drawing:
             row = source_row(list(islice(iterator, num_batches)))
-            own = [row.targets, row.signature, row.padding_targets, *row.lengths]
+            own = [row.signature, row.padding_targets, *row.lengths, *row.targets]
 
         # 2. what all ranks have drawn
         host = self.communicator.host
@@ -144,28 +144,29 @@ class Lookahead:
         gathered = host.gather_ints(own)
         if any(numbers[0] == FAILED for numbers in gathered):
             drawing.raise_together(host.gather_values, f"drawing {self.what} {number}")
-        targets = 0
         padding_targets = 0
         lengths: list[int] = []
+        targets: list[int] = []
         sources: list[int] = []
-        for rank, (targets_of_rank, _, padding_of_rank, *lengths_of_rank) in enumerate(gathered):
-            targets += targets_of_rank
+        for rank, (_, padding_of_rank, *of_rank) in enumerate(gathered):
+            sequences = len(of_rank) // 2
             padding_targets += padding_of_rank
-            lengths += lengths_of_rank
-            sources += [rank] * len(lengths_of_rank)
+            lengths += of_rank[:sequences]
+            targets += of_rank[sequences:]
+            sources += [rank] * sequences
         if not lengths:
             self._exhausted = True
             return
 
         # 3. the step
-        dtypes = self._common_dtypes([numbers[1] for numbers in gathered], row)
+        dtypes = self._common_dtypes([numbers[0] for numbers in gathered], row)
         step = DrawnStep(
             number=number,
             request=self._next_request,
             row=row.with_columns(dtypes),
             lengths=tuple(lengths),
             sources=tuple(sources),
-            targets=targets,
+            targets=tuple(targets),
             padding_targets=padding_targets,
         )
         self._next_request += 1

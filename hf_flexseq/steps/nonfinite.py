@@ -158,7 +158,17 @@ def _message(step: int, names: Sequence[str]) -> str:
     parameters = [name for name in names if name != LOSS]
     if parameters:
         places.append(f"the gradients of {listed(parameters)}")
+        advice = (
+            "go on from the last checkpoint, with a lower learning rate or without that step's "
+            "data"
+        )
+    else:
+        places.append("no gradient")
+        advice = (
+            "look for a division by 0 or a logarithm of 0 in what computes the loss, and for a "
+            "batch without what it needs in that step's data"
+        )
     return (
         f"optimizer step {step}, counted from 0: NaN or infinity in {' and in '.join(places)}; "
-        "go on from the last checkpoint, with a lower learning rate or without that step's data"
+        f"{advice}"
     )

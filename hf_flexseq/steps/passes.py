@@ -142,6 +142,16 @@ class PassStep(RankStep[Plan]):
         self._random: dict[int, list[torch.Tensor]] = {}  # states before each micro-batch
         self.passes = 0  # so far
 
+    @property
+    def second_pass(self) -> list[int]:
+        """Indices of this rank's micro-batches in the order of a second pass: the plan's last one,
+        which keeps something of the first pass, comes first."""
+        kept = len(self.plan.micro_batches) - 1
+        order = [index for index in self.indices if index != kept]
+        if kept in self.indices:
+            order.insert(0, kept)
+        return order
+
     def figures(self, forward: Forward, totals: Collection[str] = ()) -> Columns:
         """Run every micro-batch forward, without gradients, and return the figures of the tokens
         that this rank drew, each [tokens, ...] on the CPU, and totals of the whole step.
@@ -181,9 +191,7 @@ class PassStep(RankStep[Plan]):
         weights = self._exchange.deal(gradients, self._routes)
 
         # 3. second pass, the kept micro-batch first
-        order = [index for index in self.indices if index != kept_index]
-        if kept is not None:
-            order.insert(0, kept_index)
+        order = self.second_pass
         for index in order:
             around = nullcontext() if index == order[-1] else before_last()
             with self.stopwatch.timing(index), around:
@@ -243,9 +251,11 @@ class PassStep(RankStep[Plan]):
         self.passes += 2
         # 1. first pass
         last_of_plan = len(self.plan.micro_batches) - 1
-        order = [index for index in self.indices if index != last_of_plan]
+        order = self.second_pass
         shares = []
         for index in order:
+            if index == last_of_plan:
+                continue
             self._keep_random_state(index)
             with self.stopwatch.timing(index), torch.no_grad():
                 share = loss.count(self._inputs_of(index))
@@ -259,9 +269,7 @@ class PassStep(RankStep[Plan]):
             loss.know(totals)
 
         # 2. second pass
-        if last_of_plan in self.indices:
-            order.insert(0, last_of_plan)
-        else:
+        if last_of_plan not in self.indices:
             add_up(torch.zeros_like(shares[0]))
         losses = []
         for index in order:

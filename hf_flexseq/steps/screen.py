@@ -12,7 +12,7 @@ from contextlib import AbstractContextManager
 from tqdm import tqdm
 
 from hf_flexseq.cost.presets import PRESETS
-from hf_flexseq.steps.trace import PREFIX, Figures
+from hf_flexseq.steps.trace import Figures
 
 # A prediction is far off when it differs by more than this factor.
 FAR_OFF = 2.0
@@ -58,8 +58,8 @@ class Predictions:
 
 def _far_off(steps: Sequence[Figures], cost_model: str) -> str | None:
     """Return why predictions are far off, in one line; None where they are not."""
-    predicted = sum(figures[PREFIX + "predicted_s"] for figures in steps) / len(steps)
-    measured = sum(figures[PREFIX + "measured_s"] for figures in steps) / len(steps)
+    predicted = sum(figures["predicted_s"] for figures in steps) / len(steps)
+    measured = sum(figures["measured_s"] for figures in steps) / len(steps)
     if not predicted or not measured:
         return None
     ratio = measured / predicted

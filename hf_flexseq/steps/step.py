@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Generic, TypeVar
 
+import numpy as np
 import torch
 
 from hf_flexseq.kernels.upload import to_device
@@ -38,6 +39,7 @@ class RankStep(Generic[PlanT]):
         "row",
         "stopwatch",
         "targets",
+        "targets_of_sequences",
         "waited_s",
     )
 
@@ -48,7 +50,8 @@ class RankStep(Generic[PlanT]):
         self.number = drawn.number
         self.plan: PlanT = plan  # of the whole step, over all ranks
         self.row = drawn.row  # what this rank itself drew
-        self.targets = drawn.targets  # tokens with a label in the whole step, over all ranks
+        self.targets = sum(drawn.targets)  # tokens with a label, over all ranks
+        self.targets_of_sequences = drawn.targets
         self.padding_targets = drawn.padding_targets  # left out of them
         self.waited_s = waited_s
         self.stopwatch = Stopwatch(device)
@@ -165,6 +168,19 @@ class PipelineStep(RankStep[StepPlan]):
     def own_plan(self) -> PipelinePlan:
         """The plan of this rank's replica."""
         return self.plan.plans[self.replica]
+
+
+def targets_of(step: RankStep[Plan], indices: Sequence[int]) -> list[int]:
+    """Return the tokens with a label, over all ranks, of some of a step's micro-batches.
+
+    indices: of the micro-batches, in the plan.
+    """
+    arrays = step.plan.arrays
+    counts = np.zeros(arrays.groups_in.size, dtype=np.int64)
+    of_placed = np.asarray(step.targets_of_sequences, dtype=np.int64)[arrays.sequences]
+    np.add.at(counts, arrays.batch_of[arrays.group_of], of_placed)
+    found: list[int] = counts[list(indices)].tolist()
+    return found
 
 
 class StepItem(dict[str, Any]):

@@ -1,13 +1,13 @@
 """What a step was planned to cost and what it cost, for the log and the plan trace.
 
-The figures of a step are numbers by name, with `PREFIX` in front of each name in the Trainer's
-log. The plan trace is a JSONL file: a line has the plan, what identifies the cost model, the
-measured seconds, and those that training waited for the plan; a pipelined step has a line for each
-replica. `trace_file.py` writes it.
+The figures of a step are numbers by name. Those of `LOGGED` are in the Trainer's log, with
+`PREFIX` in front of each name. The plan trace is a JSONL file: a line has the plan, what
+identifies the cost model, the measured seconds, and those that training waited for the plan; a
+pipelined step has a line for each replica. `trace_file.py` writes it.
 """
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -16,12 +16,12 @@ from hf_flexseq.cost import CostModel
 from hf_flexseq.cost.stages import PipelineCost
 from hf_flexseq.distributed.agreement import Attempt
 from hf_flexseq.distributed.communicator import Communicator
-from hf_flexseq.plan import Plan
 from hf_flexseq.steps.passes import PassStep
 from hf_flexseq.steps.step import OptimizerStep, PipelineStep, RankStep
 from hf_flexseq.steps.trace_file import TraceFile
 
 PREFIX = "flexseq/"
+LOGGED = ("micro_batches", "measured_s", "tokens_per_s")
 
 Figures = dict[str, float]
 
@@ -45,8 +45,8 @@ class PlanTrace:
         self._digest = functools.lru_cache(maxsize=1)(CostModel.digest)
 
     def record(self, step: OptimizerStep | PassStep, cost: CostModel) -> Figures:
-        """Write the trace of a finished step and return its figures for the log. Collective over
-        the world."""
+        """Write the trace of a finished step and return its figures. Collective over the
+        world."""
         by_rank = self._gather(step, step.measured_s)  # [world, micro-batches]
         slowest = float(by_rank.sum(dim=1).max())
         if self._file is not None:
@@ -59,11 +59,11 @@ class PlanTrace:
             if step.passes > 1:
                 line["passes"] = step.passes
             self._file.append(step.number, [line | step.plan.to_record()])
-        return step_figures(step, slowest, self.communicator.world_size)
+        return step_figures(step, slowest)
 
     def record_pipeline(self, step: PipelineStep, cost: PipelineCost, whole: CostModel) -> Figures:
-        """Write the trace of a finished step, a line for each replica, and return its figures for
-        the log. Collective over the world.
+        """Write the trace of a finished step, a line for each replica, and return its figures.
+        Collective over the world.
 
         cost: of the stages. whole: of the whole model, which that was made from.
         """
@@ -107,56 +107,39 @@ class PlanTrace:
 # ---- figures
 
 
-def step_figures(step: OptimizerStep | PassStep, measured_s: float, world_size: int) -> Figures:
+def step_figures(step: OptimizerStep | PassStep, measured_s: float) -> Figures:
     """Return the figures of a step in micro-batches. measured_s: seconds of the slowest rank."""
-    figures = {
+    figures: Figures = {
         "micro_batches": len(step.plan.micro_batches),
-        "imbalance": imbalance(step.plan, world_size),
         "predicted_s": step.plan.objective_s,
-        "lower_bound_s": step.plan.lower_bound_s,
         "measured_s": measured_s,
-        "planning_ms_exposed": 1e3 * step.waited_s,
         "tokens_per_s": step.tokens / measured_s if measured_s else 0.0,
     }
     for degree, count in step.plan.degrees().items():
         figures[f"groups_of_{degree}"] = count
-    return _for_the_log(figures)
+    return figures
 
 
 def pipeline_figures(step: PipelineStep, measured_s: float) -> Figures:
     """Return the figures of a step in chunks. measured_s: seconds of the slowest rank."""
     plans = step.plan.plans
-    figures = {
+    return {
         "stages": plans[0].stages,
         "chunks": max(len(plan.chunks) for plan in plans),
         "predicted_s": max(plan.objective_s for plan in plans),
         "measured_s": measured_s,
-        "planning_ms_exposed": 1e3 * step.waited_s,
         "tokens_per_s": step.tokens / measured_s if measured_s else 0.0,
     }
-    return _for_the_log(figures)
 
 
-def _for_the_log(figures: Mapping[str, float]) -> Figures:
-    """Return the figures under their names in the log."""
-    return {PREFIX + name: float(value) for name, value in figures.items()}
-
-
-def imbalance(plan: Plan, world_size: int) -> float:
-    """Return tokens of the fullest rank over tokens of the mean rank, summed over micro-batches; 1
-    is perfect."""
-    tokens = plan.arrays.tokens_per_rank(world_size)  # [micro-batches, world_size]
-    return float(tokens.max(axis=1).sum() * world_size / plan.arrays.lengths.sum())
-
-
-def mean_figures(steps: Sequence[Figures]) -> Figures:
-    """Return the mean of every figure over some steps; a degree that a step does not use counts as
-    0 groups."""
-    names = dict.fromkeys(name for figures in steps for name in figures)
+def logged_figures(steps: Sequence[Figures]) -> Figures:
+    """Return the means over some steps of the figures that are logged, under their names in the
+    log; a pipeline has no micro-batches."""
     means = {}
-    for name in names:
-        total = sum(figures.get(name, 0.0) for figures in steps)
-        means[name] = total / len(steps)
+    for name in LOGGED:
+        values = [figures[name] for figures in steps if name in figures]
+        if values:
+            means[PREFIX + name] = sum(values) / len(values)
     return means
 
 
@@ -165,13 +148,9 @@ def mean_figures(steps: Sequence[Figures]) -> Figures:
 
 def plan_line(figures: Figures) -> str:
     """Return the figures of a step in one line, for people."""
-    value = {}
-    for name, figure in figures.items():
-        if name.startswith(PREFIX):
-            value[name.removeprefix(PREFIX)] = figure
     return (
-        f"{_work_line(value)}, predicted {value['predicted_s']:.3f} s, "
-        f"measured {value['measured_s']:.3f} s, {value['tokens_per_s']:,.0f} tokens/s"
+        f"{_work_line(figures)}, predicted {figures['predicted_s']:.3f} s, "
+        f"measured {figures['measured_s']:.3f} s, {figures['tokens_per_s']:,.0f} tokens/s"
     )
 
 

@@ -55,6 +55,17 @@ OVERRIDDEN = {
     ],
     "_load_optimizer_and_scheduler": ["checkpoint"],
     "log": ["logs", "start_time"],
+    "_maybe_log_save_evaluate": [
+        "tr_loss",
+        "grad_norm",
+        "model",
+        "trial",
+        "epoch",
+        "ignore_keys_for_eval",
+        "start_time",
+        "learning_rate",
+    ],
+    "_finalize_training": ["trial", "num_train_samples", "start_time"],
     "_wrap_model": ["model", "training", "dataloader"],
     "_clip_grad_norm": ["model"],
     "_get_grad_norm": ["model", "grad_norm"],
@@ -100,6 +111,14 @@ def test_training_runs_through_the_inner_loop_by_keyword():
     source = inspect.getsource(Trainer.train)
     assert "_inner_training_loop" in source
     assert "resume_from_checkpoint=resume_from_checkpoint" in source.replace(" ", "")
+
+
+def test_losses_are_added_up_and_filtered_between_two_log_lines():
+    # steps/logged_loss.py does it over
+    of_epoch = inspect.getsource(Trainer._run_epoch)
+    average = "self._tr_loss / (1 + self.state.global_step - self._globalstep_last_logged)"
+    assert f"self._tr_loss += {average}" in of_epoch
+    assert "self._tr_loss.item()" in inspect.getsource(Trainer._finalize_training)
 
 
 def test_batches_of_a_step_are_drawn_in_one_place_and_counted_as_items():

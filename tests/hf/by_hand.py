@@ -59,7 +59,7 @@ def run_plan(model, plan, examples, communicator, *, links=None):
     # 2. forward and backward of every micro-batch
     shape = attention_shape(model.config.get_text_config())
     kernel = choose_kernel(CPU, torch.float64, shape.head_dim)
-    targets = sum(count for (count,) in communicator.host.gather_ints([row.targets]))
+    targets = sum(count for (count,) in communicator.host.gather_ints([sum(row.targets)]))
     loss = torch.zeros((), dtype=torch.float64)
     contexts = []
     inputs_by_micro_batch = model_inputs(

@@ -423,13 +423,16 @@ def weights_of(model: Any) -> dict[str, Array]:
     return found
 
 
-def run_case(case: Case, is_ours: bool, folder: Path) -> Run:
-    """Make a case's trainer, and train it as `trained` does. Collective over the world."""
+def run_case(case: Case, is_ours: bool, folder: Path, **given: Any) -> Run:
+    """Make a case's trainer, and train it as `trained` does. Collective over the world.
+
+    given: further arguments of the trainer.
+    """
     # another trainer may have run in this process
     AcceleratorState._reset_state()
     GradientState._reset_state()
     torch.manual_seed(5)
-    return trained(make_trainer(case, is_ours, folder), evaluates=case.evaluates)
+    return trained(make_trainer(case, is_ours, folder, **given), evaluates=case.evaluates)
 
 
 @dataclass(frozen=True, kw_only=True)

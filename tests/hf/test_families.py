@@ -22,7 +22,7 @@ from tests.hf.test_reach import (
     stays_in_float64,  # noqa: F401  (a fixture)
 )
 from tests.hf.test_trainer import OPTIONS, logged, make_trainer, plain_run, update_error
-from tests.hf.tiny import documents, reference_gradients, relative_errors
+from tests.hf.tiny import documents, noting_figures, reference_gradients, relative_errors
 from tests.pipeline.plans import random_pipeline_plan
 from tests.pipeline.test_exactness import columns_of, make_executor
 from tests.ranks import join, run_ranks, run_threads
@@ -71,7 +71,7 @@ def family_run(rank, world_size, folder, way, family):
 
         make = partial(model_of, way, family)
         weights, history, _ = zero_run(rank, world_size, folder, 3, 1, True, make)
-        return weights, logged(history, "loss"), max(logged(history, "flexseq/groups_of_2"))
+        return weights, logged(history, "loss"), max(logged(history, "groups_of_2"))
     model = model_of(way, family)
     if way == "sft":
         arguments = FlexSeqArguments(**OPTIONS)
@@ -85,10 +85,11 @@ def family_run(rank, world_size, folder, way, family):
         )
     else:
         trainer = make_trainer(way, model, folder, 2, 1, "sgd", 72)
+    steps = noting_figures(trainer)
     trainer.train()
     weights = {n: p.detach().numpy() for n, p in model.named_parameters()}
     history = trainer.state.log_history
-    return weights, logged(history, "loss"), max(logged(history, "flexseq/groups_of_2"))
+    return weights, logged(history, "loss"), max(logged(steps, "groups_of_2"))
 
 
 def errors_of_family(folder, way, family, plain=None):

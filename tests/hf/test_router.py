@@ -221,9 +221,12 @@ def test_two_ranks_equal_one_process_with_the_step_as_one_batch(tmp_path, kind, 
         stock = plain_or_sft(kind, Trainer if kind == "plain" else SFTTrainer, tmp_path, 8, 1)
     before, wanted, history = trained(stock)
     wanted = {name: torch.as_tensor(value) for name, value in wanted.items()}
+    names = ["loss", "aux_loss"]
+    if kind == "sft":  # DPO's are means over the batches of its ranks
+        names += ["mean_token_accuracy", "entropy", "num_tokens"]
     for found, log in run_ranks(flexseq_run, 2, kind, tmp_path, accumulation):
         assert update_error(before, wanted, found) < 2e-6
-        for key in ("loss", "aux_loss", "eval_loss", "eval_aux_loss"):
+        for key in (*names, *(f"eval_{name}" for name in names)):
             assert logged(log, key) == pytest.approx(logged(history, key), rel=2e-6), key
     assert kind == "plain" or len(logged(history, "aux_loss")) == 2
 

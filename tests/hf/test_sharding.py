@@ -26,7 +26,7 @@ from tests.hf.test_trainer import (
     training_arguments,
     update_error,
 )
-from tests.hf.tiny import tiny_llama
+from tests.hf.tiny import noting_figures, tiny_llama
 from tests.ranks import run_ranks
 
 pytestmark = pytest.mark.processes
@@ -51,7 +51,8 @@ def small_llama():
 def zero_run(
     rank, world_size, folder, stage, accumulation, checkpointing, make=small_llama, steps=STEPS
 ):
-    """Weights, log, and how often DeepSpeed stepped its optimizer. make: returns the model."""
+    """Weights; log, with the figures of all steps behind it; and how often DeepSpeed stepped its
+    optimizer. make: returns the model."""
     model = make()  # before the settings, which make transformers draw other weights
     deepspeed.init_distributed("gloo")
     config = copy.deepcopy(ZERO) | {
@@ -70,10 +71,12 @@ def zero_run(
         **OPTIONS,
     )
     trainer = FlexSeqTrainer(model=model, args=args, train_dataset=dataset())
+    steps = noting_figures(trainer)
     trainer.train()
     with deepspeed.zero.GatheredParameters(list(model.parameters())):
         weights = {name: p.detach().clone().numpy() for name, p in model.named_parameters()}
-    return weights, trainer.state.log_history, trainer.model_wrapped.global_steps
+    log = [*trainer.state.log_history, *steps]
+    return weights, log, trainer.model_wrapped.global_steps
 
 
 @pytest.mark.parametrize(

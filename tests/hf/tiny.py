@@ -94,6 +94,19 @@ def relative_errors(found, wanted, floor_of=None):
     }
 
 
+def noting_figures(trainer):
+    """The figures of each step that a trainer makes from now on, those of the log and others."""
+    engine, found = trainer.flexseq, []
+    note = engine._on_figures
+
+    def both(number, figures):
+        found.append(figures)
+        note(number, figures)
+
+    engine._on_figures = both
+    return found
+
+
 class RandomPlanner:
     """Any legal plan, another one each step. accepts: draws go on until it is True of a plan."""
 

@@ -16,7 +16,7 @@ from hf_flexseq import DataCollatorForFlexSeq, FlexSeqConfig, FlexSeqTrainer
 from hf_flexseq.planner.process.client import InlinePlanner
 from hf_flexseq.steps.lookahead import Lookahead
 from tests.hf.test_trainer import training_arguments
-from tests.hf.tiny import documents, tiny_llama
+from tests.hf.tiny import documents, noting_figures, tiny_llama
 from tests.ranks import join, run_ranks, run_threads
 
 # ---- under a Trainer
@@ -44,6 +44,7 @@ def run(rank, world_size, folder, lookahead):
     trainer = FlexSeqTrainer(
         model=tiny_llama(), args=args, train_dataset=examples[:14], eval_dataset=examples[14:]
     )
+    steps = noting_figures(trainer)
     trainer.train()
     kept = (
         "loss",
@@ -52,11 +53,11 @@ def run(rank, world_size, folder, lookahead):
         "eval_loss",
         "step",
         "flexseq/micro_batches",
-        "flexseq/predicted_s",
     )
     log = [
         {key: entry[key] for key in kept if key in entry} for entry in trainer.state.log_history
     ]
+    log += [{"predicted_s": figures["predicted_s"]} for figures in steps]
     return log, {
         k: v.numpy() for k, v in load_file(folder / "checkpoint-2" / "model.safetensors").items()
     }

@@ -183,7 +183,12 @@ def pass_step(plan, examples, sources, communicator, *, lockstep=False):
 
     return PassStep(
         DrawnStep(
-            number=0, request=0, row=row, lengths=plan.lengths, sources=tuple(sources), targets=1
+            number=0,
+            request=0,
+            row=row,
+            lengths=plan.lengths,
+            sources=tuple(sources),
+            targets=(1,) * len(plan.lengths),
         ),
         plan,
         indices=indices_to_run(shards, lockstep=lockstep),

@@ -87,7 +87,7 @@ def test_the_lines_of_steps_do_not_tear_the_bar_of_the_trainer(tmp_path, monkeyp
 
 
 def figures(predicted, measured):
-    return {"flexseq/predicted_s": predicted, "flexseq/measured_s": measured}
+    return {"predicted_s": predicted, "measured_s": measured}
 
 
 def verdict(measured, cost_model="estimate", first=1.0):

@@ -18,7 +18,7 @@ DRAWN = DrawnStep(
     row=SourceRow(columns={}, lengths=(3,)),
     lengths=(3,),
     sources=(0,),
-    targets=2,
+    targets=(2,),
 )
 
 

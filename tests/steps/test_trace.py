@@ -77,8 +77,6 @@ def measured_and_remarked(rank, world_size, remarks):
 def test_remarks_reach_all_ranks_and_cost_nothing_where_there_are_none(
     monkeypatch, remarks, exchanges
 ):
-    monkeypatch.setattr(
-        tracing, "step_figures", lambda step, slowest, world_size: {"slowest": slowest}
-    )
+    monkeypatch.setattr(tracing, "step_figures", lambda step, slowest: {"slowest": slowest})
     found = run_threads(measured_and_remarked, 3, remarks)
     assert found == [(4.0, remarks, exchanges)] * 3

@@ -18,7 +18,7 @@ run when it comes (`answers.py`).
 """
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -26,6 +26,7 @@ import torch
 from torch import nn
 from transformers import Trainer
 
+from hf_flexseq.config import IGNORE_INDEX
 from hf_flexseq.hf.engine import FlexSeqEngine
 from hf_flexseq.hf.executors import base_model
 from hf_flexseq.hf.losses import distills, reads_figures, rolls_out
@@ -41,6 +42,7 @@ from hf_flexseq.hf.watch import Watch
 from hf_flexseq.steps.calls import joined
 from hf_flexseq.steps.exchange import Columns
 from hf_flexseq.steps.inputs import Inputs
+from hf_flexseq.steps.logged_loss import filtered
 from hf_flexseq.steps.passes import PassStep
 from hf_flexseq.steps.training_mode import in_training_mode
 
@@ -110,8 +112,8 @@ class PlannedLoss:
     # ---- a step
 
     def train(self, model: nn.Module, stock_step: StockStep, *, is_last: bool) -> torch.Tensor:
-        """Run the step whose batches have come, and return the sum of this rank's losses, a
-        detached scalar. Collective over the world.
+        """Run the step whose batches have come, and return the sum of this rank's losses as the
+        Trainer would log it, a detached scalar. Collective over the world.
 
         model: as accelerate has wrapped it. is_last: whether no step comes after it.
         """
@@ -128,12 +130,12 @@ class PlannedLoss:
                 self._foresee(step, model, calls)
                 # 4. to 6.
                 objective = _OfStep(self, model, batches, calls, stock_step)
-                loss = self._engine.train_passes(
+                self._engine.train_passes(
                     step, objective, model, weights=objective.weights(), is_last=is_last
                 )
         self.answers.clear()
         self._engine.finish(step)
-        return loss
+        return objective.logged
 
     def _figures(self, model: nn.Module, inputs: Inputs) -> Columns:
         """Return the figures of each token that the head finds, without sums over tokens."""
@@ -194,6 +196,8 @@ class _OfStep:
         self._head = planned._head
         self._watch = planned._watch
         self.totals = planned._head.totals
+        self.logged = torch.zeros((), device=self._trainer.args.device)
+        """The sum of the losses as the Trainer would log it, a scalar."""
 
     def forward(self, inputs: Inputs) -> Columns:
         """Run a micro-batch: return figures of its tokens, each [tokens, ...]."""
@@ -209,7 +213,11 @@ class _OfStep:
 
     def loss(self, figures: Columns) -> tuple[torch.Tensor, Columns]:
         """Return the sum of the losses of this rank's batches, and its gradients with respect to
-        figures, each [tokens, ...] on the CPU."""
+        figures, each [tokens, ...] on the CPU.
+
+        A batch without labels, of which models have a loss of NaN and gradients of 0, has no part
+        in the sum.
+        """
         # 1. the figures of each batch, at which its backward ends
         leaves = self._answers.split(figures, self._calls)
         for call, own in zip(self._calls, leaves, strict=True):
@@ -229,7 +237,9 @@ class _OfStep:
                 around.enter_context(self._watch.no_gradients_yet(self._model))
             for index, batch in enumerate(self._batches):
                 with self._answers.loss_of(batch, loader_state, is_last=index == last):
-                    total = total + self._stock_step(self._trainer.model, batch)
+                    loss = self._stock_step(self._trainer.model, batch).detach()
+                total = total + torch.where(_is_mean_of_nothing(loss, batch), 0.0, loss)
+                self.logged = self.logged + self._filtered(loss)
 
         # 3. gradients, of all batches in a row
         gradients: Columns = {}
@@ -243,7 +253,15 @@ class _OfStep:
                     gradients[name] = torch.stack(found).sum(dim=0)
             elif name == self._head.main or any(part is not None for part in parts):
                 gradients[name] = _in_a_row(parts, [own[name] for own in leaves])
-        return total.detach(), gradients
+        return total, gradients
+
+    def _filtered(self, loss: torch.Tensor) -> torch.Tensor:
+        """Return what the Trainer would add to the losses that it logs for one more, a scalar."""
+        trainer = self._trainer
+        if not trainer.args.logging_nan_inf_filter:
+            return loss
+        steps = trainer.state.global_step - trainer._globalstep_last_logged
+        return filtered(loss, before=trainer._tr_loss + self.logged, steps=steps)
 
     @contextmanager
     def _backward_at_home(self) -> Iterator[None]:
@@ -260,6 +278,16 @@ class _OfStep:
         """Run backward of a scalar, as the trainer does."""
         options = {"scale_wrt_gas": False} if self._trainer.is_deepspeed_enabled else {}
         self._trainer.accelerator.backward(weighted, **options)
+
+
+def _is_mean_of_nothing(loss: torch.Tensor, batch: Any) -> torch.Tensor:
+    """Return whether a loss is not finite for want of a label in its batch, a boolean on the
+    loss's device."""
+    labels = batch.get("labels") if isinstance(batch, Mapping) else None
+    if not isinstance(labels, torch.Tensor) or labels.is_floating_point():
+        return torch.zeros_like(loss, dtype=torch.bool)
+    has_none = (labels == IGNORE_INDEX).all().to(loss.device)
+    return has_none & ~torch.isfinite(loss)
 
 
 def _plain_backward(loss: torch.Tensor, **options: Any) -> None:

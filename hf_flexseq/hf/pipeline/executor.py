@@ -319,8 +319,8 @@ class StageExecutor:
         return self._pipeline
 
     def figures(self, step: PipelineStep, trace: PlanTrace) -> Figures:
-        """Write the trace of a finished step, a line for each replica, and return its figures for
-        the log. Collective over the world."""
+        """Write the trace of a finished step, a line for each replica, and return its figures.
+        Collective over the world."""
         assert self.cost is not None, "attach finds the cost model"
         if self._costs_of_run is None:
             self._costs_of_run = self._stage_costs()

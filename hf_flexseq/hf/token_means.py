@@ -1,0 +1,95 @@
+"""Means over all target tokens of a step, or of an evaluation, of figures that a trainer notes
+with every call of its `compute_loss`, such as the token accuracy of TRL's SFTTrainer.
+
+Such a trainer appends a figure of the batch, taken over all ranks, to a list in
+`trainer._metrics[mode]`, and logs the mean of the list. On planned steps `compute_loss` runs once
+for each micro-batch, and micro-batches have different numbers of target tokens: the mean of their
+figures would depend on the plan. So the values that a step has appended become one, their mean
+weighted by target tokens; those of an evaluation become one when it ends.
+
+A list counts when it has grown by exactly one value for each micro-batch. Others are left alone:
+SFTTrainer's `num_tokens`, for example, which it replaces. That one is freed of the dummy tokens
+that ranks without work run.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from transformers import Trainer
+
+Weighted = list[tuple[Any, int]]  # values, numbers or tensors of one, with their target tokens
+
+
+class TokenMeans:
+    """Replaces the values of micro-batches in a trainer's lists by their weighted means."""
+
+    def __init__(self, trainer: Trainer) -> None:
+        self._trainer: Any = trainer  # one of TRL's has more than a Trainer
+        self._lengths: dict[str, int] = {}  # of the lists, when the step began
+        self._counted: int | None = None  # tokens that SFTTrainer had counted then
+        self._evaluated: dict[str, Weighted] = {}  # of the evaluation that runs
+
+    def begin(self, mode: str) -> None:
+        """Begin a step. mode: "train" or "eval"."""
+        self._lengths = {name: len(values) for name, values in self._lists(mode).items()}
+        self._counted = getattr(self._trainer, "_total_train_tokens", None)
+
+    def end_training(self, targets: Sequence[int], tokens: int) -> None:
+        """End a step of training: each list has one value of it.
+
+        targets: of each micro-batch, in the order in which the losses were computed. tokens: of
+            the step, over all ranks.
+        """
+        lists = self._lists("train")
+        for name, values in self._taken("train", targets).items():
+            lists[name].append(_mean(values))
+        if self._counted is not None and "num_tokens" in lists:
+            self._trainer._total_train_tokens = self._counted + tokens
+            lists["num_tokens"][:] = [self._counted + tokens]
+
+    def end_evaluating(self, targets: Sequence[int]) -> None:
+        """End a step of an evaluation, whose values wait for those of the other steps; see
+        `end_training`."""
+        for name, values in self._taken("eval", targets).items():
+            self._evaluated.setdefault(name, []).extend(values)
+
+    def begin_evaluation(self) -> None:
+        """Begin an evaluation of several steps."""
+        self._evaluated = {}
+
+    def end_evaluation(self) -> None:
+        """End the evaluation: each list has one value of it."""
+        lists = self._lists("eval")
+        for name, values in self._evaluated.items():
+            if name in lists:
+                lists[name].append(_mean(values))
+        self._evaluated = {}
+
+    def _taken(self, mode: str, targets: Sequence[int]) -> dict[str, Weighted]:
+        """Take what the step has appended off the lists; return it with its weights."""
+        taken = {}
+        for name, values in self._lists(mode).items():
+            before = self._lengths.get(name, 0)
+            if targets and len(values) - before == len(targets):
+                taken[name] = list(zip(values[before:], targets, strict=True))
+                del values[before:]
+        return taken
+
+    def _lists(self, mode: str) -> dict[str, list[Any]]:
+        """Return the trainer's own lists of figures, by name; none where it keeps none."""
+        of_modes = getattr(self._trainer, "_metrics", None)
+        of_mode = of_modes.get(mode) if isinstance(of_modes, Mapping) else None
+        if not isinstance(of_mode, Mapping):
+            return {}
+        return {name: values for name, values in of_mode.items() if isinstance(values, list)}
+
+
+def _mean(values: Weighted) -> Any:
+    """Return the mean of values weighted by target tokens; the plain one where there are none."""
+    if len(values) == 1:
+        return values[0][0]
+    total = sum(weight for _, weight in values)
+    if not total:
+        return sum(value for value, _ in values) / len(values)
+    # a figure of no token may be NaN
+    return sum(value * weight for value, weight in values if weight) / total

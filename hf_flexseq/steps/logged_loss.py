@@ -1,0 +1,55 @@
+"""The loss that a Trainer logs of steps whose loss is NaN or infinite.
+
+The Trainer adds up the losses of batches between two log lines. With `logging_nan_inf_filter` it
+adds, in place of a loss that is not finite, what it has added up so far over 1 + the steps since
+the last line. It asks this of every rank's own loss.
+
+A rank's loss of a planned step is its share, of whatever tokens the plan has given it: a NaN would
+be taken out of the share of one rank, and leave the others' in. So the steps' losses are put
+together from all shares, and the filter is asked again.
+"""
+
+import torch
+
+from hf_flexseq.distributed.communicator import Communicator
+
+
+def filtered(loss: torch.Tensor, *, before: torch.Tensor, steps: int) -> torch.Tensor:
+    """Return what the Trainer's filter adds for a loss, a scalar.
+
+    before: what has been added up since the last log line, a scalar. steps: those since then.
+    """
+    return torch.where(torch.isfinite(loss), loss, before / (1 + steps))
+
+
+class StepLosses:
+    """Keeps this rank's shares of the losses since the last log line."""
+
+    def __init__(self) -> None:
+        self._shares: list[torch.Tensor] = []  # of each step, scalars
+
+    def add(self, share: torch.Tensor, *, steps: int) -> None:
+        """Keep the share of one more step. steps: those since the last log line; with 0 what a
+        training that was broken off has left is forgotten."""
+        if steps == 0:
+            self._shares = []
+        self._shares.append(share)
+
+    def settle(self, logged: torch.Tensor, communicator: Communicator) -> None:
+        """Replace what the Trainer has added up since the last log line, where the loss of a step
+        is not finite, by what it adds up of whole steps. Collective over the world.
+
+        logged: a scalar, of which the mean over ranks will be logged.
+        """
+        if not self._shares:
+            return
+        losses = torch.stack(self._shares).double().cpu()  # [steps]
+        self._shares = []
+        communicator.host.all_reduce(losses)
+        losses /= communicator.world_size
+        if torch.isfinite(losses).all():
+            return
+        total = torch.zeros((), dtype=losses.dtype)
+        for steps, loss in enumerate(losses):
+            total += filtered(loss, before=total, steps=steps)
+        logged.fill_(float(total))
