@@ -172,6 +172,26 @@ def _random_numbers_kept() -> Iterator[None]:
     np.random.set_state(of_numpy)
 
 
+def draws_random_numbers(trainer: Trainer, dataloader: Any) -> str | None:
+    """Return which of the dataset and the collator draws from random numbers that training draws
+    from, too; None for neither, and where the dataset cannot be looked at.
+
+    dataloader: what the trainer draws from. Its workers have random numbers of their own.
+    """
+    dataset = trainer.train_dataset
+    if getattr(dataloader, "num_workers", 0) or not _is_map_style(dataset) or not len(dataset):
+        return None
+    with Attempt(), _random_numbers_kept():  # an error comes again when examples are drawn
+        before = torch.get_rng_state()
+        example = dataset[0]
+        if not torch.equal(before, torch.get_rng_state()):
+            return "train_dataset"
+        trainer.data_collator([_read_columns(example, trainer)])
+        if not torch.equal(before, torch.get_rng_state()):
+            return "data_collator"
+    return None
+
+
 # ---- lengths
 
 

@@ -131,7 +131,7 @@ class LossInOnePass(StepLoss):
     def _on_parts(self, micro_batch: Inputs) -> Iterator[None]:
         """Surround a `compute_loss` on a micro-batch, which has parts of samples: they count
         wherever they come from, also from what fills a loader's last batches."""
-        if not self._is_watched:
+        if not self._is_watched and not self._trial.has_code:
             yield
             return
         as_whole = as_drawn(BEFORE_END, self._trainer.accelerator)

@@ -201,6 +201,12 @@ def remarks(trainer: Any) -> Iterator[str]:
             f"{where} sees no gradients: they are computed when the losses of all batches of a "
             "step are known; change them in the callback event on_pre_optimizer_step"
         )
+    in_parts = users_methods(trainer, IN_PARTS)
+    if in_parts and not has_planned_loss(trainer):
+        yield (
+            f"{listed(in_parts)}: called for each micro-batch of the plan and not for each batch, "
+            "on parts of samples; what it counts or logs by itself is of those"
+        )
     hooks = list(users_backward_hooks(trainer.model))
     if hooks:
         yield (

@@ -10,6 +10,9 @@ Trainer. `shared_with_training` looks for two ways to such a state:
   drawn. A callback that asks for `train_dataloader`, or for the `train_dataset` of a trainer,
   can do the same.
 
+Random numbers of torch are such a state, too: dropout, the loader of an evaluation and data that
+are made at random draw from one generator.
+
 Objects are followed through their attributes, containers, closures, bound methods and partials,
 up to a number of objects, and no code of the user's runs meanwhile: no property, no
 `__getattr__`, no `__getitem__`. State that goes through globals of a module, through attributes of
@@ -28,6 +31,7 @@ from torch.utils.data import DataLoader
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState
 
 from hf_flexseq.distributed.communicator import Communicator
+from hf_flexseq.hf.dataset_checks import draws_random_numbers
 from hf_flexseq.hf.loaders import LoaderProxy
 from hf_flexseq.hf.reachable import Reached, reachable
 from hf_flexseq.hf.users_code import is_known, package
@@ -62,6 +66,9 @@ def draws_in_place(trainer: Trainer, dataloader: Any, communicator: Communicator
     dataloader: what the trainer draws from.
     """
     found = shared_with_training(trainer, dataloader)
+    random = draws_random_numbers(trainer, dataloader)
+    if found is None and random is not None:
+        found = f"{random} draws from torch's random numbers, as dropout and evaluations do"
     findings = communicator.host.gather_values(found)
     for rank, finding in enumerate(findings):
         if finding is None:

@@ -101,6 +101,11 @@ class SumTrial:
         self._passed = _NO_CODE
         self._is_due = False  # on all ranks alike
 
+    @property
+    def has_code(self) -> bool:
+        """True if `look` has found any code of the user's on this rank."""
+        return bool(self._code.methods or self._code.of_model)
+
     def look(self) -> None:
         """Find out which code of the user's there is now. All ranks do so together."""
         self._code = UsersCode.of(self._trainer)

@@ -23,9 +23,9 @@ class Watch:
     """Watches the methods of one trainer that the user has overridden."""
 
     def __init__(self, trainer: Any, methods: Sequence[str]) -> None:
-        """methods: where they are, such as `MyTrainer.compute_loss`; none for a library's own."""
+        """methods: where they are, such as `MyTrainer.compute_loss`."""
         self._trainer = trainer
-        self._who = listed(methods) if methods else f"{type(trainer).__name__}.compute_loss"
+        self._who = listed(methods) if methods else f"{type(trainer).__name__} or a hook"
 
     @contextmanager
     def calls(self, micro_batch: Inputs) -> Iterator[None]:

@@ -182,6 +182,26 @@ def by_attribute(flex, folder):
     return trainer_of(flex, folder, base=Keeps)
 
 
+class Random(Levels):
+    """Documents of which a random part is seen."""
+
+    def __getitem__(self, index):
+        self.settings = {"level": 1 + int(4 * torch.rand(()))}
+        return super().__getitem__(index)
+
+
+class Draws(TrainerCallback):
+    """Draws from torch's random numbers after every step, as dropout would."""
+
+    def on_step_end(self, args, state, control, **kwargs):
+        torch.rand(3)
+
+
+def by_random_numbers(flex, folder):
+    torch.manual_seed(0)
+    return trainer_of(flex, folder, data=Random(), callbacks=[Draws()])
+
+
 CASES = {
     by_dataset: r"Raise.data is train_dataset\)",
     by_shared_settings: r"Raise.data.settings is train_dataset.settings\)",
@@ -189,6 +209,7 @@ CASES = {
     by_trainer: r"RaiseOfTrainer.on_step_end asks for train_dataset\)",
     by_collator: r"data_collator.example_collator.state_of.trainer is a FlexTrainer\)",
     by_sampler: r"sampler.sampler.counter is a Counter\)|ampler.counter is a Counter\)",
+    by_random_numbers: r"train_dataset draws from torch's random numbers",
     by_attribute: r"FlexKeeps.curriculum.func is train_dataset.settings\)",
 }
 
