@@ -21,10 +21,10 @@ from transformers.utils import is_datasets_available
 
 from hf_flexseq.config import IGNORE_INDEX, FlexSeqArguments
 from hf_flexseq.distributed.agreement import Attempt
-from hf_flexseq.hf.users_code import is_known
 from hf_flexseq.plan import PlanInfeasible
 from hf_flexseq.steps.collator import LENGTHS, DataCollatorForFlexSeq
 from hf_flexseq.steps.step import RankStep
+from hf_flexseq.steps.users_code import is_known
 
 logger = logging.getLogger(__name__)
 

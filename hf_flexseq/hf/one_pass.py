@@ -22,7 +22,6 @@ from hf_flexseq.hf.predictions import TokenPredictions
 from hf_flexseq.hf.step_loss import StepLoss, StockPrediction, StockPreparation, StockStep
 from hf_flexseq.hf.sum_trial import SumTrial
 from hf_flexseq.hf.token_means import TokenMeans
-from hf_flexseq.hf.users_code import users_method, users_methods
 from hf_flexseq.hf.watch import Watch
 from hf_flexseq.steps.ahead import Step
 from hf_flexseq.steps.inputs import Inputs
@@ -30,6 +29,7 @@ from hf_flexseq.steps.logged_loss import StepLosses
 from hf_flexseq.steps.passes import PassStep
 from hf_flexseq.steps.step import OptimizerStep, StepItem, step_items, targets_of
 from hf_flexseq.steps.training_mode import in_training_mode
+from hf_flexseq.steps.users_code import users_method, users_methods
 
 
 class LossInOnePass(StepLoss):

@@ -21,7 +21,7 @@ from typing import Any
 from transformers import Trainer
 
 from hf_flexseq.hf.losses import has_planned_loss
-from hf_flexseq.hf.users_code import (
+from hf_flexseq.steps.users_code import (
     is_known,
     users_backward_hooks,
     users_method,

@@ -30,7 +30,7 @@ from transformers import (
     TrainingArguments,
 )
 
-from hf_flexseq.hf.users_code import is_known, package
+from hf_flexseq.steps.users_code import is_known, package
 
 # Objects that are looked at from one starting point, and of one container, at most.
 MOST_OBJECTS = 100_000

@@ -34,8 +34,8 @@ from hf_flexseq.distributed.communicator import Communicator
 from hf_flexseq.hf.dataset_checks import draws_random_numbers
 from hf_flexseq.hf.loaders import LoaderProxy
 from hf_flexseq.hf.reachable import Reached, reachable
-from hf_flexseq.hf.users_code import is_known, package
 from hf_flexseq.steps.screen import beside_bars
+from hf_flexseq.steps.users_code import is_known, package
 
 logger = logging.getLogger(__name__)
 

@@ -30,6 +30,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.nn.utils.rnn import pad_sequence
+from transformers import Trainer
 
 from hf_flexseq.config import IGNORE_INDEX
 from hf_flexseq.distributed.agreement import Attempt
@@ -37,16 +38,16 @@ from hf_flexseq.hf.engine import FlexSeqEngine
 from hf_flexseq.hf.executors import base_model
 from hf_flexseq.hf.model.facts import compute_dtype
 from hf_flexseq.hf.overrides import AT_HOME, IN_PARTS
-from hf_flexseq.hf.users_code import (
+from hf_flexseq.hf.watch import Watch
+from hf_flexseq.steps.collator import shifted
+from hf_flexseq.steps.exchange import Columns, SourceRow
+from hf_flexseq.steps.inputs import Inputs
+from hf_flexseq.steps.users_code import (
     library_method,
     users_forward_hooks,
     users_methods,
     users_modules,
 )
-from hf_flexseq.hf.watch import Watch
-from hf_flexseq.steps.collator import shifted
-from hf_flexseq.steps.exchange import Columns, SourceRow
-from hf_flexseq.steps.inputs import Inputs
 from hf_flexseq.values import listed
 
 logger = logging.getLogger(__name__)
@@ -77,7 +78,7 @@ class UsersCode:
     """Modules of the model, and hooks on them."""
 
     @classmethod
-    def of(cls, trainer: Any) -> "UsersCode":
+    def of(cls, trainer: Trainer) -> "UsersCode":
         """Find the user's code on a trainer and on its model."""
         model = trainer.model
         return cls(
@@ -92,9 +93,11 @@ _NO_CODE = UsersCode((), ())
 class SumTrial:
     """Tries the user's code of one trainer, each time that it has changed."""
 
-    def __init__(self, trainer: Any, engine: FlexSeqEngine, watch: Watch | None = None) -> None:
+    def __init__(
+        self, trainer: Trainer, engine: FlexSeqEngine, watch: Watch | None = None
+    ) -> None:
         """watch: of the calls of a loss in one pass."""
-        self._trainer = trainer
+        self._trainer: Any = trainer
         self._engine = engine
         self._watch = watch
         self._code = _NO_CODE
@@ -167,7 +170,7 @@ class SumTrial:
             )
 
 
-def _stock_loss(trainer: Any, engine: FlexSeqEngine) -> ComputeLoss:
+def _stock_loss(trainer: Trainer, engine: FlexSeqEngine) -> ComputeLoss:
     """Return `compute_loss` without the user's overrides of it, with the share of the router loss
     where there is one."""
     compute_loss = library_method(trainer, "compute_loss")
@@ -223,13 +226,13 @@ class _Losses:
 
     def __init__(
         self,
-        trainer: Any,
+        trainer: Trainer,
         engine: FlexSeqEngine,
         watch: Watch | None,
         row: SourceRow,
         model: nn.Module,
     ) -> None:
-        self._trainer = trainer
+        self._trainer: Any = trainer
         self._engine = engine
         self._watch = watch
         self._model = model
@@ -381,7 +384,7 @@ def _without_dropout(model: nn.Module, *, training: bool) -> Iterator[None]:
 
 
 @contextmanager
-def _unchanged(trainer: Any) -> Iterator[None]:
+def _unchanged(trainer: Trainer) -> Iterator[None]:
     """Take back, after the block, what it has counted: numbers on the trainer, TRL's lists of
     metrics, and random numbers."""
     numbers = {}

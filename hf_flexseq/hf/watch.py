@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from transformers import Trainer
 
 from hf_flexseq.hf.executors import base_model
 from hf_flexseq.hf.overrides import AT_HOME
@@ -22,9 +23,9 @@ from hf_flexseq.values import listed
 class Watch:
     """Watches the methods of one trainer that the user has overridden."""
 
-    def __init__(self, trainer: Any, methods: Sequence[str]) -> None:
+    def __init__(self, trainer: Trainer, methods: Sequence[str]) -> None:
         """methods: where they are, such as `MyTrainer.compute_loss`."""
-        self._trainer = trainer
+        self._trainer: Any = trainer
         self._who = listed(methods) if methods else f"{type(trainer).__name__} or a hook"
 
     @contextmanager

@@ -22,9 +22,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.profiler import ProfilerActivity, profile
 
 from hf_flexseq.config import IGNORE_INDEX
-from hf_flexseq.hf.model.loss import attach_chunked_loss
+from hf_flexseq.hf.model.loss import NO_LOGITS, attach_chunked_loss
 from hf_flexseq.hf.model.loss_source import KeepsOwnLoss, head_in
-from hf_flexseq.hf.model.no_logits import NO_LOGITS
 from hf_flexseq.kernels import chunked_loss
 from hf_flexseq.kernels.chunked_loss import choose_backend, chunk_rows, chunked_cross_entropy_sum
 from tests.ranks import run_ranks

@@ -12,7 +12,7 @@ from trl.trainer.base_trainer import _BaseTrainer
 
 from hf_flexseq import FlexSeqArguments, FlexSeqCallback, FlexSeqMixin, FlexSeqTrainer
 from hf_flexseq.hf.overrides import RULES, Standing, rule_of
-from hf_flexseq.hf.users_code import is_known, users_method
+from hf_flexseq.steps.users_code import is_known, users_method
 from tests.hf.test_checks import one_line
 from tests.hf.test_own_losses import Focal
 from tests.hf.test_trainer import dataset, padded, training_arguments

@@ -9,8 +9,7 @@ from torch.nn import functional as F
 from transformers import Trainer, TrainingArguments
 
 from hf_flexseq import FlexSeqArguments, FlexSeqMixin, FlexSeqTrainer
-from hf_flexseq.hf.model.loss import attach_chunked_loss
-from hf_flexseq.hf.model.no_logits import NO_LOGITS
+from hf_flexseq.hf.model.loss import NO_LOGITS, attach_chunked_loss
 from hf_flexseq.hf.objectives.heads import TokenFigures, figures_of_logits
 from hf_flexseq.hf.objectives.outputs import PlannedOutput
 from hf_flexseq.hf.one_pass import LossInOnePass

@@ -10,7 +10,12 @@ from trl import SFTTrainer
 
 from hf_flexseq import FlexSeqArguments, FlexSeqMixin
 from hf_flexseq.hf.model.loss import attach_chunked_loss
-from hf_flexseq.hf.users_code import is_known, library_method, users_forward_hooks, users_modules
+from hf_flexseq.steps.users_code import (
+    is_known,
+    library_method,
+    users_forward_hooks,
+    users_modules,
+)
 from tests.hf.objectives import TorchNormLlama
 from tests.hf.test_checks import one_line
 from tests.hf.test_mixin import FlexSeqSFTTrainer, sft_trainer

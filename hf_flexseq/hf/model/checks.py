@@ -39,8 +39,8 @@ from hf_flexseq.hf.model.router import (
     router_facts,
 )
 from hf_flexseq.hf.model.trial import PROBED_FAMILIES, Call, MixerRun, Trial, try_model
-from hf_flexseq.hf.users_code import nonlinear_gradient_hooks, users_accumulation_hooks
 from hf_flexseq.layers import RecurrentShape
+from hf_flexseq.steps.users_code import nonlinear_gradient_hooks, users_accumulation_hooks
 from hf_flexseq.values import listed
 
 # Options of the configuration that must not be set, and the reason.

@@ -49,8 +49,6 @@ from transformers.loss.loss_utils import ForCausalLMLoss
 from hf_flexseq.config import IGNORE_INDEX
 from hf_flexseq.hf.model.facts import is_tensor_parallel, unsharded_class
 from hf_flexseq.hf.model.loss_source import KeepsOwnLoss, head_name
-from hf_flexseq.hf.model.no_logits import NO_LOGITS
-from hf_flexseq.hf.users_code import has_output_hook
 from hf_flexseq.kernels.chunked_loss import (
     choose_backend,
     chunk_rows,
@@ -58,6 +56,7 @@ from hf_flexseq.kernels.chunked_loss import (
 )
 from hf_flexseq.kernels.token_figures import token_figures
 from hf_flexseq.kernels.upload import to_device
+from hf_flexseq.steps.users_code import has_output_hook
 
 logger = logging.getLogger(__name__)
 
@@ -119,6 +118,47 @@ class Figures:
 
     value: torch.Tensor | None = None
     """[B * S, 2] log-probabilities and entropies, detached, as the head has computed them."""
+
+
+class LogitsNotKept(NotImplementedError, AttributeError):
+    """Logits are asked for, and were not kept.
+
+    It is an AttributeError, too, since libraries look for attributes of all that a model returns.
+    """
+
+
+class NoLogits:
+    """Stands where a model's outputs would have logits [B, S, V]; raises LogitsNotKept when it is
+    used as if it were a tensor."""
+
+    __slots__ = ()
+
+    def _refuse(self, *args: Any, **kwargs: Any) -> Any:
+        raise LogitsNotKept(
+            "outputs.logits of a call with labels: the loss is computed in chunks, and the logits "
+            "of all tokens are not kept; read outputs.loss, or outputs.log_probs and "
+            "outputs.entropy in a class that sets flexseq_loss_at_home = True"
+        )
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):  # copying and inspection ask for these
+            raise AttributeError(name)
+        return self._refuse()
+
+    @classmethod
+    def __torch_function__(cls, *args: Any, **kwargs: Any) -> Any:
+        """Refuse functions of torch."""
+        return cls()._refuse()
+
+    def __repr__(self) -> str:
+        return "NoLogits()"
+
+    __getitem__ = __iter__ = __len__ = __bool__ = __float__ = _refuse
+    __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = _refuse
+    __truediv__ = __rtruediv__ = __matmul__ = __rmatmul__ = __neg__ = _refuse
+
+
+NO_LOGITS = NoLogits()
 
 
 class ChunkedLoss:

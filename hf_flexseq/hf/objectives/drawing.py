@@ -20,9 +20,9 @@ from hf_flexseq.hf.losses import rolls_out
 from hf_flexseq.hf.objectives.generations import Generations
 from hf_flexseq.hf.objectives.heads import Head
 from hf_flexseq.hf.objectives.trainers import Foreseen, foreseen
-from hf_flexseq.hf.users_code import users_methods
 from hf_flexseq.steps.calls import Call, joined
 from hf_flexseq.steps.passes import PassStep
+from hf_flexseq.steps.users_code import users_methods
 
 # The sequences of steps, as DataCollatorForFlexSeq makes them.
 Rows = Iterator[dict[str, Any]]

@@ -37,7 +37,6 @@ from hf_flexseq.hf.objectives.heads import Head, head_of
 from hf_flexseq.hf.objectives.reference import attached_reference, reference_of
 from hf_flexseq.hf.objectives.trainers import Foreseen
 from hf_flexseq.hf.sum_trial import SumTrial
-from hf_flexseq.hf.users_code import users_method
 from hf_flexseq.hf.watch import Watch
 from hf_flexseq.steps.calls import joined
 from hf_flexseq.steps.exchange import Columns
@@ -45,6 +44,7 @@ from hf_flexseq.steps.inputs import Inputs
 from hf_flexseq.steps.logged_loss import filtered
 from hf_flexseq.steps.passes import PassStep
 from hf_flexseq.steps.training_mode import in_training_mode
+from hf_flexseq.steps.users_code import users_method
 
 # Runs the trainer's own training_step on a model and a batch.
 StockStep = Callable[[nn.Module, Any], torch.Tensor]

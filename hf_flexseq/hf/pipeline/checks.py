@@ -11,7 +11,7 @@ from hf_flexseq.hf.model.layer_kinds import recurrent_kinds
 from hf_flexseq.hf.model.router import NO_ROUTER_LOSS, OPTION, asks_for_router_loss
 from hf_flexseq.hf.model.trial import try_model
 from hf_flexseq.hf.trainer_checks import Refusal, refuse
-from hf_flexseq.hf.users_code import users_forward_hooks
+from hf_flexseq.steps.users_code import users_forward_hooks
 
 
 def check_pipeline_trainer(trainer: Any, args: FlexSeqArguments) -> None:

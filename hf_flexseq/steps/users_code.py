@@ -100,11 +100,14 @@ def _function(member: Any) -> Any:
 
 
 def users_modules(model: nn.Module) -> Iterator[str]:
-    """Yield a description of each module whose class the user has defined, with its classes in
-    turn, such as `layers.0 (MyLayer)`."""
+    """Yield a description of each module whose class, or whose `forward`, the user has defined,
+    such as `layers.0 (MyLayer)`."""
     for name, module in model.named_modules():
+        own_forward = vars(module).get("forward")
         if not is_known(type(module)):
             yield f"{name or 'the model'} ({type(module).__name__})"
+        elif own_forward is not None and not is_known(own_forward):
+            yield f"forward of {name or 'the model'}"
 
 
 def users_forward_hooks(model: nn.Module) -> Iterator[str]:

@@ -1,0 +1,192 @@
+"""Write docs/overrides.md: what a user may override or register, and what becomes of it.
+
+    python scripts/overrides_page.py
+
+Rules for methods of trainers are those of `hf_flexseq/hf/overrides.py`. The other tables are data
+below. A test compares their names with the classes of transformers and torch, so that what is new
+there needs an entry here.
+"""
+
+from pathlib import Path
+
+from transformers import Trainer
+from trl import DPOTrainer, GRPOTrainer, SFTTrainer
+
+from hf_flexseq.hf.overrides import REFUSED_IN_PIPELINES, RULES, Rule, Standing
+
+PAGE = Path(__file__).parents[1] / "docs/overrides.md"
+
+HONOURED = "honoured"
+REFUSED = "refused"
+LOGGED = "named in the log"
+TRIED = "honoured where a trial passes, else refused"
+HARMLESS = "harmless"
+
+# Arguments of the Trainer's constructor, but for `model` and `args`.
+ARGUMENTS = {
+    "data_collator": (
+        TRIED,
+        "it is called with one example at a time; one that makes other rows of two examples "
+        "together than of each is named in the log",
+    ),
+    "train_dataset": (
+        HONOURED,
+        "data that follow training, or draw from torch's random numbers, are drawn in place",
+    ),
+    "eval_dataset": (HONOURED, "a set, or a dictionary of sets"),
+    "processing_class": (HONOURED, "saved with the model"),
+    "model_init": (HONOURED, "the model of each run is checked when it is attached"),
+    "compute_loss_func": (HONOURED, "it gets whole samples; under SFTTrainer it is refused"),
+    "compute_metrics": (HONOURED, "with `preprocess_logits_for_metrics`"),
+    "callbacks": (HONOURED, "see the events below"),
+    "optimizers": (HONOURED, "one that updates weights in every backward is refused"),
+    "optimizer_cls_and_kwargs": (HONOURED, "as `optimizers`"),
+    "preprocess_logits_for_metrics": (HONOURED, "it gets the logits of some tokens at a time"),
+}
+
+# Where a user can put a function on a module or a parameter.
+HOOKS = {
+    "register_forward_hook": (TRIED, "a hook on the head makes the model keep its logits"),
+    "register_forward_pre_hook": (TRIED, "changed labels are refused"),
+    "register_backward_hook": (LOGGED, "it sees the gradients of each micro-batch"),
+    "register_full_backward_hook": (LOGGED, "it sees the gradients of each micro-batch"),
+    "register_full_backward_pre_hook": (LOGGED, "it sees the gradients of each micro-batch"),
+    "register_load_state_dict_post_hook": (HARMLESS, "called as weights are loaded"),
+    "register_load_state_dict_pre_hook": (HARMLESS, "called as weights are loaded"),
+    "register_state_dict_post_hook": (HARMLESS, "called as weights are saved"),
+    "register_state_dict_pre_hook": (HARMLESS, "called as weights are saved"),
+    "register_buffer": (HARMLESS, "a buffer is moved and saved with the model"),
+    "register_module": (TRIED, "a module of your own class takes part in the trial"),
+    "register_parameter": (HARMLESS, "a parameter is trained and saved with the model"),
+    "register_hook": (TRIED, "on a parameter: it must be linear, such as a mask or a factor"),
+    "register_post_accumulate_grad_hook": (
+        REFUSED,
+        "it runs after each micro-batch; use the event on_pre_optimizer_step",
+    ),
+}
+
+# What a user can set on a model of transformers.
+MODEL = {
+    "loss_function": (TRIED, "it must use `shift_labels` and divide by `num_items_in_batch`"),
+    "forward": (TRIED, "of the model or of a module, in a subclass or on the instance"),
+    "loss_type": (LOGGED, "where it decides what the plain Trainer divides by"),
+    "set_attn_implementation": (
+        HONOURED,
+        "what is set when training begins serves calls between steps, and comes back afterwards",
+    ),
+}
+
+# Events of a callback.
+EVENTS = {
+    "on_init_end": (HONOURED, ""),
+    "on_train_begin": (HONOURED, ""),
+    "on_train_end": (HONOURED, ""),
+    "on_epoch_begin": (HONOURED, ""),
+    "on_epoch_end": (HONOURED, ""),
+    "on_step_begin": (HONOURED, ""),
+    "on_pre_optimizer_step": (HONOURED, "gradients of the whole step, for any change of them"),
+    "on_optimizer_step": (HONOURED, ""),
+    "on_substep_end": (LOGGED, "the batches of a step are trained together, after this event"),
+    "on_step_end": (HONOURED, ""),
+    "on_evaluate": (HONOURED, ""),
+    "on_predict": (HONOURED, ""),
+    "on_save": (HONOURED, ""),
+    "on_log": (HONOURED, ""),
+    "on_prediction_step": (HONOURED, "once for each planned batch"),
+    "on_push_begin": (HONOURED, ""),
+}
+
+TABLES = {
+    "Arguments of the constructor": ("argument", ARGUMENTS),
+    "Hooks on modules and parameters": ("method", HOOKS),
+    "What is set on a model": ("name", MODEL),
+    "Events of a callback": ("event", EVENTS),
+}
+
+INTRODUCTION = """\
+# What you may override
+
+A subclass of a trainer, a hook on a module, a callback or a collator is code of yours that runs
+during a step. On planned steps such code does what it does under the plain Trainer, or the trainer
+refuses it with one line that names it and says what to change, at the latest in the first step.
+Where hf_flexseq differs on purpose, the log names it once, and [differences](differences.md) says
+why. This page lists every place, as of transformers 5.23 and TRL 1.16.
+
+Code is taken for yours by the package that it is defined in, so a function that is put on one
+trainer, or on a class of transformers, counts as well.
+
+## The trial
+
+In one pass the plan decides which sequences share a micro-batch. A loss does not depend on that if
+it is a sum over tokens divided by `num_items_in_batch`:
+
+    L(A and B in one row) = L(A) + L(B) = L(A and B as rows of a padded batch)
+
+and a row without labels has the loss 0. Before the first step these losses are computed on nine
+tokens, where code of yours is in the way of the loss: methods marked below, modules and `forward`s
+of your own, and hooks. `compute_loss` is therefore called twelve times more than you would expect.
+If they do not agree, training ends with an error that shows the numbers. A class that sets
+`flexseq_loss_at_home = True` gets [whole samples](objectives/own.md) instead, for any loss.
+
+A trial on nine tokens cannot see a module that mixes tokens within one sequence, which a plan may
+cut, nor code that changes its behaviour later in training.
+
+## Calls of the model between steps
+
+A callback may call the model and generate with it, as under the plain Trainer: a call without
+`seq_ctx` runs with the model's own attention and its own loss.
+
+## Methods of a trainer
+
+"In one pass" is next-token loss, with `Trainer` and SFTTrainer; "on samples" are the
+[objectives](objectives/index.md) whose loss the trainer computes on its own batches.
+"""
+
+
+def main() -> None:
+    PAGE.write_text(page_text(), encoding="utf-8")
+
+
+def page_text() -> str:
+    """Return the page as Markdown."""
+    lines = [INTRODUCTION, "| method | in one pass | on samples | |", "|---|---|---|---|"]
+    lines += [_row_of(rule) for rule in RULES]
+    pipelines = ", ".join(f"`{name}`" for name in REFUSED_IN_PIPELINES)
+    called = ", ".join(f"`{name}`" for name in methods_without_rule())
+    lines += [
+        "",
+        f"In a [pipeline](pipelines.md) these are refused, too: {pipelines}, every `compute_loss` "
+        "but the Trainer's, and forward hooks.",
+        "",
+        "All other methods of `Trainer` and of TRL's SFT, DPO and GRPO trainers are called at the "
+        f"places and as often as by the plain trainer: {called}.",
+    ]
+    for title, (kind, entries) in TABLES.items():
+        lines += ["", f"## {title}", "", f"| {kind} | | |", "|---|---|---|"]
+        for name, (standing, why) in entries.items():
+            lines.append(f"| `{name}` | {standing} | {why} |")
+    return "\n".join(lines) + "\n"
+
+
+def _row_of(rule: Rule) -> str:
+    names = ", ".join(f"`{name}`" for name in rule.names)
+    instead = f". Instead: {rule.instead}" if rule.instead else ""
+    standings = (rule.in_one_pass, rule.on_samples)
+    own_loss = Standing.IN_PARTS in standings and "compute_loss" in rule.names
+    tried = " (tried)" if own_loss else ""
+    one_pass, samples = (standing.value for standing in standings)
+    return f"| {names} | {one_pass}{tried} | {samples} | {rule.why}{instead} |"
+
+
+def methods_without_rule() -> list[str]:
+    """Return the methods that are called as by the plain trainer, by name."""
+    named = {name for rule in RULES for name in rule.names}
+    methods: set[str] = set()
+    for trainer in (Trainer, SFTTrainer, DPOTrainer, GRPOTrainer):
+        for cls in trainer.__mro__[:-1]:
+            methods |= {name for name, member in vars(cls).items() if callable(member)}
+    return sorted(name for name in methods - named if not name.startswith("__"))
+
+
+if __name__ == "__main__":
+    main()
