@@ -62,7 +62,7 @@ ALWAYS = (
     ),
     Option(
         name="optim",
-        values=tuple({"optim": n} for n in ("sgd", "sgd", "adamw_torch", "adafactor", "rmsprop")),
+        values=tuple({"optim": n} for n in ("sgd", "sgd", "sgd", "adamw_torch", "adafactor")),
     ),
 )
 

@@ -149,7 +149,7 @@ def wide_loss(
 # ---- datasets of a causal language model
 
 
-def training_rows(count: int = 26) -> list[dict[str, Any]]:
+def training_rows(count: int) -> list[dict[str, Any]]:
     """Sequences of 1 to 60 tokens, parts of them without labels."""
     return documents([1 + (i * i * 7) % 60 for i in range(count)])
 

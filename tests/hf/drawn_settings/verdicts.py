@@ -97,14 +97,15 @@ def of_both(case: Case, stock: Outcome, ours: Outcome) -> Judged:
 def bounds(case: Case) -> tuple[float, float]:
     """Return what rounding may do to weights, relative to the update, and to figures."""
     settings = dict(case.settings)
+    is_adaptive = settings["optim"] != "sgd"  # gradients near zero count as much as others
     if settings.get("bf16") or settings.get("bf16_full_eval"):
         return 0.1, 0.05
     if case.dtype == "float32":
-        return 2e-3, 1e-3
+        return (0.05, 0.01) if is_adaptive else (2e-3, 1e-3)
     if case.model in ("gemma2", "mistral", "qwen3", "gpt_oss"):
         return 1e-4, 1e-5  # their norms compute in float32
     is_rounded = case.trainer in ("sft", "dpo", "reward")  # TRL computes losses in float32
-    if is_rounded and settings["optim"] != "sgd":
+    if is_rounded and is_adaptive:
         return 1e-4, 1e-5
     return 2e-6, 2e-6
 
