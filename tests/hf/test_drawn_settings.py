@@ -11,6 +11,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from tests.hf.drawn_settings import verdicts
 from tests.hf.drawn_settings.case import CHANGES, WAYS, draw
 from tests.hf.drawn_settings.options import ALWAYS, SOMETIMES
 from tests.hf.drawn_settings.run import judge
@@ -116,3 +117,12 @@ def test_a_figure_or_a_line_that_is_not_there_differs():
 )
 def test_a_refusal_is_one_line_before_the_second_step(error, message, step, verdict):
     assert of_refusal(Outcome(error=error, message=message, step=step)).verdict is verdict
+
+
+def test_a_difference_counts_as_logged_where_a_known_warning_says_so(monkeypatch):
+    monkeypatch.setattr(verdicts, "KNOWN_WARNINGS", ("reads what the model computes of",))
+    ours = outcome(weight=2.0)
+    ours.warnings = ["a step takes 0.1 s", "Own.compute_loss reads what the model computes of it"]
+    assert of_both(CASE, outcome(), ours).verdict is Verdict.LOGGED
+    ours.warnings.pop()
+    assert of_both(CASE, outcome(), ours).verdict is Verdict.SILENT

@@ -67,7 +67,7 @@ def draw(seed: int) -> Case:
     trainer = _one_of(rng, trainers)
     is_causal = trainer in CAUSAL
     changes = _changes(rng, trainer, first, count)
-    settings = _settings(rng, trainer)
+    settings = _settings(rng, trainer, evaluates="stops early" in changes)
     if seed % 10 == 9:
         settings |= rng.choice(_REFUSED[seed // 10 % len(_REFUSED)].values)
     ours = {"max_tokens_per_rank": 40, "lookahead": 2}
@@ -109,15 +109,16 @@ def _one_of(rng: random.Random, weights: Mapping[str, float]) -> str:
     return rng.choices(list(weights), list(weights.values()))[0]
 
 
-def _settings(rng: random.Random, trainer: str) -> dict[str, Any]:
-    """Return the settings of a trainer: those of all cases, and two to seven others."""
+def _settings(rng: random.Random, trainer: str, *, evaluates: bool) -> dict[str, Any]:
+    """Return the settings of a trainer: those of all cases, and two to seven others. evaluates:
+    whether it must."""
     settings: dict[str, Any] = {}
     for option in ALWAYS:
         settings |= rng.choice(option.values)
     options = [one for one in SOMETIMES if trainer in one.of and one.weight]
     for option in _weighted_sample(rng, options, rng.randint(2, 7)):
         settings |= rng.choice(option.values)
-    return _made_possible(settings)
+    return _made_possible(settings, evaluates)
 
 
 def _weighted_sample(rng: random.Random, options: Sequence[Option], count: int) -> list[Option]:
@@ -126,12 +127,12 @@ def _weighted_sample(rng: random.Random, options: Sequence[Option], count: int) 
     return ranked[:count]
 
 
-def _made_possible(settings: dict[str, Any]) -> dict[str, Any]:
+def _made_possible(settings: dict[str, Any], evaluates: bool) -> dict[str, Any]:
     """Return settings with what others of them need."""
     needs_evaluation = ("load_best_model_at_end", "batch_eval_metrics", "eval_on_start")
-    wants = any(settings.get(name) for name in needs_evaluation)
-    wants = wants or settings.get("save_strategy") == "best"
-    if wants and settings["eval_strategy"] == "no":
+    evaluates = evaluates or any(settings.get(name) for name in needs_evaluation)
+    evaluates = evaluates or settings.get("save_strategy") == "best"
+    if evaluates and settings["eval_strategy"] == "no":
         settings |= {"eval_strategy": "steps", "eval_steps": 1}
     if settings.get("load_best_model_at_end"):
         settings["save_strategy"] = settings["eval_strategy"]

@@ -455,7 +455,7 @@ class OwnFlops:
     """Counts the tokens of its batches, without padding."""
 
     def floating_point_ops(self, inputs):
-        tokens = int(inputs["attention_mask"].sum())
+        tokens = int(inputs.get("attention_mask", inputs["input_ids"] > -1).sum())
         self.state.seen = getattr(self.state, "seen", 0) + tokens
         return 0
 

@@ -90,6 +90,7 @@ SOMETIMES: tuple[Option, ...] = (
         values=(
             {
                 "lr_scheduler_type": "reduce_lr_on_plateau",
+                "lr_scheduler_kwargs": None,
                 "eval_strategy": "steps",
                 "eval_steps": 1,
             },

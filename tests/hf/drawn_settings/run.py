@@ -20,7 +20,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from accelerate.state import AcceleratorState, GradientState
-from datasets import Dataset, disable_progress_bars
+from datasets import Dataset, disable_progress_bars, load_from_disk
 from transformers import (
     DataCollatorForTokenClassification,
     DataCollatorWithPadding,
@@ -73,7 +73,7 @@ def make_trainer(case: Case, is_ours: bool, folder: Path) -> Any:
     """Return the trainer of a case, stock or with hf_flexseq."""
     changes = [CHANGES[name] for name in case.changes]
     stock, config = TRAINERS[case.trainer]
-    arguments = _arguments(case)
+    arguments = _arguments(case, folder)
     if not is_ours and case.trainer == "trainer":
         _widen_loss(arguments["model"])
     for change in changes:
@@ -125,11 +125,11 @@ def _widen_loss(model: Any) -> None:
     inner.loss_function = wide_loss
 
 
-def _arguments(case: Case) -> dict[str, Any]:
+def _arguments(case: Case, folder: Path) -> dict[str, Any]:
     """Return the arguments of a case's trainer: model, datasets, collator or tokenizer."""
     dtype = getattr(torch, case.dtype)
     if case.trainer in AT_HOME:
-        return _arguments_at_home(case, dtype)
+        return _arguments_at_home(case, dtype, folder)
     arguments: dict[str, Any] = {"model": MODELS[case.model][0](dtype)}
     if case.trainer == "trainer":
         # The rest of a stream is trained on in another way, so that none ends.
@@ -144,18 +144,21 @@ def _arguments(case: Case) -> dict[str, Any]:
         arguments["train_dataset"] = prompts_and_completions(26, even=False)
         arguments["eval_dataset"] = prompts_and_completions(8, even=True)
     else:
-        arguments["train_dataset"] = Dataset.from_list(training_rows())
+        arguments["train_dataset"] = Dataset.from_list(training_rows(26))
         arguments["eval_dataset"] = Dataset.from_list(evaluation_rows())
     return arguments
 
 
-def _arguments_at_home(case: Case, dtype: torch.dtype) -> dict[str, Any]:
+def _arguments_at_home(case: Case, dtype: torch.dtype, folder: Path) -> dict[str, Any]:
     """Return the arguments of a trainer whose loss is no sum over tokens."""
     tokenizer = word_tokenizer()
-    arguments = {
-        "train_dataset": rows_at_home(case.trainer, ROWS_AT_HOME),
-        "eval_dataset": rows_at_home(case.trainer, 6),
-    }
+    settings = dict(case.settings)
+    arguments: dict[str, Any] = {}
+    for name, count in (("train_dataset", ROWS_AT_HOME), ("eval_dataset", 6)):
+        rows = rows_at_home(case.trainer, count)
+        if settings.get("precompute_ref_log_probs"):
+            rows = _on_disk(rows, folder / name)
+        arguments[name] = rows
     if case.trainer == "dpo":
         model = tiny_llama(dtype)
         reference = tiny_llama(dtype, seed=1)
@@ -171,9 +174,20 @@ def _arguments_at_home(case: Case, dtype: torch.dtype) -> dict[str, Any]:
     head = LlamaForTokenClassification if is_tokens else LlamaForSequenceClassification
     collator = DataCollatorForTokenClassification if is_tokens else DataCollatorWithPadding
     arguments |= {"model": classifier(head, 3, dtype), "data_collator": collator(tokenizer)}
-    if not dict(case.settings).get("batch_eval_metrics"):
+    gathers_arrays = settings.get("eval_do_concat_batches", True)
+    if settings.get("eval_use_gather_object") or settings.get("batch_eval_metrics"):
+        gathers_arrays = False
+    if gathers_arrays:
         arguments["compute_metrics"] = classes_metrics
     return arguments
+
+
+def _on_disk(rows: Dataset, folder: Path) -> Dataset:
+    """Save rows, for ranks to find what one of them computes of these. Collective."""
+    if dist.get_rank() == 0:
+        rows.save_to_disk(folder)
+    dist.barrier()
+    return load_from_disk(folder)
 
 
 # ---- one training on one rank
