@@ -5,12 +5,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
-from tests.hf.drawn_settings.changes import METHODS, Change
+from tests.hf.drawn_settings.callbacks import CALLBACKS
+from tests.hf.drawn_settings.change import Change
 from tests.hf.drawn_settings.hooks import HOOKS
+from tests.hf.drawn_settings.losses import LOSSES
+from tests.hf.drawn_settings.methods import METHODS
 from tests.hf.drawn_settings.options import ALWAYS, CAUSAL, OURS, SOMETIMES, Option
 from tests.hf.drawn_settings.sources import COLLATORS, DATASETS, MODELS, STREAMS
 
-CHANGES: Mapping[str, Change] = METHODS | HOOKS
+CHANGES: Mapping[str, Change] = LOSSES | METHODS | HOOKS | CALLBACKS
 
 _REFUSED = [option for option in SOMETIMES if option.weight == 0]
 
