@@ -1,8 +1,9 @@
-"""What every test finds, and the two sets of tests.
+"""What every test finds, and the sets of tests.
 
     pytest                   all tests
     pytest -m quick -n 2     those that start no process and compute little, properties on a tenth
                              of their examples
+    pytest -m nightly        those that no other command runs, since they take very long
 
 A test that forks ranks or starts a command is marked `processes`, one that computes for many
 seconds `slow`; every other test is `quick`. A quick test that starts a process all the same fails,
@@ -45,7 +46,11 @@ def pytest_configure(config: pytest.Config) -> None:
     sys.addaudithook(_refuse_processes)
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if "nightly" not in config.option.markexpr:
+        left_out = [item for item in items if item.get_closest_marker("nightly")]
+        items[:] = [item for item in items if not item.get_closest_marker("nightly")]
+        config.hook.pytest_deselected(items=left_out)
     for item in items:
         marks = ("processes", "slow")
         if all(item.get_closest_marker(mark) is None for mark in marks):

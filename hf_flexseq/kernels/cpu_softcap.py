@@ -1,7 +1,8 @@
 """Attend with capped scores on the CPU: c tanh(s / c) in place of a score s (Gemma 2).
 
 torch's CPU flash kernel has no softcap, so the products are torch's own, block of queries by piece
-of keys; no more scores exist at once than those of one block and one piece, in each head.
+of keys; no more scores exist at once than those of one block and one piece, in each head. Mixed
+precision would round these products to 16 bits, which flash kernels do not.
 Forward, for each block (FlashAttention, arXiv 2205.14135, with the merge of merge.py):
 
     s   = c tanh(scale q k^T / c), -inf where hidden
@@ -44,6 +45,7 @@ class CappedCall:
         self._scale = scale
         self._softcap = softcap
 
+    @torch.autocast("cpu", enabled=False)
     def forward(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -74,6 +76,7 @@ class CappedCall:
             )
         return out, lse
 
+    @torch.autocast("cpu", enabled=False)
     def backward(
         self,
         dout: torch.Tensor,

@@ -275,3 +275,14 @@ def test_float32_stays_float32(kernel, causal):
     want = *dense(*exact[:3], segments), *dense_gradients(*exact, segments)
     for got, true in zip(run(kernel, *inputs, segments), want, strict=True):
         assert_close(got, true.float(), 1e-6)
+
+
+def test_capped_scores_under_autocast_are_those_without():
+    """Its products are torch's own, which autocast would compute in bfloat16."""
+    segments = random_segments(0, causal=True)
+    inputs = random_inputs(segments, (4, 2), head_dim=32, dtype=torch.float32)
+    wanted = run(CpuFlash(), *inputs, segments, softcap=5.0)
+    with torch.autocast("cpu", torch.bfloat16):
+        found = run(CpuFlash(), *inputs, segments, softcap=5.0)
+    for got, want in zip(found, wanted, strict=True):
+        assert torch.equal(got, want)

@@ -1,0 +1,371 @@
+"""Models, datasets and collators of the draws."""
+
+import copy
+import random
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from datasets import Dataset
+from peft import LoraConfig, get_peft_model
+from torch.nn import functional as F
+from transformers import (
+    DataCollatorForLanguageModeling,
+    DataCollatorForSeq2Seq,
+    DataCollatorWithFlattening,
+    Gemma2Config,
+    Gemma2ForCausalLM,
+    GPT2Config,
+    GPT2LMHeadModel,
+    GptOssConfig,
+    GptOssForCausalLM,
+    LlamaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+    Trainer,
+)
+
+from tests.hf.objectives import classified, pairs, word_tokenizer, words_of
+from tests.hf.test_trainer import padded
+from tests.hf.tiny import VOCAB, documents, tiny_llama
+
+TARGETS = 6  # of each sequence that is evaluated, so that a mean of batches is one over all tokens
+
+
+# ---- models
+
+
+class RenamedLlama(LlamaForCausalLM):
+    """A subclass whose name no list has."""
+
+
+def llama(dtype: torch.dtype) -> Any:
+    return tiny_llama(dtype)
+
+
+def tied(dtype: torch.dtype) -> Any:
+    return tiny_llama(dtype, tie_word_embeddings=True)
+
+
+def renamed(dtype: torch.dtype) -> Any:
+    model = tiny_llama(dtype)
+    model.__class__ = RenamedLlama
+    return model
+
+
+def biased(dtype: torch.dtype) -> Any:
+    """Biases in attention and MLP, and an embedding that is not trained."""
+    model = tiny_llama(dtype, attention_bias=True, mlp_bias=True)
+    model.model.embed_tokens.weight.requires_grad_(False)
+    return model
+
+
+def lora(dtype: torch.dtype) -> Any:
+    torch.manual_seed(3)
+    config = LoraConfig(r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
+    return get_peft_model(tiny_llama(dtype), config)
+
+
+_SIZES = {
+    "vocab_size": VOCAB,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "pad_token_id": 0,
+    "bos_token_id": None,
+    "eos_token_id": 1,
+}
+
+
+def _made(cls: Any, config: Any, dtype: torch.dtype) -> Any:
+    torch.manual_seed(0)
+    return cls(config).to(dtype)
+
+
+def gpt2(dtype: torch.dtype) -> Any:
+    sizes = {"vocab_size": VOCAB, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 128}
+    dropouts = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
+    tokens = {"bos_token_id": 1, "eos_token_id": 1}
+    return _made(GPT2LMHeadModel, GPT2Config(**sizes, **dropouts, **tokens), dtype)
+
+
+def gemma2(dtype: torch.dtype) -> Any:
+    """Softcaps of scores and logits. Its windows are too long to matter: in float64 a row of
+    padding that sees nothing else would be NaN."""
+    model = _made(Gemma2ForCausalLM, Gemma2Config(**_SIZES, sliding_window=64), dtype)
+    model.set_attn_implementation("eager")  # sdpa has no softcap
+    return model
+
+
+def mistral(dtype: torch.dtype) -> Any:
+    return _made(MistralForCausalLM, MistralConfig(**_SIZES, sliding_window=9), dtype)
+
+
+def qwen3(dtype: torch.dtype) -> Any:
+    return _made(Qwen3ForCausalLM, Qwen3Config(**_SIZES), dtype)
+
+
+def gpt_oss(dtype: torch.dtype) -> Any:
+    """Windows, sinks and a mixture of experts."""
+    experts = {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 8}
+    return _made(GptOssForCausalLM, GptOssConfig(**_SIZES, **experts), dtype)
+
+
+MODELS: Mapping[str, tuple[Callable[[torch.dtype], Any], float]] = {
+    "llama": (llama, 10),
+    "tied": (tied, 2),
+    "renamed": (renamed, 1),
+    "biased": (biased, 1),
+    "lora": (lora, 2),
+    "gpt2": (gpt2, 1),
+    "gemma2": (gemma2, 1),
+    "mistral": (mistral, 1),
+    "qwen3": (qwen3, 1),
+    "gpt_oss": (gpt_oss, 0.5),
+}
+
+
+def wide_loss(
+    logits: torch.Tensor,
+    labels: torch.Tensor,
+    vocab_size: int,
+    num_items_in_batch: Any = None,
+    ignore_index: int = -100,
+    shift_labels: torch.Tensor | None = None,
+    **given: Any,
+) -> torch.Tensor:
+    """transformers' causal loss without its cast to float32."""
+    targets = shift_labels
+    if targets is None:
+        targets = F.pad(labels, (0, 1), value=ignore_index)[..., 1:]
+    if num_items_in_batch is None:
+        return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
+    total = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="sum")
+    return total / num_items_in_batch
+
+
+# ---- datasets of a causal language model
+
+
+def training_rows(count: int) -> list[dict[str, Any]]:
+    """Sequences of 1 to 60 tokens, parts of them without labels."""
+    return documents([1 + (i * i * 7) % 60 for i in range(count)])
+
+
+def evaluation_rows(collator: str = "right", count: int = 8) -> list[dict[str, Any]]:
+    """Sequences of 7 to 42 tokens with as many targets each; of one length for a collator that
+    makes labels of all tokens or cuts some off."""
+    lengths = [7 + 5 * i for i in range(count)]
+    if collator in RELABELLING:
+        lengths = [12] * count
+    rows = documents(lengths, seed=1)
+    for row in rows:
+        row["input_ids"] = [max(token, 1) for token in row["input_ids"]]  # 0 is padding
+        without = len(row["input_ids"]) - TARGETS
+        row["labels"] = [-100] * without + row["input_ids"][without:]
+    return rows
+
+
+def prompts_and_completions(count: int, *, even: bool) -> Dataset:
+    """Texts for SFTTrainer. even: all of one length."""
+    rng = random.Random(4)
+    rows = []
+    for _ in range(count):
+        prompt = words_of(rng, 6 if even else rng.randrange(1, 20))
+        completion = " " + words_of(rng, 6 if even else rng.randrange(1, 30))
+        rows.append({"prompt": prompt, "completion": completion})
+    return Dataset.from_list(rows)
+
+
+class Stream(torch.utils.data.IterableDataset):
+    """A stream of examples, without a length."""
+
+    def __init__(self, rows: list[dict[str, Any]]) -> None:
+        self._rows = rows
+
+    def __iter__(self) -> Any:
+        return iter(copy.deepcopy(self._rows))
+
+
+class Augmented(torch.utils.data.Dataset):
+    """Examples of which one token is replaced at random whenever they are read."""
+
+    def __init__(self, rows: list[dict[str, Any]]) -> None:
+        self._rows = rows
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        row = copy.deepcopy(self._rows[index])
+        place = int(torch.randint(len(row["input_ids"]), ()))
+        row["input_ids"][place] = int(torch.randint(VOCAB, ()))
+        return row
+
+
+class Curriculum(torch.utils.data.Dataset):
+    """Examples whose labels depend on the optimizer step that reads them."""
+
+    trainer: Any = None
+
+    def __init__(self, rows: list[dict[str, Any]]) -> None:
+        self._rows = rows
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        row = copy.deepcopy(self._rows[index])
+        step = self.trainer.state.global_step if self.trainer else 0
+        row["labels"] = [label if label < 0 else (label + step) % VOCAB for label in row["labels"]]
+        return row
+
+
+def lazily_transformed(rows: list[dict[str, Any]]) -> Dataset:
+    """A table whose rows are changed when they are read."""
+
+    def double(batch: dict[str, list[Any]]) -> dict[str, list[Any]]:
+        doubled = [[2 * token % VOCAB for token in row] for row in batch["input_ids"]]
+        return {**batch, "input_ids": doubled}
+
+    return Dataset.from_list(rows).with_transform(double)
+
+
+def with_columns(rows: list[dict[str, Any]]) -> Dataset:
+    """A table with columns that no model takes, of text and of tokens."""
+    found = []
+    for row in rows:
+        found.append({**row, "text": "words", "weights": [0.5] * len(row["input_ids"])})
+    return Dataset.from_list(found)
+
+
+DATASETS: Mapping[str, tuple[Callable[[list[dict[str, Any]]], Any], float]] = {
+    "list": (list, 8),
+    "table": (Dataset.from_list, 4),
+    "table of more": (with_columns, 1),
+    "transformed": (lazily_transformed, 1),
+    "stream": (Stream, 2),
+    "iterable table": (lambda rows: Dataset.from_list(rows).to_iterable_dataset(), 2),
+    "augmented": (Augmented, 1),
+    "curriculum": (Curriculum, 0.5),
+}
+
+STREAMS = ("stream", "iterable table")
+
+
+# ---- collators of a causal language model
+
+
+def padded_left(examples: list[Any]) -> dict[str, torch.Tensor]:
+    """Padding on the left, and positions that begin behind it."""
+    batch = padded(examples)
+    lengths = batch["attention_mask"].sum(1)
+    width = batch["attention_mask"].shape[1]
+    for name, value in batch.items():
+        rows = [row.roll(width - int(length)) for row, length in zip(value, lengths, strict=True)]
+        batch[name] = torch.stack(rows)
+    batch["position_ids"] = (batch["attention_mask"].cumsum(1) - 1).clamp(min=0)
+    return batch
+
+
+def labelled_padding(examples: list[Any]) -> dict[str, torch.Tensor]:
+    """Labels on the padding, too."""
+    batch = padded(examples)
+    return {**batch, "labels": batch["labels"].where(batch["attention_mask"] == 1, 0)}
+
+
+def with_multiples(examples: list[Any]) -> Any:
+    tokenizer = word_tokenizer()
+    return DataCollatorForSeq2Seq(tokenizer, pad_to_multiple_of=8)(copy.deepcopy(examples))
+
+
+def language_modeling(examples: list[Any]) -> Any:
+    rows = [{"input_ids": example["input_ids"]} for example in examples]
+    return DataCollatorForLanguageModeling(word_tokenizer(), mlm=False)(rows)
+
+
+def flattened(examples: list[Any]) -> Any:
+    return DataCollatorWithFlattening()(copy.deepcopy(examples))
+
+
+def longest_masked(examples: list[Any]) -> dict[str, torch.Tensor]:
+    """The longest row of each batch of several has no targets."""
+    batch = padded(examples)
+    if len(examples) > 1:
+        batch["labels"][int(batch["attention_mask"].sum(1).argmax())] = -100
+    return batch
+
+
+def shuffled_labels(examples: list[Any]) -> dict[str, torch.Tensor]:
+    """Some labels are masked at random."""
+    batch = padded(examples)
+    drops = torch.rand(batch["labels"].shape) < 0.3
+    return {**batch, "labels": batch["labels"].masked_fill(drops, -100)}
+
+
+def with_positions(examples: list[Any]) -> dict[str, torch.Tensor]:
+    """Positions that begin at 3."""
+    batch = padded(examples)
+    positions = torch.arange(3, 3 + batch["input_ids"].shape[1])
+    return {**batch, "position_ids": positions.expand_as(batch["input_ids"])}
+
+
+def without_mask(examples: list[Any]) -> dict[str, torch.Tensor]:
+    """Padding that only its labels tell."""
+    batch = padded(examples)
+    del batch["attention_mask"]
+    return batch
+
+
+def truncated(examples: list[Any]) -> dict[str, torch.Tensor]:
+    """All rows cut to the length of 16."""
+    return {name: value[:, :16] for name, value in padded(examples).items()}
+
+
+def truncated_to_shortest(examples: list[Any]) -> dict[str, torch.Tensor]:
+    """All rows of a batch cut to the length of its shortest."""
+    batch = padded(examples)
+    width = int(batch["attention_mask"].sum(1).min())
+    return {name: value[:, :width] for name, value in batch.items()}
+
+
+COLLATORS: Mapping[str, tuple[Callable[[list[Any]], Any], float]] = {
+    "right": (padded, 12),
+    "left": (padded_left, 0.7),
+    "labelled padding": (labelled_padding, 0.7),
+    "multiples of 8": (with_multiples, 1),
+    "language modeling": (language_modeling, 1),
+    "longest masked": (longest_masked, 0.7),
+    "random labels": (shuffled_labels, 0.7),
+    "positions": (with_positions, 1),
+    "no mask": (without_mask, 1),
+    "flattened": (flattened, 1),
+    "truncated": (truncated, 1),
+    "truncated to shortest": (truncated_to_shortest, 0.5),
+}
+
+# Collators under which rows with as many labels may have more or fewer targets.
+RELABELLING = ("language modeling", "flattened", "truncated", "truncated to shortest")
+
+
+# ---- data of the other trainers
+
+ROWS_AT_HOME = 20
+
+
+def rows_at_home(kind: str, count: int) -> Dataset:
+    """Examples of a trainer whose loss is no sum over tokens."""
+    if kind in ("sequences", "tokens"):
+        return classified(count, tokens=kind == "tokens")
+    return pairs(count)
+
+
+def watch_training(dataset: Any, trainer: Trainer) -> None:
+    """Let a dataset read the state of a trainer, if it wants to."""
+    if isinstance(dataset, Curriculum):
+        dataset.trainer = trainer

@@ -1,0 +1,161 @@
+"""What the comparison of two trainings comes to."""
+
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Any
+
+import numpy as np
+
+from tests.hf.drawn_settings.case import Case
+from tests.hf.objectives import CLOCKS, Array, _distance, size_of
+
+
+class Verdict(Enum):
+    """The outcomes of a case."""
+
+    EQUAL = "the weights and all figures are equal"
+    REFUSED = "hf_flexseq refused it in one line before its second step"
+    LOGGED = "they differ, and hf_flexseq has logged that they do"
+    STOCK_FAILS = "the stock trainer raises"
+    SILENT = "they differ and nothing was said"
+    CRASHED = "hf_flexseq raised something else than a refusal"
+    HANGS = "a rank did not come to an end"
+
+
+FAILURES = (Verdict.SILENT, Verdict.CRASHED, Verdict.HANGS)
+
+# The warnings of hf_flexseq that announce a difference.
+KNOWN_WARNINGS: tuple[str, ...] = ()
+
+# Figures that differ on purpose, by the setting that asks for them (docs/differences.md).
+_DOCUMENTED = {"num_input_tokens_seen": ("include_num_input_tokens_seen", ("all", True))}
+
+_REFUSALS = ("ValueError", "NotImplementedError", "PlanInfeasible", "FloatingPointError")
+
+
+@dataclass(kw_only=True)
+class Outcome:
+    """What became of one training on one rank."""
+
+    error: str = ""
+    """The type of what was raised, empty if nothing was."""
+
+    message: str = ""
+    where: str = ""
+    """The innermost lines of its traceback."""
+
+    step: int = 0
+    """Optimizer steps that were made."""
+
+    start: dict[str, Array] = field(default_factory=dict)
+    weights: dict[str, Array] = field(default_factory=dict)
+    log: list[dict[str, Any]] = field(default_factory=list)
+    state: dict[str, Any] = field(default_factory=dict)
+    """Further figures, such as which checkpoints there are."""
+
+    warnings: list[str] = field(default_factory=list)
+    """Of hf_flexseq."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Judged:
+    """A verdict and its reason."""
+
+    verdict: Verdict
+    detail: str = ""
+
+
+def of_refusal(ours: Outcome) -> Judged:
+    """Judge a training with hf_flexseq that raised."""
+    detail = f"{ours.error}: {ours.message}"
+    is_line = "\n" not in ours.message.strip()
+    if ours.error in _REFUSALS and is_line and ours.step <= 1:
+        return Judged(verdict=Verdict.REFUSED, detail=detail)
+    return Judged(
+        verdict=Verdict.CRASHED, detail=f"in step {ours.step + 1}: {detail} [{ours.where}]"
+    )
+
+
+def of_both(case: Case, stock: Outcome, ours: Outcome) -> Judged:
+    """Judge two trainings that came to their ends."""
+    if not all(np.isfinite(value).all() for value in stock.weights.values()):
+        return Judged(verdict=Verdict.STOCK_FAILS, detail="its weights are not finite")
+    found = differences(case, stock, ours)
+    if not found:
+        return Judged(verdict=Verdict.EQUAL)
+    for warning in ours.warnings:
+        if any(re.search(known, warning) for known in KNOWN_WARNINGS):
+            return Judged(verdict=Verdict.LOGGED, detail=warning)
+    others = [text for text in ours.warnings if not text.startswith("a step takes")]
+    said = f" (logged: {'; '.join(others)})" if others else ""
+    return Judged(verdict=Verdict.SILENT, detail="; ".join(found[:6]) + said)
+
+
+def bounds(case: Case) -> tuple[float, float]:
+    """Return what rounding may do to weights, relative to the update, and to figures."""
+    settings = dict(case.settings)
+    is_adaptive = settings["optim"] != "sgd"  # gradients near zero count as much as others
+    if settings.get("bf16") or settings.get("bf16_full_eval"):
+        return 0.1, 0.05
+    if case.dtype == "float32":
+        return (0.05, 0.01) if is_adaptive else (2e-3, 1e-3)
+    if case.model in ("gemma2", "mistral", "qwen3", "gpt_oss"):
+        return 1e-4, 1e-5  # their norms compute in float32
+    is_rounded = case.trainer in ("sft", "dpo", "reward")  # TRL computes losses in float32
+    if is_rounded and is_adaptive:
+        return 1e-4, 1e-5
+    return 2e-6, 2e-6
+
+
+def differences(case: Case, stock: Outcome, ours: Outcome) -> list[str]:
+    """Return what differs, each as a few words."""
+    weights_bound, figures_bound = bounds(case)
+    found = []
+    apart = _distance(stock.weights, ours.weights)
+    update = _distance(stock.weights, stock.start)
+    if apart > weights_bound * max(update, 1e-9):
+        found.append(f"weights by {apart / max(update, 1e-9):.2g} of the update")
+    if len(stock.log) != len(ours.log):
+        found.append(
+            f"{len(ours.log)} log lines, not {len(stock.log)}: {_first_other(stock, ours)}"
+        )
+    for name, value in stock.state.items():
+        if ours.state.get(name) != value:
+            found.append(f"{name} is {ours.state.get(name)}, not {value}")
+    for number, (wanted, given) in enumerate(zip(stock.log, ours.log, strict=False)):
+        for name, value in wanted.items():
+            if _is_compared(case, name) and not _is_near(name, wanted, given, figures_bound):
+                found.append(f"{name} of line {number} is {given.get(name)}, not {value}")
+    return found
+
+
+def _first_other(stock: Outcome, ours: Outcome) -> str:
+    for wanted, given in zip(stock.log, ours.log, strict=False):
+        missing = sorted(set(wanted) - set(given))
+        if missing:
+            return f"lacks {missing}"
+    return "others at the end"
+
+
+def _is_compared(case: Case, name: str) -> bool:
+    if any(clock in name for clock in CLOCKS) or "_mem_" in name:
+        return False
+    option, values = _DOCUMENTED.get(name, ("", ()))
+    return dict(case.settings).get(option) not in values
+
+
+def _is_near(name: str, wanted: Mapping[str, Any], given: Mapping[str, Any], bound: float) -> bool:
+    """Tell if a figure of a log line is the same but for rounding."""
+    if name not in given:
+        return False
+    value, found = wanted[name], given[name]
+    if not isinstance(value, int | float) or not isinstance(found, int | float):
+        return value == found
+    if math.isnan(value) or math.isnan(found):
+        return math.isnan(value) and math.isnan(found)
+    if math.isinf(value) or math.isinf(found):
+        return value == found
+    return abs(value - found) <= bound * size_of(name, wanted)
