@@ -6,11 +6,8 @@ first step that is drawn. All ranks have the same datasets and draw the same ste
 together.
 """
 
-import copy
 import logging
-import random
 from collections.abc import Callable, Iterator, Mapping, Sized
-from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -19,12 +16,12 @@ from torch.utils.data import IterableDataset
 from transformers import Trainer
 from transformers.utils import is_datasets_available
 
-from hf_flexseq.config import IGNORE_INDEX, FlexSeqArguments
+from hf_flexseq.config import FlexSeqArguments
 from hf_flexseq.distributed.agreement import Attempt
 from hf_flexseq.plan import PlanInfeasible
 from hf_flexseq.steps.collator import LENGTHS, DataCollatorForFlexSeq
 from hf_flexseq.steps.step import RankStep
-from hf_flexseq.steps.users_code import is_known
+from hf_flexseq.steps.whole_batches import random_numbers_kept
 
 logger = logging.getLogger(__name__)
 
@@ -157,19 +154,8 @@ def _columns(dataset: Any) -> set[str] | None:
 
 def _example(dataset: Any, index: int) -> Any:
     """Return an example. It may be made at random: the run does not notice."""
-    with _random_numbers_kept():
+    with random_numbers_kept():
         return dataset[index]
-
-
-@contextmanager
-def _random_numbers_kept() -> Iterator[None]:
-    """Give the run the random numbers back that the block has drawn, on the CPU."""
-    of_python = random.getstate()
-    of_numpy = np.random.get_state()
-    with torch.random.fork_rng(devices=[]):
-        yield
-    random.setstate(of_python)
-    np.random.set_state(of_numpy)
 
 
 def draws_random_numbers(trainer: Trainer, dataloader: Any) -> str | None:
@@ -181,7 +167,7 @@ def draws_random_numbers(trainer: Trainer, dataloader: Any) -> str | None:
     dataset = trainer.train_dataset
     if getattr(dataloader, "num_workers", 0) or not _is_map_style(dataset) or not len(dataset):
         return None
-    with Attempt(), _random_numbers_kept():  # an error comes again when examples are drawn
+    with Attempt(), random_numbers_kept():  # an error comes again when examples are drawn
         before = torch.get_rng_state()
         example = dataset[0]
         if not torch.equal(before, torch.get_rng_state()):
@@ -299,7 +285,7 @@ def _check_room(
 def _collated_tokens(example: Mapping[str, Any], trainer: Trainer) -> int:
     """Return the tokens of an example without its padding, and as a collator may have cut it."""
     columns = _read_columns(example, trainer)
-    with _random_numbers_kept():
+    with random_numbers_kept():
         tokens: int = trainer.data_collator([columns])[LENGTHS][0]
     return tokens
 
@@ -316,58 +302,7 @@ def _read_columns(example: Mapping[str, Any], trainer: Trainer) -> dict[str, Any
 def _longest_row(example: Mapping[str, Any], trainer: Trainer) -> int:
     """Return the tokens of the longest sequence that the trainer's collator makes of an
     example."""
-    with _random_numbers_kept():
+    with random_numbers_kept():
         batch = trainer.data_collator([dict(example)])
     masks = [value for name, value in batch.items() if name.endswith("attention_mask")]
     return max(int(mask.sum(dim=1).max()) for mask in masks)
-
-
-# ---- collators that look at a whole batch
-
-
-def batch_remark(trainer: Trainer, collate: Any) -> str | None:
-    """Return a line about a collator of the user's that makes other rows of two examples together
-    than of each of them; None for another collator, and where the dataset cannot be looked at.
-
-    collate: what hf_flexseq calls with one example at a time.
-    """
-    dataset = trainer.train_dataset
-    if collate is None or is_known(collate):
-        return None
-    if not _is_map_style(dataset) or len(dataset) < 2:
-        return None
-    with Attempt() as collating, _random_numbers_kept():
-        examples = [_read_columns(_example(dataset, index), trainer) for index in _TRIED]
-        together = collate(copy.deepcopy(examples))
-        alone = [collate(copy.deepcopy([example])) for example in examples]
-        rows_agree = [_same_row(together, index, own) for index, own in enumerate(alone)]
-    if collating.error is not None or all(rows_agree):  # it may take one example alone
-        return None
-    return (
-        f"the data_collator {getattr(collate, '__name__', type(collate).__name__)} makes other "
-        "rows of two examples together than of each: it looks at the whole batch, gives padding "
-        "labels, or is random; hf_flexseq calls it with one example at a time"
-    )
-
-
-_TRIED = (0, 1)  # indices of the examples
-
-
-def _same_row(together: Mapping[str, Any], index: int, alone: Mapping[str, Any]) -> bool:
-    """Tell if a row of a batch [rows, tokens] is that of its example alone [1, tokens], with
-    padding that has no labels."""
-    ids = together["input_ids"][index]  # [padded tokens]
-    mask = together.get("attention_mask")
-    is_token = torch.arange(len(ids)) < alone["input_ids"].shape[1]
-    if mask is not None:
-        is_token = mask[index].bool()
-    for name, value in alone.items():
-        if not isinstance(value, torch.Tensor) or value.dim() != 2:
-            continue
-        own = value[0]
-        if "attention_mask" in alone:
-            own = own[alone["attention_mask"][0].bool()]
-        if not torch.equal(together[name][index][is_token], own):
-            return False
-    labels = together.get("labels")
-    return labels is None or bool((labels[index][~is_token] == IGNORE_INDEX).all())

@@ -235,7 +235,21 @@ class FlexSeqEngine:
         if step is not None and step.padding_targets and not self._noted_padding:
             self._noted_padding = True
             self._note_padding(step)
+        if step is not None and step.other_rows:
+            self._note_other_rows(step)
         return step
+
+    def _note_other_rows(self, step: Step) -> None:
+        """Say, on rank 0, that the user's collator makes other rows of whole batches."""
+        if self.communicator.rank == 0:
+            with beside_bars():
+                logger.warning(
+                    "step %d: the data_collator makes %d rows otherwise of a whole batch than of "
+                    "each example, as hf_flexseq calls it: it looks at other rows, gives padding "
+                    "labels, puts padding before a token that has one, or is random",
+                    step.number,
+                    step.other_rows,
+                )
 
     def _note_padding(self, step: Step) -> None:
         """Say, on rank 0, that a step leaves out targets that the plain Trainer has."""

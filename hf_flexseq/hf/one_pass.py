@@ -105,6 +105,8 @@ class LossInOnePass(StepLoss):
             loss = self._engine.train(
                 batch.step, forward_backward, model, is_last=self._is_last_step
             )
+        if self._trial.has_code_anywhere:
+            self._watch.raise_together(self._engine.communicator.host)
         if self._is_watched:
             self._means.end_training(_targets_in_order(batch.step), batch.step.tokens)
         self._router.note("train")
@@ -174,6 +176,8 @@ class LossInOnePass(StepLoss):
 
         self._means.begin("eval")
         loss = self._engine.evaluate(batch.step, forward, model)
+        if self._trial.has_code_anywhere:
+            self._watch.raise_together(self._engine.communicator.host)
         if self._is_watched:
             self._means.end_evaluating(_targets_in_order(batch.step))
         self._router.note("eval")
@@ -193,6 +197,8 @@ class LossInOnePass(StepLoss):
         found, loss, step = tokens.predict(batch, forward)
         if not found.has_labels:
             return None, found.predictions, None
+        if self._trial.has_code_anywhere:
+            self._watch.raise_together(self._engine.communicator.host)
         if self._is_watched:
             self._means.end_evaluating(targets_of(step, step.indices))
         self._sum.add(loss, step.targets)

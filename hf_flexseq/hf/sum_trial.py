@@ -103,6 +103,8 @@ class SumTrial:
         self._code = _NO_CODE
         self._passed = _NO_CODE
         self._is_due = False  # on all ranks alike
+        self.has_code_anywhere = False
+        """True if a rank has found code of the user's; alike on all ranks."""
 
     @property
     def has_code(self) -> bool:
@@ -127,7 +129,8 @@ class SumTrial:
         host = self._engine.communicator.host
         is_new = self._code != self._passed
         own = [is_new and bool(self._code.of_model), is_new and bool(self._code.methods)]
-        of_ranks = host.gather_ints([*map(int, own), len(row.lengths)])
+        of_ranks = host.gather_ints([*map(int, own), len(row.lengths), int(self.has_code)])
+        self.has_code_anywhere = any(of_rank[3] for of_rank in of_ranks)
         has_model_code = any(of_rank[0] for of_rank in of_ranks)
         has_methods = any(of_rank[1] for of_rank in of_ranks) and figures is None
         if not has_model_code and not has_methods:
@@ -314,7 +317,7 @@ class _Losses:
         if not is_labelled:
             own["labels"] = torch.full_like(own["labels"], IGNORE_INDEX)
         inputs = self._engine.whole_model.inputs_alone(SourceRow(columns=own, lengths=lengths))
-        with nullcontext() if self._watch is None else self._watch.calls(inputs):
+        with nullcontext() if self._watch is None else self._watch.calls(inputs, notes=False):
             return self._computed(compute_loss, inputs)
 
     def _padded_loss(self, compute_loss: ComputeLoss) -> float:

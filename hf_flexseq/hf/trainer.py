@@ -45,7 +45,7 @@ from hf_flexseq.config import FlexSeqArguments, arguments_on
 from hf_flexseq.distributed.agreement import Attempt
 from hf_flexseq.hf.at_home import LossAtHome
 from hf_flexseq.hf.collators import flexseq_collator, padded_collator
-from hf_flexseq.hf.dataset_checks import batch_remark, check_labels
+from hf_flexseq.hf.dataset_checks import check_labels
 from hf_flexseq.hf.engine import FlexSeqEngine
 from hf_flexseq.hf.evaluation import left_unprepared
 from hf_flexseq.hf.executors import EngineSetup, Executor, base_model
@@ -64,6 +64,7 @@ from hf_flexseq.hf.saving import checkpoint_folder, saved_whole
 from hf_flexseq.hf.shared_state import draws_in_place
 from hf_flexseq.hf.step_loss import StepLoss
 from hf_flexseq.hf.trainer_checks import check_router_loss, check_trainer
+from hf_flexseq.hf.watch import StepInFront
 from hf_flexseq.hf.whole_model import WholeModelExecutor
 from hf_flexseq.steps.collator import DataCollatorForFlexSeq
 from hf_flexseq.steps.screen import Predictions, beside_bars
@@ -134,10 +135,12 @@ class FlexSeqMixin(PartOfModelMixin):
         if wants_predictions(self, predicts=False):
             check_predictions(self, options.pipeline_parallel_size)
         self._choose_collators()
+        self._flexseq_said: set[str] = set()  # lines of the log
         self._log_remarks()
         self.flexseq = self._make_engine(options)
         way = LossAtHome if has_planned_loss(self) else LossInOnePass
         self._flexseq_loss = way(self, self.flexseq)
+        self._flexseq_in_front = StepInFront(self, FlexSeqMixin)
         self._flexseq_figures: list[Figures] = []  # of the steps since the last log
         self._flexseq_predictions = Predictions(options.cost_model)
         self._flexseq_loaders = ExitStack()  # what the end of training undoes on its dataloader
@@ -156,16 +159,13 @@ class FlexSeqMixin(PartOfModelMixin):
         self.data_collator = self._flexseq_padded if at_home else collator
 
     def _log_remarks(self) -> None:
-        """Say, on rank 0, where code of the user's sees something else than under the plain
-        Trainer."""
-        if not self.is_world_process_zero():
-            return
-        lines = list(remarks(self))
-        if isinstance(self.data_collator, DataCollatorForFlexSeq):
-            about_batches = batch_remark(self, self.data_collator.example_collator)
-            lines += [] if about_batches is None else [about_batches]
-        for line in lines:
-            logger.warning("%s", line)
+        """Say, on rank 0 and once, where code of the user's sees something else than under the
+        plain Trainer."""
+        if self.is_world_process_zero():
+            for line in remarks(self):
+                if line not in self._flexseq_said:
+                    self._flexseq_said.add(line)
+                    logger.warning("%s", line)
 
     def _make_engine(self, options: FlexSeqArguments) -> FlexSeqEngine:
         """Return the engine, with the executor that the options ask for.
@@ -238,6 +238,7 @@ class FlexSeqMixin(PartOfModelMixin):
         is done. A loss that is computed at home refuses that.
         """
         self._flexseq_accumulation = self.args.gradient_accumulation_steps
+        self._log_remarks()  # hooks and callbacks may have come since the trainer was made
         self._flexseq_loss.check_loader(dataloader)
         self._flexseq_loaders.enter_context(batches_on_host(dataloader))
         longest = LongestLoader.over(dataloader, self.flexseq.communicator)
@@ -253,20 +254,24 @@ class FlexSeqMixin(PartOfModelMixin):
         target tokens; no item when no rank has data left. A loss that is computed at home gets the
         batches themselves.
 
-        Raises ValueError where accumulation has changed since steps were drawn ahead.
+        Raises ValueError where accumulation has changed since training began.
         """
-        steps = self.args.gradient_accumulation_steps
-        if steps != self._flexseq_accumulation and self.flexseq.draws_ahead:
-            raise ValueError(
-                f"gradient_accumulation_steps has changed from {self._flexseq_accumulation} to "
-                f"{steps} while training, but steps are drawn ahead: set lookahead=0"
-            )
-        self._flexseq_accumulation = steps
+        self._check_accumulation()
         epochs = self._flexseq_epochs.of(epoch_iterator)
         if not self._flexseq_has_drawn:
             self._flexseq_has_drawn = True
             self._choose_lookahead()
         return self._flexseq_loss.next_batches(epochs, num_batches, device)
+
+    def _check_accumulation(self) -> None:
+        """Raise ValueError where a callback has changed the accumulation in a training: the
+        Trainer counts batches by it that were drawn as one step."""
+        steps = self.args.gradient_accumulation_steps
+        if steps != self._flexseq_accumulation:
+            raise ValueError(
+                f"gradient_accumulation_steps has changed from {self._flexseq_accumulation} to "
+                f"{steps} while training: set it before trainer.train()"
+            )
 
     def _choose_lookahead(self) -> None:
         """Draw steps ahead only where that changes nothing. Collective over the world.
@@ -284,6 +289,7 @@ class FlexSeqMixin(PartOfModelMixin):
         self, model: nn.Module, inputs: Any, num_items_in_batch: Any = None
     ) -> torch.Tensor:
         """Run a whole step with the last of its items, and return its loss, a scalar."""
+        self._check_accumulation()
 
         def stock_step(model: nn.Module, inputs: Any) -> torch.Tensor:
             loss: torch.Tensor = super(FlexSeqMixin, self).training_step(
@@ -291,7 +297,17 @@ class FlexSeqMixin(PartOfModelMixin):
             )
             return loss
 
-        return self._flexseq_loss.train(model, inputs, stock_step)
+        loss = self._flexseq_loss.train(model, inputs, stock_step)
+        self._flexseq_in_front.note(model, self.args.gradient_accumulation_steps)
+        return loss
+
+    def _clip_grad_norm(self, model: nn.Module) -> Any:
+        self._flexseq_in_front.check(model)
+        return super()._clip_grad_norm(model)
+
+    def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> Any:
+        self._flexseq_in_front.check(model)
+        return super()._get_grad_norm(model, grad_norm=grad_norm)
 
     def _prepare_inputs(self, inputs: Any) -> Any:
         """Prepare a batch of a loss at home once, with the model's own attention to make samples

@@ -14,9 +14,12 @@ import torch
 from torch import nn
 from transformers import Trainer
 
+from hf_flexseq.distributed.agreement import Attempt
+from hf_flexseq.distributed.transport import HostGroup
 from hf_flexseq.hf.executors import base_model
 from hf_flexseq.hf.overrides import AT_HOME
 from hf_flexseq.steps.inputs import LABELS, Inputs
+from hf_flexseq.steps.users_code import users_methods
 from hf_flexseq.values import listed
 
 
@@ -26,11 +29,24 @@ class Watch:
     def __init__(self, trainer: Trainer, methods: Sequence[str]) -> None:
         """methods: where they are, such as `MyTrainer.compute_loss`."""
         self._trainer: Any = trainer
+        self._noted: NotImplementedError | None = None
         self._who = listed(methods) if methods else f"{type(trainer).__name__} or a hook"
 
+    def raise_together(self, host: HostGroup) -> None:
+        """Raise what was noted on any rank, on all of them. Collective over the world."""
+        with Attempt() as watching:
+            if self._noted is not None:
+                raise self._noted
+        self._noted = None
+        watching.raise_together(host.gather_values, "running a micro-batch")
+
     @contextmanager
-    def calls(self, micro_batch: Inputs) -> Iterator[None]:
-        """Refuse calls of the model inside the block that are not of this micro-batch as it is."""
+    def calls(self, micro_batch: Inputs, *, notes: bool = True) -> Iterator[None]:
+        """Refuse calls of the model inside the block that are not of this micro-batch as it is.
+
+        notes: whether changed labels, which may be changed on one rank alone, are noted for
+            `raise_together`.
+        """
         targets: torch.Tensor = micro_batch[LABELS[0]]  # [1, tokens]
         version = targets._version
 
@@ -49,10 +65,12 @@ class Watch:
                 )
             is_same = targets._version == version
             if not is_same or not all(_equals(kwargs.get(name), targets) for name in LABELS):
-                raise NotImplementedError(
+                self._noted = NotImplementedError(
                     f"{self._who} changes the labels of a micro-batch, which are shifted and "
                     "parts of samples: change them in the dataset or in the data_collator"
                 )
+                if not notes:
+                    raise self._noted
 
         hook = base_model(self._trainer.model).register_forward_pre_hook(check, with_kwargs=True)
         try:
@@ -78,7 +96,7 @@ class Watch:
         finally:
             del accelerator.backward
         if after_backward and after_backward != _versions(model):
-            raise self._changed_gradients()
+            self._noted = self.changed_gradients()
 
     @contextmanager
     def no_gradients_yet(self, model: nn.Module) -> Iterator[None]:
@@ -91,16 +109,42 @@ class Watch:
         try:
             yield
             if before != _versions(model):
-                raise self._changed_gradients()
+                raise self.changed_gradients()
         finally:
             for parameter in empty:
                 parameter.grad = None
 
-    def _changed_gradients(self) -> NotImplementedError:
+    def changed_gradients(self) -> NotImplementedError:
+        """Return the refusal of changed gradients."""
         return NotImplementedError(
             f"{self._who} changes gradients before those of the step are complete: change them in "
             "the callback event on_pre_optimizer_step"
         )
+
+
+class StepInFront:
+    """Watches a `training_step` of the user's in front of the mixin. It gets the batches of a step
+    one by one, but gradients come with the last of them."""
+
+    def __init__(self, trainer: Trainer, mixin: type) -> None:
+        """mixin: the class that a `training_step` may stand in front of."""
+        classes = type(trainer).__mro__
+        before = classes[: classes.index(mixin)]
+        self._is_watched = any("training_step" in vars(cls) for cls in before)
+        self._watch = Watch(trainer, users_methods(trainer, ("training_step",)))
+        self._after_step: list[Any] | None = None
+
+    def note(self, model: nn.Module, accumulation: int) -> None:
+        """Note the gradients of a step of `accumulation` batches. One batch alone has all that it
+        would have under the plain Trainer."""
+        if self._is_watched and accumulation > 1:
+            self._after_step = _versions(model)
+
+    def check(self, model: nn.Module) -> None:
+        """Raise NotImplementedError if gradients have changed since then."""
+        noted, self._after_step = self._after_step, None
+        if noted is not None and noted != _versions(model):
+            raise self._watch.changed_gradients()
 
 
 def _equals(given: torch.Tensor | None, targets: torch.Tensor) -> bool:

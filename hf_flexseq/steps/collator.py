@@ -21,9 +21,12 @@ import torch
 from torch.nn.utils.rnn import pad_sequence
 
 from hf_flexseq.config import IGNORE_INDEX
+from hf_flexseq.steps.users_code import is_known
+from hf_flexseq.steps.whole_batches import other_rows
 
 LENGTHS = "lengths"
 PADDING_TARGETS = "padding_targets"
+OTHER_ROWS = "other_rows"
 
 # Columns of TRL, 1 for each token that is a target.
 _MASKS = ("completion_mask", "assistant_masks")
@@ -70,6 +73,7 @@ class DataCollatorForFlexSeq:
         self, example_collator: Callable[[list[Any]], Mapping[str, Any]] | None = None
     ) -> None:
         self.example_collator = example_collator
+        self._is_compared = False  # with what it makes of a whole batch
 
     def __getattr__(self, name: str) -> Any:
         """Return an attribute of the other collator; called for those that this one lacks."""
@@ -81,11 +85,12 @@ class DataCollatorForFlexSeq:
 
     def __call__(self, examples: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         """Return a dict of [1, tokens] tensors and `lengths`, a list of int; and, where there are
-        some, the number of `padding_targets`.
+        some, the numbers of `padding_targets` and `other_rows` (`whole_batches.py`).
 
         Raises ValueError for an example without labels or tokens, a packed one, a column that is
         not per token, or masks of targets that the labels do not follow.
         """
+        differing = self._other_rows(examples)
         own = []
         for index, example in enumerate(examples):
             own.append(self._of_tokens(example, index, needs_labels=True))
@@ -101,7 +106,18 @@ class DataCollatorForFlexSeq:
             padding_targets += _shorter_with_first_label(own)
         if padding_targets:
             batch[PADDING_TARGETS] = padding_targets
+        if differing:
+            batch[OTHER_ROWS] = differing
         return batch
+
+    def _other_rows(self, examples: Sequence[Mapping[str, Any]]) -> int:
+        """Return how many rows the user's collator makes otherwise of a whole batch; 0 but for the
+        first batch of several examples."""
+        own = self.example_collator
+        if own is None or self._is_compared or len(examples) < 2 or is_known(own):
+            return 0
+        self._is_compared = True
+        return other_rows(own, examples)
 
     def of_tokens(
         self, example: Mapping[str, Any], index: int, *, needs_labels: bool = True
@@ -394,8 +410,8 @@ def _pads_left(collator: Any) -> bool:
     """Tell if a collator of transformers puts padding on the left, by its tokenizer. Given one
     example it puts none."""
     side = getattr(getattr(collator, "tokenizer", None), "padding_side", None)
-    is_known = any(cls.__module__.startswith("transformers.") for cls in type(collator).__mro__)
-    return is_known and side == "left"
+    is_of_library = any(is_known(cls) for cls in type(collator).__mro__[:-1])
+    return is_of_library and side == "left"
 
 
 def _shorter_with_first_label(examples: Sequence[_Example]) -> int:

@@ -32,7 +32,7 @@ from hf_flexseq.plan.replicas import StepPlan
 from hf_flexseq.plan.rows import ranges
 from hf_flexseq.plan.shard import Shard, Slice
 from hf_flexseq.plan.wire import Ints
-from hf_flexseq.steps.collator import LENGTHS, PADDING_TARGETS
+from hf_flexseq.steps.collator import LENGTHS, OTHER_ROWS, PADDING_TARGETS
 
 Columns = dict[str, torch.Tensor]
 
@@ -57,6 +57,9 @@ class SourceRow:
 
     padding_targets: int = 0
     """Targets beside padding, which were left out."""
+
+    other_rows: int = 0
+    """Rows that the user's collator makes otherwise of a whole batch."""
 
     @property
     def targets(self) -> list[int]:
@@ -125,7 +128,7 @@ def _beside(dtypes: Mapping[str, str], others: Mapping[str, str]) -> str:
 
 
 # What a batch has beside its columns.
-_COUNTS = {LENGTHS, PADDING_TARGETS}
+_COUNTS = {LENGTHS, OTHER_ROWS, PADDING_TARGETS}
 
 
 def source_row(batches: Sequence[Mapping[str, Any]]) -> SourceRow:
@@ -152,7 +155,12 @@ def source_row(batches: Sequence[Mapping[str, Any]]) -> SourceRow:
     for batch in batches:
         lengths += batch[LENGTHS]
     padding_targets = sum(batch.get(PADDING_TARGETS, 0) for batch in batches)
-    return SourceRow(columns=columns, lengths=tuple(lengths), padding_targets=padding_targets)
+    return SourceRow(
+        columns=columns,
+        lengths=tuple(lengths),
+        padding_targets=padding_targets,
+        other_rows=sum(batch.get(OTHER_ROWS, 0) for batch in batches),
+    )
 
 
 def _check_batch(batch: Mapping[str, Any]) -> None:

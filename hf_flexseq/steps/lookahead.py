@@ -64,6 +64,9 @@ class DrawnStep:
     padding_targets: int = 0
     """Targets beside padding, which were left out, of all ranks."""
 
+    other_rows: int = 0
+    """Rows that the user's collator makes otherwise of a whole batch, of all ranks."""
+
 
 class Lookahead:
     """Steps of one iterator at a time, up to `lookahead` of them drawn and being planned."""
@@ -136,7 +139,8 @@ class Lookahead:
         own = [FAILED]
         with Attempt() as drawing:
             row = source_row(list(islice(iterator, num_batches)))
-            own = [row.signature, row.padding_targets, *row.lengths, *row.targets]
+            counts = (row.padding_targets, row.other_rows)
+            own = [row.signature, *counts, *row.lengths, *row.targets]
 
         # 2. what all ranks have drawn
         host = self.communicator.host
@@ -144,13 +148,14 @@ class Lookahead:
         gathered = host.gather_ints(own)
         if any(numbers[0] == FAILED for numbers in gathered):
             drawing.raise_together(host.gather_values, f"drawing {self.what} {number}")
-        padding_targets = 0
+        padding_targets = other_rows = 0
         lengths: list[int] = []
         targets: list[int] = []
         sources: list[int] = []
-        for rank, (_, padding_of_rank, *of_rank) in enumerate(gathered):
+        for rank, (_, padding_of_rank, others_of_rank, *of_rank) in enumerate(gathered):
             sequences = len(of_rank) // 2
             padding_targets += padding_of_rank
+            other_rows += others_of_rank
             lengths += of_rank[:sequences]
             targets += of_rank[sequences:]
             sources += [rank] * sequences
@@ -168,6 +173,7 @@ class Lookahead:
             sources=tuple(sources),
             targets=tuple(targets),
             padding_targets=padding_targets,
+            other_rows=other_rows,
         )
         self._next_request += 1
         self._drawn.append(step)

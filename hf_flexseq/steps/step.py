@@ -31,6 +31,7 @@ class RankStep(Generic[PlanT]):
 
     __slots__ = (
         "number",
+        "other_rows",
         "padding_targets",
         "passes",
         "plan",
@@ -53,6 +54,7 @@ class RankStep(Generic[PlanT]):
         self.targets = sum(drawn.targets)  # tokens with a label, over all ranks
         self.targets_of_sequences = drawn.targets
         self.padding_targets = drawn.padding_targets  # left out of them
+        self.other_rows = drawn.other_rows  # than the user's collator makes of a whole batch
         self.waited_s = waited_s
         self.stopwatch = Stopwatch(device)
         self.passes = 1  # over the micro-batches: forward and backward, or forward alone

@@ -28,7 +28,15 @@ class Verdict(Enum):
 FAILURES = (Verdict.SILENT, Verdict.CRASHED, Verdict.HANGS)
 
 # The warnings of hf_flexseq that announce a difference.
-KNOWN_WARNINGS: tuple[str, ...] = ()
+KNOWN_WARNINGS: tuple[str, ...] = (
+    "targets beside padding",
+    "rows otherwise of a whole batch",
+    "divides the loss by all labels",
+    "on_substep_end is called before the work of a step",
+    "a hook on the backward of a module sees",
+    "sees no gradients",
+    "differs from call to call",
+)
 
 # Figures that differ on purpose, by the setting that asks for them (docs/differences.md).
 _DOCUMENTED = {"num_input_tokens_seen": ("include_num_input_tokens_seen", ("all", True))}

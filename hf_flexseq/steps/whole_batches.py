@@ -1,0 +1,74 @@
+"""Compare what a user's collator makes of a whole batch with what it makes of each example.
+
+`DataCollatorForFlexSeq` calls another collator with one example at a time, since batches are
+planned by their sequences. The plain Trainer calls it with a whole batch. Both agree unless the
+collator looks at other rows, gives labels to padding, puts padding on the left of a token that has
+a label, or is random.
+"""
+
+import copy
+import random
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+
+from hf_flexseq.config import IGNORE_INDEX
+from hf_flexseq.distributed.agreement import Attempt
+
+Collate = Callable[[list[Any]], Mapping[str, Any]]
+
+
+def other_rows(collate: Collate, examples: Sequence[Mapping[str, Any]]) -> int:
+    """Return how many rows of a batch differ from those of its examples alone; 0 for a collator
+    that only takes one example.
+
+    The run keeps its random numbers, and the examples stay as they are.
+    """
+    with Attempt() as collating, random_numbers_kept():
+        together = collate(copy.deepcopy(list(examples)))
+        differing = 0
+        for index, example in enumerate(examples):
+            alone = collate([copy.deepcopy(example)])
+            differing += not _is_same_row(together, index, alone)
+    return 0 if collating.error is not None else differing
+
+
+def _is_same_row(together: Mapping[str, Any], index: int, alone: Mapping[str, Any]) -> bool:
+    """Tell if a row of a batch [rows, padded tokens] is that of its example alone [1, tokens], and
+    has no targets beside its padding."""
+    ids = together["input_ids"][index]  # [padded tokens]
+    mask = together.get("attention_mask")
+    is_token = torch.arange(len(ids)) < alone["input_ids"].shape[1]
+    if mask is not None:
+        is_token = mask[index].bool()
+
+    # 1. the same tokens, labels and other columns
+    own_mask = alone.get("attention_mask")
+    for name, value in alone.items():
+        if not isinstance(value, torch.Tensor) or value.dim() != 2:
+            continue
+        own = value[0] if own_mask is None else value[0][own_mask[0].bool()]  # [tokens]
+        if not torch.equal(together[name][index][is_token], own):
+            return False
+
+    # 2. no label of padding, nor of a first token that has padding before it
+    labels = together.get("labels")
+    if labels is None:
+        return True
+    is_labelled = labels[index] != IGNORE_INDEX
+    after_padding = is_token[1:] & ~is_token[:-1]
+    return not bool((is_labelled & ~is_token).any() or (is_labelled[1:] & after_padding).any())
+
+
+@contextmanager
+def random_numbers_kept() -> Iterator[None]:
+    """Give the run the random numbers back that the block has drawn, on the CPU."""
+    of_python = random.getstate()
+    of_numpy = np.random.get_state()
+    with torch.random.fork_rng(devices=[]):
+        yield
+    random.setstate(of_python)
+    np.random.set_state(of_numpy)
