@@ -3,7 +3,7 @@ ranks: by the stock trainer and with hf_flexseq.
 
     options.py    the options of trainers and of hf_flexseq, as data
     sources.py    models, datasets and collators
-    change.py     what a customisation is; they are in losses.py, methods.py, hooks.py, callbacks.py
+    change.py     what a customisation is, for losses.py, methods.py, hooks.py and callbacks.py
     case.py       draw(seed): one combination of these
     verdicts.py   what a comparison of both trainings comes to
     run.py        the two trainings of many cases, on forked ranks
