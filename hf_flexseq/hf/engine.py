@@ -235,13 +235,12 @@ class FlexSeqEngine:
         if step is not None and step.padding_targets and not self._noted_padding:
             self._noted_padding = True
             self._note_padding(step)
-        if step is not None and step.other_rows:
-            self._note_other_rows(step)
+        self._note_other_rows(step)
         return step
 
-    def _note_other_rows(self, step: Step) -> None:
-        """Say, on rank 0, that the user's collator makes other rows of whole batches."""
-        if self.communicator.rank == 0:
+    def _note_other_rows(self, step: Step | None) -> None:
+        """Say, on rank 0, if the user's collator makes other rows of whole batches."""
+        if step is not None and step.other_rows and self.communicator.rank == 0:
             with beside_bars():
                 logger.warning(
                     "step %d: the data_collator makes %d rows otherwise of a whole batch than of "
@@ -271,6 +270,7 @@ class FlexSeqEngine:
         dealt = self._dealt_steps(0, what="evaluation step")
         iterator = iter(batches)
         while (step := dealt.next(iterator, 1)) is not None:
+            self._note_other_rows(step)
             yield step
 
     def steps(

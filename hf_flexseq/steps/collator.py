@@ -28,6 +28,10 @@ LENGTHS = "lengths"
 PADDING_TARGETS = "padding_targets"
 OTHER_ROWS = "other_rows"
 
+# Batches of which the user's collator makes rows one by one and together: training and evaluation
+# may share it.
+COMPARED = 8
+
 # Columns of TRL, 1 for each token that is a target.
 _MASKS = ("completion_mask", "assistant_masks")
 
@@ -73,7 +77,7 @@ class DataCollatorForFlexSeq:
         self, example_collator: Callable[[list[Any]], Mapping[str, Any]] | None = None
     ) -> None:
         self.example_collator = example_collator
-        self._is_compared = False  # with what it makes of a whole batch
+        self._to_compare = COMPARED  # batches, with what it makes of each as a whole
 
     def __getattr__(self, name: str) -> Any:
         """Return an attribute of the other collator; called for those that this one lacks."""
@@ -111,13 +115,14 @@ class DataCollatorForFlexSeq:
         return batch
 
     def _other_rows(self, examples: Sequence[Mapping[str, Any]]) -> int:
-        """Return how many rows the user's collator makes otherwise of a whole batch; 0 but for the
-        first batch of several examples."""
+        """Return how many rows the user's collator makes otherwise of a whole batch; 0 after the
+        first few batches, and after the first one with such rows."""
         own = self.example_collator
-        if own is None or self._is_compared or len(examples) < 2 or is_known(own):
+        if own is None or not self._to_compare or len(examples) < 2 or is_known(own):
             return 0
-        self._is_compared = True
-        return other_rows(own, examples)
+        differing = other_rows(own, examples)
+        self._to_compare = 0 if differing else self._to_compare - 1
+        return differing
 
     def of_tokens(
         self, example: Mapping[str, Any], index: int, *, needs_labels: bool = True

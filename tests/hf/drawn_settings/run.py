@@ -319,6 +319,9 @@ def _read(case: Case, folder: Path) -> Judged | None:
             found.append(Judged(verdict=Verdict[name], detail=detail))
     # An error of one rank alone counts by what it is, not by what the other made of it.
     told = [one for one in found if "OtherRank" not in one.detail]
+    # Rank 0 alone logs what all ranks differ by.
+    if any(one.verdict is Verdict.LOGGED for one in found):
+        told = [one for one in told if one.verdict is not Verdict.SILENT]
     order = list(Verdict)
     return max(told or found, key=lambda one: order.index(one.verdict), default=None)
 
