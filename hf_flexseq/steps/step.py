@@ -29,6 +29,7 @@ class RankStep(Generic[PlanT]):
     """An optimizer step as one rank runs it: drawn, planned, and timed."""
 
     __slots__ = (
+        "has_run",
         "number",
         "passes",
         "plan",
@@ -50,6 +51,7 @@ class RankStep(Generic[PlanT]):
         self.targets = drawn.targets  # tokens with a label in the whole step, over all ranks
         self.waited_s = waited_s
         self.stopwatch = Stopwatch(device)
+        self.has_run = False  # forward and backward
         self.passes = 1  # over the micro-batches: forward and backward, or forward alone
         self.remark: Any = None  # a JSON value that goes to all ranks when the step is over
         self.remarks: list[Any] = []  # then those of all ranks
