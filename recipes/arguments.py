@@ -303,6 +303,26 @@ def errors_in_a_line(kinds: tuple[type[Exception], ...] = MISTAKES) -> Iterator[
         end_with(in_a_line(error))
 
 
+@contextmanager
+def refusals_in_a_line() -> Iterator[None]:
+    """End the program with one line where hf_flexseq refuses what it is given, as a checkpoint or
+    a sequence that does not fit, in the middle of a run. What other code raises keeps its
+    traceback."""
+    try:
+        yield
+    except (ValueError, NotImplementedError) as error:
+        is_ours = isinstance(error, PlanInfeasible)
+        if not is_ours and _package_that_raised(error) != "hf_flexseq":
+            raise
+        end_with(in_a_line(error))
+
+
+def _package_that_raised(error: Exception) -> str:
+    """Return the package of the code that an error was raised in first."""
+    *_, (frame, _) = traceback.walk_tb(error.__traceback__)
+    return str(frame.f_globals.get("__name__", "")).partition(".")[0]
+
+
 def in_a_line(error: Exception) -> str:
     """Return what an error says, in one line, and what raised it where that is another package's:
     its words may not tell."""
