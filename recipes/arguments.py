@@ -22,6 +22,7 @@ import yaml
 from tqdm import tqdm
 from transformers import HfArgumentParser
 
+from hf_flexseq import PlanInfeasible
 from rewards import load_rewards
 
 # Errors by which options, data and models are refused.
