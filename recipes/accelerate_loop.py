@@ -2,7 +2,7 @@
 
     accelerate launch --config_file recipes/accelerate_configs/cpu.yaml recipes/accelerate_loop.py
 
-Only four lines differ from a plain Accelerate loop; they are marked.
+What differs from a plain Accelerate loop is marked. docs/loop.md saves and resumes, too.
 """
 
 import time
@@ -17,9 +17,10 @@ from hf_flexseq import DataCollatorForFlexSeq, FlexSeqArguments, FlexSeqEngine
 STEPS = 20  # optimizer steps
 BATCH = 4  # sequences that a rank draws at once
 ACCUMULATION = 2  # draws of an optimizer step
+HELD_OUT = 20  # documents that are evaluated on
 
 
-def documents(count: int = 320, vocab: int = 128) -> list[dict[str, list[int]]]:
+def documents(count: int = 340, vocab: int = 128) -> list[dict[str, list[int]]]:
     """Return counting sequences of long-tailed lengths, which a small model learns quickly."""
     lengths = torch.empty(count).log_normal_(mean=4.0, std=1.2).clamp(2, 2000).int().tolist()
     examples = []
@@ -43,12 +44,17 @@ def main() -> None:
     )
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
     # (1) our collator
-    dataloader = DataLoader(documents(), BATCH, shuffle=True, collate_fn=DataCollatorForFlexSeq())
+    collator = DataCollatorForFlexSeq()
+    examples = documents()
+    dataloader = DataLoader(examples[HELD_OUT:], BATCH, shuffle=True, collate_fn=collator)
+    held_out = DataLoader(examples[:HELD_OUT], BATCH, collate_fn=collator)
 
     # (2) an engine
     engine = FlexSeqEngine(accelerator, FlexSeqArguments(max_tokens_per_rank=1500))
     engine.attach(model)
-    model, optimizer, dataloader = accelerator.prepare(model, optimizer, dataloader)
+    model, optimizer, dataloader, held_out = accelerator.prepare(
+        model, optimizer, dataloader, held_out
+    )
 
     model.train()
     # (3) steps, not batches
@@ -63,6 +69,12 @@ def main() -> None:
         )
         if index + 1 == STEPS:
             break
+
+    model.eval()
+    evaluation = engine.evaluation(held_out)  # (5) steps without a backward
+    for step in evaluation:
+        step.forward(model)
+    accelerator.print(f"held-out loss {evaluation.mean_loss():.3f}")  # over all target tokens
     engine.detach()
     accelerator.wait_for_everyone()
     # gloo's thread drops its last tensors, for which it needs the interpreter, before the group

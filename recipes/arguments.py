@@ -22,6 +22,7 @@ import yaml
 from tqdm import tqdm
 from transformers import HfArgumentParser
 
+from hf_flexseq import PlanInfeasible
 from rewards import load_rewards
 
 # Errors by which options, data and models are refused.
@@ -301,6 +302,26 @@ def errors_in_a_line(kinds: tuple[type[Exception], ...] = MISTAKES) -> Iterator[
         yield
     except kinds as error:
         end_with(in_a_line(error))
+
+
+@contextmanager
+def refusals_in_a_line() -> Iterator[None]:
+    """End the program with one line where hf_flexseq refuses what it is given, as a checkpoint or
+    a sequence that does not fit, in the middle of a run. What other code raises keeps its
+    traceback."""
+    try:
+        yield
+    except (ValueError, NotImplementedError) as error:
+        is_ours = isinstance(error, PlanInfeasible)
+        if not is_ours and _package_that_raised(error) != "hf_flexseq":
+            raise
+        end_with(in_a_line(error))
+
+
+def _package_that_raised(error: Exception) -> str:
+    """Return the package of the code that an error was raised in first."""
+    *_, (frame, _) = traceback.walk_tb(error.__traceback__)
+    return str(frame.f_globals.get("__name__", "")).partition(".")[0]
 
 
 def in_a_line(error: Exception) -> str:

@@ -12,11 +12,11 @@ from transformers import PreTrainedTokenizerBase, Trainer
 from transformers.trainer_callback import ProgressCallback
 from transformers.trainer_utils import get_last_checkpoint
 
-from arguments import CorpusArguments, ModelArguments, errors_in_a_line
+from arguments import CorpusArguments, ModelArguments, errors_in_a_line, refusals_in_a_line
 from bpe import cached_bpe
 from characters import character_tokenizer
 from corpus import document_columns, load_documents
-from hf_flexseq import FlexSeqConfig, PlanInfeasible
+from hf_flexseq import FlexSeqConfig
 from launch import check_world
 from model import load_tokenizer
 from progress import PlanProgress
@@ -118,14 +118,14 @@ def start_trace(args: FlexSeqConfig, anew: bool) -> None:
 
 def train(trainer: Trainer, checkpoint: str | None, summary: Callable[[Trainer], str]) -> None:
     """Train, evaluate, save, and leave together; the first process prints the summary. Ends the
-    program with one line for a sequence that fits nowhere.
+    program with one line for what hf_flexseq refuses, such as a sequence that fits nowhere.
 
     checkpoint: where training goes on, None at its start.
     """
     if not trainer.args.disable_tqdm:
         trainer.remove_callback(ProgressCallback)
         trainer.add_callback(PlanProgress(trainer.flexseq))
-    with errors_in_a_line((PlanInfeasible,)):
+    with refusals_in_a_line():
         trainer.train(resume_from_checkpoint=checkpoint)
         if trainer.eval_dataset is not None:
             trainer.evaluate()

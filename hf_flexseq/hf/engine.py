@@ -8,6 +8,10 @@ and of a plain loop.
         loss = step.backward(model)
         optimizer.step()
         optimizer.zero_grad()
+    evaluation = engine.evaluation(held_out)               # prepared as well
+    for step in evaluation:
+        step.forward(model)
+    print(evaluation.mean_loss())
     engine.detach()
 
 An optimizer step goes through these hands:
@@ -32,7 +36,6 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator
-from accelerate.utils import DistributedType
 from torch import nn
 
 from hf_flexseq.config import FlexSeqArguments
@@ -42,6 +45,7 @@ from hf_flexseq.distributed.communicator import Communicator
 from hf_flexseq.hf.executors import EngineSetup, Executor, ForwardBackward, base_model
 from hf_flexseq.hf.gradients import gradients_of, step_was_skipped
 from hf_flexseq.hf.loaders import LoaderSettings, batches_on_host
+from hf_flexseq.hf.loop import EngineStep, Evaluation
 from hf_flexseq.hf.model.own_loss import check_own_loss
 from hf_flexseq.hf.trainer_checks import check_accelerator
 from hf_flexseq.hf.whole_model import WholeModelExecutor
@@ -49,7 +53,6 @@ from hf_flexseq.planner.process.client import Planner
 from hf_flexseq.planner.static import check_degree
 from hf_flexseq.steps.ahead import DealtSteps, Step
 from hf_flexseq.steps.exchange import Columns
-from hf_flexseq.steps.inputs import Inputs
 from hf_flexseq.steps.lookahead import Lookahead
 from hf_flexseq.steps.nonfinite import NonfiniteWatch
 from hf_flexseq.steps.passes import Objective, PassStep
@@ -279,7 +282,7 @@ class FlexSeqEngine:
         accumulation: int = 1,
         *,
         first_number: int = 0,
-    ) -> Iterator["EngineStep"]:
+    ) -> Iterator[EngineStep]:
         """Yield the steps of one pass over a prepared dataloader, of `accumulation` batches per
         rank. Collective over the world.
 
@@ -290,16 +293,26 @@ class FlexSeqEngine:
                 ended; of no effect after the first step since the model was attached.
 
         Raises FloatingPointError as `check_finite` does, a step late, and for the last step when
-        there is none after it.
+        there is none after it; RuntimeError when the loop goes on without a step's backward.
         """
         with batches_on_host(dataloader):
             iterator = iter(dataloader)
             while (
                 step := self.next_step(iterator, accumulation, first_number=first_number)
             ) is not None:
-                yield EngineStep(self, step)
+                of_loop = EngineStep(step, self.executor, self.train)
+                yield of_loop
+                of_loop.check_has_run()
                 self.finish(step)
         self.check_finite()
+
+    def evaluation(self, dataloader: Iterable[Mapping[str, Any]]) -> Evaluation:
+        """Return one pass over a prepared dataloader without gradients, whose steps have a
+        `forward` in place of a `backward`.
+
+        dataloader: Its collator is a `DataCollatorForFlexSeq`.
+        """
+        return Evaluation(dataloader, self.evaluation_steps, self.executor)
 
     def _dealt_steps(
         self,
@@ -364,6 +377,7 @@ class FlexSeqEngine:
         self._watch.settle(skipped=step_was_skipped(self.accelerator))
         with self.communicator.host.naming_lost():
             loss = train()
+        step.has_run = True
         self._watch.take(step.number, loss, gradients_of(model, self.accelerator))
         if self._training is not None and not is_last:
             self._training.deal_ahead()
@@ -496,45 +510,3 @@ class FlexSeqEngine:
         if self._on_figures is not None:
             self._on_figures(due.number, figures)
         self._watch.judge(due.remarks)
-
-
-class EngineStep:
-    """A step of a hand-written loop."""
-
-    __slots__ = ("_engine", "step")
-
-    def __init__(self, engine: FlexSeqEngine, step: Step) -> None:
-        self._engine = engine
-        self.step = step
-
-    @property
-    def plan(self) -> Any:
-        """The plan of the whole step, over all ranks."""
-        return self.step.plan
-
-    def backward(self, model: nn.Module) -> torch.Tensor:
-        """Run forward and backward of the whole step.
-
-        Returns this rank's share of the loss, a detached scalar: the mean over ranks is the mean
-        over the step's target tokens. Gradients are those of that mean, over all ranks.
-        """
-        accelerator = self._engine.accelerator
-        options: dict[str, Any] = {}
-        if accelerator.distributed_type == DistributedType.DEEPSPEED:
-            options["scale_wrt_gas"] = False
-
-        def forward_backward(inputs: Inputs) -> torch.Tensor:
-            outputs = model(
-                **inputs, use_cache=False, num_items_in_batch=max(self.step.targets, 1)
-            )
-            # DDP, FSDP and DeepSpeed average gradients over ranks; the step's gradient is their
-            # sum.
-            loss: torch.Tensor = outputs.loss
-            router = self._engine.executor.router
-            if router is not None:
-                loss = loss + router.coefficient * router.share()
-            loss = loss * accelerator.num_processes
-            accelerator.backward(loss, **options)
-            return loss.detach()
-
-        return self._engine.train(self.step, forward_backward, model)

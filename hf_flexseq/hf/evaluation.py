@@ -7,7 +7,7 @@ batch.
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -15,22 +15,30 @@ import torch
 from accelerate.utils import DistributedType
 
 from hf_flexseq.distributed.communicator import Communicator
-from hf_flexseq.hf.engine import FlexSeqEngine
 from hf_flexseq.hf.loaders import LoaderProxy, batches_on_host, without_repeats
+from hf_flexseq.steps.ahead import Step
 from hf_flexseq.steps.step import StepItem, step_items
+
+# Yields every batch of a loader as a step, until no rank has data left.
+PlanSteps = Callable[[Iterable[Mapping[str, Any]]], Iterator[Step]]
+
+
+def once_each(dataloader: Any, plan_steps: PlanSteps) -> Iterator[Step]:
+    """Yield the batches of a loader as steps, every sample once. Collective over the world."""
+    with without_repeats(dataloader), batches_on_host(dataloader):
+        yield from plan_steps(dataloader)
 
 
 class PlannedBatches(LoaderProxy):
     """A dataloader whose batches are planned steps."""
 
-    def __init__(self, engine: FlexSeqEngine, dataloader: Any) -> None:
+    def __init__(self, dataloader: Any, plan_steps: PlanSteps) -> None:
         super().__init__(dataloader)
-        self._engine = engine
+        self._plan_steps = plan_steps
 
     def __iter__(self) -> Iterator[StepItem]:
-        with without_repeats(self.dataloader), batches_on_host(self.dataloader):
-            for step in self._engine.evaluation_steps(self.dataloader):
-                yield from step_items(step, 1)
+        for step in once_each(self.dataloader, self._plan_steps):
+            yield from step_items(step, 1)
 
 
 class EvaluationLoss:

@@ -119,6 +119,10 @@ class Executor(Protocol):
     """
 
     @property
+    def setup(self) -> EngineSetup:
+        """What all executors get."""
+
+    @property
     def cost(self) -> CostModel | None:
         """The cost model of the whole model; None before it is known."""
 

@@ -155,7 +155,7 @@ class LossInOnePass(StepLoss):
             yield loader
 
     def _evaluation_loader(self, dataloader: Any) -> Any:
-        return PlannedBatches(self._engine, dataloader)
+        return PlannedBatches(dataloader, self._engine.evaluation_steps)
 
     def predict(
         self, model: nn.Module, batch: Any, loss_only: bool, stock_prediction: StockPrediction

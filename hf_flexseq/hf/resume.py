@@ -36,17 +36,6 @@ class Resumed:
     marker: Mapping[str, Any]
     """What hf_flexseq knows about it; empty for one that it has not written."""
 
-    def check_step_size(self, sequences_per_step: int) -> None:
-        """Raise ValueError when the checkpoint was made with another number of sequences per
-        optimizer step: the data would come in another order."""
-        former = self.marker.get("sequences_per_step", sequences_per_step)
-        if former != sequences_per_step:
-            raise ValueError(
-                f"{self.folder} was trained with {former} sequences per optimizer step, this run "
-                f"draws {sequences_per_step} (per_device_train_batch_size x "
-                "gradient_accumulation_steps x processes): the data order would change"
-            )
-
 
 def choose_checkpoint(
     asked: str | os.PathLike[str] | bool | None, output_dir: str | None, communicator: Communicator

@@ -45,6 +45,7 @@ from hf_flexseq.config import FlexSeqArguments, arguments_on
 from hf_flexseq.distributed.agreement import Attempt
 from hf_flexseq.hf.at_home import LossAtHome
 from hf_flexseq.hf.collators import flexseq_collator, padded_collator
+from hf_flexseq.hf.data_order import Factors, check_factors, order_of
 from hf_flexseq.hf.dataset_checks import check_labels
 from hf_flexseq.hf.engine import FlexSeqEngine
 from hf_flexseq.hf.evaluation import left_unprepared
@@ -189,11 +190,6 @@ class FlexSeqMixin(PartOfModelMixin):
         engine.keep_loader_settings()
         return engine
 
-    def _flexseq_step_size(self) -> int:
-        """Return how many sequences an optimizer step draws."""
-        size: int = self.get_total_train_batch_size(self.args)
-        return size
-
     # ---- training
 
     def train(
@@ -217,7 +213,7 @@ class FlexSeqMixin(PartOfModelMixin):
         if resumed is None:
             self.flexseq.bring_cost(None, None)
         else:
-            resumed.check_step_size(self._flexseq_step_size())
+            check_factors(resumed.folder, resumed.marker, Factors.of(self), order_of(self))
             self.flexseq.bring_cost(resumed.folder, resumed.marker.get("cost_model"))
         with host.naming_lost(), self._attached(), ExitStack() as self._flexseq_loaders:
             output = super()._inner_training_loop(*args, **kwargs)
@@ -380,8 +376,10 @@ class FlexSeqMixin(PartOfModelMixin):
         """Save a checkpoint between its marker and its manifest, and none that NaN has gone into.
         Collective over the world."""
         self.flexseq.check_finite()
+        factors = Factors.of(self)
         marker = {
-            "sequences_per_step": self._flexseq_step_size(),
+            "sequences_per_step": factors.samples,
+            "factors": factors.to_record(),
             "cost_model": self.flexseq.cost_record(),
         }
         folder = checkpoint_folder(self, trial)

@@ -30,6 +30,7 @@ class RankStep(Generic[PlanT]):
     """An optimizer step as one rank runs it: drawn, planned, and timed."""
 
     __slots__ = (
+        "has_run",
         "number",
         "other_rows",
         "padding_targets",
@@ -57,6 +58,7 @@ class RankStep(Generic[PlanT]):
         self.other_rows = drawn.other_rows  # than the user's collator makes of a whole batch
         self.waited_s = waited_s
         self.stopwatch = Stopwatch(device)
+        self.has_run = False  # forward and backward
         self.passes = 1  # over the micro-batches: forward and backward, or forward alone
         self.remark: Any = None  # a JSON value that goes to all ranks when the step is over
         self.remarks: list[Any] = []  # then those of all ranks

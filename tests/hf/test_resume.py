@@ -61,7 +61,7 @@ def kill_within(module, name):
     setattr(module, name, killed)
 
 
-def losses(rank, world_size, folder, kind, killed, resume, batch=2, **options):
+def losses(rank, world_size, folder, kind, killed, resume, batch=2, rows=30, **options):
     """Of every step. killed: "at a step" or "while saving"; None for not at all."""
     if kind == "zero3":
         deepspeed.init_distributed("gloo")
@@ -87,7 +87,7 @@ def losses(rank, world_size, folder, kind, killed, resume, batch=2, **options):
     trainer = FlexSeqTrainer(
         model=tiny_llama(torch.float32 if kind == "zero3" else torch.float64),
         args=args,
-        train_dataset=documents([1 + (i * i * 7) % 60 for i in range(30)]),
+        train_dataset=documents([1 + (i * i * 7) % 60 for i in range(rows)]),
         callbacks=[KilledAfter(KILLED_AT)] if killed == "at a step" else None,
     )
     trainer.train(resume_from_checkpoint=resume)
@@ -153,12 +153,17 @@ def measuring_another(rank, world_size, folder, factor, resume):
     return losses(rank, world_size, folder, "pipeline", None, resume, **options)
 
 
-def test_another_step_size_is_refused(tmp_path):
-    run_ranks(losses, 2, tmp_path, "ddp", None, None)
-    with pytest.raises(AssertionError, match="8 sequences per optimizer step, this run draws 12"):
-        run_ranks(losses, 2, tmp_path, "ddp", None, True, 3)
-    assert run_ranks(losses, 1, tmp_path, "ddp", None, True, 4), (
-        "the same step size on another number of ranks"
+def test_another_order_of_the_data_is_refused(tmp_path):
+    run_ranks(losses, 2, tmp_path, "ddp", None, None, 2, 32)
+    fitting = "set per_device_train_batch_size=2 and gradient_accumulation_steps=2"
+    sizes = "8 sequences per optimizer step, this run draws 12"
+    with pytest.raises(AssertionError, match=f"{sizes} .*; {fitting}"):
+        run_ranks(losses, 2, tmp_path, "ddp", None, True, 3, 32)
+    # one process does not fill the last round of an epoch
+    with pytest.raises(AssertionError, match="30 samples would draw 30, not 32; no values .* fit"):
+        run_ranks(losses, 1, tmp_path, "ddp", None, True, 4, 30)
+    assert run_ranks(losses, 1, tmp_path, "ddp", None, True, 4, 32), (
+        "the same step size and order on another number of ranks"
     )
 
 

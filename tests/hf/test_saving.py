@@ -315,8 +315,9 @@ def test_where_the_run_differs_one_warning_says_in_what(
 ):
     losses_of(tmp_path, cost_model="auto", gradient_checkpointing=False)
     options = {"cost_model": "auto", **change(monkeypatch)}
-    resume = str(tmp_path / "checkpoint-2")
-    losses_of(tmp_path, resume=resume, **options)
+    trainer = make_trainer(tmp_path, **options)
+    trainer.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+    trainer.evaluate(documents(LENGTHS[:4]))  # finds the cost model once more
     (warning,) = told_of_files(caplog)
     assert re.search(told, warning)
     assert len(warning) < 300

@@ -4,6 +4,7 @@ same on every rank."""
 import dataclasses
 import importlib
 import json
+import logging
 import random
 from pathlib import Path
 from types import SimpleNamespace
@@ -443,19 +444,36 @@ def test_all_ranks_get_the_model_that_is_written(world_size: int, tmp_path: Path
     assert records[0]["hold_out"]["micro_batches"] == QUICK.held_out
 
 
-def automatic(rank: int, world_size: int, folder: str) -> tuple[list[str], bool, bool]:
-    """Digests of the first and the second run's models; whether random numbers, and the model,
-    stayed as they were."""
+class Told(logging.Handler):
+    """Collects visible lines."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
+        self.lines: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.lines.append(record.getMessage())
+
+
+def automatic(
+    rank: int, world_size: int, folder: str
+) -> tuple[list[str], list[list[str]], bool, bool]:
+    """Digests of the first and the second run's models; what each said about measuring; whether
+    random numbers, and the model, stayed as they were."""
     communicator, accelerator = Communicator(), Accelerator(cpu=True)
     model = tiny_llama(torch.float32)
     before, state = model.state_dict(), torch.random.get_rng_state()
-    found = [
-        cost_model_for("auto", model, accelerator, communicator, Path(folder)).digest()
-        for _ in range(2)
-    ]
+    found, told = [], []
+    for _ in range(2):
+        screen = Told()
+        choose.logger.addHandler(screen)
+        cost = cost_model_for("auto", model, accelerator, communicator, Path(folder))
+        choose.logger.removeHandler(screen)
+        found.append(cost.digest())
+        told.append([line for line in screen.lines if "measures" in line])
     same_numbers = bool((torch.random.get_rng_state() == state).all())
     kept = all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
-    return found, same_numbers, kept and model.config._attn_implementation != "flexseq"
+    return found, told, same_numbers, kept and model.config._attn_implementation != "flexseq"
 
 
 @pytest.mark.processes
@@ -463,10 +481,14 @@ def automatic(rank: int, world_size: int, folder: str) -> tuple[list[str], bool,
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_auto_measures_once_and_keeps_it(world_size: int, tmp_path: Path) -> None:
     results = run_ranks(automatic, world_size, str(tmp_path))
-    digests = {digest for found, _, _ in results for digest in found}
+    digests = {digest for found, _, _, _ in results for digest in found}
     assert len(digests) == 1
-    assert all(same_numbers and kept for _, same_numbers, kept in results)
-    assert len(list(tmp_path.iterdir())) == 1
+    assert all(same_numbers and kept for _, _, same_numbers, kept in results)
+    (kept_in,) = tmp_path.iterdir()
+    (first, second), *others = (told for _, told, _, _ in results)
+    assert [len(first), second] == [1, []]
+    assert f"keeps the result in {kept_in};" in first[0]
+    assert others == [[[], []]] * (world_size - 1)
 
 
 def test_a_senseless_measurement_leaves_the_estimate(

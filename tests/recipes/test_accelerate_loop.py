@@ -11,7 +11,7 @@ pytestmark = pytest.mark.processes
 
 def test_the_loop_learns():
     printed, nothing = run_program_on_ranks(2, ROOT / "recipes/accelerate_loop.py")
-    losses = [float(loss) for loss in re.findall(r"loss (\d+\.\d+)", printed)]
+    *losses, held_out = [float(loss) for loss in re.findall(r"loss (\d+\.\d+)", printed)]
     assert len(losses) == 20
-    assert losses[-1] < losses[0] - 2
+    assert max(losses[-1], held_out) < losses[0] - 2
     assert nothing == ""

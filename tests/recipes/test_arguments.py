@@ -14,6 +14,7 @@ from arguments import (
     PromptArguments,
     errors_in_a_line,
     parse,
+    refusals_in_a_line,
     to_argv,
 )
 from dpo import FlexSeqDPOConfig
@@ -213,6 +214,16 @@ def test_a_line_says_which_package_raised_an_error_that_is_not_ours(capsys):
     assert ours.startswith("error: cost_model=''")
     assert "raised in" not in ours
     assert theirs.startswith("error: Expecting value: line 2 column 1 (char 2) (raised in json.")
+
+
+def test_refusals_during_a_run_are_one_line_and_mistakes_elsewhere_are_not(capsys):
+    with pytest.raises(SystemExit, match="2"), refusals_in_a_line():
+        FlexSeqConfig(cost_model="")
+    assert capsys.readouterr().err.count("\n") == 1
+    for fails in (lambda: int("x"), lambda: json.loads("[\n")):
+        with pytest.raises(ValueError), refusals_in_a_line():
+            fails()
+    assert capsys.readouterr().err == ""
 
 
 def test_other_errors_keep_their_traceback():

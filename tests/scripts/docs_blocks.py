@@ -97,17 +97,19 @@ def run_together(commands: list[list[str]], folder: Path) -> None:
     """Run scripts one after the other on two ranks, in one process each: to start a script takes
     longer than its few steps."""
     scripts = []
-    for program, option, count, script in commands:
+    for program, option, count, *script in commands:
         assert (program, option, count) == ("torchrun", "--nproc_per_node", "2")
         scripts.append(script)
     run_ranks(_on_a_rank, 2, scripts, folder, seconds=150)
 
 
-def _on_a_rank(rank: int, world_size: int, scripts: list[str], folder: Path) -> None:
+def _on_a_rank(rank: int, world_size: int, scripts: list[list[str]], folder: Path) -> None:
+    """scripts: each with its arguments."""
     os.chdir(folder)
     sys.path.insert(0, str(folder))
-    for script in scripts:
-        runpy.run_path(script, run_name="__main__")
+    for words in scripts:
+        sys.argv = words
+        runpy.run_path(words[0], run_name="__main__")
         # the next one finds a process as a launcher starts it
         sys.modules.pop("my_data", None)
         AcceleratorState._reset_state(True)

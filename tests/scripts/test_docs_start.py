@@ -1,4 +1,5 @@
-"""The blocks of docs/start.md and docs/migrating.md run as they stand there, in their order."""
+"""The blocks of docs/start.md, docs/migrating.md and docs/loop.md run as they stand there, in
+their order."""
 
 # What every forked rank would import again.
 import deepspeed  # noqa: F401
@@ -19,6 +20,9 @@ from tests.scripts.docs_blocks import (
 
 # A recipe's run is cut short.
 SHORT = ["--max_steps", "2"]
+
+# Each rank puts the weights of a loop aside before the next one can write others.
+KEEP = "import os, shutil; shutil.copytree('loop/model', 'kept-' + os.environ['RANK'])"
 
 
 @pytest.fixture
@@ -45,6 +49,7 @@ def followed(page, folder):
 def test_blocks_that_do_not_run_everywhere_say_so_in_their_titles():
     assert left_out("start.md") == ["installs", "needs GPUs"]
     assert left_out("migrating.md") == ["axolotl 0.19", "ms-swift 4.6"]
+    assert left_out("loop.md") == []
 
 
 @pytest.mark.processes
@@ -61,6 +66,19 @@ def test_a_newcomer_gets_from_an_example_to_scripts_of_their_own(clone):
     named = [block.title for block in blocks_of("start.md") if block.title.endswith(".py")]
     run_by_page = " ".join(" ".join(words) for words in commands_of("start.md"))
     assert [title for title in named if title not in run_by_page] == ["my_data.py"]
+    write_files("loop.md", clone)
+    check_resumed_loop(clone)
+
+
+def check_resumed_loop(folder):
+    """A loop that goes on where it was saved ends with the weights of one that did not stop."""
+    whole, resumed = commands_of("loop.md")
+    assert resumed == [*whole, "4"]
+    (folder / "keep.py").write_text(KEEP)
+    run_together([whole, [*whole[:-1], "keep.py"], resumed], folder)
+    found = (folder / "loop" / "model" / "model.safetensors").read_bytes()
+    assert found == (folder / "kept-0" / "model.safetensors").read_bytes()
+    assert found != (folder / "my-model" / "model.safetensors").read_bytes()
 
 
 @pytest.mark.processes

@@ -43,6 +43,9 @@ logger = logging.getLogger(__name__)
 # Values of `cost_model=` for which a cost model is made; every other one is a preset or a file.
 MADE_FOR_THE_MODEL = ("auto", "estimate")
 
+# Of a measurement, of which the runs of `Effort` are a part.
+USUAL_DURATION = "for 3 to 30 s"
+
 
 @dataclass(frozen=True, kw_only=True)  # no slots: the estimate is kept
 class CostSubject:
@@ -131,6 +134,13 @@ def make_cost(
         return with_memory_of(estimate, CostModel.from_record(record)), f"measured earlier, {path}"
 
     # 3. a measurement now
+    if communicator.rank == 0:
+        logger.warning(
+            "cost_model='auto' measures this model on this machine once, %s as a rule, and keeps "
+            "the result in %s; cost_model='estimate', a preset or a file measures nothing",
+            USUAL_DURATION,
+            path,
+        )
     facts = subject.facts
     probes = ModelProbes(facts, communicator, subject.device)
     measured = _measured(probes, facts.shape, estimate, communicator, subject.device)

@@ -201,6 +201,7 @@ class CostSource:
             f"the cost model of {name} is not used, so that plans may differ from those it was "
             f"trained with: this run differs in {', '.join(differences)}"
         )
+        self._brought = None  # an evaluation attaches the model again, and would warn again
         return None
 
     def _compare_named(self, own: CostModel) -> None:
@@ -211,12 +212,13 @@ class CostSource:
                 f"cost_model={self._asked!r} is used, not {brought.cost.name!r} of {name}: plans "
                 "may differ from those it was trained with"
             )
+            self._brought = None  # as above
 
     def _name_of_checkpoint(self) -> str:
         assert self._brought is not None, "something was taken over"
         return self._brought[0]
 
     def _warn(self, text: str) -> None:
-        """Warn once, by rank 0."""
+        """Warn, by rank 0."""
         if self._communicator.rank == 0:
             logger.warning("%s", text)

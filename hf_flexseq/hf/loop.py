@@ -1,0 +1,149 @@
+"""The steps of a hand-written loop: in training, and in evaluation.
+
+    for step in engine.steps(dataloader):
+        loss = step.backward(model)
+        ...
+
+    evaluation = engine.evaluation(held_out)
+    for step in evaluation:
+        step.forward(model)
+    print(evaluation.mean_loss())
+
+`engine.steps` and `engine.evaluation` make them.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any
+
+import torch
+from accelerate.utils import DistributedType
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from hf_flexseq.hf.evaluation import EvaluationLoss, PlanSteps, once_each
+from hf_flexseq.hf.executors import Executor, ForwardBackward
+from hf_flexseq.steps.ahead import Step
+from hf_flexseq.steps.inputs import Inputs
+
+# step, what runs one micro-batch, model -> this rank's loss, a scalar
+Train = Callable[[Step, ForwardBackward, nn.Module], torch.Tensor]
+
+
+class LoopStep:
+    """A planned step, as a hand-written loop gets it."""
+
+    __slots__ = ("_executor", "step")
+
+    def __init__(self, step: Step, executor: Executor) -> None:
+        self.step = step
+        self._executor = executor
+
+    @property
+    def plan(self) -> Any:
+        """The plan of the whole step, over all ranks."""
+        return self.step.plan
+
+    def _loss(self, model: nn.Module, inputs: Inputs) -> torch.Tensor:
+        """Return this rank's share of the loss on a micro-batch, a scalar: the mean over ranks is
+        the mean over the step's target tokens."""
+        outputs = model(**inputs, use_cache=False, num_items_in_batch=max(self.step.targets, 1))
+        loss: torch.Tensor = outputs.loss
+        router = self._executor.router
+        if router is not None:
+            loss = loss + router.coefficient * router.share()
+        return loss * self._executor.setup.accelerator.num_processes
+
+
+class EngineStep(LoopStep):
+    """A training step of a hand-written loop."""
+
+    __slots__ = ("_train",)
+
+    def __init__(self, step: Step, executor: Executor, train: Train) -> None:
+        super().__init__(step, executor)
+        self._train = train
+
+    def backward(self, model: nn.Module) -> torch.Tensor:
+        """Run forward and backward of the whole step.
+
+        Returns this rank's share of the loss, a detached scalar: the mean over ranks is the mean
+        over the step's target tokens. Gradients are those of that mean, over all ranks.
+        """
+        accelerator = self._executor.setup.accelerator
+        options: dict[str, Any] = {}
+        if accelerator.distributed_type == DistributedType.DEEPSPEED:
+            options["scale_wrt_gas"] = False
+
+        def forward_backward(inputs: Inputs) -> torch.Tensor:
+            # DDP, FSDP and DeepSpeed average gradients over ranks, as the loss is.
+            loss = self._loss(model, inputs)
+            accelerator.backward(loss, **options)
+            return loss.detach()
+
+        return self._train(self.step, forward_backward, model)
+
+    def check_has_run(self) -> None:
+        """Raise RuntimeError where the loop has gone on without the step's backward."""
+        if not self.step.has_run:
+            raise RuntimeError(
+                f"step {self.step.number} was left without step.backward(model): to evaluate, "
+                "draw from engine.evaluation(dataloader)"
+            )
+
+
+class EvaluationStep(LoopStep):
+    """A step of an `Evaluation`."""
+
+    __slots__ = ("_sum",)
+
+    def __init__(self, step: Step, executor: Executor, sum_of_all: EvaluationLoss) -> None:
+        """sum_of_all: gets the loss of the step when it runs."""
+        super().__init__(step, executor)
+        self._sum = sum_of_all
+
+    def forward(self, model: nn.Module) -> torch.Tensor:
+        """Run the forward of the whole step, without gradients.
+
+        model: as accelerate has wrapped it.
+        Returns this rank's share of the loss, a scalar: the mean over ranks is the mean over the
+        step's target tokens.
+        """
+        # DDP would have ranks exchange buffers in each forward, of which they run different
+        # numbers.
+        whole = model.module if isinstance(model, DistributedDataParallel) else model
+
+        def forward(inputs: Inputs) -> torch.Tensor:
+            with torch.no_grad():
+                return self._loss(whole, inputs)
+
+        loss = self._executor.evaluate(self.step, forward, model)
+        self._sum.add(loss, self.step.targets)
+        return loss
+
+
+class Evaluation:
+    """One pass over a dataloader without gradients, in planned steps of one batch per rank. It
+    leaves no line in the plan trace."""
+
+    def __init__(
+        self,
+        dataloader: Iterable[Mapping[str, Any]],
+        plan_steps: PlanSteps,
+        executor: Executor,
+    ) -> None:
+        self._dataloader = dataloader
+        self._plan_steps = plan_steps
+        self._executor = executor
+        self._sum = EvaluationLoss()
+
+    def __iter__(self) -> Iterator[EvaluationStep]:
+        """Yield the steps. Every sample counts once: those that accelerate repeats to fill the
+        last batches are left out. Collective over the world."""
+        self._sum = EvaluationLoss()
+        for step in once_each(self._dataloader, self._plan_steps):
+            yield EvaluationStep(step, self._executor, self._sum)
+
+    def mean_loss(self) -> float:
+        """Return the mean loss over the target tokens of all steps that have run, as the Trainer's
+        `eval_loss` is with hf_flexseq; nan without any. Collective over the world."""
+        return self._sum.mean(self._executor.setup.communicator)

@@ -1,0 +1,254 @@
+"""The rule by which other factors keep the order of samples is what accelerate's loaders do, and a
+run that would draw another order is refused with the values that fit."""
+
+import functools
+import itertools
+from types import SimpleNamespace
+
+import pytest
+import torch
+from accelerate import PartialState
+from accelerate.data_loader import prepare_data_loader
+from torch.utils.data import DataLoader, IterableDataset, SequentialSampler
+from transformers import Trainer
+
+from hf_flexseq import FlexSeqTrainer
+from hf_flexseq.hf.data_order import DataOrder, Factors, check_factors, order_of
+from tests.hf.test_saving import losses_of, make_trainer
+
+EPOCHS = 2
+ROWS = (1, 3, 7, 8, 12, 18, 23, 24)
+
+
+class Stream(IterableDataset):
+    def __init__(self, rows):
+        self.rows = rows
+
+    def __iter__(self):
+        return iter(range(self.rows))
+
+
+def sampler(strategy, rows, factors):
+    """That of the Trainer's own method."""
+    args = SimpleNamespace(
+        train_sampling_strategy=strategy,
+        train_batch_size=factors.batch,
+        gradient_accumulation_steps=factors.accumulation,
+    )
+    trainer = SimpleNamespace(args=args, processing_class=None)
+    dataset = [{"input_ids": range(row * row * 7 % 19 + 1)} for row in range(rows)]
+    return Trainer._get_train_sampler(trainer, dataset)
+
+
+def loader(strategy, rows, factors, rank, drop_last, even_batches):
+    """As accelerate prepares it for one of several processes."""
+    if strategy == "stream":
+        plain = DataLoader(Stream(rows), factors.batch, collate_fn=list)
+    else:
+        order = sampler(strategy, rows, factors)
+        plain = DataLoader(
+            range(rows), factors.batch, sampler=order, drop_last=drop_last, collate_fn=list
+        )
+    return prepare_data_loader(
+        plain,
+        num_processes=factors.processes,
+        process_index=rank,
+        even_batches=even_batches,
+        use_seedable_sampler=True,
+        data_seed=3,
+        dispatch_batches=False,
+    )
+
+
+@functools.cache
+def drawn_steps(strategy, rows, factors, drop_last, even_batches):
+    """The samples of every optimizer step, in ascending order."""
+    by_rank = []
+    for rank in range(factors.processes):
+        torch.manual_seed(5)
+        one = loader(strategy, rows, factors, rank, drop_last, even_batches)
+        epochs = []
+        for epoch in range(EPOCHS):
+            one.set_epoch(epoch)
+            epochs.append(list(one))
+        by_rank.append(epochs)
+    steps = []
+    for epoch in range(EPOCHS):
+        rounds = list(itertools.zip_longest(*(of[epoch] for of in by_rank), fillvalue=()))
+        for first in range(0, len(rounds), factors.accumulation):
+            batches = itertools.chain(*rounds[first : first + factors.accumulation])
+            steps.append(sorted(itertools.chain(*batches)))
+    return steps
+
+
+def pairs(samples):
+    """All pairs of factors of a number of samples, on up to four processes."""
+    found = []
+    for processes in range(1, 5):
+        for batch in range(1, samples + 1):
+            accumulation, rest = divmod(samples, batch * processes)
+            if rest == 0:
+                found.append(Factors(batch=batch, accumulation=accumulation, processes=processes))
+    return list(itertools.combinations(found, 2))
+
+
+@pytest.mark.parametrize("strategy", ["random", "stream"])
+def test_the_order_is_kept_exactly_where_the_rule_says_so(strategy):
+    PartialState(cpu=True)
+    ends = [(False, True)]
+    if strategy == "random":
+        ends += [(False, False), (True, True)]
+    found = []
+    for rows, (drop_last, even_batches) in itertools.product(ROWS, ends):
+        order = DataOrder(rows=rows, drop_last=drop_last, even_batches=even_batches)
+        for former, now in pairs(8):
+            steps = drawn_steps(strategy, rows, former, drop_last, even_batches)
+            again = drawn_steps(strategy, rows, now, drop_last, even_batches)
+            found.append(order.change(former, now) is None)
+            assert found[-1] == (steps == again), (former, now, order)
+    assert {True, False} == set(found)
+
+
+def test_grouped_by_length_the_order_is_kept_where_the_rule_says_so():
+    PartialState(cpu=True)
+    found = []
+    for rows in ROWS:
+        order = DataOrder(rows=rows, processes_matter="group_by_length")
+        for former, now in pairs(8):
+            steps = drawn_steps("group_by_length", rows, former, False, True)
+            again = drawn_steps("group_by_length", rows, now, False, True)
+            is_kept = order.change(former, now) is None
+            assert not is_kept or steps == again, (former, now, order)
+            found.append((is_kept, steps == again, former.processes == now.processes))
+    assert (True, True, True) in found
+    assert (False, False, False) in found
+
+
+# ---- what a run is told
+
+
+def factors(batch, accumulation, processes):
+    return Factors(batch=batch, accumulation=accumulation, processes=processes)
+
+
+THEN = "per_device_train_batch_size=2, gradient_accumulation_steps=3 and 2 processes"
+UNKNOWN = DataOrder(unknown="a stream")
+
+
+@pytest.mark.parametrize(
+    ("order", "now", "said"),
+    [
+        (DataOrder(rows=24), factors(3, 2, 2), None),
+        (DataOrder(rows=24), factors(4, 1, 3), None),
+        (UNKNOWN, factors(2, 3, 2), None),
+        (
+            DataOrder(rows=25),
+            factors(3, 2, 2),
+            "an epoch of 25 samples would draw 30, not 28; set per_device_train_batch_size=2 and "
+            "gradient_accumulation_steps=3",
+        ),
+        (  # rounds of 4 samples on one more number of processes
+            DataOrder(rows=25),
+            factors(3, 1, 4),
+            "an epoch of 25 samples would draw 36, not 28; set per_device_train_batch_size=1 and "
+            "gradient_accumulation_steps=3",
+        ),
+        (
+            DataOrder(rows=25),
+            factors(2, 2, 3),
+            "an epoch of 25 samples would draw 30, not 28; no values are known to fit 3 "
+            f"processes: resume with {THEN}",
+        ),
+        (
+            DataOrder(rows=24, processes_matter="group_by_length"),
+            factors(4, 3, 1),
+            "group_by_length draws in another order on 1 process; no values are known to fit "
+            f"1 process: resume with {THEN}",
+        ),
+        (
+            UNKNOWN,
+            factors(3, 2, 2),
+            "a stream may draw in another order; set per_device_train_batch_size=2 and "
+            "gradient_accumulation_steps=3",
+        ),
+        (
+            DataOrder(rows=24),
+            factors(4, 4, 2),
+            "12 sequences per optimizer step, this run draws 32 (per_device_train_batch_size x "
+            "gradient_accumulation_steps x processes): the data order would change; set "
+            "per_device_train_batch_size=2 and gradient_accumulation_steps=3",
+        ),
+        (
+            DataOrder(rows=24),
+            factors(5, 1, 1),
+            "the data order would change; set per_device_train_batch_size=4 and "
+            "gradient_accumulation_steps=3",
+        ),
+    ],
+)
+def test_other_factors_are_refused_with_those_that_fit(order, now, said):
+    marker = {"sequences_per_step": 12, "factors": factors(2, 3, 2).to_record()}
+    if said is None:
+        check_factors("out", marker, now, order)
+        return
+    with pytest.raises(ValueError) as refused:
+        check_factors("out", marker, now, order)
+    assert str(refused.value).startswith("out was trained with ")
+    assert str(refused.value).endswith(said)
+
+
+def test_a_checkpoint_that_knows_the_product_alone_is_held_to_that():
+    marker = {"sequences_per_step": 12}
+    check_factors("out", marker, factors(3, 1, 4), UNKNOWN)
+    check_factors("out", {}, factors(1, 1, 1), UNKNOWN)
+    with pytest.raises(ValueError, match="on 2 processes the product of .* must be 6"):
+        check_factors("out", marker, factors(2, 2, 2), UNKNOWN)
+    with pytest.raises(ValueError, match="no values fit 5 processes: .* that divides 12"):
+        check_factors("out", marker, factors(2, 2, 5), UNKNOWN)
+    marker["factors"] = factors(2, 3, 2).to_record() | {"batch": 0}
+    with pytest.raises(ValueError, match="batch=0: must be at least 1"):
+        check_factors("out", marker, factors(2, 3, 2), UNKNOWN)
+
+
+# ---- a Trainer
+
+
+class InOrder(FlexSeqTrainer):
+    """Has a sampler of its own."""
+
+    def _get_train_sampler(self, train_dataset=None):
+        return SequentialSampler(train_dataset or self.train_dataset)
+
+
+def test_a_trainer_says_what_decides_the_order(tmp_path):
+    trainer = make_trainer(tmp_path, dataloader_drop_last=True)
+    assert order_of(trainer) == DataOrder(rows=24, drop_last=True)
+    assert Factors.of(trainer) == factors(2, 1, 1)
+    trainer.train_dataset = Stream(24)
+    assert order_of(trainer).unknown == "a stream"
+    grouped = make_trainer(tmp_path, train_sampling_strategy="group_by_length")
+    assert order_of(grouped).processes_matter == "group_by_length"
+    unseeded = make_trainer(tmp_path, accelerator_config={"use_seedable_sampler": False})
+    assert "use_seedable_sampler=False" in order_of(unseeded).processes_matter
+    rebalanced = make_trainer(tmp_path, train_sampling_strategy="batch_rebalance")
+    assert order_of(rebalanced).unknown == "train_sampling_strategy='batch_rebalance'"
+    assert order_of(make_trainer(tmp_path, InOrder)).unknown == "InOrder._get_train_sampler"
+
+
+def test_a_resumed_trainer_takes_other_factors_that_keep_the_order_and_no_others(tmp_path):
+    def steps(batch, accumulation):
+        return {
+            "per_device_train_batch_size": batch,
+            "gradient_accumulation_steps": accumulation,
+            "dataloader_drop_last": True,
+        }
+
+    wanted = losses_of(tmp_path, **steps(5, 2))  # 20 of 24 samples in an epoch of two steps
+    checkpoint = str(tmp_path / "checkpoint-2")
+    assert losses_of(tmp_path / "again", checkpoint, **steps(10, 1)) == wanted
+    fitting = "set per_device_train_batch_size=5 and gradient_accumulation_steps=2"
+    with pytest.raises(ValueError, match=f"24 samples would draw 24, not 20; {fitting}"):
+        losses_of(tmp_path / "other", checkpoint, **steps(2, 5))
+    trainer = make_trainer(tmp_path / "own", InOrder, **steps(10, 1))
+    with pytest.raises(ValueError, match=f"InOrder._get_train_sampler may draw .*; {fitting}"):
+        trainer.train(resume_from_checkpoint=checkpoint)
