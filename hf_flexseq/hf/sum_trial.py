@@ -20,28 +20,21 @@ two plans, which would take as long as a step.
 
 import copy
 import logging
-import math
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, nullcontext
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.utils.rnn import pad_sequence
 from transformers import Trainer
 
-from hf_flexseq.config import IGNORE_INDEX
 from hf_flexseq.distributed.agreement import Attempt
 from hf_flexseq.hf.engine import FlexSeqEngine
-from hf_flexseq.hf.executors import base_model
-from hf_flexseq.hf.model.facts import compute_dtype
 from hf_flexseq.hf.overrides import AT_HOME, IN_PARTS
+from hf_flexseq.hf.two_sequences import ComputeLoss, Figures, LossesOfTwo
 from hf_flexseq.hf.watch import Watch
-from hf_flexseq.steps.collator import shifted
-from hf_flexseq.steps.exchange import Columns, SourceRow
-from hf_flexseq.steps.inputs import Inputs
+from hf_flexseq.steps.exchange import SourceRow
 from hf_flexseq.steps.users_code import (
     library_method,
     users_forward_hooks,
@@ -51,21 +44,6 @@ from hf_flexseq.steps.users_code import (
 from hf_flexseq.values import listed
 
 logger = logging.getLogger(__name__)
-
-TOKENS = (5, 4)
-"""Tokens of the two sequences."""
-ITEMS = 8
-"""What the losses are divided by."""
-
-# How far L(A and B) may be from L(A) + L(B), as a part of it: rounding of the arithmetic.
-# Losses are often in float32 under a model in float64.
-_TOLERANCES = {torch.float64: 1e-6, torch.float32: 1e-4}
-_TOLERANCE_OF_16_BITS = 3e-2
-
-# model, inputs, num_items_in_batch -> the loss, a scalar
-ComputeLoss = Callable[..., Any]
-# model, inputs of a micro-batch -> figures of its tokens, each [tokens, ...]
-Figures = Callable[[nn.Module, Inputs], Columns]
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,7 +118,7 @@ class SumTrial:
             return  # a rank has drawn nothing: the next step will do
         self._is_due = False
         with Attempt() as trying, _unchanged(self._trainer):
-            losses = _Losses(self._trainer, self._engine, self._watch, row, model)
+            losses = LossesOfTwo(self._trainer, self._engine, self._watch, row, model)
             if has_model_code:
                 self._try_model(losses, figures)
             if has_methods:
@@ -148,7 +126,7 @@ class SumTrial:
         trying.raise_together(host.gather_values, "trying if the loss is a sum over tokens")
         self._passed = self._code
 
-    def _try_model(self, losses: "_Losses", figures: Figures | None) -> None:
+    def _try_model(self, losses: LossesOfTwo, figures: Figures | None) -> None:
         """Raise NotImplementedError where modules or hooks mix sequences."""
         if figures is not None:
             found = losses.of_figures(figures)
@@ -161,7 +139,7 @@ class SumTrial:
                 "or remove it"
             )
 
-    def _try_methods(self, losses: "_Losses") -> None:
+    def _try_methods(self, losses: LossesOfTwo) -> None:
         """Raise NotImplementedError where methods of the trainer make the loss depend on the
         plan."""
         found = losses.of(self._trainer.compute_loss)
@@ -185,205 +163,6 @@ def _stock_loss(trainer: Trainer, engine: FlexSeqEngine) -> ComputeLoss:
         return compute_loss(*args, **kwargs) + router.share()
 
     return with_share
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Found:
-    """The losses of two sequences."""
-
-    first: float
-    second: float
-    together: float
-    """Of both in one row."""
-    padded: float
-    """Of both as the rows of a padded batch."""
-    unlabelled: float
-    """Of both in one row, without any label."""
-    tolerance: float
-
-    @property
-    def add_up(self) -> bool:
-        """True if the loss of both is the sum of their losses in either form, or not finite, which
-        is reported when the step has run."""
-        return self.unlabelled == 0 and all(map(self._is_sum, (self.together, self.padded)))
-
-    def _is_sum(self, loss: float) -> bool:
-        total = self.first + self.second
-        size = abs(self.first) + abs(self.second) + abs(loss)
-        return not math.isfinite(size) or abs(loss - total) <= self.tolerance * size
-
-    def __str__(self) -> str:
-        if self.unlabelled != 0:
-            return f"a row without labels has the loss {self.unlabelled:.6g}, and not 0"
-        loss, where = self.together, "in one row"
-        if self._is_sum(loss):
-            loss, where = self.padded, "in a padded batch, as the plain Trainer has them"
-        return (
-            f"two sequences have the losses {self.first:.6g} and {self.second:.6g} apart, but "
-            f"{loss:.6g} {where}"
-        )
-
-
-class _Losses:
-    """Computes the losses of two short sequences, apart and together, on this rank alone."""
-
-    def __init__(
-        self,
-        trainer: Trainer,
-        engine: FlexSeqEngine,
-        watch: Watch | None,
-        row: SourceRow,
-        model: nn.Module,
-    ) -> None:
-        self._trainer: Any = trainer
-        self._engine = engine
-        self._watch = watch
-        self._model = model
-        self._columns = _short_columns(row.columns)
-        dtype = compute_dtype(base_model(trainer.model), trainer.accelerator)
-        self._tolerance = _TOLERANCES.get(dtype, _TOLERANCE_OF_16_BITS)
-
-    def of(self, compute_loss: ComputeLoss) -> _Found | None:
-        """Return the losses that a function like `Trainer.compute_loss` gives; None where they
-        differ from call to call."""
-
-        def prepared(model: nn.Module, inputs: Inputs, **given: Any) -> Any:
-            return compute_loss(model, self._trainer._prepare_inputs(inputs), **given)
-
-        return self._in_either_mode(
-            partial(self._loss, prepared),
-            padded=partial(self._padded_loss, prepared),
-            unlabelled=partial(self._loss, prepared, is_labelled=False),
-        )
-
-    def of_figures(self, figures: Figures) -> _Found | None:
-        """Return the sums of squares of what a head finds for tokens."""
-
-        def sizes(model: nn.Module, inputs: Inputs, num_items_in_batch: Any) -> torch.Tensor:
-            squares = [value.double().square().sum() for value in figures(model, inputs).values()]
-            return torch.stack(squares).sum()
-
-        return self._in_either_mode(partial(self._loss, sizes))
-
-    def _in_either_mode(
-        self,
-        loss: Callable[..., float],
-        padded: Callable[[], float] | None = None,
-        unlabelled: Callable[..., float] | None = None,
-    ) -> _Found | None:
-        """Return the losses with the model in training mode, without dropout; where those of one
-        row differ from call to call, in evaluation mode. Where they differ even then, nothing can
-        be said, and a warning says so.
-
-        loss: of sequences of so many tokens, from a token on. padded: of both in a padded batch.
-        unlabelled: as `loss`, without labels.
-        """
-        first, second = TOKENS
-        stable = []
-        for training in (True, False):  # all ranks compute in both, whatever each has found
-            with _without_dropout(self._model, training=training):
-                once, again = loss(0, TOKENS), loss(0, TOKENS)
-                found = _Found(
-                    first=loss(0, (first,)),
-                    second=loss(first, (second,)),
-                    together=once,
-                    padded=math.nan if padded is None else padded(),
-                    unlabelled=0.0 if unlabelled is None else unlabelled(0, TOKENS),
-                    tolerance=self._tolerance,
-                )
-            differs = abs(once - again) > self._tolerance * (abs(once) + abs(again))
-            if not differs:
-                stable.append(found)
-        if stable:
-            return stable[0]
-        logger.warning(
-            "the loss of %s differs from call to call on the same tokens, so hf_flexseq cannot "
-            "try if it is a sum over tokens: it has to be one",
-            type(self._trainer).__name__,
-        )
-        return None
-
-    def _loss(
-        self,
-        compute_loss: ComputeLoss,
-        start: int,
-        lengths: tuple[int, ...],
-        *,
-        is_labelled: bool = True,
-    ) -> float:
-        """Return the loss of sequences that begin at token `start` of the columns."""
-        stop = start + sum(lengths)
-        own = {name: value[start:stop] for name, value in self._columns.items()}
-        if not is_labelled:
-            own["labels"] = torch.full_like(own["labels"], IGNORE_INDEX)
-        inputs = self._engine.whole_model.inputs_alone(SourceRow(columns=own, lengths=lengths))
-        with nullcontext() if self._watch is None else self._watch.calls(inputs, notes=False):
-            return self._computed(compute_loss, inputs)
-
-    def _padded_loss(self, compute_loss: ComputeLoss) -> float:
-        """Return the loss of both sequences in a padded batch, [2, tokens]; NaN where the user's
-        code or the model cannot compute it, which is not needed for planned steps."""
-        if self._engine.executor.router is not None:
-            return math.nan  # the model would add a router loss of the batch
-        batch: Inputs = {}
-        for name, value in self._columns.items():
-            if name in _MADE_HERE:
-                continue
-            filler = IGNORE_INDEX if name == "labels" else 0
-            parts = self._columns["input_ids"] if name == "labels" else value
-            row = pad_sequence(parts.split(TOKENS), batch_first=True, padding_value=filler)
-            batch[name] = row.to(self._trainer.args.device)
-        ones = [torch.ones(length, dtype=torch.int64) for length in TOKENS]
-        batch["attention_mask"] = pad_sequence(ones, batch_first=True).to(batch["labels"].device)
-        try:
-            return self._computed(compute_loss, batch)
-        except (KeyError, TypeError, ValueError, RuntimeError) as error:
-            logger.info("the loss of a padded batch is not compared: %s", error)
-            return math.nan
-
-    def _computed(self, compute_loss: ComputeLoss, inputs: Inputs) -> float:
-        """Return the loss that a function gives of inputs, without gradients."""
-        trainer = self._trainer
-        items = torch.full((), ITEMS, device=trainer.args.device)
-        router = self._engine.executor.router
-        with ExitStack() as around:
-            around.enter_context(torch.no_grad())
-            around.enter_context(trainer.compute_loss_context_manager())
-            if router is not None:
-                around.enter_context(router.noting())
-            return float(compute_loss(self._model, inputs, num_items_in_batch=items))
-
-
-# Columns that a padded batch of the plain Trainer does not have.
-_MADE_HERE = ("position_ids", "shift_labels")
-
-
-def _short_columns(drawn: Columns) -> Columns:
-    """Return columns of the two sequences, [tokens], made of the first tokens of a drawn row.
-
-    Every token but the last of a sequence has a target.
-    """
-    indices = torch.arange(sum(TOKENS))
-    columns = {name: value[indices % len(value)] for name, value in drawn.items()}
-    ids = columns["input_ids"].split(TOKENS)
-    columns["labels"] = torch.cat([shifted(own) for own in ids])
-    columns["position_ids"] = torch.cat([torch.arange(length) for length in TOKENS])
-    return columns
-
-
-@contextmanager
-def _without_dropout(model: nn.Module, *, training: bool) -> Iterator[None]:
-    """Put a model into training or evaluation mode inside the block, with its dropout off."""
-    modes = {module: module.training for module in model.modules()}
-    model.train(training)
-    for module in modes:
-        if isinstance(module, nn.modules.dropout._DropoutNd):
-            module.training = False
-    try:
-        yield
-    finally:
-        for module, mode in modes.items():
-            module.training = mode
 
 
 @contextmanager

@@ -16,12 +16,14 @@ import torch
 from torch import nn
 from torch.nn.modules import module as all_modules
 
-# Packages whose code does to a model, and to a Trainer, what hf_flexseq expects of it.
+# Packages whose code does to a model, and to a Trainer, what hf_flexseq expects of it. Trackers of
+# experiments register hooks that only read.
 _KNOWN_PACKAGES = frozenset(
     {
         "accelerate",
         "bitsandbytes",
         "causal_conv1d",
+        "comet_ml",
         "datasets",
         "deepspeed",
         "fla",
@@ -33,6 +35,7 @@ _KNOWN_PACKAGES = frozenset(
         "torchao",
         "transformers",
         "trl",
+        "wandb",
     }
 )
 
