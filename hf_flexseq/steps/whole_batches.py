@@ -68,7 +68,9 @@ def random_numbers_kept() -> Iterator[None]:
     """Give the run the random numbers back that the block has drawn, on the CPU."""
     of_python = random.getstate()
     of_numpy = np.random.get_state()
-    with torch.random.fork_rng(devices=[]):
-        yield
-    random.setstate(of_python)
-    np.random.set_state(of_numpy)
+    try:
+        with torch.random.fork_rng(devices=[]):
+            yield
+    finally:
+        random.setstate(of_python)
+        np.random.set_state(of_numpy)
