@@ -15,14 +15,17 @@ from argparse import ArgumentParser
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields
+from dis import opname
 from pathlib import Path
 from typing import Literal, NoReturn
 
+import torch.distributed as dist
 import yaml
 from tqdm import tqdm
 from transformers import HfArgumentParser
 
 from hf_flexseq import PlanInfeasible
+from hf_flexseq.distributed import agreement
 from rewards import load_rewards
 
 # Errors by which options, data and models are refused.
@@ -292,36 +295,57 @@ def end_with(message: str) -> NoReturn:
 
 
 @contextmanager
-def errors_in_a_line(kinds: tuple[type[Exception], ...] = MISTAKES) -> Iterator[None]:
+def errors_in_a_line() -> Iterator[None]:
     """End the program with one line for what the block, alike on all processes of a node, finds
-    wrong with options, data or model.
-
-    kinds: the errors that are meant for the user of a recipe. Others keep their traceback.
-    """
+    wrong with options, data or model. Other errors keep their traceback."""
     try:
         yield
-    except kinds as error:
+    except MISTAKES as error:
         end_with(in_a_line(error))
 
 
 @contextmanager
 def refusals_in_a_line() -> Iterator[None]:
     """End the program with one line where hf_flexseq refuses what it is given, as a checkpoint or
-    a sequence that does not fit, in the middle of a run. What other code raises keeps its
-    traceback."""
+    a sequence that does not fit, in the middle of a run. One process alone may meet it. Other
+    errors keep their traceback."""
     try:
         yield
     except (ValueError, NotImplementedError) as error:
-        is_ours = isinstance(error, PlanInfeasible)
-        if not is_ours and _package_that_raised(error) != "hf_flexseq":
+        if not is_refusal(error):
             raise
-        end_with(in_a_line(error))
+        line = in_a_line(error)
+        if _is_first_to_say(line):
+            tqdm.write(f"error: {line}", file=sys.stderr)
+        sys.exit(2)
 
 
-def _package_that_raised(error: Exception) -> str:
-    """Return the package of the code that an error was raised in first."""
-    *_, (frame, _) = traceback.walk_tb(error.__traceback__)
-    return str(frame.f_globals.get("__name__", "")).partition(".")[0]
+def is_refusal(error: BaseException) -> bool:
+    """Tell if hf_flexseq has raised an error on purpose.
+
+    A check ends in a statement `raise` of hf_flexseq's own code. The error of a bug comes out of
+    other code, or out of an expression, such as int("x").
+    """
+    if isinstance(error, PlanInfeasible):
+        return True
+    where = error.__traceback__
+    while where.tb_next is not None:
+        where = where.tb_next
+    module = where.tb_frame.f_globals.get("__name__", "")
+    if module == agreement.__name__ and error.__cause__ is not None:
+        return is_refusal(error.__cause__)  # this process's, in the words that all get
+    instruction = where.tb_frame.f_code.co_code[where.tb_lasti]
+    return module.partition(".")[0] == "hf_flexseq" and opname[instruction] == "RAISE_VARARGS"
+
+
+def _is_first_to_say(line: str) -> bool:
+    """Tell if no other process of the job has ended with this line before."""
+    if not dist.is_initialized():
+        return True
+    try:
+        return dist.distributed_c10d._get_default_store().add(f"error: {line}", 1) == 1
+    except dist.DistError:  # who keeps the store has ended
+        return True
 
 
 def in_a_line(error: Exception) -> str:

@@ -1,6 +1,9 @@
 """YAML and command line to dataclasses; every YAML of the recipes; one line for every mistake."""
 
+import io
 import json
+import os
+from contextlib import redirect_stderr, suppress
 from dataclasses import fields
 from pathlib import Path
 
@@ -20,6 +23,8 @@ from arguments import (
 from dpo import FlexSeqDPOConfig
 from grpo import FlexSeqGRPOConfig
 from hf_flexseq import FlexSeqConfig
+from hf_flexseq.distributed.agreement import Attempt
+from tests.ranks import join, run_ranks
 
 RECIPES = Path(__file__).parents[2] / "recipes"
 TASKS = sorted([*RECIPES.glob("quickstart/*.yaml"), *RECIPES.glob("llama-3.1-8b/*.yaml")])
@@ -220,10 +225,56 @@ def test_refusals_during_a_run_are_one_line_and_mistakes_elsewhere_are_not(capsy
     with pytest.raises(SystemExit, match="2"), refusals_in_a_line():
         FlexSeqConfig(cost_model="")
     assert capsys.readouterr().err.count("\n") == 1
-    for fails in (lambda: int("x"), lambda: json.loads("[\n")):
+    in_library = {"__name__": "hf_flexseq.somewhere"}
+    exec("def bug():\n    int('x')", in_library)
+    for fails in (lambda: int("x"), lambda: json.loads("[\n"), in_library["bug"]):
         with pytest.raises(ValueError), refusals_in_a_line():
             fails()
     assert capsys.readouterr().err == ""
+
+
+def agreed(rank, world_size, refused_on, is_bug):
+    """What each process says of an error that some have met, and how it ends."""
+    said = io.StringIO()
+    os.environ["LOCAL_RANK"] = str(rank)
+    with redirect_stderr(said):
+        try:
+            with refusals_in_a_line():
+                with Attempt() as attempt:
+                    if rank in refused_on:
+                        int("x") if is_bug else FlexSeqConfig(cost_model="")
+                attempt.raise_together(join().host.gather_values, "collating")
+        except SystemExit:
+            return said.getvalue()
+        except ValueError:
+            return "a traceback"
+
+
+@pytest.mark.processes
+def test_a_refusal_is_said_once_in_a_job_and_a_bug_keeps_its_traceback_where_it_is():
+    for refused_on in ([0, 1], [1]):
+        said = "".join(run_ranks(agreed, 2, refused_on, False))
+        assert said.count("error: ") == said.count("\n") == 1
+        assert "cost_model=''" in said
+    other, own = run_ranks(agreed, 2, [1], True)
+    assert other.startswith("error: rank 1, collating: invalid literal")
+    assert own == "a traceback"
+
+
+def refused_alone(rank, world_size):
+    said = io.StringIO()
+    os.environ["LOCAL_RANK"] = str(rank)
+    with redirect_stderr(said), suppress(SystemExit), refusals_in_a_line():
+        if rank == 1:
+            FlexSeqConfig(cost_model="")
+    return said.getvalue()
+
+
+@pytest.mark.processes
+def test_a_process_that_alone_is_refused_something_says_so():
+    first, second = run_ranks(refused_alone, 2)
+    assert first == ""
+    assert second.startswith("error: cost_model=''")
 
 
 def test_other_errors_keep_their_traceback():
