@@ -18,7 +18,7 @@ from hf_flexseq.hf.engine import FlexSeqEngine
 from hf_flexseq.hf.evaluation import EvaluationLoss, PlannedBatches
 from hf_flexseq.hf.loaders import BEFORE_END, as_drawn
 from hf_flexseq.hf.overrides import IN_PARTS, runs_other_code
-from hf_flexseq.hf.predictions import TokenPredictions
+from hf_flexseq.hf.predictions import TokenPredictions, without_metrics
 from hf_flexseq.hf.step_loss import StepLoss, StockPrediction, StockPreparation, StockStep
 from hf_flexseq.hf.sum_trial import SumTrial
 from hf_flexseq.hf.token_means import TokenMeans
@@ -105,8 +105,7 @@ class LossInOnePass(StepLoss):
             loss = self._engine.train(
                 batch.step, forward_backward, model, is_last=self._is_last_step
             )
-        if self._trial.has_code_anywhere:
-            self._watch.raise_together(self._engine.communicator.host)
+        self._raise_noted()
         if self._is_watched:
             self._means.end_training(_targets_in_order(batch.step), batch.step.tokens)
         self._router.note("train")
@@ -144,6 +143,12 @@ class LossInOnePass(StepLoss):
         """Surround a `training_step` of the user's on a micro-batch."""
         return self._watch.gradients(model) if self._changes_step else nullcontext()
 
+    def _raise_noted(self) -> None:
+        """Raise, on all ranks, what a rank's watch has noted. Collective over the world where a
+        rank has code of the user's."""
+        if self._trial.has_code_anywhere:
+            self._watch.raise_together(self._engine.communicator.host)
+
     # ---- evaluation
 
     @contextmanager
@@ -176,8 +181,7 @@ class LossInOnePass(StepLoss):
 
         self._means.begin("eval")
         loss = self._engine.evaluate(batch.step, forward, model)
-        if self._trial.has_code_anywhere:
-            self._watch.raise_together(self._engine.communicator.host)
+        self._raise_noted()
         if self._is_watched:
             self._means.end_evaluating(_targets_in_order(batch.step))
         self._router.note("eval")
@@ -197,8 +201,8 @@ class LossInOnePass(StepLoss):
         found, loss, step = tokens.predict(batch, forward)
         if not found.has_labels:
             return None, found.predictions, None
-        if self._trial.has_code_anywhere:
-            self._watch.raise_together(self._engine.communicator.host)
+        self._trial.run(without_metrics(step.row), model)
+        self._raise_noted()
         if self._is_watched:
             self._means.end_evaluating(targets_of(step, step.indices))
         self._sum.add(loss, step.targets)

@@ -16,6 +16,7 @@ What cannot be had, whole vocabularies of logits above all, is refused before
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -33,7 +34,7 @@ from hf_flexseq.hf.prediction_checks import as_given, value_parts
 from hf_flexseq.kernels.chunked_loss import chunk_rows
 from hf_flexseq.kernels.upload import to_device
 from hf_flexseq.steps.calls import Call, joined
-from hf_flexseq.steps.exchange import Columns
+from hf_flexseq.steps.exchange import Columns, SourceRow
 from hf_flexseq.steps.inputs import Inputs
 from hf_flexseq.steps.passes import PassStep
 
@@ -125,6 +126,15 @@ def _without_labels(inputs: Inputs) -> tuple[Inputs, list[torch.Tensor]]:
         else:
             own[name] = value
     return own, labels
+
+
+def without_metrics(row: SourceRow) -> SourceRow:
+    """Return a row of `PredictedBatch` with the columns alone that a model is called with."""
+    columns = {}
+    for name, value in row.columns.items():
+        if name != _TARGETS and not name.startswith(_LABELS):
+            columns[name] = value
+    return replace(row, columns=columns)
 
 
 class PredictedBatch:

@@ -65,12 +65,13 @@ class Watch:
                 )
             is_same = targets._version == version
             if not is_same or not all(_equals(kwargs.get(name), targets) for name in LABELS):
-                self._noted = NotImplementedError(
+                changed = NotImplementedError(
                     f"{self._who} changes the labels of a micro-batch, which are shifted and "
                     "parts of samples: change them in the dataset or in the data_collator"
                 )
                 if not notes:
-                    raise self._noted
+                    raise changed
+                self._noted = changed
 
         hook = base_model(self._trainer.model).register_forward_pre_hook(check, with_kwargs=True)
         try:

@@ -136,6 +136,31 @@ def test_a_loss_that_depends_on_the_plan_is_refused(tmp_path, base):
         trainer.evaluate()
 
 
+class MasksPositions(Trainer):
+    """Changes labels where the nine tokens of the trial have none to change."""
+
+    def compute_loss(self, model, inputs, *args, **kwargs):
+        if inputs["labels"].shape[1] > 12:
+            inputs["labels"][:, 12:] = -100
+        return super().compute_loss(model, inputs, *args, **kwargs)
+
+
+@pytest.mark.parametrize(
+    "base, said",
+    [
+        (Means, "Means.compute_loss: two sequences have"),
+        (MasksPositions, "MasksPositions.compute_loss changes the labels"),
+    ],
+)
+def test_an_evaluation_with_metrics_before_any_training_refuses_the_same(tmp_path, base, said):
+    trainer = make(base, tmp_path)
+    trainer.preprocess_logits_for_metrics = lambda logits, labels: logits.argmax(-1)
+    trainer.compute_metrics = lambda given: {"best": 0.0}
+    with pytest.raises(NotImplementedError, match=said) as raised:
+        trainer.evaluate()
+    one_line(raised)
+
+
 def test_a_mean_beside_the_head_of_sft_is_refused(tmp_path):
     class FlexMeansSFT(FlexSeqMixin, SFTTrainer):
         def compute_loss(self, model, inputs, *args, **kwargs):
