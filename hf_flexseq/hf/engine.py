@@ -242,29 +242,32 @@ class FlexSeqEngine:
         return step
 
     def _note_other_rows(self, step: Step | None) -> None:
-        """Say, on rank 0, if the user's collator makes other rows of whole batches."""
-        if step is not None and step.other_rows and self.communicator.rank == 0:
-            with beside_bars():
-                logger.warning(
-                    "step %d: the data_collator makes %d rows otherwise of a whole batch than of "
-                    "each example, as hf_flexseq calls it: it looks at other rows, gives padding "
-                    "labels, puts padding before a token that has one, or is random",
-                    step.number,
-                    step.other_rows,
-                )
+        """Say if the user's collator makes other rows of whole batches."""
+        if step is not None and step.other_rows:
+            self._warn(
+                "step %d: the data_collator makes %d rows otherwise of a whole batch than of "
+                "each example, as hf_flexseq calls it: it looks at other rows, gives padding "
+                "labels, puts padding before a token that has one, or is random",
+                step.number,
+                step.other_rows,
+            )
 
     def _note_padding(self, step: Step) -> None:
-        """Say, on rank 0, that a step leaves out targets that the plain Trainer has."""
+        """Say that a step leaves out targets that the plain Trainer has."""
+        self._warn(
+            "step %d leaves out %d targets beside padding: the plain Trainer would train "
+            "on labels where attention_mask is 0, and on a first token predicted from "
+            "padding on its left; %d targets of tokens stay (said once)",
+            step.number,
+            step.padding_targets,
+            step.targets,
+        )
+
+    def _warn(self, text: str, *values: Any) -> None:
+        """Log a warning on rank 0, where it does not tear a progress bar."""
         if self.communicator.rank == 0:
             with beside_bars():
-                logger.warning(
-                    "step %d leaves out %d targets beside padding: the plain Trainer would train "
-                    "on labels where attention_mask is 0, and on a first token predicted from "
-                    "padding on its left; %d targets of tokens stay (said once)",
-                    step.number,
-                    step.padding_targets,
-                    step.targets,
-                )
+                logger.warning(text, *values)
 
     def evaluation_steps(self, batches: Iterable[Mapping[str, Any]]) -> Iterator[Step]:
         """Yield every batch as a step, until no rank has data left. Planned in place. Collective
@@ -293,7 +296,7 @@ class FlexSeqEngine:
                 ended; of no effect after the first step since the model was attached.
 
         Raises FloatingPointError as `check_finite` does, a step late, and for the last step when
-        there is none after it; RuntimeError when the loop goes on without a step's backward.
+        no step follows it; RuntimeError when the loop goes on without a step's backward.
         """
         with batches_on_host(dataloader):
             iterator = iter(dataloader)

@@ -169,27 +169,23 @@ def runs_other_code(trainer: Any) -> bool:
     return not is_stock or bool(users_methods(trainer, IN_PARTS))
 
 
-def rule_of(name: str) -> Rule | None:
-    """Return the rule of a method; None for one that is called as by the plain trainer."""
-    return next((rule for rule in RULES if name in rule.names), None)
-
-
 def check_overrides(trainer: Any, *, pipeline_parallel_size: int) -> None:
     """Raise NotImplementedError for the first override of the user's that would be ignored."""
     on_samples = has_planned_loss(trainer)
     for rule in RULES:
         standing = rule.on_samples if on_samples else rule.in_one_pass
         if standing is Standing.REFUSED:
-            _refuse(trainer, rule)
-    if pipeline_parallel_size > 1:
-        for name in REFUSED_IN_PIPELINES:
-            where = users_method(trainer, name)
-            if where is not None:
+            for where in users_methods(trainer, rule.names):
                 raise NotImplementedError(
-                    f"{where} would not be called with pipeline_parallel_size="
-                    f"{pipeline_parallel_size}, whose stages do this themselves: remove it, or "
-                    "set pipeline_parallel_size=1"
+                    f"{where} would be ignored, since {rule.why}: {rule.instead}"
                 )
+    if pipeline_parallel_size > 1:
+        for where in users_methods(trainer, REFUSED_IN_PIPELINES):
+            raise NotImplementedError(
+                f"{where} would not be called with pipeline_parallel_size="
+                f"{pipeline_parallel_size}, whose stages do this themselves: remove it, or set "
+                "pipeline_parallel_size=1"
+            )
 
 
 def remarks(trainer: Any) -> Iterator[str]:
@@ -218,13 +214,4 @@ def remarks(trainer: Any) -> Iterator[str]:
             yield (
                 f"{type(callback).__name__}.on_substep_end is called before the work of a step, "
                 "whose batches are planned together, and sees no gradients"
-            )
-
-
-def _refuse(trainer: Any, rule: Rule) -> None:
-    for name in rule.names:
-        where = users_method(trainer, name)
-        if where is not None:
-            raise NotImplementedError(
-                f"{where} would be ignored, since {rule.why}: {rule.instead}"
             )

@@ -85,7 +85,7 @@ class TokenMeans:
 
 
 def _mean(values: Weighted) -> Any:
-    """Return the mean of values weighted by target tokens; the plain one where there are none."""
+    """Return the mean of values weighted by target tokens; the plain mean if no value has any."""
     if len(values) == 1:
         return values[0][0]
     total = sum(weight for _, weight in values)

@@ -40,16 +40,22 @@ from hf_flexseq.hf.model.router import RouterLoss
 from hf_flexseq.hf.sharding import SteppedFsdp, fsdp_figures, reduces_each_batch
 from hf_flexseq.hf.trainer_checks import resolve_sync
 from hf_flexseq.kernels import Kernel
-from hf_flexseq.plan import Group, MicroBatch, Plan
+from hf_flexseq.plan import Plan
 from hf_flexseq.plan import check as check_plan
 from hf_flexseq.plan.rows import shards_of
-from hf_flexseq.plan.shard import Shard, make_shard
+from hf_flexseq.plan.shard import Shard
 from hf_flexseq.planner.blocks import exchange_degrees
 from hf_flexseq.planner.process.client import Planner
 from hf_flexseq.planner.process.jobs import GroupsJob
 from hf_flexseq.schedule.routing import NicFigures, links_of
 from hf_flexseq.steps.exchange import Columns, RowExchange, SourceRow
-from hf_flexseq.steps.inputs import Inputs, indices_to_run, inputs_of, model_inputs
+from hf_flexseq.steps.inputs import (
+    Inputs,
+    indices_to_run,
+    inputs_of,
+    model_inputs,
+    shard_alone,
+)
 from hf_flexseq.steps.lookahead import DrawnStep
 from hf_flexseq.steps.passes import Objective, PassStep
 from hf_flexseq.steps.step import OptimizerStep
@@ -285,9 +291,7 @@ class WholeModelExecutor:
         """Return the inputs of a micro-batch that has the sequences of `row`, all of them on this
         rank. A step must have been dealt before, whose kernel it takes."""
         assert self._contexts is not None, "a step has been dealt"
-        rank = self.setup.communicator.rank
-        group = Group(ranks=(rank,), sequences=tuple(range(len(row.lengths))), strategy="local")
-        shard = make_shard(MicroBatch(groups=(group,)), row.lengths, rank)
+        shard = shard_alone(row.lengths, self.setup.communicator.rank)
         columns = with_token_columns(row, self._attached_model.token_columns).columns
         return inputs_of(shard, columns, self.setup.accelerator.device, self._contexts)
 

@@ -81,14 +81,22 @@ def without_labels(inputs: Inputs) -> Inputs:
     return {name: value for name, value in inputs.items() if name not in LABELS}
 
 
+def shard_alone(lengths: Sequence[int], rank: int) -> Shard:
+    """Return the shard of a micro-batch whose sequences are all on one rank.
+
+    lengths: tokens of each sequence.
+    """
+    group = Group(ranks=(rank,), sequences=tuple(range(len(lengths))), strategy="local")
+    return make_shard(MicroBatch(groups=(group,)), lengths, rank)
+
+
 def _with_dummy(shard: Shard) -> Shard:
     """Return a shard without tokens plus one token on this rank alone.
 
     The dummy makes every collective of the model happen, and adds nothing to the loss or the
     gradients. The zones stay: a rank may compute for a group and hold none of it.
     """
-    group = Group(ranks=(shard.rank,), sequences=(0,), strategy="local")
-    dummy = make_shard(MicroBatch(groups=(group,)), [1], shard.rank)
+    dummy = shard_alone([1], shard.rank)
     return Shard(rank=shard.rank, zones=(*shard.zones, *dummy.zones))
 
 

@@ -115,10 +115,7 @@ def users_modules(model: nn.Module) -> Iterator[str]:
 
 def users_forward_hooks(model: nn.Module) -> Iterator[str]:
     """Yield a description of each hook of the user's that sees a forward."""
-    for name, module in model.named_modules():
-        for kind in _FORWARD_HOOKS:
-            for hook in _of_user(getattr(module, kind)):
-                yield f"{_name(hook)} on {name or 'the model'}"
+    yield from _hooks_on_modules(model, _FORWARD_HOOKS)
     for hooks in (all_modules._global_forward_hooks, all_modules._global_forward_pre_hooks):
         for hook in _of_user(hooks):
             yield f"{_name(hook)} on all modules"
@@ -158,8 +155,13 @@ def _is_linear(hook: Callable[[torch.Tensor], torch.Tensor | None], like: torch.
 
 def users_backward_hooks(model: nn.Module) -> Iterator[str]:
     """Yield a description of each hook of the user's that sees the backward of a module."""
+    yield from _hooks_on_modules(model, _BACKWARD_HOOKS)
+
+
+def _hooks_on_modules(model: nn.Module, kinds: Iterable[str]) -> Iterator[str]:
+    """Yield a description of each hook of the user's, of some kinds, on a module."""
     for name, module in model.named_modules():
-        for kind in _BACKWARD_HOOKS:
+        for kind in kinds:
             for hook in _of_user(getattr(module, kind)):
                 yield f"{_name(hook)} on {name or 'the model'}"
 

@@ -147,7 +147,7 @@ def _made_possible(settings: dict[str, Any], evaluates: bool) -> dict[str, Any]:
 def _changes(rng: random.Random, trainer: str, first: str, count: int) -> tuple[str, ...]:
     """Return at most `count` customisations that do not take each other's place.
 
-    first: one of them, unless there are none.
+    first: one of them, if there are any.
     """
     if count == 0:
         return ()

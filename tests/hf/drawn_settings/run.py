@@ -150,7 +150,7 @@ def _arguments(case: Case, folder: Path) -> dict[str, Any]:
 
 
 def _arguments_at_home(case: Case, dtype: torch.dtype, folder: Path) -> dict[str, Any]:
-    """Return the arguments of a trainer whose loss is no sum over tokens."""
+    """Return the arguments of a trainer whose loss is computed on samples."""
     tokenizer = word_tokenizer()
     settings = dict(case.settings)
     arguments: dict[str, Any] = {}

@@ -192,14 +192,18 @@ class Stream(torch.utils.data.IterableDataset):
         return iter(copy.deepcopy(self._rows))
 
 
-class Augmented(torch.utils.data.Dataset):
-    """Examples of which one token is replaced at random whenever they are read."""
+class Rows(torch.utils.data.Dataset):
+    """Examples that are changed when they are read."""
 
     def __init__(self, rows: list[dict[str, Any]]) -> None:
         self._rows = rows
 
     def __len__(self) -> int:
         return len(self._rows)
+
+
+class Augmented(Rows):
+    """Examples of which one token is replaced at random whenever they are read."""
 
     def __getitem__(self, index: int) -> dict[str, Any]:
         row = copy.deepcopy(self._rows[index])
@@ -208,16 +212,10 @@ class Augmented(torch.utils.data.Dataset):
         return row
 
 
-class Curriculum(torch.utils.data.Dataset):
+class Curriculum(Rows):
     """Examples whose labels depend on the optimizer step that reads them."""
 
     trainer: Any = None
-
-    def __init__(self, rows: list[dict[str, Any]]) -> None:
-        self._rows = rows
-
-    def __len__(self) -> int:
-        return len(self._rows)
 
     def __getitem__(self, index: int) -> dict[str, Any]:
         row = copy.deepcopy(self._rows[index])
@@ -359,7 +357,7 @@ ROWS_AT_HOME = 20
 
 
 def rows_at_home(kind: str, count: int) -> Dataset:
-    """Examples of a trainer whose loss is no sum over tokens."""
+    """Examples of a trainer whose loss is computed on samples."""
     if kind in ("sequences", "tokens"):
         return classified(count, tokens=kind == "tokens")
     return pairs(count)
