@@ -1,0 +1,1 @@
+"""Planners that the published systems are compared with."""

@@ -1,0 +1,1 @@
+"""InfiniPipe (arXiv 2509.21275)."""

@@ -1,0 +1,1 @@
+"""LightSeq, or DistFlashAttn (arXiv 2310.03294)."""

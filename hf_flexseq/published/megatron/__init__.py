@@ -1,0 +1,1 @@
+"""Dynamic context parallelism of Megatron-Core."""
