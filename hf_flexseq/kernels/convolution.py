@@ -5,7 +5,7 @@
 Rows lie one after the other, [tokens, channels], as they come from a linear layer. The sum over W
 shifted products touches each row W times, block by block of what fits into a cache. torch's own
 convolution wants the channels first, copies rows to and fro, and takes three times as long on a
-CPU (scripts/benchmarks/scans.py). Sums are taken in float32 (float64 for float64).
+CPU. Sums are taken in float32 (float64 for float64).
 
 The slow, obvious twin is `torch.nn.functional.conv1d`, in tests/kernels/test_convolution.py.
 """

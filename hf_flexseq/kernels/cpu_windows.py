@@ -6,7 +6,7 @@ No result is merged, so 16-bit outputs are rounded once, as in a full call; grad
 several blocks read are added up.
 
 Small blocks compute fewer hidden pairs, large ones need fewer calls and additions.
-`scripts/benchmarks/windows.py` tuned their size.
+Their size was tuned for windows of 512 and 2,048 tokens.
 
 Rejected: cutting a block's keys into a causal triangle, its own keys, and another one, the keys at
 the window's edge, which are causal when queries and keys are both read backwards. It needs no mask

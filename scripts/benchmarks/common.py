@@ -1,4 +1,4 @@
-"""What all benchmarks share: options, the clock, Markdown tables, and a record of the raw figures.
+"""What all benchmarks share: options, Markdown tables, and a record of the raw figures.
 
 Every benchmark prints a page for a reader and, with `--json FILE`, writes what the page was made
 of: the raw figures, the command line, the date, the machine and the versions of the libraries.
@@ -16,8 +16,7 @@ import shlex
 import statistics
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -153,26 +152,7 @@ def table(
     return "\n".join([table_head(columns, numbers), *(table_row(row) for row in rows)])
 
 
-# ---- the clock
-
-
-def seconds_of(run: Callable[[], object]) -> float:
-    """Return the seconds that one call took by the wall clock."""
-    began = time.perf_counter()
-    run()
-    return time.perf_counter() - began
-
-
-def slowest_rank_s(run: Callable[[], object]) -> float:
-    """Return the seconds of one call on the slowest rank. Collective over all ranks."""
-    # torch is imported here: the benchmarks of plans do not need it
-    import torch
-    import torch.distributed as dist
-
-    dist.barrier()
-    slowest = torch.tensor(seconds_of(run))
-    dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
-    return float(slowest)
+# ---- figures
 
 
 def ratios(numerators: Iterable[float], denominators: Iterable[float]) -> list[float]:

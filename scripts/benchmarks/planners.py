@@ -33,7 +33,7 @@ from hf_flexseq.planner.static import static_degrees
 from hf_flexseq.topology import Topology
 from lengths import DOCUMENTS, WIKIPEDIA, Draw, K, batch, common_crawl_like
 
-RESULTS = HERE / "results" / "flexsp_figures.json"
+RESULTS = HERE / "data" / "flexsp_figures.json"
 COST = load_cost_model("flexsp-gpt-7b-a100")
 PLANNERS = ("auto", "zeppelin", "megatron", "batch-ada", "static", "batch-rebalance")
 CAP = COST.max_tokens_per_rank(64)

@@ -4,9 +4,9 @@
     python scripts/benchmarks/stage_runs.py --rounds 5 --json runs.json
 
 A run is `FlexSeqTrainer.train()` of six steps, each of two sequences of 4,096 tokens: a new
-process for each rank, 1F1B with whole sequences or Seq1F1B with four chunks of each, the model of
-`stages.py --part speed`. The schedules take turns. Ratios are 1F1B's median over rounds over
-Seq1F1B's:
+process for each rank, 1F1B with whole sequences or Seq1F1B with four chunks of each. The model has
+4 layers, 256 wide, and a small vocabulary, so that both stages work alike. The schedules take
+turns. Ratios are 1F1B's median over rounds over Seq1F1B's:
 
     runs     of `train_runtime`, which also holds drawing, planning, exchanging tokens, clipping,
              the optimizer, logs, and all that the first step does once
@@ -35,7 +35,8 @@ import shutil
 import statistics
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -48,9 +49,10 @@ from transformers import LlamaConfig, LlamaForCausalLM, TrainerCallback
 from common import argument_parser, load_average, machine, table_head, table_row, write_record
 from forked import main_or_rank, start_ranks
 from hf_flexseq import FlexSeqConfig, FlexSeqTrainer
+from hf_flexseq.pipeline import executor as executor_module
 from hf_flexseq.pipeline.executor import PipelineExecutor
 from hf_flexseq.plan.pipeline import PipelinePlan
-from stages import path_s, timed_actions
+from hf_flexseq.schedule.pipeline.walk import walk
 
 STAGES = 2
 TRACE = "plan_trace.jsonl"
@@ -149,6 +151,24 @@ def noting(steps: list[dict[str, Any]], run: Any) -> Any:
     return noted
 
 
+@contextmanager
+def timed_actions() -> Iterator[list[float]]:
+    """Collect the seconds that every action inside the block was on the processor.
+
+    A thread that waits is not on the processor.
+    """
+    seconds: list[float] = []
+    obey = executor_module._Step.obey
+
+    def timed(step: Any, action: Any) -> None:
+        began = time.thread_time()
+        obey(step, action)
+        seconds.append(time.thread_time() - began)
+
+    with mock.patch.object(executor_module._Step, "obey", timed):
+        yield seconds
+
+
 def sequences(count: int, tokens: int) -> list[dict[str, list[int]]]:
     """Return examples of `tokens` tokens each, the same every time."""
     draw = random.Random(0)
@@ -213,6 +233,26 @@ def figures_of(ranks: Sequence[dict[str, Any]], *, planning_s: float) -> dict[st
         "load": os.getloadavg(),
     }
     return wall | path | made_of
+
+
+def path_s(plan: PipelinePlan, seconds: Sequence[Sequence[float]]) -> float:
+    """Return the step's length if every action took these seconds and transfers took none.
+
+    seconds: by rank, in the order of its actions.
+    """
+    free_at = [0.0] * plan.ranks
+    remaining = [iter(rank_seconds) for rank_seconds in seconds]
+    # when the input of (direction, stage, unit, chunk) is there
+    arrived: dict[tuple[str, int, int, int], float] = {}
+    for rank, action in walk(plan):
+        direction = "F" if action.kind == "F" else "B"
+        input_at = arrived.get((direction, action.stage, action.unit, action.chunk), 0.0)
+        free_at[rank] = max(free_at[rank], input_at) + next(remaining[rank])
+        if action.kind == "W":  # a weight gradient goes nowhere
+            continue
+        next_stage = action.stage + 1 if direction == "F" else action.stage - 1
+        arrived[direction, next_stage, action.unit, action.chunk] = free_at[rank]
+    return max(free_at)
 
 
 def least_s(runs: Sequence[dict[str, Any]]) -> tuple[float, float]:

@@ -2,7 +2,7 @@
 
 On the sizes of a ring of a large model, on small ones that divide nothing, and on more elements
 than 32-bit numbers count. Copies and sums must be the same bits; what a merge gives may differ by
-the accuracy of float32. `scripts/benchmarks/gpu.py` times the same operations.
+the accuracy of float32.
 """
 
 import functools

@@ -1,6 +1,6 @@
 """The memory of a program, by the lives of its values: no strategy comes to need more.
 
-`scripts/benchmarks/peak_bytes.py` measures what torch allocates; the figures are its.
+The figures are those that torch's allocator was measured to need.
 """
 
 import pytest

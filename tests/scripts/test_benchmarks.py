@@ -1,8 +1,8 @@
 """scripts/benchmarks: every benchmark starts, is in the index, and records what it measured."""
 
+import importlib.util
 import json
 import os
-import subprocess
 import sys
 
 import pytest
@@ -19,14 +19,6 @@ SHARED = {
     "tiny",
 }  # modules that the benchmarks import
 NAMES = sorted({path.stem for path in BENCHMARKS.glob("*.py")} - SHARED)
-
-
-def run(name, *options, cwd=ROOT):
-    command = [sys.executable, str(BENCHMARKS / f"{name}.py"), *map(str, options)]
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    return subprocess.run(
-        command, capture_output=True, text=True, env=environment, check=False, cwd=cwd
-    )
 
 
 # Starts every benchmark with --help in one fork, for torch takes seconds to import. Modules beside
@@ -70,24 +62,30 @@ def test_every_benchmark_is_in_the_index(name):
     assert f"benchmarks/{name}.py" in (BENCHMARKS / "README.md").read_text()
 
 
-@pytest.mark.processes
-def test_a_record_holds_the_figures_and_what_they_were_measured_with(tmp_path):
+@pytest.fixture
+def common(monkeypatch):
+    """The module that benchmarks share, as if `step_time.py` had been started."""
+    monkeypatch.setattr(sys, "argv", [str(BENCHMARKS / "step_time.py"), "--steps", "2"])
+    spec = importlib.util.spec_from_file_location("benchmarks_common", BENCHMARKS / "common.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.mark.processes  # git
+def test_a_record_holds_the_figures_and_what_they_were_measured_with(common, tmp_path):
     path = tmp_path / "folder" / "record.json"
-    done = run("received_bytes", "--draws", 2, "--json", path)
-    assert done.returncode == 0, done.stderr
+    common.write_record(path, {"steps": [1, 2]})
     record = json.loads(path.read_text())
-    assert record["command"].startswith("python scripts/benchmarks/received_bytes.py --draws 2")
+    assert record["command"] == "python scripts/benchmarks/step_time.py --steps 2"
     assert record["machine"]["cores"] == os.cpu_count()
     assert {"python", "numpy"} <= set(record["versions"])
-    assert len(record["figures"]["draws"]) == 2
-    assert record["figures"]["draws"][0]["busiest_mb"] > 0
+    assert record["figures"] == {"steps": [1, 2]}
 
 
-@pytest.mark.processes
-def test_without_a_file_nothing_is_written(tmp_path):
-    done = run("received_bytes", "--draws", 1, cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.startswith("received_bytes.py --draws 1, counted, not measured\n")
+def test_without_a_file_nothing_is_written(common, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    common.write_record(None, {"steps": [1, 2]})
     assert list(tmp_path.iterdir()) == []
 
 

@@ -27,7 +27,7 @@ from hf_flexseq.cost.stages import PipelineCost
 CUTS = ("even", "computation", "time")
 
 # Tokens of a tile, the largest of torch's CPU attention. Of four chunks of 4,096 tokens on tiles
-# forwards and backwards take 1 to 3 % less of a processor (scripts/benchmarks/chunk_cuts.py).
+# forwards and backwards take 1 to 3 % less of a processor.
 TILE = 256
 UNEVEN = 1 / 8  # share of its work that a part may have more for being on tiles
 

@@ -3,7 +3,7 @@
 Each number trades seconds of the planned step against seconds of planning. The benchmark for both
 is `scripts/benchmarks/planners.py` (distance to the lower bound and CPU seconds of
 planning on batches of 512 lengths on 64 ranks, where the recipes were tuned); for ten sequences
-and fewer it is `scripts/benchmarks/optimum.py` (distance to the optimum). To tune a
+and fewer it is `tests/planner/test_exact.py` (distance to the optimum). To tune a
 number again, change it here, run the benchmark and compare both columns with its last result.
 
 Work is bounded by counts, never by the clock, so that every machine makes the same plan.
