@@ -47,7 +47,7 @@ from hf_flexseq.hf.gradients import gradients_of, step_was_skipped
 from hf_flexseq.hf.loaders import LoaderSettings, batches_on_host
 from hf_flexseq.hf.loop import EngineStep, Evaluation
 from hf_flexseq.hf.model.own_loss import check_own_loss
-from hf_flexseq.hf.trainer_checks import check_accelerator
+from hf_flexseq.hf.refusals.accelerator import check_accelerator
 from hf_flexseq.hf.whole_model import WholeModelExecutor
 from hf_flexseq.planner.process.client import Planner
 from hf_flexseq.planner.static import check_degree

@@ -39,23 +39,18 @@ _AT_HOME = (
 # Trainers that draw prompts, and make of them what they train on.
 _ROLLING_OUT = ("GRPOTrainer", "RLOOTrainer", "DistillationTrainer")
 
-# Trainers whose losses compare whole distributions of two models in other ways than
-# DistillationTrainer, and what to do instead.
+_SERVER = "its teacher answers from a server"
+_LOGITS = "it compares the logits of two models, whole vocabularies"
+
+# Trainers that compare distributions of two models in other ways than DistillationTrainer.
 _OTHER_DISTILLATIONS = {
-    "ServerDistillationTrainer": "its teacher answers from a server; use DistillationTrainer with "
-    "a teacher_model in this process",
-    "AsyncDistillationTrainer": "its teacher answers from a server; use DistillationTrainer with "
-    "a teacher_model in this process",
-    "GKDTrainer": "it compares the logits of two models, whole vocabularies; use TRL's "
-    "DistillationTrainer, which has the same divergences of the student's own completions",
-    "GOLDTrainer": "it compares the logits of two models, whole vocabularies; use TRL's "
-    "DistillationTrainer, with a teacher of the same vocabulary",
-    "IWOPDTrainer": "it compares the logits of two models, whole vocabularies; use TRL's "
-    "DistillationTrainer, which it is an older version of",
-    "SDFTTrainer": "it compares the logits of two models, whole vocabularies; use TRL's "
-    "DistillationTrainer, with a copy of the model as teacher_model",
-    "SDPOTrainer": "it compares the logits of two models, whole vocabularies; use TRL's "
-    "DistillationTrainer, or GRPO",
+    "ServerDistillationTrainer": _SERVER,
+    "AsyncDistillationTrainer": _SERVER,
+    "GKDTrainer": _LOGITS,
+    "GOLDTrainer": _LOGITS,
+    "IWOPDTrainer": _LOGITS,
+    "SDFTTrainer": _LOGITS,
+    "SDPOTrainer": _LOGITS,
 }
 
 
@@ -70,13 +65,13 @@ def distills(trainer: Trainer) -> bool:
 
 
 def unsuitable_distillation(trainer: Trainer) -> str | None:
-    """Return what a trainer is, and what to use instead, if it distills in a way that cannot be
-    planned; None otherwise."""
+    """Return the class of a trainer, and why it cannot be planned, if it distills without a
+    teacher in this process; None otherwise."""
     for cls in type(trainer).__mro__:
         if cls.__name__ in _OTHER_DISTILLATIONS:
-            return f"{cls.__name__}: {_OTHER_DISTILLATIONS[cls.__name__]}"
+            return f"{cls.__name__} ({_OTHER_DISTILLATIONS[cls.__name__]})"
     if distills(trainer) and trainer.teacher_model is None:
-        return f"{type(trainer).__name__} with teacher_model=None: give it a model"
+        return f"{type(trainer).__name__} with teacher_model=None"
     return None
 
 

@@ -11,7 +11,7 @@ The plain Trainer has logits [B, S, V] of a padded batch on the rank that drew i
 
 and everything after that is the Trainer's own loop: it pads, gathers and hands over arrays.
 What cannot be had, whole vocabularies of logits above all, is refused before
-(`prediction_checks.py`).
+(`refusals/predictions.py`).
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -30,7 +30,7 @@ from hf_flexseq.hf.executors import base_model
 from hf_flexseq.hf.losses import reads_figures
 from hf_flexseq.hf.model.loss import ChunkedLoss, attach_chunked_loss
 from hf_flexseq.hf.model.router import TOTALS
-from hf_flexseq.hf.prediction_checks import as_given, value_parts
+from hf_flexseq.hf.refusals.predictions import as_given, value_parts
 from hf_flexseq.kernels.chunked_loss import chunk_rows
 from hf_flexseq.kernels.upload import to_device
 from hf_flexseq.steps.calls import Call, joined

@@ -20,8 +20,8 @@ from transformers import Trainer
 
 from hf_flexseq.hf.engine import FlexSeqEngine
 from hf_flexseq.hf.loaders import batches_on_host
-from hf_flexseq.hf.prediction_checks import check_predictions
 from hf_flexseq.hf.predictions import TokenPredictions
+from hf_flexseq.hf.refusals.predictions import check_predictions
 
 # The Trainer's own methods.
 StockStep = Callable[[nn.Module, Any], torch.Tensor]  # model, batch -> loss, a scalar

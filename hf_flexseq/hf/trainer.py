@@ -51,7 +51,6 @@ from hf_flexseq.hf.engine import FlexSeqEngine
 from hf_flexseq.hf.evaluation import left_unprepared
 from hf_flexseq.hf.executors import EngineSetup, Executor, base_model
 from hf_flexseq.hf.loaders import EpochBatches, LongestLoader, batches_on_host
-from hf_flexseq.hf.loss_checks import check_loss_function
 from hf_flexseq.hf.losses import has_planned_loss, reads_figures, rolls_out
 from hf_flexseq.hf.model.checks import check_deterministic, check_model
 from hf_flexseq.hf.one_pass import LossInOnePass
@@ -59,12 +58,12 @@ from hf_flexseq.hf.overrides import OF_PART_OF_MODEL, remarks
 from hf_flexseq.hf.pipeline.constructor import with_own_stage
 from hf_flexseq.hf.pipeline.executor import stage_executor_for
 from hf_flexseq.hf.pipeline.overrides import PartOfModelMixin
-from hf_flexseq.hf.prediction_checks import check_predictions, wants_predictions
+from hf_flexseq.hf.refusals.predictions import check_predictions, wants_predictions
+from hf_flexseq.hf.refusals.trainer import check_loss_of_model, check_trainer
 from hf_flexseq.hf.resume import Resumed, choose_checkpoint
 from hf_flexseq.hf.saving import checkpoint_folder, saved_whole
 from hf_flexseq.hf.shared_state import draws_in_place
 from hf_flexseq.hf.step_loss import StepLoss
-from hf_flexseq.hf.trainer_checks import check_router_loss, check_trainer
 from hf_flexseq.hf.watch import StepInFront
 from hf_flexseq.hf.whole_model import WholeModelExecutor
 from hf_flexseq.steps.collator import DataCollatorForFlexSeq
@@ -129,8 +128,7 @@ class FlexSeqMixin(PartOfModelMixin):
         check_trainer(self, options)
         base = base_model(self.model)
         check_model(base)
-        check_loss_function(self, base)
-        check_router_loss(self, base)
+        check_loss_of_model(self, base)
         if options.deterministic:
             check_deterministic(base)
         if wants_predictions(self, predicts=False):

@@ -38,7 +38,7 @@ from hf_flexseq.hf.model.images import check_text_alone
 from hf_flexseq.hf.model.positions import needed_columns
 from hf_flexseq.hf.model.router import RouterLoss
 from hf_flexseq.hf.sharding import SteppedFsdp, fsdp_figures, reduces_each_batch
-from hf_flexseq.hf.trainer_checks import resolve_sync
+from hf_flexseq.hf.sync import resolve_sync
 from hf_flexseq.kernels import Kernel
 from hf_flexseq.plan import Plan
 from hf_flexseq.plan import check as check_plan

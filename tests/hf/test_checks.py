@@ -23,7 +23,7 @@ from hf_flexseq import (
 from hf_flexseq.hf.model.calls import read_call
 from hf_flexseq.hf.model.checks import check_deterministic, check_model
 from hf_flexseq.hf.model.trial import PROBED_FAMILIES, try_model
-from hf_flexseq.hf.trainer_checks import check_accelerator
+from hf_flexseq.hf.refusals.accelerator import check_accelerator
 from tests.hf.test_trainer import (
     OPTIONS,
     dataset,
@@ -93,7 +93,7 @@ def make_trainer(folder, *, model=None, data=DATA, collator=None, trainer=None, 
         (
             {"accelerator_config": {"dispatch_batches": True}},
             ValueError,
-            "dispatch_batches=True .* leave it at None",
+            "dispatch_batches=True: .*leave it at None",
         ),
         ({"accelerator_config": {"split_batches": True}}, ValueError, "split_batches=True"),
         (
@@ -201,7 +201,7 @@ def test_several_gpus_in_one_process(tmp_path):
         model=tiny_llama(), args=arguments(tmp_path, TrainingArguments), train_dataset=DATA
     )
     trainer.args._n_gpu = 2
-    with pytest.raises(ValueError, match="n_gpu=2 .*accelerate launch"):
+    with pytest.raises(ValueError, match="n_gpu=2: .*accelerate launch"):
         FlexSeqCallback(trainer)
     assert type(trainer) is Trainer, "a trainer that was refused stays what it was"
 
@@ -230,7 +230,7 @@ def test_a_loss_function_that_sft_would_give_logits(tmp_path):
     )
     trainer = object.__new__(type("Mine", (FlexSeqMixin, SFTTrainer), {}))
     trainer.__dict__ = {**vars(plain), "_is_vision_dataset": False}
-    message = "compute_loss_func of Mine, which gives it logits: use FlexSeqTrainer"
+    message = "compute_loss_func of Mine: its head returns no logits; use FlexSeqTrainer"
     with pytest.raises(NotImplementedError, match=message) as raised:
         trainer._setup_flexseq(FlexSeqArguments())
     one_line(raised)
@@ -246,7 +246,7 @@ class MeanLoss(OwnLoss):
 
 
 def test_a_mean_over_a_rank(tmp_path):
-    message = "MeanLoss: its loss is not a sum over tokens.*num_items_in_batch"
+    message = "the loss of MeanLoss: it is not divided by.*num_items_in_batch"
     with pytest.raises(NotImplementedError, match=message) as raised:
         MeanLoss(model=tiny_llama(), args=arguments(tmp_path), train_dataset=DATA)
     one_line(raised)
@@ -312,7 +312,7 @@ def test_a_degree_that_does_not_divide_the_ranks(tmp_path):
         (
             {"gradient_accumulation_steps": 4},
             ValueError,
-            "gradient_accumulation_steps=4.*accumulation=4",
+            "gradient_accumulation_steps=4.*accumulation=...",
         ),
         ({"dynamo_backend": "inductor"}, NotImplementedError, "dynamo_backend"),
         (
@@ -341,7 +341,7 @@ def test_other_parallelism_over_the_same_ranks(size):
 def test_a_stateful_dataloader_with_lookahead():
     accelerator = Accelerator(cpu=True)
     accelerator.dataloader_config.use_stateful_dataloader = True
-    with pytest.raises(ValueError, match="lookahead=4 has read past: set lookahead=0"):
+    with pytest.raises(ValueError, match="lookahead=4: .*set lookahead=0"):
         FlexSeqEngine(accelerator, FlexSeqArguments())
     FlexSeqEngine(accelerator, FlexSeqArguments(lookahead=0))
 
@@ -586,7 +586,7 @@ def test_a_layer_that_attends_twice_has_no_pipeline(tmp_path):
     )
     assert config.num_attention_heads % 2 == 0
     model = transformers.DiffLlamaForCausalLM(config)
-    with pytest.raises(NotImplementedError, match="attends more than once"):
+    with pytest.raises(NotImplementedError, match="calls attention twice in a layer"):
         make_trainer(tmp_path, model=model, pipeline_parallel_size=2)
 
 
@@ -630,7 +630,7 @@ def test_processes_that_accelerate_does_not_know_of(monkeypatch):
     accelerator = Accelerator(cpu=True)
     monkeypatch.setenv("WORLD_SIZE", "2")  # as torchrun has it, without use_cpu=True on a CPU
     with pytest.raises(
-        ValueError, match="2 processes, but accelerate sees 1: .* use_cpu=True"
+        ValueError, match="2 processes when accelerate sees 1: .* use_cpu=True"
     ) as e:
         check_accelerator(accelerator, FlexSeqArguments())
     one_line(e)

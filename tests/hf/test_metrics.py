@@ -342,7 +342,7 @@ def test_whole_vocabularies_and_shapes_are_refused_early(tmp_path, function, kin
         ({"accelerator_config": {"even_batches": False}}, "even_batches=False"),
         (
             {"base": OwnLoss, "include_for_metrics": ["loss"]},
-            "include_for_metrics=.*FlexOwnLoss's or the model's own",
+            "include_for_metrics=.*FlexOwnLoss's or its model's",
         ),
     ],
 )
@@ -357,6 +357,8 @@ def test_metrics_of_a_fused_head(tmp_path):
     trainer = make(False, tmp_path, compute_metrics=Seen())
     trainer.__class__ = type("Mine", (FlexSeqMixin, SFTTrainer), {})
     trainer._is_vision_dataset = False  # as its constructor would have it
-    with pytest.raises(NotImplementedError, match="Mine, whose head gives no logits") as raised:
+    with pytest.raises(
+        NotImplementedError, match="Mine with compute_metrics.*: its head returns no logits"
+    ) as raised:
         trainer._setup_flexseq(FlexSeqArguments())
     one_line(raised)

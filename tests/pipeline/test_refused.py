@@ -32,14 +32,26 @@ class OwnLoss(FlexSeqMixin, Trainer):
 @pytest.mark.parametrize(
     ("error", "options", "reason"),
     [
-        (NotImplementedError, {"cls": OwnLoss}, "OwnLoss's own compute_loss with a pipeline"),
-        (NotImplementedError, {"planner": "zeppelin"}, "planner='zeppelin' with a pipeline"),
+        (
+            NotImplementedError,
+            {"cls": OwnLoss},
+            "compute_loss of OwnLoss with pipeline_parallel_size=2",
+        ),
+        (
+            NotImplementedError,
+            {"planner": "zeppelin"},
+            "planner='zeppelin' with pipeline_parallel_size=2",
+        ),
         (
             NotImplementedError,
             {"strategy": "zigzag"},
-            "strategy='zigzag' with a pipeline, whose chunks are rectangles",
+            "strategy='zigzag' with pipeline_parallel_size=2: chunks attend",
         ),
-        (NotImplementedError, {"sync": "lockstep"}, "sync='lockstep' with a pipeline"),
+        (
+            NotImplementedError,
+            {"sync": "lockstep"},
+            "sync='lockstep' with pipeline_parallel_size=2",
+        ),
         (NotImplementedError, {"label_smoothing_factor": 0.1}, "label_smoothing_factor=0.1"),
         (
             ValueError,
@@ -79,12 +91,12 @@ def test_a_loop_of_ones_own_is_refused():
 def test_lora_is_refused(tmp_path):
     peft = pytest.importorskip("peft")
     model = peft.get_peft_model(tiny_llama(), peft.LoraConfig(target_modules=["q_proj"]))
-    with pytest.raises(NotImplementedError, match="a PEFT model with a pipeline"):
+    with pytest.raises(NotImplementedError, match="a PEFT model with pipeline_parallel_size=2"):
         make(tmp_path, model=model)
 
 
 def test_ranks_that_share_the_chunks_of_recurrent_layers_are_refused(tmp_path):
-    with pytest.raises(NotImplementedError, match="recurrent layers, with sp_degree=2 ranks"):
+    with pytest.raises(NotImplementedError, match="sp_degree=2 for the recurrent layers"):
         make(tmp_path, model=make_hybrid("Qwen3_5"), planner="static", sp_degree=2)
 
 

@@ -37,3 +37,9 @@ def test_every_method_of_the_trainers_is_on_the_page(page):
     for name in vars(Trainer):
         if callable(getattr(Trainer, name)) and not name.startswith("__"):
             assert f"`{name}`" in written, name
+
+
+def test_the_page_of_refusals_is_what_the_tables_say():
+    refusals = runpy.run_path(str(ROOT / "scripts/refusals_page.py"))
+    written = (ROOT / "docs/refusals.md").read_text(encoding="utf-8")
+    assert refusals["page_text"]() == written, "run python scripts/refusals_page.py"

@@ -8,8 +8,8 @@ from typing import Any
 from transformers import PreTrainedModel
 
 from hf_flexseq.config import FlexSeqArguments, arguments_on
-from hf_flexseq.hf.pipeline.checks import check_divides
 from hf_flexseq.hf.pipeline.loading import load_stage_of
+from hf_flexseq.hf.refusals.pipeline import check_divides
 
 
 def with_own_stage(

@@ -44,10 +44,10 @@ from hf_flexseq.hf.model.loss import ChunkedLoss, attach_chunked_loss, has_chunk
 from hf_flexseq.hf.model.positions import AttachedPositions, attach_positions, needed_columns
 from hf_flexseq.hf.model.recurrent import RecurrentFunctions, attach_recurrent
 from hf_flexseq.hf.model.router import RouterLoss
-from hf_flexseq.hf.pipeline.checks import check_divides, check_pipeline_trainer
 from hf_flexseq.hf.pipeline.fsdp import take_over_fsdp
 from hf_flexseq.hf.pipeline.hooks import PipelineHooks
 from hf_flexseq.hf.pipeline.loading import empty_twin, stage_of
+from hf_flexseq.hf.refusals.pipeline import check_divides, check_pipeline_trainer
 from hf_flexseq.kernels.chunked_loss import chunked_cross_entropy_sum
 from hf_flexseq.kernels.kinds import choose_kernels
 from hf_flexseq.pipeline.checkpoint import StageMember

@@ -1,10 +1,7 @@
-"""Which predictions of tokens can be had, and what a function of the user's may make of logits.
-
-Whole vocabularies of logits are refused, with their size.
-"""
+"""Evaluations with predictions of tokens that hf_flexseq refuses: whole vocabularies above all."""
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from transformers import PreTrainedModel, Trainer
@@ -16,6 +13,7 @@ from hf_flexseq.hf.losses import has_fused_head, reads_figures
 from hf_flexseq.hf.model.facts import compute_dtype, is_classifier
 from hf_flexseq.hf.model.loss import ChunkedLoss
 from hf_flexseq.hf.model.router import asks_for_router_loss
+from hf_flexseq.hf.refusals.rule import Refusal, refuse
 
 
 def wants_predictions(trainer: Any, *, predicts: bool) -> bool:
@@ -26,54 +24,106 @@ def wants_predictions(trainer: Any, *, predicts: bool) -> bool:
 
 
 def check_predictions(trainer: Any, stages: int) -> None:
-    """Raise NotImplementedError or ValueError where predictions of a causal language model cannot
-    be had, or would be whole vocabularies.
+    """Raise NotImplementedError or ValueError if predictions of a causal language model are not
+    available, or would be whole vocabularies.
 
-    stages: of a pipeline.
+    stages: number of stages of the pipeline.
     """
-    name = type(trainer).__name__
     model = base_model(trainer.model)
     if is_classifier(model):
         return
-    if has_fused_head(trainer):
-        raise NotImplementedError(
-            f"hf_flexseq does not support compute_metrics or predict() of {name}, whose head "
-            "gives no logits: use FlexSeqTrainer, or set prediction_loss_only=True"
-        )
-    if stages > 1:
-        raise NotImplementedError(
-            f"hf_flexseq does not support compute_metrics or predict() with "
-            f"pipeline_parallel_size={stages}: set it to 1, or prediction_loss_only=True"
-        )
-    if not trainer.accelerator.even_batches:
-        raise NotImplementedError(
-            "hf_flexseq does not support compute_metrics or predict() with even_batches=False: "
-            "ranks would gather different numbers of batches; leave it at True"
-        )
-    for option in ("output_hidden_states", "output_attentions"):
-        if getattr(model.config, option, False):
-            raise NotImplementedError(
-                f"hf_flexseq does not support compute_metrics or predict() with {option}=True, "
-                "which stays spread over ranks: set it to False"
-            )
-    if "loss" in trainer.args.include_for_metrics and not reads_figures(trainer):
-        _check_loss_of_samples(trainer, model)
+    refuse(PREDICTIONS, Predicting(trainer, model, stages), where=_WITH)
     _check_function(trainer, model)
 
 
-def _check_loss_of_samples(trainer: Any, model: PreTrainedModel) -> None:
-    """Raise NotImplementedError where the loss of a batch is no sum over its tokens of what the
-    head says."""
+# ---- what an evaluation asks for
+
+
+class Predicting(NamedTuple):
+    """A trainer whose evaluation returns predictions of tokens."""
+
+    trainer: Any
+    """The trainer."""
+
+    model: PreTrainedModel
+    """The model of the trainer, without adapters."""
+
+    stages: int
+    """Number of stages of the pipeline."""
+
+
+_WITH = " with compute_metrics or predict()"
+_LOSS_ONLY = "set prediction_loss_only=True"
+
+
+def _fused_head(case: Predicting) -> str | None:
+    return type(case.trainer).__name__ if has_fused_head(case.trainer) else None
+
+
+def _stages(case: Predicting) -> str | None:
+    return f"pipeline_parallel_size={case.stages}" if case.stages > 1 else None
+
+
+def _uneven_batches(case: Predicting) -> str | None:
+    return None if case.trainer.accelerator.even_batches else "even_batches=False"
+
+
+def _states(case: Predicting) -> str | None:
+    for name in ("output_hidden_states", "output_attentions"):
+        if getattr(case.model.config, name, False):
+            return f"{name}=True"
+    return None
+
+
+def _loss_of_samples(case: Predicting) -> str | None:
+    """Find losses of samples that are not a sum of what the head says of their tokens."""
+    trainer, model = case.trainer, case.model
+    if "loss" not in trainer.args.include_for_metrics or reads_figures(trainer):
+        return None
     is_own = type(trainer).compute_loss is not Trainer.compute_loss
     own_function = getattr(model, "loss_function", None)
     is_attached = isinstance(getattr(own_function, "__self__", None), ChunkedLoss)
     is_plain = is_attached or own_function is ForCausalLMLoss
-    if is_own or not is_plain or asks_for_router_loss(model):
-        raise NotImplementedError(
-            "hf_flexseq does not support include_for_metrics=['loss'] with a loss of "
-            f"{type(trainer).__name__}'s or the model's own, which is known of a whole evaluation "
-            "alone: leave 'loss' out"
-        )
+    if not is_own and is_plain and not asks_for_router_loss(model):
+        return None
+    return f"include_for_metrics=['loss'] and a loss of {type(trainer).__name__}'s or its model's"
+
+
+PREDICTIONS: tuple[Refusal[Predicting], ...] = (
+    Refusal(
+        setting="trainers of TRL that predict tokens",
+        found=_fused_head,
+        why="its head returns no logits",
+        instead=f"use FlexSeqTrainer, or {_LOSS_ONLY}",
+    ),
+    Refusal(
+        setting="pipeline_parallel_size above 1",
+        found=_stages,
+        why="only the last stage has logits",
+        instead=f"set it to 1, or {_LOSS_ONLY}",
+    ),
+    Refusal(
+        setting="even_batches=False",
+        found=_uneven_batches,
+        why="ranks would gather different numbers of batches",
+        instead="leave it at True",
+    ),
+    Refusal(
+        setting="output_hidden_states=True, output_attentions=True",
+        found=_states,
+        why="hidden states and attention weights are not gathered",
+        instead="set it to False",
+    ),
+    Refusal(
+        setting="include_for_metrics=['loss'] with a loss of your own",
+        found=_loss_of_samples,
+        why="such a loss is known only for a whole evaluation",
+        instead="leave 'loss' out",
+    ),
+)
+
+
+# ---- what a function makes of logits
 
 
 def _check_function(trainer: Any, model: PreTrainedModel) -> None:
@@ -91,8 +141,8 @@ def _check_function(trainer: Any, model: PreTrainedModel) -> None:
     function = trainer.preprocess_logits_for_metrics
     if function is None:
         raise NotImplementedError(
-            f"hf_flexseq does not bring whole logits home for compute_metrics or predict(), "
-            f"{size}: {advice}"
+            f"hf_flexseq does not gather whole logits for compute_metrics or predict(), {size}: "
+            f"{advice}"
         )
     logits = torch.zeros(1, 2, vocab, dtype=dtype, device=trainer.args.device)
     label = torch.tensor([[IGNORE_INDEX, 0]], device=trainer.args.device)

@@ -1,0 +1,142 @@
+"""Accelerators that hf_flexseq refuses."""
+
+import os
+from typing import Any, NamedTuple
+
+import torch.distributed as dist
+from accelerate import Accelerator
+from accelerate.utils import DistributedType, DynamoBackend
+
+from hf_flexseq.config import FlexSeqArguments
+from hf_flexseq.hf.refusals.rule import Refusal, has, option, refuse
+
+
+class Setup(NamedTuple):
+    """An Accelerator and the options of hf_flexseq."""
+
+    accelerator: Accelerator
+    args: FlexSeqArguments
+
+    @property
+    def loaders(self) -> Any:
+        """The dataloader settings of the Accelerator."""
+        return self.accelerator.dataloader_config
+
+
+def check_accelerator(accelerator: Accelerator, args: FlexSeqArguments) -> None:
+    """Raise ValueError or NotImplementedError for an Accelerator that hf_flexseq refuses."""
+    refuse(ACCELERATOR, Setup(accelerator, args))
+
+
+def _lone_processes(setup: Setup) -> str | None:
+    launched = int(os.environ.get("WORLD_SIZE", "1"))
+    if dist.is_initialized():
+        launched = dist.get_world_size()
+    seen = setup.accelerator.num_processes
+    if launched == seen:
+        return None
+    return f"a job of {launched} processes when accelerate sees {seen}"
+
+
+def _parallelism(setup: Setup) -> str | None:
+    config = getattr(setup.accelerator, "parallelism_config", None)
+    for name in ("cp_size", "sp_size", "tp_size"):
+        size = getattr(config, name, 1) or 1
+        if size > 1:
+            return f"{name}={size}"
+    return None
+
+
+def _backend(setup: Setup) -> str | None:
+    kind = setup.accelerator.distributed_type
+    is_other = kind in (DistributedType.XLA, DistributedType.MEGATRON_LM)
+    return f"distributed_type={kind.value}" if is_other else None
+
+
+def _accumulation(setup: Setup) -> str | None:
+    steps = setup.accelerator.gradient_accumulation_steps
+    if steps == 1 or setup.accelerator.distributed_type == DistributedType.DEEPSPEED:
+        return None
+    return f"gradient_accumulation_steps={steps} of the Accelerator"
+
+
+def _stateful_loader(setup: Setup) -> str | None:
+    if setup.loaders.use_stateful_dataloader and setup.args.lookahead:
+        return f"use_stateful_dataloader=True with lookahead={setup.args.lookahead}"
+    return None
+
+
+ACCELERATOR: tuple[Refusal[Setup], ...] = (
+    Refusal(
+        setting="more processes than accelerate sees",
+        found=_lone_processes,
+        why="each process would train alone",
+        instead="on a CPU set use_cpu=True in the training arguments, or Accelerator(cpu=True)",
+        error=ValueError,
+    ),
+    Refusal(
+        setting="cp_size, sp_size and tp_size of parallelism_config",
+        found=_parallelism,
+        why="hf_flexseq chooses the sequence-parallel groups itself, over all ranks",
+        instead="leave parallelism_config out",
+        error=ValueError,
+    ),
+    Refusal(
+        setting="XLA and Megatron-LM",
+        found=_backend,
+        why="gradients are reduced by DDP, FSDP2 or ZeRO",
+        instead="use one of these",
+    ),
+    Refusal(
+        setting="dispatch_batches=True",
+        found=option("dispatch_batches", holder="loaders"),
+        why="it joins rows of different lengths",
+        instead="leave it at None",
+        error=ValueError,
+    ),
+    Refusal(
+        setting="split_batches=True",
+        found=option("split_batches", holder="loaders"),
+        why="it cuts rows that are not batches",
+        instead="leave it at False",
+        error=ValueError,
+    ),
+    Refusal(
+        setting="use_stateful_dataloader=True with a lookahead",
+        found=_stateful_loader,
+        why="the saved state would be ahead of training",
+        instead="set lookahead=0",
+        error=ValueError,
+    ),
+    Refusal(
+        setting="gradient_accumulation_steps of an Accelerator",
+        found=_accumulation,
+        why="the Accelerator would divide every loss once more",
+        instead="leave it at 1 and give engine.steps(..., accumulation=...)",
+        error=ValueError,
+    ),
+    Refusal(
+        setting="torch.compile (dynamo_backend)",
+        found=has(
+            "torch.compile (dynamo_backend)",
+            lambda setup: setup.accelerator.state.dynamo_plugin.backend != DynamoBackend.NO,
+        ),
+        why="every step has new shapes",
+        instead="leave it at 'no'",
+    ),
+    Refusal(
+        setting="ddp_static_graph=True",
+        found=has(
+            "ddp_static_graph=True",
+            lambda setup: getattr(setup.accelerator.ddp_handler, "static_graph", False),
+        ),
+        why="steps differ in their micro-batches",
+        instead="leave it at False",
+    ),
+    Refusal(
+        setting="mixed_precision='fp8'",
+        found=option("mixed_precision", lambda value: value == "fp8", holder="accelerator"),
+        why="attention and losses are not tested in it",
+        instead="use 'bf16'",
+    ),
+)

@@ -1,0 +1,71 @@
+"""A refusal as data, and the check that raises for the first one that applies.
+
+A refusal is an error before training instead of a wrong result during it. ValueError stands for a
+setting that contradicts planned steps, NotImplementedError for one that hf_flexseq lacks.
+"""
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
+
+Case = TypeVar("Case")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Refusal(Generic[Case]):
+    """A setting that hf_flexseq does not support."""
+
+    setting: str
+    """Name of the setting, for the documentation."""
+
+    found: Callable[[Case], str | None]
+    """Function that returns the setting with its value, as the error names it. None if the run
+    does not have the setting."""
+
+    why: str
+    """Reason of the refusal."""
+
+    instead: str
+    """Advice: what the user can set instead."""
+
+    error: type[Exception] = NotImplementedError
+    """Class of the exception."""
+
+
+def refuse(refusals: Iterable[Refusal[Case]], case: Case, *, where: str = "") -> None:
+    """Raise the error of the first refusal that applies to a case.
+
+    where: text after the setting, such as " with pipeline_parallel_size=2".
+    """
+    for refusal in refusals:
+        found = refusal.found(case)
+        if found is not None:
+            raise refusal.error(
+                f"hf_flexseq does not support {found}{where}: {refusal.why}; {refusal.instead}"
+            )
+
+
+def option(
+    name: str, is_refused: Callable[[Any], Any] = bool, *, holder: str = ""
+) -> Callable[[Any], str | None]:
+    """Return a function that finds an attribute with a refused value.
+
+    name: the attribute; one that is missing counts as None.
+    is_refused: tells if a value is refused.
+    holder: the attribute of the case that holds it. Default: the case itself.
+    """
+
+    def found(case: Any) -> str | None:
+        owner = getattr(case, holder) if holder else case
+        value = getattr(owner, name, None)
+        return f"{name}={value!r}" if is_refused(value) else None
+
+    return found
+
+
+def has(text: str, is_asked_for: Callable[[Any], Any]) -> Callable[[Any], str | None]:
+    """Return a function that finds what has no value to show.
+
+    text: the name of what is refused. is_asked_for: tells if a case has it.
+    """
+    return lambda case: text if is_asked_for(case) else None

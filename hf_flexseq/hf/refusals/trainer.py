@@ -1,0 +1,395 @@
+"""Trainers and training arguments that hf_flexseq refuses.
+
+`TRAINER` holds for every trainer, `ONE_PASS` for next-token loss, `ON_SAMPLES` for a loss that the
+trainer computes on its own batches, `MODEL` for a trainer together with its model. Overridden
+methods have their rules in `hf/overrides.py`, datasets in `hf/dataset_checks.py`, models in
+`hf/model/checks.py`.
+"""
+
+import logging
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from transformers import PreTrainedModel, Trainer
+
+from hf_flexseq.config import FlexSeqArguments
+from hf_flexseq.distributed.connect import capabilities_on
+from hf_flexseq.hf.losses import (
+    has_planned_loss,
+    reads_figures,
+    says_at_home,
+    unsuitable_distillation,
+)
+from hf_flexseq.hf.model.facts import is_reentrant
+from hf_flexseq.hf.model.own_loss import check_own_loss, own_loss_of
+from hf_flexseq.hf.model.router import (
+    NO_ROUTER_LOSS,
+    UnknownRouterLoss,
+    asks_for_router_loss,
+    router_facts,
+)
+from hf_flexseq.hf.overrides import check_overrides, runs_other_code
+from hf_flexseq.hf.refusals.rule import Refusal, has, option, refuse
+from hf_flexseq.hf.sync import resolve_sync
+
+logger = logging.getLogger(__name__)
+
+
+class TrainerOfModel(NamedTuple):
+    """A trainer and its model."""
+
+    trainer: Any
+    """The trainer."""
+
+    model: PreTrainedModel
+    """The model of the trainer, without adapters."""
+
+    @property
+    def name(self) -> str:
+        """The class of the trainer."""
+        return type(self.trainer).__name__
+
+
+def check_trainer(trainer: Trainer, args: FlexSeqArguments) -> None:
+    """Raise ValueError or NotImplementedError for a Trainer that hf_flexseq refuses."""
+    refuse(TRAINER, trainer)
+    on_samples = has_planned_loss(trainer)
+    refuse(ON_SAMPLES if on_samples else ONE_PASS, trainer)
+    if on_samples and args.pipeline_parallel_size > 1:
+        raise NotImplementedError(
+            f"pipeline_parallel_size={args.pipeline_parallel_size} with a loss on whole samples: "
+            "set it to 1"
+        )
+    check_overrides(trainer, pipeline_parallel_size=args.pipeline_parallel_size)
+    resolve_sync(
+        args,
+        trainer.model,
+        trainer.accelerator,
+        lockstep=not on_samples and runs_other_code(trainer),
+        is_ordered=capabilities_on(trainer.accelerator.device).ordered,
+    )
+
+
+def check_loss_of_model(trainer: Any, model: PreTrainedModel) -> None:
+    """Raise NotImplementedError for a loss function or a router loss that would not be trained;
+    log a loss that the plain Trainer divides differently.
+
+    model: the model of the trainer, without adapters; `check_model` has accepted it.
+    """
+    refuse(MODEL, TrainerOfModel(trainer, model))
+    if has_planned_loss(trainer):
+        return  # its loss calls no loss_function, and counts as the plain Trainer does
+    check_own_loss(model)
+    if getattr(trainer, "_loss_shifts_labels", True) or not trainer.is_world_process_zero():
+        return
+    path = "model" if trainer.model is model else "model.get_base_model()"
+    logger.warning(
+        "loss_type=%s of %s: the plain Trainer divides the loss by all labels, also by those of "
+        "first tokens, which are never predicted; hf_flexseq divides it by predicted tokens. Set "
+        '%s.loss_type = "ForCausalLM" before the trainer is made, and the plain Trainer does so '
+        "as well",
+        getattr(model, "loss_type", None),
+        type(model).__name__,
+        path,
+    )
+
+
+# ---- what a trainer asks for
+
+
+def _argument(name: str, is_refused: Callable[[Any], Any] = bool) -> Callable[[Any], str | None]:
+    """Return a function that finds a refused value of a training argument."""
+    return option(name, is_refused, holder="args")
+
+
+def _packing(trainer: Any) -> str | None:
+    for name in ("packing", "eval_packing"):
+        if getattr(trainer.args, name, False):
+            return f"{name}=True"
+    return None
+
+
+def _checkpointing(training: Any) -> str:
+    """Return the name of activation checkpointing in this version of transformers."""
+    if hasattr(training, "activation_checkpointing"):
+        return "activation_checkpointing"
+    return "gradient_checkpointing"
+
+
+def _reentrant_checkpointing(trainer: Any) -> str | None:
+    """Find reentrant checkpointing, which is torch's default as soon as options are given."""
+    given = (
+        getattr(trainer.args, "activation_checkpointing_kwargs", None)
+        or getattr(trainer.args, "gradient_checkpointing_kwargs", None)
+        or {}
+    )
+    options = dict(given)
+    for not_for_torch in ("every_n_layers", "offload"):
+        options.pop(not_for_torch, None)
+    if not options or not is_reentrant(options):
+        return None
+    return f"use_reentrant=True in {_checkpointing(trainer.args)}_kwargs (torch's default)"
+
+
+def _tensor_parallelism(trainer: Any) -> str | None:
+    size = trainer.get_tp_size()
+    return f"tp_size={size}" if size > 1 else None
+
+
+def _prompt_learning(trainer: Any) -> str | None:
+    """Find an adapter of PEFT that puts tokens of its own in front of a sequence."""
+    for adapter in getattr(trainer.model, "peft_config", {}).values():
+        for kind in ("is_prompt_learning", "is_adaption_prompt"):
+            if getattr(adapter, kind, False):
+                return "prompt learning and adaption prompts of PEFT"
+    return None
+
+
+def _steps_in_backward(trainer: Any) -> str | None:
+    optim = str(getattr(trainer.args.optim, "value", trainer.args.optim))
+    is_refused = optim in ("lomo", "adalomo") or optim.endswith("layerwise")
+    return f"optim={optim!r}" if is_refused else None
+
+
+def _loss_of_logits(trainer: Any) -> str | None:
+    if trainer.compute_loss_func is None:
+        return None
+    return f"compute_loss_func of {type(trainer).__name__}"
+
+
+def _samples_of_one_pass(trainer: Any) -> str | None:
+    if not says_at_home(trainer):
+        return None
+    return f"flexseq_loss_at_home=True of {type(trainer).__name__}"
+
+
+def _other_loss(trainer: Any) -> str | None:
+    if getattr(trainer, "loss_is_scaled_for_ga", None) is not False:
+        return None
+    return f"the loss of {_class_with(trainer, 'loss_is_scaled_for_ga')}"
+
+
+def _own_samples(trainer: Any) -> str | None:
+    """Find a trainer that makes its samples from prompts."""
+    if type(trainer)._prepare_inputs is Trainer._prepare_inputs:
+        return None
+    trainer._set_signature_columns_if_needed()
+    if "input_ids" in trainer._signature_columns:
+        return None
+    return f"samples made in {_class_with(trainer, '_prepare_inputs')}"
+
+
+def _class_with(trainer: Any, name: str) -> str:
+    """Return the name of the class that defines an attribute of a trainer."""
+    for cls in type(trainer).__mro__:
+        if name in vars(cls):
+            return cls.__name__
+    return type(trainer).__name__
+
+
+# ---- what a trainer and its model ask for together
+
+
+def _own_function_on_samples(case: TrainerOfModel) -> str | None:
+    if not reads_figures(case.trainer) or own_loss_of(case.model) is None:
+        return None
+    return f"the own loss_function of {type(case.model).__name__} with the loss of {case.name}"
+
+
+def _router_loss_on_samples(case: TrainerOfModel) -> str | None:
+    if not reads_figures(case.trainer) or not asks_for_router_loss(case.model):
+        return None
+    model = type(case.model).__name__
+    return f"output_router_logits=True of {model} with the loss of {case.name}"
+
+
+def _nameless_coefficient(case: TrainerOfModel) -> str | None:
+    enabled = getattr(case.trainer, "aux_loss_enabled", False)
+    if not enabled or has_planned_loss(case.trainer) or asks_for_router_loss(case.model):
+        return None
+    return _coefficient(case)
+
+
+def _unknown_router_loss(case: TrainerOfModel) -> str | None:
+    if not getattr(case.trainer, "aux_loss_enabled", False):
+        return None
+    try:
+        router_facts(case.model)
+    except UnknownRouterLoss as reason:
+        return f"{_coefficient(case)} ({reason})"
+    return None
+
+
+def _coefficient(case: TrainerOfModel) -> str:
+    value = case.trainer.router_aux_loss_coef
+    return f"router_aux_loss_coef={value} with {type(case.model).__name__}"
+
+
+# ---- the tables
+
+TRAINER: tuple[Refusal[Any], ...] = (
+    Refusal(
+        setting="several GPUs in one process (DataParallel)",
+        found=_argument("n_gpu", lambda value: value > 1),
+        why="ranks are processes",
+        instead="start one process per GPU with accelerate launch",
+        error=ValueError,
+    ),
+    Refusal(
+        setting="average_tokens_across_devices=False",
+        found=_argument("average_tokens_across_devices", lambda value: not value),
+        why="tokens move between ranks, so the mean is taken over all tokens",
+        instead="set it to True",
+        error=ValueError,
+    ),
+    Refusal(
+        setting="ddp_timeout of 0 and less",
+        found=_argument("ddp_timeout", lambda value: value <= 0),
+        why="an exchange between ranks takes time",
+        instead="give more than 0 seconds",
+        error=ValueError,
+    ),
+    Refusal(
+        setting="auto_find_batch_size=True",
+        found=_argument("auto_find_batch_size"),
+        why="max_tokens_per_rank bounds the memory instead",
+        instead="set it to False",
+        error=ValueError,
+    ),
+    Refusal(
+        setting="reentrant activation checkpointing",
+        found=_reentrant_checkpointing,
+        why="it runs attention outside of autograd's order",
+        instead="set 'use_reentrant': False there",
+        error=ValueError,
+    ),
+    Refusal(
+        setting="packing=True, eval_packing=True",
+        found=_packing,
+        why="packed rows would be taken for single sequences",
+        instead="set packing=False, since hf_flexseq packs by itself",
+        error=ValueError,
+    ),
+    Refusal(
+        setting="trainers of TRL that distill in other ways than DistillationTrainer",
+        found=unsuitable_distillation,
+        why="divergences are computed from a teacher in this process",
+        instead="use TRL's DistillationTrainer with a teacher_model of the same vocabulary",
+    ),
+    Refusal(
+        setting="a model on several devices (device_map)",
+        found=has("a model on several devices (device_map)", lambda one: one.is_model_parallel),
+        why="every process trains the whole model",
+        instead="leave device_map out",
+    ),
+    Refusal(
+        setting="tensor parallelism (tp_size)",
+        found=_tensor_parallelism,
+        why="ranks get different sequences",
+        instead="leave it out",
+    ),
+    Refusal(
+        setting="prompt learning and adaption prompts of PEFT",
+        found=_prompt_learning,
+        why="they lengthen sequences",
+        instead="use LoRA",
+    ),
+    Refusal(
+        setting="label_smoothing_factor",
+        found=_argument("label_smoothing_factor", lambda value: value != 0),
+        why="the Trainer's smoother would shift labels that are already shifted",
+        instead="set it to 0",
+    ),
+    Refusal(
+        setting="torch_compile=True",
+        found=_argument("torch_compile"),
+        why="every step has new shapes",
+        instead="set it to False",
+    ),
+    Refusal(
+        setting="use_liger_kernel=True",
+        found=_argument("use_liger_kernel"),
+        why="it replaces the model's forward",
+        instead="set it to False, since hf_flexseq computes the loss in chunks by itself",
+    ),
+    Refusal(
+        setting="neftune_noise_alpha",
+        found=_argument("neftune_noise_alpha", lambda value: value is not None),
+        why="its noise depends on how sequences are packed",
+        instead="leave it out",
+    ),
+    Refusal(
+        setting="optimizers that update weights in the backward (lomo, adalomo, layerwise)",
+        found=_steps_in_backward,
+        why="it updates the weights in every backward, and a step has several",
+        instead="use adamw_torch",
+    ),
+)
+
+ONE_PASS: tuple[Refusal[Any], ...] = (
+    Refusal(
+        setting="compute_loss_func of SFTTrainer",
+        found=_loss_of_logits,
+        why="its head returns no logits",
+        instead="use FlexSeqTrainer, whose compute_loss_func reads outputs.log_probs and "
+        "outputs.entropy",
+    ),
+    Refusal(
+        setting="flexseq_loss_at_home = True on a trainer of TRL with next-token loss",
+        found=_samples_of_one_pass,
+        why="its own loss is a sum over tokens",
+        instead="leave it out, or derive from FlexSeqTrainer",
+    ),
+    Refusal(
+        setting="trainers whose loss is not a sum over tokens, but for the objectives",
+        found=_other_loss,
+        why="it is not divided by the tokens of the step, num_items_in_batch "
+        "(loss_is_scaled_for_ga=False)",
+        instead="train with next-token loss, as Trainer and SFTTrainer do, or with TRL's DPO, "
+        "KTO, Reward, GRPO, RLOO or DistillationTrainer",
+    ),
+    Refusal(
+        setting="trainers that make their samples, but for GRPO, RLOO and Distillation",
+        found=_own_samples,
+        why="it makes samples while it trains, as for reinforcement learning, and its loss is not "
+        "a sum over tokens of the dataset",
+        instead="train with next-token loss, as Trainer and SFTTrainer do, or with TRL's GRPO, "
+        "RLOO or DistillationTrainer",
+    ),
+)
+
+ON_SAMPLES: tuple[Refusal[Any], ...] = (
+    Refusal(
+        setting="activation_offloading=True with an objective on samples",
+        found=_argument("activation_offloading"),
+        why="forwards of this trainer run before its step begins",
+        instead="use activation checkpointing",
+    ),
+)
+
+MODEL: tuple[Refusal[TrainerOfModel], ...] = (
+    Refusal(
+        setting="a model's own loss_function with a loss on samples",
+        found=_own_function_on_samples,
+        why="outputs.loss is next-token loss there",
+        instead="leave model.loss_function as it is",
+    ),
+    Refusal(
+        setting="output_router_logits=True with a loss of your own on samples",
+        found=_router_loss_on_samples,
+        why="such a loss gets log-probabilities and no router loss",
+        instead="set config.output_router_logits=False",
+    ),
+    Refusal(
+        setting="a router loss of TRL without a coefficient in the model's configuration",
+        found=_nameless_coefficient,
+        why="the model's configuration does not name that coefficient",
+        instead=NO_ROUTER_LOSS,
+    ),
+    Refusal(
+        setting="router losses that hf_flexseq does not know",
+        found=_unknown_router_loss,
+        why="its router loss is not computed here",
+        instead=NO_ROUTER_LOSS,
+    ),
+)

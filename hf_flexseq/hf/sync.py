@@ -1,0 +1,49 @@
+"""Decide if all ranks run every micro-batch together (lockstep) or meet in their groups alone."""
+
+from accelerate import Accelerator
+from accelerate.utils import DDPCommunicationHookType, DistributedType
+from torch import nn
+
+from hf_flexseq.config import FlexSeqArguments
+from hf_flexseq.hf.model.facts import is_fully_sharded, zero_stage
+
+
+def resolve_sync(
+    args: FlexSeqArguments,
+    model: nn.Module,
+    accelerator: Accelerator,
+    *,
+    lockstep: bool,
+    is_ordered: bool,
+) -> bool:
+    """Return True if all ranks run every micro-batch together.
+
+    lockstep: True if code of the user's needs it.
+    is_ordered: True if the transport carries out transfers in the order of their launches.
+    Raises ValueError if the ranks have to, but sync='free'.
+    """
+    reason = None
+    is_sharded = is_fully_sharded(model, accelerator) or zero_stage(model, accelerator) >= 2
+    each = accelerator.gradient_state.plugin_kwargs.get("sync_each_batch", False)
+    if is_sharded or each or lockstep:
+        reason = (
+            "needs ranks that run different numbers of micro-batches, but here they meet in every "
+            "one (FSDP, ZeRO-2/3, sync_each_batch, or a compute_loss of your own)"
+        )
+    elif is_ordered and _reduces_by_itself(accelerator):
+        reason = (
+            "needs one place in the plan where all ranks reduce gradients, but here each does so "
+            "in its own last micro-batch (DeepSpeed, or a DDP comm_hook), which can hang on NCCL"
+        )
+    if reason is not None and args.sync == "free":
+        raise ValueError(f"sync='free' {reason}: use sync='auto'")
+    return reason is not None or args.sync == "lockstep"
+
+
+def _reduces_by_itself(accelerator: Accelerator) -> bool:
+    """Return True if DeepSpeed or a communication hook reduces gradients, instead of
+    `hf_flexseq/steps/reduction.py`."""
+    if accelerator.distributed_type == DistributedType.DEEPSPEED:
+        return True
+    hook = getattr(accelerator.ddp_handler, "comm_hook", DDPCommunicationHookType.NO)
+    return bool(hook != DDPCommunicationHookType.NO)

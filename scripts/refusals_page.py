@@ -1,0 +1,54 @@
+"""Write docs/refusals.md: the settings that hf_flexseq refuses, from the tables that raise.
+
+python scripts/refusals_page.py
+"""
+
+from pathlib import Path
+from typing import Any
+
+from hf_flexseq.hf.refusals.accelerator import ACCELERATOR
+from hf_flexseq.hf.refusals.pipeline import FSDP_OF_STAGES, PIPELINE
+from hf_flexseq.hf.refusals.predictions import PREDICTIONS
+from hf_flexseq.hf.refusals.rule import Refusal
+from hf_flexseq.hf.refusals.trainer import MODEL, ON_SAMPLES, ONE_PASS, TRAINER
+
+PAGE = Path(__file__).parents[1] / "docs/refusals.md"
+
+INTRODUCTION = """\
+# Refused settings
+
+hf_flexseq raises an error when a trainer or an engine is made if training would not be exact, or
+if a setting would have no effect. The error names the setting, its value, the reason and what to
+change. The tables below list these errors. Models are on a page of their own
+([models](models.md)), and so are methods, hooks and callbacks of yours
+([what you may override](overrides.md)).
+"""
+
+TABLES: dict[str, tuple[Refusal[Any], ...]] = {
+    "Accelerators": ACCELERATOR,
+    "Trainers and training arguments": TRAINER,
+    "Trainers with next-token loss": ONE_PASS,
+    "Trainers with a loss on whole samples": ON_SAMPLES,
+    "Losses of models": MODEL,
+    "Metrics and predict() of causal language models": PREDICTIONS,
+    "Pipelines": PIPELINE,
+    "FSDP in a pipeline": FSDP_OF_STAGES,
+}
+
+
+def main() -> None:
+    PAGE.write_text(page_text(), encoding="utf-8")
+
+
+def page_text() -> str:
+    """Return the page as Markdown."""
+    lines = [INTRODUCTION]
+    for title, refusals in TABLES.items():
+        lines += [f"## {title}", "", "| setting | reason | instead |", "|---|---|---|"]
+        lines += [f"| {one.setting} | {one.why} | {one.instead} |" for one in refusals]
+        lines.append("")
+    return "\n".join(lines).rstrip() + "\n"
+
+
+if __name__ == "__main__":
+    main()
