@@ -27,4 +27,5 @@ mypy
 lint-imports
 check_documentation
 # Two tests at a time: each worker takes half of the tests in their order, and then what the other has left.
-pytest -q -n 2 --dist worksteal "$@"
+# A slow test shows: the slowest ones and the slowest files are printed, build/tests.xml has all.
+pytest -q -n 2 --dist worksteal --durations=25 --durations-min=3 --junitxml=build/tests.xml "$@"

@@ -3,7 +3,8 @@
     pytest                   all tests
     pytest -m quick -n 2     those that start no process and compute little, properties on a tenth
                              of their examples
-    pytest -m nightly        those that no other command runs, since they take very long
+    pytest -m nightly        those that no other command runs, since they take very long: all
+                             families of models, all draws, the programs of the documentation
 
 A test that forks ranks or starts a command is marked `processes`, one that computes for many
 seconds `slow`; every other test is `quick`. A quick test that starts a process all the same fails,
@@ -20,6 +21,7 @@ import contextlib
 import gc
 import os
 import sys
+from collections import Counter
 
 # Read by libraries when they are loaded, and by accelerate, which would give ranks more threads.
 os.environ["OMP_NUM_THREADS"] = "1"
@@ -38,6 +40,8 @@ with contextlib.suppress(AttributeError, PermissionError):
     os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
 
 _STARTS_A_PROCESS = ("os.fork", "os.forkpty", "os.posix_spawn", "subprocess.Popen")
+SHOWN_FROM_S = 60.0  # a run that takes less shows no files
+SHOWN_FILES = 25
 _watched: list[str] = []  # the quick test that runs now
 
 
@@ -55,6 +59,20 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         marks = ("processes", "slow")
         if all(item.get_closest_marker(mark) is None for mark in marks):
             item.add_marker(pytest.mark.quick)
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Print the files of tests that took longest, so that a slow one shows."""
+    seconds: Counter[str] = Counter()
+    for reports in terminalreporter.stats.values():
+        for report in reports:
+            if isinstance(report, pytest.TestReport):
+                seconds[report.nodeid.partition("::")[0]] += report.duration
+    if seconds.total() < SHOWN_FROM_S:
+        return
+    terminalreporter.section(f"seconds by file, {seconds.total():.0f} in all")
+    for name, taken in seconds.most_common(SHOWN_FILES):
+        terminalreporter.line(f"{taken:7.1f}  {name}")
 
 
 def pytest_collection_finish() -> None:

@@ -23,13 +23,16 @@ from tests.random_runs import (
 )
 from tests.ranks import run_ranks
 
-RUNS = budget.examples(200)
+RUNS = 200
+EVERY_TIME = budget.examples(60)  # the others run with `-m nightly`
 TOGETHER = 20  # runs of one test
+STARTS = range(0, RUNS, TOGETHER)
 
 
-@pytest.mark.parametrize("first", range(0, RUNS, TOGETHER))
+@pytest.mark.parametrize("first", budget.others_nightly(STARTS, tried=range(EVERY_TIME)))
 def test_random_plans_end_with_the_gradients_of_one_process(first):
-    assert run_all(range(first, first + TOGETHER))["all"] == TOGETHER
+    runs = min(TOGETHER, EVERY_TIME)
+    assert run_all(range(first, first + runs))["all"] == runs
 
 
 def test_what_is_drawn_has_something_of_everything():

@@ -95,9 +95,7 @@ HYBRIDS = {
         "use_mem_rope": True,
     },
     "Lfm2": CONVOLUTION,
-}
-# Like some of the families above; `scripts/benchmarks/families.py` tries these, too.
-MORE_HYBRIDS = {
+    # Like some of the families above.
     "BailingHybrid": {
         **TWO,
         **LATENT,
@@ -118,8 +116,7 @@ def make_hybrid(family):
     tokens."""
     kind = getattr(transformers, family.split()[0] + "ForCausalLM")
     torch.manual_seed(0)
-    options = HYBRIDS.get(family) or MORE_HYBRIDS[family]
-    config = kind.config_class(**{**SIZES, **options})
+    config = kind.config_class(**{**SIZES, **HYBRIDS[family]})
     model = kind._from_config(config, experts_implementation="eager").double().train()
     with torch.no_grad():
         for name, parameter in model.named_parameters():

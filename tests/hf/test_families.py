@@ -13,7 +13,7 @@ from trl import SFTTrainer
 from hf_flexseq import FlexSeqArguments
 from hf_flexseq.hf.model.recurrent import attach_recurrent, mixers
 from hf_flexseq.pipeline.reduction import sum_gradients
-from tests.hf.hybrids import HYBRIDS, MORE_HYBRIDS, make_hybrid
+from tests.hf.hybrids import HYBRIDS, make_hybrid
 from tests.hf.test_mixin import FlexSeqSFTTrainer, sft_trainer
 from tests.hf.test_reach import (
     LENGTHS,
@@ -35,8 +35,7 @@ NO_ROUTER_LOSS = {"router_aux_loss_coef": 0.0}
 def model_of(way, family):
     """A model of this family. SFTTrainer looks for the decoder by the model's prefix, which in
     Llama 4's is that of another part."""
-    is_hybrid = family in HYBRIDS or family in MORE_HYBRIDS
-    model = make_hybrid(family) if is_hybrid else make_model(family)
+    model = make_hybrid(family) if family in HYBRIDS else make_model(family)
     if way == "zero3":  # takes no float64 parameters
         model = model.float()
     if way == "sft" and not hasattr(model, model.base_model_prefix):

@@ -1,8 +1,9 @@
 """Models with recurrent layers: on two nodes of two ranks, under random plans, plain and
 checkpointed, each one's loss and gradients are those of transformers on every document alone; so
 are those of LoRA's adapters.
-Ranks are threads. `scripts/benchmarks/families.py --hybrids` takes all of them, every strategy,
-and two, three and four ranks, too; what is refused is in `test_recurrent.py`."""
+Ranks are threads. One family of each kind runs with the other tests, all with `-m nightly`;
+`scripts/benchmarks/families.py --hybrids` takes every strategy and two, three and four ranks, too.
+What is refused is in `test_recurrent.py`."""
 
 import random
 from itertools import cycle
@@ -12,9 +13,9 @@ import torch
 from peft import LoraConfig, get_peft_model
 
 from hf_flexseq.plan import Group, MicroBatch, Plan
-from tests.budget import examples
+from tests.budget import examples, others_nightly
 from tests.hf.by_hand import TWO_NODES, attach, run_plan
-from tests.hf.hybrids import LENGTHS, make_hybrid
+from tests.hf.hybrids import HYBRIDS, LENGTHS, make_hybrid
 from tests.hf.test_reach import (
     stays_in_float64,  # noqa: F401  (a fixture)
 )
@@ -93,7 +94,7 @@ def errors_of(rank, world_size, family, topology, plans, wanted, adapt=lambda mo
     return worst
 
 
-@pytest.mark.parametrize("family", TRIED[: examples(len(TRIED))])
+@pytest.mark.parametrize("family", others_nightly(HYBRIDS, tried=TRIED[: examples(len(TRIED))]))
 def test_a_hybrid_is_exact(family, stays_in_float64):  # noqa: F811
     wanted = reference_gradients(make_hybrid(family), documents(LENGTHS), attention="eager")
     plans = plans_of(family, TWO_NODES)

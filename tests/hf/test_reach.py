@@ -1,6 +1,7 @@
 """Families of models: on two nodes of two ranks, under random plans that share sequences between
-the nodes, plain and checkpointed, each one's loss and gradients are those of one process. What is
-refused is in `test_checks.py`. Ranks are threads."""
+the nodes, plain and checkpointed, each one's loss and gradients are those of one process. One
+family of each code path runs with the other tests, all with `-m nightly`. What is refused is in
+`test_checks.py`. Ranks are threads."""
 
 import random
 
@@ -10,7 +11,7 @@ import transformers
 from torch.nn import functional as F
 
 from hf_flexseq.plan.shard import group_slices
-from tests.budget import examples
+from tests.budget import examples, others_nightly
 from tests.hf.by_hand import TWO_NODES, attach, run_plan
 from tests.hf.test_checks import EXPERTS, ROPE, SIZES
 from tests.hf.tiny import VOCAB, documents, reference_gradients, relative_errors
@@ -105,9 +106,7 @@ FAMILIES = {
     },
     "MiMoV2Flash": {"head_dim": 8, "v_head_dim": 6, **ROUTED_N, **MIXED},
     "Gemma3n": {"head_dim": 8, "activation_sparsity_pattern": [0.9, 0.0, 0.0, 0.0], **SHARED_KEYS},
-}
-# Like some of the families above; `scripts/benchmarks/families.py` tries these, too.
-MORE_FAMILIES = {
+    # Like some of the families above.
     "Afmoe": {"head_dim": 8, **ROUTED, "num_dense_layers": 1, **MIXED},
     "AXK1": {**LATENT, **ROUTED_N, **GROUPS},
     "Beam": MIXED,
@@ -126,14 +125,21 @@ MORE_FAMILIES = {
     "VaultGemma": {"head_dim": 8, "attn_logit_softcapping": 0.5, **MIXED},
     "Youtu": LATENT,
 }
+# One of each code path: no layer kinds, a window, softcaps, shared keys and two head sizes, sinks
+# and experts, chunks and counted positions, latent attention, values of another size than queries,
+# two attentions in a layer, an own scale, learned positions, sparse activations. Positions of
+# longrope are in test_positions.py.
+TRIED = (
+    *("Llama", "Mistral with a window", "Gemma2", "Gemma4 with shared keys", "GptOss", "Llama4"),
+    *("DeepseekV3", "MiMoV2Flash", "LongcatFlash", "Granite", "OPT", "Gemma3n"),
+)
 
 
 def make_model(family, **others):
     """A tiny model of a family; others: of its configuration."""
     kind = getattr(transformers, family.split()[0] + "ForCausalLM")
     torch.manual_seed(0)
-    options = FAMILIES.get(family) or MORE_FAMILIES.get(family, {})
-    config = kind.config_class(**{**SIZES, **options, **others})
+    config = kind.config_class(**{**SIZES, **FAMILIES[family], **others})
     return kind._from_config(config, dtype=torch.float64, experts_implementation="eager").train()
 
 
@@ -210,7 +216,7 @@ def errors_of(rank, world_size, family, plans, wanted):
     return worst
 
 
-@pytest.mark.parametrize("family", list(FAMILIES)[: examples(len(FAMILIES))])
+@pytest.mark.parametrize("family", others_nightly(FAMILIES, tried=TRIED[: examples(len(TRIED))]))
 def test_a_family_is_exact(family, stays_in_float64):
     wanted = reference_gradients(make_model(family), documents(LENGTHS), attention="eager")
     plans = plans_of(family)

@@ -25,7 +25,7 @@ from hf_flexseq.hf.model.trial import try_model
 from hf_flexseq.kernels.choose import choose_kernel
 from hf_flexseq.plan import Group, MicroBatch
 from hf_flexseq.plan.shard import make_shard
-from tests.hf.hybrids import HYBRIDS, MORE_HYBRIDS, make_hybrid
+from tests.hf.hybrids import HYBRIDS, make_hybrid
 from tests.hf.test_checks import fresh_accelerate, make_trainer, meta_model, one_line  # noqa: F401
 from tests.ranks import join, run_threads
 
@@ -216,7 +216,7 @@ def test_states_from_outside_are_refused(keywords):
 
 def test_layers_have_what_their_configuration_says():
     kinds = {}
-    for family in [*HYBRIDS, *MORE_HYBRIDS]:
+    for family in HYBRIDS:
         config = make_hybrid(family).config
         kinds[family] = [
             (str(layer.attention.reach) if layer.attention else None, str(layer.recurrent))

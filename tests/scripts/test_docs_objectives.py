@@ -58,6 +58,7 @@ def test_the_reward_function_of_the_pages_is_one_of_a_recipe(tmp_path):
     ]
 
 
+@pytest.mark.nightly
 @pytest.mark.processes
 @pytest.mark.parametrize("name", sorted(set(SCRIPTS) - {SHARED, REWARDS}))
 def test_a_script_of_the_pages_trains(tmp_path, name):

@@ -52,6 +52,7 @@ def test_blocks_that_do_not_run_everywhere_say_so_in_their_titles():
     assert left_out("loop.md") == []
 
 
+@pytest.mark.nightly
 @pytest.mark.processes
 def test_a_newcomer_gets_from_an_example_to_scripts_of_their_own(clone):
     write_files("start.md", clone)
@@ -81,6 +82,7 @@ def check_resumed_loop(folder):
     assert found != (folder / "my-model" / "model.safetensors").read_bytes()
 
 
+@pytest.mark.nightly
 @pytest.mark.processes
 def test_those_who_move_run_the_same_model_and_data(clone):
     write_files("start.md", clone)

@@ -72,6 +72,7 @@ def run(rank, world_size, folder, words):
         runpy.run_path(sys.argv[0], run_name="__main__")
 
 
+@pytest.mark.nightly
 @pytest.mark.processes
 def test_the_commands_of_the_tutorial_run_in_their_order(tmp_path):
     assert all(text in PAGE for text in SMALLER)
