@@ -2,23 +2,13 @@
 
     python scripts/emulated_cluster.py --nodes 2 --ranks-per-node 2 --inter 133mbit -- \\
         python train.py
-    python scripts/emulated_cluster.py --nodes 2 --ranks-per-node 4 --inter 133mbit \\
-        --nic-per-rank -- python train.py
 
 A node is a Linux network namespace in which torchrun starts the ranks: they reach each other at
-full speed, and all other nodes over one link, shaped to --inter in both directions. With
---nic-per-rank every rank is a namespace with a shaped link of its own, and an unshaped one to the
-ranks of its node; the launcher's variables (RANK, LOCAL_RANK, ...) are then set here. Every rank
-has one thread, and GLOO_SOCKET_IFNAME names its link.
+full speed over its loopback, and all other nodes over one link, shaped to --inter in both
+directions. Every rank has one thread, and GLOO_SOCKET_IFNAME names the link.
 
     node 0                     switch                     node 1
     ranks -- nic ==shaped==== [ wire ] ====shaped== nic -- ranks
-
-The ranks of a node talk over its loopback. With --nic-per-rank there is a bridge for the links
-between nodes, and one for the ranks of each node:
-
-    rank 0   nic ==shaped==== [ wire ] ====shaped== nic   rank 2
-    rank 0   mate ---------- [ mates0 ] ---------- mate   rank 1
 
 Needs Linux, root and iproute2. All links lie inside namespaces, those of this machine are never
 touched, and what was made is removed in the end, also after a failure or Ctrl-C. Exits as the
@@ -38,49 +28,44 @@ from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 
 PORT = 29500  # in namespaces of their own: it cannot be taken
-WIRE, NIC, MATE = "wire", "nic", "mate"
+WIRE, NIC = "wire", "nic"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Host:
-    """A namespace with ranks in it: a node, or with a NIC for each rank a single rank."""
+class Node:
+    """A namespace in which ranks run."""
 
     index: int
-    """Number among all hosts, from 0."""
-    node: int
-    """Number of its node, from 0."""
-    namespace: str
+    """Number of the node, from 0."""
+
+    @property
+    def namespace(self) -> str:
+        """Name of the namespace."""
+        return f"flexseq-{os.getpid()}-{self.index}"
 
     @property
     def address(self) -> str:
-        """The address of its NIC."""
+        """Address of the NIC."""
         return f"10.78.0.{self.index + 1}"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Cluster:
-    """The cluster that is emulated."""
+    """The emulated cluster."""
 
     nodes: int
     ranks_per_node: int
     inter: str
     """Rate of a link between nodes, as tc writes it: 133mbit."""
-    nic_per_rank: bool
-    """Whether each rank has a link of its own, and not each node."""
 
     @property
-    def hosts(self) -> tuple[Host, ...]:
-        """All hosts in the order of their ranks."""
-        per_node = self.ranks_per_node if self.nic_per_rank else 1
-        hosts = []
-        for index in range(self.nodes * per_node):
-            namespace = f"flexseq-{os.getpid()}-{index}"
-            hosts.append(Host(index=index, node=index // per_node, namespace=namespace))
-        return tuple(hosts)
+    def hosts(self) -> tuple[Node, ...]:
+        """All nodes, in the order of their ranks."""
+        return tuple(Node(index=index) for index in range(self.nodes))
 
     @property
     def switch(self) -> str:
-        """The namespace of the bridges."""
+        """Name of the bridge's namespace."""
         return f"flexseq-{os.getpid()}-switch"
 
 
@@ -94,43 +79,31 @@ def network(cluster: Cluster) -> Iterator[None]:
     Raises RuntimeError when one of them cannot be made.
     """
     with ExitStack() as stack:
-        for namespace in (cluster.switch, *(host.namespace for host in cluster.hosts)):
+        for namespace in (cluster.switch, *(node.namespace for node in cluster.hosts)):
             run("ip", "netns", "add", namespace)
             stack.callback(remove, namespace)
-        for bridge in (WIRE, *(f"mates{node}" for node in range(cluster.nodes))):
-            run("ip", "-n", cluster.switch, "link", "add", bridge, "type", "bridge")
-            run("ip", "-n", cluster.switch, "link", "set", bridge, "up")
-        for host in cluster.hosts:
-            connect(cluster, host)
+        run("ip", "-n", cluster.switch, "link", "add", WIRE, "type", "bridge")
+        run("ip", "-n", cluster.switch, "link", "set", WIRE, "up")
+        for node in cluster.hosts:
+            connect(cluster, node)
         stack.callback(ignore_signals)
         yield
 
 
-def connect(cluster: Cluster, host: Host) -> None:
-    """Make the links of one host, its address, and the routes to the other ranks of its node."""
-    ip = ("ip", "-n", host.namespace)
+def connect(cluster: Cluster, node: Node) -> None:
+    """Make the link of a node to the switch, with its address and its rate."""
+    ip = ("ip", "-n", node.namespace)
+    port = f"{NIC}{node.index}"
     run(*ip, "link", "set", "lo", "up")
-    port = plug(cluster, host, NIC, WIRE)
-    run(*ip, "address", "add", f"{host.address}/24", "dev", NIC)
-    for namespace, device in ((host.namespace, NIC), (cluster.switch, port)):
-        shape = ("tbf", "rate", cluster.inter, "burst", "256kb", "latency", "100ms")
-        run("tc", "-n", namespace, "qdisc", "add", "dev", device, "root", *shape)
-    mates = [mate for mate in cluster.hosts if mate.node == host.node and mate != host]
-    if mates:
-        plug(cluster, host, MATE, f"mates{host.node}")
-    for mate in mates:
-        run(*ip, "route", "add", f"{mate.address}/32", "dev", MATE, "src", host.address)
-
-
-def plug(cluster: Cluster, host: Host, device: str, bridge: str) -> str:
-    """Plug a cable from `device` of the host into a bridge; return the name of its end there."""
-    port = f"{device}{host.index}"
-    this_end = (device, "netns", host.namespace)
+    this_end = (NIC, "netns", node.namespace)
     other_end = (port, "netns", cluster.switch)
     run("ip", "link", "add", "name", *this_end, "type", "veth", "peer", "name", *other_end)
-    run("ip", "-n", cluster.switch, "link", "set", port, "master", bridge, "up")
-    run("ip", "-n", host.namespace, "link", "set", device, "up")
-    return port
+    run("ip", "-n", cluster.switch, "link", "set", port, "master", WIRE, "up")
+    run(*ip, "link", "set", NIC, "up")
+    run(*ip, "address", "add", f"{node.address}/24", "dev", NIC)
+    for namespace, device in ((node.namespace, NIC), (cluster.switch, port)):
+        shape = ("tbf", "rate", cluster.inter, "burst", "256kb", "latency", "100ms")
+        run("tc", "-n", namespace, "qdisc", "add", "dev", device, "root", *shape)
 
 
 def remove(namespace: str) -> None:
@@ -157,11 +130,11 @@ def run(*command: str) -> str:
 
 def launch(cluster: Cluster, command: Sequence[str]) -> int:
     """Run the command on all ranks; return the exit status of the first that fails, or 0."""
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": NIC}
     running = []
-    for host in cluster.hosts:
-        words, environment = on_host(cluster, host, command)
-        inside = ("ip", "netns", "exec", host.namespace, *words)
-        running.append(subprocess.Popen(inside, env=os.environ | environment))
+    for node in cluster.hosts:
+        words = ("ip", "netns", "exec", node.namespace, *torchrun(cluster, node), *command)
+        running.append(subprocess.Popen(words, env=environment))
     while running:
         time.sleep(0.05)
         ended = [process for process in running if process.poll() is not None]
@@ -173,33 +146,18 @@ def launch(cluster: Cluster, command: Sequence[str]) -> int:
     return 0
 
 
-def on_host(
-    cluster: Cluster, host: Host, command: Sequence[str]
-) -> tuple[Sequence[str], dict[str, str]]:
-    """Return what to start in a host's namespace, and the variables it needs."""
-    variables = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": NIC}
-    master = cluster.hosts[0].address
-    if not cluster.nic_per_rank:
-        options = {
-            "nnodes": cluster.nodes,
-            "node-rank": host.node,
-            "nproc-per-node": cluster.ranks_per_node,
-            "master-addr": master,
-            "master-port": PORT,
-            "local-addr": host.address,
-        }
-        words = [sys.executable, "-m", "torch.distributed.run", "--no-python"]
-        words += [f"--{name}={value}" for name, value in options.items()]
-        return [*words, *command], variables
-    coordinates = {
-        "RANK": host.index,
-        "LOCAL_RANK": host.index % cluster.ranks_per_node,
-        "LOCAL_WORLD_SIZE": cluster.ranks_per_node,
-        "WORLD_SIZE": cluster.nodes * cluster.ranks_per_node,
-        "MASTER_ADDR": master,
-        "MASTER_PORT": PORT,
+def torchrun(cluster: Cluster, node: Node) -> list[str]:
+    """Return the words that start a command on the ranks of a node."""
+    options = {
+        "nnodes": cluster.nodes,
+        "node-rank": node.index,
+        "nproc-per-node": cluster.ranks_per_node,
+        "master-addr": cluster.hosts[0].address,
+        "master-port": PORT,
+        "local-addr": node.address,
     }
-    return command, variables | {name: str(value) for name, value in coordinates.items()}
+    words = [sys.executable, "-m", "torch.distributed.run", "--no-python"]
+    return [*words, *(f"--{name}={value}" for name, value in options.items())]
 
 
 # ---- the command line
@@ -225,9 +183,6 @@ def parsed() -> argparse.Namespace:
     parser.add_argument("--ranks-per-node", type=positive, default=2)
     parser.add_argument(
         "--inter", type=rate, default="133mbit", help="rate of a link, as tc writes it: 133mbit"
-    )
-    parser.add_argument(
-        "--nic-per-rank", action="store_true", help="a link of its own for every rank"
     )
     parser.add_argument("command", nargs="+", help="after --: what every rank runs")
     args = parser.parse_args()
@@ -267,12 +222,7 @@ def main() -> int:
     # a shell's background jobs ignore the first
     for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(signum, interrupted)
-    cluster = Cluster(
-        nodes=args.nodes,
-        ranks_per_node=args.ranks_per_node,
-        inter=args.inter,
-        nic_per_rank=args.nic_per_rank,
-    )
+    cluster = Cluster(nodes=args.nodes, ranks_per_node=args.ranks_per_node, inter=args.inter)
     try:
         with network(cluster):
             return launch(cluster, args.command)

@@ -1,12 +1,11 @@
 """What hostile input does to the commands: thousands of mutated files and arguments.
 
-    python scripts/benchmarks/mutations.py --count 20000 --commands 50
+    python scripts/benchmarks/mutations.py --count 20000
 
 Files that hf_flexseq reads (plans, traces, plans of pipelines, cost models, lengths in every
 format) and arguments are mutated: bits flip, keys go, types change, numbers become huge, negative
 or NaN, values nest deep, files are cut, joined, or replaced by pickles that would leave a mark.
-The commands run on them in this process, and some as commands of their own. Every mutation follows
-from a seed and its index.
+The commands run on them in this process. Every mutation follows from a seed and its index.
 
 The promise: a command ends with 0, or with 2 and one line of at most 300 characters; on 0 nothing
 that it prints or writes holds a number that is not finite, and a plan that it writes passes the
@@ -25,7 +24,6 @@ import random
 import re
 import resource
 import signal
-import subprocess
 import sys
 import tempfile
 import time
@@ -49,7 +47,6 @@ from hf_flexseq.topology import Topology
 
 LINE = 300  # characters of a message
 MOST_S = 10.0
-MOST_BYTES = 1_000_000_000
 
 TOPOLOGY = Topology(nodes=2, ranks_per_node=4)
 MACHINE = ("--topology", "2x4", "--cost-model", "llama-3.1-8b-h200")
@@ -566,98 +563,6 @@ def broken_file(case: Case) -> str:
     return ""
 
 
-# ---- commands of their own
-
-
-def run_command(case: Case, folder: Path) -> tuple[Outcome, int]:
-    """Run one case as a command of its own; return also the most bytes that it had in memory."""
-    command = [sys.executable, "-m", "hf_flexseq.cli", *case.argv]
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
-    out, err = folder / "out", folder / "err"
-    began = time.perf_counter()
-    with out.open("w") as out_file, err.open("w") as err_file:
-        process = subprocess.Popen(
-            command, stdin=subprocess.DEVNULL, stdout=out_file, stderr=err_file, env=environment
-        )
-        peak_bytes = 0
-        while process.poll() is None:
-            peak_bytes = max(peak_bytes, resident_bytes(process.pid))
-            if time.perf_counter() - began > 4 * MOST_S:
-                process.kill()
-            time.sleep(0.005)
-    seconds = time.perf_counter() - began
-    problem = broken_promise(case, process.returncode, out.read_text(), err.read_text())
-    if not problem and seconds > MOST_S:
-        problem = f"took more than {MOST_S:.0f} s"
-    if not problem and peak_bytes > MOST_BYTES:
-        problem = "took more than 1 GB"
-    return Outcome(process.returncode, problem, seconds), peak_bytes
-
-
-def resident_bytes(pid: int) -> int:
-    """Return the most bytes that a process has had in memory so far.
-
-    What `wait4` reports is no less than what the starting program had.
-    """
-    try:
-        status = Path(f"/proc/{pid}/status").read_text()
-    except OSError:
-        return 0  # it has ended
-    found = re.search(r"VmHWM:\s+(\d+) kB", status)
-    return 1024 * int(found[1]) if found else 0
-
-
-def large_cases(folder: Path) -> list[tuple[str, Case]]:
-    """Return commands on input that is far too large, or as large as it may be, by name."""
-    lengths = folder / "ten_million.txt"
-    lengths.write_text("1234\n" * 10_000_000)
-    archive = folder / "archive.txt.gz"
-    with gzip.open(archive, "wb", compresslevel=9) as file:
-        for _ in range(3000):
-            file.write(b"0" * 1_000_000)
-    good = folder / "good.json"
-    good.write_text(json.dumps(LENGTHS))
-    plan = json.loads(plan_text())
-    plan["micro_batches"][0]["groups"][0] |= {"ranks": [10**9], "strategy": "local"}
-    rank = folder / "rank.json"
-    rank.write_text(json.dumps(plan))
-    million = folder / "million.jsonl"
-    million.write_text(long_trace(1_000_000))
-    nested = folder / "nested.json"
-    nested.write_text("[" * 1_000_000)
-    plan_of = ["plan", *MACHINE, *CAP, "--lengths"]
-    wide = ["--topology", "100000x8", "--cost-model", "llama-3.1-8b-h200"]
-    return [
-        ("10 million lengths", Case("large", [*plan_of, str(lengths)])),
-        ("a topology of 100,000 x 8", Case("large", ["plan", "--lengths", str(good), *wide])),
-        ("an archive of 3 GB", Case("large", [*plan_of, str(archive)])),
-        ("lengths from /dev/zero", Case("large", [*plan_of, "/dev/zero"])),
-        ("a plan from /dev/zero", Case("large", ["view", "/dev/zero"])),
-        ("rank 10^9", Case("large", ["view", str(rank)])),
-        ("JSON nested a million deep", Case("large", ["view", str(nested)])),
-        ("a trace of a million lengths", Case("large", ["view", str(million)])),
-    ]
-
-
-def long_trace(count: int) -> str:
-    """Return a trace of one step of so many sequences on 64 ranks, ten to a group."""
-    groups = []
-    for first in range(0, count, 10):
-        ids = list(range(first, min(count, first + 10)))
-        groups.append({"ranks": [first // 10 % 64], "sequences": ids, "strategy": "local"})
-    micro_batches = [{"groups": groups[at : at + 64]} for at in range(0, len(groups), 64)]
-    record = {
-        "step": 0,
-        "lengths": [500 + index % 200 for index in range(count)],
-        "micro_batches": micro_batches,
-        "objective_s": 100.0,
-        "lower_bound_s": 90.0,
-        "planner": "auto",
-        "planning_s": 1.0,
-    }
-    return json.dumps(record) + "\n"
-
-
 # ---- the program
 
 
@@ -665,7 +570,6 @@ def main() -> None:
     """Run the cases and print how they ended."""
     parser = argument_parser(__doc__)
     parser.add_argument("--count", type=int, default=20_000, help="inputs in this process")
-    parser.add_argument("--commands", type=int, default=50, help="inputs as commands")
     parser.add_argument("--seed", type=int, default=0)
     asked = parser.parse_args()
     warnings.simplefilter("always")
@@ -673,10 +577,9 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as name, open(os.devnull) as sys.stdin:
         maker = Maker(Path(name))
         figures = in_this_process(maker, asked.count, asked.seed)
-        commands = as_commands(maker, asked.commands, asked.seed)
         executed = maker.mark.exists()
-    print_page(figures, commands, executed)
-    write_record(asked.json, {**figures, "commands": commands, "pickles_executed": executed})
+    print_page(figures, executed)
+    write_record(asked.json, {**figures, "pickles_executed": executed})
 
 
 def in_this_process(maker: Maker, count: int, seed: int) -> dict[str, Any]:
@@ -709,38 +612,11 @@ def in_this_process(maker: Maker, count: int, seed: int) -> dict[str, Any]:
     }
 
 
-def as_commands(maker: Maker, count: int, seed: int) -> list[dict[str, Any]]:
-    """Run large inputs and some mutated ones as commands, `count` together."""
-    results = []
-    cases = large_cases(maker.folder)[:count]
-    index = 0
-    while len(cases) + len(results) < count:
-        index += 7  # of every kind in turn
-        case = maker.case(index, seed + 1)
-        if case.argv:
-            outcome, peak = run_command(case, maker.folder)
-            results.append(_command_record(f"{case.kind}, mutated", outcome, peak))
-    for name, case in cases:
-        outcome, peak = run_command(case, maker.folder)
-        results.append(_command_record(name, outcome, peak))
-    return results
-
-
-def _command_record(name: str, outcome: Outcome, peak_bytes: int) -> dict[str, Any]:
-    return {
-        "input": name,
-        "status": outcome.status,
-        "problem": outcome.problem,
-        "seconds": round(outcome.seconds, 2),
-        "peak_mb": round(peak_bytes / 1e6),
-    }
-
-
 def _too_long(number: int, frame: Any) -> None:
     raise TimeoutError("the case does not end")
 
 
-def print_page(figures: dict[str, Any], commands: list[dict[str, Any]], executed: bool) -> None:
+def print_page(figures: dict[str, Any], executed: bool) -> None:
     """Print how the cases ended, as Markdown."""
     print(f"{figures['count']:,} mutated inputs in one process, seed {figures['seed']}, on")
     print(f"{machine('numpy')}.\n")
@@ -760,29 +636,6 @@ def print_page(figures: dict[str, Any], commands: list[dict[str, Any]], executed
         ]
         print(table(("how", "inputs", "first index"), rows, numbers=(1, 2)))
         print()
-    print(f"{len(commands)} commands of their own:\n")
-    mutated = [one for one in commands if one["input"].endswith("mutated")]
-    large = [one for one in commands if one not in mutated]
-    columns = ("input", "exit", "seconds", "peak MB", "problem")
-    rows = [_summed(mutated)] if mutated else []
-    rows += [
-        tuple(one[key] for key in ("input", "status", "seconds", "peak_mb", "problem"))
-        for one in large
-    ]
-    print(table(columns, rows, numbers=(2, 3)))
-
-
-def _summed(commands: list[dict[str, Any]]) -> tuple[Any, ...]:
-    """Return one row for all commands on mutated files."""
-    statuses = Counter(str(one["status"]) for one in commands)
-    problems = Counter(one["problem"] for one in commands if one["problem"])
-    return (
-        f"{len(commands)} mutated files",
-        ", ".join(f"{status}: {count}" for status, count in sorted(statuses.items())),
-        max(one["seconds"] for one in commands),
-        max(one["peak_mb"] for one in commands),
-        ", ".join(f"{problem}: {count}" for problem, count in problems.items()),
-    )
 
 
 if __name__ == "__main__":

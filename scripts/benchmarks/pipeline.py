@@ -1,14 +1,11 @@
 """Simulated: pipeline schedules, our own against Seq1F1B and against InfiniPipe's planner.
 
     python scripts/benchmarks/pipeline.py                            everything, 5 seeds
-    python scripts/benchmarks/pipeline.py --parts virtual --stages 4
     python scripts/benchmarks/pipeline.py --parts tail --stages 8 --seeds 0 1 2
     python scripts/benchmarks/pipeline.py --parts tail --attention 2   twice the attention
 
     tail        long-tailed batches against InfiniPipe, in less memory
     equal       16 equal sequences against Seq1F1B, in its memory
-    virtual     Seq1F1B over several stages per rank
-    memory      Seq1F1B's 30B model on 80 GB
     planning    CPU time of planning 512 sequences
 
 Every figure of InfiniPipe is one of a re-creation from the paper's text: its code is not public.
@@ -133,16 +130,12 @@ class Tail:
 
     best: Run
     """The re-creation without a limit; its stage-0 peak is the measure of the limits below."""
-    free: Run
-    """`auto` without a limit."""
     roomy: Run
     """`auto` within 0.7."""
     tight: Run
     """`auto` within 0.6."""
     squeezed: Run
     """The re-creation within 0.6."""
-    seq1f1b: Run
-    """Seq1F1B with 8 chunks, without a limit."""
     ideal: float
     """Seconds of a stage that never waits."""
 
@@ -160,24 +153,17 @@ TAIL_COLUMNS = (
     "re-creation: K",
     "over ideal",
     "stage-0 peak, tokens",
-    "auto, no limit",
-    "its peak",
     "auto in 0.7",
     "its peak",
-    "re-creation in 0.6: K",
-    "layers again",
-    "time",
+    "re-creation in 0.6",
     "auto in 0.6",
     "its peak",
-    "layers again",
     "faster",
-    "Seq1F1B, k = 8",
 )
 TAIL_LEGEND = """
 Times are relative to the re-creation at its best K without a limit, peaks to its stage-0 peak; a
-limit of 0.7 or 0.6 is that share of it. Auto's peak is its fullest stage's. `layers again` counts
-checkpointed layers over stages and chunks. The re-creation may use any K up to 96, and under the
-limit groups with a flush and its checkpointing.
+limit of 0.7 or 0.6 is that share of it. Auto's peak is its fullest stage's. The re-creation may
+use any K up to 96, and under the limit groups with a flush and its checkpointing.
 """
 
 
@@ -193,11 +179,9 @@ def tail(lengths: tuple[int, ...], stages: int, attention: float) -> Tail:
 
     return Tail(
         best=best,
-        free=run(lengths, cost),
         roomy=run(lengths, cost, room=room(0.7)),
         tight=run(lengths, cost, room=room(0.6)),
         squeezed=run(lengths, cost, schedule="infinipipe", room=room(0.6)),
-        seq1f1b=run(lengths, cost, schedule="seq1f1b", chunks=8),
         ideal=ideal_s(lengths, attention),
     )
 
@@ -219,7 +203,7 @@ def long_tails(options: argparse.Namespace, write: Printer, figures: Figures) ->
         times.append(found.roomy.seconds / found.best.seconds)
         peaks.append(found.roomy.peak / found.best.first)
         gains[stages].append(found.gain)
-        for name in ("best", "free", "roomy", "tight", "squeezed", "seq1f1b"):
+        for name in ("best", "roomy", "tight", "squeezed"):
             figures.append(case | {"part": "tail", "way": name} | getattr(found, name).figures)
     write(TAIL_LEGEND)
     return tail_marks(write, times, peaks, gains)
@@ -252,17 +236,13 @@ def tail_marks(
 
 
 def tail_cells(found: Tail) -> list[str]:
-    """Return the cells of a batch behind its context, stages, seed and longest sequence."""
-    best, squeezed, tight = found.best, found.squeezed, found.tight
+    """Return the cells of a batch after its context, stages, seed and longest sequence."""
+    best = found.best
     cells = [f"{best.k}", f"{best.seconds / found.ideal:.3f}", f"{best.first:,}"]
-    for ours in (found.free, found.roomy):
-        cells.append(f"{ours.seconds / best.seconds:.3f}")
-        cells.append(f"{ours.peak / best.first:.2f}")
-    cells += [f"{squeezed.k}", f"{squeezed.layers}", f"{squeezed.seconds / best.seconds:.3f}"]
-    cells += [f"{tight.seconds / best.seconds:.3f}", f"{tight.peak / best.first:.2f}"]
-    cells += [f"{tight.layers}", f"{100 * found.gain:.1f} %"]
-    cells += [f"{found.seq1f1b.seconds / best.seconds:.3f}"]
-    return cells
+    cells += [f"{found.roomy.seconds / best.seconds:.3f}", f"{found.roomy.peak / best.first:.2f}"]
+    cells += [f"{found.squeezed.seconds / best.seconds:.3f}"]
+    cells += [f"{found.tight.seconds / best.seconds:.3f}", f"{found.tight.peak / best.first:.2f}"]
+    return [*cells, f"{100 * found.gain:.1f} %"]
 
 
 # ---- equal lengths
@@ -272,10 +252,8 @@ EQUAL_COLUMNS = (
     "k",
     "Seq1F1B: bubble",
     "peak, sequences",
-    "auto, same k",
-    "its bubble",
-    "auto, planned",
-    "k",
+    "auto",
+    "its k",
     "its bubble",
 )
 
@@ -290,158 +268,18 @@ def equal_lengths(options: argparse.Namespace, write: Printer, figures: Figures)
         cost = llama_13b(stages, options.attention)
         plain = run(lengths, cost, schedule="seq1f1b", chunks=k)
         room = (plain.peak * BYTES,) * stages
-        same = run(lengths, cost, chunks=k, room=room)
         planned = run(lengths, cost, room=room)
-        worst = max(worst, same.seconds / plain.seconds, planned.seconds / plain.seconds)
+        worst = max(worst, planned.seconds / plain.seconds)
         cells = [f"{stages}", f"{k}"]
         cells += [f"{100 * plain.bubble:.1f} %", f"{plain.first / lengths[0]:.2f}"]
-        cells += [f"{same.seconds / plain.seconds:.3f}", f"{100 * same.bubble:.1f} %"]
         cells += [f"{planned.seconds / plain.seconds:.3f}", f"{planned.k}"]
         cells += [f"{100 * planned.bubble:.1f} %"]
         write(table_row(cells))
-        for name, found in (("seq1f1b", plain), ("auto, same k", same), ("auto", planned)):
+        for name, found in (("seq1f1b", plain), ("auto", planned)):
             case = {"part": "equal", "stages": stages, "k": k, "way": name}
             figures.append(case | found.figures)
     write()
     return mark(write, f"auto at worst {worst:.3f} of Seq1F1B's time", worst <= 1.0, "never worse")
-
-
-# ---- several stages per rank
-
-VIRTUAL_COLUMNS = (
-    "batch",
-    "P",
-    "k",
-    "bubble, V = 1",
-    "V = 2: time",
-    "bubble",
-    "fullest rank",
-    "V = 4: time",
-    "bubble",
-    "fullest rank",
-)
-
-
-def virtual_cost(cost: PipelineCost, virtual: int) -> PipelineCost:
-    """Return the cost with every stage cut into `virtual` equal parts, a chunk's constant, too."""
-    whole = cost.stages[0]
-    part = StageCost(
-        linear_ns=whole.linear_ns / virtual,
-        attention_ns=whole.attention_ns / virtual,
-        chunk_ns=whole.chunk_ns / virtual,
-        token_bytes=whole.token_bytes / virtual,
-        input_bytes=whole.input_bytes / virtual,
-        layers=whole.layers,
-    )
-    return PipelineCost.even(len(cost.stages) * virtual, part)
-
-
-def virtual_stages(options: argparse.Namespace, write: Printer, figures: Figures) -> bool:
-    """Print Seq1F1B over 2 and 4 stages per rank, and return whether it is never slower."""
-    write("\n## Seq1F1B over V stages per rank, relative to V = 1\n")
-    write(table_head(VIRTUAL_COLUMNS))
-    batches = {
-        "4 of 32,768": (32 * K,) * 4,
-        "16 of 32,768": (32 * K,) * 16,
-        "long-tailed, 96K": long_tailed(0, 96 * K),
-    }
-    slowest = 0.0
-    for (name, lengths), ranks, k in itertools.product(batches.items(), options.stages, (1, 4)):
-        cost = llama_13b(ranks, options.attention)
-        plain = run(lengths, cost, schedule="seq1f1b", chunks=k)
-        case = {"part": "virtual", "batch": name, "ranks": ranks, "k": k}
-        figures.append(case | {"virtual": 1} | plain.figures)
-        cells = [name, f"{ranks}", f"{k}", f"{100 * plain.bubble:.1f} %"]
-        for virtual in (2, 4):
-            parts = virtual_cost(cost, virtual)
-            found = run(lengths, parts, schedule="seq1f1b", chunks=k, stages_per_rank=virtual)
-            share = found.seconds / plain.seconds
-            slowest = max(slowest, share)
-            cells += [f"{share:.3f}", f"{100 * found.bubble:.1f} %"]
-            cells += [f"{found.peak / plain.peak:.2f}"]
-            figures.append(case | {"virtual": virtual} | found.figures)
-        write(table_row(cells))
-    write(
-        "\nMemory is relative, too. Transfers take no time here; V stages per rank make V times "
-        "as many.\n"
-    )
-    what = f"at worst {slowest:.3f} of the time of V = 1"
-    return mark(write, what, slowest <= 1.0, "never slower")
-
-
-# ---- memory
-
-MEMORY_COLUMNS = (
-    "schedule",
-    "k",
-    "cuts",
-    "tokens in flight, of 1F1B's",
-    "activations, K and V, GB",
-    "with model states, GB",
-)
-
-
-def seq1f1b_30b() -> tuple[PipelineCost, float]:
-    """Return the cost of Seq1F1B's 30B model on 64 A100, and bytes of a rank's model states.
-
-    64 layers, hidden 6144; 8 stages x tensor parallelism of 8. bf16: 34 bytes per token, layer and
-    hidden element, the published count for tensor and sequence parallelism with flash attention,
-    of which K and V are 4. 18 bytes of model states for each of a 64th of 30 billion parameters.
-    Nanoseconds are proportional to operations; the head's are spread over the stages, as the
-    published partition has it.
-    """
-    hidden, layers, vocabulary = 6144, 8, 50_000
-    stage = StageCost(
-        linear_ns=24 * hidden * hidden * layers * 1e-6,
-        attention_ns=4 * hidden * layers * 1e-6,
-        chunk_ns=0.0,
-        head_ns=4 * hidden * vocabulary / 8 * 1e-6,
-        layers=layers,
-        token_bytes=30 * hidden * layers / 8,
-        kv_bytes=4 * hidden * layers / 8,
-    )
-    return PipelineCost.even(8, stage), 18 * 30e9 / 64
-
-
-def memory(options: argparse.Namespace, write: Printer, figures: Figures) -> bool:
-    """Print what the 30B model needs, and return whether it fits where it was published to fit."""
-    write("\n## Seq1F1B's 30B model, 65,536 tokens, 64 A100 of 80 GB, no recomputing (modelled)\n")
-    write(table_head(MEMORY_COLUMNS))
-    cost, states = seq1f1b_30b()
-    lengths = (64 * K,) * 16
-    shares: dict[tuple[str, str], float] = {}  # of the tokens that 1F1B has in flight
-    totals: dict[tuple[str, str], float] = {}  # GB
-    whole = report(make_pipeline_plan(lengths, cost, schedule="1f1b"), cost)
-    for schedule, k, cuts in (
-        ("1f1b", 1, "even"),
-        ("seq1f1b", 4, "even"),
-        ("seq1f1b", 4, "computation"),
-        ("seq1f1b", 4, "time"),
-    ):
-        plan = make_pipeline_plan(lengths, cost, schedule=schedule, chunks=k, cuts=cuts)
-        found = report(plan, cost)
-        share = found.peak_tokens[0] / whole.peak_tokens[0]
-        activations = found.peak_bytes[0] / 1e9
-        total = (found.peak_bytes[0] + states) / 1e9
-        shares[schedule, cuts] = share
-        totals[schedule, cuts] = total
-        write(table_row([schedule, k, cuts, f"{share:.3f}", f"{activations:.1f}", f"{total:.1f}"]))
-        case = {"part": "memory", "schedule": schedule, "k": k, "cuts": cuts}
-        figures.append(case | {"tokens_share": share, "total_gb": total})
-    write(
-        "\nPublished (figure of the authors' repository, decoded): Seq1F1B 67.5 GB, 1F1B out of "
-        "memory.\n"
-    )
-    even_share = shares["seq1f1b", "even"]
-    wanted = (4 + 7) / (4 * 8)
-    most = max(total for (schedule, _), total in totals.items() if schedule == "seq1f1b")
-    whole_gb = totals["1f1b", "even"]
-    passed = [
-        mark(write, f"even cuts hold {even_share:.3f}", even_share <= wanted, f"{wanted:.3f}"),
-        mark(write, f"Seq1F1B needs {most:.1f} GB", most < 80, "fits in 80 GB"),
-        mark(write, f"1F1B needs {whole_gb:.1f} GB", whole_gb > 80, "does not"),
-    ]
-    return all(passed)
 
 
 # ---- planning time
@@ -495,16 +333,8 @@ def mark(write: Printer, what: str, passed: bool, wanted: str) -> bool:
 PARTS = {
     "tail": long_tails,
     "equal": equal_lengths,
-    "virtual": virtual_stages,
-    "memory": memory,
     "planning": planning,
 }
-PUBLISHED = """
-## Published, on other machines and by other measures; no mark
-
-Seq1F1B over 1F1B: up to 1.14x. InfiniPipe over a Seq1F1B of fixed-size chunks: up to 1.27x at
-48K, 1.40x at 96K; over FlexSP up to 1.69x. InfiniPipe's own ablation: chunks not balanced,
-no checkpointing, or all of it, each cost 1.14x to 1.28x."""
 
 
 def main() -> int:
@@ -523,7 +353,6 @@ def main() -> int:
     write(f"on {machine('numpy')}")
     figures: Figures = []
     passed = [PARTS[part](options, write, figures) for part in options.parts]
-    write(PUBLISHED)
     write_record(options.json, figures)
     return 0 if all(passed) else 1
 

@@ -1,7 +1,7 @@
 """What a rank of an emulated cluster runs: it tells where it is, and times transfers over plain
 sockets.
 
-transfer.py FOLDER BYTES NIC_PER_RANK
+transfer.py FOLDER BYTES
 """
 
 import json
@@ -11,7 +11,7 @@ import sys
 import time
 from pathlib import Path
 
-FOLDER, BYTES, NIC_PER_RANK = Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3] == "1"
+FOLDER, BYTES = Path(sys.argv[1]), int(sys.argv[2])
 NAMES = (
     "RANK",
     "LOCAL_RANK",
@@ -26,8 +26,7 @@ TRANSFERS = [(0, 1), (0, 2), (2, 0), (3, 1)]  # (from, to), one after the other
 
 
 def place(rank):
-    host = rank if NIC_PER_RANK else rank // RANKS_PER_NODE
-    return f"10.78.0.{host + 1}", 40000 + rank
+    return f"10.78.0.{rank // RANKS_PER_NODE + 1}", 40000 + rank
 
 
 def shaped_bytes():

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from hf_flexseq.cli import main
+from hf_flexseq.cost.stages import PipelineCost, StageCost
 from hf_flexseq.plan.pipeline import parse
 from hf_flexseq.planner.pipeline import make_pipeline_plan
 from hf_flexseq.simulate.pipeline import peak_tokens, report, simulate_pipeline, tokens_as_time
@@ -126,9 +127,29 @@ def test_even_chunks_hold_k_plus_p_minus_1_of_k_p(stages, k):
     assert cut.peak_tokens[0] * k * stages == whole.peak_tokens[0] * (k + stages - 1)
 
 
+def seq1f1b_30b():
+    """The cost of Seq1F1B's 30B model on 64 A100, and bytes of a rank's model states.
+
+    64 layers, hidden 6144; 8 stages x tensor parallelism of 8. bf16: 34 bytes per token, layer and
+    hidden element, the published count for tensor and sequence parallelism with flash attention,
+    of which K and V are 4. 18 bytes of model states for each of a 64th of 30 billion parameters.
+    """
+    hidden, layers, vocabulary = 6144, 8, 50_000
+    stage = StageCost(
+        linear_ns=24 * hidden * hidden * layers * 1e-6,
+        attention_ns=4 * hidden * layers * 1e-6,
+        chunk_ns=0.0,
+        head_ns=4 * hidden * vocabulary / 8 * 1e-6,
+        layers=layers,
+        token_bytes=30 * hidden * layers / 8,
+        kv_bytes=4 * hidden * layers / 8,
+    )
+    return PipelineCost.even(8, stage), 18 * 30e9 / 64
+
+
 def test_the_30b_model_with_64k_tokens_fits_without_recomputing_and_under_1f1b_it_does_not():
     """The cost is the benchmark's, which says what it counts."""
-    cost, states = benchmark().seq1f1b_30b()
+    cost, states = seq1f1b_30b()
     lengths = [65_536] * 16
     whole = report(make_pipeline_plan(lengths, cost, schedule="1f1b"), cost)
     cut = report(
@@ -144,12 +165,11 @@ def test_the_benchmark_runs_and_marks(capsys, monkeypatch):
     monkeypatch.setattr(
         sys,
         "argv",
-        ["pipeline.py", "--parts", "virtual", "memory", "planning", "--batches", "2"],
+        ["pipeline.py", "--parts", "equal", "planning", "--batches", "2", "--stages", "4"],
     )
     benchmark().main()
     shown = capsys.readouterr().out
-    assert "of the time of V = 1: passed (never slower)" in shown
-    assert "even cuts hold 0.344: passed (0.344)" in shown
+    assert "of Seq1F1B's time: passed (never worse)" in shown
     assert "ms: " in shown.split("slowest p50")[1]  # whichever: the machine may be busy
 
 
