@@ -24,14 +24,6 @@ from hf_flexseq.hf.model.calls import read_call
 from hf_flexseq.hf.model.checks import check_deterministic, check_model
 from hf_flexseq.hf.model.trial import PROBED_FAMILIES, try_model
 from hf_flexseq.hf.refusals.accelerator import check_accelerator
-from tests.hf.test_trainer import (
-    OPTIONS,
-    dataset,
-    float64_loss,
-    padded,
-    training_arguments,
-    update_error,
-)
 from tests.hf.tiny import VOCAB, documents, tiny_llama
 from tests.ranks import run_ranks
 
@@ -155,45 +147,6 @@ def test_the_other_spelling_of_checkpointing(tmp_path):
 )
 def test_settings_that_work(tmp_path, settings):
     assert make_trainer(tmp_path, **settings).flexseq.args.lookahead == 4
-
-
-def weights_and_tokens(trainer):
-    trainer.train()
-    return {
-        n: p.detach() for n, p in trainer.model.named_parameters()
-    }, trainer.state.num_input_tokens_seen
-
-
-def both_runs(rank, world_size, folder, settings):
-    """How far ours is from the plain Trainer, and the tokens both counted. A trainer sets the seed
-    when it is made."""
-    common = {"batch": 2, "accumulation": 2, "optim": "sgd", **settings}
-    plain, data = tiny_llama(), dataset(27)
-    before = {n: p.detach().clone() for n, p in plain.named_parameters()}
-    plain.loss_function = float64_loss
-    args = training_arguments(TrainingArguments, folder, **common)
-    trainer = Trainer(model=plain, args=args, train_dataset=data, data_collator=padded)
-    wanted, plain_tokens = weights_and_tokens(trainer)
-    args = training_arguments(FlexSeqConfig, folder, **common, **OPTIONS)
-    found, tokens = weights_and_tokens(
-        FlexSeqTrainer(model=tiny_llama(), args=args, train_dataset=data)
-    )
-    return update_error(before, wanted, found), (plain_tokens, tokens)
-
-
-@pytest.mark.processes
-@pytest.mark.parametrize(
-    "settings",
-    [
-        {"train_sampling_strategy": "group_by_length"},
-        {"train_sampling_strategy": "batch_rebalance"},
-        {"dataloader_drop_last": True, "include_num_input_tokens_seen": "non_padding"},
-    ],
-)
-def test_settings_that_leave_the_result_alone(tmp_path, settings):
-    for error, (plain, ours) in run_ranks(both_runs, 2, tmp_path, settings, seconds=120):
-        assert error < 1e-8
-        assert ours == plain
 
 
 def test_several_gpus_in_one_process(tmp_path):

@@ -111,7 +111,7 @@ def test_two_ranks_train_as_the_plain_trainer_does(tmp_path):
     uneven = Case(
         kind="grpo", accumulation=3, steps=6, rows=16, settings={"steps_per_generation": 4}
     )
-    between = {"eval_strategy": "steps", "eval_steps": 1}
+    between = {"eval_strategy": "steps", "eval_steps": 3}
     evaluated = replace(SPANNING, settings={**SPANNING.settings, **between})
     for found in run_ranks(differences, 2, tmp_path, [evaluated, uneven], seconds=120):
         for apart in found:

@@ -66,8 +66,10 @@ def train_again_and_again(rank, world_size, folder, options):
 @pytest.mark.timeout(SECONDS + 20)
 @pytest.mark.parametrize(
     "options",
-    [{"max_tokens_per_rank": 40}, {"pipeline_parallel_size": 2}],
-    ids=["whole", "pipeline"],
+    [
+        pytest.param({"max_tokens_per_rank": 40}, id="whole"),
+        pytest.param({"pipeline_parallel_size": 2}, id="pipeline", marks=pytest.mark.nightly),
+    ],
 )
 def test_trainers_one_after_the_other_hold_no_more_than_one(options, tmp_path):
     by_rank = run_ranks(train_again_and_again, 2, str(tmp_path), options, seconds=SECONDS)
@@ -86,6 +88,7 @@ ENDS_S = 2  # seconds after the last line, beside those of an interpreter with t
 SCATTER = 1.5  # of the seconds that an interpreter takes to end, on a busy machine
 
 
+@pytest.mark.nightly
 @pytest.mark.timeout(200)
 def test_a_script_ends_soon_after_its_last_line(tmp_path):
     scripts = ("trainer-keep", "engine-destroy")
