@@ -7,7 +7,7 @@ to change. What depends on the ranks or on the model is checked where those are 
 from dataclasses import dataclass, field, fields
 from importlib.util import find_spec
 from os import PathLike, fspath
-from typing import Any
+from typing import Any, Self
 
 from hf_flexseq.values import MAX_COUNT, MAX_RANKS, MAX_TOKENS_PER_RANK, quoted
 
@@ -22,6 +22,14 @@ ON_NONFINITE = ("raise", "warn")
 
 # Optimizer steps that may be planned ahead: their token ids wait in memory.
 MAX_LOOKAHEAD = 1 << 16
+
+# Options, and values of options as `name='value'`, that the previous release had and this one has
+# not: what to write instead. An entry stays for one release.
+REMOVED = {
+    "deterministic": (
+        "call torch.use_deterministic_algorithms(True) for the same bits in every run of one plan"
+    ),
+}
 
 # The label of a token without a target, as in transformers and torch.
 IGNORE_INDEX = -100
@@ -180,17 +188,13 @@ class FlexSeqArguments:
             )
         },
     )
-    deterministic: bool = field(
-        default=False,
-        metadata={
-            "help": (
-                "Attention with the same bits however many ranks share a sequence, and under "
-                "every strategy, in outputs and gradients. May be slow: the factor is measured "
-                "and logged. Sums over tokens of several ranks, such as the parameters' "
-                "gradients, still differ in their last bits."
-            )
-        },
-    )
+
+    def __new__(cls, *given: object, **named: object) -> Self:
+        """Raise ValueError for an option that was removed; all else is left to `__init__`, which
+        dataclasses write anew for each class that has these options."""
+        for name in named:
+            refuse_removed(name)
+        return super().__new__(cls)
 
     def __post_init__(self) -> None:
         _one_of("planner", self.planner, PLANNERS)
@@ -215,7 +219,6 @@ class FlexSeqArguments:
             _path("plan_trace", self.plan_trace)
             self.plan_trace = fspath(self.plan_trace)
         _true_or_false("attention_remat", self.attention_remat)
-        _true_or_false("deterministic", self.deterministic)
         self._check_degree()
         self._check_pipeline()
         # Mixed into another dataclass (TrainingArguments), the next one in line has its own checks
@@ -261,10 +264,12 @@ class FlexSeqArguments:
                 "pipeline_schedule='seq1f1b' of a pipeline; "
                 f"pipeline_schedule={self.pipeline_schedule!r} has one stage per rank"
             )
-        if self.pipeline_parallel_size > 1 and self.deterministic:
-            raise NotImplementedError(
-                "deterministic=True is not available in a pipeline; turn one of them off"
-            )
+
+
+def refuse_removed(option: str) -> None:
+    """Raise ValueError, with what to write instead, if `option` is one of `REMOVED`."""
+    if option in REMOVED:
+        raise ValueError(f"{option} was removed: {REMOVED[option]}")
 
 
 def arguments_on(args: Any) -> FlexSeqArguments:
@@ -292,6 +297,7 @@ def require_solver(wanted: str = "planner='flexsp'") -> None:
 
 
 def _one_of(name: str, value: object, allowed: tuple[str, ...]) -> None:
+    refuse_removed(f"{name}={value!r}")
     if not isinstance(value, str) or value not in allowed:
         raise ValueError(f"{name}={quoted(value)} is none of {', '.join(allowed)}")
 

@@ -25,6 +25,7 @@ from tqdm import tqdm
 from transformers import HfArgumentParser
 
 from hf_flexseq import PlanInfeasible
+from hf_flexseq.config import refuse_removed
 from hf_flexseq.distributed import agreement
 from rewards import load_rewards
 
@@ -387,6 +388,9 @@ def parse(
         options = dict(defaults or {})
         if config:
             options |= _read(config, types)
+        for argument in rest:
+            if argument.startswith("--"):
+                refuse_removed(argument.removeprefix("--").partition("=")[0])
         values = vars(parser.parse_args(to_argv(options) + rest))
         training, data, model = (kind(**_of(kind, values)) for kind in types)
     return model, data, training
@@ -432,6 +436,7 @@ def _read(path: str, types: tuple[type, ...]) -> dict:
     for name in options:
         if name in names:
             continue
+        refuse_removed(str(name))
         message = f"{path}: there is no option {name!r}"
         near = difflib.get_close_matches(str(name), sorted(names), n=1)
         if near:

@@ -29,7 +29,7 @@ GROUPS = {
         "lookahead",
         "plan_trace",
     ),
-    "Running": ("sync", "remap", "routing", "attention_remat", "deterministic", "on_nonfinite"),
+    "Running": ("sync", "remap", "routing", "attention_remat", "on_nonfinite"),
     "Pipelines": (
         "pipeline_parallel_size",
         "pipeline_schedule",
@@ -74,10 +74,6 @@ MORE = {
         "communication hook of DDP ([why](architecture.md#why-no-plan-can-deadlock))."
     ),
     "routing": "Needs several nodes, with several ranks each.",
-    "deterministic": (
-        "Models with windows, chunks or recurrent layers are refused, and kernels whose backward "
-        "does not repeat itself ([which](limits.md#attention-kernels))."
-    ),
     "on_nonfinite": "The plain Trainer [goes on, and saves](differences.md).",
     "pipeline_parallel_size": "[Pipelines](pipelines.md) says what a pipeline refuses.",
 }

@@ -99,7 +99,6 @@ class AttentionRun:
     routes: bool
     checkpoints: bool
     keeps_attention: bool
-    deterministic: bool
     large: int
     """Tokens from which on chunks travel one by one; see `schedule.attention.LARGE`."""
 
@@ -140,17 +139,17 @@ class PipelineRun:
 Run = AttentionRun | PipelineRun
 
 
-def _draw_kind(rng: random.Random, deterministic: bool) -> Kind:
+def _draw_kind(rng: random.Random) -> Kind:
     """A kind of layer; a third of the layers are plain. Windows and chunks are below the lengths
     of some sequences, and above those of others."""
     choice = rng.random()
     if choice < 0.35:
         return Kind()
-    if choice < 0.55 and not deterministic:
+    if choice < 0.55:
         return Kind(recurrent=rng.choice(RECURRENT))
     reach = rng.choice((FULL, *(Reach(window=w) for w in (1, 2, 5, 12)), *CHUNKS))
     return Kind(
-        reach=FULL if deterministic else reach,
+        reach=reach,
         sinks=rng.random() < 0.3,
         softcap=rng.choice((None, None, 1.5)),
         value_size=rng.choice((HEAD_DIM, HEAD_DIM, HEAD_DIM - 1)),
@@ -171,19 +170,17 @@ def draw(number: int) -> Run:
         lengths, world_size, rng, nodes=nodes, micro_batches=micro_batches, shared=0.8
     )
     layers = rng.choice((2, 2, 2, 3))
-    deterministic = rng.random() < 0.1
     return AttentionRun(
         number=number,
         launches=launches,
         topology=Topology(nodes=nodes, ranks_per_node=world_size // nodes),
         plan=plan,
         heads=rng.choice(HEADS),
-        kinds=tuple(_draw_kind(rng, deterministic) for _ in range(layers)),
+        kinds=tuple(_draw_kind(rng) for _ in range(layers)),
         use_blocks=rng.random() < 0.5,
         routes=1 < nodes < world_size and rng.random() < 0.8,
         checkpoints=rng.random() < 0.4,
         keeps_attention=rng.random() < 0.6,
-        deterministic=deterministic,
         large=rng.choice((1, schedule.LARGE["cpu"])),
     )
 
@@ -283,7 +280,6 @@ def _run_shard(shards, weight, run, communicator):
         choose_kernel(CPU, torch.float64, HEAD_DIM),
         CPU,
         attention_remat=run.keeps_attention,
-        deterministic=run.deterministic,
         links=run.links,
     )
     tokens = _tokens(run)
@@ -562,7 +558,6 @@ def had(drawn: Run, used: Used) -> set[str]:
         "collectives of blocks": used.collectives > 0,
         "checkpointing": drawn.checkpoints,
         "checkpointing, attention kept": drawn.checkpoints and drawn.keeps_attention,
-        "deterministic": drawn.deterministic,
         "three layers": len(drawn.kinds) == 3,
         "window": any(kind.reach.window for kind in drawn.kinds),
         "chunk": any(kind.reach.chunk for kind in drawn.kinds),

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from hf_flexseq import FlexSeqConfig
 from hf_flexseq.config import USER_STRATEGIES, FlexSeqArguments
 from hf_flexseq.plan import STRATEGIES
 
@@ -42,12 +43,17 @@ def test_defaults_are_valid_and_documented() -> None:
         ({"lookahead": -1}, "lookahead=-1: give a whole number, at least 0"),
         ({"lookahead": True}, "lookahead=True"),
         ({"attention_remat": "layers"}, "attention_remat='layers': give True or False"),
-        ({"deterministic": 1}, "deterministic=1: give True or False"),
     ],
 )
 def test_refuses_nonsense(chosen: dict, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         FlexSeqArguments(**chosen)
+
+
+@pytest.mark.parametrize("kind", [FlexSeqArguments, FlexSeqConfig])
+def test_a_removed_option_says_what_to_write(kind: type) -> None:
+    with pytest.raises(ValueError, match="deterministic was removed: call torch.use_determ"):
+        kind(deterministic=True)
 
 
 @pytest.mark.parametrize(
@@ -68,7 +74,6 @@ def test_refuses_nonsense(chosen: dict, message: str) -> None:
             "sync": "lockstep",
             "attention_remat": False,
         },
-        {"deterministic": True},
     ],
 )
 def test_takes_what_makes_sense(chosen: dict) -> None:

@@ -10,7 +10,6 @@ from torch.utils.checkpoint import checkpoint
 from hf_flexseq import recurrent
 from hf_flexseq.attention import (
     SequenceContext,
-    block_pairs,
     remat,
     replay,
     sequence_parallel_attention,
@@ -93,7 +92,6 @@ MICRO_BATCHES |= {
     "nested": (nested(), {}),
     "remapped": (nested(remap=True), {}),
     "routed": (nested(remap=True), {"links": LINKS}),
-    "deterministic": (nested(), {"deterministic": True}),
 }
 
 
@@ -402,7 +400,6 @@ FAULTS = {
         "tensor of the host",
     ),
     "rows and lengths": (("balanced", uploads, "to_device", not_pinned), "not pinned"),
-    "pairs of blocks": (("deterministic", block_pairs, "to_device", not_pinned), "not pinned"),
     "an item": (read_in_the_ring(lambda lse: lse.sum().item()), "reads from"),
     "a list": (read_in_the_ring(lambda lse: lse.tolist()), "to the host|reads from"),
     "a truth value": (read_in_the_ring(lambda lse: bool((lse > 0).any())), "reads from"),

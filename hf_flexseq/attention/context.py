@@ -32,15 +32,13 @@ class SequenceContext:
         device: torch.device,
         *,
         attention_remat: bool = True,
-        deterministic: bool = False,
         links: NicFigures | None = None,
     ) -> None:
         """Lay out the zones of this rank; no communication.
 
         attention_remat: whether checkpointed layers keep the result of attention, instead of
-        attending again. deterministic: whether the bits of the result are the same however
-        sequences are shared. links: over which transfers between nodes may be routed, the same on
-        all ranks; with None all of them go straight.
+        attending again. links: over which transfers between nodes may be routed, the same on all
+        ranks; with None all of them go straight.
         """
         self.shard = shard
         self.kept = KeptAttention() if attention_remat else None
@@ -49,7 +47,6 @@ class SequenceContext:
             topology=communicator.topology,
             device=device.type,
             wide_gradients=kernel.wide_gradients,
-            deterministic=deterministic,
             links=links,
         )
         layout = MicroBatchLayout(shard, machine)

@@ -13,7 +13,6 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
-from hf_flexseq.attention.pair_attention import PairAttention
 from hf_flexseq.attention.uploads import Uploads
 from hf_flexseq.distributed.all_to_all import all_to_all
 from hf_flexseq.distributed.communicator import Communicator
@@ -23,7 +22,6 @@ from hf_flexseq.kernels.choose import choose_fused
 from hf_flexseq.kernels.fused import Rows
 from hf_flexseq.kernels.segments import Segments
 from hf_flexseq.layers import Reach, Scores
-from hf_flexseq.program.blocks import BlocksSpec
 from hf_flexseq.program.instructions import (
     BYTES,
     INPUT,
@@ -195,8 +193,6 @@ class _Binder:
             return self._rows(constant)
         if isinstance(constant, Call):
             return self._uploads.segments(constant.number)
-        if isinstance(constant, BlocksSpec):
-            return self._uploads.pair_attention(constant)
         if isinstance(constant, str):
             return self._dtypes[constant]
         return constant
@@ -401,23 +397,6 @@ class Replay:
         for part_dout, part_out, part_shares in zip(*parts, strict=True):
             products = (part_dout.to(lse.dtype) * part_out).sum(2)  # [n, H, D] -> [n, H]
             total.sub_((part_shares * products.t()).sum(1))
-
-    def attend_blocks(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, pairs: PairAttention
-    ) -> Tensors:
-        return pairs.forward(self._program.kernel, q, k, v, self.scores)
-
-    def gradients_of_blocks(
-        self,
-        dout: torch.Tensor,
-        q: torch.Tensor,
-        out: torch.Tensor,
-        lse: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        pairs: PairAttention,
-    ) -> Tensors:
-        return pairs.backward(self._program.kernel, dout, q, out, lse, k, v, self.scores)
 
     def attend_cut(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, reach: Reach

@@ -7,17 +7,15 @@ All that is new goes in one copy, from pinned memory, which the host does not wa
 import numpy as np
 import torch
 
-from hf_flexseq.attention.pair_attention import PairAttention
 from hf_flexseq.kernels.segments import Segments, cumulative
 from hf_flexseq.kernels.upload import to_device
-from hf_flexseq.program.blocks import BlocksSpec
 from hf_flexseq.program.builder import Tables
 
 
 class Uploads:
     """Tensors of the tables of a micro-batch."""
 
-    __slots__ = ("_indices", "_pairs", "_segments", "_tables", "device")
+    __slots__ = ("_indices", "_segments", "_tables", "device")
 
     def __init__(self, tables: Tables, device: torch.device) -> None:
         """tables: they may grow afterwards."""
@@ -25,7 +23,6 @@ class Uploads:
         self.device = device
         self._indices: list[torch.Tensor] = []
         self._segments: list[Segments] = []
-        self._pairs: dict[BlocksSpec, PairAttention] = {}
 
     def bring(self) -> None:
         """Copy to the device what the tables have got since the last time."""
@@ -72,9 +69,3 @@ class Uploads:
     def segments(self, number: int) -> Segments:
         """Return the lengths of a kernel call."""
         return self._segments[number]
-
-    def pair_attention(self, spec: BlocksSpec) -> PairAttention:
-        """Return what computes with some blocks, in both directions."""
-        if spec not in self._pairs:
-            self._pairs[spec] = PairAttention(spec.own, self.device)
-        return self._pairs[spec]

@@ -1,23 +1,16 @@
 """The kernel of a model's attention, and what its layers are told about each micro-batch."""
 
-import logging
-
-import torch
 from transformers import PreTrainedModel
 
 from hf_flexseq.attention import SequenceContext
-from hf_flexseq.attention.deterministic import slowdown
 from hf_flexseq.attention.programs import MicroBatchPrograms
 from hf_flexseq.distributed.agreement import Attempt
 from hf_flexseq.hf.executors import EngineSetup
-from hf_flexseq.hf.model.facts import attention_shape, compute_dtype, layer_calls
+from hf_flexseq.hf.model.facts import compute_dtype, layer_calls
 from hf_flexseq.kernels import Kernel
 from hf_flexseq.kernels.kinds import choose_kernels
 from hf_flexseq.plan.shard import Shard
-from hf_flexseq.program.blocks import BLOCK
 from hf_flexseq.schedule.routing import NicFigures
-
-logger = logging.getLogger(__name__)
 
 
 class ModelContexts:
@@ -40,7 +33,6 @@ class ModelContexts:
             self._kernel,
             self._setup.accelerator.device,
             attention_remat=args.attention_remat,
-            deterministic=args.deterministic,
             links=self._links,
         )
         if self._former_programs is not None:
@@ -55,46 +47,14 @@ def kernel_of(setup: EngineSetup, model: PreTrainedModel) -> Kernel:
         setup.accelerator.device,
         compute_dtype(model, setup.accelerator),
         layer_calls(model.config),
-        repeatable_keys=BLOCK if setup.args.deterministic else 0,
     )
 
 
-def kernel_of_run(setup: EngineSetup, model: PreTrainedModel, longest: int) -> Kernel:
+def kernel_of_run(setup: EngineSetup, model: PreTrainedModel) -> Kernel:
     """Return the kernel of all steps. Collective over the world: a machine may lack what the
-    others have.
-
-    longest: tokens of the longest sequence of the first step.
-    """
+    others have."""
     with Attempt() as choosing:
         kernel = kernel_of(setup, model)
-        if setup.args.deterministic and setup.communicator.rank == 0:
-            _log_slowdown(setup, model, kernel, longest)
     host = setup.communicator.host
     choosing.raise_together(host.gather_values, "choosing the attention kernel")
     return kernel
-
-
-def _log_slowdown(
-    setup: EngineSetup, model: PreTrainedModel, kernel: Kernel, longest: int
-) -> None:
-    """Measure on rank 0 how much longer deterministic attention takes, and log it. The other ranks
-    wait for it about a second, once.
-
-    longest: tokens of the longest sequence of the first step.
-    """
-    shape = attention_shape(model.config.get_text_config())
-    like = {
-        "dtype": compute_dtype(model, setup.accelerator),
-        "device": setup.accelerator.device,
-    }
-    q = torch.ones(1, shape.query_heads, shape.head_dim, **like)  # one token
-    k = torch.ones(1, shape.kv_heads, shape.head_dim, **like)
-    found = slowdown(longest, q, k, setup.communicator, kernel)
-    logger.warning(
-        "deterministic=True: attention of %s tokens on one rank takes %.1f times as long as "
-        "otherwise (the longest sequence of the first step has %s); where ranks share a "
-        "sequence its backward computes up to twice as much, and its keys are gathered",
-        f"{found.tokens:,}",
-        found.factor,
-        f"{longest:,}",
-    )

@@ -52,7 +52,7 @@ from hf_flexseq.hf.evaluation import left_unprepared
 from hf_flexseq.hf.executors import EngineSetup, Executor, base_model
 from hf_flexseq.hf.loaders import EpochBatches, LongestLoader, batches_on_host
 from hf_flexseq.hf.losses import has_planned_loss, reads_figures, rolls_out
-from hf_flexseq.hf.model.checks import check_deterministic, check_model
+from hf_flexseq.hf.model.checks import check_model
 from hf_flexseq.hf.one_pass import LossInOnePass
 from hf_flexseq.hf.overrides import OF_PART_OF_MODEL, remarks
 from hf_flexseq.hf.pipeline.constructor import with_own_stage
@@ -129,8 +129,6 @@ class FlexSeqMixin(PartOfModelMixin):
         base = base_model(self.model)
         check_model(base)
         check_loss_of_model(self, base)
-        if options.deterministic:
-            check_deterministic(base)
         if wants_predictions(self, predicts=False):
             check_predictions(self, options.pipeline_parallel_size)
         self._choose_collators()

@@ -32,7 +32,7 @@ from hf_flexseq.hf.executors import (
     base_model,
     planner_of,
 )
-from hf_flexseq.hf.model.checks import check_deterministic, check_model
+from hf_flexseq.hf.model.checks import check_model
 from hf_flexseq.hf.model.facts import attention_shape, compute_dtype, is_fully_sharded
 from hf_flexseq.hf.model.images import check_text_alone
 from hf_flexseq.hf.model.positions import needed_columns
@@ -117,8 +117,6 @@ class WholeModelExecutor:
         # 1. what the model needs of the ranks, and what it costs
         base = base_model(model)
         check_model(base)
-        if self.setup.args.deterministic:
-            check_deterministic(base)
         is_ordered = communicator.transport.capabilities.ordered
         self.lockstep = resolve_sync(
             args, base, accelerator, lockstep=lockstep, is_ordered=is_ordered
@@ -210,8 +208,7 @@ class WholeModelExecutor:
         """Return the bytes of a token in one layer, for the plan's note on routing; None where
         nothing could be routed."""
         args = self.setup.args
-        # deterministic groups gather: there are no rings
-        if args.routing == "off" or args.deterministic or self.setup.communicator.world_size == 1:
+        if args.routing == "off" or self.setup.communicator.world_size == 1:
             return None
         model = self._attached_model.base
         shape = attention_shape(model.config.get_text_config())
@@ -281,7 +278,7 @@ class WholeModelExecutor:
         model = self._attached_model
         check_text_alone(model.base.config, drawn.row.columns, communicator)
         if self.kernel is None:
-            self.kernel = kernel_of_run(self.setup, model.base, max(plan.lengths))
+            self.kernel = kernel_of_run(self.setup, model.base)
         if self._contexts is None:
             self._contexts = ModelContexts(self.setup, self.kernel, self._links)
         shards = shards_of(plan, communicator.rank, communicator.topology)
@@ -382,8 +379,6 @@ class WholeModelExecutor:
                 "sync='lockstep'"
             )
         with Attempt() as choosing:
-            if self.setup.args.deterministic:
-                check_deterministic(model)
             kernel = kernel_of(self.setup, model)
         host = self.setup.communicator.host
         choosing.raise_together(host.gather_values, f"choosing the attention kernel of {name}")

@@ -65,18 +65,16 @@ def choose_kernel(
     *,
     window: bool = False,
     softcap: bool = False,
-    repeatable_keys: int = 0,
 ) -> Kernel:
     """Return the fastest kernel for inputs of `dtype` and `head_dim` on `device`.
 
     window, softcap: whether queries are kept from keys that are too far before them, and whether
-    scores are capped. repeatable_keys: keys of a sequence over which the backward must give the
-    same bits every time; 0 asks for none.
+    scores are capped.
 
     The choice is logged once at INFO, with the reasons. Raises ValueError, with every kernel's
     objection, when there is none.
     """
-    return kernel_for(Calls(device, dtype, head_dim, window, softcap, repeatable_keys))
+    return kernel_for(Calls(device, dtype, head_dim, window, softcap))
 
 
 def kernel_for(calls: Calls) -> Kernel:
@@ -93,14 +91,13 @@ def explain(
     device: torch.device,
     dtype: torch.dtype,
     head_dim: int,
-    repeatable_keys: int = 0,
     *,
     window: bool = False,
     softcap: bool = False,
 ) -> list[str]:
     """List one line per kernel of the device, in order of preference: chosen, not needed, or the
     objection; then one per package that is installed and not used."""
-    return _explain(Calls(device, dtype, head_dim, window, softcap, repeatable_keys))
+    return _explain(Calls(device, dtype, head_dim, window, softcap))
 
 
 def _explain(calls: Calls) -> list[str]:

@@ -37,8 +37,6 @@ FLASH2 = Guarantees(
     head_dim_step=8,
     keyless_lse=torch.inf,
     wide_gradients=False,
-    repeatable_keys=128,
-    repeatable_head_dim=192,
     windows=True,
     softcap=True,
 )
@@ -50,8 +48,6 @@ FLASH3 = Guarantees(
     most_head_dim=256,
     head_dim_step=8,
     wide_gradients=False,
-    repeatable_keys=0,
-    switched_head_dim=192,
     windows=True,
     softcap=True,
 )

@@ -5,7 +5,7 @@ prints it. Whether a package is installed or an operator there is another questi
 kernel answers in its own module.
 
 Rejected: trying a kernel and catching its error. Most of what is stated here fails in silence: a
-log-sum-exp of +inf, gradients whose bits change from run to run.
+log-sum-exp of +inf, a gradient that is wrong.
 """
 
 from dataclasses import dataclass
@@ -24,9 +24,6 @@ class Calls(NamedTuple):
     """Whether queries are kept from keys that are too far before them."""
     softcap: bool = False
     """Whether scores are capped."""
-    repeatable_keys: int = 0
-    """Keys of a sequence over which the backward must give the same bits every time; 0 asks for
-    none."""
 
     def __str__(self) -> str:
         """Name the kind of the calls in one phrase."""
@@ -59,13 +56,6 @@ class Guarantees:
     always get -inf."""
     wide_gradients: bool
     """Whether gradients of 16-bit inputs are float32, else they have the inputs' dtype."""
-    repeatable_keys: int | None = None
-    """Keys of a sequence up to which the backward always gives the same bits. None: any number."""
-    repeatable_head_dim: int | None = None
-    """Largest head size for which `repeatable_keys` holds. None: any."""
-    switched_head_dim: int | None = None
-    """Largest head size for which `torch.use_deterministic_algorithms(True)` makes the backward
-    give the same bits for any number of keys. None: any."""
     windows: bool = False
     """Whether a query may be kept from keys that are too far before it."""
     softcap: bool = False
@@ -79,7 +69,6 @@ class Guarantees:
             or self._head_dim_objection(calls.head_dim)
             or self._generation_objection(calls.device)
             or self._layer_objection(calls)
-            or self._repeatable_objection(calls.head_dim, calls.repeatable_keys)
         )
 
     def _device_objection(self, device: torch.device) -> str | None:
@@ -118,25 +107,6 @@ class Guarantees:
             return "it has no softcap; install flash-attn 2.7 or newer"
         return None
 
-    def _repeatable_objection(self, head_dim: int, keys: int) -> str | None:
-        """Object where the backward may give other bits with every run, and they must be the
-        same."""
-        if not keys:
-            return None
-        if _within(keys, self.repeatable_keys) and _within(head_dim, self.repeatable_head_dim):
-            return None
-        if not _within(head_dim, self.switched_head_dim):
-            return (
-                f"its backward is not deterministic for a head size of {head_dim}, only up to "
-                f"{self.switched_head_dim}"
-            )
-        if _switch_is_on():
-            return None
-        return (
-            f"its backward is not deterministic over {keys} keys; call "
-            "torch.use_deterministic_algorithms(True)"
-        )
-
     # ---- in words
 
     def text(self) -> str:
@@ -146,7 +116,6 @@ class Guarantees:
             parts.append(f"compute capability {self._generations_text()}")
         parts.append(self._keyless_text())
         parts.append(self._gradients_text())
-        parts.append(self._repeatable_text())
         parts.append("sliding windows" if self.windows else "no sliding windows")
         parts.append("softcap" if self.softcap else "no softcap")
         return "; ".join(parts)
@@ -179,34 +148,6 @@ class Guarantees:
         if self.wide_gradients:
             return "16-bit inputs get float32 gradients"
         return "gradients in the inputs' dtype"
-
-    def _repeatable_text(self) -> str:
-        """Say when the backward gives the same bits every time."""
-        if self.repeatable_keys is None:
-            return "deterministic backward"
-        conditions = []
-        if self.repeatable_keys:
-            condition = f"up to {self.repeatable_keys} keys"
-            if self.repeatable_head_dim is not None:
-                condition += f" and head size {self.repeatable_head_dim}"
-            conditions.append(condition)
-        switched = "with torch.use_deterministic_algorithms(True)"
-        if self.switched_head_dim is not None:
-            switched += f" up to head size {self.switched_head_dim}"
-        conditions.append(switched)
-        return f"deterministic backward {', else '.join(conditions)}"
-
-
-def _within(number: int, most: int | None) -> bool:
-    """Tell whether a number is at most `most`, where None is no limit."""
-    return most is None or number <= most
-
-
-def _switch_is_on() -> bool:
-    """Tell whether torch demands deterministic algorithms. Where it is asked only to warn, its own
-    FlashAttention stays as it is."""
-    is_on = torch.are_deterministic_algorithms_enabled()
-    return is_on and not torch.is_deterministic_algorithms_warn_only_enabled()
 
 
 def _short(dtype: torch.dtype) -> str:

@@ -39,16 +39,9 @@ class _Key(NamedTuple):
 
 
 def choose_kernels(
-    device: torch.device,
-    dtype: torch.dtype,
-    kinds: Sequence[LayerCalls],
-    *,
-    repeatable_keys: int = 0,
+    device: torch.device, dtype: torch.dtype, kinds: Sequence[LayerCalls]
 ) -> Kernel:
     """Return a kernel that serves all kinds of layers, on inputs of `dtype` on `device`.
-
-    repeatable_keys: keys of a sequence over which the backward must give the same bits every time;
-    0 asks for none.
 
     Raises ValueError, naming the layer, its head size and every kernel's objection, where no
     kernel serves a kind, and where the kernels of two kinds have gradients of different dtypes.
@@ -58,7 +51,7 @@ def choose_kernels(
     for kind in kinds:
         for key in _keys(kind):
             if key not in chosen:
-                chosen[key] = _named(kind.name, Calls(device, dtype, *key, repeatable_keys))
+                chosen[key] = _named(kind.name, Calls(device, dtype, *key))
     first, *others = chosen.values()
     if all(kernel is first for kernel in others):
         return first

@@ -21,7 +21,6 @@ from hf_flexseq.layers import Reach
 from hf_flexseq.plan.shard import Shard, Zone, cuts
 from hf_flexseq.program import segments
 from hf_flexseq.program.builder import Builder, Tables, Values
-from hf_flexseq.program.deterministic import DeterministicZone
 from hf_flexseq.program.exchange import Channel
 from hf_flexseq.program.gathered import all_gather_zone
 from hf_flexseq.program.halo import halo_zone
@@ -58,9 +57,6 @@ class Machine:
 
     wide_gradients: bool
     """Whether the kernel leaves gradients of 16-bit tensors in float32."""
-
-    deterministic: bool = False
-    """Whether the bits of the result are the same however sequences are shared."""
 
     links: NicFigures | None = None
     """Over which transfers between nodes may be routed; with None all of them go straight."""
@@ -140,19 +136,16 @@ class MicroBatchLayout:
         zones: list[ZoneAttention] = []
         for number, zone in enumerate(shard.zones):
             channel = Channel(zone.group, number)
-            if machine.deterministic:
-                zones.append(_deterministic_zone(zone, channel, self.tables, reach))
-            else:
-                attention = _zone_attention(
-                    zone,
-                    channel,
-                    self.tables,
-                    machine,
-                    reach=reach,
-                    rank=shard.rank,
-                    waits=waits,
-                )
-                zones.append(attention)
+            attention = _zone_attention(
+                zone,
+                channel,
+                self.tables,
+                machine,
+                reach=reach,
+                rank=shard.rank,
+                waits=waits,
+            )
+            zones.append(attention)
         return tuple(zones) or (NoZone(),)
 
 
@@ -319,21 +312,6 @@ def _takes_part_in_remap(shard: Shard, links: NicFigures | None) -> bool:
     if links is not None:
         return bool(shard.moves)
     return bool(shard.given or shard.got)
-
-
-def _deterministic_zone(
-    zone: Zone, channel: Channel, tables: Tables, reach: Reach
-) -> DeterministicZone:
-    """Make the attention of a zone whose bits do not depend on the group.
-
-    Raises NotImplementedError where queries do not read all keys before them.
-    """
-    if not reach.within(max(zone.lengths)).is_full:
-        raise NotImplementedError(
-            f"deterministic=True computes full attention, and a layer has a {reach}: set "
-            "deterministic=False"
-        )
-    return DeterministicZone(zone, channel, tables)
 
 
 def _zone_attention(

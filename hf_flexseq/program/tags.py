@@ -10,7 +10,6 @@ one. All tags are below 2^31, because transports take a signed 32-bit number.
     attention of zone z                z * 2^17 + message                zone_tag
       ulysses, hybrid inside a node    message in [0, 8)                 seq_to_head, head_to_seq
       allgather                        message in [0, 16)                gather_leg, return_leg
-      deterministic                    message in [0, 24)                BLOCK_QUERIES, _KEYS, ...
       recurrent layers                 message in [0, 2)                 RECURRENT_FORWARD, ...
       zigzag, balanced,                message in [0, 2^17), or          ring_fetch, ring_return
         hybrid across nodes              in [0, 2^16) where it is routed
@@ -106,13 +105,6 @@ def return_leg(leg: int) -> int:
     """Return the message of a leg on which gradients of keys and values go back."""
     assert 0 <= leg < EXCHANGE_TAGS, f"a gather has no leg {leg}"
     return EXCHANGE_TAGS + leg
-
-
-# deterministic: three exchanges per call
-
-BLOCK_QUERIES = 0 * EXCHANGE_TAGS
-BLOCK_KEYS = 1 * EXCHANGE_TAGS
-BLOCK_RESULTS = 2 * EXCHANGE_TAGS
 
 
 # recurrent layers, under every strategy: one exchange at a time

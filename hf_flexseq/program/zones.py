@@ -11,7 +11,6 @@ satisfies `ZoneAttention`:
     allgather             gathered.GatheredZone
     any ring or gather,   gathered.GatheredZone (`halo.py`)
       window or chunk
-    any, deterministic    deterministic.DeterministicZone
     no group at all       NoZone
 
 Forward and backward are generators, so that `weave.run_zones` can let one zone compute while

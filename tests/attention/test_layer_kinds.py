@@ -197,20 +197,6 @@ def test_random_plans_compute_every_kind_exactly(world_size):
     assert {case: error for case, error in errors.items() if error > 1e-12} == {}
 
 
-def test_deterministic_attention_refuses_a_window_and_takes_one_that_nothing_exceeds():
-    shard = make_shard(
-        MicroBatch(groups=(Group(ranks=(0,), sequences=(0,), strategy="local"),)), (5,), 0
-    )
-    q = torch.ones(5, 1, SIZE, dtype=torch.float64)
-    for window, refused in ((4, True), (5, False)):
-        seq_ctx = SequenceContext(shard, join_alone(), Reference(), CPU, deterministic=True)
-        if refused:
-            with pytest.raises(NotImplementedError, match="window 4: set deterministic=False"):
-                sequence_parallel_attention(q, q, q, seq_ctx, reach=Reach(window=window))
-        else:
-            sequence_parallel_attention(q, q, q, seq_ctx, reach=Reach(window=window))
-
-
 def join_alone():
     return Communicator(Topology(nodes=1, ranks_per_node=1))
 

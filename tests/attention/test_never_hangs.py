@@ -46,7 +46,7 @@ def test_what_is_drawn_has_something_of_everything():
         *("BY_TAG", "BY_LANE", "ONE_QUEUE"),
         *(f"{ranks} ranks" for ranks in (2, 3, 4, 6, 8)),
         *("several zones on a rank", "remapped", "pipeline"),
-        *("checkpointing", "checkpointing, attention kept", "deterministic"),
+        *("checkpointing", "checkpointing, attention kept"),
         *("window", "chunk", "sinks", "softcap", "values of another size"),
         *("convolution", "gated delta", "kimi delta", "mamba2"),
     ):

@@ -53,10 +53,6 @@ def test_legs_of_a_gather_have_tags_of_their_own():
             function(8)
 
 
-def test_the_three_exchanges_of_deterministic_attention_have_eight_tags_each():
-    assert (tags.BLOCK_QUERIES, tags.BLOCK_KEYS, tags.BLOCK_RESULTS) == (0, 8, 16)
-
-
 def test_the_two_exchanges_of_every_turn_have_eight_tags_each():
     messages = []
     for turn in range(100):
@@ -200,7 +196,7 @@ def large(request, monkeypatch):
     ring_fetches.cache_clear()
 
 
-def run_rank(wire, micro_batch, lengths, rank, topology, *, links, deterministic):
+def run_rank(wire, micro_batch, lengths, rank, topology, *, links):
     """One rank's forward and backward of one layer; the strategies of its zones."""
     shard = make_shard(micro_batch, lengths, rank)
     if micro_batch.remap:
@@ -209,9 +205,7 @@ def run_rank(wire, micro_batch, lengths, rank, topology, *, links, deterministic
         transport = WireTransport(wire, rank, topology.world_size)
         communicator = Communicator(topology, transport=transport)
         kernel = choose_kernel(CPU, torch.float32, 4)
-        seq_ctx = SequenceContext(
-            shard, communicator, kernel, CPU, links=links, deterministic=deterministic
-        )
+        seq_ctx = SequenceContext(shard, communicator, kernel, CPU, links=links)
         q = torch.zeros(shard.linear_tokens, 12, 4, requires_grad=True)
         kv = q[:, :4]
         sequence_parallel_attention(q, kv, kv, seq_ctx).sum().backward()
@@ -228,14 +222,14 @@ USED = {  # by strategy, the messages of its zones
 PACKETS = range(1 << 16, (1 << 16) + 24576)
 
 
-def assert_in_range(tag, strategies, *, routed, deterministic):
+def assert_in_range(tag, strategies, *, routed):
     """A tag belongs to remapping or to a zone whose strategy uses it."""
     if tag >= tags.REMAP:
         message = tag - tags.REMAP
         assert message < 8 or (routed and message in PACKETS)
         return
     zone, message = divmod(tag, 1 << 17)
-    used = range(24) if deterministic else USED[strategies[zone]]
+    used = USED[strategies[zone]]
     may_be_routed = routed and strategies[zone] in ("zigzag", "balanced")
     assert message in used or (may_be_routed and message in PACKETS)
 
@@ -255,24 +249,16 @@ def drawn(rng, topology):
         yield plan.micro_batches[0], plan.lengths
 
 
-KINDS = {
-    "plain": {"routed": False, "deterministic": False},
-    "routed": {"routed": True, "deterministic": False},
-    "deterministic": {"routed": False, "deterministic": True},
-}
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_messages_under_way_together_differ_and_stay_in_range(kind, large):
+@pytest.mark.parametrize("routed", [False, True], ids=["straight", "routed"])
+def test_messages_under_way_together_differ_and_stay_in_range(routed, large):
     wire = Wire()
-    routed, deterministic = KINDS[kind]["routed"], KINDS[kind]["deterministic"]
     topology = Topology(nodes=2, ranks_per_node=3)
     # Over these every transfer that leaves a NIC idle is routed.
     figures = NicFigures(
         ranks_per_node=3, nics_per_node=3, inside_s=1e-15, across_s=1e-9, transfer_s=0.0
     )
     seen, users = set(), Counter()
-    for micro_batch, lengths in drawn(random.Random(kind), topology):
+    for micro_batch, lengths in drawn(random.Random(routed), topology):
         wire.sent.clear()
         wire.received.clear()
         strategies = {}  # by rank
@@ -284,13 +270,12 @@ def test_messages_under_way_together_differ_and_stay_in_range(kind, large):
                 rank,
                 topology,
                 links=figures if routed else None,
-                deterministic=deterministic,
             )
             users.update(strategies[rank])
             assert not +wire.open, "a rank does not wait for all of its transfers"
         assert wire.sent == wire.received, "the two sides do not post equal tags in one order"
         for source, _, tag in wire.sent:
-            assert_in_range(tag, strategies[source], **KINDS[kind])
+            assert_in_range(tag, strategies[source], routed=routed)
             seen.add(tag)
     assert set(users) == {"local", *USED}, "a strategy was not drawn"
     assert wire.most_open > 10

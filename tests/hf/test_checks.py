@@ -21,7 +21,7 @@ from hf_flexseq import (
     FlexSeqTrainer,
 )
 from hf_flexseq.hf.model.calls import read_call
-from hf_flexseq.hf.model.checks import check_deterministic, check_model
+from hf_flexseq.hf.model.checks import check_model
 from hf_flexseq.hf.model.trial import PROBED_FAMILIES, try_model
 from hf_flexseq.hf.refusals.accelerator import check_accelerator
 from tests.hf.tiny import VOCAB, documents, tiny_llama
@@ -475,12 +475,6 @@ def test_a_window_of_which_the_layers_know_nothing(monkeypatch):
     monkeypatch.setattr(modeling, "create_causal_mask", lambda **kwargs: None)
     with pytest.raises(NotImplementedError, match="says window 4, but it is called without a win"):
         check_model(model)
-
-
-def test_deterministic_attention_is_full_attention():
-    check_deterministic(meta_model("Llama"))
-    with pytest.raises(NotImplementedError, match="layer 0 has a window 4; set deterministic=F"):
-        check_deterministic(meta_model("Mistral", sliding_window=4))
 
 
 def test_a_mask_with_rules_of_its_own():

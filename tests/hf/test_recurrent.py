@@ -12,7 +12,7 @@ from transformers.models.qwen3_next import modeling_qwen3_next
 
 from hf_flexseq import FlexSeqArguments, FlexSeqEngine
 from hf_flexseq.attention import SequenceContext
-from hf_flexseq.hf.model.checks import check_deterministic, check_model
+from hf_flexseq.hf.model.checks import check_model
 from hf_flexseq.hf.model.facts import attention_shape, layer_calls, model_shape
 from hf_flexseq.hf.model.layer_kinds import layers_of
 from hf_flexseq.hf.model.recurrent import (
@@ -333,11 +333,6 @@ def test_a_mixer_with_the_forward_of_another():
         check_model(model)
     mixer.forward = types.MethodType(type(mixer).forward, mixer)
     check_model(model)
-
-
-def test_deterministic_attention_says_that_layers_are_recurrent():
-    with pytest.raises(NotImplementedError, match="but layer 0 is a gated delta layer"):
-        check_deterministic(make_hybrid("Qwen3Next"))
 
 
 @pytest.mark.parametrize(

@@ -228,15 +228,6 @@ def test_the_checkpoint_wrapper_of_torch():
     )
 
 
-def test_deterministic_attention_is_kept_too():
-    model = model_of(checkpointing=False)
-    calls, wanted = run_alone(model, deterministic=True)
-    model.gradient_checkpointing_enable({"use_reentrant": False})
-    forwards, found = run_alone(model, deterministic=True)
-    assert forwards == calls == LAYERS  # each sequence is one block, and one call takes them all
-    assert_same_bits(found, wanted)
-
-
 def test_selective_checkpointing_decides_itself():
     """Its results come back by their place among the calls of an operator, so that no call may be
     left out."""

@@ -68,14 +68,6 @@ def package3(monkeypatch, hopper):
 
 
 @pytest.fixture
-def strict():
-    """torch demands deterministic algorithms."""
-    torch.use_deterministic_algorithms(True)
-    yield
-    torch.use_deterministic_algorithms(False)
-
-
-@pytest.fixture
 def activate():
     """Put an implementation of a name into torch's registry, and activate it there."""
 
@@ -266,46 +258,6 @@ def test_an_implementation_activated_after_the_choice_is_not_called(hopper, acti
         kernel.forward(q, q, q, segments, scale=1.0)
 
 
-# ---- a backward of the same bits every time
-
-
-def test_flash_attention_2_repeats_itself_over_a_block_of_keys(hopper):
-    assert choose_kernel(CUDA, torch.bfloat16, 192, repeatable_keys=128).name == "torch_varlen"
-
-
-@pytest.mark.parametrize(("head_dim", "keys"), [(256, 128), (128, 129)])
-def test_more_keys_or_larger_heads_ask_for_torch_s_switch(hopper, head_dim, keys):
-    with pytest.raises(ValueError, match=r"call torch\.use_deterministic_algorithms\(True\)"):
-        choose_kernel(CUDA, torch.bfloat16, head_dim, repeatable_keys=keys)
-
-
-@pytest.mark.parametrize(("head_dim", "keys"), [(256, 128), (128, 129)])
-def test_torch_s_switch_is_enough(hopper, strict, head_dim, keys):
-    chosen = choose_kernel(CUDA, torch.bfloat16, head_dim, repeatable_keys=keys)
-    assert chosen.name == "torch_varlen"
-
-
-def test_a_switch_that_only_warns_is_not_enough(hopper, strict):
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    with pytest.raises(ValueError, match=r"call torch\.use_deterministic_algorithms\(True\)"):
-        choose_kernel(CUDA, torch.bfloat16, 128, repeatable_keys=129)
-
-
-def test_flash_attention_3_gives_way_where_bits_must_repeat(package3):
-    assert choose_kernel(CUDA, torch.bfloat16, 128).name == "flash_attn3"
-    assert choose_kernel(CUDA, torch.bfloat16, 128, repeatable_keys=128).name == "torch_varlen"
-
-
-def test_flash_attention_3_repeats_itself_under_the_switch_up_to_its_head_size(package3, strict):
-    assert choose_kernel(CUDA, torch.bfloat16, 192, repeatable_keys=1).name == "flash_attn3"
-    said = said_of("flash_attn3", explain(CUDA, torch.bfloat16, 256, 1))
-    assert said == "its backward is not deterministic for a head size of 256, only up to 192"
-
-
-def test_the_cpu_always_repeats_itself():
-    assert choose_kernel(CPU, torch.float32, 64, repeatable_keys=10**6).name == "cpu_flash"
-
-
 # ---- windows, softcaps and several kinds of layers
 
 
@@ -426,14 +378,13 @@ def test_guarantees_of_the_kernels_that_fit(package3):
     flash3, flash2 = guarantees(CUDA, torch.bfloat16, 128)
     assert flash3 == (
         "flash_attn3: bfloat16, float16; head size a multiple of 8 up to 256; compute capability "
-        "9.x; lse -inf without keys; gradients in the inputs' dtype; deterministic backward with "
-        "torch.use_deterministic_algorithms(True) up to head size 192; sliding windows; softcap"
+        "9.x; lse -inf without keys; gradients in the inputs' dtype; sliding windows; "
+        "softcap"
     )
     assert flash2 == (
         "torch_varlen: bfloat16, float16; head size a multiple of 8 up to 256; compute capability "
         "8.0 or newer; lse -inf without keys (mended from +inf); gradients in the inputs' dtype; "
-        "deterministic backward up to 128 keys and head size 192, else with "
-        "torch.use_deterministic_algorithms(True); sliding windows; no softcap"
+        "sliding windows; no softcap"
     )
 
 
@@ -445,7 +396,7 @@ def test_guarantees_of_the_cpu_kernel():
     (line,) = guarantees(CPU, torch.float32, 128)
     assert line == (
         "cpu_flash: float32, float64, bfloat16, float16; head size any number; lse -inf without "
-        "keys; 16-bit inputs get float32 gradients; deterministic backward; sliding windows; "
+        "keys; 16-bit inputs get float32 gradients; sliding windows; "
         "softcap"
     )
 

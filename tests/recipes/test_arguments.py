@@ -186,10 +186,11 @@ def test_every_accelerate_config_is_one(path):
         (["--lora_r", "8"], "", "lora_r needs model_name_or_path"),
         (["--planner", "static"], "", "needs sp_degree"),
         (
-            ["--pipeline_parallel_size", "2", "--deterministic", "true"],
+            ["--deterministic", "true"],
             "",
-            "not available in a pipeline",
+            "deterministic was removed",
         ),
+        ([], "deterministic: true", "deterministic was removed"),
         (["--no_such_option", "1"], "", "no_such_option"),
         (["--config", "no/such/file.yaml"], "", "no/such/file.yaml"),
     ],

@@ -85,22 +85,6 @@ def check_model(model: PreTrainedModel) -> None:
         raise NotImplementedError(f"{name}: {reason}")
 
 
-def check_deterministic(model: PreTrainedModel) -> None:
-    """Raise NotImplementedError for a model whose layers `deterministic=True` cannot compute: it
-    computes blocks of full attention."""
-    for number, layer in enumerate(layers_of(model.config.get_text_config())):
-        what = None
-        if layer.recurrent is not None:
-            what = f"is a {layer.recurrent} layer"
-        elif layer.attention is not None and not layer.attention.reach.is_full:
-            what = f"has a {layer.attention.reach}"
-        if what is not None:
-            raise NotImplementedError(
-                f"{type(model).__name__}: deterministic=True computes full attention, but layer "
-                f"{number} {what}; set deterministic=False"
-            )
-
-
 def _unsuitable_kind(model: PreTrainedModel) -> str | None:
     if model.config.is_encoder_decoder:
         return "it is an encoder-decoder; hf_flexseq trains decoder-only models"

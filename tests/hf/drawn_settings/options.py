@@ -273,7 +273,6 @@ OURS: tuple[Option, ...] = (
         remap=("off",),
         routing=("off",),
         attention_remat=(False,),
-        deterministic=(True,),
         on_nonfinite=("warn",),
     ),
     Option(
