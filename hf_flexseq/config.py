@@ -13,7 +13,7 @@ from hf_flexseq.values import MAX_COUNT, MAX_RANKS, MAX_TOKENS_PER_RANK, quoted
 
 # The values of the options.
 PLANNERS = ("auto", "static", "flexsp", "zeppelin")
-USER_STRATEGIES = ("auto", "ulysses", "zigzag", "balanced", "allgather", "hybrid", "local")
+USER_STRATEGIES = ("auto", "ulysses", "zigzag", "balanced", "hybrid", "local")
 SYNCS = ("auto", "lockstep", "free")
 REMAPS = ("auto", "off")
 ROUTINGS = ("auto", "off")
@@ -29,6 +29,7 @@ REMOVED = {
     "deterministic": (
         "call torch.use_deterministic_algorithms(True) for the same bits in every run of one plan"
     ),
+    "strategy='allgather'": "write strategy='zigzag', which moves fewer bytes, or 'auto'",
 }
 
 # The label of a token without a target, as in transformers and torch.
@@ -59,9 +60,8 @@ class FlexSeqArguments:
             "help": (
                 "How a group shares attention: `auto` (the cheapest per group), `ulysses` (heads "
                 "for tokens), `zigzag` (a ring with even work), `balanced` (LightSeq's ring with "
-                "helpers), `allgather` (keys and values first, then one kernel call), `hybrid` "
-                "(Ulysses inside nodes, a ring across them), or `local` (no sequence is ever "
-                "split)."
+                "helpers), `hybrid` (Ulysses inside nodes, a ring across them), or `local` (no "
+                "sequence is ever split)."
             )
         },
     )

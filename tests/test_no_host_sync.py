@@ -86,7 +86,7 @@ def nested(remap=False):
     )
 
 
-STRATEGIES = ("ulysses", "zigzag", "balanced", "allgather", "hybrid")
+STRATEGIES = ("ulysses", "zigzag", "balanced", "hybrid")
 MICRO_BATCHES = {strategy: (one_group(strategy), {}) for strategy in STRATEGIES}
 MICRO_BATCHES |= {
     "nested": (nested(), {}),

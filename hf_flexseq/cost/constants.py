@@ -66,7 +66,7 @@ class CostConstants:
     """Bytes per token that Ulysses moves, forward and backward, all layers."""
     ring_bytes: float | None
     """Bytes per token that a ring moves, forward and backward, all layers. None: not known, so no
-    ring and no all-gather can be planned."""
+    ring can be planned."""
     query_bytes: float
     """Bytes of a token's queries on one trip, all layers."""
     ring_overlap: float

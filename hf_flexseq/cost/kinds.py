@@ -2,8 +2,8 @@
 
 A layer with a window of w tokens computes s(s+1)/2 pairs of a sequence up to w tokens, and w more
 for every further token; one with chunks of c tokens as many as that many sequences of c. Where
-ranks keep their own tokens (zigzag, balanced, all-gather), such a layer needs a halo: of the
-tokens before each of a rank's slices as many as the reach goes back, but no more than there are.
+ranks keep their own tokens (zigzag, balanced), such a layer needs a halo: of the tokens before
+each of a rank's slices as many as the reach goes back, but no more than there are.
 """
 
 from collections.abc import Iterable, Mapping

@@ -17,23 +17,19 @@ of the group lie one way round and are short enough for a turn of a ring to be o
     ulysses      2 p        2 + 4 p           8 p (d - 1)
     zigzag       2 d + 1    10 + 4 d          6 (d - 1)
     balanced     2 d/2 + 3  12 + 5 d/2        3 d/2 + 8 (d - 1)/2
-    allgather    2          9 + d             6 (d - 1)
-      on nodes   2          9 + 2 w + n       12 w + 6 n - 18
     hybrid       2 n + 1    24 + 4 n          8 (w - 1) + 6 (n - 1)
     halo         2          10                8, of a slice per rank 4
       hybrid     2          24                8 (w - 1) + 8
 
-The last two are of layers with a window or a chunk, whose slices are as long as that: a zigzag and
-an all-gather have two for each rank, `balanced` has one, and a hybrid has them between nodes. Of
-two ranks, and of a hybrid on two nodes, they have half of the halos' messages and a launch less,
-and so has one slice.
+The last two are of layers with a window or a chunk, whose slices are as long as that: a zigzag has
+two for each rank, `balanced` has one, and a hybrid has them between nodes. Of two ranks, and of a
+hybrid on two nodes, they have half of the halos' messages and a launch less, and so has one slice.
 
-With p pieces of heads (and one launch more where there are several), two launches fewer of an
-all-gather on two nodes, and halves rounded down. Posts are 4 p for Ulysses, 3 for an all-gather,
-2 d for a zigzag and 2 for halos, on a single node; `_ring_posts` counts those of a ring on any. A
-post is counted once for each lane that it takes, inside nodes and between them, as on ordered
-transports. tests/cost/test_launches.py holds all of it to the programs that ranks run
-(`hf_flexseq/program`).
+With p pieces of heads (and one launch more where there are several), and halves rounded down.
+Posts are 4 p for Ulysses, 2 d for a zigzag and 2 for halos, on a single node; `_ring_posts` counts
+those of a ring on any. A post is counted once for each lane that it takes, inside nodes and
+between them, as on ordered transports. tests/cost/test_launches.py holds all of it to the programs
+that ranks run (`hf_flexseq/program`).
 
 Left out: turns that are so short that several are joined (`program/turns.py`), for which these are
 too many; sequences that lie both ways round, or are cut into long chunks, which up to double the
@@ -57,8 +53,6 @@ ZIGZAG_LAUNCHES = 10
 ZIGZAG_RANK_LAUNCHES = 4  # for each rank of the group
 BALANCED_LAUNCHES = 12
 BALANCED_PAIR_LAUNCHES = 5  # for each two ranks of the group
-GATHER_LAUNCHES = 9
-GATHER_TWO_NODES_LAUNCHES = -2  # one copy serves both legs
 HYBRID_LAUNCHES = 24
 HYBRID_NODE_LAUNCHES = 4
 
@@ -112,8 +106,6 @@ def layer_work(strategy: str, degree: int, *, nodes: int = 1, pieces: int = 1) -
         return _zigzag(degree, nodes)
     if strategy == "balanced":
         return _balanced(degree, nodes)
-    if strategy == "allgather":
-        return _allgather(degree, nodes)
     if strategy == "hybrid":
         return _hybrid(degree, nodes)
     raise ValueError(f"strategy {strategy!r} has no counted launches")
@@ -203,22 +195,6 @@ def _balanced(degree: int, nodes: int) -> LayerWork:
         # There and back: three tensors in the forward, five in the backward.
         messages=RING_PASSES * fetches + 8 * helps,
     )
-
-
-def _allgather(degree: int, nodes: int) -> LayerWork:
-    turns = 2
-    launches = turns + GATHER_LAUNCHES
-    if nodes == 1:
-        launches += degree
-        posts = RING_PASSES
-        messages = 2 * RING_PASSES * (degree - 1)
-    else:
-        launches += 2 * (degree // nodes) + nodes
-        if nodes == 2:
-            launches += GATHER_TWO_NODES_LAUNCHES
-        posts = 3 * RING_PASSES  # three legs
-        messages = 12 * (degree // nodes) + 6 * nodes - 18
-    return LayerWork(turns=turns, launches=launches, posts=posts, messages=messages)
 
 
 def _hybrid(degree: int, nodes: int) -> LayerWork:

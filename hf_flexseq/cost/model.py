@@ -8,7 +8,6 @@ bandwidth,
               v_d)
     zigzag    max(a1 s^2 / d, ring bytes s (d - 1) / (d v_d)) + a2 s / d
     balanced  the same with a1 s^2 (d + 1) / d^2 at even d, and the bytes of `ring_traffic`
-    allgather a1 s^2 / d + the bytes of `ring_traffic` s / (d v_d) + a2 s / d
     hybrid    Ulysses' transfers inside a node + max(a1 s^2 stretch, ring bytes s (nodes - 1) /
               v_d) / d + a2 s / d
 
@@ -25,9 +24,8 @@ bandwidth,
   ranks beyond H idle.
 * Ring transfers run beside the attention they feed (LightSeq, arXiv 2310.03294, section 3.2), so
   the longer counts. That is for `ring_overlap` = 1; of a smaller one only that share r of the
-  transfers t hides, and a ring takes max(attention, r t) + (1 - r) t. An all-gather ends before
-  its attention begins. Ulysses' heads come and go in pieces, of which all but one travel while
-  others are computed: the share h.
+  transfers t hides, and a ring takes max(attention, r t) + (1 - r) t. Ulysses'
+  heads come and go in pieces, of which all but one travel while others are computed: the share h.
 * The max is taken group by group, so that groups are priced one by one: what one group's attention
   leaves of its cover never hides the launches of another, nor do linear layers, which have
   launches of their own to hide (they are in b1). Where attention is short beside linear layers a
@@ -40,7 +38,7 @@ of a sequence, t_k the transfers of their share, and a_k measured,
 
     local     2 a_k p_k
     ulysses   as above, with 2 a_k p_k for a1 s^2 and t_k for t
-    a ring, an all-gather   2 a_k p_k of the busiest rank + the bytes of its halos / v_d
+    a ring    2 a_k p_k of the busiest rank + the bytes of its halos / v_d
     hybrid    Ulysses' transfers + 2 a_k p_k of the busiest node stretch / its ranks + the bytes
               of halos / v_d
 
@@ -127,8 +125,7 @@ class CostModel(CostTransfers):
         if strategy == "auto" and self.ring_bytes is None:
             return ("ulysses",)
         if strategy == "auto":
-            # Not allgather: by this model zigzag moves fewer bytes for the same work. Not hybrid:
-            # see nodes_spanned.
+            # Not hybrid: see nodes_spanned.
             return ("ulysses", "zigzag", "balanced")
         if strategy == "local":
             return ()
@@ -220,14 +217,13 @@ class CostModel(CostTransfers):
         strategy: str,
         spans_nodes: bool,
     ) -> FloatArray:
-        """Return the seconds of a ring or an all-gather, [sequences].
+        """Return the seconds of a ring, [sequences].
 
         s, attention, linear: [sequences] tokens, and seconds of an even split.
         """
         traffic = self.full_share * self.ring_traffic(degree, strategy)
         moved = traffic * s / degree / self.bandwidth(degree, spans_nodes)
-        overlap = 0.0 if strategy == "allgather" else self.ring_overlap
-        hidden = overlap * moved
+        hidden = self.ring_overlap * moved
         exposed = moved - hidden
         computed = np.maximum(attention * ring_stretch(degree, strategy), hidden)
         return computed + exposed + linear
@@ -264,7 +260,7 @@ class CostModel(CostTransfers):
         """Return the attention seconds of the layers with a window or a chunk on the rank that
         has most of it, where ranks compute their own slices, [sequences].
 
-        s: [sequences] tokens. strategy: `local`, a ring's or an all-gather.
+        s: [sequences] tokens. strategy: `local` or a ring's.
         """
         seconds = np.zeros_like(s)
         for kind in self.kinds:

@@ -17,7 +17,7 @@ on one way (`plan/segments.py`; tests/cost/test_recurrent.py counts them there):
                                   segments       of one rank   summaries
     ulysses                       d              1             d - 1
     balanced                      d              1             d - 1
-    zigzag, allgather, hybrid     2 d - 1        2             2 d - 3, of two ranks 1
+    zigzag, hybrid                2 d - 1        2             2 d - 3, of two ranks 1
 
 Ulysses cuts the concatenation of all sequences of a group, so that no rank has more than one that
 began on another: its summaries count once a group, and those of all others for each sequence.
@@ -40,7 +40,7 @@ SCAN_CHUNK = 64
 EXCHANGES_EACH_WAY = 2
 
 # Strategies that give a rank two slices of every sequence.
-TWO_SLICES = ("zigzag", "allgather", "hybrid")
+TWO_SLICES = ("zigzag", "hybrid")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -9,7 +9,7 @@ import numpy as np
 from hf_flexseq.cost.constants import CostConstants
 from hf_flexseq.cost.kinds import HALO_TRIPS, FloatArray, halos
 
-RING_STRATEGIES = ("zigzag", "balanced", "allgather")
+RING_STRATEGIES = ("zigzag", "balanced")
 
 # Most pieces that a rank's heads come in under Ulysses; two have most of the gain.
 HEAD_PIECES = 4
@@ -70,9 +70,6 @@ class CostTransfers(CostConstants):
         keys, queries = self.trip_bytes()
         if strategy == "zigzag":
             return 3 * keys * (degree - 1)
-        if strategy == "allgather":
-            # gradients of keys and values travel summed, in float32
-            return 4 * keys * (degree - 1)
         # forward: result back; backward: queries, their gradients and results there
         helps = (degree - 1) // 2
         return 2 * keys * (degree // 2) + 4 * queries * helps
@@ -85,8 +82,8 @@ class CostTransfers(CostConstants):
         """
         if self.ring_bytes is None:
             raise ValueError(
-                f"cost model {self.name!r} has no ring_bytes, so rings and all-gathers have no "
-                "cost: use ulysses or auto"
+                f"cost model {self.name!r} has no ring_bytes, so rings have no cost: use "
+                "ulysses or auto"
             )
         return self.ring_bytes / 3, self.query_bytes
 
@@ -94,8 +91,8 @@ class CostTransfers(CostConstants):
         """Return the seconds in which the busiest rank receives the halos of its slices and sends
         their gradients back, [sequences].
 
-        s: [sequences] tokens. strategy: a ring's, an all-gather, or a hybrid's on several nodes,
-        whose ranks have the halos of a node for a part of the heads each.
+        s: [sequences] tokens. strategy: a ring's, or a hybrid's on several nodes, whose ranks have
+        the halos of a node for a part of the heads each.
         """
         keys, _ = self.trip_bytes()
         seconds = np.zeros_like(s)

@@ -26,7 +26,6 @@ STRATEGIES = (
     "ulysses",  # tokens are exchanged for heads: each rank attends with some heads to all tokens
     "zigzag",  # a ring: keys and values go round, each rank has a front and a back chunk
     "balanced",  # LightSeq's ring: ranks that are done help those with more keys to see
-    "allgather",  # keys and values of all chunks first, then one kernel call
     "hybrid",  # Ulysses inside nodes, a ring across them
 )
 

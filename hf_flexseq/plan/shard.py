@@ -12,7 +12,7 @@ order (widest first). Inside a zone the layout depends on the strategy:
 * local: the group's sequences one after the other;
 * ulysses: the group's sequences concatenated and cut into `degree` contiguous parts, so that a
   rank's part may begin and end in the middle of a sequence;
-* zigzag, allgather, hybrid: every sequence is cut into 2 x degree chunks and the rank of index i
+* zigzag, hybrid: every sequence is cut into 2 x degree chunks and the rank of index i
   holds chunks i and 2 x degree - 1 - i, which gives all ranks the same causal work (Megatron-LM's
   and ring-flash-attention's layout, here for any length);
 * balanced: every sequence is cut into `degree` chunks, one per rank; the schedule evens out the
@@ -49,7 +49,7 @@ from hf_flexseq.topology import Topology
 Index = TypeVar("Index", int, NDArray[np.int64])  # of one rank in its group, or of several
 
 # Chunks of a sequence that one rank holds, by strategy; other strategies cut no chunks.
-CHUNKS_PER_RANK = {"zigzag": 2, "allgather": 2, "hybrid": 2, "balanced": 1}
+CHUNKS_PER_RANK = {"zigzag": 2, "hybrid": 2, "balanced": 1}
 
 # Sequences lie the other way round only if both sides then have at least this share of a group's
 # tokens, as 1 / MIRRORED_SHARE: less would even out little, and every step of a ring exchanges

@@ -10,7 +10,7 @@ after layer, and decides nothing.
     builder.py         Builder: emits instructions; Tables: the integers that they refer to
     exchange.py        messages between ranks, straight or over the NICs of other ranks
     weave.py           the order in which the zones of a rank take turns
-    local.py ring.py ulysses.py gathered.py hybrid.py
+    local.py ring.py ulysses.py hybrid.py
                        the attention of a zone, by strategy
     halo.py            the attention of a zone whose queries read a window or a chunk
     remap.py           between the even layout and that of attention

@@ -22,7 +22,6 @@ from hf_flexseq.plan.shard import Shard, Zone, cuts
 from hf_flexseq.program import segments
 from hf_flexseq.program.builder import Builder, Tables, Values
 from hf_flexseq.program.exchange import Channel
-from hf_flexseq.program.gathered import all_gather_zone
 from hf_flexseq.program.halo import halo_zone
 from hf_flexseq.program.hybrid import hybrid_zone
 from hf_flexseq.program.instructions import (
@@ -337,7 +336,7 @@ def _zone_attention(
             return LocalZone(rows, zone.lengths, tables, most_runs=waits, reach=reach)
         case "ulysses":
             return ulysses_zone(zone, channel, tables, machine.device, reach)
-        case "zigzag" | "balanced" | "allgather" as strategy if not reach.is_full:
+        case "zigzag" | "balanced" as strategy if not reach.is_full:
             group_cuts = cuts(strategy, zone.lengths, len(ranks))
             layout = ZoneLayout(group_cuts, strategy, zone.index, ranks, tables)
             return halo_zone(rows, layout, reach, channel)
@@ -358,8 +357,6 @@ def _zone_attention(
             )
             routes = _routes(zone, machine, rank) if across else None
             return RingZone(rows, turns, channel, tables, routes)
-        case "allgather":
-            return all_gather_zone(zone, channel, tables, ranks_per_node)
         case "hybrid":
             return hybrid_zone(
                 zone,

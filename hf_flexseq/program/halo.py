@@ -5,18 +5,18 @@ call.
     window 4, rank 1 of three      0 0 0 0 0 0 1 1 1 1 1 1 2 2 2 2 2 2
                                          h h h s s s s s s                what rank 1 reads
 
-1. A slice is a chunk of the strategy's layout: a rank has one of each sequence (`balanced`) or two
-   (`zigzag`, `allgather`). Its halo is cut at the start of the sequence, and at the start of the
+1. A slice is a chunk of the strategy's layout: a rank has two of each sequence (`zigzag`), or one
+   (`balanced`). Its halo is cut at the start of the sequence, and at the start of the
    queries' chunk where the layer has chunks. It may lie on several ranks, where slices are shorter
    than a window; it comes straight from each of them. No other key travels.
 2. One kernel call takes every slice as a sequence of its own over [halo | slice], causal with a
    left window; of a layer with chunks, every part of a slice that is in one chunk.
-3. Backward: the gradients of the halo's keys and values go back to their owners, in float32
-   (float64 for float64), and are added there.
+3. Backward: the halo is short, so its keys and values are kept. Their gradients go back to the
+   owners, in float32 (float64 for float64), and are added there.
 
-The gathering itself, and all instructions, are those of `gathered.py`. Which part of a chunk a
-rank reads follows from the layout alone, so every rank finds what it sends and what it receives
-without asking: always the end of the chunk, from the first key of the reader's next slice on.
+Which part of a chunk a rank reads follows from the layout alone, so every rank finds what it sends
+and what it receives without asking: always the end of the chunk, from the first key of the
+reader's next slice on.
 
 Rejected: a ring that skips the blocks that no query reads. It would call the kernel for every
 block, and masks on both edges of a block are not what kernels have.
@@ -24,15 +24,184 @@ block, and masks on both edges of a block are not what kernels have.
 
 from bisect import bisect_right
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
+import numpy as np
+
 from hf_flexseq.layers import Reach, Span
-from hf_flexseq.program.exchange import Channel
-from hf_flexseq.program.gathered import ChunkMessage, GatheredZone, Leg, listed
-from hf_flexseq.program.instructions import Rows
-from hf_flexseq.program.turns import ZoneLayout
+from hf_flexseq.program.builder import Builder, IntArray, Tables, Values
+from hf_flexseq.program.exchange import Channel, Exchange, Label, post
+from hf_flexseq.program.instructions import WIDE, Rows, Value
+from hf_flexseq.program.tags import HALO_GRADIENTS, HALO_KEYS
+from hf_flexseq.program.turns import ZoneLayout, name_chunks
+from hf_flexseq.program.weave import END, ZoneSteps
+from hf_flexseq.program.zones import Sinks
 from hf_flexseq.schedule.attention import ChunkKey
+
+
+class ChunkMessage(NamedTuple):
+    """Rows of some chunks that travel between this rank and another one."""
+
+    peer: int
+    """Global rank."""
+
+    rows: Rows
+    """Row indices when sending, row count when receiving."""
+
+    chunks: tuple[ChunkKey, ...]
+    """The chunks that the rows belong to."""
+
+
+class HaloZone:
+    """This rank's part in a group whose ranks gather their halos before their kernel call."""
+
+    __slots__ = ("call", "channel", "key_rows", "received", "rows", "sent", "tokens")
+
+    def __init__(
+        self,
+        rows: slice,
+        layout: ZoneLayout,
+        channel: Channel,
+        *,
+        sent: Sequence[ChunkMessage],
+        received: Sequence[ChunkMessage],
+        key_rows: Rows,
+        call: int,
+    ) -> None:
+        """rows: of this zone among all rows of the rank. layout: the chunks of the group's ranks.
+        sent: rows of this rank. received: rows that follow them among the gathered ones.
+        key_rows: [keys of the call], gathered rows. call: number of its lengths.
+        """
+        self.rows = rows
+        self.tokens = layout.tokens
+        self.channel = channel
+        self.sent = tuple(sent)
+        self.received = tuple(received)
+        self.key_rows = key_rows
+        self.call = call
+
+    @property
+    def gathered_tokens(self) -> int:
+        """Rows of this rank, and of its halos."""
+        return self.tokens + sum(message.rows.tokens for message in self.received)
+
+    def forward(
+        self, b: Builder, q: Value, k: Value, v: Value, sinks: Sinks | None = None
+    ) -> ZoneSteps[tuple[Value, Values]]:
+        """Return out [tokens, heads, head_dim], and save q, gathered keys with values, out, lse
+        [heads, tokens].
+
+        q: [tokens, heads, head_dim]. k, v: [tokens, kv_heads, head_dim].
+        """
+        gathered = yield from self._gather(b, k, v, until=1.0)  # [keys, 2, kv_heads, head_dim]
+        keys, values = b.unpair(gathered)  # [keys, kv_heads, head_dim]
+        out, lse = b.attend(q, keys, values, self.call)
+        if sinks is not None:
+            sinks.apply(b, out, lse)
+        return out, (q, gathered, out, lse)
+
+    def backward(
+        self, b: Builder, dout: Value, saved: Values, sinks: Sinks | None = None
+    ) -> ZoneSteps[Values]:
+        """Return dq [tokens, heads, head_dim], dk and dv [tokens, kv_heads, head_dim]."""
+        q, gathered, out, lse = saved
+        if sinks is not None:
+            sinks.add_gradient(b, dout, out, lse)
+        keys, values = b.unpair(gathered)  # [keys, kv_heads, head_dim]
+        dq, dkeys, dvalues = b.gradients(dout, q, keys, values, out, lse, self.call)
+        dk, dv = yield from self._return(b, dkeys, dvalues)
+        return dq, dk, dv
+
+    def backward_of_rows(
+        self,
+        b: Builder,
+        q: Value,
+        k: Value,
+        v: Value,
+        out: Value,
+        dout: Value,
+        lse: Value,
+        sinks: Sinks | None = None,
+    ) -> ZoneSteps[Values]:
+        """Return what `backward` does; the halos are gathered again.
+
+        q, out, dout: [tokens, heads, head_dim]. k, v: [tokens, kv_heads, head_dim]. lse: [heads,
+        tokens].
+        """
+        gathered = yield from self._gather(b, k, v, until=0.5)
+        return (yield from self.backward(b, dout, (q, gathered, out, lse), sinks))
+
+    def _gather(self, b: Builder, k: Value, v: Value, *, until: float) -> ZoneSteps[Value]:
+        """Gather k, v [tokens, kv_heads, head_dim] of all ranks -> [keys, 2, kv_heads, head_dim].
+
+        until: the time of the zone at which all keys are there.
+        """
+        kv = b.pair(k, v)  # [tokens, 2, kv_heads, head_dim]
+        # [gathered tokens, 2, kv_heads, head_dim]: this rank's own rows come first
+        gathered = b.empty((self.gathered_tokens, *kv.shape[1:]), kv.dtype)
+        b.put(gathered, Rows(kv.rows, start=0), kv)
+        label = self._label("keys of", sent=self.sent, received=self.received)
+        exchange = Exchange(b, self.channel.tag(HALO_KEYS), label)
+        for message in self.sent:
+            exchange.send([b.take(gathered, message.rows)], message.peer)
+        for message, part in self._halos(b, gathered):
+            exchange.recv_into(part, message.peer)
+        post(b, [exchange])
+        yield until
+        exchange.wait()
+        return b.take(gathered, self.key_rows)
+
+    def _return(self, b: Builder, dkeys: Value, dvalues: Value) -> ZoneSteps[Values]:
+        """Return gradients to the owners of the keys and sum them: 2 x [keys, kv_heads, head_dim]
+        -> 2 x [tokens, kv_heads, head_dim]. The transpose of `_gather`.
+        """
+        # 1. the keys of several queries, [gathered tokens, 2, kv_heads, head_dim]; one after the
+        # other: side by side they would be copied, and then widened at once
+        sums = b.zeros((self.gathered_tokens, 2, *dkeys.shape[1:]), WIDE)
+        for of_one, grads in zip(b.unpair(sums), (dkeys, dvalues), strict=True):
+            b.accumulate(of_one, self.key_rows, grads)
+        # 2. gradients of halos to their owners, and of this rank's keys from every reader
+        label = self._label("gradients of", sent=self.received, received=self.sent)
+        exchange = Exchange(b, self.channel.tag(HALO_GRADIENTS), label)
+        for message, part in self._halos(b, sums):
+            exchange.send([part], message.peer)
+        returned = []
+        for message in self.sent:
+            (part,) = exchange.recv([sums], message.rows.tokens, message.peer)
+            returned.append(part)
+        post(b, [exchange])
+        yield END
+        exchange.wait()
+        own = b.part(sums, 0, self.tokens)
+        for part, message in zip(returned, self.sent, strict=True):
+            b.add(own, message.rows, part)
+        return b.unpair(own)
+
+    def _halos(self, b: Builder, gathered: Value) -> list[tuple[ChunkMessage, Value]]:
+        """Return each message that brings a halo, with its rows, views of `gathered`."""
+        halos = []
+        start = self.tokens
+        for message in self.received:
+            stop = start + message.rows.tokens
+            halos.append((message, b.part(gathered, start, stop)))
+            start = stop
+        return halos
+
+    def _label(
+        self, what: str, *, sent: Sequence[ChunkMessage], received: Sequence[ChunkMessage]
+    ) -> Label:
+        """Make the label that names the chunks of these messages in errors."""
+
+        def describe(peer: int, to_peer: bool) -> str:
+            messages = sent if to_peer else received
+            (chunks,) = [message.chunks for message in messages if message.peer == peer]
+            return f"{what} {name_chunks(chunks, self.channel.group.sequences)}"
+
+        return Label(self.channel, describe)
+
+
+# ---- which rows travel
 
 
 class Piece(NamedTuple):
@@ -47,7 +216,7 @@ class Piece(NamedTuple):
     """One past the last token of the chunk."""
 
 
-def halo_zone(rows: slice, layout: ZoneLayout, reach: Reach, channel: Channel) -> GatheredZone:
+def halo_zone(rows: slice, layout: ZoneLayout, reach: Reach, channel: Channel) -> HaloZone:
     """Make this rank's part in a group.
 
     rows: of the zone among all rows of the rank. layout: the chunks of the group's ranks.
@@ -73,7 +242,6 @@ def halo_zone(rows: slice, layout: ZoneLayout, reach: Reach, channel: Channel) -
         keys = tuple(piece.key for piece in pieces)
         received.append(ChunkMessage(layout.ranks[peer], Rows(tokens), keys))
         row += tokens
-    leg = Leg(layout.tokens, tuple(sent), tuple(received))
 
     # 3. the kernel call: a sequence for each span of queries
     ranges = []
@@ -86,7 +254,24 @@ def halo_zone(rows: slice, layout: ZoneLayout, reach: Reach, channel: Channel) -
                 k_lens.append(span.keys)
                 ranges += _key_ranges(layout, places, sequence, span)
     call = tables.call(q_lens, k_lens, causal=True, window=reach.window)
-    return GatheredZone(rows, channel, [leg], listed(ranges, tables), call, keeps_keys=True)
+    return HaloZone(
+        rows,
+        layout,
+        channel,
+        sent=sent,
+        received=received,
+        key_rows=_listed(ranges, tables),
+        call=call,
+    )
+
+
+def _listed(ranges: Sequence[tuple[int, int]], tables: Tables) -> Rows:
+    """Return rows given as ranges, listed one by one: they become a tensor of their own."""
+    parts: list[IntArray] = [np.arange(0)]
+    for start, stop in ranges:
+        parts.append(np.arange(start, stop))
+    rows = np.concatenate(parts)
+    return Rows(len(rows), array=tables.index(rows))
 
 
 def _received(layout: ZoneLayout, reach: Reach) -> dict[int, list[Piece]]:

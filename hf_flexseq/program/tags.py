@@ -9,7 +9,7 @@ one. All tags are below 2^31, because transports take a signed 32-bit number.
     ---------------------------------  --------------------------------  ------------------------
     attention of zone z                z * 2^17 + message                zone_tag
       ulysses, hybrid inside a node    message in [0, 8)                 seq_to_head, head_to_seq
-      allgather                        message in [0, 16)                gather_leg, return_leg
+      halos of any strategy            message in [0, 2)                 HALO_KEYS, HALO_GRADIENTS
       recurrent layers                 message in [0, 2)                 RECURRENT_FORWARD, ...
       zigzag, balanced,                message in [0, 2^17), or          ring_fetch, ring_return
         hybrid across nodes              in [0, 2^16) where it is routed
@@ -92,19 +92,10 @@ def head_to_seq(piece: int) -> int:
     return HEAD_PIECES + piece
 
 
-# allgather: one message per peer and leg
+# halos, of layers with a window or a chunk: one exchange each way
 
-
-def gather_leg(leg: int) -> int:
-    """Return the message of a leg of the gather of keys and values."""
-    assert 0 <= leg < EXCHANGE_TAGS, f"a gather has no leg {leg}"
-    return leg
-
-
-def return_leg(leg: int) -> int:
-    """Return the message of a leg on which gradients of keys and values go back."""
-    assert 0 <= leg < EXCHANGE_TAGS, f"a gather has no leg {leg}"
-    return EXCHANGE_TAGS + leg
+HALO_KEYS = 0
+HALO_GRADIENTS = 1
 
 
 # recurrent layers, under every strategy: one exchange at a time

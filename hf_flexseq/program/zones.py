@@ -8,9 +8,8 @@ satisfies `ZoneAttention`:
     local                 local.LocalZone
     ulysses, hybrid       ulysses.UlyssesZone (around a local.LocalZone, or a ring across nodes)
     zigzag, balanced      ring.RingZone
-    allgather             gathered.GatheredZone
-    any ring or gather,   gathered.GatheredZone (`halo.py`)
-      window or chunk
+    any ring, of layers   halo.HaloZone
+      with a window or a chunk
     no group at all       NoZone
 
 Forward and backward are generators, so that `weave.run_zones` can let one zone compute while

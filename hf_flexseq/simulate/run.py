@@ -7,9 +7,8 @@ A micro-batch is a constant and then a number of equal layers, forward and back.
 
 1. each rank runs the linear layers of all its tokens;
 2. then the attention of its groups, widest first. Ulysses waits for the whole group, moves half of
-   its bytes, computes, and moves the other half (a hybrid likewise, inside nodes); an all-gather
-   moves keys and values before, and in the backward their gradients, twice as wide, after; a ring
-   goes through the steps of `schedule/attention.py` (see `ring.py`).
+   its bytes, computes, and moves the other half (a hybrid likewise, inside nodes); a ring goes
+   through the steps of `schedule/attention.py` (see `ring.py`).
 
 What the closed form cannot see follows: ranks in several groups wait for each other in every
 layer, not once per micro-batch; linear layers do not make up for attention; ring steps hide their
@@ -241,8 +240,6 @@ class _Simulation:
         if group.degree == 1:
             return
         self.clock[_ranks(group)] = self.clock[_ranks(group)].max()
-        if group.strategy == "allgather" and collective == "all-to-all":
-            collective = "all-gather"
         spans_nodes = self.topology.spans_nodes(group.start, group.stop)
         link = _link(spans_nodes and group.strategy != "hybrid")
         self._busy(work, duration, f"{collective}, {link}", "transfer")

@@ -27,12 +27,12 @@ Halves = tuple[int, int]  # relative sizes of a forward and of a backward
 LINEAR: Halves = (1, 3)
 ATTENTION: Halves = (2, 5)
 WAITS: Halves = (1, 1)
-# Transfers before and after the attention. The gradients that an all-gather returns are float32,
-# so its one way back counts as two of its ways there. So do those that return halos of a ring.
+# Transfers before and after the attention. The gradients that return halos of a ring are float32,
+# so that their way back counts as two of their ways there.
 RINGS = ("zigzag", "balanced")
-BEFORE: dict[str, Halves] = {"ulysses": (1, 1), "allgather": (1, 1)}
+BEFORE: dict[str, Halves] = {"ulysses": (1, 1)}
 BEFORE |= dict.fromkeys(RINGS, (1, 0))
-AFTER: dict[str, Halves] = {"ulysses": (1, 1), "allgather": (0, 2)}
+AFTER: dict[str, Halves] = {"ulysses": (1, 1)}
 AFTER |= dict.fromkeys(RINGS, (0, 2))
 EVEN: Halves = (1, 1)
 
@@ -202,8 +202,6 @@ def _totals(
         exposed_tokens = float((s * (1 - hidden)).sum())
         traffic, speed = _traffic_and_speed(group, topology, cost)
         moved_s = traffic * exposed_tokens / group.degree / speed
-        if group.strategy == "allgather":
-            moved_s += _halo_s(s, group, topology, cost)
         moved = min(whole, round(moved_s * 1e9))
     linear = min(linear, whole - moved)
     attention = whole - moved - linear
@@ -230,10 +228,7 @@ def _halo_s(s: FloatArray, group: Group, topology: Topology, cost: CostModel) ->
 def _traffic_and_speed(group: Group, topology: Topology, cost: CostModel) -> tuple[float, float]:
     """Return the bytes per token that a group's collectives move, and their bytes/s."""
     spans_nodes = topology.spans_nodes(group.start, group.stop)
-    if group.strategy == "allgather":
-        traffic = cost.full_share * cost.ring_traffic(group.degree, "allgather")
-    else:
-        traffic = cost.all_to_all_bytes
+    traffic = cost.all_to_all_bytes
     if group.strategy == "hybrid" and spans_nodes:
         # the all-to-alls of a hybrid stay inside nodes
         speed = cost.bandwidth(group.degree // nodes_spanned(group.degree), False)

@@ -260,7 +260,7 @@ def _works(tokens: int) -> list[Work]:
             lengths=(tokens,),
         )
     ]
-    for strategy in ("ulysses", "zigzag", "balanced", "allgather", "hybrid"):
+    for strategy in ("ulysses", "zigzag", "balanced", "hybrid"):
         group = Group(ranks=tuple(range(8)), sequences=(0,), strategy=strategy)
         topology = two_nodes if strategy == "hybrid" else one_node
         work = Work(name=strategy, topology=topology, groups=(group,), lengths=(8 * tokens,))

@@ -25,7 +25,7 @@ from hf_flexseq.topology import Topology
 
 RANKS = 4
 TOPOLOGY = Topology(nodes=2, ranks_per_node=2)
-STRATEGIES = ("ulysses", "zigzag", "balanced", "allgather", "hybrid")
+STRATEGIES = ("ulysses", "zigzag", "balanced", "hybrid")
 MOST_OF_A_CALL = 1.3
 HEADS, KV_HEADS, HEAD_DIM = 8, 2, 64
 LENGTHS = (4099, 1, 513, 2048)

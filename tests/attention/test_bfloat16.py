@@ -1,12 +1,12 @@
 """The error of bfloat16 attention over a group, against that of one bfloat16 kernel call, both
 against float64.
 
-Ulysses and the all-gather make one call per query, so they round an output once, as one rank does.
+Ulysses makes one call per query, so it rounds an output once, as one rank does.
 The rings merge partial results, rounded to 16 bits by the kernel, in float32.
 
 Gradients leave the CPU kernel in float32; they are rounded when complete, and where a ring sends
-parts of them to another rank. The all-gather sends float32, as does Ulysses where several ranks
-share a KV head. The reference gives gradients of 16 bits, as the CUDA kernels do: then every part
+parts of them to another rank. Ulysses sends float32 where several ranks share a KV
+head. The reference gives gradients of 16 bits, as the CUDA kernels do: then every part
 of a sum is rounded before it is added, in float32, to the others.
 """
 
@@ -44,14 +44,12 @@ ONE_CALL_PER_QUERY = (ONE_ROUNDING, ONE_ROUNDING, TWICE_ROUNDED, TWICE_ROUNDED)
 MOST = {
     "cpu_flash": {
         "ulysses": (ONE_ROUNDING,) * 4,
-        "allgather": (ONE_ROUNDING,) * 4,
         "zigzag": (MERGED,) * 4,
         "balanced": (MERGED,) * 4,
         "hybrid": (MERGED,) * 4,
     },
     "reference": {
         "ulysses": ONE_CALL_PER_QUERY,
-        "allgather": ONE_CALL_PER_QUERY,
         "zigzag": (TWICE_ROUNDED,) * 4,
         "balanced": (TWICE_ROUNDED,) * 4,
         "hybrid": (TWICE_ROUNDED,) * 4,

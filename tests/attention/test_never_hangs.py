@@ -42,7 +42,7 @@ def test_what_is_drawn_has_something_of_everything():
         counts.update(had(draw(number), Used()))
     assert counts["degree above 1"] >= 0.8 * drawn
     for name in (
-        *("local", "ulysses", "zigzag", "balanced", "allgather", "hybrid"),
+        *("local", "ulysses", "zigzag", "balanced", "hybrid"),
         *("BY_TAG", "BY_LANE", "ONE_QUEUE"),
         *(f"{ranks} ranks" for ranks in (2, 3, 4, 6, 8)),
         *("several zones on a rank", "remapped", "pipeline"),

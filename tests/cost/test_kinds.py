@@ -20,7 +20,7 @@ from hf_flexseq.layers import FULL, Reach
 from hf_flexseq.topology import Topology
 
 REACHES = [Reach(window=1), Reach(window=5), Reach(window=64), Reach(chunk=1), Reach(chunk=7)]
-RINGS = ["zigzag", "balanced", "allgather"]
+RINGS = ["zigzag", "balanced"]
 SIMPLE = CostModel(
     name="simple",
     attention_s=2.0,

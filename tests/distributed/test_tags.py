@@ -43,16 +43,6 @@ def test_pieces_of_heads_have_tags_of_their_own():
             function(HEAD_PIECES)
 
 
-def test_legs_of_a_gather_have_tags_of_their_own():
-    messages = [
-        function(leg) for leg in range(8) for function in (tags.gather_leg, tags.return_leg)
-    ]
-    assert sorted(messages) == list(range(16))
-    for function in (tags.gather_leg, tags.return_leg):
-        with pytest.raises(AssertionError, match="no leg"):
-            function(8)
-
-
 def test_the_two_exchanges_of_every_turn_have_eight_tags_each():
     messages = []
     for turn in range(100):
@@ -214,7 +204,6 @@ def run_rank(wire, micro_batch, lengths, rank, topology, *, links):
 
 USED = {  # by strategy, the messages of its zones
     "ulysses": range(8),
-    "allgather": range(16),
     "zigzag": range(1 << 16),
     "balanced": range(1 << 16),
     "hybrid": range(1 << 16),

@@ -14,7 +14,6 @@ from hf_flexseq.kernels.choose import choose_kernel
 from hf_flexseq.layers import FULL
 from hf_flexseq.plan.dealing import Dealing
 from hf_flexseq.plan.rows import shards_of
-from hf_flexseq.program.gathered import GatheredZone
 from hf_flexseq.program.hybrid import Reordered
 from hf_flexseq.program.ulysses import UlyssesZone
 from hf_flexseq.schedule.routing import NicFigures
@@ -118,8 +117,7 @@ def rows_of(plan, shards, communicator):
 
 
 def ways_between_nodes(contexts):
-    """What a rank's contexts have of a hybrid's ring and of a gather's second leg, as a set of
-    words."""
+    """What a rank's contexts have of a hybrid's ring, as a set of words."""
     found = set()
     for zone in (zone for context in contexts for zone in context.programs.parts.zones(FULL)):
         if isinstance(zone, UlyssesZone) and isinstance(zone.inner, Reordered):
@@ -127,7 +125,4 @@ def ways_between_nodes(contexts):
             reads = [read for turn in turns for read in turn.reads]
             if any(read.keys.peer is not None for read in reads):
                 found.add("ring of a hybrid")
-        later_legs = zone.legs[1:] if isinstance(zone, GatheredZone) else ()
-        if any(leg.sent or leg.received for leg in later_legs):
-            found.add("second leg of a gather")
     return found

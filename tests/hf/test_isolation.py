@@ -118,8 +118,6 @@ LAYOUTS = [
     (1, 2, "balanced", False, False),
     (1, 3, "balanced", True, False),
     (2, 2, "balanced", False, True),
-    (1, 2, "allgather", False, False),
-    (2, 2, "allgather", True, False),
     (1, 2, "hybrid", False, False),
     (2, 2, "hybrid", False, False),
     (3, 1, "hybrid", True, False),

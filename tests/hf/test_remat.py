@@ -42,7 +42,7 @@ GROUPS = {
     "ulysses": (Group(ranks=(0, 1), sequences=(0, 1, 2), strategy="ulysses"),),
     **{
         name: (Group(ranks=(0, 1), sequences=(0, 1, 2), strategy=name),)
-        for name in ("zigzag", "balanced", "allgather", "hybrid")
+        for name in ("zigzag", "balanced", "hybrid")
     },
     "mixed": (
         Group(ranks=(0, 1), sequences=(0,), strategy="ulysses"),

@@ -1,5 +1,5 @@
-"""A model on ranks of several nodes equals one process: with the ring of a hybrid group, both legs
-of a gather, routed rings and routed remapping, each seen to have happened. Ranks are threads."""
+"""A model on ranks of several nodes equals one process: with the ring of a hybrid group, routed
+rings and routed remapping, each seen to have happened. Ranks are threads."""
 
 import random
 from dataclasses import replace
@@ -21,7 +21,7 @@ from tests.ranks import join, run_threads
 
 LENGTHS = [1, 2, 17, 5, 31, 3, 1, 40, 11, 2, 13, 23]
 # What only a group across nodes has, by strategy.
-OWN_WAYS = {"hybrid": {"ring of a hybrid"}, "allgather": {"second leg of a gather"}}
+OWN_WAYS = {"hybrid": {"ring of a hybrid"}}
 
 
 def group(strategy, ranks, *sequences):

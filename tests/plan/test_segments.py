@@ -7,7 +7,7 @@ from hf_flexseq.plan.groups import Group, MicroBatch
 from hf_flexseq.plan.segments import chains_of
 from hf_flexseq.plan.shard import make_shard
 
-STRATEGIES = ("ulysses", "zigzag", "balanced", "allgather", "hybrid")
+STRATEGIES = ("ulysses", "zigzag", "balanced", "hybrid")
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)

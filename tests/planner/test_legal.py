@@ -71,7 +71,7 @@ def wrong_ranks(ranks: set[int], nodes: int, per_node: int) -> list[str]:
     ),
     st.integers(1, 4),
     st.integers(1, 9),
-    st.sampled_from(["auto", "ulysses", "zigzag", "balanced", "allgather", "hybrid"]),
+    st.sampled_from(["auto", "ulysses", "zigzag", "balanced", "hybrid"]),
     st.sampled_from([1.0, 1.01, 1.1, 2.0]),
 )
 def test_plans_are_legal(

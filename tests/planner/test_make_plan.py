@@ -80,7 +80,7 @@ def verify(
 @given(
     st.lists(st.integers(1, 60_000), min_size=1, max_size=40),
     st.sampled_from(TOPOLOGIES),
-    st.sampled_from(["auto", "ulysses", "zigzag", "balanced", "allgather", "hybrid", "local"]),
+    st.sampled_from(["auto", "ulysses", "zigzag", "balanced", "hybrid", "local"]),
     st.sampled_from(["lockstep", "free"]),
     st.integers(0, 20_000),
 )

@@ -83,7 +83,7 @@ def test_random_plans_come_to_their_end(seed, monkeypatch):
             check(programs, shape)
 
 
-@pytest.mark.parametrize("strategy", ["zigzag", "balanced", "ulysses", "allgather", "hybrid"])
+@pytest.mark.parametrize("strategy", ["zigzag", "balanced", "ulysses", "hybrid"])
 def test_a_group_of_64_ranks_comes_to_its_end(strategy):
     topology = Topology(nodes=8, ranks_per_node=8)
     group = Group(ranks=tuple(range(64)), sequences=(0,), strategy=strategy)
@@ -122,7 +122,7 @@ def test_what_recurrent_layers_exchange_comes_to_its_end(seed):
             check(programs, shape)
 
 
-@pytest.mark.parametrize("strategy", ["zigzag", "balanced", "ulysses", "allgather", "hybrid"])
+@pytest.mark.parametrize("strategy", ["zigzag", "balanced", "ulysses", "hybrid"])
 def test_a_rank_gets_few_rows_of_a_long_sequence(strategy):
     """Whatever the length: W - 1 rows for each of its segments, and a summary of each segment of
     another rank."""
@@ -212,20 +212,12 @@ def test_a_planted_fault_is_found(fault):
         check(programs, SHAPE)
 
 
-# What comes too late, and is read by another view of the same memory.
-VIEWED = {
-    "rows that the second leg of a gather passes on": ("allgather", False),
-    "a packet that is sent across": ("zigzag", True),
-}
-
-
-@pytest.mark.parametrize("what", VIEWED)
-def test_a_view_of_what_arrives_is_not_read(what):
-    strategy, is_routed = VIEWED[what]
+def test_a_packet_that_is_sent_across_is_not_read_before_it_arrives():
+    """Its bytes come too late, and are read by another view of the same memory."""
     topology = Topology(nodes=2, ranks_per_node=2)
-    group = Group(ranks=(0, 1, 2, 3), sequences=(0,), strategy=strategy)
-    options = {"links": links_of(topology)} if is_routed else {}
-    programs = programs_of(MicroBatch(groups=(group,)), (64,), topology, **options)[1]
+    group = Group(ranks=(0, 1, 2, 3), sequences=(0,), strategy="zigzag")
+    links = links_of(topology)
+    programs = programs_of(MicroBatch(groups=(group,)), (64,), topology, links=links)[1]
     check(programs, SHAPE)
     programs[0] = with_late_wait(programs[0])
     with pytest.raises(ProgramError, match="rank 0 reads before it waits"):

@@ -10,7 +10,7 @@ from hf_flexseq.program.instructions import LayerShape
 from hf_flexseq.program.memory import nbytes
 from hf_flexseq.topology import Topology
 
-HALO_STRATEGIES = ("zigzag", "balanced", "allgather")
+HALO_STRATEGIES = ("zigzag", "balanced")
 
 
 def programs_of(strategy, lengths, degree, reach, rank):

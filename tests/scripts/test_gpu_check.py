@@ -226,7 +226,7 @@ def test_figures_are_shown_and_not_judged(name):
 @MINUTES
 def test_the_host_is_timed_in_every_kind_of_attention():
     text = part("figures").host_section(rehearsal()).text()
-    for work in ("local", "ulysses", "zigzag", "balanced", "allgather", "hybrid", "three zones"):
+    for work in ("local", "ulysses", "zigzag", "balanced", "hybrid", "three zones"):
         assert f"| {work} | no |" in text
     for work in ("ulysses", "hybrid", "three zones"):
         assert f"| {work} | yes |" in text

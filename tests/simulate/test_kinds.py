@@ -32,9 +32,7 @@ def simulated(strategy: str, degree: int, layers: int) -> tuple[Timeline, int]:
 
 
 @pytest.mark.parametrize("layers", [0, 3])
-@pytest.mark.parametrize(
-    "strategy, degree", [("local", 1), ("ulysses", 4), ("allgather", 4), ("hybrid", 8)]
-)
+@pytest.mark.parametrize("strategy, degree", [("local", 1), ("ulysses", 4), ("hybrid", 8)])
 def test_without_a_ring_windows_are_the_closed_form(
     strategy: str, degree: int, layers: int
 ) -> None:

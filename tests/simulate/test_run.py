@@ -257,7 +257,6 @@ def test_balanced_takes_its_critical_path_and_waits_for_its_helpers(degree: int)
 @pytest.mark.parametrize(
     "strategy, label",
     [
-        ("allgather", "all-gather, between nodes"),
         ("hybrid", "all-to-all, within a node"),
         ("ulysses", "all-to-all, between nodes"),
     ],

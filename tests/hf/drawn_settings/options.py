@@ -267,7 +267,7 @@ SOMETIMES: tuple[Option, ...] = (
 OURS: tuple[Option, ...] = (
     *_of(
         lookahead=(0, 1, 4),
-        strategy=("ulysses", "zigzag", "balanced", "allgather"),
+        strategy=("ulysses", "zigzag", "balanced"),
         sync=("lockstep", "free"),
         max_tokens_per_rank=(64, 150),
         remap=("off",),
