@@ -9,11 +9,12 @@ from importlib.util import find_spec
 from os import PathLike, fspath
 from typing import Any, Self
 
+from hf_flexseq.registry import STRATEGIES
 from hf_flexseq.values import MAX_COUNT, MAX_RANKS, MAX_TOKENS_PER_RANK, quoted
 
 # The values of the options.
 PLANNERS = ("auto", "static", "flexsp", "zeppelin")
-USER_STRATEGIES = ("auto", "ulysses", "zigzag", "balanced", "hybrid", "local")
+USER_STRATEGIES = ("auto", *STRATEGIES)
 SYNCS = ("auto", "lockstep", "free")
 REMAPS = ("auto", "off")
 ROUTINGS = ("auto", "off")

@@ -3,7 +3,8 @@
 import random
 from collections.abc import Sequence
 
-from hf_flexseq.plan import STRATEGIES, Group, MicroBatch, Plan, check, widest_first
+from hf_flexseq.plan import Group, MicroBatch, Plan, check, widest_first
+from hf_flexseq.registry import STRATEGIES
 from hf_flexseq.topology import Topology
 
 

@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 from hf_flexseq import FlexSeqConfig
-from hf_flexseq.config import USER_STRATEGIES, FlexSeqArguments
-from hf_flexseq.plan import STRATEGIES
+from hf_flexseq.config import FlexSeqArguments
+from hf_flexseq.registry import STRATEGIES
 
 
 def test_defaults_are_valid_and_documented() -> None:
@@ -108,9 +108,14 @@ def test_flexsp_without_its_solver_is_refused_when_configured(
         FlexSeqArguments(planner="flexsp")
 
 
-def test_every_strategy_of_a_plan_can_be_chosen() -> None:
-    assert sorted(USER_STRATEGIES) == sorted(["auto", *STRATEGIES])
-    assert FlexSeqArguments(strategy="hybrid").strategy == "hybrid"
+@pytest.mark.parametrize("strategy", ["auto", *STRATEGIES])
+def test_every_strategy_of_a_plan_can_be_chosen(strategy: str) -> None:
+    assert FlexSeqArguments(strategy=strategy).strategy == strategy
+
+
+def test_a_removed_strategy_says_what_to_write() -> None:
+    with pytest.raises(ValueError, match="strategy='allgather' was removed: write strategy='zig"):
+        FlexSeqArguments(strategy="allgather")
 
 
 @dataclass

@@ -7,6 +7,7 @@ stages.
     kinds.py      layers that read a window or a chunk: their pairs and halos
     recurrent.py  layers that scan: their second pass, summaries and halos
     evaluate.py   groups, micro-batches and steps by a cost model
+    rings.py      what rings move and launch, by name
     launches.py   what the host does for a group in one layer, counted
     stages.py     chunks on the stages of a pipeline
     sharding.py   FSDP2's trips in a micro-batch, and the policies that a step can afford
@@ -35,11 +36,9 @@ from hf_flexseq.cost.model import (
     CostModel,
     Int64Array,
     Waits,
-    ring_stretch,
 )
 from hf_flexseq.cost.transfers import (
     HEAD_PIECES,
-    RING_STRATEGIES,
     WIDEST_WITHIN_A_NODE,
     nodes_spanned,
 )
@@ -48,7 +47,6 @@ __all__ = [
     "ATTENTION_BACKWARD",
     "HEAD_PIECES",
     "PIECE_ROWS",
-    "RING_STRATEGIES",
     "WIDEST_WITHIN_A_NODE",
     "CostModel",
     "FloatArray",
@@ -65,7 +63,6 @@ __all__ = [
     "nodes_spanned",
     "rank_ns",
     "remapped_ns",
-    "ring_stretch",
     "slowest_ns",
     "step_ns",
 ]

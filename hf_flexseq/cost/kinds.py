@@ -2,7 +2,7 @@
 
 A layer with a window of w tokens computes s(s+1)/2 pairs of a sequence up to w tokens, and w more
 for every further token; one with chunks of c tokens as many as that many sequences of c. Where
-ranks keep their own tokens (zigzag, balanced), such a layer needs a halo: of the tokens before
+ranks keep their own tokens (rings), such a layer needs a halo: of the tokens before
 each of a rank's slices as many as the reach goes back, but no more than there are.
 """
 
@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hf_flexseq.layers import Reach
+from hf_flexseq.plan.rings import chunks_per_rank
 from hf_flexseq.values import MAX_TOKENS, duration, fields_of, items, number, whole
 
 FloatArray = NDArray[np.float64]
@@ -135,15 +136,15 @@ def busiest_pairs(reach: Reach, s: FloatArray, degree: int, strategy: str) -> Fl
     their own slices.
 
     A slice at the start of its sequence has fewer than one behind it, whose queries read as far
-    back as the window goes. The two slices of a rank in the middle (zigzag), or the last one
-    (balanced), have most. Which chunks a slice begins and ends in differs from rank to rank.
+    back as the window goes. The two slices of a rank in the middle have most, or the last slice of
+    ranks that have one each. Which chunks a slice begins and ends in differs from rank to rank.
     """
     if degree == 1 or reach.is_full:
         return doubled_pairs(reach, s) / degree
     if reach.chunk is not None:
         upto = doubled_pairs(reach, _bounds(s, degree, strategy))  # [slices + 1, sequences]
         return _busiest(np.diff(upto, axis=0), degree)
-    if strategy == "balanced":
+    if chunks_per_rank(strategy) == 1:
         return doubled_pairs(reach, s) - doubled_pairs(reach, s - s / degree)
     middle, half = s / 2, s / (2 * degree)  # the slices are next to the middle
     return doubled_pairs(reach, middle + half) - doubled_pairs(reach, middle - half)
@@ -152,7 +153,7 @@ def busiest_pairs(reach: Reach, s: FloatArray, degree: int, strategy: str) -> Fl
 def _bounds(s: FloatArray, degree: int, strategy: str) -> FloatArray:
     """Return where the slices of sequences begin, and where the last one ends, [slices + 1,
     sequences]. s: [sequences] tokens."""
-    slices = degree if strategy == "balanced" else 2 * degree
+    slices = chunks_per_rank(strategy) * degree
     bounds: FloatArray = np.floor(np.outer(np.arange(slices + 1), s) / slices)
     return bounds
 
@@ -183,14 +184,14 @@ def halo_tokens(reach: Reach) -> int:
 def halos(reach: Reach, s: FloatArray, degree: int, strategy: str) -> FloatArray:
     """Return the tokens that the busiest rank receives before a layer, [sequences].
 
-    It has one slice under `balanced`, else two. Those of two ranks lie side by side in the rank
+    It has one or two slices, by strategy. Those of two ranks lie side by side in the rank
     that has the middle ones, so that either rank receives one halo only. A slice that begins where
     a chunk does has none.
     """
     if reach.chunk is not None:
         return _chunk_halos(reach.chunk, s, degree, strategy)
     others = s * (degree - 1) / degree  # tokens that the rank does not hold
-    slices = 1 if strategy == "balanced" or degree == 2 else 2
+    slices = 1 if degree == 2 else chunks_per_rank(strategy)
     return np.minimum(slices * halo_tokens(reach), others)
 
 

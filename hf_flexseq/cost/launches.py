@@ -16,13 +16,12 @@ of the group lie one way round and are short enough for a turn of a ring to be o
     local        2          0                 0
     ulysses      2 p        2 + 4 p           8 p (d - 1)
     zigzag       2 d + 1    10 + 4 d          6 (d - 1)
-    balanced     2 d/2 + 3  12 + 5 d/2        3 d/2 + 8 (d - 1)/2
     hybrid       2 n + 1    24 + 4 n          8 (w - 1) + 6 (n - 1)
     halo         2          10                8, of a slice per rank 4
       hybrid     2          24                8 (w - 1) + 8
 
 The last two are of layers with a window or a chunk, whose slices are as long as that: a zigzag has
-two for each rank, `balanced` has one, and a hybrid has them between nodes. Of two ranks, and of a
+two for each rank, and a hybrid has them between nodes. Of two ranks, and of a
 hybrid on two nodes, they have half of the halos' messages and a launch less, and so has one slice.
 
 With p pieces of heads (and one launch more where there are several), and halves rounded down.
@@ -37,22 +36,21 @@ turns of a ring; and heads that the ranks do not divide, which are repeated for 
 """
 
 import functools
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
 from hf_flexseq.cost.recurrent import EXCHANGES_EACH_WAY, segments_of_rank
+from hf_flexseq.cost.rings import RING_PASSES, ring_costs
+from hf_flexseq.plan.rings import Round, chunks_per_rank, ring_named
+from hf_flexseq.registry import RINGS
 
 # Launches beside the turns: counts of the programs, which change with them.
 ULYSSES_LAUNCHES = 6  # heads in one piece
 ULYSSES_PIECE_LAUNCHES = 4  # every further piece
 ULYSSES_PIECES_LAUNCHES = 1  # where there are several
-ZIGZAG_LAUNCHES = 10
-ZIGZAG_RANK_LAUNCHES = 4  # for each rank of the group
-BALANCED_LAUNCHES = 12
-BALANCED_PAIR_LAUNCHES = 5  # for each two ranks of the group
 HYBRID_LAUNCHES = 24
 HYBRID_NODE_LAUNCHES = 4
 
@@ -74,7 +72,6 @@ SUMMARY_LAUNCHES = 32
 SUMMARY_RANK_LAUNCHES = {1: 10, 2: 28}  # by slices of a rank
 
 EXCHANGES = 4  # of Ulysses: to heads and back, forward and backward
-RING_PASSES = 3  # keys and values forward and backward, and their gradients
 HALO_PASSES = 2  # keys and values forward, and their gradients backward
 
 
@@ -102,10 +99,8 @@ def layer_work(strategy: str, degree: int, *, nodes: int = 1, pieces: int = 1) -
         return LayerWork(turns=2, launches=2, posts=0, messages=0)
     if strategy == "ulysses":
         return _ulysses(degree, nodes, pieces)
-    if strategy == "zigzag":
-        return _zigzag(degree, nodes)
-    if strategy == "balanced":
-        return _balanced(degree, nodes)
+    if strategy in RINGS:
+        return _ring(strategy, degree, nodes)
     if strategy == "hybrid":
         return _hybrid(degree, nodes)
     raise ValueError(f"strategy {strategy!r} has no counted launches")
@@ -118,7 +113,7 @@ def halo_work(strategy: str, degree: int, *, nodes: int = 1) -> LayerWork:
     strategy: one whose ranks compute their own slices in such layers, or a hybrid on several
     nodes of two ranks and more. nodes: that the group spans, with equally many ranks on each.
     """
-    slices = 1 if strategy == "balanced" else 2
+    slices = chunks_per_rank(strategy)
     ring = nodes if strategy == "hybrid" else degree  # ranks, or nodes, with slices of their own
     neighbours = slices if ring > 2 else slices / 2  # on each side, one for each slice
     messages = int(2 * HALO_PASSES * neighbours)
@@ -174,27 +169,10 @@ def _ulysses(degree: int, nodes: int, pieces: int) -> LayerWork:
     )
 
 
-def _zigzag(degree: int, nodes: int) -> LayerWork:
-    turns = degree + (degree + 1)  # the backward cuts one in two, for gradients to travel under
-    return LayerWork(
-        turns=turns,
-        launches=turns + ZIGZAG_LAUNCHES + ZIGZAG_RANK_LAUNCHES * degree,
-        posts=_ring_posts("zigzag", degree, nodes),
-        messages=2 * RING_PASSES * (degree - 1),
-    )
-
-
-def _balanced(degree: int, nodes: int) -> LayerWork:
-    fetches = degree // 2  # of keys and values
-    helps = (degree - 1) // 2  # calls in another rank's place
-    turns = (fetches + 1) + (fetches + 2)
-    return LayerWork(
-        turns=turns,
-        launches=turns + BALANCED_LAUNCHES + BALANCED_PAIR_LAUNCHES * degree // 2,
-        posts=_ring_posts("balanced", degree, nodes),
-        # There and back: three tensors in the forward, five in the backward.
-        messages=RING_PASSES * fetches + 8 * helps,
-    )
+def _ring(strategy: str, degree: int, nodes: int) -> LayerWork:
+    work = ring_costs(strategy).work(degree)
+    posts = _ring_posts(strategy, degree, nodes)
+    return LayerWork(turns=work.turns, launches=work.launches, posts=posts, messages=work.messages)
 
 
 def _hybrid(degree: int, nodes: int) -> LayerWork:
@@ -217,20 +195,19 @@ def _hybrid(degree: int, nodes: int) -> LayerWork:
 @functools.lru_cache(maxsize=256)
 def _ring_posts(strategy: str, degree: int, nodes: int) -> int:
     """Return the posts of the busiest rank of a ring, forward and backward, by lane."""
-    width = degree // nodes
-    turns = degree - 1 if strategy == "zigzag" else degree // 2
-    # Whether a rank exchanges something about a turn over a lane: [lanes, places, turn], with a
-    # turn 0 and turns behind the last one that have nothing.
-    fetched, helped = _lanes_of_turns(strategy, degree, width, turns)
-    due = fetched[:, :, RING_AHEAD + 1 :]  # what is fetched so many turns ahead
-    here = slice(turns + 1)
-    # 1. forward: the first fetches, and with each turn's help the fetch that is due
+    # Whether a rank exchanges something about a round over a lane: [lanes, places, round], with
+    # the first round and some after the last one that have nothing.
+    rounds = ring_named(strategy).rounds(degree)
+    fetched, helped = _lanes_of_rounds(rounds, degree, degree // nodes)
+    due = fetched[:, :, RING_AHEAD + 1 :]  # what is fetched so many rounds ahead
+    here = slice(len(rounds) + 1)
+    # 1. forward: the first fetches, and with each round's help the fetch that is due
     posts = fetched[:, :, 1 : RING_AHEAD + 1].sum(axis=2)  # [lanes, places]
     posts += (helped[:, :, here] | due[:, :, here]).sum(axis=2)
-    # 2. backward: the first two posts, and with each turn's gradients the fetch that is due
+    # 2. backward: the first two posts, and with each round's gradients the fetch that is due
     posts += fetched[:, :, 1]
     posts += fetched[:, :, 2] | fetched[:, :, 3]
-    posts += (fetched[:, :, 1 : turns + 1] | due[:, :, 1 : turns + 1]).sum(axis=2)
+    posts += (fetched[:, :, 1 : len(rounds) + 1] | due[:, :, 1 : len(rounds) + 1]).sum(axis=2)
     return int(posts.sum(axis=0).max())
 
 
@@ -244,31 +221,33 @@ def _places(degree: int, width: int) -> Iterable[int]:
     return sorted(places)
 
 
-def _lanes_of_turns(
-    strategy: str, degree: int, width: int, turns: int
+def _lanes_of_rounds(
+    rounds: Sequence[Round], degree: int, width: int
 ) -> tuple[NDArray[np.bool_], NDArray[np.bool_]]:
-    """Return over which lanes ranks exchange something about each turn of a ring: two arrays,
-    [lanes, places, turns and some].
+    """Return over which lanes ranks exchange something about each round of a ring: two arrays,
+    [lanes, places, rounds and some].
 
     The first is of all calls, the second of those in another rank's place alone. Lanes are the
-    node's own, and the one to all others. width: ranks of a node. Turn 0 and those behind `turns`
-    have nothing.
+    node's own, and the one to all others. rounds: those after the first, which has nothing, as
+    those after the last. width: ranks of a node.
     """
+    nothing = Round(0, None, None)
+    padded = (nothing, *rounds, *(nothing,) * (RING_AHEAD + 1))
+    number = np.arange(len(padded))
+    distance = np.array([one.distance for one in padded])
+    # [2, rounds and some] by whether the partner is counted around the end
+    roles = [[one.earlier for one in padded], [one.later for one in padded]]
+    calls = np.array([[role is not None for role in side] for side in roles])
+    in_place = np.array([[role is not None and role.helps for role in side] for side in roles])
+
     index = np.array(_places(degree, width))[:, None]  # [places, 1]
-    turn = np.arange(turns + RING_AHEAD + 2)
-    exists = (turn > 0) & (turn <= turns)
-    fetched = np.zeros((2, len(index), len(turn)), dtype=bool)
+    fetched = np.zeros((2, len(index), len(padded)), dtype=bool)
     helped = np.zeros_like(fetched)
-    # Whose keys or queries a rank reads, counted around the end, and who reads its own.
-    for peer in (index - turn, index + turn):
-        fetches = np.broadcast_to(exists, peer.shape)
-        helps = np.zeros_like(fetches)
-        if strategy == "balanced":
-            around = (peer < 0) | (peer >= degree)
-            half_way = 2 * turn == degree  # where nobody helps
-            fetches = fetches & ~(around & half_way)
-            helps = fetches & around
-        inside = peer % degree // width == index // width  # [places, turns and some]
+    # Whose keys or queries a rank reads, and who reads its own: [places, rounds and some].
+    for peer in (index - distance, index + distance):
+        around = ((peer < 0) | (peer >= degree)).astype(int)
+        fetches, helps = calls[around, number], in_place[around, number]
+        inside = peer % degree // width == index // width
         for lane, is_there in enumerate((inside, ~inside)):
             fetched[lane] |= fetches & is_there
             helped[lane] |= helps & is_there

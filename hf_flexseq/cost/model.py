@@ -7,7 +7,7 @@ bandwidth,
     ulysses   max(a1 s^2 stretch / d, h t) + (1 - h) t + a2 s / d, with t = all-to-all bytes s / (d
               v_d)
     zigzag    max(a1 s^2 / d, ring bytes s (d - 1) / (d v_d)) + a2 s / d
-    balanced  the same with a1 s^2 (d + 1) / d^2 at even d, and the bytes of `ring_traffic`
+    other rings   the same with a1 s^2 stretch / d and traffic of their own (`rings.py`)
     hybrid    Ulysses' transfers inside a node + max(a1 s^2 stretch, ring bytes s (nodes - 1) /
               v_d) / d + a2 s / d
 
@@ -76,7 +76,9 @@ from numpy.typing import NDArray
 
 from hf_flexseq.cost.kinds import FloatArray, busiest_pairs, full_share
 from hf_flexseq.cost.launches import LayerWork, halo_work, layer_work, segments_work
-from hf_flexseq.cost.transfers import RING_STRATEGIES, CostTransfers, nodes_spanned
+from hf_flexseq.cost.rings import ring_costs
+from hf_flexseq.cost.transfers import CostTransfers, nodes_spanned
+from hf_flexseq.registry import RINGS
 
 Int64Array = NDArray[np.int64]
 
@@ -126,10 +128,10 @@ class CostModel(CostTransfers):
             return ("ulysses",)
         if strategy == "auto":
             # Not hybrid: see nodes_spanned.
-            return ("ulysses", "zigzag", "balanced")
+            return ("ulysses", "zigzag")
         if strategy == "local":
             return ()
-        if strategy in (*RING_STRATEGIES, "hybrid"):
+        if strategy in (*RINGS, "hybrid"):
             self.trip_bytes()  # raises where the model does not know them
         return (strategy,)
 
@@ -152,7 +154,7 @@ class CostModel(CostTransfers):
             seconds = self._ulysses_s(s, attention, linear, degree, strategy, spans_nodes)
         elif strategy == "hybrid":
             seconds = self._hybrid_s(s, attention, linear, degree)
-        elif strategy in RING_STRATEGIES:
+        elif strategy in RINGS:
             seconds = self._ring_s(s, attention, linear, degree, strategy, spans_nodes)
         else:
             raise ValueError(f"strategy {strategy!r} has no cost formula")
@@ -225,7 +227,7 @@ class CostModel(CostTransfers):
         moved = traffic * s / degree / self.bandwidth(degree, spans_nodes)
         hidden = self.ring_overlap * moved
         exposed = moved - hidden
-        computed = np.maximum(attention * ring_stretch(degree, strategy), hidden)
+        computed = np.maximum(attention * ring_costs(strategy).stretch(degree), hidden)
         return computed + exposed + linear
 
     def _near_s(self, s: FloatArray, degree: int, strategy: str, spans_nodes: bool) -> FloatArray:
@@ -236,7 +238,7 @@ class CostModel(CostTransfers):
         """
         if strategy == "local":
             return self.near_attention_s(s, degree, strategy)
-        if strategy in RING_STRATEGIES:
+        if strategy in RINGS:
             attention = self.near_attention_s(s, degree, strategy)
             return attention + self.halo_s(s, degree, strategy, spans_nodes)
         is_hybrid = strategy == "hybrid" and spans_nodes
@@ -331,7 +333,7 @@ class CostModel(CostTransfers):
         elif strategy == "hybrid":
             strategy = "ulysses"
         seconds = self._work_s(layer_work(strategy, degree, nodes=nodes))
-        if self.kinds and strategy in (*RING_STRATEGIES, "hybrid"):
+        if self.kinds and strategy in (*RINGS, "hybrid"):
             near_s = self._work_s(halo_work(strategy, degree, nodes=nodes))
             seconds = self.full_share * seconds + (1 - self.full_share) * near_s
         seconds = self.attention_share * seconds
@@ -404,13 +406,3 @@ class CostModel(CostTransfers):
                 del record[one.name]
         text = json.dumps(record, sort_keys=True, separators=(",", ":"))
         return hashlib.sha256(text.encode()).hexdigest()[:16]
-
-
-def ring_stretch(degree: int, strategy: str) -> float:
-    """Return how much longer the attention of a ring strategy takes than an even split would.
-
-    `schedule/attention.py` has the schedules.
-    """
-    if strategy == "balanced" and degree % 2 == 0:
-        return (degree + 1) / degree
-    return 1.0

@@ -16,7 +16,7 @@ on one way (`plan/segments.py`; tests/cost/test_recurrent.py counts them there):
 
                                   segments       of one rank   summaries
     ulysses                       d              1             d - 1
-    balanced                      d              1             d - 1
+    a ring of one chunk a rank    d              1             d - 1
     zigzag, hybrid                2 d - 1        2             2 d - 3, of two ranks 1
 
 Ulysses cuts the concatenation of all sequences of a group, so that no rank has more than one that
@@ -31,6 +31,7 @@ import numpy as np
 
 from hf_flexseq.cost.kinds import FloatArray
 from hf_flexseq.layers import RECURRENT_KINDS
+from hf_flexseq.plan.rings import chunks_per_rank
 from hf_flexseq.values import MAX_TOKENS, duration, fields_of, items, number, quoted, whole
 
 # Tokens of a chunk of a scan (`kernels/scans`).
@@ -38,9 +39,6 @@ SCAN_CHUNK = 64
 
 # Exchanges of a layer whose segments are parts of sequences: forward and backward.
 EXCHANGES_EACH_WAY = 2
-
-# Strategies that give a rank two slices of every sequence.
-TWO_SLICES = ("zigzag", "hybrid")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -166,13 +164,13 @@ def recurrent_of_records(value: Any) -> tuple[RecurrentLayers, ...]:
 
 def segments_of_rank(degree: int, strategy: str) -> int:
     """Return the segments of a sequence that a rank of a group has at most."""
-    return 2 if degree > 1 and strategy in TWO_SLICES else 1
+    return 2 if degree > 1 and chunks_per_rank(strategy) == 2 else 1
 
 
 def summaries(degree: int, strategy: str) -> int:
     """Return the summaries of a sequence that the busiest rank of a group sends, or receives, on
     one way."""
-    if strategy in TWO_SLICES:
+    if chunks_per_rank(strategy) == 2:
         return max(degree - 1, 2 * degree - 3)
     return degree - 1
 

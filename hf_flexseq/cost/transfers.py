@@ -8,8 +8,7 @@ import numpy as np
 
 from hf_flexseq.cost.constants import CostConstants
 from hf_flexseq.cost.kinds import HALO_TRIPS, FloatArray, halos
-
-RING_STRATEGIES = ("zigzag", "balanced")
+from hf_flexseq.cost.rings import RING_PASSES, ring_costs
 
 # Most pieces that a rank's heads come in under Ulysses; two have most of the gain.
 HEAD_PIECES = 4
@@ -68,11 +67,8 @@ class CostTransfers(CostConstants):
         """Return the bytes that the busiest rank sends or receives for each token it holds,
         forward and backward, all layers."""
         keys, queries = self.trip_bytes()
-        if strategy == "zigzag":
-            return 3 * keys * (degree - 1)
-        # forward: result back; backward: queries, their gradients and results there
-        helps = (degree - 1) // 2
-        return 2 * keys * (degree // 2) + 4 * queries * helps
+        key_trips, query_trips = ring_costs(strategy).trips(degree)
+        return keys * key_trips + queries * query_trips
 
     def trip_bytes(self) -> tuple[float, float]:
         """Return the bytes of a token's (keys and values, queries) on one trip, all layers.
@@ -85,7 +81,7 @@ class CostTransfers(CostConstants):
                 f"cost model {self.name!r} has no ring_bytes, so rings have no cost: use "
                 "ulysses or auto"
             )
-        return self.ring_bytes / 3, self.query_bytes
+        return self.ring_bytes / RING_PASSES, self.query_bytes
 
     def halo_s(self, s: FloatArray, degree: int, strategy: str, spans_nodes: bool) -> FloatArray:
         """Return the seconds in which the busiest rank receives the halos of its slices and sends

@@ -37,9 +37,10 @@ from hf_flexseq.hf.model.positions import attach_positions, needed_columns
 from hf_flexseq.hf.model.recurrent import RecurrentFunctions
 from hf_flexseq.kernels import Kernel
 from hf_flexseq.kernels.kinds import choose_kernels
-from hf_flexseq.plan import STRATEGIES, Group, MicroBatch, Plan
+from hf_flexseq.plan import Group, MicroBatch, Plan
 from hf_flexseq.plan.rows import shards_of
 from hf_flexseq.plan.shard import Slice
+from hf_flexseq.registry import STRATEGIES
 from hf_flexseq.steps.token_columns import INDICES, LENGTHS
 from hf_flexseq.topology import Topology
 

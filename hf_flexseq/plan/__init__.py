@@ -17,12 +17,11 @@ Nothing in this package decides anything: planners make plans, the executing hal
 """
 
 from hf_flexseq.plan.check import check
-from hf_flexseq.plan.groups import STRATEGIES, Group, MicroBatch, widest_first
+from hf_flexseq.plan.groups import Group, MicroBatch, widest_first
 from hf_flexseq.plan.records import AnyPlan
 from hf_flexseq.plan.sequences import Plan, PlanInfeasible
 
 __all__ = [
-    "STRATEGIES",
     "AnyPlan",
     "Group",
     "MicroBatch",

@@ -17,17 +17,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from hf_flexseq.plan.wire import PlanArrays
+from hf_flexseq.registry import STRATEGIES
 from hf_flexseq.values import fields_of, flag, items, quoted
-
-# How the ranks of a group share the attention of a sequence. attention/ runs them, plan/shard.py
-# says which tokens each rank holds.
-STRATEGIES = (
-    "local",  # one rank, no sharing
-    "ulysses",  # tokens are exchanged for heads: each rank attends with some heads to all tokens
-    "zigzag",  # a ring: keys and values go round, each rank has a front and a back chunk
-    "balanced",  # LightSeq's ring: ranks that are done help those with more keys to see
-    "hybrid",  # Ulysses inside nodes, a ring across them
-)
 
 # The keys of a group's record.
 GROUP_KEYS = ("ranks", "sequences", "strategy")

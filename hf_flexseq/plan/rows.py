@@ -16,6 +16,7 @@ ranks before a given one therefore need no loop.
 tests/plan/test_rows.py compares all of it with `shard.py`, token by token.
 """
 
+import functools
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import pairwise
@@ -24,17 +25,22 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from hf_flexseq.plan.groups import STRATEGIES, Group
+from hf_flexseq.plan.groups import Group
 from hf_flexseq.plan.remap import Move, transport
+from hf_flexseq.plan.rings import chunks_per_rank
 from hf_flexseq.plan.sequences import Plan
-from hf_flexseq.plan.shard import CHUNKS_PER_RANK, Shard, Slice, Zone, mirrored
+from hf_flexseq.plan.shard import Shard, Slice, Zone, mirrored
 from hf_flexseq.plan.wire import Ints, PlanArrays
+from hf_flexseq.registry import STRATEGIES
 from hf_flexseq.topology import Topology
 
 Flags = npt.NDArray[np.bool_]
 
-# by index in STRATEGIES: chunks of a sequence that a rank holds, 0 where none are cut
-_CHUNKS = np.array([CHUNKS_PER_RANK.get(strategy, 0) for strategy in STRATEGIES])
+
+@functools.cache
+def _chunks_of_strategies() -> Ints:
+    """Return by index in STRATEGIES the chunks of a sequence that a rank holds, 0 for none."""
+    return np.array([chunks_per_rank(strategy) for strategy in STRATEGIES])
 
 
 def ranges(starts: Ints, sizes: Ints) -> Ints:
@@ -67,7 +73,7 @@ def parts_of(arrays: PlanArrays, places: Ints, indices: Ints) -> Parts:
     Parts stand in the order of the pairs, and two of one pair in the order of the rank's row.
     """
     group = arrays.group_of[places]
-    chunks = _CHUNKS[arrays.strategies[group]]
+    chunks = _chunks_of_strategies()[arrays.strategies[group]]
     lengths = arrays.lengths[arrays.sequences[places]]
     starts = np.zeros((places.size, 2), dtype=np.int64)  # [pairs, first and second part]
     stops = np.zeros((places.size, 2), dtype=np.int64)
@@ -178,7 +184,7 @@ class ZoneRows:
         tokens, degrees = arrays.tokens[group], arrays.degrees[group]
         contiguous = (index + 1) * tokens // degrees - index * tokens // degrees
         dealt = (tokens + degrees - 1 - index) // degrees
-        held = np.where(_CHUNKS[arrays.strategies[group]] == 0, contiguous, dealt)
+        held = np.where(_chunks_of_strategies()[arrays.strategies[group]] == 0, contiguous, dealt)
 
         # Zones of one rank stand one after the other, in the order of the groups.
         holder = arrays.batch_of[group] * world_size + arrays.starts[group] + index

@@ -14,7 +14,8 @@ again from the slices of all ranks.
 from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
-from hf_flexseq.plan.shard import CHUNKS_PER_RANK, Zone, contiguous_part, cuts
+from hf_flexseq.plan.rings import chunks_per_rank
+from hf_flexseq.plan.shard import Zone, contiguous_part, cuts
 
 
 class Segment(NamedTuple):
@@ -58,7 +59,7 @@ def chains_of(zone: Zone) -> Chains:
     chains: dict[int, tuple[Segment, ...]] = {}
     held = []
     row = 0
-    cuts_chunks = zone.group.strategy in CHUNKS_PER_RANK
+    cuts_chunks = chunks_per_rank(zone.group.strategy) > 0
     tokens = sum(zone.lengths)
     first, last = contiguous_part(tokens, zone.index, zone.group.degree)
     offset = 0  # of the sequence in the concatenation of all
@@ -99,7 +100,7 @@ def _chunks(
 ) -> Iterator[Segment]:
     """Yield the chunks of a sequence, which may be empty; see `shard.held_chunks`."""
     cut = cuts(strategy, lengths, degree)[member]
-    chunks = CHUNKS_PER_RANK[strategy] * degree
+    chunks = chunks_per_rank(strategy) * degree
     for chunk in range(chunks):
         front = min(chunk, 2 * degree - 1 - chunk)
         index = degree - 1 - front if cut.mirrored else front

@@ -24,7 +24,6 @@ from typing import Any
 import numpy as np
 
 from hf_flexseq.plan.groups import (
-    STRATEGIES,
     MicroBatch,
     check_laminar,
     micro_batch_of,
@@ -32,6 +31,7 @@ from hf_flexseq.plan.groups import (
 )
 from hf_flexseq.plan.records import Record
 from hf_flexseq.plan.wire import PlanArrays, pack, unpack
+from hf_flexseq.registry import STRATEGIES
 from hf_flexseq.values import (
     MAX_RANKS,
     MAX_TOKENS,

@@ -12,17 +12,17 @@ order (widest first). Inside a zone the layout depends on the strategy:
 * local: the group's sequences one after the other;
 * ulysses: the group's sequences concatenated and cut into `degree` contiguous parts, so that a
   rank's part may begin and end in the middle of a sequence;
-* zigzag, hybrid: every sequence is cut into 2 x degree chunks and the rank of index i
-  holds chunks i and 2 x degree - 1 - i, which gives all ranks the same causal work (Megatron-LM's
-  and ring-flash-attention's layout, here for any length);
-* balanced: every sequence is cut into `degree` chunks, one per rank; the schedule evens out the
-  work (LightSeq, arXiv 2310.03294).
+* zigzag, hybrid: every sequence is cut into 2 x degree chunks and the rank of index i holds chunks
+  i and 2 x degree - 1 - i, which gives all ranks the same causal work (Megatron-LM's and
+  ring-flash-attention's layout, here for any length);
+* a ring of one chunk per rank: every sequence is cut into `degree` chunks, and the calls of its
+  rounds even out the work.
 
 A sequence of 8 tokens on two ranks, and after it one of 6, which lies the other way round:
 
     ulysses    rank 0 | 0.0 0.1 0.2 0.3 0.4 0.5 0.6         rank 1 | 0.7 1.0 1.1 1.2 1.3 1.4 1.5
     zigzag     rank 0 | 0.0 0.1 0.6 0.7 1.2 1.3 1.4         rank 1 | 0.2 0.3 0.4 0.5 1.0 1.1 1.5
-    balanced   rank 0 | 0.0 0.1 0.2 0.3 1.3 1.4 1.5         rank 1 | 0.4 0.5 0.6 0.7 1.0 1.1 1.2
+    one chunk  rank 0 | 0.0 0.1 0.2 0.3 1.3 1.4 1.5         rank 1 | 0.4 0.5 0.6 0.7 1.0 1.1 1.2
 
 Where sequences are cut into chunks, the ranks of the first chunks send and receive other amounts
 than those of the last ones. So about half of a group's tokens lie the other way round, the last
@@ -44,12 +44,10 @@ from numpy.typing import NDArray
 
 from hf_flexseq.plan.groups import Group, MicroBatch
 from hf_flexseq.plan.remap import Move, transport
+from hf_flexseq.plan.rings import chunks_per_rank
 from hf_flexseq.topology import Topology
 
 Index = TypeVar("Index", int, NDArray[np.int64])  # of one rank in its group, or of several
-
-# Chunks of a sequence that one rank holds, by strategy; other strategies cut no chunks.
-CHUNKS_PER_RANK = {"zigzag": 2, "hybrid": 2, "balanced": 1}
 
 # Sequences lie the other way round only if both sides then have at least this share of a group's
 # tokens, as 1 / MIRRORED_SHARE: less would even out little, and every step of a ring exchanges
@@ -203,7 +201,7 @@ def attention_tokens(
             held[group.start] += tokens
             continue
         index = np.arange(group.degree)
-        if group.strategy in CHUNKS_PER_RANK:
+        if chunks_per_rank(group.strategy):
             shares = _dealt_to(tokens, index, group.degree)
         else:
             start, stop = contiguous_part(tokens, index, group.degree)
@@ -219,7 +217,7 @@ def group_slices(group: Group, lengths: Sequence[int], index: int) -> tuple[Slic
     lengths: tokens of every sequence of the plan, by sequence id.
     """
     group_lengths = _lengths_of(group, lengths)
-    if group.strategy in CHUNKS_PER_RANK:
+    if chunks_per_rank(group.strategy):
         parts = _chunk_parts(group.strategy, group_lengths, index, group.degree)
     else:
         parts = _contiguous_parts(group_lengths, index, group.degree)
@@ -295,7 +293,7 @@ def held_chunks(
 ) -> tuple[int, ...]:
     """Return the chunks of a sequence that the rank of `index` holds, in the order of its row."""
     front = degree - 1 - index if mirrored else index
-    if CHUNKS_PER_RANK[strategy] == 1:
+    if chunks_per_rank(strategy) == 1:
         return (front,)
     back = 2 * degree - 1 - front
     return (front, back)
@@ -318,7 +316,7 @@ def cuts(strategy: str, lengths: tuple[int, ...], degree: int) -> tuple[Cut, ...
         sizes = _dealt_shares(dealt, length, degree)  # by rank
         if is_mirrored:
             sizes.reverse()  # by chunk
-        if CHUNKS_PER_RANK[strategy] == 2:
+        if chunks_per_rank(strategy) == 2:
             front = [size - size // 2 for size in sizes]
             back = [size // 2 for size in reversed(sizes)]
             sizes = front + back

@@ -29,7 +29,7 @@ import numpy as np
 
 from hf_flexseq.config import require_solver
 from hf_flexseq.cost import CostModel
-from hf_flexseq.plan import STRATEGIES, MicroBatch, Plan, PlanInfeasible, check
+from hf_flexseq.plan import MicroBatch, Plan, PlanInfeasible, check
 from hf_flexseq.planner.bound import bounds_ns
 from hf_flexseq.planner.notes import (
     bound_notes,
@@ -46,6 +46,7 @@ from hf_flexseq.planner.published.zeppelin import zeppelin_micro_batches
 from hf_flexseq.planner.remap import REMAPPING, with_remap
 from hf_flexseq.planner.search.auto import auto_micro_batches
 from hf_flexseq.planner.static import check_degree, static_micro_batches
+from hf_flexseq.registry import STRATEGIES
 from hf_flexseq.schedule.routing_notes import LayerTokenBytes
 from hf_flexseq.topology import Topology
 from hf_flexseq.values import MAX_TOKENS_PER_RANK

@@ -18,6 +18,7 @@ from hf_flexseq.plan import Group, MicroBatch
 from hf_flexseq.planner.blocks import ALL_RANGES, tree_ranges
 from hf_flexseq.planner.bound import Bounds, shapes_of
 from hf_flexseq.planner.problem import NEVER, cheapest
+from hf_flexseq.registry import RINGS
 from hf_flexseq.schedule.routing import links_of
 from hf_flexseq.schedule.routing_notes import LayerTokenBytes, routing_reason
 from hf_flexseq.topology import Topology
@@ -29,7 +30,7 @@ BY_COST = ("auto", "flexsp", "batch-ada")
 
 # Strategies in which any two ranks of a group exchange messages. In the others ranks of different
 # nodes meet that have the same index on their nodes.
-MEETING = ("ulysses", "zigzag", "balanced")
+MEETING = ("ulysses", *RINGS)
 
 
 def degree_note(

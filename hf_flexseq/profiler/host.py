@@ -18,7 +18,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from hf_flexseq.cost import CostModel
-from hf_flexseq.cost.launches import EXCHANGES, RING_PASSES, LayerWork, layer_work
+from hf_flexseq.cost.launches import EXCHANGES, LayerWork, layer_work
+from hf_flexseq.cost.rings import RING_PASSES
 from hf_flexseq.profiler.design import ProbeShape, disjoint_blocks, measured_degrees
 from hf_flexseq.profiler.fit import Sample, relative_nnls
 from hf_flexseq.topology import Topology

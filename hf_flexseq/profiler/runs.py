@@ -17,7 +17,8 @@ from typing import Any, NamedTuple
 import torch
 
 from hf_flexseq.attention import SequenceContext, sequence_parallel_attention
-from hf_flexseq.cost.launches import EXCHANGES, RING_PASSES
+from hf_flexseq.cost.launches import EXCHANGES
+from hf_flexseq.cost.rings import RING_PASSES
 from hf_flexseq.distributed.all_to_all import all_to_all
 from hf_flexseq.distributed.communicator import Communicator, Transfers
 from hf_flexseq.kernels import Kernel

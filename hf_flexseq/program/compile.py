@@ -41,6 +41,7 @@ from hf_flexseq.program.turns import WORTHY_PAIRS, ZoneLayout, make_turns
 from hf_flexseq.program.ulysses import ulysses_zone
 from hf_flexseq.program.weave import run_zones
 from hf_flexseq.program.zones import NoZone, Sinks, ZoneAttention
+from hf_flexseq.registry import RINGS
 from hf_flexseq.schedule.routing import NicFigures
 from hf_flexseq.topology import Topology
 
@@ -336,11 +337,11 @@ def _zone_attention(
             return LocalZone(rows, zone.lengths, tables, most_runs=waits, reach=reach)
         case "ulysses":
             return ulysses_zone(zone, channel, tables, machine.device, reach)
-        case "zigzag" | "balanced" as strategy if not reach.is_full:
+        case strategy if strategy in RINGS and not reach.is_full:
             group_cuts = cuts(strategy, zone.lengths, len(ranks))
             layout = ZoneLayout(group_cuts, strategy, zone.index, ranks, tables)
             return halo_zone(rows, layout, reach, channel)
-        case "zigzag" | "balanced" as strategy:
+        case strategy if strategy in RINGS:
             group_cuts = cuts(strategy, zone.lengths, len(ranks))
             # Between nodes transfers may be routed, time by time of the schedule, and turns are
             # not joined: routed or straight, sums have the same order.

@@ -5,10 +5,10 @@ call.
     window 4, rank 1 of three      0 0 0 0 0 0 1 1 1 1 1 1 2 2 2 2 2 2
                                          h h h s s s s s s                what rank 1 reads
 
-1. A slice is a chunk of the strategy's layout: a rank has two of each sequence (`zigzag`), or one
-   (`balanced`). Its halo is cut at the start of the sequence, and at the start of the
-   queries' chunk where the layer has chunks. It may lie on several ranks, where slices are shorter
-   than a window; it comes straight from each of them. No other key travels.
+1. A slice is a chunk of the strategy's layout: a rank has one or two of each sequence. Its halo is
+   cut at the start of the sequence, and at the start of the queries' chunk where the layer has
+   chunks. It may lie on several ranks, where slices are shorter than a window; it comes straight
+   from each of them. No other key travels.
 2. One kernel call takes every slice as a sequence of its own over [halo | slice], causal with a
    left window; of a layer with chunks, every part of a slice that is in one chunk.
 3. Backward: the halo is short, so its keys and values are kept. Their gradients go back to the

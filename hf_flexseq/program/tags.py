@@ -11,7 +11,7 @@ one. All tags are below 2^31, because transports take a signed 32-bit number.
       ulysses, hybrid inside a node    message in [0, 8)                 seq_to_head, head_to_seq
       halos of any strategy            message in [0, 2)                 HALO_KEYS, HALO_GRADIENTS
       recurrent layers                 message in [0, 2)                 RECURRENT_FORWARD, ...
-      zigzag, balanced,                message in [0, 2^17), or          ring_fetch, ring_return
+      rings,                           message in [0, 2^17), or          ring_fetch, ring_return
         hybrid across nodes              in [0, 2^16) where it is routed
       packets of a routed ring         message in 2^16 + [0, 24576)      packet_tag
     remapping                          2^30 + [0, 8)                     REMAP
@@ -104,7 +104,7 @@ RECURRENT_FORWARD = 0
 RECURRENT_BACKWARD = 1
 
 
-# zigzag and balanced: two exchanges per turn
+# rings: two exchanges per turn
 
 
 def ring_fetch(turn: int) -> int:

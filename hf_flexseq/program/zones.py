@@ -7,7 +7,7 @@ satisfies `ZoneAttention`:
     strategy              class
     local                 local.LocalZone
     ulysses, hybrid       ulysses.UlyssesZone (around a local.LocalZone, or a ring across nodes)
-    zigzag, balanced      ring.RingZone
+    rings                 ring.RingZone
     any ring, of layers   halo.HaloZone
       with a window or a chunk
     no group at all       NoZone

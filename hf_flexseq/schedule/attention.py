@@ -11,7 +11,7 @@ What travels follows from these three. Keys and values travel to a worker that i
 Queries travel to a worker that is not their reader (the worker is then a *helper*), and the
 partial result travels back from there. The compiler in `program/ring.py` knows nothing else.
 
-Which calls there are follows from the rounds of a strategy (`rounds.py`):
+Which calls there are follows from the rounds of a strategy (`plan/rings.py`):
 
     calls_of_rank         the calls in which one rank has a part, in time that grows with the
                           degree: what a rank needs
@@ -29,8 +29,8 @@ from dataclasses import dataclass
 from itertools import zip_longest
 from typing import NamedTuple, TypeVar
 
+from hf_flexseq.plan.rings import Round, ring_rounds
 from hf_flexseq.plan.shard import Cut, held_chunks
-from hf_flexseq.schedule.rounds import Round, ring_rounds
 
 Item = TypeVar("Item")
 ChunkKey = tuple[int, int]  # (index of the sequence in the group, chunk of that sequence)

@@ -25,10 +25,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hf_flexseq.plan import Group
+from hf_flexseq.plan.rings import Role, Round, ring_rounds
 from hf_flexseq.plan.shard import cuts
 from hf_flexseq.schedule.attention import in_turns, lanes_of
 from hf_flexseq.schedule.ring_tokens import LaneTokens, TurnTokens
-from hf_flexseq.schedule.rounds import Role, Round, ring_rounds
 from hf_flexseq.schedule.routing import (
     LEGS_COST,
     NOTHING_CROSSES,

@@ -10,8 +10,8 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from hf_flexseq.plan.rings import Role, Round
 from hf_flexseq.plan.shard import Cut, held_chunks
-from hf_flexseq.schedule.rounds import Role, Round
 
 Ints = NDArray[np.int64]
 

@@ -33,6 +33,7 @@ from numpy.typing import NDArray
 
 from hf_flexseq.cost import CostModel, Int64Array, remapped_ns
 from hf_flexseq.plan import Group, MicroBatch, Plan
+from hf_flexseq.registry import RINGS
 from hf_flexseq.simulate.ring import (
     RingTimes,
     crosses_nodes,
@@ -40,7 +41,7 @@ from hf_flexseq.simulate.ring import (
     ring_times,
     ring_traffic_ns,
 )
-from hf_flexseq.simulate.work import LINEAR, RINGS, GroupWork, make_work, spread, weights
+from hf_flexseq.simulate.work import LINEAR, GroupWork, make_work, spread, weights
 from hf_flexseq.timeline import Recorder, Timeline
 from hf_flexseq.topology import Topology
 

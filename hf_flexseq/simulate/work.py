@@ -18,6 +18,7 @@ import numpy as np
 
 from hf_flexseq.cost import CostModel, FloatArray, Int64Array, linear_ns, nodes_spanned
 from hf_flexseq.plan import Group
+from hf_flexseq.registry import RINGS
 from hf_flexseq.topology import Topology
 
 Halves = tuple[int, int]  # relative sizes of a forward and of a backward
@@ -29,7 +30,6 @@ ATTENTION: Halves = (2, 5)
 WAITS: Halves = (1, 1)
 # Transfers before and after the attention. The gradients that return halos of a ring are float32,
 # so that their way back counts as two of their ways there.
-RINGS = ("zigzag", "balanced")
 BEFORE: dict[str, Halves] = {"ulysses": (1, 1)}
 BEFORE |= dict.fromkeys(RINGS, (1, 0))
 AFTER: dict[str, Halves] = {"ulysses": (1, 1)}

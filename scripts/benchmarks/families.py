@@ -44,7 +44,7 @@ from common import ROOT, argument_parser, machine, table_head, table_row, write_
 
 sys.path.append(str(ROOT))
 import tests.hf.conftest  # noqa: F401  (lets DeepSpeed compile nothing)
-from hf_flexseq.plan import STRATEGIES
+from hf_flexseq.registry import STRATEGIES
 from hf_flexseq.topology import Topology
 from tests.hf import hybrids, test_hybrids
 from tests.hf import test_reach as reach

@@ -30,7 +30,8 @@ from hf_flexseq.hf.model.loss import attach_chunked_loss
 from hf_flexseq.kernels import Kernel
 from hf_flexseq.kernels.choose import choose_kernel
 from hf_flexseq.kernels.reference import Reference
-from hf_flexseq.plan import STRATEGIES, Group, MicroBatch, Plan, check, widest_first
+from hf_flexseq.plan import Group, MicroBatch, Plan, check, widest_first
+from hf_flexseq.registry import STRATEGIES
 from hf_flexseq.schedule.routing import NicFigures
 from hf_flexseq.topology import Topology
 

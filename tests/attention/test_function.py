@@ -10,8 +10,9 @@ from torch.utils.checkpoint import checkpoint
 from hf_flexseq.attention import SequenceContext, sequence_parallel_attention
 from hf_flexseq.attention.replay import Replay
 from hf_flexseq.kernels.choose import choose_kernel
-from hf_flexseq.plan import STRATEGIES, Group, MicroBatch
+from hf_flexseq.plan import Group, MicroBatch
 from hf_flexseq.plan.shard import make_shard, remapped
+from hf_flexseq.registry import STRATEGIES
 from hf_flexseq.topology import Topology
 from tests.ranks import join, run_threads
 

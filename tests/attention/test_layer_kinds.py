@@ -12,8 +12,9 @@ from hf_flexseq.attention import SequenceContext, sequence_parallel_attention
 from hf_flexseq.distributed.communicator import Communicator
 from hf_flexseq.kernels.reference import Reference
 from hf_flexseq.layers import FULL, Reach
-from hf_flexseq.plan import STRATEGIES, Group, MicroBatch
+from hf_flexseq.plan import Group, MicroBatch
 from hf_flexseq.plan.shard import make_shard
+from hf_flexseq.registry import STRATEGIES
 from hf_flexseq.topology import Topology
 from tests.attention.dense import dense_attention
 from tests.plans import random_plan

@@ -9,9 +9,10 @@ import torch
 
 from hf_flexseq.attention import SequenceContext, sequence_parallel_attention
 from hf_flexseq.kernels.choose import choose_kernel
-from hf_flexseq.plan import STRATEGIES, Group, MicroBatch
+from hf_flexseq.plan import Group, MicroBatch
 from hf_flexseq.plan.shard import make_shard
 from hf_flexseq.program import turns
+from hf_flexseq.registry import STRATEGIES
 from hf_flexseq.schedule import attention
 from hf_flexseq.topology import Topology
 from tests.attention.dense import dense_attention

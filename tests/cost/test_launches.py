@@ -10,13 +10,14 @@ from hf_flexseq.cost.launches import (
     layer_work,
 )
 from hf_flexseq.layers import Reach
-from hf_flexseq.plan import STRATEGIES, Group, MicroBatch
+from hf_flexseq.plan import Group, MicroBatch
 from hf_flexseq.plan.shard import make_shard
 from hf_flexseq.program import ring
 from hf_flexseq.program.compile import Machine, MicroBatchLayout, backward, forward
 from hf_flexseq.program.heads import PIECE_ROWS
 from hf_flexseq.program.instructions import LayerShape
 from hf_flexseq.program.turns import WORTHY_PAIRS
+from hf_flexseq.registry import STRATEGIES
 from hf_flexseq.topology import Topology
 
 SHAPE = LayerShape(query_heads=32, kv_heads=8, head_dim=16, dtype="bfloat16")

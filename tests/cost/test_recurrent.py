@@ -10,7 +10,6 @@ from hf_flexseq.cost.analytic import DEVICES, ModelShape, analytic_cost_model
 from hf_flexseq.cost.launches import segments_work
 from hf_flexseq.cost.presets import PRESETS, SHAPES
 from hf_flexseq.cost.recurrent import (
-    TWO_SLICES,
     RecurrentLayers,
     filled,
     segments_of_rank,
@@ -20,7 +19,7 @@ from hf_flexseq.cost.stages import PipelineCost
 from hf_flexseq.layers import RecurrentShape
 from hf_flexseq.plan import Group, MicroBatch, Plan
 from hf_flexseq.plan.segments import chains_of
-from hf_flexseq.plan.shard import CHUNKS_PER_RANK, make_shard
+from hf_flexseq.plan.shard import make_shard
 from hf_flexseq.planner import make_plan
 from hf_flexseq.program.compile import (
     HALO,
@@ -112,7 +111,6 @@ def test_the_busiest_rank_has_the_segments_and_summaries_that_it_is_priced_with(
             most_moved[behind] = max(most_moved[behind], len(received), sent)
     assert most_segments == segments_of_rank(degree, strategy)
     assert set(most_moved.values()) == {summaries(degree, strategy)}
-    assert (strategy in TWO_SLICES) == (CHUNKS_PER_RANK.get(strategy) == 2)
 
 
 def test_no_rank_of_ulysses_receives_more_of_many_sequences_than_of_one() -> None:

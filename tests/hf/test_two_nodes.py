@@ -6,7 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from hf_flexseq.plan import STRATEGIES, Group, MicroBatch, Plan
+from hf_flexseq.plan import Group, MicroBatch, Plan
+from hf_flexseq.registry import STRATEGIES
 from hf_flexseq.topology import Topology
 from tests.hf.by_hand import (
     SLOW_LINKS,

@@ -4,7 +4,8 @@ import pytest
 
 from hf_flexseq.layers import Reach
 from hf_flexseq.plan import Group, MicroBatch
-from hf_flexseq.plan.shard import CHUNKS_PER_RANK, group_slices, make_shard
+from hf_flexseq.plan.rings import chunks_per_rank
+from hf_flexseq.plan.shard import group_slices, make_shard
 from hf_flexseq.program.compile import Machine, MicroBatchLayout, backward, forward
 from hf_flexseq.program.instructions import LayerShape
 from hf_flexseq.program.memory import nbytes
@@ -42,7 +43,7 @@ def received_bytes(program, shape):
 def test_a_window_of_1024_moves_its_halo_once_there_and_once_back(strategy):
     window, degree, lengths = 1024, 8, (65536,)
     token = 2 * 2 * 16 * 2  # bytes of keys and values: two tensors, KV heads, size, bfloat16
-    halo = (window - 1) * token * CHUNKS_PER_RANK[strategy]
+    halo = (window - 1) * token * chunks_per_rank(strategy)
     for rank in range(degree):
         _, there, back, shape = programs_of(strategy, lengths, degree, Reach(window=window), rank)
         assert received_bytes(there, shape) <= 1.1 * halo

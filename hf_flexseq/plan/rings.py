@@ -1,20 +1,14 @@
-"""The ring strategies: what a rank of a group does in each round, and with whom.
+"""Rings: strategies whose ranks hold chunks of each sequence, and read others' round by round.
 
 In a *round* every worker has a call with one *partner*, the rank that many indices before it,
 counted around the end; the round says what the call is where the partner holds earlier tokens than
-the worker, and where it holds later ones. So a new member of the ring family is a new function
-from a degree to its rounds. There are two:
+the worker, and where it holds later ones. So a new ring is a new function from a degree to its
+rounds (`Ring`), which `registry.RINGS` names. The core has one:
 
     zigzag     A rank holds two chunks, one from each half of the sequence, and computes for its
                own queries only. This choice of chunks gives all ranks equal work.
-    balanced   A rank holds one chunk, so late ranks have more keys to read than early ones. Ranks
-               that have run out of keys before their own queries compute for the late ones.
-               LightSeq (DistFlashAttn, arXiv 2310.03294, section 3.1).
 
-`balanced` departs from the paper, which is right for even degrees only: as printed, and in the
-code published with it, nobody helps at the last time, which loses (d - 1) / 2 blocks of an odd
-degree d. With these blocks an odd degree has no idle rank at any time. An even degree idles for
-half a block's time per rank and takes (d + 1) / d of the ideal time.
+`schedule/attention.py` lists the calls that follow from the rounds.
 
 Rejected: handing keys and values on from rank to rank around the ring. A chunk is fetched straight
 from its owner, and only when some query of the worker reads it: the zigzag schedule moves a
@@ -22,9 +16,10 @@ quarter less than the ring of the same name.
 """
 
 import functools
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from hf_flexseq.plan.shard import CHUNKS_PER_RANK
+from hf_flexseq.registry import RINGS, object_of
 
 FRONT, BACK = 0, 1  # positions of a rank's two chunks in its row
 
@@ -57,7 +52,17 @@ class Round(NamedTuple):
     """What a worker does whose partner, behind the end, holds later tokens; None for nothing."""
 
 
-def zigzag(degree: int) -> list[Round]:
+class Ring(NamedTuple):
+    """A ring strategy."""
+
+    chunks_per_rank: int
+    """Chunks of a sequence that a rank holds: one, or a front and a back one."""
+
+    rounds: Callable[[int], Sequence[Round]]
+    """degree -> the rounds after the first, in which every rank attends to its own chunks."""
+
+
+def zigzag_rounds(degree: int) -> list[Round]:
     """Return the rounds after the first in which each rank reads from all others in turn.
 
     A rank of index i holds chunks i and 2d-1-i. A source before it has one chunk that all of its
@@ -69,23 +74,25 @@ def zigzag(degree: int) -> list[Round]:
     return [Round(distance, earlier, later) for distance in range(1, degree)]
 
 
-def balanced(degree: int) -> list[Round]:
-    """Return the rounds after the first in which ranks without keys to read help ranks with many.
+ZIGZAG = Ring(chunks_per_rank=2, rounds=zigzag_rounds)
 
-    At time t a rank reads the keys of the rank t indices before it. A rank that has none there
-    helps the rank t indices before it, counted around the end, with its own keys. Half way round
-    an even degree these would be blocks that are computed already, so nobody helps there.
+
+@functools.cache
+def ring_named(strategy: str) -> Ring:
+    """Return the ring of a strategy that is one of `registry.RINGS`."""
+    ring: Ring = object_of(RINGS[strategy].ring)
+    return ring
+
+
+@functools.cache
+def chunks_per_rank(strategy: str) -> int:
+    """Return the chunks of each sequence that a rank holds; 0 if the strategy cuts no chunks.
+
+    A hybrid has the chunks of a zigzag.
     """
-    reads = Role(helps=False, queries=(FRONT,), keys=(FRONT,))
-    helps = Role(helps=True, queries=(FRONT,), keys=(FRONT,))
-    rounds = []
-    for distance in range(1, degree // 2 + 1):
-        half_way = 2 * distance == degree
-        rounds.append(Round(distance, reads, None if half_way else helps))
-    return rounds
-
-
-RINGS = {"zigzag": zigzag, "balanced": balanced}
+    if strategy == "hybrid":
+        return ZIGZAG.chunks_per_rank
+    return ring_named(strategy).chunks_per_rank if strategy in RINGS else 0
 
 
 @functools.lru_cache(maxsize=64)
@@ -96,9 +103,10 @@ def ring_rounds(strategy: str, degree: int, *, chunk_by_chunk: bool) -> tuple[Ro
     many as a rank holds chunks, with one chunk of the keys in each; a worker with fewer key chunks
     idles in the rest of them.
     """
-    all_chunks = tuple(range(CHUNKS_PER_RANK[strategy]))
+    ring = ring_named(strategy)
+    all_chunks = tuple(range(ring.chunks_per_rank))
     rounds = [Round(0, Role(helps=False, queries=all_chunks, keys=all_chunks), None)]
-    for whole in RINGS[strategy](degree):
+    for whole in ring.rounds(degree):
         if not chunk_by_chunk:
             rounds.append(whole)
             continue

@@ -1,0 +1,73 @@
+"""LightSeq's ring (DistFlashAttn, arXiv 2310.03294, section 3.1): the strategy `balanced`.
+
+A rank holds one chunk, so late ranks have more keys to read than early ones. Ranks that have run
+out of keys before their own queries compute for the late ones.
+
+This departs from the paper, which is right for even degrees only: as printed, and in the code
+published with it, nobody helps at the last time, which loses (d - 1) / 2 blocks of an odd degree
+d. With these blocks an odd degree has no idle rank at any time. An even degree idles for half a
+block's time per rank and takes (d + 1) / d of the ideal time.
+
+The core executes these rounds as those of any ring, and prices them by `COSTS`.
+"""
+
+from hf_flexseq.cost.rings import RING_PASSES, RingCosts, RingWork
+from hf_flexseq.plan.rings import FRONT, Ring, Role, Round
+
+LAUNCHES = 12  # beside the turns
+PAIR_LAUNCHES = 5  # for each two ranks of the group
+
+# A helper's tensors: in the forward queries there, results back; in the backward five.
+HELP_MESSAGES = 8
+HELP_TRIPS = 4  # of the width of queries: the result; queries, their gradients and results
+
+
+def balanced_rounds(degree: int) -> list[Round]:
+    """Return the rounds after the first in which ranks without keys to read help ranks with many.
+
+    At time t a rank reads the keys of the rank t indices before it. A rank that has none there
+    helps the rank t indices before it, counted around the end, with its own keys. Half way round
+    an even degree these would be blocks that are computed already, so nobody helps there.
+    """
+    reads = Role(helps=False, queries=(FRONT,), keys=(FRONT,))
+    helps = Role(helps=True, queries=(FRONT,), keys=(FRONT,))
+    rounds = []
+    for distance in range(1, degree // 2 + 1):
+        half_way = 2 * distance == degree
+        rounds.append(Round(distance, reads, None if half_way else helps))
+    return rounds
+
+
+def _fetches(degree: int) -> int:
+    """Return how often the busiest rank fetches keys and values."""
+    return degree // 2
+
+
+def _helps(degree: int) -> int:
+    """Return the calls that the busiest helper computes for others."""
+    return (degree - 1) // 2
+
+
+def balanced_trips(degree: int) -> tuple[int, int]:
+    """Return the trips of the busiest rank's (keys and values, queries), forward and backward."""
+    return 2 * _fetches(degree), HELP_TRIPS * _helps(degree)
+
+
+def balanced_stretch(degree: int) -> float:
+    """Return the seconds of attention over those of an even split."""
+    return 1.0 if degree % 2 else (degree + 1) / degree
+
+
+def balanced_work(degree: int) -> RingWork:
+    """Return what the host of the busiest rank does in one layer, forward and backward."""
+    fetches = _fetches(degree)
+    turns = (fetches + 1) + (fetches + 2)
+    return RingWork(
+        turns=turns,
+        launches=turns + LAUNCHES + PAIR_LAUNCHES * degree // 2,
+        messages=RING_PASSES * fetches + HELP_MESSAGES * _helps(degree),
+    )
+
+
+RING = Ring(chunks_per_rank=1, rounds=balanced_rounds)
+COSTS = RingCosts(trips=balanced_trips, stretch=balanced_stretch, work=balanced_work)
