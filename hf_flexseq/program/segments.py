@@ -15,18 +15,20 @@ of attention do.
 """
 
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
 
-from hf_flexseq.plan.segments import Chains, HeldSegment, chains_of
+from hf_flexseq.plan.segments import Chains, HeldSegment, Segment, chains_of
 from hf_flexseq.plan.shard import Zone
 from hf_flexseq.program.builder import Builder, Tables, Values
 from hf_flexseq.program.exchange import Channel, Exchange, Label, post
 from hf_flexseq.program.instructions import INPUT, WIDE, Program, Rows, RowShape, Value
 from hf_flexseq.program.remap import TokenRemap
 from hf_flexseq.program.tags import RECURRENT_BACKWARD, RECURRENT_FORWARD
+
+SegmentKey = tuple[int, int]  # (index of the sequence in the group, place in its chain)
 
 # ---- what travels
 
@@ -225,6 +227,9 @@ class _ZoneSegments(NamedTuple):
     def _rank(self, index: int) -> int:
         return self.channel.group.ranks[index]
 
+    def _chain(self, one: HeldSegment) -> tuple[Segment, ...]:
+        return self.chains.chains[one.member]
+
     # -- halos
 
     def halo(
@@ -236,71 +241,72 @@ class _ZoneSegments(NamedTuple):
         edges: this rank's rows at the edges of segments, ascending. received: rows that zones
         before this one receive.
         """
-        # 1. (member, place) of a segment -> its first token that is read, by rank
-        wanted: dict[int, dict[tuple[int, int], int]] = defaultdict(dict)  # of others, by holder
-        given: dict[int, dict[tuple[int, int], int]] = defaultdict(dict)  # of this rank, by reader
+        rows = {(one.member, one.place): self.start + one.row for one in self.chains.held}
+
+        # 1. rows that go to others, found among the edges
+        sent = []
+        for index, pieces in sorted(self._halos_of_others(before).items()):
+            parts = []
+            for key, first in sorted(pieces.items()):
+                segment = self._segment(key)
+                parts.append(rows[key] + np.arange(first, segment.stop) - segment.start)
+            places = np.searchsorted(edges, np.concatenate(parts))
+            sent.append((self._rank(index), Rows(len(places), array=tables.index(places))))
+
+        # 2. rows that come from others, after the edges
+        arrived = []
+        sources: dict[SegmentKey, tuple[int, int]] = {}  # -> (first token, its source)
+        source = len(edges) + received
+        for index, pieces in sorted(self._halos_from_others(before).items()):
+            first_source = source
+            for key, first in sorted(pieces.items()):
+                sources[key] = (first, source)
+                source += self._segment(key).stop - first
+            arrived.append((self._rank(index), source - first_source))
+
+        # 3. the sources of the rows before each segment
+        for number, one in enumerate(self.chains.held, start=self.number):
+            chain = self._chain(one)
+            for place, first in _in_halo(chain, one.place, before):
+                key = (one.member, place)
+                tokens = np.arange(first, chain[place].stop)
+                if chain[place].holder == self.own:
+                    found = np.searchsorted(edges, rows[key] + tokens - chain[place].start)
+                else:
+                    first_token, first_source = sources[key]
+                    found = first_source + tokens - first_token
+                read[number, tokens - (chain[one.place].start - before)] = found
+        return RowMessages(self.channel, "rows before segments", tuple(sent), tuple(arrived))
+
+    def _segment(self, key: SegmentKey) -> Segment:
+        member, place = key
+        return self.chains.chains[member][place]
+
+    def _halos_from_others(self, before: int) -> dict[int, dict[SegmentKey, int]]:
+        """Return the first token that this rank reads of each segment of others, by holder."""
+        first_tokens: dict[int, dict[SegmentKey, int]] = defaultdict(dict)
         for one in self.chains.held:
-            chain = self.chains.chains[one.member]
-            first = chain[one.place].start - before
-            for place in range(one.place - 1, -1, -1):
-                segment = chain[place]
-                if segment.stop <= first:
-                    break
-                if segment.holder != self.own:
+            chain = self._chain(one)
+            for place, first in _in_halo(chain, one.place, before):
+                if chain[place].holder != self.own:
                     # The first segment of this rank reads farthest back, and comes first.
-                    key = (one.member, place)
-                    wanted[segment.holder].setdefault(key, max(segment.start, first))
+                    first_tokens[chain[place].holder].setdefault((one.member, place), first)
+        return first_tokens
+
+    def _halos_of_others(self, before: int) -> dict[int, dict[SegmentKey, int]]:
+        """Return the first token of each segment of this rank that others read, by reader."""
+        first_tokens: dict[int, dict[SegmentKey, int]] = defaultdict(dict)
+        for one in self.chains.held:
+            chain = self._chain(one)
             held = chain[one.place]
-            for segment in chain[one.place + 1 :]:
-                first = segment.start - before
+            for reader in chain[one.place + 1 :]:
+                first = reader.start - before
                 if held.stop <= first:
                     break
-                if segment.holder != self.own:
+                if reader.holder != self.own:
                     key = (one.member, one.place)
-                    given[segment.holder].setdefault(key, max(held.start, first))
-
-        # 2. rows that go to others
-        first_row = {(one.member, one.place): self.start + one.row for one in self.chains.held}
-        sent = []
-        for index, pieces in sorted(given.items()):
-            rows: list[int] = []
-            for key, first in sorted(pieces.items()):
-                member, place = key
-                segment = self.chains.chains[member][place]
-                row = first_row[key] + first - segment.start
-                rows += range(row, row + segment.stop - first)
-            places = np.searchsorted(edges, np.array(rows, dtype=np.int64))
-            number = tables.index(places)
-            sent.append((self._rank(index), Rows(len(rows), array=number)))
-
-        # 3. rows that come from others, behind the edges
-        source: dict[tuple[int, int], tuple[int, int]] = {}  # -> (first token, its source)
-        arrived = []
-        at = len(edges) + received
-        for index, pieces in sorted(wanted.items()):
-            tokens = 0
-            for (member, place), first in sorted(pieces.items()):
-                source[member, place] = (first, at + tokens)
-                tokens += self.chains.chains[member][place].stop - first
-            arrived.append((self._rank(index), tokens))
-            at += tokens
-
-        # 4. what the rows before each segment are
-        for number, one in enumerate(self.chains.held, start=self.number):
-            chain = self.chains.chains[one.member]
-            start = chain[one.place].start
-            place = one.place - 1
-            for token in range(start - 1, max(0, start - before) - 1, -1):
-                while chain[place].start > token:
-                    place -= 1
-                if chain[place].holder == self.own:
-                    row = first_row[one.member, place] + token - chain[place].start
-                    found = int(np.searchsorted(edges, row))
-                else:
-                    first, first_source = source[one.member, place]
-                    found = first_source + token - first
-                read[number, before - (start - token)] = found
-        return RowMessages(self.channel, "rows before segments", tuple(sent), tuple(arrived))
+                    first_tokens[reader.holder].setdefault(key, max(held.start, first))
+        return first_tokens
 
     # -- summaries
 
@@ -308,8 +314,7 @@ class _ZoneSegments(NamedTuple):
         """Yield the segments of this zone that others want to know of: those that have any behind
         them, in the backward any before them."""
         for number, one in enumerate(self.chains.held, start=self.number):
-            last = len(self.chains.chains[one.member]) - 1
-            if (one.place > 0) if behind else (one.place < last):
+            if self._needed(one, behind=not behind):
                 yield number
 
     def summaries(
@@ -326,53 +331,65 @@ class _ZoneSegments(NamedTuple):
 
         summarised: the row of each of this rank's segments. rows: that are there so far.
         """
-        held = {}  # (member, place) -> segment of this rank
+        # 1. the summaries of this rank
+        row_of: dict[SegmentKey, int] = {}
         for number, one in enumerate(self.chains.held, start=self.number):
-            held[one.member, one.place] = number
+            if number in summarised:
+                row_of[one.member, one.place] = summarised[number]
 
-        # 1. who needs what: all on the other side of the chain
-        given: dict[int, set[tuple[int, int]]] = defaultdict(set)  # by reader
-        wanted: dict[int, set[tuple[int, int]]] = defaultdict(set)  # by holder
+        # 2. those that go to others: to all on the other side of the chain
+        given: dict[int, set[SegmentKey]] = defaultdict(set)  # by reader
         for one in self.chains.held:
-            chain = self.chains.chains[one.member]
-            for place in self._needed(one, behind=behind):
-                if chain[place].holder != self.own:
-                    wanted[chain[place].holder].add((one.member, place))
-            for place in self._needed(one, behind=not behind):
-                if chain[place].holder != self.own:
-                    given[chain[place].holder].add((one.member, one.place))
-
-        # 2. the messages
+            for index in self._holders(one, behind=not behind):
+                given[index].add((one.member, one.place))
         sent = []
         for index, keys in sorted(given.items()):
-            places = [summarised[held[key]] for key in sorted(keys)]
+            places = [row_of[key] for key in sorted(keys)]
             sent.append((self._rank(index), tables.rows([(place, place + 1) for place in places])))
-        row = {}
-        for key, number in held.items():
-            if number in summarised:
-                row[key] = summarised[number]
+
+        # 3. those that come from others
+        wanted: dict[int, set[SegmentKey]] = defaultdict(set)  # by holder
+        for one in self.chains.held:
+            for place in self._needed(one, behind=behind):
+                holder = self._chain(one)[place].holder
+                if holder != self.own:
+                    wanted[holder].add((one.member, place))
         arrived = []
         for index, keys in sorted(wanted.items()):
             for key in sorted(keys):
-                row[key] = rows
+                row_of[key] = rows
                 rows += 1
             arrived.append((self._rank(index), len(keys)))
 
-        # 3. the rows of each segment
-        for one in self.chains.held:
-            of_chain = self._needed(one, behind=behind)
-            if of_chain:
-                number = held[one.member, one.place]
-                needed[number] = [row[one.member, place] for place in of_chain]
+        # 4. the rows that each segment needs
+        for number, one in enumerate(self.chains.held, start=self.number):
+            places_before = self._needed(one, behind=behind)
+            if places_before:
+                needed[number] = [row_of[one.member, place] for place in places_before]
         return RowMessages(self.channel, "summaries of segments", tuple(sent), tuple(arrived))
+
+    def _holders(self, one: HeldSegment, *, behind: bool) -> set[int]:
+        """Return the other ranks that hold segments before, or behind, a segment."""
+        chain = self._chain(one)
+        return {chain[place].holder for place in self._needed(one, behind=behind)} - {self.own}
 
     def _needed(self, one: HeldSegment, *, behind: bool) -> range:
         """Return the places in its chain of the segments before, or behind, a segment, the
         farthest first."""
         if behind:
-            last = len(self.chains.chains[one.member]) - 1
-            return range(last, one.place, -1)
+            return range(len(self._chain(one)) - 1, one.place, -1)
         return range(one.place)
+
+
+def _in_halo(chain: Sequence[Segment], place: int, before: int) -> Iterator[tuple[int, int]]:
+    """Yield (place, first token) of the parts of earlier segments that are in the `before` tokens
+    before a segment, the nearest first."""
+    first = chain[place].start - before
+    for earlier in range(place - 1, -1, -1):
+        segment = chain[earlier]
+        if segment.stop <= first:
+            return
+        yield earlier, max(segment.start, first)
 
 
 # ---- programs
