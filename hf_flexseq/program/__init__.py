@@ -15,12 +15,11 @@ after layer, and decides nothing.
     halo.py            the attention of a zone whose queries read a window or a chunk
     remap.py           between the even layout and that of attention
     compile.py         all zones of a micro-batch: forward, backward, backward of a replayed layer
-    memory.py          which values lie in the memory of others
-    check.py           plays the programs of all ranks without tensors
     tags.py            the one table of message tags
 
 The modules of the strategies read like the attention that they describe: they are functions that
 run once, on values without contents, and leave instructions behind.
 
 Nothing here needs torch: programs are integers, and are tested without processes.
+`tests/program/check.py` plays the programs of all ranks without tensors.
 """

@@ -8,7 +8,6 @@ from hf_flexseq.layers import FULL, Reach
 from hf_flexseq.plan import Group, MicroBatch
 from hf_flexseq.plan.shard import make_shard, remapped
 from hf_flexseq.program import heads, turns
-from hf_flexseq.program.check import ProgramError, check
 from hf_flexseq.program.compile import (
     ATTENTION_TO_LINEAR,
     HALO,
@@ -27,6 +26,7 @@ from hf_flexseq.program.instructions import LayerShape, RowShape
 from hf_flexseq.schedule.routing import NicFigures
 from hf_flexseq.topology import Topology
 from tests.plans import random_plan
+from tests.program.check import ProgramError, check
 
 SHAPE = LayerShape(query_heads=6, kv_heads=2, head_dim=8, dtype="bfloat16")
 

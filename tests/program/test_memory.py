@@ -15,8 +15,8 @@ from hf_flexseq.program.compile import (
     forward,
 )
 from hf_flexseq.program.instructions import LayerShape
-from hf_flexseq.program.memory import nbytes, places_of
 from hf_flexseq.topology import Topology
+from tests.program.memory import nbytes, places_of
 
 SHAPE = LayerShape(query_heads=32, kv_heads=8, head_dim=64, dtype="bfloat16")
 TOKENS = 4096  # of a rank: turns of rings are long enough, and are not joined

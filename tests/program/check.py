@@ -8,8 +8,8 @@
    value itself, or another one in the same memory (`memory.py`).
 4. Nobody reads a value before it is made.
 
-Programs that pass end on every transport, in whatever order messages arrive. tests/program/
-test_check.py plays random plans, and plans of hundreds of ranks; tests/attention runs them.
+Programs that pass end on every transport, in whatever order messages arrive. `test_check.py` plays
+random plans, and plans of hundreds of ranks; tests/attention runs them.
 """
 
 from collections import deque
@@ -22,7 +22,7 @@ from hf_flexseq.program.instructions import (
     PostSpec,
     Program,
 )
-from hf_flexseq.program.memory import VIEWS, Place, nbytes, places_of
+from tests.program.memory import VIEWS, Place, nbytes, places_of
 
 # Operations that write to some of the values that they read: how many of them, the first ones.
 WRITES = {
