@@ -33,7 +33,7 @@ from hf_flexseq.hf.executors import (
     planner_of,
 )
 from hf_flexseq.hf.model.checks import check_model
-from hf_flexseq.hf.model.facts import attention_shape, compute_dtype, is_fully_sharded
+from hf_flexseq.hf.model.facts import is_fully_sharded
 from hf_flexseq.hf.model.images import check_text_alone
 from hf_flexseq.hf.model.positions import needed_columns
 from hf_flexseq.hf.model.router import RouterLoss
@@ -187,7 +187,6 @@ class WholeModelExecutor:
             topology=self.setup.communicator.topology,
             cost=cost,
             options=self._options(),
-            routing=self._routed_bytes(),
             fsdp=self.fsdp.figures,
         )
         return planner_of(job, ahead=ahead)
@@ -203,17 +202,6 @@ class WholeModelExecutor:
             "sync": "lockstep" if self.lockstep else "free",
             "remap": args.remap,
         }
-
-    def _routed_bytes(self) -> dict[str, int] | None:
-        """Return the bytes of a token in one layer, for the plan's note on routing; None where
-        nothing could be routed."""
-        args = self.setup.args
-        if args.routing == "off" or self.setup.communicator.world_size == 1:
-            return None
-        model = self._attached_model.base
-        shape = attention_shape(model.config.get_text_config())
-        head_bytes = shape.head_dim * compute_dtype(model, self.setup.accelerator).itemsize
-        return {"queries": shape.query_heads * head_bytes, "keys": 2 * shape.kv_heads * head_bytes}
 
     def check(self, plan: Plan) -> None:
         """Raise ValueError for a plan that would compute something wrong or hang."""

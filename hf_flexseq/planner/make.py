@@ -12,7 +12,7 @@
     3. remap       tokens are spread evenly outside of attention where that pays (`remap.py`)
     4. order       micro-batches that communicate most come first (`order.py`)
     5. bound       what no plan can beat (`bound.py`)
-    6. notes       why all this, in lines for people (`notes.py`)
+    6. note        why the widest groups are as wide as they are (`notes.py`)
 
 The same arguments give the same plan, but for `planning_s`, on any machine: planners decide by
 integers and are bounded by counted work. `process/worker.py` and `process/client.py` run this
@@ -21,7 +21,7 @@ function beside the training process. tests/planner/brute.py and exact.py are it
 
 import operator
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import Protocol
 
@@ -30,14 +30,8 @@ import numpy as np
 from hf_flexseq.config import require_solver
 from hf_flexseq.cost import CostModel
 from hf_flexseq.plan import MicroBatch, Plan, PlanInfeasible, check
-from hf_flexseq.planner.bound import bounds_ns
-from hf_flexseq.planner.notes import (
-    bound_notes,
-    contact_notes,
-    degree_note,
-    kinds_notes,
-    routing_notes,
-)
+from hf_flexseq.planner.bound import bound_ns
+from hf_flexseq.planner.notes import degree_note
 from hf_flexseq.planner.order import best_order
 from hf_flexseq.planner.published.batch_ada import batch_ada_micro_batches
 from hf_flexseq.planner.published.batch_rebalance import batch_rebalance_micro_batches
@@ -47,7 +41,6 @@ from hf_flexseq.planner.remap import REMAPPING, with_remap
 from hf_flexseq.planner.search.auto import auto_micro_batches
 from hf_flexseq.planner.static import check_degree, static_micro_batches
 from hf_flexseq.registry import STRATEGIES
-from hf_flexseq.schedule.routing_notes import LayerTokenBytes
 from hf_flexseq.topology import Topology
 from hf_flexseq.values import MAX_TOKENS_PER_RANK
 
@@ -94,7 +87,6 @@ def make_plan(
     max_tokens_per_rank: int | None = None,
     sync: str = "lockstep",
     remap: str = "auto",
-    routing: LayerTokenBytes | Mapping[str, int] | None = None,
 ) -> Plan:
     """Return the plan of one optimizer step.
 
@@ -110,10 +102,6 @@ def make_plan(
             in groups.
         remap: "auto" lets the planners `auto` and `zeppelin` spread tokens evenly outside of
             attention where that is faster, in lockstep; "off" never does.
-        routing: Bytes of a token's queries, and of its keys and values, in one layer; also as a
-            mapping, {"queries": ..., "keys": ...}. Given, and with several nodes, the plan's notes
-            say what of it is routed. It decides nothing, and finding it out takes a fifth of the
-            planning time of plans with many rings: give it for the steps whose notes are read.
 
     Raises ValueError for arguments without meaning, and PlanInfeasible when a sequence fits
     nowhere.
@@ -135,44 +123,35 @@ def make_plan(
         make = _maker(planner, sp_degree=sp_degree, sync=sync)
         micro_batches = make(tokens, topology, cost, strategy=strategy, cap=cap)
     # 3. remap
-    remap_notes: list[str] = []
     if tokens and remap == "auto" and planner in REMAPPING and sync == "lockstep":
-        micro_batches, remap_note = with_remap(micro_batches, tokens, topology, cost)
-        remap_notes.append(remap_note)
+        micro_batches = with_remap(micro_batches, tokens, topology, cost)
     # 4. order
     objective_ns, micro_batches = best_order(micro_batches, tokens, topology, cost, sync=sync)
     # 5. bound
-    bounds = bounds_ns(
+    lower_bound_ns = bound_ns(
         np.array(tokens, dtype=np.int64), topology, cost, strategy=strategy, cap=cap, sync=sync
     )
-    # 6. notes
-    notes = []
+    # 6. note
+    notes: tuple[str, ...] = ()
     if tokens:
-        notes = [
-            degree_note(
-                micro_batches,
-                tokens,
-                topology,
-                cost,
-                planner=planner,
-                strategy=strategy,
-                sp_degree=sp_degree,
-                cap=cap,
-            ),
-            *kinds_notes(tokens, cost),
-            *remap_notes,
-            *bound_notes(bounds, objective_ns),
-            *contact_notes(micro_batches, topology, cost),
-            *routing_notes(micro_batches, tokens, topology, cost, routing),
-        ]
+        note = degree_note(
+            micro_batches,
+            tokens,
+            topology,
+            cost,
+            strategy=strategy,
+            sp_degree=sp_degree,
+            cap=cap,
+        )
+        notes = (note,)
     plan = Plan(
         lengths=tokens,
         micro_batches=micro_batches,
         objective_s=objective_ns / 1e9,
-        lower_bound_s=bounds.plain / 1e9,
+        lower_bound_s=lower_bound_ns / 1e9,
         planner=planner,
         planning_s=time.perf_counter() - began,
-        notes=tuple(notes),
+        notes=notes,
     )
     check(plan, topology, cap)
     return plan

@@ -32,11 +32,8 @@ class Job(Protocol):
     def to_record(self) -> dict[str, Any]:
         """Return the job as plain JSON values; `job_from_record` is the inverse."""
 
-    def plan(self, lengths: Sequence[int], *, explain: bool = False) -> Any:
-        """Return the plan of one optimizer step on sequences of `lengths` tokens.
-
-        explain: add the notes that take long to find.
-        """
+    def plan(self, lengths: Sequence[int]) -> Any:
+        """Return the plan of one optimizer step on sequences of `lengths` tokens."""
 
     def read(self, record: dict[str, Any]) -> Any:
         """Return the plan whose `to_record` gave `record`."""
@@ -59,10 +56,6 @@ class GroupsJob:
     options: Mapping[str, Any]
     """Keyword arguments of `make_plan`, as JSON values."""
 
-    routing: Mapping[str, int] | None = None
-    """Bytes of a token's `queries`, and of its `keys` and values, in one layer, for the note on
-    what is routed; None for no such note."""
-
     fsdp: FsdpFigures | None = None
     """What FSDP2's policies cost; None where it shards nothing, or has no choice."""
 
@@ -73,7 +66,6 @@ class GroupsJob:
             "topology": asdict(self.topology),
             "cost": self.cost.to_record(),
             "options": dict(self.options),
-            "routing": None if self.routing is None else dict(self.routing),
             "fsdp": None if self.fsdp is None else self.fsdp.to_record(),
         }
 
@@ -85,28 +77,18 @@ class GroupsJob:
             topology=Topology(**record["topology"]),
             cost=CostModel.from_record(record["cost"]),
             options=record["options"],
-            routing=record.get("routing"),
             fsdp=None if fsdp is None else FsdpFigures.from_record(fsdp),
         )
 
-    def plan(self, lengths: Sequence[int], *, explain: bool = False) -> Plan:
-        """Return the plan of one optimizer step. Raises ValueError as `make_plan` does.
-
-        explain: let the plan's notes say what is routed, which may take a fifth of planning.
-        """
-        routing = self.routing if explain else None
+    def plan(self, lengths: Sequence[int]) -> Plan:
+        """Return the plan of one optimizer step. Raises ValueError as `make_plan` does."""
         if self.fsdp is not None:
-            plan = self._plan_beside_held(lengths, self.fsdp, routing)
+            plan = self._plan_beside_held(lengths, self.fsdp)
             if plan is not None:
                 return plan
-        return make_plan(lengths, self.topology, self.cost, **self.options, routing=routing)
+        return make_plan(lengths, self.topology, self.cost, **self.options)
 
-    def _plan_beside_held(
-        self,
-        lengths: Sequence[int],
-        fsdp: FsdpFigures,
-        routing: Mapping[str, int] | None,
-    ) -> Plan | None:
+    def _plan_beside_held(self, lengths: Sequence[int], fsdp: FsdpFigures) -> Plan | None:
         """Return a plan for ranks that hold parameters or gradients between micro-batches, priced
         as such; None where that promises nothing, or leaves the longest sequence no room."""
         bound = self.options.get("max_tokens_per_rank")
@@ -114,7 +96,7 @@ class GroupsJob:
             cost = fsdp.priced(self.cost, policy)
             options = {**self.options, "max_tokens_per_rank": tokens}
             try:
-                plan = make_plan(lengths, self.topology, cost, **options, routing=routing)
+                plan = make_plan(lengths, self.topology, cost, **options)
             except PlanInfeasible:
                 continue
             note = f"FSDP2: planned for {policy}, at most {tokens:,} tokens a rank"
@@ -158,11 +140,8 @@ class StagesJob:
         """Return the job whose `to_record` gave `record`."""
         return cls(cost=PipelineCost.from_record(record["cost"]), options=record["options"])
 
-    def plan(self, lengths: Sequence[int], *, explain: bool = False) -> StepPlan:
-        """Return the plan of one optimizer step. Raises ValueError as `make_step_plan` does.
-
-        explain: of no effect; a pipeline's plan has no notes that take long.
-        """
+    def plan(self, lengths: Sequence[int]) -> StepPlan:
+        """Return the plan of one optimizer step. Raises ValueError as `make_step_plan` does."""
         return make_step_plan(lengths, self.cost, **self.options)
 
     def read(self, record: dict[str, Any]) -> StepPlan:
